@@ -1,0 +1,225 @@
+"""Data types that flow through the system, in the order in which they appear.
+
+Host types are ragged NumPy; device types are rectangular JAX arrays. Every
+per-token array is aligned to the token it describes: index t of `logprobs`,
+`loss_mask`, `advantages`, ... speaks about `tokens[t]`, never about `tokens[t + 1]`.
+
+  P prompts in a step   G completions of one prompt   B rows   T tokens in a row
+  N tokens learned from, of one row                   V vocabulary   D model width
+
+Logprobs are natural logarithms (nats), at the sampling temperature. Three kinds
+are told apart everywhere: `policy_logprobs` (live, the only differentiated
+ones), `old_logprobs` (the trainer's, before this batch's first update),
+`behavior_logprobs` (the engine's, at sampling).
+"""
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+
+class FinishReason(enum.StrEnum):
+  """Why a completion ended."""
+
+  STOP = "stop"  # the model wrote a stop id or a stop string.
+  LENGTH = "length"  # the token limit cut it: the completion is truncated.
+  ABORT = "abort"  # the engine gave up on it.
+  ENV_DONE = "env_done"  # the environment ended a conversation of several turns.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prompt:
+  """One task, before anything was sampled."""
+
+  prompt_id: str  # unique within a run; equal texts under two ids are two groups.
+  token_ids: Int[np.ndarray, " prompt"]
+  environment: str  # name of the environment that scores it.
+  info: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what the environment needs.
+  text: str = ""  # the prompt as rendered by the chat template.
+  weight: float = 1.0  # 0 keeps it in the batch and learns nothing from it.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rollout:
+  """One attempt at a prompt: everything after the prompt, plus its reward.
+
+  A completion of several turns interleaves sampled tokens with tokens that the
+  environment wrote; `loss_mask` is True on the sampled ones only. A reward of
+  NaN means that the attempt could not be scored: it joins neither the baseline
+  nor the loss.
+  """
+
+  completion_ids: Int[np.ndarray, " completion"]
+  loss_mask: Bool[np.ndarray, " completion"]
+  behavior_logprobs: Float[np.ndarray, " completion"]  # 0 where loss_mask is False.
+  weight_versions: Int[np.ndarray, " completion"]  # of the weights that sampled each token; -1: none.
+  finish_reason: FinishReason
+  reward: float
+  text: str = ""
+  reward_components: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  turns: int = 1
+
+  def __post_init__(self):
+    lengths = {
+      len(self.completion_ids),
+      len(self.loss_mask),
+      len(self.behavior_logprobs),
+      len(self.weight_versions),
+    }
+    if len(lengths) != 1:
+      raise ValueError(f"per-token arrays of one rollout differ in length: {sorted(lengths)}")
+    sampled = self.behavior_logprobs[self.loss_mask]
+    if not (np.isfinite(sampled).all() and (sampled <= 0).all()):
+      raise ValueError("behavior_logprobs must be finite and at most 0 on sampled tokens")
+
+  @property
+  def is_truncated(self) -> bool:
+    return self.finish_reason is FinishReason.LENGTH
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RolloutGroup:
+  """The attempts at one prompt, over which advantages are computed."""
+
+  prompt: Prompt
+  rollouts: tuple[Rollout, ...]
+
+  @property
+  def rewards(self) -> Float[np.ndarray, " G"]:
+    return np.asarray([r.reward for r in self.rollouts], np.float32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+  """Packed rows with shared prefixes, ready for the device. Row order carries no meaning.
+
+  A row holds segments; a segment is one prompt, whose tokens stand there once,
+  followed by completions of its group. Token q attends to token k if both are
+  of the same segment, k stands not after q, and k is of the prompt (branch 0)
+  or of the same branch as q. Padding has segment 0 and attends to nothing.
+  """
+
+  tokens: Int[Array, "B T"]
+  segment_ids: Int[Array, "B T"]  # 0 is padding; 1.. number the segments of the row.
+  branch_ids: Int[Array, "B T"]  # 0 is the prompt; 1.. the completions of the segment.
+  positions: Int[Array, "B T"]  # within prompt + completion; each completion starts at len(prompt).
+  predecessors: Int[Array, "B T"]  # place, in the row, of the token that predicts this one.
+  loss_mask: Bool[Array, "B T"]  # True on tokens that are learned from.
+  rollout_ids: Int[Array, "B T"]  # 0.. number the completions of the row; -1: prompt, padding.
+  advantages: Float[Array, "B T"]
+  behavior_logprobs: Float[Array, "B T"]  # as the engine reported them.
+  loss_places: Int[Array, "B N"]  # places of the True's of loss_mask, in order; then -1.
+  old_logprobs: Float[Array, "B N"] | None = None  # at `loss_places`; None: taken from the policy.
+  ref_logprobs: Float[Array, "B N"] | None = None  # at `loss_places`, by the frozen reference.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossTokens:
+  """The tokens that are learned from, gathered out of a batch: what an objective sees.
+
+  `sequence_ids` names the completion to which a token belongs, within its row;
+  a completion never spans two rows.
+  """
+
+  mask: Bool[Array, "B N"]  # False on the padding of N.
+  sequence_ids: Int[Array, "B N"]  # 0 <= id < N.
+  advantages: Float[Array, "B N"]
+  behavior_logprobs: Float[Array, "B N"]
+  old_logprobs: Float[Array, "B N"] | None = None
+  ref_logprobs: Float[Array, "B N"] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Denominators:
+  """What the loss is divided by: global to one optimizer step, over all
+  microbatches and devices, so that splitting the batch changes nothing."""
+
+  tokens: Float[Array, ""] | float  # tokens learned from.
+  sequences: Float[Array, ""] | float  # completions with at least one such token.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Mean:
+  """A mean as total and count, so that merging over microbatches and devices is exact."""
+
+  total: Float[Array, ""] | float
+  count: Float[Array, ""] | float
+
+  def merge(self, other: "Mean") -> "Mean":
+    return Mean(self.total + other.total, self.count + other.count)
+
+  def value(self) -> float:
+    """Returns total / count; NaN if nothing was counted."""
+    return float(self.total) / float(self.count) if float(self.count) else float("nan")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Maximum:
+  """The largest of the values seen; -inf if there were none."""
+
+  largest: Float[Array, ""] | float
+
+  def merge(self, other: "Maximum") -> "Maximum":
+    return Maximum(jnp.maximum(self.largest, other.largest))
+
+  def value(self) -> float:
+    return float(self.largest)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Minimum:
+  """The smallest of the values seen; inf if there were none."""
+
+  smallest: Float[Array, ""] | float
+
+  def merge(self, other: "Minimum") -> "Minimum":
+    return Minimum(jnp.minimum(self.smallest, other.smallest))
+
+  def value(self) -> float:
+    return float(self.smallest)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EffectiveSampleShare:
+  """(Σw)² / (n Σw²) of importance weights w: 1 when all are equal, 1/n when one holds all."""
+
+  total: Float[Array, ""] | float
+  squares: Float[Array, ""] | float
+  count: Float[Array, ""] | float
+
+  def merge(self, other: "EffectiveSampleShare") -> "EffectiveSampleShare":
+    return EffectiveSampleShare(
+      self.total + other.total, self.squares + other.squares, self.count + other.count
+    )
+
+  def value(self) -> float:
+    below = float(self.count) * float(self.squares)
+    return float(self.total) ** 2 / below if below else float("nan")
+
+
+Metric = Mean | Maximum | Minimum | EffectiveSampleShare
+Metrics = dict[str, Metric]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+  """What training changes. The reference policy and a frozen base live outside it."""
+
+  step: Int[Array, ""]  # optimizer batches done so far = version of the weights.
+  params: Any
+  opt_state: Any
