@@ -1,0 +1,45 @@
+# The few commands people need. PYTHON chooses the interpreter (3.11 or newer).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STACK = $(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")')
+CONSTRAINTS = constraints/$(STACK).txt
+WORKDIR ?= runs/quickstart
+ARGS ?=
+
+.PHONY: help quickstart test test-slow check format venv clean
+
+help:  ## Show this text.
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+quickstart: $(VENV)/default  ## Train SmolLM2-135M-Instruct on arithmetic (2 cores, minutes); ARGS="--config.x=y" overrides.
+	$(BIN)/python -m grpo_jax.main --config=configs/quickstart.py --workdir=$(WORKDIR) $(ARGS)
+
+test: venv  ## Run the tests (no accelerator, no network).
+	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+
+test-slow: venv  ## Run the tests on real components: the real model, killed processes.
+	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+check: venv  ## Format check, lint, types.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+format: venv  ## Format the code.
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+venv: $(VENV)/everything  ## Make .venv with everything the default use, the tests and the checks need.
+
+$(VENV)/default: pyproject.toml $(wildcard constraints/*.txt)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e .
+	touch $@
+
+$(VENV)/everything: $(VENV)/default
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e ".[test,dev]"
+	touch $@
+
+clean:  ## Remove the virtual environment and caches.
+	rm -rf $(VENV) .pytest_cache .ruff_cache build *.egg-info
