@@ -1,0 +1,374 @@
+"""The pure functions that a decoder layer is made of, and the linen module that holds its weights.
+
+Pure. Trainer (scanned layers) and sampler (unrolled layers, key/value cache) compose the same
+functions, so their numerics are the same. E is the width of one head. Norms, rotary embeddings,
+softmax and the residual stream are float32 whatever the compute dtype; only products are not.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jaxtyping import Array, Bool, Float, Int
+
+from grpo_jax.models import leaves
+from grpo_jax.models.config import ModelConfig, RopeScaling
+
+# Given q [B T H E], k and v [B T K E] of the new tokens, returns what they attend to [B T H E]
+# and anything else (a cache, or None).
+Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
+
+_MASKED = -1e30  # finite: a row that may attend to nothing must not become NaN.
+
+
+def contract(spec: str, x: Array, y: Array, compute_dtype: Any = jnp.float32) -> Array:
+  """Sums products of two arrays as `einsum` does, in the compute dtype, accumulated in float32.
+
+  Args:
+    spec: an einsum of two operands in which every index stands in at least two of the three
+      terms.
+    x: first operand.
+    y: second operand.
+    compute_dtype: of the factors, here and in the gradient. float32 is an ordinary einsum. In
+      bfloat16 both factors are rounded, and so is the cotangent in the backward pass; the sums
+      are float32 everywhere, so weight gradients are not rounded.
+
+  Returns:
+    float32.
+  """
+  if jnp.dtype(compute_dtype) == jnp.float32:
+    return jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32))
+  return _rounded_einsum(spec, jnp.dtype(compute_dtype), x, y)
+
+
+def dot(x: Float[Array, "..."], w: Float[Array, "i o"], compute_dtype: Any = jnp.float32) -> Array:
+  """Returns x @ w over the last axis of x, in float32; see `contract` for the compute dtype."""
+  rest = "abcdefg"[: x.ndim - 1]
+  return contract(f"{rest}i,io->{rest}o", x, w, compute_dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rounded_einsum(spec: str, dtype: Any, x: Array, y: Array) -> Array:
+  return jnp.einsum(spec, x.astype(dtype), y.astype(dtype), preferred_element_type=jnp.float32)
+
+
+def _rounded_einsum_forward(spec: str, dtype: Any, x: Array, y: Array):
+  out_dtypes = jnp.zeros(0, x.dtype), jnp.zeros(0, y.dtype)
+  return _rounded_einsum(spec, dtype, x, y), (x.astype(dtype), y.astype(dtype), out_dtypes)
+
+
+def _rounded_einsum_backward(spec: str, dtype: Any, residuals, cotangent: Array):
+  x, y, (like_x, like_y) = residuals
+  operands, out = spec.split("->")
+  left, right = operands.split(",")
+  g = cotangent.astype(dtype)
+  dx = jnp.einsum(f"{out},{right}->{left}", g, y, preferred_element_type=jnp.float32)
+  dy = jnp.einsum(f"{left},{out}->{right}", x, g, preferred_element_type=jnp.float32)
+  return dx.astype(like_x.dtype), dy.astype(like_y.dtype)
+
+
+_rounded_einsum.defvjp(_rounded_einsum_forward, _rounded_einsum_backward)
+
+
+def rms_norm(
+  x: Float[Array, "... d"], weight: Float[Array, " d"], eps: float
+) -> Float[Array, "... d"]:
+  """Scales the last axis to unit root mean square, then by `weight`; float32.
+
+      y = w x / √(mean(x²) + ε)
+
+  Reference:
+    Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
+  """
+  x = x.astype(jnp.float32)
+  scale = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+  return x * scale * _as_last_axis(weight.astype(jnp.float32), x.ndim)
+
+
+def rope_frequencies(
+  head_dim: int, theta: float, scaling: RopeScaling | None
+) -> Float[np.ndarray, " half"]:
+  """Returns the rotary frequencies ωᵢ, in radians a position.
+
+      ωᵢ = θ^(-2i / E),  i = 0 .. E/2 - 1, then scaled
+
+  "linear" divides all by `factor`. "llama3" divides those of a wavelength 2π/ω above
+  `original / low_freq_factor` positions by `factor`, keeps those below
+  `original / high_freq_factor`, and interpolates between.
+
+  Reference:
+    Su et al. 2021, arXiv:2104.09864, section 3.2.2; Llama 3.1's reference code, `apply_scaling`.
+  """
+  exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+  frequencies = (1.0 / np.float32(theta) ** exponents).astype(np.float32)
+  if scaling is None:
+    return frequencies
+  if scaling.kind == "linear":
+    return (frequencies / scaling.factor).astype(np.float32)
+  turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
+  span = scaling.high_freq_factor - scaling.low_freq_factor
+  share = np.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
+  return (((1 - share) / scaling.factor + share) * frequencies).astype(np.float32)
+
+
+def rope_angles(
+  positions: Int[Array, "B T"], config: ModelConfig
+) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
+  """Returns cosine and sine of position × frequency, for `rope`; the same in every layer."""
+  frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+  angles = positions[:, :, None].astype(jnp.float32) * jnp.asarray(frequencies)[None, None, :]
+  return jnp.cos(angles), jnp.sin(angles)
+
+
+def rope(
+  x: Float[Array, "B T heads E"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
+) -> Float[Array, "B T heads E"]:
+  """Rotates every head; component i is paired with i + E/2 (Hugging Face's layout, not GGUF's)."""
+  first, second = jnp.split(x, 2, axis=-1)
+  cos, sin = cos[:, :, None, :], sin[:, :, None, :]
+  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def attention_mask(
+  segment_ids: Int[Array, "B T"],
+  branch_ids: Int[Array, "B T"] | None,
+  *,
+  start: int = 0,
+  stop: int | None = None,
+) -> Bool[Array, "B Tq Tk"]:
+  """Says which key each query of a packed row may attend to.
+
+  Token q attends to token k if both are of the same segment (not 0, which is padding), k stands
+  not after q in the row, and k is of the prompt (branch 0) or of the branch of q.
+
+  Args:
+    segment_ids: 0 is padding.
+    branch_ids: 0 is the prompt, 1.. its completions; None: one branch in every segment.
+    start: place of the first query.
+    stop: place after the last query, and after the last key (later ones are masked anyway); None
+      is the end of the row.
+
+  Returns:
+    True where places start..stop attend to places 0..stop.
+  """
+  stop = segment_ids.shape[1] if stop is None else stop
+  keys, queries = segment_ids[:, None, :stop], segment_ids[:, start:stop, None]
+  not_after = np.arange(stop)[None, :] <= np.arange(start, stop)[:, None]
+  mask = (keys == queries) & (queries != 0) & jnp.asarray(not_after)[None]
+  if branch_ids is None:
+    return mask
+  keys, queries = branch_ids[:, None, :stop], branch_ids[:, start:stop, None]
+  return mask & ((keys == 0) | (keys == queries))
+
+
+def attention(
+  q: Float[Array, "B T H E"],
+  k: Float[Array, "B ..."],
+  v: Float[Array, "B ..."],
+  mask: Bool[Array, "B T S"],
+  *,
+  compute_dtype: Any = jnp.float32,
+  kv_layout: str = "bske",
+) -> Float[Array, "B T H E"]:
+  """Attends with grouped queries: softmax(q kᵀ / √E) v over the keys that the mask allows.
+
+  Args:
+    q: query heads; head h uses key/value head h // (H / K).
+    k: keys; [B S K E] or, as `kv_layout` says, [B K S E] (the quicker one to decode with).
+    v: values, laid out like the keys.
+    mask: True where a query may see a key. A query that may see none gets 0, and no gradient.
+    compute_dtype: of the two products; the softmax is float32.
+    kv_layout: "bske" or "bkse".
+  """
+  batch, length, heads, width = q.shape
+  kv_heads = k.shape[kv_layout.index("k")]
+  grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, width) * (width**-0.5)
+  scores = contract(f"btkre,{kv_layout}->bkrts", grouped, k, compute_dtype)
+  scores = jnp.where(mask[:, None, None], scores, _MASKED)
+  highest = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), _MASKED / 2)
+  weights = jnp.exp(scores - jax.lax.stop_gradient(highest))
+  total = jnp.sum(weights, axis=-1)
+  weighted = contract(f"bkrts,{kv_layout}->btkre", weights, v, compute_dtype)
+  total = jnp.where(total == 0, 1.0, total).transpose(0, 3, 1, 2)[..., None]
+  return (weighted / total).reshape(batch, length, heads, width)
+
+
+def packed_attention(
+  q: Float[Array, "B T H E"],
+  k: Float[Array, "B T K E"],
+  v: Float[Array, "B T K E"],
+  segment_ids: Int[Array, "B T"],
+  branch_ids: Int[Array, "B T"] | None = None,
+  *,
+  compute_dtype: Any = jnp.float32,
+  block_length: int = 256,
+) -> Float[Array, "B T H E"]:
+  """Attends within packed rows by the rule of `attention_mask`, block by block of queries.
+
+  A block sees only the keys up to its own end, so half of the square is never computed, and
+  the weights of one block at a time are alive (they are computed again in the backward pass).
+
+  Args:
+    q: query heads.
+    k: key heads.
+    v: value heads.
+    segment_ids: 0 is padding, which attends to nothing and gets 0.
+    branch_ids: 0 is the prompt; None: one branch in every segment.
+    compute_dtype: of the products.
+    block_length: queries in a block; rows of over 16 blocks get longer ones.
+  """
+  length = q.shape[1]
+  block = max(block_length, -(-length // 16))
+
+  def attend(q, k, v, mask):
+    return attention(q, k, v, mask, compute_dtype=compute_dtype)
+
+  if length <= block:
+    return attend(q, k, v, attention_mask(segment_ids, branch_ids))
+  attend, parts = jax.checkpoint(attend), []
+  for start in range(0, length, block):
+    stop = min(start + block, length)
+    mask = attention_mask(segment_ids, branch_ids, start=start, stop=stop)
+    parts.append(attend(q[:, start:stop], k[:, :stop], v[:, :stop], mask))
+  return jnp.concatenate(parts, axis=1)
+
+
+def project_qkv(
+  params: Mapping[str, Array],
+  x: Float[Array, "B T D"],
+  cos: Float[Array, "B T half"],
+  sin: Float[Array, "B T half"],
+  *,
+  config: ModelConfig,
+  compute_dtype: Any = jnp.float32,
+) -> tuple[Float[Array, "B T H E"], Float[Array, "B T K E"], Float[Array, "B T K E"]]:
+  """Projects normed inputs to rotated queries and keys, and values.
+
+  Args:
+    params: of one layer.
+    x: input of the layer, normed.
+    cos: of `rope_angles`.
+    sin: of `rope_angles`.
+    config: sizes and switches.
+    compute_dtype: of the products.
+  """
+  heads = []
+  for name in ("q", "k", "v"):
+    y = dot(x, params[name], compute_dtype)
+    if config.qkv_bias:
+      y = y + _as_last_axis(params[f"{name}_bias"], y.ndim)
+    heads.append(y.reshape(*y.shape[:2], -1, config.head_dim))
+  q, k, v = heads
+  if config.qk_norm:
+    q = rms_norm(q, params["q_norm"], config.rms_norm_eps)
+    k = rms_norm(k, params["k_norm"], config.rms_norm_eps)
+  return rope(q, cos, sin), rope(k, cos, sin), v
+
+
+def project_output(
+  params: Mapping[str, Array],
+  attended: Float[Array, "B T H E"],
+  *,
+  config: ModelConfig,
+  compute_dtype: Any = jnp.float32,
+) -> Float[Array, "B T D"]:
+  """Projects the heads' results back to the model's width."""
+  y = dot(attended.reshape(*attended.shape[:2], -1), params["o"], compute_dtype)
+  return y + _as_last_axis(params["o_bias"], y.ndim) if config.o_bias else y
+
+
+def mlp(
+  params: Mapping[str, Array],
+  x: Float[Array, "B T D"],
+  *,
+  config: ModelConfig,
+  compute_dtype: Any = jnp.float32,
+) -> Float[Array, "B T D"]:
+  """Applies the gated MLP, W_down (silu(W_gate x) ⊙ W_up x), to normed inputs.
+
+  Reference:
+    Shazeer 2020, arXiv:2002.05202, SwiGLU, equation 6.
+  """
+
+  def linear(name, x):
+    y = dot(x, params[name], compute_dtype)
+    return y + _as_last_axis(params[f"{name}_bias"], y.ndim) if config.mlp_bias else y
+
+  return linear("down", jax.nn.silu(linear("gate", x)) * linear("up", x))
+
+
+def block(
+  params: Mapping[str, Array],
+  x: Float[Array, "B T D"],
+  cos: Float[Array, "B T half"],
+  sin: Float[Array, "B T half"],
+  attend: Attend,
+  *,
+  config: ModelConfig,
+  compute_dtype: Any = jnp.float32,
+) -> tuple[Float[Array, "B T D"], Any]:
+  """Applies one pre-norm decoder layer: attention, then MLP, each added to the residual stream.
+
+  Args:
+    params: of this layer, as `leaves.layer` names them.
+    x: residual stream, float32.
+    cos: of `rope_angles`.
+    sin: of `rope_angles`.
+    attend: (q, k, v) of these tokens → (what they attend to, anything else). A sampler writes k
+      and v into its cache here, and returns the cache as the second result.
+    config: sizes and switches.
+    compute_dtype: of the products.
+
+  Returns:
+    The residual stream after the layer; the second result of `attend`.
+  """
+  settings = {"config": config, "compute_dtype": compute_dtype}
+  normed = rms_norm(x, params["input_norm"], config.rms_norm_eps)
+  attended, extra = attend(*project_qkv(params, normed, cos, sin, **settings))
+  x = x + project_output(params, attended, **settings)
+  normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
+  return x + mlp(params, normed, **settings), extra
+
+
+class Block(nn.Module):
+  """One decoder layer that owns its parameters; a body for `nn.scan`."""
+
+  config: ModelConfig
+  compute_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x, cos, sin, segment_ids, branch_ids):
+    """Applies `block` with `packed_attention`; returns (residual stream, None) as scan wants."""
+    params = {
+      name: self.param(name, initializer(leaf.kind), leaf.shape)
+      for name, leaf in leaves.layer(self.config).items()
+    }
+
+    def attend(q, k, v):
+      settings = {"compute_dtype": self.compute_dtype}
+      return packed_attention(q, k, v, segment_ids, branch_ids, **settings), None
+
+    settings = {"config": self.config, "compute_dtype": self.compute_dtype}
+    return block(params, x, cos, sin, attend, **settings)
+
+
+def initializer(kind: str) -> nn.initializers.Initializer:
+  """Returns the initialiser of a kind of leaf: norms 1, biases 0, the others N(0, 0.02²)."""
+  return _INITIALIZERS[kind]
+
+
+def _as_last_axis(vector: Array, ndim: int) -> Array:
+  """Returns [1 ... 1 D], to be broadcast against an array of `ndim` axes."""
+  return jnp.expand_dims(vector, tuple(range(ndim - 1)))
+
+
+_INITIALIZERS = {
+  "kernel": nn.initializers.normal(0.02),
+  "embedding": nn.initializers.normal(0.02),
+  "norm": nn.initializers.ones,
+  "bias": nn.initializers.zeros,
+}

@@ -1,0 +1,61 @@
+"""The Llama family (Llama 2 and 3, SmolLM2): switches and Hugging Face names. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+ARCHITECTURE = "LlamaForCausalLM"
+MODEL_TYPE = "llama"
+
+# What `transformers` assumes where config.json leaves a field out.
+DEFAULTS: Mapping[str, Any] = {"max_position_embeddings": 2048}
+
+# Ours → Hugging Face's, for the tensors outside the layers. Kernels ([in, out] here) are stored
+# there transposed; see `leaves.Leaf.is_kernel`.
+TOP_NAMES: Mapping[str, str] = {
+  "embed": "model.embed_tokens.weight",
+  "final_norm": "model.norm.weight",
+  "head": "lm_head.weight",
+}
+
+# The same for the tensors of layer i, below `LAYER_PREFIX.format(i)`.
+LAYER_PREFIX = "model.layers.{}."
+LAYER_NAMES: Mapping[str, str] = {
+  "input_norm": "input_layernorm.weight",
+  "q": "self_attn.q_proj.weight",
+  "k": "self_attn.k_proj.weight",
+  "v": "self_attn.v_proj.weight",
+  "o": "self_attn.o_proj.weight",
+  "q_bias": "self_attn.q_proj.bias",
+  "k_bias": "self_attn.k_proj.bias",
+  "v_bias": "self_attn.v_proj.bias",
+  "o_bias": "self_attn.o_proj.bias",
+  "mlp_norm": "post_attention_layernorm.weight",
+  "gate": "mlp.gate_proj.weight",
+  "up": "mlp.up_proj.weight",
+  "down": "mlp.down_proj.weight",
+  "gate_bias": "mlp.gate_proj.bias",
+  "up_bias": "mlp.up_proj.bias",
+  "down_bias": "mlp.down_proj.bias",
+}
+
+
+def switches(hf: Mapping[str, Any]) -> dict[str, bool]:
+  """Returns the switches of `ModelConfig` that config.json sets in this family."""
+  attention_bias = bool(hf.get("attention_bias", False))
+  return {
+    "qkv_bias": attention_bias,
+    "o_bias": attention_bias,
+    "mlp_bias": bool(hf.get("mlp_bias", False)),
+    "qk_norm": False,
+  }
+
+
+def hf_switches(*, qkv_bias: bool, o_bias: bool, mlp_bias: bool) -> dict[str, Any]:
+  """Returns the fields of config.json that say the same as these switches.
+
+  Raises:
+    ValueError: if Llama's config.json cannot say it.
+  """
+  if qkv_bias != o_bias:
+    raise ValueError("a Llama config has biases on all of q, k, v and o, or on none of them")
+  return {"attention_bias": qkv_bias, "mlp_bias": mlp_bias}

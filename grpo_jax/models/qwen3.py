@@ -1,0 +1,39 @@
+"""The Qwen3 family, dense: switches and Hugging Face names. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_jax.models import llama
+
+ARCHITECTURE = "Qwen3ForCausalLM"
+MODEL_TYPE = "qwen3"
+DEFAULTS: Mapping[str, Any] = {"max_position_embeddings": 32768, "head_dim": 128}
+TOP_NAMES = llama.TOP_NAMES
+LAYER_PREFIX = llama.LAYER_PREFIX
+LAYER_NAMES: Mapping[str, str] = {
+  **llama.LAYER_NAMES,
+  "q_norm": "self_attn.q_norm.weight",
+  "k_norm": "self_attn.k_norm.weight",
+}
+
+
+def switches(hf: Mapping[str, Any]) -> dict[str, bool]:
+  """Returns the switches of `ModelConfig`: RMS norm of every query and key head."""
+  attention_bias = bool(hf.get("attention_bias", False))
+  return {
+    "qkv_bias": attention_bias,
+    "o_bias": attention_bias,
+    "mlp_bias": False,
+    "qk_norm": True,
+  }
+
+
+def hf_switches(*, qkv_bias: bool, o_bias: bool, mlp_bias: bool) -> dict[str, Any]:
+  """Returns the fields of config.json that say the same as these switches.
+
+  Raises:
+    ValueError: if Qwen3's config.json cannot say it.
+  """
+  if qkv_bias != o_bias or mlp_bias:
+    raise ValueError("Qwen3 has biases on all of q, k, v and o, or on none, and none in the MLP")
+  return {"attention_bias": qkv_bias, "use_sliding_window": False}
