@@ -1,0 +1,96 @@
+"""Reductions of a per-token loss to a scalar. Pure; denominators are given from outside.
+
+The denominators are those of the whole optimizer step (all microbatches, all
+devices), so the losses of the parts of a batch *add up* to the loss of the
+batch, and splitting, packing, padding or sharding it changes nothing. What a
+code divides by is where published GRPO variants differ most; see docs/algorithms.md.
+"""
+
+from collections.abc import Callable
+
+from jaxtyping import Array, Bool, Float, Int
+
+from grpo_jax.rl import masks
+from grpo_jax.rl.numerics import safe_divide
+from grpo_jax.types import Denominators
+
+
+def token_mean(
+  losses: Float[Array, "B N"],
+  mask: Bool[Array, "B N"],
+  denominators: Denominators,
+  sequence_ids: Int[Array, "B N"] | None = None,
+) -> Float[Array, ""]:
+  """Averages over all tokens, so that a long completion weighs more: Σᵢ Σₜ ℓᵢₜ / N_tokens.
+
+  Args:
+    losses: ℓ, per token.
+    mask: True on the tokens that are learned from.
+    denominators: of the optimizer step; only `tokens` is used.
+    sequence_ids: not used; taken so that all reductions have one signature.
+
+  Returns:
+    This part's share of the loss; 0 if the denominator is 0.
+
+  Reference:
+    DAPO, arXiv:2503.14476, equation 10 (there per group; over the step as in NeMo RL, TRL).
+  """
+  del sequence_ids
+  return safe_divide(masks.masked_sum(losses, mask), denominators.tokens)
+
+
+def sequence_mean(
+  losses: Float[Array, "B N"],
+  mask: Bool[Array, "B N"],
+  denominators: Denominators,
+  sequence_ids: Int[Array, "B N"] | None = None,
+) -> Float[Array, ""]:
+  """Averages over completions the mean over their tokens: Σᵢ (Σₜ ℓᵢₜ / |oᵢ|) / N_sequences.
+
+  |oᵢ| counts the unmasked tokens of completion i, all of which must stand in
+  one row; a completion without any counts in neither sum. Args, Returns: see
+  `token_mean`; here `denominators.sequences` and `sequence_ids` are used.
+
+  Reference:
+    Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, equation 3.
+  """
+  means = masks.sequence_means(losses, mask, sequence_ids)
+  return safe_divide(means.sum(), denominators.sequences)
+
+
+def constant_length(
+  losses: Float[Array, "B N"],
+  mask: Bool[Array, "B N"],
+  denominators: Denominators,
+  sequence_ids: Int[Array, "B N"] | None = None,
+  *,
+  max_completion_tokens: int,
+) -> Float[Array, ""]:
+  """Divides every completion by the same length: Σᵢ Σₜ ℓᵢₜ / (N_sequences · L_max).
+
+  With L_max = 1 it is the mean over completions of their token *sum*. TRL's
+  `dr_grpo` is this; verl's `seq-mean-token-sum-norm` leaves N_sequences out.
+  Args, Returns: see `token_mean`; here `denominators.sequences` is used.
+
+  Reference:
+    Liu et al. 2025, Dr. GRPO, arXiv:2503.20783, section 3.2 and listing 1.
+  """
+  del sequence_ids
+  total = masks.masked_sum(losses, mask)
+  return safe_divide(total, denominators.sequences * float(max_completion_tokens))
+
+
+def local_denominators(
+  mask: Bool[Array, "B N"], sequence_ids: Int[Array, "B N"] | None = None
+) -> Denominators:
+  """Counts the tokens and completions of one part; the parts' counts add up to the step's."""
+  return Denominators(
+    tokens=mask.sum(dtype="float32"), sequences=masks.count_sequences(mask, sequence_ids)
+  )
+
+
+AGGREGATIONS: dict[str, Callable[..., Float[Array, ""]]] = {
+  "token_mean": token_mean,
+  "sequence_mean": sequence_mean,
+  "constant_length": constant_length,
+}

@@ -1,0 +1,159 @@
+"""What an objective measures beside the loss. Pure; every metric merges exactly.
+
+Definitions are NeMo RL's, with their units in docs/algorithms.md; a mean is
+carried as (sum, count) over tokens or completions, so that merging microbatches,
+devices and optimizer steps gives the mean over all of them.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from grpo_jax.rl import kl, masks
+from grpo_jax.types import EffectiveSampleShare, Maximum, Mean, Metrics, Minimum
+
+
+def token_average(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Mean:
+  """Returns the mean over unmasked tokens."""
+  return Mean(masks.masked_sum(x, mask), mask.sum(dtype=x.dtype))
+
+
+def share(event: Bool[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Mean:
+  """Returns the share of unmasked tokens at which `event` holds."""
+  return token_average(event.astype(jnp.float32), mask)
+
+
+def sequence_average(
+  x: Float[Array, "B N"], mask: Bool[Array, "B N"], sequence_ids: Int[Array, "B N"] | None
+) -> Mean:
+  """Returns the mean over completions of their token means."""
+  means = masks.sequence_means(x, mask, sequence_ids)
+  return Mean(means.sum(), masks.count_sequences(mask, sequence_ids).astype(x.dtype))
+
+
+def mismatch(
+  old_logprobs: Float[Array, "B N"],
+  behavior_logprobs: Float[Array, "B N"],
+  mask: Bool[Array, "B N"],
+  *,
+  kl_estimator: str = "k3",
+) -> Metrics:
+  """Measures how far the trainer's logprobs are from the engine's, of the same tokens.
+
+  With p = log π_old, g = log μ, d = p - g:
+
+      abs_logprob_max         max |d|          abs_logprob_mean   mean |d|
+      token_mult_prob_error   mean e^|d|                   1 if equal; healthy below 1.05
+      gen_kl_error            mean k(g, p)                 k3: e^d - 1 - d
+      policy_kl_error         mean k(p, g)                 k3: e^-d - 1 + d
+      js_divergence_error     mean ½ [e^(p-m) - (p-m) - 1] + ½ [e^(g-m) - (g-m) - 1],
+                              m = log ½ (e^p + e^g)
+
+  The tokens were sampled from μ, so `gen_kl_error` estimates KL(μ ‖ π_old), while
+  `policy_kl_error` is a detector of spikes, not an estimate. No clamps.
+  """
+  old = masks.fill(old_logprobs, mask)
+  behavior = masks.fill(behavior_logprobs, mask)
+  distance = jnp.abs(old - behavior)
+  k = kl.ESTIMATORS[kl_estimator]
+  middle = jnp.logaddexp(old, behavior) - jnp.log(2.0).astype(old.dtype)
+  halves = kl.kl_k3(middle, old) + kl.kl_k3(middle, behavior)
+  return {
+    "mismatch/abs_logprob_max": Maximum(masks.masked_max(distance, mask)),
+    "mismatch/abs_logprob_mean": token_average(distance, mask),
+    "mismatch/token_mult_prob_error": token_average(jnp.exp(distance), mask),
+    "mismatch/gen_kl_error": token_average(k(behavior, old), mask),
+    "mismatch/policy_kl_error": token_average(k(old, behavior), mask),
+    "mismatch/js_divergence_error": token_average(0.5 * halves, mask),
+  }
+
+
+def importance(
+  weights: Float[Array, "B N"],
+  is_in_bounds: Bool[Array, "B N"],
+  mask: Bool[Array, "B N"],
+  sequence_ids: Int[Array, "B N"] | None,
+  *,
+  weights_are_of_sequences: bool,
+  bounds_are_of_sequences: bool,
+) -> Metrics:
+  """Measures the engine/trainer weights, after truncation.
+
+  Weights of completions are averaged over completions, each once. (NeMo RL
+  reports that mean times the number of rows of the microbatch.)
+
+  Args:
+    weights: w of each token, as it multiplies the loss.
+    is_in_bounds: False where the weight before truncation was out of bounds.
+    mask: True on the tokens that are learned from.
+    sequence_ids: see `masks`.
+    weights_are_of_sequences: w is constant over each completion.
+    bounds_are_of_sequences: whole completions were judged.
+  """
+  clean = masks.fill(weights, mask)
+  outside = (~is_in_bounds).astype(weights.dtype)
+  if weights_are_of_sequences:
+    values = masks.sequence_means(clean, mask, sequence_ids)
+    count = masks.count_sequences(mask, sequence_ids).astype(values.dtype)
+  else:
+    values, count = clean, mask.sum(dtype=clean.dtype)
+  return {
+    "mismatch/sampling_importance_ratio": Mean(values.sum(), count),
+    "mismatch/sampling_importance_ratio_max": Maximum(masks.masked_max(weights, mask)),
+    "mismatch/sampling_importance_ratio_min": Minimum(masks.masked_min(weights, mask)),
+    "mismatch/effective_sample_share": EffectiveSampleShare(
+      values.sum(), jnp.square(values).sum(), count
+    ),
+    "mismatch/out_of_bounds_share": sequence_average(outside, mask, sequence_ids)
+    if bounds_are_of_sequences
+    else token_average(outside, mask),
+  }
+
+
+def ratios(
+  ratio: Float[Array, "B N"],
+  clipped: Float[Array, "B N"],
+  mask: Bool[Array, "B N"],
+) -> Metrics:
+  """Measures the ratio of the loss and its clipped form: mean, smallest and largest over tokens."""
+  return {
+    "train/ratio_mean": token_average(ratio, mask),
+    "train/ratio_min": Minimum(masks.masked_min(ratio, mask)),
+    "train/ratio_max": Maximum(masks.masked_max(ratio, mask)),
+    "train/clipped_ratio_mean": token_average(clipped, mask),
+    "train/clipped_ratio_min": Minimum(masks.masked_min(clipped, mask)),
+    "train/clipped_ratio_max": Maximum(masks.masked_max(clipped, mask)),
+  }
+
+
+def clip_shares(
+  ratio: Float[Array, "B N"],
+  advantages: Float[Array, "B N"],
+  mask: Bool[Array, "B N"],
+  *,
+  clip_low: float,
+  clip_high: float,
+  dual_clip: float | None,
+) -> Metrics:
+  """Measures at how many tokens PPO's clip took the gradient away, on each side.
+
+  low   Â < 0 and ρ < 1 - ε_low      high   Â > 0 and ρ > 1 + ε_high
+  dual  Â < 0 and ρ > c              (0 without dual clip)
+  """
+  is_bad, is_good = advantages < 0, advantages > 0
+  dual = is_bad & (ratio > dual_clip) if dual_clip is not None else jnp.zeros_like(mask)
+  return {
+    "train/clip_low_share": share(is_bad & (ratio < 1.0 - clip_low), mask),
+    "train/clip_high_share": share(is_good & (ratio > 1.0 + clip_high), mask),
+    "train/clip_dual_share": share(dual, mask),
+  }
+
+
+def approx_entropy(
+  policy_logprobs: Float[Array, "B N"],
+  behavior_logprobs: Float[Array, "B N"],
+  mask: Bool[Array, "B N"],
+) -> Mean:
+  """Estimates the policy's entropy from sampled tokens: -mean of (πθ/μ) log πθ, in nats."""
+  policy = masks.fill(policy_logprobs, mask)
+  weight = jnp.exp(policy - masks.fill(behavior_logprobs, mask))
+  return token_average(-weight * policy, mask)

@@ -1,0 +1,180 @@
+"""Weights for the mismatch between the engine that sampled and the trainer that learns. Pure.
+
+The engine's logprobs (`behavior_logprobs`, μ) and the trainer's of the same
+weights (`old_logprobs`) differ by numerics, quantisation, and by age when
+sampling runs ahead. w = π_old / μ multiplies the policy loss; it carries no
+gradient, for neither logprob depends on the live parameters. Bounds are
+inclusive: a weight that lies on a bound is inside.
+"""
+
+import jax.numpy as jnp
+from jax.lax import stop_gradient
+from jaxtyping import Array, Bool, Float, Int
+
+from grpo_jax.rl import masks
+from grpo_jax.rl.numerics import clamp, exp_or_zero
+
+
+def token_weights(
+  old_logprobs: Float[Array, "*shape"], behavior_logprobs: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+  """Computes wₜ = π_old(aₜ) / μ(aₜ) of each token; 0 where it is not finite."""
+  return stop_gradient(exp_or_zero(old_logprobs - behavior_logprobs))
+
+
+def sequence_weights(
+  old_logprobs: Float[Array, "B N"],
+  behavior_logprobs: Float[Array, "B N"],
+  mask: Bool[Array, "B N"],
+  sequence_ids: Int[Array, "B N"] | None = None,
+  *,
+  form: str = "sum",
+) -> Float[Array, "B N"]:
+  """Computes one weight per completion, given to each of its tokens; 0 where not finite.
+
+      form "sum":   wᵢ = exp( Σₜ (log π_old - log μ) )           the exact ratio of completions
+      form "mean":  wᵢ = exp( 1/|oᵢ| Σₜ (log π_old - log μ) )    its geometric mean per token
+
+  The sum is unbiased and spreads with the length of the completion; the mean is
+  neither. NeMo RL, TRL and verl use the sum, AReaL the mean.
+
+  Raises:
+    ValueError: if there is no such form.
+  """
+  reductions = {"sum": masks.sequence_totals, "mean": masks.sequence_means}
+  if form not in reductions:
+    raise ValueError(f"no sequence weight of form {form!r}; there are {sorted(reductions)}")
+  log_weight = masks.fill(old_logprobs, mask) - masks.fill(behavior_logprobs, mask)
+  per_sequence = exp_or_zero(reductions[form](log_weight, mask, sequence_ids))
+  return stop_gradient(masks.to_tokens(per_sequence, mask, sequence_ids))
+
+
+def truncate(
+  weights: Float[Array, "*shape"], *, low: float = 0.0, high: float
+) -> Float[Array, "*shape"]:
+  """Clips weights to [low, high]: truncated importance sampling (TIS).
+
+  Reference:
+    Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"
+    (fengyao.notion.site/off-policy-rl); NeMo RL's `tis`.
+  """
+  return clamp(weights, low, high)
+
+
+def zero_outside(
+  weights: Float[Array, "*shape"], *, low: float = 0.0, high: float
+) -> Float[Array, "*shape"]:
+  """Keeps weights within [low, high] as they are and makes the others 0 (IcePop, MIS).
+
+  Reference:
+    Ring-1T report, arXiv:2510.18855, section on IcePop; NeMo RL's `icepop`; TRL's
+    `token_mask` and, of sequence weights, `sequence_mask`.
+  """
+  return jnp.where(is_within(weights, low=low, high=high), weights, 0)
+
+
+def is_within(
+  weights: Float[Array, "*shape"], *, low: float = 0.0, high: float
+) -> Bool[Array, "*shape"]:
+  """Returns True where low <= weight <= high."""
+  return (weights >= low) & (weights <= high)
+
+
+def sequence_mask(
+  old_logprobs: Float[Array, "B N"],
+  behavior_logprobs: Float[Array, "B N"],
+  mask: Bool[Array, "B N"],
+  sequence_ids: Int[Array, "B N"] | None = None,
+  *,
+  low: float = 0.0,
+  high: float,
+) -> Bool[Array, "B N"]:
+  """Returns True on the tokens of completions whose mean-form weight is within [low, high].
+
+      keep i  iff  low <= exp( 1/|oᵢ| Σₜ (log π_old - log μ) ) <= high
+
+  The tokens that stay keep their token weight. Log-ratios that are not finite
+  count as 0 in the mean. NeMo RL's `seq-mask-tis`, with bounds such as 0.999 and 1.002.
+  """
+  log_weight = masks.fill(old_logprobs, mask) - masks.fill(behavior_logprobs, mask)
+  log_weight = jnp.where(jnp.isfinite(log_weight), log_weight, 0)
+  per_sequence = exp_or_zero(masks.sequence_means(log_weight, mask, sequence_ids))
+  return is_within(masks.to_tokens(per_sequence, mask, sequence_ids), low=low, high=high)
+
+
+def off_policy_sequence_mask(
+  policy_logprobs: Float[Array, "B N"],
+  behavior_logprobs: Float[Array, "B N"],
+  advantages: Float[Array, "B N"],
+  mask: Bool[Array, "B N"],
+  sequence_ids: Int[Array, "B N"] | None = None,
+  *,
+  threshold: float,
+) -> Bool[Array, "B N"]:
+  """Returns False on bad completions that the live policy has left far behind (OPSM).
+
+      drop i  iff  Âᵢ < 0  and  1/|oᵢ| Σₜ (log μ - log πθ) > δ
+
+  Args:
+    policy_logprobs: log πθ; not differentiated here.
+    behavior_logprobs: log μ, the engine's.
+    advantages: their sign is read per token.
+    mask: True on the tokens that are learned from.
+    sequence_ids: see `masks`.
+    threshold: δ >= 0, in nats per token.
+
+  Reference:
+    DeepSeek-V3.2, arXiv:2512.02556, section 3.1; TRL's `off_policy_mask_threshold`,
+    slime's `--use-opsm`.
+  """
+  policy = masks.fill(stop_gradient(policy_logprobs), mask)
+  gap = masks.sequence_means(masks.fill(behavior_logprobs, mask) - policy, mask, sequence_ids)
+  is_far = masks.to_tokens(gap, mask, sequence_ids) > threshold
+  return ~(is_far & (advantages < 0))
+
+
+def correction_weights(
+  old_logprobs: Float[Array, "B N"],
+  behavior_logprobs: Float[Array, "B N"],
+  mask: Bool[Array, "B N"],
+  sequence_ids: Int[Array, "B N"] | None = None,
+  *,
+  level: str = "token",
+  truncation: str | None = None,
+  low: float = 0.0,
+  high: float = float("inf"),
+) -> tuple[Float[Array, "B N"], Bool[Array, "B N"]]:
+  """Computes the weight of each token's policy loss, and whether its weight was in bounds.
+
+  Args:
+    old_logprobs: log π_old, the trainer's.
+    behavior_logprobs: log μ, the engine's.
+    mask: True on the tokens that are learned from.
+    sequence_ids: see `masks`.
+    level: "token", "sequence" (sum form) or "sequence_mean"; "none" computes the
+      token weights too, for the metrics.
+    truncation: None, "tis" (`truncate`), "icepop" (`zero_outside`) or "seq_mask"
+      (`sequence_mask`; tokens keep their token weight).
+    low: inclusive lower bound.
+    high: inclusive upper bound.
+
+  Returns:
+    The weights, and True where the (token's or completion's) weight was within the bounds.
+  """
+  if level in ("sequence", "sequence_mean"):
+    form = "sum" if level == "sequence" else "mean"
+    weights = sequence_weights(old_logprobs, behavior_logprobs, mask, sequence_ids, form=form)
+  else:
+    weights = token_weights(masks.fill(old_logprobs, mask), masks.fill(behavior_logprobs, mask))
+  if truncation == "tis":
+    return truncate(weights, low=low, high=high), is_within(weights, low=low, high=high)
+  if truncation == "icepop":
+    return zero_outside(weights, low=low, high=high), is_within(weights, low=low, high=high)
+  if truncation == "seq_mask":
+    keep = sequence_mask(old_logprobs, behavior_logprobs, mask, sequence_ids, low=low, high=high)
+    return jnp.where(keep, weights, 0), keep
+  return weights, jnp.ones_like(mask)
+
+
+LEVELS = ("none", "token", "sequence", "sequence_mean")
+TRUNCATIONS = ("tis", "icepop", "seq_mask")

@@ -1,0 +1,120 @@
+"""Estimates of the KL divergence to the reference policy. Pure; per token, unreduced.
+
+With d = log πθ(aₜ|sₜ) - log π_ref(aₜ|sₜ), for tokens that πθ sampled, each `kl_*` is an
+estimate of KL(πθ ‖ π_ref). As a *loss* they differ in what their gradient is,
+for the sampling distribution depends on θ too and differentiating the estimate
+alone misses that half:
+
+  estimator  value         plain gradient        with the weight exp(u - sg u), u = log πθ
+  k1         d             ∇u          (mean 0)  (d + 1) ∇u        = ∇KL in the mean
+  k2         ½ d²          d ∇u = ∇KL  in mean   (½ d² + d) ∇u
+  k3         e⁻ᵈ - 1 + d   (1 - e⁻ᵈ) ∇u          d ∇u              = ∇KL in the mean
+
+so k1's plain gradient does nothing on average, k3's is that of the *forward* KL,
+and the weighted k3 (NeMo RL's, the default here) has the exact reverse-KL gradient.
+
+Reference:
+  Schulman 2020, http://joschu.net/blog/kl-approx.html (the estimators);
+  Tang and Munos 2025, arXiv:2506.09477 (their gradients).
+"""
+
+import jax.numpy as jnp
+from jax.lax import stop_gradient
+from jaxtyping import Array, Float
+
+from grpo_jax.rl.numerics import clamp, exp_or_zero
+
+
+def kl_k1(
+  policy_logprobs: Float[Array, "*shape"], ref_logprobs: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+  """Estimates KL(πθ ‖ π_ref) per token by k₁ = d: unbiased, of either sign.
+
+  Gradient: ∇log πθ, whose mean is 0. Useful in the reward, not as a loss.
+  """
+  return _k1(policy_logprobs - ref_logprobs)
+
+
+def kl_k2(
+  policy_logprobs: Float[Array, "*shape"], ref_logprobs: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+  """Estimates KL(πθ ‖ π_ref) per token by k₂ = ½ d²: biased, never negative.
+
+  Gradient: d ∇log πθ, whose mean is ∇KL(πθ ‖ π_ref).
+  """
+  return _k2(policy_logprobs - ref_logprobs)
+
+
+def kl_k3(
+  policy_logprobs: Float[Array, "*shape"], ref_logprobs: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+  """Estimates KL(πθ ‖ π_ref) per token by k₃ = e⁻ᵈ - 1 + d: unbiased, never negative.
+
+  Gradient: (1 - π_ref/πθ) ∇log πθ, whose mean is that of the forward KL(π_ref ‖ πθ).
+  """
+  return _k3(policy_logprobs - ref_logprobs)
+
+
+def kl_penalty(
+  policy_logprobs: Float[Array, "*shape"],
+  ref_logprobs: Float[Array, "*shape"],
+  sampled_from: Float[Array, "*shape"] | None = None,
+  *,
+  estimator: str = "k3",
+  input_clamp: float | None = None,
+  output_clamp: float | None = None,
+) -> Float[Array, "*shape"]:
+  """Computes a KL estimate as a loss, to be minimised, per token, weighted and clamped.
+
+      d̂ = clip(log πθ - log π_ref, ±C_in)
+      w = exp(log πθ - sampled_from)        (1 without `sampled_from`)
+      ℓ = clip(w · k(d̂), ±C_out)
+
+  The weight is differentiated, except where the input clamp is active; a weight
+  that is not finite counts as 0. Where a clamp is active there is no gradient.
+
+  Args:
+    policy_logprobs: log πθ of each token; the only differentiated input.
+    ref_logprobs: log π_ref of each token.
+    sampled_from: logprobs of the distribution that the tokens are taken to come
+      from. The policy's own (its value is detached): w is 1 and carries the
+      score-function gradient of the table above. The engine's: NeMo RL's
+      `use_on_policy_kl_approximation`. The old policy's: TRL's
+      `use_bias_correction_kl`. None: no weight, as in TRL, verl, NeMo RL <= 0.6.
+    estimator: "k1", "k2" or "k3".
+    input_clamp: C_in, in nats; NeMo RL and verl 20 (verl for k3 only), TRL None.
+    output_clamp: C_out, in nats; NeMo RL, verl, slime, OpenRLHF 10, TRL None.
+
+  Returns:
+    ℓ, without the coefficient β, before masking and before any reduction.
+
+  Raises:
+    ValueError: if there is no such estimator.
+  """
+  if estimator not in ESTIMATORS:
+    raise ValueError(f"no KL estimator {estimator!r}; there are {sorted(ESTIMATORS)}")
+  difference = policy_logprobs - stop_gradient(ref_logprobs)
+  held = difference if input_clamp is None else clamp(difference, -input_clamp, input_clamp)
+  penalty = _OF_DIFFERENCE[estimator](held)
+  if sampled_from is not None:
+    weight = exp_or_zero(policy_logprobs - stop_gradient(sampled_from))
+    if input_clamp is not None:
+      weight = jnp.where(jnp.abs(difference) > input_clamp, stop_gradient(weight), weight)
+    penalty = weight * penalty
+  return penalty if output_clamp is None else clamp(penalty, -output_clamp, output_clamp)
+
+
+def _k1(difference: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+  return difference
+
+
+def _k2(difference: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+  return 0.5 * jnp.square(difference)
+
+
+def _k3(difference: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+  return jnp.expm1(-difference) + difference  # expm1: no cancellation near equality.
+
+
+_OF_DIFFERENCE = {"k1": _k1, "k2": _k2, "k3": _k3}
+ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}

@@ -1,0 +1,268 @@
+"""Policy losses, KL estimates and the entropy bonus. Pure; per token, unreduced.
+
+Conventions of this file:
+
+* every loss is to be *minimised*;
+* logprobs are natural logarithms at the sampling temperature; `policy_logprobs`
+  is the only differentiated input, all others are constants;
+* `clip_low` and `clip_high` are distances from 1: the bounds are 1 - clip_low and
+  1 + clip_high, and a ratio that lies on a bound is not clipped;
+* log-ratios are held to ±20 before they are exponentiated (as verl does), so that
+  no float32 ratio is infinite; beyond that the token has no gradient;
+* losses whose ratio is of a whole completion take (mask, sequence_ids); see `masks`.
+
+Functions without a mask do not look at padding: pass them finite values there
+(`masks.fill`), for the gradient of a NaN survives a mask on the output.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.lax import stop_gradient
+from jaxtyping import Array, Bool, Float, Int
+
+from grpo_jax.rl import masks
+from grpo_jax.rl.kl import kl_k1, kl_k2, kl_k3, kl_penalty
+from grpo_jax.rl.numerics import clamp, exp_held
+
+__all__ = [
+  "cispo",
+  "clipped_ratio_loss",
+  "clipped_surrogate",
+  "entropy_bonus",
+  "gspo",
+  "kl_k1",  # the estimators of KL and what their gradients are: see kl.py.
+  "kl_k2",
+  "kl_k3",
+  "kl_penalty",
+  "on_policy_ratio",
+  "ratio",
+  "reinforce",
+  "sapo",
+  "sequence_ratio",
+  "sequence_ratio_token_form",
+]
+
+
+def ratio(
+  policy_logprobs: Float[Array, "*shape"], old_logprobs: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+  """Computes the importance ratio of each token, ρₜ = exp(log πθ - log π_old)."""
+  return exp_held(policy_logprobs - stop_gradient(old_logprobs))
+
+
+def on_policy_ratio(policy_logprobs: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+  """Returns exactly 1, with the gradient ∇log πθ: the ratio to the policy itself.
+
+  It makes one update per batch strictly on-policy, whatever separates the
+  numerics of two passes (NeMo RL's `force_on_policy_ratio`).
+  """
+  return jnp.exp(policy_logprobs - stop_gradient(policy_logprobs))
+
+
+def sequence_ratio(
+  policy_logprobs: Float[Array, "B N"],
+  old_logprobs: Float[Array, "B N"],
+  mask: Bool[Array, "B N"],
+  sequence_ids: Int[Array, "B N"] | None = None,
+) -> Float[Array, "B N"]:
+  """Computes GSPO's ratio of each completion, at each of its tokens, in its sequence form.
+
+      sᵢ = exp( 1/|oᵢ| Σₜ (log πθ - log π_old) )
+
+  Each sᵢ carries the gradient of *all* tokens of the completion, divided by
+  |oᵢ|; `sequence_ratio_token_form` has the same values.
+
+  Reference:
+    Zheng et al. 2025, GSPO, arXiv:2507.18071, equation 7.
+  """
+  log_ratio = masks.fill(policy_logprobs, mask) - masks.fill(stop_gradient(old_logprobs), mask)
+  means = masks.sequence_means(log_ratio, mask, sequence_ids)
+  return masks.to_tokens(exp_held(means), mask, sequence_ids)
+
+
+def sequence_ratio_token_form(
+  policy_logprobs: Float[Array, "B N"],
+  old_logprobs: Float[Array, "B N"],
+  mask: Bool[Array, "B N"],
+  sequence_ids: Int[Array, "B N"] | None = None,
+) -> Float[Array, "B N"]:
+  """Computes GSPO's ratio in its token form: the value sᵢ, the gradient of token t alone.
+
+      sᵢₜ = sg[sᵢ] · πθ(aₜ) / sg[πθ(aₜ)]
+
+  Reduced by the sequence mean, with one advantage and one weight per completion,
+  its gradient equals that of the sequence form. They part company where
+  advantages or weights differ between the tokens of a completion: here each token
+  then keeps its own.
+
+  Reference:
+    Zheng et al. 2025, GSPO, arXiv:2507.18071, equation 14 (GSPO-token).
+  """
+  value = sequence_ratio(stop_gradient(policy_logprobs), old_logprobs, mask, sequence_ids)
+  return value * on_policy_ratio(masks.fill(policy_logprobs, mask))
+
+
+def clipped_ratio_loss(
+  ratio: Float[Array, "*shape"],
+  advantages: Float[Array, "*shape"],
+  *,
+  clip_low: float = 0.2,
+  clip_high: float = 0.2,
+  dual_clip: float | None = None,
+) -> Float[Array, "*shape"]:
+  """Computes PPO's clipped loss from a ratio of any kind; see `clipped_surrogate`."""
+  clipped = clamp(ratio, 1.0 - clip_low, 1.0 + clip_high)
+  loss = -jnp.minimum(ratio * advantages, clipped * advantages)
+  if dual_clip is None:
+    return loss
+  return jnp.where(advantages < 0, jnp.minimum(loss, -dual_clip * advantages), loss)
+
+
+def clipped_surrogate(
+  policy_logprobs: Float[Array, "*shape"],
+  old_logprobs: Float[Array, "*shape"],
+  advantages: Float[Array, "*shape"],
+  *,
+  clip_low: float = 0.2,
+  clip_high: float = 0.2,
+  dual_clip: float | None = None,
+) -> Float[Array, "*shape"]:
+  """Computes the clipped surrogate loss of PPO and GRPO, to be minimised, per token.
+
+      ρₜ = exp(log πθ(aₜ|sₜ) - log π_old(aₜ|sₜ))
+      ℓₜ = -min(ρₜ Âₜ, clip(ρₜ, 1 - ε_low, 1 + ε_high) Âₜ)
+      with dual clip, where Âₜ < 0:  ℓₜ = min(ℓₜ, -c Âₜ)
+
+  The gradient is -ρₜ Âₜ ∇log πθ, and 0 where the clip is active: Âₜ > 0 and ρₜ > 1 +
+  ε_high; Âₜ < 0 and ρₜ < 1 - ε_low; with dual clip also Âₜ < 0 and ρₜ > c.
+
+  Args:
+    policy_logprobs: log πθ of each token, in nats; the only differentiated input.
+    old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
+    advantages: Âₜ, constant over a completion in GRPO.
+    clip_low: ε_low, as a ratio: 0.2 lets ρ fall to 0.8.
+    clip_high: ε_high; larger than `clip_low` is the "clip-higher" of DAPO.
+    dual_clip: c > 1 bounds the loss of bad tokens that became much likelier; TRL's
+      `delta`, which caps ρ instead, gives the same numbers. None: off.
+
+  Returns:
+    ℓₜ, before masking and before any reduction.
+
+  Reference:
+    Schulman et al. 2017, arXiv:1707.06347, equation 7; DAPO, arXiv:2503.14476,
+    equation 10; dual clip: Ye et al. 2020, arXiv:1912.09729, equation 5.
+  """
+  return clipped_ratio_loss(
+    ratio(policy_logprobs, old_logprobs),
+    advantages,
+    clip_low=clip_low,
+    clip_high=clip_high,
+    dual_clip=dual_clip,
+  )
+
+
+def gspo(
+  policy_logprobs: Float[Array, "B N"],
+  old_logprobs: Float[Array, "B N"],
+  advantages: Float[Array, "B N"],
+  mask: Bool[Array, "B N"],
+  sequence_ids: Int[Array, "B N"] | None = None,
+  *,
+  clip_low: float = 3e-4,
+  clip_high: float = 4e-4,
+  dual_clip: float | None = None,
+  token_form: bool = False,
+) -> Float[Array, "B N"]:
+  """Computes the GSPO loss, to be minimised: the clipped loss of a completion's ratio.
+
+      ℓᵢₜ = -min(sᵢ Âᵢ, clip(sᵢ, 1 - ε_low, 1 + ε_high) Âᵢ)
+
+  to be reduced by `aggregate.sequence_mean`. `token_form` chooses between the two
+  gradients; see `sequence_ratio` and `sequence_ratio_token_form`. verl computes the
+  token form, TRL and NeMo RL the sequence form.
+
+  Reference:
+    Zheng et al. 2025, GSPO, arXiv:2507.18071, equations 5, 7 and 14.
+  """
+  ratio_of = sequence_ratio_token_form if token_form else sequence_ratio
+  return clipped_ratio_loss(
+    ratio_of(policy_logprobs, old_logprobs, mask, sequence_ids),
+    masks.fill(advantages, mask),
+    clip_low=clip_low,
+    clip_high=clip_high,
+    dual_clip=dual_clip,
+  )
+
+
+def cispo(
+  policy_logprobs: Float[Array, "*shape"],
+  old_logprobs: Float[Array, "*shape"],
+  advantages: Float[Array, "*shape"],
+  *,
+  clip_low: float = 1.0,
+  clip_high: float = 4.0,
+) -> Float[Array, "*shape"]:
+  """Computes the CISPO loss, to be minimised: REINFORCE with a clipped, detached ratio.
+
+      ℓₜ = -sg[clip(ρₜ, 1 - ε_low, 1 + ε_high)] Âₜ log πθ(aₜ|sₜ)
+
+  No token loses its gradient, which is -clip(ρₜ) Âₜ ∇log πθ.
+
+  Two conventions are published: here, in verl, slime and NeMo RL the clips are
+  distances from 1; TRL's `epsilon_high` is the bound itself, so that TRL's
+  5.0 is clip_high = 4.0 with clip_low = 1.0 (no lower bound).
+
+  Reference:
+    MiniMax-M1, arXiv:2506.13585, equations 4 and 5.
+  """
+  clipped = clamp(ratio(policy_logprobs, old_logprobs), 1.0 - clip_low, 1.0 + clip_high)
+  weight = stop_gradient(clipped)
+  return -weight * advantages * policy_logprobs
+
+
+def sapo(
+  policy_logprobs: Float[Array, "*shape"],
+  old_logprobs: Float[Array, "*shape"],
+  advantages: Float[Array, "*shape"],
+  *,
+  temperature_positive: float = 1.0,
+  temperature_negative: float = 1.05,
+) -> Float[Array, "*shape"]:
+  """Computes the SAPO loss, to be minimised: a sigmoid gate instead of a hard clip.
+
+      ℓₜ = -(4/τ) σ(τ (ρₜ - 1)) Âₜ,   τ = τ₊ where Âₜ > 0, else τ₋
+
+  At ρ = 1 the gradient is that of the surrogate, -Âₜ ∇log πθ; away from it the
+  factor 4 σ (1 - σ) fades it out.
+
+  Reference:
+    Gao et al. 2025, "Soft Adaptive Policy Optimization", arXiv:2511.20347, equations 5 and 6.
+  """
+  dtype = policy_logprobs.dtype
+  high, low = jnp.asarray(temperature_positive, dtype), jnp.asarray(temperature_negative, dtype)
+  tau = jnp.where(advantages > 0, high, low)
+  gate = jax.nn.sigmoid(tau * (ratio(policy_logprobs, old_logprobs) - 1.0))
+  return -(4.0 / tau) * gate * advantages
+
+
+def reinforce(
+  policy_logprobs: Float[Array, "*shape"], advantages: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+  """Computes the REINFORCE loss, to be minimised, per token: ℓₜ = -Âₜ log πθ(aₜ|sₜ).
+
+  No ratio, no clip: the gradient is -Âₜ ∇log πθ wherever the policy is. verl's
+  `gpg` and NeMo RL's `disable_ppo_ratio` are this.
+
+  Reference:
+    Williams 1992; Ahmadian et al. 2024, "Back to Basics", arXiv:2402.14740, equation 6.
+  """
+  return -advantages * policy_logprobs
+
+
+def entropy_bonus(entropy: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+  """Returns -H per token: a loss, to be minimised, that rewards spread-out distributions.
+
+  Its gradient needs the entropy of the full distribution as a function of the
+  parameters (`token_logprobs(..., return_entropy=True)`), not a sampled estimate.
+  """
+  return -entropy

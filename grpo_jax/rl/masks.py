@@ -1,0 +1,175 @@
+"""Masked sums and means, over tokens and over the sequences of a row. Pure.
+
+A sequence is one completion. In packed rows `sequence_ids` says to which
+sequence of its row a token belongs (0 <= id < N); None means that every row is
+one sequence. A token under a False mask may hold anything, NaN and infinities
+included: it reaches neither a value nor a gradient of the functions here.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from grpo_jax.rl.numerics import safe_divide
+
+
+def fill(
+  x: Float[Array, "*shape"], mask: Bool[Array, "*shape"], value: float = 0.0
+) -> Float[Array, "*shape"]:
+  """Returns `x` with `value` wherever `mask` is False, which also stops the gradient there.
+
+  Applied to the *inputs* of a formula it is the first half of the "double
+  where": the formula then never sees a NaN, whose gradient would survive a
+  mask that is applied to the output alone.
+  """
+  return jnp.where(mask, x, jnp.asarray(value, x.dtype))
+
+
+def masked_sum(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
+  """Returns the sum of `x` where `mask` is True; 0 if nothing is."""
+  return jnp.sum(fill(x, mask))
+
+
+def masked_mean(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
+  """Returns the mean of `x` where `mask` is True; 0 if nothing is.
+
+  Of one array only: over several microbatches, carry sums and counts instead
+  (`types.Mean`), for a mean of means weighs short microbatches too much.
+  """
+  return safe_divide(masked_sum(x, mask), jnp.sum(mask, dtype=x.dtype))
+
+
+def masked_max(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
+  """Returns the largest `x` where `mask` is True; -inf if nothing is."""
+  return jnp.max(jnp.where(mask, x, -jnp.inf), initial=-jnp.inf)
+
+
+def masked_min(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
+  """Returns the smallest `x` where `mask` is True; inf if nothing is."""
+  return jnp.min(jnp.where(mask, x, jnp.inf), initial=jnp.inf)
+
+
+def sequence_totals(
+  x: Float[Array, "B N"], mask: Bool[Array, "B N"], sequence_ids: Int[Array, "B N"] | None = None
+) -> Float[Array, "B S"]:
+  """Returns the sum over the unmasked tokens of each sequence.
+
+  Args:
+    x: one value per token.
+    mask: True on the tokens that count.
+    sequence_ids: the sequence of each token, within its row; None: a row is one sequence.
+
+  Returns:
+    One sum per sequence slot: S is N with `sequence_ids`, else 1. Unused slots hold 0.
+  """
+  kept = fill(x, mask)
+  if sequence_ids is None:
+    return jnp.sum(kept, axis=-1, keepdims=True)
+  slots = x.shape[-1]
+  return jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, num_segments=slots))(
+    kept, sequence_ids
+  )
+
+
+def sequence_lengths(
+  mask: Bool[Array, "B N"], sequence_ids: Int[Array, "B N"] | None = None, dtype=jnp.float32
+) -> Float[Array, "B S"]:
+  """Returns the number of unmasked tokens of each sequence slot."""
+  return sequence_totals(mask.astype(dtype), mask, sequence_ids)
+
+
+def sequence_means(
+  x: Float[Array, "B N"], mask: Bool[Array, "B N"], sequence_ids: Int[Array, "B N"] | None = None
+) -> Float[Array, "B S"]:
+  """Returns the mean over the unmasked tokens of each sequence; 0 in empty slots."""
+  totals = sequence_totals(x, mask, sequence_ids)
+  return safe_divide(totals, sequence_lengths(mask, sequence_ids, x.dtype))
+
+
+def count_sequences(
+  mask: Bool[Array, "B N"], sequence_ids: Int[Array, "B N"] | None = None
+) -> Float[Array, ""]:
+  """Returns the number of sequences with at least one unmasked token."""
+  return jnp.sum(sequence_lengths(mask, sequence_ids) > 0, dtype=jnp.float32)
+
+
+def to_tokens(
+  per_sequence: Float[Array, "B S"],
+  like: Float[Array, "B N"] | Bool[Array, "B N"],
+  sequence_ids: Int[Array, "B N"] | None = None,
+) -> Float[Array, "B N"]:
+  """Returns to every token the value of its sequence; the inverse of the reductions above."""
+  if sequence_ids is None:
+    return jnp.broadcast_to(per_sequence, like.shape)
+  return jnp.take_along_axis(per_sequence, sequence_ids, axis=-1)
+
+
+def completion_mask(lengths: Int[Array, " B"], n_tokens: int) -> Bool[Array, "B N"]:
+  """Returns True on the first `lengths[b]` of `n_tokens` places of each row."""
+  return jnp.arange(n_tokens)[None, :] < lengths[:, None]
+
+
+def until_stop(tokens: Int[Array, "B N"], stop_ids: Sequence[int]) -> Bool[Array, "B N"]:
+  """Returns True up to and including the first stop id of each row; all True if there is none.
+
+  The stop id itself is learned from: a policy that is never rewarded for
+  stopping would not learn to stop. All ids in `stop_ids` end a completion.
+  """
+  is_stop = jnp.isin(tokens, jnp.asarray(tuple(stop_ids), tokens.dtype))
+  stops_before = jnp.cumsum(is_stop, axis=-1) - is_stop
+  return stops_before == 0
+
+
+def loss_mask(
+  completion: Bool[Array, "B N"], is_sampled: Bool[Array, "B N"], keep: Bool[Array, " B"]
+) -> Bool[Array, "B N"]:
+  """Returns True on the tokens that are learned from.
+
+  Args:
+    completion: True on the tokens after the prompt, up to the stop id.
+    is_sampled: True on tokens that the policy wrote; False on those of the environment.
+    keep: False for a completion that is to be left out as a whole.
+  """
+  return completion & is_sampled & keep[:, None]
+
+
+def overlong_filter(
+  mask: Bool[Array, "B N"], is_truncated: Bool[Array, " B"]
+) -> Bool[Array, "B N"]:
+  """Takes the completions that the token limit cut out of the loss mask.
+
+  Their rewards stay in the baseline of their group: filter the loss mask, not
+  the mask of rewards. The loss's denominators are counted after this.
+
+  Reference:
+    DAPO, arXiv:2503.14476, section 3.4; NeMo RL's `overlong_filtering`.
+  """
+  return mask & ~is_truncated[:, None]
+
+
+def top_entropy(
+  entropy: Float[Array, "B N"], mask: Bool[Array, "B N"], share: float
+) -> Bool[Array, "B N"]:
+  """Returns True on the `share` of unmasked tokens whose entropy is largest.
+
+  The threshold is the (1 - share) quantile, linearly interpolated, over all
+  unmasked tokens of the arrays given. It is not a sum: compute it over the
+  whole optimizer batch, before that is split into microbatches.
+
+  Args:
+    entropy: of the policy at each token, in nats.
+    mask: True on the tokens that are learned from.
+    share: in (0, 1]; 0.2 in the paper, 1 keeps every token.
+
+  Raises:
+    ValueError: if `share` is not in (0, 1].
+
+  Reference:
+    Wang et al. 2025, "Beyond the 80/20 rule", arXiv:2506.01939.
+  """
+  if not 0.0 < share <= 1.0:
+    raise ValueError(f"the share of high-entropy tokens must be in (0, 1], got {share}")
+  threshold = jnp.nanquantile(jnp.where(mask, entropy, jnp.nan), 1.0 - share)
+  return mask & (jnp.where(mask, entropy, -jnp.inf) >= threshold)

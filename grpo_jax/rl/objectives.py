@@ -1,0 +1,335 @@
+"""Composes losses, weights, masks and reductions into one objective. Pure.
+
+`make(**options)` checks the options and returns an `Objective`, a frozen,
+hashable value with a pure `__call__`; `objective_options` has what each means.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.lax import stop_gradient
+from jaxtyping import Array, Float
+
+from grpo_jax.rl import aggregate, diagnostics, importance, kl, losses, masks, sequence_losses
+from grpo_jax.rl.numerics import clamp, safe_divide
+from grpo_jax.rl.objective_options import Options, checked
+from grpo_jax.types import Denominators, LossTokens, Mean, Metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+  """A loss of policy logprobs, with what it needs of the trainer; made by `make`."""
+
+  options: Options
+
+  @property
+  def needs_old(self) -> bool:
+    """Whether π_old enters: score it before the first of several updates on one batch.
+
+    With a single update per batch, or before its first, π_old is the policy
+    itself: leave `LossTokens.old_logprobs` None and save the pass.
+    """
+    o = self.options
+    has_ratio = o.loss != "reinforce"
+    return not o.force_on_policy_ratio and (
+      has_ratio or o.importance_correction != "none" or o.kl_in_reward or o.kl_weight == "old"
+    )
+
+  @property
+  def needs_ref(self) -> bool:
+    """Whether the reference policy's logprobs must be scored."""
+    return self.options.kl_coef > 0
+
+  @property
+  def needs_entropy(self) -> bool:
+    """Whether the entropy of the full distributions must be computed, with its gradient."""
+    return self.options.entropy_coef > 0
+
+  @property
+  def is_token_local(self) -> bool:
+    """Whether a token's share of the loss depends on that token alone, given the denominators."""
+    o = self.options
+    return (
+      o.loss in _TOKEN_LOSSES
+      and o.aggregation != "sequence_mean"
+      and o.importance_correction in ("none", "token")
+      and o.importance_truncation != "seq_mask"
+      and o.off_policy_mask_threshold is None
+    )
+
+  @property
+  def reduce(self) -> Callable[..., Float[Array, ""]]:
+    """The reduction of `aggregate` that the options name."""
+    chosen = aggregate.AGGREGATIONS[self.options.aggregation]
+    if self.options.aggregation != "constant_length":
+      return chosen
+    return functools.partial(chosen, max_completion_tokens=self.options.max_completion_tokens)
+
+  def __call__(
+    self,
+    policy_logprobs: Float[Array, "B N"],
+    entropy: Float[Array, "B N"] | None,
+    tokens: LossTokens,
+    denominators: Denominators,
+  ) -> tuple[Float[Array, ""], Metrics]:
+    """Computes this part's share of the loss, to be minimised, and its metrics.
+
+        L = reduce(w ℓ) + β reduce(KL) + c reduce(-H)
+
+    The shares of all parts of an optimizer step add up to the step's loss, and
+    so do the gradients. What masked places hold does not matter.
+
+    Args:
+      policy_logprobs: log πθ, the only differentiated input but for `entropy`.
+      entropy: of the full distributions, in nats; needed if `needs_entropy`, else
+        only reported.
+      tokens: the gathered batch; without `old_logprobs` the policy is taken for it.
+      denominators: of the whole optimizer step; see `aggregate`.
+
+    Returns:
+      The scalar loss, and metrics under "train/" and "mismatch/" (docs/algorithms.md).
+
+    Raises:
+      ValueError: if an input is missing that the options need.
+    """
+    _require(self, entropy, tokens)
+    policy, tokens = _clean(policy_logprobs, tokens, self.options.force_on_policy_ratio)
+    per_token, metrics = _policy_term(self.options, policy, tokens)
+    terms = {"train/policy_loss": (1.0, per_token)}
+    if self.needs_ref and not self.options.kl_in_reward:
+      terms["train/kl_to_reference"] = (
+        self.options.kl_coef,
+        _kl_term(self.options, policy, tokens),
+      )
+    if entropy is not None:
+      bonus = losses.entropy_bonus(masks.fill(entropy, tokens.mask))
+      metrics["train/entropy"] = diagnostics.token_average(-bonus, tokens.mask)
+      if self.needs_entropy:
+        terms["train/entropy_bonus"] = (self.options.entropy_coef, bonus)
+    local = aggregate.local_denominators(tokens.mask, tokens.sequence_ids)
+    total = jnp.zeros((), policy.dtype)
+    for name, (coefficient, values) in terms.items():
+      part = self.reduce(values, tokens.mask, Denominators(1.0, 1.0), tokens.sequence_ids)
+      metrics[name] = Mean(part, _divisor(self.options, local))
+      total = total + coefficient * part
+    metrics["train/loss"] = Mean(total, _divisor(self.options, local))
+    loss = safe_divide(total, _divisor(self.options, denominators))
+    return loss, jax.tree.map(stop_gradient, metrics)
+
+
+def _require(objective: Objective, entropy: Float[Array, "B N"] | None, tokens: LossTokens) -> None:
+  """Raises ValueError if an input is missing."""
+  if objective.needs_ref and not objective.options.kl_in_reward and tokens.ref_logprobs is None:
+    raise ValueError("kl_coef > 0 needs ref_logprobs, and the batch has none")
+  if objective.needs_entropy and entropy is None:
+    raise ValueError("entropy_coef > 0 needs the entropy, and none was given")
+
+
+def _clean(
+  policy_logprobs: Float[Array, "B N"], tokens: LossTokens, force_on_policy: bool
+) -> tuple[Float[Array, "B N"], LossTokens]:
+  """Puts zeros on masked places of every input, and the policy where `old` is to be it."""
+  mask = tokens.mask
+  policy = masks.fill(policy_logprobs, mask)
+  old = None if force_on_policy else tokens.old_logprobs
+  return policy, LossTokens(
+    mask=mask,
+    sequence_ids=tokens.sequence_ids,
+    advantages=masks.fill(tokens.advantages, mask),
+    behavior_logprobs=masks.fill(tokens.behavior_logprobs, mask),
+    old_logprobs=stop_gradient(policy if old is None else masks.fill(old, mask)),
+    ref_logprobs=None if tokens.ref_logprobs is None else masks.fill(tokens.ref_logprobs, mask),
+  )
+
+
+def _policy_term(
+  o: Options, policy: Float[Array, "B N"], tokens: LossTokens
+) -> tuple[Float[Array, "B N"], Metrics]:
+  """Returns w ℓ per token, and the metrics of ratios, clips and mismatch."""
+  mask, ids, advantages = tokens.mask, tokens.sequence_ids, tokens.advantages
+  old, behavior = tokens.old_logprobs, tokens.behavior_logprobs
+  per_token, ratio = POLICY_LOSSES[o.loss](o, policy, tokens)
+  weights, is_in_bounds = importance.correction_weights(
+    old,
+    behavior,
+    mask,
+    ids,
+    level=o.importance_correction,
+    truncation=o.importance_truncation,
+    low=o.importance_low,
+    high=o.importance_high,
+  )
+  if o.importance_correction != "none":
+    per_token = weights * per_token
+  clipped = clamp(ratio, 1.0 - o.clip_low, 1.0 + o.clip_high) if o.is_clipped else ratio
+  metrics = {
+    **diagnostics.mismatch(old, behavior, mask, kl_estimator=o.kl_estimator),
+    **diagnostics.importance(
+      weights,
+      is_in_bounds,
+      mask,
+      ids,
+      weights_are_of_sequences=o.importance_correction in ("sequence", "sequence_mean"),
+      bounds_are_of_sequences=o.importance_truncation == "seq_mask"
+      or o.importance_correction in ("sequence", "sequence_mean"),
+    ),
+    **diagnostics.ratios(ratio, clipped, mask),
+    "train/approx_entropy": diagnostics.approx_entropy(policy, behavior, mask),
+  }
+  if o.is_clipped:
+    metrics |= diagnostics.clip_shares(
+      ratio,
+      advantages,
+      mask,
+      clip_low=o.clip_low,
+      clip_high=o.clip_high,
+      dual_clip=o.dual_clip,
+    )
+  if o.off_policy_mask_threshold is not None:
+    keep = importance.off_policy_sequence_mask(
+      policy, behavior, advantages, mask, ids, threshold=o.off_policy_mask_threshold
+    )
+    per_token = jnp.where(keep, per_token, 0)
+    dropped = (~keep).astype(policy.dtype)
+    metrics["mismatch/off_policy_masked_share"] = diagnostics.sequence_average(dropped, mask, ids)
+  return per_token, metrics
+
+
+def _kl_term(o: Options, policy: Float[Array, "B N"], tokens: LossTokens) -> Float[Array, "B N"]:
+  """Returns the weighted, clamped KL estimate per token, without its coefficient."""
+  sampled_from = {"score": policy, "old": tokens.old_logprobs, "none": None}[o.kl_weight]
+  if o.use_on_policy_kl_approximation:
+    sampled_from = tokens.behavior_logprobs
+  return kl.kl_penalty(
+    policy,
+    tokens.ref_logprobs,
+    sampled_from,
+    estimator=o.kl_estimator,
+    input_clamp=o.kl_input_clamp,
+    output_clamp=o.kl_output_clamp,
+  )
+
+
+def _divisor(o: Options, denominators: Denominators) -> Float[Array, ""] | float:
+  """Returns the count that the reduction divides by, beside a constant length."""
+  return denominators.tokens if o.aggregation == "token_mean" else denominators.sequences
+
+
+PolicyTerm = tuple[Float[Array, "B N"], Float[Array, "B N"]]  # loss per token, its ratio.
+
+
+def _clipped(o: Options, policy: Float[Array, "B N"], tokens: LossTokens) -> PolicyTerm:
+  ratio = losses.ratio(policy, tokens.old_logprobs)
+  return _clipped_loss(o, ratio, tokens), ratio
+
+
+def _gspo(o: Options, policy: Float[Array, "B N"], tokens: LossTokens) -> PolicyTerm:
+  ratio = losses.sequence_ratio(policy, tokens.old_logprobs, tokens.mask, tokens.sequence_ids)
+  return _clipped_loss(o, ratio, tokens), ratio
+
+
+def _gspo_token(o: Options, policy: Float[Array, "B N"], tokens: LossTokens) -> PolicyTerm:
+  ratio = losses.sequence_ratio_token_form(
+    policy, tokens.old_logprobs, tokens.mask, tokens.sequence_ids
+  )
+  return _clipped_loss(o, ratio, tokens), ratio
+
+
+def _clipped_loss(
+  o: Options, ratio: Float[Array, "B N"], tokens: LossTokens
+) -> Float[Array, "B N"]:
+  return losses.clipped_ratio_loss(
+    ratio,
+    tokens.advantages,
+    clip_low=o.clip_low,
+    clip_high=o.clip_high,
+    dual_clip=o.dual_clip,
+  )
+
+
+def _cispo(o: Options, policy: Float[Array, "B N"], tokens: LossTokens) -> PolicyTerm:
+  ratio = losses.ratio(policy, tokens.old_logprobs)
+  bounds = {"clip_low": o.clip_low, "clip_high": o.clip_high}
+  return losses.cispo(policy, tokens.old_logprobs, tokens.advantages, **bounds), ratio
+
+
+def _sapo(o: Options, policy: Float[Array, "B N"], tokens: LossTokens) -> PolicyTerm:
+  ratio = losses.ratio(policy, tokens.old_logprobs)
+  per_token = losses.sapo(
+    policy,
+    tokens.old_logprobs,
+    tokens.advantages,
+    temperature_positive=o.sapo_temperature_positive,
+    temperature_negative=o.sapo_temperature_negative,
+  )
+  return per_token, ratio
+
+
+def _reinforce(o: Options, policy: Float[Array, "B N"], tokens: LossTokens) -> PolicyTerm:
+  del o
+  per_token = losses.reinforce(policy, tokens.advantages)
+  return per_token, losses.ratio(policy, tokens.old_logprobs)  # the ratio is only reported.
+
+
+def _gmpo(o: Options, policy: Float[Array, "B N"], tokens: LossTokens) -> PolicyTerm:
+  places = (tokens.mask, tokens.sequence_ids)
+  per_token = sequence_losses.gmpo(
+    policy,
+    tokens.old_logprobs,
+    tokens.advantages,
+    *places,
+    clip_low=o.clip_low,
+    clip_high=o.clip_high,
+  )
+  return per_token, losses.sequence_ratio(policy, tokens.old_logprobs, *places)
+
+
+def _luspo(o: Options, policy: Float[Array, "B N"], tokens: LossTokens) -> PolicyTerm:
+  places = (tokens.mask, tokens.sequence_ids)
+  per_token = sequence_losses.luspo(
+    policy,
+    tokens.old_logprobs,
+    tokens.advantages,
+    *places,
+    clip_low=o.clip_low,
+    clip_high=o.clip_high,
+  )
+  return per_token, losses.sequence_ratio(policy, tokens.old_logprobs, *places)
+
+
+def _vespo(o: Options, policy: Float[Array, "B N"], tokens: LossTokens) -> PolicyTerm:
+  del o
+  per_token = sequence_losses.vespo(
+    policy, tokens.old_logprobs, tokens.advantages, tokens.mask, tokens.sequence_ids
+  )
+  return per_token, losses.ratio(policy, tokens.old_logprobs)
+
+
+POLICY_LOSSES = {
+  "clipped": _clipped,
+  "gspo": _gspo,
+  "gspo_token": _gspo_token,
+  "cispo": _cispo,
+  "sapo": _sapo,
+  "reinforce": _reinforce,
+  "gmpo": _gmpo,
+  "luspo": _luspo,
+  "vespo": _vespo,
+}
+_TOKEN_LOSSES = ("clipped", "cispo", "sapo", "reinforce")
+
+
+def make(**options: Any) -> Objective:
+  """Makes an objective from options by name; `objective_options.Options` has their meaning.
+
+  Args:
+    **options: fields of `Options`; what is left out keeps its default.
+
+  Raises:
+    ValueError: on unknown, senseless or incompatible options, with the reason.
+  """
+  return Objective(checked(options))
