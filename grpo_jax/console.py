@@ -1,0 +1,294 @@
+"""What a run prints: one aligned line a step, evaluations, samples, progress. Formatting is pure.
+
+A line starts with the reward and leaves the loss out: in GRPO it is zero by construction as long
+as old and live policy are one, whatever is learned.
+"""
+
+import contextlib
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.progress import (
+  BarColumn,
+  MofNCompleteColumn,
+  Progress,
+  SpinnerColumn,
+  TextColumn,
+  TimeElapsedColumn,
+  TimeRemainingColumn,
+)
+from rich.text import Text
+
+from grpo_jax.types import Rollout, RolloutGroup
+
+HEADER_EVERY = 20  # lines between two headers.
+SPARSE_S = 60.0  # seconds between two lines of progress where there is no terminal.
+PROMPT_CHARACTERS = 600
+COMPLETION_CHARACTERS = 1200
+DASH = "-"  # stands for what is not known.
+
+
+class Column(NamedTuple):
+  """One column of the line of a step."""
+
+  title: str
+  width: int  # characters, with the blank before it.
+  metric: str
+  format: Callable[[float], str]
+  alarm: Callable[[float], bool] = lambda value: False  # coloured on a terminal.
+
+
+def number(value: float) -> str:
+  """Returns the value in at most 8 characters: 0.4127, 182.4, 12.3k, 1.2e-06."""
+  size = abs(value)
+  if not math.isfinite(value):
+    return DASH if math.isnan(value) else ("inf" if value > 0 else "-inf")
+  if value == 0:
+    return "0"
+  if size < 1e-3 or size >= 1e9:
+    return f"{value:.1e}"
+  for digits, limit in ((4, 1.0), (3, 10.0), (2, 100.0), (1, 10_000.0)):
+    if size < limit:
+      return f"{value:.{digits}f}"
+  return f"{value / 1e3:.1f}k" if size < 1e6 else f"{value / 1e6:.1f}M"
+
+
+def share(value: float) -> str:
+  """Returns a share as per cent: 25%, 0.4%, 0%."""
+  if not math.isfinite(value):
+    return DASH
+  percent = 100 * value
+  return f"{percent:.0f}%" if percent == 0 or abs(percent) >= 9.95 else f"{percent:.1f}%"
+
+
+def seconds(value: float) -> str:
+  """Returns seconds with the digits that matter: 0.13, 12.4, 184."""
+  if not math.isfinite(value):
+    return DASH
+  return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def header() -> str:
+  """Returns the line of column titles."""
+  return f"{'step':>9}{'reward ± std':>15}" + "".join(f"{c.title:>{c.width}}" for c in COLUMNS)
+
+
+def step_line(step: int, total_steps: int | None, values: Mapping[str, float]) -> Text:
+  """Returns the line of one step; what was not measured, or is NaN, is a dash.
+
+  Args:
+    step: counted from 0.
+    total_steps: of the run; None if there is no end.
+    values: metrics of the step.
+  """
+  of_total = f"{step}/{total_steps}" if total_steps is not None else str(step)
+  mean, std = (values.get(f"rollout/reward_{what}", math.nan) for what in ("mean", "std"))
+  line = Text(f"{of_total:>9}")
+  line.append(f"{_signed(mean):>8}", style="bold")
+  line.append(f" ±{_signed(std):<5}", style="dim")
+  for column in COLUMNS:
+    value = values.get(column.metric, math.nan)
+    style = "yellow" if math.isfinite(value) and column.alarm(value) else ""
+    line.append(f"{column.format(value):>{column.width}}", style=style)
+  return line
+
+
+def eval_line(name: str, step: int, values: Mapping[str, float], first: Mapping[str, float]) -> str:
+  """Returns the line of one evaluation, with the change since the run's first one.
+
+  Args:
+    name: of the evaluation set.
+    step: updates done before it.
+    values: metrics of the step.
+    first: metrics of the first evaluation of the run; empty if this is it.
+  """
+  prefix = f"eval/{name}/"
+  parts = []
+  for metric in sorted(key for key in values if key.startswith(prefix)):
+    what, value = metric.removeprefix(prefix), values[metric]
+    if what == "accuracy" or (what.startswith("pass@") and what != "pass@1"):  # pass@1 is accuracy.
+      change = 100 * (value - first.get(metric, math.nan))
+      since = f" ({change:+.1f} points)" if math.isfinite(change) else ""
+      parts.append(f"{what} {share(value)}{since}")
+  for what, label, form in (
+    ("reward_mean", "reward", _signed),
+    ("truncated_share", "truncated", share),
+    ("completion_tokens_mean", "tokens", number),
+  ):
+    if prefix + what in values:
+      parts.append(f"{label} {form(values[prefix + what])}")
+  took = values.get("time/evaluate_s", math.nan)
+  return f"{'eval':>9}  {name} at step {step}: {'  '.join(parts)}" + (
+    f"  ({seconds(took)} s)" if math.isfinite(took) else ""
+  )
+
+
+def sample_lines(
+  step: int, group: RolloutGroup, advantages: Sequence[float] | np.ndarray
+) -> list[str]:
+  """Returns the lines that show a group's best and worst completion.
+
+  Args:
+    step: whose group it is.
+    group: with at least one rollout.
+    advantages: one a rollout.
+  """
+  order = np.argsort(-np.nan_to_num(group.rewards, nan=-np.inf), kind="stable")
+  shown = [order[0]] if len(order) == 1 else [order[0], order[-1]]
+  title = f"── sample of step {step}: {group.prompt.prompt_id}, {len(order)} completions "
+  lines = [f"{printable(title):─<105}"]
+  lines += _indented("prompt", shorten(group.prompt.text, PROMPT_CHARACTERS))
+  for label, index in zip(("best", "worst"), shown, strict=False):
+    rollout = group.rollouts[index]
+    lines.append(f"{label:>8} │ {_facts(rollout, float(advantages[index]))}")
+    lines += _indented("", shorten(rollout.text, COMPLETION_CHARACTERS))
+  return [*lines, "─" * 106]
+
+
+def shorten(text: str, limit: int) -> str:
+  """Returns the text, or its first `limit` characters and how many are left out."""
+  left = len(text) - limit
+  return text if left <= 0 else f"{text[:limit]} … [{left} more characters]"
+
+
+def printable(text: str) -> str:
+  """Returns the text with control characters spelled out, as they may steer a terminal."""
+  return re.sub(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]",
+    lambda found: found.group().encode("unicode_escape").decode(),
+    text,
+  )
+
+
+class Screen:
+  """Prints lines, and a bar of progress below them where there is a terminal."""
+
+  def __init__(
+    self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
+  ):
+    """Makes a screen.
+
+    Args:
+      console: None prints to standard output.
+      clock: seconds, monotonic.
+    """
+    self._console = console or Console(highlight=False)
+    self._clock = clock
+    self._lines_since_header = HEADER_EVERY
+    self._progress: Progress | None = None
+
+  def step(self, step: int, total_steps: int | None, values: Mapping[str, float]) -> None:
+    """Prints the line of a step, below a header every 20 lines."""
+    if self._lines_since_header >= HEADER_EVERY:
+      self.print(Text(header(), style="bold cyan"))
+      self._lines_since_header = 0
+    self._lines_since_header += 1
+    self.print(step_line(step, total_steps, values))
+
+  def sample(
+    self, step: int, group: RolloutGroup, advantages: Sequence[float] | np.ndarray
+  ) -> None:
+    """Prints a group's best and worst completion; the next step gets a header."""
+    for line in sample_lines(step, group, advantages):
+      self.print(line)
+    self._lines_since_header = HEADER_EVERY
+
+  def print(self, line: str | Text) -> None:
+    """Prints one line as it is: nothing in it is taken for markup, wrapped or cut."""
+    text = Text(line) if isinstance(line, str) else line
+    encoding = self._console.encoding
+    spelled = text.plain.encode(encoding, "replace").decode(encoding)
+    self._console.print(text if spelled == text.plain else Text(spelled), soft_wrap=True)
+
+  @contextlib.contextmanager
+  def progress(self, description: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+    """Shows how far a long phase has come; gives a function `advance(count=1)`.
+
+    On a terminal it is a bar that vanishes at the end; elsewhere a line a minute.
+
+    Args:
+      description: of the phase: "sampling".
+      total: how many things there are to do; None if unknown.
+    """
+    if not self._console.is_terminal:
+      yield self._sparse(description, total)
+      return
+    bar = self._progress
+    if bar is None:
+      bar = self._progress = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description:<12}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=self._console,
+        transient=True,
+      )
+      bar.start()
+    task = bar.add_task(printable(description), total=total)
+    try:
+      yield lambda count=1: bar.advance(task, count)
+    finally:
+      bar.remove_task(task)
+      if not bar.task_ids:
+        bar.stop()
+        self._progress = None
+
+  def _sparse(self, description: str, total: int | None) -> Callable[..., None]:
+    """The progress of a pipe or a log file: a line a minute."""
+    start = last = self._clock()
+    done = 0
+
+    def advance(count: int = 1) -> None:
+      nonlocal last, done
+      done += count
+      now = self._clock()
+      if now - last >= SPARSE_S:
+        last = now
+        self.print(f"{description}: {done}/{total or '?'} after {seconds(now - start)} s")
+
+    return advance
+
+
+def _signed(value: float) -> str:
+  """A reward: three digits, as rewards of 0 and 1 are the rule."""
+  return f"{value:.3f}" if math.isfinite(value) and abs(value) < 1000 else number(value)
+
+
+def _facts(rollout: Rollout, advantage: float) -> str:
+  sampled = rollout.weight_versions[rollout.loss_mask]
+  return "  ".join(
+    [
+      f"reward {_signed(rollout.reward)}",
+      f"advantage {advantage:+.2f}" if math.isfinite(advantage) else f"advantage {DASH}",
+      rollout.finish_reason.value,
+      f"{len(rollout.completion_ids)} tokens",
+      f"weights {sampled.min()}" if sampled.size else "no sampled token",
+    ]
+  )
+
+
+def _indented(label: str, text: str) -> list[str]:
+  lines = printable(text).split("\n")
+  return [f"{label if number == 0 else '':>8} │ {line}" for number, line in enumerate(lines)]
+
+
+COLUMNS = (
+  Column("no-signal", 10, "rollout/no_signal_share", share, lambda value: value > 0.7),
+  Column("trunc", 7, "rollout/truncated_share", share, lambda value: value > 0.2),
+  Column("tokens", 8, "rollout/completion_tokens_mean", number),
+  Column("entropy", 8, "train/entropy", number),
+  Column("mismatch", 9, "mismatch/abs_logprob_max", number, lambda value: value > 0.5),
+  Column("clip", 6, "train/clip_share", share, lambda value: value > 0.3),
+  Column("sample s", 9, "time/sample_s", seconds),
+  Column("score s", 8, "time/score_s", seconds),
+  Column("learn s", 8, "time/learn_s", seconds),
+  Column("tokens/s", 9, "perf/tokens_per_s", number),
+)

@@ -1,0 +1,311 @@
+"""The table of all metrics, and what turns groups and sums into one number each. Pure.
+
+A metric is named `area/name`. On the device it is a pair of sums (`types.Mean`, ...), so that
+merging over microbatches and devices is exact; on the host it is a float. A name that stands in
+no row of `METRICS` is a fault: `unknown` finds it, and `loggers` warns of it.
+"""
+
+import fnmatch
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from grpo_jax.types import FinishReason, Metrics, RolloutGroup
+
+
+class Definition(NamedTuple):
+  """What a metric is: unit, meaning, and the range in which a healthy run keeps it."""
+
+  unit: str
+  meaning: str
+  healthy: str = ""
+
+
+def merge(parts: Iterable[Metrics]) -> Metrics:
+  """Returns the metrics of all parts (microbatches, updates) together, exactly.
+
+  Args:
+    parts: sums of each part; a name may be missing from some of them.
+
+  Raises:
+    TypeError: if one name is a Mean in one part and, say, a Maximum in another.
+  """
+  merged: Metrics = {}
+  for part in parts:
+    for name, value in part.items():
+      if name not in merged:
+        merged[name] = value
+      elif isinstance(value, type(merged[name])):
+        merged[name] = merged[name].merge(value)  # pyright: ignore[reportArgumentType]
+      else:
+        raise TypeError(
+          f"metric {name!r} is a {type(merged[name]).__name__} in one part"
+          f" and a {type(value).__name__} in another"
+        )
+  return merged
+
+
+def to_floats(metrics: Metrics) -> dict[str, float]:
+  """Returns {name: value}, fetched from the device in one transfer; NaN where nothing counted."""
+  return {name: value.value() for name, value in jax.device_get(metrics).items()}
+
+
+def pass_at_k(samples: int, solved: int, k: int) -> float:
+  """Returns the unbiased estimate of the chance that one of k samples solves the task.
+
+      pass@k = 1 - C(n - c, k) / C(n, k)
+
+  Computed with integers, hence without the loss of digits of a product of floats.
+
+  Args:
+    samples: n, completions drawn for the prompt, at least k.
+    solved: c, how many of them solve it.
+    k: how many attempts are granted, at least 1.
+
+  Raises:
+    ValueError: unless 1 <= k <= n and 0 <= c <= n.
+
+  Reference:
+    Chen et al. 2021, arXiv:2107.03374, equation 1.
+  """
+  if not (1 <= k <= samples and 0 <= solved <= samples):
+    raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, got n={samples} c={solved} k={k}")
+  ways = math.comb(samples, k)
+  return (ways - math.comb(samples - solved, k)) / ways
+
+
+def of_rollouts(groups: Sequence[RolloutGroup], *, step: int | None = None) -> dict[str, float]:
+  """Describes the rollouts of one step: rewards, lengths, how they ended, how stale they are.
+
+  A reward of NaN (could not be scored) is left out of every mean of rewards and counted in
+  `rollout/failed_share`. Standard deviations are those of the population (ddof = 0).
+
+  Args:
+    groups: of one step, before any filter.
+    step: version of the weights to be updated; None leaves staleness out.
+
+  Returns:
+    {name: value} of `rollout/*` and `env/*`; NaN where there is nothing to describe.
+  """
+  rollouts = [rollout for group in groups for rollout in group.rollouts]
+  rewards = np.asarray([rollout.reward for rollout in rollouts], np.float64)
+  scored = rewards[np.isfinite(rewards)]
+  lengths = np.asarray([len(rollout.completion_ids) for rollout in rollouts], np.float64)
+  truncated = np.asarray([rollout.is_truncated for rollout in rollouts], np.float64)
+  aborted = [rollout.finish_reason is FinishReason.ABORT for rollout in rollouts]
+  result = {
+    "rollout/prompts": float(len(groups)),
+    "rollout/completions": float(len(rollouts)),
+    "rollout/reward_mean": _mean(scored),
+    "rollout/reward_std": float(scored.std()) if scored.size else math.nan,
+    "rollout/reward_min": float(scored.min()) if scored.size else math.nan,
+    "rollout/reward_max": float(scored.max()) if scored.size else math.nan,
+    "rollout/reward_group_std_mean": _mean([_group_std(group) for group in groups]),
+    "rollout/no_signal_share": _mean([not has_signal(group) for group in groups]),
+    "rollout/failed_share": _mean(~np.isfinite(rewards)),
+    "rollout/truncated_share": _mean(truncated),
+    "rollout/aborted_share": _mean(aborted),
+    "rollout/prompt_tokens_mean": _mean([len(group.prompt.token_ids) for group in groups]),
+    "rollout/completion_tokens_mean": _mean(lengths),
+    "rollout/completion_tokens_min": float(lengths.min()) if lengths.size else math.nan,
+    "rollout/completion_tokens_max": float(lengths.max()) if lengths.size else math.nan,
+    "rollout/completion_tokens_stopped_mean": _mean(lengths[truncated == 0]),
+    "rollout/turns_mean": _mean([rollout.turns for rollout in rollouts]),
+  }
+  return result | _staleness(groups, step) | _by_name(groups)
+
+
+def of_evaluation(
+  groups: Sequence[RolloutGroup], *, name: str, pass_k: Sequence[int] = (1,), solved: float = 1.0
+) -> dict[str, float]:
+  """Describes the rollouts of an evaluation: accuracy, pass@k, mean reward, truncation.
+
+  Args:
+    groups: one a prompt.
+    name: of the evaluation set, the middle part of the metrics' names.
+    pass_k: the k of every pass@k, each at most the smallest group's size.
+    solved: the least reward that counts as solved. One that could not be scored (NaN) does not.
+
+  Returns:
+    {name: value} of `eval/NAME/*`. Accuracy is the mean over prompts of the share solved.
+  """
+  counts = [
+    (len(group.rollouts), int(np.sum(np.nan_to_num(group.rewards, nan=-np.inf) >= solved)))
+    for group in groups
+  ]
+  described = of_rollouts(groups)
+  result = {
+    f"eval/{name}/prompts": float(len(groups)),
+    f"eval/{name}/accuracy": _mean([c / n for n, c in counts if n]),
+  }
+  for k in pass_k:
+    result[f"eval/{name}/pass@{k}"] = _mean([pass_at_k(n, c, k) for n, c in counts])
+  for kept in ("reward_mean", "truncated_share", "failed_share", "completion_tokens_mean"):
+    result[f"eval/{name}/{kept}"] = described[f"rollout/{kept}"]
+  return result
+
+
+def has_signal(group: RolloutGroup) -> bool:
+  """Returns whether two scored rewards of the group differ, so that something can be learned."""
+  scored = group.rewards[np.isfinite(group.rewards)]
+  return bool(scored.size) and bool((scored != scored[0]).any())
+
+
+def definition(name: str) -> Definition | None:
+  """Returns the row of `METRICS` that describes a name; None if there is none."""
+  if name in METRICS:
+    return METRICS[name]
+  return next((d for pattern, d in METRICS.items() if fnmatch.fnmatchcase(name, pattern)), None)
+
+
+def unknown(names: Iterable[str]) -> list[str]:
+  """Returns the names that no row of `METRICS` describes, sorted."""
+  return sorted(name for name in set(names) if definition(name) is None)
+
+
+def reproducible(values: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the values without those of clock and machine: what a resumed run repeats exactly."""
+  return {k: v for k, v in values.items() if not k.startswith(("time/", "perf/"))}
+
+
+def parse_lines(text: str) -> tuple[list[dict[str, Any]], list[int]]:
+  """Reads the text of a `metrics.jsonl`.
+
+  Returns:
+    The objects with an integer `step`, in order, and the numbers (from 1) of the lines that are
+    none: a killed process may leave half a line at the end.
+  """
+  rows, broken = [], []
+  for number, line in enumerate(text.split("\n"), start=1):
+    if not line.strip():
+      continue
+    try:
+      row = json.loads(line)
+    except ValueError:
+      row = None
+    if isinstance(row, dict) and isinstance(row.get("step"), int):
+      rows.append(row)
+    else:
+      broken.append(number)
+  return rows, broken
+
+
+def markdown_table() -> str:
+  """Returns `METRICS` as the table of docs/metrics.md."""
+  rows = [f"| `{name}` | {d.unit} | {d.meaning} | {d.healthy} |" for name, d in METRICS.items()]
+  return "\n".join(["| Name | Unit | Meaning | Healthy |", "|---|---|---|---|", *rows])
+
+
+def _mean(values: Any) -> float:
+  """The mean; NaN of nothing."""
+  array = np.asarray(values, np.float64)
+  return float(array.mean()) if array.size else math.nan
+
+
+def _group_std(group: RolloutGroup) -> float:
+  scored = group.rewards[np.isfinite(group.rewards)].astype(np.float64)
+  return float(scored.std()) if has_signal(group) else 0.0
+
+
+def _staleness(groups: Sequence[RolloutGroup], step: int | None) -> dict[str, float]:
+  """Steps between sampling and learning, over sampled tokens."""
+  if step is None:
+    return {}
+  versions = [r.weight_versions[r.loss_mask] for group in groups for r in group.rollouts]
+  stale = step - np.concatenate(versions) if versions else np.zeros(0)
+  return {
+    "rollout/staleness_mean": _mean(stale),
+    "rollout/staleness_max": float(stale.max()) if stale.size else math.nan,
+  }
+
+
+def _by_name(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+  """Means of what environments report under names of their own."""
+  found: dict[str, list[float]] = {}
+  for group in groups:
+    area = f"env/{group.prompt.environment}"
+    for rollout in group.rollouts:
+      found.setdefault(f"{area}/reward_mean", []).append(rollout.reward)
+      for name, value in rollout.reward_components.items():
+        found.setdefault(f"{area}/reward/{name}", []).append(value)
+      for name, value in rollout.metrics.items():
+        found.setdefault(f"{area}/{name}", []).append(value)
+  arrays = {name: np.asarray(values, np.float64) for name, values in found.items()}
+  return {name: _mean(values[np.isfinite(values)]) for name, values in arrays.items()}
+
+
+METRICS: dict[str, Definition] = {
+  # --- what was sampled ---
+  "rollout/reward_mean": Definition("reward", "mean over scored completions", "rises"),
+  "rollout/reward_std": Definition("reward", "standard deviation over completions", "> 0"),
+  "rollout/reward_min": Definition("reward", "lowest"),
+  "rollout/reward_max": Definition("reward", "highest"),
+  "rollout/reward_group_std_mean": Definition(
+    "reward", "mean over groups of the standard deviation within the group", "> 0"
+  ),
+  "rollout/no_signal_share": Definition(
+    "share", "groups whose rewards are all equal: nothing is learned from them", "< 0.7"
+  ),
+  "rollout/failed_share": Definition(
+    "share", "completions that could not be scored (reward NaN)", "0"
+  ),
+  "rollout/truncated_share": Definition(
+    "share", "completions cut at the token limit", "< 0.1; else raise sampling.max_tokens"
+  ),
+  "rollout/aborted_share": Definition("share", "completions that the engine gave up on", "0"),
+  "rollout/prompts": Definition("count", "groups of the step, before filters"),
+  "rollout/completions": Definition("count", "completions of the step, before filters"),
+  "rollout/prompt_tokens_mean": Definition("tokens", "mean prompt length"),
+  "rollout/completion_tokens_mean": Definition(
+    "tokens", "mean completion length", "no sudden growth or collapse"
+  ),
+  "rollout/completion_tokens_min": Definition("tokens", "shortest completion"),
+  "rollout/completion_tokens_max": Definition("tokens", "longest completion"),
+  "rollout/completion_tokens_stopped_mean": Definition(
+    "tokens", "mean length of the completions that were not cut"
+  ),
+  "rollout/turns_mean": Definition("turns", "turns of a conversation with the environment"),
+  "rollout/staleness_mean": Definition(
+    "steps",
+    "weights to be updated minus weights that sampled, over sampled tokens",
+    "0 when synchronous",
+  ),
+  "rollout/staleness_max": Definition("steps", "the stalest token", "<= max_staleness"),
+  "env/*/reward_mean": Definition(
+    "reward", "mean over the scored completions of an environment", "rises"
+  ),
+  "env/*/reward/*": Definition("reward", "mean of one component of the reward"),
+  "env/*": Definition("any", "mean of what an environment reports under a name of its own"),
+  # --- evaluation on held-out prompts, NAME = evaluation.name ---
+  "eval/*/accuracy": Definition(
+    "share", "mean over prompts of the share of completions that solve it", "rises"
+  ),
+  "eval/*/pass@*": Definition(
+    "share", "unbiased estimate that one of K completions solves the prompt", "rises"
+  ),
+  "eval/*/reward_mean": Definition("reward", "mean over scored completions", "rises"),
+  "eval/*/truncated_share": Definition("share", "completions cut at the token limit", "< 0.1"),
+  "eval/*/failed_share": Definition("share", "completions that could not be scored", "0"),
+  "eval/*/completion_tokens_mean": Definition("tokens", "mean completion length"),
+  "eval/*/prompts": Definition("count", "prompts evaluated"),
+  # --- clock and machine: differ between two runs that are equal otherwise ---
+  "time/step_s": Definition("s", "wall clock of the step, all of the below"),
+  "time/sample_s": Definition("s", "sampling completions (and scoring them, where they overlap)"),
+  "time/score_s": Definition("s", "old and reference logprobs, where the loss needs them"),
+  "time/learn_s": Definition("s", "batch assembly and the update"),
+  "time/sync_s": Definition("s", "new weights to the engine"),
+  "time/*_s": Definition("s", "any other named span: evaluate, checkpoint, ..."),
+  "perf/tokens_per_s": Definition(
+    "tokens/s", "prompt and completion tokens of the step / time/step_s"
+  ),
+  "perf/peak_rss_gib": Definition("GiB", "highest host memory of the process so far", "level"),
+  "perf/*": Definition("any", "any other measurement of speed or memory"),
+  # --- state ---
+  "weight_version": Definition(
+    "steps", "updates done before this step = weights that it starts from"
+  ),
+}

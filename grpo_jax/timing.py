@@ -1,0 +1,87 @@
+"""Named spans of wall-clock time, collected once a step, and the peak memory of the process."""
+
+import contextlib
+import contextvars
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+try:
+  import resource
+except ImportError:  # Windows has no such module.
+  resource = None
+
+
+class Timer:
+  """Adds up how long named pieces of work take; safe to use from threads and coroutines.
+
+      timer = Timer()
+      with timer.span("step"):
+        with timer.span("sample"):
+          ...
+      timer.collect()  # {"time/step_s": 3.1, "time/sample_s": 2.0}
+
+  A span includes those inside it. A span opened within one of the same name adds nothing, so
+  recursion is not counted twice; spans of one name that run side by side (threads, coroutines)
+  add up, and may then exceed the wall clock. A span left by an exception counts, too.
+  """
+
+  def __init__(self, clock: Callable[[], float] = time.perf_counter):
+    """Makes a timer.
+
+    Args:
+      clock: seconds, monotonic, from any origin.
+    """
+    self._clock = clock
+    self._seconds: dict[str, float] = {}
+    self._lock = threading.Lock()
+    self._open: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
+      "open_spans", default=()
+    )
+
+  @contextlib.contextmanager
+  def span(self, name: str) -> Iterator[None]:
+    """Measures the block of a `with` statement under a name.
+
+    Args:
+      name: becomes `time/NAME_s`; no slash.
+
+    Raises:
+      ValueError: if the name is empty or holds a slash.
+    """
+    if not name or "/" in name:
+      raise ValueError(f"the name of a span needs letters and no slash, got {name!r}")
+    outer = self._open.get()
+    self._open.set((*outer, name))
+    start = self._clock()
+    try:
+      yield
+    finally:
+      elapsed = self._clock() - start
+      self._open.set(outer)
+      if name not in outer:
+        with self._lock:
+          self._seconds[name] = self._seconds.get(name, 0.0) + elapsed
+
+  @property
+  def open_spans(self) -> tuple[str, ...]:
+    """The names of the spans that are open here, outermost first."""
+    return self._open.get()
+
+  def collect(self) -> dict[str, float]:
+    """Returns {`time/NAME_s`: seconds} of the spans closed since the last call, and forgets them.
+
+    A span that is still open is told by the call after it was closed.
+    """
+    with self._lock:
+      seconds, self._seconds = self._seconds, {}
+    return {f"time/{name}_s": value for name, value in seconds.items()}
+
+
+def peak_rss_gib() -> float:
+  """Returns the largest resident memory of this process so far, in GiB; NaN if unknown."""
+  if resource is None:
+    return float("nan")
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes there, KiB here.
