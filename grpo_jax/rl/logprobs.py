@@ -107,7 +107,7 @@ def _gathered(
     return_entropy=return_entropy,
     implementation=implementation,
   )
-  if not return_entropy:
+  if not isinstance(outputs, tuple):
     return jnp.where(is_real, outputs.reshape(rows, n), 0)
   logprobs, entropy = (jnp.where(is_real, x.reshape(rows, n), 0) for x in outputs)
   return logprobs, entropy

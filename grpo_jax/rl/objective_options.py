@@ -24,6 +24,7 @@ LOSSES = (
 )
 CLIPPED = ("clipped", "gspo", "gspo_token", "cispo", "luspo")  # ρ is clipped to 1 ± ε.
 OF_SEQUENCES = ("gspo", "gspo_token", "gmpo", "luspo")  # one ratio per completion.
+TOKEN_LOCAL = ("clipped", "cispo", "sapo", "reinforce")  # a token's loss is its own.
 KL_WEIGHTS = ("score", "none", "old")
 
 

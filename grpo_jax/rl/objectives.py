@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Float
 
-from grpo_jax.rl import aggregate, diagnostics, importance, kl, losses, masks, sequence_losses
+from grpo_jax.rl import aggregate, diagnostics, importance, kl, losses, masks, policy_terms
 from grpo_jax.rl.numerics import clamp, safe_divide
-from grpo_jax.rl.objective_options import Options, checked
+from grpo_jax.rl.objective_options import TOKEN_LOCAL, Options, checked
 from grpo_jax.types import Denominators, LossTokens, Mean, Metrics
 
 
@@ -54,7 +54,7 @@ class Objective:
     """Whether a token's share of the loss depends on that token alone, given the denominators."""
     o = self.options
     return (
-      o.loss in _TOKEN_LOSSES
+      o.loss in TOKEN_LOCAL
       and o.aggregation != "sequence_mean"
       and o.importance_correction in ("none", "token")
       and o.importance_truncation != "seq_mask"
@@ -96,63 +96,54 @@ class Objective:
     Raises:
       ValueError: if an input is missing that the options need.
     """
-    _require(self, entropy, tokens)
-    policy, tokens = _clean(policy_logprobs, tokens, self.options.force_on_policy_ratio)
-    per_token, metrics = _policy_term(self.options, policy, tokens)
+    o = self.options
+    policy = masks.fill(policy_logprobs, tokens.mask)
+    tokens = _clean(tokens)
+    old = None if o.force_on_policy_ratio else tokens.old_logprobs
+    old = stop_gradient(policy if old is None else old)
+    per_token, metrics = _policy_term(o, policy, old, tokens)
     terms = {"train/policy_loss": (1.0, per_token)}
-    if self.needs_ref and not self.options.kl_in_reward:
-      terms["train/kl_to_reference"] = (
-        self.options.kl_coef,
-        _kl_term(self.options, policy, tokens),
-      )
+    if self.needs_ref and not o.kl_in_reward:
+      terms["train/kl_to_reference"] = (o.kl_coef, _kl_term(o, policy, old, tokens))
+    if self.needs_entropy and entropy is None:
+      raise ValueError("entropy_coef > 0 needs the entropy, and none was given")
     if entropy is not None:
       bonus = losses.entropy_bonus(masks.fill(entropy, tokens.mask))
       metrics["train/entropy"] = diagnostics.token_average(-bonus, tokens.mask)
       if self.needs_entropy:
-        terms["train/entropy_bonus"] = (self.options.entropy_coef, bonus)
+        terms["train/entropy_bonus"] = (o.entropy_coef, bonus)
     local = aggregate.local_denominators(tokens.mask, tokens.sequence_ids)
     total = jnp.zeros((), policy.dtype)
     for name, (coefficient, values) in terms.items():
       part = self.reduce(values, tokens.mask, Denominators(1.0, 1.0), tokens.sequence_ids)
-      metrics[name] = Mean(part, _divisor(self.options, local))
+      metrics[name] = Mean(part, _divisor(o, local))
       total = total + coefficient * part
-    metrics["train/loss"] = Mean(total, _divisor(self.options, local))
-    loss = safe_divide(total, _divisor(self.options, denominators))
+    metrics["train/loss"] = Mean(total, _divisor(o, local))
+    loss = safe_divide(total, _divisor(o, denominators))
     return loss, jax.tree.map(stop_gradient, metrics)
 
 
-def _require(objective: Objective, entropy: Float[Array, "B N"] | None, tokens: LossTokens) -> None:
-  """Raises ValueError if an input is missing."""
-  if objective.needs_ref and not objective.options.kl_in_reward and tokens.ref_logprobs is None:
-    raise ValueError("kl_coef > 0 needs ref_logprobs, and the batch has none")
-  if objective.needs_entropy and entropy is None:
-    raise ValueError("entropy_coef > 0 needs the entropy, and none was given")
-
-
-def _clean(
-  policy_logprobs: Float[Array, "B N"], tokens: LossTokens, force_on_policy: bool
-) -> tuple[Float[Array, "B N"], LossTokens]:
-  """Puts zeros on masked places of every input, and the policy where `old` is to be it."""
+def _clean(tokens: LossTokens) -> LossTokens:
+  """Puts zeros on the masked places of every input."""
   mask = tokens.mask
-  policy = masks.fill(policy_logprobs, mask)
-  old = None if force_on_policy else tokens.old_logprobs
-  return policy, LossTokens(
+  old, ref = tokens.old_logprobs, tokens.ref_logprobs
+  return LossTokens(
     mask=mask,
-    sequence_ids=tokens.sequence_ids,
+    sequence_ids=jnp.where(mask, tokens.sequence_ids, 0),
     advantages=masks.fill(tokens.advantages, mask),
     behavior_logprobs=masks.fill(tokens.behavior_logprobs, mask),
-    old_logprobs=stop_gradient(policy if old is None else masks.fill(old, mask)),
-    ref_logprobs=None if tokens.ref_logprobs is None else masks.fill(tokens.ref_logprobs, mask),
+    old_logprobs=None if old is None else masks.fill(old, mask),
+    ref_logprobs=None if ref is None else masks.fill(ref, mask),
   )
 
 
 def _policy_term(
-  o: Options, policy: Float[Array, "B N"], tokens: LossTokens
+  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
 ) -> tuple[Float[Array, "B N"], Metrics]:
   """Returns w ℓ per token, and the metrics of ratios, clips and mismatch."""
   mask, ids, advantages = tokens.mask, tokens.sequence_ids, tokens.advantages
-  old, behavior = tokens.old_logprobs, tokens.behavior_logprobs
-  per_token, ratio = POLICY_LOSSES[o.loss](o, policy, tokens)
+  behavior = tokens.behavior_logprobs
+  per_token, ratio = policy_terms.POLICY_LOSSES[o.loss](o, policy, old, tokens)
   weights, is_in_bounds = importance.correction_weights(
     old,
     behavior,
@@ -199,9 +190,13 @@ def _policy_term(
   return per_token, metrics
 
 
-def _kl_term(o: Options, policy: Float[Array, "B N"], tokens: LossTokens) -> Float[Array, "B N"]:
+def _kl_term(
+  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+) -> Float[Array, "B N"]:
   """Returns the weighted, clamped KL estimate per token, without its coefficient."""
-  sampled_from = {"score": policy, "old": tokens.old_logprobs, "none": None}[o.kl_weight]
+  if tokens.ref_logprobs is None:
+    raise ValueError(f"kl_coef={o.kl_coef} needs ref_logprobs, and the batch has none")
+  sampled_from = {"score": policy, "old": old, "none": None}[o.kl_weight]
   if o.use_on_policy_kl_approximation:
     sampled_from = tokens.behavior_logprobs
   return kl.kl_penalty(
@@ -217,110 +212,6 @@ def _kl_term(o: Options, policy: Float[Array, "B N"], tokens: LossTokens) -> Flo
 def _divisor(o: Options, denominators: Denominators) -> Float[Array, ""] | float:
   """Returns the count that the reduction divides by, beside a constant length."""
   return denominators.tokens if o.aggregation == "token_mean" else denominators.sequences
-
-
-PolicyTerm = tuple[Float[Array, "B N"], Float[Array, "B N"]]  # loss per token, its ratio.
-
-
-def _clipped(o: Options, policy: Float[Array, "B N"], tokens: LossTokens) -> PolicyTerm:
-  ratio = losses.ratio(policy, tokens.old_logprobs)
-  return _clipped_loss(o, ratio, tokens), ratio
-
-
-def _gspo(o: Options, policy: Float[Array, "B N"], tokens: LossTokens) -> PolicyTerm:
-  ratio = losses.sequence_ratio(policy, tokens.old_logprobs, tokens.mask, tokens.sequence_ids)
-  return _clipped_loss(o, ratio, tokens), ratio
-
-
-def _gspo_token(o: Options, policy: Float[Array, "B N"], tokens: LossTokens) -> PolicyTerm:
-  ratio = losses.sequence_ratio_token_form(
-    policy, tokens.old_logprobs, tokens.mask, tokens.sequence_ids
-  )
-  return _clipped_loss(o, ratio, tokens), ratio
-
-
-def _clipped_loss(
-  o: Options, ratio: Float[Array, "B N"], tokens: LossTokens
-) -> Float[Array, "B N"]:
-  return losses.clipped_ratio_loss(
-    ratio,
-    tokens.advantages,
-    clip_low=o.clip_low,
-    clip_high=o.clip_high,
-    dual_clip=o.dual_clip,
-  )
-
-
-def _cispo(o: Options, policy: Float[Array, "B N"], tokens: LossTokens) -> PolicyTerm:
-  ratio = losses.ratio(policy, tokens.old_logprobs)
-  bounds = {"clip_low": o.clip_low, "clip_high": o.clip_high}
-  return losses.cispo(policy, tokens.old_logprobs, tokens.advantages, **bounds), ratio
-
-
-def _sapo(o: Options, policy: Float[Array, "B N"], tokens: LossTokens) -> PolicyTerm:
-  ratio = losses.ratio(policy, tokens.old_logprobs)
-  per_token = losses.sapo(
-    policy,
-    tokens.old_logprobs,
-    tokens.advantages,
-    temperature_positive=o.sapo_temperature_positive,
-    temperature_negative=o.sapo_temperature_negative,
-  )
-  return per_token, ratio
-
-
-def _reinforce(o: Options, policy: Float[Array, "B N"], tokens: LossTokens) -> PolicyTerm:
-  del o
-  per_token = losses.reinforce(policy, tokens.advantages)
-  return per_token, losses.ratio(policy, tokens.old_logprobs)  # the ratio is only reported.
-
-
-def _gmpo(o: Options, policy: Float[Array, "B N"], tokens: LossTokens) -> PolicyTerm:
-  places = (tokens.mask, tokens.sequence_ids)
-  per_token = sequence_losses.gmpo(
-    policy,
-    tokens.old_logprobs,
-    tokens.advantages,
-    *places,
-    clip_low=o.clip_low,
-    clip_high=o.clip_high,
-  )
-  return per_token, losses.sequence_ratio(policy, tokens.old_logprobs, *places)
-
-
-def _luspo(o: Options, policy: Float[Array, "B N"], tokens: LossTokens) -> PolicyTerm:
-  places = (tokens.mask, tokens.sequence_ids)
-  per_token = sequence_losses.luspo(
-    policy,
-    tokens.old_logprobs,
-    tokens.advantages,
-    *places,
-    clip_low=o.clip_low,
-    clip_high=o.clip_high,
-  )
-  return per_token, losses.sequence_ratio(policy, tokens.old_logprobs, *places)
-
-
-def _vespo(o: Options, policy: Float[Array, "B N"], tokens: LossTokens) -> PolicyTerm:
-  del o
-  per_token = sequence_losses.vespo(
-    policy, tokens.old_logprobs, tokens.advantages, tokens.mask, tokens.sequence_ids
-  )
-  return per_token, losses.ratio(policy, tokens.old_logprobs)
-
-
-POLICY_LOSSES = {
-  "clipped": _clipped,
-  "gspo": _gspo,
-  "gspo_token": _gspo_token,
-  "cispo": _cispo,
-  "sapo": _sapo,
-  "reinforce": _reinforce,
-  "gmpo": _gmpo,
-  "luspo": _luspo,
-  "vespo": _vespo,
-}
-_TOKEN_LOSSES = ("clipped", "cispo", "sapo", "reinforce")
 
 
 def make(**options: Any) -> Objective:

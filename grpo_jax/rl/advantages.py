@@ -1,0 +1,312 @@
+"""Group-relative advantages. Pure: rewards [P G] and a mask in, advantages [P G] out.
+
+The mask is False on attempts that do not exist or must not count (None: all count); a reward that
+is not finite ("could not be scored") counts as masked. Masked attempts enter no
+baseline and no spread, and their advantage is 0. A truncated completion is *not*
+masked here: it stays in the baseline and leaves the loss (`masks.overlong_filter`).
+
+All sums run over differences to one reward of the group. Rewards that are equal
+thus differ by exactly 0, in any dtype, and have an exactly zero spread; a spread
+that is mere rounding of the rewards counts as zero, too. (E[x²] - E[x]² in float32
+leaves a residue, divides by it, and gives advantages in the thousands.)
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from grpo_jax.rl import masks
+from grpo_jax.rl.kl import kl_penalty
+from grpo_jax.rl.numerics import clamp, safe_divide
+
+BASELINES = ("group_mean", "leave_one_out", "none")
+SCALES = ("group_std", "batch_std", "none")
+_ROUNDING = 16.0  # spreads below this many units in the last place of the rewards are rounding.
+
+
+def valid_rewards(
+  rewards: Float[Array, "*shape"], mask: Bool[Array, "*shape"] | None
+) -> tuple[Float[Array, "*shape"], Bool[Array, "*shape"]]:
+  """Returns the rewards with 0 in place of what does not count, and where they count."""
+  is_finite = jnp.isfinite(rewards)
+  mask = is_finite if mask is None else mask & is_finite
+  return jnp.where(mask, rewards, 0), mask
+
+
+def centre_and_spread(
+  values: Float[Array, "*sets n"], mask: Bool[Array, "*sets n"], *, ddof: int = 1
+) -> tuple[Float[Array, "*sets 1"], Float[Array, "*sets 1"]]:
+  """Returns mean and standard deviation of the unmasked values of each set, in two passes.
+
+      m = p + 1/n Σ (xⱼ - p)      s = sqrt( Σ (xⱼ - m)² / (n - ddof) ),   p one of the xⱼ
+
+  Args:
+    values: finite where unmasked.
+    mask: True on the members of a set.
+    ddof: taken off n under the variance: 1 is the unbiased (Bessel's) one.
+
+  Returns:
+    The mean, 0 for an empty set. The standard deviation: 0 for n <= ddof, and 0 if it
+    is no more than the rounding of the values.
+  """
+  first = jnp.argmax(mask, axis=-1, keepdims=True)
+  pivot = jnp.where(
+    mask.any(axis=-1, keepdims=True), jnp.take_along_axis(values, first, axis=-1), 0
+  )
+  differences = jnp.where(mask, values - pivot, 0)
+  n = mask.sum(axis=-1, keepdims=True, dtype=values.dtype)
+  offset = safe_divide(differences.sum(axis=-1, keepdims=True), n)
+  squares = jnp.square(jnp.where(mask, differences - offset, 0)).sum(axis=-1, keepdims=True)
+  spread = jnp.sqrt(safe_divide(squares, n - ddof))
+  largest = jnp.max(jnp.where(mask, jnp.abs(values), 0), axis=-1, keepdims=True, initial=0)
+  is_rounding = spread <= _ROUNDING * jnp.finfo(values.dtype).eps * largest
+  return pivot + offset, jnp.where(is_rounding, 0, spread)
+
+
+def baseline_and_spread(
+  rewards: Float[Array, "P G"],
+  mask: Bool[Array, "P G"] | None = None,
+  *,
+  baseline: str = "group_mean",
+  ddof: int = 1,
+) -> tuple[Float[Array, "P G"], Float[Array, "P G"]]:
+  """Returns, for each attempt, the mean and the standard deviation of its comparison set.
+
+  Args:
+    rewards: one scalar for each of the G attempts at each of the P prompts.
+    mask: see the module.
+    baseline: "group_mean" compares with the whole group; "leave_one_out" with the
+      other attempts, in the spread too; "none" compares with 0, and takes the
+      spread of the group.
+    ddof: see `centre_and_spread`.
+
+  Returns:
+    Baseline and standard deviation. An attempt without anything to compare with (the
+    only valid one of its group) is its own baseline, with spread 0: advantage 0.
+
+  Raises:
+    ValueError: if there is no such baseline.
+  """
+  if baseline not in BASELINES:
+    raise ValueError(f"no baseline {baseline!r}; there are {BASELINES}")
+  rewards, mask = valid_rewards(rewards, mask)
+  groups, group = rewards.shape
+  if baseline == "leave_one_out":
+    others = mask[:, None, :] & ~jnp.eye(group, dtype=bool)[None]
+    sets = jnp.broadcast_to(rewards[:, None, :], (groups, group, group))
+    centre, spread = (x[..., 0] for x in centre_and_spread(sets, others, ddof=ddof))
+    return jnp.where(others.any(axis=-1), centre, rewards), spread
+  centre, spread = centre_and_spread(rewards, mask, ddof=ddof)
+  centre = jnp.zeros_like(centre) if baseline == "none" else centre
+  return jnp.broadcast_to(centre, rewards.shape), jnp.broadcast_to(spread, rewards.shape)
+
+
+def group_relative(
+  rewards: Float[Array, "P G"],
+  mask: Bool[Array, "P G"] | None = None,
+  *,
+  baseline: str = "group_mean",
+  scale: str = "group_std",
+  ddof: int = 1,
+  eps: float = 1e-6,
+) -> Float[Array, "P G"]:
+  """Computes how much better each attempt did than its group, per attempt.
+
+      Âᵢ = (rᵢ - bᵢ) / (sᵢ + ε)   where sᵢ > 0,   rᵢ - bᵢ   where sᵢ = 0
+
+  The defaults are GRPO as in the paper, TRL and verl; NeMo RL's `grpo_math_1B` has
+  baseline "leave_one_out"; Dr. GRPO is scale "none"; RLOO is "leave_one_out" with "none".
+
+  A group whose rewards are equal gets exact zeros. An attempt whose *others* are
+  equal has no spread to be measured by under "leave_one_out" and keeps rᵢ - bᵢ.
+
+  Args:
+    rewards: one scalar for each of the G attempts at each of the P prompts.
+    mask: see the module.
+    baseline: bᵢ, one of BASELINES; see `baseline_and_spread`.
+    scale: sᵢ: "group_std" of the comparison set, "batch_std" of all rewards
+      of the batch, or "none".
+    ddof: 1 in NeMo RL, TRL, verl, slime; 0 in lmpo.
+    eps: ε; 1e-6 in NeMo RL, verl, slime; 1e-4 in TRL, 1e-5 in AReaL, 1e-9 in OpenRLHF.
+
+  Returns:
+    Advantages; they sum to 0 over a group unless "leave_one_out" is combined with
+    "group_std", or the baseline is "none".
+
+  Raises:
+    ValueError: if there is no such baseline or scale.
+
+  Reference:
+    Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4.1.2; batch scale:
+    Liu et al. 2025, "Tricks or Traps?", arXiv:2508.08221 (LitePPO).
+  """
+  if scale not in SCALES:
+    raise ValueError(f"no scale {scale!r}; there are {SCALES}")
+  rewards, mask = valid_rewards(rewards, mask)
+  centre, spread = baseline_and_spread(rewards, mask, baseline=baseline, ddof=ddof)
+  centred = jnp.where(mask, rewards - centre, 0)
+  if scale == "none":
+    return centred
+  if scale == "batch_std":
+    _, batch = centre_and_spread(rewards.reshape(1, -1), mask.reshape(1, -1), ddof=ddof)
+    spread = jnp.broadcast_to(batch, rewards.shape)
+  return jnp.where(spread > 0, centred / (spread + eps), centred)
+
+
+def grpo(
+  rewards: Float[Array, "P G"], mask: Bool[Array, "P G"] | None = None, *, eps: float = 1e-6
+) -> Float[Array, "P G"]:
+  """Standardises rewards within each group: Âᵢ = (rᵢ - mean(r)) / (std(r) + ε), std unbiased.
+
+  Reference:
+    Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4.1.2.
+  """
+  return group_relative(rewards, mask, eps=eps)
+
+
+def dr_grpo(
+  rewards: Float[Array, "P G"], mask: Bool[Array, "P G"] | None = None
+) -> Float[Array, "P G"]:
+  """Subtracts the group mean and scales by nothing: Âᵢ = rᵢ - mean(r).
+
+  Together with `aggregate.constant_length` it is Dr. GRPO.
+
+  Reference:
+    Liu et al. 2025, arXiv:2503.20783, section 3.2.
+  """
+  return group_relative(rewards, mask, scale="none")
+
+
+def rloo(
+  rewards: Float[Array, "P G"], mask: Bool[Array, "P G"] | None = None
+) -> Float[Array, "P G"]:
+  """Subtracts the mean of the others: Âᵢ = rᵢ - 1/(G-1) Σ_{j≠i} rⱼ; 0 for an only attempt.
+
+  Reference:
+    Ahmadian et al. 2024, "Back to Basics", arXiv:2402.14740, equation 8.
+  """
+  return group_relative(rewards, mask, baseline="leave_one_out", scale="none")
+
+
+def gdpo(
+  components: Float[Array, "K P G"],
+  mask: Bool[Array, "P G"] | None = None,
+  *,
+  weights: tuple[float, ...] | None = None,
+  baseline: str = "group_mean",
+  ddof: int = 1,
+  eps: float = 1e-6,
+) -> Float[Array, "P G"]:
+  """Normalises every reward component by itself, adds them up, and whitens over the batch.
+
+      Âᵢ = white( Σₖ wₖ Âᵢ⁽ᵏ⁾ ),   Â⁽ᵏ⁾ = group_relative(r⁽ᵏ⁾),   white(x) = (x - mean) / std
+
+  mean and std (ddof 1, no ε) run over all valid attempts of the batch; with std 0 only the
+  mean is taken off. A component that is not finite drops out for that attempt alone;
+  an attempt without any finite component is masked.
+
+  Args:
+    components: K >= 2 rewards for each attempt.
+    mask: see the module.
+    weights: wₖ, one per component; None: all 1.
+    baseline: of each component; see `baseline_and_spread`.
+    ddof: of each component's spread.
+    eps: added to each component's spread.
+
+  Raises:
+    ValueError: with fewer than 2 components, or another number of weights.
+
+  Reference:
+    Liu et al. 2026, GDPO, arXiv:2601.05242, equations 4 to 6; NeMo RL's `gdpo`.
+  """
+  count = components.shape[0]
+  if count < 2:
+    raise ValueError(f"gdpo needs at least 2 reward components, got {count}; use group_relative")
+  weights = (1.0,) * count if weights is None else weights
+  if len(weights) != count:
+    raise ValueError(f"gdpo got {len(weights)} weights for {count} reward components")
+  total = jnp.zeros_like(components[0])
+  for component, weight in zip(components, weights, strict=True):
+    total = total + weight * group_relative(component, mask, baseline=baseline, ddof=ddof, eps=eps)
+  is_scored = jnp.isfinite(components).any(axis=0)
+  valid = (is_scored if mask is None else mask & is_scored).reshape(1, -1)
+  flat = total.reshape(1, -1)
+  centre, spread = centre_and_spread(flat, valid)
+  centred = flat - centre
+  white = jnp.where(spread > 0, centred / jnp.where(spread > 0, spread, 1), centred)
+  return jnp.where(valid, white, 0).reshape(total.shape)
+
+
+def whiten(
+  advantages: Float[Array, "*shape"],
+  mask: Bool[Array, "*shape"],
+  *,
+  counts: Float[Array, "*shape"] | None = None,
+  ddof: int = 0,
+  floor: float = 1e-8,
+  eps: float = 0.0,
+) -> Float[Array, "*shape"]:
+  """Whitens advantages over all tokens of the RL batch (REINFORCE++), before it is split.
+
+      Âₜ = (Aₜ - μ) / sqrt( max(σ², floor) + ε ),   μ, σ² over the unmasked tokens
+
+  Args:
+    advantages: per token; or per attempt [P G], with the tokens of each in `counts`.
+    mask: True on the tokens that are learned from. They all must be here: moments of
+      a microbatch are not those of the batch.
+    counts: how many tokens an entry stands for; None: 1 each.
+    ddof: 0 in NeMo RL, 1 in verl.
+    floor: of the variance; 1e-8 in NeMo RL, 0 in verl.
+    eps: added to the variance; 0 in NeMo RL, 1e-8 in verl.
+
+  Returns:
+    Whitened advantages, 0 on masked entries, and 0 everywhere if all are equal.
+
+  Reference:
+    Hu et al. 2025, REINFORCE++, arXiv:2501.03262, section 3.2.
+  """
+  counts = jnp.ones_like(advantages) if counts is None else counts
+  mask = mask & (counts > 0)
+  counts = jnp.where(mask, counts, 0)
+  pivot = jnp.where(mask.any(), advantages.reshape(-1)[jnp.argmax(mask.reshape(-1))], 0)
+  differences = jnp.where(mask, advantages - pivot, 0)
+  n = counts.sum()
+  offset = safe_divide((counts * differences).sum(), n)
+  centred = jnp.where(mask, differences - offset, 0)
+  variance = safe_divide((counts * jnp.square(centred)).sum(), n - ddof)
+  below = jnp.maximum(variance, floor) + eps
+  return centred * safe_divide(jnp.ones_like(below), jnp.sqrt(below))
+
+
+def subtract_kl(
+  advantages: Float[Array, "B N"],
+  old_logprobs: Float[Array, "B N"],
+  ref_logprobs: Float[Array, "B N"],
+  mask: Bool[Array, "B N"],
+  *,
+  kl_coef: float,
+  estimator: str = "k3",
+  input_clamp: float | None = 20.0,
+  output_clamp: float | None = 10.0,
+) -> Float[Array, "B N"]:
+  """Takes β KL(π_old ‖ π_ref) of each token off its advantage: "KL in the reward".
+
+      Aₜ ← Aₜ - β k(log π_old, log π_ref)
+
+  NeMo RL takes the KL of token t from token t alone, as here; verl and the paper
+  sum it over the tokens from t on. Follow it by `whiten`.
+  """
+  penalty = kl_penalty(
+    masks.fill(old_logprobs, mask),
+    masks.fill(ref_logprobs, mask),
+    estimator=estimator,
+    input_clamp=input_clamp,
+    output_clamp=output_clamp,
+  )
+  return masks.fill(masks.fill(advantages, mask) - kl_coef * penalty, mask)
+
+
+def clip(
+  advantages: Float[Array, "*shape"], *, low: float | None = None, high: float | None = None
+) -> Float[Array, "*shape"]:
+  """Clips advantages to [low, high]; None leaves a side open. The last step, after scaling."""
+  return clamp(advantages, low, high)

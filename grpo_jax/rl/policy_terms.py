@@ -1,0 +1,130 @@
+"""The policy losses by name, in one signature: what `objectives` chooses from. Pure.
+
+Each takes the options, log πθ, log π_old and the tokens, cleaned of what their mask
+hides, and returns the loss per token and the ratio to be reported.
+"""
+
+from collections.abc import Callable
+
+from jaxtyping import Array, Float
+
+from grpo_jax.rl import losses, sequence_losses
+from grpo_jax.rl.objective_options import Options
+from grpo_jax.types import LossTokens
+
+PolicyTerm = tuple[Float[Array, "B N"], Float[Array, "B N"]]
+
+
+def _clipped(
+  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+) -> PolicyTerm:
+  ratio = losses.ratio(policy, old)
+  return _clipped_loss(o, ratio, tokens), ratio
+
+
+def _gspo(
+  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+) -> PolicyTerm:
+  ratio = losses.sequence_ratio(policy, old, tokens.mask, tokens.sequence_ids)
+  return _clipped_loss(o, ratio, tokens), ratio
+
+
+def _gspo_token(
+  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+) -> PolicyTerm:
+  ratio = losses.sequence_ratio_token_form(policy, old, tokens.mask, tokens.sequence_ids)
+  return _clipped_loss(o, ratio, tokens), ratio
+
+
+def _clipped_loss(
+  o: Options, ratio: Float[Array, "B N"], tokens: LossTokens
+) -> Float[Array, "B N"]:
+  return losses.clipped_ratio_loss(
+    ratio,
+    tokens.advantages,
+    clip_low=o.clip_low,
+    clip_high=o.clip_high,
+    dual_clip=o.dual_clip,
+  )
+
+
+def _cispo(
+  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+) -> PolicyTerm:
+  per_token = losses.cispo(
+    policy, old, tokens.advantages, clip_low=o.clip_low, clip_high=o.clip_high
+  )
+  return per_token, losses.ratio(policy, old)
+
+
+def _sapo(
+  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+) -> PolicyTerm:
+  per_token = losses.sapo(
+    policy,
+    old,
+    tokens.advantages,
+    temperature_positive=o.sapo_temperature_positive,
+    temperature_negative=o.sapo_temperature_negative,
+  )
+  return per_token, losses.ratio(policy, old)
+
+
+def _reinforce(
+  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+) -> PolicyTerm:
+  del o
+  return losses.reinforce(policy, tokens.advantages), losses.ratio(policy, old)
+
+
+def _gmpo(
+  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+) -> PolicyTerm:
+  per_token = sequence_losses.gmpo(
+    policy,
+    old,
+    tokens.advantages,
+    tokens.mask,
+    tokens.sequence_ids,
+    clip_low=o.clip_low,
+    clip_high=o.clip_high,
+  )
+  return per_token, losses.sequence_ratio(policy, old, tokens.mask, tokens.sequence_ids)
+
+
+def _luspo(
+  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+) -> PolicyTerm:
+  per_token = sequence_losses.luspo(
+    policy,
+    old,
+    tokens.advantages,
+    tokens.mask,
+    tokens.sequence_ids,
+    clip_low=o.clip_low,
+    clip_high=o.clip_high,
+  )
+  return per_token, losses.sequence_ratio(policy, old, tokens.mask, tokens.sequence_ids)
+
+
+def _vespo(
+  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+) -> PolicyTerm:
+  del o
+  per_token = sequence_losses.vespo(
+    policy, old, tokens.advantages, tokens.mask, tokens.sequence_ids
+  )
+  return per_token, losses.ratio(policy, old)
+
+
+POLICY_LOSSES: dict[str, Callable[..., PolicyTerm]] = {
+  "clipped": _clipped,
+  "gspo": _gspo,
+  "gspo_token": _gspo_token,
+  "cispo": _cispo,
+  "sapo": _sapo,
+  "reinforce": _reinforce,
+  "gmpo": _gmpo,
+  "luspo": _luspo,
+  "vespo": _vespo,
+}
