@@ -1,0 +1,72 @@
+"""What every program of the benchmark hands back: a JSON record of its steps.
+
+Standard library only.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import workload as workloads
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """Times and counts of one training step. Tokens are counted without padding."""
+
+  wall_s: float  # of the whole step.
+  generate_s: float  # of sampling the completions.
+  train_s: float  # of the update: forward, backward, optimizer.
+  prompt_tokens: int  # of the step's prompts, each counted once.
+  completion_tokens: int  # sampled, end tokens included.
+  trained_tokens: int  # through the forward and backward pass.
+  reward_mean: float
+
+
+def versions(*packages: str) -> dict[str, str]:
+  """Returns the versions of Python and of those of `packages` that are installed."""
+  found = {"python": platform.python_version()}
+  for package in packages:
+    try:
+      found[package] = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+      continue
+  return found
+
+
+def write(
+  path: str | pathlib.Path,
+  *,
+  program: str,
+  workload: workloads.Workload,
+  steps: Sequence[Step],
+  setup_s: float,
+  settings: dict[str, Any],
+  packages: dict[str, str],
+) -> None:
+  """Writes the record of one run.
+
+  Args:
+    path: of the JSON file.
+    program: name of the program that ran.
+    workload: what it was given.
+    steps: in order; the first contains compilation.
+    setup_s: seconds from the start of the program to the first step.
+    settings: what else a reader must know of how the program was set up.
+    packages: versions, from `versions`.
+  """
+  record = {
+    "program": program,
+    "workload": dataclasses.asdict(workload),
+    "settings": settings,
+    "versions": packages,
+    "setup_s": setup_s,
+    "load_average_at_end": os.getloadavg()[0],
+    "steps": [dataclasses.asdict(step) for step in steps],
+  }
+  pathlib.Path(path).write_text(json.dumps(record, indent=1))

@@ -1,0 +1,228 @@
+"""From recorded runs to medians, ratios and a table. Pure; standard library only.
+
+A result is what compare.py writes: `rounds`, a list of {program: run}, where a
+run is the record of record.py with `process`, the usage of processes.py.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+OURS = "ours"
+Run = Mapping[str, Any]
+
+
+def steady(run: Run) -> Sequence[Mapping[str, float]]:
+  """Returns the steps after the first, which compiles; the first if there is no other."""
+  return run["steps"][1:] or run["steps"]
+
+
+def median_of_steps(run: Run, name: str) -> float:
+  """Returns the median of a quantity over the steady steps of one run."""
+  return statistics.median(step[name] for step in steady(run))
+
+
+def seconds_per_token(run: Run) -> float:
+  """Returns seconds of the whole step per completion token, over the steady steps."""
+  steps = steady(run)
+  return sum(step["wall_s"] for step in steps) / sum(step["completion_tokens"] for step in steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+  """Smallest, median and largest of one number per round."""
+
+  low: float
+  median: float
+  high: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+  """Returns the spread of at least one value."""
+  return Spread(min(values), statistics.median(values), max(values))
+
+
+def ratios(
+  rounds: Sequence[Mapping[str, Run]], quantity: Callable[[Run], float], peer: str
+) -> Spread:
+  """Returns peer ÷ ours of a quantity: one ratio per round, of runs close in time."""
+  return spread([quantity(turn[peer]) / quantity(turn[OURS]) for turn in rounds])
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """Floating point operations that a step needs at the least, in 1e9."""
+
+  sampling: float
+  update: float
+
+
+def useful_work(step: Mapping[str, float], run: Run, model: Mapping[str, Any]) -> Work:
+  """Counts the operations that a step cannot do without, whoever runs it.
+
+  Each prompt goes through the layers once for its whole group, each completion
+  token once, padding never; the head sees completion tokens only; backward costs
+  twice forward; nothing is recomputed. With W weights in the layers' matrices,
+  V·D in the head's, n tokens, c completion tokens and s keys attended to in all:
+
+      forward = 2 W n + 2 V D c + 4 L H K s,   sampling = forward,   update = 3 forward
+
+  where H heads of size K attend; s takes all prompts and all completions of the
+  step as equally long.
+
+  Args:
+    step: of `run`.
+    run: gives the number of prompts and the group size.
+    model: a Hugging Face `config.json`.
+  """
+  prompts, group = run["workload"]["prompts"], run["workload"]["group"]
+  prompt_tokens, completion_tokens = step["prompt_tokens"], step["completion_tokens"]
+  prompt_length = prompt_tokens / prompts
+  completion_length = completion_tokens / (prompts * group)
+  attended = prompt_tokens * prompt_length / 2
+  attended += completion_tokens * (prompt_length + completion_length / 2)
+
+  width, heads = model["hidden_size"], model["num_attention_heads"]
+  head_size = model.get("head_dim") or width // heads
+  kv_heads = model.get("num_key_value_heads") or heads
+  attention_weights = 2 * width * head_size * (heads + kv_heads)  # query, output; key, value.
+  layers = model["num_hidden_layers"]
+  weights = layers * (attention_weights + 3 * width * model["intermediate_size"])
+  forward = 2 * weights * (prompt_tokens + completion_tokens)
+  forward += 2 * model["vocab_size"] * width * completion_tokens
+  forward += 4 * layers * heads * head_size * attended
+  return Work(sampling=forward / 1e9, update=3 * forward / 1e9)
+
+
+def rates(run: Run, model: Mapping[str, Any]) -> Work:
+  """Returns the GFLOP/s of useful work that a run reached in its steady steps."""
+  steps = steady(run)
+  works = [useful_work(step, run, model) for step in steps]
+  return Work(
+    sampling=sum(w.sampling for w in works) / sum(step["generate_s"] for step in steps),
+    update=sum(w.update for w in works) / sum(step["train_s"] for step in steps),
+  )
+
+
+def ceiling_of(result: Mapping[str, Any], dtype: str) -> float:
+  """Returns the best GFLOP/s measured for a type, by any library, at any time."""
+  return max(
+    rate
+    for measured in result["ceilings"]
+    for name, rate in measured.items()
+    if name.endswith(f"_{dtype}")
+  )
+
+
+def program_row(result: Mapping[str, Any], program: str) -> list[str]:
+  """Returns the cells of a program's row: medians over rounds of medians over steps."""
+  runs = [turn[program] for turn in result["rounds"]]
+
+  def over_rounds(quantity: Callable[[Run], float]) -> float:
+    return statistics.median(quantity(run) for run in runs)
+
+  dtype = runs[0]["workload"]["dtype"]
+  ceiling = ceiling_of(result, dtype)
+  sampling = over_rounds(lambda run: rates(run, result["model"]).sampling)
+  update = over_rounds(lambda run: rates(run, result["model"]).update)
+  return [
+    program,
+    dtype,
+    f"{over_rounds(lambda run: median_of_steps(run, 'wall_s')):.2f}",
+    f"{over_rounds(lambda run: median_of_steps(run, 'generate_s')):.2f}",
+    f"{over_rounds(lambda run: median_of_steps(run, 'train_s')):.2f}",
+    f"{over_rounds(lambda run: run['setup_s'] + run['steps'][0]['wall_s']):.1f}",
+    f"{over_rounds(lambda run: median_of_steps(run, 'completion_tokens')):.0f}",
+    f"{over_rounds(lambda run: median_of_steps(run, 'trained_tokens')):.0f}",
+    f"{over_rounds(lambda run: run['process']['peak_mib']):.0f}",
+    f"{sampling:.0f} ({sampling / ceiling:.0%})",
+    f"{update:.0f} ({update / ceiling:.0%})",
+  ]
+
+
+PROGRAM_COLUMNS = [
+  "program",
+  "dtype",
+  "step s",
+  "sample s",
+  "update s",
+  "to end of step 1 s",
+  "completion tokens",
+  "trained tokens",
+  "peak MiB",
+  "sample GFLOP/s",
+  "update GFLOP/s",
+]
+
+RATIO_COLUMNS = ["peer", "peer ÷ ours", "lowest round", "median", "highest round"]
+
+# Ratios are peer ÷ ours, so that more than 1 speaks for us; memory as well.
+RATIOS: dict[str, Callable[[Run], float]] = {
+  "step": lambda run: median_of_steps(run, "wall_s"),
+  "sample": lambda run: median_of_steps(run, "generate_s"),
+  "update": lambda run: median_of_steps(run, "train_s"),
+  "step, per completion token": seconds_per_token,
+  "whole process": lambda run: run["process"]["wall_s"],
+  "peak memory": lambda run: run["process"]["peak_mib"],
+}
+
+
+def ratio_rows(result: Mapping[str, Any]) -> list[list[str]]:
+  """Returns, for each peer and quantity, peer ÷ ours: smallest, median, largest round."""
+  programs = list(result["rounds"][0])
+  peers = [program for program in programs if program != OURS] if OURS in programs else []
+  rows = []
+  for peer in peers:
+    for name, quantity in RATIOS.items():
+      found = ratios(result["rounds"], quantity, peer)
+      rows.append([peer, name, f"{found.low:.2f}", f"{found.median:.2f}", f"{found.high:.2f}"])
+  return rows
+
+
+def differences(result: Mapping[str, Any]) -> list[str]:
+  """Names what makes the programs' work unequal: other prompts, another number of steps."""
+  found = []
+  for number, turn in enumerate(result["rounds"]):
+    first, *others = turn
+    expected = [step["prompt_tokens"] for step in turn[first]["steps"]]
+    for program in others:
+      prompts = [step["prompt_tokens"] for step in turn[program]["steps"]]
+      if prompts != expected:
+        found.append(
+          f"round {number}: tokens of the prompts, step by step: {program} {prompts}, "
+          f"{first} {expected}"
+        )
+  return found
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+  """Lays out a table in Markdown, columns padded to equal width."""
+  lines = [list(columns), *map(list, rows)]
+  widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+  padded = [
+    "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
+    for line in lines
+  ]
+  rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+  return "\n".join([padded[0], rule, *padded[1:]])
+
+
+def text(result: Mapping[str, Any]) -> str:
+  """Returns the whole summary of a result."""
+  programs = list(result["rounds"][0])
+  ceilings = [
+    f"{name}: " + ", ".join(f"{measured[name]:.0f}" for measured in result["ceilings"])
+    for name in result["ceilings"][0]
+  ]
+  parts = [
+    f"{result['machine']['processor']}, {result['machine']['cores']} cores; "
+    f"{len(result['rounds'])} rounds; medians over the steps after the first.",
+    "Matrix products of this machine, GFLOP/s, before and after: " + "; ".join(ceilings),
+    table(PROGRAM_COLUMNS, [program_row(result, program) for program in programs]),
+  ]
+  compared = ratio_rows(result)
+  if compared:
+    parts.append(table(RATIO_COLUMNS, compared))
+  parts += [f"NOT EQUAL WORK: {line}" for line in differences(result)]
+  return "\n\n".join(parts)

@@ -1,0 +1,131 @@
+"""What every program of the benchmark is given: the task, its sizes, its reward.
+
+A `Workload` travels as a JSON file, so that programs in different virtual
+environments read the same one; problems stand in a JSONL file of their own,
+made once. Standard library only (but to make the problems), since all programs
+import this module.
+"""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+SYSTEM_PROMPT = "Answer with the final number only."
+TASK = "chain_sum"
+TASK_OPTIONS = {
+  "min_terms": 2,
+  "max_terms": 2,
+  "min_digits": 1,
+  "max_digits": 2,
+  "seed": 1,
+  "size": 512,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+  """One training run: `steps` times, `prompts` x `group` completions and one optimizer step."""
+
+  model: str  # Hugging Face folder.
+  problems: str  # JSONL file of `question` and `answer`; step i uses rows i·prompts onwards.
+  prompts: int  # of a step.
+  group: int  # completions of a prompt.
+  completion: int  # most tokens of a completion.
+  steps: int
+  dtype: str = "float32"  # of matrix products, "float32" or "bfloat16".
+  learning_rate: float = 1e-5  # of AdamW, constant, without decay.
+  seed: int = 0
+  recompute: bool = False  # activations are recomputed in the backward pass; TRL and Tunix.
+  overrides: tuple[str, ...] = ()  # "section.field=value"; understood by ours only.
+
+  def write(self, path: pathlib.Path) -> None:
+    """Writes the workload as a JSON object."""
+    path.write_text(json.dumps(dataclasses.asdict(self), indent=1))
+
+
+PRESETS: dict[str, dict[str, int]] = {
+  "w1": {"prompts": 4, "group": 8, "completion": 16, "steps": 4},
+  "w2": {"prompts": 4, "group": 8, "completion": 64, "steps": 3},
+}
+
+
+def read(path: str | pathlib.Path) -> Workload:
+  """Reads what `Workload.write` wrote."""
+  fields = json.loads(pathlib.Path(path).read_text())
+  return Workload(**{**fields, "overrides": tuple(fields["overrides"])})
+
+
+def write_problems(path: pathlib.Path) -> None:
+  """Makes the problems with the reasoning-gym package and writes them as JSONL."""
+  import reasoning_gym
+
+  problems = reasoning_gym.create_dataset(TASK, **TASK_OPTIONS)
+  rows = [{"question": row["question"], "answer": row["answer"]} for row in problems]
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_problems(path: str | pathlib.Path) -> list[dict[str, str]]:
+  """Returns the rows that `write_problems` wrote, in order."""
+  return [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
+
+
+def messages(question: str) -> list[dict[str, str]]:
+  """Returns the conversation that asks a question."""
+  return [
+    {"role": "system", "content": SYSTEM_PROMPT},
+    {"role": "user", "content": question},
+  ]
+
+
+def reward(completion: str, answer: str) -> float:
+  """Returns 1 for the answer alone, 0.5 for the answer among other words, else 0."""
+  stripped = completion.strip()
+  if stripped == answer:
+    return 1.0
+  return 0.5 if answer in stripped.split() else 0.0
+
+
+def write_endless_model(source: pathlib.Path, target: pathlib.Path) -> str:
+  """Makes a model folder whose end-of-sequence token is one that is never sampled.
+
+  With it every completion runs to its limit in every program, without any of
+  them being changed: all read the end token from these files. Weights and
+  vocabulary are linked, not copied.
+
+  Args:
+    source: Hugging Face folder with a `tokenizer.json`.
+    target: folder to be made.
+
+  Returns:
+    The special token that now ends a sequence.
+
+  Raises:
+    ValueError: the tokenizer has no special token to spare.
+  """
+  tokenizer = json.loads((source / "tokenizer.json").read_text())
+  settings = json.loads((source / "tokenizer_config.json").read_text())
+  template = source / "chat_template.jinja"
+  in_use = "".join(str(value) for name, value in settings.items() if name.endswith("_token"))
+  in_use += template.read_text() if template.exists() else str(settings.get("chat_template", ""))
+  spare = [
+    (token["id"], token["content"])
+    for token in tokenizer["added_tokens"]
+    if token["special"] and token["content"] not in in_use
+  ]
+  if not spare:
+    raise ValueError(f"{source}/tokenizer.json has no special token to spare as an end token")
+  token_id, token = spare[-1]
+
+  target.mkdir(parents=True)
+  for file in source.iterdir():
+    if file.name not in ("config.json", "generation_config.json", "tokenizer_config.json"):
+      (target / file.name).symlink_to(file.resolve())
+  for name in ("config.json", "generation_config.json"):
+    content: dict[str, Any] = {}
+    if (source / name).exists():
+      content = json.loads((source / name).read_text())
+    (target / name).write_text(json.dumps(content | {"eos_token_id": token_id}, indent=1))
+  settings["eos_token"] = token
+  (target / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+  return token
