@@ -1,0 +1,1 @@
+"""Pure graders, and the processes in which the dangerous ones run."""

@@ -1,0 +1,50 @@
+"""A tokenizer of 256 bytes and three marks: for tests and dry runs. Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+PAD, END, ROLE = 256, 257, 258
+_MARKS = {PAD: "<pad>", END: "<end>", ROLE: "<role>"}
+
+
+class ByteTokenizer:
+  """One id a byte of UTF-8. A chat is `<role>user\\n…<end><role>assistant\\n`."""
+
+  vocab_size = 259
+  stop_ids = (END,)
+  pad_id = PAD
+
+  def encode(self, text: str) -> Int[np.ndarray, " tokens"]:
+    return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+  def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special: bool = True) -> str:
+    pieces = [
+      bytes([i]) if i < PAD else b"" if skip_special else _MARKS[i].encode() for i in map(int, ids)
+    ]
+    return b"".join(pieces).decode("utf-8", errors="replace")
+
+  def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    turns = [f"{_MARKS[ROLE]}{m['role']}\n{m['content']}{_MARKS[END]}" for m in messages]
+    return "".join(turns) + f"{_MARKS[ROLE]}assistant\n"
+
+  def apply_chat_template(
+    self, messages: Sequence[Mapping[str, Any]]
+  ) -> Int[np.ndarray, " tokens"]:
+    turns = [self._turn(m) for m in messages]
+    return np.concatenate([*turns, self._marked(ROLE, "assistant\n")])
+
+  def turn_ids(
+    self, message: Mapping[str, Any], *, after: int | None
+  ) -> Int[np.ndarray, " tokens"]:
+    closing = np.asarray([] if after == END else [END], np.int32)
+    return np.concatenate([closing, self._turn(message), self._marked(ROLE, "assistant\n")])
+
+  def _turn(self, message: Mapping[str, Any]) -> Int[np.ndarray, " tokens"]:
+    text = self._marked(ROLE, f"{message['role']}\n{message['content']}")
+    return np.append(text, np.int32(END))
+
+  def _marked(self, mark: int, text: str) -> Int[np.ndarray, " tokens"]:
+    return np.concatenate([np.asarray([mark], np.int32), self.encode(text)])

@@ -1,0 +1,249 @@
+"""One row of a data file → Record: strict, with file:line in every error. Pure.
+
+A row is a JSON object. It keeps all its fields: those that are not part of the prompt
+travel to the environment untouched, in `Prompt.info`.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from grpo_jax.registry import nearest
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class RowError(ValueError):
+  """A row that cannot be used. Its text is "file:line: reason"."""
+
+  def __init__(self, where: str, reason: str):
+    super().__init__(f"{where}: {reason}")
+    self.where = where
+    self.reason = reason
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+  """A task in words: what the chat template gets, and what the environment gets."""
+
+  messages: tuple[Mapping[str, Any], ...]
+  info: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PromptStyle:
+  """How the words of a row become messages."""
+
+  input_key: str = "problem"
+  output_key: str | None = "expected_answer"  # None: the rows have no answer.
+  system_prompt: str | None = None
+  prompt_template: str | None = None  # with {} for the problem.
+
+  def __post_init__(self):
+    if self.prompt_template is not None:
+      fill_template(self.prompt_template, "")
+
+
+def parse_line(line: bytes, where: str) -> dict[str, Any]:
+  """Reads one line of a JSONL file.
+
+  Args:
+    line: the bytes of the line; a byte order mark in front is allowed.
+    where: "file:line", for errors.
+
+  Raises:
+    RowError: the line is no UTF-8, no JSON (NaN and Infinity are none), or no object.
+  """
+  try:
+    text = line.removeprefix(b"\xef\xbb\xbf").decode("utf-8")
+  except UnicodeDecodeError as error:
+    raise RowError(where, f"invalid UTF-8 at byte {error.start + 1} of the line") from error
+  try:
+    row = json.loads(text, parse_constant=_refuse_constant)
+  except json.JSONDecodeError as error:
+    raise RowError(where, f"invalid JSON at column {error.colno}: {error.msg}") from error
+  except (ValueError, RecursionError) as error:
+    raise RowError(where, f"invalid JSON: {error}") from error
+  if not isinstance(row, dict):
+    raise RowError(where, f"a row must be a JSON object, got {_type_name(row)}")
+  return row
+
+
+def fill_template(template: str, problem: str) -> str:
+  r"""Puts the problem where the template says {}.
+
+  `{{}}` writes a literal `{}`, and the braces of a LaTeX command (`\boxed{}`) stay. All
+  other braces, of the template and of the problem, stay too.
+
+  Raises:
+    ValueError: the template has no {}.
+  """
+  places = 0
+
+  def put(match: re.Match[str]) -> str:
+    nonlocal places
+    if match[0] == "{{}}":
+      return "{}"
+    if match[0] != "{}":
+      return match[0]
+    places += 1
+    return problem
+
+  filled = re.sub(r"\{\{\}\}|\\[A-Za-z]+\{\}|\{\}", put, template)
+  if not places:
+    raise ValueError(f"a prompt template needs {{}} for the problem, got {template!r}")
+  return filled
+
+
+def from_problem(row: Mapping[str, Any], where: str, style: PromptStyle) -> Record:
+  """Reads `{"problem": …, "expected_answer": …}`, under whatever names the style gives."""
+  problem = _text(row, style.input_key, where)
+  answer = {} if style.output_key is None else {"expected_answer": _answer(row, style, where)}
+  extra = {k: v for k, v in row.items() if k not in (style.input_key, style.output_key)}
+  return Record(
+    messages=_with_system([{"role": "user", "content": _styled(problem, style)}], style),
+    info=_merge(extra, {"problem": problem, **answer}),
+  )
+
+
+def from_messages(row: Mapping[str, Any], where: str, style: PromptStyle) -> Record:
+  """Reads a chat, `{"messages": [{"role", "content"}, …]}`.
+
+  A last message of the assistant is the expected answer and no part of the prompt;
+  without one, the field `output_key` is, if the row has it. The prompt template
+  is put around the last message of the user.
+  """
+  messages = _messages(row, where)
+  expected: dict[str, Any] = {}
+  if messages[-1]["role"] == "assistant":
+    expected = {"expected_answer": messages.pop()["content"]}
+  elif style.output_key is not None and style.output_key in row:
+    expected = {"expected_answer": _answer(row, style, where)}
+  users = [i for i, m in enumerate(messages) if m["role"] == "user"]
+  if not users or messages[-1]["role"] == "assistant":
+    raise RowError(where, "a chat needs a message of the user before the answer")
+  problem = messages[users[-1]]["content"]
+  messages[users[-1]] = {**messages[users[-1]], "content": _styled(problem, style)}
+  extra = {k: v for k, v in row.items() if k not in ("messages", style.output_key)}
+  return Record(
+    messages=_with_system(messages, style),
+    info=_merge(extra, {"problem": problem, **expected}),
+  )
+
+
+def from_any(row: Mapping[str, Any], where: str, style: PromptStyle) -> Record:
+  """Tells a generated task, a chat (`messages`, and no input key) and a problem apart."""
+  if {"entry", "task", "task_args"} <= row.keys():
+    return from_task(row, where, style)
+  is_chat = "messages" in row and style.input_key not in row
+  return (from_messages if is_chat else from_problem)(row, where, style)
+
+
+def from_task(row: Mapping[str, Any], where: str, style: PromptStyle) -> Record:
+  """Reads a row of ReasoningGymSource. Its answer may be anything, and the whole entry,
+  which the task's own scorer asks for, goes to the environment."""
+  entry = row["entry"]
+  problem = _check_text(entry["question"], "the question", where)
+  return Record(
+    messages=_with_system([{"role": "user", "content": _styled(problem, style)}], style),
+    info={"problem": problem, "expected_answer": entry["answer"], **row},
+  )
+
+
+def _merge(extra: Mapping[str, Any], standard: Mapping[str, Any]) -> dict[str, Any]:
+  """Adds the standard names; an extra field of the same name moves to "row/NAME"."""
+  moved = {f"row/{k}" if k in standard else k: v for k, v in extra.items()}
+  return {**moved, **standard}
+
+
+def _styled(problem: str, style: PromptStyle) -> str:
+  if style.prompt_template is None:
+    return problem
+  return fill_template(style.prompt_template, problem)
+
+
+def _with_system(
+  messages: Sequence[Mapping[str, Any]], style: PromptStyle
+) -> tuple[Mapping[str, Any], ...]:
+  """Puts the system prompt in front, unless the chat has one of its own."""
+  if style.system_prompt is None or messages[0]["role"] in ("system", "developer"):
+    return tuple(messages)
+  return ({"role": "system", "content": style.system_prompt}, *messages)
+
+
+def _text(row: Mapping[str, Any], key: str, where: str) -> str:
+  value = _field(row, key, where)
+  if not isinstance(value, str):
+    raise RowError(where, f"{key!r} must be a string, got {_type_name(value)}")
+  return _check_text(value, repr(key), where)
+
+
+def _answer(row: Mapping[str, Any], style: PromptStyle, where: str) -> str:
+  """The expected answer as text; a JSON number is taken as it is written."""
+  key = str(style.output_key)
+  value = _field(row, key, where)
+  if isinstance(value, (int, float)) and not isinstance(value, bool):
+    return json.dumps(value)
+  return _text(row, key, where)
+
+
+def _field(row: Mapping[str, Any], key: str, where: str) -> Any:
+  if key not in row:
+    keys = ", ".join(map(repr, row)) or "no keys at all"
+    raise RowError(where, f"no key {key!r}{nearest(key, row)}; the row has {keys}")
+  return row[key]
+
+
+def _messages(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+  value = _field(row, "messages", where)
+  if not isinstance(value, list) or not value:
+    raise RowError(where, f"'messages' must be a list of messages, got {_type_name(value)}")
+  return [_message(m, f"message {i + 1}", where) for i, m in enumerate(value)]
+
+
+def _message(value: Any, name: str, where: str) -> dict[str, Any]:
+  if not isinstance(value, dict):
+    raise RowError(where, f"{name} must be an object, got {_type_name(value)}")
+  role = _field(value, "role", f"{where}: {name}")
+  if role not in ROLES:
+    raise RowError(where, f"{name} has role {role!r}; there are: {', '.join(ROLES)}")
+  content = _field(value, "content", f"{where}: {name}")
+  if not isinstance(content, str):
+    raise RowError(where, f"content of {name} must be a string, got {_type_name(content)}")
+  if role != "system":
+    _check_text(content, f"content of {name}", where)
+  return value
+
+
+def _check_text(value: str, name: str, where: str) -> str:
+  if not value.strip():
+    raise RowError(where, f"{name} is empty")
+  try:
+    value.encode("utf-8")
+  except UnicodeEncodeError as error:
+    raise RowError(where, f"{name} holds half a surrogate pair at {error.start}") from error
+  return value
+
+
+def _type_name(value: Any) -> str:
+  names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
+  if value is None:
+    return "null"
+  if isinstance(value, list) and not value:
+    return "an empty list"
+  return names.get(type(value), "a number")
+
+
+def _refuse_constant(name: str) -> None:
+  raise ValueError(f"{name} is not JSON")
+
+
+RowReader = Callable[[Mapping[str, Any], str, PromptStyle], Record]
+FORMATS: dict[str, RowReader] = {
+  "auto": from_any,
+  "problem": from_problem,
+  "messages": from_messages,
+  "task": from_task,
+}

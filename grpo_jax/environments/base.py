@@ -1,0 +1,135 @@
+"""What an environment is: an asynchronous, single-use object that scores one attempt.
+
+    environment = factory(prompt)
+    await environment.start()
+    result = await environment.step(text, completion_ids, finish_reason)   # once a turn
+    await environment.close()
+
+A module of this package, or of a user, offers `make(**config) -> factory`.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int
+
+from grpo_jax.types import FinishReason, Prompt
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepResult:
+  """An environment's answer to one turn."""
+
+  # Of this turn; the rewards of all turns add up. Components add up to the reward.
+  reward: float | Mapping[str, float]
+  done: bool
+  observation: str = ""  # what the model reads next; its tokens are never learned from.
+  # None: the observation is appended as it stands. A role ("user", "tool"): it is
+  # rendered as a message of the chat template, and the assistant begins anew.
+  observation_role: str | None = None
+  # Numbers to log; "accuracy" (1: right) is what evaluation counts as solved.
+  metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+  @property
+  def total(self) -> float:
+    """The reward as one number."""
+    if isinstance(self.reward, Mapping):
+      return float(sum(self.reward.values()))
+    return float(self.reward)
+
+  @property
+  def components(self) -> dict[str, float]:
+    """The reward's components; none if it is one number."""
+    if isinstance(self.reward, Mapping):
+      return {name: float(value) for name, value in self.reward.items()}
+    return {}
+
+
+@runtime_checkable
+class Environment(Protocol):
+  """One attempt at one prompt. All calls come from one event loop of its own."""
+
+  async def start(self) -> None:
+    """Prepares what the attempt needs."""
+    ...
+
+  async def step(
+    self,
+    text: str,
+    completion_ids: Int[np.ndarray, " turn"],
+    finish_reason: FinishReason,
+  ) -> StepResult:
+    """Judges one turn.
+
+    Args:
+      text: what the model wrote in this turn, without special tokens.
+      completion_ids: the same as it was sampled, stop id included.
+      finish_reason: LENGTH if the turn was cut.
+    """
+    ...
+
+  async def close(self) -> None:
+    """Frees what `start` took; called once, also after a failure."""
+    ...
+
+
+# Makes the environment of one attempt. It may also have `close()` (end of the run) and
+# `metrics()` (counts since the start), see `Factory`.
+EnvironmentFactory = Callable[[Prompt], Environment]
+
+
+@runtime_checkable
+class Closing(Protocol):
+  """A factory that holds something for the whole run."""
+
+  def close(self) -> None:
+    """Frees it."""
+    ...
+
+
+@runtime_checkable
+class Counting(Protocol):
+  """A factory that counts."""
+
+  def metrics(self) -> dict[str, float]:
+    """Returns counts since the start of the run."""
+    ...
+
+
+Reward = float | Mapping[str, float] | StepResult
+RewardFunction = Callable[[Prompt, str], Reward | Awaitable[Reward]]
+
+
+class SingleTurn:
+  """An environment of one turn out of a reward function."""
+
+  def __init__(self, reward_fn: RewardFunction, prompt: Prompt):
+    """Binds them.
+
+    Args:
+      reward_fn: (prompt, completion text) -> the reward, its components, or a whole
+        StepResult; may be a coroutine function.
+      prompt: what is attempted.
+    """
+    self._reward_fn = reward_fn
+    self._prompt = prompt
+
+  async def start(self) -> None:
+    """Nothing to prepare."""
+
+  async def step(
+    self,
+    text: str,
+    completion_ids: Int[np.ndarray, " turn"],
+    finish_reason: FinishReason,
+  ) -> StepResult:
+    reward = self._reward_fn(self._prompt, text)
+    if inspect.isawaitable(reward):
+      reward = await reward
+    return reward if isinstance(reward, StepResult) else StepResult(reward, done=True)
+
+  async def close(self) -> None:
+    """Nothing to free."""

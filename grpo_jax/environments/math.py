@@ -1,0 +1,132 @@
+r"""Mathematics: the completion's answer is right if math-verify finds it equal to the gold one.
+
+The gold answer is `info["expected_answer"]`: an answer, or a whole solution that ends in
+`#### answer` (GSM8K) or has `\boxed{answer}` (MATH). Where the model's answer must stand
+is an option (see grading/answers.py). Texts and whole numbers are compared at once, all else
+in worker processes that are killed when they take too long.
+"""
+
+import asyncio
+from pathlib import Path
+
+from grpo_jax.environments.base import Environment, SingleTurn, StepResult
+from grpo_jax.environments.grading import answers
+from grpo_jax.environments.grading.pool import GraderError, GraderTimeout, WorkerPool
+from grpo_jax.registry import choose
+from grpo_jax.types import Prompt
+
+_GRADER = Path(answers.__file__).with_name("equality.py")
+
+
+class MathEnvironments:
+  """Makes the environments, which share the worker processes."""
+
+  def __init__(
+    self,
+    pool: WorkerPool,
+    *,
+    answer: str,
+    reward_correct: float,
+    reward_wrong: float,
+    reward_timeout: float,
+    format_reward: float,
+    max_answer_chars: int,
+  ):
+    self._pool = pool
+    self._extract = choose("answer form", answer, answers.EXTRACTORS)
+    self._reward_correct = reward_correct
+    self._reward_wrong = reward_wrong
+    self._reward_timeout = reward_timeout
+    self._format_reward = format_reward
+    self._max_answer_chars = max_answer_chars
+
+  def __call__(self, prompt: Prompt) -> Environment:
+    expected = prompt.info.get("expected_answer")
+    if not isinstance(expected, str) or not expected.strip():
+      raise ValueError(f"prompt {prompt.prompt_id}: the math environment needs expected_answer")
+    return SingleTurn(self._judge, prompt)
+
+  def metrics(self) -> dict[str, float]:
+    """Returns the counts of the worker processes."""
+    return {f"grader_{name}": value for name, value in self._pool.counts().items()}
+
+  def close(self) -> None:
+    """Ends the worker processes."""
+    self._pool.close()
+
+  async def _judge(self, prompt: Prompt, text: str) -> StepResult:
+    answer = self._extract(text)
+    timed_out = False
+    correct = False
+    if answer is not None and len(answer) <= self._max_answer_chars:
+      try:
+        correct = await self._is_equal(answers.gold(prompt.info["expected_answer"]), answer)
+      except GraderTimeout:
+        timed_out = True
+    return self._result(answer is not None, correct, timed_out)
+
+  async def _is_equal(self, gold: str, answer: str) -> bool:
+    known = answers.equal_as_text(gold, answer)
+    if known is not None:
+      return known
+    try:
+      return await asyncio.wrap_future(self._pool.submit("equal", gold, answer))
+    except GraderError:  # the expression needs more memory than a worker has.
+      return False
+
+  def _result(self, has_answer: bool, correct: bool, timed_out: bool) -> StepResult:
+    outcome = self._reward_timeout if timed_out else self._reward_wrong
+    outcome = self._reward_correct if correct else outcome
+    components = {"correct": outcome, "format": self._format_reward * has_answer}
+    return StepResult(
+      reward=components if self._format_reward else outcome,
+      done=True,
+      metrics={
+        "accuracy": float(correct),
+        "has_answer": float(has_answer),
+        "grader_timeout": float(timed_out),
+      },
+    )
+
+
+def make(
+  *,
+  answer: str = "boxed",
+  reward_correct: float = 1.0,
+  reward_wrong: float = 0.0,
+  reward_timeout: float = 0.0,
+  format_reward: float = 0.0,
+  timeout_s: float = 5.0,
+  workers: int = 2,
+  memory_gib: float = 4.0,
+  max_answer_chars: int = 2000,
+) -> MathEnvironments:
+  r"""Makes the math environment.
+
+  Args:
+    answer: where the answer must stand: "boxed" (last \boxed{}), "hash" (after ####),
+      "tag" (<answer>…</answer>), "last_number", "any" (boxed, else hash, else the last
+      number), "raw" (the whole text). Without it there the completion is wrong.
+    reward_correct: reward of a right answer.
+    reward_wrong: reward of a wrong one, or of none.
+    reward_timeout: reward of an answer that could not be judged in time. NaN leaves the
+      attempt out of the learning; the default does not make unreadable answers pay.
+    format_reward: added if there is an answer where it must stand; then the reward has
+      the components "correct" and "format".
+    timeout_s: longest time of one comparison, in seconds.
+    workers: number of worker processes; they start at the first comparison that needs one.
+    memory_gib: limit of each worker's address space; 0: none.
+    max_answer_chars: a longer answer is wrong.
+
+  Returns:
+    Prompt → environment. Metrics of an attempt: accuracy, has_answer, grader_timeout.
+  """
+  return MathEnvironments(
+    WorkerPool(_GRADER, workers=workers, timeout_s=timeout_s, memory_gib=memory_gib),
+    answer=answer,
+    reward_correct=reward_correct,
+    reward_wrong=reward_wrong,
+    reward_timeout=reward_timeout,
+    format_reward=format_reward,
+    max_answer_chars=max_answer_chars,
+  )

@@ -1,0 +1,135 @@
+"""Tasks of the reasoning-gym package, scored by each task's own scorer.
+
+Works on prompts of `data.kind = "reasoning_gym"`: `info` has task, task_args and entry.
+Tasks that compare texts are scored at once; the others in worker processes that are
+killed when they take too long.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_jax.environments.base import Environment, SingleTurn, StepResult
+from grpo_jax.environments.grading import answers, gym_score
+from grpo_jax.environments.grading.pool import GraderTimeout, WorkerPool
+from grpo_jax.registry import choose
+from grpo_jax.types import Prompt
+
+_SOLVED = 1.0 - 1e-6
+_NEEDED = ("task", "task_args", "entry")
+
+
+class GymEnvironments:
+  """Makes the environments, which share the worker processes."""
+
+  def __init__(
+    self,
+    pool: WorkerPool,
+    *,
+    answer: str,
+    partial: bool,
+    contains_reward: float,
+    format_reward: float,
+    reward_timeout: float,
+  ):
+    self._pool = pool
+    self._extract = choose("answer form", answer, answers.EXTRACTORS)
+    self._partial = partial
+    self._contains_reward = contains_reward
+    self._format_reward = format_reward
+    self._reward_timeout = reward_timeout
+
+  def __call__(self, prompt: Prompt) -> Environment:
+    missing = [key for key in _NEEDED if key not in prompt.info]
+    if missing:
+      raise ValueError(
+        f"prompt {prompt.prompt_id}: the reasoning_gym environment needs {missing} in info: it "
+        "scores data of kind 'reasoning_gym'"
+      )
+    return SingleTurn(self._judge, prompt)
+
+  def metrics(self) -> dict[str, float]:
+    """Returns the counts of the worker processes."""
+    return {f"grader_{name}": value for name, value in self._pool.counts().items()}
+
+  def close(self) -> None:
+    """Ends the worker processes."""
+    self._pool.close()
+
+  async def _judge(self, prompt: Prompt, text: str) -> StepResult:
+    answer = self._extract(text)
+    score, timed_out = 0.0, False
+    if answer is not None:
+      try:
+        score = await self._score(prompt.info, answer)
+      except GraderTimeout:
+        timed_out = True
+    outcome = self._reward_timeout if timed_out else self._shaped(score, prompt.info, text)
+    components = {"score": outcome, "format": self._format_reward * (answer is not None)}
+    return StepResult(
+      reward=components if self._format_reward else outcome,
+      done=True,
+      metrics={
+        "accuracy": float(score >= _SOLVED),
+        "score": score,
+        "has_answer": float(answer is not None),
+        "grader_timeout": float(timed_out),
+      },
+    )
+
+  async def _score(self, info: Mapping[str, Any], answer: str) -> float:
+    arguments = (info["task"], dict(info["task_args"]), answer, info["entry"])
+    if gym_score.has_plain_scorer(*arguments[:2]):
+      return gym_score.score(*arguments)
+    return float(await asyncio.wrap_future(self._pool.submit("score", *arguments)))
+
+  def _shaped(self, score: float, info: Mapping[str, Any], text: str) -> float:
+    """The reward out of the task's score."""
+    solved = score >= _SOLVED
+    reward = score if self._partial or solved else 0.0
+    if self._contains_reward and str(info["entry"]["answer"]) in text.split():
+      reward = max(reward, self._contains_reward)
+    return reward
+
+
+def make(
+  *,
+  answer: str = "raw",
+  partial: bool = True,
+  contains_reward: float = 0.0,
+  format_reward: float = 0.0,
+  reward_timeout: float = 0.0,
+  timeout_s: float = 5.0,
+  workers: int = 2,
+  memory_gib: float = 4.0,
+) -> GymEnvironments:
+  r"""Makes the reasoning-gym environment.
+
+  Args:
+    answer: what is scored: "raw" (the whole completion, stripped), "tag"
+      (<answer>…</answer>), "boxed", "hash" (after ####), "last_number", "any" (boxed, else
+      hash, else the last number). Without it there the score is 0.
+    partial: whether the task's scores between 0 and 1 are rewarded; else only full ones.
+    contains_reward: least reward of a completion in which the expected answer is one of
+      the words; 0: off.
+    format_reward: added if there is an answer where it must stand; then the reward has
+      the components "score" and "format".
+    reward_timeout: reward of an answer that could not be scored in time; may be NaN.
+    timeout_s: longest time of one scoring, in seconds.
+    workers: number of worker processes; they start at the first scoring that needs one.
+    memory_gib: limit of each worker's address space; 0: none.
+
+  Returns:
+    Prompt → environment. Metrics of an attempt: accuracy (score 1, whatever the reward),
+    score, has_answer, grader_timeout.
+  """
+  grader = Path(gym_score.__file__)
+  return GymEnvironments(
+    WorkerPool(grader, workers=workers, timeout_s=timeout_s, memory_gib=memory_gib),
+    answer=answer,
+    partial=partial,
+    contains_reward=contains_reward,
+    format_reward=format_reward,
+    reward_timeout=reward_timeout,
+  )

@@ -1,0 +1,85 @@
+"""Finds modules and functions by name; on failure says what exists and what was probably meant."""
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def nearest(name: str, options: Iterable[str]) -> str:
+  """Returns " (did you mean 'x'?)" for the option closest to `name`; "" if none is close."""
+  close = difflib.get_close_matches(name, list(options), n=1, cutoff=0.5)
+  return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def choose(what: str, name: str, table: Mapping[str, T]) -> T:
+  """Returns table[name]; raises ValueError that lists the names, if there is none such."""
+  if name not in table:
+    known = ", ".join(sorted(table))
+    raise ValueError(f"unknown {what} {name!r}{nearest(name, table)}; there are: {known}")
+  return table[name]
+
+
+def module(package: str, name: str, *, hidden: Iterable[str] = ()) -> ModuleType:
+  """Imports a module by its name in a package of ours, or by a dotted path of the user's.
+
+  Args:
+    package: full name of the package that is searched, e.g. "grpo_jax.environments".
+    name: name of one of its modules; a name with a dot is imported as it stands.
+    hidden: modules of the package that cannot be chosen.
+
+  Returns:
+    The module.
+
+  Raises:
+    ValueError: there is no such module. An ImportError from within the module passes
+      through untouched, since its cause lies there.
+  """
+  if "." in name:
+    return _import(name)
+  available = sorted(set(modules(package)) - set(hidden))
+  if name not in available:
+    raise ValueError(
+      f"{package} has no module {name!r}{nearest(name, available)}; there are: "
+      f"{', '.join(available)}; a module of your own is named by its dotted path"
+    )
+  return importlib.import_module(f"{package}.{name}")
+
+
+def modules(package: str) -> list[str]:
+  """Lists the names of the public modules of a package."""
+  paths = importlib.import_module(package).__path__
+  return [m.name for m in pkgutil.iter_modules(paths) if not m.name.startswith("_")]
+
+
+def function(path: str) -> Callable[..., Any]:
+  """Returns the function named by a dotted path, "package.module.function".
+
+  Raises:
+    ValueError: the module or the function does not exist, or it is not callable.
+  """
+  home, dot, name = path.rpartition(".")
+  if not dot or not home:
+    raise ValueError(f"a function is named by 'package.module.function', got {path!r}")
+  owner = _import(home)
+  members = vars(owner)
+  if name not in members:
+    public = [n for n, value in members.items() if callable(value) and not n.startswith("_")]
+    raise ValueError(f"{home} has no function {name!r}{nearest(name, public)}")
+  if not callable(members[name]):
+    raise ValueError(f"{path} is no function but {type(members[name]).__name__}")
+  return members[name]
+
+
+def _import(name: str) -> ModuleType:
+  """Imports a module, turning "it does not exist", and only that, into a ValueError."""
+  try:
+    return importlib.import_module(name)
+  except ModuleNotFoundError as error:
+    if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+      raise
+    raise ValueError(f"cannot import {name!r}: no module {error.name!r} on the path") from error

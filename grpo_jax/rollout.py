@@ -1,0 +1,445 @@
+"""Prompts × engine × environments → groups of scored attempts.
+
+Token in, token out: what the engine sampled is never decoded and encoded again. The
+tokens that an environment writes stand in the completion with `loss_mask` False.
+"""
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Int
+
+from grpo_jax.data.tokenizer import Tokenizer
+from grpo_jax.engines.base import Engine, Generation, GenerationRequest, SamplingParams
+from grpo_jax.environments.base import EnvironmentFactory, StepResult
+from grpo_jax.environments.isolation import EnvironmentFailure, IsolatedEnvironment
+from grpo_jax.registry import nearest
+from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
+
+_ERROR = "error/"  # metric of a failed attempt: error/KIND.
+
+
+class TooManyFailures(RuntimeError):
+  """More attempts than allowed could not be scored."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+  """Bounds of one attempt, and of what may go wrong."""
+
+  max_turns: int = 1
+  max_tokens: int | None = None  # of prompt and completion, all turns; None: no bound here.
+  environment_timeout_s: float = 60.0  # of one call of an environment.
+  environment_concurrency: int = 16  # calls of environments at the same time.
+  max_error_share: float = 0.5  # of the attempts; when more cannot be scored, `collect` raises.
+
+  def __post_init__(self):
+    if self.max_turns < 1 or self.environment_concurrency < 1:
+      raise ValueError(f"max_turns and environment_concurrency must be at least 1: {self}")
+
+
+async def collect(
+  engine: Engine,
+  environments: Mapping[str, EnvironmentFactory],
+  prompts: Sequence[Prompt],
+  tokenizer: Tokenizer,
+  *,
+  group_size: int,
+  sampling: SamplingParams,
+  seed: int,
+  step: int,
+  limits: Limits | None = None,
+  schedule: Literal["rounds", "free"] = "rounds",
+  on_progress: Callable[[int, int], None] | None = None,
+) -> list[RolloutGroup]:
+  """Attempts every prompt `group_size` times and scores the attempts.
+
+  The first turns of all attempts go to the engine in one call; attempts are scored while
+  others are still sampled. The result does not depend on which of them ends first.
+
+  Args:
+    engine: samples the completions.
+    environments: factories by name; a prompt names its own.
+    prompts: of different ids.
+    tokenizer: decodes for the environments, and encodes what they write.
+    group_size: attempts at each prompt, at least 1.
+    sampling: of each turn; `max_tokens` bounds a turn.
+    seed: of the run.
+    step: of the run; the same (seed, step, prompt id, attempt, turn) samples the same.
+    limits: bounds; `Limits()` if None.
+    schedule: how later turns are sent to the engine. "rounds": all of a turn together,
+      so that an engine whose numerics depend on the batch repeats itself exactly;
+      "free": each at once.
+    on_progress: called with (attempts done, attempts in all) after each one.
+
+  Returns:
+    The groups, in the order of the prompts; a group's attempts in the order of their
+    numbers. An attempt that could not be scored has reward NaN and a metric "error/KIND".
+
+  Raises:
+    TooManyFailures: more than `limits.max_error_share` of the attempts failed.
+    ValueError: a prompt names an unknown environment, or ids are repeated.
+  """
+  if group_size < 1:
+    raise ValueError(f"group_size must be at least 1, got {group_size}")
+  _check_unique(prompts)
+  limits = limits or Limits()
+  factories = {p.environment: _factory(environments, p) for p in prompts}
+  attempts = [
+    _Attempt(prompt, number, factories[prompt.environment])
+    for prompt in prompts
+    for number in range(group_size)
+  ]
+  sampler = _Sampler(engine, tokenizer, sampling, seed, step, limits.max_tokens)
+  collector = _Collector(sampler, limits, on_progress, attempts)
+  try:
+    await (collector.in_rounds() if schedule == "rounds" else collector.freely())
+  finally:
+    await asyncio.gather(*(a.close() for a in attempts))
+  _check_failures(attempts, limits.max_error_share)
+  rollouts = [a.rollout(tokenizer) for a in attempts]
+  return [
+    RolloutGroup(prompt, tuple(rollouts[i * group_size : (i + 1) * group_size]))
+    for i, prompt in enumerate(prompts)
+  ]
+
+
+def collect_sync(*args: Any, **kwargs: Any) -> list[RolloutGroup]:
+  """Calls `collect` from ordinary code, also in a notebook where a loop already runs."""
+  return run_sync(collect(*args, **kwargs))
+
+
+def run_sync(coroutine: Coroutine[Any, Any, Any]) -> Any:
+  """Runs a coroutine to its end in a loop and a thread of its own; returns its result.
+
+  Ctrl-C in the calling thread cancels it.
+  """
+  loop = asyncio.new_event_loop()
+  result: concurrent.futures.Future[Any] = concurrent.futures.Future()
+  task: list[asyncio.Task[Any]] = []
+
+  async def body() -> Any:
+    task.append(asyncio.ensure_future(coroutine))
+    return await task[0]
+
+  def work() -> None:
+    try:
+      result.set_result(loop.run_until_complete(body()))
+    except BaseException as error:
+      result.set_exception(error)
+    finally:
+      loop.run_until_complete(loop.shutdown_asyncgens())
+      loop.close()
+
+  thread = threading.Thread(target=work, name="rollout")
+  thread.start()
+  try:
+    return result.result()
+  except KeyboardInterrupt:
+    if thread.is_alive() and task:
+      loop.call_soon_threadsafe(task[0].cancel)
+    raise
+  finally:
+    thread.join()
+
+
+def request_seed(seed: int, step: int, prompt_id: str, attempt: int, turn: int = 0) -> int:
+  """Returns the seed of one request, in [0, 2³¹): the same in every process."""
+  key = json.dumps([seed, step, prompt_id, attempt, turn]).encode()
+  digest = hashlib.blake2b(key, digest_size=4).digest()
+  return int.from_bytes(digest, "little") >> 1
+
+
+def error_counts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+  """Counts the attempts of the groups that failed, by kind, as "rollout/errors/KIND"."""
+  kinds = Counter(
+    name.removeprefix(_ERROR)
+    for group in groups
+    for rollout in group.rollouts
+    for name in rollout.metrics
+    if name.startswith(_ERROR)
+  )
+  return {f"rollout/errors/{kind}": float(count) for kind, count in sorted(kinds.items())}
+
+
+@dataclasses.dataclass(slots=True)
+class _Piece:
+  """Consecutive tokens of a completion, sampled or written by the environment."""
+
+  token_ids: np.ndarray
+  logprobs: np.ndarray
+  weight_versions: np.ndarray
+  is_sampled: bool
+
+
+class _Attempt:
+  """One attempt while it is made."""
+
+  def __init__(self, prompt: Prompt, number: int, factory: EnvironmentFactory):
+    self.prompt = prompt
+    self.number = number
+    self.turn = 0
+    self.is_done = False
+    self.error: EnvironmentFailure | None = None
+    self._factory = factory
+    self._environment: IsolatedEnvironment | None = None
+    self._pieces: list[_Piece] = []
+    self._results: list[StepResult] = []
+    self._finish_reason = FinishReason.STOP
+    self._metrics: dict[str, float] = {}
+
+  @property
+  def request_id(self) -> str:
+    return f"{self.prompt.prompt_id}#{self.number}.{self.turn}"
+
+  @property
+  def token_ids(self) -> np.ndarray:
+    """All tokens so far, as they were sampled or written."""
+    return np.concatenate([self.prompt.token_ids, *(p.token_ids for p in self._pieces)])
+
+  def add_sampled(self, generation: Generation) -> None:
+    """Appends what the engine sampled in this turn."""
+    self._pieces.append(
+      _Piece(generation.token_ids, generation.logprobs, generation.weight_versions, True)
+    )
+    self._finish_reason = generation.finish_reason
+
+  def add_observation(self, ids: Int[np.ndarray, " written"]) -> None:
+    """Appends what the environment wrote: no logprob, no weights, nothing to learn."""
+    count = len(ids)
+    self._pieces.append(
+      _Piece(ids, np.zeros(count, np.float32), np.full(count, -1, np.int32), False)
+    )
+    self.turn += 1
+
+  async def judge(self, text: str, generation: Generation, timeout_s: float) -> StepResult | None:
+    """Has the environment judge a turn; None if it failed, which ends the attempt."""
+    try:
+      if self._environment is None:
+        self._environment = IsolatedEnvironment(self._factory, self.prompt, timeout_s=timeout_s)
+        await self._environment.start()
+      result = await self._environment.step(text, generation.token_ids, generation.finish_reason)
+    except EnvironmentFailure as error:
+      self.fail(error)
+      return None
+    self._results.append(result)
+    return result
+
+  def fail(self, error: EnvironmentFailure) -> None:
+    """Ends the attempt without a reward."""
+    self.error = error
+    self.is_done = True
+    self._metrics[f"{_ERROR}{error.kind}"] = 1.0
+
+  def finish(self, reason: FinishReason | None = None) -> None:
+    """Ends the attempt; None keeps the last turn's reason."""
+    self.is_done = True
+    self._finish_reason = reason or self._finish_reason
+
+  def note(self, metric: str) -> None:
+    """Sets a metric of the attempt to 1."""
+    self._metrics[metric] = 1.0
+
+  async def close(self) -> None:
+    """Closes the environment. A failure is counted and does not cost the reward."""
+    environment, self._environment = self._environment, None
+    if environment is not None:
+      try:
+        await environment.close()
+      except EnvironmentFailure as error:
+        self._metrics[f"{_ERROR}close_{error.kind}"] = 1.0
+
+  def rollout(self, tokenizer: Tokenizer) -> Rollout:
+    """Returns the finished attempt."""
+    ids = self.token_ids[len(self.prompt.token_ids) :]
+    components: Counter[str] = Counter()
+    metrics: dict[str, float] = {}
+    for result in self._results:
+      components.update(result.components)
+      metrics.update({name: float(value) for name, value in result.metrics.items()})
+    total = sum(result.total for result in self._results)
+    return Rollout(
+      completion_ids=ids,
+      loss_mask=self._joined(lambda p: np.full(len(p.token_ids), p.is_sampled), bool),
+      behavior_logprobs=self._joined(lambda p: p.logprobs, np.float32),
+      weight_versions=self._joined(lambda p: p.weight_versions, np.int32),
+      finish_reason=self._finish_reason,
+      reward=float("nan") if self.error else float(total),
+      text=tokenizer.decode(ids, skip_special=True),
+      reward_components={} if self.error else dict(components),
+      metrics={**metrics, **self._metrics},
+      turns=self.turn + 1,
+    )
+
+  def _joined(self, read: Callable[[_Piece], np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *(read(p) for p in self._pieces)]).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sampler:
+  """An engine with all that a request is made of."""
+
+  engine: Engine
+  tokenizer: Tokenizer
+  sampling: SamplingParams
+  seed: int
+  step: int
+  max_tokens: int | None
+
+  def room(self, attempt: _Attempt, more: int = 0) -> int:
+    """Tokens that the next turn may have, after `more` others."""
+    if self.max_tokens is None:
+      return self.sampling.max_tokens
+    return min(self.sampling.max_tokens, self.max_tokens - len(attempt.token_ids) - more)
+
+  def request(self, attempt: _Attempt) -> GenerationRequest:
+    """The request of an attempt's next turn."""
+    where = (attempt.prompt.prompt_id, attempt.number, attempt.turn)
+    return GenerationRequest(
+      request_id=attempt.request_id,
+      prompt_ids=attempt.token_ids,
+      sampling=dataclasses.replace(self.sampling, max_tokens=self.room(attempt)),
+      seed=request_seed(self.seed, self.step, *where),
+    )
+
+  def observation_ids(self, result: StepResult, generation: Generation) -> np.ndarray:
+    """The tokens of what the environment wrote."""
+    if result.observation_role is None:
+      return self.tokenizer.encode(result.observation)
+    message = {"role": result.observation_role, "content": result.observation}
+    last = int(generation.token_ids[-1]) if len(generation.token_ids) else None
+    return self.tokenizer.turn_ids(message, after=last)
+
+
+class _Collector:
+  """Takes attempts through their turns."""
+
+  def __init__(
+    self,
+    sampler: _Sampler,
+    limits: Limits,
+    on_progress: Callable[[int, int], None] | None,
+    attempts: Sequence[_Attempt],
+  ):
+    self._sampler = sampler
+    self._limits = limits
+    self._on_progress = on_progress
+    self._attempts = attempts
+    self._judges = asyncio.Semaphore(limits.environment_concurrency)
+
+  async def in_rounds(self) -> None:
+    """Takes every turn of all attempts together."""
+    while active := self._active():
+      await self._turn(active, self._advance)
+
+  async def freely(self) -> None:
+    """Takes each attempt's next turn as soon as it can be taken."""
+
+    async def advance_and_go_on(attempt: _Attempt, generation: Generation) -> None:
+      await self._advance(attempt, generation)
+      if not attempt.is_done:
+        await self._turn([attempt], advance_and_go_on)
+
+    if active := self._active():
+      await self._turn(active, advance_and_go_on)
+
+  def _active(self) -> list[_Attempt]:
+    """The attempts that go on; one whose prompt leaves no room for an answer fails."""
+    for attempt in self._attempts:
+      if not attempt.is_done and self._sampler.room(attempt) < 1:
+        tokens = len(attempt.prompt.token_ids)
+        reason = f"a prompt of {tokens} tokens leaves no room in {self._limits.max_tokens}"
+        attempt.fail(EnvironmentFailure("no_room", reason))
+    return [a for a in self._attempts if not a.is_done]
+
+  async def _turn(
+    self,
+    attempts: Sequence[_Attempt],
+    advance: Callable[[_Attempt, Generation], Coroutine[Any, Any, None]],
+  ) -> None:
+    """Samples one turn of several attempts, and advances each as its tokens arrive."""
+    waiting = {a.request_id: a for a in attempts}
+    tasks: list[asyncio.Task[None]] = []
+    try:
+      requests = [self._sampler.request(a) for a in attempts]
+      async for generation in self._sampler.engine.generate(requests):
+        if generation.request_id not in waiting:
+          raise RuntimeError(f"the engine answered an unknown request {generation.request_id!r}")
+        attempt = waiting.pop(generation.request_id)
+        tasks.append(asyncio.create_task(advance(attempt, generation)))
+      if waiting:
+        raise RuntimeError(f"the engine left {len(waiting)} requests unanswered: {[*waiting][:5]}")
+      await asyncio.gather(*tasks)
+    finally:
+      for task in tasks:
+        task.cancel()
+      await asyncio.gather(*tasks, return_exceptions=True)
+
+  async def _advance(self, attempt: _Attempt, generation: Generation) -> None:
+    """Takes one attempt from a turn's tokens to the next turn, or to its end."""
+    attempt.add_sampled(generation)
+    if generation.finish_reason is FinishReason.ABORT:
+      attempt.fail(EnvironmentFailure("abort", "the engine gave up on the request"))
+    else:
+      text = self._sampler.tokenizer.decode(generation.token_ids, skip_special=True)
+      async with self._judges:
+        result = await attempt.judge(text, generation, self._limits.environment_timeout_s)
+      if result is not None:
+        self._continue(attempt, generation, result)
+    if attempt.is_done:
+      async with self._judges:
+        await attempt.close()
+      if self._on_progress is not None:
+        self._on_progress(sum(a.is_done for a in self._attempts), len(self._attempts))
+
+  def _continue(self, attempt: _Attempt, generation: Generation, result: StepResult) -> None:
+    """Decides whether there is a next turn, and appends the observation if there is."""
+    is_cut = generation.finish_reason is FinishReason.LENGTH
+    if result.done or is_cut:
+      is_conversation = attempt.turn > 0 and not is_cut
+      attempt.finish(FinishReason.ENV_DONE if is_conversation else None)
+    elif attempt.turn + 1 >= self._limits.max_turns:
+      attempt.note("turn_limit")
+      attempt.finish()
+    else:
+      ids = self._sampler.observation_ids(result, generation)
+      if self._sampler.room(attempt, more=len(ids)) < 1:
+        attempt.finish(FinishReason.LENGTH)
+      else:
+        attempt.add_observation(ids)
+
+
+def _factory(environments: Mapping[str, EnvironmentFactory], prompt: Prompt) -> EnvironmentFactory:
+  if prompt.environment not in environments:
+    raise ValueError(
+      f"prompt {prompt.prompt_id} names the environment {prompt.environment!r}"
+      f"{nearest(prompt.environment, environments)}; there are: {', '.join(environments)}"
+    )
+  return environments[prompt.environment]
+
+
+def _check_unique(prompts: Sequence[Prompt]) -> None:
+  counts = Counter(p.prompt_id for p in prompts)
+  repeated = [name for name, count in counts.items() if count > 1]
+  if repeated:
+    raise ValueError(f"prompt ids must differ, repeated: {repeated[:5]}")
+
+
+def _check_failures(attempts: Sequence[_Attempt], max_share: float) -> None:
+  errors = [(a.prompt.prompt_id, a.error) for a in attempts if a.error]
+  if len(errors) <= max_share * len(attempts):
+    return
+  kinds = Counter(error.kind for _, error in errors)
+  where, first = errors[0]
+  raise TooManyFailures(
+    f"{len(errors)} of {len(attempts)} attempts could not be scored, more than the allowed share "
+    f"of {max_share:g}: {dict(kinds)}; the first, {where}: {first.kind}: {first}"
+  ) from first
