@@ -38,7 +38,7 @@ class Column(NamedTuple):
 
   title: str
   width: int  # characters, with the blank before it.
-  metric: str
+  metrics: tuple[str, ...]  # of which the sum is shown.
   format: Callable[[float], str]
   alarm: Callable[[float], bool] = lambda value: False  # coloured on a terminal.
 
@@ -92,7 +92,8 @@ def step_line(step: int, total_steps: int | None, values: Mapping[str, float]) -
   line.append(f"{_signed(mean):>8}", style="bold")
   line.append(f" ±{_signed(std):<5}", style="dim")
   for column in COLUMNS:
-    value = values.get(column.metric, math.nan)
+    known = [values[name] for name in column.metrics if name in values]
+    value = sum(known) if known else math.nan
     style = "yellow" if math.isfinite(value) and column.alarm(value) else ""
     line.append(f"{column.format(value):>{column.width}}", style=style)
   return line
@@ -280,15 +281,16 @@ def _indented(label: str, text: str) -> list[str]:
   return [f"{label if number == 0 else '':>8} │ {line}" for number, line in enumerate(lines)]
 
 
+CLIPS = ("train/clip_low_share", "train/clip_high_share", "train/clip_dual_share")  # disjoint.
 COLUMNS = (
-  Column("no-signal", 10, "rollout/no_signal_share", share, lambda value: value > 0.7),
-  Column("trunc", 7, "rollout/truncated_share", share, lambda value: value > 0.2),
-  Column("tokens", 8, "rollout/completion_tokens_mean", number),
-  Column("entropy", 8, "train/entropy", number),
-  Column("mismatch", 9, "mismatch/abs_logprob_max", number, lambda value: value > 0.5),
-  Column("clip", 6, "train/clip_share", share, lambda value: value > 0.3),
-  Column("sample s", 9, "time/sample_s", seconds),
-  Column("score s", 8, "time/score_s", seconds),
-  Column("learn s", 8, "time/learn_s", seconds),
-  Column("tokens/s", 9, "perf/tokens_per_s", number),
+  Column("no-signal", 10, ("rollout/no_signal_share",), share, lambda value: value > 0.7),
+  Column("trunc", 7, ("rollout/truncated_share",), share, lambda value: value > 0.2),
+  Column("tokens", 8, ("rollout/completion_tokens_mean",), number),
+  Column("entropy", 8, ("train/entropy",), number),
+  Column("mismatch", 9, ("mismatch/abs_logprob_max",), number, lambda value: value > 0.5),
+  Column("clip", 6, CLIPS, share, lambda value: value > 0.3),
+  Column("sample s", 9, ("time/sample_s",), seconds),
+  Column("score s", 8, ("time/score_s",), seconds),
+  Column("learn s", 8, ("time/learn_s",), seconds),
+  Column("tokens/s", 9, ("perf/tokens_per_s",), number),
 )

@@ -2,27 +2,20 @@
 
 A metric is named `area/name`. On the device it is a pair of sums (`types.Mean`, ...), so that
 merging over microbatches and devices is exact; on the host it is a float. A name that stands in
-no row of `METRICS` is a fault: `unknown` finds it, and `loggers` warns of it.
+no row of `METRICS` (metric_table.py) is a fault: `unknown` finds it, and `loggers` warns of it.
 """
 
 import fnmatch
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
+from grpo_jax.metric_table import METRICS, Definition
 from grpo_jax.types import FinishReason, Metrics, RolloutGroup
-
-
-class Definition(NamedTuple):
-  """What a metric is: unit, meaning, and the range in which a healthy run keeps it."""
-
-  unit: str
-  meaning: str
-  healthy: str = ""
 
 
 def merge(parts: Iterable[Metrics]) -> Metrics:
@@ -128,13 +121,17 @@ def of_evaluation(
     groups: one a prompt.
     name: of the evaluation set, the middle part of the metrics' names.
     pass_k: the k of every pass@k, each at most the smallest group's size.
-    solved: the least reward that counts as solved. One that could not be scored (NaN) does not.
+    solved: the least value that counts as solved, of the metric "accuracy" where the environment
+      reports one, else of the reward. What could not be scored (NaN) is not solved.
 
   Returns:
     {name: value} of `eval/NAME/*`. Accuracy is the mean over prompts of the share solved.
   """
   counts = [
-    (len(group.rollouts), int(np.sum(np.nan_to_num(group.rewards, nan=-np.inf) >= solved)))
+    (
+      len(group.rollouts),
+      sum(r.metrics.get("accuracy", r.reward) >= solved for r in group.rollouts),
+    )
     for group in groups
   ]
   described = of_rollouts(groups)
@@ -236,76 +233,3 @@ def _by_name(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         found.setdefault(f"{area}/{name}", []).append(value)
   arrays = {name: np.asarray(values, np.float64) for name, values in found.items()}
   return {name: _mean(values[np.isfinite(values)]) for name, values in arrays.items()}
-
-
-METRICS: dict[str, Definition] = {
-  # --- what was sampled ---
-  "rollout/reward_mean": Definition("reward", "mean over scored completions", "rises"),
-  "rollout/reward_std": Definition("reward", "standard deviation over completions", "> 0"),
-  "rollout/reward_min": Definition("reward", "lowest"),
-  "rollout/reward_max": Definition("reward", "highest"),
-  "rollout/reward_group_std_mean": Definition(
-    "reward", "mean over groups of the standard deviation within the group", "> 0"
-  ),
-  "rollout/no_signal_share": Definition(
-    "share", "groups whose rewards are all equal: nothing is learned from them", "< 0.7"
-  ),
-  "rollout/failed_share": Definition(
-    "share", "completions that could not be scored (reward NaN)", "0"
-  ),
-  "rollout/truncated_share": Definition(
-    "share", "completions cut at the token limit", "< 0.1; else raise sampling.max_tokens"
-  ),
-  "rollout/aborted_share": Definition("share", "completions that the engine gave up on", "0"),
-  "rollout/prompts": Definition("count", "groups of the step, before filters"),
-  "rollout/completions": Definition("count", "completions of the step, before filters"),
-  "rollout/prompt_tokens_mean": Definition("tokens", "mean prompt length"),
-  "rollout/completion_tokens_mean": Definition(
-    "tokens", "mean completion length", "no sudden growth or collapse"
-  ),
-  "rollout/completion_tokens_min": Definition("tokens", "shortest completion"),
-  "rollout/completion_tokens_max": Definition("tokens", "longest completion"),
-  "rollout/completion_tokens_stopped_mean": Definition(
-    "tokens", "mean length of the completions that were not cut"
-  ),
-  "rollout/turns_mean": Definition("turns", "turns of a conversation with the environment"),
-  "rollout/staleness_mean": Definition(
-    "steps",
-    "weights to be updated minus weights that sampled, over sampled tokens",
-    "0 when synchronous",
-  ),
-  "rollout/staleness_max": Definition("steps", "the stalest token", "<= max_staleness"),
-  "env/*/reward_mean": Definition(
-    "reward", "mean over the scored completions of an environment", "rises"
-  ),
-  "env/*/reward/*": Definition("reward", "mean of one component of the reward"),
-  "env/*": Definition("any", "mean of what an environment reports under a name of its own"),
-  # --- evaluation on held-out prompts, NAME = evaluation.name ---
-  "eval/*/accuracy": Definition(
-    "share", "mean over prompts of the share of completions that solve it", "rises"
-  ),
-  "eval/*/pass@*": Definition(
-    "share", "unbiased estimate that one of K completions solves the prompt", "rises"
-  ),
-  "eval/*/reward_mean": Definition("reward", "mean over scored completions", "rises"),
-  "eval/*/truncated_share": Definition("share", "completions cut at the token limit", "< 0.1"),
-  "eval/*/failed_share": Definition("share", "completions that could not be scored", "0"),
-  "eval/*/completion_tokens_mean": Definition("tokens", "mean completion length"),
-  "eval/*/prompts": Definition("count", "prompts evaluated"),
-  # --- clock and machine: differ between two runs that are equal otherwise ---
-  "time/step_s": Definition("s", "wall clock of the step, all of the below"),
-  "time/sample_s": Definition("s", "sampling completions (and scoring them, where they overlap)"),
-  "time/score_s": Definition("s", "old and reference logprobs, where the loss needs them"),
-  "time/learn_s": Definition("s", "batch assembly and the update"),
-  "time/sync_s": Definition("s", "new weights to the engine"),
-  "time/*_s": Definition("s", "any other named span: evaluate, checkpoint, ..."),
-  "perf/tokens_per_s": Definition(
-    "tokens/s", "prompt and completion tokens of the step / time/step_s"
-  ),
-  "perf/peak_rss_gib": Definition("GiB", "highest host memory of the process so far", "level"),
-  "perf/*": Definition("any", "any other measurement of speed or memory"),
-  # --- state ---
-  "weight_version": Definition(
-    "steps", "updates done before this step = weights that it starts from"
-  ),
-}

@@ -1,0 +1,141 @@
+"""The table of all metrics: name or pattern, unit, meaning, and what is healthy. Pure.
+
+docs/metrics.md holds the same table; a test compares the two. A run that records a name that
+stands in no row here warns, and its tests fail.
+"""
+
+from typing import NamedTuple
+
+
+class Definition(NamedTuple):
+  """What a metric is: unit, meaning, and the range in which a healthy run keeps it."""
+
+  unit: str
+  meaning: str
+  healthy: str = ""
+
+
+METRICS: dict[str, Definition] = {
+  # --- what was sampled ---
+  "rollout/reward_mean": Definition("reward", "mean over scored completions", "rises"),
+  "rollout/reward_std": Definition("reward", "standard deviation over completions", "> 0"),
+  "rollout/reward_min": Definition("reward", "lowest"),
+  "rollout/reward_max": Definition("reward", "highest"),
+  "rollout/reward_group_std_mean": Definition(
+    "reward", "mean over groups of the standard deviation within the group", "> 0"
+  ),
+  "rollout/no_signal_share": Definition(
+    "share", "groups whose rewards are all equal: nothing is learned from them", "< 0.7"
+  ),
+  "rollout/failed_share": Definition("share", "completions that could not be scored (NaN)", "0"),
+  "rollout/truncated_share": Definition("share", "completions cut at the token limit", "< 0.1"),
+  "rollout/aborted_share": Definition("share", "completions that the engine gave up on", "0"),
+  "rollout/prompts": Definition("count", "groups of the step, before filters"),
+  "rollout/completions": Definition("count", "completions of the step, before filters"),
+  "rollout/prompt_tokens_mean": Definition("tokens", "mean prompt length"),
+  "rollout/completion_tokens_mean": Definition(
+    "tokens", "mean completion length", "no sudden growth, no collapse"
+  ),
+  "rollout/completion_tokens_min": Definition("tokens", "shortest completion"),
+  "rollout/completion_tokens_max": Definition("tokens", "longest completion"),
+  "rollout/completion_tokens_stopped_mean": Definition(
+    "tokens", "mean length of the completions that were not cut"
+  ),
+  "rollout/turns_mean": Definition("turns", "turns of a conversation with the environment"),
+  "rollout/staleness_mean": Definition(
+    "steps", "weights to be updated minus weights that sampled, over sampled tokens", "0 if in turn"
+  ),
+  "rollout/staleness_max": Definition("steps", "the stalest token", "<= max_staleness"),
+  "env/*/reward_mean": Definition("reward", "mean over the environment's completions", "rises"),
+  "env/*/reward/*": Definition("reward", "mean of one component of the reward"),
+  "env/*": Definition(
+    "any", "what an environment reports: means of a step, counts since the start"
+  ),
+  "data/epoch": Definition("epochs", "passes over the training data so far"),
+  "data/broken_rows": Definition("count", "rows of the data skipped as broken, so far", "0"),
+  "data/overlong_prompts": Definition("count", "prompts above data.max_prompt_tokens, so far", "0"),
+  # --- evaluation on held-out prompts; the second part is evaluation.name ---
+  "eval/*/accuracy": Definition(
+    "share", "mean over prompts of the share of solving completions", "rises"
+  ),
+  "eval/*/pass@*": Definition(
+    "share", "chance that one of K completions solves it, unbiased", "rises"
+  ),
+  "eval/*/reward_mean": Definition("reward", "mean over scored completions", "rises"),
+  "eval/*/truncated_share": Definition("share", "completions cut at the token limit", "< 0.1"),
+  "eval/*/failed_share": Definition("share", "completions that could not be scored", "0"),
+  "eval/*/completion_tokens_mean": Definition("tokens", "mean completion length"),
+  "eval/*/prompts": Definition("count", "prompts evaluated"),
+  # --- the update: means over the tokens (or sequences) learned from, over all its parts ---
+  "train/loss": Definition("loss", "what is minimised; near 0 in GRPO whatever is learned"),
+  "train/policy_loss": Definition("loss", "its part without KL and entropy", "near 0"),
+  "train/kl_to_reference": Definition(
+    "nats", "KL to the reference, as in the loss, without its coefficient", "< 0.5"
+  ),
+  "train/entropy_bonus": Definition(
+    "nats", "the entropy's part of the loss, without its coefficient"
+  ),
+  "train/entropy": Definition("nats", "mean entropy of the policy at the sampled tokens", "> 0.05"),
+  "train/approx_entropy": Definition(
+    "nats", "the same, estimated from the sampled tokens alone", "> 0.05"
+  ),
+  "train/grad_norm": Definition("L2 norm", "of the gradient, before clipping", "level, finite"),
+  "train/learning_rate": Definition("per step", "of the optimizer, at this step"),
+  "train/ratio_mean": Definition("ratio", "policy / old, mean over tokens", "about 1"),
+  "train/ratio_min": Definition("ratio", "smallest; 1 with one update a batch", "> 0.1"),
+  "train/ratio_max": Definition("ratio", "largest; 1 with one update a batch", "< 10"),
+  "train/clipped_ratio_mean": Definition("ratio", "mean after the clip", "about 1"),
+  "train/clipped_ratio_min": Definition("ratio", "smallest after the clip"),
+  "train/clipped_ratio_max": Definition("ratio", "largest after the clip"),
+  "train/clip_low_share": Definition(
+    "share", "tokens whose gradient the lower clip takes away", "< 0.1"
+  ),
+  "train/clip_high_share": Definition(
+    "share", "tokens whose gradient the upper clip takes away", "< 0.1"
+  ),
+  "train/clip_dual_share": Definition(
+    "share", "tokens whose gradient the dual clip takes away", "< 0.01"
+  ),
+  # --- engine against trainer, on the same tokens and weights ---
+  "mismatch/abs_logprob_max": Definition(
+    "nats", "largest |trainer - engine|", "< 1e-4 jax_sampler; < 1"
+  ),
+  "mismatch/abs_logprob_mean": Definition(
+    "nats", "mean |trainer - engine|", "< 1e-5 jax_sampler; < 0.05"
+  ),
+  "mismatch/token_mult_prob_error": Definition("factor", "mean exp(|trainer - engine|)", "< 1.05"),
+  "mismatch/gen_kl_error": Definition("nats", "KL(engine to trainer), estimated", "< 1e-3"),
+  "mismatch/policy_kl_error": Definition(
+    "nats", "KL the other way; finds spikes, no estimate", "< 1e-3"
+  ),
+  "mismatch/js_divergence_error": Definition(
+    "nats", "Jensen-Shannon divergence of the two", "< 1e-3"
+  ),
+  "mismatch/sampling_importance_ratio": Definition(
+    "ratio", "mean weight trainer / engine", "about 1"
+  ),
+  "mismatch/sampling_importance_ratio_min": Definition("ratio", "smallest weight"),
+  "mismatch/sampling_importance_ratio_max": Definition("ratio", "largest weight"),
+  "mismatch/effective_sample_share": Definition(
+    "share", "of the weights: 1 if all are equal", "> 0.9"
+  ),
+  "mismatch/out_of_bounds_share": Definition("share", "weights truncated or masked", "< 0.01"),
+  "mismatch/off_policy_masked_share": Definition(
+    "share", "completions masked as too far off", "< 0.1"
+  ),
+  # --- clock and machine: differ between two runs that are equal otherwise ---
+  "time/step_s": Definition("s", "wall clock of the step: all of the below"),
+  "time/sample_s": Definition("s", "sampling completions, and scoring them"),
+  "time/score_s": Definition("s", "old and reference logprobs, where the loss needs them"),
+  "time/learn_s": Definition("s", "the update"),
+  "time/sync_s": Definition("s", "new weights to the engine"),
+  "time/*_s": Definition("s", "any other named span: evaluate, checkpoint, ..."),
+  "perf/tokens_per_s": Definition(
+    "tokens/s", "prompt and completion tokens of the step / time/step_s"
+  ),
+  "perf/peak_rss_gib": Definition("GiB", "highest host memory of the process so far", "level"),
+  # --- state ---
+  "weight_version": Definition(
+    "steps", "updates done before this step: the weights it starts from"
+  ),
+}
