@@ -1,0 +1,110 @@
+"""Which groups are left out of a training step, with the reasons counted. Pure.
+
+A group that is left out takes no part in the step: neither in the loss nor in
+its denominators. Single completions are left out in `batching`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from grpo_jax import metrics
+from grpo_jax.types import RolloutGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class Filtered:
+  """Groups kept, in order, and how many were left out for each reason (the first that held)."""
+
+  kept: tuple[RolloutGroup, ...]
+  dropped: dict[str, int]
+
+
+def apply(
+  groups: Sequence[RolloutGroup],
+  *,
+  drop_no_signal: bool = False,
+  min_scored: int = 1,
+  components: Sequence[str] = (),
+  min_reward_mean: float = -math.inf,
+  max_reward_mean: float = math.inf,
+  max_truncated_share: float = 1.0,
+) -> Filtered:
+  """Keeps the groups worth learning from.
+
+  Args:
+    groups: of one training step.
+    drop_no_signal: leave out groups whose scored rewards are all exactly equal
+      (not: whose mean is extreme); the "dynamic sampling" of DAPO.
+    min_scored: leave out groups with fewer completions of finite reward.
+    components: with `drop_no_signal`, also keep a group if one of these reward
+      components differs within it (GDPO learns from each of them).
+    min_reward_mean: leave out groups whose mean scored reward is lower: too hard.
+    max_reward_mean: leave out groups whose mean scored reward is higher: too easy.
+    max_truncated_share: leave out groups of which more, from 0 to 1, was truncated.
+
+  Returns:
+    The groups kept and the counts by reason: "too_few_scored", "no_signal",
+    "reward_mean_too_low", "reward_mean_too_high", "too_many_truncated"; 0 where none.
+
+  Raises:
+    ValueError: a share is outside 0 to 1, or the bounds of the mean are reversed.
+  """
+  if not 0 <= max_truncated_share <= 1:
+    raise ValueError(f"max_truncated_share must be from 0 to 1, got {max_truncated_share}")
+  if min_reward_mean > max_reward_mean:
+    raise ValueError(
+      f"min_reward_mean {min_reward_mean} is above max_reward_mean {max_reward_mean}"
+    )
+  reasons: dict[str, Callable[[RolloutGroup], bool]] = {
+    "too_few_scored": lambda g: scored_rewards(g).size < min_scored,
+    "no_signal": lambda g: drop_no_signal and not has_signal(g, components=components),
+    "reward_mean_too_low": lambda g: bool(_mean(g) < min_reward_mean),
+    "reward_mean_too_high": lambda g: bool(_mean(g) > max_reward_mean),
+    "too_many_truncated": lambda g: truncated_share(g) > max_truncated_share,
+  }
+  kept, dropped = [], dict.fromkeys(reasons, 0)
+  for group in groups:
+    reason = next((name for name, holds in reasons.items() if holds(group)), None)
+    if reason is None:
+      kept.append(group)
+    else:
+      dropped[reason] += 1
+  return Filtered(tuple(kept), dropped)
+
+
+def scored_rewards(group: RolloutGroup) -> Float[np.ndarray, " scored"]:
+  """Returns the rewards of the completions that could be scored."""
+  rewards = group.rewards
+  return rewards[np.isfinite(rewards)]
+
+
+def has_signal(group: RolloutGroup, *, components: Sequence[str] = ()) -> bool:
+  """Returns whether two scored rewards differ, or two values of one of the components.
+
+  Equality is exact: rewards 0.4 and 0.6 have signal, two of 0.5 have none. A
+  component that a completion lacks counts as not scored for it.
+  """
+  if metrics.has_signal(group):
+    return True
+  for name in components:
+    own = [r.reward_components[name] for r in group.rollouts if name in r.reward_components]
+    own = np.asarray(own, np.float32)
+    scored = own[np.isfinite(own)]
+    if scored.size and bool((scored != scored[0]).any()):
+      return True
+  return False
+
+
+def truncated_share(group: RolloutGroup) -> float:
+  """Returns the share of the group's completions that the token limit cut; 0 of none."""
+  return sum(r.is_truncated for r in group.rollouts) / max(len(group.rollouts), 1)
+
+
+def _mean(group: RolloutGroup) -> float:
+  """The mean scored reward; NaN, which is outside no bounds, if nothing was scored."""
+  scored = scored_rewards(group)
+  return float(scored.mean(dtype=np.float64)) if scored.size else math.nan
