@@ -1,0 +1,230 @@
+"""The command line: a configuration file, overrides of its fields, and the run's folder.
+
+The overrides are ml_collections flags; this module adds messages that name the field,
+the type that it needs and what came, and values for fields that are None.
+"""
+
+import ast
+import dataclasses
+import difflib
+import pathlib
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from grpo_jax import configuration
+from grpo_jax.configuration import ConfigError
+
+USAGE = """\
+Trains a language model by GRPO.
+
+  python -m grpo_jax.main --config=FILE.py [--workdir=FOLDER] [--config.SECTION.FIELD=VALUE ...]
+
+  --config    Python file with get_config(); FILE.py:WORD passes WORD to it.
+  --workdir   folder of the run: settings, metrics, rollouts, checkpoints, report. The same
+              command with the same folder continues a run that was stopped. Without it, a new
+              folder runs/CONFIG-DATE-TIME is made and printed.
+  --config.SECTION.FIELD=VALUE   overrides a field: --config.loss.clip_high=0.28
+              on/off: --config.data.shuffle=false, --noconfig.data.shuffle
+              lists: --config.evaluation.pass_k=1,8   words: --config.sampling.stop_strings=a,b
+              nothing: --config.loss.dual_clip=None
+  --flagfile=FILE   reads further flags from a file, one a line.
+  --help      this text; with --config, the fields of that configuration and their values.
+
+Example:
+  python -m grpo_jax.main --config=configs/quickstart.py --workdir=runs/first --config.seed=7
+
+Exit codes: 0 finished; 1 failed in training; 2 the command or the configuration is wrong;
+130 stopped by Ctrl-C, 143 by SIGTERM, both with a checkpoint (a second signal ends at once,
+without one).
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+  """What a command line asks for."""
+
+  config: ConfigDict  # resolved and locked.
+  config_path: str
+  workdir: pathlib.Path | None  # None: a new one is to be made.
+
+
+class HelpWanted(Exception):
+  """--help was given; the text is the message."""
+
+
+def parse(arguments: Sequence[str]) -> Command:
+  """Reads the arguments after the program's name.
+
+  Raises:
+    ConfigError: something is wrong; the message says what and what would be right.
+    HelpWanted: --help was given.
+  """
+  parsed = flags.FlagValues()
+  flags.DEFINE_string("workdir", None, "folder of the run", flag_values=parsed)
+  try:
+    argv = parsed.read_flags_from_files(list(arguments), force_gnu=False)
+  except flags.Error as error:
+    raise ConfigError(str(error)) from error
+  paths, argv = _take(argv, "config")
+  wants_help = any(re.fullmatch(r"--?(help|h|helpfull|helpshort)", each) for each in argv)
+  if not any(paths):
+    if wants_help:
+      raise HelpWanted(f"{USAGE}\n{_present()}")
+    raise ConfigError(
+      f"--config is missing, for example --config=configs/quickstart.py\n{_present()}"
+    )
+  if len(paths) > 1:
+    raise ConfigError(f"--config was given {len(paths)} times: {', '.join(paths)}")
+  config = configuration.load(paths[0])
+  if wants_help:
+    raise HelpWanted(f"{USAGE}\nFields of {paths[0]}:\n{_table(config)}")
+  rest = _override(config, parsed, argv)
+  if rest:
+    raise ConfigError(_stray(rest[0]))
+  workdir = parsed["workdir"].value
+  if workdir == "":
+    raise ConfigError("--workdir needs the name of a folder")
+  return Command(config, paths[0], pathlib.Path(workdir) if workdir else None)
+
+
+def _override(config: ConfigDict, parsed: flags.FlagValues, argv: Sequence[str]) -> list[str]:
+  """Applies the flags of `argv` to `config` and `parsed`; returns what is no flag."""
+  names = dict.fromkeys(
+    m.group(1) for a in argv if (m := re.match(r"--?(?:no)?config\.([^=]*)", a))
+  )
+  complaints = [f"--config.{n}: {c}" for n in names if (c := configuration.refusal(config, n))]
+  if complaints:
+    raise ConfigError("\n".join(complaints))
+  may_be_none = configuration.nullable(config)
+  for kind, reader in READERS.items():
+    config_flags.register_flag_parser_for_type(kind, reader)
+  try:
+    command = ["grpo_jax", *argv]
+    config_flags.DEFINE_config_dict("config", config, flag_values=parsed, sys_argv=command)
+    rest = parsed(command)[1:]
+  except flags.UnrecognizedFlagError as error:
+    raise ConfigError(_unrecognized(error.flagname, config)) from error
+  except flags.IllegalFlagValueError as error:
+    raise ConfigError(str(error).removeprefix("flag ")) from error
+  except (flags.Error, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+    raise ConfigError(f"the overrides cannot be applied: {error}") from error
+  values = configuration.fields(config)
+  for name in names:
+    if name in values and values[name] is None and name not in may_be_none:
+      raise ConfigError(f"--config.{name}=None: this field needs a value, None is not allowed")
+  return rest
+
+
+class _Reader(flags.ArgumentParser):
+  """Reads one kind of value; `convert` raises ValueError where the text is none."""
+
+  def __init__(self, expected: str, convert: Callable[[str], Any]):
+    self.expected = expected
+    self.convert = convert
+    self.syntactic_help = expected
+
+  def parse(self, argument: Any) -> Any:
+    """Returns the value of a text; values that are none of a command line pass through."""
+    if not isinstance(argument, str):
+      return argument
+    if argument.strip() in ("None", "none", "null"):
+      return None
+    try:
+      return self.convert(argument)
+    except (ValueError, SyntaxError) as error:
+      raise ValueError(f"expected {self.expected}, got {argument!r}") from error
+
+  def flag_type(self) -> str:
+    return self.expected
+
+
+def _boolean(text: str) -> bool:
+  words = {"true": True, "yes": True, "on": True, "1": True, "t": True}
+  words |= {"false": False, "no": False, "off": False, "0": False, "f": False}
+  if text.strip().lower() not in words:
+    raise ValueError(text)
+  return words[text.strip().lower()]
+
+
+def _anything(text: str) -> Any:
+  """Returns what a text looks like in Python; a word if it looks like nothing."""
+  if text.lower() in ("true", "false"):
+    return text.lower() == "true"
+  try:
+    return ast.literal_eval(text)
+  except (ValueError, SyntaxError):
+    return text
+
+
+def _several(text: str) -> list[Any]:
+  """Returns the elements of "(1, 2)", "[1, 2]", "1,2", "a,b" or of a single value."""
+  value = _anything(text)
+  if isinstance(value, tuple | list):
+    return list(value)
+  if isinstance(value, str) and value == text:
+    return [_anything(part.strip()) for part in text.split(",")] if text else []
+  return [value]
+
+
+def _section(text: str) -> ConfigDict:
+  value = ast.literal_eval(text)
+  if not isinstance(value, dict):
+    raise ValueError(text)
+  return ConfigDict(value)
+
+
+READERS = {
+  int: _Reader("an integer", int),
+  float: _Reader("a number", float),
+  bool: _Reader("true or false", _boolean),
+  str: _Reader("a word", str),
+  tuple: _Reader("values with commas between them", lambda text: tuple(_several(text))),
+  list: _Reader("values with commas between them", _several),
+  type(None): _Reader("a value", _anything),
+  ConfigDict: _Reader("a Python dict", _section),
+}
+
+
+def _take(argv: Sequence[str], name: str) -> tuple[list[str], list[str]]:
+  """Splits arguments into the values of --name=value (or --name value) and the rest."""
+  values, rest = [], []
+  remaining = iter(argv)
+  for argument in remaining:
+    flag, equals, value = argument.partition("=")
+    if flag not in (f"--{name}", f"-{name}"):
+      rest.append(argument)
+    elif equals:
+      values.append(value)
+    else:
+      values.append(next(remaining, ""))
+  return values, rest
+
+
+def _unrecognized(name: str, config: ConfigDict) -> str:
+  """Says that a flag is unknown and which one is nearest."""
+  known = ["config", "workdir", "help", "flagfile"]
+  known += [f"config.{field}" for field in configuration.fields(config)]
+  close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+  hint = f"; did you mean --{close[0]}?" if close else ""
+  return f"unknown flag --{name}{hint} (--help lists the flags)"
+
+
+def _stray(argument: str) -> str:
+  hint = f"; did you mean --{argument}?" if argument.startswith("config") else ""
+  return f"unexpected argument {argument!r}{hint} (flags are written --name=value)"
+
+
+def _present() -> str:
+  files = configuration.present()
+  listed = "\n".join(f"  {file}" for file in files)
+  return f"Configurations here:\n{listed}" if files else "There is no folder configs/ here."
+
+
+def _table(config: ConfigDict) -> str:
+  rows = (f"--config.{name}={value!r}" for name, value in configuration.fields(config).items())
+  return textwrap.indent("\n".join(rows), "  ")

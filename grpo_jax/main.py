@@ -1,0 +1,91 @@
+"""The program: `python -m grpo_jax.main --config=configs/quickstart.py --workdir=runs/first`.
+
+Whatever is wrong with the command or the configuration is said in one message, before
+JAX is imported or, for combinations that cannot work, before a model is loaded.
+"""
+
+import datetime
+import fcntl
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import IO
+
+from grpo_jax import command_line, configuration, interrupts
+from grpo_jax.configuration import ConfigError
+
+WRONG_USE = 2
+
+
+def main(arguments: Sequence[str]) -> int:
+  """Runs one training; returns the exit code (see `command_line.USAGE`)."""
+  try:
+    command = command_line.parse(arguments)
+    from grpo_jax import train  # only now: it takes seconds, and mistakes should not.
+
+    configuration.check(command.config, [train.validate])
+    workdir = command.workdir or new_workdir(command.config_path)
+    with claim(workdir), interrupts.Flag() as stop:
+      print(f"run folder: {workdir}", flush=True)
+      train.train(command.config, workdir, stop=stop)
+  except command_line.HelpWanted as text:
+    print(text)
+    return 0
+  except ConfigError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return WRONG_USE
+  if stop:
+    print(f"stopped; the same command with --workdir={workdir} continues", flush=True)
+  return stop.exit_code
+
+
+def new_workdir(config_path: str, *, root: pathlib.Path = pathlib.Path("runs")) -> pathlib.Path:
+  """Makes runs/CONFIG-DATE-TIME and returns it; numbered if another run began in this second.
+
+  Raises:
+    ConfigError: the folder cannot be made.
+  """
+  stem = pathlib.Path(config_path.partition(":")[0]).stem
+  name = f"{stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+  number = 1
+  while True:
+    path = root / (name if number == 1 else f"{name}-{number}")
+    try:
+      path.mkdir(parents=True)
+      return path
+    except FileExistsError:
+      number += 1
+    except OSError as error:
+      raise ConfigError(f"cannot make the run folder {path}: {error.strerror}") from error
+
+
+def claim(workdir: pathlib.Path) -> IO[str]:
+  """Makes the run folder if needed, and takes it for this process until the file is closed.
+
+  Two processes in one folder would destroy each other's checkpoints. The claim ends with
+  the process, however it ends.
+
+  Raises:
+    ConfigError: another process has it, or it cannot be made or written.
+  """
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+    lock = (workdir / ".lock").open("a+")
+  except OSError as error:
+    raise ConfigError(f"cannot use --workdir={workdir}: {error.strerror}") from error
+  try:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    lock.seek(0)
+    owner = lock.read().strip()
+    lock.close()
+    raise ConfigError(f"--workdir={workdir} is in use by another run (process {owner})") from None
+  lock.truncate(0)
+  lock.write(f"{os.getpid()}\n")
+  lock.flush()
+  return lock
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))

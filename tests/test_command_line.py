@@ -1,0 +1,159 @@
+"""The command line: every kind of value reaches its field, every mistake has its message."""
+
+import math
+import pathlib
+
+import pytest
+
+from grpo_jax import command_line
+from grpo_jax.command_line import HelpWanted
+from grpo_jax.configuration import ConfigError
+
+CONFIG = """
+from ml_collections import ConfigDict, FieldReference, config_dict
+def get_config(word="none"):
+  return ConfigDict({
+    "word": word, "seed": 1, "rate": 1e-3, "on": True, "off": False,
+    "untyped": None, "number": config_dict.placeholder(float), "name": config_dict.placeholder(str),
+    "count": config_dict.placeholder(int), "clamp": FieldReference(20.0),
+    "loss": {"clip_low": 0.2}, "pair": (1, 2), "words": ("a", "b"), "empty": (), "many": [1, 2],
+    "args": {}, "sources": [{"path": "x"}],
+  })
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+  (tmp_path / "some.py").write_text(CONFIG)
+  return str(tmp_path / "some.py")
+
+
+def config_of(path, *arguments):
+  return command_line.parse([f"--config={path}", *arguments]).config
+
+
+@pytest.mark.parametrize(
+  "argument, field, expected",
+  [
+    ("--config.seed=7", "seed", 7),
+    ("--config.seed=-7", "seed", -7),
+    ("--config.rate=5e-6", "rate", 5e-6),
+    ("--config.rate=1", "rate", 1.0),
+    ("--config.rate=inf", "rate", math.inf),
+    ("--config.word=None of it", "word", "None of it"),
+    ("--config.word=a=b", "word", "a=b"),
+    ("--config.word=", "word", ""),
+    ("--config.on=false", "on", False),
+    ("--config.on=no", "on", False),
+    ("--config.off=True", "off", True),
+    ("--config.off", "off", True),
+    ("--noconfig.on", "on", False),
+    ("-config.seed=3", "seed", 3),
+    ("--config.untyped=0.3", "untyped", 0.3),
+    ("--config.untyped=3", "untyped", 3),
+    ("--config.untyped=word", "untyped", "word"),
+    ("--config.untyped=true", "untyped", True),
+    ("--config.untyped=None", "untyped", None),
+    ("--config.number=0.3", "number", 0.3),
+    ("--config.number=3", "number", 3.0),
+    ("--config.number=None", "number", None),
+    ("--config.name=/a/b.jsonl", "name", "/a/b.jsonl"),
+    ("--config.count=5", "count", 5),
+    ("--config.clamp=None", "clamp", None),
+    ("--config.clamp=5", "clamp", 5.0),
+    ("--config.loss.clip_low=0.3", "loss.clip_low", 0.3),
+    ("--config.pair=3,4,5", "pair", (3, 4, 5)),
+    ("--config.pair=(3,)", "pair", (3,)),
+    ("--config.pair=3", "pair", (3,)),
+    ("--config.words=c,d", "words", ("c", "d")),
+    ("--config.words=</action>", "words", ("</action>",)),
+    ("--config.words=('c,d', ' e')", "words", ("c,d", " e")),
+    ("--config.empty=1,2", "empty", (1, 2)),
+    ("--config.words=()", "words", ()),
+    ("--config.words=", "words", ()),
+    ("--config.many=[3]", "many", [3]),
+    ("--config.many=3,4", "many", [3, 4]),
+    ("--config.args={'depth': 3}", "args", {"depth": 3}),
+    ("--config.sources[0].path=y", "sources", [{"path": "y"}]),
+  ],
+)
+def test_override_sets_a_field_by_its_type(path, argument, field, expected):
+  value = config_of(path, argument)
+  for part in field.split("."):
+    value = value[part]
+  if isinstance(expected, dict):
+    value = value.to_dict()
+  if field == "sources":
+    value = [source.to_dict() if not isinstance(source, dict) else source for source in value]
+  assert (value, type(value)) == (expected, type(expected))
+
+
+def test_value_may_be_an_argument_of_its_own_and_the_last_one_counts(path):
+  command = command_line.parse(
+    ["--config.seed", "4", "--config", path, "--workdir", "w", "--config.rate=1", "--config.rate=2"]
+  )
+  assert (command.config.seed, command.config.rate) == (4, 2.0)
+  assert (command.workdir, command.config_path) == (pathlib.Path("w"), path)
+
+
+def test_two_parses_do_not_share_anything(path):
+  assert config_of(path, "--config.seed=9").seed == 9
+  assert config_of(path).seed == 1
+  assert command_line.parse([f"--config={path}:tiny"]).config.word == "tiny"
+
+
+def test_flags_are_read_from_a_flagfile(path, tmp_path):
+  (tmp_path / "flags").write_text(f"--config={path}\n--config.seed=8\n")
+  assert command_line.parse([f"--flagfile={tmp_path / 'flags'}"]).config.seed == 8
+
+
+@pytest.mark.parametrize(
+  "argument, message",
+  [
+    ("--config.loss.clp_low=0.3", "--config.loss.clp_low: .*did you mean 'loss.clip_low'"),
+    ("--noconfig.of", "--config.of: .*did you mean 'off'"),
+    ("--config.seed=1.5", "--config.seed=1.5: expected an integer, got '1.5'"),
+    ("--config.seed=abc", "--config.seed=abc: expected an integer, got 'abc'"),
+    ("--config.rate=fast", "expected a number, got 'fast'"),
+    ("--config.number=fast", "expected a number, got 'fast'"),
+    ("--config.on=maybe", "expected true or false, got 'maybe'"),
+    ("--config.seed=None", "--config.seed=None: this field needs a value"),
+    ("--config.loss=3", "--config.loss: it is a section"),
+    ("--config.args=3", "expected a Python dict, got '3'"),
+    ("--config.seed", "Missing value for flag --config.seed"),
+    ("--config.sources[7].path=y", "cannot be applied"),
+    ("--wrkdir=x", "unknown flag --wrkdir; did you mean --workdir"),
+    ("--confg.loss.clip_low=1", "did you mean --config.loss.clip_low"),
+    ("--workdir=", "--workdir needs the name of a folder"),
+    ("config.seed=3", "unexpected argument 'config.seed=3'; did you mean --config.seed=3"),
+    ("--flagfile=/nowhere/at/all", "/nowhere/at/all"),
+    ("--config=other.py", "--config was given 2 times"),
+  ],
+)
+def test_mistake_is_named_with_what_would_be_right(path, argument, message):
+  with pytest.raises(ConfigError, match=message):
+    config_of(path, argument)
+
+
+def test_every_mistyped_field_is_named_at_once(path):
+  with pytest.raises(ConfigError, match="(?s)--config.sed: .*--config.loss.clp: "):
+    config_of(path, "--config.sed=1", "--config.loss.clp=2")
+
+
+def test_missing_config_shows_an_example_and_the_files_present(tmp_path, monkeypatch):
+  (tmp_path / "configs").mkdir()
+  (tmp_path / "configs" / "tiny.py").write_text("")
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(ConfigError, match=r"(?s)--config is missing.*example.*configs/tiny.py"):
+    command_line.parse(["--workdir=x"])
+  with pytest.raises(ConfigError, match="--config is missing"):
+    command_line.parse(["--config"])
+  with pytest.raises(ConfigError, match="no file tiny.py .did you mean 'configs/tiny.py'"):
+    command_line.parse(["--config=tiny.py"])
+  with pytest.raises(HelpWanted, match=r"(?s)Exit codes.*configs/tiny.py"):
+    command_line.parse(["--help"])
+
+
+def test_help_with_a_config_lists_its_fields(path):
+  with pytest.raises(HelpWanted, match=r"(?s)--config.loss.clip_low=0.2.*--config.word='none'"):
+    command_line.parse([f"--config={path}", "--help"])
