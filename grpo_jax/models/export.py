@@ -51,8 +51,7 @@ def to_huggingface(
   source = pathlib.Path(source_directory) if source_directory is not None else None
   hf = _hf_config(config, source)
   tensors = to_write(params, config, dtype=dtype)
-  hf.pop("torch_dtype", None)
-  hf["dtype"] = tensors[0].dtype.name
+  hf["torch_dtype" if "torch_dtype" in hf else "dtype"] = tensors[0].dtype.name  # 4.x, or 5.
 
   def fill(folder: pathlib.Path) -> None:
     write_json(folder / "config.json", hf)

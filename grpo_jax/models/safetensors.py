@@ -10,7 +10,7 @@ import json
 import math
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +19,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
+@runtime_checkable
 class Tensors(Protocol):
   """Named tensors that are read one at a time: a folder of safetensors, or a GGUF file."""
 

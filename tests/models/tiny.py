@@ -1,9 +1,14 @@
 """Tiny random models, ours and transformers', for the tests of this folder."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
+
+from grpo_jax import models
+from grpo_jax.models import transformer
+from grpo_jax.models.config import ModelConfig
 
 SIZES = {
   "vocab_size": 61,
@@ -34,11 +39,67 @@ def hf_model(family, seed=0, **options):
   return model
 
 
+def hf_logits(model, tokens):
+  """Returns transformers' logits of unpadded rows."""
+  with torch.no_grad():
+    return model(torch.tensor(np.array(tokens))).logits.numpy()
+
+
+def saved(model, directory, **options):
+  """Writes transformers' model as a folder, reads it with ours."""
+  model.save_pretrained(directory, **options)
+  return models.load(directory)
+
+
+def config(**options):
+  """Returns a small config of ours."""
+  sizes = {
+    "family": "llama",
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 37,
+    "num_layers": 3,
+    "num_heads": 6,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "tie_embeddings": True,
+  }
+  return ModelConfig(**{**sizes, **options})
+
+
+def random_params(config, seed=0, scale=0.15):
+  """Returns parameters that are random everywhere, norms and biases too."""
+  rng = np.random.default_rng(seed)
+  shaped = transformer.init(jax.random.key(0), config)
+  noise = lambda x: x + jnp.asarray(rng.normal(size=x.shape) * scale, jnp.float32)
+  return jax.tree.map(noise, shaped)
+
+
+def plain(tokens, segment_ids=None):
+  """Returns tokens, positions and segment_ids of rows that hold one sequence each."""
+  tokens = jnp.asarray(tokens)
+  segment_ids = jnp.ones_like(tokens) if segment_ids is None else jnp.asarray(segment_ids)
+  positions = jnp.maximum(jnp.cumsum(segment_ids != 0, axis=1) - 1, 0)
+  return tokens, positions, segment_ids
+
+
+def logits(params, config, *inputs, **settings):
+  """Returns our logits; inputs as `Transformer` takes them."""
+
+  @jax.jit
+  def run(params, *inputs):
+    hidden = transformer.Transformer(config, **settings).apply({"params": params}, *inputs)
+    head, layout = transformer.head(params, config)
+    return hidden @ (head.T if layout == "vd" else head)
+
+  return run(params, *inputs)
+
+
+def tokens(shape, seed=0, vocab_size=61):
+  return np.random.default_rng(seed).integers(0, vocab_size, shape)
+
+
 def relative_error(got, wanted):
   """Returns max |got - wanted| / max |wanted|."""
-  got, wanted = np.asarray(got), np.asarray(wanted)
+  got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
   return float(np.abs(got - wanted).max() / np.abs(wanted).max())
-
-
-def tokens(shape, vocab_size, seed=0):
-  return jax.random.randint(jax.random.key(seed), shape, 0, vocab_size)
