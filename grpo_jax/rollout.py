@@ -11,20 +11,34 @@ import hashlib
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int
 
+from grpo_jax.attempt import ERROR, Attempt
 from grpo_jax.data.tokenizer import Tokenizer
-from grpo_jax.engines.base import Engine, Generation, GenerationRequest, SamplingParams
+from grpo_jax.engines.base import (
+  Generation,
+  GenerationRequest,
+  OnProgress,
+  SamplingParams,
+)
 from grpo_jax.environments.base import EnvironmentFactory, StepResult
-from grpo_jax.environments.isolation import EnvironmentFailure, IsolatedEnvironment
+from grpo_jax.environments.isolation import EnvironmentFailure
 from grpo_jax.registry import nearest
-from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
+from grpo_jax.types import FinishReason, Prompt, RolloutGroup
 
-_ERROR = "error/"  # metric of a failed attempt: error/KIND.
+
+@runtime_checkable
+class Generator(Protocol):
+  """What rollouts need of an engine."""
+
+  def generate(
+    self, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None
+  ) -> AsyncIterator[Generation]:
+    """Yields one generation for each request, in any order; see `engines.base.Engine`."""
+    ...
 
 
 class TooManyFailures(RuntimeError):
@@ -38,7 +52,7 @@ class Limits:
   max_turns: int = 1
   max_tokens: int | None = None  # of prompt and completion, all turns; None: no bound here.
   environment_timeout_s: float = 60.0  # of one call of an environment.
-  environment_concurrency: int = 16  # calls of environments at the same time.
+  environment_concurrency: int = 8  # calls of environments at the same time.
   max_error_share: float = 0.5  # of the attempts; when more cannot be scored, `collect` raises.
 
   def __post_init__(self):
@@ -47,7 +61,7 @@ class Limits:
 
 
 async def collect(
-  engine: Engine,
+  engine: Generator,
   environments: Mapping[str, EnvironmentFactory],
   prompts: Sequence[Prompt],
   tokenizer: Tokenizer,
@@ -58,7 +72,7 @@ async def collect(
   step: int,
   limits: Limits | None = None,
   schedule: Literal["rounds", "free"] = "rounds",
-  on_progress: Callable[[int, int], None] | None = None,
+  on_progress: OnProgress | None = None,
 ) -> list[RolloutGroup]:
   """Attempts every prompt `group_size` times and scores the attempts.
 
@@ -78,7 +92,7 @@ async def collect(
     schedule: how later turns are sent to the engine. "rounds": all of a turn together,
       so that an engine whose numerics depend on the batch repeats itself exactly;
       "free": each at once.
-    on_progress: called with (attempts done, attempts in all) after each one.
+    on_progress: goes to the engine: (completions done, asked for, tokens sampled).
 
   Returns:
     The groups, in the order of the prompts; a group's attempts in the order of their
@@ -94,12 +108,12 @@ async def collect(
   limits = limits or Limits()
   factories = {p.environment: _factory(environments, p) for p in prompts}
   attempts = [
-    _Attempt(prompt, number, factories[prompt.environment])
+    Attempt(prompt, number, factories[prompt.environment])
     for prompt in prompts
     for number in range(group_size)
   ]
-  sampler = _Sampler(engine, tokenizer, sampling, seed, step, limits.max_tokens)
-  collector = _Collector(sampler, limits, on_progress, attempts)
+  sampler = _Sampler(engine, tokenizer, sampling, seed, step, limits.max_tokens, on_progress)
+  collector = _Collector(sampler, limits, attempts)
   try:
     await (collector.in_rounds() if schedule == "rounds" else collector.freely())
   finally:
@@ -152,155 +166,48 @@ def run_sync(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def request_seed(seed: int, step: int, prompt_id: str, attempt: int, turn: int = 0) -> int:
-  """Returns the seed of one request, in [0, 2³¹): the same in every process."""
+  """Returns the seed of one request, in [0, 2⁶³): the same in every process."""
   key = json.dumps([seed, step, prompt_id, attempt, turn]).encode()
-  digest = hashlib.blake2b(key, digest_size=4).digest()
+  digest = hashlib.blake2b(key, digest_size=8).digest()
   return int.from_bytes(digest, "little") >> 1
 
 
 def error_counts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
   """Counts the attempts of the groups that failed, by kind, as "rollout/errors/KIND"."""
   kinds = Counter(
-    name.removeprefix(_ERROR)
+    name.removeprefix(ERROR)
     for group in groups
     for rollout in group.rollouts
     for name in rollout.metrics
-    if name.startswith(_ERROR)
+    if name.startswith(ERROR)
   )
   return {f"rollout/errors/{kind}": float(count) for kind, count in sorted(kinds.items())}
-
-
-@dataclasses.dataclass(slots=True)
-class _Piece:
-  """Consecutive tokens of a completion, sampled or written by the environment."""
-
-  token_ids: np.ndarray
-  logprobs: np.ndarray
-  weight_versions: np.ndarray
-  is_sampled: bool
-
-
-class _Attempt:
-  """One attempt while it is made."""
-
-  def __init__(self, prompt: Prompt, number: int, factory: EnvironmentFactory):
-    self.prompt = prompt
-    self.number = number
-    self.turn = 0
-    self.is_done = False
-    self.error: EnvironmentFailure | None = None
-    self._factory = factory
-    self._environment: IsolatedEnvironment | None = None
-    self._pieces: list[_Piece] = []
-    self._results: list[StepResult] = []
-    self._finish_reason = FinishReason.STOP
-    self._metrics: dict[str, float] = {}
-
-  @property
-  def request_id(self) -> str:
-    return f"{self.prompt.prompt_id}#{self.number}.{self.turn}"
-
-  @property
-  def token_ids(self) -> np.ndarray:
-    """All tokens so far, as they were sampled or written."""
-    return np.concatenate([self.prompt.token_ids, *(p.token_ids for p in self._pieces)])
-
-  def add_sampled(self, generation: Generation) -> None:
-    """Appends what the engine sampled in this turn."""
-    self._pieces.append(
-      _Piece(generation.token_ids, generation.logprobs, generation.weight_versions, True)
-    )
-    self._finish_reason = generation.finish_reason
-
-  def add_observation(self, ids: Int[np.ndarray, " written"]) -> None:
-    """Appends what the environment wrote: no logprob, no weights, nothing to learn."""
-    count = len(ids)
-    self._pieces.append(
-      _Piece(ids, np.zeros(count, np.float32), np.full(count, -1, np.int32), False)
-    )
-    self.turn += 1
-
-  async def judge(self, text: str, generation: Generation, timeout_s: float) -> StepResult | None:
-    """Has the environment judge a turn; None if it failed, which ends the attempt."""
-    try:
-      if self._environment is None:
-        self._environment = IsolatedEnvironment(self._factory, self.prompt, timeout_s=timeout_s)
-        await self._environment.start()
-      result = await self._environment.step(text, generation.token_ids, generation.finish_reason)
-    except EnvironmentFailure as error:
-      self.fail(error)
-      return None
-    self._results.append(result)
-    return result
-
-  def fail(self, error: EnvironmentFailure) -> None:
-    """Ends the attempt without a reward."""
-    self.error = error
-    self.is_done = True
-    self._metrics[f"{_ERROR}{error.kind}"] = 1.0
-
-  def finish(self, reason: FinishReason | None = None) -> None:
-    """Ends the attempt; None keeps the last turn's reason."""
-    self.is_done = True
-    self._finish_reason = reason or self._finish_reason
-
-  def note(self, metric: str) -> None:
-    """Sets a metric of the attempt to 1."""
-    self._metrics[metric] = 1.0
-
-  async def close(self) -> None:
-    """Closes the environment. A failure is counted and does not cost the reward."""
-    environment, self._environment = self._environment, None
-    if environment is not None:
-      try:
-        await environment.close()
-      except EnvironmentFailure as error:
-        self._metrics[f"{_ERROR}close_{error.kind}"] = 1.0
-
-  def rollout(self, tokenizer: Tokenizer) -> Rollout:
-    """Returns the finished attempt."""
-    ids = self.token_ids[len(self.prompt.token_ids) :]
-    components: Counter[str] = Counter()
-    metrics: dict[str, float] = {}
-    for result in self._results:
-      components.update(result.components)
-      metrics.update({name: float(value) for name, value in result.metrics.items()})
-    total = sum(result.total for result in self._results)
-    return Rollout(
-      completion_ids=ids,
-      loss_mask=self._joined(lambda p: np.full(len(p.token_ids), p.is_sampled), bool),
-      behavior_logprobs=self._joined(lambda p: p.logprobs, np.float32),
-      weight_versions=self._joined(lambda p: p.weight_versions, np.int32),
-      finish_reason=self._finish_reason,
-      reward=float("nan") if self.error else float(total),
-      text=tokenizer.decode(ids, skip_special=True),
-      reward_components={} if self.error else dict(components),
-      metrics={**metrics, **self._metrics},
-      turns=self.turn + 1,
-    )
-
-  def _joined(self, read: Callable[[_Piece], np.ndarray], dtype: Any) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *(read(p) for p in self._pieces)]).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Sampler:
   """An engine with all that a request is made of."""
 
-  engine: Engine
+  engine: Generator
   tokenizer: Tokenizer
   sampling: SamplingParams
   seed: int
   step: int
   max_tokens: int | None
+  on_progress: OnProgress | None
 
-  def room(self, attempt: _Attempt, more: int = 0) -> int:
+  def generate(self, attempts: Sequence[Attempt]) -> AsyncIterator[Generation]:
+    """Samples the next turn of several attempts, in one call of the engine."""
+    requests = [self.request(a) for a in attempts]
+    return self.engine.generate(requests, on_progress=self.on_progress)
+
+  def room(self, attempt: Attempt, more: int = 0) -> int:
     """Tokens that the next turn may have, after `more` others."""
     if self.max_tokens is None:
       return self.sampling.max_tokens
     return min(self.sampling.max_tokens, self.max_tokens - len(attempt.token_ids) - more)
 
-  def request(self, attempt: _Attempt) -> GenerationRequest:
+  def request(self, attempt: Attempt) -> GenerationRequest:
     """The request of an attempt's next turn."""
     where = (attempt.prompt.prompt_id, attempt.number, attempt.turn)
     return GenerationRequest(
@@ -326,12 +233,10 @@ class _Collector:
     self,
     sampler: _Sampler,
     limits: Limits,
-    on_progress: Callable[[int, int], None] | None,
-    attempts: Sequence[_Attempt],
+    attempts: Sequence[Attempt],
   ):
     self._sampler = sampler
     self._limits = limits
-    self._on_progress = on_progress
     self._attempts = attempts
     self._judges = asyncio.Semaphore(limits.environment_concurrency)
 
@@ -343,7 +248,7 @@ class _Collector:
   async def freely(self) -> None:
     """Takes each attempt's next turn as soon as it can be taken."""
 
-    async def advance_and_go_on(attempt: _Attempt, generation: Generation) -> None:
+    async def advance_and_go_on(attempt: Attempt, generation: Generation) -> None:
       await self._advance(attempt, generation)
       if not attempt.is_done:
         await self._turn([attempt], advance_and_go_on)
@@ -351,7 +256,7 @@ class _Collector:
     if active := self._active():
       await self._turn(active, advance_and_go_on)
 
-  def _active(self) -> list[_Attempt]:
+  def _active(self) -> list[Attempt]:
     """The attempts that go on; one whose prompt leaves no room for an answer fails."""
     for attempt in self._attempts:
       if not attempt.is_done and self._sampler.room(attempt) < 1:
@@ -362,15 +267,14 @@ class _Collector:
 
   async def _turn(
     self,
-    attempts: Sequence[_Attempt],
-    advance: Callable[[_Attempt, Generation], Coroutine[Any, Any, None]],
+    attempts: Sequence[Attempt],
+    advance: Callable[[Attempt, Generation], Coroutine[Any, Any, None]],
   ) -> None:
     """Samples one turn of several attempts, and advances each as its tokens arrive."""
     waiting = {a.request_id: a for a in attempts}
     tasks: list[asyncio.Task[None]] = []
     try:
-      requests = [self._sampler.request(a) for a in attempts]
-      async for generation in self._sampler.engine.generate(requests):
+      async for generation in self._sampler.generate(attempts):
         if generation.request_id not in waiting:
           raise RuntimeError(f"the engine answered an unknown request {generation.request_id!r}")
         attempt = waiting.pop(generation.request_id)
@@ -383,7 +287,7 @@ class _Collector:
         task.cancel()
       await asyncio.gather(*tasks, return_exceptions=True)
 
-  async def _advance(self, attempt: _Attempt, generation: Generation) -> None:
+  async def _advance(self, attempt: Attempt, generation: Generation) -> None:
     """Takes one attempt from a turn's tokens to the next turn, or to its end."""
     attempt.add_sampled(generation)
     if generation.finish_reason is FinishReason.ABORT:
@@ -397,10 +301,8 @@ class _Collector:
     if attempt.is_done:
       async with self._judges:
         await attempt.close()
-      if self._on_progress is not None:
-        self._on_progress(sum(a.is_done for a in self._attempts), len(self._attempts))
 
-  def _continue(self, attempt: _Attempt, generation: Generation, result: StepResult) -> None:
+  def _continue(self, attempt: Attempt, generation: Generation, result: StepResult) -> None:
     """Decides whether there is a next turn, and appends the observation if there is."""
     is_cut = generation.finish_reason is FinishReason.LENGTH
     if result.done or is_cut:
@@ -433,7 +335,7 @@ def _check_unique(prompts: Sequence[Prompt]) -> None:
     raise ValueError(f"prompt ids must differ, repeated: {repeated[:5]}")
 
 
-def _check_failures(attempts: Sequence[_Attempt], max_share: float) -> None:
+def _check_failures(attempts: Sequence[Attempt], max_share: float) -> None:
   errors = [(a.prompt.prompt_id, a.error) for a in attempts if a.error]
   if len(errors) <= max_share * len(attempts):
     return

@@ -139,7 +139,9 @@ class PromptStream:
   def _next_prompt(self) -> Prompt:
     position = self._cursor
     self._cursor += 1
-    return self._dataset.prompt(int(self._rows[position]), epoch=position // len(self._dataset))
+    row = self._rows[position]
+    assert row is not None  # grain's word for a filtered element; there is no filter.
+    return self._dataset.prompt(int(row), epoch=position // len(self._dataset))
 
 
 def held_out(

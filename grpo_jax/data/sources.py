@@ -9,7 +9,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int, Shaped
@@ -21,6 +21,7 @@ _CHUNK_BYTES = 1 << 22
 _NEWLINE = 10
 
 
+@runtime_checkable
 class RowSource(Protocol):
   """Rows by number, as grain's RandomAccessDataSource has them."""
 

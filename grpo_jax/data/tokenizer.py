@@ -4,7 +4,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
@@ -14,6 +14,7 @@ Message = Mapping[str, Any]
 PLAIN = "plain"  # as `chat_template`: no template, the contents of the messages, line by line.
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
   """What the rest of the system needs of a tokenizer."""
 

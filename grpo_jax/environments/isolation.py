@@ -5,14 +5,20 @@ its thread is left behind (it is a daemon) and the attempt is told apart as fail
 """
 
 import asyncio
+import concurrent.futures
+import dataclasses
+import math
+import queue
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 import numpy as np
 
 from grpo_jax.environments.base import Environment, EnvironmentFactory, StepResult
 from grpo_jax.types import FinishReason, Prompt
+
+_GRACE_S = 0.5  # a call that can be cancelled is, before its thread is given up.
 
 
 class EnvironmentFailure(Exception):
@@ -38,9 +44,9 @@ class IsolatedEnvironment:
     self._prompt = prompt
     self._timeout_s = timeout_s
     self._environment: Environment | None = None
-    self._loop = asyncio.new_event_loop()
-    self._thread = threading.Thread(target=self._run_loop, daemon=True, name="environment")
-    self._thread.start()
+    self._is_lost = False  # it blocks its thread.
+    self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+    threading.Thread(target=self._serve, daemon=True, name="environment").start()
 
   async def start(self) -> None:
     """Makes and starts the environment."""
@@ -54,26 +60,22 @@ class IsolatedEnvironment:
     Raises:
       EnvironmentFailure: it raised, took too long, or its reward is no finite number.
     """
-    result = await self._call(lambda: self._open().step(text, completion_ids, finish_reason))
-    if not isinstance(result, StepResult):
-      raise EnvironmentFailure("type", f"step returned {type(result).__name__}, no StepResult")
-    if not np.isfinite(result.total):
-      raise EnvironmentFailure("nan", f"the reward is {result.reward}")
-    return result
+    return _checked(
+      await self._call(lambda: self._started().step(text, completion_ids, finish_reason))
+    )
 
   async def close(self) -> None:
-    """Closes the environment and ends the thread, unless it hangs.
+    """Closes the environment and ends the thread. One that blocks is not waited for: it
+    is closed when, and if, it comes back.
 
     Raises:
       EnvironmentFailure: closing raised or took too long.
     """
-    try:
-      if self._environment is not None:
-        await self._call(self._environment.close)
-    finally:
-      self._loop.call_soon_threadsafe(self._loop.stop)
+    closing = self._call(self._close)
+    self._jobs.put(None)
+    await closing
 
-  def _open(self) -> Environment:
+  def _started(self) -> Environment:
     if self._environment is None:
       raise RuntimeError("start() has not been awaited")
     return self._environment
@@ -82,29 +84,72 @@ class IsolatedEnvironment:
     self._environment = self._factory(self._prompt)
     await self._environment.start()
 
-  async def _call(self, make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    future = asyncio.run_coroutine_threadsafe(_guarded(make), self._loop)
+  async def _close(self) -> None:
+    if self._environment is not None:
+      await self._environment.close()
+
+  def _call(self, make: Callable[[], Coroutine[Any, Any, Any]]) -> Awaitable[Any]:
+    """Hands a call to the thread; the awaitable waits for its result."""
+    job = _Job(make)
+    self._jobs.put(job)
+    return self._result(job)
+
+  async def _result(self, job: "_Job") -> Any:
+    if self._is_lost:
+      return None
     try:
-      failure, value = await asyncio.wait_for(asyncio.wrap_future(future), self._timeout_s)
+      result = asyncio.wrap_future(job.future)
+      failure, value = await asyncio.wait_for(result, self._timeout_s + _GRACE_S)
     except TimeoutError as error:
-      message = f"no answer within {self._timeout_s:g} s"
-      raise EnvironmentFailure("timeout", message) from error
+      self._is_lost = True
+      raise self._timeout() from error
     if failure is not None:
-      raise EnvironmentFailure(type(failure).__name__, str(failure)) from failure
+      raise failure
     return value
 
-  def _run_loop(self) -> None:
-    self._loop.run_forever()
-    self._loop.close()
+  def _serve(self) -> None:
+    """The thread: runs the calls, one after another, in one event loop."""
+    with asyncio.Runner() as runner:
+      while job := self._jobs.get():
+        if job.future.set_running_or_notify_cancel():
+          job.future.set_result(runner.run(self._guarded(job.make)))
+
+  async def _guarded(
+    self, make: Callable[[], Coroutine[Any, Any, Any]]
+  ) -> tuple[EnvironmentFailure | None, Any]:
+    """Awaits a call of the environment; what it raises is a value, so that no loop sees it."""
+    clock = asyncio.timeout(self._timeout_s)
+    try:
+      async with clock:
+        return None, await make()
+    except BaseException as error:  # also SystemExit: an environment must not end the run.
+      if clock.expired():
+        return self._timeout(), None
+      failure = EnvironmentFailure(type(error).__name__, str(error))
+      failure.__cause__ = error
+      return failure, None
+
+  def _timeout(self) -> EnvironmentFailure:
+    return EnvironmentFailure("timeout", f"no answer within {self._timeout_s:g} s")
 
 
-async def _guarded(
-  make: Callable[[], Coroutine[Any, Any, Any]],
-) -> tuple[BaseException | None, Any]:
-  """Awaits a user's coroutine; what it raises is a value, so that no loop sees it."""
+class _Job:
+  """One call of an environment."""
+
+  def __init__(self, make: Callable[[], Coroutine[Any, Any, Any]]):
+    self.make = make
+    self.future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+
+def _checked(result: Any) -> StepResult:
+  """The result with its numbers as floats; raises EnvironmentFailure if it is none."""
+  if not isinstance(result, StepResult) or not isinstance(result.observation, str):
+    raise EnvironmentFailure("type", f"step returned {result!r:.200}, no valid StepResult")
   try:
-    return None, await make()
-  except asyncio.CancelledError:
-    raise
-  except BaseException as error:  # also SystemExit: an environment must not end the run.
-    return error, None
+    reward = result.components if isinstance(result.reward, Mapping) else result.total
+    metrics = {str(name): float(value) for name, value in result.metrics.items()}
+  except (TypeError, ValueError) as error:
+    raise EnvironmentFailure("type", f"a reward or metric is no number: {error}") from error
+  if not math.isfinite(result.total):
+    raise EnvironmentFailure("nan", f"the reward is {result.reward}")
+  return dataclasses.replace(result, reward=reward, metrics=metrics)

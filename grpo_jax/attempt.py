@@ -1,0 +1,130 @@
+"""One attempt at a prompt while it is made: tokens, turns, rewards, failure."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from grpo_jax.data.tokenizer import Tokenizer
+from grpo_jax.engines.base import Generation
+from grpo_jax.environments.base import EnvironmentFactory, StepResult
+from grpo_jax.environments.isolation import EnvironmentFailure, IsolatedEnvironment
+from grpo_jax.types import FinishReason, Prompt, Rollout
+
+ERROR = "error/"  # metric of a failed attempt: error/KIND, 1.
+
+
+@dataclasses.dataclass(slots=True)
+class _Piece:
+  """Consecutive tokens of a completion, sampled or written by the environment."""
+
+  token_ids: np.ndarray
+  logprobs: np.ndarray
+  weight_versions: np.ndarray
+  is_sampled: bool
+
+
+class Attempt:
+  """One attempt while it is made."""
+
+  def __init__(self, prompt: Prompt, number: int, factory: EnvironmentFactory):
+    self.prompt = prompt
+    self.number = number
+    self.turn = 0
+    self.is_done = False
+    self.error: EnvironmentFailure | None = None
+    self._factory = factory
+    self._environment: IsolatedEnvironment | None = None
+    self._pieces: list[_Piece] = []
+    self._results: list[StepResult] = []
+    self._finish_reason = FinishReason.STOP
+    self._metrics: dict[str, float] = {}
+
+  @property
+  def request_id(self) -> str:
+    return f"{self.prompt.prompt_id}#{self.number}.{self.turn}"
+
+  @property
+  def token_ids(self) -> np.ndarray:
+    """All tokens so far, as they were sampled or written."""
+    return np.concatenate([self.prompt.token_ids, *(p.token_ids for p in self._pieces)])
+
+  def add_sampled(self, generation: Generation) -> None:
+    """Appends what the engine sampled in this turn."""
+    self._pieces.append(
+      _Piece(generation.token_ids, generation.logprobs, generation.weight_versions, True)
+    )
+    self._finish_reason = generation.finish_reason
+
+  def add_observation(self, ids: Int[np.ndarray, " written"]) -> None:
+    """Appends what the environment wrote: no logprob, no weights, nothing to learn."""
+    count = len(ids)
+    self._pieces.append(
+      _Piece(ids, np.zeros(count, np.float32), np.full(count, -1, np.int32), False)
+    )
+    self.turn += 1
+
+  async def judge(self, text: str, generation: Generation, timeout_s: float) -> StepResult | None:
+    """Has the environment judge a turn; None if it failed, which ends the attempt."""
+    try:
+      if self._environment is None:
+        self._environment = IsolatedEnvironment(self._factory, self.prompt, timeout_s=timeout_s)
+        await self._environment.start()
+      result = await self._environment.step(text, generation.token_ids, generation.finish_reason)
+    except EnvironmentFailure as error:
+      self.fail(error)
+      return None
+    self._results.append(result)
+    return result
+
+  def fail(self, error: EnvironmentFailure) -> None:
+    """Ends the attempt without a reward."""
+    self.error = error
+    self.is_done = True
+    self._metrics[f"{ERROR}{error.kind}"] = 1.0
+
+  def finish(self, reason: FinishReason | None = None) -> None:
+    """Ends the attempt; None keeps the last turn's reason."""
+    self.is_done = True
+    self._finish_reason = reason or self._finish_reason
+
+  def note(self, metric: str) -> None:
+    """Sets a metric of the attempt to 1."""
+    self._metrics[metric] = 1.0
+
+  async def close(self) -> None:
+    """Closes the environment. A failure is counted and does not cost the reward."""
+    environment, self._environment = self._environment, None
+    if environment is not None:
+      try:
+        await environment.close()
+      except EnvironmentFailure as error:
+        self._metrics[f"{ERROR}close_{error.kind}"] = 1.0
+
+  def rollout(self, tokenizer: Tokenizer) -> Rollout:
+    """Returns the finished attempt."""
+    ids = self.token_ids[len(self.prompt.token_ids) :]
+    components: Counter[str] = Counter()
+    metrics: dict[str, float] = {}
+    for result in self._results:
+      components.update(result.components)
+      metrics.update({name: float(value) for name, value in result.metrics.items()})
+    total = sum(result.total for result in self._results)
+    return Rollout(
+      completion_ids=ids,
+      loss_mask=self._joined(lambda p: np.full(len(p.token_ids), p.is_sampled), bool),
+      behavior_logprobs=self._joined(lambda p: p.logprobs, np.float32),
+      weight_versions=self._joined(lambda p: p.weight_versions, np.int32),
+      finish_reason=self._finish_reason,
+      reward=float("nan") if self.error else float(total),
+      text=tokenizer.decode(ids, skip_special=True),
+      reward_components={} if self.error else dict(components),
+      metrics={**metrics, **self._metrics},
+      turns=self.turn + 1,
+    )
+
+  def _joined(self, read: Callable[[_Piece], np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *(read(p) for p in self._pieces)]).astype(dtype)
