@@ -1,0 +1,164 @@
+"""What an engine is: token ids in, sampled token ids and their logprobs out.
+
+An engine never sees text, except to find stop strings, and never re-tokenises: the ids that it
+returns are the ids that it sampled.
+"""
+
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from grpo_jax.types import FinishReason
+
+# (completions done, completions asked for, tokens sampled so far), all of one `generate` call.
+OnProgress = Callable[[int, int, int], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingParams:
+  """How one completion is sampled; the filters apply in the order top-k, top-p, min-p."""
+
+  max_tokens: int  # at the limit the completion is truncated, `FinishReason.LENGTH`.
+  temperature: float = 1.0  # logits are divided by it; 0 takes the most likely token.
+  top_k: int = 0  # keep the k most likely tokens, and those as likely as the k-th; 0 keeps all.
+  top_p: float = 1.0  # keep the fewest most likely tokens of at least this total probability.
+  min_p: float = 0.0  # keep tokens at least this share as likely as the most likely one.
+  stop_ids: tuple[int, ...] = ()  # any of these ends the completion, and is part of it.
+  stop_strings: tuple[str, ...] = ()  # so does the token that completes one of these.
+
+  def __post_init__(self):
+    problems = []
+    if self.max_tokens < 1:
+      problems.append(f"max_tokens must be at least 1, got {self.max_tokens}")
+    if not (0.0 <= self.temperature < float("inf")):
+      problems.append(f"temperature must be 0 or more and finite, got {self.temperature}")
+    if self.top_k < 0:
+      problems.append(f"top_k must be 0 (off) or more, got {self.top_k}")
+    if not 0.0 < self.top_p <= 1.0:
+      problems.append(f"top_p must be in (0, 1], got {self.top_p}")
+    if not 0.0 <= self.min_p <= 1.0:
+      problems.append(f"min_p must be in [0, 1], got {self.min_p}")
+    if any(not string for string in self.stop_strings):
+      problems.append("stop_strings must not hold an empty string")
+    if problems:
+      raise ValueError("; ".join(problems))
+
+  @property
+  def is_truncated(self) -> bool:
+    """Whether top-k, top-p or min-p may exclude tokens from what is sampled."""
+    filtered = self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+    return filtered and self.temperature > 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GenerationRequest:
+  """One completion to be sampled."""
+
+  request_id: str  # unique within a call; comes back on the `Generation`.
+  prompt_ids: Int[np.ndarray, " prompt"]  # requests of equal prompts share its computation.
+  sampling: SamplingParams
+  seed: int  # 0 <= seed < 2**64; the same seed samples the same completion.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Generation:
+  """One sampled completion."""
+
+  request_id: str
+  token_ids: Int[np.ndarray, " completion"]  # with the stop id, or the token that ended a string.
+  logprobs: Float[np.ndarray, " completion"]  # log softmax(logits / temperature), in nats.
+  weight_versions: Int[np.ndarray, " completion"]  # of the weights that sampled each token.
+  finish_reason: FinishReason
+  matched_stop: int | str | None = None  # the stop id or stop string; None: none ended it.
+
+
+class Engine(Protocol):
+  """Samples completions from weights that training replaces again and again."""
+
+  @property
+  def weight_version(self) -> int:
+    """Version of the weights in use; -1 before any were loaded."""
+    ...
+
+  def generate(
+    self, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None
+  ) -> AsyncIterator[Generation]:
+    """Yields one generation for each request, as they finish, in any order.
+
+    All requests of a call enter the queue together, so what is computed side by side depends on
+    the requests only. Several calls may be in flight. Leaving the iteration cancels the rest.
+
+    Args:
+      requests: completions to sample; their ids differ.
+      on_progress: called now and then, in the caller's event loop.
+
+    Raises:
+      ValueError: at once, before anything is computed: a request that cannot be served, with
+        its id and the reason.
+      Exception: whatever stopped the engine, from the iteration.
+    """
+    ...
+
+  def load_weights(self, params: Any, *, version: int) -> None:
+    """Samples from these weights from now on; tokens carry `version`."""
+    ...
+
+  def close(self) -> None:
+    """Stops the engine and frees what it holds; calls in flight fail. May be called twice."""
+    ...
+
+
+def check_requests(
+  requests: Sequence[GenerationRequest],
+  *,
+  vocab_size: int,
+  max_length: int,
+  can_decode: bool,
+) -> None:
+  """Refuses requests that cannot be served, all of them in one message.
+
+  Args:
+    requests: of one call.
+    vocab_size: ids must be below.
+    max_length: prompt and completion together must not be longer, in tokens.
+    can_decode: whether text is available to look for stop strings in.
+
+  Raises:
+    ValueError: names each request and what is wrong with it (the first eight).
+  """
+  limits = {"vocab_size": vocab_size, "max_length": max_length, "can_decode": can_decode}
+  problems = [
+    f"request {request.request_id!r}: {problem}"
+    for request in requests
+    for problem in _problems(request, **limits)
+  ]
+  ids = [request.request_id for request in requests]
+  problems += [f"request {i!r} stands twice in one call" for i in set(ids) if ids.count(i) > 1]
+  if problems:
+    more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+    raise ValueError("; ".join(problems[:8]) + more)
+
+
+def _problems(
+  request: GenerationRequest, *, vocab_size: int, max_length: int, can_decode: bool
+) -> list[str]:
+  ids, sampling = request.prompt_ids, request.sampling
+  problems = []
+  if not len(ids):
+    problems.append("the prompt is empty")
+  outside = [int(i) for i in ids if not 0 <= i < vocab_size]
+  if outside:
+    problems.append(f"token id {outside[0]} is outside the vocabulary of {vocab_size}")
+  if len(ids) + sampling.max_tokens > max_length:
+    problems.append(
+      f"prompt of {len(ids)} + max_tokens {sampling.max_tokens} = "
+      f"{len(ids) + sampling.max_tokens} tokens exceeds the limit of {max_length}"
+    )
+  if not 0 <= request.seed < 2**64:
+    problems.append(f"seed must be in [0, 2**64), got {request.seed}")
+  if sampling.stop_strings and not can_decode:
+    problems.append("stop_strings need an engine that was given `decode`")
+  return problems

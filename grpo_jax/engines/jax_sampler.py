@@ -1,0 +1,287 @@
+"""The embedded sampler: in process, on the trainer's own parameters.
+
+A worker thread computes while the caller's event loop scores what is finished; it runs only while
+there is something to do. `session.py` forms the batches, `decoding.py` is what runs on the device.
+
+Same seed, same completion, whatever else is computed beside it: the random numbers depend on
+seed and token index only. What remains is rounding: another number of rows may sum in
+another order, and change a logit by its last bits.
+"""
+
+import dataclasses
+import math
+import threading
+import warnings
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from grpo_jax.engines import base, decoding, scheduling, stopping
+from grpo_jax.engines.calls import Call
+from grpo_jax.engines.session import Session, Stats
+from grpo_jax.models.config import ModelConfig
+
+
+class JaxSampler:
+  """Samples on the devices on which the parameters are; see `base.Engine`."""
+
+  def __init__(
+    self,
+    config: ModelConfig,
+    *,
+    decode: stopping.Decode | None = None,
+    compute_dtype: Any = jnp.float32,
+    max_rows: int = 64,
+    max_length: int | None = None,
+    chunk_tokens: int = 16,
+    num_valid_tokens: int | None = None,
+    report_truncated_logprobs: bool = False,
+    warn_of_truncation: bool = True,
+    copy_weights: bool = False,
+  ):
+    """Makes a sampler without weights; `load_weights` gives it some.
+
+    Args:
+      config: of the model.
+      decode: ids → text, to look for stop strings in; None: requests with any are refused.
+      compute_dtype: of products and caches, float32 or bfloat16; as the trainer's, so that
+        logprobs agree.
+      max_rows: completions decoded side by side; more wait. Bounds the caches' memory.
+      max_length: prompt and completion together must not be longer, in tokens; None: the model's
+        max_position_embeddings.
+      chunk_tokens: decode steps between two looks of the host at what is finished.
+      num_valid_tokens: ids from here on are padding of the embedding and never sampled.
+      report_truncated_logprobs: with top-k, top-p or min-p, report logprobs under the truncated,
+        renormalised distribution that was sampled from. False: under softmax(logits /
+        temperature) over the whole vocabulary, which is what the trainer computes again.
+      warn_of_truncation: warn once when a request has top-k, top-p or min-p.
+      copy_weights: copy the embedding and the head too. Needed if the trainer donates or deletes
+        the parameters while this samples (training asynchronously).
+    """
+    if max_rows < 1 or chunk_tokens < 1:
+      raise ValueError(f"max_rows and chunk_tokens must be positive: {max_rows}, {chunk_tokens}")
+    if num_valid_tokens is not None and not 1 <= num_valid_tokens <= config.vocab_size:
+      raise ValueError(
+        f"num_valid_tokens must be in [1, vocab_size = {config.vocab_size}], got {num_valid_tokens}"
+      )
+    self._config = config
+    self._decode_text = decode
+    self._max_rows = max_rows
+    self._max_length = max_length or config.max_position_embeddings
+    self._warn_of_truncation = warn_of_truncation
+    self._copy_weights = copy_weights
+    self._options = decoding.Options(
+      config=config,
+      compute_dtype=jnp.dtype(compute_dtype),
+      chunk=chunk_tokens,
+      num_valid=num_valid_tokens,
+      is_truncated=False,
+      report_truncated=report_truncated_logprobs,
+    )
+    self._lock = threading.Lock()  # guards all below.
+    self._weights: decoding.Weights | None = None
+    self._version = -1
+    self._arrived: list[Call] = []
+    self._in_flight: list[Call] = []
+    self._worker: threading.Thread | None = None
+    self._is_closed = False
+    self.stats = Stats()
+
+  @property
+  def weight_version(self) -> int:
+    """Version of the weights in use; -1 before any were loaded."""
+    return self._version
+
+  def load_weights(self, params: Any, *, version: int) -> None:
+    """Samples from these parameters from now on; completions under way go on with them.
+
+    Copies the layers (unstacked, in the compute dtype), and in float32 nothing else. The old
+    copies are freed first, unless completions are under way.
+
+    Args:
+      params: the trainer's tree, sharded or not.
+      version: what tokens sampled from now on carry.
+
+    Raises:
+      RuntimeError: the engine was closed.
+    """
+    with self._lock:
+      if self._is_closed:
+        raise RuntimeError("the engine was closed")
+      if self._worker is None:
+        self._weights = None
+      self._options = _with_sharding(self._options, params)
+      weights = decoding.split_layers(params, self._options)
+      if self._copy_weights:
+        weights = _with_own_arrays(weights)
+      self._weights = jax.block_until_ready(weights)
+      self._version = version
+
+  def generate(
+    self,
+    requests: Sequence[base.GenerationRequest],
+    *,
+    on_progress: base.OnProgress | None = None,
+  ) -> AsyncIterator[base.Generation]:
+    """Yields one generation for each request as they finish; see `base.Engine.generate`.
+
+    Nothing is computed before the first iteration, which enters all requests into the queue at
+    once. At temperature 0 the reported logprobs are those at temperature 1.
+
+    Raises:
+      ValueError: at once: requests that cannot be served.
+      RuntimeError: no weights were loaded, or the engine was closed.
+      FloatingPointError: from the iteration: the logits are not finite.
+    """
+    requests = scheduling.grouped_by_prompt(requests)
+    base.check_requests(
+      requests,
+      vocab_size=self._config.vocab_size,
+      max_length=self._max_length,
+      can_decode=self._decode_text is not None,
+    )
+    self._check_ready()
+    if self._warn_of_truncation and any(r.sampling.is_truncated for r in requests):
+      self._warn_of_truncation = False
+      warnings.warn(_truncation_warning(self._options.report_truncated), stacklevel=2)
+    return self._stream(requests, on_progress)
+
+  def close(self) -> None:
+    """Fails the calls in flight, waits for the worker (one chunk at most), frees the weights."""
+    with self._lock:
+      self._is_closed = True
+      worker = self._worker
+    if worker is not None:
+      worker.join()
+    with self._lock:
+      self._weights = None
+
+  def __enter__(self) -> "JaxSampler":
+    return self
+
+  def __exit__(self, *error: Any) -> None:
+    self.close()
+
+  def _check_ready(self) -> None:
+    if self._is_closed:
+      raise RuntimeError("the engine was closed")
+    if self._weights is None:
+      raise RuntimeError("load_weights must be called before generate")
+
+  async def _stream(
+    self, requests: Sequence[base.GenerationRequest], on_progress: base.OnProgress | None
+  ) -> AsyncIterator[base.Generation]:
+    if not requests:
+      return
+    call = Call(requests, on_progress)
+    with self._lock:
+      self._check_ready()
+      self._arrived.append(call)
+      if self._worker is None:
+        self._worker = threading.Thread(target=self._work, name="jax_sampler", daemon=True)
+        self._worker.start()
+    # Closed explicitly: a caller that leaves the loop early must not compute on until collected.
+    stream = call.stream()
+    try:
+      async for generation in stream:
+        yield generation
+    finally:
+      await stream.aclose()
+
+  def _work(self) -> None:
+    """Runs in the worker thread until nothing is left to do."""
+    session = None
+    while True:
+      with self._lock:
+        arrived, self._arrived = self._arrived, []
+        self._in_flight = [c for c in self._in_flight if not c.is_over] + arrived
+        if self._is_closed or not self._in_flight:
+          self._worker = None
+          closed_upon, self._in_flight = self._in_flight, []
+          break
+        weights, version, options = self._weights, self._version, self._options
+        calls = list(self._in_flight)
+      assert weights is not None  # `_check_ready` saw to it, and only `close` takes them away.
+      try:
+        if session is None:
+          session = self._new_session(options)
+        session = self._advance(session, arrived, calls, weights, version)
+      # The one boundary where the worker may fail: every caller gets the error, none hangs.
+      except Exception as error:
+        session = None
+        with self._lock:
+          self._in_flight = []
+        for call in calls:
+          call.fail(error)
+    for call in closed_upon:
+      call.fail(RuntimeError("the engine was closed"))
+
+  def _new_session(self, options: decoding.Options) -> Session:
+    return Session(
+      options, max_rows=self._max_rows, decode_text=self._decode_text, stats=self.stats
+    )
+
+  def _advance(
+    self,
+    session: Session,
+    arrived: Sequence[Call],
+    calls: Sequence[Call],
+    weights: decoding.Weights,
+    version: int,
+  ) -> Session | None:
+    """Decodes one chunk and delivers; returns None in the session's place once it is idle."""
+    for call in arrived:
+      session.submit(
+        [scheduling.Completion(r, call, scheduling.prompt_key(r)) for r in call.requests]
+      )
+    session.drop(lambda call: call.is_left)
+    finished = [] if session.is_idle else session.advance(weights, version)
+    unfinished = {id(call): session.tokens_of(call) for call in calls}
+    if session.is_idle:
+      session = None  # frees the caches before the caller goes on.
+    for call, generation in finished:
+      call.deliver(generation)
+    for call in calls:
+      call.progress(unfinished[id(call)])
+    return session
+
+
+def _with_sharding(options: decoding.Options, params: Any) -> decoding.Options:
+  """Splits the caches' heads over the mesh axes over which the key projection is split."""
+  sharding = params["layers"]["k"].sharding
+  if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+    return dataclasses.replace(options, mesh=None, head_axis=None)
+  mesh, axis = sharding.mesh, (*sharding.spec, None, None, None)[2]
+  assert isinstance(mesh, Mesh)  # arrays have concrete meshes.
+  names = (axis,) if isinstance(axis, str) else axis or ()
+  parts = math.prod(mesh.shape[name] for name in names)
+  splits = options.config.num_kv_heads % parts == 0
+  return dataclasses.replace(options, mesh=mesh, head_axis=axis if splits else None)
+
+
+def _with_own_arrays(weights: decoding.Weights) -> decoding.Weights:
+  """Copies what is shared with the trainer; a tied head stays tied."""
+  embed = jnp.copy(weights.embed)
+  head = embed if weights.head is weights.embed else jnp.copy(weights.head)
+  own = {"embed": embed, "head": head, "final_norm": jnp.copy(weights.final_norm)}
+  return dataclasses.replace(weights, **own)
+
+
+def _truncation_warning(report_truncated: bool) -> str:
+  if report_truncated:
+    reported = "the truncated one, renormalised, which the trainer does not compute"
+  else:
+    reported = "softmax(logits / temperature) over the whole vocabulary, as the trainer's"
+  return (
+    "top-k, top-p or min-p is on: tokens are sampled from a truncated distribution, but the one "
+    "that is trained is softmax(logits / temperature) over the whole vocabulary. The reported "
+    f"logprobs are of {reported} (report_truncated_logprobs={report_truncated})."
+  )
+
+
+def make(config: ModelConfig, **settings: Any) -> JaxSampler:
+  """Makes a `JaxSampler`; what `engines.make("jax_sampler", ...)` calls."""
+  return JaxSampler(config, **settings)

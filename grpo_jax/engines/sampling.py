@@ -1,0 +1,173 @@
+"""From logits to tokens and their logprobs. Pure.
+
+One uniform number a token picks it by inverting the cumulative distribution in two levels, over
+blocks of the vocabulary and then within one. That costs two passes over the logits, gives the
+normaliser for free, and needs neither a random number per vocabulary entry nor a sort.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+_BLOCK = 256  # vocabulary entries in a block of the two-level search.
+
+
+def sample(
+  logits: Float[Array, "B V"],
+  uniforms: Float[Array, " B"],
+  *,
+  temperature: Float[Array, " B"],
+  filters: tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]] | None = None,
+  num_valid: int | None = None,
+  report_truncated: bool = False,
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+  """Samples one token a row, and gives its logprob.
+
+      token = the first with Σ_{v ≤ token} p(v) > u,   p = softmax(logits / temperature)
+
+  Args:
+    logits: float32.
+    uniforms: u in [0, 1).
+    temperature: 0 takes the most likely token (the first of equals), with its logprob at
+      temperature 1.
+    filters: top-k, top-p and min-p of each row (see `keep`); None when no row has any, which
+      saves their cost.
+    num_valid: ids from here on (padding rows of the embedding) are never sampled; they stay in
+      the normaliser of the logprobs, as they do in the trainer's. None: all are valid.
+    report_truncated: give the logprob under what was really sampled, renormalised over the
+      tokens that the filters keep, instead of under the softmax over the whole vocabulary.
+
+  Returns:
+    Token ids; their logprobs, in nats.
+  """
+  vocabulary = logits.shape[1]
+  greedy = temperature == 0
+  scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+  # -inf has probability 0: padding to whole blocks and invalid ids are never sampled.
+  blocks = -(-vocabulary // _BLOCK)
+  scaled = jnp.pad(scaled, ((0, 0), (0, blocks * _BLOCK - vocabulary)), constant_values=-jnp.inf)
+  allowed = scaled
+  if num_valid is not None:
+    is_valid = jnp.asarray(np.arange(blocks * _BLOCK) < num_valid)[None]
+    allowed = jnp.where(is_valid, scaled, -jnp.inf)
+  block_max = jnp.max(allowed.reshape(-1, blocks, _BLOCK), axis=2)
+  highest = jnp.max(block_max, axis=1)
+  weights = jnp.exp(allowed - highest[:, None])
+  kept = weights if filters is None else jnp.where(keep(weights, *filters), weights, 0.0)
+  drawn = invert_cdf(kept, uniforms)
+  token = jnp.where(greedy, _first_highest(allowed, block_max), drawn)
+
+  everything = weights if num_valid is None else jnp.exp(scaled - highest[:, None])
+  counted = jnp.where(greedy[:, None], everything, kept) if report_truncated else everything
+  at_token = jnp.take_along_axis(scaled, token[:, None], axis=1)[:, 0]
+  return token, jnp.minimum(at_token - highest - jnp.log(jnp.sum(counted, axis=1)), 0.0)
+
+
+def invert_cdf(weights: Float[Array, "B V"], uniforms: Float[Array, " B"]) -> Int[Array, " B"]:
+  """Returns the first index at which the cumulative weight exceeds u times the total.
+
+  Args:
+    weights: unnormalised probabilities, at least one positive a row; V a multiple of 256.
+    uniforms: u in [0, 1).
+
+  Returns:
+    Indices; never one of weight 0, whatever the rounding.
+  """
+  blocks = weights.reshape(weights.shape[0], -1, _BLOCK)
+  sums = jnp.sum(blocks, axis=2)
+  ends = jnp.cumsum(sums, axis=1)
+  target = uniforms * ends[:, -1]
+  block = _first_above(ends, sums, target)
+  of_row = lambda x: jnp.take_along_axis(x, block[:, None], axis=1)[:, 0]
+  within = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+  left = target - (of_row(ends) - of_row(sums))
+  return block * _BLOCK + _first_above(jnp.cumsum(within, axis=1), within, left)
+
+
+def keep(
+  weights: Float[Array, "B V"],
+  top_k: Int[Array, " B"],
+  top_p: Float[Array, " B"],
+  min_p: Float[Array, " B"],
+) -> Bool[Array, "B V"]:
+  """Says which tokens top-k, then top-p, then min-p keep.
+
+  top-k keeps the k most likely tokens; top-p, of the distribution renormalised over those, the
+  fewest most likely ones whose probabilities sum to at least p; min-p those at least min_p times
+  as likely as the most likely. Tokens exactly as likely as the last one kept are kept too. Each
+  filter is a threshold on the probability, found by bisection over float32's bits, so
+  nothing is sorted.
+
+  Args:
+    weights: unnormalised probabilities, at most 1, the highest of each row exactly 1.
+    top_k: 0 keeps all.
+    top_p: 1 keeps all.
+    min_p: 0 keeps all.
+
+  Reference:
+    Holtzman et al. 2019, arXiv:1904.09751 (top-p); Nguyen et al. 2024, arXiv:2407.01082 (min-p).
+    The order, and the renormalisation between, are those of Hugging Face and vLLM.
+  """
+  k = jnp.where(top_k == 0, weights.shape[1], top_k)
+  enough = lambda kept: jnp.sum(kept, axis=1) >= k
+  k_threshold = _highest_threshold(weights, enough)
+  in_k = jnp.where(weights >= k_threshold[:, None], weights, 0.0)
+  mass = top_p * jnp.sum(in_k, axis=1)
+  enough = lambda kept: jnp.sum(jnp.where(kept, in_k, 0.0), axis=1) >= mass
+  p_threshold = jnp.where(top_p < 1.0, _highest_threshold(in_k, enough), 0.0)
+  threshold = jnp.maximum(jnp.maximum(k_threshold, p_threshold), min_p)
+  return weights >= threshold[:, None]
+
+
+def uniforms(seeds: UInt[Array, "B 2"], indices: Int[Array, " B"]) -> Float[Array, " B"]:
+  """Returns u in [0, 1) for each row: a function of its seed and of the token's index only.
+
+  Args:
+    seeds: the request's seed as (high, low) words of 32 bits.
+    indices: of the token that is sampled, within its completion.
+  """
+  one = lambda seed, index: jax.random.uniform(
+    jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), index),
+    dtype=jnp.float32,
+  )
+  return jax.vmap(one)(seeds, indices)
+
+
+def _first_above(
+  cumulative: Float[Array, "B n"], weights: Float[Array, "B n"], target: Float[Array, " B"]
+) -> Int[Array, " B"]:
+  """Returns the first index of weight > 0 whose cumulative weight exceeds the target."""
+  places = jnp.arange(weights.shape[1])[None]
+  first = jnp.sum(cumulative <= target[:, None], axis=1)[:, None]
+  # Rounding may point behind the end, or at a weight of 0: move on to the next of weight > 0.
+  after = jnp.min(jnp.where((weights > 0) & (places >= first), places, places.size), axis=1)
+  last = jnp.max(jnp.where(weights > 0, places, 0), axis=1)
+  return jnp.minimum(after, last).astype(jnp.int32)
+
+
+def _first_highest(scores: Float[Array, "B V"], block_max: Float[Array, "B n"]) -> Int[Array, " B"]:
+  """Returns argmax in two levels; over the whole row at once it is slow on CPUs."""
+  block = jnp.argmax(block_max, axis=1)
+  blocks = scores.reshape(scores.shape[0], -1, _BLOCK)
+  within = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+  return (block * _BLOCK + jnp.argmax(within, axis=1)).astype(jnp.int32)
+
+
+def _highest_threshold(weights: Float[Array, "B V"], enough) -> Float[Array, " B"]:
+  """Returns the highest threshold for which the weights at or above it are `enough`.
+
+  Non-negative floats order as their bits do, so 31 halvings of an integer interval are exact.
+  """
+  as_float = lambda bits: jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+  def halve(_, interval):
+    low, high = interval  # enough at low, not at high.
+    middle = low + (high - low) // 2
+    is_enough = enough(weights >= as_float(middle)[:, None])
+    return jnp.where(is_enough, middle, low), jnp.where(is_enough, high, middle)
+
+  rows = weights.shape[0]
+  above_one = jax.lax.bitcast_convert_type(jnp.float32(1.0), jnp.int32) + 1
+  interval = jnp.zeros(rows, jnp.int32), jnp.full(rows, above_one, jnp.int32)
+  return as_float(jax.lax.fori_loop(0, 31, halve, interval)[0])
