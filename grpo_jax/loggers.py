@@ -8,13 +8,12 @@ the first writes.
 """
 
 import math
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -33,10 +32,11 @@ from grpo_jax.rollout_log import (
 from grpo_jax.types import RolloutGroup
 
 
+@runtime_checkable
 class Logger(Protocol):
   """Where a run tells what it does."""
 
-  def write(self, step: int, metrics: Mapping[str, float]) -> None:
+  def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
     """Records the metrics of a step; several calls for one step make one line."""
     ...
 
@@ -107,8 +107,11 @@ def make(
   drop_rollouts(workdir / "rollouts", start_step)
   events = None
   if tensorboard:
-    purge = start_step or None
-    events = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=purge)
+    events = tensorboardX.SummaryWriter(
+      str(workdir / "tensorboard"),
+      purge_step=start_step,  # readers forget what they know of this step and later ones.
+      filename_suffix=f".from_{start_step}",  # two files of one second would be one.
+    )
   return RunLogger(
     workdir,
     lines=MetricLines(workdir / "metrics.jsonl", start_step),
@@ -134,27 +137,25 @@ class MetricLines:
     self.kept = [row for row in rows if row["step"] < start_step]
     self.broken = [number for number in broken if number < text.count("\n") + 1]
     replace_file(path, (json_line(row) for row in self.kept))
-    self._file = open(path, "r+b")
-    self._offset = self._file.seek(0, os.SEEK_END)  # where the last line begins.
-    self._last: dict[str, Any] = {"step": start_step - 1}
+    self._path = path
+    self._offset = path.stat().st_size  # where the last line begins.
+    self._last: dict[str, Any] = {"step": start_step - 1}  # no line of this opening yet.
+    self._start_step = start_step
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
     """Adds a line, or adds the values to the last line if it is that of the same step."""
-    if step < self._last["step"]:
+    if step < max(self._start_step, self._last["step"]):
       raise ValueError(f"steps must not go back: got {step} after {self._last['step']}")
     finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
     if step == self._last["step"]:
       self._last |= finite
     else:
-      self._offset = self._file.seek(0, os.SEEK_END)
+      self._offset = self._path.stat().st_size
       self._last = {"step": step} | finite
-    self._file.seek(self._offset)
-    self._file.write(json_line(self._last).encode())
-    self._file.truncate()
-    self._file.flush()
-
-  def close(self) -> None:
-    self._file.close()
+    with open(self._path, "r+b") as file:
+      file.seek(self._offset)
+      file.write(json_line(self._last).encode())
+      file.truncate()
 
 
 class RunLogger:
@@ -187,7 +188,7 @@ class RunLogger:
     if lines.broken:
       self.print(f"metrics.jsonl: lines {lines.broken} could not be read and were dropped")
 
-  def write(self, step: int, metrics: Mapping[str, float]) -> None:
+  def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
     """Records the metrics of a step; several calls for one step make one line.
 
     Args:
@@ -251,7 +252,6 @@ class RunLogger:
 
   def close(self) -> None:
     """Ends all files. No call may follow."""
-    self._lines.close()
     if self._events is not None:
       self._events.close()
 
@@ -264,7 +264,7 @@ class RunLogger:
 class SilentLogger:
   """Writes nothing: what all processes but the first get."""
 
-  def write(self, step: int, metrics: Mapping[str, float]) -> None:
+  def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
     """Does nothing."""
 
   def write_rollouts(

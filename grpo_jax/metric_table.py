@@ -54,6 +54,18 @@ METRICS: dict[str, Definition] = {
   "data/epoch": Definition("epochs", "passes over the training data so far"),
   "data/broken_rows": Definition("count", "rows of the data skipped as broken, so far", "0"),
   "data/overlong_prompts": Definition("count", "prompts above data.max_prompt_tokens, so far", "0"),
+  # --- what the update learns from ---
+  "filters/*": Definition("count", "groups left out of the step, by reason"),
+  "batch/loss_tokens": Definition("tokens", "learned from in the step, all its passes"),
+  "batch/rows": Definition("count", "packed rows, padding rows included"),
+  "batch/row_tokens": Definition("tokens", "length of a row"),
+  "batch/microbatches": Definition("count", "forward and backward passes"),
+  "batch/optimizer_steps": Definition("count", "updates of the weights", "> 0"),
+  "batch/packing_efficiency": Definition("share", "places of the rows that hold a token", "> 0.5"),
+  "batch/skipped_zero_advantage": Definition(
+    "count", "completions without advantage, not computed"
+  ),
+  "batch/left_out/*": Definition("count", "completions left out of the update, by reason", "0"),
   # --- evaluation on held-out prompts; the second part is evaluation.name ---
   "eval/*/accuracy": Definition(
     "share", "mean over prompts of the share of solving completions", "rises"
@@ -80,6 +92,7 @@ METRICS: dict[str, Definition] = {
     "nats", "the same, estimated from the sampled tokens alone", "> 0.05"
   ),
   "train/grad_norm": Definition("L2 norm", "of the gradient, before clipping", "level, finite"),
+  "train/skipped_share": Definition("share", "updates skipped: gradients were not finite", "0"),
   "train/learning_rate": Definition("per step", "of the optimizer, at this step"),
   "train/ratio_mean": Definition("ratio", "policy / old, mean over tokens", "about 1"),
   "train/ratio_min": Definition("ratio", "smallest; 1 with one update a batch", "> 0.1"),

@@ -44,7 +44,9 @@ def merge(parts: Iterable[Metrics]) -> Metrics:
 
 def to_floats(metrics: Metrics) -> dict[str, float]:
   """Returns {name: value}, fetched from the device in one transfer; NaN where nothing counted."""
-  return {name: value.value() for name, value in jax.device_get(metrics).items()}
+  leaves, tree = jax.tree.flatten(metrics)
+  host = tree.unflatten([float(leaf) for leaf in jax.device_get(leaves)])
+  return {name: value.value() for name, value in host.items()}
 
 
 def pass_at_k(samples: int, solved: int, k: int) -> float:

@@ -257,6 +257,7 @@ ALARMS = (  # metric, limit, sentence.
     "{} of the groups have equal rewards: little is left to learn from.",
   ),
   ("rollout/truncated_share", 0.2, "{} of the completions are cut at the token limit."),
+  ("train/skipped_share", 0.0, "{} of the updates were skipped: gradients were not finite."),
   ("rollout/failed_share", 0.05, "{} of the completions could not be scored."),
   (
     "mismatch/token_mult_prob_error",
