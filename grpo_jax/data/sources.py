@@ -7,6 +7,7 @@ broken, when that row is read, and says where a row stands (`where(row)`).
 import contextlib
 import dataclasses
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -98,8 +99,9 @@ class JsonlSource:
     if not self.path.is_file():
       raise FileNotFoundError(f"no data file {path}{_neighbours(self.path)}")
     self.name = name or self.path.stem
-    self._file = self.path.open("rb")
-    if self._file.read(2) == b"\x1f\x8b":
+    self._file = os.open(self.path, os.O_RDONLY)
+    weakref.finalize(self, os.close, self._file)
+    if os.pread(self._file, 2, 0) == b"\x1f\x8b":
       raise ValueError(f"{path} is compressed by gzip; rows are read by place: unpack it first")
     self._index = index_lines(self.path)
     if not len(self):
@@ -111,7 +113,7 @@ class JsonlSource:
   def __getitem__(self, row: int) -> Mapping[str, Any]:
     line = self._index.line(row)
     start, end = (int(i) for i in self._index.starts[line : line + 2])
-    text = os.pread(self._file.fileno(), end - start, start)
+    text = os.pread(self._file, end - start, start)
     return formats.parse_line(text, self.where(row))
 
   def where(self, row: int) -> str:

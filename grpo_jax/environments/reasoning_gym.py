@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_jax.environments.base import Environment, SingleTurn, StepResult
 from grpo_jax.environments.grading import answers, gym_score
-from grpo_jax.environments.grading.pool import GraderTimeout, WorkerPool
+from grpo_jax.environments.grading.pool import GraderError, GraderTimeout, WorkerPool
 from grpo_jax.registry import choose
 from grpo_jax.types import Prompt
 
@@ -82,7 +82,10 @@ class GymEnvironments:
     arguments = (info["task"], dict(info["task_args"]), answer, info["entry"])
     if gym_score.has_plain_scorer(*arguments[:2]):
       return gym_score.score(*arguments)
-    return float(await asyncio.wrap_future(self._pool.submit("score", *arguments)))
+    try:
+      return float(await asyncio.wrap_future(self._pool.submit("score", *arguments)))
+    except GraderError:  # some scorers raise on an answer that they cannot read; counted.
+      return 0.0
 
   def _shaped(self, score: float, info: Mapping[str, Any], text: str) -> float:
     """The reward out of the task's score."""

@@ -69,6 +69,7 @@ class WorkerPool:
     self._threads: list[threading.Thread] = []
     self._processes: set[_Process] = set()
     self._counts = {"calls": 0, "timeouts": 0, "crashes": 0, "errors": 0, "starts": 0}
+    self._modules: list[str] = []
     self._closed = False
 
   def submit(self, function: str, *arguments: Any) -> concurrent.futures.Future[Any]:
@@ -102,6 +103,10 @@ class WorkerPool:
     """Returns the ids of the processes that run now."""
     with self._lock:
       return sorted(p.pid for p in self._processes)
+
+  def loaded_modules(self) -> list[str]:
+    """Returns the names of the modules that the last started worker has imported."""
+    return list(self._modules)
 
   def close(self) -> None:
     """Ends all processes, also those in the middle of a call."""
@@ -139,7 +144,7 @@ class WorkerPool:
       if self._closed:  # close() did not see it.
         process.kill()
     try:
-      process.receive(self._start_timeout_s)
+      self._modules = process.receive(self._start_timeout_s)
     except (GraderTimeout, GraderError, EOFError) as error:
       self.end_process(process)
       reason = str(error) or "it died"

@@ -1,0 +1,261 @@
+"""Files and tasks → prompt streams: order, epochs, resume, broken rows, long prompts."""
+
+import json
+import os
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from grpo_jax import data
+from grpo_jax.data.byte_tokenizer import ByteTokenizer
+from grpo_jax.data.formats import RowError
+from grpo_jax.data.sources import JsonlSource, ReasoningGymSource, index_lines
+
+TOKENIZER = ByteTokenizer()
+
+
+def write(path, rows, *, end="\n"):
+  path.write_text("".join(json.dumps(r) + end for r in rows))
+  return path
+
+
+@pytest.fixture
+def gsm8k(tmp_path):
+  """Seven rows of the shape of GSM8K."""
+  rows = [{"question": f"What is {i}+{i}?", "answer": f"{i}+{i}\n#### {2 * i}"} for i in range(7)]
+  return write(tmp_path / "gsm8k.jsonl", rows)
+
+
+def stream(path, **settings):
+  keys = dict(input_key="question", output_key="answer")
+  return data.make(TOKENIZER, path=path, **(keys | settings))
+
+
+def ids(prompts):
+  return [p.prompt_id for p in prompts]
+
+
+def test_stream_makes_prompts_of_rows(gsm8k):
+  (prompt,) = stream(gsm8k, shuffle=False, environment="math").take(1)
+  assert prompt.prompt_id == "gsm8k:0:0"
+  assert prompt.text == "<role>user\nWhat is 0+0?<end><role>assistant\n"
+  assert TOKENIZER.decode(prompt.token_ids, skip_special=False) == prompt.text
+  assert prompt.info == {"problem": "What is 0+0?", "expected_answer": "0+0\n#### 0"}
+  assert (prompt.environment, prompt.weight) == ("math", 1.0)
+
+
+def test_every_epoch_has_every_row_once_in_an_order_of_its_own(gsm8k):
+  taken = ids(stream(gsm8k, seed=1).take(21))
+  assert len(set(taken)) == 21
+  epochs = [[i.split(":") for i in taken[e * 7 : e * 7 + 7]] for e in range(3)]
+  for number, epoch in enumerate(epochs):
+    assert {e for _, e, _ in epoch} == {str(number)}
+    assert sorted(int(row) for *_, row in epoch) == list(range(7))
+  orders = [tuple(row for *_, row in epoch) for epoch in epochs]
+  assert len(set(orders)) == 3
+
+
+def test_order_depends_on_the_seed_and_on_nothing_else(gsm8k):
+  assert ids(stream(gsm8k, seed=1).take(14)) == ids(stream(gsm8k, seed=1).take(14))
+  # grain adds the epoch to the seed: seed 2's first epoch must not be seed 1's second.
+  rows = lambda seed: [i.rpartition(":")[2] for i in ids(stream(gsm8k, seed=seed).take(14))]
+  assert rows(1)[7:] != rows(2)[:7]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 6, 7, 10])
+def test_a_resumed_stream_goes_on_as_an_unbroken_one(gsm8k, cut):
+  unbroken = ids(stream(gsm8k, seed=5).take(18))
+  first = stream(gsm8k, seed=5)
+  head = ids(first.take(cut))
+  resumed = stream(gsm8k, seed=5, cursor=first.cursor())
+  assert head + ids(resumed.take(18 - cut)) == unbroken
+
+
+def test_resume_passes_over_skipped_rows_as_the_unbroken_stream_does(tmp_path):
+  rows = [{"problem": f"{i}", "expected_answer": "1"} if i % 3 else {"oops": i} for i in range(9)]
+  path = write(tmp_path / "x.jsonl", rows)
+  settings = dict(path=path, on_error="skip", seed=2)
+  unbroken, broken = data.make(TOKENIZER, **settings), data.make(TOKENIZER, **settings)
+  expected = [(ids(unbroken.take(2)), unbroken.metrics()) for _ in range(8)]
+  got = []
+  for _ in range(8):
+    broken = data.make(TOKENIZER, **settings, cursor=broken.cursor())
+    got.append((ids(broken.take(2)), broken.metrics()))
+  assert got == expected
+  assert sum(m["data/broken_rows"] for _, m in got) == unbroken.cursor() - 16
+
+
+def test_stream_ends_after_its_epochs(gsm8k):
+  short = stream(gsm8k, epochs=2)
+  assert [len(short.take(5)) for _ in range(4)] == [5, 5, 4, 0]
+  assert short.metrics()["data/epoch"] == 2.0
+
+
+def test_a_cursor_outside_of_the_data_is_refused(gsm8k):
+  with pytest.raises(ValueError, match="cursor 8 is outside of the data: 7 positions"):
+    stream(gsm8k, epochs=1, cursor=8)
+
+
+def test_broken_row_stops_with_file_line_and_reason(tmp_path):
+  path = tmp_path / "x.jsonl"
+  path.write_bytes(b'\n{"problem": "a", "expected_answer": "1"}\n  \n{"problem": \n')
+  with pytest.raises(RowError, match=r"x\.jsonl:4: invalid JSON at column"):
+    data.make(TOKENIZER, path=path, shuffle=False).take(2)
+
+
+def test_broken_rows_are_skipped_counted_and_shown(tmp_path, caplog):
+  rows = [{"problem": "a", "expected_answer": "1"}, {"problem": "b"}, {"problem": ""}]
+  path = write(tmp_path / "x.jsonl", rows)
+  reader = data.make(TOKENIZER, path=path, shuffle=False, on_error="skip", epochs=1)
+  assert ids(reader.take(5)) == ["x:0:0"]
+  assert reader.metrics()["data/broken_rows"] == 2.0
+  assert "x.jsonl:2: no key 'expected_answer'" in caplog.text
+  assert "x.jsonl:3: 'problem' is empty" in caplog.text
+
+
+@pytest.mark.parametrize("make", [lambda **k: data.make(TOKENIZER, **k).take(1), None])
+def test_a_file_of_broken_rows_only_raises_instead_of_reading_for_ever(tmp_path, make):
+  path = write(tmp_path / "x.jsonl", [{"problem": 1}] * 3)
+  make = make or (lambda **k: data.make_held_out(TOKENIZER, **k))
+  with pytest.raises(ValueError, match=r"no row of 'x' can be used: 3 are broken(?s:.*)x.jsonl:"):
+    make(path=path, on_error="skip")
+
+
+def test_long_prompts_are_dropped_and_counted(gsm8k):
+  longest = len(stream(gsm8k, shuffle=False).take(1)[0].token_ids)
+  rows = [json.loads(line) for line in gsm8k.read_text().splitlines()]
+  rows[2]["question"] += "!"
+  write(gsm8k, rows)
+  kept = stream(gsm8k, shuffle=False, epochs=1, max_prompt_tokens=longest)
+  assert ids(kept.take(9)) == [f"gsm8k:0:{i}" for i in (0, 1, 3, 4, 5, 6)]
+  assert kept.metrics()["data/overlong_prompts"] == 1.0
+  assert kept.metrics()["data/broken_rows"] == 0.0
+
+
+def test_long_prompts_are_kept_with_weight_zero_by_option(gsm8k):
+  kept = stream(gsm8k, epochs=1, max_prompt_tokens=8, overlong="zero_weight")
+  prompts = kept.take(9)
+  assert [(len(p.token_ids), p.weight) for p in prompts] == [(8, 0.0)] * 7
+  assert kept.metrics()["data/overlong_prompts"] == 7.0
+
+
+def test_held_out_set_is_the_first_rows_in_their_order(gsm8k):
+  prompts = data.make_held_out(
+    TOKENIZER, path=gsm8k, limit=3, input_key="question", output_key="answer"
+  )
+  assert ids(prompts) == ["gsm8k:0:0", "gsm8k:0:1", "gsm8k:0:2"]
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize("last", ["", "{}"])
+def test_line_index_finds_the_lines_that_are_not_blank(tmp_path, monkeypatch, ending, last):
+  lines = ["", '{"a": 1}', "  \t", "", '{"bb": "é"}', "{}", "   ", '{"c": 3}', "", last]
+  path = tmp_path / "x.jsonl"
+  path.write_bytes(ending.join(lines).encode())
+  expected = [(i, text) for i, text in enumerate(lines) if text.strip()]
+  for chunk in (1, 2, 3, 7, 1 << 20):  # whatever the pieces in which the file is read.
+    monkeypatch.setattr("grpo_jax.data.sources._CHUNK_BYTES", chunk)
+    source = JsonlSource(path)
+    got = [(int(source.where(r).rpartition(":")[2]) - 1, source[r]) for r in range(len(source))]
+    assert got == [(i, json.loads(text)) for i, text in expected]
+
+
+def test_a_large_file_is_indexed_in_little_memory_and_never_loaded(tmp_path):
+  path = tmp_path / "large.jsonl"
+  block = b"".join(b'{"problem": "%0200d", "expected_answer": "1"}\n' % i for i in range(4000))
+  with path.open("wb") as file:
+    for _ in range(32):
+      file.write(block)
+  size = os.path.getsize(path)
+  tracemalloc.start()
+  index = index_lines(path)
+  _, peak = tracemalloc.get_traced_memory()
+  tracemalloc.stop()
+  assert len(index) == 128_000 and size > 29e6
+  assert index.starts.nbytes < 1.1e6 and index.filled is None
+  # The peak depends on the piece (4 MiB and its masks), not on the file.
+  assert peak < 80e6
+  assert JsonlSource(path)[127_999]["problem"] == f"{3999:0200d}"
+
+
+def test_data_errors_name_what_there_is(tmp_path, gsm8k):
+  with pytest.raises(FileNotFoundError, match="did you mean 'gsm8k.jsonl'"):
+    data.make(TOKENIZER, path=tmp_path / "gsmk8.jsonl")
+  (tmp_path / "empty.jsonl").write_text("\n \n")
+  with pytest.raises(ValueError, match="empty.jsonl has no rows"):
+    data.make(TOKENIZER, path=tmp_path / "empty.jsonl")
+  (tmp_path / "x.jsonl").write_bytes(b"\x1f\x8b\x08")
+  with pytest.raises(ValueError, match="compressed by gzip"):
+    data.make(TOKENIZER, path=tmp_path / "x.jsonl")
+  with pytest.raises(ValueError, match="unknown kind 'json'.*'jsonl'"):
+    data.make(TOKENIZER, kind="json")
+  with pytest.raises(ValueError, match="unknown format 'message'.*'messages'"):
+    data.make(TOKENIZER, path=gsm8k, format="message")
+  with pytest.raises(ValueError, match="unknown reasoning-gym task 'chainsum'.*'chain_sum'"):
+    data.make(TOKENIZER, kind="reasoning_gym", task="chainsum")
+  with pytest.raises(ValueError, match="no argument 'maxterms'.*'max_terms'"):
+    data.make(TOKENIZER, kind="reasoning_gym", task="chain_sum", task_args={"maxterms": 2})
+  with pytest.raises(ValueError, match="'chain_sum' refuses"):
+    data.make(TOKENIZER, kind="reasoning_gym", task="chain_sum", task_args={"min_terms": 9})
+  with pytest.raises(ValueError, match="prompt: give the text or a file, not both"):
+    data.make(TOKENIZER, path=gsm8k, prompt_template="{}", prompt_file=gsm8k)
+  with pytest.raises(FileNotFoundError, match="no system_prompt_file"):
+    data.make(TOKENIZER, path=gsm8k, system_prompt_file=tmp_path / "none.txt")
+
+
+def test_prompt_files_are_read(tmp_path, gsm8k):
+  (tmp_path / "system.txt").write_text("Be brief.")
+  (tmp_path / "cot.txt").write_text("Think.\n{}\n")
+  (prompt,) = stream(
+    gsm8k,
+    shuffle=False,
+    system_prompt_file=tmp_path / "system.txt",
+    prompt_file=tmp_path / "cot.txt",
+  ).take(1)
+  assert prompt.text.startswith(
+    "<role>system\nBe brief.<end><role>user\nThink.\nWhat is 0+0?\n<end>"
+  )
+  assert prompt.info["problem"] == "What is 0+0?"
+
+
+def test_reasoning_gym_rows_are_the_packages_own():
+  import reasoning_gym
+
+  args = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=2)
+  own = reasoning_gym.create_dataset("chain_sum", size=5, seed=1, **args)
+  prompts = data.make_held_out(
+    TOKENIZER,
+    kind="reasoning_gym",
+    task="chain_sum",
+    task_args=args,
+    task_seed=1,
+    size=5,
+    environment="reasoning_gym",
+  )
+  assert [p.info["problem"] for p in prompts] == [own[i]["question"] for i in range(5)]
+  assert [p.info["entry"] for p in prompts] == [own[i] for i in range(5)]
+  assert prompts[0].info["task_args"] == args | {"size": 5, "seed": 1}
+  assert ids(prompts)[0] == "chain_sum-1:0:0"
+
+
+def test_sources_of_the_users_own_are_found_by_dotted_path(tmp_path, monkeypatch):
+  (tmp_path / "my_sources.py").write_text(
+    "class Squares:\n"
+    "  name = 'squares'\n"
+    "  def __init__(self, size): self.size = size\n"
+    "  def __len__(self): return self.size\n"
+    "  def __getitem__(self, row): return {'problem': f'{row}*{row}', 'expected_answer': row**2}\n"
+    "  def where(self, row): return f'squares:{row}'\n"
+    "def make(config): return Squares(config.size)\n"
+  )
+  monkeypatch.syspath_prepend(tmp_path)
+  prompts = data.make(TOKENIZER, kind="my_sources.make", size=4, shuffle=False).take(4)
+  assert [p.info["expected_answer"] for p in prompts] == ["0", "1", "4", "9"]
+
+
+def test_reasoning_gym_source_reads_any_row_without_those_before():
+  source = ReasoningGymSource("chain_sum", size=100, seed=3)
+  again = ReasoningGymSource("chain_sum", size=100, seed=3)
+  assert source[73] == again[73] != source[72]
+  assert np.unique([source[i]["entry"]["question"] for i in range(20)]).size > 15

@@ -1,0 +1,149 @@
+"""The tokenizer: stop ids, chat template, turns; on a small real one trained here."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from grpo_jax.data import tokenizer as tokenizer_module
+from grpo_jax.data.byte_tokenizer import END, ByteTokenizer
+from grpo_jax.data.tokenizer import check_vocabulary, eos_ids, load
+
+CHATML = (
+  "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+  "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+  """A byte-level BPE tokenizer in a Hugging Face folder, with the ChatML template."""
+  bpe = tokenizers.Tokenizer(models.BPE())
+  bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  bpe.decoder = decoders.ByteLevel()
+  trainer = trainers.BpeTrainer(
+    vocab_size=300,
+    special_tokens=SPECIAL,
+    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    show_progress=False,
+  )
+  bpe.train_from_iterator(["the user and the assistant said the answer"] * 20, trainer)
+  bpe.save(str(tmp_path / "tokenizer.json"))
+  settings = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "eos_token": "<|im_end|>",
+    "chat_template": CHATML,
+  }
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+  return tmp_path
+
+
+def test_encode_adds_nothing_and_decode_gives_it_back(folder):
+  tokenizer = load(folder)
+  for text in ["the answer", " a  b\n", "é 🙂 ,.", "a ."]:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+  assert tokenizer.encode("<|im_end|>").tolist() == [2]
+  assert tokenizer.decode([2]) == "" and tokenizer.decode([2], skip_special=False) == "<|im_end|>"
+
+
+def test_chat_template_begins_the_assistants_turn(folder):
+  tokenizer = load(folder)
+  ids = tokenizer.apply_chat_template([{"role": "user", "content": "the"}])
+  text = "<|im_start|>user\nthe<|im_end|>\n<|im_start|>assistant\n"
+  assert tokenizer.render([{"role": "user", "content": "the"}]) == text
+  assert tokenizer.decode(ids, skip_special=False) == text
+  assert ids[0] == 1 and ids.dtype == np.int32
+
+
+def test_a_turn_continues_a_chat_as_the_template_would_write_it(folder):
+  tokenizer = load(folder)
+  start = [{"role": "user", "content": "the"}]
+  said, message = "answer", {"role": "user", "content": "and"}
+  whole = tokenizer.render([*start, {"role": "assistant", "content": said}, message])
+  for stop in ([2], []):  # the model sampled <|im_end|> itself, or was cut before it.
+    sampled = [*tokenizer.encode(said).tolist(), *stop]
+    turn = tokenizer.turn_ids(message, after=sampled[-1])
+    ids = [*tokenizer.apply_chat_template(start).tolist(), *sampled, *turn.tolist()]
+    assert tokenizer.decode(ids, skip_special=False) == whole
+
+
+def test_a_template_that_rewrites_the_past_is_refused_for_turns(folder):
+  rewriting = "{{ messages | length }}" + CHATML
+  with pytest.raises(ValueError, match="rewrites earlier turns"):
+    load(folder, chat_template=rewriting).turn_ids({"role": "user", "content": "x"}, after=None)
+
+
+@pytest.mark.parametrize(
+  ("generation", "config", "expected"),
+  [
+    (None, None, (2,)),
+    ({"eos_token_id": [5, 0]}, {"eos_token_id": 7}, (0, 2, 5, 7)),
+    ({"eos_token_id": 0}, {"eos_token_id": None}, (0, 2)),
+    ({}, {"eos_token_id": [2]}, (2,)),
+  ],
+)
+def test_stop_ids_unite_what_all_files_say(folder, generation, config, expected):
+  if generation is not None:
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+  if config is not None:
+    (folder / "config.json").write_text(json.dumps(config))
+  assert eos_ids(folder, 2) == expected
+
+
+def test_loaded_tokenizer_has_all_stop_ids_and_pads_with_one(folder):
+  (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
+  tokenizer = load(folder)
+  assert tokenizer.stop_ids == (0, 2)
+  assert tokenizer.pad_id == 0
+  known = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+  assert tokenizer.vocab_size == known
+
+
+def test_a_tokenizer_without_end_token_is_refused(folder):
+  settings = json.loads((folder / "tokenizer_config.json").read_text())
+  del settings["eos_token"]
+  (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+  with pytest.raises(ValueError, match="names an end-of-sequence token"):
+    load(folder)
+
+
+def test_missing_template_says_what_to_do_and_plain_does_without(folder):
+  settings = json.loads((folder / "tokenizer_config.json").read_text())
+  del settings["chat_template"]
+  (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+  chat = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+  with pytest.raises(ValueError, match="has no chat template; name a .jinja file.*'plain'"):
+    load(folder).render(chat)
+  assert load(folder, chat_template=tokenizer_module.PLAIN).render(chat) == "a\nb\n"
+  (folder / "mine.jinja").write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
+  assert load(folder, chat_template=str(folder / "mine.jinja")).render(chat) == "[a][b]"
+  with pytest.raises(FileNotFoundError, match=r"no chat template file .*none\.jinja"):
+    load(folder, chat_template=str(folder / "none.jinja"))
+
+
+def test_missing_folder_and_missing_tokenizer_are_told_apart(tmp_path):
+  with pytest.raises(FileNotFoundError, match="no tokenizer folder"):
+    load(tmp_path / "none")
+  with pytest.raises(ValueError, match="holds no tokenizer"):
+    load(tmp_path)
+
+
+def test_vocabularies_must_fit():
+  check_vocabulary(ByteTokenizer(), 259)
+  check_vocabulary(ByteTokenizer(), 300)  # padded rows of the model.
+  with pytest.raises(ValueError, match="tokenizer has 259 ids, the model only 258"):
+    check_vocabulary(ByteTokenizer(), 258)
+
+
+def test_byte_tokenizer_marks_turns_and_gives_bytes_back():
+  tokenizer = ByteTokenizer()
+  chat = [{"role": "user", "content": "é"}]
+  ids = tokenizer.apply_chat_template(chat)
+  assert tokenizer.decode(ids, skip_special=False) == tokenizer.render(chat)
+  assert tokenizer.decode(ids) == "user\néassistant\n"
+  turn = tokenizer.turn_ids({"role": "user", "content": "x"}, after=END)
+  cut = tokenizer.turn_ids({"role": "user", "content": "x"}, after=65)
+  assert cut.tolist() == [END, *turn.tolist()]

@@ -1,0 +1,105 @@
+"""Environments by name, their results, and reward functions of the user's own."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from grpo_jax import environments
+from grpo_jax.environments.base import SingleTurn, StepResult
+from grpo_jax.types import FinishReason, Prompt
+
+PROMPT = Prompt("x:0:0", np.zeros(1, np.int32), "mine", {"wanted": "b"}, text="say b")
+
+
+def step(environment, text: str) -> StepResult:
+  async def body():
+    await environment.start()
+    result = await environment.step(text, np.zeros(0, np.int32), FinishReason.STOP)
+    await environment.close()
+    return result
+
+  return asyncio.run(body())
+
+
+@pytest.fixture
+def user_modules(tmp_path, monkeypatch):
+  (tmp_path / "my_rewards.py").write_text(
+    "def words(prompt, completion, info, *, scale=1.0):\n"
+    "  assert prompt == 'say b'\n"
+    "  return {'hit': scale * (info['wanted'] in completion), 'short': 0.5}\n"
+    "async def later(prompt, completion, info):\n"
+    "  return float(len(completion))\n"
+    "LIMIT = 3\n"
+  )
+  (tmp_path / "my_env.py").write_text(
+    "from grpo_jax.environments.base import SingleTurn\n"
+    "def make(*, bonus):\n"
+    "  return lambda prompt: SingleTurn(lambda p, text: bonus + len(text), prompt)\n"
+  )
+  (tmp_path / "broken_env.py").write_text("import no_such_library\n")
+  monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_reward_of_components_adds_up():
+  result = StepResult({"a": 1.0, "b": -0.25}, done=True)
+  assert result.total == 0.75 and result.components == {"a": 1.0, "b": -0.25}
+  assert StepResult(0.5, done=True).components == {}
+
+
+@pytest.mark.parametrize(
+  ("reward", "total"),
+  [(0.5, 0.5), ({"a": 1.0, "b": 2.0}, 3.0), (StepResult(0.25, done=True), 0.25)],
+)
+def test_single_turn_takes_a_number_components_or_a_result(reward, total):
+  result = step(SingleTurn(lambda prompt, text: reward, PROMPT), "text")
+  assert result.total == total and result.done
+
+
+def test_reward_functions_are_found_by_dotted_path(user_modules):
+  settings = dict(module="function", path="my_rewards.words", settings={"scale": 2.0})
+  with environments.make(
+    mine=settings, later=dict(module="function", path="my_rewards.later")
+  ) as e:
+    assert step(e["mine"](PROMPT), "abc").components == {"hit": 2.0, "short": 0.5}
+    assert step(e["later"](PROMPT), "abc").total == 3.0
+
+
+@pytest.mark.parametrize("module", ["my_env", "my_env.py"])
+def test_a_module_of_the_users_own_needs_a_dot_in_its_name(user_modules, module):
+  with pytest.raises(ValueError, match="no module|cannot import"):
+    environments.make(mine=dict(module=module))
+
+
+def test_a_package_module_of_the_users_own_is_found(user_modules, tmp_path):
+  package = tmp_path / "my_package"
+  package.mkdir()
+  (package / "__init__.py").write_text("")
+  (package / "env.py").write_text((tmp_path / "my_env.py").read_text())
+  with environments.make(mine=dict(module="my_package.env", bonus=0.5)) as made:
+    assert step(made["mine"](PROMPT), "abc").total == 3.5
+  with pytest.raises(ValueError, match="environment 'mine'.*bonus"):
+    environments.make(mine=dict(module="my_package.env"))
+
+
+def test_unknown_names_list_what_there_is(user_modules):
+  with pytest.raises(ValueError, match="no module 'maths'.*did you mean 'math'.*reasoning_gym"):
+    environments.make(maths={})
+  with pytest.raises(ValueError, match="environment 'math'.*'answr'"):
+    environments.make(math=dict(answr="boxed"))
+  with pytest.raises(ValueError, match="no module 'base'"):
+    environments.make(base={})
+  with pytest.raises(ValueError, match="no function 'word'.*did you mean 'words'"):
+    environments.make(x=dict(module="function", path="my_rewards.word"))
+  with pytest.raises(ValueError, match="is no function but int"):
+    environments.make(x=dict(module="function", path="my_rewards.LIMIT"))
+  with pytest.raises(ValueError, match="named by 'package.module.function', got 'words'"):
+    environments.make(x=dict(module="function", path="words"))
+  with environments.make(math={}) as made:
+    with pytest.raises(ValueError, match="unknown environment 'maht'.*did you mean 'math'"):
+      made["maht"]
+
+
+def test_an_import_error_inside_a_users_module_is_shown_as_it_is(user_modules):
+  with pytest.raises(ModuleNotFoundError, match="no_such_library"):
+    environments.make(x=dict(module="function", path="broken_env.reward"))
