@@ -52,8 +52,8 @@ def luspo(
   mask: Bool[Array, "B N"],
   sequence_ids: Int[Array, "B N"] | None = None,
   *,
-  clip_low: float = 3e-4,
-  clip_high: float = 4e-4,
+  clip_low: float = 2e-3,
+  clip_high: float = 2.5e-3,
 ) -> Float[Array, "B N"]:
   """Computes the LUSPO loss, to be minimised: GSPO's, times the length of the completion.
 

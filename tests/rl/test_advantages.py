@@ -1,0 +1,268 @@
+"""Advantages against numbers worked by hand, slow loops and invariances; golden cases apart."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.rl import advantages, estimators, groups
+
+NAN = float("nan")
+
+
+@pytest.fixture
+def rewards():
+  return jnp.asarray(np.random.default_rng(0).normal(size=(3, 5)), jnp.float32)
+
+
+def _array(rows):
+  return jnp.asarray(rows, jnp.float32)
+
+
+@pytest.mark.parametrize(
+  "options, expected",
+  [
+    # mean 1/4, unbiased std 1/2.
+    ({}, [1.5, -0.5, -0.5, -0.5]),
+    # biased std sqrt(3)/4.
+    ({"ddof": 0}, [3**0.5, -(3**-0.5), -(3**-0.5), -(3**-0.5)]),
+    ({"scale": "none"}, [0.75, -0.25, -0.25, -0.25]),
+    # leave one out: the others' mean is 0 or 1/3, their std 0 (left unscaled) or 1/sqrt(3).
+    ({"baseline": "leave_one_out"}, [1.0, -(3**-0.5), -(3**-0.5), -(3**-0.5)]),
+    ({"baseline": "leave_one_out", "scale": "none"}, [1.0, -1 / 3, -1 / 3, -1 / 3]),
+    ({"baseline": "none", "scale": "none"}, [1.0, 0.0, 0.0, 0.0]),
+  ],
+  ids=["grpo", "biased", "dr_grpo", "nemo_rl", "rloo", "raw"],
+)
+def test_group_relative_matches_values_worked_by_hand(options, expected):
+  got = advantages.group_relative(_array([[1, 0, 0, 0]]), eps=0.0, **options)
+  np.testing.assert_allclose(got, [expected], rtol=1e-6)
+
+
+def test_batch_std_is_over_all_rewards_of_the_batch():
+  # rewards 0, 2, 1, 1: mean 1, unbiased variance 2/3.
+  got = advantages.group_relative(_array([[0, 2], [1, 1]]), scale="batch_std", eps=0.0)
+  np.testing.assert_allclose(got, [[-(1.5**0.5), 1.5**0.5], [0, 0]], rtol=1e-6)
+
+
+def test_eps_is_added_to_the_standard_deviation():
+  got = advantages.group_relative(_array([[1, 0, 0, 0]]), eps=0.5)
+  np.testing.assert_allclose(got, [[0.75, -0.25, -0.25, -0.25]], rtol=1e-6)
+
+
+def test_rloo_is_the_mean_of_the_others(rewards):
+  expected = np.empty(rewards.shape)
+  for p, group in enumerate(np.asarray(rewards)):
+    for i, reward in enumerate(group):
+      expected[p, i] = reward - np.delete(group, i).mean()
+  np.testing.assert_allclose(advantages.rloo(rewards), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_leave_one_out_std_is_that_of_the_others(rewards):
+  _, got = advantages.baseline_and_spread(rewards, baseline="leave_one_out")
+  expected = [[np.delete(g, i).std(ddof=1) for i in range(5)] for g in np.asarray(rewards)]
+  np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def test_spread_of_equal_others_is_zero_in_nemo_rls_known_bad_case():
+  group = _array([[1.0] + [0.15] * 15])
+  baseline, spread = advantages.baseline_and_spread(group, baseline="leave_one_out")
+  assert spread[0, 0] == 0.0
+  got = advantages.group_relative(group, baseline="leave_one_out")
+  assert got[0, 0] == group[0, 0] - baseline[0, 0]
+  np.testing.assert_allclose(got[0, 0], 0.85, rtol=1e-6)
+
+
+def _odd_one_out(rng):
+  """Returns a group of equal, non-dyadic rewards in which one differs; at any place."""
+  group = np.full(rng.integers(3, 33), rng.uniform(-100, 100), np.float32)
+  group[rng.integers(len(group))] = rng.uniform(-100, 100)
+  return group
+
+
+@pytest.mark.parametrize("noise", [0, 1], ids=["equal", "equal_but_for_rounding"])
+def test_no_group_that_is_equal_once_one_is_left_out_explodes(noise):
+  rng = np.random.default_rng(1)
+  estimate = jax.jit(lambda r, m: advantages.group_relative(r, m, baseline="leave_one_out"))
+  spreads = jax.jit(lambda r, m: advantages.baseline_and_spread(r, m, baseline="leave_one_out"))
+  for _ in range(150):
+    group = _odd_one_out(rng)
+    odd = int(np.argmin([np.ptp(np.delete(group, i)) for i in range(len(group))]))
+    if noise:
+      group = np.where(rng.random(len(group)) < 0.5, np.nextafter(group, np.float32(1e9)), group)
+    padded = np.full((1, 32), np.nan, np.float32)
+    padded[0, : len(group)] = group
+    mask = np.arange(32)[None, :] < len(group)
+    got = estimate(jnp.asarray(padded), jnp.asarray(mask))
+    assert spreads(jnp.asarray(padded), jnp.asarray(mask))[1][0, odd] == 0.0
+    assert np.abs(got).max() <= 250, group  # no larger than the rewards' own range, 200.
+    assert (got[0, len(group) :] == 0).all()
+
+
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
+@pytest.mark.parametrize("scale", ["group_std", "none"])
+def test_equal_rewards_give_exactly_zero(baseline, scale):
+  rng = np.random.default_rng(2)
+  values = np.concatenate([rng.uniform(-1e3, 1e3, 60), rng.uniform(0, 1, 60)]).astype(np.float32)
+  group = jnp.broadcast_to(jnp.asarray(values)[:, None], (120, 7))
+  got = advantages.group_relative(group, baseline=baseline, scale=scale)
+  np.testing.assert_array_equal(got, np.zeros((120, 7)))
+
+
+ALL = [name for name in estimators.ESTIMATORS if name != "gdpo"]
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "reinforce_pp"])
+def test_shifting_all_rewards_changes_nothing(name, rewards):
+  estimate = estimators.make(name)
+  mask = jnp.ones_like(rewards, bool)
+  np.testing.assert_allclose(estimate(rewards + 7, mask), estimate(rewards, mask), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_order_within_and_among_groups_carries_no_meaning(name, rewards):
+  estimate, mask = estimators.make(name), jnp.ones_like(rewards, bool)
+  mixed = rewards[jnp.asarray([2, 0, 1])][:, ::-1]
+  expected = estimate(rewards, mask)[jnp.asarray([2, 0, 1])][:, ::-1]
+  np.testing.assert_allclose(estimate(mixed, mask), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("value", [NAN, np.inf, 5.0], ids=["nan", "inf", "masked"])
+def test_an_attempt_that_does_not_count_leaves_no_trace(name, value, rewards):
+  estimate = estimators.make(name)
+  padded = jnp.concatenate([rewards, jnp.full((3, 2), value, jnp.float32)], axis=1)
+  mask = jnp.ones((3, 7), bool)
+  if value == 5.0:
+    mask = mask.at[:, 5:].set(False)
+  got = estimate(padded, mask)
+  np.testing.assert_allclose(got[:, :5], estimate(rewards, mask[:, :5]), rtol=1e-5, atol=1e-6)
+  np.testing.assert_array_equal(got[:, 5:], np.zeros((3, 2)))
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "reinforce_pp"])
+def test_an_only_attempt_and_an_empty_group_have_advantage_zero(name):
+  group = _array([[3.0, NAN, NAN], [NAN, NAN, NAN], [1.0, 2.0, 4.0]])
+  got = estimators.make(name)(group, jnp.asarray([[True] * 3, [True] * 3, [False] * 3]))
+  np.testing.assert_array_equal(got, np.zeros((3, 3)))
+  single = estimators.make(name)(_array([[3.0]]), jnp.ones((1, 1), bool))
+  np.testing.assert_array_equal(single, [[0.0]])
+
+
+def test_two_attempts_left_one_out_keep_their_difference():
+  got = advantages.group_relative(_array([[1, 0]]), baseline="leave_one_out")
+  np.testing.assert_array_equal(got, [[1.0, -1.0]])
+
+
+def test_gdpo_matches_values_worked_by_hand():
+  # a = [1,0], b = [0,4]: each normalises to ±1/sqrt(2); 2a + b = ±1/sqrt(2); whitened the same.
+  components = _array([[[1, 0]], [[0, 4]]])
+  got = advantages.gdpo(components, weights=(2.0, 1.0), eps=0.0)
+  np.testing.assert_allclose(got, [[0.5**0.5, -(0.5**0.5)]], rtol=1e-6)
+
+
+def test_gdpo_lets_a_missing_component_drop_out_for_that_attempt_alone():
+  components = _array([[[1, 0, 0.5, 0]], [[0, 1, NAN, 1]]])
+  got = advantages.gdpo(components)
+  assert np.isfinite(got).all()
+  a = advantages.grpo(_array([[1, 0, 0.5, 0]]))
+  b = jnp.pad(advantages.grpo(_array([[0, 1, 1]])), ((0, 0), (0, 1)))[:, jnp.asarray([0, 1, 3, 2])]
+  total = np.asarray(a + b)
+  expected = (total - total.mean()) / total.std(ddof=1)
+  np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+  nothing = advantages.gdpo(_array([[[1, 0, NAN]], [[0, 1, NAN]]]))
+  assert nothing[0, 2] == 0.0
+
+
+def test_gdpo_refuses_one_component_and_a_wrong_number_of_weights():
+  with pytest.raises(ValueError, match="at least 2"):
+    advantages.gdpo(jnp.ones((1, 2, 2)))
+  with pytest.raises(ValueError, match="3 weights for 2"):
+    advantages.gdpo(jnp.ones((2, 2, 2)), weights=(1.0, 1.0, 1.0))
+  with pytest.raises(ValueError, match="components"):
+    estimators.make("gdpo")(jnp.ones((1, 2)), jnp.ones((1, 2), bool))
+
+
+def test_whitening_has_mean_zero_and_variance_one_over_tokens():
+  x = jnp.asarray(np.random.default_rng(3).normal(3, 2, size=(4, 6)), jnp.float32)
+  mask = jnp.asarray(np.random.default_rng(4).random((4, 6)) < 0.7)
+  white = advantages.whiten(jnp.where(mask, x, jnp.nan), mask)
+  kept = np.asarray(white)[np.asarray(mask)]
+  np.testing.assert_allclose([kept.mean(), kept.var()], [0.0, 1.0], atol=1e-5)
+  assert (np.asarray(white)[~np.asarray(mask)] == 0).all()
+
+
+def test_whitening_by_counts_equals_whitening_the_tokens_themselves():
+  per_attempt = _array([[1.0, -2.0, 0.5]])
+  counts = _array([[3, 1, 2]])
+  tokens = jnp.repeat(per_attempt[0], jnp.asarray([3, 1, 2]), total_repeat_length=6)[None]
+  expected = advantages.whiten(tokens, jnp.ones_like(tokens, bool))[0, jnp.asarray([0, 3, 4])]
+  got = advantages.whiten(per_attempt, jnp.ones((1, 3), bool), counts=counts)
+  np.testing.assert_allclose(got[0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("any_token", [True, False])
+def test_whitening_equal_or_no_tokens_gives_exact_zeros(any_token):
+  x = jnp.full((2, 3), 0.15, jnp.float32)
+  got = advantages.whiten(x, jnp.full((2, 3), any_token), floor=0.0)
+  np.testing.assert_array_equal(got, np.zeros((2, 3)))
+
+
+def test_kl_in_reward_is_taken_off_each_token():
+  # d = log 2 everywhere: k1 = log 2.
+  old, ref = jnp.log(_array([[0.5, 0.5]])), jnp.log(_array([[0.25, NAN]]))
+  mask = jnp.asarray([[True, False]])
+  got = advantages.subtract_kl(_array([[1.0, NAN]]), old, ref, mask, kl_coef=0.5, estimator="k1")
+  np.testing.assert_allclose(got, [[1 - 0.5 * np.log(2), 0.0]], rtol=1e-6)
+
+
+def test_clipping_is_the_last_step():
+  made = estimators.make("grpo", clip_low=-0.4, clip_high=1.0, eps=0.0)
+  got = made(_array([[1, 0, 0, 0]]), jnp.ones((1, 4), bool))
+  np.testing.assert_allclose(got, [[1.0, -0.4, -0.4, -0.4]])
+  assert estimators.make("reinforce_pp", clip_high=0.1).needs_whitening
+
+
+@pytest.mark.parametrize(
+  "estimator, options, message",
+  [
+    ("gpro", {}, "did you mean 'grpo'"),
+    ("grpo", {"basline": "none"}, "did you mean 'baseline'"),
+    ("grpo", {"baseline": "leave_one"}, "leave_one_out"),
+    ("grpo", {"scale": "std"}, "group_std"),
+    ("grpo", {"weights": (1.0, 2.0)}, "components"),
+    ("gdpo", {"scale": "none"}, "each component"),
+    ("grpo", {"eps": -1.0}, "eps"),
+    ("grpo", {"ddof": 3}, "ddof"),
+    ("grpo", {"clip_low": 1.0, "clip_high": -1.0}, "clip_low"),
+  ],
+)
+def test_estimators_refuse_what_makes_no_sense(estimator, options, message):
+  with pytest.raises(ValueError, match=message):
+    estimators.make(estimator, **options)
+
+
+def test_groups_with_signal_are_told_by_spread_and_not_by_mean():
+  rewards = _array([[0.4, 0.6], [0.5, 0.5], [0.15, NAN], [NAN, NAN], [0.0, 1.0]])
+  mask = jnp.ones((5, 2), bool).at[4, 1].set(False)
+  np.testing.assert_array_equal(
+    groups.has_signal(rewards, mask), [True, False, False, False, False]
+  )
+
+
+def test_every_dropped_group_has_one_reason():
+  rewards = _array([[NAN, NAN], [1, NAN], [1, 1], [1, 0.9], [1, 0]])
+  reasons = groups.drop_reasons(rewards, jnp.ones((5, 2), bool), mean_low=0.1, mean_high=0.9)
+  assert {name: np.flatnonzero(hit).tolist() for name, hit in reasons.items()} == {
+    "unscorable": [0],
+    "single_attempt": [1],
+    "no_signal": [2],
+    "out_of_range": [3],
+  }
+
+
+def test_bounds_of_the_mean_reward_are_inclusive():
+  rewards = _array([[0.25, 0.75]])
+  mask = jnp.ones((1, 2), bool)
+  assert groups.mean_is_within(rewards, mask, low=0.5, high=0.5)[0]
+  assert not groups.mean_is_within(rewards, mask, low=0.51)[0]
