@@ -10,6 +10,8 @@ SCRIPTS = pathlib.Path(__file__).resolve().parents[1] / "scripts" / "benchmark"
 sys.path.append(str(SCRIPTS))
 
 import compare  # noqa: E402
+import our_reward  # noqa: E402
+import ours  # noqa: E402
 import processes  # noqa: E402
 import summary  # noqa: E402
 import workload as workloads  # noqa: E402
@@ -40,7 +42,6 @@ def make_run(walls, *, peak_mib=100.0, prompt_tokens=6, completion_tokens=20):
   ]
   return {
     "workload": {"prompts": 2, "group": 2, "dtype": "float32"},
-    "setup_s": 1.5,
     "steps": steps,
     "process": {"wall_s": 10 * sum(walls), "peak_mib": peak_mib},
   }
@@ -124,7 +125,9 @@ def test_program_row_holds_medians_over_rounds():
   row = summary.program_row(make_result(rounds), "ours")
   cells = dict(zip(summary.PROGRAM_COLUMNS, row, strict=True))
   assert (cells["step s"], cells["sample s"], cells["update s"]) == ("2.00", "0.40", "1.00")
-  assert (cells["to end of step 1 s"], cells["peak MiB"]) == ("4.5", "8")
+  # Processes of 40, 80 and 50 s, with steps of 4, 8 and 5 s in all.
+  assert (cells["first step s"], cells["outside steps s"]) == ("3.0", "45.0")
+  assert cells["peak MiB"] == "8"
 
 
 def test_text_warns_when_programs_had_other_prompts():
@@ -158,7 +161,7 @@ def test_only_programs_with_an_interpreter_run_and_ours_first():
 def test_workloads_of_programs_differ_only_where_the_options_say(tmp_path):
   options = compare.parse(
     ["--model", "m", "--json", "j", "--workload", "w2", "--steps", "5", "--dtype", "bfloat16"]
-    + ["--override", "filters.drop_no_signal=true"]
+    + ["--override", "filters.drop_no_signal=True"]
   )
   given = {
     program: compare.workload_for(program, options, model=tmp_path, problems=tmp_path)
@@ -170,6 +173,48 @@ def test_workloads_of_programs_differ_only_where_the_options_say(tmp_path):
   given["ours"].write(tmp_path / "workload.json")
   assert workloads.read(tmp_path / "workload.json") == given["ours"]
   assert given["trl"].overrides == ()
+
+
+def make_workload(**changes):
+  fields = {"prompts": 2, "group": 3, "completion": 5, "steps": 1} | changes
+  return workloads.Workload(model="model", problems="problems.jsonl", **fields)
+
+
+def test_our_configuration_is_the_workload_with_overrides_on_top():
+  overrides = ("optim.learning_rate=2e-5", "loss.loss=gspo", "batching.skip_zero_advantage=True")
+  config = ours.make_config(make_workload(overrides=overrides))
+  assert (config.rollout.prompts_per_step, config.rollout.group_size) == (2, 3)
+  assert config.sampling.max_tokens == 5
+  assert (config.optim.learning_rate, config.loss.loss) == (2e-5, "gspo")
+  assert config.batching.skip_zero_advantage is True
+  assert ours.make_config(make_workload()).batching.skip_zero_advantage is False
+
+
+def test_our_configuration_refuses_an_override_of_no_field():
+  with pytest.raises(KeyError, match="learning_rat"):
+    ours.make_config(make_workload(overrides=("optim.learning_rat=2e-5",)))
+
+
+def test_our_step_counts_the_tokens_that_were_packed():
+  row = {
+    "rollout/prompt_tokens_mean": 10.5,
+    "rollout/completion_tokens_mean": 4.5,
+    "rollout/reward_mean": 0.25,
+    "batch/rows": 2.0,
+    "batch/row_tokens": 32.0,
+    "batch/packing_efficiency": 0.75,
+    "time/step_s": 3.0,
+    "time/sample_s": 1.0,
+  }
+  step = ours.step_of(row, make_workload())
+  assert (step.prompt_tokens, step.completion_tokens, step.trained_tokens) == (21, 27, 48)
+  assert (step.wall_s, step.generate_s, step.train_s) == (3.0, 1.0, 2.0)
+  nothing = row | {"batch/rows": 0.0, "batch/row_tokens": 0.0, "batch/packing_efficiency": None}
+  assert ours.step_of(nothing, make_workload()).trained_tokens == 0
+
+
+def test_our_reward_is_the_peers_reward():
+  assert our_reward.score("the prompt", "it is 12", {"expected_answer": "12"}) == 0.5
 
 
 @pytest.mark.parametrize(

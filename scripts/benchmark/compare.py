@@ -164,12 +164,16 @@ def compare(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]
 
 
 def main() -> None:
+  """Runs what the command line says, writes the result, prints its summary."""
   options = parse()
   if options.show:
     print(summary.text(json.loads(options.show.read_text())))
     return
   with tempfile.TemporaryDirectory(prefix="benchmark_") as folder:
-    result = compare(options, pathlib.Path(folder))
+    try:
+      result = compare(options, pathlib.Path(folder))
+    except RuntimeError as error:  # a program failed; its own trace is in the message.
+      sys.exit(str(error))
   options.json.write_text(json.dumps(result, indent=1))
   print(summary.text(result))
 

@@ -7,22 +7,20 @@ A step's time is what lies between the trainer's own `on_step_begin` and
 `on_step_end`; what is not sampling or scoring of it counts as training.
 """
 
-import os
+# pyright: reportMissingImports=false
+# TRL is installed in an environment of its own.
+
 import sys
 import tempfile
 import time
 from typing import Any
 
-STARTED = time.perf_counter()
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-import datasets  # noqa: E402  (the clock and the environment come first)
-import record  # noqa: E402
-import torch  # noqa: E402
-import transformers  # noqa: E402
-import trl  # noqa: E402
-import workload as workloads  # noqa: E402
+import datasets
+import record
+import torch
+import transformers
+import trl
+import workload as workloads
 
 
 class TimedTrainer(trl.GRPOTrainer):
@@ -63,11 +61,10 @@ class StepClock(transformers.TrainerCallback):
   def __init__(self):
     self.trainer: TimedTrainer | None = None
     self.steps: list[record.Step] = []
-    self.first_start = self.start = 0.0
+    self.start = 0.0
 
   def on_step_begin(self, args, state, control, **kwargs):
     self.start = time.perf_counter()
-    self.first_start = self.first_start or self.start
     assert self.trainer is not None
     self.trainer.generate_s = self.trainer.rollout_s = 0.0
 
@@ -103,6 +100,7 @@ def trainer_config(workload: workloads.Workload, directory: str) -> trl.GRPOConf
     lr_scheduler_type="constant",
     optim="adamw_torch",
     weight_decay=0.0,
+    max_grad_norm=0.0,  # no clipping, as in the others.
     beta=0.0,
     temperature=1.0,
     top_k=0,
@@ -144,7 +142,6 @@ def main(workload_path: str, record_path: str) -> None:
     program="trl",
     workload=workload,
     steps=clock.steps,
-    setup_s=clock.first_start - STARTED,
     settings={
       "sampler": "transformers generate",
       "attention": model.config._attn_implementation,

@@ -10,31 +10,28 @@ own, since it masks by `token != pad` and the usual pad is the end token; and a
 seed for every step, since it samples with one and the same key otherwise.
 """
 
+# pyright: reportMissingImports=false
+# Tunix is installed in an environment of its own.
+
 import functools
 import json
-import os
 import pathlib
 import sys
 import time
 
-STARTED = time.perf_counter()
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-import jax  # noqa: E402  (the clock and the environment come first)
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-import record  # noqa: E402
-import transformers  # noqa: E402
-import workload as workloads  # noqa: E402
-from flax import nnx  # noqa: E402
-from tunix.models.llama3 import model as llama  # noqa: E402
-from tunix.models.llama3 import params as llama_params  # noqa: E402
-from tunix.rl import rl_cluster  # noqa: E402
-from tunix.rl.grpo import grpo_learner  # noqa: E402
-from tunix.rl.rollout import base_rollout  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import record
+import transformers
+import workload as workloads
+from flax import nnx
+from tunix.models.llama3 import model as llama
+from tunix.models.llama3 import params as llama_params
+from tunix.rl import rl_cluster
+from tunix.rl.grpo import grpo_learner
+from tunix.rl.rollout import base_rollout
 
 PROMPT_MULTIPLE = 8  # prompts are padded to a multiple of so many tokens.
 
@@ -114,11 +111,11 @@ def load_model(workload: workloads.Workload, mesh: jax.sharding.Mesh) -> nnx.Mod
 
 def set_distinct_pad(tokenizer: transformers.PreTrainedTokenizerBase, prompts: list[str]) -> None:
   """Makes a special token the pad that is neither the end token nor in any prompt."""
-  used = {tokenizer.eos_token_id}.union(*(tokenizer.encode(prompt) for prompt in prompts))
+  used = {token_id for prompt in prompts for token_id in tokenizer.encode(prompt)}
   special = [
     token.content
     for token_id, token in sorted(tokenizer.added_tokens_decoder.items())
-    if token.special and token_id not in used
+    if token.special and token_id not in used and token_id != tokenizer.eos_token_id
   ]
   tokenizer.pad_token = special[0]
 
@@ -192,14 +189,12 @@ def main(workload_path: str, record_path: str) -> None:
   ]
   cluster, learner = make_learner(workload, tokenizer, prompt_width=prompt_width)
   cluster.start_clock(workload, tokenizer.pad_token_id)
-  setup_s = cluster.step_start - STARTED
   learner.train(batches)
   record.write(
     record_path,
     program="tunix",
     workload=workload,
     steps=cluster.steps,
-    setup_s=setup_s,
     settings={
       "sampler": "vanilla",
       "weights": workload.dtype,

@@ -45,7 +45,6 @@ def write(
   program: str,
   workload: workloads.Workload,
   steps: Sequence[Step],
-  setup_s: float,
   settings: dict[str, Any],
   packages: dict[str, str],
 ) -> None:
@@ -56,7 +55,6 @@ def write(
     program: name of the program that ran.
     workload: what it was given.
     steps: in order; the first contains compilation.
-    setup_s: seconds from the start of the program to the first step.
     settings: what else a reader must know of how the program was set up.
     packages: versions, from `versions`.
   """
@@ -65,7 +63,6 @@ def write(
     "workload": dataclasses.asdict(workload),
     "settings": settings,
     "versions": packages,
-    "setup_s": setup_s,
     "load_average_at_end": os.getloadavg()[0],
     "steps": [dataclasses.asdict(step) for step in steps],
   }
