@@ -249,6 +249,8 @@ def _nearest(config: ConfigDict, name: str, path: str) -> str:
 
 
 def _list(section: ConfigDict, path: str) -> str:
+  if not len(section):
+    return f"{path} is empty here and is given as a whole: --config.{path}=\"{{'KEY': VALUE}}\""
   return f"{path or 'the configuration'} has: {', '.join(section.keys())}"
 
 

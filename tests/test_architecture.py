@@ -1,0 +1,172 @@
+"""The order of the package, as a test: who may import whom, and what is pure."""
+
+import ast
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = ROOT / "grpo_jax"
+
+# Lowest first. A unit is a module or a folder directly under grpo_jax; it may import units
+# of lower layers only. Within a folder, imports are free.
+LAYERS = [
+  {"types"},
+  {"rl", "registry", "timing", "console", "rollout_log", "manifest", "interrupts"},
+  {"metric_table", "packing"},
+  {"metrics", "layout", "configuration"},
+  {"models"},
+  {"data", "environments", "engines"},
+  {"attempt", "batching", "filters", "learn"},
+  {"rollout", "credit"},
+  {"report_data"},
+  {"stream", "evaluation", "checkpointing", "loggers", "report"},
+  {"building", "command_line"},
+  {"train"},
+  {"main"},
+]
+RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
+
+# Pure: the same values in, the same values out. No file, clock, socket, process or logger.
+PURE_UNITS = {
+  "types",
+  "rl",
+  "learn",
+  "models",
+  "packing",
+  "layout",
+  "batching",
+  "filters",
+  "credit",
+}
+READERS_AND_WRITERS = {
+  "models/__init__.py",
+  "models/export.py",
+  "models/gguf.py",
+  "models/loading.py",
+  "models/safetensors.py",
+  "models/sources.py",
+}
+PURE_MAY_IMPORT = {
+  *("jax", "jaxtyping", "numpy", "flax", "optax", "ml_dtypes", "grpo_kernels", "grpo_jax"),
+  *("bisect", "collections", "dataclasses", "difflib", "enum", "functools", "inspect", "math"),
+  "typing",
+}
+PURE_MAY_USE = PURE_UNITS | {"metrics", "metric_table"}
+EFFECTS = {"open", "print", "input", "exec", "eval", "__import__"}
+SEES_CONFIGS = {"train", "building", "command_line", "configuration", "main"}
+SAYS_NOTHING = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
+
+
+def name_of(path):
+  return path.relative_to(PACKAGE).as_posix()
+
+
+def unit_of(path):
+  return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports_of(path):
+  """Yields the dotted name of everything that a file imports, wherever in it."""
+  for node in ast.walk(ast.parse(path.read_text())):
+    if isinstance(node, ast.Import):
+      yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+      assert node.level == 0, f"{path}:{node.lineno}: imports are absolute here"
+      yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def our_imports_of(path):
+  """Yields the parts of imported names below grpo_jax, such as ("rl", "losses")."""
+  for name in imports_of(path):
+    if name.startswith("grpo_jax."):
+      yield tuple(name.split(".")[1:])
+
+
+def is_pure(path):
+  return unit_of(path) in PURE_UNITS and name_of(path) not in READERS_AND_WRITERS
+
+
+PURE = [path for path in FILES if is_pure(path)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_module_imports_only_lower_layers(path):
+  if path == PACKAGE / "__init__.py":
+    assert not list(our_imports_of(path)), "importing grpo_jax must cost nothing"
+    return
+  unit = unit_of(path)
+  assert unit in RANK, f"{unit} needs a place in LAYERS"
+  for target, *_ in our_imports_of(path):
+    assert target == unit or RANK[target] < RANK[unit], f"{unit} may not import {target}"
+
+
+@pytest.mark.parametrize("path", PURE, ids=name_of)
+def test_pure_module_imports_nothing_effectful(path):
+  roots = {name.split(".")[0] for name in imports_of(path)}
+  assert roots <= PURE_MAY_IMPORT, f"effects: {sorted(roots - PURE_MAY_IMPORT)}"
+  for target in our_imports_of(path):
+    assert target[0] in PURE_MAY_USE, f"{target[0]} is not pure"
+    assert f"{'/'.join(target[:2])}.py" not in READERS_AND_WRITERS, f"{target} reads or writes"
+
+
+@pytest.mark.parametrize("path", PURE, ids=name_of)
+def test_pure_module_calls_nothing_effectful(path):
+  calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+  names = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
+  assert not names & EFFECTS
+
+
+def test_readers_and_writers_exist():
+  assert {name for name in READERS_AND_WRITERS if not (PACKAGE / name).exists()} == set()
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_config_objects_stop_at_train(path):
+  if unit_of(path) not in SEES_CONFIGS:
+    assert not [name for name in imports_of(path) if name.startswith("ml_collections")]
+    assert "configuration" not in {target for target, *_ in our_imports_of(path)}
+
+
+@pytest.mark.parametrize("path", [*FILES, *KERNELS], ids=lambda p: str(p.relative_to(ROOT)))
+def test_package_never_imports_torch(path):
+  assert "torch" not in {name.split(".")[0] for name in imports_of(path)}
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_kernels_import_nothing_of_the_trainer(path):
+  assert "grpo_jax" not in {name.split(".")[0] for name in imports_of(path)}
+
+
+def test_kernels_folder_is_no_package():
+  """`import kernels` must stay Hugging Face's; transformers would run ours."""
+  assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_every_name_says_something():
+  folders = [ROOT / name for name in ("grpo_jax", "kernels", "configs", "scripts", "tests")]
+  paths = [
+    path for folder in folders for path in folder.rglob("*") if "__pycache__" not in str(path)
+  ]
+  assert [str(path) for path in paths if path.stem in SAYS_NOTHING] == []
+
+
+def test_mathematics_imports_without_models_and_files():
+  modules = [f"grpo_jax.rl.{path.stem}" for path in sorted((PACKAGE / "rl").glob("[a-z]*.py"))]
+  code = (
+    f"import sys, grpo_jax.rl, {', '.join(modules)}\n"
+    "unwanted = {'flax', 'optax', 'orbax', 'transformers', 'huggingface_hub', 'ml_collections',"
+    " 'absl', 'grain', 'tensorboardX'}\n"
+    "print(sorted(unwanted & set(sys.modules)))"
+  )
+  environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+  done = subprocess.run(
+    [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+  )
+  assert done.stdout == "[]\n"
