@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from grpo_jax.models import leaves
@@ -22,6 +23,7 @@ from grpo_jax.models.config import ModelConfig, RopeScaling
 # and anything else (a cache, or None).
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 
+WEIGHT_PRODUCT = "weight_product"
 _MASKED = -1e30  # finite: a row that may attend to nothing must not become NaN.
 
 
@@ -46,9 +48,13 @@ def contract(spec: str, x: Array, y: Array, compute_dtype: Any = jnp.float32) ->
 
 
 def dot(x: Float[Array, "..."], w: Float[Array, "i o"], compute_dtype: Any = jnp.float32) -> Array:
-  """Returns x @ w over the last axis of x, in float32; see `contract` for the compute dtype."""
+  """Returns x @ w over the last axis of x, in float32; see `contract` for the compute dtype.
+
+  The result bears the name `WEIGHT_PRODUCT`, by which a remat policy can keep it.
+  """
   rest = "abcdefg"[: x.ndim - 1]
-  return contract(f"{rest}i,io->{rest}o", x, w, compute_dtype)
+  product = contract(f"{rest}i,io->{rest}o", x, w, compute_dtype)
+  return checkpoint_name(product, WEIGHT_PRODUCT)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

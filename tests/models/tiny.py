@@ -7,14 +7,14 @@ import torch
 import transformers
 
 from grpo_jax import models
-from grpo_jax.models import transformer
+from grpo_jax.models import leaves, transformer
 from grpo_jax.models.config import ModelConfig
 
 SIZES = {
   "vocab_size": 61,
   "hidden_size": 24,
   "intermediate_size": 37,
-  "num_hidden_layers": 3,
+  "num_hidden_layers": 2,
   "num_attention_heads": 6,
   "num_key_value_heads": 2,
   "max_position_embeddings": 128,
@@ -68,11 +68,14 @@ def config(**options):
 
 
 def random_params(config, seed=0, scale=0.15):
-  """Returns parameters that are random everywhere, norms and biases too."""
+  """Returns parameters that are random everywhere, norms (around 1) and biases too."""
   rng = np.random.default_rng(seed)
-  shaped = transformer.init(jax.random.key(0), config)
-  noise = lambda x: x + jnp.asarray(rng.normal(size=x.shape) * scale, jnp.float32)
-  return jax.tree.map(noise, shaped)
+
+  def draw(leaf):
+    values = rng.normal(size=leaf.shape) * scale + (leaf.kind == "norm")
+    return jnp.asarray(values.astype(np.float32))
+
+  return jax.tree.map(draw, leaves.tree(config))
 
 
 def plain(tokens, segment_ids=None):
