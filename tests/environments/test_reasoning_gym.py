@@ -67,7 +67,9 @@ def test_partial_scores_are_the_tasks_own():
     assert judge(made["reasoning_gym"], prompt, text).total == len(answer) / len(text)
 
 
-@pytest.mark.parametrize("task", ["chain_sum", "countdown", "prime_factorization", "knights_knaves"])
+@pytest.mark.parametrize(
+  "task", ["chain_sum", "countdown", "prime_factorization", "knights_knaves"]
+)
 def test_tasks_with_scorers_of_their_own_judge_in_workers(task):
   prompts = tasks(task, size=1)
   entry = prompts[0].info["entry"]
@@ -81,7 +83,7 @@ def test_tasks_with_scorers_of_their_own_judge_in_workers(task):
 def test_the_tasks_scorer_decides_what_counts_as_right():
   (prompt,) = tasks("chain_sum", size=1)
   with environments.make(reasoning_gym=dict(workers=1, timeout_s=20.0)) as made:
-    same = f"+0{prompt.info['expected_answer']}.00"  # the package takes this as the same number.
+    same = f"{prompt.info['expected_answer']}.00"  # the package takes this as the same number.
     assert judge(made["reasoning_gym"], prompt, same).metrics["accuracy"] == 1.0
 
 
