@@ -1,0 +1,301 @@
+"""The composed objective: invariances, junk under masks, options, metrics."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.rl import objective_options, objectives, policy_terms
+from grpo_jax.types import Denominators, LossTokens, Mean
+
+SEQUENCE = {"aggregation": "sequence_mean"}
+CONFIGS = {
+  "grpo": {"entropy_coef": 0.01},
+  "everything": {
+    "dual_clip": 3.0,
+    "importance_correction": "token",
+    "importance_truncation": "seq_mask",
+    "importance_low": 0.7,
+    "importance_high": 1.4,
+    "off_policy_mask_threshold": 0.1,
+    "use_on_policy_kl_approximation": True,
+    "aggregation": "constant_length",
+    "max_completion_tokens": 7,
+  },
+  "gspo": {
+    "loss": "gspo",
+    "importance_correction": "sequence",
+    "importance_truncation": "tis",
+    "importance_high": 2.0,
+    **SEQUENCE,
+  },
+}
+
+
+def _tokens(seed=0, shape=(4, 6)):
+  rng = np.random.default_rng(seed)
+  policy = -rng.exponential(size=shape)
+  near = [policy + 0.3 * rng.normal(size=shape) for _ in range(3)]
+  old, behavior, ref = (jnp.asarray(x, jnp.float32) for x in near)
+  tokens = LossTokens(
+    mask=jnp.asarray(rng.random(shape) < 0.8),
+    sequence_ids=jnp.asarray(np.sort(rng.integers(0, 3, shape), axis=1), jnp.int32),
+    advantages=jnp.asarray(rng.normal(size=shape), jnp.float32),
+    behavior_logprobs=behavior,
+    old_logprobs=old,
+    ref_logprobs=ref,
+  )
+  entropy = jnp.asarray(rng.exponential(size=shape), jnp.float32)
+  return jnp.asarray(policy, jnp.float32), entropy, tokens
+
+
+def _denominators(tokens):
+  ids, mask = np.asarray(tokens.sequence_ids), np.asarray(tokens.mask)
+  sequences = sum(len(set(ids[row][mask[row]].tolist())) for row in range(len(ids)))
+  return Denominators(float(tokens.mask.sum()), float(sequences))
+
+
+def _evaluate(objective, policy, entropy, tokens, denominators):
+  share = jax.value_and_grad(lambda p: objective(p, entropy, tokens, denominators), has_aux=True)
+  (loss, metrics), grad = jax.jit(share, compiler_options={"xla_backend_optimization_level": 0})(
+    policy
+  )
+  return loss, metrics, grad
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_microbatches_add_up_in_loss_gradient_and_metrics(name):
+  objective = objectives.make(**CONFIGS[name])
+  policy, entropy, tokens = _tokens()
+  step = _denominators(tokens)
+  loss, metrics, grad = _evaluate(objective, policy, entropy, tokens, step)
+  parts = []
+  for rows in (slice(0, 1), slice(1, 4)):
+    part = jax.tree.map(lambda x, rows=rows: x[rows], (policy, entropy, tokens))
+    parts.append(_evaluate(objective, *part, step))
+  np.testing.assert_allclose(parts[0][0] + parts[1][0], loss, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(np.concatenate([parts[0][2], parts[1][2]]), grad, rtol=1e-5, atol=1e-7)
+  assert set(metrics) == set(parts[0][1])
+  for key, metric in metrics.items():
+    merged = parts[0][1][key].merge(parts[1][1][key]).value()
+    np.testing.assert_allclose(merged, metric.value(), rtol=1e-4, atol=1e-5, err_msg=key)
+  np.testing.assert_allclose(metrics["train/loss"].value(), loss, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("junk", [float("nan"), float("inf"), -float("inf"), 1e30])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_padding_and_what_it_holds_change_nothing(name, junk):
+  objective = objectives.make(**CONFIGS[name])
+  policy, entropy, tokens = _tokens()
+  step = _denominators(tokens)
+  loss, metrics, grad = _evaluate(objective, policy, entropy, tokens, step)
+
+  def pad(x):
+    value = False if x.dtype == bool else 0 if x.dtype == jnp.int32 else junk
+    return jnp.pad(x, ((0, 1), (0, 2)), constant_values=value)
+
+  got_loss, got_metrics, got_grad = _evaluate(
+    objective, *jax.tree.map(pad, (policy, entropy, tokens)), step
+  )
+  np.testing.assert_allclose(got_loss, loss, rtol=1e-5, atol=1e-7)
+  np.testing.assert_allclose(got_grad[:4, :6], grad, rtol=1e-5, atol=1e-7)
+  assert (np.asarray(got_grad)[4:] == 0).all() and (np.asarray(got_grad)[:, 6:] == 0).all()
+  assert (np.asarray(got_grad)[:4, :6][~np.asarray(tokens.mask)] == 0).all()
+  for key, metric in metrics.items():
+    np.testing.assert_allclose(got_metrics[key].value(), metric.value(), rtol=1e-5, err_msg=key)
+
+
+def test_without_old_logprobs_the_policy_is_taken_for_them():
+  policy, _, tokens = _tokens()
+  objective = objectives.make(kl_coef=0.0)
+  absent = dataclasses.replace(tokens, old_logprobs=None)
+  same = dataclasses.replace(tokens, old_logprobs=policy)
+  step = _denominators(tokens)
+  loss, metrics, grad = _evaluate(objective, policy, None, absent, step)
+  expected = _evaluate(objective, policy, None, same, step)
+  np.testing.assert_array_equal(loss, expected[0])
+  np.testing.assert_array_equal(grad, expected[2])
+  np.testing.assert_allclose(
+    grad, np.where(tokens.mask, -tokens.advantages / step.tokens, 0), rtol=1e-5
+  )
+  assert metrics["train/ratio_max"].value() == 1.0
+
+
+def test_forced_ratio_ignores_old_logprobs_and_needs_none():
+  policy, _, tokens = _tokens()
+  objective = objectives.make(kl_coef=0.0, force_on_policy_ratio=True)
+  assert not objective.needs_old
+  _, metrics, grad = _evaluate(objective, policy, None, tokens, _denominators(tokens))
+  assert metrics["train/ratio_min"].value() == metrics["train/ratio_max"].value() == 1.0
+  expected = np.where(tokens.mask, -tokens.advantages / tokens.mask.sum(), 0)
+  np.testing.assert_allclose(grad, expected, rtol=1e-5)
+
+
+def test_entropy_bonus_pulls_the_entropy_up():
+  policy, entropy, tokens = _tokens()
+  objective = objectives.make(entropy_coef=0.5)
+  grad = jax.grad(lambda e: objective(policy, e, tokens, _denominators(tokens))[0])(entropy)
+  np.testing.assert_allclose(grad, np.where(tokens.mask, -0.5 / tokens.mask.sum(), 0), rtol=1e-6)
+
+
+def test_clip_shares_count_the_tokens_without_a_gradient():
+  ratio = jnp.asarray([[0.5, 1.5, 0.5, 1.5, 4.0, 1.0]])
+  advantages = jnp.asarray([[-1.0, 1.0, 1.0, -1.0, -1.0, 1.0]])
+  tokens = LossTokens(
+    mask=jnp.ones((1, 6), bool),
+    sequence_ids=jnp.zeros((1, 6), jnp.int32),
+    advantages=advantages,
+    behavior_logprobs=jnp.full((1, 6), -2.0),
+    old_logprobs=jnp.full((1, 6), -2.0),
+  )
+  objective = objectives.make(kl_coef=0.0, dual_clip=3.0)
+  _, metrics, grad = _evaluate(
+    objective, jnp.log(ratio) - 2.0, None, tokens, Denominators(6.0, 1.0)
+  )
+  shares = [metrics[f"train/clip_{side}_share"].value() for side in ("low", "high", "dual")]
+  np.testing.assert_allclose(shares, [1 / 6] * 3, rtol=1e-6)
+  np.testing.assert_array_equal(grad[0] == 0, [True, True, False, False, True, False])
+
+
+def test_mismatch_metrics_match_values_worked_by_hand():
+  behavior, old = jnp.log(jnp.asarray([[0.5, 0.2]])), jnp.log(jnp.asarray([[0.25, 0.4]]))
+  tokens = LossTokens(
+    mask=jnp.ones((1, 2), bool),
+    sequence_ids=jnp.zeros((1, 2), jnp.int32),
+    advantages=jnp.ones((1, 2)),
+    behavior_logprobs=behavior,
+    old_logprobs=old,
+  )
+  _, metrics = objectives.make(kl_coef=0.0)(old, None, tokens, Denominators(2.0, 1.0))
+  # weights 1/2 and 2: mean 1.25, (Σw)²/(n Σw²) = 6.25 / (2 * 4.25).
+  expected = {
+    "mismatch/abs_logprob_max": np.log(2),
+    "mismatch/token_mult_prob_error": 2.0,
+    "mismatch/sampling_importance_ratio": 1.25,
+    "mismatch/effective_sample_share": 6.25 / 8.5,
+    "mismatch/gen_kl_error": np.mean([0.5 - 1 + np.log(2), 2 - 1 - np.log(2)]),
+    "train/approx_entropy": -np.mean([0.5 * np.log(0.25), 2 * np.log(0.4)]),
+  }
+  for key, value in expected.items():
+    np.testing.assert_allclose(metrics[key].value(), value, rtol=1e-5, err_msg=key)
+
+
+def test_a_batch_without_tokens_has_loss_zero_and_no_gradient():
+  policy, entropy, tokens = _tokens()
+  nothing = dataclasses.replace(tokens, mask=jnp.zeros_like(tokens.mask))
+  loss, metrics, grad = _evaluate(
+    objectives.make(**CONFIGS["everything"]), policy, entropy, nothing, Denominators(0.0, 0.0)
+  )
+  assert loss == 0.0 and (np.asarray(grad) == 0).all()
+  assert np.isnan(metrics["train/ratio_mean"].value())
+  assert isinstance(metrics["train/loss"], Mean) and float(metrics["train/loss"].count) == 0
+
+
+@pytest.mark.parametrize(
+  "options, needs",
+  [
+    ({}, "old ref local"),
+    ({"kl_coef": 0.0}, "old local"),
+    ({"kl_coef": 0.0, "loss": "reinforce"}, "local"),
+    ({"kl_coef": 0.0, "loss": "reinforce", "importance_correction": "token"}, "old local"),
+    ({"kl_coef": 0.0, "force_on_policy_ratio": True, "entropy_coef": 0.1}, "entropy local"),
+    ({"kl_in_reward": True}, "old ref local"),
+    ({"kl_coef": 0.0, "importance_correction": "sequence"}, "old"),
+    ({"kl_coef": 0.0, "off_policy_mask_threshold": 0.1}, "old"),
+    ({"kl_coef": 0.0, **SEQUENCE}, "old"),
+  ],
+)
+def test_objective_says_what_it_needs(options, needs):
+  objective = objectives.make(**options)
+  said = {
+    "old": objective.needs_old,
+    "ref": objective.needs_ref,
+    "entropy": objective.needs_entropy,
+    "local": objective.is_token_local,
+  }
+  assert " ".join(name for name, is_so in said.items() if is_so) == needs
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_token_local_means_that_a_token_alone_has_its_share_of_the_loss(local):
+  options = {"importance_correction": "token"} if local else SEQUENCE
+  objective = objectives.make(**options)
+  assert objective.is_token_local == local
+  policy, _, tokens = _tokens()
+  step = _denominators(tokens)
+  whole, _ = objective(policy, None, tokens, step)
+  columns = [jax.tree.map(lambda x, t=t: x[:, t : t + 1], (policy, tokens)) for t in range(6)]
+  columns = [
+    (p, dataclasses.replace(t, sequence_ids=jnp.zeros_like(t.sequence_ids))) for p, t in columns
+  ]
+  total = sum(objective(p, None, t, step)[0] for p, t in columns)
+  assert np.isclose(total, whole, rtol=1e-5) == local
+
+
+@pytest.mark.parametrize(
+  "options, message",
+  [
+    ({"clip_lo": 0.1}, "did you mean 'clip_low'"),
+    ({"loss": "grpo_clipped"}, "clipped"),
+    ({"kl_estimator": "k4"}, "k3"),
+    ({"aggregation": "token"}, "token_mean"),
+    ({"importance_truncation": "tiss"}, "did you mean 'tis'"),
+    ({"clip_low": -0.1}, "clip_low"),
+    ({"clip_low": 1.5}, "positive"),
+    ({"kl_coef": float("nan")}, "kl_coef"),
+    ({"dual_clip": 0.9}, "dual_clip must be > 1"),
+    ({"dual_clip": 3.0, "loss": "cispo"}, "dual_clip"),
+    ({"loss": "gspo"}, "sequence_mean"),
+    ({"loss": "reinforce", "force_on_policy_ratio": True}, "no ratio"),
+    ({"importance_truncation": "tis", "importance_high": 2.0}, "importance_correction"),
+    ({"importance_correction": "token", "importance_high": 2.0}, "importance_truncation"),
+    ({"importance_correction": "token", "importance_truncation": "tis"}, "importance_high"),
+    (
+      {
+        "importance_correction": "sequence",
+        "importance_truncation": "seq_mask",
+        "importance_high": 2.0,
+      },
+      "seq_mask",
+    ),
+    (
+      {
+        "importance_correction": "token",
+        "importance_truncation": "tis",
+        "importance_low": 3.0,
+        "importance_high": 2.0,
+      },
+      "importance_low",
+    ),
+    ({"kl_in_reward": True, "kl_coef": 0.0}, "kl_coef"),
+    ({"kl_in_reward": True, "force_on_policy_ratio": True}, "old_logprobs"),
+    ({"use_on_policy_kl_approximation": True, "kl_weight": "old"}, "kl_weight"),
+    ({"aggregation": "constant_length"}, "max_completion_tokens"),
+    ({"kl_input_clamp": 0.0}, "kl_input_clamp"),
+  ],
+)
+def test_options_that_make_no_sense_are_refused_with_the_reason(options, message):
+  with pytest.raises(ValueError, match=message):
+    objectives.make(**options)
+
+
+def test_all_that_is_wrong_is_said_at_once():
+  with pytest.raises(ValueError, match="dual_clip.*constant_length"):
+    objectives.make(dual_clip=0.5, aggregation="constant_length")
+
+
+@pytest.mark.parametrize(
+  "options, message", [({}, "ref_logprobs"), ({"entropy_coef": 1.0, "kl_coef": 0.0}, "entropy")]
+)
+def test_a_missing_input_is_named(options, message):
+  policy, _, tokens = _tokens()
+  tokens = dataclasses.replace(tokens, ref_logprobs=None)
+  with pytest.raises(ValueError, match=message):
+    objectives.make(**options)(policy, None, tokens, _denominators(tokens))
+
+
+def test_every_named_loss_exists_and_objectives_are_hashable():
+  assert set(policy_terms.POLICY_LOSSES) == set(objective_options.LOSSES)
+  assert hash(objectives.make()) == hash(objectives.make(loss="clipped"))
