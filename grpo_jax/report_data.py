@@ -108,10 +108,13 @@ def samples(run: Run) -> tuple[list[dict[str, Any]], str]:
   for step in wanted:
     groups, broken = _read_groups(run.rollouts[step])
     unreadable += broken
-    length = len(json.dumps(groups))
-    if groups and size + length <= MAX_BYTES:
-      found[step] = {"step": step, "groups": groups}
-      size += length
+    sizes = size + np.cumsum([len(json.dumps(group)) for group in groups])
+    fitting = [group for group, total in zip(groups, sizes, strict=True) if total <= MAX_BYTES]
+    if fitting:
+      found[step] = {"step": step, "groups": fitting}
+      size = int(sizes[len(fitting) - 1])
+    if len(fitting) < len(groups):
+      break
   if not found:
     return [], "No sampled groups were recorded." if not unreadable else "No group was readable."
   note = (
@@ -348,6 +351,7 @@ PANELS: tuple[Panel, ...] = (
     "Time of a step",
     {
       "sample": "time/sample_s",
+      "assemble": "time/assemble_s",
       "score": "time/score_s",
       "learn": "time/learn_s",
       "sync": "time/sync_s",
