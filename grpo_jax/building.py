@@ -1,0 +1,310 @@
+"""From a config to the parts of a run: everything that is made once, before the loop."""
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from absl import logging
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from grpo_jax import (
+  checkpointing,
+  configuration,
+  data,
+  engines,
+  environments,
+  loggers,
+  rollout,
+  timing,
+)
+from grpo_jax.engines.base import Engine, SamplingParams
+from grpo_jax.environments.base import EnvironmentFactory
+from grpo_jax.learn import optim, sharding, train_step
+from grpo_jax.models import config as model_config
+from grpo_jax.models import leaves, loading, sources, transformer
+from grpo_jax.rl import estimators, objectives
+from grpo_jax.types import Prompt, TrainState
+
+# Fields whose change does not alter what a continued run learns.
+HARMLESS = (
+  "total_steps",
+  "logging.*",
+  "checkpoint.*",
+  "export.*",
+  "evaluation.*",
+  "model.path",
+  "model.fallback",
+  "model.cache_dir",
+  "rollout.max_error_share",
+  "learn.max_skipped_steps",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """The parts of a run."""
+
+  config: ConfigDict
+  workdir: pathlib.Path
+  mesh: Mesh
+  model: loading.Loaded  # without its parameters, which training consumes.
+  reference: Any  # parameters of the frozen reference policy; None: the loss needs none.
+  tokenizer: data.Tokenizer
+  engine: Engine
+  environments: Mapping[str, EnvironmentFactory]
+  prompts: data.PromptStream
+  held_out: list[Prompt]
+  sampling: SamplingParams
+  evaluation_sampling: SamplingParams
+  limits: rollout.Limits
+  estimator: estimators.Estimator
+  objective: objectives.Objective
+  update: train_step.Update
+  score: train_step.Scorer
+  checkpoints: checkpointing.Checkpoints
+  logger: loggers.Logger
+  timer: timing.Timer
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+  """Where a run begins or goes on."""
+
+  state: TrainState
+  cursor: int  # of the data.
+  skipped: int  # updates in a row that changed nothing.
+  evaluated: dict[str, float]  # the last evaluation, of the weights of this step; or empty.
+
+
+def validate(config: ConfigDict) -> Iterator[str]:
+  """Yields everything that cannot work, before a model is loaded."""
+  yield from _refused(lambda: objectives.make(**config.loss))
+  yield from _refused(lambda: estimators.make(**config.advantages))
+  yield from _refused(lambda: SamplingParams(**config.sampling))
+  yield from _refused(lambda: SamplingParams(**_evaluation_sampling(config)))
+  yield from _refused(lambda: optim.make(_optimizer_steps(config), **config.optim))
+  if config.sampling.temperature <= 0:
+    yield "sampling.temperature must be above 0: greedy completions do not explore"
+  if config.total_steps < 1:
+    yield f"total_steps must be at least 1, got {config.total_steps}"
+  for name in ("prompts_per_step", "group_size", "max_turns"):
+    if config.rollout[name] < 1:
+      yield f"rollout.{name} must be at least 1, got {config.rollout[name]}"
+  for where, dataset in (("data", config.data), ("evaluation.data", _evaluation_data(config))):
+    if dataset["environment"] not in config.environments:
+      known = ", ".join(config.environments)
+      yield f"{where}.environment is {dataset['environment']!r}, environments has: {known}"
+  if config.rollout.group_size == 1 and config.advantages.estimator not in ("reinforce_pp",):
+    yield "rollout.group_size=1 gives every completion advantage 0: nothing would be learned"
+  too_large = [k for k in config.evaluation.pass_k if k > config.evaluation.group_size]
+  if too_large:
+    size = config.evaluation.group_size
+    yield f"evaluation.pass_k={too_large} needs evaluation.group_size >= k, which is {size}"
+  updates = config.learn.epochs * config.learn.minibatches
+  if updates < 1:
+    yield "learn.epochs and learn.minibatches must be at least 1"
+  if config.loss.force_on_policy_ratio and updates > 1:
+    yield "loss.force_on_policy_ratio needs learn.epochs=1 and learn.minibatches=1"
+  whitens = config.advantages.estimator.startswith("reinforce_pp")
+  if config.loss.kl_in_reward and not whitens:
+    yield "loss.kl_in_reward goes with advantages.estimator='reinforce_pp' (or its baseline form)"
+  if config.model.compute_dtype not in ("float32", "bfloat16"):
+    yield f"model.compute_dtype is float32 or bfloat16, got {config.model.compute_dtype!r}"
+
+
+def build(
+  config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
+) -> tuple[Run, Start]:
+  """Makes the parts of a run and restores its newest checkpoint; `stack` closes them."""
+  mesh = sharding.make_mesh(**config.mesh)
+  folder = sources.resolve(
+    config.model.path, fallback=config.model.fallback, cache_dir=config.model.cache_dir
+  )
+  tokenizer = data.load_tokenizer(folder, chat_template=config.model.chat_template)
+  prompts_options = {key: config.data[key] for key in config.data}
+  data.make(tokenizer, seed=config.seed, **prompts_options)  # a wrong file is found here, at once.
+  held_out = _held_out(config, tokenizer)
+  factories = stack.enter_context(environments.make(**config.environments.to_dict()))
+
+  checkpoints = stack.enter_context(
+    checkpointing.open(
+      workdir / "checkpoints",
+      keep_last=config.checkpoint.keep_last,
+      keep_best=config.checkpoint.keep_best,
+      best_metric=config.checkpoint.best_metric,
+      mode=config.checkpoint.best_mode,
+      tell=print,
+    )
+  )
+  _remember(config, workdir)
+  objective = objectives.make(**config.loss)
+  tx, schedule = optim.make(_optimizer_steps(config), **config.optim)
+  model, shardings = _load(folder, mesh)
+  data.check_vocabulary(tokenizer, model.config.vocab_size)
+  reference = jax.tree.map(lambda x: x.copy(), model.params) if objective.needs_ref else None
+  start = _restore(checkpoints, model.params, tx, shardings, mesh)
+  model = dataclasses.replace(model, params=None)
+
+  first = int(start.state.step)
+  logger = loggers.make(
+    workdir,
+    start_step=first,
+    total_steps=config.total_steps,
+    decode=lambda ids: tokenizer.decode(ids, skip_special=False),
+    **config.logging,
+  )
+  stack.callback(logger.close)
+  logprobs = train_step.make_logprobs(
+    model.config,
+    temperature=config.sampling.temperature,
+    compute_dtype=config.model.compute_dtype,
+    remat=config.model.remat,
+    implementation=config.model.logprobs,
+  )
+  return Run(
+    config=config,
+    workdir=workdir,
+    mesh=mesh,
+    model=model,
+    reference=reference,
+    tokenizer=tokenizer,
+    engine=_engine(config, model, tokenizer, stack),
+    environments=factories,
+    prompts=data.make(tokenizer, seed=config.seed, cursor=start.cursor, **prompts_options),
+    held_out=held_out,
+    sampling=_sampling(config.sampling.to_dict(), tokenizer, model),
+    evaluation_sampling=_sampling(_evaluation_sampling(config), tokenizer, model),
+    limits=_limits(config),
+    estimator=estimators.make(**config.advantages),
+    objective=objective,
+    update=train_step.make_update(
+      logprobs,
+      tx,
+      objective,
+      epochs=config.learn.epochs,
+      report_entropy=config.learn.report_entropy,
+      schedule=schedule,
+      shardings=shardings,
+    ),
+    score=train_step.make_scorer(logprobs),
+    checkpoints=checkpoints,
+    logger=logger,
+    timer=timing.Timer(),
+  ), start
+
+
+def _load(folder: pathlib.Path, mesh: Mesh) -> tuple[loading.Loaded, Any]:
+  """Reads the model straight into its sharding; returns the shardings, too."""
+  described = model_config.from_hf(loading.read_json(folder / "config.json"))
+  axes, shapes = transformer.logical_axes(described), leaves.tree(described)
+  shardings = sharding.param_shardings(axes, mesh, shapes=shapes)
+  return loading.load(folder, sharding=lambda _: shardings), shardings
+
+
+def _restore(
+  checkpoints: checkpointing.Checkpoints, params: Any, tx: Any, shardings: Any, mesh: Mesh
+) -> Start:
+  """Returns the newest checkpoint's state, or the state of the model as it was read."""
+  if checkpoints.steps():
+    like = _described(params, tx, shardings, mesh)
+    jax.tree.map(lambda x: x.delete(), params)  # never two sets of weights in memory.
+    restored = checkpoints.restore_latest(like)
+    if restored is not None:
+      state, extra = restored
+      print(f"continuing at step {int(state.step)}", flush=True)
+      return Start(state, extra["cursor"], extra["skipped"], extra["evaluated"])
+  return Start(train_step.init(params, tx, shardings=shardings), 0, 0, {})
+
+
+def _described(params: Any, tx: Any, shardings: Any, mesh: Mesh) -> TrainState:
+  """Returns shapes, dtypes and shardings of a state, without its arrays."""
+  whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  shapes = jax.eval_shape(lambda x: x, params)
+  of_optimizer = sharding.opt_state_shardings(tx, shapes, shardings, mesh)
+  placed = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+  return TrainState(
+    jax.ShapeDtypeStruct((), jax.numpy.int32, sharding=whole),
+    jax.tree.map(placed, shapes, shardings),
+    jax.tree.map(placed, jax.eval_shape(tx.init, shapes), of_optimizer),
+  )
+
+
+def _engine(
+  config: ConfigDict, model: loading.Loaded, tokenizer: data.Tokenizer, stack: contextlib.ExitStack
+) -> Engine:
+  """Makes the engine, which `stack` closes."""
+  settings = config.engine.to_dict()
+  engine = engines.make(
+    settings.pop("name"),
+    config=model.config,
+    decode=lambda ids: tokenizer.decode(ids, skip_special=False),
+    compute_dtype=config.model.compute_dtype,
+    num_valid_tokens=tokenizer.vocab_size,
+    **settings,
+  )
+  stack.callback(engine.close)
+  return engine
+
+
+def _sampling(
+  settings: Mapping[str, Any], tokenizer: data.Tokenizer, model: loading.Loaded
+) -> SamplingParams:
+  """Adds the ids that end a completion: all that the tokenizer and the model's files name."""
+  named = model.generation.get("eos_token_id", [])
+  ids = {*tokenizer.stop_ids, *(named if isinstance(named, list) else [named])}
+  return SamplingParams(**settings, stop_ids=tuple(sorted(i for i in ids if i is not None)))
+
+
+def _limits(config: ConfigDict) -> rollout.Limits:
+  return rollout.Limits(
+    max_turns=config.rollout.max_turns,
+    max_tokens=min(config.rollout.max_tokens, config.batching.row_tokens),
+    environment_timeout_s=config.rollout.environment_timeout_s,
+    environment_concurrency=config.rollout.environment_concurrency,
+    max_error_share=config.rollout.max_error_share,
+  )
+
+
+def _held_out(config: ConfigDict, tokenizer: data.Tokenizer) -> list[Prompt]:
+  """Reads the evaluation prompts; none if nothing is ever evaluated."""
+  options = config.evaluation
+  if not (options.at_start or options.at_end or options.every_steps):
+    return []
+  settings = _evaluation_data(config)
+  for name in ("shuffle", "epochs"):  # an evaluation set has neither.
+    settings.pop(name)
+  return data.make_held_out(tokenizer, limit=options.num_prompts, **settings)
+
+
+def _evaluation_data(config: ConfigDict) -> dict[str, Any]:
+  return {**config.data.to_dict(), **config.evaluation.data.to_dict()}
+
+
+def _evaluation_sampling(config: ConfigDict) -> dict[str, Any]:
+  return {**config.sampling.to_dict(), **config.evaluation.sampling.to_dict()}
+
+
+def _optimizer_steps(config: ConfigDict) -> int:
+  return config.total_steps * config.learn.epochs * config.learn.minibatches
+
+
+def _remember(config: ConfigDict, workdir: pathlib.Path) -> None:
+  """Writes config.json; tells in what the config differs from the one the run began with."""
+  file = workdir / "config.json"
+  if file.exists():
+    found = configuration.differences(configuration.read(file), config, harmless=HARMLESS)
+    for line in found.serious:
+      logging.warning("the configuration differs from the one that this run began with: %s", line)
+  configuration.write(config, file)
+
+
+def _refused(make: Callable[[], Any]) -> Iterator[str]:
+  """Yields the message with which something refuses to be made."""
+  try:
+    make()
+  except (TypeError, ValueError) as error:
+    yield str(error)

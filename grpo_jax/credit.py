@@ -1,0 +1,129 @@
+"""From the rewards of groups to the advantages of their rollouts, and of tokens (REINFORCE++)."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from grpo_jax.batching import Assembled, Minibatch
+from grpo_jax.rl import advantages
+from grpo_jax.rl.estimators import Estimator
+from grpo_jax.rl.objective_options import Options
+from grpo_jax.types import Batch, RolloutGroup
+
+
+def advantages_of(
+  groups: Sequence[RolloutGroup], estimator: Estimator
+) -> list[Float[np.ndarray, " G"]]:
+  """Computes the advantage of every rollout.
+
+  Groups may differ in size: they are padded, and the padding is no member of
+  any baseline. A rollout with reward NaN is none either, and gets 0.
+
+  Args:
+    groups: of one training step.
+    estimator: from `rl.estimators.make`.
+
+  Returns:
+    [G] of every group, in order.
+
+  Raises:
+    ValueError: if the estimator needs reward components that some rollout lacks.
+  """
+  if not groups:
+    return []
+  sizes = [len(group.rollouts) for group in groups]
+  rewards = _padded([group.rewards for group in groups], max(sizes))
+  mask = np.arange(max(sizes))[None, :] < np.asarray(sizes)[:, None]
+  components = _components(groups, max(sizes)) if estimator.by_component else None
+  result = np.asarray(estimator(jnp.asarray(rewards), jnp.asarray(mask), components))
+  return [row[:size] for row, size in zip(result, sizes, strict=True)]
+
+
+def whitened(assembled: Assembled, estimator: Estimator, options: Options) -> Assembled:
+  """Replaces the advantages by token-level ones of mean 0 and variance 1 over the whole step.
+
+      Âₜ = whiten(A - β KLₜ),   the KL only if `kl_in_reward`
+
+  Args:
+    assembled: with advantages per rollout, and with old and reference
+      logprobs if the KL is in the reward.
+    estimator: whose clip is applied last.
+    options: of the objective.
+
+  Returns:
+    The same batches with other advantages on the tokens that are learned from.
+
+  Reference:
+    Hu et al. 2025, REINFORCE++, arXiv:2501.03262, section 3.
+  """
+  batches = [batch for part in assembled.minibatches for batch in part.microbatches]
+  values = [_penalized(batch, options) for batch in batches]
+  masks = [np.asarray(batch.loss_places) >= 0 for batch in batches]
+  flat = np.concatenate([v[m] for v, m in zip(values, masks, strict=True)])
+  white = advantages.whiten(jnp.asarray(flat)[None, :], jnp.ones((1, flat.size), bool))
+  white = np.asarray(advantages.clip(white, low=estimator.clip_low, high=estimator.clip_high))[0]
+  pieces = iter(np.split(white, np.cumsum([m.sum() for m in masks])[:-1]))
+  parts = tuple(
+    Minibatch(
+      tuple(_with_advantages(batch, next(pieces)) for batch in part.microbatches),
+      part.denominators,
+    )
+    for part in assembled.minibatches
+  )
+  return assembled.with_minibatches(parts)
+
+
+def _penalized(batch: Batch, options: Options) -> Float[np.ndarray, "B N"]:
+  """The rollout's advantage at every loss place, less the KL penalty of the token."""
+  places = np.asarray(batch.loss_places)
+  values = np.take_along_axis(np.asarray(batch.advantages), np.maximum(places, 0), axis=-1)
+  if not (options.kl_in_reward and options.kl_coef):
+    return values
+  if batch.old_logprobs is None or batch.ref_logprobs is None:
+    raise ValueError("a KL in the reward needs old and reference logprobs of the batch")
+  penalized = advantages.subtract_kl(
+    jnp.asarray(values),
+    jnp.asarray(batch.old_logprobs),
+    jnp.asarray(batch.ref_logprobs),
+    jnp.asarray(places >= 0),
+    kl_coef=options.kl_coef,
+    estimator=options.kl_estimator,
+    input_clamp=options.kl_input_clamp,
+    output_clamp=options.kl_output_clamp,
+  )
+  return np.asarray(penalized)
+
+
+def _with_advantages(batch: Batch, values: Float[np.ndarray, " tokens"]) -> Batch:
+  """Puts one value on each of the tokens that are learned from."""
+  places = np.asarray(batch.loss_places)
+  rows, columns = np.nonzero(places >= 0)
+  result = np.zeros(batch.advantages.shape, np.float32)
+  result[rows, places[rows, columns]] = values
+  return dataclasses.replace(batch, advantages=result)
+
+
+def _components(groups: Sequence[RolloutGroup], width: int) -> Float[np.ndarray, "K P G"]:
+  """Every reward component by itself, in the order of their names; NaN where one is missing."""
+  names = sorted({name for g in groups for r in g.rollouts for name in r.reward_components})
+  if not names:
+    raise ValueError("this advantage estimator needs reward components, the rollouts have none")
+  return np.stack(
+    [
+      _padded(
+        [
+          np.asarray([r.reward_components.get(name, np.nan) for r in g.rollouts], np.float32)
+          for g in groups
+        ],
+        width,
+      )
+      for name in names
+    ]
+  )
+
+
+def _padded(rows: Sequence[np.ndarray], width: int) -> Float[np.ndarray, "P G"]:
+  return np.stack([np.pad(np.asarray(r, np.float32), (0, width - len(r))) for r in rows])

@@ -1,0 +1,268 @@
+"""The loop: sample, assemble, score, learn, publish, tell. The one file to read first.
+
+Step s starts from the weights of version s and makes version s + 1. An
+evaluation or a checkpoint "at s" is of the weights of version s. Everything
+random is folded from (seed, step, prompt, attempt), so a run that was killed
+and started again ends as if it had never stopped.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from grpo_jax import (
+  batching,
+  credit,
+  evaluation,
+  filters,
+  metrics,
+  report,
+  rollout,
+  timing,
+)
+from grpo_jax.building import Run, build, validate
+from grpo_jax.engines.base import OnProgress
+from grpo_jax.learn import sharding, train_step
+from grpo_jax.models import export
+from grpo_jax.types import Mean, Metrics, RolloutGroup, TrainState
+
+__all__ = ["train", "validate"]
+
+
+def train(config: ConfigDict, workdir: pathlib.Path, *, stop: Any = False) -> dict[str, float]:
+  """Runs the training that `config` describes, from its newest checkpoint if there is one.
+
+  Args:
+    config: resolved and valid; see configs/base.py.
+    workdir: the run folder.
+    stop: becomes true when the run is asked to end; see `interrupts.Flag`.
+
+  Returns:
+    The metrics of the last evaluation.
+  """
+  with contextlib.ExitStack() as stack:
+    run, begin = build(config, pathlib.Path(workdir), stack)
+    state, cursor, skipped, evaluated = begin.state, begin.cursor, begin.skipped, begin.evaluated
+    stack.callback(report.write, workdir)
+    timer = run.timer
+    run.engine.load_weights(state.params, version=int(state.step))
+    if evaluated:
+      run.logger.write(int(state.step), evaluated)
+    elif int(state.step) == 0 and config.evaluation.at_start:
+      evaluated = evaluate(run, step=0)
+
+    for step in range(int(state.step), config.total_steps):
+      with timer.span("step"):
+        # --- 1. sample: P prompts x G completions, scored by their environments ---
+        with timer.span("sample"):
+          groups = sample(run, step)
+        if stop or not groups:
+          break  # what was sampled is sampled again when the run goes on.
+
+        # --- 2. assemble: ragged groups -> rectangular, packed, sharded microbatches ---
+        with timer.span("assemble"):
+          kept = filters.apply(groups, **config.filters)
+          advantages = credit.advantages_of(kept.kept, run.estimator)
+          batch = assemble(run, kept.kept, advantages)
+
+        # --- 3. score: logprobs under the policies that stay fixed ---
+        with timer.span("score"):
+          batch = score(run, state, batch)
+
+        # --- 4. learn: one or more optimizer steps on the batch ---
+        with timer.span("learn"):
+          state, learned, logprobs = learn(run, state, batch)
+
+        # --- 5. publish: the engine samples from the new weights from here on ---
+        with timer.span("sync"):
+          run.engine.load_weights(state.params, version=step + 1)
+
+      # --- 6. tell: nothing below changes what is learned ---
+      cursor = run.prompts.cursor()
+      told = describe(run, step, groups, kept, batch, learned)
+      run.logger.write(step, told)
+      run.logger.write_rollouts(
+        step, kept.kept, advantages, None
+      )
+      skipped = train_step.skipped_in_a_row(skipped, told, limit=config.learn.max_skipped_steps)
+      is_last = step + 1 == config.total_steps
+      evaluated = {}
+      if due(step + 1, config.evaluation.every_steps) or (is_last and config.evaluation.at_end):
+        evaluated = evaluate(run, step=step + 1)
+      if due(step + 1, config.checkpoint.every_steps) or is_last:
+        save(run, state, cursor, skipped, evaluated)
+      if stop:
+        break
+    save(run, state, cursor, skipped, evaluated)  # nothing, if the loop has just done so.
+    if int(state.step) == config.total_steps:
+      publish(run, state)
+  return evaluated
+
+
+def due(step: int, every: int) -> bool:
+  """Returns whether what is done every `every` steps (0: never) is to be done now."""
+  return every > 0 and step % every == 0
+
+
+def counting(advance: Callable[[int], None]) -> OnProgress:
+  """Turns "so many are done" into "so many more are done"."""
+  seen = 0
+
+  def tell(done: int, total: int, tokens: int) -> None:
+    nonlocal seen
+    advance(max(done - seen, 0))
+    seen = done
+
+  return tell
+
+
+def sample(run: Run, step: int) -> list[RolloutGroup]:
+  """Takes the next prompts, samples and scores G completions of each; none if the data ended."""
+  options = run.config.rollout
+  prompts = run.prompts.take(options.prompts_per_step)
+  if not prompts:
+    run.logger.print(f"the data ended after {step} steps (data.epochs)")
+    return []
+  with run.logger.progress(f"step {step}: sampling", len(prompts) * options.group_size) as advance:
+    return rollout.collect_sync(
+      run.engine,
+      run.environments,
+      prompts,
+      run.tokenizer,
+      group_size=options.group_size,
+      sampling=run.sampling,
+      seed=run.config.seed,
+      step=step,
+      limits=run.limits,
+      on_progress=counting(advance),
+    )
+
+
+def assemble(
+  run: Run, groups: Sequence[RolloutGroup], advantages: Sequence[np.ndarray]
+) -> batching.Assembled:
+  """Packs groups into microbatches on the mesh."""
+  options = run.config.batching
+  loss = run.objective.options
+  adds_nothing = not (loss.kl_coef or loss.entropy_coef or run.estimator.needs_whitening)
+  assembled = batching.assemble(
+    groups,
+    advantages,
+    row_tokens=options.row_tokens,
+    minibatches=run.config.learn.minibatches,
+    microbatch_tokens=options.microbatch_tokens,
+    rows_multiple=sharding.replicas(run.mesh),
+    share_prefixes=options.share_prefixes,
+    pack=options.pack,
+    drop_truncated=options.drop_truncated,
+    skip_zero_advantage=options.skip_zero_advantage and adds_nothing,
+  )
+  return assembled.with_minibatches(sharding.put(assembled.minibatches, run.mesh))
+
+
+def score(run: Run, state: TrainState, batch: batching.Assembled) -> batching.Assembled:
+  """Adds old logprobs where several updates follow, reference logprobs where there is a KL."""
+  updates = run.config.learn.epochs * len(batch.minibatches)
+  loss = run.objective.options
+  needs_old = run.objective.needs_old and (updates > 1 or loss.kl_in_reward)
+  scored = train_step.with_logprobs(
+    batch.minibatches,
+    run.score,
+    old_params=state.params if needs_old else None,
+    ref_params=run.reference,
+  )
+  batch = batch.with_minibatches(jax.block_until_ready(scored))
+  if run.estimator.needs_whitening:
+    batch = credit.whitened(batch, run.estimator, loss)
+    batch = batch.with_minibatches(sharding.put(batch.minibatches, run.mesh))
+  return batch
+
+
+def learn(
+  run: Run, state: TrainState, batch: batching.Assembled
+) -> tuple[TrainState, Metrics, Any]:
+  """Updates the weights; where there is nothing to learn from, only counts the step."""
+  if not batch.minibatches:
+    untouched = {"train/skipped_share": Mean(0.0, 1.0)}
+    return dataclasses.replace(state, step=state.step + 1), untouched, []
+  return *jax.block_until_ready(run.update(state, batch.minibatches)), None
+
+
+def describe(
+  run: Run,
+  step: int,
+  groups: Sequence[RolloutGroup],
+  kept: filters.Filtered,
+  batch: batching.Assembled,
+  learned: Metrics,
+) -> dict[str, float]:
+  """Returns all metrics of a step; see docs/metrics.md."""
+  times = run.timer.collect()
+  tokens = sum(
+    len(group.prompt.token_ids) + len(r.completion_ids) for group in groups for r in group.rollouts
+  )
+  return {
+    "weight_version": float(step),
+    **metrics.of_rollouts(groups, step=step),
+    **rollout.error_counts(groups),
+    **run.environments.metrics(),
+    **run.prompts.metrics(),
+    **{f"filter/{reason}": float(count) for reason, count in kept.dropped.items()},
+    **metrics.to_floats(batch.metrics),
+    **metrics.to_floats(learned),
+    **times,
+    "perf/tokens_per_s": tokens / times["time/step_s"],
+    "perf/peak_rss_gib": timing.peak_rss_gib(),
+  }
+
+
+def evaluate(run: Run, *, step: int) -> dict[str, float]:
+  """Evaluates the weights of a step on the held-out prompts, and tells."""
+  options = run.config.evaluation
+  with (
+    run.timer.span("evaluate"),
+    run.logger.progress(f"evaluating {options.name}", len(run.held_out)) as advance,
+  ):
+    found = evaluation.run(
+      run.engine,
+      run.environments,
+      run.held_out,
+      run.tokenizer,
+      name=options.name,
+      group_size=options.group_size,
+      pass_k=options.pass_k,
+      sampling=run.evaluation_sampling,
+      seed=run.config.seed,
+      limits=run.limits,
+      on_progress=counting(advance),
+    )
+  run.logger.write(step, found)
+  return found
+
+
+def save(
+  run: Run, state: TrainState, cursor: int, skipped: int, evaluated: Mapping[str, float]
+) -> None:
+  """Starts to write a checkpoint, with all that continuing needs."""
+  extra = {"cursor": cursor, "skipped": skipped, "evaluated": dict(evaluated)}
+  with run.timer.span("checkpoint"):
+    run.checkpoints.save(int(state.step), state, extra, metrics=evaluated)
+
+
+def publish(run: Run, state: TrainState) -> None:
+  """Writes the final weights as a Hugging Face folder, export/."""
+  dtype = run.config.export.dtype
+  folder = export.to_huggingface(
+    state.params,
+    run.model.config,
+    run.workdir / "export",
+    source_directory=run.model.directory,
+    dtype=np.dtype(dtype) if dtype else None,
+  )
+  run.logger.print(f"final weights: {folder}")
