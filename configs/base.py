@@ -117,8 +117,12 @@ def get_config() -> ConfigDict:
   loss.sapo_temperature_negative = 1.05
   loss.kl_coef = 0.01  # of the KL to the reference policy; 0 needs no reference.
   loss.kl_estimator = "k3"  # "k1", "k2", "k3".
-  loss.kl_input_clamp = 20.0  # nats, of the log-ratio to the reference; None: off.
-  loss.kl_output_clamp = 10.0  # nats, of the estimate per token; None: off.
+  loss.kl_input_clamp = config_dict.FieldReference(
+    20.0
+  )  # nats, of the log-ratio to the reference; None: off.
+  loss.kl_output_clamp = config_dict.FieldReference(
+    10.0
+  )  # nats, of the estimate per token; None: off.
   loss.kl_weight = "score"  # "score" (exact gradient), "none" (TRL, verl), "old".
   loss.use_on_policy_kl_approximation = False  # weighs the KL by policy/behavior.
   loss.kl_in_reward = False  # the KL is taken off the advantages instead (Reinforce++).
@@ -135,7 +139,9 @@ def get_config() -> ConfigDict:
 
   config.batching = batching = ConfigDict()
   batching.row_tokens = 1024  # longest row; a prompt with one completion must fit.
-  batching.microbatch_tokens = 8192  # row places computed at once on one device; None: all.
+  batching.microbatch_tokens = config_dict.FieldReference(
+    8192
+  )  # row places computed at once on one device; None: all.
   batching.drop_truncated = False  # overlong filtering: truncated ones are not learned from.
   batching.skip_zero_advantage = True  # where it changes nothing, do not compute it.
   batching.share_prefixes = True  # a prompt stands once before the completions of its group.
@@ -147,7 +153,9 @@ def get_config() -> ConfigDict:
   optim.schedule = "constant"  # "constant", "linear", "cosine"; after the warm-up.
   optim.warmup_steps = 0  # optimizer steps of a linear rise.
   optim.final_share = 0.0  # what "linear" and "cosine" end at, as a share of learning_rate.
-  optim.max_grad_norm = 1.0  # gradients of a larger L2 norm are scaled down; None: never.
+  optim.max_grad_norm = config_dict.FieldReference(
+    1.0
+  )  # gradients of a larger L2 norm are scaled down; None: never.
   optim.weight_decay = 0.01  # not of norms and biases.
   optim.options = ConfigDict()  # further arguments of the optimizer: b1, b2, eps, ...
 
@@ -165,8 +173,25 @@ def get_config() -> ConfigDict:
   evaluation.group_size = 1  # completions of a prompt.
   evaluation.pass_k = (1,)  # k of pass@k, each at most group_size.
   evaluation.name = "heldout"  # in the names of metrics: eval/NAME/accuracy.
-  evaluation.data = ConfigDict()  # fields that differ from config.data.
-  evaluation.sampling = ConfigDict()  # fields that differ from config.sampling.
+  evaluation.data = held_out = ConfigDict()  # of config.data, where they differ; None: the same.
+  held_out.kind = config_dict.placeholder(str)
+  held_out.path = config_dict.placeholder(str)
+  held_out.name = config_dict.placeholder(str)
+  held_out.format = config_dict.placeholder(str)
+  held_out.input_key = config_dict.placeholder(str)
+  held_out.output_key = config_dict.placeholder(str)
+  held_out.system_prompt = config_dict.placeholder(str)
+  held_out.prompt_template = config_dict.placeholder(str)
+  held_out.environment = config_dict.placeholder(str)
+  held_out.task = config_dict.placeholder(str)
+  held_out.task_seed = config_dict.placeholder(int)
+  held_out.size = config_dict.placeholder(int)
+  evaluation.sampling = of_evaluation = ConfigDict()  # of config.sampling, likewise.
+  of_evaluation.max_tokens = config_dict.placeholder(int)
+  of_evaluation.temperature = config_dict.placeholder(float)  # 0: greedy.
+  of_evaluation.top_k = config_dict.placeholder(int)
+  of_evaluation.top_p = config_dict.placeholder(float)
+  of_evaluation.min_p = config_dict.placeholder(float)
 
   config.checkpoint = checkpoint = ConfigDict()
   checkpoint.every_steps = 10  # 0: only at the end.

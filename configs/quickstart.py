@@ -23,7 +23,7 @@ def get_config():
   config.data.system_prompt = "Answer with the final number only."
   config.data.environment = "arithmetic"
   config.environments = dict(
-    arithmetic=dict(module="reasoning_gym", answer="last_number", partial=False)
+    arithmetic=dict(module="reasoning_gym", answer="last_number", partial=False, workers=1)
   )
 
   config.rollout.prompts_per_step = 8

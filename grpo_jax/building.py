@@ -22,7 +22,6 @@ from grpo_jax import (
   timing,
 )
 from grpo_jax.engines.base import Engine, SamplingParams
-from grpo_jax.environments.base import EnvironmentFactory
 from grpo_jax.learn import optim, sharding, train_step
 from grpo_jax.models import config as model_config
 from grpo_jax.models import leaves, loading, sources, transformer
@@ -55,7 +54,7 @@ class Run:
   reference: Any  # parameters of the frozen reference policy; None: the loss needs none.
   tokenizer: data.Tokenizer
   engine: Engine
-  environments: Mapping[str, EnvironmentFactory]
+  environments: environments.Environments
   prompts: data.PromptStream
   held_out: list[Prompt]
   sampling: SamplingParams
@@ -75,7 +74,7 @@ class Start:
   """Where a run begins or goes on."""
 
   state: TrainState
-  cursor: int  # of the data.
+  cursor: Any  # of the data, as JSON.
   skipped: int  # updates in a row that changed nothing.
   evaluated: dict[str, float]  # the last evaluation, of the weights of this step; or empty.
 
@@ -214,23 +213,23 @@ def _restore(
     jax.tree.map(lambda x: x.delete(), params)  # never two sets of weights in memory.
     restored = checkpoints.restore_latest(like)
     if restored is not None:
-      state, extra = restored
+      state, extra = TrainState(**restored[0]), restored[1]
       print(f"continuing at step {int(state.step)}", flush=True)
       return Start(state, extra["cursor"], extra["skipped"], extra["evaluated"])
   return Start(train_step.init(params, tx, shardings=shardings), 0, 0, {})
 
 
-def _described(params: Any, tx: Any, shardings: Any, mesh: Mesh) -> TrainState:
-  """Returns shapes, dtypes and shardings of a state, without its arrays."""
+def _described(params: Any, tx: Any, shardings: Any, mesh: Mesh) -> dict[str, Any]:
+  """Returns shapes, dtypes and shardings of a state's fields, without their arrays."""
   whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   shapes = jax.eval_shape(lambda x: x, params)
   of_optimizer = sharding.opt_state_shardings(tx, shapes, shardings, mesh)
   placed = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-  return TrainState(
-    jax.ShapeDtypeStruct((), jax.numpy.int32, sharding=whole),
-    jax.tree.map(placed, shapes, shardings),
-    jax.tree.map(placed, jax.eval_shape(tx.init, shapes), of_optimizer),
-  )
+  return {
+    "step": jax.ShapeDtypeStruct((), jax.numpy.int32, sharding=whole),
+    "params": jax.tree.map(placed, shapes, shardings),
+    "opt_state": jax.tree.map(placed, jax.eval_shape(tx.init, shapes), of_optimizer),
+  }
 
 
 def _engine(
@@ -281,11 +280,16 @@ def _held_out(config: ConfigDict, tokenizer: data.Tokenizer) -> list[Prompt]:
 
 
 def _evaluation_data(config: ConfigDict) -> dict[str, Any]:
-  return {**config.data.to_dict(), **config.evaluation.data.to_dict()}
+  return {**config.data.to_dict(), **_given(config.evaluation.data)}
 
 
 def _evaluation_sampling(config: ConfigDict) -> dict[str, Any]:
-  return {**config.sampling.to_dict(), **config.evaluation.sampling.to_dict()}
+  return {**config.sampling.to_dict(), **_given(config.evaluation.sampling)}
+
+
+def _given(section: ConfigDict) -> dict[str, Any]:
+  """Returns the fields that are not None."""
+  return {name: value for name, value in section.to_dict().items() if value is not None}
 
 
 def _optimizer_steps(config: ConfigDict) -> int:

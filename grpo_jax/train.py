@@ -87,10 +87,9 @@ def train(config: ConfigDict, workdir: pathlib.Path, *, stop: Any = False) -> di
       cursor = run.prompts.cursor()
       told = describe(run, step, groups, kept, batch, learned)
       run.logger.write(step, told)
-      run.logger.write_rollouts(
-        step, kept.kept, advantages, None
-      )
+      run.logger.write_rollouts(step, kept.kept, advantages, None)
       skipped = train_step.skipped_in_a_row(skipped, told, limit=config.learn.max_skipped_steps)
+      run.checkpoints.check()  # a disk that is full is told now, not at the next save.
       is_last = step + 1 == config.total_steps
       evaluated = {}
       if due(step + 1, config.evaluation.every_steps) or (is_last and config.evaluation.at_end):
@@ -211,7 +210,7 @@ def describe(
     "weight_version": float(step),
     **metrics.of_rollouts(groups, step=step),
     **rollout.error_counts(groups),
-    **run.environments.metrics(),
+    **{f"perf/{name}": value for name, value in run.environments.metrics().items()},
     **run.prompts.metrics(),
     **{f"filter/{reason}": float(count) for reason, count in kept.dropped.items()},
     **metrics.to_floats(batch.metrics),
@@ -252,7 +251,7 @@ def save(
   """Starts to write a checkpoint, with all that continuing needs."""
   extra = {"cursor": cursor, "skipped": skipped, "evaluated": dict(evaluated)}
   with run.timer.span("checkpoint"):
-    run.checkpoints.save(int(state.step), state, extra, metrics=evaluated)
+    run.checkpoints.save(int(state.step), dict(vars(state)), extra, metrics=evaluated)
 
 
 def publish(run: Run, state: TrainState) -> None:

@@ -6,7 +6,7 @@ returns are the ids that it sampled.
 
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -75,6 +75,7 @@ class Generation:
   matched_stop: int | str | None = None  # the stop id or stop string; None: none ended it.
 
 
+@runtime_checkable
 class Engine(Protocol):
   """Samples completions from weights that training replaces again and again."""
 
