@@ -193,6 +193,8 @@ def test_nothing_that_is_written_by_others_becomes_markup(tmp_path):
   assert [tag for tag, _ in page.tags if tag == "script"] == ["script"] * 3
   assert "img" not in [tag for tag, _ in page.tags]
   assert not any(name.startswith("on") for _, attrs in page.tags for name in attrs)
+  (written,) = [t for attrs, t in page.elements("script") if attrs.get("id") == "data"]
+  assert not set("<>&\u2028") & set(written)
   assert "alert(1)</script>" not in text and "<b>/accuracy" not in text
   group = page.data["samples"][0]["groups"][0]
   assert (group["prompt"], group["rollouts"][0]["texts"]) == (EVIL, [EVIL, EVIL])
