@@ -144,7 +144,7 @@ def test_init_the_module_and_the_axes_agree_on_the_tree(tied):
   assert ranks == jax.tree.map(lambda x: x.ndim, ours)
   assert axes["layers"]["down"] == ("layers", "mlp", "embed")
   assert ours["layers"]["down"].shape == (3, 37, 24)
-  head, layout = transformer.head(ours, config)
+  head, layout = transformer.head(tiny.random_params(config), config)
   assert (head.shape, layout) == (((61, 24), "vd") if tied else ((24, 61), "dv"))
 
 
