@@ -14,12 +14,19 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 from jaxtyping import Float
 
 from grpo_jax import layout, packing
-from grpo_jax.types import Batch, Denominators, Mean, Metrics, Prompt, Rollout, RolloutGroup
+from grpo_jax.types import (
+  Denominators,
+  Mean,
+  Metrics,
+  Minibatch,
+  Prompt,
+  Rollout,
+  RolloutGroup,
+)
 
 # Why a completion is not in the loss, in the order in which reasons are tried.
 LEFT_OUT = (
@@ -45,15 +52,6 @@ class Placement:
   rollout: int  # index into that group's rollouts.
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Minibatch:
-  """What one optimizer step learns from: microbatches of equal shapes, one set of denominators."""
-
-  microbatches: tuple[Batch, ...]
-  denominators: Denominators
-
-
 @dataclasses.dataclass(frozen=True)
 class Assembled:
   """A training step's data; no minibatch at all if no completion has anything to teach."""
@@ -61,6 +59,10 @@ class Assembled:
   minibatches: tuple[Minibatch, ...]
   placements: tuple[Placement, ...]
   metrics: Metrics  # "batch/…": see `assemble`.
+
+  def with_minibatches(self, minibatches: Sequence[Minibatch]) -> "Assembled":
+    """Returns the same with other contents at the same places."""
+    return dataclasses.replace(self, minibatches=tuple(minibatches))
 
 
 def assemble(
@@ -116,7 +118,7 @@ def assemble(
   """
   _check(groups, advantages, row_tokens, minibatches, rows_multiple)
   prompt_limit = min(max_prompt_tokens or row_tokens, row_tokens - 1)
-  counts = collections.Counter(dict.fromkeys((*LEFT_OUT, _SKIPPED), 0))
+  counts: collections.Counter[str] = collections.Counter()
   parts = []
   for members in np.array_split(np.arange(len(groups)), max(min(minibatches, len(groups)), 1)):
     part = _Part()

@@ -150,6 +150,15 @@ class Denominators:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Minibatch:
+  """What one optimizer step learns from: microbatches of equal shapes, one set of denominators."""
+
+  microbatches: tuple[Batch, ...]
+  denominators: Denominators
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Mean:
   """A mean as total and count, so that merging over microbatches and devices is exact."""
 

@@ -11,6 +11,7 @@ instead would read and write the whole head's gradient once per chunk.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +60,8 @@ def linear_logprobs(
     with_entropy=return_entropy,
     chunk=vocab_chunk or chunk_size(hidden.shape[0], vocabulary),
   )
-  logprobs, entropy = _logprobs(settings, hidden, head, targets)
+  outputs: Any = _logprobs(settings, hidden, head, targets)
+  logprobs, entropy = outputs
   in_range = (targets >= 0) & (targets < vocabulary)
   logprobs = jnp.where(in_range, logprobs, jnp.nan)
   return (logprobs, entropy) if return_entropy else logprobs
@@ -88,7 +90,7 @@ class _Settings:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _logprobs(settings, hidden, head, targets):
+def _logprobs(settings, hidden, head, targets) -> tuple[Array, Array | None]:
   """Returns (logprobs, entropy or None); the entry point of differentiation."""
   return _forward(settings, hidden, head, targets)[0]
 

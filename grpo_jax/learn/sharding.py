@@ -1,0 +1,142 @@
+"""The device mesh, and what of a model or a batch lies on which device. Pure.
+
+Three mesh axes: "data" splits rows and copies weights; "fsdp" splits rows, and
+the weights and optimizer state with them (ZeRO-3); "tensor" splits heads,
+feed-forward and vocabulary. Arrays say where they lie; the compiler puts the
+communication in.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+AXES = ("data", "fsdp", "tensor")
+ROWS = ("data", "fsdp")  # the mesh axes that split the rows of a batch.
+
+# Logical axis of a parameter (models/leaves.py) → mesh axis. What is not named here, and an axis
+# whose length the mesh axis does not divide, is kept whole on every device.
+RULES: dict[str, str] = {
+  "vocab": "tensor",
+  "heads": "tensor",
+  "kv_heads": "tensor",
+  "mlp": "tensor",
+  "embed": "fsdp",
+}
+
+
+def make_mesh(
+  *,
+  data: int = -1,
+  fsdp: int = 1,
+  tensor: int = 1,
+  devices: Sequence[Any] | None = None,
+) -> Mesh:
+  """Makes the mesh ("data", "fsdp", "tensor").
+
+  Args:
+    data: replicas; like the others, at least 1, or -1 (at one place): the devices left over.
+    fsdp: parts of weights and rows.
+    tensor: parts of heads, feed-forward and vocabulary.
+    devices: to use; None: all.
+
+  Raises:
+    ValueError: the sizes do not make up the number of devices.
+  """
+  devices = jax.devices() if devices is None else devices
+  sizes = [data, fsdp, tensor]
+  named = dict(zip(AXES, sizes, strict=True))
+  if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
+    raise ValueError(f"mesh sizes must be at least 1, one of them may be -1; got {named}")
+  given = int(np.prod([size for size in sizes if size != -1]))
+  if -1 in sizes and len(devices) % given == 0:
+    sizes[sizes.index(-1)] = len(devices) // given
+  if int(np.prod(sizes)) != len(devices):
+    raise ValueError(f"mesh {named} does not make up {len(devices)} devices")
+  grid = np.asarray(devices, dtype=object).reshape(sizes)
+  return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def replicas(mesh: Mesh) -> int:
+  """Returns over how many devices rows are split: the number of which B must be a multiple."""
+  return int(np.prod([mesh.shape[axis] for axis in ROWS]))
+
+
+def param_shardings(logical_axes: Any, mesh: Mesh, *, shapes: Any) -> Any:
+  """Returns where each parameter lies, by `RULES`.
+
+  Args:
+    logical_axes: tree of tuples of logical names, one per axis of the parameter, or None.
+    mesh: made by `make_mesh`.
+    shapes: tree like it of arrays, or of anything else that has a `shape`.
+
+  Raises:
+    ValueError: a parameter has not as many axes as names.
+  """
+  return jax.tree.map(
+    lambda names, like: NamedSharding(mesh, _spec(names, like.shape, mesh)),
+    logical_axes,
+    shapes,
+    is_leaf=lambda node: isinstance(node, tuple),
+  )
+
+
+def opt_state_shardings(
+  tx: optax.GradientTransformation, params: Any, shardings: Any, mesh: Mesh
+) -> Any:
+  """Returns where the optimizer's state lies: what is shaped like a parameter lies with it.
+
+  Args:
+    tx: the optimizer.
+    params: tree of arrays or shapes.
+    shardings: of the parameters.
+    mesh: on all of which everything else (step counts) is copied.
+  """
+  whole = NamedSharding(mesh, PartitionSpec())
+  return optax.tree_utils.tree_map_params(
+    tx,
+    lambda _, sharding: sharding,
+    jax.eval_shape(tx.init, params),
+    shardings,
+    transform_non_params=lambda _: whole,
+  )
+
+
+def of_rows(mesh: Mesh) -> NamedSharding:
+  """Returns the sharding of arrays whose first axis is rows."""
+  return NamedSharding(mesh, PartitionSpec(ROWS))
+
+
+def put(tree: Any, mesh: Mesh) -> Any:
+  """Puts batches (any tree of arrays [B ...]) on the mesh, rows split; scalars are left alone.
+
+  Raises:
+    ValueError: B is no multiple of `replicas(mesh)`.
+  """
+  parts = replicas(mesh)
+
+  def put_one(x):
+    if np.ndim(x) == 0:
+      return x
+    if x.shape[0] % parts:
+      raise ValueError(
+        f"{x.shape[0]} rows do not divide over {parts} replicas of {dict(mesh.shape)}"
+      )
+    return jax.device_put(x, of_rows(mesh))
+
+  return jax.tree.map(put_one, tree)
+
+
+def _spec(names: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+  """Returns the spec of one parameter; no mesh axis is used twice."""
+  if len(names) != len(shape):
+    raise ValueError(f"logical axes {names} do not name the axes of a parameter of shape {shape}")
+  spec: list[str | None] = []
+  for name, length in zip(names, shape, strict=True):
+    axis = RULES.get(name) if name is not None else None
+    fits = axis is not None and axis not in spec and length % mesh.shape[axis] == 0
+    spec.append(axis if fits and axis is not None and mesh.shape[axis] > 1 else None)
+  return PartitionSpec(*spec)
