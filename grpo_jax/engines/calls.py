@@ -1,7 +1,7 @@
 """From the worker thread to the caller's event loop: what one `generate` call waits for."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from grpo_jax.engines.base import Generation, GenerationRequest, OnProgress
 
@@ -43,7 +43,7 @@ class Call:
     """Raises an error in the caller; called by the worker, or by whoever closes the engine."""
     self._put(error)
 
-  async def stream(self) -> AsyncIterator[Generation]:
+  async def stream(self) -> AsyncGenerator[Generation, None]:
     """Yields the generations as they come in; raises what the worker failed with."""
     left = len(self.requests)
     try:

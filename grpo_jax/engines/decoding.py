@@ -235,7 +235,7 @@ def decode_step(
   Returns:
     Logits of the next token, float32; the rows' caches with this token in them.
   """
-  positions = rows.prompt_lengths + lengths
+  positions = jnp.asarray(rows.prompt_lengths) + lengths
   cos, sin = layers.rope_angles(positions[:, None], options.config)
   settings = {"config": options.config, "compute_dtype": options.compute_dtype}
   in_prompt = jnp.arange(prompts[0][0].shape[2])[None] < rows.prompt_lengths[:, None]
@@ -245,9 +245,7 @@ def decode_step(
   for layer, prompt, cache in zip(weights.layers, prompts, own, strict=True):
 
     def attend(q, k, v, prompt=prompt, cache=cache):
-      cache = tuple(
-        _append(to, new, lengths, options) for to, new in zip(cache, (k, v), strict=True)
-      )
+      cache = (_append(cache[0], k, lengths, options), _append(cache[1], v, lengths, options))
       # Tied to q, the gather of a layer's prompts cannot be scheduled long before its use.
       q, slots = jax.lax.optimization_barrier((q, jnp.asarray(rows.slots)))
       prompt = (jnp.take(prompt[0], slots, axis=0), jnp.take(prompt[1], slots, axis=0))

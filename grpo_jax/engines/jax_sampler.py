@@ -240,13 +240,12 @@ class JaxSampler:
     session.drop(lambda call: call.is_left)
     finished = [] if session.is_idle else session.advance(weights, version)
     unfinished = {id(call): session.tokens_of(call) for call in calls}
-    if session.is_idle:
-      session = None  # frees the caches before the caller goes on.
+    going_on = None if session.is_idle else session  # an idle one's caches are freed.
     for call, generation in finished:
       call.deliver(generation)
     for call in calls:
       call.progress(unfinished[id(call)])
-    return session
+    return going_on
 
 
 def _with_sharding(options: decoding.Options, params: Any) -> decoding.Options:
