@@ -87,7 +87,7 @@ def train(config: ConfigDict, workdir: pathlib.Path, *, stop: Any = False) -> di
       cursor = run.prompts.cursor()
       told = describe(run, step, groups, kept, batch, learned)
       run.logger.write(step, told)
-      run.logger.write_rollouts(step, kept.kept, advantages, None)
+      record(run, step, groups, kept, advantages, batch, logprobs)
       skipped = train_step.skipped_in_a_row(skipped, told, limit=config.learn.max_skipped_steps)
       run.checkpoints.check()  # a disk that is full is told now, not at the next save.
       is_last = step + 1 == config.total_steps
@@ -185,12 +185,12 @@ def score(run: Run, state: TrainState, batch: batching.Assembled) -> batching.As
 
 def learn(
   run: Run, state: TrainState, batch: batching.Assembled
-) -> tuple[TrainState, Metrics, Any]:
+) -> tuple[TrainState, Metrics, train_step.MicrobatchLogprobs]:
   """Updates the weights; where there is nothing to learn from, only counts the step."""
   if not batch.minibatches:
     untouched = {"train/skipped_share": Mean(0.0, 1.0)}
     return dataclasses.replace(state, step=state.step + 1), untouched, []
-  return *jax.block_until_ready(run.update(state, batch.minibatches)), None
+  return jax.block_until_ready(run.update(state, batch.minibatches))
 
 
 def describe(
@@ -221,6 +221,26 @@ def describe(
   }
 
 
+def record(
+  run: Run,
+  step: int,
+  groups: Sequence[RolloutGroup],
+  kept: filters.Filtered,
+  advantages: Sequence[np.ndarray],
+  batch: batching.Assembled,
+  logprobs: train_step.MicrobatchLogprobs,
+) -> None:
+  """Writes all rollouts of a step; those that were left out have NaN for what they lack."""
+  of_kept = zip(advantages, batching.per_rollout(batch, logprobs, kept.kept), strict=True)
+  found = {group.prompt.prompt_id: known for group, known in zip(kept.kept, of_kept, strict=True)}
+  unknown = lambda group: (
+    np.full(len(group.rollouts), np.nan),
+    [np.full(len(r.completion_ids), np.nan, np.float32) for r in group.rollouts],
+  )
+  columns = [found.get(group.prompt.prompt_id) or unknown(group) for group in groups]
+  run.logger.write_rollouts(step, groups, *zip(*columns, strict=True))
+
+
 def evaluate(run: Run, *, step: int) -> dict[str, float]:
   """Evaluates the weights of a step on the held-out prompts, and tells."""
   options = run.config.evaluation
@@ -241,7 +261,7 @@ def evaluate(run: Run, *, step: int) -> dict[str, float]:
       limits=run.limits,
       on_progress=counting(advance),
     )
-  run.logger.write(step, found)
+  run.logger.write(step, {**found, **run.timer.collect()})
   return found
 
 

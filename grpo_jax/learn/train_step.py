@@ -28,6 +28,8 @@ from grpo_jax.types import Batch, Denominators, Mean, Metrics, Minibatch, TrainS
 # (params, batch, with entropy) → log πθ [B N], and the entropy [B N] or None.
 LogprobsFn = Callable[[Any, Batch, bool], tuple[Array, Array | None]]
 Scorer = Callable[[Any, Batch], Float[Array, "B N"]]
+# For each minibatch, for each microbatch: log πθ at `loss_places`, before the (first) update.
+MicrobatchLogprobs = list[list[Float[Array, "B N"]]]
 
 
 class NonFiniteGradients(RuntimeError):
@@ -100,7 +102,7 @@ class Update:
   Attributes:
     objective: the loss.
     epochs: passes over the minibatches.
-    first: jitted (params, batch, denominators) → gradients, loss, metrics.
+    first: jitted (params, batch, denominators) → gradients, loss, (metrics, policy logprobs).
     add: jitted (gradients, params, batch, denominators) → the same, added up; gradients donated.
     apply: jitted (params, optimizer state, gradients, loss) → params, optimizer state, metrics;
       the first two donated.
@@ -114,33 +116,45 @@ class Update:
 
   def __call__(
     self, state: TrainState, minibatches: Sequence[Minibatch]
-  ) -> tuple[TrainState, Metrics]:
+  ) -> tuple[TrainState, Metrics, MicrobatchLogprobs]:
     """Takes `epochs` × len(minibatches) optimizer steps.
+
+    Returns:
+      The new state; the metrics; and the logprobs that the policy gave in the first epoch, each
+      before the optimizer step that they belong to.
 
     Raises:
       ValueError: there is more than one optimizer step, the loss has a ratio to the old policy,
         and `old_logprobs` were not scored before; or there is nothing to learn from.
     """
     _check(self.objective, minibatches, self.epochs)
-    params, opt_state, parts = state.params, state.opt_state, []
+    params, opt_state, parts, seen = state.params, state.opt_state, [], []
     for _ in range(self.epochs):
       for minibatch in minibatches:
-        grads, loss, metrics = self.gradients(params, minibatch)
+        grads, loss, metrics, logprobs = self.gradients(params, minibatch)
+        seen.append(logprobs)
         params, opt_state, applied = self.apply(params, opt_state, grads, loss)
         # "train/loss" is the loss that was minimised; the objective sees one microbatch only.
         parts.append({**metrics, **applied})
-    return TrainState(state.step + 1, params, opt_state), metric_sums.merge(parts)
+    new = TrainState(state.step + 1, params, opt_state)
+    return new, metric_sums.merge(parts), seen[: len(minibatches)]
 
-  def gradients(self, params: Any, minibatch: Minibatch) -> tuple[Any, Float[Array, ""], Metrics]:
-    """Returns gradients and loss of an optimizer step, summed over its microbatches."""
+  def gradients(
+    self, params: Any, minibatch: Minibatch
+  ) -> tuple[Any, Float[Array, ""], Metrics, list[Float[Array, "B N"]]]:
+    """Returns gradients, loss and metrics of an optimizer step, summed over its microbatches.
+
+    Also returns the policy's logprobs of each microbatch.
+    """
     head, *rest = minibatch.microbatches
-    grads, loss, metrics = self.first(params, head, minibatch.denominators)
-    parts = [metrics]
+    grads, loss, (metrics, seen) = self.first(params, head, minibatch.denominators)
+    parts, logprobs = [metrics], [seen]
     for batch in rest:
-      grads, more, metrics = self.add(grads, params, batch, minibatch.denominators)
+      grads, more, (metrics, seen) = self.add(grads, params, batch, minibatch.denominators)
       loss = loss + more
       parts.append(metrics)
-    return grads, loss, metric_sums.merge(parts)
+      logprobs.append(seen)
+    return grads, loss, metric_sums.merge(parts), logprobs
 
 
 def make_update(
@@ -170,15 +184,17 @@ def make_update(
 
   def share(params: Any, batch: Batch, denominators: Denominators):
     policy_logprobs, entropy = logprobs(params, batch, with_entropy)
-    return objective(policy_logprobs, entropy, gather_loss_tokens(batch), denominators)
+    tokens = gather_loss_tokens(batch)
+    loss, metrics = objective(policy_logprobs, entropy, tokens, denominators)
+    return loss, (metrics, policy_logprobs)
 
   def first(params: Any, batch: Batch, denominators: Denominators):
-    (loss, metrics), grads = jax.value_and_grad(share, has_aux=True)(params, batch, denominators)
-    return _constrain(grads, shardings), loss, metrics
+    (loss, told), grads = jax.value_and_grad(share, has_aux=True)(params, batch, denominators)
+    return _constrain(grads, shardings), loss, told
 
   def add(grads: Any, params: Any, batch: Batch, denominators: Denominators):
-    more, loss, metrics = first(params, batch, denominators)
-    return jax.tree.map(jnp.add, grads, more), loss, metrics
+    more, loss, told = first(params, batch, denominators)
+    return jax.tree.map(jnp.add, grads, more), loss, told
 
   def apply(params: Any, opt_state: Any, grads: Any, loss: Float[Array, ""]):
     return _apply(tx, schedule, shardings, params, opt_state, grads, loss)
