@@ -1,5 +1,7 @@
 """Advantages against numbers worked by hand, slow loops and invariances; golden cases apart."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,19 @@ NAN = float("nan")
 @pytest.fixture
 def rewards():
   return jnp.asarray(np.random.default_rng(0).normal(size=(3, 5)), jnp.float32)
+
+
+def _jit(function):
+  """Compiles once instead of once an operation: most of these tests' time."""
+  return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def _relative(rewards, **options):
+  return _jit(functools.partial(advantages.group_relative, **options))(rewards)
+
+
+def _spread(rewards, **options):
+  return _jit(functools.partial(advantages.baseline_and_spread, **options))(rewards)
 
 
 def _array(rows):
@@ -35,18 +50,18 @@ def _array(rows):
   ids=["grpo", "biased", "dr_grpo", "nemo_rl", "rloo", "raw"],
 )
 def test_group_relative_matches_values_worked_by_hand(options, expected):
-  got = advantages.group_relative(_array([[1, 0, 0, 0]]), eps=0.0, **options)
+  got = _relative(_array([[1, 0, 0, 0]]), eps=0.0, **options)
   np.testing.assert_allclose(got, [expected], rtol=1e-6)
 
 
 def test_batch_std_is_over_all_rewards_of_the_batch():
   # rewards 0, 2, 1, 1: mean 1, unbiased variance 2/3.
-  got = advantages.group_relative(_array([[0, 2], [1, 1]]), scale="batch_std", eps=0.0)
+  got = _relative(_array([[0, 2], [1, 1]]), scale="batch_std", eps=0.0)
   np.testing.assert_allclose(got, [[-(1.5**0.5), 1.5**0.5], [0, 0]], rtol=1e-6)
 
 
 def test_eps_is_added_to_the_standard_deviation():
-  got = advantages.group_relative(_array([[1, 0, 0, 0]]), eps=0.5)
+  got = _relative(_array([[1, 0, 0, 0]]), eps=0.5)
   np.testing.assert_allclose(got, [[0.75, -0.25, -0.25, -0.25]], rtol=1e-6)
 
 
@@ -55,20 +70,20 @@ def test_rloo_is_the_mean_of_the_others(rewards):
   for p, group in enumerate(np.asarray(rewards)):
     for i, reward in enumerate(group):
       expected[p, i] = reward - np.delete(group, i).mean()
-  np.testing.assert_allclose(advantages.rloo(rewards), expected, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(_jit(advantages.rloo)(rewards), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_leave_one_out_std_is_that_of_the_others(rewards):
-  _, got = advantages.baseline_and_spread(rewards, baseline="leave_one_out")
+  _, got = _spread(rewards, baseline="leave_one_out")
   expected = [[np.delete(g, i).std(ddof=1) for i in range(5)] for g in np.asarray(rewards)]
   np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
 def test_spread_of_equal_others_is_zero_in_nemo_rls_known_bad_case():
   group = _array([[1.0] + [0.15] * 15])
-  baseline, spread = advantages.baseline_and_spread(group, baseline="leave_one_out")
+  baseline, spread = _spread(group, baseline="leave_one_out")
   assert spread[0, 0] == 0.0
-  got = advantages.group_relative(group, baseline="leave_one_out")
+  got = _relative(group, baseline="leave_one_out")
   assert got[0, 0] == group[0, 0] - baseline[0, 0]
   np.testing.assert_allclose(got[0, 0], 0.85, rtol=1e-6)
 
@@ -83,8 +98,8 @@ def _odd_one_out(rng):
 @pytest.mark.parametrize("noise", [0, 1], ids=["equal", "equal_but_for_rounding"])
 def test_no_group_that_is_equal_once_one_is_left_out_explodes(noise):
   rng = np.random.default_rng(1)
-  estimate = jax.jit(lambda r, m: advantages.group_relative(r, m, baseline="leave_one_out"))
-  spreads = jax.jit(lambda r, m: advantages.baseline_and_spread(r, m, baseline="leave_one_out"))
+  estimate = _jit(lambda r, m: advantages.group_relative(r, m, baseline="leave_one_out"))
+  spreads = _jit(lambda r, m: advantages.baseline_and_spread(r, m, baseline="leave_one_out"))
   for _ in range(150):
     group = _odd_one_out(rng)
     odd = int(np.argmin([np.ptp(np.delete(group, i)) for i in range(len(group))]))
@@ -105,7 +120,7 @@ def test_equal_rewards_give_exactly_zero(baseline, scale):
   rng = np.random.default_rng(2)
   values = np.concatenate([rng.uniform(-1e3, 1e3, 60), rng.uniform(0, 1, 60)]).astype(np.float32)
   group = jnp.broadcast_to(jnp.asarray(values)[:, None], (120, 7))
-  got = advantages.group_relative(group, baseline=baseline, scale=scale)
+  got = _relative(group, baseline=baseline, scale=scale)
   np.testing.assert_array_equal(got, np.zeros((120, 7)))
 
 
@@ -114,14 +129,14 @@ ALL = [name for name in estimators.ESTIMATORS if name != "gdpo"]
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "reinforce_pp"])
 def test_shifting_all_rewards_changes_nothing(name, rewards):
-  estimate = estimators.make(name)
+  estimate = _jit(estimators.make(name))
   mask = jnp.ones_like(rewards, bool)
   np.testing.assert_allclose(estimate(rewards + 7, mask), estimate(rewards, mask), atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_order_within_and_among_groups_carries_no_meaning(name, rewards):
-  estimate, mask = estimators.make(name), jnp.ones_like(rewards, bool)
+  estimate, mask = _jit(estimators.make(name)), jnp.ones_like(rewards, bool)
   mixed = rewards[jnp.asarray([2, 0, 1])][:, ::-1]
   expected = estimate(rewards, mask)[jnp.asarray([2, 0, 1])][:, ::-1]
   np.testing.assert_allclose(estimate(mixed, mask), expected, rtol=1e-5, atol=1e-6)
@@ -130,7 +145,7 @@ def test_order_within_and_among_groups_carries_no_meaning(name, rewards):
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("value", [NAN, np.inf, 5.0], ids=["nan", "inf", "masked"])
 def test_an_attempt_that_does_not_count_leaves_no_trace(name, value, rewards):
-  estimate = estimators.make(name)
+  estimate = _jit(estimators.make(name))
   padded = jnp.concatenate([rewards, jnp.full((3, 2), value, jnp.float32)], axis=1)
   mask = jnp.ones((3, 7), bool)
   if value == 5.0:
@@ -143,34 +158,36 @@ def test_an_attempt_that_does_not_count_leaves_no_trace(name, value, rewards):
 @pytest.mark.parametrize("name", [name for name in ALL if name != "reinforce_pp"])
 def test_an_only_attempt_and_an_empty_group_have_advantage_zero(name):
   group = _array([[3.0, NAN, NAN], [NAN, NAN, NAN], [1.0, 2.0, 4.0]])
-  got = estimators.make(name)(group, jnp.asarray([[True] * 3, [True] * 3, [False] * 3]))
+  got = _jit(estimators.make(name))(group, jnp.asarray([[True] * 3, [True] * 3, [False] * 3]))
   np.testing.assert_array_equal(got, np.zeros((3, 3)))
-  single = estimators.make(name)(_array([[3.0]]), jnp.ones((1, 1), bool))
+  single = _jit(estimators.make(name))(_array([[3.0]]), jnp.ones((1, 1), bool))
   np.testing.assert_array_equal(single, [[0.0]])
 
 
 def test_two_attempts_left_one_out_keep_their_difference():
-  got = advantages.group_relative(_array([[1, 0]]), baseline="leave_one_out")
+  got = _relative(_array([[1, 0]]), baseline="leave_one_out")
   np.testing.assert_array_equal(got, [[1.0, -1.0]])
 
 
 def test_gdpo_matches_values_worked_by_hand():
   # a = [1,0], b = [0,4]: each normalises to ±1/sqrt(2); 2a + b = ±1/sqrt(2); whitened the same.
   components = _array([[[1, 0]], [[0, 4]]])
-  got = advantages.gdpo(components, weights=(2.0, 1.0), eps=0.0)
+  got = _jit(functools.partial(advantages.gdpo, weights=(2.0, 1.0), eps=0.0))(components)
   np.testing.assert_allclose(got, [[0.5**0.5, -(0.5**0.5)]], rtol=1e-6)
 
 
 def test_gdpo_lets_a_missing_component_drop_out_for_that_attempt_alone():
   components = _array([[[1, 0, 0.5, 0]], [[0, 1, NAN, 1]]])
-  got = advantages.gdpo(components)
+  got = _jit(advantages.gdpo)(components)
   assert np.isfinite(got).all()
-  a = advantages.grpo(_array([[1, 0, 0.5, 0]]))
-  b = jnp.pad(advantages.grpo(_array([[0, 1, 1]])), ((0, 0), (0, 1)))[:, jnp.asarray([0, 1, 3, 2])]
+  a = _jit(advantages.grpo)(_array([[1, 0, 0.5, 0]]))
+  b = jnp.pad(_jit(advantages.grpo)(_array([[0, 1, 1]])), ((0, 0), (0, 1)))[
+    :, jnp.asarray([0, 1, 3, 2])
+  ]
   total = np.asarray(a + b)
   expected = (total - total.mean()) / total.std(ddof=1)
   np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
-  nothing = advantages.gdpo(_array([[[1, 0, NAN]], [[0, 1, NAN]]]))
+  nothing = _jit(advantages.gdpo)(_array([[[1, 0, NAN]], [[0, 1, NAN]]]))
   assert nothing[0, 2] == 0.0
 
 
@@ -186,7 +203,7 @@ def test_gdpo_refuses_one_component_and_a_wrong_number_of_weights():
 def test_whitening_has_mean_zero_and_variance_one_over_tokens():
   x = jnp.asarray(np.random.default_rng(3).normal(3, 2, size=(4, 6)), jnp.float32)
   mask = jnp.asarray(np.random.default_rng(4).random((4, 6)) < 0.7)
-  white = advantages.whiten(jnp.where(mask, x, jnp.nan), mask)
+  white = _jit(advantages.whiten)(jnp.where(mask, x, jnp.nan), mask)
   kept = np.asarray(white)[np.asarray(mask)]
   np.testing.assert_allclose([kept.mean(), kept.var()], [0.0, 1.0], atol=1e-5)
   assert (np.asarray(white)[~np.asarray(mask)] == 0).all()
@@ -196,15 +213,17 @@ def test_whitening_by_counts_equals_whitening_the_tokens_themselves():
   per_attempt = _array([[1.0, -2.0, 0.5]])
   counts = _array([[3, 1, 2]])
   tokens = jnp.repeat(per_attempt[0], jnp.asarray([3, 1, 2]), total_repeat_length=6)[None]
-  expected = advantages.whiten(tokens, jnp.ones_like(tokens, bool))[0, jnp.asarray([0, 3, 4])]
-  got = advantages.whiten(per_attempt, jnp.ones((1, 3), bool), counts=counts)
+  expected = _jit(advantages.whiten)(tokens, jnp.ones_like(tokens, bool))[0, jnp.asarray([0, 3, 4])]
+  got = _jit(functools.partial(advantages.whiten, counts=counts))(
+    per_attempt, jnp.ones((1, 3), bool)
+  )
   np.testing.assert_allclose(got[0], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("any_token", [True, False])
 def test_whitening_equal_or_no_tokens_gives_exact_zeros(any_token):
   x = jnp.full((2, 3), 0.15, jnp.float32)
-  got = advantages.whiten(x, jnp.full((2, 3), any_token), floor=0.0)
+  got = _jit(functools.partial(advantages.whiten, floor=0.0))(x, jnp.full((2, 3), any_token))
   np.testing.assert_array_equal(got, np.zeros((2, 3)))
 
 
@@ -246,13 +265,14 @@ def test_groups_with_signal_are_told_by_spread_and_not_by_mean():
   rewards = _array([[0.4, 0.6], [0.5, 0.5], [0.15, NAN], [NAN, NAN], [0.0, 1.0]])
   mask = jnp.ones((5, 2), bool).at[4, 1].set(False)
   np.testing.assert_array_equal(
-    groups.has_signal(rewards, mask), [True, False, False, False, False]
+    _jit(groups.has_signal)(rewards, mask), [True, False, False, False, False]
   )
 
 
 def test_every_dropped_group_has_one_reason():
   rewards = _array([[NAN, NAN], [1, NAN], [1, 1], [1, 0.9], [1, 0]])
-  reasons = groups.drop_reasons(rewards, jnp.ones((5, 2), bool), mean_low=0.1, mean_high=0.9)
+  judge = _jit(functools.partial(groups.drop_reasons, mean_low=0.1, mean_high=0.9))
+  reasons = judge(rewards, jnp.ones((5, 2), bool))
   assert {name: np.flatnonzero(hit).tolist() for name, hit in reasons.items()} == {
     "unscorable": [0],
     "single_attempt": [1],

@@ -13,6 +13,7 @@ The spike of NeMo RL's leave-one-out std is in none of its golden cases; see
 test_advantages.py.
 """
 
+import functools
 import json
 import pathlib
 
@@ -158,6 +159,22 @@ def _check_metrics(case, mask, metrics):
     np.testing.assert_allclose(got, expected, rtol=2e-6, atol=1e-7, err_msg=theirs)
 
 
+def _advantages(case, baseline, rewards):
+  """Returns baseline, spread, advantages; GDPO's rewards are [K P G], summed for the first two."""
+  totals = rewards.sum(axis=0) if case["estimator"] == "gdpo" else rewards
+  mask = jnp.ones_like(totals, bool)
+  centre, spread = advantages.baseline_and_spread(totals, mask, baseline=baseline)
+  if case["estimator"] == "gdpo":
+    return centre, spread, advantages.gdpo(rewards, mask, baseline=baseline)
+  if case["estimator"] == "rpp":
+    level = "group_mean" if case["config"].get("minus_baseline", True) else "none"
+    raw = advantages.group_relative(totals, mask, baseline=level, scale="none")
+    return centre, spread, advantages.whiten(raw, mask)
+  scale = "group_std" if case["config"].get("normalize_rewards", True) else "none"
+  got = advantages.group_relative(totals, mask, baseline=baseline, scale=scale)
+  return centre, spread, got
+
+
 @pytest.mark.parametrize("index", range(len(ADVANTAGE)))
 def test_advantages_equal_nemo_rl(index):
   case = ADVANTAGE[index]
@@ -165,21 +182,10 @@ def test_advantages_equal_nemo_rl(index):
   baseline = "leave_one_out" if leave_one_out else "group_mean"
   with jax.enable_x64(True):
     rewards = jnp.asarray(np.asarray(case["rewards"]).reshape(-1, case["group"]))
-    mask = jnp.ones_like(rewards, bool)
-    centre, spread = advantages.baseline_and_spread(rewards, mask, baseline=baseline)
-    if case["estimator"] == "grpo":
-      scale = "group_std" if case["config"].get("normalize_rewards", True) else "none"
-      got = advantages.group_relative(rewards, mask, baseline=baseline, scale=scale)
-    elif case["estimator"] == "rpp":
-      baseline = "group_mean" if case["config"].get("minus_baseline", True) else "none"
-      raw = advantages.group_relative(rewards, mask, baseline=baseline, scale="none")
-      got = advantages.whiten(raw, mask)
-    else:
-      parts = [
-        np.reshape(case["extra"]["repeated_batch"][f"reward/{name}"], rewards.shape)
-        for name in ("a", "b")
-      ]
-      got = advantages.gdpo(jnp.asarray(np.stack(parts)), mask, baseline=baseline)
+    if case["estimator"] == "gdpo":
+      parts = case["extra"]["repeated_batch"]
+      rewards = jnp.asarray([np.reshape(parts[f"reward/{n}"], rewards.shape) for n in ("a", "b")])
+    centre, spread, got = jax.jit(functools.partial(_advantages, case, baseline))(rewards)
   np.testing.assert_allclose(centre.reshape(-1), case["baseline"], rtol=1e-6, atol=1e-7)
   np.testing.assert_allclose(spread.reshape(-1), case["std"], rtol=1e-6, atol=1e-7)
   np.testing.assert_allclose(got.reshape(-1), case["advantage"], rtol=1e-6, atol=1e-7)
