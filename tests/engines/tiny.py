@@ -1,0 +1,99 @@
+"""Tiny random models and requests, for the tests of this folder."""
+
+import asyncio
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax.engines.base import GenerationRequest, SamplingParams
+from grpo_jax.engines.jax_sampler import JaxSampler
+from grpo_jax.models import transformer
+from grpo_jax.models.config import ModelConfig
+
+VOCABULARY = 61
+
+FAMILIES = {
+  "llama": {"tie_embeddings": True},
+  "qwen2": {"qkv_bias": True},
+  "qwen3": {"qk_norm": True, "tie_embeddings": True},
+}
+
+
+def config(family="llama", **options):
+  sizes = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+  }
+  return ModelConfig(family=family, **{**sizes, **FAMILIES[family], **options})
+
+
+@functools.cache
+def params(model_config, seed=0):
+  """Returns parameters with every leaf random, and large enough that tokens matter."""
+  tree = transformer.init(jax.random.key(seed), model_config)
+  leaves, structure = jax.tree.flatten(tree)
+  noise = [
+    jax.random.normal(jax.random.fold_in(jax.random.key(seed + 1), i), leaf.shape) * 0.2
+    for i, leaf in enumerate(leaves)
+  ]
+  return jax.tree.unflatten(structure, [x + n for x, n in zip(leaves, noise, strict=True)])
+
+
+def sampler(model_config=None, *, version=1, seed=0, **settings):
+  """Returns a sampler with random weights."""
+  model_config = model_config or config()
+  engine = JaxSampler(model_config, **{"max_rows": 8, "chunk_tokens": 4, **settings})
+  engine.load_weights(params(model_config, seed), version=version)
+  return engine
+
+
+def request(name, prompt, *, seed=0, **sampling):
+  settings = SamplingParams(**{"max_tokens": 12, **sampling})
+  return GenerationRequest(str(name), np.asarray(prompt, np.int32), settings, seed)
+
+
+def groups(prompts, size, **sampling):
+  """Returns `size` requests for each prompt, named "prompt.attempt", each with its own seed."""
+  return [
+    request(f"{p}.{g}", ids, seed=1000 * p + g, **sampling)
+    for p, ids in enumerate(prompts)
+    for g in range(size)
+  ]
+
+
+def run(engine, requests, **options):
+  """Returns the generations of one call, by the request's id."""
+
+  async def collect():
+    return {g.request_id: g async for g in engine.generate(requests, **options)}
+
+  return asyncio.run(collect())
+
+
+def model_logprobs(model_config, tree, prompt, completion, *, temperature=1.0):
+  """Returns the log-softmax of every completion token, [n V], as the trainer computes it."""
+  ids = jnp.asarray(np.concatenate([prompt, completion]).astype(np.int32))[None]
+  positions = jnp.arange(ids.shape[1])[None]
+  hidden = _apply(model_config, tree, ids, positions, jnp.ones_like(ids))
+  head, layout = transformer.head(tree, model_config)
+  logits = hidden[0] @ (head.T if layout == "vd" else head)
+  logprobs = np.asarray(jax.nn.log_softmax(logits / temperature, axis=-1))
+  return logprobs[len(prompt) - 1 : len(prompt) - 1 + len(completion)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _apply(model_config, tree, ids, positions, segment_ids):
+  module = transformer.Transformer(model_config)
+  return module.apply({"params": tree}, ids, positions, segment_ids)
+
+
+def of_tokens(logprobs, tokens):
+  return logprobs[np.arange(len(tokens)), tokens]
