@@ -14,7 +14,7 @@ from tests.models import tiny
 pytestmark = [pytest.mark.slow, pytest.mark.network]
 
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
-# The ids of the system prompt that the template adds, and of the question, as published.
+# The ids of the system prompt that the template adds, and of the question.
 CHAT_IDS = [
   1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407,
   19712, 8182, 2, 198, 1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198,

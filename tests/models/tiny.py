@@ -1,5 +1,7 @@
 """Tiny random models, ours and transformers', for the tests of this folder."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,14 +90,17 @@ def plain(tokens, segment_ids=None):
 
 def logits(params, config, *inputs, **settings):
   """Returns our logits; inputs as `Transformer` takes them."""
+  return _logits(config, tuple(settings.items()))(params, *inputs)
 
-  @jit
+
+@functools.cache
+def _logits(config, settings):
   def run(params, *inputs):
-    hidden = transformer.Transformer(config, **settings).apply({"params": params}, *inputs)
+    hidden = transformer.Transformer(config, **dict(settings)).apply({"params": params}, *inputs)
     head, layout = transformer.head(params, config)
     return hidden @ (head.T if layout == "vd" else head)
 
-  return run(params, *inputs)
+  return jit(run)
 
 
 def tokens(shape, seed=0, vocab_size=61):
