@@ -195,7 +195,7 @@ def get_config() -> ConfigDict:
 
   config.checkpoint = checkpoint = ConfigDict()
   checkpoint.every_steps = 10  # 0: only at the end.
-  checkpoint.keep_last = 2  # newest ones kept.
+  checkpoint.keep_last = config_dict.FieldReference(2)  # newest ones kept; None: all.
   checkpoint.keep_best = 1  # and the best ones by `best_metric`.
   checkpoint.best_metric = "eval/heldout/accuracy"
   checkpoint.best_mode = "max"  # or "min".

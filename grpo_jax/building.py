@@ -85,7 +85,7 @@ def validate(config: ConfigDict) -> Iterator[str]:
   yield from _refused(lambda: estimators.make(**config.advantages))
   yield from _refused(lambda: SamplingParams(**config.sampling))
   yield from _refused(lambda: SamplingParams(**_evaluation_sampling(config)))
-  yield from _refused(lambda: optim.make(_optimizer_steps(config), **config.optim))
+  yield from _refused(lambda: optim.make(_optimizer_steps(config), **config.optim.to_dict()))
   if config.sampling.temperature <= 0:
     yield "sampling.temperature must be above 0: greedy completions do not explore"
   if config.total_steps < 1:
@@ -124,8 +124,8 @@ def build(
     config.model.path, fallback=config.model.fallback, cache_dir=config.model.cache_dir
   )
   tokenizer = data.load_tokenizer(folder, chat_template=config.model.chat_template)
-  prompts_options = {key: config.data[key] for key in config.data}
-  data.make(tokenizer, seed=config.seed, **prompts_options)  # a wrong file is found here, at once.
+  of_data = config.data.to_dict()
+  data.make(tokenizer, seed=config.seed, **of_data)  # a wrong file is found here, at once.
   held_out = _held_out(config, tokenizer)
   factories = stack.enter_context(environments.make(**config.environments.to_dict()))
 
@@ -141,12 +141,12 @@ def build(
   )
   _remember(config, workdir)
   objective = objectives.make(**config.loss)
-  tx, schedule = optim.make(_optimizer_steps(config), **config.optim)
+  tx, schedule = optim.make(_optimizer_steps(config), **config.optim.to_dict())
   model, shardings = _load(folder, mesh)
   data.check_vocabulary(tokenizer, model.config.vocab_size)
   reference = jax.tree.map(lambda x: x.copy(), model.params) if objective.needs_ref else None
   start = _restore(checkpoints, model.params, tx, shardings, mesh)
-  model = dataclasses.replace(model, params=None)
+  model = dataclasses.replace(model, params={})
 
   first = int(start.state.step)
   logger = loggers.make(
@@ -173,7 +173,7 @@ def build(
     tokenizer=tokenizer,
     engine=_engine(config, model, tokenizer, stack),
     environments=factories,
-    prompts=data.make(tokenizer, seed=config.seed, cursor=start.cursor, **prompts_options),
+    prompts=data.make(tokenizer, seed=config.seed, cursor=start.cursor, **of_data),
     held_out=held_out,
     sampling=_sampling(config.sampling.to_dict(), tokenizer, model),
     evaluation_sampling=_sampling(_evaluation_sampling(config), tokenizer, model),

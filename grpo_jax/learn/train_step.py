@@ -270,7 +270,7 @@ def _apply(tx, schedule, shardings, params, opt_state, grads, loss):
   together (measured for AdamW on 135M parameters: 918 MiB of temporaries
   against none).
   """
-  norm = optax.global_norm(grads)
+  norm = optax.tree.norm(grads)
   is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
 
   def step(params, opt_state):

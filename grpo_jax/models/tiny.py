@@ -1,0 +1,85 @@
+"""Writes a tiny random model with a byte tokenizer, for dry runs and tests (I/O).
+
+    python -m grpo_jax.models.tiny FOLDER [FAMILY]
+
+The folder can be given wherever a model is asked for: it runs any config in seconds.
+"""
+
+import json
+import pathlib
+import sys
+from typing import Any
+
+import jax
+
+from grpo_jax.models import export, transformer
+from grpo_jax.models.config import ModelConfig
+
+SPECIAL = ("<pad>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+  "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+  "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FAMILIES: dict[str, dict[str, Any]] = {
+  "llama": {"tie_embeddings": True},
+  "qwen2": {"tie_embeddings": True, "qkv_bias": True},
+  "qwen3": {"tie_embeddings": True, "qk_norm": True},
+}
+
+
+def write(
+  directory: str | pathlib.Path, *, family: str = "llama", seed: int = 0, hidden_size: int = 32
+) -> pathlib.Path:
+  """Writes a Hugging Face folder: 2 layers, 256 bytes and 3 special tokens.
+
+  Args:
+    directory: to be made.
+    family: "llama", "qwen2" or "qwen3".
+    seed: of the weights.
+    hidden_size: width; a multiple of 8.
+
+  Returns:
+    The folder.
+  """
+  config = ModelConfig(
+    family=family,
+    vocab_size=264,
+    hidden_size=hidden_size,
+    intermediate_size=2 * hidden_size,
+    num_layers=2,
+    num_heads=hidden_size // 8,
+    num_kv_heads=hidden_size // 16 or 1,
+    head_dim=8,
+    max_position_embeddings=2048,
+    **FAMILIES[family],
+  )
+  params = transformer.init(jax.random.key(seed), config)
+  folder = export.to_huggingface(params, config, directory)
+  _write_tokenizer(folder)
+  return folder
+
+
+def _write_tokenizer(folder: pathlib.Path) -> None:
+  """Writes a tokenizer whose ids are bytes, then the special tokens."""
+  from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+  alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+  tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+  tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+  tokenizer.decoder = decoders.ByteLevel()
+  tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+  tokenizer.save(str(folder / "tokenizer.json"))
+  pad, _, end = SPECIAL
+  settings = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "pad_token": pad,
+    "eos_token": end,
+    "chat_template": CHAT_TEMPLATE,
+  }
+  (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+  eos = {"eos_token_id": tokenizer.token_to_id(end), "pad_token_id": tokenizer.token_to_id(pad)}
+  (folder / "generation_config.json").write_text(json.dumps(eos, indent=2))
+
+
+if __name__ == "__main__":
+  print(write(sys.argv[1], family=sys.argv[2] if len(sys.argv) > 2 else "llama"))

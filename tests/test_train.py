@@ -1,0 +1,255 @@
+"""The whole loop on a tiny model: what a run leaves, resuming, stopping, and that it learns."""
+
+import json
+import pathlib
+import warnings
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import configs.base
+from grpo_jax import checkpointing, metrics, train
+from grpo_jax.data.formats import RowError
+from grpo_jax.models import loading, tiny
+
+
+class StopAfter:
+  """A flag that becomes true after it was looked at so many times."""
+
+  def __init__(self, looks: int):
+    self.looks = looks
+
+  def __bool__(self) -> bool:
+    self.looks -= 1
+    return self.looks < 0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> pathlib.Path:
+  return tiny.write(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> pathlib.Path:
+  path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+  lines = [{"problem": f"{i} + {i}", "expected_answer": str(2 * i)} for i in range(23)]
+  path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+  return path
+
+
+@pytest.fixture
+def make_config(model, rows):
+  """Returns a function that makes the config of a run of seconds; `a__b=1` sets config.a.b."""
+
+  def make(reward="vowels", **overrides):
+    settings = {
+      "total_steps": 3,
+      "model__path": str(model),
+      "model__compute_dtype": "float32",
+      "mesh__data": 1,
+      "data__path": str(rows),
+      "data__environment": "own",
+      "rollout__prompts_per_step": 3,
+      "rollout__group_size": 4,
+      "rollout__max_tokens": 96,
+      "sampling__max_tokens": 8,
+      "engine__max_rows": 16,
+      "batching__row_tokens": 128,
+      "loss__kl_coef": 0.0,
+      "optim__learning_rate": 1e-3,
+      "evaluation__every_steps": 2,
+      "evaluation__num_prompts": 4,
+      "checkpoint__every_steps": 1,
+      "checkpoint__keep_last": None,
+      "logging__tensorboard": False,
+      **overrides,
+    }
+    config = configs.base.get_config()
+    config.environments = {"own": {"module": "function", "path": f"tests.rewards.{reward}"}}
+    config.update_from_flattened_dict({k.replace("__", "."): v for k, v in settings.items()})
+    return config
+
+  return make
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+  """The suite has eight devices; a run takes all there are, these take one."""
+  first = jax.devices()[:1]
+  monkeypatch.setattr(jax, "devices", lambda *_: first)
+
+
+def told(workdir):
+  """The lines of metrics.jsonl, without clocks and memory."""
+  lines = (workdir / "metrics.jsonl").read_text().splitlines()
+  return [metrics.reproducible(json.loads(line)) for line in lines]
+
+
+def last_state(workdir):
+  """The newest checkpoint's step, and every array of its state."""
+  newest = checkpointing.open(workdir / "checkpoints").steps()[-1]
+  folder = workdir / "checkpoints" / f"step_{newest:08d}" / "state"
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Orbax misses shardings, which arrays on the host have not.
+    return newest, jax.tree.leaves(ocp.PyTreeCheckpointer().restore(folder))
+
+
+def assert_same_state(one, other):
+  (step, arrays), (other_step, other_arrays) = last_state(one), last_state(other)
+  assert step == other_step and len(arrays) == len(other_arrays) > 20
+  for a, b in zip(arrays, other_arrays, strict=True):
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def weights(workdir):
+  return jax.tree.leaves(loading.load(workdir / "export").params)
+
+
+def assert_same_weights(one, other):
+  for a, b in zip(weights(one), weights(other), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_a_run_leaves_what_tools_rely_on(make_config, tmp_path, capsys):
+  config = make_config(logging__tensorboard=True, loss__kl_coef=0.01)
+  train.train(config, tmp_path)
+  left = {path.name for path in tmp_path.iterdir()}
+  assert left >= {"config.json", "metrics.jsonl", "tensorboard", "rollouts", "checkpoints"}
+  assert left >= {"export", "report.html"}
+  rows = told(tmp_path)
+  assert [row["step"] for row in rows] == [0, 1, 2, 3]  # 3: the evaluation of the final weights.
+  assert [row["weight_version"] for row in rows[:3]] == [0, 1, 2]
+  assert {"eval/heldout/accuracy", "rollout/reward_mean"} <= set(rows[0])
+  assert rows[1]["train/kl_to_reference"] > 0 == rows[0]["train/kl_to_reference"]
+  assert not metrics.unknown({name for row in rows for name in row})
+  assert "0/3" in capsys.readouterr().out
+
+
+def test_recorded_rollouts_hold_the_trainers_logprobs_beside_the_engines(make_config, tmp_path):
+  train.train(make_config(total_steps=1), tmp_path)
+  lines = (tmp_path / "rollouts" / "step_000000.jsonl").read_text().splitlines()
+  records = [json.loads(line) for line in lines]
+  assert len(records) == 3 * 4
+  compared = 0
+  for record in records:
+    for ours, theirs in zip(record["policy_logprobs"], record["behavior_logprobs"], strict=True):
+      if ours is not None:
+        assert abs(ours - theirs) < 1e-5
+        compared += 1
+  assert compared > 30
+
+
+def test_the_reward_rises(make_config, tmp_path):
+  config = make_config(
+    total_steps=25,
+    optim__learning_rate=1e-2,
+    rollout__group_size=8,
+    evaluation__every_steps=0,
+    checkpoint__every_steps=0,
+  )
+  train.train(config, tmp_path)
+  rewards = [row["rollout/reward_mean"] for row in told(tmp_path) if "rollout/reward_mean" in row]
+  assert np.mean(rewards[:3]) < 0.15
+  assert np.mean(rewards[-3:]) > 0.5
+
+
+@pytest.mark.parametrize("looks", [0, 3, 4], ids=["at_once", "while_sampling", "after_a_step"])
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(looks, make_config, tmp_path):
+  updates = {"learn__epochs": 2, "learn__minibatches": 2, "loss__kl_coef": 0.05}
+  whole, parted = tmp_path / "whole", tmp_path / "parted"
+  train.train(make_config(**updates), whole)
+  train.train(make_config(**updates), parted, stop=StopAfter(looks))
+  assert not (parted / "export").exists()
+  train.train(make_config(**updates), parted)
+  assert told(parted) == told(whole)
+  assert_same_state(parted, whole)
+  assert_same_weights(parted, whole)
+
+
+def test_a_finished_run_with_more_steps_goes_on(make_config, tmp_path):
+  whole, parted = tmp_path / "whole", tmp_path / "parted"
+  train.train(make_config(total_steps=3), whole)
+  train.train(make_config(total_steps=2), parted)
+  train.train(make_config(total_steps=3), parted)
+  assert_same_weights(parted, whole)
+
+
+def test_other_seeds_give_other_runs(make_config, tmp_path):
+  for seed in (1, 2):
+    train.train(make_config(seed=seed, total_steps=1), tmp_path / str(seed))
+  first, second = (told(tmp_path / str(seed))[0] for seed in (1, 2))
+  assert first["rollout/reward_mean"] != second["rollout/reward_mean"]
+
+
+def test_steps_without_signal_change_nothing_and_are_counted(make_config, model, tmp_path):
+  config = make_config(reward="constant", total_steps=2)
+  train.train(config, tmp_path)
+  rows = told(tmp_path)
+  assert [row["rollout/no_signal_share"] for row in rows[:2]] == [1.0, 1.0]
+  assert [row["batch/optimizer_steps"] for row in rows[:2]] == [0.0, 0.0]
+  before = jax.tree.leaves(loading.load(model).params)
+  for old, new in zip(before, weights(tmp_path), strict=True):
+    np.testing.assert_array_equal(old, new)
+
+
+def test_the_run_ends_with_the_data(make_config, tmp_path, capsys):
+  train.train(make_config(total_steps=50, data__epochs=1), tmp_path)
+  assert "the data ended after 8 steps" in capsys.readouterr().out
+  assert len([row for row in told(tmp_path) if "rollout/prompts" in row]) == 8  # 23 rows, by 3.
+
+
+def test_on_one_update_per_batch_the_ratio_is_one(make_config, tmp_path):
+  train.train(make_config(total_steps=2), tmp_path)
+  for row in told(tmp_path)[:2]:
+    assert row["train/ratio_min"] == row["train/ratio_max"] == 1.0
+
+
+def test_later_updates_on_a_batch_see_the_logprobs_from_before_the_first(make_config, tmp_path):
+  train.train(make_config(total_steps=1, learn__epochs=3), tmp_path)
+  row = told(tmp_path)[0]
+  assert row["train/ratio_max"] > 1.0 > row["train/ratio_min"]
+  assert row["mismatch/abs_logprob_max"] < 1e-5  # old against behavior: the first policy's.
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    {"advantages__estimator": "reinforce_pp", "loss__kl_in_reward": True, "loss__kl_coef": 0.1},
+    {"advantages__estimator": "rloo", "loss__loss": "gspo", "loss__aggregation": "sequence_mean"},
+    {"loss__entropy_coef": 0.01, "loss__loss": "cispo", "loss__importance_correction": "token"},
+    {"batching__drop_truncated": True, "filters__drop_no_signal": True},
+  ],
+  ids=["reinforce_pp", "gspo", "cispo", "filters"],
+)
+def test_every_kind_of_objective_trains(options, make_config, tmp_path):
+  options = {**options, "evaluation__at_start": False, "evaluation__every_steps": 0}
+  config = make_config(total_steps=2, **options)
+  assert not list(train.validate(config))
+  train.train(config, tmp_path)
+  rows = [row for row in told(tmp_path) if "train/loss" in row]
+  assert rows and all(np.isfinite(row["train/grad_norm"]) for row in rows)
+
+
+def test_what_cannot_work_is_said_all_at_once(make_config):
+  config = make_config(
+    total_steps=0,
+    sampling__temperature=0.0,
+    loss__dual_clip=0.5,
+    evaluation__pass_k=(4,),
+    advantages__estimator="grop",
+    data__environment="math2",
+  )
+  found = "\n".join(train.validate(config))
+  for expected in ("total_steps", "temperature", "dual_clip", "pass_k", "'grpo'", "math2"):
+    assert expected in found
+
+
+def test_a_broken_row_stops_the_run_with_its_place(make_config, rows, tmp_path):
+  broken = tmp_path / "broken.jsonl"
+  broken.write_text(rows.read_text().replace('"6 + 6"', "6 + 6"))
+  config = make_config(data__path=str(broken), evaluation__data__path=str(rows), total_steps=9)
+  with pytest.raises(RowError, match=r"broken\.jsonl:7"):
+    train.train(config, tmp_path / "run")
+  assert (tmp_path / "run" / "report.html").exists()
