@@ -10,6 +10,7 @@ of the stacked arrays at every token. R rows, S slots, C the length of a row's o
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -69,6 +70,7 @@ class Options:
   report_truncated: bool
   mesh: Mesh | None = None
   head_axis: Any = None  # mesh axes over which key/value heads are split.
+  row_axes: tuple[str, ...] = ()  # mesh axes over which rows are split, if they can be evenly.
 
 
 def split_layers(params: transformer.Params, options: Options) -> Weights:
@@ -94,21 +96,28 @@ def _unstack(stacked: dict[str, Array], num_layers: int, dtype: Any) -> list[dic
   return [{name: cast(x)[i] for name, x in stacked.items()} for i in range(num_layers)]
 
 
-def empty_cache(count: int, length: int, options: Options) -> Cache:
-  """Returns a zeroed cache of `count` slots or rows, each for `length` tokens."""
+def empty_cache(count: int, length: int, options: Options, *, of_rows: bool = False) -> Cache:
+  """Returns a zeroed cache of `count` slots, or rows, each for `length` tokens."""
   config = options.config
   shape = (count, config.num_kv_heads, length, config.head_dim)
-  make = lambda: _constrained(jnp.zeros(shape, options.compute_dtype), options)
+  make = lambda: _placed(jnp.zeros(shape, options.compute_dtype), options, of_rows=of_rows)
   return [(make(), make()) for _ in range(config.num_layers)]
 
 
-def resize(cache: Cache, places: Int[Array, " n"], length: int, options: Options) -> Cache:
-  """Returns the slots or rows at `places`, with room for `length` >= the present tokens each."""
+def resize(
+  cache: Cache,
+  places: Int[Array, " n"],
+  length: int,
+  options: Options,
+  *,
+  of_rows: bool = False,
+) -> Cache:
+  """Returns the slots, or rows, at `places`, with room for `length` >= the present tokens each."""
 
   def one(x):
     x = jnp.take(x, places, axis=0)
     x = jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))
-    return _constrained(x, options)
+    return _placed(x, options, of_rows=of_rows)
 
   return jax.tree.map(one, cache)
 
@@ -143,7 +152,7 @@ def prefill(
     def attend(q, k, v, keys=keys, values=values):
       def write(to, x):
         x = x.transpose(0, 2, 1, 3).astype(to.dtype)
-        return _constrained(to.at[slots, :, :length].set(x, mode="drop"), options)
+        return _placed(to.at[slots, :, :length].set(x, mode="drop"), options, of_rows=False)
 
       attended = layers.packed_attention(q, k, v, segment_ids, **compute)
       return attended, (write(keys, k), write(values, v))
@@ -297,16 +306,21 @@ def _append(
   places = jnp.arange(cache.shape[0])
   last = jnp.minimum(lengths, cache.shape[2] - 1)
   cache = cache.at[places, :, last].set(new[:, 0].astype(cache.dtype))
-  return _constrained(cache, options)
+  return _placed(cache, options, of_rows=True)
 
 
 def _filters(rows: Rows) -> tuple[Array, Array, Array]:
   return jnp.asarray(rows.top_k), jnp.asarray(rows.top_p), jnp.asarray(rows.min_p)
 
 
-def _constrained(cache: Array, options: Options) -> Array:
-  """Splits a cache over its key/value heads as the key projection is split; whole elsewhere."""
+def _placed(cache: Array, options: Options, *, of_rows: bool) -> Array:
+  """Splits a cache over its heads as the key projection is split, and rows over the other axes.
+
+  Slots stand on every device that may have a row of theirs.
+  """
   if options.mesh is None:
     return cache
-  sharding = NamedSharding(options.mesh, PartitionSpec(None, options.head_axis, None, None))
+  parts = math.prod(options.mesh.shape[axis] for axis in options.row_axes)
+  rows = options.row_axes if of_rows and cache.shape[0] % parts == 0 else None
+  sharding = NamedSharding(options.mesh, PartitionSpec(rows, options.head_axis, None, None))
   return jax.lax.with_sharding_constraint(cache, sharding)

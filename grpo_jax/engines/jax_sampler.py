@@ -249,16 +249,18 @@ class JaxSampler:
 
 
 def _with_sharding(options: decoding.Options, params: Any) -> decoding.Options:
-  """Splits the caches' heads over the mesh axes over which the key projection is split."""
+  """Splits the caches' heads over the mesh axes of the key projection, rows over the others."""
   sharding = params["layers"]["k"].sharding
   if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
-    return dataclasses.replace(options, mesh=None, head_axis=None)
+    return dataclasses.replace(options, mesh=None, head_axis=None, row_axes=())
   mesh, axis = sharding.mesh, (*sharding.spec, None, None, None)[2]
   assert isinstance(mesh, Mesh)  # arrays have concrete meshes.
   names = (axis,) if isinstance(axis, str) else axis or ()
   parts = math.prod(mesh.shape[name] for name in names)
-  splits = options.config.num_kv_heads % parts == 0
-  return dataclasses.replace(options, mesh=mesh, head_axis=axis if splits else None)
+  if options.config.num_kv_heads % parts:
+    names, axis = (), None
+  others = tuple(name for name in mesh.axis_names if name not in names)
+  return dataclasses.replace(options, mesh=mesh, head_axis=axis, row_axes=others)
 
 
 def _with_own_arrays(weights: decoding.Weights) -> decoding.Weights:

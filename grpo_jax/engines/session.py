@@ -22,8 +22,8 @@ _PREFILL_ROWS = 4  # prompts of one prefill.
 
 _decode = jax.jit(decoding.decode, static_argnames="options", donate_argnames="own")
 _prefill = jax.jit(decoding.prefill, static_argnames="options", donate_argnames="cache")
-_resize = jax.jit(decoding.resize, static_argnames=("length", "options"))
-_empty = jax.jit(decoding.empty_cache, static_argnums=(0, 1, 2))
+_resize = jax.jit(decoding.resize, static_argnames=("length", "options", "of_rows"))
+_empty = jax.jit(decoding.empty_cache, static_argnums=(0, 1, 2), static_argnames="of_rows")
 
 
 @dataclasses.dataclass(slots=True)
@@ -168,11 +168,11 @@ class Session:
     if self._active:
       places = np.zeros(rows, np.int32)
       places[: len(self._active)] = [c.row for c in self._active]
-      self._own = _resize(self._own, places, length=length, options=self._options)
+      self._own = _resize(self._own, places, length=length, options=self._options, of_rows=True)
       for row, completion in enumerate(self._active):
         completion.row = row
     else:
-      self._own = _empty(rows, length, self._options)
+      self._own = _empty(rows, length, self._options, of_rows=True)
     self._rows, self._own_length = rows, length
 
   def _fill_slots(self, new: list[Completion], weights: decoding.Weights, version: int) -> None:

@@ -80,19 +80,21 @@ def run(engine, requests, **options):
 
 def model_logprobs(model_config, tree, prompt, completion, *, temperature=1.0):
   """Returns the log-softmax of every completion token, [n V], as the trainer computes it."""
-  ids = jnp.asarray(np.concatenate([prompt, completion]).astype(np.int32))[None]
-  positions = jnp.arange(ids.shape[1])[None]
-  hidden = _apply(model_config, tree, ids, positions, jnp.ones_like(ids))
-  head, layout = transformer.head(tree, model_config)
-  logits = hidden[0] @ (head.T if layout == "vd" else head)
+  ids = np.concatenate([prompt, completion]).astype(np.int32)
+  padding = -len(ids) % 64  # of few lengths, each of which is compiled.
+  segment_ids = np.pad(np.ones_like(ids), (0, padding))
+  logits = _logits(model_config, tree, np.pad(ids, (0, padding))[None], segment_ids[None])
   logprobs = np.asarray(jax.nn.log_softmax(logits / temperature, axis=-1))
   return logprobs[len(prompt) - 1 : len(prompt) - 1 + len(completion)]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _apply(model_config, tree, ids, positions, segment_ids):
+def _logits(model_config, tree, ids, segment_ids):
   module = transformer.Transformer(model_config)
-  return module.apply({"params": tree}, ids, positions, segment_ids)
+  positions = jnp.arange(ids.shape[1])[None]
+  hidden = module.apply({"params": tree}, ids, positions, segment_ids)
+  head, layout = transformer.head(tree, model_config)
+  return hidden[0] @ (head.T if layout == "vd" else head)
 
 
 def of_tokens(logprobs, tokens):

@@ -1,0 +1,347 @@
+"""What only the embedded sampler promises: sharing, batches, compilations, weights, failures."""
+
+import asyncio
+import dataclasses
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.engines import decoding, scheduling, session
+from grpo_jax.types import FinishReason
+from tests.engines import tiny
+
+PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 8], list(range(20, 60)), [9, 9, 9]]
+
+
+def texts(generations):
+  return {name: g.token_ids.tolist() for name, g in generations.items()}
+
+
+def stats_of(engine, requests):
+  """Returns what one call added to the statistics, and its generations."""
+  before = dataclasses.asdict(engine.stats)
+  generations = tiny.run(engine, requests)
+  after = dataclasses.asdict(engine.stats)
+  return {name: after[name] - before[name] for name in after}, generations
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_logprobs_equal_the_trainers_for_every_family(family):
+  model_config = tiny.config(family)
+  engine = tiny.sampler(model_config)
+  tree = tiny.params(model_config)
+  requests = tiny.groups(PROMPTS[:3], 4, stop_ids=(11,))
+  generations = tiny.run(engine, requests)
+  for request in requests:
+    generation = generations[request.request_id]
+    wanted = tiny.model_logprobs(model_config, tree, request.prompt_ids, generation.token_ids)
+    wanted = tiny.of_tokens(wanted, generation.token_ids)
+    np.testing.assert_allclose(generation.logprobs, wanted, atol=1e-5)
+
+
+def test_bfloat16_compute_stays_near_float32_and_repeats_itself():
+  engine = tiny.sampler(compute_dtype=jnp.bfloat16)
+  requests = tiny.groups(PROMPTS[:2], 4)
+  generations = tiny.run(engine, requests)
+  assert texts(tiny.run(engine, requests)) == texts(generations)
+  tree = tiny.params(tiny.config())
+  for request in requests:
+    generation = generations[request.request_id]
+    wanted = tiny.model_logprobs(tiny.config(), tree, request.prompt_ids, generation.token_ids)
+    wanted = tiny.of_tokens(wanted, generation.token_ids)
+    difference = np.abs(generation.logprobs - wanted)
+    assert 0 < difference.max() < 0.15  # eight bits of mantissa; not float32 in disguise.
+
+
+def test_first_tokens_follow_the_models_distribution_by_chi_square():
+  engine = tiny.sampler(max_rows=256)
+  requests = tiny.groups([[1, 2, 3]], 2000, max_tokens=1)
+  tokens = [int(g.token_ids[0]) for g in tiny.run(engine, requests).values()]
+  tree = tiny.params(tiny.config())
+  expected = np.exp(tiny.model_logprobs(tiny.config(), tree, [1, 2, 3], [0])[0]) * 2000
+  observed = np.bincount(tokens, minlength=tiny.VOCABULARY)
+  often = expected >= 5
+  statistic = ((observed - expected)[often] ** 2 / expected[often]).sum()
+  assert statistic < 99.6  # 99.9% at 60 degrees of freedom.
+
+
+@pytest.mark.parametrize("max_rows", [1, 8, 40])
+def test_completions_do_not_depend_on_what_is_computed_beside_them(max_rows):
+  requests = tiny.groups(PROMPTS[1:4], 8, stop_ids=(11, 12), max_tokens=20)
+  together = tiny.run(tiny.sampler(max_rows=max_rows), requests)
+  assert len({len(g.token_ids) for g in together.values()}) > 3  # rows end at different times.
+  shuffled = [requests[i] for i in np.random.default_rng(0).permutation(len(requests))]
+  assert texts(tiny.run(tiny.sampler(), shuffled)) == texts(together)
+  alone = tiny.sampler()
+  for request in requests[::7]:
+    name = request.request_id
+    assert texts(tiny.run(alone, [request])) == {name: together[name].token_ids.tolist()}
+
+
+def test_more_requests_than_rows_refill_the_rows_that_finish():
+  engine = tiny.sampler(max_rows=8, chunk_tokens=4)
+  lengths = [4, 8, 12, 40] * 10
+  requests = [tiny.request(i, [1, 2], seed=i, max_tokens=n) for i, n in enumerate(lengths)]
+  added, generations = stats_of(engine, requests)
+  assert [len(generations[str(i)].token_ids) for i in range(40)] == lengths
+  # Eight at a time without refill would take 5 x 40 steps; 640 tokens fill 8 rows for 80.
+  assert 80 <= added["decode_steps"] <= 130
+  assert added["sampled_tokens"] == sum(lengths)
+
+
+def test_rows_are_compacted_as_completions_finish():
+  engine = tiny.sampler(max_rows=32, chunk_tokens=64)
+  requests = [tiny.request(i, [1, 2], seed=i, max_tokens=4 if i < 26 else 40) for i in range(32)]
+  added, _ = stats_of(engine, requests)
+  assert added["decode_steps"] == 40
+  assert added["row_steps"] == 4 * 32 + 36 * 8
+
+
+def test_each_distinct_prompt_is_prefilled_once_for_all_its_completions():
+  engine = tiny.sampler(max_rows=8)
+  requests = tiny.groups(PROMPTS, 20, max_tokens=5)
+  # Interleaved, and with far more completions than rows.
+  requests = sorted(requests, key=lambda r: int(r.request_id.split(".")[1]))
+  added, generations = stats_of(engine, requests)
+  assert len(generations) == 100
+  assert added["prefilled_prompts"] == sum(len(p) > 1 for p in PROMPTS)
+  assert added["prefilled_tokens"] == sum(len(p) - 1 for p in PROMPTS)
+
+
+def test_a_prompt_is_kept_once_for_its_group():
+  busy = session.Session(
+    decoding.Options(tiny.config(), jnp.dtype(jnp.float32), 4, None, False, False),
+    max_rows=16,
+    decode_text=None,
+    stats=session.Stats(),
+  )
+  requests = tiny.groups([[1] * 30, [2] * 20], 8)
+  busy.submit([scheduling.Completion(r, None, scheduling.prompt_key(r)) for r in requests])
+  weights = decoding.split_layers(tiny.params(tiny.config()), busy._options)
+  busy.advance(weights, 0)
+  assert busy._prompts[0][0].shape == (2, 2, 32, 8)  # two prompts for sixteen rows.
+  own = busy._own[0][0]
+  assert own.shape == (16, 2, 64, 8)
+  busy.advance(weights, 0)
+  assert own.is_deleted()  # donated: the next chunk wrote into it.
+
+
+def test_compilations_are_bounded_over_many_calls_of_different_lengths():
+  engine = tiny.sampler(max_rows=16, chunk_tokens=4)
+  compiled = []
+
+  def listen(event, duration, **details):
+    if event == "/jax/core/compile/backend_compile_duration":
+      compiled.append(event)
+
+  def calls(start, stop):
+    for n in range(start, stop):
+      prompts = [[i] * (1 + (7 * n + i) % 15) for i in range(1 + n % 3)]
+      tiny.run(engine, tiny.groups(prompts, 1 + n % 5, max_tokens=3 + n % 10))
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  try:
+    calls(0, 30)
+    # rows 8, 16 x slots 1, 2, 4: at most 6 decode loops and as many caches; prefills of 1 or 4
+    # prompts x lengths 16 .. 32 x slots; few resizings.
+    assert len(compiled) <= 45
+    first = len(compiled)
+    calls(30, 60)
+    assert len(compiled) == first
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_a_second_identical_call_is_bit_identical_and_independent_of_calls_before():
+  requests = tiny.groups(PROMPTS, 5, stop_ids=(11,), max_tokens=30)
+  fresh = tiny.run(tiny.sampler(), requests)
+  used = tiny.sampler()
+  tiny.run(used, tiny.groups([list(range(60))], 9, max_tokens=100))
+  for generations in (tiny.run(used, requests), tiny.run(used, requests)):
+    for name, generation in generations.items():
+      np.testing.assert_array_equal(generation.token_ids, fresh[name].token_ids)
+      np.testing.assert_array_equal(generation.logprobs, fresh[name].logprobs)
+
+
+def test_caches_grow_with_the_completions_without_changing_them():
+  requests = tiny.groups(PROMPTS[:2], 3, max_tokens=200)
+  generations = tiny.run(tiny.sampler(), requests)
+  tree = tiny.params(tiny.config())
+  for request in requests:
+    ids = generations[request.request_id].token_ids
+    wanted = tiny.model_logprobs(tiny.config(), tree, request.prompt_ids, ids)
+    got = generations[request.request_id].logprobs
+    np.testing.assert_allclose(got, tiny.of_tokens(wanted, ids), atol=1e-5)
+
+
+def test_weights_loaded_between_chunks_stamp_the_tokens_that_they_sample():
+  engine = tiny.sampler(version=1, max_rows=8, chunk_tokens=2)
+  other = tiny.params(tiny.config(), seed=5)
+
+  async def collect():
+    found = {}
+    requests = [tiny.request("short", [1], max_tokens=2), tiny.request("long", [1], max_tokens=60)]
+    async for generation in engine.generate(requests):
+      if generation.request_id == "short":
+        engine.load_weights(other, version=2)
+      found[generation.request_id] = generation
+    return found
+
+  found = asyncio.run(collect())
+  versions = found["long"].weight_versions
+  assert found["short"].weight_versions.tolist() == [1, 1]
+  assert versions[0] == 1 and versions[-1] == 2 and (np.diff(versions) >= 0).all()
+  assert engine.weight_version == 2
+  fresh = tiny.sampler(version=2, seed=5)
+  request = [tiny.request("x", [1, 2, 3])]
+  assert texts(tiny.run(engine, request)) == texts(tiny.run(fresh, request))
+
+
+def test_embedding_and_head_are_the_trainers_arrays_unless_copies_are_asked_for():
+  tree = tiny.params(tiny.config())
+  options = decoding.Options(tiny.config(), jnp.dtype(jnp.float32), 4, None, False, False)
+  weights = decoding.split_layers(tree, options)
+  assert weights.embed is tree["embed"] and weights.head is tree["embed"]
+  copied = jax.tree.map(jnp.copy, tree)
+  engine = tiny.sampler(copy_weights=True)
+  engine.load_weights(copied, version=2)
+  wanted = texts(tiny.run(engine, [tiny.request("x", [1, 2])]))
+  for leaf in jax.tree.leaves(copied):
+    leaf.delete()  # what a trainer that donates its parameters does.
+  assert texts(tiny.run(engine, [tiny.request("x", [1, 2])])) == wanted
+
+
+def test_a_decode_step_updates_its_cache_in_place_and_copies_no_weights():
+  wide = tiny.config(hidden_size=128, intermediate_size=512, num_layers=4)
+  options = decoding.Options(wide, jnp.dtype(jnp.float32), 4, None, False, False)
+  weights = decoding.split_layers(tiny.params(wide), options)
+  prompts, own = (decoding.empty_cache(8, 64, options) for _ in range(2))
+  leaves, structure = jax.tree.flatten((weights, prompts, scheduling.make_rows([], 8, [])))
+
+  def decode(leaves, own):
+    weights, prompts, rows = jax.tree.unflatten(structure, leaves)
+    return decoding.decode(weights, prompts, own, rows, jnp.int32(0), options)
+
+  memory = jax.jit(decode, donate_argnums=1).lower(leaves, own).compile().memory_analysis()
+  assert memory.alias_size_in_bytes >= sum(x.nbytes for x in jax.tree.leaves(own))
+  layer_bytes = sum(x.nbytes for x in jax.tree.leaves(weights.layers[0]))
+  assert memory.temp_size_in_bytes < layer_bytes  # one layer is 0.9 MiB of float32.
+
+
+def test_top_p_warns_once_that_another_distribution_is_trained():
+  engine = tiny.sampler()
+  request = tiny.request("x", [1], top_p=0.9, max_tokens=2)
+  with pytest.warns(UserWarning, match="report_truncated_logprobs=False"):
+    tiny.run(engine, [request])
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    tiny.run(engine, [request])
+    tiny.run(tiny.sampler(warn_of_truncation=False), [request])
+    greedy = tiny.request("x", [1], top_p=0.9, temperature=0.0, max_tokens=2)
+    tiny.run(tiny.sampler(), [greedy])
+
+
+def test_truncated_logprobs_are_renormalised_over_the_tokens_kept():
+  engine = tiny.sampler(report_truncated_logprobs=True, warn_of_truncation=False)
+  requests = tiny.groups([[1, 2]], 6, top_k=4)
+  tree = tiny.params(tiny.config())
+  for generation in tiny.run(engine, requests).values():
+    logprobs = tiny.model_logprobs(tiny.config(), tree, [1, 2], generation.token_ids)
+    mass = np.log(np.sort(np.exp(logprobs), axis=1)[:, -4:].sum(axis=1))
+    wanted = tiny.of_tokens(logprobs, generation.token_ids) - mass
+    np.testing.assert_allclose(generation.logprobs, wanted, atol=1e-5)
+
+
+def test_rows_with_and_without_filters_share_a_batch_without_touching_each_other():
+  engine = tiny.sampler(warn_of_truncation=False)
+  plain = [tiny.request(f"plain{i}", [1, 2], seed=i) for i in range(3)]
+  filtered = [tiny.request(f"filtered{i}", [1, 2], seed=i, top_k=1) for i in range(3)]
+  mixed = texts(tiny.run(engine, plain + filtered))
+  assert {**texts(tiny.run(engine, plain)), **texts(tiny.run(engine, filtered))} == mixed
+  assert mixed["filtered0"] == mixed["filtered1"]  # top_k = 1 is greedy.
+
+
+def test_padding_ids_of_the_vocabulary_are_never_sampled():
+  engine = tiny.sampler(num_valid_tokens=10)
+  generations = tiny.run(engine, tiny.groups([[1, 2]], 8))
+  tokens = np.concatenate([g.token_ids for g in generations.values()])
+  assert tokens.max() < 10
+
+
+def test_weights_that_are_not_finite_raise_in_the_caller_and_good_ones_go_on():
+  engine = tiny.sampler()
+  tree = tiny.params(tiny.config())
+  engine.load_weights(jax.tree.map(lambda x: x * jnp.nan, tree), version=7)
+  with pytest.raises(FloatingPointError, match="not finite with weights of version 7"):
+    tiny.run(engine, tiny.groups([[1, 2]], 3))
+  engine.load_weights(tree, version=8)
+  assert len(tiny.run(engine, tiny.groups([[1, 2]], 3))) == 3
+
+
+def test_an_error_of_the_decoder_reaches_every_call_in_flight():
+  def broken(ids):
+    raise LookupError("no such id")
+
+  engine = tiny.sampler(decode=broken)
+
+  async def both():
+    async def collect(requests):
+      return [g async for g in engine.generate(requests)]
+
+    bad = tiny.request("bad", [1], stop_strings=("x",))
+    return await asyncio.gather(collect([bad]), return_exceptions=True)
+
+  assert [str(error) for error in asyncio.run(both())] == ["no such id"]
+  assert len(tiny.run(engine, [tiny.request("good", [1])])) == 1
+
+
+def test_cancelling_a_caller_frees_the_rows_for_the_next():
+  engine = tiny.sampler(max_rows=8, chunk_tokens=2)
+
+  async def cancelled():
+    async def collect():
+      requests = tiny.groups([[1, 2]], 100, max_tokens=100)
+      return [g async for g in engine.generate(requests)]
+
+    task = asyncio.create_task(collect())
+    while not engine.stats.decode_steps:
+      await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return [g async for g in engine.generate([tiny.request("next", [3], max_tokens=4)])]
+
+  assert [g.request_id for g in asyncio.run(cancelled())] == ["next"]
+  assert engine.stats.sampled_tokens < 5000  # of the 10000 that were asked for first.
+
+
+def test_no_thread_is_left_when_nothing_is_left_to_do():
+  engine = tiny.sampler()
+  tiny.run(engine, tiny.groups([[1, 2]], 3))
+  for thread in threading.enumerate():
+    if thread.name == "jax_sampler":
+      thread.join(timeout=10)
+  assert all(thread.name != "jax_sampler" for thread in threading.enumerate())
+
+
+def test_generate_without_weights_and_bad_settings_are_refused():
+  engine = tiny.JaxSampler(tiny.config())
+  with pytest.raises(RuntimeError, match="load_weights must be called"):
+    engine.generate([tiny.request("x", [1])])
+  with pytest.raises(ValueError, match="max_rows and chunk_tokens must be positive: 0"):
+    tiny.JaxSampler(tiny.config(), max_rows=0)
+  with pytest.raises(ValueError, match="num_valid_tokens"):
+    tiny.JaxSampler(tiny.config(), num_valid_tokens=62)
+  with pytest.raises(ValueError, match="need an engine that was given `decode`"):
+    tiny.sampler().generate([tiny.request("x", [1], stop_strings=("a",))])
+
+
+def test_length_limit_is_the_models_unless_another_is_given():
+  engine = tiny.sampler(max_length=10)
+  generation = tiny.run(engine, [tiny.request("x", [1, 2], max_tokens=8)])["x"]
+  assert len(generation.token_ids) == 8 and generation.finish_reason is FinishReason.LENGTH
+  with pytest.raises(ValueError, match="exceeds the limit of 10"):
+    engine.generate([tiny.request("x", [1, 2], max_tokens=9)])
