@@ -67,7 +67,7 @@ class Assembled:
 
 def assemble(
   groups: Sequence[RolloutGroup],
-  advantages: Sequence[Float[np.ndarray, " G"]],
+  advantages: Sequence[Float[np.ndarray, " _"]],
   *,
   row_tokens: int,
   max_prompt_tokens: int | None = None,
@@ -128,7 +128,7 @@ def assemble(
         reason = _reason(group.prompt, rollout, prompt_limit, row_tokens, drop_truncated)
         if reason is None:
           part.count(rollout)
-          if _finite(advantages[g][r], group, r) == 0 and skip_zero_advantage:
+          if _finite(float(advantages[g][r]), group, r) == 0 and skip_zero_advantage:
             reason = _SKIPPED
         if reason is None:
           live.append(r)
@@ -156,9 +156,9 @@ def assemble(
 
 def per_rollout(
   assembled: Assembled,
-  values: Sequence[Sequence[Float[np.ndarray, "B N"]]],
+  values: Sequence[Sequence[Float[np.ndarray, "_ _"]]],
   groups: Sequence[RolloutGroup],
-) -> list[list[Float[np.ndarray, " n"]]]:
+) -> list[list[Float[np.ndarray, " _"]]]:
   """Brings per-token values back to the completions that they belong to.
 
   Args:

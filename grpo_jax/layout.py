@@ -25,7 +25,7 @@ def batch(
   rows: Sequence[Sequence[Segment]],
   shape: Shape,
   groups: Sequence[RolloutGroup],
-  advantages: Sequence[Float[np.ndarray, " G"]],
+  advantages: Sequence[Float[np.ndarray, " _"]],
 ) -> tuple[Batch, list[list[int]]]:
   """Lays rows of segments out as the arrays that `types.Batch` describes.
 
@@ -73,7 +73,7 @@ def _fill(
   at: int,
   segment: Segment,
   group: RolloutGroup,
-  advantages: Float[np.ndarray, " G"],
+  advantages: Float[np.ndarray, " _"],
   *,
   number: int,
   first_rollout: int,

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 
 def make(
@@ -108,11 +108,17 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
   def update(updates, state, params=None):
     del params
-    norm = optax.global_norm(updates)
+    norm = global_norm(updates)
     factor = jnp.minimum(1.0, max_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
     return jax.tree.map(lambda g: g * factor.astype(g.dtype), updates), state
 
   return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+def global_norm(tree: Any) -> Float[Array, ""]:
+  """Returns the L2 norm over all elements of all arrays, in float32."""
+  squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
+  return jnp.sqrt(sum(squares, start=jnp.zeros(())))
 
 
 def decay_mask(params: Any) -> Any:

@@ -1,0 +1,153 @@
+"""A tiny model, ragged random groups, and one optimizer step's loss and gradients."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax import batching
+from grpo_jax.learn import optim, sharding, train_step
+from grpo_jax.models import transformer
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.rl import objectives
+from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
+
+CONFIG = ModelConfig(
+  family="qwen2",
+  vocab_size=96,
+  hidden_size=32,
+  intermediate_size=48,
+  num_layers=2,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=8,
+  tie_embeddings=True,
+  qkv_bias=True,
+)
+
+
+def rollout(rng, length, *, vocabulary=96, reward=None, turns=False, **changes):
+  """Returns a random completion; with `turns`, a few of its tokens are the environment's."""
+  mask = np.ones(length, bool)
+  if turns and length > 4:
+    mask[2:4] = False
+  fields = {
+    "completion_ids": rng.integers(0, vocabulary, length),
+    "loss_mask": mask,
+    "behavior_logprobs": np.where(mask, -rng.random(length) * 5, 0).astype(np.float32),
+    "weight_versions": np.zeros(length, np.int32),
+    "finish_reason": FinishReason.STOP,
+    "reward": float(rng.random()) if reward is None else reward,
+  }
+  return Rollout(**(fields | changes))
+
+
+def group(rng, name, prompt_length, lengths, *, vocabulary=96, weight=1.0, **options):
+  """Returns a group of random rollouts of the given lengths."""
+  prompt = Prompt(name, rng.integers(0, vocabulary, prompt_length), "none", weight=weight)
+  rollouts = tuple(rollout(rng, n, vocabulary=vocabulary, **options) for n in lengths)
+  return RolloutGroup(prompt, rollouts)
+
+
+def ragged_groups(seed=0, vocabulary=96):
+  """Returns groups of unequal sizes, prompts and completions, one of several turns; advantages."""
+  rng = np.random.default_rng(seed)
+  shapes = [(5, (7, 3, 11, 1)), (9, (4, 6)), (2, (8,)), (6, (2, 9, 5)), (7, (10, 3))]
+  groups = [
+    group(rng, f"p{i}", prompt, lengths, vocabulary=vocabulary, turns=i == 3)
+    for i, (prompt, lengths) in enumerate(shapes)
+  ]
+  return groups, [rng.standard_normal(len(g.rollouts)).astype(np.float32) for g in groups]
+
+
+@functools.cache
+def params(seed=0, config=CONFIG, scale=4.0):
+  """Returns random parameters, larger than at initialisation so that gradients are not tiny."""
+  fresh = transformer.init(jax.random.key(seed), config)
+  return jax.tree.map(lambda x: x * scale if x.ndim > 1 else x, fresh)
+
+
+FULL_LOSS = {"kl_coef": 0.1, "entropy_coef": 0.05, "aggregation": "sequence_mean"}
+
+
+@functools.cache
+def functions(config, loss, remat, implementation):
+  """Returns update and scorer, made once per setting, so that equal shapes compile once."""
+  logprobs = train_step.make_logprobs(
+    config, temperature=1.3, remat=remat, implementation=implementation
+  )
+  tx, _ = optim.make(10)
+  update = train_step.make_update(logprobs, tx, objectives.make(**dict(loss)))
+  return update, train_step.make_scorer(logprobs)
+
+
+def gradients(
+  groups,
+  advantages,
+  *,
+  loss=None,
+  remat="full",
+  implementation=None,
+  config=CONFIG,
+  minibatch=0,
+  **layout,
+):
+  """Returns (loss, gradients, assembled) of an optimizer step, old and ref scored apart."""
+  loss = FULL_LOSS if loss is None else loss
+  update, score = functions(config, tuple(loss.items()), remat, implementation)
+  assembled = batching.assemble(groups, advantages, **({"row_tokens": 64} | layout))
+  made = assembled.minibatches
+  if update.objective.needs_ref:
+    made = train_step.with_logprobs(
+      made, score, old_params=params(1, config), ref_params=params(2, config)
+    )
+  grads, value, *_ = update.gradients(params(0, config), made[minibatch])
+  return float(value), jax.device_get(grads), assembled
+
+
+def assert_same(got, expected, tolerance=2e-5):
+  """Compares loss and every leaf of the gradient, relative to the leaf's largest entry."""
+  assert got[0] == np.float32(expected[0]) or abs(got[0] - expected[0]) < 1e-5 * (
+    1 + abs(expected[0])
+  )
+  assert_trees_same(got[1], expected[1], tolerance)
+
+
+def assert_trees_same(got, expected, tolerance=2e-5):
+  leaves, wanted = (jax.tree_util.tree_leaves_with_path(tree) for tree in (got, expected))
+  for (path, a), (_, b) in zip(leaves, wanted, strict=True):
+    largest = np.abs(b).max()
+    assert largest > 0, f"{jax.tree_util.keystr(path)} has no gradient: the test is blind"
+    np.testing.assert_allclose(
+      a, b, rtol=0, atol=tolerance * largest, err_msg=jax.tree_util.keystr(path)
+    )
+
+
+def trained(mesh, *, optimizer="adamw", steps=2):
+  """Returns the state after a few training steps on a mesh (None: one device), and metrics."""
+  groups, advantages = ragged_groups()
+  start = jax.tree.map(jnp.copy, params())  # the update consumes it.
+  shardings = None
+  if mesh is not None:
+    shardings = sharding.param_shardings(transformer.logical_axes(CONFIG), mesh, shapes=start)
+  objective = objectives.make(**(FULL_LOSS | {"kl_coef": 0.0}))
+  tx, schedule = optim.make(10, optimizer=optimizer, learning_rate=1e-2, max_grad_norm=0.5)
+  logprobs = train_step.make_logprobs(CONFIG)
+  update = train_step.make_update(logprobs, tx, objective, schedule=schedule, shardings=shardings)
+  state = train_step.init(start, tx, shardings=shardings)
+  assembled = batching.assemble(groups, advantages, row_tokens=64, rows_multiple=8)
+  minibatches = assembled.minibatches
+  if mesh is not None:
+    minibatches = sharding.put(minibatches, mesh)
+  for _ in range(steps):
+    state, metrics, _ = update(state, minibatches)
+  return state, metrics
+
+
+def replace(group, index, **changes):
+  """Returns the group with one rollout changed."""
+  rollouts = list(group.rollouts)
+  rollouts[index] = dataclasses.replace(rollouts[index], **changes)
+  return RolloutGroup(group.prompt, tuple(rollouts))

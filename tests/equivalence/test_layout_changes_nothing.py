@@ -1,0 +1,169 @@
+"""Packing, prefixes, padding, order and microbatches leave loss and gradients as they are."""
+
+import functools
+
+import equivalence_case as case
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax import batching
+from grpo_jax.models import transformer
+
+
+@functools.cache
+def shared():
+  """Loss and gradients with packed rows and shared prefixes."""
+  return case.gradients(*case.ragged_groups())
+
+
+@pytest.mark.parametrize(
+  "layout",
+  [
+    pytest.param({"share_prefixes": False}, id="packed-rollouts"),
+    pytest.param({"share_prefixes": False, "pack": False}, id="one-row-per-rollout"),
+    pytest.param({"pack": False}, id="one-row-per-group"),
+    pytest.param({"row_tokens": 22}, id="groups-split-over-rows"),
+    pytest.param({"row_tokens": 150, "row_buckets": (150,)}, id="one-long-row"),
+    pytest.param({"rows_multiple": 8}, id="empty-rows"),
+    pytest.param({"microbatch_tokens": 32, "row_tokens": 32}, id="microbatches"),
+  ],
+)
+def test_layout_changes_neither_loss_nor_gradients(layout):
+  case.assert_same(case.gradients(*case.ragged_groups(), **layout), shared())
+
+
+def test_four_microbatches_equal_one():
+  one = case.gradients(*case.ragged_groups(), row_tokens=32)
+  four = case.gradients(*case.ragged_groups(), row_tokens=32, microbatch_tokens=32)
+  assert len(one[2].minibatches[0].microbatches) == 1
+  assert len(four[2].minibatches[0].microbatches) >= 4
+  case.assert_same(four, one)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant_length"])
+def test_microbatches_and_prefixes_change_nothing_for_every_aggregation(aggregation):
+  loss = case.FULL_LOSS | {"aggregation": aggregation}
+  if aggregation == "constant_length":
+    loss["max_completion_tokens"] = 12
+  expected = case.gradients(*case.ragged_groups(), loss=loss)
+  layout = {"share_prefixes": False, "microbatch_tokens": 32, "row_tokens": 32}
+  case.assert_same(case.gradients(*case.ragged_groups(), loss=loss, **layout), expected)
+
+
+def test_order_of_groups_and_rollouts_changes_nothing():
+  groups, advantages = case.ragged_groups()
+  order = np.random.default_rng(3).permutation(len(groups))
+  turned = [type(groups[i])(groups[i].prompt, tuple(reversed(groups[i].rollouts))) for i in order]
+  got = case.gradients(turned, [advantages[i][::-1] for i in order])
+  case.assert_same(got, shared())
+
+
+def test_leaving_zero_advantages_out_changes_nothing_without_kl_and_entropy():
+  groups, advantages = case.ragged_groups()
+  advantages[1][:] = 0
+  advantages[3][1] = 0
+  for aggregation in ("token_mean", "sequence_mean"):
+    loss = {"kl_coef": 0.0, "aggregation": aggregation}
+    full = case.gradients(groups, advantages, loss=loss)
+    lean = case.gradients(groups, advantages, loss=loss, skip_zero_advantage=True)
+    assert lean[2].metrics["batch/skipped_zero_advantage"].value() == 3
+    assert lean[2].minibatches[0].denominators == full[2].minibatches[0].denominators
+    case.assert_same(lean, full)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots"])
+def test_rematerialisation_changes_nothing(remat):
+  case.assert_same(case.gradients(*case.ragged_groups(), remat=remat), shared())
+
+
+def test_reference_kernel_changes_nothing():
+  got = case.gradients(*case.ragged_groups(), implementation="reference")
+  case.assert_same(got, shared())
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_on_policy_gradient_is_that_of_reinforce_on_plain_sequences(aggregation):
+  # With πθ = π_old the surrogate's gradient is -Σ A ∇log π / denominator. The
+  # oracle gives every prompt + completion a row, shifts by slicing and takes the
+  # log-softmax of all logits: it shares no layout with the trainer.
+  groups, advantages = case.ragged_groups()
+  loss = {"kl_coef": 0.0, "aggregation": aggregation}
+  got = case.gradients(groups, advantages, loss=loss)
+  rollouts = [(g.prompt.token_ids, r) for g in groups for r in g.rollouts]
+  longest = max(len(prompt) + len(r.completion_ids) for prompt, r in rollouts)
+  tokens = np.zeros((len(rollouts), longest), np.int32)
+  factor = np.zeros((len(rollouts), longest), np.float32)  # of log π of each token.
+  learned = sum(int(r.loss_mask.sum()) for _, r in rollouts)
+  for i, ((prompt, r), advantage) in enumerate(
+    zip(rollouts, np.concatenate(advantages), strict=True)
+  ):
+    end = len(prompt) + len(r.completion_ids)
+    tokens[i, :end] = np.concatenate([prompt, r.completion_ids])
+    of_sequence = len(rollouts) * int(r.loss_mask.sum())
+    divisor = learned if aggregation == "token_mean" else of_sequence
+    factor[i, len(prompt) : end] = -advantage * r.loss_mask / divisor
+  positions = np.tile(np.arange(longest), (len(rollouts), 1))
+  model = transformer.Transformer(case.CONFIG)
+
+  @jax.jit
+  def reinforce(params):
+    ones = jnp.ones_like(tokens)  # causal attention: what pads the end is not seen.
+    inputs = (jnp.asarray(tokens), jnp.asarray(positions), ones, None)
+    logits = model.apply({"params": params}, *inputs) @ params["embed"].T / 1.3
+    logprobs = jax.nn.log_softmax(logits[:, :-1], axis=-1)
+    chosen = jnp.take_along_axis(logprobs, jnp.asarray(tokens)[:, 1:, None], axis=-1)[:, :, 0]
+    return jnp.sum(chosen * factor[:, 1:])
+
+  case.assert_trees_same(got[1], jax.device_get(jax.grad(reinforce)(case.params())))
+
+
+def test_rollouts_left_out_do_not_touch_the_others():
+  groups, advantages = case.ragged_groups()
+  expected = case.gradients(groups, advantages)
+  rng = np.random.default_rng(9)
+  bad = case.group(rng, "bad", 5, (6, 90, 0))
+  bad = case.replace(bad, 0, reward=float("nan"))
+  overlong = case.group(rng, "overlong", 80, (3,))
+  silent = case.group(rng, "silent", 4, (5,), weight=0.0)
+  nan = np.full(3, np.nan, np.float32)
+  got = case.gradients(
+    [bad, *groups, overlong, silent],
+    [nan, *advantages, np.ones(1, np.float32), np.ones(1, np.float32)],
+  )
+  case.assert_same(got, expected)
+
+
+def test_prompt_weight_scales_what_is_learned_from_it():
+  rng = np.random.default_rng(4)
+  whole = [case.group(rng, "a", 4, (5, 6))]
+  half = [type(whole[0])(_with_weight(whole[0].prompt, 0.5), whole[0].rollouts)]
+  advantages = [np.asarray([1.0, -2.0], np.float32)]
+  loss = {"kl_coef": 0.0}
+  got = case.gradients(half, advantages, loss=loss)
+  expected = case.gradients(whole, [advantages[0] / 2], loss=loss)
+  case.assert_same(got, expected)
+
+
+def test_per_rollout_brings_every_logprob_home():
+  groups, advantages = case.ragged_groups()
+  assembled = batching.assemble(
+    groups, advantages, row_tokens=32, microbatch_tokens=64, minibatches=2
+  )
+  # The token itself stands in for its logprob.
+  values = [
+    [
+      np.take_along_axis(np.asarray(b.tokens), np.maximum(b.loss_places, 0), 1).astype(np.float32)
+      for b in minibatch.microbatches
+    ]
+    for minibatch in assembled.minibatches
+  ]
+  home = batching.per_rollout(assembled, values, groups)
+  for g, of_group in zip(groups, home, strict=True):
+    for r, own in zip(g.rollouts, of_group, strict=True):
+      np.testing.assert_array_equal(own, np.where(r.loss_mask, r.completion_ids, np.nan))
+
+
+def _with_weight(prompt, weight):
+  return type(prompt)(prompt.prompt_id, prompt.token_ids, prompt.environment, weight=weight)
