@@ -119,6 +119,7 @@ def build(
   config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
 ) -> tuple[Run, Start]:
   """Makes the parts of a run and restores its newest checkpoint; `stack` closes them."""
+  workdir.mkdir(parents=True, exist_ok=True)
   mesh = sharding.make_mesh(**config.mesh)
   folder = sources.resolve(
     config.model.path, fallback=config.model.fallback, cache_dir=config.model.cache_dir

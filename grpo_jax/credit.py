@@ -103,7 +103,7 @@ def _with_advantages(batch: Batch, values: Float[np.ndarray, " tokens"]) -> Batc
   rows, columns = np.nonzero(places >= 0)
   result = np.zeros(batch.advantages.shape, np.float32)
   result[rows, places[rows, columns]] = values
-  return dataclasses.replace(batch, advantages=result)
+  return dataclasses.replace(batch, advantages=jnp.asarray(result))
 
 
 def _components(groups: Sequence[RolloutGroup], width: int) -> Float[np.ndarray, "K P G"]:

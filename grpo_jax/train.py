@@ -231,7 +231,8 @@ def record(
   logprobs: train_step.MicrobatchLogprobs,
 ) -> None:
   """Writes all rollouts of a step; those that were left out have NaN for what they lack."""
-  of_kept = zip(advantages, batching.per_rollout(batch, logprobs, kept.kept), strict=True)
+  compared = batching.per_rollout(batch, jax.device_get(logprobs), kept.kept)
+  of_kept = zip(advantages, compared, strict=True)
   found = {group.prompt.prompt_id: known for group, known in zip(kept.kept, of_kept, strict=True)}
   unknown = lambda group: (
     np.full(len(group.rollouts), np.nan),
