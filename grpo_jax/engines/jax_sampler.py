@@ -1,7 +1,8 @@
 """The embedded sampler: in process, on the trainer's own parameters.
 
-A worker thread computes while the caller's event loop scores what is finished; it runs only while
-there is something to do. `session.py` forms the batches, `decoding.py` is what runs on the device.
+A worker thread computes while the caller's event loop scores what is finished. It stays the same
+as long as the engine lives, since malloc keeps what a thread has freed for that thread alone.
+`session.py` forms the batches, `decoding.py` is what runs on the device.
 
 Same seed, same completion, whatever else is computed beside it: the random numbers depend on
 seed and token index only. What remains is rounding: another number of rows may sum in
@@ -13,6 +14,7 @@ import math
 import threading
 import warnings
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -81,12 +83,13 @@ class JaxSampler:
       is_truncated=False,
       report_truncated=report_truncated_logprobs,
     )
+    self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jax_sampler")
     self._lock = threading.Lock()  # guards all below.
     self._weights: decoding.Weights | None = None
     self._version = -1
     self._arrived: list[Call] = []
     self._in_flight: list[Call] = []
-    self._worker: threading.Thread | None = None
+    self._is_working = False
     self._is_closed = False
     self.stats = Stats()
 
@@ -111,7 +114,7 @@ class JaxSampler:
     with self._lock:
       if self._is_closed:
         raise RuntimeError("the engine was closed")
-      if self._worker is None:
+      if not self._is_working:
         self._weights = None
       self._options = _with_sharding(self._options, params)
       weights = decoding.split_layers(params, self._options)
@@ -153,9 +156,7 @@ class JaxSampler:
     """Fails the calls in flight, waits for the worker (one chunk at most), frees the weights."""
     with self._lock:
       self._is_closed = True
-      worker = self._worker
-    if worker is not None:
-      worker.join()
+    self._executor.shutdown()
     with self._lock:
       self._weights = None
 
@@ -180,9 +181,9 @@ class JaxSampler:
     with self._lock:
       self._check_ready()
       self._arrived.append(call)
-      if self._worker is None:
-        self._worker = threading.Thread(target=self._work, name="jax_sampler", daemon=True)
-        self._worker.start()
+      if not self._is_working:
+        self._is_working = True
+        self._executor.submit(self._work)
     # Closed explicitly: a caller that leaves the loop early must not compute on until collected.
     stream = call.stream()
     try:
@@ -199,7 +200,7 @@ class JaxSampler:
         arrived, self._arrived = self._arrived, []
         self._in_flight = [c for c in self._in_flight if not c.is_over] + arrived
         if self._is_closed or not self._in_flight:
-          self._worker = None
+          self._is_working = False
           closed_upon, self._in_flight = self._in_flight, []
           break
         weights, version, options = self._weights, self._version, self._options

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.engines import decoding, scheduling, session
+from grpo_jax.engines import decoding, sampling, scheduling, session
 from grpo_jax.types import FinishReason
 from tests.engines import tiny
 
@@ -80,6 +80,22 @@ def test_completions_do_not_depend_on_what_is_computed_beside_them(max_rows):
   for request in requests[::7]:
     name = request.request_id
     assert texts(tiny.run(alone, [request])) == {name: together[name].token_ids.tolist()}
+
+
+def test_every_token_is_drawn_with_the_uniform_of_its_seed_and_index():
+  engine = tiny.sampler()
+  tree = tiny.params(tiny.config())
+  requests = tiny.groups([[1, 2, 3], [4, 5]], 4, temperature=0.8)
+  for name, generation in tiny.run(engine, requests).items():
+    request = next(r for r in requests if r.request_id == name)
+    logprobs = tiny.model_logprobs(
+      tiny.config(), tree, request.prompt_ids, generation.token_ids, temperature=0.8
+    )
+    ends = np.cumsum(np.exp(logprobs.astype(np.float64)), axis=1)
+    seeds = jnp.asarray([[0, request.seed]] * len(ends), jnp.uint32)
+    uniforms = np.asarray(sampling.uniforms(seeds, jnp.arange(len(ends))))[:, None]
+    wanted = (ends <= uniforms).sum(axis=1)
+    assert generation.token_ids.tolist() == wanted.tolist()
 
 
 def test_more_requests_than_rows_refill_the_rows_that_finish():
@@ -318,13 +334,16 @@ def test_cancelling_a_caller_frees_the_rows_for_the_next():
   assert engine.stats.sampled_tokens < 5000  # of the 10000 that were asked for first.
 
 
-def test_no_thread_is_left_when_nothing_is_left_to_do():
+def test_one_thread_serves_all_calls_and_ends_with_the_engine():
+  threads = lambda: {t for t in threading.enumerate() if t.name.startswith("jax_sampler")}
+  before = threads()
   engine = tiny.sampler()
   tiny.run(engine, tiny.groups([[1, 2]], 3))
-  for thread in threading.enumerate():
-    if thread.name == "jax_sampler":
-      thread.join(timeout=10)
-  assert all(thread.name != "jax_sampler" for thread in threading.enumerate())
+  own = threads() - before
+  tiny.run(engine, tiny.groups([[1, 2]], 3))
+  assert len(own) == 1 and threads() - before == own
+  engine.close()
+  assert not threads() & own
 
 
 def test_generate_without_weights_and_bad_settings_are_refused():

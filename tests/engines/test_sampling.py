@@ -54,6 +54,21 @@ def test_sample_inverts_the_cumulative_distribution_of_float64(vocabulary, tempe
   np.testing.assert_allclose(logprobs, np.log(p[tokens]), atol=2e-5)
 
 
+def test_rows_are_sampled_each_from_its_own_logits_at_its_own_temperature():
+  rng = np.random.default_rng(8)
+  logits = rng.normal(size=(40, 300)).astype(np.float32) * np.linspace(0.1, 4, 40)[:, None]
+  logits = logits.astype(np.float32)
+  uniforms = rng.random(40).astype(np.float32)
+  temperature = rng.uniform(0.2, 2, 40).astype(np.float32)
+  tokens, logprobs = sampling.sample(
+    jnp.asarray(logits), jnp.asarray(uniforms), temperature=jnp.asarray(temperature)
+  )
+  p = probabilities_of(logits, temperature[:, None])
+  assert np.asarray(tokens).tolist() == (np.cumsum(p, axis=1) <= uniforms[:, None]).sum(1).tolist()
+  wanted = np.log(p[np.arange(40), np.asarray(tokens)])
+  np.testing.assert_allclose(np.asarray(logprobs), wanted, atol=2e-5)
+
+
 def test_sample_follows_the_distribution_by_chi_square():
   logits = np.random.default_rng(3).normal(size=40).astype(np.float32) * 1.5
   count = 20_000
