@@ -8,7 +8,7 @@ import tempfile
 # Nearly all time of the suite is compilation: unoptimised code compiles three times as fast.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
-import jax  # noqa: E402, the flags must come first.
+import jax
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
