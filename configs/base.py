@@ -142,6 +142,7 @@ def get_config() -> ConfigDict:
   batching.microbatch_tokens = config_dict.FieldReference(
     8192
   )  # row places computed at once on one device; None: all.
+  batching.row_buckets = config_dict.placeholder(tuple)  # row lengths to choose from; None: many.
   batching.drop_truncated = False  # overlong filtering: truncated ones are not learned from.
   batching.skip_zero_advantage = True  # where it changes nothing, do not compute it.
   batching.share_prefixes = True  # a prompt stands once before the completions of its group.

@@ -29,10 +29,13 @@ def get_config():
   config.rollout.prompts_per_step = 8
   config.rollout.group_size = 8
   config.sampling.max_tokens = 24
-  config.batching.row_tokens = 512
+  config.batching.row_tokens = 256
+  config.batching.row_buckets = (256,)  # one shape: the update compiles once.
+  config.batching.microbatch_tokens = 512
 
   config.loss.kl_coef = 0.0
   config.optim.learning_rate = 1e-5
+  config.optim.weight_decay = 0.0
 
   config.evaluation.every_steps = 10
   config.evaluation.num_prompts = 100

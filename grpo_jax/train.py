@@ -77,6 +77,7 @@ def train(config: ConfigDict, workdir: pathlib.Path, *, stop: Any = False) -> di
 
         # --- 4. learn: one or more optimizer steps on the batch ---
         with timer.span("learn"):
+          run.engine.release()  # its copies of the weights make room for the gradients.
           state, learned, logprobs = learn(run, state, batch)
 
         # --- 5. publish: the engine samples from the new weights from here on ---
@@ -157,6 +158,7 @@ def assemble(
     minibatches=run.config.learn.minibatches,
     microbatch_tokens=options.microbatch_tokens,
     rows_multiple=sharding.replicas(run.mesh),
+    row_buckets=options.row_buckets,
     share_prefixes=options.share_prefixes,
     pack=options.pack,
     drop_truncated=options.drop_truncated,

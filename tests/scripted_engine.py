@@ -37,6 +37,9 @@ class ScriptedEngine:
   def load_weights(self, params: Any, *, version: int) -> None:
     self.version = version
 
+  def release(self) -> None:
+    pass
+
   def close(self) -> None:
     pass
 

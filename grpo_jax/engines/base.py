@@ -107,6 +107,13 @@ class Engine(Protocol):
     """Samples from these weights from now on; tokens carry `version`."""
     ...
 
+  def release(self) -> None:
+    """Frees the memory of the weights until the next `load_weights`; nothing may be in flight.
+
+    For an update on the same devices.
+    """
+    ...
+
   def close(self) -> None:
     """Stops the engine and frees what it holds; calls in flight fail. May be called twice."""
     ...

@@ -56,6 +56,9 @@ class FakeEngine:
       self._logits = np.asarray(params["bigrams"], np.float64)
     self._version = version
 
+  def release(self) -> None:
+    """Does nothing: a table is small."""
+
   def generate(
     self,
     requests: Sequence[GenerationRequest],

@@ -123,6 +123,17 @@ class JaxSampler:
       self._weights = jax.block_until_ready(weights)
       self._version = version
 
+  def release(self) -> None:
+    """Frees the copies of the weights until the next `load_weights`.
+
+    Raises:
+      RuntimeError: completions are under way.
+    """
+    with self._lock:
+      if self._arrived or not all(call.is_over for call in self._in_flight):
+        raise RuntimeError("weights cannot be released while completions are under way")
+      self._weights = None
+
   def generate(
     self,
     requests: Sequence[base.GenerationRequest],

@@ -273,3 +273,15 @@ def test_make_finds_engines_by_name_and_lists_them_otherwise():
 def test_sampling_params_refuse_what_has_no_meaning(field, value):
   with pytest.raises(ValueError, match=field):
     base.SamplingParams(**{"max_tokens": 4, field: value})
+
+
+def test_released_weights_are_asked_for_again_and_change_nothing():
+  engine = tiny.sampler()
+  before = tiny.run(engine, [tiny.request("a", [1, 2, 3])])
+  engine.release()
+  with pytest.raises(RuntimeError, match="load_weights"):
+    tiny.run(engine, [tiny.request("a", [1, 2, 3])])
+  engine.load_weights(tiny.params(tiny.config()), version=2)
+  after = tiny.run(engine, [tiny.request("a", [1, 2, 3])])
+  assert after["a"].token_ids.tolist() == before["a"].token_ids.tolist()
+  engine.close()
