@@ -120,6 +120,7 @@ def build(
 ) -> tuple[Run, Start]:
   """Makes the parts of a run and restores its newest checkpoint; `stack` closes them."""
   workdir.mkdir(parents=True, exist_ok=True)
+  _keep_compiled()
   mesh = sharding.make_mesh(**config.mesh)
   folder = sources.resolve(
     config.model.path, fallback=config.model.fallback, cache_dir=config.model.cache_dir
@@ -195,6 +196,15 @@ def build(
     logger=logger,
     timer=timing.Timer(),
   ), start
+
+
+def _keep_compiled() -> None:
+  """Keeps compiled programs in the user's cache, so that a run that goes on starts at once.
+
+  JAX_COMPILATION_CACHE_DIR names another folder.
+  """
+  if jax.config.jax_compilation_cache_dir is None:
+    jax.config.update("jax_compilation_cache_dir", str(sources.default_cache() / "xla"))
 
 
 def _load(folder: pathlib.Path, mesh: Mesh) -> tuple[loading.Loaded, Any]:

@@ -218,6 +218,25 @@ def test_no_buffer_of_tokens_by_vocabulary_is_compiled():
   assert "[1009,77]" not in hlo("xla_chunked")
 
 
+@pytest.mark.parametrize(("head_layout", "vocab_axis"), [("vd", 0), ("dv", 1)])
+def test_head_split_over_devices_gives_the_same(head_layout, vocab_axis):
+  mesh = jax.sharding.Mesh(np.asarray(jax.devices()).reshape(2, 4), ("rows", "vocab"))
+  spec = [None, None]
+  spec[vocab_axis] = "vocab"
+  place = lambda x, *names: jax.device_put(
+    x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*names))
+  )
+  hidden, head, targets = case(6, 8, 1004, dtype="float32", head_layout=head_layout)
+  f = jax.jit(
+    jax.value_and_grad(
+      lambda h, w, t: linear_logprobs(h, w, t, head_layout=head_layout).sum(), argnums=(0, 1)
+    )
+  )
+  expected = f(hidden, head, targets)
+  got = f(place(hidden, "rows"), place(head, *spec), place(targets, "rows"))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
+
+
 def test_entropy_is_not_computed_unless_asked():
   hidden, head, targets = case(5, 8, 301, dtype="float32")
 
