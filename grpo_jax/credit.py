@@ -37,7 +37,7 @@ def advantages_of(
   sizes = [len(group.rollouts) for group in groups]
   rewards = _padded([group.rewards for group in groups], max(sizes))
   mask = np.arange(max(sizes))[None, :] < np.asarray(sizes)[:, None]
-  components = _components(groups, max(sizes)) if estimator.by_component else None
+  components = jnp.asarray(_components(groups, max(sizes))) if estimator.by_component else None
   result = np.asarray(estimator(jnp.asarray(rewards), jnp.asarray(mask), components))
   return [row[:size] for row, size in zip(result, sizes, strict=True)]
 

@@ -148,6 +148,7 @@ METRICS: dict[str, Definition] = {
   "perf/tokens_per_s": Definition(
     "tokens/s", "prompt and completion tokens of the step / time/step_s"
   ),
+  "perf/env/*": Definition("count", "what an environment's workers did since the process began"),
   "perf/peak_rss_gib": Definition("GiB", "highest host memory of the process so far", "level"),
   # --- state ---
   "weight_version": Definition(

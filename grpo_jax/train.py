@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from grpo_jax import (
   batching,
@@ -26,7 +25,7 @@ from grpo_jax import (
   rollout,
   timing,
 )
-from grpo_jax.building import Run, build, validate
+from grpo_jax.building import Config, Run, build, validate
 from grpo_jax.engines.base import OnProgress
 from grpo_jax.learn import sharding, train_step
 from grpo_jax.models import export
@@ -35,7 +34,7 @@ from grpo_jax.types import Mean, Metrics, RolloutGroup, TrainState
 __all__ = ["train", "validate"]
 
 
-def train(config: ConfigDict, workdir: pathlib.Path, *, stop: Any = False) -> dict[str, float]:
+def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[str, float]:
   """Runs the training that `config` describes, from its newest checkpoint if there is one.
 
   Args:
@@ -190,7 +189,7 @@ def learn(
 ) -> tuple[TrainState, Metrics, train_step.MicrobatchLogprobs]:
   """Updates the weights; where there is nothing to learn from, only counts the step."""
   if not batch.minibatches:
-    untouched = {"train/skipped_share": Mean(0.0, 1.0)}
+    untouched: Metrics = {"train/skipped_share": Mean(0.0, 1.0)}
     return dataclasses.replace(state, step=state.step + 1), untouched, []
   return jax.block_until_ready(run.update(state, batch.minibatches))
 

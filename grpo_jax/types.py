@@ -58,7 +58,7 @@ class Rollout:
   completion_ids: Int[np.ndarray, " completion"]
   loss_mask: Bool[np.ndarray, " completion"]
   behavior_logprobs: Float[np.ndarray, " completion"]  # 0 where loss_mask is False.
-  weight_versions: Int[np.ndarray, " completion"]  # of the weights that sampled each token; -1: none.
+  weight_versions: Int[np.ndarray, " completion"]  # of the weights; -1: not sampled.
   finish_reason: FinishReason
   reward: float
   text: str = ""
