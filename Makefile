@@ -19,7 +19,7 @@ test: venv  ## Run the tests (no accelerator, no network).
 	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
 
 test-slow: venv  ## Run the tests on real components: the real model, killed processes.
-	$(BIN)/python -m pytest -q -m slow $(ARGS)
+	XLA_FLAGS= $(BIN)/python -m pytest -q -m slow $(ARGS)
 
 check: venv  ## Format check, lint, types.
 	$(BIN)/ruff format --check .

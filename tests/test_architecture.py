@@ -49,6 +49,7 @@ READERS_AND_WRITERS = {
   "models/loading.py",
   "models/safetensors.py",
   "models/sources.py",
+  "models/tiny.py",
 }
 PURE_MAY_IMPORT = {
   *("jax", "jaxtyping", "numpy", "flax", "optax", "ml_dtypes", "grpo_kernels", "grpo_jax"),
