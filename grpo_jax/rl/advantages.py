@@ -182,7 +182,7 @@ def rloo(
   """Subtracts the mean of the others: Âᵢ = rᵢ - 1/(G-1) Σ_{j≠i} rⱼ; 0 for an only attempt.
 
   Reference:
-    Ahmadian et al. 2024, "Back to Basics", arXiv:2402.14740, equation 8.
+    Ahmadian et al. 2024, "Back to Basics", arXiv:2402.14740, section 2.3.
   """
   return group_relative(rewards, mask, baseline="leave_one_out", scale="none")
 
@@ -216,7 +216,8 @@ def gdpo(
     ValueError: with fewer than 2 components, or another number of weights.
 
   Reference:
-    Liu et al. 2026, GDPO, arXiv:2601.05242, equations 4 to 6; NeMo RL's `gdpo`.
+    Liu et al. 2026, GDPO, arXiv:2601.05242, equations 4 to 7 (there with an ε beside the last
+    standard deviation); NeMo RL's `gdpo`.
   """
   count = components.shape[0]
   if count < 2:
@@ -262,7 +263,7 @@ def whiten(
     Whitened advantages, 0 on masked entries, and 0 everywhere if all are equal.
 
   Reference:
-    Hu et al. 2025, REINFORCE++, arXiv:2501.03262, section 3.2.
+    Hu et al. 2025, REINFORCE++, arXiv:2501.03262 (version 9), equation 5.
   """
   counts = jnp.ones_like(advantages) if counts is None else counts
   mask = mask & (counts > 0)
@@ -294,6 +295,9 @@ def subtract_kl(
 
   NeMo RL takes the KL of token t from token t alone, as here; verl and the paper
   sum it over the tokens from t on. Follow it by `whiten`.
+
+  Reference:
+    Hu et al. 2025, REINFORCE++, arXiv:2501.03262 (version 9), equation 4, there with k1.
   """
   penalty = kl_penalty(
     masks.fill(old_logprobs, mask),

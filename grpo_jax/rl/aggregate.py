@@ -33,7 +33,7 @@ def token_mean(
     This part's share of the loss; 0 if the denominator is 0.
 
   Reference:
-    DAPO, arXiv:2503.14476, equation 10 (there per group; over the step as in NeMo RL, TRL).
+    DAPO, arXiv:2503.14476, equation 12 (there per group; over the step as in NeMo RL, TRL).
   """
   del sequence_ids
   return safe_divide(masks.masked_sum(losses, mask), denominators.tokens)

@@ -67,8 +67,8 @@ def zero_outside(
   """Keeps weights within [low, high] as they are and makes the others 0 (IcePop, MIS).
 
   Reference:
-    Ring-1T report, arXiv:2510.18855, section on IcePop; NeMo RL's `icepop`; TRL's
-    `token_mask` and, of sequence weights, `sequence_mask`.
+    Ling Team 2025, "Every Step Evolves" (Ring-1T), arXiv:2510.18855, section 2.3.2;
+    NeMo RL's `icepop`; TRL's `token_mask` and, of sequence weights, `sequence_mask`.
   """
   return jnp.where(is_within(weights, low=low, high=high), weights, 0)
 
@@ -124,7 +124,7 @@ def off_policy_sequence_mask(
     threshold: δ >= 0, in nats per token.
 
   Reference:
-    DeepSeek-V3.2, arXiv:2512.02556, section 3.1; TRL's `off_policy_mask_threshold`,
+    DeepSeek-V3.2, arXiv:2512.02556, equation 9; TRL's `off_policy_mask_threshold`,
     slime's `--use-opsm`.
   """
   policy = masks.fill(stop_gradient(policy_logprobs), mask)

@@ -63,7 +63,8 @@ def luspo(
   short good and long bad completions.
 
   Reference:
-    Length-Unbiased Sequence Policy Optimization, arXiv:2602.05261; TRL's `luspo`.
+    Liu et al. 2026, "Length-Unbiased Sequence Policy Optimization", arXiv:2602.05261;
+    TRL's `luspo`.
   """
   per_token = losses.gspo(
     policy_logprobs,
@@ -99,7 +100,7 @@ def vespo(
   advantage. The gradient is -φᵢ Âᵢ ∇log πθ. To be reduced by the token mean.
 
   Reference:
-    VESPO, arXiv:2602.10693; TRL's `vespo`.
+    Shen et al. 2026, VESPO, arXiv:2602.10693; TRL's `vespo`.
   """
   policy = masks.fill(policy_logprobs, mask)
   log_ratio = stop_gradient(policy) - masks.fill(stop_gradient(old_logprobs), mask)
