@@ -99,7 +99,8 @@ async def collect(
     numbers. An attempt that could not be scored has reward NaN and a metric "error/KIND".
 
   Raises:
-    TooManyFailures: more than `limits.max_error_share` of the attempts failed.
+    TooManyFailures: more than `limits.max_error_share` of the attempts failed, not
+      counting those at prompts of weight 0.
     ValueError: a prompt names an unknown environment, or ids are repeated.
   """
   if group_size < 1:
@@ -336,12 +337,14 @@ def _check_unique(prompts: Sequence[Prompt]) -> None:
 
 
 def _check_failures(attempts: Sequence[Attempt], max_share: float) -> None:
-  errors = [(a.prompt.prompt_id, a.error) for a in attempts if a.error]
-  if len(errors) <= max_share * len(attempts):
+  """Raises TooManyFailures. Prompts of weight 0 do not count: cut ones may leave no room."""
+  counting = [a for a in attempts if a.prompt.weight > 0]
+  errors = [(a.prompt.prompt_id, a.error) for a in counting if a.error]
+  if len(errors) <= max_share * len(counting):
     return
   kinds = Counter(error.kind for _, error in errors)
   where, first = errors[0]
   raise TooManyFailures(
-    f"{len(errors)} of {len(attempts)} attempts could not be scored, more than the allowed share "
+    f"{len(errors)} of {len(counting)} attempts could not be scored, more than the allowed share "
     f"of {max_share:g}: {dict(kinds)}; the first, {where}: {first.kind}: {first}"
   ) from first

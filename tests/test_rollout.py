@@ -1,6 +1,7 @@
 """Rollouts: order, masks, seeds, turns, limits, and what a failing environment costs."""
 
 import asyncio
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -269,6 +270,22 @@ def test_collect_fails_an_attempt_whose_prompt_leaves_no_room():
   assert np.isnan(groups[0].rewards).all() and len(groups[0].rollouts[0].completion_ids) == 0
   assert groups[1].rewards.tolist() == [1.0, 1.0]
   assert rollout.error_counts(groups) == {"rollout/errors/no_room": 2.0}
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_collect_lets_a_prompt_without_room_stop_the_run_only_if_it_is_learned_from(weight):
+  cut, *others = prompts("xyz", "a")
+  attempt = lambda: run(
+    ScriptedEngine(lambda r: "ab"),
+    single_turn(lambda p, t: 1.0),
+    [dataclasses.replace(cut, weight=weight), *others],
+    limits=Limits(max_tokens=3, max_error_share=0.2),
+  )
+  if weight:
+    with pytest.raises(rollout.TooManyFailures, match="2 of 4 attempts.*no_room"):
+      attempt()
+  else:
+    assert [np.isnan(group.rewards).all() for group in attempt()] == [True, False]
 
 
 def raising(prompt, text):

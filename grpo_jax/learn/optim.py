@@ -82,13 +82,15 @@ def make_schedule(
       warm-up: α (i + 1) / (w + 1), i = 0 .. w - 1, so that the first step is not wasted on 0;
       then α · f((i - w) / (n - w)): 1, or linear or half a cosine from 1 to the final share.
 
+  A run of n <= w steps ends within its warm-up.
+
   Raises:
     ValueError: an unknown schedule, or a number out of range.
   """
   if schedule not in SCHEDULES:
     raise ValueError(f"no schedule {schedule!r}; there are {', '.join(SCHEDULES)}")
-  if not 0 <= warmup_steps <= total_steps:
-    raise ValueError(f"warmup_steps must be from 0 to {total_steps}, got {warmup_steps}")
+  if warmup_steps < 0:
+    raise ValueError(f"warmup_steps must be at least 0, got {warmup_steps}")
   if not 0 <= final_share <= 1:
     raise ValueError(f"final_share must be from 0 to 1, got {final_share}")
   after = SCHEDULES[schedule](learning_rate, max(total_steps - warmup_steps, 1), final_share)
