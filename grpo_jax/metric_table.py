@@ -53,8 +53,10 @@ METRICS: dict[str, Definition] = {
     "any", "what an environment reports: means of a step, counts since the start"
   ),
   "data/epoch": Definition("epochs", "passes over the training data so far"),
-  "data/broken_rows": Definition("count", "rows of the data skipped as broken, so far", "0"),
-  "data/overlong_prompts": Definition("count", "prompts above data.max_prompt_tokens, so far", "0"),
+  "data/broken_rows": Definition("count", "rows of the data skipped as broken in the step", "0"),
+  "data/overlong_prompts": Definition(
+    "count", "prompts above data.max_prompt_tokens in the step", "0"
+  ),
   # --- what the update learns from ---
   "filter/*": Definition("count", "groups left out of the step, by reason"),
   "batch/loss_tokens": Definition("tokens", "learned from in the step, all its passes"),
