@@ -22,22 +22,38 @@ def main(arguments: Sequence[str]) -> int:
   """Runs one training; returns the exit code (see `command_line.USAGE`)."""
   try:
     command = command_line.parse(arguments)
-    from grpo_jax import train  # only now: it takes seconds, and mistakes should not.
-
-    configuration.check(command.config, [train.validate])
-    workdir = command.workdir or new_workdir(command.config_path)
-    with claim(workdir), interrupts.Flag() as stop:
-      print(f"run folder: {workdir}", flush=True)
-      train.train(command.config, workdir, stop=stop)
+    with interrupts.Flag() as stop:
+      run(command, stop)
   except command_line.HelpWanted as text:
     print(text)
     return 0
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return WRONG_USE
+  return stop.exit_code
+
+
+def run(command: command_line.Command, stop: interrupts.Flag) -> None:
+  """Runs the training that was asked for, and says so if it was stopped.
+
+  The flag is up before JAX is imported: a KeyboardInterrupt in the midst of that can be
+  swallowed by an extension module, and the run would go on.
+
+  Raises:
+    ConfigError: the configuration cannot work, or the run folder cannot be used.
+  """
+  from grpo_jax import train  # only now: it takes seconds, and mistakes should not.
+
+  configuration.check(command.config, [train.validate])
+  if stop:
+    print("stopped before the run began", flush=True)
+    return
+  workdir = command.workdir or new_workdir(command.config_path)
+  with claim(workdir):
+    print(f"run folder: {workdir}", flush=True)
+    train.train(command.config, workdir, stop=stop)
   if stop:
     print(f"stopped; the same command with --workdir={workdir} continues", flush=True)
-  return stop.exit_code
 
 
 def new_workdir(config_path: str, *, root: pathlib.Path = pathlib.Path("runs")) -> pathlib.Path:

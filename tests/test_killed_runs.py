@@ -129,13 +129,15 @@ def test_a_killed_run_ends_bit_for_bit_like_an_unbroken_one(moment, command, unb
 
 
 def test_ctrl_c_ends_with_a_checkpoint_and_the_run_goes_on(command, unbroken, tmp_path):
-  process = subprocess.Popen(**command(tmp_path), stdout=subprocess.PIPE, text=True)
+  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+  process = subprocess.Popen(**command(tmp_path), **pipes, start_new_session=True)
   while process.poll() is None and len(lines_of(tmp_path)) < 3:
     time.sleep(0.01)
-  process.send_signal(signal.SIGINT)
-  output, _ = process.communicate(timeout=120)
+  os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole process group.
+  output, errors = process.communicate(timeout=120)
   assert process.returncode == 130
   assert "continues" in output
+  assert errors.count("SIGINT") == 1 and "Traceback" not in errors
   steps = sorted((tmp_path / "checkpoints").glob("step_*"))
   assert int(steps[-1].name.removeprefix("step_")) >= 3
   subprocess.run(**command(tmp_path), check=True, stdout=subprocess.DEVNULL)

@@ -140,6 +140,13 @@ def test_stopped_run_reports_the_signal_and_how_to_continue(path, runs, tmp_path
   assert f"--workdir={workdir} continues" in capsys.readouterr().out
 
 
+def test_stopped_before_the_run_begins_leaves_nothing(path, runs, tmp_path, capsys):
+  runs.validate = lambda config: signal.raise_signal(signal.SIGINT) or []
+  assert main.main([f"--config={path}", f"--workdir={tmp_path / 'w'}"]) == 130
+  assert runs.calls == [] and not (tmp_path / "w").exists()
+  assert "stopped before the run began" in capsys.readouterr().out
+
+
 LOOP = """
 import sys, time
 from grpo_jax import interrupts

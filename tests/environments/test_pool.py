@@ -55,6 +55,37 @@ def test_results_are_not_mixed_with_what_a_library_prints(pool):
   assert pool.submit("double", "ab" * 200_000).result() == "ab" * 400_000  # more than a pipe holds.
 
 
+CTRL_C = """
+import sys, time
+from grpo_jax import interrupts
+from grpo_jax.environments.grading.pool import WorkerPool
+pool = WorkerPool(sys.argv[1], workers=1)
+with interrupts.Flag() as stop:
+  pool.submit("double", 1).result()
+  print("ready", flush=True)
+  while not stop:
+    time.sleep(0.01)
+  time.sleep(0.1)
+  print(pool.submit("double", 2).result(), pool.counts()["crashes"], pool.counts()["starts"])
+(pid,) = pool.pids()
+pool.close()
+print(pid)
+"""
+
+
+def test_ctrl_c_in_the_terminal_does_not_reach_the_workers(grader):
+  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+  command = [sys.executable, "-c", CTRL_C, str(grader)]
+  with subprocess.Popen(command, **pipes, start_new_session=True) as trainer:
+    assert trainer.stdout.readline() == "ready\n"
+    os.killpg(trainer.pid, signal.SIGINT)
+    output, errors = trainer.communicate(timeout=60)
+  answer, pid = output.splitlines()
+  assert (trainer.returncode, answer) == (0, "4 0.0 1.0")
+  assert errors.count("SIGINT") == 1 and "Traceback" not in errors
+  assert not psutil.pid_exists(int(pid))  # the trainer ends them.
+
+
 def test_an_exception_comes_back_and_costs_no_process(pool):
   with pytest.raises(GraderError, match="KeyError: 'no such answer'"):
     pool.submit("fail").result()
