@@ -69,7 +69,8 @@ KEYS = {
     generation.val_top_k generation.stop_token_ids generation.stop_strings
     generation.refit_transport generation.refit_cfg generation.real_quant_export_cpu_offload
     generation.mcore_generation_config generation.vllm_cfg generation.vllm_kwargs
-    generation.colocated.enabled generation.colocated.resources
+    generation.colocated.enabled generation.colocated.resources refit_buffer_size_gb
+    reward_model_cfg router_replay pretrained_checkpoint quant_*
   """,
   "data": """
     max_input_seq_length shuffle num_workers use_multiple_dataloader num_prompts_per_dataloader
