@@ -6,6 +6,8 @@ STACK = $(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3
 CONSTRAINTS = constraints/$(STACK).txt
 WORKDIR ?= runs/quickstart
 ARGS ?=
+# A process a core, four at most: each compiles for itself and holds up to 3 GB.
+PARALLEL = -n logical --maxprocesses=4 --dist=worksteal
 
 .PHONY: help quickstart test test-slow check format venv clean
 
@@ -16,10 +18,10 @@ quickstart: $(VENV)/default  ## Train SmolLM2-135M-Instruct on arithmetic (2 cor
 	$(BIN)/python -m grpo_jax.main --config=configs/quickstart.py --workdir=$(WORKDIR) $(ARGS)
 
 test: venv  ## Run the tests (no accelerator, no network).
-	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -q $(PARALLEL) -m "not slow" $(ARGS)
 
 test-slow: venv  ## Run the tests on real components: the real model, killed processes.
-	XLA_FLAGS= $(BIN)/python -m pytest -q -m slow $(ARGS)
+	XLA_FLAGS= $(BIN)/python -m pytest -q $(PARALLEL) -m slow $(ARGS)
 
 check: venv  ## Format check, lint, types.
 	$(BIN)/ruff format --check .

@@ -8,16 +8,19 @@ import tempfile
 # Nearly all time of the suite is compilation: unoptimised code compiles three times as fast.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
+# What one test compiled, others do not compile again: neither in the workers of `pytest -n` nor in
+# processes that tests start. All inherit the folder from the first process, which removes it.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+  CACHE = tempfile.mkdtemp(prefix="xla-cache-")
+  atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+  os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE
+  os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(4 << 30)  # JAX locks a limited cache only.
+  os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+  os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
+
 import jax
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
-
-# What one test compiled, others do not compile again.
-CACHE = tempfile.mkdtemp(prefix="xla-cache-")
-atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
-jax.config.update("jax_compilation_cache_dir", CACHE)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
