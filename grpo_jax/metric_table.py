@@ -50,7 +50,7 @@ METRICS: dict[str, Definition] = {
   "env/*/reward_mean": Definition("reward", "mean over the environment's completions", "rises"),
   "env/*/reward/*": Definition("reward", "mean of one component of the reward"),
   "env/*": Definition(
-    "any", "what an environment reports: means of a step, counts since the start"
+    "any", "what an environment reports: means over the attempts of a step"
   ),
   "data/epoch": Definition("epochs", "passes over the training data so far"),
   "data/broken_rows": Definition("count", "rows of the data skipped as broken in the step", "0"),

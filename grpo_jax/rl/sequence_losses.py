@@ -99,6 +99,9 @@ def vespo(
   φ is 1 at w = 1 and fades to 0 on both sides; (k, λ) depend on the sign of the
   advantage. The gradient is -φᵢ Âᵢ ∇log πθ. To be reduced by the token mean.
 
+  The w of the paper and of TRL is the ratio to the engine that sampled; here it is the
+  ratio to `old_logprobs`, and a correction of the mismatch multiplies φ from outside.
+
   Reference:
     Shen et al. 2026, VESPO, arXiv:2602.10693; TRL's `vespo`.
   """
