@@ -49,9 +49,7 @@ METRICS: dict[str, Definition] = {
   "rollout/staleness_max": Definition("steps", "the stalest token", "<= max_staleness"),
   "env/*/reward_mean": Definition("reward", "mean over the environment's completions", "rises"),
   "env/*/reward/*": Definition("reward", "mean of one component of the reward"),
-  "env/*": Definition(
-    "any", "what an environment reports: means over the attempts of a step"
-  ),
+  "env/*": Definition("any", "what an environment reports: means over the attempts of a step"),
   "data/epoch": Definition("epochs", "passes over the training data so far"),
   "data/broken_rows": Definition("count", "rows of the data skipped as broken in the step", "0"),
   "data/overlong_prompts": Definition(
