@@ -39,7 +39,7 @@ def rows(tmp_path_factory) -> pathlib.Path:
   return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def make_config(model, rows):
   """Returns a function that makes the config of a run of seconds; `a__b=1` sets config.a.b."""
 
@@ -74,11 +74,32 @@ def make_config(model, rows):
   return make
 
 
-@pytest.fixture(autouse=True)
-def one_device(monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def one_device():
   """The suite has eight devices; a run takes all there are, these take one."""
   first = jax.devices()[:1]
-  monkeypatch.setattr(jax, "devices", lambda *_: first)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(jax, "devices", lambda *_: first)
+    yield
+
+
+@pytest.fixture(scope="module")
+def plain(make_config, tmp_path_factory) -> pathlib.Path:
+  """The folder of an undisturbed run of three steps."""
+  workdir = tmp_path_factory.mktemp("plain")
+  train.train(make_config(), workdir)
+  return workdir
+
+
+UPDATES = {"learn__epochs": 2, "learn__minibatches": 2, "loss__kl_coef": 0.05}
+
+
+@pytest.fixture(scope="module")
+def several_updates(make_config, tmp_path_factory) -> pathlib.Path:
+  """The folder of an undisturbed run of four optimizer steps a batch."""
+  workdir = tmp_path_factory.mktemp("several-updates")
+  train.train(make_config(**UPDATES), workdir)
+  return workdir
 
 
 def told(workdir):
@@ -127,10 +148,13 @@ def test_a_run_leaves_what_tools_rely_on(make_config, tmp_path, capsys):
   assert "0/3" in capsys.readouterr().out
 
 
-def test_recorded_rollouts_hold_the_trainers_logprobs_beside_the_engines(make_config, tmp_path):
-  train.train(make_config(total_steps=1), tmp_path)
-  lines = (tmp_path / "rollouts" / "step_000000.jsonl").read_text().splitlines()
-  records = [json.loads(line) for line in lines]
+def rollouts_of_the_first_step(workdir):
+  lines = (workdir / "rollouts" / "step_000000.jsonl").read_text().splitlines()
+  return [json.loads(line) for line in lines]
+
+
+def test_recorded_rollouts_hold_the_trainers_logprobs_beside_the_engines(plain):
+  records = rollouts_of_the_first_step(plain)
   assert len(records) == 3 * 8
   compared = 0
   for record in records:
@@ -155,31 +179,32 @@ def test_the_reward_rises(make_config, tmp_path):
 
 
 @pytest.mark.parametrize("looks", [0, 3, 4], ids=["at_once", "while_sampling", "after_a_step"])
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(looks, make_config, tmp_path):
-  updates = {"learn__epochs": 2, "learn__minibatches": 2, "loss__kl_coef": 0.05}
-  whole, parted = tmp_path / "whole", tmp_path / "parted"
-  train.train(make_config(**updates), whole)
-  train.train(make_config(**updates), parted, stop=StopAfter(looks))
-  assert not (parted / "export").exists()
-  train.train(make_config(**updates), parted)
-  assert told(parted) == told(whole)
-  assert_same_state(parted, whole)
-  assert_same_weights(parted, whole)
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
+  looks, make_config, several_updates, tmp_path
+):
+  train.train(make_config(**UPDATES), tmp_path, stop=StopAfter(looks))
+  assert not (tmp_path / "export").exists()
+  train.train(make_config(**UPDATES), tmp_path)
+  assert told(tmp_path) == told(several_updates)
+  assert_same_state(tmp_path, several_updates)
+  assert_same_weights(tmp_path, several_updates)
 
 
-def test_a_finished_run_with_more_steps_goes_on(make_config, tmp_path):
-  whole, parted = tmp_path / "whole", tmp_path / "parted"
-  train.train(make_config(total_steps=3), whole)
-  train.train(make_config(total_steps=2), parted)
-  train.train(make_config(total_steps=3), parted)
-  assert_same_weights(parted, whole)
+def test_a_finished_run_with_more_steps_goes_on(make_config, plain, tmp_path):
+  train.train(make_config(total_steps=2), tmp_path)
+  train.train(make_config(total_steps=3), tmp_path)
+  assert_same_weights(tmp_path, plain)
 
 
-def test_other_seeds_give_other_runs(make_config, tmp_path):
-  for seed in (1, 2):
-    train.train(make_config(seed=seed, total_steps=1), tmp_path / str(seed))
-  first, second = (told(tmp_path / str(seed))[0] for seed in (1, 2))
-  assert first["rollout/reward_mean"] != second["rollout/reward_mean"]
+def test_other_seeds_give_other_runs(make_config, plain, tmp_path):
+  config = make_config(total_steps=1)
+  config.seed += 1
+  train.train(config, tmp_path)
+  one, other = (
+    [record["behavior_logprobs"] for record in rollouts_of_the_first_step(run)]
+    for run in (plain, tmp_path)
+  )
+  assert one != other
 
 
 def test_steps_without_signal_change_nothing_and_are_counted(make_config, model, tmp_path):
@@ -199,9 +224,8 @@ def test_the_run_ends_with_the_data(make_config, tmp_path, capsys):
   assert len([row for row in told(tmp_path) if "rollout/prompts" in row]) == 8  # 23 rows, by 3.
 
 
-def test_on_one_update_per_batch_the_ratio_is_one(make_config, tmp_path):
-  train.train(make_config(total_steps=2), tmp_path)
-  rows = [row for row in told(tmp_path) if "train/ratio_min" in row]
+def test_on_one_update_per_batch_the_ratio_is_one(plain):
+  rows = [row for row in told(plain) if "train/ratio_min" in row]
   assert rows
   for row in rows:
     assert row["train/ratio_min"] == row["train/ratio_max"] == 1.0
