@@ -58,7 +58,8 @@ def get_config():
   return config
 """
   )
-  cache = folder / "xla"
+  # One for all workers of the suite, and no other's: what is killed may leave files half written.
+  cache = pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "killed-runs"
 
   def make(workdir: pathlib.Path):
     environment = {
