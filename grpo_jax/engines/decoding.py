@@ -35,7 +35,7 @@ class Weights:
   """The parameters as the sampler reads them."""
 
   embed: Float[Array, "V D"]  # the trainer's own array.
-  layers: list[dict[str, Array]]  # kernels in the compute dtype.
+  layers: list[layers.LayerParams]  # kernels in the compute dtype, transposed.
   final_norm: Float[Array, " D"]
   head: Array  # in the compute dtype; the trainer's own array if that is float32.
 
@@ -90,10 +90,12 @@ def split_layers(params: transformer.Params, options: Options) -> Weights:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _unstack(stacked: dict[str, Array], num_layers: int, dtype: Any) -> list[dict[str, Array]]:
-  # Norms and biases, [L n], stay float32: they are not factors of a product.
-  cast = lambda x: x.astype(dtype) if x.ndim == 3 else x.astype(jnp.float32)
-  return [{name: cast(x)[i] for name, x in stacked.items()} for i in range(num_layers)]
+def _unstack(stacked: dict[str, Array], num_layers: int, dtype: Any) -> list[layers.LayerParams]:
+  def of_layer(x, i):
+    # Norms and biases, [L n], stay float32: they are not factors of a product.
+    return layers.OutputMajor(x[i].T.astype(dtype)) if x.ndim == 3 else x[i].astype(jnp.float32)
+
+  return [{name: of_layer(x, i) for name, x in stacked.items()} for i in range(num_layers)]
 
 
 def empty_cache(count: int, length: int, options: Options, *, of_rows: bool = False) -> Cache:

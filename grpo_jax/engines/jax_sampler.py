@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from grpo_jax import host_memory
 from grpo_jax.engines import base, decoding, scheduling, stopping
 from grpo_jax.engines.calls import Call
 from grpo_jax.engines.session import Session, Stats
@@ -133,6 +134,8 @@ class JaxSampler:
       if self._arrived or not all(call.is_over for call in self._in_flight):
         raise RuntimeError("weights cannot be released while completions are under way")
       self._weights = None
+      if jax.default_backend() == "cpu":
+        host_memory.trim()
 
   def generate(
     self,
