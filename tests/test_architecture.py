@@ -15,7 +15,7 @@ PACKAGE = ROOT / "grpo_jax"
 # of lower layers only. Within a folder, imports are free.
 LAYERS = [
   {"types"},
-  {"rl", "registry", "timing", "console", "rollout_log", "manifest", "interrupts"},
+  {"rl", "registry", "timing", "console", "rollout_log", "manifest", "interrupts", "host_memory"},
   {"metric_table", "packing"},
   {"metrics", "layout", "configuration"},
   {"models"},

@@ -121,7 +121,9 @@ def read_params(
     for key in path[:-1]:
       below, shape, at = below[key], shape[key], at and at[key]
     placed = at[path[-1]] if at else None
-    below[path[-1]] = _read_leaf(tensors, parts, shape[path[-1]].shape, placed, np.dtype(dtype))
+    leaf = _read_leaf(tensors, parts, shape[path[-1]].shape, placed, np.dtype(dtype))
+    # Placement is asynchronous: the host's copy of this leaf must be gone before the next is read.
+    below[path[-1]] = jax.block_until_ready(leaf)
   return params
 
 
@@ -205,4 +207,4 @@ def _stored_head_is_tied(tensors: safetensors.Tensors, config: ModelConfig) -> b
   )
 
 
-_CHUNK_VALUES = 1 << 22  # read at once: 16 MiB of float32.
+_CHUNK_VALUES = 1 << 20  # read at once: 4 MiB of float32.

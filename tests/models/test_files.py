@@ -298,8 +298,9 @@ def test_loading_never_holds_two_copies_of_the_model(dtype, tmp_path):
   done = subprocess.run(command, capture_output=True, text=True, check=True)
   grown, model = map(int, done.stdout.split())
   assert model > 100e6
-  # The model, one leaf that is being read (a fifth of it here), and the allocator's slack.
-  assert grown < 1.4 * model
+  # The model, one leaf that is being read (a fifth of it here), and what the allocator keeps of
+  # leaves read before; two copies would be more than 2.
+  assert grown < 1.6 * model
 
 
 def test_check_accepts_what_stored_lists(tmp_path):
