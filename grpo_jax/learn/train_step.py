@@ -102,15 +102,17 @@ class Update:
   Attributes:
     objective: the loss.
     epochs: passes over the minibatches.
-    first: jitted (params, batch, denominators) → gradients, loss, (metrics, policy logprobs).
-    add: jitted (gradients, params, batch, denominators) → the same, added up; gradients donated.
+    differentiate: jitted (params, batch, denominators) → gradients, loss, (metrics, policy
+      logprobs); compiled once for each shape of a microbatch.
+    add: jitted (sum of gradients, gradients) → their sum; the first donated. For itself, so that
+      the costly compilation is the same for the first microbatch and the further ones.
     apply: jitted (params, optimizer state, gradients, loss) → params, optimizer state, metrics;
       the first two donated.
   """
 
   objective: Objective
   epochs: int
-  first: Callable[..., Any]
+  differentiate: Callable[..., Any]
   add: Callable[..., Any]
   apply: Callable[..., Any]
 
@@ -146,12 +148,12 @@ class Update:
 
     Also returns the policy's logprobs of each microbatch.
     """
-    head, *rest = minibatch.microbatches
-    grads, loss, (metrics, seen) = self.first(params, head, minibatch.denominators)
-    parts, logprobs = [metrics], [seen]
-    for batch in rest:
-      grads, more, (metrics, seen) = self.add(grads, params, batch, minibatch.denominators)
-      loss = loss + more
+    grads: Any = None
+    loss, parts, logprobs = jnp.zeros(()), [], []
+    for batch in minibatch.microbatches:
+      more, share, (metrics, seen) = self.differentiate(params, batch, minibatch.denominators)
+      grads = more if grads is None else self.add(grads, more)
+      loss = loss + share
       parts.append(metrics)
       logprobs.append(seen)
     return grads, loss, metric_sums.merge(parts), logprobs
@@ -188,13 +190,12 @@ def make_update(
     loss, metrics = objective(policy_logprobs, entropy, tokens, denominators)
     return loss, (metrics, policy_logprobs)
 
-  def first(params: Any, batch: Batch, denominators: Denominators):
+  def differentiate(params: Any, batch: Batch, denominators: Denominators):
     (loss, told), grads = jax.value_and_grad(share, has_aux=True)(params, batch, denominators)
     return _constrain(grads, shardings), loss, told
 
-  def add(grads: Any, params: Any, batch: Batch, denominators: Denominators):
-    more, loss, told = first(params, batch, denominators)
-    return jax.tree.map(jnp.add, grads, more), loss, told
+  def add(grads: Any, more: Any):
+    return jax.tree.map(jnp.add, grads, more)
 
   def apply(params: Any, opt_state: Any, grads: Any, loss: Float[Array, ""]):
     return _apply(tx, schedule, shardings, params, opt_state, grads, loss)
@@ -202,7 +203,7 @@ def make_update(
   return Update(
     objective,
     epochs,
-    first=jax.jit(first),
+    differentiate=jax.jit(differentiate),
     add=jax.jit(add, donate_argnums=0),
     apply=jax.jit(apply, donate_argnums=(0, 1)),
   )

@@ -28,7 +28,7 @@ def compiled(implementation, **loss):
   params = jax.eval_shape(lambda: case.params(config=CONFIG))
   # Of the leaves: `lower` would put descriptions of arrays into a Batch, which checks its types.
   leaves, tree = jax.tree.flatten(batch)
-  first = lambda params, leaves: update.first(
+  first = lambda params, leaves: update.differentiate(
     params, tree.unflatten(leaves), Denominators(1.0, 1.0)
   )
   return jax.jit(first).lower(params, leaves).compile()

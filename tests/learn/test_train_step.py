@@ -212,11 +212,15 @@ def test_microbatches_of_one_number_more_compile_nothing_anew():
   pairs = [[[2, 3], [4]]] * 6
   many = {"row_buckets": (8,), "microbatch_tokens": 8}
   state, *_ = update(state, assembled(groups(*pairs[:3]), **many))
-  compiled = update.first._cache_size(), update.add._cache_size(), update.apply._cache_size()
+  compiled = (
+    update.differentiate._cache_size(),
+    update.add._cache_size(),
+    update.apply._cache_size(),
+  )
   state, *_ = update(state, assembled(groups(*pairs), **many))
   assert compiled == (1, 1, 1)
   assert compiled == (
-    update.first._cache_size(),
+    update.differentiate._cache_size(),
     update.add._cache_size(),
     update.apply._cache_size(),
   )
