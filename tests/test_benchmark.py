@@ -81,9 +81,11 @@ def test_ratios_pair_the_runs_of_one_round():
 def test_ratio_rows_name_every_peer_and_put_ours_below_the_line():
   fast = make_run([9, 2.0], peak_mib=100.0, completion_tokens=20)
   slow = make_run([9, 8.0], peak_mib=250.0, completion_tokens=10)
-  rows = summary.ratio_rows(make_result([{"ours": fast, "trl": slow, "tunix": slow}]))
-  by_name = {(peer, name): median for peer, name, _, median, _ in rows}
-  assert {peer for peer, _ in by_name} == {"trl", "tunix"}
+  programs = {"ours": fast, "ours-all": slow, "trl": slow, "tunix": slow}
+  rows = summary.ratio_rows(make_result([programs]))
+  assert {peer for peer, *_ in rows} == {"trl", "tunix"}
+  assert {row[4] for row in rows if row[1] == "ours-all"} == {"1.00"}
+  by_name = {(peer, name): median for peer, ours, name, _, median, _ in rows if ours == "ours"}
   assert by_name["trl", "step"] == "4.00"
   assert by_name["trl", "step, per completion token"] == "8.00"  # 8/10 against 2/20.
   assert by_name["trl", "peak memory"] == "2.50"
@@ -153,9 +155,10 @@ def test_show_prints_an_earlier_result(tmp_path, capsys, monkeypatch):
 
 def test_only_programs_with_an_interpreter_run_and_ours_first():
   base = ["--model", "m", "--json", "j"]
-  assert list(compare.interpreters(compare.parse(base))) == ["ours"]
+  assert list(compare.interpreters(compare.parse(base))) == ["ours", "ours-all"]
   both = compare.parse([*base, "--tunix-python", "b", "--trl-python", "a"])
-  assert compare.interpreters(both) == {"ours": sys.executable, "trl": "a", "tunix": "b"}
+  ours_twice = {"ours": sys.executable, "ours-all": sys.executable}
+  assert compare.interpreters(both) == ours_twice | {"trl": "a", "tunix": "b"}
 
 
 def test_workloads_of_programs_differ_only_where_the_options_say(tmp_path):
@@ -173,6 +176,8 @@ def test_workloads_of_programs_differ_only_where_the_options_say(tmp_path):
   given["ours"].write(tmp_path / "workload.json")
   assert workloads.read(tmp_path / "workload.json") == given["ours"]
   assert given["trl"].overrides == ()
+  everything = "batching.skip_zero_advantage=False"
+  assert set(given["ours-all"].overrides) - set(given["ours"].overrides) == {everything}
 
 
 def make_workload(**changes):
@@ -181,13 +186,13 @@ def make_workload(**changes):
 
 
 def test_our_configuration_is_the_workload_with_overrides_on_top():
-  overrides = ("optim.learning_rate=2e-5", "loss.loss=gspo", "batching.skip_zero_advantage=True")
+  overrides = ("optim.learning_rate=2e-5", "loss.loss=gspo", "batching.skip_zero_advantage=False")
   config = ours.make_config(make_workload(overrides=overrides))
   assert (config.rollout.prompts_per_step, config.rollout.group_size) == (2, 3)
   assert config.sampling.max_tokens == 5
   assert (config.optim.learning_rate, config.loss.loss) == (2e-5, "gspo")
-  assert config.batching.skip_zero_advantage is True
-  assert ours.make_config(make_workload()).batching.skip_zero_advantage is False
+  assert config.batching.skip_zero_advantage is False
+  assert ours.make_config(make_workload()).batching.skip_zero_advantage is True
 
 
 def test_our_configuration_refuses_an_override_of_no_field():

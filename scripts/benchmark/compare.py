@@ -23,7 +23,13 @@ import workload as workloads
 
 HERE = pathlib.Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
-SCRIPTS = {summary.OURS: "ours.py", "trl": "peer_trl.py", "tunix": "peer_tunix.py"}
+FORMS_OF_OURS = (summary.OURS, summary.OURS_ALL)
+SCRIPTS = {
+  summary.OURS: "ours.py",
+  summary.OURS_ALL: "ours.py",
+  "trl": "peer_trl.py",
+  "tunix": "peer_tunix.py",
+}
 OUR_PATH = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "kernels")])
 OFFLINE_ON_CPU = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -61,8 +67,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def interpreters(options: argparse.Namespace) -> dict[str, str]:
   """Returns the programs that will run, in their order, each with its interpreter."""
+  ours = None if options.without_ours else sys.executable
   wanted = {
-    summary.OURS: None if options.without_ours else sys.executable,
+    summary.OURS: ours,
+    summary.OURS_ALL: ours,
     "trl": options.trl_python,
     "tunix": options.tunix_python,
   }
@@ -77,7 +85,8 @@ def workload_for(
     name: size if getattr(options, name) is None else getattr(options, name)
     for name, size in workloads.PRESETS[options.workload].items()
   }
-  is_ours = program == summary.OURS
+  is_ours = program in FORMS_OF_OURS
+  computes_all = ("batching.skip_zero_advantage=False",) if program == summary.OURS_ALL else ()
   return workloads.Workload(
     model=str(model),
     problems=str(problems),
@@ -86,7 +95,7 @@ def workload_for(
     learning_rate=options.learning_rate,
     seed=options.seed,
     recompute=options.peer_recompute and not is_ours,
-    overrides=tuple(options.override) if is_ours else (),
+    overrides=(*computes_all, *options.override) if is_ours else (),
   )
 
 
@@ -99,7 +108,7 @@ def run_program(
   usage = processes.run(
     [python, str(HERE / SCRIPTS[program]), str(folder / "workload.json"), str(folder / "run.json")],
     log=folder / "log.txt",
-    environment=OFFLINE_ON_CPU | {"PYTHONPATH": OUR_PATH if program == summary.OURS else ""},
+    environment=OFFLINE_ON_CPU | {"PYTHONPATH": OUR_PATH if program in FORMS_OF_OURS else ""},
   )
   recorded = json.loads((folder / "run.json").read_text())
   return recorded | {"process": dataclasses.asdict(usage)}

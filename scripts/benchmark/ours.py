@@ -43,7 +43,6 @@ def fields(workload: workloads.Workload) -> dict[str, Any]:
     "sampling.max_tokens": workload.completion,
     "engine.max_rows": workload.prompts * workload.group,
     "batching.row_tokens": ROW_TOKENS,
-    "batching.skip_zero_advantage": False,  # the peers do not skip, either.
     "loss.kl_coef": 0.0,
     "loss.aggregation": "token_mean",
     "optim.optimizer": "adamw",

@@ -9,7 +9,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-OURS = "ours"
+OURS = "ours"  # with the defaults: completions whose advantage is 0 are not computed.
+OURS_ALL = "ours-all"  # every completion is computed, as the peers do.
 Run = Mapping[str, Any]
 
 
@@ -49,10 +50,13 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratios(
-  rounds: Sequence[Mapping[str, Run]], quantity: Callable[[Run], float], peer: str
+  rounds: Sequence[Mapping[str, Run]],
+  quantity: Callable[[Run], float],
+  peer: str,
+  ours: str = OURS,
 ) -> Spread:
   """Returns peer ÷ ours of a quantity: one ratio per round, of runs close in time."""
-  return spread([quantity(turn[peer]) / quantity(turn[OURS]) for turn in rounds])
+  return spread([quantity(turn[peer]) / quantity(turn[ours]) for turn in rounds])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +166,7 @@ PROGRAM_COLUMNS = [
   "update GFLOP/s",
 ]
 
-RATIO_COLUMNS = ["peer", "peer ÷ ours", "lowest round", "median", "highest round"]
+RATIO_COLUMNS = ["peer", "ours", "peer ÷ ours", "lowest round", "median", "highest round"]
 
 # Ratios are peer ÷ ours, so that more than 1 speaks for us; memory as well.
 RATIOS: dict[str, Callable[[Run], float]] = {
@@ -176,14 +180,16 @@ RATIOS: dict[str, Callable[[Run], float]] = {
 
 
 def ratio_rows(result: Mapping[str, Any]) -> list[list[str]]:
-  """Returns, for each peer and quantity, peer ÷ ours: smallest, median, largest round."""
+  """Returns, for each peer, form of ours and quantity: smallest, median, largest round."""
   programs = list(result["rounds"][0])
-  peers = [program for program in programs if program != OURS] if OURS in programs else []
+  forms = [program for program in programs if program in (OURS, OURS_ALL)]
+  pairs = [(peer, ours) for peer in programs if peer not in forms for ours in forms]
   rows = []
-  for peer in peers:
+  for peer, ours in pairs:
     for name, quantity in RATIOS.items():
-      found = ratios(result["rounds"], quantity, peer)
-      rows.append([peer, name, f"{found.low:.2f}", f"{found.median:.2f}", f"{found.high:.2f}"])
+      found = ratios(result["rounds"], quantity, peer, ours)
+      numbers = [f"{x:.2f}" for x in (found.low, found.median, found.high)]
+      rows.append([peer, ours, name, *numbers])
   return rows
 
 
