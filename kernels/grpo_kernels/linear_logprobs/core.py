@@ -100,8 +100,8 @@ def linear_logprobs(
     nothing = jnp.zeros(0, jnp.float32)
     return nothing, nothing if settings.with_entropy else None
   targets = targets.astype(jnp.int32)
-  outputs: Any = _logprobs(implementation, settings, hidden, head, targets)
-  logprobs, entropy = outputs
+  found: Any = _logprobs(implementation, settings, hidden, head, targets)
+  logprobs, entropy = found
   in_range = (targets >= 0) & (targets < head.shape[settings.vocab_axis])
   return jnp.where(in_range, logprobs, jnp.nan), entropy
 
@@ -151,10 +151,10 @@ def entry(implementation: Any) -> Callable[..., Any]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _logprobs(implementation, settings, hidden, head, targets) -> tuple[Array, Array | None]:
   """Returns (logprobs, entropy or None); where differentiation enters."""
-  return _outputs(settings, implementation.statistics(settings, hidden, head, targets, None))
+  return outputs(settings, implementation.statistics(settings, hidden, head, targets, None))
 
 
-def _outputs(settings: Settings, found: Statistics) -> tuple[Array, Array | None]:
+def outputs(settings: Settings, found: Statistics) -> tuple[Array, Array | None]:
   """Returns logprobs and entropy, by differences of numbers that are near each other."""
   log_total = jnp.log(found.total)
   # At most 0 but for rounding, where an implementation computes the target's logit on its own.
@@ -169,9 +169,9 @@ def _forward(implementation, settings, hidden, head, targets):
   """Returns the outputs and what the backward pass needs; arguments come as symbolic primals."""
   hidden, head, targets = hidden.value, head.value, targets.value
   found = implementation.statistics(settings, hidden, head, targets, None)
-  outputs = _outputs(settings, found)
+  logprobs, entropy = outputs(settings, found)
   normaliser = found.largest, jnp.log(found.total)
-  return outputs, (hidden, head, targets, normaliser, outputs[1])
+  return (logprobs, entropy), (hidden, head, targets, normaliser, entropy)
 
 
 def _backward(implementation, settings, residuals, cotangents):
