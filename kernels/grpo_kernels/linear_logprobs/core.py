@@ -155,7 +155,12 @@ def _logprobs(implementation, settings, hidden, head, targets) -> tuple[Array, A
 
 
 def outputs(settings: Settings, found: Statistics) -> tuple[Array, Array | None]:
-  """Returns logprobs and entropy, by differences of numbers that are near each other."""
+  """Returns logprobs and entropy out of statistics of whole rows.
+
+      log p(t) = (z_t - largest) - log total      H = log total - moment / total
+
+  Differences of numbers that are near each other come first, so that large logits cost no digits.
+  """
   log_total = jnp.log(found.total)
   # At most 0 but for rounding, where an implementation computes the target's logit on its own.
   logprobs = jnp.minimum((found.target - found.largest) - log_total, 0.0)

@@ -170,12 +170,12 @@ def combined(own: Statistics, axis: str) -> Statistics:
   """Returns the statistics of all parts of the vocabulary together: two reductions."""
   largest = jax.lax.pmax(own.largest, axis)
   scale = jnp.exp(own.largest - largest)
-  moment = own.moment
-  if moment is not None:
+  sums = [scale * own.total, own.target]
+  if own.moment is not None:
     # About the common maximum; a part without columns has largest = LOWEST, finite, and sums 0.
-    moment = scale * (moment + own.total * (own.largest - largest))
-  total, moment, target = jax.lax.psum((scale * own.total, moment, own.target), axis)
-  return Statistics(largest, total, moment, target)
+    sums.append(scale * (own.moment + own.total * (own.largest - largest)))
+  total, target, *moment = jax.lax.psum(jnp.stack(sums), axis)
+  return Statistics(largest, total, moment[0] if moment else None, target)
 
 
 def own_columns(p: Partition, size: int, vocabulary: int) -> tuple[Array | int, Array | None]:

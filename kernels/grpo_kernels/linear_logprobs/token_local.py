@@ -88,15 +88,17 @@ def linear_objective(
   if hidden.shape[0] % parts[0]:
     raise ValueError(f"{hidden.shape[0]} tokens do not divide over {parts[0]} parts of the mesh")
   vocabulary = -(-head.shape[settings.vocab_axis] // parts[1])
+  # As lists: JAX fills trees with what is no array, which types of a caller may refuse.
+  flat = [jax.tree.flatten(tree) for tree in (per_token, constants)]
+  leaves = [[jnp.asarray(leaf) for leaf in found] for found, _ in flat]
   static = _Static(
     settings,
-    objective,
+    _OfLeaves(objective, flat[0][1], flat[1][1]),
     return_entropy and differentiate_entropy,
     token_chunk or chunk_size(hidden.shape[0] // parts[0], vocabulary, chip.platform),
     partition,
   )
-  constants = jax.tree.map(jnp.asarray, constants)
-  fixed = stop_gradient((targets.astype(jnp.int32), per_token, constants))
+  fixed = stop_gradient((targets.astype(jnp.int32), *leaves))
   found: Any = _objective(static, hidden, head, *fixed)
   loss, logprobs, entropy = found
   return loss, stop_gradient(logprobs), stop_gradient(entropy)
@@ -111,11 +113,24 @@ def chunk_size(tokens: int, vocabulary: int, platform: str) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
+class _OfLeaves:
+  """An objective of the leaves of its two trees."""
+
+  objective: Objective
+  per_token: Any  # the structure.
+  constants: Any
+
+  def __call__(self, logprobs, entropy, per_token: list[Array], constants: list[Array]):
+    trees = self.per_token.unflatten(per_token), self.constants.unflatten(constants)
+    return self.objective(logprobs, entropy, *trees)
+
+
+@dataclasses.dataclass(frozen=True)
 class _Static:
   """What is static of a sweep."""
 
   settings: Settings
-  objective: Objective
+  objective: _OfLeaves
   differentiate_entropy: bool
   chunk: int
   partition: sharded.Partition | None
