@@ -114,9 +114,8 @@ class Kernels:
     hidden, head = _aligned(settings, hidden, head)
 
     def slopes(first, size: int):
-      scalars = jnp.stack([jnp.asarray(first // tiles.columns, jnp.int32), columns - first])
-      of_chunk = targets - first  # so that one kernel serves every chunk.
-      return kernels.slopes(settings, tiles, scalars, hidden, head, of_chunk, rows, size)
+      scalars = jnp.stack([lax.div(jnp.asarray(first, jnp.int32), tiles.columns), columns])
+      return kernels.slopes(settings, tiles, scalars, hidden, head, targets, rows, size)
 
     d_hidden, d_head = _over_chunks(settings, tiles, slopes, hidden, head, vocabulary, dtype)
     return d_hidden[:tokens], d_head
@@ -133,17 +132,27 @@ def combine(
 ) -> Float[Array, "kinds tokens"]:
   """Returns largest, total, moment and target of each token from those of parts of the vocabulary.
 
-      z = a/τ      M = maxₛ mₛ      total = Σₛ fₛ lₛ      fₛ = exp((mₛ - M)/τ)
-      moment = Σₛ fₛ (uₛ ln 2 + lₛ (mₛ - M)/τ)      (m, l, u: see `mosaic_gpu_kernels.statistics`)
+      z = a/τ      M = max(m, m')      f = exp((m - M)/τ)
+      l, u ⊕ l', u' = f l + f' l', f (u + l (m - M)/τ) + f' (u' + l' (m' - M)/τ)
+
+  (m, l, u/ln 2: see `mosaic_gpu_kernels.statistics`.) One reduction of four operands, whose order
+  is fixed when it is compiled.
   """
+
+  def merge(some, others):
+    newest = jnp.maximum(some[0], others[0])
+    total, moment, target = 0.0, 0.0, 0.0
+    for m, l, u, a in (some, others):
+      change = (m - newest) / settings.temperature
+      fade = jnp.exp(change)
+      total, moment, target = total + fade * l, moment + fade * (u + l * change), target + a
+    return newest, total, moment, target
+
   m, l, u, target = parts.reshape(*parts.shape[:2], -1)
-  largest = jnp.max(m, axis=0)
-  change = (m - largest[None]) / settings.temperature
-  factor = jnp.exp(change)
-  total = jnp.sum(factor * l, axis=0)
-  moment = jnp.sum(factor * (u * LN_2 + l * change), axis=0)
-  largest = jnp.where(total > 0, largest / settings.temperature, LOWEST)
-  return jnp.stack([largest, total, moment, jnp.sum(target, axis=0) / settings.temperature])
+  nothing = tuple(jnp.float32(x) for x in (kernels.ABSENT, 0.0, 0.0, 0.0))
+  m, total, moment, target = lax.reduce((m, l, u * LN_2, target), nothing, merge, (0,))
+  largest = jnp.where(total > 0, m / settings.temperature, LOWEST)
+  return jnp.stack([largest, total, moment, target / settings.temperature])
 
 
 def chunk_start(index, chunk: int):
@@ -241,9 +250,7 @@ def _aligned(settings: Settings, hidden: Array, head: Array) -> tuple[Array, Arr
   multiple = VOCABULARY_MULTIPLE[settings.head_layout]
   return (
     _padded(hidden, 0, tiles_over(hidden.shape[0], TOKEN_MULTIPLE) * TOKEN_MULTIPLE),
-    _padded(
-      head.astype(hidden.dtype), axis, tiles_over(head.shape[axis], multiple) * multiple
-    ),
+    _padded(head.astype(hidden.dtype), axis, tiles_over(head.shape[axis], multiple) * multiple),
   )
 
 

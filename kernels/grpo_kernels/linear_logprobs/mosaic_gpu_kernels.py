@@ -86,7 +86,7 @@ def statistics(
       none = plgpu.layout_cast(jnp.zeros((tiles.half, LANE_COLUMNS), jnp.float32), in_lanes)
 
       def visit(item, found):
-        _, first_column = place(item)
+        first_column = place(item)[1]
         logits = ring.multiply(item, warpgroup)
         return _absorb(settings, logits, found, wanted - first_column, scalars[1] - first_column)
 
@@ -125,10 +125,11 @@ def slopes(
   Args:
     settings: static.
     tiles: static.
-    scalars: the first column tile; how many columns from there on are real.
+    scalars: the first column tile, which may be any: one kernel serves every chunk; how many
+      columns of the head are real.
     hidden: bfloat16; N a multiple of 8, D of 64.
     head: bfloat16; V a multiple of 8 in layout "vd", of 64 in "dv".
-    targets: of all tokens, by half row tiles, counted from the first column; any other for none.
+    targets: of all tokens, by half row tiles; -1 for none.
     rows: of all tokens, by half row tiles: r, g/τ and, with entropy, s₀ and s₁; without, s₀ is
       g/τ and s₁ is 0. Zeros for tokens that are not there.
     size: a multiple of 64.
@@ -150,17 +151,17 @@ def slopes(
       return row_tile * tiles.rows, (scalars[0] + column_tile) * tiles.columns
 
     def consume(ring, warpgroup, staged):
-      def visit(item, _):
+      @pl.loop(0, count)
+      def _tiles(item):
         row_tile, column_tile = tile_of(item)
+        first_column = place(item)[1]
         block = CONSUMERS * row_tile + warpgroup
         layout = plgpu.Layout.WGMMA.reduce(1)
         of_rows = [_load(rows.at[kind, block], layout) for kind in range(rows.shape[0])]
         wanted = _load(targets.at[block], layout)
         logits = ring.multiply(item, warpgroup)
-        first_column = column_tile * tiles.columns
         logits = _masked(logits, scalars[1] - first_column)
         for begin in range(0, tiles.columns, STORED_COLUMNS):
-          column = first_column + begin
           strips = [
             _slope(settings, logits[:, at : at + LANE_COLUMNS], of_rows, wanted - first_column - at)
             for at in range(begin, begin + STORED_COLUMNS, LANE_COLUMNS)
@@ -168,11 +169,10 @@ def slopes(
           plgpu.wait_smem_to_gmem(0, wait_read_only=True)
           staged[warpgroup] = jnp.concatenate(strips, axis=1)
           plgpu.commit_smem()
-          at = pl.ds(block * tiles.half, tiles.half), pl.ds(column, STORED_COLUMNS)
-          plgpu.copy_smem_to_gmem(staged.at[warpgroup], out.at[at])
-        return _
+          mine = pl.ds(block * tiles.half, tiles.half)
+          stored = pl.ds(column_tile * tiles.columns + begin, STORED_COLUMNS)
+          plgpu.copy_smem_to_gmem(staged.at[warpgroup], out.at[mine, stored])
 
-      lax.fori_loop(0, count, visit, None)
       plgpu.wait_smem_to_gmem(0)
 
     staged_shape = CONSUMERS, tiles.half, STORED_COLUMNS

@@ -98,7 +98,7 @@ def _launch(row_tiles: int, column_tiles: int, width: int, most: int) -> tuple[i
     splits = min(PROCESSORS // group, column_tiles)
     compute = tiles_over(column_tiles, splits) * tile_seconds(width)
     head = column_tiles * COLUMNS * width * 2 / BANDWIDTH
-    return tiles_over(row_tiles, group) * (max(compute, head) + 0.05 * head + 5e-6)
+    return tiles_over(row_tiles, group) * (max(compute, head) + 0.05 * head + 1.5e-5)
 
   group = min(range(1, min(most, PROCESSORS) + 1), key=seconds)
   return group, min(PROCESSORS // group, column_tiles)
