@@ -60,7 +60,7 @@ class PallasTpu:
       return Statistics(nothing, nothing, nothing if settings.with_entropy else None, nothing)
     tiles = self._tiles(settings, hidden, head)
     limit = _limit(settings, head, columns)
-    hidden, head, targets = _at_least_a_tile(settings, hidden, head, targets)
+    hidden, head, targets = _at_least_a_tile(settings, limit, hidden, head, targets)
     found = kernels.statistics(settings, tiles, limit, hidden, head, targets)[:, :tokens]
     moment = found[2] if settings.with_entropy else None
     return Statistics(largest=found[0], total=found[1], moment=moment, target=found[3])
@@ -91,7 +91,7 @@ class PallasTpu:
       assert entropy is not None and of_entropy is not None, "with_entropy needs H and gₑ"
       of_rows += [of_entropy / settings.temperature, entropy]
     tokens, vocabulary = hidden.shape[0], head.shape[settings.vocab_axis]
-    hidden, head, targets = _at_least_a_tile(settings, hidden, head, targets)
+    hidden, head, targets = _at_least_a_tile(settings, limit, hidden, head, targets)
     rows = _at_least(jnp.stack(of_rows), 1)
     slopes = functools.partial(kernels.slopes, settings, tiles, limit, hidden, head, targets, rows)
     d_hidden, d_head = _over_chunks(settings, tiles, slopes, hidden, head)
@@ -140,10 +140,10 @@ def _limit(settings: Settings, head: Array, columns: Any) -> Int[Array, " 1"]:
   return jnp.asarray(columns, jnp.int32).reshape(1)
 
 
-def _at_least_a_tile(settings: Settings, hidden: Array, head: Array, targets: Array):
-  """Pads tokens and columns to 128 if there are fewer; no target is any of the padding."""
-  targets = _at_least(targets + 1, 0) - 1
-  return _at_least(hidden, 0), _at_least(head, settings.vocab_axis), targets
+def _at_least_a_tile(settings: Settings, limit: Array, hidden: Array, head: Array, targets: Array):
+  """Pads tokens and columns to 128 if there are fewer; targets that are none of them become -1."""
+  targets = jnp.where((targets >= 0) & (targets < limit), targets, -1)
+  return _at_least(hidden, 0), _at_least(head, settings.vocab_axis), _at_least(targets, 0)
 
 
 def _at_least(x: Array, axis: int) -> Array:

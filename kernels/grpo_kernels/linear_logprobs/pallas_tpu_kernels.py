@@ -13,7 +13,10 @@ from grpo_kernels.linear_logprobs import pallas_tpu_tiles as tiling
 from grpo_kernels.linear_logprobs.core import LOWEST, Settings
 from grpo_kernels.linear_logprobs.pallas_tpu_tiles import LANES, Tiles
 
-FLOOR = -1e30  # stands for a difference of logits of -∞: exp gives 0, and 0 · FLOOR is a number.
+# Logits before the temperature that stand for none. exp of a difference to a real one is 0, of
+# NOTHING to START as well, and 0 times the difference is a number: a lane needs no second look at
+# which of its columns were real, not even if none was.
+START, NOTHING = -1e29, -1e30
 
 
 # --- statistics ---
@@ -62,50 +65,41 @@ def _statistics_kernel(
   @pl.when(step == 0)
   def _():
     target_ref[...] = _as_column(targets_ref[...])
-    lanes[0][...] = jnp.full_like(lanes[0], LOWEST)
+    lanes[0][...] = jnp.full_like(lanes[0], START)
     for ref in lanes[1:]:
       ref[...] = jnp.zeros_like(ref)
 
-  def visit(ragged: bool):
-    for strip in range(0, tiles.columns, tiles.strip):
-      logits = _logits(settings, tiles, hidden_ref, head_ref, strip)
-      _fold(settings, logits, first + strip, limit if ragged else None, target_ref, lanes)
-
-  pl.when(first + tiles.columns <= limit)(functools.partial(visit, False))
-  pl.when((first < limit) & (first + tiles.columns > limit))(functools.partial(visit, True))
+  @pl.when(first < limit)
+  def _():
+    groups = [
+      (jnp.where(is_column(column, limit), logits, NOTHING), column)
+      for logits, column in _logits(settings, hidden_ref, head_ref, first)
+    ]
+    _fold(settings, groups, target_ref, lanes)
 
   @pl.when(step == steps - 1)
   def _():
     found_ref[...] = _combine(settings, [ref[...] for ref in lanes])
 
 
-def _fold(settings: Settings, logits: Array, first, limit, target_ref, lanes) -> None:
-  """Adds logits [rows strip], not yet tempered, to each lane's maximum, sum, moment and target."""
+def _fold(settings: Settings, groups: list[tuple[Array, Array]], target_ref, lanes) -> None:
+  """Adds groups of logits, not yet tempered, to each lane's maximum, sum, moment and target."""
   largest_ref, total_ref, moment_ref, chosen_ref = lanes
   old, targets, chosen = largest_ref[...], target_ref[...], chosen_ref[...]
-  groups = []
-  for group, column in _groups(logits, first):
-    is_target = column == targets
-    valid = None if limit is None else is_column(column, limit)
-    if valid is not None:
-      group, is_target = jnp.where(valid, group, LOWEST), is_target & valid
-    chosen = chosen + jnp.where(is_target, group, 0.0)
-    groups.append((group, valid))
-  new = functools.reduce(jnp.maximum, [group for group, _ in groups], old)
+  new = functools.reduce(jnp.maximum, [logits for logits, _ in groups], old)
   # Differences first, then the temperature: logits of 1e3 lose nothing.
-  shift = jnp.maximum(_tempered(settings, old - new), FLOOR)
+  shift = _tempered(settings, old - new)
   scale = jnp.exp(shift)
   total, moment = scale * total_ref[...], moment_ref[...]
   if settings.with_entropy:
     moment = scale * (moment + total_ref[...] * shift)
-  for group, valid in groups:
-    shifted = _tempered(settings, group - new)
+  for logits, column in groups:
+    shifted = _tempered(settings, logits - new)
     weights = jnp.exp(shifted)
-    if valid is not None:
-      shifted, weights = jnp.where(valid, shifted, 0.0), jnp.where(valid, weights, 0.0)
     total = total + weights
     if settings.with_entropy:
       moment = moment + weights * shifted
+    chosen = jnp.where(column == targets, logits, chosen)
   largest_ref[...], total_ref[...], moment_ref[...], chosen_ref[...] = new, total, moment, chosen
 
 
@@ -113,10 +107,10 @@ def _combine(settings: Settings, lanes: list[Array]) -> Float[Array, "4 rows"]:
   """Returns (largest, total, moment, target) over all lanes, tempered, tokens along lanes."""
   largest, total, moment, chosen = lanes
   top = jnp.max(largest, axis=1, keepdims=True)
-  shift = jnp.maximum(_tempered(settings, largest - top), FLOOR)
+  shift = _tempered(settings, largest - top)
   scale = jnp.exp(shift)
   columns = (
-    jnp.where(top > LOWEST, _tempered(settings, top), LOWEST),
+    jnp.where(top > START, _tempered(settings, top), LOWEST),
     jnp.sum(scale * total, axis=1, keepdims=True),
     jnp.sum(scale * (moment + total * shift), axis=1, keepdims=True),
     _tempered(settings, jnp.sum(chosen, axis=1, keepdims=True)),
@@ -194,34 +188,39 @@ def _slopes_kernel(
     for place, ref in enumerate(facts):
       ref[...] = _as_column(rows_ref[place : place + 1, :])
 
-  def visit(ragged: bool):
-    targets, (largest, log_total, g, *of_entropy) = target_ref[...], [ref[...] for ref in facts]
-    for strip in range(0, tiles.columns, tiles.strip):
-      logits = _logits(settings, tiles, hidden_ref, head_ref, strip)
-      for place, (group, column) in enumerate(_groups(logits, first + strip)):
-        logprobs = (_tempered(settings, group) - largest) - log_total
-        slope = g
-        if settings.with_entropy:
-          g_entropy, entropy = of_entropy
-          slope = g + g_entropy * (logprobs + entropy)
-        s = jnp.where(column == targets, g, 0.0) - jnp.exp(logprobs) * slope
-        if ragged:
-          s = jnp.where(is_column(column, limit), s, 0.0)
-        at = strip + place * LANES
-        out_ref[:, at : at + LANES] = s.astype(out_ref.dtype)
-
-  pl.when(first + tiles.columns <= limit)(functools.partial(visit, False))
-  pl.when(first + tiles.columns > limit)(functools.partial(visit, True))
+  targets, (largest, log_total, g, *of_entropy) = target_ref[...], [ref[...] for ref in facts]
+  for place, (logits, column) in enumerate(_logits(settings, hidden_ref, head_ref, first)):
+    logprobs = (_tempered(settings, logits) - largest) - log_total
+    slope = g
+    if settings.with_entropy:
+      g_entropy, entropy = of_entropy
+      slope = g + g_entropy * (logprobs + entropy)
+    s = jnp.where(column == targets, g, 0.0) - jnp.exp(logprobs) * slope
+    s = jnp.where(is_column(column, limit), s, 0.0)
+    out_ref[:, place * LANES : (place + 1) * LANES] = s.astype(out_ref.dtype)
 
 
 # --- what both kernels need ---
 
 
-def _logits(settings: Settings, tiles: Tiles, hidden_ref, head_ref, strip: int) -> Array:
-  """Returns h · W of `tiles.strip` columns from column `strip` of the tile, in float32."""
-  place = pl.ds(strip, tiles.strip)
-  head = head_ref[place, :] if settings.vocab_axis == 0 else head_ref[:, place]
-  return dot(hidden_ref[...], head.astype(hidden_ref.dtype), 1, settings.width_axis)
+def _logits(settings: Settings, hidden_ref, head_ref, first) -> list[tuple[Array, Array]]:
+  """Returns the logits of a tile, before the temperature, by lanes.
+
+  Args:
+    settings: static.
+    hidden_ref: [rows D].
+    head_ref: a tile of the head, as the layout says.
+    first: the tile's first column.
+
+  Returns:
+    Pairs of logits [rows 128] and the columns [1 128] that they are of.
+  """
+  head = head_ref[...].astype(hidden_ref.dtype)
+  logits = dot(hidden_ref[...], head, 1, settings.width_axis)
+  lane = jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
+  return [
+    (logits[:, at : at + LANES], lane + (first + at)) for at in range(0, logits.shape[1], LANES)
+  ]
 
 
 def dot(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
@@ -238,15 +237,6 @@ def dot(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
     precision=jax.lax.Precision.HIGHEST if highest else jax.lax.Precision.DEFAULT,
     preferred_element_type=jnp.float32,
   )
-
-
-def _groups(logits: Float[Array, "rows strip"], first) -> list[tuple[Array, Array]]:
-  """Splits logits by lanes: pairs of logits [rows 128] and the columns that they are of."""
-  shape = (logits.shape[0], LANES)
-  lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-  return [
-    (logits[:, at : at + LANES], lane + (first + at)) for at in range(0, logits.shape[1], LANES)
-  ]
 
 
 def is_column(column: Array, limit: Any) -> Array:

@@ -18,8 +18,7 @@ class Tiles:
   """Sizes of both kernels, in tokens and columns of the vocabulary."""
 
   rows: int  # tokens that stay in VMEM; a multiple of 128.
-  columns: int  # columns fetched at once; a multiple of `strip`.
-  strip: int  # columns whose logits exist at once; a multiple of 128.
+  columns: int  # columns fetched, and whose logits exist, at once; a multiple of 128.
   chunk: int  # columns whose S exists at once, in HBM; a multiple of `columns`.
   vmem_limit_bytes: int  # what the compiler may take.
 
@@ -60,37 +59,31 @@ def choose_tiles(
   chunk = vocab_chunk or min(preferred.chunk, max(MIN_CHUNK, affordable))
   chunk = round_up(min(chunk, tiles_over(vocabulary, MIN_CHUNKS)), LANES)
   rows = min(preferred.rows, round_up(tokens, LANES))
-  strip = min(preferred.strip, chunk)
-  columns = min(preferred.columns, round_up(chunk, strip))
-  while (
-    vmem_bytes(rows, columns, strip, width, hidden_bytes, head_bytes) > preferred.vmem_limit_bytes
-  ):
-    # Rows are what keeps the head's traffic down: they go last.
-    if columns > strip:
-      columns = round_up(columns // 2, strip)
-    elif strip > 2 * LANES:
-      strip = columns = round_up(strip // 2, LANES)
+  columns = min(preferred.columns, chunk)
+  limit = preferred.vmem_limit_bytes
+  while vmem_bytes(rows, columns, width, hidden_bytes, head_bytes) > limit:
+    # Rows are what keeps the head's traffic down: they go after columns.
+    if columns > 2 * LANES:
+      columns = round_up(columns // 2, LANES)
     elif rows > 2 * LANES:
       rows = round_up(rows // 2, LANES)
     elif max(rows, columns) > LANES:
-      rows = strip = columns = LANES
+      rows = columns = LANES
     else:
       raise ValueError(
         f"pallas_tpu keeps {LANES} tokens and {LANES} columns at full width in VMEM: D = {width}"
-        f" does not fit in {preferred.vmem_limit_bytes // MIB} MiB"
+        f" does not fit in {limit // MIB} MiB"
       )
-  return Tiles(rows, columns, strip, round_up(chunk, columns), preferred.vmem_limit_bytes)
+  return Tiles(rows, columns, round_up(chunk, columns), limit)
 
 
-def vmem_bytes(
-  rows: int, columns: int, strip: int, width: int, hidden_bytes: int, head_bytes: int
-) -> int:
+def vmem_bytes(rows: int, columns: int, width: int, hidden_bytes: int, head_bytes: int) -> int:
   """Returns an upper estimate of the VMEM that the larger kernel takes."""
   width = round_up(width, LANES)
   windows = 2 * width * (rows * hidden_bytes + columns * head_bytes)
   windows += 2 * rows * columns * hidden_bytes  # S.
-  converted = strip * width * (hidden_bytes + 4)  # the head in the dtype of hidden.
-  logits = 5 * 4 * rows * strip  # and what is made of them.
+  converted = columns * width * (hidden_bytes + 4)  # the head in the dtype of hidden.
+  logits = 5 * 4 * rows * columns  # and what is made of them.
   per_row = 8 * 4 * rows * LANES
   return windows + converted + logits + per_row
 
@@ -112,8 +105,8 @@ def chunk_start(index: Any, chunk: int) -> Any:
 
 # By `jax.Device.device_kind`. VMEM has 128 MiB on both; XLA keeps the rest for its own.
 PREFERRED = {
-  "TPU v5 lite": Tiles(512, 1024, 512, chunk=8192, vmem_limit_bytes=64 * MIB),
-  "TPU v6 lite": Tiles(1024, 1024, 512, chunk=8192, vmem_limit_bytes=96 * MIB),
+  "TPU v5 lite": Tiles(512, 512, chunk=8192, vmem_limit_bytes=64 * MIB),
+  "TPU v6 lite": Tiles(1024, 512, chunk=8192, vmem_limit_bytes=96 * MIB),
 }
 PREFERRED |= {"TPU v5e": PREFERRED["TPU v5 lite"], "TPU v6e": PREFERRED["TPU v6 lite"]}
-MODEST = Tiles(256, 512, 256, chunk=8192, vmem_limit_bytes=12 * MIB)  # VMEM has 16 MiB or more.
+MODEST = Tiles(256, 512, chunk=8192, vmem_limit_bytes=12 * MIB)  # VMEM has 16 MiB or more.
