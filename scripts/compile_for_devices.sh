@@ -27,7 +27,7 @@ environment() {  # $1: target. Makes its environment unless it is there; false i
   cmp -s "$list" "$folder/installed" && return
   rm -rf "$folder"
   "$python" -m venv "$folder" &&
-    "$folder/bin/pip" install --quiet --disable-pip-version-check --no-deps --retries 2 -r "$list" &&
+    "$folder/bin/pip" install --quiet --disable-pip-version-check --no-deps --no-compile --retries 2 -r "$list" &&
     cp "$list" "$folder/installed"
 }
 

@@ -46,6 +46,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 class Kernel(NamedTuple):
   """What ptxas says about one kernel."""
 
+  name: str
   registers: int
   spilled_bytes: int  # stores and loads.
 
@@ -88,12 +89,15 @@ def compile_for(target: str, function, structs) -> Compiled:
 
 def kernels_in(text: str) -> list[Kernel]:
   """Returns the kernels of which a verbose ptxas spoke."""
-  spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
-  registers = re.findall(r"Used (\d+) registers", text)
-  assert len(spilled) == len(registers), text
+  pattern = (
+    r"Function properties for (\S+)\s+\d+ bytes stack frame, (\d+) bytes spill stores,"
+    r" (\d+) bytes spill loads\s+ptxas info\s+: Used (\d+) registers"
+  )
+  found = re.findall(pattern, text)
+  assert len(found) == text.count("Function properties for"), text  # none was overlooked.
   return [
-    Kernel(int(r), int(stores) + int(loads))
-    for r, (stores, loads) in zip(registers, spilled, strict=True)
+    Kernel(name, int(registers), int(stores) + int(loads))
+    for name, stores, loads, registers in found
   ]
 
 

@@ -138,17 +138,21 @@ def cotangents(n, seed=1):
   return rng.standard_normal(n), rng.standard_normal(n)
 
 
-def differentiate(operate, hidden, head, targets, g, g_entropy, **settings) -> Outcome:
-  """Returns what an operation gives, entropy and both gradients included."""
+def compiled(operate, **settings) -> Callable[..., Any]:
+  """Returns (hidden, head, targets, cotangents) → (outputs, gradients) of an operation, jitted."""
 
-  @jax.jit
-  def outputs_and_gradients(hidden, head, cotangents):
+  def outputs_and_gradients(hidden, head, targets, of_outputs):
     f = lambda h, w: operate(h, w, targets, return_entropy=True, **settings)
     outputs, pull = jax.vjp(f, hidden, head)
-    return outputs, pull(cotangents)
+    return outputs, pull(of_outputs)
 
+  return jax.jit(outputs_and_gradients)
+
+
+def differentiate(operate, hidden, head, targets, g, g_entropy, **settings) -> Outcome:
+  """Returns what an operation gives, entropy and both gradients included."""
   of_outputs = jnp.asarray(g, jnp.float32), jnp.asarray(g_entropy, jnp.float32)
-  outputs, gradients = outputs_and_gradients(hidden, head, of_outputs)
+  outputs, gradients = compiled(operate, **settings)(hidden, head, targets, of_outputs)
   assert [x.dtype for x in outputs] == [jnp.float32, jnp.float32]
   assert [x.dtype for x in gradients] == [hidden.dtype, head.dtype]
   return Outcome(*(np.asarray(x, np.float64) for x in (*outputs, *gradients)))
@@ -178,7 +182,8 @@ def assert_conforms(
   for mine, right, uncancelled in pairs:
     size = np.linalg.norm(uncancelled if cancels else right)
     error = np.linalg.norm(mine - right)
-    assert error <= gradient_tolerance * size + 1e-7, f"{error} of {size}"
+    # The absolute part is for V = 1, where the gradient is 0 and rounding is not.
+    assert error <= gradient_tolerance * size + 1e-5, f"{error} of {size}"
 
 
 def check(operate, n, d, v, *, dtype, head_layout="vd", temperature=1.0, targets=None, seed=0):

@@ -29,11 +29,12 @@ def structs(width, vocabulary, head_layout="vd"):
   )
 
 
-def passes(operate, **settings):
+def passes(operate, *, with_entropy=True, **settings):
   """Returns the forward pass, and it with both gradients, of a loss of logprobs and entropy."""
 
   def loss(hidden, head, targets):
-    logprobs, entropy = operate(hidden, head, targets, return_entropy=True, **settings)
+    outputs = operate(hidden, head, targets, return_entropy=with_entropy, **settings)
+    logprobs, entropy = outputs if with_entropy else (outputs, jnp.zeros(1))
     return jnp.sum(logprobs * jnp.arange(TOKENS)) + 0.01 * jnp.sum(entropy**2)
 
   return {"forward": loss, "value_and_grad": jax.value_and_grad(loss, argnums=(0, 1))}

@@ -9,6 +9,7 @@ import importlib.util
 import sys
 
 import conformance
+import jax
 import jax.numpy as jnp
 import pytest
 from grpo_kernels.linear_logprobs import core
@@ -81,7 +82,7 @@ TPU_FAULTS = {
 def test_fault_in_the_tpu_kernels_is_seen(monkeypatch, fault):
   # 1200 columns are two chunks of two tiles, and a ragged tile.
   tiles = importlib.import_module("grpo_kernels.linear_logprobs.pallas_tpu_tiles").Tiles(
-    rows=128, columns=256, strip=128, chunk=512, vmem_limit_bytes=1 << 20
+    rows=128, columns=256, chunk=512, vmem_limit_bytes=1 << 20
   )
   small = conformance.module("pallas_tpu").PallasTpu(tiles=tiles)
   operate = conformance.operation("pallas_tpu", small)
@@ -93,3 +94,39 @@ def test_fault_in_the_tpu_kernels_is_seen(monkeypatch, fault):
   monkeypatch.setattr(f"grpo_kernels.linear_logprobs.{module}.{name}", wrong)
   with pytest.raises(AssertionError):
     conformance.check(operate, **sizes)
+
+
+# Module, function, what stands in its place.
+GPU_FAULTS = {
+  "missing-wait-for-a-free-slot": ("mosaic_gpu_kernels", "await_free", lambda *_: None),
+  "missing-wait-for-a-copy": ("mosaic_gpu_kernels", "await_full", lambda *_: None),
+  "dropped-tail-tile": (
+    "mosaic_gpu_kernels",
+    "live_tiles",
+    lambda columns, tile: jax.lax.div(columns, tile),
+  ),
+  "wrong-chunk-offset": ("mosaic_gpu", "chunk_start", lambda index, chunk: index * (chunk - 64)),
+}
+
+
+@pytest.mark.parametrize("name", conformance.parametrised("mosaic_gpu"))
+@pytest.mark.parametrize("fault", [None, *GPU_FAULTS])
+def test_fault_in_the_hopper_kernels_is_seen(monkeypatch, name, fault):
+  # 333 columns are two chunks of two tiles, and two tiles, of which the last is ragged.
+  tiles = importlib.import_module("grpo_kernels.linear_logprobs.mosaic_gpu_tiles").Tiles(
+    rows=128, columns=64, stages=2, lead=1, group=2, splits=3, chunk=128, band=2, processors=3
+  )
+  operate = conformance.operation(name, conformance.module(name).Kernels(tiles))
+  sizes = {"n": 5, "d": 192, "v": 333, "dtype": "bfloat16", "temperature": 0.7}
+  if fault is None:
+    conformance.check(operate, **sizes)
+    return
+  module, function, wrong = GPU_FAULTS[fault]
+  monkeypatch.setattr(f"grpo_kernels.linear_logprobs.{module}.{function}", wrong)
+  try:
+    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
+      conformance.check(operate, **sizes)
+  finally:
+    # As the interpreter asks for after an error.
+    interpreter = "jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call"
+    importlib.import_module(interpreter).reset_gpu_interpret_mode_state()
