@@ -122,37 +122,40 @@ class Kernels:
 
   def _tiles(self, settings: Settings, hidden: Array, head: Array) -> Tiles:
     """Returns the tiles to take for these arrays."""
+    tokens, width = hidden.shape
+    vocabulary = head.shape[settings.vocab_axis]
     return self.tiles or tiling.choose_tiles(
-      *hidden.shape, head.shape[settings.vocab_axis], vocab_chunk=settings.vocab_chunk
+      tokens, width, vocabulary, vocab_chunk=settings.vocab_chunk
     )
 
 
 def combine(
-  settings: Settings, parts: Float[Array, "kinds splits group_blocks half"]
+  settings: Settings, parts: list[Float[Array, "splits group_blocks half"]]
 ) -> Float[Array, "kinds tokens"]:
   """Returns largest, total, moment and target of each token from those of parts of the vocabulary.
 
-      z = a/τ      M = max(m, m')      f = exp((m - M)/τ)
-      l, u ⊕ l', u' = f l + f' l', f (u + l (m - M)/τ) + f' (u' + l' (m' - M)/τ)
+      M = max(m, m')      f = 2^((m - M) c)      c = log₂(e) / τ      z = a/τ
+      (l, u) ⊕ (l', u') = (f l + f' l', f (u + l (m - M) c) + f' (u' + l' (m' - M) c))
 
-  (m, l, u/ln 2: see `mosaic_gpu_kernels.statistics`.) One reduction of four operands, whose order
-  is fixed when it is compiled.
+  (m, l, u, a: see `mosaic_gpu_kernels.statistics`.) One reduction of four operands, whose order is
+  fixed when it is compiled.
   """
+  scale = kernels.LOG2_E / settings.temperature
 
   def merge(some, others):
     newest = jnp.maximum(some[0], others[0])
     total, moment, target = 0.0, 0.0, 0.0
     for m, l, u, a in (some, others):
-      change = (m - newest) / settings.temperature
-      fade = jnp.exp(change)
+      change = (m - newest) * scale
+      fade = jnp.exp2(change)
       total, moment, target = total + fade * l, moment + fade * (u + l * change), target + a
     return newest, total, moment, target
 
-  m, l, u, target = parts.reshape(*parts.shape[:2], -1)
+  flat = tuple(part.reshape(part.shape[0], -1) for part in parts)
   nothing = tuple(jnp.float32(x) for x in (kernels.ABSENT, 0.0, 0.0, 0.0))
-  m, total, moment, target = lax.reduce((m, l, u * LN_2, target), nothing, merge, (0,))
+  m, total, moment, target = lax.reduce(flat, nothing, merge, (0,))
   largest = jnp.where(total > 0, m / settings.temperature, LOWEST)
-  return jnp.stack([largest, total, moment, target / settings.temperature])
+  return jnp.stack([largest, total, moment * LN_2, target / settings.temperature])
 
 
 def chunk_start(index, chunk: int):

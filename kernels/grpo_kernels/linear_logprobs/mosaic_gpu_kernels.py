@@ -50,7 +50,7 @@ def statistics(
   hidden: Float[Array, "N D"],
   head: Float[Array, "_ _"],
   targets: Int[Array, "blocks half"],
-) -> Float[Array, "kinds splits group_blocks half"]:
+) -> list[Float[Array, "splits group_blocks half"]]:
   """Returns four numbers of each token of `tiles.group` row tiles, of each part of the vocabulary.
 
       m = max a      l = Σ 2^((a - m) c)      u = Σ 2^((a - m) c) (a - m) c      a_t
@@ -68,7 +68,7 @@ def statistics(
   """
   width = hidden.shape[1]
 
-  def body(scalars, hidden, head, targets, parts):
+  def body(scalars, hidden, head, targets, *parts):
     column_tiles = live_tiles(scalars[1], tiles.columns)
     split = lax.axis_index("split")
     begin = _share(column_tiles, split, tiles.splits)
@@ -92,15 +92,15 @@ def statistics(
 
       largest, *sums = lax.fori_loop(0, count, visit, (lowest, none, none, none))
       at = CONSUMERS * lax.axis_index("row_tile") + warpgroup
-      for kind, value in enumerate([largest, *(jnp.sum(x, axis=1) for x in sums)]):
-        parts[kind, split, at] = value
+      for part, value in zip(parts, [largest, *(jnp.sum(x, axis=1) for x in sums)], strict=True):
+        part[split, at] = value
 
     _Pipeline(settings, tiles, width, hidden, head).run(place, count, consume)
 
-  kinds = (4, tiles.splits, CONSUMERS * tiles.group, tiles.half)
+  part = jax.ShapeDtypeStruct((tiles.splits, CONSUMERS * tiles.group, tiles.half), jnp.float32)
   return _kernel(
     body,
-    jax.ShapeDtypeStruct(kinds, jnp.float32),
+    [part] * 4,
     grid={"row_tile": tiles.group, "split": tiles.splits},
     name="linear_logprobs_statistics",
     interpret=settings.interpret,
@@ -161,9 +161,11 @@ def slopes(
         wanted = _load(targets.at[block], layout)
         logits = ring.multiply(item, warpgroup)
         logits = _masked(logits, scalars[1] - first_column)
+        like = logits[:, :LANE_COLUMNS]
+        distance = _across(wanted - first_column, like) - _columns_of(like)
         for begin in range(0, tiles.columns, STORED_COLUMNS):
           strips = [
-            _slope(settings, logits[:, at : at + LANE_COLUMNS], of_rows, wanted - first_column - at)
+            _slope(settings, logits[:, at : at + LANE_COLUMNS], of_rows, distance == at)
             for at in range(begin, begin + STORED_COLUMNS, LANE_COLUMNS)
           ]
           plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -323,7 +325,9 @@ class _Ring:
       plgpu.barrier_arrive(self.free.at[self.slot(first + depths - 1)])
       return logits
 
-    return pl.run_scoped(products, plgpu.ACC((tiles.half, tiles.columns), jnp.float32))
+    return pl.run_scoped(
+      products, plgpu.WGMMAAccumulatorRef((tiles.half, tiles.columns), jnp.float32)
+    )
 
   def fall_behind(self, count, warpgroup) -> None:
     """Makes the second consumer wait until the first is `lead` slices ahead."""
@@ -364,10 +368,10 @@ def _absorb(settings: Settings, logits, found, wanted, live):
     moment = fade * (moment + total * _across(change, total))
   total = fade * total
   reference = _across(newest, total)
-  columns = _columns_of(total)
+  distance = _across(wanted, total) - _columns_of(total)
   for strip in range(0, logits.shape[1], LANE_COLUMNS):
     part = logits[:, strip : strip + LANE_COLUMNS]
-    target = jnp.where(columns == _across(wanted - strip, total), part, target)
+    target = jnp.where(distance == strip, part, target)
     exponents = (part - reference) * scale
     weights = jnp.exp2(exponents)
     total = total + weights
@@ -376,12 +380,12 @@ def _absorb(settings: Settings, logits, found, wanted, live):
   return newest, total, moment, target
 
 
-def _slope(settings: Settings, logits, of_rows, wanted):
-  """Returns S of a strip of columns, in bfloat16; `wanted` counts from its column 0."""
+def _slope(settings: Settings, logits, of_rows, is_target):
+  """Returns S of a strip of columns, in bfloat16."""
   r, of_logprob, *slope = (_across(x, logits) for x in of_rows)
   log2_p = logits * (LOG2_E / settings.temperature) - r
   of_p = slope[0] + slope[1] * log2_p if settings.with_entropy else of_logprob
-  onehot = jnp.where(_columns_of(logits) == _across(wanted, logits), of_logprob, 0.0)
+  onehot = jnp.where(is_target, of_logprob, 0.0)
   return (onehot - jnp.exp2(log2_p) * of_p).astype(jnp.bfloat16)
 
 
@@ -461,9 +465,9 @@ def interpreter() -> Any:
   Raises:
     NotImplementedError: this jax has none.
   """
-  try:
-    return plgpu.InterpretGPUParams()
-  except AttributeError as error:
+  parameters = getattr(plgpu, "InterpretGPUParams", None)
+  if parameters is None:
     raise NotImplementedError(
       f"the interpreter of Mosaic GPU kernels needs jax 0.11 or later, this is {jax.__version__}"
-    ) from error
+    )
+  return parameters()
