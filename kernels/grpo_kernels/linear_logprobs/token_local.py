@@ -28,10 +28,11 @@ from grpo_kernels.linear_logprobs.core import LOWEST, Settings, Statistics
 # (logprobs [n], entropy [n] or None, per-token data [n ...], constants) → these tokens' share.
 Objective = Callable[[Array, Array | None, Any, Any], Float[Array, ""]]
 
-# Logits alive at once, by platform.
-MAX_LOGITS = {"cpu": 1 << 23, "gpu": 1 << 28, "tpu": 1 << 27}
-MIN_TOKENS = {"cpu": 64, "gpu": 512, "tpu": 512}  # of a chunk: fewer would make thin matmuls.
-MIN_CHUNKS = 4  # no [N V] whatever the sizes.
+# By platform: logits alive at once, and the tokens below which a chunk should not fall, for every
+# chunk reads and writes the whole gradient of the head.
+MAX_LOGITS = {"cpu": 1 << 24, "gpu": 1 << 28, "tpu": 1 << 27}
+MIN_TOKENS = {"cpu": 128, "gpu": 512, "tpu": 512}
+CHUNKS = (2, 4)  # at least; the first where chunks would be short. Never [N V].
 
 
 def linear_objective(
@@ -106,9 +107,10 @@ def linear_objective(
 
 def chunk_size(tokens: int, vocabulary: int, platform: str) -> int:
   """Returns how many tokens to take at once."""
-  limits = [table.get(platform, table["gpu"]) for table in (MAX_LOGITS, MIN_TOKENS)]
-  most = max(limits[0] // max(vocabulary, 1), limits[1])
-  chunks = max(MIN_CHUNKS, -(-tokens // most))
+  of_platform = platform if platform in MAX_LOGITS else "gpu"
+  least = MIN_TOKENS[of_platform]
+  most = max(MAX_LOGITS[of_platform] // max(vocabulary, 1), least)
+  chunks = max(-(-tokens // most), min(max(tokens // least, CHUNKS[0]), CHUNKS[1]))
   return max(1, -(-tokens // chunks))
 
 
@@ -219,17 +221,16 @@ def _sweep(
   weights = head.astype(hidden.dtype)
 
   def visit(carry, part):
-    loss, d_head = carry
     share, outputs, slopes = _chunk_of_tokens(static, columns, weights, *part, constants)
-    d_hidden = None
-    if d_head is not None:
-      d_hidden, more = _products(static.settings, slopes, part[0], weights)
-      d_head = d_head + more
-    return (loss + share, d_head), (*outputs, d_hidden)
+    d_hidden = d_head = None
+    if with_gradients:
+      d_hidden, d_head = _products(static.settings, slopes, part[0], weights)
+    own = share, d_head
+    carry = own if carry is None else jax.tree.map(jnp.add, carry, own)
+    return carry, (*outputs, d_hidden)
 
-  start = jnp.zeros(head.shape, jnp.float32) if with_gradients else None
   (loss, d_head), (logprobs, entropy, d_hidden) = _over_chunks(
-    visit, (jnp.zeros((), jnp.float32), start), (hidden, targets, per_token), static.chunk
+    visit, (hidden, targets, per_token), static.chunk
   )
   gradients = None
   if d_head is not None:
@@ -305,17 +306,19 @@ def _products(settings: Settings, slopes, hidden, weights) -> tuple[Array, Array
   return d_hidden, dot(*pair, (((0,), (0,)), ((), ())))
 
 
-def _over_chunks(visit: Callable, carry, per_token, chunk: int):
+def _over_chunks(visit: Callable, per_token, chunk: int):
   """Folds `visit(carry, chunk of every array)`; returns the carry, and the outputs of all tokens.
 
-  Whole chunks are scanned; the rest, if any, is one shorter chunk after them.
+  The first chunk, which is the shorter one if they are not all alike, gets None and makes the
+  carry: to write the head's gradient is half the work of adding to it. The others are scanned.
   """
   tokens = jax.tree.leaves(per_token)[0].shape[0]
-  whole = tokens // chunk * chunk
-  split = lambda x: x[:whole].reshape(whole // chunk, chunk, *x.shape[1:])
-  carry, outputs = jax.lax.scan(visit, carry, jax.tree.map(split, per_token))
-  outputs = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), outputs)
-  if whole == tokens:
+  more = max(-(-tokens // chunk) - 1, 0)
+  first = tokens - more * chunk
+  carry, outputs = visit(None, jax.tree.map(lambda x: x[:first], per_token))
+  if not more:
     return carry, outputs
-  carry, last = visit(carry, jax.tree.map(lambda x: x[whole:], per_token))
-  return carry, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outputs, last)
+  split = lambda x: x[first:].reshape(more, chunk, *x.shape[1:])
+  carry, rest = jax.lax.scan(visit, carry, jax.tree.map(split, per_token))
+  join = lambda a, b: jnp.concatenate([a, b.reshape(more * chunk, *b.shape[2:])])
+  return carry, jax.tree.map(join, outputs, rest)
