@@ -31,7 +31,7 @@ sys.path.append(str(HERE.parents[1] / "kernels"))
 # N, D, V: the heads of SmolLM2-135M, Qwen2.5-1.5B, Qwen2.5-7B and Llama-3-8B.
 SHAPES = ["16384,576,49152", "16384,1536,151936", "16384,3584,152064", "16384,4096,128256"]
 LEAST_SAMPLE_S = 0.03  # calls in a row, so that a sample is not the cost of starting one.
-MATMUL_SIZE = {"gpu": 8192, "tpu": 8192, "cpu": 512}
+MATMUL_SIZE = {"gpu": 8192, "tpu": 8192, "cpu": 1024}
 LIGER = "liger"
 # Device → the kernel that is not for it, and no row is spent on.
 KERNEL_OF_OTHERS = {"gpu": "pallas_tpu", "tpu": "mosaic_gpu", "cpu": "pallas_tpu"}

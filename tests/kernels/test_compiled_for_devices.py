@@ -47,7 +47,7 @@ def compiled(target, name, model, which, *, head_layout="vd", with_entropy=True)
   made = aot.compile_for(target, function, structs(*MODELS[model], head_layout))
   options = "" if with_entropy else ", without entropy"
   print(
-    f"{target} {name} {model} {head_layout}{options} {which}: {made.temporary_bytes / GIB:.4f} GiB, {made.kernels}"
+    f"{target} {name} {model} {head_layout}{options} {which}: {made.temporary_bytes / MIB:.3f} MiB, {made.kernels}"
   )
   return made
 
