@@ -141,7 +141,7 @@ def slopes(
   `rows` has largest, log total and g / τ of each token; with entropy gₑ / τ and H too.
   """
   (tokens, width), facts = hidden.shape, rows.shape[0]
-  first_tile = jnp.asarray(first, jnp.int32).reshape(1) // tiles.columns
+  first_tile = jax.lax.div(jnp.asarray(first, jnp.int32), jnp.int32(tiles.columns)).reshape(1)
   column = pltpu.VMEM((tiles.rows, LANES), jnp.float32)
   written = tokens * size * hidden.dtype.itemsize
   return pl.pallas_call(

@@ -83,6 +83,8 @@ def vmem_bytes(rows: int, columns: int, width: int, hidden_bytes: int, head_byte
   windows = 2 * width * (rows * hidden_bytes + columns * head_bytes)
   windows += 2 * rows * columns * hidden_bytes  # S.
   converted = columns * width * (hidden_bytes + 4)  # the head in the dtype of hidden.
+  if hidden_bytes == 4:
+    converted += 3 * 2 * width * (rows + columns)  # float32 is multiplied as three bf16.
   logits = 5 * 4 * rows * columns  # and what is made of them.
   per_row = 8 * 4 * rows * LANES
   return windows + converted + logits + per_row
