@@ -105,10 +105,18 @@ def chunk_start(index: Any, chunk: int) -> Any:
   return index * chunk
 
 
-# By `jax.Device.device_kind`. VMEM has 128 MiB on both; XLA keeps the rest for its own.
+# By `jax.Device.device_kind`; VMEM has 128 MiB on v5e and v6e, 64 on v5p and v7x, and XLA keeps the
+# rest for its own. Elsewhere: MODEST, for 16 MiB.
+V5E = Tiles(512, 512, chunk=8192, vmem_limit_bytes=64 * MIB)
+V6E = Tiles(1024, 512, chunk=8192, vmem_limit_bytes=96 * MIB)
+HALF = Tiles(512, 512, chunk=8192, vmem_limit_bytes=48 * MIB)
+MODEST = Tiles(256, 512, chunk=8192, vmem_limit_bytes=12 * MIB)
 PREFERRED = {
-  "TPU v5 lite": Tiles(512, 512, chunk=8192, vmem_limit_bytes=64 * MIB),
-  "TPU v6 lite": Tiles(1024, 512, chunk=8192, vmem_limit_bytes=96 * MIB),
+  "TPU v5 lite": V5E,
+  "TPU v5e": V5E,
+  "TPU v6 lite": V6E,
+  "TPU v6e": V6E,
+  "TPU v5": HALF,
+  "TPU v5p": HALF,
+  "TPU7x": HALF,
 }
-PREFERRED |= {"TPU v5e": PREFERRED["TPU v5 lite"], "TPU v6e": PREFERRED["TPU v6 lite"]}
-MODEST = Tiles(256, 512, chunk=8192, vmem_limit_bytes=12 * MIB)  # VMEM has 16 MiB or more.
