@@ -29,12 +29,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from grpo_kernels.linear_logprobs import core
+from grpo_kernels.linear_logprobs import mosaic_gpu_epilogues as epilogues
 from grpo_kernels.linear_logprobs import mosaic_gpu_kernels as kernels
 from grpo_kernels.linear_logprobs import mosaic_gpu_tiles as tiling
 from grpo_kernels.linear_logprobs.core import LOWEST, Settings, Statistics
 from grpo_kernels.linear_logprobs.mosaic_gpu_tiles import Tiles, tiles_over
 
-LN_2 = 1 / kernels.LOG2_E
+LN_2 = 1 / epilogues.LOG2_E
 # What the copy engine needs the axes of hidden and head to be multiples of.
 TOKEN_MULTIPLE = 8
 VOCABULARY_MULTIPLE = {"vd": 8, "dv": 64}
@@ -140,7 +141,7 @@ def combine(
   (m, l, u, a: see `mosaic_gpu_kernels.statistics`.) One reduction of four operands, whose order is
   fixed when it is compiled.
   """
-  scale = kernels.LOG2_E / settings.temperature
+  scale = epilogues.LOG2_E / settings.temperature
 
   def merge(some, others):
     newest = jnp.maximum(some[0], others[0])
@@ -152,7 +153,7 @@ def combine(
     return newest, total, moment, target
 
   flat = tuple(part.reshape(part.shape[0], -1) for part in parts)
-  nothing = tuple(jnp.float32(x) for x in (kernels.ABSENT, 0.0, 0.0, 0.0))
+  nothing = tuple(jnp.float32(x) for x in (epilogues.ABSENT, 0.0, 0.0, 0.0))
   m, total, moment, target = lax.reduce(flat, nothing, merge, (0,))
   largest = jnp.where(total > 0, m / settings.temperature, LOWEST)
   return jnp.stack([largest, total, moment * LN_2, target / settings.temperature])
@@ -209,7 +210,7 @@ def _of_rows(settings: Settings, log_normaliser, entropy, of_logprobs, of_entrop
   5e-5 of p, a hundredth of what S is rounded by.
   """
   largest, log_total = log_normaliser
-  r = largest * kernels.LOG2_E + log_total * kernels.LOG2_E
+  r = largest * epilogues.LOG2_E + log_total * epilogues.LOG2_E
   of_logprobs = of_logprobs / settings.temperature
   if not settings.with_entropy:
     return [r, of_logprobs]

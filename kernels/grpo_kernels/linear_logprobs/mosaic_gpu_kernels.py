@@ -20,8 +20,6 @@ outside of S; columns that are not real are masked in the last tile, the only on
 
 import dataclasses
 import functools
-import inspect
-import math
 from typing import Any
 
 import jax
@@ -31,16 +29,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from grpo_kernels.linear_logprobs import mosaic_gpu_epilogues as epilogues
 from grpo_kernels.linear_logprobs.core import Settings
 from grpo_kernels.linear_logprobs.mosaic_gpu_tiles import Tiles, tiles_over
 
 CONSUMERS = 2
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
-STORED_COLUMNS = 64  # of S at once: 64 of bf16 are one swizzled row of shared memory.
-LANE_COLUMNS = 8  # the narrowest matrix whose elements lie in threads as those of the logits do.
-LOG2_E = math.log2(math.e)
-# A logit before scaling that stands for none: 2 to the power of it is 0, 0 times it is no NaN.
-ABSENT = -1e30
 
 
 def statistics(
@@ -79,20 +73,17 @@ def statistics(
       return row_tile * tiles.rows, (begin + item) * tiles.columns
 
     def consume(ring, warpgroup):
-      in_rows, in_lanes = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA
-      block = CONSUMERS * row_tile + warpgroup
-      wanted = _load(targets.at[block], in_rows)
-      lowest = plgpu.layout_cast(jnp.full((tiles.half,), ABSENT, jnp.float32), in_rows)
-      none = plgpu.layout_cast(jnp.zeros((tiles.half, LANE_COLUMNS), jnp.float32), in_lanes)
+      wanted = epilogues.load(targets.at[CONSUMERS * row_tile + warpgroup])
 
       def visit(item, found):
         first_column = place(item)[1]
         logits = ring.multiply(item, warpgroup)
-        return _absorb(settings, logits, found, wanted - first_column, scalars[1] - first_column)
+        live = scalars[1] - first_column
+        return epilogues.absorb(settings, logits, found, wanted - first_column, live)
 
-      largest, *sums = lax.fori_loop(0, count, visit, (lowest, none, none, none))
+      found = lax.fori_loop(0, count, visit, epilogues.nothing(tiles.half))
       at = CONSUMERS * lax.axis_index("row_tile") + warpgroup
-      for part, value in zip(parts, [largest, *(jnp.sum(x, axis=1) for x in sums)], strict=True):
+      for part, value in zip(parts, epilogues.of_rows(found), strict=True):
         part[split, at] = value
 
     _Pipeline(settings, tiles, width, hidden, head).run(place, count, consume)
@@ -125,13 +116,13 @@ def slopes(
   Args:
     settings: static.
     tiles: static.
-    scalars: the first column tile, which may be any: one kernel serves every chunk; how many
-      columns of the head are real.
+    scalars: the first column tile, so that one kernel serves every chunk; how many columns of
+      the head are real.
     hidden: bfloat16; N a multiple of 8, D of 64.
     head: bfloat16; V a multiple of 8 in layout "vd", of 64 in "dv".
     targets: of all tokens, by half row tiles; -1 for none.
-    rows: of all tokens, by half row tiles: r, g/τ and, with entropy, s₀ and s₁; without, s₀ is
-      g/τ and s₁ is 0. Zeros for tokens that are not there.
+    rows: of all tokens, by half row tiles: r, g/τ and, with entropy, s₀ and s₁ (without it they
+      are g/τ and 0). Zeros for tokens that are not there.
     size: a multiple of 64.
   """
   width = hidden.shape[1]
@@ -156,28 +147,21 @@ def slopes(
         row_tile, column_tile = tile_of(item)
         first_column = place(item)[1]
         block = CONSUMERS * row_tile + warpgroup
-        layout = plgpu.Layout.WGMMA.reduce(1)
-        of_rows = [_load(rows.at[kind, block], layout) for kind in range(rows.shape[0])]
-        wanted = _load(targets.at[block], layout)
+        of_rows = [epilogues.load(rows.at[kind, block]) for kind in range(rows.shape[0])]
+        wanted = epilogues.load(targets.at[block]) - first_column
         logits = ring.multiply(item, warpgroup)
-        logits = _masked(logits, scalars[1] - first_column)
-        like = logits[:, :LANE_COLUMNS]
-        distance = _across(wanted - first_column, like) - _columns_of(like)
-        for begin in range(0, tiles.columns, STORED_COLUMNS):
-          strips = [
-            _slope(settings, logits[:, at : at + LANE_COLUMNS], of_rows, distance == at)
-            for at in range(begin, begin + STORED_COLUMNS, LANE_COLUMNS)
-          ]
+        found = epilogues.slopes(settings, logits, of_rows, wanted, scalars[1] - first_column)
+        for column, part in found:
           plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-          staged[warpgroup] = jnp.concatenate(strips, axis=1)
+          staged[warpgroup] = part
           plgpu.commit_smem()
           mine = pl.ds(block * tiles.half, tiles.half)
-          stored = pl.ds(column_tile * tiles.columns + begin, STORED_COLUMNS)
+          stored = pl.ds(column_tile * tiles.columns + column, epilogues.STORED_COLUMNS)
           plgpu.copy_smem_to_gmem(staged.at[warpgroup], out.at[mine, stored])
 
       plgpu.wait_smem_to_gmem(0)
 
-    staged_shape = CONSUMERS, tiles.half, STORED_COLUMNS
+    staged_shape = CONSUMERS, tiles.half, epilogues.STORED_COLUMNS
     staged = plgpu.SMEM(staged_shape, jnp.bfloat16, transforms=_transforms())
     _Pipeline(settings, tiles, width, hidden, head).run(place, count, consume, staged)
 
@@ -299,7 +283,6 @@ class _Ring:
     tiles, depths = self.pipeline.tiles, self.pipeline.depths
     first = item * depths
     mine = pl.ds(warpgroup * tiles.half, tiles.half)
-
     by_columns = self.pipeline.settings.head_layout == "vd"
 
     def products(sums):
@@ -351,64 +334,6 @@ def await_full(full, slot) -> None:
   plgpu.barrier_wait(full.at[slot])
 
 
-def _absorb(settings: Settings, logits, found, wanted, live):
-  """Returns (m, l, u, a_t) of each row after a tile; `wanted` and `live` count from its column 0.
-
-  m is of the row; l, u and a_t are matrices of `LANE_COLUMNS` columns, of which each thread keeps
-  those elements whose columns it has the logits of: they are added up once, after the last tile.
-  Differences are taken before they are scaled: exact for logits of any size.
-  """
-  largest, total, moment, target = found
-  scale = LOG2_E / settings.temperature
-  logits = _masked(logits, live)
-  newest = jnp.maximum(largest, jnp.max(logits, axis=1))
-  change = (largest - newest) * scale
-  fade = _across(jnp.exp2(change), total)
-  if settings.with_entropy:
-    moment = fade * (moment + total * _across(change, total))
-  total = fade * total
-  reference = _across(newest, total)
-  distance = _across(wanted, total) - _columns_of(total)
-  for strip in range(0, logits.shape[1], LANE_COLUMNS):
-    part = logits[:, strip : strip + LANE_COLUMNS]
-    target = jnp.where(distance == strip, part, target)
-    exponents = (part - reference) * scale
-    weights = jnp.exp2(exponents)
-    total = total + weights
-    if settings.with_entropy:
-      moment = moment + weights * exponents
-  return newest, total, moment, target
-
-
-def _slope(settings: Settings, logits, of_rows, is_target):
-  """Returns S of a strip of columns, in bfloat16."""
-  r, of_logprob, *slope = (_across(x, logits) for x in of_rows)
-  log2_p = logits * (LOG2_E / settings.temperature) - r
-  of_p = slope[0] + slope[1] * log2_p if settings.with_entropy else of_logprob
-  onehot = jnp.where(is_target, of_logprob, 0.0)
-  return (onehot - jnp.exp2(log2_p) * of_p).astype(jnp.bfloat16)
-
-
-def _masked(logits, live):
-  """Returns logits with `ABSENT` in columns ≥ `live`, looking at each only where there are such."""
-  return lax.cond(
-    live < logits.shape[1],
-    lambda x: jnp.where(_columns_of(x) < live, x, ABSENT),
-    lambda x: x,
-    logits,
-  )
-
-
-def _columns_of(logits):
-  """Returns the number of each element's column, laid out over threads as the logits are."""
-  return plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
-
-
-def _across(row_values, like):
-  """Returns one number a row as a matrix of the shape of another."""
-  return lax.broadcast_in_dim(row_values, like.shape, (0,))
-
-
 def _share(total, part, parts: int):
   """Returns where a part of `total` begins, of `parts` that differ by one at most."""
   return lax.div(total * part, parts)
@@ -425,18 +350,6 @@ def banded(index, row_tiles: int, column_tiles: int, band: int):
 def _transforms():
   """Returns the layout in shared memory that wgmma reads without conflicts between banks."""
   return plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
-
-
-def _load(ref, layout):
-  """Returns one number a row from device memory, spread over threads as a layout says."""
-  index = ((),) if _LOAD_TAKES_INDEX else ()
-  return plgpu.load(ref, *index, layout=layout, optimized=False)
-
-
-# jax 0.10 has an index between reference and layout.
-_LOAD_TAKES_INDEX = (
-  inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty
-)
 
 
 def _kernel(body, out_type, *, grid: dict[str, int], name: str, interpret: bool):
