@@ -7,7 +7,7 @@ here, once: in packed rows by `Batch.predecessors`, in plain rows by t - 1.
 
 import dataclasses
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from grpo_kernels.linear_logprobs import linear_logprobs, sharded, token_local
@@ -113,8 +113,8 @@ def token_objective(
     differentiate_entropy=objective.needs_entropy,
     partition=partition,
   )
-  of_real = lambda x: None if x is None else jnp.where(is_real, x.reshape(rows, n), 0)
-  return loss, of_real(logprobs), of_real(entropy)
+  of_real = lambda x: jnp.where(is_real, x.reshape(rows, n), 0)
+  return loss, of_real(logprobs), None if entropy is None else of_real(entropy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,15 +130,13 @@ class _Share:
     self,
     logprobs: Float[Array, " n"],
     entropy: Float[Array, " n"] | None,
-    of_tokens: dict[str, Array | None],
+    of_tokens: dict[str, Any],
     denominators: Denominators,
   ) -> Float[Array, ""]:
     """Returns the loss of tokens that stand in one row."""
     row = lambda x: None if x is None else x[None, :]
-    tokens = LossTokens(
-      sequence_ids=jnp.zeros((1, *logprobs.shape), jnp.int32),
-      **{field: row(x) for field, x in of_tokens.items()},
-    )
+    fields: dict[str, Any] = {field: row(x) for field, x in of_tokens.items()}
+    tokens = LossTokens(sequence_ids=jnp.zeros((1, *logprobs.shape), jnp.int32), **fields)
     return self.objective(logprobs[None, :], row(entropy), tokens, denominators)[0]
 
 

@@ -115,12 +115,12 @@ class Sharded:
       return own if p.vocab_axis is None else combined(own, p.vocab_axis)
 
     per_token = of_tokens(p)
-    moment = per_token if settings.with_entropy else None
+    like: Any = per_token  # a specification stands where its array will.
     found = jax.shard_map(
       of_device,
       mesh=p.mesh,
       in_specs=(per_token, of_head(p, settings), per_token),
-      out_specs=Statistics(per_token, per_token, moment, per_token),
+      out_specs=Statistics(like, like, like if settings.with_entropy else None, like),
       check_vma=False,
     )(*_padded(p, settings, hidden, head, targets))
     return jax.tree.map(lambda x: x[:n], found)

@@ -221,7 +221,7 @@ def _sweep(
   weights = head.astype(hidden.dtype)
 
   def visit(carry, part):
-    share, outputs, slopes = _chunk_of_tokens(static, columns, weights, *part, constants)
+    share, outputs, slopes = _chunk_of_tokens(static, columns, weights, part, constants)
     d_hidden = d_head = None
     if with_gradients:
       d_hidden, d_head = _products(static.settings, slopes, part[0], weights)
@@ -233,16 +233,17 @@ def _sweep(
     visit, (hidden, targets, per_token), static.chunk
   )
   gradients = None
-  if d_head is not None:
+  if d_hidden is not None and d_head is not None:
     gradients = d_hidden.astype(hidden.dtype), d_head.astype(head.dtype)
   return (loss, logprobs, entropy), gradients
 
 
 def _chunk_of_tokens(
-  static: _Static, columns: _Columns, weights, hidden, targets, per_token, constants
+  static: _Static, columns: _Columns, weights, part, constants
 ) -> tuple[Array, tuple[Array, Array | None], Array]:
   """Returns the loss of some tokens, (logprobs, entropy), and S = ∂loss/∂logits, [n V]."""
   settings = static.settings
+  hidden, targets, per_token = part
   logits = reference.dot(hidden, weights, head_layout=settings.head_layout)
   if settings.temperature != 1.0:
     logits = logits / settings.temperature
@@ -267,7 +268,7 @@ def _chunk_of_tokens(
   if columns.real is not None:
     probabilities = jnp.where(column < columns.real, probabilities, 0.0)
   slope = g
-  if of_entropy is not None:
+  if of_entropy is not None and entropy is not None:
     slope = g + of_entropy[:, None] * (every + entropy[:, None])
   d_logits = jnp.where(column == own, g, 0.0) - probabilities * slope
   d_logits = (d_logits / settings.temperature).astype(hidden.dtype)
