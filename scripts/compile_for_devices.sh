@@ -31,18 +31,30 @@ environment() {  # $1: target. Makes its environment unless it is there; false i
     cp "$list" "$folder/installed"
 }
 
+compile() {  # $1: target. Runs its tests; false if one fails.
+  if ! environment "$1"; then
+    echo "SKIPPED: compilation for $1: its compilers cannot be installed here (pip says why above)"
+    return
+  fi
+  # Without the suite's own settings (--noconftest). No autotuning: there is no device.
+  AOT_TARGET=$1 JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 JAX_ENABLE_COMPILATION_CACHE=false \
+    XLA_FLAGS=--xla_gpu_autotune_level=0 \
+    ".venv-aot-$1/bin/python" -m pytest -q --noconftest -m aot -s \
+    tests/kernels/test_compiled_for_devices.py
+}
+
+targets=("$@")
+[ $# -gt 0 ] || targets=(h100 tpu)
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+running=()
+for target in "${targets[@]}"; do
+  compile "$target" >"$logs/$target" 2>&1 &
+  running+=($!)
+done
 failed=0
-for target in "${@:-h100 tpu}"; do
-  for target in $target; do
-    if ! environment "$target"; then
-      echo "SKIPPED: compilation for $target: its compilers cannot be installed here (pip says why above)"
-      continue
-    fi
-    # Without the suite's own settings (--noconftest). No autotuning: there is no device.
-    AOT_TARGET=$target JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 JAX_ENABLE_COMPILATION_CACHE=false \
-      XLA_FLAGS=--xla_gpu_autotune_level=0 \
-      ".venv-aot-$target/bin/python" -m pytest -q --noconftest -m aot -s \
-      tests/kernels/test_compiled_for_devices.py || failed=1
-  done
+for i in "${!targets[@]}"; do
+  wait "${running[$i]}" || failed=1
+  cat "$logs/${targets[$i]}"
 done
 exit $failed

@@ -200,6 +200,7 @@ def compile_program(variant: Variant, inputs: dict[str, Any], which: str, layout
   function = loss if which == "forward" else jax.value_and_grad(loss, argnums=(0, 1))
   compiled = jax.jit(function).lower(*arguments).compile()
   memory = compiled.memory_analysis()
+  assert memory is not None, "every backend that is measured says what it allocates"
 
   def seconds(calls: int) -> float:
     return _seconds(lambda: compiled(*arguments), calls)

@@ -17,8 +17,12 @@ import os
 import sys
 import time
 
-import torch
-from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+# What libraries print, when imported or later, must not stand among the answers.
+ANSWERS = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+
+import torch  # noqa: E402
+from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # noqa: E402
 
 
 class Case:
@@ -74,9 +78,6 @@ class Case:
 
 def main() -> None:
   """Answers requests until there are no more."""
-  # What libraries print must not stand among the answers.
-  answers = os.fdopen(os.dup(1), "w")
-  os.dup2(2, 1)
   case, size = None, None
   for line in sys.stdin:
     request = json.loads(line)
@@ -87,13 +88,14 @@ def main() -> None:
         if wanted != size:
           case, size = None, None
           torch.cuda.empty_cache()
-          case, size = Case(**wanted), wanted
+        case, size = case or Case(**wanted), wanted
         answer = case.prepare(which)
       except torch.OutOfMemoryError as error:
         answer = {"why": str(error).splitlines()[0]}
     else:
+      assert case is not None, "prepare comes before time"
       answer = {"seconds": case.seconds(which, request["calls"])}
-    print(json.dumps(answer), file=answers, flush=True)
+    print(json.dumps(answer), file=ANSWERS, flush=True)
 
 
 if __name__ == "__main__":

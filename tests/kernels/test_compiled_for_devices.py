@@ -46,9 +46,8 @@ def compiled(target, name, model, which, *, head_layout="vd", with_entropy=True)
   function = passes(operate, head_layout=head_layout, with_entropy=with_entropy)[which]
   made = aot.compile_for(target, function, structs(*MODELS[model], head_layout))
   options = "" if with_entropy else ", without entropy"
-  print(
-    f"{target} {name} {model} {head_layout}{options} {which}: {made.temporary_bytes / MIB:.3f} MiB, {made.kernels}"
-  )
+  said = f"{made.temporary_bytes / MIB:.3f} MiB, {made.kernels}"
+  print(f"{target} {name} {model} {head_layout}{options} {which}: {said}")
   return made
 
 
