@@ -121,7 +121,8 @@ def test_bfloat16_is_as_near_to_float64_as_on_one_device():
   conformance.assert_conforms(got, exact, conformance.TOLERANCES["gradient bfloat16"])
 
 
-@pytest.mark.parametrize("name", conformance.TWO_PASSES)
+# The interpreter of Hopper kernels simulates one device: the next test does without a mesh.
+@pytest.mark.parametrize("name", conformance.parametrised("xla_chunked", "pallas_tpu"))
 def test_every_implementation_runs_inside_a_part(name):
   # 299 columns over two devices: 150 and 149.
   (hidden, head, targets), cotangents = case(8, 299, d=64, dtype="bfloat16")
@@ -132,6 +133,36 @@ def test_every_implementation_runs_inside_a_part(name):
   expected = with_gradients(functools.partial(alone, **options), hidden, head, targets, cotangents)
   assert_equal(got[0], expected[0], 2e-6)
   assert_equal(got[1], expected[1], 8e-3)  # a bf16 rounding of the gradients themselves.
+
+
+@pytest.mark.parametrize("name", conformance.TWO_PASSES)
+def test_parts_of_the_vocabulary_add_up_by_hand(name):
+  # What a mesh does, one part after the other: 140 columns, and 139 with one of padding.
+  (hidden, head, targets), (g, g_entropy) = case(8, 279, d=64, dtype="bfloat16")
+  module, size = conformance.module(name), 140
+  padded = jnp.pad(head, ((0, 1), (0, 0)))
+  settings = core.Settings(with_entropy=True, interpret=conformance.interpreted(name))
+  parts = [(padded[i : i + size], targets - i, jnp.int32(min(size, 279 - i))) for i in (0, size)]
+  found = [module.statistics(settings, hidden, *part) for part in parts]
+  largest = jnp.maximum(*[f.largest for f in found])
+  scales = [jnp.exp(f.largest - largest) for f in found]
+  total = sum(s * f.total for s, f in zip(scales, found, strict=True))
+  moment = sum(
+    s * (f.moment + f.total * (f.largest - largest)) for s, f in zip(scales, found, strict=True)
+  )
+  target = sum(f.target for f in found)
+  logprobs, entropy = core.outputs(settings, core.Statistics(largest, total, moment, target))
+  of_all = (largest, jnp.log(total)), entropy, g, g_entropy
+  (d_hidden, d_first), (more, d_last) = [
+    module.gradients(settings, hidden, *part, *of_all) for part in parts
+  ]
+  assert not d_last[-1].any()  # padding has no gradient.
+  got = (logprobs, entropy), (d_hidden + more, jnp.concatenate([d_first, d_last[:-1]]))
+  one = functools.partial(linear_logprobs, return_entropy=True)
+  expected = with_gradients(one, hidden, head, targets, (g, g_entropy))
+  assert_equal(got[0], expected[0], 2e-6)
+  for mine, wanted in zip(got[1], expected[1], strict=True):
+    assert_equal(mine.astype(jnp.float32), wanted.astype(jnp.float32), 8e-3)
 
 
 def test_entropy_that_nothing_depends_on_changes_no_gradient():
