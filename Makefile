@@ -9,7 +9,7 @@ ARGS ?=
 # A process a core, four at most: each compiles for itself and holds up to 3 GB.
 PARALLEL = -n logical --maxprocesses=4 --dist=worksteal
 
-.PHONY: help quickstart test test-slow check format venv clean
+.PHONY: help quickstart test test-slow test-gpu aot check format venv clean
 
 help:  ## Show this text.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -22,6 +22,13 @@ test: venv  ## Run the tests (no accelerator, no network).
 
 test-slow: venv  ## Run the tests on real components: the real model, killed processes.
 	XLA_FLAGS= $(BIN)/python -m pytest -q $(PARALLEL) -m slow $(ARGS)
+
+test-gpu: $(VENV)/default  ## Run the tests that need an NVIDIA GPU of the Hopper generation.
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e ".[test,cuda]"
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest --noconftest -q -W default -m gpu tests/kernels/test_gpu.py $(ARGS)
+
+aot:  ## Compile the kernels for an H100 and for TPUs that are not here: memory, spills. Needs Python 3.12.
+	scripts/compile_for_devices.sh
 
 check: venv  ## Format check, lint, types.
 	$(BIN)/ruff format --check .
@@ -44,4 +51,4 @@ $(VENV)/everything: $(VENV)/default
 	touch $@
 
 clean:  ## Remove the virtual environment and caches.
-	rm -rf $(VENV) .pytest_cache .ruff_cache build *.egg-info
+	rm -rf $(VENV) .venv-aot-* .pytest_cache .ruff_cache build *.egg-info

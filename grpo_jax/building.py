@@ -159,13 +159,18 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
     **config.logging,
   )
   stack.callback(logger.close)
+  of_policy = {
+    "temperature": config.sampling.temperature,
+    "compute_dtype": config.model.compute_dtype,
+    "remat": config.model.remat,
+    "partition": sharding.head_partition(mesh),
+  }
   logprobs = train_step.make_logprobs(
-    model.config,
-    temperature=config.sampling.temperature,
-    compute_dtype=config.model.compute_dtype,
-    remat=config.model.remat,
-    implementation=config.model.logprobs,
+    model.config, implementation=config.model.logprobs, **of_policy
   )
+  token_loss = None
+  if takes_one_sweep(config, objective):
+    token_loss = train_step.make_token_loss(model.config, objective, **of_policy)
   return Run(
     config=config,
     workdir=workdir,
@@ -190,12 +195,23 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
       report_entropy=config.learn.report_entropy,
       schedule=schedule,
       shardings=shardings,
+      token_loss=token_loss,
     ),
     score=train_step.make_scorer(logprobs),
     checkpoints=checkpoints,
     logger=logger,
     timer=timing.Timer(),
   ), start
+
+
+def takes_one_sweep(config: Config, objective: objectives.Objective) -> bool:
+  """Returns whether the update finds the head's gradients in the sweep that computes the loss.
+
+  A named implementation of the two passes is what runs.
+  """
+  is_one_step = config.learn.epochs * config.learn.minibatches == 1
+  is_free = config.model.logprobs is None
+  return config.learn.gradient_in_forward and is_one_step and is_free and objective.is_token_local
 
 
 def _keep_compiled() -> None:

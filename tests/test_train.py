@@ -143,7 +143,8 @@ def test_a_run_leaves_what_tools_rely_on(make_config, tmp_path, capsys):
   assert [row["step"] for row in rows] == [0, 1, 2, 3]  # 3: the evaluation of the final weights.
   assert [row["weight_version"] for row in rows[:3]] == [0, 1, 2]
   assert {"eval/heldout/accuracy", "rollout/reward_mean"} <= set(rows[0])
-  assert rows[1]["train/kl_to_reference"] > 0 == rows[0]["train/kl_to_reference"]
+  # 0 but for rounding: scorer and update sum over the vocabulary in different orders.
+  assert rows[1]["train/kl_to_reference"] > 1e-9 > 1e-12 > abs(rows[0]["train/kl_to_reference"])
   assert not metrics.unknown({name for row in rows for name in row if name != "step"})
   assert "0/3" in capsys.readouterr().out
 

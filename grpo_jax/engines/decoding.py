@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from grpo_kernels.linear_logprobs import reference
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt
 
@@ -265,8 +266,10 @@ def decode_step(
     x, cache = layers.block(layer, x, cos, sin, attend, **settings)
     written.append(cache)
   x = layers.rms_norm(x, weights.final_norm, options.config.rms_norm_eps)[:, 0]
-  spec = "bd,vd->bv" if options.config.tie_embeddings else "bd,dv->bv"
-  return layers.contract(spec, x, weights.head, options.compute_dtype), written
+  layout = "vd" if options.config.tie_embeddings else "dv"
+  # The product that the trainer's logprobs are made of, in its precision on every platform.
+  logits = reference.dot(x.astype(options.compute_dtype), weights.head, head_layout=layout)
+  return logits, written
 
 
 def attend_in_two(

@@ -8,6 +8,7 @@ normaliser for free, and needs neither a random number per vocabulary entry nor 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from grpo_kernels.linear_logprobs import core
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 _BLOCK = 256  # vocabulary entries in a block of the two-level search.
@@ -61,7 +62,9 @@ def sample(
   everything = weights if num_valid is None else jnp.exp(scaled - highest[:, None])
   counted = jnp.where(greedy[:, None], everything, kept) if report_truncated else everything
   at_token = jnp.take_along_axis(scaled, token[:, None], axis=1)[:, 0]
-  return token, jnp.minimum(at_token - highest - jnp.log(jnp.sum(counted, axis=1)), 0.0)
+  found = core.Statistics(highest, jnp.sum(counted, axis=1), None, at_token)
+  logprobs, _ = core.outputs(core.Settings(), found)  # as the trainer and the scorer do.
+  return token, logprobs
 
 
 def invert_cdf(weights: Float[Array, "B V"], uniforms: Float[Array, " B"]) -> Int[Array, " B"]:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from grpo_kernels.linear_logprobs.sharded import Partition
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "tensor")
@@ -108,6 +109,21 @@ def opt_state_shardings(
 def of_rows(mesh: Mesh) -> NamedSharding:
   """Returns the sharding of arrays whose first axis is rows."""
   return NamedSharding(mesh, PartitionSpec(ROWS))
+
+
+def head_partition(mesh: Mesh) -> Partition | None:
+  """Returns how the LM head and its tokens are split: V by "tensor", tokens as rows are.
+
+  None on a mesh of one device, where nothing is.
+  """
+  if mesh.size == 1:
+    return None
+  vocab_axis = RULES["vocab"]
+  return Partition(
+    mesh,
+    vocab_axis=vocab_axis if mesh.shape[vocab_axis] > 1 else None,
+    token_axes=tuple(axis for axis in ROWS if mesh.shape[axis] > 1),
+  )
 
 
 def put(tree: Any, mesh: Mesh) -> Any:

@@ -15,18 +15,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from grpo_kernels.linear_logprobs.sharded import Partition
 from jaxtyping import Array, Float
 
 from grpo_jax import metrics as metric_sums
 from grpo_jax.learn import optim, sharding
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.rl.logprobs import gather_loss_tokens, token_logprobs
+from grpo_jax.rl.logprobs import gather_loss_tokens, token_logprobs, token_objective
 from grpo_jax.rl.objectives import Objective
 from grpo_jax.types import Batch, Denominators, Mean, Metrics, Minibatch, TrainState
 
 # (params, batch, with entropy) → log πθ [B N], and the entropy [B N] or None.
 LogprobsFn = Callable[[Any, Batch, bool], tuple[Array, Array | None]]
+# (params, batch, denominators, with entropy) → loss, log πθ [B N], and the entropy [B N] or None.
+LossFn = Callable[[Any, Batch, Denominators, bool], tuple[Array, Array, Array | None]]
 Scorer = Callable[[Any, Batch], Float[Array, "B N"]]
 # For each minibatch, for each microbatch: log πθ at `loss_places`, before the (first) update.
 MicrobatchLogprobs = list[list[Float[Array, "B N"]]]
@@ -43,6 +46,7 @@ def make_logprobs(
   compute_dtype: Any = jnp.float32,
   remat: str = "full",
   implementation: str | None = None,
+  partition: Partition | None = None,
 ) -> LogprobsFn:
   """Makes the function from parameters and batch to the logprobs of the tokens learned from.
 
@@ -52,25 +56,69 @@ def make_logprobs(
     compute_dtype: of matrix products, float32 or bfloat16; of the head's too.
     remat: see `transformer.Transformer`.
     implementation: of `grpo_kernels.linear_logprobs`; None picks by platform.
+    partition: of the head and its tokens over a mesh; see `sharding.head_partition`.
   """
-  model = transformer.Transformer(config, compute_dtype=compute_dtype, remat=remat)
+  hidden_states = _make_hidden_states(config, compute_dtype, remat)
 
   def logprobs(params: Any, batch: Batch, with_entropy: bool) -> tuple[Array, Array | None]:
-    inputs = (batch.tokens, batch.positions, batch.segment_ids, batch.branch_ids)
-    hidden = jnp.asarray(model.apply({"params": params}, *inputs))
     head, layout = transformer.head(params, config)
     outputs = token_logprobs(
-      hidden.astype(compute_dtype),
+      hidden_states(params, batch),
       head,
       batch,
       head_layout=layout,
       temperature=temperature,
       return_entropy=with_entropy,
       implementation=implementation,
+      partition=partition,
     )
     return outputs if isinstance(outputs, tuple) else (outputs, None)
 
   return logprobs
+
+
+def make_token_loss(
+  config: ModelConfig,
+  objective: Objective,
+  *,
+  temperature: float = 1.0,
+  compute_dtype: Any = jnp.float32,
+  remat: str = "full",
+  partition: Partition | None = None,
+) -> LossFn:
+  """Makes the function from parameters and batch to a token-local loss, to be minimised.
+
+  The head's gradients are found in the sweep that computes the loss; see
+  `grpo_jax.rl.logprobs.token_objective`. Args are those of `make_logprobs`.
+  """
+  hidden_states = _make_hidden_states(config, compute_dtype, remat)
+
+  def loss(params: Any, batch: Batch, denominators: Denominators, with_entropy: bool):
+    head, layout = transformer.head(params, config)
+    return token_objective(
+      hidden_states(params, batch),
+      head,
+      batch,
+      objective,
+      denominators,
+      head_layout=layout,
+      temperature=temperature,
+      return_entropy=with_entropy,
+      partition=partition,
+    )
+
+  return loss
+
+
+def _make_hidden_states(config: ModelConfig, compute_dtype: Any, remat: str):
+  """Makes the function (params, batch) → hidden states [B T D], in the compute dtype."""
+  model = transformer.Transformer(config, compute_dtype=compute_dtype, remat=remat)
+
+  def hidden_states(params: Any, batch: Batch) -> Float[Array, "B T D"]:
+    inputs = (batch.tokens, batch.positions, batch.segment_ids, batch.branch_ids)
+    return jnp.asarray(model.apply({"params": params}, *inputs)).astype(compute_dtype)
+
+  return hidden_states
 
 
 def init(params: Any, tx: optax.GradientTransformation, *, shardings: Any = None) -> TrainState:
@@ -168,6 +216,7 @@ def make_update(
   report_entropy: bool = False,
   schedule: optax.Schedule | None = None,
   shardings: Any = None,
+  token_loss: LossFn | None = None,
 ) -> Update:
   """Makes the function of a training step; see `Update`.
 
@@ -179,15 +228,22 @@ def make_update(
     report_entropy: compute the entropy also where the loss does not need it.
     schedule: reported as "train/learning_rate"; None: not reported.
     shardings: of the parameters, if they are to stay sharded.
+    token_loss: made by `make_token_loss` with the same objective: takes the place of `logprobs`,
+      with which it agrees in everything but time. None: two passes over the vocabulary.
   """
   if epochs < 1:
     raise ValueError(f"epochs must be at least 1, got {epochs}")
   with_entropy = report_entropy or objective.needs_entropy
 
   def share(params: Any, batch: Batch, denominators: Denominators):
-    policy_logprobs, entropy = logprobs(params, batch, with_entropy)
     tokens = gather_loss_tokens(batch)
-    loss, metrics = objective(policy_logprobs, entropy, tokens, denominators)
+    if token_loss is None:
+      policy_logprobs, entropy = logprobs(params, batch, with_entropy)
+      loss, metrics = objective(policy_logprobs, entropy, tokens, denominators)
+    else:
+      loss, policy_logprobs, entropy = token_loss(params, batch, denominators, with_entropy)
+      # Once more over all tokens, for the metrics: [B N] numbers.
+      _, metrics = objective(policy_logprobs, entropy, tokens, denominators)
     return loss, (metrics, policy_logprobs)
 
   def differentiate(params: Any, batch: Batch, denominators: Denominators):

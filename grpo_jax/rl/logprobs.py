@@ -5,11 +5,16 @@ this package is aligned to the token itself, so the two are brought together
 here, once: in packed rows by `Batch.predecessors`, in plain rows by t - 1.
 """
 
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
 import jax.numpy as jnp
-from grpo_kernels.linear_logprobs import linear_logprobs
+from grpo_kernels.linear_logprobs import linear_logprobs, sharded, token_local
 from jaxtyping import Array, Bool, Float, Int
 
-from grpo_jax.types import Batch, LossTokens
+from grpo_jax.rl.objectives import Objective
+from grpo_jax.types import Batch, Denominators, LossTokens
 
 
 def token_logprobs(
@@ -21,6 +26,7 @@ def token_logprobs(
   temperature: float = 1.0,
   return_entropy: bool = False,
   implementation: str | None = None,
+  partition: sharded.Partition | None = None,
 ) -> Float[Array, "B N"] | tuple[Float[Array, "B N"], Float[Array, "B N"]]:
   """Returns log π of the tokens that are learned from, at `batch.loss_places`.
 
@@ -35,23 +41,103 @@ def token_logprobs(
     temperature: of the softmax; the one that the tokens were sampled at.
     return_entropy: also return the entropy of each predicting distribution.
     implementation: of `grpo_kernels.linear_logprobs`; None picks by platform.
+    partition: where head and rows lie on a mesh (`learn.sharding.head_partition`); None: on one
+      device, or wherever the compiler puts them.
 
   Returns:
     Logprobs in nats, float32; with `return_entropy` also the entropies, in nats.
   """
-  is_real = batch.loss_places >= 0
-  places = jnp.where(is_real, batch.loss_places, 0)
   return _gathered(
     hidden,
     head,
-    jnp.take_along_axis(batch.predecessors, places, axis=-1),
-    jnp.take_along_axis(batch.tokens, places, axis=-1),
-    is_real,
+    *_predictions(batch),
     head_layout=head_layout,
     temperature=temperature,
     return_entropy=return_entropy,
     implementation=implementation,
+    partition=partition,
   )
+
+
+def token_objective(
+  hidden: Float[Array, "B T D"],
+  head: Float[Array, "..."],
+  batch: Batch,
+  objective: Objective,
+  denominators: Denominators,
+  *,
+  head_layout: str = "vd",
+  temperature: float = 1.0,
+  return_entropy: bool = False,
+  partition: sharded.Partition | None = None,
+) -> tuple[Float[Array, ""], Float[Array, "B N"], Float[Array, "B N"] | None]:
+  """Returns a token-local loss, whose gradients are found in the sweep that computes it.
+
+  Equal to `objective` of `token_logprobs`, with a quarter fewer operations in the head; see
+  `grpo_kernels.linear_logprobs.token_local`.
+
+  Args:
+    hidden: output of the transformer's final norm.
+    head: [V D] or [D V], as `head_layout` says.
+    batch: what is learned from.
+    objective: with `is_token_local`.
+    denominators: of the whole optimizer step.
+    head_layout: "vd" (an embedding table) or "dv".
+    temperature: of the softmax; the one that the tokens were sampled at.
+    return_entropy: also return the entropies.
+    partition: where head and rows lie on a mesh.
+
+  Returns:
+    The loss; log π of the tokens that are learned from, as `token_logprobs` gives them, and the
+    entropies or None. Only the loss can be differentiated.
+
+  Raises:
+    ValueError: the objective is not token-local.
+  """
+  if not objective.is_token_local:
+    raise ValueError(f"a loss that is not token-local has no gradient in one sweep: {objective}")
+  predecessors, targets, is_real = _predictions(batch)
+  tokens = gather_loss_tokens(batch)
+  rows, n = targets.shape
+  flat = lambda x: None if x is None else x.reshape(rows * n)
+  loss, logprobs, entropy = token_local.linear_objective(
+    _states(hidden, predecessors, is_real),
+    head,
+    targets.reshape(rows * n),
+    _Share(objective),
+    {field: flat(getattr(tokens, field)) for field in _Share.FIELDS},
+    denominators,
+    head_layout=head_layout,
+    temperature=temperature,
+    return_entropy=return_entropy or objective.needs_entropy,
+    differentiate_entropy=objective.needs_entropy,
+    partition=partition,
+  )
+  of_real = lambda x: jnp.where(is_real, x.reshape(rows, n), 0)
+  return loss, of_real(logprobs), None if entropy is None else of_real(entropy)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Share:
+  """What some tokens, out of any rows, add to a token-local loss."""
+
+  objective: Objective
+
+  # Of `LossTokens`; to which completion a token belongs is nothing to a token-local loss.
+  FIELDS: ClassVar = ("mask", "advantages", "behavior_logprobs", "old_logprobs", "ref_logprobs")
+
+  def __call__(
+    self,
+    logprobs: Float[Array, " n"],
+    entropy: Float[Array, " n"] | None,
+    of_tokens: dict[str, Any],
+    denominators: Denominators,
+  ) -> Float[Array, ""]:
+    """Returns the loss of tokens that stand in one row."""
+    row = lambda x: None if x is None else x[None, :]
+    fields: dict[str, Any] = {field: row(x) for field, x in of_tokens.items()}
+    tokens = LossTokens(sequence_ids=jnp.zeros((1, *logprobs.shape), jnp.int32), **fields)
+    return self.objective(logprobs[None, :], row(entropy), tokens, denominators)[0]
 
 
 def sequence_logprobs(
@@ -79,7 +165,27 @@ def sequence_logprobs(
     temperature=temperature,
     return_entropy=return_entropy,
     implementation=implementation,
+    partition=None,
   )
+
+
+def _predictions(
+  batch: Batch,
+) -> tuple[Int[Array, "B N"], Int[Array, "B N"], Bool[Array, "B N"]]:
+  """Returns where each token learned from is predicted, what it is, and whether it is one."""
+  is_real = batch.loss_places >= 0
+  places = jnp.where(is_real, batch.loss_places, 0)
+  of_places = lambda x: jnp.take_along_axis(x, places, axis=-1)
+  return of_places(batch.predecessors), of_places(batch.tokens), is_real
+
+
+def _states(
+  hidden: Float[Array, "B T D"], predecessors: Int[Array, "B N"], is_real: Bool[Array, "B N"]
+) -> Float[Array, "_ D"]:
+  """Gathers the predicting hidden states, flat."""
+  states = jnp.take_along_axis(hidden, predecessors[:, :, None], axis=1)
+  states = jnp.where(is_real[:, :, None], states, 0)  # whatever padding holds stays out.
+  return states.reshape(-1, hidden.shape[-1])
 
 
 def _gathered(
@@ -93,13 +199,15 @@ def _gathered(
   temperature: float,
   return_entropy: bool,
   implementation: str | None,
+  partition: sharded.Partition | None,
 ) -> Float[Array, "B N"] | tuple[Float[Array, "B N"], Float[Array, "B N"]]:
   """Gathers the predicting hidden states and sends them through the fused head."""
   rows, n = targets.shape
-  states = jnp.take_along_axis(hidden, predecessors[:, :, None], axis=1)
-  states = jnp.where(is_real[:, :, None], states, 0)  # whatever padding holds stays out.
-  outputs = linear_logprobs(
-    states.reshape(rows * n, -1),
+  op = linear_logprobs
+  if partition is not None:
+    op = functools.partial(sharded.linear_logprobs, partition=partition)
+  outputs = op(
+    _states(hidden, predecessors, is_real),
     head,
     targets.reshape(rows * n),
     head_layout=head_layout,

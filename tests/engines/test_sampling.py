@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grpo_kernels.linear_logprobs import linear_logprobs, reference
 
 from grpo_jax.engines import sampling
 
@@ -173,3 +174,20 @@ def test_sample_without_filters_compiles_no_sort_and_no_bisection():
   draw = lambda logits, u: sampling.sample(logits, u, temperature=jnp.ones(4))
   text = jax.jit(draw).lower(*shapes).as_text()
   assert "stablehlo.sort" not in text and "stablehlo.while" not in text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_logprobs_are_those_of_the_fused_head_for_the_same_hidden_states(dtype, temperature):
+  # The trainer's and the scorer's path; only the order of the sum over the vocabulary differs.
+  rng = np.random.default_rng(0)
+  hidden = jnp.asarray(rng.standard_normal((50, 32)), dtype)
+  head = jnp.asarray(rng.standard_normal((777, 32)), dtype)
+  tokens, logprobs = sampling.sample(
+    reference.dot(hidden, head, head_layout="vd"),
+    jnp.asarray(rng.random(50), jnp.float32),
+    temperature=jnp.full(50, temperature, jnp.float32),
+  )
+  wanted = linear_logprobs(hidden, head, tokens, temperature=temperature)
+  assert np.abs(wanted).max() > 5
+  np.testing.assert_allclose(logprobs, wanted, rtol=0, atol=1e-5)

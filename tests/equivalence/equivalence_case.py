@@ -77,13 +77,16 @@ LAYOUT = {"row_tokens": 64, "row_buckets": (64,), "rows_multiple": 12}
 
 
 @functools.cache
-def functions(config, loss, remat, implementation):
+def functions(config, loss, remat, implementation, one_sweep):
   """Returns update and scorer, made once per setting, so that equal shapes compile once."""
-  logprobs = train_step.make_logprobs(
-    config, temperature=1.3, remat=remat, implementation=implementation
-  )
+  settings = {"temperature": 1.3, "remat": remat}
+  logprobs = train_step.make_logprobs(config, implementation=implementation, **settings)
   tx, _ = optim.make(10)
-  update = train_step.make_update(logprobs, tx, objectives.make(**dict(loss)))
+  objective = objectives.make(**dict(loss))
+  token_loss = train_step.make_token_loss(config, objective, **settings) if one_sweep else None
+  update = train_step.make_update(
+    logprobs, tx, objective, report_entropy=True, token_loss=token_loss
+  )
   return update, train_step.make_scorer(logprobs)
 
 
@@ -94,21 +97,25 @@ def gradients(
   loss=None,
   remat="full",
   implementation=None,
+  one_sweep=False,
   config=CONFIG,
   minibatch=0,
   **layout,
 ):
-  """Returns (loss, gradients, assembled) of an optimizer step, old and ref scored apart."""
+  """Returns (loss, gradients, assembled, metrics) of an optimizer step; old and ref scored apart.
+
+  The gradient of the head comes from two passes over the vocabulary, or from one sweep.
+  """
   loss = FULL_LOSS if loss is None else loss
-  update, score = functions(config, tuple(loss.items()), remat, implementation)
+  update, score = functions(config, tuple(loss.items()), remat, implementation, one_sweep)
   assembled = batching.assemble(groups, advantages, **(LAYOUT | layout))
   made = assembled.minibatches
   if update.objective.needs_ref:
     made = train_step.with_logprobs(
       made, score, old_params=params(1, config), ref_params=params(2, config)
     )
-  grads, value, *_ = update.gradients(params(0, config), made[minibatch])
-  return float(value), jax.device_get(grads), assembled
+  grads, value, metrics, _ = update.gradients(params(0, config), made[minibatch])
+  return float(value), jax.device_get(grads), assembled, metrics
 
 
 def assert_same(got, expected, tolerance=2e-5):
@@ -129,17 +136,27 @@ def assert_trees_same(got, expected, tolerance=2e-5):
     )
 
 
-def trained(mesh, *, optimizer="adamw", steps=2):
+def trained(mesh, *, optimizer="adamw", steps=2, one_sweep=False, **loss):
   """Returns the state after a few training steps on a mesh (None: one device), and metrics."""
   groups, advantages = ragged_groups()
   start = jax.tree.map(jnp.copy, params())  # the update consumes it.
-  shardings = None
+  shardings = partition = None
   if mesh is not None:
     shardings = sharding.param_shardings(transformer.logical_axes(CONFIG), mesh, shapes=start)
-  objective = objectives.make(**(FULL_LOSS | {"kl_coef": 0.0}))
+    partition = sharding.head_partition(mesh)
+  objective = objectives.make(**(FULL_LOSS | {"kl_coef": 0.0} | loss))
   tx, schedule = optim.make(10, optimizer=optimizer, learning_rate=1e-2, max_grad_norm=0.5)
-  logprobs = train_step.make_logprobs(CONFIG)
-  update = train_step.make_update(logprobs, tx, objective, schedule=schedule, shardings=shardings)
+  token_loss = None
+  if one_sweep:
+    token_loss = train_step.make_token_loss(CONFIG, objective, partition=partition)
+  update = train_step.make_update(
+    train_step.make_logprobs(CONFIG, partition=partition),
+    tx,
+    objective,
+    schedule=schedule,
+    shardings=shardings,
+    token_loss=token_loss,
+  )
   state = train_step.init(start, tx, shardings=shardings)
   assembled = batching.assemble(groups, advantages, row_tokens=64, rows_multiple=8)
   minibatches = assembled.minibatches
@@ -148,6 +165,48 @@ def trained(mesh, *, optimizer="adamw", steps=2):
   for _ in range(steps):
     state, metrics, _ = update(state, minibatches)
   return state, metrics
+
+
+def compiled_on_mesh(sizes, *, one_sweep):
+  """Compiles the gradients of a microbatch on a mesh, for a model whose head is its own.
+
+  Returns:
+    The compiled function; V, a multiple of a prime; (leaves of the gradients and the loss on the
+    mesh, the same on one device).
+  """
+  vocabulary = 8 * 41
+  config = dataclasses.replace(CONFIG, vocab_size=vocabulary, tie_embeddings=False)
+  objective = objectives.make(kl_coef=0.0, entropy_coef=0.05)
+  tx, _ = optim.make(10)
+  assembled = batching.assemble(*ragged_groups(), row_tokens=64, rows_multiple=8)
+  whole = params(0, config)
+
+  def first(mesh):
+    shardings = partition = None
+    if mesh is not None:
+      axes = transformer.logical_axes(config)
+      shardings = sharding.param_shardings(axes, mesh, shapes=whole)
+      partition = sharding.head_partition(mesh)
+    token_loss = None
+    if one_sweep and mesh is not None:
+      token_loss = train_step.make_token_loss(config, objective, partition=partition)
+    logprobs = train_step.make_logprobs(config, partition=partition)
+    options = {"shardings": shardings, "token_loss": token_loss}
+    update = train_step.make_update(logprobs, tx, objective, **options)
+    [minibatch] = assembled.minibatches
+    placed = whole
+    if mesh is not None:
+      placed, minibatch = jax.device_put(whole, shardings), sharding.put(minibatch, mesh)
+    return update.first, (placed, minibatch.microbatches[0], minibatch.denominators)
+
+  f, arguments = first(sharding.make_mesh(**dict(zip(sharding.AXES, sizes, strict=True))))
+  alone, of_alone = first(None)
+  both = [(f, arguments), (alone, of_alone)]
+  expected = [jax.tree.leaves(jax.device_get(g(*given)[:2])) for g, given in both]
+  # Of the leaves: `lower` would put descriptions of arrays into a Batch, which checks its types.
+  leaves, tree = jax.tree.flatten(arguments)
+  compiled = jax.jit(lambda leaves: f(*tree.unflatten(leaves))).lower(leaves).compile()
+  return compiled, vocabulary, expected
 
 
 def replace(group, index, **changes):

@@ -1,6 +1,7 @@
 """One device and eight train alike, in several meshes; parameters and moments are split."""
 
 import functools
+import re
 
 import equivalence_case as case
 import jax
@@ -39,6 +40,37 @@ def test_mesh_changes_neither_parameters_nor_optimizer_state_nor_metrics(sizes):
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
   for name, wanted in expected_metrics.items():
     np.testing.assert_allclose(metrics[name].value(), wanted, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 1, 8)], ids=str)
+def test_mesh_changes_nothing_of_one_sweep_over_the_head(sizes):
+  # Plain gradient descent: Adam makes much of entries whose gradient is rounding.
+  data, fsdp, tensor = sizes
+  mesh = sharding.make_mesh(data=data, fsdp=fsdp, tensor=tensor)
+  options = {"optimizer": "sgd", "aggregation": "token_mean"}
+  state, metrics = case.trained(mesh, one_sweep=True, **options)
+  expected, expected_metrics = case.trained(None, **options)
+  moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), expected.params, case.params())
+  assert max(jax.tree.leaves(moved)) > 5e-4
+  pairs = zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True)
+  for got, wanted in pairs:
+    np.testing.assert_allclose(got, wanted, rtol=2.4e-7, atol=1e-6)
+  for name, wanted in expected_metrics.items():
+    got = metrics[name].value()
+    np.testing.assert_allclose(got, wanted.value(), rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("one_sweep", [False, True], ids=["two-passes", "one-sweep"])
+@pytest.mark.parametrize("sizes", [(1, 1, 8), (2, 1, 4), (2, 2, 2)], ids=str)
+def test_vocabulary_is_split_over_tensor_and_never_gathered(sizes, one_sweep):
+  compiled, vocabulary, expected = case.compiled_on_mesh(sizes, one_sweep=one_sweep)
+  text = compiled.as_text()
+  shapes = {tuple(map(int, s.split(","))) for s in re.findall(r"\w\d+\[([\d,]+)\]", text)}
+  of_part = vocabulary // sizes[2]
+  assert [shape for shape in shapes if of_part in shape]  # so the search would find the whole.
+  assert not [shape for shape in shapes if vocabulary in shape]
+  for got, wanted in zip(*expected, strict=True):
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)

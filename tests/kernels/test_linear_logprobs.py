@@ -1,90 +1,25 @@
 """One conformance suite for every implementation of linear_logprobs, against float64."""
 
-import logging
-
+import conformance
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grpo_kernels import linear_logprobs as package
-from grpo_kernels.linear_logprobs import linear_logprobs, xla_chunked
+from conformance import TOLERANCES, operation
+from grpo_kernels.linear_logprobs import core
 
-IMPLEMENTATIONS = sorted(package.IMPLEMENTATIONS)
+each = pytest.mark.parametrize("name", conformance.ALL)
+each_with_two_passes = pytest.mark.parametrize("name", conformance.TWO_PASSES)
 
-# Absolute for values, relative in the Euclidean norm for gradients.
-TOLERANCES = {
-  "logprob": 2e-5,  # float32 rounding of logits of size 10 and of their sum.
-  "entropy": 5e-5,  # the same, times log V.
-  "gradient float32": 1e-5,
-  "gradient bfloat16": 4e-3,  # ∂/∂logits is rounded to bf16 once: 2⁻⁹.
+DTYPES = {
+  "reference": ("float32", "bfloat16"),
+  "xla_chunked": ("float32", "bfloat16"),
+  "mosaic_gpu": ("bfloat16",),  # wgmma has no float32.
+  "pallas_tpu": ("float32", "bfloat16"),
 }
-
-
-def oracle(hidden, head, targets, *, head_layout, temperature, g, g_entropy):
-  """Returns logprobs, entropy, d_hidden and d_head in float64, by the closed forms.
-
-  Each gradient comes with its size before cancellation, |S| |W| or |Sᵀ| |h|.
-  """
-  h, w = np.asarray(hidden, np.float64), np.asarray(head, np.float64)
-  w = w if head_layout == "vd" else w.T
-  z = h @ w.T / temperature
-  shifted = z - z.max(axis=-1, keepdims=True)
-  logp = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-  p = np.exp(logp)
-  entropy = -(p * logp).sum(axis=-1)
-  onehot = np.eye(w.shape[0])[np.asarray(targets)]
-  slope = g[:, None] * (onehot - p) - g_entropy[:, None] * p * (logp + entropy[:, None])
-  slope /= temperature
-  d_hidden = slope @ w, np.abs(slope) @ np.abs(w)
-  d_head = slope.T @ h, np.abs(slope).T @ np.abs(h)
-  chosen = np.take_along_axis(logp, np.asarray(targets)[:, None], axis=-1)[:, 0]
-  if head_layout == "dv":
-    d_head = tuple(x.T for x in d_head)
-  return chosen, entropy, d_hidden, d_head
-
-
-def case(n, d, v, *, dtype, head_layout="vd", scale=3.0, seed=0):
-  """Returns random hidden [n d], head and targets; logits have a standard deviation of `scale`."""
-  rng = np.random.default_rng(seed)
-  hidden = rng.standard_normal((n, d)) * scale / np.sqrt(d)
-  head = rng.standard_normal((v, d) if head_layout == "vd" else (d, v))
-  targets = rng.integers(0, v, n).astype(np.int32)
-  return jnp.asarray(hidden, dtype), jnp.asarray(head, dtype), jnp.asarray(targets)
-
-
-def differentiate(implementation, hidden, head, targets, g, g_entropy, **settings):
-  """Returns (logprobs, entropy, d_hidden, d_head) of one implementation, as float64."""
-
-  @jax.jit
-  def outputs_and_gradients(hidden, head, cotangents):
-    f = lambda h, w: linear_logprobs(
-      h, w, targets, return_entropy=True, implementation=implementation, **settings
-    )
-    outputs, pull = jax.vjp(f, hidden, head)
-    return outputs, pull(cotangents)
-
-  cotangents = jnp.asarray(g, jnp.float32), jnp.asarray(g_entropy, jnp.float32)
-  outputs, gradients = outputs_and_gradients(hidden, head, cotangents)
-  assert [x.dtype for x in gradients] == [hidden.dtype, head.dtype]
-  return [np.asarray(x, np.float64) for x in (*outputs, *gradients)]
-
-
-def assert_conforms(got, expected, gradient_tolerance, *, value_scale=1.0, cancels=False):
-  logprobs, entropy, d_hidden, d_head = got
-  np.testing.assert_allclose(
-    logprobs, expected[0], rtol=0, atol=TOLERANCES["logprob"] * value_scale
-  )
-  np.testing.assert_allclose(entropy, expected[1], rtol=0, atol=TOLERANCES["entropy"] * value_scale)
-  for mine, (exact, before_cancelling) in ((d_hidden, expected[2]), (d_head, expected[3])):
-    size = np.linalg.norm(before_cancelling if cancels else exact)
-    assert np.linalg.norm(mine - exact) <= gradient_tolerance * size + 1e-7
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-  ("n", "d", "v", "temperature", "head_layout"),
-  [
+# N, D, V, temperature, layout. Sizes are odd or prime, or one off a tile or a chunk.
+CASES = {
+  "xla": [
     (5, 16, 1009, 0.3, "vd"),
     (7, 12, 1000, 1.7, "dv"),
     (33, 20, 5003, 1.0, "vd"),
@@ -92,196 +27,295 @@ def assert_conforms(got, expected, gradient_tolerance, *, value_scale=1.0, cance
     (9, 12, 4, 1.0, "dv"),
     (3, 8, 1, 1.7, "vd"),
   ],
-)
-def test_linear_logprobs_and_gradients_agree_with_float64(
-  implementation, dtype, n, d, v, temperature, head_layout
-):
-  hidden, head, targets = case(n, d, v, dtype=dtype, head_layout=head_layout)
-  rng = np.random.default_rng(1)
-  g, g_entropy = rng.standard_normal(n), rng.standard_normal(n)
-  settings = {"head_layout": head_layout, "temperature": temperature}
-  got = differentiate(implementation, hidden, head, targets, g, g_entropy, **settings)
-  expected = oracle(hidden, head, targets, g=g, g_entropy=g_entropy, **settings)
-  assert_conforms(got, expected, TOLERANCES[f"gradient {dtype}"])
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(
-  "logits",
-  [
-    pytest.param(np.arange(-1000.0, 1001.0), id="up-to-1e3"),
-    pytest.param(np.where(np.arange(700) % 2, 1000.0, 999.5), id="two-heights-at-1e3"),
-    pytest.param(np.full(700, 250.0), id="all-equal"),
-    pytest.param(np.where(np.arange(700) == 3, 1000.0, -1000.0), id="one-hot"),
+  # 64 | D is the Hopper kernel's; its tiles are 128 columns wide, the TPU's a multiple of that.
+  "mosaic_gpu": [
+    (5, 64, 301, 0.3, "vd"),  # one tile of tokens, nearly empty; the last tile of V 45 wide.
+    (130, 128, 257, 1.7, "dv"),  # one column beyond two tiles; two steps along D.
+    (3, 64, 1, 1.0, "vd"),
   ],
-)
-def test_linear_logprobs_is_exact_for_extreme_logits(implementation, logits):
-  # Integers and halves: every product and sum below is exact in float32, so
-  # that only the softmax can err.
-  head = np.stack([logits, np.zeros_like(logits)], axis=1).astype(np.float32)
-  hidden = np.asarray([[1.0, 0.0], [-1.0, 0.0], [0.5, 1.0]], np.float32)
-  targets = jnp.asarray([3, 0, len(logits) - 1], jnp.int32)
-  ones = np.ones(3)
+  "pallas_tpu": [
+    (5, 16, 301, 0.3, "vd"),
+    (130, 136, 1025, 1.7, "dv"),
+    (3, 8, 1, 1.0, "vd"),
+  ],
+}
+
+
+def cases():
+  """Yields every implementation with its dtypes and sizes."""
+  for parameter in conformance.ALL:
+    name = parameter.values[0]
+    for dtype in DTYPES[name]:
+      for n, d, v, temperature, layout in CASES.get(name, CASES["xla"]):
+        label = f"{name}-{dtype}-{n}x{d}x{v}-{temperature}-{layout}"
+        values = (name, dtype, n, d, v, temperature, layout)
+        yield pytest.param(*values, marks=parameter.marks, id=label)
+
+
+def dtype_of(name):
+  """Returns float32 where an implementation takes it."""
+  return DTYPES[name][0]
+
+
+def sizes(name, n, v):
+  """Returns N, D and V; the narrowest D that an implementation takes."""
+  return n, (64 if name == "mosaic_gpu" else 8), v
+
+
+@pytest.mark.parametrize(("name", "dtype", "n", "d", "v", "temperature", "layout"), list(cases()))
+def test_values_and_gradients_agree_with_float64(name, dtype, n, d, v, temperature, layout):
+  conformance.check(
+    operation(name), n, d, v, dtype=dtype, head_layout=layout, temperature=temperature
+  )
+
+
+@each
+def test_targets_on_edges_of_tiles_and_targets_that_repeat(name):
+  v = 513
+  targets = [0, 0, 1, 63, 64, 127, 128, 128, 255, 256, 257, 383, 384, 511, 512, 512]
+  n, d, v = sizes(name, len(targets), v)
+  conformance.check(operation(name), n, d, v, dtype=dtype_of(name), targets=targets)
+
+
+def extreme_logits():
+  """Returns hidden, head and targets in bf16 whose logits are exact: sums of few bf16 numbers.
+
+  Only the softmax can err. Rows: a ramp over ±1e3 and its mirror, two heights
+  at 1e3, all equal, one logit at 1e3 and the rest at -1e3, and its mirror.
+  """
+  v = np.arange(701)
+  ramp = np.round(np.linspace(-1000, 1000, 701))
+  coarse = 8 * np.floor(ramp / 8)
+  columns = [
+    *(coarse, ramp - coarse),
+    *(np.full(701, 1000.0), -0.5 * (v % 2)),
+    np.full(701, 250.0),
+    np.where(v == 3, 1000.0, -1000.0),
+  ]
+  head = np.zeros((701, 64))
+  head[:, : len(columns)] = np.stack(columns, axis=1)
+  rows = [[1, 1], [-1, -1], [0, 0, 1, 1], [0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, -1]]
+  hidden = np.zeros((len(rows), 64))
+  for i, row in enumerate(rows):
+    hidden[i, : len(row)] = row
+  return hidden, head, np.asarray([700, 5, 128, 640, 3, 3], np.int32)
+
+
+@each
+def test_extreme_logits_are_exact(name):
+  hidden, head, targets = extreme_logits()
+  g, g_entropy = np.ones(len(targets)), np.ones(len(targets))
   settings = {"head_layout": "vd", "temperature": 1.0}
-  got = differentiate(
-    implementation, jnp.asarray(hidden), jnp.asarray(head), targets, ones, ones, **settings
+  dtype = dtype_of(name)
+  given = jnp.asarray(hidden, dtype), jnp.asarray(head, dtype), jnp.asarray(targets)
+  np.testing.assert_array_equal(np.asarray(given[1], np.float64), head)
+  got = conformance.differentiate(operation(name), *given, g, g_entropy, **settings)
+  exact = conformance.oracle(hidden, head, targets, g=g, g_entropy=g_entropy, **settings)
+  # Logprobs reach -2000, of which float32 resolves 1.2e-4.
+  assert np.abs(exact.outcome.logprobs).max() > 1900
+  conformance.assert_conforms(
+    got, exact, TOLERANCES[f"gradient {dtype}"], value_scale=20, cancels=True
   )
-  expected = oracle(hidden, head, targets, g=ones, g_entropy=ones, **settings)
-  # Logprobs reach 2000, of which float32 resolves 1.2e-4.
-  size = max(1.0, np.abs(expected[0]).max() / 100)
-  assert_conforms(got, expected, TOLERANCES["gradient float32"], value_scale=size, cancels=True)
+  # Rows whose logprobs are small are held to the plain tolerances.
+  small = [0, 2, 3, 4]
+  np.testing.assert_allclose(got.logprobs[small], exact.outcome.logprobs[small], atol=2e-5)
+  np.testing.assert_allclose(got.entropy, exact.outcome.entropy, atol=5e-5)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_entropy_of_equal_logits_is_log_v(implementation):
-  _, entropy = linear_logprobs(
-    jnp.ones((2, 4)),
-    jnp.ones((1013, 4)),
-    jnp.zeros(2, jnp.int32),
-    return_entropy=True,
-    implementation=implementation,
-  )
-  np.testing.assert_allclose(entropy, np.log(1013), atol=1e-5)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_probabilities_of_all_targets_sum_to_one(implementation):
-  hidden, head, _ = case(1, 16, 1009, dtype="float32")
-  every = jnp.arange(1009, dtype=jnp.int32)
-  logprobs = linear_logprobs(
-    jnp.repeat(hidden, 1009, axis=0), head, every, implementation=implementation
-  )
+@each
+def test_probabilities_of_all_targets_sum_to_one(name):
+  v = 157
+  n, d, v = sizes(name, v, v)
+  hidden, head, _ = conformance.random_case(1, d, v, dtype=dtype_of(name))
+  every = jnp.arange(v, dtype=jnp.int32)
+  logprobs = jax.jit(operation(name))(jnp.repeat(hidden, n, axis=0), head, every)
   assert np.exp(np.asarray(logprobs, np.float64)).sum() == pytest.approx(1.0, abs=1e-5)
   assert (np.asarray(logprobs) <= 0).all()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("n", [0, 1])
-def test_linear_logprobs_takes_no_token_and_one(implementation, n):
-  hidden, head, targets = case(n, 8, 301, dtype="float32")
-  g = np.ones(n)
+@each
+def test_entropy_of_equal_logits_is_log_v_and_its_gradient_nothing(name):
+  n, d, v = sizes(name, 2, 389)
+  hidden, head = jnp.ones((n, d), dtype_of(name)), jnp.ones((v, d), dtype_of(name))
+  targets = jnp.zeros(n, jnp.int32)
+  entropy = lambda h: operation(name)(h, head, targets, return_entropy=True)[1]
+  value, slope = jax.jit(jax.value_and_grad(lambda h: jnp.sum(entropy(h))))(hidden)
+  np.testing.assert_allclose(value, n * np.log(v), atol=2e-5)
+  np.testing.assert_allclose(np.asarray(slope, np.float64), 0.0, atol=1e-4)
+
+
+@each
+def test_order_of_the_vocabulary_and_of_tokens_changes_nothing(name):
+  n, d, v = sizes(name, 9, 331)
+  hidden, head, targets = conformance.random_case(n, d, v, dtype=dtype_of(name))
+  rng = np.random.default_rng(2)
+  columns, rows = rng.permutation(v), rng.permutation(n)
+  moved = jnp.asarray(np.argsort(columns))[targets]
+  g, g_entropy = conformance.cotangents(n)
   settings = {"head_layout": "vd", "temperature": 1.0}
-  got = differentiate(implementation, hidden, head, targets, g, g, **settings)
+  plain = conformance.differentiate(
+    operation(name), hidden, head, targets, g, g_entropy, **settings
+  )
+  other = conformance.differentiate(
+    operation(name), hidden[rows], head[columns], moved[rows], g[rows], g_entropy[rows], **settings
+  )
+  np.testing.assert_allclose(other.logprobs, plain.logprobs[rows], atol=2e-6)
+  np.testing.assert_allclose(other.entropy, plain.entropy[rows], atol=5e-6)
+  same = TOLERANCES[f"gradient {dtype_of(name)}"]
+  for mine, theirs in (
+    (other.d_hidden, plain.d_hidden[rows]),
+    (other.d_head, plain.d_head[columns]),
+  ):
+    assert np.linalg.norm(mine - theirs) <= same * np.linalg.norm(theirs)
+
+
+@each
+def test_repetition_is_bitwise_equal(name):
+  n, d, v = sizes(name, 40, 389)
+  hidden, head, targets = conformance.random_case(n, d, v, dtype=dtype_of(name))
+  run = conformance.compiled(operation(name), head_layout="vd", temperature=0.7)
+  of_outputs = tuple(jnp.asarray(x, jnp.float32) for x in conformance.cotangents(n))
+  once, again = (run(hidden, head, targets, of_outputs) for _ in range(2))
+  jax.tree.map(np.testing.assert_array_equal, once, again)
+
+
+@each
+@pytest.mark.parametrize("n", [0, 1])
+def test_no_token_and_one(name, n):
+  n, d, v = sizes(name, n, 301)
   if n:
-    expected = oracle(hidden, head, targets, g=g, g_entropy=g, **settings)
-    assert_conforms(got, expected, TOLERANCES["gradient float32"])
-  else:
-    assert got[0].shape == got[1].shape == (0,)
-    assert not got[3].any()
+    conformance.check(operation(name), n, d, v, dtype=dtype_of(name))
+    return
+  hidden, head, targets = conformance.random_case(n, d, v, dtype=dtype_of(name))
+  nothing = np.zeros(0)
+  settings = {"head_layout": "vd", "temperature": 1.0}
+  got = conformance.differentiate(
+    operation(name), hidden, head, targets, nothing, nothing, **settings
+  )
+  assert got.logprobs.shape == got.entropy.shape == (0,)
+  assert got.d_hidden.shape == (0, d)
+  assert not got.d_head.any()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_targets_outside_the_vocabulary_give_nan_and_touch_no_other(implementation):
-  hidden, head, targets = case(4, 8, 301, dtype="float32")
-  wrong = targets.at[1:3].set(jnp.asarray([301, -1]))
-  f = lambda t: np.asarray(linear_logprobs(hidden, head, t, implementation=implementation))
-  assert np.isnan(f(wrong)[1:3]).all()
-  np.testing.assert_array_equal(f(wrong)[[0, 3]], f(targets)[[0, 3]])
+@each
+def test_tokens_that_do_not_count_touch_no_other(name):
+  # A target outside the vocabulary gives NaN; neither it nor a cotangent of 0 leaves a trace.
+  n, d, v = sizes(name, 6, 301)
+  hidden, head, targets = conformance.random_case(n, d, v, dtype=dtype_of(name))
+  wrong = targets.at[1:3].set(jnp.asarray([v, -1]))
+  g, g_entropy = conformance.cotangents(n)
+  g_entropy = g_entropy * 0
+  g[4] = 0
+  settings = {"head_layout": "vd", "temperature": 1.0}
+  got = conformance.differentiate(operation(name), hidden, head, wrong, g, g_entropy, **settings)
+  assert np.isnan(got.logprobs[1:3]).all()
+  assert not got.d_hidden[[1, 2, 4]].any()
+  kept = np.asarray([0, 3, 4, 5])
+  exact = conformance.oracle(
+    hidden[kept], head, targets[kept], g=g[kept], g_entropy=g_entropy[kept], **settings
+  )
+  rest = conformance.Outcome(got.logprobs[kept], got.entropy[kept], got.d_hidden[kept], got.d_head)
+  conformance.assert_conforms(rest, exact, TOLERANCES[f"gradient {dtype_of(name)}"])
 
 
-@pytest.mark.parametrize("implementation", sorted({*IMPLEMENTATIONS} - {"reference"}))
-def test_float32_head_under_bf16_hidden_keeps_a_float32_gradient(implementation):
-  hidden, head, targets = case(40, 8, 301, dtype="float32")
-  mixed = jax.grad(
-    lambda w: linear_logprobs(
-      hidden.astype(jnp.bfloat16), w, targets, implementation=implementation
-    ).sum()
-  )(head)
+@each
+def test_without_entropy_logprobs_are_the_same(name):
+  n, d, v = sizes(name, 5, 301)
+  hidden, head, targets = conformance.random_case(n, d, v, dtype=dtype_of(name))
+  alone = jax.jit(lambda h, w: operation(name)(h, w, targets))(hidden, head)
+  both = jax.jit(lambda h, w: operation(name)(h, w, targets, return_entropy=True))(hidden, head)
+  np.testing.assert_allclose(alone, both[0], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+  "name", conformance.parametrised("xla_chunked", "pallas_tpu", "mosaic_gpu")
+)
+def test_float32_head_under_bf16_hidden_keeps_a_float32_gradient(name):
+  n, d, v = sizes(name, 40, 301)
+  hidden, head, targets = conformance.random_case(n, d, v, dtype="float32")
+  loss = lambda w: operation(name)(hidden.astype(jnp.bfloat16), w, targets).sum()
+  mixed = jax.jit(jax.grad(loss))(head)
   assert mixed.dtype == jnp.float32
   # Not merely a bf16 result stored wide.
   assert (mixed != mixed.astype(jnp.bfloat16).astype(jnp.float32)).mean() > 0.5
 
 
-@pytest.mark.parametrize("chunk", [1, 64, 100, 301, 1000])
-def test_chunk_size_changes_nothing(chunk):
-  hidden, head, targets = case(6, 8, 301, dtype="float32")
-  f = lambda c: (
-    lambda h, w: sum(
-      x.sum()
-      for x in xla_chunked.linear_logprobs(h, w, targets, return_entropy=True, vocab_chunk=c)
+def merged(parts):
+  """Returns the statistics of a whole vocabulary from those of its parts, as devices do."""
+  largest = np.max([x.largest for x in parts], axis=0)
+  scales = [np.exp(x.largest - largest) for x in parts]
+  total = sum(x.total * s for x, s in zip(parts, scales, strict=True))
+  moment = sum(
+    (x.moment + x.total * (x.largest - largest)) * s for x, s in zip(parts, scales, strict=True)
+  )
+  return core.Statistics(largest, total, moment, sum(x.target for x in parts))
+
+
+@each_with_two_passes
+@pytest.mark.parametrize("layout", ["vd", "dv"])
+def test_statistics_of_parts_make_those_of_the_whole(name, layout):
+  # The second part is padded with columns that are not real, the third has none that is.
+  n, d, v = sizes(name, 7, 301)
+  hidden, head, targets = conformance.random_case(n, d, v, dtype=dtype_of(name), head_layout=layout)
+  settings = core.Settings(layout, 0.7, True, interpret=conformance.interpreted(name))
+  axis = settings.vocab_axis
+  first, second = jnp.split(head, [130], axis=axis)
+  shape = list(head.shape)
+  shape[axis] = 130
+  junk = jnp.full(shape, 100.0, head.dtype)
+  second = jnp.concatenate([second, junk], axis=axis)
+  walk = jax.jit(
+    lambda w, t, columns: conformance.module(name).statistics(settings, hidden, w, t, columns)
+  )
+  parts = [
+    walk(first, targets, None),
+    walk(second, targets - 130, jnp.int32(v - 130)),
+    walk(second, targets - v, jnp.int32(0)),
+  ]
+  parts = [core.Statistics(*(np.asarray(x, np.float64) for x in part)) for part in parts]
+  assert (parts[2].largest == core.LOWEST).all()
+  assert not np.stack([parts[2].total, parts[2].moment, parts[2].target]).any()
+  whole = merged(parts)
+  zeros = np.zeros(n)
+  exact = conformance.oracle(
+    hidden, head, targets, head_layout=layout, temperature=0.7, g=zeros, g_entropy=zeros
+  ).outcome
+  log_total = np.log(whole.total)
+  np.testing.assert_allclose(whole.target - whole.largest - log_total, exact.logprobs, atol=2e-5)
+  np.testing.assert_allclose(log_total - whole.moment / whole.total, exact.entropy, atol=5e-5)
+
+
+@each_with_two_passes
+@pytest.mark.parametrize("layout", ["vd", "dv"])
+def test_columns_that_are_not_real_have_no_gradient(name, layout):
+  n, d, v = sizes(name, 7, 301)
+  hidden, head, targets = conformance.random_case(n, d, v, dtype=dtype_of(name), head_layout=layout)
+  settings = core.Settings(layout, 1.0, True, interpret=conformance.interpreted(name))
+  axis = settings.vocab_axis
+  pad = [(0, 0), (0, 0)]
+  pad[axis] = (0, 99)
+  padded = jnp.pad(head, pad, constant_values=100.0)
+  g, g_entropy = (jnp.asarray(x, jnp.float32) for x in conformance.cotangents(n))
+  entry = conformance.module(name)
+
+  @jax.jit
+  def walk(columns):
+    found = entry.statistics(settings, hidden, padded, targets, columns)
+    normaliser = found.largest, jnp.log(found.total)
+    entropy = normaliser[1] - found.moment / found.total
+    return entry.gradients(
+      settings, hidden, padded, targets, columns, normaliser, entropy, g, g_entropy
     )
-  )
-  got = jax.jit(jax.value_and_grad(f(chunk), argnums=(0, 1)))(hidden, head)
-  expected = jax.jit(jax.value_and_grad(f(None), argnums=(0, 1)))(hidden, head)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
 
-
-@pytest.mark.parametrize("vocabulary", [97, 1009, 49152, 151936])
-@pytest.mark.parametrize("tokens", [1, 500, 16384])
-def test_chunk_size_is_a_part_of_the_vocabulary_only(tokens, vocabulary):
-  assert 0 < xla_chunked.chunk_size(tokens, vocabulary) <= -(-vocabulary // 4) + 127
-
-
-def test_no_buffer_of_tokens_by_vocabulary_is_compiled():
-  hidden, head, targets = case(77, 16, 1009, dtype="float32")
-
-  def hlo(implementation):
-    f = lambda h, w: linear_logprobs(h, w, targets, implementation=implementation).sum()
-    return jax.jit(jax.value_and_grad(f, argnums=(0, 1))).lower(hidden, head).compile().as_text()
-
-  assert "[77,1009]" in hlo("reference")  # so the string would be seen.
-  assert "[77,1009]" not in hlo("xla_chunked")
-  assert "[1009,77]" not in hlo("xla_chunked")
-
-
-@pytest.mark.parametrize(("head_layout", "vocab_axis"), [("vd", 0), ("dv", 1)])
-def test_head_split_over_devices_gives_the_same(head_layout, vocab_axis):
-  mesh = jax.sharding.Mesh(np.asarray(jax.devices()).reshape(2, 4), ("rows", "vocab"))
-  spec = [None, None]
-  spec[vocab_axis] = "vocab"
-  place = lambda x, *names: jax.device_put(
-    x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*names))
-  )
-  hidden, head, targets = case(6, 8, 1004, dtype="float32", head_layout=head_layout)
-  f = jax.jit(
-    jax.value_and_grad(
-      lambda h, w, t: linear_logprobs(h, w, t, head_layout=head_layout).sum(), argnums=(0, 1)
-    )
-  )
-  expected = f(hidden, head, targets)
-  got = f(place(hidden, "rows"), place(head, *spec), place(targets, "rows"))
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
-
-
-def test_entropy_is_not_computed_unless_asked():
-  hidden, head, targets = case(5, 8, 301, dtype="float32")
-
-  def flops(return_entropy):
-    f = lambda h, w: linear_logprobs(h, w, targets, return_entropy=return_entropy)
-    return jax.jit(f).lower(hidden, head).compile().cost_analysis()["flops"]
-
-  assert flops(False) < flops(True)
-
-
-def test_implementation_is_chosen_by_platform_and_logged_once(caplog):
-  package.default_implementation.cache_clear()
-  hidden, head, targets = case(2, 8, 31, dtype="float32")
-  with caplog.at_level(logging.INFO, "grpo_kernels.linear_logprobs"):
-    chosen = linear_logprobs(hidden, head, targets)
-    linear_logprobs(hidden, head, targets)
-  assert [r.getMessage() for r in caplog.records] == ["linear_logprobs on cpu: xla_chunked"]
-  named = linear_logprobs(hidden, head, targets, implementation="xla_chunked")
-  np.testing.assert_array_equal(chosen, named)
-
-
-def test_named_implementation_that_cannot_run_raises_with_the_reason(monkeypatch):
-  monkeypatch.setitem(package.IMPLEMENTATIONS, "of_tpu", (lambda *a: None, ("tpu",)))
-  hidden, head, targets = case(2, 8, 31, dtype="float32")
-  with pytest.raises(NotImplementedError, match="runs on tpu; this process computes on cpu"):
-    linear_logprobs(hidden, head, targets, implementation="of_tpu")
-  with pytest.raises(ValueError, match="no implementation 'palas'; there are .*xla_chunked"):
-    linear_logprobs(hidden, head, targets, implementation="palas")
-
-
-@pytest.mark.parametrize(
-  ("change", "message"),
-  [
-    ({"head_layout": "vh"}, "'vd' or 'dv'"),
-    ({"head_layout": "dv"}, "width 8.*width 31"),
-    ({"temperature": 0.0}, "above 0"),
-  ],
-)
-def test_linear_logprobs_refuses_what_makes_no_sense(change, message):
-  hidden, head, targets = case(2, 8, 31, dtype="float32")
-  with pytest.raises(ValueError, match=message):
-    linear_logprobs(hidden, head, targets, **change)
+  d_hidden, d_head = (np.asarray(x, np.float64) for x in walk(jnp.int32(v)))
+  assert not np.take(d_head, range(v, v + 99), axis=axis).any()
+  exact = conformance.oracle(
+    *(hidden, head, targets),
+    **{"head_layout": layout, "temperature": 1.0},
+    g=np.asarray(g, np.float64),
+    g_entropy=np.asarray(g_entropy, np.float64),
+  ).outcome
+  allowed = TOLERANCES[f"gradient {dtype_of(name)}"]
+  assert np.linalg.norm(d_hidden - exact.d_hidden) <= allowed * np.linalg.norm(exact.d_hidden)
+  real = np.take(d_head, range(v), axis=axis)
+  assert np.linalg.norm(real - exact.d_head) <= allowed * np.linalg.norm(exact.d_head)

@@ -1,18 +1,18 @@
 """Logprobs of given tokens under a linear head, without the logits of a whole batch.
 
-`linear_logprobs` is the entry; `reference` says what is computed. An
-implementation is a module with a function of the reference's name and
-arguments, entered in `IMPLEMENTATIONS`.
+`linear_logprobs` is the entry; `reference` says what is computed. `sharded` has the form for a
+head or tokens that are split over devices, `token_local` the one that finds the gradients of a
+loss in the same sweep. An implementation is a module with the two passes of
+`core.Implementation`, entered in `IMPLEMENTATIONS`.
 """
-
-import functools
-import logging
-from collections.abc import Callable
 
 import jax
 from jaxtyping import Array, Float, Int
 
-from grpo_kernels.linear_logprobs import reference, xla_chunked
+from grpo_kernels.linear_logprobs import choice, core
+from grpo_kernels.linear_logprobs.choice import IMPLEMENTATIONS
+
+__all__ = ["IMPLEMENTATIONS", "default_implementation", "linear_logprobs"]
 
 
 def linear_logprobs(
@@ -39,28 +39,21 @@ def linear_logprobs(
     head_layout: "vd" for [V D] (a tied embedding), "dv" for [D V].
     temperature: τ > 0, divides the logits.
     return_entropy: also return H of the tempered distribution.
-    implementation: a name of `IMPLEMENTATIONS`; None picks by platform.
+    implementation: a name of `IMPLEMENTATIONS`; None picks by platform, chip, dtype and width,
+      and logs once at INFO what it picked.
 
   Returns:
     Logprobs in nats, float32; with `return_entropy`, the pair (logprobs, entropy), both in nats.
 
   Raises:
     ValueError: shapes, layout or temperature make no sense, or there is no such implementation.
-    NotImplementedError: the named implementation cannot run on this platform.
+    NotImplementedError: the named implementation cannot run on this chip, or in this dtype.
   """
-  if head_layout not in reference.HEAD_AXIS_OF_WIDTH:
-    raise ValueError(f"head_layout must be 'vd' or 'dv', got {head_layout!r}")
-  if not temperature > 0:
-    raise ValueError(f"temperature must be above 0, got {temperature}")
-  width = head.shape[reference.HEAD_AXIS_OF_WIDTH[head_layout]]
-  if width != hidden.shape[1]:
-    raise ValueError(
-      f"hidden has width {hidden.shape[1]}, the head of shape {head.shape} in layout"
-      f" {head_layout!r} has width {width}"
-    )
-  platform = jax.default_backend()
-  name = implementation or default_implementation(platform)
-  return resolve(name, platform)(
+  core.check(hidden, head, head_layout=head_layout, temperature=temperature)
+  module = choice.pick(
+    implementation, choice.current_chip(), dtype=hidden.dtype, width=hidden.shape[1]
+  )
+  return module.linear_logprobs(
     hidden,
     head,
     targets,
@@ -70,39 +63,15 @@ def linear_logprobs(
   )
 
 
-def resolve(name: str, platform: str) -> Callable:
-  """Returns the named implementation.
+def default_implementation(
+  platform: str | None = None, *, dtype: str = "bfloat16", width: int = 64
+) -> str:
+  """Returns the implementation taken when none is named.
 
-  Raises:
-    ValueError: there is none of that name.
-    NotImplementedError: it does not run on `platform`; nothing else is taken in its place.
+  Args:
+    platform: "cpu", "gpu" or "tpu", of which this process has a device; None: its own.
+    dtype: of the hidden states.
+    width: D.
   """
-  if name not in IMPLEMENTATIONS:
-    raise ValueError(
-      f"linear_logprobs has no implementation {name!r}; there are {', '.join(IMPLEMENTATIONS)}"
-    )
-  function, platforms = IMPLEMENTATIONS[name]
-  if platforms is not None and platform not in platforms:
-    raise NotImplementedError(
-      f"linear_logprobs implementation {name!r} runs on {', '.join(platforms)};"
-      f" this process computes on {platform}"
-    )
-  return function
-
-
-@functools.cache
-def default_implementation(platform: str) -> str:
-  """Returns the implementation taken on `platform` when none is named; logs it once."""
-  name = DEFAULTS.get(platform, "xla_chunked")
-  logging.getLogger(__name__).info("linear_logprobs on %s: %s", platform, name)
-  return name
-
-
-# Name → (function, platforms on which it runs; None: all).
-IMPLEMENTATIONS: dict[str, tuple[Callable, tuple[str, ...] | None]] = {
-  "reference": (reference.linear_logprobs, None),
-  "xla_chunked": (xla_chunked.linear_logprobs, None),
-}
-
-# Platform → name; "xla_chunked" where a platform is not listed.
-DEFAULTS: dict[str, str] = {}
+  chip = choice.chip_of(jax.devices(platform)[0]) if platform else choice.current_chip()
+  return choice.default(chip, dtype, width)[0]

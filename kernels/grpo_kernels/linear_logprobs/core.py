@@ -1,0 +1,203 @@
+"""What all implementations share: static settings, the statistics of a row, and the one gradient.
+
+An implementation is anything hashable with two pure functions (`Implementation`): `statistics`
+walks the vocabulary once and keeps four numbers a token; `gradients` walks it a second time. This
+file puts the custom VJP around the two, so that no implementation has one of its own, and a head
+that is split over devices (`sharded`) goes the same way as a whole one.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+# `Statistics.largest` of a row that has seen no column. Finite, so that differences stay numbers.
+LOWEST = float(jnp.finfo(jnp.float32).min) / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """What is static."""
+
+  head_layout: str = "vd"  # "vd": head is [V D]; "dv": [D V].
+  temperature: float = 1.0  # τ > 0: logits are z = (h · W) / τ.
+  with_entropy: bool = False
+  interpret: bool = False  # run a Pallas kernel in its platform's interpreter, on a CPU: for tests.
+  vocab_chunk: int | None = None  # columns held at once, where there are such; None: as it is best.
+
+  @property
+  def vocab_axis(self) -> int:
+    """The axis of the head that is V."""
+    return self.head_layout.index("v")
+
+  @property
+  def width_axis(self) -> int:
+    """The axis of the head that is D."""
+    return self.head_layout.index("d")
+
+
+class Statistics(NamedTuple):
+  """What one walk over the columns of a head finds out about each token; float32."""
+
+  largest: Float[Array, " N"]  # max z; LOWEST if there is no column.
+  total: Float[Array, " N"]  # Σ exp(z - largest).
+  moment: Float[Array, " N"] | None  # Σ exp(z - largest) (z - largest); None without entropy.
+  target: Float[Array, " N"]  # z of the target; 0 where the target is none of the columns.
+
+
+class Implementation(Protocol):
+  """The two walks over the vocabulary; a module, or any hashable object."""
+
+  @property
+  def statistics(self) -> Callable[..., Statistics]:
+    """(settings, hidden [N D], head, targets [N], columns) → Statistics.
+
+    `columns` says how many leading columns of the vocabulary are real; the others have
+    probability 0. An int32 scalar, or None: all.
+    """
+    ...
+
+  @property
+  def gradients(self) -> Callable[..., tuple[Array, Array]]:
+    """Returns the cotangents of hidden, in float32, and of head, in its dtype.
+
+        S = [g (onehot_t - p) - gₑ p (log p + H)] / τ      dW = Sᵀh      dh = S W
+
+    (settings, hidden, head, targets, columns, (largest, log total), entropy, g, gₑ): the pair is
+    of the whole vocabulary, log p = (z - largest) - log total. `entropy` and gₑ are None without
+    `settings.with_entropy`.
+    """
+    ...
+
+
+def linear_logprobs(
+  implementation: Any,
+  settings: Settings,
+  hidden: Float[Array, "N D"],
+  head: Float[Array, "_ _"],
+  targets: Int[Array, " N"],
+) -> tuple[Float[Array, " N"], Float[Array, " N"] | None]:
+  """Returns the log-probability of each target, at most 0, and the entropy, by an implementation.
+
+  No check of platform or dtype is made: what cannot be lowered fails there, and what can be
+  lowered for a device that is not here is.
+
+  Args:
+    implementation: an `Implementation`.
+    settings: static.
+    hidden: as in `reference`; N may be 0.
+    head: as `settings.head_layout` says.
+    targets: in [0, V); any other gives NaN.
+
+  Returns:
+    Logprobs in nats; entropies in nats, or None without `settings.with_entropy`. Both float32.
+  """
+  if hidden.shape[0] == 0:  # no implementation need know of grids without cells.
+    nothing = jnp.zeros(0, jnp.float32)
+    return nothing, nothing if settings.with_entropy else None
+  targets = targets.astype(jnp.int32)
+  found: Any = _logprobs(implementation, settings, hidden, head, targets)
+  logprobs, entropy = found
+  in_range = (targets >= 0) & (targets < head.shape[settings.vocab_axis])
+  return jnp.where(in_range, logprobs, jnp.nan), entropy
+
+
+def check(
+  hidden: Float[Array, "N D"], head: Float[Array, "_ _"], *, head_layout: str, temperature: float
+) -> None:
+  """Raises ValueError for shapes, a layout or a temperature that make no sense."""
+  if head_layout not in ("vd", "dv"):
+    raise ValueError(f"head_layout must be 'vd' or 'dv', got {head_layout!r}")
+  if not temperature > 0:
+    raise ValueError(f"temperature must be above 0, got {temperature}")
+  width = head.shape[head_layout.index("d")]
+  if width != hidden.shape[1]:
+    raise ValueError(
+      f"hidden has width {hidden.shape[1]}, the head of shape {head.shape} in layout"
+      f" {head_layout!r} has width {width}"
+    )
+
+
+def entry(implementation: Any) -> Callable[..., Any]:
+  """Makes the function of the reference's name and signature out of an implementation.
+
+  Returns:
+    (hidden, head, targets, *, head_layout, temperature, return_entropy) → logprobs, or the pair
+    (logprobs, entropy). Further keywords are those of `Settings`.
+  """
+
+  def linear_logprobs_of(
+    hidden: Float[Array, "N D"],
+    head: Float[Array, "_ _"],
+    targets: Int[Array, " N"],
+    *,
+    head_layout: str = "vd",
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    **further: Any,
+  ) -> Float[Array, " N"] | tuple[Float[Array, " N"], Float[Array, " N"]]:
+    """See `reference.linear_logprobs`."""
+    settings = Settings(head_layout, float(temperature), return_entropy, **further)
+    logprobs, entropy = linear_logprobs(implementation, settings, hidden, head, targets)
+    return logprobs if entropy is None else (logprobs, entropy)
+
+  return linear_logprobs_of
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _logprobs(implementation, settings, hidden, head, targets) -> tuple[Array, Array | None]:
+  """Returns (logprobs, entropy or None); where differentiation enters."""
+  return outputs(settings, implementation.statistics(settings, hidden, head, targets, None))
+
+
+def outputs(settings: Settings, found: Statistics) -> tuple[Array, Array | None]:
+  """Returns logprobs and entropy out of statistics of whole rows.
+
+      log p(t) = (z_t - largest) - log total      H = log total - moment / total
+
+  Differences of numbers that are near each other come first, so that large logits cost no digits.
+  """
+  log_total = jnp.log(found.total)
+  # At most 0 but for rounding, where an implementation computes the target's logit on its own.
+  logprobs = jnp.minimum((found.target - found.largest) - log_total, 0.0)
+  if not settings.with_entropy:
+    return logprobs, None
+  assert found.moment is not None, "an implementation owes the moment when entropy is asked for"
+  return logprobs, log_total - found.moment / found.total
+
+
+def _forward(implementation, settings, hidden, head, targets):
+  """Returns the outputs and what the backward pass needs; arguments come as symbolic primals."""
+  hidden, head, targets = hidden.value, head.value, targets.value
+  found = implementation.statistics(settings, hidden, head, targets, None)
+  logprobs, entropy = outputs(settings, found)
+  normaliser = found.largest, jnp.log(found.total)
+  return (logprobs, entropy), (hidden, head, targets, normaliser, entropy)
+
+
+def _backward(implementation, settings, residuals, cotangents):
+  """Returns the cotangents of hidden and head, each in the dtype of its input."""
+  hidden, head, targets, normaliser, entropy = residuals
+  of_logprobs, of_entropy = cotangents
+  if _is_zero(of_entropy):
+    # An entropy that is only reported costs nothing here.
+    settings = dataclasses.replace(settings, with_entropy=False)
+    entropy = of_entropy = None
+  if _is_zero(of_logprobs):
+    of_logprobs = jnp.zeros(hidden.shape[:1], jnp.float32)
+  d_hidden, d_head = implementation.gradients(
+    settings, hidden, head, targets, None, normaliser, entropy, of_logprobs, of_entropy
+  )
+  return d_hidden.astype(hidden.dtype), d_head, None
+
+
+def _is_zero(cotangent: Any) -> bool:
+  """Whether it is known at trace time that nothing depends on an output."""
+  return cotangent is None or isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+
+
+_logprobs.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -1,0 +1,122 @@
+"""Tile sizes of the Pallas kernels for TPU: what is preferred by chip, and what fits. Pure."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+LANES = 128
+MIB = 1 << 20
+MIN_CHUNKS = 4  # a small vocabulary is split too: no S [N V] whatever the sizes.
+MIN_CHUNK = 1024  # columns; below it the sum for hidden's gradient would cost more than S.
+MAX_SLOPES_BYTES = 256 * MIB  # of one chunk's S.
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+  """Sizes of both kernels, in tokens and columns of the vocabulary."""
+
+  rows: int  # tokens that stay in VMEM; a multiple of 128.
+  columns: int  # columns fetched, and whose logits exist, at once; a multiple of 128.
+  chunk: int  # columns whose S exists at once, in HBM; a multiple of `columns`.
+  vmem_limit_bytes: int  # what the compiler may take.
+
+
+def device_kind() -> str:
+  """Returns what kind of TPU this process computes on; where it has none, a v5e."""
+  device = jax.devices()[0]
+  return device.device_kind if device.platform == "tpu" else "TPU v5 lite"
+
+
+def choose_tiles(
+  device_kind: str,
+  tokens: int,
+  width: int,
+  vocabulary: int,
+  *,
+  hidden_dtype: Any = jnp.bfloat16,
+  head_dtype: Any = jnp.bfloat16,
+  vocab_chunk: int | None = None,
+) -> Tiles:
+  """Returns the preferred tiles of a kind of TPU, as far as sizes and VMEM allow.
+
+  Args:
+    device_kind: as `jax.Device.device_kind` has it; one that is not in `PREFERRED` gets `MODEST`.
+    tokens: N.
+    width: D; the wider, the smaller the tiles.
+    vocabulary: V.
+    hidden_dtype: of hidden.
+    head_dtype: of the head as it is stored.
+    vocab_chunk: columns whose S exists at once, rounded up to a tile; None chooses.
+
+  Raises:
+    ValueError: D is so large that not even the smallest tiles fit in VMEM.
+  """
+  preferred = PREFERRED.get(device_kind, MODEST)
+  hidden_bytes, head_bytes = jnp.dtype(hidden_dtype).itemsize, jnp.dtype(head_dtype).itemsize
+  affordable = MAX_SLOPES_BYTES // (max(tokens, 1) * hidden_bytes)
+  chunk = vocab_chunk or min(preferred.chunk, max(MIN_CHUNK, affordable))
+  chunk = round_up(min(chunk, tiles_over(vocabulary, MIN_CHUNKS)), LANES)
+  rows = min(preferred.rows, round_up(tokens, LANES))
+  columns = min(preferred.columns, chunk)
+  limit = preferred.vmem_limit_bytes
+  while vmem_bytes(rows, columns, width, hidden_bytes, head_bytes) > limit:
+    # Rows are what keeps the head's traffic down: they go after columns.
+    if columns > 2 * LANES:
+      columns = round_up(columns // 2, LANES)
+    elif rows > 2 * LANES:
+      rows = round_up(rows // 2, LANES)
+    elif max(rows, columns) > LANES:
+      rows = columns = LANES
+    else:
+      raise ValueError(
+        f"pallas_tpu keeps {LANES} tokens and {LANES} columns at full width in VMEM: D = {width}"
+        f" does not fit in {limit // MIB} MiB"
+      )
+  return Tiles(rows, columns, round_up(chunk, columns), limit)
+
+
+def vmem_bytes(rows: int, columns: int, width: int, hidden_bytes: int, head_bytes: int) -> int:
+  """Returns an upper estimate of the VMEM that the larger kernel takes."""
+  width = round_up(width, LANES)
+  windows = 2 * width * (rows * hidden_bytes + columns * head_bytes)
+  windows += 2 * rows * columns * hidden_bytes  # S.
+  converted = columns * width * (hidden_bytes + 4)  # the head in the dtype of hidden.
+  if hidden_bytes == 4:
+    converted += 3 * 2 * width * (rows + columns)  # float32 is multiplied as three bf16.
+  logits = 5 * 4 * rows * columns  # and what is made of them.
+  per_row = 8 * 4 * rows * LANES
+  return windows + converted + logits + per_row
+
+
+def tiles_over(size: int, tile: int) -> int:
+  """Returns how many tiles cover `size`, the ragged one at the end included."""
+  return -(-size // tile)
+
+
+def round_up(size: int, multiple: int) -> int:
+  """Returns the smallest multiple of `multiple`, at least one of them, that is not below `size`."""
+  return max(1, tiles_over(size, multiple)) * multiple
+
+
+def chunk_start(index: Any, chunk: int) -> Any:
+  """Returns the first column of a chunk of the vocabulary."""
+  return index * chunk
+
+
+# By `jax.Device.device_kind`; VMEM has 128 MiB on v5e and v6e, 64 on v5p and v7x, and XLA keeps the
+# rest for its own. Elsewhere: MODEST, for 16 MiB.
+V5E = Tiles(512, 512, chunk=8192, vmem_limit_bytes=64 * MIB)
+V6E = Tiles(1024, 512, chunk=8192, vmem_limit_bytes=96 * MIB)
+HALF = Tiles(512, 512, chunk=8192, vmem_limit_bytes=48 * MIB)
+MODEST = Tiles(256, 512, chunk=8192, vmem_limit_bytes=12 * MIB)
+PREFERRED = {
+  "TPU v5 lite": V5E,
+  "TPU v5e": V5E,
+  "TPU v6 lite": V6E,
+  "TPU v6e": V6E,
+  "TPU v5": HALF,
+  "TPU v5p": HALF,
+  "TPU7x": HALF,
+}

@@ -1,0 +1,220 @@
+"""The op over a device mesh: the vocabulary split over one axis, tokens over others. Pure.
+
+Each device walks its own columns of the head for its own tokens, by any implementation. What is
+exchanged is four numbers a token in the forward pass, and in the backward pass the sums of the
+hidden's gradient (over the vocabulary's axis) and of the head's (over the tokens' axes); the head
+itself is never gathered along the vocabulary.
+
+The custom VJP of `core` stands outside, and the two `shard_map`s inside it, one for each pass. The
+other way round, the transposition of `shard_map` divides the cotangents of outputs that all
+devices of an axis hold alike by their number: the head's gradient is wrong by that factor, and
+nothing tells.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from grpo_kernels.linear_logprobs import choice, core
+from grpo_kernels.linear_logprobs.core import Settings, Statistics
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+  """Which axes of a mesh split what.
+
+  Attributes:
+    mesh: over which the op runs; on axes that are not named, all devices do the same.
+    vocab_axis: splits the vocabulary; None: every device has the whole head.
+    token_axes: split the tokens.
+  """
+
+  mesh: Mesh
+  vocab_axis: str | None = None
+  token_axes: tuple[str, ...] = ()
+
+  @property
+  def vocab_parts(self) -> int:
+    return 1 if self.vocab_axis is None else self.mesh.shape[self.vocab_axis]
+
+  @property
+  def token_parts(self) -> int:
+    return math.prod(self.mesh.shape[axis] for axis in self.token_axes)
+
+
+def linear_logprobs(
+  hidden: Float[Array, "N D"],
+  head: Float[Array, "_ _"],
+  targets: Int[Array, " N"],
+  *,
+  partition: Partition,
+  head_layout: str = "vd",
+  temperature: float = 1.0,
+  return_entropy: bool = False,
+  implementation: str | None = None,
+) -> Float[Array, " N"] | tuple[Float[Array, " N"], Float[Array, " N"]]:
+  """Returns what `linear_logprobs` of the package does, computed by all devices of a mesh.
+
+  Values and both gradients are those of the unsharded op, to the rounding of another order of
+  summation. Any N and V: what the axes do not divide is padded, with tokens and columns that count
+  for nothing. Arrays may lie anywhere; nothing moves if tokens lie split over `token_axes` and the
+  head over `vocab_axis`, along V.
+
+  Args:
+    hidden: as in the package's function, and so are all that are not named here.
+    head: [V D] or [D V].
+    targets: token ids in [0, V); any other gives NaN.
+    partition: what is split how.
+    head_layout: "vd" or "dv".
+    temperature: τ > 0.
+    return_entropy: also return the entropy.
+    implementation: what each device runs. "reference" has no passes to split: the compiler
+      partitions it as it likes.
+
+  Raises:
+    ValueError: shapes, layout or temperature make no sense, or there is no such implementation.
+    NotImplementedError: the named implementation cannot run on the mesh's chips.
+  """
+  core.check(hidden, head, head_layout=head_layout, temperature=temperature)
+  chip = choice.chip_of(partition.mesh.devices.flat[0])
+  module = choice.pick(implementation, chip, dtype=hidden.dtype, width=hidden.shape[1])
+  if implementation != "reference":
+    op = core.entry(Sharded(module, partition))
+  else:
+    op = module.linear_logprobs
+  settings = {"head_layout": head_layout, "temperature": float(temperature)}
+  return op(hidden, head, targets, return_entropy=return_entropy, **settings)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+  """An implementation that lets every device of a mesh run another one on its part.
+
+  Attributes:
+    implementation: what each device runs.
+    partition: what is split how.
+  """
+
+  implementation: Any
+  partition: Partition
+
+  def statistics(
+    self, settings: Settings, hidden: Array, head: Array, targets: Array, columns: None
+  ) -> Statistics:
+    """Returns the statistics over the whole vocabulary; see `core.Implementation`."""
+    p, n, v = self.partition, hidden.shape[0], head.shape[settings.vocab_axis]
+
+    def of_device(hidden, head, targets):
+      at, real = own_columns(p, head.shape[settings.vocab_axis], v)
+      own = self.implementation.statistics(settings, hidden, head, targets - at, real)
+      return own if p.vocab_axis is None else combined(own, p.vocab_axis)
+
+    per_token = of_tokens(p)
+    like: Any = per_token  # a specification stands where its array will.
+    found = jax.shard_map(
+      of_device,
+      mesh=p.mesh,
+      in_specs=(per_token, of_head(p, settings), per_token),
+      out_specs=Statistics(like, like, like if settings.with_entropy else None, like),
+      check_vma=False,
+    )(*_padded(p, settings, hidden, head, targets))
+    return jax.tree.map(lambda x: x[:n], found)
+
+  def gradients(
+    self,
+    settings: Settings,
+    hidden: Array,
+    head: Array,
+    targets: Array,
+    columns: None,
+    log_normaliser: tuple[Array, Array],
+    entropy: Array | None,
+    of_logprobs: Array,
+    of_entropy: Array | None,
+  ) -> tuple[Array, Array]:
+    """Returns the cotangents of hidden (float32) and head; see `core.Implementation`."""
+    p, n, v = self.partition, hidden.shape[0], head.shape[settings.vocab_axis]
+
+    def of_device(hidden, head, targets, *per_token):
+      at, real = own_columns(p, head.shape[settings.vocab_axis], v)
+      d_hidden, d_head = self.implementation.gradients(
+        settings, hidden, head, targets - at, real, *per_token
+      )
+      if p.vocab_axis is not None:
+        d_hidden = jax.lax.psum(d_hidden, p.vocab_axis)
+      if p.token_parts > 1:  # in float32 also where the head is not.
+        d_head = jax.lax.psum(d_head.astype(jnp.float32), p.token_axes).astype(head.dtype)
+      return d_hidden, d_head
+
+    tokens = of_tokens(p)
+    per_token = (log_normaliser, entropy, of_logprobs, of_entropy)
+    d_hidden, d_head = jax.shard_map(
+      of_device,
+      mesh=p.mesh,
+      in_specs=(tokens, of_head(p, settings), tokens, *jax.tree.map(lambda _: tokens, per_token)),
+      out_specs=(tokens, of_head(p, settings)),
+      check_vma=False,
+    )(
+      *_padded(p, settings, hidden, head, targets),
+      *jax.tree.map(lambda x: pad(x, 0, p.token_parts), per_token),
+    )
+    return d_hidden[:n], jax.lax.slice_in_dim(d_head, 0, v, axis=settings.vocab_axis)
+
+
+def combined(own: Statistics, axis: str) -> Statistics:
+  """Returns the statistics of all parts of the vocabulary together: two reductions."""
+  largest = jax.lax.pmax(own.largest, axis)
+  scale = jnp.exp(own.largest - largest)
+  sums = [scale * own.total, own.target]
+  if own.moment is not None:
+    # About the common maximum; a part without columns has largest = LOWEST, finite, and sums 0.
+    sums.append(scale * (own.moment + own.total * (own.largest - largest)))
+  total, target, *moment = jax.lax.psum(jnp.stack(sums), axis)
+  return Statistics(largest, total, moment[0] if moment else None, target)
+
+
+def own_columns(p: Partition, size: int, vocabulary: int) -> tuple[Array | int, Array | None]:
+  """Returns the first column of this device's part, and how many columns of it are real.
+
+  Args:
+    p: the partition.
+    size: columns of each part.
+    vocabulary: V without padding.
+  """
+  if p.vocab_axis is None:
+    return 0, None
+  first = jax.lax.axis_index(p.vocab_axis).astype(jnp.int32) * size
+  if size * p.vocab_parts == vocabulary:
+    return first, None
+  return first, jnp.clip(vocabulary - first, 0, size)
+
+
+def of_tokens(p: Partition) -> PartitionSpec:
+  return PartitionSpec(p.token_axes or None)
+
+
+def of_head(p: Partition, settings: Settings) -> PartitionSpec:
+  return PartitionSpec(*(p.vocab_axis if axis == "v" else None for axis in settings.head_layout))
+
+
+def _padded(p: Partition, settings: Settings, hidden, head, targets) -> tuple[Array, Array, Array]:
+  """Returns the three with N and V filled up to what the axes divide."""
+  return (
+    pad(hidden, 0, p.token_parts),
+    pad(head, settings.vocab_axis, p.vocab_parts),
+    pad(targets, 0, p.token_parts),
+  )
+
+
+def pad(x: Array, axis: int, parts: int) -> Array:
+  """Appends zeros along an axis, up to a multiple of `parts`."""
+  missing = -x.shape[axis] % parts
+  if not missing:
+    return x
+  widths = [(0, missing if a == axis else 0) for a in range(x.ndim)]
+  return jnp.pad(x, widths)

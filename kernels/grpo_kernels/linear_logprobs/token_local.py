@@ -1,0 +1,325 @@
+"""A loss of logprobs with its gradients, in one sweep over the tokens. Pure.
+
+Where a token's share of the loss depends on that token alone, its derivative is known as soon as
+the token's logprob is, and its logits are still at hand: nothing is computed a second time.
+
+    two passes:  z = hW   |   z = hW, dW = Sᵀh, dh = SW          8·N·D·V operations
+    one sweep:   z = hW,  g = ∂L/∂log p,  dW += Sᵀh, dh = SW     6·N·D·V operations
+
+It goes by chunks of tokens, each with the whole vocabulary: [Tc V] logits are alive, Tc ≪ N. The
+price is the head's gradient, which every chunk adds to, in float32: V·D·8 bytes to and from memory
+a chunk, and V·D·4 bytes for as long as the sweep lasts.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.lax import stop_gradient
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from grpo_kernels.linear_logprobs import choice, core, reference, sharded
+from grpo_kernels.linear_logprobs.core import LOWEST, Settings, Statistics
+
+# (logprobs [n], entropy [n] or None, per-token data [n ...], constants) → these tokens' share.
+Objective = Callable[[Array, Array | None, Any, Any], Float[Array, ""]]
+
+# By platform: logits alive at once, and the tokens below which a chunk should not fall, for every
+# chunk reads and writes the whole gradient of the head.
+MAX_LOGITS = {"cpu": 1 << 24, "gpu": 1 << 28, "tpu": 1 << 27}
+MIN_TOKENS = {"cpu": 128, "gpu": 512, "tpu": 512}
+CHUNKS = (2, 4)  # at least; the first where chunks would be short. Never [N V].
+
+
+def linear_objective(
+  hidden: Float[Array, "N D"],
+  head: Float[Array, "_ _"],
+  targets: Int[Array, " N"],
+  objective: Objective,
+  per_token: Any,
+  constants: Any = None,
+  *,
+  head_layout: str = "vd",
+  temperature: float = 1.0,
+  return_entropy: bool = False,
+  differentiate_entropy: bool = True,
+  token_chunk: int | None = None,
+  partition: sharded.Partition | None = None,
+) -> tuple[Float[Array, ""], Float[Array, " N"], Float[Array, " N"] | None]:
+  """Returns Σ over chunks of objective(...), to be minimised; its gradients are found on the way.
+
+      L = Σ_c f(log p_c, H_c, data_c)      log p, H: as in `reference`
+
+  Equal to calling `linear_logprobs` and f on all tokens together, if f is a sum over tokens of
+  what depends on that token, the constants and nothing else. The backward pass multiplies what
+  was found by the cotangent of L. Differentiable in `hidden` and `head` only; the logprobs and
+  entropies returned carry no gradient, and neither do data and constants.
+
+  Args:
+    hidden: what the final norm gave for the token before each target.
+    head: [V D] or [D V].
+    targets: ids in [0, V); any other has logprob NaN and no gradient.
+    objective: f; called once for each shape of chunk, at trace time. It must hold no tracers.
+    per_token: tree of arrays [N ...], which f gets chunk by chunk.
+    constants: tree that f gets as it is: denominators, coefficients.
+    head_layout: "vd" or "dv".
+    temperature: τ > 0, divides the logits.
+    return_entropy: compute H, for f and for the caller; else both get None.
+    differentiate_entropy: False says that f does not depend on H, which saves its gradient.
+    token_chunk: tokens at once; None chooses by N, V and platform.
+    partition: over which devices; None: the compiler's business.
+
+  Returns:
+    L; logprobs in nats; entropies in nats or None. All float32.
+
+  Raises:
+    ValueError: shapes, layout or temperature make no sense.
+  """
+  core.check(hidden, head, head_layout=head_layout, temperature=temperature)
+  settings = Settings(head_layout, float(temperature), return_entropy)
+  if partition is None:
+    chip = choice.current_chip()
+  else:
+    chip = choice.chip_of(partition.mesh.devices.flat[0])
+  parts = (1, 1) if partition is None else (partition.token_parts, partition.vocab_parts)
+  if hidden.shape[0] % parts[0]:
+    raise ValueError(f"{hidden.shape[0]} tokens do not divide over {parts[0]} parts of the mesh")
+  vocabulary = -(-head.shape[settings.vocab_axis] // parts[1])
+  # As lists: JAX fills trees with what is no array, which types of a caller may refuse.
+  flat = [jax.tree.flatten(tree) for tree in (per_token, constants)]
+  leaves = [[jnp.asarray(leaf) for leaf in found] for found, _ in flat]
+  static = _Static(
+    settings,
+    _OfLeaves(objective, flat[0][1], flat[1][1]),
+    return_entropy and differentiate_entropy,
+    token_chunk or chunk_size(hidden.shape[0] // parts[0], vocabulary, chip.platform),
+    partition,
+  )
+  fixed = stop_gradient((targets.astype(jnp.int32), *leaves))
+  found: Any = _objective(static, hidden, head, *fixed)
+  loss, logprobs, entropy = found
+  return loss, stop_gradient(logprobs), stop_gradient(entropy)
+
+
+def chunk_size(tokens: int, vocabulary: int, platform: str) -> int:
+  """Returns how many tokens to take at once."""
+  of_platform = platform if platform in MAX_LOGITS else "gpu"
+  least = MIN_TOKENS[of_platform]
+  most = max(MAX_LOGITS[of_platform] // max(vocabulary, 1), least)
+  chunks = max(-(-tokens // most), min(max(tokens // least, CHUNKS[0]), CHUNKS[1]))
+  return max(1, -(-tokens // chunks))
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfLeaves:
+  """An objective of the leaves of its two trees."""
+
+  objective: Objective
+  per_token: Any  # the structure.
+  constants: Any
+
+  def __call__(self, logprobs, entropy, per_token: list[Array], constants: list[Array]):
+    trees = self.per_token.unflatten(per_token), self.constants.unflatten(constants)
+    return self.objective(logprobs, entropy, *trees)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+  """What is static of a sweep."""
+
+  settings: Settings
+  objective: _OfLeaves
+  differentiate_entropy: bool
+  chunk: int
+  partition: sharded.Partition | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _objective(static, hidden, head, targets, per_token, constants) -> Any:
+  """Returns (loss, logprobs, entropy or None); where differentiation enters."""
+  return _on_devices(static, hidden, head, targets, per_token, constants, False)[0]
+
+
+def _forward(static, hidden, head, targets, per_token, constants):
+  """Returns the outputs, and the gradients for a cotangent of 1."""
+  return _on_devices(static, hidden, head, targets, per_token, constants, True)
+
+
+def _backward(static, gradients, cotangents):
+  """Scales the gradients; those of logprobs and entropy stop at `linear_objective`."""
+  of_loss = cotangents[0]
+  d_hidden, d_head = ((of_loss * x).astype(x.dtype) for x in gradients)
+  return d_hidden, d_head, None, None, None
+
+
+_objective.defvjp(_forward, _backward)
+
+
+def _on_devices(static: _Static, hidden, head, targets, per_token, constants, with_gradients: bool):
+  """Returns ((loss, logprobs, entropy), gradients or None); each device sweeps its own tokens."""
+  vocabulary = head.shape[static.settings.vocab_axis]
+  p = static.partition
+  if p is None:
+    columns = _Columns(vocabulary, 0, None, None)
+    return _sweep(static, columns, hidden, head, targets, per_token, constants, with_gradients)
+
+  def of_device(hidden, head, targets, per_token, constants):
+    at, real = sharded.own_columns(p, head.shape[static.settings.vocab_axis], vocabulary)
+    columns = _Columns(vocabulary, at, real, p.vocab_axis)
+    (loss, *rest), gradients = _sweep(
+      static, columns, hidden, head, targets, per_token, constants, with_gradients
+    )
+    if p.token_parts > 1:
+      loss = jax.lax.psum(loss, p.token_axes)
+    if gradients is not None:
+      d_hidden, d_head = gradients
+      if p.vocab_axis is not None:
+        d_hidden = jax.lax.psum(d_hidden, p.vocab_axis)
+      if p.token_parts > 1:
+        d_head = jax.lax.psum(d_head.astype(jnp.float32), p.token_axes).astype(head.dtype)
+      gradients = d_hidden, d_head
+    return (loss, *rest), gradients
+
+  tokens, of_head = sharded.of_tokens(p), sharded.of_head(p, static.settings)
+  like = lambda spec, tree: jax.tree.map(lambda _: spec, tree)
+  whole = PartitionSpec()
+  head = sharded.pad(head, static.settings.vocab_axis, p.vocab_parts)
+  outputs, gradients = jax.shard_map(
+    of_device,
+    mesh=p.mesh,
+    in_specs=(tokens, of_head, tokens, like(tokens, per_token), like(whole, constants)),
+    out_specs=(
+      (whole, tokens, tokens if static.settings.with_entropy else None),
+      (tokens, of_head) if with_gradients else None,
+    ),
+    check_vma=False,
+  )(hidden, head, targets, per_token, constants)
+  if gradients is not None:
+    d_hidden, d_head = gradients
+    d_head = jax.lax.slice_in_dim(d_head, 0, vocabulary, axis=static.settings.vocab_axis)
+    gradients = d_hidden, d_head
+  return outputs, gradients
+
+
+class _Columns(NamedTuple):
+  """Which part of the vocabulary a device has."""
+
+  vocabulary: int  # V, of all devices together.
+  first: Array | int
+  real: Array | None  # how many of the head's columns count; None: all.
+  axis: str | None  # of the mesh, over which the vocabulary is split.
+
+
+def _sweep(
+  static: _Static, columns: _Columns, hidden, head, targets, per_token, constants, with_gradients
+):
+  """Returns ((loss, logprobs, entropy), (d_hidden, d_head) or None) of one device's part."""
+  weights = head.astype(hidden.dtype)
+
+  def visit(carry, part):
+    share, outputs, slopes = _chunk_of_tokens(static, columns, weights, part, constants)
+    d_hidden = d_head = None
+    if with_gradients:
+      d_hidden, d_head = _products(static.settings, slopes, part[0], weights)
+    own = share, d_head
+    carry = own if carry is None else jax.tree.map(jnp.add, carry, own)
+    return carry, (*outputs, d_hidden)
+
+  (loss, d_head), (logprobs, entropy, d_hidden) = _over_chunks(
+    visit, (hidden, targets, per_token), static.chunk
+  )
+  gradients = None
+  if d_hidden is not None and d_head is not None:
+    gradients = d_hidden.astype(hidden.dtype), d_head.astype(head.dtype)
+  return (loss, logprobs, entropy), gradients
+
+
+def _chunk_of_tokens(
+  static: _Static, columns: _Columns, weights, part, constants
+) -> tuple[Array, tuple[Array, Array | None], Array]:
+  """Returns the loss of some tokens, (logprobs, entropy), and S = ∂loss/∂logits, [n V]."""
+  settings = static.settings
+  hidden, targets, per_token = part
+  logits = reference.dot(hidden, weights, head_layout=settings.head_layout)
+  if settings.temperature != 1.0:
+    logits = logits / settings.temperature
+  column = jax.lax.broadcasted_iota(jnp.int32, (1, logits.shape[1]), 1)
+  own = (targets - columns.first)[:, None]
+  found = _statistics(settings, columns, logits, column, own)
+  log_total = jnp.log(found.total)[:, None]
+  logprobs, entropy = core.outputs(settings, found)
+  in_range = (targets >= 0) & (targets < columns.vocabulary)
+  logprobs = jnp.where(in_range, logprobs, jnp.nan)
+
+  if static.differentiate_entropy:
+    loss, (g, of_entropy) = jax.value_and_grad(static.objective, argnums=(0, 1))(
+      logprobs, entropy, per_token, constants
+    )
+  else:
+    loss, g = jax.value_and_grad(static.objective)(logprobs, entropy, per_token, constants)
+    of_entropy = None
+  g = jnp.where(in_range, g, 0.0)[:, None]
+  every = (logits - found.largest[:, None]) - log_total
+  probabilities = jnp.exp(every)
+  if columns.real is not None:
+    probabilities = jnp.where(column < columns.real, probabilities, 0.0)
+  slope = g
+  if of_entropy is not None and entropy is not None:
+    slope = g + of_entropy[:, None] * (every + entropy[:, None])
+  d_logits = jnp.where(column == own, g, 0.0) - probabilities * slope
+  d_logits = (d_logits / settings.temperature).astype(hidden.dtype)
+  return loss, (logprobs, entropy), d_logits
+
+
+def _statistics(settings: Settings, columns: _Columns, logits, column, own) -> Statistics:
+  """Returns the statistics of rows whose logits are at hand, over all devices' columns."""
+  is_real = None if columns.real is None else column < columns.real
+  if is_real is not None:
+    logits = jnp.where(is_real, logits, LOWEST)
+  largest = jnp.max(logits, axis=-1)
+  shifted = logits - largest[:, None]
+  weights = jnp.exp(shifted)
+  if is_real is not None:
+    weights = jnp.where(is_real, weights, 0.0)
+  moment = jnp.sum(weights * shifted, axis=-1) if settings.with_entropy else None
+  place = jnp.clip(own, 0, logits.shape[1] - 1)
+  target = jnp.take_along_axis(logits, place, axis=-1)
+  target = jnp.where(
+    (own == place) & (True if is_real is None else own < columns.real), target, 0.0
+  )
+  found = Statistics(largest, jnp.sum(weights, axis=-1), moment, target[:, 0])
+  return found if columns.axis is None else sharded.combined(found, columns.axis)
+
+
+def _products(settings: Settings, slopes, hidden, weights) -> tuple[Array, Array]:
+  """Returns (S W, Sᵀh as the head lies), accumulated in float32."""
+  dot = functools.partial(
+    jax.lax.dot_general,
+    precision=reference.precision_of(hidden.dtype),
+    preferred_element_type=jnp.float32,
+  )
+  pair = (slopes, hidden) if settings.width_axis == 1 else (hidden, slopes)
+  d_hidden = dot(slopes, weights, (((1,), (settings.vocab_axis,)), ((), ())))
+  return d_hidden, dot(*pair, (((0,), (0,)), ((), ())))
+
+
+def _over_chunks(visit: Callable, per_token, chunk: int):
+  """Folds `visit(carry, chunk of every array)`; returns the carry, and the outputs of all tokens.
+
+  The first chunk, which is the shorter one if they are not all alike, gets None and makes the
+  carry: to write the head's gradient is half the work of adding to it. The others are scanned.
+  """
+  tokens = jax.tree.leaves(per_token)[0].shape[0]
+  more = max(-(-tokens // chunk) - 1, 0)
+  first = tokens - more * chunk
+  carry, outputs = visit(None, jax.tree.map(lambda x: x[:first], per_token))
+  if not more:
+    return carry, outputs
+  split = lambda x: x[first:].reshape(more, chunk, *x.shape[1:])
+  carry, rest = jax.lax.scan(visit, carry, jax.tree.map(split, per_token))
+  join = lambda a, b: jnp.concatenate([a, b.reshape(more * chunk, *b.shape[2:])])
+  return carry, jax.tree.map(join, outputs, rest)

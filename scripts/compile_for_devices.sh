@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Compiles the kernels for an H100 and for TPUs that are not here (`make aot`): asserts that they
+# compile, the memory they take, that no array is [tokens, vocabulary], and that no register spills.
+#
+# The compilers come from the package index, 0.7 GB unpacked for each target, into environments of
+# their own. Where they cannot be had, the target is skipped and this says why.
+#
+#   scripts/compile_for_devices.sh [h100] [tpu]
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+# `python3.12` may be a pyenv shim that exists without working: only one that runs counts.
+python=
+for candidate in "${PYTHON312:-}" python3.12 "$(pyenv prefix 3.12.1 2>/dev/null)/bin/python"; do
+  if [ -n "$candidate" ] && "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then
+    python=$candidate
+    break
+  fi
+done
+if [ -z "$python" ]; then
+  echo "SKIPPED: compilation for H100 and TPU needs Python 3.12, of which none runs here"
+  exit 0
+fi
+
+environment() {  # $1: target. Makes its environment unless it is there; false if it cannot.
+  local folder=.venv-aot-$1 list=constraints/aot_$1.txt
+  cmp -s "$list" "$folder/installed" && return
+  rm -rf "$folder"
+  "$python" -m venv "$folder" &&
+    "$folder/bin/pip" install --quiet --disable-pip-version-check --no-deps --no-compile --retries 2 -r "$list" &&
+    cp "$list" "$folder/installed"
+}
+
+compile() {  # $1: target. Runs its tests; false if one fails.
+  if ! environment "$1"; then
+    echo "SKIPPED: compilation for $1: its compilers cannot be installed here (pip says why above)"
+    return
+  fi
+  # Without the suite's own settings (--noconftest). No autotuning: there is no device.
+  AOT_TARGET=$1 JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 JAX_ENABLE_COMPILATION_CACHE=false \
+    XLA_FLAGS=--xla_gpu_autotune_level=0 \
+    ".venv-aot-$1/bin/python" -m pytest -q --noconftest -m aot -s \
+    tests/kernels/test_compiled_for_devices.py
+}
+
+targets=("$@")
+[ $# -gt 0 ] || targets=(h100 tpu)
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+running=()
+for target in "${targets[@]}"; do
+  compile "$target" >"$logs/$target" 2>&1 &
+  running+=($!)
+done
+failed=0
+for i in "${!targets[@]}"; do
+  wait "${running[$i]}" || failed=1
+  cat "$logs/${targets[$i]}"
+done
+exit $failed

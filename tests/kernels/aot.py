@@ -1,0 +1,135 @@
+"""Compiles for a GPU or a TPU that is not there, and reads what the compilers say.
+
+No device and no driver is needed: XLA compiles for a topology by description, Mosaic's kernels are
+assembled by ptxas or by libtpu. What it shows: whether a program compiles for the real target, what
+memory it takes, which arrays it holds, whether registers spill. What it does not show: speed.
+"""
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+# What XLA asks a device about itself; an H100 SXM with 80 GB.
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 84978434048
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 minor: 0 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+class Kernel(NamedTuple):
+  """What ptxas says about one kernel."""
+
+  name: str
+  registers: int
+  spilled_bytes: int  # stores and loads.
+
+
+class Compiled(NamedTuple):
+  """What the compiler says about one program."""
+
+  temporary_bytes: int  # beyond arguments and results.
+  hlo: str  # after all optimisation.
+  kernels: list[Kernel]  # those that ptxas assembled for it; what it has seen before is not.
+
+
+def devices(target: str, count: int = 1) -> list[jax.Device]:
+  """Returns `count` devices of a machine that is not here: "h100", or a TPU such as "v5e:2x2"."""
+  if target == "h100":
+    topology = topologies.get_topology_desc(
+      "h100", platform="cuda", target_config=H100, topology=f"1x1x{count}"
+    )
+  else:
+    topology = topologies.get_topology_desc(target, platform="tpu")
+  return list(topology.devices)[:count]
+
+
+def compile_for(target: str, function, structs) -> Compiled:
+  """Compiles a function of arrays that lie on one device of a target.
+
+  Args:
+    target: as in `devices`.
+    function: to be compiled.
+    structs: a `jax.ShapeDtypeStruct` for each argument.
+  """
+  placed = jax.sharding.SingleDeviceSharding(devices(target)[0])
+  structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed) for x in structs]
+  with listening() as heard:
+    compiled = jax.jit(function).lower(*structs).compile()
+  return Compiled(
+    compiled.memory_analysis().temp_size_in_bytes, compiled.as_text(), kernels_in("".join(heard))
+  )
+
+
+def kernels_in(text: str) -> list[Kernel]:
+  """Returns the kernels of which a verbose ptxas spoke."""
+  pattern = (
+    r"Function properties for (\S+)\s+\d+ bytes stack frame, (\d+) bytes spill stores,"
+    r" (\d+) bytes spill loads\s+ptxas info\s+: Used (\d+) registers"
+  )
+  found = re.findall(pattern, text)
+  assert len(found) == text.count("Function properties for"), text  # none was overlooked.
+  return [
+    Kernel(name, int(registers), int(stores) + int(loads))
+    for name, stores, loads, registers in found
+  ]
+
+
+def largest_array(hlo: str) -> tuple[int, str]:
+  """Returns the elements of the largest array that a program names, and its shape."""
+  shapes = set(re.findall(r"\b(?:pred|bf16|f16|f32|f64|[su](?:8|16|32|64))\[([\d,]+)\]", hlo))
+
+  def elements(shape: str) -> int:
+    count = 1
+    for size in shape.split(","):
+      count *= int(size)
+    return count
+
+  largest = max(shapes, key=elements)
+  return elements(largest), largest
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[str]]:
+  """Makes ptxas verbose, and collects what this process writes, compilers' code included."""
+  heard: list[str] = []
+  kept = os.dup(1), os.dup(2)
+  os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+  with tempfile.TemporaryFile("w+") as file:
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    try:
+      yield heard
+    finally:
+      del os.environ["MOSAIC_GPU_DUMP_PTXAS"]
+      for number, copy in zip((1, 2), kept, strict=True):
+        os.dup2(copy, number)
+        os.close(copy)
+      file.seek(0)
+      heard.append(file.read())

@@ -1,0 +1,111 @@
+"""Real compilation for an H100 and for TPUs, none of which is here: `make aot`.
+
+The compilers are large and live in environments of their own; AOT_TARGET says which of them this
+process has ("h100" or "tpu"). Without it everything here is skipped.
+"""
+
+import functools
+import importlib
+import os
+
+import aot
+import pytest
+from grpo_kernels.linear_logprobs import core, reference
+from test_cross_lowering import MODELS, TOKENS, passes, structs
+
+TARGET = os.environ.get("AOT_TARGET")
+pytestmark = [
+  pytest.mark.aot,
+  pytest.mark.skipif(
+    not TARGET, reason="the compilers for H100 and TPU are not in this Python; `make aot`"
+  ),
+]
+on_h100 = pytest.mark.skipif(TARGET != "h100", reason="needs the compiler for H100; `make aot`")
+on_tpu = pytest.mark.skipif(TARGET != "tpu", reason="needs the compiler for TPU; `make aot`")
+
+MIB, GIB = 2**20, 2**30
+# (implementation, pass) → model → the most temporary memory at N = 16384 in bf16.
+BOUNDS = {
+  ("mosaic_gpu", "forward"): dict.fromkeys(MODELS, 1 * MIB),
+  ("mosaic_gpu", "value_and_grad"): {"Qwen2.5-1.5B": 0.6 * GIB, "Llama-3-8B": 0.85 * GIB},
+  ("xla_chunked", "forward"): dict.fromkeys(MODELS, 0.7 * GIB),
+  ("xla_chunked", "value_and_grad"): dict.fromkeys(MODELS, 1.1 * GIB),
+}
+PASSES = ("forward", "value_and_grad")
+models = pytest.mark.parametrize("model", list(MODELS))
+both_passes = pytest.mark.parametrize("which", PASSES)
+
+
+@functools.cache
+def compiled(target, name, model, which, *, head_layout="vd", with_entropy=True):
+  """Compiles one implementation at the size of one model, once."""
+  implementation = importlib.import_module(f"grpo_kernels.linear_logprobs.{name}")
+  if name == "pallas_tpu":  # its tiles depend on the chip, which this process does not have.
+    implementation = implementation.PallasTpu(device_kind=aot.devices(target)[0].device_kind)
+  operate = core.entry(implementation)
+  function = passes(operate, head_layout=head_layout, with_entropy=with_entropy)[which]
+  made = aot.compile_for(target, function, structs(*MODELS[model], head_layout))
+  options = "" if with_entropy else ", without entropy"
+  said = f"{made.temporary_bytes / MIB:.3f} MiB, {made.kernels}"
+  print(f"{target} {name} {model} {head_layout}{options} {which}: {said}")
+  return made
+
+
+def assert_holds_no_logits(made, model):
+  """Fails where a program names an array with as many elements as all logits have."""
+  vocabulary = MODELS[model][1]
+  elements, shape = aot.largest_array(made.hlo)
+  assert elements < TOKENS * vocabulary, f"[{shape}]"
+  for a, b in ((TOKENS, vocabulary), (vocabulary, TOKENS)):
+    assert f"[{a},{b}]" not in made.hlo
+
+
+@on_h100
+@both_passes
+@models
+def test_memory_of_the_kernel_on_an_h100(model, which):
+  made = compiled("h100", "mosaic_gpu", model, which)
+  assert_holds_no_logits(made, model)
+  bound = BOUNDS["mosaic_gpu", which].get(model, 1 * GIB)
+  assert made.temporary_bytes <= bound, f"{made.temporary_bytes / GIB:.3f} GiB"
+
+
+@on_h100
+@both_passes
+@pytest.mark.parametrize("model", list(BOUNDS["mosaic_gpu", "value_and_grad"]))
+def test_memory_of_the_chunked_form_on_an_h100(model, which):
+  made = compiled("h100", "xla_chunked", model, which)
+  assert_holds_no_logits(made, model)
+  bound = BOUNDS["xla_chunked", which][model]
+  assert made.temporary_bytes <= bound, f"{made.temporary_bytes / GIB:.3f} GiB"
+
+
+@on_h100
+def test_no_register_spills_on_an_h100():
+  made = [compiled("h100", "mosaic_gpu", model, "value_and_grad") for model in MODELS]
+  for options in ({"with_entropy": False}, {"head_layout": "dv"}):
+    made.append(compiled("h100", "mosaic_gpu", "Qwen2.5-1.5B", "value_and_grad", **options))
+  for one in made:
+    assert len({kernel.name for kernel in one.kernels}) == 2  # one of each pass.
+    assert [kernel for kernel in one.kernels if kernel.spilled_bytes] == []
+    # What is left of 64 Ki registers for each of 384 threads.
+    assert max(kernel.registers for kernel in one.kernels) <= 168
+
+
+@on_tpu
+@pytest.mark.parametrize("model", list(BOUNDS["mosaic_gpu", "value_and_grad"]))
+@pytest.mark.parametrize("target", ["v5e:2x2", "v6e:2x2"])
+def test_kernels_compile_for_a_tpu(target, model):
+  made = compiled(target, "pallas_tpu", model, "value_and_grad")  # which holds the forward pass.
+  assert "tpu_custom_call" in made.hlo
+  assert_holds_no_logits(made, model)
+  assert made.temporary_bytes <= BOUNDS["mosaic_gpu", "value_and_grad"][model]  # no more there.
+
+
+def test_logits_would_be_seen():
+  target = "h100" if TARGET == "h100" else "v5e:2x2"
+  made = aot.compile_for(
+    target, passes(reference.linear_logprobs)["forward"], structs(*MODELS["SmolLM2-135M"])
+  )
+  assert aot.largest_array(made.hlo)[0] >= TOKENS * 49152
+  assert made.temporary_bytes > 1 * GIB
