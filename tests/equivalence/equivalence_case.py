@@ -197,7 +197,7 @@ def compiled_on_mesh(sizes, *, one_sweep):
     placed = whole
     if mesh is not None:
       placed, minibatch = jax.device_put(whole, shardings), sharding.put(minibatch, mesh)
-    return update.first, (placed, minibatch.microbatches[0], minibatch.denominators)
+    return update.differentiate, (placed, minibatch.microbatches[0], minibatch.denominators)
 
   f, arguments = first(sharding.make_mesh(**dict(zip(sharding.AXES, sizes, strict=True))))
   alone, of_alone = first(None)
