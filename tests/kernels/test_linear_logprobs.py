@@ -102,10 +102,11 @@ def extreme_logits():
 
 
 @each
-def test_extreme_logits_are_exact(name):
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_extreme_logits_are_exact(name, temperature):
   hidden, head, targets = extreme_logits()
   g, g_entropy = np.ones(len(targets)), np.ones(len(targets))
-  settings = {"head_layout": "vd", "temperature": 1.0}
+  settings = {"head_layout": "vd", "temperature": temperature}
   dtype = dtype_of(name)
   given = jnp.asarray(hidden, dtype), jnp.asarray(head, dtype), jnp.asarray(targets)
   np.testing.assert_array_equal(np.asarray(given[1], np.float64), head)
@@ -240,14 +241,12 @@ def test_float32_head_under_bf16_hidden_keeps_a_float32_gradient(name):
   assert (mixed != mixed.astype(jnp.bfloat16).astype(jnp.float32)).mean() > 0.5
 
 
-def merged(parts):
+def merged(parts, temperature):
   """Returns the statistics of a whole vocabulary from those of its parts, as devices do."""
   largest = np.max([x.largest for x in parts], axis=0)
-  scales = [np.exp(x.largest - largest) for x in parts]
-  total = sum(x.total * s for x, s in zip(parts, scales, strict=True))
-  moment = sum(
-    (x.moment + x.total * (x.largest - largest)) * s for x, s in zip(parts, scales, strict=True)
-  )
+  changes = [(x.largest - largest) / temperature for x in parts]
+  total = sum(x.total * np.exp(c) for x, c in zip(parts, changes, strict=True))
+  moment = sum((x.moment + x.total * c) * np.exp(c) for x, c in zip(parts, changes, strict=True))
   return core.Statistics(largest, total, moment, sum(x.target for x in parts))
 
 
@@ -275,13 +274,14 @@ def test_statistics_of_parts_make_those_of_the_whole(name, layout):
   parts = [core.Statistics(*(np.asarray(x, np.float64) for x in part)) for part in parts]
   assert (parts[2].largest == core.LOWEST).all()
   assert not np.stack([parts[2].total, parts[2].moment, parts[2].target]).any()
-  whole = merged(parts)
+  whole = merged(parts, 0.7)
   zeros = np.zeros(n)
   exact = conformance.oracle(
     hidden, head, targets, head_layout=layout, temperature=0.7, g=zeros, g_entropy=zeros
   ).outcome
   log_total = np.log(whole.total)
-  np.testing.assert_allclose(whole.target - whole.largest - log_total, exact.logprobs, atol=2e-5)
+  logprobs = (whole.target - whole.largest) / 0.7 - log_total
+  np.testing.assert_allclose(logprobs, exact.logprobs, atol=2e-5)
   np.testing.assert_allclose(log_total - whole.moment / whole.total, exact.entropy, atol=5e-5)
 
 

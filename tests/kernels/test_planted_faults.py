@@ -39,7 +39,7 @@ CHUNKED_FAULTS = {
   ),
   "sum-not-rescaled": ("total = scale * carry.total", "total = carry.total"),
   "moment-about-the-old-maximum": (
-    "before = scale * (carry.moment + carry.total * (carry.largest - largest))",
+    "before = scale * (carry.moment + carry.total * change)",
     "before = scale * carry.moment",
   ),
   "gradient-without-temperature": (

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# `Statistics.largest` of a row that has seen no column. Finite, so that differences stay numbers.
-LOWEST = float(jnp.finfo(jnp.float32).min) / 2
+# `Statistics.largest` of a row that has seen no column. So far from the ends of float32 that
+# differences divided by a temperature stay numbers.
+LOWEST = -(2.0**100)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +42,16 @@ class Settings:
 
 
 class Statistics(NamedTuple):
-  """What one walk over the columns of a head finds out about each token; float32."""
+  """What one walk over the columns of a head finds out about each token; float32.
 
-  largest: Float[Array, " N"]  # max z; LOWEST if there is no column.
-  total: Float[Array, " N"]  # Σ exp(z - largest).
-  moment: Float[Array, " N"] | None  # Σ exp(z - largest) (z - largest); None without entropy.
-  target: Float[Array, " N"]  # z of the target; 0 where the target is none of the columns.
+  By logits before the temperature, a = h · W: their differences are divided by it, so that large
+  ones lose no digits.
+  """
+
+  largest: Float[Array, " N"]  # max a; LOWEST if there is no column.
+  total: Float[Array, " N"]  # Σ exp(x), x = (a - largest) / τ.
+  moment: Float[Array, " N"] | None  # Σ x exp(x); None without entropy.
+  target: Float[Array, " N"]  # a of the target; 0 where the target is none of the columns.
 
 
 class Implementation(Protocol):
@@ -68,8 +73,8 @@ class Implementation(Protocol):
         S = [g (onehot_t - p) - gₑ p (log p + H)] / τ      dW = Sᵀh      dh = S W
 
     (settings, hidden, head, targets, columns, (largest, log total), entropy, g, gₑ): the pair is
-    of the whole vocabulary, log p = (z - largest) - log total. `entropy` and gₑ are None without
-    `settings.with_entropy`.
+    of the whole vocabulary, log p = (a - largest) / τ - log total. `entropy` and gₑ are None
+    without `settings.with_entropy`.
     """
     ...
 
@@ -157,17 +162,22 @@ def _logprobs(implementation, settings, hidden, head, targets) -> tuple[Array, A
 def outputs(settings: Settings, found: Statistics) -> tuple[Array, Array | None]:
   """Returns logprobs and entropy out of statistics of whole rows.
 
-      log p(t) = (z_t - largest) - log total      H = log total - moment / total
+      log p(t) = (a_t - largest) / τ - log total      H = log total - moment / total
 
   Differences of numbers that are near each other come first, so that large logits cost no digits.
   """
   log_total = jnp.log(found.total)
   # At most 0 but for rounding, where an implementation computes the target's logit on its own.
-  logprobs = jnp.minimum((found.target - found.largest) - log_total, 0.0)
+  logprobs = jnp.minimum(tempered(settings, found.target - found.largest) - log_total, 0.0)
   if not settings.with_entropy:
     return logprobs, None
   assert found.moment is not None, "an implementation owes the moment when entropy is asked for"
   return logprobs, log_total - found.moment / found.total
+
+
+def tempered(settings: Settings, difference: Array) -> Array:
+  """Returns a difference of logits, divided by the temperature."""
+  return difference if settings.temperature == 1.0 else difference / settings.temperature
 
 
 def _forward(implementation, settings, hidden, head, targets):

@@ -151,7 +151,7 @@ def combine(
 ) -> Float[Array, "kinds tokens"]:
   """Returns largest, total, moment and target of each token from those of parts of the vocabulary.
 
-      M = max(m, m')      f = 2^((m - M) c)      c = log₂(e) / τ      z = a/τ
+      M = max(m, m')      f = 2^((m - M) c)      c = log₂(e) / τ
       (l, u) ⊕ (l', u') = (f l + f' l', f (u + l (m - M) c) + f' (u' + l' (m' - M) c))
 
   (m, l, u, a: see `mosaic_gpu_kernels.statistics`.) One reduction of four operands, whose order is
@@ -171,8 +171,7 @@ def combine(
   flat = tuple(part.reshape(part.shape[0], -1) for part in parts)
   nothing = tuple(jnp.float32(x) for x in (epilogues.ABSENT, 0.0, 0.0, 0.0))
   m, total, moment, target = lax.reduce(flat, nothing, merge, (0,))
-  largest = jnp.where(total > 0, m / settings.temperature, LOWEST)
-  return jnp.stack([largest, total, moment * LN_2, target / settings.temperature])
+  return jnp.stack([jnp.where(total > 0, m, LOWEST), total, moment * LN_2, target])
 
 
 def chunk_start(index, chunk: int):
@@ -226,7 +225,7 @@ def _of_rows(settings: Settings, log_normaliser, entropy, of_logprobs, of_entrop
   5e-5 of p, a hundredth of what S is rounded by.
   """
   largest, log_total = log_normaliser
-  r = largest * epilogues.LOG2_E + log_total * epilogues.LOG2_E
+  r = largest * (epilogues.LOG2_E / settings.temperature) + log_total * epilogues.LOG2_E
   of_logprobs = of_logprobs / settings.temperature
   if not settings.with_entropy:
     return [r, of_logprobs]

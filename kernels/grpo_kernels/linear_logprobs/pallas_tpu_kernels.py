@@ -104,16 +104,16 @@ def _fold(settings: Settings, groups: list[tuple[Array, Array]], target_ref, lan
 
 
 def _combine(settings: Settings, lanes: list[Array]) -> Float[Array, "4 rows"]:
-  """Returns (largest, total, moment, target) over all lanes, tempered, tokens along lanes."""
+  """Returns (largest, total, moment, target) over all lanes, tokens along lanes."""
   largest, total, moment, chosen = lanes
   top = jnp.max(largest, axis=1, keepdims=True)
   shift = _tempered(settings, largest - top)
   scale = jnp.exp(shift)
   columns = (
-    jnp.where(top > START, _tempered(settings, top), LOWEST),
+    jnp.where(top > START, top, LOWEST),
     jnp.sum(scale * total, axis=1, keepdims=True),
     jnp.sum(scale * (moment + total * shift), axis=1, keepdims=True),
-    _tempered(settings, jnp.sum(chosen, axis=1, keepdims=True)),
+    jnp.sum(chosen, axis=1, keepdims=True),
   )
   lane = jax.lax.broadcasted_iota(jnp.int32, largest.shape, 1)
   table = jnp.zeros_like(largest)
@@ -190,7 +190,7 @@ def _slopes_kernel(
 
   targets, (largest, log_total, g, *of_entropy) = target_ref[...], [ref[...] for ref in facts]
   for place, (logits, column) in enumerate(_logits(settings, hidden_ref, head_ref, first)):
-    logprobs = (_tempered(settings, logits) - largest) - log_total
+    logprobs = _tempered(settings, logits - largest) - log_total
     slope = g
     if settings.with_entropy:
       g_entropy, entropy = of_entropy
@@ -244,9 +244,9 @@ def is_column(column: Array, limit: Any) -> Array:
   return column < limit
 
 
-def _tempered(settings: Settings, logits: Array) -> Array:
-  """Returns logits / τ."""
-  return logits if settings.temperature == 1.0 else logits * (1.0 / settings.temperature)
+def _tempered(settings: Settings, difference: Array) -> Array:
+  """Returns a difference of logits, divided by τ."""
+  return difference if settings.temperature == 1.0 else difference * (1.0 / settings.temperature)
 
 
 def _as_column(row: Array) -> Array:

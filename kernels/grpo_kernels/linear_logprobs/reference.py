@@ -33,8 +33,10 @@ def linear_logprobs(
   Returns:
     Logprobs in nats, float32; with `return_entropy`, the pair (logprobs, entropy), both in nats.
   """
-  logits = dot(hidden, head, head_layout=head_layout) / temperature
-  logprobs = jax.nn.log_softmax(logits, axis=-1)
+  logits = dot(hidden, head, head_layout=head_layout)
+  # The difference first: a large logit would be rounded by the division.
+  largest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+  logprobs = jax.nn.log_softmax((logits - largest) / temperature, axis=-1)
   vocabulary = logits.shape[-1]
   in_range = (targets >= 0) & (targets < vocabulary)
   places = jnp.clip(targets, 0, vocabulary - 1)

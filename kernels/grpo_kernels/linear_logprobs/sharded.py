@@ -112,7 +112,7 @@ class Sharded:
     def of_device(hidden, head, targets):
       at, real = own_columns(p, head.shape[settings.vocab_axis], v)
       own = self.implementation.statistics(settings, hidden, head, targets - at, real)
-      return own if p.vocab_axis is None else combined(own, p.vocab_axis)
+      return own if p.vocab_axis is None else combined(settings, own, p.vocab_axis)
 
     per_token = of_tokens(p)
     like: Any = per_token  # a specification stands where its array will.
@@ -166,14 +166,15 @@ class Sharded:
     return d_hidden[:n], jax.lax.slice_in_dim(d_head, 0, v, axis=settings.vocab_axis)
 
 
-def combined(own: Statistics, axis: str) -> Statistics:
+def combined(settings: Settings, own: Statistics, axis: str) -> Statistics:
   """Returns the statistics of all parts of the vocabulary together: two reductions."""
   largest = jax.lax.pmax(own.largest, axis)
-  scale = jnp.exp(own.largest - largest)
+  change = core.tempered(settings, own.largest - largest)
+  scale = jnp.exp(change)
   sums = [scale * own.total, own.target]
   if own.moment is not None:
     # About the common maximum; a part without columns has largest = LOWEST, finite, and sums 0.
-    sums.append(scale * (own.moment + own.total * (own.largest - largest)))
+    sums.append(scale * (own.moment + own.total * change))
   total, target, *moment = jax.lax.psum(jnp.stack(sums), axis)
   return Statistics(largest, total, moment[0] if moment else None, target)
 

@@ -245,8 +245,6 @@ def _chunk_of_tokens(
   settings = static.settings
   hidden, targets, per_token = part
   logits = reference.dot(hidden, weights, head_layout=settings.head_layout)
-  if settings.temperature != 1.0:
-    logits = logits / settings.temperature
   column = jax.lax.broadcasted_iota(jnp.int32, (1, logits.shape[1]), 1)
   own = (targets - columns.first)[:, None]
   found = _statistics(settings, columns, logits, column, own)
@@ -263,7 +261,7 @@ def _chunk_of_tokens(
     loss, g = jax.value_and_grad(static.objective)(logprobs, entropy, per_token, constants)
     of_entropy = None
   g = jnp.where(in_range, g, 0.0)[:, None]
-  every = (logits - found.largest[:, None]) - log_total
+  every = core.tempered(settings, logits - found.largest[:, None]) - log_total
   probabilities = jnp.exp(every)
   if columns.real is not None:
     probabilities = jnp.where(column < columns.real, probabilities, 0.0)
@@ -281,7 +279,7 @@ def _statistics(settings: Settings, columns: _Columns, logits, column, own) -> S
   if is_real is not None:
     logits = jnp.where(is_real, logits, LOWEST)
   largest = jnp.max(logits, axis=-1)
-  shifted = logits - largest[:, None]
+  shifted = core.tempered(settings, logits - largest[:, None])
   weights = jnp.exp(shifted)
   if is_real is not None:
     weights = jnp.where(is_real, weights, 0.0)
@@ -292,7 +290,7 @@ def _statistics(settings: Settings, columns: _Columns, logits, column, own) -> S
     (own == place) & (True if is_real is None else own < columns.real), target, 0.0
   )
   found = Statistics(largest, jnp.sum(weights, axis=-1), moment, target[:, 0])
-  return found if columns.axis is None else sharded.combined(found, columns.axis)
+  return found if columns.axis is None else sharded.combined(settings, found, columns.axis)
 
 
 def _products(settings: Settings, slopes, hidden, weights) -> tuple[Array, Array]:

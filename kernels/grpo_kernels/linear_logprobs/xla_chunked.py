@@ -42,15 +42,16 @@ def statistics(
     if is_real is not None:
       logits = jnp.where(is_real, logits, LOWEST)
     largest = jnp.maximum(carry.largest, jnp.max(logits, axis=-1))
-    shifted = logits - largest[:, None]
+    shifted = core.tempered(settings, logits - largest[:, None])
     weights = jnp.exp(shifted)
     if is_real is not None:
       weights = jnp.where(is_real, weights, 0.0)  # also where no column was real so far.
-    scale = jnp.exp(carry.largest - largest)
+    change = core.tempered(settings, carry.largest - largest)
+    scale = jnp.exp(change)
     moment = None
     if carry.moment is not None:
       # Moments about the running maximum: no difference of large numbers at the end.
-      before = scale * (carry.moment + carry.total * (carry.largest - largest))
+      before = scale * (carry.moment + carry.total * change)
       moment = before + jnp.sum(weights * shifted, axis=-1)
     total = scale * carry.total + jnp.sum(weights, axis=-1)
     column = targets - first
@@ -88,7 +89,7 @@ def gradients(
 
   def visit(carry, logits, first, weights):
     d_hidden, d_head = carry
-    logprobs = (logits - largest[:, None]) - log_total[:, None]
+    logprobs = core.tempered(settings, logits - largest[:, None]) - log_total[:, None]
     probabilities = jnp.exp(logprobs)
     is_real = _is_real(logits.shape[1], first, columns)
     if is_real is not None:
@@ -137,8 +138,6 @@ def _over_chunks(settings: Settings, visit: Callable, carry, hidden, head):
     weights = jax.lax.dynamic_slice_in_dim(head, first, size, settings.vocab_axis)
     weights = weights.astype(hidden.dtype)
     logits = reference.dot(hidden, weights, head_layout=settings.head_layout)
-    if settings.temperature != 1.0:
-      logits = logits / settings.temperature
     return visit(carry, logits, first, weights)
 
   whole = vocabulary // chunk
