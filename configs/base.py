@@ -166,9 +166,7 @@ def get_config() -> Any:
   learn.epochs = 1  # passes over a batch of rollouts.
   learn.minibatches = 1  # optimizer steps of a pass.
   learn.report_entropy = True  # also where the loss does not need it.
-  learn.gradient_in_forward = (
-    True  # of the head, for token-local losses with one optimizer step a batch: a pass less.
-  )
+  learn.gradient_in_forward = True  # of the head; token-local losses, one optimizer step a batch.
   learn.max_skipped_steps = 5  # updates with non-finite gradients in a row before the run stops.
 
   config.evaluation = evaluation = ConfigDict()
