@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from absl import logging
+from grpo_kernels.linear_logprobs import choice
 from jax.sharding import Mesh
 
 from grpo_jax import (
@@ -122,6 +123,7 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
   workdir.mkdir(parents=True, exist_ok=True)
   _keep_compiled()
   mesh = sharding.make_mesh(**config.mesh)
+  _check_head(config, mesh)
   folder = sources.resolve(
     config.model.path, fallback=config.model.fallback, cache_dir=config.model.cache_dir
   )
@@ -202,6 +204,17 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
     logger=logger,
     timer=timing.Timer(),
   ), start
+
+
+def _check_head(config: Config, mesh: Mesh) -> None:
+  """Raises ConfigError, before anything is loaded, for a `model.logprobs` that cannot run here."""
+  if config.model.logprobs is None:
+    return
+  chip = choice.chip_of(mesh.devices.flat[0])
+  try:
+    choice.pick(config.model.logprobs, chip, dtype=config.model.compute_dtype, width=0)
+  except (ValueError, NotImplementedError) as error:
+    raise configuration.ConfigError(f"model.logprobs: {error}") from error
 
 
 def takes_one_sweep(config: Config, objective: objectives.Objective) -> bool:

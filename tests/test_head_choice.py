@@ -1,0 +1,23 @@
+"""A fused head that cannot run here is found out before anything is loaded."""
+
+import contextlib
+
+import pytest
+
+import configs.quickstart
+from grpo_jax import building, configuration
+
+
+@pytest.mark.parametrize(
+  ("name", "reason"),
+  [("mosaic_gpu", "Hopper"), ("pallas_tpu", "runs on tpu"), ("xla_chunkd", "there are reference")],
+)
+def test_head_that_cannot_run_is_refused_by_the_name_of_its_option(name, reason, tmp_path):
+  config = configs.quickstart.get_config()
+  config.model.logprobs = name
+  config.model.path = "/no/such/model"  # would be the complaint if it were looked for first.
+  with (
+    contextlib.ExitStack() as stack,
+    pytest.raises(configuration.ConfigError, match=f"model.logprobs: .*{reason}"),
+  ):
+    building.build(config, tmp_path, stack)
