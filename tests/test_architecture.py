@@ -16,7 +16,7 @@ PACKAGE = ROOT / "grpo_jax"
 LAYERS = [
   {"types"},
   {"rl", "registry", "timing", "console", "rollout_log", "manifest", "interrupts", "host_memory"},
-  {"metric_table", "packing"},
+  {"metric_table", "packing", "sandbox"},
   {"metrics", "layout", "configuration"},
   {"models"},
   {"data", "environments", "engines"},
