@@ -12,19 +12,20 @@ from grpo_jax.sandbox import wire
 
 # Exit codes by which the trainer names an end. A program may fake them: all mean "wrong".
 COMPILE_ERROR, OUT_OF_MEMORY, RAISED = 65, 66, 67
-STARTED = b"\n"  # what a program's output begins with, before anything of its own.
 MAX_SOURCE = 1 << 24  # bytes of a program.
 _MESSAGE = 500  # characters of an error that travel.
 
 
 def run_program() -> None:
-  """Runs one program with the standard streams as they are.
+  """Runs one program with the standard streams as they are; returns if it ends by itself.
 
   The first message on standard input is the program; what follows it, the program reads.
   """
   source = wire.receive(0, MAX_SOURCE)
-  _silence(2)
-  os.write(1, STARTED)
+  sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
+  sys.stdout = sys.__stdout__ = open(
+    1, "w", encoding="utf-8", errors="surrogateescape", closefd=False
+  )
   try:
     code = compile(source, "<program>", "exec", dont_inherit=True)
   except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
@@ -47,8 +48,8 @@ def serve_functions(max_bytes: int) -> None:
     max_bytes: longest message.
   """
   requests, replies = os.dup(0), os.dup(1)
-  for stream in (0, 1, 2):
-    _silence(stream)
+  for stream in (0, 1):
+    silence(stream)
   _Functions(requests, replies, max_bytes).serve()
 
 
@@ -71,8 +72,7 @@ class _Functions:
     self._space: dict[str, Any] = {}
 
   def serve(self) -> None:
-    """Answers requests until the judge goes. The first message says that it can."""
-    self._reply({"started": True})
+    """Answers requests until the judge goes."""
     while True:
       try:
         request = wire.receive(self._requests, self._max_bytes)
@@ -187,7 +187,8 @@ def _described(error: BaseException) -> dict[str, Any]:
   return {"error": [str(c.__name__) for c in type(error).__mro__], "message": text}
 
 
-def _silence(stream: int) -> None:
+def silence(stream: int) -> None:
+  """Points a standard stream to nowhere."""
   nowhere = os.open(os.devnull, os.O_RDWR)
   os.dup2(nowhere, stream)
   os.close(nowhere)

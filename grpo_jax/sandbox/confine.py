@@ -1,4 +1,4 @@
-"""What a process does to itself before it runs a program: limits, and walls without bubblewrap.
+"""What a process does to itself before it runs a program: limits and walls.
 
 Nothing of this can be undone from within. Called in the sandboxed process only.
 """
@@ -58,7 +58,7 @@ def shut(
   devices: Sequence[str],
   scratch: str | None,
 ) -> None:
-  """Confines this process without bubblewrap. What stays open: docs/code_environment.md.
+  """Closes what is not needed: system calls, and files where there is no bubblewrap.
 
   Args:
     seccomp: the filter of system calls, see `syscalls`.

@@ -1,19 +1,16 @@
 """The sandboxed process of the tests: asks a program for values and compares them.
 
-It serves one check after another. Each is made in a child process of its own, so that none
-sees what another left behind.
+It knows what is expected, and nothing of the program but what the program answers.
 """
 
-import array
 import ast
 import os
-import socket
 import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
-from grpo_jax.sandbox import asserts, remote, wire
+from grpo_jax.sandbox import asserts, candidate, remote, wire
 
 MAX_SUITE = 1 << 27  # bytes of a suite: test files may be large.
 MAX_VERDICT = 1 << 15
@@ -23,45 +20,20 @@ class BadTests(Exception):
   """The tests cannot be run, whatever the program is."""
 
 
-def serve(max_bytes: int) -> None:
-  """Answers suites with verdicts until standard input, a socket, ends.
-
-  With a suite come two file descriptors, to the program and from it.
+def answer(requests: int, replies: int, max_bytes: int) -> None:
+  """Reads a suite from standard input, and writes the verdict to standard output.
 
   Args:
-    max_bytes: longest message of a program.
+    requests: pipe to the program.
+    replies: pipe from the program.
+    max_bytes: longest message of the program.
   """
-  channel = os.dup(0)
-  for stream in (0, 1, 2):
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, stream)
-  while fds := _receive_fds(channel):
-    child = os.fork()
-    if child == 0:
-      _answer(channel, *fds, max_bytes)
-      os._exit(0)
-    for fd in fds:
-      os.close(fd)
-    status = os.waitpid(child, 0)[1]
-    if status:  # memory, or the depth of the C stack.
-      wire.send(channel, {"crashed": status}, MAX_VERDICT)
-
-
-def _receive_fds(channel: int) -> list[int]:
-  """Waits for the two descriptors of the next check; [] at the end."""
-  places = socket.CMSG_LEN(2 * array.array("i").itemsize)
-  with socket.socket(fileno=os.dup(channel)) as door:
-    byte, ancillary, *_ = door.recvmsg(1, places)
-  if not byte:
-    return []
-  fds = array.array("i")
-  fds.frombytes(ancillary[0][2])
-  return list(fds)
-
-
-def _answer(channel: int, requests: int, replies: int, max_bytes: int) -> None:
-  suite = wire.receive(channel, MAX_SUITE)
+  suite = wire.receive(0, MAX_SUITE)
+  channel = os.dup(1)
+  for stream in (0, 1):  # tests may print.
+    candidate.silence(stream)
   wire.send(channel, verdict(suite, remote.Link(requests, replies, max_bytes)), MAX_VERDICT)
+  os._exit(0)  # a test's threads are not waited for.
 
 
 def verdict(suite: dict[str, Any], link: remote.Link) -> dict[str, Any]:
@@ -76,7 +48,7 @@ def verdict(suite: dict[str, Any], link: remote.Link) -> dict[str, Any]:
   Returns:
     {"passed", "failed"}: numbers of assertions; "first": the first failure; "compile":
     True if the program is no Python; "gone": why the program ended too early, "" if it did
-    not. Or {"bad_tests": reason}, or {"not_started": True}: the program had no process.
+    not. Or {"bad_tests": reason}.
   """
   count = _Count()
   try:
@@ -91,8 +63,6 @@ def verdict(suite: dict[str, Any], link: remote.Link) -> dict[str, Any]:
       raise BadTests("the tests call nothing and assert nothing")
   except BadTests as error:
     return {"bad_tests": str(error)[:500]}
-  except remote.NotStarted:
-    return {"not_started": True}
   except remote.Gone:
     count.failed("")
   except SystemExit as error:  # a test's own way of ending.

@@ -17,15 +17,15 @@ import platform
 import py_compile
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
 
 from grpo_jax.registry import choose
-from grpo_jax.sandbox import confine, syscalls, wire
+from grpo_jax.sandbox import confine, inside, syscalls
 
 KINDS = ("bubblewrap", "landlock", "limits")
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -66,7 +66,7 @@ class Limits:
 
 
 class Launcher:
-  """Starts confined processes of one kind."""
+  """Starts sandboxes of one kind."""
 
   def __init__(
     self, kind: str, limits: Limits, *, interpreter: str | None = None, readable: Sequence[str] = ()
@@ -87,57 +87,40 @@ class Launcher:
     self._python = os.path.realpath(interpreter or sys.executable)
     self._prefix = sys.base_prefix if interpreter is None else str(Path(self._python).parents[1])
     self._readable = [os.path.realpath(path) for path in readable]
-    self._seccomp = {
-      role: syscalls.program(
-        platform.machine(), processes=role == "judge", shared_world=kind != "bubblewrap"
-      )
-      for role in ("program", "functions", "judge")
-    }
     compile_inside()
     self._check()
 
-  def start(self, role: str, stdin: int, stdout: int, stderr: int) -> "Process":
-    """Starts a process.
+  def start(self, channel: int, stderr: int = subprocess.DEVNULL) -> "Sandbox":
+    """Starts a sandbox, see `inside`.
 
     Args:
-      role: "program", "functions" or "judge", see `inside`.
-      stdin: file descriptor of its standard input.
-      stdout: of its standard output.
-      stderr: of its standard error.
+      channel: file descriptor of its end of the socket over which it is asked.
+      stderr: file descriptor of its standard error.
     """
-    scratch = None if self.kind == "bubblewrap" else tempfile.mkdtemp(prefix="program-")
+    scratch = None if self.kind == "bubblewrap" else tempfile.mkdtemp(prefix="sandbox-")
     boot = _BOOT.format(path=_INSIDE if scratch is None else str(_PACKAGE.parent))
-    command = [self._python, *_OPTIONS, "-c", boot, role, self._settings(role, scratch)]
+    command = [self._python, *_OPTIONS, "-c", boot, self._settings(scratch)]
     with contextlib.ExitStack() as stack:
       pipes = ()
       if scratch is None:
-        pipes = (_filled_pipe(self._seccomp[role]),)
+        pipes = (_filled_pipe(self._seccomp(processes=True)),)
         stack.callback(os.close, pipes[0])
         command = [*self._bubblewrap(pipes[0]), *command]
       popen = subprocess.Popen(
         command,
-        stdin=stdin,
-        stdout=stdout,
+        stdin=channel,
+        stdout=subprocess.DEVNULL,
         stderr=stderr,
         env={**_ENVIRONMENT, "HOME": scratch or _SCRATCH},
         cwd=scratch or "/",
         pass_fds=pipes,
         start_new_session=True,
       )
-    return Process(popen, scratch)
+    return Sandbox(popen, scratch)
 
-  def _settings(self, role: str, scratch: str | None) -> str:
+  def _settings(self, scratch: str | None) -> str:
     """The settings of `inside`, as JSON."""
     limits = self.limits
-    shut: dict[str, Any] | None = None
-    if scratch is not None:
-      shut = {
-        "seccomp": self._seccomp[role].hex(),
-        "parent": os.getpid(),
-        "readable": [*self._libraries(), *self._readable],
-        "devices": _DEVICES,
-        "scratch": scratch if self.kind == "landlock" else None,
-      }
     settings = {
       "limits": {
         "memory_mib": limits.memory_mib,
@@ -145,10 +128,20 @@ class Launcher:
         "file_mib": limits.scratch_mib,
         "count_threads": self.kind == "bubblewrap",
       },
-      "shut": shut,
+      "shut": {
+        "seccomp": self._seccomp(processes=False).hex(),
+        "readable": [*self._libraries(), *self._readable],
+        "devices": _DEVICES,
+        "scratch": scratch if self.kind == "landlock" else None,
+      },
+      "scratch": scratch or _SCRATCH,
       "max_bytes": limits.output_kib * 1024,
     }
     return json.dumps(settings)
+
+  def _seccomp(self, *, processes: bool) -> bytes:
+    files = self.kind == "bubblewrap"
+    return syscalls.program(platform.machine(), processes=processes, files=files)
 
   def _libraries(self) -> list[str]:
     """The interpreter and what it needs, and nothing of the rest of the machine."""
@@ -181,20 +174,25 @@ class Launcher:
       raise SandboxError(f"there is no program bwrap on the path; {_ADVICE}")
     if self.kind == "landlock" and not confine.landlock_abi():
       raise SandboxError(f"this kernel has no Landlock; {_ADVICE}")
-    with tempfile.TemporaryFile() as said, _empty_program() as stdin:
-      process = self.start("program", stdin.fileno(), subprocess.DEVNULL, said.fileno())
+    mine, theirs = socket.socketpair()
+    with tempfile.TemporaryFile() as said, mine, theirs:
+      sandbox = self.start(theirs.fileno(), said.fileno())
+      theirs.close()
       try:
-        code = process.wait(_START_S)
+        mine.settimeout(_START_S)
+        works = mine.recv(1) == inside.READY
+      except TimeoutError:
+        works = False
       finally:
-        process.end()
+        sandbox.end()
       said.seek(0)
-      reason = said.read(1000).decode(errors="replace").strip() or f"it ended with {code}"
-    if code:
+      reason = said.read(1000).decode(errors="replace").strip() or "it says nothing"
+    if not works:
       raise SandboxError(f"the sandbox {self.kind!r} does not work here: {reason}; {_ADVICE}")
 
 
-class Process:
-  """A confined process and its scratch folder."""
+class Sandbox:
+  """A sandbox's process and its scratch folder."""
 
   def __init__(self, popen: subprocess.Popen[bytes], scratch: str | None):
     self._popen, self._scratch = popen, scratch
@@ -203,16 +201,8 @@ class Process:
   def pid(self) -> int:
     return self._popen.pid
 
-  def wait(self, timeout_s: float) -> int | None:
-    """Returns the exit code, 128 + signal for a killed one; None: it still runs."""
-    try:
-      code = self._popen.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-      return None
-    return 128 - code if code < 0 else code
-
   def kill(self) -> None:
-    """Kills it with all that it started; of no effect on a dead one."""
+    """Kills it with all that is in it; of no effect on a dead one. From any thread."""
     if self._popen.poll() is None:
       with contextlib.suppress(ProcessLookupError):
         os.killpg(self._popen.pid, signal.SIGKILL)
@@ -241,11 +231,3 @@ def _filled_pipe(content: bytes) -> int:
   os.write(start, content)
   os.close(start)
   return end
-
-
-def _empty_program() -> IO[bytes]:
-  """A file with the message of an empty program."""
-  file = tempfile.TemporaryFile()
-  wire.send(file.fileno(), "", 100)
-  file.seek(0)
-  return file

@@ -16,10 +16,6 @@ class Gone(BaseException):
   """The program has ended, or broke the rules of the link. No test can catch it as Exception."""
 
 
-class NotStarted(Exception):
-  """The program's process did not start, which is no fault of the program's."""
-
-
 class ProgramError(Exception):
   """The program raised something that is no built-in Exception."""
 
@@ -42,14 +38,7 @@ class Link:
     Returns:
       {} or what it raised: {"error": names of classes, "message": text, "compile": True if
       it is no Python}.
-
-    Raises:
-      NotStarted: the process ended before it saw the program.
     """
-    try:
-      wire.receive(self._replies, self._max_bytes)
-    except wire.Closed as error:
-      raise NotStarted from error
     answer = self._ask(do="load", sources=sources, shared=sorted(self.codec.shared))
     names = answer.get("names", [])
     self.names = {n for n in names if isinstance(n, str)}

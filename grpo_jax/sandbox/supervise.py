@@ -4,22 +4,24 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import enum
+import json
 import os
 import selectors
 import socket
-import subprocess
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from grpo_jax.sandbox import candidate, judge, wire
-from grpo_jax.sandbox.launch import Launcher, Process, SandboxError
+from grpo_jax.sandbox import candidate, inside, judge, wire
+from grpo_jax.sandbox.launch import Launcher, SandboxError
 
 T = TypeVar("T")
+_START_S = 30.0
+_USES = 200  # children of a sandbox, after which a fresh one takes its place.
 _GRACE_S = 1.0  # after a time-out, in which the judge counts what was not answered.
-_END_S = 1.0  # in which a program that has closed its output must end.
+_END_S = 1.0  # in which a program must end after its output, or its judge, has.
 
 
 class BadTests(ValueError):
@@ -74,7 +76,7 @@ class Supervisor:
     """Starts nothing yet.
 
     Args:
-      launcher: makes the sandboxes.
+      launcher: makes the sandboxes: one for each program, and one for its judge.
       workers: programs that run at the same time.
     """
     if workers < 1:
@@ -82,8 +84,8 @@ class Supervisor:
     self._launcher = launcher
     self._threads = concurrent.futures.ThreadPoolExecutor(workers, "sandbox")
     self._lock = threading.Lock()
-    self._running: set[Process] = set()
-    self._judges: list[_Judge] = []  # those without work.
+    self._all: set[_Seat] = set()
+    self._free: list[_Seat] = []
     self._counts: Counter[str] = Counter()
     self._closed = False
 
@@ -92,20 +94,26 @@ class Supervisor:
     return self._threads.submit(function, *args)
 
   def counts(self) -> dict[str, float]:
-    """Returns how many programs and judges were started, and how programs ended."""
+    """Returns how many sandboxes were started, and how programs ended."""
     with self._lock:
       return {name: float(value) for name, value in self._counts.items()}
+
+  def pids(self) -> list[int]:
+    """Returns the ids of the sandboxes that there are now."""
+    with self._lock:
+      return sorted(seat.pid for seat in self._all)
 
   def close(self) -> None:
     """Ends all processes, also those in the middle of a check. Later calls do nothing."""
     with self._lock:
       self._closed = True
-      running = list(self._running)
-    for process in running:
-      process.kill()
+      seats = list(self._all)
+    for seat in seats:
+      seat.kill()
     self._threads.shutdown(cancel_futures=True)
-    while self._judges:
-      self._judges.pop().end()
+    for seat in self._free:
+      self._leave(seat)
+    self._free.clear()
 
   def run(self, source: str, stdin: str, timeout_s: float | None = None) -> Output:
     """Runs a program.
@@ -116,22 +124,18 @@ class Supervisor:
       timeout_s: None: that of the limits.
 
     Raises:
-      SandboxError: its process could not be started.
+      SandboxError: it could not be started.
     """
-    deadline = time.monotonic() + (timeout_s or self._launcher.limits.timeout_s)
-    to_program, from_program = os.pipe(), os.pipe()
-    feed, reader = to_program[1], from_program[0]
+    limits = self._launcher.limits
     data = wire.pack(source, candidate.MAX_SOURCE) + stdin.encode(errors="surrogateescape")
-    most = self._launcher.limits.output_kib * 1024 + len(candidate.STARTED)
-    with _open(feed, reader):
-      with self._process("program", to_program[0], from_program[1]) as process:
-        heard, why = _exchange(feed, reader, data, most, deadline)
-        code = process.wait(_END_S) if why is Ending.OK else None
-    if not heard.startswith(candidate.STARTED) and why is Ending.OK:
-      raise SandboxError(f"a sandboxed program did not start, exit code {code}")
-    ending = why if why is not Ending.OK else _ending_of(code)
+    with self._seat() as seat, seat.child(inside.PROGRAM) as child:
+      deadline = time.monotonic() + (timeout_s or limits.timeout_s)
+      printed, why = child.exchange(data, limits.output_kib * 1024, deadline)
+      child.close()
+      code = seat.exit_code(min(deadline, time.monotonic() + _END_S)) if why is Ending.OK else None
+    ending = _ending_of(code) if why is Ending.OK else why
     self._count(f"programs_{ending}")
-    return Output(ending, heard[1:].decode(errors="replace"))
+    return Output(ending, printed.decode(errors="replace"))
 
   def check(self, suite: Mapping[str, Any], timeout_s: float | None = None) -> Verdict:
     """Judges a program by a suite, see `judge.verdict`.
@@ -144,113 +148,205 @@ class Supervisor:
       BadTests: the tests cannot be run.
       SandboxError: a process could not be started.
     """
-    deadline = time.monotonic() + (timeout_s or self._launcher.limits.timeout_s)
-    to_program, from_program = os.pipe(), os.pipe()
-    with _open(to_program[1], from_program[0]):
-      with self._process("functions", to_program[0], from_program[1]) as process:
-        seat = self._seat()
-        seat.ask(suite, to_program[1], from_program[0])
-        answer = seat.answer(deadline)
-        is_late = answer is None
-        if is_late:
-          process.kill()
-          answer = seat.answer(time.monotonic() + _GRACE_S)
-        code = process.wait(0.2 if answer and answer.get("gone") else 0.0)
-    self._free(seat, is_usable=answer is not None and "crashed" not in answer)
-    verdict = _verdict(answer or {}, code, is_late)
+    try:
+      data = wire.pack(suite, judge.MAX_SUITE)
+    except wire.TooLarge as error:
+      raise BadTests(f"the tests are too large: {error}") from error
+    with (
+      self._seat() as of_program,
+      self._seat() as of_judge,
+      of_program.child(inside.FUNCTIONS) as program,
+      of_judge.child(inside.JUDGE, program.feed, program.reader) as tests,
+    ):
+      deadline = time.monotonic() + (timeout_s or self._launcher.limits.timeout_s)
+      program.close()  # the pipes are the judge's now.
+      said, why = tests.exchange(data, judge.MAX_VERDICT, deadline)
+      if why is Ending.TIMEOUT:
+        of_program.kill()
+        more, _ = tests.exchange(b"", judge.MAX_VERDICT, time.monotonic() + _GRACE_S)
+        said += more
+      tests.close()
+      code = of_program.exit_code(time.monotonic() + _END_S)
+      of_judge.exit_code(time.monotonic() + _END_S)
+    verdict = _verdict(_message(said), code, is_late=why is Ending.TIMEOUT)
     self._count(f"programs_{verdict.ending}")
     return verdict
 
   @contextlib.contextmanager
-  def _process(self, role: str, stdin: int, stdout: int) -> Iterator[Process]:
-    """A process that is dead at the end of the block. Closes both descriptors."""
-    try:
-      process = self._launcher.start(role, stdin, stdout, subprocess.DEVNULL)
-    finally:
-      os.close(stdin)
-      os.close(stdout)
-    self._add(process)
-    try:
-      yield process
-    finally:
-      self._end(process)
-
-  def _add(self, process: Process) -> None:
+  def _seat(self) -> Iterator["_Seat"]:
+    """A sandbox without work, or a new one; it is kept if its last child has ended."""
     with self._lock:
-      self._running.add(process)
-      is_late = self._closed  # close() did not see it.
-    if is_late:
-      process.kill()
-
-  def _end(self, process: Process) -> None:
-    process.end()
-    with self._lock:
-      self._running.discard(process)
-
-  def _seat(self) -> "_Judge":
-    """A judge without work, or a new one."""
-    with self._lock:
-      if self._judges:
-        return self._judges.pop()
-    mine, theirs = socket.socketpair()
-    process = self._launcher.start("judge", theirs.fileno(), theirs.fileno(), subprocess.DEVNULL)
-    theirs.close()
-    self._add(process)
-    self._count("judges")
-    return _Judge(process, mine, self._end)
-
-  def _free(self, seat: "_Judge", *, is_usable: bool) -> None:
-    if not is_usable:
-      seat.end()
-    else:
+      seat = self._free.pop() if self._free else None
+    if seat is None:
+      seat = _Seat(self._launcher)
+      self._count("sandboxes")
       with self._lock:
-        self._judges.append(seat)
+        self._all.add(seat)
+        is_late = self._closed  # close() did not see it.
+      if is_late:
+        seat.kill()
+    try:
+      yield seat
+    finally:
+      if seat.is_fresh:
+        with self._lock:
+          self._free.append(seat)
+      else:
+        self._leave(seat)
+
+  def _leave(self, seat: "_Seat") -> None:
+    seat.end()
+    with self._lock:
+      self._all.discard(seat)
 
   def _count(self, what: str) -> None:
     with self._lock:
       self._counts[what] += 1
 
 
-class _Judge:
-  """A judge's process and the socket to it."""
+class _Seat:
+  """A sandbox, which has one child at a time."""
 
-  def __init__(self, process: Process, channel: socket.socket, end: Callable[[Process], None]):
-    self._process, self._channel, self._end = process, channel, end
-
-  def ask(self, suite: Mapping[str, Any], requests: int, replies: int) -> None:
-    """Hands over a suite and the two pipes of a program."""
-    try:
-      socket.send_fds(self._channel, [b"?"], [requests, replies])
-      wire.send(self._channel.fileno(), suite, judge.MAX_SUITE)
-    except (OSError, wire.Closed) as error:
+  def __init__(self, launcher: Launcher):
+    self._channel, theirs = socket.socketpair()
+    with theirs:
+      self._sandbox = launcher.start(theirs.fileno())
+    self._is_busy = False
+    self._uses = 0
+    if self._byte(time.monotonic() + _START_S) != inside.READY:
       self.end()
-      raise SandboxError(f"a judge did not start, or has died: {error}") from error
-    except wire.TooLarge as error:
-      self.end()
-      raise BadTests(f"the tests are too large: {error}") from error
+      raise SandboxError("a sandbox did not start")
 
-  def answer(self, deadline: float) -> dict[str, Any] | None:
-    """Waits for the verdict; None: it did not come in time. {"crashed": …}: it died."""
-    with selectors.DefaultSelector() as selector:
-      selector.register(self._channel, selectors.EVENT_READ)
-      if not selector.select(max(0.0, deadline - time.monotonic())):
-        return None
+  @property
+  def pid(self) -> int:
+    return self._sandbox.pid
+
+  @property
+  def is_fresh(self) -> bool:
+    """Whether it can have another child."""
+    return not self._is_busy and self._uses < _USES
+
+  @contextlib.contextmanager
+  def child(self, role: bytes, *more: int) -> Iterator["_Pipes"]:
+    """Has a child made; the pipes to it are closed at the end of the block.
+
+    Args:
+      role: of `inside`.
+      *more: further file descriptors for it.
+
+    Raises:
+      SandboxError: the sandbox has died.
+    """
+    to_child, from_child = os.pipe(), os.pipe()
+    pipes = _Pipes(to_child[1], from_child[0])
+    self._is_busy = True
+    self._uses += 1
     try:
-      return wire.receive(self._channel.fileno(), judge.MAX_VERDICT)
-    except (wire.Closed, OSError):
-      return {"crashed": -1}
+      socket.send_fds(self._channel, [role], [to_child[0], from_child[1], *more])
+    except OSError as error:
+      pipes.close()
+      raise SandboxError(f"a sandbox has died: {error}") from error
+    finally:
+      os.close(to_child[0])
+      os.close(from_child[1])
+    try:
+      yield pipes
+    finally:
+      pipes.close()
+
+  def exit_code(self, deadline: float) -> int | None:
+    """Waits for the child's end; None: it runs on, or the sandbox is lost."""
+    byte = self._byte(deadline)
+    if not byte:
+      return None
+    self._is_busy = False
+    return byte[0]
+
+  def kill(self) -> None:
+    """Kills the sandbox and all in it. From any thread."""
+    self._sandbox.kill()
 
   def end(self) -> None:
-    """Ends the process."""
+    """Kills it, waits for the end and frees what it had."""
     self._channel.close()
-    self._end(self._process)
+    self._sandbox.end()
+
+  def _byte(self, deadline: float) -> bytes:
+    self._channel.settimeout(max(0.001, deadline - time.monotonic()))
+    try:
+      return self._channel.recv(1)
+    except OSError:  # TimeoutError is one, too.
+      return b""
+
+
+class _Pipes:
+  """The pipes to a child and from it."""
+
+  def __init__(self, feed: int, reader: int):
+    """Takes our two ends."""
+    self.feed, self.reader = feed, reader
+    self._is_open = True
+
+  def close(self) -> None:
+    """Closes our ends; later calls do nothing."""
+    if self._is_open:
+      self._is_open = False
+      os.close(self.feed)
+      os.close(self.reader)
+
+  def exchange(self, data: bytes, most: int, deadline: float) -> tuple[bytes, Ending]:
+    """Writes and reads at the same time; the input ends after the data.
+
+    Args:
+      data: what the child reads.
+      most: bytes that are read at most.
+      deadline: on the monotonic clock.
+
+    Returns:
+      What the child wrote, and why reading ended: OK (it closed its output), TIMEOUT, OUTPUT.
+    """
+    heard, left = bytearray(), memoryview(data)
+    os.set_blocking(self.feed, False)
+    with selectors.DefaultSelector() as selector:
+      selector.register(self.reader, selectors.EVENT_READ)
+      if left:
+        selector.register(self.feed, selectors.EVENT_WRITE)
+      while len(heard) <= most:
+        ready = selector.select(max(0.0, deadline - time.monotonic()))
+        if not ready:
+          return bytes(heard), Ending.TIMEOUT
+        for key, _ in ready:
+          if key.fd == self.feed:
+            left = _fed(self.feed, left)
+            if not left:
+              selector.unregister(self.feed)
+              os.dup2(_NOWHERE, self.feed)  # the end of the input.
+          elif piece := os.read(self.reader, 1 << 16):
+            heard += piece
+          else:
+            return bytes(heard), Ending.OK
+    return bytes(heard[:most]), Ending.OUTPUT
+
+
+def _fed(feed: int, left: memoryview) -> memoryview:
+  """Writes what fits; returns what is left: nothing, if nobody reads."""
+  try:
+    return left[os.write(feed, left) :]
+  except BrokenPipeError:
+    return left[:0]
+
+
+def _message(said: bytes) -> dict[str, Any]:
+  """The judge's verdict; {"crashed": True} if it died before it had one."""
+  try:
+    return json.loads(said[4:])
+  except ValueError:
+    return {"crashed": True}
 
 
 def _verdict(answer: Mapping[str, Any], code: int | None, is_late: bool) -> Verdict:
   if "bad_tests" in answer:
     raise BadTests(answer["bad_tests"])
-  if "not_started" in answer:
-    raise SandboxError(f"a sandboxed program did not start, exit code {code}")
   passed, failed = answer.get("passed", 0), answer.get("failed", 1)
   first, gone = answer.get("first", ""), answer.get("gone", "")
   ending = Ending.OK
@@ -280,51 +376,3 @@ _ENDINGS = {
 
 def _ending_of(code: int | None) -> Ending:
   return _ENDINGS.get(code, Ending.DIED if (code or 0) > 128 else Ending.RAISED)
-
-
-@contextlib.contextmanager
-def _open(*fds: int) -> Iterator[None]:
-  """Closes file descriptors at the end of the block."""
-  try:
-    yield
-  finally:
-    for fd in fds:
-      os.close(fd)
-
-
-def _exchange(
-  feed: int, reader: int, data: bytes, most: int, deadline: float
-) -> tuple[bytes, Ending]:
-  """Writes to a program and reads from it at the same time.
-
-  Returns:
-    What it printed, and why reading ended: OK (it closed its output), TIMEOUT, OUTPUT.
-  """
-  heard, left = bytearray(), memoryview(data)
-  os.set_blocking(feed, False)
-  with selectors.DefaultSelector() as selector:
-    selector.register(reader, selectors.EVENT_READ)
-    selector.register(feed, selectors.EVENT_WRITE)
-    while len(heard) <= most:
-      ready = selector.select(max(0.0, deadline - time.monotonic()))
-      if not ready:
-        return bytes(heard), Ending.TIMEOUT
-      for key, _ in ready:
-        if key.fd == feed:
-          left = _fed(feed, left)
-          if not left:
-            selector.unregister(feed)
-            os.dup2(_NOWHERE, feed)  # the end of the input.
-        elif piece := os.read(reader, 1 << 16):
-          heard += piece
-        else:
-          return bytes(heard), Ending.OK
-  return bytes(heard), Ending.OUTPUT
-
-
-def _fed(feed: int, left: memoryview) -> memoryview:
-  """Writes what fits; returns what is left: nothing, if nobody reads."""
-  try:
-    return left[os.write(feed, left) :]
-  except BrokenPipeError:
-    return left[:0]

@@ -69,9 +69,8 @@ _ALWAYS = {
   "quotactl": (179, 60),
   "personality": (135, 92),
 }
-# Where other processes and files of the user are in reach: no signals, no changing of limits
-# and priorities, none of the changes to files that Landlock does not know.
-_SHARED_WORLD = {
+# Signals, limits and priorities of other processes: the one that forked it is in reach.
+_OTHER_PROCESSES = {
   "kill": (62, 129),
   "tkill": (200, 130),
   "tgkill": (234, 131),
@@ -86,6 +85,9 @@ _SHARED_WORLD = {
   "sched_setattr": (314, 274),
   "migrate_pages": (256, 238),
   "move_pages": (279, 239),
+}
+# Where the user's files are in reach: the changes to them that Landlock does not know.
+_FILES = {
   "truncate": (76, 45),
   "chmod": (90, None),
   "fchmod": (91, 52),
@@ -109,13 +111,13 @@ _SHARED_WORLD = {
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 
-def program(machine: str, *, processes: bool = False, shared_world: bool = False) -> bytes:
+def program(machine: str, *, processes: bool = False, files: bool = True) -> bytes:
   """Assembles the filter.
 
   Args:
     machine: architecture, as `platform.machine()` names it.
-    processes: allow starting processes.
-    shared_world: the process has no namespaces of its own: refuse what they would keep apart.
+    processes: allow starting processes, and signals.
+    files: allow changes of modes, owners, times and attributes of files.
 
   Returns:
     An array of `struct sock_filter`.
@@ -126,9 +128,9 @@ def program(machine: str, *, processes: bool = False, shared_world: bool = False
   if machine not in _MACHINES:
     raise ValueError(f"the sandbox knows {' and '.join(_MACHINES)}, this machine is {machine}")
   column, architecture = _MACHINES[machine]
-  refused = {**_ALWAYS, **(_SHARED_WORLD if shared_world else {})}
+  refused = {**_ALWAYS, **({} if files else _FILES)}
   if not processes:
-    refused |= _PROCESSES
+    refused |= {**_PROCESSES, **_OTHER_PROCESSES}
   numbers = [call[column] for call in refused.values()]
 
   code = [(_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL)]
@@ -138,10 +140,10 @@ def program(machine: str, *, processes: bool = False, shared_world: bool = False
   for number in numbers:
     if number is not None:
       code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERROR | _EPERM)]
-  if shared_world:  # prlimit of another process.
+  if not processes:
+    # Limits of this process, 0, and of no other.
     code += [(_EQUAL, 0, 4, _PRLIMIT[column]), (_LOAD, 0, 0, _ARGUMENT_0)]
     code += [(_EQUAL, 1, 0, 0), (_RETURN, 0, 0, _ERROR | _EPERM), (_RETURN, 0, 0, _ALLOW)]
-  if not processes:
     # clone3's flags lie in memory, out of a filter's sight: libraries then turn to clone.
     code += [(_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _ERROR | _ENOSYS)]
     code += [(_EQUAL, 0, 3, _CLONE[column]), (_LOAD, 0, 0, _ARGUMENT_0)]
