@@ -34,6 +34,11 @@ class _Counted(ast.NodeTransformer):
     return node
 
 
+def does_anything(tree: ast.Module) -> bool:
+  """Tells whether code calls something or asserts something."""
+  return any(isinstance(node, (ast.Call, ast.Assert)) for node in ast.walk(tree))
+
+
 def free_names(tree: ast.Module) -> set[str]:
   """Returns the names that code reads, but for those of the language."""
   read = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}

@@ -50,10 +50,16 @@ def limit(*, memory_mib: int, cpu_s: int, file_mib: int, count_threads: bool) ->
     resource.setrlimit(name, (lowest, lowest))
 
 
+def die_with(parent: int) -> None:
+  """Has this process killed when its parent, of this id, dies."""
+  _Libc().prctl("PDEATHSIG", _PR_SET_PDEATHSIG, _SIGKILL)
+  if os.getppid() != parent:
+    os._exit(1)  # it died before.
+
+
 def shut(
   *,
-  seccomp: bytes,
-  parent: int,
+  seccomp: str,
   readable: Sequence[str],
   devices: Sequence[str],
   scratch: str | None,
@@ -61,8 +67,7 @@ def shut(
   """Closes what is not needed: system calls, and files where there is no bubblewrap.
 
   Args:
-    seccomp: the filter of system calls, see `syscalls`.
-    parent: id of the process at whose death this one dies.
+    seccomp: the filter of system calls, see `syscalls`, in hexadecimal.
     readable: files and folders that it may read, with all below them.
     devices: files that it may also write.
     scratch: the one folder that it may also write; None leaves all files as they are.
@@ -71,15 +76,12 @@ def shut(
     OSError: the kernel refuses.
   """
   libc = _Libc()
-  libc.prctl("PDEATHSIG", _PR_SET_PDEATHSIG, _SIGKILL)
-  if os.getppid() != parent:
-    os._exit(1)  # it died before.
   libc.prctl("NO_NEW_PRIVS", _PR_SET_NO_NEW_PRIVS, 1)
   if scratch is not None:
     read = _EXECUTE | _READ_FILE | _READ_DIR
     places = [*((path, read) for path in readable), (scratch, ~0)]
     _close_files(libc, [*places, *((path, _READ_FILE | _WRITE_FILE) for path in devices)])
-  _filter_calls(libc, seccomp)
+  _filter_calls(libc, bytes.fromhex(seccomp))
 
 
 def landlock_abi() -> int:

@@ -16,6 +16,7 @@ import array
 import importlib
 import json
 import os
+import random
 import shutil
 import socket
 import stat
@@ -30,7 +31,7 @@ PROGRAM, FUNCTIONS, JUDGE = b"p", b"f", b"j"
 _MOST_FDS = 4
 # What programs import most: loaded once.
 _WARM = ("typing", "math", "re", "collections", "itertools", "functools", "heapq", "bisect")
-_WARM += ("string", "random", "copy", "operator", "datetime", "decimal", "fractions", "ctypes")
+_WARM += ("string", "copy", "operator", "datetime", "decimal", "fractions", "ctypes")
 _UNUSABLE = 1
 
 
@@ -38,13 +39,16 @@ def main() -> None:
   """Serves requests until the socket ends; in a child, runs its role instead.
 
   The argument is JSON: {"limits": arguments of confine.limit, "shut": of confine.shut,
-  "scratch": the folder that children start in, "max_bytes": longest message between program
+  "scratch": the folder that children start in, "parent": id of the trainer's process, or 0 if
+  bubblewrap sees to it that this one dies with it, "max_bytes": longest message between program
   and judge}.
   """
   settings = json.loads(sys.argv[1])
   del sys.argv[1:], sys.orig_argv[1:]
   for name in _WARM:
     importlib.import_module(name)
+  if settings["parent"]:
+    confine.die_with(settings["parent"])
   sys.path.pop(0)  # the package is loaded, and out of a program's reach.
   channel = os.dup(0)
   candidate.silence(0)
@@ -89,9 +93,10 @@ def _child(role: bytes, fds: list[int], parent: int, settings: dict[str, Any]) -
     os.close(fd)
   candidate.silence(2)
   os.chdir(settings["scratch"])
+  random.seed(0)  # the same luck for every program, in every run.
   confine.limit(**settings["limits"])
-  shut = settings["shut"]
-  confine.shut(**{**shut, "seccomp": bytes.fromhex(shut["seccomp"]), "parent": parent})
+  confine.die_with(parent)
+  confine.shut(**settings["shut"])
   if role == JUDGE:
     return lambda: judge.answer(*fds[2:], settings["max_bytes"])
   if role == FUNCTIONS:

@@ -48,7 +48,7 @@ def verdict(suite: dict[str, Any], link: remote.Link) -> dict[str, Any]:
   Returns:
     {"passed", "failed"}: numbers of assertions; "first": the first failure; "compile":
     True if the program is no Python; "gone": why the program ended too early, "" if it did
-    not. Or {"bad_tests": reason}.
+    not; "over": the limit that it met, "memory", "output" or "". Or {"bad_tests": reason}.
   """
   count = _Count()
   try:
@@ -59,8 +59,8 @@ def verdict(suite: dict[str, Any], link: remote.Link) -> dict[str, Any]:
       count.failed(f"{failure['error'][0]}: {failure['message']}")
       return count.result(compile_error="compile" in failure)
     tests.run(link, count)
-    if not count.total and not link.calls:
-      raise BadTests("the tests call nothing and assert nothing")
+    if not count.total and not link.questions:
+      count.failed("nothing was asserted")
   except BadTests as error:
     return {"bad_tests": str(error)[:500]}
   except remote.Gone:
@@ -69,12 +69,12 @@ def verdict(suite: dict[str, Any], link: remote.Link) -> dict[str, Any]:
     if error.code:
       count.failed(f"SystemExit: {error.code}")
   except ImportError as error:
-    if not link.calls:
+    if not link.questions:  # so it is no doing of the program's.
       return {"bad_tests": f"{type(error).__name__}: {error}"[:500]}
     count.failed(f"{type(error).__name__}: {error}")
   except Exception as error:  # values that are too large for this process, above all.
     count.failed(f"{type(error).__name__}: {error}")
-  return count.result(gone=link.gone)
+  return count.result(gone=link.gone, over=link.over)
 
 
 class _Count:
@@ -94,7 +94,15 @@ class _Count:
   def failed(self, what: str) -> None:
     self._failures.append(what[:300])
 
-  def result(self, *, compile_error: bool = False, gone: str = "") -> dict[str, Any]:
+  def failed_assertion(self, text: str) -> None:
+    """Within an except block: adds what the program raised to the text of the assertion."""
+    kind, error, _ = sys.exc_info()
+    says_more = kind is not None and kind is not AssertionError
+    self.failed(f"{text}: {kind.__name__}: {error}" if kind and says_more else text)
+
+  def result(
+    self, *, compile_error: bool = False, gone: str = "", over: str = ""
+  ) -> dict[str, Any]:
     first = self._failures[0] if self._failures else ""
     return {
       "passed": self._passed,
@@ -102,6 +110,7 @@ class _Count:
       "first": first.encode(errors="replace").decode(),
       "compile": compile_error,
       "gone": gone,
+      "over": over,
     }
 
 
@@ -127,6 +136,8 @@ class _Tests:
       raise BadTests(f"the tests are no Python: {error}") from error
     except Exception as error:  # the setup is code of the data's, and may raise anything.
       raise BadTests(f"the setup raises {type(error).__name__}: {error}") from error
+    if not self._cases and not any(asserts.does_anything(tree) for tree in trees):
+      raise BadTests("the tests call nothing and assert nothing")
     self._free = set().union(*(asserts.free_names(t) for t in trees))
     self._stubs = asserts.stubs(setup)
 
@@ -141,14 +152,15 @@ class _Tests:
     """Runs all tests."""
     space = self._space
     self._bind(link)
-    space |= {asserts.PASSED: count.passed, asserts.FAILED: count.failed}
+    link.questions = 0  # from here on, of the tests.
+    space |= {asserts.PASSED: count.passed, asserts.FAILED: count.failed_assertion}
     space[asserts.FAILURES] = (Exception, remote.Gone)
     for code in self._codes:
       self._guarded(lambda code=code: exec(code, space), count)
     if self._has_check():
       if not self._entry:
         raise BadTests("there is check(candidate), and no entry_point that says what to check")
-      if not link.calls:  # unless the tests did that themselves.
+      if not link.questions:  # unless the tests did that themselves.
         self._guarded(lambda: space["check"](space["candidate"]), count)
     for args, expected in self._cases:
       self._case(args, expected, count)

@@ -135,6 +135,7 @@ class Launcher:
         "scratch": scratch if self.kind == "landlock" else None,
       },
       "scratch": scratch or _SCRATCH,
+      "parent": 0 if scratch is None else os.getpid(),
       "max_bytes": limits.output_kib * 1024,
     }
     return json.dumps(settings)

@@ -29,8 +29,9 @@ class Link:
     self._callbacks: list[Callable[..., Any]] = []
     self.codec = wire.Codec(keep=self._keep, find=lambda reference: Remote(self, int(reference)))
     self.names: set[str] = set()
-    self.calls = 0
+    self.questions = 0
     self.gone = ""  # why there will be no more answers.
+    self.over = ""  # "memory" or "output": the limit that the program has met last.
 
   def load(self, sources: list[str]) -> dict[str, Any]:
     """Has the program run.
@@ -50,7 +51,6 @@ class Link:
 
   def call(self, target: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls an object of the program; arguments that it changes in place are changed here."""
-    self.calls += 1
     sent = self.codec.encode(args), self.codec.encode(kwargs)
     answer = self._ask(do="call", target=target, args=sent[0], kwargs=sent[1])
     value = self._value(answer)
@@ -65,7 +65,6 @@ class Link:
 
   def method(self, target: int, name: str, *args: Any) -> Any:
     """Applies a function of the language, such as len, to an object of the program."""
-    self.calls += 1
     encoded = self.codec.encode(args)
     return self._value(self._ask(do="method", target=target, name=name, args=encoded))
 
@@ -77,6 +76,7 @@ class Link:
   def _ask(self, **request: Any) -> dict[str, Any]:
     if self.gone:
       raise Gone(self.gone)
+    self.questions += 1
     try:
       wire.send(self._requests, request, self._max_bytes)
       while True:
@@ -86,7 +86,10 @@ class Link:
         if "callback" not in answer:
           return answer
         wire.send(self._requests, self._called_back(answer), self._max_bytes)
-    except (wire.Closed, wire.TooLarge) as error:
+    except wire.TooLarge as error:
+      self.over = "output"
+      self._leave(str(error))
+    except wire.Closed as error:
       self._leave(str(error) or "the program has ended")
     except (LookupError, TypeError, ValueError) as error:
       self._leave(f"not understood: {error}")
@@ -105,7 +108,10 @@ class Link:
 
   def _value(self, answer: dict[str, Any]) -> Any:
     if "error" in answer:
-      raise _exception(answer, self.codec.shared)
+      error = _exception(answer, self.codec.shared)
+      self.over = "memory" if isinstance(error, MemoryError) else self.over
+      self.over = "output" if str(error).startswith("TooLarge:") else self.over
+      raise error
     return self._decode(answer.get("value"))
 
   def _decode(self, data: Any) -> Any:

@@ -354,10 +354,8 @@ def _verdict(answer: Mapping[str, Any], code: int | None, is_late: bool) -> Verd
     ending = Ending.TIMEOUT
   elif answer.get("compile"):
     ending = Ending.COMPILE_ERROR
-  elif first.startswith("MemoryError"):
-    ending = Ending.MEMORY
-  elif "bytes, more than" in gone or "bytes, more than" in first:
-    ending = Ending.OUTPUT
+  elif failed and answer.get("over"):
+    ending = Ending(answer["over"])
   elif gone or "crashed" in answer:
     ending = Ending.DIED
   return Verdict(ending, passed, max(failed, int(ending is not Ending.OK)), first or gone)
