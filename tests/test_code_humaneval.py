@@ -48,6 +48,10 @@ def test_two_steps_are_scored_by_running_programs(tmp_path):
     "config.rollout.group_size": 2,
     "config.sampling.max_tokens": 8,
     "config.filters.drop_no_signal": False,
+    "config.loss.kl_coef": 0.01,  # all rewards are 0: there is nothing else to learn from.
+    "config.data.max_prompt_tokens": 256,
+    "config.rollout.max_tokens": 288,
+    "config.batching.row_tokens": 288,
     "config.evaluation.at_start": False,
   }
   assert main.main([f"--{name}={value}" for name, value in arguments.items()]) == 0

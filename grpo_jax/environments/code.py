@@ -143,7 +143,7 @@ def make(
   scratch_mib: int = 16,
   tests_key: str | None = None,
   interpreter: str | None = None,
-  readable: Sequence[str] = (),
+  packages: Sequence[str] = (),
 ) -> CodeEnvironments:
   """Makes the code environment.
 
@@ -164,7 +164,7 @@ def make(
     scratch_mib: limit of the files that a program writes.
     tests_key: field of the row that holds the tests; None: see docs/code_environment.md.
     interpreter: the Python that runs programs; None: the one that runs this, without packages.
-    readable: further files and folders that programs may read.
+    packages: folders with further packages that programs may import.
 
   Returns:
     Prompt → environment. Metrics of an attempt: accuracy, has_code, passed_share, and of
@@ -177,7 +177,7 @@ def make(
     timeout_s=timeout_s, memory_mib=memory_mib, output_kib=output_kib, scratch_mib=scratch_mib
   )
   try:
-    launcher = Launcher(sandbox, limits, interpreter=interpreter, readable=readable)
+    launcher = Launcher(sandbox, limits, interpreter=interpreter, packages=packages)
   except SandboxError as error:
     raise ValueError(f"the code environment: {error}") from error
   return CodeEnvironments(

@@ -16,7 +16,8 @@ _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _SECCOMP_MODE_FILTER = 2
 _SIGKILL = 9
 
-# Landlock (Linux 5.13): https://docs.kernel.org/userspace-api/landlock.html. Same numbers everywhere.
+# Landlock (Linux 5.13), the same numbers everywhere:
+# https://docs.kernel.org/userspace-api/landlock.html
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _RIGHTS_OF_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1}  # all rights on files.

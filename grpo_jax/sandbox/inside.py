@@ -39,7 +39,8 @@ def main() -> None:
   """Serves requests until the socket ends; in a child, runs its role instead.
 
   The argument is JSON: {"limits": arguments of confine.limit, "shut": of confine.shut,
-  "scratch": the folder that children start in, "parent": id of the trainer's process, or 0 if
+  "scratch": the folder that children start in, "packages": folders to import from,
+  "parent": id of the trainer's process, or 0 if
   bubblewrap sees to it that this one dies with it, "max_bytes": longest message between program
   and judge}.
   """
@@ -49,7 +50,7 @@ def main() -> None:
     importlib.import_module(name)
   if settings["parent"]:
     confine.die_with(settings["parent"])
-  sys.path.pop(0)  # the package is loaded, and out of a program's reach.
+  sys.path[:] = [*sys.path[1:], *settings["packages"]]  # this package is loaded: out of reach.
   channel = os.dup(0)
   candidate.silence(0)
   os.write(channel, READY)
@@ -86,7 +87,9 @@ def _request(channel: int) -> tuple[bytes, list[int]]:
   return role, list(fds)
 
 
-def _child(role: bytes, fds: list[int], parent: int, settings: dict[str, Any]) -> Callable[[], None]:
+def _child(
+  role: bytes, fds: list[int], parent: int, settings: dict[str, Any]
+) -> Callable[[], None]:
   """Takes the pipes, confines itself for good, and returns the role."""
   for stream, fd in enumerate(fds[:2]):
     os.dup2(fd, stream)
@@ -98,7 +101,8 @@ def _child(role: bytes, fds: list[int], parent: int, settings: dict[str, Any]) -
   confine.die_with(parent)
   confine.shut(**settings["shut"])
   if role == JUDGE:
-    return lambda: judge.answer(*fds[2:], settings["max_bytes"])
+    requests, replies = fds[2:]
+    return lambda: judge.answer(requests, replies, settings["max_bytes"])
   if role == FUNCTIONS:
     return lambda: candidate.serve_functions(settings["max_bytes"])
   return candidate.run_program

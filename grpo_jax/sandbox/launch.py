@@ -36,7 +36,8 @@ _BOOT = (
   "import sys; sys.path.insert(0, {path!r}); from grpo_jax.sandbox import inside; inside.main()"
 )
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-_ENVIRONMENT = {"PATH": "/usr/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}  # sets in one order.
+_ENVIRONMENT = {"PATH": "/usr/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+_ENVIRONMENT |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 _START_S = 30.0
 _ADVICE = (
   "install bubblewrap (apt-get install bubblewrap; 0.8 or newer) where user namespaces are"
@@ -69,7 +70,7 @@ class Launcher:
   """Starts sandboxes of one kind."""
 
   def __init__(
-    self, kind: str, limits: Limits, *, interpreter: str | None = None, readable: Sequence[str] = ()
+    self, kind: str, limits: Limits, *, interpreter: str | None = None, packages: Sequence[str] = ()
   ):
     """Describes the sandbox and tries it once.
 
@@ -77,7 +78,7 @@ class Launcher:
       kind: "bubblewrap", "landlock" or "limits".
       limits: of every process.
       interpreter: the Python that runs programs; None: this one.
-      readable: further files and folders that programs may read.
+      packages: folders with further packages that programs may import.
 
     Raises:
       SandboxError: this kind does not work here; the text says why and what else there is.
@@ -86,7 +87,7 @@ class Launcher:
     self.kind, self.limits = kind, limits
     self._python = os.path.realpath(interpreter or sys.executable)
     self._prefix = sys.base_prefix if interpreter is None else str(Path(self._python).parents[1])
-    self._readable = [os.path.realpath(path) for path in readable]
+    self._packages = [os.path.realpath(path) for path in packages]
     compile_inside()
     self._check()
 
@@ -130,11 +131,12 @@ class Launcher:
       },
       "shut": {
         "seccomp": self._seccomp(processes=False).hex(),
-        "readable": [*self._libraries(), *self._readable],
+        "readable": [*self._libraries(), *self._packages],
         "devices": _DEVICES,
         "scratch": scratch if self.kind == "landlock" else None,
       },
       "scratch": scratch or _SCRATCH,
+      "packages": self._packages,
       "parent": 0 if scratch is None else os.getpid(),
       "max_bytes": limits.output_kib * 1024,
     }
@@ -155,7 +157,7 @@ class Launcher:
     for path in _SYSTEM:
       if os.path.islink(path):
         command += ["--symlink", os.readlink(path), path]
-    real = [p for p in [*self._libraries(), *self._readable] if not os.path.islink(p)]
+    real = [p for p in [*self._libraries(), *self._packages] if not os.path.islink(p)]
     for path in real:
       command += ["--ro-bind", path, path]
     command += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]

@@ -124,7 +124,9 @@ class Codec:
         if isinstance(value, kind):
           return pack(value)
     if type(value).__module__ == "numpy" and "tolist" in dir(value):
-      return self.encode(value.tolist(), depth + 1)  # arrays cross as lists, their numbers as numbers.
+      return self.encode(
+        value.tolist(), depth + 1
+      )  # arrays cross as lists, their numbers as numbers.
     return {"kept": self._keep(value)}
 
   def decode(self, data: Any) -> Any:

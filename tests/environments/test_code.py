@@ -16,7 +16,8 @@ from tests import sandboxes
 
 # Of the shape of HumanEval: the prompt ends in a docstring, the test is check(candidate).
 HUMANEVAL = {
-  "problem": 'from typing import List\n\n\ndef scale(xs: List[int], k: int) -> List[int]:\n  """k times each."""\n',
+  "problem": "from typing import List\n\n\n"
+  'def scale(xs: List[int], k: int) -> List[int]:\n  """k times each."""\n',
   "task_id": "Own/0",
   "entry_point": "scale",
   "canonical_solution": "  return [k * x for x in xs]\n",

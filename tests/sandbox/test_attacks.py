@@ -237,6 +237,7 @@ def test_environment_variables_are_not_there(boxes, monkeypatch):
   boxes.close()
   assert SECRET not in output.text
   names = ("HOME", "LANG", "PATH", "PWD", "PYTHONHASHSEED")
+  names += ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
   assert set(ast.literal_eval(output.text.partition("]")[0] + "]")) <= set(names)
 
 

@@ -71,7 +71,8 @@ CHEATS = {
   "assertion error": "def f(x): raise AssertionError",
   "success marker": """
     import json, os
-    for text in ('{"passed": 4, "failed": 0, "first": "", "compile": false, "gone": ""}', "OK", "PASS"):
+    verdict = '{"passed": 4, "failed": 0, "first": "", "compile": false, "gone": "", "over": ""}'
+    for text in (verdict, "OK", "PASS"):
       print(text, flush=True)
       for fd in range(256):
         try: os.write(fd, len(text).to_bytes(4, "little") + text.encode())
@@ -111,7 +112,7 @@ CHEATS = {
   "deep value": "def f(x):\n  v = []\n  for _ in range(10**5): v = [v]\n  return v",
   "value that holds itself": "v = []\nv.append(v)\ndef f(x): return v",
   "nothing": "",
-  "class of that name": "class f:\n  def __init__(self, x): pass\n  def __eq__(self, other): return True",
+  "class of that name": "class f:\n  def __init__(self, x): pass\n  __eq__ = lambda *_: True",
 }
 
 
@@ -182,8 +183,8 @@ FORMS = {
     "assert f(1) == 2\nassert f(1, 2, 3, c=4, e=5) == 15"),
   "values": ("def f(x): return x", """
     import math, collections, decimal, fractions, datetime
-    for x in (None, True, 0, -1, 10**400, 1.5, -0.0, 1e300, math.inf, 1j, "ä\\ud800", b"\\xff", bytearray(b"a"),
-              [1, [2]], (1, (2,)), {1: 2, (3,): {4}}, {1, 2}, frozenset([3]), range(3, 9, 2),
+    for x in (None, True, 0, -1, 10**400, 1.5, -0.0, 1e300, math.inf, 1j, "ä\\ud800", b"\\xff",
+              bytearray(b"a"), [1, [2]], (1, (2,)), {1: 2, (3,): {4}}, {1, 2}, frozenset([3]), range(3, 9, 2),
               collections.deque([1]), decimal.Decimal("1.10"), fractions.Fraction(1, 3),
               datetime.date(2020, 1, 2), datetime.datetime(2020, 1, 2, 3), datetime.timedelta(3)):
       assert f(x) == x and type(f(x)) is type(x), x
@@ -242,7 +243,8 @@ FORMS = {
       def test_more(self):
         with self.assertRaises(TypeError): f()
   """),
-  "printing": ("print('hello')\ndef f(x):\n  print(x)\n  return input() if x else 5", "assert f(0) == 5"),
+  "printing": ("print('hello')\ndef f(x):\n  print(x)\n  return input() if x else 5",
+    "assert f(0) == 5"),
 }  # fmt: skip
 
 
@@ -286,7 +288,7 @@ def test_cases_of_data_count_one_by_one(boxes):
 
 
 def test_time_out_counts_what_was_passed_before(boxes):
-  test = "def check(candidate):\n  assert candidate(1) == 1\n  assert candidate(0) == 0\n  assert candidate(2) == 2"
+  test = "def check(candidate):\n" + "".join(f"  assert candidate({i}) == {i}\n" for i in (1, 0, 2))
   verdict = check(boxes, "def f(x):\n  while not x: pass\n  return x", test, timeout_s=1.0)
   assert verdict.ending is Ending.TIMEOUT and (verdict.passed, verdict.failed) == (1, 2)
   swallowing = "def check(candidate):\n  try: candidate(0)\n  except Exception: pass"
@@ -337,13 +339,24 @@ def test_program_cannot_have_its_failure_taken_for_the_datas(boxes):
   assert not check(boxes, at_call, "f(1)\nassert f(2) == 2").is_correct
 
 
+BROKEN = (
+  *(b"{", b"[1]", b"[" * 10**5, b'{"error": 5}', b'{"value": 1e999}', b'{"value": {"tuple": 5}}'),
+  *(b'{"value": {"int": "zz"}}', b'{"value": {"instance": ["X", 1]}}', b'{"value": {"kept": "a"}}'),
+  b'{"callback": 7, "args": {"tuple": []}}',
+)
+
+
 def test_judge_survives_what_a_program_sends(boxes):
   """Messages that are no messages: each ends the check, and the next one is fair."""
-  for body in (b"{", b"[1]", b'{"value": {"int": "zz"}}', b'{"value": {"instance": ["X", 1]}}',
-               b'{"callback": 7, "args": {"tuple": []}}', b'{"value": {"kept": "a"}}',
-               b'{"value": {"tuple": 5}}', b'{"error": 5}', b"[" * 10**5, b'{"value": 1e999}'):  # fmt: skip
+  for body in BROKEN:
     frame = len(body).to_bytes(4, "little") + body
-    program = f"import os\ndef f(x):\n  for fd in range(3, 64):\n    try: os.write(fd, {frame!r})\n    except OSError: pass"
+    program = f"""
+      import os
+      def f(x):
+        for fd in range(3, 64):
+          try: os.write(fd, {frame!r})
+          except OSError: pass
+    """
     assert not check(boxes, program, "assert f(1) == 1\nassert f(2) == 2").is_correct
   assert check(boxes, "def f(x): return x", "assert f(1) == 1").is_correct
 
@@ -353,3 +366,13 @@ def test_same_seed_gives_the_same_verdict(boxes):
   program = "import random\nvalue = random.random()\ndef f(): return value, list({'a', 'b', 'c'})"
   verdicts = {json.dumps(check(boxes, program, test).passed) for _ in range(3)}
   assert verdicts == {"1"}
+
+
+def test_packages_are_there_only_where_they_were_named(boxes, tmp_path):
+  (tmp_path / "mine.py").write_text("def triple(x): return 3 * x")
+  program = "import mine\nf = mine.triple"
+  assert not check(boxes, program, "assert f(2) == 6").is_correct
+  launcher = Launcher(sandboxes.any_kind(), sandboxes.LIMITS, packages=[str(tmp_path)])
+  supervisor = Supervisor(launcher, workers=1)
+  assert check(supervisor, program, "assert f(2) == 6").is_correct
+  supervisor.close()

@@ -64,7 +64,10 @@ def read(info: Mapping[str, Any], key: str | None = None) -> FunctionTests | Pro
   if isinstance(tests, list) and tests and all(isinstance(t, str) for t in tests):
     return FunctionTests(tuple(tests), entry, setup, prompt_code)
   if isinstance(tests, list) and tests and all(isinstance(t, Mapping) for t in tests):
-    columns = {"inputs": [_input(t, key) for t in tests], "outputs": [_output(t, key) for t in tests]}
+    columns = {
+      "inputs": [_input(t, key) for t in tests],
+      "outputs": [_output(t, key) for t in tests],
+    }
     return _from_columns(columns, entry, setup, prompt_code, key)
   raise TestError(f"{key}: tests are code, a list of code, or inputs and outputs: {str(tests):.80}")
 

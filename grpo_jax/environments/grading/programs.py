@@ -46,7 +46,9 @@ def anywhere(text: str, entry: str = "") -> str | None:
 
 def defines(code: str, name: str) -> bool:
   """Tells whether code has a function, a class or a variable of this name at its top level."""
-  pattern = rf"^(?:(?:async[ \t]+)?def[ \t]+|class[ \t]+){re.escape(name)}\b|^{re.escape(name)}[ \t]*="
+  pattern = (
+    rf"^(?:(?:async[ \t]+)?def[ \t]+|class[ \t]+){re.escape(name)}\b|^{re.escape(name)}[ \t]*="
+  )
   return re.search(pattern, code, re.M) is not None
 
 
