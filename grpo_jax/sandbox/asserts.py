@@ -39,6 +39,11 @@ def does_anything(tree: ast.Module) -> bool:
   return any(isinstance(node, (ast.Call, ast.Assert)) for node in ast.walk(tree))
 
 
+def number(tree: ast.Module) -> int:
+  """Returns how many assertions stand in code."""
+  return sum(isinstance(node, ast.Assert) for node in ast.walk(tree))
+
+
 def free_names(tree: ast.Module) -> set[str]:
   """Returns the names that code reads, but for those of the language."""
   read = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}

@@ -16,11 +16,12 @@ _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _SECCOMP_MODE_FILTER = 2
 _SIGKILL = 9
 
-# Landlock (Linux 5.13), the same numbers everywhere:
+# Landlock, the same numbers everywhere. Version 3 (Linux 6.2) is the first that knows truncation.
 # https://docs.kernel.org/userspace-api/landlock.html
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
-_RIGHTS_OF_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1}  # all rights on files.
+_ALL_RIGHTS = (1 << 15) - 1
+LANDLOCK_ABI = 3  # the least that is needed.
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | (1 << 14)  # the others are of folders.
 
 
@@ -80,7 +81,7 @@ def shut(
   libc.prctl("NO_NEW_PRIVS", _PR_SET_NO_NEW_PRIVS, 1)
   if scratch is not None:
     read = _EXECUTE | _READ_FILE | _READ_DIR
-    places = [*((path, read) for path in readable), (scratch, ~0)]
+    places = [*((path, read) for path in readable), (scratch, _ALL_RIGHTS)]
     _close_files(libc, [*places, *((path, _READ_FILE | _WRITE_FILE) for path in devices)])
   _filter_calls(libc, bytes.fromhex(seccomp))
 
@@ -97,12 +98,10 @@ def landlock_abi() -> int:
 
 def _close_files(libc: "_Libc", places: Sequence[tuple[str, int]]) -> None:
   """Closes all files but for some places, each with the rights that remain."""
-  abi = libc.landlock(_CREATE_RULESET, None, 0, 1)
-  all_rights = _RIGHTS_OF_ABI[min(abi, 3)]
-  ruleset = libc.landlock(_CREATE_RULESET, all_rights.to_bytes(8, "little"), 8, 0)
+  ruleset = libc.landlock(_CREATE_RULESET, _ALL_RIGHTS.to_bytes(8, "little"), 8, 0)
   for path, rights in places:
     place = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    rights &= all_rights if os.path.isdir(path) else all_rights & _OF_FILES
+    rights &= _ALL_RIGHTS if os.path.isdir(path) else _OF_FILES
     rule = rights.to_bytes(8, "little") + place.to_bytes(4, "little")
     libc.landlock(_ADD_RULE, ruleset, 1, rule, 0)
     os.close(place)

@@ -53,6 +53,7 @@ def verdict(suite: dict[str, Any], link: remote.Link) -> dict[str, Any]:
   count = _Count()
   try:
     tests = _Tests(suite)
+    count.written = tests.number
     link.codec.shared.update(tests.shared)
     failure = link.load(suite["sources"])
     if failure:
@@ -64,7 +65,7 @@ def verdict(suite: dict[str, Any], link: remote.Link) -> dict[str, Any]:
   except BadTests as error:
     return {"bad_tests": str(error)[:500]}
   except remote.Gone:
-    count.failed("")
+    count.failed("the program has ended")
   except SystemExit as error:  # a test's own way of ending.
     if error.code:
       count.failed(f"SystemExit: {error.code}")
@@ -81,6 +82,7 @@ class _Count:
   """Assertions, as they come."""
 
   def __init__(self):
+    self.written = 0  # in the text of the tests; those not reached count as failed.
     self._passed = 0
     self._failures: list[str] = []
 
@@ -104,9 +106,10 @@ class _Count:
     self, *, compile_error: bool = False, gone: str = "", over: str = ""
   ) -> dict[str, Any]:
     first = self._failures[0] if self._failures else ""
+    failed = len(self._failures) and max(len(self._failures), self.written - self._passed)
     return {
       "passed": self._passed,
-      "failed": len(self._failures),
+      "failed": failed,
       "first": first.encode(errors="replace").decode(),
       "compile": compile_error,
       "gone": gone,
@@ -138,6 +141,7 @@ class _Tests:
       raise BadTests(f"the setup raises {type(error).__name__}: {error}") from error
     if not self._cases and not any(asserts.does_anything(tree) for tree in trees):
       raise BadTests("the tests call nothing and assert nothing")
+    self.number = sum(asserts.number(tree) for tree in trees) + len(self._cases)
     self._free = set().union(*(asserts.free_names(t) for t in trees))
     self._stubs = asserts.stubs(setup)
 

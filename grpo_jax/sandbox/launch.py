@@ -8,13 +8,13 @@ limits      files are open: limits and seccomp alone.
 What each protects from, and what not: docs/code_environment.md.
 """
 
+import compileall
 import contextlib
 import dataclasses
 import json
 import math
 import os
 import platform
-import py_compile
 import shutil
 import signal
 import socket
@@ -175,8 +175,8 @@ class Launcher:
       raise SandboxError(f"sandboxes need Linux, this is {platform.system()}")
     if self.kind == "bubblewrap" and shutil.which("bwrap") is None:
       raise SandboxError(f"there is no program bwrap on the path; {_ADVICE}")
-    if self.kind == "landlock" and not confine.landlock_abi():
-      raise SandboxError(f"this kernel has no Landlock; {_ADVICE}")
+    if self.kind == "landlock" and confine.landlock_abi() < confine.LANDLOCK_ABI:
+      raise SandboxError(f"this kernel has no Landlock of Linux 6.2 or newer; {_ADVICE}")
     mine, theirs = socket.socketpair()
     with tempfile.TemporaryFile() as said, mine, theirs:
       sandbox = self.start(theirs.fileno(), said.fileno())
@@ -223,9 +223,7 @@ def compile_inside() -> None:
 
   Where the package cannot be written, every process does.
   """
-  for module in Path(__file__).parent.glob("*.py"):
-    with contextlib.suppress(OSError):
-      py_compile.compile(str(module), quiet=2)
+  compileall.compile_dir(Path(__file__).parent, maxlevels=0, quiet=2)
 
 
 def _filled_pipe(content: bytes) -> int:

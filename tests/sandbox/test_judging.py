@@ -184,9 +184,10 @@ FORMS = {
   "values": ("def f(x): return x", """
     import math, collections, decimal, fractions, datetime
     for x in (None, True, 0, -1, 10**400, 1.5, -0.0, 1e300, math.inf, 1j, "ä\\ud800", b"\\xff",
-              bytearray(b"a"), [1, [2]], (1, (2,)), {1: 2, (3,): {4}}, {1, 2}, frozenset([3]), range(3, 9, 2),
-              collections.deque([1]), decimal.Decimal("1.10"), fractions.Fraction(1, 3),
-              datetime.date(2020, 1, 2), datetime.datetime(2020, 1, 2, 3), datetime.timedelta(3)):
+              bytearray(b"a"), [1, [2]], (1, (2,)), {1: 2, (3,): {4}}, {1, 2}, frozenset([3]),
+              range(3, 9, 2), collections.deque([1]), fractions.Fraction(1, 3),
+              decimal.Decimal("1.10"), datetime.date(2020, 1, 2),
+              datetime.datetime(2020, 1, 2, 3), datetime.timedelta(3)):
       assert f(x) == x and type(f(x)) is type(x), x
     assert math.isnan(f(math.nan)) and math.copysign(1, f(-0.0)) == -1
   """),
@@ -293,6 +294,15 @@ def test_time_out_counts_what_was_passed_before(boxes):
   assert verdict.ending is Ending.TIMEOUT and (verdict.passed, verdict.failed) == (1, 2)
   swallowing = "def check(candidate):\n  try: candidate(0)\n  except Exception: pass"
   assert not check(boxes, "def f(x):\n  while not x: pass", swallowing, timeout_s=0.5).is_correct
+
+
+def test_assertions_that_were_not_reached_have_failed(boxes):
+  """An exception outside of an assertion must not make the share larger."""
+  test = (
+    "def check(candidate):\n  assert candidate(1) == 1\n  x = candidate(2)\n" + 8 * "  assert x\n"
+  )
+  verdict = check(boxes, "def f(x): return 1 // (2 - x)", test)
+  assert (verdict.passed, verdict.failed, verdict.passed_share) == (1, 8, 1 / 9)
 
 
 @pytest.mark.parametrize(
