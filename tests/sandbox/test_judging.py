@@ -122,12 +122,22 @@ def test_cheating_is_worth_nothing(boxes, program):
   assert not verdict.is_correct and verdict.passed <= 1 and verdict.failed >= 1
 
 
-ALL = "def check(candidate):\n  assert all(map(candidate, [1, 2]))\n  assert candidate(3) in [6]"
-
-
-@pytest.mark.parametrize("name", ["stop iteration", "equal object", "patched builtins"])
-def test_cheating_is_worth_nothing_in_other_forms_of_assertions(boxes, name):
-  assert not check(boxes, CHEATS[name], ALL).is_correct
+@pytest.mark.parametrize(
+  ("name", "assertion"),
+  [
+    ("stop iteration", "all(map(candidate, [1, 2]))"),
+    ("stop iteration", "sorted(map(candidate, [1, 2])) == []"),
+    ("equal object", "candidate(3) in [6]"),
+    ("equal object", "6 in candidate(3)"),
+    ("equal object", "not candidate(3) != 6"),
+    ("patched builtins", "all([candidate(3)])"),
+    ("patched builtins", "isinstance(candidate(3), int)"),
+    ("patched builtins", "abs(candidate(3)) == 6"),
+  ],
+)
+def test_cheating_is_worth_nothing_in_other_forms_of_assertions(boxes, name, assertion):
+  verdict = check(boxes, CHEATS[name], f"def check(candidate):\n  assert {assertion}")
+  assert not verdict.is_correct and verdict.passed == 0
 
 
 def test_arithmetic_with_an_expected_value_is_not_the_programs(boxes):
