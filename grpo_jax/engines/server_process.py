@@ -10,7 +10,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-from typing import Self
 
 from grpo_jax.engines.launching import (
   API_KEY_VARIABLE,
@@ -60,7 +59,7 @@ class ServerProcess:
     model_path: str | os.PathLike[str],
     weight_version: int,
     api_key: str = "",
-  ) -> Self:
+  ) -> "ServerProcess":
     """Starts a server; it needs half a minute before it answers.
 
     Args:
