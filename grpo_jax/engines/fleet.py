@@ -53,6 +53,11 @@ class Fleet:
     self.restarts = 0
     self.probe_difference = 0.0  # nats, the largest of any server with the newest weights.
 
+  @property
+  def addresses(self) -> list[str]:
+    """Of the servers that are up."""
+    return [server.client.address for server in self.servers if server.is_up]
+
   async def start(self) -> None:
     """Begins to bring all servers up; returns at once."""
     connector = aiohttp.TCPConnector(limit=0)
@@ -157,7 +162,9 @@ class Fleet:
           if self._is_current(server):
             self._listener.opened(server)
         if self._wants_change(server):
-          if health is not None:
+          if health is not None and self._is_asleep:
+            await asyncio.wait({health})  # SGLang gives memory back only when it is idle.
+          elif health is not None:
             health.cancel()
           await self._change(server)
           health, checked = None, time.monotonic()

@@ -146,12 +146,12 @@ class Server:
     """
     client = self.client
     if self.is_asleep:
-      await self._answered(client.resume_memory("weights"))
+      await self._answered(client.resume_weights())
     await self._answered(client.pause())
     try:
       await self._answered(client.load(str(weights.folder), weights.version))
       if self.is_asleep:
-        await self._answered(client.resume_memory("kv_cache"))
+        await self._answered(client.resume_cache())
         self.is_asleep = False
     finally:
       await self._answered(client.resume())

@@ -119,6 +119,8 @@ class SGLangEngine:
     written = time.perf_counter()
     weights = Weights(version, folder, self._probe.ids, self._probe.logprobs(params))
     self._run(self._fleet.publish(weights))
+    if self._version < 0:
+      print(f"SGLang is ready: {', '.join(self._fleet.addresses)}", flush=True)
     previous, self._folder, self._version = self._folder, folder, version
     if previous is not None:
       self._folders.discard(previous)
@@ -287,7 +289,7 @@ def make(
       python=pathlib.Path(python),
       log_folder=workdir / "servers",
       device=device or ("cuda" if pathlib.Path("/dev/nvidia0").exists() else "cpu"),
-      arguments=tuple(arguments),
+      arguments=(*(["--enable-memory-saver"] if release_memory else []), *arguments),
       command=tuple(command) if command else None,
       environment=dict(environment or {}),
       host=host,
@@ -300,6 +302,7 @@ def make(
       deterministic=deterministic,
     )
     server_process.check(launch, servers=servers, api_key=key or "")
+    print(f"starting SGLang ({servers} x {launch.device}), logs: {launch.log_folder}", flush=True)
   elements = sum(math.prod(tensor.shape) for tensor in leaves.stored(config))
   folders = transfer.WeightFolders(
     pathlib.Path(weights_folder)

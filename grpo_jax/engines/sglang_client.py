@@ -111,12 +111,16 @@ class Client:
       raise Refused(f"{self.address}/update_weights_from_disk", 200, _short(answer))
 
   async def release_memory(self) -> None:
-    """Gives the memory of weights and cache back to the device."""
+    """Gives the memory of weights, cache and graphs back; ends a server that is not idle."""
     await self._control("/release_memory_occupation", {})
 
-  async def resume_memory(self, tag: str) -> None:
-    """Takes memory back: of the "weights", then of the "kv_cache"."""
-    await self._control("/resume_memory_occupation", {"tags": [tag]})
+  async def resume_weights(self) -> None:
+    """Takes memory for weights back, before the rest, so that both never exceed what there is."""
+    await self._control("/resume_memory_occupation", {"tags": ["weights"]})
+
+  async def resume_cache(self) -> None:
+    """Takes the rest of the memory back."""
+    await self._control("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
 
   async def _control(self, path: str, body: Mapping[str, Any]) -> Any:
     return await self._call("POST", path, body, self._timeouts.control_s)
