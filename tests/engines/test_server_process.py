@@ -248,14 +248,16 @@ def test_log_holds_no_key(start):
     "print('whole', key)\n"
     "sys.stdout.flush()\n"
     "os.write(1, b'parts ' + key[:9].encode()); time.sleep(0.1); os.write(1, key[9:].encode())\n"
-    "print(); print('x' * 65500 + key + 'y' * 70000 + key)\n"
+    "print(); sys.stdout.flush()\n"
+    "os.write(1, b'y' * 70000 + key[:20].encode()); time.sleep(0.3)\n"
+    "os.write(1, key[20:].encode() + b'y' * 70000 + key.encode())"
   )
   server = start(code, key=KEY)
   assert server.wait(30.0)
   log = server.log.read_text()
   assert "whole ***\nparts ***\n" in log
   assert log.count("***") == 4
-  assert log.count("y") >= 70000
+  assert log.count("y") >= 140_000
   assert KEY[:9] not in log
   assert server.exit_text() == "exited with code 0"
 
@@ -611,7 +613,7 @@ def test_real_server_shows_its_key_to_nobody(served):
   server, _ = served
   with pytest.raises(urllib.error.HTTPError, match="401"):
     ask(server, "/model_info", key="another")
-  processes = [psutil.Process(server._guard.pid), *family(server)]
+  processes = [psutil.Process(server.pid), *family(server)]
   assert len(processes) >= 4  # guard, main, scheduler, detokenizer.
   assert all(KEY not in " ".join(each.cmdline()) for each in processes)
   spawned = [each for each in processes[2:] if each.status() != psutil.STATUS_ZOMBIE]
@@ -623,7 +625,7 @@ def test_real_server_shows_its_key_to_nobody(served):
 
 def family(server):
   """Returns the processes of a server, without its guard."""
-  return psutil.Process(server._guard.pid).children(recursive=True)
+  return psutil.Process(server.pid).children(recursive=True)
 
 
 @real
@@ -631,7 +633,7 @@ def test_real_server_ends_when_its_guard_is_killed(served):
   """The last test of this server."""
   server, _ = served
   processes = family(server)
-  os.kill(server._guard.pid, signal.SIGKILL)
+  os.kill(server.pid, signal.SIGKILL)
   assert server.wait(30.0)
   for process in processes:
     eventually(lambda pid=process.pid: is_gone(pid))
@@ -643,7 +645,7 @@ from grpo_jax.engines.server_process import LaunchOptions, ServerProcess
 folder, python, model = map(pathlib.Path, sys.argv[1:])
 options = LaunchOptions(python=python, log_folder=folder / "servers", device="cpu", grace_s=2.0)
 server = ServerProcess.start(options, 0, model, 1)
-print(server._guard.pid, flush=True)
+print(server.pid, flush=True)
 time.sleep(1000)
 """
 
