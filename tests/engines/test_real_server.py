@@ -193,17 +193,19 @@ def test_real_server_that_still_starts_ends_with_the(tmp_path, killed):
     stdout=subprocess.PIPE,
     text=True,
   )
-  with trainer.stdout:
-    guard = psutil.Process(int(trainer.stdout.readline()))
+  try:
+    with trainer.stdout:
+      guard = psutil.Process(int(trainer.stdout.readline()))
 
-  def spawned():
-    found = guard.children(recursive=True)
-    return [each for each in found if "multiprocessing.spawn" in " ".join(each.cmdline())]
+    def spawned():
+      found = guard.children(recursive=True)
+      return [each for each in found if "multiprocessing.spawn" in " ".join(each.cmdline())]
 
-  eventually(lambda: len(spawned()) >= 2, timeout_s=600, every_s=0.1)
-  processes = [guard, *guard.children(recursive=True)]
-  (trainer if killed == "trainer" else guard).kill()
-  for process in processes:
-    eventually(lambda pid=process.pid: is_gone(pid))
-  trainer.kill()
-  trainer.wait(30)
+    eventually(lambda: len(spawned()) >= 2, timeout_s=600, every_s=0.1)
+    processes = [guard, *guard.children(recursive=True)]
+    (trainer if killed == "trainer" else guard).kill()
+    for process in processes:
+      eventually(lambda pid=process.pid: is_gone(pid))
+  finally:
+    trainer.kill()
+    trainer.wait(30)
