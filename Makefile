@@ -50,7 +50,7 @@ $(VENV)/everything: $(VENV)/default
 	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e ".[test,dev]"
 	touch $@
 
-sglang-cpu:  ## Make .venv-sglang, the environment of SGLang servers on a CPU (1.7 GB).
+sglang-cpu:  ## Make .venv-sglang, the environment of SGLang servers on a CPU (1.4 GB).
 	PYTHON=$(PYTHON) scripts/install_sglang.sh cpu $(ARGS)
 
 sglang-cuda:  ## Make .venv-sglang, the environment of SGLang servers on NVIDIA GPUs (10 GB).
