@@ -6,6 +6,7 @@ of tests, the limits, and what each sandbox does not protect from.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 
@@ -178,10 +179,15 @@ def make(
   )
   try:
     launcher = Launcher(sandbox, limits, interpreter=interpreter, packages=packages)
+    supervisor = Supervisor(launcher, workers=workers)
+    with contextlib.ExitStack() as stack:
+      stack.callback(supervisor.close)
+      supervisor.try_out()
+      stack.pop_all()
   except SandboxError as error:
     raise ValueError(f"the code environment: {error}") from error
   return CodeEnvironments(
-    Supervisor(launcher, workers=workers),
+    supervisor,
     code=code,
     partial=partial,
     reward_correct=reward_correct,

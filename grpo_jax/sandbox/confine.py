@@ -3,6 +3,7 @@
 Nothing of this can be undone from within. Called in the sandboxed process only.
 """
 
+import ctypes
 import os
 import resource
 import sys
@@ -111,7 +112,6 @@ def _close_files(libc: "_Libc", places: Sequence[tuple[str, int]]) -> None:
 
 def _filter_calls(libc: "_Libc", seccomp: bytes) -> None:
   """Installs a filter of system calls."""
-  import ctypes
 
   class Filter(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("program", ctypes.c_char_p)]
@@ -124,9 +124,6 @@ class _Libc:
   """The C library, with errors as exceptions."""
 
   def __init__(self):
-    import ctypes  # not needed, and not paid for, under bubblewrap.
-
-    self._ctypes = ctypes
     self._library = ctypes.CDLL(None, use_errno=True)
 
   def prctl(self, name: str, option: int, argument: int, more: Any = 0) -> None:
@@ -134,11 +131,11 @@ class _Libc:
 
   def landlock(self, *arguments: Any) -> int:
     """A system call of Landlock; whole numbers are passed as long ones."""
-    as_long = [self._ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
+    as_long = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
     return self._checked(self._library.syscall(*as_long), "Landlock")
 
   def _checked(self, result: int, what: str) -> int:
     if result < 0:
-      error = self._ctypes.get_errno()
+      error = ctypes.get_errno()
       raise OSError(error, f"{what}: {os.strerror(error)}")
     return result

@@ -31,7 +31,7 @@ PROGRAM, FUNCTIONS, JUDGE = b"p", b"f", b"j"
 _MOST_FDS = 4
 # What programs import most: loaded once.
 _WARM = ("typing", "math", "re", "collections", "itertools", "functools", "heapq", "bisect")
-_WARM += ("string", "copy", "operator", "datetime", "decimal", "fractions", "ctypes")
+_WARM += ("string", "copy", "operator", "datetime", "decimal", "fractions")
 _UNUSABLE = 1
 
 
@@ -39,10 +39,9 @@ def main() -> None:
   """Serves requests until the socket ends; in a child, runs its role instead.
 
   The argument is JSON: {"limits": arguments of confine.limit, "shut": of confine.shut,
-  "scratch": the folder that children start in, "packages": folders to import from,
-  "parent": id of the trainer's process, or 0 if
-  bubblewrap sees to it that this one dies with it, "max_bytes": longest message between program
-  and judge}.
+  "scratch": the folder that children start in, "packages": folders to import from, "parent": id
+  of the trainer's process, or 0 if bubblewrap sees to it that this one dies with it,
+  "max_bytes": longest message between program and judge}.
   """
   settings = json.loads(sys.argv[1])
   del sys.argv[1:], sys.orig_argv[1:]

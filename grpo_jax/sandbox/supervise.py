@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from grpo_jax.sandbox import candidate, inside, judge, wire
-from grpo_jax.sandbox.launch import Launcher
+from grpo_jax.sandbox.launch import Launcher, SandboxError
 from grpo_jax.sandbox.seats import Ending, Seat
 
 T = TypeVar("T")
 _GRACE_S = 1.0  # after a time-out, in which the judge counts what was not answered.
+_TRIAL_S = 30.0
 _END_S = 1.0  # in which a program must end after its output, or its judge, has.
 
 
@@ -71,6 +72,15 @@ class Supervisor:
     self._free: list[Seat] = []
     self._counts: Counter[str] = Counter()
     self._closed = False
+
+  def try_out(self) -> None:
+    """Runs a program of one line; raises SandboxError if it does not print what it should."""
+    output = self.run("print(6 * int(input()))", "7", _TRIAL_S)
+    if output != Output(Ending.OK, "42\n"):
+      raise SandboxError(
+        f"a program of one line did not run in the sandbox {self._launcher.kind!r}: "
+        f"{output.ending}, {output.text!r:.100}"
+      )
 
   def submit(self, function: Callable[..., T], *args: Any) -> concurrent.futures.Future[T]:
     """Queues a call, which then has one of the threads for itself."""

@@ -10,6 +10,7 @@ import pytest
 from grpo_jax import environments
 from grpo_jax.environments.code import make
 from grpo_jax.environments.grading import code_tests, programs
+from grpo_jax.sandbox import syscalls
 from grpo_jax.sandbox.supervise import BadTests
 from grpo_jax.types import FinishReason, Prompt
 from tests import sandboxes
@@ -157,7 +158,8 @@ def test_environment_is_made_by_name_and_counts():
   with environments.make(programs=settings) as made:
     assert judge(made["programs"], PROGRAM, fenced(SUMS)).total == 1.0
     counts = made.metrics()
-  assert counts == {"env/programs/sandboxes": 1.0, "env/programs/programs_ok": 2.0}
+  # Two inputs, and the program with which the sandbox is tried out.
+  assert counts == {"env/programs/sandboxes": 1.0, "env/programs/programs_ok": 3.0}
 
 
 def test_sandbox_that_is_not_there_is_never_replaced_silently(monkeypatch):
@@ -166,6 +168,17 @@ def test_sandbox_that_is_not_there_is_never_replaced_silently(monkeypatch):
     environments.make(code=dict(module="code"))
   with pytest.raises(ValueError, match="timeout_s must be at least"):
     make(timeout_s=0.0)
+
+
+def test_sandbox_in_which_no_program_runs_is_found_before_a_model_is_blamed(monkeypatch):
+  right = syscalls.program
+  broken = lambda machine, *, processes, files: (
+    right(machine, processes=processes, files=files) if processes else bytes(8)
+  )
+  kind = sandboxes.any_kind()
+  monkeypatch.setattr(syscalls, "program", broken)  # a kernel that refuses the filter.
+  with pytest.raises(ValueError, match=rf"did not run in the sandbox '{kind}': raised"):
+    make(sandbox=kind)
 
 
 @pytest.mark.parametrize(
