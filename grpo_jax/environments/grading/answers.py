@@ -6,6 +6,7 @@ A strict form is part of the task: a completion without it has no answer.
   hash         what follows the last #### on its line, as in GSM8K
   tag          the content of the last <answer>…</answer>
   last_number  the last number in the text: lenient, rewards an answer in any form
+  line         what follows the last "Answer:", in the text's last 300 characters (DAPO)
   any          boxed, else hash, else last_number
   raw          the whole text, stripped
 """
@@ -17,6 +18,8 @@ _BRACES = re.compile(
   r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\boxed\s+(?P<bare>[^\s{}\\$.,]+)|\\.|[{}]", re.DOTALL
 )
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?")
+_ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_TAIL_CHARS = 300
 _INTEGER = re.compile(r"[-+]?\d{1,100}(?:\.0+)?")
 
 _REWRITES = (
@@ -67,6 +70,12 @@ def last_number(text: str) -> str | None:
   return found[-1].rstrip(",") if found else None
 
 
+def answer_line(text: str) -> str | None:
+  """Returns what follows the last "Answer:" on its line, near the end of the text."""
+  found = _ANSWER_LINE.findall(text[-_TAIL_CHARS:])
+  return _stripped(found[-1]) if found else None
+
+
 def raw(text: str) -> str | None:
   """Returns the whole text, stripped."""
   return _stripped(text)
@@ -113,6 +122,7 @@ EXTRACTORS: dict[str, Callable[[str], str | None]] = {
   "hash": hashed,
   "tag": tagged,
   "last_number": last_number,
+  "line": answer_line,
   "any": anywhere,
   "raw": raw,
 }
