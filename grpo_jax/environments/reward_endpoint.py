@@ -14,8 +14,7 @@ import os
 import re
 import urllib.parse
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from grpo_jax.environments.base import Environment, SingleTurn, StepResult
 from grpo_jax.environments.scoring import conversation, formats
@@ -25,6 +24,7 @@ from grpo_jax.registry import choose
 from grpo_jax.types import Prompt
 
 
+@runtime_checkable
 class Format(Protocol):
   """How a kind of server is asked."""
 

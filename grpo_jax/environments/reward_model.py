@@ -172,4 +172,3 @@ def _label(label: int | None, model: loading.LoadedClassifier) -> int:
   if not 0 <= (label or 0) < model.num_labels:
     raise ValueError(f"{model.directory}: has {model.num_labels} labels, label is {label}")
   return label or 0
-

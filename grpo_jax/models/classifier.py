@@ -1,4 +1,4 @@
-"""A sequence classifier (reward model): a decoder, and a matrix that scores one hidden state. Pure."""
+"""A sequence classifier (reward model): a decoder, and a matrix that scores one state. Pure."""
 
 from typing import Any
 

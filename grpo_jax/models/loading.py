@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.models import config as model_config
 from grpo_jax.models import classifier, leaves, safetensors, transformer
+from grpo_jax.models import config as model_config
 from grpo_jax.models.config import ModelConfig
 
 

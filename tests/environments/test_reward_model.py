@@ -62,7 +62,9 @@ def test_company_never_changes_a_score_and_only_lengths_are_compiled(factory):
 def test_shift_scale_and_a_template_of_ones_own(folder):
   template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
   settings = dict(path=str(folder), compute_dtype="float32", shift=0.5, scale=-2.0)
-  with environments.make(rm=dict(module="reward_model", chat_template=template, **settings)) as made:
+  with environments.make(
+    rm=dict(module="reward_model", chat_template=template, **settings)
+  ) as made:
     result = score(made["rm"], CHAT, "4")
   (logit,) = logits_of(folder, CHAT, ["4"], chat_template=template)
   assert result.metrics["score"] == pytest.approx(logit, rel=1e-4)
@@ -71,7 +73,9 @@ def test_shift_scale_and_a_template_of_ones_own(folder):
 
 
 def test_what_cannot_be_scored_fails_by_kind(factory):
-  with pytest.raises(EnvironmentFailure, match=r"x:0:0 .* 3\d\d tokens .* max_tokens is 256") as long:
+  with pytest.raises(
+    EnvironmentFailure, match=r"x:0:0 .* 3\d\d tokens .* max_tokens is 256"
+  ) as long:
     score(factory, CHAT, "long" * 64)
   assert long.value.kind == "TooLong"
   with pytest.raises(EnvironmentFailure, match="x:0:0 has no messages"):

@@ -125,7 +125,9 @@ def test_bfloat16_scores_are_near(tmp_path):
   exact = our_scores(loading.load_classifier(folder), sequences())
   half = loading.load_classifier(folder, dtype="bfloat16")
   assert {str(x.dtype) for x in half.params["body"]["layers"].values()} == {"bfloat16"}
-  assert 0 < tiny.relative_error(our_scores(half, sequences(), compute_dtype="bfloat16"), exact) < 0.05
+  assert (
+    0 < tiny.relative_error(our_scores(half, sequences(), compute_dtype="bfloat16"), exact) < 0.05
+  )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -135,7 +137,9 @@ def test_the_shipped_tiny_reward_model_is_one_of_transformers(family, tmp_path):
   theirs = np.concatenate(
     [model(torch.tensor(ids[None])).logits.detach().numpy() for ids in sequences()]
   )
-  assert tiny.relative_error(our_scores(loading.load_classifier(folder), sequences()), theirs) < 2e-5
+  assert (
+    tiny.relative_error(our_scores(loading.load_classifier(folder), sequences()), theirs) < 2e-5
+  )
 
 
 def test_what_is_no_reward_model_is_refused_by_name(tmp_path):

@@ -21,6 +21,12 @@ _NUMBER = re.compile(r"(?<![\w.])[-+]?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?")
 _ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _TAIL_CHARS = 300
 _INTEGER = re.compile(r"[-+]?\d{1,100}(?:\.0+)?")
+_WITH_UNIT = re.compile(r"(?P<number>[-+]?\d{1,100}(?:\.0+)?) (?P<words>[A-Za-z][A-Za-z ]{2,40})")
+# Words behind a number that are no unit of it.
+_NO_UNITS = {
+  *("hundred", "thousand", "million", "billion", "trillion", "dozen", "percent", "half", "halves"),
+  *("third", "thirds", "quarter", "quarters", "mod", "and", "or", "not", "less", "more", "times"),
+}
 
 _REWRITES = (
   (re.compile(r"\\(?:left|right|displaystyle|,|!|;|:| )"), ""),
@@ -102,15 +108,23 @@ def equal_as_text(gold_answer: str, answer: str) -> bool | None:
   """Compares two answers without mathematics.
 
   Returns:
-    True if they are the same text, False if both are whole numbers and differ,
-    None if it takes mathematics to tell.
+    True if they are the same text, False if both are whole numbers and differ (the answer's
+    may have a unit in words, "4 balls"), None if it takes mathematics to tell.
   """
   left, right = normalized(gold_answer), normalized(answer)
   if left == right:
     return bool(left)
+  right = _without_unit(right)
   if _INTEGER.fullmatch(left) and _INTEGER.fullmatch(right):
     return int(left.partition(".")[0]) == int(right.partition(".")[0])
   return None
+
+
+def _without_unit(answer: str) -> str:
+  match = _WITH_UNIT.fullmatch(answer)
+  if match is None or _NO_UNITS & set(match["words"].lower().split()):
+    return answer
+  return match["number"]
 
 
 def _stripped(answer: str | None) -> str | None:

@@ -74,11 +74,8 @@ def find(text: str, options: Mapping[str, str], form: str | None = None) -> str 
       return letter(found, options)
   # A colon may be a full-width one, a letter too.
   plain = unicodedata.normalize("NFKC", text)
-  last = None
-  for last in _STATED.finditer(plain):
-    pass
-  if last is not None:
-    return letter(last[1], options)
+  if stated := _STATED.findall(plain):
+    return letter(stated[-1], options)
   return letter(plain.rstrip().rpartition("\n")[2], options)
 
 

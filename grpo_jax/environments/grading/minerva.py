@@ -32,7 +32,8 @@ _REMOVED = (
   *(r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}"),
   *(r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
 )
-_UNWRAPPED = tuple(re.compile(rf"\\{name}\{{([^}}]*)\}}") for name in ("text", "textbf", "overline"))
+_WRAPPERS = ("text", "textbf", "overline")
+_UNWRAPPED = tuple(re.compile(r"\\%s\{([^}]*)\}" % name) for name in _WRAPPERS)
 _BOXED = re.compile(r"\\boxed\{(.*)\}")
 _SHORT_FRACTION = re.compile(r"frac([^{])(.)")
 _SHORT_ROOT = re.compile(r"sqrt([^{])")

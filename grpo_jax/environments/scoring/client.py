@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 _MAX_BYTES = 4 << 20  # of an answer.
 _SHOWN_CHARS = 300  # of an answer, in errors.
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
   """How long and how often a server is asked."""

@@ -60,9 +60,7 @@ class ConversationEncoder:
     return np.asarray(ids, np.int32)
 
 
-def load_encoder(
-  directory: str | Path, *, chat_template: str | None = None
-) -> ConversationEncoder:
+def load_encoder(directory: str | Path, *, chat_template: str | None = None) -> ConversationEncoder:
   """Loads the tokenizer of a local Hugging Face folder.
 
   Args:
