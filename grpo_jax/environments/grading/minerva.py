@@ -33,7 +33,7 @@ _REMOVED = (
   *(r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
 )
 _WRAPPERS = ("text", "textbf", "overline")
-_UNWRAPPED = tuple(re.compile(r"\\%s\{([^}]*)\}" % name) for name in _WRAPPERS)
+_UNWRAPPED = tuple(re.compile(rf"\\{name}" + r"\{([^}]*)\}") for name in _WRAPPERS)
 _BOXED = re.compile(r"\\boxed\{(.*)\}")
 _SHORT_FRACTION = re.compile(r"frac([^{])(.)")
 _SHORT_ROOT = re.compile(r"sqrt([^{])")
