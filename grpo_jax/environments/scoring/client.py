@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-import httpx2
+import aiohttp
 
 from grpo_jax.environments.scoring.failures import (
   EndpointError,
@@ -77,12 +77,7 @@ class JsonClient:
     self._failed_in_row = 0
     self._given_up: str | None = None
     self._loop = asyncio.new_event_loop()
-    headers = {"Authorization": f"Bearer {secret}"} if secret else {}
-    self._client = httpx2.AsyncClient(
-      headers=headers,
-      timeout=None,  # of a whole try, not of each piece: asyncio.timeout in _try.
-      limits=httpx2.Limits(max_connections=patience.concurrency),
-    )
+    self._session: aiohttp.ClientSession | None = None
     self._places = asyncio.Semaphore(patience.concurrency)
     self._is_closed = False
     self._thread = threading.Thread(target=self._serve, daemon=True, name="reward endpoint")
@@ -131,7 +126,18 @@ class JsonClient:
     for task in others:
       task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
-    await self._client.aclose()
+    if self._session is not None:
+      await self._session.close()
+
+  def _opened(self) -> aiohttp.ClientSession:
+    """The session, which has to be made within the loop."""
+    if self._session is None:
+      self._session = aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),  # `concurrency` is the limit.
+        timeout=aiohttp.ClientTimeout(total=None),  # that of a whole try is in _try.
+        headers={"Authorization": f"Bearer {self._secret}"} if self._secret else {},
+      )
+    return self._session
 
   async def _call(self, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
     """One call: its tries within its time. Counts it, and gives up after too many."""
@@ -172,17 +178,16 @@ class JsonClient:
   async def _try(self, body: Mapping[str, Any], timeout_s: float) -> Any:
     """One request: the JSON of its answer."""
     self._counts["tries"] += 1
-    clock = asyncio.timeout(timeout_s)
+    request = self._opened().post(self._url, json=dict(body), allow_redirects=False)
     try:
-      async with clock, self._client.stream("POST", self._url, json=dict(body)) as response:
+      async with asyncio.timeout(timeout_s), request as response:
         content = await _content(response)
     except TimeoutError as error:
       raise EndpointTimeout(f"{self._url}: no whole answer within {timeout_s:.3g} s") from error
-    # DecodingError: a body that is not what its Content-Encoding says.
-    except (httpx2.TransportError, httpx2.DecodingError) as error:
+    except (aiohttp.ClientError, OSError) as error:
       reason = str(error) or type(error).__name__
       raise EndpointUnreachable(f"{self._url}: {reason}") from error
-    if not response.is_success:
+    if not 200 <= response.status < 300:
       raise self._refusal(response, content)
     try:
       return json.loads(content)
@@ -190,13 +195,12 @@ class JsonClient:
       message = f"{self._url}: the answer is no JSON: {_excerpt(content)}"
       raise EndpointUnreadable(message) from error
 
-  def _refusal(self, response: httpx2.Response, content: bytes) -> EndpointError:
-    status = response.status_code
-    message = f"{self._url}: answered {status}: {_excerpt(content)}"
-    wait_s = _seconds(response.headers.get("retry-after", ""))
-    if status == 429:
+  def _refusal(self, response: aiohttp.ClientResponse, content: bytes) -> EndpointError:
+    message = f"{self._url}: answered {response.status}: {_excerpt(content)}"
+    wait_s = _seconds(response.headers.get("Retry-After", ""))
+    if response.status == 429:
       return EndpointOverloaded(message, retry_after_s=wait_s)
-    if status >= 500:
+    if response.status >= 500:
       return EndpointFailed(message, retry_after_s=wait_s)
     return EndpointRefused(message)
 
@@ -220,10 +224,10 @@ class JsonClient:
     return text.replace(self._secret, "***") if self._secret else text
 
 
-async def _content(response: httpx2.Response) -> bytes:
+async def _content(response: aiohttp.ClientResponse) -> bytes:
   """The body, unless it is endless."""
   pieces, size = [], 0
-  async for piece in response.aiter_bytes():
+  async for piece in response.content.iter_any():
     pieces.append(piece)
     size += len(piece)
     if size > _MAX_BYTES:
