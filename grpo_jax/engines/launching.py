@@ -49,7 +49,7 @@ class LaunchOptions:
     gpus_per_server: a model is spread over so many.
     dtype: "float32", "bfloat16", "float16" or "auto" (the checkpoint's).
     max_running: completions sampled side by side.
-    context_length: tokens of a prompt and its completion.
+    context_length: tokens of a prompt and its completion; None: as many as the model knows.
     deterministic: the seed of a request decides its completion.
     scratch: folders removed if the trainer ends without having closed its servers.
     grace_s: seconds between the request to end and SIGKILL.
@@ -67,7 +67,7 @@ class LaunchOptions:
   gpus_per_server: int = 1
   dtype: str = "float32"
   max_running: int = 64
-  context_length: int = 2048
+  context_length: int | None = None
   deterministic: bool = True
   scratch: tuple[pathlib.Path, ...] = ()
   grace_s: float = GRACE_S
@@ -245,14 +245,15 @@ def command_of(
     "--device": options.device,
     "--dtype": options.dtype,
     "--max-running-requests": options.max_running,
-    "--context-length": options.context_length,
     "--weight-version": weight_version,
   }
+  length = options.context_length
+  if length is not None:
+    made["--context-length"] = length
   if options.gpus_per_server > 1:
     made["--tp-size"] = options.gpus_per_server
-  if options.device == "cpu":
-    wanted = options.max_running * options.context_length
-    made["--max-total-tokens"] = min(wanted, max(TOKENS_ON_CPU, options.context_length))
+  if options.device == "cpu" and length is not None:
+    made["--max-total-tokens"] = min(options.max_running * length, max(TOKENS_ON_CPU, length))
   return [
     str(options.python.absolute()),
     str(SERVER_SIDE / "serve.py"),
