@@ -59,7 +59,8 @@ class Run:
   engine: Engine
   environments: environments.Environments
   prompts: data.PromptStream
-  held_out: list[Prompt]
+  held_out: dict[str, list[Prompt]]  # by the name of the evaluation set.
+  has_several_datasets: bool  # to train on, whose metrics are told apart.
   sampling: SamplingParams
   evaluation_sampling: SamplingParams
   limits: rollout.Limits
@@ -77,7 +78,7 @@ class Start:
   """Where a run begins or goes on."""
 
   state: TrainState
-  cursor: Any  # of the data, as JSON.
+  of_data: dict[str, Any] | None  # state of the prompt stream; None: at the beginning.
   skipped: int  # updates in a row that changed nothing.
   evaluated: dict[str, float]  # the last evaluation, of the weights of this step; or empty.
 
@@ -96,10 +97,7 @@ def validate(config: Config) -> Iterator[str]:
   for name in ("prompts_per_step", "group_size", "max_turns"):
     if config.rollout[name] < 1:
       yield f"rollout.{name} must be at least 1, got {config.rollout[name]}"
-  for where, dataset in (("data", config.data), ("evaluation.data", _evaluation_data(config))):
-    if dataset["environment"] not in config.environments:
-      known = ", ".join(config.environments)
-      yield f"{where}.environment is {dataset['environment']!r}, environments has: {known}"
+  yield from _complaints_of_data(config)
   if config.rollout.group_size == 1 and config.advantages.estimator not in ("reinforce_pp",):
     yield "rollout.group_size=1 gives every completion advantage 0: nothing would be learned"
   too_large = [k for k in config.evaluation.pass_k if k > config.evaluation.group_size]
@@ -118,6 +116,35 @@ def validate(config: Config) -> Iterator[str]:
     yield f"model.compute_dtype is float32 or bfloat16, got {config.model.compute_dtype!r}"
 
 
+def _complaints_of_data(config: Config) -> Iterator[str]:
+  """Yields what cannot work in the sections data and evaluation, without opening anything."""
+  try:
+    found = {"data": _training_data(config), "evaluation": _evaluation_data(config)}
+    weights = {name: one.get("weight") for name, one in found["data"].items()}
+    data.make_dataloader(weights, **_dataloader(config))
+  except ValueError as error:
+    yield str(error)
+    return
+  for section, sets in found.items():
+    for name, one in sets.items():
+      unknown = sorted(data.environments(one) - {*config.environments})
+      for environment in unknown:
+        known = ", ".join(config.environments)
+        place = section if len(sets) == 1 else f"{section}: dataset {name!r}"
+        yield f"{place}: environment is {environment!r}, environments has: {known}"
+  per_loader, per_step = config.data.num_prompts_per_dataloader, config.rollout.prompts_per_step
+  if per_loader and per_step % per_loader:
+    yield (
+      f"rollout.prompts_per_step={per_step} must be a multiple of "
+      f"data.num_prompts_per_dataloader={per_loader}"
+    )
+  best = config.checkpoint.best_metric
+  ranked = best.split("/")[1] if best and best.startswith("eval/") and best.count("/") > 1 else None
+  if config.checkpoint.keep_best and ranked and ranked not in found["evaluation"]:
+    known = ", ".join(found["evaluation"])
+    yield f"checkpoint.best_metric is {best!r}, the evaluation sets are: {known}"
+
+
 def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) -> tuple[Run, Start]:
   """Makes the parts of a run and restores its newest checkpoint; `stack` closes them."""
   workdir.mkdir(parents=True, exist_ok=True)
@@ -128,7 +155,7 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
     config.model.path, fallback=config.model.fallback, cache_dir=config.model.cache_dir
   )
   tokenizer = data.load_tokenizer(folder, chat_template=config.model.chat_template)
-  of_data = config.data.to_dict()
+  of_data = config.data.to_dict() | {"split_seed": _split_seed(config)}
   data.make(tokenizer, seed=config.seed, **of_data)  # a wrong file is found here, at once.
   held_out = _held_out(config, tokenizer)
   factories = stack.enter_context(environments.make(**config.environments.to_dict()))
@@ -138,7 +165,7 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
       workdir / "checkpoints",
       keep_last=config.checkpoint.keep_last,
       keep_best=config.checkpoint.keep_best,
-      best_metric=config.checkpoint.best_metric,
+      best_metric=_best_metric(config),
       mode=config.checkpoint.best_mode,
       tell=print,
     )
@@ -182,8 +209,9 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
     tokenizer=tokenizer,
     engine=_engine(config, model, tokenizer, stack),
     environments=factories,
-    prompts=data.make(tokenizer, seed=config.seed, cursor=start.cursor, **of_data),
+    prompts=data.make(tokenizer, seed=config.seed, state=start.of_data, **of_data),
     held_out=held_out,
+    has_several_datasets=len(_training_data(config)) > 1 or config.data.dataloader is not None,
     sampling=_sampling(config.sampling.to_dict(), tokenizer, model),
     evaluation_sampling=_sampling(_evaluation_sampling(config), tokenizer, model),
     limits=_limits(config),
@@ -255,8 +283,8 @@ def _restore(
     if restored is not None:
       state, extra = TrainState(**restored[0]), restored[1]
       print(f"continuing at step {int(state.step)}", flush=True)
-      return Start(state, extra["cursor"], extra["skipped"], extra["evaluated"])
-  return Start(train_step.init(params, tx, shardings=shardings), 0, 0, {})
+      return Start(state, extra["stream"], extra["skipped"], extra["evaluated"])
+  return Start(train_step.init(params, tx, shardings=shardings), None, 0, {})
 
 
 def _described(params: Any, tx: Any, shardings: Any, mesh: Mesh) -> dict[str, Any]:
@@ -308,19 +336,57 @@ def _limits(config: Config) -> rollout.Limits:
   )
 
 
-def _held_out(config: Config, tokenizer: data.Tokenizer) -> list[Prompt]:
+def _held_out(config: Config, tokenizer: data.Tokenizer) -> dict[str, list[Prompt]]:
   """Reads the evaluation prompts; none if nothing is ever evaluated."""
   options = config.evaluation
   if not (options.at_start or options.at_end or options.every_steps):
-    return []
-  settings = _evaluation_data(config)
-  for name in ("shuffle", "epochs"):  # an evaluation set has neither.
-    settings.pop(name)
-  return data.make_held_out(tokenizer, limit=options.num_prompts, **settings)
+    return {}
+  on_error = config.data.on_error
+  return {
+    name: data.make_held_out(tokenizer, limit=options.num_prompts, on_error=on_error, **one)
+    for name, one in _evaluation_data(config).items()
+  }
 
 
-def _evaluation_data(config: Config) -> dict[str, Any]:
-  return {**config.data.to_dict(), **_given(config.evaluation.data)}
+# Fields of config.data that say how datasets are read together, not what each of them is.
+_OF_STREAM = (
+  *("shuffle", "epochs", "on_error", "datasets"),
+  *("num_prompts_per_dataloader", "dataloader", "dataloader_args"),
+)
+
+
+def _shared_data(config: Config) -> dict[str, Any]:
+  """Returns the fields that training datasets share."""
+  fields = config.data.to_dict() | {"split_seed": _split_seed(config)}
+  return {name: value for name, value in fields.items() if name not in _OF_STREAM}
+
+
+def _split_seed(config: Config) -> int:
+  return config.seed if config.data.split_seed is None else config.data.split_seed
+
+
+def _dataloader(config: Config) -> dict[str, Any]:
+  names = ("num_prompts_per_dataloader", "dataloader", "dataloader_args")
+  return {name: config.data.to_dict()[name] for name in names}
+
+
+def _training_data(config: Config) -> dict[str, dict[str, Any]]:
+  """Returns the fields of every training dataset, by name."""
+  return data.training_sets(_shared_data(config), config.data.datasets)
+
+
+def _evaluation_data(config: Config) -> dict[str, dict[str, Any]]:
+  """Returns the fields of every evaluation set, by name."""
+  options = config.evaluation
+  own, sets = options.data.to_dict(), options.datasets
+  return data.evaluation_sets(
+    _shared_data(config), config.data.datasets, own, sets, name=options.name
+  )
+
+
+def _best_metric(config: Config) -> str:
+  """Returns the metric that ranks checkpoints: by default the first evaluation set's accuracy."""
+  return config.checkpoint.best_metric or f"eval/{next(iter(_evaluation_data(config)))}/accuracy"
 
 
 def _evaluation_sampling(config: Config) -> dict[str, Any]:
