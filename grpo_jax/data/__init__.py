@@ -45,7 +45,7 @@ _ALL = "all"  # name of the loader that reads several datasets as one.
 def make(
   tokenizer: Tokenizer,
   *,
-  datasets: Sequence[Mapping[str, Any]] = (),
+  datasets: Sequence[Any] = (),
   shuffle: bool = True,
   seed: int = 0,
   epochs: int | None = None,
@@ -60,7 +60,8 @@ def make(
 
   Args:
     tokenizer: of the model.
-    datasets: what differs between several datasets; empty: `shared` is the one dataset.
+    datasets: what differs between several datasets, a mapping each; empty: `shared` is the one
+      dataset.
     shuffle: whether every epoch has an order of its own.
     seed: of that order.
     epochs: passes over the data; None: without end. Of several loaders, the first whose passes

@@ -60,8 +60,10 @@ class PromptDataset:
       epoch: pass over the dataset; together with the row it makes the prompt's id.
 
     Returns:
-      The prompt. One of more than `max_prompt_tokens` is cut to its first ones and has
-      weight 0, if such prompts are not dropped.
+      The prompt. Its id is NAME:EPOCH:ROW, the row as the source counts it; of a dataset that
+      repeats its rows it counts on from round to round. A prompt of more than
+      `max_prompt_tokens` is cut to its first ones and has weight 0, if such prompts are not
+      dropped.
 
     Raises:
       OverlongError: the prompt is too long and such prompts are dropped.
@@ -79,7 +81,7 @@ class PromptDataset:
     if is_long and self.overlong == "drop":
       raise OverlongError(where, f"{len(ids)} tokens, more than {self.max_prompt_tokens}")
     return Prompt(
-      prompt_id=f"{self.source.name}:{epoch}:{row}",
+      prompt_id=f"{self.source.name}:{epoch}:{number + len(self.source) * self.part.round_of(row)}",
       token_ids=ids[: self.max_prompt_tokens],
       environment=task.environment,
       info=record.info,
@@ -308,7 +310,7 @@ def name_of(settings: Mapping[str, Any]) -> str | None:
   if settings.get("name"):
     return settings["name"]
   if settings.get("dataset"):
-    return str(settings["dataset"]).rstrip("/").rpartition("/")[2]
+    return named.known_as(str(settings["dataset"]))
   if settings.get("path"):
     return Path(settings["path"]).stem
   if settings.get("task"):

@@ -40,7 +40,7 @@ def inherit(shared: Settings, own: Settings) -> dict[str, Any]:
   return {**{key: value for key, value in base.items() if key not in replaced}, **given}
 
 
-def training(shared: Settings, items: Sequence[Settings]) -> dict[str, dict[str, Any]]:
+def training(shared: Settings, items: Sequence[Any]) -> dict[str, dict[str, Any]]:
   """Returns the fields of every training dataset, by its name.
 
   Args:
@@ -58,7 +58,7 @@ def training(shared: Settings, items: Sequence[Settings]) -> dict[str, dict[str,
 
 
 def evaluation(
-  shared: Settings, items: Sequence[Settings], own: Settings, sets: Sequence[Settings], *, name: str
+  shared: Settings, items: Sequence[Any], own: Settings, sets: Sequence[Any], *, name: str
 ) -> dict[str, dict[str, Any]]:
   """Returns the fields of every evaluation set, by the name that its metrics bear.
 
@@ -102,7 +102,7 @@ def evaluation(
 
 
 def _expand(
-  shared: Settings, items: Sequence[Settings], where: str
+  shared: Settings, items: Sequence[Any], where: str
 ) -> dict[str, dict[str, Any]]:
   if not items:
     _check_fields(shared, "data")
