@@ -1,4 +1,4 @@
-"""A curriculum on the quickstart's task: sums of one digit first, of two digits once they are solved.
+"""A curriculum on the quickstart's task: sums of one digit first, then of two.
 
     python -m grpo_jax.main --config=configs/curriculum.py --workdir=runs/curriculum
 

@@ -15,6 +15,7 @@ from grpo_jax import (
   checkpointing,
   configuration,
   data,
+  data_options,
   engines,
   environments,
   loggers,
@@ -97,7 +98,7 @@ def validate(config: Config) -> Iterator[str]:
   for name in ("prompts_per_step", "group_size", "max_turns"):
     if config.rollout[name] < 1:
       yield f"rollout.{name} must be at least 1, got {config.rollout[name]}"
-  yield from _complaints_of_data(config)
+  yield from data_options.complaints(config)
   if config.rollout.group_size == 1 and config.advantages.estimator not in ("reinforce_pp",):
     yield "rollout.group_size=1 gives every completion advantage 0: nothing would be learned"
   too_large = [k for k in config.evaluation.pass_k if k > config.evaluation.group_size]
@@ -116,35 +117,6 @@ def validate(config: Config) -> Iterator[str]:
     yield f"model.compute_dtype is float32 or bfloat16, got {config.model.compute_dtype!r}"
 
 
-def _complaints_of_data(config: Config) -> Iterator[str]:
-  """Yields what cannot work in the sections data and evaluation, without opening anything."""
-  try:
-    found = {"data": _training_data(config), "evaluation": _evaluation_data(config)}
-    weights = {name: one.get("weight") for name, one in found["data"].items()}
-    data.make_dataloader(weights, **_dataloader(config))
-  except ValueError as error:
-    yield str(error)
-    return
-  for section, sets in found.items():
-    for name, one in sets.items():
-      unknown = sorted(data.environments(one) - {*config.environments})
-      for environment in unknown:
-        known = ", ".join(config.environments)
-        place = section if len(sets) == 1 else f"{section}: dataset {name!r}"
-        yield f"{place}: environment is {environment!r}, environments has: {known}"
-  per_loader, per_step = config.data.num_prompts_per_dataloader, config.rollout.prompts_per_step
-  if per_loader and per_step % per_loader:
-    yield (
-      f"rollout.prompts_per_step={per_step} must be a multiple of "
-      f"data.num_prompts_per_dataloader={per_loader}"
-    )
-  best = config.checkpoint.best_metric
-  ranked = best.split("/")[1] if best and best.startswith("eval/") and best.count("/") > 1 else None
-  if config.checkpoint.keep_best and ranked and ranked not in found["evaluation"]:
-    known = ", ".join(found["evaluation"])
-    yield f"checkpoint.best_metric is {best!r}, the evaluation sets are: {known}"
-
-
 def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) -> tuple[Run, Start]:
   """Makes the parts of a run and restores its newest checkpoint; `stack` closes them."""
   workdir.mkdir(parents=True, exist_ok=True)
@@ -154,10 +126,14 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
   folder = sources.resolve(
     config.model.path, fallback=config.model.fallback, cache_dir=config.model.cache_dir
   )
-  tokenizer = data.load_tokenizer(folder, chat_template=config.model.chat_template)
-  of_data = config.data.to_dict() | {"split_seed": _split_seed(config)}
-  data.make(tokenizer, seed=config.seed, **of_data)  # a wrong file is found here, at once.
-  held_out = _held_out(config, tokenizer)
+  tokenizer = data.load_tokenizer(
+    folder,
+    chat_template=config.model.chat_template,
+    template_args=config.model.chat_template_args.to_dict(),
+  )
+  of_data = data_options.of_stream(config)
+  data.make(tokenizer, **of_data)  # a wrong file is found here, at once.
+  held_out = data_options.held_out(config, tokenizer)
   factories = stack.enter_context(environments.make(**config.environments.to_dict()))
 
   checkpoints = stack.enter_context(
@@ -165,7 +141,7 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
       workdir / "checkpoints",
       keep_last=config.checkpoint.keep_last,
       keep_best=config.checkpoint.keep_best,
-      best_metric=_best_metric(config),
+      best_metric=data_options.best_metric(config),
       mode=config.checkpoint.best_mode,
       tell=print,
     )
@@ -209,9 +185,9 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
     tokenizer=tokenizer,
     engine=_engine(config, model, tokenizer, stack),
     environments=factories,
-    prompts=data.make(tokenizer, seed=config.seed, state=start.of_data, **of_data),
+    prompts=data.make(tokenizer, state=start.of_data, **of_data),
     held_out=held_out,
-    has_several_datasets=len(_training_data(config)) > 1 or config.data.dataloader is not None,
+    has_several_datasets=data_options.has_several(config),
     sampling=_sampling(config.sampling.to_dict(), tokenizer, model),
     evaluation_sampling=_sampling(_evaluation_sampling(config), tokenizer, model),
     limits=_limits(config),
@@ -334,59 +310,6 @@ def _limits(config: Config) -> rollout.Limits:
     environment_concurrency=config.rollout.environment_concurrency,
     max_error_share=config.rollout.max_error_share,
   )
-
-
-def _held_out(config: Config, tokenizer: data.Tokenizer) -> dict[str, list[Prompt]]:
-  """Reads the evaluation prompts; none if nothing is ever evaluated."""
-  options = config.evaluation
-  if not (options.at_start or options.at_end or options.every_steps):
-    return {}
-  on_error = config.data.on_error
-  return {
-    name: data.make_held_out(tokenizer, limit=options.num_prompts, on_error=on_error, **one)
-    for name, one in _evaluation_data(config).items()
-  }
-
-
-# Fields of config.data that say how datasets are read together, not what each of them is.
-_OF_STREAM = (
-  *("shuffle", "epochs", "on_error", "datasets"),
-  *("num_prompts_per_dataloader", "dataloader", "dataloader_args"),
-)
-
-
-def _shared_data(config: Config) -> dict[str, Any]:
-  """Returns the fields that training datasets share."""
-  fields = config.data.to_dict() | {"split_seed": _split_seed(config)}
-  return {name: value for name, value in fields.items() if name not in _OF_STREAM}
-
-
-def _split_seed(config: Config) -> int:
-  return config.seed if config.data.split_seed is None else config.data.split_seed
-
-
-def _dataloader(config: Config) -> dict[str, Any]:
-  names = ("num_prompts_per_dataloader", "dataloader", "dataloader_args")
-  return {name: config.data.to_dict()[name] for name in names}
-
-
-def _training_data(config: Config) -> dict[str, dict[str, Any]]:
-  """Returns the fields of every training dataset, by name."""
-  return data.training_sets(_shared_data(config), config.data.datasets)
-
-
-def _evaluation_data(config: Config) -> dict[str, dict[str, Any]]:
-  """Returns the fields of every evaluation set, by name."""
-  options = config.evaluation
-  own, sets = options.data.to_dict(), options.datasets
-  return data.evaluation_sets(
-    _shared_data(config), config.data.datasets, own, sets, name=options.name
-  )
-
-
-def _best_metric(config: Config) -> str:
-  """Returns the metric that ranks checkpoints: by default the first evaluation set's accuracy."""
-  return config.checkpoint.best_metric or f"eval/{next(iter(_evaluation_data(config)))}/accuracy"
 
 
 def _evaluation_sampling(config: Config) -> dict[str, Any]:

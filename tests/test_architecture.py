@@ -21,7 +21,7 @@ LAYERS = [
   {"models"},
   {"data", "environments", "engines"},
   {"attempt", "batching", "filters", "learn"},
-  {"rollout", "credit"},
+  {"rollout", "credit", "data_options"},
   {"report_data"},
   {"stream", "evaluation", "checkpointing", "loggers", "report"},
   {"building", "command_line"},

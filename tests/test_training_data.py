@@ -1,4 +1,4 @@
-"""Data in the whole loop, on a tiny model: GSM8K, several datasets and sets, curricula, resuming."""
+"""Data in the whole loop, on a tiny model: GSM8K, several datasets and sets, a curriculum."""
 
 import json
 import pathlib
@@ -9,7 +9,7 @@ import pytest
 import configs.base
 import configs.curriculum
 import configs.gsm8k
-from grpo_jax import building, main, metrics, train
+from grpo_jax import building, data_options, main, metrics, train
 from grpo_jax.models import tiny
 
 # Rows of GSM8K, MIT licence, Cobbe et al. 2021.
@@ -90,7 +90,8 @@ def make_config(tmp_path, model):
   def make(**overrides):
     config = configs.base.get_config()
     config.environments = {
-      name: {"module": "function", "path": f"tests.rewards.{name}"} for name in ("vowels", "constant")
+      name: {"module": "function", "path": f"tests.rewards.{name}"}
+      for name in ("vowels", "constant")
     }
     config.data.datasets = [
       {"path": letters, "environment": "vowels"},
@@ -163,7 +164,7 @@ def test_what_cannot_work_is_told_before_a_model_is_loaded(make_config):
   assert complaints(make_config()) == []
   config = make_config()
   config.data.datasets[1]["environment"] = "vowel"
-  assert "data: dataset 'digits': environment is 'vowel'" in complaints(config)[0]
+  assert "data: dataset 'digits'.environment is 'vowel'" in complaints(config)[0]
   config = make_config(data__dataloader=None, data__dataloader_args={})
   config.data.num_prompts_per_dataloader = 2
   assert complaints(config) == [
@@ -180,6 +181,6 @@ def test_what_cannot_work_is_told_before_a_model_is_loaded(make_config):
 def test_the_curriculum_config_can_be_built_in_each_order(order):
   config = configs.curriculum.get_config(order)
   assert complaints(config) == []
-  assert list(building._evaluation_data(config)) == ["hard"]
+  assert list(data_options.evaluation(config)) == ["hard"]
   with pytest.raises(ValueError, match="an order is one of"):
     configs.curriculum.get_config("soft")

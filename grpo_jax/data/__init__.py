@@ -9,7 +9,6 @@ from grpo_jax.data import curriculum, loaders, settings
 from grpo_jax.data.loaders import Loader
 from grpo_jax.data.prompt_stream import PromptStream, cursor_of
 from grpo_jax.data.prompts import (
-  OnError,
   PromptDataset,
   held_out,
   name_of,
@@ -18,6 +17,7 @@ from grpo_jax.data.prompts import (
 from grpo_jax.data.settings import environments
 from grpo_jax.data.settings import evaluation as evaluation_sets
 from grpo_jax.data.settings import training as training_sets
+from grpo_jax.data.skipped import OnError
 from grpo_jax.data.tokenizer import Tokenizer, check_vocabulary
 from grpo_jax.data.tokenizer import load as load_tokenizer
 from grpo_jax.registry import choose, function
@@ -139,9 +139,7 @@ def make_dataloader(
     raise ValueError("data.dataloader_args needs data.dataloader, the function that takes them")
   if dataloader is not None:
     chosen = (
-      function(dataloader)
-      if "." in dataloader
-      else choose("dataloader", dataloader, DATALOADERS)
+      function(dataloader) if "." in dataloader else choose("dataloader", dataloader, DATALOADERS)
     )
     return functools.partial(chosen, **(dataloader_args or {})), True
   if given:

@@ -1,26 +1,19 @@
 """A dataset of prompts: a source of rows, and how their words become tokens."""
 
 import dataclasses
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from grpo_jax.data import formats, named
 from grpo_jax.data.parts import Part
+from grpo_jax.data.skipped import OnError, OverlongError, Skipped
 from grpo_jax.data.sources import RowSource, SourceConfig, open_source
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.registry import choose, function, nearest
 from grpo_jax.types import Prompt
 
-OnError = Literal["stop", "skip"]
 Overlong = Literal["drop", "zero_weight"]
-
-_SHOWN_ERRORS = 5
-
-
-class OverlongError(formats.RowError):
-  """A prompt of more tokens than allowed, where such prompts are dropped."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,7 +127,7 @@ def held_out(
   read = (skipped.guard(lambda row=row: dataset.prompt(row, epoch=0), on_error) for row in rows)
   prompts = [prompt for prompt in read if prompt]
   if not prompts:
-    raise skipped.none_left(dataset)
+    raise skipped.none_left(dataset.name, dataset.max_prompt_tokens)
   skipped.warn()
   return prompts
 
@@ -316,50 +309,6 @@ def name_of(settings: Mapping[str, Any]) -> str | None:
   if settings.get("task"):
     return f"{settings['task']}-{settings.get('task_seed', 0)}"
   return None
-
-
-@dataclasses.dataclass(slots=True)
-class Skipped:
-  """Counts rows that were passed over, and keeps the first reasons."""
-
-  broken: int = 0
-  overlong: int = 0
-  reasons: list[str] = dataclasses.field(default_factory=list)
-
-  def guard(self, make: Callable[[], Prompt], on_error: OnError) -> Prompt | None:
-    """Calls `make`; a row that cannot be used is counted and gives None."""
-    try:
-      prompt = make()
-    except OverlongError as error:
-      self.overlong += 1
-      self._note(error)
-      return None
-    except formats.RowError as error:
-      if on_error == "stop":
-        raise
-      self.broken += 1
-      self._note(error)
-      return None
-    self.overlong += prompt.is_cut
-    return prompt
-
-  def warn(self) -> None:
-    """Tells what was passed over."""
-    if self.reasons:
-      counts = f"{self.broken} broken rows, {self.overlong} overlong prompts"
-      logging.warning("data: %s; first:\n  %s", counts, "\n  ".join(self.reasons))
-
-  def none_left(self, dataset: PromptDataset) -> ValueError:
-    """Returns the error of a dataset of which no row can be used."""
-    reasons = "\n  ".join(self.reasons)
-    return ValueError(
-      f"no row of {dataset.name!r} can be used: {self.broken} are broken, {self.overlong} "
-      f"longer than {dataset.max_prompt_tokens} tokens; first:\n  {reasons}"
-    )
-
-  def _note(self, error: formats.RowError) -> None:
-    if len(self.reasons) < _SHOWN_ERRORS:
-      self.reasons.append(str(error))
 
 
 def _without_twins(own: Mapping[str, Any]) -> dict[str, Any]:

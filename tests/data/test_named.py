@@ -154,16 +154,16 @@ def test_rows_become_prompts(tmp_path, name):
   assert prompt.info.get("expected_answer") == answer
   assert prompt.environment == environment
   template = named.DATASETS[name].prompt_template
-  asked = template.replace("\\boxed{}", "\\BOX").replace("{}", problem).replace("\\BOX", "\\boxed{}")
+  asked = (
+    template.replace("\\boxed{}", "\\BOX").replace("{}", problem).replace("\\BOX", "\\boxed{}")
+  )
   assert prompt.text == f"<role>user\n{asked}<end><role>assistant\n"
   # All columns reach the environment untouched, whatever was made of them.
   for key, value in row.items():
     assert value in (prompt.info.get(key), prompt.info.get(f"row/{key}")), key
 
 
-@pytest.mark.parametrize(
-  "spelling", ["gsm8k", "GSM-8K", "openai/gsm8k", "OpenAI/GSM8K", "GSM8K"]
-)
+@pytest.mark.parametrize("spelling", ["gsm8k", "GSM-8K", "openai/gsm8k", "OpenAI/GSM8K", "GSM8K"])
 def test_a_name_is_found_whatever_its_capitals_and_hyphens(tmp_path, spelling):
   prompt = only(copy_of(tmp_path, ROWS["GSM8K"][0]), spelling)
   assert (prompt.prompt_id, prompt.dataset) == ("GSM8K:0:0", "GSM8K")

@@ -32,10 +32,9 @@ def as_lines(rows):
 
 def write_parquet(path, rows, **options):
   pyarrow = pytest.importorskip("pyarrow")
-  import pyarrow.parquet
-
+  parquet = pytest.importorskip("pyarrow.parquet")
   path.parent.mkdir(parents=True, exist_ok=True)
-  pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, **options)
+  parquet.write_table(pyarrow.Table.from_pylist(rows), path, **options)
   return path
 
 
