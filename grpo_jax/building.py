@@ -132,8 +132,7 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
     template_args=config.model.chat_template_args.to_dict(),
   )
   of_data = data_options.of_stream(config)
-  data.make(tokenizer, **of_data)  # a wrong file is found here, at once.
-  held_out = data_options.held_out(config, tokenizer)
+  held_out = data_options.open_all(config, tokenizer)  # a wrong file is found here, at once.
   factories = stack.enter_context(environments.make(**config.environments.to_dict()))
 
   checkpoints = stack.enter_context(

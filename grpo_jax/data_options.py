@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from grpo_jax import data
+from grpo_jax.configuration import ConfigError
 from grpo_jax.types import Prompt
 
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
@@ -43,6 +44,19 @@ def evaluation(config: Config) -> dict[str, dict[str, Any]]:
 def has_several(config: Config) -> bool:
   """Returns whether training datasets are told apart in the metrics."""
   return len(training(config)) > 1 or config.data.dataloader is not None
+
+
+def open_all(config: Config, tokenizer: data.Tokenizer) -> dict[str, list[Prompt]]:
+  """Opens the training datasets, to see that they can be, and reads the evaluation sets.
+
+  Raises:
+    ConfigError: a file, a name or a library is missing, or a held-out row is broken.
+  """
+  try:
+    data.make(tokenizer, **of_stream(config))
+    return held_out(config, tokenizer)
+  except (OSError, ValueError, ImportError) as error:
+    raise ConfigError(f"the data cannot be used: {error}") from error
 
 
 def held_out(config: Config, tokenizer: data.Tokenizer) -> dict[str, list[Prompt]]:

@@ -9,7 +9,7 @@ import pytest
 import configs.base
 import configs.curriculum
 import configs.gsm8k
-from grpo_jax import building, data_options, main, metrics, train
+from grpo_jax import building, configuration, data_options, main, metrics, train
 from grpo_jax.models import tiny
 
 # Rows of GSM8K, MIT licence, Cobbe et al. 2021.
@@ -175,6 +175,15 @@ def test_what_cannot_work_is_told_before_a_model_is_loaded(make_config):
     "checkpoint.best_metric is 'eval/heldout/accuracy', the evaluation sets are: letters, digits"
   ]
   assert "'by_sucess'" in complaints(make_config(data__dataloader="by_sucess"))[0]
+
+
+def test_data_that_cannot_be_opened_end_the_command_with_a_message(tmp_path, make_config):
+  write(tmp_path / "digits.jsonl", [{"problem": "7"}])
+  with pytest.raises(configuration.ConfigError, match=r"the data cannot .*digits.jsonl:1: no key"):
+    train.train(make_config(), tmp_path / "run")
+  (tmp_path / "letters.jsonl").unlink()
+  with pytest.raises(configuration.ConfigError, match="the data cannot be used: no data file"):
+    train.train(make_config(), tmp_path / "run")
 
 
 @pytest.mark.parametrize("order", ["curriculum", "mixed", "hard"])

@@ -2,11 +2,13 @@
 
 import collections
 import json
+import pathlib
 
 import pytest
 
 from grpo_jax import data
 from grpo_jax.data.byte_tokenizer import ByteTokenizer
+from grpo_jax.data.formats import PromptStyle
 from grpo_jax.data.parts import Part
 
 TOKENIZER = ByteTokenizer()
@@ -282,3 +284,41 @@ def test_mistakes_in_a_list_name_its_place(two):
     stream([{"weight": 1}])
   with pytest.raises(ValueError, match=r"data.datasets\[0\] must be a mapping"):
     stream(["letters.jsonl"])
+
+
+# --- the examples of docs/data.md ---
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs" / "data.md"
+
+
+def example(first_line):
+  """Returns what the block of the page that begins so defines."""
+  blocks = [block.split("```")[0] for block in DOCS.read_text().split("```python\n")[1:]]
+  (block,) = [block for block in blocks if block.startswith(first_line)]
+  scope = {}
+  exec(block, scope)
+  return scope
+
+
+def test_the_loader_function_of_the_page_works(two, monkeypatch):
+  worse_first = example("# my_loaders.py")["worse_first"]
+  monkeypatch.setattr("grpo_jax.data.DATALOADERS", {"worse_first": worse_first})
+  source = stream(two, dataloader="worse_first", dataloader_args={"extra": 1})
+  counts = []
+  for step, (letters, digits) in enumerate([(0.9, 0.2), (0.1, 0.2)]):
+    counts.append(collections.Counter(p.dataset for p in source.take(4)))
+    source.tell(step, {"data/letters/reward_mean": letters, "data/digits/reward_mean": digits})
+  counts.append(collections.Counter(p.dataset for p in source.take(4)))
+  letters_first, digits_first = {"letters": 3, "digits": 1}, {"letters": 1, "digits": 3}
+  assert counts == [letters_first, digits_first, letters_first]
+
+
+def test_the_processor_of_the_page_works():
+  choices = example("# my_rows.py")["choices"]
+  row = {"question": "2+2?", "options": ["3", "4"], "correct": "B"}
+  record = choices(row, "x.jsonl:1", PromptStyle(system_prompt="Be brief."))
+  assert [message["content"] for message in record.messages] == [
+    "Be brief.",
+    "2+2?\nA. 3\nB. 4\nAnswer in \\boxed{} with one letter.",
+  ]
+  assert record.info["expected_answer"] == "B"

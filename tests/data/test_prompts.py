@@ -302,7 +302,9 @@ def test_task_names_lead_rows_to_their_environment_and_prompt(tmp_path):
   assert (first.environment, first.text.split("<end>")[0]) == ("calculator", "<role>user\nAdd: 1+1")
   assert (second.environment, second.info["expected_answer"]) == ("judge", "hello")
   assert second.info["tags"] == ["a", {"b": 1}] and second.info["task_name"] == "chat"
-  with pytest.raises(RowError, match=r"task_name 'sums' is none of data.tasks \(did you mean 'sum'"):
+  with pytest.raises(
+    RowError, match=r"task_name 'sums' is none of data.tasks \(did you mean 'sum'"
+  ):
     made(tmp_path, {"task_name": "sums", "problem": "1", "expected_answer": "1"}, tasks=TASKS)
   with pytest.raises(RowError, match="no key 'task_name'"):
     made(tmp_path, {"problem": "1", "expected_answer": "1"}, tasks=TASKS)
