@@ -215,6 +215,7 @@ def describe(
     **{f"perf/{name}": value for name, value in run.environments.metrics().items()},
     **run.prompts.metrics(),
     **(metrics.of_datasets(groups) if run.has_several_datasets else {}),
+    **run.engine.metrics(),
     **{f"filter/{reason}": float(count) for reason, count in kept.dropped.items()},
     **metrics.to_floats(batch.metrics),
     **metrics.to_floats(learned),
