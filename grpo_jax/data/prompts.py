@@ -29,6 +29,7 @@ class Task:
 class PromptDataset:
   """A source whose rows come out as prompts."""
 
+  name: str  # the first part of the ids of its prompts.
   source: RowSource
   part: Part
   tokenizer: Tokenizer
@@ -36,11 +37,6 @@ class PromptDataset:
   tasks: Mapping[str, Task]  # by the row's `task_name`; empty: `task` for all rows.
   max_prompt_tokens: int
   overlong: Overlong
-
-  @property
-  def name(self) -> str:
-    """The first part of the ids of its prompts."""
-    return self.source.name
 
   def __len__(self) -> int:
     return len(self.part)
@@ -74,13 +70,13 @@ class PromptDataset:
     if is_long and self.overlong == "drop":
       raise OverlongError(where, f"{len(ids)} tokens, more than {self.max_prompt_tokens}")
     return Prompt(
-      prompt_id=f"{self.source.name}:{epoch}:{number + len(self.source) * self.part.round_of(row)}",
+      prompt_id=f"{self.name}:{epoch}:{number + len(self.source) * self.part.round_of(row)}",
       token_ids=ids[: self.max_prompt_tokens],
       environment=task.environment,
       info=record.info,
       text=self.tokenizer.render(record.messages),
       weight=0.0 if is_long else formats.loss_multiplier(fields, where),
-      dataset=self.source.name,
+      dataset=self.name,
       is_cut=is_long,
     )
 
@@ -243,6 +239,7 @@ def open_dataset(
     repeat=repeat,
   )
   return PromptDataset(
+    name=config.name or source.name,
     source=source,
     part=part,
     tokenizer=tokenizer,
