@@ -38,7 +38,7 @@ def get_config() -> Any:
   mesh.tensor = 1  # heads, feed-forward and vocabulary are split.
 
   config.data = data = ConfigDict()
-  data.kind = "jsonl"  # "jsonl", "reasoning_gym", or the dotted path of a function of your own.
+  data.kind = "jsonl"  # "jsonl", "reasoning_gym", "function" (rows by seed), or a dotted path.
   data.path = config_dict.placeholder(str)  # jsonl: the file.
   data.name = config_dict.placeholder(str)  # first part of prompt ids; None: of the file or task.
   data.format = "auto"  # of a row: "auto", "problem", "messages", or a dotted path.
@@ -51,15 +51,17 @@ def get_config() -> Any:
   data.prompt_template = config_dict.placeholder(str)  # user message, {} for the problem.
   data.prompt_file = config_dict.placeholder(str)  # the same, from a file.
   data.environment = "math"  # which of `environments` scores the completions.
+  data.rows_choose_environment = True  # a row's `environment` or `task_name` goes before it.
   data.max_prompt_tokens = 512  # longest prompt, chat template included.
   data.overlong = "zero_weight"  # longer ones: "drop", or "zero_weight": kept, nothing learned.
   data.on_error = "stop"  # at a broken row: "stop", or "skip" and count.
   data.shuffle = True  # anew in every epoch, drawn from `seed`.
   data.epochs = config_dict.placeholder(int)  # passes over the data; None: without end.
-  data.task = config_dict.placeholder(str)  # reasoning_gym: name of the task.
-  data.task_args = ConfigDict()  # reasoning_gym: its further arguments.
-  data.task_seed = 0  # reasoning_gym: seed of its problems.
-  data.size = 10000  # reasoning_gym: number of problems.
+  data.task = config_dict.placeholder(str)  # reasoning_gym: name; function: dotted path.
+  data.task_args = ConfigDict()  # of the task: its further arguments.
+  data.task_seed = 0  # of the task: seed of its problems.
+  data.size = 10000  # of the task: number of problems.
+  data.mixture = ConfigDict()  # reasoning_gym: several, {label: {task, weight, task_args}}.
 
   config.environments = environments = ConfigDict()  # by name; `module` is a file of environments/.
   environments.math = ConfigDict(

@@ -128,7 +128,7 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
     config.model.path, fallback=config.model.fallback, cache_dir=config.model.cache_dir
   )
   tokenizer = data.load_tokenizer(folder, chat_template=config.model.chat_template)
-  of_data = config.data.to_dict()
+  of_data = {**config.data.to_dict(), "known_environments": tuple(config.environments)}
   data.make(tokenizer, seed=config.seed, **of_data)  # a wrong file is found here, at once.
   held_out = _held_out(config, tokenizer)
   factories = stack.enter_context(environments.make(**config.environments.to_dict()))
@@ -316,6 +316,7 @@ def _held_out(config: Config, tokenizer: data.Tokenizer) -> list[Prompt]:
   settings = _evaluation_data(config)
   for name in ("shuffle", "epochs"):  # an evaluation set has neither.
     settings.pop(name)
+  settings["known_environments"] = tuple(config.environments)
   return data.make_held_out(tokenizer, limit=options.num_prompts, **settings)
 
 

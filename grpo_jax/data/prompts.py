@@ -2,14 +2,14 @@
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import grain
 import numpy as np
 
-from grpo_jax.data import formats
+from grpo_jax.data import formats, routing
 from grpo_jax.data.sources import RowSource, SourceConfig, open_source
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.registry import choose, function
@@ -36,6 +36,7 @@ class PromptDataset:
   environment: str
   max_prompt_tokens: int
   overlong: Overlong
+  known_environments: Collection[str] | None = None  # that rows may name; None: none may.
 
   def __len__(self) -> int:
     return len(self.source)
@@ -56,7 +57,8 @@ class PromptDataset:
       RowError: the row is broken, or the chat template refuses its messages.
     """
     where = self.source.where(row)
-    record = self.read_row(self.source[row], where, self.style)
+    fields = self.source[row]
+    record = self.read_row(fields, where, self.style)
     ids = self.tokenizer.apply_chat_template(record.messages)
     if not len(ids):
       raise formats.RowError(where, "the prompt has no tokens")
@@ -66,10 +68,13 @@ class PromptDataset:
     return Prompt(
       prompt_id=f"{self.source.name}:{epoch}:{row}",
       token_ids=ids[: self.max_prompt_tokens],
-      environment=self.environment,
+      environment=routing.environment_of(
+        fields, where, default=self.environment, known=self.known_environments
+      ),
       info=record.info,
       text=self.tokenizer.render(record.messages),
       weight=0.0 if is_long else 1.0,
+      stop_strings=routing.stop_strings_of(fields, where),
     )
 
 
@@ -178,6 +183,7 @@ def open_dataset(
   task_args: Mapping[str, Any] | None = None,
   task_seed: int = 0,
   size: int = 1000,
+  mixture: Mapping[str, Any] | None = None,
   format: str = "auto",
   input_key: str | None = None,
   output_key: str | None = None,
@@ -188,19 +194,22 @@ def open_dataset(
   environment: str = "math",
   max_prompt_tokens: int = 1024,
   overlong: Overlong = "drop",
+  rows_choose_environment: bool = True,
+  known_environments: Collection[str] | None = None,
 ) -> PromptDataset:
   """Opens a dataset by the fields of a config.
 
   Args:
     tokenizer: whose chat template renders the messages.
-    kind: "jsonl", "reasoning_gym", or the dotted path of a function
-      `SourceConfig -> RowSource`.
+    kind: "jsonl", "reasoning_gym", "function" (see FunctionSource), or the dotted path of a
+      function `SourceConfig -> RowSource`.
     name: of the dataset, the first part of its prompts' ids; from the file or task if None.
     path: the file, for "jsonl".
-    task: the task's name, for "reasoning_gym".
-    task_args: its further arguments, for "reasoning_gym".
-    task_seed: its seed, for "reasoning_gym"; see ReasoningGymSource.
-    size: its number of rows, for "reasoning_gym".
+    task: the task's name, for "reasoning_gym"; the dotted path, for "function".
+    task_args: its further arguments.
+    task_seed: its seed; see ReasoningGymSource.
+    size: its number of rows.
+    mixture: several tasks in the place of one, for "reasoning_gym"; see mixture.read_parts.
     format: "auto", "problem", "messages", "task", or the dotted path of a function
       `(row, where, style) -> Record`.
     input_key: name of the problem's field; None: "problem".
@@ -214,6 +223,9 @@ def open_dataset(
     max_prompt_tokens: longest prompt, chat template included.
     overlong: what becomes of longer ones: "drop", or "zero_weight": kept, cut, learned
       nothing from. Both are counted.
+    rows_choose_environment: whether a row's own `environment` or `task_name` decides, see
+      routing.environment_of.
+    known_environments: the names that those may be; None: they are not looked at.
 
   Raises:
     FileNotFoundError: a file does not exist.
@@ -237,6 +249,7 @@ def open_dataset(
     task_args=dict(task_args or {}),
     task_seed=task_seed,
     size=size,
+    mixture=dict(mixture or {}),
   )
   return PromptDataset(
     source=open_source(config),
@@ -246,6 +259,7 @@ def open_dataset(
     environment=environment,
     max_prompt_tokens=max_prompt_tokens,
     overlong=overlong,
+    known_environments=known_environments if rows_choose_environment else None,
   )
 
 

@@ -10,7 +10,7 @@ A module of this package, or of a user, offers `make(**config) -> factory`.
 
 import dataclasses
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -30,6 +30,9 @@ class StepResult:
   # None: the observation is appended as it stands. A role ("user", "tool"): it is
   # rendered as a message of the chat template, and the assistant begins anew.
   observation_role: str | None = None
+  # What ends the next turn, beside the stop strings of the sampling options. None: the same
+  # as ended this one; (): nothing more.
+  stop_strings: Sequence[str] | None = None
   # Numbers to log; "accuracy" (1: right) is what evaluation counts as solved.
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -76,8 +79,7 @@ class Environment(Protocol):
     ...
 
 
-# Makes the environment of one attempt. It may also have `close()` (end of the run) and
-# `metrics()` (counts since the start), see `Factory`.
+# Makes the environment of one attempt. It may also have what the protocols below name.
 EnvironmentFactory = Callable[[Prompt], Environment]
 
 
@@ -97,6 +99,21 @@ class Counting(Protocol):
   def metrics(self) -> dict[str, float]:
     """Returns counts since the start of the run."""
     ...
+
+
+@runtime_checkable
+class Stopping(Protocol):
+  """A factory whose environments read turns that end with one of certain strings."""
+
+  # End the first turn, and the later ones until a StepResult names others.
+  stop_strings: tuple[str, ...]
+
+
+@runtime_checkable
+class Timed(Protocol):
+  """A factory whose environments have a time-out of their own."""
+
+  timeout_s: float | None  # of one call, in seconds; None: that of the run.
 
 
 Reward = float | Mapping[str, float] | StepResult

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import queue
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -146,10 +146,35 @@ def _checked(result: Any) -> StepResult:
   if not isinstance(result, StepResult) or not isinstance(result.observation, str):
     raise EnvironmentFailure("type", f"step returned {result!r:.200}, no valid StepResult")
   try:
-    reward = result.components if isinstance(result.reward, Mapping) else result.total
-    metrics = {str(name): float(value) for name, value in result.metrics.items()}
-  except (TypeError, ValueError) as error:
+    metrics = {str(name): _number(value) for name, value in result.metrics.items()}
+    reward: float | dict[str, float]
+    if isinstance(result.reward, Mapping):
+      reward = {str(name): _number(value) for name, value in result.reward.items()}
+      total = sum(reward.values())
+    else:
+      total = reward = _number(result.reward)
+  except (TypeError, ValueError, OverflowError) as error:
     raise EnvironmentFailure("type", f"a reward or metric is no number: {error}") from error
-  if not math.isfinite(result.total):
+  if not math.isfinite(total):
     raise EnvironmentFailure("nan", f"the reward is {result.reward}")
-  return dataclasses.replace(result, reward=reward, metrics=metrics)
+  stop_strings = None if result.stop_strings is None else checked_stops(result.stop_strings)
+  return dataclasses.replace(result, reward=reward, metrics=metrics, stop_strings=stop_strings)
+
+
+def checked_stops(strings: Any) -> tuple[str, ...]:
+  """Returns the stop strings that an environment asks for; one text alone is a mistake.
+
+  Raises:
+    EnvironmentFailure: they are no list of texts that are not empty.
+  """
+  is_list = isinstance(strings, Sequence) and not isinstance(strings, str)
+  if not is_list or not all(isinstance(text, str) and text for text in strings):
+    raise EnvironmentFailure("type", f"stop_strings must be a list of texts, got {strings!r:.200}")
+  return tuple(strings)
+
+
+def _number(value: Any) -> float:
+  """The value as a float; a text is none, even one that looks like it."""
+  if isinstance(value, str | bytes):
+    raise TypeError(f"a text, {value!r:.50}")
+  return float(value)
