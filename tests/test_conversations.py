@@ -370,7 +370,9 @@ def test_a_template_that_refuses_the_role_of_an_observation_costs_its_attempt():
 
 
 def test_a_failure_that_says_what_a_terminal_obeys_is_printed_harmlessly():
-  failed = talked(Turn(1, 0, 0.0), reward=math.nan, error="KeyError: \x1b[2J\nnext\u202e" + "x" * 999)
+  failed = talked(
+    Turn(1, 0, 0.0), reward=math.nan, error="KeyError: \x1b[2J\nnext\u202e" + "x" * 999
+  )
   (line,) = console.failure_lines([group(failed)])
   assert "\n" not in line and "\x1b" not in line and "\u202e" not in line and len(line) < 400
 

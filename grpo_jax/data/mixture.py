@@ -98,7 +98,14 @@ def read_parts(mixture: Mapping[str, Mapping[str, Any]]) -> dict[str, Part]:
           f"data.mixture.{label} has no field {key!r}{nearest(key, known)}; "
           f"there are: {', '.join(known)}"
         )
-  return {label: Part(**{"task": label, **settings}) for label, settings in mixture.items()}
+  return {
+    label: Part(
+      task=settings.get("task", label),
+      weight=float(settings.get("weight", 1.0)),
+      task_args=settings.get("task_args", {}),
+    )
+    for label, settings in mixture.items()
+  }
 
 
 def assign(weights: Sequence[float], size: int, seed: int) -> Int[np.ndarray, " rows"]:

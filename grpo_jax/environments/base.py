@@ -11,7 +11,7 @@ A module of this package, or of a user, offers `make(**config) -> factory`.
 import dataclasses
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
@@ -120,6 +120,24 @@ Reward = float | Mapping[str, float] | StepResult
 RewardFunction = Callable[[Prompt, str], Reward | Awaitable[Reward]]
 
 
+def as_number(value: Any) -> float:
+  """Returns a number of any library as a float.
+
+  Raises:
+    TypeError, ValueError, OverflowError: it is none; a text never is, whatever it says.
+  """
+  if isinstance(value, str | bytes):
+    raise TypeError(f"{value!r:.50} is a text, not a number")
+  return float(value)
+
+
+def as_reward(value: Any) -> float | dict[str, float]:
+  """Returns what a reward function returned, a number or components, in floats; see `as_number`."""
+  if isinstance(value, Mapping):
+    return {str(name): as_number(part) for name, part in value.items()}
+  return as_number(value)
+
+
 class SingleTurn:
   """An environment of one turn out of a reward function."""
 
@@ -146,7 +164,7 @@ class SingleTurn:
     reward = self._reward_fn(self._prompt, text)
     if inspect.isawaitable(reward):
       reward = await reward
-    return reward if isinstance(reward, StepResult) else StepResult(reward, done=True)
+    return reward if isinstance(reward, StepResult) else StepResult(as_reward(reward), done=True)
 
   async def close(self) -> None:
     """Nothing to free."""

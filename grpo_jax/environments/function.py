@@ -4,11 +4,11 @@ def reward(prompt: str, completion: str, info: Mapping) -> float | dict[str, flo
 """
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_jax import registry
-from grpo_jax.environments.base import Environment, Reward, SingleTurn
+from grpo_jax.environments.base import Environment, SingleTurn
 from grpo_jax.types import Prompt
 
 
@@ -25,10 +25,9 @@ class FunctionEnvironments:
   def __call__(self, prompt: Prompt) -> Environment:
     return SingleTurn(self._judge, prompt)
 
-  async def _judge(self, prompt: Prompt, text: str) -> Reward:
-    reward: Reward | Awaitable[Reward] = self._function(
-      prompt.text, text, prompt.info, **self._settings
-    )
+  async def _judge(self, prompt: Prompt, text: str) -> Any:
+    """What the function returns, which may be anything."""
+    reward = self._function(prompt.text, text, prompt.info, **self._settings)
     return await reward if inspect.isawaitable(reward) else reward
 
 

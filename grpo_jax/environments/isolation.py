@@ -10,12 +10,18 @@ import dataclasses
 import math
 import queue
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
 
-from grpo_jax.environments.base import Environment, EnvironmentFactory, StepResult
+from grpo_jax.environments.base import (
+  Environment,
+  EnvironmentFactory,
+  StepResult,
+  as_number,
+  as_reward,
+)
 from grpo_jax.types import FinishReason, Prompt
 
 _GRACE_S = 0.5  # a call that can be cancelled is, before its thread is given up.
@@ -146,13 +152,9 @@ def _checked(result: Any) -> StepResult:
   if not isinstance(result, StepResult) or not isinstance(result.observation, str):
     raise EnvironmentFailure("type", f"step returned {result!r:.200}, no valid StepResult")
   try:
-    metrics = {str(name): _number(value) for name, value in result.metrics.items()}
-    reward: float | dict[str, float]
-    if isinstance(result.reward, Mapping):
-      reward = {str(name): _number(value) for name, value in result.reward.items()}
-      total = sum(reward.values())
-    else:
-      total = reward = _number(result.reward)
+    metrics = {str(name): as_number(value) for name, value in result.metrics.items()}
+    reward = as_reward(result.reward)
+    total = sum(reward.values()) if isinstance(reward, dict) else reward
   except (TypeError, ValueError, OverflowError) as error:
     raise EnvironmentFailure("type", f"a reward or metric is no number: {error}") from error
   if not math.isfinite(total):
@@ -171,10 +173,3 @@ def checked_stops(strings: Any) -> tuple[str, ...]:
   if not is_list or not all(isinstance(text, str) and text for text in strings):
     raise EnvironmentFailure("type", f"stop_strings must be a list of texts, got {strings!r:.200}")
   return tuple(strings)
-
-
-def _number(value: Any) -> float:
-  """The value as a float; a text is none, even one that looks like it."""
-  if isinstance(value, str | bytes):
-    raise TypeError(f"a text, {value!r:.50}")
-  return float(value)

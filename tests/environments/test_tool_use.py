@@ -130,9 +130,7 @@ def talk(*texts: str, expected="3293", **settings):
 
 
 def test_a_call_gets_its_result_and_the_answer_is_judged():
-  first, last = talk(
-    "I need <calculator>37 * 89</calculator>", "So it is <answer>3293</answer>."
-  )
+  first, last = talk("I need <calculator>37 * 89</calculator>", "So it is <answer>3293</answer>.")
   assert (first.done, first.total, first.observation) == (False, 0.0, "\n<result>3293</result>\n")
   assert first.observation_role is None
   assert (last.done, last.total) == (True, 1.0)
