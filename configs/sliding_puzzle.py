@@ -3,8 +3,9 @@
 python -m grpo_jax.main --config=configs/sliding_puzzle.py --workdir=runs/sliding_puzzle
 
 Settings of NeMo RL's example of several turns (`grpo_sliding_puzzle.yaml`): boards of 2×2 to
-5×5, up to 15 random moves away from order, at most 50 moves. The puzzles are generated, no file
-is needed. For a small model and one device, begin with the easiest ones:
+5×5, up to 15 random moves away from order, at most 50 moves. Unlike there, nothing is cut off the
+distribution that is sampled from. The puzzles are generated, no file is needed. For a small
+model and one device, begin with the easiest ones:
 
     --config.data.task_args.size=2 --config.data.task_args.shuffle_moves=1
 """
@@ -36,8 +37,6 @@ def get_config():
   config.rollout.max_tokens = 3072
   config.batching.row_tokens = 3072
   config.sampling.max_tokens = 512  # of a turn; </action> ends it.
-  config.sampling.top_p = 0.999
-  config.sampling.top_k = 10000
 
   config.advantages.baseline = "leave_one_out"
   config.loss.kl_coef = 0.01
