@@ -215,6 +215,7 @@ class _Sampler:
         stop_strings=tuple(dict.fromkeys((*self.sampling.stop_strings, *attempt.stop_strings))),
       ),
       seed=request_seed(self.seed, self.step, *where),
+      group=attempt.prompt.prompt_id,
     )
 
   def observation_ids(self, result: StepResult, generation: Generation) -> np.ndarray:

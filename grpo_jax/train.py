@@ -213,6 +213,7 @@ def describe(
     **rollout.error_counts(groups),
     **{f"perf/{name}": value for name, value in run.environments.metrics().items()},
     **run.prompts.metrics(),
+    **run.engine.metrics(),
     **{f"filter/{reason}": float(count) for reason, count in kept.dropped.items()},
     **metrics.to_floats(batch.metrics),
     **metrics.to_floats(learned),
