@@ -61,7 +61,6 @@ def get_config() -> Any:
   data.task_args = ConfigDict()  # of the task: its further arguments.
   data.task_seed = 0  # of the task: seed of its problems.
   data.size = 10000  # of the task: number of problems.
-  data.mixture = ConfigDict()  # reasoning_gym: several, {label: {task, weight, task_args}}.
 
   config.environments = environments = ConfigDict()  # by name; `module` is a file of environments/.
   environments.math = ConfigDict(

@@ -183,7 +183,6 @@ def open_dataset(
   task_args: Mapping[str, Any] | None = None,
   task_seed: int = 0,
   size: int = 1000,
-  mixture: Mapping[str, Any] | None = None,
   format: str = "auto",
   input_key: str | None = None,
   output_key: str | None = None,
@@ -209,7 +208,6 @@ def open_dataset(
     task_args: its further arguments.
     task_seed: its seed; see ReasoningGymSource.
     size: its number of rows.
-    mixture: several tasks in the place of one, for "reasoning_gym"; see mixture.read_parts.
     format: "auto", "problem", "messages", "task", or the dotted path of a function
       `(row, where, style) -> Record`.
     input_key: name of the problem's field; None: "problem".
@@ -249,7 +247,6 @@ def open_dataset(
     task_args=dict(task_args or {}),
     task_seed=task_seed,
     size=size,
-    mixture=dict(mixture or {}),
   )
   return PromptDataset(
     source=open_source(config),

@@ -17,7 +17,6 @@ from jaxtyping import Int, Shaped
 
 from grpo_jax.data import formats
 from grpo_jax.data.function_rows import FunctionSource
-from grpo_jax.data.mixture import MixtureSource, read_parts
 from grpo_jax.registry import choose, function, nearest
 
 _CHUNK_BYTES = 1 << 22
@@ -199,7 +198,6 @@ class SourceConfig:
   task_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # reasoning_gym
   task_seed: int = 0  # reasoning_gym: row r is generated from task_seed + r.
   size: int = 1000  # reasoning_gym: rows.
-  mixture: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # reasoning_gym
 
 
 def open_jsonl(config: SourceConfig) -> JsonlSource:
@@ -222,10 +220,8 @@ def open_function(config: SourceConfig) -> FunctionSource:
   )
 
 
-def open_reasoning_gym(config: SourceConfig) -> RowSource:
-  """Opens the reasoning-gym task `task`, or the `mixture` of several."""
-  if config.mixture:
-    return _open_mixture(config)
+def open_reasoning_gym(config: SourceConfig) -> ReasoningGymSource:
+  """Opens the reasoning-gym task `task`."""
   if not config.task:
     raise ValueError("data of kind 'reasoning_gym' needs a task")
   return ReasoningGymSource(
@@ -234,25 +230,6 @@ def open_reasoning_gym(config: SourceConfig) -> RowSource:
     seed=config.task_seed,
     task_args=config.task_args,
     name=config.name,
-  )
-
-
-def _open_mixture(config: SourceConfig) -> MixtureSource:
-  if config.task:
-    raise ValueError(f"give data.task or data.mixture, not both: {config.task!r}")
-  parts = read_parts(config.mixture)
-  sources = {
-    label: ReasoningGymSource(
-      part.task, size=config.size, seed=config.task_seed, task_args=part.task_args
-    )
-    for label, part in parts.items()
-  }
-  return MixtureSource(
-    sources,
-    weights={label: part.weight for label, part in parts.items()},
-    size=config.size,
-    seed=config.task_seed,
-    name=config.name or f"mixture-{config.task_seed}",
   )
 
 

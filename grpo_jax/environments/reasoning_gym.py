@@ -67,17 +67,17 @@ class GymEnvironments:
         timed_out = True
     outcome = self._reward_timeout if timed_out else self._shaped(score, prompt.info, text)
     components = {"score": outcome, "format": self._format_reward * (answer is not None)}
-    told = {
-      "accuracy": float(score >= _SOLVED),
-      "score": score,
-      "has_answer": float(answer is not None),
-    }
-    part = prompt.info.get("mixture")  # of a mixture of tasks, each is told apart.
-    of_part = {f"{part}/{name}": value for name, value in told.items()} if part else {}
+    task = prompt.info["task"]  # of a mixture of tasks, each is told apart.
     return StepResult(
       reward=components if self._format_reward else outcome,
       done=True,
-      metrics={**told, **of_part, "grader_timeout": float(timed_out)},
+      metrics={
+        "accuracy": float(score >= _SOLVED),
+        f"{task}/accuracy": float(score >= _SOLVED),
+        "score": score,
+        "has_answer": float(answer is not None),
+        "grader_timeout": float(timed_out),
+      },
     )
 
   async def _score(self, info: Mapping[str, Any], answer: str) -> float:
@@ -127,7 +127,7 @@ def make(
 
   Returns:
     Prompt → environment. Metrics of an attempt: accuracy (score 1, whatever the reward),
-    score, has_answer, grader_timeout; of a mixture also LABEL/accuracy, LABEL/score, …
+    score, has_answer, grader_timeout; and TASK/accuracy, of each task by itself.
   """
   grader = Path(gym_score.__file__)
   return GymEnvironments(
