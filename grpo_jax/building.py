@@ -15,6 +15,7 @@ from grpo_jax import (
   checkpointing,
   configuration,
   data,
+  data_options,
   engines,
   environments,
   loggers,
@@ -61,7 +62,8 @@ class Run:
   engine: Engine
   environments: environments.Environments
   prompts: data.PromptStream
-  held_out: list[Prompt]
+  held_out: dict[str, list[Prompt]]  # by the name of the evaluation set.
+  has_several_datasets: bool  # to train on, whose metrics are told apart.
   sampling: SamplingParams
   evaluation_sampling: SamplingParams
   limits: rollout.Limits
@@ -79,7 +81,7 @@ class Start:
   """Where a run begins or goes on."""
 
   state: TrainState
-  cursor: Any  # of the data, as JSON.
+  of_data: dict[str, Any] | None  # state of the prompt stream; None: at the beginning.
   skipped: int  # updates in a row that changed nothing.
   evaluated: dict[str, float]  # the last evaluation, of the weights of this step; or empty.
 
@@ -98,10 +100,7 @@ def validate(config: Config) -> Iterator[str]:
   for name in ("prompts_per_step", "group_size", "max_turns"):
     if config.rollout[name] < 1:
       yield f"rollout.{name} must be at least 1, got {config.rollout[name]}"
-  for where, dataset in (("data", config.data), ("evaluation.data", _evaluation_data(config))):
-    if dataset["environment"] not in config.environments:
-      known = ", ".join(config.environments)
-      yield f"{where}.environment is {dataset['environment']!r}, environments has: {known}"
+  yield from data_options.complaints(config)
   if config.rollout.group_size == 1 and config.advantages.estimator not in ("reinforce_pp",):
     yield "rollout.group_size=1 gives every completion advantage 0: nothing would be learned"
   too_large = [k for k in config.evaluation.pass_k if k > config.evaluation.group_size]
@@ -129,10 +128,13 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
   folder = sources.resolve(
     config.model.path, fallback=config.model.fallback, cache_dir=config.model.cache_dir
   )
-  tokenizer = data.load_tokenizer(folder, chat_template=config.model.chat_template)
-  of_data = {**config.data.to_dict(), "known_environments": tuple(config.environments)}
-  data.make(tokenizer, seed=config.seed, **of_data)  # a wrong file is found here, at once.
-  held_out = _held_out(config, tokenizer)
+  tokenizer = data.load_tokenizer(
+    folder,
+    chat_template=config.model.chat_template,
+    template_args=config.model.chat_template_args.to_dict(),
+  )
+  of_data = data_options.of_stream(config)
+  held_out = data_options.open_all(config, tokenizer)  # a wrong file is found here, at once.
   factories = stack.enter_context(environments.make(**config.environments.to_dict()))
 
   checkpoints = stack.enter_context(
@@ -140,7 +142,7 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
       workdir / "checkpoints",
       keep_last=config.checkpoint.keep_last,
       keep_best=config.checkpoint.keep_best,
-      best_metric=config.checkpoint.best_metric,
+      best_metric=data_options.best_metric(config),
       mode=config.checkpoint.best_mode,
       tell=print,
     )
@@ -185,8 +187,9 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
     tokenizer=tokenizer,
     engine=engine,
     environments=factories,
-    prompts=data.make(tokenizer, seed=config.seed, cursor=start.cursor, **of_data),
+    prompts=data.make(tokenizer, state=start.of_data, **of_data),
     held_out=held_out,
+    has_several_datasets=data_options.has_several(config),
     sampling=_sampling(config.sampling.to_dict(), tokenizer, model),
     evaluation_sampling=_sampling(_evaluation_sampling(config), tokenizer, model),
     limits=_limits(config),
@@ -258,8 +261,8 @@ def _restore(
     if restored is not None:
       state, extra = TrainState(**restored[0]), restored[1]
       print(f"continuing at step {int(state.step)}", flush=True)
-      return Start(state, extra["cursor"], extra["skipped"], extra["evaluated"])
-  return Start(train_step.init(params, tx, shardings=shardings), 0, 0, {})
+      return Start(state, extra["stream"], extra["skipped"], extra["evaluated"])
+  return Start(train_step.init(params, tx, shardings=shardings), None, 0, {})
 
 
 def _described(params: Any, tx: Any, shardings: Any, mesh: Mesh) -> dict[str, Any]:
@@ -321,22 +324,6 @@ def _limits(config: Config) -> rollout.Limits:
     environment_concurrency=config.rollout.environment_concurrency,
     max_error_share=config.rollout.max_error_share,
   )
-
-
-def _held_out(config: Config, tokenizer: data.Tokenizer) -> list[Prompt]:
-  """Reads the evaluation prompts; none if nothing is ever evaluated."""
-  options = config.evaluation
-  if not (options.at_start or options.at_end or options.every_steps):
-    return []
-  settings = _evaluation_data(config)
-  for name in ("shuffle", "epochs"):  # an evaluation set has neither.
-    settings.pop(name)
-  settings["known_environments"] = tuple(config.environments)
-  return data.make_held_out(tokenizer, limit=options.num_prompts, **settings)
-
-
-def _evaluation_data(config: Config) -> dict[str, Any]:
-  return {**config.data.to_dict(), **_given(config.evaluation.data)}
 
 
 def _evaluation_sampling(config: Config) -> dict[str, Any]:

@@ -82,6 +82,11 @@ METRICS: dict[str, Definition] = {
   "engine/load_s": Definition("s", "loading and proving them on all servers, of the newest sync"),
   "engine/restarts": Definition("count", "servers replaced since the run began or went on", "0"),
   "engine/retries": Definition("count", "requests sent again since then", "0"),
+  "data/*/epoch": Definition("epochs", "passes over one of several datasets so far"),
+  "data/*/prompts": Definition("count", "prompts of the step from one of several datasets"),
+  "data/*/reward_mean": Definition("reward", "mean over its scored completions", "rises"),
+  "data/*/accuracy": Definition("share", "its completions that are right", "rises"),
+  "data/*/no_signal_share": Definition("share", "its groups whose rewards are all equal", "< 0.7"),
   # --- what the update learns from ---
   "filter/*": Definition("count", "groups left out of the step, by reason"),
   "batch/loss_tokens": Definition("tokens", "learned from in the step, all its passes"),

@@ -47,7 +47,7 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
   """
   with contextlib.ExitStack() as stack:
     run, begin = build(config, pathlib.Path(workdir), stack)
-    state, cursor, skipped, evaluated = begin.state, begin.cursor, begin.skipped, begin.evaluated
+    state, of_data, skipped, evaluated = begin.state, begin.of_data, begin.skipped, begin.evaluated
     stack.callback(report.write, workdir)
     timer = run.timer
     run.engine.load_weights(state.params, version=int(state.step))
@@ -84,8 +84,9 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
           run.engine.load_weights(state.params, version=step + 1)
 
       # --- 6. tell: nothing below changes what is learned ---
-      cursor = run.prompts.cursor()
       told = describe(run, step, groups, kept, batch, learned)
+      run.prompts.tell(step, metrics.reproducible(told))
+      of_data = run.prompts.state()
       run.logger.write(step, told)
       record(run, step, groups, kept, advantages, batch, logprobs)
       skipped = train_step.skipped_in_a_row(skipped, told, limit=config.learn.max_skipped_steps)
@@ -95,10 +96,10 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
       if due(step + 1, config.evaluation.every_steps) or (is_last and config.evaluation.at_end):
         evaluated = evaluate(run, step=step + 1)
       if due(step + 1, config.checkpoint.every_steps) or is_last:
-        save(run, state, cursor, skipped, evaluated)
+        save(run, state, of_data, skipped, evaluated)
       if stop:
         break
-    save(run, state, cursor, skipped, evaluated)  # nothing, if the loop has just done so.
+    save(run, state, of_data, skipped, evaluated)  # nothing, if the loop has just done so.
     if int(state.step) == config.total_steps:
       publish(run, state)
   return evaluated
@@ -214,6 +215,7 @@ def describe(
     **{f"perf/{name}": value for name, value in run.environments.metrics().items()},
     **run.prompts.metrics(),
     **run.engine.metrics(),
+    **(metrics.of_datasets(groups) if run.has_several_datasets else {}),
     **{f"filter/{reason}": float(count) for reason, count in kept.dropped.items()},
     **metrics.to_floats(batch.metrics),
     **metrics.to_floats(learned),
@@ -245,34 +247,38 @@ def record(
 
 
 def evaluate(run: Run, *, step: int) -> dict[str, float]:
-  """Evaluates the weights of a step on the held-out prompts, and tells."""
+  """Evaluates the weights of a step on every set of held-out prompts, and tells."""
   options = run.config.evaluation
-  with (
-    run.timer.span("evaluate"),
-    run.logger.progress(f"evaluating {options.name}", len(run.held_out)) as advance,
-  ):
-    found = evaluation.run(
-      run.engine,
-      run.environments,
-      run.held_out,
-      run.tokenizer,
-      name=options.name,
-      group_size=options.group_size,
-      pass_k=options.pass_k,
-      sampling=run.evaluation_sampling,
-      seed=run.config.seed,
-      limits=run.limits,
-      on_progress=counting(advance),
-    )
+  found: dict[str, float] = {}
+  with run.timer.span("evaluate"):
+    for name, prompts in run.held_out.items():
+      with run.logger.progress(f"evaluating {name}", len(prompts)) as advance:
+        found |= evaluation.run(
+          run.engine,
+          run.environments,
+          prompts,
+          run.tokenizer,
+          name=name,
+          group_size=options.group_size,
+          pass_k=options.pass_k,
+          sampling=run.evaluation_sampling,
+          seed=run.config.seed,
+          limits=run.limits,
+          on_progress=counting(advance),
+        )
   run.logger.write(step, {**found, **run.timer.collect()})
   return found
 
 
 def save(
-  run: Run, state: TrainState, cursor: int, skipped: int, evaluated: Mapping[str, float]
+  run: Run,
+  state: TrainState,
+  of_data: Mapping[str, Any] | None,
+  skipped: int,
+  evaluated: Mapping[str, float],
 ) -> None:
   """Starts to write a checkpoint, with all that continuing needs."""
-  extra = {"cursor": cursor, "skipped": skipped, "evaluated": dict(evaluated)}
+  extra = {"stream": of_data, "skipped": skipped, "evaluated": dict(evaluated)}
   with run.timer.span("checkpoint"):
     run.checkpoints.save(int(state.step), dict(vars(state)), extra, metrics=evaluated)
 

@@ -8,7 +8,12 @@ from grpo_jax.registry import nearest
 
 
 def environment_of(
-  row: Mapping[str, Any], where: str, *, default: str, known: Collection[str] | None
+  row: Mapping[str, Any],
+  where: str,
+  *,
+  default: str,
+  known: Collection[str] | None,
+  has_tasks: bool = False,
 ) -> str:
   """Returns the name of the environment of a row.
 
@@ -20,6 +25,7 @@ def environment_of(
     where: "file:line", for errors.
     default: environment of the dataset.
     known: names of the environments of the run; None: not known, rows are not looked at.
+    has_tasks: whether `task_name` has been read already, by the dataset's own table of tasks.
 
   Raises:
     RowError: `environment` is no environment of the run.
@@ -36,7 +42,8 @@ def environment_of(
       )
     return named
   task = row.get("task_name")
-  return task if isinstance(task, str) and task in known else default
+  is_named = not has_tasks and isinstance(task, str) and task in known
+  return task if is_named else default
 
 
 def stop_strings_of(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
