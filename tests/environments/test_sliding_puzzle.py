@@ -76,6 +76,11 @@ def test_the_last_complete_tag_is_the_action(text, kind):
   assert sliding_puzzle.act(BOARD, text).kind == kind
 
 
+def test_of_several_actions_the_last_one_is_taken():
+  text = "<action>down</action> no, rather <action>up</action> I think"
+  assert sliding_puzzle.act(BOARD, text).message == "Slid tile 8 up."
+
+
 def test_the_board_is_rendered_as_in_the_original():
   # The example of NeMo RL's guide on the sliding puzzle.
   board = ((1, 0, 3), (4, 2, 5), (7, 8, 6))
