@@ -42,13 +42,14 @@ class ServerProcess:
 
   Attributes:
     index: which of the fleet's.
+    pid: of its guard, the parent of all its processes.
     port: that it listens on.
     log: file with its output, older output in LOG.1.
   """
 
   def __init__(self, guard: subprocess.Popen[bytes], *, index: int, host: str, port: int,
                log: pathlib.Path, log_start: int):  # fmt: skip
-    self.index, self.port, self.log = index, port, log
+    self.index, self.pid, self.port, self.log = index, guard.pid, port, log
     self._host, self._guard, self._log_start = host, guard, log_start
 
   @classmethod
