@@ -43,7 +43,7 @@ def environment_of(
     return named
   task = row.get("task_name")
   is_named = not has_tasks and isinstance(task, str) and task in known
-  return task if is_named else default
+  return str(task) if is_named else default
 
 
 def stop_strings_of(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
