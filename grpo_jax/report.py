@@ -151,7 +151,8 @@ def tiles(run: Run) -> list[tuple[str, str, str, str]]:
         gain = f"{100 * (values[-1] - values[0]):+.1f} points"
         before = console.share(values[0]) if len(values) > 1 else ""
         remark = f"{gain}, step {steps[0]} to {steps[-1]}" if before else f"step {steps[-1]}"
-        found.append((f"Accuracy, {name.split('/')[1]}", before, console.share(values[-1]), remark))
+        title = name.removeprefix("eval/").removesuffix("/accuracy")
+        found.append((f"Accuracy, {title}", before, console.share(values[-1]), remark))
   _, rewards = _known(run, "rollout/reward_mean")
   if rewards:
     tenth = max(1, len(rewards) // 10)
@@ -172,13 +173,18 @@ def tiles(run: Run) -> list[tuple[str, str, str, str]]:
 
 
 def warnings_of(run: Run) -> list[str]:
-  """Returns sentences on what looks unhealthy at the end of the run (last tenth of its steps)."""
+  """Returns sentences on what looks unhealthy at the end of the run (last tenth of its steps),
+  and on the attempts that failed in all of it."""
   found = []
   for name, limit, sentence in ALARMS:
     _, values = _known(run, name)
     if values and (level := float(np.mean(values[-max(1, len(values) // 10) :]))) > limit:
       shown = console.share(level) if name.endswith("_share") else console.number(level)
       found.append(sentence.format(shown))
+  kinds = report_data.failures(run)
+  if kinds:
+    told = ", ".join(f"{kind} {count}" for kind, count in kinds.items())
+    found.append(f"Attempts that failed in the whole run, by kind: {told}.")
   return found
 
 

@@ -11,3 +11,8 @@ def constant(prompt: str, completion: str, info) -> float:
   """Gives no group any signal."""
   del prompt, completion, info
   return 1.0
+
+
+def broken(prompt: str, completion: str, info) -> float:
+  """Fails always."""
+  raise LookupError("this reward is broken")
