@@ -21,6 +21,7 @@ from grpo_jax import (
   filters,
   loggers,
   rollout,
+  shaping,
   stream,
   timing,
 )
@@ -63,6 +64,7 @@ class Run:
   environments: environments.Environments
   stream: stream.GroupStream
   filters: dict[str, Any]  # arguments of `filters.apply`.
+  shaping: shaping.Shaping
   held_out: list[Prompt]
   evaluation_sampling: SamplingParams
   limits: rollout.Limits
@@ -90,6 +92,9 @@ def validate(config: Config) -> Iterator[str]:
   yield from _refused(lambda: objectives.make(**config.loss))
   yield from _refused(lambda: estimators.make(**config.advantages))
   yield from _refused(lambda: _dynamic_sampling(config))
+  yield from _refused(lambda: _shaping(config))
+  yield from _refused(lambda: filters.apply((), **config.filters))
+  yield from _unlearnable(config)
   yield from _refused(lambda: SamplingParams(**config.sampling))
   yield from _refused(lambda: SamplingParams(**_evaluation_sampling(config)))
   yield from _refused(lambda: optim.make(_optimizer_steps(config), **config.optim.to_dict()))
@@ -104,8 +109,6 @@ def validate(config: Config) -> Iterator[str]:
     if dataset["environment"] not in config.environments:
       known = ", ".join(config.environments)
       yield f"{where}.environment is {dataset['environment']!r}, environments has: {known}"
-  if config.rollout.group_size == 1 and config.advantages.estimator not in ("reinforce_pp",):
-    yield "rollout.group_size=1 gives every completion advantage 0: nothing would be learned"
   too_large = [k for k in config.evaluation.pass_k if k > config.evaluation.group_size]
   if too_large:
     size = config.evaluation.group_size
@@ -120,6 +123,41 @@ def validate(config: Config) -> Iterator[str]:
     yield "loss.kl_in_reward goes with advantages.estimator='reinforce_pp' (or its baseline form)"
   if config.model.compute_dtype not in ("float32", "bfloat16"):
     yield f"model.compute_dtype is float32 or bfloat16, got {config.model.compute_dtype!r}"
+
+
+def _unlearnable(config: Config) -> Iterator[str]:
+  """Yields why no group would be learned from, or why an option could never act."""
+  group_size, filtered, dynamic = config.rollout.group_size, config.filters, config.dynamic_sampling
+  if group_size == 1 and config.advantages.estimator not in ("reinforce_pp",):
+    yield "rollout.group_size=1 gives every completion advantage 0: nothing would be learned"
+  elif group_size == 1 and (filtered.drop_no_signal or dynamic.enabled):
+    yield "rollout.group_size=1 has no signal within a group: every group would be dropped"
+  if filtered.min_scored > group_size:
+    yield f"filters.min_scored={filtered.min_scored} is above rollout.group_size={group_size}"
+  drawn = dynamic.max_rounds * (dynamic.prompts_per_round or config.rollout.prompts_per_step)
+  if dynamic.enabled and drawn < config.rollout.prompts_per_step:
+    yield (
+      f"dynamic_sampling draws at most {drawn} prompts a step, too few for "
+      f"rollout.prompts_per_step={config.rollout.prompts_per_step}"
+    )
+  buffer, limit = config.shaping.overlong_buffer_tokens, _completion_limit(config)
+  if buffer is None:
+    return
+  if config.shaping.max_completion_tokens is None and config.rollout.max_turns > 1:
+    yield (
+      "shaping.overlong_buffer_tokens needs shaping.max_completion_tokens where "
+      f"rollout.max_turns={config.rollout.max_turns}: sampling.max_tokens is of one turn"
+    )
+  longest = min(
+    config.sampling.max_tokens * config.rollout.max_turns,
+    config.rollout.max_tokens - 1,
+    config.batching.row_tokens - 1,
+  )
+  if longest <= limit - buffer:
+    yield (
+      f"shaping.overlong_buffer_tokens={buffer} penalises completions of more than "
+      f"{limit - buffer} tokens, and none can have more than {longest}"
+    )
 
 
 def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) -> tuple[Run, Start]:
@@ -200,6 +238,7 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
     environments=factories,
     stream=_online_stream(config, tokenizer, sampler, start.stream),
     filters=_filters(config),
+    shaping=_shaping(config),
     held_out=held_out,
     evaluation_sampling=_sampling(_evaluation_sampling(config), tokenizer, model),
     limits=limits,
@@ -334,6 +373,18 @@ def _dynamic_sampling(config: Config) -> stream.DynamicSampling | None:
   is_enabled = settings.pop("enabled")
   made = stream.DynamicSampling(**settings)
   return made if is_enabled else None
+
+
+def _completion_limit(config: Config) -> int:
+  limit = config.shaping.max_completion_tokens
+  return config.sampling.max_tokens if limit is None else limit
+
+
+def _shaping(config: Config) -> shaping.Shaping:
+  settings = config.shaping.to_dict()
+  if settings["overlong_buffer_tokens"] is not None:
+    settings["max_completion_tokens"] = _completion_limit(config)
+  return shaping.make(**settings)
 
 
 def _filters(config: Config) -> dict[str, Any]:

@@ -30,14 +30,17 @@ def advantages_of(
     [G] of every group, in order.
 
   Raises:
-    ValueError: if the estimator needs reward components that some rollout lacks.
+    ValueError: if the estimator needs reward components and the rollouts have none, or not as
+      many as it has weights.
   """
   if not groups:
     return []
   sizes = [len(group.rollouts) for group in groups]
   rewards = _padded([group.rewards for group in groups], max(sizes))
   mask = np.arange(max(sizes))[None, :] < np.asarray(sizes)[:, None]
-  components = jnp.asarray(_components(groups, max(sizes))) if estimator.by_component else None
+  components = None
+  if estimator.by_component:
+    components = jnp.asarray(_components(groups, max(sizes), estimator.weights))
   result = np.asarray(estimator(jnp.asarray(rewards), jnp.asarray(mask), components))
   return [row[:size] for row, size in zip(result, sizes, strict=True)]
 
@@ -106,11 +109,18 @@ def _with_advantages(batch: Batch, values: Float[np.ndarray, " tokens"]) -> Batc
   return dataclasses.replace(batch, advantages=jnp.asarray(result))
 
 
-def _components(groups: Sequence[RolloutGroup], width: int) -> Float[np.ndarray, "K P G"]:
+def _components(
+  groups: Sequence[RolloutGroup], width: int, weights: Sequence[float] | None
+) -> Float[np.ndarray, "K P G"]:
   """Every reward component by itself, in the order of their names; NaN where one is missing."""
   names = sorted({name for g in groups for r in g.rollouts for name in r.reward_components})
   if not names:
     raise ValueError("this advantage estimator needs reward components, the rollouts have none")
+  if weights is not None and len(weights) != len(names):
+    raise ValueError(
+      f"advantages.weights has {len(weights)} numbers, the rollouts have {len(names)} reward "
+      f"components, in this order: {', '.join(names)}"
+    )
   return np.stack(
     [
       _padded(

@@ -55,6 +55,27 @@ METRICS: dict[str, Definition] = {
   "data/overlong_prompts": Definition(
     "count", "prompts above data.max_prompt_tokens in the step", "0"
   ),
+  # --- dynamic sampling: what was drawn, to fill a step with groups that pass the filters ---
+  "dynamic_sampling/rounds": Definition(
+    "count", "rounds of drawing prompts and sampling them", "< max_rounds"
+  ),
+  "dynamic_sampling/prompts": Definition("count", "prompts drawn in the step, all rounds"),
+  "dynamic_sampling/discarded/*": Definition("count", "drawn groups that do not count, by reason"),
+  "dynamic_sampling/from_surplus": Definition("count", "groups taken from earlier steps' surplus"),
+  "dynamic_sampling/surplus": Definition("count", "groups kept for the next step"),
+  "dynamic_sampling/reward_mean": Definition(
+    "reward", "mean over all that was drawn: not only what counts", "rises"
+  ),
+  "dynamic_sampling/limit_reached": Definition(
+    "0 or 1", "the step was not full after max_rounds", "0"
+  ),
+  # --- shaping: what the advantages are computed of, where it is not rollout/reward_* ---
+  "shaping/reward_mean": Definition("reward", "mean of the shaped rewards, scored completions"),
+  "shaping/changed_share": Definition("share", "completions whose reward shaping changes"),
+  "shaping/no_signal_share": Definition("share", "groups whose shaped rewards are all equal"),
+  "shaping/clamped_share": Definition("share", "rewards outside of shaping.scale_from", "0"),
+  "shaping/overlong_share": Definition("share", "completions with an overlong penalty", "< 0.1"),
+  "shaping/overlong_penalty_mean": Definition("reward", "mean overlong penalty, at most 0", "0"),
   # --- what the update learns from ---
   "filter/*": Definition("count", "groups left out of the step, by reason"),
   "batch/loss_tokens": Definition("tokens", "learned from in the step, all its passes"),

@@ -23,6 +23,7 @@ from grpo_jax import (
   metrics,
   report,
   rollout,
+  shaping,
   timing,
 )
 from grpo_jax.building import Config, Run, build, validate
@@ -67,8 +68,9 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
         # --- 2. assemble: ragged groups -> rectangular, packed, sharded microbatches ---
         with timer.span("assemble"):
           kept = filters.apply(groups, **run.filters)
-          advantages = credit.advantages_of(kept.kept, run.estimator)
-          batch = assemble(run, kept.kept, advantages)
+          shaped = shaping.apply(kept.kept, run.shaping)
+          advantages = credit.advantages_of(shaped, run.estimator)
+          batch = assemble(run, shaped, advantages)
 
         # --- 3. score: logprobs under the policies that stay fixed ---
         with timer.span("score"):
@@ -179,6 +181,7 @@ def describe(
   return {
     "weight_version": float(step),
     **metrics.of_rollouts(groups, step=step),
+    **shaping.of_groups(groups, run.shaping),
     **run.stream.metrics(),
     **{f"perf/{name}": value for name, value in run.environments.metrics().items()},
     **{f"filter/{reason}": float(count) for reason, count in kept.dropped.items()},
@@ -208,7 +211,8 @@ def record(
     [np.full(len(r.completion_ids), np.nan, np.float32) for r in group.rollouts],
   )
   columns = [found.get(group.prompt.prompt_id) or unknown(group) for group in groups]
-  run.logger.write_rollouts(step, groups, *zip(*columns, strict=True))
+  shaped = [group.rewards for group in shaping.apply(groups, run.shaping)]
+  run.logger.write_rollouts(step, groups, *zip(*columns, strict=True), shaped_rewards=shaped)
 
 
 def evaluate(run: Run, *, step: int) -> dict[str, float]:

@@ -20,7 +20,7 @@ LAYERS = [
   {"metrics", "layout", "configuration"},
   {"models"},
   {"data", "environments", "engines"},
-  {"attempt", "batching", "filters", "learn"},
+  {"attempt", "batching", "filters", "learn", "shaping"},
   {"rollout", "credit"},
   {"report_data"},
   {"stream", "evaluation", "checkpointing", "loggers", "report"},
@@ -41,6 +41,7 @@ PURE_UNITS = {
   "layout",
   "batching",
   "filters",
+  "shaping",
   "credit",
 }
 READERS_AND_WRITERS = {
