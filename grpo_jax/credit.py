@@ -45,6 +45,22 @@ def advantages_of(
   return [row[:size] for row, size in zip(result, sizes, strict=True)]
 
 
+def of_advantages(values: Sequence[Float[np.ndarray, " G"]]) -> dict[str, float]:
+  """Describes the advantages of a step's rollouts, as `advantages_of` returns them.
+
+  Returns:
+    {name: value} of batch/advantage_*; NaN if there are none.
+  """
+  joined = np.concatenate([np.zeros(0), *values])
+  empty = joined.size == 0
+  return {
+    "batch/advantage_mean": float("nan") if empty else float(joined.mean()),
+    "batch/advantage_std": float("nan") if empty else float(joined.std()),
+    "batch/advantage_min": float("nan") if empty else float(joined.min()),
+    "batch/advantage_max": float("nan") if empty else float(joined.max()),
+  }
+
+
 def whitened(assembled: Assembled, estimator: Estimator, options: Options) -> Assembled:
   """Replaces the advantages by token-level ones of mean 0 and variance 1 over the whole step.
 

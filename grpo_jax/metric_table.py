@@ -78,6 +78,12 @@ METRICS: dict[str, Definition] = {
   "shaping/overlong_penalty_mean": Definition("reward", "mean overlong penalty, at most 0", "0"),
   # --- what the update learns from ---
   "filter/*": Definition("count", "groups left out of the step, by reason"),
+  "batch/advantage_mean": Definition(
+    "advantage", "over the completions kept; before REINFORCE++ whitens tokens", "about 0"
+  ),
+  "batch/advantage_std": Definition("advantage", "standard deviation of the same", "> 0"),
+  "batch/advantage_min": Definition("advantage", "lowest", "> -5"),
+  "batch/advantage_max": Definition("advantage", "highest", "< 5"),
   "batch/loss_tokens": Definition("tokens", "learned from in the step, all its passes"),
   "batch/rows": Definition("count", "packed rows, padding rows included"),
   "batch/row_tokens": Definition("tokens", "length of a row"),

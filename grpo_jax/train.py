@@ -86,7 +86,7 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
           run.engine.load_weights(state.params, version=step + 1)
 
       # --- 6. tell: nothing below changes what is learned ---
-      told = describe(run, step, groups, kept, batch, learned)
+      told = describe(run, step, groups, kept, advantages, batch, learned)
       run.stream.tell(step, metrics.reproducible(told))
       position = run.stream.state()
       run.logger.write(step, told)
@@ -104,7 +104,7 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
     save(run, state, position, skipped, evaluated)  # nothing, if the loop has just done so.
     if int(state.step) == config.total_steps:
       publish(run, state)
-    elif not stop:
+    elif int(state.step) < config.total_steps and not stop:
       run.logger.print(f"the data ended after {int(state.step)} steps")
   return evaluated
 
@@ -170,6 +170,7 @@ def describe(
   step: int,
   groups: Sequence[RolloutGroup],
   kept: filters.Filtered,
+  advantages: Sequence[np.ndarray],
   batch: batching.Assembled,
   learned: Metrics,
 ) -> dict[str, float]:
@@ -185,6 +186,7 @@ def describe(
     **run.stream.metrics(),
     **{f"perf/{name}": value for name, value in run.environments.metrics().items()},
     **{f"filter/{reason}": float(count) for reason, count in kept.dropped.items()},
+    **credit.of_advantages(advantages),
     **metrics.to_floats(batch.metrics),
     **metrics.to_floats(learned),
     **times,

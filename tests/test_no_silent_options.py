@@ -287,6 +287,9 @@ def test_overlong_filtering_leaves_truncated_completions_in_the_baseline_only(ru
 def test_advantages_are_clipped(run):
   plain, told = run(), run(advantages__clip_low=-0.02, advantages__clip_high=0.03)
   expected = np.clip(plain.column("advantage"), -0.02, 0.03)
+  assert told.metrics["batch/advantage_max"] == pytest.approx(0.03)
+  assert plain.metrics["batch/advantage_max"] == pytest.approx(plain.column("advantage").max())
+  assert plain.metrics["batch/advantage_std"] == pytest.approx(plain.column("advantage").std())
   np.testing.assert_allclose(told.column("advantage"), expected, rtol=1e-6)
   assert np.abs(plain.column("advantage")).max() > 0.1
 
