@@ -26,6 +26,8 @@ from grpo_jax import (
   timing,
 )
 from grpo_jax.engines.base import Engine, SamplingParams
+from grpo_jax.engines.server_process import ServerError
+from grpo_jax.engines.transfer import TransferError
 from grpo_jax.learn import optim, sharding, train_step
 from grpo_jax.models import config as model_config
 from grpo_jax.models import leaves, loading, sources, transformer
@@ -186,6 +188,7 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
     )
   )
   _remember(config, workdir)
+  engine = _engine(config, folder, tokenizer, workdir, stack)
   objective = objectives.make(**config.loss)
   tx, schedule = optim.make(_optimizer_steps(config), **config.optim.to_dict())
   model, shardings = _load(folder, mesh)
@@ -215,7 +218,6 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
   token_loss = None
   if takes_one_sweep(config, objective):
     token_loss = train_step.make_token_loss(model.config, objective, **of_policy)
-  engine = _engine(config, model, tokenizer, stack)
   limits = _limits(config)
   sampler = stream.Sampler(
     engine,
@@ -328,18 +330,30 @@ def _described(params: Any, tx: Any, shardings: Any, mesh: Mesh) -> dict[str, An
 
 
 def _engine(
-  config: Config, model: loading.Loaded, tokenizer: data.Tokenizer, stack: contextlib.ExitStack
+  config: Config,
+  folder: pathlib.Path,
+  tokenizer: data.Tokenizer,
+  workdir: pathlib.Path,
+  stack: contextlib.ExitStack,
 ) -> Engine:
-  """Makes the engine, which `stack` closes."""
+  """Makes the engine, which `stack` closes. Servers start while the trainer loads and compiles."""
   settings = config.engine.to_dict()
-  engine = engines.make(
-    settings.pop("name"),
-    config=model.config,
-    decode=lambda ids: tokenizer.decode(ids, skip_special=False),
-    compute_dtype=config.model.compute_dtype,
-    num_valid_tokens=tokenizer.vocab_size,
-    **settings,
-  )
+  name = settings.pop("name")
+  own = settings[name] if name in settings else settings["options"]
+  try:
+    engine = engines.make(
+      name,
+      config=model_config.from_hf(loading.read_json(folder / "config.json")),
+      source_directory=folder,
+      workdir=workdir,
+      decode=lambda ids: tokenizer.decode(ids, skip_special=False),
+      compute_dtype=config.model.compute_dtype,
+      num_valid_tokens=tokenizer.vocab_size,
+      max_rows=settings["max_rows"],
+      **own,
+    )
+  except (ValueError, ServerError, TransferError) as error:
+    raise configuration.ConfigError(f"engine: {error}") from error
   stack.callback(engine.close)
   return engine
 

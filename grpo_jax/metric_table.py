@@ -76,6 +76,10 @@ METRICS: dict[str, Definition] = {
   "shaping/clamped_share": Definition("share", "rewards outside of shaping.scale_from", "0"),
   "shaping/overlong_share": Definition("share", "completions with an overlong penalty", "< 0.1"),
   "shaping/overlong_penalty_mean": Definition("reward", "mean overlong penalty, at most 0", "0"),
+  "engine/export_s": Definition("s", "writing the weights for the servers, of the newest sync"),
+  "engine/load_s": Definition("s", "loading and proving them on all servers, of the newest sync"),
+  "engine/restarts": Definition("count", "servers replaced since the run began or went on", "0"),
+  "engine/retries": Definition("count", "requests sent again since then", "0"),
   # --- what the update learns from ---
   "filter/*": Definition("count", "groups left out of the step, by reason"),
   "batch/advantage_mean": Definition(
@@ -143,6 +147,9 @@ METRICS: dict[str, Definition] = {
   ),
   "mismatch/abs_logprob_mean": Definition(
     "nats", "mean |trainer - engine|", "< 1e-5 jax_sampler; < 0.05"
+  ),
+  "mismatch/probe_abs_logprob_max": Definition(
+    "nats", "largest |trainer - server| of a fixed prompt, after the newest sync", "< 1e-3 float32"
   ),
   "mismatch/token_mult_prob_error": Definition("factor", "mean exp(|trainer - engine|)", "< 1.05"),
   "mismatch/gen_kl_error": Definition("nats", "KL(engine to trainer), estimated", "< 1e-3"),

@@ -185,6 +185,7 @@ def describe(
     **shaping.of_groups(groups, run.shaping),
     **run.stream.metrics(),
     **{f"perf/{name}": value for name, value in run.environments.metrics().items()},
+    **run.engine.metrics(),
     **{f"filter/{reason}": float(count) for reason, count in kept.dropped.items()},
     **credit.of_advantages(advantages),
     **metrics.to_floats(batch.metrics),

@@ -50,7 +50,7 @@ def completion(prompt: int, attempt: int) -> str:
   return "aexioyuzw"[: 1 + (3 * attempt + prompt + attempt // 3) % 9]
 
 
-def scripted_engine(config, model, tokenizer, stack):
+def scripted_engine(config, folder, tokenizer, workdir, stack):
   """In place of `building._engine`: the engine of the run, whatever is in the config."""
 
   def script(request: GenerationRequest) -> list[int]:
