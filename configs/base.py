@@ -65,7 +65,10 @@ def get_config() -> Any:
   environments.math = ConfigDict(
     dict(
       module="math",
-      answer="boxed",  # where it must stand: boxed, hash (after ####), tag, last_number, any, raw.
+      verifier="math_verify",  # or "minerva" (DAPO's, equal as text), "multiple_choice".
+      # Where the answer must stand: boxed, hash (after ####), tag, line (after "Answer:"),
+      # last_number, any, raw; None: boxed, for minerva line, for multiple_choice wherever.
+      answer=config_dict.placeholder(str),
       workers=2,  # grading processes.
       timeout_s=5.0,  # a grading that takes longer is killed and counts as wrong.
     )

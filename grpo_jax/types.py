@@ -43,6 +43,7 @@ class Prompt:
   info: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what the environment needs.
   text: str = ""  # the prompt as rendered by the chat template.
   weight: float = 1.0  # 0 keeps it in the batch and learns nothing from it.
+  messages: tuple[Mapping[str, Any], ...] = ()  # what was rendered, for other chat templates.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

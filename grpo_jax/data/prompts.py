@@ -70,6 +70,7 @@ class PromptDataset:
       info=record.info,
       text=self.tokenizer.render(record.messages),
       weight=0.0 if is_long else 1.0,
+      messages=tuple(record.messages),
     )
 
 
