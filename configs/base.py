@@ -140,6 +140,23 @@ def get_config() -> Any:
   rollout.environment_concurrency = 16  # calls of environments at the same time.
   rollout.max_error_share = 0.2  # the run stops when more rollouts of a step than this fail.
 
+  config.dynamic_sampling = dynamic = ConfigDict()  # draws prompts until a step has P groups
+  dynamic.enabled = False  # that pass `filters`, drop_no_signal included; docs/rewards.md.
+  dynamic.max_rounds = 10  # of drawing and sampling, a step.
+  dynamic.prompts_per_round = config_dict.placeholder(int)  # None: rollout.prompts_per_step.
+  dynamic.on_limit = "raise"  # at max_rounds; or "train": learn from what was found, and warn.
+
+  config.shaping = shaping = ConfigDict()  # of rewards, after the filters; docs/rewards.md.
+  shaping.scale_from = config_dict.placeholder(tuple)  # low, high: clamped to it, and mapped
+  shaping.scale_to = (0.0, 1.0)  # linearly on this; None above: no scaling.
+  shaping.stop_properly_coef = config_dict.placeholder(float)  # times it if truncated; 0 to 1.
+  shaping.overlong_buffer_tokens = config_dict.placeholder(int)  # penalised ones before the limit.
+  shaping.overlong_penalty = 1.0  # taken off the reward at the limit, linearly less before it.
+  shaping.overlong_floor = True  # DAPO: beyond the limit no more; False (NeMo RL): it grows on.
+  shaping.max_completion_tokens = config_dict.placeholder(
+    int
+  )  # that limit, of sampled tokens; None: sampling.max_tokens.
+
   config.filters = filters = ConfigDict()  # groups left out of the step, with reasons counted.
   filters.drop_no_signal = False  # those whose rewards are all exactly equal.
   filters.min_scored = 1  # those with fewer completions of a finite reward.

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -18,8 +19,11 @@ from grpo_jax import (
   data_options,
   engines,
   environments,
+  filters,
   loggers,
   rollout,
+  shaping,
+  stream,
   timing,
 )
 from grpo_jax.engines.base import Engine, SamplingParams
@@ -61,10 +65,11 @@ class Run:
   tokenizer: data.Tokenizer
   engine: Engine
   environments: environments.Environments
-  prompts: data.PromptStream
+  stream: stream.GroupStream
+  filters: dict[str, Any]  # arguments of `filters.apply`.
+  shaping: shaping.Shaping
   held_out: dict[str, list[Prompt]]  # by the name of the evaluation set.
   has_several_datasets: bool  # to train on, whose metrics are told apart.
-  sampling: SamplingParams
   evaluation_sampling: SamplingParams
   limits: rollout.Limits
   estimator: estimators.Estimator
@@ -81,7 +86,7 @@ class Start:
   """Where a run begins or goes on."""
 
   state: TrainState
-  of_data: dict[str, Any] | None  # state of the prompt stream; None: at the beginning.
+  stream: dict[str, Any]  # what `GroupStream.state` returned; empty at the beginning.
   skipped: int  # updates in a row that changed nothing.
   evaluated: dict[str, float]  # the last evaluation, of the weights of this step; or empty.
 
@@ -90,6 +95,10 @@ def validate(config: Config) -> Iterator[str]:
   """Yields everything that cannot work, before a model is loaded."""
   yield from _refused(lambda: objectives.make(**config.loss))
   yield from _refused(lambda: estimators.make(**config.advantages))
+  yield from _refused(lambda: _dynamic_sampling(config))
+  yield from _refused(lambda: _shaping(config))
+  yield from _refused(lambda: filters.apply((), **config.filters))
+  yield from _unlearnable(config)
   yield from _refused(lambda: SamplingParams(**config.sampling))
   yield from _refused(lambda: SamplingParams(**_evaluation_sampling(config)))
   yield from _refused(lambda: optim.make(_optimizer_steps(config), **config.optim.to_dict()))
@@ -107,8 +116,6 @@ def validate(config: Config) -> Iterator[str]:
         f"environments.{name}.total_timeout_s={settings.total_timeout_s:g} must be less than"
         f" rollout.environment_timeout_s, which is {config.rollout.environment_timeout_s:g}"
       )
-  if config.rollout.group_size == 1 and config.advantages.estimator not in ("reinforce_pp",):
-    yield "rollout.group_size=1 gives every completion advantage 0: nothing would be learned"
   too_large = [k for k in config.evaluation.pass_k if k > config.evaluation.group_size]
   if too_large:
     size = config.evaluation.group_size
@@ -125,6 +132,41 @@ def validate(config: Config) -> Iterator[str]:
     yield f"model.compute_dtype is float32 or bfloat16, got {config.model.compute_dtype!r}"
 
 
+def _unlearnable(config: Config) -> Iterator[str]:
+  """Yields why no group would be learned from, or why an option could never act."""
+  group_size, filtered, dynamic = config.rollout.group_size, config.filters, config.dynamic_sampling
+  if group_size == 1 and config.advantages.estimator not in ("reinforce_pp",):
+    yield "rollout.group_size=1 gives every completion advantage 0: nothing would be learned"
+  elif group_size == 1 and (filtered.drop_no_signal or dynamic.enabled):
+    yield "rollout.group_size=1 has no signal within a group: every group would be dropped"
+  if filtered.min_scored > group_size:
+    yield f"filters.min_scored={filtered.min_scored} is above rollout.group_size={group_size}"
+  drawn = dynamic.max_rounds * (dynamic.prompts_per_round or config.rollout.prompts_per_step)
+  if dynamic.enabled and drawn < config.rollout.prompts_per_step:
+    yield (
+      f"dynamic_sampling draws at most {drawn} prompts a step, too few for "
+      f"rollout.prompts_per_step={config.rollout.prompts_per_step}"
+    )
+  buffer, limit = config.shaping.overlong_buffer_tokens, _completion_limit(config)
+  if buffer is None:
+    return
+  if config.shaping.max_completion_tokens is None and config.rollout.max_turns > 1:
+    yield (
+      "shaping.overlong_buffer_tokens needs shaping.max_completion_tokens where "
+      f"rollout.max_turns={config.rollout.max_turns}: sampling.max_tokens is of one turn"
+    )
+  longest = min(
+    config.sampling.max_tokens * config.rollout.max_turns,
+    config.rollout.max_tokens - 1,
+    config.batching.row_tokens - 1,
+  )
+  if longest <= limit - buffer:
+    yield (
+      f"shaping.overlong_buffer_tokens={buffer} penalises completions of more than "
+      f"{limit - buffer} tokens, and none can have more than {longest}"
+    )
+
+
 def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) -> tuple[Run, Start]:
   """Makes the parts of a run and restores its newest checkpoint; `stack` closes them."""
   workdir.mkdir(parents=True, exist_ok=True)
@@ -139,7 +181,6 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
     chat_template=config.model.chat_template,
     template_args=config.model.chat_template_args.to_dict(),
   )
-  of_data = data_options.of_stream(config)
   held_out = data_options.open_all(config, tokenizer)  # a wrong file is found here, at once.
   factories = stack.enter_context(environments.make(**config.environments.to_dict()))
 
@@ -184,6 +225,17 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
   token_loss = None
   if takes_one_sweep(config, objective):
     token_loss = train_step.make_token_loss(model.config, objective, **of_policy)
+  limits = _limits(config)
+  sampler = stream.Sampler(
+    engine,
+    factories,
+    tokenizer,
+    group_size=config.rollout.group_size,
+    sampling=_sampling(config.sampling.to_dict(), tokenizer, model),
+    seed=config.seed,
+    limits=limits,
+    progress=logger.progress,
+  )
   return Run(
     config=config,
     workdir=workdir,
@@ -193,12 +245,13 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
     tokenizer=tokenizer,
     engine=engine,
     environments=factories,
-    prompts=data.make(tokenizer, state=start.of_data, **of_data),
+    stream=_online_stream(config, tokenizer, sampler, start.stream),
+    filters=_filters(config),
+    shaping=_shaping(config),
     held_out=held_out,
     has_several_datasets=data_options.has_several(config),
-    sampling=_sampling(config.sampling.to_dict(), tokenizer, model),
     evaluation_sampling=_sampling(_evaluation_sampling(config), tokenizer, model),
-    limits=_limits(config),
+    limits=limits,
     estimator=estimators.make(**config.advantages),
     objective=objective,
     update=train_step.make_update(
@@ -268,7 +321,7 @@ def _restore(
       state, extra = TrainState(**restored[0]), restored[1]
       print(f"continuing at step {int(state.step)}", flush=True)
       return Start(state, extra["stream"], extra["skipped"], extra["evaluated"])
-  return Start(train_step.init(params, tx, shardings=shardings), None, 0, {})
+  return Start(train_step.init(params, tx, shardings=shardings), {}, 0, {})
 
 
 def _described(params: Any, tx: Any, shardings: Any, mesh: Mesh) -> dict[str, Any]:
@@ -320,6 +373,47 @@ def _sampling(
   named = model.generation.get("eos_token_id", [])
   ids = {*tokenizer.stop_ids, *(named if isinstance(named, list) else [named])}
   return SamplingParams(**settings, stop_ids=tuple(sorted(i for i in ids if i is not None)))
+
+
+def _online_stream(
+  config: Config, tokenizer: data.Tokenizer, sampler: stream.Sampler, state: Mapping[str, Any]
+) -> stream.OnlineStream:
+  """Makes the stream that samples, where `state` says; {} is the beginning."""
+  return stream.OnlineStream(
+    data.make(tokenizer, state=state.get("prompts"), **data_options.of_stream(config)),
+    sampler,
+    prompts_per_step=config.rollout.prompts_per_step,
+    dynamic=_dynamic_sampling(config),
+    keep=functools.partial(filters.apply, **_filters(config)),
+    surplus=state.get("surplus", ()),
+  )
+
+
+def _dynamic_sampling(config: Config) -> stream.DynamicSampling | None:
+  settings = config.dynamic_sampling.to_dict()
+  is_enabled = settings.pop("enabled")
+  made = stream.DynamicSampling(**settings)
+  return made if is_enabled else None
+
+
+def _completion_limit(config: Config) -> int:
+  limit = config.shaping.max_completion_tokens
+  return config.sampling.max_tokens if limit is None else limit
+
+
+def _shaping(config: Config) -> shaping.Shaping:
+  settings = config.shaping.to_dict()
+  if settings["overlong_buffer_tokens"] is not None:
+    settings["max_completion_tokens"] = _completion_limit(config)
+  return shaping.make(**settings)
+
+
+def _filters(config: Config) -> dict[str, Any]:
+  """Returns the filters of groups; dynamic sampling is about those that have signal."""
+  settings = config.filters.to_dict()
+  settings["drop_no_signal"] |= config.dynamic_sampling.enabled
+  by_component = estimators.make(**config.advantages).by_component
+  return {**settings, "by_component": by_component}
 
 
 def _limits(config: Config) -> rollout.Limits:

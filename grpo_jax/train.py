@@ -9,7 +9,7 @@ and started again ends as if it had never stopped.
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,10 +23,10 @@ from grpo_jax import (
   metrics,
   report,
   rollout,
+  shaping,
   timing,
 )
 from grpo_jax.building import Config, Run, build, validate
-from grpo_jax.engines.base import OnProgress
 from grpo_jax.learn import sharding, train_step
 from grpo_jax.models import export
 from grpo_jax.types import Mean, Metrics, RolloutGroup, TrainState
@@ -47,7 +47,8 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
   """
   with contextlib.ExitStack() as stack:
     run, begin = build(config, pathlib.Path(workdir), stack)
-    state, of_data, skipped, evaluated = begin.state, begin.of_data, begin.skipped, begin.evaluated
+    state, skipped, evaluated = begin.state, begin.skipped, begin.evaluated
+    position = run.stream.state()
     stack.callback(report.write, workdir)
     timer = run.timer
     run.engine.load_weights(state.params, version=int(state.step))
@@ -60,15 +61,16 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
       with timer.span("step"):
         # --- 1. sample: P prompts x G completions, scored by their environments ---
         with timer.span("sample"):
-          groups = sample(run, step)
+          groups = run.stream.take(step)
         if stop or not groups:
           break  # what was sampled is sampled again when the run goes on.
 
         # --- 2. assemble: ragged groups -> rectangular, packed, sharded microbatches ---
         with timer.span("assemble"):
-          kept = filters.apply(groups, **config.filters)
-          advantages = credit.advantages_of(kept.kept, run.estimator)
-          batch = assemble(run, kept.kept, advantages)
+          kept = filters.apply(groups, **run.filters)
+          shaped = shaping.apply(kept.kept, run.shaping)
+          advantages = credit.advantages_of(shaped, run.estimator)
+          batch = assemble(run, shaped, advantages)
 
         # --- 3. score: logprobs under the policies that stay fixed ---
         with timer.span("score"):
@@ -84,9 +86,9 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
           run.engine.load_weights(state.params, version=step + 1)
 
       # --- 6. tell: nothing below changes what is learned ---
-      told = describe(run, step, groups, kept, batch, learned)
-      run.prompts.tell(step, metrics.reproducible(told))
-      of_data = run.prompts.state()
+      told = describe(run, step, groups, kept, advantages, batch, learned)
+      run.stream.tell(step, metrics.reproducible(told))
+      position = run.stream.state()
       run.logger.write(step, told)
       record(run, step, groups, kept, advantages, batch, logprobs)
       skipped = train_step.skipped_in_a_row(skipped, told, limit=config.learn.max_skipped_steps)
@@ -96,52 +98,20 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
       if due(step + 1, config.evaluation.every_steps) or (is_last and config.evaluation.at_end):
         evaluated = evaluate(run, step=step + 1)
       if due(step + 1, config.checkpoint.every_steps) or is_last:
-        save(run, state, of_data, skipped, evaluated)
+        save(run, state, position, skipped, evaluated)
       if stop:
         break
-    save(run, state, of_data, skipped, evaluated)  # nothing, if the loop has just done so.
+    save(run, state, position, skipped, evaluated)  # nothing, if the loop has just done so.
     if int(state.step) == config.total_steps:
       publish(run, state)
+    elif int(state.step) < config.total_steps and not stop:
+      run.logger.print(f"the data ended after {int(state.step)} steps")
   return evaluated
 
 
 def due(step: int, every: int) -> bool:
   """Returns whether what is done every `every` steps (0: never) is to be done now."""
   return every > 0 and step % every == 0
-
-
-def counting(advance: Callable[[int], None]) -> OnProgress:
-  """Turns "so many are done" into "so many more are done"."""
-  seen = 0
-
-  def tell(done: int, total: int, tokens: int) -> None:
-    nonlocal seen
-    advance(max(done - seen, 0))
-    seen = done
-
-  return tell
-
-
-def sample(run: Run, step: int) -> list[RolloutGroup]:
-  """Takes the next prompts, samples and scores G completions of each; none if the data ended."""
-  options = run.config.rollout
-  prompts = run.prompts.take(options.prompts_per_step)
-  if not prompts:
-    run.logger.print(f"the data ended after {step} steps (data.epochs)")
-    return []
-  with run.logger.progress(f"step {step}: sampling", len(prompts) * options.group_size) as advance:
-    return rollout.collect_sync(
-      run.engine,
-      run.environments,
-      prompts,
-      run.tokenizer,
-      group_size=options.group_size,
-      sampling=run.sampling,
-      seed=run.config.seed,
-      step=step,
-      limits=run.limits,
-      on_progress=counting(advance),
-    )
 
 
 def assemble(
@@ -200,6 +170,7 @@ def describe(
   step: int,
   groups: Sequence[RolloutGroup],
   kept: filters.Filtered,
+  advantages: Sequence[np.ndarray],
   batch: batching.Assembled,
   learned: Metrics,
 ) -> dict[str, float]:
@@ -211,12 +182,13 @@ def describe(
   return {
     "weight_version": float(step),
     **metrics.of_rollouts(groups, step=step),
-    **rollout.error_counts(groups),
+    **shaping.of_groups(groups, run.shaping),
+    **run.stream.metrics(),
     **{f"perf/{name}": value for name, value in run.environments.metrics().items()},
-    **run.prompts.metrics(),
     **(metrics.of_datasets(groups) if run.has_several_datasets else {}),
     **run.engine.metrics(),
     **{f"filter/{reason}": float(count) for reason, count in kept.dropped.items()},
+    **credit.of_advantages(advantages),
     **metrics.to_floats(batch.metrics),
     **metrics.to_floats(learned),
     **times,
@@ -243,7 +215,8 @@ def record(
     [np.full(len(r.completion_ids), np.nan, np.float32) for r in group.rollouts],
   )
   columns = [found.get(group.prompt.prompt_id) or unknown(group) for group in groups]
-  run.logger.write_rollouts(step, groups, *zip(*columns, strict=True))
+  shaped = [group.rewards for group in shaping.apply(groups, run.shaping)]
+  run.logger.write_rollouts(step, groups, *zip(*columns, strict=True), shaped_rewards=shaped)
 
 
 def evaluate(run: Run, *, step: int) -> dict[str, float]:
@@ -264,7 +237,7 @@ def evaluate(run: Run, *, step: int) -> dict[str, float]:
           sampling=run.evaluation_sampling,
           seed=run.config.seed,
           limits=run.limits,
-          on_progress=counting(advance),
+          on_progress=rollout.counting(advance),
         )
   run.logger.write(step, {**found, **run.timer.collect()})
   return found
@@ -273,12 +246,12 @@ def evaluate(run: Run, *, step: int) -> dict[str, float]:
 def save(
   run: Run,
   state: TrainState,
-  of_data: Mapping[str, Any] | None,
+  position: Mapping[str, Any],
   skipped: int,
   evaluated: Mapping[str, float],
 ) -> None:
   """Starts to write a checkpoint, with all that continuing needs."""
-  extra = {"stream": of_data, "skipped": skipped, "evaluated": dict(evaluated)}
+  extra = {"stream": position, "skipped": skipped, "evaluated": dict(evaluated)}
   with run.timer.span("checkpoint"):
     run.checkpoints.save(int(state.step), dict(vars(state)), extra, metrics=evaluated)
 

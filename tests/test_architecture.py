@@ -16,11 +16,11 @@ PACKAGE = ROOT / "grpo_jax"
 LAYERS = [
   {"types"},
   {"rl", "registry", "timing", "console", "rollout_log", "manifest", "interrupts", "host_memory"},
-  {"metric_table", "packing", "sandbox"},
+  {"metric_table", "packing", "sandbox", "group_json"},
   {"metrics", "layout", "configuration"},
   {"models"},
   {"data", "environments", "engines"},
-  {"attempt", "batching", "filters", "learn"},
+  {"attempt", "batching", "filters", "learn", "shaping"},
   {"rollout", "credit", "data_options"},
   {"report_data"},
   {"stream", "evaluation", "checkpointing", "loggers", "report"},
@@ -37,9 +37,11 @@ PURE_UNITS = {
   "learn",
   "models",
   "packing",
+  "group_json",
   "layout",
   "batching",
   "filters",
+  "shaping",
   "credit",
 }
 READERS_AND_WRITERS = {
@@ -53,7 +55,17 @@ READERS_AND_WRITERS = {
 }
 PURE_MAY_IMPORT = {
   *("jax", "jaxtyping", "numpy", "flax", "optax", "ml_dtypes", "grpo_kernels", "grpo_jax"),
-  *("bisect", "collections", "dataclasses", "difflib", "enum", "functools", "inspect", "math"),
+  *(
+    "base64",
+    "bisect",
+    "collections",
+    "dataclasses",
+    "difflib",
+    "enum",
+    "functools",
+    "inspect",
+    "math",
+  ),
   "typing",
 }
 PURE_MAY_USE = PURE_UNITS | {"metrics", "metric_table"}
