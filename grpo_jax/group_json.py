@@ -95,7 +95,9 @@ def _decoded(record: Mapping[str, Any]) -> Rollout:
     reward_components={k: _float(v) for k, v in record["reward_components"].items()},
     metrics={k: _float(v) for k, v in record["metrics"].items()},
     turns=record["turns"],
-    turn_log=tuple(Turn(*counts, _float(reward)) for *counts, reward in record["turn_log"]),
+    turn_log=tuple(
+      Turn(sampled, written, _float(reward)) for sampled, written, reward in record["turn_log"]
+    ),
     error=record["error"],
   )
 

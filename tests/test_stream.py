@@ -1,5 +1,6 @@
 """Dynamic sampling: what fills a step, what is kept, where it ends, and that it resumes exactly."""
 
+import dataclasses
 import json
 import math
 import operator
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from grpo_jax import filters, group_json, stream
-from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
+from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup, Turn
 
 NAN = float("nan")
 
@@ -232,7 +233,13 @@ def test_a_taken_step_that_was_not_learned_is_taken_again_from_the_state_before_
 
 def test_groups_are_written_bit_for_bit():
   exotic = rollout(
-    -0.1, 3, text='é\n"\ud7ff', reward_components={"a": NAN, "b": 1 / 3}, metrics={"m": math.inf}
+    -0.1,
+    3,
+    text='é\n"\ud7ff',
+    reward_components={"a": NAN, "b": 1 / 3},
+    metrics={"m": math.inf},
+    turn_log=(Turn(3, 2, 0.5), Turn(1, 0, NAN)),
+    error="timeout: no answer",
   )
   empty = Rollout(
     completion_ids=np.zeros(0, np.int32),
@@ -244,6 +251,7 @@ def test_groups_are_written_bit_for_bit():
     turns=2,
   )
   prompt = Prompt("a:0:1", np.asarray([5, 6], np.int32), "env", {"any": object()}, "text", 0.5)
+  prompt = dataclasses.replace(prompt, dataset="a", is_cut=True, stop_strings=("x",))
   text = json.dumps(group_json.encode(RolloutGroup(prompt, (exotic, empty))), allow_nan=False)
   back = group_json.decode(json.loads(text))
   assert (back.prompt.prompt_id, back.prompt.environment, back.prompt.text) == (
@@ -252,6 +260,7 @@ def test_groups_are_written_bit_for_bit():
     "text",
   )
   assert back.prompt.weight == 0.5 and back.prompt.info == {}
+  assert back.prompt.dataset == "a" and back.prompt.is_cut and back.prompt.stop_strings == ()
   for before, after in zip((exotic, empty), back.rollouts, strict=True):
     for name in ("completion_ids", "loss_mask", "behavior_logprobs", "weight_versions"):
       one, other = (operator.attrgetter(name)(made) for made in (before, after))
@@ -260,6 +269,7 @@ def test_groups_are_written_bit_for_bit():
     assert repr(before.reward_components) == repr(after.reward_components)
     assert before.metrics == after.metrics and before.text == after.text
     assert (before.finish_reason, before.turns) == (after.finish_reason, after.turns)
+    assert (repr(before.turn_log), before.error) == (repr(after.turn_log), after.error)
 
 
 def test_components_that_differ_are_signal_where_they_are_learned_from():
