@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import aiohttp
 import numpy as np
@@ -73,39 +73,48 @@ def make_requests(options: argparse.Namespace, vocab_size: int) -> list[Generati
   ]
 
 
-def direct(address: str, requests: Sequence[GenerationRequest], in_flight: int) -> Turn:
-  """Posts all requests, without the engine."""
+async def direct(
+  session: aiohttp.ClientSession, address: str, requests: Sequence[GenerationRequest], places: int
+) -> int:
+  """Posts all requests, without the engine; returns the number of tokens that came."""
+  free = asyncio.Semaphore(places)
 
-  async def turn() -> int:
-    places = asyncio.Semaphore(in_flight)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as session:
+  async def one(request: GenerationRequest) -> int:
+    name = f"direct-{time.monotonic_ns()}-{request.request_id}"
+    body = sglang_messages.generate_body([request], [name], seeded=True)
+    async with free, session.post(f"{address}/generate", json=body) as response:
+      answer = await response.json()
+    return len(answer["meta_info"]["output_token_logprobs"])
 
-      async def one(request: GenerationRequest) -> int:
-        name = f"direct-{time.monotonic_ns()}-{request.request_id}"
-        body = sglang_messages.generate_body([request], [name], seeded=True)
-        async with places, session.post(f"{address}/generate", json=body) as response:
-          answer = await response.json()
-        return len(answer["meta_info"]["output_token_logprobs"])
-
-      return sum(await asyncio.gather(*map(one, requests)))
-
-  return _timed(turn)
+  return sum(await asyncio.gather(*map(one, requests)))
 
 
-def through_engine(engine: SGLangEngine, requests: Sequence[GenerationRequest]) -> Turn:
-  """Generates with the engine."""
-
-  async def turn() -> int:
-    return sum([len(generation.token_ids) async for generation in engine.generate(requests)])
-
-  return _timed(turn)
+async def through_engine(engine: SGLangEngine, requests: Sequence[GenerationRequest]) -> int:
+  """Generates with the engine; returns the number of tokens that came."""
+  return sum([len(generation.token_ids) async for generation in engine.generate(requests)])
 
 
-def _timed(turn: Callable) -> Turn:
-  began = time.perf_counter()
-  tokens = asyncio.run(turn())
-  return Turn(time.perf_counter() - began, tokens)
+async def take_turns(
+  engine: SGLangEngine, requests: Sequence[GenerationRequest], options: argparse.Namespace
+) -> dict[str, list[Turn]]:
+  """Goes through all requests in both ways, again and again, each way first every other time."""
+  turns: dict[str, list[Turn]] = {"direct": [], "engine": []}
+  connector = aiohttp.TCPConnector(limit=0)  # kept, as the engine keeps its connections.
+  async with aiohttp.ClientSession(connector=connector) as session:
+    ways: dict[str, Callable[[], Awaitable[int]]] = {
+      "direct": lambda: direct(session, options.address, requests, options.in_flight),
+      "engine": lambda: through_engine(engine, requests),
+    }
+    for number in range(options.rounds + 1):
+      for name in sorted(ways, reverse=bool(number % 2)):
+        empty_cache(options.address)
+        began = time.perf_counter()
+        tokens = await ways[name]()
+        turn = Turn(time.perf_counter() - began, tokens)
+        if number:  # the first is for warming up.
+          turns[name].append(turn)
+          print(f"{name:8}{turn.seconds:8.2f} s{turn.tokens_per_s:10.1f} tokens/s", flush=True)
+  return turns
 
 
 def empty_cache(address: str) -> None:
@@ -117,7 +126,6 @@ def compare(options: argparse.Namespace) -> dict[str, object]:
   """Runs both in turns; returns the result."""
   loaded = loading.load(options.model)
   requests = make_requests(options, loaded.config.vocab_size)
-  turns: dict[str, list[Turn]] = {"direct": [], "engine": []}
   with tempfile.TemporaryDirectory() as folder:
     engine = engines.make(
       "sglang",
@@ -130,17 +138,7 @@ def compare(options: argparse.Namespace) -> dict[str, object]:
     assert isinstance(engine, SGLangEngine)
     with engine:
       engine.load_weights(loaded.params, version=0)
-      ways: dict[str, Callable[[], Turn]] = {
-        "direct": lambda: direct(options.address, requests, options.in_flight),
-        "engine": lambda: through_engine(engine, requests),
-      }
-      for round_number in range(options.rounds + 1):
-        for name, way in ways.items():
-          empty_cache(options.address)
-          turn = way()
-          if round_number:  # the first is for warming up.
-            turns[name].append(turn)
-            print(f"{name:8}{turn.seconds:8.2f} s{turn.tokens_per_s:10.1f} tokens/s", flush=True)
+      turns = asyncio.run(take_turns(engine, requests, options))
   medians = {name: statistics.median(t.tokens_per_s for t in of) for name, of in turns.items()}
   return {
     "tokens_per_s": medians,
