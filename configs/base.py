@@ -92,6 +92,12 @@ def get_config() -> Any:
   rollout.environment_concurrency = 16  # calls of environments at the same time.
   rollout.max_error_share = 0.2  # the run stops when more rollouts of a step than this fail.
 
+  config.dynamic_sampling = dynamic = ConfigDict()  # draws prompts until a step has P groups
+  dynamic.enabled = False  # that pass `filters`, drop_no_signal included; docs/rewards.md.
+  dynamic.max_rounds = 10  # of drawing and sampling, a step.
+  dynamic.prompts_per_round = config_dict.placeholder(int)  # None: rollout.prompts_per_step.
+  dynamic.on_limit = "raise"  # at max_rounds; or "train": learn from what was found, and warn.
+
   config.filters = filters = ConfigDict()  # groups left out of the step, with reasons counted.
   filters.drop_no_signal = False  # those whose rewards are all exactly equal.
   filters.min_scored = 1  # those with fewer completions of a finite reward.

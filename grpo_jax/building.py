@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,8 +18,10 @@ from grpo_jax import (
   data,
   engines,
   environments,
+  filters,
   loggers,
   rollout,
+  stream,
   timing,
 )
 from grpo_jax.engines.base import Engine, SamplingParams
@@ -58,9 +61,9 @@ class Run:
   tokenizer: data.Tokenizer
   engine: Engine
   environments: environments.Environments
-  prompts: data.PromptStream
+  stream: stream.GroupStream
+  filters: dict[str, Any]  # arguments of `filters.apply`.
   held_out: list[Prompt]
-  sampling: SamplingParams
   evaluation_sampling: SamplingParams
   limits: rollout.Limits
   estimator: estimators.Estimator
@@ -77,7 +80,7 @@ class Start:
   """Where a run begins or goes on."""
 
   state: TrainState
-  cursor: Any  # of the data, as JSON.
+  stream: dict[str, Any]  # what `GroupStream.state` returned; empty at the beginning.
   skipped: int  # updates in a row that changed nothing.
   evaluated: dict[str, float]  # the last evaluation, of the weights of this step; or empty.
 
@@ -86,6 +89,7 @@ def validate(config: Config) -> Iterator[str]:
   """Yields everything that cannot work, before a model is loaded."""
   yield from _refused(lambda: objectives.make(**config.loss))
   yield from _refused(lambda: estimators.make(**config.advantages))
+  yield from _refused(lambda: _dynamic_sampling(config))
   yield from _refused(lambda: SamplingParams(**config.sampling))
   yield from _refused(lambda: SamplingParams(**_evaluation_sampling(config)))
   yield from _refused(lambda: optim.make(_optimizer_steps(config), **config.optim.to_dict()))
@@ -173,6 +177,18 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
   token_loss = None
   if takes_one_sweep(config, objective):
     token_loss = train_step.make_token_loss(model.config, objective, **of_policy)
+  engine = _engine(config, model, tokenizer, stack)
+  limits = _limits(config)
+  sampler = stream.Sampler(
+    engine,
+    factories,
+    tokenizer,
+    group_size=config.rollout.group_size,
+    sampling=_sampling(config.sampling.to_dict(), tokenizer, model),
+    seed=config.seed,
+    limits=limits,
+    progress=logger.progress,
+  )
   return Run(
     config=config,
     workdir=workdir,
@@ -180,13 +196,13 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
     model=model,
     reference=reference,
     tokenizer=tokenizer,
-    engine=_engine(config, model, tokenizer, stack),
+    engine=engine,
     environments=factories,
-    prompts=data.make(tokenizer, seed=config.seed, cursor=start.cursor, **of_data),
+    stream=_online_stream(config, tokenizer, sampler, start.stream),
+    filters=_filters(config),
     held_out=held_out,
-    sampling=_sampling(config.sampling.to_dict(), tokenizer, model),
     evaluation_sampling=_sampling(_evaluation_sampling(config), tokenizer, model),
-    limits=_limits(config),
+    limits=limits,
     estimator=estimators.make(**config.advantages),
     objective=objective,
     update=train_step.make_update(
@@ -255,8 +271,8 @@ def _restore(
     if restored is not None:
       state, extra = TrainState(**restored[0]), restored[1]
       print(f"continuing at step {int(state.step)}", flush=True)
-      return Start(state, extra["cursor"], extra["skipped"], extra["evaluated"])
-  return Start(train_step.init(params, tx, shardings=shardings), 0, 0, {})
+      return Start(state, extra["stream"], extra["skipped"], extra["evaluated"])
+  return Start(train_step.init(params, tx, shardings=shardings), {}, 0, {})
 
 
 def _described(params: Any, tx: Any, shardings: Any, mesh: Mesh) -> dict[str, Any]:
@@ -296,6 +312,36 @@ def _sampling(
   named = model.generation.get("eos_token_id", [])
   ids = {*tokenizer.stop_ids, *(named if isinstance(named, list) else [named])}
   return SamplingParams(**settings, stop_ids=tuple(sorted(i for i in ids if i is not None)))
+
+
+def _online_stream(
+  config: Config, tokenizer: data.Tokenizer, sampler: stream.Sampler, state: Mapping[str, Any]
+) -> stream.OnlineStream:
+  """Makes the stream that samples, where `state` says; {} is the beginning."""
+  cursor = state.get("prompts", 0)
+  return stream.OnlineStream(
+    data.make(tokenizer, seed=config.seed, cursor=cursor, **config.data.to_dict()),
+    sampler,
+    prompts_per_step=config.rollout.prompts_per_step,
+    dynamic=_dynamic_sampling(config),
+    keep=functools.partial(filters.apply, **_filters(config)),
+    surplus=state.get("surplus", ()),
+  )
+
+
+def _dynamic_sampling(config: Config) -> stream.DynamicSampling | None:
+  settings = config.dynamic_sampling.to_dict()
+  is_enabled = settings.pop("enabled")
+  made = stream.DynamicSampling(**settings)
+  return made if is_enabled else None
+
+
+def _filters(config: Config) -> dict[str, Any]:
+  """Returns the filters of groups; dynamic sampling is about those that have signal."""
+  settings = config.filters.to_dict()
+  settings["drop_no_signal"] |= config.dynamic_sampling.enabled
+  by_component = estimators.make(**config.advantages).by_component
+  return {**settings, "by_component": by_component}
 
 
 def _limits(config: Config) -> rollout.Limits:

@@ -28,7 +28,7 @@ def apply(
   *,
   drop_no_signal: bool = False,
   min_scored: int = 1,
-  components: Sequence[str] = (),
+  by_component: bool = False,
   min_reward_mean: float = -math.inf,
   max_reward_mean: float = math.inf,
   max_truncated_share: float = 1.0,
@@ -40,7 +40,7 @@ def apply(
     drop_no_signal: leave out groups whose scored rewards are all exactly equal
       (not: whose mean is extreme); the "dynamic sampling" of DAPO.
     min_scored: leave out groups with fewer completions of finite reward.
-    components: with `drop_no_signal`, also keep a group if one of these reward
+    by_component: with `drop_no_signal`, also keep a group if one of its reward
       components differs within it (GDPO learns from each of them).
     min_reward_mean: leave out groups whose mean scored reward is lower: too hard.
     max_reward_mean: leave out groups whose mean scored reward is higher: too easy.
@@ -61,7 +61,7 @@ def apply(
     )
   reasons: dict[str, Callable[[RolloutGroup], bool]] = {
     "too_few_scored": lambda g: scored_rewards(g).size < min_scored,
-    "no_signal": lambda g: drop_no_signal and not has_signal(g, components=components),
+    "no_signal": lambda g: drop_no_signal and not has_signal(g, by_component=by_component),
     "reward_mean_too_low": lambda g: bool(_mean(g) < min_reward_mean),
     "reward_mean_too_high": lambda g: bool(_mean(g) > max_reward_mean),
     "too_many_truncated": lambda g: truncated_share(g) > max_truncated_share,
@@ -82,17 +82,18 @@ def scored_rewards(group: RolloutGroup) -> Float[np.ndarray, " scored"]:
   return rewards[np.isfinite(rewards)]
 
 
-def has_signal(group: RolloutGroup, *, components: Sequence[str] = ()) -> bool:
-  """Returns whether two scored rewards differ, or two values of one of the components.
+def has_signal(group: RolloutGroup, *, by_component: bool = False) -> bool:
+  """Returns whether two scored rewards differ or, `by_component`, two values of a component.
 
   Equality is exact: rewards 0.4 and 0.6 have signal, two of 0.5 have none. A
   component that a completion lacks counts as not scored for it.
   """
   if metrics.has_signal(group):
     return True
-  for name in components:
-    own = [r.reward_components[name] for r in group.rollouts if name in r.reward_components]
-    own = np.asarray(own, np.float32)
+  valid = [r.reward_components for r in group.rollouts if np.isfinite(r.reward)]
+  names = {name for components in valid for name in components} if by_component else set()
+  for name in names:
+    own = np.asarray([components[name] for components in valid if name in components], np.float32)
     scored = own[np.isfinite(own)]
     if scored.size and bool((scored != scored[0]).any()):
       return True

@@ -49,6 +49,16 @@ def to_floats(metrics: Metrics) -> dict[str, float]:
   return {name: value.value() for name, value in host.items()}
 
 
+def of_rounds(earlier: Mapping[str, float], latest: Mapping[str, float]) -> dict[str, float]:
+  """Joins what two rounds of one step told: counts are added up, of the rest the latest stays."""
+  added = {
+    name: earlier[name] + value
+    for name, value in latest.items()
+    if name in earlier and (found := definition(name)) and found.unit == "count"
+  }
+  return {**earlier, **latest, **added}
+
+
 def pass_at_k(samples: int, solved: int, k: int) -> float:
   """Returns the unbiased estimate of the chance that one of k samples solves the task.
 

@@ -166,6 +166,18 @@ def run_sync(coroutine: Coroutine[Any, Any, Any]) -> Any:
     thread.join()
 
 
+def counting(advance: Callable[[int], None]) -> OnProgress:
+  """Turns "so many are done" into "so many more are done"."""
+  seen = 0
+
+  def tell(done: int, total: int, tokens: int) -> None:
+    nonlocal seen
+    advance(max(done - seen, 0))
+    seen = done
+
+  return tell
+
+
 def request_seed(seed: int, step: int, prompt_id: str, attempt: int, turn: int = 0) -> int:
   """Returns the seed of one request, in [0, 2⁶³): the same in every process."""
   key = json.dumps([seed, step, prompt_id, attempt, turn]).encode()

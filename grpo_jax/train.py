@@ -9,7 +9,7 @@ and started again ends as if it had never stopped.
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,6 @@ from grpo_jax import (
   timing,
 )
 from grpo_jax.building import Config, Run, build, validate
-from grpo_jax.engines.base import OnProgress
 from grpo_jax.learn import sharding, train_step
 from grpo_jax.models import export
 from grpo_jax.types import Mean, Metrics, RolloutGroup, TrainState
@@ -47,7 +46,8 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
   """
   with contextlib.ExitStack() as stack:
     run, begin = build(config, pathlib.Path(workdir), stack)
-    state, cursor, skipped, evaluated = begin.state, begin.cursor, begin.skipped, begin.evaluated
+    state, skipped, evaluated = begin.state, begin.skipped, begin.evaluated
+    position = run.stream.state()
     stack.callback(report.write, workdir)
     timer = run.timer
     run.engine.load_weights(state.params, version=int(state.step))
@@ -60,13 +60,13 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
       with timer.span("step"):
         # --- 1. sample: P prompts x G completions, scored by their environments ---
         with timer.span("sample"):
-          groups = sample(run, step)
+          groups = run.stream.take(step)
         if stop or not groups:
           break  # what was sampled is sampled again when the run goes on.
 
         # --- 2. assemble: ragged groups -> rectangular, packed, sharded microbatches ---
         with timer.span("assemble"):
-          kept = filters.apply(groups, **config.filters)
+          kept = filters.apply(groups, **run.filters)
           advantages = credit.advantages_of(kept.kept, run.estimator)
           batch = assemble(run, kept.kept, advantages)
 
@@ -84,8 +84,9 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
           run.engine.load_weights(state.params, version=step + 1)
 
       # --- 6. tell: nothing below changes what is learned ---
-      cursor = run.prompts.cursor()
       told = describe(run, step, groups, kept, batch, learned)
+      run.stream.tell(step, metrics.reproducible(told))
+      position = run.stream.state()
       run.logger.write(step, told)
       record(run, step, groups, kept, advantages, batch, logprobs)
       skipped = train_step.skipped_in_a_row(skipped, told, limit=config.learn.max_skipped_steps)
@@ -95,52 +96,20 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
       if due(step + 1, config.evaluation.every_steps) or (is_last and config.evaluation.at_end):
         evaluated = evaluate(run, step=step + 1)
       if due(step + 1, config.checkpoint.every_steps) or is_last:
-        save(run, state, cursor, skipped, evaluated)
+        save(run, state, position, skipped, evaluated)
       if stop:
         break
-    save(run, state, cursor, skipped, evaluated)  # nothing, if the loop has just done so.
+    save(run, state, position, skipped, evaluated)  # nothing, if the loop has just done so.
     if int(state.step) == config.total_steps:
       publish(run, state)
+    elif not stop:
+      run.logger.print(f"the data ended after {int(state.step)} steps")
   return evaluated
 
 
 def due(step: int, every: int) -> bool:
   """Returns whether what is done every `every` steps (0: never) is to be done now."""
   return every > 0 and step % every == 0
-
-
-def counting(advance: Callable[[int], None]) -> OnProgress:
-  """Turns "so many are done" into "so many more are done"."""
-  seen = 0
-
-  def tell(done: int, total: int, tokens: int) -> None:
-    nonlocal seen
-    advance(max(done - seen, 0))
-    seen = done
-
-  return tell
-
-
-def sample(run: Run, step: int) -> list[RolloutGroup]:
-  """Takes the next prompts, samples and scores G completions of each; none if the data ended."""
-  options = run.config.rollout
-  prompts = run.prompts.take(options.prompts_per_step)
-  if not prompts:
-    run.logger.print(f"the data ended after {step} steps (data.epochs)")
-    return []
-  with run.logger.progress(f"step {step}: sampling", len(prompts) * options.group_size) as advance:
-    return rollout.collect_sync(
-      run.engine,
-      run.environments,
-      prompts,
-      run.tokenizer,
-      group_size=options.group_size,
-      sampling=run.sampling,
-      seed=run.config.seed,
-      step=step,
-      limits=run.limits,
-      on_progress=counting(advance),
-    )
 
 
 def assemble(
@@ -210,9 +179,8 @@ def describe(
   return {
     "weight_version": float(step),
     **metrics.of_rollouts(groups, step=step),
-    **rollout.error_counts(groups),
+    **run.stream.metrics(),
     **{f"perf/{name}": value for name, value in run.environments.metrics().items()},
-    **run.prompts.metrics(),
     **{f"filter/{reason}": float(count) for reason, count in kept.dropped.items()},
     **metrics.to_floats(batch.metrics),
     **metrics.to_floats(learned),
@@ -261,17 +229,21 @@ def evaluate(run: Run, *, step: int) -> dict[str, float]:
       sampling=run.evaluation_sampling,
       seed=run.config.seed,
       limits=run.limits,
-      on_progress=counting(advance),
+      on_progress=rollout.counting(advance),
     )
   run.logger.write(step, {**found, **run.timer.collect()})
   return found
 
 
 def save(
-  run: Run, state: TrainState, cursor: int, skipped: int, evaluated: Mapping[str, float]
+  run: Run,
+  state: TrainState,
+  position: Mapping[str, Any],
+  skipped: int,
+  evaluated: Mapping[str, float],
 ) -> None:
   """Starts to write a checkpoint, with all that continuing needs."""
-  extra = {"cursor": cursor, "skipped": skipped, "evaluated": dict(evaluated)}
+  extra = {"stream": position, "skipped": skipped, "evaluated": dict(evaluated)}
   with run.timer.span("checkpoint"):
     run.checkpoints.save(int(state.step), dict(vars(state)), extra, metrics=evaluated)
 

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "grpo_jax"
 LAYERS = [
   {"types"},
   {"rl", "registry", "timing", "console", "rollout_log", "manifest", "interrupts", "host_memory"},
-  {"metric_table", "packing"},
+  {"metric_table", "packing", "group_json"},
   {"metrics", "layout", "configuration"},
   {"models"},
   {"data", "environments", "engines"},
@@ -37,6 +37,7 @@ PURE_UNITS = {
   "learn",
   "models",
   "packing",
+  "group_json",
   "layout",
   "batching",
   "filters",
@@ -53,7 +54,17 @@ READERS_AND_WRITERS = {
 }
 PURE_MAY_IMPORT = {
   *("jax", "jaxtyping", "numpy", "flax", "optax", "ml_dtypes", "grpo_kernels", "grpo_jax"),
-  *("bisect", "collections", "dataclasses", "difflib", "enum", "functools", "inspect", "math"),
+  *(
+    "base64",
+    "bisect",
+    "collections",
+    "dataclasses",
+    "difflib",
+    "enum",
+    "functools",
+    "inspect",
+    "math",
+  ),
   "typing",
 }
 PURE_MAY_USE = PURE_UNITS | {"metrics", "metric_table"}

@@ -63,15 +63,16 @@ def test_no_signal_is_exact_equality_of_scored_rewards(rewards, has_signal):
   assert dropped == ({} if has_signal else {"no_signal": 1})
 
 
-def test_component_that_differs_is_signal_if_named():
+def test_component_that_differs_is_signal_if_components_are_looked_at():
   g = group(1.0, 1.0, components=[0.0, 1.0])
   assert reasons([g], drop_no_signal=True) == {"no_signal": 1}
-  assert reasons([g], drop_no_signal=True, components=("format",)) == {}
-  assert reasons([g], drop_no_signal=True, components=("other",)) == {"no_signal": 1}
+  assert reasons([g], drop_no_signal=True, by_component=True) == {}
   equal = group(1.0, 1.0, components=[0.5, 0.5])
-  assert reasons([equal], drop_no_signal=True, components=("format",)) == {"no_signal": 1}
+  assert reasons([equal], drop_no_signal=True, by_component=True) == {"no_signal": 1}
   half = group(1.0, 1.0, components=[0.5, NAN])
-  assert reasons([half], drop_no_signal=True, components=("format",)) == {"no_signal": 1}
+  assert reasons([half], drop_no_signal=True, by_component=True) == {"no_signal": 1}
+  unscored = group(1.0, NAN, components=[0.5, 0.0])
+  assert reasons([unscored], drop_no_signal=True, by_component=True) == {"no_signal": 1}
 
 
 def test_min_scored_counts_finite_rewards():

@@ -1,0 +1,106 @@
+"""Groups of rollouts ↔ JSON, bit for bit: how a checkpoint holds groups not yet learned from. Pure.
+
+Arrays are written as base64 of their little-endian bytes: about 13 characters a token. A scored
+group needs its prompt's `info` no more, which may hold anything: it is left out.
+"""
+
+import base64
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
+
+_ARRAYS = {
+  "completion_ids": "<i4",
+  "loss_mask": "|b1",
+  "behavior_logprobs": "<f4",
+  "weight_versions": "<i4",
+}
+
+
+def without_info(group: RolloutGroup) -> RolloutGroup:
+  """Returns the group as `decode(encode(group))` gives it back."""
+  return dataclasses.replace(group, prompt=dataclasses.replace(group.prompt, info={}))
+
+
+def encode(group: RolloutGroup) -> dict[str, Any]:
+  """Returns the group as strict JSON has it: a NaN is None, an infinity a word."""
+  prompt = group.prompt
+  return {
+    "prompt_id": prompt.prompt_id,
+    "token_ids": _packed(prompt.token_ids, "<i4"),
+    "environment": prompt.environment,
+    "text": prompt.text,
+    "weight": prompt.weight,
+    "rollouts": [_encoded(rollout) for rollout in group.rollouts],
+  }
+
+
+def decode(record: Mapping[str, Any]) -> RolloutGroup:
+  """Returns the group that `encode` was given, without its prompt's `info`.
+
+  Raises:
+    KeyError: a field is missing.
+    ValueError: an array is damaged, or the arrays of a rollout differ in length.
+  """
+  prompt = Prompt(
+    prompt_id=record["prompt_id"],
+    token_ids=_unpacked(record["token_ids"], "<i4"),
+    environment=record["environment"],
+    text=record["text"],
+    weight=record["weight"],
+  )
+  return RolloutGroup(prompt, tuple(_decoded(rollout) for rollout in record["rollouts"]))
+
+
+def _encoded(rollout: Rollout) -> dict[str, Any]:
+  arrays = {
+    "completion_ids": rollout.completion_ids,
+    "loss_mask": rollout.loss_mask,
+    "behavior_logprobs": rollout.behavior_logprobs,
+    "weight_versions": rollout.weight_versions,
+  }
+  return {
+    **{name: _packed(values, _ARRAYS[name]) for name, values in arrays.items()},
+    "finish_reason": rollout.finish_reason.value,
+    "reward": _number(rollout.reward),
+    "text": rollout.text,
+    "reward_components": {k: _number(v) for k, v in rollout.reward_components.items()},
+    "metrics": {k: _number(v) for k, v in rollout.metrics.items()},
+    "turns": rollout.turns,
+  }
+
+
+def _decoded(record: Mapping[str, Any]) -> Rollout:
+  return Rollout(
+    **{name: _unpacked(record[name], dtype) for name, dtype in _ARRAYS.items()},
+    finish_reason=FinishReason(record["finish_reason"]),
+    reward=_float(record["reward"]),
+    text=record["text"],
+    reward_components={k: _float(v) for k, v in record["reward_components"].items()},
+    metrics={k: _float(v) for k, v in record["metrics"].items()},
+    turns=record["turns"],
+  )
+
+
+def _packed(values: np.ndarray, dtype: str) -> str:
+  return base64.b64encode(np.ascontiguousarray(values, dtype).tobytes()).decode("ascii")
+
+
+def _unpacked(text: str, dtype: str) -> np.ndarray:
+  return np.frombuffer(base64.b64decode(text, validate=True), dtype).copy()
+
+
+def _number(value: float) -> float | str | None:
+  """JSON knows neither NaN nor infinity."""
+  if math.isnan(value):
+    return None
+  return float(value) if math.isfinite(value) else str(float(value))
+
+
+def _float(value: float | str | None) -> float:
+  return math.nan if value is None else float(value)
