@@ -14,6 +14,7 @@ def get_config() -> Any:
   config: Any = ConfigDict()
   config.seed = 42  # of data order, sampling and initialisation; the same seed, the same run.
   config.total_steps = 1000  # training steps; each samples a batch and learns from it.
+  config.mode = "online"  # "online": sample; "offline": learn from recorded groups, no engine.
 
   config.model = model = ConfigDict()
   model.path = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face folder, hub name, or .gguf file.
@@ -41,7 +42,7 @@ def get_config() -> Any:
   data.kind = "jsonl"  # "jsonl", "reasoning_gym", or the dotted path of a function of your own.
   data.path = config_dict.placeholder(str)  # jsonl: the file.
   data.name = config_dict.placeholder(str)  # first part of prompt ids; None: of the file or task.
-  data.format = "auto"  # of a row: "auto", "problem", "messages", or a dotted path.
+  data.format = "auto"  # of a row: "auto", "problem", "messages", "nemo_gym", or a dotted path.
   data.input_key = config_dict.placeholder(str)  # field of the problem; None: "problem".
   data.output_key = config_dict.placeholder(
     str
@@ -60,6 +61,20 @@ def get_config() -> Any:
   data.task_args = ConfigDict()  # reasoning_gym: its further arguments.
   data.task_seed = 0  # reasoning_gym: seed of its problems.
   data.size = 10000  # reasoning_gym: number of problems.
+
+  config.offline = offline = ConfigDict()  # mode "offline": docs/offline.md.
+  offline.rewards = "file"  # or "environment": computed by data.environment.
+  offline.reward_key = "reward"  # field of the reward of a response.
+  offline.rank_reward = "linear"  # of ranks: linear, reciprocal, softmax, top, negative; a path.
+  offline.rank_ties = "mean"  # place of equal ranks: "mean", "best", "worst", "dense".
+  offline.rank_best = "lowest"  # is rank 1 the best? else "highest".
+  offline.rank_temperature = 1.0  # of rank_reward "softmax", in places.
+  offline.group_size = config_dict.placeholder(int)  # responses of a group at most; None: all.
+  offline.type_key = "group_type"  # field by which the evaluation tells groups apart.
+  offline.behavior = "auto"  # logprobs: "file"; "initial": scored before step 0; "auto": either.
+  offline.score = "mean"  # the policy ranks by "mean" or "sum" of a response's logprobs.
+  offline.reasoning = "think"  # NeMo Gym: thoughts in <think> tags before the answer, or "drop".
+  offline.tools = "refuse"  # NeMo Gym: a prompt that declares tools is broken, or "ignore" them.
 
   config.environments = environments = ConfigDict()  # by name; `module` is a file of environments/.
   environments.math = ConfigDict(

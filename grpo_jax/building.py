@@ -20,6 +20,8 @@ from grpo_jax import (
   environments,
   filters,
   loggers,
+  offline,
+  offline_building,
   rollout,
   stream,
   timing,
@@ -64,6 +66,7 @@ class Run:
   stream: stream.GroupStream
   filters: dict[str, Any]  # arguments of `filters.apply`.
   held_out: list[Prompt]
+  ranking: offline.Evaluation | None  # in the place of `held_out`, where groups are recorded.
   evaluation_sampling: SamplingParams
   limits: rollout.Limits
   estimator: estimators.Estimator
@@ -95,16 +98,23 @@ def validate(config: Config) -> Iterator[str]:
   yield from _refused(lambda: optim.make(_optimizer_steps(config), **config.optim.to_dict()))
   if config.sampling.temperature <= 0:
     yield "sampling.temperature must be above 0: greedy completions do not explore"
+  if config.mode not in offline_building.MODES:
+    yield f"mode must be one of {offline_building.MODES}, got {config.mode!r}"
+  is_offline = offline_building.is_offline(config)
+  if is_offline:
+    yield from offline_building.problems(config)
   if config.total_steps < 1:
     yield f"total_steps must be at least 1, got {config.total_steps}"
   for name in ("prompts_per_step", "group_size", "max_turns"):
     if config.rollout[name] < 1:
       yield f"rollout.{name} must be at least 1, got {config.rollout[name]}"
   for where, dataset in (("data", config.data), ("evaluation.data", _evaluation_data(config))):
-    if dataset["environment"] not in config.environments:
+    needs_it = offline_building.needs_environments(config)
+    if needs_it and dataset["environment"] not in config.environments:
       known = ", ".join(config.environments)
       yield f"{where}.environment is {dataset['environment']!r}, environments has: {known}"
-  if config.rollout.group_size == 1 and config.advantages.estimator not in ("reinforce_pp",):
+  is_alone = config.rollout.group_size == 1 and not is_offline
+  if is_alone and config.advantages.estimator not in ("reinforce_pp",):
     yield "rollout.group_size=1 gives every completion advantage 0: nothing would be learned"
   too_large = [k for k in config.evaluation.pass_k if k > config.evaluation.group_size]
   if too_large:
@@ -132,10 +142,12 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
     config.model.path, fallback=config.model.fallback, cache_dir=config.model.cache_dir
   )
   tokenizer = data.load_tokenizer(folder, chat_template=config.model.chat_template)
-  of_data = config.data.to_dict()
-  data.make(tokenizer, seed=config.seed, **of_data)  # a wrong file is found here, at once.
-  held_out = _held_out(config, tokenizer)
-  factories = stack.enter_context(environments.make(**config.environments.to_dict()))
+  is_offline = offline_building.is_offline(config)
+  recorded = offline_building.open_groups(config, tokenizer) if is_offline else None
+  if not is_offline:
+    _prompts(config, tokenizer, {})  # a wrong file is found here, at once.
+  held_out = [] if is_offline else _held_out(config, tokenizer)
+  factories = stack.enter_context(_environments(config))
 
   checkpoints = stack.enter_context(
     checkpointing.open(
@@ -152,6 +164,19 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
   tx, schedule = optim.make(_optimizer_steps(config), **config.optim.to_dict())
   model, shardings = _load(folder, mesh)
   data.check_vocabulary(tokenizer, model.config.vocab_size)
+  of_policy = {
+    "temperature": config.sampling.temperature,
+    "compute_dtype": config.model.compute_dtype,
+    "remat": config.model.remat,
+    "partition": sharding.head_partition(mesh),
+  }
+  logprobs = train_step.make_logprobs(
+    model.config, implementation=config.model.logprobs, **of_policy
+  )
+  score = train_step.make_scorer(logprobs)
+  scorer = offline_building.make_scorer(config, score, mesh)
+  if recorded is not None:
+    offline_building.fill_behavior(config, recorded, scorer, model.params, workdir)
   reference = jax.tree.map(lambda x: x.copy(), model.params) if objective.needs_ref else None
   start = _restore(checkpoints, model.params, tx, shardings, mesh)
   model = dataclasses.replace(model, params={})
@@ -165,30 +190,30 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
     **config.logging,
   )
   stack.callback(logger.close)
-  of_policy = {
-    "temperature": config.sampling.temperature,
-    "compute_dtype": config.model.compute_dtype,
-    "remat": config.model.remat,
-    "partition": sharding.head_partition(mesh),
-  }
-  logprobs = train_step.make_logprobs(
-    model.config, implementation=config.model.logprobs, **of_policy
-  )
   token_loss = None
   if takes_one_sweep(config, objective):
     token_loss = train_step.make_token_loss(model.config, objective, **of_policy)
   engine = _engine(config, model, tokenizer, stack)
   limits = _limits(config)
-  sampler = stream.Sampler(
-    engine,
-    factories,
-    tokenizer,
-    group_size=config.rollout.group_size,
-    sampling=_sampling(config.sampling.to_dict(), tokenizer, model),
-    seed=config.seed,
-    limits=limits,
-    progress=logger.progress,
-  )
+  ranking = None
+  if recorded is not None:
+    place, held_out_of = start.stream.get("prompts", 0), _evaluation_data(config)
+    scored_by = {"environments": factories, "tokenizer": tokenizer, "limits": limits}
+    offline_building.place(config, recorded, place, **scored_by)
+    ranking = offline_building.make_evaluation(config, held_out_of, scorer, **scored_by)
+    groups = _stream(config, recorded, recorded, start.stream)
+  else:
+    sampler = stream.Sampler(
+      engine,
+      factories,
+      tokenizer,
+      group_size=config.rollout.group_size,
+      sampling=_sampling(config.sampling.to_dict(), tokenizer, model),
+      seed=config.seed,
+      limits=limits,
+      progress=logger.progress,
+    )
+    groups = _stream(config, _prompts(config, tokenizer, start.stream), sampler, start.stream)
   return Run(
     config=config,
     workdir=workdir,
@@ -198,9 +223,10 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
     tokenizer=tokenizer,
     engine=engine,
     environments=factories,
-    stream=_online_stream(config, tokenizer, sampler, start.stream),
+    stream=groups,
     filters=_filters(config),
     held_out=held_out,
+    ranking=ranking,
     evaluation_sampling=_sampling(_evaluation_sampling(config), tokenizer, model),
     limits=limits,
     estimator=estimators.make(**config.advantages),
@@ -215,7 +241,7 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
       shardings=shardings,
       token_loss=token_loss,
     ),
-    score=train_step.make_scorer(logprobs),
+    score=score,
     checkpoints=checkpoints,
     logger=logger,
     timer=timing.Timer(),
@@ -291,7 +317,9 @@ def _described(params: Any, tx: Any, shardings: Any, mesh: Mesh) -> dict[str, An
 def _engine(
   config: Config, model: loading.Loaded, tokenizer: data.Tokenizer, stack: contextlib.ExitStack
 ) -> Engine:
-  """Makes the engine, which `stack` closes."""
+  """Makes the engine, which `stack` closes; offline there is none."""
+  if offline_building.is_offline(config):
+    return engines.make("none")
   settings = config.engine.to_dict()
   engine = engines.make(
     settings.pop("name"),
@@ -314,19 +342,32 @@ def _sampling(
   return SamplingParams(**settings, stop_ids=tuple(sorted(i for i in ids if i is not None)))
 
 
-def _online_stream(
-  config: Config, tokenizer: data.Tokenizer, sampler: stream.Sampler, state: Mapping[str, Any]
-) -> stream.OnlineStream:
-  """Makes the stream that samples, where `state` says; {} is the beginning."""
+def _prompts(
+  config: Config, tokenizer: data.Tokenizer, state: Mapping[str, Any]
+) -> data.PromptStream:
+  """Opens the prompts where `state` of the stream says; {} is the beginning."""
   cursor = state.get("prompts", 0)
+  return data.make(tokenizer, seed=config.seed, cursor=cursor, **config.data.to_dict())
+
+
+def _stream(
+  config: Config, prompts: stream.PromptSource, sample: stream.Sample, state: Mapping[str, Any]
+) -> stream.OnlineStream:
+  """Makes the stream of groups, where `state` says; {} is the beginning."""
   return stream.OnlineStream(
-    data.make(tokenizer, seed=config.seed, cursor=cursor, **config.data.to_dict()),
-    sampler,
+    prompts,
+    sample,
     prompts_per_step=config.rollout.prompts_per_step,
     dynamic=_dynamic_sampling(config),
     keep=functools.partial(filters.apply, **_filters(config)),
     surplus=state.get("surplus", ()),
   )
+
+
+def _environments(config: Config) -> environments.Environments:
+  """Makes the environments, if anything is scored by them."""
+  is_needed = offline_building.needs_environments(config)
+  return environments.make(**(config.environments.to_dict() if is_needed else {}))
 
 
 def _dynamic_sampling(config: Config) -> stream.DynamicSampling | None:

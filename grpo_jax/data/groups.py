@@ -44,6 +44,7 @@ class Members:
 
   rows: Int[np.ndarray, " rows"]  # those of the first group, then of the second, ...
   starts: Int[np.ndarray, " bounds"]  # where each group begins in `rows`, then their number.
+  is_whole: bool  # every row is a group.
 
   def __len__(self) -> int:
     return len(self.starts) - 1
@@ -72,6 +73,10 @@ class GroupDataset:
   def __len__(self) -> int:
     return len(self.members)
 
+  def where(self, number: int) -> str:
+    """Returns the place of a group's first row: "file:line"."""
+    return self.source.where(self.members.of(number)[0])
+
   def group(self, number: int, *, epoch: int) -> OfflineGroup:
     """Makes a group.
 
@@ -87,6 +92,8 @@ class GroupDataset:
     where = self.source.where(rows[0])
     recordings = [self.read_row(self.source[r], self.source.where(r), self.style) for r in rows]
     first = recordings[0]
+    if self.members.is_whole and first.key is not None:
+      raise RowError(where, "a single response, among rows that are whole groups")
     if any(r.prompt_ids != first.prompt_ids for r in recordings):
       raise RowError(where, "the rows of this group have different token ids for one prompt")
     ids = self._prompt_ids(first, where)
@@ -288,7 +295,7 @@ def index_groups(
       continue
     if key is None:
       every = np.arange(len(source))
-      return Members(every, np.arange(len(source) + 1)), 0
+      return Members(every, np.arange(len(source) + 1), is_whole=True), 0
     groups.setdefault(key, []).append(row)
   if reasons:
     logging.warning("data: %s broken rows; first:\n  %s", broken, "\n  ".join(reasons))
@@ -296,7 +303,7 @@ def index_groups(
     raise ValueError(f"no row of {source.name!r} can be used: {broken} are broken")
   sizes = [len(rows) for rows in groups.values()]
   rows = np.concatenate([np.asarray(rows) for rows in groups.values()])
-  return Members(rows, np.concatenate([[0], np.cumsum(sizes)])), broken
+  return Members(rows, np.concatenate([[0], np.cumsum(sizes)]), is_whole=False), broken
 
 
 GROUP_FORMATS: dict[str, Reader] = {

@@ -223,11 +223,13 @@ def open_dataset(
     raise ValueError(f"overlong must be 'drop' or 'zero_weight', got {overlong!r}")
   if max_prompt_tokens < 1:
     raise ValueError(f"max_prompt_tokens must be at least 1, got {max_prompt_tokens}")
-  style = formats.PromptStyle(
+  style = prompt_style(
     input_key=input_key or "problem",
     output_key="expected_answer" if output_key is None else output_key or None,
-    system_prompt=_text_or_file("system_prompt", system_prompt, system_prompt_file),
-    prompt_template=_text_or_file("prompt", prompt_template, prompt_file),
+    system_prompt=system_prompt,
+    system_prompt_file=system_prompt_file,
+    prompt_template=prompt_template,
+    prompt_file=prompt_file,
   )
   config = SourceConfig(
     kind=kind,
@@ -246,6 +248,22 @@ def open_dataset(
     environment=environment,
     max_prompt_tokens=max_prompt_tokens,
     overlong=overlong,
+  )
+
+
+def prompt_style(
+  *,
+  system_prompt: str | None = None,
+  system_prompt_file: str | Path | None = None,
+  prompt_template: str | None = None,
+  prompt_file: str | Path | None = None,
+  **keys: str | None,
+) -> formats.PromptStyle:
+  """Makes the style of prompts; texts may stand in files. See `open_dataset`."""
+  return formats.PromptStyle(
+    system_prompt=_text_or_file("system_prompt", system_prompt, system_prompt_file),
+    prompt_template=_text_or_file("prompt", prompt_template, prompt_file),
+    **keys,  # pyright: ignore[reportArgumentType]
   )
 
 
