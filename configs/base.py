@@ -38,11 +38,14 @@ def get_config() -> Any:
   mesh.fsdp = 1  # rows are split, and weights and optimizer state with them.
   mesh.tensor = 1  # heads, feed-forward and vocabulary are split.
 
-  config.data = data = ConfigDict()
-  data.kind = "jsonl"  # "jsonl", "reasoning_gym", or the dotted path of a function of your own.
-  data.path = config_dict.placeholder(str)  # jsonl: the file.
+  config.data = data = ConfigDict()  # of all training datasets, or of the only one; docs/data.md.
+  data.kind = "auto"  # by path, dataset or task; or jsonl, json, parquet, hub, or a dotted path.
+  data.path = config_dict.placeholder(str)  # file, or folder of files; a local copy of `dataset`.
+  data.dataset = config_dict.placeholder(str)  # by name: GSM8K, MATH-500, ..., or owner/name.
+  data.subset = config_dict.placeholder(str)  # of a hub dataset.
+  data.split = config_dict.placeholder(str)  # of a hub dataset, folder or JSON file.
   data.name = config_dict.placeholder(str)  # first part of prompt ids; None: of the file or task.
-  data.format = "auto"  # of a row: "auto", "problem", "messages", "nemo_gym", or a dotted path.
+  data.format = "auto"  # processor of a row: "auto", "problem", "messages", "nemo_gym", a path.
   data.input_key = config_dict.placeholder(str)  # field of the problem; None: "problem".
   data.output_key = config_dict.placeholder(
     str
@@ -51,16 +54,24 @@ def get_config() -> Any:
   data.system_prompt_file = config_dict.placeholder(str)  # the same, from a file.
   data.prompt_template = config_dict.placeholder(str)  # user message, {} for the problem.
   data.prompt_file = config_dict.placeholder(str)  # the same, from a file.
-  data.environment = "math"  # which of `environments` scores the completions.
+  data.environment = config_dict.placeholder(str)  # who scores; None: the dataset's, or "math".
+  data.tasks = ConfigDict()  # task_name of a row -> its environment, format, keys and prompts.
   data.max_prompt_tokens = 512  # longest prompt, chat template included.
   data.overlong = "zero_weight"  # longer ones: "drop", or "zero_weight": kept, nothing learned.
   data.on_error = "stop"  # at a broken row: "stop", or "skip" and count.
   data.shuffle = True  # anew in every epoch, drawn from `seed`.
   data.epochs = config_dict.placeholder(int)  # passes over the data; None: without end.
+  data.repeat = 1  # how often an epoch has every row.
+  data.split_validation_size = 0.0  # rows split off for evaluation: a share below 1, or a number.
+  data.split_seed = config_dict.placeholder(int)  # of that split; None: `seed`.
   data.task = config_dict.placeholder(str)  # reasoning_gym: name of the task.
   data.task_args = ConfigDict()  # reasoning_gym: its further arguments.
   data.task_seed = 0  # reasoning_gym: seed of its problems.
   data.size = 10000  # reasoning_gym: number of problems.
+  data.datasets = ()  # several: dicts of what differs from the fields above, and `weight`.
+  data.num_prompts_per_dataloader = config_dict.placeholder(int)  # taken from each in turn.
+  data.dataloader = config_dict.placeholder(str)  # function that takes them: "by_success", dotted.
+  data.dataloader_args = ConfigDict()  # its further arguments.
 
   config.offline = offline = ConfigDict()  # mode "offline": docs/offline.md.
   offline.rewards = "file"  # or "environment": computed by data.environment.
@@ -194,23 +205,30 @@ def get_config() -> Any:
   evaluation.every_steps = 10  # 0: never in between.
   evaluation.at_start = True
   evaluation.at_end = True
-  evaluation.num_prompts = 256  # of the held-out data; its first ones.
+  evaluation.num_prompts = 256  # of each set of held-out data; its first ones.
   evaluation.group_size = 1  # completions of a prompt.
   evaluation.pass_k = (1,)  # k of pass@k, each at most group_size.
-  evaluation.name = "heldout"  # in the names of metrics: eval/NAME/accuracy.
+  evaluation.name = "heldout"  # of a set that stands alone: eval/NAME/accuracy.
   evaluation.data = held_out = ConfigDict()  # of config.data, where they differ; None: the same.
   held_out.kind = config_dict.placeholder(str)
   held_out.path = config_dict.placeholder(str)
+  held_out.dataset = config_dict.placeholder(str)
+  held_out.subset = config_dict.placeholder(str)
+  held_out.split = config_dict.placeholder(str)
   held_out.name = config_dict.placeholder(str)
   held_out.format = config_dict.placeholder(str)
   held_out.input_key = config_dict.placeholder(str)
   held_out.output_key = config_dict.placeholder(str)
   held_out.system_prompt = config_dict.placeholder(str)
+  held_out.system_prompt_file = config_dict.placeholder(str)
   held_out.prompt_template = config_dict.placeholder(str)
+  held_out.prompt_file = config_dict.placeholder(str)
   held_out.environment = config_dict.placeholder(str)
+  held_out.repeat = config_dict.placeholder(int)
   held_out.task = config_dict.placeholder(str)
   held_out.task_seed = config_dict.placeholder(int)
   held_out.size = config_dict.placeholder(int)
+  evaluation.datasets = ()  # several sets: dicts of what differs from that; each has a name.
   evaluation.sampling = of_evaluation = ConfigDict()  # of config.sampling, likewise.
   of_evaluation.max_tokens = config_dict.placeholder(int)
   of_evaluation.temperature = config_dict.placeholder(float)  # 0: greedy.
@@ -222,7 +240,7 @@ def get_config() -> Any:
   checkpoint.every_steps = 10  # 0: only at the end.
   checkpoint.keep_last = config_dict.FieldReference(2)  # newest ones kept; None: all.
   checkpoint.keep_best = 1  # and the best ones by `best_metric`.
-  checkpoint.best_metric = "eval/heldout/accuracy"
+  checkpoint.best_metric = config_dict.placeholder(str)  # None: accuracy of the first set.
   checkpoint.best_mode = "max"  # or "min".
 
   config.logging = logging = ConfigDict()

@@ -1,36 +1,37 @@
 """Behavior logprobs of recorded responses: of the file, or scored once under the initial policy.
 
 What was scored is kept in a folder of the run, so that a run that goes on finds it as it was,
-though the initial weights are long gone. The file is passed through in chunks of fixed size, in
-the order of the first epoch; a chunk is always scored as a whole, so a result does not depend on
-when a run was stopped.
+though the initial weights are long gone. Groups come in batches, whose composition depends on the
+data and options only, and a batch is scored as a whole: so a result does not depend on when a run
+was stopped.
 """
 
 import dataclasses
 import hashlib
+import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 from jaxtyping import Float, Int, Shaped
 
+from grpo_jax.data.formats import RowError
 from grpo_jax.data.groups import UNKNOWN_VERSION, OfflineGroup
 from grpo_jax.types import Rollout, RolloutGroup
 
-CHUNK = 64  # positions of the file in one chunk.
 SOURCES = ("auto", "file", "initial")
 
 Score = Callable[[Sequence[RolloutGroup]], list[list[Float[np.ndarray, " _"]]]]
-Read = Callable[[int], OfflineGroup | None]  # position → group; None: it cannot be used.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-  """Logprobs of the groups of one chunk, all of them in one array."""
+  """Logprobs of the groups of one batch, all of them in one array."""
 
-  numbers: Int[np.ndarray, " groups"]  # of the groups that can be used.
+  datasets: Shaped[np.ndarray, " groups"]  # their names,
+  numbers: Int[np.ndarray, " groups"]  # and the numbers of the groups in them.
   digests: Shaped[np.ndarray, " groups"]  # of their tokens.
   counts: Int[np.ndarray, " groups"]  # responses of each group.
   lengths: Int[np.ndarray, " responses"]  # tokens of each; 0 where the file has the logprobs.
@@ -40,27 +41,34 @@ class Chunk:
 class BehaviorLogprobs:
   """Logprobs by group."""
 
-  def __init__(self, chunks: Sequence[Chunk]):
-    self._scored: dict[int, tuple[int, list[np.ndarray]]] = {}
+  def __init__(self, chunks: Iterable[Chunk]):
+    self._scored: dict[tuple[str, int], tuple[int, list[np.ndarray]]] = {}
     for chunk in chunks:
       each = np.split(chunk.logprobs, np.cumsum(chunk.lengths)[:-1]) if len(chunk.lengths) else []
       responses = iter(each)
-      for number, digest, count in zip(chunk.numbers, chunk.digests, chunk.counts, strict=True):
-        self._scored[int(number)] = (int(digest), [next(responses) for _ in range(count)])
+      columns = (chunk.datasets, chunk.numbers, chunk.digests, chunk.counts)
+      for dataset, number, digest, count in zip(*columns, strict=True):
+        known = int(digest), [next(responses) for _ in range(count)]
+        self._scored[str(dataset), int(number)] = known
 
   def complete(self, item: OfflineGroup) -> RolloutGroup:
     """Returns the group with behavior logprobs on all of its responses.
 
     Raises:
-      ValueError: the group was not scored, or has other tokens than when it was.
+      RowError: some are neither in the file nor scored.
+      ValueError: the group has other tokens than when it was scored.
     """
-    if item.number not in self._scored:
-      raise ValueError(f"{item.group.prompt.prompt_id} has no behavior logprobs")
-    digest, logprobs = self._scored[item.number]
+    place = item.dataset, item.number
+    if place not in self._scored:
+      if all(item.is_known):
+        return item.group
+      number = item.is_known.index(False) + 1
+      raise RowError(item.where, f"response {number} has no logprobs (offline.behavior)")
+    digest, logprobs = self._scored[place]
     if digest != _digest(item.group):
       raise ValueError(
-        f"the tokens of {item.group.prompt.prompt_id} are not those whose behavior logprobs were "
-        "scored when the run began: its data or tokenizer has changed; use another --workdir"
+        f"{item.where}: the tokens of this group are not those whose behavior logprobs were scored "
+        "when the run began: its data or tokenizer has changed; use another --workdir"
       )
     rollouts = [
       _with_logprobs(rollout, values) if len(values) else rollout
@@ -70,52 +78,46 @@ class BehaviorLogprobs:
 
 
 def score_all(
-  read: Read,
-  positions: int,
+  batches: Iterable[Sequence[OfflineGroup]],
   *,
-  wanted: int,
   folder: Path,
   score: Score,
   from_file: bool,
-  on_progress: Callable[[int, int], None] = lambda done, total: None,
+  steps: int,
+  on_progress: Callable[[int], None] = lambda groups: None,
 ) -> BehaviorLogprobs:
   """Scores the groups that a run will see, as far as the folder does not hold them.
 
   Args:
-    read: position in the first epoch → group.
-    positions: of an epoch.
-    wanted: number of groups that the run takes; chunks that it does not reach are left alone.
+    batches: of groups; the same ones whenever the run goes on, and more of them for more steps.
     folder: of the chunks.
     score: under the initial policy.
     from_file: take the logprobs of the file where it has them.
-    on_progress: called with (positions done, of at most so many).
+    steps: of the run, for which the batches suffice.
+    on_progress: called with the groups of a batch that was scored.
   """
   folder.mkdir(parents=True, exist_ok=True)
+  done = folder / "done.json"
+  if done.exists() and json.loads(done.read_text())["steps"] >= steps:
+    return BehaviorLogprobs(map(_load, sorted(folder.glob("chunk_*.npz"))))
   chunks: list[Chunk] = []
-  found = 0
-  for first in range(0, positions, CHUNK):
-    if found >= wanted:
-      break
-    path = folder / f"chunk_{first // CHUNK:06d}.npz"
+  for number, items in enumerate(batches):
+    path = folder / f"chunk_{number:06d}.npz"
     if path.exists():
-      chunk = _load(path)
-    else:
-      end = min(first + CHUNK, positions)
-      items = [item for item in map(read, range(first, end)) if item is not None]
-      chunk = _scored(items, score, from_file)
-      if jax.process_index() == 0:
-        _save(path, chunk)
-      on_progress(end, positions)
-    chunks.append(chunk)
-    found += len(chunk.numbers)
+      chunks.append(_load(path))
+      continue
+    chunks.append(_scored(items, score, from_file))
+    if jax.process_index() == 0:
+      _save(path, chunks[-1])
+    on_progress(len(items))
+  if jax.process_index() == 0:
+    done.write_text(json.dumps({"steps": steps}))
   return BehaviorLogprobs(chunks)
 
 
 def _scored(items: Sequence[OfflineGroup], score: Score, from_file: bool) -> Chunk:
   """Scores the responses whose logprobs are not known."""
-  missing = [
-    [not (known and from_file) for known in item.is_known] for item in items
-  ]
+  missing = [[not (known and from_file) for known in item.is_known] for item in items]
   parts = [
     RolloutGroup(
       item.group.prompt,
@@ -131,6 +133,7 @@ def _scored(items: Sequence[OfflineGroup], score: Score, from_file: bool) -> Chu
     for needed in wanted
   ]
   return Chunk(
+    datasets=np.asarray([item.dataset for item in items], np.str_),
     numbers=np.asarray([item.number for item in items], np.int64),
     digests=np.asarray([_digest(item.group) for item in items], np.uint64),
     counts=np.asarray([len(item.is_known) for item in items], np.int64),

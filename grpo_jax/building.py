@@ -65,8 +65,9 @@ class Run:
   environments: environments.Environments
   stream: stream.GroupStream
   filters: dict[str, Any]  # arguments of `filters.apply`.
-  held_out: list[Prompt]
-  ranking: offline.Evaluation | None  # in the place of `held_out`, where groups are recorded.
+  held_out: dict[str, list[Prompt]]  # by the name of the evaluation set.
+  has_several_datasets: bool  # to train on, whose metrics are told apart.
+  ranking: offline.Ranking | None  # evaluates recorded groups; None: completions are sampled.
   evaluation_sampling: SamplingParams
   limits: rollout.Limits
   estimator: estimators.Estimator
@@ -108,11 +109,7 @@ def validate(config: Config) -> Iterator[str]:
   for name in ("prompts_per_step", "group_size", "max_turns"):
     if config.rollout[name] < 1:
       yield f"rollout.{name} must be at least 1, got {config.rollout[name]}"
-  for where, dataset in (("data", config.data), ("evaluation.data", _evaluation_data(config))):
-    needs_it = offline_building.needs_environments(config)
-    if needs_it and dataset["environment"] not in config.environments:
-      known = ", ".join(config.environments)
-      yield f"{where}.environment is {dataset['environment']!r}, environments has: {known}"
+  yield from _complaints_of_data(config)
   is_alone = config.rollout.group_size == 1 and not is_offline
   if is_alone and config.advantages.estimator not in ("reinforce_pp",):
     yield "rollout.group_size=1 gives every completion advantage 0: nothing would be learned"
@@ -132,6 +129,36 @@ def validate(config: Config) -> Iterator[str]:
     yield f"model.compute_dtype is float32 or bfloat16, got {config.model.compute_dtype!r}"
 
 
+def _complaints_of_data(config: Config) -> Iterator[str]:
+  """Yields what cannot work in the sections data and evaluation, without opening anything."""
+  try:
+    found = {"data": _training_data(config), "evaluation": _evaluation_data(config)}
+    weights = {name: one.get("weight") for name, one in found["data"].items()}
+    data.make_dataloader(weights, **_dataloader(config))
+  except ValueError as error:
+    yield str(error)
+    return
+  has_environments = offline_building.needs_environments(config)
+  for section, sets in found.items() if has_environments else ():
+    for name, one in sets.items():
+      unknown = sorted(data.environments(one) - {*config.environments})
+      for environment in unknown:
+        known = ", ".join(config.environments)
+        place = section if len(sets) == 1 else f"{section}: dataset {name!r}"
+        yield f"{place}: environment is {environment!r}, environments has: {known}"
+  per_loader, per_step = config.data.num_prompts_per_dataloader, config.rollout.prompts_per_step
+  if per_loader and per_step % per_loader:
+    yield (
+      f"rollout.prompts_per_step={per_step} must be a multiple of "
+      f"data.num_prompts_per_dataloader={per_loader}"
+    )
+  best = config.checkpoint.best_metric
+  ranked = best.split("/")[1] if best and best.startswith("eval/") and best.count("/") > 1 else None
+  if config.checkpoint.keep_best and ranked and ranked not in found["evaluation"]:
+    known = ", ".join(found["evaluation"])
+    yield f"checkpoint.best_metric is {best!r}, the evaluation sets are: {known}"
+
+
 def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) -> tuple[Run, Start]:
   """Makes the parts of a run and restores its newest checkpoint; `stack` closes them."""
   workdir.mkdir(parents=True, exist_ok=True)
@@ -143,10 +170,9 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
   )
   tokenizer = data.load_tokenizer(folder, chat_template=config.model.chat_template)
   is_offline = offline_building.is_offline(config)
-  recorded = offline_building.open_groups(config, tokenizer) if is_offline else None
-  if not is_offline:
-    _prompts(config, tokenizer, {})  # a wrong file is found here, at once.
-  held_out = [] if is_offline else _held_out(config, tokenizer)
+  opener = offline_building.opener(config) if is_offline else data.open_dataset
+  prompts = _prompts(config, tokenizer, opener, {})  # a wrong file is found here, at once.
+  held_out = _held_out(config, tokenizer, opener)
   factories = stack.enter_context(_environments(config))
 
   checkpoints = stack.enter_context(
@@ -154,7 +180,7 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
       workdir / "checkpoints",
       keep_last=config.checkpoint.keep_last,
       keep_best=config.checkpoint.keep_best,
-      best_metric=config.checkpoint.best_metric,
+      best_metric=_best_metric(config),
       mode=config.checkpoint.best_mode,
       tell=print,
     )
@@ -175,8 +201,11 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
   )
   score = train_step.make_scorer(logprobs)
   scorer = offline_building.make_scorer(config, score, mesh)
-  if recorded is not None:
-    offline_building.fill_behavior(config, recorded, scorer, model.params, workdir)
+  behavior_logprobs = None
+  if is_offline:
+    behavior_logprobs = offline_building.score_behavior(
+      config, prompts, scorer, model.params, workdir
+    )
   reference = jax.tree.map(lambda x: x.copy(), model.params) if objective.needs_ref else None
   start = _restore(checkpoints, model.params, tx, shardings, mesh)
   model = dataclasses.replace(model, params={})
@@ -196,14 +225,12 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
   engine = _engine(config, model, tokenizer, stack)
   limits = _limits(config)
   ranking = None
-  if recorded is not None:
-    place, held_out_of = start.stream.get("prompts", 0), _evaluation_data(config)
-    scored_by = {"environments": factories, "tokenizer": tokenizer, "limits": limits}
-    offline_building.place(config, recorded, place, **scored_by)
-    ranking = offline_building.make_evaluation(config, held_out_of, scorer, **scored_by)
-    groups = _stream(config, recorded, recorded, start.stream)
+  if behavior_logprobs is not None:
+    rescore = offline_building.make_rescore(config, factories, tokenizer, limits)
+    ranking = offline.Ranking(scorer, config.offline.score, rescore)
+    sample = offline.Recorded(behavior_logprobs, config.offline.group_size, config.seed, rescore)
   else:
-    sampler = stream.Sampler(
+    sample = stream.Sampler(
       engine,
       factories,
       tokenizer,
@@ -213,7 +240,7 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
       limits=limits,
       progress=logger.progress,
     )
-    groups = _stream(config, _prompts(config, tokenizer, start.stream), sampler, start.stream)
+  prompts = _prompts(config, tokenizer, opener, start.stream)
   return Run(
     config=config,
     workdir=workdir,
@@ -223,9 +250,10 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
     tokenizer=tokenizer,
     engine=engine,
     environments=factories,
-    stream=groups,
+    stream=_stream(config, prompts, sample, start.stream),
     filters=_filters(config),
     held_out=held_out,
+    has_several_datasets=len(_training_data(config)) > 1 or config.data.dataloader is not None,
     ranking=ranking,
     evaluation_sampling=_sampling(_evaluation_sampling(config), tokenizer, model),
     limits=limits,
@@ -343,11 +371,12 @@ def _sampling(
 
 
 def _prompts(
-  config: Config, tokenizer: data.Tokenizer, state: Mapping[str, Any]
+  config: Config, tokenizer: data.Tokenizer, opener: data.Opener, state: Mapping[str, Any]
 ) -> data.PromptStream:
   """Opens the prompts where `state` of the stream says; {} is the beginning."""
-  cursor = state.get("prompts", 0)
-  return data.make(tokenizer, seed=config.seed, cursor=cursor, **config.data.to_dict())
+  of_data = config.data.to_dict() | {"split_seed": _split_seed(config)}
+  place = state.get("prompts")
+  return data.make(tokenizer, seed=config.seed, state=place, opener=opener, **of_data)
 
 
 def _stream(
@@ -395,19 +424,59 @@ def _limits(config: Config) -> rollout.Limits:
   )
 
 
-def _held_out(config: Config, tokenizer: data.Tokenizer) -> list[Prompt]:
+def _held_out(
+  config: Config, tokenizer: data.Tokenizer, opener: data.Opener
+) -> dict[str, list[Prompt]]:
   """Reads the evaluation prompts; none if nothing is ever evaluated."""
   options = config.evaluation
   if not (options.at_start or options.at_end or options.every_steps):
-    return []
-  settings = _evaluation_data(config)
-  for name in ("shuffle", "epochs"):  # an evaluation set has neither.
-    settings.pop(name)
-  return data.make_held_out(tokenizer, limit=options.num_prompts, **settings)
+    return {}
+  how = {"limit": options.num_prompts, "on_error": config.data.on_error, "opener": opener}
+  return {
+    name: data.make_held_out(tokenizer, **how, **one)
+    for name, one in _evaluation_data(config).items()
+  }
 
 
-def _evaluation_data(config: Config) -> dict[str, Any]:
-  return {**config.data.to_dict(), **_given(config.evaluation.data)}
+# Fields of config.data that say how datasets are read together, not what each of them is.
+_OF_STREAM = (
+  *("shuffle", "epochs", "on_error", "datasets"),
+  *("num_prompts_per_dataloader", "dataloader", "dataloader_args"),
+)
+
+
+def _shared_data(config: Config) -> dict[str, Any]:
+  """Returns the fields that training datasets share."""
+  fields = config.data.to_dict() | {"split_seed": _split_seed(config)}
+  return {name: value for name, value in fields.items() if name not in _OF_STREAM}
+
+
+def _split_seed(config: Config) -> int:
+  return config.seed if config.data.split_seed is None else config.data.split_seed
+
+
+def _dataloader(config: Config) -> dict[str, Any]:
+  names = ("num_prompts_per_dataloader", "dataloader", "dataloader_args")
+  return {name: config.data.to_dict()[name] for name in names}
+
+
+def _training_data(config: Config) -> dict[str, dict[str, Any]]:
+  """Returns the fields of every training dataset, by name."""
+  return data.training_sets(_shared_data(config), config.data.datasets)
+
+
+def _evaluation_data(config: Config) -> dict[str, dict[str, Any]]:
+  """Returns the fields of every evaluation set, by name."""
+  options = config.evaluation
+  own, sets = options.data.to_dict(), options.datasets
+  return data.evaluation_sets(
+    _shared_data(config), config.data.datasets, own, sets, name=options.name
+  )
+
+
+def _best_metric(config: Config) -> str:
+  """Returns the metric that ranks checkpoints: by default the first evaluation set's accuracy."""
+  return config.checkpoint.best_metric or f"eval/{next(iter(_evaluation_data(config)))}/accuracy"
 
 
 def _evaluation_sampling(config: Config) -> dict[str, Any]:

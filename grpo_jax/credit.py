@@ -39,7 +39,13 @@ def advantages_of(
   mask = np.arange(max(sizes))[None, :] < np.asarray(sizes)[:, None]
   components = jnp.asarray(_components(groups, max(sizes))) if estimator.by_component else None
   result = np.asarray(estimator(jnp.asarray(rewards), jnp.asarray(mask), components))
-  return [row[:size] for row, size in zip(result, sizes, strict=True)]
+  rows = [row[:size] for row, size in zip(result, sizes, strict=True)]
+  return [_weighted(row, group.prompt.weight) for row, group in zip(rows, groups, strict=True)]
+
+
+def _weighted(row: Float[np.ndarray, " G"], weight: float) -> Float[np.ndarray, " G"]:
+  """Scales by the prompt's weight. Prompts of weight 0 are left out later, and shown as they are."""
+  return row * np.float32(weight) if 0 < weight < 1 else row
 
 
 def whitened(assembled: Assembled, estimator: Estimator, options: Options) -> Assembled:

@@ -55,6 +55,11 @@ METRICS: dict[str, Definition] = {
   "data/overlong_prompts": Definition(
     "count", "prompts above data.max_prompt_tokens in the step", "0"
   ),
+  "data/*/epoch": Definition("epochs", "passes over one of several datasets so far"),
+  "data/*/prompts": Definition("count", "prompts of the step from one of several datasets"),
+  "data/*/reward_mean": Definition("reward", "mean over its scored completions", "rises"),
+  "data/*/accuracy": Definition("share", "its completions that are right", "rises"),
+  "data/*/no_signal_share": Definition("share", "its groups whose rewards are all equal", "< 0.7"),
   # --- what the update learns from ---
   "filter/*": Definition("count", "groups left out of the step, by reason"),
   "batch/loss_tokens": Definition("tokens", "learned from in the step, all its passes"),

@@ -124,6 +124,32 @@ def of_rollouts(groups: Sequence[RolloutGroup], *, step: int | None = None) -> d
   return result | _staleness(groups, step) | _by_name(groups)
 
 
+def of_datasets(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+  """Describes the groups of each dataset apart: what a curriculum needs to know.
+
+  Args:
+    groups: of one step, before any filter.
+
+  Returns:
+    {name: value} of `data/NAME/prompts`, `reward_mean`, `no_signal_share` and, where the
+    environment reports it, `accuracy`.
+  """
+  parts: dict[str, list[RolloutGroup]] = {}
+  for group in groups:
+    parts.setdefault(group.prompt.dataset, []).append(group)
+  result: dict[str, float] = {}
+  for name, part in parts.items():
+    rollouts = [rollout for group in part for rollout in group.rollouts]
+    rewards = np.asarray([rollout.reward for rollout in rollouts], np.float64)
+    solved = [r.metrics["accuracy"] for r in rollouts if "accuracy" in r.metrics]
+    result[f"data/{name}/prompts"] = float(len(part))
+    result[f"data/{name}/reward_mean"] = _mean(rewards[np.isfinite(rewards)])
+    result[f"data/{name}/no_signal_share"] = _mean([not has_signal(group) for group in part])
+    if solved:
+      result[f"data/{name}/accuracy"] = _mean(solved)
+  return result
+
+
 def of_evaluation(
   groups: Sequence[RolloutGroup], *, name: str, pass_k: Sequence[int] = (1,), solved: float = 1.0
 ) -> dict[str, float]:

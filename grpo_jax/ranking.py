@@ -136,8 +136,10 @@ def _best(ranked: Ranked) -> tuple[bool, float, float]:
   scores, rewards = _valid(ranked)
   chosen = rewards[int(np.argmax(scores))]
   is_top = rewards == rewards.max()
-  return bool(chosen == rewards.max()), float(chosen), float(
-    scores[is_top].mean() - scores[~is_top].mean()
+  return (
+    bool(chosen == rewards.max()),
+    float(chosen),
+    float(scores[is_top].mean() - scores[~is_top].mean()),
   )
 
 

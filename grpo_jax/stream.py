@@ -56,7 +56,7 @@ class PromptSource(Protocol):
     """Takes the next n prompts; fewer, at last none, when the data ends."""
     ...
 
-  def cursor(self) -> Any:
+  def state(self) -> Any:
     """Returns where it stands, as JSON."""
     ...
 
@@ -190,7 +190,7 @@ class OnlineStream:
   def state(self) -> dict[str, Any]:
     """Returns where the data stands, and the surplus."""
     return {
-      "prompts": self._prompts.cursor(),
+      "prompts": self._prompts.state(),
       "surplus": [group_json.encode(group) for group in self._surplus],
     }
 

@@ -183,6 +183,7 @@ def describe(
     **metrics.of_rollouts(groups, step=step),
     **run.stream.metrics(),
     **{f"perf/{name}": value for name, value in run.environments.metrics().items()},
+    **(metrics.of_datasets(groups) if run.has_several_datasets else {}),
     **{f"filter/{reason}": float(count) for reason, count in kept.dropped.items()},
     **metrics.to_floats(batch.metrics),
     **metrics.to_floats(learned),
@@ -213,29 +214,28 @@ def record(
 
 
 def evaluate(run: Run, params: Any, *, step: int) -> dict[str, float]:
-  """Evaluates the weights of a step on the held-out prompts or groups, and tells."""
+  """Evaluates the weights of a step on every held-out set, and tells."""
   options = run.config.evaluation
-  evaluated = run.held_out if run.ranking is None else run.ranking
-  with (
-    run.timer.span("evaluate"),
-    run.logger.progress(f"evaluating {options.name}", len(evaluated)) as advance,
-  ):
-    if run.ranking is not None:
-      found = run.ranking.run(params, advance)
-    else:
-      found = evaluation.run(
-        run.engine,
-        run.environments,
-        run.held_out,
-        run.tokenizer,
-        name=options.name,
-        group_size=options.group_size,
-        pass_k=options.pass_k,
-        sampling=run.evaluation_sampling,
-        seed=run.config.seed,
-        limits=run.limits,
-        on_progress=rollout.counting(advance),
-      )
+  found: dict[str, float] = {}
+  with run.timer.span("evaluate"):
+    for name, prompts in run.held_out.items():
+      with run.logger.progress(f"evaluating {name}", len(prompts)) as advance:
+        if run.ranking is not None:
+          found |= run.ranking.evaluate(params, prompts, name=name, advance=advance)
+          continue
+        found |= evaluation.run(
+          run.engine,
+          run.environments,
+          prompts,
+          run.tokenizer,
+          name=name,
+          group_size=options.group_size,
+          pass_k=options.pass_k,
+          sampling=run.evaluation_sampling,
+          seed=run.config.seed,
+          limits=run.limits,
+          on_progress=rollout.counting(advance),
+        )
   run.logger.write(step, {**found, **run.timer.collect()})
   return found
 

@@ -42,7 +42,9 @@ class Prompt:
   environment: str  # name of the environment that scores it.
   info: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what the environment needs.
   text: str = ""  # the prompt as rendered by the chat template.
-  weight: float = 1.0  # 0 keeps it in the batch and learns nothing from it.
+  weight: float = 1.0  # multiplies its advantages; 0 keeps it in the batch, learning nothing.
+  dataset: str = ""  # name of the dataset that it is from.
+  is_cut: bool = False  # it was longer than allowed; only its beginning is here.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,58 +1,167 @@
-"""Files and tasks → prompts, in a reproducible, resumable order."""
+"""Files, hub datasets and tasks → prompts, in a reproducible, resumable order."""
 
+import functools
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from grpo_jax.data import curriculum, loaders, settings
+from grpo_jax.data.loaders import Loader
+from grpo_jax.data.prompt_stream import PromptStream, cursor_of
 from grpo_jax.data.prompts import (
+  Dataset,
   OnError,
   PromptDataset,
-  PromptStream,
   held_out,
+  name_of,
   open_dataset,
 )
+from grpo_jax.data.settings import environments
+from grpo_jax.data.settings import evaluation as evaluation_sets
+from grpo_jax.data.settings import training as training_sets
 from grpo_jax.data.tokenizer import Tokenizer, check_vocabulary
 from grpo_jax.data.tokenizer import load as load_tokenizer
+from grpo_jax.registry import choose, function
 from grpo_jax.types import Prompt
 
 __all__ = [
+  "Loader",
+  "Opener",
   "PromptDataset",
   "PromptStream",
   "Tokenizer",
   "check_vocabulary",
+  "environments",
+  "evaluation_sets",
   "load_tokenizer",
   "make",
+  "make_dataloader",
   "make_held_out",
+  "name_of",
+  "open_dataset",
+  "training_sets",
 ]
+
+Opener = Callable[..., Dataset]  # (tokenizer, **fields) → a dataset; see `open_dataset`.
+_ALL = "all"  # name of the loader that reads several datasets as one.
 
 
 def make(
   tokenizer: Tokenizer,
   *,
+  datasets: Sequence[Mapping[str, Any]] = (),
   shuffle: bool = True,
   seed: int = 0,
   epochs: int | None = None,
   on_error: OnError = "stop",
-  cursor: int = 0,
-  **dataset: Any,
+  num_prompts_per_dataloader: int | None = None,
+  dataloader: str | None = None,
+  dataloader_args: Mapping[str, Any] | None = None,
+  state: Mapping[str, Any] | None = None,
+  opener: Opener = open_dataset,
+  **shared: Any,
 ) -> PromptStream:
   """Makes the stream of training prompts.
 
   Args:
     tokenizer: of the model.
+    datasets: what differs between several datasets; empty: `shared` is the one dataset.
     shuffle: whether every epoch has an order of its own.
     seed: of that order.
-    epochs: passes over the data; None: without end.
+    epochs: passes over the data; None: without end. Of several loaders, the first whose passes
+      are over ends the stream.
     on_error: "stop" or "skip", for broken rows.
-    cursor: where to go on.
-    **dataset: see `prompts.open_dataset`.
+    num_prompts_per_dataloader: each dataset has a loader of its own, and gives so many prompts
+      in turn.
+    dataloader: a function that takes from the datasets' loaders: "by_success" or the dotted
+      path of one's own; see `loaders`.
+    dataloader_args: its further arguments.
+    state: where to go on, from `state()` of an earlier stream.
+    opener: what opens a dataset; that of recorded groups is `offline.open_groups`.
+    **shared: see `prompts.open_dataset`; and `weight`.
+
+  Raises:
+    FileNotFoundError: a file does not exist.
+    ImportError: a source needs a library that is not installed.
+    ValueError: a field is unknown or makes no sense.
   """
-  return PromptStream(
-    open_dataset(tokenizer, **dataset),
-    shuffle=shuffle,
-    seed=seed,
-    epochs=epochs,
-    on_error=on_error,
-    cursor=cursor,
+  found = settings.training(shared, datasets)
+  weights = {name: one.pop("weight", None) for name, one in found.items()}
+  take, needs_records = make_dataloader(
+    weights,
+    num_prompts_per_dataloader=num_prompts_per_dataloader,
+    dataloader=dataloader,
+    dataloader_args=dataloader_args,
   )
+  opened = {name: opener(tokenizer, **one) for name, one in found.items()}
+  if len(opened) > 1 and take is loaders.one_after_the_other:
+    parts, named_apart = {_ALL: list(opened.values())}, False
+  else:
+    named_apart = len(opened) > 1
+    parts = {dataset.name: [dataset] for dataset in opened.values()}
+  made = {}
+  for name, members in parts.items():
+    made[name] = Loader(
+      members,
+      shuffle=shuffle,
+      # Loaders side by side have orders of their own, whatever their place in the list.
+      seed=[seed, zlib.crc32(name.encode())] if named_apart else seed,
+      epochs=epochs,
+      on_error=on_error,
+      cursor=cursor_of(state, name, sum(len(member) for member in members)),
+    )
+  return PromptStream(made, take, keeps_records=needs_records, state=state)
+
+
+def make_dataloader(
+  weights: Mapping[str, float | int | None],
+  *,
+  num_prompts_per_dataloader: int | None = None,
+  dataloader: str | None = None,
+  dataloader_args: Mapping[str, Any] | None = None,
+) -> tuple[loaders.Dataloader, bool]:
+  """Returns the function that takes the prompts of a step, and whether it needs past metrics.
+
+  Args:
+    weights: of the datasets, by name; None: not given.
+    num_prompts_per_dataloader: as for `make`.
+    dataloader: as for `make`.
+    dataloader_args: as for `make`.
+
+  Raises:
+    ValueError: several ways are asked for at once, or one cannot work.
+  """
+  given = {name: weight for name, weight in weights.items() if weight is not None}
+  ways = {
+    "num_prompts_per_dataloader": num_prompts_per_dataloader is not None,
+    "dataloader": dataloader is not None,
+    "weight (of a dataset)": bool(given),
+  }
+  asked = [way for way, is_asked in ways.items() if is_asked]
+  if len(asked) > 1:
+    raise ValueError(f"data: give one of {', '.join(asked)}; each says where prompts come from")
+  if dataloader_args and dataloader is None:
+    raise ValueError("data.dataloader_args needs data.dataloader, the function that takes them")
+  if dataloader is not None:
+    chosen = (
+      function(dataloader) if "." in dataloader else choose("dataloader", dataloader, DATALOADERS)
+    )
+    return functools.partial(chosen, **(dataloader_args or {})), True
+  if given:
+    if len(given) < len(weights) or min(given.values()) < 0 or not any(given.values()):
+      raise ValueError(
+        f"data.datasets: every dataset needs a weight, none negative, one above 0; got {weights}"
+      )
+    return functools.partial(loaders.by_weight, weights=given), False
+  if num_prompts_per_dataloader is not None:
+    if num_prompts_per_dataloader < 1:
+      raise ValueError(
+        f"num_prompts_per_dataloader must be at least 1, got {num_prompts_per_dataloader}"
+      )
+    return functools.partial(
+      loaders.one_after_the_other, num_prompts_per_dataloader=num_prompts_per_dataloader
+    ), False
+  return loaders.one_after_the_other, False
 
 
 def make_held_out(
@@ -60,7 +169,12 @@ def make_held_out(
   *,
   limit: int | None = None,
   on_error: OnError = "stop",
+  opener: Opener = open_dataset,
   **dataset: Any,
 ) -> list[Prompt]:
-  """Makes an evaluation set: the first `limit` rows of a dataset (see `make`)."""
-  return held_out(open_dataset(tokenizer, **dataset), limit=limit, on_error=on_error)
+  """Makes an evaluation set: the first `limit` rows of a dataset (see `prompts.held_out`)."""
+  dataset.pop("weight", None)
+  return held_out(opener(tokenizer, **dataset), limit=limit, on_error=on_error)
+
+
+DATALOADERS: dict[str, loaders.Dataloader] = {"by_success": curriculum.by_success}

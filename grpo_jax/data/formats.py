@@ -61,7 +61,7 @@ def parse_line(line: bytes, where: str) -> dict[str, Any]:
   except UnicodeDecodeError as error:
     raise RowError(where, f"invalid UTF-8 at byte {error.start + 1} of the line") from error
   try:
-    row = json.loads(text, parse_constant=_refuse_constant)
+    row = json.loads(text, parse_constant=refuse_constant)
   except json.JSONDecodeError as error:
     raise RowError(where, f"invalid JSON at column {error.colno}: {error.msg}") from error
   except (ValueError, RecursionError) as error:
@@ -103,8 +103,8 @@ def from_problem(row: Mapping[str, Any], where: str, style: PromptStyle) -> Reco
   answer = {} if style.output_key is None else {"expected_answer": _answer(row, style, where)}
   extra = {k: v for k, v in row.items() if k not in (style.input_key, style.output_key)}
   return Record(
-    messages=_with_system([{"role": "user", "content": _styled(problem, style)}], style),
-    info=_merge(extra, {"problem": problem, **answer}),
+    messages=ask(problem, style),
+    info=merged(extra, {"problem": problem, **answer}),
   )
 
 
@@ -119,7 +119,7 @@ def from_messages(row: Mapping[str, Any], where: str, style: PromptStyle) -> Rec
   expected: dict[str, Any] = {}
   if messages[-1]["role"] == "assistant":
     expected = {"expected_answer": messages.pop()["content"]}
-  elif style.output_key is not None and style.output_key in row:
+  elif style.output_key is not None and style.output_key.partition(".")[0] in row:
     expected = {"expected_answer": _answer(row, style, where)}
   users = [i for i, m in enumerate(messages) if m["role"] == "user"]
   if not users or messages[-1]["role"] == "assistant":
@@ -129,7 +129,7 @@ def from_messages(row: Mapping[str, Any], where: str, style: PromptStyle) -> Rec
   extra = {k: v for k, v in row.items() if k not in ("messages", style.output_key)}
   return Record(
     messages=_with_system(messages, style),
-    info=_merge(extra, {"problem": problem, **expected}),
+    info=merged(extra, {"problem": problem, **expected}),
   )
 
 
@@ -147,15 +147,49 @@ def from_task(row: Mapping[str, Any], where: str, style: PromptStyle) -> Record:
   entry = row["entry"]
   problem = _check_text(entry["question"], "the question", where)
   return Record(
-    messages=_with_system([{"role": "user", "content": _styled(problem, style)}], style),
+    messages=ask(problem, style),
     info={"problem": problem, "expected_answer": entry["answer"], **row},
   )
 
 
-def _merge(extra: Mapping[str, Any], standard: Mapping[str, Any]) -> dict[str, Any]:
+def loss_multiplier(row: Mapping[str, Any], where: str) -> float:
+  """Returns the row's `loss_multiplier`: 1 without one, 0 to learn nothing from it."""
+  value = row.get("loss_multiplier")
+  if value is None:
+    return 1.0
+  if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+    raise RowError(where, f"'loss_multiplier' must be a number from 0 to 1, got {value!r}")
+  return float(value)
+
+
+def lookup(row: Mapping[str, Any], key: str, where: str) -> Any:
+  """Returns a field; "answers.text.0" goes into nested objects and lists.
+
+  Raises:
+    RowError: the row has no such field.
+  """
+  if key in row or "." not in key:
+    return _field(row, key, where)
+  found: Any = row
+  for part in key.split("."):
+    if isinstance(found, Mapping) and part in found:
+      found = found[part]
+    elif isinstance(found, Sequence) and part.isdigit() and int(part) < len(found):
+      found = found[int(part)]
+    else:
+      raise RowError(where, f"no {key!r}: there is no {part!r} in {_type_name(found)}")
+  return found
+
+
+def merged(extra: Mapping[str, Any], standard: Mapping[str, Any]) -> dict[str, Any]:
   """Adds the standard names; an extra field of the same name moves to "row/NAME"."""
   moved = {f"row/{k}" if k in standard else k: v for k, v in extra.items()}
   return {**moved, **standard}
+
+
+def ask(problem: str, style: PromptStyle) -> tuple[Mapping[str, Any], ...]:
+  """Returns the messages that pose a problem: the system's, if there is one, and the user's."""
+  return _with_system([{"role": "user", "content": _styled(problem, style)}], style)
 
 
 def _styled(problem: str, style: PromptStyle) -> str:
@@ -174,19 +208,30 @@ def _with_system(
 
 
 def _text(row: Mapping[str, Any], key: str, where: str) -> str:
-  value = _field(row, key, where)
-  if not isinstance(value, str):
-    raise RowError(where, f"{key!r} must be a string, got {_type_name(value)}")
-  return _check_text(value, repr(key), where)
+  return as_text(lookup(row, key, where), repr(key), where)
 
 
 def _answer(row: Mapping[str, Any], style: PromptStyle, where: str) -> str:
   """The expected answer as text; a JSON number is taken as it is written."""
-  key = str(style.output_key)
-  value = _field(row, key, where)
+  return as_answer(lookup(row, str(style.output_key), where), repr(style.output_key), where)
+
+
+def as_answer(value: Any, name: str, where: str) -> str:
+  """Returns an answer as text; a JSON number is taken as it is written.
+
+  Raises:
+    RowError: it is empty, or neither text nor number.
+  """
   if isinstance(value, (int, float)) and not isinstance(value, bool):
     return json.dumps(value)
-  return _text(row, key, where)
+  return as_text(value, name, where)
+
+
+def as_text(value: Any, name: str, where: str) -> str:
+  """Returns a text that is not empty; raises RowError for anything else."""
+  if not isinstance(value, str):
+    raise RowError(where, f"{name} must be a string, got {_type_name(value)}")
+  return _check_text(value, name, where)
 
 
 def _field(row: Mapping[str, Any], key: str, where: str) -> Any:
@@ -236,7 +281,8 @@ def _type_name(value: Any) -> str:
   return names.get(type(value), "a number")
 
 
-def _refuse_constant(name: str) -> None:
+def refuse_constant(name: str) -> None:
+  """Refuses NaN and Infinity, which Python's reader of JSON would take."""
   raise ValueError(f"{name} is not JSON")
 
 

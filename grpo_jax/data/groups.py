@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 
 from grpo_jax.data import nemo_gym, recorded
 from grpo_jax.data.formats import RowError
+from grpo_jax.data.parts import Part
 from grpo_jax.data.prompts import OnError, Overlong, OverlongError
 from grpo_jax.data.recorded import ASSISTANT, Reader, Recording, Response, Style, Turn
 from grpo_jax.data.sources import RowSource
@@ -22,6 +23,7 @@ from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
 
 RECORDED = "recorded"  # stands for an environment where the file has the rewards.
 UNKNOWN_VERSION = -1  # of weights that are not of this run.
+_GROUP = "recorded group"  # in the info of a prompt.
 _SHOWN_ERRORS = 5
 
 # The ranks of a group's responses → their rewards.
@@ -32,10 +34,12 @@ RankRewards = Callable[[Sequence[float]], Float[np.ndarray, " G"]]
 class OfflineGroup:
   """A group out of a file."""
 
+  dataset: str  # its name.
   number: int  # of the group in the file: 0 is the one whose first row stands first.
   group: RolloutGroup  # behavior_logprobs are 0 where they are not known.
   is_known: tuple[bool, ...]  # of every response: whether its behavior_logprobs are of the file.
   group_type: str | None
+  where: str  # its first row stands: "file:line".
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,9 +60,10 @@ class Members:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupDataset:
-  """A source whose rows come out as groups."""
+  """A source whose rows come out as groups. Among loaders it is a dataset of their prompts."""
 
   source: RowSource
+  part: Part  # of the groups.
   tokenizer: Tokenizer
   read_row: Reader
   style: Style
@@ -68,56 +73,80 @@ class GroupDataset:
   max_prompt_tokens: int
   overlong: Overlong  # what becomes of a longer prompt.
   max_tokens: int | None  # of prompt and response; longer responses are cut. None: no bound.
-  broken: int = 0  # rows that were skipped when the file was opened.
+
+  @property
+  def name(self) -> str:
+    """The first part of the ids of its prompts."""
+    return self.source.name
 
   def __len__(self) -> int:
-    return len(self.members)
+    return len(self.part)
 
-  def where(self, number: int) -> str:
-    """Returns the place of a group's first row: "file:line"."""
-    return self.source.where(self.members.of(number)[0])
-
-  def group(self, number: int, *, epoch: int) -> OfflineGroup:
-    """Makes a group.
+  def prompt(self, row: int, *, epoch: int) -> Prompt:
+    """Makes the prompt of a group, with the group itself in its `info`; see `group_of`.
 
     Args:
-      number: of the group in the file.
-      epoch: pass over the file; together with the number it makes the prompt's id.
+      row: number of the group among those that the dataset takes.
+      epoch: pass over the dataset; together with the row it makes the prompt's id.
 
     Raises:
       OverlongError: the prompt is too long and such prompts are dropped.
       RowError: a row is broken, or the chat template refuses its messages.
     """
+    item = self.group(self.part.source_row(row), prompt_id=f"{self.name}:{epoch}:{row}")
+    return dataclasses.replace(item.group.prompt, info={_GROUP: item})
+
+  def group(self, number: int, *, prompt_id: str) -> OfflineGroup:
+    """Makes the group of a number in the file; raises as `prompt`."""
     rows = self.members.of(number)
-    where = self.source.where(rows[0])
-    recordings = [self.read_row(self.source[r], self.source.where(r), self.style) for r in rows]
-    first = recordings[0]
+    places = [self.source.where(row) for row in rows]
+    recordings = [
+      self.read_row(self.source[row], place, self.style)
+      for row, place in zip(rows, places, strict=True)
+    ]
+    first, where = recordings[0], places[0]
     if self.members.is_whole and first.key is not None:
       raise RowError(where, "a single response, among rows that are whole groups")
-    if any(r.prompt_ids != first.prompt_ids for r in recordings):
+    if any(recording.prompt_ids != first.prompt_ids for recording in recordings):
       raise RowError(where, "the rows of this group have different token ids for one prompt")
-    ids = self._prompt_ids(first, where)
-    is_long = len(ids) > self.max_prompt_tokens
-    if is_long and self.overlong == "drop":
-      raise OverlongError(where, f"{len(ids)} tokens, more than {self.max_prompt_tokens}")
-    prompt = Prompt(
-      prompt_id=f"{self.source.name}:{epoch}:{rows[0]}",
-      token_ids=ids[: self.max_prompt_tokens],
-      environment=self.environment,
-      info=first.info,
-      text=self.tokenizer.render(first.messages) if first.messages else first.prompt_text,
-      weight=0.0 if is_long else 1.0,
-    )
-    responses = [(r, self.source.where(row)) for row, one in zip(rows, recordings, strict=True)
-                 for r in one.responses]  # fmt: skip
+    prompt = self._prompt(first, prompt_id, where)
+    responses = [
+      (response, place)
+      for place, recording in zip(places, recordings, strict=True)
+      for response in recording.responses
+    ]
     rewards, components = self._rewards(responses, where)
     room = None if self.max_tokens is None else self.max_tokens - len(prompt.token_ids)
     made = [
       self._rollout(response, reward, parts, place, room)
       for (response, place), reward, parts in zip(responses, rewards, components, strict=True)
     ]
-    group = RolloutGroup(prompt, tuple(rollout for rollout, _ in made))
-    return OfflineGroup(number, group, tuple(known for _, known in made), first.group_type)
+    return OfflineGroup(
+      dataset=self.name,
+      number=number,
+      group=RolloutGroup(prompt, tuple(rollout for rollout, _ in made)),
+      is_known=tuple(known for _, known in made),
+      group_type=first.group_type,
+      where=where,
+    )
+
+  def _prompt(self, recording: Recording, prompt_id: str, where: str) -> Prompt:
+    """The prompt of a group; cut and of weight 0, or refused, if it is too long."""
+    ids = self._prompt_ids(recording, where)
+    is_long = len(ids) > self.max_prompt_tokens
+    if is_long and self.overlong == "drop":
+      raise OverlongError(where, f"{len(ids)} tokens, more than {self.max_prompt_tokens}")
+    messages = recording.messages
+    return Prompt(
+      prompt_id=prompt_id,
+      token_ids=ids[: self.max_prompt_tokens],
+      environment=self.environment,
+      info=recording.info,
+      text=self.tokenizer.render(messages) if messages else recording.prompt_text,
+      weight=0.0 if is_long else 1.0,
+      dataset=self.name,
+      is_cut=is_long,
+    )
 
   def _prompt_ids(self, recording: Recording, where: str) -> Int[np.ndarray, " prompt"]:
     """The tokens of a prompt, recorded or encoded."""
@@ -152,9 +181,7 @@ class GroupDataset:
         rewards.append(math.nan)  # the environment will tell.
       else:
         key = self.style.reward_key
-        raise RowError(
-          place, f"no key {key!r}; with offline.rewards='environment' it is computed"
-        )
+        raise RowError(place, f"no key {key!r}; with offline.rewards='environment' it is computed")
     return rewards, [*components]
 
   def _rollout(
@@ -185,9 +212,7 @@ class GroupDataset:
 
   def _tokens(
     self, response: Response, where: str
-  ) -> tuple[
-    Int[np.ndarray, " n"], Bool[np.ndarray, " n"], Float[np.ndarray, " n"] | None
-  ]:
+  ) -> tuple[Int[np.ndarray, " n"], Bool[np.ndarray, " n"], Float[np.ndarray, " n"] | None]:
     """Ids of a response, which of them the model wrote, and their logprobs if all are known."""
     ids: list[np.ndarray] = []
     mask: list[np.ndarray] = []
@@ -248,6 +273,11 @@ class GroupDataset:
     return array
 
 
+def group_of(prompt: Prompt) -> OfflineGroup:
+  """Returns the group of a prompt that `GroupDataset.prompt` has made."""
+  return prompt.info[_GROUP]
+
+
 def from_any(row: Mapping[str, object], where: str, style: Style) -> Recording:
   """Tells the formats of a row apart by its fields."""
   if nemo_gym.is_rollout(row):
@@ -261,7 +291,7 @@ def from_any(row: Mapping[str, object], where: str, style: Style) -> Recording:
 
 def index_groups(
   source: RowSource, read_row: Reader, style: Style, *, on_error: OnError
-) -> tuple[Members, int]:
+) -> Members:
   """Finds the rows of every group.
 
   Args:
@@ -272,7 +302,7 @@ def index_groups(
       whole group, none is read here, but for the first that can be.
 
   Returns:
-    The groups, in the order of their first rows, and the number of broken rows.
+    The groups, in the order of their first rows.
 
   Raises:
     RowError: a row is broken and `on_error` is "stop".
@@ -295,7 +325,7 @@ def index_groups(
       continue
     if key is None:
       every = np.arange(len(source))
-      return Members(every, np.arange(len(source) + 1), is_whole=True), 0
+      return Members(every, np.arange(len(source) + 1), is_whole=True)
     groups.setdefault(key, []).append(row)
   if reasons:
     logging.warning("data: %s broken rows; first:\n  %s", broken, "\n  ".join(reasons))
@@ -303,7 +333,7 @@ def index_groups(
     raise ValueError(f"no row of {source.name!r} can be used: {broken} are broken")
   sizes = [len(rows) for rows in groups.values()]
   rows = np.concatenate([np.asarray(rows) for rows in groups.values()])
-  return Members(rows, np.concatenate([[0], np.cumsum(sizes)]), is_whole=False), broken
+  return Members(rows, np.concatenate([[0], np.cumsum(sizes)]), is_whole=False)
 
 
 GROUP_FORMATS: dict[str, Reader] = {

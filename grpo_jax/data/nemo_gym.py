@@ -30,9 +30,7 @@ def is_rollout(row: Mapping[str, Any]) -> bool:
   return "responses_create_params" in row
 
 
-def to_prompt(
-  row: Mapping[str, Any], where: str, style: formats.PromptStyle
-) -> formats.Record:
+def to_prompt(row: Mapping[str, Any], where: str, style: formats.PromptStyle) -> formats.Record:
   """Reads the task of a rollout, or of a file of tasks, for online training.
 
   All fields but what was answered reach the environment; the one named by `style.output_key`
@@ -54,9 +52,7 @@ def to_recording(row: Mapping[str, Any], where: str, style: Style) -> Recording:
   messages = prompt_messages(row, where, style, has_tokens=tokens is not None)
   reward = row.get(style.reward_key)
   turns = tokens[1] if tokens else _text_turns(items, where, style)
-  record = formats.from_messages(
-    {**_others(row, style), "messages": messages}, where, style.prompt
-  )
+  record = formats.from_messages({**_others(row, style), "messages": messages}, where, style.prompt)
   agent = row.get("agent_ref")
   named = agent.get("name") if isinstance(agent, dict) else None
   return Recording(

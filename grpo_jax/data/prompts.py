@@ -1,18 +1,16 @@
-"""Rows → Prompts: tokenized, in a reproducible order, resumable from one integer."""
+"""A dataset of prompts: a source of rows, and how their words become tokens."""
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
-import grain
-import numpy as np
-
-from grpo_jax.data import formats
+from grpo_jax.data import formats, named
+from grpo_jax.data.parts import Part
 from grpo_jax.data.sources import RowSource, SourceConfig, open_source
 from grpo_jax.data.tokenizer import Tokenizer
-from grpo_jax.registry import choose, function
+from grpo_jax.registry import choose, function, nearest
 from grpo_jax.types import Prompt
 
 OnError = Literal["stop", "skip"]
@@ -26,26 +24,40 @@ class OverlongError(formats.RowError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+  """How a row is asked, and who scores the answers."""
+
+  read_row: formats.RowReader
+  style: formats.PromptStyle
+  environment: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class PromptDataset:
   """A source whose rows come out as prompts."""
 
   source: RowSource
+  part: Part
   tokenizer: Tokenizer
-  read_row: formats.RowReader
-  style: formats.PromptStyle
-  environment: str
+  task: Task
+  tasks: Mapping[str, Task]  # by the row's `task_name`; empty: `task` for all rows.
   max_prompt_tokens: int
   overlong: Overlong
 
+  @property
+  def name(self) -> str:
+    """The first part of the ids of its prompts."""
+    return self.source.name
+
   def __len__(self) -> int:
-    return len(self.source)
+    return len(self.part)
 
   def prompt(self, row: int, *, epoch: int) -> Prompt:
     """Makes the prompt of a row.
 
     Args:
-      row: number of the row in the source.
-      epoch: pass over the source; together with the row it makes the prompt's id.
+      row: number of the row among those that the dataset takes.
+      epoch: pass over the dataset; together with the row it makes the prompt's id.
 
     Returns:
       The prompt. One of more than `max_prompt_tokens` is cut to its first ones and has
@@ -55,8 +67,11 @@ class PromptDataset:
       OverlongError: the prompt is too long and such prompts are dropped.
       RowError: the row is broken, or the chat template refuses its messages.
     """
-    where = self.source.where(row)
-    record = self.read_row(self.source[row], where, self.style)
+    number = self.part.source_row(row)
+    where = self.source.where(number)
+    fields = self.source[number]
+    task = self._task_of(fields, where)
+    record = _read(task, fields, where)
     ids = self.tokenizer.apply_chat_template(record.messages)
     if not len(ids):
       raise formats.RowError(where, "the prompt has no tokens")
@@ -66,100 +81,73 @@ class PromptDataset:
     return Prompt(
       prompt_id=f"{self.source.name}:{epoch}:{row}",
       token_ids=ids[: self.max_prompt_tokens],
-      environment=self.environment,
+      environment=task.environment,
       info=record.info,
       text=self.tokenizer.render(record.messages),
-      weight=0.0 if is_long else 1.0,
+      weight=0.0 if is_long else formats.loss_multiplier(fields, where),
+      dataset=self.source.name,
+      is_cut=is_long,
     )
 
+  def _task_of(self, fields: Mapping[str, Any], where: str) -> Task:
+    if not self.tasks:
+      return self.task
+    name = formats.lookup(fields, "task_name", where)
+    if name not in self.tasks:
+      known = ", ".join(self.tasks)
+      raise formats.RowError(
+        where, f"task_name {name!r} is none of data.tasks{nearest(str(name), self.tasks)}: {known}"
+      )
+    return self.tasks[name]
 
-class PromptStream:
-  """Prompts in training order. Its whole state is one integer: the positions passed."""
 
-  def __init__(
-    self,
-    dataset: PromptDataset,
-    *,
-    shuffle: bool,
-    seed: int,
-    epochs: int | None,
-    on_error: OnError,
-    cursor: int = 0,
-  ):
-    """Places the stream at a cursor.
+@runtime_checkable
+class Dataset(Protocol):
+  """What loaders need of a dataset: a `PromptDataset`, or one of recorded groups."""
 
-    Args:
-      dataset: what is read.
-      shuffle: whether every epoch has an order of its own, drawn from seed and epoch.
-      seed: of the order.
-      epochs: passes over the dataset; None: without end.
-      on_error: "stop": a broken row raises; "skip": it is counted, shown and passed over.
-      cursor: where to go on, from `cursor()` of an earlier stream of the same settings.
-    """
-    self._dataset = dataset
-    rows = grain.MapDataset.range(len(dataset))
-    # grain adds the epoch to the seed: hashed first, so that seeds 0 and 1 share no order.
-    hashed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-    ordered = rows.shuffle(seed=hashed) if shuffle else rows
-    self._rows = ordered.repeat(epochs)
-    if not 0 <= cursor <= len(self._rows):
-      raise ValueError(f"cursor {cursor} is outside of the data: {len(self._rows)} positions")
-    self._on_error: OnError = on_error
-    self._cursor = cursor
-    self._skipped = _Skipped()
+  max_prompt_tokens: int
+  part: Part
 
-  def take(self, n: int) -> list[Prompt]:
-    """Takes the next n prompts; fewer, at last none, when the epochs are over.
+  @property
+  def name(self) -> str:
+    """The first part of the ids of its prompts."""
+    ...
 
-    Raises:
-      RowError: a row is broken and `on_error` is "stop".
-      ValueError: a whole epoch in a row had no prompt that can be used.
-    """
-    self._skipped = _Skipped()
-    prompts: list[Prompt] = []
-    fruitless = 0
-    while len(prompts) < n and self._cursor < len(self._rows):
-      prompt = self._skipped.guard(self._next_prompt, self._on_error)
-      fruitless = 0 if prompt else fruitless + 1
-      if prompt:
-        prompts.append(prompt)
-      elif fruitless >= len(self._dataset):
-        raise self._skipped.none_left(self._dataset)
-    self._skipped.warn()
-    return prompts
+  def __len__(self) -> int: ...
 
-  def cursor(self) -> int:
-    """Returns the number of positions passed, skipped rows included."""
-    return self._cursor
+  def prompt(self, row: int, *, epoch: int) -> Prompt:
+    """Makes the prompt of a row; see `PromptDataset.prompt`."""
+    ...
 
-  def metrics(self) -> dict[str, float]:
-    """Counts of the last `take`, and the epochs done (a resumed run tells the same)."""
-    return {"data/epoch": self._cursor / len(self._dataset), **self._skipped.metrics()}
 
-  def _next_prompt(self) -> Prompt:
-    position = self._cursor
-    self._cursor += 1
-    row = self._rows[position]
-    assert row is not None  # grain's word for a filtered element; there is no filter.
-    return self._dataset.prompt(int(row), epoch=position // len(self._dataset))
+def _read(task: Task, fields: Mapping[str, Any], where: str) -> formats.Record:
+  """Calls the processor; what one of the user's raises names the row, too."""
+  try:
+    return task.read_row(fields, where, task.style)
+  except formats.RowError:
+    raise
+  # A processor may be foreign code and may raise anything.
+  except Exception as error:
+    raise formats.RowError(where, f"{type(error).__name__}: {error}") from error
 
 
 def held_out(
-  dataset: PromptDataset, *, limit: int | None = None, on_error: OnError = "stop"
+  dataset: Dataset, *, limit: int | None = None, on_error: OnError = "stop"
 ) -> list[Prompt]:
   """Lists the first prompts of a dataset, in its own order: a fixed evaluation set.
 
   Args:
     dataset: what is read.
-    limit: number of rows read; None: all.
-    on_error: as for PromptStream.
+    limit: number of rows read, each as often as the dataset repeats it; None: all.
+    on_error: "stop": a broken row raises; "skip": it is counted, shown and passed over.
 
   Raises:
     RowError: a row is broken and `on_error` is "stop".
     ValueError: no row can be used.
   """
-  skipped = _Skipped()
-  rows = range(len(dataset) if limit is None else min(limit, len(dataset)))
+  skipped = Skipped()
+  once = dataset.part.rows
+  rows = [row for row in range(len(dataset)) if limit is None or row % once < limit]
   read = (skipped.guard(lambda row=row: dataset.prompt(row, epoch=0), on_error) for row in rows)
   prompts = [prompt for prompt in read if prompt]
   if not prompts:
@@ -171,13 +159,21 @@ def held_out(
 def open_dataset(
   tokenizer: Tokenizer,
   *,
-  kind: str = "jsonl",
+  kind: str = "auto",
   name: str | None = None,
   path: str | Path | None = None,
+  dataset: str | None = None,
+  subset: str | None = None,
+  split: str | None = None,
   task: str | None = None,
   task_args: Mapping[str, Any] | None = None,
   task_seed: int = 0,
   size: int = 1000,
+  side: str = "all",
+  for_evaluation: bool = False,
+  split_validation_size: float | int = 0,
+  split_seed: int = 0,
+  repeat: int = 1,
   format: str = "auto",
   input_key: str | None = None,
   output_key: str | None = None,
@@ -185,7 +181,8 @@ def open_dataset(
   system_prompt_file: str | Path | None = None,
   prompt_template: str | None = None,
   prompt_file: str | Path | None = None,
-  environment: str = "math",
+  environment: str | None = None,
+  tasks: Mapping[str, Mapping[str, Any]] | None = None,
   max_prompt_tokens: int = 1024,
   overlong: Overlong = "drop",
 ) -> PromptDataset:
@@ -193,89 +190,160 @@ def open_dataset(
 
   Args:
     tokenizer: whose chat template renders the messages.
-    kind: "jsonl", "reasoning_gym", or the dotted path of a function
+    kind: "auto": what path, dataset or task say; "jsonl", "json", "parquet" (a file's ending
+      is not looked at), "hub", "reasoning_gym", or the dotted path of a function
       `SourceConfig -> RowSource`.
-    name: of the dataset, the first part of its prompts' ids; from the file or task if None.
-    path: the file, for "jsonl".
+    name: of the dataset, the first part of its prompts' ids; None: see `name_of`.
+    path: a file, or a folder of files. With `dataset`: a local copy of it.
+    dataset: name of one in `named.DATASETS`, or owner/name on the Hugging Face hub.
+    subset: of the hub dataset; None: that of the named dataset, or none.
+    split: of the hub dataset, of a folder, or of a JSON file with several lists; None: that of
+      the named dataset where there are several, else all there is.
     task: the task's name, for "reasoning_gym".
     task_args: its further arguments, for "reasoning_gym".
     task_seed: its seed, for "reasoning_gym"; see ReasoningGymSource.
     size: its number of rows, for "reasoning_gym".
-    format: "auto", "problem", "messages", "task", or the dotted path of a function
-      `(row, where, style) -> Record`.
-    input_key: name of the problem's field; None: "problem".
-    output_key: name of the expected answer's field; None: "expected_answer"; "": the rows
-      have none.
+    side: of the rows split off, see `Part`.
+    for_evaluation: whether a named dataset's split for evaluation is meant, if `split` is None.
+    split_validation_size: rows split off, see `Part`.
+    split_seed: of the split.
+    repeat: how often an epoch has every row.
+    format: the processor of a row: "auto", "problem", "messages", "task", or the dotted path
+      of a function `(row, where, style) -> Record`.
+    input_key: name of the problem's field; None: that of the named dataset, else "problem".
+    output_key: name of the answer's; None: likewise, else "expected_answer"; "": none.
     system_prompt: text of the system message; None: none.
     system_prompt_file: a file with that text.
-    prompt_template: text with {} for the problem; None: the problem alone.
+    prompt_template: text with {} for the problem; None: that of the named dataset, else the
+      problem alone.
     prompt_file: a file with that text.
-    environment: name of the environment that scores the completions.
+    environment: name of the environment that scores the completions; None: that of the named
+      dataset, else "math".
+    tasks: by the rows' `task_name`, what differs: environment, format, the keys and the prompts.
     max_prompt_tokens: longest prompt, chat template included.
     overlong: what becomes of longer ones: "drop", or "zero_weight": kept, cut, learned
       nothing from. Both are counted.
 
   Raises:
     FileNotFoundError: a file does not exist.
+    ImportError: the source needs a library that is not installed.
     ValueError: a name is unknown, or a text and its file are both given.
   """
   if overlong not in ("drop", "zero_weight"):
     raise ValueError(f"overlong must be 'drop' or 'zero_weight', got {overlong!r}")
   if max_prompt_tokens < 1:
     raise ValueError(f"max_prompt_tokens must be at least 1, got {max_prompt_tokens}")
-  style = prompt_style(
-    input_key=input_key or "problem",
-    output_key="expected_answer" if output_key is None else output_key or None,
-    system_prompt=system_prompt,
-    system_prompt_file=system_prompt_file,
-    prompt_template=prompt_template,
-    prompt_file=prompt_file,
-  )
+  entry = named.find(dataset) if dataset else None
+  common: dict[str, Any] = {
+    "format": format,
+    "input_key": input_key,
+    "output_key": output_key,
+    "system_prompt": system_prompt,
+    "system_prompt_file": system_prompt_file,
+    "prompt_template": prompt_template,
+    "prompt_file": prompt_file,
+    "environment": environment,
+  }
   config = SourceConfig(
     kind=kind,
-    name=name,
     path=path,
+    hub=entry.hub if entry else dataset,
+    subset=subset or (entry.subset if entry else None),
+    split=split,
+    usual_split=_usual_split(entry, for_evaluation),
     task=task,
     task_args=dict(task_args or {}),
     task_seed=task_seed,
     size=size,
   )
+  if name or dataset:  # else the source gives itself one.
+    config = dataclasses.replace(config, name=name_of({"name": name, "dataset": dataset}))
+  source = open_source(config)
+  part = Part(
+    len(source),
+    side=side,
+    split_validation_size=split_validation_size,
+    split_seed=split_seed,
+    repeat=repeat,
+  )
   return PromptDataset(
-    source=open_source(config),
+    source=source,
+    part=part,
     tokenizer=tokenizer,
-    read_row=function(format) if "." in format else choose("format", format, formats.FORMATS),
-    style=style,
-    environment=environment,
+    task=make_task(entry, **common),
+    tasks={
+      word: make_task(entry, **{**common, **_without_twins(own)})
+      for word, own in (tasks or {}).items()
+    },
     max_prompt_tokens=max_prompt_tokens,
     overlong=overlong,
   )
 
 
-def prompt_style(
+def make_task(
+  entry: named.NamedDataset | None,
   *,
-  system_prompt: str | None = None,
-  system_prompt_file: str | Path | None = None,
-  prompt_template: str | None = None,
-  prompt_file: str | Path | None = None,
-  **keys: str | None,
-) -> formats.PromptStyle:
-  """Makes the style of prompts; texts may stand in files. See `open_dataset`."""
-  return formats.PromptStyle(
+  format: str,
+  input_key: str | None,
+  output_key: str | None,
+  system_prompt: str | None,
+  system_prompt_file: str | Path | None,
+  prompt_template: str | None,
+  prompt_file: str | Path | None,
+  environment: str | None,
+) -> Task:
+  """Settles how rows are read and asked; see `open_dataset`. What is None comes from `entry`."""
+  template = _text_or_file("prompt", prompt_template, prompt_file)
+  read_row = function(format) if "." in format else choose("format", format, formats.FORMATS)
+  if entry is not None:
+    template = entry.prompt_template if template is None else template
+    environment = environment or entry.environment
+    if format == "auto":
+      read_row = named.reader(entry, input_key=input_key, output_key=output_key)
+  style = formats.PromptStyle(
+    input_key=input_key or "problem",
+    output_key="expected_answer" if output_key is None else output_key or None,
     system_prompt=_text_or_file("system_prompt", system_prompt, system_prompt_file),
-    prompt_template=_text_or_file("prompt", prompt_template, prompt_file),
-    **keys,  # pyright: ignore[reportArgumentType]
+    prompt_template=template,
   )
+  return Task(read_row, style, environment or "math")
+
+
+def environment_of(settings: Mapping[str, Any]) -> str:
+  """Returns the name of the environment of a dataset of these fields, its `tasks` aside."""
+  entry = named.find(settings["dataset"]) if settings.get("dataset") else None
+  return settings.get("environment") or (entry.environment if entry else "math")
+
+
+def _usual_split(entry: named.NamedDataset | None, for_evaluation: bool) -> str | None:
+  if entry is None:
+    return None
+  return (for_evaluation and entry.evaluation_split) or entry.split
+
+
+def name_of(settings: Mapping[str, Any]) -> str | None:
+  """Returns the name that a dataset of these fields has, as far as they tell: `name`, that of
+  the file or folder, of the named dataset, of the task."""
+  if settings.get("name"):
+    return settings["name"]
+  if settings.get("dataset"):
+    return str(settings["dataset"]).rstrip("/").rpartition("/")[2]
+  if settings.get("path"):
+    return Path(settings["path"]).stem
+  if settings.get("task"):
+    return f"{settings['task']}-{settings.get('task_seed', 0)}"
+  return None
 
 
 @dataclasses.dataclass(slots=True)
-class _Skipped:
+class Skipped:
   """Counts rows that were passed over, and keeps the first reasons."""
 
   broken: int = 0
   overlong: int = 0
   reasons: list[str] = dataclasses.field(default_factory=list)
 
-  def guard(self, make, on_error: OnError) -> Prompt | None:
+  def guard(self, make: Callable[[], Prompt], on_error: OnError) -> Prompt | None:
     """Calls `make`; a row that cannot be used is counted and gives None."""
     try:
       prompt = make()
@@ -289,30 +357,33 @@ class _Skipped:
       self.broken += 1
       self._note(error)
       return None
-    self.overlong += prompt.weight == 0.0
+    self.overlong += prompt.is_cut
     return prompt
 
-  def metrics(self) -> dict[str, float]:
-    return {
-      "data/broken_rows": float(self.broken),
-      "data/overlong_prompts": float(self.overlong),
-    }
-
   def warn(self) -> None:
+    """Tells what was passed over."""
     if self.reasons:
       counts = f"{self.broken} broken rows, {self.overlong} overlong prompts"
       logging.warning("data: %s; first:\n  %s", counts, "\n  ".join(self.reasons))
 
-  def none_left(self, dataset: PromptDataset) -> ValueError:
+  def none_left(self, dataset: Dataset) -> ValueError:
+    """Returns the error of a dataset of which no row can be used."""
     reasons = "\n  ".join(self.reasons)
     return ValueError(
-      f"no row of {dataset.source.name!r} can be used: {self.broken} are broken, {self.overlong} "
+      f"no row of {dataset.name!r} can be used: {self.broken} are broken, {self.overlong} "
       f"longer than {dataset.max_prompt_tokens} tokens; first:\n  {reasons}"
     )
 
   def _note(self, error: formats.RowError) -> None:
     if len(self.reasons) < _SHOWN_ERRORS:
       self.reasons.append(str(error))
+
+
+def _without_twins(own: Mapping[str, Any]) -> dict[str, Any]:
+  """Adds None for the other form of a text: a task's own prompt replaces the shared file."""
+  twins = {"prompt_template": "prompt_file", "system_prompt": "system_prompt_file"}
+  both = {**twins, **{file: text for text, file in twins.items()}}
+  return {**{both[key]: None for key in own if key in both}, **own}
 
 
 def _text_or_file(name: str, text: str | None, file: str | Path | None) -> str | None:

@@ -1,25 +1,21 @@
-"""Random-access sources of rows, for grain: a JSONL file, a reasoning-gym task.
+"""Random-access sources of rows, for grain: files, folders, hub datasets, generated tasks.
 
 A source has `len` and `source[row] → fields`; it raises RowError for a row that is
 broken, when that row is read, and says where a row stands (`where(row)`).
 """
 
+import bisect
 import contextlib
 import dataclasses
-import os
-import weakref
-from collections.abc import Callable, Mapping
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-from jaxtyping import Int, Shaped
-
-from grpo_jax.data import formats
+from grpo_jax.data import tables
+from grpo_jax.data.generated import ReasoningGymSource
 from grpo_jax.registry import choose, function, nearest
-
-_CHUNK_BYTES = 1 << 22
-_NEWLINE = 10
 
 
 @runtime_checkable
@@ -37,173 +33,105 @@ class RowSource(Protocol):
     ...
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LineIndex:
-  """Where the lines of a file begin: 8 bytes a line, and 4 more if some are blank."""
+class Joined:
+  """Several sources, one after the other, as one."""
 
-  starts: Int[np.ndarray, " lines"]  # byte offsets of all lines, then the file's size.
-  filled: Shaped[np.ndarray, " rows"] | None  # numbers of the lines not blank; None: all.
-
-  def __len__(self) -> int:
-    return len(self.starts) - 1 if self.filled is None else len(self.filled)
-
-  def line(self, row: int) -> int:
-    """Returns the number of a row's line, from 0."""
-    return row if self.filled is None else int(self.filled[row])
-
-
-def index_lines(path: Path) -> LineIndex:
-  """Finds the lines of a file that are not blank, reading it once in pieces.
-
-  Returns:
-    The index. Only it is kept in memory, never the file.
-  """
-  starts, filled = [np.zeros(1, np.int64)], [np.zeros(0, bool)]
-  offset, carried = 0, False  # carried: the unfinished line has something in it.
-  with path.open("rb") as file:
-    while chunk := file.read(_CHUNK_BYTES):
-      data = np.frombuffer(chunk, np.uint8)
-      ends = np.flatnonzero(data == _NEWLINE)
-      solid = (data != 32) & ((data < 9) | (data > 13))
-      bounds = np.concatenate([[0], ends + 1])
-      counts = np.add.reduceat(np.append(solid, False), bounds, dtype=np.int64)
-      has_text = counts > 0
-      has_text[0] |= carried
-      starts.append(offset + ends + 1)
-      filled.append(has_text[:-1])
-      carried = bool(has_text[-1])
-      offset += len(chunk)
-  every_start, every_filled = np.concatenate(starts), np.concatenate(filled)
-  if every_start[-1] != offset:  # the last line has no line end.
-    every_start, every_filled = np.append(every_start, offset), np.append(every_filled, carried)
-  if every_filled.all():
-    return LineIndex(every_start, None)
-  return LineIndex(every_start, np.flatnonzero(every_filled).astype(np.uint32))
-
-
-class JsonlSource:
-  """Rows of a JSONL file, read one by one where they stand: a file of any size opens."""
-
-  def __init__(self, path: str | Path, *, name: str | None = None):
-    """Indexes the file.
+  def __init__(self, sources: Sequence[RowSource], *, name: str):
+    """Joins them.
 
     Args:
-      path: a file of one JSON object a line; blank lines are skipped.
-      name: of the dataset; the file's name without its ending if None.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: the file has no rows, or is compressed.
+      sources: at least one.
+      name: of the whole.
     """
-    self.path = Path(path)
-    if not self.path.is_file():
-      raise FileNotFoundError(f"no data file {path}{_neighbours(self.path)}")
-    self.name = name or self.path.stem
-    self._file = os.open(self.path, os.O_RDONLY)
-    weakref.finalize(self, os.close, self._file)
-    if os.pread(self._file, 2, 0) == b"\x1f\x8b":
-      raise ValueError(f"{path} is compressed by gzip; rows are read by place: unpack it first")
-    self._index = index_lines(self.path)
-    if not len(self):
-      raise ValueError(f"{path} has no rows")
+    self.name = name
+    self._sources = sources
+    self._ends = list(itertools.accumulate(len(source) for source in sources))
 
   def __len__(self) -> int:
-    return len(self._index)
+    return self._ends[-1]
 
   def __getitem__(self, row: int) -> Mapping[str, Any]:
-    line = self._index.line(row)
-    start, end = (int(i) for i in self._index.starts[line : line + 2])
-    text = os.pread(self._file, end - start, start)
-    return formats.parse_line(text, self.where(row))
+    source, row = self._place(row)
+    return source[row]
 
   def where(self, row: int) -> str:
-    return f"{self.path}:{self._index.line(row) + 1}"
+    """Returns the place in the file that the row is in."""
+    source, row = self._place(row)
+    return source.where(row)
 
-
-class ReasoningGymSource:
-  """Rows of a task of the reasoning-gym package: generated from (seed, row), never stored.
-
-  A row has `entry` (question, answer, metadata); `task` and `task_args` make its scorer.
-  """
-
-  def __init__(
-    self,
-    task: str,
-    *,
-    size: int,
-    seed: int,
-    task_args: Mapping[str, Any] | None = None,
-    name: str | None = None,
-  ):
-    """Sets the task up.
-
-    Args:
-      task: name of a reasoning-gym dataset, e.g. "chain_sum".
-      size: number of rows.
-      seed: of the generator. Most tasks generate row r from seed + r: two datasets share
-        rows unless their seeds are at least `size` apart.
-      task_args: further arguments of the task, e.g. {"max_terms": 2}.
-      name: of the dataset; "TASK-SEED" if None.
-
-    Raises:
-      ValueError: there is no such task, or it refuses an argument.
-    """
-    self.name = name or f"{task}-{seed}"
-    self._task = task
-    self._args = {**(task_args or {}), "size": size, "seed": seed}
-    self._dataset = make_task(task, self._args)
-
-  def __len__(self) -> int:
-    return len(self._dataset)
-
-  def __getitem__(self, row: int) -> Mapping[str, Any]:
-    try:
-      entry = self._dataset[row]
-    except Exception as error:  # a generator of the package may fail on some seed.
-      raise formats.RowError(self.where(row), f"{type(error).__name__}: {error}") from error
-    return {"entry": entry, "task": self._task, "task_args": self._args}
-
-  def where(self, row: int) -> str:
-    return f"{self.name}:{row + 1}"
-
-
-def make_task(task: str, args: Mapping[str, Any]) -> Any:
-  """Creates a reasoning-gym dataset; its errors name what there is."""
-  import reasoning_gym
-  from reasoning_gym.factory import DATASETS
-
-  _, config = choose("reasoning-gym task", task, DATASETS)
-  known = [field.name for field in dataclasses.fields(config)]
-  for key in args:
-    if key not in known:
-      raise ValueError(
-        f"reasoning-gym task {task!r} has no argument {key!r}{nearest(key, known)}; "
-        f"there are: {', '.join(known)}"
-      )
-  try:
-    return reasoning_gym.create_dataset(task, **args)
-  except (AssertionError, TypeError, ValueError) as error:
-    raise ValueError(f"reasoning-gym task {task!r} refuses {dict(args)}: {error}") from error
+  def _place(self, row: int) -> tuple[RowSource, int]:
+    part = bisect.bisect_right(self._ends, row)
+    return self._sources[part], row - (self._ends[part - 1] if part else 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SourceConfig:
   """What a source is made from; each kind of source reads its own fields."""
 
-  kind: str  # key of SOURCES, or the dotted path of a function like those in it.
+  kind: str  # key of SOURCES, "auto", or the dotted path of a function like those in it.
   name: str | None = None  # of the dataset; None: from the file or the task.
-  path: str | Path | None = None  # jsonl
+  path: str | Path | None = None  # a file, or a folder of files of one kind.
+  hub: str | None = None  # owner/name on the Hugging Face hub.
+  subset: str | None = None  # hub
+  split: str | None = None  # hub, and folders and JSON files that hold several.
+  usual_split: str | None = None  # the one taken if none is named, where there is such a one.
   task: str | None = None  # reasoning_gym
   task_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # reasoning_gym
   task_seed: int = 0  # reasoning_gym: row r is generated from task_seed + r.
   size: int = 1000  # reasoning_gym: rows.
 
 
-def open_jsonl(config: SourceConfig) -> JsonlSource:
-  """Opens the JSONL file at `path`."""
-  if not config.path:
-    raise ValueError("data of kind 'jsonl' needs a path")
-  return JsonlSource(config.path, name=config.name)
+def kind_of(config: SourceConfig) -> str:
+  """Returns the kind of source that "auto" stands for.
+
+  Raises:
+    ValueError: there is nothing to read, or a file's ending says nothing.
+  """
+  if config.kind != "auto":
+    return config.kind
+  if config.path:
+    return "file"
+  if config.task:
+    return "reasoning_gym"
+  if config.hub:
+    return "hub"
+  raise ValueError("there is no data: give data.path, data.dataset or data.task")
+
+
+def open_source(config: SourceConfig) -> RowSource:
+  """Opens a source of the kind that the config names, or that its other fields imply."""
+  kind = kind_of(config)
+  opener = function(kind) if "." in kind else choose("kind", kind, SOURCES)
+  return opener(config)
+
+
+def open_file(config: SourceConfig) -> RowSource:
+  """Opens the file at `path` by its ending, or the files of a folder."""
+  return _open_path(config, None)
+
+
+def open_jsonl(config: SourceConfig) -> RowSource:
+  """Opens the JSONL file at `path`, whatever its ending."""
+  return _open_path(config, "jsonl")
+
+
+def open_json(config: SourceConfig) -> RowSource:
+  """Opens the JSON file at `path`, whatever its ending."""
+  return _open_path(config, "json")
+
+
+def open_parquet(config: SourceConfig) -> RowSource:
+  """Opens the parquet file at `path`, whatever its ending."""
+  return _open_path(config, "parquet")
+
+
+def open_hub(config: SourceConfig) -> RowSource:
+  """Opens the dataset `hub` by the datasets library; a folder at `path` stands for it."""
+  repository = str(config.path or config.hub or "")
+  if not repository:
+    raise ValueError("data of kind 'hub' needs data.dataset, as owner/name")
+  split = config.split or config.usual_split or "train"
+  return tables.open_hub(repository, subset=config.subset, split=split, name=config.name)
 
 
 def open_reasoning_gym(config: SourceConfig) -> ReasoningGymSource:
@@ -219,10 +147,54 @@ def open_reasoning_gym(config: SourceConfig) -> ReasoningGymSource:
   )
 
 
-def open_source(config: SourceConfig) -> RowSource:
-  """Opens a source of the kind that the config names."""
-  opener = function(config.kind) if "." in config.kind else choose("kind", config.kind, SOURCES)
-  return opener(config)
+def _open_path(config: SourceConfig, kind: str | None) -> RowSource:
+  """Opens a file, or all files of a folder that belong to the split."""
+  if not config.path:
+    raise ValueError(f"data of kind {config.kind!r} needs a path")
+  path = Path(config.path)
+  if path.is_dir():
+    files = _files_of(path, config.split, config.usual_split)
+    parts = [_open_one(file, kind, config, name=None) for file in files]
+    return Joined(parts, name=config.name or path.name)
+  if not path.is_file():
+    raise FileNotFoundError(f"no data file {config.path}{_neighbours(path)}")
+  return _open_one(path, kind, config, name=config.name)
+
+
+def _open_one(path: Path, kind: str | None, config: SourceConfig, *, name: str | None) -> RowSource:
+  ending = kind or ENDINGS.get(path.suffix.lower())
+  if ending is None:
+    with path.open("rb") as file:
+      ending = "parquet" if file.read(4) == b"PAR1" else "jsonl"
+  if ending == "json":
+    return tables.open_json(path, name=name, split=config.split, usual_split=config.usual_split)
+  return (
+    tables.JsonlSource(path, name=name)
+    if ending == "jsonl"
+    else tables.open_parquet(path, name=name)
+  )
+
+
+def _files_of(folder: Path, split: str | None, usual_split: str | None) -> list[Path]:
+  """Lists the data files of a folder, of one split: train.jsonl, train/0.parquet,
+  data/train-00000-of-00002.parquet. The usual one is taken where there is one."""
+  files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in ENDINGS and p.is_file())
+  files = [file for file in files if not file.name.startswith((".", "dataset_info"))]
+  if not files:
+    raise FileNotFoundError(f"the folder {folder} has no file ending in {', '.join(ENDINGS)}")
+  of_split = [file for file in files if _is_of(file.relative_to(folder), split or usual_split)]
+  if of_split or split is None:
+    return of_split or files
+  names = ", ".join(str(file.relative_to(folder)) for file in files[:8])
+  raise FileNotFoundError(f"no file of the split {split!r} in {folder}; there are: {names}")
+
+
+def _is_of(file: Path, split: str | None) -> bool:
+  """Tells whether the name of a file, or of its folder, has the split as one of its words."""
+  if split is None:
+    return True
+  word = rf"(?:^|[^A-Za-z0-9_]){re.escape(split)}(?:$|[^A-Za-z0-9_])"
+  return bool(re.search(word, str(file.with_suffix(""))))
 
 
 def _neighbours(path: Path) -> str:
@@ -232,7 +204,17 @@ def _neighbours(path: Path) -> str:
   return f": no folder {path.parent} either"
 
 
+ENDINGS = {
+  ".jsonl": "jsonl",
+  ".ndjson": "jsonl",
+  ".json": "json",
+  ".parquet": "parquet",
+}
 SOURCES: dict[str, Callable[[SourceConfig], RowSource]] = {
+  "file": open_file,
   "jsonl": open_jsonl,
+  "json": open_json,
+  "parquet": open_parquet,
+  "hub": open_hub,
   "reasoning_gym": open_reasoning_gym,
 }

@@ -10,7 +10,8 @@ import pytest
 from grpo_jax import data
 from grpo_jax.data.byte_tokenizer import ByteTokenizer
 from grpo_jax.data.formats import RowError
-from grpo_jax.data.sources import JsonlSource, ReasoningGymSource, index_lines
+from grpo_jax.data.generated import ReasoningGymSource
+from grpo_jax.data.jsonl import JsonlSource, index_lines
 
 TOKENIZER = ByteTokenizer()
 
@@ -30,6 +31,10 @@ def gsm8k(tmp_path):
 def stream(path, **settings):
   keys = dict(input_key="question", output_key="answer")
   return data.make(TOKENIZER, path=path, **(keys | settings))
+
+
+def state_at(cursor, *, rows=7):
+  return {"loaders": {"gsm8k": {"cursor": cursor, "rows": rows}}, "memory": {}, "records": []}
 
 
 def ids(prompts):
@@ -68,7 +73,7 @@ def test_a_resumed_stream_goes_on_as_an_unbroken_one(gsm8k, cut):
   unbroken = ids(stream(gsm8k, seed=5).take(18))
   first = stream(gsm8k, seed=5)
   head = ids(first.take(cut))
-  resumed = stream(gsm8k, seed=5, cursor=first.cursor())
+  resumed = stream(gsm8k, seed=5, state=first.state())
   assert head + ids(resumed.take(18 - cut)) == unbroken
 
 
@@ -80,10 +85,10 @@ def test_resume_passes_over_skipped_rows_as_the_unbroken_stream_does(tmp_path):
   expected = [(ids(unbroken.take(2)), unbroken.metrics()) for _ in range(8)]
   got = []
   for _ in range(8):
-    broken = data.make(TOKENIZER, **settings, cursor=broken.cursor())
+    broken = data.make(TOKENIZER, **settings, state=broken.state())
     got.append((ids(broken.take(2)), broken.metrics()))
   assert got == expected
-  assert sum(m["data/broken_rows"] for _, m in got) == unbroken.cursor() - 16
+  assert sum(m["data/broken_rows"] for _, m in got) == unbroken.state()["loaders"]["x"]["cursor"] - 16
 
 
 def test_stream_ends_after_its_epochs(gsm8k):
@@ -94,7 +99,7 @@ def test_stream_ends_after_its_epochs(gsm8k):
 
 def test_a_cursor_outside_of_the_data_is_refused(gsm8k):
   with pytest.raises(ValueError, match="cursor 8 is outside of the data: 7 positions"):
-    stream(gsm8k, epochs=1, cursor=8)
+    stream(gsm8k, epochs=1, state=state_at(8))
 
 
 def test_broken_row_stops_with_file_line_and_reason(tmp_path):
@@ -155,7 +160,7 @@ def test_line_index_finds_the_lines_that_are_not_blank(tmp_path, monkeypatch, en
   path.write_bytes(ending.join(lines).encode())
   expected = [(i, text) for i, text in enumerate(lines) if text.strip()]
   for chunk in (1, 2, 3, 7, 1 << 20):  # whatever the pieces in which the file is read.
-    monkeypatch.setattr("grpo_jax.data.sources._CHUNK_BYTES", chunk)
+    monkeypatch.setattr("grpo_jax.data.jsonl._CHUNK_BYTES", chunk)
     source = JsonlSource(path)
     got = [(int(source.where(r).rpartition(":")[2]) - 1, source[r]) for r in range(len(source))]
     assert got == [(i, json.loads(text)) for i, text in expected]
@@ -188,8 +193,8 @@ def test_data_errors_name_what_there_is(tmp_path, gsm8k):
   (tmp_path / "x.jsonl").write_bytes(b"\x1f\x8b\x08")
   with pytest.raises(ValueError, match="compressed by gzip"):
     data.make(TOKENIZER, path=tmp_path / "x.jsonl")
-  with pytest.raises(ValueError, match="unknown kind 'json'.*'jsonl'"):
-    data.make(TOKENIZER, kind="json")
+  with pytest.raises(ValueError, match="unknown kind 'jsnl'.*'jsonl'"):
+    data.make(TOKENIZER, kind="jsnl")
   with pytest.raises(ValueError, match="unknown format 'message'.*'messages'"):
     data.make(TOKENIZER, path=gsm8k, format="message")
   with pytest.raises(ValueError, match="unknown reasoning-gym task 'chainsum'.*'chain_sum'"):

@@ -1,0 +1,145 @@
+"""JSONL files of any size: the lines are found once, and rows are read where they stand."""
+
+import dataclasses
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int, Shaped
+
+from grpo_jax.data import file_cache, formats
+
+_CHUNK_BYTES = 1 << 22
+_CACHED_BYTES = 1 << 25  # the index of a smaller file is made anew, in a fraction of a second.
+_NEWLINE = 10
+_BLANK = np.isin(np.arange(256), np.frombuffer(b" \t\n\v\f\r", np.uint8))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LineIndex:
+  """Where the lines of a file begin: 8 bytes a line, and 4 more if some are blank."""
+
+  starts: Int[np.ndarray, " lines"]  # byte offsets of all lines, then the file's size.
+  filled: Shaped[np.ndarray, " rows"] | None  # numbers of the lines not blank; None: all.
+
+  def __len__(self) -> int:
+    return len(self.starts) - 1 if self.filled is None else len(self.filled)
+
+  def line(self, row: int) -> int:
+    """Returns the number of a row's line, from 0."""
+    return row if self.filled is None else int(self.filled[row])
+
+
+def index_lines(path: Path) -> LineIndex:
+  """Finds the lines of a file that are not blank, reading it once in pieces.
+
+  Returns:
+    The index. Only it is kept in memory, never the file.
+  """
+  found = list(_scan(path))
+  starts = np.concatenate([np.zeros(1, np.int64), *(ends for ends, _ in found)])
+  has_text = np.concatenate([np.zeros(0, bool), *(texts for _, texts in found)])
+  return LineIndex(starts, None if has_text.all() else np.flatnonzero(has_text).astype(np.uint32))
+
+
+def open_index(path: Path) -> LineIndex:
+  """Returns the index of a file; that of a large one is built once, kept, and not read whole."""
+  if path.stat().st_size < _CACHED_BYTES:
+    return index_lines(path)
+  folder = file_cache.derived(path, "lines-1", lambda folder: _write_index(path, folder))
+  starts = np.memmap(folder / "starts", np.int64, "r")
+  filled = folder / "filled"
+  return LineIndex(starts, np.memmap(filled, np.uint32, "r") if filled.exists() else None)
+
+
+def _write_index(path: Path, folder: Path) -> None:
+  """Writes the index piece by piece, so that memory does not grow with the file."""
+  lines = rows = 0
+  with (folder / "starts").open("wb") as starts, (folder / "filled").open("wb") as filled:
+    starts.write(np.zeros(1, np.int64).tobytes())
+    for ends, has_text in _scan(path):
+      starts.write(ends.tobytes())
+      numbers = lines + np.flatnonzero(has_text)
+      filled.write(numbers.astype(np.uint32).tobytes())
+      lines, rows = lines + len(ends), rows + len(numbers)
+  if rows in (lines, 0):  # nothing to look up; NumPy maps no empty file.
+    (folder / "filled").unlink()
+  if not rows:
+    raise ValueError(f"{path} has no rows")
+
+
+def _scan(path: Path) -> Iterator[tuple[Int[np.ndarray, " lines"], Bool[np.ndarray, " lines"]]]:
+  """Yields, for pieces of a file, where lines end and which of them are not blank."""
+  offset, begun, has_text = 0, 0, False  # of the unfinished line: its start, whether it has text.
+  with path.open("rb") as file:
+    while chunk := file.read(_CHUNK_BYTES):
+      data = np.frombuffer(chunk, np.uint8)
+      ends = np.flatnonzero(data == _NEWLINE) + 1
+      texts = _has_text(chunk, data, np.concatenate([[0], ends, [len(chunk)]]))
+      texts[0] |= has_text
+      has_text = bool(texts[-1])
+      offset += len(chunk)
+      if len(ends):
+        begun = offset - len(chunk) + int(ends[-1])
+        yield (ends + (offset - len(chunk))).astype(np.int64), texts[:-1]
+  if begun < offset:  # the last line has no line end.
+    yield np.asarray([offset], np.int64), np.asarray([has_text])
+
+
+def _has_text(
+  chunk: bytes, data: Int[np.ndarray, " bytes"] | Any, bounds: Int[np.ndarray, " _"]
+) -> Bool[np.ndarray, " _"]:
+  """Tells which pieces between bounds are not blank; nearly all begin with a brace."""
+  starts, stops = bounds[:-1], bounds[1:]
+  first = data[np.minimum(starts, len(data) - 1)]
+  texts = (starts < stops) & ~_BLANK[first]
+  for i in np.flatnonzero(~texts):
+    texts[i] = bool(chunk[starts[i] : stops[i]].strip())
+  return texts
+
+
+class JsonlSource:
+  """Rows of a JSONL file, read one by one where they stand: a file of any size opens."""
+
+  def __init__(self, path: str | Path, *, name: str | None = None):
+    """Indexes the file.
+
+    Args:
+      path: a file of one JSON object a line; blank lines are skipped.
+      name: of the dataset; the file's name without its ending if None.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: the file has no rows, or is compressed.
+    """
+    self.path = Path(path)
+    self.name = name or self.path.stem
+    self._file = os.open(self.path, os.O_RDONLY)
+    weakref.finalize(self, os.close, self._file)
+    if os.pread(self._file, 2, 0) == b"\x1f\x8b":
+      raise ValueError(f"{path} is compressed by gzip; rows are read by place: unpack it first")
+    self._stat = os.fstat(self._file)
+    self._index = open_index(self.path)
+    if not len(self):
+      raise ValueError(f"{path} has no rows")
+
+  def __len__(self) -> int:
+    return len(self._index)
+
+  def __getitem__(self, row: int) -> Mapping[str, Any]:
+    line = self._index.line(row)
+    start, end = (int(i) for i in self._index.starts[line : line + 2])
+    text = os.pread(self._file, end - start, start)
+    try:
+      return formats.parse_line(text, self.where(row))
+    except formats.RowError as error:
+      now = os.fstat(self._file)
+      if (now.st_size, now.st_mtime_ns) == (self._stat.st_size, self._stat.st_mtime_ns):
+        raise
+      raise ValueError(f"{self.path} was changed while it is read: {error.reason}") from error
+
+  def where(self, row: int) -> str:
+    return f"{self.path}:{self._index.line(row) + 1}"

@@ -1,0 +1,176 @@
+"""One loader reads datasets in order; functions take the prompts of a step from several.
+
+Such a function gets all loaders by name and returns the next prompts:
+
+    def dataloader(loaders, *, num_prompts, records, memory, **settings) -> list[Prompt]
+
+`records` are the metrics of past steps, oldest first, each with its "step"; `memory` is a
+dictionary of the function's own, which checkpoints keep: JSON values only. Loaders keep their
+places themselves. So a resumed run goes on exactly, if the function depends on nothing else.
+"""
+
+import bisect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import grain
+import numpy as np
+
+from grpo_jax.data.prompts import Dataset, OnError, Skipped
+from grpo_jax.types import Prompt
+
+Records = Sequence[Mapping[str, float | int]]
+Dataloader = Callable[..., list[Prompt]]
+
+
+class Loader:
+  """Prompts of datasets that follow each other, in training order. Its state is one integer."""
+
+  def __init__(
+    self,
+    datasets: Sequence[Dataset],
+    *,
+    shuffle: bool,
+    seed: int | Sequence[int],
+    epochs: int | None,
+    on_error: OnError,
+    cursor: int = 0,
+  ):
+    """Places the loader at a cursor.
+
+    Args:
+      datasets: what is read; an epoch has every row of all of them.
+      shuffle: whether every epoch has an order of its own, over all rows, drawn from seed and
+        epoch; else the datasets follow each other in their own order.
+      seed: of the order.
+      epochs: passes over the datasets; None: without end.
+      on_error: "stop": a broken row raises; "skip": it is counted, shown and passed over.
+      cursor: where to go on, from an earlier loader of the same settings.
+
+    Raises:
+      ValueError: the cursor is outside of the data.
+    """
+    self.datasets = tuple(datasets)
+    self._ends = list(itertools.accumulate(len(dataset) for dataset in datasets))
+    rows = grain.MapDataset.range(self._ends[-1])
+    # grain adds the epoch to the seed: hashed first, so that seeds 0 and 1 share no order.
+    hashed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    ordered = rows.shuffle(seed=hashed) if shuffle else rows
+    self._rows = ordered.repeat(epochs)
+    if not 0 <= cursor <= len(self._rows):
+      raise ValueError(f"cursor {cursor} is outside of the data: {len(self._rows)} positions")
+    self._on_error: OnError = on_error
+    self.cursor = cursor  # positions passed, skipped rows included.
+    self.skipped = Skipped()
+
+  def __len__(self) -> int:
+    """Returns the number of rows of an epoch."""
+    return self._ends[-1]
+
+  @property
+  def epoch(self) -> float:
+    """Passes over the datasets so far."""
+    return self.cursor / len(self)
+
+  @property
+  def is_over(self) -> bool:
+    """Whether the epochs are over."""
+    return self.cursor >= len(self._rows)
+
+  def take(self, n: int) -> list[Prompt]:
+    """Takes the next n prompts; fewer, at last none, when the epochs are over.
+
+    Raises:
+      RowError: a row is broken and `on_error` is "stop".
+      ValueError: a whole epoch in a row had no prompt that can be used.
+    """
+    prompts: list[Prompt] = []
+    fruitless = 0
+    while len(prompts) < n and not self.is_over:
+      prompt = self.skipped.guard(self._next_prompt, self._on_error)
+      fruitless = 0 if prompt else fruitless + 1
+      if prompt:
+        prompts.append(prompt)
+      elif fruitless >= len(self):
+        raise self.skipped.none_left(self.datasets[0])
+    return prompts
+
+  def _next_prompt(self) -> Prompt:
+    position = self.cursor
+    self.cursor += 1
+    row = self._rows[position]
+    assert row is not None  # grain's word for a filtered element; there is no filter.
+    part = bisect.bisect_right(self._ends, row)
+    first = self._ends[part - 1] if part else 0
+    return self.datasets[part].prompt(int(row) - first, epoch=position // len(self))
+
+
+def one_after_the_other(
+  loaders: Mapping[str, Loader],
+  *,
+  num_prompts: int,
+  records: Records,
+  memory: dict[str, Any],
+  num_prompts_per_dataloader: int | None = None,
+) -> list[Prompt]:
+  """Takes so many prompts from each loader in turn; the next call goes on where this one ended.
+
+  Two datasets [a b c d] and [1 … 8], two prompts from each, four a step:
+  [a b 1 2], [c d 3 4], [a b 5 6].
+
+  Args:
+    loaders: by name, in the order of the config.
+    num_prompts: to be returned.
+    records: not read.
+    memory: the number of prompts taken so far.
+    num_prompts_per_dataloader: prompts of one turn; None: the first loader gives all.
+  """
+  del records
+  if num_prompts_per_dataloader is None:
+    return next(iter(loaders.values())).take(num_prompts)
+  order, prompts = list(loaders.values()), []
+  taken = memory.setdefault("taken", 0)
+  while len(prompts) < num_prompts:
+    turn, within = divmod(taken, num_prompts_per_dataloader)
+    wanted = min(num_prompts_per_dataloader - within, num_prompts - len(prompts))
+    got = order[turn % len(order)].take(wanted)
+    prompts += got
+    taken += len(got)
+    if len(got) < wanted:  # that loader's epochs are over.
+      break
+  memory["taken"] = taken
+  return prompts
+
+
+def by_weight(
+  loaders: Mapping[str, Loader],
+  *,
+  num_prompts: int,
+  records: Records,
+  memory: dict[str, Any],
+  weights: Mapping[str, float | int],
+) -> list[Prompt]:
+  """Takes every prompt from the loader that is furthest behind its share.
+
+  After n prompts a loader of share w has given w n of them, to within one.
+
+  Args:
+    loaders: by name.
+    num_prompts: to be returned.
+    records: not read.
+    memory: prompts taken so far, by loader.
+    weights: by loader; shares are weight / sum of weights. 0: never.
+  """
+  del records
+  taken = memory.setdefault("taken", {name: 0 for name in loaders})
+  live = [name for name in loaders if weights[name] > 0]
+  prompts: list[Prompt] = []
+  while len(prompts) < num_prompts:
+    name = min(live, key=lambda name: (taken[name] + 1) / weights[name])
+    got = loaders[name].take(1)
+    if not got:  # that loader's epochs are over.
+      break
+    prompts += got
+    taken[name] += 1
+  return prompts

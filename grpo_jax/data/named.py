@@ -1,0 +1,217 @@
+r"""Datasets by name: where they are on the hub, what their columns mean, how they are asked. Pure.
+
+A name is found whatever its capitals and hyphens: "OpenMathInstruct-2", "gsm8k", "AIME2024".
+All columns of a row reach the environment untouched, besides `problem` and `expected_answer`.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from grpo_jax.data import formats
+from grpo_jax.registry import choose
+
+Row = Mapping[str, Any]
+Column = Callable[[Row, str], Any]  # (row, where) → what stands there.
+
+BOXED = (
+  "Think step-by-step to solve the following problem. Output your answer inside of \\boxed{} tags.:"
+  "\n{}\n\nLet's think step-by-step"
+)
+COMPLETE = (
+  "Complete this Python function. Answer with the whole function, its imports included, in one "
+  "```python block.\n\n```python\n{}\n```"
+)
+SPAN = "Answer the question with a short passage of the text, and nothing else.\n\n{}"
+
+
+def column(*names: str) -> Column:
+  """Returns what reads the first of several columns that a row has; "a.b.0" is a nested one."""
+
+  def read(row: Row, where: str) -> Any:
+    there = [name for name in names if name.partition(".")[0] in row]
+    return formats.lookup(row, there[0] if there else names[0], where)
+
+  return read
+
+
+def after_hashes(*names: str) -> Column:
+  """Reads the answer after the last #### of a worked solution, without thousands' commas."""
+
+  def read(row: Row, where: str) -> Any:
+    solution = column(*names)(row, where)
+    if not isinstance(solution, str) or "####" not in solution:
+      return solution
+    return solution.rpartition("####")[2].strip().replace(",", "")
+
+  return read
+
+
+def in_box(*names: str) -> Column:
+  r"""Reads the content of the last \boxed{…}; a column without one is the answer itself."""
+
+  def read(row: Row, where: str) -> Any:
+    solution = column(*names)(row, where)
+    return last_boxed(solution) if isinstance(solution, str) else solution
+
+  return read
+
+
+def last_boxed(text: str) -> str:
+  r"""Returns the content of the last \boxed{…} (or \boxed 5) of a text; the text without one."""
+  found = list(re.finditer(r"\\(?:boxed|fbox)\s*(\{|[^\s{}$.,]+)", text))
+  if not found:
+    return text
+  if found[-1][1] != "{":
+    return found[-1][1]
+  depth, start = 1, found[-1].end()
+  for brace in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):
+    depth += {"{": 1, "}": -1}.get(brace[0], 0)
+    if not depth:
+      return text[start : start + brace.start()].strip()
+  return text
+
+
+def without_instructions(name: str) -> Column:
+  """Reads DAPO's prompts without the instruction around the problem, which asks for an answer
+  after "Answer:" where ours stands in a box."""
+  before = re.compile(
+    r"\ASolve the following math problem step by step\.[^\n]*is the answer to the problem\.\s*"
+  )
+  after = re.compile(r"\s*Remember to put your answer on its own line after \"Answer:\"\.?\s*\Z")
+
+  def read(row: Row, where: str) -> Any:
+    text = column(name)(row, where)
+    return after.sub("", before.sub("", text)) if isinstance(text, str) else text
+
+  return read
+
+
+def question_in_context(row: Row, where: str) -> str:
+  """Reads SQuAD's paragraph and question as one text."""
+  context = formats.as_text(column("context")(row, where), "'context'", where)
+  question = formats.as_text(column("question")(row, where), "'question'", where)
+  return f"{context}\n\nQuestion: {question}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NamedDataset:
+  """What is to be known about a dataset."""
+
+  hub: str  # repository on the Hugging Face hub.
+  problem: Column
+  answer: Column | None  # None: the environment needs other columns.
+  prompt_template: str = BOXED
+  subset: str | None = None  # several with commas between them follow each other.
+  split: str = "train"
+  evaluation_split: str | None = None  # None: the same.
+  environment: str = "math"  # name of the environment that scores it.
+
+
+def reader(
+  dataset: NamedDataset, *, input_key: str | None, output_key: str | None
+) -> formats.RowReader:
+  """Returns the processor of a named dataset.
+
+  Args:
+    dataset: entry of the table.
+    input_key: the problem's column in a copy that differs; None: that of the entry.
+    output_key: the answer's, likewise; "": the rows have none.
+  """
+  problem_of = column(input_key) if input_key else dataset.problem
+  answer_of = column(output_key) if output_key else dataset.answer
+
+  def read(row: Row, where: str, style: formats.PromptStyle) -> formats.Record:
+    problem = formats.as_text(problem_of(row, where), "the problem", where)
+    standard = {"problem": problem}
+    if answer_of is not None and output_key != "":
+      standard["expected_answer"] = formats.as_answer(answer_of(row, where), "the answer", where)
+    extra = {k: v for k, v in row.items() if k not in standard or v != standard[k]}
+    return formats.Record(formats.ask(problem, style), formats.merged(extra, standard))
+
+  return read
+
+
+def find(name: str) -> NamedDataset | None:
+  """Returns the entry of a name, or of a repository of the hub; None for another repository.
+
+  Raises:
+    ValueError: the name is neither in the table nor of the form owner/name.
+  """
+  by_repository = {entry.hub.lower(): entry for entry in DATASETS.values()}
+  if name.lower() in by_repository:
+    return by_repository[name.lower()]
+  if "/" in name:
+    return None
+  by_word = {_word(known): entry for known, entry in DATASETS.items()}
+  if _word(name) in by_word:
+    return by_word[_word(name)]
+  return choose("dataset", name, DATASETS)
+
+
+def _word(name: str) -> str:
+  return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+DATASETS: dict[str, NamedDataset] = {
+  "OpenMathInstruct-2": NamedDataset(
+    "nvidia/OpenMathInstruct-2",
+    column("problem"),
+    column("expected_answer"),
+    split="train_1M",
+  ),
+  "GSM8K": NamedDataset(
+    "openai/gsm8k",
+    column("question"),
+    after_hashes("answer"),
+    subset="main",
+    evaluation_split="test",
+  ),
+  "MATH": NamedDataset(
+    "DigitalLearningGmbH/MATH-lighteval",
+    column("problem"),
+    in_box("answer", "solution"),
+    evaluation_split="test",
+  ),
+  "MATH-500": NamedDataset(
+    "HuggingFaceH4/MATH-500", column("problem"), in_box("answer", "solution"), split="test"
+  ),
+  "DeepScaleR": NamedDataset(
+    "agentica-org/DeepScaleR-Preview-Dataset", column("problem"), column("answer")
+  ),
+  "DAPO-Math-17K": NamedDataset(
+    "BytedTsinghua-SIA/DAPO-Math-17k",
+    without_instructions("prompt.0.content"),
+    column("reward_model.ground_truth"),
+  ),
+  "DAPOMathAIME2024": NamedDataset(
+    "BytedTsinghua-SIA/AIME-2024",
+    without_instructions("prompt.0.content"),
+    column("reward_model.ground_truth"),
+  ),
+  "AIME2024": NamedDataset("HuggingFaceH4/aime_2024", column("problem"), column("answer")),
+  "AIME2025": NamedDataset(
+    "opencompass/AIME2025",
+    column("question", "problem"),
+    column("answer"),
+    subset="AIME2025-I,AIME2025-II",
+    split="test",
+  ),
+  "SQuAD": NamedDataset(
+    "rajpurkar/squad",
+    question_in_context,
+    column("answers.text.0"),
+    prompt_template=SPAN,
+    evaluation_split="validation",
+    environment="short_answer",
+  ),
+  "HumanEval": NamedDataset(
+    "openai/openai_humaneval",
+    column("prompt"),
+    None,
+    prompt_template=COMPLETE,
+    split="test",
+    environment="code",
+  ),
+}

@@ -1,0 +1,74 @@
+"""Which rows of a source a dataset takes: one side of a split, once or several times. Pure."""
+
+import math
+
+import numpy as np
+from jaxtyping import Int
+
+
+class Part:
+  """Numbers of rows, in the source's order.
+
+  The rows split off for validation are drawn once from the seed, and only their numbers are kept.
+  """
+
+  def __init__(
+    self,
+    rows: int,
+    *,
+    side: str = "all",
+    split_validation_size: float | int = 0,
+    split_seed: int = 0,
+    repeat: int = 1,
+  ):
+    """Draws the split.
+
+    Args:
+      rows: of the source.
+      side: "all", "train" (without the rows split off), or "validation" (those).
+      split_validation_size: rows split off: a share of all if below 1, else a number.
+      split_seed: of the draw. The same numbers give the same split in every run.
+      repeat: how often the rows follow each other.
+
+    Raises:
+      ValueError: a side of the split would be empty, or a number makes no sense.
+    """
+    if repeat < 1:
+      raise ValueError(f"repeat must be at least 1, got {repeat}")
+    if side not in ("all", "train", "validation"):
+      raise ValueError(f"side must be 'all', 'train' or 'validation', got {side!r}")
+    self._side = side
+    self._drawn = np.zeros(0, np.int64)
+    if side != "all" and split_validation_size:
+      size = _drawn_rows(rows, split_validation_size)
+      generator = np.random.default_rng(split_seed)
+      self._drawn = np.sort(generator.choice(rows, size, replace=False, shuffle=False))
+    elif side == "validation":
+      raise ValueError("the validation side needs split_validation_size above 0")
+    self.rows = len(self._drawn) if side == "validation" else rows - len(self._drawn)
+    # gaps[k]: how many rows that are not drawn stand before the k-th drawn one.
+    self._gaps: Int[np.ndarray, " drawn"] = self._drawn - np.arange(len(self._drawn))
+    self._repeat = repeat
+
+  def __len__(self) -> int:
+    return self.rows * self._repeat
+
+  def source_row(self, row: int) -> int:
+    """Returns the number in the source of a row of this part."""
+    row %= self.rows
+    if self._side == "validation":
+      return int(self._drawn[row])
+    return row + int(np.searchsorted(self._gaps, row, side="right"))
+
+
+def _drawn_rows(rows: int, size: float | int) -> int:
+  if size < 0:
+    raise ValueError(f"split_validation_size must not be negative, got {size}")
+  drawn = math.ceil(rows * size) if size < 1 else int(size)
+  if size >= 1 and drawn != size:
+    raise ValueError(f"split_validation_size is a share below 1 or a whole number, got {size}")
+  if not 0 < drawn < rows:
+    raise ValueError(
+      f"split_validation_size={size} splits {drawn} of {rows} rows off: both sides need one"
+    )
+  return drawn

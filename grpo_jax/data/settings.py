@@ -1,0 +1,147 @@
+"""From the fields of a config to the fields of every single dataset. Pure.
+
+`config.data` holds what all training datasets share; `data.datasets` lists what differs, one
+mapping a dataset. `config.evaluation.data` is what evaluation changes in that, and
+`evaluation.datasets` lists its sets.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo_jax.data import prompts
+from grpo_jax.registry import nearest
+
+Settings = Mapping[str, Any]
+
+# What a source is made from. A dataset that names its own leaves that of the shared fields.
+_SOURCE = ("kind", "path", "dataset", "subset", "split", "task")
+_WITHOUT_PATH = ("hub", "reasoning_gym")  # kinds that a path does not go with.
+_TWINS = (("prompt_template", "prompt_file"), ("system_prompt", "system_prompt_file"))
+_FIELDS = set(inspect.signature(prompts.open_dataset).parameters) - {"tokenizer", "side", "for_evaluation"}
+_TASK_FIELDS = set(inspect.signature(prompts.make_task).parameters) - {"entry"}
+
+
+def inherit(shared: Settings, own: Settings) -> dict[str, Any]:
+  """Returns the shared fields with those of one dataset in their place; None is not given.
+
+  Its own `dataset` or `task` replaces the whole shared source; its own `path` or `split` is
+  another file or split of the shared dataset. A text replaces the shared file of it.
+  """
+  given = {key: value for key, value in own.items() if value is not None}
+  base, replaced = dict(shared), set()
+  if {"dataset", "task"} & given.keys():
+    replaced |= {*_SOURCE, "name"}
+  elif "path" in given:
+    replaced |= {"name", *(("kind",) if base.get("kind") in _WITHOUT_PATH else ())}
+  for twins in _TWINS:
+    if given.keys() & set(twins):
+      replaced |= set(twins)
+  return {**{key: value for key, value in base.items() if key not in replaced}, **given}
+
+
+def training(shared: Settings, items: Sequence[Settings]) -> dict[str, dict[str, Any]]:
+  """Returns the fields of every training dataset, by its name.
+
+  Args:
+    shared: fields of `prompts.open_dataset`, which hold for all.
+    items: what differs, one mapping a dataset; empty: the shared fields are the one dataset.
+
+  Raises:
+    ValueError: a field is unknown, or two datasets have one name.
+  """
+  found = _expand(shared, items, "data.datasets")
+  return {
+    name: {**one, "side": "train"} if one.get("split_validation_size") else one
+    for name, one in found.items()
+  }
+
+
+def evaluation(
+  shared: Settings, items: Sequence[Settings], own: Settings, sets: Sequence[Settings], *, name: str
+) -> dict[str, dict[str, Any]]:
+  """Returns the fields of every evaluation set, by the name that its metrics bear.
+
+  The sets are those listed, or the one that `own` describes, and what training datasets split
+  off. If there is none of these: the training datasets' other split, or else their first rows.
+
+  Args:
+    shared: what the training datasets share.
+    items: the training datasets, as for `training`.
+    own: fields that evaluation changes; None is not given.
+    sets: the evaluation sets: what differs from that.
+    name: of a set that stands alone.
+
+  Raises:
+    ValueError: a field is unknown, or two sets have one name.
+  """
+  once = {"split_validation_size": 0, "repeat": 1, "for_evaluation": True}
+  base = inherit({**shared, **once}, own)
+  of_training = _expand(shared, items, "data.datasets")
+  split_off = {
+    key: {**inherit({**one, "repeat": 1}, own), "side": "validation"}
+    for key, one in of_training.items()
+    if one.get("split_validation_size")
+  }
+  if sets:
+    found = _expand(base, sets, "evaluation.datasets")
+  elif any(own.get(key) is not None for key in (*_SOURCE, "task_seed", "size")):
+    found = {name: base}
+  elif split_off:
+    found = {}
+  elif items:
+    found = {key: inherit({**one, **once}, own) for key, one in of_training.items()}
+  else:
+    found = {name: base}
+  if not found and len(split_off) == 1:
+    return {name: next(iter(split_off.values()))}
+  twice = found.keys() & split_off.keys()
+  if twice:
+    raise ValueError(f"two evaluation sets are called {sorted(twice)[0]!r}: give one a name")
+  return {**found, **split_off}
+
+
+def _expand(
+  shared: Settings, items: Sequence[Settings], where: str
+) -> dict[str, dict[str, Any]]:
+  if not items:
+    _check_fields(shared, "data")
+    return {prompts.name_of(shared) or "data": dict(shared)}
+  found: dict[str, dict[str, Any]] = {}
+  for number, item in enumerate(items):
+    place = f"{where}[{number}]"
+    if not isinstance(item, Mapping):
+      raise ValueError(f"{place} must be a mapping of fields, got {item!r}")
+    _check_fields(item, place)
+    one = inherit({**shared, "name": None}, item)
+    name = prompts.name_of(one)
+    if name is None:
+      raise ValueError(f"{place} names no data: give it a path, a dataset, a task, or a name")
+    if name in found:
+      raise ValueError(f"{where} has two datasets called {name!r}: give one of them a name")
+    found[name] = {**one, "name": name}
+  return found
+
+
+def _check_fields(item: Settings, place: str) -> None:
+  """Raises ValueError for a field that no dataset has."""
+  known = _FIELDS | {"weight", "side", "for_evaluation"}
+  for key in item:
+    if key not in known:
+      raise ValueError(
+        f"{place} has no field {key!r}{nearest(key, known)}; there are: {', '.join(sorted(known))}"
+      )
+  for word, task in (item.get("tasks") or {}).items():
+    for key in task:
+      if key not in _TASK_FIELDS:
+        raise ValueError(
+          f"{place}: tasks[{word!r}] has no field {key!r}{nearest(key, _TASK_FIELDS)}; "
+          f"there are: {', '.join(sorted(_TASK_FIELDS))}"
+        )
+
+
+def environments(settings: Settings) -> set[str]:
+  """Returns the names of the environments that score a dataset's rows."""
+  of_dataset = prompts.environment_of(settings)
+  tasks = settings.get("tasks") or {}
+  return {task.get("environment") or of_dataset for task in tasks.values()} or {of_dataset}
