@@ -126,7 +126,9 @@ def reader(
     problem = formats.as_text(problem_of(row, where), "the problem", where)
     standard = {"problem": problem}
     if answer_of is not None and output_key != "":
-      standard["expected_answer"] = formats.as_answer(answer_of(row, where), "the answer", where)
+      standard["expected_answer"] = formats.as_answer(
+        answer_of(row, where), "the answer", where
+      )
     extra = {k: v for k, v in row.items() if k not in standard or v != standard[k]}
     return formats.Record(formats.ask(problem, style), formats.merged(extra, standard))
 
