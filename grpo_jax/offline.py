@@ -24,7 +24,7 @@ from grpo_jax.data.groups import (
   index_groups,
 )
 from grpo_jax.data.parts import Part
-from grpo_jax.data.prompts import OnError, OverlongError, open_dataset
+from grpo_jax.data.prompts import Dataset, OnError, OverlongError, open_dataset
 from grpo_jax.data.recorded import Style
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.engines.base import Generation, GenerationRequest, OnProgress, SamplingParams
@@ -177,9 +177,7 @@ def batches(prompts: PromptSource, *, steps: int, prompts_per_step: int) -> Iter
     seen |= items.keys()
 
 
-def all_batches(
-  datasets: Sequence[GroupDataset], *, size: int, on_error: OnError
-) -> Iterator[Batch]:
+def all_batches(datasets: Sequence[Dataset], *, size: int, on_error: OnError) -> Iterator[Batch]:
   """Yields all groups that can be used, in the order of the files."""
   for dataset in datasets:
     for first in range(0, len(dataset), size):

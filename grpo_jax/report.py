@@ -136,7 +136,9 @@ def to_script_json(data: Any) -> str:
 def facts(run: Run) -> list[tuple[str, str]]:
   """Returns (name, value) of the settings that a reader asks for first, as far as they are set."""
   flat = report_data.flatten(run.config)
-  found = [(label, flat[name]) for name, label in FACTS.items() if flat.get(name) not in (None, "")]
+  left_out = OF_SAMPLING if report_data.is_offline(run) else ()
+  names = [name for name in FACTS if name not in left_out and flat.get(name) not in (None, "")]
+  found = [(FACTS[name], flat[name]) for name in names]
   return [(label, str(value)) for label, value in found]
 
 
@@ -151,7 +153,8 @@ def tiles(run: Run) -> list[tuple[str, str, str, str]]:
         gain = f"{100 * (values[-1] - values[0]):+.1f} points"
         before = console.share(values[0]) if len(values) > 1 else ""
         remark = f"{gain}, step {steps[0]} to {steps[-1]}" if before else f"step {steps[-1]}"
-        found.append((f"Accuracy, {name.split('/')[1]}", before, console.share(values[-1]), remark))
+        title = name.removeprefix("eval/").removesuffix("/accuracy")
+        found.append((f"Accuracy, {title}", before, console.share(values[-1]), remark))
   _, rewards = _known(run, "rollout/reward_mean")
   if rewards:
     tenth = max(1, len(rewards) // 10)
@@ -174,7 +177,10 @@ def tiles(run: Run) -> list[tuple[str, str, str, str]]:
 def warnings_of(run: Run) -> list[str]:
   """Returns sentences on what looks unhealthy at the end of the run (last tenth of its steps)."""
   found = []
+  is_offline = report_data.is_offline(run)
   for name, limit, sentence in ALARMS:
+    if is_offline and name.startswith("mismatch/"):
+      continue  # the policy moves away from those who wrote the responses: that is training.
     _, values = _known(run, name)
     if values and (level := float(np.mean(values[-max(1, len(values) // 10) :]))) > limit:
       shown = console.share(level) if name.endswith("_share") else console.number(level)
@@ -236,7 +242,10 @@ def _script_hash(script: str) -> str:
   return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
+# Fields that mean nothing where the groups are recorded.
+OF_SAMPLING = ("engine.name", "rollout.group_size", "sampling.max_tokens")
 FACTS = {  # config field: its name on the page.
+  "mode": "mode",
   "model.path": "model",
   "data.task": "task",
   "data.path": "data",

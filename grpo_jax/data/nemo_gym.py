@@ -54,7 +54,7 @@ def to_recording(row: Mapping[str, Any], where: str, style: Style) -> Recording:
   turns = tokens[1] if tokens else _text_turns(items, where, style)
   record = formats.from_messages({**_others(row, style), "messages": messages}, where, style.prompt)
   agent = row.get("agent_ref")
-  named = agent.get("name") if isinstance(agent, dict) else None
+  named = _text_or_none(agent, "name") if isinstance(agent, dict) else None
   return Recording(
     messages=record.messages,
     responses=(
@@ -66,7 +66,7 @@ def to_recording(row: Mapping[str, Any], where: str, style: Style) -> Recording:
     ),
     info=record.info,
     key=recorded.key_of(row.get("_ng_task_index"), named, messages),
-    group_type=recorded.group_type(row, where, style) or named,
+    group_type=recorded.group_type(row, where, style) or named or _text_or_none(row, "task_name"),
     prompt_ids=tokens[0] if tokens else None,
   )
 
@@ -218,6 +218,11 @@ def _is_truncated(row: Mapping[str, Any], items: Sequence[Any]) -> bool:
   told = [response.get("status")] if isinstance(response, dict) else []
   told += [item.get("status") for item in items[-1:] if isinstance(item, dict)]
   return "incomplete" in told
+
+
+def _text_or_none(row: Mapping[str, Any], key: str) -> str | None:
+  value = row.get(key)
+  return value if isinstance(value, str) and value else None
 
 
 def _others(row: Mapping[str, Any], style: Style) -> dict[str, Any]:

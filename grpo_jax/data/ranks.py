@@ -24,7 +24,7 @@ BEST = ("lowest", "highest")
 
 
 def places(
-  ranks: Float[np.ndarray, " G"] | Sequence[float], *, ties: str = "mean"
+  ranks: Float[np.ndarray, " G"] | Sequence[float | int], *, ties: str = "mean"
 ) -> Float[np.ndarray, " G"]:
   """Returns the place of every response, 0 for the lowest rank.
 
@@ -42,7 +42,7 @@ def places(
 
 
 def rewards(
-  ranks: Float[np.ndarray, " G"] | Sequence[float],
+  ranks: Float[np.ndarray, " G"] | Sequence[float | int],
   *,
   mapping: str = "linear",
   ties: str = "mean",

@@ -186,11 +186,13 @@ def conversation(value: Any, name: str, where: str) -> list[dict[str, Any]]:
 def text_of(content: Any, name: str, where: str) -> str:
   """Returns a text that is given as such, or as parts {"type": …, "text": …}."""
   if isinstance(content, list):
-    parts = [part.get("text", part.get("refusal")) if isinstance(part, dict) else part
-             for part in content]  # fmt: skip
-    if not all(isinstance(part, str) for part in parts):
-      raise RowError(where, f"{name} has a part that is no text")
-    content = "".join(parts)
+    texts: list[str] = []
+    for part in content:
+      text = part.get("text", part.get("refusal")) if isinstance(part, dict) else part
+      if not isinstance(text, str):
+        raise RowError(where, f"{name} has a part that is no text")
+      texts.append(text)
+    content = "".join(texts)
   if not isinstance(content, str):
     raise RowError(where, f"{name} must be a text, got {type_name(content)}")
   try:
