@@ -42,13 +42,21 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def opener(config: Config) -> Callable[..., GroupDataset]:
-  """Returns what opens a dataset, in the place of `data.open_dataset`."""
-  return functools.partial(
-    offline.open_groups,
-    options=offline.Options(**config.offline),
-    on_error=config.data.on_error,
-    max_tokens=min(config.rollout.max_tokens, config.batching.row_tokens),
-  )
+  """Returns what opens a dataset, in the place of `data.open_dataset`; the same one only once."""
+  opened: dict[str, GroupDataset] = {}
+  settings = {
+    "options": offline.Options(**config.offline),
+    "on_error": config.data.on_error,
+    "max_tokens": min(config.rollout.max_tokens, config.batching.row_tokens),
+  }
+
+  def open_groups(tokenizer: data.Tokenizer, **fields: Any) -> GroupDataset:
+    key = repr(sorted(fields.items()))
+    if key not in opened:
+      opened[key] = offline.open_groups(tokenizer, **settings, **fields)
+    return opened[key]
+
+  return open_groups
 
 
 def make_scorer(config: Config, score: train_step.Scorer, mesh: Mesh) -> scoring.GroupScorer:

@@ -50,6 +50,7 @@ def render(run: Run) -> str:
       "others": report_data.other_panels([run]),
       "samples": groups,
       "samples_note": note,
+      "samples_of": "behavior policy" if report_data.is_offline(run) else "engine",
     },
   )
 
@@ -80,6 +81,7 @@ def render_comparison(runs: Sequence[Run]) -> str:
       "others": report_data.other_panels(runs),
       "samples": None,
       "samples_note": "",
+      "samples_of": "engine",
     },
   )
 

@@ -3,10 +3,10 @@
 python scripts/convert_nemo_gym.py rollouts.jsonl [MORE.jsonl ...] --out groups.jsonl
 python scripts/convert_nemo_gym.py rollouts.jsonl --to prompts --out prompts.jsonl
 
-Groups are rows {"input", "output", "reward"}: texts where one message was asked and one given, else
-lists of messages. Rollouts with recorded token ids become rows of tokens. --text makes texts of all:
-the last message of the user, and the words of the assistant joined by blanks. Prompts are rows
-{"messages", ...} with the other fields of the rollout, each task once. docs/offline.md.
+Groups are rows {"input", "output", "reward"}: texts where one message was asked and one given,
+else lists of messages. Rollouts with recorded token ids become rows of tokens. --text makes texts
+of all: the last message of the user, and the words of the assistant joined by blanks. Prompts are
+rows {"messages", ...} with the other fields of the rollout, each task once. docs/offline.md.
 """
 
 import argparse

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from grpo_jax.data import nemo_gym, recorded
-from grpo_jax.data.formats import RowError
+from grpo_jax.data.formats import RowError, loss_multiplier
 from grpo_jax.data.parts import Part
 from grpo_jax.data.prompts import OnError, Overlong, OverlongError
 from grpo_jax.data.recorded import ASSISTANT, Reader, Recording, Response, Style, Turn
@@ -143,7 +143,7 @@ class GroupDataset:
       environment=self.environment,
       info=recording.info,
       text=self.tokenizer.render(messages) if messages else recording.prompt_text,
-      weight=0.0 if is_long else 1.0,
+      weight=0.0 if is_long else loss_multiplier(recording.info, where),
       dataset=self.name,
       is_cut=is_long,
     )

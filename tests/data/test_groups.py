@@ -217,6 +217,11 @@ def test_long_prompts_are_cut_or_dropped(tmp_path):
     groups(path, max_prompt_tokens=20, overlong="drop")
 
 
+def test_a_group_can_be_weighed(tmp_path):
+  (item,) = groups(write(tmp_path / "f.jsonl", [{**RANKED, "loss_multiplier": 0.5}]))
+  assert item.group.prompt.weight == 0.5
+
+
 def test_a_file_of_many_groups_keeps_numbers_only(tmp_path):
   rows = responses(*((f"p{i % 500}", f"a{i}", i % 2) for i in range(2000)))
   dataset = opened(write(tmp_path / "f.jsonl", rows))
