@@ -27,7 +27,7 @@ class Ranked:
 
 def response_scores(
   group: RolloutGroup,
-  logprobs: Sequence[Float[np.ndarray, " completion"]],
+  logprobs: Sequence[Float[np.ndarray, " _"]],
   *,
   score: str = "mean",
 ) -> Float[np.ndarray, " G"]:

@@ -11,3 +11,9 @@ def constant(prompt: str, completion: str, info) -> float:
   """Gives no group any signal."""
   del prompt, completion, info
   return 1.0
+
+
+def variety(prompt: str, completion: str, info) -> float:
+  """How many different characters there are: whatever is sampled, groups have signal."""
+  del prompt, info
+  return float(len(set(completion)))

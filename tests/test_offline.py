@@ -87,7 +87,7 @@ def make_config(model, files):
       **overrides,
     }
     config = configs.base.get_config()
-    config.environments = {"own": {"module": "function", "path": "tests.rewards.vowels"}}
+    config.environments = {"own": {"module": "function", "path": "tests.rewards.variety"}}
     config.update_from_flattened_dict({k.replace("__", "."): v for k, v in settings.items()})
     return config
 
