@@ -9,7 +9,7 @@ ARGS ?=
 # A process a core, four at most: each compiles for itself and holds up to 3 GB.
 PARALLEL = -n logical --maxprocesses=4 --dist=worksteal
 
-.PHONY: help quickstart test test-slow test-gpu aot check format venv clean
+.PHONY: help quickstart test test-slow test-gpu aot check format venv sglang-cpu sglang-cuda clean
 
 help:  ## Show this text.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -49,6 +49,12 @@ $(VENV)/default: pyproject.toml $(wildcard constraints/*.txt)
 $(VENV)/everything: $(VENV)/default
 	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e ".[test,dev]"
 	touch $@
+
+sglang-cpu:  ## Make .venv-sglang, the environment of SGLang servers on a CPU (1.7 GB).
+	PYTHON=$(PYTHON) scripts/install_sglang.sh cpu $(ARGS)
+
+sglang-cuda:  ## Make .venv-sglang, the environment of SGLang servers on NVIDIA GPUs (10 GB).
+	PYTHON=$(PYTHON) scripts/install_sglang.sh cuda $(ARGS)
 
 clean:  ## Remove the virtual environment and caches.
 	rm -rf $(VENV) .venv-aot-* .pytest_cache .ruff_cache build *.egg-info

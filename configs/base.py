@@ -98,8 +98,40 @@ def get_config() -> Any:
   )
 
   config.engine = engine = ConfigDict()
-  engine.name = "jax_sampler"  # who samples: a module of engines/.
-  engine.max_rows = 64  # completions decoded side by side.
+  engine.name = (
+    "jax_sampler"  # who samples: "jax_sampler", "sglang", or the dotted path of a module.
+  )
+  engine.max_rows = 64  # completions decoded side by side, by each server.
+  engine.options = ConfigDict()  # further arguments of an engine of your own.
+  engine.sglang = sglang = ConfigDict()  # docs/sglang.md.
+  sglang.addresses = ()  # of running servers, "http://host:port"; (): they are launched.
+  sglang.router = config_dict.placeholder(str)  # SGLang router that generation goes through.
+  sglang.servers = 1  # how many to launch.
+  sglang.python = ".venv-sglang/bin/python"  # of their environment; scripts/install_sglang.sh.
+  sglang.arguments = ()  # more arguments of the server, such as "--mem-fraction-static=0.5".
+  sglang.command = config_dict.placeholder(tuple)  # whole command line: {model_path} {host} {port}.
+  sglang.environment = ConfigDict()  # variables of the servers, besides the trainer's.
+  sglang.device = config_dict.placeholder(str)  # "cuda" or "cpu"; None: what this machine has.
+  sglang.gpus = ()  # for the servers, in order, e.g. (4, 5, 6, 7); (): each sees all.
+  sglang.gpus_per_server = 1  # GPUs that one server spreads the model over.
+  sglang.host = "127.0.0.1"  # that they listen on; others need GRPO_JAX_SGLANG_API_KEY.
+  sglang.port = config_dict.placeholder(
+    int
+  )  # of the first, the next has the next; None: free ones.
+  sglang.deterministic = True  # the same seed, the same completion; slower on GPUs.
+  sglang.requests = "completion"  # an HTTP request for each "completion", or for each "group".
+  sglang.weights_folder = config_dict.placeholder(
+    str
+  )  # None: in memory, or else in the run folder.
+  sglang.release_memory = False  # during updates, where servers and trainer share GPUs.
+  sglang.probe_tolerance = config_dict.placeholder(float)  # nats; None: 2e-3, in bfloat16 1.5.
+  sglang.start_timeout_s = 600.0  # until a server answers.
+  sglang.request_timeout_s = 1800.0  # of a request, waiting at the server included.
+  sglang.control_timeout_s = 300.0  # of a change of weights.
+  sglang.health_timeout_s = 60.0  # a server that takes longer to answer /health is replaced.
+  sglang.health_every_s = 15.0  # between two such questions.
+  sglang.max_restarts = 3  # of one server within an hour, before the run stops.
+  sglang.max_attempts = 5  # of a request that servers answer wrongly, before the run stops.
 
   config.sampling = sampling = ConfigDict()
   sampling.max_tokens = 512  # of a completion; at the limit it is truncated.
@@ -123,6 +155,17 @@ def get_config() -> Any:
   dynamic.max_rounds = 10  # of drawing and sampling, a step.
   dynamic.prompts_per_round = config_dict.placeholder(int)  # None: rollout.prompts_per_step.
   dynamic.on_limit = "raise"  # at max_rounds; or "train": learn from what was found, and warn.
+
+  config.shaping = shaping = ConfigDict()  # of rewards, after the filters; docs/rewards.md.
+  shaping.scale_from = config_dict.placeholder(tuple)  # low, high: clamped to it, and mapped
+  shaping.scale_to = (0.0, 1.0)  # linearly on this; None above: no scaling.
+  shaping.stop_properly_coef = config_dict.placeholder(float)  # times it if truncated; 0 to 1.
+  shaping.overlong_buffer_tokens = config_dict.placeholder(int)  # penalised ones before the limit.
+  shaping.overlong_penalty = 1.0  # taken off the reward at the limit, linearly less before it.
+  shaping.overlong_floor = True  # DAPO: beyond the limit no more; False (NeMo RL): it grows on.
+  shaping.max_completion_tokens = config_dict.placeholder(
+    int
+  )  # that limit, of sampled tokens; None: sampling.max_tokens.
 
   config.filters = filters = ConfigDict()  # groups left out of the step, with reasons counted.
   filters.drop_no_signal = False  # those whose rewards are all exactly equal.

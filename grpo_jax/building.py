@@ -23,10 +23,13 @@ from grpo_jax import (
   offline,
   offline_building,
   rollout,
+  shaping,
   stream,
   timing,
 )
 from grpo_jax.engines.base import Engine, SamplingParams
+from grpo_jax.engines.server_process import ServerError
+from grpo_jax.engines.transfer import TransferError
 from grpo_jax.learn import optim, sharding, train_step
 from grpo_jax.models import config as model_config
 from grpo_jax.models import leaves, loading, sources, transformer
@@ -65,6 +68,7 @@ class Run:
   environments: environments.Environments
   stream: stream.GroupStream
   filters: dict[str, Any]  # arguments of `filters.apply`.
+  shaping: shaping.Shaping
   held_out: dict[str, list[Prompt]]  # by the name of the evaluation set.
   has_several_datasets: bool  # to train on, whose metrics are told apart.
   ranking: offline.Ranking | None  # evaluates recorded groups; None: completions are sampled.
@@ -94,6 +98,9 @@ def validate(config: Config) -> Iterator[str]:
   yield from _refused(lambda: objectives.make(**config.loss))
   yield from _refused(lambda: estimators.make(**config.advantages))
   yield from _refused(lambda: _dynamic_sampling(config))
+  yield from _refused(lambda: _shaping(config))
+  yield from _refused(lambda: filters.apply((), **config.filters))
+  yield from _unlearnable(config)
   yield from _refused(lambda: SamplingParams(**config.sampling))
   yield from _refused(lambda: SamplingParams(**_evaluation_sampling(config)))
   yield from _refused(lambda: optim.make(_optimizer_steps(config), **config.optim.to_dict()))
@@ -110,9 +117,6 @@ def validate(config: Config) -> Iterator[str]:
     if config.rollout[name] < 1:
       yield f"rollout.{name} must be at least 1, got {config.rollout[name]}"
   yield from _complaints_of_data(config)
-  is_alone = config.rollout.group_size == 1 and not is_offline
-  if is_alone and config.advantages.estimator not in ("reinforce_pp",):
-    yield "rollout.group_size=1 gives every completion advantage 0: nothing would be learned"
   too_large = [k for k in config.evaluation.pass_k if k > config.evaluation.group_size]
   if too_large:
     size = config.evaluation.group_size
@@ -159,6 +163,43 @@ def _complaints_of_data(config: Config) -> Iterator[str]:
     yield f"checkpoint.best_metric is {best!r}, the evaluation sets are: {known}"
 
 
+def _unlearnable(config: Config) -> Iterator[str]:
+  """Yields why no group would be learned from, or why an option could never act."""
+  group_size, filtered, dynamic = config.rollout.group_size, config.filters, config.dynamic_sampling
+  if offline_building.is_offline(config):
+    return  # groups and completions are as long as they are.
+  if group_size == 1 and config.advantages.estimator not in ("reinforce_pp",):
+    yield "rollout.group_size=1 gives every completion advantage 0: nothing would be learned"
+  elif group_size == 1 and (filtered.drop_no_signal or dynamic.enabled):
+    yield "rollout.group_size=1 has no signal within a group: every group would be dropped"
+  if filtered.min_scored > group_size:
+    yield f"filters.min_scored={filtered.min_scored} is above rollout.group_size={group_size}"
+  drawn = dynamic.max_rounds * (dynamic.prompts_per_round or config.rollout.prompts_per_step)
+  if dynamic.enabled and drawn < config.rollout.prompts_per_step:
+    yield (
+      f"dynamic_sampling draws at most {drawn} prompts a step, too few for "
+      f"rollout.prompts_per_step={config.rollout.prompts_per_step}"
+    )
+  buffer, limit = config.shaping.overlong_buffer_tokens, _completion_limit(config)
+  if buffer is None:
+    return
+  if config.shaping.max_completion_tokens is None and config.rollout.max_turns > 1:
+    yield (
+      "shaping.overlong_buffer_tokens needs shaping.max_completion_tokens where "
+      f"rollout.max_turns={config.rollout.max_turns}: sampling.max_tokens is of one turn"
+    )
+  longest = min(
+    config.sampling.max_tokens * config.rollout.max_turns,
+    config.rollout.max_tokens - 1,
+    config.batching.row_tokens - 1,
+  )
+  if longest <= limit - buffer:
+    yield (
+      f"shaping.overlong_buffer_tokens={buffer} penalises completions of more than "
+      f"{limit - buffer} tokens, and none can have more than {longest}"
+    )
+
+
 def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) -> tuple[Run, Start]:
   """Makes the parts of a run and restores its newest checkpoint; `stack` closes them."""
   workdir.mkdir(parents=True, exist_ok=True)
@@ -186,6 +227,7 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
     )
   )
   _remember(config, workdir)
+  engine = _engine(config, folder, tokenizer, workdir, stack)
   objective = objectives.make(**config.loss)
   tx, schedule = optim.make(_optimizer_steps(config), **config.optim.to_dict())
   model, shardings = _load(folder, mesh)
@@ -222,7 +264,6 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
   token_loss = None
   if takes_one_sweep(config, objective):
     token_loss = train_step.make_token_loss(model.config, objective, **of_policy)
-  engine = _engine(config, model, tokenizer, stack)
   limits = _limits(config)
   ranking = None
   if behavior_logprobs is not None:
@@ -252,6 +293,7 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
     environments=factories,
     stream=_stream(config, prompts, sample, start.stream),
     filters=_filters(config),
+    shaping=_shaping(config),
     held_out=held_out,
     has_several_datasets=len(_training_data(config)) > 1 or config.data.dataloader is not None,
     ranking=ranking,
@@ -343,20 +385,35 @@ def _described(params: Any, tx: Any, shardings: Any, mesh: Mesh) -> dict[str, An
 
 
 def _engine(
-  config: Config, model: loading.Loaded, tokenizer: data.Tokenizer, stack: contextlib.ExitStack
+  config: Config,
+  folder: pathlib.Path,
+  tokenizer: data.Tokenizer,
+  workdir: pathlib.Path,
+  stack: contextlib.ExitStack,
 ) -> Engine:
-  """Makes the engine, which `stack` closes; offline there is none."""
+  """Makes the engine, which `stack` closes; offline there is none.
+
+  Servers start while the trainer loads and compiles.
+  """
   if offline_building.is_offline(config):
     return engines.make("none")
   settings = config.engine.to_dict()
-  engine = engines.make(
-    settings.pop("name"),
-    config=model.config,
-    decode=lambda ids: tokenizer.decode(ids, skip_special=False),
-    compute_dtype=config.model.compute_dtype,
-    num_valid_tokens=tokenizer.vocab_size,
-    **settings,
-  )
+  name = settings.pop("name")
+  own = settings[name] if name in settings else settings["options"]
+  try:
+    engine = engines.make(
+      name,
+      config=model_config.from_hf(loading.read_json(folder / "config.json")),
+      source_directory=folder,
+      workdir=workdir,
+      decode=lambda ids: tokenizer.decode(ids, skip_special=False),
+      compute_dtype=config.model.compute_dtype,
+      num_valid_tokens=tokenizer.vocab_size,
+      max_rows=settings["max_rows"],
+      **own,
+    )
+  except (ValueError, ServerError, TransferError) as error:
+    raise configuration.ConfigError(f"engine: {error}") from error
   stack.callback(engine.close)
   return engine
 
@@ -404,6 +461,18 @@ def _dynamic_sampling(config: Config) -> stream.DynamicSampling | None:
   is_enabled = settings.pop("enabled")
   made = stream.DynamicSampling(**settings)
   return made if is_enabled else None
+
+
+def _completion_limit(config: Config) -> int:
+  limit = config.shaping.max_completion_tokens
+  return config.sampling.max_tokens if limit is None else limit
+
+
+def _shaping(config: Config) -> shaping.Shaping:
+  settings = config.shaping.to_dict()
+  if settings["overlong_buffer_tokens"] is not None:
+    settings["max_completion_tokens"] = _completion_limit(config)
+  return shaping.make(**settings)
 
 
 def _filters(config: Config) -> dict[str, Any]:

@@ -30,14 +30,17 @@ def advantages_of(
     [G] of every group, in order.
 
   Raises:
-    ValueError: if the estimator needs reward components that some rollout lacks.
+    ValueError: if the estimator needs reward components and the rollouts have none, or not as
+      many as it has weights.
   """
   if not groups:
     return []
   sizes = [len(group.rollouts) for group in groups]
   rewards = _padded([group.rewards for group in groups], max(sizes))
   mask = np.arange(max(sizes))[None, :] < np.asarray(sizes)[:, None]
-  components = jnp.asarray(_components(groups, max(sizes))) if estimator.by_component else None
+  components = None
+  if estimator.by_component:
+    components = jnp.asarray(_components(groups, max(sizes), estimator.weights))
   result = np.asarray(estimator(jnp.asarray(rewards), jnp.asarray(mask), components))
   rows = [row[:size] for row, size in zip(result, sizes, strict=True)]
   return [_weighted(row, group.prompt.weight) for row, group in zip(rows, groups, strict=True)]
@@ -46,6 +49,22 @@ def advantages_of(
 def _weighted(row: Float[np.ndarray, " G"], weight: float) -> Float[np.ndarray, " G"]:
   """Scales by the prompt's weight. Prompts of weight 0 are left out later, and shown as they are."""
   return row * np.float32(weight) if 0 < weight < 1 else row
+
+
+def of_advantages(values: Sequence[Float[np.ndarray, " G"]]) -> dict[str, float]:
+  """Describes the advantages of a step's rollouts, as `advantages_of` returns them.
+
+  Returns:
+    {name: value} of batch/advantage_*; NaN if there are none.
+  """
+  joined = np.concatenate([np.zeros(0), *values])
+  empty = joined.size == 0
+  return {
+    "batch/advantage_mean": float("nan") if empty else float(joined.mean()),
+    "batch/advantage_std": float("nan") if empty else float(joined.std()),
+    "batch/advantage_min": float("nan") if empty else float(joined.min()),
+    "batch/advantage_max": float("nan") if empty else float(joined.max()),
+  }
 
 
 def whitened(assembled: Assembled, estimator: Estimator, options: Options) -> Assembled:
@@ -112,11 +131,18 @@ def _with_advantages(batch: Batch, values: Float[np.ndarray, " tokens"]) -> Batc
   return dataclasses.replace(batch, advantages=jnp.asarray(result))
 
 
-def _components(groups: Sequence[RolloutGroup], width: int) -> Float[np.ndarray, "K P G"]:
+def _components(
+  groups: Sequence[RolloutGroup], width: int, weights: Sequence[float] | None
+) -> Float[np.ndarray, "K P G"]:
   """Every reward component by itself, in the order of their names; NaN where one is missing."""
   names = sorted({name for g in groups for r in g.rollouts for name in r.reward_components})
   if not names:
     raise ValueError("this advantage estimator needs reward components, the rollouts have none")
+  if weights is not None and len(weights) != len(names):
+    raise ValueError(
+      f"advantages.weights has {len(weights)} numbers, the rollouts have {len(names)} reward "
+      f"components, in this order: {', '.join(names)}"
+    )
   return np.stack(
     [
       _padded(

@@ -1,6 +1,6 @@
 """Groups of rollouts ↔ JSON, bit for bit: how a checkpoint holds groups not yet learned from. Pure.
 
-Arrays are written as base64 of their little-endian bytes: about 13 characters a token. A scored
+Arrays are written as base64 of their little-endian bytes: about 18 characters a token. A scored
 group needs its prompt's `info` no more, which may hold anything: it is left out.
 """
 

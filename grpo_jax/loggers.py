@@ -46,6 +46,7 @@ class Logger(Protocol):
     groups: Sequence[RolloutGroup],
     advantages: Sequence[np.ndarray],
     policy_logprobs: Sequence[Sequence[np.ndarray]] | None = None,
+    shaped_rewards: Sequence[np.ndarray] | None = None,
   ) -> None:
     """Records what was sampled in a step, and prints some of it."""
     ...
@@ -217,6 +218,7 @@ class RunLogger:
     groups: Sequence[RolloutGroup],
     advantages: Sequence[np.ndarray],
     policy_logprobs: Sequence[Sequence[np.ndarray]] | None = None,
+    shaped_rewards: Sequence[np.ndarray] | None = None,
   ) -> None:
     """Records what was sampled in a step, and prints some of it.
 
@@ -226,12 +228,15 @@ class RunLogger:
       advantages: [G] of every group; NaN where a rollout has none.
       policy_logprobs: the trainer's logprobs of every group's every rollout, aligned with its
         completion, in nats; NaN on tokens that have none. None if they were not computed.
+      shaped_rewards: [G] of every group, what the advantages are of; None: the rewards.
 
     Raises:
       ValueError: if lengths differ.
     """
     if self._rollouts_every_steps and step % self._rollouts_every_steps == 0:
-      records = rollout_records(step, groups, advantages, policy_logprobs, self._texts)
+      records = rollout_records(
+        step, groups, advantages, policy_logprobs, self._texts, shaped_rewards
+      )
       folder = self._workdir / "rollouts"
       folder.mkdir(exist_ok=True)
       replace_file(folder / f"step_{step:06d}.jsonl", map(json_line, records))
@@ -273,6 +278,7 @@ class SilentLogger:
     groups: Sequence[RolloutGroup],
     advantages: Sequence[np.ndarray],
     policy_logprobs: Sequence[Sequence[np.ndarray]] | None = None,
+    shaped_rewards: Sequence[np.ndarray] | None = None,
   ) -> None:
     """Does nothing."""
 

@@ -60,8 +60,39 @@ METRICS: dict[str, Definition] = {
   "data/*/reward_mean": Definition("reward", "mean over its scored completions", "rises"),
   "data/*/accuracy": Definition("share", "its completions that are right", "rises"),
   "data/*/no_signal_share": Definition("share", "its groups whose rewards are all equal", "< 0.7"),
+  # --- dynamic sampling: what was drawn, to fill a step with groups that pass the filters ---
+  "dynamic_sampling/rounds": Definition(
+    "count", "rounds of drawing prompts and sampling them", "< max_rounds"
+  ),
+  "dynamic_sampling/prompts": Definition("count", "prompts drawn in the step, all rounds"),
+  "dynamic_sampling/discarded/*": Definition("count", "drawn groups that do not count, by reason"),
+  "dynamic_sampling/from_surplus": Definition("count", "groups taken from earlier steps' surplus"),
+  "dynamic_sampling/surplus": Definition("count", "groups kept for the next step"),
+  "dynamic_sampling/reward_mean": Definition(
+    "reward", "mean over all that was drawn: not only what counts", "rises"
+  ),
+  "dynamic_sampling/limit_reached": Definition(
+    "0 or 1", "the step was not full after max_rounds", "0"
+  ),
+  # --- shaping: what the advantages are computed of, where it is not rollout/reward_* ---
+  "shaping/reward_mean": Definition("reward", "mean of the shaped rewards, scored completions"),
+  "shaping/changed_share": Definition("share", "completions whose reward shaping changes"),
+  "shaping/no_signal_share": Definition("share", "groups whose shaped rewards are all equal"),
+  "shaping/clamped_share": Definition("share", "rewards outside of shaping.scale_from", "0"),
+  "shaping/overlong_share": Definition("share", "completions with an overlong penalty", "< 0.1"),
+  "shaping/overlong_penalty_mean": Definition("reward", "mean overlong penalty, at most 0", "0"),
+  "engine/export_s": Definition("s", "writing the weights for the servers, of the newest sync"),
+  "engine/load_s": Definition("s", "loading and proving them on all servers, of the newest sync"),
+  "engine/restarts": Definition("count", "servers replaced since the run began or went on", "0"),
+  "engine/retries": Definition("count", "requests sent again since then", "0"),
   # --- what the update learns from ---
   "filter/*": Definition("count", "groups left out of the step, by reason"),
+  "batch/advantage_mean": Definition(
+    "advantage", "over the completions kept; before REINFORCE++ whitens tokens", "about 0"
+  ),
+  "batch/advantage_std": Definition("advantage", "standard deviation of the same", "> 0"),
+  "batch/advantage_min": Definition("advantage", "lowest", "> -5"),
+  "batch/advantage_max": Definition("advantage", "highest", "< 5"),
   "batch/loss_tokens": Definition("tokens", "learned from in the step, all its passes"),
   "batch/rows": Definition("count", "packed rows, padding rows included"),
   "batch/row_tokens": Definition("tokens", "length of a row"),
@@ -148,6 +179,9 @@ METRICS: dict[str, Definition] = {
   ),
   "mismatch/abs_logprob_mean": Definition(
     "nats", "mean |trainer - engine|", "< 1e-5 jax_sampler; < 0.05"
+  ),
+  "mismatch/probe_abs_logprob_max": Definition(
+    "nats", "largest |trainer - server| of a fixed prompt, after the newest sync", "< 1e-3 float32"
   ),
   "mismatch/token_mult_prob_error": Definition("factor", "mean exp(|trainer - engine|)", "< 1.05"),
   "mismatch/gen_kl_error": Definition("nats", "KL(engine to trainer), estimated", "< 1e-3"),

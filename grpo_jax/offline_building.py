@@ -37,6 +37,12 @@ def problems(config: Config) -> Iterator[str]:
     yield str(error)
   if config.data.task is not None:
     yield "mode='offline' needs recorded responses: a reasoning-gym task (data.task) has none"
+  shaping = config.shaping
+  if shaping.overlong_buffer_tokens is not None and shaping.max_completion_tokens is None:
+    yield (
+      "shaping.overlong_buffer_tokens needs shaping.max_completion_tokens where mode='offline': "
+      "sampling.max_tokens bounds no recorded response"
+    )
   if config.rollout.max_turns > 1 and config.offline.rewards == "environment":
     yield "offline.rewards='environment' is for responses of one turn: rollout.max_turns=1"
 

@@ -228,6 +228,7 @@ class _Sampler:
       prompt_ids=attempt.token_ids,
       sampling=dataclasses.replace(self.sampling, max_tokens=self.room(attempt)),
       seed=request_seed(self.seed, self.step, *where),
+      group=attempt.prompt.prompt_id,
     )
 
   def observation_ids(self, result: StepResult, generation: Generation) -> np.ndarray:

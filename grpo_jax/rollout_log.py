@@ -57,6 +57,7 @@ def rollout_records(
   advantages: Sequence[np.ndarray],
   policy_logprobs: Sequence[Sequence[np.ndarray]] | None,
   texts: TokenTexts | None,
+  shaped_rewards: Sequence[np.ndarray] | None = None,
 ) -> list[dict[str, Any]]:
   """Returns one record a rollout, in order; arguments as of `RunLogger.write_rollouts`.
 
@@ -65,6 +66,7 @@ def rollout_records(
   """
   if len(advantages) != len(groups) or len(policy_logprobs or groups) != len(groups):
     raise ValueError(f"{len(groups)} groups need as many advantages and logprobs")
+  shaped = shaped_rewards or [group.rewards for group in groups]
   records = []
   for g, group in enumerate(groups):
     if len(advantages[g]) != len(group.rollouts):
@@ -74,7 +76,8 @@ def rollout_records(
     for i, rollout in enumerate(group.rollouts):
       logprobs = policy_logprobs[g][i] if policy_logprobs else None
       place = {"step": step, "group": g, "rollout": i}
-      records.append(place | _record(group, rollout, float(advantages[g][i]), logprobs, texts))
+      numbers = float(shaped[g][i]), float(advantages[g][i])
+      records.append(place | _record(group, rollout, *numbers, logprobs, texts))
   return records
 
 
@@ -102,6 +105,7 @@ def json_line(record: Mapping[str, Any]) -> str:
 def _record(
   group: RolloutGroup,
   rollout: Rollout,
+  shaped_reward: float,
   advantage: float,
   policy_logprobs: np.ndarray | None,
   texts: TokenTexts | None,
@@ -118,6 +122,7 @@ def _record(
     "prompt": group.prompt.text,
     "completion": rollout.text,
     "reward": _finite(rollout.reward),
+    "shaped_reward": _finite(shaped_reward),
     "reward_components": {k: _finite(v) for k, v in rollout.reward_components.items()},
     "metrics": {k: _finite(v) for k, v in rollout.metrics.items()},
     "advantage": _finite(advantage),

@@ -23,6 +23,7 @@ from grpo_jax import (
   metrics,
   report,
   rollout,
+  shaping,
   timing,
 )
 from grpo_jax.building import Config, Run, build, validate
@@ -67,8 +68,9 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
         # --- 2. assemble: ragged groups -> rectangular, packed, sharded microbatches ---
         with timer.span("assemble"):
           kept = filters.apply(groups, **run.filters)
-          advantages = credit.advantages_of(kept.kept, run.estimator)
-          batch = assemble(run, kept.kept, advantages)
+          shaped = shaping.apply(kept.kept, run.shaping)
+          advantages = credit.advantages_of(shaped, run.estimator)
+          batch = assemble(run, shaped, advantages)
 
         # --- 3. score: logprobs under the policies that stay fixed ---
         with timer.span("score"):
@@ -85,7 +87,7 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
 
       # --- 6. tell: nothing below changes what is learned ---
       compared = batching.per_rollout(batch, jax.device_get(logprobs), kept.kept)
-      told = describe(run, step, groups, kept, batch, learned, compared)
+      told = describe(run, step, groups, kept, advantages, batch, learned, compared)
       run.stream.tell(step, metrics.reproducible(told))
       position = run.stream.state()
       run.logger.write(step, told)
@@ -103,7 +105,7 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
     save(run, state, position, skipped, evaluated)  # nothing, if the loop has just done so.
     if int(state.step) == config.total_steps:
       publish(run, state)
-    elif not stop:
+    elif int(state.step) < config.total_steps and not stop:
       run.logger.print(f"the data ended after {int(state.step)} steps")
   return evaluated
 
@@ -169,6 +171,7 @@ def describe(
   step: int,
   groups: Sequence[RolloutGroup],
   kept: filters.Filtered,
+  advantages: Sequence[np.ndarray],
   batch: batching.Assembled,
   learned: Metrics,
   logprobs: Sequence[Sequence[np.ndarray]],
@@ -181,10 +184,13 @@ def describe(
   return {
     "weight_version": float(step),
     **metrics.of_rollouts(groups, step=step),
+    **shaping.of_groups(groups, run.shaping),
     **run.stream.metrics(),
     **{f"perf/{name}": value for name, value in run.environments.metrics().items()},
     **(metrics.of_datasets(groups) if run.has_several_datasets else {}),
+    **run.engine.metrics(),
     **{f"filter/{reason}": float(count) for reason, count in kept.dropped.items()},
+    **credit.of_advantages(advantages),
     **metrics.to_floats(batch.metrics),
     **metrics.to_floats(learned),
     **(run.ranking.of_step(kept.kept, logprobs) if run.ranking else {}),
@@ -210,7 +216,8 @@ def record(
     [np.full(len(r.completion_ids), np.nan, np.float32) for r in group.rollouts],
   )
   columns = [found.get(group.prompt.prompt_id) or unknown(group) for group in groups]
-  run.logger.write_rollouts(step, groups, *zip(*columns, strict=True))
+  shaped = [group.rewards for group in shaping.apply(groups, run.shaping)]
+  run.logger.write_rollouts(step, groups, *zip(*columns, strict=True), shaped_rewards=shaped)
 
 
 def evaluate(run: Run, params: Any, *, step: int) -> dict[str, float]:

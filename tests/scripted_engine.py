@@ -37,6 +37,9 @@ class ScriptedEngine:
   def load_weights(self, params: Any, *, version: int) -> None:
     self.version = version
 
+  def metrics(self) -> dict[str, float]:
+    return {}
+
   def release(self) -> None:
     pass
 

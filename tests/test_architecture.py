@@ -20,7 +20,7 @@ LAYERS = [
   {"metrics", "layout", "configuration", "ranking"},
   {"models"},
   {"data", "environments", "engines"},
-  {"attempt", "batching", "filters", "learn"},
+  {"attempt", "batching", "filters", "learn", "shaping"},
   {"rollout", "credit", "scoring", "behavior"},
   {"report_data"},
   {"stream", "evaluation", "checkpointing", "loggers", "report"},
@@ -43,6 +43,7 @@ PURE_UNITS = {
   "layout",
   "batching",
   "filters",
+  "shaping",
   "credit",
   "ranking",
 }
@@ -76,6 +77,7 @@ SEES_CONFIGS = {"train", "building", "offline_building", "command_line", "config
 SAYS_NOTHING = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
+SERVER_SIDE = PACKAGE / "engines" / "server_side"
 KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 
 
@@ -151,7 +153,16 @@ def test_config_objects_stop_at_train(path):
 
 @pytest.mark.parametrize("path", [*FILES, *KERNELS], ids=lambda p: str(p.relative_to(ROOT)))
 def test_package_never_imports_torch(path):
-  assert "torch" not in {name.split(".")[0] for name in imports_of(path)}
+  if path.parent != SERVER_SIDE:
+    assert "torch" not in {name.split(".")[0] for name in imports_of(path)}
+
+
+def test_scripts_of_servers_stand_alone():
+  """Other interpreters run them by path: the package and they import nothing of each other."""
+  for path in FILES:
+    assert not [name for name in imports_of(path) if "server_side" in name.split(".")]
+    if path.parent == SERVER_SIDE:
+      assert not list(our_imports_of(path))
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=lambda p: str(p.relative_to(ROOT)))

@@ -19,11 +19,32 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 6
+SURPLUS = "dynamic_sampling/from_surplus"
 
 
-@pytest.fixture(scope="module")
-def command(tmp_path_factory):
-  """Returns the command of a run with shuffled data and several epochs a batch, by run folder."""
+SETTINGS = {
+  # Of several optimizer steps a batch, with a KL.
+  "several_updates": """
+  config.environments = {"own": {"module": "function", "path": "tests.rewards.vowels"}}
+  config.learn.epochs = 2
+  config.learn.minibatches = 2
+  config.loss.kl_coef = 0.01
+""",
+  # Whose steps begin with groups that are left over from the step before.
+  "dynamic_sampling": """
+  config.environments = {"own": {"module": "function", "path": "tests.rewards.vowels_of_some"}}
+  config.dynamic_sampling.enabled = True
+  config.dynamic_sampling.prompts_per_round = 5
+  config.shaping.overlong_buffer_tokens = 4
+  config.loss.kl_coef = 0.0
+  config.loss.importance_correction = "token"
+""",
+}
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def command(tmp_path_factory, request):
+  """Returns the command of a run with shuffled data, by run folder."""
   folder = tmp_path_factory.mktemp("input")
   model = tiny.write(folder / "model")
   rows = folder / "rows.jsonl"
@@ -41,20 +62,17 @@ def get_config():
   config.model.compute_dtype = "float32"
   config.data.path = {str(rows)!r}
   config.data.environment = "own"
-  config.environments = {{"own": {{"module": "function", "path": "tests.rewards.vowels"}}}}
   config.rollout.prompts_per_step = 3
   config.rollout.group_size = 6
   config.sampling.max_tokens = 12
   config.rollout.max_tokens = 96
   config.batching.row_tokens = 256
-  config.learn.epochs = 2
-  config.learn.minibatches = 2
-  config.loss.kl_coef = 0.01
   config.optim.learning_rate = 1e-3
   config.evaluation.every_steps = 3
   config.evaluation.num_prompts = 4
   config.checkpoint.every_steps = 2
   config.checkpoint.keep_last = 3
+{SETTINGS[request.param]}
   return config
 """
   )
@@ -80,6 +98,9 @@ def unbroken(command, tmp_path_factory):
   """The folder of a run that nothing disturbed."""
   workdir = tmp_path_factory.mktemp("unbroken")
   subprocess.run(**command(workdir), check=True, stdout=subprocess.DEVNULL)
+  steps = [json.loads(line) for line in lines_of(workdir)]
+  taken = [step[SURPLUS] for step in steps if SURPLUS in step]
+  assert not taken or sum(number > 0 for number in taken) > 1
   return workdir
 
 

@@ -161,6 +161,7 @@ def test_a_rollout_file_holds_all_that_was_sampled(tmp_path):
     "prompt": "1 + 1?",
     "completion": ' "sum" é\n',
     "reward": None,
+    "shaped_reward": None,
     "reward_components": {"format": 0.5},
     "metrics": {"accuracy": None},
     "advantage": None,

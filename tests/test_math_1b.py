@@ -7,8 +7,8 @@ import pathlib
 import jax
 import pytest
 
-import grpo_jax.train  # noqa: F401  (main imports it later: its seconds are not this test's.)
-from grpo_jax import main
+import grpo_jax.train  # (main imports it later: its seconds are not this test's.)
+from grpo_jax import command_line, configuration, main
 from grpo_jax.models import loading, tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -54,3 +54,10 @@ def test_two_steps_need_only_paths_and_sizes_even_with_a_prompt_that_is_too_long
   assert [row["data/overlong_prompts"] for row in (first, second)] == [1.0, 1.0]
   assert [row["rollout/errors/no_room"] for row in (first, second)] == [2.0, 2.0]
   assert loading.load(tmp_path / "run" / "export").config.family == "qwen2"
+
+
+def test_the_config_for_one_gpu_is_valid_and_differs_in_the_engine():
+  command = command_line.parse([f"--config={ROOT / 'configs' / 'math_1b_gpu.py'}"])
+  configuration.check(command.config, [grpo_jax.train.validate])
+  assert command.config.engine.name == "sglang"
+  assert command.config.loss.importance_truncation == "tis"

@@ -191,6 +191,34 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
   assert_same_weights(tmp_path, several_updates)
 
 
+# Steps 1 and 2 begin with groups that earlier weights sampled: the surplus.
+DYNAMIC = {
+  "reward": "vowels_of_some",
+  "dynamic_sampling__enabled": True,
+  "dynamic_sampling__prompts_per_round": 5,
+  "shaping__overlong_buffer_tokens": 4,
+  "evaluation__at_start": False,
+  "evaluation__every_steps": 0,
+  "evaluation__at_end": False,
+}
+
+
+def test_a_run_with_dynamic_sampling_goes_on_with_its_surplus(make_config, tmp_path):
+  unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+  train.train(make_config(**DYNAMIC), unbroken)
+  train.train(make_config(**DYNAMIC), broken, stop=StopAfter(2))  # sampling the second step.
+  assert len(told(broken)) == 1 and not (broken / "export").exists()
+  train.train(make_config(**DYNAMIC), broken)
+  steps = told(unbroken)
+  assert told(broken) == steps
+  assert_same_state(broken, unbroken)
+  assert_same_weights(broken, unbroken)
+  assert max(step["dynamic_sampling/from_surplus"] for step in steps) > 0
+  assert max(step["rollout/staleness_max"] for step in steps) == 1.0
+  assert [step["rollout/prompts"] for step in steps] == [3.0] * 3
+  assert [step["rollout/no_signal_share"] for step in steps] == [0.0] * 3
+
+
 def test_a_finished_run_with_more_steps_goes_on(make_config, plain, tmp_path):
   train.train(make_config(total_steps=2), tmp_path)
   train.train(make_config(total_steps=3), tmp_path)
@@ -270,6 +298,45 @@ def test_what_cannot_work_is_said_all_at_once(make_config):
   found = "\n".join(train.validate(config))
   for expected in ("total_steps", "temperature", "dual_clip", "pass_k", "'grpo'", "math2"):
     assert expected in found
+
+
+@pytest.mark.parametrize(
+  ("options", "expected"),
+  [
+    ({"shaping__overlong_buffer_tokens": 9}, "from 1 to max_completion_tokens=8, got 9"),
+    ({"shaping__scale_from": (1, 0)}, "scale_from must rise"),
+    (
+      {"shaping__overlong_buffer_tokens": 2, "shaping__max_completion_tokens": 20},
+      "of more than 18 tokens, and none can have more than 8",
+    ),
+    (
+      {"shaping__overlong_buffer_tokens": 2, "rollout__max_turns": 2},
+      "needs shaping.max_completion_tokens where rollout.max_turns=2",
+    ),
+    ({"dynamic_sampling__max_rounds": 0}, "max_rounds must be at least 1"),
+    (
+      {
+        "dynamic_sampling__enabled": True,
+        "dynamic_sampling__max_rounds": 2,
+        "dynamic_sampling__prompts_per_round": 1,
+      },
+      "draws at most 2 prompts a step, too few for rollout.prompts_per_step=3",
+    ),
+    (
+      {
+        "dynamic_sampling__enabled": True,
+        "rollout__group_size": 1,
+        "advantages__estimator": "reinforce_pp",
+      },
+      "no signal within a group",
+    ),
+    ({"filters__min_scored": 9}, "min_scored=9 is above rollout.group_size=8"),
+    ({"filters__max_truncated_share": 2.0}, "max_truncated_share must be from 0 to 1"),
+  ],
+)
+def test_options_of_rewards_and_groups_that_cannot_work_are_named(options, expected, make_config):
+  assert not list(train.validate(make_config()))
+  assert expected in "\n".join(train.validate(make_config(**options)))
 
 
 def test_a_broken_row_stops_the_run_with_its_place(make_config, rows, tmp_path):

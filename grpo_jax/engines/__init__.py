@@ -1,18 +1,18 @@
-"""Engines that sample completions: in process, scripted for tests."""
+"""Engines that sample completions: in process, on SGLang servers, scripted for tests."""
 
 from typing import Any
 
 from grpo_jax import registry
 
-_NOT_ENGINES = ("base", "calls", "decoding", "sampling", "scheduling", "session", "stopping")
+_ENGINES = ("fake", "jax_sampler", "sglang")  # the other modules are parts of these.
 
 
 def make(name: str, **settings: Any) -> Any:
   """Makes an engine.
 
   Args:
-    name: module of this folder ("jax_sampler", "fake"), or the dotted path of one of your own,
-      which has a function `make(**settings)`.
+    name: "jax_sampler", "sglang" or "fake", modules of this folder; or the dotted path of one of
+      your own, which has a function `make(**settings)`.
     **settings: of that engine.
 
   Returns:
@@ -22,4 +22,5 @@ def make(name: str, **settings: Any) -> Any:
     ValueError: no such engine; the message lists those that there are.
     TypeError: a setting that it does not have.
   """
-  return registry.module(__name__, name, hidden=_NOT_ENGINES).make(**settings)
+  hidden = set(registry.modules(__name__)) - set(_ENGINES)
+  return registry.module(__name__, name, hidden=hidden).make(**settings)

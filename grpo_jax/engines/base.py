@@ -61,6 +61,7 @@ class GenerationRequest:
   prompt_ids: Int[np.ndarray, " prompt"]  # requests of equal prompts share its computation.
   sampling: SamplingParams
   seed: int  # 0 <= seed < 2**64; the same seed samples the same completion.
+  group: str = ""  # requests of one group have a beginning in common, and may be kept together.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,6 +106,10 @@ class Engine(Protocol):
 
   def load_weights(self, params: Any, *, version: int) -> None:
     """Samples from these weights from now on; tokens carry `version`."""
+    ...
+
+  def metrics(self) -> dict[str, float]:
+    """Returns figures worth logging every step; {} if there are none."""
     ...
 
   def release(self) -> None:

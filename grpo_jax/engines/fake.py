@@ -56,6 +56,10 @@ class FakeEngine:
       self._logits = np.asarray(params["bigrams"], np.float64)
     self._version = version
 
+  def metrics(self) -> dict[str, float]:
+    """Returns none."""
+    return {}
+
   def release(self) -> None:
     """Does nothing: a table is small."""
 

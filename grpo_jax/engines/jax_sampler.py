@@ -124,6 +124,10 @@ class JaxSampler:
       self._weights = jax.block_until_ready(weights)
       self._version = version
 
+  def metrics(self) -> dict[str, float]:
+    """Returns none."""
+    return {}
+
   def release(self) -> None:
     """Frees the copies of the weights until the next `load_weights`.
 
@@ -298,6 +302,9 @@ def _truncation_warning(report_truncated: bool) -> str:
   )
 
 
-def make(config: ModelConfig, **settings: Any) -> JaxSampler:
-  """Makes a `JaxSampler`; what `engines.make("jax_sampler", ...)` calls."""
+def make(
+  config: ModelConfig, *, source_directory: Any = None, workdir: Any = None, **settings: Any
+) -> JaxSampler:
+  """Makes a `JaxSampler`; what `engines.make("jax_sampler", ...)` calls. It needs no folder."""
+  del source_directory, workdir
   return JaxSampler(config, **settings)

@@ -23,6 +23,10 @@ class NoEngine:
   def load_weights(self, params: Any, *, version: int) -> None:
     """Does nothing."""
 
+  def metrics(self) -> dict[str, float]:
+    """Returns nothing."""
+    return {}
+
   def release(self) -> None:
     """Does nothing."""
 

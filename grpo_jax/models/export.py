@@ -1,5 +1,6 @@
 """Parameters → a Hugging Face folder that transformers and inference servers load (I/O)."""
 
+import functools
 import json
 import os
 import pathlib
@@ -47,19 +48,30 @@ def to_huggingface(
   Raises:
     ValueError: if the source's config.json describes another model.
   """
-  target = pathlib.Path(directory)
   source = pathlib.Path(source_directory) if source_directory is not None else None
+  fill = lambda folder: fill_folder(
+    params, config, folder, source=source, dtype=dtype, max_shard_bytes=max_shard_bytes
+  )
+  return write_atomically(pathlib.Path(directory), fill)
+
+
+def fill_folder(
+  params: Params,
+  config: ModelConfig,
+  folder: pathlib.Path,
+  *,
+  source: pathlib.Path | None,
+  dtype: Any = None,
+  max_shard_bytes: int | None = None,
+) -> None:
+  """Writes the files of a Hugging Face folder, over those that are there; not atomic."""
   hf = _hf_config(config, source)
   tensors = to_write(params, config, dtype=dtype)
   hf["torch_dtype" if "torch_dtype" in hf else "dtype"] = tensors[0].dtype.name  # 4.x, or 5.
-
-  def fill(folder: pathlib.Path) -> None:
-    write_json(folder / "config.json", hf)
-    safetensors.write_folder(folder, tensors, max_shard_bytes=max_shard_bytes)
-    if source is not None:
-      copy_tokenizer(source, folder)
-
-  return write_atomically(target, fill)
+  write_json(folder / "config.json", hf)
+  safetensors.write_folder(folder, tensors, max_shard_bytes=max_shard_bytes)
+  if source is not None:
+    copy_tokenizer(source, folder)
 
 
 def to_write(
@@ -123,11 +135,17 @@ def _hf_config(config: ModelConfig, source: pathlib.Path | None) -> dict[str, An
 
 def _fetcher(array: Any, stored: leaves.Stored, dtype: np.dtype) -> Callable[[], np.ndarray]:
   def fetch() -> np.ndarray:
-    own = array if stored.layer is None else array[stored.layer]
-    values = np.asarray(jax.device_get(own)).astype(dtype, copy=False)
-    return np.ascontiguousarray(values.T if stored.leaf.is_kernel else values)
+    own = _own(array, stored.layer, is_kernel=stored.leaf.is_kernel, dtype=dtype)
+    return np.ascontiguousarray(jax.device_get(own))
 
   return fetch
+
+
+@functools.partial(jax.jit, static_argnames=("is_kernel", "dtype"))
+def _own(array: jax.Array, layer: int | None, *, is_kernel: bool, dtype: np.dtype) -> jax.Array:
+  """Returns one layer of a stacked parameter as files hold it, computed on its devices."""
+  own = array if layer is None else jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)
+  return (own.T if is_kernel else own).astype(dtype)
 
 
 def _umask() -> int:

@@ -1,0 +1,31 @@
+"""configs/math_1b.py on one GPU of 80 GB, shared by the trainer and an SGLang server.
+
+    make sglang-cuda
+    XLA_PYTHON_CLIENT_MEM_FRACTION=.55 python -m grpo_jax.main --config=configs/math_1b_gpu.py \\
+        --config.data.path=train.jsonl --config.evaluation.data.path=validation.jsonl \\
+        --workdir=runs/math_1b_gpu
+
+JAX takes 55 % of the memory, SGLang 35 % (engine.sglang.arguments), the rest is slack. Weights,
+AdamW and gradients of 1.5 B parameters are 25 GB. For a larger model, have the server give its
+memory back during updates: engine.sglang.release_memory=True, and JAX allocate as it goes:
+XLA_PYTHON_CLIENT_ALLOCATOR=platform. On several GPUs give the trainer its own by
+CUDA_VISIBLE_DEVICES, and the servers theirs by engine.sglang.gpus. More: docs/sglang.md.
+"""
+
+import configs.math_1b
+
+
+def get_config():
+  """Returns the config."""
+  config = configs.math_1b.get_config()
+  config.mesh.fsdp = 1
+  config.engine.name = "sglang"
+  config.engine.max_rows = 512
+  config.engine.sglang.arguments = ("--mem-fraction-static=0.35",)
+  config.engine.sglang.deterministic = False  # SGLang's batch-invariant kernels are slower.
+  config.batching.microbatch_tokens = 16384
+  # The server computes in bfloat16, with other kernels than the trainer: token-wise correction.
+  config.loss.importance_correction = "token"
+  config.loss.importance_truncation = "tis"
+  config.loss.importance_high = 2.0
+  return config

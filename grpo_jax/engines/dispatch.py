@@ -1,0 +1,176 @@
+"""Requests on their way: queued, sent to a server, sent elsewhere when it fails, delivered once.
+
+A request leaves the queue only for a server that takes requests, and comes back to it whenever
+no whole answer came. So none is lost; and since what is delivered is what one answer held, none
+is doubled. Lives in one event loop.
+"""
+
+import asyncio
+import dataclasses
+import itertools
+import uuid
+from collections.abc import Sequence
+
+from grpo_jax.engines import sglang_messages
+from grpo_jax.engines.base import Generation, GenerationRequest
+from grpo_jax.engines.calls import Call
+from grpo_jax.engines.placement import Placement
+from grpo_jax.engines.scheduling import prompt_key
+from grpo_jax.engines.server import FleetError, Server
+from grpo_jax.engines.sglang_client import Client, Refused, Unanswered
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+  """What goes to a server in one HTTP request: one completion, or those of a group."""
+
+  requests: Sequence[GenerationRequest]
+  call: Call
+  attempts: int = 0
+
+  @property
+  def group(self) -> object:
+    return self.requests[0].group or prompt_key(self.requests[0])
+
+
+class Dispatcher:
+  """Sends jobs to the servers that are open; see `fleet.Listener`."""
+
+  def __init__(
+    self, *, servers: int, in_flight: int, max_attempts: int, vocab_size: int, seeded: bool
+  ):
+    """Makes a dispatcher to which no server is open yet.
+
+    Args:
+      servers: their number.
+      in_flight: completions under way at one server.
+      max_attempts: of a request that servers answer wrongly, before it fails its call.
+      vocab_size: ids must be below.
+      seeded: whether the servers honour seeds.
+    """
+    self._placement = Placement(range(servers), limit=in_flight)
+    for index in range(servers):
+      self._placement.close(index)
+    self._servers: dict[int, Server] = {}
+    self._running: dict[asyncio.Task[None], tuple[Job, int]] = {}
+    self._max_attempts = max_attempts
+    self._vocab_size = vocab_size
+    self._seeded = seeded
+    self._prefix = uuid.uuid4().hex[:12]
+    self._numbers = itertools.count()
+    self._jobs: set[Job] = set()  # submitted, and not yet delivered.
+    self._error: Exception | None = None
+    self.router: Client | None = None  # who passes generation on, where there is one.
+    self.retries = 0
+
+  def submit(self, jobs: Sequence[Job]) -> None:
+    """Queues jobs."""
+    for job in jobs:
+      if self._error is not None:
+        job.call.fail(self._error)
+        continue
+      self._jobs.add(job)
+      self._placement.add(job.group, job)
+    self._send()
+
+  def leave(self, call: Call) -> None:
+    """Forgets what a call still waits for, and cancels it at the servers."""
+    self._placement.drop(lambda job: job.call is call)
+    self._jobs = {job for job in self._jobs if job.call is not call}
+    for task, (job, _) in self._running.items():
+      if job.call is call:
+        task.cancel()  # SGLang ends a request whose client is gone.
+
+  def opened(self, server: Server) -> None:
+    self._servers[server.index] = server
+    self._placement.open(server.index)
+    self._send()
+
+  def closed(self, server: Server) -> None:
+    """Takes back what is under way at a server, for another one."""
+    self._placement.close(server.index)
+    for task, (_, index) in list(self._running.items()):
+      if index == server.index:
+        task.cancel()
+    self._send()
+
+  def failed(self, error: Exception) -> None:
+    """Fails all calls, these and later ones."""
+    self._error = error
+    jobs, self._jobs = self._jobs, set()
+    for call in {id(job.call): job.call for job in jobs}.values():
+      self.leave(call)
+      call.fail(error)
+
+  @property
+  def in_flight(self) -> int:
+    return len(self._running)
+
+  def _send(self) -> None:
+    """Starts all that can be sent now."""
+    while (found := self._placement.next()) is not None:
+      index, job = found
+      assert isinstance(index, int)
+      task = asyncio.create_task(self._attempt(job, self._servers[index]))
+      self._running[task] = (job, index)
+      task.add_done_callback(self._finished)
+
+  def _finished(self, task: asyncio.Task[None]) -> None:
+    """Frees the place of an attempt; queues its job again if it was not delivered."""
+    job, index = self._running.pop(task)
+    self._placement.done(index)
+    if not task.cancelled() and (bug := task.exception()) is not None:
+      self._drop(job, bug)
+    if job in self._jobs:
+      self._placement.add(job.group, job)
+    self._send()
+
+  async def _attempt(self, job: Job, server: Server) -> None:
+    """Sends a job to a server and delivers the answer; whatever else comes of it, is counted."""
+    names = [f"{self._prefix}-{next(self._numbers)}" for _ in job.requests]
+    body = sglang_messages.generate_body(job.requests, names, seeded=self._seeded)
+    version = server.version if server.version is not None else -1
+    try:
+      answer = await (self.router or server.client).generate(body, _routing(self.router, job))
+      generations = sglang_messages.generations(
+        answer, job.requests, vocab_size=self._vocab_size, version=version
+      )
+    except Refused as error:
+      self._drop(job, FleetError(f"request {job.requests[0].request_id!r}: {error}"))
+    except (Unanswered, sglang_messages.Garbled, sglang_messages.Aborted) as error:
+      self._failed_at(job, server, error)
+    else:
+      self._deliver(job, generations)
+
+  def _failed_at(self, job: Job, server: Server, error: Exception) -> None:
+    """Closes the server until its health was looked at; gives a job up after many attempts."""
+    self.retries += 1
+    job.attempts += 1
+    if job.attempts >= self._max_attempts:
+      first = job.requests[0].request_id
+      self._drop(
+        job, FleetError(f"request {first!r} failed {job.attempts} times; the last: {error}")
+      )
+    self._placement.close(server.index)
+    server.doubt()
+
+  def _deliver(self, job: Job, generations: Sequence[Generation]) -> None:
+    if job in self._jobs:
+      self._jobs.remove(job)
+      for generation in generations:
+        job.call.deliver(generation)
+      job.call.progress(0)
+
+  def _drop(self, job: Job, error: BaseException) -> None:
+    """Fails the call of a job."""
+    if job in self._jobs:
+      self.leave(job.call)
+      job.call.fail(error)
+
+
+def _routing(router: Client | None, job: Job) -> dict[str, str]:
+  """Returns the header by which an SGLang router keeps a group together."""
+  if router is None:
+    return {}
+  name = job.group if isinstance(job.group, str) else job.requests[0].request_id
+  return {"X-SMG-Routing-Key": name}

@@ -1,0 +1,228 @@
+"""The servers of a run: brought up, watched, given every version of the weights, replaced.
+
+One task a server takes it through its lives: up, the newest weights, watched until it is lost,
+killed, replaced. A server that is lost is killed first, so that one that only hangs cannot come
+back with old weights. All of this lives in one event loop.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import aiohttp
+from absl import logging
+
+from grpo_jax.engines import probe
+from grpo_jax.engines.server import FleetError, Options, Server, ServerLost, Weights
+from grpo_jax.engines.server_process import ServerError, ServerProcess
+from grpo_jax.engines.sglang_client import Client
+
+_LOOK_EVERY_S = 0.25  # whether a process still runs.
+_FIRST_BACKOFF_S, _LAST_BACKOFF_S = 1.0, 60.0
+
+
+class Listener(Protocol):
+  """Who sends requests to the servers."""
+
+  def opened(self, server: "Server") -> None:
+    """The server takes requests from now on."""
+
+  def closed(self, server: "Server") -> None:
+    """The server takes none; those under way there are lost."""
+
+  def failed(self, error: Exception) -> None:
+    """The fleet cannot be healed."""
+
+
+class Fleet:
+  """All servers of a run. Its methods are called in one event loop."""
+
+  def __init__(self, options: Options, listener: Listener):
+    """Makes the fleet; `start` begins its work."""
+    self._options = options
+    self._listener = listener
+    self.servers = [Server(i) for i in range(len(options.addresses) or options.servers)]
+    self._session: aiohttp.ClientSession | None = None
+    self._tasks: list[asyncio.Task[None]] = []
+    self._weights: Weights | None = None
+    self._is_asleep = False
+    self._changed = asyncio.Condition()
+    self._error: Exception | None = None
+    self.restarts = 0
+    self.probe_difference = 0.0  # nats, the largest of any server with the newest weights.
+
+  @property
+  def addresses(self) -> list[str]:
+    """Of the servers that are up."""
+    return [server.client.address for server in self.servers if server.is_up]
+
+  async def start(self) -> None:
+    """Begins to bring all servers up; returns at once."""
+    connector = aiohttp.TCPConnector(limit=0)
+    self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
+    self._tasks = [asyncio.create_task(self._keep(server)) for server in self.servers]
+
+  async def publish(self, weights: Weights) -> None:
+    """Gives all servers new weights; returns once every one that is up was proven to have them.
+
+    A server that is lost meanwhile gets them when it is replaced. Waits until all servers have
+    been up once, and until at least one is up.
+
+    Raises:
+      FleetError: what cannot be healed.
+      probe.WrongWeights: a server took the weights and computes with others.
+    """
+    self._weights, self._is_asleep, self.probe_difference = weights, False, 0.0
+    await self._until(self._is_published)
+
+  async def sleep(self) -> None:
+    """Has all servers give their memory back until `publish`; nothing may be under way."""
+    self._is_asleep = True
+    await self._until(lambda: all(s.is_asleep or not s.is_up for s in self.servers))
+
+  async def close(self) -> None:
+    """Ends the watching, and all servers that were launched."""
+    for task in self._tasks:
+      task.cancel()
+    await asyncio.gather(*self._tasks, return_exceptions=True)
+    processes = [s.process for s in self.servers if s.process is not None]
+    for process in processes:
+      process.terminate()
+    await asyncio.gather(*(asyncio.to_thread(p.wait, 60.0) for p in processes))
+    if self._session is not None:
+      await self._session.close()
+
+  def client(self, address: str) -> Client:
+    """Returns a client that shares the fleet's connections and key."""
+    assert self._session is not None  # `start` made it.
+    options = self._options
+    return Client(self._session, address, key=options.key, timeouts=options.timeouts)
+
+  def _is_published(self) -> bool:
+    up = [server for server in self.servers if server.is_up]
+    have_been_up = all(server.has_been_up for server in self.servers)
+    return have_been_up and bool(up) and all(self._is_current(server) for server in up)
+
+  async def _until(self, holds: Callable[[], bool]) -> None:
+    for server in self.servers:
+      server.woken.set()
+    async with self._changed:
+      await self._changed.wait_for(lambda: self._error is not None or holds())
+    if self._error is not None:
+      raise self._error
+
+  async def _tell(self) -> None:
+    async with self._changed:
+      self._changed.notify_all()
+
+  async def _keep(self, server: Server) -> None:
+    """Takes a server through its lives, until the fleet is closed or cannot be healed."""
+    try:
+      while True:
+        try:
+          await self._bring_up(server)
+          await self._serve(server)
+        except ServerLost as lost:
+          await self._bury(server, str(lost))
+    except (FleetError, ServerError, probe.WrongWeights) as error:
+      self._error = error
+      self._listener.failed(error)
+      await self._tell()
+
+  async def _bring_up(self, server: Server) -> None:
+    """Launches a server, or finds it, and waits until it is healthy."""
+    while self._is_asleep:  # the trainer has the memory.
+      await asyncio.sleep(_LOOK_EVERY_S)
+    options, process = self._options, None
+    if options.launch is not None:
+      process = await asyncio.to_thread(
+        ServerProcess.start,
+        options.launch,
+        index=server.index,
+        model_path=options.model_path,
+        weight_version=-1,  # none of the trainer's.
+        api_key=options.key or "",
+      )
+    address = process.address if process else options.addresses[server.index]
+    await server.bring_up(process, self.client(address), options.start_timeout_s)
+    await self._tell()
+
+  async def _serve(self, server: Server) -> None:
+    """Keeps a healthy server at the newest weights and watches it; ends by an exception only."""
+    health: asyncio.Task[None] | None = None
+    checked = time.monotonic()
+    try:
+      while True:
+        server.raise_if_ended()
+        if health is not None and health.done():
+          health.result()
+          health, checked = None, time.monotonic()
+          if self._is_current(server):
+            self._listener.opened(server)
+        if self._wants_change(server):
+          if health is not None and self._is_asleep:
+            await asyncio.wait({health})  # SGLang gives memory back only when it is idle.
+          elif health is not None:
+            health.cancel()
+          await self._change(server)
+          health, checked = None, time.monotonic()
+        is_due = server.is_doubted or time.monotonic() - checked > self._options.health_every_s
+        if health is None and is_due and not server.is_asleep:
+          server.is_doubted = False
+          health = asyncio.create_task(server.check_health())
+          health.add_done_callback(lambda _: server.woken.set())
+        with contextlib.suppress(TimeoutError):
+          await asyncio.wait_for(server.woken.wait(), _LOOK_EVERY_S)
+        server.woken.clear()
+    finally:
+      if health is not None:
+        health.cancel()
+
+  def _is_current(self, server: Server) -> bool:
+    return self._weights is not None and server.version == self._weights.version
+
+  def _wants_change(self, server: Server) -> bool:
+    if self._is_asleep:
+      return not server.is_asleep
+    return self._weights is not None and not self._is_current(server)
+
+  async def _change(self, server: Server) -> None:
+    """Sends a server to sleep, or gives it the newest weights and opens it."""
+    if self._is_asleep:
+      self._listener.closed(server)
+      await server.sleep()
+    else:
+      assert self._weights is not None  # `_wants_change` said so.
+      tolerance = self._options.probe_tolerance
+      difference = await server.update(self._weights, tolerance=tolerance)
+      self.probe_difference = max(self.probe_difference, difference)
+      self._listener.opened(server)
+    await self._tell()
+
+  async def _bury(self, server: Server, reason: str) -> None:
+    """Ends what is left of a lost server, and waits before it may be replaced.
+
+    Raises:
+      FleetError: it was lost too often, or could not be started at all.
+    """
+    self._listener.closed(server)
+    log = await server.end()
+    await self._tell()
+    options, now = self._options, time.monotonic()
+    if not server.has_been_up and "address already in use" not in log.lower():
+      raise FleetError(f"{server.name} could not be started: {reason}.{log}")
+    server.lost_at.append(now)
+    while server.lost_at[0] < now - options.restart_window_s:
+      server.lost_at.popleft()
+    times = len(server.lost_at)
+    if times > options.max_restarts:
+      raise FleetError(
+        f"{server.name} was lost {times} times within {options.restart_window_s:g} s, allowed are"
+        f" {options.max_restarts} (engine.sglang.max_restarts); the last time: {reason}.{log}"
+      )
+    self.restarts += 1
+    wait = min(_FIRST_BACKOFF_S * 2 ** (times - 1), _LAST_BACKOFF_S)
+    logging.warning("%s is lost: %s; replaced in %g s.%s", server.name, reason, wait, log)
+    await asyncio.sleep(wait)

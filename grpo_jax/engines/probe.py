@@ -1,0 +1,86 @@
+"""A probe: do the servers sample from the weights that were sent? Their logprobs say so.
+
+After every change of the weights each server scores one fixed prompt. In float32 a server that
+kept the old weights, lost a tensor or mixed two up is off by far more than rounding. In bfloat16
+rounding alone is up to 0.3 nats a token, which hides a single small step of training; there the
+probe finds wrong tensors, and the version that the server names says that it loaded the folder.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from grpo_jax.models import transformer
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.rl.logprobs import sequence_logprobs
+
+LENGTH = 32  # tokens of the prompt.
+TOLERANCES = {"float32": 2e-3, "bfloat16": 1.5}  # nats, the largest difference of a token.
+
+
+class WrongWeights(RuntimeError):
+  """A server does not sample from the weights that it says it has."""
+
+
+def probe_ids(vocab_size: int) -> tuple[int, ...]:
+  """Returns the fixed prompt: ids from all over the vocabulary."""
+  return tuple(np.random.default_rng(0).integers(0, vocab_size, LENGTH).tolist())
+
+
+class Probe:
+  """The prompt, and the trainer's own logprobs of it."""
+
+  def __init__(self, config: ModelConfig, *, compute_dtype: Any, num_valid_tokens: int):
+    """Makes a probe.
+
+    Args:
+      config: of the model.
+      compute_dtype: of the trainer.
+      num_valid_tokens: ids are below.
+    """
+    self.ids = probe_ids(num_valid_tokens)
+    self._config = config
+    self._compute_dtype = jnp.dtype(compute_dtype)
+
+  def logprobs(self, params: Any) -> Float[np.ndarray, " n"]:
+    """Returns the trainer's log-probability of each id but the first, in nats."""
+    values = _logprobs(params, jnp.asarray(self.ids)[None], self._config, self._compute_dtype)
+    return np.asarray(jax.device_get(values))[0, 1:]
+
+
+@functools.partial(jax.jit, static_argnames=("config", "compute_dtype"))
+def _logprobs(params: Any, tokens: jax.Array, config: ModelConfig, compute_dtype: Any) -> jax.Array:
+  module = transformer.Transformer(config, compute_dtype=compute_dtype)
+  positions = jnp.arange(tokens.shape[1])[None]
+  hidden: Any = module.apply({"params": params}, tokens, positions, jnp.ones_like(tokens))
+  head, layout = transformer.head(params, config)
+  values = sequence_logprobs(hidden, head, tokens, head_layout=layout, implementation="xla_chunked")
+  assert not isinstance(values, tuple)  # no entropy was asked for.
+  return values
+
+
+def check(
+  of_server: Float[np.ndarray, " n"],
+  of_trainer: Float[np.ndarray, " n"],
+  *,
+  tolerance: float,
+  what: str,
+) -> float:
+  """Returns the largest difference of the logprobs, in nats.
+
+  Raises:
+    WrongWeights: it is above the tolerance, or not finite.
+  """
+  largest = float(np.abs(of_server - of_trainer).max())
+  if not largest <= tolerance:
+    raise WrongWeights(
+      f"{what} does not sample from the weights that it was sent: its logprobs of the probe differ"
+      f" from the trainer's by up to {largest:.3g} nats (engine.sglang.probe_tolerance is"
+      f" {tolerance:g}); server {np.round(of_server[:4], 3).tolist()} ..., trainer"
+      f" {np.round(of_trainer[:4], 3).tolist()} ..."
+    )
+  return largest

@@ -1,0 +1,212 @@
+"""One SGLang server of a fleet: brought up, given weights, proven to have them, looked after."""
+
+import asyncio
+import collections
+import dataclasses
+import pathlib
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from grpo_jax.engines import probe, sglang_messages
+from grpo_jax.engines.server_process import LaunchOptions, ServerProcess
+from grpo_jax.engines.sglang_client import Client, Refused, Timeouts, Unanswered
+
+_ASK_EVERY_S = 0.25  # whether a server that starts is healthy.
+
+
+class FleetError(RuntimeError):
+  """What cannot be healed: the run has to stop."""
+
+
+class ServerLost(Exception):
+  """A server is dead, hangs, or is not the one it was; it has to be replaced."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+  """One version of the weights, and how to tell that a server has it."""
+
+  version: int
+  folder: pathlib.Path
+  probe_ids: tuple[int, ...]
+  probe_logprobs: Float[np.ndarray, " m"]  # the trainer's, of each id but the first.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+  """What a fleet consists of, and how patient it is."""
+
+  addresses: tuple[str, ...] = ()  # of running servers; (): they are launched.
+  servers: int = 1  # how many to launch.
+  launch: LaunchOptions | None = None
+  model_path: str = ""  # folder that launched servers start from.
+  key: str | None = dataclasses.field(default=None, repr=False)  # of the servers' API.
+  timeouts: Timeouts = Timeouts()
+  start_timeout_s: float = 600.0  # until a server is healthy.
+  health_every_s: float = 15.0
+  max_restarts: int = 3  # of one server within `restart_window_s`.
+  restart_window_s: float = 3600.0
+  probe_tolerance: float = 2e-3  # nats.
+
+
+class Server:
+  """A server, and what is known of it."""
+
+  def __init__(self, index: int):
+    self.index = index
+    self.process: ServerProcess | None = None
+    self.version: int | None = None  # of the weights that it was proven to have.
+    self.is_up = False  # healthy, so that it can be given weights.
+    self.has_been_up = False
+    self.is_asleep = False  # its memory was given back.
+    self.is_doubted = False  # a request failed there: its health is asked for at once.
+    self.woken = asyncio.Event()  # there is something to look at.
+    self.lost_at: collections.deque[float] = collections.deque()
+    self._client: Client | None = None
+
+  @property
+  def client(self) -> Client:
+    """Speaks to it, once it was `bring_up`."""
+    assert self._client is not None
+    return self._client
+
+  @property
+  def name(self) -> str:
+    return f"server {self.index}" + (f" at {self._client.address}" if self._client else "")
+
+  def doubt(self) -> None:
+    """Has its health looked at now."""
+    self.is_doubted = True
+    self.woken.set()
+
+  async def bring_up(self, process: ServerProcess | None, client: Client, within_s: float) -> None:
+    """Waits until a server that was launched, or one that was found, is healthy.
+
+    Args:
+      process: None of one that was found.
+      client: speaks to it.
+      within_s: it is lost after so many seconds.
+
+    Raises:
+      ServerLost: it ended, or did not become healthy in time.
+      FleetError: it cannot be given new weights.
+    """
+    self.process, self._client = process, client
+    end = time.monotonic() + within_s
+    while not await self._is_ready():
+      self.raise_if_ended()
+      if time.monotonic() > end:
+        raise ServerLost(f"was not healthy within {within_s:g} s")
+      await asyncio.sleep(_ASK_EVERY_S)
+    if process is None and not await self._answered(client.can_update()):
+      raise FleetError(
+        f"{self.name} cannot be trained with: it has no /update_weights_from_disk. sglang-jax has"
+        " none at all; an SGLang router is named by engine.sglang.router, beside its workers in"
+        " engine.sglang.addresses"
+      )
+    self.is_up = self.has_been_up = True
+
+  async def _is_ready(self) -> bool:
+    try:
+      if self.process is None:  # a trainer that was killed may have left it paused and busy.
+        await self.client.resume()
+        await self.client.abort_all()
+    except Unanswered:
+      return False
+    except Refused as error:
+      raise FleetError(f"{self.name}: {error}") from error
+    return await self.client.is_healthy()
+
+  def raise_if_ended(self) -> None:
+    """Raises ServerLost if the process is no more."""
+    if self.process is not None and not self.process.is_running:
+      raise ServerLost(self.process.exit_text())
+
+  async def sleep(self) -> None:
+    """Gives its memory back to the device until the next `update`."""
+    await self._answered(self.client.release_memory())
+    self.is_asleep, self.version = True, None
+
+  async def update(self, weights: Weights, *, tolerance: float) -> float:
+    """Loads weights and proves that it has them.
+
+    Requests under way are paused, and go on with the new weights.
+
+    Returns:
+      The largest difference of the probe's logprobs from the trainer's, in nats.
+
+    Raises:
+      ServerLost: it does not answer.
+      FleetError: it refuses the weights.
+      probe.WrongWeights: it computes with others.
+    """
+    client = self.client
+    if self.is_asleep:
+      await self._answered(client.resume_weights())
+    await self._answered(client.pause())
+    try:
+      await self._answered(client.load(str(weights.folder), weights.version))
+      if self.is_asleep:
+        await self._answered(client.resume_cache())
+        self.is_asleep = False
+    finally:
+      await self._answered(client.resume())
+    difference = await self._prove(weights, tolerance)
+    self.version = weights.version
+    return difference
+
+  async def _prove(self, weights: Weights, tolerance: float) -> float:
+    name = f"probe-{self.index}-{weights.version}-{time.monotonic_ns()}"
+    body = sglang_messages.prompt_body(weights.probe_ids, name)
+    answer = await self._answered(self.client.generate(body))
+    try:
+      found = sglang_messages.prompt_logprobs(answer, weights.probe_ids)
+      version = int(sglang_messages.versions_of(answer["meta_info"], 1, default=-1)[0])
+    except sglang_messages.Garbled as error:
+      raise ServerLost(f"answers the probe wrongly: {error}") from error
+    if version != weights.version:
+      raise probe.WrongWeights(
+        f"{self.name} serves version {version} after it was given {weights.version}"
+      )
+    return probe.check(found, weights.probe_logprobs, tolerance=tolerance, what=self.name)
+
+  async def check_health(self) -> None:
+    """Raises ServerLost unless it answers, with the weights that it was given."""
+    if not await self.client.is_healthy():
+      raise ServerLost("does not answer /health")
+    info = await self._answered(self.client.model_info())
+    version = info.get("weight_version") if isinstance(info, dict) else None
+    if version is not None and self.version is not None and version != str(self.version):
+      raise ServerLost(f"serves weights {version!r}, was given {self.version}: it was restarted")
+
+  async def end(self) -> str:
+    """Kills what is left of it, forgets what it had, and returns the end of its log."""
+    self.is_up = self.is_asleep = self.is_doubted = False
+    self.version = None
+    process, self.process = self.process, None
+    if process is None:
+      return ""
+    process.kill()
+    await asyncio.to_thread(process.wait, 60.0)
+    return f" Its last lines:\n{process.last_lines()}"
+
+  async def _answered(self, call: Coroutine[Any, Any, Any]) -> Any:
+    """Returns the answer to a call that a healthy server answers.
+
+    Raises:
+      ServerLost: it does not.
+      FleetError: it refuses.
+    """
+    try:
+      return await call
+    except Unanswered as error:
+      raise ServerLost(str(error)) from error
+    except Refused as error:
+      raise FleetError(
+        f"{self.name}: {error}. If it cannot read the folder: engine.sglang.weights_folder has to"
+        " be one that the servers' hosts see, too"
+      ) from error

@@ -1,0 +1,163 @@
+"""Starts and ends one SGLang server as a process of its own (I/O: processes, files).
+
+A `ServerProcess` is held by a guard (server_side/guard.py), which ends the server when the trainer
+ends in whatever way. Nothing here speaks HTTP: whether a server answers is the fleet's question.
+"""
+
+import dataclasses
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+from grpo_jax.engines.launching import (
+  API_KEY_VARIABLE,
+  SERVER_SIDE,
+  LaunchOptions,
+  ServerError,
+  check,
+  check_port,
+  command_of,
+  environment_of,
+  free_port,
+  is_loopback,
+  port_of,
+)
+
+__all__ = [
+  "API_KEY_VARIABLE",
+  "LaunchOptions",
+  "ServerError",
+  "ServerProcess",
+  "check",
+  "check_port",
+  "free_port",
+  "is_loopback",
+]
+
+
+class ServerProcess:
+  """A running server and its guard. Dropping the object ends the server, as the trainer's end does.
+
+  Attributes:
+    index: which of the fleet's.
+    pid: of its guard, the parent of all its processes.
+    port: that it listens on.
+    log: file with its output, older output in LOG.1.
+  """
+
+  def __init__(self, guard: subprocess.Popen[bytes], *, index: int, host: str, port: int,
+               log: pathlib.Path, log_start: int):  # fmt: skip
+    self.index, self.pid, self.port, self.log = index, guard.pid, port, log
+    self._host, self._guard, self._log_start = host, guard, log_start
+
+  @classmethod
+  def start(
+    cls,
+    options: LaunchOptions,
+    index: int,
+    model_path: str | os.PathLike[str],
+    weight_version: int,
+    api_key: str = "",
+  ) -> "ServerProcess":
+    """Starts a server; it needs half a minute before it answers.
+
+    Args:
+      options: of the fleet.
+      index: which of the fleet's servers, from 0.
+      model_path: Hugging Face folder of the weights to begin with.
+      weight_version: theirs; with `options.command`, only if that uses it.
+      api_key: that it shall ask for, handed over in the environment; "": none. With
+        `options.command` the command finds it in GRPO_JAX_SGLANG_API_KEY.
+
+    Raises:
+      ServerError: see `check`; the log cannot be written.
+    """
+    check(dataclasses.replace(options, port=None), servers=index + 1, api_key=api_key)
+    port = port_of(options, index)
+    log = options.log_folder.absolute() / f"server_{index}.log"
+    command = [
+      *(sys.executable, "-I", str(SERVER_SIDE / "guard.py")),
+      *("--log", str(log), "--grace", str(options.grace_s)),
+      *(part for folder in options.scratch for part in ("--remove", str(folder.absolute()))),
+      "--",
+      *command_of(options, port, pathlib.Path(model_path).absolute(), weight_version),
+    ]
+    try:
+      options.log_folder.mkdir(parents=True, exist_ok=True)
+      with open(log, "ab") as own_troubles:
+        log_start = own_troubles.tell()
+        guard = subprocess.Popen(
+          command,
+          stdin=subprocess.PIPE,
+          stdout=subprocess.DEVNULL,
+          stderr=own_troubles,
+          bufsize=0,
+          cwd=options.log_folder,  # not the caller's: a server imports what lies there.
+          env=environment_of(options, index, api_key),
+          start_new_session=True,  # Ctrl-C in the terminal is the trainer's to handle.
+        )
+    except OSError as error:
+      raise ServerError(f"server {index} cannot be started: {error}") from error
+    return cls(guard, index=index, host=options.host, port=port, log=log, log_start=log_start)
+
+  @property
+  def address(self) -> str:
+    """Where the trainer reaches it: "http://127.0.0.1:30000"."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
+    return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+  @property
+  def is_running(self) -> bool:
+    """Whether anything of it is left."""
+    return self._guard.poll() is None
+
+  def exit_text(self) -> str:
+    """Returns how it ended: "exited with code 1", "killed by SIGKILL", "is running"."""
+    code = self._guard.poll()
+    if code is None:
+      return "is running"
+    names = {each.value: each.name for each in signal.Signals}
+    if code < 0:
+      return f"killed with its guard, which was killed by {names.get(-code, f'signal {-code}')}"
+    if code - 128 in names:
+      return f"killed by {names[code - 128]}"
+    return f"exited with code {code}"
+
+  def last_lines(self, n: int = 20) -> str:
+    """Returns the end of its log, since this start."""
+    try:
+      with open(self.log, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        begin = self._log_start if self._log_start <= size else 0  # a new file has begun.
+        file.seek(max(begin, size - 1000 * n))
+        lines = file.read().decode(errors="replace").splitlines()
+    except OSError as error:
+      return f"(no log: {error})"
+    return "\n".join(lines[-n:])
+
+  def terminate(self) -> None:
+    """Asks it to end, and has it killed after the grace period; returns at once."""
+    self._guard.terminate()
+
+  def kill(self) -> None:
+    """Has it killed with all its processes, also if it hangs; returns at once."""
+    assert self._guard.stdin is not None
+    try:
+      self._guard.stdin.write(b"kill\n")
+    except (BrokenPipeError, ValueError):
+      pass  # it ended before; ValueError: and was waited for.
+
+  def wait(self, timeout_s: float | None = None) -> bool:
+    """Waits until nothing of it is left; returns whether that came in time."""
+    try:
+      self._guard.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+      return False
+    assert self._guard.stdin is not None
+    self._guard.stdin.close()
+    return True
+
+  def __repr__(self) -> str:
+    return f"ServerProcess({self.index}, {self.address}, {self.exit_text()})"

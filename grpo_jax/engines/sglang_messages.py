@@ -1,0 +1,221 @@
+"""What is said to an SGLang server and what it answers, as plain data. Pure.
+
+Written against SGLang 0.5.23. Tokens and logprobs are read from `output_token_logprobs` alone:
+the text that comes with them is never tokenised again. sglang-jax answers in the same form, but
+for two defects that are met here: it repeats logprobs of long completions, and names no version.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from grpo_jax.engines.base import Generation, GenerationRequest
+from grpo_jax.types import FinishReason
+
+
+class Garbled(ValueError):
+  """A server answered with something that is not what was asked for."""
+
+
+class Aborted(Exception):
+  """A server gave up on a request that nobody cancelled."""
+
+
+def signed(seed: int) -> int:
+  """Returns a seed of 64 bits as the signed integer that SGLang takes, bit for bit."""
+  return seed - 2**64 if seed >= 2**63 else seed
+
+
+def sampling_params(request: GenerationRequest, *, seeded: bool) -> dict[str, Any]:
+  """Returns SGLang's `sampling_params` of one request.
+
+  Args:
+    request: of one completion.
+    seeded: whether the server honours seeds (--enable-deterministic-inference).
+  """
+  sampling = request.sampling
+  params: dict[str, Any] = {
+    "max_new_tokens": sampling.max_tokens,
+    "temperature": sampling.temperature,
+    "top_k": sampling.top_k or -1,
+    "top_p": sampling.top_p,
+    "min_p": sampling.min_p,
+    "stop_token_ids": list(sampling.stop_ids),
+    "ignore_eos": not sampling.stop_ids,  # True would ignore `stop_token_ids` as well.
+    "skip_special_tokens": False,  # stop strings may hold special tokens.
+    "spaces_between_special_tokens": False,
+    "no_stop_trim": True,
+  }
+  if sampling.stop_strings:
+    params["stop"] = list(sampling.stop_strings)
+  if seeded:
+    params["sampling_seed"] = signed(request.seed)
+  return params
+
+
+def generate_body(
+  requests: Sequence[GenerationRequest], names: Sequence[str], *, seeded: bool
+) -> dict[str, Any]:
+  """Returns the body of POST /generate for one completion, or for several in one request.
+
+  Args:
+    requests: what to sample; each with its own seed.
+    names: SGLang's request ids, unique in the life of the server.
+    seeded: see `sampling_params`.
+  """
+  bodies = [
+    {
+      "input_ids": [int(i) for i in request.prompt_ids],
+      "sampling_params": sampling_params(request, seeded=seeded),
+      "rid": name,
+    }
+    for request, name in zip(requests, names, strict=True)
+  ]
+  if len(bodies) == 1:
+    return {**bodies[0], "return_logprob": True}
+  return {**{key: [b[key] for b in bodies] for key in bodies[0]}, "return_logprob": True}
+
+
+def generations(
+  answer: Any, requests: Sequence[GenerationRequest], *, vocab_size: int, version: int
+) -> list[Generation]:
+  """Reads the answer to `generate_body`.
+
+  Args:
+    answer: as decoded from JSON.
+    requests: those that it answers, in order.
+    vocab_size: ids must be below.
+    version: of the weights, for servers that name none.
+
+  Raises:
+    Garbled: the answer is not what was asked for; says in what.
+    Aborted: the server gave up on one of the requests.
+  """
+  answers = answer if isinstance(answer, list) else [answer]
+  if len(answers) != len(requests):
+    raise Garbled(f"{len(requests)} completions were asked for, {len(answers)} came")
+  return [
+    _generation(each, request, vocab_size=vocab_size, version=version)
+    for each, request in zip(answers, requests, strict=True)
+  ]
+
+
+def _generation(
+  answer: Any, request: GenerationRequest, *, vocab_size: int, version: int
+) -> Generation:
+  meta = _field(answer, "meta_info", dict)
+  reason = _field(meta, "finish_reason", dict)
+  kind = _field(reason, "type", str)
+  if kind == "abort":
+    raise Aborted(str(reason.get("message", "aborted")))
+  if kind not in ("stop", "length"):
+    raise Garbled(f"finish_reason is {kind!r}, known are stop, length and abort")
+  count = _field(meta, "completion_tokens", int)
+  ids, logprobs = _tokens(_field(meta, "output_token_logprobs", list), count)
+  _check(ids, logprobs, request, vocab_size)
+  return Generation(
+    request_id=request.request_id,
+    token_ids=ids,
+    logprobs=np.minimum(logprobs, 0.0),  # a certain token may be reported as 1e-8.
+    weight_versions=versions_of(meta, count, default=version),
+    finish_reason=FinishReason(kind),
+    matched_stop=_matched(reason) if kind == "stop" else None,
+  )
+
+
+def _tokens(
+  entries: Sequence[Any], count: int
+) -> tuple[Int[np.ndarray, " n"], Float[np.ndarray, " n"]]:
+  """Splits [[logprob, id, text], ...]; of a longer list the last `count` count."""
+  if len(entries) < count:
+    raise Garbled(f"{count} tokens were sampled, logprobs came for {len(entries)}")
+  try:
+    ids = np.asarray([entry[1] for entry in entries[len(entries) - count :]], np.int32)
+    logprobs = np.asarray([entry[0] for entry in entries[len(entries) - count :]], np.float32)
+  except (TypeError, ValueError, IndexError, KeyError, OverflowError) as error:
+    raise Garbled(f"output_token_logprobs does not hold [logprob, id, ...]: {error}") from error
+  return ids, logprobs
+
+
+def _check(
+  ids: Int[np.ndarray, " n"],
+  logprobs: Float[np.ndarray, " n"],
+  request: GenerationRequest,
+  vocab_size: int,
+) -> None:
+  if not 1 <= len(ids) <= request.sampling.max_tokens:
+    raise Garbled(f"{len(ids)} tokens came, asked for were 1 to {request.sampling.max_tokens}")
+  if ((ids < 0) | (ids >= vocab_size)).any():
+    raise Garbled(f"a token id is outside the vocabulary of {vocab_size}: {ids.tolist()}")
+  if not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
+    raise Garbled(f"logprobs must be finite and at most 0, got {logprobs.tolist()}")
+
+
+def versions_of(meta: Mapping[str, Any], count: int, *, default: int) -> Int[np.ndarray, " n"]:
+  """Returns the version of the weights that sampled each token.
+
+  Args:
+    meta: `meta_info` of an answer.
+    count: sampled tokens.
+    default: of servers that name none.
+
+  Raises:
+    Garbled: a version is no number, or the spans do not cover the tokens.
+  """
+  spans = meta.get("weight_versions")
+  if spans is None:
+    if "weight_version" not in meta:
+      return np.full(count, default, np.int32)
+    spans = [{"version": meta["weight_version"], "start": 0, "end": count}]
+  versions = np.full(count, -1, np.int32)
+  try:
+    for span in spans:
+      versions[int(span["start"]) : int(span["end"])] = int(span["version"])
+  except (TypeError, ValueError, KeyError) as error:
+    raise Garbled(f"weight_versions are not those that were set: {spans}") from error
+  if (versions < 0).any():
+    raise Garbled(f"weight_versions do not cover the {count} tokens: {spans}")
+  return versions
+
+
+def _matched(reason: Mapping[str, Any]) -> int | str | None:
+  matched = reason.get("matched")
+  return matched if isinstance(matched, int | str) else None
+
+
+def prompt_body(ids: Sequence[int], name: str) -> dict[str, Any]:
+  """Returns the body that asks for the logprobs of a prompt's own tokens."""
+  return {
+    "input_ids": [int(i) for i in ids],
+    "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
+    "return_logprob": True,
+    "logprob_start_len": 0,
+    "rid": name,
+  }
+
+
+def prompt_logprobs(answer: Any, ids: Sequence[int]) -> Float[np.ndarray, " n"]:
+  """Reads the answer to `prompt_body`: the logprob of each id but the first, in nats.
+
+  Raises:
+    Garbled: they are not there, or of other ids.
+  """
+  entries = _field(_field(answer, "meta_info", dict), "input_token_logprobs", list)
+  try:
+    found = [int(entry[1]) for entry in entries]
+    if found != [int(i) for i in ids]:
+      raise Garbled(f"logprobs were asked for {[*ids]}, came for {found}")
+    return np.asarray([entry[0] for entry in entries[1:]], np.float32)
+  except (TypeError, ValueError, IndexError, KeyError) as error:
+    if isinstance(error, Garbled):
+      raise
+    raise Garbled(f"input_token_logprobs does not hold [logprob, id, ...]: {error}") from error
+
+
+def _field(answer: Any, name: str, kind: type) -> Any:
+  """Returns a field of an answer; raises Garbled if it is missing or of another type."""
+  if not isinstance(answer, dict) or not isinstance(answer.get(name), kind):
+    raise Garbled(f"an object with {name!r} ({kind.__name__}) was expected, got {answer!r:.300}")
+  return answer[name]

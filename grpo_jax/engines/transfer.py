@@ -1,0 +1,127 @@
+"""Weights on their way to the servers: versioned folders on fast storage.
+
+A run has a folder of its own, and holds a lock in it as long as it lives, however it ends; what
+dead runs left is removed by the next one. A version's folder appears whole or not at all.
+"""
+
+import fcntl
+import os
+import pathlib
+import shutil
+import tempfile
+from typing import Any
+
+from grpo_jax.models import export
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.transformer import Params
+
+MEMORY = pathlib.Path("/dev/shm")
+_SPARE = ".spare"
+_VERSIONS_AT_ONCE = 2  # the one in use, and the one that is written; their places are reused.
+_LOCK = ".lock"
+
+
+class TransferError(RuntimeError):
+  """Weights could not be written for the servers."""
+
+
+def fast_folder(needed: int, otherwise: pathlib.Path) -> pathlib.Path:
+  """Returns where to write `needed` bytes of weights a step: in memory if that has room.
+
+  Args:
+    needed: bytes of one version; two are there at once.
+    otherwise: a folder on a disk.
+  """
+  if MEMORY.is_dir() and os.access(MEMORY, os.W_OK):
+    if shutil.disk_usage(MEMORY).free > 1.1 * _VERSIONS_AT_ONCE * needed:
+      return MEMORY / f"grpo_jax-{os.getuid()}"
+  return otherwise
+
+
+class WeightFolders:
+  """The versions of the weights of one run, each a Hugging Face folder until it is discarded."""
+
+  def __init__(
+    self,
+    root: pathlib.Path,
+    config: ModelConfig,
+    *,
+    source_directory: pathlib.Path | None,
+    dtype: Any,
+  ):
+    """Makes a folder for this run in `root`, and removes those of dead runs.
+
+    Args:
+      root: shared by all runs of a user; on several hosts, a folder that all of them see.
+      config: of the model.
+      source_directory: Hugging Face folder that the model came from; see `export`.
+      dtype: of the files.
+    """
+    self._config = config
+    self._source = source_directory
+    self._dtype = dtype
+    try:
+      root.mkdir(mode=0o700, parents=True, exist_ok=True)
+      with (root / _LOCK).open("w") as of_all:
+        fcntl.flock(of_all, fcntl.LOCK_EX)  # nobody takes a folder for dead that is just made.
+        _remove_leftovers(root)
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="run-", dir=root))
+        self._lock = (self.folder / _LOCK).open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+    except OSError as error:
+      raise TransferError(f"no folder for weights can be made in {root}: {error}") from error
+
+  def write(self, params: Params, *, version: int) -> pathlib.Path:
+    """Writes a version, which appears whole or not at all.
+
+    Kernels are transposed to the layout of the files on the devices that hold them. The folder
+    of a discarded version is written over: asking a tmpfs for memory takes longer than writing.
+
+    Raises:
+      TransferError: it does not fit, or cannot be written; the message says where, and what was
+        needed and free.
+    """
+    target = self.folder / f"v{version:06d}"
+    scratch = self.folder / f".v{version:06d}"
+    spare = self.folder / _SPARE
+    try:
+      if spare.exists():
+        os.replace(spare, scratch)
+      else:
+        scratch.mkdir()
+      export.fill_folder(params, self._config, scratch, source=self._source, dtype=self._dtype)
+      os.replace(scratch, target)
+    except OSError as error:
+      shutil.rmtree(scratch, ignore_errors=True)
+      needed = sum(t.nbytes for t in export.to_write(params, self._config, dtype=self._dtype))
+      free = shutil.disk_usage(self.folder).free
+      raise TransferError(
+        f"version {version} of the weights could not be written to {self.folder}: {error.strerror};"
+        f" {needed / 2**20:.0f} MiB are needed, {free / 2**20:.0f} MiB are free there;"
+        " engine.sglang.weights_folder names another place"
+      ) from error
+    return target
+
+  def discard(self, folder: pathlib.Path) -> None:
+    """Removes a version that no server needs any more, or keeps its place for the next one."""
+    spare = self.folder / _SPARE
+    if spare.exists():
+      shutil.rmtree(folder, ignore_errors=True)
+    else:
+      os.replace(folder, spare)
+
+  def close(self) -> None:
+    """Removes all. May be called twice."""
+    shutil.rmtree(self.folder, ignore_errors=True)
+    self._lock.close()
+
+
+def _remove_leftovers(root: pathlib.Path) -> None:
+  """Removes the folders of runs that live no more: those whose lock can be had."""
+  for lock in root.glob(f"run-*/{_LOCK}"):
+    try:
+      with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(lock.parent, ignore_errors=True)
+    except OSError:  # held, or gone in the meantime: not ours to remove.
+      continue

@@ -1,0 +1,277 @@
+"""Shaping of rewards, between the filters and the advantages. Pure, NumPy.
+
+    scale  →  stop-properly penalty  →  overlong penalty
+
+A reward that is not finite (could not be scored) passes through all of it untouched. What
+an environment gave stays in the groups that filters, metrics and dynamic sampling look at; shaped
+groups go to the advantages and the loss alone. The formulas are in docs/rewards.md.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from grpo_jax import metrics
+from grpo_jax.types import Rollout, RolloutGroup
+
+OVERLONG = "overlong"  # name of the penalty among the reward's components.
+_SCALE_TO = (0.0, 1.0)
+_PENALTY = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shaping:
+  """What is done to the rewards of a step; nothing by default."""
+
+  scale_from: tuple[float, float] | None = None  # low and high of the rewards; None: no scaling.
+  scale_to: tuple[float, float] = _SCALE_TO  # what they become.
+  stop_properly_coef: float | None = None  # factor for truncated completions; None: off.
+  overlong_buffer_tokens: int | None = None  # last tokens before the limit; None: no penalty.
+  overlong_penalty: float = _PENALTY  # at the limit.
+  overlong_floor: bool = True  # beyond the limit it grows no more.
+  max_completion_tokens: int | None = None  # the limit: sampled tokens of a completion.
+
+  def __post_init__(self):
+    problems = [*_scaling_problems(self), *_penalty_problems(self)]
+    if problems:
+      raise ValueError("shaping: " + "; ".join(problems))
+
+  @property
+  def is_on(self) -> bool:
+    """Whether any reward can change."""
+    settings = (self.scale_from, self.stop_properly_coef, self.overlong_buffer_tokens)
+    return any(setting is not None for setting in settings)
+
+
+def make(**options: Any) -> Shaping:
+  """Makes a checked choice of shaping from the fields of a config.
+
+  Raises:
+    ValueError: an option makes no sense, or would change nothing.
+    TypeError: there is no such option.
+  """
+  for name in ("scale_from", "scale_to"):
+    if options.get(name) is not None:
+      bounds = tuple(float(bound) for bound in options[name])
+      if len(bounds) != 2:
+        raise ValueError(f"shaping: {name} must be two finite numbers, got {bounds}")
+      options[name] = bounds
+  return Shaping(**options)
+
+
+def scaled(
+  rewards: Float[np.ndarray, "*shape"],
+  *,
+  scale_from: tuple[float, float],
+  scale_to: tuple[float, float] = _SCALE_TO,
+) -> Float[np.ndarray, "*shape"]:
+  """Clamps rewards to one range and maps it linearly on another.
+
+      r' = t₀ + (clip(r, s₀, s₁) - s₀) / (s₁ - s₀) · (t₁ - t₀)
+
+  Args:
+    rewards: those that are not finite stay as they are.
+    scale_from: s₀ < s₁.
+    scale_to: t₀ and t₁.
+
+  Source: NeMo RL's `reward_scaling`.
+  """
+  (low, high), (new_low, new_high) = scale_from, scale_to
+  share = (np.clip(rewards, low, high) - low) / (high - low)
+  return np.where(np.isfinite(rewards), new_low + share * (new_high - new_low), rewards)
+
+
+def stopped_properly(
+  rewards: Float[np.ndarray, "*shape"], is_truncated: np.ndarray, *, coef: float
+) -> Float[np.ndarray, "*shape"]:
+  """Takes a share of the reward off completions that the token limit cut.
+
+      r' = min(r, c·r)   of a truncated completion,   r of any other
+
+  A negative reward stays as it is: c·r alone would make being cut an advantage.
+
+  Args:
+    rewards: those that are not finite stay as they are.
+    is_truncated: of the same shape.
+    coef: c, from 0 (nothing is left) to 1 (nothing is taken).
+
+  Source: NeMo RL's `stop_properly_penalty_coef`, there c·r whatever the sign.
+  """
+  hit = is_truncated & np.isfinite(rewards)
+  return np.where(hit, np.minimum(rewards, coef * np.where(hit, rewards, 0)), rewards)
+
+
+def overlong_penalties(
+  tokens: Int[np.ndarray, "*shape"],
+  *,
+  max_completion_tokens: int,
+  buffer_tokens: int,
+  penalty: float = _PENALTY,
+  floor: bool = True,
+) -> Float[np.ndarray, "*shape"]:
+  """Returns what is added to the rewards of completions that come close to the limit.
+
+      p = -λ · clip((|o| - (L_max - L_buf)) / L_buf, 0, 1)     without the 1 if not `floor`
+
+  Args:
+    tokens: |o|, sampled tokens of each completion, the stop id included.
+    max_completion_tokens: L_max.
+    buffer_tokens: L_buf; the penalty begins so many tokens before the limit.
+    penalty: λ.
+    floor: False lets the penalty of completions beyond L_max grow on.
+
+  Returns:
+    Numbers that are at most 0.
+
+  Source: Yu et al. 2025, DAPO, arXiv:2503.14476, equation 13 (λ = 1, with the floor); verl's
+  `overlong_buffer` and NeMo RL's `reward_shaping` have none.
+  """
+  excess = (tokens - (max_completion_tokens - buffer_tokens)) / buffer_tokens
+  return -penalty * np.clip(excess, 0, 1 if floor else None)
+
+
+def apply(groups: Sequence[RolloutGroup], shaping: Shaping) -> tuple[RolloutGroup, ...]:
+  """Returns the groups with shaped rewards; the groups themselves if nothing is to be done.
+
+  Scaling and the stop-properly penalty act on every component of a reward, too, since GDPO
+  learns from these; the overlong penalty becomes a component of its own, "overlong".
+  """
+  return tuple(_shaped(group, shaping) for group in groups) if shaping.is_on else tuple(groups)
+
+
+def of_groups(groups: Sequence[RolloutGroup], shaping: Shaping) -> dict[str, float]:
+  """Describes what shaping does to groups, before any filter.
+
+  Returns:
+    {name: value} of shaping/*, over scored completions; nothing if shaping is off.
+  """
+  if not shaping.is_on:
+    return {}
+  after = apply(groups, shaping)
+  raw = np.concatenate([np.zeros(0), *(_rewards(group) for group in groups)])
+  new = np.concatenate([np.zeros(0), *(_rewards(group) for group in after)])
+  scored = np.isfinite(raw)
+  values = {
+    "shaping/reward_mean": new[scored],
+    "shaping/changed_share": (new != raw)[scored],
+    "shaping/no_signal_share": [not metrics.has_signal(group) for group in after],
+  }
+  if shaping.scale_from is not None:
+    low, high = shaping.scale_from
+    values["shaping/clamped_share"] = ((raw < low) | (raw > high))[scored]
+  if shaping.overlong_buffer_tokens is not None:
+    penalties = np.concatenate([np.zeros(0), *(_penalties(group, shaping) for group in groups)])
+    values["shaping/overlong_share"] = (penalties < 0)[scored]
+    values["shaping/overlong_penalty_mean"] = penalties[scored]
+  return {name: _mean(np.asarray(value, np.float64)) for name, value in values.items()}
+
+
+def _shaped(group: RolloutGroup, shaping: Shaping) -> RolloutGroup:
+  """Shapes the rewards and the components of one group."""
+  names = sorted({name for rollout in group.rollouts for name in rollout.reward_components})
+  cut = np.asarray([rollout.is_truncated for rollout in group.rollouts], bool)
+  rewards = _scaled_and_cut(_rewards(group), cut, shaping)
+  columns = {name: _scaled_and_cut(_component(group, name), cut, shaping) for name in names}
+  if shaping.overlong_buffer_tokens is not None:
+    penalties = _penalties(group, shaping)
+    rewards = np.where(np.isfinite(rewards), rewards + penalties, rewards)
+    columns |= {OVERLONG: columns.get(OVERLONG, 0.0) + penalties} if names else {}
+  rollouts = (
+    _with_rewards(rollout, float(rewards[i]), {name: float(v[i]) for name, v in columns.items()})
+    for i, rollout in enumerate(group.rollouts)
+  )
+  return dataclasses.replace(group, rollouts=tuple(rollouts))
+
+
+def _scaled_and_cut(
+  values: Float[np.ndarray, " G"], is_truncated: np.ndarray, shaping: Shaping
+) -> Float[np.ndarray, " G"]:
+  if shaping.scale_from is not None:
+    values = scaled(values, scale_from=shaping.scale_from, scale_to=shaping.scale_to)
+  if shaping.stop_properly_coef is not None:
+    values = stopped_properly(values, is_truncated, coef=shaping.stop_properly_coef)
+  return values
+
+
+def _with_rewards(rollout: Rollout, reward: float, components: Mapping[str, float]) -> Rollout:
+  """Replaces reward and components; a component that the rollout lacks stays missing."""
+  own = {
+    name: value
+    for name, value in components.items()
+    if name in rollout.reward_components or (name == OVERLONG and rollout.reward_components)
+  }
+  return dataclasses.replace(rollout, reward=reward, reward_components=own)
+
+
+def _penalties(group: RolloutGroup, shaping: Shaping) -> Float[np.ndarray, " G"]:
+  assert shaping.overlong_buffer_tokens is not None and shaping.max_completion_tokens is not None
+  return overlong_penalties(
+    np.asarray([rollout.loss_mask.sum() for rollout in group.rollouts], np.int64),
+    max_completion_tokens=shaping.max_completion_tokens,
+    buffer_tokens=shaping.overlong_buffer_tokens,
+    penalty=shaping.overlong_penalty,
+    floor=shaping.overlong_floor,
+  )
+
+
+def _rewards(group: RolloutGroup) -> Float[np.ndarray, " G"]:
+  return np.asarray([rollout.reward for rollout in group.rollouts], np.float64)
+
+
+def _component(group: RolloutGroup, name: str) -> Float[np.ndarray, " G"]:
+  values = [rollout.reward_components.get(name, math.nan) for rollout in group.rollouts]
+  return np.asarray(values, np.float64)
+
+
+def _mean(values: np.ndarray) -> float:
+  return float(values.mean()) if values.size else math.nan
+
+
+def _scaling_problems(shaping: Shaping) -> list[str]:
+  """What is wrong with scaling."""
+  problems = []
+  for name, bounds in (("scale_from", shaping.scale_from), ("scale_to", shaping.scale_to)):
+    if bounds is not None and not all(map(math.isfinite, bounds)):
+      problems.append(f"{name} must be two finite numbers, got {bounds}")
+  if problems:
+    return problems
+  if shaping.scale_from is None:
+    if shaping.scale_to != _SCALE_TO:
+      problems.append("scale_to changes nothing without scale_from")
+  elif not shaping.scale_from[0] < shaping.scale_from[1]:
+    problems.append(f"scale_from must rise, got {shaping.scale_from}")
+  if shaping.scale_to[0] == shaping.scale_to[1]:
+    problems.append(f"scale_to gives every reward the same value, {shaping.scale_to[0]}")
+  return problems
+
+
+def _penalty_problems(shaping: Shaping) -> list[str]:
+  """What is wrong with the two penalties."""
+  problems = []
+  coef, buffer, limit = (
+    shaping.stop_properly_coef,
+    shaping.overlong_buffer_tokens,
+    shaping.max_completion_tokens,
+  )
+  if coef is not None and not 0 <= coef <= 1:
+    problems.append(f"stop_properly_coef must be from 0 to 1, got {coef}")
+  if buffer is None:
+    if (shaping.overlong_penalty, shaping.overlong_floor, limit) != (_PENALTY, True, None):
+      problems.append(
+        "overlong_penalty, overlong_floor and max_completion_tokens change nothing without "
+        "overlong_buffer_tokens"
+      )
+    return problems
+  if not (0 < shaping.overlong_penalty and math.isfinite(shaping.overlong_penalty)):
+    problems.append(f"overlong_penalty must be above 0, got {shaping.overlong_penalty}")
+  if limit is None:
+    problems.append("overlong_buffer_tokens needs max_completion_tokens")
+  elif not 1 <= buffer <= limit:
+    problems.append(
+      f"overlong_buffer_tokens must be from 1 to max_completion_tokens={limit}, got {buffer}"
+    )
+  return problems

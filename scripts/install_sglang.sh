@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Makes a Python environment for SGLang servers, beside the trainer's: SGLang pins torch and
+# transformers. What it holds is written in constraints/sglang_{cpu,cuda}.txt.
+#
+#   scripts/install_sglang.sh cpu|cuda [DIR]     DIR: .venv-sglang, where the trainer looks for it
+#
+#   cpu    about a minute, 1.5 GB. The index of Python packages has torch for Linux as its CUDA build
+#          only, 4 GB more; it serves on a CPU too. For the build without CUDA set
+#          PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+#   cuda   SGLang as its authors release it, about 10 GB.
+#
+# PYTHON chooses the interpreter (3.11 or 3.12). Returns at once if the environment is as it should be.
+set -euo pipefail
+die() { echo "install_sglang: $*" >&2; exit 1; }
+
+device=${1:-}
+folder=${2:-.venv-sglang}
+python=${PYTHON:-python3}
+case $device in cpu | cuda) ;; *) die "for which device? usage: $0 cpu|cuda [DIR]" ;; esac
+list=$(cd "$(dirname "$0")/.." && pwd)/constraints/sglang_$device.txt
+
+ready() {
+  echo "SGLang for $device is in $folder. Next:"
+  echo "  python -m grpo_jax.main --config=configs/quickstart.py --config.engine.name=sglang" \
+    "--config.engine.sglang.python=$folder/bin/python"
+  echo "or a server by hand:"
+  echo "  python scripts/serve_sglang.py MODEL_FOLDER --device $device --python $folder/bin/python"
+}
+
+if cmp -s "$list" "$folder/installed" && "$folder/bin/python" -c '' 2>/dev/null; then
+  ready
+  exit
+fi
+"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null ||
+  die "needs Python 3.11 or 3.12, and $python is not one; name one with PYTHON=..."
+if [ -e "$folder" ] && [ ! -e "$folder/pyvenv.cfg" ]; then
+  die "$folder is there and is no Python environment: remove it, or name another folder"
+fi
+rm -rf "$folder"
+trap 'rm -rf "$folder"; echo "install_sglang: failed, the reason is above; $folder is removed" >&2' ERR
+
+"$python" -m venv "$folder"
+install=("$folder/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile --only-binary :all:)
+if [ "$device" = cpu ]; then
+  # torch with what its build needs: nothing, or the libraries of CUDA. The rest without.
+  "${install[@]}" --constraint "$list" torch
+  "${install[@]}" --no-deps --requirement "$list"
+else
+  "${install[@]}" --constraint "$list" sglang
+fi
+cp "$list" "$folder/installed"
+trap - ERR
+ready
