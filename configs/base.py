@@ -23,6 +23,7 @@ def get_config() -> Any:
   model.chat_template = config_dict.placeholder(
     str
   )  # text, .jinja file, "plain"; None: the model's.
+  model.chat_template_args = ConfigDict()  # its variables: {'enable_thinking': False} for Qwen3.
   model.compute_dtype = (
     "bfloat16"  # of matrix products, "bfloat16" or "float32"; weights are float32.
   )

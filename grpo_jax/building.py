@@ -16,6 +16,7 @@ from grpo_jax import (
   checkpointing,
   configuration,
   data,
+  data_options,
   engines,
   environments,
   filters,
@@ -28,6 +29,7 @@ from grpo_jax import (
   timing,
 )
 from grpo_jax.engines.base import Engine, SamplingParams
+from grpo_jax.engines.none import NoEngine
 from grpo_jax.engines.server_process import ServerError
 from grpo_jax.engines.transfer import TransferError
 from grpo_jax.learn import optim, sharding, train_step
@@ -116,7 +118,8 @@ def validate(config: Config) -> Iterator[str]:
   for name in ("prompts_per_step", "group_size", "max_turns"):
     if config.rollout[name] < 1:
       yield f"rollout.{name} must be at least 1, got {config.rollout[name]}"
-  yield from _complaints_of_data(config)
+  has_environments = offline_building.needs_environments(config)
+  yield from data_options.complaints(config, has_environments=has_environments)
   too_large = [k for k in config.evaluation.pass_k if k > config.evaluation.group_size]
   if too_large:
     size = config.evaluation.group_size
@@ -131,36 +134,6 @@ def validate(config: Config) -> Iterator[str]:
     yield "loss.kl_in_reward goes with advantages.estimator='reinforce_pp' (or its baseline form)"
   if config.model.compute_dtype not in ("float32", "bfloat16"):
     yield f"model.compute_dtype is float32 or bfloat16, got {config.model.compute_dtype!r}"
-
-
-def _complaints_of_data(config: Config) -> Iterator[str]:
-  """Yields what cannot work in the sections data and evaluation, without opening anything."""
-  try:
-    found = {"data": _training_data(config), "evaluation": _evaluation_data(config)}
-    weights = {name: one.get("weight") for name, one in found["data"].items()}
-    data.make_dataloader(weights, **_dataloader(config))
-  except ValueError as error:
-    yield str(error)
-    return
-  has_environments = offline_building.needs_environments(config)
-  for section, sets in found.items() if has_environments else ():
-    for name, one in sets.items():
-      unknown = sorted(data.environments(one) - {*config.environments})
-      for environment in unknown:
-        known = ", ".join(config.environments)
-        place = section if len(sets) == 1 else f"{section}: dataset {name!r}"
-        yield f"{place}: environment is {environment!r}, environments has: {known}"
-  per_loader, per_step = config.data.num_prompts_per_dataloader, config.rollout.prompts_per_step
-  if per_loader and per_step % per_loader:
-    yield (
-      f"rollout.prompts_per_step={per_step} must be a multiple of "
-      f"data.num_prompts_per_dataloader={per_loader}"
-    )
-  best = config.checkpoint.best_metric
-  ranked = best.split("/")[1] if best and best.startswith("eval/") and best.count("/") > 1 else None
-  if config.checkpoint.keep_best and ranked and ranked not in found["evaluation"]:
-    known = ", ".join(found["evaluation"])
-    yield f"checkpoint.best_metric is {best!r}, the evaluation sets are: {known}"
 
 
 def _unlearnable(config: Config) -> Iterator[str]:
@@ -209,11 +182,14 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
   folder = sources.resolve(
     config.model.path, fallback=config.model.fallback, cache_dir=config.model.cache_dir
   )
-  tokenizer = data.load_tokenizer(folder, chat_template=config.model.chat_template)
+  tokenizer = data.load_tokenizer(
+    folder,
+    chat_template=config.model.chat_template,
+    template_args=config.model.chat_template_args.to_dict(),
+  )
   is_offline = offline_building.is_offline(config)
   opener = offline_building.opener(config) if is_offline else data.open_dataset
-  prompts = _prompts(config, tokenizer, opener, {})  # a wrong file is found here, at once.
-  held_out = _held_out(config, tokenizer, opener)
+  held_out = data_options.open_all(config, tokenizer, opener)  # a wrong file is found at once.
   factories = stack.enter_context(_environments(config))
 
   checkpoints = stack.enter_context(
@@ -221,7 +197,7 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
       workdir / "checkpoints",
       keep_last=config.checkpoint.keep_last,
       keep_best=config.checkpoint.keep_best,
-      best_metric=_best_metric(config),
+      best_metric=data_options.best_metric(config),
       mode=config.checkpoint.best_mode,
       tell=print,
     )
@@ -245,6 +221,7 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
   scorer = offline_building.make_scorer(config, score, mesh)
   behavior_logprobs = None
   if is_offline:
+    prompts = _prompts(config, tokenizer, opener, {})
     behavior_logprobs = offline_building.score_behavior(
       config, prompts, scorer, model.params, workdir
     )
@@ -295,7 +272,7 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
     filters=_filters(config),
     shaping=_shaping(config),
     held_out=held_out,
-    has_several_datasets=len(_training_data(config)) > 1 or config.data.dataloader is not None,
+    has_several_datasets=data_options.has_several(config),
     ranking=ranking,
     evaluation_sampling=_sampling(_evaluation_sampling(config), tokenizer, model),
     limits=limits,
@@ -396,7 +373,7 @@ def _engine(
   Servers start while the trainer loads and compiles.
   """
   if offline_building.is_offline(config):
-    return engines.make("none")
+    return NoEngine()
   settings = config.engine.to_dict()
   name = settings.pop("name")
   own = settings[name] if name in settings else settings["options"]
@@ -431,9 +408,8 @@ def _prompts(
   config: Config, tokenizer: data.Tokenizer, opener: data.Opener, state: Mapping[str, Any]
 ) -> data.PromptStream:
   """Opens the prompts where `state` of the stream says; {} is the beginning."""
-  of_data = config.data.to_dict() | {"split_seed": _split_seed(config)}
-  place = state.get("prompts")
-  return data.make(tokenizer, seed=config.seed, state=place, opener=opener, **of_data)
+  of_data = data_options.of_stream(config)
+  return data.make(tokenizer, state=state.get("prompts"), opener=opener, **of_data)
 
 
 def _stream(
@@ -491,61 +467,6 @@ def _limits(config: Config) -> rollout.Limits:
     environment_concurrency=config.rollout.environment_concurrency,
     max_error_share=config.rollout.max_error_share,
   )
-
-
-def _held_out(
-  config: Config, tokenizer: data.Tokenizer, opener: data.Opener
-) -> dict[str, list[Prompt]]:
-  """Reads the evaluation prompts; none if nothing is ever evaluated."""
-  options = config.evaluation
-  if not (options.at_start or options.at_end or options.every_steps):
-    return {}
-  how = {"limit": options.num_prompts, "on_error": config.data.on_error, "opener": opener}
-  return {
-    name: data.make_held_out(tokenizer, **how, **one)
-    for name, one in _evaluation_data(config).items()
-  }
-
-
-# Fields of config.data that say how datasets are read together, not what each of them is.
-_OF_STREAM = (
-  *("shuffle", "epochs", "on_error", "datasets"),
-  *("num_prompts_per_dataloader", "dataloader", "dataloader_args"),
-)
-
-
-def _shared_data(config: Config) -> dict[str, Any]:
-  """Returns the fields that training datasets share."""
-  fields = config.data.to_dict() | {"split_seed": _split_seed(config)}
-  return {name: value for name, value in fields.items() if name not in _OF_STREAM}
-
-
-def _split_seed(config: Config) -> int:
-  return config.seed if config.data.split_seed is None else config.data.split_seed
-
-
-def _dataloader(config: Config) -> dict[str, Any]:
-  names = ("num_prompts_per_dataloader", "dataloader", "dataloader_args")
-  return {name: config.data.to_dict()[name] for name in names}
-
-
-def _training_data(config: Config) -> dict[str, dict[str, Any]]:
-  """Returns the fields of every training dataset, by name."""
-  return data.training_sets(_shared_data(config), config.data.datasets)
-
-
-def _evaluation_data(config: Config) -> dict[str, dict[str, Any]]:
-  """Returns the fields of every evaluation set, by name."""
-  options = config.evaluation
-  own, sets = options.data.to_dict(), options.datasets
-  return data.evaluation_sets(
-    _shared_data(config), config.data.datasets, own, sets, name=options.name
-  )
-
-
-def _best_metric(config: Config) -> str:
-  """Returns the metric that ranks checkpoints: by default the first evaluation set's accuracy."""
-  return config.checkpoint.best_metric or f"eval/{next(iter(_evaluation_data(config)))}/accuracy"
 
 
 def _evaluation_sampling(config: Config) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def advantages_of(
 
 
 def _weighted(row: Float[np.ndarray, " G"], weight: float) -> Float[np.ndarray, " G"]:
-  """Scales by the prompt's weight. Prompts of weight 0 are left out later, and shown as they are."""
+  """Scales by the prompt's weight; a prompt of weight 0 is left out later, and shown as it is."""
   return row * np.float32(weight) if 0 < weight < 1 else row
 
 

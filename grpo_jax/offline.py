@@ -24,8 +24,9 @@ from grpo_jax.data.groups import (
   index_groups,
 )
 from grpo_jax.data.parts import Part
-from grpo_jax.data.prompts import Dataset, OnError, OverlongError, open_dataset
+from grpo_jax.data.prompts import Dataset, open_dataset
 from grpo_jax.data.recorded import Style
+from grpo_jax.data.skipped import OnError, OverlongError
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.engines.base import Generation, GenerationRequest, OnProgress, SamplingParams
 from grpo_jax.environments.base import EnvironmentFactory

@@ -21,7 +21,7 @@ LAYERS = [
   {"models"},
   {"data", "environments", "engines"},
   {"attempt", "batching", "filters", "learn", "shaping"},
-  {"rollout", "credit", "scoring", "behavior"},
+  {"rollout", "credit", "scoring", "behavior", "data_options"},
   {"report_data"},
   {"stream", "evaluation", "checkpointing", "loggers", "report"},
   {"offline"},
@@ -73,7 +73,10 @@ PURE_MAY_IMPORT = {
 }
 PURE_MAY_USE = PURE_UNITS | {"metrics", "metric_table"}
 EFFECTS = {"open", "print", "input", "exec", "eval", "__import__"}
-SEES_CONFIGS = {"train", "building", "offline_building", "command_line", "configuration", "main"}
+SEES_CONFIGS = {
+  *("train", "building", "offline_building", "data_options"),
+  *("command_line", "configuration", "main"),
+}
 SAYS_NOTHING = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -10,7 +10,6 @@ from grpo_jax.data.loaders import Loader
 from grpo_jax.data.prompt_stream import PromptStream, cursor_of
 from grpo_jax.data.prompts import (
   Dataset,
-  OnError,
   PromptDataset,
   held_out,
   name_of,
@@ -19,6 +18,7 @@ from grpo_jax.data.prompts import (
 from grpo_jax.data.settings import environments
 from grpo_jax.data.settings import evaluation as evaluation_sets
 from grpo_jax.data.settings import training as training_sets
+from grpo_jax.data.skipped import OnError
 from grpo_jax.data.tokenizer import Tokenizer, check_vocabulary
 from grpo_jax.data.tokenizer import load as load_tokenizer
 from grpo_jax.registry import choose, function
@@ -49,7 +49,7 @@ _ALL = "all"  # name of the loader that reads several datasets as one.
 def make(
   tokenizer: Tokenizer,
   *,
-  datasets: Sequence[Mapping[str, Any]] = (),
+  datasets: Sequence[Any] = (),
   shuffle: bool = True,
   seed: int = 0,
   epochs: int | None = None,
@@ -65,7 +65,8 @@ def make(
 
   Args:
     tokenizer: of the model.
-    datasets: what differs between several datasets; empty: `shared` is the one dataset.
+    datasets: what differs between several datasets, a mapping each; empty: `shared` is the one
+      dataset.
     shuffle: whether every epoch has an order of its own.
     seed: of that order.
     epochs: passes over the data; None: without end. Of several loaders, the first whose passes

@@ -15,8 +15,9 @@ from jaxtyping import Bool, Float, Int
 from grpo_jax.data import nemo_gym, recorded
 from grpo_jax.data.formats import RowError, loss_multiplier
 from grpo_jax.data.parts import Part
-from grpo_jax.data.prompts import OnError, Overlong, OverlongError
+from grpo_jax.data.prompts import Overlong
 from grpo_jax.data.recorded import ASSISTANT, Reader, Recording, Response, Style, Turn
+from grpo_jax.data.skipped import OnError, OverlongError
 from grpo_jax.data.sources import RowSource
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup

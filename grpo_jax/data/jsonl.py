@@ -42,9 +42,7 @@ def index_lines(path: Path) -> LineIndex:
   found = list(_scan(path))
   starts = np.concatenate([np.zeros(1, np.int64), *(ends for ends, _ in found)])
   has_text = np.concatenate([np.zeros(0, bool), *(texts for _, texts in found)])
-  return LineIndex(
-    starts, None if has_text.all() else np.flatnonzero(has_text).astype(np.uint32)
-  )
+  return LineIndex(starts, None if has_text.all() else np.flatnonzero(has_text).astype(np.uint32))
 
 
 def open_index(path: Path) -> LineIndex:

@@ -17,7 +17,8 @@ from typing import Any
 import grain
 import numpy as np
 
-from grpo_jax.data.prompts import Dataset, OnError, Skipped
+from grpo_jax.data.prompts import Dataset
+from grpo_jax.data.skipped import OnError, Skipped
 from grpo_jax.types import Prompt
 
 Records = Sequence[Mapping[str, float | int]]
@@ -93,7 +94,8 @@ class Loader:
       if prompt:
         prompts.append(prompt)
       elif fruitless >= len(self):
-        raise self.skipped.none_left(self.datasets[0])
+        first = self.datasets[0]
+        raise self.skipped.none_left(first.name, first.max_prompt_tokens)
     return prompts
 
   def _next_prompt(self) -> Prompt:

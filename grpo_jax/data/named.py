@@ -126,9 +126,7 @@ def reader(
     problem = formats.as_text(problem_of(row, where), "the problem", where)
     standard = {"problem": problem}
     if answer_of is not None and output_key != "":
-      standard["expected_answer"] = formats.as_answer(
-        answer_of(row, where), "the answer", where
-      )
+      standard["expected_answer"] = formats.as_answer(answer_of(row, where), "the answer", where)
     extra = {k: v for k, v in row.items() if k not in standard or v != standard[k]}
     return formats.Record(formats.ask(problem, style), formats.merged(extra, standard))
 
@@ -141,15 +139,21 @@ def find(name: str) -> NamedDataset | None:
   Raises:
     ValueError: the name is neither in the table nor of the form owner/name.
   """
-  by_repository = {entry.hub.lower(): entry for entry in DATASETS.values()}
-  if name.lower() in by_repository:
-    return by_repository[name.lower()]
-  if "/" in name:
-    return None
-  by_word = {_word(known): entry for known, entry in DATASETS.items()}
-  if _word(name) in by_word:
-    return by_word[_word(name)]
-  return choose("dataset", name, DATASETS)
+  key = _key(name)
+  if key is None and "/" not in name:
+    choose("dataset", name, DATASETS)  # raises, with the nearest name.
+  return None if key is None else DATASETS[key]
+
+
+def known_as(name: str) -> str:
+  """Returns the name in the table; of another repository of the hub, its last part."""
+  return _key(name) or name.rstrip("/").rpartition("/")[2]
+
+
+def _key(name: str) -> str | None:
+  by_word = {_word(key): key for key in DATASETS}
+  by_repository = {entry.hub.lower(): key for key, entry in DATASETS.items()}
+  return by_repository.get(name.lower()) or by_word.get(_word(name))
 
 
 def _word(name: str) -> str:

@@ -60,6 +60,10 @@ class Part:
       return int(self._drawn[row])
     return row + int(np.searchsorted(self._gaps, row, side="right"))
 
+  def round_of(self, row: int) -> int:
+    """Returns how often the row came before in the same epoch."""
+    return row // self.rows
+
 
 def _drawn_rows(rows: int, size: float | int) -> int:
   if size < 0:

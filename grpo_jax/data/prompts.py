@@ -1,26 +1,19 @@
 """A dataset of prompts: a source of rows, and how their words become tokens."""
 
 import dataclasses
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from grpo_jax.data import formats, named, nemo_gym
 from grpo_jax.data.parts import Part
+from grpo_jax.data.skipped import OnError, OverlongError, Skipped
 from grpo_jax.data.sources import RowSource, SourceConfig, open_source
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.registry import choose, function, nearest
 from grpo_jax.types import Prompt
 
-OnError = Literal["stop", "skip"]
 Overlong = Literal["drop", "zero_weight"]
-
-_SHOWN_ERRORS = 5
-
-
-class OverlongError(formats.RowError):
-  """A prompt of more tokens than allowed, where such prompts are dropped."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,8 +53,10 @@ class PromptDataset:
       epoch: pass over the dataset; together with the row it makes the prompt's id.
 
     Returns:
-      The prompt. One of more than `max_prompt_tokens` is cut to its first ones and has
-      weight 0, if such prompts are not dropped.
+      The prompt. Its id is NAME:EPOCH:ROW, the row as the source counts it; of a dataset that
+      repeats its rows it counts on from round to round. A prompt of more than
+      `max_prompt_tokens` is cut to its first ones and has weight 0, if such prompts are not
+      dropped.
 
     Raises:
       OverlongError: the prompt is too long and such prompts are dropped.
@@ -79,7 +74,7 @@ class PromptDataset:
     if is_long and self.overlong == "drop":
       raise OverlongError(where, f"{len(ids)} tokens, more than {self.max_prompt_tokens}")
     return Prompt(
-      prompt_id=f"{self.source.name}:{epoch}:{row}",
+      prompt_id=f"{self.source.name}:{epoch}:{number + len(self.source) * self.part.round_of(row)}",
       token_ids=ids[: self.max_prompt_tokens],
       environment=task.environment,
       info=record.info,
@@ -166,7 +161,7 @@ def held_out(
   read = (skipped.guard(lambda row=row: dataset.prompt(row, epoch=0), on_error) for row in rows)
   prompts = [prompt for prompt in read if prompt]
   if not prompts:
-    raise skipped.none_left(dataset)
+    raise skipped.none_left(dataset.name, dataset.max_prompt_tokens)
   skipped.warn()
   return prompts
 
@@ -342,56 +337,12 @@ def name_of(settings: Mapping[str, Any]) -> str | None:
   if settings.get("name"):
     return settings["name"]
   if settings.get("dataset"):
-    return str(settings["dataset"]).rstrip("/").rpartition("/")[2]
+    return named.known_as(str(settings["dataset"]))
   if settings.get("path"):
     return Path(settings["path"]).stem
   if settings.get("task"):
     return f"{settings['task']}-{settings.get('task_seed', 0)}"
   return None
-
-
-@dataclasses.dataclass(slots=True)
-class Skipped:
-  """Counts rows that were passed over, and keeps the first reasons."""
-
-  broken: int = 0
-  overlong: int = 0
-  reasons: list[str] = dataclasses.field(default_factory=list)
-
-  def guard(self, make: Callable[[], Prompt], on_error: OnError) -> Prompt | None:
-    """Calls `make`; a row that cannot be used is counted and gives None."""
-    try:
-      prompt = make()
-    except OverlongError as error:
-      self.overlong += 1
-      self._note(error)
-      return None
-    except formats.RowError as error:
-      if on_error == "stop":
-        raise
-      self.broken += 1
-      self._note(error)
-      return None
-    self.overlong += prompt.is_cut
-    return prompt
-
-  def warn(self) -> None:
-    """Tells what was passed over."""
-    if self.reasons:
-      counts = f"{self.broken} broken rows, {self.overlong} overlong prompts"
-      logging.warning("data: %s; first:\n  %s", counts, "\n  ".join(self.reasons))
-
-  def none_left(self, dataset: Dataset) -> ValueError:
-    """Returns the error of a dataset of which no row can be used."""
-    reasons = "\n  ".join(self.reasons)
-    return ValueError(
-      f"no row of {dataset.name!r} can be used: {self.broken} are broken, {self.overlong} "
-      f"longer than {dataset.max_prompt_tokens} tokens; first:\n  {reasons}"
-    )
-
-  def _note(self, error: formats.RowError) -> None:
-    if len(self.reasons) < _SHOWN_ERRORS:
-      self.reasons.append(str(error))
 
 
 def _without_twins(own: Mapping[str, Any]) -> dict[str, Any]:

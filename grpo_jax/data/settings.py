@@ -18,7 +18,11 @@ Settings = Mapping[str, Any]
 _SOURCE = ("kind", "path", "dataset", "subset", "split", "task")
 _WITHOUT_PATH = ("hub", "reasoning_gym")  # kinds that a path does not go with.
 _TWINS = (("prompt_template", "prompt_file"), ("system_prompt", "system_prompt_file"))
-_FIELDS = set(inspect.signature(prompts.open_dataset).parameters) - {"tokenizer", "side", "for_evaluation"}
+_FIELDS = set(inspect.signature(prompts.open_dataset).parameters) - {
+  "tokenizer",
+  "side",
+  "for_evaluation",
+}
 _TASK_FIELDS = set(inspect.signature(prompts.make_task).parameters) - {"entry"}
 
 
@@ -40,7 +44,7 @@ def inherit(shared: Settings, own: Settings) -> dict[str, Any]:
   return {**{key: value for key, value in base.items() if key not in replaced}, **given}
 
 
-def training(shared: Settings, items: Sequence[Settings]) -> dict[str, dict[str, Any]]:
+def training(shared: Settings, items: Sequence[Any]) -> dict[str, dict[str, Any]]:
   """Returns the fields of every training dataset, by its name.
 
   Args:
@@ -58,7 +62,7 @@ def training(shared: Settings, items: Sequence[Settings]) -> dict[str, dict[str,
 
 
 def evaluation(
-  shared: Settings, items: Sequence[Settings], own: Settings, sets: Sequence[Settings], *, name: str
+  shared: Settings, items: Sequence[Any], own: Settings, sets: Sequence[Any], *, name: str
 ) -> dict[str, dict[str, Any]]:
   """Returns the fields of every evaluation set, by the name that its metrics bear.
 
@@ -101,9 +105,7 @@ def evaluation(
   return {**found, **split_off}
 
 
-def _expand(
-  shared: Settings, items: Sequence[Settings], where: str
-) -> dict[str, dict[str, Any]]:
+def _expand(shared: Settings, items: Sequence[Any], where: str) -> dict[str, dict[str, Any]]:
   if not items:
     _check_fields(shared, "data")
     return {prompts.name_of(shared) or "data": dict(shared)}

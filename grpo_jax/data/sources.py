@@ -161,17 +161,17 @@ def _open_path(config: SourceConfig, kind: str | None) -> RowSource:
   return _open_one(path, kind, config, name=config.name)
 
 
-def _open_one(
-  path: Path, kind: str | None, config: SourceConfig, *, name: str | None
-) -> RowSource:
+def _open_one(path: Path, kind: str | None, config: SourceConfig, *, name: str | None) -> RowSource:
   ending = kind or ENDINGS.get(path.suffix.lower())
   if ending is None:
     with path.open("rb") as file:
       ending = "parquet" if file.read(4) == b"PAR1" else "jsonl"
   if ending == "json":
     return tables.open_json(path, name=name, split=config.split, usual_split=config.usual_split)
-  return tables.JsonlSource(path, name=name) if ending == "jsonl" else tables.open_parquet(
-    path, name=name
+  return (
+    tables.JsonlSource(path, name=name)
+    if ending == "jsonl"
+    else tables.open_parquet(path, name=name)
   )
 
 

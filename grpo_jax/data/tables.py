@@ -4,9 +4,9 @@ pyarrow and datasets are optional: they are imported when such a source is opene
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from grpo_jax.data import file_cache, formats
 from grpo_jax.data.jsonl import JsonlSource
@@ -15,10 +15,19 @@ _IN_MEMORY_BYTES = 1 << 25  # of a parquet file; a larger one is unpacked into t
 _UNPACKED_ROWS = 4096  # rows of a piece of an unpacked file, read at once.
 
 
+@runtime_checkable
+class Rows(Protocol):
+  """Rows by number, wherever they are."""
+
+  def __len__(self) -> int: ...
+
+  def __getitem__(self, row: int, /) -> Any: ...
+
+
 class RowsSource:
   """Rows that are in memory, or that look as if they were."""
 
-  def __init__(self, rows: Sequence[Mapping[str, Any]], *, name: str, place: str):
+  def __init__(self, rows: Rows, *, name: str, place: str):
     """Keeps them.
 
     Args:
@@ -107,7 +116,7 @@ def _is_rows(value: Any) -> bool:
   return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
 
 
-class ParquetRows(Sequence[Mapping[str, Any]]):
+class ParquetRows:
   """Rows of a parquet file. A large one is unpacked once, into the cache, and mapped from there:
   parquet itself can only be read by groups of rows, which may be millions."""
 
@@ -131,7 +140,7 @@ class ParquetRows(Sequence[Mapping[str, Any]]):
   def __len__(self) -> int:
     return self._table.num_rows
 
-  def __getitem__(self, row):
+  def __getitem__(self, row: int) -> Mapping[str, Any]:
     return self._table.slice(row, 1).to_pylist()[0]
 
 

@@ -69,10 +69,18 @@ class Tokenizer(Protocol):
 class HuggingFaceTokenizer:
   """A tokenizer of a local Hugging Face folder."""
 
-  def __init__(self, backend: Any, stop_ids: tuple[int, ...], *, plain: bool = False):
+  def __init__(
+    self,
+    backend: Any,
+    stop_ids: tuple[int, ...],
+    *,
+    plain: bool = False,
+    template_args: Mapping[str, Any] | None = None,
+  ):
     self._backend = backend
     self._stop_ids = stop_ids
     self._plain = plain
+    self._template_args = dict(template_args or {})
 
   @property
   def vocab_size(self) -> int:
@@ -86,8 +94,12 @@ class HuggingFaceTokenizer:
   def stop_ids(self) -> tuple[int, ...]:
     return self._stop_ids
 
-  @functools.cached_property
+  @property
   def end_id(self) -> int:
+    return self._end
+
+  @functools.cached_property
+  def _end(self) -> int:
     if not self._plain and self._backend.chat_template:
       said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
       closing = self.encode(self._render(said, begin_assistant=False).rpartition(_SAID)[2])
@@ -136,7 +148,7 @@ class HuggingFaceTokenizer:
     if not after.startswith(before) or _SAID not in before:
       raise ValueError(
         "this chat template rewrites earlier turns when a new one is added, so that a "
-        "conversation cannot be continued token by token; give another data.chat_template"
+        "conversation cannot be continued token by token; give another model.chat_template"
       )
     return before.rpartition(_SAID)[2], after[len(before) :]
 
@@ -153,16 +165,23 @@ class HuggingFaceTokenizer:
       tokenize=False,
       add_generation_prompt=begin_assistant,
       return_dict=False,
+      **self._template_args,
     )
 
 
-def load(directory: str | Path, *, chat_template: str | None = None) -> HuggingFaceTokenizer:
+def load(
+  directory: str | Path,
+  *,
+  chat_template: str | None = None,
+  template_args: Mapping[str, Any] | None = None,
+) -> HuggingFaceTokenizer:
   """Loads the tokenizer of a local Hugging Face folder.
 
   Args:
     directory: folder with tokenizer.json (or whatever AutoTokenizer reads).
     chat_template: None: the tokenizer's own; "plain": none, messages are joined by line
       ends; else a file that ends in .jinja, or the template itself.
+    template_args: variables of the template, such as {"enable_thinking": False} for Qwen3.
 
   Raises:
     FileNotFoundError: the folder or the template file does not exist.
@@ -185,7 +204,9 @@ def load(directory: str | Path, *, chat_template: str | None = None) -> HuggingF
       f"{directory}: neither generation_config.json, config.json nor the tokenizer names an "
       "end-of-sequence token (eos_token_id): no completion would ever end"
     )
-  return HuggingFaceTokenizer(backend, stop_ids, plain=chat_template == PLAIN)
+  return HuggingFaceTokenizer(
+    backend, stop_ids, plain=chat_template == PLAIN, template_args=template_args
+  )
 
 
 def eos_ids(directory: Path, tokenizer_eos: int | None) -> tuple[int, ...]:

@@ -136,7 +136,8 @@ class Dispatcher:
         answer, job.requests, vocab_size=self._vocab_size, version=version
       )
     except Refused as error:
-      self._drop(job, FleetError(f"request {job.requests[0].request_id!r}: {error}"))
+      first = job.requests[0].request_id
+      self._drop(job, FleetError(f"request {first!r}: {error}.{server.log_end()}"))
     except (Unanswered, sglang_messages.Garbled, sglang_messages.Aborted) as error:
       self._failed_at(job, server, error)
     else:
@@ -148,9 +149,8 @@ class Dispatcher:
     job.attempts += 1
     if job.attempts >= self._max_attempts:
       first = job.requests[0].request_id
-      self._drop(
-        job, FleetError(f"request {first!r} failed {job.attempts} times; the last: {error}")
-      )
+      text = f"request {first!r} failed {job.attempts} times; the last: {error}.{server.log_end()}"
+      self._drop(job, FleetError(text))
     self._placement.close(server.index)
     server.doubt()
 

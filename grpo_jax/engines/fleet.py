@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import aiohttp
 from absl import logging
@@ -23,6 +23,7 @@ _LOOK_EVERY_S = 0.25  # whether a process still runs.
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 1.0, 60.0
 
 
+@runtime_checkable
 class Listener(Protocol):
   """Who sends requests to the servers."""
 
@@ -63,6 +64,8 @@ class Fleet:
     connector = aiohttp.TCPConnector(limit=0)
     self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
     self._tasks = [asyncio.create_task(self._keep(server)) for server in self.servers]
+    for task in self._tasks:
+      task.add_done_callback(self._kept)
 
   async def publish(self, weights: Weights) -> None:
     """Gives all servers new weights; returns once every one that is up was proven to have them.
@@ -127,9 +130,17 @@ class Fleet:
         except ServerLost as lost:
           await self._bury(server, str(lost))
     except (FleetError, ServerError, probe.WrongWeights) as error:
-      self._error = error
-      self._listener.failed(error)
-      await self._tell()
+      await self._fail(error)
+
+  def _kept(self, task: asyncio.Task[None]) -> None:
+    """Sees to it that nobody waits for a server that a bug left without its keeper."""
+    if not task.cancelled() and isinstance(bug := task.exception(), Exception):
+      self._tasks.append(asyncio.create_task(self._fail(bug)))
+
+  async def _fail(self, error: Exception) -> None:
+    self._error = error
+    self._listener.failed(error)
+    await self._tell()
 
   async def _bring_up(self, server: Server) -> None:
     """Launches a server, or finds it, and waits until it is healthy."""
@@ -137,7 +148,7 @@ class Fleet:
       await asyncio.sleep(_LOOK_EVERY_S)
     options, process = self._options, None
     if options.launch is not None:
-      process = await asyncio.to_thread(
+      start = asyncio.to_thread(
         ServerProcess.start,
         options.launch,
         index=server.index,
@@ -145,6 +156,11 @@ class Fleet:
         weight_version=-1,  # none of the trainer's.
         api_key=options.key or "",
       )
+      starting = asyncio.ensure_future(start)
+      try:
+        await asyncio.shield(starting)
+      finally:  # also if the fleet is closed meanwhile, which ends what was started.
+        process = server.process = await starting
     address = process.address if process else options.addresses[server.index]
     await server.bring_up(process, self.client(address), options.start_timeout_s)
     await self._tell()

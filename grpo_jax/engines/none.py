@@ -32,9 +32,3 @@ class NoEngine:
 
   def close(self) -> None:
     """Does nothing."""
-
-
-def make(**settings: Any) -> NoEngine:
-  """Makes the engine that is none; settings of other engines concern it not."""
-  del settings
-  return NoEngine()

@@ -97,10 +97,10 @@ class Server:
     """
     self.process, self._client = process, client
     end = time.monotonic() + within_s
-    while not await self._is_ready():
+    while (trouble := await self._trouble()) is not None:
       self.raise_if_ended()
       if time.monotonic() > end:
-        raise ServerLost(f"was not healthy within {within_s:g} s")
+        raise ServerLost(f"was not healthy within {within_s:g} s ({trouble})")
       await asyncio.sleep(_ASK_EVERY_S)
     if process is None and not await self._answered(client.can_update()):
       raise FleetError(
@@ -110,16 +110,18 @@ class Server:
       )
     self.is_up = self.has_been_up = True
 
-  async def _is_ready(self) -> bool:
+  async def _trouble(self) -> str | None:
+    """Returns why it is not healthy yet; None if it is."""
     try:
       if self.process is None:  # a trainer that was killed may have left it paused and busy.
         await self.client.resume()
         await self.client.abort_all()
-    except Unanswered:
-      return False
+      await self.client.health()
+    except Unanswered as error:
+      return str(error)
     except Refused as error:
       raise FleetError(f"{self.name}: {error}") from error
-    return await self.client.is_healthy()
+    return None
 
   def raise_if_ended(self) -> None:
     """Raises ServerLost if the process is no more."""
@@ -127,7 +129,11 @@ class Server:
       raise ServerLost(self.process.exit_text())
 
   async def sleep(self) -> None:
-    """Gives its memory back to the device until the next `update`."""
+    """Gives its memory back to the device until the next `update`.
+
+    Paused before: SGLang ends when it is to release what a forgotten request still uses.
+    """
+    await self._answered(self.client.pause())
     await self._answered(self.client.release_memory())
     self.is_asleep, self.version = True, None
 
@@ -150,11 +156,13 @@ class Server:
     await self._answered(client.pause())
     try:
       await self._answered(client.load(str(weights.folder), weights.version))
-      if self.is_asleep:
-        await self._answered(client.resume_cache())
-        self.is_asleep = False
-    finally:
-      await self._answered(client.resume())
+    except FleetError:
+      await self._answered(client.resume())  # somebody else's server goes on as it was.
+      raise
+    if self.is_asleep:
+      await self._answered(client.resume_cache())
+      self.is_asleep = False
+    await self._answered(client.resume())
     difference = await self._prove(weights, tolerance)
     self.version = weights.version
     return difference
@@ -162,7 +170,7 @@ class Server:
   async def _prove(self, weights: Weights, tolerance: float) -> float:
     name = f"probe-{self.index}-{weights.version}-{time.monotonic_ns()}"
     body = sglang_messages.prompt_body(weights.probe_ids, name)
-    answer = await self._answered(self.client.generate(body))
+    answer = await self._answered(self.client.score(body))
     try:
       found = sglang_messages.prompt_logprobs(answer, weights.probe_ids)
       version = int(sglang_messages.versions_of(answer["meta_info"], 1, default=-1)[0])
@@ -176,8 +184,7 @@ class Server:
 
   async def check_health(self) -> None:
     """Raises ServerLost unless it answers, with the weights that it was given."""
-    if not await self.client.is_healthy():
-      raise ServerLost("does not answer /health")
+    await self._answered(self.client.health())
     info = await self._answered(self.client.model_info())
     version = info.get("weight_version") if isinstance(info, dict) else None
     if version is not None and self.version is not None and version != str(self.version):
@@ -187,12 +194,17 @@ class Server:
     """Kills what is left of it, forgets what it had, and returns the end of its log."""
     self.is_up = self.is_asleep = self.is_doubted = False
     self.version = None
-    process, self.process = self.process, None
+    process = self.process
     if process is None:
       return ""
     process.kill()
     await asyncio.to_thread(process.wait, 60.0)
-    return f" Its last lines:\n{process.last_lines()}"
+    log, self.process = self.log_end(), None
+    return log
+
+  def log_end(self) -> str:
+    """Returns the last lines of its log, to be appended to a message; "" if it is not ours."""
+    return f" Its last lines:\n{self.process.last_lines()}" if self.process else ""
 
   async def _answered(self, call: Coroutine[Any, Any, Any]) -> Any:
     """Returns the answer to a call that a healthy server answers.

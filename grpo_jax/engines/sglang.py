@@ -65,8 +65,6 @@ class SGLangEngine:
       release_memory: have the servers give their memory back during updates.
       router: address of an SGLang router, to which generation goes instead.
     """
-    if requests not in ("completion", "group"):
-      raise ValueError(f"requests must be 'completion' or 'group', got {requests!r}")
     self._config = config
     self._max_length = max_length or config.max_position_embeddings
     self._by_group = requests == "group"
@@ -280,6 +278,13 @@ def make(
     ServerError: there is no server environment, or a port is taken.
   """
   del decode  # the servers have the tokenizer.
+  for address in (*addresses, *([router] if router else [])):
+    if not address.startswith(("http://", "https://")):
+      raise ValueError(f"an address of a server is 'http://host:port', got {address!r}")
+  if servers < 1 or max_rows < 1:
+    raise ValueError(f"servers and max_rows must be at least 1, got {servers} and {max_rows}")
+  if requests not in ("completion", "group"):
+    raise ValueError(f"requests must be 'completion' or 'group', got {requests!r}")
   dtype = jnp.dtype(compute_dtype)
   workdir = pathlib.Path(workdir)
   key = _key(addresses, host)

@@ -58,13 +58,13 @@ class Client:
     """Returns the decoded answer of POST /generate."""
     return await self._call("POST", "/generate", body, self._timeouts.generate_s, headers)
 
-  async def is_healthy(self) -> bool:
-    """Returns whether the server can generate a token now. Not to be asked while it is paused."""
-    try:
-      await self._answer("GET", "/health", None, self._timeouts.health_s)
-    except (Refused, Unanswered):
-      return False
-    return True
+  async def score(self, body: Mapping[str, Any]) -> Any:
+    """Returns the decoded answer of POST /generate to a question about a prompt."""
+    return await self._control("/generate", body)
+
+  async def health(self) -> None:
+    """Has the server generate a token, or raises. Not to be asked while it is paused."""
+    await self._answer("GET", "/health", None, self._timeouts.health_s)
 
   async def model_info(self) -> Mapping[str, Any]:
     """Returns what the server says of its model (an older path is tried where there is none)."""
@@ -141,7 +141,7 @@ class Client:
     text = await self._answer(method, path, body, timeout_s, headers)
     try:
       return json.loads(text) if text else None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
       what = f"{self.address}{path}"
       raise Unanswered(f"{what}: the answer is no JSON: {_short(text)}") from error
 

@@ -5,6 +5,7 @@ the text that comes with them is never tokenised again. sglang-jax answers in th
 for two defects that are met here: it repeats logprobs of long completions, and names no version.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from jaxtyping import Float, Int
 
 from grpo_jax.engines.base import Generation, GenerationRequest
 from grpo_jax.types import FinishReason
+
+# What reading data raises where it has another form.
+_NOT_AS_EXPECTED = (TypeError, ValueError, IndexError, KeyError, OverflowError)
 
 
 class Garbled(ValueError):
@@ -132,9 +136,10 @@ def _tokens(
   if len(entries) < count:
     raise Garbled(f"{count} tokens were sampled, logprobs came for {len(entries)}")
   try:
-    ids = np.asarray([entry[1] for entry in entries[len(entries) - count :]], np.int32)
-    logprobs = np.asarray([entry[0] for entry in entries[len(entries) - count :]], np.float32)
-  except (TypeError, ValueError, IndexError, KeyError, OverflowError) as error:
+    counted = entries[len(entries) - count :]
+    ids = np.asarray([operator.index(entry[1]) for entry in counted], np.int32)
+    logprobs = np.asarray([float(entry[0]) for entry in counted], np.float32)
+  except _NOT_AS_EXPECTED as error:
     raise Garbled(f"output_token_logprobs does not hold [logprob, id, ...]: {error}") from error
   return ids, logprobs
 
@@ -173,7 +178,7 @@ def versions_of(meta: Mapping[str, Any], count: int, *, default: int) -> Int[np.
   try:
     for span in spans:
       versions[int(span["start"]) : int(span["end"])] = int(span["version"])
-  except (TypeError, ValueError, KeyError) as error:
+  except _NOT_AS_EXPECTED as error:
     raise Garbled(f"weight_versions are not those that were set: {spans}") from error
   if (versions < 0).any():
     raise Garbled(f"weight_versions do not cover the {count} tokens: {spans}")
@@ -204,14 +209,13 @@ def prompt_logprobs(answer: Any, ids: Sequence[int]) -> Float[np.ndarray, " n"]:
   """
   entries = _field(_field(answer, "meta_info", dict), "input_token_logprobs", list)
   try:
-    found = [int(entry[1]) for entry in entries]
-    if found != [int(i) for i in ids]:
-      raise Garbled(f"logprobs were asked for {[*ids]}, came for {found}")
-    return np.asarray([entry[0] for entry in entries[1:]], np.float32)
-  except (TypeError, ValueError, IndexError, KeyError) as error:
-    if isinstance(error, Garbled):
-      raise
+    found = [operator.index(entry[1]) for entry in entries]
+    logprobs = np.asarray([float(entry[0]) for entry in entries[1:]], np.float32)
+  except _NOT_AS_EXPECTED as error:
     raise Garbled(f"input_token_logprobs does not hold [logprob, id, ...]: {error}") from error
+  if found != [int(i) for i in ids]:
+    raise Garbled(f"logprobs were asked for {[*ids]}, came for {found}")
+  return logprobs
 
 
 def _field(answer: Any, name: str, kind: type) -> Any:

@@ -118,10 +118,10 @@ class WeightFolders:
 
 def _remove_leftovers(root: pathlib.Path) -> None:
   """Removes the folders of runs that live no more: those whose lock can be had."""
-  for lock in root.glob(f"run-*/{_LOCK}"):
+  for folder in root.glob("run-*"):
     try:
-      with lock.open("w") as held:
+      with (folder / _LOCK).open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(lock.parent, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
     except OSError:  # held, or gone in the meantime: not ours to remove.
       continue

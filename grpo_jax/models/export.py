@@ -142,7 +142,9 @@ def _fetcher(array: Any, stored: leaves.Stored, dtype: np.dtype) -> Callable[[],
 
 
 @functools.partial(jax.jit, static_argnames=("is_kernel", "dtype"))
-def _own(array: jax.Array, layer: int | None, *, is_kernel: bool, dtype: np.dtype) -> jax.Array:
+def _own(
+  array: jax.Array, layer: jax.Array | None, *, is_kernel: bool, dtype: np.dtype
+) -> jax.Array:
   """Returns one layer of a stacked parameter as files hold it, computed on its devices."""
   own = array if layer is None else jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)
   return (own.T if is_kernel else own).astype(dtype)

@@ -88,7 +88,9 @@ def test_resume_passes_over_skipped_rows_as_the_unbroken_stream_does(tmp_path):
     broken = data.make(TOKENIZER, **settings, state=broken.state())
     got.append((ids(broken.take(2)), broken.metrics()))
   assert got == expected
-  assert sum(m["data/broken_rows"] for _, m in got) == unbroken.state()["loaders"]["x"]["cursor"] - 16
+  assert (
+    sum(m["data/broken_rows"] for _, m in got) == unbroken.state()["loaders"]["x"]["cursor"] - 16
+  )
 
 
 def test_stream_ends_after_its_epochs(gsm8k):
@@ -264,3 +266,84 @@ def test_reasoning_gym_source_reads_any_row_without_those_before():
   again = ReasoningGymSource("chain_sum", size=100, seed=3)
   assert source[73] == again[73] != source[72]
   assert np.unique([source[i]["entry"]["question"] for i in range(20)]).size > 15
+
+
+def made(tmp_path, *rows, **settings):
+  path = write(tmp_path / "rows.jsonl", rows)
+  return data.make_held_out(TOKENIZER, path=path, **settings)
+
+
+def test_loss_multiplier_is_the_prompts_weight_and_no_sign_of_length(tmp_path):
+  rows = [{"problem": "a", "expected_answer": "1", "loss_multiplier": w} for w in (0, 0.5, 1, None)]
+  prompts = made(tmp_path, *rows)
+  assert [p.weight for p in prompts] == [0.0, 0.5, 1.0, 1.0]
+  assert prompts[1].info["loss_multiplier"] == 0.5
+  reader = data.make(TOKENIZER, path=tmp_path / "rows.jsonl", shuffle=False)
+  reader.take(4)
+  assert reader.metrics()["data/overlong_prompts"] == 0.0
+  for wrong in (-1, 2, "1", True):
+    with pytest.raises(RowError, match=r"rows.jsonl:1: 'loss_multiplier' must be a number from 0"):
+      made(tmp_path, {"problem": "a", "expected_answer": "1", "loss_multiplier": wrong})
+
+
+TASKS = {
+  "sum": {"environment": "calculator", "prompt_template": "Add: {}"},
+  "chat": {"format": "messages"},
+}
+
+
+def test_task_names_lead_rows_to_their_environment_and_prompt(tmp_path):
+  chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+  rows = [
+    {"task_name": "sum", "problem": "1+1", "expected_answer": "2"},
+    {"task_name": "chat", "messages": chat, "tags": ["a", {"b": 1}]},
+  ]
+  first, second = made(tmp_path, *rows, tasks=TASKS, environment="judge")
+  assert (first.environment, first.text.split("<end>")[0]) == ("calculator", "<role>user\nAdd: 1+1")
+  assert (second.environment, second.info["expected_answer"]) == ("judge", "hello")
+  assert second.info["tags"] == ["a", {"b": 1}] and second.info["task_name"] == "chat"
+  with pytest.raises(
+    RowError, match=r"task_name 'sums' is none of data.tasks \(did you mean 'sum'"
+  ):
+    made(tmp_path, {"task_name": "sums", "problem": "1", "expected_answer": "1"}, tasks=TASKS)
+  with pytest.raises(RowError, match="no key 'task_name'"):
+    made(tmp_path, {"problem": "1", "expected_answer": "1"}, tasks=TASKS)
+
+
+def test_without_tasks_a_task_name_is_a_field_like_any_other(tmp_path):
+  (prompt,) = made(tmp_path, {"task_name": "x", "problem": "1", "expected_answer": "1"})
+  assert (prompt.environment, prompt.info["task_name"]) == ("math", "x")
+
+
+def test_a_tasks_own_text_takes_the_place_of_the_shared_file(tmp_path):
+  (tmp_path / "shared.txt").write_text("Shared: {}")
+  row = {"task_name": "sum", "problem": "1+1", "expected_answer": "2"}
+  (prompt,) = made(tmp_path, row, tasks=TASKS, prompt_file=tmp_path / "shared.txt")
+  assert "Add: 1+1" in prompt.text
+
+
+def test_keys_lead_into_nested_fields(tmp_path):
+  row = {"prompt": [{"content": "1+1?"}], "reward_model": {"ground_truth": 2}, "a.b": "dotted"}
+  keys = dict(input_key="prompt.0.content", output_key="reward_model.ground_truth")
+  (prompt,) = made(tmp_path, row, **keys)
+  assert (prompt.info["problem"], prompt.info["expected_answer"]) == ("1+1?", "2")
+  (prompt,) = made(tmp_path, row, input_key="a.b", output_key="")
+  assert prompt.info["problem"] == "dotted"
+  with pytest.raises(RowError, match="no 'prompt.1.content': there is no '1' in a list"):
+    made(tmp_path, row, input_key="prompt.1.content")
+
+
+def shout(row, where, style):
+  """A processor of a user's own."""
+  from grpo_jax.data import formats
+
+  messages = ({"role": "user", "content": row["text"].upper()},)
+  return formats.Record(messages, {**row, "expected_answer": row["label"]})
+
+
+def test_a_processor_of_the_users_own_is_found_and_its_errors_name_the_row(tmp_path):
+  own = f"{__name__}.shout"
+  (prompt,) = made(tmp_path, {"text": "hi", "label": "yes"}, format=own)
+  assert "HI" in prompt.text and prompt.info["expected_answer"] == "yes"
+  with pytest.raises(RowError, match=r"rows.jsonl:2: KeyError: 'label'"):
+    made(tmp_path, {"text": "hi", "label": "yes"}, {"text": "ho"}, format=own)

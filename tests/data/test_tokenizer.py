@@ -137,6 +137,13 @@ def test_missing_template_says_what_to_do_and_plain_does_without(folder):
     load(folder, chat_template=str(folder / "none.jinja"))
 
 
+def test_variables_of_the_template_are_given_by_option(folder):
+  template = CHATML + "{% if not think %}<no_think>{% endif %}"
+  chat = [{"role": "user", "content": "a"}]
+  plain = load(folder, chat_template=template, template_args={"think": True}).render(chat)
+  assert load(folder, chat_template=template).render(chat) == plain + "<no_think>"
+
+
 def test_missing_folder_and_missing_tokenizer_are_told_apart(tmp_path):
   with pytest.raises(FileNotFoundError, match="no tokenizer folder"):
     load(tmp_path / "none")

@@ -1,4 +1,4 @@
-"""What every engine must do, run on the embedded sampler and on the fake one."""
+"""What every engine must do, run on the embedded sampler, on the fake one and on SGLang."""
 
 import asyncio
 
@@ -8,28 +8,26 @@ import pytest
 from grpo_jax import engines
 from grpo_jax.engines import base
 from grpo_jax.engines.fake import FakeEngine
+from grpo_jax.engines.sglang import SGLangEngine
 from grpo_jax.types import FinishReason
-from tests.engines import tiny
+from tests.engines import sglang_fixtures, tiny
+from tests.engines.sglang_fixtures import decode
 
-LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 BIGRAMS = np.random.default_rng(0).normal(size=(tiny.VOCABULARY, tiny.VOCABULARY)) * 1.5
 
 
-def decode(ids):
-  return "".join(LETTERS[i] for i in ids)
+def model_logprobs(prompt, completion, temperature=1.0):
+  config = tiny.config()
+  return tiny.model_logprobs(
+    config, tiny.params(config), prompt, completion, temperature=temperature
+  )
 
 
-def make_jax():
-  engine = tiny.sampler(decode=decode, version=3)
-  tree = tiny.params(tiny.config())
-
-  def logprobs(prompt, completion, temperature=1.0):
-    return tiny.model_logprobs(tiny.config(), tree, prompt, completion, temperature=temperature)
-
-  return engine, logprobs
+def make_jax(request):
+  return tiny.sampler(decode=decode, version=3), model_logprobs
 
 
-def make_fake():
+def make_fake(request):
   engine = FakeEngine(BIGRAMS, decode=decode, max_length=256)
   engine.load_weights({}, version=3)
 
@@ -40,9 +38,23 @@ def make_fake():
   return engine, logprobs
 
 
-@pytest.fixture(scope="module", params=[make_jax, make_fake], ids=["jax_sampler", "fake"])
+def make_sglang(request):
+  server, model = (request.getfixturevalue(name) for name in ("sglang_server", "sglang_model"))
+  workdir = request.getfixturevalue("tmp_path_factory").mktemp("engine")
+  engine = sglang_fixtures.make(model, workdir, addresses=(server.address,))
+  return engine, model_logprobs
+
+
+MAKERS = [
+  pytest.param(make_jax, id="jax_sampler"),
+  pytest.param(make_fake, id="fake"),
+  pytest.param(make_sglang, id="sglang", marks=pytest.mark.sglang),
+]
+
+
+@pytest.fixture(scope="module", params=MAKERS)
 def made(request):
-  engine, logprobs = request.param()
+  engine, logprobs = request.param(request)
   yield engine, logprobs
   engine.close()
 
@@ -146,12 +158,17 @@ def test_a_stop_string_over_two_tokens_ends_with_the_token_that_completes_it(eng
 def test_truncated_sampling_stays_within_what_the_filters_keep(made, truncation):
   engine, logprobs = made
   requests = tiny.groups([[1, 2]], 8, max_tokens=8, **truncation)
+  if "min_p" in truncation and isinstance(engine, SGLangEngine):
+    with pytest.raises(ValueError, match="SGLang cannot sample with min_p and seeds"):
+      engine.generate(requests)  # it would end on the first such request.
+    return
+  is_joint = isinstance(engine, SGLangEngine)  # its top-p is a share of all, not of the top k.
   generations = tiny.run(engine, requests)
   for generation in generations.values():
     p = np.exp(logprobs([1, 2], generation.token_ids))
     for of_step, token in zip(p, generation.token_ids, strict=True):
       ranked = np.argsort(-of_step)[: truncation.get("top_k", None)]
-      within = of_step[ranked] / of_step[ranked].sum()
+      within = of_step[ranked] / (1.0 if is_joint else of_step[ranked].sum())
       ranked = ranked[np.cumsum(within) - within < truncation.get("top_p", 1.0) + 1e-5]
       assert token in ranked
       assert of_step[token] >= truncation.get("min_p", 0.0) * of_step.max() - 1e-5
@@ -218,18 +235,18 @@ def test_a_caller_that_leaves_does_not_disturb_the_next(engine):
   assert len(tiny.run(engine, tiny.groups([[1, 2]], 2))) == 2
 
 
-@pytest.mark.parametrize("make", [make_jax, make_fake], ids=["jax_sampler", "fake"])
-def test_close_may_be_called_twice_and_generate_fails_afterwards(make):
-  engine, _ = make()
+@pytest.mark.parametrize("make", MAKERS)
+def test_close_may_be_called_twice_and_generate_fails_afterwards(make, request):
+  engine, _ = make(request)
   engine.close()
   engine.close()
   with pytest.raises(RuntimeError, match="closed"):
     engine.generate([tiny.request("x", [1])])
 
 
-@pytest.mark.parametrize("make", [make_jax, make_fake], ids=["jax_sampler", "fake"])
-def test_close_fails_the_calls_in_flight(make):
-  engine, _ = make()
+@pytest.mark.parametrize("make", MAKERS)
+def test_close_fails_the_calls_in_flight(make, request):
+  engine, _ = make(request)
 
   async def closed_upon():
     async for _ in engine.generate(tiny.groups([[1, 2]], 60, max_tokens=40)):

@@ -1,0 +1,97 @@
+"""A real SGLang server for tests: its interpreter, a tiny model for it, engines that use it.
+
+Its tokenizer writes one letter for each id, so that texts are those of the other engines' tests.
+"""
+
+import json
+import os
+import pathlib
+import time
+
+from tokenizers import Tokenizer, decoders, models
+
+from grpo_jax import engines
+from grpo_jax.engines.server_process import LaunchOptions, ServerProcess
+from grpo_jax.models import export
+from tests.engines import tiny
+
+ROOT = pathlib.Path(__file__).parents[2]
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+MAX_LENGTH = tiny.config().max_position_embeddings
+
+
+def decode(ids):
+  return "".join(LETTERS[i] for i in ids)
+
+
+def server_python():
+  """Returns the interpreter of the server's environment.
+
+  Tests that need a server run on purpose only: without one they fail, and are not skipped.
+  """
+  python = pathlib.Path(os.environ.get("SGLANG_PYTHON", ROOT / ".venv-sglang" / "bin" / "python"))
+  assert python.exists(), f"no server environment at {python}: `make sglang-cpu`, or SGLANG_PYTHON"
+  return python
+
+
+def write_model(folder, *, seed=0):
+  """Writes the tiny model of these tests as a Hugging Face folder."""
+  export.to_huggingface(tiny.params(tiny.config(), seed), tiny.config(), folder)
+  vocabulary = {letter: i for i, letter in enumerate(LETTERS[: tiny.VOCABULARY])}
+  tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+  tokenizer.decoder = decoders.Fuse()
+  tokenizer.save(str(folder / "tokenizer.json"))
+  settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+  (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+  return folder
+
+
+def launch_options(log_folder, **changes):
+  return LaunchOptions(
+    **{
+      "python": server_python(),
+      "log_folder": log_folder,
+      "device": "cpu",
+      "max_running": 64,
+      "context_length": MAX_LENGTH,
+      **changes,
+    }
+  )
+
+
+def start(model, log_folder, *, key="", **changes):
+  """Starts a server that no engine owns, for `attach`."""
+  return ServerProcess.start(launch_options(log_folder, **changes), 0, model, -1, key)
+
+
+def make(model, workdir, *, version=3, seed=0, **settings):
+  """Returns an engine with weights: of a server that it launches, or of given `addresses`."""
+  engine = engines.make(
+    "sglang",
+    config=tiny.config(),
+    source_directory=model,
+    workdir=workdir,
+    **{
+      "python": str(server_python()),
+      "device": "cpu",
+      "weights_folder": str(workdir / "weights"),
+      "start_timeout_s": 280.0,
+      **settings,
+    },
+  )
+  try:
+    if version is not None:
+      engine.load_weights(tiny.params(tiny.config(), seed), version=version)
+  except BaseException:
+    engine.close()
+    raise
+  return engine
+
+
+def eventually(condition, *, timeout_s=60.0):
+  """Returns the first true value of `condition()`; fails if there is none in time."""
+  end = time.monotonic() + timeout_s
+  while not (value := condition()):
+    assert time.monotonic() < end, f"it did not happen within {timeout_s:g} s"
+    time.sleep(0.02)
+  return value

@@ -1,0 +1,276 @@
+"""Every request is delivered once, whatever the servers do with it."""
+
+import asyncio
+import random
+
+import pytest
+
+from grpo_jax.engines.calls import Call
+from grpo_jax.engines.dispatch import Dispatcher, Job
+from grpo_jax.engines.server import FleetError, Server
+from grpo_jax.engines.sglang_client import Client, Refused, Unanswered
+from tests.engines import tiny
+
+
+def answer_to(body):
+  """Returns what a server says: the seed of each request, as one token."""
+
+  def one(params, name):
+    return {
+      "meta_info": {
+        "id": name,
+        "finish_reason": {"type": "length", "length": 1},
+        "completion_tokens": 1,
+        "weight_version": "4",
+        "output_token_logprobs": [[-1.0, params["sampling_seed"], None]],
+      }
+    }
+
+  if isinstance(body["rid"], list):
+    return [one(*each) for each in zip(body["sampling_params"], body["rid"], strict=True)]
+  return one(body["sampling_params"], body["rid"])
+
+
+class ScriptedClient(Client):
+  """Answers when it is let, and as it is told to."""
+
+  def __init__(self, behave):
+    self.address = "http://nowhere"
+    self.behave = behave
+    self.bodies = []
+
+  async def generate(self, body, headers=None):
+    self.bodies.append(body)
+    return await self.behave(body)
+
+
+class ScriptedServer(Server):
+  """Healthy again at once, each time that it is doubted."""
+
+  def __init__(self, index, behave, dispatcher):
+    super().__init__(index)
+    self._client = ScriptedClient(behave)
+    self.version = 4
+    self.doubts = 0
+    self._dispatcher = dispatcher
+
+  def doubt(self):
+    self.doubts += 1
+    asyncio.get_running_loop().call_soon(self._dispatcher.opened, self)
+
+
+async def answers(body):
+  await asyncio.sleep(0)
+  return answer_to(body)
+
+
+async def hangs(body):
+  await asyncio.Event().wait()
+
+
+def fails(error):
+  async def fail(body):
+    raise error
+
+  return fail
+
+
+def dispatcher_of(*behaviours, in_flight=4, max_attempts=5):
+  dispatcher = Dispatcher(
+    servers=len(behaviours), in_flight=in_flight, max_attempts=max_attempts, vocab_size=61,
+    seeded=True,
+  )  # fmt: skip
+  servers = [ScriptedServer(i, b, dispatcher) for i, b in enumerate(behaviours)]
+  for server in servers:
+    dispatcher.opened(server)
+  return dispatcher, servers
+
+
+def requests(count, prompt=(1, 2)):
+  return [tiny.request(i, prompt, seed=i, max_tokens=1) for i in range(count)]
+
+
+async def collect(dispatcher, wanted, *, size=1):
+  """Returns what comes, as (request id, its token), in order of arrival."""
+  call = Call(wanted, None)
+  dispatcher.submit([Job(wanted[i : i + size], call) for i in range(0, len(wanted), size)])
+  return [(g.request_id, int(g.token_ids[0])) async for g in call.stream()]
+
+
+def run(coroutine):
+  return asyncio.run(asyncio.wait_for(coroutine, 30))
+
+
+def once_each(count):
+  return [(str(i), i) for i in range(count)]
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_every_request_gets_its_own_answer_once(size):
+  async def go():
+    dispatcher, servers = dispatcher_of(answers, answers)
+    found = await collect(dispatcher, requests(40), size=size)
+    assert sorted(found) == sorted(once_each(40))
+    assert dispatcher.in_flight == 0
+    return servers
+
+  first, other = run(go())
+  assert len(first.client.bodies) + len(other.client.bodies) == 40 // size
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nothing_is_lost_or_doubled_while_servers_fail_and_come_back(seed):
+  chance = random.Random(seed)
+  troubles = [
+    lambda body: Unanswered("no answer"),
+    lambda body: {**answer_to(body), "meta_info": None},
+    lambda body: {"meta_info": {"finish_reason": {"type": "abort", "message": "lost"}}},
+  ]
+
+  async def sometimes(body):
+    for _ in range(chance.randrange(3)):
+      await asyncio.sleep(0)
+    if chance.random() < 0.4:
+      trouble = chance.choice(troubles)(body)
+      if isinstance(trouble, Exception):
+        raise trouble
+      return trouble
+    return answer_to(body)
+
+  async def go():
+    dispatcher, servers = dispatcher_of(sometimes, sometimes, sometimes, max_attempts=1000)
+
+    async def disturb():
+      while True:
+        server = chance.choice(servers)
+        dispatcher.closed(server)
+        await asyncio.sleep(0.001)
+        dispatcher.opened(server)
+
+    disturbing = asyncio.create_task(disturb())
+    both = await asyncio.gather(
+      collect(dispatcher, requests(50)), collect(dispatcher, requests(50, (3,)))
+    )
+    disturbing.cancel()
+    assert [sorted(found) for found in both] == [sorted(once_each(50))] * 2
+    assert dispatcher.retries > 0 and dispatcher.in_flight == 0
+
+  run(go())
+
+
+def test_requests_under_way_at_a_server_that_is_lost_go_to_another():
+  async def go():
+    dispatcher, (lost, other) = dispatcher_of(hangs, hangs)
+    found = asyncio.create_task(collect(dispatcher, requests(6)))
+    await asyncio.sleep(0.01)
+    assert len(lost.client.bodies) > 0 and len(other.client.bodies) > 0
+    other.client.behave = answers
+    for server in (lost, other):
+      dispatcher.closed(server)
+    dispatcher.opened(other)
+    assert sorted(await found) == once_each(6)
+    assert dispatcher.retries == 0  # the requests did nothing wrong.
+    names = [b["rid"] for server in (lost, other) for b in server.client.bodies]
+    assert len(set(names)) == len(names)  # SGLang takes a name once in its life.
+
+  run(go())
+
+
+def test_a_refused_request_fails_its_call_at_once_and_no_other():
+  async def refuses_prompt_9(body):
+    if body["input_ids"] == [9]:
+      raise Refused("http://nowhere/generate", 400, "too long")
+    return answer_to(body)
+
+  async def go():
+    dispatcher, (server,) = dispatcher_of(refuses_prompt_9, in_flight=8)
+    bad, good = await asyncio.gather(
+      collect(dispatcher, requests(1, (9,))), collect(dispatcher, requests(5)),
+      return_exceptions=True,
+    )  # fmt: skip
+    assert isinstance(bad, FleetError) and "request '0'" in str(bad) and "too long" in str(bad)
+    assert sorted(good) == once_each(5)
+    assert sum(b["input_ids"] == [9] for b in server.client.bodies) == 1 and server.doubts == 0
+
+  run(go())
+
+
+def test_a_request_that_servers_always_fail_is_given_up():
+  async def go():
+    dispatcher, servers = dispatcher_of(
+      fails(Unanswered("it said 500")), fails(Unanswered("it said 500")), max_attempts=3
+    )
+    with pytest.raises(FleetError, match="request '0' failed 3 times; the last: it said 500"):
+      await collect(dispatcher, requests(1))
+    assert sum(len(s.client.bodies) for s in servers) == 3 == dispatcher.retries
+
+  run(go())
+
+
+def test_a_server_that_failed_gets_nothing_before_its_health_was_looked_at():
+  async def go():
+    dispatcher, (server,) = dispatcher_of(fails(Unanswered("cut")), in_flight=1)
+    server.doubt = lambda: None  # nobody looks.
+    found = asyncio.create_task(collect(dispatcher, requests(3)))
+    await asyncio.sleep(0.02)
+    assert len(server.client.bodies) == 1
+    server.client.behave = answers
+    dispatcher.opened(server)
+    assert sorted(await found) == once_each(3)
+
+  run(go())
+
+
+def test_a_caller_that_leaves_frees_its_places():
+  async def go():
+    dispatcher, (server,) = dispatcher_of(hangs, in_flight=4)
+    left = Call(requests(20), None)
+    dispatcher.submit([Job([request], left) for request in left.requests])
+    await asyncio.sleep(0.01)
+    assert dispatcher.in_flight == 4
+    dispatcher.leave(left)
+    server.client.behave = answers
+    assert sorted(await collect(dispatcher, requests(9))) == once_each(9)
+    assert len(server.client.bodies) == 4 + 9
+
+  run(go())
+
+
+def test_a_fleet_that_cannot_be_healed_fails_all_calls_and_later_ones():
+  async def go():
+    dispatcher, _ = dispatcher_of(hangs, in_flight=2)
+    calls = [asyncio.create_task(collect(dispatcher, requests(4))) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    dispatcher.failed(FleetError("all is lost"))
+    calls.append(asyncio.create_task(collect(dispatcher, requests(1))))
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    assert [str(error) for error in found] == ["all is lost"] * 3
+    assert dispatcher.in_flight == 0
+
+  run(go())
+
+
+def test_an_error_of_our_own_fails_the_call_instead_of_hanging_it():
+  async def go():
+    dispatcher, _ = dispatcher_of(fails(ZeroDivisionError("a bug")))
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+      await collect(dispatcher, requests(2))
+
+  run(go())
+
+
+def test_a_router_is_told_the_group():
+  async def go():
+    dispatcher, _ = dispatcher_of(hangs)
+    told = []
+
+    class Router(ScriptedClient):
+      async def generate(self, body, headers=None):
+        told.append(headers)
+        return answer_to(body)
+
+    dispatcher.router = Router(answers)
+    assert sorted(await collect(dispatcher, requests(2))) == once_each(2)
+    assert [set(headers) for headers in told] == [{"X-SMG-Routing-Key"}] * 2
+
+  run(go())

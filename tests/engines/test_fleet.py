@@ -1,0 +1,84 @@
+"""What becomes of servers that cannot be started; the real ones: test_sglang_faults.py."""
+
+import sys
+import time
+
+import psutil
+import pytest
+
+from grpo_jax import engines
+from grpo_jax.engines.server import FleetError, Server
+from tests.engines import sglang_fixtures, tiny
+
+
+@pytest.fixture
+def make(tmp_path):
+  """Returns a function that makes an engine which launches `command`."""
+  model = sglang_fixtures.write_model(tmp_path / "model")
+
+  def make(*command, **settings):
+    return engines.make(
+      "sglang",
+      config=tiny.config(),
+      source_directory=model,
+      workdir=tmp_path / "run",
+      weights_folder=str(tmp_path / "weights"),
+      **{"device": "cpu", "command": command or None, **settings},
+    )
+
+  return make
+
+
+def load(engine):
+  engine.load_weights(tiny.params(tiny.config()), version=0)
+
+
+def test_a_server_that_cannot_start_stops_the_run_with_what_it_said(make):
+  with make(sys.executable, "-c", "print('no such model'); raise SystemExit(3)") as engine:
+    with pytest.raises(FleetError, match="server 0 at .* could not be started") as caught:
+      load(engine)
+    assert "exited with code 3" in str(caught.value) and "no such model" in str(caught.value)
+
+
+def test_a_server_that_never_answers_stops_the_run_in_time(make):
+  began = time.monotonic()
+  with make(sys.executable, "-c", "input()", start_timeout_s=1.0) as engine:
+    with pytest.raises(FleetError, match="could not be started"):
+      load(engine)
+  assert time.monotonic() - began < 30
+
+
+def test_an_address_where_nobody_listens_stops_the_run_and_says_why(make):
+  with make(addresses=("http://127.0.0.1:9",), start_timeout_s=1.0) as engine:
+    with pytest.raises(FleetError, match=r"not healthy within 1 s \(.*127.0.0.1:9.*Connect"):
+      load(engine)
+
+
+@pytest.mark.parametrize(
+  ("settings", "message"),
+  [
+    ({"addresses": ("localhost:30000",)}, "'http://host:port', got 'localhost:30000'"),
+    ({"addresses": ("http://a:1",), "router": "b:2"}, "'http://host:port', got 'b:2'"),
+    ({"addresses": ("http://a:1",), "requests": "token"}, "'completion' or 'group'"),
+  ],
+)
+def test_options_without_meaning_are_refused_at_once(make, settings, message):
+  with pytest.raises(ValueError, match=message):
+    make(**settings)
+
+
+def test_closing_an_engine_whose_server_just_starts_leaves_no_process(make):
+  marker = "import time; time.sleep(1000)  # of this test"
+  make(sys.executable, "-c", marker).close()
+  commands = [p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"])]
+  assert not [command for command in commands if marker in command]
+
+
+def test_an_error_of_our_own_stops_the_run_instead_of_hanging_it(make, monkeypatch):
+  def fail(*arguments):
+    raise ZeroDivisionError("a bug")
+
+  monkeypatch.setattr(Server, "bring_up", fail)
+  with make(addresses=("http://127.0.0.1:9",)) as engine:
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+      load(engine)

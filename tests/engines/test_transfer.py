@@ -1,0 +1,232 @@
+"""Weights for servers: whole or not there, bit for bit, and nothing stays behind."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+import transformers
+
+from grpo_jax.engines import transfer
+from grpo_jax.engines.transfer import TransferError, WeightFolders
+from grpo_jax.models import export
+from tests.engines import sglang_fixtures, tiny
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = tiny.config()
+
+
+@pytest.fixture
+def source(tmp_path):
+  return sglang_fixtures.write_model(tmp_path / "source")
+
+
+@pytest.fixture
+def folders(tmp_path, source):
+  made = WeightFolders(tmp_path / "root", CONFIG, source_directory=source, dtype="float32")
+  yield made
+  made.close()
+
+
+def content(folder):
+  return {
+    f.relative_to(folder).as_posix(): f.read_bytes() for f in folder.rglob("*") if f.is_file()
+  }
+
+
+def test_a_version_is_read_back_by_safetensors_as_it_is_in_the_trainer(folders):
+  tree = tiny.params(CONFIG)
+  folder = folders.write(tree, version=7)
+  stored = safetensors.numpy.load_file(folder / "model.safetensors")
+  down = stored["model.layers.1.mlp.down_proj.weight"]  # [out, in]; not square.
+  assert down.shape == (CONFIG.hidden_size, CONFIG.intermediate_size)
+  np.testing.assert_array_equal(down, np.asarray(tree["layers"]["down"])[1].T)
+  wanted = {t.name: t.values() for t in export.to_write(tree, CONFIG)}
+  assert stored.keys() == wanted.keys()
+  for name, values in wanted.items():
+    assert values.flags.c_contiguous
+    np.testing.assert_array_equal(stored[name], values)
+
+
+def test_a_version_computes_in_transformers_what_it_does_in_the_trainer(folders):
+  import torch
+
+  folder = folders.write(tiny.params(CONFIG), version=0)
+  model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+  ids = [5, 17, 3, 60, 2, 2, 41]
+  with torch.no_grad():
+    logits = model(torch.tensor([ids])).logits[0, :-1]
+  theirs = torch.log_softmax(logits, -1).numpy()
+  ours = tiny.model_logprobs(CONFIG, tiny.params(CONFIG), ids[:1], ids[1:])
+  np.testing.assert_allclose(theirs, ours, atol=2e-5)
+
+
+def test_a_folder_that_is_written_over_holds_what_a_new_one_would(folders):
+  first = folders.write(tiny.params(CONFIG, seed=1), version=1)
+  inode = (first / "model.safetensors").stat().st_ino
+  folders.discard(first)
+  again = folders.write(tiny.params(CONFIG, seed=2), version=2)
+  assert (again / "model.safetensors").stat().st_ino == inode  # its memory was used again.
+  assert not first.exists()
+  new = folders.write(tiny.params(CONFIG, seed=2), version=3)
+  assert content(again) == content(new)
+
+
+def test_many_versions_take_the_room_of_two(folders):
+  newest = folders.write(tiny.params(CONFIG), version=0)
+  for version in range(1, 6):
+    previous, newest = newest, folders.write(tiny.params(CONFIG), version=version)
+    assert len(list(folders.folder.glob("*/model.safetensors"))) <= 2
+    folders.discard(previous)
+  assert sorted(p.name for p in folders.folder.iterdir()) == [".lock", ".spare", "v000005"]
+
+
+def test_a_version_appears_whole_or_not_at_all(folders, monkeypatch):
+  seen = []
+  fill = export.fill_folder
+
+  def watched(*arguments, **keywords):
+    seen.append((folders.folder / "v000001").exists())
+    fill(*arguments, **keywords)
+    seen.append((folders.folder / "v000001").exists())
+
+  monkeypatch.setattr(export, "fill_folder", watched)
+  folder = folders.write(tiny.params(CONFIG), version=1)
+  assert seen == [False, False] and folder.name == "v000001" and folder.exists()
+
+
+def test_closing_removes_all_and_may_be_done_twice(tmp_path, folders):
+  folders.write(tiny.params(CONFIG), version=1)
+  folders.close()
+  folders.close()
+  assert [p.name for p in (tmp_path / "root").iterdir()] == [".lock"]
+
+
+# --- runs that died -----------------------------------------------------------------------------
+
+# Holds a run's folder, as a trainer does, until it is killed.
+OTHER_RUN = """
+import pathlib, sys, time
+from grpo_jax.engines.transfer import WeightFolders
+from tests.engines import tiny
+made = WeightFolders(
+  pathlib.Path(sys.argv[1]), tiny.config(), source_directory=None, dtype="float32"
+)
+made.write(tiny.params(tiny.config()), version=1)
+print(made.folder, flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_killed_run_left_is_removed_and_what_a_living_one_has_is_not(tmp_path, source):
+  root = tmp_path / "root"
+  environment = {
+    **os.environ,
+    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}",
+    "JAX_PLATFORMS": "cpu",
+  }
+  other = subprocess.Popen(
+    [sys.executable, "-c", OTHER_RUN, root], stdout=subprocess.PIPE, text=True, env=environment
+  )
+  try:
+    theirs = pathlib.Path(other.stdout.readline().strip())
+    assert (theirs / "v000001" / "model.safetensors").exists()
+    with_living = WeightFolders(root, CONFIG, source_directory=source, dtype="float32")
+    assert (theirs / "v000001" / "model.safetensors").exists()
+    other.send_signal(signal.SIGKILL)
+    other.wait()
+    assert (theirs / "v000001").exists()  # a killed run cannot tidy up.
+    mine = WeightFolders(root, CONFIG, source_directory=source, dtype="float32")
+    assert not theirs.exists()
+    assert with_living.folder.exists() and mine.folder.exists()
+    mine.close()
+    with_living.close()
+  finally:
+    other.kill()
+    other.wait()
+    other.stdout.close()
+
+
+def test_a_folder_whose_removal_was_interrupted_is_removed(tmp_path, source):
+  (tmp_path / "root" / "run-dead" / "v000003").mkdir(parents=True)
+  made = WeightFolders(tmp_path / "root", CONFIG, source_directory=source, dtype="float32")
+  assert not (tmp_path / "root" / "run-dead").exists()
+  made.close()
+
+
+# --- disks that are full ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+  """A file system of 512 KiB in memory."""
+  if os.geteuid() != 0:
+    pytest.skip("mounting a file system needs root")
+  folder = tmp_path / "small"
+  folder.mkdir()
+  mounted = subprocess.run(
+    ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", folder], capture_output=True, text=True
+  )
+  if mounted.returncode:
+    pytest.skip(f"mounting a file system is not allowed here: {mounted.stderr.strip()}")
+  yield folder
+  subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_is_told_and_the_next_write_works_once_there_is_room(small_disk, source):
+  made = WeightFolders(small_disk / "w", CONFIG, source_directory=source, dtype="float32")
+  ballast = small_disk / "ballast"
+  ballast.write_bytes(b"x" * (shutil.disk_usage(small_disk).free - 60_000))
+  with pytest.raises(TransferError) as caught:
+    made.write(tiny.params(CONFIG), version=4)
+  message = str(caught.value)
+  assert "version 4" in message and str(made.folder) in message
+  assert "No space left on device" in message and "MiB are needed" in message
+  assert "MiB are free" in message and "engine.sglang.weights_folder" in message
+  assert [p.name for p in made.folder.iterdir()] == [".lock"]  # nothing partial.
+  ballast.unlink()
+  folder = made.write(tiny.params(CONFIG), version=4)
+  assert safetensors.numpy.load_file(folder / "model.safetensors")
+  made.close()
+
+
+def test_a_disk_that_becomes_full_leaves_the_version_in_use(small_disk, source):
+  made = WeightFolders(small_disk / "w", CONFIG, source_directory=source, dtype="float32")
+  first = made.write(tiny.params(CONFIG), version=1)
+  before = content(first)
+  (small_disk / "ballast").write_bytes(b"x" * (shutil.disk_usage(small_disk).free - 30_000))
+  with pytest.raises(TransferError):
+    made.write(tiny.params(CONFIG), version=2)
+  assert content(first) == before
+  assert sorted(p.name for p in made.folder.iterdir()) == [".lock", "v000001"]
+  made.close()
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path, source):
+  (tmp_path / "file").write_text("")
+  with pytest.raises(TransferError, match="no folder for weights can be made in .*file"):
+    WeightFolders(tmp_path / "file", CONFIG, source_directory=source, dtype="float32")
+
+
+def test_memory_is_used_where_two_versions_fit(tmp_path):
+  assert transfer.fast_folder(2**60, tmp_path) == tmp_path
+  if not os.access(transfer.MEMORY, os.W_OK):
+    pytest.skip(f"there is no {transfer.MEMORY} here")
+  chosen = transfer.fast_folder(1, tmp_path)
+  assert chosen.parent == transfer.MEMORY and str(os.getuid()) in chosen.name
+
+
+def test_a_version_keeps_the_model_s_own_config_and_tokenizer(folders, source):
+  folder = folders.write(jax.tree.map(lambda x: x, tiny.params(CONFIG)), version=1)
+  told, own = (json.loads((f / "config.json").read_text()) for f in (folder, source))
+  assert {k: v for k, v in told.items() if "dtype" not in k} == {
+    k: v for k, v in own.items() if "dtype" not in k
+  }
+  assert (folder / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
