@@ -9,7 +9,7 @@ ARGS ?=
 # A process a core, four at most: each compiles for itself and holds up to 3 GB.
 PARALLEL = -n logical --maxprocesses=4 --dist=worksteal
 
-.PHONY: help quickstart test test-slow test-gpu aot check format venv sglang-cpu sglang-cuda clean
+.PHONY: help quickstart test test-slow test-sglang test-gpu aot check format venv sglang-cpu sglang-cuda clean
 
 help:  ## Show this text.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -18,10 +18,15 @@ quickstart: $(VENV)/default  ## Train SmolLM2-135M-Instruct on arithmetic (2 cor
 	$(BIN)/python -m grpo_jax.main --config=configs/quickstart.py --workdir=$(WORKDIR) $(ARGS)
 
 test: venv  ## Run the tests (no accelerator, no network).
-	$(BIN)/python -m pytest -q $(PARALLEL) -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -q $(PARALLEL) -m "not slow and not sglang" $(ARGS)
 
 test-slow: venv  ## Run the tests on real components: the real model, killed processes.
-	XLA_FLAGS= $(BIN)/python -m pytest -q $(PARALLEL) -m slow $(ARGS)
+	XLA_FLAGS= $(BIN)/python -m pytest -q $(PARALLEL) -m "slow and not sglang" $(ARGS)
+
+# One process: each server takes up to 3 GB, and the cores that there are.
+test-sglang: venv  ## Run the tests with real SGLang servers, on this machine's CPU.
+	PYTHON=$(PYTHON) scripts/install_sglang.sh cpu
+	$(BIN)/python -m pytest -q -m sglang --durations=10 $(ARGS)
 
 test-gpu: $(VENV)/default  ## Run the tests that need an NVIDIA GPU of the Hopper generation.
 	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e ".[test,cuda]"
@@ -50,7 +55,7 @@ $(VENV)/everything: $(VENV)/default
 	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e ".[test,dev]"
 	touch $@
 
-sglang-cpu:  ## Make .venv-sglang, the environment of SGLang servers on a CPU (1.7 GB).
+sglang-cpu:  ## Make .venv-sglang, the environment of SGLang servers on a CPU (1.4 GB).
 	PYTHON=$(PYTHON) scripts/install_sglang.sh cpu $(ARGS)
 
 sglang-cuda:  ## Make .venv-sglang, the environment of SGLang servers on NVIDIA GPUs (10 GB).

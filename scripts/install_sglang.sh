@@ -4,7 +4,7 @@
 #
 #   scripts/install_sglang.sh cpu|cuda [DIR]     DIR: .venv-sglang, where the trainer looks for it
 #
-#   cpu    about a minute, 1.5 GB. The index of Python packages has torch for Linux as its CUDA build
+#   cpu    a minute or two, 1.4 GB. The index of Python packages has torch for Linux as its CUDA build
 #          only, 4 GB more; it serves on a CPU too. For the build without CUDA set
 #          PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 #   cuda   SGLang as its authors release it, about 10 GB.

@@ -105,7 +105,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, stop)
     print(f"Starting the server; it will answer at {server.address}", flush=True)
     follow(server)
-    print(f"The server {server.exit_text()}.")
+    print(f"The server has ended: {server.exit_text()}.")
     server.wait()
   return 0 if was_asked else 1
 

@@ -190,7 +190,8 @@ class Fleet:
           health = asyncio.create_task(server.check_health())
           health.add_done_callback(lambda _: server.woken.set())
         with contextlib.suppress(TimeoutError):
-          await asyncio.wait_for(server.woken.wait(), _LOOK_EVERY_S)
+          async with asyncio.timeout(_LOOK_EVERY_S):  # wait_for of Python 3.11 may miss the end.
+            await server.woken.wait()
         server.woken.clear()
     finally:
       if health is not None:

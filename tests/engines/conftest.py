@@ -1,10 +1,13 @@
-"""A real SGLang server, started once for all tests of this folder that need one."""
+"""A real SGLang server, started once for all tests of this folder that need one; a small disk."""
 
+import os
+import subprocess
 import urllib.request
 
 import pytest
 
 from tests.engines import sglang_fixtures
+from tests.engines.processes import eventually
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +21,7 @@ def sglang_server(sglang_model, tmp_path_factory):
   """A server that no engine owns: given to engines by `addresses`, used by one after the other."""
   server = sglang_fixtures.start(sglang_model, tmp_path_factory.mktemp("servers"))
   try:
-    sglang_fixtures.eventually(lambda: answers(server), timeout_s=280.0)
+    eventually(lambda: answers(server), timeout_s=280.0)
     yield server
   finally:
     server.terminate()
@@ -33,3 +36,19 @@ def answers(server):
       return response.status == 200
   except OSError:
     return False
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+  """A file system of 512 KiB in memory."""
+  if os.geteuid() != 0:
+    pytest.skip("mounting a file system needs root")
+  folder = tmp_path / "small"
+  folder.mkdir()
+  mounted = subprocess.run(
+    ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", folder], capture_output=True, text=True
+  )
+  if mounted.returncode:
+    pytest.skip(f"mounting a file system is not allowed here: {mounted.stderr.strip()}")
+  yield folder
+  subprocess.run(["umount", "-l", folder], check=True)

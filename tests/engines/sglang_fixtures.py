@@ -3,11 +3,13 @@
 Its tokenizer writes one letter for each id, so that texts are those of the other engines' tests.
 """
 
+import asyncio
 import json
 import os
 import pathlib
-import time
 
+import numpy as np
+import psutil
 from tokenizers import Tokenizer, decoders, models
 
 from grpo_jax import engines
@@ -88,10 +90,48 @@ def make(model, workdir, *, version=3, seed=0, **settings):
   return engine
 
 
-def eventually(condition, *, timeout_s=60.0):
-  """Returns the first true value of `condition()`; fails if there is none in time."""
-  end = time.monotonic() + timeout_s
-  while not (value := condition()):
-    assert time.monotonic() < end, f"it did not happen within {timeout_s:g} s"
-    time.sleep(0.02)
-  return value
+def collect(engine, requests, *, after_first=lambda: None):
+  """Returns the generations of one call by the request's id; fails if one comes twice.
+
+  Args:
+    engine: that generates.
+    requests: of the call.
+    after_first: called when the first generation has come.
+  """
+
+  async def all_of():
+    found = []
+    async for generation in engine.generate(requests):
+      found.append(generation)
+      if len(found) == 1:
+        after_first()
+    return found
+
+  found = asyncio.run(all_of())
+  ids = [generation.request_id for generation in found]
+  assert len(set(ids)) == len(ids), f"came twice: {sorted(i for i in ids if ids.count(i) > 1)}"
+  return dict(zip(ids, found, strict=True))
+
+
+def check(generations, requests, *, version=3, seed=0):
+  """Checks that each completion is there, of the one version, and the model's own."""
+  assert generations.keys() == {r.request_id for r in requests}
+  tree = tiny.params(tiny.config(), seed)
+  for request in requests:
+    generation = generations[request.request_id]
+    assert set(generation.weight_versions.tolist()) == {version}
+    ids = generation.token_ids
+    wanted = tiny.model_logprobs(tiny.config(), tree, request.prompt_ids, ids)
+    np.testing.assert_allclose(generation.logprobs, tiny.of_tokens(wanted, ids), atol=1e-4)
+
+
+def processes_in(folder, title=""):
+  """Returns the processes of servers whose log folder this is; `title`: a part of their names."""
+  found = []
+  for process in psutil.process_iter():
+    try:
+      if process.cwd() == str(folder) and title in " ".join(process.cmdline()):
+        found.append(process)
+    except psutil.Error:
+      continue  # it ended meanwhile.
+  return found

@@ -1,5 +1,6 @@
 """What becomes of servers that cannot be started; the real ones: test_sglang_faults.py."""
 
+import asyncio
 import sys
 import time
 
@@ -7,7 +8,8 @@ import psutil
 import pytest
 
 from grpo_jax import engines
-from grpo_jax.engines.server import FleetError, Server
+from grpo_jax.engines.fleet import Fleet
+from grpo_jax.engines.server import FleetError, Options, Server
 from tests.engines import sglang_fixtures, tiny
 
 
@@ -82,3 +84,30 @@ def test_an_error_of_our_own_stops_the_run_instead_of_hanging_it(make, monkeypat
   with make(addresses=("http://127.0.0.1:9",)) as engine:
     with pytest.raises(ZeroDivisionError, match="a bug"):
       load(engine)
+
+
+@pytest.mark.parametrize("moments", range(5))
+def test_a_fleet_is_closed_also_while_one_of_its_servers_is_looked_at(monkeypatch, moments):
+  async def comes_up(self, *arguments):
+    self.is_up = self.has_been_up = True
+
+  class Nobody:
+    def opened(self, server):
+      pass
+
+    closed = failed = opened
+
+  monkeypatch.setattr(Server, "bring_up", comes_up)
+
+  async def close():
+    fleet = Fleet(Options(addresses=("http://127.0.0.1:9",)), Nobody())
+    await fleet.start()
+    await asyncio.sleep(0.05)
+    fleet.servers[0].woken.set()
+    for _ in range(moments):
+      await asyncio.sleep(0)
+    closing = asyncio.create_task(fleet.close())
+    done, _ = await asyncio.wait({closing}, timeout=5)
+    assert done
+
+  asyncio.run(close())

@@ -16,27 +16,18 @@ import pytest
 from grpo_jax.engines.server_process import LaunchOptions, ServerProcess
 from grpo_jax.models import tiny
 from tests.engines.processes import eventually, is_gone
+from tests.engines.sglang_fixtures import server_python
 
 ROOT = pathlib.Path(__file__).parents[2]
 KEY = "a-secret-of-36-letters-and-some-more"
-SERVER_PYTHON = pathlib.Path(
-  os.environ.get("SGLANG_PYTHON") or ROOT / ".venv-sglang" / "bin" / "python"
-)
-pytestmark = [
-  pytest.mark.slow,
-  pytest.mark.timeout(900),
-  pytest.mark.skipif(
-    not SERVER_PYTHON.exists(),
-    reason="no server environment: `make sglang-cpu` makes one, or SGLANG_PYTHON names one",
-  ),
-]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 PROMPT = [5, 80, 81, 200, 9, 80, 81]
 
 
 def real_options(folder, **changes):
   return LaunchOptions(
     **{
-      "python": SERVER_PYTHON,
+      "python": server_python(),
       "log_folder": folder / "servers",
       "device": "cpu",
       "max_running": 16,
@@ -188,22 +179,24 @@ def test_real_server_that_still_starts_ends_with_the(tmp_path, killed):
   """While its processes import, before SGLang itself looks after them."""
   model = tiny.write(tmp_path / "model")
   trainer = subprocess.Popen(
-    [sys.executable, "-c", REAL_TRAINER, str(tmp_path), str(SERVER_PYTHON), str(model)],
+    [sys.executable, "-c", REAL_TRAINER, str(tmp_path), str(server_python()), str(model)],
     env={**os.environ, "PYTHONPATH": str(ROOT)},
     stdout=subprocess.PIPE,
     text=True,
   )
-  with trainer.stdout:
-    guard = psutil.Process(int(trainer.stdout.readline()))
+  try:
+    with trainer.stdout:
+      guard = psutil.Process(int(trainer.stdout.readline()))
 
-  def spawned():
-    found = guard.children(recursive=True)
-    return [each for each in found if "multiprocessing.spawn" in " ".join(each.cmdline())]
+    def spawned():
+      found = guard.children(recursive=True)
+      return [each for each in found if "multiprocessing.spawn" in " ".join(each.cmdline())]
 
-  eventually(lambda: len(spawned()) >= 2, timeout_s=600, every_s=0.1)
-  processes = [guard, *guard.children(recursive=True)]
-  (trainer if killed == "trainer" else guard).kill()
-  for process in processes:
-    eventually(lambda pid=process.pid: is_gone(pid))
-  trainer.kill()
-  trainer.wait(30)
+    eventually(lambda: len(spawned()) >= 2, timeout_s=600, every_s=0.1)
+    processes = [guard, *guard.children(recursive=True)]
+    (trainer if killed == "trainer" else guard).kill()
+    for process in processes:
+      eventually(lambda pid=process.pid: is_gone(pid))
+  finally:
+    trainer.kill()
+    trainer.wait(30)

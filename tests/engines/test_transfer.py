@@ -164,22 +164,6 @@ def test_a_folder_whose_removal_was_interrupted_is_removed(tmp_path, source):
 # --- disks that are full ------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-  """A file system of 512 KiB in memory."""
-  if os.geteuid() != 0:
-    pytest.skip("mounting a file system needs root")
-  folder = tmp_path / "small"
-  folder.mkdir()
-  mounted = subprocess.run(
-    ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", folder], capture_output=True, text=True
-  )
-  if mounted.returncode:
-    pytest.skip(f"mounting a file system is not allowed here: {mounted.stderr.strip()}")
-  yield folder
-  subprocess.run(["umount", "-l", folder], check=True)
-
-
 def test_a_full_disk_is_told_and_the_next_write_works_once_there_is_room(small_disk, source):
   made = WeightFolders(small_disk / "w", CONFIG, source_directory=source, dtype="float32")
   ballast = small_disk / "ballast"
