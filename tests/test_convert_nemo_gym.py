@@ -130,7 +130,7 @@ def test_a_broken_row_is_named_and_nothing_is_written(tmp_path, capsys):
   path = write(tmp_path / "in.jsonl", [simple("Q", "a"), {"x": 1}])
   code, rows = convert(tmp_path / "out.jsonl", path)
   assert (code, rows) == (1, [])
-  assert "in.jsonl:2: no key 'responses_create_params'" in capsys.readouterr().err
+  assert "in.jsonl:2: no key 'output'" in capsys.readouterr().err
   assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
   code, rows = convert(tmp_path / "out.jsonl", path, "--on-error=skip")
   assert (code, len(rows)) == (0, 1)
