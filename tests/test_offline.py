@@ -172,6 +172,7 @@ def test_behavior_logprobs_are_those_of_the_initial_policy(plain):
   np.testing.assert_allclose(*zip(*compared, strict=True), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_later_epochs_draw_other_responses_with_the_same_logprobs(make_config, tmp_path):
   path = str(write(tmp_path / "rows.jsonl", ranked_rows(4, 2)))
   quiet = {"evaluation__every_steps": 0, "checkpoint__every_steps": 0}
@@ -192,6 +193,7 @@ def test_later_epochs_draw_other_responses_with_the_same_logprobs(make_config, t
   assert len(again) > 4 and all(found[0] == each for found in again for each in found)
 
 
+@pytest.mark.slow
 def test_importance_correction_acts_on_recorded_groups(make_config, plain, tmp_path):
   off = {"correction": "none", "truncation": None, "high": float("inf")}
   options = {f"loss__importance_{name}": value for name, value in off.items()}
@@ -239,7 +241,7 @@ def by_text(records, *names):
   return sorted((r["prompt"], r["completion_ids"], *(r[name] for name in names)) for r in records)
 
 
-@pytest.mark.parametrize("behavior", ["file", "initial"])
+@pytest.mark.parametrize("behavior", ["file", pytest.param("initial", marks=pytest.mark.slow)])
 def test_a_step_on_recorded_rollouts_is_the_step_that_recorded_them(
   behavior, make_config, online, tmp_path
 ):
@@ -305,6 +307,7 @@ def test_missing_logprobs_are_told_where_the_file_must_have_them(make_config, tm
     train.train(config, tmp_path)
 
 
+@pytest.mark.slow
 def test_data_that_change_under_a_run_are_noticed(make_config, files, tmp_path):
   path = tmp_path / "train.jsonl"
   path.write_text(files["train"].read_text())

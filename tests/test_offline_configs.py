@@ -86,6 +86,7 @@ def rollouts():
         ]
       },
       "reward": float(attempt == 2),
+      "expected_answer": str(task),
       "_ng_task_index": task,
       "_ng_rollout_index": attempt,
       "agent_ref": {"name": "agent"},
