@@ -40,7 +40,7 @@ def get_config() -> Any:
   mesh.tensor = 1  # heads, feed-forward and vocabulary are split.
 
   config.data = data = ConfigDict()  # of all training datasets, or of the only one; docs/data.md.
-  data.kind = "auto"  # by path, dataset or task; or jsonl, json, parquet, hub, or a dotted path.
+  data.kind = "auto"  # by path, dataset, task; jsonl, json, parquet, hub, function, dotted path.
   data.path = config_dict.placeholder(str)  # file, or folder of files; a local copy of `dataset`.
   data.dataset = config_dict.placeholder(str)  # by name: GSM8K, MATH-500, ..., or owner/name.
   data.subset = config_dict.placeholder(str)  # of a hub dataset.
@@ -56,6 +56,7 @@ def get_config() -> Any:
   data.prompt_template = config_dict.placeholder(str)  # user message, {} for the problem.
   data.prompt_file = config_dict.placeholder(str)  # the same, from a file.
   data.environment = config_dict.placeholder(str)  # who scores; None: the dataset's, or "math".
+  data.rows_choose_environment = True  # a row's `environment` or `task_name` goes before it.
   data.tasks = ConfigDict()  # task_name of a row -> its environment, format, keys and prompts.
   data.max_prompt_tokens = 512  # longest prompt, chat template included.
   data.overlong = "zero_weight"  # longer ones: "drop", or "zero_weight": kept, nothing learned.
@@ -65,10 +66,10 @@ def get_config() -> Any:
   data.repeat = 1  # how often an epoch has every row.
   data.split_validation_size = 0.0  # rows split off for evaluation: a share below 1, or a number.
   data.split_seed = config_dict.placeholder(int)  # of that split; None: `seed`.
-  data.task = config_dict.placeholder(str)  # reasoning_gym: name of the task.
-  data.task_args = ConfigDict()  # reasoning_gym: its further arguments.
-  data.task_seed = 0  # reasoning_gym: seed of its problems.
-  data.size = 10000  # reasoning_gym: number of problems.
+  data.task = config_dict.placeholder(str)  # reasoning_gym: name; function: dotted path.
+  data.task_args = ConfigDict()  # of the task: its further arguments.
+  data.task_seed = 0  # of the task: seed of its problems.
+  data.size = 10000  # of the task: number of problems.
   data.datasets = ()  # several: dicts of what differs from the fields above, and `weight`.
   data.num_prompts_per_dataloader = config_dict.placeholder(int)  # taken from each in turn.
   data.dataloader = config_dict.placeholder(str)  # function that takes them: "by_success", dotted.
@@ -92,7 +93,10 @@ def get_config() -> Any:
   environments.math = ConfigDict(
     dict(
       module="math",
-      answer="boxed",  # where it must stand: boxed, hash (after ####), tag, last_number, any, raw.
+      verifier="math_verify",  # or "minerva" (DAPO's, equal as text), "multiple_choice".
+      # Where the answer must stand: boxed, hash (after ####), tag, line (after "Answer:"),
+      # last_number, any, raw; None: boxed, for minerva line, for multiple_choice wherever.
+      answer=config_dict.placeholder(str),
       workers=2,  # grading processes.
       timeout_s=5.0,  # a grading that takes longer is killed and counts as wrong.
     )

@@ -1,8 +1,9 @@
 """One attempt at a prompt while it is made: tokens, turns, rewards, failure."""
 
 import dataclasses
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,12 @@ from jaxtyping import Int
 
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.engines.base import Generation
-from grpo_jax.environments.base import EnvironmentFactory, StepResult
-from grpo_jax.environments.isolation import EnvironmentFailure, IsolatedEnvironment
-from grpo_jax.types import FinishReason, Prompt, Rollout
+from grpo_jax.environments.base import EnvironmentFactory, StepResult, Stopping, Timed
+from grpo_jax.environments.isolation import EnvironmentFailure, IsolatedEnvironment, checked_stops
+from grpo_jax.metrics import ERROR, TURN_LIMIT
+from grpo_jax.types import FinishReason, Prompt, Rollout, Turn
 
-ERROR = "error/"  # metric of a failed attempt: error/KIND, 1.
+_SHOWN = 500  # characters of an error's message.
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,9 +38,12 @@ class Attempt:
     self.turn = 0
     self.is_done = False
     self.error: EnvironmentFailure | None = None
+    # What ends the next turn, beside the stop strings of the sampling options.
+    self.stop_strings = (*prompt.stop_strings, *first_stops(factory))
     self._factory = factory
+    self._timeout_s = factory.timeout_s if isinstance(factory, Timed) else None
     self._environment: IsolatedEnvironment | None = None
-    self._pieces: list[_Piece] = []
+    self._pieces: list[_Piece] = []  # sampled and written ones in turns, sampled first.
     self._results: list[StepResult] = []
     self._finish_reason = FinishReason.STOP
     self._metrics: dict[str, float] = {}
@@ -68,7 +73,14 @@ class Attempt:
     self.turn += 1
 
   async def judge(self, text: str, generation: Generation, timeout_s: float) -> StepResult | None:
-    """Has the environment judge a turn; None if it failed, which ends the attempt."""
+    """Has the environment judge a turn; None if it failed, which ends the attempt.
+
+    Args:
+      text: of the turn.
+      generation: its tokens.
+      timeout_s: of one call, unless the environment has a time-out of its own.
+    """
+    timeout_s = timeout_s if self._timeout_s is None else self._timeout_s
     try:
       if self._environment is None:
         self._environment = IsolatedEnvironment(self._factory, self.prompt, timeout_s=timeout_s)
@@ -78,6 +90,8 @@ class Attempt:
       self.fail(error)
       return None
     self._results.append(result)
+    if result.stop_strings is not None:
+      self.stop_strings = tuple(result.stop_strings)
     return result
 
   def fail(self, error: EnvironmentFailure) -> None:
@@ -91,9 +105,10 @@ class Attempt:
     self.is_done = True
     self._finish_reason = reason or self._finish_reason
 
-  def note(self, metric: str) -> None:
-    """Sets a metric of the attempt to 1."""
-    self._metrics[metric] = 1.0
+  def finish_at_turn_limit(self) -> None:
+    """Ends the attempt as one that the environment would have gone on with."""
+    self._metrics[TURN_LIMIT] = 1.0
+    self.finish()
 
   async def close(self) -> None:
     """Closes the environment. A failure is counted and does not cost the reward."""
@@ -112,19 +127,43 @@ class Attempt:
     for result in self._results:
       components.update(result.components)
       metrics.update({name: float(value) for name, value in result.metrics.items()})
-    total = sum(result.total for result in self._results)
+    rewards = [result.total for result in self._results]
     return Rollout(
       completion_ids=ids,
       loss_mask=self._joined(lambda p: np.full(len(p.token_ids), p.is_sampled), bool),
       behavior_logprobs=self._joined(lambda p: p.logprobs, np.float32),
       weight_versions=self._joined(lambda p: p.weight_versions, np.int32),
       finish_reason=self._finish_reason,
-      reward=float("nan") if self.error else float(total),
+      reward=math.nan if self.error else float(sum(rewards)),
       text=tokenizer.decode(ids, skip_special=True),
       reward_components={} if self.error else dict(components),
       metrics={**metrics, **self._metrics},
       turns=self.turn + 1,
+      turn_log=self._turn_log(rewards),
+      error=f"{self.error.kind}: {self.error}"[:_SHOWN] if self.error else "",
     )
+
+  def _turn_log(self, rewards: Sequence[float]) -> tuple[Turn, ...]:
+    """What every turn added; a turn that was not judged has no reward."""
+    sampled = [len(p.token_ids) for p in self._pieces if p.is_sampled]
+    written = [len(p.token_ids) for p in self._pieces if not p.is_sampled]
+    written += [0] * (len(sampled) - len(written))
+    rewards = [*rewards, *[math.nan] * (len(sampled) - len(rewards))]
+    return tuple(Turn(*turn) for turn in zip(sampled, written, rewards, strict=True))
 
   def _joined(self, read: Callable[[_Piece], np.ndarray], dtype: Any) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *(read(p) for p in self._pieces)]).astype(dtype)
+
+
+def first_stops(factory: EnvironmentFactory) -> tuple[str, ...]:
+  """Returns the stop strings of the first turn that an environment asks for.
+
+  Raises:
+    ValueError: they are no list of texts.
+  """
+  if not isinstance(factory, Stopping):
+    return ()
+  try:
+    return checked_stops(factory.stop_strings)
+  except EnvironmentFailure as error:
+    raise ValueError(f"an environment's {error}") from error

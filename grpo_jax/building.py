@@ -120,6 +120,12 @@ def validate(config: Config) -> Iterator[str]:
       yield f"rollout.{name} must be at least 1, got {config.rollout[name]}"
   has_environments = offline_building.needs_environments(config)
   yield from data_options.complaints(config, has_environments=has_environments)
+  for name, settings in config.environments.items():
+    if settings.to_dict().get("total_timeout_s", 0.0) >= config.rollout.environment_timeout_s:
+      yield (
+        f"environments.{name}.total_timeout_s={settings.total_timeout_s:g} must be less than"
+        f" rollout.environment_timeout_s, which is {config.rollout.environment_timeout_s:g}"
+      )
   too_large = [k for k in config.evaluation.pass_k if k > config.evaluation.group_size]
   if too_large:
     size = config.evaluation.group_size

@@ -24,12 +24,13 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from grpo_jax.types import Rollout, RolloutGroup
+from grpo_jax.types import Prompt, Rollout, RolloutGroup
 
 HEADER_EVERY = 20  # lines between two headers.
 SPARSE_S = 60.0  # seconds between two lines of progress where there is no terminal.
 PROMPT_CHARACTERS = 600
 COMPLETION_CHARACTERS = 1200
+ERROR_CHARACTERS = 200
 DASH = "-"  # stands for what is not known.
 
 
@@ -123,10 +124,28 @@ def eval_line(name: str, step: int, values: Mapping[str, float], first: Mapping[
   ):
     if prefix + what in values:
       parts.append(f"{label} {form(values[prefix + what])}")
+  for metric in sorted(key for key in values if key.startswith(f"{prefix}errors/")):
+    parts.append(f"failed: {metric.rpartition('/')[2]} {number(values[metric])}")
   took = values.get("time/evaluate_s", math.nan)
   return f"{'eval':>9}  {name} at step {step}: {'  '.join(parts)}" + (
     f"  ({seconds(took)} s)" if math.isfinite(took) else ""
   )
+
+
+def failure_lines(groups: Sequence[RolloutGroup]) -> list[str]:
+  """Returns one line for each kind of failure among the attempts: how many, and the first one."""
+  attempts = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
+  failed = [(prompt, rollout.error) for prompt, rollout in attempts if rollout.error]
+  kinds: dict[str, list[tuple[Prompt, str]]] = {}
+  for prompt, error in failed:
+    kinds.setdefault(error.partition(":")[0], []).append((prompt, error))
+  lines = []
+  for of_kind in kinds.values():
+    prompt, error = of_kind[0]
+    where = f"{prompt.prompt_id} ({prompt.environment})"
+    told = printable(shorten(error, ERROR_CHARACTERS)).replace("\n", " ")
+    lines.append(f"{'failed':>9}  {len(of_kind)} of {len(attempts)} completions: {told}; {where}")
+  return lines
 
 
 def sample_lines(

@@ -18,7 +18,8 @@ _OF_STREAM = ("shuffle", "epochs", "on_error", "datasets", *_DATALOADER)
 def of_stream(config: Config) -> dict[str, Any]:
   """Returns the arguments of `data.make`, less the tokenizer and the state."""
   split_seed = config.seed if config.data.split_seed is None else config.data.split_seed
-  return {**config.data.to_dict(), "seed": config.seed, "split_seed": split_seed}
+  settled = {"seed": config.seed, "split_seed": split_seed}
+  return {**config.data.to_dict(), **settled, "known_environments": tuple(config.environments)}
 
 
 def training(config: Config) -> dict[str, dict[str, Any]]:

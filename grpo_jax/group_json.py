@@ -1,7 +1,8 @@
 """Groups of rollouts ↔ JSON, bit for bit: how a checkpoint holds groups not yet learned from. Pure.
 
-Arrays are written as base64 of their little-endian bytes: about 18 characters a token. A scored
-group needs its prompt's `info` no more, which may hold anything: it is left out.
+Arrays are written as base64 of their little-endian bytes: about 18 characters a token. What only
+sampling and scoring need of a prompt is left out: its `info`, which may hold anything, its messages
+and its stop strings.
 """
 
 import base64
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
+from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup, Turn
 
 _ARRAYS = {
   "completion_ids": "<i4",
@@ -24,7 +25,8 @@ _ARRAYS = {
 
 def without_info(group: RolloutGroup) -> RolloutGroup:
   """Returns the group as `decode(encode(group))` gives it back."""
-  return dataclasses.replace(group, prompt=dataclasses.replace(group.prompt, info={}))
+  prompt = dataclasses.replace(group.prompt, info={}, messages=(), stop_strings=())
+  return dataclasses.replace(group, prompt=prompt)
 
 
 def encode(group: RolloutGroup) -> dict[str, Any]:
@@ -36,12 +38,14 @@ def encode(group: RolloutGroup) -> dict[str, Any]:
     "environment": prompt.environment,
     "text": prompt.text,
     "weight": prompt.weight,
+    "dataset": prompt.dataset,
+    "is_cut": prompt.is_cut,
     "rollouts": [_encoded(rollout) for rollout in group.rollouts],
   }
 
 
 def decode(record: Mapping[str, Any]) -> RolloutGroup:
-  """Returns the group that `encode` was given, without its prompt's `info`.
+  """Returns the group that `encode` was given, as `without_info` leaves it.
 
   Raises:
     KeyError: a field is missing.
@@ -53,6 +57,8 @@ def decode(record: Mapping[str, Any]) -> RolloutGroup:
     environment=record["environment"],
     text=record["text"],
     weight=record["weight"],
+    dataset=record["dataset"],
+    is_cut=record["is_cut"],
   )
   return RolloutGroup(prompt, tuple(_decoded(rollout) for rollout in record["rollouts"]))
 
@@ -72,6 +78,11 @@ def _encoded(rollout: Rollout) -> dict[str, Any]:
     "reward_components": {k: _number(v) for k, v in rollout.reward_components.items()},
     "metrics": {k: _number(v) for k, v in rollout.metrics.items()},
     "turns": rollout.turns,
+    "turn_log": [
+      [turn.sampled_tokens, turn.environment_tokens, _number(turn.reward)]
+      for turn in rollout.turn_log
+    ],
+    "error": rollout.error,
   }
 
 
@@ -84,6 +95,8 @@ def _decoded(record: Mapping[str, Any]) -> Rollout:
     reward_components={k: _float(v) for k, v in record["reward_components"].items()},
     metrics={k: _float(v) for k, v in record["metrics"].items()},
     turns=record["turns"],
+    turn_log=tuple(Turn(*counts, _float(reward)) for *counts, reward in record["turn_log"]),
+    error=record["error"],
   )
 
 

@@ -240,6 +240,8 @@ class RunLogger:
       folder = self._workdir / "rollouts"
       folder.mkdir(exist_ok=True)
       replace_file(folder / f"step_{step:06d}.jsonl", map(json_line, records))
+    for line in consoles.failure_lines(groups):
+      self._screen.print(line)
     if groups and self._samples_every_steps and step % self._samples_every_steps == 0:
       chosen = next((i for i, group in enumerate(groups) if table.has_signal(group)), 0)
       if groups[chosen].rollouts:
@@ -297,4 +299,5 @@ class SilentLogger:
 
 def evaluations(names: Iterable[str]) -> list[str]:
   """Returns the NAMEs of metrics eval/NAME/..., sorted."""
-  return sorted({found[1] for name in names if (found := re.match(r"eval/(.+)/[^/]+$", name))})
+  pattern = re.compile(r"eval/(.+?)(/errors)?/[^/]+$")
+  return sorted({found[1] for name in names if (found := pattern.match(name))})

@@ -43,12 +43,35 @@ METRICS: dict[str, Definition] = {
     "tokens", "mean length of the completions that were not cut"
   ),
   "rollout/turns_mean": Definition("turns", "turns of a conversation with the environment"),
+  "rollout/turns_total": Definition("turns", "turns of the step, all conversations"),
+  "rollout/turns_max": Definition("turns", "the longest conversation"),
+  "rollout/turns_p95": Definition("turns", "95 of 100 conversations are at most so long"),
+  "rollout/turn_limit_share": Definition(
+    "share", "conversations cut at rollout.max_turns", "< 0.1"
+  ),
+  "rollout/ended_by_environment_share": Definition(
+    "share", "conversations that ended by themselves: at no limit, with no failure", "rises"
+  ),
+  "rollout/sampled_tokens_mean": Definition("tokens", "sampled in a conversation"),
+  "rollout/sampled_tokens_max": Definition("tokens", "most sampled in a conversation"),
+  "rollout/environment_tokens_mean": Definition(
+    "tokens", "written by the environment in a conversation, never learned from"
+  ),
+  "rollout/turn_tokens_mean": Definition("tokens", "sampled in a turn"),
+  "rollout/turn_tokens_max": Definition("tokens", "most sampled in a turn"),
+  "rollout/turn/*/reached_share": Definition(
+    "share", "conversations that reached this turn; 01 is the first, 10 the last one told"
+  ),
+  "rollout/turn/*/reward_mean": Definition("reward", "mean reward of this turn alone"),
+  "rollout/turn/*/sampled_tokens_mean": Definition("tokens", "mean length of this turn"),
   "rollout/staleness_mean": Definition(
     "steps", "weights to be updated minus weights that sampled, over sampled tokens", "0 if in turn"
   ),
   "rollout/staleness_max": Definition("steps", "the stalest token", "<= max_staleness"),
   "env/*/reward_mean": Definition("reward", "mean over the environment's completions", "rises"),
   "env/*/reward/*": Definition("reward", "mean of one component of the reward"),
+  "env/*/completions": Definition("count", "completions of the step that this environment scored"),
+  "env/*/failed_share": Definition("share", "of them: could not be scored", "0"),
   "env/*": Definition("any", "what an environment reports: means over the attempts of a step"),
   "data/epoch": Definition("epochs", "passes over the training data so far"),
   "data/broken_rows": Definition("count", "rows of the data skipped as broken in the step", "0"),
@@ -116,7 +139,13 @@ METRICS: dict[str, Definition] = {
   "eval/*/reward_mean": Definition("reward", "mean over scored completions", "rises"),
   "eval/*/truncated_share": Definition("share", "completions cut at the token limit", "< 0.1"),
   "eval/*/failed_share": Definition("share", "completions that could not be scored", "0"),
+  "eval/*/errors/*": Definition("count", "attempts that failed, by kind", "0"),
   "eval/*/completion_tokens_mean": Definition("tokens", "mean completion length"),
+  "eval/*/turns_mean": Definition("turns", "turns of a conversation with the environment"),
+  "eval/*/turn_limit_share": Definition("share", "conversations cut at rollout.max_turns", "< 0.1"),
+  "eval/*/ended_by_environment_share": Definition(
+    "share", "conversations that ended by themselves: at no limit, with no failure", "rises"
+  ),
   "eval/*/prompts": Definition("count", "prompts evaluated"),
   # --- evaluation on recorded groups (docs/offline.md); eval/NAME/TYPE/*: of one type of groups ---
   "eval/*/exact_accuracy": Definition("share", "groups whose whole order is right", "rises"),

@@ -8,6 +8,7 @@ no row of `METRICS` (metric_table.py) is a fault: `unknown` finds it, and `logge
 import fnmatch
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,12 @@ import jax
 import numpy as np
 
 from grpo_jax.metric_table import METRICS, Definition
-from grpo_jax.types import FinishReason, Metrics, RolloutGroup
+from grpo_jax.types import FinishReason, Metrics, Rollout, RolloutGroup
+
+# Metrics of an attempt that stand there, as 1, only where they hold.
+ERROR = "error/"  # error/KIND: what failed.
+TURN_LIMIT = "turn_limit"  # the environment would have gone on.
+TURNS_TOLD = 10  # turns with metrics of their own; what came later is in the sums.
 
 
 def merge(parts: Iterable[Metrics]) -> Metrics:
@@ -121,7 +127,46 @@ def of_rollouts(groups: Sequence[RolloutGroup], *, step: int | None = None) -> d
     "rollout/completion_tokens_stopped_mean": _mean(lengths[truncated == 0]),
     "rollout/turns_mean": _mean([rollout.turns for rollout in rollouts]),
   }
-  return result | _staleness(groups, step) | _by_name(groups)
+  return result | of_turns(rollouts) | _staleness(groups, step) | _by_name(groups)
+
+
+def of_turns(rollouts: Sequence[Rollout]) -> dict[str, float]:
+  """Describes conversations: how long they were, how they ended, what every turn brought.
+
+  Args:
+    rollouts: of one step. Without one of several turns there is nothing to tell.
+
+  Returns:
+    {name: value} of `rollout/turn*`, `rollout/sampled_tokens_*`, ...; turn 1 is the first.
+  """
+  if all(rollout.turns == 1 and TURN_LIMIT not in rollout.metrics for rollout in rollouts):
+    return {}
+  turns = np.asarray([rollout.turns for rollout in rollouts], np.float64)
+  sampled = [int(rollout.loss_mask.sum()) for rollout in rollouts]
+  written = [len(rollout.loss_mask) - int(rollout.loss_mask.sum()) for rollout in rollouts]
+  at_limit = [TURN_LIMIT in rollout.metrics for rollout in rollouts]
+  logs = [rollout.turn_log for rollout in rollouts if rollout.turn_log]
+  of_a_turn = [turn.sampled_tokens for log in logs for turn in log]
+  result = {
+    "rollout/turns_total": float(turns.sum()),
+    "rollout/turns_max": float(turns.max()),
+    "rollout/turns_p95": float(np.percentile(turns, 95)),
+    "rollout/turn_limit_share": _mean(at_limit),
+    "rollout/ended_by_environment_share": _mean([_is_ended(rollout) for rollout in rollouts]),
+    "rollout/sampled_tokens_mean": _mean(sampled),
+    "rollout/sampled_tokens_max": float(max(sampled)),
+    "rollout/environment_tokens_mean": _mean(written),
+    "rollout/turn_tokens_mean": _mean(of_a_turn),
+    "rollout/turn_tokens_max": float(max(of_a_turn, default=math.nan)),
+  }
+  for number in range(min(max(map(len, logs), default=0), TURNS_TOLD)):
+    there = [log[number] for log in logs if len(log) > number]
+    rewards = np.asarray([turn.reward for turn in there], np.float64)
+    area = f"rollout/turn/{number + 1:02d}"
+    result[f"{area}/reached_share"] = len(there) / len(rollouts)
+    result[f"{area}/reward_mean"] = _mean(rewards[np.isfinite(rewards)])
+    result[f"{area}/sampled_tokens_mean"] = _mean([turn.sampled_tokens for turn in there])
+  return result
 
 
 def of_datasets(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -179,9 +224,28 @@ def of_evaluation(
   }
   for k in pass_k:
     result[f"eval/{name}/pass@{k}"] = _mean([pass_at_k(n, c, k) for n, c in counts])
-  for kept in ("reward_mean", "truncated_share", "failed_share", "completion_tokens_mean"):
+  has_turns = "rollout/turns_total" in described
+  for kept in _OF_EVALUATION + (_OF_CONVERSATIONS if has_turns else ()):
     result[f"eval/{name}/{kept}"] = described[f"rollout/{kept}"]
+  for kind, count in error_kinds(groups).items():
+    result[f"eval/{name}/errors/{kind}"] = float(count)
+  parts = _by_environment(groups)
+  if len(parts) > 1:
+    for environment, own in parts.items():
+      result |= of_evaluation(own, name=f"{name}/{environment}", pass_k=pass_k, solved=solved)
   return result
+
+
+def error_kinds(groups: Sequence[RolloutGroup]) -> dict[str, int]:
+  """Counts the attempts that failed, or did not close, by kind, in the order of the kinds."""
+  kinds = Counter(
+    name.removeprefix(ERROR)
+    for group in groups
+    for rollout in group.rollouts
+    for name in rollout.metrics
+    if name.startswith(ERROR)
+  )
+  return dict(sorted(kinds.items()))
 
 
 def has_signal(group: RolloutGroup) -> bool:
@@ -260,15 +324,39 @@ def _staleness(groups: Sequence[RolloutGroup], step: int | None) -> dict[str, fl
 
 
 def _by_name(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-  """Means of what environments report under names of their own."""
-  found: dict[str, list[float]] = {}
-  for group in groups:
-    area = f"env/{group.prompt.environment}"
-    for rollout in group.rollouts:
-      found.setdefault(f"{area}/reward_mean", []).append(rollout.reward)
+  """Means of what environments report under names of their own, by environment."""
+  result: dict[str, float] = {}
+  for environment, own in _by_environment(groups).items():
+    rollouts = [rollout for group in own for rollout in group.rollouts]
+    found: dict[str, list[float]] = {"reward_mean": [], "failed_share": []}
+    for rollout in rollouts:
+      found["reward_mean"].append(rollout.reward)
+      found["failed_share"].append(float(not math.isfinite(rollout.reward)))
       for name, value in rollout.reward_components.items():
-        found.setdefault(f"{area}/reward/{name}", []).append(value)
+        found.setdefault(f"reward/{name}", []).append(value)
       for name, value in rollout.metrics.items():
-        found.setdefault(f"{area}/{name}", []).append(value)
-  arrays = {name: np.asarray(values, np.float64) for name, values in found.items()}
-  return {name: _mean(values[np.isfinite(values)]) for name, values in arrays.items()}
+        if name != TURN_LIMIT and not name.startswith(ERROR):  # those are told of the whole step.
+          found.setdefault(name, []).append(value)
+    area = f"env/{environment}"
+    result[f"{area}/completions"] = float(len(rollouts))
+    for name, values in found.items():
+      array = np.asarray(values, np.float64)
+      result[f"{area}/{name}"] = _mean(array[np.isfinite(array)])
+  return result
+
+
+def _by_environment(groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGroup]]:
+  parts: dict[str, list[RolloutGroup]] = {}
+  for group in groups:
+    parts.setdefault(group.prompt.environment, []).append(group)
+  return parts
+
+
+def _is_ended(rollout: Rollout) -> bool:
+  """Whether the environment itself ended the attempt: neither a limit nor a failure did."""
+  is_cut = rollout.is_truncated or TURN_LIMIT in rollout.metrics
+  return not (is_cut or rollout.error or math.isnan(rollout.reward))
+
+
+_OF_EVALUATION = ("reward_mean", "truncated_share", "failed_share", "completion_tokens_mean")
+_OF_CONVERSATIONS = ("turns_mean", "turn_limit_share", "ended_by_environment_share")

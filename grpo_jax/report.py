@@ -177,7 +177,8 @@ def tiles(run: Run) -> list[tuple[str, str, str, str]]:
 
 
 def warnings_of(run: Run) -> list[str]:
-  """Returns sentences on what looks unhealthy at the end of the run (last tenth of its steps)."""
+  """Returns sentences on what looks unhealthy at the end of the run (last tenth of its steps),
+  and on the attempts that failed in all of it."""
   found = []
   is_offline = report_data.is_offline(run)
   for name, limit, sentence in ALARMS:
@@ -187,6 +188,10 @@ def warnings_of(run: Run) -> list[str]:
     if values and (level := float(np.mean(values[-max(1, len(values) // 10) :]))) > limit:
       shown = console.share(level) if name.endswith("_share") else console.number(level)
       found.append(sentence.format(shown))
+  kinds = report_data.failures(run)
+  if kinds:
+    told = ", ".join(f"{kind} {count}" for kind, count in kinds.items())
+    found.append(f"Attempts that failed in the whole run, by kind: {told}.")
   return found
 
 

@@ -5,6 +5,7 @@ import fnmatch
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,16 @@ def curve(run: Run, name: str) -> tuple[list[int], list[float | None]]:
 def is_offline(run: Run) -> bool:
   """Returns whether the run learned from recorded groups."""
   return run.config.get("mode") == "offline"
+
+
+def failures(run: Run) -> dict[str, int]:
+  """Counts the attempts of all recorded steps that failed, by kind; the most frequent first."""
+  prefix = "rollout/errors/"
+  kinds: Counter[str] = Counter()
+  for row in run.rows:
+    found = {name: _finite(row[name]) for name in row if name.startswith(prefix)}
+    kinds.update({n.removeprefix(prefix): int(count) for n, count in found.items() if count})
+  return dict(kinds.most_common())
 
 
 def panels(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -284,6 +295,7 @@ def _rollout(record: Mapping[str, Any]) -> dict[str, Any]:
     "advantage": record["advantage"],
     "finish": record["finish_reason"],
     "turns": record["turns"],
+    "error": record.get("error", ""),
     "components": record["reward_components"],
     "length": length,
     "omitted": 0,
@@ -333,6 +345,11 @@ PANELS: tuple[Panel, ...] = (
       "longest": "rollout/completion_tokens_max",
     },
   ),
+  Panel(
+    "Turns of a conversation",
+    {"mean": "rollout/turns_mean", "95 of 100": "rollout/turns_p95", "most": "rollout/turns_max"},
+  ),
+  Panel("Attempts that failed, by kind", {"kind": "rollout/errors/*"}),
   Panel("Entropy", {"entropy": "train/entropy"}),
   Panel("KL to the reference", {"KL": "train/kl_to_reference"}),
   Panel(

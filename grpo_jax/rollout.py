@@ -16,7 +16,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from grpo_jax.attempt import ERROR, Attempt
+from grpo_jax import metrics
+from grpo_jax.attempt import Attempt
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.engines.base import (
   Generation,
@@ -187,14 +188,8 @@ def request_seed(seed: int, step: int, prompt_id: str, attempt: int, turn: int =
 
 def error_counts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
   """Counts the attempts of the groups that failed, by kind, as "rollout/errors/KIND"."""
-  kinds = Counter(
-    name.removeprefix(ERROR)
-    for group in groups
-    for rollout in group.rollouts
-    for name in rollout.metrics
-    if name.startswith(ERROR)
-  )
-  return {f"rollout/errors/{kind}": float(count) for kind, count in sorted(kinds.items())}
+  kinds = metrics.error_kinds(groups)
+  return {f"rollout/errors/{kind}": float(count) for kind, count in kinds.items()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -226,18 +221,29 @@ class _Sampler:
     return GenerationRequest(
       request_id=attempt.request_id,
       prompt_ids=attempt.token_ids,
-      sampling=dataclasses.replace(self.sampling, max_tokens=self.room(attempt)),
+      sampling=dataclasses.replace(
+        self.sampling,
+        max_tokens=self.room(attempt),
+        stop_strings=tuple(dict.fromkeys((*self.sampling.stop_strings, *attempt.stop_strings))),
+      ),
       seed=request_seed(self.seed, self.step, *where),
       group=attempt.prompt.prompt_id,
     )
 
   def observation_ids(self, result: StepResult, generation: Generation) -> np.ndarray:
-    """The tokens of what the environment wrote."""
-    if result.observation_role is None:
-      return self.tokenizer.encode(result.observation)
-    message = {"role": result.observation_role, "content": result.observation}
-    last = int(generation.token_ids[-1]) if len(generation.token_ids) else None
-    return self.tokenizer.turn_ids(message, after=last)
+    """The tokens of what the environment wrote.
+
+    Raises:
+      EnvironmentFailure: it cannot be encoded, or the chat template refuses it.
+    """
+    try:
+      if result.observation_role is None:
+        return self.tokenizer.encode(result.observation)
+      message = {"role": result.observation_role, "content": result.observation}
+      last = int(generation.token_ids[-1]) if len(generation.token_ids) else None
+      return self.tokenizer.turn_ids(message, after=last)
+    except Exception as error:  # any text meets the user's template and tokenizer here.
+      raise EnvironmentFailure("observation", f"{type(error).__name__}: {error}") from error
 
 
 class _Collector:
@@ -323,10 +329,13 @@ class _Collector:
       is_conversation = attempt.turn > 0 and not is_cut
       attempt.finish(FinishReason.ENV_DONE if is_conversation else None)
     elif attempt.turn + 1 >= self._limits.max_turns:
-      attempt.note("turn_limit")
-      attempt.finish()
+      attempt.finish_at_turn_limit()
     else:
-      ids = self._sampler.observation_ids(result, generation)
+      try:
+        ids = self._sampler.observation_ids(result, generation)
+      except EnvironmentFailure as error:
+        attempt.fail(error)
+        return
       if self._sampler.room(attempt, more=len(ids)) < 1:
         attempt.finish(FinishReason.LENGTH)
       else:

@@ -1,5 +1,6 @@
 """The files rollouts/step_NNNNNN.jsonl: one line a rollout, with all that was sampled."""
 
+import dataclasses
 import json
 import math
 import os
@@ -128,6 +129,10 @@ def _record(
     "advantage": _finite(advantage),
     "finish_reason": rollout.finish_reason.value,
     "turns": rollout.turns,
+    "turn_log": [
+      {**dataclasses.asdict(turn), "reward": _finite(turn.reward)} for turn in rollout.turn_log
+    ],
+    "error": rollout.error,
     "prompt_ids": group.prompt.token_ids.tolist(),
     "completion_ids": ids,
     "token_texts": texts(ids) if texts else None,

@@ -56,7 +56,7 @@ class PromptSource(Protocol):
     """Takes the next n prompts; fewer, at last none, when the data ends."""
     ...
 
-  def state(self) -> Any:
+  def state(self) -> dict[str, Any]:
     """Returns where it stands, as JSON."""
     ...
 

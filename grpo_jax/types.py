@@ -45,6 +45,17 @@ class Prompt:
   weight: float = 1.0  # multiplies its advantages; 0 keeps it in the batch, learning nothing.
   dataset: str = ""  # name of the dataset that it is from.
   is_cut: bool = False  # it was longer than allowed; only its beginning is here.
+  messages: tuple[Mapping[str, Any], ...] = ()  # what was rendered, for other chat templates.
+  stop_strings: tuple[str, ...] = ()  # end the first turn, beside those of the sampling options.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Turn:
+  """What one turn of a conversation added to a completion."""
+
+  sampled_tokens: int
+  environment_tokens: int  # of the observation that followed; 0 after the last turn.
+  reward: float  # NaN: the turn could not be judged.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +78,8 @@ class Rollout:
   reward_components: Mapping[str, float] = dataclasses.field(default_factory=dict)
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
   turns: int = 1
+  turn_log: tuple[Turn, ...] = ()  # of every turn; () where they were not recorded.
+  error: str = ""  # "KIND: message" of what kept the attempt from being scored.
 
   def __post_init__(self):
     lengths = {

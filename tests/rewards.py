@@ -21,6 +21,11 @@ def variety(prompt: str, completion: str, info) -> float:
   return float(len(set(completion)))
 
 
+def broken(prompt: str, completion: str, info) -> float:
+  """Fails always."""
+  raise LookupError("this reward is broken")
+
+
 def vowels_of_some(prompt: str, completion: str, info) -> float:
   """Gives every third prompt no signal; the others `vowels`."""
   if int(info["expected_answer"]) // 2 % 3 == 0:

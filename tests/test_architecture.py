@@ -16,7 +16,7 @@ PACKAGE = ROOT / "grpo_jax"
 LAYERS = [
   {"types"},
   {"rl", "registry", "timing", "console", "rollout_log", "manifest", "interrupts", "host_memory"},
-  {"metric_table", "packing", "group_json"},
+  {"metric_table", "packing", "sandbox", "group_json"},
   {"metrics", "layout", "configuration", "ranking"},
   {"models"},
   {"data", "environments", "engines"},

@@ -13,7 +13,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from grpo_jax import console, loggers, metrics, rollout_log
-from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
+from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup, Turn
 
 
 def a_screen(*, terminal: bool = False, width: int = 80) -> tuple[console.Screen, io.StringIO]:
@@ -144,6 +144,8 @@ def test_a_rollout_file_holds_all_that_was_sampled(tmp_path):
     reward_components={"format": 0.5},
     metrics={"accuracy": math.nan},
     turns=2,
+    turn_log=(Turn(1, 1, 0.5), Turn(1, 0, math.nan)),
+    error="timeout: no answer within 1 s",
   )
   prompt = Prompt("p-0", np.asarray([7, 8], np.int32), "math", text="1 + 1?")
   group = RolloutGroup(prompt, (rollout,))
@@ -167,6 +169,11 @@ def test_a_rollout_file_holds_all_that_was_sampled(tmp_path):
     "advantage": None,
     "finish_reason": "env_done",
     "turns": 2,
+    "turn_log": [
+      {"sampled_tokens": 1, "environment_tokens": 1, "reward": 0.5},
+      {"sampled_tokens": 1, "environment_tokens": 0, "reward": None},
+    ],
+    "error": "timeout: no answer within 1 s",
     "prompt_ids": [7, 8],
     "completion_ids": [1, 2, 14],
     "token_texts": [" sum", " is", "<|im_end|>"],

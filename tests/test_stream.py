@@ -30,8 +30,8 @@ class Numbers:
   def weight(self, i: int) -> float:
     return self.weights.get(i, 1.0)
 
-  def cursor(self) -> int:
-    return self.position
+  def state(self) -> dict[str, int]:
+    return {"position": self.position}
 
   def metrics(self) -> dict[str, float]:
     return {"data/broken_rows": 1.0, "data/epoch": self.position / self.count}
@@ -90,7 +90,7 @@ def numbers_of(groups) -> list[int]:
 def test_without_dynamic_sampling_a_step_takes_what_comes():
   made = stream.OnlineStream(Numbers(count=5), sampler(every(2)), prompts_per_step=3)
   assert [numbers_of(made.take(step)) for step in range(3)] == [[0, 1, 2], [3, 4], []]
-  assert made.state() == {"prompts": 5, "surplus": []}
+  assert made.state() == {"prompts": {"position": 5}, "surplus": []}
   assert isinstance(made, stream.GroupStream)
 
 
@@ -212,7 +212,7 @@ def test_a_stream_made_anew_from_its_state_goes_on_exactly(per_round):
     assert broken.metrics() == pytest.approx(unbroken.metrics(), nan_ok=True)
     state = json.loads(json.dumps(broken.state(), allow_nan=False))
     assert state == unbroken.state()
-    prompts = Numbers(position=state["prompts"])
+    prompts = Numbers(**state["prompts"])
     broken = make(every(3), prompts=prompts, surplus=state["surplus"], **options)
 
 
@@ -223,7 +223,7 @@ def test_a_taken_step_that_was_not_learned_is_taken_again_from_the_state_before_
   expected = made.take(1)
   again = make(
     every(2),
-    prompts=Numbers(position=state["prompts"]),
+    prompts=Numbers(**state["prompts"]),
     surplus=state["surplus"],
     prompts_per_round=5,
   )

@@ -1,6 +1,7 @@
 """Files, hub datasets and tasks → prompts, in a reproducible, resumable order."""
 
 import functools
+import inspect
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -88,30 +89,27 @@ def make(
   """
   found = settings.training(shared, datasets)
   weights = {name: one.pop("weight", None) for name, one in found.items()}
-  take, needs_records = make_dataloader(
+  take, keeps_records = make_dataloader(
     weights,
     num_prompts_per_dataloader=num_prompts_per_dataloader,
     dataloader=dataloader,
     dataloader_args=dataloader_args,
   )
-  opened = {name: opener(tokenizer, **one) for name, one in found.items()}
-  if len(opened) > 1 and take is loaders.one_after_the_other:
-    parts, named_apart = {_ALL: list(opened.values())}, False
-  else:
-    named_apart = len(opened) > 1
-    parts = {dataset.name: [dataset] for dataset in opened.values()}
+  opened = [opener(tokenizer, **one) for one in found.values()]
+  is_one = take is loaders.from_the_only_one
+  parts = {_ALL: opened} if is_one and len(opened) > 1 else {one.name: [one] for one in opened}
   made = {}
   for name, members in parts.items():
     made[name] = Loader(
       members,
       shuffle=shuffle,
       # Loaders side by side have orders of their own, whatever their place in the list.
-      seed=[seed, zlib.crc32(name.encode())] if named_apart else seed,
+      seed=[seed, zlib.crc32(name.encode())] if len(parts) > 1 else seed,
       epochs=epochs,
       on_error=on_error,
       cursor=cursor_of(state, name, sum(len(member) for member in members)),
     )
-  return PromptStream(made, take, keeps_records=needs_records, state=state)
+  return PromptStream(made, take, keeps_records=keeps_records, state=state)
 
 
 def make_dataloader(
@@ -147,6 +145,7 @@ def make_dataloader(
     chosen = (
       function(dataloader) if "." in dataloader else choose("dataloader", dataloader, DATALOADERS)
     )
+    _check_arguments(dataloader, chosen, dataloader_args or {})
     return functools.partial(chosen, **(dataloader_args or {})), True
   if given:
     if len(given) < len(weights) or min(given.values()) < 0 or not any(given.values()):
@@ -162,7 +161,18 @@ def make_dataloader(
     return functools.partial(
       loaders.one_after_the_other, num_prompts_per_dataloader=num_prompts_per_dataloader
     ), False
-  return loaders.one_after_the_other, False
+  return loaders.from_the_only_one, False
+
+
+def _check_arguments(
+  name: str, dataloader: loaders.Dataloader, arguments: Mapping[str, Any]
+) -> None:
+  """Raises ValueError if a function cannot be called as dataloader functions are."""
+  usual = {"num_prompts": 1, "records": (), "memory": {}}
+  try:
+    inspect.signature(dataloader).bind({}, **usual, **arguments)
+  except TypeError as error:
+    raise ValueError(f"data.dataloader {name}{inspect.signature(dataloader)}: {error}") from error
 
 
 def make_held_out(

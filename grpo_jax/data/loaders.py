@@ -108,13 +108,22 @@ class Loader:
     return self.datasets[part].prompt(int(row) - first, epoch=position // len(self))
 
 
+def from_the_only_one(
+  loaders: Mapping[str, Loader], *, num_prompts: int, records: Records, memory: dict[str, Any]
+) -> list[Prompt]:
+  """Takes all prompts from one loader, which may read several datasets as one."""
+  del records, memory
+  (loader,) = loaders.values()
+  return loader.take(num_prompts)
+
+
 def one_after_the_other(
   loaders: Mapping[str, Loader],
   *,
   num_prompts: int,
   records: Records,
   memory: dict[str, Any],
-  num_prompts_per_dataloader: int | None = None,
+  num_prompts_per_dataloader: int,
 ) -> list[Prompt]:
   """Takes so many prompts from each loader in turn; the next call goes on where this one ended.
 
@@ -126,11 +135,9 @@ def one_after_the_other(
     num_prompts: to be returned.
     records: not read.
     memory: the number of prompts taken so far.
-    num_prompts_per_dataloader: prompts of one turn; None: the first loader gives all.
+    num_prompts_per_dataloader: prompts of one turn.
   """
   del records
-  if num_prompts_per_dataloader is None:
-    return next(iter(loaders.values())).take(num_prompts)
   order, prompts = list(loaders.values()), []
   taken = memory.setdefault("taken", 0)
   while len(prompts) < num_prompts:

@@ -1,11 +1,11 @@
 """A dataset of prompts: a source of rows, and how their words become tokens."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from grpo_jax.data import formats, named, nemo_gym
+from grpo_jax.data import formats, named, nemo_gym, routing
 from grpo_jax.data.parts import Part
 from grpo_jax.data.skipped import OnError, OverlongError, Skipped
 from grpo_jax.data.sources import RowSource, SourceConfig, open_source
@@ -29,6 +29,7 @@ class Task:
 class PromptDataset:
   """A source whose rows come out as prompts."""
 
+  name: str  # the first part of the ids of its prompts.
   source: RowSource
   part: Part
   tokenizer: Tokenizer
@@ -36,11 +37,7 @@ class PromptDataset:
   tasks: Mapping[str, Task]  # by the row's `task_name`; empty: `task` for all rows.
   max_prompt_tokens: int
   overlong: Overlong
-
-  @property
-  def name(self) -> str:
-    """The first part of the ids of its prompts."""
-    return self.source.name
+  known_environments: Collection[str] | None = None  # that rows may name; None: none may.
 
   def __len__(self) -> int:
     return len(self.part)
@@ -74,14 +71,22 @@ class PromptDataset:
     if is_long and self.overlong == "drop":
       raise OverlongError(where, f"{len(ids)} tokens, more than {self.max_prompt_tokens}")
     return Prompt(
-      prompt_id=f"{self.source.name}:{epoch}:{number + len(self.source) * self.part.round_of(row)}",
+      prompt_id=f"{self.name}:{epoch}:{number + len(self.source) * self.part.round_of(row)}",
       token_ids=ids[: self.max_prompt_tokens],
-      environment=task.environment,
+      environment=routing.environment_of(
+        fields,
+        where,
+        default=task.environment,
+        known=self.known_environments,
+        has_tasks=bool(self.tasks),
+      ),
       info=record.info,
       text=self.tokenizer.render(record.messages),
       weight=0.0 if is_long else formats.loss_multiplier(fields, where),
-      dataset=self.source.name,
+      dataset=self.name,
       is_cut=is_long,
+      messages=tuple(record.messages),
+      stop_strings=routing.stop_strings_of(fields, where),
     )
 
   def _task_of(self, fields: Mapping[str, Any], where: str) -> Task:
@@ -195,24 +200,26 @@ def open_dataset(
   tasks: Mapping[str, Mapping[str, Any]] | None = None,
   max_prompt_tokens: int = 1024,
   overlong: Overlong = "drop",
+  rows_choose_environment: bool = True,
+  known_environments: Collection[str] | None = None,
 ) -> PromptDataset:
   """Opens a dataset by the fields of a config.
 
   Args:
     tokenizer: whose chat template renders the messages.
     kind: "auto": what path, dataset or task say; "jsonl", "json", "parquet" (a file's ending
-      is not looked at), "hub", "reasoning_gym", or the dotted path of a function
-      `SourceConfig -> RowSource`.
+      is not looked at), "hub", "reasoning_gym", "function" (see FunctionSource), or the dotted
+      path of a function `SourceConfig -> RowSource`.
     name: of the dataset, the first part of its prompts' ids; None: see `name_of`.
     path: a file, or a folder of files. With `dataset`: a local copy of it.
     dataset: name of one in `named.DATASETS`, or owner/name on the Hugging Face hub.
     subset: of the hub dataset; None: that of the named dataset, or none.
     split: of the hub dataset, of a folder, or of a JSON file with several lists; None: that of
       the named dataset where there are several, else all there is.
-    task: the task's name, for "reasoning_gym".
-    task_args: its further arguments, for "reasoning_gym".
-    task_seed: its seed, for "reasoning_gym"; see ReasoningGymSource.
-    size: its number of rows, for "reasoning_gym".
+    task: the task's name, for "reasoning_gym"; the dotted path, for "function".
+    task_args: its further arguments.
+    task_seed: its seed; see ReasoningGymSource.
+    size: its number of rows.
     side: of the rows split off, see `Part`.
     for_evaluation: whether a named dataset's split for evaluation is meant, if `split` is None.
     split_validation_size: rows split off, see `Part`.
@@ -233,6 +240,9 @@ def open_dataset(
     max_prompt_tokens: longest prompt, chat template included.
     overlong: what becomes of longer ones: "drop", or "zero_weight": kept, cut, learned
       nothing from. Both are counted.
+    rows_choose_environment: whether a row's own `environment` or `task_name` decides, see
+      routing.environment_of.
+    known_environments: the names that those may be; None: they are not looked at.
 
   Raises:
     FileNotFoundError: a file does not exist.
@@ -277,6 +287,7 @@ def open_dataset(
     repeat=repeat,
   )
   return PromptDataset(
+    name=config.name or source.name,
     source=source,
     part=part,
     tokenizer=tokenizer,
@@ -287,6 +298,7 @@ def open_dataset(
     },
     max_prompt_tokens=max_prompt_tokens,
     overlong=overlong,
+    known_environments=known_environments if rows_choose_environment else None,
   )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from grpo_jax.data import tables
+from grpo_jax.data.function_rows import FunctionSource
 from grpo_jax.data.generated import ReasoningGymSource
 from grpo_jax.registry import choose, function, nearest
 
@@ -75,10 +76,10 @@ class SourceConfig:
   subset: str | None = None  # hub
   split: str | None = None  # hub, and folders and JSON files that hold several.
   usual_split: str | None = None  # the one taken if none is named, where there is such a one.
-  task: str | None = None  # reasoning_gym
-  task_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # reasoning_gym
-  task_seed: int = 0  # reasoning_gym: row r is generated from task_seed + r.
-  size: int = 1000  # reasoning_gym: rows.
+  task: str | None = None  # reasoning_gym: its name; function: a dotted path.
+  task_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the task
+  task_seed: int = 0  # of the task: row r is generated from task_seed + r.
+  size: int = 1000  # of the task: rows.
 
 
 def kind_of(config: SourceConfig) -> str:
@@ -132,6 +133,19 @@ def open_hub(config: SourceConfig) -> RowSource:
     raise ValueError("data of kind 'hub' needs data.dataset, as owner/name")
   split = config.split or config.usual_split or "train"
   return tables.open_hub(repository, subset=config.subset, split=split, name=config.name)
+
+
+def open_function(config: SourceConfig) -> FunctionSource:
+  """Opens the rows that the function `task` makes."""
+  if not config.task:
+    raise ValueError("data of kind 'function' needs data.task, the dotted path of a function")
+  return FunctionSource(
+    config.task,
+    size=config.size,
+    seed=config.task_seed,
+    task_args=config.task_args,
+    name=config.name,
+  )
 
 
 def open_reasoning_gym(config: SourceConfig) -> ReasoningGymSource:
@@ -217,4 +231,5 @@ SOURCES: dict[str, Callable[[SourceConfig], RowSource]] = {
   "parquet": open_parquet,
   "hub": open_hub,
   "reasoning_gym": open_reasoning_gym,
+  "function": open_function,
 }

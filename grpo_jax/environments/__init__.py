@@ -6,7 +6,7 @@ from typing import Any
 from grpo_jax import registry
 from grpo_jax.environments.base import Closing, Counting, EnvironmentFactory
 
-_HIDDEN = ("base", "grading", "isolation")
+_HIDDEN = ("base", "grading", "isolation", "scoring")
 
 
 class Environments(Mapping[str, EnvironmentFactory]):

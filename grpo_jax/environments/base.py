@@ -10,8 +10,8 @@ A module of this package, or of a user, offers `make(**config) -> factory`.
 
 import dataclasses
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol, runtime_checkable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
@@ -30,6 +30,9 @@ class StepResult:
   # None: the observation is appended as it stands. A role ("user", "tool"): it is
   # rendered as a message of the chat template, and the assistant begins anew.
   observation_role: str | None = None
+  # What ends the next turn, beside the stop strings of the sampling options. None: the same
+  # as ended this one; (): nothing more.
+  stop_strings: Sequence[str] | None = None
   # Numbers to log; "accuracy" (1: right) is what evaluation counts as solved.
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -76,8 +79,7 @@ class Environment(Protocol):
     ...
 
 
-# Makes the environment of one attempt. It may also have `close()` (end of the run) and
-# `metrics()` (counts since the start), see `Factory`.
+# Makes the environment of one attempt. It may also have what the protocols below name.
 EnvironmentFactory = Callable[[Prompt], Environment]
 
 
@@ -99,8 +101,41 @@ class Counting(Protocol):
     ...
 
 
+@runtime_checkable
+class Stopping(Protocol):
+  """A factory whose environments read turns that end with one of certain strings."""
+
+  # End the first turn, and the later ones until a StepResult names others.
+  stop_strings: tuple[str, ...]
+
+
+@runtime_checkable
+class Timed(Protocol):
+  """A factory whose environments have a time-out of their own."""
+
+  timeout_s: float | None  # of one call, in seconds; None: that of the run.
+
+
 Reward = float | Mapping[str, float] | StepResult
 RewardFunction = Callable[[Prompt, str], Reward | Awaitable[Reward]]
+
+
+def as_number(value: Any) -> float:
+  """Returns a number of any library as a float.
+
+  Raises:
+    TypeError, ValueError, OverflowError: it is none; a text never is, whatever it says.
+  """
+  if isinstance(value, str | bytes):
+    raise TypeError(f"{value!r:.50} is a text, not a number")
+  return float(value)
+
+
+def as_reward(value: Any) -> float | dict[str, float]:
+  """Returns what a reward function returned, a number or components, in floats; see `as_number`."""
+  if isinstance(value, Mapping):
+    return {str(name): as_number(part) for name, part in value.items()}
+  return as_number(value)
 
 
 class SingleTurn:
@@ -129,7 +164,7 @@ class SingleTurn:
     reward = self._reward_fn(self._prompt, text)
     if inspect.isawaitable(reward):
       reward = await reward
-    return reward if isinstance(reward, StepResult) else StepResult(reward, done=True)
+    return reward if isinstance(reward, StepResult) else StepResult(as_reward(reward), done=True)
 
   async def close(self) -> None:
     """Nothing to free."""

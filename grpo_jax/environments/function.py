@@ -4,15 +4,36 @@ def reward(prompt: str, completion: str, info: Mapping) -> float | dict[str, flo
 """
 
 import inspect
-from collections.abc import Awaitable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_jax import registry
-from grpo_jax.environments.base import Environment, EnvironmentFactory, Reward, SingleTurn
+from grpo_jax.environments.base import Environment, SingleTurn
 from grpo_jax.types import Prompt
 
 
-def make(*, path: str, settings: Mapping[str, Any] | None = None) -> EnvironmentFactory:
+class FunctionEnvironments:
+  """Makes environments of one turn out of a function."""
+
+  def __init__(
+    self, function: Callable[..., Any], settings: Mapping[str, Any], timeout_s: float | None
+  ):
+    self.timeout_s = timeout_s  # see `base.Timed`.
+    self._function = function
+    self._settings = dict(settings)
+
+  def __call__(self, prompt: Prompt) -> Environment:
+    return SingleTurn(self._judge, prompt)
+
+  async def _judge(self, prompt: Prompt, text: str) -> Any:
+    """What the function returns, which may be anything."""
+    reward = self._function(prompt.text, text, prompt.info, **self._settings)
+    return await reward if inspect.isawaitable(reward) else reward
+
+
+def make(
+  *, path: str, settings: Mapping[str, Any] | None = None, timeout_s: float | None = None
+) -> FunctionEnvironments:
   """Makes an environment of one turn out of a function.
 
   Args:
@@ -20,18 +41,31 @@ def make(*, path: str, settings: Mapping[str, Any] | None = None) -> Environment
       completion's text and the row's fields, and returns the reward or its components.
       It may be a coroutine function. Called in a thread of its own: it may block.
     settings: further keyword arguments of the function.
+    timeout_s: longest time of one call, in seconds; None: rollout.environment_timeout_s.
+      A completion whose reward takes longer is left out and counted.
 
   Raises:
-    ValueError: there is no such function.
+    ValueError: there is no such function, it cannot be called in this way, or the time-out
+      is not positive.
   """
   function = registry.function(path)
   extra = dict(settings or {})
+  if timeout_s is not None and not timeout_s > 0:
+    raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+  _check_call(path, function, extra)
+  return FunctionEnvironments(function, extra, timeout_s)
 
-  async def judge(prompt: Prompt, text: str) -> Reward:
-    reward: Reward | Awaitable[Reward] = function(prompt.text, text, prompt.info, **extra)
-    return await reward if inspect.isawaitable(reward) else reward
 
-  def factory(prompt: Prompt) -> Environment:
-    return SingleTurn(judge, prompt)
-
-  return factory
+def _check_call(path: str, function: Callable[..., Any], extra: Mapping[str, Any]) -> None:
+  """Raises ValueError unless function(prompt, completion, info, **extra) fits its signature."""
+  try:
+    signature = inspect.signature(function)
+  except ValueError:  # some functions of compiled modules tell none: the first call will.
+    return
+  try:
+    signature.bind("prompt", "completion", {}, **extra)
+  except TypeError as error:
+    names = "".join(f", {name}=…" for name in extra)
+    raise ValueError(
+      f"{path}{signature} cannot be called as (prompt, completion, info{names}): {error}"
+    ) from error

@@ -10,12 +10,18 @@ import dataclasses
 import math
 import queue
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
 
-from grpo_jax.environments.base import Environment, EnvironmentFactory, StepResult
+from grpo_jax.environments.base import (
+  Environment,
+  EnvironmentFactory,
+  StepResult,
+  as_number,
+  as_reward,
+)
 from grpo_jax.types import FinishReason, Prompt
 
 _GRACE_S = 0.5  # a call that can be cancelled is, before its thread is given up.
@@ -146,10 +152,24 @@ def _checked(result: Any) -> StepResult:
   if not isinstance(result, StepResult) or not isinstance(result.observation, str):
     raise EnvironmentFailure("type", f"step returned {result!r:.200}, no valid StepResult")
   try:
-    reward = result.components if isinstance(result.reward, Mapping) else result.total
-    metrics = {str(name): float(value) for name, value in result.metrics.items()}
-  except (TypeError, ValueError) as error:
+    metrics = {str(name): as_number(value) for name, value in result.metrics.items()}
+    reward = as_reward(result.reward)
+    total = sum(reward.values()) if isinstance(reward, dict) else reward
+  except (TypeError, ValueError, OverflowError) as error:
     raise EnvironmentFailure("type", f"a reward or metric is no number: {error}") from error
-  if not math.isfinite(result.total):
+  if not math.isfinite(total):
     raise EnvironmentFailure("nan", f"the reward is {result.reward}")
-  return dataclasses.replace(result, reward=reward, metrics=metrics)
+  stop_strings = None if result.stop_strings is None else checked_stops(result.stop_strings)
+  return dataclasses.replace(result, reward=reward, metrics=metrics, stop_strings=stop_strings)
+
+
+def checked_stops(strings: Any) -> tuple[str, ...]:
+  """Returns the stop strings that an environment asks for; one text alone is a mistake.
+
+  Raises:
+    EnvironmentFailure: they are no list of texts that are not empty.
+  """
+  is_list = isinstance(strings, Sequence) and not isinstance(strings, str)
+  if not is_list or not all(isinstance(text, str) and text for text in strings):
+    raise EnvironmentFailure("type", f"stop_strings must be a list of texts, got {strings!r:.200}")
+  return tuple(strings)

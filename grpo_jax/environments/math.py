@@ -1,18 +1,21 @@
-r"""Mathematics: the completion's answer is right if math-verify finds it equal to the gold one.
+r"""Mathematics and multiple choice: the completion's answer is compared with the gold one.
+
+  math_verify      equal to math-verify, e.g. 1/2 and 0.5
+  minerva          the same text once normalised, as DAPO and Minerva compare
+  multiple_choice  the same letter, however it is written, or the text of that option
 
 The gold answer is `info["expected_answer"]`: an answer, or a whole solution that ends in
 `#### answer` (GSM8K) or has `\boxed{answer}` (MATH). Where the model's answer must stand
-is an option (see grading/answers.py). Texts and whole numbers are compared at once, all else
-in worker processes that are killed when they take too long.
+is an option (see grading/answers.py). Texts and whole numbers are compared at once; what takes
+mathematics, in worker processes that are killed when they take too long.
 """
 
 import asyncio
 from pathlib import Path
 
 from grpo_jax.environments.base import Environment, SingleTurn, StepResult
-from grpo_jax.environments.grading import answers
+from grpo_jax.environments.grading import answers, verifiers
 from grpo_jax.environments.grading.pool import GraderError, GraderTimeout, WorkerPool
-from grpo_jax.registry import choose
 from grpo_jax.types import Prompt
 
 _GRADER = Path(answers.__file__).with_name("equality.py")
@@ -25,7 +28,8 @@ class MathEnvironments:
     self,
     pool: WorkerPool,
     *,
-    answer: str,
+    verifier: str,
+    answer: str | None,
     reward_correct: float,
     reward_wrong: float,
     reward_timeout: float,
@@ -33,7 +37,7 @@ class MathEnvironments:
     max_answer_chars: int,
   ):
     self._pool = pool
-    self._extract = choose("answer form", answer, answers.EXTRACTORS)
+    self._verifier, self._form = verifiers.make(verifier, answer)
     self._reward_correct = reward_correct
     self._reward_wrong = reward_wrong
     self._reward_timeout = reward_timeout
@@ -44,6 +48,7 @@ class MathEnvironments:
     expected = prompt.info.get("expected_answer")
     if not isinstance(expected, str) or not expected.strip():
       raise ValueError(f"prompt {prompt.prompt_id}: the math environment needs expected_answer")
+    self._verifier.check(prompt.info)
     return SingleTurn(self._judge, prompt)
 
   def metrics(self) -> dict[str, float]:
@@ -55,20 +60,21 @@ class MathEnvironments:
     self._pool.close()
 
   async def _judge(self, prompt: Prompt, text: str) -> StepResult:
-    answer = self._extract(text)
+    answer = self._verifier.find(text, self._form, prompt.info)
     timed_out = False
     correct = False
     if answer is not None and len(answer) <= self._max_answer_chars:
       try:
-        correct = await self._is_equal(answers.gold(prompt.info["expected_answer"]), answer)
+        correct = await self._is_right(prompt, answer)
       except GraderTimeout:
         timed_out = True
     return self._result(answer is not None, correct, timed_out)
 
-  async def _is_equal(self, gold: str, answer: str) -> bool:
-    known = answers.equal_as_text(gold, answer)
+  async def _is_right(self, prompt: Prompt, answer: str) -> bool:
+    known = self._verifier.decide(prompt.info, answer)
     if known is not None:
       return known
+    gold = answers.gold(prompt.info["expected_answer"])
     try:
       return await asyncio.wrap_future(self._pool.submit("equal", gold, answer))
     except GraderError:  # the expression needs more memory than a worker has.
@@ -91,7 +97,8 @@ class MathEnvironments:
 
 def make(
   *,
-  answer: str = "boxed",
+  verifier: str = "math_verify",
+  answer: str | None = None,
   reward_correct: float = 1.0,
   reward_wrong: float = 0.0,
   reward_timeout: float = 0.0,
@@ -104,9 +111,13 @@ def make(
   r"""Makes the math environment.
 
   Args:
+    verifier: "math_verify", "minerva" or "multiple_choice" (whose rows may have a field
+      `options`, a list or letter → text).
     answer: where the answer must stand: "boxed" (last \boxed{}), "hash" (after ####),
-      "tag" (<answer>…</answer>), "last_number", "any" (boxed, else hash, else the last
-      number), "raw" (the whole text). Without it there the completion is wrong.
+      "tag" (<answer>…</answer>), "line" (after the last "Answer:"), "last_number", "any"
+      (boxed, else hash, else the last number), "raw" (the whole text). Without it there the
+      completion is wrong. None: boxed for math_verify, line for minerva; multiple_choice
+      has an order of its own (grading/choices.py).
     reward_correct: reward of a right answer.
     reward_wrong: reward of a wrong one, or of none.
     reward_timeout: reward of an answer that could not be judged in time. NaN leaves the
@@ -123,6 +134,7 @@ def make(
   """
   return MathEnvironments(
     WorkerPool(_GRADER, workers=workers, timeout_s=timeout_s, memory_gib=memory_gib),
+    verifier=verifier,
     answer=answer,
     reward_correct=reward_correct,
     reward_wrong=reward_wrong,

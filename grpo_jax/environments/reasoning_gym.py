@@ -67,11 +67,13 @@ class GymEnvironments:
         timed_out = True
     outcome = self._reward_timeout if timed_out else self._shaped(score, prompt.info, text)
     components = {"score": outcome, "format": self._format_reward * (answer is not None)}
+    task = prompt.info["task"]  # of a mixture of tasks, each is told apart.
     return StepResult(
       reward=components if self._format_reward else outcome,
       done=True,
       metrics={
         "accuracy": float(score >= _SOLVED),
+        f"{task}/accuracy": float(score >= _SOLVED),
         "score": score,
         "has_answer": float(answer is not None),
         "grader_timeout": float(timed_out),
@@ -125,7 +127,7 @@ def make(
 
   Returns:
     Prompt → environment. Metrics of an attempt: accuracy (score 1, whatever the reward),
-    score, has_answer, grader_timeout.
+    score, has_answer, grader_timeout; and TASK/accuracy, of each task by itself.
   """
   grader = Path(gym_score.__file__)
   return GymEnvironments(

@@ -95,6 +95,28 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
   )
 
 
+def classifier_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+  """Reads the config.json of a sequence classifier, such as a reward model, as its body's.
+
+  Args:
+    hf: the parsed config.json; its architecture is one of `CLASSIFIERS`.
+
+  Returns:
+    The decoder under the score matrix. It has no LM head: `tie_embeddings` is True.
+
+  Raises:
+    ValueError: as `from_hf`, and for an architecture that is no classifier we compute.
+  """
+  architecture = (hf.get("architectures") or [None])[0]
+  if architecture not in CLASSIFIERS:
+    raise ValueError(
+      f"architecture {architecture!r} is no supported sequence classifier (reward model);"
+      f" supported are {sorted(CLASSIFIERS)}"
+    )
+  body = CLASSIFIERS[architecture].ARCHITECTURE
+  return from_hf({**hf, "architectures": [body], "tie_word_embeddings": True})
+
+
 def to_hf(config: ModelConfig) -> dict[str, Any]:
   """Writes the fields of a config.json that `transformers` 4.56 and 5 both read alike.
 
@@ -203,3 +225,9 @@ _ROPE_KINDS = {
 # By config.json's architectures[0], and by its model_type (= `ModelConfig.family`).
 FAMILIES = {family.ARCHITECTURE: family for family in (llama, qwen2, qwen3)}
 FAMILIES_BY_NAME = {family.MODEL_TYPE: family for family in (llama, qwen2, qwen3)}
+
+# Sequence classifiers: transformers' name → the family of the body.
+CLASSIFIERS = {
+  family.ARCHITECTURE.replace("ForCausalLM", "ForSequenceClassification"): family
+  for family in (llama, qwen2, qwen3)
+}

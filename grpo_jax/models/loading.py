@@ -3,15 +3,15 @@
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_jax.models import classifier, leaves, safetensors, transformer
 from grpo_jax.models import config as model_config
-from grpo_jax.models import leaves, safetensors, transformer
 from grpo_jax.models.config import ModelConfig
 
 
@@ -57,6 +57,52 @@ def load(
   return Loaded(config, params, directory, generation)
 
 
+@dataclasses.dataclass(frozen=True)
+class LoadedClassifier:
+  """A sequence classifier, such as a reward model, as it was read."""
+
+  config: ModelConfig  # of the body.
+  params: classifier.Params
+  directory: pathlib.Path  # Hugging Face folder that it was read from; holds the tokenizer.
+  num_labels: int
+  pad_id: int | None  # config.json's: a sequence is pooled at its last token that is another one.
+
+
+def load_classifier(path: str | pathlib.Path, *, dtype: Any = jnp.float32) -> LoadedClassifier:
+  """Reads a sequence classifier from a local Hugging Face folder, onto the default device.
+
+  Args:
+    path: a folder with config.json and safetensors files, single or sharded.
+    dtype: of the parameters, whatever the files hold.
+
+  Raises:
+    FileNotFoundError: if a file is missing.
+    ValueError: as `load`; also if there is no score matrix [labels, hidden_size].
+  """
+  directory = pathlib.Path(path)
+  hf = read_json(directory / "config.json")
+  config = model_config.classifier_from_hf(hf)
+  tensors = safetensors.open_folder(directory)
+  shape = tuple(tensors.shapes.get(SCORE_NAME, ()))
+  if len(shape) != 2 or shape[1] != config.hidden_size:
+    found = sorted(name for name in tensors.shapes if not name.startswith("model."))
+    raise ValueError(
+      f"{directory}: needs {SCORE_NAME} [labels, {config.hidden_size}], has"
+      f" {list(shape) or 'none'}; the tensors outside the body are {found}"
+    )
+  check(tensors, config, str(directory), others=(SCORE_NAME, _head_name(config)))
+  body = read_params(tensors, config, dtype=dtype)
+  score = jax.device_put(tensors.read(SCORE_NAME).astype(np.dtype(dtype)))
+  pad = hf.get("pad_token_id")
+  return LoadedClassifier(
+    config=config,
+    params={"body": body, "score": score},
+    directory=directory,
+    num_labels=shape[0],
+    pad_id=None if pad is None else int(pad),
+  )
+
+
 def read_json(file: pathlib.Path) -> dict[str, Any]:
   """Returns the object in a JSON file.
 
@@ -76,10 +122,22 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
   return content
 
 
-def check(tensors: safetensors.Tensors, config: ModelConfig, where: str) -> None:
+def check(
+  tensors: safetensors.Tensors,
+  config: ModelConfig,
+  where: str,
+  *,
+  others: Collection[str] = (),
+) -> None:
   """Compares the tensors of a checkpoint with those that the config implies.
 
   A tied checkpoint may store its head too, if it is the embedding.
+
+  Args:
+    tensors: of the checkpoint.
+    config: that it should fit.
+    where: it was found, for the error.
+    others: names of tensors that may be there besides, whatever they hold.
 
   Raises:
     ValueError: naming every tensor that is missing, unexpected or of another shape.
@@ -90,9 +148,10 @@ def check(tensors: safetensors.Tensors, config: ModelConfig, where: str) -> None
   for name, shape in found.items():
     if name in wanted and tuple(shape) != wanted[name]:
       faults.append(f"{name}: has shape {list(shape)}, config implies {list(wanted[name])}")
-    if name not in wanted and not _is_ignored(name, config):
+    if name not in wanted and name not in others and not _is_ignored(name, config):
       faults.append(f"unexpected: {name} {list(shape)}")
-  if not faults and config.tie_embeddings and not _stored_head_is_tied(tensors, config):
+  checks_head = config.tie_embeddings and _head_name(config) not in others
+  if not faults and checks_head and not _stored_head_is_tied(tensors, config):
     faults.append(
       f"{_head_name(config)} differs from the embedding, yet config.json says"
       " tie_word_embeddings: true"
@@ -207,4 +266,5 @@ def _stored_head_is_tied(tensors: safetensors.Tensors, config: ModelConfig) -> b
   )
 
 
+SCORE_NAME = "score.weight"  # of a sequence classifier, [labels, hidden_size].
 _CHUNK_VALUES = 1 << 20  # read at once: 4 MiB of float32.

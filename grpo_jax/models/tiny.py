@@ -1,8 +1,9 @@
 """Writes a tiny random model with a byte tokenizer, for dry runs and tests (I/O).
 
-    python -m grpo_jax.models.tiny FOLDER [FAMILY]
+    python -m grpo_jax.models.tiny FOLDER [FAMILY] [reward_model]
 
-The folder can be given wherever a model is asked for: it runs any config in seconds.
+The folder can be given wherever a model (a reward model) is asked for: it runs any config in
+seconds.
 """
 
 import json
@@ -11,8 +12,10 @@ import sys
 from typing import Any
 
 import jax
+import numpy as np
 
-from grpo_jax.models import export, transformer
+from grpo_jax.models import config as model_config
+from grpo_jax.models import export, loading, safetensors, transformer
 from grpo_jax.models.config import ModelConfig
 
 SPECIAL = ("<pad>", "<|im_start|>", "<|im_end|>")
@@ -41,7 +44,49 @@ def write(
   Returns:
     The folder.
   """
-  config = ModelConfig(
+  config = _config(family, hidden_size)
+  params = transformer.init(jax.random.key(seed), config)
+  folder = export.to_huggingface(params, config, directory)
+  _write_tokenizer(folder)
+  return folder
+
+
+def write_reward_model(
+  directory: str | pathlib.Path, *, family: str = "llama", seed: int = 0, hidden_size: int = 32
+) -> pathlib.Path:
+  """Writes the same as a sequence classifier of one label, whose score matrix is random.
+
+  Args:
+    directory: to be made.
+    family: "llama", "qwen2" or "qwen3".
+    seed: of the weights.
+    hidden_size: width; a multiple of 8.
+
+  Returns:
+    The folder.
+  """
+  config = _config(family, hidden_size)
+  body, head = jax.random.split(jax.random.key(seed))
+  params = transformer.init(body, config)
+  score = np.asarray(jax.random.normal(head, (1, hidden_size)))
+  entry = safetensors.ToWrite(loading.SCORE_NAME, score.shape, score.dtype, lambda: score)
+  (architecture,) = (
+    name for name, of in model_config.CLASSIFIERS.items() if of.MODEL_TYPE == family
+  )
+  labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+  settings = {**model_config.to_hf(config), **labels, "architectures": [architecture]}
+  settings["pad_token_id"] = 256 + SPECIAL.index("<pad>")
+
+  def fill(folder: pathlib.Path) -> None:
+    export.write_json(folder / "config.json", settings)
+    safetensors.write_folder(folder, [*export.to_write(params, config), entry])
+    _write_tokenizer(folder)
+
+  return export.write_atomically(pathlib.Path(directory), fill)
+
+
+def _config(family: str, hidden_size: int) -> ModelConfig:
+  return ModelConfig(
     family=family,
     vocab_size=264,
     hidden_size=hidden_size,
@@ -53,10 +98,6 @@ def write(
     max_position_embeddings=2048,
     **FAMILIES[family],
   )
-  params = transformer.init(jax.random.key(seed), config)
-  folder = export.to_huggingface(params, config, directory)
-  _write_tokenizer(folder)
-  return folder
 
 
 def _write_tokenizer(folder: pathlib.Path) -> None:
@@ -82,4 +123,6 @@ def _write_tokenizer(folder: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-  print(write(sys.argv[1], family=sys.argv[2] if len(sys.argv) > 2 else "llama"))
+  writer = write_reward_model if "reward_model" in sys.argv[2:] else write
+  named = [word for word in sys.argv[2:] if word != "reward_model"]
+  print(writer(sys.argv[1], family=named[0] if named else "llama"))

@@ -69,6 +69,14 @@ def test_logprobs_that_are_no_numbers_are_found(right):
     probe.check(broken, right, tolerance=1e9, what="server 1")
 
 
+def test_one_token_that_is_off_is_found_and_told(right):
+  off = right.copy()
+  off[3] += 0.01
+  with pytest.raises(probe.WrongWeights, match=r"up to 0.01 nats .*probe_tolerance is 0.005"):
+    probe.check(off, right, tolerance=0.005, what="server 1")
+  assert 0.009 < probe.check(off, right, tolerance=0.02, what="server 1") < 0.011
+
+
 def test_probe_asks_for_ids_of_the_tokenizer_only():
   for size in (5, 61, 50_000):
     ids = probe.probe_ids(size)

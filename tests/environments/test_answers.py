@@ -46,6 +46,12 @@ CASES = [
   ("last_number", "room b12 or 7", "7"),
   ("last_number", "12, 13, and that is all,", "13"),
   ("last_number", "none", None),
+  # line
+  ("line", "Answer: 7", "7"),
+  ("line", "so Answer: 7\nAnswer:  $8$ \nbye", "$8$"),
+  ("line", "**ANSWER :\n9", "9"),
+  ("line", "7", None),
+  ("line", "Answer: 7" + " and on" * 60, None),  # not near the end.
   # any, raw
   ("any", r"#### 1 \boxed{2} 3", "2"),
   ("any", "#### 1\nor 3", "1"),
@@ -91,6 +97,11 @@ def test_gold_answer_is_found_in_a_solution_or_is_all_of_it(text, answer):
     ("0.5", r"\frac{1}{2}", None),  # takes mathematics.
     ("1,2", "12", None),  # a list, no thousands.
     ("", "", False),
+    ("4", "4 balls", True),
+    ("2,125", "2125 toy blocks.", True),
+    ("4", "8 balls", False),
+    ("4", "4 million", None),  # no unit.
+    ("4", "4 x", None),
   ],
 )
 def test_answers_are_compared_as_text_where_that_is_safe(left, right, expected):

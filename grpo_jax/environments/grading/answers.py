@@ -6,6 +6,7 @@ A strict form is part of the task: a completion without it has no answer.
   hash         what follows the last #### on its line, as in GSM8K
   tag          the content of the last <answer>…</answer>
   last_number  the last number in the text: lenient, rewards an answer in any form
+  line         what follows the last "Answer:", in the text's last 300 characters (DAPO)
   any          boxed, else hash, else last_number
   raw          the whole text, stripped
 """
@@ -17,7 +18,15 @@ _BRACES = re.compile(
   r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\boxed\s+(?P<bare>[^\s{}\\$.,]+)|\\.|[{}]", re.DOTALL
 )
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?")
+_ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_TAIL_CHARS = 300
 _INTEGER = re.compile(r"[-+]?\d{1,100}(?:\.0+)?")
+_WITH_UNIT = re.compile(r"(?P<number>[-+]?\d{1,100}(?:\.0+)?) (?P<words>[A-Za-z][A-Za-z ]{2,40})")
+# Words behind a number that are no unit of it.
+_NO_UNITS = {
+  *("hundred", "thousand", "million", "billion", "trillion", "dozen", "percent", "half", "halves"),
+  *("third", "thirds", "quarter", "quarters", "mod", "and", "or", "not", "less", "more", "times"),
+}
 
 _REWRITES = (
   (re.compile(r"\\(?:left|right|displaystyle|,|!|;|:| )"), ""),
@@ -67,6 +76,12 @@ def last_number(text: str) -> str | None:
   return found[-1].rstrip(",") if found else None
 
 
+def answer_line(text: str) -> str | None:
+  """Returns what follows the last "Answer:" on its line, near the end of the text."""
+  found = _ANSWER_LINE.findall(text[-_TAIL_CHARS:])
+  return _stripped(found[-1]) if found else None
+
+
 def raw(text: str) -> str | None:
   """Returns the whole text, stripped."""
   return _stripped(text)
@@ -93,15 +108,23 @@ def equal_as_text(gold_answer: str, answer: str) -> bool | None:
   """Compares two answers without mathematics.
 
   Returns:
-    True if they are the same text, False if both are whole numbers and differ,
-    None if it takes mathematics to tell.
+    True if they are the same text, False if both are whole numbers and differ (the answer's
+    may have a unit in words, "4 balls"), None if it takes mathematics to tell.
   """
   left, right = normalized(gold_answer), normalized(answer)
   if left == right:
     return bool(left)
+  right = _without_unit(right)
   if _INTEGER.fullmatch(left) and _INTEGER.fullmatch(right):
     return int(left.partition(".")[0]) == int(right.partition(".")[0])
   return None
+
+
+def _without_unit(answer: str) -> str:
+  match = _WITH_UNIT.fullmatch(answer)
+  if match is None or _NO_UNITS & set(match["words"].lower().split()):
+    return answer
+  return match["number"]
 
 
 def _stripped(answer: str | None) -> str | None:
@@ -113,6 +136,7 @@ EXTRACTORS: dict[str, Callable[[str], str | None]] = {
   "hash": hashed,
   "tag": tagged,
   "last_number": last_number,
+  "line": answer_line,
   "any": anywhere,
   "raw": raw,
 }

@@ -1,0 +1,53 @@
+"""Tool use: Qwen2.5-1.5B-Instruct learns to call a calculator for products it cannot do alone.
+
+python -m grpo_jax.main --config=configs/tool_use.py --workdir=runs/tool_use
+
+Problems are generated (reasoning-gym's `products`). For word problems from a file of
+{"question", "answer"} rows, such as GSM8K's:
+
+    --config.data.kind=jsonl --config.data.path=train.jsonl --config.data.input_key=question \\
+    --config.data.output_key=answer --config.evaluation.data.path=test.jsonl
+"""
+
+import configs.base
+
+SYSTEM = (
+  "You can use a calculator: write <calculator>expression</calculator>, for example "
+  "<calculator>(3 + 4) * 12</calculator>, and its result comes back. It knows + - * / // % **, "
+  "parentheses, abs, min, max, round, sqrt, floor and ceil. "
+  "Give the final answer as <answer>number</answer>."
+)
+
+
+def get_config():
+  """Returns the config."""
+  config = configs.base.get_config()
+  config.total_steps = 500
+
+  config.model.path = "Qwen/Qwen2.5-1.5B-Instruct"
+  config.mesh.data = 1
+  config.mesh.fsdp = -1
+
+  config.data.kind = "reasoning_gym"
+  config.data.task = "products"
+  config.data.task_args = dict(min_terms=2, max_terms=3, min_digits=2, max_digits=4)
+  config.data.task_seed = 1
+  config.data.size = 100_000
+  config.data.system_prompt = SYSTEM
+  config.data.environment = "tool_use"
+  config.environments = dict(
+    tool_use=dict(module="tool_use", answer="tag", max_calls=6, call_reward=0.0)
+  )
+
+  config.rollout.prompts_per_step = 32
+  config.rollout.group_size = 16
+  config.rollout.max_turns = 8  # calls, and the answer.
+  config.rollout.max_tokens = 1024
+  config.sampling.max_tokens = 256  # of a turn; </calculator> ends it.
+
+  config.loss.kl_coef = 0.0
+  config.optim.learning_rate = 2e-6
+  config.optim.warmup_steps = 10
+
+  config.evaluation.data.task_seed = 1_000_000_001
+  return config

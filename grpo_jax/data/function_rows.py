@@ -1,0 +1,72 @@
+"""Rows that a function makes from a seed: tasks without a file."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from grpo_jax.data import formats
+from grpo_jax.registry import function
+
+
+class FunctionSource:
+  """Rows of a function `(*, seed, **task_args) -> fields`; row r has the seed `seed + r`.
+
+  Nothing is stored: a row is made when it is read, the same one every time.
+  """
+
+  def __init__(
+    self,
+    path: str,
+    *,
+    size: int,
+    seed: int = 0,
+    task_args: Mapping[str, Any] | None = None,
+    name: str | None = None,
+  ):
+    """Finds the function and makes the first row.
+
+    Args:
+      path: dotted path of the function.
+      size: number of rows.
+      seed: of row 0. Two datasets share rows unless their seeds are at least `size` apart.
+      task_args: further keyword arguments of the function.
+      name: of the dataset; "FUNCTION-SEED" if None.
+
+    Raises:
+      ValueError: there is no such function, it refuses its arguments, or makes no mapping.
+    """
+    if size < 1:
+      raise ValueError(f"size must be at least 1, got {size}")
+    self.name = name or f"{path.rpartition('.')[2]}-{seed}"
+    self._make: Callable[..., Any] = function(path)
+    self._size = size
+    self._seed = seed
+    self._args = dict(task_args or {})
+    _check_call(path, self._make, self._args)
+    first = self._make(seed=seed, **self._args)
+    if not isinstance(first, Mapping):
+      raise ValueError(f"{path} must make a mapping of fields, it made {first!r:.100}")
+
+  def __len__(self) -> int:
+    return self._size
+
+  def __getitem__(self, row: int) -> Mapping[str, Any]:
+    try:
+      return dict(self._make(seed=self._seed + row, **self._args))
+    except Exception as error:  # the user's function may fail on some seed.
+      raise formats.RowError(self.where(row), f"{type(error).__name__}: {error}") from error
+
+  def where(self, row: int) -> str:
+    """Returns the place of a row, for messages."""
+    return f"{self.name}:{row + 1}"
+
+
+def _check_call(path: str, make: Callable[..., Any], args: Mapping[str, Any]) -> None:
+  """Raises ValueError unless make(seed=…, **args) fits its signature."""
+  try:
+    inspect.signature(make).bind(seed=0, **args)
+  except TypeError as error:
+    names = "".join(f", {name}=…" for name in args)
+    raise ValueError(
+      f"{path}{inspect.signature(make)} cannot be called as (seed=…{names}): {error}"
+    ) from error

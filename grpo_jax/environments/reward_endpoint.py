@@ -1,0 +1,240 @@
+"""A reward from an HTTP server: a judge, a reward model that SGLang serves, or one of your own.
+
+  judge     OpenAI's POST …/chat/completions: a model is asked, and writes the score
+  classify  SGLang's POST …/classify (a reward model served with --is-embedding)
+  json      POST {"messages", "completion", "info"}, answered by {"reward": number}
+
+A server that hangs, breaks off or is overloaded is asked again after a pause; a request that
+it refuses is not. What cannot be scored costs its attempt; see scoring/client.py.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import urllib.parse
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from grpo_jax.environments.base import Environment, SingleTurn, StepResult
+from grpo_jax.environments.scoring import conversation, formats
+from grpo_jax.environments.scoring.client import JsonClient, Patience
+from grpo_jax.models import sources
+from grpo_jax.registry import choose
+from grpo_jax.types import Prompt
+
+
+@runtime_checkable
+class Format(Protocol):
+  """How a kind of server is asked."""
+
+  @property
+  def route(self) -> str:
+    """Appended to the url."""
+    ...
+
+  def body(self, prompt: Prompt, completion: str) -> Mapping[str, Any]:
+    """Returns what is posted."""
+    ...
+
+  def read(self, answer: Any) -> float:
+    """Returns the score in the answer; raises EndpointUnreadable if there is none."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Judge:
+  """A model that is asked for a score in words."""
+
+  model: str
+  prompt_template: str = formats.JUDGE_TEMPLATE
+  system_prompt: str | None = None
+  score_pattern: str = formats.JUDGE_PATTERN
+  score_low: float = 0.0
+  score_high: float = 10.0
+  temperature: float = 0.0
+  max_tokens: int = 512
+  request: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  route = "/chat/completions"
+
+  def __post_init__(self):
+    formats.check_template(self.prompt_template)
+    if re.compile(self.score_pattern).groups < 1:
+      raise ValueError(f"score_pattern needs a group for the number, got {self.score_pattern!r}")
+
+  def body(self, prompt: Prompt, completion: str) -> Mapping[str, Any]:
+    messages = conversation.of_attempt(prompt, completion)
+    values = formats.template_values(messages, prompt.info)
+    system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+    question = {"role": "user", "content": formats.fill(self.prompt_template, values)}
+    return {
+      "model": self.model,
+      "messages": [*system, question],
+      "temperature": self.temperature,
+      "max_tokens": self.max_tokens,
+      **self.request,
+    }
+
+  def read(self, answer: Any) -> float:
+    pattern = re.compile(self.score_pattern)
+    return formats.judged(answer, pattern, self.score_low, self.score_high)
+
+
+class Classify:
+  """A sequence classifier behind SGLang's native API. Tokens are sent, not text, which the
+  server would give a second beginning-of-sequence token."""
+
+  route = "/classify"
+
+  def __init__(
+    self,
+    *,
+    tokenizer: str,
+    chat_template: str | None = None,
+    label: int = 0,
+    request: Mapping[str, Any] | None = None,
+  ):
+    self._encoder = conversation.load_encoder(
+      sources.resolve(tokenizer), chat_template=chat_template
+    )
+    self._label = label
+    self._request = dict(request or {})
+
+  def body(self, prompt: Prompt, completion: str) -> Mapping[str, Any]:
+    ids = self._encoder.encode(conversation.of_attempt(prompt, completion))
+    return {"input_ids": ids.tolist(), **self._request}
+
+  def read(self, answer: Any) -> float:
+    return formats.classified(answer, self._label)
+
+
+class OwnServer:
+  """A server of the user's own."""
+
+  route = ""
+
+  def __init__(self, *, request: Mapping[str, Any] | None = None):
+    self._request = dict(request or {})
+
+  def body(self, prompt: Prompt, completion: str) -> Mapping[str, Any]:
+    own = {
+      "messages": list(prompt.messages),
+      "prompt": prompt.text,
+      "completion": completion,
+      "info": dict(prompt.info),
+    }
+    # Fields of a row that JSON does not know (dates, ...) travel as text.
+    return {**json.loads(json.dumps(own, default=str)), **self._request}
+
+  def read(self, answer: Any) -> float:
+    return formats.rewarded(answer)
+
+
+class RewardEndpointEnvironments:
+  """Makes the environments, which share the connections."""
+
+  def __init__(self, client: JsonClient, asking: Format, *, shift: float, scale: float):
+    self._client = client
+    self._asking = asking
+    self._shift = shift
+    self._scale = scale
+
+  def __call__(self, prompt: Prompt) -> Environment:
+    return SingleTurn(self._judge, prompt)
+
+  def metrics(self) -> dict[str, float]:
+    """Returns how many calls, tries, retries and failed calls, by kind, there were."""
+    return {f"endpoint_{name}": value for name, value in self._client.counts().items()}
+
+  def close(self) -> None:
+    """Breaks off the calls and closes the connections."""
+    self._client.close()
+
+  async def _judge(self, prompt: Prompt, text: str) -> StepResult:
+    score = await self._client.post(self._asking.body(prompt, text), self._asking.read)
+    return StepResult((score - self._shift) * self._scale, done=True, metrics={"score": score})
+
+
+def make(
+  *,
+  url: str,
+  format: str = "judge",
+  settings: Mapping[str, Any] | None = None,
+  api_key_env: str | None = None,
+  shift: float = 0.0,
+  scale: float = 1.0,
+  timeout_s: float = 30.0,
+  total_timeout_s: float = 50.0,
+  retries: int = 3,
+  backoff_s: float = 0.5,
+  max_backoff_s: float = 10.0,
+  max_failed_calls: int = 16,
+  concurrency: int = 32,
+) -> RewardEndpointEnvironments:
+  """Makes the environment of an endpoint. Nothing is sent before the first attempt.
+
+  Args:
+    url: of the server: "http://HOST:PORT/v1" for "judge", "http://HOST:PORT" for "classify",
+      the whole address for "json".
+    format: "judge", "classify" or "json".
+    settings: keyword arguments of the format: of `Judge`, `Classify` or `OwnServer`;
+      `request` adds fields to the body of every request.
+    api_key_env: name of the environment variable with the key, sent as a bearer token; the
+      key itself stands in no config, log or error.
+    shift: the reward is (score - shift) * scale.
+    scale: see shift.
+    timeout_s: of one try.
+    total_timeout_s: of one score, with all tries and pauses; less than
+      `rollout.environment_timeout_s`.
+    retries: tries after the first: when there is no connection or no whole answer in time,
+      when the answer is 429 or 5xx, or holds no score. Never after another 4xx.
+    backoff_s: the first pause; it doubles with each try.
+    max_backoff_s: the longest pause, also if the server asks for more (Retry-After).
+    max_failed_calls: so many scores in a row that could not be had end the asking: all later
+      ones fail at once (EndpointGivenUp), and `rollout.max_error_share` stops the run.
+    concurrency: requests at the same time.
+
+  Returns:
+    Prompt → environment. Metric of an attempt: score (before shift and scale).
+
+  Raises:
+    ValueError: the address is none, the key is not set, or a setting is unknown.
+  """
+  patience = Patience(
+    timeout_s=timeout_s,
+    total_timeout_s=total_timeout_s,
+    retries=retries,
+    backoff_s=backoff_s,
+    max_backoff_s=max_backoff_s,
+    max_failed_calls=max_failed_calls,
+    concurrency=concurrency,
+  )
+  asking = choose("format", format, FORMATS)(**dict(settings or {}))
+  client = JsonClient(_address(url, asking.route), patience, secret=_key(api_key_env))
+  return RewardEndpointEnvironments(client, asking, shift=shift, scale=scale)
+
+
+def _address(url: str, route: str) -> str:
+  parts = urllib.parse.urlsplit(url)
+  if parts.scheme not in ("http", "https") or not parts.hostname:
+    raise ValueError(f"url must be http://… or https://…, got {url!r}")
+  if parts.username or parts.password:
+    raise ValueError("url holds a user name or password: name a variable in api_key_env instead")
+  path = parts.path.rstrip("/") if route else parts.path
+  return urllib.parse.urlunsplit(parts._replace(path=path + route))
+
+
+def _key(variable: str | None) -> str | None:
+  if variable is None:
+    return None
+  key = os.environ.get(variable, "").strip()
+  if not key:
+    raise ValueError(f"api_key_env names {variable}, which is not set in the environment")
+  return key
+
+
+FORMATS: dict[str, Callable[..., Format]] = {
+  "judge": Judge,
+  "classify": Classify,
+  "json": OwnServer,
+}

@@ -1,0 +1,1 @@
+"""What rewards from a model need: its conversation, batches of calls, and an HTTP client."""

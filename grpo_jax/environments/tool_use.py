@@ -1,0 +1,191 @@
+"""A conversation with a calculator: the model calls it in its text, reads the result, answers.
+
+    model        I need 37 * 89. <calculator>37 * 89</calculator>
+    environment  <result>3293</result>
+    model        <answer>3293</answer>
+
+A turn that calls the tool goes on, one that does not is the answer, which is compared with
+`info["expected_answer"]` (as of the math environment). Expressions are evaluated by
+grading/arithmetic.py, never by Python: they can neither run code nor hang.
+"""
+
+import re
+from collections.abc import Sequence
+from decimal import Decimal, InvalidOperation
+
+import numpy as np
+from jaxtyping import Int
+
+from grpo_jax.environments.base import Environment, StepResult
+from grpo_jax.environments.grading import answers, arithmetic
+from grpo_jax.registry import choose
+from grpo_jax.types import FinishReason, Prompt
+
+
+class ToolUseEnvironments:
+  """Makes the environments."""
+
+  def __init__(
+    self,
+    *,
+    tool: str,
+    answer: str,
+    max_calls: int,
+    reward_correct: float,
+    reward_wrong: float,
+    call_reward: float,
+    observation_role: str | None,
+  ):
+    if not re.fullmatch(r"[A-Za-z_]\w*", tool):
+      raise ValueError(f"tool must be a word, which becomes a tag, got {tool!r}")
+    if max_calls < 1:
+      raise ValueError(f"max_calls must be at least 1, got {max_calls}")
+    self.stop_strings = (f"</{tool}>",)  # see `base.Stopping`.
+    self.tool = tool
+    self.extract = choose("answer form", answer, answers.EXTRACTORS)
+    self.max_calls = max_calls
+    self.reward_correct = reward_correct
+    self.reward_wrong = reward_wrong
+    self.call_reward = call_reward
+    self.observation_role = observation_role
+
+  def __call__(self, prompt: Prompt) -> Environment:
+    expected = prompt.info.get("expected_answer")
+    if not isinstance(expected, str) or not expected.strip():
+      raise ValueError(f"prompt {prompt.prompt_id}: the tool_use environment needs expected_answer")
+    return ToolUse(self, answers.gold(expected))
+
+
+class ToolUse:
+  """One conversation."""
+
+  def __init__(self, options: ToolUseEnvironments, gold: str):
+    self._options = options
+    self._gold = gold
+    self._calls = 0
+    self._failed_calls = 0
+    self._rewarded = 0.0  # so far, for the answer.
+
+  async def start(self) -> None:
+    """Nothing to prepare."""
+
+  async def step(
+    self, text: str, completion_ids: Int[np.ndarray, " turn"], finish_reason: FinishReason
+  ) -> StepResult:
+    """Runs the calls of a turn, or judges the answer of one without calls."""
+    *calls, rest = text.split(f"</{self._options.tool}>")
+    if calls and self._calls + len(calls) <= self._options.max_calls:
+      return self._called(calls)
+    return self._answered(None if calls else self._options.extract(rest))
+
+  async def close(self) -> None:
+    """Nothing to free."""
+
+  def _called(self, calls: Sequence[str]) -> StepResult:
+    """Evaluates the calls of a turn, in their order: usually one, as its end stops the turn."""
+    had_result = self._calls > self._failed_calls
+    results = [self._evaluated(call) for call in calls]
+    is_first_result = not had_result and self._calls > self._failed_calls
+    return StepResult(
+      reward=self._reward(is_right=False, call=self._options.call_reward * is_first_result),
+      done=False,
+      observation="\n" + "".join(f"<result>{result}</result>\n" for result in results),
+      observation_role=self._options.observation_role,
+      metrics=self._metrics(accuracy=0.0, has_answer=0.0),
+    )
+
+  def _evaluated(self, before_close: str) -> str:
+    """The result of one call; its expression stands behind the last opening tag."""
+    self._calls += 1
+    _, opening, expression = before_close.rpartition(f"<{self._options.tool}>")
+    try:
+      if not opening:
+        raise arithmetic.ExpressionError(f"no <{self._options.tool}> before the closing tag")
+      return arithmetic.shown(arithmetic.evaluate(expression))
+    except arithmetic.ExpressionError as error:
+      self._failed_calls += 1
+      return f"error: {error}"
+
+  def _answered(self, answer: str | None) -> StepResult:
+    is_right = answer is not None and is_equal(self._gold, answer)
+    return StepResult(
+      reward=self._reward(is_right=is_right, call=0.0),
+      done=True,
+      metrics=self._metrics(accuracy=float(is_right), has_answer=float(answer is not None)),
+    )
+
+  def _reward(self, *, is_right: bool, call: float) -> float | dict[str, float]:
+    """What this turn adds. A conversation counts as wrong until it is right: one that is cut
+    earns no more than a wrong answer."""
+    options = self._options
+    due = options.reward_correct if is_right else options.reward_wrong
+    added, self._rewarded = due - self._rewarded, due
+    return {"correct": added, "call": call} if options.call_reward else added
+
+  def _metrics(self, *, accuracy: float, has_answer: float) -> dict[str, float]:
+    return {
+      "accuracy": accuracy,
+      "has_answer": has_answer,
+      "calls": float(self._calls),
+      "failed_calls": float(self._failed_calls),
+      "used_tool": float(self._calls > self._failed_calls),
+    }
+
+
+def is_equal(gold: str, answer: str) -> bool:
+  """Returns whether two answers are the same text, or the same decimal number."""
+  known = answers.equal_as_text(gold, answer)
+  if known is not None:
+    return known
+  left, right = _decimal(gold), _decimal(answer)
+  return left is not None and left == right
+
+
+def _decimal(answer: str) -> Decimal | None:
+  text = answers.normalized(answer)
+  if not re.fullmatch(r"[-+]?(\d{1,100}(\.\d{0,100})?|\.\d{1,100})", text):
+    return None
+  try:
+    return Decimal(text)
+  except InvalidOperation:  # digits of another script.
+    return None
+
+
+def make(
+  *,
+  tool: str = "calculator",
+  answer: str = "tag",
+  max_calls: int = 8,
+  reward_correct: float = 1.0,
+  reward_wrong: float = 0.0,
+  call_reward: float = 0.0,
+  observation_role: str | None = None,
+) -> ToolUseEnvironments:
+  r"""Makes the environment of a calculator.
+
+  Args:
+    tool: name of the tag that the model calls: `<calculator>…</calculator>`, which is also
+      the stop string of every turn.
+    answer: where the final answer must stand: "tag" (<answer>…</answer>), "boxed", "hash"
+      (after ####), "last_number", "any" (boxed, else hash, else the last number), "raw".
+    max_calls: calls of a conversation; one more ends it as wrong.
+    reward_correct: reward of a right answer.
+    reward_wrong: reward of a wrong one, or of none.
+    call_reward: added once, at the first call that gives a result; then the reward has the
+      components "correct" and "call".
+    observation_role: None: results are appended as they stand, and the model writes on;
+      "tool" or "user": they are messages of the chat template.
+
+  Returns:
+    Prompt → environment. Metrics of an attempt: accuracy, has_answer, calls, failed_calls,
+    used_tool (1: at least one call gave a result).
+  """
+  return ToolUseEnvironments(
+    tool=tool,
+    answer=answer,
+    max_calls=max_calls,
+    reward_correct=reward_correct,
+    reward_wrong=reward_wrong,
+    call_reward=call_reward,
+    observation_role=observation_role,
+  )

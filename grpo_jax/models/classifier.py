@@ -1,0 +1,59 @@
+"""A sequence classifier (reward model): a decoder, and a matrix that scores one state. Pure."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from grpo_jax.models import transformer
+from grpo_jax.models.config import ModelConfig
+
+# {"body": of `transformer`, without a head, "score": [labels, hidden_size]}.
+Params = dict[str, Any]
+
+
+def scores(
+  params: Params,
+  config: ModelConfig,
+  tokens: Int[Array, "B T"],
+  lengths: Int[Array, " B"],
+  pool_at: Int[Array, " B"],
+  *,
+  compute_dtype: Any = jnp.float32,
+) -> Float[Array, "B C"]:
+  """Scores sequences, one a row, padded on the right.
+
+      s = W h(xₚ),  p the place of the last token that counts
+
+  Args:
+    params: of the body and the score matrix.
+    config: of the body.
+    tokens: ids; any valid id behind a sequence's end.
+    lengths: tokens of each row's sequence.
+    pool_at: p of each row; see `pooled_place`.
+    compute_dtype: of the body's matrix products; the score's own is float32.
+
+  Returns:
+    The C logits of each sequence.
+
+  Reference:
+    transformers' `GenericForSequenceClassification`.
+  """
+  places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+  is_token = (places < lengths[:, None]).astype(jnp.int32)
+  body = transformer.Transformer(config, compute_dtype)
+  hidden = body.apply({"params": params["body"]}, tokens, places, is_token)
+  pooled = jnp.take_along_axis(jnp.asarray(hidden), pool_at[:, None, None], axis=1)[:, 0]
+  return pooled @ params["score"].T.astype(jnp.float32)
+
+
+def pooled_place(tokens: Int[np.ndarray, " T"], pad_id: int | None) -> int:
+  """Returns the place of the last token that is not `pad_id`, as transformers pools.
+
+  A conversation that ends in the padding token (which is some models' end of turn) is
+  pooled before it: the model was trained so. None: the last token; nothing but padding: 0.
+  """
+  if pad_id is None:
+    return len(tokens) - 1
+  return int(max(np.flatnonzero(tokens != pad_id), default=0))

@@ -1,0 +1,124 @@
+"""A sandboxed process that makes one confined process after another.
+
+    python -c "…; inside.main()" SETTINGS
+
+It has a warm interpreter, and forks it for every program and every judge: a fork costs
+milliseconds, where a fresh sandbox and interpreter cost fifty. It never sees what they see: a
+child reads its program, or its tests, from pipes of its own. One child at a time, and none
+outlives its turn: it cannot start processes, and its files are removed after it.
+
+Standard input is a socket. A request is one byte, the role, and file descriptors: standard input
+and output of the child, and for a judge the pipes to and from the program. The answer is the
+child's exit code, one byte: 128 + signal for one that was killed.
+"""
+
+import array
+import importlib
+import json
+import os
+import random
+import shutil
+import socket
+import stat
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from grpo_jax.sandbox import candidate, confine, judge
+
+READY = b"+"  # the first byte that comes out of the socket.
+PROGRAM, FUNCTIONS, JUDGE = b"p", b"f", b"j"
+_MOST_FDS = 4
+# What programs import most: loaded once.
+_WARM = ("typing", "math", "re", "collections", "itertools", "functools", "heapq", "bisect")
+_WARM += ("string", "copy", "operator", "datetime", "decimal", "fractions")
+_UNUSABLE = 1
+
+
+def main() -> None:
+  """Serves requests until the socket ends; in a child, runs its role instead.
+
+  The argument is JSON: {"limits": arguments of confine.limit, "shut": of confine.shut,
+  "scratch": the folder that children start in, "packages": folders to import from, "parent": id
+  of the trainer's process, or 0 if bubblewrap sees to it that this one dies with it,
+  "max_bytes": longest message between program and judge}.
+  """
+  settings = json.loads(sys.argv[1])
+  del sys.argv[1:], sys.orig_argv[1:]
+  for name in _WARM:
+    importlib.import_module(name)
+  if settings["parent"]:
+    confine.die_with(settings["parent"])
+  sys.path[:] = [*sys.path[1:], *settings["packages"]]  # this package is loaded: out of reach.
+  channel = os.dup(0)
+  candidate.silence(0)
+  os.write(channel, READY)
+  run = _serve(channel, settings)
+  run()
+
+
+def _serve(channel: int, settings: dict[str, Any]) -> Callable[[], None]:
+  """Forks for every request. Returns in the children only: what to run."""
+  me = os.getpid()
+  while True:
+    role, fds = _request(channel)
+    if not role:
+      os._exit(0)
+    child = os.fork()
+    if child == 0:
+      os.close(channel)
+      return _child(role, fds, me, settings)
+    for fd in fds:
+      os.close(fd)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if not _emptied(settings["scratch"]):
+      os._exit(_UNUSABLE)
+    os.write(channel, bytes([128 - status if status < 0 else status]))
+
+
+def _request(channel: int) -> tuple[bytes, list[int]]:
+  """Waits for the next request; (b"", []) at the end."""
+  fds = array.array("i")
+  with socket.socket(fileno=os.dup(channel)) as door:
+    role, ancillary, *_ = door.recvmsg(1, socket.CMSG_LEN(_MOST_FDS * fds.itemsize))
+  for _, _, data in ancillary:
+    fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+  return role, list(fds)
+
+
+def _child(
+  role: bytes, fds: list[int], parent: int, settings: dict[str, Any]
+) -> Callable[[], None]:
+  """Takes the pipes, confines itself for good, and returns the role."""
+  for stream, fd in enumerate(fds[:2]):
+    os.dup2(fd, stream)
+    os.close(fd)
+  candidate.silence(2)
+  os.chdir(settings["scratch"])
+  random.seed(0)  # the same luck for every program, in every run.
+  confine.limit(**settings["limits"])
+  confine.die_with(parent)
+  confine.shut(**settings["shut"])
+  if role == JUDGE:
+    requests, replies = fds[2:]
+    return lambda: judge.answer(requests, replies, settings["max_bytes"])
+  if role == FUNCTIONS:
+    return lambda: candidate.serve_functions(settings["max_bytes"])
+  return candidate.run_program
+
+
+def _emptied(folder: str) -> bool:
+  """Removes what a child left in its folder; returns whether all is gone."""
+  try:
+    for path, names, _ in os.walk(folder):
+      for inner in (os.path.join(path, name) for name in names):
+        if not os.path.islink(inner):
+          os.chmod(inner, stat.S_IRWXU)
+    for entry in os.scandir(folder):
+      if entry.is_dir(follow_symlinks=False):
+        shutil.rmtree(entry.path)
+      else:
+        os.unlink(entry.path)
+    return not os.listdir(folder)
+  except (OSError, RecursionError):  # whatever it did to be in the way: the sandbox is given up.
+    return False

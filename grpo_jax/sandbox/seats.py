@@ -1,0 +1,160 @@
+"""Sandboxes from the trainer's side: one child at a time, and the pipes to it."""
+
+import contextlib
+import enum
+import os
+import selectors
+import socket
+import time
+from collections.abc import Iterator
+
+from grpo_jax.sandbox import inside
+from grpo_jax.sandbox.launch import Launcher, SandboxError
+
+_START_S = 30.0
+_USES = 200  # children of a sandbox, after which a fresh one takes its place.
+_NOWHERE = os.open(os.devnull, os.O_RDONLY)
+
+
+class Ending(enum.StrEnum):
+  """How a program ended."""
+
+  OK = "ok"  # by itself; whether its answers are right is another matter.
+  COMPILE_ERROR = "compile_error"  # it is no Python.
+  RAISED = "raised"  # an exception, or an exit code other than 0.
+  TIMEOUT = "timeout"  # of wall time or of CPU time.
+  MEMORY = "memory"
+  OUTPUT = "output"  # it printed, or returned, more than allowed.
+  DIED = "died"  # a signal, or an exit in the middle of a check.
+
+
+class Seat:
+  """A sandbox, which has one child at a time."""
+
+  def __init__(self, launcher: Launcher):
+    self._channel, theirs = socket.socketpair()
+    with theirs:
+      self._sandbox = launcher.start(theirs.fileno())
+    self._is_busy = False
+    self._uses = 0
+    if self._byte(time.monotonic() + _START_S) != inside.READY:
+      self.end()
+      raise SandboxError("a sandbox did not start")
+
+  @property
+  def pid(self) -> int:
+    return self._sandbox.pid
+
+  @property
+  def is_fresh(self) -> bool:
+    """Whether it can have another child."""
+    return not self._is_busy and self._uses < _USES
+
+  @contextlib.contextmanager
+  def child(self, role: bytes, *more: int) -> Iterator["Pipes"]:
+    """Has a child made; the pipes to it are closed at the end of the block.
+
+    Args:
+      role: of `inside`.
+      *more: further file descriptors for it.
+
+    Raises:
+      SandboxError: the sandbox has died.
+    """
+    to_child, from_child = os.pipe(), os.pipe()
+    pipes = Pipes(to_child[1], from_child[0])
+    self._is_busy = True
+    self._uses += 1
+    try:
+      socket.send_fds(self._channel, [role], [to_child[0], from_child[1], *more])
+    except OSError as error:
+      pipes.close()
+      raise SandboxError(f"a sandbox has died: {error}") from error
+    finally:
+      os.close(to_child[0])
+      os.close(from_child[1])
+    try:
+      yield pipes
+    finally:
+      pipes.close()
+
+  def exit_code(self, deadline: float) -> int | None:
+    """Waits for the child's end; None: it runs on, or the sandbox is lost."""
+    byte = self._byte(deadline)
+    if not byte:
+      return None
+    self._is_busy = False
+    return byte[0]
+
+  def kill(self) -> None:
+    """Kills the sandbox and all in it. From any thread."""
+    self._sandbox.kill()
+
+  def end(self) -> None:
+    """Kills it, waits for the end and frees what it had."""
+    self._channel.close()
+    self._sandbox.end()
+
+  def _byte(self, deadline: float) -> bytes:
+    self._channel.settimeout(max(0.001, deadline - time.monotonic()))
+    try:
+      return self._channel.recv(1)
+    except OSError:  # TimeoutError is one, too.
+      return b""
+
+
+class Pipes:
+  """The pipes to a child and from it."""
+
+  def __init__(self, feed: int, reader: int):
+    """Takes our two ends."""
+    self.feed, self.reader = feed, reader
+    self._is_open = True
+
+  def close(self) -> None:
+    """Closes our ends; later calls do nothing."""
+    if self._is_open:
+      self._is_open = False
+      os.close(self.feed)
+      os.close(self.reader)
+
+  def exchange(self, data: bytes, most: int, deadline: float) -> tuple[bytes, Ending]:
+    """Writes and reads at the same time; the input ends after the data.
+
+    Args:
+      data: what the child reads.
+      most: bytes that are read at most.
+      deadline: on the monotonic clock.
+
+    Returns:
+      What the child wrote, and why reading ended: OK (it closed its output), TIMEOUT, OUTPUT.
+    """
+    heard, left = bytearray(), memoryview(data)
+    os.set_blocking(self.feed, False)
+    with selectors.DefaultSelector() as selector:
+      selector.register(self.reader, selectors.EVENT_READ)
+      if left:
+        selector.register(self.feed, selectors.EVENT_WRITE)
+      while len(heard) <= most:
+        ready = selector.select(max(0.0, deadline - time.monotonic()))
+        if not ready:
+          return bytes(heard), Ending.TIMEOUT
+        for key, _ in ready:
+          if key.fd == self.feed:
+            left = _fed(self.feed, left)
+            if not left:
+              selector.unregister(self.feed)
+              os.dup2(_NOWHERE, self.feed)  # the end of the input.
+          elif piece := os.read(self.reader, 1 << 16):
+            heard += piece
+          else:
+            return bytes(heard), Ending.OK
+    return bytes(heard[:most]), Ending.OUTPUT
+
+
+def _fed(feed: int, left: memoryview) -> memoryview:
+  """Writes what fits; returns what is left: nothing, if nobody reads."""
+  try:
+    return left[os.write(feed, left) :]
+  except BrokenPipeError:
+    return left[:0]

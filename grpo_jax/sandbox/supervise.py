@@ -1,0 +1,236 @@
+"""Runs programs and checks under time limits, a few at a time, from the trainer's process."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from grpo_jax.sandbox import candidate, inside, judge, wire
+from grpo_jax.sandbox.launch import Launcher, SandboxError
+from grpo_jax.sandbox.seats import Ending, Seat
+
+T = TypeVar("T")
+_GRACE_S = 1.0  # after a time-out, in which the judge counts what was not answered.
+_TRIAL_S = 30.0
+_END_S = 1.0  # in which a program must end after its output, or its judge, has.
+
+
+class BadTests(ValueError):
+  """The tests of a task cannot be run, whatever the program is."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Output:
+  """What a program did with its input."""
+
+  ending: Ending
+  text: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+  """What the tests say of a program."""
+
+  ending: Ending
+  passed: int = 0  # assertions, or cases.
+  failed: int = 0
+  first_failure: str = ""  # for people; it may quote the tests: never show it to the model.
+
+  @property
+  def is_correct(self) -> bool:
+    return self.ending is Ending.OK and not self.failed
+
+  @property
+  def passed_share(self) -> float:
+    """Share of the assertions that held; 1 only if the program is right."""
+    if self.is_correct:
+      return 1.0
+    return self.passed / max(1, self.passed + max(1, self.failed))
+
+
+class Supervisor:
+  """A few threads, each of which looks after one program at a time."""
+
+  def __init__(self, launcher: Launcher, *, workers: int):
+    """Starts nothing yet.
+
+    Args:
+      launcher: makes the sandboxes: one for each program, and one for its judge.
+      workers: programs that run at the same time.
+    """
+    if workers < 1:
+      raise ValueError(f"workers must be at least 1, got {workers}")
+    self._launcher = launcher
+    self._threads = concurrent.futures.ThreadPoolExecutor(workers, "sandbox")
+    self._lock = threading.Lock()
+    self._all: set[Seat] = set()
+    self._free: list[Seat] = []
+    self._counts: Counter[str] = Counter()
+    self._closed = False
+
+  def try_out(self) -> None:
+    """Runs a program of one line; raises SandboxError if it does not print what it should."""
+    output = self.run("print(6 * int(input()))", "7", _TRIAL_S)
+    if output != Output(Ending.OK, "42\n"):
+      raise SandboxError(
+        f"a program of one line did not run in the sandbox {self._launcher.kind!r}: "
+        f"{output.ending}, {output.text!r:.100}"
+      )
+
+  def submit(self, function: Callable[..., T], *args: Any) -> concurrent.futures.Future[T]:
+    """Queues a call, which then has one of the threads for itself."""
+    return self._threads.submit(function, *args)
+
+  def counts(self) -> dict[str, float]:
+    """Returns how many sandboxes were started, and how programs ended."""
+    with self._lock:
+      return {name: float(value) for name, value in self._counts.items()}
+
+  def pids(self) -> list[int]:
+    """Returns the ids of the sandboxes that there are now."""
+    with self._lock:
+      return sorted(seat.pid for seat in self._all)
+
+  def close(self) -> None:
+    """Ends all processes, also those in the middle of a check. Later calls do nothing."""
+    with self._lock:
+      self._closed = True
+      seats = list(self._all)
+    for seat in seats:
+      seat.kill()
+    self._threads.shutdown(cancel_futures=True)
+    for seat in self._free:
+      self._leave(seat)
+    self._free.clear()
+
+  def run(self, source: str, stdin: str, timeout_s: float | None = None) -> Output:
+    """Runs a program.
+
+    Args:
+      source: its text.
+      stdin: what it reads.
+      timeout_s: None: that of the limits.
+
+    Raises:
+      SandboxError: it could not be started.
+    """
+    limits = self._launcher.limits
+    data = wire.pack(source, candidate.MAX_SOURCE) + stdin.encode(errors="surrogateescape")
+    with self._seat() as seat, seat.child(inside.PROGRAM) as child:
+      deadline = time.monotonic() + (timeout_s or limits.timeout_s)
+      printed, why = child.exchange(data, limits.output_kib * 1024, deadline)
+      child.close()
+      code = seat.exit_code(min(deadline, time.monotonic() + _END_S)) if why is Ending.OK else None
+    ending = _ending_of(code) if why is Ending.OK else why
+    self._count(f"programs_{ending}")
+    return Output(ending, printed.decode(errors="replace"))
+
+  def check(self, suite: Mapping[str, Any], timeout_s: float | None = None) -> Verdict:
+    """Judges a program by a suite, see `judge.verdict`.
+
+    Args:
+      suite: program and tests.
+      timeout_s: of program and tests together; None: that of the limits.
+
+    Raises:
+      BadTests: the tests cannot be run.
+      SandboxError: a process could not be started.
+    """
+    try:
+      data = wire.pack(suite, judge.MAX_SUITE)
+    except wire.TooLarge as error:
+      raise BadTests(f"the tests are too large: {error}") from error
+    with (
+      self._seat() as of_program,
+      self._seat() as of_judge,
+      of_program.child(inside.FUNCTIONS) as program,
+      of_judge.child(inside.JUDGE, program.feed, program.reader) as tests,
+    ):
+      deadline = time.monotonic() + (timeout_s or self._launcher.limits.timeout_s)
+      program.close()  # the pipes are the judge's now.
+      said, why = tests.exchange(data, judge.MAX_VERDICT, deadline)
+      if why is Ending.TIMEOUT:
+        of_program.kill()
+        more, _ = tests.exchange(b"", judge.MAX_VERDICT, time.monotonic() + _GRACE_S)
+        said += more
+      tests.close()
+      code = of_program.exit_code(time.monotonic() + _END_S)
+      of_judge.exit_code(time.monotonic() + _END_S)
+    verdict = _verdict(_message(said), code, is_late=why is Ending.TIMEOUT)
+    self._count(f"programs_{verdict.ending}")
+    return verdict
+
+  @contextlib.contextmanager
+  def _seat(self) -> Iterator["Seat"]:
+    """A sandbox without work, or a new one; it is kept if its last child has ended."""
+    with self._lock:
+      seat = self._free.pop() if self._free else None
+    if seat is None:
+      seat = Seat(self._launcher)
+      self._count("sandboxes")
+      with self._lock:
+        self._all.add(seat)
+        is_late = self._closed  # close() did not see it.
+      if is_late:
+        seat.kill()
+    try:
+      yield seat
+    finally:
+      if seat.is_fresh:
+        with self._lock:
+          self._free.append(seat)
+      else:
+        self._leave(seat)
+
+  def _leave(self, seat: "Seat") -> None:
+    seat.end()
+    with self._lock:
+      self._all.discard(seat)
+
+  def _count(self, what: str) -> None:
+    with self._lock:
+      self._counts[what] += 1
+
+
+def _message(said: bytes) -> dict[str, Any]:
+  """The judge's verdict; {"crashed": True} if it died before it had one."""
+  try:
+    return json.loads(said[4:])
+  except ValueError:
+    return {"crashed": True}
+
+
+def _verdict(answer: Mapping[str, Any], code: int | None, is_late: bool) -> Verdict:
+  if "bad_tests" in answer:
+    raise BadTests(answer["bad_tests"])
+  passed, failed = answer.get("passed", 0), answer.get("failed", 1)
+  first, gone = answer.get("first", ""), answer.get("gone", "")
+  ending = Ending.OK
+  if is_late or code in _CPU_CODES:
+    ending = Ending.TIMEOUT
+  elif answer.get("compile"):
+    ending = Ending.COMPILE_ERROR
+  elif failed and answer.get("over"):
+    ending = Ending(answer["over"])
+  elif gone or "crashed" in answer:
+    ending = Ending.DIED
+  return Verdict(ending, passed, max(failed, int(ending is not Ending.OK)), first or gone)
+
+
+_CPU_CODES = (128 + 9, 128 + 24)  # SIGKILL, SIGXCPU: nobody else sends them.
+_ENDINGS = {
+  0: Ending.OK,
+  candidate.COMPILE_ERROR: Ending.COMPILE_ERROR,
+  candidate.OUT_OF_MEMORY: Ending.MEMORY,
+  None: Ending.TIMEOUT,  # its output is closed, and it runs on.
+  **dict.fromkeys(_CPU_CODES, Ending.TIMEOUT),
+}
+
+
+def _ending_of(code: int | None) -> Ending:
+  return _ENDINGS.get(code, Ending.DIED if (code or 0) > 128 else Ending.RAISED)

@@ -1,0 +1,429 @@
+"""What a hostile program tries, in every sandbox that this machine offers."""
+
+import ast
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+
+from grpo_jax.sandbox.launch import KINDS, Launcher, SandboxError
+from grpo_jax.sandbox.supervise import Ending, Supervisor
+from tests import sandboxes
+
+FILES_CLOSED = ("bubblewrap", "landlock")
+
+
+def started(kind, **limits):
+  made = dataclasses.replace(sandboxes.LIMITS, **limits)
+  return Supervisor(Launcher(sandboxes.need(kind), made), workers=2)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def boxes(request):
+  supervisor = started(request.param)
+  supervisor.kind = request.param
+  yield supervisor
+  supervisor.close()
+
+
+@pytest.fixture(autouse=True)
+def sandbox_is_left_clean(request):
+  """After every attack: no process but the sandboxes, and a program that runs."""
+  yield
+  if "boxes" in request.fixturenames:
+    boxes = request.getfixturevalue("boxes")
+    output = boxes.run("import os\nprint(sum(map(int, input().split())), os.listdir())", "20 22")
+    assert (output.ending, output.text) == (Ending.OK, "42 []\n")
+    assert lonely(boxes)
+
+
+def lonely(boxes):
+  """Whether no sandbox holds a process of a program any more."""
+  deadline = time.monotonic() + 5
+  while time.monotonic() < deadline:
+    inner = [p for pid in boxes.pids() for p in psutil.Process(pid).children(recursive=True)]
+    if len(inner) <= 2 * len(boxes.pids()):  # bubblewrap's init, and the sandbox's interpreter.
+      return True
+    time.sleep(0.05)
+  return False
+
+
+def run(boxes, program, stdin="", timeout_s=None):
+  return boxes.run(textwrap.dedent(program), stdin, timeout_s)
+
+
+def test_program_reads_its_input_and_prints(boxes):
+  output = run(boxes, "import sys\nfor line in sys.stdin: print(line.strip()[::-1])", "ab\ncd")
+  assert (output.ending, output.text) == (Ending.OK, "ba\ndc\n")
+
+
+def test_fork_bomb_starts_no_process(boxes):
+  assert run(boxes, "import os\nwhile True: os.fork()").ending is Ending.RAISED
+  output = run(
+    boxes,
+    """
+    import os, subprocess, multiprocessing, ctypes
+    def tried(what):
+      try: what()
+      except (OSError, RuntimeError): print("no")
+    tried(os.fork)
+    tried(lambda: os.posix_spawn("/bin/sh", ["sh"], {}))
+    tried(lambda: subprocess.run(["/bin/true"]))
+    tried(lambda: os.forkpty())
+    libc = ctypes.CDLL(None, use_errno=True)
+    print(libc.syscall(56, 17, 0, 0, 0, 0), libc.syscall(57), libc.syscall(58))
+  """,
+  )
+  assert output.text == "no\n" * 4 + "-1 -1 -1\n"
+
+
+def test_threads_are_allowed_and_bounded(boxes):
+  few = "import threading\nt = threading.Thread(target=print, args=['hi'])\nt.start()\nt.join()"
+  assert run(boxes, few).text == "hi\n"
+  many = """
+    import threading, time
+    threading.stack_size(1 << 20)
+    while True: threading.Thread(target=time.sleep, args=[60], daemon=True).start()
+  """
+  assert run(boxes, many).ending in (Ending.RAISED, Ending.MEMORY)
+
+
+@pytest.mark.parametrize(
+  "program",
+  [
+    "x = bytearray(10**9)",
+    "x = []\nwhile True: x.append(bytes(10**6))",
+    "import mmap\nx = mmap.mmap(-1, 10**9)",
+    "x = 'a' * 10**9",
+  ],
+  ids=["block", "list", "mmap", "text"],
+)
+def test_memory_bomb_ends_at_the_limit(boxes, program):
+  assert run(boxes, program).ending in (Ending.MEMORY, Ending.RAISED, Ending.DIED)
+
+
+def test_memory_that_no_limit_counts_cannot_be_had(boxes):
+  output = run(
+    boxes,
+    """
+    import ctypes
+    libc = ctypes.CDLL(None, use_errno=True)
+    print(libc.memfd_create(b"x", 0), libc.shmget(0, 1 << 20, 0o1600))
+  """,
+  )
+  assert output.text == "-1 -1\n"
+
+
+def test_files_are_bounded(boxes):
+  output = run(
+    boxes,
+    """
+    import os
+    for name in range(8):
+      try:
+        with open(f"file{name}", "wb", buffering=0) as file:
+          for _ in range(1000): file.write(bytes(1 << 16))
+      except OSError:
+        pass
+    sizes = [os.path.getsize(name) for name in os.listdir()]
+    print(max(sizes) <= 4 << 20, sum(sizes) <= 4 << 20)
+  """,
+  )
+  assert output.text == f"True {boxes.kind == 'bubblewrap'}\n"  # of each, or of all together.
+
+
+@pytest.mark.parametrize(
+  "program",
+  [
+    "while True: print('x' * 1000)",
+    "import os\nwhile True: os.write(1, b'x' * 65536)",
+    "print('x' * 10**7)",
+  ],
+)
+def test_endless_output_is_cut(boxes, program):
+  start = time.monotonic()
+  output = run(boxes, program)
+  assert output.ending is Ending.OUTPUT
+  assert len(output.text) <= sandboxes.LIMITS.output_kib * 1024
+  assert time.monotonic() - start < 9
+
+
+def test_errors_on_standard_error_cost_nothing(boxes):
+  output = run(boxes, "import sys\nfor _ in range(10**4): sys.stderr.write('x' * 10**3)\nprint(1)")
+  assert (output.ending, output.text) == (Ending.OK, "1\n")
+
+
+@pytest.mark.parametrize(
+  "program",
+  ["while True: pass", "import time\ntime.sleep(60)", "input()\ninput()"],
+  ids=["busy", "asleep", "reading"],
+)
+def test_time_out_kills(boxes, program):
+  start = time.monotonic()
+  ending = run(boxes, program, stdin="\n", timeout_s=0.5).ending
+  assert ending is (Ending.RAISED if "input" in program else Ending.TIMEOUT)
+  assert time.monotonic() - start < 5
+
+
+def test_signals_cannot_be_used_to_survive_a_time_out(boxes):
+  program = """
+    import signal, time
+    for number in range(1, 65):
+      try: signal.signal(number, signal.SIG_IGN)
+      except (OSError, ValueError): pass
+    while True: time.sleep(1)
+  """
+  assert run(boxes, program, timeout_s=0.7).ending is Ending.TIMEOUT
+
+
+def test_output_that_is_closed_does_not_hide_a_program_that_runs_on(boxes):
+  program = "import os, time\nprint(42, flush=True)\nos.close(1)\ntime.sleep(60)"
+  assert run(boxes, program, timeout_s=2.0).ending is Ending.TIMEOUT
+
+
+def test_daemon_does_not_outlive_its_program(boxes):
+  program = """
+    import os, threading, time
+    try:
+      if os.fork() == 0:
+        os.setsid()
+        time.sleep(60)
+    except OSError:
+      pass
+    threading.Thread(target=time.sleep, args=[60], daemon=True).start()
+    print("done")
+  """
+  output = run(boxes, program)
+  assert (output.ending, output.text) == (Ending.OK, "done\n")
+
+
+SECRET = "hunter2-4711"
+
+
+def test_home_folder_and_other_files_cannot_be_read(boxes, tmp_path):
+  if boxes.kind not in FILES_CLOSED:
+    pytest.skip("the sandbox 'limits' leaves files open, and says so")
+  (tmp_path / "secret").write_text(SECRET)
+  output = run(
+    boxes,
+    f"""
+    import os
+    for path in ({str(tmp_path / "secret")!r}, "/etc/passwd", "/etc/hostname", "/proc/1/environ",
+                 "/proc/self/environ", "/proc/self/mem", {__file__!r}, {os.getcwd()!r},
+                 os.path.expanduser("~root/.bashrc"), "/home", "/root", "/tmp", "/proc"):
+      try:
+        print(os.listdir(path) if os.path.isdir(path) else open(path).read())
+      except OSError as error:
+        pass
+  """,
+  )
+  assert output.ending is Ending.OK
+  seen = output.text.replace("['.pyenv']", "").split()  # parents of the interpreter's folder.
+  assert SECRET not in output.text and len("".join(seen)) < 200, output.text
+
+
+def test_environment_variables_are_not_there(boxes, monkeypatch):
+  monkeypatch.setenv("API_TOKEN", SECRET)
+  boxes = started(boxes.kind)
+  output = run(boxes, "import os\nprint(sorted(os.environ), os.environb)")
+  boxes.close()
+  assert SECRET not in output.text
+  names = ("HOME", "LANG", "PATH", "PWD", "PYTHONHASHSEED")
+  names += ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
+  assert set(ast.literal_eval(output.text.partition("]")[0] + "]")) <= set(names)
+
+
+def test_nothing_outside_is_written(boxes, tmp_path):
+  if boxes.kind not in FILES_CLOSED:
+    pytest.skip("the sandbox 'limits' leaves files open, and says so")
+  mine = tmp_path / "mine"
+  mine.write_text("as it was")
+  output = run(
+    boxes,
+    f"""
+    import os, shutil, sys
+    def tried(what):
+      try: what()
+      except OSError: print("no")
+    tried(lambda: open({str(tmp_path / "new")!r}, "w"))
+    tried(lambda: open({str(mine)!r}, "a"))
+    tried(lambda: os.truncate({str(mine)!r}, 0))
+    tried(lambda: os.unlink({str(mine)!r}))
+    tried(lambda: os.rename({str(mine)!r}, "here"))
+    tried(lambda: os.link({str(mine)!r}, "here"))
+    tried(lambda: os.chmod({str(mine)!r}, 0))
+    tried(lambda: os.utime({str(mine)!r}, (0, 0)))
+    tried(lambda: os.mkdir({str(tmp_path / "folder")!r}))
+    tried(lambda: open(os.__file__, "a"))
+    tried(lambda: open(sys.executable, "ab"))
+  """,
+  )
+  assert output.text == "no\n" * 11
+  assert mine.read_text() == "as it was" and os.listdir(tmp_path) == ["mine"]
+  assert mine.stat().st_mode & 0o400 and mine.stat().st_mtime > 0
+
+
+def test_files_of_its_own_can_be_written_and_are_gone_afterwards(boxes):
+  output = run(
+    boxes,
+    """
+    import os, tempfile
+    os.makedirs("a/b")
+    with open("a/b/c", "w") as file: file.write("text")
+    os.symlink("/", "a/link")
+    os.mkdir("closed", 0)
+    print(open("a/b/c").read())
+  """,
+  )
+  assert (output.ending, output.text) == (Ending.OK, "text\n")
+
+
+def test_link_in_the_folder_does_not_lead_the_cleaning_astray(boxes, tmp_path):
+  (tmp_path / "file").write_text("as it was")
+  tmp_path.chmod(0o500)
+  run(boxes, f"import os\nos.symlink({str(tmp_path)!r}, 'link')")
+  assert tmp_path.stat().st_mode & 0o777 == 0o500 and (tmp_path / "file").exists()
+
+
+def test_no_socket_can_be_opened(boxes):
+  with socket.create_server(("127.0.0.1", 0)) as server:
+    server.settimeout(0.2)
+    output = run(
+      boxes,
+      f"""
+      import socket, urllib.request
+      def tried(what):
+        try: what()
+        except OSError as error: print(type(error).__name__)
+      tried(lambda: socket.create_connection(("127.0.0.1", {server.getsockname()[1]})))
+      tried(lambda: socket.socket(socket.AF_UNIX))
+      tried(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("1.1.1.1", 53)))
+      tried(lambda: urllib.request.urlopen("http://127.0.0.1", timeout=1))
+    """,
+    )
+    assert output.text == "PermissionError\n" * 3 + "URLError\n"
+    with pytest.raises(TimeoutError):
+      server.accept()
+
+
+def test_parent_and_everybody_else_stay_alive(boxes):
+  before = boxes.pids()
+  output = run(
+    boxes,
+    f"""
+    import os, signal, resource
+    def tried(what):
+      try: what()
+      except (OSError, ValueError): print("no")
+    for number in (os.getppid(), 1, -1, 0, {os.getpid()}):
+      tried(lambda: os.kill(number, signal.SIGKILL))
+    tried(lambda: resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1)))
+    tried(lambda: os.setpriority(os.PRIO_PROCESS, os.getppid(), 19))
+    print("alive")
+  """,
+  )
+  assert output.text == "no\n" * 7 + "alive\n"
+  assert boxes.pids() == before
+
+
+def test_other_processes_cannot_be_looked_into(boxes):
+  output = run(
+    boxes,
+    """
+    import ctypes, os
+    libc = ctypes.CDLL(None, use_errno=True)
+    print(libc.ptrace(16, os.getppid(), 0, 0), libc.unshare(0x10000000), libc.setns(0, 0))
+    print(libc.process_vm_readv(os.getppid(), None, 0, None, 0, 0), libc.prctl(38, 0, 0, 0, 0))
+    try: print(open(f"/proc/{os.getppid()}/mem", "rb").name if KIND != "limits" else "")
+    except OSError: print()
+  """.replace("KIND", repr(boxes.kind)),
+  )
+  assert output.text == "-1 -1 -1\n-1 -1\n\n"
+
+
+def test_program_has_the_standard_streams_and_no_other_descriptor(boxes):
+  probe = """
+    import os
+    for fd in range(256):
+      try: print(fd, os.fstat(fd).st_mode // 4096)
+      except OSError: pass
+  """
+  assert run(boxes, probe).text == "0 1\n1 1\n2 2\n"  # pipe, pipe, /dev/null.
+
+
+def test_limits_cannot_be_raised(boxes):
+  output = run(
+    boxes,
+    """
+    import resource
+    for name in ("RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_FSIZE", "RLIMIT_NOFILE"):
+      number = getattr(resource, name)
+      try: resource.setrlimit(number, (resource.getrlimit(number)[1] * 2,) * 2)
+      except (ValueError, OSError): print("no")
+    resource.setrlimit(resource.RLIMIT_STACK, resource.getrlimit(resource.RLIMIT_STACK))
+  """,
+  )
+  assert (output.ending, output.text) == (Ending.OK, "no\n" * 4)
+
+
+def test_one_program_leaves_nothing_for_the_next(boxes):
+  run(boxes, "import builtins, random\nbuiltins.left = 1\nprint = None\nrandom.seed(1)")
+  probe = "import builtins, random\nprint(hasattr(builtins, 'left'), random.random())"
+  first, second = run(boxes, probe).text, run(boxes, probe).text
+  assert first.startswith("False") and first == second  # and the same luck for all.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sandboxes_end_with_the_trainer_that_is_killed(kind, tmp_path):
+  sandboxes.need(kind)
+  program = f"""
+    import threading, time
+    from grpo_jax.sandbox.launch import Launcher, Limits
+    from grpo_jax.sandbox.supervise import Supervisor
+    supervisor = Supervisor(Launcher({kind!r}, Limits(timeout_s=60)), workers=1)
+    supervisor.submit(supervisor.run, "while True: pass", "")
+    while not supervisor.pids(): time.sleep(0.05)
+    time.sleep(0.3)
+    print(*supervisor.pids(), flush=True)
+    time.sleep(60)
+  """
+  environment = {**os.environ, "PYTHONPATH": os.getcwd(), "TMPDIR": str(tmp_path)}
+  trainer = subprocess.Popen(
+    [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, env=environment
+  )
+  assert trainer.stdout is not None
+  (pid,) = map(int, trainer.stdout.readline().split())
+  inner = psutil.Process(pid).children(recursive=True)
+  assert inner
+  trainer.send_signal(signal.SIGKILL)
+  trainer.wait()
+  trainer.stdout.close()
+  psutil.wait_procs(inner, timeout=5)
+  assert [p for p in inner if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_close_ends_a_program_in_the_middle():
+  supervisor = started(sandboxes.any_kind())
+  future = supervisor.submit(supervisor.run, "while True: pass", "")
+  while not supervisor.pids():
+    time.sleep(0.02)
+  pids = supervisor.pids()
+  supervisor.close()
+  assert future.done() and not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_sandbox_that_cannot_be_had_is_refused_with_the_reason(monkeypatch):
+  monkeypatch.setenv("PATH", "/nonexistent")
+  with pytest.raises(
+    SandboxError, match=r"no program bwrap.*apt-get install bubblewrap.*docs/code"
+  ):
+    Launcher("bubblewrap", sandboxes.LIMITS)
+  with pytest.raises(ValueError, match=r"bubblewarp.*did you mean 'bubblewrap'"):
+    Launcher("bubblewarp", sandboxes.LIMITS)
