@@ -14,6 +14,7 @@ def get_config() -> Any:
   config: Any = ConfigDict()
   config.seed = 42  # of data order, sampling and initialisation; the same seed, the same run.
   config.total_steps = 1000  # training steps; each samples a batch and learns from it.
+  config.mode = "online"  # "online": sample; "offline": learn from recorded groups, no engine.
 
   config.model = model = ConfigDict()
   model.path = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face folder, hub name, or .gguf file.
@@ -45,7 +46,7 @@ def get_config() -> Any:
   data.subset = config_dict.placeholder(str)  # of a hub dataset.
   data.split = config_dict.placeholder(str)  # of a hub dataset, folder or JSON file.
   data.name = config_dict.placeholder(str)  # first part of prompt ids; None: of the file or task.
-  data.format = "auto"  # processor of a row: "auto", "problem", "messages", or a dotted path.
+  data.format = "auto"  # processor of a row: "auto", "problem", "messages", "nemo_gym", a path.
   data.input_key = config_dict.placeholder(str)  # field of the problem; None: "problem".
   data.output_key = config_dict.placeholder(
     str
@@ -73,6 +74,20 @@ def get_config() -> Any:
   data.num_prompts_per_dataloader = config_dict.placeholder(int)  # taken from each in turn.
   data.dataloader = config_dict.placeholder(str)  # function that takes them: "by_success", dotted.
   data.dataloader_args = ConfigDict()  # its further arguments.
+
+  config.offline = offline = ConfigDict()  # mode "offline": docs/offline.md.
+  offline.rewards = "file"  # or "environment": computed by data.environment.
+  offline.reward_key = "reward"  # field of the reward of a response.
+  offline.rank_reward = "linear"  # of ranks: linear, reciprocal, softmax, top, negative; a path.
+  offline.rank_ties = "mean"  # place of equal ranks: "mean", "best", "worst", "dense".
+  offline.rank_best = "lowest"  # is rank 1 the best? else "highest".
+  offline.rank_temperature = 1.0  # of rank_reward "softmax", in places.
+  offline.group_size = config_dict.placeholder(int)  # responses of a group at most; None: all.
+  offline.type_key = "group_type"  # field by which the evaluation tells groups apart.
+  offline.behavior = "auto"  # logprobs: "file"; "initial": scored before step 0; "auto": either.
+  offline.score = "mean"  # the policy ranks by "mean" or "sum" of a response's logprobs.
+  offline.reasoning = "think"  # NeMo Gym: thoughts in <think> tags before the answer, or "drop".
+  offline.tools = "refuse"  # NeMo Gym: a prompt that declares tools is broken, or "ignore" them.
 
   config.environments = environments = ConfigDict()  # by name; `module` is a file of environments/.
   environments.math = ConfigDict(

@@ -21,12 +21,15 @@ from grpo_jax import (
   environments,
   filters,
   loggers,
+  offline,
+  offline_building,
   rollout,
   shaping,
   stream,
   timing,
 )
 from grpo_jax.engines.base import Engine, SamplingParams
+from grpo_jax.engines.none import NoEngine
 from grpo_jax.engines.server_process import ServerError
 from grpo_jax.engines.transfer import TransferError
 from grpo_jax.learn import optim, sharding, train_step
@@ -70,6 +73,7 @@ class Run:
   shaping: shaping.Shaping
   held_out: dict[str, list[Prompt]]  # by the name of the evaluation set.
   has_several_datasets: bool  # to train on, whose metrics are told apart.
+  ranking: offline.Ranking | None  # evaluates recorded groups; None: completions are sampled.
   evaluation_sampling: SamplingParams
   limits: rollout.Limits
   estimator: estimators.Estimator
@@ -104,12 +108,18 @@ def validate(config: Config) -> Iterator[str]:
   yield from _refused(lambda: optim.make(_optimizer_steps(config), **config.optim.to_dict()))
   if config.sampling.temperature <= 0:
     yield "sampling.temperature must be above 0: greedy completions do not explore"
+  if config.mode not in offline_building.MODES:
+    yield f"mode must be one of {offline_building.MODES}, got {config.mode!r}"
+  is_offline = offline_building.is_offline(config)
+  if is_offline:
+    yield from offline_building.problems(config)
   if config.total_steps < 1:
     yield f"total_steps must be at least 1, got {config.total_steps}"
   for name in ("prompts_per_step", "group_size", "max_turns"):
     if config.rollout[name] < 1:
       yield f"rollout.{name} must be at least 1, got {config.rollout[name]}"
-  yield from data_options.complaints(config)
+  has_environments = offline_building.needs_environments(config)
+  yield from data_options.complaints(config, has_environments=has_environments)
   for name, settings in config.environments.items():
     if settings.to_dict().get("total_timeout_s", 0.0) >= config.rollout.environment_timeout_s:
       yield (
@@ -135,6 +145,8 @@ def validate(config: Config) -> Iterator[str]:
 def _unlearnable(config: Config) -> Iterator[str]:
   """Yields why no group would be learned from, or why an option could never act."""
   group_size, filtered, dynamic = config.rollout.group_size, config.filters, config.dynamic_sampling
+  if offline_building.is_offline(config):
+    return  # groups and completions are as long as they are.
   if group_size == 1 and config.advantages.estimator not in ("reinforce_pp",):
     yield "rollout.group_size=1 gives every completion advantage 0: nothing would be learned"
   elif group_size == 1 and (filtered.drop_no_signal or dynamic.enabled):
@@ -181,8 +193,10 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
     chat_template=config.model.chat_template,
     template_args=config.model.chat_template_args.to_dict(),
   )
-  held_out = data_options.open_all(config, tokenizer)  # a wrong file is found here, at once.
-  factories = stack.enter_context(environments.make(**config.environments.to_dict()))
+  is_offline = offline_building.is_offline(config)
+  opener = offline_building.opener(config) if is_offline else data.open_dataset
+  held_out = data_options.open_all(config, tokenizer, opener)  # a wrong file is found at once.
+  factories = stack.enter_context(_environments(config))
 
   checkpoints = stack.enter_context(
     checkpointing.open(
@@ -200,6 +214,23 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
   tx, schedule = optim.make(_optimizer_steps(config), **config.optim.to_dict())
   model, shardings = _load(folder, mesh)
   data.check_vocabulary(tokenizer, model.config.vocab_size)
+  of_policy = {
+    "temperature": config.sampling.temperature,
+    "compute_dtype": config.model.compute_dtype,
+    "remat": config.model.remat,
+    "partition": sharding.head_partition(mesh),
+  }
+  logprobs = train_step.make_logprobs(
+    model.config, implementation=config.model.logprobs, **of_policy
+  )
+  score = train_step.make_scorer(logprobs)
+  scorer = offline_building.make_scorer(config, score, mesh)
+  behavior_logprobs = None
+  if is_offline:
+    prompts = _prompts(config, tokenizer, opener, {})
+    behavior_logprobs = offline_building.score_behavior(
+      config, prompts, scorer, model.params, workdir
+    )
   reference = jax.tree.map(lambda x: x.copy(), model.params) if objective.needs_ref else None
   start = _restore(checkpoints, model.params, tx, shardings, mesh)
   model = dataclasses.replace(model, params={})
@@ -213,29 +244,27 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
     **config.logging,
   )
   stack.callback(logger.close)
-  of_policy = {
-    "temperature": config.sampling.temperature,
-    "compute_dtype": config.model.compute_dtype,
-    "remat": config.model.remat,
-    "partition": sharding.head_partition(mesh),
-  }
-  logprobs = train_step.make_logprobs(
-    model.config, implementation=config.model.logprobs, **of_policy
-  )
   token_loss = None
   if takes_one_sweep(config, objective):
     token_loss = train_step.make_token_loss(model.config, objective, **of_policy)
   limits = _limits(config)
-  sampler = stream.Sampler(
-    engine,
-    factories,
-    tokenizer,
-    group_size=config.rollout.group_size,
-    sampling=_sampling(config.sampling.to_dict(), tokenizer, model),
-    seed=config.seed,
-    limits=limits,
-    progress=logger.progress,
-  )
+  ranking = None
+  if behavior_logprobs is not None:
+    rescore = offline_building.make_rescore(config, factories, tokenizer, limits)
+    ranking = offline.Ranking(scorer, config.offline.score, rescore)
+    sample = offline.Recorded(behavior_logprobs, config.offline.group_size, config.seed, rescore)
+  else:
+    sample = stream.Sampler(
+      engine,
+      factories,
+      tokenizer,
+      group_size=config.rollout.group_size,
+      sampling=_sampling(config.sampling.to_dict(), tokenizer, model),
+      seed=config.seed,
+      limits=limits,
+      progress=logger.progress,
+    )
+  prompts = _prompts(config, tokenizer, opener, start.stream)
   return Run(
     config=config,
     workdir=workdir,
@@ -245,11 +274,12 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
     tokenizer=tokenizer,
     engine=engine,
     environments=factories,
-    stream=_online_stream(config, tokenizer, sampler, start.stream),
+    stream=_stream(config, prompts, sample, start.stream),
     filters=_filters(config),
     shaping=_shaping(config),
     held_out=held_out,
     has_several_datasets=data_options.has_several(config),
+    ranking=ranking,
     evaluation_sampling=_sampling(_evaluation_sampling(config), tokenizer, model),
     limits=limits,
     estimator=estimators.make(**config.advantages),
@@ -264,7 +294,7 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
       shardings=shardings,
       token_loss=token_loss,
     ),
-    score=train_step.make_scorer(logprobs),
+    score=score,
     checkpoints=checkpoints,
     logger=logger,
     timer=timing.Timer(),
@@ -344,7 +374,12 @@ def _engine(
   workdir: pathlib.Path,
   stack: contextlib.ExitStack,
 ) -> Engine:
-  """Makes the engine, which `stack` closes. Servers start while the trainer loads and compiles."""
+  """Makes the engine, which `stack` closes; offline there is none.
+
+  Servers start while the trainer loads and compiles.
+  """
+  if offline_building.is_offline(config):
+    return NoEngine()
   settings = config.engine.to_dict()
   name = settings.pop("name")
   own = settings[name] if name in settings else settings["options"]
@@ -375,18 +410,32 @@ def _sampling(
   return SamplingParams(**settings, stop_ids=tuple(sorted(i for i in ids if i is not None)))
 
 
-def _online_stream(
-  config: Config, tokenizer: data.Tokenizer, sampler: stream.Sampler, state: Mapping[str, Any]
+def _prompts(
+  config: Config, tokenizer: data.Tokenizer, opener: data.Opener, state: Mapping[str, Any]
+) -> data.PromptStream:
+  """Opens the prompts where `state` of the stream says; {} is the beginning."""
+  of_data = data_options.of_stream(config)
+  return data.make(tokenizer, state=state.get("prompts"), opener=opener, **of_data)
+
+
+def _stream(
+  config: Config, prompts: stream.PromptSource, sample: stream.Sample, state: Mapping[str, Any]
 ) -> stream.OnlineStream:
-  """Makes the stream that samples, where `state` says; {} is the beginning."""
+  """Makes the stream of groups, where `state` says; {} is the beginning."""
   return stream.OnlineStream(
-    data.make(tokenizer, state=state.get("prompts"), **data_options.of_stream(config)),
-    sampler,
+    prompts,
+    sample,
     prompts_per_step=config.rollout.prompts_per_step,
     dynamic=_dynamic_sampling(config),
     keep=functools.partial(filters.apply, **_filters(config)),
     surplus=state.get("surplus", ()),
   )
+
+
+def _environments(config: Config) -> environments.Environments:
+  """Makes the environments, if anything is scored by them."""
+  is_needed = offline_building.needs_environments(config)
+  return environments.make(**(config.environments.to_dict() if is_needed else {}))
 
 
 def _dynamic_sampling(config: Config) -> stream.DynamicSampling | None:

@@ -47,27 +47,36 @@ def has_several(config: Config) -> bool:
   return len(training(config)) > 1 or config.data.dataloader is not None
 
 
-def open_all(config: Config, tokenizer: data.Tokenizer) -> dict[str, list[Prompt]]:
+def open_all(
+  config: Config, tokenizer: data.Tokenizer, opener: data.Opener = data.open_dataset
+) -> dict[str, list[Prompt]]:
   """Opens the training datasets, to see that they can be, and reads the evaluation sets.
+
+  Args:
+    config: of the run.
+    tokenizer: of the model.
+    opener: what opens a dataset: of prompts, or of recorded groups.
 
   Raises:
     ConfigError: a file, a name or a library is missing, or a held-out row is broken.
   """
   try:
-    data.make(tokenizer, **of_stream(config))
-    return held_out(config, tokenizer)
+    data.make(tokenizer, opener=opener, **of_stream(config))
+    return held_out(config, tokenizer, opener)
   except (OSError, ValueError, ImportError) as error:
     raise ConfigError(f"the data cannot be used: {error}") from error
 
 
-def held_out(config: Config, tokenizer: data.Tokenizer) -> dict[str, list[Prompt]]:
+def held_out(
+  config: Config, tokenizer: data.Tokenizer, opener: data.Opener = data.open_dataset
+) -> dict[str, list[Prompt]]:
   """Reads the prompts of every evaluation set; none if nothing is ever evaluated."""
   options = config.evaluation
   if not (options.at_start or options.at_end or options.every_steps):
     return {}
-  on_error = config.data.on_error
+  how = {"limit": options.num_prompts, "on_error": config.data.on_error, "opener": opener}
   return {
-    name: data.make_held_out(tokenizer, limit=options.num_prompts, on_error=on_error, **one)
+    name: data.make_held_out(tokenizer, **how, **one)
     for name, one in evaluation(config).items()
   }
 
@@ -77,8 +86,13 @@ def best_metric(config: Config) -> str:
   return config.checkpoint.best_metric or f"eval/{next(iter(evaluation(config)))}/accuracy"
 
 
-def complaints(config: Config) -> Iterator[str]:
-  """Yields what cannot work, without opening anything."""
+def complaints(config: Config, *, has_environments: bool = True) -> Iterator[str]:
+  """Yields what cannot work, without opening anything.
+
+  Args:
+    config: of the run.
+    has_environments: whether anything is scored by the environments that datasets name.
+  """
   try:
     found = {"data": training(config), "evaluation": evaluation(config)}
     weights = {name: one.get("weight") for name, one in found["data"].items()}
@@ -86,7 +100,7 @@ def complaints(config: Config) -> Iterator[str]:
   except ValueError as error:
     yield str(error)
     return
-  for section, sets in found.items():
+  for section, sets in found.items() if has_environments else ():
     for name, one in sets.items():
       place = section if len(sets) == 1 else f"{section}: dataset {name!r}"
       yield from _unknown_environments(place, one, config)

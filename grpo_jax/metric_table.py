@@ -128,7 +128,10 @@ METRICS: dict[str, Definition] = {
   "batch/left_out/*": Definition("count", "completions left out of the update, by reason", "0"),
   # --- evaluation on held-out prompts; the second part is evaluation.name ---
   "eval/*/accuracy": Definition(
-    "share", "mean over prompts of the share of solving completions", "rises"
+    "share",
+    "mean over prompts of the share of solving completions; offline: over groups of the share of "
+    "pairs that the policy orders as their rewards do",
+    "rises",
   ),
   "eval/*/pass@*": Definition(
     "share", "chance that one of K completions solves it, unbiased", "rises"
@@ -144,11 +147,35 @@ METRICS: dict[str, Definition] = {
     "share", "conversations that ended by themselves: at no limit, with no failure", "rises"
   ),
   "eval/*/prompts": Definition("count", "prompts evaluated"),
+  # --- evaluation on recorded groups (docs/offline.md); eval/NAME/TYPE/*: of one type of groups ---
+  "eval/*/exact_accuracy": Definition("share", "groups whose whole order is right", "rises"),
+  "eval/*/place_accuracy": Definition(
+    "share", "responses at their place, or that of an equal, in the order of their group", "rises"
+  ),
+  "eval/*/best_accuracy": Definition(
+    "share", "groups of which a best response is the most likely", "rises"
+  ),
+  "eval/*/chosen_reward_mean": Definition(
+    "reward", "mean over groups of that of the most likely response", "rises"
+  ),
+  "eval/*/margin": Definition(
+    "nats", "score of the best responses less that of the others", "rises"
+  ),
+  "eval/*/consistency": Definition(
+    "share", "1 - (highest - lowest accuracy of a type of groups)", "about 1"
+  ),
+  "eval/*/groups": Definition("count", "groups evaluated"),
+  "eval/*/no_order_share": Definition("share", "groups whose rewards are all equal: left out"),
   # --- the update: means over the tokens (or sequences) learned from, over all its parts ---
   "train/loss": Definition("loss", "what is minimised; near 0 in GRPO whatever is learned"),
   "train/policy_loss": Definition("loss", "its part without KL and entropy", "near 0"),
   "train/kl_to_reference": Definition(
     "nats", "KL to the reference, as in the loss, without its coefficient", "< 0.5"
+  ),
+  "train/rank_accuracy": Definition(
+    "share",
+    "offline: pairs of responses of the step that the policy orders as their rewards do",
+    "rises",
   ),
   "train/entropy_bonus": Definition(
     "nats", "the entropy's part of the loss, without its coefficient"

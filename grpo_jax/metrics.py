@@ -311,11 +311,12 @@ def _group_std(group: RolloutGroup) -> float:
 
 
 def _staleness(groups: Sequence[RolloutGroup], step: int | None) -> dict[str, float]:
-  """Steps between sampling and learning, over sampled tokens."""
+  """Steps between sampling and learning, over sampled tokens; of weights of this run only."""
   if step is None:
     return {}
   versions = [r.weight_versions[r.loss_mask] for group in groups for r in group.rollouts]
-  stale = step - np.concatenate(versions) if versions else np.zeros(0)
+  every = np.concatenate(versions) if versions else np.zeros(0, np.int32)
+  stale = step - every[every >= 0]
   return {
     "rollout/staleness_mean": _mean(stale),
     "rollout/staleness_max": float(stale.max()) if stale.size else math.nan,

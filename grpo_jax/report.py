@@ -50,6 +50,7 @@ def render(run: Run) -> str:
       "others": report_data.other_panels([run]),
       "samples": groups,
       "samples_note": note,
+      "samples_of": "behavior policy" if report_data.is_offline(run) else "engine",
     },
   )
 
@@ -80,6 +81,7 @@ def render_comparison(runs: Sequence[Run]) -> str:
       "others": report_data.other_panels(runs),
       "samples": None,
       "samples_note": "",
+      "samples_of": "engine",
     },
   )
 
@@ -136,7 +138,9 @@ def to_script_json(data: Any) -> str:
 def facts(run: Run) -> list[tuple[str, str]]:
   """Returns (name, value) of the settings that a reader asks for first, as far as they are set."""
   flat = report_data.flatten(run.config)
-  found = [(label, flat[name]) for name, label in FACTS.items() if flat.get(name) not in (None, "")]
+  left_out = OF_SAMPLING if report_data.is_offline(run) else ()
+  names = [name for name in FACTS if name not in left_out and flat.get(name) not in (None, "")]
+  found = [(FACTS[name], flat[name]) for name in names]
   return [(label, str(value)) for label, value in found]
 
 
@@ -176,7 +180,10 @@ def warnings_of(run: Run) -> list[str]:
   """Returns sentences on what looks unhealthy at the end of the run (last tenth of its steps),
   and on the attempts that failed in all of it."""
   found = []
+  is_offline = report_data.is_offline(run)
   for name, limit, sentence in ALARMS:
+    if is_offline and name.startswith("mismatch/"):
+      continue  # the policy moves away from those who wrote the responses: that is training.
     _, values = _known(run, name)
     if values and (level := float(np.mean(values[-max(1, len(values) // 10) :]))) > limit:
       shown = console.share(level) if name.endswith("_share") else console.number(level)
@@ -242,7 +249,10 @@ def _script_hash(script: str) -> str:
   return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
+# Fields that mean nothing where the groups are recorded.
+OF_SAMPLING = ("engine.name", "rollout.group_size", "sampling.max_tokens")
 FACTS = {  # config field: its name on the page.
+  "mode": "mode",
   "model.path": "model",
   "data.task": "task",
   "data.path": "data",

@@ -78,6 +78,11 @@ def curve(run: Run, name: str) -> tuple[list[int], list[float | None]]:
   return [step for step, _ in pairs], [value for _, value in pairs]
 
 
+def is_offline(run: Run) -> bool:
+  """Returns whether the run learned from recorded groups."""
+  return run.config.get("mode") == "offline"
+
+
 def failures(run: Run) -> dict[str, int]:
   """Counts the attempts of all recorded steps that failed, by kind; the most frequent first."""
   prefix = "rollout/errors/"
@@ -94,6 +99,8 @@ def panels(runs: Sequence[Run]) -> list[dict[str, Any]]:
   With several runs each curve stands there once a run; times are then told as a sum.
   """
   chosen = PANELS if len(runs) == 1 else [*(p for p in PANELS if p.kind == "line"), STEP_TIME]
+  if all(map(is_offline, runs)):
+    chosen = [OFFLINE_PANELS.get(one.title, one) for one in chosen]
   figures = (_figure(runs, one) for one in chosen)
   return [figure for figure in figures if figure["series"]]
 
@@ -378,3 +385,24 @@ PANELS: tuple[Panel, ...] = (
   Panel("Speed", {"tokens/s": "perf/tokens_per_s"}),
 )
 STEP_TIME = Panel("Time of a step", {"step": "time/step_s"})
+# What takes the place of a panel where nobody samples: by the title of that one.
+OFFLINE_PANELS = {
+  "Evaluation": Panel(
+    "Ranking of held-out groups",
+    {
+      "pairs": "eval/*/accuracy",
+      "exact": "eval/*/exact_accuracy",
+      "best": "eval/*/best_accuracy",
+      "consistency": "eval/*/consistency",
+    },
+  ),
+  "Mismatch of engine and trainer": Panel(
+    "Policy against the behavior policy",
+    {
+      "largest |Δ logprob|": "mismatch/abs_logprob_max",
+      "mean |Δ logprob|": "mismatch/abs_logprob_mean",
+      "KL(behavior ‖ policy)": "mismatch/gen_kl_error",
+    },
+    scale="log",
+  ),
+}

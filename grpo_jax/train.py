@@ -55,7 +55,7 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
     if evaluated:
       run.logger.write(int(state.step), evaluated)
     elif int(state.step) == 0 and config.evaluation.at_start:
-      evaluated = evaluate(run, step=0)
+      evaluated = evaluate(run, state.params, step=0)
 
     for step in range(int(state.step), config.total_steps):
       with timer.span("step"):
@@ -86,17 +86,18 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
           run.engine.load_weights(state.params, version=step + 1)
 
       # --- 6. tell: nothing below changes what is learned ---
-      told = describe(run, step, groups, kept, advantages, batch, learned)
+      compared = batching.per_rollout(batch, jax.device_get(logprobs), kept.kept)
+      told = describe(run, step, groups, kept, advantages, batch, learned, compared)
       run.stream.tell(step, metrics.reproducible(told))
       position = run.stream.state()
       run.logger.write(step, told)
-      record(run, step, groups, kept, advantages, batch, logprobs)
+      record(run, step, groups, kept, advantages, compared)
       skipped = train_step.skipped_in_a_row(skipped, told, limit=config.learn.max_skipped_steps)
       run.checkpoints.check()  # a disk that is full is told now, not at the next save.
       is_last = step + 1 == config.total_steps
       evaluated = {}
       if due(step + 1, config.evaluation.every_steps) or (is_last and config.evaluation.at_end):
-        evaluated = evaluate(run, step=step + 1)
+        evaluated = evaluate(run, state.params, step=step + 1)
       if due(step + 1, config.checkpoint.every_steps) or is_last:
         save(run, state, position, skipped, evaluated)
       if stop:
@@ -173,6 +174,7 @@ def describe(
   advantages: Sequence[np.ndarray],
   batch: batching.Assembled,
   learned: Metrics,
+  logprobs: Sequence[Sequence[np.ndarray]],
 ) -> dict[str, float]:
   """Returns all metrics of a step; see docs/metrics.md."""
   times = run.timer.collect()
@@ -191,6 +193,7 @@ def describe(
     **credit.of_advantages(advantages),
     **metrics.to_floats(batch.metrics),
     **metrics.to_floats(learned),
+    **(run.ranking.of_step(kept.kept, logprobs) if run.ranking else {}),
     **times,
     "perf/tokens_per_s": tokens / times["time/step_s"],
     "perf/peak_rss_gib": timing.peak_rss_gib(),
@@ -203,12 +206,10 @@ def record(
   groups: Sequence[RolloutGroup],
   kept: filters.Filtered,
   advantages: Sequence[np.ndarray],
-  batch: batching.Assembled,
-  logprobs: train_step.MicrobatchLogprobs,
+  logprobs: Sequence[Sequence[np.ndarray]],
 ) -> None:
   """Writes all rollouts of a step; those that were left out have NaN for what they lack."""
-  compared = batching.per_rollout(batch, jax.device_get(logprobs), kept.kept)
-  of_kept = zip(advantages, compared, strict=True)
+  of_kept = zip(advantages, logprobs, strict=True)
   found = {group.prompt.prompt_id: known for group, known in zip(kept.kept, of_kept, strict=True)}
   unknown = lambda group: (
     np.full(len(group.rollouts), np.nan),
@@ -219,13 +220,16 @@ def record(
   run.logger.write_rollouts(step, groups, *zip(*columns, strict=True), shaped_rewards=shaped)
 
 
-def evaluate(run: Run, *, step: int) -> dict[str, float]:
-  """Evaluates the weights of a step on every set of held-out prompts, and tells."""
+def evaluate(run: Run, params: Any, *, step: int) -> dict[str, float]:
+  """Evaluates the weights of a step on every held-out set, and tells."""
   options = run.config.evaluation
   found: dict[str, float] = {}
   with run.timer.span("evaluate"):
     for name, prompts in run.held_out.items():
       with run.logger.progress(f"evaluating {name}", len(prompts)) as advance:
+        if run.ranking is not None:
+          found |= run.ranking.evaluate(params, prompts, name=name, advance=advance)
+          continue
         found |= evaluation.run(
           run.engine,
           run.environments,

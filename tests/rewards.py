@@ -15,6 +15,12 @@ def constant(prompt: str, completion: str, info) -> float:
   return 1.0
 
 
+def variety(prompt: str, completion: str, info) -> float:
+  """How many different characters there are: whatever is sampled, groups have signal."""
+  del prompt, info
+  return float(len(set(completion)))
+
+
 def broken(prompt: str, completion: str, info) -> float:
   """Fails always."""
   raise LookupError("this reward is broken")

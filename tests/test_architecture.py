@@ -17,13 +17,15 @@ LAYERS = [
   {"types"},
   {"rl", "registry", "timing", "console", "rollout_log", "manifest", "interrupts", "host_memory"},
   {"metric_table", "packing", "sandbox", "group_json"},
-  {"metrics", "layout", "configuration"},
+  {"metrics", "layout", "configuration", "ranking"},
   {"models"},
   {"data", "environments", "engines"},
   {"attempt", "batching", "filters", "learn", "shaping"},
-  {"rollout", "credit", "data_options"},
+  {"rollout", "credit", "scoring", "behavior", "data_options"},
   {"report_data"},
   {"stream", "evaluation", "checkpointing", "loggers", "report"},
+  {"offline"},
+  {"offline_building"},
   {"building", "command_line"},
   {"train"},
   {"main"},
@@ -43,6 +45,7 @@ PURE_UNITS = {
   "filters",
   "shaping",
   "credit",
+  "ranking",
 }
 READERS_AND_WRITERS = {
   "models/__init__.py",
@@ -70,7 +73,10 @@ PURE_MAY_IMPORT = {
 }
 PURE_MAY_USE = PURE_UNITS | {"metrics", "metric_table"}
 EFFECTS = {"open", "print", "input", "exec", "eval", "__import__"}
-SEES_CONFIGS = {"train", "building", "data_options", "command_line", "configuration", "main"}
+SEES_CONFIGS = {
+  *("train", "building", "offline_building", "data_options"),
+  *("command_line", "configuration", "main"),
+}
 SAYS_NOTHING = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -3,13 +3,14 @@
 import functools
 import inspect
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_jax.data import curriculum, loaders, settings
 from grpo_jax.data.loaders import Loader
 from grpo_jax.data.prompt_stream import PromptStream, cursor_of
 from grpo_jax.data.prompts import (
+  Dataset,
   PromptDataset,
   held_out,
   name_of,
@@ -26,6 +27,7 @@ from grpo_jax.types import Prompt
 
 __all__ = [
   "Loader",
+  "Opener",
   "PromptDataset",
   "PromptStream",
   "Tokenizer",
@@ -37,9 +39,11 @@ __all__ = [
   "make_dataloader",
   "make_held_out",
   "name_of",
+  "open_dataset",
   "training_sets",
 ]
 
+Opener = Callable[..., Dataset]  # (tokenizer, **fields) → a dataset; see `open_dataset`.
 _ALL = "all"  # name of the loader that reads several datasets as one.
 
 
@@ -55,6 +59,7 @@ def make(
   dataloader: str | None = None,
   dataloader_args: Mapping[str, Any] | None = None,
   state: Mapping[str, Any] | None = None,
+  opener: Opener = open_dataset,
   **shared: Any,
 ) -> PromptStream:
   """Makes the stream of training prompts.
@@ -74,6 +79,7 @@ def make(
       path of one's own; see `loaders`.
     dataloader_args: its further arguments.
     state: where to go on, from `state()` of an earlier stream.
+    opener: what opens a dataset; that of recorded groups is `offline.open_groups`.
     **shared: see `prompts.open_dataset`; and `weight`.
 
   Raises:
@@ -89,7 +95,7 @@ def make(
     dataloader=dataloader,
     dataloader_args=dataloader_args,
   )
-  opened = [open_dataset(tokenizer, **one) for one in found.values()]
+  opened = [opener(tokenizer, **one) for one in found.values()]
   is_one = take is loaders.from_the_only_one
   parts = {_ALL: opened} if is_one and len(opened) > 1 else {one.name: [one] for one in opened}
   made = {}
@@ -174,11 +180,12 @@ def make_held_out(
   *,
   limit: int | None = None,
   on_error: OnError = "stop",
+  opener: Opener = open_dataset,
   **dataset: Any,
 ) -> list[Prompt]:
   """Makes an evaluation set: the first `limit` rows of a dataset (see `prompts.held_out`)."""
   dataset.pop("weight", None)
-  return held_out(open_dataset(tokenizer, **dataset), limit=limit, on_error=on_error)
+  return held_out(opener(tokenizer, **dataset), limit=limit, on_error=on_error)
 
 
 DATALOADERS: dict[str, loaders.Dataloader] = {"by_success": curriculum.by_success}

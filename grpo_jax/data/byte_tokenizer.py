@@ -15,6 +15,7 @@ class ByteTokenizer:
 
   vocab_size = 259
   stop_ids = (END,)
+  end_id = END
   pad_id = PAD
 
   def encode(self, text: str) -> Int[np.ndarray, " tokens"]:

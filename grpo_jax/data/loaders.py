@@ -17,7 +17,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from grpo_jax.data.prompts import PromptDataset
+from grpo_jax.data.prompts import Dataset
 from grpo_jax.data.skipped import OnError, Skipped
 from grpo_jax.types import Prompt
 
@@ -30,7 +30,7 @@ class Loader:
 
   def __init__(
     self,
-    datasets: Sequence[PromptDataset],
+    datasets: Sequence[Dataset],
     *,
     shuffle: bool,
     seed: int | Sequence[int],
@@ -52,7 +52,7 @@ class Loader:
     Raises:
       ValueError: the cursor is outside of the data.
     """
-    self._datasets = datasets
+    self.datasets = tuple(datasets)
     self._ends = list(itertools.accumulate(len(dataset) for dataset in datasets))
     rows = grain.MapDataset.range(self._ends[-1])
     # grain adds the epoch to the seed: hashed first, so that seeds 0 and 1 share no order.
@@ -94,7 +94,7 @@ class Loader:
       if prompt:
         prompts.append(prompt)
       elif fruitless >= len(self):
-        first = self._datasets[0]
+        first = self.datasets[0]
         raise self.skipped.none_left(first.name, first.max_prompt_tokens)
     return prompts
 
@@ -105,7 +105,7 @@ class Loader:
     assert row is not None  # grain's word for a filtered element; there is no filter.
     part = bisect.bisect_right(self._ends, row)
     first = self._ends[part - 1] if part else 0
-    return self._datasets[part].prompt(int(row) - first, epoch=position // len(self))
+    return self.datasets[part].prompt(int(row) - first, epoch=position // len(self))
 
 
 def from_the_only_one(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_jax.data.loaders import Dataloader, Loader
+from grpo_jax.data.prompts import Dataset
 from grpo_jax.types import Prompt
 
 _RECORDS = 32  # steps whose metrics a dataloader function sees.
@@ -41,6 +42,11 @@ class PromptStream:
   def names(self) -> tuple[str, ...]:
     """Names of the loaders."""
     return tuple(self._loaders)
+
+  @property
+  def datasets(self) -> tuple[Dataset, ...]:
+    """All datasets that the loaders read."""
+    return tuple(one for loader in self._loaders.values() for one in loader.datasets)
 
   def take(self, n: int) -> list[Prompt]:
     """Takes the next n prompts; fewer, at last none, when the epochs are over.

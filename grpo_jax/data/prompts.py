@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from grpo_jax.data import formats, named, routing
+from grpo_jax.data import formats, named, nemo_gym, routing
 from grpo_jax.data.parts import Part
 from grpo_jax.data.skipped import OnError, OverlongError, Skipped
 from grpo_jax.data.sources import RowSource, SourceConfig, open_source
@@ -101,6 +101,32 @@ class PromptDataset:
     return self.tasks[name]
 
 
+@runtime_checkable
+class Dataset(Protocol):
+  """What loaders need of a dataset: a `PromptDataset`, or one of recorded groups."""
+
+  @property
+  def name(self) -> str:
+    """The first part of the ids of its prompts."""
+    ...
+
+  @property
+  def part(self) -> Part:
+    """Which of the source's rows, or groups, it takes."""
+    ...
+
+  @property
+  def max_prompt_tokens(self) -> int:
+    """Length of the longest prompt that it gives whole."""
+    ...
+
+  def __len__(self) -> int: ...
+
+  def prompt(self, row: int, *, epoch: int) -> Prompt:
+    """Makes the prompt of a row; see `PromptDataset.prompt`."""
+    ...
+
+
 def _read(task: Task, fields: Mapping[str, Any], where: str) -> formats.Record:
   """Calls the processor; what one of the user's raises names the row, too."""
   try:
@@ -112,8 +138,16 @@ def _read(task: Task, fields: Mapping[str, Any], where: str) -> formats.Record:
     raise formats.RowError(where, f"{type(error).__name__}: {error}") from error
 
 
+def _from_any(
+  row: Mapping[str, Any], where: str, style: formats.PromptStyle
+) -> formats.Record:
+  """Tells tasks of NeMo Gym apart, too."""
+  read = nemo_gym.to_prompt if nemo_gym.is_rollout(row) else formats.from_any
+  return read(row, where, style)
+
+
 def held_out(
-  dataset: PromptDataset, *, limit: int | None = None, on_error: OnError = "stop"
+  dataset: Dataset, *, limit: int | None = None, on_error: OnError = "stop"
 ) -> list[Prompt]:
   """Lists the first prompts of a dataset, in its own order: a fixed evaluation set.
 
@@ -191,7 +225,7 @@ def open_dataset(
     split_validation_size: rows split off, see `Part`.
     split_seed: of the split.
     repeat: how often an epoch has every row.
-    format: the processor of a row: "auto", "problem", "messages", "task", or the dotted path
+    format: the processor of a row: "auto", "problem", "messages", "task", "nemo_gym", or the path
       of a function `(row, where, style) -> Record`.
     input_key: name of the problem's field; None: that of the named dataset, else "problem".
     output_key: name of the answer's; None: likewise, else "expected_answer"; "": none.
@@ -282,7 +316,7 @@ def make_task(
 ) -> Task:
   """Settles how rows are read and asked; see `open_dataset`. What is None comes from `entry`."""
   template = _text_or_file("prompt", prompt_template, prompt_file)
-  read_row = function(format) if "." in format else choose("format", format, formats.FORMATS)
+  read_row = function(format) if "." in format else choose("format", format, ROW_READERS)
   if entry is not None:
     template = entry.prompt_template if template is None else template
     environment = environment or entry.environment
@@ -339,3 +373,10 @@ def _text_or_file(name: str, text: str | None, file: str | Path | None) -> str |
   if not path.is_file():
     raise FileNotFoundError(f"no {name}_file {file}")
   return path.read_text(encoding="utf-8")
+
+
+ROW_READERS: dict[str, formats.RowReader] = {
+  **formats.FORMATS,
+  "auto": _from_any,
+  "nemo_gym": nemo_gym.to_prompt,
+}

@@ -11,6 +11,7 @@ from jaxtyping import Int
 
 Message = Mapping[str, Any]
 
+_SAID = "\u241fsaid\u241f"  # no template writes this.
 PLAIN = "plain"  # as `chat_template`: no template, the contents of the messages, line by line.
 
 
@@ -26,6 +27,11 @@ class Tokenizer(Protocol):
   @property
   def stop_ids(self) -> tuple[int, ...]:
     """All ids that end a completion, ascending."""
+    ...
+
+  @property
+  def end_id(self) -> int:
+    """The stop id with which the chat template ends what the assistant says."""
     ...
 
   @property
@@ -89,6 +95,20 @@ class HuggingFaceTokenizer:
     return self._stop_ids
 
   @property
+  def end_id(self) -> int:
+    return self._end
+
+  @functools.cached_property
+  def _end(self) -> int:
+    if not self._plain and self._backend.chat_template:
+      said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
+      closing = self.encode(self._render(said, begin_assistant=False).rpartition(_SAID)[2])
+      if len(closing) and int(closing[0]) in self._stop_ids:
+        return int(closing[0])
+    own = self._backend.eos_token_id
+    return int(own) if own in self._stop_ids else self._stop_ids[0]
+
+  @property
   def pad_id(self) -> int:
     if self._backend.pad_token_id is not None:
       return int(self._backend.pad_token_id)
@@ -122,16 +142,15 @@ class HuggingFaceTokenizer:
 
   def _turn_texts(self, message: Message) -> tuple[str, str]:
     """What the template writes after an assistant's words, and for the message after that."""
-    said = "\u241fsaid\u241f"  # no template writes this.
-    past = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
+    past = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
     before = self._render(past, begin_assistant=False)
     after = self._render([*past, message], begin_assistant=True)
-    if not after.startswith(before) or said not in before:
+    if not after.startswith(before) or _SAID not in before:
       raise ValueError(
         "this chat template rewrites earlier turns when a new one is added, so that a "
         "conversation cannot be continued token by token; give another model.chat_template"
       )
-    return before.rpartition(said)[2], after[len(before) :]
+    return before.rpartition(_SAID)[2], after[len(before) :]
 
   def _render(self, messages: Sequence[Message], *, begin_assistant: bool) -> str:
     if self._plain:

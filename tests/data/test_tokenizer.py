@@ -93,6 +93,19 @@ def test_stop_ids_unite_what_all_files_say(folder, generation, config, expected)
   assert eos_ids(folder, 2) == expected
 
 
+def test_the_end_of_a_turn_is_that_of_the_template_and_not_just_any_stop_id(folder):
+  """Qwen's case: <|endoftext|> (0) comes before <|im_end|> (2), and both stop a completion."""
+  (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
+  assert (load(folder).stop_ids, load(folder).end_id) == ((0, 2), 2)
+  settings = json.loads((folder / "tokenizer_config.json").read_text())
+  (folder / "tokenizer_config.json").write_text(
+    json.dumps({**settings, "eos_token": "<|endoftext|>"})
+  )
+  assert load(folder).end_id == 2  # by the template, whatever the tokenizer's own is;
+  assert load(folder, chat_template="plain").end_id == 0  # without one, that.
+  assert ByteTokenizer().end_id == END
+
+
 def test_loaded_tokenizer_has_all_stop_ids_and_pads_with_one(folder):
   (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
   tokenizer = load(folder)

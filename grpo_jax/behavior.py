@@ -1,0 +1,174 @@
+"""Behavior logprobs of recorded responses: of the file, or scored once under the initial policy.
+
+What was scored is kept in a folder of the run, so that a run that goes on finds it as it was,
+though the initial weights are long gone. Groups come in batches, whose composition depends on the
+data and options only, and a batch is scored as a whole: so a result does not depend on when a run
+was stopped.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from jaxtyping import Float, Int, Shaped
+
+from grpo_jax.data.formats import RowError
+from grpo_jax.data.groups import UNKNOWN_VERSION, OfflineGroup
+from grpo_jax.types import Rollout, RolloutGroup
+
+SOURCES = ("auto", "file", "initial")
+
+Score = Callable[[Sequence[RolloutGroup]], list[list[Float[np.ndarray, " _"]]]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+  """Logprobs of the groups of one batch, all of them in one array."""
+
+  datasets: Shaped[np.ndarray, " groups"]  # their names,
+  numbers: Int[np.ndarray, " groups"]  # and the numbers of the groups in them.
+  digests: Shaped[np.ndarray, " groups"]  # of their tokens.
+  counts: Int[np.ndarray, " groups"]  # responses of each group.
+  lengths: Int[np.ndarray, " responses"]  # tokens of each; 0 where the file has the logprobs.
+  logprobs: Float[np.ndarray, " tokens"]
+
+
+class BehaviorLogprobs:
+  """Logprobs by group."""
+
+  def __init__(self, chunks: Iterable[Chunk]):
+    self._scored: dict[tuple[str, int], tuple[int, list[np.ndarray]]] = {}
+    for chunk in chunks:
+      each = np.split(chunk.logprobs, np.cumsum(chunk.lengths)[:-1]) if len(chunk.lengths) else []
+      responses = iter(each)
+      columns = (chunk.datasets, chunk.numbers, chunk.digests, chunk.counts)
+      for dataset, number, digest, count in zip(*columns, strict=True):
+        known = int(digest), [next(responses) for _ in range(count)]
+        self._scored[str(dataset), int(number)] = known
+
+  def complete(self, item: OfflineGroup) -> RolloutGroup:
+    """Returns the group with behavior logprobs on all of its responses.
+
+    Raises:
+      RowError: some are neither in the file nor scored.
+      ValueError: the group has other tokens than when it was scored.
+    """
+    place = item.dataset, item.number
+    if place not in self._scored:
+      if all(item.is_known):
+        return item.group
+      number = item.is_known.index(False) + 1
+      raise RowError(item.where, f"response {number} has no logprobs (offline.behavior)")
+    digest, logprobs = self._scored[place]
+    if digest != _digest(item.group):
+      raise ValueError(
+        f"{item.where}: the tokens of this group are not those whose behavior logprobs were scored "
+        "when the run began: its data or tokenizer has changed; use another --workdir"
+      )
+    rollouts = [
+      _with_logprobs(rollout, values) if len(values) else rollout
+      for rollout, values in zip(item.group.rollouts, logprobs, strict=True)
+    ]
+    return dataclasses.replace(item.group, rollouts=tuple(rollouts))
+
+
+def score_all(
+  batches: Iterable[Sequence[OfflineGroup]],
+  *,
+  folder: Path,
+  score: Score,
+  from_file: bool,
+  steps: int,
+  on_progress: Callable[[int], None] = lambda groups: None,
+) -> BehaviorLogprobs:
+  """Scores the groups that a run will see, as far as the folder does not hold them.
+
+  Args:
+    batches: of groups; the same ones whenever the run goes on, and more of them for more steps.
+    folder: of the chunks.
+    score: under the initial policy.
+    from_file: take the logprobs of the file where it has them.
+    steps: of the run, for which the batches suffice.
+    on_progress: called with the groups of a batch that was scored.
+  """
+  folder.mkdir(parents=True, exist_ok=True)
+  done = folder / "done.json"
+  if done.exists() and json.loads(done.read_text())["steps"] >= steps:
+    return BehaviorLogprobs(map(_load, sorted(folder.glob("chunk_*.npz"))))
+  chunks: list[Chunk] = []
+  for number, items in enumerate(batches):
+    path = folder / f"chunk_{number:06d}.npz"
+    if path.exists():
+      chunks.append(_load(path))
+      continue
+    chunks.append(_scored(items, score, from_file))
+    if jax.process_index() == 0:
+      _save(path, chunks[-1])
+    on_progress(len(items))
+  if jax.process_index() == 0:
+    done.write_text(json.dumps({"steps": steps}))
+  return BehaviorLogprobs(chunks)
+
+
+def _scored(items: Sequence[OfflineGroup], score: Score, from_file: bool) -> Chunk:
+  """Scores the responses whose logprobs are not known."""
+  missing = [[not (known and from_file) for known in item.is_known] for item in items]
+  parts = [
+    RolloutGroup(
+      item.group.prompt,
+      tuple(r for r, needed in zip(item.group.rollouts, wanted, strict=True) if needed),
+    )
+    for item, wanted in zip(items, missing, strict=True)
+  ]
+  asked = [part for part in parts if part.rollouts]
+  answers = iter([values for group in score(asked) for values in group] if asked else [])
+  logprobs = [
+    np.nan_to_num(next(answers), nan=0.0) if needed else np.zeros(0, np.float32)
+    for wanted in missing
+    for needed in wanted
+  ]
+  return Chunk(
+    datasets=np.asarray([item.dataset for item in items], np.str_),
+    numbers=np.asarray([item.number for item in items], np.int64),
+    digests=np.asarray([_digest(item.group) for item in items], np.uint64),
+    counts=np.asarray([len(item.is_known) for item in items], np.int64),
+    lengths=np.asarray([len(values) for values in logprobs], np.int64),
+    logprobs=np.concatenate([np.zeros(0, np.float32), *logprobs]).astype(np.float32),
+  )
+
+
+def _with_logprobs(rollout: Rollout, logprobs: np.ndarray) -> Rollout:
+  """The rollout as one of the weights of version 0."""
+  mask = rollout.loss_mask
+  return dataclasses.replace(
+    rollout,
+    behavior_logprobs=np.where(mask, np.minimum(logprobs, 0.0), 0.0).astype(np.float32),
+    weight_versions=np.where(mask, 0, UNKNOWN_VERSION).astype(np.int32),
+  )
+
+
+def _digest(group: RolloutGroup) -> int:
+  """64 bits that tell the tokens of a group from others."""
+  hashed = hashlib.blake2b(digest_size=8)
+  for ids in (group.prompt.token_ids, *(rollout.completion_ids for rollout in group.rollouts)):
+    hashed.update(len(ids).to_bytes(8, "little"))
+    hashed.update(np.ascontiguousarray(ids, np.int32).tobytes())
+  return int.from_bytes(hashed.digest(), "little")
+
+
+def _save(path: Path, chunk: Chunk) -> None:
+  """Writes a chunk such that a reader finds all of it or nothing."""
+  temporary = path.with_name(path.name + ".tmp")
+  with open(temporary, "wb") as file:
+    np.savez(file, **dataclasses.asdict(chunk))
+  os.replace(temporary, path)
+
+
+def _load(path: Path) -> Chunk:
+  with np.load(path) as arrays:
+    return Chunk(**{field.name: arrays[field.name] for field in dataclasses.fields(Chunk)})

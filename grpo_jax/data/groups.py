@@ -1,0 +1,346 @@
+"""Files of recorded attempts → groups of rollouts: tokenized, rewarded, by number.
+
+A group is one row, or all rows of equal `Recording.key`, wherever in the file they stand; then
+the file is read once when it is opened, and of each row only its number is kept.
+"""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from grpo_jax.data import nemo_gym, recorded
+from grpo_jax.data.formats import RowError, loss_multiplier
+from grpo_jax.data.parts import Part
+from grpo_jax.data.prompts import Overlong
+from grpo_jax.data.recorded import ASSISTANT, Reader, Recording, Response, Style, Turn
+from grpo_jax.data.skipped import OnError, OverlongError
+from grpo_jax.data.sources import RowSource
+from grpo_jax.data.tokenizer import Tokenizer
+from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
+
+RECORDED = "recorded"  # stands for an environment where the file has the rewards.
+UNKNOWN_VERSION = -1  # of weights that are not of this run.
+_GROUP = "recorded group"  # in the info of a prompt.
+_SHOWN_ERRORS = 5
+
+# The ranks of a group's responses → their rewards.
+RankRewards = Callable[[Sequence[float]], Float[np.ndarray, " G"]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OfflineGroup:
+  """A group out of a file."""
+
+  dataset: str  # its name.
+  number: int  # of the group in the file: 0 is the one whose first row stands first.
+  group: RolloutGroup  # behavior_logprobs are 0 where they are not known.
+  is_known: tuple[bool, ...]  # of every response: whether its behavior_logprobs are of the file.
+  group_type: str | None
+  where: str  # its first row stands: "file:line".
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Members:
+  """Which rows make up which group."""
+
+  rows: Int[np.ndarray, " rows"]  # those of the first group, then of the second, ...
+  starts: Int[np.ndarray, " bounds"]  # where each group begins in `rows`, then their number.
+  is_whole: bool  # every row is a group.
+
+  def __len__(self) -> int:
+    return len(self.starts) - 1
+
+  def of(self, number: int) -> list[int]:
+    """Returns the rows of a group, in the order of the file."""
+    return self.rows[self.starts[number] : self.starts[number + 1]].tolist()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupDataset:
+  """A source whose rows come out as groups. Among loaders it is a dataset of their prompts."""
+
+  source: RowSource
+  part: Part  # of the groups.
+  tokenizer: Tokenizer
+  read_row: Reader
+  style: Style
+  members: Members
+  rank_rewards: RankRewards
+  environment: str  # that scores the responses; RECORDED: the file has the rewards.
+  max_prompt_tokens: int
+  overlong: Overlong  # what becomes of a longer prompt.
+  max_tokens: int | None  # of prompt and response; longer responses are cut. None: no bound.
+
+  @property
+  def name(self) -> str:
+    """The first part of the ids of its prompts."""
+    return self.source.name
+
+  def __len__(self) -> int:
+    return len(self.part)
+
+  def prompt(self, row: int, *, epoch: int) -> Prompt:
+    """Makes the prompt of a group, with the group itself in its `info`; see `group_of`.
+
+    Args:
+      row: number of the group among those that the dataset takes.
+      epoch: pass over the dataset; together with the row it makes the prompt's id.
+
+    Raises:
+      OverlongError: the prompt is too long and such prompts are dropped.
+      RowError: a row is broken, or the chat template refuses its messages.
+    """
+    item = self.group(self.part.source_row(row), prompt_id=f"{self.name}:{epoch}:{row}")
+    return dataclasses.replace(item.group.prompt, info={_GROUP: item})
+
+  def group(self, number: int, *, prompt_id: str) -> OfflineGroup:
+    """Makes the group of a number in the file; raises as `prompt`."""
+    rows = self.members.of(number)
+    places = [self.source.where(row) for row in rows]
+    recordings = [
+      self.read_row(self.source[row], place, self.style)
+      for row, place in zip(rows, places, strict=True)
+    ]
+    first, where = recordings[0], places[0]
+    if self.members.is_whole and first.key is not None:
+      raise RowError(where, "a single response, among rows that are whole groups")
+    if any(recording.prompt_ids != first.prompt_ids for recording in recordings):
+      raise RowError(where, "the rows of this group have different token ids for one prompt")
+    prompt = self._prompt(first, prompt_id, where)
+    responses = [
+      (response, place)
+      for place, recording in zip(places, recordings, strict=True)
+      for response in recording.responses
+    ]
+    rewards, components = self._rewards(responses, where)
+    room = None if self.max_tokens is None else self.max_tokens - len(prompt.token_ids)
+    made = [
+      self._rollout(response, reward, parts, place, room)
+      for (response, place), reward, parts in zip(responses, rewards, components, strict=True)
+    ]
+    return OfflineGroup(
+      dataset=self.name,
+      number=number,
+      group=RolloutGroup(prompt, tuple(rollout for rollout, _ in made)),
+      is_known=tuple(known for _, known in made),
+      group_type=first.group_type,
+      where=where,
+    )
+
+  def _prompt(self, recording: Recording, prompt_id: str, where: str) -> Prompt:
+    """The prompt of a group; cut and of weight 0, or refused, if it is too long."""
+    ids = self._prompt_ids(recording, where)
+    is_long = len(ids) > self.max_prompt_tokens
+    if is_long and self.overlong == "drop":
+      raise OverlongError(where, f"{len(ids)} tokens, more than {self.max_prompt_tokens}")
+    messages = recording.messages
+    return Prompt(
+      prompt_id=prompt_id,
+      token_ids=ids[: self.max_prompt_tokens],
+      environment=self.environment,
+      info=recording.info,
+      text=self.tokenizer.render(messages) if messages else recording.prompt_text,
+      weight=0.0 if is_long else loss_multiplier(recording.info, where),
+      dataset=self.name,
+      is_cut=is_long,
+    )
+
+  def _prompt_ids(self, recording: Recording, where: str) -> Int[np.ndarray, " prompt"]:
+    """The tokens of a prompt, recorded or encoded."""
+    if recording.prompt_ids is None:
+      ids = self.tokenizer.apply_chat_template(recording.messages)
+    else:
+      ids = self._checked(recording.prompt_ids, where)
+    if not len(ids):
+      raise RowError(where, "the prompt has no tokens")
+    return ids
+
+  def _rewards(
+    self, responses: Sequence[tuple[Response, str]], where: str
+  ) -> tuple[list[float], list[Mapping[str, float]]]:
+    """Reward and components of every response of a group."""
+    told = [response for response, _ in responses]
+    components: list[dict[str, float]] = [dict(response.components) for response in told]
+    for criterion in told[0].ranks:
+      each = self.rank_rewards([response.ranks[criterion] for response in told])
+      for parts, reward in zip(components, each, strict=True):
+        parts[criterion] = float(reward)
+    if told[0].rank is not None:
+      ranks = [math.nan if response.rank is None else response.rank for response in told]
+      return [float(r) for r in self.rank_rewards(ranks)], [*components]
+    rewards = []
+    for (response, place), parts in zip(responses, components, strict=True):
+      if response.reward is not None:
+        rewards.append(response.reward)
+      elif parts:
+        rewards.append(sum(parts.values()))
+      elif self.environment != RECORDED:
+        rewards.append(math.nan)  # the environment will tell.
+      else:
+        key = self.style.reward_key
+        raise RowError(place, f"no key {key!r}; with offline.rewards='environment' it is computed")
+    return rewards, [*components]
+
+  def _rollout(
+    self,
+    response: Response,
+    reward: float,
+    components: Mapping[str, float],
+    where: str,
+    room: int | None,
+  ) -> tuple[Rollout, bool]:
+    """Makes a rollout, and says whether its behavior logprobs are known."""
+    ids, mask, logprobs = self._tokens(response, where)
+    is_cut = room is not None and len(ids) > room
+    kept = slice(0, max(room, 0) if is_cut and room is not None else len(ids))
+    truncated = is_cut or response.is_truncated
+    known = np.zeros(len(ids), np.float32) if logprobs is None else logprobs
+    return Rollout(
+      completion_ids=ids[kept],
+      loss_mask=mask[kept],
+      behavior_logprobs=known[kept],
+      weight_versions=np.full(len(ids[kept]), UNKNOWN_VERSION, np.int32),
+      finish_reason=FinishReason.LENGTH if truncated else FinishReason.STOP,
+      reward=reward,
+      text=self.tokenizer.decode(ids[kept], skip_special=True),
+      reward_components=components,
+      turns=sum(turn.role == ASSISTANT for turn in response.turns),
+    ), logprobs is not None
+
+  def _tokens(
+    self, response: Response, where: str
+  ) -> tuple[Int[np.ndarray, " n"], Bool[np.ndarray, " n"], Float[np.ndarray, " n"] | None]:
+    """Ids of a response, which of them the model wrote, and their logprobs if all are known."""
+    ids: list[np.ndarray] = []
+    mask: list[np.ndarray] = []
+    logprobs: list[np.ndarray | None] = []
+    for i, turn in enumerate(response.turns):
+      is_cut = response.is_truncated and i == len(response.turns) - 1
+      if turn.role == ASSISTANT:
+        part, known = self._sampled(turn, where, is_cut=is_cut)
+      else:
+        part, known = self._written(turn, int(ids[-1][-1]), where)
+      ids.append(part)
+      mask.append(np.full(len(part), turn.role == ASSISTANT))
+      logprobs.append(known)
+    every = [part for part in logprobs if part is not None]
+    joined = np.concatenate(every).astype(np.float32) if len(every) == len(logprobs) else None
+    return np.concatenate(ids).astype(np.int32), np.concatenate(mask), joined
+
+  def _sampled(
+    self, turn: Turn, where: str, *, is_cut: bool
+  ) -> tuple[np.ndarray, np.ndarray | None]:
+    """Ids and logprobs of what the model wrote; words end with the template's end of turn."""
+    if turn.token_ids is not None:
+      ids = self._checked(turn.token_ids, where)
+      return ids, None if turn.logprobs is None else np.asarray(turn.logprobs, np.float32)
+    ids = self.tokenizer.encode(turn.text)
+    has_end = bool(len(ids)) and int(ids[-1]) in self.tokenizer.stop_ids
+    ended = ids if has_end or is_cut else np.append(ids, np.int32(self.tokenizer.end_id))
+    if turn.logprobs is None:
+      return ended, None
+    for candidate in (ended, ids):  # whoever recorded them may have left the end out.
+      if len(candidate) == len(turn.logprobs):
+        return candidate, np.asarray(turn.logprobs, np.float32)
+    raise RowError(
+      where,
+      f"{len(turn.logprobs)} logprobs for a response of {len(ended)} tokens; record token_ids, too",
+    )
+
+  def _written(self, turn: Turn, last: int, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of what the model was told between its turns; none of them is learned."""
+    if turn.token_ids is not None:
+      ids = self._checked(turn.token_ids, where)
+    else:
+      try:
+        ids = self.tokenizer.turn_ids({"role": turn.role, "content": turn.text}, after=last)
+      except ValueError as error:  # the template rewrites earlier turns.
+        raise RowError(where, f"a response of several turns: {error}") from error
+    return ids, np.zeros(len(ids), np.float32)
+
+  def _checked(self, ids: Sequence[int], where: str) -> Int[np.ndarray, " n"]:
+    """Returns recorded ids; raises RowError for one that the tokenizer does not know."""
+    array = np.asarray(ids, np.int32)
+    if len(array) and int(array.max()) >= self.tokenizer.vocab_size:
+      raise RowError(
+        where,
+        f"token id {array.max()} is outside the vocabulary of {self.tokenizer.vocab_size}: "
+        "these tokens are another model's",
+      )
+    return array
+
+
+def group_of(prompt: Prompt) -> OfflineGroup:
+  """Returns the group of a prompt that `GroupDataset.prompt` has made."""
+  return prompt.info[_GROUP]
+
+
+def from_any(row: Mapping[str, object], where: str, style: Style) -> Recording:
+  """Tells the formats of a row apart by its fields."""
+  if nemo_gym.is_rollout(row):
+    return nemo_gym.to_recording(row, where, style)
+  if "group" in row and "completion_ids" not in row:
+    return recorded.from_ranked(row, where, style)
+  if "completion_ids" in row:
+    return recorded.from_rollouts(row, where, style)
+  return recorded.from_recorded(row, where, style)
+
+
+def index_groups(
+  source: RowSource, read_row: Reader, style: Style, *, on_error: OnError
+) -> Members:
+  """Finds the rows of every group.
+
+  Args:
+    source: of the rows.
+    read_row: their format.
+    style: how they are read.
+    on_error: "stop": a broken row raises; "skip": it is left out of its group. Where a row is a
+      whole group, none is read here, but for the first that can be.
+
+  Returns:
+    The groups, in the order of their first rows.
+
+  Raises:
+    RowError: a row is broken and `on_error` is "stop".
+    ValueError: no row can be read.
+  """
+  groups: dict[str, list[int]] = {}
+  reasons: list[str] = []
+  broken = 0
+  for row in range(len(source)):
+    where = source.where(row)
+    try:
+      key = read_row(source[row], where, style).key
+      if key is None and groups:
+        raise RowError(where, "a whole group in one row, among rows of single responses")
+    except RowError as error:
+      if on_error == "stop":
+        raise
+      broken += 1
+      reasons += [str(error)] if len(reasons) < _SHOWN_ERRORS else []
+      continue
+    if key is None:
+      every = np.arange(len(source))
+      return Members(every, np.arange(len(source) + 1), is_whole=True)
+    groups.setdefault(key, []).append(row)
+  if reasons:
+    logging.warning("data: %s broken rows; first:\n  %s", broken, "\n  ".join(reasons))
+  if not groups:
+    raise ValueError(f"no row of {source.name!r} can be used: {broken} are broken")
+  sizes = [len(rows) for rows in groups.values()]
+  rows = np.concatenate([np.asarray(rows) for rows in groups.values()])
+  return Members(rows, np.concatenate([[0], np.cumsum(sizes)]), is_whole=False)
+
+
+GROUP_FORMATS: dict[str, Reader] = {
+  "auto": from_any,
+  "ranked": recorded.from_ranked,
+  "recorded": recorded.from_recorded,
+  "nemo_gym": nemo_gym.to_recording,
+  "rollouts": recorded.from_rollouts,
+}

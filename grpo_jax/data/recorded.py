@@ -1,0 +1,336 @@
+"""One row of recorded attempts → Recording: what was asked, answered, and how good it was. Pure.
+
+Four kinds of rows (docs/offline.md), told apart by their fields:
+
+    ranked      {"prompt": …, "group": [{"response": …, "rank": 1}, …]}      a group a row
+    recorded    {"input": …, "output": …, "reward": 1.0}                     a response a row
+    nemo_gym    {"responses_create_params": …, "response": …, "reward": …}   a response a row
+    rollouts    what a run leaves in rollouts/step_NNNNNN.jsonl              a response a row
+
+Prompts and responses are texts or chats. Responses that stand in rows of their own form a group
+with those of equal `Recording.key`.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from grpo_jax.data import formats
+from grpo_jax.data.formats import RowError
+from grpo_jax.registry import nearest
+
+ASSISTANT = "assistant"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Turn:
+  """Consecutive words of one side, after the prompt."""
+
+  role: str  # "assistant": the model's, learned from; others: what it was told.
+  text: str
+  token_ids: tuple[int, ...] | None = None  # as they were sampled; None: the text is encoded.
+  logprobs: tuple[float, ...] | None = None  # of each token when it was sampled, in nats.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Response:
+  """One answer to a prompt, and what is known of its quality."""
+
+  turns: tuple[Turn, ...]
+  reward: float | None = None  # NaN: it could not be scored; None: the row has none.
+  rank: float | None = None
+  components: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of the reward.
+  ranks: Mapping[str, float] = dataclasses.field(default_factory=dict)  # by several criteria.
+  is_truncated: bool = False  # the token limit cut it: it has no end.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recording:
+  """What one row tells: a prompt and one or all of the responses to it."""
+
+  messages: tuple[Mapping[str, Any], ...]  # of the prompt; empty if only its tokens are known.
+  responses: tuple[Response, ...]
+  info: Mapping[str, Any]  # what an environment may need: the other fields of the row.
+  key: str | None = None  # rows of one key are one group; None: the row is a whole group.
+  group_type: str | None = None  # results are told apart by it.
+  prompt_ids: tuple[int, ...] | None = None  # as they were; None: the messages are encoded.
+  prompt_text: str = ""  # of `prompt_ids`.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Style:
+  """How rows are read."""
+
+  prompt: formats.PromptStyle = formats.PromptStyle()  # system prompt and template.
+  input_key: str | None = None  # field of the prompt; None: "prompt" of a group, else "input".
+  output_key: str | None = None  # field of the response; None: "response" in a group, or "output".
+  reward_key: str = "reward"
+  type_key: str = "group_type"
+  reasoning: str = "think"  # NeMo Gym: thoughts stand in <think> tags before the answer, or "drop".
+  tools: str = "refuse"  # NeMo Gym: a row that declares tools is an error, or "ignore".
+
+  def __post_init__(self):
+    for name, known in (("reasoning", ("think", "drop")), ("tools", ("refuse", "ignore"))):
+      value = {"reasoning": self.reasoning, "tools": self.tools}[name]
+      if value not in known:
+        raise ValueError(f"{name} must be one of {known}, got {value!r}")
+
+
+Reader = Callable[[Mapping[str, Any], str, Style], Recording]
+
+
+def from_ranked(row: Mapping[str, Any], where: str, style: Style) -> Recording:
+  """Reads a whole group: a prompt and a list of responses with ranks, or with rewards.
+
+  Raises:
+    RowError: something is missing or has the wrong type; some responses have ranks, others none.
+  """
+  input_key = style.input_key or "prompt"
+  members = field(row, "group", where)
+  if not isinstance(members, list) or not members:
+    raise RowError(where, f"'group' must be a list of responses, got {type_name(members)}")
+  responses = tuple(
+    _member(member, f"{where}: response {i + 1}", style) for i, member in enumerate(members)
+  )
+  told = {(r.rank is not None, *sorted(r.ranks), r.reward is not None) for r in responses}
+  if len(told) > 1:
+    raise RowError(where, "all responses of a group need the same: a rank, or a reward")
+  record = prompt_record(row, input_key, where, style, leave_out=("group",))
+  return Recording(
+    record.messages, responses, record.info, group_type=group_type(row, where, style)
+  )
+
+
+def from_recorded(row: Mapping[str, Any], where: str, style: Style) -> Recording:
+  """Reads one response to a prompt, with its reward; rows of equal prompts are one group.
+
+  A field `group_id` keeps equal prompts apart that belong to different groups.
+  """
+  input_key, output_key = style.input_key or "input", style.output_key or "output"
+  own = (output_key, style.reward_key, *_RESPONSE_FIELDS)
+  record = prompt_record(row, input_key, where, style, leave_out=own)
+  prompt = field(row, input_key, where)
+  return Recording(
+    record.messages,
+    (_response(row, output_key, where, style),),
+    record.info,
+    key=key_of(row.get("group_id"), prompt),
+    group_type=group_type(row, where, style),
+  )
+
+
+def from_rollouts(row: Mapping[str, Any], where: str, style: Style) -> Recording:
+  """Reads a rollout of a run of ours: its tokens and logprobs, exactly as they were sampled."""
+  ids = integers(field(row, "completion_ids", where), "'completion_ids'", where)
+  mask = integers(field(row, "loss_mask", where), "'loss_mask'", where)
+  behavior = field(row, "behavior_logprobs", where)
+  if not (isinstance(behavior, list) and len(ids) == len(mask) == len(behavior)):
+    raise RowError(where, "completion_ids, loss_mask and behavior_logprobs differ in length")
+  reward = row.get(style.reward_key)
+  components = row.get("reward_components") or {}
+  response = Response(
+    turns=_token_turns(ids, mask, behavior, where),
+    reward=math.nan if reward is None else number(reward, repr(style.reward_key), where),
+    components={k: math.nan if v is None else v for k, v in components.items()},
+    is_truncated=row.get("finish_reason") == "length",
+  )
+  return Recording(
+    messages=(),
+    responses=(response,),
+    info={k: row[k] for k in ("prompt_id", "environment", "step") if k in row},
+    key=key_of(row.get("step"), row.get("prompt_id"), field(row, "prompt_ids", where)),
+    group_type=group_type(row, where, style),
+    prompt_ids=integers(row["prompt_ids"], "'prompt_ids'", where),
+    prompt_text=str(row.get("prompt", "")),
+  )
+
+
+def prompt_record(
+  row: Mapping[str, Any],
+  input_key: str,
+  where: str,
+  style: Style,
+  *,
+  leave_out: Sequence[str] = (),
+) -> formats.Record:
+  """Reads the prompt of a row: a text, which is the user's message, or a chat."""
+  value = field(row, input_key, where)
+  if isinstance(value, str):
+    value = [{"role": "user", "content": value}]
+  messages = conversation(value, repr(input_key), where)
+  if messages[-1]["role"] == ASSISTANT:
+    raise RowError(where, f"{input_key!r} ends with the assistant: that is what is answered")
+  extra = {k: v for k, v in row.items() if k not in (input_key, "messages", *leave_out)}
+  return formats.from_messages({**extra, "messages": messages}, where, style.prompt)
+
+
+def conversation(value: Any, name: str, where: str) -> list[dict[str, Any]]:
+  """Reads a chat: a list of {"role", "content"}; contents in parts are joined to one text."""
+  if not isinstance(value, list) or not value:
+    raise RowError(where, f"{name} must be a text or a list of messages, got {type_name(value)}")
+  messages = []
+  for i, message in enumerate(value):
+    label = f"message {i + 1} of {name}"
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+      raise RowError(where, f"{label} must be an object with role and content")
+    if message["role"] not in formats.ROLES:
+      known = ", ".join(formats.ROLES)
+      raise RowError(where, f"{label} has role {message['role']!r}; there are: {known}")
+    content = text_of(field(message, "content", where), f"content of {label}", where)
+    messages.append({**message, "content": content})
+  return messages
+
+
+def text_of(content: Any, name: str, where: str) -> str:
+  """Returns a text that is given as such, or as parts {"type": …, "text": …}."""
+  if isinstance(content, list):
+    texts: list[str] = []
+    for part in content:
+      text = part.get("text", part.get("refusal")) if isinstance(part, dict) else part
+      if not isinstance(text, str):
+        raise RowError(where, f"{name} has a part that is no text")
+      texts.append(text)
+    content = "".join(texts)
+  if not isinstance(content, str):
+    raise RowError(where, f"{name} must be a text, got {type_name(content)}")
+  try:
+    content.encode("utf-8")
+  except UnicodeEncodeError as error:
+    raise RowError(where, f"{name} holds half a surrogate pair at {error.start}") from error
+  return content
+
+
+def field(row: Mapping[str, Any], key: str, where: str) -> Any:
+  """Returns row[key]; raises RowError that lists the fields there are, if it is missing."""
+  if key not in row:
+    keys = ", ".join(map(repr, row)) or "no keys at all"
+    raise RowError(where, f"no key {key!r}{nearest(key, row)}; the row has {keys}")
+  return row[key]
+
+
+def number(value: Any, name: str, where: str) -> float:
+  """Returns a finite number."""
+  if isinstance(value, bool) or not isinstance(value, (int, float)):
+    raise RowError(where, f"{name} must be a number, got {type_name(value)}")
+  if not math.isfinite(value):
+    raise RowError(where, f"{name} must be finite, got {value}")
+  return float(value)
+
+
+def integers(value: Any, name: str, where: str) -> tuple[int, ...]:
+  """Returns a list of integers from 0."""
+  if not isinstance(value, list) or not all(type(v) is int and v >= 0 for v in value):
+    raise RowError(where, f"{name} must be a list of integers from 0")
+  return tuple(value)
+
+
+def log_probabilities(value: Any, name: str, where: str) -> tuple[float, ...]:
+  """Returns a list of numbers of at most 0; what rounding put above it becomes 0."""
+  if not isinstance(value, list):
+    raise RowError(where, f"{name} must be a list of logprobs, got {type_name(value)}")
+  values = tuple(number(v, f"{name}[{i}]", where) for i, v in enumerate(value))
+  if any(v > 1e-3 for v in values):
+    raise RowError(where, f"{name} has a logprob above 0: {max(values)}")
+  return tuple(min(v, 0.0) for v in values)
+
+
+def group_type(row: Mapping[str, Any], where: str, style: Style) -> str | None:
+  """Returns the row's type of group; None if it names none."""
+  value = row.get(style.type_key)
+  if value is None or isinstance(value, str):
+    return value or None
+  raise RowError(where, f"{style.type_key!r} must be a text, got {type_name(value)}")
+
+
+def key_of(*parts: Any) -> str:
+  """Returns what is equal for the rows of one group."""
+  return json.dumps(parts, sort_keys=True, ensure_ascii=False)
+
+
+def type_name(value: Any) -> str:
+  """Returns what a JSON value is, in words."""
+  if value is None:
+    return "null"
+  names = {dict: "an object", list: "a list", str: "a text", bool: "a boolean"}
+  return f"{'an empty ' if value in ([], '') else ''}{names.get(type(value), 'a number')}".replace(
+    "empty a ", "empty "
+  )
+
+
+def _member(value: Any, where: str, style: Style) -> Response:
+  """Reads one response of a group."""
+  if not isinstance(value, dict):
+    raise RowError(where, f"must be an object with response and rank, got {type_name(value)}")
+  response = _response(value, style.output_key or "response", where, style)
+  if response.rank is None and response.reward is None and not response.ranks:
+    raise RowError(where, f"no key 'rank' and no {style.reward_key!r}; it has {', '.join(value)}")
+  return response
+
+
+def _response(row: Mapping[str, Any], key: str, where: str, style: Style) -> Response:
+  """Reads the response in a field, and its quality and logprobs in the fields beside it."""
+  value = field(row, key, where)
+  ids, logprobs = row.get("token_ids"), row.get("logprobs")
+  if isinstance(value, str):
+    turn = Turn(
+      ASSISTANT,
+      text_of(value, repr(key), where),
+      None if ids is None else integers(ids, "'token_ids'", where),
+      None if logprobs is None else log_probabilities(logprobs, "'logprobs'", where),
+    )
+    if turn.token_ids is not None and turn.logprobs is not None:
+      if len(turn.token_ids) != len(turn.logprobs):
+        counts = f"{len(turn.token_ids)} token_ids and {len(turn.logprobs)} logprobs"
+        raise RowError(where, f"one logprob a token is needed, got {counts}")
+    turns = (turn,)
+  elif ids is not None or logprobs is not None:
+    raise RowError(where, f"token_ids and logprobs go with {key!r} as a text, not as messages")
+  else:
+    messages = conversation(value, repr(key), where)
+    if messages[0]["role"] != ASSISTANT or messages[-1]["role"] != ASSISTANT:
+      raise RowError(where, f"a chat as {key!r} must begin and end with the assistant")
+    turns = tuple(Turn(m["role"], m["content"]) for m in messages)
+  reward, rank = row.get(style.reward_key), row.get("rank")
+  return Response(
+    turns=turns,
+    reward=None if reward is None else number(reward, repr(style.reward_key), where),
+    rank=None if rank is None else number(rank, "'rank'", where),
+    components=_numbers(row, "reward_components", where),
+    ranks=_numbers(row, "ranks", where),
+    is_truncated=row.get("finish_reason") == "length",
+  )
+
+
+def _numbers(row: Mapping[str, Any], key: str, where: str) -> dict[str, float]:
+  """Reads an optional object of numbers."""
+  value = row.get(key)
+  if value is None:
+    return {}
+  if not isinstance(value, dict):
+    raise RowError(where, f"{key!r} must be an object of numbers, got {type_name(value)}")
+  return {name: number(v, f"{key}.{name}", where) for name, v in value.items()}
+
+
+def _token_turns(
+  ids: Sequence[int], mask: Sequence[int], behavior: Sequence[Any], where: str
+) -> tuple[Turn, ...]:
+  """Splits tokens into what was sampled and what was written in between."""
+  turns, start = [], 0
+  for end in range(1, len(ids) + 1):
+    if end < len(ids) and bool(mask[end]) == bool(mask[start]):
+      continue
+    part = slice(start, end)
+    known = log_probabilities(list(behavior[part]), "'behavior_logprobs'", where)
+    sampled = bool(mask[start])
+    turns.append(
+      Turn(
+        ASSISTANT if sampled else "environment", "", tuple(ids[part]), known if sampled else None
+      )
+    )
+    start = end
+  return tuple(turns)
+
+
+_RESPONSE_FIELDS = ("rank", "ranks", "reward_components", "token_ids", "logprobs", "finish_reason")

@@ -1,0 +1,125 @@
+"""From a config with mode = "offline" to the parts that are not those of online training."""
+
+import functools
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from grpo_jax import behavior, data, offline, rollout, scoring
+from grpo_jax.data.groups import GroupDataset
+from grpo_jax.environments.base import EnvironmentFactory
+from grpo_jax.learn import train_step
+from grpo_jax.types import RolloutGroup
+
+# An ml_collections.ConfigDict, whose fields a type checker cannot know.
+Config = Any
+
+MODES = ("online", "offline")
+
+
+def is_offline(config: Config) -> bool:
+  """Returns whether the groups are recorded ones."""
+  return config.mode == "offline"
+
+
+def needs_environments(config: Config) -> bool:
+  """Returns whether completions are scored by environments."""
+  return not is_offline(config) or config.offline.rewards == "environment"
+
+
+def problems(config: Config) -> Iterator[str]:
+  """Yields what cannot work offline."""
+  try:
+    offline.Options(**config.offline)
+  except ValueError as error:
+    yield str(error)
+  if config.data.task is not None:
+    yield "mode='offline' needs recorded responses: a reasoning-gym task (data.task) has none"
+  shaping = config.shaping
+  if shaping.overlong_buffer_tokens is not None and shaping.max_completion_tokens is None:
+    yield (
+      "shaping.overlong_buffer_tokens needs shaping.max_completion_tokens where mode='offline': "
+      "sampling.max_tokens bounds no recorded response"
+    )
+  if config.rollout.max_turns > 1 and config.offline.rewards == "environment":
+    yield "offline.rewards='environment' is for responses of one turn: rollout.max_turns=1"
+
+
+def opener(config: Config) -> Callable[..., GroupDataset]:
+  """Returns what opens a dataset, in the place of `data.open_dataset`; the same one only once."""
+  opened: dict[str, GroupDataset] = {}
+  settings = {
+    "options": offline.Options(**config.offline),
+    "on_error": config.data.on_error,
+    "max_tokens": min(config.rollout.max_tokens, config.batching.row_tokens),
+  }
+
+  def open_groups(tokenizer: data.Tokenizer, **fields: Any) -> GroupDataset:
+    key = repr(sorted(fields.items()))
+    if key not in opened:
+      opened[key] = offline.open_groups(tokenizer, **settings, **fields)
+    return opened[key]
+
+  return open_groups
+
+
+def make_scorer(config: Config, score: train_step.Scorer, mesh: Mesh) -> scoring.GroupScorer:
+  """Makes what gives logprobs of whole groups, in rows as the update has them."""
+  return scoring.GroupScorer(
+    score,
+    mesh,
+    groups_at_once=config.rollout.prompts_per_step,
+    row_tokens=config.batching.row_tokens,
+    microbatch_tokens=config.batching.microbatch_tokens,
+    row_buckets=config.batching.row_buckets,
+  )
+
+
+def score_behavior(
+  config: Config,
+  prompts: data.PromptStream,
+  scorer: scoring.GroupScorer,
+  params: Any,
+  workdir: pathlib.Path,
+) -> behavior.BehaviorLogprobs:
+  """Has the initial policy score the responses whose logprobs are not recorded.
+
+  Args:
+    config: of the run.
+    prompts: of training, at their beginning.
+    scorer: see `make_scorer`.
+    params: of the initial policy.
+    workdir: the run folder.
+  """
+  source, size = config.offline.behavior, config.rollout.prompts_per_step
+  if source == "file":
+    return behavior.BehaviorLogprobs([])
+  is_foreseeable = config.data.dataloader is None and not config.dynamic_sampling.enabled
+  if is_foreseeable:
+    batches = offline.batches(prompts, steps=config.total_steps, prompts_per_step=size)
+  else:
+    batches = offline.all_batches(prompts.datasets, size=size, on_error=config.data.on_error)
+  print("scoring recorded responses under the initial policy", flush=True)
+  return behavior.score_all(
+    batches,
+    folder=workdir / "behavior_logprobs",
+    score=lambda groups: scorer(params, groups),
+    from_file=source == "auto",
+    steps=config.total_steps,
+  )
+
+
+def make_rescore(
+  config: Config,
+  environments: Mapping[str, EnvironmentFactory],
+  tokenizer: data.Tokenizer,
+  limits: rollout.Limits,
+) -> Callable[[Sequence[RolloutGroup]], list[RolloutGroup]] | None:
+  """Makes what has environments score recorded responses; None if the file has the rewards."""
+  if not needs_environments(config):
+    return None
+  return functools.partial(
+    offline.rescored, environments=environments, tokenizer=tokenizer, limits=limits
+  )

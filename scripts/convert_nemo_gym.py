@@ -1,0 +1,189 @@
+"""Converts rollouts of NeMo Gym: to recorded groups, or to prompts for online training.
+
+python scripts/convert_nemo_gym.py rollouts.jsonl [MORE.jsonl ...] --out groups.jsonl
+python scripts/convert_nemo_gym.py rollouts.jsonl --to prompts --out prompts.jsonl
+
+Groups are rows {"input", "output", "reward"}: texts where one message was asked and one given,
+else lists of messages. Rollouts with recorded token ids become rows of tokens. --text makes texts
+of all: the last message of the user, and the words of the assistant joined by blanks. Prompts are
+rows {"messages", ...} with the other fields of the rollout, each task once. docs/offline.md.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_jax.data import nemo_gym
+from grpo_jax.data.formats import PromptStyle, RowError
+from grpo_jax.data.jsonl import JsonlSource
+from grpo_jax.data.recorded import ASSISTANT, Recording, Style, Turn
+
+SHOWN_ERRORS = 5
+# Fields of a rollout that are of the attempt, not of the task.
+OF_ATTEMPT = ("reward", "_ng_rollout_index", "terminated", "truncated")
+
+
+def group_row(recording: Recording, *, is_text: bool) -> dict[str, Any]:
+  """Returns one response as a row {"input", "output", "reward"}.
+
+  Args:
+    recording: of one rollout.
+    is_text: make texts of prompt and response, whatever is lost.
+  """
+  response = recording.responses[0]
+  if recording.prompt_ids is not None and not is_text:
+    return _token_row(recording)
+  messages = [_message(message) for message in recording.messages]
+  turns = [{"role": turn.role, "content": turn.text} for turn in response.turns]
+  if is_text:
+    users = [m["content"] for m in messages if m["role"] == "user"]
+    said = [turn["content"] for turn in turns if turn["role"] == ASSISTANT]
+    row: dict[str, Any] = {"input": users[-1], "output": " ".join(said)}
+  else:
+    is_single = len(messages) == 1 and messages[0]["role"] == "user"
+    row = {
+      "input": messages[0]["content"] if is_single else messages,
+      "output": turns[0]["content"] if len(turns) == 1 else turns,
+    }
+  return row | _quality(recording)
+
+
+def prompt_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+  """Returns the task of a rollout as a row {"messages", ...}."""
+  record = nemo_gym.to_prompt(row, where, PromptStyle(output_key=None))
+  left_out = ("responses_create_params", "response", "output", "messages", *OF_ATTEMPT)
+  others = {name: value for name, value in row.items() if name not in left_out}
+  return {"messages": [_message(message) for message in record.messages], **others}
+
+
+def convert(
+  paths: Sequence[Path], *, to: str, style: Style, is_text: bool, skips: bool, problems: list[str]
+) -> Iterator[dict[str, Any]]:
+  """Yields the rows of all files.
+
+  Args:
+    paths: JSONL files of rollouts.
+    to: "groups" or "prompts".
+    style: how rollouts are read.
+    is_text: see `group_row`.
+    skips: whether broken rows are noted in `problems` and passed over.
+    problems: gets a message for each.
+
+  Raises:
+    RowError: a row is broken, and they are not skipped.
+  """
+  seen: set[str] = set()
+  for path in paths:
+    source = JsonlSource(path)
+    for number in range(len(source)):
+      where = source.where(number)
+      try:
+        row = source[number]
+        if to == "groups":
+          yield group_row(nemo_gym.to_recording(row, where, style), is_text=is_text)
+          continue
+        made = prompt_row(row, where)
+      except RowError as error:
+        if not skips:
+          raise
+        problems.append(str(error))
+        continue
+      key = json.dumps([row.get("_ng_task_index"), made["messages"]], sort_keys=True)
+      if key not in seen:
+        seen.add(key)
+        yield made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Runs the command line; returns the exit status."""
+  parser = argparse.ArgumentParser(description="Convert rollouts of NeMo Gym.")
+  parser.add_argument("rollouts", nargs="+", type=Path, metavar="ROLLOUTS.jsonl")
+  parser.add_argument("--out", required=True, type=Path, help="the JSONL file to write")
+  parser.add_argument("--to", choices=("groups", "prompts"), default="groups")
+  parser.add_argument("--text", action="store_true", help="groups: texts only")
+  parser.add_argument("--reasoning", choices=("think", "drop"), default="think")
+  parser.add_argument("--tools", choices=("refuse", "ignore"), default="refuse")
+  parser.add_argument("--on-error", choices=("stop", "skip"), default="stop")
+  options = parser.parse_args(arguments)
+  if options.out.exists() and any(options.out.samefile(p) for p in options.rollouts if p.exists()):
+    parser.error(f"--out={options.out} is one of the files to convert")
+  problems: list[str] = []
+  rows = convert(
+    options.rollouts,
+    to=options.to,
+    style=Style(reasoning=options.reasoning, tools=options.tools),
+    is_text=options.text,
+    skips=options.on_error == "skip",
+    problems=problems,
+  )
+  try:
+    count = write(options.out, rows)
+  except (OSError, ValueError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 1
+  for problem in problems[:SHOWN_ERRORS]:
+    print(f"skipped: {problem}", file=sys.stderr)
+  print(f"{count} rows to {options.out}, {len(problems)} broken ones skipped")
+  return 0
+
+
+def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
+  """Writes the rows, all or none, and returns their number."""
+  count = 0
+  unfinished = path.with_name(f"{path.name}.tmp")
+  try:
+    with open(unfinished, "w", encoding="utf-8") as file:
+      for row in rows:
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        count += 1
+    unfinished.replace(path)
+  finally:
+    unfinished.unlink(missing_ok=True)
+  return count
+
+
+def _quality(recording: Recording) -> dict[str, Any]:
+  """What a row tells of the response besides its words."""
+  response = recording.responses[0]
+  told: dict[str, Any] = {}
+  if response.reward is not None:
+    told["reward"] = response.reward
+  if recording.info.get("_ng_task_index") is not None:
+    told["group_id"] = recording.info["_ng_task_index"]
+  if recording.group_type is not None:
+    told["group_type"] = recording.group_type
+  if response.is_truncated:
+    told["finish_reason"] = "length"
+  return told
+
+
+def _token_row(recording: Recording) -> dict[str, Any]:
+  """A row as runs of ours write them: tokens and logprobs as they were."""
+  parts = [_tokens(turn) for turn in recording.responses[0].turns]
+  return {
+    "prompt_id": recording.key,
+    "prompt": "\n".join(str(message["content"]) for message in recording.messages),
+    "prompt_ids": list(recording.prompt_ids or ()),
+    "completion_ids": [i for ids, _, _ in parts for i in ids],
+    "loss_mask": [kept for _, mask, _ in parts for kept in mask],
+    "behavior_logprobs": [value for _, _, values in parts for value in values],
+    **_quality(recording),
+  }
+
+
+def _tokens(turn: Turn) -> tuple[list[int], list[int], list[float]]:
+  ids = list(turn.token_ids or ())
+  is_sampled = turn.role == ASSISTANT
+  values = list(turn.logprobs) if turn.logprobs else [0.0] * len(ids)
+  return ids, [int(is_sampled)] * len(ids), values
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+  return {"role": message["role"], "content": message["content"]}
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,182 @@
+"""Rollouts of NeMo Gym, real ones (NVIDIA-NeMo/Gym, Apache-2.0) and small ones of every shape."""
+
+import json
+import pathlib
+
+import pytest
+
+from grpo_jax import data
+from grpo_jax.data import nemo_gym
+from grpo_jax.data.byte_tokenizer import ByteTokenizer
+from grpo_jax.data.formats import PromptStyle, RowError
+from grpo_jax.data.recorded import Style, Turn
+
+FOLDER = pathlib.Path(__file__).parent / "nemo_gym"
+
+
+def rows(name):
+  return [json.loads(line) for line in (FOLDER / f"{name}.jsonl").read_text().splitlines()]
+
+
+def recording(row, **style):
+  return nemo_gym.to_recording(row, "f:1", Style(**style))
+
+
+def item(text, role="assistant", **fields):
+  content = [{"type": "output_text", "text": text}] if role == "assistant" else text
+  return {"type": "message", "role": role, "content": content, **fields}
+
+
+def rollout(*items, **fields):
+  params = {"input": [{"role": "user", "content": "Q"}], "tools": fields.pop("tools", [])}
+  return {"responses_create_params": params, "response": {"output": list(items)}, **fields}
+
+
+def test_a_real_game_has_the_turns_of_both_sides():
+  found = recording(rows("blackjack")[0])
+  assert [m["role"] for m in found.messages] == ["system", "user", "user"]
+  hand = "Your hand: [8, 5, 3] = 16\nDealer shows: A\n"
+  assert found.responses[0].turns == (
+    Turn("assistant", "<action>hit</action>"),
+    Turn("user", f"{hand}Respond with <action>hit</action> or <action>stand</action>."),
+    Turn("assistant", "<action>hit</action>"),
+  )
+  assert found.responses[0].reward == -1.0
+  assert found.group_type == "blackjack_gymnasium_agent"
+  assert found.info["info"]["result"] == "bust"
+
+
+def test_real_games_of_one_task_that_were_dealt_other_hands_are_groups_of_their_own():
+  found = [recording(row) for row in rows("blackjack")]
+  assert len({f.key for f in found}) == len({f.messages[-1]["content"] for f in found})
+
+
+def test_a_real_answer_with_thoughts_is_what_the_model_has_sampled():
+  (row,) = rows("reasoning_gym")
+  thoughts = row["response"]["output"][0]["summary"][0]["text"]
+  answer = row["response"]["output"][1]["content"][0]["text"]
+  (turn,) = recording(row).responses[0].turns
+  assert turn.text == f"<think>{thoughts}</think>{answer}"
+  assert recording(row, reasoning="drop").responses[0].turns[0].text == answer
+  assert recording(row).group_type == row["task_name"]
+
+
+def test_the_simpler_shape_of_the_guides_is_read_alike():
+  row = rollout(item("b"), reward=1.0)
+  simple = {**row, "output": row["response"]["output"]}
+  del simple["response"]
+  assert recording(simple).responses == recording(row).responses
+
+
+def test_input_may_be_a_text_and_instructions_are_the_system_prompt():
+  row = rollout(item("b"))
+  row["responses_create_params"] = {"input": "Q", "instructions": "Be brief."}
+  assert recording(row).messages == (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Q"},
+  )
+
+
+def test_tool_calls_are_words_of_the_assistant_and_their_outputs_a_turn():
+  call = {"type": "function_call", "name": "add", "arguments": '{"a": 1}', "call_id": "c"}
+  output = {"type": "function_call_output", "call_id": "c", "output": "2"}
+  found = recording(rollout(item("Let me add."), call, output, item("It is 2.")))
+  assert found.responses[0].turns == (
+    Turn(
+      "assistant",
+      'Let me add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+    ),
+    Turn("tool", "2"),
+    Turn("assistant", "It is 2."),
+  )
+
+
+def test_what_the_environment_said_last_is_no_part_of_the_response():
+  assert len(recording(rollout(item("a"), item("bye", "user"))).responses[0].turns) == 1
+
+
+def test_recorded_tokens_are_taken_as_they_are():
+  first = item("x", prompt_token_ids=[1, 2], generation_token_ids=[3], generation_log_probs=[-0.5])
+  second = item(
+    "y",
+    prompt_token_ids=[1, 2, 3, 9, 9],
+    generation_token_ids=[4, 5],
+    generation_log_probs=[-0.25, -1],
+  )
+  empty = item("", prompt_token_ids=[], generation_token_ids=[], generation_log_probs=[])
+  found = recording(rollout(first, item("env", "user"), second, empty, tools=[{"name": "t"}]))
+  assert found.prompt_ids == (1, 2)
+  assert found.responses[0].turns == (
+    Turn("assistant", "", (3,), (-0.5,)),
+    Turn("environment", "", (9, 9)),
+    Turn("assistant", "", (4, 5), (-0.25, -1.0)),
+  )
+
+
+def test_an_incomplete_response_is_truncated():
+  assert recording(rollout(item("a", status="incomplete"))).responses[0].is_truncated
+  row = rollout(item("a"))
+  row["response"]["status"] = "incomplete"
+  assert recording(row).responses[0].is_truncated
+  assert not recording(rollout(item("a", status="completed"))).responses[0].is_truncated
+
+
+def test_rollouts_are_prompts_for_online_training(tmp_path):
+  """By name and by themselves; every other field reaches the environment."""
+  for kind in ("nemo_gym", "auto"):
+    stream = data.make(
+      ByteTokenizer(),
+      path=FOLDER / "blackjack.jsonl",
+      format=kind,
+      shuffle=False,
+      epochs=1,
+      environment="own",
+    )
+    prompts = stream.take(9)
+    assert len(prompts) == 5
+    assert prompts[0].text.startswith("<role>system\nYou are playing Blackjack.")
+    assert prompts[0].text.endswith("or <action>stand</action>.<end><role>assistant\n")
+    assert prompts[0].info["agent_ref"]["name"] == "blackjack_gymnasium_agent"
+    assert "response" not in prompts[0].info
+
+
+def test_the_expected_answer_of_a_prompt_is_the_field_that_is_named():
+  row = rollout(item("a"), answer="42")
+  record = nemo_gym.to_prompt(row, "f:1", PromptStyle(output_key="answer"))
+  assert record.info["expected_answer"] == "42"
+
+
+@pytest.mark.parametrize(
+  "row, message",
+  [
+    ({"responses_create_params": {"input": "Q"}}, "no key 'output'"),
+    ({"responses_create_params": "Q", "output": [item("a")]}, "must be an object, got a text"),
+    ({"responses_create_params": {}, "output": [item("a")]}, "no key 'input'"),
+    (rollout(), "'output' must be a list of items, got an empty list"),
+    (rollout(item("a", "user")), "must begin with what the assistant wrote"),
+    (rollout({"type": "image"}), "item 1 of 'output' has type 'image'; there are: message, "),
+    (rollout({"type": "message", "content": "a"}), "has role None"),
+    (rollout({"type": "function_call", "name": "f", "arguments": "{"}), "are no JSON"),
+    (rollout(item("a"), tools=[{"name": "f"}]), "declares 1 tools"),
+    (rollout(item("a"), reward="1"), "'reward' must be a number"),
+    (
+      rollout(item("a", prompt_token_ids=[1], generation_token_ids=[2], generation_log_probs=[])),
+      "1 generation_token_ids, 0 log_probs",
+    ),
+    (
+      rollout(
+        item("a", prompt_token_ids=[1], generation_token_ids=[2], generation_log_probs=[-1]),
+        item("b", prompt_token_ids=[1, 3], generation_token_ids=[4], generation_log_probs=[-1]),
+      ),
+      "item 2 of 'output': its prompt_token_ids do not begin with the tokens before it",
+    ),
+  ],
+)
+def test_a_broken_rollout_says_where_and_what(row, message):
+  with pytest.raises(RowError, match=message) as error:
+    recording(row)
+  assert str(error.value).startswith("f:1: ")
+
+
+def test_tools_can_be_ignored():
+  assert recording(rollout(item("a"), tools=[{"name": "f"}]), tools="ignore").responses
