@@ -76,8 +76,7 @@ def held_out(
     return {}
   how = {"limit": options.num_prompts, "on_error": config.data.on_error, "opener": opener}
   return {
-    name: data.make_held_out(tokenizer, **how, **one)
-    for name, one in evaluation(config).items()
+    name: data.make_held_out(tokenizer, **how, **one) for name, one in evaluation(config).items()
   }
 
 

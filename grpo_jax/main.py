@@ -14,8 +14,10 @@ from typing import IO
 
 from grpo_jax import command_line, configuration, interrupts
 from grpo_jax.configuration import ConfigError
+from grpo_jax.engines.base import EngineFailure
 
 WRONG_USE = 2
+FAILED = 1
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -30,6 +32,9 @@ def main(arguments: Sequence[str]) -> int:
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return WRONG_USE
+  except EngineFailure as error:
+    print(f"error: {error}", file=sys.stderr)
+    return FAILED
   return stop.exit_code
 
 

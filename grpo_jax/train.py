@@ -9,7 +9,7 @@ and started again ends as if it had never stopped.
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,9 +26,11 @@ from grpo_jax import (
   shaping,
   timing,
 )
-from grpo_jax.building import Config, Run, build, validate
+from grpo_jax.building import Config, Run, build
+from grpo_jax.engines.base import EngineFailure
 from grpo_jax.learn import sharding, train_step
 from grpo_jax.models import export
+from grpo_jax.run_options import validate
 from grpo_jax.types import Mean, Metrics, RolloutGroup, TrainState
 
 __all__ = ["train", "validate"]
@@ -57,10 +59,11 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
     elif int(state.step) == 0 and config.evaluation.at_start:
       evaluated = evaluate(run, state.params, step=0)
 
+    failure: EngineFailure | None = None
     for step in range(int(state.step), config.total_steps):
       with timer.span("step"):
         # --- 1. sample: P prompts x G completions, scored by their environments ---
-        with timer.span("sample"):
+        with timer.span("sample"), keeping(run, state, position, skipped, evaluated):
           groups = run.stream.take(step)
         if stop or not groups:
           break  # what was sampled is sampled again when the run goes on.
@@ -83,7 +86,7 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
 
         # --- 5. publish: the engine samples from the new weights from here on ---
         with timer.span("sync"):
-          run.engine.load_weights(state.params, version=step + 1)
+          failure = hand_over(run, state)
 
       # --- 6. tell: nothing below changes what is learned ---
       compared = batching.per_rollout(batch, jax.device_get(logprobs), kept.kept)
@@ -96,13 +99,17 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
       run.checkpoints.check()  # a disk that is full is told now, not at the next save.
       is_last = step + 1 == config.total_steps
       evaluated = {}
-      if due(step + 1, config.evaluation.every_steps) or (is_last and config.evaluation.at_end):
-        evaluated = evaluate(run, state.params, step=step + 1)
+      is_wanted = due(step + 1, config.evaluation.every_steps)
+      if not failure and (is_wanted or (is_last and config.evaluation.at_end)):
+        with keeping(run, state, position, skipped, evaluated):
+          evaluated = evaluate(run, state.params, step=step + 1)
       if due(step + 1, config.checkpoint.every_steps) or is_last:
         save(run, state, position, skipped, evaluated)
-      if stop:
+      if stop or failure:
         break
     save(run, state, position, skipped, evaluated)  # nothing, if the loop has just done so.
+    if failure:
+      raise failure
     if int(state.step) == config.total_steps:
       publish(run, state)
     elif int(state.step) < config.total_steps and not stop:
@@ -113,6 +120,35 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
 def due(step: int, every: int) -> bool:
   """Returns whether what is done every `every` steps (0: never) is to be done now."""
   return every > 0 and step % every == 0
+
+
+@contextlib.contextmanager
+def keeping(
+  run: Run,
+  state: TrainState,
+  position: Mapping[str, Any],
+  skipped: int,
+  evaluated: Mapping[str, float],
+) -> Iterator[None]:
+  """Saves what was learned if what follows fails: by a broken row, a lost server, …"""
+  try:
+    yield
+  except Exception:
+    if int(state.step) > 0:
+      save(run, state, position, skipped, evaluated)
+    raise
+
+
+def hand_over(run: Run, state: TrainState) -> EngineFailure | None:
+  """Gives the engine the new weights; returns what kept it from taking them.
+
+  That is raised once the step was told and saved.
+  """
+  try:
+    run.engine.load_weights(state.params, version=int(state.step))
+  except EngineFailure as error:
+    return error
+  return None
 
 
 def assemble(

@@ -26,6 +26,7 @@ LAYERS = [
   {"stream", "evaluation", "checkpointing", "loggers", "report"},
   {"offline"},
   {"offline_building"},
+  {"run_options"},
   {"building", "command_line"},
   {"train"},
   {"main"},
@@ -74,7 +75,7 @@ PURE_MAY_IMPORT = {
 PURE_MAY_USE = PURE_UNITS | {"metrics", "metric_table"}
 EFFECTS = {"open", "print", "input", "exec", "eval", "__import__"}
 SEES_CONFIGS = {
-  *("train", "building", "offline_building", "data_options"),
+  *("train", "building", "offline_building", "run_options", "data_options"),
   *("command_line", "configuration", "main"),
 }
 SAYS_NOTHING = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}

@@ -9,7 +9,7 @@ import pytest
 import configs.base
 import configs.curriculum
 import configs.gsm8k
-from grpo_jax import building, configuration, data_options, main, metrics, train
+from grpo_jax import configuration, data_options, main, metrics, run_options, train
 from grpo_jax.models import tiny
 
 # Rows of GSM8K, MIT licence, Cobbe et al. 2021.
@@ -157,7 +157,7 @@ def test_a_curriculum_is_told_apart_evaluated_apart_and_resumes_exactly(tmp_path
 
 
 def complaints(config):
-  return list(building.validate(config))
+  return list(run_options.validate(config))
 
 
 def test_what_cannot_work_is_told_before_a_model_is_loaded(make_config):

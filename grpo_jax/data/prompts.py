@@ -138,9 +138,7 @@ def _read(task: Task, fields: Mapping[str, Any], where: str) -> formats.Record:
     raise formats.RowError(where, f"{type(error).__name__}: {error}") from error
 
 
-def _from_any(
-  row: Mapping[str, Any], where: str, style: formats.PromptStyle
-) -> formats.Record:
+def _from_any(row: Mapping[str, Any], where: str, style: formats.PromptStyle) -> formats.Record:
   """Tells tasks of NeMo Gym apart, too."""
   read = nemo_gym.to_prompt if nemo_gym.is_rollout(row) else formats.from_any
   return read(row, where, style)

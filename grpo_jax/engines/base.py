@@ -17,6 +17,10 @@ from grpo_jax.types import FinishReason
 OnProgress = Callable[[int, int, int], None]
 
 
+class EngineFailure(RuntimeError):
+  """An engine cannot go on, and cannot be healed. What was learned is not concerned."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingParams:
   """How one completion is sampled; the filters apply in the order top-k, top-p, min-p."""

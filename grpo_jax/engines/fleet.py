@@ -129,7 +129,9 @@ class Fleet:
           await self._serve(server)
         except ServerLost as lost:
           await self._bury(server, str(lost))
-    except (FleetError, ServerError, probe.WrongWeights) as error:
+    except ServerError as error:
+      await self._fail(FleetError(str(error)))
+    except (FleetError, probe.WrongWeights) as error:
       await self._fail(error)
 
   def _kept(self, task: asyncio.Task[None]) -> None:

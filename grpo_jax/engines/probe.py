@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from grpo_jax.engines.base import EngineFailure
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.rl.logprobs import sequence_logprobs
@@ -22,7 +23,7 @@ LENGTH = 32  # tokens of the prompt.
 TOLERANCES = {"float32": 2e-3, "bfloat16": 1.5}  # nats, the largest difference of a token.
 
 
-class WrongWeights(RuntimeError):
+class WrongWeights(EngineFailure):
   """A server does not sample from the weights that it says it has."""
 
 

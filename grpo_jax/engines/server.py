@@ -12,13 +12,14 @@ import numpy as np
 from jaxtyping import Float
 
 from grpo_jax.engines import probe, sglang_messages
+from grpo_jax.engines.base import EngineFailure
 from grpo_jax.engines.server_process import LaunchOptions, ServerProcess
 from grpo_jax.engines.sglang_client import Client, Refused, Timeouts, Unanswered
 
 _ASK_EVERY_S = 0.25  # whether a server that starts is healthy.
 
 
-class FleetError(RuntimeError):
+class FleetError(EngineFailure):
   """What cannot be healed: the run has to stop."""
 
 

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from typing import Any
 
+from grpo_jax.engines.base import EngineFailure
 from grpo_jax.models import export
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.transformer import Params
@@ -21,7 +22,7 @@ _VERSIONS_AT_ONCE = 2  # the one in use, and the one that is written; their plac
 _LOCK = ".lock"
 
 
-class TransferError(RuntimeError):
+class TransferError(EngineFailure):
   """Weights could not be written for the servers."""
 
 

@@ -1,0 +1,154 @@
+"""From the sections of a config to the checked options of a run's parts; and what cannot work."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from grpo_jax import data_options, filters, offline_building, rollout, shaping, stream
+from grpo_jax.engines.base import SamplingParams
+from grpo_jax.learn import optim
+from grpo_jax.rl import estimators, objectives
+
+# An ml_collections.ConfigDict, whose fields a type checker cannot know.
+Config = Any
+
+
+def validate(config: Config) -> Iterator[str]:
+  """Yields everything that cannot work, before a model is loaded."""
+  yield from _refused(lambda: objectives.make(**config.loss))
+  yield from _refused(lambda: estimators.make(**config.advantages))
+  yield from _refused(lambda: dynamic_sampling(config))
+  yield from _refused(lambda: shaping_of(config))
+  yield from _refused(lambda: filters.apply((), **config.filters))
+  yield from _unlearnable(config)
+  yield from _refused(lambda: SamplingParams(**config.sampling))
+  yield from _refused(lambda: SamplingParams(**evaluation_sampling(config)))
+  yield from _refused(lambda: optim.make(optimizer_steps(config), **config.optim.to_dict()))
+  if config.sampling.temperature <= 0:
+    yield "sampling.temperature must be above 0: greedy completions do not explore"
+  if config.mode not in offline_building.MODES:
+    yield f"mode must be one of {offline_building.MODES}, got {config.mode!r}"
+  is_offline = offline_building.is_offline(config)
+  if is_offline:
+    yield from offline_building.problems(config)
+  if config.total_steps < 1:
+    yield f"total_steps must be at least 1, got {config.total_steps}"
+  for name in ("prompts_per_step", "group_size", "max_turns"):
+    if config.rollout[name] < 1:
+      yield f"rollout.{name} must be at least 1, got {config.rollout[name]}"
+  has_environments = offline_building.needs_environments(config)
+  yield from data_options.complaints(config, has_environments=has_environments)
+  for name, settings in config.environments.items():
+    if settings.to_dict().get("total_timeout_s", 0.0) >= config.rollout.environment_timeout_s:
+      yield (
+        f"environments.{name}.total_timeout_s={settings.total_timeout_s:g} must be less than"
+        f" rollout.environment_timeout_s, which is {config.rollout.environment_timeout_s:g}"
+      )
+  too_large = [k for k in config.evaluation.pass_k if k > config.evaluation.group_size]
+  if too_large:
+    size = config.evaluation.group_size
+    yield f"evaluation.pass_k={too_large} needs evaluation.group_size >= k, which is {size}"
+  updates = config.learn.epochs * config.learn.minibatches
+  if updates < 1:
+    yield "learn.epochs and learn.minibatches must be at least 1"
+  if config.loss.force_on_policy_ratio and updates > 1:
+    yield "loss.force_on_policy_ratio needs learn.epochs=1 and learn.minibatches=1"
+  whitens = config.advantages.estimator.startswith("reinforce_pp")
+  if config.loss.kl_in_reward and not whitens:
+    yield "loss.kl_in_reward goes with advantages.estimator='reinforce_pp' (or its baseline form)"
+  if config.model.compute_dtype not in ("float32", "bfloat16"):
+    yield f"model.compute_dtype is float32 or bfloat16, got {config.model.compute_dtype!r}"
+
+
+def _unlearnable(config: Config) -> Iterator[str]:
+  """Yields why no group would be learned from, or why an option could never act."""
+  group_size, filtered, dynamic = config.rollout.group_size, config.filters, config.dynamic_sampling
+  if offline_building.is_offline(config):
+    return  # groups and completions are as long as they are.
+  if group_size == 1 and config.advantages.estimator not in ("reinforce_pp",):
+    yield "rollout.group_size=1 gives every completion advantage 0: nothing would be learned"
+  elif group_size == 1 and (filtered.drop_no_signal or dynamic.enabled):
+    yield "rollout.group_size=1 has no signal within a group: every group would be dropped"
+  if filtered.min_scored > group_size:
+    yield f"filters.min_scored={filtered.min_scored} is above rollout.group_size={group_size}"
+  drawn = dynamic.max_rounds * (dynamic.prompts_per_round or config.rollout.prompts_per_step)
+  if dynamic.enabled and drawn < config.rollout.prompts_per_step:
+    yield (
+      f"dynamic_sampling draws at most {drawn} prompts a step, too few for "
+      f"rollout.prompts_per_step={config.rollout.prompts_per_step}"
+    )
+  buffer, limit = config.shaping.overlong_buffer_tokens, _completion_limit(config)
+  if buffer is None:
+    return
+  if config.shaping.max_completion_tokens is None and config.rollout.max_turns > 1:
+    yield (
+      "shaping.overlong_buffer_tokens needs shaping.max_completion_tokens where "
+      f"rollout.max_turns={config.rollout.max_turns}: sampling.max_tokens is of one turn"
+    )
+  longest = min(
+    config.sampling.max_tokens * config.rollout.max_turns,
+    config.rollout.max_tokens - 1,
+    config.batching.row_tokens - 1,
+  )
+  if longest <= limit - buffer:
+    yield (
+      f"shaping.overlong_buffer_tokens={buffer} penalises completions of more than "
+      f"{limit - buffer} tokens, and none can have more than {longest}"
+    )
+
+
+def dynamic_sampling(config: Config) -> stream.DynamicSampling | None:
+  settings = config.dynamic_sampling.to_dict()
+  is_enabled = settings.pop("enabled")
+  made = stream.DynamicSampling(**settings)
+  return made if is_enabled else None
+
+
+def shaping_of(config: Config) -> shaping.Shaping:
+  settings = config.shaping.to_dict()
+  if settings["overlong_buffer_tokens"] is not None:
+    settings["max_completion_tokens"] = _completion_limit(config)
+  return shaping.make(**settings)
+
+
+def _completion_limit(config: Config) -> int:
+  limit = config.shaping.max_completion_tokens
+  return config.sampling.max_tokens if limit is None else limit
+
+
+def filters_of(config: Config) -> dict[str, Any]:
+  """Returns the filters of groups; dynamic sampling is about those that have signal."""
+  settings = config.filters.to_dict()
+  settings["drop_no_signal"] |= config.dynamic_sampling.enabled
+  by_component = estimators.make(**config.advantages).by_component
+  return {**settings, "by_component": by_component}
+
+
+def limits(config: Config) -> rollout.Limits:
+  return rollout.Limits(
+    max_turns=config.rollout.max_turns,
+    max_tokens=min(config.rollout.max_tokens, config.batching.row_tokens),
+    environment_timeout_s=config.rollout.environment_timeout_s,
+    environment_concurrency=config.rollout.environment_concurrency,
+    max_error_share=config.rollout.max_error_share,
+  )
+
+
+def evaluation_sampling(config: Config) -> dict[str, Any]:
+  return {**config.sampling.to_dict(), **_given(config.evaluation.sampling)}
+
+
+def _given(section: Config) -> dict[str, Any]:
+  """Returns the fields that are not None."""
+  return {name: value for name, value in section.to_dict().items() if value is not None}
+
+
+def optimizer_steps(config: Config) -> int:
+  return config.total_steps * config.learn.epochs * config.learn.minibatches
+
+
+def _refused(make: Callable[[], Any]) -> Iterator[str]:
+  """Yields the message with which something refuses to be made."""
+  try:
+    make()
+  except (TypeError, ValueError) as error:
+    yield str(error)
