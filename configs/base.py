@@ -129,7 +129,7 @@ def get_config() -> Any:
     str
   )  # None: in memory, or else in the run folder.
   sglang.release_memory = False  # during updates, where servers and trainer share GPUs.
-  sglang.probe_tolerance = config_dict.placeholder(float)  # nats; None: 2e-3, in bfloat16 1.5.
+  sglang.probe_tolerance = config_dict.placeholder(float)  # nats; None: 3e-4, in bfloat16 1.5.
   sglang.start_timeout_s = 600.0  # until a server answers.
   sglang.request_timeout_s = 1800.0  # of a request, waiting at the server included.
   sglang.control_timeout_s = 300.0  # of a change of weights.

@@ -20,7 +20,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.rl.logprobs import sequence_logprobs
 
 LENGTH = 32  # tokens of the prompt.
-TOLERANCES = {"float32": 2e-3, "bfloat16": 1.5}  # nats, the largest difference of a token.
+TOLERANCES = {"float32": 3e-4, "bfloat16": 1.5}  # nats, the largest difference of a token.
 
 
 class WrongWeights(EngineFailure):

@@ -51,7 +51,7 @@ class Options:
   health_every_s: float = 15.0
   max_restarts: int = 3  # of one server within `restart_window_s`.
   restart_window_s: float = 3600.0
-  probe_tolerance: float = 2e-3  # nats.
+  probe_tolerance: float = 3e-4  # nats.
 
 
 class Server:
