@@ -14,7 +14,6 @@ from typing import IO
 
 from grpo_jax import command_line, configuration, interrupts
 from grpo_jax.configuration import ConfigError
-from grpo_jax.engines.base import EngineFailure
 
 WRONG_USE = 2
 FAILED = 1
@@ -25,21 +24,20 @@ def main(arguments: Sequence[str]) -> int:
   try:
     command = command_line.parse(arguments)
     with interrupts.Flag() as stop:
-      run(command, stop)
+      failed = run(command, stop)
   except command_line.HelpWanted as text:
     print(text)
     return 0
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return WRONG_USE
-  except EngineFailure as error:
-    print(f"error: {error}", file=sys.stderr)
-    return FAILED
-  return stop.exit_code
+  return FAILED if failed else stop.exit_code
 
 
-def run(command: command_line.Command, stop: interrupts.Flag) -> None:
+def run(command: command_line.Command, stop: interrupts.Flag) -> bool:
   """Runs the training that was asked for, and says so if it was stopped.
+
+  Returns whether the engine failed, in a way that it told itself. Whatever else fails is raised.
 
   The flag is up before JAX is imported: a KeyboardInterrupt in the midst of that can be
   swallowed by an extension module, and the run would go on.
@@ -48,17 +46,24 @@ def run(command: command_line.Command, stop: interrupts.Flag) -> None:
     ConfigError: the configuration cannot work, or the run folder cannot be used.
   """
   from grpo_jax import train  # only now: it takes seconds, and mistakes should not.
+  from grpo_jax.engines.base import EngineFailure
 
   configuration.check(command.config, [train.validate])
   if stop:
     print("stopped before the run began", flush=True)
-    return
+    return False
   workdir = command.workdir or new_workdir(command.config_path)
   with claim(workdir):
     print(f"run folder: {workdir}", flush=True)
-    train.train(command.config, workdir, stop=stop)
+    try:
+      train.train(command.config, workdir, stop=stop)
+    except EngineFailure as error:
+      print(f"error: {error}", file=sys.stderr)
+      print(f"the same command with --workdir={workdir} goes on", file=sys.stderr)
+      return True
   if stop:
     print(f"stopped; the same command with --workdir={workdir} continues", flush=True)
+  return False
 
 
 def new_workdir(config_path: str, *, root: pathlib.Path = pathlib.Path("runs")) -> pathlib.Path:

@@ -136,7 +136,7 @@ A, B, AB, EOS = 4, 5, 6, 8
 class Pieces:
   """A tokenizer of whole pieces that takes the longest first: decoding and encoding differ."""
 
-  vocab_size, stop_ids, pad_id = len(PIECES), (EOS,), EOS
+  vocab_size, stop_ids, end_id, pad_id = len(PIECES), (EOS,), EOS, EOS
 
   def encode(self, text):
     ids = []
