@@ -47,10 +47,12 @@ class Probe:
     self._config = config
     self._compute_dtype = jnp.dtype(compute_dtype)
 
-  def logprobs(self, params: Any) -> Float[np.ndarray, " n"]:
-    """Returns the trainer's log-probability of each id but the first, in nats."""
-    values = _logprobs(params, jnp.asarray(self.ids)[None], self._config, self._compute_dtype)
-    return np.asarray(jax.device_get(values))[0, 1:]
+  def logprobs(self, params: Any) -> Float[jax.Array, " n"]:
+    """Returns the trainer's log-probability of each id but the first, in nats.
+
+    They are still being computed when this returns: while the servers load the weights.
+    """
+    return _logprobs(params, jnp.asarray(self.ids)[None], self._config, self._compute_dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "compute_dtype"))
@@ -61,7 +63,7 @@ def _logprobs(params: Any, tokens: jax.Array, config: ModelConfig, compute_dtype
   head, layout = transformer.head(params, config)
   values = sequence_logprobs(hidden, head, tokens, head_layout=layout, implementation="xla_chunked")
   assert not isinstance(values, tuple)  # no entropy was asked for.
-  return values
+  return values[0, 1:]
 
 
 def check(

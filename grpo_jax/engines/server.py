@@ -8,6 +8,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Float
 
@@ -34,7 +35,7 @@ class Weights:
   version: int
   folder: pathlib.Path
   probe_ids: tuple[int, ...]
-  probe_logprobs: Float[np.ndarray, " m"]  # the trainer's, of each id but the first.
+  probe_logprobs: Float[np.ndarray | jax.Array, " m"]  # the trainer's, of each id but the first.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,7 +182,8 @@ class Server:
       raise probe.WrongWeights(
         f"{self.name} serves version {version} after it was given {weights.version}"
       )
-    return probe.check(found, weights.probe_logprobs, tolerance=tolerance, what=self.name)
+    of_trainer = await asyncio.to_thread(jax.device_get, weights.probe_logprobs)
+    return probe.check(found, np.asarray(of_trainer), tolerance=tolerance, what=self.name)
 
   async def check_health(self) -> None:
     """Raises ServerLost unless it answers, with the weights that it was given."""

@@ -134,7 +134,11 @@ def _hf_config(config: ModelConfig, source: pathlib.Path | None) -> dict[str, An
 
 
 def _fetcher(array: Any, stored: leaves.Stored, dtype: np.dtype) -> Callable[[], np.ndarray]:
+  is_as_stored = stored.layer is None and not stored.leaf.is_kernel and array.dtype == dtype
+
   def fetch() -> np.ndarray:
+    if is_as_stored:
+      return np.ascontiguousarray(jax.device_get(array))
     own = _own(array, stored.layer, is_kernel=stored.leaf.is_kernel, dtype=dtype)
     return np.ascontiguousarray(jax.device_get(own))
 

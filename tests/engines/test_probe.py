@@ -17,7 +17,7 @@ def asked():
 
 @pytest.fixture(scope="module")
 def right(asked):
-  return asked.logprobs(tiny.params(CONFIG))
+  return np.asarray(asked.logprobs(tiny.params(CONFIG)))
 
 
 def leaf_paths():
@@ -32,7 +32,7 @@ def changed(path, change):
 
 def differs(asked, right, tree):
   with pytest.raises(probe.WrongWeights, match="server 1 does not sample from the weights"):
-    probe.check(asked.logprobs(tree), right, tolerance=probe.TOLERANCES["float32"], what="server 1")
+    probe.check(np.asarray(asked.logprobs(tree)), right, tolerance=probe.TOLERANCES["float32"], what="server 1")
 
 
 def test_logprobs_are_those_of_the_model(asked, right):
