@@ -32,7 +32,8 @@ def changed(path, change):
 
 def differs(asked, right, tree):
   with pytest.raises(probe.WrongWeights, match="server 1 does not sample from the weights"):
-    probe.check(np.asarray(asked.logprobs(tree)), right, tolerance=probe.TOLERANCES["float32"], what="server 1")
+    found = np.asarray(asked.logprobs(tree))
+    probe.check(found, right, tolerance=probe.TOLERANCES["float32"], what="server 1")
 
 
 def test_logprobs_are_those_of_the_model(asked, right):
