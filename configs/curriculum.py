@@ -3,8 +3,7 @@
     python -m grpo_jax.main --config=configs/curriculum.py --workdir=runs/curriculum
 
 `configs/curriculum.py:mixed` draws from both datasets alike, `configs/curriculum.py:hard` from the
-hard one alone: what the curriculum is to be compared with. All are evaluated on the hard sums;
-docs/data.md has the numbers.
+hard one alone: what the curriculum is to be compared with. All are evaluated on the hard sums.
 """
 
 import configs.quickstart
