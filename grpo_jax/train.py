@@ -81,7 +81,8 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
 
         # --- 4. learn: one or more optimizer steps on the batch ---
         with timer.span("learn"):
-          run.engine.release()  # its copies of the weights make room for the gradients.
+          with keeping(run, state, position, skipped, evaluated):
+            run.engine.release()  # its copies of the weights make room for the gradients.
           state, learned, logprobs = learn(run, state, batch)
 
         # --- 5. publish: the engine samples from the new weights from here on ---
