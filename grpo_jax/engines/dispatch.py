@@ -43,7 +43,7 @@ class Dispatcher:
 
     Args:
       servers: their number.
-      in_flight: completions under way at one server.
+      in_flight: jobs under way at one server.
       max_attempts: of a request that servers answer wrongly, before it fails its call.
       vocab_size: ids must be below.
       seeded: whether the servers honour seeds.
@@ -101,10 +101,6 @@ class Dispatcher:
     for call in {id(job.call): job.call for job in jobs}.values():
       self.leave(call)
       call.fail(error)
-
-  @property
-  def in_flight(self) -> int:
-    return len(self._running)
 
   def _send(self) -> None:
     """Starts all that can be sent now."""

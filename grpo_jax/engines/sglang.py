@@ -41,7 +41,6 @@ class SGLangEngine:
     compute_dtype: Any = jnp.float32,
     num_valid_tokens: int | None = None,
     max_rows: int = 64,
-    max_length: int | None = None,
     requests: str = "completion",
     seeded: bool = True,
     max_attempts: int = 5,
@@ -56,8 +55,7 @@ class SGLangEngine:
       folders: where every version of the weights is written; closed with the engine.
       compute_dtype: of the trainer.
       num_valid_tokens: ids of the probe are below.
-      max_rows: completions under way at each server; more wait here.
-      max_length: of prompt and completion together, in tokens; None: the model's limit.
+      max_rows: HTTP requests under way at each server; more wait here.
       requests: "completion": an HTTP request for each; "group": one for all completions of a
         group, which come back together.
       seeded: whether the servers honour seeds (--enable-deterministic-inference).
@@ -66,7 +64,6 @@ class SGLangEngine:
       router: address of an SGLang router, to which generation goes instead.
     """
     self._config = config
-    self._max_length = max_length or config.max_position_embeddings
     self._by_group = requests == "group"
     self._seeded = seeded
     self._release_memory = release_memory
@@ -148,7 +145,7 @@ class SGLangEngine:
     base.check_requests(
       requests,
       vocab_size=self._config.vocab_size,
-      max_length=self._max_length,
+      max_length=self._config.max_position_embeddings,
       can_decode=True,  # servers have the tokenizer.
     )
     if self._seeded and any(r.sampling.min_p > 0 for r in requests):

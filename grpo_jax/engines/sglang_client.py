@@ -95,10 +95,6 @@ class Client:
     """Ends all requests under way, also those of clients that are gone."""
     await self._control("/abort_request", {"abort_all": True})
 
-  async def abort(self, name: str) -> None:
-    """Ends one request."""
-    await self._control("/abort_request", {"rid": name})
-
   async def load(self, folder: str, version: int) -> None:
     """Replaces the weights by those of a folder and forgets all that was cached.
 
