@@ -102,6 +102,11 @@ class Dispatcher:
       self.leave(call)
       call.fail(error)
 
+  @property
+  def in_flight(self) -> int:
+    """Jobs under way at all servers."""
+    return len(self._running)
+
   def _send(self) -> None:
     """Starts all that can be sent now."""
     while (found := self._placement.next()) is not None:
