@@ -99,6 +99,10 @@ def complaints(config: Config, *, has_environments: bool = True) -> Iterator[str
   except ValueError as error:
     yield str(error)
     return
+  if config.data.on_error not in ("stop", "skip"):
+    yield f"data.on_error must be 'stop' or 'skip', got {config.data.on_error!r}"
+  if config.data.epochs is not None and config.data.epochs < 1:
+    yield f"data.epochs must be at least 1, got {config.data.epochs}"
   for section, sets in found.items() if has_environments else ():
     for name, one in sets.items():
       place = section if len(sets) == 1 else f"{section}: dataset {name!r}"

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -148,7 +149,8 @@ def make_dataloader(
     _check_arguments(dataloader, chosen, dataloader_args or {})
     return functools.partial(chosen, **(dataloader_args or {})), True
   if given:
-    if len(given) < len(weights) or min(given.values()) < 0 or not any(given.values()):
+    is_usable = min(given.values()) >= 0 and 0 < sum(given.values()) < math.inf
+    if len(given) < len(weights) or not is_usable:
       raise ValueError(
         f"data.datasets: every dataset needs a weight, none negative, one above 0; got {weights}"
       )
@@ -167,12 +169,16 @@ def make_dataloader(
 def _check_arguments(
   name: str, dataloader: loaders.Dataloader, arguments: Mapping[str, Any]
 ) -> None:
-  """Raises ValueError if a function cannot be called as dataloader functions are."""
+  """Raises ValueError if a function cannot be called as dataloader functions are, or so."""
   usual = {"num_prompts": 1, "records": (), "memory": {}}
+  signature = inspect.signature(dataloader)
   try:
-    inspect.signature(dataloader).bind({}, **usual, **arguments)
+    signature.bind({}, **usual, **arguments)
   except TypeError as error:
-    raise ValueError(f"data.dataloader {name}{inspect.signature(dataloader)}: {error}") from error
+    known = ", ".join(signature.parameters)
+    raise ValueError(f"data.dataloader {name}({known}): {error}") from error
+  if dataloader is curriculum.by_success:
+    curriculum.check(**arguments)
 
 
 def make_held_out(
