@@ -1,7 +1,6 @@
 """Files, hub datasets and tasks → prompts, in a reproducible, resumable order."""
 
 import functools
-import inspect
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from grpo_jax.data.settings import training as training_sets
 from grpo_jax.data.skipped import OnError
 from grpo_jax.data.tokenizer import Tokenizer, check_vocabulary
 from grpo_jax.data.tokenizer import load as load_tokenizer
-from grpo_jax.registry import choose, function
+from grpo_jax.registry import check_arguments, choose, function
 from grpo_jax.types import Prompt
 
 __all__ = [
@@ -146,7 +145,11 @@ def make_dataloader(
     chosen = (
       function(dataloader) if "." in dataloader else choose("dataloader", dataloader, DATALOADERS)
     )
-    _check_arguments(dataloader, chosen, dataloader_args or {})
+    usual = ("num_prompts", "records", "memory")
+    of_loaders = functools.partial(chosen, {})  # whatever its first parameter is called.
+    check_arguments(f"data.dataloader {dataloader}", of_loaders, dataloader_args or {}, usual=usual)
+    if chosen is curriculum.by_success:
+      curriculum.check(**(dataloader_args or {}))
     return functools.partial(chosen, **(dataloader_args or {})), True
   if given:
     is_usable = min(given.values()) >= 0 and 0 < sum(given.values()) < math.inf
@@ -164,21 +167,6 @@ def make_dataloader(
       loaders.one_after_the_other, num_prompts_per_dataloader=num_prompts_per_dataloader
     ), False
   return loaders.from_the_only_one, False
-
-
-def _check_arguments(
-  name: str, dataloader: loaders.Dataloader, arguments: Mapping[str, Any]
-) -> None:
-  """Raises ValueError if a function cannot be called as dataloader functions are, or so."""
-  usual = {"num_prompts": 1, "records": (), "memory": {}}
-  signature = inspect.signature(dataloader)
-  try:
-    signature.bind({}, **usual, **arguments)
-  except TypeError as error:
-    known = ", ".join(signature.parameters)
-    raise ValueError(f"data.dataloader {name}({known}): {error}") from error
-  if dataloader is curriculum.by_success:
-    curriculum.check(**arguments)
 
 
 def make_held_out(
