@@ -107,7 +107,9 @@ def open_groups(
     RowError: a row is broken and `on_error` is "stop"; rows that are whole groups are read later.
     ValueError: an unknown format, or no row can be read.
   """
-  rows = open_dataset(tokenizer, **{**fields, "side": "all", "repeat": 1, "tasks": None})
+  if fields.get("tasks"):
+    raise ValueError("data.tasks is of online training: give each task a dataset of its own")
+  rows = open_dataset(tokenizer, **{**fields, "side": "all", "repeat": 1})
   style = Style(
     prompt=rows.task.style,
     input_key=input_key or None,

@@ -174,6 +174,10 @@ def test_what_cannot_work_is_told_before_a_model_is_loaded(make_config):
   assert complaints(config) == [
     "checkpoint.best_metric is 'eval/heldout/accuracy', the evaluation sets are: letters, digits"
   ]
+  assert complaints(make_config(data__on_error="Stop", data__epochs=0)) == [
+    "data.on_error must be 'stop' or 'skip', got 'Stop'",
+    "data.epochs must be at least 1, got 0",
+  ]
   assert "'by_sucess'" in complaints(make_config(data__dataloader="by_sucess"))[0]
 
 

@@ -1,6 +1,7 @@
 """Files, hub datasets and tasks → prompts, in a reproducible, resumable order."""
 
 import functools
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -147,9 +148,12 @@ def make_dataloader(
     usual = ("num_prompts", "records", "memory")
     of_loaders = functools.partial(chosen, {})  # whatever its first parameter is called.
     check_arguments(f"data.dataloader {dataloader}", of_loaders, dataloader_args or {}, usual=usual)
+    if chosen is curriculum.by_success:
+      curriculum.check(**(dataloader_args or {}))
     return functools.partial(chosen, **(dataloader_args or {})), True
   if given:
-    if len(given) < len(weights) or min(given.values()) < 0 or not any(given.values()):
+    is_usable = min(given.values()) >= 0 and 0 < sum(given.values()) < math.inf
+    if len(given) < len(weights) or not is_usable:
       raise ValueError(
         f"data.datasets: every dataset needs a weight, none negative, one above 0; got {weights}"
       )

@@ -1,10 +1,13 @@
 """A curriculum: easy datasets first, harder ones once the easy ones are solved. Pure."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_jax.data.loaders import Loader, Records
+from grpo_jax.data.loaders import MAX_RECORDS, Loader, Records
 from grpo_jax.types import Prompt
+
+METRICS = ("reward_mean", "accuracy")  # of a dataset, that rise as it is solved.
 
 
 def by_success(
@@ -26,7 +29,7 @@ def by_success(
     records: of past steps; `data/NAME/METRIC` of the present dataset is read.
     memory: the level, and the first step of it.
     threshold: mean of the metric over `window` steps from which on a dataset counts as solved.
-    metric: "reward_mean", "accuracy", or another that is told of every dataset.
+    metric: "reward_mean", or "accuracy" where the environment tells it.
     window: steps of a dataset before it is judged.
     review_share: share of the prompts that goes on coming from the datasets already solved.
 
@@ -37,7 +40,7 @@ def by_success(
     ValueError: the records of the present dataset lack the metric.
   """
   names = list(loaders)
-  level = memory.setdefault("level", 0)
+  level = min(memory.setdefault("level", 0), len(names) - 1)
   since = memory.setdefault("since", 0)
   of_level = [record for record in records if record["step"] >= since]
   key, prompts_key = f"data/{names[level]}/{metric}", f"data/{names[level]}/prompts"
@@ -52,3 +55,21 @@ def by_success(
   for solved in range(review):
     prompts += loaders[names[solved % level]].take(1)
   return prompts
+
+
+def check(
+  *,
+  threshold: object = 0.7,
+  metric: object = "reward_mean",
+  window: object = 2,
+  review_share: object = 0.0,
+) -> None:
+  """Raises ValueError for arguments of `by_success` with which it could never climb, or fails."""
+  if not isinstance(threshold, (int, float)) or not math.isfinite(threshold):
+    raise ValueError(f"by_success: threshold must be a number, got {threshold!r}")
+  if metric not in METRICS:
+    raise ValueError(f"by_success: metric must be one of {', '.join(METRICS)}, got {metric!r}")
+  if type(window) is not int or not 1 <= window <= MAX_RECORDS:
+    raise ValueError(f"by_success: window must be 1 to {MAX_RECORDS} steps, got {window!r}")
+  if not isinstance(review_share, (int, float)) or not 0 <= review_share < 1:
+    raise ValueError(f"by_success: review_share must be from 0 to below 1, got {review_share!r}")

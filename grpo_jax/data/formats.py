@@ -6,6 +6,7 @@ travel to the environment untouched, in `Prompt.info`.
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -220,9 +221,11 @@ def as_answer(value: Any, name: str, where: str) -> str:
   """Returns an answer as text; a JSON number is taken as it is written.
 
   Raises:
-    RowError: it is empty, or neither text nor number.
+    RowError: it is empty, or neither text nor finite number.
   """
   if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if not math.isfinite(value):
+      raise RowError(where, f"{name} must be finite, got {value}")
     return json.dumps(value)
   return as_text(value, name, where)
 

@@ -164,6 +164,8 @@ class GroupDataset:
   ) -> tuple[list[float], list[Mapping[str, float]]]:
     """Reward and components of every response of a group."""
     told = [response for response, _ in responses]
+    if len({(response.rank is None, *sorted(response.ranks)) for response in told}) > 1:
+      raise RowError(where, "all responses of a group need the same ranks, or none")
     components: list[dict[str, float]] = [dict(response.components) for response in told]
     for criterion in told[0].ranks:
       each = self.rank_rewards([response.ranks[criterion] for response in told])
@@ -223,13 +225,13 @@ class GroupDataset:
       if turn.role == ASSISTANT:
         part, known = self._sampled(turn, where, is_cut=is_cut)
       else:
-        part, known = self._written(turn, int(ids[-1][-1]), where)
+        part, known = self._written(turn, ids, where)
       ids.append(part)
       mask.append(np.full(len(part), turn.role == ASSISTANT))
       logprobs.append(known)
     every = [part for part in logprobs if part is not None]
-    joined = np.concatenate(every).astype(np.float32) if len(every) == len(logprobs) else None
-    return np.concatenate(ids).astype(np.int32), np.concatenate(mask), joined
+    joined = _joined(every, np.float32) if len(every) == len(logprobs) else None
+    return _joined(ids, np.int32), _joined(mask, np.bool_), joined
 
   def _sampled(
     self, turn: Turn, where: str, *, is_cut: bool
@@ -251,27 +253,35 @@ class GroupDataset:
       f"{len(turn.logprobs)} logprobs for a response of {len(ended)} tokens; record token_ids, too",
     )
 
-  def _written(self, turn: Turn, last: int, where: str) -> tuple[np.ndarray, np.ndarray]:
+  def _written(
+    self, turn: Turn, before: Sequence[np.ndarray], where: str
+  ) -> tuple[np.ndarray, np.ndarray]:
     """Ids of what the model was told between its turns; none of them is learned."""
     if turn.token_ids is not None:
       ids = self._checked(turn.token_ids, where)
     else:
       try:
-        ids = self.tokenizer.turn_ids({"role": turn.role, "content": turn.text}, after=last)
+        message = {"role": turn.role, "content": turn.text}
+        ids = self.tokenizer.turn_ids(message, after=int(before[-1][-1]))
       except ValueError as error:  # the template rewrites earlier turns.
         raise RowError(where, f"a response of several turns: {error}") from error
     return ids, np.zeros(len(ids), np.float32)
 
   def _checked(self, ids: Sequence[int], where: str) -> Int[np.ndarray, " n"]:
     """Returns recorded ids; raises RowError for one that the tokenizer does not know."""
-    array = np.asarray(ids, np.int32)
-    if len(array) and int(array.max()) >= self.tokenizer.vocab_size:
+    highest = max(ids, default=0)
+    if highest >= self.tokenizer.vocab_size:
       raise RowError(
         where,
-        f"token id {array.max()} is outside the vocabulary of {self.tokenizer.vocab_size}: "
+        f"token id {highest} is outside the vocabulary of {self.tokenizer.vocab_size}: "
         "these tokens are another model's",
       )
-    return array
+    return np.asarray(ids, np.int32)
+
+
+def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+  """Joins arrays; there may be none, of a completion without tokens."""
+  return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
 
 
 def group_of(prompt: Prompt) -> OfflineGroup:

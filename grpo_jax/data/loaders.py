@@ -10,6 +10,8 @@ places themselves. So a resumed run goes on exactly, if the function depends on 
 """
 
 import bisect
+import functools
+import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,10 +19,12 @@ from typing import Any
 import grain
 import numpy as np
 
+from grpo_jax.data import sources
 from grpo_jax.data.prompts import Dataset
 from grpo_jax.data.skipped import OnError, Skipped
 from grpo_jax.types import Prompt
 
+MAX_RECORDS = 32  # steps whose metrics a dataloader function sees.
 Records = Sequence[Mapping[str, float | int]]
 Dataloader = Callable[..., list[Prompt]]
 
@@ -68,6 +72,14 @@ class Loader:
   def __len__(self) -> int:
     """Returns the number of rows of an epoch."""
     return self._ends[-1]
+
+  @functools.cached_property
+  def sample(self) -> str:
+    """A word for the rows, from a few of every dataset: it tells other data of the same size."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for dataset in self.datasets:
+      hashed.update(sources.sample(dataset.source))
+    return hashed.hexdigest()
 
   @property
   def epoch(self) -> float:
@@ -168,18 +180,20 @@ def by_weight(
     loaders: by name.
     num_prompts: to be returned.
     records: not read.
-    memory: prompts taken so far, by loader.
+    memory: prompts taken so far, by loader; counted anew once the weights are others.
     weights: by loader; shares are weight / sum of weights. 0: never.
   """
   del records
-  taken = memory.setdefault("taken", {name: 0 for name in loaders})
+  if memory.get("weights") != weights:
+    memory |= {"weights": dict(weights), "given": dict.fromkeys(loaders, 0)}
+  given = memory["given"]
   live = [name for name in loaders if weights[name] > 0]
   prompts: list[Prompt] = []
   while len(prompts) < num_prompts:
-    name = min(live, key=lambda name: (taken[name] + 1) / weights[name])
+    name = min(live, key=lambda name: (given[name] + 1) / weights[name])
     got = loaders[name].take(1)
     if not got:  # that loader's epochs are over.
       break
     prompts += got
-    taken[name] += 1
+    given[name] += 1
   return prompts

@@ -170,7 +170,9 @@ def token_turns(
 
 def _text_turns(items: Sequence[Any], where: str, style: Style) -> tuple[Turn, ...]:
   """The turns of a response from texts, up to the last one of the assistant."""
-  chat = turns_of(list(items), "output", where, reasoning=style.reasoning)
+  # A message without a role, as in the guides' shape, is the model's.
+  given = [{"role": ASSISTANT, **item} if isinstance(item, dict) else item for item in items]
+  chat = turns_of(given, "output", where, reasoning=style.reasoning)
   while chat and chat[-1]["role"] != ASSISTANT:
     chat.pop()  # what the environment said last was answered by nobody.
   if not chat or chat[0]["role"] != ASSISTANT:

@@ -6,11 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_jax.data.loaders import Dataloader, Loader
+from grpo_jax.data.loaders import MAX_RECORDS, Dataloader, Loader
 from grpo_jax.data.prompts import Dataset
 from grpo_jax.types import Prompt
-
-_RECORDS = 32  # steps whose metrics a dataloader function sees.
 
 
 class PromptStream:
@@ -36,6 +34,7 @@ class PromptStream:
     self._dataloader = dataloader
     self._keeps_records = keeps_records
     self._memory: dict[str, Any] = dict((state or {}).get("memory", {}))
+    self._tell_changes((state or {}).get("loaders", {}))
     self._records: list[dict[str, float | int]] = list((state or {}).get("records", []))
 
   @property
@@ -79,18 +78,25 @@ class PromptStream:
     """
     if self._keeps_records:
       numbers = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-      self._records = [*self._records, {**numbers, "step": step}][-_RECORDS:]
+      self._records = [*self._records, {**numbers, "step": step}][-MAX_RECORDS:]
 
   def state(self) -> dict[str, Any]:
     """Returns where the stream stands, as JSON."""
     return {
       "loaders": {
-        name: {"cursor": loader.cursor, "rows": len(loader)}
+        name: {"cursor": loader.cursor, "rows": len(loader), "sample": loader.sample}
         for name, loader in self._loaders.items()
       },
       "memory": _as_json(self._memory),
       "records": list(self._records),
     }
+
+  def _tell_changes(self, known: Mapping[str, Mapping[str, Any]]) -> None:
+    """Warns of loaders whose rows are as many as in a state, but others."""
+    for name, loader in self._loaders.items():
+      before = known.get(name, {})
+      if before.get("rows") == len(loader) and before.get("sample") != loader.sample:
+        logging.warning("data: the rows of %r are not those that the run began with", name)
 
   def metrics(self) -> dict[str, float]:
     """Counts of the last `take`, and the epochs done (a resumed run tells the same)."""

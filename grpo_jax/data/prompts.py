@@ -1,6 +1,7 @@
 """A dataset of prompts: a source of rows, and how their words become tokens."""
 
 import dataclasses
+import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -93,7 +94,7 @@ class PromptDataset:
     if not self.tasks:
       return self.task
     name = formats.lookup(fields, "task_name", where)
-    if name not in self.tasks:
+    if not isinstance(name, str) or name not in self.tasks:
       known = ", ".join(self.tasks)
       raise formats.RowError(
         where, f"task_name {name!r} is none of data.tasks{nearest(str(name), self.tasks)}: {known}"
@@ -108,6 +109,11 @@ class Dataset(Protocol):
   @property
   def name(self) -> str:
     """The first part of the ids of its prompts."""
+    ...
+
+  @property
+  def source(self) -> RowSource:
+    """Its rows, as they are read."""
     ...
 
   @property
@@ -166,6 +172,12 @@ def held_out(
   if not prompts:
     raise skipped.none_left(dataset.name, dataset.max_prompt_tokens)
   skipped.warn()
+  cut = sum(prompt.is_cut for prompt in prompts)
+  if cut:
+    logging.warning(
+      "data: %d of the %d held-out prompts of %r are longer than %d tokens, and evaluated cut",
+      *(cut, len(prompts), dataset.name, dataset.max_prompt_tokens),
+    )
   return prompts
 
 
@@ -370,7 +382,10 @@ def _text_or_file(name: str, text: str | None, file: str | Path | None) -> str |
   path = Path(file)
   if not path.is_file():
     raise FileNotFoundError(f"no {name}_file {file}")
-  return path.read_text(encoding="utf-8")
+  try:
+    return path.read_text(encoding="utf-8-sig")
+  except UnicodeDecodeError as error:
+    raise ValueError(f"the {name}_file {file} is no text in UTF-8: {error}") from error
 
 
 ROW_READERS: dict[str, formats.RowReader] = {

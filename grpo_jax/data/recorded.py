@@ -128,12 +128,14 @@ def from_rollouts(row: Mapping[str, Any], where: str, style: Style) -> Recording
   behavior = field(row, "behavior_logprobs", where)
   if not (isinstance(behavior, list) and len(ids) == len(mask) == len(behavior)):
     raise RowError(where, "completion_ids, loss_mask and behavior_logprobs differ in length")
-  reward = row.get(style.reward_key)
-  components = row.get("reward_components") or {}
+  reward = None
+  if style.reward_key in row:
+    told = row[style.reward_key]  # null: it could not be scored.
+    reward = math.nan if told is None else number(told, repr(style.reward_key), where)
   response = Response(
     turns=_token_turns(ids, mask, behavior, where),
-    reward=math.nan if reward is None else number(reward, repr(style.reward_key), where),
-    components={k: math.nan if v is None else v for k, v in components.items()},
+    reward=reward,
+    components=_numbers(row, "reward_components", where, null=math.nan),
     is_truncated=row.get("finish_reason") == "length",
   )
   return Recording(
@@ -303,14 +305,19 @@ def _response(row: Mapping[str, Any], key: str, where: str, style: Style) -> Res
   )
 
 
-def _numbers(row: Mapping[str, Any], key: str, where: str) -> dict[str, float]:
-  """Reads an optional object of numbers."""
+def _numbers(
+  row: Mapping[str, Any], key: str, where: str, *, null: float | None = None
+) -> dict[str, float]:
+  """Reads an optional object of numbers; `null` stands for null in it, if that may be there."""
   value = row.get(key)
   if value is None:
     return {}
   if not isinstance(value, dict):
     raise RowError(where, f"{key!r} must be an object of numbers, got {type_name(value)}")
-  return {name: number(v, f"{key}.{name}", where) for name, v in value.items()}
+  return {
+    name: null if v is None and null is not None else number(v, f"{key}.{name}", where)
+    for name, v in value.items()
+  }
 
 
 def _token_turns(

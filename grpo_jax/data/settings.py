@@ -6,6 +6,8 @@ mapping a dataset. `config.evaluation.data` is what evaluation changes in that, 
 """
 
 import inspect
+import types
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +25,7 @@ _FIELDS = set(inspect.signature(prompts.open_dataset).parameters) - {
   "side",
   "for_evaluation",
 }
+_HINTS = {**typing.get_type_hints(prompts.open_dataset), "weight": float | int}
 _TASK_FIELDS = set(inspect.signature(prompts.make_task).parameters) - {"entry"}
 
 
@@ -128,7 +131,11 @@ def _expand(shared: Settings, items: Sequence[Any], where: str) -> dict[str, dic
 def _check_fields(item: Settings, place: str) -> None:
   """Raises ValueError for a field that no dataset has."""
   known = _FIELDS | {"weight", "side", "for_evaluation"}
-  for key in item:
+  for key, value in item.items():
+    wanted = _classes(key)
+    if key in known and value is not None and not isinstance(value, wanted):
+      names = " or ".join(kind.__name__ for kind in wanted if kind is not type(None))
+      raise ValueError(f"{place}.{key} must be {names}, got {value!r} ({type(value).__name__})")
     if key not in known:
       raise ValueError(
         f"{place} has no field {key!r}{nearest(key, known)}; there are: {', '.join(sorted(known))}"
@@ -140,6 +147,14 @@ def _check_fields(item: Settings, place: str) -> None:
           f"{place}: tasks[{word!r}] has no field {key!r}{nearest(key, _TASK_FIELDS)}; "
           f"there are: {', '.join(sorted(_TASK_FIELDS))}"
         )
+
+
+def _classes(key: str) -> tuple[Any, ...]:
+  """Returns the classes of the values of a field."""
+  hint: Any = _HINTS.get(key, object)
+  members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+  plain = [typing.get_origin(member) or member for member in members]
+  return tuple(str if one is typing.Literal else one for one in plain)
 
 
 def environments(settings: Settings) -> set[str]:

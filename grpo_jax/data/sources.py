@@ -8,15 +8,20 @@ import bisect
 import contextlib
 import dataclasses
 import itertools
+import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from grpo_jax.data import tables
+from grpo_jax.data.formats import RowError
 from grpo_jax.data.function_rows import FunctionSource
 from grpo_jax.data.generated import ReasoningGymSource
 from grpo_jax.registry import choose, function, nearest
+
+_SAMPLED_ROWS = 64
 
 
 @runtime_checkable
@@ -97,6 +102,21 @@ def kind_of(config: SourceConfig) -> str:
   if config.hub:
     return "hub"
   raise ValueError("there is no data: give data.path, data.dataset or data.task")
+
+
+def sample(source: RowSource) -> bytes:
+  """Returns a few rows of a source, from the first to the last, as text."""
+  rows = sorted(
+    {len(source) * i // _SAMPLED_ROWS for i in range(_SAMPLED_ROWS)} | {len(source) - 1}
+  )
+  return "\n".join(_as_text(source, row) for row in rows).encode("utf-8", "surrogatepass")
+
+
+def _as_text(source: RowSource, row: int) -> str:
+  try:
+    return json.dumps(source[row], default=str)
+  except RowError as error:
+    return error.reason
 
 
 def open_source(config: SourceConfig) -> RowSource:
@@ -182,6 +202,8 @@ def _open_one(path: Path, kind: str | None, config: SourceConfig, *, name: str |
       ending = "parquet" if file.read(4) == b"PAR1" else "jsonl"
   if ending == "json":
     return tables.open_json(path, name=name, split=config.split, usual_split=config.usual_split)
+  if not _is_of(path, config.split):
+    logging.warning("data: all rows of %s are read: split=%r does not part it", path, config.split)
   return (
     tables.JsonlSource(path, name=name)
     if ending == "jsonl"
@@ -204,10 +226,11 @@ def _files_of(folder: Path, split: str | None, usual_split: str | None) -> list[
 
 
 def _is_of(file: Path, split: str | None) -> bool:
-  """Tells whether the name of a file, or of its folder, has the split as one of its words."""
+  """Tells whether the name of a file, or of its folder, has the split as one of its words:
+  gsm8k_train.jsonl has "train", train_1M-00000.parquet has "train_1M"."""
   if split is None:
     return True
-  word = rf"(?:^|[^A-Za-z0-9_]){re.escape(split)}(?:$|[^A-Za-z0-9_])"
+  word = rf"(?:^|[^A-Za-z0-9]){re.escape(split)}(?:$|[^A-Za-z0-9_])"
   return bool(re.search(word, str(file.with_suffix(""))))
 
 

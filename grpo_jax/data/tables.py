@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from grpo_jax.data import file_cache, formats
 from grpo_jax.data.jsonl import JsonlSource
+from grpo_jax.models.sources import silence
 
 _IN_MEMORY_BYTES = 1 << 25  # of a parquet file; a larger one is unpacked into the cache.
 _UNPACKED_ROWS = 4096  # rows of a piece of an unpacked file, read at once.
@@ -100,14 +101,15 @@ def _list_in(
 ) -> tuple[str, list[Any]]:
   """Finds the list of rows in an object, and its key."""
   lists = {key: value for key, value in content.items() if _is_rows(value)}
+  if not lists:
+    raise ValueError(f"{path} holds one object, and no list of rows in it")
   wanted = split or (usual_split if usual_split in lists else None)
   if wanted is None and len(lists) == 1:
     wanted = next(iter(lists))
   if wanted not in lists:
-    known = ", ".join(map(repr, lists)) or "none"
     raise ValueError(
-      f"{path} holds an object with the keys {', '.join(map(repr, content))}; lists of rows among "
-      f"them: {known}; data.split must name one, it is {split!r}"
+      f"{path} holds an object with the lists of rows {', '.join(map(repr, lists))}; data.split "
+      f"must name one, it is {split!r}"
     )
   return wanted, lists[wanted]
 
@@ -177,21 +179,27 @@ def open_hub(repository: str, *, subset: str | None, split: str, name: str | Non
     ValueError: there is no such dataset, subset or split, or the hub cannot be reached.
   """
   try:
-    import datasets
+    import datasets.config
   except ModuleNotFoundError as error:
     raise ImportError(
       f"the dataset {repository!r} comes from the Hugging Face hub: pip install "
       "'grpo-jax[datasets]', or name a local copy of it as data.path"
     ) from error
   subsets = subset.split(",") if subset else [None]
+  was_offline = datasets.config.HF_HUB_OFFLINE
+  silent = "" if Path(repository).exists() or was_offline else silence(datasets.config.HF_ENDPOINT)
   try:
+    # Else the library asks a silent hub for half a minute before it looks into its cache.
+    datasets.config.HF_HUB_OFFLINE = was_offline or bool(silent)
     parts = [_load(datasets, repository, each, split) for each in subsets]
   # The library raises its own errors, those of the hub, of HTTP and of the file system.
   except Exception as error:
     raise ValueError(
       f"cannot open the dataset {repository!r} (subset {subset!r}, split {split!r}): "
-      f"{type(error).__name__}: {error}. A local copy is read with data.path"
+      f"{silent or f'{type(error).__name__}: {error}'}. A local copy is read with data.path"
     ) from error
+  finally:
+    datasets.config.HF_HUB_OFFLINE = was_offline
   rows: Any = parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
   place = f"{repository}{f'/{subset}' if subset else ''} [{split}]"
   return RowsSource(rows, name=name or repository.rstrip("/").rpartition("/")[2], place=place)

@@ -103,7 +103,7 @@ def _from_hub(name: str, tell: Callable[[str], None]) -> pathlib.Path:
   from huggingface_hub import constants
 
   failures = _failures()
-  reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _silence(constants.ENDPOINT)
+  reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else silence(constants.ENDPOINT)
   if not reason:
     tell(f"{name}: downloading from the hub, unless it is in its cache")
     try:
@@ -127,7 +127,7 @@ def _failures() -> tuple[type[BaseException], ...]:
   return (OSError, *errors.HfHubHTTPError.__bases__)
 
 
-def _silence(endpoint: str) -> str:
+def silence(endpoint: str) -> str:
   """Returns why a server does not answer, found out within seconds; empty if it does.
 
   An error of the 4xx kind is an answer. The question runs in a thread, as no timeout of Python's

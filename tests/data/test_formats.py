@@ -124,6 +124,7 @@ BROKEN = {
     line({"problem": "a", "expected_answer": True}),
     "'expected_answer' must be a string, got a boolean",
   ),
+  "infinite": (b'{"problem": "a", "expected_answer": 1e999}', "'expected_answer' must be finite"),
   "empty": (line({"problem": " \n"}), "'problem' is empty"),
   "empty_answer": (line({"problem": "a", "expected_answer": ""}), "'expected_answer' is empty"),
   "surrogate": (b'{"problem": "a\\ud800"}', "'problem' holds half a surrogate pair"),

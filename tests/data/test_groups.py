@@ -208,6 +208,46 @@ def test_rows_without_rewards_wait_for_an_environment(tmp_path):
   assert item.group.prompt.info["expected_answer"] == "a"
 
 
+def test_responses_of_one_group_have_the_same_ranks(tmp_path):
+  rows = [{"input": "p", "output": o, "rank": 1} for o in "ab"] + responses(("p", "c", 0.5))
+  path = write(tmp_path / "f.jsonl", rows)
+  with pytest.raises(RowError, match=r"f\.jsonl:1: all responses of a group need the same ranks"):
+    groups(path)
+  rows = [{"input": "p", "output": "a", "ranks": {name: 1}} for name in ("style", "truth")]
+  with pytest.raises(RowError, match="need the same ranks"):
+    groups(write(path, rows))
+
+
+ROLLOUT = {
+  "prompt_id": "x:0:1",
+  "prompt_ids": [1, 2],
+  "completion_ids": [3, 4],
+  "loss_mask": [1, 1],
+  "behavior_logprobs": [-1.0, -2.0],
+  "reward": 1.0,
+}
+
+
+def test_rollouts_that_failed_have_no_reward_and_may_have_no_tokens(tmp_path):
+  nothing = {"completion_ids": [], "loss_mask": [], "behavior_logprobs": [], "reward": None}
+  rows = [ROLLOUT, {**ROLLOUT, **nothing, "reward_components": {"style": None}}]
+  (item,) = groups(write(tmp_path / "f.jsonl", rows))
+  failed = item.group.rollouts[1]
+  assert len(failed.completion_ids) == 0 and math.isnan(failed.reward)
+  assert math.isnan(failed.reward_components["style"])
+  with pytest.raises(RowError, match=r"f\.jsonl:1: no key 'rewrd'"):
+    groups(tmp_path / "f.jsonl", offline_options={"reward_key": "rewrd"})
+  with pytest.raises(RowError, match="'reward_components' must be an object of numbers"):
+    groups(write(tmp_path / "g.jsonl", [{**ROLLOUT, "reward_components": ["style"]}]))
+  with pytest.raises(RowError, match="token id 1099511627776 is outside the vocabulary"):
+    groups(write(tmp_path / "g.jsonl", [{**ROLLOUT, "prompt_ids": [1 << 40]}]))
+
+
+def test_tasks_by_name_are_refused_where_nothing_is_asked(tmp_path):
+  with pytest.raises(ValueError, match="data.tasks is of online training"):
+    opened(write(tmp_path / "f.jsonl", [RANKED]), tasks={"sums": {"environment": "own"}})
+
+
 def test_long_prompts_are_cut_or_dropped(tmp_path):
   path = write(tmp_path / "f.jsonl", [{**RANKED, "prompt": "x" * 50}])
   (item,) = groups(path, max_prompt_tokens=20, overlong="zero_weight")

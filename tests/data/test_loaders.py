@@ -222,6 +222,23 @@ def test_other_data_than_those_of_the_state_are_told(two, caplog):
   twice = [two[0], {**two[1], "repeat": 2}]
   stream(twice, num_prompts_per_dataloader=2, state=state)
   assert "'digits' had 8 rows, now 16" in caplog.text
+  caplog.clear()
+  stream(two, num_prompts_per_dataloader=2, state=state)
+  assert not caplog.text
+  path = pathlib.Path(two[1]["path"])
+  path.write_text("".join(path.read_text().splitlines(keepends=True)[::-1]))
+  stream(two, num_prompts_per_dataloader=2, state=state)
+  assert "the rows of 'digits' are not those that the run began with" in caplog.text
+
+
+def test_other_weights_than_those_of_the_state_begin_their_shares_anew(two):
+  more = [{**two[0], "weight": 1}, {**two[1], "weight": 1}, {**two[1], "weight": 2, "name": "new"}]
+  source = stream(more[:2])
+  source.take(40)
+  counts = collections.Counter(p.dataset for p in stream(more, state=source.state()).take(40))
+  assert counts == {"letters": 10, "digits": 10, "new": 20}
+  in_turn = stream(two, num_prompts_per_dataloader=2, state=source.state())
+  assert collections.Counter(p.dataset for p in in_turn.take(8)) == {"letters": 4, "digits": 4}
 
 
 # --- the curriculum ---
@@ -251,6 +268,22 @@ def test_curriculum_climbs_when_a_dataset_is_solved_and_not_before(two):
 def test_curriculum_names_a_metric_that_is_not_there(two):
   with pytest.raises(ValueError, match="no metric 'data/letters/accuracy'"):
     climb(two, {"letters": 1.0}, metric="accuracy")
+
+
+@pytest.mark.parametrize(
+  "settings",
+  [
+    {"window": 0},
+    {"window": 33},  # records have 32 steps: it would never climb.
+    {"window": 2.0},
+    {"threshold": "0.5"},
+    {"metric": "acuracy"},
+    {"review_share": 1.5},
+  ],
+)
+def test_a_curriculum_that_could_not_work_is_refused(two, settings):
+  with pytest.raises(ValueError, match=f"by_success: {next(iter(settings))} must be"):
+    stream(two, dataloader="by_success", dataloader_args=settings)
 
 
 # --- splits ---
@@ -297,6 +330,8 @@ def test_ways_of_mixing_exclude_each_other(two):
     stream(two, num_prompts_per_dataloader=2, dataloader="by_success")
   with pytest.raises(ValueError, match="every dataset needs a weight"):
     stream([{**two[0], "weight": 1}, two[1]])
+  with pytest.raises(ValueError, match="every dataset needs a weight"):
+    stream([{**two[0], "weight": 1}, {**two[1], "weight": float("nan")}])
   with pytest.raises(ValueError, match="dataloader_args needs data.dataloader"):
     stream(two, dataloader_args={"threshold": 1})
   with pytest.raises(ValueError, match="by_success takes no 'treshold' .did you mean 'thr"):
@@ -312,6 +347,12 @@ def test_mistakes_in_a_list_name_its_place(two):
     stream([two[0], two[0]])
   with pytest.raises(ValueError, match=r"data.datasets\[0\] names no data"):
     stream([{"weight": 1}])
+  with pytest.raises(ValueError, match=r"data.datasets\[1\].repeat must be int, got '2' \(str\)"):
+    stream([two[0], {**two[1], "repeat": "2"}])
+  with pytest.raises(ValueError, match=r"data.datasets\[0\].weight must be float or int, got '1'"):
+    stream([{**two[0], "weight": "1"}])
+  with pytest.raises(ValueError, match=r"data.datasets\[0\].overlong must be str, got True"):
+    stream([{**two[0], "overlong": True}])
   with pytest.raises(ValueError, match=r"data.datasets\[0\] must be a mapping"):
     stream(["letters.jsonl"])
 

@@ -66,6 +66,8 @@ def test_the_simpler_shape_of_the_guides_is_read_alike():
   simple = {**row, "output": row["response"]["output"]}
   del simple["response"]
   assert recording(simple).responses == recording(row).responses
+  del simple["output"][0]["role"]
+  assert recording(simple).responses == recording(row).responses
 
 
 def test_input_may_be_a_text_and_instructions_are_the_system_prompt():
@@ -155,7 +157,7 @@ def test_the_expected_answer_of_a_prompt_is_the_field_that_is_named():
     (rollout(), "'output' must be a list of items, got an empty list"),
     (rollout(item("a", "user")), "must begin with what the assistant wrote"),
     (rollout({"type": "image"}), "item 1 of 'output' has type 'image'; there are: message, "),
-    (rollout({"type": "message", "content": "a"}), "has role None"),
+    (rollout({"type": "message", "role": None, "content": "a"}), "has role None"),
     (rollout({"type": "function_call", "name": "f", "arguments": "{"}), "are no JSON"),
     (rollout(item("a"), tools=[{"name": "f"}]), "declares 1 tools"),
     (rollout(item("a"), reward="1"), "'reward' must be a number"),

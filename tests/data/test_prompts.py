@@ -147,6 +147,14 @@ def test_long_prompts_are_kept_with_weight_zero_by_option(gsm8k):
   assert kept.metrics()["data/overlong_prompts"] == 7.0
 
 
+def test_held_out_prompts_that_are_cut_are_told(gsm8k, caplog):
+  own = {"path": gsm8k, "input_key": "question", "output_key": "answer"}
+  data.make_held_out(TOKENIZER, **own, overlong="zero_weight", limit=3)
+  assert not caplog.text
+  data.make_held_out(TOKENIZER, **own, overlong="zero_weight", limit=3, max_prompt_tokens=8)
+  assert "3 of the 3 held-out prompts of 'gsm8k' are longer than 8 tokens" in caplog.text
+
+
 def test_held_out_set_is_the_first_rows_in_their_order(gsm8k):
   prompts = data.make_held_out(
     TOKENIZER, path=gsm8k, limit=3, input_key="question", output_key="answer"
@@ -224,6 +232,12 @@ def test_prompt_files_are_read(tmp_path, gsm8k):
     "<role>system\nBe brief.<end><role>user\nThink.\nWhat is 0+0?\n<end>"
   )
   assert prompt.info["problem"] == "What is 0+0?"
+  (tmp_path / "cot.txt").write_bytes("\ufeffThink.\r\n{}".encode())
+  (prompt,) = stream(gsm8k, shuffle=False, prompt_file=tmp_path / "cot.txt").take(1)
+  assert prompt.text.startswith("<role>user\nThink.\nWhat")
+  (tmp_path / "cot.txt").write_bytes("Réfléchis. {}".encode("latin-1"))
+  with pytest.raises(ValueError, match=r"the prompt_file .*cot\.txt is no text in UTF-8"):
+    stream(gsm8k, prompt_file=tmp_path / "cot.txt")
 
 
 def test_reasoning_gym_rows_are_the_packages_own():
@@ -308,6 +322,13 @@ def test_task_names_lead_rows_to_their_environment_and_prompt(tmp_path):
     made(tmp_path, {"task_name": "sums", "problem": "1", "expected_answer": "1"}, tasks=TASKS)
   with pytest.raises(RowError, match="no key 'task_name'"):
     made(tmp_path, {"problem": "1", "expected_answer": "1"}, tasks=TASKS)
+
+
+def test_a_task_name_that_is_no_text_is_a_broken_row(tmp_path):
+  path = tmp_path / "tasks.jsonl"
+  path.write_text('{"problem": "q", "expected_answer": "a", "task_name": ["sums"]}\n')
+  with pytest.raises(RowError, match=r"tasks\.jsonl:1: task_name \['sums'\] is none of"):
+    stream(path, tasks={"sums": {}}, input_key=None, output_key=None).take(1)
 
 
 def test_without_tasks_a_task_name_is_a_field_like_any_other(tmp_path):

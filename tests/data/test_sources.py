@@ -66,10 +66,13 @@ def test_json_holds_a_list_of_rows_in_any_of_the_usual_shapes(tmp_path, content)
 def test_json_of_several_splits_needs_one_of_them(tmp_path):
   path = write(tmp_path / "x.json", json.dumps({"train": ROWS[:3], "test": ROWS[3:]}))
   assert problems(path=path, split="test") == ["3+3", "4+4"]
-  with pytest.raises(ValueError, match="lists of rows among them: 'train', 'test'; data.split"):
+  with pytest.raises(ValueError, match="with the lists of rows 'train', 'test'; data.split"):
     problems(path=path)
   with pytest.raises(ValueError, match="it is 'tets'"):
     problems(path=path, split="tets")
+  write(path, json.dumps(ROWS[0]))
+  with pytest.raises(ValueError, match="x.json holds one object, and no list of rows"):
+    problems(path=path)
 
 
 def test_json_errors_name_file_and_row(tmp_path):
@@ -118,6 +121,16 @@ def test_a_folder_is_read_by_split_in_the_order_of_its_files(tmp_path):
     problems(path=tmp_path, split="dev")
 
 
+def test_a_split_is_a_word_of_a_files_name_or_is_said_to_choose_nothing(tmp_path, caplog):
+  write(tmp_path / "sums_train.jsonl", as_lines(ROWS[:1]))
+  write(tmp_path / "train_1M.jsonl", as_lines(ROWS[1:]))
+  assert problems(path=tmp_path, split="train") == ["0+0"]
+  assert problems(path=tmp_path / "sums_train.jsonl", split="train") == ["0+0"]
+  assert not caplog.text
+  problems(path=tmp_path / "sums_train.jsonl", split="test")
+  assert "all rows of" in caplog.text and "split='test' does not part it" in caplog.text
+
+
 def test_a_folder_with_a_named_dataset_has_its_usual_splits(tmp_path):
   rows = [{"question": f"{i}?", "answer": f"#### {i}"} for i in range(3)]
   write(tmp_path / "main" / "train.jsonl", as_lines(rows[:2]))
@@ -153,11 +166,27 @@ def test_several_subsets_of_a_hub_dataset_follow_each_other(monkeypatch):
     return datasets.Dataset.from_list([{"question": subset, "answer": "1"}])
 
   monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+  monkeypatch.setattr("grpo_jax.data.tables.silence", lambda endpoint: "")
   assert problems(dataset="AIME2025") == ["AIME2025-I", "AIME2025-II"]
   assert asked == [("opencompass/AIME2025", f"AIME2025-{part}", "test") for part in ("I", "II")]
   asked.clear()
   problems(dataset="gsm8k", input_key="question", for_evaluation=True)
   assert asked == [("openai/gsm8k", "main", "test")]
+
+
+def test_a_hub_that_is_silent_is_not_asked_again_and_again(monkeypatch):
+  datasets = pytest.importorskip("datasets")
+  modes = []
+
+  def load_dataset(repository, subset, *, split):
+    modes.append(datasets.config.HF_HUB_OFFLINE)
+    raise ConnectionError("not in the cache")
+
+  monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+  monkeypatch.setattr("grpo_jax.data.tables.silence", lambda endpoint: f"{endpoint} is silent")
+  with pytest.raises(ValueError, match=r"cannot open .*'me/set'.*: https://.* is silent\. A local"):
+    problems(dataset="me/set")
+  assert modes == [True] and not datasets.config.HF_HUB_OFFLINE
 
 
 def test_no_data_at_all_is_told():
