@@ -215,7 +215,9 @@ class Sandbox:
     self.kill()
     self._popen.wait()
     if self._scratch is not None:
-      shutil.rmtree(self._scratch, ignore_errors=True)
+      with contextlib.suppress(OSError):
+        inside.empty(self._scratch)
+        os.rmdir(self._scratch)
 
 
 def compile_inside() -> None:
