@@ -341,6 +341,8 @@ def test_endings_are_told_apart(boxes, program, ending):
     (["assert f(1)"], {"setup": "1 / 0"}, "setup raises ZeroDivisionError"),
     (["def check(candidate): assert True"], {"entry": ""}, "no entry_point"),
     (["x = 1"], {}, "assert nothing"),
+    (["def test_f(): assert f(1) == 1"], {}, "functions there that nobody calls"),
+    (["import sys\nsys.exit()\nassert f(1) == 1"], {}, "without asking the program"),
   ],
 )
 def test_tests_that_cannot_be_run_are_the_datas_fault(boxes, tests, more, reason):
@@ -355,8 +357,32 @@ def test_program_cannot_have_its_failure_taken_for_the_datas(boxes):
   assert not check(boxes, "VALUES = []\ndef f(x): return 2", nothing, entry="").is_correct
   raising = "class A:\n  __class__ = property(lambda _: exec('raise ImportError'))\nVALUES = A()"
   assert not check(boxes, raising + "\ndef f(x): pass", nothing, entry="").is_correct
+  plain = "f = 1"
+  assert not check(boxes, plain, "if callable(f): assert f(1) == 1").is_correct
   at_call = "def f(x): raise ImportError('no')"
   assert not check(boxes, at_call, "f(1)\nassert f(2) == 2").is_correct
+
+
+UNITTEST = "import unittest\nclass T(unittest.TestCase):\n  "
+
+
+@pytest.mark.parametrize(
+  "test",
+  [
+    UNITTEST + "def test(self):\n    with self.subTest(1): self.assertEqual(f(1), 1)",
+    UNITTEST + "def test(self): self.assertEqual(f(1), 1)\nunittest.main()",
+    UNITTEST + "@unittest.expectedFailure\n  def test(self): self.assertEqual(f(1), 2)",
+    "assert f(1) == 1\nimport sys\nsys.exit(f(1) != 1)",
+    "import sys\nif f(1) == 1: sys.exit()\nassert False",
+  ],
+  ids=["sub-test", "main", "expected failure", "exit at the end", "exit at once"],
+)
+def test_ways_in_which_tests_fail_and_end_do_not_pass_a_wrong_program(boxes, test):
+  assert check(boxes, "def f(x): return x", test, "assert f(3) == 3", entry="").is_correct
+  wrong = "def f(x): return 3 if x == 3 else 2"
+  assert not check(boxes, wrong, test, "assert f(3) == 3", entry="").is_correct
+  late = "def f(x): return 1"
+  assert not check(boxes, late, test, "assert f(3) == 3", entry="").is_correct
 
 
 BROKEN = (
