@@ -352,7 +352,10 @@ def _stream(
 def _environments(config: Config) -> environments.Environments:
   """Makes the environments, if anything is scored by them."""
   is_needed = offline_building.needs_environments(config)
-  return environments.make(**(config.environments.to_dict() if is_needed else {}))
+  try:
+    return environments.make(**(config.environments.to_dict() if is_needed else {}))
+  except ValueError as error:
+    raise configuration.ConfigError(f"environments: {error}") from error
 
 
 def _remember(config: Config, workdir: pathlib.Path) -> None:

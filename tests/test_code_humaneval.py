@@ -34,13 +34,22 @@ def write_rows(path, count):
   return path
 
 
-def test_two_steps_are_scored_by_running_programs(tmp_path):
+def run(folder, **more):
+  """Runs the config on a tiny model and own problems; returns the exit code."""
   arguments = {
     "config": ROOT / "configs" / "code_humaneval.py",
-    "workdir": tmp_path / "run",
-    "config.model.path": tiny.write(tmp_path / "model", family="qwen2"),
-    "config.data.path": write_rows(tmp_path / "train.jsonl", 4),
-    "config.evaluation.data.path": write_rows(tmp_path / "held_out.jsonl", 2),
+    "workdir": folder / "run",
+    "config.model.path": folder / "model",
+    "config.data.path": write_rows(folder / "train.jsonl", 4),
+    "config.evaluation.data.path": write_rows(folder / "held_out.jsonl", 2),
+    **more,
+  }
+  return main.main([f"--{name}={value}" for name, value in arguments.items()])
+
+
+def test_two_steps_are_scored_by_running_programs(tmp_path):
+  tiny.write(tmp_path / "model", family="qwen2")
+  settings = {
     "config.environments.code.sandbox": sandboxes.any_kind(),
     "config.environments.code.code": "raw",  # the tiny model writes no fence.
     "config.total_steps": 2,
@@ -54,7 +63,7 @@ def test_two_steps_are_scored_by_running_programs(tmp_path):
     "config.batching.row_tokens": 288,
     "config.evaluation.at_start": False,
   }
-  assert main.main([f"--{name}={value}" for name, value in arguments.items()]) == 0
+  assert run(tmp_path, **settings) == 0
 
   lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
   *steps, last = [json.loads(line) for line in lines]
@@ -65,3 +74,15 @@ def test_two_steps_are_scored_by_running_programs(tmp_path):
     assert sum(row[f"env/code/{name}"] for name in outcomes) + no_code == pytest.approx(1.0)
   assert steps[-1]["perf/env/code/sandboxes"] >= 1.0
   assert 0.0 <= last["eval/heldout/accuracy"] <= 1.0
+
+
+def test_where_there_is_no_bubblewrap_one_line_says_so_before_the_model_is_read(
+  tmp_path, monkeypatch, capsys
+):
+  for weights in tiny.write(tmp_path / "model", family="qwen2").glob("*.safetensors"):
+    weights.unlink()
+  monkeypatch.setenv("PATH", "/nonexistent")
+  assert run(tmp_path) == main.WRONG_USE
+  (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+  for word in ("environments: ", "no program bwrap", "sandbox='landlock'", "docs/code_env"):
+    assert word in line

@@ -41,7 +41,8 @@ _ENVIRONMENT |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 _START_S = 30.0
 _ADVICE = (
   "install bubblewrap (apt-get install bubblewrap; 0.8 or newer) where user namespaces are"
-  " allowed, or choose another sandbox, knowing what it leaves open: docs/code_environment.md"
+  " allowed, or choose sandbox='landlock' or 'limits', knowing what they leave open:"
+  " docs/code_environment.md"
 )
 _OPTIONS = ("-s", "-S", "-P", "-B")  # no site packages, no folder of the script, no caches.
 
