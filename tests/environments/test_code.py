@@ -187,6 +187,7 @@ def test_sandbox_in_which_no_program_runs_is_found_before_a_model_is_blamed(monk
     ("```python\na\n```\n```python\nb\n```", "fence", "b\n"),
     ("```python\na\n```\n```\noutput\n```", "fence", "a\n"),
     ("```bash\nls\n```", "fence", None),
+    ("```python\r\na\r\n```\r\nDone.\r\n", "fence", "a\r\n"),
     ("```\na\n```", "fence", "a\n"),
     ("```Python3 title=x\na\n```", "fence", "a\n"),
     ("1. first\n   ```py\n   a\n     b\n   ```", "fence", "a\n  b\n"),
