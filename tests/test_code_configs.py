@@ -4,7 +4,6 @@ import json
 import math
 import pathlib
 
-import jax
 import pytest
 
 import grpo_jax.train  # noqa: F401  (main imports it later: its seconds are not this test's.)
@@ -12,14 +11,9 @@ from grpo_jax import main
 from grpo_jax.models import tiny
 from tests import sandboxes
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 ROOT = pathlib.Path(__file__).parents[1]
-
-
-@pytest.fixture(autouse=True)
-def one_device(monkeypatch):
-  """The suite has eight devices; a run takes all there are, this one takes one."""
-  first = jax.devices()[:1]
-  monkeypatch.setattr(jax, "devices", lambda *_: first)
 
 
 def code_row(i):
