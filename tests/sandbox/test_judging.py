@@ -289,6 +289,45 @@ def test_classes_of_the_data_are_passed_by_their_attributes(boxes):
   assert not check(boxes, patched, test, setup=setup, prompt=[setup]).is_correct
 
 
+SHARED = {
+  "slots": ("@dataclass(slots=True)\nclass P: x: int; y: int", "P(1, 2)", "P(2, 1)"),
+  "frozen": ("@dataclass(frozen=True)\nclass P: x: int; y: int = 0", "P(1, 2)", "P(2, 1)"),
+  "named tuple": ("P = namedtuple('P', 'x y')", "P(1, 2)", "P(2, 1)"),
+  "enum": ("class P(Enum):\n  A, B = 1, 2\n  x, y = 1, 2", "P.A", "P.A"),
+}
+
+
+@pytest.mark.parametrize(("definition", "given", "expected"), SHARED.values(), ids=SHARED.keys())
+def test_classes_of_the_data_of_every_kind_cross(boxes, definition, given, expected):
+  imports = "from collections import namedtuple\nfrom dataclasses import dataclass\n"
+  setup = f"{imports}from enum import Enum\n{definition}\n"
+  program = "def f(p): return p if isinstance(p, Enum) else P(p.y, p.x)"
+  test = f"r = f({given})\nassert r == {expected} and type(r) is P and r.x == {expected}.x"
+  assert check(boxes, program, test, setup=setup, prompt=[setup]).is_correct
+
+
+def test_errors_of_the_data_are_raised_whatever_they_take(boxes):
+  setup = "class Bad(Exception):\n  def __init__(self, code, why): super().__init__(why)\n"
+  test = "try: f(1)\nexcept Bad as error: assert 'no' in str(error)\nelse: assert False"
+  raising = "def f(x): raise Bad(3, 'no')"
+  assert check(boxes, raising, test, setup=setup, prompt=[setup]).is_correct
+  assert not check(boxes, "def f(x): pass", test, setup=setup, prompt=[setup]).is_correct
+
+
+def test_cached_property_of_the_data_is_not_filled_in_by_the_program(boxes):
+  setup = """from functools import cached_property
+class Node:
+  def __init__(self, value): self.value = value
+  @cached_property
+  def double(self): return 2 * self.value
+"""
+  test = "assert f(Node(1)).double == 4"
+  right = "def f(n): return Node(n.value + 1)"
+  assert check(boxes, right, test, setup=setup, prompt=[setup]).is_correct
+  cheat = "def f(n):\n  vars(n)['double'] = 4\n  return n"
+  assert not check(boxes, cheat, test, setup=setup, prompt=[setup]).is_correct
+
+
 def test_cases_of_data_count_one_by_one(boxes):
   cases = [[[1, 2], 3], [[2, 2], 5], [[[1], [2]], [1, 2]]]
   verdict = check(boxes, "def f(a, b): return a + b", cases=cases)
