@@ -67,7 +67,9 @@ def _factory(name: str, settings: dict[str, Any]) -> EnvironmentFactory:
   module = registry.module(__name__, source, hidden=_HIDDEN)
   if "make" not in vars(module):
     raise ValueError(f"environment {name!r}: {source} has no make(**settings)")
+  what = f"environment {name!r} ({source})"
+  registry.check_arguments(what, module.make, settings)
   try:
-    return vars(module)["make"](**settings)
-  except TypeError as error:
-    raise ValueError(f"environment {name!r}: {error}") from error
+    return module.make(**settings)
+  except TypeError as error:  # a setting of a wrong kind.
+    raise ValueError(f"{what}: {error}") from error
