@@ -24,8 +24,26 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
   os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
 
 import jax
+import pytest
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
+
+
+@pytest.fixture(scope="module")
+def one_device():
+  """One device of the eight: a run takes all there are."""
+  first = jax.devices()[:1]
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(jax, "devices", lambda *_: first)
+    yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  """The folder of a tiny Llama."""
+  from grpo_jax.models import tiny  # only now: what is set above comes first.
+
+  return tiny.write(tmp_path_factory.mktemp("model") / "tiny")

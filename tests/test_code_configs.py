@@ -4,7 +4,6 @@ import json
 import math
 import pathlib
 
-import jax
 import pytest
 
 import grpo_jax.train  # noqa: F401  (main imports it later: its seconds are not this test's.)
@@ -12,14 +11,9 @@ from grpo_jax import main
 from grpo_jax.models import tiny
 from tests import sandboxes
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 ROOT = pathlib.Path(__file__).parents[1]
-
-
-@pytest.fixture(autouse=True)
-def one_device(monkeypatch):
-  """The suite has eight devices; a run takes all there are, this one takes one."""
-  first = jax.devices()[:1]
-  monkeypatch.setattr(jax, "devices", lambda *_: first)
 
 
 def code_row(i):
@@ -99,3 +93,25 @@ def test_math_and_code_go_to_their_environments_by_the_name_of_their_task(tmp_pa
   prompts = {line["environment"]: line["prompt"] for line in map(json.loads, rollouts.splitlines())}
   assert "1?" in prompts["math"] and "\\boxed{}" in prompts["math"]
   assert "```python" in prompts["code"] and "\\boxed{}" not in prompts["code"]
+
+
+def test_where_there_is_no_bubblewrap_one_line_says_so_before_the_model_is_read(
+  tmp_path, monkeypatch, capsys
+):
+  model = tiny.write(tmp_path / "model", family="qwen2")
+  for weights in model.glob("*.safetensors"):
+    weights.unlink()
+  rows = write(tmp_path / "rows.jsonl", [code_row(0)])
+  arguments = {
+    "config": ROOT / "configs" / "code_humaneval.py",
+    "workdir": tmp_path / "run",
+    "config.model.path": model,
+    "config.data.path": rows,
+    "config.evaluation.data.path": rows,
+  }
+  monkeypatch.setenv("PATH", "/nonexistent")
+  command = [f"--{name}={value}" for name, value in arguments.items()]
+  assert main.main(command) == main.WRONG_USE
+  (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+  for word in ("environments: ", "no program bwrap", "sandbox='landlock'", "docs/code_env"):
+    assert word in line

@@ -3,31 +3,17 @@
 import json
 import pathlib
 
-import jax
 import numpy as np
 import pytest
 
 import configs.base
 import grpo_jax.train  # noqa: F401  (main imports it later: its seconds are not this test's.)
 from grpo_jax import main, metrics, report, train
-from grpo_jax.models import tiny
+
+pytestmark = pytest.mark.usefixtures("one_device")
 
 ROOT = pathlib.Path(__file__).parents[1]
 LETTERS = tuple("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")  # a random model's stop.
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_device():
-  """The suite has eight devices; a run takes all there are, these take one."""
-  first = jax.devices()[:1]
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(jax, "devices", lambda *_: first)
-    yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> pathlib.Path:
-  return tiny.write(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def run_config(name: str, workdir: pathlib.Path, model: pathlib.Path, **overrides) -> list[dict]:

@@ -3,7 +3,6 @@
 import json
 import math
 
-import jax
 import numpy as np
 import pytest
 
@@ -11,12 +10,7 @@ import configs.dapo_math
 from grpo_jax import train
 from grpo_jax.models import tiny
 
-
-@pytest.fixture(autouse=True)
-def one_device(monkeypatch):
-  """The suite has eight devices; a run takes all there are, this one takes one."""
-  first = jax.devices()[:1]
-  monkeypatch.setattr(jax, "devices", lambda *_: first)
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 def test_two_steps_shape_rewards_draw_more_prompts_and_keep_the_surplus(tmp_path):

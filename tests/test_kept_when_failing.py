@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import pytest
 
 from grpo_jax import main
@@ -10,12 +9,7 @@ from grpo_jax.engines import jax_sampler
 from grpo_jax.engines.base import EngineFailure
 from grpo_jax.models import tiny
 
-
-@pytest.fixture(autouse=True)
-def one_device(monkeypatch):
-  """The suite has eight devices; a run takes all there are, this one takes one."""
-  first = jax.devices()[:1]
-  monkeypatch.setattr(jax, "devices", lambda *_: first)
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 @pytest.fixture

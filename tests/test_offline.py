@@ -10,22 +10,10 @@ import pytest
 import configs.base
 from grpo_jax import report, report_data, train
 from grpo_jax.data.formats import RowError
-from grpo_jax.models import loading, tiny
+from grpo_jax.models import loading
 from tests.test_train import StopAfter, assert_same_state, told
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> pathlib.Path:
-  return tiny.write(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_device():
-  """The suite has eight devices; a run takes all there are, these take one."""
-  first = jax.devices()[:1]
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(jax, "devices", lambda *_: first)
-    yield
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 def write(path, rows):

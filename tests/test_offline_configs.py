@@ -4,21 +4,15 @@ import json
 import math
 import pathlib
 
-import jax
 import pytest
 
 import grpo_jax.train  # noqa: F401  (main imports it later: its seconds are not this test's.)
 from grpo_jax import main
 from grpo_jax.models import loading, tiny
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 ROOT = pathlib.Path(__file__).parents[1]
-
-
-@pytest.fixture(autouse=True)
-def one_device(monkeypatch):
-  """The suite has eight devices; a run takes all there are, these take one."""
-  first = jax.devices()[:1]
-  monkeypatch.setattr(jax, "devices", lambda *_: first)
 
 
 @pytest.fixture(scope="module")

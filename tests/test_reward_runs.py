@@ -3,7 +3,6 @@
 import json
 import pathlib
 
-import jax
 import numpy as np
 import pytest
 import torch
@@ -14,15 +13,10 @@ from grpo_jax import main, rollout
 from grpo_jax.models import tiny
 from tests.environments.scripted_server import answer, echo, serving
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 ROOT = pathlib.Path(__file__).parents[1]
 PROBLEMS = ["Say something.", "What is up?", "Who are you?", "Go on."]
-
-
-@pytest.fixture(autouse=True)
-def one_device(monkeypatch):
-  """The suite has eight devices; a run takes all there are, this one takes one."""
-  first = jax.devices()[:1]
-  monkeypatch.setattr(jax, "devices", lambda *_: first)
 
 
 @pytest.fixture(scope="module")

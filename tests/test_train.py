@@ -12,7 +12,9 @@ import pytest
 import configs.base
 from grpo_jax import checkpointing, metrics, train
 from grpo_jax.data.formats import RowError
-from grpo_jax.models import loading, tiny
+from grpo_jax.models import loading
+
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 class StopAfter:
@@ -24,11 +26,6 @@ class StopAfter:
   def __bool__(self) -> bool:
     self.looks -= 1
     return self.looks < 0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> pathlib.Path:
-  return tiny.write(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -72,15 +69,6 @@ def make_config(model, rows):
     return config
 
   return make
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_device():
-  """The suite has eight devices; a run takes all there are, these take one."""
-  first = jax.devices()[:1]
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(jax, "devices", lambda *_: first)
-    yield
 
 
 @pytest.fixture(scope="module")

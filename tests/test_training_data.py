@@ -3,14 +3,14 @@
 import json
 import pathlib
 
-import jax
 import pytest
 
 import configs.base
 import configs.curriculum
 import configs.gsm8k
 from grpo_jax import configuration, data_options, main, metrics, run_options, train
-from grpo_jax.models import tiny
+
+pytestmark = pytest.mark.usefixtures("one_device")
 
 # Rows of GSM8K, MIT licence, Cobbe et al. 2021.
 GSM8K = [
@@ -27,20 +27,6 @@ GSM8K = [
     "<<48+24=72>>72 clips altogether in April and May.\n#### 72",
   },
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_device():
-  """The suite has eight devices; a run takes all there are, these take one."""
-  first = jax.devices()[:1]
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(jax, "devices", lambda *_: first)
-    yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> pathlib.Path:
-  return tiny.write(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def write(path, rows):

@@ -172,8 +172,10 @@ def make(
     compile_error, timeout, over_limit, crash, wrong the one that applies.
 
   Raises:
-    ValueError: the sandbox does not work on this machine.
+    ValueError: the sandbox does not work on this machine, or an option makes no sense.
   """
+  if not total_timeout_s > 0:
+    raise ValueError(f"total_timeout_s must be above 0, got {total_timeout_s}")
   limits = Limits(
     timeout_s=timeout_s, memory_mib=memory_mib, output_kib=output_kib, scratch_mib=scratch_mib
   )

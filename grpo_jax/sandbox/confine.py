@@ -67,7 +67,7 @@ def shut(
   devices: Sequence[str],
   scratch: str | None,
 ) -> None:
-  """Closes what is not needed: system calls, and files where there is no bubblewrap.
+  """Closes what is not needed: root's powers, system calls, and files without bubblewrap.
 
   Args:
     seccomp: the filter of system calls, see `syscalls`, in hexadecimal.
@@ -84,6 +84,7 @@ def shut(
     read = _EXECUTE | _READ_FILE | _READ_DIR
     places = [*((path, read) for path in readable), (scratch, _ALL_RIGHTS)]
     _close_files(libc, [*places, *((path, _READ_FILE | _WRITE_FILE) for path in devices)])
+  libc.drop_capabilities()
   _filter_calls(libc, bytes.fromhex(seccomp))
 
 
@@ -128,6 +129,11 @@ class _Libc:
 
   def prctl(self, name: str, option: int, argument: int, more: Any = 0) -> None:
     self._checked(self._library.prctl(option, argument, more, 0, 0), f"prctl({name})")
+
+  def drop_capabilities(self) -> None:
+    version, sets = 0x20080522, 6  # effective, permitted, inheritable: 64 bits each.
+    header = (ctypes.c_uint32 * 2)(version, 0)  # of this process.
+    self._checked(self._library.capset(header, (ctypes.c_uint32 * sets)()), "capset")
 
   def landlock(self, *arguments: Any) -> int:
     """A system call of Landlock; whole numbers are passed as long ones."""

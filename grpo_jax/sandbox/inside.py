@@ -17,7 +17,6 @@ import importlib
 import json
 import os
 import random
-import shutil
 import socket
 import stat
 import sys
@@ -71,7 +70,7 @@ def _serve(channel: int, settings: dict[str, Any]) -> Callable[[], None]:
     for fd in fds:
       os.close(fd)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if not _emptied(settings["scratch"]):
+    if not _is_emptied(settings["scratch"]):
       os._exit(_UNUSABLE)
     os.write(channel, bytes([128 - status if status < 0 else status]))
 
@@ -107,18 +106,34 @@ def _child(
   return candidate.run_program
 
 
-def _emptied(folder: str) -> bool:
-  """Removes what a child left in its folder; returns whether all is gone."""
-  try:
-    for path, names, _ in os.walk(folder):
-      for inner in (os.path.join(path, name) for name in names):
-        if not os.path.islink(inner):
-          os.chmod(inner, stat.S_IRWXU)
-    for entry in os.scandir(folder):
-      if entry.is_dir(follow_symlinks=False):
-        shutil.rmtree(entry.path)
-      else:
+def empty(folder: str) -> None:
+  """Removes all that is in a folder, and gives it back its mode.
+
+  It may be nested deeper than paths and recursion reach: the folders of a folder are moved up
+  before it is removed.
+
+  Raises:
+    OSError: something cannot be removed.
+  """
+  os.chmod(folder, stat.S_IRWXU)
+  while entries := list(os.scandir(folder)):
+    for entry in entries:
+      if not entry.is_dir(follow_symlinks=False):
         os.unlink(entry.path)
-    return not os.listdir(folder)
-  except (OSError, RecursionError):  # whatever it did to be in the way: the sandbox is given up.
+        continue
+      os.chmod(entry.path, stat.S_IRWXU)
+      for inner in list(os.scandir(entry.path)):
+        if inner.is_dir(follow_symlinks=False):
+          os.chmod(inner.path, stat.S_IRWXU)
+          os.rename(inner.path, os.path.join(folder, os.urandom(16).hex()))
+        else:
+          os.unlink(inner.path)
+      os.rmdir(entry.path)
+
+
+def _is_emptied(folder: str) -> bool:
+  try:
+    empty(folder)
+  except OSError:  # whatever a child did to be in the way: the sandbox is given up.
     return False
+  return True

@@ -61,14 +61,12 @@ def verdict(suite: dict[str, Any], link: remote.Link) -> dict[str, Any]:
       return count.result(compile_error="compile" in failure)
     tests.run(link, count)
     if not count.total and not link.questions:
+      tests.check_that_they_ask(link)
       count.failed("nothing was asserted")
   except BadTests as error:
     return {"bad_tests": str(error)[:500]}
   except remote.Gone:
     count.failed("the program has ended")
-  except SystemExit as error:  # a test's own way of ending.
-    if error.code:
-      count.failed(f"SystemExit: {error.code}")
   except ImportError as error:
     if not link.questions:  # so it is no doing of the program's.
       return {"bad_tests": f"{type(error).__name__}: {error}"[:500]}
@@ -128,7 +126,7 @@ class _Tests:
     """
     self._entry, self._cases = suite["entry"], suite["cases"]
     module = types.ModuleType("tests")
-    sys.modules["tests"] = module
+    sys.modules["tests"] = sys.modules["__main__"] = module  # unittest.main() looks there.
     self._space = vars(module)
     try:
       setup = ast.parse(suite["setup"])
@@ -171,6 +169,17 @@ class _Tests:
     if "unittest" in sys.modules:
       _run_test_cases(space, count)
 
+  def check_that_they_ask(self, link: remote.Link) -> None:
+    """Of tests that ran, and asked the program nothing: raises BadTests if that is their doing.
+
+    It is, unless they read values of the program's, by which it may have kept them from asking.
+    """
+    read = link.names & {*self._free, self._entry}
+    if all(isinstance(self._space.get(name), remote.Remote) for name in read):
+      raise BadTests(
+        "the tests end without asking the program anything: are functions there that nobody calls?"
+      )
+
   def _has_check(self) -> bool:
     check = self._space.get("check")
     return isinstance(check, types.FunctionType) and check.__module__ == "tests"
@@ -189,6 +198,9 @@ class _Tests:
       run()
     except (ImportError, BadTests):
       raise
+    except SystemExit as error:  # a test's own way of ending.
+      if error.code:
+        count.failed(f"SystemExit: {error.code}")
     except (Exception, remote.Gone) as error:  # outside of an assertion: a call that raised.
       count.failed(f"{type(error).__name__}: {error}")
 
@@ -229,7 +241,10 @@ def _listed(value: Any) -> Any:
 
 
 def _run_test_cases(space: dict[str, Any], count: _Count) -> None:
-  """Runs the classes of unittest that the tests define; a method is one assertion."""
+  """Runs the classes of unittest that the tests define.
+
+  A method is one assertion; of its sub-tests, each one that fails counts.
+  """
   import unittest
 
   class Result(unittest.TestResult):
@@ -240,6 +255,16 @@ def _run_test_cases(space: dict[str, Any], count: _Count) -> None:
       count.failed(f"{test}: {err[1]}")
 
     addError = addFailure
+
+    def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: Any) -> None:
+      if err is not None:
+        self.addFailure(subtest, err)
+
+    def addExpectedFailure(self, test: unittest.TestCase, err: Any) -> None:
+      count.passed()
+
+    def addUnexpectedSuccess(self, test: unittest.TestCase) -> None:
+      count.failed(f"{test}: a success that was not expected")
 
   loader = unittest.TestLoader()
   for value in list(space.values()):

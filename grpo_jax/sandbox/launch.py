@@ -41,7 +41,8 @@ _ENVIRONMENT |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 _START_S = 30.0
 _ADVICE = (
   "install bubblewrap (apt-get install bubblewrap; 0.8 or newer) where user namespaces are"
-  " allowed, or choose another sandbox, knowing what it leaves open: docs/code_environment.md"
+  " allowed, or choose sandbox='landlock' or 'limits', knowing what they leave open:"
+  " docs/code_environment.md"
 )
 _OPTIONS = ("-s", "-S", "-P", "-B")  # no site packages, no folder of the script, no caches.
 
@@ -62,7 +63,7 @@ class Limits:
   def __post_init__(self):
     least = {"timeout_s": 0.1, "memory_mib": 64, "output_kib": 1, "scratch_mib": 1}
     for name, value in dataclasses.asdict(self).items():
-      if value < least[name]:
+      if not value >= least[name]:  # NaN is refused, too.
         raise ValueError(f"{name} must be at least {least[name]}, got {value}")
 
 
@@ -82,12 +83,16 @@ class Launcher:
 
     Raises:
       SandboxError: this kind does not work here; the text says why and what else there is.
+      ValueError: there is no such kind, interpreter or folder.
     """
     choose("sandbox", kind, dict.fromkeys(KINDS))
     self.kind, self.limits = kind, limits
     self._python = os.path.realpath(interpreter or sys.executable)
     self._prefix = sys.base_prefix if interpreter is None else str(Path(self._python).parents[1])
     self._packages = [os.path.realpath(path) for path in packages]
+    for path in (self._python, *self._packages):
+      if not os.path.exists(path):
+        raise ValueError(f"interpreter or packages: there is no {path}")
     compile_inside()
     self._check()
 
@@ -215,7 +220,9 @@ class Sandbox:
     self.kill()
     self._popen.wait()
     if self._scratch is not None:
-      shutil.rmtree(self._scratch, ignore_errors=True)
+      with contextlib.suppress(OSError):
+        inside.empty(self._scratch)
+        os.rmdir(self._scratch)
 
 
 def compile_inside() -> None:

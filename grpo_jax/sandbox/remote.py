@@ -232,7 +232,8 @@ def _exception(answer: dict[str, Any], shared: Mapping[str, type]) -> Exception:
       try:
         return kind(message)
       except TypeError:  # it wants more arguments, as UnicodeDecodeError does.
-        continue
+        if name in shared:
+          return kind.__new__(kind, message)
   return ProgramError(f"{names[0] if names else 'error'}: {message}")
 
 

@@ -6,10 +6,12 @@ else is kept by its owner and sent as a number (`Codec.keep`).
 """
 
 import collections
+import enum
 import importlib
 import json
 import os
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -91,7 +93,8 @@ class Codec:
       keep: object → a JSON value that stands for it; raises TypeError to refuse.
       find: that JSON value, as the other side's `keep` made it, → object.
       shared: classes that both sides have, by name: instances are copied by their
-        attributes. It may be filled later.
+        attributes, named tuples by their items, members of enums by their names. It may be
+        filled later.
     """
     self._keep = keep
     self._find = find
@@ -113,12 +116,17 @@ class Codec:
         return pack(value)
     if isinstance(value, list):
       return [self.encode(v, depth + 1) for v in list.__iter__(value)]
+    name = type(value).__name__
+    is_shared = self.shared.get(name) is type(value)
+    if is_shared and isinstance(value, tuple):
+      return {"record": [name, self.encode(list(tuple.__iter__(value)), depth + 1)]}
     for kind, (tag, items) in _CONTAINERS.items():
       if isinstance(value, kind):
         return {tag: [self.encode(v, depth + 1) for v in items(value)]}
-    if self.shared.get(type(value).__name__) is type(value):
-      attributes = self.encode(object.__getattribute__(value, "__dict__"), depth + 1)
-      return {"instance": [type(value).__name__, attributes]}
+    if is_shared and isinstance(value, enum.Enum):
+      return {"member": [name, value.name]}
+    if is_shared:
+      return {"instance": [name, self.encode(_attributes(value), depth + 1)]}
     if type(value).__module__ in _LIBRARY_MODULES:
       for kind, pack in _library():
         if isinstance(value, kind):
@@ -143,21 +151,48 @@ class Codec:
       ((tag, content),) = data.items()
       if tag == "kept":
         return self._find(content)
-      if tag == "instance":
-        return self._instance(*content)
+      if tag in ("instance", "record", "member"):
+        return self._shared_value(tag, *content)
       if tag in _UNPACK_ATOM:
         return _UNPACK_ATOM[tag](content)
       return _UNPACK_CONTAINER[tag]([self.decode(v) for v in content])
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
       raise ValueError(f"no value's JSON: {str(data):.80}") from error
 
-  def _instance(self, name: str, attributes: Any) -> Any:
-    """An instance of a shared class. Attributes that would hide a method are left out."""
+  def _shared_value(self, tag: str, name: str, content: Any) -> Any:
+    """An instance of a shared class, without attributes that would hide what the class does."""
     cls = self.shared[name]
+    if tag == "record":
+      return tuple.__new__(cls, self.decode(content))
+    if tag == "member":
+      return cls.__members__[content]
     made = object.__new__(cls)
-    hidden = {n for n in dir(cls) if callable(getattr(cls, n))}
-    vars(made).update({n: v for n, v in self.decode(attributes).items() if n not in hidden})
+    for attribute, value in self.decode(content).items():
+      if not _is_behaviour(cls, attribute):
+        object.__setattr__(made, attribute, value)
     return made
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+  """The attributes of an instance, in its dictionary and its slots."""
+  found = dict(object.__getattribute__(value, "__dict__")) if type(value).__dictoffset__ else {}
+  for name in dir(type(value)):
+    is_slot = isinstance(_of_class(type(value), name), types.MemberDescriptorType)
+    if is_slot and hasattr(value, name):
+      found[name] = object.__getattribute__(value, name)
+  return found
+
+
+def _of_class(cls: type, name: str) -> Any:
+  """What stands under a name in a class, before descriptors have their say; None: nothing."""
+  return next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)
+
+
+def _is_behaviour(cls: type, name: str) -> bool:
+  """Tells whether a class has a method, a property or the like of this name; no mere default."""
+  found = _of_class(cls, name)
+  is_descriptor = hasattr(found, "__get__") and not isinstance(found, types.MemberDescriptorType)
+  return callable(found) or is_descriptor
 
 
 def _library() -> Iterator[tuple[type, Callable[[Any], Any]]]:

@@ -166,8 +166,21 @@ def test_sandbox_that_is_not_there_is_never_replaced_silently(monkeypatch):
   monkeypatch.setenv("PATH", "/nonexistent")
   with pytest.raises(ValueError, match=r"code environment: .*bwrap.*docs/code_environment.md"):
     environments.make(code=dict(module="code"))
-  with pytest.raises(ValueError, match="timeout_s must be at least"):
-    make(timeout_s=0.0)
+
+
+@pytest.mark.parametrize(
+  ("option", "value", "reason"),
+  [
+    ("timeout_s", 0.0, "timeout_s must be at least"),
+    ("timeout_s", float("nan"), "timeout_s must be at least"),
+    ("total_timeout_s", 0.0, "total_timeout_s must be above 0"),
+    ("packages", ["/nonexistent"], "there is no /nonexistent"),
+    ("interpreter", "/nonexistent/python", "there is no /nonexistent/python"),
+  ],
+)
+def test_option_that_makes_no_sense_is_refused(option, value, reason):
+  with pytest.raises(ValueError, match=reason):
+    make(**{option: value})
 
 
 def test_sandbox_in_which_no_program_runs_is_found_before_a_model_is_blamed(monkeypatch):
@@ -187,6 +200,7 @@ def test_sandbox_in_which_no_program_runs_is_found_before_a_model_is_blamed(monk
     ("```python\na\n```\n```python\nb\n```", "fence", "b\n"),
     ("```python\na\n```\n```\noutput\n```", "fence", "a\n"),
     ("```bash\nls\n```", "fence", None),
+    ("```python\r\na\r\n```\r\nDone.\r\n", "fence", "a\r\n"),
     ("```\na\n```", "fence", "a\n"),
     ("```Python3 title=x\na\n```", "fence", "a\n"),
     ("1. first\n   ```py\n   a\n     b\n   ```", "fence", "a\n  b\n"),

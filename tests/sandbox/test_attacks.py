@@ -5,6 +5,7 @@ import dataclasses
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
@@ -204,6 +205,21 @@ def test_daemon_does_not_outlive_its_program(boxes):
   assert (output.ending, output.text) == (Ending.OK, "done\n")
 
 
+def test_program_stays_among_those_that_are_killed_together(boxes):
+  """Else one that sleeps through its time-out in a session of its own would be a daemon."""
+  output = run(
+    boxes,
+    """
+    import ctypes, os
+    for leave in (os.setsid, lambda: os.setpgid(0, 0)):
+      try: leave()
+      except OSError: print("no")
+    print(ctypes.CDLL(None).prctl(1, 0, 0, 0, 0))  # PR_SET_PDEATHSIG: to outlive its parent.
+  """,
+  )
+  assert output.text == "no\nno\n-1\n"
+
+
 SECRET = "hunter2-4711"
 
 
@@ -313,6 +329,79 @@ def test_no_socket_can_be_opened(boxes):
       server.accept()
 
 
+def test_pair_of_sockets_cannot_be_turned_to_somebody_else(boxes, tmp_path):
+  path = str(tmp_path / "socket")
+  with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
+    server.bind(path)
+    server.settimeout(0.2)
+    output = run(
+      boxes,
+      f"""
+      import asyncio, socket
+      for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW):
+        try: socket.socketpair(socket.AF_UNIX, kind)[0].sendto(b"x", {path!r})
+        except OSError as error: print(type(error).__name__)
+      asyncio.run(asyncio.sleep(0))  # needs a pair, and is harmless.
+    """,
+    )
+    assert (output.ending, output.text) == (Ending.OK, "PermissionError\n" * 2)
+    with pytest.raises(TimeoutError):
+      server.recv(1)
+
+
+def test_signals_cannot_be_sent_by_way_of_a_descriptor(boxes):
+  """The owner of a descriptor gets a signal of one's choice when there is something to read."""
+  with subprocess.Popen(["sleep", "60"]) as victim:
+    output = run(
+      boxes,
+      f"""
+      import array, fcntl, os, signal, socket
+      SETSIG, FIOSETOWN = 10, 0x8901
+      mine, other = socket.socketpair()
+      fcntl.fcntl(mine, fcntl.F_SETFL, os.O_ASYNC)
+      def tried(what):
+        try: what()
+        except OSError: print("no")
+      for number in ({victim.pid}, os.getppid()):
+        tried(lambda: fcntl.fcntl(mine, SETSIG, signal.SIGKILL))
+        tried(lambda: fcntl.fcntl(mine, fcntl.F_SETOWN, number))
+        tried(lambda: fcntl.ioctl(mine, FIOSETOWN, array.array("i", [number])))
+        other.send(b"x")
+    """,
+    )
+    is_alive = victim.poll() is None
+    victim.kill()
+  assert output.text == "no\n" * 6 and is_alive
+
+
+def test_shared_memory_of_others_cannot_be_had_or_removed(boxes):
+  output = run(
+    boxes,
+    """
+    import ctypes
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.shmat.restype = ctypes.c_long
+    for call in (lambda: libc.shmat(0, None, 0), lambda: libc.shmctl(0, 0, None),
+                 lambda: libc.semctl(0, 0, 0), lambda: libc.msgctl(0, 0, None),
+                 lambda: libc.mq_unlink(b"/x")):
+      print(call(), ctypes.get_errno() in (1, 13))  # refused, whether there is one or not.
+  """,
+  )
+  assert output.text == "-1 True\n" * 5
+
+
+def test_root_in_the_sandbox_has_no_powers(boxes):
+  output = run(
+    boxes,
+    """
+    import ctypes
+    sets = (ctypes.c_uint32 * 6)()
+    print(ctypes.CDLL(None).capget((ctypes.c_uint32 * 2)(0x20080522, 0), sets), *sets)
+  """,
+  )
+  assert output.text == "0 0 0 0 0 0 0\n"
+
+
 def test_parent_and_everybody_else_stay_alive(boxes):
   before = boxes.pids()
   output = run(
@@ -378,6 +467,25 @@ def test_one_program_leaves_nothing_for_the_next(boxes):
   probe = "import builtins, random\nprint(hasattr(builtins, 'left'), random.random())"
   first, second = run(boxes, probe).text, run(boxes, probe).text
   assert first.startswith("False") and first == second  # and the same luck for all.
+
+
+@pytest.mark.parametrize(
+  "program",
+  [
+    "os.chmod('.', 0o500)",
+    "os.setxattr('.', 'system.posix_acl_default', bytes.fromhex(ACL))",
+    "for _ in range(1500): os.mkdir('d'); os.chdir('d')",
+    "os.mkdir('a'); os.mkdir('a/b', 0); os.mkfifo('a/c'); os.symlink('a', 'd'); os.umask(0o777)",
+  ],
+  ids=["mode", "access list", "deep", "of all kinds"],
+)
+def test_folder_is_as_new_for_the_next_program(boxes, program):
+  entries = ((1, 0), (4, 0), (32, 0))  # owner, group, others: no rights on what is made in it.
+  acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry, 2**32 - 1) for entry in entries)
+  run(boxes, f"import os\nACL = {acl.hex()!r}\n{program}")
+  probe = "import os\nopen('x', 'w').close()\nprint(oct(os.stat('x').st_mode), os.listxattr('.'))"
+  output = run(boxes, f"{probe}\nprint(open('x').read(), os.listdir())")
+  assert (output.ending, output.text) == (Ending.OK, "0o100644 []\n ['x']\n")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -289,6 +289,45 @@ def test_classes_of_the_data_are_passed_by_their_attributes(boxes):
   assert not check(boxes, patched, test, setup=setup, prompt=[setup]).is_correct
 
 
+SHARED = {
+  "slots": ("@dataclass(slots=True)\nclass P: x: int; y: int", "P(1, 2)", "P(2, 1)"),
+  "frozen": ("@dataclass(frozen=True)\nclass P: x: int; y: int = 0", "P(1, 2)", "P(2, 1)"),
+  "named tuple": ("P = namedtuple('P', 'x y')", "P(1, 2)", "P(2, 1)"),
+  "enum": ("class P(Enum):\n  A, B = 1, 2\n  x, y = 1, 2", "P.A", "P.A"),
+}
+
+
+@pytest.mark.parametrize(("definition", "given", "expected"), SHARED.values(), ids=SHARED.keys())
+def test_classes_of_the_data_of_every_kind_cross(boxes, definition, given, expected):
+  imports = "from collections import namedtuple\nfrom dataclasses import dataclass\n"
+  setup = f"{imports}from enum import Enum\n{definition}\n"
+  program = "def f(p): return p if isinstance(p, Enum) else P(p.y, p.x)"
+  test = f"r = f({given})\nassert r == {expected} and type(r) is P and r.x == {expected}.x"
+  assert check(boxes, program, test, setup=setup, prompt=[setup]).is_correct
+
+
+def test_errors_of_the_data_are_raised_whatever_they_take(boxes):
+  setup = "class Bad(Exception):\n  def __init__(self, code, why): super().__init__(why)\n"
+  test = "try: f(1)\nexcept Bad as error: assert 'no' in str(error)\nelse: assert False"
+  raising = "def f(x): raise Bad(3, 'no')"
+  assert check(boxes, raising, test, setup=setup, prompt=[setup]).is_correct
+  assert not check(boxes, "def f(x): pass", test, setup=setup, prompt=[setup]).is_correct
+
+
+def test_cached_property_of_the_data_is_not_filled_in_by_the_program(boxes):
+  setup = """from functools import cached_property
+class Node:
+  def __init__(self, value): self.value = value
+  @cached_property
+  def double(self): return 2 * self.value
+"""
+  test = "assert f(Node(1)).double == 4"
+  right = "def f(n): return Node(n.value + 1)"
+  assert check(boxes, right, test, setup=setup, prompt=[setup]).is_correct
+  cheat = "def f(n):\n  vars(n)['double'] = 4\n  return n"
+  assert not check(boxes, cheat, test, setup=setup, prompt=[setup]).is_correct
+
+
 def test_cases_of_data_count_one_by_one(boxes):
   cases = [[[1, 2], 3], [[2, 2], 5], [[[1], [2]], [1, 2]]]
   verdict = check(boxes, "def f(a, b): return a + b", cases=cases)
@@ -341,6 +380,8 @@ def test_endings_are_told_apart(boxes, program, ending):
     (["assert f(1)"], {"setup": "1 / 0"}, "setup raises ZeroDivisionError"),
     (["def check(candidate): assert True"], {"entry": ""}, "no entry_point"),
     (["x = 1"], {}, "assert nothing"),
+    (["def test_f(): assert f(1) == 1"], {}, "functions there that nobody calls"),
+    (["import sys\nsys.exit()\nassert f(1) == 1"], {}, "without asking the program"),
   ],
 )
 def test_tests_that_cannot_be_run_are_the_datas_fault(boxes, tests, more, reason):
@@ -355,8 +396,32 @@ def test_program_cannot_have_its_failure_taken_for_the_datas(boxes):
   assert not check(boxes, "VALUES = []\ndef f(x): return 2", nothing, entry="").is_correct
   raising = "class A:\n  __class__ = property(lambda _: exec('raise ImportError'))\nVALUES = A()"
   assert not check(boxes, raising + "\ndef f(x): pass", nothing, entry="").is_correct
+  plain = "f = 1"
+  assert not check(boxes, plain, "if callable(f): assert f(1) == 1").is_correct
   at_call = "def f(x): raise ImportError('no')"
   assert not check(boxes, at_call, "f(1)\nassert f(2) == 2").is_correct
+
+
+UNITTEST = "import unittest\nclass T(unittest.TestCase):\n  "
+
+
+@pytest.mark.parametrize(
+  "test",
+  [
+    UNITTEST + "def test(self):\n    with self.subTest(1): self.assertEqual(f(1), 1)",
+    UNITTEST + "def test(self): self.assertEqual(f(1), 1)\nunittest.main()",
+    UNITTEST + "@unittest.expectedFailure\n  def test(self): self.assertEqual(f(1), 2)",
+    "assert f(1) == 1\nimport sys\nsys.exit(f(1) != 1)",
+    "import sys\nif f(1) == 1: sys.exit()\nassert False",
+  ],
+  ids=["sub-test", "main", "expected failure", "exit at the end", "exit at once"],
+)
+def test_ways_in_which_tests_fail_and_end_do_not_pass_a_wrong_program(boxes, test):
+  assert check(boxes, "def f(x): return x", test, "assert f(3) == 3", entry="").is_correct
+  wrong = "def f(x): return 3 if x == 3 else 2"
+  assert not check(boxes, wrong, test, "assert f(3) == 3", entry="").is_correct
+  late = "def f(x): return 1"
+  assert not check(boxes, late, test, "assert f(3) == 3", entry="").is_correct
 
 
 BROKEN = (

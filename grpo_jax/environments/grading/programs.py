@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable
 
 _FENCE = re.compile(
-  r"^[ \t]*```[ \t]*(?P<label>[\w+-]*)[^\n`]*\n(?P<body>.*?)^[ \t]*```[ \t]*$", re.M | re.S
+  r"^[ \t]*```[ \t]*(?P<label>[\w+-]*)[^\n`]*\n(?P<body>.*?)^[ \t]*```[ \t\r]*$", re.M | re.S
 )
 _TAG = re.compile(r"<code>(.*?)</code>", re.S)
 _PYTHON = ("python", "python3", "py")
