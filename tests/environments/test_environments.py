@@ -89,7 +89,7 @@ def test_a_class_of_environments_is_a_factory(tmp_path, monkeypatch):
     "class Guess:\n"
     "  def __init__(self, prompt): self.wanted = prompt.info['wanted']\n"
     "  async def start(self): pass\n"
-    "  async def step(self, text, ids, reason): return StepResult(float(text == self.wanted), True)\n"
+    "  async def step(self, text, *_): return StepResult(float(text == self.wanted), True)\n"
     "  async def close(self): pass\n"
     "  def metrics(self): return {}\n"
     "def make(): return Guess\n"
