@@ -97,7 +97,6 @@ def get_config() -> Any:
       # Where the answer must stand: boxed, hash (after ####), tag, line (after "Answer:"),
       # last_number, any, raw; None: boxed, for minerva line, for multiple_choice wherever.
       answer=config_dict.placeholder(str),
-      reward_wrong=0.0,  # of a wrong answer, or of none; DAPO: -1.0.
       workers=2,  # grading processes.
       timeout_s=5.0,  # a grading that takes longer is killed and counts as wrong.
     )

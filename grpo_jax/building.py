@@ -231,9 +231,8 @@ def _check_head(config: Config, mesh: Mesh) -> None:
 
 
 def _check_context(config: Config, folder: pathlib.Path) -> None:
-  """Raises ConfigError if a completion may grow beyond what the model can read: the run would
-  end there, be it after hours."""
-  allowed = run_options.limits(config).max_tokens
+  """Raises ConfigError if completions may outgrow the model: a run would end there, half done."""
+  allowed = run_options.limits(config).max_tokens or 0
   known = model_config.from_hf(loading.read_json(folder / "config.json")).max_position_embeddings
   if not offline_building.is_offline(config) and allowed > known:
     raise configuration.ConfigError(
@@ -365,7 +364,10 @@ def _stream(
 def _environments(config: Config) -> environments.Environments:
   """Makes the environments, if anything is scored by them."""
   is_needed = offline_building.needs_environments(config)
-  return environments.make(**(config.environments.to_dict() if is_needed else {}))
+  try:
+    return environments.make(**(config.environments.to_dict() if is_needed else {}))
+  except ValueError as error:
+    raise configuration.ConfigError(f"environments: {error}") from error
 
 
 def _remember(config: Config, workdir: pathlib.Path) -> None:

@@ -7,10 +7,11 @@ the type that it needs and what came, and values for fields that are None.
 import ast
 import dataclasses
 import difflib
+import fnmatch
 import pathlib
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from absl import flags
@@ -32,6 +33,8 @@ Trains a language model by GRPO.
               on/off: --config.data.shuffle=false, --noconfig.data.shuffle
               lists: --config.evaluation.pass_k=1,8   words: --config.sampling.stop_strings=a,b
               nothing: --config.loss.dual_clip=None
+              further arguments of an environment, a task, a dataloader, an engine of your own:
+              --config.environments.math.format_reward=0.1
   --flagfile=FILE   reads further flags from a file, one a line.
   --help      this text; with --config, the fields of that configuration and their values.
 
@@ -42,6 +45,18 @@ Exit codes: 0 finished; 1 failed in training; 2 the command or the configuration
 130 stopped by Ctrl-C, 143 by SIGTERM, both with a checkpoint (a second signal ends at once,
 without one).
 """
+
+
+# Sections whose fields are arguments of something that a user may have written: a flag may add one.
+# Whoever takes the arguments refuses those that it does not know.
+OPEN_SECTIONS = (
+  "data.dataloader_args",
+  "data.task_args",
+  "engine.options",
+  "engine.sglang.environment",
+  "environments.*",
+  "model.chat_template_args",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +112,7 @@ def _override(config: ConfigDict, parsed: flags.FlagValues, argv: Sequence[str])
   names = dict.fromkeys(
     m.group(1) for a in argv if (m := re.match(r"--?(?:no)?config\.([^=]*)", a))
   )
+  _make_room(config, names)
   complaints = [f"--config.{n}: {c}" for n in names if (c := configuration.refusal(config, n))]
   if complaints:
     raise ConfigError("\n".join(complaints))
@@ -118,6 +134,19 @@ def _override(config: ConfigDict, parsed: flags.FlagValues, argv: Sequence[str])
     if name in values and values[name] is None and name not in may_be_none:
       raise ConfigError(f"--config.{name}=None: this field needs a value, None is not allowed")
   return rest
+
+
+def _make_room(config: ConfigDict, names: Iterable[str]) -> None:
+  """Adds, without values, the fields that flags name and that open sections lack."""
+  for name in names:
+    path, _, field = name.rpartition(".")
+    if any(fnmatch.fnmatchcase(path, pattern) for pattern in OPEN_SECTIONS):
+      section: Any = config
+      for part in path.split("."):
+        section = section.get(part) if isinstance(section, ConfigDict) else None
+      if isinstance(section, ConfigDict) and field.isidentifier() and field not in section:
+        with section.unlocked():
+          section[field] = None
 
 
 class _Reader(flags.ArgumentParser):

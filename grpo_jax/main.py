@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
 def run(command: command_line.Command, stop: interrupts.Flag) -> bool:
   """Runs the training that was asked for, and says so if it was stopped.
 
-  Returns whether the engine failed, in a way that it told itself. Whatever else fails is raised.
+  Returns whether it failed by what a user can repair, and was told so. Other failures are raised.
 
   The flag is up before JAX is imported: a KeyboardInterrupt in the midst of that can be
   swallowed by an extension module, and the run would go on.
@@ -46,7 +46,6 @@ def run(command: command_line.Command, stop: interrupts.Flag) -> bool:
     ConfigError: the configuration cannot work, or the run folder cannot be used.
   """
   from grpo_jax import train  # only now: it takes seconds, and mistakes should not.
-  from grpo_jax.engines.base import EngineFailure
 
   configuration.check(command.config, [train.validate])
   if stop:
@@ -57,7 +56,7 @@ def run(command: command_line.Command, stop: interrupts.Flag) -> bool:
     print(f"run folder: {workdir}", flush=True)
     try:
       train.train(command.config, workdir, stop=stop)
-    except EngineFailure as error:
+    except train.TOLD as error:
       print(f"error: {error}", file=sys.stderr)
       print(f"the same command with --workdir={workdir} goes on", file=sys.stderr)
       return True

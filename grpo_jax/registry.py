@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
@@ -22,6 +23,35 @@ def choose(what: str, name: str, table: Mapping[str, T]) -> T:
     known = ", ".join(sorted(table))
     raise ValueError(f"unknown {what} {name!r}{nearest(name, table)}; there are: {known}")
   return table[name]
+
+
+def check_arguments(
+  what: str, function: Callable[..., Any], given: Iterable[str], *, usual: Iterable[str] = ()
+) -> None:
+  """Raises ValueError unless a function can be called with arguments of these names.
+
+  Args:
+    what: the function, for the message.
+    function: that is to be called.
+    given: names that a user chose.
+    usual: names of what every function of its kind is given; not offered to the user.
+  """
+  given, usual = set(given), set(usual)
+  parameters = inspect.signature(function).parameters.values()
+  variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+  named = [p for p in parameters if p.kind not in variable]
+  takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+  own = [p.name for p in named if p.name not in usual]
+  unknown = [] if takes_any else sorted(given - {*own})
+  if unknown:
+    hint = nearest(unknown[0], own)
+    raise ValueError(f"{what} takes no {unknown[0]!r}{hint}; it takes: {', '.join(own) or 'none'}")
+  unasked = [] if takes_any else sorted(usual - {p.name for p in named})
+  if unasked:
+    raise ValueError(f"{what} must take {', '.join(unasked)}")
+  missing = [p.name for p in named if p.default is p.empty and p.name not in given | usual]
+  if missing:
+    raise ValueError(f"{what} needs {', '.join(missing)}")
 
 
 def module(package: str, name: str, *, hidden: Iterable[str] = ()) -> ModuleType:

@@ -18,6 +18,7 @@ def get_config(word="none"):
     "count": config_dict.placeholder(int), "clamp": FieldReference(20.0),
     "loss": {"clip_low": 0.2}, "pair": (1, 2), "words": ("a", "b"), "empty": (), "many": [1, 2],
     "args": {}, "sources": [{"path": "x"}],
+    "data": {"task_args": {}}, "environments": {"math": {"workers": 2, "settings": {"a": 1}}},
   })
 """
 
@@ -74,6 +75,10 @@ def config_of(path, *arguments):
     ("--config.many=[3]", "many", [3]),
     ("--config.many=3,4", "many", [3, 4]),
     ("--config.args={'depth': 3}", "args", {"depth": 3}),
+    ("--config.environments.math.bonus=0.1", "environments.math.bonus", 0.1),
+    ("--config.environments.math.workers=3", "environments.math.workers", 3),
+    ("--config.environments.math.settings.b=c", "environments.math.settings.b", "c"),
+    ("--config.data.task_args.most=2", "data.task_args", {"most": 2}),
     ("--config.sources[0].path=y", "sources", [{"path": "y"}]),
   ],
 )
@@ -112,6 +117,9 @@ def test_flags_are_read_from_a_flagfile(path, tmp_path):
   [
     ("--config.loss.clp_low=0.3", "--config.loss.clp_low: .*did you mean 'loss.clip_low'"),
     ("--noconfig.of", "--config.of: .*did you mean 'off'"),
+    ("--config.environments.mth.bonus=1", "no field .*did you mean 'environments.math"),
+    ("--config.environments.math=1", "--config.environments.math: it is a section"),
+    ("--config.data.task_arg.most=2", "no field 'data.task_arg.most'"),
     ("--config.seed=1.5", "--config.seed=1.5: expected an integer, got '1.5'"),
     ("--config.seed=abc", "--config.seed=abc: expected an integer, got 'abc'"),
     ("--config.rate=fast", "expected a number, got 'fast'"),

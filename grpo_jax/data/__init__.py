@@ -1,7 +1,6 @@
 """Files, hub datasets and tasks → prompts, in a reproducible, resumable order."""
 
 import functools
-import inspect
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from grpo_jax.data.settings import training as training_sets
 from grpo_jax.data.skipped import OnError
 from grpo_jax.data.tokenizer import Tokenizer, check_vocabulary
 from grpo_jax.data.tokenizer import load as load_tokenizer
-from grpo_jax.registry import choose, function
+from grpo_jax.registry import check_arguments, choose, function
 from grpo_jax.types import Prompt
 
 __all__ = [
@@ -145,7 +144,9 @@ def make_dataloader(
     chosen = (
       function(dataloader) if "." in dataloader else choose("dataloader", dataloader, DATALOADERS)
     )
-    _check_arguments(dataloader, chosen, dataloader_args or {})
+    usual = ("num_prompts", "records", "memory")
+    of_loaders = functools.partial(chosen, {})  # whatever its first parameter is called.
+    check_arguments(f"data.dataloader {dataloader}", of_loaders, dataloader_args or {}, usual=usual)
     return functools.partial(chosen, **(dataloader_args or {})), True
   if given:
     if len(given) < len(weights) or min(given.values()) < 0 or not any(given.values()):
@@ -162,17 +163,6 @@ def make_dataloader(
       loaders.one_after_the_other, num_prompts_per_dataloader=num_prompts_per_dataloader
     ), False
   return loaders.from_the_only_one, False
-
-
-def _check_arguments(
-  name: str, dataloader: loaders.Dataloader, arguments: Mapping[str, Any]
-) -> None:
-  """Raises ValueError if a function cannot be called as dataloader functions are."""
-  usual = {"num_prompts": 1, "records": (), "memory": {}}
-  try:
-    inspect.signature(dataloader).bind({}, **usual, **arguments)
-  except TypeError as error:
-    raise ValueError(f"data.dataloader {name}{inspect.signature(dataloader)}: {error}") from error
 
 
 def make_held_out(

@@ -1,11 +1,10 @@
 """Rows that a function makes from a seed: tasks without a file."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_jax.data import formats
-from grpo_jax.registry import function
+from grpo_jax.registry import check_arguments, function
 
 
 class FunctionSource:
@@ -42,7 +41,7 @@ class FunctionSource:
     self._size = size
     self._seed = seed
     self._args = dict(task_args or {})
-    _check_call(path, self._make, self._args)
+    check_arguments(f"data.task {path}", self._make, self._args, usual=["seed"])
     first = self._make(seed=seed, **self._args)
     if not isinstance(first, Mapping):
       raise ValueError(f"{path} must make a mapping of fields, it made {first!r:.100}")
@@ -59,14 +58,3 @@ class FunctionSource:
   def where(self, row: int) -> str:
     """Returns the place of a row, for messages."""
     return f"{self.name}:{row + 1}"
-
-
-def _check_call(path: str, make: Callable[..., Any], args: Mapping[str, Any]) -> None:
-  """Raises ValueError unless make(seed=…, **args) fits its signature."""
-  try:
-    inspect.signature(make).bind(seed=0, **args)
-  except TypeError as error:
-    names = "".join(f", {name}=…" for name in args)
-    raise ValueError(
-      f"{path}{inspect.signature(make)} cannot be called as (seed=…{names}): {error}"
-    ) from error

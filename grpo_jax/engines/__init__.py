@@ -19,8 +19,10 @@ def make(name: str, **settings: Any) -> Any:
     A `base.Engine`.
 
   Raises:
-    ValueError: no such engine; the message lists those that there are.
-    TypeError: a setting that it does not have.
+    ValueError: no such engine, or a setting that it does not have; the message lists those that
+      there are.
   """
   hidden = set(registry.modules(__name__)) - set(_ENGINES)
-  return registry.module(__name__, name, hidden=hidden).make(**settings)
+  module = registry.module(__name__, name, hidden=hidden)
+  registry.check_arguments(f"engine {name!r}", module.make, settings)
+  return module.make(**settings)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from grpo_jax import host_memory
+from grpo_jax import host_memory, registry
 from grpo_jax.engines import base, decoding, scheduling, stopping
 from grpo_jax.engines.calls import Call
 from grpo_jax.engines.session import Session, Stats
@@ -307,4 +307,5 @@ def make(
 ) -> JaxSampler:
   """Makes a `JaxSampler`; what `engines.make("jax_sampler", ...)` calls. It needs no folder."""
   del source_directory, workdir
+  registry.check_arguments("engine 'jax_sampler'", JaxSampler, settings, usual=["config"])
   return JaxSampler(config, **settings)

@@ -79,11 +79,12 @@ def total_timeout_s(name: str, settings: Mapping[str, Any]) -> float:
 
 def _factory(name: str, settings: dict[str, Any]) -> EnvironmentFactory:
   make_one = _maker(name, settings)
-  settings.pop("module", None)
+  what = f"environment {name!r} ({settings.pop('module', None) or name})"
+  registry.check_arguments(what, make_one, settings)
   try:
     return make_one(**settings)
-  except TypeError as error:
-    raise ValueError(f"environment {name!r}: {error}") from error
+  except TypeError as error:  # a setting of a wrong kind.
+    raise ValueError(f"{what}: {error}") from error
 
 
 def _maker(name: str, settings: Mapping[str, Any]) -> Callable[..., EnvironmentFactory]:

@@ -20,7 +20,7 @@ from grpo_jax.environments.base import Environment, SingleTurn, StepResult
 from grpo_jax.environments.scoring import conversation, formats
 from grpo_jax.environments.scoring.client import JsonClient, Patience
 from grpo_jax.models import sources
-from grpo_jax.registry import choose
+from grpo_jax.registry import check_arguments, choose
 from grpo_jax.types import Prompt
 
 
@@ -209,7 +209,9 @@ def make(
     max_failed_calls=max_failed_calls,
     concurrency=concurrency,
   )
-  asking = choose("format", format, FORMATS)(**dict(settings or {}))
+  make_format = choose("format", format, FORMATS)
+  check_arguments(f"settings of format {format!r}", make_format, settings or {})
+  asking = make_format(**(settings or {}))
   client = JsonClient(_address(url, asking.route), patience, secret=_key(api_key_env))
   return RewardEndpointEnvironments(client, asking, shift=shift, scale=scale)
 

@@ -299,7 +299,7 @@ def test_ways_of_mixing_exclude_each_other(two):
     stream([{**two[0], "weight": 1}, two[1]])
   with pytest.raises(ValueError, match="dataloader_args needs data.dataloader"):
     stream(two, dataloader_args={"threshold": 1})
-  with pytest.raises(ValueError, match="data.dataloader by_success.*argument 'treshold'"):
+  with pytest.raises(ValueError, match="by_success takes no 'treshold' .did you mean 'thr"):
     stream(two, dataloader="by_success", dataloader_args={"treshold": 1})
   with pytest.raises(ValueError, match="unknown dataloader 'by_sucess'.*'by_success'"):
     stream(two, dataloader="by_sucess")

@@ -270,7 +270,7 @@ def test_make_finds_engines_by_name_and_lists_them_otherwise():
   assert isinstance(engine, FakeEngine)
   with pytest.raises(ValueError, match="did you mean 'jax_sampler'"):
     engines.make("jax_sampller")
-  with pytest.raises(TypeError, match="max_rowz"):
+  with pytest.raises(ValueError, match="takes no 'max_rowz' .did you mean 'max_rows'"):
     engines.make("jax_sampler", config=tiny.config(), max_rowz=3)
 
 

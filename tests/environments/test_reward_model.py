@@ -117,7 +117,7 @@ def test_wrong_settings_are_refused_before_anything_is_sampled(folder, tmp_path)
     make(path=str(folder), compute_dtype="float16")
   with pytest.raises(ValueError, match="batch_size"):
     make(path=str(folder), batch_size=0)
-  with pytest.raises(ValueError, match="unexpected keyword argument 'bach_size'"):
+  with pytest.raises(ValueError, match="takes no 'bach_size' .did you mean 'batch_size'"):
     make(path=str(folder), bach_size=2)
 
 

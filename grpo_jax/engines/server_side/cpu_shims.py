@@ -7,6 +7,8 @@ and in each process that it spawns. Tried with SGLang 0.5.23. What is filled in:
     sgl_kernel    the compiled kernels, of which no build for CPUs is published
     torchvision   imported for image models; its published build needs CUDA
     seeds         deterministic inference is offered for GPU attention only
+    processes     SGLang spawns its own, and each imports all again: three times 20 s of CPU time;
+                  they are forked, as there is no CUDA context here that a fork would break
 
 Seeded sampling is exact: a token is a function of the logits, the seed and the position. The logits
 are torch's: bitwise equal for equal batches, but a row's last bits may depend on how many rows are
@@ -18,6 +20,7 @@ too, are Triton and for GPUs only.
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import multiprocessing
 import os
 import sys
 import types
@@ -48,6 +51,7 @@ def install() -> None:
   _declare_torchvision_operators(torch)
   _define_seeded_hash(torch)
   _allow_seeds()
+  _fork_processes()
 
 
 class _Stub(types.ModuleType):
@@ -221,6 +225,12 @@ def _allow_seeds() -> None:
   choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
   # Would put Triton kernels in the place of torch's matrix products.
   batch_invariant_ops.enable_batch_invariant_mode = lambda enable_bmm=True: None
+
+
+def _fork_processes() -> None:
+  """Has the server fork its processes, whichever way of starting them SGLang chooses."""
+  choose = multiprocessing.set_start_method
+  multiprocessing.set_start_method = lambda method, force=False: choose("fork", force)
 
 
 _KEPT: list[object] = []  # torch forgets the operators of a library that is collected.

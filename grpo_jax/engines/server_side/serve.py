@@ -66,6 +66,7 @@ def main(arguments: list[str]) -> None:
   key = os.environ.pop(API_KEY_VARIABLE, "")
   if wants_cpu(arguments):
     cpu_shims.install()  # sets a variable by which the processes spawned know, see below.
+    os.register_at_fork(after_in_child=die_with_parent)
     arguments = [*DEFAULTS_ON_CPU, *arguments]
 
   from sglang.launch_server import run_server

@@ -1,4 +1,4 @@
-"""`configs/code_humaneval.py` as a newcomer tries it: a tiny Qwen2, a few problems, two steps."""
+"""The configs with programs as a newcomer tries them: a tiny Qwen2, a few problems, two steps."""
 
 import json
 import math
@@ -22,25 +22,33 @@ def one_device(monkeypatch):
   monkeypatch.setattr(jax, "devices", lambda *_: first)
 
 
-def write_rows(path, count):
-  row = lambda i: {
+def code_row(i):
+  return {
     "task_id": f"Own/{i}",
     "prompt": f'def add(x):\n  """Adds {i}."""\n',
     "entry_point": "add",
     "canonical_solution": f"  return x + {i}\n",
     "test": f"def check(candidate):\n  assert candidate(1) == {1 + i}\n",
   }
-  path.write_text("".join(json.dumps(row(i)) + "\n" for i in range(count)))
+
+
+def math_row(i):
+  return {"task_name": "math", "problem": f"{i} + 1?", "expected_answer": str(i + 1)}
+
+
+def write(path, rows):
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
   return path
 
 
-def test_two_steps_are_scored_by_running_programs(tmp_path):
+def two_steps(tmp_path, config, train, held_out, **changes):
+  """Runs a config from the command line with a tiny model; returns the lines of metrics.jsonl."""
   arguments = {
-    "config": ROOT / "configs" / "code_humaneval.py",
+    "config": ROOT / "configs" / config,
     "workdir": tmp_path / "run",
     "config.model.path": tiny.write(tmp_path / "model", family="qwen2"),
-    "config.data.path": write_rows(tmp_path / "train.jsonl", 4),
-    "config.evaluation.data.path": write_rows(tmp_path / "held_out.jsonl", 2),
+    "config.data.path": write(tmp_path / "train.jsonl", train),
+    "config.evaluation.data.path": write(tmp_path / "held_out.jsonl", held_out),
     "config.environments.code.sandbox": sandboxes.any_kind(),
     "config.environments.code.code": "raw",  # the tiny model writes no fence.
     "config.total_steps": 2,
@@ -52,12 +60,21 @@ def test_two_steps_are_scored_by_running_programs(tmp_path):
     "config.data.max_prompt_tokens": 256,
     "config.rollout.max_tokens": 288,
     "config.batching.row_tokens": 288,
-    "config.evaluation.at_start": False,
+    **changes,
   }
   assert main.main([f"--{name}={value}" for name, value in arguments.items()]) == 0
-
   lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-  *steps, last = [json.loads(line) for line in lines]
+  return [json.loads(line) for line in lines]
+
+
+def test_two_steps_are_scored_by_running_programs(tmp_path):
+  *steps, last = two_steps(
+    tmp_path,
+    "code_humaneval.py",
+    [code_row(i) for i in range(4)],
+    [code_row(i) for i in range(2)],
+    **{"config.evaluation.at_start": False},
+  )
   assert len(steps) == 2 and all(math.isfinite(row["train/loss"]) for row in steps)
   outcomes = ("accuracy", "wrong", "compile_error", "timeout", "over_limit", "crash")
   for row in steps:
@@ -65,3 +82,20 @@ def test_two_steps_are_scored_by_running_programs(tmp_path):
     assert sum(row[f"env/code/{name}"] for name in outcomes) + no_code == pytest.approx(1.0)
   assert steps[-1]["perf/env/code/sandboxes"] >= 1.0
   assert 0.0 <= last["eval/heldout/accuracy"] <= 1.0
+
+
+def test_math_and_code_go_to_their_environments_by_the_name_of_their_task(tmp_path):
+  rows = [{**code_row(0), "task_name": "code"}, math_row(0)]
+  found = two_steps(
+    tmp_path, "math_and_code.py", rows, rows, **{"config.evaluation.num_prompts": 2}
+  )
+  for row in found[1:-1]:  # an epoch a step.
+    assert row["env/math/completions"] == row["env/code/completions"] == 2
+    assert "env/code/has_code" in row and "env/math/has_code" not in row
+  for row in (found[0], found[-1]):
+    assert {"eval/heldout/math/accuracy", "eval/heldout/code/accuracy"} <= row.keys()
+
+  rollouts = (tmp_path / "run/rollouts/step_000000.jsonl").read_text()
+  prompts = {line["environment"]: line["prompt"] for line in map(json.loads, rollouts.splitlines())}
+  assert "1?" in prompts["math"] and "\\boxed{}" in prompts["math"]
+  assert "```python" in prompts["code"] and "\\boxed{}" not in prompts["code"]
