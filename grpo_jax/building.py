@@ -105,6 +105,7 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
   folder = sources.resolve(
     config.model.path, fallback=config.model.fallback, cache_dir=config.model.cache_dir
   )
+  _check_context(config, folder)
   tokenizer = data.load_tokenizer(
     folder,
     chat_template=config.model.chat_template,
@@ -227,6 +228,17 @@ def _check_head(config: Config, mesh: Mesh) -> None:
     choice.pick(config.model.logprobs, chip, dtype=config.model.compute_dtype, width=0)
   except (ValueError, NotImplementedError) as error:
     raise configuration.ConfigError(f"model.logprobs: {error}") from error
+
+
+def _check_context(config: Config, folder: pathlib.Path) -> None:
+  """Raises ConfigError if completions may outgrow the model: a run would end there, half done."""
+  allowed = run_options.limits(config).max_tokens or 0
+  known = model_config.from_hf(loading.read_json(folder / "config.json")).max_position_embeddings
+  if not offline_building.is_offline(config) and allowed > known:
+    raise configuration.ConfigError(
+      f"rollout.max_tokens and batching.row_tokens let a prompt with its completion have {allowed}"
+      f" tokens, the model in {folder} reads {known} (max_position_embeddings): lower one of them"
+    )
 
 
 def takes_one_sweep(config: Config, objective: objectives.Objective) -> bool:

@@ -55,7 +55,7 @@ def apply(
   """
   if not 0 <= max_truncated_share <= 1:
     raise ValueError(f"max_truncated_share must be from 0 to 1, got {max_truncated_share}")
-  if min_reward_mean > max_reward_mean:
+  if not min_reward_mean <= max_reward_mean:
     raise ValueError(
       f"min_reward_mean {min_reward_mean} is above max_reward_mean {max_reward_mean}"
     )

@@ -3,7 +3,15 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from grpo_jax import data_options, filters, offline_building, rollout, shaping, stream
+from grpo_jax import (
+  data_options,
+  environments,
+  filters,
+  offline_building,
+  rollout,
+  shaping,
+  stream,
+)
 from grpo_jax.engines.base import SamplingParams
 from grpo_jax.learn import optim
 from grpo_jax.rl import estimators, objectives
@@ -37,12 +45,8 @@ def validate(config: Config) -> Iterator[str]:
       yield f"rollout.{name} must be at least 1, got {config.rollout[name]}"
   has_environments = offline_building.needs_environments(config)
   yield from data_options.complaints(config, has_environments=has_environments)
-  for name, settings in config.environments.items():
-    if settings.to_dict().get("total_timeout_s", 0.0) >= config.rollout.environment_timeout_s:
-      yield (
-        f"environments.{name}.total_timeout_s={settings.total_timeout_s:g} must be less than"
-        f" rollout.environment_timeout_s, which is {config.rollout.environment_timeout_s:g}"
-      )
+  if has_environments:
+    yield from _impatient(config)
   too_large = [k for k in config.evaluation.pass_k if k > config.evaluation.group_size]
   if too_large:
     size = config.evaluation.group_size
@@ -57,6 +61,22 @@ def validate(config: Config) -> Iterator[str]:
     yield "loss.kl_in_reward goes with advantages.estimator='reinforce_pp' (or its baseline form)"
   if config.model.compute_dtype not in ("float32", "bfloat16"):
     yield f"model.compute_dtype is float32 or bfloat16, got {config.model.compute_dtype!r}"
+
+
+def _impatient(config: Config) -> Iterator[str]:
+  """Yields which environments do not exist, or may take longer than a call of theirs may."""
+  limit_s = config.rollout.environment_timeout_s
+  for name, settings in config.environments.items():
+    try:
+      total_s = environments.total_timeout_s(name, settings.to_dict())
+    except ValueError as error:
+      yield str(error)
+      continue
+    if total_s >= limit_s:
+      yield (
+        f"environments.{name}.total_timeout_s={total_s:g} must be less than"
+        f" rollout.environment_timeout_s, which is {limit_s:g}"
+      )
 
 
 def _unlearnable(config: Config) -> Iterator[str]:

@@ -56,10 +56,12 @@ def make(**options: Any) -> Shaping:
   """
   for name in ("scale_from", "scale_to"):
     if options.get(name) is not None:
-      bounds = tuple(float(bound) for bound in options[name])
-      if len(bounds) != 2:
-        raise ValueError(f"shaping: {name} must be two finite numbers, got {bounds}")
-      options[name] = bounds
+      try:
+        low, high = map(float, options[name])
+      except (TypeError, ValueError) as error:
+        given = options[name]
+        raise ValueError(f"shaping: {name} must be two finite numbers, got {given}") from error
+      options[name] = (low, high)
   return Shaping(**options)
 
 

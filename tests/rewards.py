@@ -26,6 +26,13 @@ def broken(prompt: str, completion: str, info) -> float:
   raise LookupError("this reward is broken")
 
 
+def broken_for_some(prompt: str, completion: str, info) -> float:
+  """Fails where the completion is long for its prompt."""
+  if len(completion) > 3 + int(info["expected_answer"]) // 2:
+    raise LookupError("this reward is broken here")
+  return vowels(prompt, completion, info)
+
+
 def vowels_of_some(prompt: str, completion: str, info) -> float:
   """Gives every third prompt no signal; the others `vowels`."""
   if int(info["expected_answer"]) // 2 % 3 == 0:

@@ -117,6 +117,28 @@ def test_stop_strings_that_are_no_list_of_texts_are_a_failure(strings):
   assert "stop_strings must be a list of texts" in groups[0].rollouts[0].error
 
 
+class NoScalar:
+  def __float__(self):
+    raise RuntimeError("two elements")
+
+
+@pytest.mark.parametrize(
+  ("field", "value", "kind"),
+  [
+    ("metrics", None, "AttributeError"),
+    ("reward", NoScalar(), "RuntimeError"),
+    ("done", np.asarray([True, False]), "ValueError"),
+  ],
+)
+def test_a_result_that_cannot_be_read_costs_its_attempt_only(field, value, kind):
+  broken = going_on()
+  object.__setattr__(broken, field, value)  # what an unchecked environment may do.
+  factory = lambda p: Talk(broken if p.text == "a" else StepResult(1.0, done=True))
+  groups = run(ScriptedEngine(lambda r: "x"), factory, prompts("a", "b"))
+  assert error_counts(groups) == {f"rollout/errors/{kind}": 1.0}
+  assert groups[1].rewards.tolist() == [1.0]
+
+
 def test_a_factory_with_wrong_stop_strings_is_refused_before_anything_is_sampled():
   class Wrong(Stopping):
     stop_strings = "</action>"

@@ -105,7 +105,12 @@ def test_order_is_kept_and_nothing_is_changed():
 
 
 @pytest.mark.parametrize(
-  "options", [{"max_truncated_share": 1.5}, {"min_reward_mean": 1.0, "max_reward_mean": 0.0}]
+  "options",
+  [
+    {"max_truncated_share": 1.5},
+    {"min_reward_mean": 1.0, "max_reward_mean": 0.0},
+    {"min_reward_mean": float("nan")},
+  ],
 )
 def test_senseless_options_raise(options):
   with pytest.raises(ValueError, match="must be from 0 to 1|is above"):

@@ -277,6 +277,23 @@ def test_filtered_groups_are_not_learned_from(name, run):
   assert told.is_learned().sum() == 8 * (4 - dropped)
 
 
+def test_groups_with_too_few_scored_completions_are_left_out(run):
+  plain = run("broken_for_some", rollout__max_error_share=1.0)
+  told = run("broken_for_some", rollout__max_error_share=1.0, filters__min_scored=6)
+  scored = np.isfinite(plain.column("reward")).reshape(-1, 8).sum(axis=1)
+  assert plain.metrics["filter/too_few_scored"] == 0.0
+  assert told.metrics["filter/too_few_scored"] == (scored < 6).sum() > 0
+  np.testing.assert_array_equal(told.is_learned().reshape(-1, 8).any(axis=1), scored >= 6)
+
+
+def test_a_round_of_dynamic_sampling_draws_as_many_prompts_as_it_is_told(run):
+  told = run(
+    "vowels_of_some", dynamic_sampling__enabled=True, dynamic_sampling__prompts_per_round=9
+  )
+  assert told.metrics["dynamic_sampling/prompts"] == 9.0
+  assert told.metrics["dynamic_sampling/surplus"] == 2.0
+
+
 def test_overlong_filtering_leaves_truncated_completions_in_the_baseline_only(run):
   plain, told = run(), run(batching__drop_truncated=True)
   np.testing.assert_array_equal(told.is_learned(), ~plain.is_cut())

@@ -14,6 +14,7 @@ from grpo_jax import metrics, rollout
 from grpo_jax.data.byte_tokenizer import END, ROLE, ByteTokenizer
 from grpo_jax.engines.base import GenerationRequest, SamplingParams
 from grpo_jax.environments.base import SingleTurn, StepResult
+from grpo_jax.environments.isolation import IsolatedEnvironment
 from grpo_jax.rollout import Limits, collect_sync, request_seed
 from grpo_jax.types import FinishReason, Prompt
 
@@ -314,8 +315,10 @@ async def sleeping(prompt, text):
     (sleeping, "timeout"),
     (lambda p, t: math.nan, "nan"),
     (lambda p, t: {"a": 1.0, "b": math.inf}, "nan"),
+    (lambda p, t: 1e39, "nan"),  # infinite in float32, in which is learned.
+    (lambda p, t: {}, "ValueError"),
   ],
-  ids=["raises", "exits", "blocks", "sleeps", "nan", "component_inf"],
+  ids=["raises", "exits", "blocks", "sleeps", "nan", "component_inf", "too_large", "nothing"],
 )
 def test_a_failing_environment_costs_its_attempt_only_and_is_counted(fault, kind):
   def reward(prompt, text):
@@ -353,6 +356,23 @@ def test_collect_stops_past_the_allowed_share_of_failures_and_says_why():
   message = r"1 of 2 attempts could not be scored.*0\.4.*'KeyError': 1.*nothing here"
   with pytest.raises(rollout.TooManyFailures, match=message):
     run(engine, single_turn(reward), prompts("a"), limits=Limits(max_error_share=0.4))
+
+
+def test_a_cancelled_call_stays_cancelled_when_its_answer_arrives_at_the_same_time():
+  async def body():
+    environment = IsolatedEnvironment(
+      single_turn(lambda p, t: 1.0)["env"], prompts("a")[0], timeout_s=9.0
+    )
+    await environment.start()
+    step = asyncio.ensure_future(environment.step("x", np.zeros(0, np.int32), FinishReason.STOP))
+    await asyncio.sleep(0)  # now the call is made,
+    time.sleep(0.2)  # and is answered while this loop is busy.
+    step.cancel()
+    with pytest.raises(asyncio.CancelledError):
+      await step
+    await environment.close()
+
+  asyncio.run(body())
 
 
 def test_environments_are_closed_also_when_the_engine_breaks():

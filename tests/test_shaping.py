@@ -164,6 +164,7 @@ def test_metrics_tell_raw_from_shaped():
     ({"scale_from": (2, 1)}, "must rise"),
     ({"scale_from": (0, 1, 2)}, "two finite numbers"),
     ({"scale_from": (0, INF)}, "two finite numbers"),
+    ({"scale_from": (0, "one")}, r"scale_from must be two finite numbers, got \(0, 'one'\)"),
     ({"scale_from": (0, 1), "scale_to": (1, 1)}, "same value"),
     ({"scale_to": (-1, 1)}, "changes nothing without scale_from"),
     ({"stop_properly_coef": 1.5}, "from 0 to 1"),

@@ -11,6 +11,7 @@ import pytest
 
 import configs.base
 from grpo_jax import checkpointing, metrics, train
+from grpo_jax.configuration import ConfigError
 from grpo_jax.data.formats import RowError
 from grpo_jax.models import loading
 
@@ -325,6 +326,12 @@ def test_what_cannot_work_is_said_all_at_once(make_config):
 def test_options_of_rewards_and_groups_that_cannot_work_are_named(options, expected, make_config):
   assert not list(train.validate(make_config()))
   assert expected in "\n".join(train.validate(make_config(**options)))
+
+
+def test_completions_beyond_the_models_context_are_refused_at_the_start(make_config, tmp_path):
+  config = make_config(rollout__max_tokens=4096, batching__row_tokens=3000)
+  with pytest.raises(ConfigError, match="have 3000 tokens, the model in .* reads 2048"):
+    train.train(config, tmp_path)
 
 
 def test_a_broken_row_stops_the_run_with_its_place(make_config, rows, tmp_path):

@@ -70,5 +70,5 @@ def make_task(task: str, args: Mapping[str, Any]) -> Any:
       )
   try:
     return reasoning_gym.create_dataset(task, **args)
-  except (AssertionError, TypeError, ValueError) as error:
+  except (AssertionError, AttributeError, TypeError, ValueError) as error:
     raise ValueError(f"reasoning-gym task {task!r} refuses {dict(args)}: {error}") from error

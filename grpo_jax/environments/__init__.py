@@ -1,6 +1,7 @@
 """Environments by name: each scores the attempts at the prompts that name it."""
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from grpo_jax import registry
@@ -35,14 +36,15 @@ class Environments(Mapping[str, EnvironmentFactory]):
     return {
       f"env/{name}/{metric}": value
       for name, factory in self._factories.items()
-      if isinstance(factory, Counting)
+      if isinstance(factory, Counting) and not isinstance(factory, type)
       for metric, value in factory.metrics().items()
     }
 
   def close(self) -> None:
     """Closes all of them; later calls do nothing."""
     for factory in self._factories.values():
-      if isinstance(factory, Closing):
+      # A class of environments is a factory, too; its methods are those of its environments.
+      if isinstance(factory, Closing) and not isinstance(factory, type):
         factory.close()
 
 
@@ -62,14 +64,33 @@ def make(**environments: Mapping[str, Any]) -> Environments:
   return Environments({name: _factory(name, dict(s)) for name, s in environments.items()})
 
 
+def total_timeout_s(name: str, settings: Mapping[str, Any]) -> float:
+  """Returns what an environment may take for one score by its setting of this name, in seconds.
+
+  Returns:
+    The setting, or its default; 0 if the environment has no such setting.
+
+  Raises:
+    ValueError: see `make`.
+  """
+  setting = inspect.signature(_maker(name, settings)).parameters.get("total_timeout_s")
+  return settings.get("total_timeout_s", setting.default) if setting else 0.0
+
+
 def _factory(name: str, settings: dict[str, Any]) -> EnvironmentFactory:
-  source = settings.pop("module", None) or name
+  make_one = _maker(name, settings)
+  what = f"environment {name!r} ({settings.pop('module', None) or name})"
+  registry.check_arguments(what, make_one, settings)
+  try:
+    return make_one(**settings)
+  except TypeError as error:  # a setting of a wrong kind.
+    raise ValueError(f"{what}: {error}") from error
+
+
+def _maker(name: str, settings: Mapping[str, Any]) -> Callable[..., EnvironmentFactory]:
+  """The function `make` of the module of an environment."""
+  source = settings.get("module") or name
   module = registry.module(__name__, source, hidden=_HIDDEN)
   if "make" not in vars(module):
     raise ValueError(f"environment {name!r}: {source} has no make(**settings)")
-  what = f"environment {name!r} ({source})"
-  registry.check_arguments(what, module.make, settings)
-  try:
-    return module.make(**settings)
-  except TypeError as error:  # a setting of a wrong kind.
-    raise ValueError(f"{what}: {error}") from error
+  return vars(module)["make"]

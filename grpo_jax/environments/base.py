@@ -134,6 +134,8 @@ def as_number(value: Any) -> float:
 def as_reward(value: Any) -> float | dict[str, float]:
   """Returns what a reward function returned, a number or components, in floats; see `as_number`."""
   if isinstance(value, Mapping):
+    if not value:
+      raise ValueError("the reward has no components")
     return {str(name): as_number(part) for name, part in value.items()}
   return as_number(value)
 

@@ -7,7 +7,6 @@ its thread is left behind (it is a daemon) and the attempt is told apart as fail
 import asyncio
 import concurrent.futures
 import dataclasses
-import math
 import queue
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -24,6 +23,7 @@ from grpo_jax.environments.base import (
 )
 from grpo_jax.types import FinishReason, Prompt
 
+_LARGEST = float(np.finfo(np.float32).max)  # rewards are learned from in float32.
 _GRACE_S = 0.5  # a call that can be cancelled is, before its thread is given up.
 
 
@@ -66,9 +66,7 @@ class IsolatedEnvironment:
     Raises:
       EnvironmentFailure: it raised, took too long, or its reward is no finite number.
     """
-    return _checked(
-      await self._call(lambda: self._started().step(text, completion_ids, finish_reason))
-    )
+    return await self._call(lambda: self._step(text, completion_ids, finish_reason))
 
   async def close(self) -> None:
     """Closes the environment and ends the thread. One that blocks is not waited for: it
@@ -90,6 +88,11 @@ class IsolatedEnvironment:
     self._environment = self._factory(self._prompt)
     await self._environment.start()
 
+  async def _step(
+    self, text: str, completion_ids: np.ndarray, finish_reason: FinishReason
+  ) -> StepResult:
+    return _checked(await self._started().step(text, completion_ids, finish_reason))
+
   async def _close(self) -> None:
     if self._environment is not None:
       await self._environment.close()
@@ -104,8 +107,8 @@ class IsolatedEnvironment:
     if self._is_lost:
       return None
     try:
-      result = asyncio.wrap_future(job.future)
-      failure, value = await asyncio.wait_for(result, self._timeout_s + _GRACE_S)
+      async with asyncio.timeout(self._timeout_s + _GRACE_S):  # 3.11's wait_for eats a cancel.
+        failure, value = await asyncio.wrap_future(job.future)
     except TimeoutError as error:
       self._is_lost = True
       raise self._timeout() from error
@@ -131,6 +134,8 @@ class IsolatedEnvironment:
     except BaseException as error:  # also SystemExit: an environment must not end the run.
       if clock.expired():
         return self._timeout(), None
+      if isinstance(error, EnvironmentFailure):
+        return error, None
       failure = EnvironmentFailure(type(error).__name__, str(error))
       failure.__cause__ = error
       return failure, None
@@ -157,10 +162,12 @@ def _checked(result: Any) -> StepResult:
     total = sum(reward.values()) if isinstance(reward, dict) else reward
   except (TypeError, ValueError, OverflowError) as error:
     raise EnvironmentFailure("type", f"a reward or metric is no number: {error}") from error
-  if not math.isfinite(total):
+  if not abs(total) <= _LARGEST:  # also NaN.
     raise EnvironmentFailure("nan", f"the reward is {result.reward}")
   stop_strings = None if result.stop_strings is None else checked_stops(result.stop_strings)
-  return dataclasses.replace(result, reward=reward, metrics=metrics, stop_strings=stop_strings)
+  return dataclasses.replace(
+    result, reward=reward, done=bool(result.done), metrics=metrics, stop_strings=stop_strings
+  )
 
 
 def checked_stops(strings: Any) -> tuple[str, ...]:

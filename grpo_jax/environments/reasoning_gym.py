@@ -93,7 +93,8 @@ class GymEnvironments:
     """The reward out of the task's score."""
     solved = score >= _SOLVED
     reward = score if self._partial or solved else 0.0
-    if self._contains_reward and str(info["entry"]["answer"]) in text.split():
+    answer = info["entry"]["answer"]  # None: the task has many right ones.
+    if self._contains_reward and answer is not None and str(answer) in text.split():
       reward = max(reward, self._contains_reward)
     return reward
 

@@ -4,6 +4,7 @@ The formulas are in `advantages`, the published names are settings of them.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -116,7 +117,9 @@ def _check(name: str, made: Estimator) -> None:
     problems.append(f"ddof must be 0 or 1, got {made.ddof}")
   if not made.eps >= 0:
     problems.append(f"eps must be >= 0, got {made.eps}")
-  if made.clip_low is not None and made.clip_high is not None and made.clip_low > made.clip_high:
-    problems.append(f"clip_low must not exceed clip_high, got {made.clip_low} > {made.clip_high}")
+  low = -math.inf if made.clip_low is None else made.clip_low
+  high = math.inf if made.clip_high is None else made.clip_high
+  if not low <= high:
+    problems.append(f"clip_low must not exceed clip_high, got {low} > {high}")
   if problems:
     raise ValueError("advantages: " + "; ".join(problems))

@@ -82,6 +82,24 @@ def test_a_package_module_of_the_users_own_is_found(user_modules, tmp_path):
     environments.make(mine=dict(module="my_package.env"))
 
 
+def test_a_class_of_environments_is_a_factory(tmp_path, monkeypatch):
+  (tmp_path / "own_package").mkdir()
+  (tmp_path / "own_package" / "guess.py").write_text(
+    "from grpo_jax.environments.base import StepResult\n"
+    "class Guess:\n"
+    "  def __init__(self, prompt): self.wanted = prompt.info['wanted']\n"
+    "  async def start(self): pass\n"
+    "  async def step(self, text, *_): return StepResult(float(text == self.wanted), True)\n"
+    "  async def close(self): pass\n"
+    "  def metrics(self): return {}\n"
+    "def make(): return Guess\n"
+  )
+  monkeypatch.syspath_prepend(tmp_path)
+  with environments.make(mine=dict(module="own_package.guess")) as made:
+    assert step(made["mine"](PROMPT), "b").total == 1.0
+    assert made.metrics() == {}
+
+
 def test_unknown_names_list_what_there_is(user_modules):
   with pytest.raises(ValueError, match="no module 'maths'.*did you mean 'math'.*reasoning_gym"):
     environments.make(maths={})

@@ -94,6 +94,13 @@ def test_format_reward_is_a_component_of_its_own():
   assert result.components == {"score": 0.0, "format": 0.25}
 
 
+def test_a_worker_imports_the_package_before_the_time_of_its_first_call_runs():
+  (prompt,) = tasks("countdown", size=1)
+  with environments.make(gym=dict(module="reasoning_gym", workers=1, timeout_s=20.0)) as made:
+    assert judge(made["gym"], prompt, prompt.info["entry"]["answer"]).metrics["accuracy"] == 1.0
+    assert "reasoning_gym" in made["gym"]._pool.loaded_modules()
+
+
 def test_a_scorer_that_hangs_is_killed_and_counted(tmp_path):
   from grpo_jax.environments.reasoning_gym import GymEnvironments
 

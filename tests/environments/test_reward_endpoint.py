@@ -3,12 +3,14 @@
 import asyncio
 import json
 import logging
+import re
 import time
 
 import pytest
 
 from grpo_jax import environments
 from grpo_jax.environments.isolation import EnvironmentFailure
+from grpo_jax.environments.scoring import formats
 from grpo_jax.models import tiny
 from tests.environments.attempts import attempt, prompt_of, score, scores
 from tests.environments.scripted_server import (
@@ -267,6 +269,16 @@ def test_closing_breaks_off_what_is_open():
 
 
 # --- a judge's words ---
+
+
+@pytest.mark.parametrize(
+  ("text", "expected"),
+  [("Score: 7", 7), ("**Score:** 8/10", 8), ("Score (0-10): 9", 9), ("Score (2)", 2)],
+)
+def test_a_judges_score_is_read_however_it_is_dressed(text, expected):
+  pattern = re.compile(formats.JUDGE_PATTERN)
+  answer_of = {"choices": [{"message": {"content": text}}]}
+  assert formats.judged(answer_of, pattern, 0.0, 10.0) == expected
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,7 @@ def test_clipping_is_the_last_step():
   "estimator, options, message",
   [
     ("gpro", {}, "did you mean 'grpo'"),
+    ("grpo", {"clip_low": float("nan")}, "must not exceed"),
     ("grpo", {"basline": "none"}, "did you mean 'baseline'"),
     ("grpo", {"baseline": "leave_one"}, "leave_one_out"),
     ("grpo", {"scale": "std"}, "group_std"),

@@ -1,9 +1,15 @@
-"""Scores an answer by a reasoning-gym task's own scorer, which may be anything."""
+"""Scores an answer by a reasoning-gym task's own scorer, which may be anything.
+
+The package takes seconds to import, which a worker does before the time of its first call runs.
+"""
 
 import functools
 import json
 from collections.abc import Mapping
 from typing import Any
+
+import reasoning_gym
+from reasoning_gym.dataset import ProceduralDataset
 
 
 def score(task: str, args: Mapping[str, Any], answer: str, entry: dict[str, Any]) -> float:
@@ -20,8 +26,6 @@ def score(task: str, args: Mapping[str, Any], answer: str, entry: dict[str, Any]
 
 def has_plain_scorer(task: str, args: Mapping[str, Any]) -> bool:
   """Tells whether the task compares texts only, which needs no guard."""
-  from reasoning_gym.dataset import ProceduralDataset
-
   scorer = type(dataset(task, json.dumps(args))).score_answer
   return scorer is ProceduralDataset.score_answer
 
@@ -29,6 +33,4 @@ def has_plain_scorer(task: str, args: Mapping[str, Any]) -> bool:
 @functools.lru_cache(maxsize=64)
 def dataset(task: str, args: str) -> Any:
   """Creates a dataset from its arguments in JSON."""
-  import reasoning_gym
-
   return reasoning_gym.create_dataset(task, **json.loads(args))
