@@ -33,6 +33,6 @@ def get_config(order: str = "curriculum"):
     config.data.num_prompts_per_dataloader = 4
   if order == "curriculum":
     config.data.dataloader = "by_success"
-    config.data.dataloader_args = dict(threshold=0.3, metric="accuracy", window=2)
+    config.data.dataloader_args = dict(threshold=0.5, metric="accuracy", window=2)
   config.evaluation.datasets = [dataset("hard", seed=1_000_003)]
   return config
