@@ -71,10 +71,13 @@ def total_timeout_s(name: str, settings: Mapping[str, Any]) -> float:
     The setting, or its default; 0 if the environment has no such setting.
 
   Raises:
-    ValueError: see `make`.
+    ValueError: it is no number; and see `make`.
   """
   setting = inspect.signature(_maker(name, settings)).parameters.get("total_timeout_s")
-  return settings.get("total_timeout_s", setting.default) if setting else 0.0
+  value = settings.get("total_timeout_s", setting.default) if setting else 0.0
+  if not isinstance(value, int | float):
+    raise ValueError(f"environment {name!r}: total_timeout_s must be a number, got {value!r}")
+  return value
 
 
 def _factory(name: str, settings: dict[str, Any]) -> EnvironmentFactory:

@@ -126,5 +126,7 @@ def test_an_import_error_inside_a_users_module_is_shown_as_it_is(user_modules):
 def test_settings_that_an_environment_lacks_name_the_nearest_that_it_has(user_modules):
   with pytest.raises(ValueError, match="'sums' .math. takes no 'wokers' .did you mean 'workers'"):
     environments.make(sums=dict(module="math", wokers=1))
+  with pytest.raises(ValueError, match="'code': total_timeout_s must be a number, got '9s'"):
+    environments.total_timeout_s("code", dict(total_timeout_s="9s"))
   with pytest.raises(ValueError, match="environment 'function' .function. needs path$"):
     environments.make(function={})

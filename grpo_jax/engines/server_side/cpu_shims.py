@@ -7,8 +7,8 @@ and in each process that it spawns. Tried with SGLang 0.5.23. What is filled in:
     sgl_kernel    the compiled kernels, of which no build for CPUs is published
     torchvision   imported for image models; its published build needs CUDA
     seeds         deterministic inference is offered for GPU attention only
-    processes     SGLang spawns its own, and each imports all again: three times 20 s of CPU time;
-                  they are forked, as there is no CUDA context here that a fork would break
+    processes     SGLang spawns its own, and each imports all again: 65 s of CPU time, where
+                  forked ones take 32; there is no CUDA context here that a fork would break
 
 Seeded sampling is exact: a token is a function of the logits, the seed and the position. The logits
 are torch's: bitwise equal for equal batches, but a row's last bits may depend on how many rows are
