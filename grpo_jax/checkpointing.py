@@ -32,11 +32,12 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from grpo_jax import manifest
+from grpo_jax.errors import ExpectedFailure
 
 _STEP = re.compile(r"step_(\d{8,})")
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(ExpectedFailure, RuntimeError):
   """A checkpoint could not be written, or none of those present can be used."""
 
 

@@ -21,12 +21,13 @@ from typing import Any
 from ml_collections import ConfigDict, FieldReference, config_dict
 
 from grpo_jax import registry
+from grpo_jax.errors import ExpectedFailure
 
 Rule = Callable[[ConfigDict], Iterable[str]]
 _METHODS = {name for name in dir(ConfigDict) if not name.startswith("_")}
 
 
-class ConfigError(ValueError):
+class ConfigError(ExpectedFailure, ValueError):
   """A configuration cannot be used; the message is for the user, who needs no trace."""
 
 

@@ -14,6 +14,7 @@ from typing import IO
 
 from grpo_jax import command_line, configuration, interrupts
 from grpo_jax.configuration import ConfigError
+from grpo_jax.errors import ExpectedFailure
 
 WRONG_USE = 2
 FAILED = 1
@@ -56,7 +57,9 @@ def run(command: command_line.Command, stop: interrupts.Flag) -> bool:
     print(f"run folder: {workdir}", flush=True)
     try:
       train.train(command.config, workdir, stop=stop)
-    except train.TOLD as error:
+    except ConfigError:
+      raise
+    except ExpectedFailure as error:
       print(f"error: {error}", file=sys.stderr)
       print(f"the same command with --workdir={workdir} goes on", file=sys.stderr)
       return True

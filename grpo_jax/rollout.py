@@ -27,6 +27,7 @@ from grpo_jax.engines.base import (
 )
 from grpo_jax.environments.base import EnvironmentFactory, StepResult
 from grpo_jax.environments.isolation import EnvironmentFailure
+from grpo_jax.errors import ExpectedFailure
 from grpo_jax.registry import nearest
 from grpo_jax.types import FinishReason, Prompt, RolloutGroup
 
@@ -42,7 +43,7 @@ class Generator(Protocol):
     ...
 
 
-class TooManyFailures(RuntimeError):
+class TooManyFailures(ExpectedFailure, RuntimeError):
   """More attempts than allowed could not be scored."""
 
 

@@ -21,6 +21,7 @@ from grpo_jax import filters, group_json, metrics, rollout
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.engines.base import SamplingParams
 from grpo_jax.environments.base import EnvironmentFactory
+from grpo_jax.errors import ExpectedFailure
 from grpo_jax.types import Prompt, RolloutGroup
 
 
@@ -113,7 +114,7 @@ Sample = Callable[[Sequence[Prompt], int], list[RolloutGroup]]  # such as a `Sam
 Filter = Callable[[Sequence[RolloutGroup]], filters.Filtered]
 
 
-class TooFewGroups(RuntimeError):
+class TooFewGroups(ExpectedFailure, RuntimeError):
   """Dynamic sampling reached its bound before the step was full."""
 
 

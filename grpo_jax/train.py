@@ -27,18 +27,13 @@ from grpo_jax import (
   timing,
 )
 from grpo_jax.building import Config, Run, build
-from grpo_jax.data.formats import RowError
 from grpo_jax.engines.base import EngineFailure
 from grpo_jax.learn import sharding, train_step
 from grpo_jax.models import export
 from grpo_jax.run_options import validate
-from grpo_jax.stream import TooFewGroups
 from grpo_jax.types import Mean, Metrics, RolloutGroup, TrainState
 
-__all__ = ["TOLD", "train", "validate"]
-
-# What can stop a run that is no fault of the program: the message is all that a user needs.
-TOLD = (EngineFailure, RowError, rollout.TooManyFailures, TooFewGroups)
+__all__ = ["train", "validate"]
 
 
 def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[str, float]:

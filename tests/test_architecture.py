@@ -14,7 +14,7 @@ PACKAGE = ROOT / "grpo_jax"
 # Lowest first. A unit is a module or a folder directly under grpo_jax; it may import units
 # of lower layers only. Within a folder, imports are free.
 LAYERS = [
-  {"types"},
+  {"types", "errors"},
   {"rl", "registry", "timing", "console", "rollout_log", "manifest", "interrupts", "host_memory"},
   {"metric_table", "packing", "sandbox", "group_json"},
   {"metrics", "layout", "configuration", "ranking"},
@@ -72,7 +72,7 @@ PURE_MAY_IMPORT = {
   ),
   "typing",
 }
-PURE_MAY_USE = PURE_UNITS | {"metrics", "metric_table"}
+PURE_MAY_USE = PURE_UNITS | {"errors", "metrics", "metric_table"}
 EFFECTS = {"open", "print", "input", "exec", "eval", "__import__"}
 SEES_CONFIGS = {
   *("train", "building", "offline_building", "run_options", "data_options"),

@@ -11,12 +11,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from grpo_jax.errors import ExpectedFailure
 from grpo_jax.registry import nearest
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-class RowError(ValueError):
+class RowError(ExpectedFailure, ValueError):
   """A row that cannot be used. Its text is "file:line: reason"."""
 
   def __init__(self, where: str, reason: str):

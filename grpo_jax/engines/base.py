@@ -11,13 +11,14 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float, Int
 
+from grpo_jax.errors import ExpectedFailure
 from grpo_jax.types import FinishReason
 
 # (completions done, completions asked for, tokens sampled so far), all of one `generate` call.
 OnProgress = Callable[[int, int, int], None]
 
 
-class EngineFailure(RuntimeError):
+class EngineFailure(ExpectedFailure, RuntimeError):
   """An engine cannot go on, and cannot be healed. What was learned is not concerned."""
 
 

@@ -19,6 +19,7 @@ from grpo_kernels.linear_logprobs.sharded import Partition
 from jaxtyping import Array, Float
 
 from grpo_jax import metrics as metric_sums
+from grpo_jax.errors import ExpectedFailure
 from grpo_jax.learn import optim, sharding
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
@@ -35,7 +36,7 @@ Scorer = Callable[[Any, Batch], Float[Array, "B N"]]
 MicrobatchLogprobs = list[list[Float[Array, "B N"]]]
 
 
-class NonFiniteGradients(RuntimeError):
+class NonFiniteGradients(ExpectedFailure, RuntimeError):
   """Too many steps in a row changed nothing, because their gradients were not finite."""
 
 
