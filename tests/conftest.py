@@ -5,13 +5,10 @@ import os
 import shutil
 import tempfile
 
-# Nearly all time of the suite is compilation. Code that is not optimised, written by the older of
-# XLA's two emitters, compiles ten times as fast. The slow tests run with XLA_FLAGS= as users do.
-os.environ.setdefault(
-  "XLA_FLAGS",
-  "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-  " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
-)
+from tests import quick_compilation
+
+# The slow tests run with XLA_FLAGS= as users do.
+os.environ.setdefault("XLA_FLAGS", quick_compilation.FLAGS)
 
 # What one test compiled, others do not compile again: neither in the workers of `pytest -n` nor in
 # processes that tests start. All inherit the folder from the first process, which removes it.

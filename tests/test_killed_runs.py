@@ -14,10 +14,12 @@ import pytest
 
 from grpo_jax import metrics
 from grpo_jax.models import loading, tiny
+from tests import quick_compilation
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = pathlib.Path(__file__).parents[1]
+KERNELS = ROOT / "kernels"
 STEPS = 6
 SURPLUS = "dynamic_sampling/from_surplus"
 
@@ -83,7 +85,8 @@ def get_config():
     environment = {
       **os.environ,
       "JAX_PLATFORMS": "cpu",
-      "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}",
+      "XLA_FLAGS": quick_compilation.FLAGS,
+      "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "tests" / "without_torch", ROOT, KERNELS))),
       "JAX_COMPILATION_CACHE_DIR": str(cache),
       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
     }
