@@ -23,10 +23,10 @@ test: venv  ## Run the tests (no accelerator, no network).
 test-slow: venv  ## Run the tests on real components: the real model, killed processes.
 	XLA_FLAGS= $(BIN)/python -m pytest -q $(PARALLEL) -m "slow and not sglang" $(ARGS)
 
-# One process: each server takes up to 3 GB, and the cores that there are.
+# Two processes: each server takes up to 3 GB, and a file's tests share their servers.
 test-sglang: venv  ## Run the tests with real SGLang servers, on this machine's CPU.
 	PYTHON=$(PYTHON) scripts/install_sglang.sh cpu
-	$(BIN)/python -m pytest -q -m sglang --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist=loadfile -m sglang --durations=10 $(ARGS)
 
 test-gpu: $(VENV)/default  ## Run the tests that need an NVIDIA GPU of the Hopper generation.
 	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e ".[test,cuda]"
