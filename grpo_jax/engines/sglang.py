@@ -314,7 +314,7 @@ def make(
     print(f"starting SGLang ({servers} x {launch.device}), logs: {launch.log_folder}", flush=True)
   elements = sum(math.prod(tensor.shape) for tensor in leaves.stored(config))
   folders = transfer.WeightFolders(
-    pathlib.Path(weights_folder)
+    pathlib.Path(weights_folder).resolve()
     if weights_folder
     else transfer.fast_folder(elements * dtype.itemsize, otherwise=workdir / "weights"),
     config,
