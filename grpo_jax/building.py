@@ -26,6 +26,7 @@ from grpo_jax import (
   rollout,
   run_options,
   shaping,
+  shared_places,
   stream,
   timing,
 )
@@ -254,10 +255,16 @@ def takes_one_sweep(config: Config, objective: objectives.Objective) -> bool:
 def _keep_compiled() -> None:
   """Keeps compiled programs in the user's cache, so that a run that goes on starts at once.
 
-  JAX_COMPILATION_CACHE_DIR names another folder.
+  JAX_COMPILATION_CACHE_DIR names another folder. They are code that runs as this user, so a folder
+  that others may write is not used.
   """
   if jax.config.values["jax_compilation_cache_dir"] is None:
-    jax.config.update("jax_compilation_cache_dir", str(sources.default_cache() / "xla"))
+    try:
+      folder = shared_places.private_folder(sources.default_cache() / "xla")
+    except OSError as error:
+      logging.warning("compiled programs are not kept: %s", error)
+    else:
+      jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def _load(folder: pathlib.Path, mesh: Mesh) -> tuple[loading.Loaded, Any]:

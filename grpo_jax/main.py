@@ -5,14 +5,13 @@ JAX is imported or, for combinations that cannot work, before a model is loaded.
 """
 
 import datetime
-import fcntl
 import os
 import pathlib
 import sys
 from collections.abc import Sequence
 from typing import IO
 
-from grpo_jax import command_line, configuration, interrupts
+from grpo_jax import command_line, configuration, interrupts, shared_places
 from grpo_jax.configuration import ConfigError
 from grpo_jax.errors import ExpectedFailure
 
@@ -99,16 +98,13 @@ def claim(workdir: pathlib.Path) -> IO[str]:
   """
   try:
     workdir.mkdir(parents=True, exist_ok=True)
-    lock = (workdir / ".lock").open("a+")
+    lock = shared_places.open_lock(workdir / ".lock", of_others=True)
   except OSError as error:
     raise ConfigError(f"cannot use --workdir={workdir}: {error.strerror}") from error
-  try:
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError:
-    lock.seek(0)
+  if not shared_places.try_lock(lock):
     owner = lock.read().strip()
     lock.close()
-    raise ConfigError(f"--workdir={workdir} is in use by another run (process {owner})") from None
+    raise ConfigError(f"--workdir={workdir} is in use by another run (process {owner})")
   lock.truncate(0)
   lock.write(f"{os.getpid()}\n")
   lock.flush()

@@ -12,6 +12,7 @@ from grpo_jax import (
   shaping,
   stream,
 )
+from grpo_jax.engines import launching
 from grpo_jax.engines.base import SamplingParams
 from grpo_jax.learn import optim
 from grpo_jax.rl import estimators, objectives
@@ -51,6 +52,8 @@ def validate(config: Config) -> Iterator[str]:
   if too_large:
     size = config.evaluation.group_size
     yield f"evaluation.pass_k={too_large} needs evaluation.group_size >= k, which is {size}"
+  if config.engine.name == "sglang" and not is_offline:
+    yield from _refused_servers(config.engine.sglang)
   updates = config.learn.epochs * config.learn.minibatches
   if updates < 1:
     yield "learn.epochs and learn.minibatches must be at least 1"
@@ -61,6 +64,17 @@ def validate(config: Config) -> Iterator[str]:
     yield "loss.kl_in_reward goes with advantages.estimator='reinforce_pp' (or its baseline form)"
   if config.model.compute_dtype not in ("float32", "bfloat16"):
     yield f"model.compute_dtype is float32 or bfloat16, got {config.model.compute_dtype!r}"
+
+
+def _refused_servers(settings: Config) -> Iterator[str]:
+  """Yields which options of SGLang servers would go around others."""
+  yield from launching.refusals(
+    addresses=settings.addresses,
+    router=settings.router,
+    arguments=settings.arguments,
+    command=settings.command,
+    environment=settings.environment.to_dict(),
+  )
 
 
 def _impatient(config: Config) -> Iterator[str]:

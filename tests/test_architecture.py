@@ -16,6 +16,7 @@ PACKAGE = ROOT / "grpo_jax"
 LAYERS = [
   {"types", "errors"},
   {"rl", "registry", "timing", "console", "rollout_log", "manifest", "interrupts", "host_memory"},
+  {"redaction", "http_bodies", "shared_places"},
   {"metric_table", "packing", "sandbox", "group_json"},
   {"metrics", "layout", "configuration", "ranking"},
   {"models"},

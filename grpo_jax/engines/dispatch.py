@@ -7,6 +7,7 @@ is doubled. Lives in one event loop.
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 import uuid
 from collections.abc import Sequence
@@ -130,11 +131,18 @@ class Dispatcher:
     """Sends a job to a server and delivers the answer; whatever else comes of it, is counted."""
     names = [f"{self._prefix}-{next(self._numbers)}" for _ in job.requests]
     body = sglang_messages.generate_body(job.requests, names, seeded=self._seeded)
-    version = server.version if server.version is not None else -1
+    read = functools.partial(
+      sglang_messages.generations,
+      requests=job.requests,
+      vocab_size=self._vocab_size,
+      version=server.version if server.version is not None else -1,
+    )
     try:
-      answer = await (self.router or server.client).generate(body, _routing(self.router, job))
-      generations = sglang_messages.generations(
-        answer, job.requests, vocab_size=self._vocab_size, version=version
+      generations = await (self.router or server.client).generate(
+        body,
+        _routing(self.router, job),
+        read=read,
+        limit=sglang_messages.answer_bytes(job.requests),
       )
     except Refused as error:
       first = job.requests[0].request_id

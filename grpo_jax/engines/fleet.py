@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 import aiohttp
 from absl import logging
 
+from grpo_jax import http_bodies
 from grpo_jax.engines import probe
 from grpo_jax.engines.server import FleetError, Options, Server, ServerLost, Weights
 from grpo_jax.engines.server_process import ServerError, ServerProcess
@@ -61,8 +62,7 @@ class Fleet:
 
   async def start(self) -> None:
     """Begins to bring all servers up; returns at once."""
-    connector = aiohttp.TCPConnector(limit=0)
-    self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
+    self._session = http_bodies.open_session()
     self._tasks = [asyncio.create_task(self._keep(server)) for server in self.servers]
     for task in self._tasks:
       task.add_done_callback(self._kept)

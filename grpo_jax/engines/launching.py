@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import functools
 import ipaddress
+import itertools
 import os
 import pathlib
 import random
@@ -11,7 +12,12 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping
+import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from grpo_jax import redaction
+from grpo_jax.errors import ExpectedFailure
 
 SERVER_SIDE = pathlib.Path(__file__).parent / "server_side"
 API_KEY_VARIABLE = "GRPO_JAX_SGLANG_API_KEY"
@@ -25,8 +31,40 @@ TOKENS_ON_CPU = 32_768  # of the prefix cache: 1.4 GB for a model of 135 M param
 # What the trainer's environment must not say to the server's interpreter.
 OF_THE_TRAINER = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", API_KEY_VARIABLE)
 
+_KEY = f"put the key into the environment variable {API_KEY_VARIABLE}"
+_ONE_HOST = "a server that the run starts is on this host alone"
+# Arguments that decide who can reach a server, and what to use in their place.
+_OF_THE_DOOR = {
+  "--host": "set engine.sglang.host",
+  "--port": "set engine.sglang.port",
+  "--api-key": _KEY,
+  "--admin-api-key": _KEY,
+  "--config": "list the arguments that the file holds",
+  "--grpc-mode": "the run speaks HTTP",
+  "--smg-grpc-mode": "the run speaks HTTP",
+  "--ssl-keyfile": "the run speaks HTTP to servers that it starts",
+  "--ssl-certfile": "the run speaks HTTP to servers that it starts",
+  "--ssl-keyfile-password": "the run speaks HTTP to servers that it starts",
+  "--dist-init-addr": _ONE_HOST,
+  "--nccl-init-addr": _ONE_HOST,
+  "--nnodes": _ONE_HOST,
+}
+# Arguments that the run makes from options of its own.
+_OF_THE_RUN = {
+  "--model-path": "set model.path",
+  "--model": "set model.path",
+  "--device": "set engine.sglang.device",
+  "--dtype": "set model.compute_dtype",
+  "--max-running-requests": "set engine.max_rows",
+  "--weight-version": "it is that of the trainer's weights",
+  "--tp-size": "set engine.sglang.gpus_per_server",
+  "--tensor-parallel-size": "set engine.sglang.gpus_per_server",
+  "--enable-deterministic-inference": "set engine.sglang.deterministic",
+  "--enable-memory-saver": "set engine.sglang.release_memory",
+}
 
-class ServerError(RuntimeError):
+
+class ServerError(ExpectedFailure, RuntimeError):
   """A server that cannot be started, does not answer, or has died."""
 
 
@@ -38,7 +76,7 @@ class LaunchOptions:
     python: interpreter of the server's environment.
     log_folder: for the output of the servers, server_INDEX.log; also their working directory.
     device: "cpu" or "cuda".
-    arguments: more arguments of SGLang, which override those made here.
+    arguments: more arguments of SGLang, none of them among those that decide who can reach it.
     command: a command line of your own instead, which may hold {model_path}, {host}, {port} and
       {weight_version}; it is given none of the arguments made here, and runs in `log_folder`.
     environment: variables, added to those of the trainer.
@@ -86,6 +124,12 @@ def check(options: LaunchOptions, *, servers: int, api_key: str = "") -> None:
   """
   if options.device not in DEVICES:
     raise ServerError(f"device of a server: {' or '.join(DEVICES)}, got {options.device!r}")
+  for refusal in (
+    *_refused_arguments(options.arguments, _OF_THE_DOOR),
+    *_refused_command(options.command or ()),
+    *_refused_variables(options.environment),
+  ):
+    raise ServerError(refusal)
   if not api_key and not is_loopback(options.host):
     raise ServerError(
       f"a server that listens on {options.host} can be reached by others: put an API key into the "
@@ -111,6 +155,84 @@ def check(options: LaunchOptions, *, servers: int, api_key: str = "") -> None:
       raise ServerError(f"engine.sglang.command: there is no program {program!r}")
   for index in range(servers if options.port is not None else 0):
     port_of(options, index)
+
+
+def refusals(
+  *,
+  addresses: Sequence[str],
+  router: str | None,
+  arguments: Sequence[Any],
+  command: Sequence[Any] | None,
+  environment: Mapping[str, Any],
+) -> Iterator[str]:
+  """Yields why options of `engine.sglang` are refused: those that would go around other options.
+
+  Values that may hold a key or a password are not shown.
+
+  Args:
+    addresses: Of running servers.
+    router: Address of a router, if there is one.
+    arguments: More arguments of servers that are launched.
+    command: A command line of the user's in place of SGLang's.
+    environment: Variables of servers that are launched.
+  """
+  for address in (*addresses, *([router] if router else [])):
+    yield from _refused_address(address)
+  yield from _refused_arguments(arguments, {**_OF_THE_DOOR, **_OF_THE_RUN})
+  yield from _refused_command(command or ())
+  yield from _refused_variables(environment)
+
+
+def _refused_address(address: str) -> Iterator[str]:
+  try:
+    parts = urllib.parse.urlsplit(address)
+    is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+  except ValueError:
+    yield "an address of a server is 'http://host:port'; one of them cannot be read"
+    return
+  if "@" in parts.netloc or parts.query or parts.fragment:
+    yield f"an address of a server is 'http://host:port', without a password or a query: {_KEY}"
+  elif not is_whole:
+    yield f"an address of a server is 'http://host:port', got {address!r}"
+
+
+def _refused_arguments(arguments: Sequence[Any], instead: Mapping[str, str]) -> Iterator[str]:
+  """Yields why arguments are refused; argparse takes every unambiguous beginning of a name, too."""
+  if isinstance(arguments, str) or not all(isinstance(each, str) for each in arguments):
+    yield "engine.sglang.arguments must be a tuple of strings, such as ('--log-level=info',)"
+    return
+  for argument in arguments:
+    given = re.split(r"[=\s]", argument.strip(), maxsplit=1)[0]
+    meant = [name for name in instead if name.startswith(given)]
+    if len(given) > len("--") and meant:
+      name = given if given in meant else meant[0]
+      what = given if given == name else f"{given} (short for {name})"
+      yield f"{what} cannot be among engine.sglang.arguments: {instead[name]}"
+
+
+def _refused_command(command: Sequence[Any]) -> Iterator[str]:
+  """Yields why a command line is refused; words inside a command of a shell count as well."""
+  if isinstance(command, str) or not all(isinstance(each, str) for each in command):
+    yield "engine.sglang.command must be a tuple of strings, such as ('serve', '{port}')"
+    return
+  words = " ".join(command).replace("=", " ").replace("'", " ").replace('"', " ").split()
+  for word, following in itertools.pairwise([*words, ""]):
+    if word in ("--api-key", "--admin-api-key"):
+      yield f"{word} cannot be in engine.sglang.command: {_KEY}, where the command finds it"
+    is_host = len(word) > len("--") and "--host".startswith(word)
+    if is_host and following != "{host}" and not is_loopback(following):
+      yield (
+        f"engine.sglang.command lets the server listen on {following}: write {word} {{host}}, and"
+        " set engine.sglang.host"
+      )
+
+
+def _refused_variables(environment: Mapping[str, Any]) -> Iterator[str]:
+  if API_KEY_VARIABLE in environment:
+    yield (
+      f"engine.sglang.environment cannot hold {API_KEY_VARIABLE}, since it is written to"
+      " config.json: set it in the environment of the run"
+    )
 
 
 @functools.cache
@@ -194,7 +316,8 @@ def _owner(port: int) -> str:
     try:
       if any(os.readlink(held) in sockets for held in (process / "fd").iterdir()):
         command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        return f" by process {process.name} ({command.strip()[:80]})"
+        command = redaction.shown(command, limit=80)
+        return f" by process {process.name} ({command})"
     except OSError:
       continue  # it ended meanwhile, or is somebody else's.
   return ""

@@ -170,12 +170,16 @@ class Server:
     return difference
 
   async def _prove(self, weights: Weights, tolerance: float) -> float:
+    ids = weights.probe_ids
     name = f"probe-{self.index}-{weights.version}-{time.monotonic_ns()}"
-    body = sglang_messages.prompt_body(weights.probe_ids, name)
-    answer = await self._answered(self.client.score(body))
+    read = lambda answer: (
+      sglang_messages.prompt_logprobs(answer, ids),
+      sglang_messages.prompt_version(answer),
+    )
+    body = sglang_messages.prompt_body(ids, name)
+    limit = sglang_messages.prompt_answer_bytes(ids)
     try:
-      found = sglang_messages.prompt_logprobs(answer, weights.probe_ids)
-      version = int(sglang_messages.versions_of(answer["meta_info"], 1, default=-1)[0])
+      found, version = await self._answered(self.client.score(body, read=read, limit=limit))
     except sglang_messages.Garbled as error:
       raise ServerLost(f"answers the probe wrongly: {error}") from error
     if version != weights.version:
@@ -191,7 +195,8 @@ class Server:
     info = await self._answered(self.client.model_info())
     version = info.get("weight_version") if isinstance(info, dict) else None
     if version is not None and self.version is not None and version != str(self.version):
-      raise ServerLost(f"serves weights {version!r}, was given {self.version}: it was restarted")
+      said = self.client.shown(version)
+      raise ServerLost(f"serves weights {said!r}, was given {self.version}: it was restarted")
 
   async def end(self) -> str:
     """Kills what is left of it, forgets what it had, and returns the end of its log."""

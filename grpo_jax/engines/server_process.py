@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 
+from grpo_jax import redaction
 from grpo_jax.engines.launching import (
   API_KEY_VARIABLE,
   SERVER_SIDE,
@@ -23,6 +24,7 @@ from grpo_jax.engines.launching import (
   free_port,
   is_loopback,
   port_of,
+  refusals,
 )
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
   "check_port",
   "free_port",
   "is_loopback",
+  "refusals",
 ]
 
 
@@ -126,7 +129,7 @@ class ServerProcess:
     return f"exited with code {code}"
 
   def last_lines(self, n: int = 20) -> str:
-    """Returns the end of its log, since this start."""
+    """Returns the end of its log, since this start, without what a terminal would obey."""
     try:
       with open(self.log, "rb") as file:
         size = file.seek(0, os.SEEK_END)
@@ -135,7 +138,7 @@ class ServerProcess:
         lines = file.read().decode(errors="replace").splitlines()
     except OSError as error:
       return f"(no log: {error})"
-    return "\n".join(lines[-n:])
+    return "\n".join(map(redaction.printable, lines[-n:]))
 
   def terminate(self) -> None:
     """Asks it to end, and has it killed after the grace period; returns at once."""

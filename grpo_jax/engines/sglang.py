@@ -18,6 +18,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from grpo_jax import redaction
 from grpo_jax.engines import base, probe, scheduling, server_process, transfer
 from grpo_jax.engines.calls import Call
 from grpo_jax.engines.dispatch import Dispatcher, Job
@@ -268,23 +269,29 @@ def make(
   """Makes an `SGLangEngine`; what `engines.make("sglang", ...)` calls.
 
   The options are those of `engine.sglang` in configs/base.py, which explains them. The key of the
-  servers' API is taken from the environment, GRPO_JAX_SGLANG_API_KEY, and appears nowhere else.
+  servers' API is taken from the environment, GRPO_JAX_SGLANG_API_KEY, and appears nowhere else;
+  without it, servers that are launched get a random one.
 
   Raises:
     ValueError: options that cannot work together.
     ServerError: there is no server environment, or a port is taken.
   """
   del decode  # the servers have the tokenizer.
-  for address in (*addresses, *([router] if router else [])):
-    if not address.startswith(("http://", "https://")):
-      raise ValueError(f"an address of a server is 'http://host:port', got {address!r}")
+  for refusal in server_process.refusals(
+    addresses=addresses,
+    router=router,
+    arguments=arguments,
+    command=command,
+    environment=environment or {},
+  ):
+    raise ValueError(refusal)
   if servers < 1 or max_rows < 1:
     raise ValueError(f"servers and max_rows must be at least 1, got {servers} and {max_rows}")
   if requests not in ("completion", "group"):
     raise ValueError(f"requests must be 'completion' or 'group', got {requests!r}")
   dtype = jnp.dtype(compute_dtype)
   workdir = pathlib.Path(workdir)
-  key = _key(addresses, host)
+  key = _key(is_launched=not addresses)
   launch = None
   if not addresses:
     launch = LaunchOptions(
@@ -307,7 +314,7 @@ def make(
     print(f"starting SGLang ({servers} x {launch.device}), logs: {launch.log_folder}", flush=True)
   elements = sum(math.prod(tensor.shape) for tensor in leaves.stored(config))
   folders = transfer.WeightFolders(
-    pathlib.Path(weights_folder)
+    pathlib.Path(weights_folder).resolve()
     if weights_folder
     else transfer.fast_folder(elements * dtype.itemsize, otherwise=workdir / "weights"),
     config,
@@ -343,9 +350,16 @@ def make(
   )
 
 
-def _key(addresses: Sequence[str], host: str) -> str | None:
-  """Returns the key of the servers' API: the environment's, or a new one where one is needed."""
-  key = os.environ.get(server_process.API_KEY_VARIABLE)
-  if key is None and not addresses and not server_process.is_loopback(host):
-    return secrets.token_urlsafe(32)
-  return key
+def _key(*, is_launched: bool) -> str | None:
+  """Returns the key of the servers' API: the environment's, or a new one for new servers.
+
+  Loopback is no wall between the users of a host, so servers that the run starts always ask for
+  a key.
+
+  Raises:
+    ValueError: the environment's cannot be sent.
+  """
+  key = os.environ.get(server_process.API_KEY_VARIABLE, "").strip()
+  if key:
+    return redaction.check_secret(key, server_process.API_KEY_VARIABLE)
+  return secrets.token_urlsafe(32) if is_launched else None

@@ -1,20 +1,26 @@
 """HTTP to one SGLang server: what is asked, what may go wrong, and of which kind it is.
 
-Endpoints and payloads as measured on SGLang 0.5.23.
+Endpoints and payloads as measured on SGLang 0.5.23. An answer is bounded in bytes and in time, and
+what it says appears in errors without the API key and without control characters.
 """
 
+import asyncio
 import dataclasses
-import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import aiohttp
 
-SAID = 500  # characters of a server's answer that are repeated in a message.
+from grpo_jax import http_bodies, redaction
+from grpo_jax.engines.sglang_messages import Aborted, Garbled
+
+T = TypeVar("T")
+
+CONTROL_BYTES = 1 << 20  # largest answer to anything but /generate.
 
 
 class Refused(RuntimeError):
-  """The server refused what was asked for (4xx): asking again would not help."""
+  """The server refused what was asked for (3xx, 4xx): asking again would not help."""
 
   def __init__(self, what: str, status: int, said: str):
     super().__init__(f"{what}: refused with {status}: {said}")
@@ -44,36 +50,54 @@ class Client:
     """Makes a client; nothing is sent yet.
 
     Args:
-      session: closed by whoever made it.
+      session: from `http_bodies.open_session`; closed by whoever opened it.
       address: "http://host:port".
       key: of the server's API; sent as a header, never part of a message.
       timeouts: of all calls.
     """
     self.address = address.rstrip("/")
     self._session = session
+    self._key = key
     self._headers = {"Authorization": f"Bearer {key}"} if key else {}
     self._timeouts = timeouts
 
-  async def generate(self, body: Mapping[str, Any], headers: Mapping[str, str] = {}) -> Any:
-    """Returns the decoded answer of POST /generate."""
-    return await self._call("POST", "/generate", body, self._timeouts.generate_s, headers)
+  async def generate(
+    self,
+    body: Mapping[str, Any],
+    headers: Mapping[str, str] = {},
+    *,
+    read: Callable[[Any], T],
+    limit: int,
+  ) -> T:
+    """Returns what `read` makes of the answer of POST /generate.
 
-  async def score(self, body: Mapping[str, Any]) -> Any:
-    """Returns the decoded answer of POST /generate to a question about a prompt."""
-    return await self._control("/generate", body)
+    Args:
+      body: of the request.
+      headers: of the request, besides the key.
+      read: decoded JSON -> what is wanted of it; may raise Garbled or Aborted, and may run in
+        any thread.
+      limit: most bytes of an answer.
+    """
+    call = _Call("POST", "/generate", self._timeouts.generate_s, body, headers, limit)
+    return await self._ask(call, read)
+
+  async def score(self, body: Mapping[str, Any], *, read: Callable[[Any], T], limit: int) -> T:
+    """Returns what `read` makes of the answer to a question about a prompt; see `generate`."""
+    call = _Call("POST", "/generate", self._timeouts.control_s, body, limit=limit)
+    return await self._ask(call, read)
 
   async def health(self) -> None:
     """Has the server generate a token, or raises. Not to be asked while it is paused."""
-    await self._answer("GET", "/health", None, self._timeouts.health_s)
+    await self._ask(_Call("GET", "/health", self._timeouts.health_s, is_json=False), _as_it_is)
 
   async def model_info(self) -> Mapping[str, Any]:
     """Returns what the server says of its model (an older path is tried where there is none)."""
     try:
-      return await self._call("GET", "/model_info", None, self._timeouts.control_s)
+      return await self._ask(_Call("GET", "/model_info", self._timeouts.control_s), _as_it_is)
     except Refused as error:
       if error.status != 404:
         raise
-    return await self._call("GET", "/get_model_info", None, self._timeouts.control_s)
+    return await self._ask(_Call("GET", "/get_model_info", self._timeouts.control_s), _as_it_is)
 
   async def can_update(self) -> bool:
     """Returns whether there is an endpoint for new weights (sglang-jax has none)."""
@@ -104,7 +128,7 @@ class Client:
     body = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
     answer = await self._control("/update_weights_from_disk", body)
     if not (isinstance(answer, dict) and answer.get("success")):
-      raise Refused(f"{self.address}/update_weights_from_disk", 200, _short(answer))
+      raise Refused(f"{self.address}/update_weights_from_disk", 200, self.shown(answer))
 
   async def release_memory(self) -> None:
     """Gives the memory of weights, cache and graphs back; ends a server that is not idle."""
@@ -118,62 +142,78 @@ class Client:
     """Takes the rest of the memory back."""
     await self._control("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
 
+  def shown(self, said: Any) -> str:
+    """Returns what the server said, for a message: without the key, in one printable line."""
+    return redaction.shown(said if isinstance(said, str | bytes) else str(said), self._key)
+
   async def _control(self, path: str, body: Mapping[str, Any]) -> Any:
-    return await self._call("POST", path, body, self._timeouts.control_s)
+    return await self._ask(_Call("POST", path, self._timeouts.control_s, body), _as_it_is)
 
-  async def _call(
-    self,
-    method: str,
-    path: str,
-    body: Mapping[str, Any] | None,
-    timeout_s: float,
-    headers: Mapping[str, str] = {},
-  ) -> Any:
-    """Returns the decoded body of an answer; None of an empty one.
+  async def _ask(self, call: "_Call", read: Callable[[Any], T]) -> T:
+    """Returns what `read` makes of the decoded body of an answer of status 200.
+
+    Args:
+      call: what is asked. Its time is that of the whole exchange, reading included.
+      read: decoded JSON -> what is wanted of it.
 
     Raises:
-      Refused, Unanswered: see `_answer`; the latter also if the body is no JSON.
+      Refused: a status of 300 to 499.
+      Unanswered: no connection, a time-out, half an answer or too long a one, another status, or
+        a body that is not JSON.
+      Garbled, Aborted: what `read` raised.
     """
-    text = await self._answer(method, path, body, timeout_s, headers)
+    what = f"{self.address}{call.path}"
     try:
-      return json.loads(text) if text else None
-    except (ValueError, RecursionError) as error:
-      what = f"{self.address}{path}"
-      raise Unanswered(f"{what}: the answer is no JSON: {_short(text)}") from error
-
-  async def _answer(
-    self,
-    method: str,
-    path: str,
-    body: Mapping[str, Any] | None,
-    timeout_s: float,
-    headers: Mapping[str, str] = {},
-  ) -> str:
-    """Returns the body of an answer of status 200.
-
-    Raises:
-      Refused: a status of 400 to 499.
-      Unanswered: no connection, a time-out, half an answer, another status.
-    """
-    what = f"{self.address}{path}"
-    limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._timeouts.connect_s)
-    try:
-      async with self._session.request(
-        method, what, json=body, headers={**self._headers, **headers}, timeout=limits
-      ) as response:
-        text = await response.text(errors="replace")
-        status = response.status
-    except TimeoutError as error:
-      raise Unanswered(f"{what}: no answer in {timeout_s:g} s") from error
+      async with asyncio.timeout(call.timeout_s):
+        status, content = await self._exchange(what, call)
+        if status == 200:
+          return await http_bodies.parse(content if call.is_json else b"", read)
+      failure = self._failure(what, status, content)
+    except (Garbled, Aborted) as error:
+      failure = type(error)(self.shown(str(error)))
+    except aiohttp.ConnectionTimeoutError:
+      failure = Unanswered(f"{what}: no connection in {self._timeouts.connect_s:g} s")
+    except TimeoutError:
+      failure = Unanswered(f"{what}: no whole answer in {call.timeout_s:g} s")
+    except http_bodies.NotJson as error:
+      failure = Unanswered(f"{what}: {error}: {self.shown(error.content)}")
+    except http_bodies.UnreadableBody as error:
+      failure = Unanswered(f"{what}: {error}")
     except (aiohttp.ClientError, OSError) as error:
-      raise Unanswered(f"{what}: {type(error).__name__}: {error}") from error
-    if 400 <= status < 500:
-      raise Refused(what, status, _short(text))
-    if status != 200:
-      raise Unanswered(f"{what}: answered {status}: {_short(text)}")
-    return text
+      failure = Unanswered(f"{what}: {type(error).__name__}: {self.shown(str(error))}")
+    raise failure  # outside of `except`: those errors hold the request's headers, the key in them.
+
+  async def _exchange(self, what: str, call: "_Call") -> tuple[int, bytes]:
+    """Returns the status and the body of an answer."""
+    async with self._session.request(
+      call.method,
+      what,
+      json=call.body,
+      headers={**self._headers, **call.headers},
+      timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._timeouts.connect_s),
+      allow_redirects=False,
+    ) as response:
+      return response.status, await http_bodies.read(response, limit=call.limit)
+
+  def _failure(self, what: str, status: int, content: bytes) -> Exception:
+    said = self.shown(content)
+    if 300 <= status < 500:
+      return Refused(what, status, said)
+    return Unanswered(f"{what}: answered {status}: {said}")
 
 
-def _short(said: Any) -> str:
-  text = " ".join(str(said).split())
-  return text if len(text) <= SAID else f"{text[:SAID]} ..."
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Call:
+  """One request."""
+
+  method: str
+  path: str
+  timeout_s: float
+  body: Mapping[str, Any] | None = None
+  headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  limit: int = CONTROL_BYTES  # bytes of the answer.
+  is_json: bool = True  # False: the body of the answer does not matter.
+
+
+def _as_it_is(answer: Any) -> Any:
+  return answer

@@ -5,8 +5,8 @@ the text that comes with them is never tokenised again. sglang-jax answers in th
 for two defects that are met here: it repeats logprobs of long completions, and names no version.
 """
 
-import operator
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,12 @@ from grpo_jax.engines.base import Generation, GenerationRequest
 from grpo_jax.types import FinishReason
 
 # What reading data raises where it has another form.
-_NOT_AS_EXPECTED = (TypeError, ValueError, IndexError, KeyError, OverflowError)
+_NOT_AS_EXPECTED = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+
+# Bytes of an answer. A token is [logprob, id, null], its id again in `output_ids`, and its text in
+# `text`: some 50 bytes, and up to 300 for the longest tokens of a vocabulary (128 line breaks,
+# escaped). sglang-jax repeats logprobs.
+_OF_ANSWER, _OF_COMPLETION, _OF_TOKEN = 1 << 16, 1 << 14, 512
 
 
 class Garbled(ValueError):
@@ -82,6 +87,17 @@ def generate_body(
   return {**{key: [b[key] for b in bodies] for key in bodies[0]}, "return_logprob": True}
 
 
+def answer_bytes(requests: Sequence[GenerationRequest]) -> int:
+  """Returns a bound on the size of an honest answer to `generate_body`, in bytes."""
+  of_each = (_OF_COMPLETION + _OF_TOKEN * request.sampling.max_tokens for request in requests)
+  return _OF_ANSWER + sum(of_each)
+
+
+def prompt_answer_bytes(ids: Sequence[int]) -> int:
+  """Returns a bound on the size of an honest answer to `prompt_body`, in bytes."""
+  return _OF_ANSWER + _OF_COMPLETION + _OF_TOKEN * (len(ids) + 1)
+
+
 def generations(
   answer: Any, requests: Sequence[GenerationRequest], *, vocab_size: int, version: int
 ) -> list[Generation]:
@@ -100,10 +116,11 @@ def generations(
   answers = answer if isinstance(answer, list) else [answer]
   if len(answers) != len(requests):
     raise Garbled(f"{len(requests)} completions were asked for, {len(answers)} came")
-  return [
-    _generation(each, request, vocab_size=vocab_size, version=version)
-    for each, request in zip(answers, requests, strict=True)
-  ]
+  with _garbled("the answer"):
+    return [
+      _generation(each, request, vocab_size=vocab_size, version=version)
+      for each, request in zip(answers, requests, strict=True)
+    ]
 
 
 def _generation(
@@ -135,13 +152,38 @@ def _tokens(
   """Splits [[logprob, id, text], ...]; of a longer list the last `count` count."""
   if len(entries) < count:
     raise Garbled(f"{count} tokens were sampled, logprobs came for {len(entries)}")
-  try:
+  with _garbled("output_token_logprobs does not hold [logprob, id, ...]"):
     counted = entries[len(entries) - count :]
-    ids = np.asarray([operator.index(entry[1]) for entry in counted], np.int32)
-    logprobs = np.asarray([float(entry[0]) for entry in counted], np.float32)
-  except _NOT_AS_EXPECTED as error:
-    raise Garbled(f"output_token_logprobs does not hold [logprob, id, ...]: {error}") from error
-  return ids, logprobs
+    ids = np.asarray([_integer(entry[1]) for entry in counted], np.int32)
+    return ids, _logprobs(counted)
+
+
+def _logprobs(entries: Sequence[Any]) -> Float[np.ndarray, " n"]:
+  with np.errstate(over="ignore"):  # becomes infinite, which is refused.
+    return np.asarray([_number(entry[0]) for entry in entries], np.float64).astype(np.float32)
+
+
+def _integer(value: Any) -> int:
+  if isinstance(value, bool) or not isinstance(value, int):
+    raise TypeError(f"{value!r:.100} is not an integer")
+  return value
+
+
+def _number(value: Any) -> float:
+  if isinstance(value, bool) or not isinstance(value, int | float):
+    raise TypeError(f"{value!r:.100} is not a number")
+  return float(value)
+
+
+@contextlib.contextmanager
+def _garbled(what: str) -> Iterator[None]:
+  """Turns whatever reading data of another form raises into Garbled."""
+  try:
+    yield
+  except Garbled:
+    raise
+  except (*_NOT_AS_EXPECTED, RecursionError) as error:
+    raise Garbled(f"{what}: {type(error).__name__}: {error!s:.300}") from error
 
 
 def _check(
@@ -153,9 +195,14 @@ def _check(
   if not 1 <= len(ids) <= request.sampling.max_tokens:
     raise Garbled(f"{len(ids)} tokens came, asked for were 1 to {request.sampling.max_tokens}")
   if ((ids < 0) | (ids >= vocab_size)).any():
-    raise Garbled(f"a token id is outside the vocabulary of {vocab_size}: {ids.tolist()}")
+    raise Garbled(f"a token id is outside the vocabulary of {vocab_size}: {_some(ids)}")
   if not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
-    raise Garbled(f"logprobs must be finite and at most 0, got {logprobs.tolist()}")
+    raise Garbled(f"logprobs must be finite and at most 0, got {_some(logprobs)}")
+
+
+def _some(values: np.ndarray) -> str:
+  """Returns values for a message, which may be very many."""
+  return f"{values.tolist()!s:.300}"
 
 
 def versions_of(meta: Mapping[str, Any], count: int, *, default: int) -> Int[np.ndarray, " n"]:
@@ -175,19 +222,26 @@ def versions_of(meta: Mapping[str, Any], count: int, *, default: int) -> Int[np.
       return np.full(count, default, np.int32)
     spans = [{"version": meta["weight_version"], "start": 0, "end": count}]
   versions = np.full(count, -1, np.int32)
-  try:
+  with _garbled(f"weight_versions are not those that were set: {spans!r:.300}"):
     for span in spans:
-      versions[int(span["start"]) : int(span["end"])] = int(span["version"])
-  except _NOT_AS_EXPECTED as error:
-    raise Garbled(f"weight_versions are not those that were set: {spans}") from error
+      start, end = _integer(span["start"]), _integer(span["end"])
+      if not 0 <= start <= end:
+        raise ValueError(f"no tokens from {start} to {end}")
+      versions[start:end] = _version(span["version"])
   if (versions < 0).any():
-    raise Garbled(f"weight_versions do not cover the {count} tokens: {spans}")
+    raise Garbled(f"weight_versions do not cover the {count} tokens: {spans!r:.300}")
   return versions
+
+
+def _version(value: Any) -> int:
+  """Returns the number of a version, which SGLang gives as a string."""
+  return int(value) if isinstance(value, str) else _integer(value)
 
 
 def _matched(reason: Mapping[str, Any]) -> int | str | None:
   matched = reason.get("matched")
-  return matched if isinstance(matched, int | str) else None
+  is_known = isinstance(matched, int | str) and not isinstance(matched, bool)
+  return matched if is_known else None
 
 
 def prompt_body(ids: Sequence[int], name: str) -> dict[str, Any]:
@@ -208,18 +262,27 @@ def prompt_logprobs(answer: Any, ids: Sequence[int]) -> Float[np.ndarray, " n"]:
     Garbled: they are not there, or of other ids.
   """
   entries = _field(_field(answer, "meta_info", dict), "input_token_logprobs", list)
-  try:
-    found = [operator.index(entry[1]) for entry in entries]
-    logprobs = np.asarray([float(entry[0]) for entry in entries[1:]], np.float32)
-  except _NOT_AS_EXPECTED as error:
-    raise Garbled(f"input_token_logprobs does not hold [logprob, id, ...]: {error}") from error
+  with _garbled("input_token_logprobs does not hold [logprob, id, ...]"):
+    found = [_integer(entry[1]) for entry in entries]
+    logprobs = _logprobs(entries[1:])
   if found != [int(i) for i in ids]:
-    raise Garbled(f"logprobs were asked for {[*ids]}, came for {found}")
+    raise Garbled(f"logprobs were asked for {[*ids]}, came for {found!s:.300}")
   return logprobs
+
+
+def prompt_version(answer: Any) -> int:
+  """Reads the version of the weights from the answer to `prompt_body`; -1 if it names none.
+
+  Raises:
+    Garbled: it is not a number.
+  """
+  return int(versions_of(_field(answer, "meta_info", dict), 1, default=-1)[0])
 
 
 def _field(answer: Any, name: str, kind: type) -> Any:
   """Returns a field of an answer; raises Garbled if it is missing or of another type."""
-  if not isinstance(answer, dict) or not isinstance(answer.get(name), kind):
+  found = answer.get(name) if isinstance(answer, dict) else None
+  if isinstance(found, kind) and not isinstance(found, bool):
+    return found
+  with _garbled(f"an object with {name!r} ({kind.__name__}) was expected"):
     raise Garbled(f"an object with {name!r} ({kind.__name__}) was expected, got {answer!r:.300}")
-  return answer[name]

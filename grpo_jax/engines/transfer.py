@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from typing import Any
 
+from grpo_jax import shared_places
 from grpo_jax.engines.base import EngineFailure
 from grpo_jax.models import export
 from grpo_jax.models.config import ModelConfig
@@ -53,22 +54,31 @@ class WeightFolders:
     """Makes a folder for this run in `root`, and removes those of dead runs.
 
     Args:
-      root: shared by all runs of a user; on several hosts, a folder that all of them see.
+      root: shared by all runs of a user, and written by nobody else; on several hosts, a folder
+        that all of them see.
       config: of the model.
       source_directory: Hugging Face folder that the model came from; see `export`.
       dtype: of the files.
+
+    Raises:
+      TransferError: `root` cannot be made, is a link, or others may write it.
     """
     self._config = config
     self._source = source_directory
     self._dtype = dtype
     try:
-      root.mkdir(mode=0o700, parents=True, exist_ok=True)
-      with (root / _LOCK).open("w") as of_all:
+      shared_places.private_folder(root)
+      with shared_places.open_lock(root / _LOCK) as of_all:
         fcntl.flock(of_all, fcntl.LOCK_EX)  # nobody takes a folder for dead that is just made.
         _remove_leftovers(root)
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="run-", dir=root))
-        self._lock = (self.folder / _LOCK).open("w")
+        self._lock = shared_places.open_lock(self.folder / _LOCK)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+    except shared_places.NotOurs as error:
+      raise TransferError(
+        f"no folder for weights can be made in {root}, since others could exchange them: {error};"
+        " engine.sglang.weights_folder names another place"
+      ) from error
     except OSError as error:
       raise TransferError(f"no folder for weights can be made in {root}: {error}") from error
 
@@ -120,9 +130,11 @@ class WeightFolders:
 def _remove_leftovers(root: pathlib.Path) -> None:
   """Removes the folders of runs that live no more: those whose lock can be had."""
   for folder in root.glob("run-*"):
+    if folder.is_symlink():
+      continue
     try:
-      with (folder / _LOCK).open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    except OSError:  # held, or gone in the meantime: not ours to remove.
+      with shared_places.open_lock(folder / _LOCK) as held:
+        if shared_places.try_lock(held):
+          shutil.rmtree(folder, ignore_errors=True)
+    except OSError:  # gone in the meantime, or not ours: not ours to remove.
       continue

@@ -16,6 +16,7 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from grpo_jax import redaction
 from grpo_jax.environments.base import Environment, SingleTurn, StepResult
 from grpo_jax.environments.scoring import conversation, formats
 from grpo_jax.environments.scoring.client import JsonClient, Patience
@@ -232,7 +233,7 @@ def _key(variable: str | None) -> str | None:
   key = os.environ.get(variable, "").strip()
   if not key:
     raise ValueError(f"api_key_env names {variable}, which is not set in the environment")
-  return key
+  return redaction.check_secret(key, f"api_key_env: the environment variable {variable}")
 
 
 FORMATS: dict[str, Callable[..., Format]] = {

@@ -24,6 +24,7 @@ import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
 
+from grpo_jax import shared_places
 from grpo_jax.models import gguf, loading, safetensors
 
 
@@ -268,10 +269,9 @@ def _made(directory: pathlib.Path) -> pathlib.Path:
 @contextlib.contextmanager
 def _lock(target: pathlib.Path, tell: Callable[[str], None]) -> Iterator[None]:
   """Holds the lock of one folder of the cache; the system frees it if the process dies."""
-  with (_made(target.parent) / f".{target.name}.lock").open("w") as stream:
-    try:
-      fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+  lock = _made(target.parent) / f".{target.name}.lock"
+  with shared_places.open_lock(lock, of_others=True) as stream:  # a team may share a cache.
+    if not shared_places.try_lock(stream):
       tell(f"{target.name}: another process is making it; waiting")
       fcntl.flock(stream, fcntl.LOCK_EX)
     yield

@@ -39,9 +39,9 @@ class ScriptedClient(Client):
     self.behave = behave
     self.bodies = []
 
-  async def generate(self, body, headers=None):
+  async def generate(self, body, headers=None, *, read, limit):
     self.bodies.append(body)
-    return await self.behave(body)
+    return read(await self.behave(body))
 
 
 class ScriptedServer(Server):
@@ -265,9 +265,9 @@ def test_a_router_is_told_the_group():
     told = []
 
     class Router(ScriptedClient):
-      async def generate(self, body, headers=None):
+      async def generate(self, body, headers=None, *, read, limit):
         told.append(headers)
-        return answer_to(body)
+        return read(answer_to(body))
 
     dispatcher.router = Router(answers)
     assert sorted(await collect(dispatcher, requests(2))) == once_each(2)

@@ -116,6 +116,18 @@ THREE = ANSWER["meta_info"]["output_token_logprobs"]
     (without("completion_tokens"), "'completion_tokens'"),
     (answer(completion_tokens="3"), "'completion_tokens'"),
     (without("output_token_logprobs"), "'output_token_logprobs'"),
+    (answer(completion_tokens=True), "'completion_tokens'"),
+    (answer(completion_tokens=3.0), "'completion_tokens'"),
+    (answer(completion_tokens=10**30), "sampled, logprobs came for 3"),
+    (answer(output_token_logprobs=[*THREE[:2], [-1.0, True, None]]), "logprob, id"),
+    (answer(output_token_logprobs=[*THREE[:2], [False, 5, None]]), "logprob, id"),
+    (answer(output_token_logprobs=[*THREE[:2], ["-1.0", 5, None]]), "logprob, id"),
+    (answer(output_token_logprobs=[*THREE[:2], [-(10**400), 5, None]]), "logprob, id"),
+    (answer(output_token_logprobs=[*THREE[:2], [-1e300, 5, None]]), "finite and at most 0"),
+    (answer(weight_versions=5), "weight_versions"),
+    (answer(weight_versions=[{"version": True, "start": 0, "end": 3}]), "weight_versions"),
+    (answer(weight_versions=[{"version": "4", "start": -3, "end": 3}]), "weight_versions"),
+    (answer(weight_versions=[{"version": "4", "start": 0, "end": True}]), "weight_versions"),
     (answer(output_token_logprobs=THREE[:2]), "3 tokens were sampled, logprobs came for 2"),
     (answer(completion_tokens=0), "0 tokens came"),
     (answer(completion_tokens=-1), "0 tokens came"),
@@ -144,6 +156,68 @@ THREE = ANSWER["meta_info"]["output_token_logprobs"]
 def test_garbage_is_refused_and_says_in_what(reply, message):
   with pytest.raises(messages.Garbled, match=message):
     read(reply)
+
+
+def places(value, path=()):
+  """Yields the path of everything in decoded JSON."""
+  yield path
+  if isinstance(value, list):
+    value = dict(enumerate(value))
+  for key, inner in value.items() if isinstance(value, dict) else ():
+    yield from places(inner, (*path, key))
+
+
+def changed(path, value):
+  """Returns ANSWER with another value at a place."""
+  if not path:
+    return value
+  whole = copy.deepcopy(ANSWER)
+  inner = whole
+  for key in path[:-1]:
+    inner = inner[key]
+  inner[path[-1]] = value
+  return whole
+
+
+# Values of JSON that are nowhere right, and some that are right somewhere.
+VALUES = [
+  *(None, True, False, 0, -1, 3, 2**31, 2**63, 10**400, -(10**400), 0.5, 1e308, -1e308),
+  *(float("nan"), float("inf"), "", "4", "abort", "\ud800", [], [[]], [None] * 3, {}, {"a": {}}),
+  json.loads("[" * 300 + "]" * 300),
+]
+
+
+@pytest.mark.parametrize("path", list(places(ANSWER)), ids=lambda path: ".".join(map(str, path)))
+def test_garbage_of_any_kind_is_taken_or_is_garbled(path):
+  for value in VALUES:
+    reply = changed(path, value)
+    try:
+      (generation,) = read(reply)
+    except (messages.Garbled, messages.Aborted) as error:
+      assert len(str(error)) < 1000
+    else:
+      assert generation.token_ids.shape == generation.logprobs.shape == (3,)
+      assert isinstance(generation.matched_stop, str | None)
+    probe = copy.deepcopy(reply)
+    if isinstance(probe, dict) and isinstance(probe.get("meta_info"), dict):
+      meta = probe["meta_info"]
+      meta["input_token_logprobs"] = meta.get("output_token_logprobs")
+    try:
+      assert messages.prompt_logprobs(probe, [7, 51, 16]).shape == (2,)
+      messages.prompt_version(probe)
+    except messages.Garbled as error:
+      assert len(str(error)) < 1000
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 2000])
+def test_an_honest_answer_is_within_its_bound(tokens):
+  """As long as one can be: the longest text of a token, and logprobs that sglang-jax repeats."""
+  requests = [tiny.request(i, [1, 2], max_tokens=tokens) for i in range(3)]
+  longest = [-12.345678901234567, 151_935, None]
+  each = answer(output_token_logprobs=[longest] * tokens * 2, completion_tokens=tokens)
+  each |= {"text": "\n" * 128 * tokens, "output_ids": [151_935] * tokens}
+  size = len(json.dumps([each] * 3).encode())
+  assert size < messages.answer_bytes(requests) < 20 * size + 1_000_000
 
 
 def test_more_tokens_than_asked_for_are_refused():

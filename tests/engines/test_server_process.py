@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -14,8 +15,10 @@ import numpy as np
 import psutil
 import pytest
 
-from grpo_jax.engines import launching, server_process
+from grpo_jax import engines
+from grpo_jax.engines import launching, server_process, sglang
 from grpo_jax.engines.server_process import LaunchOptions, ServerError, ServerProcess
+from tests.engines import tiny
 from tests.engines.processes import eventually, is_gone
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -298,7 +301,7 @@ def test_given_arguments_come_after_those_made_here(tmp_path):
     python=pathlib.Path("env/bin/python"),
     log_folder=tmp_path,
     device="cpu",
-    arguments=("--dtype", "bfloat16"),
+    arguments=("--max-total-tokens", "4096"),
     context_length=512,
     max_running=4,
   )
@@ -308,7 +311,7 @@ def test_given_arguments_come_after_those_made_here(tmp_path):
   assert pairs["--port"] == "30001"
   assert pairs["--max-total-tokens"] == "2048"
   assert pairs["--weight-version"] == "-1"
-  assert command[-3:] == ["--enable-deterministic-inference", "--dtype", "bfloat16"]
+  assert command[-3:] == ["--enable-deterministic-inference", "--max-total-tokens", "4096"]
 
 
 def test_taken_port_is_refused_with_its_owner(start, tmp_path):
@@ -346,12 +349,122 @@ def test_free_ports_are_none_that_an_outgoing_connection_takes():
     ({"command": ("run", "{model}")}, "knows {model_path}, {host}, {port}, {weight_version}"),
     ({"command": ("no-such-program", "{port}")}, "no program 'no-such-program'"),
     ({"host": "192.0.2.1", "port": 30000}, "GRPO_JAX_SGLANG_API_KEY"),
+    ({"arguments": ("--host=0.0.0.0",)}, "engine.sglang.host"),
+    ({"command": ("sh", "-c", "serve --host 0.0.0.0")}, "engine.sglang.host"),
+    ({"environment": {"GRPO_JAX_SGLANG_API_KEY": ""}}, "in the environment of the run"),
   ],
 )
 def test_what_cannot_be_started_is_refused(tmp_path, changes, message):
   with pytest.raises(ServerError) as caught:
     server_process.check(options(tmp_path, **changes), servers=2)
   assert message in str(caught.value)
+
+
+NOTHING = {"addresses": (), "router": None, "arguments": (), "command": None, "environment": {}}
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"arguments": ("--host=0.0.0.0",)}, "--host cannot .*: set engine.sglang.host"),
+    ({"arguments": ("--host", "0.0.0.0")}, "--host cannot .*: set engine.sglang.host"),
+    ({"arguments": ("--host 0.0.0.0",)}, "--host cannot .*: set engine.sglang.host"),
+    ({"arguments": ("--log-level", "info", "--hos", "::")}, r"--hos \(short for --host\)"),
+    ({"arguments": ("--ho=::",)}, r"--ho \(short for --host\)"),
+    ({"arguments": ("--port=1",)}, "set engine.sglang.port"),
+    ({"arguments": ("--api-key=KEY",)}, "environment variable GRPO_JAX_SGLANG_API_KEY"),
+    ({"arguments": ("--api", "KEY")}, "environment variable GRPO_JAX_SGLANG_API_KEY"),
+    ({"arguments": ("--admin-api-key=KEY",)}, "environment variable GRPO_JAX_SGLANG_API_KEY"),
+    ({"arguments": ("--config", "f.yaml")}, "list the arguments that the file holds"),
+    ({"arguments": ("--dist-init-addr=0.0.0.0:1",)}, "on this host alone"),
+    ({"arguments": ("--grpc-mode",)}, "speaks HTTP"),
+    ({"arguments": ("--model-path=/m",)}, "set model.path"),
+    ({"arguments": ("--model", "/m")}, "set model.path"),
+    ({"arguments": ("--device=cpu",)}, "set engine.sglang.device"),
+    ({"arguments": ("--dty=float16",)}, "set model.compute_dtype"),
+    ({"arguments": ("--max-run=3",)}, "set engine.max_rows"),
+    ({"arguments": ("--tp", "2")}, "set engine.sglang.gpus_per_server"),
+    ({"arguments": ("--tensor-parallel-size=2",)}, "set engine.sglang.gpus_per_server"),
+    ({"arguments": ("--enable-deterministic-inference",)}, "set engine.sglang.deterministic"),
+    ({"arguments": ("--enable-memory-saver",)}, "set engine.sglang.release_memory"),
+    ({"arguments": ("--log-level", 3)}, "a tuple of strings"),
+    ({"arguments": "--host=0.0.0.0"}, "a tuple of strings"),
+    ({"command": "serve --host 0.0.0.0"}, "a tuple of strings"),
+    ({"command": ("serve", "--host", "0.0.0.0")}, r"listen on 0.0.0.0: write --host {host}"),
+    ({"command": ("serve", "--host=::", "{port}")}, r"listen on ::: write --host {host}"),
+    ({"command": ("sh", "-c", "exec serve --hos '10.0.0.1'")}, "write --hos {host}"),
+    ({"command": ("serve", "--api-key", "KEY")}, "where the command finds it"),
+    ({"command": ("sh", "-c", "serve --api-key=KEY")}, "where the command finds it"),
+    ({"environment": {"GRPO_JAX_SGLANG_API_KEY": "KEY"}}, "in the environment of the run"),
+    ({"addresses": ("http://a:1", "localhost:30000")}, "'http://host:port', got 'localhost:30000'"),
+    ({"addresses": ("http://me:KEY@a:1",)}, "without a password"),
+    ({"addresses": ("http://a:1/?key=KEY",)}, "without a password"),
+    ({"addresses": ("http://a:1",), "router": "http://KEY@b:2"}, "without a password"),
+    ({"addresses": ("http://a:KEY",)}, "cannot be read"),
+  ],
+)
+def test_options_that_would_go_around_others_are_refused_without_showing_a_key(changes, message):
+  (refusal,) = server_process.refusals(**{**NOTHING, **changes})
+  assert re.search(message, refusal) and "KEY" not in refusal.replace("API_KEY", "")
+
+
+def test_other_arguments_commands_and_addresses_are_taken():
+  settings = {
+    "addresses": ("http://host:30000", "https://[::1]:1", "http://10.0.0.1"),
+    "router": "http://router:1/",
+    "arguments": ("--mem-fraction-static=0.5", "--log-level", "info", "-x", "--", "--host-memory"),
+    "command": ("serve", "--host", "{host}", "--port", "{port}", '{"a": {"b": 1}}'),
+    "environment": {"OMP_NUM_THREADS": 3},
+  }
+  assert list(server_process.refusals(**settings)) == []
+  assert list(server_process.refusals(**{**settings, "command": ("s", "--host=127.0.0.1")})) == []
+
+
+@pytest.mark.parametrize("given", [None, "", f" {KEY}\n"])
+def test_servers_of_a_run_always_ask_for_a_key(monkeypatch, given):
+  monkeypatch.delenv("GRPO_JAX_SGLANG_API_KEY", raising=False)
+  if given is not None:
+    monkeypatch.setenv("GRPO_JAX_SGLANG_API_KEY", given)
+  keys = [sglang._key(is_launched=True) for _ in range(2)]
+  if given and given.strip():
+    assert keys == [KEY, KEY]
+  else:
+    assert len(set(keys)) == 2 and min(map(len, keys)) >= 32
+  assert sglang._key(is_launched=False) == (KEY if given else None)
+
+
+def test_server_of_a_run_on_loopback_gets_a_key_that_no_command_line_shows(monkeypatch, tmp_path):
+  monkeypatch.delenv("GRPO_JAX_SGLANG_API_KEY", raising=False)
+  code = (
+    "import os, time; open('seen.part', 'w').write(os.environ['GRPO_JAX_SGLANG_API_KEY'])\n"
+    "os.rename('seen.part', 'seen'); time.sleep(1000)"
+  )
+  engine = engines.make(
+    "sglang",
+    config=tiny.config(),
+    source_directory=tmp_path,
+    workdir=tmp_path,
+    weights_folder=str(tmp_path / "weights"),
+    device="cpu",
+    command=(sys.executable, "-c", code),
+  )
+  try:
+    seen = tmp_path / "servers" / "seen"
+    eventually(seen.exists)
+    key = seen.read_text()
+    assert len(key) >= 32
+    lines = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
+    assert not [line for line in lines if key in line]
+  finally:
+    engine.close()
+  assert key not in (tmp_path / "servers" / "server_0.log").read_text()
+
+
+def test_log_of_a_server_is_shown_without_what_a_terminal_would_obey(start):
+  server = start(r"print('\x1b]0;title\x07 \x9b2J \u202e')")
+  assert server.wait(30.0)
+  assert all(line.isprintable() for line in server.last_lines().split("\n"))
+  assert r"\x1b]0;title\x07" in server.last_lines()
 
 
 def test_environment_for_the_cpu_is_refused_for_gpus(tmp_path):

@@ -1,10 +1,14 @@
 """Rewards over HTTP, against a real server that hangs, breaks off, refuses, and lies."""
 
 import asyncio
+import base64
+import gzip
 import json
 import logging
 import re
 import time
+import traceback
+import zlib
 
 import pytest
 
@@ -331,7 +335,7 @@ KEY = "sk-secret-0123456789"
 def test_the_key_goes_to_the_server_and_nowhere_else(monkeypatch, caplog):
   monkeypatch.setenv("JUDGE_KEY", f" {KEY}\n")
   caplog.set_level(logging.DEBUG)
-  echoing = answer({"error": f"wrong key {KEY}"}, 401)
+  echoing = answer({"error": f"wrong key {KEY} \x1b]0;title\x07\u202e"}, 401)
   settings = {**QUICK, "api_key_env": "JUDGE_KEY"}
   with serving(echoing, GOOD) as server, making(server, **settings) as made:
     with pytest.raises(EnvironmentFailure, match=r"wrong key \*\*\*") as failure:
@@ -339,8 +343,56 @@ def test_the_key_goes_to_the_server_and_nowhere_else(monkeypatch, caplog):
     assert score(made["reward"], PROMPT, "4").total == 0.75
     assert [h["Authorization"] for _, h, _ in server.requests] == [f"Bearer {KEY}"] * 2
   assert KEY not in str(failure.value) and KEY not in repr(failure.value.__cause__)
+  assert str(failure.value).isprintable()
   assert KEY not in caplog.text
   assert KEY not in json.dumps(settings)
+
+
+@pytest.mark.parametrize(
+  "echo_of",
+  [
+    answer({"reward": f"Bearer {KEY}"}),
+    answer({"error": f"Bearer {KEY}"}),
+    raw(f"no JSON: {KEY}".encode()),
+    raw(("." * 290 + KEY).encode()),  # across the end of what is shown.
+    raw(base64.b64encode(f"user:{KEY}".encode())),
+    raw(b"", 401, Set_Cookie=f"{KEY}@[]=1; {KEY}"),
+    raw(b"", 307, Location=f"http://127.0.0.1:9/{KEY}"),
+    lambda handler, server: handler.wfile.write(f"HTTP/1.1 401 {KEY}\r\n\r\n".encode()),
+    lambda handler, server: handler.wfile.write(f"{KEY}\r\n\r\n".encode()),
+  ],
+)
+def test_a_key_that_is_echoed_is_in_no_message_and_no_cause(monkeypatch, caplog, echo_of):
+  monkeypatch.setenv("JUDGE_KEY", KEY)
+  caplog.set_level(logging.DEBUG)
+
+  def then_closes(handler, server):
+    echo_of(handler, server)
+    handler.close_connection = True
+
+  settings = {**QUICK, "retries": 0, "api_key_env": "JUDGE_KEY"}
+  with serving(then_closes) as server, making(server, **settings) as made:
+    with pytest.raises(EnvironmentFailure) as failure:
+      score(made["reward"], PROMPT, "4")
+  told = "".join(traceback.format_exception(failure.value)) + caplog.text
+  error = failure.value
+  while error is not None:
+    told += f"{error!r} {vars(error)}"
+    error = error.__cause__ or error.__context__
+  assert (
+    KEY[:10] not in told and base64.b64encode(f"user:{KEY}".encode())[8:20].decode() not in told
+  )
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_a_compressed_answer_is_bounded_after_decompression(encoding):
+  pack = gzip.compress if encoding == "gzip" else zlib.compress
+  bomb = raw(pack(b"[" * 50_000_000, 1), Content_Encoding=encoding)
+  good = raw(pack(b'{"reward": 0.75}'), Content_Encoding=encoding)
+  settings = {**QUICK, "retries": 1, "timeout_s": 5.0}
+  with serving(bomb, good) as server, making(server, **settings) as made:
+    assert score(made["reward"], PROMPT, "4").total == 0.75
+    assert counts(made) == {"calls": 1, "tries": 2, "retries": 1}
 
 
 def test_wrong_settings_are_refused_before_anything_is_sent(monkeypatch, tmp_path):

@@ -6,7 +6,6 @@ One thread with one event loop owns the connections; calls come from the loops o
 import asyncio
 import concurrent.futures
 import dataclasses
-import json
 import random
 import re
 import threading
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
+from grpo_jax import http_bodies, redaction
 from grpo_jax.environments.scoring.failures import (
   EndpointError,
   EndpointFailed,
@@ -132,11 +132,8 @@ class JsonClient:
   def _opened(self) -> aiohttp.ClientSession:
     """The session, which has to be made within the loop."""
     if self._session is None:
-      self._session = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),  # `concurrency` is the limit.
-        timeout=aiohttp.ClientTimeout(total=None),  # that of a whole try is in _try.
-        headers={"Authorization": f"Bearer {self._secret}"} if self._secret else {},
-      )
+      headers = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
+      self._session = http_bodies.open_session(headers)
     return self._session
 
   async def _call(self, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
@@ -148,11 +145,12 @@ class JsonClient:
       try:
         result = await self._tries(body, read)
       except EndpointError as error:
-        shown = type(error)(self._without_secret(str(error)))  # a server may echo it.
-        self._note_failure(shown)
-        raise shown from None
-      self._failed_in_row = 0
-      return result
+        failure = type(error)(self._shown(str(error)))  # a server may echo the secret.
+      else:
+        self._failed_in_row = 0
+        return result
+      self._note_failure(failure)
+      raise failure  # outside of `except`: the first one keeps what the server said.
 
   async def _tries(self, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
     deadline = time.monotonic() + self._patience.total_timeout_s
@@ -167,7 +165,7 @@ class JsonClient:
         rest -= pause
         self._counts["retries"] += 1
       try:
-        return read(await self._try(body, min(rest, self._patience.timeout_s)))
+        return await self._try(body, read, min(rest, self._patience.timeout_s))
       except EndpointRefused:
         raise
       except EndpointError as error:
@@ -175,28 +173,30 @@ class JsonClient:
     assert last is not None
     raise last
 
-  async def _try(self, body: Mapping[str, Any], timeout_s: float) -> Any:
-    """One request: the JSON of its answer."""
+  async def _try(self, body: Mapping[str, Any], read: Callable[[Any], T], timeout_s: float) -> T:
+    """One request: what `read` makes of the JSON of its answer."""
     self._counts["tries"] += 1
     request = self._opened().post(self._url, json=dict(body), allow_redirects=False)
     try:
-      async with asyncio.timeout(timeout_s), request as response:
-        content = await _content(response)
+      async with asyncio.timeout(timeout_s):
+        async with request as response:
+          content = await http_bodies.read(response, limit=_MAX_BYTES)
+        if 200 <= response.status < 300:
+          return await http_bodies.parse(content, read)
     except TimeoutError as error:
       raise EndpointTimeout(f"{self._url}: no whole answer within {timeout_s:.3g} s") from error
+    except http_bodies.NotJson as error:
+      message = f"{self._url}: {error}: {self._excerpt(error.content)}"
+      raise EndpointUnreadable(message) from error
+    except http_bodies.UnreadableBody as error:
+      raise EndpointUnreadable(f"{self._url}: {error}") from error
     except (aiohttp.ClientError, OSError) as error:
       reason = str(error) or type(error).__name__
       raise EndpointUnreachable(f"{self._url}: {reason}") from error
-    if not 200 <= response.status < 300:
-      raise self._refusal(response, content)
-    try:
-      return json.loads(content)
-    except (ValueError, RecursionError) as error:
-      message = f"{self._url}: the answer is no JSON: {_excerpt(content)}"
-      raise EndpointUnreadable(message) from error
+    raise self._refusal(response, content)
 
   def _refusal(self, response: aiohttp.ClientResponse, content: bytes) -> EndpointError:
-    message = f"{self._url}: answered {response.status}: {_excerpt(content)}"
+    message = f"{self._url}: answered {response.status}: {self._excerpt(content)}"
     wait_s = _seconds(response.headers.get("Retry-After", ""))
     if response.status == 429:
       return EndpointOverloaded(message, retry_after_s=wait_s)
@@ -220,23 +220,11 @@ class JsonClient:
         f" {error}"
       )
 
-  def _without_secret(self, text: str) -> str:
-    return text.replace(self._secret, "***") if self._secret else text
+  def _shown(self, text: str) -> str:
+    return redaction.shown(text, self._secret, limit=2 * redaction.SHOWN_CHARS)
 
-
-async def _content(response: aiohttp.ClientResponse) -> bytes:
-  """The body, unless it is endless."""
-  pieces, size = [], 0
-  async for piece in response.content.iter_any():
-    pieces.append(piece)
-    size += len(piece)
-    if size > _MAX_BYTES:
-      raise EndpointUnreadable(f"{response.url}: the answer is longer than {_MAX_BYTES} bytes")
-  return b"".join(pieces)
-
-
-def _excerpt(content: bytes) -> str:
-  return repr(content[:_SHOWN_CHARS].decode("utf-8", errors="replace"))
+  def _excerpt(self, content: bytes) -> str:
+    return repr(redaction.shown(content, self._secret, limit=_SHOWN_CHARS))
 
 
 def _seconds(retry_after: str) -> float:

@@ -1,0 +1,128 @@
+"""Answers of HTTP servers, read within bounds; for every HTTP client of the package.
+
+A server that is broken, or not ours, can send any number of bytes, and a few compressed ones that
+become gigabytes. What comes is counted after decompression, and large JSON is parsed in a thread,
+so that the loop that asks goes on asking. The bound in time is the caller's `asyncio.timeout`.
+"""
+
+import asyncio
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import aiohttp
+from yarl import URL
+
+T = TypeVar("T")
+
+_PIECE_BYTES = 1 << 16
+_PARSED_IN_LOOP = 1 << 16  # bytes of JSON, which take a millisecond.
+_GZIP_OR_ZLIB = 47  # zlib's wbits: the header says which.
+
+
+class UnreadableBody(Exception):
+  """The body of an answer is too long, broken, or not JSON. Messages hold nothing of the body."""
+
+
+class NotJson(UnreadableBody):
+  """The body of an answer is not JSON."""
+
+  def __init__(self, content: bytes):
+    super().__init__("the answer is not JSON")
+    self.content = content
+
+
+class _NoCookies(aiohttp.DummyCookieJar):
+  def update_cookies_from_headers(self, headers: Sequence[str], response_url: URL) -> None:
+    """Does nothing; the inherited one parses them, and logs what it cannot parse."""
+
+
+def open_session(headers: Mapping[str, str] | None = None) -> aiohttp.ClientSession:
+  """Opens the session of a client, in the running loop; the caller closes it.
+
+  It follows no proxy of the environment, keeps no cookies, asks for answers that are not
+  compressed, and leaves decompression to `read`.
+
+  Args:
+    headers: Sent with every request.
+  """
+  return aiohttp.ClientSession(
+    connector=aiohttp.TCPConnector(limit=0),  # callers bound what they ask for at a time.
+    timeout=aiohttp.ClientTimeout(total=None),
+    cookie_jar=_NoCookies(),
+    headers={"Accept-Encoding": "identity", **(headers or {})},
+    auto_decompress=False,
+    trust_env=False,
+  )
+
+
+async def read(response: aiohttp.ClientResponse, *, limit: int) -> bytes:
+  """Returns the body of an answer.
+
+  Args:
+    response: Of a session of `open_session`.
+    limit: Most bytes that are accepted, after decompression.
+
+  Raises:
+    UnreadableBody: It is longer, or is compressed and cannot be decompressed.
+    aiohttp.ClientError: The connection broke off.
+  """
+  inflate = _decompressor(response)
+  content = bytearray()
+  async for piece in response.content.iter_chunked(_PIECE_BYTES):
+    content += _decompressed(inflate, piece, limit + 1 - len(content)) if inflate else piece
+    if len(content) > limit:
+      raise UnreadableBody(f"the answer is longer than {limit} bytes")
+  if inflate and content and not inflate.eof:
+    raise UnreadableBody("the compressed answer breaks off")
+  return bytes(content)
+
+
+async def parse(content: bytes, read: Callable[[Any], T]) -> T:
+  """Returns what `read` makes of a body of JSON; in a thread, if the body is large.
+
+  Args:
+    content: The body; an empty one is None.
+    read: Decoded JSON -> what is wanted of it. It may run in any thread.
+
+  Raises:
+    NotJson: It is not JSON. What `read` raises is raised as it is.
+  """
+  if len(content) <= _PARSED_IN_LOOP:
+    return read(_from_json(content))
+  return await asyncio.to_thread(lambda: read(_from_json(content)))
+
+
+def _from_json(content: bytes) -> Any:
+  if not content:
+    return None
+  try:
+    return json.loads(content.decode("utf-8", errors="replace"), parse_float=_float)
+  except (ValueError, RecursionError):
+    raise NotJson(content) from None
+
+
+def _float(digits: str) -> float:
+  # A function of Python's, unlike `float`, lets other threads run between two numbers.
+  return float(digits)
+
+
+def _decompressor(response: aiohttp.ClientResponse) -> Any:
+  """Returns what decompresses a body; None if nothing has to."""
+  encoding = response.headers.get("Content-Encoding", "").strip().lower()
+  if encoding in ("", "identity"):
+    return None
+  if encoding in ("gzip", "x-gzip", "deflate"):
+    return zlib.decompressobj(wbits=_GZIP_OR_ZLIB)
+  raise UnreadableBody("the answer has a Content-Encoding other than gzip and deflate")
+
+
+def _decompressed(inflate: Any, piece: bytes, most: int) -> bytes:
+  try:
+    content = inflate.decompress(piece, most)
+  except zlib.error as error:
+    raise UnreadableBody(f"the compressed answer is broken: {error}") from None
+  if inflate.unused_data:
+    raise UnreadableBody("the compressed answer goes on after its end")
+  return content
