@@ -15,7 +15,10 @@ PACKAGE = ROOT / "grpo_jax"
 # of lower layers only. Within a folder, imports are free.
 LAYERS = [
   {"types", "errors"},
-  {"rl", "registry", "timing", "console", "rollout_log", "manifest", "interrupts", "host_memory"},
+  {
+    *("rl", "registry", "timing", "console", "rollout_log", "manifest", "interrupts"),
+    *("host_memory", "compiling"),
+  },
   {"metric_table", "packing", "sandbox", "group_json"},
   {"metrics", "layout", "configuration", "ranking"},
   {"models"},
