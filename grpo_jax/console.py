@@ -188,6 +188,8 @@ def sample_lines(
   title = f"── sample of step {step}: {group.prompt.prompt_id}, {len(order)} completions "
   lines = [f"{printable(title):─<{width}}"]
   lines += _indented("prompt", shorten(group.prompt.text, PROMPT_CHARACTERS))
+  if (expected := group.prompt.expected_answer) is not None:
+    lines += _indented("expected", shorten(expected, PROMPT_CHARACTERS))
   for label, index in zip(("best", "worst"), shown, strict=False):
     rollout = group.rollouts[index]
     lines.append(f"{label:>8} │ {_facts(rollout, float(advantages[index]))}")
@@ -229,6 +231,20 @@ def fold(line: str, width: int) -> list[str]:
     break_on_hyphens=False,
   )
   return found or [line]
+
+
+def sampled_from(versions: Sequence[int]) -> str:
+  """Says which weights tokens were sampled from; weights of version n were updated n times."""
+  if not versions:
+    return "no token"
+  first, last = min(versions), max(versions)
+  if last == 0:
+    return "from the initial weights"
+  return (
+    f"after {last} update{'s' * (last > 1)}"
+    if first == last
+    else f"after {first} to {last} updates"
+  )
 
 
 def shorten(text: str, limit: int) -> str:
@@ -396,7 +412,7 @@ def _facts(rollout: Rollout, advantage: float) -> str:
       f"advantage {advantage:+.2f}" if math.isfinite(advantage) else f"advantage {DASH}",
       rollout.finish_reason.value,
       f"{len(rollout.completion_ids)} tokens",
-      f"weights {sampled.min()}" if sampled.size else "no sampled token",
+      f"sampled {sampled_from(sampled.tolist())}",
     ]
   )
 

@@ -147,7 +147,8 @@ def test_a_rollout_file_holds_all_that_was_sampled(tmp_path):
     turn_log=(Turn(1, 1, 0.5), Turn(1, 0, math.nan)),
     error="timeout: no answer within 1 s",
   )
-  prompt = Prompt("p-0", np.asarray([7, 8], np.int32), "math", text="1 + 1?")
+  info = {"expected_answer": 2, "tests": "hidden"}
+  prompt = Prompt("p-0", np.asarray([7, 8], np.int32), "math", info, text="1 + 1?")
   group = RolloutGroup(prompt, (rollout,))
   logger = open_logs(tmp_path)
   trainer = np.asarray([-0.25, np.nan, -1.5], np.float32)
@@ -161,6 +162,7 @@ def test_a_rollout_file_holds_all_that_was_sampled(tmp_path):
     "prompt_id": "p-0",
     "environment": "math",
     "prompt": "1 + 1?",
+    "expected_answer": "2",
     "completion": ' "sum" é\n',
     "reward": None,
     "shaped_reward": None,
@@ -181,6 +183,22 @@ def test_a_rollout_file_holds_all_that_was_sampled(tmp_path):
     "policy_logprobs": [-0.25, None, -1.5],
     "weight_versions": [4, -1, 5],
   }
+
+
+@pytest.mark.parametrize(
+  "info, shown",
+  [({}, None), ({"expected_answer": None}, None), ({"expected_answer": [1, 2]}, "[1, 2]")],
+)
+def test_an_expected_answer_is_shown_as_text(info, shown):
+  assert Prompt("p", np.zeros(1, np.int32), "e", info).expected_answer == shown
+
+
+def test_a_long_expected_answer_is_cut_once():
+  long = Prompt("p", np.zeros(1, np.int32), "e", {"expected_answer": "x" * 5000})
+  cut = long.expected_answer
+  assert cut is not None and len(cut) == 1001
+  again = Prompt("p", np.zeros(1, np.int32), "e", {"expected_answer": cut})
+  assert again.expected_answer == cut
 
 
 def test_rollouts_of_equal_prompts_are_kept_apart_and_lengths_are_checked(tmp_path):
