@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from grpo_jax import console, metrics
+from grpo_jax.errors import ExpectedFailure
 
 MAX_POINTS = 1500  # of a curve; longer ones are averaged.
 MAX_BYTES = 3_000_000  # of all sampled groups together.
@@ -22,6 +23,13 @@ MAX_ROLLOUTS = 8  # of a group.
 MAX_TOKENS = 500  # of a completion.
 MAX_PROMPT = 4000  # characters.
 MAX_SCAN = 8_000_000  # characters of a file that are searched for groups worth showing.
+
+
+LEFT_BY_RUNS = ("config.json", "metrics.jsonl", "rollouts")
+
+
+class NoRunError(ExpectedFailure, FileNotFoundError):
+  """A folder is not the folder of a run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,11 +59,16 @@ def load(folder: str | Path) -> Run:
   """Reads a run folder; what is missing or broken is left out and named in `problems`.
 
   Raises:
-    FileNotFoundError: if there is no such folder.
+    NoRunError: there is no such folder, or no run has written to it.
   """
   folder = Path(folder)
   if not folder.is_dir():
-    raise FileNotFoundError(f"a report needs a run folder, got {folder}")
+    raise NoRunError(f"a report needs a run folder, and there is no folder {folder}")
+  if not any((folder / name).exists() for name in LEFT_BY_RUNS):
+    raise NoRunError(
+      f"a report needs a run folder, and {folder} has none of {', '.join(LEFT_BY_RUNS)}"
+      f"{_runs_within(folder)}"
+    )
   problems = []
   config: dict[str, Any] = {}
   if (folder / "config.json").exists():
@@ -156,6 +169,13 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     else:
       flat[prefix + name] = value
   return flat
+
+
+def _runs_within(folder: Path) -> str:
+  """ "; there are runs in it: …", of a folder such as runs/."""
+  found = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
+  more = ", …" if len(found) > 5 else ""
+  return f"; there are runs in it: {', '.join(found[:5])}{more}" if found else ""
 
 
 def _in_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ LAYERS = [
     *("rl", "registry", "timing", "console", "rollout_log", "manifest", "interrupts"),
     *("host_memory", "compiling"),
   },
-  {"metric_table", "packing", "sandbox", "group_json"},
+  {"metric_table", "packing", "sandbox", "group_json", "sections", "config_comments"},
   {"metrics", "layout", "configuration", "ranking"},
   {"models"},
   {"data", "environments", "engines"},
@@ -79,7 +79,7 @@ PURE_MAY_USE = PURE_UNITS | {"errors", "metrics", "metric_table"}
 EFFECTS = {"open", "print", "input", "exec", "eval", "__import__"}
 SEES_CONFIGS = {
   *("train", "building", "offline_building", "run_options", "data_options"),
-  *("command_line", "configuration", "main"),
+  *("command_line", "configuration", "main", "sections"),
 }
 SAYS_NOTHING = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
 

@@ -419,9 +419,27 @@ def test_the_command_line_writes_the_page_and_names_what_is_missing(tmp_path, ru
   (run_folder / "report.html").unlink(missing_ok=True)
   assert report.main([str(run_folder)]) == 0
   assert capsys.readouterr().out.strip() == str(run_folder / "report.html")
-  assert report.main([str(tmp_path / "nowhere")]) == 1
+  assert report.main([str(tmp_path / "nowhere")]) == 2
   assert "nowhere" in capsys.readouterr().err
   assert report.main([]) == 2
+  assert report.main(["--help"]) == 0
+
+
+@pytest.mark.parametrize("left", [None, "notes.txt", "tensorboard", "report.html"])
+def test_a_folder_without_a_run_is_refused_in_one_line_and_left_alone(tmp_path, left, capsys):
+  if left:
+    (tmp_path / left).write_text("")
+  assert report.main([str(tmp_path)]) == 2
+  printed = capsys.readouterr()
+  assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and not printed.out
+  assert "metrics.jsonl" in printed.err
+  assert [path.name for path in tmp_path.iterdir()] == ([left] if left else [])
+
+
+def test_the_folder_of_several_runs_names_them(tmp_path, capsys):
+  a_run(tmp_path / "first", [{"step": 0}])
+  assert report.main([str(tmp_path)]) == 2
+  assert capsys.readouterr().err.endswith("; there are runs in it: first\n")
 
 
 def test_the_comparison_script_prints_runs_side_by_side(tmp_path, run_folder):
