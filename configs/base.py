@@ -83,7 +83,7 @@ def get_config() -> Any:
   config.environments = environments = ConfigDict()  # by name; `module` is a file of environments/.
   environments.math = ConfigDict(
     dict(
-      module="math",
+      module="math",  # file of environments/, or the dotted path of a module of your own.
       verifier="math_verify",  # or "minerva" (DAPO's, equal as text), "multiple_choice".
       # Where the answer must stand: boxed, hash (after ####), tag, line (after "Answer:"),
       # last_number, any, raw; None: boxed, for minerva line, for multiple_choice wherever.
@@ -170,7 +170,7 @@ def get_config() -> Any:
   advantages.eps = 1e-6  # added to the standard deviation.
   advantages.weights = placeholder(tuple)  # gdpo: of the reward components.
   advantages.clip_low = placeholder(float)  # bounds of the advantages.
-  advantages.clip_high = placeholder(float)
+  advantages.clip_high = placeholder(float)  # None: no bound.
 
   config.loss = loss = ConfigDict()  # formulas: docs/algorithms.md.
   loss.loss = "clipped"  # or gspo, gspo_token, cispo, sapo, reinforce, gmpo, luspo, vespo.
@@ -178,8 +178,8 @@ def get_config() -> Any:
   loss.clip_high = 0.2  # upper bound is 1 + clip_high; DAPO: 0.28; CISPO: 4.0.
   loss.dual_clip = placeholder(float)  # > 1: bounds the loss of bad tokens; 3 is usual.
   loss.force_on_policy_ratio = False  # ratio 1 in value; one update per batch.
-  loss.sapo_temperature_positive = 1.0
-  loss.sapo_temperature_negative = 1.05
+  loss.sapo_temperature_positive = 1.0  # sapo: how sharply ratios off 1 are damped, good tokens.
+  loss.sapo_temperature_negative = 1.05  # the same for bad tokens.
   loss.kl_coef = 0.01  # of the KL to the reference policy; 0 needs no reference.
   loss.kl_estimator = "k3"  # "k1", "k2", "k3".
   loss.kl_input_clamp = FieldReference(20.0)  # nats, of the log-ratio to the reference; None: off.
@@ -191,7 +191,7 @@ def get_config() -> Any:
   loss.importance_correction = "none"  # of old/behavior; "token", "sequence", "sequence_mean".
   loss.importance_truncation = placeholder(str)  # None, "tis", "icepop", "seq_mask".
   loss.importance_low = 0.0  # inclusive bounds of the truncation.
-  loss.importance_high = float("inf")
+  loss.importance_high = float("inf")  # the upper one.
   loss.off_policy_mask_threshold = placeholder(float)  # nats a token.
   loss.aggregation = "token_mean"  # "token_mean", "sequence_mean", "constant_length".
   loss.max_completion_tokens = placeholder(int)  # what "constant_length" divides by.
@@ -224,8 +224,8 @@ def get_config() -> Any:
 
   config.evaluation = evaluation = ConfigDict()
   evaluation.every_steps = 10  # 0: never in between.
-  evaluation.at_start = True
-  evaluation.at_end = True
+  evaluation.at_start = True  # before the first step.
+  evaluation.at_end = True  # after the last step.
   evaluation.num_prompts = 256  # of each set of held-out data; its first ones.
   evaluation.group_size = 1  # completions of a prompt.
   evaluation.pass_k = (1,)  # k of pass@k, each at most group_size.
@@ -265,7 +265,7 @@ def get_config() -> Any:
   checkpoint.best_mode = "max"  # or "min".
 
   config.logging = logging = ConfigDict()
-  logging.tensorboard = True
+  logging.tensorboard = True  # write tensorboard/; to look: tensorboard --logdir=RUN.
   logging.samples_every_steps = 10  # print a group of completions; 0: never.
   logging.rollouts_every_steps = 1  # write rollouts/step_NNNNNN.jsonl; 0: never.
 

@@ -14,7 +14,9 @@ from jax.sharding import Mesh
 
 from grpo_jax import (
   checkpointing,
+  compiling,
   configuration,
+  console,
   data,
   data_options,
   engines,
@@ -101,6 +103,9 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
   """Makes the parts of a run and restores its newest checkpoint; `stack` closes them."""
   workdir.mkdir(parents=True, exist_ok=True)
   _keep_compiled()
+  watch = compiling.Watch()
+  screen = console.Screen(note=watch.note)
+  stack.enter_context(watch.listening(screen.print))
   mesh = sharding.make_mesh(**config.mesh)
   _check_head(config, mesh)
   folder = sources.resolve(
@@ -160,6 +165,7 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
     start_step=first,
     total_steps=config.total_steps,
     decode=lambda ids: tokenizer.decode(ids, skip_special=False),
+    screen=screen,
     **config.logging,
   )
   stack.callback(logger.close)

@@ -10,14 +10,15 @@ import difflib
 import fnmatch
 import pathlib
 import re
+import shutil
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from grpo_jax import configuration
+from grpo_jax import config_comments, configuration, registry
 from grpo_jax.configuration import ConfigError
 
 USAGE = """\
@@ -36,7 +37,8 @@ Trains a language model by GRPO.
               further arguments of an environment, a task, a dataloader, an engine of your own:
               --config.environments.math.format_reward=0.1
   --flagfile=FILE   reads further flags from a file, one a line.
-  --help      this text; with --config, the fields of that configuration and their values.
+  --help      this text; with --config, the fields of that configuration, their values and what
+              they mean; --help=loss: those of one section.
 
 Example:
   python -m grpo_jax.main --config=configs/quickstart.py --workdir=runs/first --config.seed=7
@@ -86,9 +88,12 @@ def parse(arguments: Sequence[str]) -> Command:
   except flags.Error as error:
     raise ConfigError(str(error)) from error
   paths, argv = _take(argv, "config")
-  wants_help = any(re.fullmatch(r"--?(help|h|helpfull|helpshort)", each) for each in argv)
+  asked = [m for each in argv if (m := re.fullmatch(r"--?(help|h|helpfull|helpshort)(=.*)?", each))]
+  section = next((m[2][1:] for m in asked if m[2]), "")
   if not any(paths):
-    if wants_help:
+    if section:
+      raise ConfigError(f"--help={section} needs --config=FILE.py, whose fields it lists")
+    if asked:
       raise HelpWanted(f"{USAGE}\n{_present()}")
     raise ConfigError(
       f"--config is missing, for example --config=configs/quickstart.py\n{_present()}"
@@ -96,8 +101,11 @@ def parse(arguments: Sequence[str]) -> Command:
   if len(paths) > 1:
     raise ConfigError(f"--config was given {len(paths)} times: {', '.join(paths)}")
   config = configuration.load(paths[0])
-  if wants_help:
-    raise HelpWanted(f"{USAGE}\nFields of {paths[0]}:\n{_table(config)}")
+  if asked:
+    comments = config_comments.of_file(pathlib.Path(paths[0].partition(":")[0]))
+    width = shutil.get_terminal_size((100, 24)).columns
+    table = option_table(config, comments, section.removeprefix("config."), width)
+    raise HelpWanted(table if section else f"{USAGE}\nFields of {paths[0]}:\n{table}")
   rest = _override(config, parsed, argv)
   if rest:
     raise ConfigError(_stray(rest[0]))
@@ -254,6 +262,49 @@ def _present() -> str:
   return f"Configurations here:\n{listed}" if files else "There is no folder configs/ here."
 
 
-def _table(config: ConfigDict) -> str:
-  rows = (f"--config.{name}={value!r}" for name, value in configuration.fields(config).items())
-  return textwrap.indent("\n".join(rows), "  ")
+def option_table(config: ConfigDict, comments: Mapping[str, str], only: str, width: int) -> str:
+  """Returns the fields with their values and explanations, section by section.
+
+  Args:
+    config: whose fields are listed.
+    comments: what is said of fields and sections, by dotted name, in the order of the list.
+    only: a section; "" lists all.
+    width: characters of a line.
+
+  Raises:
+    ConfigError: there is no such section.
+  """
+  fields = configuration.fields(config)
+  sections = dict.fromkeys(name.rpartition(".")[0] for name in fields)
+  chosen = {s for s in sections if not only or s == only or s.startswith(f"{only}.")}
+  places = {name: place for place, name in enumerate(comments)}
+  place_of = lambda name: places.get(name, len(places))
+  names = [name for name in fields if name.rpartition(".")[0] in chosen or name == only]
+  if not names:
+    hint = registry.nearest(only, [*sections, *fields])
+    raise ConfigError(
+      f"there is no section {only!r}{hint}; there are: {', '.join(filter(None, sections))}"
+    )
+  lines = []
+  for section in sorted({n.rpartition(".")[0] for n in names}, key=lambda s: _order(s, place_of)):
+    if section:
+      lines += ["", textwrap.shorten(f"{section}: {comments.get(section, '')}".rstrip(": "), width)]
+    inside = [name for name in names if name.rpartition(".")[0] == section]
+    for name in sorted(inside, key=place_of):
+      lines += _explained(f"  --config.{name}={fields[name]!r}", comments.get(name, ""), width)
+  return "\n".join(lines)
+
+
+def _order(section: str, place_of: Callable[[str], int]) -> tuple[int, ...]:
+  """Sorts sections as they are made, and below that the ones that a file has added."""
+  parts = section.split(".")
+  return tuple(place_of(".".join(parts[: i + 1])) for i in range(len(parts))) if section else ()
+
+
+def _explained(flag: str, comment: str, width: int) -> list[str]:
+  """Returns a flag with its explanation beside it, or below it where there is no room."""
+  margin = 46 if width >= 90 else 8
+  room = {"width": max(width - 1, margin + 20), "subsequent_indent": " " * margin}
+  if len(flag) < margin - 1 and comment:
+    return textwrap.wrap(f"{flag:<{margin}}{comment}", drop_whitespace=True, **room)
+  return [flag, *textwrap.wrap(comment, initial_indent=" " * margin, **room)]

@@ -20,7 +20,7 @@ from typing import Any
 
 from ml_collections import ConfigDict, FieldReference, config_dict
 
-from grpo_jax import registry
+from grpo_jax import registry, sections
 from grpo_jax.errors import ExpectedFailure
 
 Rule = Callable[[ConfigDict], Iterable[str]]
@@ -33,6 +33,8 @@ class ConfigError(ExpectedFailure, ValueError):
 
 def load(path: str) -> ConfigDict:
   """Runs a configuration file and returns what its `get_config()` returns, locked.
+
+  A field that does not exist cannot be set; the message names the nearest one that does.
 
   The folder above the file's own joins the import path, so that a file of `configs/`
   may import its neighbours from whatever working directory.
@@ -64,7 +66,7 @@ def load(path: str) -> ConfigDict:
     raise ConfigError(
       f"{file}: {section!r} cannot be the name of a field, it is a method of ConfigDict"
     )
-  return config
+  return sections.adopt(config)
 
 
 def fields(config: ConfigDict) -> dict[str, Any]:

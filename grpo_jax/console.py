@@ -7,6 +7,8 @@ as old and live policy are one, whatever is learned.
 import contextlib
 import math
 import re
+import shlex
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -18,6 +20,7 @@ from rich.progress import (
   MofNCompleteColumn,
   Progress,
   SpinnerColumn,
+  Task,
   TextColumn,
   TimeElapsedColumn,
   TimeRemainingColumn,
@@ -32,6 +35,8 @@ PROMPT_CHARACTERS = 600
 COMPLETION_CHARACTERS = 1200
 ERROR_CHARACTERS = 200
 DASH = "-"  # stands for what is not known.
+ALL_COLUMNS = 1000  # characters of a line that is never cut: of a log file.
+CONTINUED = " " * 11  # before the further lines of a message that is too long for the terminal.
 
 
 class Column(NamedTuple):
@@ -53,10 +58,10 @@ def number(value: float) -> str:
     return "0"
   if size < 1e-3 or size >= 1e9:
     return f"{value:.1e}"
-  for digits, limit in ((4, 1.0), (3, 10.0), (2, 100.0), (1, 10_000.0)):
+  for digits, limit in ((4, 1.0), (3, 10.0), (2, 100.0), (1, 9_999.95)):
     if size < limit:
       return f"{value:.{digits}f}"
-  return f"{value / 1e3:.1f}k" if size < 1e6 else f"{value / 1e6:.1f}M"
+  return f"{value / 1e3:.1f}k" if size < 999_950 else f"{value / 1e6:.1f}M"
 
 
 def share(value: float) -> str:
@@ -74,25 +79,44 @@ def seconds(value: float) -> str:
   return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
-def header() -> str:
-  """Returns the line of column titles."""
-  return f"{'step':>9}{'reward ± std':>15}" + "".join(f"{c.title:>{c.width}}" for c in COLUMNS)
+def columns_within(width: int, total_steps: int | None) -> tuple[Column, ...]:
+  """Returns the columns of the line of a step that fit, the least important ones left out.
+
+  Args:
+    width: characters of a line.
+    total_steps: of the run; None if there is no end.
+  """
+  kept = list(COLUMNS)
+  for title in LEAST_IMPORTANT:
+    if _step_width(total_steps) + REWARD_WIDTH + sum(c.width for c in kept) <= width:
+      break
+    kept = [column for column in kept if column.title != title]
+  return tuple(kept)
 
 
-def step_line(step: int, total_steps: int | None, values: Mapping[str, float]) -> Text:
+def header(width: int = ALL_COLUMNS, total_steps: int | None = None) -> str:
+  """Returns the line of column titles; arguments as of `columns_within`."""
+  titles = "".join(f"{c.title:>{c.width}}" for c in columns_within(width, total_steps))
+  return f"{'step':>{_step_width(total_steps)}}{'reward ± std':>{REWARD_WIDTH - 1}} {titles}"
+
+
+def step_line(
+  step: int, total_steps: int | None, values: Mapping[str, float], width: int = ALL_COLUMNS
+) -> Text:
   """Returns the line of one step; what was not measured, or is NaN, is a dash.
 
   Args:
     step: counted from 0.
     total_steps: of the run; None if there is no end.
     values: metrics of the step.
+    width: characters of a line; columns that do not fit are left out.
   """
   of_total = f"{step}/{total_steps}" if total_steps is not None else str(step)
   mean, std = (values.get(f"rollout/reward_{what}", math.nan) for what in ("mean", "std"))
-  line = Text(f"{of_total:>9}")
+  line = Text(f"{of_total:>{_step_width(total_steps)}}")
   line.append(f"{_signed(mean):>8}", style="bold")
-  line.append(f" ±{_signed(std):<5}", style="dim")
-  for column in COLUMNS:
+  line.append(f" ±{_signed(std):<6}", style="dim")
+  for column in columns_within(width, total_steps):
     known = [values[name] for name in column.metrics if name in values]
     value = sum(known) if known else math.nan
     style = "yellow" if math.isfinite(value) and column.alarm(value) else ""
@@ -149,7 +173,7 @@ def failure_lines(groups: Sequence[RolloutGroup]) -> list[str]:
 
 
 def sample_lines(
-  step: int, group: RolloutGroup, advantages: Sequence[float] | np.ndarray
+  step: int, group: RolloutGroup, advantages: Sequence[float] | np.ndarray, width: int = 106
 ) -> list[str]:
   """Returns the lines that show a group's best and worst completion.
 
@@ -157,17 +181,70 @@ def sample_lines(
     step: whose group it is.
     group: with at least one rollout.
     advantages: one a rollout.
+    width: characters of the lines above and below.
   """
   order = np.argsort(-np.nan_to_num(group.rewards, nan=-np.inf), kind="stable")
   shown = [order[0]] if len(order) == 1 else [order[0], order[-1]]
   title = f"── sample of step {step}: {group.prompt.prompt_id}, {len(order)} completions "
-  lines = [f"{printable(title):─<105}"]
+  lines = [f"{printable(title):─<{width}}"]
   lines += _indented("prompt", shorten(group.prompt.text, PROMPT_CHARACTERS))
+  if (expected := group.prompt.expected_answer) is not None:
+    lines += _indented("expected", shorten(expected, PROMPT_CHARACTERS))
   for label, index in zip(("best", "worst"), shown, strict=False):
     rollout = group.rollouts[index]
     lines.append(f"{label:>8} │ {_facts(rollout, float(advantages[index]))}")
     lines += _indented("", shorten(rollout.text, COMPLETION_CHARACTERS))
-  return [*lines, "─" * 106]
+  return [*lines, "─" * width]
+
+
+def closing_lines(folder: str) -> list[str]:
+  """Returns the lines that name the final weights and what can be done with them.
+
+  Args:
+    folder: of the exported weights.
+  """
+  return [
+    f"final weights: {folder}",
+    f"  in transformers: AutoModelForCausalLM.from_pretrained({folder!r})",
+    f"  in SGLang: python -m sglang.launch_server --model-path {shlex.quote(folder)}",
+    "  to train further: the same command with a larger --config.total_steps",
+  ]
+
+
+def fold(line: str, width: int) -> list[str]:
+  """Splits a line between words, so that a terminal does not split it within a number.
+
+  Args:
+    line: without line breaks; blanks within it are kept.
+    width: characters of a line; a longer word stands alone and is not split.
+  """
+  if len(line) <= width:
+    return [line]
+  continued = f"{'':>8} │ " if line[8:11] == " │ " else CONTINUED
+  found = textwrap.wrap(
+    line,
+    max(width, 2 * len(continued)),
+    subsequent_indent=continued,
+    expand_tabs=False,
+    replace_whitespace=False,
+    break_long_words=False,
+    break_on_hyphens=False,
+  )
+  return found or [line]
+
+
+def sampled_from(versions: Sequence[int]) -> str:
+  """Says which weights tokens were sampled from; weights of version n were updated n times."""
+  if not versions:
+    return "no token"
+  first, last = min(versions), max(versions)
+  if last == 0:
+    return "from the initial weights"
+  return (
+    f"after {last} update{'s' * (last > 1)}"
+    if first == last
+    else f"after {first} to {last} updates"
+  )
 
 
 def shorten(text: str, limit: int) -> str:
@@ -189,38 +266,60 @@ class Screen:
   """Prints lines, and a bar of progress below them where there is a terminal."""
 
   def __init__(
-    self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
+    self,
+    console: Console | None = None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    note: Callable[[], str] = lambda: "",
   ):
     """Makes a screen.
 
     Args:
       console: None prints to standard output.
       clock: seconds, monotonic.
+      note: what the program is doing now, shown beside the bar; "" if there is nothing to say.
     """
     self._console = console or Console(highlight=False)
     self._clock = clock
+    self._note = note
     self._lines_since_header = HEADER_EVERY
+    self._header = ""
     self._progress: Progress | None = None
 
   def step(self, step: int, total_steps: int | None, values: Mapping[str, float]) -> None:
-    """Prints the line of a step, below a header every 20 lines."""
-    if self._lines_since_header >= HEADER_EVERY:
-      self.print(Text(header(), style="bold cyan"))
+    """Prints the line of a step, below a header every 20 lines and at every new width."""
+    titles = header(self._width, total_steps)
+    if self._lines_since_header >= HEADER_EVERY or titles != self._header:
+      self.print(Text(titles, style="bold cyan"))
       self._lines_since_header = 0
+      self._header = titles
     self._lines_since_header += 1
-    self.print(step_line(step, total_steps, values))
+    self.print(step_line(step, total_steps, values, self._width))
 
   def sample(
     self, step: int, group: RolloutGroup, advantages: Sequence[float] | np.ndarray
   ) -> None:
     """Prints a group's best and worst completion; the next step gets a header."""
-    for line in sample_lines(step, group, advantages):
+    for line in sample_lines(step, group, advantages, min(106, self._width)):
       self.print(line)
     self._lines_since_header = HEADER_EVERY
 
+  @property
+  def _width(self) -> int:
+    """Characters of a line of the terminal; a log file has room for all columns."""
+    return self._console.width if self._console.is_terminal else ALL_COLUMNS
+
   def print(self, line: str | Text) -> None:
-    """Prints one line as it is: nothing in it is taken for markup, wrapped or cut."""
-    text = Text(line) if isinstance(line, str) else line
+    """Prints one line: nothing in it is taken for markup or cut; a terminal gets it in several
+    if it is too long for one."""
+    if isinstance(line, str):
+      for part in line.split("\n"):
+        for each in fold(part, self._width):
+          self._put(Text(each))
+    else:
+      self._put(line)
+
+  def _put(self, text: Text) -> None:
     encoding = self._console.encoding
     spelled = text.plain.encode(encoding, "replace").decode(encoding)
     self._console.print(text if spelled == text.plain else Text(spelled), soft_wrap=True)
@@ -235,7 +334,7 @@ class Screen:
       description: of the phase: "sampling".
       total: how many things there are to do; None if unknown.
     """
-    if not self._console.is_terminal:
+    if not self._console.is_terminal or self._console.is_dumb_terminal:
       yield self._sparse(description, total)
       return
     bar = self._progress
@@ -243,11 +342,10 @@ class Screen:
       bar = self._progress = Progress(
         SpinnerColumn(),
         TextColumn("{task.description:<12}"),
-        BarColumn(),
-        MofNCompleteColumn(),
+        BarColumn(bar_width=20),
+        _Done(),
         TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+        _Left(self._note),
         console=self._console,
         transient=True,
       )
@@ -277,9 +375,33 @@ class Screen:
     return advance
 
 
+class _Done(MofNCompleteColumn):
+  """How many of how many, where it is known of how many."""
+
+  def render(self, task: Task) -> Text:
+    return super().render(task) if task.total is not None else Text("")
+
+
+class _Left(TimeRemainingColumn):
+  """What the program is doing, or else the time that is left."""
+
+  def __init__(self, note: Callable[[], str]):
+    super().__init__()
+    self._note = note
+
+  def render(self, task: Task) -> Text:
+    if note := self._note():
+      return Text(note, style="yellow")
+    return Text("left ") + super().render(task) if task.total is not None else Text("")
+
+
+def _step_width(total_steps: int | None) -> int:
+  return 9 if total_steps is None else max(9, len(f" {total_steps - 1}/{total_steps}"))
+
+
 def _signed(value: float) -> str:
-  """A reward: three digits, as rewards of 0 and 1 are the rule."""
-  return f"{value:.3f}" if math.isfinite(value) and abs(value) < 1000 else number(value)
+  """A reward: three digits, as rewards of 0 and 1 are the rule; at most 7 characters."""
+  return f"{value:.3f}" if math.isfinite(value) and abs(value) < 99.9995 else number(value)
 
 
 def _facts(rollout: Rollout, advantage: float) -> str:
@@ -290,7 +412,7 @@ def _facts(rollout: Rollout, advantage: float) -> str:
       f"advantage {advantage:+.2f}" if math.isfinite(advantage) else f"advantage {DASH}",
       rollout.finish_reason.value,
       f"{len(rollout.completion_ids)} tokens",
-      f"weights {sampled.min()}" if sampled.size else "no sampled token",
+      f"sampled {sampled_from(sampled.tolist())}",
     ]
   )
 
@@ -303,8 +425,8 @@ def _indented(label: str, text: str) -> list[str]:
 CLIPS = ("train/clip_low_share", "train/clip_high_share", "train/clip_dual_share")  # disjoint.
 COLUMNS = (
   Column("no-signal", 10, ("rollout/no_signal_share",), share, lambda value: value > 0.7),
-  Column("trunc", 7, ("rollout/truncated_share",), share, lambda value: value > 0.2),
-  Column("tokens", 8, ("rollout/completion_tokens_mean",), number),
+  Column("trunc", 6, ("rollout/truncated_share",), share, lambda value: value > 0.2),
+  Column("tokens", 7, ("rollout/completion_tokens_mean",), number),
   Column("entropy", 8, ("train/entropy",), number),
   Column("mismatch", 9, ("mismatch/abs_logprob_max",), number, lambda value: value > 0.5),
   Column("clip", 6, CLIPS, share, lambda value: value > 0.3),
@@ -313,3 +435,6 @@ COLUMNS = (
   Column("learn s", 8, ("time/learn_s",), seconds),
   Column("tokens/s", 9, ("perf/tokens_per_s",), number),
 )
+# Left out first where the terminal is narrow.
+LEAST_IMPORTANT = ("tokens/s", "score s", "mismatch", "clip", "entropy", "learn s", "tokens")
+REWARD_WIDTH = 16  # characters of "reward ± std".

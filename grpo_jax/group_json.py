@@ -1,8 +1,8 @@
 """Groups of rollouts ↔ JSON, bit for bit: how a checkpoint holds groups not yet learned from. Pure.
 
 Arrays are written as base64 of their little-endian bytes: about 18 characters a token. What only
-sampling and scoring need of a prompt is left out: its `info`, which may hold anything, its messages
-and its stop strings.
+sampling and scoring need of a prompt is left out: its `info`, which may hold anything, but for the
+expected answer as readers are shown it; its messages and its stop strings.
 """
 
 import base64
@@ -25,7 +25,8 @@ _ARRAYS = {
 
 def without_info(group: RolloutGroup) -> RolloutGroup:
   """Returns the group as `decode(encode(group))` gives it back."""
-  prompt = dataclasses.replace(group.prompt, info={}, messages=(), stop_strings=())
+  info = _info(group.prompt.expected_answer)
+  prompt = dataclasses.replace(group.prompt, info=info, messages=(), stop_strings=())
   return dataclasses.replace(group, prompt=prompt)
 
 
@@ -40,6 +41,7 @@ def encode(group: RolloutGroup) -> dict[str, Any]:
     "weight": prompt.weight,
     "dataset": prompt.dataset,
     "is_cut": prompt.is_cut,
+    "expected_answer": prompt.expected_answer,
     "rollouts": [_encoded(rollout) for rollout in group.rollouts],
   }
 
@@ -59,8 +61,13 @@ def decode(record: Mapping[str, Any]) -> RolloutGroup:
     weight=record["weight"],
     dataset=record["dataset"],
     is_cut=record["is_cut"],
+    info=_info(record.get("expected_answer")),  # older checkpoints have none.
   )
   return RolloutGroup(prompt, tuple(_decoded(rollout) for rollout in record["rollouts"]))
+
+
+def _info(expected_answer: str | None) -> dict[str, Any]:
+  return {} if expected_answer is None else {"expected_answer": expected_answer}
 
 
 def _encoded(rollout: Rollout) -> dict[str, Any]:

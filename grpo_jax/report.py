@@ -24,12 +24,14 @@ from grpo_jax import console, report_data
 from grpo_jax.report_data import Run
 from grpo_jax.rollout_log import replace_file
 
+USAGE = "usage: python -m grpo_jax.report RUN_DIR   writes RUN_DIR/report.html"
+
 
 def write(folder: str | Path) -> Path:
   """Writes report.html of a run folder, finished or not, and returns its path.
 
   Raises:
-    FileNotFoundError: if there is no such folder.
+    report_data.NoRunError: there is no such folder, or no run has written to it.
   """
   path = Path(folder) / "report.html"
   replace_file(path, [render(report_data.load(folder))])
@@ -198,12 +200,18 @@ def warnings_of(run: Run) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
   """Writes the report of the run folder named on the command line; returns the exit status."""
   if len(arguments) != 1:
-    print("usage: python -m grpo_jax.report RUN_DIR", file=sys.stderr)
+    print(USAGE, file=sys.stderr)
     return 2
+  if arguments[0] in ("-h", "--help"):
+    print(USAGE)
+    return 0
   try:
     path = write(arguments[0])
+  except report_data.NoRunError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
   except OSError as error:
-    print(f"report: {error}", file=sys.stderr)
+    print(f"error: the report cannot be written: {error}", file=sys.stderr)
     return 1
   print(path)
   return 0

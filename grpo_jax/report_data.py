@@ -6,13 +6,14 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from grpo_jax import metrics
+from grpo_jax import console, metrics
+from grpo_jax.errors import ExpectedFailure
 
 MAX_POINTS = 1500  # of a curve; longer ones are averaged.
 MAX_BYTES = 3_000_000  # of all sampled groups together.
@@ -21,6 +22,14 @@ MAX_GROUPS = 6  # of a step.
 MAX_ROLLOUTS = 8  # of a group.
 MAX_TOKENS = 500  # of a completion.
 MAX_PROMPT = 4000  # characters.
+MAX_SCAN = 8_000_000  # characters of a file that are searched for groups worth showing.
+
+
+LEFT_BY_RUNS = ("config.json", "metrics.jsonl", "rollouts")
+
+
+class NoRunError(ExpectedFailure, FileNotFoundError):
+  """A folder is not the folder of a run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,17 +52,23 @@ class Panel:
   scale: str = "linear"  # or "log".
   kind: str = "line"  # or "stack".
   band: str = ""  # metric of the standard deviation of the only curve.
+  usual: float | None = None  # a panel whose values are all this one is left out.
 
 
 def load(folder: str | Path) -> Run:
   """Reads a run folder; what is missing or broken is left out and named in `problems`.
 
   Raises:
-    FileNotFoundError: if there is no such folder.
+    NoRunError: there is no such folder, or no run has written to it.
   """
   folder = Path(folder)
   if not folder.is_dir():
-    raise FileNotFoundError(f"a report needs a run folder, got {folder}")
+    raise NoRunError(f"a report needs a run folder, and there is no folder {folder}")
+  if not any((folder / name).exists() for name in LEFT_BY_RUNS):
+    raise NoRunError(
+      f"a report needs a run folder, and {folder} has none of {', '.join(LEFT_BY_RUNS)}"
+      f"{_runs_within(folder)}"
+    )
   problems = []
   config: dict[str, Any] = {}
   if (folder / "config.json").exists():
@@ -94,14 +109,14 @@ def failures(run: Run) -> dict[str, int]:
 
 
 def panels(runs: Sequence[Run]) -> list[dict[str, Any]]:
-  """Returns the main figures, without those of which no run has a finite value.
+  """Returns the main figures, without those of which no run has a finite or an unusual value.
 
   With several runs each curve stands there once a run; times are then told as a sum.
   """
   chosen = PANELS if len(runs) == 1 else [*(p for p in PANELS if p.kind == "line"), STEP_TIME]
   if all(map(is_offline, runs)):
     chosen = [OFFLINE_PANELS.get(one.title, one) for one in chosen]
-  figures = (_figure(runs, one) for one in chosen)
+  figures = (_figure(runs, one) for one in chosen if not _is_usual(runs, one))
   return [figure for figure in figures if figure["series"]]
 
 
@@ -156,6 +171,13 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
   return flat
 
 
+def _runs_within(folder: Path) -> str:
+  """ "; there are runs in it: …", of a folder such as runs/."""
+  found = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
+  more = ", …" if len(found) > 5 else ""
+  return f"; there are runs in it: {', '.join(found[:5])}{more}" if found else ""
+
+
 def _in_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
   """One row a step, in order; a step that stands there twice is taken from its later lines."""
   merged: dict[int, dict[str, Any]] = {}
@@ -195,6 +217,13 @@ def _figure(runs: Sequence[Run], spec: Panel) -> dict[str, Any]:
     "kind": spec.kind,
     "series": series,
   }
+
+
+def _is_usual(runs: Sequence[Run], spec: Panel) -> bool:
+  """Returns whether all values of all curves are the usual one, which says nothing."""
+  names = {(id(run), name): run for run in runs for _, name in _resolved(run, spec)}
+  values = {value for (_, name), run in names.items() for value in curve(run, name)[1]}
+  return spec.usual is not None and values <= {spec.usual, None}
 
 
 def _resolved(run: Run, spec: Panel) -> Iterator[tuple[str, str]]:
@@ -252,22 +281,39 @@ def _spread(steps: Sequence[int], count: int) -> list[int]:
 
 
 def _read_groups(path: Path) -> tuple[list[dict[str, Any]], int]:
-  """The first groups of a rollout file as the page shows them, and how many lines are broken."""
+  """Some groups of a rollout file as the page shows them, and how many lines are broken.
+
+  Groups with logprobs of the trainer come first: they are those that were learned from.
+  """
   groups: dict[int, dict[str, Any]] = {}
-  broken = 0
+  broken = size = 0
   with open(path, encoding="utf-8", errors="replace") as file:
     for line in file:
+      size += len(line)
       try:
         record = json.loads(line)
-        if record["group"] >= MAX_GROUPS:
+        number = record["group"]
+        if number not in groups and _are_enough(groups.values(), size):
           break
-        group = groups.setdefault(record["group"], _group(record))
+        group = groups.setdefault(number, _group(record))
         group["size"] += 1
         if len(group["rollouts"]) < MAX_ROLLOUTS:
           group["rollouts"].append(_rollout(record))
       except (ValueError, KeyError, TypeError):
         broken += 1
-  return [group for group in groups.values() if group["rollouts"]], broken
+  shown = [group for group in groups.values() if group["rollouts"]]
+  return sorted(shown, key=lambda group: not _is_compared(group))[:MAX_GROUPS], broken
+
+
+def _are_enough(groups: Collection[dict[str, Any]], size: int) -> bool:
+  """Returns whether no further group is read, after `size` characters of a file."""
+  compared = sum(map(_is_compared, groups))
+  return compared >= MAX_GROUPS or (len(groups) >= MAX_GROUPS and size > MAX_SCAN)
+
+
+def _is_compared(group: Mapping[str, Any]) -> bool:
+  """Returns whether a token of the group has a logprob of the trainer beside the engine's."""
+  return any(rollout["delta"] is not None for rollout in group["rollouts"])
 
 
 def _group(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,6 +323,7 @@ def _group(record: Mapping[str, Any]) -> dict[str, Any]:
     "id": record["prompt_id"],
     "environment": record["environment"],
     "prompt": prompt if omitted <= 0 else f"{prompt[:MAX_PROMPT]} … [{omitted} more characters]",
+    "expected": record.get("expected_answer"),  # older files have none.
     "size": 0,
     "rollouts": [],
   }
@@ -299,7 +346,7 @@ def _rollout(record: Mapping[str, Any]) -> dict[str, Any]:
     "components": record["reward_components"],
     "length": length,
     "omitted": 0,
-    "versions": "–".join(map(str, sorted({min(versions), max(versions)}))) if versions else "none",
+    "sampled": console.sampled_from(versions),
     "texts": [record["completion"][: 5 * MAX_TOKENS]],
     "engine": None,
     "delta": None,
@@ -316,10 +363,11 @@ def _rollout(record: Mapping[str, Any]) -> dict[str, Any]:
     "mask": None if all(mask) else mask,
   }
   if policy is not None:
-    shown["delta"] = [
+    delta = [
       None if p is None or e is None or not kept else float(f"{p - e:.3g}")
       for p, e, kept in zip(policy, engine, mask, strict=False)
     ]
+    shown["delta"] = None if all(d is None for d in delta) else delta
   return shown
 
 
@@ -348,6 +396,7 @@ PANELS: tuple[Panel, ...] = (
   Panel(
     "Turns of a conversation",
     {"mean": "rollout/turns_mean", "95 of 100": "rollout/turns_p95", "most": "rollout/turns_max"},
+    usual=1.0,
   ),
   Panel("Attempts that failed, by kind", {"kind": "rollout/errors/*"}),
   Panel("Entropy", {"entropy": "train/entropy"}),

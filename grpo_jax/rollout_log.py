@@ -121,6 +121,7 @@ def _record(
     "prompt_id": group.prompt.prompt_id,
     "environment": group.prompt.environment,
     "prompt": group.prompt.text,
+    "expected_answer": group.prompt.expected_answer,
     "completion": rollout.text,
     "reward": _finite(rollout.reward),
     "shaped_reward": _finite(shaped_reward),

@@ -17,6 +17,7 @@ import numpy as np
 
 from grpo_jax import (
   batching,
+  console,
   credit,
   evaluation,
   filters,
@@ -51,7 +52,7 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
     run, begin = build(config, pathlib.Path(workdir), stack)
     state, skipped, evaluated = begin.state, begin.skipped, begin.evaluated
     position = run.stream.state()
-    stack.callback(report.write, workdir)
+    stack.callback(write_report, run)
     timer = run.timer
     run.engine.load_weights(state.params, version=int(state.step))
     if evaluated:
@@ -76,11 +77,11 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
           batch = assemble(run, shaped, advantages)
 
         # --- 3. score: logprobs under the policies that stay fixed ---
-        with timer.span("score"):
+        with timer.span("score"), run.logger.progress("scoring"):
           batch = score(run, state, batch)
 
         # --- 4. learn: one or more optimizer steps on the batch ---
-        with timer.span("learn"):
+        with timer.span("learn"), run.logger.progress("learning"):
           with keeping(run, state, position, skipped, evaluated):
             run.engine.release()  # its copies of the weights make room for the gradients.
           state, learned, logprobs = learn(run, state, batch)
@@ -307,4 +308,11 @@ def publish(run: Run, state: TrainState) -> None:
     source_directory=run.model.directory,
     dtype=np.dtype(dtype) if dtype else None,
   )
-  run.logger.print(f"final weights: {folder}")
+  for line in console.closing_lines(str(folder)):
+    run.logger.print(line)
+
+
+def write_report(run: Run) -> None:
+  """Writes report.html and says where it is."""
+  path = report.write(run.workdir)
+  run.logger.print(f"report: {path} (open it in a browser)")

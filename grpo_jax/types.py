@@ -23,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+MAX_ANSWER = 1000  # characters of an expected answer, which may be a solution or a set of tests.
+
 
 class FinishReason(enum.StrEnum):
   """Why a completion ended."""
@@ -47,6 +49,13 @@ class Prompt:
   is_cut: bool = False  # it was longer than allowed; only its beginning is here.
   messages: tuple[Mapping[str, Any], ...] = ()  # what was rendered, for other chat templates.
   stop_strings: tuple[str, ...] = ()  # end the first turn, beside those of the sampling options.
+
+  @property
+  def expected_answer(self) -> str | None:
+    """The answer that the row gives, as readers are shown it: cut if it is long; None: none."""
+    answer = self.info.get("expected_answer")
+    text = None if answer is None else str(answer)
+    return text if text is None or len(text) <= MAX_ANSWER else f"{text[:MAX_ANSWER]}…"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

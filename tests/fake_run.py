@@ -73,7 +73,11 @@ def make_group(rng: np.random.Generator, step: int, index: int, skill: float, si
     )
   text = f"<|im_start|>user\nWhat is {a} + {b}?<|im_end|>\n<|im_start|>assistant\n"
   prompt = Prompt(
-    f"chain_sum-{step * 8 + index}", np.arange(20, dtype=np.int32), "reasoning_gym", text=text
+    f"chain_sum-{step * 8 + index}",
+    np.arange(20, dtype=np.int32),
+    "reasoning_gym",
+    text=text,
+    info={"expected_answer": str(a + b)},
   )
   return RolloutGroup(prompt, tuple(rollouts))
 

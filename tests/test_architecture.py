@@ -15,9 +15,12 @@ PACKAGE = ROOT / "grpo_jax"
 # of lower layers only. Within a folder, imports are free.
 LAYERS = [
   {"types", "errors"},
-  {"rl", "registry", "timing", "console", "rollout_log", "manifest", "interrupts", "host_memory"},
+  {
+    *("rl", "registry", "timing", "console", "rollout_log", "manifest", "interrupts"),
+    *("host_memory", "compiling"),
+  },
   {"redaction", "http_bodies", "shared_places"},
-  {"metric_table", "packing", "sandbox", "group_json"},
+  {"metric_table", "packing", "sandbox", "group_json", "sections", "config_comments"},
   {"metrics", "layout", "configuration", "ranking"},
   {"models"},
   {"data", "environments", "engines"},
@@ -77,7 +80,7 @@ PURE_MAY_USE = PURE_UNITS | {"errors", "metrics", "metric_table"}
 EFFECTS = {"open", "print", "input", "exec", "eval", "__import__"}
 SEES_CONFIGS = {
   *("train", "building", "offline_building", "run_options", "data_options"),
-  *("command_line", "configuration", "main"),
+  *("command_line", "configuration", "main", "sections"),
 }
 SAYS_NOTHING = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
 

@@ -2,13 +2,15 @@
 
 import math
 import pathlib
+import re
 
 import pytest
 
-from grpo_jax import command_line
+from grpo_jax import command_line, config_comments, configuration
 from grpo_jax.command_line import HelpWanted
 from grpo_jax.configuration import ConfigError
 
+ROOT = pathlib.Path(__file__).parents[1]
 CONFIG = """
 from ml_collections import ConfigDict, FieldReference, config_dict
 def get_config(word="none"):
@@ -163,5 +165,86 @@ def test_missing_config_shows_an_example_and_the_files_present(tmp_path, monkeyp
 
 
 def test_help_with_a_config_lists_its_fields(path):
-  with pytest.raises(HelpWanted, match=r"(?s)--config.loss.clip_low=0.2.*--config.word='none'"):
+  with pytest.raises(HelpWanted, match=r"(?s)--config.word='none'.*--config.loss.clip_low=0.2"):
     command_line.parse([f"--config={path}", "--help"])
+
+
+def help_of(*arguments):
+  with pytest.raises(HelpWanted) as text:
+    command_line.parse(arguments)
+  return str(text.value)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_help_explains_the_fields_in_the_order_of_the_file(monkeypatch, width):
+  monkeypatch.setenv("COLUMNS", str(width))
+  text = help_of(f"--config={ROOT / 'configs' / 'quickstart.py'}", "--help")
+  text = text.split("Fields of")[1]
+  one_line = " ".join(text.split())
+  for expected in (
+    "--config.seed=0 of data order, sampling and initialisation",
+    "loss: formulas: docs/algorithms.md. --config.loss.loss='clipped' or gspo",
+    "--config.loss.kl_coef=0.0 of the KL to the reference policy",  # the value of this file.
+    "--config.batching.row_buckets=(256,) row lengths to choose from",  # base.py's explanation.
+    "--config.data.tasks={} task_name of a row",
+    "--config.engine.sglang.servers=1 how many to launch.",
+    "environments.arithmetic --config.environments.arithmetic.answer='last_number'",
+  ):
+    assert expected in one_line
+  fields = [re.match(r" *--config\.([a-z_.0-9]+)=", line) for line in text.splitlines()]
+  names = [found[1] for found in fields if found]
+  config = configuration.load(str(ROOT / "configs" / "quickstart.py"))
+  assert len(names) == len({*names}) and {*names} == {*configuration.fields(config)}
+  order = ["seed", "model.path", "mesh.data", "loss.loss", "loss.kl_coef", "export.dtype"]
+  assert sorted(order, key=names.index) == order
+  too_long = [line for line in text.splitlines() if len(line) > width and len(line.split()) > 1]
+  assert too_long == []
+
+
+def test_help_of_one_section_shows_that_one(monkeypatch):
+  monkeypatch.setenv("COLUMNS", "100")
+  path = f"--config={ROOT / 'configs' / 'base.py'}"
+  text = help_of(path, "--help=engine")
+  assert "--config.engine.name=" in text and "--config.engine.sglang.port=" in text
+  assert "--config.loss" not in text and "Exit codes" not in text
+  assert help_of(path, "--help=config.engine") == text
+  assert help_of(path, "--help=seed").startswith("  --config.seed=42")
+  with pytest.raises(ConfigError, match="no section 'los' .did you mean 'loss'"):
+    command_line.parse([path, "--help=los"])
+  with pytest.raises(ConfigError, match="--help=loss needs --config=FILE.py"):
+    command_line.parse(["--help=loss"])
+
+
+def test_every_option_has_a_line_of_explanation():
+  path = ROOT / "configs" / "base.py"
+  comments = config_comments.of_file(path)
+  inherited = ("evaluation.data.", "evaluation.sampling.")  # explained in data and sampling.
+  fields = configuration.fields(configuration.load(str(path)))
+  assert [n for n in fields if not comments.get(n) and not n.startswith(inherited)] == []
+
+
+def test_comments_are_read_from_wherever_they_stand(tmp_path):
+  folder = tmp_path / "own"
+  folder.mkdir()
+  (folder / "first.py").write_text(
+    "def get_config():\n"
+    "  config.a = 1  # of a.\n"
+    "  config.part = part = ConfigDict()  # a part.\n"
+    "  # of b,\n  # in two lines.\n"
+    "  part.b = ConfigDict(dict(\n    c=1,  # of c.\n    d='# no comment',\n  ))\n"
+    "  other.e = 3  # of nothing.\n"
+  )
+  (folder / "second.py").write_text(
+    "import own.first\nfrom own import second\n"
+    "config.a = 2  # something else.\nconfig.f: int = 3  # of f.\n"
+  )
+  found = config_comments.of_file(folder / "second.py")
+  assert found == {
+    "a": "of a.",
+    "part": "a part.",
+    "part.b": "of b, in two lines.",
+    "part.b.c": "of c.",
+    "part.b.d": "",
+    "f": "of f.",
+  }
+  assert list(found)[0] == "a"

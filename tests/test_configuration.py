@@ -1,7 +1,9 @@
 """Configurations: messages instead of traces, exact round trips, readable differences."""
 
+import copy
 import json
 import math
+import pathlib
 
 import pytest
 from ml_collections import ConfigDict, FieldReference, config_dict
@@ -195,3 +197,62 @@ def test_differences_name_old_and_new_value_and_tell_harmless_ones_apart():
     "data.args: was {}, is absent",
     'gone.x: was "y", is absent',
   )
+
+
+@pytest.fixture(scope="module")
+def loaded():
+  root = pathlib.Path(__file__).parents[1]
+  return configuration.load(str(root / "configs" / "quickstart.py"))
+
+
+@pytest.mark.parametrize(
+  "path, name, expected",
+  [
+    ("", "total_step", "no field 'total_step' (did you mean 'total_steps'?)"),
+    ("", "clip_high", "(did you mean 'advantages.clip_high' or 'loss.clip_high'?)"),
+    ("", "group_siz", "(did you mean 'rollout.group_size'?)"),
+    ("loss", "clip_hihg", "no field 'loss.clip_hihg' (did you mean 'loss.clip_high'?); loss has: "),
+    ("engine.sglang", "server", "(did you mean 'engine.sglang.servers'?)"),
+    ("", "qqqqqqqq", "no field 'qqqqqqqq'; it has: advantages, "),
+  ],
+)
+def test_a_typo_in_python_is_one_line_with_the_nearest_name(loaded, path, name, expected):
+  section = loaded
+  for part in path.split(".") if path else ():
+    section = section[part]
+  for act in (
+    lambda: setattr(section, name, 5),
+    lambda: getattr(section, name),
+    lambda: section.__setitem__(name, 5),
+  ):
+    with pytest.raises((AttributeError, KeyError)) as caught:
+      act()
+    message = str(caught.value)
+    assert expected in message and "\n" not in message and len(message) < 700
+
+
+def test_a_loaded_config_is_shown_as_readable_text(loaded):
+  text = repr(loaded)
+  assert text == str(loaded) and "!!python" not in text and "ConfigDict" not in text
+  assert "loss:\n" in text and "  kl_coef: 0.0\n" in text and "seed: 0\n" in text
+  assert "  task_args:\n    max_digits: 2\n" in text and "  options: {}\n" in text
+  assert len(text.splitlines()) < 300
+
+
+def test_a_loaded_config_still_is_a_config(loaded):
+  config = copy.deepcopy(loaded)
+  config.loss.clip_high = 0.28
+  config["total_steps"] = 3
+  config.environments = {"own": {"module": "math", "answer": "any"}}
+  config.data.task_args = ConfigDict({"depth": 3})
+  with pytest.raises(AttributeError, match="did you mean 'environments.own.module'"):
+    config.environments.own.modul = "x"
+  with pytest.raises(TypeError):
+    config.total_steps = "many"
+  assert (loaded.loss.clip_high, config.loss.clip_high) == (0.2, 0.28)
+  assert config.optim.to_dict()["max_grad_norm"] == 1.0 and not hasattr(config, "nothing")
+  config.optim.max_grad_norm = None  # a reference: it may be None.
+  assert configuration.to_json(config)["data"]["task_args"] == {"depth": 3}
+  with config.unlocked():
+    config.mine = 1
+  assert config.mine == 1 and "mine" in repr(config)

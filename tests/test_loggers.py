@@ -147,7 +147,8 @@ def test_a_rollout_file_holds_all_that_was_sampled(tmp_path):
     turn_log=(Turn(1, 1, 0.5), Turn(1, 0, math.nan)),
     error="timeout: no answer within 1 s",
   )
-  prompt = Prompt("p-0", np.asarray([7, 8], np.int32), "math", text="1 + 1?")
+  info = {"expected_answer": 2, "tests": "hidden"}
+  prompt = Prompt("p-0", np.asarray([7, 8], np.int32), "math", info, text="1 + 1?")
   group = RolloutGroup(prompt, (rollout,))
   logger = open_logs(tmp_path)
   trainer = np.asarray([-0.25, np.nan, -1.5], np.float32)
@@ -161,6 +162,7 @@ def test_a_rollout_file_holds_all_that_was_sampled(tmp_path):
     "prompt_id": "p-0",
     "environment": "math",
     "prompt": "1 + 1?",
+    "expected_answer": "2",
     "completion": ' "sum" é\n',
     "reward": None,
     "shaped_reward": None,
@@ -181,6 +183,22 @@ def test_a_rollout_file_holds_all_that_was_sampled(tmp_path):
     "policy_logprobs": [-0.25, None, -1.5],
     "weight_versions": [4, -1, 5],
   }
+
+
+@pytest.mark.parametrize(
+  "info, shown",
+  [({}, None), ({"expected_answer": None}, None), ({"expected_answer": [1, 2]}, "[1, 2]")],
+)
+def test_an_expected_answer_is_shown_as_text(info, shown):
+  assert Prompt("p", np.zeros(1, np.int32), "e", info).expected_answer == shown
+
+
+def test_a_long_expected_answer_is_cut_once():
+  long = Prompt("p", np.zeros(1, np.int32), "e", {"expected_answer": "x" * 5000})
+  cut = long.expected_answer
+  assert cut is not None and len(cut) == 1001
+  again = Prompt("p", np.zeros(1, np.int32), "e", {"expected_answer": cut})
+  assert again.expected_answer == cut
 
 
 def test_rollouts_of_equal_prompts_are_kept_apart_and_lengths_are_checked(tmp_path):
@@ -247,13 +265,73 @@ def test_the_lines_of_steps_are_aligned_below_the_header_and_fit_a_terminal():
   }
   header = console.header()
   lines = [console.step_line(s, 1000, v).plain for s, v in ((7, {}), (999, awkward))]
-  assert {len(line) for line in (header, *lines)} == {len(header)} and len(header) <= 110
+  assert {len(line) for line in (header, *lines)} == {len(header)} and len(header) <= 106
   assert lines[0].split() == ["7/1000", "-", "±-", *["-"] * len(console.COLUMNS)]
   assert lines[1].split() == (
     "999/1000 -12.3k ±0.000 - - 123.5k 1.0e-09 inf 0.6% 12346 - - 1.2M".split()
   )
   for column_end in (len(header), len(header) - 9):
     assert header[column_end - 1] != " " and lines[1][column_end - 1] != " "
+
+
+@pytest.mark.parametrize("width", [60, 79, 80, 90, 100, 105, 120, 200])
+@pytest.mark.parametrize("total", [None, 14, 10_000, 1_000_000])
+def test_the_line_of_a_step_fits_the_terminal_without_a_broken_number(width, total):
+  values = {"rollout/reward_mean": -999.9999, "rollout/reward_std": 999.9999}
+  for column in console.COLUMNS:
+    value = 0.9994 if column.format is console.share else 9999.994
+    values |= {name: value for name in column.metrics[:1]}
+  screen, file = a_screen(terminal=True, width=width)
+  screen.step((total or 8) - 1, total, values)
+  lines = re.sub("\x1b.*?m", "", file.getvalue()).splitlines()
+  assert len(lines) == 2 and len(lines[0]) == len(lines[1]) <= width
+  titles = [column.title for column in console.columns_within(width, total)]
+  assert {"no-signal", "trunc", "sample s"} <= {*titles}
+  assert lines[0].split() == ["step", "reward", "±", "std", *" ".join(titles).split()]
+  shown = {console.share: "100%", console.number: "10.0k", console.seconds: "10000"}
+  cells = [shown[c.format] for c in console.columns_within(width, total)]
+  assert lines[1].split()[1:] == ["-1000.0", "±1000.0", *cells]
+
+
+def test_all_columns_are_shown_where_there_is_room():
+  assert console.columns_within(120, 1000) == console.COLUMNS == console.columns_within(1000, None)
+  kept = [column.title for column in console.columns_within(80, 14)]
+  assert kept == ["no-signal", "trunc", "tokens", "entropy", "clip", "sample s", "learn s"]
+
+
+def test_a_terminal_that_changes_its_width_gets_a_new_header():
+  made = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+  screen = console.Screen(made)
+  screen.step(0, 14, {})
+  made.width = 120
+  screen.step(1, 14, {})
+  made.file.seek(0)
+  assert [len(line) for line in made.file] == [80, 80, 106, 106]
+
+
+def test_long_lines_are_folded_between_words_on_a_terminal_and_left_whole_in_a_log_file():
+  values = {f"eval/heldout/{name}": 0.123456 for name in ("accuracy", "pass@4", "reward_mean")}
+  values |= {"eval/heldout/completion_tokens_mean": 228.4, "time/evaluate_s": 12.3}
+  line = console.eval_line("heldout", 7, values, dict.fromkeys(values, 0.5))
+  screen, file = a_screen(terminal=True, width=60)
+  screen.print(line)
+  printed = file.getvalue().splitlines()
+  assert len(printed) == 3 and all(len(each) <= 60 for each in printed)
+  assert " ".join(printed).split() == line.split()
+  assert all(each.startswith(" " * 9) for each in printed[1:])
+  screen, file = a_screen(width=60)
+  screen.print(line)
+  assert file.getvalue() == line + "\n"
+
+
+@pytest.mark.parametrize("width", [12, 40, 80])
+def test_a_folded_line_keeps_its_blanks_and_its_margin(width):
+  line = "         │ x =  1 +\t2 " + "é" * 30 + " z" * 60
+  folded = console.fold(line, width)
+  assert all(each[8:11] == " │ " for each in folded) and len(folded) > 1
+  assert "x =  1" in folded[0] or width == 12
+  joined = "".join("".join(each[11:].split()) for each in folded)
+  assert joined == "".join(line[11:].split())
 
 
 def test_the_header_returns_every_twenty_lines_and_after_samples():
@@ -289,6 +367,25 @@ def test_on_a_terminal_alarms_are_coloured_and_the_bar_vanishes():
   with screen.progress("again", 1):  # a second bar after the first one ended.
     pass
   assert len(file.getvalue()) > before
+
+
+def test_the_bar_says_what_the_program_is_doing_and_fits_80_columns():
+  for total in (100, None):
+    made = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+    screen = console.Screen(made, note=lambda: "compiling, 123 s")
+    with screen.progress("evaluating heldout", total):
+      pass
+    shown = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", made.file.getvalue())
+    assert "compiling, 123 s" in shown and "left" not in shown and "?" not in shown
+    assert max(len(line) for line in re.split(r"[\r\n]+", shown)) <= 80
+
+
+def test_a_terminal_without_cursor_movement_gets_lines_and_no_bar(monkeypatch):
+  monkeypatch.setenv("TERM", "dumb")
+  screen, file = a_screen(terminal=True)
+  with screen.progress("sampling", 10) as advance:
+    advance(10)
+  assert file.getvalue() == ""
 
 
 def test_progress_in_a_log_file_is_a_line_a_minute():

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -162,6 +163,8 @@ def test_sampled_groups_are_those_of_the_files(run_folder):
   expected = np.asarray(record["policy_logprobs"]) - np.asarray(record["behavior_logprobs"])
   assert shown["delta"] == pytest.approx(list(expected), rel=6e-3)
   assert steps[-1]["groups"][1]["prompt"] == record["prompt"]
+  a, b = map(int, re.findall(r"\d+", record["prompt"]))
+  assert steps[-1]["groups"][1]["expected"] == record["expected_answer"] == str(a + b)
 
 
 def hostile_rollout(**fields) -> Rollout:
@@ -182,7 +185,7 @@ def test_nothing_that_is_written_by_others_becomes_markup(tmp_path):
   folder = a_run(
     tmp_path / 'x"><img src=y onerror=alert(3)>'.replace("/", ""), config={EVIL: EVIL, "seed": EVIL}
   )
-  prompt = Prompt(EVIL, np.zeros(1, np.int32), EVIL, text=EVIL)
+  prompt = Prompt(EVIL, np.zeros(1, np.int32), EVIL, {"expected_answer": EVIL}, text=EVIL)
   logger = loggers.make(
     folder, decode=lambda ids: EVIL * len(ids), tensorboard=False, screen=quiet_screen()
   )
@@ -199,6 +202,7 @@ def test_nothing_that_is_written_by_others_becomes_markup(tmp_path):
   group = page.data["samples"][0]["groups"][0]
   assert (group["prompt"], group["rollouts"][0]["texts"]) == (EVIL, [EVIL, EVIL])
   assert group["rollouts"][0]["components"] == {EVIL: 1.0}
+  assert group["expected"] == EVIL
 
 
 @pytest.mark.parametrize(
@@ -296,9 +300,93 @@ def test_environment_tokens_and_missing_logprobs_are_told_apart(tmp_path):
     "weight_versions": [3, -1],
   }  # fmt: skip
   shown = report_data._rollout(record)
-  assert (shown["mask"], shown["delta"], shown["versions"]) == ([1, 0], [-0.5, None], "3")
+  assert (shown["mask"], shown["delta"]) == ([1, 0], [-0.5, None])
+  assert shown["sampled"] == "after 3 updates"
   without = report_data._rollout(record | {"policy_logprobs": None, "token_texts": None})
   assert (without["delta"], without["texts"]) == (None, ["ab"])
+
+
+def groups_file(tmp_path, groups):
+  """A run folder with one step, of groups that have, or lack, the trainer's logprobs."""
+  folder = a_run(tmp_path, [{"step": 0, "rollout/turns_mean": 1.0, "rollout/turns_max": 1}])
+  (folder / "rollouts").mkdir()
+  record = {
+    "rollout": 0, "prompt_id": "p", "environment": "e", "prompt": "", "completion": "a",
+    "reward": 1.0, "reward_components": {}, "advantage": 0.0, "finish_reason": "stop", "turns": 1,
+    "completion_ids": [1, 2], "token_texts": ["a", "b"], "loss_mask": [1, 1],
+    "behavior_logprobs": [-1.0, -1.0], "weight_versions": [0, 0],
+  }  # fmt: skip
+  lines = [record | {"group": i, "policy_logprobs": [p, p]} for i, p in enumerate(groups)]
+  (folder / "rollouts/step_000000.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+  return folder
+
+
+@pytest.mark.parametrize("learned_from", [[1, 4], [40, 41], [*range(20)], []])
+def test_groups_that_were_learned_from_are_shown_first(tmp_path, learned_from):
+  groups = [-1.0 if i in learned_from else None for i in range(42)]
+  (step,), _ = report_data.samples(report_data.load(groups_file(tmp_path, groups)))
+  compared = [rollout["delta"] is not None for g in step["groups"] for rollout in g["rollouts"]]
+  found = min(len(learned_from), report_data.MAX_GROUPS)
+  assert compared == [True] * found + [False] * (report_data.MAX_GROUPS - found)
+
+
+def test_a_huge_file_is_not_searched_to_its_end(tmp_path, monkeypatch):
+  monkeypatch.setattr(report_data, "MAX_SCAN", 3000)
+  (step,), _ = report_data.samples(report_data.load(groups_file(tmp_path, [*[None] * 40, -1.0])))
+  assert len(step["groups"]) == report_data.MAX_GROUPS
+  assert all(rollout["delta"] is None for g in step["groups"] for rollout in g["rollouts"])
+
+
+@pytest.mark.parametrize("most, is_shown", [(1, False), (2, True)])
+def test_turns_are_drawn_only_where_there_is_more_than_one(tmp_path, most, is_shown):
+  rows = [{"step": s, "rollout/turns_mean": 1.0, "rollout/turns_max": most} for s in range(3)]
+  page = Page(report.write(a_run(tmp_path, rows)).read_text(encoding="utf-8"))
+  titles = [one["title"] for one in page.data["panels"] + page.data["others"]]
+  assert any(title.startswith("Turns") for title in titles) == is_shown
+
+
+@pytest.mark.parametrize(
+  "versions, expected",
+  [
+    ([0, 0], "from the initial weights"),
+    ([1, 1], "after 1 update"),
+    ([13], "after 13 updates"),
+    ([4, 3, 5], "after 3 to 5 updates"),
+    ([0, 1], "after 0 to 1 updates"),
+    ([], "no token"),
+  ],
+)
+def test_the_weights_that_sampled_are_named_in_words(versions, expected):
+  assert console.sampled_from(versions) == expected
+
+
+# Runs the functions of the page that need no page.
+TICKS = """
+globalThis.document = {getElementById: () => ({textContent: "{}"})};
+%s
+const found = [];
+for (const [low, high] of %s) {
+  for (const unit of ["", "share", "nats"]) found.push(tickLabels(ticks(low, high, 4), unit));
+  if (low > 0) found.push(tickLabels(logTicks(low / 1.3, high * 1.3), ""));
+}
+console.log(JSON.stringify(found));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_ticks_of_flat_curves_are_told_apart():
+  bounds = [[1, 1 + 1e-6], [0.9, 1.1], [1, 1.00001], [0.5, 0.5001], [-1e-9, 1e-9], [3, 3.0001]]
+  bounds += [[12345.1, 12345.2], [1e8, 1e8 + 10], [0.00012345, 0.00012346], [3, 3], [2e-13, 2e-13]]
+  bounds += [[-1.00001, -1], [0, 0.02], [1e-20, 1e20]]
+  script = report._script("charts.html").split("class Panel")[0]
+  ranges = [[low, high] if low < high else [low * 0.9, low * 1.1] for low, high in bounds]
+  code = TICKS % (script, json.dumps(ranges))
+  done = subprocess.run(["node", "-e", code], capture_output=True, text=True, check=True)
+  found = json.loads(done.stdout)
+  assert len(found) > 40
+  for labels in found:
+    assert len(labels) >= 2 and len(set(labels)) == len(labels), labels
+    assert max(map(len, labels)) < 18
 
 
 def test_steps_are_spread_from_both_ends_inwards():
@@ -331,9 +419,27 @@ def test_the_command_line_writes_the_page_and_names_what_is_missing(tmp_path, ru
   (run_folder / "report.html").unlink(missing_ok=True)
   assert report.main([str(run_folder)]) == 0
   assert capsys.readouterr().out.strip() == str(run_folder / "report.html")
-  assert report.main([str(tmp_path / "nowhere")]) == 1
+  assert report.main([str(tmp_path / "nowhere")]) == 2
   assert "nowhere" in capsys.readouterr().err
   assert report.main([]) == 2
+  assert report.main(["--help"]) == 0
+
+
+@pytest.mark.parametrize("left", [None, "notes.txt", "tensorboard", "report.html"])
+def test_a_folder_without_a_run_is_refused_in_one_line_and_left_alone(tmp_path, left, capsys):
+  if left:
+    (tmp_path / left).write_text("")
+  assert report.main([str(tmp_path)]) == 2
+  printed = capsys.readouterr()
+  assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and not printed.out
+  assert "metrics.jsonl" in printed.err
+  assert [path.name for path in tmp_path.iterdir()] == ([left] if left else [])
+
+
+def test_the_folder_of_several_runs_names_them(tmp_path, capsys):
+  a_run(tmp_path / "first", [{"step": 0}])
+  assert report.main([str(tmp_path)]) == 2
+  assert capsys.readouterr().err.endswith("; there are runs in it: first\n")
 
 
 def test_the_comparison_script_prints_runs_side_by_side(tmp_path, run_folder):

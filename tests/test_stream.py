@@ -250,7 +250,8 @@ def test_groups_are_written_bit_for_bit():
     reward=NAN,
     turns=2,
   )
-  prompt = Prompt("a:0:1", np.asarray([5, 6], np.int32), "env", {"any": object()}, "text", 0.5)
+  prompt = Prompt("a:0:1", np.asarray([5, 6], np.int32), "env", text="text", weight=0.5)
+  prompt = dataclasses.replace(prompt, info={"any": object(), "expected_answer": 7})
   prompt = dataclasses.replace(prompt, dataset="a", is_cut=True, stop_strings=("x",))
   text = json.dumps(group_json.encode(RolloutGroup(prompt, (exotic, empty))), allow_nan=False)
   back = group_json.decode(json.loads(text))
@@ -259,7 +260,7 @@ def test_groups_are_written_bit_for_bit():
     "env",
     "text",
   )
-  assert back.prompt.weight == 0.5 and back.prompt.info == {}
+  assert back.prompt.weight == 0.5 and back.prompt.info == {"expected_answer": "7"}
   assert back.prompt.dataset == "a" and back.prompt.is_cut and back.prompt.stop_strings == ()
   for before, after in zip((exotic, empty), back.rollouts, strict=True):
     for name in ("completion_ids", "loss_mask", "behavior_logprobs", "weight_versions"):

@@ -135,7 +135,11 @@ def test_a_run_leaves_what_tools_rely_on(make_config, tmp_path, capsys):
   # 0 but for rounding: scorer and update sum over the vocabulary in different orders.
   assert rows[1]["train/kl_to_reference"] > 1e-9 > 1e-12 > abs(rows[0]["train/kl_to_reference"])
   assert not metrics.unknown({name for row in rows for name in row if name != "step"})
-  assert "0/3" in capsys.readouterr().out
+  printed = capsys.readouterr().out
+  assert "0/3" in printed
+  ending = printed[printed.index("final weights:") :]
+  assert f"final weights: {tmp_path / 'export'}\n" in ending and "from_pretrained" in ending
+  assert ending.endswith(f"report: {tmp_path / 'report.html'} (open it in a browser)\n")
 
 
 def rollouts_of_the_first_step(workdir):

@@ -235,9 +235,10 @@ def _is_of(file: Path, split: str | None) -> bool:
 
 
 def _neighbours(path: Path) -> str:
-  """ " (did you mean …?)" from the files beside a missing one."""
+  """ " (did you mean …?)" from the data files beside a missing one."""
   with contextlib.suppress(OSError):
-    return nearest(path.name, [p.name for p in path.parent.iterdir()])
+    files = [p.name for p in path.parent.iterdir() if p.suffix.lower() in ENDINGS and p.is_file()]
+    return nearest(path.name, files)
   return f": no folder {path.parent} either"
 
 

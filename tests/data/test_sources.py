@@ -265,3 +265,16 @@ def test_a_file_that_is_changed_while_it_is_read_is_told_from_a_broken_row(tmp_p
   with pytest.raises(ValueError, match="x.jsonl was changed while it is read") as caught:
     [source[row] for row in range(len(source))]
   assert not isinstance(caught.value, RowError)
+
+
+def test_only_data_files_are_suggested_for_a_missing_one(tmp_path):
+  for name in ("constraints", "trains.txt", "train.jsonl.md"):
+    write(tmp_path / name, "")
+  (tmp_path / "train.json").mkdir()
+  missing = tmp_path / "train.jsonl"
+  with pytest.raises(FileNotFoundError) as alone:
+    open_source(SourceConfig(kind="file", path=str(missing)))
+  assert str(alone.value) == f"no data file {missing}"
+  write(tmp_path / "train2.jsonl", as_lines(ROWS))
+  with pytest.raises(FileNotFoundError, match="did you mean 'train2.jsonl'"):
+    open_source(SourceConfig(kind="file", path=str(missing)))

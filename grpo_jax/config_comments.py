@@ -1,0 +1,101 @@
+"""What the comments in configuration files say about the fields, in the order of the files."""
+
+import ast
+import io
+import pathlib
+import tokenize
+from collections.abc import Iterator
+
+
+def of_file(file: pathlib.Path) -> dict[str, str]:
+  """Returns the comment of every field that a configuration file assigns, dotted names first.
+
+  The files that it imports from its own folder's package (`import configs.base`) come first:
+  what they say of a field counts.
+
+  Args:
+    file: Python file with `get_config()`.
+
+  Returns:
+    Dotted name of a field or section -> its comment, or "" if it has none; in the order in which
+    the fields are assigned.
+  """
+  return _of_file(file.resolve(), set())
+
+
+def _of_file(file: pathlib.Path, seen: set[pathlib.Path]) -> dict[str, str]:
+  if file in seen or not file.is_file():
+    return {}
+  seen.add(file)
+  text = file.read_text(encoding="utf-8")
+  tree = ast.parse(text)
+  found: dict[str, str] = {}
+  for neighbour in _neighbours(tree, file):
+    found |= {n: c for n, c in _of_file(neighbour, seen).items() if not found.get(n)}
+  comments = _comments(text)
+  for name, node in _fields(tree):
+    comment = comments.get(node.end_lineno or 0) or _above(comments, text, node.lineno)
+    found[name] = found.get(name) or comment
+  return found
+
+
+def _neighbours(tree: ast.Module, file: pathlib.Path) -> Iterator[pathlib.Path]:
+  """Yields the files of the same folder that a file imports."""
+  package = file.parent.name
+  for node in ast.walk(tree):
+    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    if isinstance(node, ast.ImportFrom) and node.module:
+      names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    for name in names:
+      if name.startswith(f"{package}."):
+        yield file.parent / f"{name.removeprefix(f'{package}.').replace('.', '/')}.py"
+
+
+def _comments(text: str) -> dict[int, str]:
+  """Returns the comments of a file by the numbers of their lines."""
+  tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+  return {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+
+
+def _above(comments: dict[int, str], text: str, line: int) -> str:
+  """Returns the comment that stands in the lines right above a line, with nothing else in them."""
+  lines = text.splitlines()
+  found = []
+  while (line := line - 1) in comments and lines[line - 1].lstrip().startswith("#"):
+    found.insert(0, comments[line])
+  return " ".join(found)
+
+
+def _fields(tree: ast.Module) -> Iterator[tuple[str, ast.stmt | ast.keyword]]:
+  """Yields the dotted names that are assigned below a name `config`, and where."""
+  aliases = {"config": ""}
+  assignments = (n for n in ast.walk(tree) if isinstance(n, ast.Assign | ast.AnnAssign))
+  for node in sorted(assignments, key=lambda node: node.lineno):
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    names = [name for target in targets if (name := _dotted(target, aliases))]
+    for target in targets:
+      if isinstance(target, ast.Name) and names:
+        aliases[target.id] = names[0]
+    for name in names:
+      yield name, node
+      for keyword in _keywords(node.value):
+        yield f"{name}.{keyword.arg}", keyword
+
+
+def _dotted(target: ast.expr, aliases: dict[str, str]) -> str:
+  """Returns the name of a field that a target of an assignment is, or ""."""
+  parts: list[str] = []
+  while isinstance(target, ast.Attribute):
+    parts.insert(0, target.attr)
+    target = target.value
+  if not parts or not isinstance(target, ast.Name) or target.id not in aliases:
+    return ""
+  return ".".join(filter(None, [aliases[target.id], *parts]))
+
+
+def _keywords(value: ast.expr | None) -> list[ast.keyword]:
+  """Returns the arguments of `dict(...)` and `ConfigDict(dict(...))`."""
+  if not isinstance(value, ast.Call):
+    return []
+  inner = value.args[0] if value.args else value
+  return [k for k in inner.keywords if k.arg] if isinstance(inner, ast.Call) else []

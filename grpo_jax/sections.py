@@ -1,0 +1,97 @@
+"""Sections of a loaded configuration: what is mistyped in Python is explained in one line."""
+
+import difflib
+from collections.abc import Iterator
+from typing import Any
+
+from ml_collections import ConfigDict
+
+
+class Section(ConfigDict):
+  """A ConfigDict for notebooks: it names the nearest field, and is shown as indented text."""
+
+  _path = ""  # from the configuration to here: "loss".
+
+  def __getattr__(self, name: str) -> Any:
+    """Returns the value of a field.
+
+    Raises:
+      AttributeError: there is no such field; the message names the nearest one.
+    """
+    if name.startswith("_"):  # Python and IPython ask for many of these.
+      raise AttributeError(name)
+    if name not in self:
+      raise AttributeError(self._explain(name))
+    return self[name]
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    """Sets a field that exists; raises AttributeError, which names the nearest, if none does."""
+    if self.is_locked and name not in self:
+      raise AttributeError(self._explain(name))
+    super().__setattr__(name, value)
+
+  def __setitem__(self, name: Any, value: Any) -> None:
+    """Sets a field that exists; raises KeyError, which names the nearest, if none does."""
+    if self.is_locked and name not in self:
+      raise KeyError(self._explain(str(name)))
+    if isinstance(value, dict):
+      value = ConfigDict(value)
+    if isinstance(value, ConfigDict):
+      value = adopt(value, self._below(str(name)))
+      if self.is_locked:
+        value.lock()
+    super().__setitem__(name, value)
+
+  def __repr__(self) -> str:
+    """Returns a line a field, sections indented."""
+    return "\n".join(_lines(self, "")) or "{}"
+
+  __str__ = __repr__
+
+  def _below(self, name: str) -> str:
+    return f"{self._path}.{name}" if self._path else name
+
+  def _explain(self, name: str) -> str:
+    dotted = dict.fromkeys(_dotted(self))
+    close = difflib.get_close_matches(name, [str(key) for key in self.keys()], n=1, cutoff=0.6)
+    close = close or [each for each in dotted if each.rpartition(".")[2] == name][:3]
+    close = close or difflib.get_close_matches(name, dotted, n=1, cutoff=0.6)
+    meant = " or ".join(repr(self._below(each)) for each in close)
+    hint = f" (did you mean {meant}?)" if meant else ""
+    known = ", ".join(str(key) for key in self.keys()) or "no field"
+    return f"there is no field {self._below(name)!r}{hint}; {self._path or 'it'} has: {known}"
+
+
+def adopt(config: ConfigDict, path: str = "") -> Section:
+  """Makes a ConfigDict, and all below it, a Section; its fields and references stay the same.
+
+  Args:
+    config: is changed in place.
+    path: from the configuration to it, dotted.
+
+  Returns:
+    The same object.
+  """
+  object.__setattr__(config, "__class__", Section)  # a copy would lose the references.
+  object.__setattr__(config, "_path", path)
+  for name, value in config.items():
+    if isinstance(value, ConfigDict):
+      adopt(value, f"{path}.{name}" if path else str(name))
+  assert isinstance(config, Section)
+  return config
+
+
+def _dotted(section: ConfigDict) -> Iterator[str]:
+  for name, value in section.items():
+    below = _dotted(value) if isinstance(value, ConfigDict) else ()
+    yield from (f"{name}.{each}" for each in below)
+    yield str(name)
+
+
+def _lines(section: ConfigDict, margin: str) -> Iterator[str]:
+  for name, value in section.items():
+    if isinstance(value, ConfigDict) and len(value):
+      yield f"{margin}{name}:"
+      yield from _lines(value, f"{margin}  ")
+    else:
+      yield f"{margin}{name}: {'{}' if isinstance(value, ConfigDict) else repr(value)}"

@@ -1,0 +1,95 @@
+"""A compilation is noticed while it is under way, and explained once if it takes long."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from grpo_jax import compiling
+
+
+@pytest.fixture
+def now():
+  return [100.0]
+
+
+@pytest.fixture
+def watch(now):
+  return compiling.Watch(clock=lambda: now[0])
+
+
+def begin():
+  jax.monitoring.record_scalar(compiling.EVENT, 0.0, fun_name="f")
+
+
+def end():
+  jax.monitoring.record_event_duration_secs(compiling.EVENT, 1.0, fun_name="f")
+
+
+def test_jax_announces_a_compilation_before_it_begins_and_when_it_ended(watch, now):
+  notes = []
+
+  def look(event, *_, **__):
+    now[0] += 12.0
+    if event == compiling.EVENT:
+      notes.append(watch.note())
+
+  with watch.listening(lambda line: None):
+    jax.monitoring.register_scalar_listener(look)
+    try:
+      jax.jit(lambda x: x * 3 + 1)(jnp.ones(7)).block_until_ready()
+    finally:
+      jax.monitoring.unregister_scalar_listener(look)
+    assert "compiling, 12 s" in notes
+    assert watch.note() == ""
+
+
+def test_the_note_is_of_the_longest_compilation_of_all_threads(watch, now):
+  with watch.listening(lambda line: None):
+    begin()
+    assert watch.note() == ""  # not yet worth a word.
+    now[0] += 10.0
+    other = threading.Thread(target=begin)
+    other.start()
+    other.join()
+    now[0] += 2.0
+    assert watch.note() == "compiling, 12 s"
+    end()
+    assert watch.note() == "compiling, 2 s"
+  assert watch.note() == ""
+
+
+def test_other_events_are_not_compilations(watch, now):
+  with watch.listening(lambda line: None):
+    jax.monitoring.record_scalar("/jax/some/other", 0.0)
+    now[0] += 60.0
+    assert watch.note() == ""
+
+
+def test_a_long_compilation_is_explained_once(watch, monkeypatch):
+  monkeypatch.setattr(compiling, "PATIENCE_S", 0.0)
+  told, heard = [], threading.Event()
+
+  def tell(line):
+    told.append(line)
+    heard.set()
+
+  with watch.listening(tell):
+    begin()
+    assert heard.wait(10)
+    end()
+    begin()
+    end()
+  assert len(told) == 1
+  assert told[0].startswith("compiling;") and jax.config.jax_compilation_cache_dir in told[0]
+
+
+def test_a_short_compilation_is_not_explained(watch):
+  told = []
+  with watch.listening(told.append):
+    begin()
+    timers = list(watch._patience.values())
+    end()
+    assert [timer.finished.is_set() for timer in timers] == [True]
+  assert told == []
