@@ -5,7 +5,8 @@
 It has a warm interpreter, and forks it for every program and every judge: a fork costs
 milliseconds, where a fresh sandbox and interpreter cost fifty. It never sees what they see: a
 child reads its program, or its tests, from pipes of its own. One child at a time, and none
-outlives its turn: it cannot start processes, and its files are removed after it.
+outlives its turn: it cannot start processes. Its folder is removed after it and another one made;
+the one that is a mount (bubblewrap) is emptied and must then be as new, or the sandbox ends.
 
 Standard input is a socket. A request is one byte, the role, and file descriptors: standard input
 and output of the child, and for a judge the pipes to and from the program. The answer is the
@@ -13,9 +14,11 @@ child's exit code, one byte: 128 + signal for one that was killed.
 """
 
 import array
+import fcntl
 import importlib
 import json
 import os
+import pkgutil
 import random
 import socket
 import stat
@@ -32,15 +35,20 @@ _MOST_FDS = 4
 _WARM = ("typing", "math", "re", "collections", "itertools", "functools", "heapq", "bisect")
 _WARM += ("string", "copy", "operator", "datetime", "decimal", "fractions")
 _UNUSABLE = 1
+_GET_FLAGS = 0x80086601  # FS_IOC_GETFLAGS.
+_FLAGS_OF_USERS = 0x000380FF  # FS_FL_USER_MODIFIABLE.
 
 
 def main() -> None:
   """Serves requests until the socket ends; in a child, runs its role instead.
 
-  The argument is JSON: {"limits": arguments of confine.limit, "shut": of confine.shut,
-  "scratch": the folder that children start in, "packages": folders to import from, "parent": id
-  of the trainer's process, or 0 if bubblewrap sees to it that this one dies with it,
-  "max_bytes": longest message between program and judge}.
+  The argument is JSON: {"limits": arguments of confine.limit, "server": of confine.shut_server,
+  "seccomp": {"files": filter of system calls of a program that may change modes and times of
+  files, "no_files": of one that may not}, "writable": what Landlock lets a program write, or None,
+  "scratch": folder that is emptied after every child, "folder": folder in it, or it itself, that
+  children start in, "packages": folders to import from, "parent": id of the trainer's process, or
+  0 if bubblewrap sees to it that this one dies with it, "max_bytes": longest message between
+  program and judge}.
   """
   settings = json.loads(sys.argv[1])
   del sys.argv[1:], sys.orig_argv[1:]
@@ -49,11 +57,24 @@ def main() -> None:
   if settings["parent"]:
     confine.die_with(settings["parent"])
   sys.path[:] = [*sys.path[1:], *settings["packages"]]  # this package is loaded: out of reach.
+  _remember_listings()
+  is_read_only = confine.shut_server(**settings["server"])
+  settings["filter"] = settings["seccomp"]["files" if is_read_only else "no_files"]
+  renew(settings["scratch"], settings["folder"])
   channel = os.dup(0)
   candidate.silence(0)
   os.write(channel, READY)
   run = _serve(channel, settings)
   run()
+
+
+def _remember_listings() -> None:
+  """Has the folders of modules listed for good: without site-packages, they cannot be listed."""
+  for path in sys.path:
+    finder = pkgutil.get_importer(path)
+    if finder is not None and os.path.isdir(path):
+      finder.find_spec("")
+      vars(finder)["invalidate_caches"] = lambda: None
 
 
 def _serve(channel: int, settings: dict[str, Any]) -> Callable[[], None]:
@@ -70,7 +91,7 @@ def _serve(channel: int, settings: dict[str, Any]) -> Callable[[], None]:
     for fd in fds:
       os.close(fd)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if not _is_emptied(settings["scratch"]):
+    if not _is_renewed(settings):
       os._exit(_UNUSABLE)
     os.write(channel, bytes([128 - status if status < 0 else status]))
 
@@ -93,17 +114,50 @@ def _child(
     os.dup2(fd, stream)
     os.close(fd)
   candidate.silence(2)
-  os.chdir(settings["scratch"])
+  os.chdir(settings["folder"])
   random.seed(0)  # the same luck for every program, in every run.
   confine.limit(**settings["limits"])
   confine.die_with(parent)
-  confine.shut(**settings["shut"])
+  confine.shut(seccomp=settings["filter"], writable=settings["writable"])
   if role == JUDGE:
     requests, replies = fds[2:]
     return lambda: judge.answer(requests, replies, settings["max_bytes"])
   if role == FUNCTIONS:
     return lambda: candidate.serve_functions(settings["max_bytes"])
   return candidate.run_program
+
+
+def renew(scratch: str, folder: str) -> None:
+  """Removes all that a program left, and gives the next one a folder that is as new.
+
+  Args:
+    scratch: Folder that is emptied.
+    folder: Folder in it, which is made; or the same one, if it is a mount, which cannot be made
+      again.
+
+  Raises:
+    OSError: Something cannot be removed, or the folder keeps something.
+  """
+  empty(scratch)
+  if folder != scratch:
+    os.mkdir(folder, stat.S_IRWXU)
+    return
+  os.utime(folder, ns=(0, 0))
+  left = [*os.listdir(folder), *os.listxattr(folder)]
+  if left or _flags(folder) or stat.S_IMODE(os.stat(folder).st_mode) != stat.S_IRWXU:
+    raise OSError(f"{folder} keeps {left} or a mode or flags")
+
+
+def _flags(folder: str) -> int:
+  """The flags of a folder that users may set, such as append-only."""
+  descriptor = os.open(folder, os.O_RDONLY)
+  try:
+    answer = fcntl.ioctl(descriptor, _GET_FLAGS, bytes(8))
+  except OSError:  # its file system has no flags.
+    return 0
+  finally:
+    os.close(descriptor)
+  return int.from_bytes(answer[:4], sys.byteorder) & _FLAGS_OF_USERS
 
 
 def empty(folder: str) -> None:
@@ -131,9 +185,9 @@ def empty(folder: str) -> None:
       os.rmdir(entry.path)
 
 
-def _is_emptied(folder: str) -> bool:
+def _is_renewed(settings: dict[str, Any]) -> bool:
   try:
-    empty(folder)
+    renew(settings["scratch"], settings["folder"])
   except OSError:  # whatever a child did to be in the way: the sandbox is given up.
     return False
   return True

@@ -1,7 +1,8 @@
 """What confines a process: command lines, and whether they work on this machine.
 
 bubblewrap  namespaces of its own: no network, an empty file system but for the interpreter's
-            and the system's libraries (read only) and a scratch folder in memory; seccomp.
+            and the system's libraries (read only, without packages of Python) and a scratch
+            folder in memory; seccomp.
 landlock    no namespaces: files are closed by Landlock, system calls by seccomp.
 limits      files are open: limits and seccomp alone.
 
@@ -11,6 +12,8 @@ What each protects from, and what not: docs/code_environment.md.
 import compileall
 import contextlib
 import dataclasses
+import functools
+import glob
 import json
 import math
 import os
@@ -23,6 +26,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from grpo_jax.registry import choose
 from grpo_jax.sandbox import confine, inside, syscalls
@@ -31,10 +35,13 @@ KINDS = ("bubblewrap", "landlock", "limits")
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSIDE = "/sandbox"  # where the package's modules stand, and
 _SCRATCH = "/scratch"  # the folder of the program, under bubblewrap.
-_SYSTEM = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/nix/store")
+_FOLDER = "folder"  # of the program, in the scratch folder of the other kinds.
+_STORE = "/nix/store"
+_SYSTEM = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", _STORE)
 _BOOT = (
   "import sys; sys.path.insert(0, {path!r}); from grpo_jax.sandbox import inside; inside.main()"
 )
+_PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _ENVIRONMENT = {"PATH": "/usr/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 _ENVIRONMENT |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -88,7 +95,8 @@ class Launcher:
     choose("sandbox", kind, dict.fromkeys(KINDS))
     self.kind, self.limits = kind, limits
     self._python = os.path.realpath(interpreter or sys.executable)
-    self._prefix = sys.base_prefix if interpreter is None else str(Path(self._python).parents[1])
+    prefix = sys.base_prefix if interpreter is None else Path(self._python).parents[1]
+    self._prefix = os.path.realpath(prefix)
     self._packages = [os.path.realpath(path) for path in packages]
     for path in (self._python, *self._packages):
       if not os.path.exists(path):
@@ -105,66 +113,83 @@ class Launcher:
     """
     scratch = None if self.kind == "bubblewrap" else tempfile.mkdtemp(prefix="sandbox-")
     boot = _BOOT.format(path=_INSIDE if scratch is None else str(_PACKAGE.parent))
-    command = [self._python, *_OPTIONS, "-c", boot, self._settings(scratch)]
-    with contextlib.ExitStack() as stack:
-      pipes = ()
-      if scratch is None:
-        pipes = (_filled_pipe(self._seccomp(processes=True)),)
-        stack.callback(os.close, pipes[0])
-        command = [*self._bubblewrap(pipes[0]), *command]
-      popen = subprocess.Popen(
-        command,
-        stdin=channel,
-        stdout=subprocess.DEVNULL,
-        stderr=stderr,
-        env={**_ENVIRONMENT, "HOME": scratch or _SCRATCH},
-        cwd=scratch or "/",
-        pass_fds=pipes,
-        start_new_session=True,
-      )
+    settings = self._settings(scratch)
+    command = [self._python, *_OPTIONS, "-c", boot, json.dumps(settings)]
+    popen = subprocess.Popen(
+      command if scratch else [*self._bubblewrap(), *command],
+      stdin=channel,
+      stdout=subprocess.DEVNULL,
+      stderr=stderr,
+      env={**_ENVIRONMENT, "HOME": settings["folder"]},
+      cwd=scratch or "/",
+      start_new_session=True,
+    )
     return Sandbox(popen, scratch)
 
-  def _settings(self, scratch: str | None) -> str:
-    """The settings of `inside`, as JSON."""
+  def _settings(self, scratch: str | None) -> dict[str, Any]:
+    """The settings of `inside`."""
     limits = self.limits
-    settings = {
+    folder = f"{scratch}/{_FOLDER}" if scratch else _SCRATCH
+    has_landlock = self.kind == "landlock"
+    files = {
+      "readable": sorted({os.path.realpath(p) for p in (*self._libraries(), *self._packages)}),
+      "hidden": self._hidden(),
+      "devices": _DEVICES,
+      "scratch": scratch,
+    }
+    may_change = self.kind == "bubblewrap"
+    return {
       "limits": {
         "memory_mib": limits.memory_mib,
         "cpu_s": math.ceil(limits.timeout_s) + 1,
         "file_mib": limits.scratch_mib,
         "count_threads": self.kind == "bubblewrap",
       },
-      "shut": {
-        "seccomp": self._seccomp(processes=False).hex(),
-        "readable": [*self._libraries(), *self._packages],
-        "devices": _DEVICES,
-        "scratch": scratch if self.kind == "landlock" else None,
+      "server": {
+        "seccomp": _seccomp(processes=True, files=True),
+        "files": files if has_landlock else None,
+        "devices": [] if scratch else _DEVICES,
       },
+      "seccomp": {
+        "files": _seccomp(processes=False, files=may_change),
+        "no_files": _seccomp(processes=False, files=False),
+      },
+      "writable": [folder, *_DEVICES] if has_landlock else None,
       "scratch": scratch or _SCRATCH,
+      "folder": folder,
       "packages": self._packages,
       "parent": 0 if scratch is None else os.getpid(),
       "max_bytes": limits.output_kib * 1024,
     }
-    return json.dumps(settings)
-
-  def _seccomp(self, *, processes: bool) -> bytes:
-    files = self.kind == "bubblewrap"
-    return syscalls.program(platform.machine(), processes=processes, files=files)
 
   def _libraries(self) -> list[str]:
     """The interpreter and what it needs, and nothing of the rest of the machine."""
     mine = [self._python, *(f"{self._prefix}/{name}" for name in ("lib", "lib64"))]
     return [path for path in (*_SYSTEM, *mine) if os.path.exists(path)]
 
-  def _bubblewrap(self, seccomp: int) -> list[str]:
+  def _hidden(self) -> list[str]:
+    """Folders of packages among the libraries, but for those that programs may import from."""
+    mine = [Path(path) for path in self._packages]
+    found = _package_folders(tuple(self._libraries()))
+    return [p for p in found if not any(Path(p).is_relative_to(package) for package in mine)]
+
+  def _bubblewrap(self) -> list[str]:
     command = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--new-session"]
-    command += ["--die-with-parent", "--cap-drop", "ALL", "--seccomp", str(seccomp)]
+    # To mount devices read-only; given back before the first program: confine.shut_server.
+    command += ["--die-with-parent", "--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
     for path in _SYSTEM:
       if os.path.islink(path):
         command += ["--symlink", os.readlink(path), path]
-    real = [p for p in [*self._libraries(), *self._packages] if not os.path.islink(p)]
-    for path in real:
+    for path in self._libraries():
+      if not os.path.islink(path):
+        command += ["--ro-bind", path, path]
+    hidden = self._hidden()
+    for path in hidden:
+      command += ["--tmpfs", path]
+    for path in self._packages:
       command += ["--ro-bind", path, path]
+    for path in hidden:
+      command += ["--remount-ro", path]
     command += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     for device in _DEVICES:
       command += ["--dev-bind", device, device]
@@ -233,9 +258,23 @@ def compile_inside() -> None:
   compileall.compile_dir(Path(__file__).parent, maxlevels=0, quiet=2)
 
 
-def _filled_pipe(content: bytes) -> int:
-  """Returns the reading end of a pipe that holds a few bytes."""
-  end, start = os.pipe()
-  os.write(start, content)
-  os.close(start)
-  return end
+def _seccomp(*, processes: bool, files: bool) -> str:
+  """A filter of system calls, in hexadecimal."""
+  return syscalls.program(platform.machine(), processes=processes, files=files).hex()
+
+
+@functools.cache
+def _package_folders(libraries: tuple[str, ...]) -> list[str]:
+  """Finds the folders in which packages of any Python on this machine are installed.
+
+  Args:
+    libraries: Folders to look in. In Nix's store, only where packages of Python stand.
+  """
+  found = [p for name in _PACKAGE_FOLDERS for p in glob.glob(f"{_STORE}/*/lib*/python*/{name}")]
+  for library in libraries:
+    if library == _STORE or os.path.islink(library):
+      continue
+    for folder, names, _ in os.walk(library):
+      found += [os.path.join(folder, name) for name in names if name in _PACKAGE_FOLDERS]
+      names[:] = [name for name in names if name not in _PACKAGE_FOLDERS]
+  return sorted({path for path in found if not os.path.islink(path)})

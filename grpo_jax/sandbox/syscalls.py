@@ -1,190 +1,222 @@
 """The filter of system calls (seccomp-bpf) that a sandboxed program runs under. Pure.
 
-What is refused fails with EPERM. Refused are: starting processes (threads are allowed), so that
-there is no fork bomb, no daemon, and the limit of one process's memory is the limit of all;
-leaving the process group that is killed, or outliving the parent; sockets, but for pairs of
-connected ones; memory that no limit counts (memfd, System V, message queues), and that of others;
-looking into or stopping other processes; namespaces, mounts, and the parts of the kernel in which
-most holes were found.
+Allowed is what Python, its standard library and numerical packages need, by number. All else is
+refused, calls that are newer than this list and calls of the x32 ABI included. So a program cannot
+start a process or become another one (threads are allowed); leave the process group that is
+killed, or outlive the parent; open, bind or connect a socket (pairs of connected ones are allowed);
+take memory that no limit counts, or that of others; signal, stop or look into other processes; set
+attributes, access lists or flags of files; lock or watch files; or reach namespaces, mounts and
+the parts of the kernel in which most holes were found.
+
+A refused call fails with EPERM, a newer one (424 and above) with ENOSYS, as on a kernel that does
+not have it: libraries then use an older one. A program in another architecture's mode is killed.
+
+The numbers were looked at up to 470 (Linux 6.17).
 
 References: seccomp(2), linux/filter.h, asm/unistd.h.
 """
 
 import struct
+from typing import NamedTuple
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _ARGUMENT_0 = 0, 4, 16  # places in seccomp_data; arguments have 8 bytes.
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS = 1, 38
-_X32 = 0x40000000  # x86_64: calls of the x32 ABI have this bit.
+_PRETENDED = 0  # the call returns 0, and nothing was done.
+_SAME_EVERYWHERE = 424  # from here on, calls have one number on all architectures.
 
 # Name → (x86_64, aarch64); None: the architecture has no such call.
-_PROCESSES = {"fork": (57, None), "vfork": (58, None)}
-_CLONE3 = (435, 435)
-_ALWAYS = {
-  "socket": (41, 198),
-  "memfd_create": (319, 279),
-  "memfd_secret": (447, 447),
-  "shmget": (29, 194),
-  "shmat": (30, 196),
-  "shmctl": (31, 195),
-  "semget": (64, 190),
-  "semop": (65, 193),
-  "semctl": (66, 191),
-  "semtimedop": (220, 192),
-  "msgget": (68, 186),
-  "msgsnd": (69, 189),
-  "msgrcv": (70, 188),
-  "msgctl": (71, 187),
-  "mq_open": (240, 180),
-  "mq_unlink": (241, 181),
-  "ptrace": (101, 117),
-  "process_vm_readv": (310, 270),
-  "process_vm_writev": (311, 271),
-  "process_madvise": (440, 440),
-  "pidfd_open": (434, 434),
-  "pidfd_getfd": (438, 438),
-  "kcmp": (312, 272),
-  "unshare": (272, 97),
-  "setns": (308, 268),
-  "mount": (165, 40),
-  "umount2": (166, 39),
-  "pivot_root": (155, 41),
-  "chroot": (161, 51),
-  "open_tree": (428, 428),
-  "move_mount": (429, 429),
-  "fsopen": (430, 430),
-  "fsconfig": (431, 431),
-  "fsmount": (432, 432),
-  "fspick": (433, 433),
-  "mount_setattr": (442, 442),
-  "name_to_handle_at": (303, 264),
-  "open_by_handle_at": (304, 265),
-  "add_key": (248, 217),
-  "request_key": (249, 218),
-  "keyctl": (250, 219),
-  "bpf": (321, 280),
-  "perf_event_open": (298, 241),
-  "userfaultfd": (323, 282),
-  "io_uring_setup": (425, 425),
-  "io_uring_enter": (426, 426),
-  "io_uring_register": (427, 427),
-  "kexec_load": (246, 104),
-  "init_module": (175, 105),
-  "finit_module": (313, 273),
-  "delete_module": (176, 106),
-  "reboot": (169, 142),
-  "swapon": (167, 224),
-  "acct": (163, 89),
-  # Access lists would stay on the scratch folder, for the next program.
-  "setxattr": (188, 5),
-  "lsetxattr": (189, 6),
-  "fsetxattr": (190, 7),
-  "removexattr": (197, 14),
-  "lremovexattr": (198, 15),
-  "fremovexattr": (199, 16),
-  "quotactl": (179, 60),
-  "personality": (135, 92),
+_Numbers = tuple[int | None, int | None]
+# fmt: off
+_ALLOWED: dict[str, _Numbers] = {
+  # Files, as far as other walls leave them open; descriptors, pipes.
+  "read": (0, 63), "write": (1, 64), "open": (2, None), "openat": (257, 56), "openat2": (437, 437),
+  "creat": (85, None), "close": (3, 57), "close_range": (436, 436), "stat": (4, None),
+  "fstat": (5, 80), "lstat": (6, None), "newfstatat": (262, 79), "statx": (332, 291),
+  "statfs": (137, 43), "fstatfs": (138, 44), "poll": (7, None), "ppoll": (271, 73),
+  "select": (23, None), "pselect6": (270, 72), "lseek": (8, 62), "pread64": (17, 67),
+  "pwrite64": (18, 68), "readv": (19, 65), "writev": (20, 66), "preadv": (295, 69),
+  "pwritev": (296, 70), "preadv2": (327, 286), "pwritev2": (328, 287), "access": (21, None),
+  "faccessat": (269, 48), "faccessat2": (439, 439), "pipe": (22, None), "pipe2": (293, 59),
+  "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24), "ftruncate": (77, 46),
+  "fallocate": (285, 47), "fadvise64": (221, 223), "fsync": (74, 82), "fdatasync": (75, 83),
+  "getdents": (78, None), "getdents64": (217, 61), "getcwd": (79, 17), "chdir": (80, 49),
+  "fchdir": (81, 50), "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276),
+  "mkdir": (83, None), "mkdirat": (258, 34), "rmdir": (84, None), "link": (86, None),
+  "linkat": (265, 37), "unlink": (87, None), "unlinkat": (263, 35), "symlink": (88, None),
+  "symlinkat": (266, 36), "readlink": (89, None), "readlinkat": (267, 78), "mknod": (133, None),
+  "mknodat": (259, 33), "umask": (95, 166), "sendfile": (40, 71), "copy_file_range": (326, 285),
+  "splice": (275, 76), "getxattr": (191, 8), "lgetxattr": (192, 9), "fgetxattr": (193, 10),
+  "listxattr": (194, 11), "llistxattr": (195, 12), "flistxattr": (196, 13),
+  # Waiting for several descriptors, and counters of events.
+  "epoll_create": (213, None), "epoll_create1": (291, 20), "epoll_ctl": (233, 21),
+  "epoll_wait": (232, None), "epoll_pwait": (281, 22), "epoll_pwait2": (441, 441),
+  "eventfd": (284, None), "eventfd2": (290, 19), "timerfd_create": (283, 85),
+  "timerfd_settime": (286, 86), "timerfd_gettime": (287, 87),
+  # A pair of connected sockets, which nothing else reaches.
+  "sendto": (44, 206), "recvfrom": (45, 207), "sendmsg": (46, 211), "recvmsg": (47, 212),
+  "shutdown": (48, 210), "getsockname": (51, 204), "getpeername": (52, 205),
+  "getsockopt": (55, 209),
+  # Memory of this process.
+  "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "mremap": (25, 216),
+  "brk": (12, 214), "madvise": (28, 233), "msync": (26, 227),
+  # Signals of this process to itself.
+  "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139),
+  "rt_sigpending": (127, 136), "rt_sigtimedwait": (128, 137), "rt_sigsuspend": (130, 133),
+  "sigaltstack": (131, 132), "pause": (34, None), "alarm": (37, None), "getitimer": (36, 102),
+  "setitimer": (38, 103), "restart_syscall": (219, 128),
+  # Time.
+  "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "clock_gettime": (228, 113),
+  "clock_getres": (229, 114), "gettimeofday": (96, 169), "time": (201, None), "times": (100, 153),
+  # Threads.
+  "futex": (202, 98), "futex_waitv": (449, 449), "set_robust_list": (273, 99),
+  "get_robust_list": (274, 100), "set_tid_address": (218, 96), "rseq": (334, 293),
+  "membarrier": (324, 283), "gettid": (186, 178), "getcpu": (309, 168), "sched_yield": (24, 124),
+  "sched_getaffinity": (204, 123), "sched_getparam": (143, 121), "sched_getscheduler": (145, 120),
+  "sched_getattr": (315, 275), "sched_get_priority_max": (146, 125),
+  "sched_get_priority_min": (147, 126), "sched_rr_get_interval": (148, 127),
+  # What this process is, and its end.
+  "getpid": (39, 172), "getppid": (110, 173), "getpgid": (121, 155), "getpgrp": (111, None),
+  "getsid": (124, 156), "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176),
+  "getegid": (108, 177), "getgroups": (115, 158), "getresuid": (118, 148), "getresgid": (120, 150),
+  "getpriority": (140, 141), "capget": (125, 90), "getrlimit": (97, 163), "setrlimit": (160, 164),
+  "getrusage": (98, 165), "uname": (63, 160), "sysinfo": (99, 179), "getrandom": (318, 278),
+  "wait4": (61, 260), "waitid": (247, 95), "exit": (60, 93), "exit_group": (231, 94),
 }
-# Signals, limits and priorities of other processes: the one that forked it is in reach. And the
-# ways out of the process group.
-_OTHER_PROCESSES = {
-  "setpgid": (109, 154),
-  "setsid": (112, 157),
-  "kill": (62, 129),
-  "tkill": (200, 130),
-  "tgkill": (234, 131),
-  "rt_sigqueueinfo": (129, 138),
-  "rt_tgsigqueueinfo": (297, 240),
-  "pidfd_send_signal": (424, 424),
-  "setpriority": (141, 140),
-  "ioprio_set": (251, 30),
-  "sched_setparam": (142, 118),
-  "sched_setscheduler": (144, 119),
-  "sched_setaffinity": (203, 122),
-  "sched_setattr": (314, 274),
-  "migrate_pages": (256, 238),
-  "move_pages": (279, 239),
+# Changes of modes, owners, times and lengths by path, which Landlock does not know: allowed where
+# no file of the user is in reach.
+_FILES: dict[str, _Numbers] = {
+  "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, None),
+  "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "truncate": (76, 45),
+  "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
 }
-# Allowed if their arguments are harmless: call → (its numbers, [(which argument, test, with what,
-# the test's result that is needed)]). Only arguments of 32 bits can be tested so.
-_ARGUMENTS = {
-  "clone": ((56, 220), [(0, _ANY_BIT, 0x10000, True)]),  # CLONE_THREAD.
-  "prlimit64": ((302, 261), [(0, _EQUAL, 0, True)]),  # of this process.
-  "prctl": ((157, 167), [(0, _EQUAL, 1, False)]),  # PR_SET_PDEATHSIG.
-  # Of AF_UNIX, connected for good: SOCK_DGRAM, with this bit, could be connected to others.
-  "socketpair": ((53, 199), [(0, _EQUAL, 1, True), (1, _ANY_BIT, 2, False)]),
-  # Who gets a signal when there is something to read: F_SETOWN, F_SETSIG, F_SETOWN_EX; FIOSETOWN,
-  # SIOCSPGRP.
-  "fcntl": ((72, 25), [(1, _EQUAL, command, False) for command in (8, 10, 15)]),
-  "ioctl": ((16, 29), [(1, _EQUAL, command, False) for command in (0x8901, 0x8902)]),
+# What the process that forks programs needs besides.
+_SERVING: dict[str, _Numbers] = {
+  "fork": (57, None), "vfork": (58, None), "clone": (56, 220), "prctl": (157, 167),
+  "prlimit64": (302, 261), "capset": (126, 91), "ioctl": (16, 29), "fcntl": (72, 25),
+  "socketpair": (53, 199), "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445),
+  "landlock_restrict_self": (446, 446),
 }
-# Where the user's files are in reach: the changes to them that Landlock does not know, and news of
-# what happens to them.
-_FILES = {
-  "inotify_add_watch": (254, 27),
-  "truncate": (76, 45),
-  "chmod": (90, None),
-  "fchmod": (91, 52),
-  "fchmodat": (268, 53),
-  "fchmodat2": (452, 452),
-  "chown": (92, None),
-  "fchown": (93, 55),
-  "lchown": (94, None),
-  "fchownat": (260, 54),
-  "utime": (132, None),
-  "utimes": (235, None),
-  "futimesat": (261, None),
-  "utimensat": (280, 88),
+# fmt: on
+
+
+class _Condition(NamedTuple):
+  """What an argument must be. Only the lower 32 bits can be tested."""
+
+  argument: int
+  operation: int  # _EQUAL: to one of the values; _ANY_BIT: of one of the values.
+  values: tuple[int, ...]
+  is_wanted: bool = True  # False: it must be none of this.
+  otherwise: int = _EPERM
+
+
+_CLONE_THREAD, _CLONE_NAMESPACES = 0x10000, 0x7E020000
+_AF_UNIX, _SOCK_DATAGRAM_BIT = 1, 2
+_SOL_SOCKET = 1
+_FCNTL = (0, 1, 2, 3, 4, 5, 9, 11, 1030, 1032)  # F_DUPFD to F_GETLK, F_GETOWN, F_GETSIG, and
+# F_DUPFD_CLOEXEC, F_GETPIPE_SZ. Not: who gets a signal when there is something to read, leases,
+# news, larger pipes, hints that stay on a file.
+_LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW.
+# TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX.
+_IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+# PR_GET_PDEATHSIG, _GET_DUMPABLE, _SET_NAME, _GET_NAME, _GET_SECCOMP, _CAPBSET_READ,
+# _GET_TIMERSLACK, _GET_NO_NEW_PRIVS, _GET_THP_DISABLE, _SET_VMA.
+_PRCTL = (2, 3, 15, 16, 21, 23, 30, 39, 42, 0x53564D41)
+# Allowed if their arguments are harmless.
+_ARGUMENTS: dict[str, tuple[_Numbers, tuple[_Condition, ...]]] = {
+  "clone": (
+    (56, 220),
+    (
+      _Condition(0, _ANY_BIT, (_CLONE_THREAD,)),
+      _Condition(0, _ANY_BIT, (_CLONE_NAMESPACES,), is_wanted=False),
+    ),
+  ),
+  "prlimit64": ((302, 261), (_Condition(0, _EQUAL, (0,)),)),  # of this process.
+  "prctl": ((157, 167), (_Condition(0, _EQUAL, _PRCTL),)),
+  "socketpair": (
+    (53, 199),
+    (
+      _Condition(0, _EQUAL, (_AF_UNIX,)),
+      # Connected for good: SOCK_DGRAM could be connected to others.
+      _Condition(1, _ANY_BIT, (_SOCK_DATAGRAM_BIT,), is_wanted=False),
+    ),
+  ),
+  "setsockopt": (
+    (54, 208),
+    (
+      _Condition(1, _EQUAL, (_SOL_SOCKET,)),
+      _Condition(2, _EQUAL, (7, 8, 20, 21)),  # sizes of buffers, time-outs.
+    ),
+  ),
+  "fcntl": (
+    (72, 25),
+    (
+      # One process needs no locks; a lock on a file of the system would hold up others. sqlite3
+      # does not work without the answer that it has one.
+      _Condition(1, _EQUAL, _LOCKS, is_wanted=False, otherwise=_PRETENDED),
+      _Condition(1, _EQUAL, _FCNTL),
+    ),
+  ),
+  "ioctl": ((16, 29), (_Condition(1, _EQUAL, _IOCTL),)),
 }
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+_Instruction = tuple[int, int, int, int]
 
 
 def program(machine: str, *, processes: bool = False, files: bool = True) -> bytes:
   """Assembles the filter.
 
   Args:
-    machine: architecture, as `platform.machine()` names it.
-    processes: allow starting processes, and signals.
-    files: allow changes of modes, owners, times and attributes of files.
+    machine: Architecture, as `platform.machine()` names it.
+    processes: Allow forking, confining the forked process, and its limits.
+    files: Allow changes of modes, owners and times of files.
 
   Returns:
     An array of `struct sock_filter`.
 
   Raises:
-    ValueError: the architecture is none of x86_64 and aarch64.
+    ValueError: The architecture is neither x86_64 nor aarch64.
   """
   if machine not in _MACHINES:
     raise ValueError(f"the sandbox knows {' and '.join(_MACHINES)}, this machine is {machine}")
   column, architecture = _MACHINES[machine]
-  refused = {**_ALWAYS, **({} if files else _FILES)}
-  if not processes:
-    refused |= {**_PROCESSES, **_OTHER_PROCESSES}
-  numbers = [call[column] for call in refused.values()]
-
+  calls = {**_ALLOWED, **(_FILES if files else {}), **(_SERVING if processes else {})}
   code = [(_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL)]
   code += [(_LOAD, 0, 0, _NUMBER)]
-  if machine == "x86_64":
-    code += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _ERROR | _EPERM)]
-  for number in numbers:
-    if number is not None:
-      code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERROR | _EPERM)]
-  if not processes:
-    # clone3's flags lie in memory, out of a filter's sight: libraries then turn to clone.
-    code += [(_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _ERROR | _ENOSYS)]
-    for call, tests in _ARGUMENTS.values():
-      code += _by_arguments(call[column], tests)
-  code += [(_RETURN, 0, 0, _ALLOW)]
+  for name, (numbers, conditions) in _ARGUMENTS.items():
+    if name not in calls:
+      code += _by_arguments(numbers[column], conditions)
+  allowed = {numbers[column] for numbers in calls.values()}
+  code += _by_number({number for number in allowed if number is not None})
   return b"".join(struct.pack("<HBBI", *instruction) for instruction in code)
 
 
-def _by_arguments(
-  number: int, tests: list[tuple[int, int, int, bool]]
-) -> list[tuple[int, int, int, int]]:
-  """Refuses a call of which a test does not come out as needed."""
+def _by_number(allowed: set[int]) -> list[_Instruction]:
+  """Allows some calls and refuses all others, by comparing with the ends of ranges."""
+  code = []
+  for end in sorted({_SAME_EVERYWHERE, *allowed, *(number + 1 for number in allowed)}):
+    is_allowed = end - 1 in allowed
+    if is_allowed != (end in allowed) or end == _SAME_EVERYWHERE:
+      refusal = _EPERM if end <= _SAME_EVERYWHERE else _ENOSYS
+      action = _ALLOW if is_allowed else _ERROR | refusal
+      code += [(_AT_LEAST, 1, 0, end), (_RETURN, 0, 0, action)]
+  return [*code, (_RETURN, 0, 0, _ERROR | _ENOSYS)]
+
+
+def _by_arguments(number: int | None, conditions: tuple[_Condition, ...]) -> list[_Instruction]:
+  """Allows a call if all conditions hold."""
+  if number is None:
+    return []
   body = []
-  for argument, operation, value, needed in tests:
+  for argument, operation, values, is_wanted, otherwise in conditions:
     body += [(_LOAD, 0, 0, _ARGUMENT_0 + 8 * argument)]
-    body += [(operation, int(needed), int(not needed), value), (_RETURN, 0, 0, _ERROR | _EPERM)]
+    for i, value in enumerate(values):
+      # Where one value is enough, it jumps over the other values and the refusal.
+      body += [(operation, len(values) - i, 0, value)] if is_wanted else [(operation, 0, 1, value)]
+      if not is_wanted:
+        body += [(_RETURN, 0, 0, _ERROR | otherwise)]
+    if is_wanted:
+      body += [(_RETURN, 0, 0, _ERROR | otherwise)]
   body += [(_RETURN, 0, 0, _ALLOW)]
   return [(_EQUAL, 0, len(body), number), *body]
