@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax import console, report_data
+from grpo_jax import console, local_paths, report_data
 from grpo_jax.report_data import Run
 from grpo_jax.rollout_log import replace_file
 
@@ -201,8 +201,8 @@ def main(arguments: Sequence[str]) -> int:
     print("usage: python -m grpo_jax.report RUN_DIR", file=sys.stderr)
     return 2
   try:
-    path = write(arguments[0])
-  except OSError as error:
+    path = write(local_paths.checked("RUN_DIR", arguments[0]))
+  except (OSError, local_paths.NotLocal) as error:
     print(f"report: {error}", file=sys.stderr)
     return 1
   print(path)

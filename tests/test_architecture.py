@@ -15,7 +15,8 @@ PACKAGE = ROOT / "grpo_jax"
 # of lower layers only. Within a folder, imports are free.
 LAYERS = [
   {"types", "errors"},
-  {"rl", "registry", "timing", "console", "rollout_log", "manifest", "interrupts", "host_memory"},
+  {"local_paths", "disk", "interrupts"},
+  {"rl", "registry", "timing", "console", "rollout_log", "manifest", "host_memory", "output"},
   {"metric_table", "packing", "sandbox", "group_json"},
   {"metrics", "layout", "configuration", "ranking"},
   {"models"},
@@ -24,7 +25,7 @@ LAYERS = [
   {"rollout", "credit", "scoring", "behavior", "data_options"},
   {"report_data"},
   {"stream", "evaluation", "checkpointing", "loggers", "report"},
-  {"offline"},
+  {"offline", "keeper", "run_folder"},
   {"offline_building"},
   {"run_options"},
   {"building", "command_line"},
