@@ -174,9 +174,7 @@ class Checkpoints:
         (temporary / "info.json").write_text(text)
       self._orbax.save(temporary / "state", args=ocp.args.PyTreeSave(leaves))
     except (OSError, ValueError) as error:
-      raise CheckpointError(
-        f"cannot save step {step} in {temporary}: {_reason(error)}"
-      ) from error
+      raise CheckpointError(f"cannot save step {step} in {temporary}: {_reason(error)}") from error
     self._pending = step, self._thread.submit(self._commit, step, temporary)
     self._own.add(step)
     return True

@@ -53,7 +53,8 @@ class Flag:
       if signal.getsignal(number) != signal.SIG_IGN:
         self._previous[number] = signal.signal(number, self._raise_flag)
     self._previous_descriptor = signal.set_wakeup_fd(self._writer.fileno())
-    threading.Thread(target=self._watch, name="signals", daemon=True).start()
+    ours = frozenset(self._previous)
+    threading.Thread(target=self._watch, args=(ours,), name="signals", daemon=True).start()
     return self
 
   def __exit__(self, *_: object) -> None:
@@ -81,12 +82,12 @@ class Flag:
     del frame
     self._signal = self._signal or signal.Signals(number)
 
-  def _watch(self) -> None:
+  def _watch(self, ours: frozenset[signal.Signals]) -> None:
     """Runs in a thread: the system's handler writes one byte a signal."""
     was_asked = False
     while received := self._reader.recv(1):
       number = received[0]
-      if number not in self._previous:
+      if number not in ours:
         continue  # another handler's.
       if was_asked:
         os._exit(128 + number)

@@ -32,7 +32,6 @@ from grpo_jax.interrupts import Stopped
 from grpo_jax.registry import nearest
 from grpo_jax.types import FinishReason, Prompt, RolloutGroup
 
-
 _LOOK_S = 0.1  # between two looks at whether the run is to stop.
 _CANCELS, _CANCEL_S = 3, 0.5  # how often work that was cancelled is cancelled again.
 

@@ -70,7 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command line; returns the exit status."""
   parser = argparse.ArgumentParser(description="Compare run folders.")
   parser.add_argument("runs", nargs="+", type=local_paths.argument, metavar="RUN_DIR")
-  parser.add_argument("--html", type=local_paths.argument, help="write a page with all curves there")
+  parser.add_argument(
+    "--html", type=local_paths.argument, help="write a page with all curves there"
+  )
   parser.add_argument("--all", action="store_true", help="print every metric")
   options = parser.parse_args(arguments)
   if len(options.runs) < 2:

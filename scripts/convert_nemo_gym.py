@@ -102,7 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command line; returns the exit status."""
   parser = argparse.ArgumentParser(description="Convert rollouts of NeMo Gym.")
   parser.add_argument("rollouts", nargs="+", type=local_paths.argument, metavar="ROLLOUTS.jsonl")
-  parser.add_argument("--out", required=True, type=local_paths.argument, help="the JSONL file to write")
+  parser.add_argument(
+    "--out", required=True, type=local_paths.argument, help="the JSONL file to write"
+  )
   parser.add_argument("--to", choices=("groups", "prompts"), default="groups")
   parser.add_argument("--text", action="store_true", help="groups: texts only")
   parser.add_argument("--reasoning", choices=("think", "drop"), default="think")
