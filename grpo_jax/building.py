@@ -87,6 +87,7 @@ class Run:
   checkpoints: checkpointing.Checkpoints
   logger: loggers.Logger
   timer: timing.Timer
+  stop: Any = False  # becomes true when the run is asked to end; see `interrupts.Flag`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +100,9 @@ class Start:
   evaluated: dict[str, float]  # the last evaluation, of the weights of this step; or empty.
 
 
-def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) -> tuple[Run, Start]:
+def build(
+  config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack, stop: Any = False
+) -> tuple[Run, Start]:
   """Makes the parts of a run and restores its newest checkpoint; `stack` closes them."""
   workdir.mkdir(parents=True, exist_ok=True)
   _keep_compiled()
@@ -175,7 +178,7 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
   limits = run_options.limits(config)
   ranking = None
   if behavior_logprobs is not None:
-    rescore = offline_building.make_rescore(config, factories, tokenizer, limits)
+    rescore = offline_building.make_rescore(config, factories, tokenizer, limits, stop)
     ranking = offline.Ranking(scorer, config.offline.score, rescore)
     sample = offline.Recorded(behavior_logprobs, config.offline.group_size, config.seed, rescore)
   else:
@@ -188,6 +191,7 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
       seed=config.seed,
       limits=limits,
       progress=logger.progress,
+      stop=stop,
     )
   prompts = _prompts(config, tokenizer, opener, start.stream)
   return Run(
@@ -223,6 +227,7 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
     checkpoints=checkpoints,
     logger=logger,
     timer=timing.Timer(),
+    stop=stop,
   ), start
 
 

@@ -22,6 +22,7 @@ import os
 import pathlib
 import re
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -93,6 +94,8 @@ class Checkpoints:
     self._own: set[int] = set()  # steps saved or restored by this object.
     self._broken: set[int] = set()  # steps found unusable; set aside by the next save.
     self._pending: tuple[int, concurrent.futures.Future] | None = None
+    self._is_abandoned = False
+    self._lock = threading.RLock()  # saves may come from the thread that a signal wakes.
     self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     self._orbax = ocp.AsyncCheckpointer(
       # Not compressed: float32 weights shrink by 7% and take four times as long.
@@ -141,6 +144,13 @@ class Checkpoints:
       FileExistsError: a step of this number is there from another run.
       TypeError: `extra` or `metrics` is not JSON.
     """
+    with self._lock:
+      return self._save(step, state, extra, metrics or {})
+
+  def _save(
+    self, step: int, state: Any, extra: Mapping[str, Any], metrics: Mapping[str, float]
+  ) -> bool:
+    """See `save`; only one thread at a time."""
     self.wait()
     if step in self._own:
       return False
@@ -152,7 +162,7 @@ class Checkpoints:
     leaves = {name: _raw(leaf) for name, leaf in _named_leaves(state).items()}
     info = {
       "step": step,
-      "metrics": dict(metrics or {}),
+      "metrics": dict(metrics),
       "extra": dict(extra),
       "leaves": {name: [list(x.shape), str(x.dtype)] for name, x in leaves.items()},
     }
@@ -164,7 +174,7 @@ class Checkpoints:
         (temporary / "info.json").write_text(text)
       self._orbax.save(temporary / "state", args=ocp.args.PyTreeSave(leaves))
     except (OSError, ValueError) as error:
-      raise CheckpointError(f"cannot save step {step} in {temporary}: {error}") from error
+      raise CheckpointError(f"cannot save step {step} in {temporary}: {_reason(error)}") from error
     self._pending = step, self._thread.submit(self._commit, step, temporary)
     self._own.add(step)
     return True
@@ -222,16 +232,26 @@ class Checkpoints:
     Raises:
       CheckpointError: it failed; names the folder and the cause, once.
     """
-    if self._pending is None:
-      return
-    step, future = self._pending
+    with self._lock:
+      if self._pending is None:
+        return
+      step, future = self._pending
+      error = future.exception()
+      self._pending = None
+      if error:
+        self._own.discard(step)
+        raise CheckpointError(f"saving {self._path(step)} failed: {_reason(error)}") from error
+
+  def abandon(self) -> None:
+    """Does not wait for the save under way, also when this is closed."""
     self._pending = None
-    if error := future.exception():
-      self._own.discard(step)
-      raise CheckpointError(f"saving {self._path(step)} failed: {error}") from error
+    self._is_abandoned = True
 
   def close(self) -> None:
     """Waits for the save under way, then ends the background thread. Idempotent."""
+    if self._is_abandoned:
+      self._thread.shutdown(wait=False)
+      return
     try:
       self.wait()
     finally:
@@ -384,6 +404,11 @@ def _placed(array: Any, like: Any) -> Any:
   if isinstance(like, jax.Array | jax.ShapeDtypeStruct):
     return jnp.array(array)
   return type(like)(array)
+
+
+def _reason(error: BaseException) -> str:
+  """Returns the first line of why something failed; Orbax appends its own tracebacks."""
+  return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def _damage(path: pathlib.Path, step: int) -> str | None:

@@ -18,7 +18,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from grpo_jax import config_comments, configuration, registry
+from grpo_jax import config_comments, configuration, local_paths, registry
 from grpo_jax.configuration import ConfigError
 
 USAGE = """\
@@ -43,9 +43,10 @@ Trains a language model by GRPO.
 Example:
   python -m grpo_jax.main --config=configs/quickstart.py --workdir=runs/first --config.seed=7
 
-Exit codes: 0 finished; 1 failed in training; 2 the command or the configuration is wrong;
-130 stopped by Ctrl-C, 143 by SIGTERM, both with a checkpoint (a second signal ends at once,
-without one).
+Exit codes: 0 finished; 1 failed in training, with one message; 2 the command, the configuration
+or the run folder is wrong; 130 stopped by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP (a closed
+terminal; not under nohup), each with a checkpoint. A second signal ends at once, without one.
+What is on the disk after each, and how long it takes: docs/stopping.md.
 """
 
 
@@ -112,6 +113,8 @@ def parse(arguments: Sequence[str]) -> Command:
   workdir = parsed["workdir"].value
   if workdir == "":
     raise ConfigError("--workdir needs the name of a folder")
+  if reason := local_paths.complaint("--workdir", workdir):
+    raise ConfigError(reason)
   return Command(config, paths[0], pathlib.Path(workdir) if workdir else None)
 
 

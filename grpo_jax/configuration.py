@@ -20,7 +20,7 @@ from typing import Any
 
 from ml_collections import ConfigDict, FieldReference, config_dict
 
-from grpo_jax import registry, sections
+from grpo_jax import local_paths, registry, sections
 from grpo_jax.errors import ExpectedFailure
 
 Rule = Callable[[ConfigDict], Iterable[str]]
@@ -46,6 +46,8 @@ def load(path: str) -> ConfigDict:
     ConfigError: no such file, a mistake in it (file:line), no `get_config`, a result
       that is no ConfigDict, or a section with the name of a ConfigDict method.
   """
+  if reason := local_paths.complaint("--config", path):
+    raise ConfigError(reason)
   name, colon, word = path.partition(":")
   file = pathlib.Path(name)
   if not file.is_file():

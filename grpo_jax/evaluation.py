@@ -1,6 +1,7 @@
 """Accuracy, pass@k and mean reward on held-out prompts, by the rollout code of training."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from grpo_jax import metrics, rollout
 from grpo_jax.data import Tokenizer
@@ -22,6 +23,7 @@ def run(
   seed: int,
   limits: rollout.Limits | None = None,
   on_progress: OnProgress | None = None,
+  stop: Any = False,
 ) -> dict[str, float]:
   """Samples `group_size` completions of every prompt and describes them.
 
@@ -40,9 +42,13 @@ def run(
     seed: of the requests.
     limits: see `rollout.collect`.
     on_progress: see `rollout.collect`.
+    stop: see `rollout.run_sync`.
 
   Returns:
     Metrics eval/NAME/*.
+
+  Raises:
+    interrupts.Stopped: `stop` has become true.
   """
   groups = rollout.collect_sync(
     engine,
@@ -55,5 +61,6 @@ def run(
     step=0,
     limits=limits,
     on_progress=on_progress,
+    stop=stop,
   )
   return metrics.of_evaluation(groups, name=name, pass_k=pass_k)

@@ -4,6 +4,7 @@ Whatever is wrong with the command or the configuration is said in one message, 
 JAX is imported or, for combinations that cannot work, before a model is loaded.
 """
 
+import contextlib
 import datetime
 import os
 import pathlib
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import IO
 
-from grpo_jax import command_line, configuration, interrupts, shared_places
+from grpo_jax import command_line, configuration, interrupts, output, shared_places
 from grpo_jax.configuration import ConfigError
 from grpo_jax.errors import ExpectedFailure
 
@@ -21,26 +22,34 @@ FAILED = 1
 
 def main(arguments: Sequence[str]) -> int:
   """Runs one training; returns the exit code (see `command_line.USAGE`)."""
-  try:
-    command = command_line.parse(arguments)
-    with interrupts.Flag() as stop:
-      failed = run(command, stop)
-  except command_line.HelpWanted as text:
-    print(text)
-    return 0
-  except ConfigError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return WRONG_USE
-  return FAILED if failed else stop.exit_code
+  with output.lasting() as streams:
+    try:
+      command = command_line.parse(arguments)
+      with interrupts.Flag() as stop:
+        failed = run(command, stop, streams)
+    except command_line.HelpWanted as text:
+      print(text)
+      return 0
+    except ConfigError as error:
+      print(f"error: {error}", file=sys.stderr)
+      return WRONG_USE
+    return FAILED if failed else stop.exit_code
 
 
-def run(command: command_line.Command, stop: interrupts.Flag) -> bool:
+def run(
+  command: command_line.Command, stop: interrupts.Flag, streams: Sequence[output.Lasting] = ()
+) -> bool:
   """Runs the training that was asked for, and says so if it was stopped.
 
   Returns whether it failed by what a user can repair, and was told so. Other failures are raised.
 
   The flag is up before JAX is imported: a KeyboardInterrupt in the midst of that can be
-  swallowed by an extension module, and the run would go on.
+  swallowed by an extension module, and the run would continue.
+
+  Args:
+    command: what to run.
+    stop: of the signals.
+    streams: standard output and error; what they cannot take goes to the run folder.
 
   Raises:
     ConfigError: the configuration cannot work, or the run folder cannot be used.
@@ -53,6 +62,8 @@ def run(command: command_line.Command, stop: interrupts.Flag) -> bool:
     return False
   workdir = command.workdir or new_workdir(command.config_path)
   with claim(workdir):
+    for stream in streams:
+      stream.file = workdir / output.NAME
     print(f"run folder: {workdir}", flush=True)
     try:
       train.train(command.config, workdir, stop=stop)
@@ -60,7 +71,7 @@ def run(command: command_line.Command, stop: interrupts.Flag) -> bool:
       raise
     except ExpectedFailure as error:
       print(f"error: {error}", file=sys.stderr)
-      print(f"the same command with --workdir={workdir} goes on", file=sys.stderr)
+      print(f"the same command with --workdir={workdir} continues", file=sys.stderr)
       return True
   if stop:
     print(f"stopped; the same command with --workdir={workdir} continues", flush=True)
@@ -105,11 +116,16 @@ def claim(workdir: pathlib.Path) -> IO[str]:
     owner = lock.read().strip()
     lock.close()
     raise ConfigError(f"--workdir={workdir} is in use by another run (process {owner})")
-  lock.truncate(0)
-  lock.write(f"{os.getpid()}\n")
-  lock.flush()
+  try:
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+  except OSError as error:
+    with contextlib.suppress(OSError):
+      lock.close()
+    raise ConfigError(f"cannot use --workdir={workdir}: {error.strerror}") from error
   return lock
 
 
 if __name__ == "__main__":
-  sys.exit(main(sys.argv[1:]))
+  interrupts.leave(main(sys.argv[1:]))

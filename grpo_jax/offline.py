@@ -236,6 +236,7 @@ def rescored(
   tokenizer: Tokenizer,
   *,
   limits: rollout.Limits,
+  stop: Any = False,
 ) -> list[RolloutGroup]:
   """Has the environments score recorded responses, as if an engine had just sampled them.
 
@@ -262,6 +263,7 @@ def rescored(
       seed=0,
       step=0,
       limits=dataclasses.replace(limits, max_turns=1, max_tokens=None),
+      stop=stop,
     )
     done |= {group.prompt.prompt_id: group for group in found}
   return [done[group.prompt.prompt_id] for group in groups]

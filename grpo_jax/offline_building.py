@@ -116,10 +116,11 @@ def make_rescore(
   environments: Mapping[str, EnvironmentFactory],
   tokenizer: data.Tokenizer,
   limits: rollout.Limits,
+  stop: Any = False,
 ) -> Callable[[Sequence[RolloutGroup]], list[RolloutGroup]] | None:
   """Makes what has environments score recorded responses; None if the file has the rewards."""
   if not needs_environments(config):
     return None
   return functools.partial(
-    offline.rescored, environments=environments, tokenizer=tokenizer, limits=limits
+    offline.rescored, environments=environments, tokenizer=tokenizer, limits=limits, stop=stop
   )

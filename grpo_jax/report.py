@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax import console, report_data
+from grpo_jax import console, local_paths, report_data
 from grpo_jax.report_data import Run
 from grpo_jax.rollout_log import replace_file
 
@@ -206,8 +206,8 @@ def main(arguments: Sequence[str]) -> int:
     print(USAGE)
     return 0
   try:
-    path = write(arguments[0])
-  except report_data.NoRunError as error:
+    path = write(local_paths.checked("RUN_DIR", arguments[0]))
+  except (report_data.NoRunError, local_paths.NotLocal) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   except OSError as error:

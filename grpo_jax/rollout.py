@@ -28,8 +28,12 @@ from grpo_jax.engines.base import (
 from grpo_jax.environments.base import EnvironmentFactory, StepResult
 from grpo_jax.environments.isolation import EnvironmentFailure
 from grpo_jax.errors import ExpectedFailure
+from grpo_jax.interrupts import Stopped
 from grpo_jax.registry import nearest
 from grpo_jax.types import FinishReason, Prompt, RolloutGroup
+
+_LOOK_S = 0.1  # between two looks at whether the run is to stop.
+_CANCELS, _CANCEL_S = 3, 0.5  # how often work that was cancelled is cancelled again.
 
 
 @runtime_checkable
@@ -129,15 +133,27 @@ async def collect(
   ]
 
 
-def collect_sync(*args: Any, **kwargs: Any) -> list[RolloutGroup]:
-  """Calls `collect` from ordinary code, also in a notebook where a loop already runs."""
-  return run_sync(collect(*args, **kwargs))
+def collect_sync(*args: Any, stop: Any = False, **kwargs: Any) -> list[RolloutGroup]:
+  """Calls `collect` from ordinary code, also in a notebook where a loop already runs.
+
+  Raises:
+    interrupts.Stopped: `stop` has become true.
+  """
+  return run_sync(collect(*args, **kwargs), stop=stop)
 
 
-def run_sync(coroutine: Coroutine[Any, Any, Any]) -> Any:
+def run_sync(coroutine: Coroutine[Any, Any, Any], *, stop: Any = False) -> Any:
   """Runs a coroutine to its end in a loop and a thread of its own; returns its result.
 
-  Ctrl-C in the calling thread cancels it.
+  Ctrl-C in the calling thread cancels it, and so does `stop`. What then does not end within
+  seconds is left behind, in daemon threads.
+
+  Args:
+    coroutine: to be run.
+    stop: becomes true when the result is no longer wanted; see `interrupts.Flag`.
+
+  Raises:
+    interrupts.Stopped: `stop` has become true.
   """
   loop = asyncio.new_event_loop()
   result: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -156,16 +172,28 @@ def run_sync(coroutine: Coroutine[Any, Any, Any]) -> Any:
       loop.run_until_complete(loop.shutdown_asyncgens())
       loop.close()
 
-  thread = threading.Thread(target=work, name="rollout")
+  thread = threading.Thread(target=work, name="rollout", daemon=True)
   thread.start()
   try:
-    return result.result()
-  except KeyboardInterrupt:
-    if thread.is_alive() and task:
-      loop.call_soon_threadsafe(task[0].cancel)
+    return _awaited(result, stop)
+  except (KeyboardInterrupt, Stopped):
+    for _ in range(_CANCELS):  # the first cancels the work, the next what closes it.
+      if thread.is_alive() and task:
+        loop.call_soon_threadsafe(task[0].cancel)
+      thread.join(_CANCEL_S)
     raise
-  finally:
-    thread.join()
+
+
+def _awaited(result: concurrent.futures.Future[Any], stop: Any) -> Any:
+  """Returns the result once it is there; raises Stopped as soon as nobody wants it."""
+  while True:
+    try:
+      return result.result(timeout=_LOOK_S)
+    except TimeoutError:
+      if result.done():  # just now, or the coroutine itself raised a TimeoutError.
+        return result.result()
+    if stop:
+      raise Stopped
 
 
 def counting(advance: Callable[[int], None]) -> OnProgress:

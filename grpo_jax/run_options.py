@@ -1,12 +1,14 @@
 """From the sections of a config to the checked options of a run's parts; and what cannot work."""
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from grpo_jax import (
   data_options,
   environments,
   filters,
+  local_paths,
   offline_building,
   rollout,
   shaping,
@@ -20,9 +22,16 @@ from grpo_jax.rl import estimators, objectives
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
 Config = Any
 
+# Fields that hold a path, whatever section they are in: path, prompt_file, weights_folder, ...
+_PATH_FIELD = re.compile(
+  r"(^|[._])(path|paths|file|files|folder|directory|dir|python|fallback|chat_template|dataset)"
+  r"(\[\d+\])?$"
+)
+
 
 def validate(config: Config) -> Iterator[str]:
   """Yields everything that cannot work, before a model is loaded."""
+  yield from paths_elsewhere(config.to_dict())
   yield from _refused(lambda: objectives.make(**config.loss))
   yield from _refused(lambda: estimators.make(**config.advantages))
   yield from _refused(lambda: dynamic_sampling(config))
@@ -75,6 +84,19 @@ def _refused_servers(settings: Config) -> Iterator[str]:
     command=settings.command,
     environment=settings.environment.to_dict(),
   )
+
+
+def paths_elsewhere(section: Any, name: str = "") -> Iterator[str]:
+  """Yields why paths in a section, or in the lists and sections below it, cannot be used."""
+  if isinstance(section, Mapping):
+    for key, value in section.items():
+      yield from paths_elsewhere(value, f"{name}.{key}" if name else str(key))
+  elif isinstance(section, list | tuple):
+    for index, value in enumerate(section):
+      yield from paths_elsewhere(value, f"{name}[{index}]")
+  elif name and _PATH_FIELD.search(name):
+    if reason := local_paths.complaint(name, section):
+      yield reason
 
 
 def _impatient(config: Config) -> Iterator[str]:

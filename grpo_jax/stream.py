@@ -91,9 +91,14 @@ class Sampler:
   seed: int
   limits: rollout.Limits
   progress: Progress
+  stop: Any = False  # becomes true when the run is asked to end; see `interrupts.Flag`.
 
   def __call__(self, prompts: Sequence[Prompt], step: int) -> list[RolloutGroup]:
-    """Returns one group a prompt, in order; see `rollout.collect`."""
+    """Returns one group a prompt, in order; see `rollout.collect`.
+
+    Raises:
+      interrupts.Stopped: the run is asked to end.
+    """
     total = len(prompts) * self.group_size
     with self.progress(f"step {step}: sampling", total) as advance:
       return rollout.collect_sync(
@@ -107,6 +112,7 @@ class Sampler:
         step=step,
         limits=self.limits,
         on_progress=rollout.counting(advance),
+        stop=self.stop,
       )
 
 

@@ -8,8 +8,9 @@ and started again ends as if it had never stopped.
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from grpo_jax import (
   credit,
   evaluation,
   filters,
+  local_paths,
   metrics,
   report,
   rollout,
@@ -28,7 +30,10 @@ from grpo_jax import (
   timing,
 )
 from grpo_jax.building import Config, Run, build
+from grpo_jax.disk import WriteError
 from grpo_jax.engines.base import EngineFailure
+from grpo_jax.interrupts import Stopped
+from grpo_jax.keeper import Keeper, Standing
 from grpo_jax.learn import sharding, train_step
 from grpo_jax.models import export
 from grpo_jax.run_options import validate
@@ -40,6 +45,8 @@ __all__ = ["train", "validate"]
 def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[str, float]:
   """Runs the training that `config` describes, from its newest checkpoint if there is one.
 
+  Whatever ends it early, a KeyboardInterrupt included, what was learned is saved first.
+
   Args:
     config: resolved and valid; see configs/base.py.
     workdir: the run folder.
@@ -47,76 +54,101 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
 
   Returns:
     The metrics of the last evaluation.
+
+  Raises:
+    ConfigError: the configuration cannot work here, or the run folder cannot be used.
+    ExpectedFailure: what else a user can repair: data, servers, the disk, gradients.
   """
+  workdir = local_paths.checked("workdir", workdir)
   with contextlib.ExitStack() as stack:
-    run, begin = build(config, pathlib.Path(workdir), stack)
+    run, begin = build(config, workdir, stack, stop)
+    stack.push(functools.partial(write_report, run))
     state, skipped, evaluated = begin.state, begin.skipped, begin.evaluated
-    position = run.stream.state()
-    stack.callback(write_report, run)
     timer = run.timer
-    run.engine.load_weights(state.params, version=int(state.step))
-    if evaluated:
-      run.logger.write(int(state.step), evaluated)
-    elif int(state.step) == 0 and config.evaluation.at_start:
-      evaluated = evaluate(run, state.params, step=0)
-
     failure: EngineFailure | None = None
-    for step in range(int(state.step), config.total_steps):
-      with timer.span("step"):
-        # --- 1. sample: P prompts x G completions, scored by their environments ---
-        with timer.span("sample"), keeping(run, state, position, skipped, evaluated):
-          groups = run.stream.take(step)
-        if stop or not groups:
-          break  # what was sampled is sampled again when the run goes on.
+    is_over = False
+    first = Standing(state, run.stream.state(), skipped, evaluated)
+    with Keeper(run.checkpoints, first, stop) as keeper:
+      run.engine.load_weights(state.params, version=first.step)
+      if evaluated:
+        run.logger.write(first.step, evaluated)
+      elif is_evaluated(config, first.step):
+        evaluated = evaluate(run, state.params, step=first.step)
+        keeper.hold(dataclasses.replace(first, evaluated=evaluated))
 
-        # --- 2. assemble: ragged groups -> rectangular, packed, sharded microbatches ---
-        with timer.span("assemble"):
-          kept = filters.apply(groups, **run.filters)
-          shaped = shaping.apply(kept.kept, run.shaping)
-          advantages = credit.advantages_of(shaped, run.estimator)
-          batch = assemble(run, shaped, advantages)
+      for step in range(first.step, config.total_steps):
+        with timer.span("step"):
+          # --- 1. sample: P prompts x G completions, scored by their environments ---
+          with timer.span("sample"):
+            groups = run.stream.take(step)
+          if stop:
+            raise Stopped  # what was sampled is sampled again when the run continues.
+          if not groups:
+            break
 
-        # --- 3. score: logprobs under the policies that stay fixed ---
-        with timer.span("score"), run.logger.progress("scoring"):
-          batch = score(run, state, batch)
+          # --- 2. assemble: ragged groups -> rectangular, packed, sharded microbatches ---
+          with timer.span("assemble"):
+            kept = filters.apply(groups, **run.filters)
+            shaped = shaping.apply(kept.kept, run.shaping)
+            advantages = credit.advantages_of(shaped, run.estimator)
+            batch = assemble(run, shaped, advantages)
 
-        # --- 4. learn: one or more optimizer steps on the batch ---
-        with timer.span("learn"), run.logger.progress("learning"):
-          with keeping(run, state, position, skipped, evaluated):
+          # --- 3. score: logprobs under the policies that stay fixed ---
+          with timer.span("score"), run.logger.progress("scoring"):
+            batch = score(run, state, batch)
+
+          # --- 4. learn: one or more optimizer steps on the batch ---
+          with timer.span("learn"), run.logger.progress("learning"):
             run.engine.release()  # its copies of the weights make room for the gradients.
-          state, learned, logprobs = learn(run, state, batch)
+            state, learned, logprobs = learn(run, state, batch, keeper.consume)
 
-        # --- 5. publish: the engine samples from the new weights from here on ---
-        with timer.span("sync"):
-          failure = hand_over(run, state)
+          # --- 5. publish: the engine samples from the new weights from here on ---
+          with timer.span("sync"):
+            failure = hand_over(run, state)
 
-      # --- 6. tell: nothing below changes what is learned ---
-      compared = batching.per_rollout(batch, jax.device_get(logprobs), kept.kept)
-      told = describe(run, step, groups, kept, advantages, batch, learned, compared)
-      run.stream.tell(step, metrics.reproducible(told))
-      position = run.stream.state()
-      run.logger.write(step, told)
-      record(run, step, groups, kept, advantages, compared)
-      skipped = train_step.skipped_in_a_row(skipped, told, limit=config.learn.max_skipped_steps)
-      run.checkpoints.check()  # a disk that is full is told now, not at the next save.
-      is_last = step + 1 == config.total_steps
-      evaluated = {}
-      is_wanted = due(step + 1, config.evaluation.every_steps)
-      if not failure and (is_wanted or (is_last and config.evaluation.at_end)):
-        with keeping(run, state, position, skipped, evaluated):
+        # --- 6. tell: nothing below changes what is learned ---
+        compared = batching.per_rollout(batch, jax.device_get(logprobs), kept.kept)
+        told = describe(run, step, groups, kept, advantages, batch, learned, compared)
+        run.stream.tell(step, metrics.reproducible(told))
+        run.logger.write(step, told)
+        record(run, step, groups, kept, advantages, compared)
+        evaluated = {}
+        standing = Standing(state, run.stream.state(), skipped, evaluated)
+        keeper.hold(standing)
+        skipped = train_step.skipped_in_a_row(skipped, told, limit=config.learn.max_skipped_steps)
+        standing = dataclasses.replace(standing, skipped=skipped)
+        keeper.hold(standing)
+        run.checkpoints.check()  # a disk that is full is told now, not at the next save.
+        if failure:
+          break
+        if is_evaluated(config, step + 1):
           evaluated = evaluate(run, state.params, step=step + 1)
-      if due(step + 1, config.checkpoint.every_steps) or is_last:
-        save(run, state, position, skipped, evaluated)
-      if stop or failure:
-        break
-    save(run, state, position, skipped, evaluated)  # nothing, if the loop has just done so.
+          keeper.hold(dataclasses.replace(standing, evaluated=evaluated))
+        if due(step + 1, config.checkpoint.every_steps):
+          with timer.span("checkpoint"):
+            keeper.save()
+        if stop:
+          raise Stopped
+
+      if not failure and int(state.step) < config.total_steps:
+        run.logger.print(f"the data ended after {int(state.step)} steps")
+        if config.evaluation.at_end and not evaluated:
+          evaluated = evaluate(run, state.params, step=int(state.step))
+          keeper.hold(Standing(state, run.stream.state(), skipped, evaluated))
+      is_over = not failure
     if failure:
       raise failure
-    if int(state.step) == config.total_steps:
+    if is_over:
       publish(run, state)
-    elif int(state.step) < config.total_steps and not stop:
-      run.logger.print(f"the data ended after {int(state.step)} steps")
   return evaluated
+
+
+def is_evaluated(config: Config, step: int) -> bool:
+  """Returns whether the weights of a step are to be evaluated."""
+  options = config.evaluation
+  if step == 0:
+    return options.at_start
+  return due(step, options.every_steps) or (step == config.total_steps and options.at_end)
 
 
 def due(step: int, every: int) -> bool:
@@ -124,21 +156,15 @@ def due(step: int, every: int) -> bool:
   return every > 0 and step % every == 0
 
 
-@contextlib.contextmanager
-def keeping(
-  run: Run,
-  state: TrainState,
-  position: Mapping[str, Any],
-  skipped: int,
-  evaluated: Mapping[str, float],
-) -> Iterator[None]:
-  """Saves what was learned if what follows fails: by a broken row, a lost server, …"""
+def write_report(run: Run, kind: type[BaseException] | None, *_: object) -> None:
+  """Writes report.html when a run ends, and says where it is; a failure of the run goes first."""
   try:
-    yield
-  except Exception:
-    if int(state.step) > 0:
-      save(run, state, position, skipped, evaluated)
-    raise
+    path = report.write(run.workdir)
+    run.logger.print(f"report: {path} (open it in a browser)")
+  except WriteError as error:
+    if kind is None:
+      raise
+    run.logger.print(f"and no report: {error}")
 
 
 def hand_over(run: Run, state: TrainState) -> EngineFailure | None:
@@ -195,13 +221,16 @@ def score(run: Run, state: TrainState, batch: batching.Assembled) -> batching.As
 
 
 def learn(
-  run: Run, state: TrainState, batch: batching.Assembled
+  run: Run, state: TrainState, batch: batching.Assembled, before: Callable[[], None]
 ) -> tuple[TrainState, Metrics, train_step.MicrobatchLogprobs]:
-  """Updates the weights; where there is nothing to learn from, only counts the step."""
+  """Updates the weights; where there is nothing to learn from, only counts the step.
+
+  `before` is called before the arrays of the state are donated.
+  """
   if not batch.minibatches:
     untouched: Metrics = {"train/skipped_share": Mean(0.0, 1.0)}
     return dataclasses.replace(state, step=state.step + 1), untouched, []
-  return jax.block_until_ready(run.update(state, batch.minibatches))
+  return jax.block_until_ready(run.update(state, batch.minibatches, before))
 
 
 def describe(
@@ -259,12 +288,17 @@ def record(
 
 
 def evaluate(run: Run, params: Any, *, step: int) -> dict[str, float]:
-  """Evaluates the weights of a step on every held-out set, and tells."""
+  """Evaluates the weights of a step on every held-out set, and logs the metrics.
+
+  Raises:
+    Stopped: the run is asked to end.
+  """
   options = run.config.evaluation
   found: dict[str, float] = {}
   with run.timer.span("evaluate"):
     for name, prompts in run.held_out.items():
-      with run.logger.progress(f"evaluating {name}", len(prompts)) as advance:
+      with run.logger.progress(f"evaluating {name}", len(prompts)) as shown:
+        advance = functools.partial(advance_unless, run.stop, shown)
         if run.ranking is not None:
           found |= run.ranking.evaluate(params, prompts, name=name, advance=advance)
           continue
@@ -279,23 +313,18 @@ def evaluate(run: Run, params: Any, *, step: int) -> dict[str, float]:
           sampling=run.evaluation_sampling,
           seed=run.config.seed,
           limits=run.limits,
-          on_progress=rollout.counting(advance),
+          on_progress=rollout.counting(shown),
+          stop=run.stop,
         )
   run.logger.write(step, {**found, **run.timer.collect()})
   return found
 
 
-def save(
-  run: Run,
-  state: TrainState,
-  position: Mapping[str, Any],
-  skipped: int,
-  evaluated: Mapping[str, float],
-) -> None:
-  """Starts to write a checkpoint, with all that continuing needs."""
-  extra = {"stream": position, "skipped": skipped, "evaluated": dict(evaluated)}
-  with run.timer.span("checkpoint"):
-    run.checkpoints.save(int(state.step), dict(vars(state)), extra, metrics=evaluated)
+def advance_unless(stop: Any, shown: Callable[[int], None], count: int) -> None:
+  """Shows that `count` more are done; raises Stopped if the run is asked to end."""
+  if stop:
+    raise Stopped
+  shown(count)
 
 
 def publish(run: Run, state: TrainState) -> None:
@@ -310,9 +339,3 @@ def publish(run: Run, state: TrainState) -> None:
   )
   for line in console.closing_lines(str(folder)):
     run.logger.print(line)
-
-
-def write_report(run: Run) -> None:
-  """Writes report.html and says where it is."""
-  path = report.write(run.workdir)
-  run.logger.print(f"report: {path} (open it in a browser)")

@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from grpo_jax import console, report, report_data
+from grpo_jax import console, local_paths, report, report_data
 from grpo_jax.metrics import definition
 from grpo_jax.report_data import Run
 
@@ -69,8 +69,10 @@ def compare(runs: Sequence[Run], *, every_metric: bool) -> list[Table]:
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command line; returns the exit status."""
   parser = argparse.ArgumentParser(description="Compare run folders.")
-  parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
-  parser.add_argument("--html", type=Path, help="write a page with all curves there")
+  parser.add_argument("runs", nargs="+", type=local_paths.argument, metavar="RUN_DIR")
+  parser.add_argument(
+    "--html", type=local_paths.argument, help="write a page with all curves there"
+  )
   parser.add_argument("--all", action="store_true", help="print every metric")
   options = parser.parse_args(arguments)
   if len(options.runs) < 2:

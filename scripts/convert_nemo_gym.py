@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_jax import local_paths
 from grpo_jax.data import nemo_gym
 from grpo_jax.data.formats import PromptStyle, RowError
 from grpo_jax.data.jsonl import JsonlSource
@@ -100,8 +101,10 @@ def convert(
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command line; returns the exit status."""
   parser = argparse.ArgumentParser(description="Convert rollouts of NeMo Gym.")
-  parser.add_argument("rollouts", nargs="+", type=Path, metavar="ROLLOUTS.jsonl")
-  parser.add_argument("--out", required=True, type=Path, help="the JSONL file to write")
+  parser.add_argument("rollouts", nargs="+", type=local_paths.argument, metavar="ROLLOUTS.jsonl")
+  parser.add_argument(
+    "--out", required=True, type=local_paths.argument, help="the JSONL file to write"
+  )
   parser.add_argument("--to", choices=("groups", "prompts"), default="groups")
   parser.add_argument("--text", action="store_true", help="groups: texts only")
   parser.add_argument("--reasoning", choices=("think", "drop"), default="think")

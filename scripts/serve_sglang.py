@@ -18,7 +18,8 @@ import time
 ROOT = pathlib.Path(__file__).absolute().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from grpo_jax.engines.server_process import (  # noqa: E402  (found by the line above.)
+from grpo_jax import local_paths  # noqa: E402  (found by the line above.)
+from grpo_jax.engines.server_process import (  # noqa: E402
   API_KEY_VARIABLE,
   LaunchOptions,
   ServerError,
@@ -33,13 +34,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     description=(__doc__ or "").partition("\n")[0],
     epilog="What follows -- is given to SGLang: see `python -m sglang.launch_server --help`.",
   )
-  parser.add_argument("model", type=pathlib.Path, help="Hugging Face folder")
+  parser.add_argument("model", type=local_paths.argument, help="Hugging Face folder")
   parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
   parser.add_argument("--port", type=int, default=30000)
   parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
   parser.add_argument(
     "--python",
-    type=pathlib.Path,
+    type=local_paths.argument,
     default=ROOT / ".venv-sglang" / "bin" / "python",
     help="of the server's environment, see scripts/install_sglang.sh",
   )

@@ -15,9 +15,10 @@ PACKAGE = ROOT / "grpo_jax"
 # of lower layers only. Within a folder, imports are free.
 LAYERS = [
   {"types", "errors"},
+  {"local_paths", "disk", "interrupts"},
   {
-    *("rl", "registry", "timing", "console", "rollout_log", "manifest", "interrupts"),
-    *("host_memory", "compiling"),
+    *("rl", "registry", "timing", "console", "rollout_log", "manifest"),
+    *("host_memory", "compiling", "output"),
   },
   {"redaction", "http_bodies", "shared_places"},
   {"metric_table", "packing", "sandbox", "group_json", "sections", "config_comments"},
@@ -28,7 +29,7 @@ LAYERS = [
   {"rollout", "credit", "scoring", "behavior", "data_options"},
   {"report_data"},
   {"stream", "evaluation", "checkpointing", "loggers", "report"},
-  {"offline"},
+  {"offline", "keeper", "run_folder"},
   {"offline_building"},
   {"run_options"},
   {"building", "command_line"},

@@ -121,16 +121,20 @@ def test_mistakes_are_found_before_jax_is_imported(path):
 # --- signals ---
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+  "number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_first_signal_sets_the_flag_and_leaving_restores_the_handlers(number, code, capsys):
-  before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+  before = [signal.getsignal(each) for each in interrupts.ASKING]
   with interrupts.Flag() as stop:
     assert not stop and stop.exit_code == 0
     signal.raise_signal(number)
     assert stop and stop.exit_code == code
-    assert signal.getsignal(number) is signal.SIG_DFL  # the second one ends at once.
-  assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
-  assert "with a checkpoint" in capsys.readouterr().err
+  assert [signal.getsignal(each) for each in interrupts.ASKING] == before
+  deadline, said = time.monotonic() + 10, ""
+  while "saving a checkpoint" not in said and time.monotonic() < deadline:  # a thread says it.
+    said += capsys.readouterr().err
+  assert "saving a checkpoint and ending" in said
 
 
 def test_stopped_run_reports_the_signal_and_how_to_continue(path, runs, tmp_path, capsys):
@@ -185,6 +189,6 @@ def test_second_ctrl_c_ends_at_once():
     assert "SIGINT" in process.stderr.readline() + process.stderr.readline()
     start = time.monotonic()
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=20) == -signal.SIGINT
+    assert process.wait(timeout=20) == 130
     assert time.monotonic() - start < 5
     assert process.stdout.read() == ""

@@ -11,7 +11,7 @@ import configs.base
 from grpo_jax import report, report_data, train
 from grpo_jax.data.formats import RowError
 from grpo_jax.models import loading
-from tests.test_train import StopAfter, assert_same_state, told
+from tests.test_train import StopWhen, assert_same_state, told
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -121,11 +121,11 @@ def test_ranking_accuracy_rises_on_held_out_groups(make_config, tmp_path):
 
 
 @pytest.mark.parametrize(
-  "looks",
-  [pytest.param(0, id="at_once", marks=pytest.mark.slow), pytest.param(3, id="after_a_step")],
+  "lines",
+  [pytest.param(0, id="at_once", marks=pytest.mark.slow), pytest.param(1, id="after_a_step")],
 )
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(looks, make_config, plain, tmp_path):
-  train.train(make_config(), tmp_path, stop=StopAfter(looks))
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(lines, make_config, plain, tmp_path):
+  train.train(make_config(), tmp_path, stop=StopWhen(tmp_path, lines))
   assert not (tmp_path / "export").exists()
   train.train(make_config(), tmp_path)
   assert told(tmp_path) == told(plain)
@@ -300,7 +300,7 @@ def test_data_that_change_under_a_run_are_noticed(make_config, files, tmp_path):
   path = tmp_path / "train.jsonl"
   path.write_text(files["train"].read_text())
   config = make_config(data__path=str(path), total_steps=3)
-  train.train(config, tmp_path / "run", stop=StopAfter(3))
+  train.train(config, tmp_path / "run", stop=StopWhen(tmp_path / "run", 1))
   path.write_text(path.read_text().replace('"response": "', '"response": "z'))
   with pytest.raises(ValueError, match="the tokens of this group are not those"):
     train.train(config, tmp_path / "run")

@@ -18,13 +18,17 @@ from grpo_jax.models import loading
 pytestmark = pytest.mark.usefixtures("one_device")
 
 
-class StopAfter:
-  """A flag that becomes true after it was looked at so many times."""
+class StopWhen:
+  """A flag that is up once a run has written so many lines of metrics, and is looked at again."""
 
-  def __init__(self, looks: int):
-    self.looks = looks
+  def __init__(self, workdir: pathlib.Path, lines: int, looks: int = 0):
+    self.workdir, self.lines, self.looks = workdir, lines, looks
 
   def __bool__(self) -> bool:
+    file = self.workdir / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    if sum("weight_version" in line for line in lines) < self.lines:
+      return False
     self.looks -= 1
     return self.looks < 0
 
@@ -172,11 +176,14 @@ def test_the_reward_rises(make_config, tmp_path):
   assert np.mean(rewards[-3:]) > 0.5
 
 
-@pytest.mark.parametrize("looks", [0, 3, 4], ids=["at_once", "while_sampling", "after_a_step"])
+@pytest.mark.parametrize(
+  ("lines", "looks"), [(0, 0), (1, 1), (2, 0)], ids=["at_once", "later", "before_evaluating"]
+)
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
-  looks, make_config, several_updates, tmp_path
+  lines, looks, make_config, several_updates, tmp_path
 ):
-  train.train(make_config(**UPDATES), tmp_path, stop=StopAfter(looks))
+  stop = StopWhen(tmp_path, lines, looks)
+  train.train(make_config(**UPDATES), tmp_path, stop=stop)
   assert not (tmp_path / "export").exists()
   train.train(make_config(**UPDATES), tmp_path)
   assert told(tmp_path) == told(several_updates)
@@ -199,7 +206,7 @@ DYNAMIC = {
 def test_a_run_with_dynamic_sampling_goes_on_with_its_surplus(make_config, tmp_path):
   unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
   train.train(make_config(**DYNAMIC), unbroken)
-  train.train(make_config(**DYNAMIC), broken, stop=StopAfter(2))  # sampling the second step.
+  train.train(make_config(**DYNAMIC), broken, stop=StopWhen(broken, 1, 1))  # in the second step.
   assert len(told(broken)) == 1 and not (broken / "export").exists()
   train.train(make_config(**DYNAMIC), broken)
   steps = told(unbroken)

@@ -9,6 +9,7 @@ import configs.base
 import configs.curriculum
 import configs.gsm8k
 from grpo_jax import configuration, data_options, main, metrics, run_options, train
+from tests.test_train import StopWhen
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -110,17 +111,6 @@ def make_config(tmp_path, model):
   return make
 
 
-class StopAfter:
-  """A flag that becomes true after it was looked at so many times."""
-
-  def __init__(self, looks: int):
-    self.looks = looks
-
-  def __bool__(self) -> bool:
-    self.looks -= 1
-    return self.looks < 0
-
-
 def test_a_curriculum_is_told_apart_evaluated_apart_and_resumes_exactly(tmp_path, make_config):
   train.train(make_config(), tmp_path / "unbroken")
   unbroken = lines(tmp_path / "unbroken")
@@ -137,9 +127,10 @@ def test_a_curriculum_is_told_apart_evaluated_apart_and_resumes_exactly(tmp_path
   assert all(line["eval/digits/accuracy"] == 1.0 for line in evaluated)
   assert metrics.unknown(name for line in unbroken for name in line if name != "step") == []
 
-  for stop in (StopAfter(2), StopAfter(2), False):
-    train.train(make_config(), tmp_path / "resumed", stop=stop)
-  assert lines(tmp_path / "resumed") == unbroken
+  folder = tmp_path / "resumed"
+  for stop in (StopWhen(folder, 1), StopWhen(folder, 2), False):
+    train.train(make_config(), folder, stop=stop)
+  assert lines(folder) == unbroken
 
 
 def complaints(config):

@@ -94,8 +94,9 @@ class IsolatedEnvironment:
     return _checked(await self._started().step(text, completion_ids, finish_reason))
 
   async def _close(self) -> None:
-    if self._environment is not None:
-      await self._environment.close()
+    environment, self._environment = self._environment, None
+    if environment is not None:
+      await environment.close()
 
   def _call(self, make: Callable[[], Coroutine[Any, Any, Any]]) -> Awaitable[Any]:
     """Hands a call to the thread; the awaitable waits for its result."""
@@ -122,6 +123,7 @@ class IsolatedEnvironment:
       while job := self._jobs.get():
         if job.future.set_running_or_notify_cancel():
           job.future.set_result(runner.run(self._guarded(job.make)))
+      runner.run(self._guarded(self._close))  # nothing to do, unless its closing was cancelled.
 
   async def _guarded(
     self, make: Callable[[], Coroutine[Any, Any, Any]]

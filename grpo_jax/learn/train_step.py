@@ -166,9 +166,18 @@ class Update:
   apply: Callable[..., Any]
 
   def __call__(
-    self, state: TrainState, minibatches: Sequence[Minibatch]
+    self,
+    state: TrainState,
+    minibatches: Sequence[Minibatch],
+    before: Callable[[], None] = lambda: None,
   ) -> tuple[TrainState, Metrics, MicrobatchLogprobs]:
     """Takes `epochs` × len(minibatches) optimizer steps.
+
+    Args:
+      state: consumed.
+      minibatches: of one training step.
+      before: called once, when the gradients of the first optimizer step are known and nothing
+        has been donated yet: if it raises, `state` is still whole.
 
     Returns:
       The new state; the metrics; and the logprobs that the policy gave in the first epoch, each
@@ -183,6 +192,9 @@ class Update:
     for _ in range(self.epochs):
       for minibatch in minibatches:
         grads, loss, metrics, logprobs = self.gradients(params, minibatch)
+        if not seen:
+          jax.block_until_ready(grads)
+          before()
         seen.append(logprobs)
         params, opt_state, applied = self.apply(params, opt_state, grads, loss)
         # "train/loss" is the loss that was minimised; the objective sees one microbatch only.

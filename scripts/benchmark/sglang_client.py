@@ -27,7 +27,7 @@ import numpy as np
 
 sys.path[:0] = [str(pathlib.Path(__file__).resolve().parents[2] / part) for part in ("", "kernels")]
 
-from grpo_jax import engines  # noqa: E402  (found by the line above.)
+from grpo_jax import engines, local_paths  # noqa: E402  (found by the line above.)
 from grpo_jax.engines import sglang_messages  # noqa: E402
 from grpo_jax.engines.base import GenerationRequest, SamplingParams  # noqa: E402
 from grpo_jax.engines.sglang import SGLangEngine  # noqa: E402
@@ -49,7 +49,7 @@ class Turn:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
   """Returns what the command line says."""
   parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-  parser.add_argument("model", type=pathlib.Path, help="Hugging Face folder that is served")
+  parser.add_argument("model", type=local_paths.argument, help="Hugging Face folder that is served")
   parser.add_argument("address", help="http://host:port of the server")
   parser.add_argument("--prompts", type=int, default=16)
   parser.add_argument("--group-size", type=int, default=8)
@@ -57,7 +57,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
   parser.add_argument("--tokens", type=int, default=64, help="of each completion")
   parser.add_argument("--in-flight", type=int, default=64, help="requests at a time")
   parser.add_argument("--rounds", type=int, default=5, help="turns of each, after one untimed")
-  parser.add_argument("--json", type=pathlib.Path, help="file for the result")
+  parser.add_argument("--json", type=local_paths.argument, help="file for the result")
   return parser.parse_args(arguments)
 
 

@@ -1,0 +1,26 @@
+"""What a run writes, and what is said when the disk does not take it."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from grpo_jax.errors import ExpectedFailure
+
+
+class WriteError(ExpectedFailure, OSError):
+  """A file of a run could not be written: no space, no permission, a broken disk."""
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+  """Wraps what writes a file or a folder.
+
+  Raises:
+    WriteError: in place of any OSError; names the file and the reason.
+  """
+  try:
+    yield
+  except WriteError:
+    raise
+  except OSError as error:
+    raise WriteError(f"{path} cannot be written: {error.strerror or error}") from error

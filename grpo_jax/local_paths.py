@@ -1,0 +1,70 @@
+"""Paths that name a place elsewhere, such as gs://bucket/run, and what to do in their place.
+
+Python would take such a name for a local folder "gs:", whose content is lost with the machine.
+"""
+
+import argparse
+import os
+import pathlib
+import re
+from typing import Any
+
+from grpo_jax.errors import ExpectedFailure
+
+# "scheme:/" and "scheme://" of any name; without a slash only those that nobody gives to a file.
+_ANY_SCHEME = re.compile(r"\s*(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*):/")
+_KNOWN_SCHEME = re.compile(
+  r"\s*(?P<scheme>gs|gcs|s3|s3a|s3n|r2|abfss?|wasbs?|adl|az|azure|oss|cos|obs|hdfs|webhdfs|dbfs|hf"
+  r"|https?|ftps?|sftp|ssh|scp|smb|nfs|rsync|file|oci|gdrive|dropbox|memory):",
+  re.IGNORECASE,
+)
+
+
+class NotLocal(ExpectedFailure, ValueError):
+  """A path names a place that is not in the file system of this machine."""
+
+
+def complaint(name: str, value: Any) -> str | None:
+  """Returns why a path cannot be used, and what to do; None if it is a local one.
+
+  Args:
+    name: of the option: "--workdir", "data.path".
+    value: of the option; what is neither a string nor a path is none of this module's business.
+  """
+  if not isinstance(value, str | os.PathLike):
+    return None
+  text = str(value)
+  found = _ANY_SCHEME.match(text) or _KNOWN_SCHEME.match(text)
+  if not found:
+    return None
+  if found["scheme"].lower() == "file":
+    path = "/" + text.partition(":")[2].lstrip("/")
+    return f"{name}={text}: write the path without file:, as {name}={path}"
+  if found["scheme"].lower() in ("hf", "http", "https"):
+    return (
+      f"{name}={text}: only paths of this machine can be used here; download it first"
+      " (hf download, curl), and name the local copy. Models and datasets of the Hugging Face hub"
+      " are named OWNER/NAME in model.path and data.dataset"
+    )
+  return (
+    f"{name}={text}: only paths of this machine can be used here; mount the storage (gcsfuse,"
+    " mount-s3, rclone mount) and name the mounted folder, or use a local folder and copy it"
+  )
+
+
+def checked(name: str, value: str | os.PathLike[str]) -> pathlib.Path:
+  """Returns the value as a path.
+
+  Raises:
+    NotLocal: it names a place elsewhere; the message is one line.
+  """
+  if reason := complaint(name, value):
+    raise NotLocal(reason)
+  return pathlib.Path(value)
+
+
+def argument(text: str) -> pathlib.Path:
+  """Reads an argument of a script: the `type` of an argparse argument."""
+  if reason := complaint("path", text):
+    raise argparse.ArgumentTypeError(reason.removeprefix("path="))
+  return pathlib.Path(text)
