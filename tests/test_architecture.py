@@ -14,7 +14,7 @@ PACKAGE = ROOT / "grpo_jax"
 # Lowest first. A unit is a module or a folder directly under grpo_jax; it may import units
 # of lower layers only. Within a folder, imports are free.
 LAYERS = [
-  {"types", "errors"},
+  {"types", "errors", "checked"},
   {"local_paths", "disk", "interrupts"},
   {
     *("rl", "registry", "timing", "console", "rollout_log", "manifest"),
@@ -41,6 +41,7 @@ RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
 # Pure: the same values in, the same values out. No file, clock, socket, process or logger.
 PURE_UNITS = {
   "types",
+  "checked",
   "rl",
   "learn",
   "models",
@@ -74,8 +75,9 @@ PURE_MAY_IMPORT = {
     "functools",
     "inspect",
     "math",
+    "numbers",
   ),
-  "typing",
+  *("types", "typing"),
 }
 PURE_MAY_USE = PURE_UNITS | {"errors", "metrics", "metric_table"}
 EFFECTS = {"open", "print", "input", "exec", "eval", "__import__"}

@@ -11,8 +11,32 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from grpo_jax import checked
 from grpo_jax.rl import advantages
-from grpo_jax.rl.objective_options import nearest
+from grpo_jax.rl.objective_options import meant, nearest
+
+KINDS: Mapping[str, checked.Kind] = {
+  "estimator": checked.text(),
+  "baseline": checked.text(none=True),
+  "scale": checked.text(none=True),
+  "ddof": checked.whole(low=0, high=1, none=True),
+  "eps": checked.number(low=0, none=True),
+  "weights": checked.several(checked.number(), least=2, none=True),
+  "clip_low": checked.number(none=True),
+  "clip_high": checked.number(none=True),
+}
+# Names that papers and other libraries use, and what they are here.
+OTHER_NAMES: Mapping[str, str] = {
+  "reinforce++": "'reinforce_pp'",
+  "reinforce_plus_plus": "'reinforce_pp'",
+  "reinforce_plus_plus_baseline": "'reinforce_pp_baseline'",
+  "reinforce++-baseline": "'reinforce_pp_baseline'",
+  "loo": "'rloo'",
+  "drgrpo": "'dr_grpo'",
+  "dapo": "'grpo', whose advantages DAPO has",
+  "gspo": "'grpo', with loss.loss='gspo'",
+  "liteppo": "'lite_ppo'",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +110,14 @@ def make(estimator: str = "grpo", **options: Any) -> Estimator:
   Raises:
     ValueError: on an unknown name, option or choice, or senseless numbers.
   """
-  if estimator not in ESTIMATORS:
-    raise ValueError(f"no advantage estimator {estimator!r}: {nearest(estimator, ESTIMATORS)}")
   fields = {field.name for field in dataclasses.fields(Estimator)} - _FIXED
-  for name in options:
-    if name not in fields:
-      raise ValueError(f"advantages: no option {name!r}: {nearest(name, fields)}")
+  unknown = [name for name in options if name not in fields]
+  problems = [f"no option {name!r}: {nearest(name, fields)}" for name in unknown]
+  problems += checked.problems(KINDS, {"estimator": estimator, **options})
+  if isinstance(estimator, str) and estimator not in ESTIMATORS:
+    problems.append(f"no estimator {estimator!r}: {meant(estimator, ESTIMATORS, OTHER_NAMES)}")
+  if problems:
+    raise ValueError("advantages: " + "; ".join(problems))
   given = {name: value for name, value in options.items() if value is not None}
   if "weights" in given:
     given["weights"] = tuple(float(weight) for weight in given["weights"])
@@ -113,10 +139,14 @@ def _check(name: str, made: Estimator) -> None:
     problems.append(f"gdpo scales each component by its group's std, got scale={made.scale!r}")
   if made.weights is not None and not made.by_component:
     problems.append(f"weights are of reward components, which {name!r} does not look at")
-  if made.ddof not in (0, 1):
-    problems.append(f"ddof must be 0 or 1, got {made.ddof}")
-  if not made.eps >= 0:
-    problems.append(f"eps must be >= 0, got {made.eps}")
+  if made.scale == "none":
+    problems += [
+      f"{field}={getattr(made, field)} would never be read: scale='none' divides by no spread"
+      for field in ("ddof", "eps")
+      if getattr(made, field) != getattr(Estimator, field)
+    ]
+  if made.weights is not None and not any(made.weights):
+    problems.append("weights must not all be 0")
   low = -math.inf if made.clip_low is None else made.clip_low
   high = math.inf if made.clip_high is None else made.clip_high
   if not low <= high:

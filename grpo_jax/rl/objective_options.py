@@ -1,40 +1,120 @@
 """The options of an objective, their defaults, and which of them exclude each other. Pure.
 
-Defaults are those of NeMo RL's `grpo_math_1B` recipe.
+Defaults are those of NeMo RL's `grpo_math_1B` recipe. Bounds of the clip and the aggregation are
+None by default: they are then the loss's own, which the signature of its function holds.
 """
 
 import dataclasses
 import difflib
+import inspect
 import math
-from collections.abc import Iterable, Mapping
+import types
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from grpo_jax.rl import aggregate, importance, kl
+from grpo_jax import checked
+from grpo_jax.rl import aggregate, importance, kl, losses, sequence_losses
 
-LOSSES = (
-  "clipped",
-  "gspo",
-  "gspo_token",
-  "cispo",
-  "sapo",
-  "reinforce",
-  "gmpo",
-  "luspo",
-  "vespo",
-)
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+  "clipped": losses.clipped_surrogate,
+  "gspo": losses.gspo,
+  "gspo_token": losses.gspo,
+  "cispo": losses.cispo,
+  "sapo": losses.sapo,
+  "reinforce": losses.reinforce,
+  "gmpo": sequence_losses.gmpo,
+  "luspo": sequence_losses.luspo,
+  "vespo": sequence_losses.vespo,
+}
+LOSSES = tuple(FUNCTIONS)
 CLIPPED = ("clipped", "gspo", "gspo_token", "cispo", "luspo")  # ρ is clipped to 1 ± ε.
 OF_SEQUENCES = ("gspo", "gspo_token", "gmpo", "luspo")  # one ratio per completion.
 TOKEN_LOCAL = ("clipped", "cispo", "sapo", "reinforce")  # a token's loss is its own.
 KL_WEIGHTS = ("score", "none", "old")
 
+# Names that papers and other libraries use, and the options that they stand for here.
+OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
+  "loss": {
+    "grpo": "'clipped', the clipped surrogate of GRPO",
+    "ppo": "'clipped', the clipped surrogate of PPO",
+    "clip": "'clipped'",
+    "vanilla": "'clipped'",
+    "dapo": "'clipped' with clip_high=0.28",
+    "bnpo": "'clipped' with aggregation='token_mean'",
+    "dr_grpo": "'clipped' with aggregation='constant_length', and advantages 'dr_grpo'",
+    "drgrpo": "'clipped' with aggregation='constant_length', and advantages 'dr_grpo'",
+    "rloo": "'reinforce', with advantages 'rloo'",
+    "reinforce_pp": "'clipped', with advantages 'reinforce_pp'",
+    "reinforce++": "'clipped', with advantages 'reinforce_pp'",
+    "gpg": "'reinforce'",
+    "pg": "'reinforce'",
+    "policy_gradient": "'reinforce'",
+    "geo_mean": "'gmpo'",
+  },
+  "kl_estimator": {
+    "kl": "'k1'",
+    "mse": "'k2'",
+    "low_var_kl": "'k3'",
+  },
+  "aggregation": {
+    "token-mean": "'token_mean'",
+    "seq-mean-token-mean": "'sequence_mean'",
+    "seq-mean-token-sum-norm": "'constant_length'",
+    "grpo": "'sequence_mean'",
+    "bnpo": "'token_mean'",
+    "dapo": "'token_mean'",
+    "dr_grpo": "'constant_length'",
+  },
+}
+
+CHOICES: Mapping[str, tuple[str, ...]] = {
+  "loss": LOSSES,
+  "kl_estimator": tuple(kl.ESTIMATORS),
+  "kl_weight": KL_WEIGHTS,
+  "importance_correction": importance.LEVELS,
+  "importance_truncation": importance.TRUNCATIONS,
+  "aggregation": tuple(aggregate.AGGREGATIONS),
+}
+
+KINDS: Mapping[str, checked.Kind] = {
+  "loss": checked.text(),
+  "clip_low": checked.number(low=0, none=True),
+  "clip_high": checked.number(low=0, none=True),
+  "dual_clip": checked.number(above=1, none=True),
+  "force_on_policy_ratio": checked.switch(),
+  "sapo_temperature_positive": checked.number(above=0),
+  "sapo_temperature_negative": checked.number(above=0),
+  "kl_coef": checked.number(low=0),
+  "kl_estimator": checked.text(),
+  "kl_input_clamp": checked.number(above=0, none=True),
+  "kl_output_clamp": checked.number(above=0, none=True),
+  "kl_weight": checked.text(),
+  "use_on_policy_kl_approximation": checked.switch(),
+  "kl_in_reward": checked.switch(),
+  "entropy_coef": checked.number(low=0),
+  "importance_correction": checked.text(),
+  "importance_truncation": checked.text(none=True),
+  "importance_low": checked.number(low=0),
+  "importance_high": checked.number(above=0, infinite=True),
+  "off_policy_mask_threshold": checked.number(low=0, none=True),
+  "aggregation": checked.text(none=True),
+  "max_completion_tokens": checked.whole(low=1, none=True),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """What an objective is made of; checked when made."""
+  """What an objective is made of; resolved and checked when made.
+
+  Raises:
+    ValueError: A choice does not exist, a value is of the wrong type or out of range, an option
+      is set that the loss never reads, or options exclude each other. The message says all that
+      is wrong.
+  """
 
   loss: str = "clipped"  # one of LOSSES.
-  clip_low: float = 0.2  # distance of the lower bound from 1; gmpo: of the log-ratio from 0.
-  clip_high: float = 0.2  # distance of the upper bound from 1; cispo: 4.0 is TRL's 5.0.
+  clip_low: float | None = None  # below 1; gmpo: of the log-ratio below 0. None: the loss's own.
+  clip_high: float | None = None  # above 1; cispo: 4.0 is TRL's 5.0. None: the loss's own.
   dual_clip: float | None = None  # > 1; bounds the ratio of bad tokens; 3 is usual.
   force_on_policy_ratio: bool = False  # old := policy; strictly one update per batch.
   sapo_temperature_positive: float = 1.0
@@ -52,13 +132,37 @@ class Options:
   importance_low: float = 0.0  # inclusive lower bound of π_old/μ.
   importance_high: float = math.inf  # inclusive upper bound.
   off_policy_mask_threshold: float | None = None  # nats per token; drops far-off bad completions.
-  aggregation: str = "token_mean"  # "token_mean" | "sequence_mean" | "constant_length".
+  aggregation: str | None = None  # one of AGGREGATIONS; None: the loss's own.
   max_completion_tokens: int | None = None  # the length that "constant_length" divides by.
+
+  def __post_init__(self):
+    for name, value in _resolved(checked.fields_of(self)).items():
+      object.__setattr__(self, name, value)
 
   @property
   def is_clipped(self) -> bool:
     """Whether the loss clips a ratio to [1 - clip_low, 1 + clip_high]."""
     return self.loss in CLIPPED
+
+  @property
+  def clip_bounds(self) -> tuple[float, float]:
+    """The resolved `clip_low` and `clip_high`.
+
+    Raises:
+      ValueError: The loss has no clip.
+    """
+    if self.clip_low is None or self.clip_high is None:
+      raise ValueError(f"loss={self.loss!r} has no clip")
+    return self.clip_low, self.clip_high
+
+
+def own_settings(loss: str) -> dict[str, Any]:
+  """Returns what None means to a loss: its bounds of the clip, if it has any, its aggregation."""
+  parameters = inspect.signature(FUNCTIONS[loss]).parameters
+  bounds = {
+    name: parameters[name].default for name in ("clip_low", "clip_high") if name in parameters
+  }
+  return {**bounds, "aggregation": "sequence_mean" if loss in OF_SEQUENCES else "token_mean"}
 
 
 def nearest(name: object, valid: Iterable[str]) -> str:
@@ -68,12 +172,17 @@ def nearest(name: object, valid: Iterable[str]) -> str:
   return (f"did you mean {close[0]!r}? " if close else "") + f"there are: {', '.join(names)}"
 
 
-def checked(options: Mapping[str, Any]) -> Options:
-  """Makes `Options`.
+def meant(name: str, valid: Iterable[str], others: Mapping[str, str]) -> str:
+  """Returns a hint as `nearest` does, but for a name of other libraries what it is here."""
+  known = others.get(name.lower())
+  return f"here it is {known}; there are: {', '.join(valid)}" if known else nearest(name, valid)
+
+
+def make(options: Mapping[str, Any]) -> Options:
+  """Makes `Options` from a mapping.
 
   Raises:
-    ValueError: on an unknown option or choice, a value out of range, or options
-      that exclude each other; the message says all that is wrong, and why.
+    ValueError: An option does not exist; and see `Options`.
   """
   fields = {field.name for field in dataclasses.fields(Options)}
   unknown = [
@@ -81,81 +190,92 @@ def checked(options: Mapping[str, Any]) -> Options:
   ]
   if unknown:
     raise ValueError("objective: " + "; ".join(unknown))
-  made = Options(**options)
-  problems = _unknown_choices(made) or [*_out_of_range(made), *_incompatible(made)]
+  return Options(**_resolved({**_defaults(), **options}))
+
+
+def _resolved(given: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the options with the loss's own settings in place of None.
+
+  Raises:
+    ValueError: See `Options`.
+  """
+  problems = [*checked.problems(KINDS, given), *_unknown_choices(given)]
+  defaults = _defaults()
+  # What is wrong by itself takes no part in the rules about several options.
+  sound = {
+    name: value if _stands_alone(name, value) else defaults[name] for name, value in given.items()
+  }
+  problems += _unread(sound, defaults)
+  own = {"clip_low": None, "clip_high": None, **own_settings(sound["loss"])}
+  for name, value in own.items():
+    if sound[name] is None or value is None:
+      sound[name] = value
+  problems += _incompatible(types.SimpleNamespace(**sound))
   if problems:
     raise ValueError("objective: " + "; ".join(problems))
-  return made
+  return sound
 
 
-def _unknown_choices(o: Options) -> list[str]:
+def _defaults() -> dict[str, Any]:
+  return {field.name: field.default for field in dataclasses.fields(Options)}
+
+
+def _stands_alone(name: str, value: Any) -> bool:
+  """Returns whether a value is of the kind of its option and, if it is a choice, exists."""
+  return KINDS[name].fits(value) and not _unknown_choices({name: value})
+
+
+def _unknown_choices(given: Mapping[str, Any]) -> list[str]:
   """Returns a message for every choice that does not exist."""
-  choices = {
-    "loss": (o.loss, LOSSES),
-    "kl_estimator": (o.kl_estimator, tuple(kl.ESTIMATORS)),
-    "kl_weight": (o.kl_weight, KL_WEIGHTS),
-    "importance_correction": (o.importance_correction, importance.LEVELS),
-    "aggregation": (o.aggregation, tuple(aggregate.AGGREGATIONS)),
-  }
-  if o.importance_truncation is not None:
-    choices["importance_truncation"] = (o.importance_truncation, importance.TRUNCATIONS)
   return [
-    f"no {option} {chosen!r}: {nearest(chosen, valid)}"
-    for option, (chosen, valid) in choices.items()
-    if chosen not in valid
+    f"no {option} {chosen!r}: {meant(chosen, CHOICES[option], OTHER_NAMES.get(option, {}))}"
+    for option, chosen in given.items()
+    if option in CHOICES and isinstance(chosen, str) and chosen not in CHOICES[option]
   ]
 
 
-def _out_of_range(o: Options) -> list[str]:
-  """Returns a message for every number that makes no sense by itself."""
-  lower = {
-    "clip_low": o.clip_low,
-    "clip_high": o.clip_high,
-    "kl_coef": o.kl_coef,
-    "entropy_coef": o.entropy_coef,
-    "importance_low": o.importance_low,
-    "off_policy_mask_threshold": o.off_policy_mask_threshold,
-  }
-  positive = {
-    "importance_high": o.importance_high,
-    "kl_input_clamp": o.kl_input_clamp,
-    "kl_output_clamp": o.kl_output_clamp,
-    "max_completion_tokens": o.max_completion_tokens,
-    "sapo_temperature_positive": o.sapo_temperature_positive,
-    "sapo_temperature_negative": o.sapo_temperature_negative,
-  }
-  problems = [
-    f"{name} must be a finite number >= 0, got {value}"
-    for name, value in lower.items()
-    if value is not None and not 0 <= value < math.inf
+def _unread(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+  """Returns a message for every option that is set and that the loss would never read.
+
+  With kl_coef=0 the other options of the KL wait for it to be switched on: they are let pass.
+  """
+  loss, read = given["loss"], inspect.signature(FUNCTIONS[given["loss"]]).parameters
+  reasons = {}
+  for name in ("clip_low", "clip_high"):
+    # The number of the clipped loss says no more than None does.
+    if name not in read and given[name] != own_settings("clipped")[name]:
+      reasons[name] = f"loss={loss!r} has no clip"
+  for name in ("temperature_positive", "temperature_negative"):
+    if name not in read:
+      reasons[f"sapo_{name}"] = f"loss={loss!r} is not 'sapo'"
+  if given["kl_in_reward"]:
+    for name in ("kl_weight", "use_on_policy_kl_approximation"):
+      reasons[name] = "kl_in_reward takes the KL out of the loss"
+  if given["aggregation"] != "constant_length":
+    reasons["max_completion_tokens"] = "only aggregation='constant_length' divides by it"
+  return [
+    f"{name}={given[name]!r} would never be read: {reason}"
+    for name, reason in reasons.items()
+    if given[name] != defaults[name]
   ]
-  problems += [
-    f"{name} must be > 0, got {value}"
-    for name, value in positive.items()
-    if value is not None and not value > 0
-  ]
-  if o.dual_clip is not None and not 1 < o.dual_clip < math.inf:
-    problems.append(f"dual_clip must be > 1, for it bounds a ratio from above, got {o.dual_clip}")
-  if o.importance_low > o.importance_high:
-    problems.append(
-      f"importance_low must be <= importance_high, got {o.importance_low} > {o.importance_high}"
-    )
-  return problems
 
 
-def _incompatible(o: Options) -> list[str]:
+def _incompatible(o: Any) -> list[str]:
   """Returns a message for every pair of options that exclude each other."""
   has_correction = o.importance_correction != "none"
   has_bounds = o.importance_low > 0 or o.importance_high < math.inf
   of_sequence_weights = o.importance_correction in ("sequence", "sequence_mean")
+  low, high = o.importance_low, o.importance_high
+  clip_low = o.clip_low or 0.0
   rules = {
+    f"importance_low must be <= importance_high, got {low} > {high}": low > high,
     f"loss={o.loss!r} has one ratio per completion and needs aggregation='sequence_mean', "
     f"got {o.aggregation!r}": o.loss in OF_SEQUENCES and o.aggregation != "sequence_mean",
     f"dual_clip is a bound of PPO's clipped loss; loss={o.loss!r} does not take it": (
       o.dual_clip is not None and o.loss not in ("clipped", "gspo", "gspo_token")
     ),
-    f"clip_low must be <= 1 for loss={o.loss!r}, for ratios are positive, got {o.clip_low}": (
-      o.clip_low > 1 and o.loss in ("clipped", "gspo", "gspo_token", "luspo")
+    f"clip_low must be <= 1 for loss={o.loss!r}, for ratios are positive, got {clip_low}": (
+      clip_low > 1 and o.loss in ("clipped", "gspo", "gspo_token", "luspo")
     ),
     "force_on_policy_ratio sets the ratio to 1, and loss='reinforce' has no ratio": (
       o.force_on_policy_ratio and o.loss == "reinforce"
@@ -176,9 +296,6 @@ def _incompatible(o: Options) -> list[str]:
       o.kl_in_reward and o.force_on_policy_ratio
     ),
     "kl_in_reward needs kl_coef > 0": o.kl_in_reward and o.kl_coef == 0,
-    "kl_in_reward leaves no KL in the loss for use_on_policy_kl_approximation to weigh": (
-      o.kl_in_reward and o.use_on_policy_kl_approximation
-    ),
     "use_on_policy_kl_approximation is a weight of the KL; kl_weight must stay 'score', "
     f"got {o.kl_weight!r}": o.use_on_policy_kl_approximation and o.kl_weight != "score",
     "aggregation='constant_length' needs max_completion_tokens": (

@@ -14,9 +14,18 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Float
 
-from grpo_jax.rl import aggregate, diagnostics, importance, kl, losses, masks, policy_terms
+from grpo_jax.rl import (
+  aggregate,
+  diagnostics,
+  importance,
+  kl,
+  losses,
+  masks,
+  objective_options,
+  policy_terms,
+)
 from grpo_jax.rl.numerics import clamp, safe_divide
-from grpo_jax.rl.objective_options import TOKEN_LOCAL, Options, checked
+from grpo_jax.rl.objective_options import TOKEN_LOCAL, Options
 from grpo_jax.types import Denominators, LossTokens, Mean, Metrics
 
 
@@ -64,7 +73,7 @@ class Objective:
   @property
   def reduce(self) -> Callable[..., Float[Array, ""]]:
     """The reduction of `aggregate` that the options name."""
-    chosen = aggregate.AGGREGATIONS[self.options.aggregation]
+    chosen = aggregate.AGGREGATIONS[str(self.options.aggregation)]
     if self.options.aggregation != "constant_length":
       return chosen
     return functools.partial(chosen, max_completion_tokens=self.options.max_completion_tokens)
@@ -156,7 +165,8 @@ def _policy_term(
   )
   if o.importance_correction != "none":
     per_token = weights * per_token
-  clipped = clamp(ratio, 1.0 - o.clip_low, 1.0 + o.clip_high) if o.is_clipped else ratio
+  low, high = o.clip_bounds if o.is_clipped else (0.0, 0.0)
+  clipped = clamp(ratio, 1.0 - low, 1.0 + high) if o.is_clipped else ratio
   metrics = {
     **diagnostics.mismatch(old, behavior, mask, kl_estimator=o.kl_estimator),
     **diagnostics.importance(
@@ -176,8 +186,8 @@ def _policy_term(
       ratio,
       advantages,
       mask,
-      clip_low=o.clip_low,
-      clip_high=o.clip_high,
+      clip_low=low,
+      clip_high=high,
       dual_clip=o.dual_clip,
     )
   if o.off_policy_mask_threshold is not None:
@@ -218,9 +228,10 @@ def make(**options: Any) -> Objective:
   """Makes an objective from options by name; `objective_options.Options` has their meaning.
 
   Args:
-    **options: fields of `Options`; what is left out keeps its default.
+    **options: Fields of `Options`; what is left out keeps its default. Bounds of the clip and
+      the aggregation are the loss's own then; `.options` of the result has the numbers.
 
   Raises:
     ValueError: on unknown, senseless or incompatible options, with the reason.
   """
-  return Objective(checked(options))
+  return Objective(objective_options.make(options))

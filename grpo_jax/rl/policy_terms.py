@@ -39,11 +39,12 @@ def _gspo_token(
 def _clipped_loss(
   o: Options, ratio: Float[Array, "B N"], tokens: LossTokens
 ) -> Float[Array, "B N"]:
+  low, high = o.clip_bounds
   return losses.clipped_ratio_loss(
     ratio,
     tokens.advantages,
-    clip_low=o.clip_low,
-    clip_high=o.clip_high,
+    clip_low=low,
+    clip_high=high,
     dual_clip=o.dual_clip,
   )
 
@@ -51,9 +52,8 @@ def _clipped_loss(
 def _cispo(
   o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
 ) -> PolicyTerm:
-  per_token = losses.cispo(
-    policy, old, tokens.advantages, clip_low=o.clip_low, clip_high=o.clip_high
-  )
+  low, high = o.clip_bounds
+  per_token = losses.cispo(policy, old, tokens.advantages, clip_low=low, clip_high=high)
   return per_token, losses.ratio(policy, old)
 
 
@@ -80,14 +80,15 @@ def _reinforce(
 def _gmpo(
   o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
 ) -> PolicyTerm:
+  low, high = o.clip_bounds
   per_token = sequence_losses.gmpo(
     policy,
     old,
     tokens.advantages,
     tokens.mask,
     tokens.sequence_ids,
-    clip_low=o.clip_low,
-    clip_high=o.clip_high,
+    clip_low=low,
+    clip_high=high,
   )
   return per_token, losses.sequence_ratio(policy, old, tokens.mask, tokens.sequence_ids)
 
@@ -95,14 +96,15 @@ def _gmpo(
 def _luspo(
   o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
 ) -> PolicyTerm:
+  low, high = o.clip_bounds
   per_token = sequence_losses.luspo(
     policy,
     old,
     tokens.advantages,
     tokens.mask,
     tokens.sequence_ids,
-    clip_low=o.clip_low,
-    clip_high=o.clip_high,
+    clip_low=low,
+    clip_high=high,
   )
   return per_token, losses.sequence_ratio(policy, old, tokens.mask, tokens.sequence_ids)
 

@@ -30,6 +30,7 @@ KL = {"kl_coef": 0.04, "kl_weight": "none", "kl_input_clamp": None, "kl_output_c
 ONLY_KL = {"kl_coef": 1.0, "kl_weight": "none"}  # verl's clamps, 20 and 10, are our defaults.
 SEQUENCE = {"aggregation": "sequence_mean"}
 CONSTANT = {"aggregation": "constant_length"}
+VERL_CLIP = {"clip_low": 0.2, "clip_high": 0.2}  # verl's defaults, whatever the loss.
 GSPO = {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, **SEQUENCE}
 SAPO = {"loss": "sapo", "sapo_temperature_negative": float(np.float32(1.05)), **SEQUENCE}
 LUSPO = {"loss": "luspo", "clip_low": 2e-3, "clip_high": 2.5e-3, **SEQUENCE}
@@ -63,10 +64,14 @@ CASES = {
   "trl_sapo_kl.04": SAPO | KL,
   "trl_vespo": {"loss": "vespo"},
   "trl_vespo_kl.04": {"loss": "vespo"} | KL,
-  "verl_cispo_token-mean": {"loss": "cispo"},
-  "verl_geo_mean_token-mean": {"loss": "gmpo", **SEQUENCE},  # its name notwithstanding.
+  "verl_cispo_token-mean": {"loss": "cispo", **VERL_CLIP},
+  "verl_geo_mean_token-mean": {
+    "loss": "gmpo",
+    **VERL_CLIP,
+    **SEQUENCE,
+  },  # its name notwithstanding.
   "verl_gpg_token-mean": {"loss": "reinforce"},
-  "verl_gspo_seq-mean-token-mean": {"loss": "gspo_token", **SEQUENCE},
+  "verl_gspo_seq-mean-token-mean": {"loss": "gspo_token", **VERL_CLIP, **SEQUENCE},
   "verl_kl_k1": ONLY_KL | {"kl_estimator": "k1"},
   "verl_kl_k2": ONLY_KL | {"kl_estimator": "k2"},
   "verl_kl_k3": ONLY_KL | {"kl_estimator": "k3"},

@@ -1,13 +1,15 @@
 """The composed objective: invariances, junk under masks, options, metrics."""
 
 import dataclasses
+import inspect
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.rl import objective_options, objectives, policy_terms
+from grpo_jax.rl import losses, objective_options, objectives, policy_terms, sequence_losses
 from grpo_jax.types import Denominators, LossTokens, Mean
 
 SEQUENCE = {"aggregation": "sequence_mean"}
@@ -245,9 +247,9 @@ def test_token_local_means_that_a_token_alone_has_its_share_of_the_loss(local):
     ({"clip_low": -0.1}, "clip_low"),
     ({"clip_low": 1.5}, "positive"),
     ({"kl_coef": float("nan")}, "kl_coef"),
-    ({"dual_clip": 0.9}, "dual_clip must be > 1"),
+    ({"dual_clip": 0.9}, "dual_clip must be a finite number > 1"),
     ({"dual_clip": 3.0, "loss": "cispo"}, "dual_clip"),
-    ({"loss": "gspo"}, "sequence_mean"),
+    ({"loss": "gspo", "aggregation": "token_mean"}, "sequence_mean"),
     ({"loss": "reinforce", "force_on_policy_ratio": True}, "no ratio"),
     ({"importance_truncation": "tis", "importance_high": 2.0}, "importance_correction"),
     ({"importance_correction": "token", "importance_high": 2.0}, "importance_truncation"),
@@ -279,6 +281,127 @@ def test_token_local_means_that_a_token_alone_has_its_share_of_the_loss(local):
 def test_options_that_make_no_sense_are_refused_with_the_reason(options, message):
   with pytest.raises(ValueError, match=message):
     objectives.make(**options)
+
+
+OF_FUNCTIONS = {
+  "clipped": losses.clipped_surrogate,
+  "gspo": losses.gspo,
+  "gspo_token": losses.gspo,
+  "cispo": losses.cispo,
+  "sapo": losses.sapo,
+  "reinforce": losses.reinforce,
+  "gmpo": sequence_losses.gmpo,
+  "luspo": sequence_losses.luspo,
+  "vespo": sequence_losses.vespo,
+}
+
+
+@pytest.mark.parametrize("name", objective_options.LOSSES)
+def test_a_loss_has_the_same_defaults_as_its_function(name):
+  made = objectives.make(loss=name).options
+  parameters = inspect.signature(OF_FUNCTIONS[name]).parameters
+  names = {"clip_low": "clip_low", "clip_high": "clip_high", "dual_clip": "dual_clip"}
+  if name == "sapo":
+    names = {f"sapo_temperature_{sign}": f"temperature_{sign}" for sign in ("positive", "negative")}
+  for ours, theirs in names.items():
+    default = parameters[theirs].default if theirs in parameters else None
+    assert getattr(made, ours) == default, ours
+  of_sequences = name in ("gspo", "gspo_token", "gmpo", "luspo")
+  assert made.aggregation == ("sequence_mean" if of_sequences else "token_mean")
+
+
+def test_a_loss_clips_where_its_options_say():
+  """CISPO's weight grows to 1 + 4.0: a ratio of 3 is not clipped to 1.2."""
+  policy, tokens = jnp.log(jnp.full((1, 1), 3.0)), _one_token(old=0.0)
+  loss = lambda p: objectives.make(loss="cispo", kl_coef=0.0)(p, None, tokens, ONE)[0]
+  assert jax.grad(loss)(policy)[0, 0] == pytest.approx(-3.0)
+
+
+ONE = Denominators(1.0, 1.0)
+
+
+def _one_token(old):
+  one = jnp.ones((1, 1))
+  return LossTokens(
+    mask=one > 0,
+    sequence_ids=jnp.zeros((1, 1), jnp.int32),
+    advantages=one,
+    behavior_logprobs=one * old,
+    old_logprobs=one * old,
+  )
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    {"loss": "reinforce", "clip_low": 0.1},
+    {"loss": "sapo", "clip_high": 0.3},
+    {"loss": "vespo", "clip_low": 0.3},
+    {"loss": "clipped", "sapo_temperature_positive": 2.0},
+    {"loss": "gspo", "sapo_temperature_negative": 2.0},
+    {"max_completion_tokens": 512},
+    {"max_completion_tokens": 512, "aggregation": "sequence_mean"},
+    {"kl_in_reward": True, "kl_weight": "none"},
+    {"kl_in_reward": True, "use_on_policy_kl_approximation": True},
+  ],
+)
+def test_an_option_that_the_loss_never_reads_is_refused(options):
+  *_, name = [key for key in options if key not in ("loss", "aggregation", "kl_in_reward")]
+  with pytest.raises(ValueError, match=f"{name}=.* would never be read"):
+    objectives.make(**options)
+
+
+@pytest.mark.parametrize(
+  "name, hint",
+  [
+    ("grpo", "here it is 'clipped'"),
+    ("PPO", "here it is 'clipped'"),
+    ("dapo", "'clipped' with clip_high=0.28"),
+    ("dr_grpo", "'clipped' with aggregation='constant_length'"),
+    ("bnpo", "'clipped' with aggregation='token_mean'"),
+    ("gpg", "here it is 'reinforce'"),
+    ("geo_mean", "here it is 'gmpo'"),
+    ("cipso", "did you mean 'cispo'"),
+  ],
+)
+def test_a_loss_of_another_name_is_recognised(name, hint):
+  with pytest.raises(ValueError, match=hint):
+    objectives.make(loss=name)
+
+
+BOOLEANS = ("force_on_policy_ratio", "use_on_policy_kl_approximation", "kl_in_reward")
+WORDS = ("loss", "kl_estimator", "kl_weight", "importance_correction")
+NULLABLE_WORDS = ("importance_truncation", "aggregation")
+NULLABLE = (
+  *("clip_low", "clip_high", "dual_clip", "kl_input_clamp", "kl_output_clamp"),
+  *("off_policy_mask_threshold", "max_completion_tokens"),
+)
+NUMBERS = (
+  *("sapo_temperature_positive", "sapo_temperature_negative", "kl_coef", "entropy_coef"),
+  *("importance_low", "importance_high"),
+)
+
+
+def test_every_option_refuses_values_of_other_types_by_name():
+  wrong = ["0.2", "no", math.nan, -1, [1.0], {}, (), math.inf, True, None, 0.5, "k3", 1.0]
+  allowed = {
+    **dict.fromkeys(BOOLEANS, [True]),
+    **dict.fromkeys(WORDS, []),
+    **dict.fromkeys(NULLABLE_WORDS, [None]),
+    **dict.fromkeys(NULLABLE, [None, 0.5, 1.0]),
+    **dict.fromkeys(NUMBERS, [0.5, 1.0]),
+    "importance_high": [math.inf, 0.5, 1.0],
+    "kl_estimator": ["k3"],
+    "dual_clip": [None],
+    "max_completion_tokens": [None],
+  }
+  assert set(allowed) == {field.name for field in dataclasses.fields(objective_options.Options)}
+  for name, fine in allowed.items():
+    for value in wrong:
+      if any(value is one or (value == one and type(value) is type(one)) for one in fine):
+        continue
+      with pytest.raises(ValueError, match=f"(no )?{name} "):
+        objectives.make(**{name: value})
 
 
 def test_all_that_is_wrong_is_said_at_once():
