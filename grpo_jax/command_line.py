@@ -11,7 +11,7 @@ import fnmatch
 import pathlib
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from absl import flags
@@ -98,7 +98,9 @@ def parse(arguments: Sequence[str]) -> Command:
   config = configuration.load(paths[0])
   if wants_help:
     raise HelpWanted(f"{USAGE}\nFields of {paths[0]}:\n{_table(config)}")
+  of_file = configuration.fields(config)
   rest = _override(config, parsed, argv)
+  _drop_fallback(config, of_file)
   if rest:
     raise ConfigError(_stray(rest[0]))
   workdir = parsed["workdir"].value
@@ -134,6 +136,24 @@ def _override(config: ConfigDict, parsed: flags.FlagValues, argv: Sequence[str])
     if name in values and values[name] is None and name not in may_be_none:
       raise ConfigError(f"--config.{name}=None: this field needs a value, None is not allowed")
   return rest
+
+
+def _drop_fallback(config: ConfigDict, of_file: Mapping[str, Any]) -> None:
+  """Drops the file's `model.fallback` where a flag names another model.
+
+  A fallback stands in for one model: who asks for another one wants that, or an error. A flag
+  that gives a fallback of its own is kept.
+
+  Args:
+    config: with the flags applied.
+    of_file: the values before.
+  """
+  name = "model.fallback"
+  now = configuration.fields(config)
+  has_other_model = now.get("model.path") != of_file.get("model.path")
+  if has_other_model and now.get(name) and now[name] == of_file[name]:
+    with config.ignore_type():
+      config.model.fallback = None
 
 
 def _make_room(config: ConfigDict, names: Iterable[str]) -> None:

@@ -1,5 +1,6 @@
 """From the sections of a config to the checked options of a run's parts; and what cannot work."""
 
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from grpo_jax import (
 )
 from grpo_jax.engines.base import SamplingParams
 from grpo_jax.learn import optim
+from grpo_jax.models import loading, sources
 from grpo_jax.rl import estimators, objectives
 
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
@@ -22,6 +24,7 @@ Config = Any
 
 def validate(config: Config) -> Iterator[str]:
   """Yields everything that cannot work, before a model is loaded."""
+  yield from _unusable_model(config)
   yield from _refused(lambda: objectives.make(**config.loss))
   yield from _refused(lambda: estimators.make(**config.advantages))
   yield from _refused(lambda: dynamic_sampling(config))
@@ -61,6 +64,19 @@ def validate(config: Config) -> Iterator[str]:
     yield "loss.kl_in_reward goes with advantages.estimator='reinforce_pp' (or its baseline form)"
   if config.model.compute_dtype not in ("float32", "bfloat16"):
     yield f"model.compute_dtype is float32 or bfloat16, got {config.model.compute_dtype!r}"
+
+
+def _unusable_model(config: Config) -> Iterator[str]:
+  """Yields why the model, or its fallback, cannot be one, as far as is known without a network."""
+  for name in ("path", "fallback"):
+    path = config.model[name]
+    if name == "fallback" and not path:
+      continue
+    refused = sources.refusal(path)
+    if refused:
+      yield f"model.{name}: {refused}"
+    elif pathlib.Path(path).expanduser().is_dir():
+      yield from (f"model.{name}: {reason}" for reason in _refused(lambda p=path: loading.look(p)))
 
 
 def _impatient(config: Config) -> Iterator[str]:

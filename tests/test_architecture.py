@@ -51,7 +51,9 @@ PURE_UNITS = {
 READERS_AND_WRITERS = {
   "models/__init__.py",
   "models/export.py",
+  "models/files.py",
   "models/gguf.py",
+  "models/gguf_header.py",
   "models/loading.py",
   "models/safetensors.py",
   "models/sources.py",

@@ -165,3 +165,30 @@ def test_missing_config_shows_an_example_and_the_files_present(tmp_path, monkeyp
 def test_help_with_a_config_lists_its_fields(path):
   with pytest.raises(HelpWanted, match=r"(?s)--config.loss.clip_low=0.2.*--config.word='none'"):
     command_line.parse([f"--config={path}", "--help"])
+
+
+WITH_FALLBACK = """
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+def get_config():
+  config = ConfigDict(dict(model=dict(path="org/model", fallback=placeholder(str))))
+  config.model.fallback = "pypi:other"
+  return config
+"""
+
+
+@pytest.mark.parametrize(
+  ("flags", "fallback"),
+  [
+    ([], "pypi:other"),
+    (["--config.model.path=org/model"], "pypi:other"),
+    (["--config.model.path=org/typo"], None),
+    (["--config.model.path=org/mine", "--config.model.fallback=/mine"], "/mine"),
+  ],
+  ids=["as-in-the-file", "same-model", "another-model", "both"],
+)
+def test_the_fallback_of_a_file_is_for_the_model_of_the_file(flags, fallback, tmp_path):
+  (tmp_path / "a.py").write_text(WITH_FALLBACK)
+  command = command_line.parse(["main", f"--config={tmp_path / 'a.py'}", *flags][1:])
+  assert command.config.model.fallback == fallback
