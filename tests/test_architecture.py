@@ -19,6 +19,7 @@ LAYERS = [
   {"metric_table", "packing", "sandbox", "group_json"},
   {"metrics", "layout", "configuration", "ranking"},
   {"models"},
+  {"chat"},
   {"data", "environments", "engines"},
   {"attempt", "batching", "filters", "learn", "shaping"},
   {"rollout", "credit", "scoring", "behavior", "data_options"},

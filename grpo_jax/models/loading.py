@@ -125,7 +125,13 @@ def look(path: str | pathlib.Path) -> ModelConfig:
   faults = _misfits(tensors, config)
   if faults:
     raise _unfit(str(directory), faults)
-  read_generation(directory)
+  for file, content in (
+    (directory / "generation_config.json", read_generation(directory)),
+    (directory / "config.json", files.read_json(directory / "config.json")),
+  ):
+    beyond = [i for i in Fields(content, str(file)).ids("eos_token_id") if i >= config.vocab_size]
+    if beyond:
+      raise ModelError(f"{file}: eos_token_id {beyond} is not below {config.vocab_size}")
   return config
 
 
