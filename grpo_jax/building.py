@@ -37,8 +37,8 @@ from grpo_jax.engines.none import NoEngine
 from grpo_jax.engines.server_process import ServerError
 from grpo_jax.engines.transfer import TransferError
 from grpo_jax.learn import optim, sharding, train_step
-from grpo_jax.models import config as model_config
 from grpo_jax.models import leaves, loading, sources, transformer
+from grpo_jax.models.fields import Fields
 from grpo_jax.rl import estimators, objectives
 from grpo_jax.types import Prompt, TrainState
 
@@ -54,6 +54,7 @@ HARMLESS = (
   "evaluation.*",
   "model.path",
   "model.fallback",
+  "model.fallback_taken.reason",
   "model.cache_dir",
   "rollout.max_error_share",
   "learn.max_skipped_steps",
@@ -111,9 +112,10 @@ def build(
   stack.enter_context(watch.listening(screen.print))
   mesh = sharding.make_mesh(**config.mesh)
   _check_head(config, mesh)
-  folder = sources.resolve(
-    config.model.path, fallback=config.model.fallback, cache_dir=config.model.cache_dir
+  found = sources.find(
+    config.model.path, fallback=config.model.fallback, cache_dir=config.model.cache_dir, tell=_say
   )
+  folder = found.folder
   _check_context(config, folder)
   tokenizer = data.load_tokenizer(
     folder,
@@ -135,7 +137,7 @@ def build(
       tell=print,
     )
   )
-  _remember(config, workdir)
+  _remember(config, workdir, found)
   engine = _engine(config, folder, tokenizer, workdir, stack)
   objective = objectives.make(**config.loss)
   tx, schedule = optim.make(run_options.optimizer_steps(config), **config.optim.to_dict())
@@ -245,7 +247,7 @@ def _check_head(config: Config, mesh: Mesh) -> None:
 def _check_context(config: Config, folder: pathlib.Path) -> None:
   """Raises ConfigError if completions may outgrow the model: a run would end there, half done."""
   allowed = run_options.limits(config).max_tokens or 0
-  known = model_config.from_hf(loading.read_json(folder / "config.json")).max_position_embeddings
+  known = loading.read_config(folder).max_position_embeddings
   if not offline_building.is_offline(config) and allowed > known:
     raise configuration.ConfigError(
       f"rollout.max_tokens and batching.row_tokens let a prompt with its completion have {allowed}"
@@ -280,7 +282,7 @@ def _keep_compiled() -> None:
 
 def _load(folder: pathlib.Path, mesh: Mesh) -> tuple[loading.Loaded, Any]:
   """Reads the model straight into its sharding; returns the shardings, too."""
-  described = model_config.from_hf(loading.read_json(folder / "config.json"))
+  described = loading.read_config(folder)
   axes, shapes = transformer.logical_axes(described), leaves.tree(described)
   shardings = sharding.param_shardings(axes, mesh, shapes=shapes)
   return loading.load(folder, sharding=lambda _: shardings), shardings
@@ -333,7 +335,7 @@ def _engine(
   try:
     engine = engines.make(
       name,
-      config=model_config.from_hf(loading.read_json(folder / "config.json")),
+      config=loading.read_config(folder),
       source_directory=folder,
       workdir=workdir,
       decode=lambda ids: tokenizer.decode(ids, skip_special=False),
@@ -352,9 +354,8 @@ def _sampling(
   settings: Mapping[str, Any], tokenizer: data.Tokenizer, model: loading.Loaded
 ) -> SamplingParams:
   """Adds the ids that end a completion: all that the tokenizer and the model's files name."""
-  named = model.generation.get("eos_token_id", [])
-  ids = {*tokenizer.stop_ids, *(named if isinstance(named, list) else [named])}
-  return SamplingParams(**settings, stop_ids=tuple(sorted(i for i in ids if i is not None)))
+  named = Fields(model.generation, "generation_config.json").ids("eos_token_id")
+  return SamplingParams(**settings, stop_ids=tuple(sorted({*tokenizer.stop_ids, *named})))
 
 
 def _prompts(
@@ -388,11 +389,24 @@ def _environments(config: Config) -> environments.Environments:
     raise configuration.ConfigError(f"environments: {error}") from error
 
 
-def _remember(config: Config, workdir: pathlib.Path) -> None:
-  """Writes config.json; tells in what the config differs from the one the run began with."""
+def _remember(config: Config, workdir: pathlib.Path, found: sources.Found) -> None:
+  """Writes config.json; says in what the config differs from the one the run began with.
+
+  Where the model's fallback was taken, `model.fallback_taken` is added: the model that was asked
+  for, the one that was taken, and why.
+  """
+  if found.reason:
+    config = config.copy_and_resolve_references()
+    told = {"asked": found.asked, "taken": found.taken, "reason": found.reason}
+    with config.unlocked():
+      config.model.fallback_taken = told
   file = workdir / "config.json"
   if file.exists():
-    found = configuration.differences(configuration.read(file), config, harmless=HARMLESS)
-    for line in found.serious:
+    differences = configuration.differences(configuration.read(file), config, harmless=HARMLESS)
+    for line in differences.serious:
       logging.warning("the configuration differs from the one that this run began with: %s", line)
   configuration.write(config, file)
+
+
+def _say(line: str) -> None:
+  print(line, flush=True)

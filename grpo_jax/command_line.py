@@ -107,7 +107,9 @@ def parse(arguments: Sequence[str]) -> Command:
     width = shutil.get_terminal_size((100, 24)).columns
     table = option_table(config, comments, section.removeprefix("config."), width)
     raise HelpWanted(table if section else f"{USAGE}\nFields of {paths[0]}:\n{table}")
+  of_file = configuration.fields(config)
   rest = _override(config, parsed, argv)
+  _drop_fallback(config, of_file)
   if rest:
     raise ConfigError(_stray(rest[0]))
   workdir = parsed["workdir"].value
@@ -145,6 +147,24 @@ def _override(config: ConfigDict, parsed: flags.FlagValues, argv: Sequence[str])
     if name in values and values[name] is None and name not in may_be_none:
       raise ConfigError(f"--config.{name}=None: this field needs a value, None is not allowed")
   return rest
+
+
+def _drop_fallback(config: ConfigDict, of_file: Mapping[str, Any]) -> None:
+  """Drops the file's `model.fallback` where a flag names another model.
+
+  A fallback stands in for one model: who asks for another one wants that, or an error. A flag
+  that gives a fallback of its own is kept.
+
+  Args:
+    config: with the flags applied.
+    of_file: the values before.
+  """
+  name = "model.fallback"
+  now = configuration.fields(config)
+  has_other_model = now.get("model.path") != of_file.get("model.path")
+  if has_other_model and now.get(name) and now[name] == of_file[name]:
+    with config.ignore_type():
+      config.model.fallback = None
 
 
 def _make_room(config: ConfigDict, names: Iterable[str]) -> None:

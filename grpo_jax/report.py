@@ -262,6 +262,8 @@ OF_SAMPLING = ("engine.name", "rollout.group_size", "sampling.max_tokens")
 FACTS = {  # config field: its name on the page.
   "mode": "mode",
   "model.path": "model",
+  "model.fallback_taken.taken": "trained in its place",
+  "model.fallback_taken.reason": "because",
   "data.task": "task",
   "data.path": "data",
   "engine.name": "engine",

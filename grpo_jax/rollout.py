@@ -259,16 +259,22 @@ class _Sampler:
       group=attempt.prompt.prompt_id,
     )
 
-  def observation_ids(self, result: StepResult, generation: Generation) -> np.ndarray:
-    """The tokens of what the environment wrote.
+  def observation_ids(
+    self, attempt: Attempt, result: StepResult, generation: Generation
+  ) -> np.ndarray:
+    """The tokens of what the environment wrote; of more than there is room for, a part.
 
     Raises:
       EnvironmentFailure: it cannot be encoded, or the chat template refuses it.
     """
     try:
+      text = result.observation
+      if self.max_tokens is not None:
+        left = max(self.max_tokens - len(attempt.token_ids), 0)
+        text = text[: self.tokenizer.longest_text(left + 1) + 1]
       if result.observation_role is None:
-        return self.tokenizer.encode(result.observation)
-      message = {"role": result.observation_role, "content": result.observation}
+        return self.tokenizer.encode(text)
+      message = {"role": result.observation_role, "content": text}
       last = int(generation.token_ids[-1]) if len(generation.token_ids) else None
       return self.tokenizer.turn_ids(message, after=last)
     except Exception as error:  # any text meets the user's template and tokenizer here.
@@ -361,7 +367,7 @@ class _Collector:
       attempt.finish_at_turn_limit()
     else:
       try:
-        ids = self._sampler.observation_ids(result, generation)
+        ids = self._sampler.observation_ids(attempt, result, generation)
       except EnvironmentFailure as error:
         attempt.fail(error)
         return

@@ -1,5 +1,6 @@
 """From the sections of a config to the checked options of a run's parts; and what cannot work."""
 
+import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from grpo_jax import (
 from grpo_jax.engines import launching
 from grpo_jax.engines.base import SamplingParams
 from grpo_jax.learn import optim
+from grpo_jax.models import loading, sources
 from grpo_jax.rl import estimators, objectives
 
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
@@ -32,6 +34,7 @@ _PATH_FIELD = re.compile(
 def validate(config: Config) -> Iterator[str]:
   """Yields everything that cannot work, before a model is loaded."""
   yield from paths_elsewhere(config.to_dict())
+  yield from _unusable_model(config)
   yield from _refused(lambda: objectives.make(**config.loss))
   yield from _refused(lambda: estimators.make(**config.advantages))
   yield from _refused(lambda: dynamic_sampling(config))
@@ -97,6 +100,19 @@ def paths_elsewhere(section: Any, name: str = "") -> Iterator[str]:
   elif name and _PATH_FIELD.search(name):
     if reason := local_paths.complaint(name, section):
       yield reason
+
+
+def _unusable_model(config: Config) -> Iterator[str]:
+  """Yields why the model, or its fallback, cannot be one, as far as is known without a network."""
+  for name in ("path", "fallback"):
+    path = config.model[name]
+    if name == "fallback" and not path:
+      continue
+    refused = sources.refusal(path)
+    if refused:
+      yield f"model.{name}: {refused}"
+    elif pathlib.Path(path).expanduser().is_dir():
+      yield from (f"model.{name}: {reason}" for reason in _refused(lambda p=path: loading.look(p)))
 
 
 def _impatient(config: Config) -> Iterator[str]:

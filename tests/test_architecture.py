@@ -24,6 +24,7 @@ LAYERS = [
   {"metric_table", "packing", "sandbox", "group_json", "sections", "config_comments"},
   {"metrics", "layout", "configuration", "ranking"},
   {"models"},
+  {"chat"},
   {"data", "environments", "engines"},
   {"attempt", "batching", "filters", "learn", "shaping"},
   {"rollout", "credit", "scoring", "behavior", "data_options"},
@@ -57,7 +58,9 @@ PURE_UNITS = {
 READERS_AND_WRITERS = {
   "models/__init__.py",
   "models/export.py",
+  "models/files.py",
   "models/gguf.py",
+  "models/gguf_header.py",
   "models/loading.py",
   "models/safetensors.py",
   "models/sources.py",

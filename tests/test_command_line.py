@@ -248,3 +248,30 @@ def test_comments_are_read_from_wherever_they_stand(tmp_path):
     "f": "of f.",
   }
   assert list(found)[0] == "a"
+
+
+WITH_FALLBACK = """
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+def get_config():
+  config = ConfigDict(dict(model=dict(path="org/model", fallback=placeholder(str))))
+  config.model.fallback = "pypi:other"
+  return config
+"""
+
+
+@pytest.mark.parametrize(
+  ("flags", "fallback"),
+  [
+    ([], "pypi:other"),
+    (["--config.model.path=org/model"], "pypi:other"),
+    (["--config.model.path=org/typo"], None),
+    (["--config.model.path=org/mine", "--config.model.fallback=/mine"], "/mine"),
+  ],
+  ids=["as-in-the-file", "same-model", "another-model", "both"],
+)
+def test_the_fallback_of_a_file_is_for_the_model_of_the_file(flags, fallback, tmp_path):
+  (tmp_path / "a.py").write_text(WITH_FALLBACK)
+  command = command_line.parse(["main", f"--config={tmp_path / 'a.py'}", *flags][1:])
+  assert command.config.model.fallback == fallback

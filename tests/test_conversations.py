@@ -11,6 +11,7 @@ from scripted_engine import TOKENIZER, ScriptedEngine
 
 from grpo_jax import console, credit, filters, metrics
 from grpo_jax.data.byte_tokenizer import END
+from grpo_jax.data.tokenizer import PromptText
 from grpo_jax.engines.base import SamplingParams
 from grpo_jax.engines.fake import FakeEngine
 from grpo_jax.environments.base import StepResult
@@ -176,6 +177,12 @@ class Pieces:
 
   def apply_chat_template(self, messages):
     return self.encode(self.render(messages))
+
+  def prompt(self, messages, *, max_tokens):
+    return PromptText(self.render(messages), self.apply_chat_template(messages))
+
+  def longest_text(self, tokens):
+    return tokens * max(map(len, PIECES))
 
   def turn_ids(self, message, *, after):
     return self.encode(message["content"])

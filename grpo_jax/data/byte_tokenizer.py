@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from grpo_jax.data.tokenizer import PromptText
+
 PAD, END, ROLE = 256, 257, 258
 _MARKS = {PAD: "<pad>", END: "<end>", ROLE: "<role>"}
 
@@ -36,6 +38,16 @@ class ByteTokenizer:
   ) -> Int[np.ndarray, " tokens"]:
     turns = [self._turn(m) for m in messages]
     return np.concatenate([*turns, self._marked(ROLE, "assistant\n")])
+
+  def prompt(self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int) -> PromptText:
+    text, bound = self.render(messages), self.longest_text(max_tokens)
+    if len(text) <= bound:
+      return PromptText(text, self.apply_chat_template(messages))
+    too_many = f"{len(text)} characters, where {max_tokens} tokens have at most {bound}"
+    return PromptText(text[:bound], self.encode(text[:bound]), too_many=too_many)
+
+  def longest_text(self, tokens: int) -> int:
+    return max(map(len, _MARKS.values())) * tokens
 
   def turn_ids(
     self, message: Mapping[str, Any], *, after: int | None

@@ -5,6 +5,7 @@ the file is read once when it is opened, and of each row only its number is kept
 """
 
 import dataclasses
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from grpo_jax.data import nemo_gym, recorded
+from grpo_jax.data import nemo_gym, prompt_texts, recorded
 from grpo_jax.data.formats import RowError, loss_multiplier
 from grpo_jax.data.parts import Part
 from grpo_jax.data.prompts import Overlong
@@ -26,6 +27,7 @@ RECORDED = "recorded"  # stands for an environment where the file has the reward
 UNKNOWN_VERSION = -1  # of weights that are not of this run.
 _GROUP = "recorded group"  # in the info of a prompt.
 _SHOWN_ERRORS = 5
+_LONGEST_KEY = 256  # characters.
 
 # The ranks of a group's responses → their rewards.
 RankRewards = Callable[[Sequence[float]], Float[np.ndarray, " G"]]
@@ -133,31 +135,34 @@ class GroupDataset:
 
   def _prompt(self, recording: Recording, prompt_id: str, where: str) -> Prompt:
     """The prompt of a group; cut and of weight 0, or refused, if it is too long."""
-    ids = self._prompt_ids(recording, where)
-    is_long = len(ids) > self.max_prompt_tokens
-    if is_long and self.overlong == "drop":
-      raise OverlongError(where, f"{len(ids)} tokens, more than {self.max_prompt_tokens}")
-    messages = recording.messages
+    asked = self._asked(recording, where)
+    if asked.too_long and self.overlong == "drop":
+      raise OverlongError(where, asked.too_long)
+    info = recording.info
     return Prompt(
       prompt_id=prompt_id,
-      token_ids=ids[: self.max_prompt_tokens],
+      token_ids=asked.ids,
       environment=self.environment,
-      info=recording.info,
-      text=self.tokenizer.render(messages) if messages else recording.prompt_text,
-      weight=0.0 if is_long else loss_multiplier(recording.info, where),
+      info=prompt_texts.shortened(info, len(asked.text)) if asked.is_shortened else info,
+      text=asked.text,
+      weight=0.0 if asked.too_long else loss_multiplier(info, where),
       dataset=self.name,
-      is_cut=is_long,
+      is_cut=bool(asked.too_long),
     )
 
-  def _prompt_ids(self, recording: Recording, where: str) -> Int[np.ndarray, " prompt"]:
-    """The tokens of a prompt, recorded or encoded."""
+  def _asked(self, recording: Recording, where: str) -> prompt_texts.Asked:
+    """The words and tokens of a prompt, recorded or encoded."""
+    longest = self.max_prompt_tokens
     if recording.prompt_ids is None:
-      ids = self.tokenizer.apply_chat_template(recording.messages)
-    else:
-      ids = self._checked(recording.prompt_ids, where)
+      return prompt_texts.ask(self.tokenizer, recording.messages, where, max_tokens=longest)
+    ids = self._checked(recording.prompt_ids, where)
     if not len(ids):
       raise RowError(where, "the prompt has no tokens")
-    return ids
+    too_long = f"{len(ids)} tokens, more than {longest}" if len(ids) > longest else ""
+    text = recording.prompt_text
+    is_shortened = bool(too_long) and len(text) > self.tokenizer.longest_text(longest)
+    text = text[: self.tokenizer.longest_text(longest)] if is_shortened else text
+    return prompt_texts.Asked(text, ids[:longest].copy(), too_long, is_shortened)
 
   def _rewards(
     self, responses: Sequence[tuple[Response, str]], where: str
@@ -196,7 +201,7 @@ class GroupDataset:
     room: int | None,
   ) -> tuple[Rollout, bool]:
     """Makes a rollout, and says whether its behavior logprobs are known."""
-    ids, mask, logprobs = self._tokens(response, where)
+    ids, mask, logprobs = self._tokens(response, where, room)
     is_cut = room is not None and len(ids) > room
     kept = slice(0, max(room, 0) if is_cut and room is not None else len(ids))
     truncated = is_cut or response.is_truncated
@@ -214,18 +219,22 @@ class GroupDataset:
     ), logprobs is not None
 
   def _tokens(
-    self, response: Response, where: str
+    self, response: Response, where: str, room: int | None
   ) -> tuple[Int[np.ndarray, " n"], Bool[np.ndarray, " n"], Float[np.ndarray, " n"] | None]:
-    """Ids of a response, which of them the model wrote, and their logprobs if all are known."""
+    """Ids of a response, which of them the model wrote, and their logprobs if all are known.
+
+    What is longer than the room, by its characters, is encoded in part: more tokens than there
+    is room for.
+    """
     ids: list[np.ndarray] = []
     mask: list[np.ndarray] = []
     logprobs: list[np.ndarray | None] = []
     for i, turn in enumerate(response.turns):
       is_cut = response.is_truncated and i == len(response.turns) - 1
       if turn.role == ASSISTANT:
-        part, known = self._sampled(turn, where, is_cut=is_cut)
+        part, known = self._sampled(turn, where, is_cut=is_cut, room=room)
       else:
-        part, known = self._written(turn, ids, where)
+        part, known = self._written(turn, ids, where, room=room)
       ids.append(part)
       mask.append(np.full(len(part), turn.role == ASSISTANT))
       logprobs.append(known)
@@ -234,13 +243,14 @@ class GroupDataset:
     return _joined(ids, np.int32), _joined(mask, np.bool_), joined
 
   def _sampled(
-    self, turn: Turn, where: str, *, is_cut: bool
+    self, turn: Turn, where: str, *, is_cut: bool, room: int | None
   ) -> tuple[np.ndarray, np.ndarray | None]:
     """Ids and logprobs of what the model wrote; words end with the template's end of turn."""
     if turn.token_ids is not None:
       ids = self._checked(turn.token_ids, where)
       return ids, None if turn.logprobs is None else np.asarray(turn.logprobs, np.float32)
-    ids = self.tokenizer.encode(turn.text)
+    needed = None if room is None else max(room, len(turn.logprobs or ()))
+    ids = self.tokenizer.encode(self._shortened(turn.text, needed))
     has_end = bool(len(ids)) and int(ids[-1]) in self.tokenizer.stop_ids
     ended = ids if has_end or is_cut else np.append(ids, np.int32(self.tokenizer.end_id))
     if turn.logprobs is None:
@@ -254,18 +264,24 @@ class GroupDataset:
     )
 
   def _written(
-    self, turn: Turn, before: Sequence[np.ndarray], where: str
+    self, turn: Turn, before: Sequence[np.ndarray], where: str, *, room: int | None
   ) -> tuple[np.ndarray, np.ndarray]:
     """Ids of what the model was told between its turns; none of them is learned."""
     if turn.token_ids is not None:
       ids = self._checked(turn.token_ids, where)
     else:
       try:
-        message = {"role": turn.role, "content": turn.text}
+        message = {"role": turn.role, "content": self._shortened(turn.text, room)}
         ids = self.tokenizer.turn_ids(message, after=int(before[-1][-1]))
       except ValueError as error:  # the template rewrites earlier turns.
         raise RowError(where, f"a response of several turns: {error}") from error
     return ids, np.zeros(len(ids), np.float32)
+
+  def _shortened(self, text: str, tokens: int | None) -> str:
+    """Returns a text cut to what has, whatever it is, more than so many tokens; None: whole."""
+    if tokens is None:
+      return text
+    return text[: self.tokenizer.longest_text(max(tokens, 0) + 1) + 1]
 
   def _checked(self, ids: Sequence[int], where: str) -> Int[np.ndarray, " n"]:
     """Returns recorded ids; raises RowError for one that the tokenizer does not know."""
@@ -337,7 +353,7 @@ def index_groups(
     if key is None:
       every = np.arange(len(source))
       return Members(every, np.arange(len(source) + 1), is_whole=True)
-    groups.setdefault(key, []).append(row)
+    groups.setdefault(_short(key), []).append(row)
   if reasons:
     logging.warning("data: %s broken rows; first:\n  %s", broken, "\n  ".join(reasons))
   if not groups:
@@ -345,6 +361,13 @@ def index_groups(
   sizes = [len(rows) for rows in groups.values()]
   rows = np.concatenate([np.asarray(rows) for rows in groups.values()])
   return Members(rows, np.concatenate([[0], np.cumsum(sizes)]), is_whole=False)
+
+
+def _short(key: str) -> str:
+  """Returns what stands for a key: prompts may be long, and every key is kept."""
+  if len(key) <= _LONGEST_KEY:
+    return key
+  return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 GROUP_FORMATS: dict[str, Reader] = {

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Int, Shaped
 
 from grpo_jax.data import file_cache, formats
 
+MOST_BYTES = 1 << 28  # of a line: far above every row that fits a model.
 _CHUNK_BYTES = 1 << 22
 _CACHED_BYTES = 1 << 25  # the index of a smaller file is made anew, in a fraction of a second.
 _NEWLINE = 10
@@ -132,6 +133,10 @@ class JsonlSource:
   def __getitem__(self, row: int) -> Mapping[str, Any]:
     line = self._index.line(row)
     start, end = (int(i) for i in self._index.starts[line : line + 2])
+    if end - start > MOST_BYTES:
+      raise formats.RowError(
+        self.where(row), f"the line has {end - start} bytes; at most {MOST_BYTES} are read"
+      )
     text = os.pread(self._file, end - start, start)
     try:
       return formats.parse_line(text, self.where(row))

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from grpo_jax.data import formats, named, nemo_gym, routing
+from grpo_jax.data import formats, named, nemo_gym, prompt_texts, routing
 from grpo_jax.data.parts import Part
 from grpo_jax.data.skipped import OnError, OverlongError, Skipped
 from grpo_jax.data.sources import RowSource, SourceConfig, open_source
@@ -54,7 +54,7 @@ class PromptDataset:
       The prompt. Its id is NAME:EPOCH:ROW, the row as the source counts it; of a dataset that
       repeats its rows it counts on from round to round. A prompt of more than
       `max_prompt_tokens` is cut to its first ones and has weight 0, if such prompts are not
-      dropped.
+      dropped; one of more characters than so many tokens can have is cut before it is encoded.
 
     Raises:
       OverlongError: the prompt is too long and such prompts are dropped.
@@ -65,15 +65,17 @@ class PromptDataset:
     fields = self.source[number]
     task = self._task_of(fields, where)
     record = _read(task, fields, where)
-    ids = self.tokenizer.apply_chat_template(record.messages)
-    if not len(ids):
-      raise formats.RowError(where, "the prompt has no tokens")
-    is_long = len(ids) > self.max_prompt_tokens
-    if is_long and self.overlong == "drop":
-      raise OverlongError(where, f"{len(ids)} tokens, more than {self.max_prompt_tokens}")
+    asked = prompt_texts.ask(
+      self.tokenizer, record.messages, where, max_tokens=self.max_prompt_tokens
+    )
+    if asked.too_long and self.overlong == "drop":
+      raise OverlongError(where, asked.too_long)
+    info, messages = record.info, tuple(record.messages)
+    if asked.is_shortened:
+      info, messages = prompt_texts.shortened((info, messages), len(asked.text))
     return Prompt(
       prompt_id=f"{self.name}:{epoch}:{number + len(self.source) * self.part.round_of(row)}",
-      token_ids=ids[: self.max_prompt_tokens],
+      token_ids=asked.ids,
       environment=routing.environment_of(
         fields,
         where,
@@ -81,12 +83,12 @@ class PromptDataset:
         known=self.known_environments,
         has_tasks=bool(self.tasks),
       ),
-      info=record.info,
-      text=self.tokenizer.render(record.messages),
-      weight=0.0 if is_long else formats.loss_multiplier(fields, where),
+      info=info,
+      text=asked.text,
+      weight=0.0 if asked.too_long else formats.loss_multiplier(fields, where),
       dataset=self.name,
-      is_cut=is_long,
-      messages=tuple(record.messages),
+      is_cut=bool(asked.too_long),
+      messages=messages,
       stop_strings=routing.stop_strings_of(fields, where),
     )
 

@@ -1,7 +1,11 @@
-"""Tokenizer: chat template, encode, decode, stop ids. Wraps transformers, imported when needed."""
+"""Tokenizer: chat template, encode, decode, stop ids. Wraps transformers, imported when needed.
 
+Chat templates are rendered by `grpo_jax.chat`, in a process of their own.
+"""
+
+import contextlib
+import dataclasses
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -9,10 +13,25 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int
 
+from grpo_jax.chat import text_bounds, tokenizer_files
+from grpo_jax.chat.rendering import ConversationTooLarge, Renderer, TemplateRefusal
+from grpo_jax.models import files
+from grpo_jax.models.errors import ModelError
+from grpo_jax.models.fields import Fields
+
 Message = Mapping[str, Any]
 
 _SAID = "\u241fsaid\u241f"  # no template writes this.
 PLAIN = "plain"  # as `chat_template`: no template, the contents of the messages, line by line.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PromptText:
+  """A conversation as a prompt: what the chat template wrote, and its tokens."""
+
+  text: str  # cut where `too_many` says so.
+  ids: Int[np.ndarray, " tokens"]  # of `text`; more than allowed where the prompt is too long.
+  too_many: str = ""  # why it was not encoded whole: its characters, and the bound; or empty.
 
 
 @runtime_checkable
@@ -55,6 +74,20 @@ class Tokenizer(Protocol):
     """Encodes what `render` gives."""
     ...
 
+  def prompt(self, messages: Sequence[Message], *, max_tokens: int) -> PromptText:
+    """Encodes a conversation as `apply_chat_template` does; one that cannot fit, in part only.
+
+    Args:
+      messages: the conversation.
+      max_tokens: the tokens that are allowed. A text of more than `longest_text(max_tokens)`
+        characters is cut to these before it is encoded: no time and memory are spent on it.
+    """
+    ...
+
+  def longest_text(self, tokens: int) -> int:
+    """Returns a number of characters: a longer text has more than `tokens` tokens."""
+    ...
+
   def turn_ids(self, message: Message, *, after: int | None) -> Int[np.ndarray, " tokens"]:
     """Encodes a message that follows a sampled completion, and the next assistant's beginning.
 
@@ -71,16 +104,20 @@ class HuggingFaceTokenizer:
 
   def __init__(
     self,
-    backend: Any,
+    opened: tokenizer_files.Opened,
     stop_ids: tuple[int, ...],
     *,
     plain: bool = False,
     template_args: Mapping[str, Any] | None = None,
   ):
-    self._backend = backend
+    self._backend = opened.backend
     self._stop_ids = stop_ids
     self._plain = plain
-    self._template_args = dict(template_args or {})
+    self._template_args = {**opened.backend.special_tokens_map, **(template_args or {})}
+    self._template_file = opened.template_file
+    self._renderer = None
+    if opened.template and not plain:
+      self._renderer = Renderer(opened.template, where=opened.template_file)
 
   @property
   def vocab_size(self) -> int:
@@ -88,7 +125,16 @@ class HuggingFaceTokenizer:
 
   @functools.cached_property
   def _size(self) -> int:
-    return max(len(self._backend), max(self._backend.get_vocab().values()) + 1)
+    return tokenizer_files.vocab_size(self._backend)
+
+  @functools.cached_property
+  def _bound(self) -> tuple[int, bool]:
+    """How many characters a token covers, and whether that is certain."""
+    described = tokenizer_files.description(self._backend)
+    if described is None:
+      longest = max(len(token) for token in self._backend.get_vocab())
+      return longest, False
+    return text_bounds.characters_per_token(described)
 
   @property
   def stop_ids(self) -> tuple[int, ...]:
@@ -100,9 +146,11 @@ class HuggingFaceTokenizer:
 
   @functools.cached_property
   def _end(self) -> int:
-    if not self._plain and self._backend.chat_template:
+    if self._renderer is not None:
       said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
-      closing = self.encode(self._render(said, begin_assistant=False).rpartition(_SAID)[2])
+      closing = np.zeros(0, np.int32)
+      with contextlib.suppress(TemplateRefusal):  # it wants other conversations.
+        closing = self.encode(self._render(said, begin_assistant=False).rpartition(_SAID)[2])
       if len(closing) and int(closing[0]) in self._stop_ids:
         return int(closing[0])
     own = self._backend.eos_token_id
@@ -131,6 +179,21 @@ class HuggingFaceTokenizer:
     # The template writes its special tokens itself: none is added to the rendered text.
     return self.encode(self.render(messages))
 
+  def prompt(self, messages: Sequence[Message], *, max_tokens: int) -> PromptText:
+    bound = self.longest_text(max_tokens)
+    try:
+      text, characters = self._rendered(messages, begin_assistant=True, max_characters=bound)
+    except ConversationTooLarge as error:
+      text = "".join(str(message.get("content")) for message in messages)[:bound]
+      return PromptText(text, self.encode(text), too_many=str(error))
+    if characters <= bound:
+      return PromptText(text, self.encode(text))
+    too_many = f"at least {characters} characters, where {max_tokens} tokens have at most {bound}"
+    return PromptText(text, self.encode(text), too_many=too_many)
+
+  def longest_text(self, tokens: int) -> int:
+    return text_bounds.longest_text(*self._bound, tokens)
+
   def turn_ids(self, message: Message, *, after: int | None) -> Int[np.ndarray, " tokens"]:
     if self._plain:
       return self.encode(f"\n{message['content']}\n")
@@ -146,27 +209,40 @@ class HuggingFaceTokenizer:
     before = self._render(past, begin_assistant=False)
     after = self._render([*past, message], begin_assistant=True)
     if not after.startswith(before) or _SAID not in before:
-      raise ValueError(
-        "this chat template rewrites earlier turns when a new one is added, so that a "
-        "conversation cannot be continued token by token; give another model.chat_template"
+      raise ModelError(
+        f"{self._template_file}: this chat template rewrites earlier turns when a new one is"
+        " added, so that a conversation cannot be continued token by token; give another"
+        " model.chat_template"
       )
     return before.rpartition(_SAID)[2], after[len(before) :]
 
   def _render(self, messages: Sequence[Message], *, begin_assistant: bool) -> str:
+    return self._rendered(messages, begin_assistant=begin_assistant)[0]
+
+  def _rendered(
+    self,
+    messages: Sequence[Message],
+    *,
+    begin_assistant: bool,
+    max_characters: int | None = None,
+  ) -> tuple[str, int]:
+    """Returns what the template writes, cut to a number of characters, and how many it wrote."""
     if self._plain:
-      return "\n".join(str(m["content"]) for m in messages) + ("\n" if begin_assistant else "")
-    if not self._backend.chat_template:
-      raise ValueError(
+      text = "\n".join(str(m["content"]) for m in messages) + ("\n" if begin_assistant else "")
+      return text[:max_characters], len(text)
+    if self._renderer is None:
+      raise ModelError(
         f"the tokenizer in {self._backend.name_or_path!r} has no chat template; name a .jinja "
         f"file or a template as chat_template, or {PLAIN!r} for none (base models)"
       )
-    return self._backend.apply_chat_template(
-      [dict(m) for m in messages],
-      tokenize=False,
-      add_generation_prompt=begin_assistant,
-      return_dict=False,
+    variables = {
       **self._template_args,
-    )
+      "tools": None,
+      "documents": None,
+      "add_generation_prompt": begin_assistant,
+    }
+    found = self._renderer.render(messages, variables, max_characters=max_characters)
+    return found.text, found.characters
 
 
 def load(
@@ -184,29 +260,21 @@ def load(
     template_args: variables of the template, such as {"enable_thinking": False} for Qwen3.
 
   Raises:
-    FileNotFoundError: the folder or the template file does not exist.
-    ValueError: the folder holds no tokenizer, or names no end-of-sequence token.
+    MissingModel: the folder or the template file does not exist.
+    ModelError: the folder holds no tokenizer that can be read, or names no end-of-sequence token.
+    TemplateError: the chat template is broken, or goes beyond its limits.
   """
-  directory = Path(directory)
-  if not directory.is_dir():
-    raise FileNotFoundError(f"no tokenizer folder {directory}")
-  from transformers import AutoTokenizer
-
-  try:
-    backend = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-  except (OSError, ValueError, KeyError) as error:
-    raise ValueError(f"{directory} holds no tokenizer that transformers reads: {error}") from error
-  if chat_template is not None and chat_template != PLAIN:
-    backend.chat_template = _template_text(chat_template)
-  stop_ids = eos_ids(directory, backend.eos_token_id)
+  is_plain = chat_template == PLAIN
+  opened = tokenizer_files.open_folder(directory, chat_template=None if is_plain else chat_template)
+  stop_ids = eos_ids(Path(directory), opened.backend.eos_token_id)
   if not stop_ids:
-    raise ValueError(
+    raise ModelError(
       f"{directory}: neither generation_config.json, config.json nor the tokenizer names an "
       "end-of-sequence token (eos_token_id): no completion would ever end"
     )
-  return HuggingFaceTokenizer(
-    backend, stop_ids, plain=chat_template == PLAIN, template_args=template_args
-  )
+  made = HuggingFaceTokenizer(opened, stop_ids, plain=is_plain, template_args=template_args)
+  assert made.end_id in stop_ids  # a template that cannot be rendered is found here.
+  return made
 
 
 def eos_ids(directory: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
@@ -221,35 +289,28 @@ def eos_ids(directory: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
 
   Returns:
     The ids, ascending.
+
+  Raises:
+    ModelError: a file is broken, or holds something else than ids.
   """
   found = set() if tokenizer_eos is None else {int(tokenizer_eos)}
   for name in ("generation_config.json", "config.json"):
     path = directory / name
     if path.is_file():
-      value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-      found.update(int(i) for i in (value if isinstance(value, list) else [value]) if i is not None)
+      found.update(Fields(files.read_json(path), str(path)).ids("eos_token_id"))
   return tuple(sorted(found))
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
-  """Raises ValueError if the tokenizer or its stop ids go beyond the model's vocabulary.
+  """Raises ModelError if the tokenizer or its stop ids go beyond the model's vocabulary.
 
   A model may have more rows than the tokenizer has ids (padding), never fewer.
   """
   if tokenizer.vocab_size > model_vocab_size:
-    raise ValueError(
+    raise ModelError(
       f"the tokenizer has {tokenizer.vocab_size} ids, the model only {model_vocab_size}: "
       "they do not belong together"
     )
   beyond = [i for i in tokenizer.stop_ids if not 0 <= i < model_vocab_size]
   if beyond:
-    raise ValueError(f"stop ids {beyond} are outside the model's vocabulary of {model_vocab_size}")
-
-
-def _template_text(chat_template: str) -> str:
-  if not chat_template.endswith(".jinja"):
-    return chat_template
-  path = Path(chat_template)
-  if not path.is_file():
-    raise FileNotFoundError(f"no chat template file {chat_template}")
-  return path.read_text(encoding="utf-8")
+    raise ModelError(f"stop ids {beyond} are outside the model's vocabulary of {model_vocab_size}")

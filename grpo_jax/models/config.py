@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_jax.models import llama, qwen2, qwen3
+from grpo_jax.models.errors import ModelError
+from grpo_jax.models.fields import Fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,75 +48,84 @@ class ModelConfig:
 
   def __post_init__(self):
     if self.family not in FAMILIES_BY_NAME:
-      raise ValueError(f"unknown model family {self.family!r}; have {sorted(FAMILIES_BY_NAME)}")
+      raise ModelError(f"unknown model family {self.family!r}; have {sorted(FAMILIES_BY_NAME)}")
     if self.num_heads % self.num_kv_heads:
-      raise ValueError(
+      raise ModelError(
         f"num_heads must be a multiple of num_kv_heads: {self.num_heads}, {self.num_kv_heads}"
       )
     if self.head_dim % 2:
-      raise ValueError(f"rotary embeddings need an even head_dim, got {self.head_dim}")
+      raise ModelError(f"rotary embeddings need an even head_dim, got {self.head_dim}")
 
 
-def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+def from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
   """Reads the content of a Hugging Face config.json, old style or that of transformers 5.
 
   Args:
     hf: the parsed config.json. Rotary settings are taken from `rope_parameters` (transformers 5)
       if it is there, else from `rope_theta` and `rope_scaling`.
+    where: it stands, for errors.
 
   Returns:
     The same, in our words.
 
   Raises:
-    ValueError: for an architecture, an option or a kind of rotary scaling that we do not compute,
-      with the names of those we do; for a field that is missing.
+    ModelError: for an architecture, an option or a kind of rotary scaling that we do not compute,
+      with the names of those we do; for a field that is missing, of another type, or out of
+      every range.
   """
-  family = _family(hf)
-  _refuse_unsupported(hf)
-  hf = {**family.DEFAULTS, **hf}
-  missing = [name for name in _REQUIRED if hf.get(name) is None]
+  family = _family(Fields(hf, where))
+  given = {name: value for name, value in hf.items() if value is not None}
+  fields = Fields({**family.DEFAULTS, **given}, where)
+  _refuse_unsupported(fields)
+  missing = [name for name in _REQUIRED if name not in fields]
   if missing:
-    raise ValueError(f"config.json of {family.ARCHITECTURE} lacks {missing}")
-  heads = int(hf["num_attention_heads"])
-  theta, scaling = _rope_from_hf(hf)
-  return ModelConfig(
-    family=family.MODEL_TYPE,
-    vocab_size=int(hf["vocab_size"]),
-    hidden_size=int(hf["hidden_size"]),
-    intermediate_size=int(hf["intermediate_size"]),
-    num_layers=int(hf["num_hidden_layers"]),
-    num_heads=heads,
-    num_kv_heads=int(hf.get("num_key_value_heads") or heads),
-    head_dim=int(hf.get("head_dim") or int(hf["hidden_size"]) // heads),
-    rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-    rope_theta=theta,
-    rope_scaling=scaling,
-    tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-    max_position_embeddings=int(hf["max_position_embeddings"]),
-    **family.switches(hf),
-  )
+    raise ModelError(f"{where}: {family.ARCHITECTURE} lacks {missing}")
+  theta, scaling = _rope_from_hf(fields)
+  heads = fields.integer("num_attention_heads", low=1, high=MOST_HEADS)
+  width = fields.integer("hidden_size", low=1, high=WIDEST)
+  try:
+    return ModelConfig(
+      family=family.MODEL_TYPE,
+      vocab_size=fields.integer("vocab_size", low=1, high=LARGEST_VOCABULARY),
+      hidden_size=width,
+      intermediate_size=fields.integer("intermediate_size", low=1, high=WIDEST),
+      num_layers=fields.integer("num_hidden_layers", low=1, high=MOST_LAYERS),
+      num_heads=heads,
+      num_kv_heads=fields.integer("num_key_value_heads", heads, low=1, high=heads),
+      head_dim=_head_dim(fields, width, heads),
+      rms_norm_eps=fields.number("rms_norm_eps", 1e-6, above=0.0),
+      rope_theta=theta,
+      rope_scaling=scaling,
+      tie_embeddings=fields.boolean("tie_word_embeddings", default=False),
+      max_position_embeddings=fields.integer("max_position_embeddings", low=1, high=2**31 - 1),
+      **family.switches(fields),
+    )
+  except ModelError as error:
+    message = str(error)
+    raise ModelError(message if message.startswith(where) else f"{where}: {message}") from error
 
 
-def classifier_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+def classifier_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
   """Reads the config.json of a sequence classifier, such as a reward model, as its body's.
 
   Args:
     hf: the parsed config.json; its architecture is one of `CLASSIFIERS`.
+    where: it stands, for errors.
 
   Returns:
     The decoder under the score matrix. It has no LM head: `tie_embeddings` is True.
 
   Raises:
-    ValueError: as `from_hf`, and for an architecture that is no classifier we compute.
+    ModelError: as `from_hf`, and for an architecture that is no classifier we compute.
   """
-  architecture = (hf.get("architectures") or [None])[0]
+  architecture = next(iter(Fields(hf, where).strings("architectures")), None)
   if architecture not in CLASSIFIERS:
-    raise ValueError(
-      f"architecture {architecture!r} is no supported sequence classifier (reward model);"
-      f" supported are {sorted(CLASSIFIERS)}"
+    raise ModelError(
+      f"{where}: architecture {architecture!r} is no supported sequence classifier (reward"
+      f" model); supported are {sorted(CLASSIFIERS)}"
     )
   body = CLASSIFIERS[architecture].ARCHITECTURE
-  return from_hf({**hf, "architectures": [body], "tie_word_embeddings": True})
+  return from_hf({**hf, "architectures": [body], "tie_word_embeddings": True}, where=where)
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -146,53 +157,92 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
   }
 
 
-def _family(hf: Mapping[str, Any]) -> Any:
-  architectures = hf.get("architectures") or []
+def _family(fields: Fields) -> Any:
+  architectures, model_type = fields.strings("architectures"), fields.string("model_type")
   if architectures and architectures[0] in FAMILIES:
     return FAMILIES[architectures[0]]
-  if not architectures and hf.get("model_type") in FAMILIES_BY_NAME:
-    return FAMILIES_BY_NAME[hf["model_type"]]
-  asked = architectures[0] if architectures else hf.get("model_type")
-  raise ValueError(f"architecture {asked!r} is not supported; supported are {sorted(FAMILIES)}")
+  if not architectures and model_type in FAMILIES_BY_NAME:
+    return FAMILIES_BY_NAME[model_type]
+  asked = architectures[0] if architectures else model_type
+  raise ModelError(
+    f"{fields.where}: architecture {asked!r} is not supported; supported are {sorted(FAMILIES)}"
+  )
 
 
-def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
+def _head_dim(fields: Fields, width: int, heads: int) -> int:
+  """Returns the width of a head: as it is given, else the model's divided by the heads."""
+  if "head_dim" in fields:
+    return fields.integer("head_dim", low=2, high=WIDEST)
+  if width % heads:
+    raise ModelError(
+      f"{fields.where}: hidden_size {width} is not a multiple of num_attention_heads {heads},"
+      " and there is no head_dim"
+    )
+  return width // heads
+
+
+def _refuse_unsupported(fields: Fields) -> None:
   """Raises for every option of config.json that would change the computation unseen."""
   unsupported = []
-  if hf.get("use_sliding_window"):
+  if fields.boolean("use_sliding_window", default=False):
     unsupported.append("use_sliding_window=true (supported: false)")
-  kinds = set(hf.get("layer_types") or ["full_attention"]) - {"full_attention"}
+  kinds = set(fields.strings("layer_types")) - {"full_attention"}
   if kinds:
     unsupported.append(f"layer_types {sorted(kinds)} (supported: full_attention)")
-  if hf.get("hidden_act", "silu") != "silu":
-    unsupported.append(f"hidden_act={hf['hidden_act']!r} (supported: silu)")
-  if hf.get("quantization_config"):
+  if fields.string("hidden_act") not in (None, "silu"):
+    unsupported.append(f"hidden_act={fields.get('hidden_act')!r} (supported: silu)")
+  if fields.get("quantization_config"):
     unsupported.append("quantization_config (supported: plain float32, bfloat16, float16 weights)")
-  if hf.get("num_experts") or hf.get("num_local_experts"):
+  if fields.get("num_experts") or fields.get("num_local_experts"):
     unsupported.append("mixture of experts (supported: dense models)")
   if unsupported:
-    raise ValueError("config.json asks for what is not supported: " + "; ".join(unsupported))
+    raise ModelError(f"{fields.where} asks for what is not supported: " + "; ".join(unsupported))
 
 
-def _rope_from_hf(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-  new = hf.get("rope_parameters") or {}
-  rope = {**(hf.get("rope_scaling") or {}), **new}
-  if any(isinstance(value, Mapping) for value in rope.values()):
-    raise ValueError("rope_parameters that differ by layer type are not supported")
-  theta = float(new.get("rope_theta") or hf.get("rope_theta") or 10000.0)
-  kind = rope.get("rope_type") or rope.get("type") or "default"
+def _rope_from_hf(fields: Fields) -> tuple[float, RopeScaling | None]:
+  """Returns the base of the rotary frequencies and their scaling.
+
+  Those of `rope_parameters` go before `rope_theta` and `rope_scaling`.
+  """
+  new = fields.section("rope_parameters")
+  merged = {**fields.section("rope_scaling"), **new}
+  if any(isinstance(value, Mapping) for value in merged.values()):
+    raise ModelError(f"{fields.where}: rope_parameters that differ by layer type are not supported")
+  rope = Fields(merged, f"{fields.where}: rope_parameters (or rope_scaling)")
+  base = rope if new.get("rope_theta") is not None else fields
+  theta = base.number("rope_theta", 10000.0, above=0.0)
+  kind = rope.string("rope_type") or rope.string("type") or "default"
   if kind not in _ROPE_KINDS:
-    raise ValueError(f"rope type {kind!r} is not supported; supported are {sorted(_ROPE_KINDS)}")
-  partial = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
-  if float(partial) != 1.0:
-    raise ValueError(f"partial_rotary_factor must be 1, got {partial}")
-  if kind == "default":
-    return theta, None
+    raise ModelError(
+      f"{fields.where}: rope type {kind!r} is not supported; supported are {sorted(_ROPE_KINDS)}"
+    )
+  holder = rope if "partial_rotary_factor" in rope else fields
+  if holder.number("partial_rotary_factor", 1.0, above=0.0) != 1.0:
+    raise ModelError(
+      f"{fields.where}: partial_rotary_factor must be 1, got {holder.get('partial_rotary_factor')}"
+    )
   missing = [name for name in _ROPE_KINDS[kind] if name not in rope]
   if missing:
-    raise ValueError(f"rope type {kind!r} needs {missing} in config.json")
-  fields = {name: rope[name] for name in _ROPE_KINDS[kind]}
-  return theta, RopeScaling(kind=kind, **fields)
+    raise ModelError(f"{fields.where}: rope type {kind!r} needs {missing}")
+  return theta, _rope_scaling(kind, rope)
+
+
+def _rope_scaling(kind: str, rope: Fields) -> RopeScaling | None:
+  if kind == "default":
+    return None
+  factor = rope.number("factor", above=0.0)
+  if kind == "linear":
+    return RopeScaling(kind, factor)
+  low = rope.number("low_freq_factor", above=0.0)
+  return RopeScaling(
+    kind=kind,
+    factor=factor,
+    low_freq_factor=low,
+    high_freq_factor=rope.number("high_freq_factor", above=low),
+    original_max_position_embeddings=rope.integer(
+      "original_max_position_embeddings", low=1, high=2**31 - 1
+    ),
+  )
 
 
 def _rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
@@ -201,6 +251,12 @@ def _rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
   fields = {name: dataclasses.asdict(scaling)[name] for name in _ROPE_KINDS[scaling.kind]}
   return {"rope_type": scaling.kind, **fields}
 
+
+# The largest that is believed: far above every published model, and small enough to list.
+MOST_LAYERS = 4096
+MOST_HEADS = 1 << 14
+WIDEST = 1 << 20  # hidden_size, intermediate_size, head_dim.
+LARGEST_VOCABULARY = 1 << 24
 
 _REQUIRED = (
   "vocab_size",

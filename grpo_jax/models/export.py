@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from grpo_jax.models import config as model_config
-from grpo_jax.models import leaves, loading, safetensors
+from grpo_jax.models import files, leaves, safetensors
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.transformer import Params
 
@@ -126,8 +126,8 @@ def write_atomically(target: pathlib.Path, fill: Callable[[pathlib.Path], None])
 def _hf_config(config: ModelConfig, source: pathlib.Path | None) -> dict[str, Any]:
   if source is None:
     return model_config.to_hf(config)
-  hf = loading.read_json(source / "config.json")
-  described = model_config.from_hf(hf)
+  hf = files.read_json(source / "config.json")
+  described = model_config.from_hf(hf, where=str(source / "config.json"))
   if described != config:
     raise ValueError(f"{source} describes {described}, the parameters are of {config}")
   return hf

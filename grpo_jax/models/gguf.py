@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -11,29 +12,40 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.models import config as model_config
-from grpo_jax.models import export, gguf_tokenizer, layers, leaves, loading, safetensors
+from grpo_jax.models import (
+  export,
+  gguf_header,
+  gguf_tokenizer,
+  layers,
+  leaves,
+  loading,
+  safetensors,
+)
 from grpo_jax.models.config import ModelConfig, RopeScaling
+from grpo_jax.models.errors import ModelError
+from grpo_jax.models.fields import Fields
 
 
 @dataclasses.dataclass(frozen=True)
 class GgufFile:
   """The metadata and the tensors of a GGUF file, the latter under their Hugging Face names."""
 
+  file: pathlib.Path
   metadata: Mapping[str, Any]
   config: ModelConfig
-  tensors: Mapping[str, Any]  # Hugging Face name → gguf.ReaderTensor.
+  tensors: Mapping[str, gguf_header.Entry]  # by Hugging Face name.
 
   @property
   def shapes(self) -> Mapping[str, tuple[int, ...]]:
-    # GGUF lists dimensions from the fastest to the slowest.
-    return {name: tuple(int(n) for n in t.shape[::-1]) for name, t in self.tensors.items()}
+    return {name: entry.shape for name, entry in self.tensors.items()}
 
   def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-    """Returns a tensor dequantised to float32, rotary pairs in Hugging Face's order."""
-    import gguf
+    """Returns a tensor dequantised to float32, rotary pairs in Hugging Face's order.
 
-    tensor = self.tensors[name]
-    values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+    Raises:
+      ModelError: it is of a type that cannot be dequantised.
+    """
+    values = _dequantised(self.file, name, self.tensors[name])
     heads = _rotary_heads(name, self.config)
     if heads:
       values = _unpermute(values, heads)
@@ -44,28 +56,42 @@ def open_file(file: str | pathlib.Path) -> GgufFile:
   """Reads the metadata of a GGUF file, and no tensor yet.
 
   Raises:
-    ValueError: if it is no GGUF file, is cut short, or holds a model that is not supported.
+    MissingModel: there is no such file.
+    ModelError: if it is no GGUF file, is cut short, or holds a model that is not supported.
   """
-  import gguf
-
-  try:
-    reader = gguf.GGUFReader(str(file))
-  except (ValueError, IndexError, OverflowError) as error:  # what the reader meets in broken files.
-    raise ValueError(f"{file}: is cut short or no GGUF file: {error}") from error
-  metadata = {name: field.contents() for name, field in reader.fields.items()}
-  by_name = {tensor.name: tensor for tensor in reader.tensors}
+  file = pathlib.Path(file)
+  header = gguf_header.read(file)
+  by_name = dict(header.tensors)
   factors = by_name.pop("rope_freqs.weight", None)
+  embedding = by_name.get("token_embd.weight")
   config = config_from_metadata(
-    metadata,
-    vocab_size=int(by_name["token_embd.weight"].shape[-1]) if "token_embd.weight" in by_name else 0,
+    header.metadata,
+    vocab_size=0 if embedding is None else embedding.shape[0],
     tie_embeddings="output.weight" not in by_name,
-    rope_factors=None if factors is None else np.asarray(factors.data, np.float32),
+    rope_factors=None if factors is None else _dequantised(file, "rope_freqs.weight", factors),
     has_qkv_bias="blk.0.attn_q.bias" in by_name,
     has_o_bias="blk.0.attn_output.bias" in by_name,
     has_mlp_bias="blk.0.ffn_up.bias" in by_name,
+    where=str(file),
   )
   names = _hf_names(config)
-  return GgufFile(metadata, config, {names.get(name, name): by_name[name] for name in by_name})
+  tensors = {names.get(name, name): by_name[name] for name in by_name}
+  return GgufFile(file, header.metadata, config, tensors)
+
+
+def _dequantised(file: pathlib.Path, name: str, entry: gguf_header.Entry) -> np.ndarray:
+  """Reads a tensor as float32."""
+  import gguf
+
+  if math.prod(entry.shape) == 0:
+    return np.zeros(entry.shape, np.float32)
+  raw = np.fromfile(file, np.uint8, entry.size, offset=entry.offset)
+  raw = raw.reshape(*entry.shape[:-1], -1)
+  try:
+    values = gguf.quants.dequantize(raw, entry.kind)
+  except NotImplementedError as error:
+    raise ModelError(f"{file}: {name} is of type {entry.kind.name}, which is not read") from error
+  return values.astype(np.float32, copy=False).reshape(entry.shape)
 
 
 def config_from_metadata(
@@ -77,6 +103,7 @@ def config_from_metadata(
   has_qkv_bias: bool = False,
   has_o_bias: bool = False,
   has_mlp_bias: bool = False,
+  where: str = "GGUF metadata",
 ) -> ModelConfig:
   """Builds our configuration from GGUF metadata and from which tensors there are.
 
@@ -88,47 +115,58 @@ def config_from_metadata(
     has_qkv_bias: whether q, k and v have biases.
     has_o_bias: whether the attention's output has one.
     has_mlp_bias: whether the MLP has them.
+    where: the metadata stands, for errors.
 
   Raises:
-    ValueError: for an architecture or an option that is not supported, or a missing key.
+    ModelError: for an architecture or an option that is not supported, or a key that is missing,
+      of another type, or out of every range.
   """
-  family = str(metadata.get("general.architecture"))
+  fields = Fields(metadata, where)
+  family = fields.string("general.architecture")
   if family not in model_config.FAMILIES_BY_NAME:
     have = sorted(model_config.FAMILIES_BY_NAME)
-    raise ValueError(f"GGUF architecture {family!r} is not supported; supported are {have}")
-  if metadata.get(f"{family}.expert_count"):
-    raise ValueError("mixture of experts is not supported; supported are dense models")
+    raise ModelError(
+      f"{where}: GGUF architecture {family!r} is not supported; supported are {have}"
+    )
+  if fields.get(f"{family}.expert_count"):
+    raise ModelError(f"{where}: mixture of experts is not supported; supported are dense models")
 
-  def number(key: str, default: Any = None) -> Any:
-    value = metadata.get(f"{family}.{key}", default)
-    if value is None:
-      raise ValueError(f"GGUF metadata lacks {family}.{key}")
-    return _decimal(value) if isinstance(value, float) else int(value)
+  def whole(key: str, default: int | None = None, *, low: int = 1, high: int) -> int:
+    return fields.integer(f"{family}.{key}", default, low=low, high=high)
 
-  heads, width = number("attention.head_count"), number("embedding_length")
-  head_dim = number("attention.key_length", width // heads)
-  theta = float(number("rope.freq_base", 10000.0))
-  if number("rope.dimension_count", head_dim) != head_dim:
-    raise ValueError("rotary embeddings of a part of each head are not supported")
-  return ModelConfig(
-    family=family,
-    vocab_size=vocab_size,
-    hidden_size=width,
-    intermediate_size=number("feed_forward_length"),
-    num_layers=number("block_count"),
-    num_heads=heads,
-    num_kv_heads=number("attention.head_count_kv", heads),
-    head_dim=head_dim,
-    rms_norm_eps=float(number("attention.layer_norm_rms_epsilon")),
-    rope_theta=theta,
-    rope_scaling=_rope_scaling(metadata, family, head_dim, theta, rope_factors),
-    tie_embeddings=tie_embeddings,
-    qkv_bias=has_qkv_bias,
-    o_bias=has_o_bias,
-    mlp_bias=has_mlp_bias,
-    qk_norm=family == "qwen3",
-    max_position_embeddings=number("context_length"),
-  )
+  def decimal(key: str, default: float | None = None) -> float:
+    return _decimal(fields.number(f"{family}.{key}", default, above=0.0))
+
+  widest = model_config.WIDEST
+  heads = whole("attention.head_count", high=model_config.MOST_HEADS)
+  width = whole("embedding_length", high=widest)
+  head_dim = whole("attention.key_length", width // heads, low=2, high=widest)
+  theta = decimal("rope.freq_base", 10000.0)
+  if whole("rope.dimension_count", head_dim, high=widest) != head_dim:
+    raise ModelError(f"{where}: rotary embeddings of a part of each head are not supported")
+  try:
+    return ModelConfig(
+      family=family,
+      vocab_size=vocab_size,
+      hidden_size=width,
+      intermediate_size=whole("feed_forward_length", high=widest),
+      num_layers=whole("block_count", high=model_config.MOST_LAYERS),
+      num_heads=heads,
+      num_kv_heads=whole("attention.head_count_kv", heads, high=heads),
+      head_dim=head_dim,
+      rms_norm_eps=decimal("attention.layer_norm_rms_epsilon"),
+      rope_theta=theta,
+      rope_scaling=_rope_scaling(fields, family, head_dim, theta, rope_factors),
+      tie_embeddings=tie_embeddings,
+      qkv_bias=has_qkv_bias,
+      o_bias=has_o_bias,
+      mlp_bias=has_mlp_bias,
+      qk_norm=family == "qwen3",
+      max_position_embeddings=whole("context_length", high=2**31 - 1),
+    )
+  except ModelError as error:
+    message = str(error)
+    raise ModelError(message if message.startswith(where) else f"{where}: {message}") from error
 
 
 def convert(file: str | pathlib.Path, directory: str | pathlib.Path) -> pathlib.Path:
@@ -141,11 +179,12 @@ def convert(file: str | pathlib.Path, directory: str | pathlib.Path) -> pathlib.
     directory: to be written.
 
   Raises:
-    ValueError: if the file is broken, or its model or its tokenizer is not supported.
+    ModelError: if the file is broken, or its model or its tokenizer is not supported.
   """
   source = open_file(file)
   loading.check(source, source.config, str(file))
-  tokenizer = gguf_tokenizer.files(source.metadata, vocab_size=source.config.vocab_size)
+  fields = Fields(source.metadata, str(file))
+  tokenizer = gguf_tokenizer.files(fields, vocab_size=source.config.vocab_size)
   float32 = np.dtype(np.float32)
   tensors = [
     safetensors.ToWrite(stored.name, stored.shape, float32, _reader(source, stored.name))
@@ -153,7 +192,7 @@ def convert(file: str | pathlib.Path, directory: str | pathlib.Path) -> pathlib.
   ]
 
   def fill(folder: pathlib.Path) -> None:
-    ids = gguf_tokenizer.special_ids(source.metadata)
+    ids = gguf_tokenizer.special_ids(fields)
     hf = {**model_config.to_hf(source.config), **ids, "dtype": "float32"}
     export.write_json(folder / "config.json", hf)
     for name, content in tokenizer.items():
@@ -197,26 +236,32 @@ def _unpermute(values: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _rope_scaling(
-  metadata: Mapping[str, Any],
+  fields: Fields,
   family: str,
   head_dim: int,
   theta: float,
   factors: np.ndarray | None,
 ) -> RopeScaling | None:
-  kind = metadata.get(f"{family}.rope.scaling.type", "none")
+  kind = fields.string(f"{family}.rope.scaling.type") or "none"
   if kind == "linear":
-    return RopeScaling("linear", _decimal(metadata[f"{family}.rope.scaling.factor"]))
+    return RopeScaling("linear", _decimal(fields.number(f"{family}.rope.scaling.factor", above=0)))
   if kind != "none":
-    raise ValueError(f"GGUF rope scaling {kind!r} is not supported; supported: none, linear")
+    raise ModelError(
+      f"{fields.where}: GGUF rope scaling {kind!r} is not supported; supported: none, linear"
+    )
   if factors is None:
     return None
   # Llama 3's scaling is stored as its result. Every published model has the same other settings.
-  scaling = RopeScaling("llama3", _decimal(factors.max()))
   plain = layers.rope_frequencies(head_dim, theta, None)
-  scaled = layers.rope_frequencies(head_dim, theta, scaling)
-  if not np.allclose(plain / factors.reshape(-1), scaled, rtol=1e-4):
-    raise ValueError("rope_freqs.weight is not Llama 3's scaling with its published settings")
-  return scaling
+  factors = factors.reshape(-1)
+  if factors.shape == plain.shape and np.all(np.isfinite(factors) & (factors > 0)):
+    scaling = RopeScaling("llama3", _decimal(factors.max()))
+    scaled = layers.rope_frequencies(head_dim, theta, scaling)
+    if np.allclose(plain / factors, scaled, rtol=1e-4):
+      return scaling
+  raise ModelError(
+    f"{fields.where}: rope_freqs.weight is not Llama 3's scaling with its published settings"
+  )
 
 
 def _decimal(value: Any) -> float:

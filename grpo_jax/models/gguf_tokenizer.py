@@ -4,61 +4,76 @@ llama.cpp names a pre-tokenizer and keeps its regular expressions in its own sou
 are written as the models' original tokenizer.json has them.
 """
 
-from collections.abc import Mapping
 from typing import Any
+
+from grpo_jax.models.errors import ModelError
+from grpo_jax.models.fields import Fields
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # token types of GGUF.
 
 
-def files(metadata: Mapping[str, Any], *, vocab_size: int) -> dict[str, dict[str, Any]]:
+def files(fields: Fields, *, vocab_size: int) -> dict[str, dict[str, Any]]:
   """Returns the contents of tokenizer.json, tokenizer_config.json and generation_config.json.
 
   Args:
-    metadata: of the GGUF file, by its keys.
+    fields: metadata of the GGUF file, by its keys.
     vocab_size: rows of the embedding; the tokenizer may have fewer tokens, not more.
 
   Returns:
     Contents by file name. Without a tokenizer in the file, generation_config.json only.
 
   Raises:
-    ValueError: for a kind of tokenizer that is not supported.
+    ModelError: for a kind of tokenizer that is not supported, or keys that do not fit together.
   """
-  contents: dict[str, dict[str, Any]] = {"generation_config.json": special_ids(metadata)}
-  model = metadata.get("tokenizer.ggml.model")
+  contents: dict[str, dict[str, Any]] = {"generation_config.json": special_ids(fields)}
+  model = fields.string("tokenizer.ggml.model")
   if model is None:
     return contents
   if model != "gpt2":
-    raise ValueError(f"GGUF tokenizer model {model!r} is not supported; supported: gpt2 (BPE)")
-  tokens = metadata["tokenizer.ggml.tokens"]
-  if len(tokens) > vocab_size:
-    raise ValueError(f"the tokenizer has {len(tokens)} tokens, the embedding {vocab_size} rows")
-  contents["tokenizer.json"] = _tokenizer(metadata)
-  contents["tokenizer_config.json"] = _tokenizer_config(metadata)
+    raise ModelError(
+      f"{fields.where}: GGUF tokenizer model {model!r} is not supported; supported: gpt2 (BPE)"
+    )
+  tokens = fields.strings(_TOKENS)
+  if not 0 < len(tokens) <= vocab_size:
+    raise ModelError(
+      f"{fields.where}: the tokenizer has {len(tokens)} tokens, the embedding {vocab_size} rows"
+    )
+  contents["tokenizer.json"] = _tokenizer(fields)
+  contents["tokenizer_config.json"] = _tokenizer_config(fields)
   return contents
 
 
-def special_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def special_ids(fields: Fields) -> dict[str, Any]:
   """Returns bos_token_id, eos_token_id and pad_token_id as far as the file names them.
 
   Where it names an end of turn beside the end of text, eos_token_id is a list of both.
   """
-  ids = {
-    f"{name}_token_id": int(metadata[key])
-    for name, key in _ID_KEYS.items()
-    if metadata.get(key) is not None
-  }
-  ends = [ids.pop("eos_token_id", None), metadata.get("tokenizer.ggml.eot_token_id")]
-  ends = list(dict.fromkeys(int(end) for end in ends if end is not None))
+  ids = {f"{name}_token_id": _id(fields, key) for name, key in _ID_KEYS.items() if key in fields}
+  eot = "tokenizer.ggml.eot_token_id"
+  ends = [ids.pop("eos_token_id", None), _id(fields, eot) if eot in fields else None]
+  ends = list(dict.fromkeys(end for end in ends if end is not None))
   return {**ids, "eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else ids
 
 
-def _tokenizer(metadata: Mapping[str, Any]) -> dict[str, Any]:
-  tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-  types = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
-  pre = metadata.get("tokenizer.ggml.pre", "default")
+def _id(fields: Fields, key: str) -> int:
+  """Returns a token id, of the file's own tokens if it lists them."""
+  return fields.integer(key, low=0, high=(len(fields.strings(_TOKENS)) or 2**31) - 1)
+
+
+def _tokenizer(fields: Fields) -> dict[str, Any]:
+  tokens = fields.strings(_TOKENS)
+  types = fields.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+  if not isinstance(types, list) or len(types) != len(tokens):
+    raise fields.wrong("tokenizer.ggml.token_type", f"a list of {len(tokens)} numbers")
+  merges = [merge.split(" ") for merge in fields.strings("tokenizer.ggml.merges")]
+  if any(len(pair) != 2 for pair in merges):
+    raise fields.wrong("tokenizer.ggml.merges", "a list of pairs with one space between them")
+  pre = fields.string("tokenizer.ggml.pre") or "default"
   if pre not in _PRE_TOKENIZERS:
     have = sorted(_PRE_TOKENIZERS)
-    raise ValueError(f"GGUF pre-tokenizer {pre!r} is not supported; supported are {have}")
+    raise ModelError(
+      f"{fields.where}: GGUF pre-tokenizer {pre!r} is not supported; supported are {have}"
+    )
   added = [
     _added_token(index, token, special=kind == _CONTROL)
     for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
@@ -71,7 +86,7 @@ def _tokenizer(metadata: Mapping[str, Any]) -> dict[str, Any]:
     "added_tokens": added,
     "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
     "pre_tokenizer": {"type": "Sequence", "pretokenizers": _PRE_TOKENIZERS[pre]},
-    "post_processor": _post_processor(metadata),
+    "post_processor": _post_processor(fields),
     "decoder": _byte_level(use_regex=True),
     "model": {
       "type": "BPE",
@@ -83,18 +98,18 @@ def _tokenizer(metadata: Mapping[str, Any]) -> dict[str, Any]:
       "byte_fallback": False,
       "ignore_merges": pre == "llama-bpe",
       "vocab": {token: index for index, token in enumerate(tokens)},
-      "merges": [merge.split(" ") for merge in metadata["tokenizer.ggml.merges"]],
+      "merges": merges,
     },
   }
 
 
-def _post_processor(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
+def _post_processor(fields: Fields) -> dict[str, Any] | None:
   """Returns what writes the first token of a text, where the file asks for one."""
-  pre = metadata.get("tokenizer.ggml.pre")
-  if not metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
+  is_llama = fields.get("tokenizer.ggml.pre") == "llama-bpe"
+  if not fields.boolean("tokenizer.ggml.add_bos_token", default=is_llama):
     return None
-  index = int(metadata["tokenizer.ggml.bos_token_id"])
-  bos = metadata["tokenizer.ggml.tokens"][index]
+  index = _id(fields, _ID_KEYS["bos"])
+  bos = fields.strings(_TOKENS)[index]
   first = {"SpecialToken": {"id": bos, "type_id": 0}}
   single = [first, {"Sequence": {"id": "A", "type_id": 0}}]
   return {
@@ -105,20 +120,21 @@ def _post_processor(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
   }
 
 
-def _tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
-  tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-  architecture = metadata.get("general.architecture")
+def _tokenizer_config(fields: Fields) -> dict[str, Any]:
+  tokens = fields.strings(_TOKENS)
+  length = f"{fields.get('general.architecture')}.context_length"
   config: dict[str, Any] = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "clean_up_tokenization_spaces": False,
-    "model_max_length": int(metadata.get(f"{architecture}.context_length", 0)) or None,
+    "model_max_length": fields.integer(length, 0, low=0, high=2**31 - 1) or None,
     "add_prefix_space": False,
   }
   for name, key in {**_ID_KEYS, "unk": "tokenizer.ggml.unknown_token_id"}.items():
-    if metadata.get(key) is not None:
-      config[f"{name}_token"] = tokens[int(metadata[key])]
-  if metadata.get("tokenizer.chat_template"):
-    config["chat_template"] = metadata["tokenizer.chat_template"]
+    if key in fields:
+      config[f"{name}_token"] = tokens[_id(fields, key)]
+  template = fields.string("tokenizer.chat_template")
+  if template:
+    config["chat_template"] = template
   return {key: value for key, value in config.items() if value is not None}
 
 
@@ -141,6 +157,7 @@ def _split(regex: str) -> list[dict[str, Any]]:
   return [split, _byte_level(use_regex=False)]
 
 
+_TOKENS = "tokenizer.ggml.tokens"
 _ID_KEYS = {
   "bos": "tokenizer.ggml.bos_token_id",
   "eos": "tokenizer.ggml.eos_token_id",

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from grpo_jax.models.fields import Fields
+
 ARCHITECTURE = "LlamaForCausalLM"
 MODEL_TYPE = "llama"
 
@@ -39,13 +41,13 @@ LAYER_NAMES: Mapping[str, str] = {
 }
 
 
-def switches(hf: Mapping[str, Any]) -> dict[str, bool]:
+def switches(fields: Fields) -> dict[str, bool]:
   """Returns the switches of `ModelConfig` that config.json sets in this family."""
-  attention_bias = bool(hf.get("attention_bias", False))
+  attention_bias = fields.boolean("attention_bias", default=False)
   return {
     "qkv_bias": attention_bias,
     "o_bias": attention_bias,
-    "mlp_bias": bool(hf.get("mlp_bias", False)),
+    "mlp_bias": fields.boolean("mlp_bias", default=False),
     "qk_norm": False,
   }
 

@@ -1,7 +1,6 @@
 """Checkpoint → parameters, streamed tensor by tensor straight into their sharding (I/O)."""
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -10,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.models import classifier, leaves, safetensors, transformer
+from grpo_jax.models import classifier, files, leaves, safetensors, transformer
 from grpo_jax.models import config as model_config
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.errors import ModelError
+from grpo_jax.models.fields import Fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,16 +44,15 @@ def load(
     dtype: of the parameters, whatever the files hold.
 
   Raises:
-    FileNotFoundError: if a file is missing.
-    ValueError: for a model that is not supported, or tensors that are missing, unexpected or of
+    MissingModel: if a file is missing.
+    ModelError: for a model that is not supported, or tensors that are missing, unexpected or of
       another shape than config.json implies; each by its name.
   """
   directory = pathlib.Path(path)
-  config = model_config.from_hf(read_json(directory / "config.json"))
+  config = read_config(directory)
   tensors = safetensors.open_folder(directory)
   check(tensors, config, str(directory))
-  generation_file = directory / "generation_config.json"
-  generation = read_json(generation_file) if generation_file.exists() else {}
+  generation = read_generation(directory)
   params = read_params(tensors, config, sharding=sharding, dtype=dtype)
   return Loaded(config, params, directory, generation)
 
@@ -76,49 +76,77 @@ def load_classifier(path: str | pathlib.Path, *, dtype: Any = jnp.float32) -> Lo
     dtype: of the parameters, whatever the files hold.
 
   Raises:
-    FileNotFoundError: if a file is missing.
-    ValueError: as `load`; also if there is no score matrix [labels, hidden_size].
+    MissingModel: if a file is missing.
+    ModelError: as `load`; also if there is no score matrix [labels, hidden_size].
   """
   directory = pathlib.Path(path)
-  hf = read_json(directory / "config.json")
-  config = model_config.classifier_from_hf(hf)
+  file = directory / "config.json"
+  hf = files.read_json(file)
+  config = model_config.classifier_from_hf(hf, where=str(file))
   tensors = safetensors.open_folder(directory)
   shape = tuple(tensors.shapes.get(SCORE_NAME, ()))
   if len(shape) != 2 or shape[1] != config.hidden_size:
     found = sorted(name for name in tensors.shapes if not name.startswith("model."))
-    raise ValueError(
+    raise ModelError(
       f"{directory}: needs {SCORE_NAME} [labels, {config.hidden_size}], has"
       f" {list(shape) or 'none'}; the tensors outside the body are {found}"
     )
   check(tensors, config, str(directory), others=(SCORE_NAME, _head_name(config)))
   body = read_params(tensors, config, dtype=dtype)
   score = jax.device_put(tensors.read(SCORE_NAME).astype(np.dtype(dtype)))
-  pad = hf.get("pad_token_id")
+  pad = Fields(hf, str(file)).ids("pad_token_id")
   return LoadedClassifier(
     config=config,
     params={"body": body, "score": score},
     directory=directory,
     num_labels=shape[0],
-    pad_id=None if pad is None else int(pad),
+    pad_id=pad[0] if pad else None,
   )
 
 
-def read_json(file: pathlib.Path) -> dict[str, Any]:
-  """Returns the object in a JSON file.
+def read_config(directory: pathlib.Path) -> ModelConfig:
+  """Reads the config.json of a Hugging Face folder; raises as `load`."""
+  file = directory / "config.json"
+  return model_config.from_hf(files.read_json(file), where=str(file))
+
+
+def look(path: str | pathlib.Path) -> ModelConfig:
+  """Checks a local Hugging Face folder as far as its JSON files and headers tell; cheap.
+
+  Returns:
+    The configuration of the model in it.
 
   Raises:
-    FileNotFoundError: if there is no such file; what the folder holds instead is named.
-    ValueError: if it holds no JSON object.
+    MissingModel, ModelError: as `load`, except that no tensor is read.
   """
+  directory = pathlib.Path(path).expanduser()
+  config = read_config(directory)
+  tensors = safetensors.open_folder(directory)
+  faults = _misfits(tensors, config)
+  if faults:
+    raise _unfit(str(directory), faults)
+  for file, content in (
+    (directory / "generation_config.json", read_generation(directory)),
+    (directory / "config.json", files.read_json(directory / "config.json")),
+  ):
+    beyond = [i for i in Fields(content, str(file)).ids("eos_token_id") if i >= config.vocab_size]
+    if beyond:
+      raise ModelError(f"{file}: eos_token_id {beyond} is not below {config.vocab_size}")
+  return config
+
+
+def read_generation(directory: pathlib.Path) -> dict[str, Any]:
+  """Reads generation_config.json; empty if there is none.
+
+  Raises:
+    ModelError: if it is no JSON object, or its token ids are no token ids.
+  """
+  file = directory / "generation_config.json"
   if not file.exists():
-    found = sorted(p.name for p in file.parent.glob("*")) if file.parent.is_dir() else "no folder"
-    raise FileNotFoundError(f"{file} does not exist; beside it: {found}")
-  try:
-    content = json.loads(file.read_text(encoding="utf-8"))
-  except ValueError as error:
-    raise ValueError(f"{file}: is no JSON: {error}") from error
-  if not isinstance(content, dict):
-    raise ValueError(f"{file}: needs a JSON object, holds a {type(content).__name__}")
+    return {}
+  content = files.read_json(file)
+  for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+    Fields(content, str(file)).ids(name)
   return content
 
 
@@ -140,16 +168,9 @@ def check(
     others: names of tensors that may be there besides, whatever they hold.
 
   Raises:
-    ValueError: naming every tensor that is missing, unexpected or of another shape.
+    ModelError: naming every tensor that is missing, unexpected or of another shape.
   """
-  wanted = {stored.name: stored.shape for stored in leaves.stored(config)}
-  found = tensors.shapes
-  faults = [f"missing: {name} {list(wanted[name])}" for name in wanted if name not in found]
-  for name, shape in found.items():
-    if name in wanted and tuple(shape) != wanted[name]:
-      faults.append(f"{name}: has shape {list(shape)}, config implies {list(wanted[name])}")
-    if name not in wanted and name not in others and not _is_ignored(name, config):
-      faults.append(f"unexpected: {name} {list(shape)}")
+  faults = _misfits(tensors, config, others)
   checks_head = config.tie_embeddings and _head_name(config) not in others
   if not faults and checks_head and not _stored_head_is_tied(tensors, config):
     faults.append(
@@ -157,8 +178,27 @@ def check(
       " tie_word_embeddings: true"
     )
   if faults:
-    shown = faults[:20] + ([f"and {len(faults) - 20} more"] if len(faults) > 20 else [])
-    raise ValueError(f"{where} does not fit its config:\n  " + "\n  ".join(shown))
+    raise _unfit(where, faults)
+
+
+def _misfits(
+  tensors: safetensors.Tensors, config: ModelConfig, others: Collection[str] = ()
+) -> list[str]:
+  """Returns what is missing, unexpected or of another shape, from the names and shapes alone."""
+  wanted = {stored.name: stored.shape for stored in leaves.stored(config)}
+  found = tensors.shapes
+  faults = [f"missing: {name} {list(wanted[name])}" for name in wanted if name not in found]
+  for name, shape in found.items():
+    if name in wanted and tuple(shape) != wanted[name]:
+      faults.append(f"{name}: has shape {list(shape)}, config implies {list(wanted[name])}")
+    if name not in wanted and name not in others and not _is_ignored(name, config):
+      faults.append(f"unexpected: {name[:_SHOWN]} {list(shape)}")
+  return faults
+
+
+def _unfit(where: str, faults: list[str]) -> ModelError:
+  more = [f"and {len(faults) - _SHOWN_FAULTS} more"] if len(faults) > _SHOWN_FAULTS else []
+  return ModelError(f"{where} does not fit its config: " + "; ".join(faults[:_SHOWN_FAULTS] + more))
 
 
 def read_params(
@@ -267,4 +307,6 @@ def _stored_head_is_tied(tensors: safetensors.Tensors, config: ModelConfig) -> b
 
 
 SCORE_NAME = "score.weight"  # of a sequence classifier, [labels, hidden_size].
+_SHOWN = 200  # characters of a tensor's name in an error.
+_SHOWN_FAULTS = 8
 _CHUNK_VALUES = 1 << 20  # read at once: 4 MiB of float32.

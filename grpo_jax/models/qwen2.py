@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_jax.models import llama
+from grpo_jax.models.fields import Fields
 
 ARCHITECTURE = "Qwen2ForCausalLM"
 MODEL_TYPE = "qwen2"
@@ -13,9 +14,9 @@ LAYER_PREFIX = llama.LAYER_PREFIX
 LAYER_NAMES = llama.LAYER_NAMES
 
 
-def switches(hf: Mapping[str, Any]) -> dict[str, bool]:
+def switches(fields: Fields) -> dict[str, bool]:
   """Returns the switches of `ModelConfig`: biases on q, k and v, whatever config.json says."""
-  del hf
+  del fields
   return {"qkv_bias": True, "o_bias": False, "mlp_bias": False, "qk_norm": False}
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_jax.models import llama
+from grpo_jax.models.fields import Fields
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 MODEL_TYPE = "qwen3"
@@ -17,9 +18,9 @@ LAYER_NAMES: Mapping[str, str] = {
 }
 
 
-def switches(hf: Mapping[str, Any]) -> dict[str, bool]:
+def switches(fields: Fields) -> dict[str, bool]:
   """Returns the switches of `ModelConfig`: RMS norm of every query and key head."""
-  attention_bias = bool(hf.get("attention_bias", False))
+  attention_bias = fields.boolean("attention_bias", default=False)
   return {
     "qkv_bias": attention_bias,
     "o_bias": attention_bias,

@@ -15,8 +15,15 @@ from typing import Any, Protocol, runtime_checkable
 import ml_dtypes
 import numpy as np
 
+from grpo_jax.models import files
+from grpo_jax.models.errors import MissingModel, ModelError
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+HEADER_BYTES = 100_000_000  # the longest that the format's own library reads.
+_MOST_AXES = 8
+_SHOWN = 30  # names in an error.
+_SHOWN_NAME = 200  # characters of a name in an error.
 
 
 @runtime_checkable
@@ -68,55 +75,131 @@ def open_folder(directory: pathlib.Path) -> Folder:
   """Reads the headers of the safetensors files of a Hugging Face folder, and no tensor yet.
 
   Raises:
-    FileNotFoundError: if there are none, or one that the index names is missing.
-    ValueError: if a file is cut short or is no safetensors file.
+    MissingModel: if there are none, or one that the index names is missing.
+    ModelError: if a file is cut short or is no safetensors file, or the index does not fit them.
   """
   index = directory / INDEX_FILE
-  if index.exists():
-    weight_map = json.loads(index.read_text())["weight_map"]
-    files = [directory / name for name in sorted(set(weight_map.values()))]
-  else:
-    files = [directory / SINGLE_FILE]
-  absent = [file.name for file in files if not file.exists()]
+  weight_map = _weight_map(index) if index.exists() else {}
+  names = sorted(set(weight_map.values())) or [SINGLE_FILE]
+  absent = [name for name in names if not (directory / name).exists()]
   if absent:
     found = sorted(path.name for path in directory.glob("*") if path.is_file())
-    raise FileNotFoundError(
-      f"{directory}: needs {absent} (weights are read from safetensors only); found {found}"
+    raise MissingModel(
+      f"{directory}: needs {absent[:_SHOWN]} (weights are read from safetensors only);"
+      f" found {found[:_SHOWN]}"
     )
   entries: dict[str, Entry] = {}
-  for file in files:
-    entries.update(read_header(file))
+  for name in names:
+    in_file = read_header(directory / name)
+    twice = sorted(entries.keys() & in_file.keys())
+    if twice:
+      raise ModelError(f"{directory / name}: {twice[0]} stands in another file of the folder, too")
+    entries.update(in_file)
+  for name, file in weight_map.items():
+    if name not in entries or entries[name].file.name != file:
+      raise ModelError(f"{index}: says that {name} is in {file}, where it is not")
   return Folder(entries)
+
+
+def _weight_map(index: pathlib.Path) -> dict[str, str]:
+  """Returns tensor → file beside the index.
+
+  Raises:
+    ModelError: if the index has none, or names a file of another folder.
+  """
+  content = files.read_json(index, max_bytes=files.INDEX_BYTES, is_strict=True)
+  weight_map = content.get("weight_map")
+  if not isinstance(weight_map, dict) or not weight_map:
+    raise ModelError(
+      f"{index}: needs weight_map, an object of tensor and file names,"
+      f" has {files.described(weight_map)}"
+    )
+  for name, file in weight_map.items():
+    is_beside = isinstance(file, str) and file == pathlib.PurePath(file).name and "\\" not in file
+    if not is_beside or file in ("", ".."):
+      raise ModelError(
+        f"{index}: weight_map gives {name} the file {files.described(file)};"
+        " a file of the same folder is needed"
+      )
+  return weight_map
 
 
 def read_header(file: pathlib.Path) -> dict[str, Entry]:
   """Returns the entries of one safetensors file.
 
+  The rules are the format's own: a header of at most 100 MB, and tensors that fill the rest of
+  the file without gaps or overlaps.
+
   Raises:
-    ValueError: if it is cut short, is no safetensors file, or holds a dtype we do not read.
+    ModelError: if it is cut short, is no safetensors file, or holds a dtype we do not read.
   """
-  size = file.stat().st_size
+  size = files.require(file)
   with file.open("rb") as stream:
     length = int.from_bytes(stream.read(8), "little")
     if size < 8 or length > size - 8:
-      raise ValueError(f"{file}: is cut short or no safetensors file ({size} bytes)")
-    try:
-      header = json.loads(stream.read(length))
-    except ValueError as error:
-      raise ValueError(f"{file}: is no safetensors file: its header is no JSON") from error
-  header.pop("__metadata__", None)
-  entries = {}
-  for name, field in header.items():
-    if field["dtype"] not in _DTYPES:
-      raise ValueError(f"{file}: {name} is {field['dtype']}; readable are {sorted(_DTYPES)}")
-    begin, end = field["data_offsets"]
-    dtype, shape = _DTYPES[field["dtype"]], tuple(field["shape"])
-    if end - begin != math.prod(shape) * dtype.itemsize:
-      raise ValueError(f"{file}: the header gives {name} {end - begin} bytes for shape {shape}")
-    if 8 + length + end > size:
-      raise ValueError(f"{file}: is cut short: {name} ends at {8 + length + end} of {size} bytes")
-    entries[name] = Entry(file, 8 + length + begin, shape, dtype)
-  return entries
+      raise ModelError(f"{file}: is cut short or no safetensors file ({size} bytes)")
+    if length > HEADER_BYTES:
+      raise ModelError(f"{file}: has a header of {length} bytes; at most {HEADER_BYTES} are read")
+    header = files.json_object(stream.read(length), f"{file}: header", is_strict=True)
+  metadata = header.pop("__metadata__", {})
+  if not isinstance(metadata, dict):
+    raise ModelError(f"{file}: header: __metadata__ needs an object of strings")
+  data = 8 + length
+  spans = {name: _span(file, name, fields) for name, fields in header.items()}
+  _check_filled(file, spans, size - data)
+  return {
+    name: Entry(file, data + span.begin, span.shape, span.dtype) for name, span in spans.items()
+  }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Span:
+  """Where a header puts a tensor, in bytes after the header."""
+
+  begin: int
+  end: int
+  shape: tuple[int, ...]
+  dtype: np.dtype
+
+
+def _span(file: pathlib.Path, name: str, fields: Any) -> _Span:
+  """Checks one entry of a header."""
+  where = f"{file}: header: {name[:_SHOWN_NAME]}"
+  if not isinstance(fields, dict):
+    raise ModelError(f"{where}: needs an object, holds {files.described(fields)}")
+  dtype_name, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+  if not isinstance(dtype_name, str) or dtype_name not in _DTYPES:
+    raise ModelError(
+      f"{where}: dtype is {files.described(dtype_name)}; readable are {sorted(_DTYPES)}"
+    )
+  if not _are_sizes(shape) or len(shape) > _MOST_AXES:
+    raise ModelError(f"{where}: shape needs a list of sizes, is {files.described(shape)}")
+  if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    raise ModelError(
+      f"{where}: data_offsets needs the first and the last byte, is {files.described(offsets)}"
+    )
+  dtype, (begin, end) = _DTYPES[dtype_name], offsets
+  if end - begin != math.prod(shape) * dtype.itemsize:
+    raise ModelError(f"{where}: has {end - begin} bytes for shape {tuple(shape)} of {dtype_name}")
+  return _Span(begin, end, tuple(shape), dtype)
+
+
+def _are_sizes(value: Any) -> bool:
+  return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
+
+
+def _check_filled(file: pathlib.Path, spans: Mapping[str, _Span], size: int) -> None:
+  """Raises ModelError unless the tensors fill `size` bytes, one behind the other."""
+  reached, before = 0, "the header"
+  for name, span in sorted(spans.items(), key=lambda item: (item[1].begin, item[1].end)):
+    if span.end > size:
+      raise ModelError(f"{file}: is cut short: {name} ends at byte {span.end} of {size}")
+    if span.begin != reached:
+      what = "overlaps with" if span.begin < reached else "leaves a gap behind"
+      raise ModelError(f"{file}: {name} {what} {before}: it begins at {span.begin}, not {reached}")
+    reached, before = span.end, name
+  if reached != size:
+    raise ModelError(f"{file}: has {size - reached} bytes behind the last tensor")
 
 
 @dataclasses.dataclass(frozen=True)

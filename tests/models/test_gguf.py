@@ -11,6 +11,7 @@ import transformers
 from grpo_jax import models
 from grpo_jax.models import gguf, gguf_tokenizer, layers, leaves
 from grpo_jax.models.config import RopeScaling
+from grpo_jax.models.fields import Fields
 from tests.models import tiny
 
 # A tokenizer over bytes: GPT-2's printable stand-ins, four merges, two special tokens.
@@ -179,7 +180,7 @@ def test_a_file_without_tokenizer_gives_a_folder_without(tmp_path):
 
 def test_end_of_turn_beside_end_of_text_makes_a_list():
   ids = gguf_tokenizer.special_ids(
-    {"tokenizer.ggml.eos_token_id": 7, "tokenizer.ggml.eot_token_id": 9}
+    Fields({"tokenizer.ggml.eos_token_id": 7, "tokenizer.ggml.eot_token_id": 9}, "a.gguf")
   )
   assert ids == {"eos_token_id": [7, 9]}
 
@@ -195,7 +196,7 @@ def test_other_pre_tokenizers_keep_their_texts(pre, tmp_path):
     "tokenizer.ggml.bos_token_id": 1,
     "tokenizer.ggml.eos_token_id": 0,
   }
-  for name, content in gguf_tokenizer.files(metadata, vocab_size=len(TOKENS)).items():
+  for name, content in gguf_tokenizer.files(Fields(metadata, "a"), vocab_size=len(TOKENS)).items():
     (tmp_path / name).write_text(json.dumps(content))
   (tmp_path / "config.json").write_text('{"model_type": "llama"}')
   tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)

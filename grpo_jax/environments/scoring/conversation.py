@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from grpo_jax.chat import tokenizer_files
+from grpo_jax.chat.rendering import Renderer
+from grpo_jax.models.errors import ModelError
 from grpo_jax.types import Prompt
 
 Message = Mapping[str, Any]
@@ -29,24 +32,22 @@ def of_attempt(prompt: Prompt, completion: str) -> list[Message]:
 class ConversationEncoder:
   """The tokenizer and chat template of a reward model."""
 
-  def __init__(self, backend: Any, where: str):
-    """Wraps a tokenizer of transformers; `where` it was found, for errors."""
-    self._backend = backend
+  def __init__(self, opened: tokenizer_files.Opened, template: str, where: str):
+    """Wraps a tokenizer; `where` it was found, for errors."""
+    self._backend = opened.backend
+    self._renderer = Renderer(template, where=opened.template_file)
     self._where = where
+    named = opened.backend.special_tokens_map
+    self._variables = {"tools": None, "documents": None, "add_generation_prompt": False, **named}
 
   @property
   def vocab_size(self) -> int:
     """Number of ids, added ones included: every id is below it."""
-    return max(len(self._backend), max(self._backend.get_vocab().values()) + 1)
+    return tokenizer_files.vocab_size(self._backend)
 
   def render(self, messages: Sequence[Message]) -> str:
     """Renders a finished conversation: nothing after the last message asks for another."""
-    return self._backend.apply_chat_template(
-      [dict(message) for message in messages],
-      tokenize=False,
-      add_generation_prompt=False,
-      return_dict=False,
-    )
+    return self._renderer.render(messages, self._variables).text
 
   def encode(self, messages: Sequence[Message]) -> Int[np.ndarray, " tokens"]:
     """Encodes what `render` gives; the template writes its special tokens itself.
@@ -69,21 +70,13 @@ def load_encoder(directory: str | Path, *, chat_template: str | None = None) -> 
       template itself.
 
   Raises:
-    FileNotFoundError: the template file does not exist.
-    ValueError: the folder holds no tokenizer, or there is no chat template.
+    MissingModel: the folder or the template file does not exist.
+    ModelError: the folder holds no tokenizer, or there is no chat template.
   """
-  from transformers import AutoTokenizer
-
-  try:
-    backend = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-  except (OSError, ValueError, KeyError) as error:
-    raise ValueError(f"{directory} holds no tokenizer that transformers reads: {error}") from error
-  if chat_template is not None:
-    is_file = chat_template.endswith(".jinja")
-    backend.chat_template = Path(chat_template).read_text() if is_file else chat_template
-  if not backend.chat_template:
-    raise ValueError(
+  opened = tokenizer_files.open_folder(directory, chat_template=chat_template)
+  if not opened.template:
+    raise ModelError(
       f"the tokenizer of the reward model in {directory} has no chat template; name a .jinja"
       " file or a template as chat_template"
     )
-  return ConversationEncoder(backend, str(directory))
+  return ConversationEncoder(opened, opened.template, str(directory))

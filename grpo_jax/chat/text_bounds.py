@@ -1,0 +1,146 @@
+"""How many characters a text of so many tokens can have, from the description of a tokenizer. Pure.
+
+A token covers no more characters than its own name has, in byte-level and byte-fallback
+vocabularies: a text that is longer than all tokens allow need not be encoded to be refused.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# Where characters may vanish (blanks that are stripped, unknown words of one token), a text is
+# believed to be too long only far above the bound.
+UNSAFE_FACTOR = 16
+UNSAFE_CHARACTERS = 1 << 20
+
+# Composing makes one character of at most four (U+1F82 and its like).
+_COMPOSED = 4
+# Steps that drop no character, and by how much they shorten a text at most.
+_NORMALIZERS = {
+  "ByteLevel": 1,
+  "Lowercase": 1,
+  "NFC": _COMPOSED,
+  "NFD": 1,
+  "NFKC": _COMPOSED,
+  "NFKD": 1,
+  "Prepend": 1,
+}
+_PRE_TOKENIZERS = ("ByteLevel", "Digits", "Metaspace")
+_SPLITS = ("Punctuation", "Split")  # drop nothing, unless what they split at is removed.
+_LONGEST_REPLACEMENT = 256  # characters that one may become, all steps together.
+
+
+def characters_per_token(description: Mapping[str, Any]) -> tuple[int, bool]:
+  """Returns how many characters of a text a token covers at most, and whether that is certain.
+
+  Args:
+    description: content of a tokenizer.json.
+  """
+  longest = max((len(token) for token in _tokens(description)), default=1)
+  shrinking = _shrinking(description.get("normalizer"))
+  is_certain = (
+    shrinking is not None
+    and _keeps_all(description.get("pre_tokenizer"))
+    and _covers_all(description)
+    and not any(t.get("lstrip") or t.get("rstrip") for t in description.get("added_tokens") or ())
+  )
+  return max(1, math.ceil(longest * (shrinking or _COMPOSED))), is_certain
+
+
+def longest_text(each: int, is_certain: bool, tokens: int) -> int:
+  """Returns a number of characters that no text of at most `tokens` tokens exceeds.
+
+  Args:
+    each: characters that a token covers; see `characters_per_token`.
+    is_certain: whether none is dropped.
+    tokens: at most so many.
+  """
+  if is_certain:
+    return each * tokens
+  return max(UNSAFE_CHARACTERS, UNSAFE_FACTOR * each * tokens)
+
+
+def growth(description: Mapping[str, Any]) -> int:
+  """Returns into how many characters the replacing steps turn one, at most.
+
+  Steps that multiply a text one after the other would take all memory.
+  """
+  product = 1
+  for part in ("normalizer", "pre_tokenizer"):
+    for step in _steps(description.get(part)):
+      if step.get("type") == "Replace":
+        product *= max(1, len(str(step.get("content", ""))))
+      if step.get("type") == "Prepend":
+        product *= 1 + len(str(step.get("prepend", "")))
+  return product
+
+
+def is_bomb(description: Mapping[str, Any]) -> bool:
+  """Says whether the replacing steps multiply a text beyond every use."""
+  return growth(description) > _LONGEST_REPLACEMENT
+
+
+def _tokens(description: Mapping[str, Any]) -> Iterator[str]:
+  vocab = description["model"].get("vocab") or ()
+  yield from vocab if isinstance(vocab, Mapping) else (entry[0] for entry in vocab)
+  yield from (token["content"] for token in description.get("added_tokens") or ())
+
+
+def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
+  """Yields the steps of a normalizer or pre-tokenizer, those of sequences one by one."""
+  if not isinstance(part, Mapping):
+    return
+  inner = part.get("normalizers") or part.get("pretokenizers")
+  if part.get("type") == "Sequence":
+    for each in inner or ():
+      yield from _steps(each)
+  else:
+    yield part
+
+
+def _shrinking(normalizer: Any) -> float | None:
+  """Returns by how much the normalizer shortens a text at most; None: it may drop characters."""
+  factor = 1.0
+  for step in _steps(normalizer):
+    if step.get("type") == "Replace":
+      pattern, content = step.get("pattern") or {}, step.get("content") or ""
+      if "String" not in pattern or not content:
+        return None
+      factor *= max(1.0, len(pattern["String"]) / len(content))
+    elif step.get("type") in _NORMALIZERS:
+      factor *= _NORMALIZERS[step["type"]]
+    else:
+      return None
+  return factor
+
+
+def _keeps_all(pre_tokenizer: Any) -> bool:
+  """Says whether every character gets into some piece."""
+  return all(
+    step.get("type") in _PRE_TOKENIZERS
+    or (step.get("type") in _SPLITS and step.get("behavior") != "Removed")
+    for step in _steps(pre_tokenizer)
+  )
+
+
+def _covers_all(description: Mapping[str, Any]) -> bool:
+  """Says whether every piece becomes tokens that cover all of it, whatever it is."""
+  model = description["model"]
+  vocab = model.get("vocab") or ()
+  known = set(vocab) if isinstance(vocab, Mapping) else {entry[0] for entry in vocab}
+  if model.get("byte_fallback") and all(f"<0x{byte:02X}>" in known for byte in range(256)):
+    return True
+  if model.get("type") != "BPE":
+    return False
+  if model.get("unk_token") is not None and not model.get("fuse_unk"):
+    return True
+  parts = (*_steps(description.get("normalizer")), *_steps(description.get("pre_tokenizer")))
+  is_byte_level = any(step.get("type") == "ByteLevel" for step in parts)
+  return is_byte_level and all(letter in known for letter in _byte_letters())
+
+
+def _byte_letters() -> list[str]:
+  """Returns GPT-2's printable stand-ins for the 256 bytes."""
+  printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+  others = (byte for byte in range(256) if byte not in printable)
+  return [*map(chr, printable), *(chr(256 + n) for n, _ in enumerate(others))]

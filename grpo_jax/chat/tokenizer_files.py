@@ -1,0 +1,143 @@
+"""Opens the tokenizer of a model folder that may be a stranger's, within bounds (I/O)."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_jax.chat import text_bounds
+from grpo_jax.models import files
+from grpo_jax.models.errors import MissingModel, ModelError
+from grpo_jax.models.fields import Fields
+
+_SETTINGS = (
+  "tokenizer_config.json",
+  "special_tokens_map.json",
+  "added_tokens.json",
+  "generation_config.json",
+  "config.json",
+)
+_VOCABULARIES = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "spiece.model")
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+_SHOWN = 400  # characters of another library's error.
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+  """A tokenizer of transformers, and its chat template."""
+
+  backend: Any
+  template: str | None  # None: there is none.
+  template_file: str  # where the template is found, for errors.
+
+
+def open_folder(directory: str | Path, *, chat_template: str | None = None) -> Opened:
+  """Opens the tokenizer of a local Hugging Face folder; code in the folder is never run.
+
+  Args:
+    directory: folder with tokenizer.json (or whatever AutoTokenizer reads).
+    chat_template: None: the tokenizer's own; else a file that ends in .jinja, or the template
+      itself.
+
+  Raises:
+    MissingModel: the folder or the template file does not exist.
+    ModelError: a file is too large, broken, or none that transformers reads.
+  """
+  directory = Path(directory)
+  if not directory.is_dir():
+    raise MissingModel(f"no tokenizer folder {directory}")
+  _check_files(directory)
+  backend = _backend(directory)
+  if chat_template is None:
+    return Opened(backend, _own_template(backend, directory), _template_file(directory))
+  if chat_template.endswith(".jinja"):
+    file = Path(chat_template)
+    if not file.is_file():
+      raise MissingModel(f"no chat template file {chat_template}")
+    text = files.read_text(file, max_bytes=files.TEMPLATE_BYTES)
+    return Opened(backend, text, chat_template)
+  return Opened(backend, chat_template, "chat_template (the option)")
+
+
+def description(backend: Any) -> dict[str, Any] | None:
+  """Returns what a tokenizer.json would hold; None for a tokenizer that is not of that kind."""
+  fast = getattr(backend, "backend_tokenizer", None)
+  return None if fast is None else files.json_object(fast.to_str().encode(), "tokenizer")
+
+
+def vocab_size(backend: Any) -> int:
+  """Returns the number of ids, added ones included: every id is below it."""
+  return max(len(backend), max(backend.get_vocab().values(), default=0) + 1)
+
+
+def _check_files(directory: Path) -> None:
+  """Raises ModelError for a file that is too large, or that is not what its name says."""
+  for name in _SETTINGS:
+    if (directory / name).exists():
+      files.read_json(directory / name)
+  for name in _VOCABULARIES:
+    if (directory / name).exists():
+      files.require(directory / name, max_bytes=files.VOCABULARY_BYTES)
+  for file in (*directory.glob("*.jinja"), *directory.glob("additional_chat_templates/*")):
+    files.require(file, max_bytes=files.TEMPLATE_BYTES)
+  if (directory / "chat_template.json").exists():
+    files.read_json(directory / "chat_template.json", max_bytes=files.TEMPLATE_BYTES)
+  if (directory / "tokenizer.json").exists():
+    _check_tokenizer(directory / "tokenizer.json")
+
+
+def _check_tokenizer(file: Path) -> None:
+  """Checks what of a tokenizer.json the library that reads it does not."""
+  content = files.read_json(file, max_bytes=files.VOCABULARY_BYTES)
+  fields = Fields(content, str(file))
+  if not fields.section("model"):
+    raise fields.wrong("model", "an object with a vocabulary")
+  if text_bounds.is_bomb(content):
+    raise ModelError(
+      f"{file}: its normalizer turns a character into {text_bounds.growth(content)}, one step"
+      " after the other"
+    )
+
+
+def _backend(directory: Path) -> Any:
+  from transformers import AutoTokenizer
+
+  try:
+    backend = AutoTokenizer.from_pretrained(
+      str(directory), local_files_only=True, trust_remote_code=False
+    )
+    vocab_size(backend)
+    return backend
+  except (KeyboardInterrupt, SystemExit, GeneratorExit):
+    raise
+  # Broken files raise whatever they meet; the Rust library's panics are no Exception.
+  except BaseException as error:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:_SHOWN]
+    raise ModelError(f"{directory} holds no tokenizer that transformers reads: {reason}") from error
+
+
+def _own_template(backend: Any, directory: Path) -> str | None:
+  """Returns the folder's chat template; of several, the one that is named "default"."""
+  found = backend.chat_template
+  if isinstance(found, Mapping):
+    if "default" not in found:
+      raise ModelError(
+        f"{_template_file(directory)}: has the chat templates {sorted(map(str, found))} and none"
+        " named default; give one as chat_template"
+      )
+    found = found["default"]
+  if found is not None and not isinstance(found, str):
+    raise ModelError(
+      f"{_template_file(directory)}: chat_template needs a string, holds {files.described(found)}"
+    )
+  if found and len(found) > files.TEMPLATE_BYTES:
+    raise ModelError(
+      f"{_template_file(directory)}: the chat template has {len(found)} characters; at most"
+      f" {files.TEMPLATE_BYTES} are read"
+    )
+  return found or None
+
+
+def _template_file(directory: Path) -> str:
+  names = [name for name in _TEMPLATE_FILES if (directory / name).exists()]
+  return str(directory / (names[0] if names else _TEMPLATE_FILES[-1]))

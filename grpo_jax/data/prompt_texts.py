@@ -1,0 +1,60 @@
+"""Messages → the tokens of a prompt, where a prompt that is too long costs little."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from grpo_jax.chat.rendering import TemplateRefusal
+from grpo_jax.data.formats import RowError
+from grpo_jax.data.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+  """A prompt in words and tokens."""
+
+  text: str
+  ids: Int[np.ndarray, " tokens"]  # at most as many as are allowed.
+  too_long: str  # why it is longer than allowed; empty: it is not.
+  is_shortened: bool  # it had more characters than its tokens can have, and `text` is cut.
+
+
+def ask(
+  tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], where: str, *, max_tokens: int
+) -> Asked:
+  """Makes a prompt of messages.
+
+  Args:
+    tokenizer: whose chat template renders them.
+    messages: the conversation.
+    where: they stand: "file:line".
+    max_tokens: longest prompt, in tokens.
+
+  Raises:
+    RowError: the chat template refuses the messages, or makes nothing of them.
+    TemplateError: the chat template is broken, or goes beyond its limits.
+  """
+  try:
+    found = tokenizer.prompt(messages, max_tokens=max_tokens)
+  except TemplateRefusal as error:
+    raise RowError(where, str(error)) from error
+  if not len(found.ids):
+    raise RowError(where, "the prompt has no tokens")
+  too_long = found.too_many
+  if not too_long and len(found.ids) > max_tokens:
+    too_long = f"{len(found.ids)} tokens, more than {max_tokens}"
+  return Asked(found.text, found.ids[:max_tokens], too_long, bool(found.too_many))
+
+
+def shortened(value: Any, max_characters: int) -> Any:
+  """Returns a value of a row with every string in it cut: what is too long is not kept."""
+  if isinstance(value, str):
+    return value[:max_characters]
+  if isinstance(value, Mapping):
+    return {name: shortened(each, max_characters) for name, each in value.items()}
+  if isinstance(value, list | tuple):
+    return type(value)(shortened(each, max_characters) for each in value)
+  return value

@@ -1,0 +1,15 @@
+"""What can be wrong with a model: its files, or the place where it should be. Pure."""
+
+from grpo_jax.errors import ExpectedFailure
+
+
+class ModelError(ExpectedFailure, ValueError):
+  """A model cannot be used: the message names the file, what was found and what was needed."""
+
+
+class MissingModel(ModelError, FileNotFoundError):
+  """There is no such model or file, or it cannot be fetched; the message has all reasons."""
+
+
+class HubFailure(MissingModel):
+  """The Hugging Face hub cannot be reached, or refuses; the one failure with a fallback."""

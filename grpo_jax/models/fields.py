@@ -1,0 +1,104 @@
+"""Typed fields of a JSON object that somebody else has written, such as config.json. Pure."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_jax.models.errors import ModelError
+
+_SHOWN = 60
+
+
+class Fields:
+  """Reads the fields of an object; null counts as left out, as transformers has it."""
+
+  def __init__(self, content: Mapping[str, Any], where: str):
+    """Wraps an object.
+
+    Args:
+      content: the object.
+      where: it stands, for errors: a file, or a part of one.
+    """
+    self.where = where
+    self._content = {name: value for name, value in content.items() if value is not None}
+
+  def __contains__(self, name: str) -> bool:
+    return name in self._content
+
+  def get(self, name: str) -> Any:
+    """Returns a field as it is; None if it is left out."""
+    return self._content.get(name)
+
+  def integer(self, name: str, default: int | None = None, *, low: int, high: int) -> int:
+    """Returns a whole number from `low` to `high`.
+
+    Raises:
+      ModelError: it is something else, or left out where there is no default.
+    """
+    value = self._value(name, default)
+    if isinstance(value, float) and value.is_integer():
+      value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+      raise self.wrong(name, f"a whole number from {low} to {high}")
+    return value
+
+  def number(self, name: str, default: float | None = None, *, above: float) -> float:
+    """Returns a finite number above `above`; raises as `integer`."""
+    value = self._value(name, default)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value <= above:
+      raise self.wrong(name, f"a finite number above {above:g}")
+    return float(value)
+
+  def boolean(self, name: str, *, default: bool) -> bool:
+    """Returns true or false; raises as `integer`."""
+    value = self._value(name, default)
+    if not isinstance(value, bool):
+      raise self.wrong(name, "true or false")
+    return value
+
+  def string(self, name: str) -> str | None:
+    """Returns a string; None if it is left out; raises as `integer`."""
+    value = self.get(name)
+    if value is not None and not isinstance(value, str):
+      raise self.wrong(name, "a string")
+    return value
+
+  def strings(self, name: str) -> list[str]:
+    """Returns a list of strings, empty if it is left out; raises as `integer`."""
+    value = self._content.get(name, [])
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+      raise self.wrong(name, "a list of strings")
+    return value
+
+  def section(self, name: str) -> dict[str, Any]:
+    """Returns an object, empty if it is left out; raises as `integer`."""
+    value = self._content.get(name, {})
+    if not isinstance(value, Mapping):
+      raise self.wrong(name, "an object")
+    return dict(value)
+
+  def ids(self, name: str) -> tuple[int, ...]:
+    """Returns the token ids of a field that holds one or a list of them; none if left out.
+
+    Raises:
+      ModelError: it is something else.
+    """
+    value = self._content.get(name, [])
+    each = value if isinstance(value, list) else [value]
+    if not all(type(token) is int and abs(token) < 2**31 for token in each):
+      raise self.wrong(name, "a token id or a list of token ids")
+    return tuple(each)
+
+  def wrong(self, name: str, needed: str) -> ModelError:
+    """Returns the error of a field that is not what is needed."""
+    value = self._content.get(name)
+    shown = "nothing" if value is None else repr(value)
+    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
+    return ModelError(f"{self.where}: {name} needs {needed}, got {shown}")
+
+  def _value(self, name: str, default: Any) -> Any:
+    value = self._content.get(name, default)
+    if value is None:
+      raise ModelError(f"{self.where}: {name} is missing")
+    return value

@@ -1,0 +1,128 @@
+"""Reads the JSON files of a model folder, within bounds (I/O).
+
+A model may come from a stranger: no file is read before its size is known, and what is in it is
+what was expected, or a ModelError says otherwise.
+"""
+
+import json
+import pathlib
+from typing import Any
+
+from grpo_jax.models.errors import MissingModel, ModelError
+
+# Longest files, in bytes: several times what published models have.
+SETTINGS_BYTES = 16 << 20  # config.json, generation_config.json, tokenizer_config.json, …
+INDEX_BYTES = 64 << 20  # model.safetensors.index.json.
+VOCABULARY_BYTES = 256 << 20  # tokenizer.json, vocab.json, merges.txt, tokenizer.model.
+TEMPLATE_BYTES = 1 << 20  # chat_template.jinja.
+
+
+def read_json(
+  file: pathlib.Path, *, max_bytes: int = SETTINGS_BYTES, is_strict: bool = False
+) -> dict[str, Any]:
+  """Returns the object in a JSON file.
+
+  Args:
+    file: what is read.
+    max_bytes: its largest size.
+    is_strict: whether a name that stands twice in an object is an error; else the last one counts.
+
+  Raises:
+    MissingModel: if there is no such file; what the folder holds instead is named.
+    ModelError: if it is too large or holds no JSON object.
+  """
+  return json_object(read_bytes(file, max_bytes=max_bytes), str(file), is_strict=is_strict)
+
+
+def read_text(file: pathlib.Path, *, max_bytes: int) -> str:
+  """Returns the text of a file in UTF-8.
+
+  Raises:
+    MissingModel: if there is no such file.
+    ModelError: if it is too large, or not in UTF-8.
+  """
+  try:
+    return read_bytes(file, max_bytes=max_bytes).decode("utf-8")
+  except UnicodeDecodeError as error:
+    raise ModelError(f"{file}: is not text in UTF-8: {error}") from error
+
+
+def read_bytes(file: pathlib.Path, *, max_bytes: int) -> bytes:
+  """Returns the content of a file; raises as `read_json`."""
+  require(file, max_bytes=max_bytes)
+  try:
+    with file.open("rb") as stream:
+      return stream.read(max_bytes)
+  except OSError as error:
+    raise ModelError(f"{file}: cannot be read: {error.strerror}") from error
+
+
+def require(file: pathlib.Path, *, max_bytes: int | None = None) -> int:
+  """Checks that a file is there, is an ordinary one, and is not too large.
+
+  Args:
+    file: to look at; a link to a file is one.
+    max_bytes: its largest size; None: any.
+
+  Returns:
+    Its size in bytes.
+
+  Raises:
+    MissingModel: if there is no such file; what the folder holds instead is named.
+    ModelError: if it is a folder, a pipe or a device, or too large.
+  """
+  try:
+    if not file.exists():
+      raise MissingModel(f"{file} does not exist; beside it: {_neighbours(file.parent)}")
+    if not file.is_file():
+      raise ModelError(f"{file}: needs to be a file, is a folder, a pipe or a device")
+    size = file.stat().st_size
+  except (OSError, ValueError) as error:  # ValueError: a null character in the name.
+    if isinstance(error, ModelError):
+      raise
+    raise ModelError(f"{file}: cannot be read: {error}") from error
+  if max_bytes is not None and size > max_bytes:
+    raise ModelError(f"{file}: has {size} bytes; at most {max_bytes} are read")
+  return size
+
+
+def json_object(content: bytes, where: str, *, is_strict: bool = False) -> dict[str, Any]:
+  """Returns the object that JSON text in UTF-8 holds.
+
+  Raises:
+    ModelError: if it is not JSON, not an object, or (if `is_strict`) names a thing twice.
+  """
+  try:
+    found = json.loads(content, object_pairs_hook=_unique if is_strict else None)
+  except RecursionError as error:
+    raise ModelError(f"{where}: is not JSON that can be read: nested too deeply") from error
+  except ValueError as error:
+    raise ModelError(f"{where}: is not JSON: {error}") from error
+  if not isinstance(found, dict):
+    raise ModelError(f"{where}: needs a JSON object, holds {described(found)}")
+  return found
+
+
+def described(value: Any) -> str:
+  """Returns what a JSON value is, in words and in short."""
+  if isinstance(value, dict | list):
+    kind = "an object" if isinstance(value, dict) else "a list"
+    return f"{kind} of {len(value)}"
+  shown = json.dumps(value, default=str)
+  return shown if len(shown) <= 60 else f"{shown[:60]}…"
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  found = dict(pairs)
+  if len(found) < len(pairs):
+    seen: set[str] = set()
+    twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+    raise ValueError(f"{twice!r} stands in it twice")
+  return found
+
+
+def _neighbours(folder: pathlib.Path) -> str:
+  if not folder.is_dir():
+    return "no folder"
+  names = sorted(path.name for path in folder.iterdir())
+  return f"{names[:30]}" + (f" and {len(names) - 30} more" if len(names) > 30 else "")
