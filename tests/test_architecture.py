@@ -15,14 +15,24 @@ PACKAGE = ROOT / "grpo_jax"
 # of lower layers only. Within a folder, imports are free.
 LAYERS = [
   {"types", "errors"},
-  {"rl", "registry", "timing", "console", "rollout_log", "manifest", "interrupts", "host_memory"},
+  {
+    "precision",
+    "rl",
+    "registry",
+    "timing",
+    "console",
+    "rollout_log",
+    "manifest",
+    "interrupts",
+    "host_memory",
+  },
   {"metric_table", "packing", "sandbox", "group_json"},
   {"metrics", "layout", "configuration", "ranking"},
   {"models"},
   {"data", "environments", "engines"},
   {"attempt", "batching", "filters", "learn", "shaping"},
-  {"rollout", "credit", "scoring", "behavior", "data_options"},
-  {"report_data"},
+  {"rollout", "credit", "scoring", "behavior", "data_options", "learning_signal"},
+  {"report_data", "monitoring"},
   {"stream", "evaluation", "checkpointing", "loggers", "report"},
   {"offline"},
   {"offline_building"},
@@ -39,6 +49,7 @@ PURE_UNITS = {
   "rl",
   "learn",
   "models",
+  "precision",
   "packing",
   "group_json",
   "layout",
@@ -58,6 +69,7 @@ READERS_AND_WRITERS = {
   "models/tiny.py",
 }
 PURE_MAY_IMPORT = {
+  "contextlib",
   *("jax", "jaxtyping", "numpy", "flax", "optax", "ml_dtypes", "grpo_kernels", "grpo_jax"),
   *(
     "base64",
