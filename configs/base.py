@@ -24,6 +24,8 @@ def get_config() -> Any:
   model.chat_template = placeholder(str)  # text, .jinja file, "plain"; None: the model's.
   model.chat_template_args = ConfigDict()  # its variables: {'enable_thinking': False} for Qwen3.
   model.compute_dtype = "bfloat16"  # of matrix products; or "float32". Weights are float32.
+  # Of float32 products: None is "float32", on every platform; "tensorfloat32" and "default" are
+  model.matmul_precision = placeholder(str)  # faster and less exact. docs/precision.md.
   model.remat = "full"  # keeps the fewest activations for the backward pass; "dots"; "none": all.
   model.logprobs = placeholder(str)  # implementation of the fused head; None: the best.
 
@@ -219,6 +221,8 @@ def get_config() -> Any:
   learn.epochs = 1  # passes over a batch of rollouts.
   learn.minibatches = 1  # optimizer steps of a pass.
   learn.report_entropy = True  # also where the loss does not need it.
+  learn.report_all_every_steps = 10  # all/*: entropy and mismatch of all completions; 0: never.
+  learn.report_kl_every_steps = 10  # all/kl_to_initial: how far the policy has moved; 0: never.
   learn.gradient_in_forward = True  # of the head; token-local losses, one optimizer step a batch.
   learn.max_skipped_steps = 5  # updates with non-finite gradients in a row before the run stops.
 
@@ -261,7 +265,8 @@ def get_config() -> Any:
   checkpoint.every_steps = 10  # 0: only at the end.
   checkpoint.keep_last = FieldReference(2)  # newest ones kept; None: all.
   checkpoint.keep_best = 1  # and the best ones by `best_metric`.
-  checkpoint.best_metric = placeholder(str)  # None: accuracy of the first set.
+  # Ranks them; None: accuracy of the first set, or its mean reward if nothing measures accuracy.
+  checkpoint.best_metric = placeholder(str)
   checkpoint.best_mode = "max"  # or "min".
 
   config.logging = logging = ConfigDict()

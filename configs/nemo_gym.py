@@ -4,9 +4,11 @@
         --workdir=runs/nemo_gym
 
 The file is what NeMo Gym writes, or {"input", "output", "reward"} rows, made of it by
-scripts/convert_nemo_gym.py; rollouts of one task form a group. Without `reward` in the rows,
-`--config.offline.rewards=environment` has `data.environment` compute it. To sample anew on the same
-tasks, configs/nemo_gym.py:online. docs/offline.md.
+scripts/convert_nemo_gym.py; rollouts of one task form a group, also a group of one. Without `reward`
+in the rows, `--config.offline.rewards=environment` has `data.environment` compute it.
+
+configs/nemo_gym.py:online samples on the same tasks again. NeMo Gym's own verifiers do not run
+here: name an environment of yours that scores such rows in `data.environment`. docs/offline.md.
 """
 
 import configs.base
@@ -32,6 +34,9 @@ def get_config(mode: str = "offline"):
   config.batching.microbatch_tokens = 8192
 
   if mode == "offline":
+    # NeMo Gym often attempts a task once: alone in its group, a response has nothing to be better
+    # than. This estimator compares with all responses of the step. docs/offline.md.
+    config.advantages.estimator = "reinforce_pp"
     config.loss.importance_correction = "token"
     config.loss.importance_truncation = "tis"
     config.loss.importance_high = 2.0

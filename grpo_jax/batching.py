@@ -12,7 +12,7 @@ about, also those that are skipped because they add nothing.
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float
@@ -37,7 +37,7 @@ LEFT_OUT = (
   "too_long",  # prompt and completion do not fit in a row.
   "truncated",  # it was cut at the token limit, and `drop_truncated` is on.
 )
-_SKIPPED = "zero_advantage"  # in the loss, where it adds nothing: not computed.
+ZERO_ADVANTAGE = "zero_advantage"  # in the loss, where it adds nothing: not computed.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,6 +59,9 @@ class Assembled:
   minibatches: tuple[Minibatch, ...]
   placements: tuple[Placement, ...]
   metrics: Metrics  # "batch/…": see `assemble`.
+  # (group, rollout), indices into the groups given, of each completion that is not computed, and
+  # the reason: one of LEFT_OUT, or ZERO_ADVANTAGE.
+  not_computed: Mapping[tuple[int, int], str]
 
   def with_minibatches(self, minibatches: Sequence[Minibatch]) -> "Assembled":
     """Returns the same with other contents at the same places."""
@@ -118,7 +121,7 @@ def assemble(
   """
   _check(groups, advantages, row_tokens, minibatches, rows_multiple)
   prompt_limit = min(max_prompt_tokens or row_tokens, row_tokens - 1)
-  counts: collections.Counter[str] = collections.Counter()
+  not_computed: dict[tuple[int, int], str] = {}
   parts = []
   for members in np.array_split(np.arange(len(groups)), max(min(minibatches, len(groups)), 1)):
     part = _Part()
@@ -129,11 +132,11 @@ def assemble(
         if reason is None:
           part.count(rollout)
           if _finite(float(advantages[g][r]), group, r) == 0 and skip_zero_advantage:
-            reason = _SKIPPED
+            reason = ZERO_ADVANTAGE
         if reason is None:
           live.append(r)
         else:
-          counts[reason] += 1
+          not_computed[int(g), r] = reason
       part.segments += _segments(int(g), group, live, row_tokens, share_prefixes)
     parts.append(part)
   parts = [part for part in parts if part.segments]
@@ -151,7 +154,8 @@ def assemble(
     made.append(minibatch)
     placements += placed
   used = sum(s.tokens for part in parts for s in part.segments)
-  return Assembled(tuple(made), tuple(placements), _metrics(made, used, counts))
+  counts = collections.Counter(not_computed.values())
+  return Assembled(tuple(made), tuple(placements), _metrics(made, used, counts), not_computed)
 
 
 def per_rollout(
@@ -298,7 +302,7 @@ def _metrics(made: Sequence[Minibatch], used: int, counts: collections.Counter[s
     "batch/row_tokens": batches[0].tokens.shape[1] if batches else 0,
     "batch/microbatches": len(batches),
     "batch/optimizer_steps": len(made),
-    "batch/skipped_zero_advantage": counts[_SKIPPED],
+    "batch/skipped_zero_advantage": counts[ZERO_ADVANTAGE],
     **{f"batch/left_out/{reason}": counts[reason] for reason in LEFT_OUT},
   }
   metrics: Metrics = {name: Mean(float(value), 1.0) for name, value in numbers.items()}

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,9 +22,12 @@ from grpo_jax import (
   engines,
   environments,
   filters,
+  learning_signal,
   loggers,
+  monitoring,
   offline,
   offline_building,
+  precision,
   rollout,
   run_options,
   shaping,
@@ -44,6 +47,9 @@ from grpo_jax.types import Prompt, TrainState
 
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
 Config = Any
+
+# Prompts of each dataset that are shown to their environments before anything is sampled.
+TRIED = 8
 
 # Fields whose change does not alter what a continued run learns.
 HARMLESS = (
@@ -85,6 +91,8 @@ class Run:
   objective: objectives.Objective
   update: train_step.Update
   score: train_step.Scorer
+  monitor: monitoring.Monitor
+  signal_watch: learning_signal.Watch
   checkpoints: checkpointing.Checkpoints
   logger: loggers.Logger
   timer: timing.Timer
@@ -111,7 +119,9 @@ def build(
   screen = console.Screen(note=watch.note)
   stack.enter_context(watch.listening(screen.print))
   mesh = sharding.make_mesh(**config.mesh)
+  matmul_precision = _matmul_precision(config)
   _check_head(config, mesh)
+  print(precision.describe(matmul_precision, _chip(mesh).platform), flush=True)
   found = sources.find(
     config.model.path, fallback=config.model.fallback, cache_dir=config.model.cache_dir, tell=_say
   )
@@ -126,13 +136,15 @@ def build(
   opener = offline_building.opener(config) if is_offline else data.open_dataset
   held_out = data_options.open_all(config, tokenizer, opener)  # a wrong file is found at once.
   factories = stack.enter_context(_environments(config))
+  if offline_building.needs_environments(config):
+    _check_scorable(config, _prompts(config, tokenizer, opener, {}), held_out, factories)
 
   checkpoints = stack.enter_context(
     checkpointing.open(
       workdir / "checkpoints",
       keep_last=config.checkpoint.keep_last,
       keep_best=config.checkpoint.keep_best,
-      best_metric=data_options.best_metric(config),
+      best_metric=data_options.best_metrics(config),
       mode=config.checkpoint.best_mode,
       tell=print,
     )
@@ -152,15 +164,18 @@ def build(
   logprobs = train_step.make_logprobs(
     model.config, implementation=config.model.logprobs, **of_policy
   )
-  score = train_step.make_scorer(logprobs)
+  score = train_step.make_scorer(logprobs, matmul_precision=matmul_precision)
   scorer = offline_building.make_scorer(config, score, mesh)
   behavior_logprobs = None
   if is_offline:
     prompts = _prompts(config, tokenizer, opener, {})
+    for line in offline_building.groups_lines(config, prompts.datasets):
+      print(line, flush=True)
     behavior_logprobs = offline_building.score_behavior(
       config, prompts, scorer, model.params, workdir
     )
   reference = jax.tree.map(lambda x: x.copy(), model.params) if objective.needs_ref else None
+  initial, frees_initial = monitoring.make_initial(lambda: _load(folder, mesh)[0].params, reference)
   start = _restore(checkpoints, model.params, tx, shardings, mesh)
   model = dataclasses.replace(model, params={})
 
@@ -174,6 +189,18 @@ def build(
     **config.logging,
   )
   stack.callback(logger.close)
+  monitor = monitoring.Monitor(
+    train_step.make_watcher(
+      logprobs, with_entropy=config.learn.report_entropy, matmul_precision=matmul_precision
+    ),
+    scorer,
+    initial,
+    frees_initial,
+    all_every_steps=config.learn.report_all_every_steps,
+    kl_every_steps=config.learn.report_kl_every_steps,
+    total_steps=config.total_steps,
+    warn=logger.print,
+  )
   token_loss = None
   if takes_one_sweep(config, objective):
     token_loss = train_step.make_token_loss(model.config, objective, **of_policy)
@@ -224,8 +251,11 @@ def build(
       schedule=schedule,
       shardings=shardings,
       token_loss=token_loss,
+      matmul_precision=matmul_precision,
     ),
     score=score,
+    monitor=monitor,
+    signal_watch=learning_signal.Watch(has_learned=first > 0),
     checkpoints=checkpoints,
     logger=logger,
     timer=timing.Timer(),
@@ -237,11 +267,21 @@ def _check_head(config: Config, mesh: Mesh) -> None:
   """Raises ConfigError, before anything is loaded, for a `model.logprobs` that cannot run here."""
   if config.model.logprobs is None:
     return
-  chip = choice.chip_of(mesh.devices.flat[0])
   try:
-    choice.pick(config.model.logprobs, chip, dtype=config.model.compute_dtype, width=0)
+    with precision.scope(_matmul_precision(config)):
+      choice.pick(config.model.logprobs, _chip(mesh), dtype=config.model.compute_dtype, width=0)
   except (ValueError, NotImplementedError) as error:
     raise configuration.ConfigError(f"model.logprobs: {error}") from error
+
+
+def _matmul_precision(config: Config) -> str | None:
+  """Returns the precision of all float32 products of the run."""
+  return precision.resolve(config.model.matmul_precision, config.model.compute_dtype)
+
+
+def _chip(mesh: Mesh) -> choice.Chip:
+  """Returns what the run computes on."""
+  return choice.chip_of(mesh.devices.flat[0])
 
 
 def _check_context(config: Config, folder: pathlib.Path) -> None:
@@ -340,6 +380,7 @@ def _engine(
       workdir=workdir,
       decode=lambda ids: tokenizer.decode(ids, skip_special=False),
       compute_dtype=config.model.compute_dtype,
+      matmul_precision=config.model.matmul_precision,
       num_valid_tokens=tokenizer.vocab_size,
       max_rows=settings["max_rows"],
       **own,
@@ -387,6 +428,28 @@ def _environments(config: Config) -> environments.Environments:
     return environments.make(**(config.environments.to_dict() if is_needed else {}))
   except ValueError as error:
     raise configuration.ConfigError(f"environments: {error}") from error
+
+
+def _check_scorable(
+  config: Config,
+  prompts: data.PromptStream,
+  held_out: Mapping[str, Sequence[Prompt]],
+  factories: environments.Environments,
+) -> None:
+  """Raises ConfigError, before anything is sampled, if an environment can score no row."""
+  try:
+    for dataset in prompts.datasets:
+      environments.check(factories, data.first_prompts(dataset, TRIED))
+    for of_set in held_out.values():
+      environments.check(factories, of_set[:TRIED])
+  except ValueError as error:
+    remedy = "data.environment names another one (docs/environments.md)"
+    if "nemo_gym" in {one["format"] for one in data_options.training(config).values()}:
+      remedy += (
+        ". NeMo Gym's own verifiers do not run here: write an environment that scores these rows,"
+        " or learn from the rewards that the file has, without sampling: mode='offline'"
+      )
+    raise configuration.ConfigError(f"{error}. What to do: {remedy}") from error
 
 
 def _remember(config: Config, workdir: pathlib.Path, found: sources.Found) -> None:

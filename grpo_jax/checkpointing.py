@@ -23,7 +23,7 @@ import pathlib
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -83,7 +83,7 @@ class Checkpoints:
     *,
     keep_last: int | None,
     keep_best: int,
-    best_metric: str | None,
+    best_metric: tuple[str, ...],
     mode: str,
     tell: Callable[[str], None],
   ):
@@ -296,11 +296,10 @@ class Checkpoints:
 
   def _metric(self, step: int) -> float | None:
     """Returns the metric that ranks a step, or None."""
-    if self._best_metric is None:
-      return None
     try:
-      info = json.loads((self._path(step) / "info.json").read_text())
-      return float(info["metrics"][self._best_metric])
+      metrics = json.loads((self._path(step) / "info.json").read_text())["metrics"]
+      name = next((name for name in self._best_metric if name in metrics), None)
+      return None if name is None else float(metrics[name])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
       return None  # not measured, or the file is damaged: ranks last.
 
@@ -319,7 +318,7 @@ def open(
   *,
   keep_last: int | None = 2,
   keep_best: int = 0,
-  best_metric: str | None = None,
+  best_metric: str | Sequence[str] = (),
   mode: str = "max",
   tell: Callable[[str], None] = logging.warning,
 ) -> Checkpoints:
@@ -329,7 +328,8 @@ def open(
     directory: the folder; relative ones are resolved now.
     keep_last: how many of the newest stay; None keeps every step.
     keep_best: how many of the best by `best_metric` stay besides.
-    best_metric: name of the metric that ranks; required if `keep_best` > 0.
+    best_metric: name of the metric that ranks; of several names the first that was measured.
+      Required if `keep_best` > 0.
     mode: "max" if a larger metric is better, "min" if a smaller one is.
     tell: receives a line about every damaged or unfinished checkpoint.
 
@@ -350,7 +350,7 @@ def open(
     path,
     keep_last=keep_last,
     keep_best=keep_best,
-    best_metric=best_metric,
+    best_metric=(best_metric,) if isinstance(best_metric, str) else tuple(best_metric),
     mode=mode,
     tell=tell,
   )

@@ -137,6 +137,8 @@ def eval_line(name: str, step: int, values: Mapping[str, float], first: Mapping[
   parts = []
   for metric in sorted(key for key in values if key.startswith(prefix)):
     what, value = metric.removeprefix(prefix), values[metric]
+    if not math.isfinite(value):
+      continue  # recorded groups of one response, say: nothing could be compared.
     if what == "accuracy" or (what.startswith("pass@") and what != "pass@1"):  # pass@1 is accuracy.
       change = 100 * (value - first.get(metric, math.nan))
       since = f" ({change:+.1f} points)" if math.isfinite(change) else ""
@@ -151,7 +153,8 @@ def eval_line(name: str, step: int, values: Mapping[str, float], first: Mapping[
   for metric in sorted(key for key in values if key.startswith(f"{prefix}errors/")):
     parts.append(f"failed: {metric.rpartition('/')[2]} {number(values[metric])}")
   took = values.get("time/evaluate_s", math.nan)
-  return f"{'eval':>9}  {name} at step {step}: {'  '.join(parts)}" + (
+  told = "  ".join(parts) or "nothing was measured"
+  return f"{'eval':>9}  {name} at step {step}: {told}" + (
     f"  ({seconds(took)} s)" if math.isfinite(took) else ""
   )
 
@@ -424,7 +427,7 @@ def _indented(label: str, text: str) -> list[str]:
 
 CLIPS = ("train/clip_low_share", "train/clip_high_share", "train/clip_dual_share")  # disjoint.
 COLUMNS = (
-  Column("no-signal", 10, ("rollout/no_signal_share",), share, lambda value: value > 0.7),
+  Column("no-signal", 10, ("signal/lost_share",), share, lambda value: value > 0.7),
   Column("trunc", 6, ("rollout/truncated_share",), share, lambda value: value > 0.2),
   Column("tokens", 7, ("rollout/completion_tokens_mean",), number),
   Column("entropy", 8, ("train/entropy",), number),

@@ -84,6 +84,8 @@ def whitened(assembled: Assembled, estimator: Estimator, options: Options) -> As
   Reference:
     Hu et al. 2025, REINFORCE++, arXiv:2501.03262, section 3.
   """
+  if not assembled.minibatches:
+    return assembled
   batches = [batch for part in assembled.minibatches for batch in part.microbatches]
   values = [_penalized(batch, options) for batch in batches]
   masks = [np.asarray(batch.loss_places) >= 0 for batch in batches]

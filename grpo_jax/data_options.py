@@ -80,9 +80,16 @@ def held_out(
   }
 
 
-def best_metric(config: Config) -> str:
-  """Returns the metric that ranks checkpoints: by default the first evaluation set's accuracy."""
-  return config.checkpoint.best_metric or f"eval/{next(iter(evaluation(config)))}/accuracy"
+def best_metrics(config: Config) -> tuple[str, ...]:
+  """Returns the metrics that rank checkpoints, of which the first that was measured counts.
+
+  By default the accuracy of the first evaluation set, or its mean reward where its environment
+  measures no accuracy.
+  """
+  if config.checkpoint.best_metric:
+    return (config.checkpoint.best_metric,)
+  first = f"eval/{next(iter(evaluation(config)))}"
+  return (f"{first}/accuracy", f"{first}/reward_mean")
 
 
 def complaints(config: Config, *, has_environments: bool = True) -> Iterator[str]:

@@ -25,7 +25,7 @@ METRICS: dict[str, Definition] = {
     "reward", "mean over groups of the standard deviation within the group", "> 0"
   ),
   "rollout/no_signal_share": Definition(
-    "share", "groups whose rewards are all equal: nothing is learned from them", "< 0.7"
+    "share", "groups whose rewards are all equal; what is learned: signal/lost_share", "< 0.7"
   ),
   "rollout/failed_share": Definition("share", "completions that could not be scored (NaN)", "0"),
   "rollout/truncated_share": Definition("share", "completions cut at the token limit", "< 0.1"),
@@ -41,6 +41,12 @@ METRICS: dict[str, Definition] = {
   "rollout/completion_tokens_max": Definition("tokens", "longest completion"),
   "rollout/completion_tokens_stopped_mean": Definition(
     "tokens", "mean length of the completions that were not cut"
+  ),
+  "rollout/behavior_entropy": Definition(
+    "nats",
+    "-mean logprob, when sampled, of all sampled tokens of the step: estimates the entropy of what"
+    " sampled them",
+    "> 0.05",
   ),
   "rollout/turns_mean": Definition("turns", "turns of a conversation with the environment"),
   "rollout/turns_total": Definition("turns", "turns of the step, all conversations"),
@@ -110,6 +116,20 @@ METRICS: dict[str, Definition] = {
   "engine/retries": Definition("count", "requests sent again since then", "0"),
   # --- what the update learns from ---
   "filter/*": Definition("count", "groups left out of the step, by reason"),
+  # --- what is learned from ---
+  "signal/lost_share": Definition(
+    "share",
+    "completions of the step that teach nothing: advantage 0, or not in the loss; 1: nothing is"
+    " learned from rewards",
+    "< 0.7",
+  ),
+  "signal/lost/*": Definition(
+    "count", "completions that teach nothing, by the first reason that holds; 0 is left out"
+  ),
+  "batch/computed_token_share": Definition(
+    "share",
+    "sampled tokens of the step that the update computes: train/* and mismatch/* are of these",
+  ),
   "batch/advantage_mean": Definition(
     "advantage", "over the completions kept; before REINFORCE++ whitens tokens", "about 0"
   ),
@@ -129,12 +149,15 @@ METRICS: dict[str, Definition] = {
   # --- evaluation on held-out prompts; the second part is evaluation.name ---
   "eval/*/accuracy": Definition(
     "share",
-    "mean over prompts of the share of solving completions; offline: over groups of the share of "
-    "pairs that the policy orders as their rewards do",
+    "mean over prompts of the share of completions that their environment calls right; missing"
+    " where it does not say. Offline: over groups of the share of pairs that the policy orders as"
+    " their rewards do",
     "rises",
   ),
   "eval/*/pass@*": Definition(
-    "share", "chance that one of K completions solves it, unbiased", "rises"
+    "share",
+    "chance that one of K completions is right, unbiased; missing where accuracy is",
+    "rises",
   ),
   "eval/*/reward_mean": Definition("reward", "mean over scored completions", "rises"),
   "eval/*/truncated_share": Definition("share", "completions cut at the token limit", "< 0.1"),
@@ -170,7 +193,10 @@ METRICS: dict[str, Definition] = {
   "train/loss": Definition("loss", "what is minimised; near 0 in GRPO whatever is learned"),
   "train/policy_loss": Definition("loss", "its part without KL and entropy", "near 0"),
   "train/kl_to_reference": Definition(
-    "nats", "KL to the reference, as in the loss, without its coefficient", "< 0.5"
+    "nats",
+    "KL to the reference, as in the loss, without its coefficient; only where loss.kl_coef > 0,"
+    " else all/kl_to_initial",
+    "< 0.5",
   ),
   "train/rank_accuracy": Definition(
     "share",
@@ -180,9 +206,14 @@ METRICS: dict[str, Definition] = {
   "train/entropy_bonus": Definition(
     "nats", "the entropy's part of the loss, without its coefficient"
   ),
-  "train/entropy": Definition("nats", "mean entropy of the policy at the sampled tokens", "> 0.05"),
+  "train/entropy": Definition(
+    "nats",
+    "mean entropy of the policy, over the tokens that the update computes"
+    " (batch/computed_token_share); of all: all/entropy",
+    "> 0.05",
+  ),
   "train/approx_entropy": Definition(
-    "nats", "the same, estimated from the sampled tokens alone", "> 0.05"
+    "nats", "the same, of the same tokens, estimated from their logprobs alone", "> 0.05"
   ),
   "train/grad_norm": Definition("L2 norm", "of the gradient, before clipping", "level, finite"),
   "train/skipped_share": Definition("share", "updates skipped: gradients were not finite", "0"),
@@ -202,7 +233,34 @@ METRICS: dict[str, Definition] = {
   "train/clip_dual_share": Definition(
     "share", "tokens whose gradient the dual clip takes away", "< 0.01"
   ),
-  # --- engine against trainer, on the same tokens and weights ---
+  # --- all completions of a step, learned from or not; every learn.report_*_every_steps ---
+  "all/entropy": Definition(
+    "nats", "mean entropy of the policy, over all completions of the step", "> 0.05"
+  ),
+  "all/approx_entropy": Definition(
+    "nats", "the same, of the same tokens, estimated from their logprobs alone", "> 0.05"
+  ),
+  "all/kl_to_initial": Definition(
+    "nats",
+    "KL of the policy before the update to the initial weights (k3), over all completions of the"
+    " step; of recorded ones, which it did not sample, a distance and no estimate",
+    "< 0.5",
+  ),
+  "all/covered_token_share": Definition(
+    "share",
+    "sampled tokens of the step that all/* are of; less than 1 where some fit in no row",
+    "1",
+  ),
+  "all/abs_logprob_max": Definition("nats", "mismatch/abs_logprob_max, of all completions"),
+  "all/abs_logprob_mean": Definition("nats", "mismatch/abs_logprob_mean, of all completions"),
+  "all/token_mult_prob_error": Definition(
+    "factor", "mismatch/token_mult_prob_error, of all completions", "< 1.05"
+  ),
+  "all/gen_kl_error": Definition("nats", "mismatch/gen_kl_error by k3, of all completions"),
+  "all/policy_kl_error": Definition("nats", "mismatch/policy_kl_error by k3, of all completions"),
+  "all/js_divergence_error": Definition("nats", "mismatch/js_divergence_error, of all completions"),
+  # --- engine against trainer, on the same tokens and weights; over the tokens that the update
+  # computes (batch/computed_token_share) ---
   "mismatch/abs_logprob_max": Definition(
     "nats", "largest |trainer - engine|", "< 1e-4 jax_sampler; < 1"
   ),
@@ -238,6 +296,7 @@ METRICS: dict[str, Definition] = {
   "time/score_s": Definition("s", "old and reference logprobs, where the loss needs them"),
   "time/assemble_s": Definition("s", "filters, advantages, packing of the rows"),
   "time/learn_s": Definition("s", "the update"),
+  "time/monitor_s": Definition("s", "scoring all completions for all/*, in the steps that have it"),
   "time/sync_s": Definition("s", "new weights to the engine"),
   "time/*_s": Definition("s", "any other named span: evaluate, checkpoint, ..."),
   "perf/tokens_per_s": Definition(
@@ -245,6 +304,13 @@ METRICS: dict[str, Definition] = {
   ),
   "perf/env/*": Definition("count", "what an environment's workers did since the process began"),
   "perf/peak_rss_gib": Definition("GiB", "highest host memory of the process so far", "level"),
+  "perf/device_peak_gib": Definition(
+    "GiB", "highest memory in use so far, of the fullest device; a CPU counts none", "< the limit"
+  ),
+  "perf/device_limit_gib": Definition("GiB", "memory that a device gives to the process"),
+  "perf/device/*/peak_gib": Definition(
+    "GiB", "highest memory in use so far, of one device", "level"
+  ),
   # --- state ---
   "weight_version": Definition(
     "steps", "updates done before this step: the weights it starts from"

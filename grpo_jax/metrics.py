@@ -126,6 +126,7 @@ def of_rollouts(groups: Sequence[RolloutGroup], *, step: int | None = None) -> d
     "rollout/completion_tokens_max": float(lengths.max()) if lengths.size else math.nan,
     "rollout/completion_tokens_stopped_mean": _mean(lengths[truncated == 0]),
     "rollout/turns_mean": _mean([rollout.turns for rollout in rollouts]),
+    "rollout/behavior_entropy": _behavior_entropy(rollouts),
   }
   return result | of_turns(rollouts) | _staleness(groups, step) | _by_name(groups)
 
@@ -200,36 +201,37 @@ def of_evaluation(
 ) -> dict[str, float]:
   """Describes the rollouts of an evaluation: accuracy, pass@k, mean reward, truncation.
 
+  Accuracy and pass@k are of the environments that report "accuracy"; where none does, both are
+  missing: a reward of 1 need not mean that a task is solved.
+
   Args:
     groups: one a prompt.
     name: of the evaluation set, the middle part of the metrics' names.
     pass_k: the k of every pass@k, each at most the smallest group's size.
-    solved: the least value that counts as solved, of the metric "accuracy" where the environment
-      reports one, else of the reward. What could not be scored (NaN) is not solved.
+    solved: the least value of the metric "accuracy" that counts as solved. An attempt without
+      it, of an environment that reports it, could not be scored and is not solved.
 
   Returns:
     {name: value} of `eval/NAME/*`. Accuracy is the mean over prompts of the share solved.
   """
+  parts = _by_environment(groups)
+  measuring = {environment for environment, own in parts.items() if _measures_accuracy(own)}
   counts = [
-    (
-      len(group.rollouts),
-      sum(r.metrics.get("accuracy", r.reward) >= solved for r in group.rollouts),
-    )
+    (len(group.rollouts), sum(r.metrics.get("accuracy", 0.0) >= solved for r in group.rollouts))
     for group in groups
+    if group.prompt.environment in measuring
   ]
   described = of_rollouts(groups)
-  result = {
-    f"eval/{name}/prompts": float(len(groups)),
-    f"eval/{name}/accuracy": _mean([c / n for n, c in counts if n]),
-  }
-  for k in pass_k:
-    result[f"eval/{name}/pass@{k}"] = _mean([pass_at_k(n, c, k) for n, c in counts])
+  result = {f"eval/{name}/prompts": float(len(groups))}
+  if measuring:
+    result[f"eval/{name}/accuracy"] = _mean([c / n for n, c in counts if n])
+    for k in pass_k:
+      result[f"eval/{name}/pass@{k}"] = _mean([pass_at_k(n, c, k) for n, c in counts])
   has_turns = "rollout/turns_total" in described
   for kept in _OF_EVALUATION + (_OF_CONVERSATIONS if has_turns else ()):
     result[f"eval/{name}/{kept}"] = described[f"rollout/{kept}"]
   for kind, count in error_kinds(groups).items():
     result[f"eval/{name}/errors/{kind}"] = float(count)
-  parts = _by_environment(groups)
   if len(parts) > 1:
     for environment, own in parts.items():
       result |= of_evaluation(own, name=f"{name}/{environment}", pass_k=pass_k, solved=solved)
@@ -303,6 +305,17 @@ def _mean(values: Any) -> float:
   """The mean; NaN of nothing."""
   array = np.asarray(values, np.float64)
   return float(array.mean()) if array.size else math.nan
+
+
+def _behavior_entropy(rollouts: Sequence[Rollout]) -> float:
+  """The mean of -log μ over sampled tokens; NaN where logprobs are not known."""
+  logprobs = [rollout.behavior_logprobs[rollout.loss_mask] for rollout in rollouts]
+  return -_mean(np.concatenate([np.zeros(0), *logprobs]))
+
+
+def _measures_accuracy(groups: Sequence[RolloutGroup]) -> bool:
+  """Whether the environment of these groups says which attempts are right."""
+  return any("accuracy" in rollout.metrics for group in groups for rollout in group.rollouts)
 
 
 def _group_std(group: RolloutGroup) -> float:

@@ -11,6 +11,7 @@ from grpo_jax import behavior, data, offline, rollout, scoring
 from grpo_jax.data.groups import GroupDataset
 from grpo_jax.environments.base import EnvironmentFactory
 from grpo_jax.learn import train_step
+from grpo_jax.rl import estimators
 from grpo_jax.types import RolloutGroup
 
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
@@ -63,6 +64,21 @@ def opener(config: Config) -> Callable[..., GroupDataset]:
     return opened[key]
 
   return open_groups
+
+
+def groups_lines(config: Config, datasets: Sequence[GroupDataset]) -> Iterator[str]:
+  """Yields what is to be said of the groups of training before anything is learned from them."""
+  estimator = estimators.make(**config.advantages)
+  for dataset in datasets:
+    groups, singles = len(dataset.members), dataset.members.singles
+    told = f"{dataset.name}: {groups} recorded groups, {singles} of them of one response"
+    if singles and estimator.baseline != "none":
+      told += (
+        f". NOTHING IS LEARNED FROM THESE {singles}: advantages.estimator="
+        f"{config.advantages.estimator!r} compares the responses of a group;"
+        " 'reinforce_pp' compares all responses of a step"
+      )
+    yield told
 
 
 def make_scorer(config: Config, score: train_step.Scorer, mesh: Mesh) -> scoring.GroupScorer:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax import console, local_paths, report_data
+from grpo_jax import console, learning_signal, local_paths, report_data
 from grpo_jax.report_data import Run
 from grpo_jax.rollout_log import replace_file
 
@@ -45,7 +45,7 @@ def render(run: Run) -> str:
     title=run.name,
     facts=facts(run),
     tiles=tiles(run),
-    notes=[*run.problems, *warnings_of(run)],
+    notes=[*run.problems, *learning_signal.at_the_beginning(run.rows), *warnings_of(run)],
     config=report_data.flatten(run.config),
     data={
       "panels": report_data.panels([run]),
@@ -175,6 +175,9 @@ def tiles(run: Run) -> list[tuple[str, str, str, str]]:
   _, speeds = _known(run, "perf/tokens_per_s")
   if speeds:
     found.append(("Tokens/s", "", console.number(float(np.median(speeds))), "median over steps"))
+  _, peaks = _known(run, "perf/device_peak_gib")
+  if peaks:
+    found.append(("Device memory", "", f"{peaks[-1]:.1f} GiB", "highest, of the fullest device"))
   return found
 
 
@@ -278,9 +281,9 @@ FACTS = {  # config field: its name on the page.
 }
 ALARMS = (  # metric, limit, sentence.
   (
-    "rollout/no_signal_share",
+    learning_signal.LOST_SHARE,
     0.7,
-    "{} of the groups have equal rewards: little is left to learn from.",
+    "{} of the completions teach nothing (signal/lost/* says why): little is left to learn from.",
   ),
   ("rollout/truncated_share", 0.2, "{} of the completions are cut at the token limit."),
   ("train/skipped_share", 0.0, "{} of the updates were skipped: gradients were not finite."),

@@ -380,7 +380,8 @@ PANELS: tuple[Panel, ...] = (
   Panel(
     "Groups and completions lost",
     {
-      "no signal": "rollout/no_signal_share",
+      "teach nothing": "signal/lost_share",
+      "groups of equal rewards": "rollout/no_signal_share",
       "truncated": "rollout/truncated_share",
       "not scored": "rollout/failed_share",
     },
@@ -399,14 +400,29 @@ PANELS: tuple[Panel, ...] = (
     usual=1.0,
   ),
   Panel("Attempts that failed, by kind", {"kind": "rollout/errors/*"}),
-  Panel("Entropy", {"entropy": "train/entropy"}),
-  Panel("KL to the reference", {"KL": "train/kl_to_reference"}),
+  Panel("Completions that teach nothing, by reason", {"reason": "signal/lost/*"}),
+  Panel(
+    "Entropy",
+    {
+      "of what is learned from": "train/entropy",
+      "of all completions": "all/entropy",
+      "of all completions, by their own logprobs": "rollout/behavior_entropy",
+    },
+  ),
+  Panel(
+    "Distance from the first policy",
+    {
+      "KL to the initial weights, all completions": "all/kl_to_initial",
+      "KL to the reference, as in the loss": "train/kl_to_reference",
+    },
+  ),
   Panel(
     "Mismatch of engine and trainer",
     {
       "largest |Δ logprob|": "mismatch/abs_logprob_max",
       "mean |Δ logprob|": "mismatch/abs_logprob_mean",
       "KL(engine ‖ trainer)": "mismatch/gen_kl_error",
+      "largest, all completions": "all/abs_logprob_max",
     },
     scale="log",
   ),
@@ -426,12 +442,17 @@ PANELS: tuple[Panel, ...] = (
       "sample": "time/sample_s",
       "assemble": "time/assemble_s",
       "score": "time/score_s",
+      "monitor": "time/monitor_s",
       "learn": "time/learn_s",
       "sync": "time/sync_s",
     },
     kind="stack",
   ),
   Panel("Speed", {"tokens/s": "perf/tokens_per_s"}),
+  Panel(
+    "Memory",
+    {"fullest device": "perf/device_peak_gib", "host process": "perf/peak_rss_gib"},
+  ),
 )
 STEP_TIME = Panel("Time of a step", {"step": "time/step_s"})
 # What takes the place of a panel where nobody samples: by the title of that one.

@@ -11,6 +11,7 @@ from grpo_jax import (
   filters,
   local_paths,
   offline_building,
+  precision,
   rollout,
   shaping,
   stream,
@@ -66,6 +67,9 @@ def validate(config: Config) -> Iterator[str]:
     yield f"evaluation.pass_k={too_large} needs evaluation.group_size >= k, which is {size}"
   if config.engine.name == "sglang" and not is_offline:
     yield from _refused_servers(config.engine.sglang)
+  for name in ("report_all_every_steps", "report_kl_every_steps"):
+    if config.learn[name] < 0:
+      yield f"learn.{name} must be at least 0, got {config.learn[name]}"
   updates = config.learn.epochs * config.learn.minibatches
   if updates < 1:
     yield "learn.epochs and learn.minibatches must be at least 1"
@@ -76,6 +80,9 @@ def validate(config: Config) -> Iterator[str]:
     yield "loss.kl_in_reward goes with advantages.estimator='reinforce_pp' (or its baseline form)"
   if config.model.compute_dtype not in ("float32", "bfloat16"):
     yield f"model.compute_dtype is float32 or bfloat16, got {config.model.compute_dtype!r}"
+  else:
+    model = config.model
+    yield from _refused(lambda: precision.resolve(model.matmul_precision, model.compute_dtype))
 
 
 def _refused_servers(settings: Config) -> Iterator[str]:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from grpo_jax import batching
 from grpo_jax.learn import sharding, train_step
-from grpo_jax.types import RolloutGroup
+from grpo_jax.types import Batch, RolloutGroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +39,21 @@ class GroupScorer:
       for values in self._scored(params, groups[first : first + self.groups_at_once])
     ]
 
+  def batches(self, groups: Sequence[RolloutGroup]) -> list[Batch]:
+    """Returns all completions of the groups that fit in a row, packed, on the mesh."""
+    made, _ = self._assembled(groups)
+    return [batch for part in made.minibatches for batch in part.microbatches]
+
   def _scored(self, params: Any, groups: Sequence[RolloutGroup]) -> list[list[np.ndarray]]:
     """Scores groups side by side."""
+    made, counting = self._assembled(groups)
+    values = [[self.score(params, b) for b in part.microbatches] for part in made.minibatches]
+    return batching.per_rollout(made, jax.device_get(values), counting)
+
+  def _assembled(
+    self, groups: Sequence[RolloutGroup]
+  ) -> tuple[batching.Assembled, list[RolloutGroup]]:
+    """Packs groups; returns them as they were packed, too."""
     counting = [_counting(group) for group in groups]
     assembled = batching.assemble(
       counting,
@@ -50,9 +63,7 @@ class GroupScorer:
       rows_multiple=sharding.replicas(self.mesh),
       row_buckets=self.row_buckets,
     )
-    minibatches = sharding.put(assembled.minibatches, self.mesh)
-    values = [[self.score(params, b) for b in part.microbatches] for part in minibatches]
-    return batching.per_rollout(assembled, jax.device_get(values), counting)
+    return assembled.with_minibatches(sharding.put(assembled.minibatches, self.mesh)), counting
 
 
 def _counting(group: RolloutGroup) -> RolloutGroup:

@@ -22,8 +22,10 @@ from grpo_jax import (
   credit,
   evaluation,
   filters,
+  learning_signal,
   local_paths,
   metrics,
+  monitoring,
   report,
   rollout,
   shaping,
@@ -98,8 +100,11 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
             batch = score(run, state, batch)
 
           # --- 4. learn: one or more optimizer steps on the batch ---
-          with timer.span("learn"), run.logger.progress("learning"):
+          with timer.span("learn"):
             run.engine.release()  # its copies of the weights make room for the gradients.
+          with timer.span("monitor"):
+            watched = run.monitor(step, state.params, groups)
+          with timer.span("learn"), run.logger.progress("learning"):
             state, learned, logprobs = learn(run, state, batch, keeper.consume)
 
           # --- 5. publish: the engine samples from the new weights from here on ---
@@ -108,10 +113,16 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
 
         # --- 6. tell: nothing below changes what is learned ---
         compared = batching.per_rollout(batch, jax.device_get(logprobs), kept.kept)
-        told = describe(run, step, groups, kept, advantages, batch, learned, compared)
+        signal = learning_signal.of_step(
+          groups, shaped, advantages, batch.not_computed, run.estimator
+        )
+        of_all = {**watched, **signal.metrics(), **computed_share(groups, kept, compared)}
+        told = describe(run, step, groups, kept, advantages, batch, learned, compared) | of_all
         run.stream.tell(step, metrics.reproducible(told))
         run.logger.write(step, told)
         record(run, step, groups, kept, advantages, compared)
+        for line in run.signal_watch.lines(step, signal):
+          run.logger.print(line)
         evaluated = {}
         standing = Standing(state, run.stream.state(), skipped, evaluated)
         keeper.hold(standing)
@@ -264,7 +275,18 @@ def describe(
     **times,
     "perf/tokens_per_s": tokens / times["time/step_s"],
     "perf/peak_rss_gib": timing.peak_rss_gib(),
+    **monitoring.device_memory(run.mesh.local_devices),
   }
+
+
+def computed_share(
+  groups: Sequence[RolloutGroup],
+  kept: filters.Filtered,
+  logprobs: Sequence[Sequence[np.ndarray]],
+) -> dict[str, float]:
+  """Returns batch/computed_token_share: of which tokens train/entropy and mismatch/* are."""
+  total = sum(int(rollout.loss_mask.sum()) for group in groups for rollout in group.rollouts)
+  return {"batch/computed_token_share": monitoring.token_shares(kept.kept, logprobs, total)}
 
 
 def record(

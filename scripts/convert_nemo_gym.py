@@ -19,6 +19,7 @@ from typing import Any
 from grpo_jax import local_paths
 from grpo_jax.data import nemo_gym
 from grpo_jax.data.formats import PromptStyle, RowError
+from grpo_jax.data.groups import from_any, index_groups
 from grpo_jax.data.jsonl import JsonlSource
 from grpo_jax.data.recorded import ASSISTANT, Recording, Style, Turn
 
@@ -130,7 +131,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
   for problem in problems[:SHOWN_ERRORS]:
     print(f"skipped: {problem}", file=sys.stderr)
   print(f"{count} rows to {options.out}, {len(problems)} broken ones skipped")
+  if options.to == "groups" and count:
+    print(groups_line(options.out))
   return 0
+
+
+def groups_line(path: Path) -> str:
+  """Returns how many groups a file of responses has, and how many of them have one response."""
+  source = JsonlSource(path)
+  members = index_groups(source, from_any, Style(), on_error="stop")
+  told = f"{len(members)} groups, {members.singles} of them with one response"
+  if not members.singles:
+    return told
+  return (
+    f"{told}: from these, advantages.estimator='reinforce_pp' learns (configs/nemo_gym.py),"
+    " and no estimator that compares within a group"
+  )
 
 
 def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:

@@ -18,7 +18,7 @@ LAYERS = [
   {"local_paths", "disk", "interrupts"},
   {
     *("rl", "registry", "timing", "console", "rollout_log", "manifest"),
-    *("host_memory", "compiling", "output"),
+    *("host_memory", "precision", "compiling", "output"),
   },
   {"redaction", "http_bodies", "shared_places"},
   {"metric_table", "packing", "sandbox", "group_json", "sections", "config_comments"},
@@ -27,8 +27,8 @@ LAYERS = [
   {"chat"},
   {"data", "environments", "engines"},
   {"attempt", "batching", "filters", "learn", "shaping"},
-  {"rollout", "credit", "scoring", "behavior", "data_options"},
-  {"report_data"},
+  {"rollout", "credit", "scoring", "behavior", "data_options", "learning_signal"},
+  {"report_data", "monitoring"},
   {"stream", "evaluation", "checkpointing", "loggers", "report"},
   {"offline", "keeper", "run_folder"},
   {"offline_building"},
@@ -46,6 +46,7 @@ PURE_UNITS = {
   "rl",
   "learn",
   "models",
+  "precision",
   "packing",
   "group_json",
   "layout",
@@ -67,6 +68,7 @@ READERS_AND_WRITERS = {
   "models/tiny.py",
 }
 PURE_MAY_IMPORT = {
+  "contextlib",
   *("jax", "jaxtyping", "numpy", "flax", "optax", "ml_dtypes", "grpo_kernels", "grpo_jax"),
   *(
     "base64",

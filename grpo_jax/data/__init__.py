@@ -19,7 +19,7 @@ from grpo_jax.data.prompts import (
 from grpo_jax.data.settings import environments
 from grpo_jax.data.settings import evaluation as evaluation_sets
 from grpo_jax.data.settings import training as training_sets
-from grpo_jax.data.skipped import OnError
+from grpo_jax.data.skipped import OnError, Skipped
 from grpo_jax.data.tokenizer import Tokenizer, check_vocabulary
 from grpo_jax.data.tokenizer import load as load_tokenizer
 from grpo_jax.registry import check_arguments, choose, function
@@ -34,6 +34,7 @@ __all__ = [
   "check_vocabulary",
   "environments",
   "evaluation_sets",
+  "first_prompts",
   "load_tokenizer",
   "make",
   "make_dataloader",
@@ -167,6 +168,14 @@ def make_dataloader(
       loaders.one_after_the_other, num_prompts_per_dataloader=num_prompts_per_dataloader
     ), False
   return loaders.from_the_only_one, False
+
+
+def first_prompts(dataset: Dataset, count: int) -> list[Prompt]:
+  """Returns the prompts of the first `count` rows of a dataset, without those that are broken."""
+  found = Skipped()
+  rows = range(min(count, len(dataset)))
+  made = [found.guard(lambda row=row: dataset.prompt(row, epoch=0), "skip") for row in rows]
+  return [prompt for prompt in made if prompt is not None]
 
 
 def make_held_out(

@@ -56,6 +56,11 @@ class Members:
   def __len__(self) -> int:
     return len(self.starts) - 1
 
+  @property
+  def singles(self) -> int:
+    """How many groups have one response, as far as the rows tell: 0 where each is a group."""
+    return 0 if self.is_whole else int((np.diff(self.starts) == 1).sum())
+
   def of(self, number: int) -> list[int]:
     """Returns the rows of a group, in the order of the file."""
     return self.rows[self.starts[number] : self.starts[number + 1]].tolist()

@@ -1,5 +1,6 @@
 """Engines that sample completions: in process, on SGLang servers, scripted for tests."""
 
+import inspect
 from typing import Any
 
 from grpo_jax import registry
@@ -13,7 +14,8 @@ def make(name: str, **settings: Any) -> Any:
   Args:
     name: "jax_sampler", "sglang" or "fake", modules of this folder; or the dotted path of one of
       your own, which has a function `make(**settings)`.
-    **settings: of that engine.
+    **settings: of that engine. `matmul_precision` is given to an engine of your own only if its
+      `make` takes it.
 
   Returns:
     A `base.Engine`.
@@ -24,5 +26,8 @@ def make(name: str, **settings: Any) -> Any:
   """
   hidden = set(registry.modules(__name__)) - set(_ENGINES)
   module = registry.module(__name__, name, hidden=hidden)
+  takes = inspect.signature(module.make).parameters
+  if "matmul_precision" not in takes and name not in _ENGINES:
+    settings.pop("matmul_precision", None)  # its float32 products are its own business.
   registry.check_arguments(f"engine {name!r}", module.make, settings)
   return module.make(**settings)

@@ -20,6 +20,7 @@ from grpo_kernels.linear_logprobs import reference
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from grpo_jax import precision
 from grpo_jax.engines import sampling
 from grpo_jax.models import layers, transformer
 from grpo_jax.models.config import ModelConfig
@@ -72,6 +73,7 @@ class Options:
   mesh: Mesh | None = None
   head_axis: Any = None  # mesh axes over which key/value heads are split.
   row_axes: tuple[str, ...] = ()  # mesh axes over which rows are split, if they can be evenly.
+  matmul_precision: str | None = None  # of float32 products; see `precision.resolve`.
 
 
 def split_layers(params: transformer.Params, options: Options) -> Weights:
@@ -160,7 +162,8 @@ def prefill(
       attended = layers.packed_attention(q, k, v, segment_ids, **compute)
       return attended, (write(keys, k), write(values, v))
 
-    x, extra = layers.block(layer, x, cos, sin, attend, **settings)
+    with precision.scope(options.matmul_precision):
+      x, extra = layers.block(layer, x, cos, sin, attend, **settings)
     written.append(extra)
   return written
 
@@ -204,7 +207,8 @@ def decode(
   def step(state):
     i, own, tokens, done, alive, sampled, logprobs = state
     lengths = rows.lengths + done
-    logits, own = decode_step(weights, prompts, own, tokens, lengths, rows, options)
+    with precision.scope(options.matmul_precision):
+      logits, own = decode_step(weights, prompts, own, tokens, lengths, rows, options)
     drawn, logprob = sampling.sample(
       logits,
       sampling.uniforms(jnp.asarray(rows.seeds), lengths),

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from grpo_jax import host_memory, registry
+from grpo_jax import host_memory, precision, registry
 from grpo_jax.engines import base, decoding, scheduling, stopping
 from grpo_jax.engines.calls import Call
 from grpo_jax.engines.session import Session, Stats
@@ -37,6 +37,7 @@ class JaxSampler:
     *,
     decode: stopping.Decode | None = None,
     compute_dtype: Any = jnp.float32,
+    matmul_precision: str | None = None,
     max_rows: int = 64,
     max_length: int | None = None,
     chunk_tokens: int = 16,
@@ -52,6 +53,8 @@ class JaxSampler:
       decode: ids → text, to look for stop strings in; None: requests with any are refused.
       compute_dtype: of products and caches, float32 or bfloat16; as the trainer's, so that
         logprobs agree.
+      matmul_precision: of float32 products, as the trainer's; see `precision.resolve`. None:
+        "float32" in float32.
       max_rows: completions decoded side by side; more wait. Bounds the caches' memory.
       max_length: prompt and completion together must not be longer, in tokens; None: the model's
         max_position_embeddings.
@@ -83,6 +86,7 @@ class JaxSampler:
       num_valid=num_valid_tokens,
       is_truncated=False,
       report_truncated=report_truncated_logprobs,
+      matmul_precision=precision.resolve(matmul_precision, compute_dtype),
     )
     self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jax_sampler")
     self._lock = threading.Lock()  # guards all below.

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from grpo_jax import redaction
+from grpo_jax import precision, redaction
 from grpo_jax.engines import base, probe, scheduling, server_process, transfer
 from grpo_jax.engines.calls import Call
 from grpo_jax.engines.dispatch import Dispatcher, Job
@@ -28,6 +28,10 @@ from grpo_jax.engines.server_process import LaunchOptions
 from grpo_jax.engines.sglang_client import Timeouts
 from grpo_jax.models import leaves
 from grpo_jax.models.config import ModelConfig
+
+# Keeps TF32 out of the servers' float32 products: of NVIDIA's libraries, and of Triton's kernels,
+# which round to it by default, SGLang's deterministic products and its attention among them.
+_EXACT = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
 
 
 class SGLangEngine:
@@ -40,6 +44,7 @@ class SGLangEngine:
     *,
     folders: transfer.WeightFolders,
     compute_dtype: Any = jnp.float32,
+    matmul_precision: str | None = None,
     num_valid_tokens: int | None = None,
     max_rows: int = 64,
     requests: str = "completion",
@@ -55,6 +60,7 @@ class SGLangEngine:
       options: of the fleet.
       folders: where every version of the weights is written; closed with the engine.
       compute_dtype: of the trainer.
+      matmul_precision: of the trainer's float32 products; see `precision.resolve`.
       num_valid_tokens: ids of the probe are below.
       max_rows: HTTP requests under way at each server; more wait here.
       requests: "completion": an HTTP request for each; "group": one for all completions of a
@@ -71,6 +77,7 @@ class SGLangEngine:
     self._probe = probe.Probe(
       config,
       compute_dtype=compute_dtype,
+      matmul_precision=matmul_precision,
       num_valid_tokens=num_valid_tokens or config.vocab_size,
     )
     self._folders = folders
@@ -239,6 +246,7 @@ def make(
   workdir: str | pathlib.Path,
   decode: Any = None,
   compute_dtype: Any = "float32",
+  matmul_precision: str | None = None,
   num_valid_tokens: int | None = None,
   max_rows: int = 64,
   addresses: Sequence[str] = (),
@@ -290,6 +298,7 @@ def make(
   if requests not in ("completion", "group"):
     raise ValueError(f"requests must be 'completion' or 'group', got {requests!r}")
   dtype = jnp.dtype(compute_dtype)
+  products = precision.resolve(matmul_precision, dtype) or dtype.name
   workdir = pathlib.Path(workdir)
   key = _key(is_launched=not addresses)
   launch = None
@@ -300,7 +309,7 @@ def make(
       device=device or ("cuda" if pathlib.Path("/dev/nvidia0").exists() else "cpu"),
       arguments=(*(["--enable-memory-saver"] if release_memory else []), *arguments),
       command=tuple(command) if command else None,
-      environment=dict(environment or {}),
+      environment={**(_EXACT if products == "float32" else {}), **(environment or {})},
       host=host,
       port=port,
       gpus=tuple(gpus),
@@ -333,13 +342,14 @@ def make(
     start_timeout_s=start_timeout_s,
     health_every_s=health_every_s,
     max_restarts=max_restarts,
-    probe_tolerance=probe.TOLERANCES[dtype.name] if probe_tolerance is None else probe_tolerance,
+    probe_tolerance=probe.TOLERANCES[products] if probe_tolerance is None else probe_tolerance,
   )
   return SGLangEngine(
     config,
     options,
     folders=folders,
     compute_dtype=dtype,
+    matmul_precision=matmul_precision,
     num_valid_tokens=num_valid_tokens,
     max_rows=max_rows,
     requests=requests,

@@ -1,11 +1,12 @@
 """Environments by name: each scores the attempts at the prompts that name it."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from grpo_jax import registry
 from grpo_jax.environments.base import Closing, Counting, EnvironmentFactory
+from grpo_jax.types import Prompt
 
 _HIDDEN = ("base", "grading", "isolation", "scoring")
 
@@ -78,6 +79,36 @@ def total_timeout_s(name: str, settings: Mapping[str, Any]) -> float:
   if not isinstance(value, int | float):
     raise ValueError(f"environment {name!r}: total_timeout_s must be a number, got {value!r}")
   return value
+
+
+def check(environments: Mapping[str, EnvironmentFactory], prompts: Iterable[Prompt]) -> None:
+  """Raises ValueError if an environment takes none of these prompts.
+
+  No environment is started: a factory refuses a prompt that lacks what it scores by. A single
+  broken row among others is not refused here, but counted when it is attempted.
+
+  Args:
+    environments: by name.
+    prompts: some of each dataset, of which each names its environment.
+  """
+  refused: dict[str, list[tuple[Prompt, str]]] = {}
+  taken: set[str] = set()
+  for prompt in prompts:
+    if prompt.environment in taken:
+      continue
+    try:
+      environments[prompt.environment](prompt)
+    except Exception as error:  # a factory of the user's may raise anything.
+      reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+      refused.setdefault(prompt.environment, []).append((prompt, reason))
+    else:
+      taken.add(prompt.environment)
+  for name in sorted(refused.keys() - taken):
+    (prompt, reason), *others = refused[name]
+    raise ValueError(
+      f"the environment {name!r} takes none of the {1 + len(others)} prompts that were tried:"
+      f" {reason}. The fields of this row: {', '.join(prompt.info) or 'none'}"
+    )
 
 
 def _factory(name: str, settings: dict[str, Any]) -> EnvironmentFactory:

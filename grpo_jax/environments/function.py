@@ -3,12 +3,13 @@
 def reward(prompt: str, completion: str, info: Mapping) -> float | dict[str, float]
 """
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_jax import registry
-from grpo_jax.environments.base import Environment, SingleTurn
+from grpo_jax.environments.base import Environment, SingleTurn, StepResult, as_reward
 from grpo_jax.types import Prompt
 
 
@@ -16,11 +17,16 @@ class FunctionEnvironments:
   """Makes environments of one turn out of a function."""
 
   def __init__(
-    self, function: Callable[..., Any], settings: Mapping[str, Any], timeout_s: float | None
+    self,
+    function: Callable[..., Any],
+    settings: Mapping[str, Any],
+    timeout_s: float | None,
+    solved: float | None = None,
   ):
     self.timeout_s = timeout_s  # see `base.Timed`.
     self._function = function
     self._settings = dict(settings)
+    self._solved = solved
 
   def __call__(self, prompt: Prompt) -> Environment:
     return SingleTurn(self._judge, prompt)
@@ -28,11 +34,19 @@ class FunctionEnvironments:
   async def _judge(self, prompt: Prompt, text: str) -> Any:
     """What the function returns, which may be anything."""
     reward = self._function(prompt.text, text, prompt.info, **self._settings)
-    return await reward if inspect.isawaitable(reward) else reward
+    reward = await reward if inspect.isawaitable(reward) else reward
+    if self._solved is None or isinstance(reward, StepResult):
+      return reward
+    result = StepResult(as_reward(reward), done=True)
+    return dataclasses.replace(result, metrics={"accuracy": float(result.total >= self._solved)})
 
 
 def make(
-  *, path: str, settings: Mapping[str, Any] | None = None, timeout_s: float | None = None
+  *,
+  path: str,
+  settings: Mapping[str, Any] | None = None,
+  timeout_s: float | None = None,
+  solved: float | None = None,
 ) -> FunctionEnvironments:
   """Makes an environment of one turn out of a function.
 
@@ -43,17 +57,21 @@ def make(
     settings: further keyword arguments of the function.
     timeout_s: longest time of one call, in seconds; None: rollout.environment_timeout_s.
       A completion whose reward takes longer is left out and counted.
+    solved: a completion of at least this reward is right: it counts in the accuracy and in pass@k
+      of an evaluation. None: rewards are not verdicts, and neither is reported.
 
   Raises:
     ValueError: there is no such function, it cannot be called in this way, or the time-out
-      is not positive.
+      is not positive, or `solved` is not a number.
   """
   function = registry.function(path)
   extra = dict(settings or {})
   if timeout_s is not None and not timeout_s > 0:
     raise ValueError(f"timeout_s must be positive, got {timeout_s}")
   _check_call(path, function, extra)
-  return FunctionEnvironments(function, extra, timeout_s)
+  if solved is not None and (isinstance(solved, bool) or not isinstance(solved, int | float)):
+    raise ValueError(f"solved must be a number, got {solved!r}")
+  return FunctionEnvironments(function, extra, timeout_s, solved)
 
 
 def _check_call(path: str, function: Callable[..., Any], extra: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_jax import precision
 from grpo_jax.environments.base import Environment, SingleTurn, StepResult
 from grpo_jax.environments.scoring import conversation
 from grpo_jax.environments.scoring.batcher import Batcher
@@ -54,7 +55,10 @@ class RewardModelEnvironments:
     self._shift = shift
     self._scale = scale
     self._scores = jax.jit(
-      functools.partial(classifier.scores, compute_dtype=jnp.dtype(compute_dtype)),
+      precision.scoped(
+        functools.partial(classifier.scores, compute_dtype=jnp.dtype(compute_dtype)),
+        precision.resolve(None, compute_dtype),
+      ),
       static_argnums=1,
     )
     self._batcher = Batcher(

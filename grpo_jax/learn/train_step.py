@@ -19,10 +19,12 @@ from grpo_kernels.linear_logprobs.sharded import Partition
 from jaxtyping import Array, Float
 
 from grpo_jax import metrics as metric_sums
+from grpo_jax import precision
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.learn import optim, sharding
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.rl import diagnostics, masks
 from grpo_jax.rl.logprobs import gather_loss_tokens, token_logprobs, token_objective
 from grpo_jax.rl.objectives import Objective
 from grpo_jax.types import Batch, Denominators, Mean, Metrics, Minibatch, TrainState
@@ -32,6 +34,7 @@ LogprobsFn = Callable[[Any, Batch, bool], tuple[Array, Array | None]]
 # (params, batch, denominators, with entropy) → loss, log πθ [B N], and the entropy [B N] or None.
 LossFn = Callable[[Any, Batch, Denominators, bool], tuple[Array, Array, Array | None]]
 Scorer = Callable[[Any, Batch], Float[Array, "B N"]]
+Watcher = Callable[[Any, Batch], tuple[Metrics, Float[Array, "B N"]]]
 # For each minibatch, for each microbatch: log πθ at `loss_places`, before the (first) update.
 MicrobatchLogprobs = list[list[Float[Array, "B N"]]]
 
@@ -230,6 +233,7 @@ def make_update(
   schedule: optax.Schedule | None = None,
   shardings: Any = None,
   token_loss: LossFn | None = None,
+  matmul_precision: str | None = None,
 ) -> Update:
   """Makes the function of a training step; see `Update`.
 
@@ -243,6 +247,7 @@ def make_update(
     shardings: of the parameters, if they are to stay sharded.
     token_loss: made by `make_token_loss` with the same objective: takes the place of `logprobs`,
       with which it agrees in everything but time. None: two passes over the vocabulary.
+    matmul_precision: of float32 products, the optimizer's too; see `precision.resolve`.
   """
   if epochs < 1:
     raise ValueError(f"epochs must be at least 1, got {epochs}")
@@ -272,15 +277,54 @@ def make_update(
   return Update(
     objective,
     epochs,
-    differentiate=jax.jit(differentiate),
+    differentiate=jax.jit(precision.scoped(differentiate, matmul_precision)),
     add=jax.jit(add, donate_argnums=0),
-    apply=jax.jit(apply, donate_argnums=(0, 1)),
+    apply=jax.jit(precision.scoped(apply, matmul_precision), donate_argnums=(0, 1)),
   )
 
 
-def make_scorer(logprobs: LogprobsFn) -> Scorer:
-  """Makes score(params, batch) → logprobs at `batch.loss_places`, without gradient."""
-  return jax.jit(lambda params, batch: logprobs(params, batch, False)[0])
+def make_scorer(logprobs: LogprobsFn, *, matmul_precision: str | None = None) -> Scorer:
+  """Makes score(params, batch) → logprobs at `batch.loss_places`, without gradient.
+
+  Args:
+    logprobs: made by `make_logprobs`.
+    matmul_precision: of float32 products; see `precision.resolve`.
+  """
+
+  def score(params: Any, batch: Batch) -> Float[Array, "B N"]:
+    return logprobs(params, batch, False)[0]
+
+  return jax.jit(precision.scoped(score, matmul_precision))
+
+
+def make_watcher(
+  logprobs: LogprobsFn, *, with_entropy: bool = True, matmul_precision: str | None = None
+) -> Watcher:
+  """Makes watch(params, batch) → metrics of the policy, and its logprobs at `batch.loss_places`.
+
+  Args:
+    logprobs: made by `make_logprobs`.
+    with_entropy: whether the metrics hold the entropy.
+    matmul_precision: of float32 products; see `precision.resolve`.
+
+  Returns:
+    A jitted function. Its metrics are "all/entropy", "all/approx_entropy" and those of
+    `diagnostics.mismatch` under "all/", over the tokens of the batch.
+  """
+
+  def watch(params: Any, batch: Batch) -> tuple[Metrics, Float[Array, "B N"]]:
+    policy, entropy = logprobs(params, batch, with_entropy)
+    tokens = gather_loss_tokens(batch)
+    behavior, mask = tokens.behavior_logprobs, tokens.mask
+    found = {
+      "approx_entropy": diagnostics.approx_entropy(policy, behavior, mask),
+      **diagnostics.mismatch(policy, behavior, mask),
+    }
+    if entropy is not None:
+      found["entropy"] = diagnostics.token_average(masks.fill(entropy, mask), mask)
+    return {f"all/{name.rpartition('/')[2]}": value for name, value in found.items()}, policy
+
+  return jax.jit(precision.scoped(watch, matmul_precision))
 
 
 def with_logprobs(

@@ -45,7 +45,8 @@ def scores(
   body = transformer.Transformer(config, compute_dtype)
   hidden = body.apply({"params": params["body"]}, tokens, places, is_token)
   pooled = jnp.take_along_axis(jnp.asarray(hidden), pool_at[:, None, None], axis=1)[:, 0]
-  return pooled @ params["score"].T.astype(jnp.float32)
+  head = params["score"].T.astype(jnp.float32)
+  return jnp.matmul(pooled, head, precision=jax.lax.Precision.HIGHEST)
 
 
 def pooled_place(tokens: Int[np.ndarray, " T"], pad_id: int | None) -> int:

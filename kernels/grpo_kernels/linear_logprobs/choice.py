@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from grpo_kernels.linear_logprobs import reference
+
 
 class Chip(NamedTuple):
   """What of a device decides which kernels run on it."""
@@ -31,6 +33,7 @@ class Implementation:
   generation: str = ""  # what chips of that capability are called.
   dtypes: tuple[str, ...] = ()  # of hidden.
   width_multiple: int = 1  # D must be a multiple of it.
+  only_exact: bool = False  # float32 products in the highest precision only.
 
   def refusal(self, chip: Chip, dtype: Any) -> str | None:
     """Returns what it needs and what came, where it cannot run on a chip or in a dtype."""
@@ -41,6 +44,10 @@ class Implementation:
       return f"runs on {self.generation} ({needed}); this process computes on {chip}"
     if self.dtypes and jnp.dtype(dtype).name not in self.dtypes:
       return f"takes hidden states in {' or '.join(self.dtypes)}, got {jnp.dtype(dtype).name}"
+    if self.only_exact and jnp.dtype(dtype) == jnp.float32:
+      precision = reference.float32_precision()
+      if precision != jax.lax.Precision.HIGHEST:
+        return f"computes float32 products in the highest precision only, got {precision.name}"
     return None
 
   def misfit(self, chip: Chip, dtype: Any, width: int) -> str | None:
@@ -61,7 +68,9 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     dtypes=("bfloat16",),
     width_multiple=64,
   ),
-  "pallas_tpu": Implementation("pallas_tpu", platform="tpu", dtypes=("bfloat16", "float32")),
+  "pallas_tpu": Implementation(
+    "pallas_tpu", platform="tpu", dtypes=("bfloat16", "float32"), only_exact=True
+  ),
 }
 
 # Platform → the kernel that is taken if it fits. Everywhere else, and if not: xla_chunked.
@@ -97,8 +106,8 @@ def pick(name: str | None, chip: Chip, *, dtype: Any, width: int) -> Any:
 
   Raises:
     ValueError: there is none of that name.
-    NotImplementedError: it does not run on this chip or in this dtype; nothing else is taken in
-      its place.
+    NotImplementedError: it does not run on this chip, in this dtype or in the precision of
+      `jax.default_matmul_precision`; nothing else is taken in its place.
   """
   if name is None:
     name, reason = default(chip, dtype, width)

@@ -226,8 +226,8 @@ def _logits(settings: Settings, hidden_ref, head_ref, first) -> list[tuple[Array
 def dot(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
   """Contracts two matrices of one dtype over an axis of each, in float32.
 
-  Products of bf16 are exact there; float32 operands are not rounded to bf16, whatever
-  `jax_default_matmul_precision` says.
+  Products of bf16 are exact there; float32 operands are not rounded to bf16 (where
+  `jax_default_matmul_precision` asks for less, `choice` takes another implementation).
   """
   highest = left.dtype == jnp.float32
   return jax.lax.dot_general(

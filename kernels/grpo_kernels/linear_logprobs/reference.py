@@ -20,7 +20,8 @@ def linear_logprobs(
 
   The dots run in the dtype of `hidden` (to which `head` is cast) and accumulate
   in float32; logits are never rounded below float32. Float32 dots ask for the
-  highest precision: no TF32 on a GPU, no bf16 passes on a TPU.
+  highest precision, no TF32 on a GPU and no bf16 passes on a TPU, unless
+  `jax_default_matmul_precision` says otherwise.
 
   Args:
     hidden: what the final norm gave for the token *before* each target.
@@ -62,8 +63,20 @@ def dot(
 
 
 def precision_of(dtype: jnp.dtype) -> jax.lax.Precision | None:
-  """Returns the precision of a dot: the highest for float32 operands, else the default."""
-  return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+  """Returns the precision of a dot: of float32 operands see `float32_precision`, else None."""
+  return float32_precision() if dtype == jnp.float32 else None
+
+
+def float32_precision() -> jax.lax.Precision:
+  """Returns the precision of float32 dots that are traced here.
+
+  The highest, unless `jax.default_matmul_precision` names another.
+
+  Raises:
+    ValueError: it names a dot algorithm, which is no precision.
+  """
+  name = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+  return jax.lax.Precision.HIGHEST if name is None else jax.lax.Precision(name)
 
 
 # Which axis of the head is D, for each layout.
