@@ -70,6 +70,7 @@ class CodeEnvironments:
   def _check_functions(self, tests: FunctionTests, code: str) -> Verdict:
     suite = {
       "sources": programs.assemble(code, prompt_code=tests.prompt_code, entry=tests.entry),
+      "given": tests.prompt_code,
       "setup": tests.setup,
       "tests": tests.tests,
       "entry": tests.entry,

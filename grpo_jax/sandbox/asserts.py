@@ -50,6 +50,17 @@ def free_names(tree: ast.Module) -> set[str]:
   return read - set(dir(builtins)) - {PASSED, FAILED, FAILURES}
 
 
+def bound_names(source: str) -> set[str]:
+  """Returns the names that code defines or assigns at its top level; none if it is no Python."""
+  try:
+    body = ast.parse(source).body
+  except (SyntaxError, ValueError, RecursionError):
+    return set()
+  targets = [t for n in body if isinstance(n, ast.Assign) for t in n.targets]
+  assigned = {t.id for t in targets if isinstance(t, ast.Name)}
+  return assigned | {n.name for n in body if isinstance(n, _DEFINITIONS)}
+
+
 def stubs(tree: ast.Module) -> set[str]:
   """Returns the names of functions and classes that are left to be written.
 

@@ -6,6 +6,7 @@ It knows the program and what it is called with, and nothing of what is expected
 import os
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 from grpo_jax.sandbox import wire
@@ -69,6 +70,7 @@ class _Functions:
       "next": self._next,
     }
     self._codec = wire.Codec(keep=self._keep, find=self._find)
+    self._objects = self._codec.objects
     self._space: dict[str, Any] = {}
 
   def serve(self) -> None:
@@ -81,21 +83,49 @@ class _Functions:
       self._reply(self._answer(request))
 
   def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+    """Does what is asked, and reports what has changed in objects that the judge holds, too."""
+    for places in request.pop("forget", ()):
+      self._objects.forget(places)
+    start = len(self._objects)
     try:
-      return self._answers[request.pop("do")](**request)
+      self._codec.apply(request.pop("changes", ()))
+      reply = self._answers[request.pop("do")](**request)
     except BaseException as error:  # a program may raise anything; it stays alive to be asked on.
-      return _described(error)
+      reply = _described(error)
+    return {**reply, **self._report(start)}
+
+  def _report(self, start: int) -> dict[str, Any]:
+    """What the call has changed, and which of its objects, from a place on, are held here."""
+    size = len(self._objects)
+    try:
+      report = {"changes": self._codec.changes(range(size))}
+    except BaseException as error:  # an argument now holds what cannot be sent.
+      self._objects.cut(size)
+      report = _described(error)
+    size = len(self._objects)
+    lonely = self._objects.lonely(start)
+    held = sorted(set(range(start, size)) - set(lonely))
+    self._objects.forget(lonely)
+    self._objects.note(range(len(self._objects)))
+    return {**report, "held": held}
 
   def _reply(self, message: dict[str, Any]) -> None:
     try:
       wire.send(self._replies, message, self._max_bytes)
     except (wire.TooLarge, RecursionError, MemoryError) as error:
-      wire.send(self._replies, _described(error), self._max_bytes)
+      self._objects.cut(0)
+      wire.send(self._replies, {**_described(error), "lost": True}, self._max_bytes)
     except wire.Closed:
       os._exit(0)
 
-  def _load(self, sources: list[str], shared: list[str]) -> dict[str, Any]:
-    """Runs the sources one after another in one module."""
+  def _load(self, sources: list[str], taken: list[str], sent: list[str]) -> dict[str, Any]:
+    """Runs the sources one after another in one module.
+
+    Args:
+      sources: Texts of the program.
+      taken: Names of the classes whose instances the tests may pass.
+      sent: Names of those whose instances they take as such.
+    """
     try:
       codes = [compile(s, "<program>", "exec", dont_inherit=True) for s in sources]
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
@@ -103,34 +133,46 @@ class _Functions:
     self._space = _module("program").__dict__
     for code in codes:
       exec(code, self._space)
-    found = {name: self._space.get(name) for name in shared}
-    self._codec.shared |= {n: c for n, c in found.items() if isinstance(c, type)}
+    mine = {n: c for n in {*taken, *sent} if isinstance(c := self._space.get(n), type)}
+    self._codec.taken = _Classes(mine)
+    self._codec.sent = {n: c for n, c in mine.items() if n in sent}
     return {"names": [n for n, v in self._space.items() if not isinstance(v, types.ModuleType)]}
 
+  def _valued(self, value: Any) -> dict[str, Any]:
+    size = len(self._objects)
+    try:
+      return {"value": self._codec.encode(value)}
+    except BaseException:
+      self._objects.cut(size)
+      raise
+
   def _name(self, name: str) -> dict[str, Any]:
-    return {"value": self._codec.encode(self._space[name])}
+    return self._valued(self._space[name])
 
   def _call(self, target: int, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Calls; reports the arguments too, if the call has changed them in place."""
-    args, kwargs = self._codec.decode(args), self._codec.decode(kwargs)
-    before = self._codec.encode(args)
-    value = self._codec.encode(self._kept[target](*args, **kwargs))
-    after = self._codec.encode(args)
-    return {"value": value} if before == after else {"value": value, "args": after}
+    args, kwargs = self._received(args), self._received(kwargs)
+    return self._valued(self._kept[target](*args, **kwargs))
 
   def _attribute(self, target: int, name: str) -> dict[str, Any]:
-    return {"value": self._codec.encode(getattr(self._kept[target], name))}
+    return self._valued(getattr(self._kept[target], name))
 
   def _method(self, target: int, name: str, args: Any) -> dict[str, Any]:
     """Calls a special method by the function of the language that stands for it."""
-    function = _SPECIAL[name]
-    return {"value": self._codec.encode(function(self._kept[target], *self._codec.decode(args)))}
+    return self._valued(_SPECIAL[name](self._kept[target], *self._received(args)))
 
   def _next(self, target: int) -> dict[str, Any]:
     try:
-      return {"value": self._codec.encode(next(self._kept[target]))}
+      value = next(self._kept[target])
     except StopIteration:
       return {"end": True}
+    return self._valued(value)
+
+  def _received(self, data: Any) -> Any:
+    """A value of the judge's; its objects are as the judge knows them."""
+    size = len(self._objects)
+    value = self._codec.decode(data)
+    self._objects.note(range(size, len(self._objects)))
+    return value
 
   def _keep(self, value: Any) -> int:
     if id(value) not in self._numbers:
@@ -139,21 +181,53 @@ class _Functions:
     return self._numbers[id(value)]
 
   def _find(self, reference: Any) -> Any:
-    """One of our own objects, come back, or a function of the judge's."""
+    """One of our own objects, come back, or a function or an iterator of the judge's."""
     if isinstance(reference, int):
       return self._kept[reference]
     number = reference["callback"]
+    if reference["is_iterator"]:
+      return self._iterated(number)
+    return lambda *args, **kwargs: self._call_back(number, args, kwargs)
 
-    def callback(*args: Any) -> Any:
-      self._reply({"callback": number, "args": self._codec.encode(args)})
-      answer = wire.receive(self._requests, self._max_bytes)
-      if "raised" in answer:
-        raise RuntimeError(answer["raised"])
-      return self._codec.decode(answer["value"])
+  def _iterated(self, number: int) -> Iterator[Any]:
+    while True:
+      try:
+        value = self._call_back(number, (), {})
+      except StopIteration:
+        return
+      yield value
 
-    return callback
+  def _call_back(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a function of the judge's, which sees its arguments as they are now."""
+    codec, size = self._codec, len(self._objects)
+    codec.met = []
+    try:
+      message = {"callback": number, "args": codec.encode([*args]), "kwargs": codec.encode(kwargs)}
+      message["changes"] = codec.changes(codec.met)
+    except BaseException:
+      self._objects.cut(size)
+      raise
+    self._objects.note(range(size, len(self._objects)))
+    self._reply(message)
+    answer = wire.receive(self._requests, self._max_bytes)
+    if "raised" in answer:
+      raise RuntimeError(answer["raised"])
+    if "end" in answer:
+      raise StopIteration
+    value = self._received(answer["value"])
+    codec.apply(answer["changes"])
+    return value
 
 
+class _Classes(dict[str, type]):
+  """The program's classes by name; for one that it does not have, one with attributes alone."""
+
+  def __missing__(self, name: str) -> type:
+    self[name] = type(name, (), {})
+    return self[name]
+
+
+_END = object()
 _SPECIAL = {
   "len": len,
   "str": str,

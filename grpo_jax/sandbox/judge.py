@@ -40,8 +40,9 @@ def verdict(suite: dict[str, Any], link: remote.Link) -> dict[str, Any]:
   """Judges the program behind a link.
 
   Args:
-    suite: {"sources": the program, as texts that are run one after another; "setup": code
-      of the data that the tests may use; "tests": texts of test code; "entry": name of the
+    suite: {"sources": the program, as texts that are run one after another; "given": code of the
+      task that the program begins with (if it is not there, all sources but the last); "setup":
+      code of the data that the tests may use; "tests": texts of test code; "entry": name of the
       function under test, or ""; "cases": [[arguments, expected], …] for it}.
     link: to the program.
 
@@ -54,7 +55,8 @@ def verdict(suite: dict[str, Any], link: remote.Link) -> dict[str, Any]:
   try:
     tests = _Tests(suite)
     count.written = tests.number
-    link.codec.shared.update(tests.shared)
+    link.codec.sent = link.errors = tests.classes
+    link.codec.taken = tests.classes_of_the_program
     failure = link.load(suite["sources"])
     if failure:
       count.failed(f"{failure['error'][0]}: {failure['message']}")
@@ -142,13 +144,23 @@ class _Tests:
     self.number = sum(asserts.number(tree) for tree in trees) + len(self._cases)
     self._free = set().union(*(asserts.free_names(t) for t in trees))
     self._stubs = asserts.stubs(setup)
+    self._given = asserts.bound_names(suite.get("given") or "\n".join(suite["sources"][:-1]))
 
   @property
-  def shared(self) -> dict[str, type]:
+  def classes(self) -> dict[str, type]:
     """The classes that the setup defines, but for those that the program must write."""
     mine = {n: v for n, v in self._space.items() if isinstance(v, type)}
     theirs = {*self._stubs, self._entry}
     return {n: c for n, c in mine.items() if c.__module__ == "tests" and n not in theirs}
+
+  @property
+  def classes_of_the_program(self) -> dict[str, type]:
+    """Those that the program was given, and may make instances of.
+
+    Of the others, none comes from a program: it would choose the attributes of an object that
+    decides, by its `__eq__`, what is right.
+    """
+    return {n: c for n, c in self.classes.items() if n in self._given}
 
   def run(self, link: remote.Link, count: _Count) -> None:
     """Runs all tests."""

@@ -27,7 +27,11 @@ class Link:
     """Takes two file descriptors and the length of the longest message."""
     self._requests, self._replies, self._max_bytes = requests, replies, max_bytes
     self._callbacks: list[Callable[..., Any]] = []
-    self.codec = wire.Codec(keep=self._keep, find=lambda reference: Remote(self, int(reference)))
+    self._remotes: dict[int, Remote] = {}
+    self.codec = wire.Codec(keep=self._keep, find=self._find)
+    self._objects = self.codec.objects
+    self._forgotten: list[list[int]] = []  # places, which the program has not heard of yet.
+    self.errors: dict[str, type] = {}  # classes of the tests that a program may raise, by name.
     self.names: set[str] = set()
     self.questions = 0
     self.gone = ""  # why there will be no more answers.
@@ -40,40 +44,79 @@ class Link:
       {} or what it raised: {"error": names of classes, "message": text, "compile": True if
       it is no Python}.
     """
-    answer = self._ask(do="load", sources=sources, shared=sorted(self.codec.shared))
+    taken, sent = sorted(self.codec.sent), sorted(self.codec.taken)  # what we send, it takes.
+    answer = self._ask({"do": "load", "sources": sources, "taken": taken, "sent": sent})
     names = answer.get("names", [])
     self.names = {n for n in names if isinstance(n, str)}
     return answer if "error" in answer else {}
 
   def name(self, name: str) -> Any:
     """Returns a global value of the program."""
-    return self._value(self._ask(do="name", name=name))
+    return self._value({"do": "name", "name": name})
 
   def call(self, target: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls an object of the program; arguments that it changes in place are changed here."""
-    sent = self.codec.encode(args), self.codec.encode(kwargs)
-    answer = self._ask(do="call", target=target, args=sent[0], kwargs=sent[1])
-    value = self._value(answer)
-    if "args" in answer:
-      for mine, theirs in zip(args, self._decode(answer["args"]), strict=False):
-        _overwrite(mine, theirs)
-    return value
+    return self._value({"do": "call", "target": target}, args=[*args], kwargs=kwargs)
 
   def attribute(self, target: int, name: str) -> Any:
     """Returns an attribute of an object of the program."""
-    return self._value(self._ask(do="attribute", target=target, name=name))
+    return self._value({"do": "attribute", "target": target, "name": name})
 
   def method(self, target: int, name: str, *args: Any) -> Any:
     """Applies a function of the language, such as len, to an object of the program."""
-    encoded = self.codec.encode(args)
-    return self._value(self._ask(do="method", target=target, name=name, args=encoded))
+    return self._value({"do": "method", "target": target, "name": name}, args=[*args])
 
   def iterate(self, target: int) -> Iterator[Any]:
     """Yields what an iterator of the program yields."""
-    while "end" not in (answer := self._ask(do="next", target=target)):
-      yield self._value(answer)
+    while (value := self._value({"do": "next", "target": target})) is not _END:
+      yield value
 
-  def _ask(self, **request: Any) -> dict[str, Any]:
+  def _value(self, request: dict[str, Any], **values: Any) -> Any:
+    """Asks for a value; objects that both sides hold are the same on both before and after.
+
+    Args:
+      request: What is asked.
+      **values: Values that go along.
+    """
+    if places := self._objects.lonely():
+      self._objects.forget(places)
+      self._forgotten.append(places)
+    start = len(self._objects)
+    try:
+      changes = self.codec.changes(range(start))
+      encoded = {name: self.codec.encode(value) for name, value in values.items()}
+    except BaseException:
+      self._objects.cut(start)
+      raise
+    request |= {"forget": self._forgotten, "changes": changes, **encoded}
+    self._forgotten = []
+    answer = self._ask(request)
+    value = self._understood(answer, start)
+    if "error" in answer:
+      raise self._error(answer)
+    return value
+
+  def _understood(self, answer: dict[str, Any], start: int) -> Any:
+    """The value in an answer; makes the changes that the program has made in place.
+
+    Args:
+      answer: Of the program.
+      start: Place from which on objects belong to this question and answer.
+    """
+    if "lost" in answer:
+      self._objects.cut(0)
+      return None
+    try:
+      value = _END if "end" in answer else self.codec.decode(answer.get("value"))
+      self.codec.apply(answer.get("changes", []))
+      held = set(answer.get("held", []))
+      self._objects.forget([p for p in range(start, len(self._objects)) if p not in held])
+      self._objects.note(range(len(self._objects)))
+    except (LookupError, TypeError, ValueError, RecursionError, MemoryError) as error:
+      self._leave(f"not understood: {error}")
+    return value
+
+  def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
     if self.gone:
       raise Gone(self.gone)
     self.questions += 1
@@ -95,39 +138,52 @@ class Link:
       self._leave(f"not understood: {error}")
 
   def _called_back(self, answer: dict[str, Any]) -> dict[str, Any]:
-    """Calls a function of the test for the program."""
-    function, args = self._callbacks[answer["callback"]], self._decode(answer["args"])
+    """Calls a function of the test for the program, or asks an iterator of the test."""
+    function = self._callbacks[answer["callback"]]
+    self.codec.met = []
+    size = len(self._objects)
+    args, kwargs = self.codec.decode(answer["args"]), self.codec.decode(answer["kwargs"])
+    self.codec.apply(answer["changes"])
+    passed = [*self.codec.met, *range(size, len(self._objects))]
+    self._objects.note(passed)
+    size = len(self._objects)
     try:
-      return {"value": self.codec.encode(function(*args))}
+      value = function(*args, **kwargs)
+      return {"value": self.codec.encode(value), "changes": self.codec.changes(passed)}
+    except StopIteration:
+      return {"end": True}
     except Exception as error:  # the test's function may raise anything, and the program see it.
+      self._objects.cut(size)
       return {"raised": f"{type(error).__name__}: {error}"[:200]}
 
   def _leave(self, reason: str) -> NoReturn:
     self.gone = reason[:200]
     raise Gone(self.gone)
 
-  def _value(self, answer: dict[str, Any]) -> Any:
-    if "error" in answer:
-      error = _exception(answer, self.codec.shared)
-      self.over = "memory" if isinstance(error, MemoryError) else self.over
-      self.over = "output" if str(error).startswith("TooLarge:") else self.over
-      raise error
-    return self._decode(answer.get("value"))
-
-  def _decode(self, data: Any) -> Any:
-    try:
-      return self.codec.decode(data)
-    except (ValueError, RecursionError, MemoryError) as error:
-      self._leave(f"not understood: {error}")
+  def _error(self, answer: dict[str, Any]) -> Exception:
+    """What the program raised; notes the limit that it met, if it met one."""
+    error = _exception(answer, self.errors)
+    self.over = "memory" if isinstance(error, MemoryError) else self.over
+    self.over = "output" if str(error).startswith("TooLarge:") else self.over
+    return error
 
   def _keep(self, value: Any) -> Any:
-    """Gives the program back its own object, or a function to call."""
+    """Gives the program back its own object, or a function or an iterator to ask."""
     if isinstance(value, Remote):
       return object.__getattribute__(value, "_target")
-    if not callable(value):
+    is_iterator = isinstance(value, Iterator)
+    if not callable(value) and not is_iterator:
       raise TypeError(f"a test cannot pass {type(value).__name__} to the program")
-    self._callbacks.append(value)
-    return {"callback": len(self._callbacks) - 1}
+    self._callbacks.append(value.__next__ if is_iterator else value)
+    return {"callback": len(self._callbacks) - 1, "is_iterator": is_iterator}
+
+  def _find(self, target: Any) -> "Remote":
+    """The stand-in for an object of the program: always the same one."""
+    number = int(target)
+    return self._remotes.setdefault(number, Remote(self, number))
+
+
+_END = object()  # of an iteration.
 
 
 class Remote:
@@ -235,16 +291,3 @@ def _exception(answer: dict[str, Any], shared: Mapping[str, type]) -> Exception:
         if name in shared:
           return kind.__new__(kind, message)
   return ProgramError(f"{names[0] if names else 'error'}: {message}")
-
-
-def _overwrite(mine: Any, theirs: Any) -> None:
-  """Makes a mutable argument what the program made of it."""
-  if type(mine) is not type(theirs):
-    return
-  if isinstance(mine, (list, bytearray)):
-    mine[:] = theirs
-  elif isinstance(mine, (dict, set)):
-    mine.clear()
-    mine.update(theirs)
-  elif hasattr(mine, "__dict__") and not isinstance(mine, Remote):
-    vars(mine).update(vars(theirs))

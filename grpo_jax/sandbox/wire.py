@@ -2,18 +2,21 @@
 
 Plain values are copied. Of subclasses the plain contents are sent, by the methods of the plain
 type, so that an overridden `__eq__`, `__iter__` or `__len__` has no say on the other side. All
-else is kept by its owner and sent as a number (`Codec.keep`).
+else is kept by its owner and sent as a number (`Codec.keep`). A container that occurs again is
+named by its place (`sharing`).
 """
 
 import collections
 import enum
 import importlib
+import itertools
 import json
 import os
 import sys
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+
+from grpo_jax.sandbox import sharing
 
 MAX_DEPTH = 400  # of nested containers.
 _HEADER = 4  # bytes of a message's length.
@@ -80,119 +83,172 @@ def _read(fd: int, size: int) -> bytes:
 class Codec:
   """Values ↔ JSON, for one side."""
 
-  def __init__(
-    self,
-    *,
-    keep: Callable[[Any], Any],
-    find: Callable[[Any], Any],
-    shared: dict[str, type] | None = None,
-  ):
+  def __init__(self, *, keep: Callable[[Any], Any], find: Callable[[Any], Any]):
     """Describes what is not plain.
 
     Args:
-      keep: object → a JSON value that stands for it; raises TypeError to refuse.
-      find: that JSON value, as the other side's `keep` made it, → object.
-      shared: classes that both sides have, by name: instances are copied by their
-        attributes, named tuples by their items, members of enums by their names. It may be
-        filled later.
+      keep: Object → a JSON value that stands for it; raises TypeError to refuse.
+      find: That JSON value, as the other side's `keep` made it, → object.
     """
     self._keep = keep
     self._find = find
-    self.shared = {} if shared is None else shared
+    # Classes that both sides have, by name: instances are copied by their attributes, named tuples
+    # by their items, members of enums by their names. Those that are sent, and those that are
+    # taken from the other side.
+    self.sent: dict[str, type] = {}
+    self.taken: Mapping[str, type] = {}
+    self.objects = sharing.Shared()
+    self.met: list[int] = []  # places of objects that occurred again.
 
   def encode(self, value: Any, depth: int = 0) -> Any:
     """Returns the JSON of a value.
 
     Raises:
-      TypeError: it can be neither copied nor kept.
-      RecursionError: it is nested too deeply, or contains itself.
+      TypeError: It can be neither copied nor kept.
+      RecursionError: It is nested too deeply.
     """
+    pack = _PLAIN.get(type(value))
+    if pack is not None:
+      return pack(value)
+    place = self.objects.place(value)
+    if place is not None:
+      self.met.append(place)
+      return {"same": place}
     if depth > MAX_DEPTH:
       raise RecursionError("a value is nested too deeply")
-    if value is None or value is True or value is False:
-      return value
+    if isinstance(value, list):
+      self.objects.add(value)
+      return [self.encode(v, depth + 1) for v in list.__iter__(value)]
     for kind, pack in _ATOMS:
       if isinstance(value, kind):
         return pack(value)
-    if isinstance(value, list):
-      return [self.encode(v, depth + 1) for v in list.__iter__(value)]
+    if isinstance(value, bytearray):
+      self.objects.add(value)
+      return {"bytearray": _bytes(value)}
     name = type(value).__name__
-    is_shared = self.shared.get(name) is type(value)
-    if is_shared and isinstance(value, tuple):
-      return {"record": [name, self.encode(list(tuple.__iter__(value)), depth + 1)]}
+    is_shared = self.sent.get(name) is type(value)
     for kind, (tag, items) in _CONTAINERS.items():
       if isinstance(value, kind):
-        return {tag: [self.encode(v, depth + 1) for v in items(value)]}
+        if sharing.is_mutable(value):
+          self.objects.add(value)
+        encoded = [self.encode(v, depth + 1) for v in items(value)]
+        if not sharing.is_mutable(value):
+          self.objects.add(value)
+        return {"record": [name, encoded]} if is_shared and kind is tuple else {tag: encoded}
     if is_shared and isinstance(value, enum.Enum):
       return {"member": [name, value.name]}
     if is_shared:
-      return {"instance": [name, self.encode(_attributes(value), depth + 1)]}
+      self.objects.add(value)
+      return {"instance": [name, self._attributes(value, depth)]}
+    if type(value) in _VIEWS:
+      return {_VIEWS[type(value)]: [self.encode(v, depth + 1) for v in value]}
     if type(value).__module__ in _LIBRARY_MODULES:
       for kind, pack in _library():
         if isinstance(value, kind):
           return pack(value)
     if type(value).__module__ == "numpy" and "tolist" in dir(value):
-      return self.encode(
-        value.tolist(), depth + 1
-      )  # arrays cross as lists, their numbers as numbers.
+      # Arrays cross as lists, their numbers as numbers.
+      return self.encode(value.tolist(), depth + 1)
     return {"kept": self._keep(value)}
 
   def decode(self, data: Any) -> Any:
     """Returns the value of a JSON.
 
     Raises:
-      ValueError: it is no value's JSON.
+      ValueError: It is not the JSON of a value.
     """
     if isinstance(data, list):
-      return [self.decode(v) for v in data]
+      made: list[Any] = []
+      self.objects.add(made)
+      made += [self.decode(v) for v in data]
+      return made
     if not isinstance(data, dict):
       return data
     try:
       ((tag, content),) = data.items()
+      if tag == "same":
+        self.met.append(content)
+        return self.objects[content]
       if tag == "kept":
         return self._find(content)
-      if tag in ("instance", "record", "member"):
-        return self._shared_value(tag, *content)
       if tag in _UNPACK_ATOM:
         return _UNPACK_ATOM[tag](content)
-      return _UNPACK_CONTAINER[tag]([self.decode(v) for v in content])
+      if tag in _UNPACK_VIEW:
+        return _UNPACK_VIEW[tag]([self.decode(v) for v in content])
+      return self._container(tag, content)
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
       raise ValueError(f"no value's JSON: {str(data):.80}") from error
 
-  def _shared_value(self, tag: str, name: str, content: Any) -> Any:
-    """An instance of a shared class, without attributes that would hide what the class does."""
-    cls = self.shared[name]
-    if tag == "record":
-      return tuple.__new__(cls, self.decode(content))
+  def changes(self, places: Iterable[int]) -> list[Any]:
+    """Returns the JSON of what has changed in the objects at some places.
+
+    Places that are appended to `places` meanwhile count, too.
+    """
+    found = []
+    done = set()
+    for place in places:
+      if place not in done and self.objects.has_changed(place):
+        found.append([place, self._items(self.objects[place])])
+        self.objects.note([place])
+      done.add(place)
+    return found
+
+  def apply(self, changes: list[Any]) -> None:
+    """Makes the changes of the other side here.
+
+    Raises:
+      ValueError: They are not the JSON of changes.
+    """
+    try:
+      for place, items in changes:
+        value = self.objects[place]
+        if isinstance(value, bytearray):
+          new = items.encode("latin-1")
+        elif isinstance(value, (list, set, collections.deque)):
+          new = [self.decode(v) for v in items]
+        else:
+          new = _pairs([self.decode(v) for v in items])
+        sharing.refill(value, new)
+        self.objects.note([place])
+    except (AttributeError, LookupError, TypeError) as error:
+      raise ValueError(f"no changes: {str(changes):.80}") from error
+
+  def _items(self, value: Any) -> Any:
+    if isinstance(value, bytearray):
+      return _bytes(value)
+    for kind, (_, items) in _CONTAINERS.items():
+      if isinstance(value, kind):
+        return [self.encode(v, 1) for v in items(value)]
+    return self._attributes(value, 0)
+
+  def _attributes(self, value: Any, depth: int) -> list[Any]:
+    held = sharing.attributes(value).items()
+    return [self.encode(v, depth + 1) for pair in held for v in pair]
+
+  def _container(self, tag: str, content: Any) -> Any:
+    """A container: one that can be changed has its place before what is in it."""
     if tag == "member":
-      return cls.__members__[content]
-    made = object.__new__(cls)
-    for attribute, value in self.decode(content).items():
-      if not _is_behaviour(cls, attribute):
-        object.__setattr__(made, attribute, value)
+      return self.taken[content[0]].__members__[content[1]]
+    if tag in _MUTABLE:
+      made = bytearray(content.encode("latin-1")) if tag == "bytearray" else _MUTABLE[tag]()
+      self.objects.add(made)
+      if tag != "bytearray":
+        items = [self.decode(v) for v in content]
+        sharing.refill(made, _pairs(items) if tag == "dict" else items)
+      return made
+    if tag == "instance":
+      made = object.__new__(self.taken[content[0]])
+      self.objects.add(made)
+      sharing.refill(made, _pairs([self.decode(v) for v in content[1]]))
+      return made
+    items = [self.decode(v) for v in (content[1] if tag == "record" else content)]
+    made = tuple.__new__(self.taken[content[0]], items) if tag == "record" else _FIXED[tag](items)
+    self.objects.add(made)
     return made
 
 
-def _attributes(value: Any) -> dict[str, Any]:
-  """The attributes of an instance, in its dictionary and its slots."""
-  found = dict(object.__getattribute__(value, "__dict__")) if type(value).__dictoffset__ else {}
-  for name in dir(type(value)):
-    is_slot = isinstance(_of_class(type(value), name), types.MemberDescriptorType)
-    if is_slot and hasattr(value, name):
-      found[name] = object.__getattribute__(value, name)
-  return found
-
-
-def _of_class(cls: type, name: str) -> Any:
-  """What stands under a name in a class, before descriptors have their say; None: nothing."""
-  return next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)
-
-
-def _is_behaviour(cls: type, name: str) -> bool:
-  """Tells whether a class has a method, a property or the like of this name; no mere default."""
-  found = _of_class(cls, name)
-  is_descriptor = hasattr(found, "__get__") and not isinstance(found, types.MemberDescriptorType)
-  return callable(found) or is_descriptor
+def _pairs(items: list[Any]) -> list[tuple[Any, Any]]:
+  return list(zip(items[::2], items[1::2], strict=True))
 
 
 def _library() -> Iterator[tuple[type, Callable[[Any], Any]]]:
@@ -211,13 +267,25 @@ def _bytes(value: bytes | bytearray) -> str:
   return bytes(value).decode("latin-1")
 
 
-# In this order: datetime is a date. Texts are sent as texts, by the method of the plain type.
+def _float(value: float) -> Any:
+  is_finite = value == value and abs(value) != float("inf")
+  return float(value) if is_finite else {"float": float.hex(value)}
+
+
+# The types whose values are met most.
+_PLAIN: dict[type, Callable[[Any], Any]] = {
+  type(None): lambda v: v,
+  bool: lambda v: v,
+  int: _int,
+  float: _float,
+  str: lambda v: v,
+}
+# In this order: datetime is a date. Of subclasses, by the method of the plain type.
 _ATOMS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
   (int, _int),
-  (float, lambda v: {"float": float.hex(v)} if v != v or abs(v) == float("inf") else float(v)),
+  (float, _float),
   (str, lambda v: str.__str__(v)),
   (bytes, lambda v: {"bytes": _bytes(v)}),
-  (bytearray, lambda v: {"bytearray": _bytes(v)}),
   (complex, lambda v: {"complex": [float.hex(v.real), float.hex(v.imag)]}),
   (range, lambda v: {"range": [hex(v.start), hex(v.stop), hex(v.step)]}),
 )
@@ -231,8 +299,9 @@ _LIBRARY: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
 )
 _LIBRARY_MODULES = {module for module, *_ in _LIBRARY} | {"_decimal", "_pydecimal"}
 _CONTAINERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
+  list: ("list", list.__iter__),
   tuple: ("tuple", tuple.__iter__),
-  dict: ("dict", lambda v: [tuple(pair) for pair in dict.items(v)]),
+  dict: ("dict", lambda v: itertools.chain.from_iterable(dict.items(v))),
   set: ("set", set.__iter__),
   frozenset: ("frozenset", frozenset.__iter__),
   collections.deque: ("deque", collections.deque.__iter__),
@@ -241,7 +310,6 @@ _UNPACK_ATOM: dict[str, Callable[[Any], Any]] = {
   "int": lambda c: int(c, 16),
   "float": float.fromhex,
   "bytes": lambda c: c.encode("latin-1"),
-  "bytearray": lambda c: bytearray(c.encode("latin-1")),
   "complex": lambda c: complex(*map(float.fromhex, c)),
   "range": lambda c: range(*(int(x, 16) for x in c)),
   "decimal": lambda c: importlib.import_module("decimal").Decimal(c),
@@ -250,10 +318,16 @@ _UNPACK_ATOM: dict[str, Callable[[Any], Any]] = {
   "date": lambda c: importlib.import_module("datetime").date.fromisoformat(c),
   "timedelta": lambda c: importlib.import_module("datetime").timedelta(*c),
 }
-_UNPACK_CONTAINER: dict[str, Callable[[list[Any]], Any]] = {
-  "tuple": tuple,
+_MUTABLE: dict[str, Callable[[], Any]] = {
   "dict": dict,
   "set": set,
-  "frozenset": frozenset,
   "deque": collections.deque,
+  "bytearray": bytearray,
+}
+_FIXED: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "frozenset": frozenset}
+_VIEWS = {type({}.keys()): "keys", type({}.values()): "values", type({}.items()): "items"}
+_UNPACK_VIEW: dict[str, Callable[[list[Any]], Any]] = {
+  "keys": lambda c: dict.fromkeys(c).keys(),
+  "values": lambda c: dict(enumerate(c)).values(),
+  "items": lambda c: dict(c).items(),
 }

@@ -289,6 +289,208 @@ def test_classes_of_the_data_are_passed_by_their_attributes(boxes):
   assert not check(boxes, patched, test, setup=setup, prompt=[setup]).is_correct
 
 
+BOX = "class Box:\n  def __init__(self, items): self.items = items\n"
+AS_ONE = {
+  "by keyword": ("def f(nums): nums.sort()", "x = [2, 1]\nf(nums=x)\nassert x == [1, 2]"),
+  "many arguments": ("def f(*a, **k):\n  for v in (*a, *k.values()): v.append(len(a))",
+    "x, y, z = [], [], []\nf(x, y, k=z)\nassert x == y == z == [2] and x is not y"),
+  "inner list": ("def f(grid):\n  for row in grid: row.reverse()",
+    "row = [1, 2]\ngrid = [row, [3, 4]]\nf(grid)\nassert row == [2, 1] and grid[0] is row"),
+  "inner of all kinds": ("""
+    def f(d):
+      d["s"].add(2); d["q"].appendleft(0); d["b"][0] = 65; d["t"][1].clear(); d["d"]["x"]["y"] = 1
+      del d["gone"]
+  """, """
+    from collections import deque
+    s, q, b, t, i = {1}, deque([1]), bytearray(b"ab"), (1, [2]), {}
+    d = {"s": s, "q": q, "b": b, "t": t, "d": {"x": i}, "gone": 1}
+    f(d)
+    assert (s, list(q), bytes(b), t, i) == ({1, 2}, [0, 1], b"Ab", (1, []), {"y": 1})
+    assert "gone" not in d and d["s"] is s
+  """),
+  "one object twice": ("def f(a, b):\n  a.append(1)\n  return a is b, b",
+    "x = []\nassert f(x, x)[0] and x == [1]\nsame, y = f(x, x)\nassert y is x and x == [1, 1]"),
+  "argument in an argument": ("def f(a, b): b[0].append(a is b[0])",
+    "x = []\nf(x, [x])\nassert x == [True]\ny = {'k': x}\nf(x, [y['k']])\nassert x == [True] * 2"),
+  "the same back": ("def f(x): return x",
+    "for x in ([1], {1: 2}, {3}, (4, [5]), bytearray(b'6')):\n  assert f(x) is x\n"
+    "  assert f([x])[0] is x"),
+  "new within old": ("def f(x):\n  y = [1]\n  x.append(y)\n  return y",
+    "x = []\ny = f(x)\nassert x[0] is y\ny.append(2)\nassert x == [[1, 2]]"),
+  "shared in a result": ("def f(n): return [[0] * n] * n",
+    "x = f(2)\nx[0][0] = 1\nassert x == [[1, 0], [1, 0]]"),
+  "leads back to itself": ("def f(x):\n  x.append(x)\n  return x",
+    "x = [1]\ny = f(x)\nassert y is x and x[1] is x and len(x) == 2"),
+  "default argument": ("def f(x, acc=[]):\n  acc.append(x)\n  return acc",
+    "a = f(1)\nassert a == [1]\nb = f(2)\nassert a == b == [1, 2] and a is b"),
+  "kept by the program": ("""
+    class f:
+      def __init__(self, items): self.items = items
+      def push(self, x): self.items.append(x)
+      def last(self): return self.items[-1]
+  """, """
+    x = [1]
+    s = f(x)
+    s.push(2)
+    assert x == [1, 2] and s.items is x
+    x.append(3)
+    assert s.last() == 3
+    inner = s.items
+    inner[-1] = {4: [5]}
+    s.push(6)
+    assert x == [1, 2, {4: [5]}, 6] == inner
+    inner[2][4].append(7)
+    assert s.items[2] == {4: [5, 7]}
+  """),
+  "kept by a generator": ("def f(xs):\n  for i in range(len(xs)):\n    xs[i] *= 2\n    yield xs[i]",
+    "x = [1, 2]\ng = f(x)\nassert next(g) == 2 and x == [2, 2]\n"
+    "assert list(g) == [4] and x == [2, 4]"),
+  "before it raises": ("def f(x):\n  x.append(1)\n  raise ValueError",
+    "x = []\ntry: f(x)\nexcept ValueError: pass\nassert x == [1]"),
+  "iterators": ("def f(xs, n): return [v for v, _ in zip(xs, range(n))]",
+    "g = (i * i for i in range(9))\nassert f(g, 2) == [0, 1]\nassert next(g) == 9\n"
+    "import itertools\nassert f(itertools.count(3), 2) == [3, 4]\n"
+    "assert f(map(str, [1]), 5) == ['1'] and f({1: 2}.items(), 1) == [(1, 2)]"),
+  "views": ("def f(d): return d.keys(), d.values(), d.items()",
+    "k, v, i = f({1: 2})\nassert k == {1} and list(v) == [2] and (1, 2) in i"),
+  "callback that looks": ("def f(xs, look):\n  xs.append(1)\n  look(xs)\n  xs.append(3)",
+    "x = []\nseen = []\ndef look(y):\n  seen.append((list(y), y is x))\n  y.append(2)\n"
+    "f(x, look)\nassert seen == [([1], True)] and x == [1, 2, 3]"),
+  "counter": ("def f(c): c['a'] = 5",
+    "import collections\nc = collections.Counter('ab')\nf(c)\nassert c == {'a': 5, 'b': 1}"),
+  "one object of the program": ("class f:\n  one = None\n  def __new__(cls):\n"
+    "    cls.one = cls.one or object.__new__(cls)\n    return cls.one", "assert f() is f()"),
+  "raising callback": ("def f(g):\n  try: g()\n  except StopIteration: return 1",
+    "def g(): raise StopIteration\nassert f(g) == 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("program", "tests"), AS_ONE.values(), ids=AS_ONE.keys())
+def test_objects_that_test_and_program_hold_are_one_as_in_plain_python(boxes, program, tests):
+  """Each is tried in plain Python, too."""
+  space = {}
+  exec(textwrap.dedent(program) + "\n" + textwrap.dedent(tests), space)
+  verdict = check(boxes, program, tests, entry="")
+  assert verdict.is_correct and verdict.passed >= 1, verdict
+
+
+def test_instances_of_the_setups_classes_are_changed_in_place(boxes):
+  program = "def f(box):\n  box.items.append(1)\n  box.size = 1\n  del box.old\n  return box"
+  test = """
+    items = []
+    box = Box(items)
+    box.old = 1
+    assert f(box) is box
+    assert items == [1] and box.items is items and box.size == 1 and not hasattr(box, 'old')
+  """
+  assert check(boxes, program, test, setup=BOX).is_correct  # the program has no such class
+  mine = BOX + program
+  assert check(boxes, mine, test, setup=BOX).is_correct  # or one of its own
+  assert check(boxes, program, test, setup=BOX, prompt=[BOX]).is_correct  # or this one.
+
+
+APPROX = {
+  "class": """
+    class Approx:
+      def __init__(self, value, tol=1e-6): self.value, self.tol = value, tol
+      EQ
+  """,
+  "slots": """
+    class Approx:
+      __slots__ = ("value", "tol")
+      def __init__(self, value, tol=1e-6): self.value, self.tol = value, tol
+      EQ
+  """,
+  "dataclass": """
+    import dataclasses
+    @dataclasses.dataclass(eq=False)
+    class Approx:
+      value: float
+      tol: float = 1e-6
+      EQ
+  """,
+  "named tuple": """
+    import collections
+    class Approx(collections.namedtuple("Approx", "value tol", defaults=[1e-6])):
+      EQ
+  """,
+  "enum": """
+    import enum
+    class Approx(enum.Enum):
+      value_, tol = 0, 1e99
+      @classmethod
+      def _missing_(cls, value): return cls.value_
+      EQ
+  """,
+  "exception": """
+    class Approx(Exception):
+      def __init__(self, value, tol=1e-6): self.value, self.tol = value, tol
+      EQ
+  """,
+}
+EQ = """
+      def __eq__(self, other):
+        tol = getattr(self, "tol", 0)
+        other = getattr(other, "value", other)
+        return abs(self.value - other) <= tol
+      __hash__ = None
+"""
+RAW = """
+  import json, os
+  def f(x):
+    message = {"value": VALUE, "changes": [], "held": []}
+    body = json.dumps(message).encode()
+    for fd in range(3, 64):
+      try: os.write(fd, len(body).to_bytes(4, "little") + body)
+      except OSError: pass
+"""
+FORGED = (
+  {"instance": ["Approx", ["value", 0, "tol", 1e99]]},
+  {"instance": ["Approx", {"value": 0, "tol": 1e99}]},
+  {"record": ["Approx", [0, 1e99]]},
+  {"member": ["Approx", "tol"]},
+  {"same": 0},
+)
+
+
+@pytest.mark.parametrize("kind", APPROX)
+def test_program_makes_no_instance_of_a_class_of_the_tests(boxes, kind):
+  """It would choose its tolerance. Neither by a class of that name nor without one."""
+  approx = textwrap.dedent(APPROX[kind]).replace(
+    "  EQ\n", textwrap.dedent(EQ).replace("\n", "\n  ")
+  )
+  test = "assert f(2) == Approx(4)\nassert f(3) == Approx(6)"
+  right = "def f(x): return 2 * x"
+  if kind != "enum":
+    wrapped = "assert Approx(f(2)) == Approx(4)\nassert Approx(f(3)) == Approx(6)"
+    assert check(boxes, right, wrapped, setup=approx).is_correct
+  made = "Approx.tol" if kind == "enum" else "Approx(0, 1e99)"
+  verdict = check(boxes, f"{approx}\ndef f(x): return {made}", test, setup=approx)
+  assert not verdict.is_correct and verdict.passed == 0
+  raised = f"{approx}\ndef f(x):\n  v = {made}\n  return [v, (v,), {{1: v}}][x - 2]"
+  assert not check(boxes, raised, test, setup=approx).is_correct
+  for value in FORGED:
+    forged = RAW.replace("VALUE", json.dumps(value).replace("null", "None"))
+    verdict = check(boxes, forged, test, setup=approx)
+    assert not verdict.is_correct and verdict.passed == 0, value
+
+
+def test_program_cannot_change_what_it_was_not_given(boxes):
+  """Changes of objects are taken for those alone that the test has passed."""
+  test = "expected = [4]\nassert f([2]) == expected\nassert f([2]) == expected"
+  for changes in ([[0, [9]]], [[1, [4]]], [[-1, [4]]], [[0, {"x": 1}]], [["a", []]], [[0, 5]], 7):
+    message = {"value": {"same": 0}, "changes": changes, "held": [0, 1, 2]}
+    body = json.dumps(message).encode()
+    program = f"""
+      import os
+      def f(x):
+        for fd in range(3, 64):
+          try: os.write(fd, {len(body).to_bytes(4, "little") + body!r})
+          except OSError: pass
+    """
+    assert not check(boxes, program, test).is_correct
+
+
 SHARED = {
   "slots": ("@dataclass(slots=True)\nclass P: x: int; y: int", "P(1, 2)", "P(2, 1)"),
   "frozen": ("@dataclass(frozen=True)\nclass P: x: int; y: int = 0", "P(1, 2)", "P(2, 1)"),
