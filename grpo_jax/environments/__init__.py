@@ -1,6 +1,7 @@
 """Environments by name: each scores the attempts at the prompts that name it."""
 
 import inspect
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -80,6 +81,21 @@ def total_timeout_s(name: str, settings: Mapping[str, Any]) -> float:
   return value
 
 
+def objection(name: str, settings: Mapping[str, Any], task: str) -> str:
+  """Returns why an environment cannot score a task of reasoning-gym; "" if nothing is known.
+
+  Args:
+    name: of the environment.
+    settings: of the environment.
+    task: name of the task, of data of kind "reasoning_gym".
+
+  Raises:
+    ValueError: see `make`.
+  """
+  find = vars(_module(name, settings)).get("objection")
+  return find(task, **settings) if find else ""
+
+
 def _factory(name: str, settings: dict[str, Any]) -> EnvironmentFactory:
   make_one = _maker(name, settings)
   what = f"environment {name!r} ({settings.pop('module', None) or name})"
@@ -92,8 +108,12 @@ def _factory(name: str, settings: dict[str, Any]) -> EnvironmentFactory:
 
 def _maker(name: str, settings: Mapping[str, Any]) -> Callable[..., EnvironmentFactory]:
   """The function `make` of the module of an environment."""
+  return vars(_module(name, settings))["make"]
+
+
+def _module(name: str, settings: Mapping[str, Any]) -> types.ModuleType:
   source = settings.get("module") or name
   module = registry.module(__name__, source, hidden=_HIDDEN)
   if "make" not in vars(module):
     raise ValueError(f"environment {name!r}: {source} has no make(**settings)")
-  return vars(module)["make"]
+  return module
