@@ -24,8 +24,9 @@ _WORDS = (
 # Composed or not: a long text is not normalized, since that takes time quadratic in its marks.
 _SPELLINGS = {unicodedata.normalize(form, word) for word in _WORDS for form in ("NFC", "NFD")}
 _FULL_WIDTH = str.maketrans({code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)})
+_FIRST = "".join(sorted({each for word in _SPELLINGS for each in word[0] + word[0].upper()}))
 _STATED = re.compile(
-  r"(?:" + "|".join(map(re.escape, sorted(_SPELLINGS, key=len, reverse=True))) + r")"
+  rf"(?=[{_FIRST}])(?:" + "|".join(map(re.escape, sorted(_SPELLINGS, key=len, reverse=True))) + r")"
   r"(?:\s{0,3}\([a-z]{1,3}\))?[ \t]{0,3}"
   r"(?::|ः|ঃ|is\b:?|ist\b:?|est\b:?|es\b:?|è\b:?|是:?|هي:?|هو:?)[ \t]{0,3}([^\n]*)",
   re.IGNORECASE,
