@@ -130,8 +130,10 @@ def _refused_tasks(place: str, one: dict[str, Any], config: Config) -> Iterator[
     settings = config.environments[name].to_dict()
     try:
       why_not = environments.objection(name, settings, task)
-    except (LookupError, ValueError):
-      continue  # no such task, or no such environment: said where they are made.
+    except LookupError:
+      continue  # there is no such task: said where it is opened.
+    except ValueError as error:
+      why_not = str(error)
     if why_not:
       yield f"{place}.task: environments.{name}: {why_not}"
 

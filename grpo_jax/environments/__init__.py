@@ -7,6 +7,7 @@ from typing import Any
 
 from grpo_jax import registry
 from grpo_jax.environments.base import Closing, Counting, EnvironmentFactory
+from grpo_jax.environments.grading import confinement
 
 _HIDDEN = ("base", "grading", "isolation", "scoring")
 
@@ -90,10 +91,13 @@ def objection(name: str, settings: Mapping[str, Any], task: str) -> str:
     task: name of the task, of data of kind "reasoning_gym".
 
   Raises:
-    ValueError: see `make`.
+    ValueError: its sandbox does not work on this machine, or see `make`.
   """
-  find = vars(_module(name, settings)).get("objection")
-  return find(task, **settings) if find else ""
+  if (settings.get("module") or name) != "reasoning_gym" or settings.get("allow_unsandboxed"):
+    return ""
+  if confinement.find(settings.get("sandbox", confinement.BEST)).is_sandbox:
+    return ""  # known without the package, whose import takes seconds.
+  return vars(_module(name, settings))["objection"](task, **settings)
 
 
 def _factory(name: str, settings: dict[str, Any]) -> EnvironmentFactory:

@@ -118,11 +118,11 @@ def objection(
     task: name of the reasoning-gym dataset.
     sandbox: of `make`.
     allow_unsandboxed: of `make`.
+
+  Raises:
+    ValueError: the sandbox does not work on this machine.
   """
-  try:
-    return _why_refused(task, confinement.find(sandbox), allow_unsandboxed)
-  except ValueError as error:
-    return str(error)
+  return _why_refused(task, confinement.find(sandbox), allow_unsandboxed)
 
 
 def _why_refused(task: str, found: confinement.Confinement, allow_unsandboxed: bool) -> str:

@@ -50,7 +50,7 @@ def value(source: str, *_: Any) -> Any:
     ExpressionError: the text is anything else.
     SyntaxError: it is not an expression.
   """
-  return _walk(_tree(source), _no_name, _no_call)
+  return _walk(_tree(source), _no_name, _no_call, strings=True)
 
 
 def sympy_value(source: str, local_dict: Mapping[str, Any], global_dict: Mapping[str, Any]) -> Any:
@@ -112,18 +112,22 @@ def _tree(source: str) -> ast.expr:
 
 
 def _walk(
-  node: ast.expr, name: Callable[[ast.Name], Any], call: Callable[[ast.Call], Any]
+  node: ast.expr,
+  name: Callable[[ast.Name], Any],
+  call: Callable[[ast.Call], Any],
+  *,
+  strings: bool = False,
 ) -> Any:
   """The value of a node; `name` and `call` give those of names and calls."""
 
   def each(nodes: list[ast.expr]) -> list[Any]:
-    return [_walk(inner, name, call) for inner in nodes]
+    return [_walk(inner, name, call, strings=strings) for inner in nodes]
 
   match node:
-    case ast.Constant():
+    case ast.Constant() if strings or not isinstance(node.value, str | bytes):
       return node.value
     case ast.UnaryOp() if type(node.op) in _UNARY:
-      return _UNARY[type(node.op)](_walk(node.operand, name, call))
+      return _UNARY[type(node.op)](*each([node.operand]))
     case ast.BinOp():
       left, right = each([node.left, node.right])
       if isinstance(left, str | bytes) or isinstance(right, str | bytes):

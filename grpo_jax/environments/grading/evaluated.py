@@ -12,10 +12,10 @@ the answer has and the gold answer has not is left undone.
   for a number    roots, \pi and powers of e and i, where the gold answer is made of numbers alone;
                   fractions, where it is made of whole numbers alone (6/3 for 2)
 
-Final, and no operation: signs, decimals, fractions (in lowest terms or not), mixed numbers, percent,
-units, powers of ten and 3 \times 10^8; lists, points, intervals and sets of these. Linear in the
-text: a reader of one token at a time, which gives up where brackets are nested deeper than
-`_MAX_DEPTH`.
+Final, and no operation: signs, decimals, fractions (in lowest terms or not), mixed numbers,
+percent, units, powers of ten and 3 \times 10^8; lists, points, intervals and sets of these; and a
+computation with its result, 48+24=72. The reader takes one token at a time; a text that is longer
+than `_MAX_CHARS`, or whose brackets are nested deeper than `_MAX_DEPTH`, is left undone.
 """
 
 import collections
@@ -326,9 +326,7 @@ class _Reader:
       operation = ""
     return number if other <= _Value.UNIT and number else max(number, other)
 
-  def _combined(
-    self, left: _Value, operation: str, right: _Value, is_beside: bool
-  ) -> _Value:
+  def _combined(self, left: _Value, operation: str, right: _Value, is_beside: bool) -> _Value:
     """What two numbers of a term make together."""
     whole = (_Value.INTEGER, _Value.DECIMAL)
     if operation in _OVER:

@@ -27,7 +27,9 @@ def needed(*names: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     try:
       importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError as error:
-      raise ModuleNotFoundError(f"the package {name} is not installed: pip install {name}") from error
+      raise ModuleNotFoundError(
+        f"the package {name} is not installed: pip install {name}"
+      ) from error
   roots, files = set(), set()
   for distribution in _closure(names):
     root = Path(os.path.realpath(str(distribution.locate_file(""))))
