@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from grpo_jax import data
+from grpo_jax import data, environments
 from grpo_jax.configuration import ConfigError
 from grpo_jax.types import Prompt
 
@@ -114,6 +114,7 @@ def complaints(config: Config, *, has_environments: bool = True) -> Iterator[str
     for name, one in sets.items():
       place = section if len(sets) == 1 else f"{section}: dataset {name!r}"
       yield from _unknown_environments(place, one, config)
+      yield from _refused_tasks(place, one, config)
   per_loader, per_step = config.data.num_prompts_per_dataloader, config.rollout.prompts_per_step
   if per_loader and per_step % per_loader:
     yield (
@@ -125,6 +126,23 @@ def complaints(config: Config, *, has_environments: bool = True) -> Iterator[str
     if not any(best.startswith(f"eval/{name}/") for name in found["evaluation"]):
       known = ", ".join(found["evaluation"])
       yield f"checkpoint.best_metric is {best!r}, the evaluation sets are: {known}"
+
+
+def _refused_tasks(place: str, one: dict[str, Any], config: Config) -> Iterator[str]:
+  """Yields why environments cannot score the task of a dataset."""
+  task = one.get("task")
+  if one.get("kind") != "reasoning_gym" or not task:
+    return
+  for name in sorted(data.environments(one) & {*config.environments}):
+    settings = config.environments[name].to_dict()
+    try:
+      why_not = environments.objection(name, settings, task)
+    except LookupError:
+      continue  # there is no such task: said where it is opened.
+    except ValueError as error:
+      why_not = str(error)
+    if why_not:
+      yield f"{place}.task: environments.{name}: {why_not}"
 
 
 def _unknown_environments(place: str, one: dict[str, Any], config: Config) -> Iterator[str]:

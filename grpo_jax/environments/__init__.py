@@ -1,11 +1,13 @@
 """Environments by name: each scores the attempts at the prompts that name it."""
 
 import inspect
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from grpo_jax import registry
 from grpo_jax.environments.base import Closing, Counting, EnvironmentFactory
+from grpo_jax.environments.grading import confinement
 from grpo_jax.types import Prompt
 
 _HIDDEN = ("base", "grading", "isolation", "scoring")
@@ -111,6 +113,24 @@ def check(environments: Mapping[str, EnvironmentFactory], prompts: Iterable[Prom
     )
 
 
+def objection(name: str, settings: Mapping[str, Any], task: str) -> str:
+  """Returns why an environment cannot score a task of reasoning-gym; "" if nothing is known.
+
+  Args:
+    name: of the environment.
+    settings: of the environment.
+    task: name of the task, of data of kind "reasoning_gym".
+
+  Raises:
+    ValueError: its sandbox does not work on this machine, or see `make`.
+  """
+  if (settings.get("module") or name) != "reasoning_gym" or settings.get("allow_unsandboxed"):
+    return ""
+  if confinement.find(settings.get("sandbox", confinement.BEST)).is_sandbox:
+    return ""  # known without the package, whose import takes seconds.
+  return vars(_module(name, settings))["objection"](task, **settings)
+
+
 def _factory(name: str, settings: dict[str, Any]) -> EnvironmentFactory:
   make_one = _maker(name, settings)
   what = f"environment {name!r} ({settings.pop('module', None) or name})"
@@ -123,8 +143,12 @@ def _factory(name: str, settings: dict[str, Any]) -> EnvironmentFactory:
 
 def _maker(name: str, settings: Mapping[str, Any]) -> Callable[..., EnvironmentFactory]:
   """The function `make` of the module of an environment."""
+  return vars(_module(name, settings))["make"]
+
+
+def _module(name: str, settings: Mapping[str, Any]) -> types.ModuleType:
   source = settings.get("module") or name
   module = registry.module(__name__, source, hidden=_HIDDEN)
   if "make" not in vars(module):
     raise ValueError(f"environment {name!r}: {source} has no make(**settings)")
-  return vars(module)["make"]
+  return module

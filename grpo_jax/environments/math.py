@@ -7,22 +7,23 @@ r"""Mathematics and multiple choice: the completion's answer is compared with th
 The gold answer is `info["expected_answer"]`: an answer, or a whole solution that ends in
 `#### answer` (GSM8K) or has `\boxed{answer}` (MATH). Where the model's answer must stand
 is an option (see grading/answers.py). Texts and whole numbers are compared at once; what takes
-mathematics, in worker processes that are killed when they take too long.
+mathematics, in a sandbox, in a process for every answer that is killed when it takes too long.
 """
 
 import asyncio
 from pathlib import Path
 
 from grpo_jax.environments.base import Environment, SingleTurn, StepResult
-from grpo_jax.environments.grading import answers, verifiers
+from grpo_jax.environments.grading import answers, confinement, evaluated, verifiers
 from grpo_jax.environments.grading.pool import GraderError, GraderTimeout, WorkerPool
 from grpo_jax.types import Prompt
 
 _GRADER = Path(answers.__file__).with_name("equality.py")
+_PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 
 
 class MathEnvironments:
-  """Makes the environments, which share the worker processes."""
+  """Makes the environments, which share the sandboxes."""
 
   def __init__(
     self,
@@ -35,6 +36,7 @@ class MathEnvironments:
     reward_timeout: float,
     format_reward: float,
     max_answer_chars: int,
+    must_be_evaluated: bool,
   ):
     self._pool = pool
     self._verifier, self._form = verifiers.make(verifier, answer)
@@ -43,6 +45,7 @@ class MathEnvironments:
     self._reward_timeout = reward_timeout
     self._format_reward = format_reward
     self._max_answer_chars = max_answer_chars
+    self._must_be_evaluated = must_be_evaluated
 
   def __call__(self, prompt: Prompt) -> Environment:
     expected = prompt.info.get("expected_answer")
@@ -52,11 +55,11 @@ class MathEnvironments:
     return SingleTurn(self._judge, prompt)
 
   def metrics(self) -> dict[str, float]:
-    """Returns the counts of the worker processes."""
+    """Returns the counts of the sandboxes."""
     return {f"grader_{name}": value for name, value in self._pool.counts().items()}
 
   def close(self) -> None:
-    """Ends the worker processes."""
+    """Ends the sandboxes."""
     self._pool.close()
 
   async def _judge(self, prompt: Prompt, text: str) -> StepResult:
@@ -75,10 +78,13 @@ class MathEnvironments:
     if known is not None:
       return known
     gold = answers.gold(prompt.info["expected_answer"])
-    try:
-      return await asyncio.wrap_future(self._pool.submit("equal", gold, answer))
-    except GraderError:  # the expression needs more memory than a worker has.
+    if self._must_be_evaluated and evaluated.left_undone(gold, answer):
       return False
+    try:
+      verdict = await asyncio.wrap_future(self._pool.submit("equal", gold, answer))
+    except GraderError:  # the expression needs more memory than a process has.
+      return False
+    return verdict is True
 
   def _result(self, has_answer: bool, correct: bool, timed_out: bool) -> StepResult:
     outcome = self._reward_timeout if timed_out else self._reward_wrong
@@ -107,6 +113,8 @@ def make(
   workers: int = 2,
   memory_gib: float = 4.0,
   max_answer_chars: int = 2000,
+  must_be_evaluated: bool = True,
+  sandbox: str = confinement.BEST,
 ) -> MathEnvironments:
   r"""Makes the math environment.
 
@@ -125,15 +133,32 @@ def make(
     format_reward: added if there is an answer where it must stand; then the reward has
       the components "correct" and "format".
     timeout_s: longest time of one comparison, in seconds.
-    workers: number of worker processes; they start at the first comparison that needs one.
-    memory_gib: limit of each worker's address space; 0: none.
+    workers: number of sandboxes, and so of comparisons at a time; they start at the first
+      comparison that needs one.
+    memory_gib: limit of the address space of a comparison; 0: none.
     max_answer_chars: a longer answer is wrong.
+    must_be_evaluated: of math_verify: an answer is wrong in which something is left to compute
+      that the gold answer does not leave (`\int_0^1 x\,dx` or `48+24` for a number): else a problem
+      that is copied into the box would be right. See grading/evaluated.py.
+    sandbox: "best" (bubblewrap, else landlock, whichever works here; else a process with limits
+      and a warning), "bubblewrap", "landlock" or "limits": docs/code_environment.md.
 
   Returns:
     Prompt → environment. Metrics of an attempt: accuracy, has_answer, grader_timeout.
+
+  Raises:
+    ValueError: the sandbox does not work on this machine, or an option makes no sense.
   """
+  pool = WorkerPool(
+    _GRADER,
+    packages=_PACKAGES,
+    sandbox=sandbox,
+    workers=workers,
+    timeout_s=timeout_s,
+    memory_gib=memory_gib,
+  )
   return MathEnvironments(
-    WorkerPool(_GRADER, workers=workers, timeout_s=timeout_s, memory_gib=memory_gib),
+    pool,
     verifier=verifier,
     answer=answer,
     reward_correct=reward_correct,
@@ -141,4 +166,5 @@ def make(
     reward_timeout=reward_timeout,
     format_reward=format_reward,
     max_answer_chars=max_answer_chars,
+    must_be_evaluated=must_be_evaluated,
   )

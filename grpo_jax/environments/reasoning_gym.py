@@ -1,27 +1,30 @@
 """Tasks of the reasoning-gym package, scored by each task's own scorer.
 
 Works on prompts of `data.kind = "reasoning_gym"`: `info` has task, task_args and entry.
-Tasks that compare texts are scored at once; the others in worker processes that are
-killed when they take too long.
+Tasks that compare strings are scored at once; the others in a sandbox, in a process for every
+answer, which is killed when it takes too long. Some scorers hand the answer to `eval` or to
+SymPy's parser: what they call there knows values and operators and runs nothing, and without a
+sandbox these tasks are refused.
 """
 
 import asyncio
+import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from grpo_jax.environments.base import Environment, SingleTurn, StepResult
-from grpo_jax.environments.grading import answers, gym_score
+from grpo_jax.environments.grading import answers, confinement, gym_score
 from grpo_jax.environments.grading.pool import GraderError, GraderTimeout, WorkerPool
 from grpo_jax.registry import choose
 from grpo_jax.types import Prompt
 
 _SOLVED = 1.0 - 1e-6
 _NEEDED = ("task", "task_args", "entry")
+_PACKAGES = ("reasoning-gym",)
 
 
 class GymEnvironments:
-  """Makes the environments, which share the worker processes."""
+  """Makes the environments, which share the sandboxes."""
 
   def __init__(
     self,
@@ -32,8 +35,10 @@ class GymEnvironments:
     contains_reward: float,
     format_reward: float,
     reward_timeout: float,
+    allow_unsandboxed: bool = False,
   ):
     self._pool = pool
+    self._allow_unsandboxed = allow_unsandboxed
     self._extract = choose("answer form", answer, answers.EXTRACTORS)
     self._partial = partial
     self._contains_reward = contains_reward
@@ -47,14 +52,17 @@ class GymEnvironments:
         f"prompt {prompt.prompt_id}: the reasoning_gym environment needs {missing} in info: it "
         "scores data of kind 'reasoning_gym'"
       )
+    why_not = _why_refused(prompt.info["task"], self._pool.confinement, self._allow_unsandboxed)
+    if why_not:
+      raise ValueError(f"prompt {prompt.prompt_id}: {why_not}")
     return SingleTurn(self._judge, prompt)
 
   def metrics(self) -> dict[str, float]:
-    """Returns the counts of the worker processes."""
+    """Returns the counts of the sandboxes."""
     return {f"grader_{name}": value for name, value in self._pool.counts().items()}
 
   def close(self) -> None:
-    """Ends the worker processes."""
+    """Ends the sandboxes."""
     self._pool.close()
 
   async def _judge(self, prompt: Prompt, text: str) -> StepResult:
@@ -67,7 +75,7 @@ class GymEnvironments:
         timed_out = True
     outcome = self._reward_timeout if timed_out else self._shaped(score, prompt.info, text)
     components = {"score": outcome, "format": self._format_reward * (answer is not None)}
-    task = prompt.info["task"]  # of a mixture of tasks, each is told apart.
+    task = prompt.info["task"]  # of a mixture of tasks, each is shown apart.
     return StepResult(
       reward=components if self._format_reward else outcome,
       done=True,
@@ -82,12 +90,14 @@ class GymEnvironments:
 
   async def _score(self, info: Mapping[str, Any], answer: str) -> float:
     arguments = (info["task"], dict(info["task_args"]), answer, info["entry"])
-    if gym_score.has_plain_scorer(*arguments[:2]):
+    if gym_score.has_plain_scorer(info["task"]):
       return gym_score.score(*arguments)
     try:
-      return float(await asyncio.wrap_future(self._pool.submit("score", *arguments)))
+      score = await asyncio.wrap_future(self._pool.submit("score", *arguments))
     except GraderError:  # some scorers raise on an answer that they cannot read; counted.
       return 0.0
+    is_score = isinstance(score, int | float) and math.isfinite(score)
+    return float(score) if is_score else 0.0
 
   def _shaped(self, score: float, info: Mapping[str, Any], text: str) -> float:
     """The reward out of the task's score."""
@@ -97,6 +107,31 @@ class GymEnvironments:
     if self._contains_reward and answer is not None and str(answer) in text.split():
       reward = max(reward, self._contains_reward)
     return reward
+
+
+def objection(
+  task: str, *, sandbox: str = confinement.BEST, allow_unsandboxed: bool = False, **_: Any
+) -> str:
+  """Returns why a task cannot be scored with these settings; "" if it can.
+
+  Args:
+    task: name of the reasoning-gym dataset.
+    sandbox: of `make`.
+    allow_unsandboxed: of `make`.
+
+  Raises:
+    ValueError: the sandbox does not work on this machine.
+  """
+  return _why_refused(task, confinement.find(sandbox), allow_unsandboxed)
+
+
+def _why_refused(task: str, found: confinement.Confinement, allow_unsandboxed: bool) -> str:
+  if found.is_sandbox or allow_unsandboxed or not gym_score.computes(task):
+    return ""
+  return (
+    f"the scorer of the reasoning-gym task {task!r} evaluates the text of the model, which needs "
+    f"a sandbox: {found.why_not}. allow_unsandboxed=True scores it without one"
+  )
 
 
 def make(
@@ -109,6 +144,8 @@ def make(
   timeout_s: float = 5.0,
   workers: int = 2,
   memory_gib: float = 4.0,
+  sandbox: str = confinement.BEST,
+  allow_unsandboxed: bool = False,
 ) -> GymEnvironments:
   r"""Makes the reasoning-gym environment.
 
@@ -123,19 +160,35 @@ def make(
       the components "score" and "format".
     reward_timeout: reward of an answer that could not be scored in time; may be NaN.
     timeout_s: longest time of one scoring, in seconds.
-    workers: number of worker processes; they start at the first scoring that needs one.
-    memory_gib: limit of each worker's address space; 0: none.
+    workers: number of sandboxes, and so of scorings at a time; they start at the first scoring
+      that needs one.
+    memory_gib: limit of the address space of a scoring; 0: none.
+    sandbox: "best" (bubblewrap, else landlock, whichever works here), "bubblewrap", "landlock",
+      or, knowing what it leaves open, "limits": docs/code_environment.md.
+    allow_unsandboxed: where "best" finds neither bubblewrap nor landlock, score tasks whose scorer
+      evaluates the text of the model all the same.
 
   Returns:
     Prompt → environment. Metrics of an attempt: accuracy (score 1, whatever the reward),
     score, has_answer, grader_timeout; and TASK/accuracy, of each task by itself.
+
+  Raises:
+    ValueError: the sandbox does not work on this machine, or an option makes no sense.
   """
-  grader = Path(gym_score.__file__)
+  pool = WorkerPool(
+    gym_score.__file__,
+    packages=_PACKAGES,
+    sandbox=sandbox,
+    workers=workers,
+    timeout_s=timeout_s,
+    memory_gib=memory_gib,
+  )
   return GymEnvironments(
-    WorkerPool(grader, workers=workers, timeout_s=timeout_s, memory_gib=memory_gib),
+    pool,
     answer=answer,
     partial=partial,
     contains_reward=contains_reward,
     format_reward=format_reward,
     reward_timeout=reward_timeout,
+    allow_unsandboxed=allow_unsandboxed,
   )

@@ -15,6 +15,7 @@ child's exit code, one byte: 128 + signal for one that was killed.
 
 import array
 import fcntl
+import gc
 import importlib
 import json
 import os
@@ -26,10 +27,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from grpo_jax.sandbox import candidate, confine, judge
+from grpo_jax.sandbox import candidate, confine, grader, judge
 
 READY = b"+"  # the first byte that comes out of the socket.
-PROGRAM, FUNCTIONS, JUDGE = b"p", b"f", b"j"
+PROGRAM, FUNCTIONS, JUDGE, GRADER = b"p", b"f", b"j", b"g"
 _MOST_FDS = 4
 # What programs import most: loaded once.
 _WARM = ("typing", "math", "re", "collections", "itertools", "functools", "heapq", "bisect")
@@ -48,7 +49,8 @@ def main() -> None:
   "scratch": folder that is emptied after every child, "folder": folder in it, or it itself, that
   children start in, "packages": folders to import from, "parent": id of the trainer's process, or
   0 if bubblewrap sees to it that this one dies with it, "max_bytes": longest message between
-  program and judge}.
+  program and judge, "grader": file whose functions graders are, or None}. "limits", "server" and
+  "seccomp" are None if nothing confines a process.
   """
   settings = json.loads(sys.argv[1])
   del sys.argv[1:], sys.orig_argv[1:]
@@ -58,9 +60,15 @@ def main() -> None:
     confine.die_with(settings["parent"])
   sys.path[:] = [*sys.path[1:], *settings["packages"]]  # this package is loaded: out of reach.
   _remember_listings()
-  is_read_only = confine.shut_server(**settings["server"])
-  settings["filter"] = settings["seccomp"]["files" if is_read_only else "no_files"]
+  settings["filter"] = None
+  if settings["server"]:
+    is_read_only = confine.shut_server(**settings["server"])
+    settings["filter"] = settings["seccomp"]["files" if is_read_only else "no_files"]
   renew(settings["scratch"], settings["folder"])
+  if settings["grader"]:
+    settings["functions"] = grader.load(settings["grader"])
+    gc.collect()
+    gc.freeze()  # a fork copies fewer pages.
   channel = os.dup(0)
   candidate.silence(0)
   os.write(channel, READY)
@@ -116,9 +124,13 @@ def _child(
   candidate.silence(2)
   os.chdir(settings["folder"])
   random.seed(0)  # the same luck for every program, in every run.
-  confine.limit(**settings["limits"])
-  confine.die_with(parent)
-  confine.shut(seccomp=settings["filter"], writable=settings["writable"])
+  if settings["limits"]:
+    confine.limit(**settings["limits"])
+    confine.die_with(parent)
+  if settings["filter"] is not None:
+    confine.shut(seccomp=settings["filter"], writable=settings["writable"])
+  if role == GRADER:
+    return lambda: grader.answer(settings["functions"])
   if role == JUDGE:
     requests, replies = fds[2:]
     return lambda: judge.answer(requests, replies, settings["max_bytes"])

@@ -32,6 +32,7 @@ from grpo_jax.registry import choose
 from grpo_jax.sandbox import confine, inside, syscalls
 
 KINDS = ("bubblewrap", "landlock", "limits")
+NONE = "none"  # for graders alone: a process of its own, that nothing confines.
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSIDE = "/sandbox"  # where the package's modules stand, and
 _SCRATCH = "/scratch"  # the folder of the program, under bubblewrap.
@@ -74,11 +75,26 @@ class Limits:
         raise ValueError(f"{name} must be at least {least[name]}, got {value}")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Grader:
+  """Functions that a sandbox loads once and calls in forks."""
+
+  file: str  # that defines them.
+  roots: tuple[str, ...] = ()  # folders to import from.
+  readable: tuple[str, ...] = ()  # what can be read of them: files, and folders with all below.
+
+
 class Launcher:
   """Starts sandboxes of one kind."""
 
   def __init__(
-    self, kind: str, limits: Limits, *, interpreter: str | None = None, packages: Sequence[str] = ()
+    self,
+    kind: str,
+    limits: Limits,
+    *,
+    interpreter: str | None = None,
+    packages: Sequence[str] = (),
+    grader: Grader | None = None,
   ):
     """Describes the sandbox and tries it once.
 
@@ -87,22 +103,29 @@ class Launcher:
       limits: of every process.
       interpreter: the Python that runs programs; None: this one.
       packages: folders with further packages that programs may import.
+      grader: the sandboxes are for these functions, and for no programs. Then they are not
+        tried, and `kind` may also be NONE.
 
     Raises:
       SandboxError: this kind does not work here; the text says why and what else there is.
       ValueError: there is no such kind, interpreter or folder.
     """
-    choose("sandbox", kind, dict.fromkeys(KINDS))
-    self.kind, self.limits = kind, limits
+    choose("sandbox", kind, dict.fromkeys((*KINDS, NONE) if grader else KINDS))
+    self.kind, self.limits, self._grader = kind, limits, grader
     self._python = os.path.realpath(interpreter or sys.executable)
     prefix = sys.base_prefix if interpreter is None else Path(self._python).parents[1]
     self._prefix = os.path.realpath(prefix)
-    self._packages = [os.path.realpath(path) for path in packages]
+    self._import_from = [os.path.realpath(path) for path in packages]
+    self._packages = self._import_from
+    if grader is not None:
+      self._import_from = list(grader.roots)
+      self._packages = [grader.file, *grader.readable]
     for path in (self._python, *self._packages):
       if not os.path.exists(path):
         raise ValueError(f"interpreter or packages: there is no {path}")
     compile_inside()
-    self._check()
+    if grader is None:
+      self._check()
 
   def start(self, channel: int, stderr: int = subprocess.DEVNULL) -> "Sandbox":
     """Starts a sandbox, see `inside`.
@@ -130,6 +153,27 @@ class Launcher:
     """The settings of `inside`."""
     limits = self.limits
     folder = f"{scratch}/{_FOLDER}" if scratch else _SCRATCH
+    is_linux = platform.system() == "Linux"
+    of_process = {
+      "memory_mib": limits.memory_mib,
+      "cpu_s": math.ceil(limits.timeout_s) + 1,
+      "file_mib": limits.scratch_mib,
+      "count_threads": self.kind == "bubblewrap",
+    }
+    walls = {"server": None, "seccomp": None, "writable": None}
+    return {
+      **(walls if self.kind == NONE else self._walls(scratch, folder)),
+      "limits": of_process if is_linux else None,
+      "scratch": scratch or _SCRATCH,
+      "folder": folder,
+      "packages": self._import_from,
+      "parent": os.getpid() if is_linux and scratch else 0,
+      "max_bytes": limits.output_kib * 1024,
+      "grader": self._grader.file if self._grader else None,
+    }
+
+  def _walls(self, scratch: str | None, folder: str) -> dict[str, Any]:
+    """What the sandbox closes: files and system calls."""
     has_landlock = self.kind == "landlock"
     files = {
       "readable": sorted({os.path.realpath(p) for p in (*self._libraries(), *self._packages)}),
@@ -139,12 +183,6 @@ class Launcher:
     }
     may_change = self.kind == "bubblewrap"
     return {
-      "limits": {
-        "memory_mib": limits.memory_mib,
-        "cpu_s": math.ceil(limits.timeout_s) + 1,
-        "file_mib": limits.scratch_mib,
-        "count_threads": self.kind == "bubblewrap",
-      },
       "server": {
         "seccomp": _seccomp(processes=True, files=True),
         "files": files if has_landlock else None,
@@ -155,11 +193,6 @@ class Launcher:
         "no_files": _seccomp(processes=False, files=False),
       },
       "writable": [folder, *_DEVICES] if has_landlock else None,
-      "scratch": scratch or _SCRATCH,
-      "folder": folder,
-      "packages": self._packages,
-      "parent": 0 if scratch is None else os.getpid(),
-      "max_bytes": limits.output_kib * 1024,
     }
 
   def _libraries(self) -> list[str]:

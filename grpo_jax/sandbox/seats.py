@@ -5,6 +5,7 @@ import enum
 import os
 import selectors
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 
@@ -31,15 +32,28 @@ class Ending(enum.StrEnum):
 class Seat:
   """A sandbox, which has one child at a time."""
 
-  def __init__(self, launcher: Launcher):
+  def __init__(self, launcher: Launcher, *, uses: int = _USES, start_s: float = _START_S):
+    """Starts a sandbox and waits until it is ready.
+
+    Args:
+      launcher: of the sandbox.
+      uses: children after which it is not fresh any more.
+      start_s: longest time that the start may take, in seconds.
+
+    Raises:
+      SandboxError: it did not start; the text says why.
+    """
     self._channel, theirs = socket.socketpair()
-    with theirs:
-      self._sandbox = launcher.start(theirs.fileno())
     self._is_busy = False
-    self._uses = 0
-    if self._byte(time.monotonic() + _START_S) != inside.READY:
-      self.end()
-      raise SandboxError("a sandbox did not start")
+    self._uses, self._most_uses = 0, uses
+    with tempfile.TemporaryFile() as said:
+      with theirs:
+        self._sandbox = launcher.start(theirs.fileno(), said.fileno())
+      if self._byte(time.monotonic() + start_s) != inside.READY:
+        self.end()
+        said.seek(0)
+        reason = said.read().decode(errors="replace").strip().rpartition("\n")[2][:1000]
+        raise SandboxError(f"a sandbox did not start: {reason or 'it says nothing'}")
 
   @property
   def pid(self) -> int:
@@ -48,7 +62,7 @@ class Seat:
   @property
   def is_fresh(self) -> bool:
     """Whether it can have another child."""
-    return not self._is_busy and self._uses < _USES
+    return not self._is_busy and self._uses < self._most_uses
 
   @contextlib.contextmanager
   def child(self, role: bytes, *more: int) -> Iterator["Pipes"]:

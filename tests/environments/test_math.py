@@ -50,6 +50,7 @@ PAIRS = [
   ("-2", "2", False),
   ("10^{-3}", "0.001", True),
   ("2^{10}", "1024", True),
+  ("1024", "2^{10}", False),  # left to compute.
   ("3.14", r"\pi", False),
   # roots and symbols
   (r"\sqrt{12}", r"2\sqrt3", True),
@@ -98,11 +99,12 @@ def test_known_pairs_are_judged_right(grader, gold, answer, expected):
   assert result.reward == float(expected) and result.done
 
 
-def test_workers_import_no_jax_and_nothing_of_the_package(grader):
-  asyncio.run(judge(grader, prompt(r"\frac12"), r"\boxed{1/2}"))
-  modules = grader._pool.loaded_modules()
+def test_graders_import_no_jax_and_nothing_of_the_package_but_the_sandbox(grader):
+  modules = set(grader._pool.submit("loaded_modules").result())
   assert "math_verify" in modules and "sympy" in modules
-  assert not {m.partition(".")[0] for m in modules} & {"jax", "grpo_jax", "grain", "transformers"}
+  assert not {m.partition(".")[0] for m in modules} & {"jax", "grain", "transformers"}
+  ours = {m for m in modules if m.startswith("grpo_jax.")}
+  assert {m for m in ours if not m.startswith("grpo_jax.sandbox")} == set()
 
 
 def test_rewards_and_format_are_told_apart():
@@ -169,23 +171,16 @@ def test_time_outs_are_counted_and_may_be_left_out_of_learning():
     assert made.metrics()["env/math/grader_timeouts"] == 1.0
 
 
-def test_a_killed_worker_is_replaced_and_its_answer_judged_again():
+def test_a_killed_sandbox_is_replaced_and_its_answer_judged_again():
   with environments.make(math=dict(timeout_s=60.0, workers=1)) as made:
     grader = made["math"]
     asyncio.run(judge(grader, prompt(r"\frac12"), r"\boxed{1/2}"))
     (pid,) = grader._pool.pids()
-    os.kill(pid, signal.SIGSTOP)  # it takes the request and does not answer.
-
-    async def body():
-      judging = asyncio.ensure_future(judge(grader, prompt(r"\frac13"), r"\boxed{2/6}"))
-      while grader._pool.counts()["calls"] < 2:
-        await asyncio.sleep(0.01)
-      os.kill(pid, signal.SIGKILL)
-      return await judging
-
-    assert asyncio.run(body()).reward == 1.0
+    os.kill(pid, signal.SIGKILL)
+    result = asyncio.run(judge(grader, prompt(r"\frac13"), r"\boxed{2/6}"))
+    assert result.reward == 1.0
     assert grader.metrics()["grader_crashes"] == 1.0
-    assert grader._pool.pids() != [pid]
+    assert pid not in grader._pool.pids()
 
 
 def test_closing_ends_the_workers():

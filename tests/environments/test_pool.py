@@ -1,4 +1,4 @@
-"""The worker pool: concurrency, crashes, errors, memory, orphans."""
+"""The pool of graders: concurrency, crashes, errors, memory, orphans."""
 
 import os
 import signal
@@ -16,6 +16,7 @@ from grpo_jax.environments.grading.pool import (
   GraderTimeout,
   WorkerPool,
 )
+from grpo_jax.sandbox.seats import Seat
 
 GRADER = """
 import os, sys, time
@@ -94,9 +95,18 @@ def test_an_exception_comes_back_and_costs_no_process(pool):
   assert pool.counts()["errors"] == 1.0
 
 
-def test_a_dying_process_is_replaced_once_for_a_call_and_never_for_ever(pool):
-  with pytest.raises(GraderCrash, match="the worker died twice in die"):
+def test_a_process_that_dies_of_an_answer_costs_that_answer_alone(pool):
+  with pytest.raises(GraderError, match="its process died with exit code"):
     pool.submit("die").result()
+  assert (pool.counts()["crashes"], pool.counts()["starts"]) == (1.0, 1.0)
+  assert pool.submit("double", 2).result() == 4
+
+
+def test_a_sandbox_that_is_killed_is_replaced_once_for_a_call_and_never_for_ever(pool, monkeypatch):
+  monkeypatch.setattr(Seat, "exit_code", lambda self, deadline: None)
+  with pytest.raises(GraderCrash, match="the sandbox died twice in double"):
+    pool.submit("double", 1).result()
+  monkeypatch.undo()
   assert pool.counts()["crashes"] == 2.0
   assert pool.submit("double", 2).result() == 4
 
@@ -118,16 +128,16 @@ def test_a_hang_ends_at_the_time_out(grader, function):
   with pytest.raises(GraderTimeout, match=r"no answer within 0\.5 s"):
     pool.submit(function).result()
   assert time.perf_counter() - start < 1.5
-  assert not psutil.pid_exists(pid)
+  assert pool.pids() == [pid]  # the call ended; its sandbox is there for the next one.
   assert pool.submit("double", 2).result() == 4
-  assert pool.counts()["timeouts"] == 1.0 and pool.counts()["starts"] == 2.0
+  assert pool.counts()["timeouts"] == 1.0 and pool.counts()["starts"] == 1.0
   pool.close()
 
 
 def test_waiting_for_a_worker_is_not_counted_as_grading(grader):
   pool = WorkerPool(grader, workers=1, timeout_s=1.0)
   futures = [pool.submit("sleep", 0.3) for _ in range(5)]  # the last one waits for 1.2 s.
-  assert len({f.result() for f in futures}) == 1
+  assert all(f.result() for f in futures)
   assert pool.counts()["timeouts"] == 0.0
   pool.close()
 
@@ -135,7 +145,7 @@ def test_waiting_for_a_worker_is_not_counted_as_grading(grader):
 def test_workers_run_side_by_side(grader):
   with_two = WorkerPool(grader, workers=2, timeout_s=20.0)
   futures = [with_two.submit("sleep", 1.0) for _ in range(2)]
-  assert len({f.result() for f in futures}) == 2  # two processes.
+  assert all(f.result() for f in futures) and len(with_two.pids()) == 2
   with_two.close()
 
 

@@ -98,7 +98,7 @@ def test_a_worker_imports_the_package_before_the_time_of_its_first_call_runs():
   (prompt,) = tasks("countdown", size=1)
   with environments.make(gym=dict(module="reasoning_gym", workers=1, timeout_s=20.0)) as made:
     assert judge(made["gym"], prompt, prompt.info["entry"]["answer"]).metrics["accuracy"] == 1.0
-    assert "reasoning_gym" in made["gym"]._pool.loaded_modules()
+    assert "reasoning_gym" in made["gym"]._pool.submit("loaded_modules").result()
 
 
 def test_a_scorer_that_hangs_is_killed_and_counted(tmp_path):

@@ -21,8 +21,12 @@ _WORDS = (
   *("答案", "答复", "答曰", "回答", "解答", "答", "答え", "정답", "답변", "답"),
   *("الإجابة", "إجابة", "الجواب", "उत्तर", "উত্তর", "ìdáhùn", "idahun"),
 )
+# Composed or not: a long text is not normalized, since that takes time quadratic in its marks.
+_SPELLINGS = {unicodedata.normalize(form, word) for word in _WORDS for form in ("NFC", "NFD")}
+_FULL_WIDTH = str.maketrans({code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)})
+_FIRST = "".join(sorted({each for word in _SPELLINGS for each in word[0] + word[0].upper()}))
 _STATED = re.compile(
-  r"(?:" + "|".join(map(re.escape, sorted(_WORDS, key=len, reverse=True))) + r")"
+  rf"(?=[{_FIRST}])(?:" + "|".join(map(re.escape, sorted(_SPELLINGS, key=len, reverse=True))) + r")"
   r"(?:\s{0,3}\([a-z]{1,3}\))?[ \t]{0,3}"
   r"(?::|ः|ঃ|is\b:?|ist\b:?|est\b:?|es\b:?|è\b:?|是:?|هي:?|هو:?)[ \t]{0,3}([^\n]*)",
   re.IGNORECASE,
@@ -72,8 +76,7 @@ def find(text: str, options: Mapping[str, str], form: str | None = None) -> str 
     found = place(text)
     if found is not None:
       return letter(found, options)
-  # A colon may be a full-width one, a letter too.
-  plain = unicodedata.normalize("NFKC", text)
+  plain = text.translate(_FULL_WIDTH)  # a colon may be a full-width one.
   if stated := _STATED.findall(plain):
     return letter(stated[-1], options)
   return letter(plain.rstrip().rpartition("\n")[2], options)

@@ -1,13 +1,15 @@
-r"""Decides by math-verify whether two answers are equal. Run in a worker: it may never end.
+r"""Decides by math-verify whether two answers are equal. Run in a sandbox: it may never end.
 
-math-verify's own time-outs (signals) are off; the pool kills the worker from outside.
-Answers are parsed as LaTeX only: its other parser evaluates Python expressions.
+math-verify's own time-outs (signals) are off; the process of a call is killed when it takes too
+long. Answers are parsed as LaTeX only: its other parser evaluates Python expressions, which
+`prepare` takes out of SymPy as well.
 """
 
-import functools
 from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
+
+from grpo_jax.sandbox import expressions
 
 _LATEX = (LatexExtractionConfig(boxed_match_priority=0),)
 
@@ -20,17 +22,29 @@ def equal(gold: str, answer: str) -> bool:
     answer: the model's.
   """
   answer = answer.rstrip(".").strip()
-  return bool(verify(_parsed_gold(gold), _parse(answer), timeout_seconds=None))
+  return bool(verify(_parse(gold), _parse(answer), timeout_seconds=None))
 
 
 def _parse(answer: str) -> list[Any]:
   return parse(rf"\boxed{{{answer}}}", _LATEX, parsing_timeout=None)  # pyright: ignore[reportArgumentType] None turns it off
 
 
-@functools.lru_cache(maxsize=256)
-def _parsed_gold(answer: str) -> list[Any]:
-  return _parse(answer)
+# One of each form: a parser's tables fill as it reads, and a process begins with what is there.
+_FORMS = (
+  (r"\frac{1}{2}", "0.5"),
+  (r"x^2 - 2x + \sqrt{3}", r"-2 \cdot x + x^{2} + \sqrt[2]{3}"),
+  (r"\left( 3, \frac{\pi}{2} \right)", r"(3, \pi/2)"),
+  (r"(-\infty, 2] \cup [3, 5)", r"[3,5) \cup (-\infty,2]"),
+  (r"\{1, 2\}", r"\{2, \text{ or } 1\}"),
+  (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 4/2 \end{pmatrix}"),
+  (r"x = 5\%", r"5^\circ"),
+  (r"e^{i\theta} \log 2 \sin x", r"\sin(x) \log(2) e^{i \theta}"),
+  (r"x \le 5, y > 3", "10^{-3}"),
+)
 
 
-# What the libraries load when first used is loaded before the time of a call runs.
-equal(r"\frac{1}{2}", "0.5")
+def prepare() -> None:
+  """Takes the running of text out of SymPy, and has the parser read one of each form."""
+  expressions.guard("math_verify")
+  for gold, answer in _FORMS:
+    equal(gold, answer)

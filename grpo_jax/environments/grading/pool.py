@@ -1,24 +1,34 @@
-"""A few worker processes that are killed from outside when they take too long.
+"""A few sandboxes with a warm grader, in which every call has a process of its own.
 
-Threads, not an event loop, own the processes: a pool serves any loop, of any thread.
+Threads, not an event loop, own the sandboxes: a pool serves any loop, of any thread. A call runs in
+a fork that is killed when it takes too long: it sees no files of the user, no network and none of
+the trainer's environment variables, and leaves nothing for the next call. docs/environments.md.
 """
 
 import concurrent.futures
 import contextlib
 import json
-import os
+import math
 import pickle
 import queue
-import selectors
-import struct
-import subprocess
-import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_WORKER = Path(__file__).with_name("worker.py")
+from grpo_jax.environments.grading import confinement, libraries
+from grpo_jax.sandbox import grader as inner
+from grpo_jax.sandbox import inside
+from grpo_jax.sandbox.launch import Grader, Launcher, Limits, SandboxError
+from grpo_jax.sandbox.seats import Ending, Seat
+
+_GRACE_S = 0.5  # a call ends itself at its time-out; its sandbox is killed so much later.
+_END_S = 1.0  # in which a process must end after its reply.
+_USES = 1 << 62  # calls of a sandbox: nothing of them is left in it.
+_COUNTS = ("calls", "timeouts", "crashes", "errors", "starts")
+_ALARM = 128 + 14  # exit code of a process that met its own time-out.
 
 
 class GraderTimeout(Exception):
@@ -26,50 +36,65 @@ class GraderTimeout(Exception):
 
 
 class GraderCrash(Exception):
-  """The process of a call died, twice: the call was repeated on a fresh one."""
+  """The sandbox of a call died, twice: the call was repeated in a fresh one."""
 
 
 class GraderError(Exception):
-  """The grader raised."""
+  """The grader raised, or its process died of what it was asked."""
 
 
 class GraderStartError(RuntimeError):
-  """A worker could not start: its libraries are missing or the machine is out of memory."""
+  """A sandbox could not start: its libraries are missing or the machine is out of memory."""
 
 
 class WorkerPool:
-  """Calls functions of a grader file in worker processes, which start when first needed."""
+  """Calls functions of a grader file in sandboxes, which start when first needed."""
 
   def __init__(
     self,
     grader: str | Path,
     *,
+    packages: Sequence[str] = (),
+    sandbox: str = confinement.BEST,
     workers: int = 2,
     timeout_s: float = 5.0,
     memory_gib: float = 4.0,
     start_timeout_s: float = 120.0,
   ):
-    """Describes the pool; no process is started.
+    """Describes the pool; no process is started but, once, to see which sandboxes work here.
 
     Args:
-      grader: Python file with the functions; imported on its own in every worker.
-      workers: number of processes.
-      timeout_s: longest time of one call in its worker, waiting not counted, in seconds.
-      memory_gib: limit of each worker's address space; 0: none.
-      start_timeout_s: longest time that a worker may take to start, in seconds.
+      grader: Python file with the functions; loaded on its own in every sandbox. Its function
+        `prepare`, if there is one, is called then.
+      packages: distributions that it imports. They can be read in the sandbox, with what they
+        require, and nothing else that is installed.
+      sandbox: see `confinement.find`.
+      workers: number of sandboxes, and so of calls at a time.
+      timeout_s: longest time of one call, waiting not counted, in seconds.
+      memory_gib: limit of the address space of a call; 0: none.
+      start_timeout_s: longest time that a sandbox may take to start, in seconds.
+
+    Raises:
+      ValueError: an option makes no sense, or the sandbox does not work on this machine.
     """
-    if workers < 1 or timeout_s <= 0:
+    if workers < 1 or not timeout_s > 0:
       raise ValueError(f"need workers >= 1, timeout_s > 0, got {workers}, {timeout_s}")
-    self._command = [sys.executable, "-P", str(_WORKER), str(grader), str(int(memory_gib * 2**30))]
+    self.confinement = confinement.find(sandbox)
+    self._grader = str(Path(grader).resolve())
+    self._packages = tuple(packages)
+    self._limits = Limits(
+      timeout_s=max(0.1, timeout_s + _GRACE_S),
+      memory_mib=math.ceil(memory_gib * 1024) or 1 << 30,
+    )
+    self._launcher: Launcher | None = None
     self._workers = workers
     self._timeout_s = timeout_s
     self._start_timeout_s = start_timeout_s
     self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
     self._lock = threading.Lock()
     self._threads: list[threading.Thread] = []
-    self._processes: set[_Process] = set()
-    self._counts = {"calls": 0, "timeouts": 0, "crashes": 0, "errors": 0, "starts": 0}
-    self._modules: list[str] = []
+    self._seats: set[Seat] = set()
+    self._counts = Counter(dict.fromkeys(_COUNTS, 0))
     self._closed = False
 
   def submit(self, function: str, *arguments: Any) -> concurrent.futures.Future[Any]:
@@ -83,7 +108,7 @@ class WorkerPool:
       A future of the result, which is plain JSON. It raises GraderTimeout, GraderCrash,
       GraderError or GraderStartError.
     """
-    job = _Job(function, arguments)
+    job = _Job(function, pickle.dumps((self._timeout_s, function, arguments)))
     with self._lock:
       if self._closed:
         raise RuntimeError("the pool is closed")
@@ -100,13 +125,9 @@ class WorkerPool:
       return {name: float(value) for name, value in self._counts.items()}
 
   def pids(self) -> list[int]:
-    """Returns the ids of the processes that run now."""
+    """Returns the ids of the sandboxes that there are now."""
     with self._lock:
-      return sorted(p.pid for p in self._processes)
-
-  def loaded_modules(self) -> list[str]:
-    """Returns the names of the modules that the last started worker has imported."""
-    return list(self._modules)
+      return sorted(seat.pid for seat in self._seats)
 
   def close(self) -> None:
     """Ends all processes, also those in the middle of a call."""
@@ -116,47 +137,47 @@ class WorkerPool:
       self._closed = True
       for _ in self._threads:
         self._jobs.put(None)
-      running = list(self._processes)
-    for process in running:
-      process.kill()
+      running = list(self._seats)
+    for seat in running:
+      seat.kill()
     for thread in self._threads:
       thread.join()
 
   def _serve(self) -> None:
-    """A thread: takes jobs, one at a time, to a process of its own."""
-    seat = _Seat(self)
+    """A thread: takes jobs, one at a time, to a sandbox of its own."""
+    place = _Place(self)
     while job := self._jobs.get():
       if not job.future.set_running_or_notify_cancel():
         continue
       try:
-        job.future.set_result(seat.run(job))
+        job.future.set_result(place.run(job))
       except (GraderTimeout, GraderCrash, GraderError, GraderStartError) as error:
         job.future.set_exception(error)
-        seat.warm()
-    seat.leave()
+        place.warm()
+    place.leave()
 
-  def start_process(self) -> "_Process":
-    """Starts a worker and waits until it is ready."""
-    process = _Process(self._command)
-    with self._lock:
-      self._processes.add(process)
-      self._counts["starts"] += 1
-      if self._closed:  # close() did not see it.
-        process.kill()
+  def start_seat(self) -> Seat:
+    """Starts a sandbox and waits until its grader is loaded.
+
+    Raises:
+      GraderStartError: it does not start; the text says why.
+    """
+    self.count("starts")
     try:
-      self._modules = process.receive(self._start_timeout_s)
-    except (GraderTimeout, GraderError, EOFError) as error:
-      self.end_process(process)
-      reason = str(error) or "it died"
-      raise GraderStartError(f"a grading worker did not start: {reason}") from error
-    return process
-
-  def end_process(self, process: "_Process") -> None:
-    """Kills a worker and forgets it."""
-    process.kill()
-    process.release()
+      seat = Seat(self._make_launcher(), uses=_USES, start_s=self._start_timeout_s)
+    except (SandboxError, ImportError) as error:
+      raise GraderStartError(f"a grader did not start: {error}") from error
     with self._lock:
-      self._processes.discard(process)
+      self._seats.add(seat)
+      if self._closed:  # close() did not see it.
+        seat.kill()
+    return seat
+
+  def end_seat(self, seat: Seat) -> None:
+    """Kills a sandbox and forgets it."""
+    seat.end()
+    with self._lock:
+      self._seats.discard(seat)
 
   def count(self, what: str) -> None:
     """Adds one to a count."""
@@ -168,124 +189,87 @@ class WorkerPool:
     """Longest time of one call, in seconds."""
     return self._timeout_s
 
+  def _make_launcher(self) -> Launcher:
+    with self._lock:
+      if self._launcher is None:
+        roots, readable = libraries.needed(*self._packages)
+        self._launcher = Launcher(
+          self.confinement.kind, self._limits, grader=Grader(self._grader, roots, readable)
+        )
+      return self._launcher
+
 
 class _Job:
   """One call."""
 
-  def __init__(self, function: str, arguments: tuple[Any, ...]):
+  def __init__(self, function: str, request: bytes):
     self.function = function
-    self.arguments = arguments
+    self.request = request
     self.future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
 
-class _Seat:
-  """Where a thread keeps its process: replaced when killed or dead."""
+class _SandboxDied(Exception):
+  """A sandbox was killed, by whomever, before the call in it ended."""
+
+
+class _Place:
+  """Where a thread keeps its sandbox: replaced when killed or dead."""
 
   def __init__(self, pool: WorkerPool):
     self._pool = pool
-    self._process: _Process | None = None
+    self._seat: Seat | None = None
 
   def run(self, job: _Job) -> Any:
-    """Runs a job; a process that dies is replaced and the job repeated once."""
+    """Runs a job; a sandbox that dies is replaced and the job repeated once."""
     self._pool.count("calls")
     for _ in range(2):
       try:
-        return self._attempt(job)
-      except (EOFError, BrokenPipeError):
+        return self._value(*self._attempt(job))
+      except (_SandboxDied, SandboxError):
         self.leave()
         self._pool.count("crashes")
-    raise GraderCrash(f"the worker died twice in {job.function}")
+    raise GraderCrash(f"the sandbox died twice in {job.function}")
 
   def warm(self) -> None:
-    """Replaces a lost process before the next job asks for it."""
-    if self._process is None:
+    """Replaces a lost sandbox before the next job asks for it."""
+    if self._seat is None:
       with contextlib.suppress(GraderStartError):  # the next job will see it.
-        self._process = self._pool.start_process()
+        self._seat = self._pool.start_seat()
 
   def leave(self) -> None:
-    """Ends the process, if there is one."""
-    if self._process is not None:
-      self._pool.end_process(self._process)
-      self._process = None
+    """Ends the sandbox, if there is one."""
+    if self._seat is not None:
+      self._pool.end_seat(self._seat)
+      self._seat = None
 
-  def _attempt(self, job: _Job) -> Any:
-    if self._process is None:
-      self._process = self._pool.start_process()
-    self._process.send((self._pool.timeout_s, job.function, job.arguments))
-    try:
-      return self._process.receive(self._pool.timeout_s)
-    except GraderTimeout:
+  def _attempt(self, job: _Job) -> tuple[bytes, int]:
+    """Makes a call; returns what its process wrote, and its exit code."""
+    if self._seat is None:
+      self._seat = self._pool.start_seat()
+    with self._seat.child(inside.GRADER) as pipes:
+      deadline = time.monotonic() + self._pool.timeout_s + _GRACE_S
+      said, why = pipes.exchange(job.request, inner.MAX_REPLY, deadline)
+    deadline = time.monotonic() + _END_S
+    code = self._seat.exit_code(deadline) if why is Ending.OK else None
+    if code is None:
+      if why is Ending.OK and time.monotonic() < deadline:
+        raise _SandboxDied
       self.leave()
+    return said, _ALARM if code is None else code
+
+  def _value(self, said: bytes, code: int) -> Any:
+    """Reads a reply; all that is not one is the fault of what was graded."""
+    if code == _ALARM:
       self._pool.count("timeouts")
-      raise
-    except GraderError:
+      raise GraderTimeout(f"no answer within {self._pool.timeout_s:g} s")
+    try:
+      reply = json.loads(said[4:]) if code == 0 else None
+    except (ValueError, RecursionError):
+      reply = None
+    if not isinstance(reply, dict):
+      self._pool.count("crashes")
+      raise GraderError(f"its process died with exit code {code}")
+    if "value" not in reply:
       self._pool.count("errors")
-      raise
-
-
-class _Process:
-  """A worker process and the two pipes to it."""
-
-  def __init__(self, command: list[str]):
-    self._popen = subprocess.Popen(
-      command,
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.DEVNULL,
-      bufsize=0,
-      start_new_session=True,  # Ctrl-C is for the trainer alone.
-      env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-    )
-
-  @property
-  def pid(self) -> int:
-    return self._popen.pid
-
-  def send(self, request: tuple[Any, ...]) -> None:
-    """Writes a request. Raises BrokenPipeError if the process has died."""
-    body = pickle.dumps(request)
-    data = memoryview(struct.pack("<I", len(body)) + body)
-    assert self._popen.stdin is not None
-    while data:
-      data = data[self._popen.stdin.write(data) :]
-
-  def receive(self, timeout_s: float) -> Any:
-    """Reads an answer.
-
-    Raises:
-      GraderTimeout: there is none in time.
-      GraderError: the function raised.
-      EOFError: the process has died.
-    """
-    deadline = time.monotonic() + timeout_s
-    (length,) = struct.unpack("<I", self._read(4, deadline, timeout_s))
-    answer = json.loads(self._read(length, deadline, timeout_s))
-    if "error" in answer:
-      raise GraderError(answer["error"])
-    return answer["value"]
-
-  def kill(self) -> None:
-    """Kills the process; of no effect on a dead one. May be called from any thread."""
-    self._popen.kill()
-
-  def release(self) -> None:
-    """Reaps the killed process and closes its pipes."""
-    self._popen.wait()
-    for pipe in (self._popen.stdin, self._popen.stdout):
-      if pipe is not None:
-        with contextlib.suppress(BrokenPipeError):
-          pipe.close()
-
-  def _read(self, size: int, deadline: float, timeout_s: float) -> bytes:
-    assert self._popen.stdout is not None
-    data = b""
-    with selectors.DefaultSelector() as selector:
-      selector.register(self._popen.stdout, selectors.EVENT_READ)
-      while len(data) < size:
-        if not selector.select(max(0.0, deadline - time.monotonic())):
-          raise GraderTimeout(f"no answer within {timeout_s:g} s")
-        piece = self._popen.stdout.read(size - len(data))
-        if not piece:
-          raise EOFError
-        data += piece
-    return data
+      raise GraderError(str(reply.get("error"))[:1000])
+    return reply["value"]

@@ -1,17 +1,15 @@
-r"""The program in a completion. Pure.
+r"""The program in a completion. Pure, linear in the text.
 
 Only regular expressions look at it here: Python's own parser can be crashed by what a model
 writes, so that stays in the sandbox.
 """
 
+import os
 import re
-import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-_FENCE = re.compile(
-  r"^[ \t]*```[ \t]*(?P<label>[\w+-]*)[^\n`]*\n(?P<body>.*?)^[ \t]*```[ \t\r]*$", re.M | re.S
-)
-_TAG = re.compile(r"<code>(.*?)</code>", re.S)
+_FENCE = "```"
+_LABEL = re.compile(r"[ \t]*(?P<label>[\w+-]*)")
 _PYTHON = ("python", "python3", "py")
 
 
@@ -21,17 +19,17 @@ def fenced(text: str, entry: str = "") -> str | None:
   Blocks labelled python go before unlabelled ones, others do not count; of several, the last
   that defines `entry` is taken, if one does.
   """
-  found = [(m["label"].lower(), textwrap.dedent(m["body"])) for m in _FENCE.finditer(text)]
+  found = list(_blocks(text))
   labelled = [body for label, body in found if label in _PYTHON]
-  blocks = labelled or [body for label, body in found if not label]
-  defining = [body for body in blocks if entry and defines(body, entry)]
-  return (defining or blocks or [None])[-1]
+  blocks = [_dedented(b) for b in labelled or [body for label, body in found if not label]]
+  defining = (body for body in reversed(blocks) if entry and defines(body, entry))
+  return next(defining, blocks[-1] if blocks else None)
 
 
 def tagged(text: str, entry: str = "") -> str | None:
   """Returns what stands in the last <code>…</code>; a fence directly within it is taken off."""
-  found = _TAG.findall(text)
-  return (fenced(found[-1], entry) or found[-1]) if found else None
+  found = _last_between(text, "<code>", "</code>")
+  return None if found is None else fenced(found, entry) or found
 
 
 def whole(text: str, entry: str = "") -> str | None:
@@ -42,6 +40,46 @@ def whole(text: str, entry: str = "") -> str | None:
 def anywhere(text: str, entry: str = "") -> str | None:
   """Returns the first of these that there is: a block in a fence, in a tag, the whole text."""
   return fenced(text, entry) or tagged(text, entry) or whole(text)
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+  """Yields label and content of the blocks between an opening line of ``` and a closing one."""
+  label, content = "", None  # content: the place where that of an open block begins.
+  end = -1  # of the last line that was looked at.
+  while (at := text.find(_FENCE, end + 1)) >= 0:
+    line, after = text.rfind("\n", end + 1, at) + 1 or end + 1, at + len(_FENCE)
+    end = text.find("\n", after)
+    is_last = end < 0
+    end = len(text) if is_last else end
+    if text[line:at].strip(" \t"):
+      continue
+    if content is not None and not text[after:end].strip(" \t\r"):
+      yield label, text[content:line]
+      content = None
+    elif content is None and not is_last and "`" not in text[after:end]:
+      found = _LABEL.match(text, after, end)
+      label, content = found["label"].lower() if found else "", end + 1
+
+
+def _dedented(code: str) -> str:
+  """Removes the white space that all lines begin with, as textwrap.dedent does."""
+  lines = [line if line.strip(" \t") else "" for line in code.split("\n")]
+  indents = [line[: len(line) - len(line.lstrip(" \t"))] for line in lines if line]
+  margin = len(os.path.commonprefix([min(indents), max(indents)])) if indents else 0
+  return "\n".join(line[margin:] for line in lines)
+
+
+def _last_between(text: str, opening: str, closing: str) -> str | None:
+  """Returns what stands between the last pair of tags; a tag within a pair is content.
+
+  Pairs are found from the left: a pair begins at the first opening tag after the one before.
+  """
+  found, at = None, 0
+  last = text.rfind(closing)
+  while 0 <= (start := text.find(opening, at)) < last:
+    end = text.find(closing, start)
+    found, at = (start + len(opening), end), end + len(closing)
+  return None if found is None else text[slice(*found)]
 
 
 def defines(code: str, name: str) -> bool:

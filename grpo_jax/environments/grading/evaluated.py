@@ -1,0 +1,506 @@
+r"""Says whether an answer leaves something to compute that the gold answer does not leave. Pure.
+
+An answer may be equal to the gold one because it is the problem itself: \int_0^1 x\,dx for 1/2,
+\binom{10}{3} for 120, 48+24 for 72. So the operations of both are compared by kind: a kind that
+the answer has and the gold answer has not is left undone.
+
+  always a kind   integrals, sums, products, limits, derivatives, determinants, binomials,
+                  factorials, gcd and lcm, maximum and minimum, floor and ceiling, absolute values,
+                  remainders, logarithms, trigonometry
+  of numbers      addition, multiplication, division, powers: `48+24`, `12\cdot 13`, `2^{10}`,
+                  where a symbol is no number: `x+3`, `2\pi` and `(x+1)^2` are final
+  for a number    roots, \pi and powers of e and i, where the gold answer is made of numbers alone;
+                  fractions, where it is made of whole numbers alone (6/3 for 2)
+
+Final, and no operation: signs, decimals, fractions (in lowest terms or not), mixed numbers,
+percent, units, powers of ten and 3 \times 10^8; lists, points, intervals and sets of these; and a
+computation with its result, 48+24=72. The reader takes one token at a time; a text that is longer
+than `_MAX_CHARS`, or whose brackets are nested deeper than `_MAX_DEPTH`, is left undone.
+"""
+
+import collections
+import dataclasses
+import enum
+import functools
+import re
+
+_MAX_DEPTH = 40
+_MAX_CHARS = 10_000
+
+_TOKEN = re.compile(
+  r"(?P<number>(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]\d+)?)|\\(?P<command>[A-Za-z]+|.)|(?P<word>[A-Za-z]+)|(?P<char>\S)",
+  re.DOTALL,
+)
+_THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|\\[,!;: ])(?=\d{3}(?!\d))")
+_AND = re.compile(r"\\(?:text|textrm|mathrm|mbox)\s*\{[^A-Za-z{}\\]*(?:and|or)[^A-Za-z{}\\]*\}")
+_SIGNS_OF_UNICODE = str.maketrans(
+  {
+    **{"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "−": "-", "±": r"\pm "},
+    **{"√": r"\sqrt ", "π": r"\pi ", "∫": r"\int ", "∑": r"\sum ", "∏": r"\prod ", "°": r"\circ "},
+    **{"∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in "},
+    **{"⌊": r"\lfloor ", "⌋": " ", "⌈": r"\lceil ", "⌉": " ", "∂": r"\partial ", "′": "'"},
+    **{"≈": r"\approx ", "∣": "|", "$": " "},
+  }
+)
+
+
+def _kinds(**words: str) -> dict[str, str]:
+  return {word: kind.replace("_", " ") for kind, some in words.items() for word in some.split()}
+
+
+# Commands of LaTeX and words, with the kind of operation that they name.
+_NAMED = _kinds(
+  integral="int iint iiint oint smallint integral integrate idotsint",
+  sum="sum bigoplus",
+  product="prod coprod product",
+  limit="lim limsup liminf varlimsup varliminf limit",
+  extremum="max min sup inf argmax argmin maximum minimum",
+  common_divisor="gcd lcm hcf gcf lcd GCD LCM HCF GCF",
+  determinant="det determinant vmatrix Vmatrix tr trace rank",
+  floor="lfloor lceil floor ceil ceiling round",
+  binomial="binom dbinom tbinom choose",
+  remainder="bmod mod pmod pod",
+  logarithm="log ln lg",
+  derivative="nabla partial diff",
+  absolute_value="abs",
+  trigonometry="sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh coth cis arccot atan"
+  " asin acos",
+  exponential="exp",
+  root="sqrt",
+  intersection="cap bigcap",
+  function="Gamma zeta Re Im deg sgn sign",
+)
+_FRACTIONS = {"frac", "dfrac", "tfrac", "cfrac"}
+_BINOMIALS = {"binom", "dbinom", "tbinom"}
+_DETERMINANTS = {"vmatrix", "Vmatrix", "det"}
+_IGNORED = {
+  *("left", "right", "displaystyle", "textstyle", "limits", "big", "Big", "bigl", "bigr", "Bigl"),
+  *("Bigr", "bigg", "Bigg", "quad", "qquad", "mathbf", "mathit", "boldsymbol", "bf", "it", "rm"),
+  *("mathbb", "mathcal", "boxed", "fbox", "nolimits", ",", ";", ":", "!", " ", "$", "#", "~"),
+}
+_OF_WORDS = {"text", "mathrm", "textbf", "textit", "textrm", "mbox", "operatorname", "mathop"}
+_TIMES = {"cdot", "times", "*", "ast"}
+_OVER = {"/", "div", "over"}
+_SIGNS = {"+", "-", "pm", "mp"}
+_RELATIONS = {"=", "<", ">", "le", "leq", "ge", "geq", "ne", "neq", "in", "approx", "lt", "gt"}
+_SEPARATORS = {
+  *(",", ";", ":", "=", "<", ">", "&", "\\", "|", "vert", "lvert", "rvert", "mid", "le", "leq"),
+  *("ge", "geq", "ne", "neq", "in", "approx", "equiv", "to", "rightarrow", "implies", "cup", "or"),
+  *("and", "cap", "setminus", "sim", "cong", "Rightarrow", "iff", "lor", "land", "vee", "wedge"),
+  *("bmod", "mod", "pmod", "pod", "choose", "begin", "end", "notin", "colon", "lt", "gt", "is"),
+}
+_OPENING = {"(": ")", "[": "]", "{": "}", "lbrace": "rbrace", "lparen": "rparen"}
+_CLOSING = {*_OPENING.values(), "rfloor", "rceil"}
+_BARS = {"|", "vert", "lvert", "rvert"}
+_UNITS = {"%", "circ", "degree", "infty", "prime", "."}
+_DIFFERENTIALS = {"d", "partial"}
+_OVER_DIGITS = {"overline", "bar", "dot", "overrightarrow", "vec", "hat", "underline"}
+
+
+class _Value(enum.IntEnum):
+  """What a part is made of."""
+
+  NOTHING = 0
+  UNIT = 1
+  INTEGER = 2
+  DECIMAL = 3
+  FRACTION = 4
+  POWER_OF_TEN = 5
+  NUMBER = 6  # that is left to compute.
+  CONSTANT = 7  # roots and pi, beside numbers.
+  SYMBOL = 8
+
+
+_NUMBERS = {
+  *(_Value.INTEGER, _Value.DECIMAL, _Value.FRACTION, _Value.POWER_OF_TEN, _Value.NUMBER),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Form:
+  """What an answer looks like."""
+
+  kinds: frozenset[str]  # of operations.
+  is_of_numbers: bool  # no symbols, roots or the like, units aside.
+  is_of_integers: bool
+
+
+def left_undone(gold: str, answer: str) -> frozenset[str]:
+  """Returns the kinds of operations that an answer leaves to compute and the gold one does not.
+
+  Args:
+    gold: the reference answer, as it would stand in a box.
+    answer: the model's.
+  """
+  if len(answer) > _MAX_CHARS:
+    return frozenset({"length"})
+  wanted = _form_of_gold(gold)
+  found = form(answer, letters_are_units=wanted.is_of_numbers)
+  allowed = set(wanted.kinds)
+  if not wanted.is_of_integers:
+    allowed |= {"fraction"}
+  if not wanted.is_of_numbers:
+    allowed |= {"root", "pi", "exponential"}
+  if wanted.kinds & {"exponential", "trigonometry"}:
+    allowed |= {"exponential", "trigonometry"}
+  return found.kinds - allowed
+
+
+def form(text: str, *, letters_are_units: bool = False) -> Form:
+  """Reads an answer.
+
+  Args:
+    text: LaTeX, or plain text.
+    letters_are_units: letters are no symbols: "5 m", "x = 5".
+  """
+  text = _AND.sub(",", _THOUSANDS.sub("", text.translate(_SIGNS_OF_UNICODE)))
+  reader = _Reader(_tokens(text), letters_are_units)
+  try:
+    reader.read()
+  except _TooDeepError:
+    reader.kinds.add("nesting")
+  values = reader.values
+  return Form(
+    frozenset(reader.kinds),
+    is_of_numbers=not values & {_Value.CONSTANT, _Value.SYMBOL},
+    is_of_integers=not values - {_Value.INTEGER, _Value.UNIT, _Value.NOTHING},
+  )
+
+
+@functools.lru_cache(maxsize=1024)
+def _form_of_gold(gold: str) -> Form:
+  return form(gold)
+
+
+def _tokens(text: str) -> list[tuple[str, str]]:
+  """Returns (group of _TOKEN, text) of every token that says something."""
+  found = [(m.lastgroup or "", m[m.lastgroup or 0]) for m in _TOKEN.finditer(text)]
+  return [(kind, said) for kind, said in found if kind != "command" or said not in _IGNORED]
+
+
+class _TooDeepError(Exception):
+  """Brackets are nested too deeply."""
+
+
+class _Reader:
+  """Reads tokens from left to right, and collects kinds of operations."""
+
+  def __init__(self, tokens: list[tuple[str, str]], letters_are_units: bool):
+    self.kinds: set[str] = set()
+    self.values: set[_Value] = set()  # of all that stands alone or after the last "=".
+    self._tokens = tokens
+    self._at = 0
+    self._depth = 0
+    self._words = 0  # how many of \text{ and the like are open.
+    self._letters_are_units = letters_are_units
+    self._letters: collections.Counter[str] = collections.Counter()
+    self._environments = 0  # matrices and the like.
+
+  def read(self) -> None:
+    """Reads all."""
+    settled = {"absolute value"} if sum(said in _BARS for _, said in self._tokens) > 1 else set()
+    side: set[str] = set()
+    separator = ""
+    while self._at < len(self._tokens):
+      self.kinds = set()
+      first = self._at
+      value = self._sum()
+      is_name = self._at - first <= 4 and value is _Value.SYMBOL and not self.kinds  # x_1 = 5.
+      is_result = self._letters_are_units and separator == "=" and value > _Value.UNIT
+      side = self.kinds if is_result else side | self.kinds  # 48+24=72 is done.
+      separator = self._peek()
+      self.kinds = set()
+      if separator == "=" and is_name:
+        self.values.clear()
+      if separator != "=":
+        settled |= side
+        side = set()
+      self._separator()
+      settled |= self.kinds
+    self.kinds = settled | side
+
+  def _peek(self, ahead: int = 0) -> str:
+    place = self._at + ahead
+    return self._tokens[place][1] if place < len(self._tokens) else ""
+
+  def _ends(self) -> bool:
+    said = self._peek()
+    return not said or said in _SEPARATORS or said in _CLOSING
+
+  def _separator(self) -> None:
+    said = self._peek()
+    if said in _NAMED:
+      self.kinds.add(_NAMED[said])
+    self._at += 1
+    if said in ("begin", "end"):
+      self._environment(said)
+    elif said == "cup" and self._tokens[self._at - 2 : self._at - 1] == [("command", "}")]:
+      self.kinds.add("union")  # of sets that could be one.
+    elif said and said in _CLOSING and self._peek() == "'":
+      self._at += 1
+
+  def _environment(self, said: str) -> None:
+    r"""Reads the name of \begin or \end."""
+    if self._peek() == "{":
+      if self._peek(1) in _DETERMINANTS:
+        self.kinds.add("determinant")
+      while self._peek() not in ("}", ""):
+        self._at += 1
+      self._at += 1
+    self._environments += said == "begin"
+    if self._environments > 1:
+      self.kinds.add("several matrices")
+    if said == "end" and self._peek() == "^":
+      place = 1
+      while self._peek(place) in ("{", "-"):
+        place += 1
+      if self._peek(place).isdigit():
+        self.kinds.add("power")
+
+  def _group(self) -> _Value:
+    """Reads up to a closing bracket, and over it."""
+    self._depth += 1
+    if self._depth > _MAX_DEPTH:
+      raise _TooDeepError
+    found = []
+    while self._peek():
+      found.append(self._sum())
+      if self._peek() in _CLOSING or not self._peek():
+        break
+      self._separator()
+    self._at += 1
+    self._depth -= 1
+    said = [value for value in found if value]
+    return said[0] if len(said) == 1 else _Value.SYMBOL if said else _Value.NOTHING
+
+  def _sum(self) -> _Value:
+    """Reads terms up to a separator or a closing bracket."""
+    found: list[_Value] = []
+    while True:
+      self._signs()
+      if self._ends():
+        break
+      found.append(self._term())
+      if self._peek() not in _SIGNS:
+        break
+    if sum(value in _NUMBERS for value in found) > 1:
+      self.kinds.add("addition")
+    if not found:
+      return _Value.NOTHING
+    whole = found[0] if len(found) == 1 else max(_Value.NUMBER, *found)
+    self.values.add(whole)
+    return whole
+
+  def _signs(self) -> None:
+    """Reads the signs before a term; a single minus is not an operation."""
+    negations = 0
+    while self._peek() in _SIGNS:
+      negations += self._peek() == "-"
+      self._at += 1
+    if negations and self._peek() in _OPENING:
+      negations += self._peek(1) == "-"
+    if negations > 1:  # -(-5).
+      self.kinds.add("addition")
+
+  def _term(self) -> _Value:
+    """Reads factors."""
+    number, other = _Value.NOTHING, _Value.NOTHING
+    operation, follows_number = "", False
+    while not self._ends() and self._peek() not in _SIGNS:
+      said = self._peek()
+      if said in _TIMES or said in _OVER:
+        operation, self._at = said, self._at + 1
+        continue
+      before = self._at
+      factor = self._factor()
+      is_literal = self._tokens[before][0] == "number" or said in _FRACTIONS | _OVER_DIGITS
+      if factor not in _NUMBERS:
+        other = max(other, factor)
+        follows_number = follows_number and factor <= _Value.UNIT
+      elif number is _Value.NOTHING or not (operation or follows_number):
+        number, follows_number = factor, True
+      else:
+        is_beside = not operation and is_literal and follows_number
+        number = self._combined(number, operation, factor, is_beside)
+        follows_number = True
+      operation = ""
+    return number if other <= _Value.UNIT and number else max(number, other)
+
+  def _combined(self, left: _Value, operation: str, right: _Value, is_beside: bool) -> _Value:
+    """What two numbers of a term make together."""
+    whole = (_Value.INTEGER, _Value.DECIMAL)
+    if operation in _OVER:
+      return self._quotient(left, right)
+    if operation in _TIMES and right is _Value.POWER_OF_TEN and left in whole:
+      return _Value.DECIMAL
+    if is_beside and left in whole and right in (*whole, _Value.FRACTION):
+      return max(left, right)  # 1 1/2, 4\frac{2}{3}, 0.\overline{3}.
+    self.kinds.add("multiplication")
+    return _Value.NUMBER
+
+  def _quotient(self, above: _Value, below: _Value) -> _Value:
+    if above in _NUMBERS and below in _NUMBERS:
+      is_fraction = above is below is _Value.INTEGER
+      self.kinds.add("fraction" if is_fraction else "division")
+      return _Value.FRACTION if is_fraction else _Value.NUMBER
+    return max(above, below)
+
+  def _factor(self) -> _Value:
+    """Reads one factor with its powers, subscripts and the like."""
+    kind, said = self._tokens[self._at]
+    letter = self._peek(2) if said in _OF_WORDS else said
+    value = self._primary(kind, said)
+    while True:
+      after = self._peek()
+      if after == "^":
+        self._at += 1
+        value = self._power(letter, value)
+      elif after == "_":
+        self._at += 1
+        kinds, values = set(self.kinds), set(self.values)
+        self._argument()
+        self.kinds, self.values = kinds, values
+      elif after == "!":
+        self._at += 1
+        if value > _Value.UNIT:
+          self.kinds.add("factorial")
+          value = _Value.SYMBOL
+      elif after == "'":
+        self._at += 1
+        if said in _OPENING:
+          self.kinds.add("derivative")
+      else:
+        return value
+
+  def _power(self, base: str, value: _Value) -> _Value:
+    exponent = self._argument()
+    if base in ("e", "i"):
+      self.kinds.add("exponential")
+    if exponent <= _Value.UNIT or value <= _Value.UNIT:
+      return value
+    if value not in _NUMBERS or exponent not in _NUMBERS:
+      return max(value, exponent)
+    if base == "10" and exponent is _Value.INTEGER:
+      return _Value.POWER_OF_TEN
+    if exponent in (_Value.FRACTION, _Value.DECIMAL):
+      self.kinds.add("root")
+      return _Value.CONSTANT
+    self.kinds.add("power")
+    return _Value.NUMBER
+
+  def _argument(self) -> _Value:
+    """Reads what a command, a power or a subscript applies to."""
+    while self._peek() in _SIGNS:
+      self._at += 1
+    if self._at >= len(self._tokens) or self._peek() in _CLOSING:
+      return _Value.NOTHING
+    kind, said = self._tokens[self._at]
+    return self._primary(kind, said)
+
+  def _primary(self, kind: str, said: str) -> _Value:
+    self._at += 1
+    if kind == "number":
+      value = _Value.DECIMAL if "." in said else _Value.INTEGER
+      self.values.add(value)
+      return value
+    if said in _OPENING and kind in ("char", "command"):
+      return self._group()
+    if kind == "command" and said == "{":
+      return self._group()
+    if kind == "command":
+      return self._command(said)
+    if said in _UNITS:
+      return self._unit(said)
+    if kind == "word":
+      return self._word(said)
+    return _Value.UNIT
+
+  def _unit(self, said: str) -> _Value:
+    if said == "%":
+      self.values.add(_Value.DECIMAL)
+    return _Value.UNIT
+
+  def _command(self, said: str) -> _Value:
+    if said in _OF_WORDS:
+      self._words += 1
+      value = self._argument()
+      self._words -= 1
+      return value
+    if said in _FRACTIONS:
+      return self._fraction()
+    if said == "sqrt":
+      return self._root()
+    if said in _BINOMIALS:
+      self.kinds.add("binomial")
+      self._argument()
+      self._argument()
+      return self._symbol()
+    if said in _OVER_DIGITS:
+      return self._argument()
+    if said in _UNITS:
+      return self._unit(said)
+    if said == "pi":
+      self.kinds.add("pi")
+      return _Value.CONSTANT
+    if said in _NAMED:
+      self.kinds.add(_NAMED[said])
+    return self._symbol()
+
+  def _fraction(self) -> _Value:
+    is_above = self._is_differential()
+    above = self._short_argument()
+    is_below = self._is_differential()
+    below = self._short_argument()
+    if is_above and is_below:
+      self.kinds.add("derivative")
+    return self._quotient(above, below)
+
+  def _is_differential(self) -> bool:
+    r"""Says whether an argument begins with d, as in \frac{dy}{dx}."""
+    place = 0
+    while self._peek(place) == "{" or self._peek(place) in _OF_WORDS:
+      place += 1
+    said = self._peek(place)
+    return said in _DIFFERENTIALS or (said[:1] == "d" and len(said) == 2)
+
+  def _short_argument(self) -> _Value:
+    r"""Reads an argument of \frac, whose digits need no braces: \frac12."""
+    kind, said = self._tokens[self._at] if self._at < len(self._tokens) else ("", "")
+    if kind == "number" and len(said) > 1 and said.isdigit():
+      self._tokens[self._at] = ("number", said[1:])
+      return _Value.INTEGER
+    return self._argument()
+
+  def _root(self) -> _Value:
+    if self._peek() == "[":
+      self._at += 1
+      self._group()
+    value = self._argument()
+    if value in _NUMBERS or value is _Value.CONSTANT:
+      self.kinds.add("root")
+      return _Value.CONSTANT
+    return value
+
+  def _word(self, said: str) -> _Value:
+    after = self._peek()
+    if said in _NAMED and (self._words or self._is_applied(after)):
+      if said == "sqrt":
+        return self._root()
+      self.kinds.add(_NAMED[said])
+      return self._symbol()
+    if said == "pi":
+      self.kinds.add("pi")
+      return _Value.CONSTANT
+    if self._words and len(said) > 1:
+      return _Value.UNIT
+    if self._letters_are_units and len(said) == 1 and after not in _RELATIONS:
+      self._letters[said] += 1
+      if self._letters[said] > 1:  # x+5-x.
+        self.kinds.add("symbols")
+    return self._symbol()
+
+  def _is_applied(self, after: str) -> bool:
+    return bool(after) and (after in ("(", "[", "{", "_", "^", "\\") or after[0].isdigit())
+
+  def _symbol(self) -> _Value:
+    return _Value.UNIT if self._letters_are_units else _Value.SYMBOL

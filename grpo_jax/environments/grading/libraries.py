@@ -1,0 +1,62 @@
+"""What of the installed packages a grader needs: a few distributions and what those require."""
+
+import functools
+import importlib.metadata
+import os
+import re
+from pathlib import Path
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+
+
+@functools.cache
+def needed(*names: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+  """Finds the files of distributions.
+
+  Args:
+    *names: of distributions, such as "math-verify".
+
+  Returns:
+    The folders to import from, and the files and folders in them that belong to the distributions
+    or to what these require, as far as it is installed.
+
+  Raises:
+    ModuleNotFoundError: a named distribution is not installed.
+  """
+  for name in names:
+    try:
+      importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError as error:
+      raise ModuleNotFoundError(
+        f"the package {name} is not installed: pip install {name}"
+      ) from error
+  roots, files = set(), set()
+  for distribution in _closure(names):
+    root = Path(os.path.realpath(str(distribution.locate_file(""))))
+    roots.add(str(root))
+    entries = {path.parts[0] for path in distribution.files or ()} - {"..", "__pycache__"}
+    files |= {str(root / entry) for entry in entries if (root / entry).exists()}
+  return tuple(sorted(roots)), tuple(sorted(files))
+
+
+def _closure(names: tuple[str, ...]) -> list[importlib.metadata.Distribution]:
+  """The distributions and all that they require; what is not installed is left out."""
+  found: dict[str, importlib.metadata.Distribution] = {}
+  waiting = list(names)
+  while waiting:
+    name = _canonical(waiting.pop())
+    if name in found:
+      continue
+    try:
+      found[name] = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+      continue
+    for requirement in found[name].requires or ():
+      named = _NAME.match(requirement)
+      if named and "extra ==" not in requirement:
+        waiting.append(named[0])
+  return list(found.values())
+
+
+def _canonical(name: str) -> str:
+  return re.sub(r"[-_.]+", "-", name).lower()
