@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+
 from grpo_jax import (
   data_options,
   environments,
@@ -14,7 +16,7 @@ from grpo_jax import (
 )
 from grpo_jax.engines import launching
 from grpo_jax.engines.base import SamplingParams
-from grpo_jax.learn import optim
+from grpo_jax.learn import optim, sharding
 from grpo_jax.rl import estimators, objectives
 
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
@@ -64,6 +66,17 @@ def validate(config: Config) -> Iterator[str]:
     yield "loss.kl_in_reward goes with advantages.estimator='reinforce_pp' (or its baseline form)"
   if config.model.compute_dtype not in ("float32", "bfloat16"):
     yield f"model.compute_dtype is float32 or bfloat16, got {config.model.compute_dtype!r}"
+  yield from _misfitting(config)
+
+
+def _misfitting(config: Config) -> Iterator[str]:
+  """Yields why the mesh does not fit the devices of this machine."""
+  try:
+    devices = jax.devices()
+  except RuntimeError as error:  # a driver that is missing, or JAX_PLATFORMS without one.
+    yield f"JAX finds no device: {' '.join(str(error).split())}"
+    return
+  yield from _refused(lambda: sharding.mesh_sizes(devices, **config.mesh))
 
 
 def _refused_servers(settings: Config) -> Iterator[str]:
