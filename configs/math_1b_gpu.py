@@ -18,7 +18,6 @@ import configs.math_1b
 def get_config():
   """Returns the config."""
   config = configs.math_1b.get_config()
-  config.mesh.fsdp = 1
   config.engine.name = "sglang"
   config.engine.max_rows = 512
   config.engine.sglang.arguments = ("--mem-fraction-static=0.35",)

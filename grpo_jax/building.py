@@ -127,6 +127,7 @@ def build(
   )
   folder = found.folder
   _check_context(config, folder)
+  _check_split(mesh, folder)
   tokenizer = data.load_tokenizer(
     folder,
     chat_template=config.model.chat_template,
@@ -292,6 +293,36 @@ def _check_context(config: Config, folder: pathlib.Path) -> None:
     raise configuration.ConfigError(
       f"rollout.max_tokens and batching.row_tokens let a prompt with its completion have {allowed}"
       f" tokens, the model in {folder} reads {known} (max_position_embeddings): lower one of them"
+    )
+
+
+def _check_split(mesh: Mesh, folder: pathlib.Path) -> None:
+  """Says what of a model a mesh does not split, though an axis of it is there to split it.
+
+  Raises:
+    ConfigError: `mesh.tensor` does not divide the attention heads or the feed-forward width.
+  """
+  model = model_config.from_hf(loading.read_json(folder / "config.json"))
+  tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
+  for what, length in (("attention heads", model.num_heads), ("mlp", model.intermediate_size)):
+    if length % tensor:
+      raise configuration.ConfigError(
+        f"mesh.tensor={tensor} does not divide the model's {length} {what} ({folder}): set it to a"
+        " divisor, or mesh.tensor=1 and mesh.fsdp=-1"
+      )
+  axes, shapes = transformer.logical_axes(model), leaves.tree(model)
+  whole = sharding.unsplit(axes, mesh, shapes=shapes)
+  if "fsdp" in whole:
+    logging.warning(
+      "mesh.fsdp=%d does not divide the model's width of %d: weights and optimizer state are whole"
+      " on every device",
+      *(fsdp, model.hidden_size),
+    )
+  if "vocab" in whole.get("tensor", {}):
+    logging.warning(
+      "mesh.tensor=%d does not divide the vocabulary of %d: embedding and head are whole on every"
+      " device",
+      *(tensor, model.vocab_size),
     )
 
 

@@ -5,6 +5,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
+
 from grpo_jax import (
   data_options,
   environments,
@@ -18,7 +20,7 @@ from grpo_jax import (
 )
 from grpo_jax.engines import launching
 from grpo_jax.engines.base import SamplingParams
-from grpo_jax.learn import optim
+from grpo_jax.learn import optim, sharding
 from grpo_jax.models import loading, sources
 from grpo_jax.rl import estimators, objectives
 
@@ -83,6 +85,17 @@ def validate(config: Config) -> Iterator[str]:
   else:
     model = config.model
     yield from _refused(lambda: precision.resolve(model.matmul_precision, model.compute_dtype))
+  yield from _misfitting(config)
+
+
+def _misfitting(config: Config) -> Iterator[str]:
+  """Yields why the mesh does not fit the devices of this machine."""
+  try:
+    devices = jax.devices()
+  except RuntimeError as error:  # a driver that is missing, or JAX_PLATFORMS without one.
+    yield f"JAX finds no device: {' '.join(str(error).split())}"
+    return
+  yield from _refused(lambda: sharding.mesh_sizes(devices, **config.mesh))
 
 
 def _refused_servers(settings: Config) -> Iterator[str]:

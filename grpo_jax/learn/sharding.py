@@ -6,6 +6,7 @@ feed-forward and vocabulary. Arrays say where they lie; the compiler puts the
 communication in.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,20 +46,74 @@ def make_mesh(
     devices: to use; None: all.
 
   Raises:
-    ValueError: the sizes do not make up the number of devices.
+    ValueError: the sizes do not make up the number of devices; see `mesh_sizes`.
   """
   devices = jax.devices() if devices is None else devices
-  sizes = [data, fsdp, tensor]
-  named = dict(zip(AXES, sizes, strict=True))
-  if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
-    raise ValueError(f"mesh sizes must be at least 1, one of them may be -1; got {named}")
-  given = int(np.prod([size for size in sizes if size != -1]))
-  if -1 in sizes and len(devices) % given == 0:
-    sizes[sizes.index(-1)] = len(devices) // given
-  if int(np.prod(sizes)) != len(devices):
-    raise ValueError(f"mesh {named} does not make up {len(devices)} devices")
+  sizes = mesh_sizes(devices, data=data, fsdp=fsdp, tensor=tensor)
   grid = np.asarray(devices, dtype=object).reshape(sizes)
   return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def mesh_sizes(devices: Sequence[Any], *, data: int, fsdp: int, tensor: int) -> tuple[int, ...]:
+  """Returns the sizes of ("data", "fsdp", "tensor") with -1 filled in.
+
+  Args:
+    devices: All of them are used.
+    data: As in `make_mesh`, and so are the others.
+    fsdp: See there.
+    tensor: See there.
+
+  Raises:
+    ValueError: The sizes do not make up the number of devices. Names the devices, and what to set.
+  """
+  sizes = [data, fsdp, tensor]
+  named = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
+  if any(isinstance(size, bool) or not isinstance(size, int) for size in sizes):
+    raise ValueError(f"mesh sizes must be whole numbers, got {named}")
+  if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
+    raise ValueError(f"mesh sizes must be at least 1, one of them may be -1, got {named}")
+  given = math.prod(size for size in sizes if size != -1)
+  if -1 in sizes and len(devices) % given == 0:
+    sizes[sizes.index(-1)] = len(devices) // given
+  if math.prod(sizes) != len(devices):
+    raise ValueError(_misfit(named, given, devices, is_open=-1 in sizes))
+  return tuple(sizes)
+
+
+def _misfit(named: str, given: int, devices: Sequence[Any], *, is_open: bool) -> str:
+  """Returns in one line why a mesh does not fit the devices, and which fields to set."""
+  count, platform = len(devices), devices[0].platform
+  there = f"there {'is' if count == 1 else 'are'} {count} ({devices[0].device_kind})"
+  needed = f"a multiple of {given} devices" if is_open else f"{given} device{'s' * (given > 1)}"
+  remedies = ["set mesh.data=1, mesh.fsdp=-1 and mesh.tensor=1 to use all"]
+  fewer = count // given * given if is_open else given
+  if platform in ("gpu", "cuda", "rocm") and 0 < fewer < count:
+    numbers = ",".join(map(str, range(fewer)))
+    remedies.append(f"the environment variable CUDA_VISIBLE_DEVICES={numbers} to use fewer")
+  return f"{named} needs {needed}, {there}: {', or '.join(remedies)}"
+
+
+def unsplit(logical_axes: Any, mesh: Mesh, *, shapes: Any) -> dict[str, dict[str, int]]:
+  """Returns what every device holds whole, because its length cannot be split over an axis.
+
+  Args:
+    logical_axes: As in `param_shardings`.
+    mesh: Made by `make_mesh`.
+    shapes: As in `param_shardings`.
+
+  Returns:
+    Mesh axis → logical axis → its length.
+  """
+  found: dict[str, dict[str, int]] = {}
+  is_names = lambda node: isinstance(node, tuple)
+  for names, like in zip(
+    jax.tree.leaves(logical_axes, is_leaf=is_names), jax.tree.leaves(shapes), strict=True
+  ):
+    for name, length in zip(names, like.shape, strict=True):
+      axis = RULES.get(name)
+      if axis is not None and length % mesh.shape[axis]:
+        found.setdefault(axis, {})[name] = length
+  return found
 
 
 def replicas(mesh: Mesh) -> int:

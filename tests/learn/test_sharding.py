@@ -34,8 +34,11 @@ def test_make_mesh_fills_in_the_rest(given, expected):
 @pytest.mark.parametrize(
   ("given", "message"),
   [
-    ({"fsdp": 3}, "does not make up 8 devices"),
-    ({"data": 2, "fsdp": 2}, "does not make up 8 devices"),
+    ({"fsdp": 3}, "needs a multiple of 3 devices, there are 8 "),
+    ({"data": 2, "fsdp": 2}, "needs 4 devices, there are 8 "),
+    ({"data": 1}, "mesh.data=1, mesh.fsdp=1, mesh.tensor=1 needs 1 device, there are 8 .*fsdp=-1"),
+    ({"data": 16}, "needs 16 devices, there are 8 "),
+    ({"data": True}, "whole numbers, got mesh.data=True"),
     ({"data": -1, "fsdp": -1}, "one of them may be -1"),
     ({"tensor": 0}, "at least 1"),
   ],
@@ -43,6 +46,36 @@ def test_make_mesh_fills_in_the_rest(given, expected):
 def test_make_mesh_says_what_does_not_fit(given, message):
   with pytest.raises(ValueError, match=message):
     sharding.make_mesh(**given)
+
+
+class Gpu:
+  platform, device_kind = "gpu", "NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize(
+  ("count", "given", "remedy"),
+  [
+    (8, {"data": 1, "fsdp": 1, "tensor": 1}, "CUDA_VISIBLE_DEVICES=0 to use fewer"),
+    (8, {"data": 1, "fsdp": -1, "tensor": 3}, "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5 to use fewer"),
+    (1, {"data": 1, "fsdp": 8, "tensor": 1}, r"there is 1 \(NVIDIA H100.*\): set .* to use all$"),
+    (2, {"data": -1, "fsdp": 1, "tensor": 3}, "set .* to use all$"),
+  ],
+)
+def test_a_mesh_that_does_not_fit_gpus_says_how_to_use_all_or_fewer(count, given, remedy):
+  with pytest.raises(ValueError, match=remedy) as caught:
+    sharding.mesh_sizes([Gpu()] * count, **given)
+  assert "set mesh.data=1, mesh.fsdp=-1 and mesh.tensor=1 to use all" in str(caught.value)
+  assert "\n" not in str(caught.value)
+
+
+def test_what_a_mesh_cannot_split_is_found():
+  mesh = sharding.make_mesh(data=1, fsdp=2, tensor=4)
+  axes = {"embed": ("vocab", "embed"), "up": ("embed", "mlp"), "norm": ("embed",)}
+  shapes = {"embed": jnp.ones((98, 6)), "up": jnp.ones((6, 8)), "norm": jnp.ones(6)}
+  assert sharding.unsplit(axes, mesh, shapes=shapes) == {"tensor": {"vocab": 98}}
+  shapes = {"embed": jnp.ones((96, 5)), "up": jnp.ones((5, 6)), "norm": jnp.ones(5)}
+  found = sharding.unsplit(axes, mesh, shapes=shapes)
+  assert found == {"tensor": {"mlp": 6}, "fsdp": {"embed": 5}}
 
 
 def test_make_mesh_takes_a_part_of_the_devices():

@@ -1,0 +1,232 @@
+"""Prints how much memory a run's update takes on a device, counted from the program.
+
+    python scripts/memory.py --config=configs/math_1b_gpu.py --shape=Qwen2.5-1.5B
+    python scripts/memory.py --config=configs/math_1b.py --config.model.path=FOLDER
+
+Nothing is downloaded, and no weight is made: shapes are traced, and the jitted functions of the
+update are compiled for them. The compiler is that of the platform on which this runs: on a CPU,
+what it says of temporaries is an estimate for a GPU, since other kernels are chosen there; the
+arrays of the size of the model are the same. One device holds all of it, or its share of
+mesh.fsdp.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax import building, command_line, run_options
+from grpo_jax.learn import optim, train_step
+from grpo_jax.models import config as model_config
+from grpo_jax.models import transformer
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.rl import objectives
+from grpo_jax.types import Batch, Denominators
+
+_QWEN = {"architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6, "max_position_embeddings": 32768}
+# As in their config.json on the hub.
+SHAPES: dict[str, dict[str, Any]] = {
+  "Qwen2.5-1.5B": {
+    **_QWEN,
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+  },
+  "Qwen2.5-7B": {
+    **_QWEN,
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+  },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+  """Bytes of everything that the update of one device holds.
+
+  Attributes:
+    parameters: How many numbers the model has.
+    weights: The master weights.
+    optimizer: State of the optimizer.
+    reference: The frozen reference policy; 0 if the loss needs none.
+    gradients: Of one microbatch. There are two of these where a step has several microbatches:
+      the sum, and those of the newest one.
+    differentiating: Temporaries of the gradients of a microbatch.
+    stepping: Temporaries of the optimizer step, with what it does not write in place.
+  """
+
+  parameters: int
+  weights: int
+  optimizer: int
+  reference: int
+  gradients: int
+  differentiating: int
+  stepping: int
+
+  @property
+  def of_model_size(self) -> int:
+    """Bytes of arrays of the model's size, while a further microbatch is computed."""
+    return self.weights + self.optimizer + self.reference + 2 * self.gradients
+
+  @property
+  def peak(self) -> int:
+    """The most that is alive at a time."""
+    stepping = self.of_model_size - self.gradients + self.stepping
+    return max(self.of_model_size + self.differentiating, stepping)
+
+
+def count(model: ModelConfig, config: Any) -> Memory:
+  """Counts the memory of an update.
+
+  Args:
+    model: Shapes.
+    config: A whole configuration; its sections loss, optim, learn, model and batching are read.
+  """
+  params = jax.eval_shape(lambda: transformer.init(jax.random.key(0), model))
+  tx, schedule = optim.make(run_options.optimizer_steps(config), **config.optim.to_dict())
+  opt_state = jax.eval_shape(tx.init, params)
+  objective = objectives.make(**config.loss)
+  update = _update(model, config, objective, tx, schedule)
+  batch = _batch(config, with_reference=objective.needs_ref)
+  inputs = (params, batch, Denominators(1.0, 1.0))
+  gradients = jax.eval_shape(lambda *of: update.differentiate(*of)[0], *inputs)
+  differentiate = _compiled(_flat(update.differentiate, inputs), *jax.tree.leaves(inputs))
+  step = _compiled(update.apply, params, opt_state, gradients, jnp.zeros(()))
+  return Memory(
+    parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
+    weights=nbytes(params),
+    optimizer=nbytes(opt_state),
+    reference=nbytes(params) if objective.needs_ref else 0,
+    gradients=nbytes(gradients),
+    differentiating=differentiate.temp_size_in_bytes,
+    stepping=step.temp_size_in_bytes + step.output_size_in_bytes - step.alias_size_in_bytes,
+  )
+
+
+def nbytes(tree: Any) -> int:
+  """Returns the bytes of arrays, or of what has their shapes and dtypes."""
+  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _flat(function: Any, inputs: Any) -> Any:
+  """Returns a function of the leaves of its arguments, and of its results.
+
+  The compiler's records of arguments are no arrays, which the types of a batch refuse.
+  """
+  structure = jax.tree.structure(inputs)
+  return jax.jit(lambda *given: jax.tree.leaves(function(*structure.unflatten(given))))
+
+
+def _compiled(function: Any, *arguments: Any) -> Any:
+  """Returns what the compiler says of the memory of a jitted function."""
+  return function.lower(*arguments).compile().memory_analysis()
+
+
+def _update(
+  model: ModelConfig, config: Any, objective: objectives.Objective, tx: Any, schedule: Any
+) -> train_step.Update:
+  """Makes the update as `building` makes it for one device."""
+  of_policy = {
+    "temperature": config.sampling.temperature,
+    "compute_dtype": config.model.compute_dtype,
+    "remat": config.model.remat,
+  }
+  token_loss = None
+  if building.takes_one_sweep(config, objective):
+    token_loss = train_step.make_token_loss(model, objective, **of_policy)
+  return train_step.make_update(
+    train_step.make_logprobs(model, implementation=config.model.logprobs, **of_policy),
+    tx,
+    objective,
+    epochs=config.learn.epochs,
+    report_entropy=config.learn.report_entropy,
+    schedule=schedule,
+    token_loss=token_loss,
+  )
+
+
+def _batch(config: Any, *, with_reference: bool) -> Batch:
+  """Returns a full microbatch of zeros, in which every token is learned from."""
+  columns = config.batching.row_tokens
+  per_step = config.rollout.prompts_per_step * config.rollout.group_size * columns
+  rows = max(1, (config.batching.microbatch_tokens or per_step) // columns)
+  whole = jnp.zeros((rows, columns), jnp.int32)
+  real = jnp.zeros((rows, columns), jnp.float32)
+  return Batch(
+    tokens=whole,
+    segment_ids=whole,
+    branch_ids=whole,
+    positions=whole,
+    predecessors=whole,
+    loss_mask=jnp.ones((rows, columns), jnp.bool_),
+    rollout_ids=whole,
+    advantages=real,
+    behavior_logprobs=real,
+    loss_places=whole,
+    ref_logprobs=real if with_reference else None,
+  )
+
+
+def table(memory: Memory) -> str:
+  """Returns the count as lines of text."""
+  rows = [
+    ("weights", memory.weights),
+    ("state of the optimizer", memory.optimizer),
+    ("reference policy", memory.reference),
+    ("sum of the gradients", memory.gradients),
+    ("gradients of the newest microbatch", memory.gradients),
+    ("arrays of the model's size", memory.of_model_size),
+    ("temporaries of a microbatch", memory.differentiating),
+    ("temporaries of the optimizer step", memory.stepping),
+    ("peak", memory.peak),
+  ]
+  lines = [f"{'':36}{'bytes a parameter':>18}{'GB':>8}"]
+  lines += [
+    f"{name:36}{size / memory.parameters:18.2f}{size / 1e9:8.2f}" for name, size in rows if size
+  ]
+  return "\n".join(lines)
+
+
+def _shape(name: str | None, folder: str) -> ModelConfig:
+  if name is not None:
+    return model_config.from_hf(SHAPES[name])
+  file = pathlib.Path(folder) / "config.json"
+  if not file.exists():
+    raise SystemExit(f"no {file}: name a folder by --config.model.path, or a --shape")
+  return model_config.from_hf(json.loads(file.read_text()))
+
+
+def main(arguments: Sequence[str]) -> None:
+  """Prints the table of one configuration."""
+  parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+  parser.add_argument("--shape", choices=SHAPES, help="in place of the folder model.path")
+  own, of_config = parser.parse_known_args(arguments)
+  config: Any = command_line.parse(of_config).config
+  model = _shape(own.shape, config.model.path)
+  memory = count(model, config)
+  rows, columns = jnp.shape(_batch(config, with_reference=False).tokens)
+  print(
+    f"{own.shape or config.model.path}: {memory.parameters / 1e9:.3f}e9 parameters, products in"
+    f" {config.model.compute_dtype}, microbatches of {rows} rows of {columns} tokens, compiled for"
+    f" {jax.devices()[0].platform}"
+  )
+  print(table(memory))
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

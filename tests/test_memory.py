@@ -1,0 +1,82 @@
+"""What scripts/memory.py counts is what the arrays of a run take."""
+
+import importlib.util
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from configs import base
+from grpo_jax.learn import optim, train_step
+from grpo_jax.models import config as model_config
+from grpo_jax.models import transformer
+from grpo_jax.rl import objectives
+from grpo_jax.types import Denominators, Minibatch
+
+SCRIPT = pathlib.Path(__file__).parents[1] / "scripts" / "memory.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+  spec = importlib.util.spec_from_file_location("scripts_memory", SCRIPT)
+  assert spec is not None and spec.loader is not None
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+def make_config(kl_coef):
+  config = base.get_config()
+  config.loss.kl_coef = kl_coef
+  config.model.compute_dtype = "float32"
+  config.batching.row_tokens = 16
+  config.batching.microbatch_tokens = 32
+  return config
+
+
+TINY = model_config.ModelConfig("qwen2", 96, 32, 64, 2, 4, 2, 8, tie_embeddings=True, qkv_bias=True)
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.01])
+def test_the_count_is_that_of_real_arrays(script, kl_coef):
+  config = make_config(kl_coef)
+  counted = script.count(TINY, config)
+  params = transformer.init(jax.random.key(0), TINY)
+  tx, _ = optim.make(10, **config.optim.to_dict())
+  state = train_step.init(params, tx)
+  objective = objectives.make(**config.loss)
+  update = script._update(TINY, config, objective, tx, None)
+  shapes = script._batch(config, with_reference=objective.needs_ref)
+  batch = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
+  gradients, *_ = update.gradients(state.params, Minibatch((batch, batch), Denominators(1.0, 1.0)))
+
+  held = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+  assert counted.parameters == sum(leaf.size for leaf in jax.tree.leaves(params))
+  assert counted.weights == held(state.params) == 4 * counted.parameters
+  assert counted.optimizer == held(state.opt_state)
+  assert counted.gradients == held(gradients)
+  assert counted.reference == (held(params) if kl_coef else 0)
+  of_model = counted.of_model_size / counted.parameters
+  assert of_model == pytest.approx(24 if kl_coef else 20, rel=0.001)
+  assert counted.stepping < 0.5 * counted.weights  # in place, but for scratch of a tiny model.
+  assert counted.peak >= counted.of_model_size + counted.differentiating > counted.of_model_size
+
+
+def test_shapes_are_those_of_the_models(script):
+  """Parameters as the model cards give them: 1.54e9 and 7.61e9."""
+  counts = {}
+  for name, hf in script.SHAPES.items():
+    model = model_config.from_hf(hf)
+    shapes = jax.eval_shape(lambda model=model: transformer.init(jax.random.key(0), model))
+    counts[name] = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+  assert {name: round(n / 1e9, 2) for name, n in counts.items()} == {
+    "Qwen2.5-1.5B": 1.54,
+    "Qwen2.5-7B": 7.62,
+  }
+
+
+def test_a_folder_without_a_model_is_one_line(script, tmp_path):
+  config = SCRIPT.parents[1] / "configs" / "math_1b_gpu.py"
+  with pytest.raises(SystemExit, match="config.json: name a folder"):
+    script.main([f"--config={config}", f"--config.model.path={tmp_path}"])
