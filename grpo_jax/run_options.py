@@ -19,6 +19,8 @@ from grpo_jax.rl import estimators, objectives
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
 Config = Any
 
+EXPORT_DTYPES = ("float32", "bfloat16", "float16")
+
 
 def validate(config: Config) -> Iterator[str]:
   """Yields everything that cannot work, before a model is loaded."""
@@ -61,6 +63,16 @@ def validate(config: Config) -> Iterator[str]:
     yield "loss.kl_in_reward goes with advantages.estimator='reinforce_pp' (or its baseline form)"
   if config.model.compute_dtype not in ("float32", "bfloat16"):
     yield f"model.compute_dtype is float32 or bfloat16, got {config.model.compute_dtype!r}"
+  yield from _unwritable(config.export)
+
+
+def _unwritable(options: Config) -> Iterator[str]:
+  """Yields why the export, which is written at the very end, could not be."""
+  if options.dtype not in (None, *EXPORT_DTYPES):
+    yield f"export.dtype is one of {', '.join(EXPORT_DTYPES)} or None, got {options.dtype!r}"
+  size = options.max_shard_gb
+  if size is not None and not 0 < size < float("inf"):
+    yield f"export.max_shard_gb must be above 0, or None for one file, got {size}"
 
 
 def _impatient(config: Config) -> Iterator[str]:
