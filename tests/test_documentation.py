@@ -86,3 +86,14 @@ def test_make_says_what_it_installs_before_it_does():
   assert not [line for line in lines if re.search(r"install .*(--quiet|-q )", line)]
   for i in installs:
     assert any("Installing" in line and "GB" in line for line in lines[i - 2 : i]), lines[i]
+
+
+def test_readme_notebook_configures_a_run(monkeypatch):
+  monkeypatch.chdir(ROOT)
+  text = (ROOT / "README.md").read_text().split("## In a notebook")[1].split("```")[1]
+  lines = [line for line in text.splitlines()[1:] if not line.startswith("train.train(")]
+  scope = {}
+  exec("\n".join(lines).replace("configuration, train", "configuration"), scope)
+  config = scope["config"]
+  assert config.total_steps == 4 and config.environments.mine.module == "function"
+  assert config.data.environment in config.environments and "total_steps: 4" in repr(config)
