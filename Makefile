@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STACK = $(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")')
 CONSTRAINTS = constraints/$(STACK).txt
+# Not --quiet: what pip prints shows that it is at work.
+INSTALL = $(BIN)/pip install --disable-pip-version-check -c $(CONSTRAINTS)
 WORKDIR ?= runs/quickstart
 ARGS ?=
 # A process a core, four at most: each compiles for itself and holds up to 3 GB.
@@ -14,7 +16,7 @@ PARALLEL = -n logical --maxprocesses=4 --dist=worksteal
 help:  ## Show this text.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
-quickstart: $(VENV)/default  ## Train SmolLM2-135M-Instruct on arithmetic (2 cores, minutes); ARGS="--config.x=y" overrides.
+quickstart: $(VENV)/default  ## Train SmolLM2-135M-Instruct on arithmetic (2 cores, 10 minutes); ARGS="--config.x=y" overrides.
 	$(BIN)/python -m grpo_jax.main --config=configs/quickstart.py --workdir=$(WORKDIR) $(ARGS)
 
 test: venv  ## Run the tests (no accelerator, no network).
@@ -29,7 +31,8 @@ test-sglang: venv  ## Run the tests with real SGLang servers, on this machine's 
 	$(BIN)/python -m pytest -q -n 2 --dist=loadfile -m sglang --durations=10 $(ARGS)
 
 test-gpu: $(VENV)/default  ## Run the tests that need an NVIDIA GPU of the Hopper generation.
-	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e ".[test,cuda]"
+	@echo "Installing JAX for CUDA into $(VENV), several GB, unless it is there."
+	$(INSTALL) -e ".[test,cuda]"
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest --noconftest -q -W default -m gpu tests/kernels/test_gpu.py $(ARGS)
 
 aot:  ## Compile the kernels for an H100 and for TPUs that are not here: memory, spills. Needs Python 3.12.
@@ -47,12 +50,14 @@ format: venv  ## Format the code.
 venv: $(VENV)/everything  ## Make .venv with everything the default use, the tests and the checks need.
 
 $(VENV)/default: pyproject.toml $(wildcard constraints/*.txt)
+	@echo "Installing what a run needs into $(VENV): 1.2 GB, a few minutes, once."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e .
+	$(INSTALL) -e .
 	touch $@
 
 $(VENV)/everything: $(VENV)/default
-	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e ".[test,dev]"
+	@echo "Installing what tests and checks need into $(VENV): 1.2 GB more, a few minutes, once."
+	$(INSTALL) -e ".[test,dev]"
 	touch $@
 
 sglang-cpu:  ## Make .venv-sglang, the environment of SGLang servers on a CPU (1.4 GB).

@@ -275,5 +275,6 @@ def get_config() -> Any:
   logging.rollouts_every_steps = 1  # write rollouts/step_NNNNNN.jsonl; 0: never.
 
   config.export = export = ConfigDict()
-  export.dtype = placeholder(str)  # of the exported weights; None: float32.
+  export.dtype = placeholder(str)  # of the weights: "bfloat16", "float16"; None: float32.
+  export.max_shard_gb = FieldReference(5.0)  # GB (1e9 bytes) of a file of weights; None: one file.
   return config

@@ -36,6 +36,7 @@ Trains a language model by GRPO.
               nothing: --config.loss.dual_clip=None
               further arguments of an environment, a task, a dataloader, an engine of your own:
               --config.environments.math.format_reward=0.1
+              a new environment: --config.environments.mine.module=my_module.MyClass
   --flagfile=FILE   reads further flags from a file, one a line.
   --help      this text; with --config, the fields of that configuration, their values and what
               they mean; --help=loss: those of one section.
@@ -168,7 +169,16 @@ def _drop_fallback(config: ConfigDict, of_file: Mapping[str, Any]) -> None:
 
 
 def _make_room(config: ConfigDict, names: Iterable[str]) -> None:
-  """Adds, without values, the fields that flags name and that open sections lack."""
+  """Adds, without values, the fields that flags name and that open sections lack.
+
+  An environment is added by the flag of its module, `environments.NAME.module`.
+  """
+  names = list(names)
+  for name in names:
+    made = re.fullmatch(r"environments\.(\w+)\.module", name)
+    if made and "environments" in config and made[1] not in config.environments:
+      with config.environments.unlocked():
+        config.environments[made[1]] = ConfigDict()
   for name in names:
     path, _, field = name.rpartition(".")
     if any(fnmatch.fnmatchcase(path, pattern) for pattern in OPEN_SECTIONS):

@@ -107,7 +107,9 @@ def refusal(config: ConfigDict, name: str) -> str | None:
     if bracket:
       return None
   if isinstance(found, ConfigDict) and len(found):
-    return f"it is a section; set its fields instead. {_list(found, path)}"
+    new = "; a new one is added by --config.environments.NAME.module=MODULE"
+    hint = new if path == "environments" else ""
+    return f"it is a section; set its fields instead. {_list(found, path)}{hint}"
   return None
 
 

@@ -415,7 +415,7 @@ def _facts(rollout: Rollout, advantage: float) -> str:
       f"advantage {advantage:+.2f}" if math.isfinite(advantage) else f"advantage {DASH}",
       rollout.finish_reason.value,
       f"{len(rollout.completion_ids)} tokens",
-      f"sampled {sampled_from(sampled.tolist())}",
+      sampled_from(sampled.tolist()),
     ]
   )
 

@@ -2,8 +2,10 @@
 
 import difflib
 import importlib
+import importlib.util
 import inspect
 import pkgutil
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, TypeVar
@@ -55,11 +57,12 @@ def check_arguments(
 
 
 def module(package: str, name: str, *, hidden: Iterable[str] = ()) -> ModuleType:
-  """Imports a module by its name in a package of ours, or by a dotted path of the user's.
+  """Imports a module by its name in a package of ours, or a module of the user's own.
 
   Args:
     package: full name of the package that is searched, e.g. "grpo_jax.environments".
-    name: name of one of its modules; a name with a dot is imported as it stands.
+    name: name of one of its modules; any other name, with a dot or without, is imported as it
+      stands.
     hidden: modules of the package that cannot be chosen.
 
   Returns:
@@ -69,15 +72,40 @@ def module(package: str, name: str, *, hidden: Iterable[str] = ()) -> ModuleType
     ValueError: there is no such module. An ImportError from within the module passes
       through untouched, since its cause lies there.
   """
+  if name.endswith(".py"):
+    raise ValueError(f"modules are named without .py, as in `import`; got {name!r}")
   if "." in name:
     return _import(name)
   available = sorted(set(modules(package)) - set(hidden))
   if name not in available:
+    if name in sys.modules or (name.isidentifier() and importlib.util.find_spec(name)):
+      return importlib.import_module(name)
     raise ValueError(
       f"{package} has no module {name!r}{nearest(name, available)}; there are: "
-      f"{', '.join(available)}; a module of your own is named by its dotted path"
+      f"{', '.join(available)}; a module of your own, on the Python path, is named as in `import`"
     )
   return importlib.import_module(f"{package}.{name}")
+
+
+def module_or_member(
+  package: str, name: str, *, hidden: Iterable[str] = ()
+) -> ModuleType | Callable[..., Any]:
+  """Imports what `module` imports, or the function or class that a dotted path names.
+
+  Args:
+    package: see `module`.
+    name: see `module`; or "my_module.MyClass".
+    hidden: see `module`.
+
+  Raises:
+    ValueError: there is neither such a module nor such a member.
+  """
+  try:
+    return module(package, name, hidden=hidden)
+  except ValueError:
+    if "." not in name or name.endswith(".py"):
+      raise
+  return function(name)
 
 
 def modules(package: str) -> list[str]:

@@ -27,11 +27,15 @@ from grpo_jax.rl import estimators, objectives
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
 Config = Any
 
+<<<<<<< HEAD
 # Fields that hold a path, whatever section they are in: path, prompt_file, weights_folder, ...
 _PATH_FIELD = re.compile(
   r"(^|[._])(path|paths|file|files|folder|directory|dir|python|fallback|chat_template|dataset)"
   r"(\[\d+\])?$"
 )
+=======
+EXPORT_DTYPES = ("float32", "bfloat16", "float16")
+>>>>>>> newcomer
 
 
 def validate(config: Config) -> Iterator[str]:
@@ -82,6 +86,7 @@ def validate(config: Config) -> Iterator[str]:
     yield "loss.kl_in_reward goes with advantages.estimator='reinforce_pp' (or its baseline form)"
   if config.model.compute_dtype not in ("float32", "bfloat16"):
     yield f"model.compute_dtype is float32 or bfloat16, got {config.model.compute_dtype!r}"
+<<<<<<< HEAD
   else:
     model = config.model
     yield from _refused(lambda: precision.resolve(model.matmul_precision, model.compute_dtype))
@@ -133,6 +138,18 @@ def _unusable_model(config: Config) -> Iterator[str]:
       yield f"model.{name}: {refused}"
     elif pathlib.Path(path).expanduser().is_dir():
       yield from (f"model.{name}: {reason}" for reason in _refused(lambda p=path: loading.look(p)))
+=======
+  yield from _unwritable(config.export)
+
+
+def _unwritable(options: Config) -> Iterator[str]:
+  """Yields why the export, which is written at the very end, could not be."""
+  if options.dtype not in (None, *EXPORT_DTYPES):
+    yield f"export.dtype is one of {', '.join(EXPORT_DTYPES)} or None, got {options.dtype!r}"
+  size = options.max_shard_gb
+  if size is not None and not 0 < size < float("inf"):
+    yield f"export.max_shard_gb must be above 0, or None for one file, got {size}"
+>>>>>>> newcomer
 
 
 def _impatient(config: Config) -> Iterator[str]:

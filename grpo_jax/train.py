@@ -351,13 +351,14 @@ def advance_unless(stop: Any, shown: Callable[[int], None], count: int) -> None:
 
 def publish(run: Run, state: TrainState) -> None:
   """Writes the final weights as a Hugging Face folder, export/."""
-  dtype = run.config.export.dtype
+  dtype, max_shard_gb = run.config.export.dtype, run.config.export.max_shard_gb
   folder = export.to_huggingface(
     state.params,
     run.model.config,
     run.workdir / "export",
     source_directory=run.model.directory,
     dtype=np.dtype(dtype) if dtype else None,
+    max_shard_bytes=int(max_shard_gb * 1e9) if max_shard_gb else None,
   )
   for line in console.closing_lines(str(folder)):
     run.logger.print(line)

@@ -39,8 +39,11 @@ fi
 rm -rf "$folder"
 trap 'rm -rf "$folder"; echo "install_sglang: failed, the reason is above; $folder is removed" >&2' ERR
 
+size=1.4
+[ "$device" = cpu ] || size=10
+echo "Installing SGLang for $device into $folder: $size GB, minutes, once."
 "$python" -m venv "$folder"
-install=("$folder/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile --only-binary :all:)
+install=("$folder/bin/python" -m pip install --disable-pip-version-check --no-compile --only-binary :all:)
 if [ "$device" = cpu ]; then
   # torch with what its build needs: nothing, or the libraries of CUDA. The rest without.
   "${install[@]}" --constraint "$list" torch

@@ -80,6 +80,11 @@ def config_of(path, *arguments):
     ("--config.environments.math.bonus=0.1", "environments.math.bonus", 0.1),
     ("--config.environments.math.workers=3", "environments.math.workers", 3),
     ("--config.environments.math.settings.b=c", "environments.math.settings.b", "c"),
+    (
+      "--config.environments.own.module=my_env.Guess",
+      "environments.own",
+      {"module": "my_env.Guess"},
+    ),
     ("--config.data.task_args.most=2", "data.task_args", {"most": 2}),
     ("--config.sources[0].path=y", "sources", [{"path": "y"}]),
   ],
@@ -93,6 +98,14 @@ def test_override_sets_a_field_by_its_type(path, argument, field, expected):
   if field == "sources":
     value = [source.to_dict() if not isinstance(source, dict) else source for source in value]
   assert (value, type(value)) == (expected, type(expected))
+
+
+def test_a_new_environment_takes_its_settings_from_flags_in_any_order(path):
+  flags = ("low=1", "module=my_env.Guess", "words=a,b")
+  config = config_of(path, *(f"--config.environments.mine.{flag}" for flag in flags))
+  expected = {"low": 1, "module": "my_env.Guess", "words": "a,b"}
+  assert config.environments.mine.to_dict() == expected
+  assert config.environments.math.workers == 2
 
 
 def test_value_may_be_an_argument_of_its_own_and_the_last_one_counts(path):
@@ -121,6 +134,9 @@ def test_flags_are_read_from_a_flagfile(path, tmp_path):
     ("--noconfig.of", "--config.of: .*did you mean 'off'"),
     ("--config.environments.mth.bonus=1", "no field .*did you mean 'environments.math"),
     ("--config.environments.math=1", "--config.environments.math: it is a section"),
+    ("--config.environments={'a': 1}", "it is a section.* --config.environments.NAME.module="),
+    ("--config.environments.own.low=1", "no field 'environments.own.low'"),
+    ("--config.environment.own.module=x", "no field 'environment.own.module'"),
     ("--config.data.task_arg.most=2", "no field 'data.task_arg.most'"),
     ("--config.seed=1.5", "--config.seed=1.5: expected an integer, got '1.5'"),
     ("--config.seed=abc", "--config.seed=abc: expected an integer, got 'abc'"),

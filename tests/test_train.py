@@ -127,11 +127,20 @@ def assert_same_weights(one, other):
 
 
 def test_a_run_leaves_what_tools_rely_on(make_config, tmp_path, capsys):
-  config = make_config(logging__tensorboard=True, loss__kl_coef=0.01)
+  config = make_config(
+    logging__tensorboard=True,
+    loss__kl_coef=0.01,
+    export__dtype="bfloat16",
+    export__max_shard_gb=2e-5,
+  )
   train.train(config, tmp_path)
   left = {path.name for path in tmp_path.iterdir()}
   assert left >= {"config.json", "metrics.jsonl", "tensorboard", "rollouts", "checkpoints"}
   assert left >= {"export", "report.html"}
+  index = json.loads((tmp_path / "export" / "model.safetensors.index.json").read_text())
+  files = sorted((tmp_path / "export").glob("*.safetensors"))
+  assert len(files) > 2 and {path.name for path in files} == {*index["weight_map"].values()}
+  assert index["metadata"]["total_size"] == 2 * sum(leaf.size for leaf in weights(tmp_path))
   rows = told(tmp_path)
   assert [row["step"] for row in rows] == [0, 1, 2, 3]  # 3: the evaluation of the final weights.
   assert [row["weight_version"] for row in rows[:3]] == [0, 1, 2]
@@ -330,6 +339,9 @@ def test_what_cannot_work_is_said_all_at_once(make_config):
       },
       "no signal within a group",
     ),
+    ({"export__dtype": "bfloat17"}, "export.dtype is one of float32, bfloat16, float16 or None"),
+    ({"export__max_shard_gb": 0.0}, "export.max_shard_gb must be above 0"),
+    ({"export__max_shard_gb": float("nan")}, "export.max_shard_gb must be above 0"),
     ({"filters__min_scored": 9}, "min_scored=9 is above rollout.group_size=8"),
     ({"filters__max_truncated_share": 2.0}, "max_truncated_share must be from 0 to 1"),
   ],

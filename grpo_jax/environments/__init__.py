@@ -1,7 +1,7 @@
 """Environments by name: each scores the attempts at the prompts that name it."""
 
+import functools
 import inspect
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -56,13 +56,14 @@ def make(**environments: Mapping[str, Any]) -> Environments:
 
   Args:
     **environments: name → settings for `make` of the module of that name, or of the
-      module that the setting `module` names: one of this package, or a dotted path.
+      module that the setting `module` names: one of this package, one of the user's, or the
+      dotted path of a class of environments or of a function like `make`.
 
   Returns:
     Name → factory.
 
   Raises:
-    ValueError: there is no such module, it has no `make`, or refuses a setting.
+    ValueError: there is no such module, it has no `make`, or it refuses a setting.
   """
   return Environments({name: _factory(name, dict(s)) for name, s in environments.items()})
 
@@ -128,7 +129,9 @@ def objection(name: str, settings: Mapping[str, Any], task: str) -> str:
     return ""
   if confinement.find(settings.get("sandbox", confinement.BEST)).is_sandbox:
     return ""  # known without the package, whose import takes seconds.
-  return vars(_module(name, settings))["objection"](task, **settings)
+  return vars(registry.module(__name__, "reasoning_gym", hidden=_HIDDEN))["objection"](
+    task, **settings
+  )
 
 
 def _factory(name: str, settings: dict[str, Any]) -> EnvironmentFactory:
@@ -142,13 +145,27 @@ def _factory(name: str, settings: dict[str, Any]) -> EnvironmentFactory:
 
 
 def _maker(name: str, settings: Mapping[str, Any]) -> Callable[..., EnvironmentFactory]:
-  """The function `make` of the module of an environment."""
-  return vars(_module(name, settings))["make"]
-
-
-def _module(name: str, settings: Mapping[str, Any]) -> types.ModuleType:
+  """The function `make` of the module of an environment, or what the settings name in its place."""
   source = settings.get("module") or name
-  module = registry.module(__name__, source, hidden=_HIDDEN)
-  if "make" not in vars(module):
-    raise ValueError(f"environment {name!r}: {source} has no make(**settings)")
-  return module
+  found = registry.module_or_member(__name__, source, hidden=_HIDDEN)
+  if inspect.isclass(found):
+    return _maker_of(found)
+  if callable(found):
+    return found
+  if "make" not in vars(found):
+    raise ValueError(
+      f"environment {name!r}: the module {source} has no make(**settings); a class of environments"
+      f" in it is named {source}.NAME"
+    )
+  return vars(found)["make"]
+
+
+def _maker_of(environment: type) -> Callable[..., EnvironmentFactory]:
+  """Makes a `make` for a class whose first argument is the prompt; the others are settings."""
+  parameters = list(inspect.signature(environment).parameters.values())
+
+  def make(**settings: Any) -> EnvironmentFactory:
+    return functools.partial(environment, **settings) if settings else environment
+
+  vars(make)["__signature__"] = inspect.Signature(parameters[1:])
+  return make

@@ -157,6 +157,14 @@ def grpo(
 ) -> Float[Array, "P G"]:
   """Standardises rewards within each group: Âᵢ = (rᵢ - mean(r)) / (std(r) + ε), std unbiased.
 
+  Args:
+    rewards: one reward for each attempt, P prompts by G attempts.
+    mask: True for attempts that count; the others join neither mean nor deviation. None: all count.
+    eps: ε, added to the standard deviation, in units of the reward.
+
+  Returns:
+    Â of each attempt; 0 for masked attempts and in groups without two attempts that count.
+
   Reference:
     Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4.1.2.
   """
@@ -211,6 +219,9 @@ def gdpo(
     baseline: of each component; see `baseline_and_spread`.
     ddof: of each component's spread.
     eps: added to each component's spread.
+
+  Returns:
+    Â of each attempt; 0 for masked attempts.
 
   Raises:
     ValueError: with fewer than 2 components, or another number of weights.
@@ -296,6 +307,19 @@ def subtract_kl(
   NeMo RL takes the KL of token t from token t alone, as here; verl and the paper
   sum it over the tokens from t on. Follow it by `whiten`.
 
+  Args:
+    advantages: Âₜ of each token, constant over a completion in GRPO.
+    old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
+    ref_logprobs: log π_ref of each token, in nats, by the frozen reference policy.
+    mask: True on the tokens that are learned from.
+    kl_coef: β, in units of the reward per nat.
+    estimator: k: "k1", "k2" or "k3"; see `kl`.
+    input_clamp: bound of the log-ratio on both sides, in nats; None: off.
+    output_clamp: bound of the estimate on both sides, in nats; None: off.
+
+  Returns:
+    The advantages with the penalty taken off; 0 where `mask` is False.
+
   Reference:
     Hu et al. 2025, REINFORCE++, arXiv:2501.03262 (version 9), equation 4, there with k1.
   """
@@ -312,5 +336,14 @@ def subtract_kl(
 def clip(
   advantages: Float[Array, "*shape"], *, low: float | None = None, high: float | None = None
 ) -> Float[Array, "*shape"]:
-  """Clips advantages to [low, high]; None leaves a side open. The last step, after scaling."""
+  """Clips advantages to [low, high]; None leaves a side open. The last step, after scaling.
+
+  Args:
+    advantages: of any shape.
+    low: lowest advantage; None: no bound.
+    high: highest advantage; None: no bound.
+
+  Returns:
+    The advantages within the bounds.
+  """
   return clamp(advantages, low, high)

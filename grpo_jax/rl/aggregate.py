@@ -48,8 +48,17 @@ def sequence_mean(
   """Averages over completions the mean over their tokens: Σᵢ (Σₜ ℓᵢₜ / |oᵢ|) / N_sequences.
 
   |oᵢ| counts the unmasked tokens of completion i, all of which must stand in
-  one row; a completion without any counts in neither sum. Args, Returns: see
-  `token_mean`; here `denominators.sequences` and `sequence_ids` are used.
+  one row; a completion without any counts in neither sum.
+
+  Args:
+    losses: ℓ of each token.
+    mask: True on the tokens that are learned from.
+    denominators: of the optimizer step; only `sequences` is used.
+    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+      sequence.
+
+  Returns:
+    The share of these rows in the loss of the optimizer step, a scalar.
 
   Reference:
     Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, equation 3.
@@ -70,7 +79,16 @@ def constant_length(
 
   With L_max = 1 it is the mean over completions of their token *sum*. TRL's
   `dr_grpo` is this; verl's `seq-mean-token-sum-norm` leaves N_sequences out.
-  Args, Returns: see `token_mean`; here `denominators.sequences` is used.
+
+  Args:
+    losses: ℓ of each token.
+    mask: True on the tokens that are learned from.
+    denominators: of the optimizer step; only `sequences` is used.
+    sequence_ids: not used; taken so that all reductions have one signature.
+    max_completion_tokens: L_max, in tokens; the same for every completion.
+
+  Returns:
+    The share of these rows in the loss of the optimizer step, a scalar.
 
   Reference:
     Liu et al. 2025, Dr. GRPO, arXiv:2503.20783, section 3.2 and listing 1.

@@ -25,7 +25,17 @@ def share(event: Bool[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Mean:
 def sequence_average(
   x: Float[Array, "B N"], mask: Bool[Array, "B N"], sequence_ids: Int[Array, "B N"] | None
 ) -> Mean:
-  """Returns the mean over completions of their token means."""
+  """Returns the mean over completions of their token means.
+
+  Args:
+    x: a value for each token.
+    mask: True on the tokens that are learned from.
+    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+      sequence.
+
+  Returns:
+    Sum over completions of their token means, and the number of completions that have a token.
+  """
   means = masks.sequence_means(x, mask, sequence_ids)
   return Mean(means.sum(), masks.count_sequences(mask, sequence_ids).astype(x.dtype))
 
@@ -50,6 +60,15 @@ def mismatch(
 
   The tokens were sampled from μ, so `gen_kl_error` estimates KL(μ ‖ π_old), while
   `policy_kl_error` is a detector of spikes, not an estimate. No clamps.
+
+  Args:
+    old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
+    behavior_logprobs: log μ of each token, in nats, as the engine reported it.
+    mask: True on the tokens that are learned from.
+    kl_estimator: k: "k1", "k2" or "k3"; see `kl`.
+
+  Returns:
+    Name, with the prefix "mismatch/", to a metric that merges exactly.
   """
   old = masks.fill(old_logprobs, mask)
   behavior = masks.fill(behavior_logprobs, mask)
@@ -88,6 +107,9 @@ def importance(
     sequence_ids: see `masks`.
     weights_are_of_sequences: w is constant over each completion.
     bounds_are_of_sequences: whole completions were judged.
+
+  Returns:
+    Name to a metric that merges exactly.
   """
   clean = masks.fill(weights, mask)
   outside = (~is_in_bounds).astype(weights.dtype)
@@ -114,7 +136,16 @@ def ratios(
   clipped: Float[Array, "B N"],
   mask: Bool[Array, "B N"],
 ) -> Metrics:
-  """Measures the ratio of the loss and its clipped form: mean, smallest and largest over tokens."""
+  """Measures the ratio of the loss and its clipped form: mean, smallest and largest over tokens.
+
+  Args:
+    ratio: ρ of each token.
+    clipped: the ratio after the clip of the loss.
+    mask: True on the tokens that are learned from.
+
+  Returns:
+    Name to a metric that merges exactly.
+  """
   return {
     "train/ratio_mean": token_average(ratio, mask),
     "train/ratio_min": Minimum(masks.masked_min(ratio, mask)),
@@ -138,6 +169,17 @@ def clip_shares(
 
   low   Â < 0 and ρ < 1 - ε_low      high   Â > 0 and ρ > 1 + ε_high
   dual  Â < 0 and ρ > c              (0 without dual clip)
+
+  Args:
+    ratio: ρ of each token.
+    advantages: Âₜ of each token, constant over a completion in GRPO.
+    mask: True on the tokens that are learned from.
+    clip_low: ε_low, a distance from 1.
+    clip_high: ε_high, a distance from 1.
+    dual_clip: c; None: off.
+
+  Returns:
+    Name to a share of the unmasked tokens, from 0 to 1.
   """
   is_bad, is_good = advantages < 0, advantages > 0
   dual = is_bad & (ratio > dual_clip) if dual_clip is not None else jnp.zeros_like(mask)
@@ -153,7 +195,16 @@ def approx_entropy(
   behavior_logprobs: Float[Array, "B N"],
   mask: Bool[Array, "B N"],
 ) -> Mean:
-  """Estimates the policy's entropy from sampled tokens: -mean of (πθ/μ) log πθ, in nats."""
+  """Estimates the policy's entropy from sampled tokens: -mean of (πθ/μ) log πθ, in nats.
+
+  Args:
+    policy_logprobs: log πθ of each token, in nats.
+    behavior_logprobs: log μ of each token, in nats, as the engine reported it.
+    mask: True on the tokens that are learned from.
+
+  Returns:
+    Sum over unmasked tokens, and their number.
+  """
   policy = masks.fill(policy_logprobs, mask)
   weight = jnp.exp(policy - masks.fill(behavior_logprobs, mask))
   return token_average(-weight * policy, mask)

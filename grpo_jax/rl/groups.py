@@ -22,7 +22,16 @@ def has_signal(rewards: Float[Array, "P G"], mask: Bool[Array, "P G"]) -> Bool[A
 def has_valid_attempts(
   rewards: Float[Array, "P G"], mask: Bool[Array, "P G"], *, at_least: int = 1
 ) -> Bool[Array, " P"]:
-  """Returns True for groups with that many attempts that exist and could be scored."""
+  """Returns True for groups with that many attempts that exist and could be scored.
+
+  Args:
+    rewards: one reward for each attempt, P prompts by G attempts.
+    mask: True for attempts that exist and could be scored.
+    at_least: number of attempts that a group needs.
+
+  Returns:
+    One truth value for each group.
+  """
   _, valid = advantages.valid_rewards(rewards, mask)
   return valid.sum(axis=-1) >= at_least
 
@@ -34,7 +43,17 @@ def mean_is_within(
   low: float = -float("inf"),
   high: float = float("inf"),
 ) -> Bool[Array, " P"]:
-  """Returns True for groups whose mean valid reward lies in [low, high]: difficulty in range."""
+  """Returns True for groups whose mean valid reward lies in [low, high]: difficulty in range.
+
+  Args:
+    rewards: one reward for each attempt, P prompts by G attempts.
+    mask: True for attempts that exist and could be scored.
+    low: lowest mean, inclusive.
+    high: highest mean, inclusive.
+
+  Returns:
+    One truth value for each group.
+  """
   clean, valid = advantages.valid_rewards(rewards, mask)
   mean, _ = advantages.centre_and_spread(clean, valid)
   return valid.any(axis=-1) & (mean[:, 0] >= low) & (mean[:, 0] <= high)
@@ -53,6 +72,15 @@ def drop_reasons(
   single_attempt  one valid attempt: nothing to compare with
   no_signal       all valid rewards are equal
   out_of_range    mean reward outside [mean_low, mean_high]
+
+  Args:
+    rewards: one reward for each attempt, P prompts by G attempts.
+    mask: True for attempts that exist and could be scored.
+    mean_low: lowest mean reward of a group that is kept, inclusive.
+    mean_high: highest mean reward of a group that is kept, inclusive.
+
+  Returns:
+    Reason to one truth value for each group; a group is True under one reason at most.
   """
   verdicts = {
     "unscorable": ~has_valid_attempts(rewards, mask),

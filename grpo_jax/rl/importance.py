@@ -38,6 +38,17 @@ def sequence_weights(
   The sum is unbiased and spreads with the length of the completion; the mean is
   neither. NeMo RL, TRL and verl use the sum, AReaL the mean.
 
+  Args:
+    old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
+    behavior_logprobs: log μ of each token, in nats, as the engine reported it.
+    mask: True on the tokens that are learned from.
+    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+      sequence.
+    form: "sum" or "mean".
+
+  Returns:
+    wᵢ at every token of completion i; no gradient.
+
   Raises:
     ValueError: if there is no such form.
   """
@@ -54,6 +65,14 @@ def truncate(
 ) -> Float[Array, "*shape"]:
   """Clips weights to [low, high]: truncated importance sampling (TIS).
 
+  Args:
+    weights: w of any shape, not negative.
+    low: lowest weight; smaller ones are raised to it.
+    high: highest weight; larger ones are lowered to it.
+
+  Returns:
+    The weights within the bounds.
+
   Reference:
     Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"
     (fengyao.notion.site/off-policy-rl); NeMo RL's `tis`.
@@ -66,6 +85,14 @@ def zero_outside(
 ) -> Float[Array, "*shape"]:
   """Keeps weights within [low, high] as they are and makes the others 0 (IcePop, MIS).
 
+  Args:
+    weights: w of any shape, not negative.
+    low: lowest weight that is kept, inclusive.
+    high: highest weight that is kept, inclusive.
+
+  Returns:
+    The weights; 0 outside the bounds.
+
   Reference:
     Ling Team 2025, "Every Step Evolves" (Ring-1T), arXiv:2510.18855, section 2.3.2;
     NeMo RL's `icepop`; TRL's `token_mask` and, of sequence weights, `sequence_mask`.
@@ -76,7 +103,16 @@ def zero_outside(
 def is_within(
   weights: Float[Array, "*shape"], *, low: float = 0.0, high: float
 ) -> Bool[Array, "*shape"]:
-  """Returns True where low <= weight <= high."""
+  """Returns True where low <= weight <= high.
+
+  Args:
+    weights: w of any shape.
+    low: lowest weight, inclusive.
+    high: highest weight, inclusive.
+
+  Returns:
+    One truth value for each weight; False for NaN.
+  """
   return (weights >= low) & (weights <= high)
 
 
@@ -95,6 +131,18 @@ def sequence_mask(
 
   The tokens that stay keep their token weight. Log-ratios that are not finite
   count as 0 in the mean. NeMo RL's `seq-mask-tis`, with bounds such as 0.999 and 1.002.
+
+  Args:
+    old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
+    behavior_logprobs: log μ of each token, in nats, as the engine reported it.
+    mask: True on the tokens that are learned from.
+    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+      sequence.
+    low: lowest weight of a completion that is kept, inclusive.
+    high: highest weight of a completion that is kept, inclusive.
+
+  Returns:
+    True on the tokens that are kept.
   """
   log_weight = masks.fill(old_logprobs, mask) - masks.fill(behavior_logprobs, mask)
   log_weight = jnp.where(jnp.isfinite(log_weight), log_weight, 0)

@@ -152,7 +152,19 @@ def sequence_logprobs(
 ) -> Float[Array, "B T"] | tuple[Float[Array, "B T"], Float[Array, "B T"]]:
   """Returns log π of every token of plain rows, one sequence a row; token 0 gets 0.
 
-  For research code without packing. Args and Returns are those of `token_logprobs`.
+  For research code without packing.
+
+  Args:
+    hidden: states after the last norm, at every token.
+    head: weights of the LM head, in the layout that `head_layout` names.
+    tokens: ids of the tokens.
+    head_layout: "vd" for [V D], as files and embeddings have it, or "dv" for [D V].
+    temperature: logits are divided by it.
+    return_entropy: whether to return the entropy of every token's distribution, too.
+    implementation: of the fused head, by name; None: the best for the device.
+
+  Returns:
+    log π of each token, in nats; with `return_entropy` also the entropies, in nats.
   """
   places = jnp.broadcast_to(jnp.arange(tokens.shape[-1])[None, :], tokens.shape)
   return _gathered(

@@ -72,6 +72,16 @@ def sequence_ratio(
   Each sᵢ carries the gradient of *all* tokens of the completion, divided by
   |oᵢ|; `sequence_ratio_token_form` has the same values.
 
+  Args:
+    policy_logprobs: log πθ of each token, in nats; the only differentiated input.
+    old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
+    mask: True on the tokens that are learned from.
+    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+      sequence.
+
+  Returns:
+    sᵢ at every token of completion i.
+
   Reference:
     Zheng et al. 2025, GSPO, arXiv:2507.18071, equation 7.
   """
@@ -95,6 +105,16 @@ def sequence_ratio_token_form(
   advantages or weights differ between the tokens of a completion: here each token
   then keeps its own.
 
+  Args:
+    policy_logprobs: log πθ of each token, in nats; the only differentiated input.
+    old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
+    mask: True on the tokens that are learned from.
+    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+      sequence.
+
+  Returns:
+    sᵢₜ of each token.
+
   Reference:
     Zheng et al. 2025, GSPO, arXiv:2507.18071, equation 14 (GSPO-token).
   """
@@ -110,7 +130,18 @@ def clipped_ratio_loss(
   clip_high: float = 0.2,
   dual_clip: float | None = None,
 ) -> Float[Array, "*shape"]:
-  """Computes PPO's clipped loss from a ratio of any kind; see `clipped_surrogate`."""
+  """Computes PPO's clipped loss from a ratio of any kind; see `clipped_surrogate`.
+
+  Args:
+    ratio: ρ of each token, differentiated.
+    advantages: Âₜ of each token, constant over a completion in GRPO.
+    clip_low: ε_low, a distance from 1: 0.2 lets the ratio fall to 0.8 before it is clipped.
+    clip_high: ε_high, a distance from 1; larger than `clip_low` is DAPO's "clip-higher".
+    dual_clip: c > 1 bounds the loss of bad tokens that became much likelier; None: off.
+
+  Returns:
+    ℓₜ of each token, before masking and before any reduction.
+  """
   clipped = clamp(ratio, 1.0 - clip_low, 1.0 + clip_high)
   loss = -jnp.minimum(ratio * advantages, clipped * advantages)
   if dual_clip is None:
@@ -181,6 +212,22 @@ def gspo(
   gradients; see `sequence_ratio` and `sequence_ratio_token_form`. verl computes the
   token form, TRL and NeMo RL the sequence form.
 
+  Args:
+    policy_logprobs: log πθ of each token, in nats; the only differentiated input.
+    old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
+    advantages: Âₜ of each token, constant over a completion in GRPO.
+    mask: True on the tokens that are learned from.
+    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+      sequence.
+    clip_low: ε_low, a distance from 1. Ratios of completions stay much closer to 1 than those of
+      tokens.
+    clip_high: ε_high, a distance from 1.
+    dual_clip: c > 1 bounds the loss of bad tokens that became much likelier; None: off.
+    token_form: True takes the gradient of the token form.
+
+  Returns:
+    ℓₜ of each token, before masking and before any reduction.
+
   Reference:
     Zheng et al. 2025, GSPO, arXiv:2507.18071, equations 5, 7 and 14.
   """
@@ -212,6 +259,16 @@ def cispo(
   distances from 1; TRL's `epsilon_high` is the bound itself, so that TRL's
   5.0 is clip_high = 4.0 with clip_low = 1.0 (no lower bound).
 
+  Args:
+    policy_logprobs: log πθ of each token, in nats; the only differentiated input.
+    old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
+    advantages: Âₜ of each token, constant over a completion in GRPO.
+    clip_low: ε_low, a distance from 1; 1 means no lower bound.
+    clip_high: ε_high, a distance from 1.
+
+  Returns:
+    ℓₜ of each token, before masking and before any reduction.
+
   Reference:
     MiniMax-M1, arXiv:2506.13585, equations 4 and 5.
   """
@@ -234,6 +291,16 @@ def sapo(
 
   At ρ = 1 the gradient is that of the surrogate, -Âₜ ∇log πθ; away from it the
   factor 4 σ (1 - σ) fades it out.
+
+  Args:
+    policy_logprobs: log πθ of each token, in nats; the only differentiated input.
+    old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
+    advantages: Âₜ of each token, constant over a completion in GRPO.
+    temperature_positive: τ₊; larger fades faster.
+    temperature_negative: τ₋; larger fades faster.
+
+  Returns:
+    ℓₜ of each token, before masking and before any reduction.
 
   Reference:
     Gao et al. 2025, "Soft Adaptive Policy Optimization", arXiv:2511.20347, equations 5 and 6.

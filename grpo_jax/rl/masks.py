@@ -23,6 +23,14 @@ def fill(
   Applied to the *inputs* of a formula it is the first half of the "double
   where": the formula then never sees a NaN, whose gradient would survive a
   mask that is applied to the output alone.
+
+  Args:
+    x: values.
+    mask: True where `x` is kept.
+    value: what stands elsewhere.
+
+  Returns:
+    `x` with `value` under the mask.
   """
   return jnp.where(mask, x, jnp.asarray(value, x.dtype))
 
@@ -76,14 +84,34 @@ def sequence_totals(
 def sequence_lengths(
   mask: Bool[Array, "B N"], sequence_ids: Int[Array, "B N"] | None = None, dtype=jnp.float32
 ) -> Float[Array, "B S"]:
-  """Returns the number of unmasked tokens of each sequence slot."""
+  """Returns the number of unmasked tokens of each sequence slot.
+
+  Args:
+    mask: True on the tokens that count.
+    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+      sequence.
+    dtype: of the result.
+
+  Returns:
+    Number of tokens of each of S = N sequence slots of a row, or of S = 1 without `sequence_ids`.
+  """
   return sequence_totals(mask.astype(dtype), mask, sequence_ids)
 
 
 def sequence_means(
   x: Float[Array, "B N"], mask: Bool[Array, "B N"], sequence_ids: Int[Array, "B N"] | None = None
 ) -> Float[Array, "B S"]:
-  """Returns the mean over the unmasked tokens of each sequence; 0 in empty slots."""
+  """Returns the mean over the unmasked tokens of each sequence; 0 in empty slots.
+
+  Args:
+    x: a value for each token.
+    mask: True on the tokens that count.
+    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+      sequence.
+
+  Returns:
+    The mean of each sequence slot.
+  """
   totals = sequence_totals(x, mask, sequence_ids)
   return safe_divide(totals, sequence_lengths(mask, sequence_ids, x.dtype))
 
@@ -100,7 +128,17 @@ def to_tokens(
   like: Float[Array, "B N"] | Bool[Array, "B N"],
   sequence_ids: Int[Array, "B N"] | None = None,
 ) -> Float[Array, "B N"]:
-  """Returns to every token the value of its sequence; the inverse of the reductions above."""
+  """Returns to every token the value of its sequence; the inverse of the reductions above.
+
+  Args:
+    per_sequence: a value for each sequence slot.
+    like: an array with the shape of the result.
+    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+      sequence.
+
+  Returns:
+    The value of its sequence for each token, masked or not.
+  """
   if sequence_ids is None:
     return jnp.broadcast_to(per_sequence, like.shape)
   return jnp.take_along_axis(per_sequence, sequence_ids, axis=-1)

@@ -9,7 +9,16 @@ MAX_LOG_RATIO = 20.0  # of ratios that carry a gradient; e²⁰ ≈ 4.9e8. verl 
 def clamp(
   x: Float[Array, "*shape"], low: float | None = None, high: float | None = None
 ) -> Float[Array, "*shape"]:
-  """Clips `x` to [low, high] with gradient 1 on the bounds too (`jnp.clip` has ½ there)."""
+  """Clips `x` to [low, high] with gradient 1 on the bounds too (`jnp.clip` has ½ there).
+
+  Args:
+    x: of any shape.
+    low: lower bound; None: none.
+    high: upper bound; None: none.
+
+  Returns:
+    `x` within the bounds; its gradient is 0 outside them.
+  """
   if low is not None:
     x = jnp.where(x < low, jnp.asarray(low, x.dtype), x)
   if high is not None:

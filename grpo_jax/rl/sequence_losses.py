@@ -31,6 +31,19 @@ def gmpo(
   -ε_low <= dₜ <= ε_high. The sign is that of the token's own advantage, which is
   one per completion.
 
+  Args:
+    policy_logprobs: log πθ of each token, in nats; the only differentiated input.
+    old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
+    advantages: Âₜ of each token, constant over a completion in GRPO.
+    mask: True on the tokens that are learned from.
+    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+      sequence.
+    clip_low: ε_low, of the log-ratio, in nats.
+    clip_high: ε_high, of the log-ratio, in nats.
+
+  Returns:
+    ℓₜ of each token, before masking and before any reduction.
+
   Reference:
     Zhao et al. 2025, "Geometric-Mean Policy Optimization", arXiv:2507.20673, equation 4;
     verl's `geo_mean`.
@@ -61,6 +74,19 @@ def luspo(
 
   to be reduced by `aggregate.sequence_mean`; it undoes GSPO's preference for
   short good and long bad completions.
+
+  Args:
+    policy_logprobs: log πθ of each token, in nats; the only differentiated input.
+    old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
+    advantages: Âₜ of each token, constant over a completion in GRPO.
+    mask: True on the tokens that are learned from.
+    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+      sequence.
+    clip_low: ε_low, a distance from 1, of the ratio of a completion.
+    clip_high: ε_high, a distance from 1, of the ratio of a completion.
+
+  Returns:
+    ℓₜ of each token, before masking and before any reduction.
 
   Reference:
     Liu et al. 2026, "Length-Unbiased Sequence Policy Optimization", arXiv:2602.05261;
@@ -101,6 +127,21 @@ def vespo(
 
   The w of the paper and of TRL is the ratio to the engine that sampled; here it is the
   ratio to `old_logprobs`, and a correction of the mismatch multiplies φ from outside.
+
+  Args:
+    policy_logprobs: log πθ of each token, in nats; the only differentiated input.
+    old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
+    advantages: Âₜ of each token, constant over a completion in GRPO.
+    mask: True on the tokens that are learned from.
+    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+      sequence.
+    power_positive: k where the advantage is positive.
+    decay_positive: λ where the advantage is positive.
+    power_negative: k where the advantage is not positive.
+    decay_negative: λ where the advantage is not positive.
+
+  Returns:
+    ℓₜ of each token, before masking and before any reduction.
 
   Reference:
     Shen et al. 2026, VESPO, arXiv:2602.10693; TRL's `vespo`.

@@ -65,10 +65,44 @@ def test_reward_functions_are_found_by_dotted_path(user_modules):
     assert step(e["later"](PROMPT), "abc").total == 3.0
 
 
-@pytest.mark.parametrize("module", ["my_env", "my_env.py"])
-def test_a_module_of_the_users_own_needs_a_dot_in_its_name(user_modules, module):
-  with pytest.raises(ValueError, match="no module|cannot import"):
+@pytest.mark.parametrize("module", ["my_env", "my_env.make"])
+def test_a_module_of_the_users_own_needs_no_package(user_modules, module):
+  with environments.make(mine=dict(module=module, bonus=0.5)) as made:
+    assert step(made["mine"](PROMPT), "abc").total == 3.5
+
+
+@pytest.mark.parametrize(
+  "module, message",
+  [
+    ("my_env.py", "modules are named without .py"),
+    ("my_env.mak", "my_env has no function 'mak'.*did you mean 'make'"),
+    ("my_rewards", "has no make.*named my_rewards.NAME"),
+    ("my_emv", "no module 'my_emv'.*as in `import`"),
+    ("my_emv.Guess", "cannot import 'my_emv'"),
+    ("my_rewards.LIMIT", "no function but int"),
+  ],
+)
+def test_what_is_no_environment_is_refused_with_what_it_is(user_modules, module, message):
+  with pytest.raises(ValueError, match=message):
     environments.make(mine=dict(module=module))
+
+
+def test_a_class_is_named_by_its_dotted_path_and_takes_settings(user_modules, tmp_path):
+  (tmp_path / "my_guess.py").write_text(
+    "from grpo_jax.environments.base import StepResult\n"
+    "class Guess:\n"
+    "  def __init__(self, task, low=0.0): self.low = low\n"
+    "  async def start(self): pass\n"
+    "  async def step(self, text, *_): return StepResult(self.low + len(text), True)\n"
+    "  async def close(self): pass\n"
+  )
+  settings = dict(module="my_guess.Guess")
+  with environments.make(a=settings, b=settings | {"low": 2.0}) as made:
+    assert step(made["a"](PROMPT), "abc").total == 3.0
+    assert step(made["b"](PROMPT), "abc").total == 5.0
+  with pytest.raises(ValueError, match="takes no 'lo' .did you mean 'low'"):
+    environments.make(a=settings | {"lo": 2.0})
+  assert environments.total_timeout_s("a", settings) == 0.0
 
 
 def test_a_package_module_of_the_users_own_is_found(user_modules, tmp_path):

@@ -1,0 +1,99 @@
+"""The commands of README and docs, as they would be copied: files, fields and modules exist."""
+
+import pathlib
+import re
+import shlex
+
+import pytest
+
+from grpo_jax import command_line
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ACTIVATE = "source .venv/bin/activate"
+
+
+def commands(page):
+  """Yields the words of every shell command in the code blocks of a page."""
+  for block in ("\n" + page.read_text()).split("\n```")[1::2]:
+    language, _, text = block.partition("\n")
+    if language not in ("", "bash", "sh"):
+      continue
+    for line in text.replace("\\\n", " ").splitlines():
+      try:
+        words = shlex.split(line, comments=True)
+      except ValueError:  # Python, or a drawing.
+        continue
+      while words and re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+      if words:
+        yield words
+
+
+ALL = [(page.name, words) for page in PAGES for words in commands(page)]
+PYTHON = [(name, words) for name, words in ALL if words[0].rpartition("/")[2] == "python"]
+TRAIN = [(name, words[3:]) for name, words in PYTHON if words[1:3] == ["-m", "grpo_jax.main"]]
+
+
+@pytest.mark.parametrize("page, arguments", TRAIN, ids=lambda x: x if isinstance(x, str) else "")
+def test_documented_runs_have_valid_arguments(page, arguments, monkeypatch):
+  monkeypatch.chdir(ROOT)
+  arguments = [a for a in arguments if a != "…"]
+  if "--config=..." in arguments:
+    arguments[arguments.index("--config=...")] = "--config=configs/base.py"
+  try:
+    command_line.parse(arguments)
+  except command_line.HelpWanted:
+    pass
+
+
+def test_documented_scripts_and_modules_exist():
+  assert len(TRAIN) > 10 and len(PYTHON) > len(TRAIN)
+  for page, words in PYTHON:
+    if words[1] == "-m":
+      module = ROOT / words[2].replace(".", "/")
+      assert not words[2].startswith("grpo") or module.with_suffix(".py").exists(), (page, words)
+    elif words[1].endswith(".py"):
+      assert (ROOT / words[1]).exists(), (page, words)
+
+
+def test_readme_activates_the_environment_before_its_first_command_in_it():
+  text = (ROOT / "README.md").read_text()
+  first = min(text.index(f"\n{word}") for word in ("python -m", "pip install") if word in text)
+  assert text.index(ACTIVATE) < first
+  install = text[text.index("## Install") :]
+  assert install.index("python3 -m venv .venv") < install.index("pip install")
+
+
+def test_readme_leads_to_every_page_and_to_no_missing_one():
+  text = (ROOT / "README.md").read_text()
+  linked = {target for target in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in target}
+  assert [target for target in linked if not (ROOT / target).exists()] == []
+  assert {f"docs/{path.name}" for path in PAGES[1:]} - linked == set()
+
+
+def test_the_first_screen_says_what_never_ran_and_what_a_run_needs():
+  head = (ROOT / "README.md").read_text().split("## What you get")[0]
+  for words in ("## Status", "never run", "any GPU, any TPU", "one host", "memory", "disk", "time"):
+    assert words in head
+  assert "on GPUs and on TPUs" not in head
+
+
+def test_make_says_what_it_installs_before_it_does():
+  lines = (ROOT / "Makefile").read_text().splitlines()
+  installs = [i for i, line in enumerate(lines) if line.startswith("\t$(INSTALL)")]
+  assert len(installs) == 3
+  assert not [line for line in lines if re.search(r"install .*(--quiet|-q )", line)]
+  for i in installs:
+    assert any("Installing" in line and "GB" in line for line in lines[i - 2 : i]), lines[i]
+
+
+def test_readme_notebook_configures_a_run(monkeypatch):
+  monkeypatch.chdir(ROOT)
+  text = (ROOT / "README.md").read_text().split("## In a notebook")[1].split("```")[1]
+  lines = [line for line in text.splitlines()[1:] if not line.startswith("train.train(")]
+  scope = {}
+  exec("\n".join(lines).replace("configuration, train", "configuration"), scope)
+  config = scope["config"]
+  assert config.total_steps == 4 and config.environments.mine.module == "function"
+  assert config.data.environment in config.environments and "total_steps: 4" in repr(config)
