@@ -118,17 +118,17 @@ class _Namespace(jinja2.utils.Namespace):
     self, *rest = args
     attributes = dict(*rest, **kwargs)
     for name in attributes:
-      _Namespace._check(name)
+      _check_attribute(name)
     jinja2.utils.Namespace.__init__(self, attributes)
 
   def __setitem__(self, name: str, value: Any) -> None:
-    self._check(name)
+    _check_attribute(name)
     super().__setitem__(name, value)
 
-  @staticmethod
-  def _check(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-      raise jinja2.sandbox.SecurityError(f"a namespace may not have the attribute {name!r}")
+
+def _check_attribute(name: Any) -> None:
+  if isinstance(name, str) and name.startswith("_"):
+    raise jinja2.sandbox.SecurityError(f"a namespace may not have the attribute {name!r}")
 
 
 def _environment() -> jinja2.Environment:
