@@ -164,8 +164,9 @@ def _drop_fallback(config: ConfigDict, of_file: Mapping[str, Any]) -> None:
   now = configuration.fields(config)
   has_other_model = now.get("model.path") != of_file.get("model.path")
   if has_other_model and now.get(name) and now[name] == of_file[name]:
+    section: Any = config.model
     with config.ignore_type():
-      config.model.fallback = None
+      section.fallback = None
 
 
 def _make_room(config: ConfigDict, names: Iterable[str]) -> None:

@@ -65,14 +65,14 @@ def growth(description: Mapping[str, Any]) -> int:
 
   Steps that multiply a text one after the other would take all memory.
   """
-  product = 1
-  for part in ("normalizer", "pre_tokenizer"):
+  grown = [1, 1]
+  for side, part in enumerate(("normalizer", "decoder")):
     for step in _steps(description.get(part)):
       if step.get("type") == "Replace":
-        product *= max(1, len(str(step.get("content", ""))))
+        grown[side] *= max(1, len(str(step.get("content", ""))))
       if step.get("type") == "Prepend":
-        product *= 1 + len(str(step.get("prepend", "")))
-  return product
+        grown[side] *= 1 + len(str(step.get("prepend", "")))
+  return max(grown)
 
 
 def is_bomb(description: Mapping[str, Any]) -> bool:
@@ -90,9 +90,9 @@ def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
   """Yields the steps of a normalizer or pre-tokenizer, those of sequences one by one."""
   if not isinstance(part, Mapping):
     return
-  inner = part.get("normalizers") or part.get("pretokenizers")
   if part.get("type") == "Sequence":
-    for each in inner or ():
+    inner = (part.get(name) for name in ("normalizers", "pretokenizers", "decoders"))
+    for each in next(filter(None, inner), ()):
       yield from _steps(each)
   else:
     yield part

@@ -1,6 +1,7 @@
 """Opens the tokenizer of a model folder that may be a stranger's, within bounds (I/O)."""
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -100,10 +101,9 @@ def _check_tokenizer(file: Path) -> None:
 
 
 def _backend(directory: Path) -> Any:
-  from transformers import AutoTokenizer
-
+  auto_tokenizer = _auto_tokenizer()
   try:
-    backend = AutoTokenizer.from_pretrained(
+    backend = auto_tokenizer.from_pretrained(
       str(directory), local_files_only=True, trust_remote_code=False
     )
     vocab_size(backend)
@@ -114,6 +114,21 @@ def _backend(directory: Path) -> Any:
   except BaseException as error:
     reason = " ".join(f"{type(error).__name__}: {error}".split())[:_SHOWN]
     raise ModelError(f"{directory} holds no tokenizer that transformers reads: {reason}") from error
+
+
+def _auto_tokenizer() -> Any:
+  """Imports transformers without its advice to install PyTorch, which is not needed here."""
+  name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+  before = os.environ.get(name)
+  os.environ[name] = "1"
+  try:
+    from transformers import AutoTokenizer
+  finally:
+    if before is None:
+      del os.environ[name]
+    else:
+      os.environ[name] = before
+  return AutoTokenizer
 
 
 def _own_template(backend: Any, directory: Path) -> str | None:

@@ -18,6 +18,7 @@ import sys
 from typing import Any, BinaryIO
 
 import jinja2
+import jinja2.exceptions
 import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
@@ -42,16 +43,14 @@ def main(memory_bytes: str, cpu_s: str) -> None:
     body = requests.read(*struct.unpack("<I", header))
     try:
       request = json.loads(body.decode("utf-8", "surrogatepass"))
-      del body
+      body = None
       if template is None:
         template = _environment().from_string(request["template"])
-        answer: dict[str, Any] = {"ready": True}
+        _send(answers, {"ready": True})
       else:
-        answer = _render(template, **request)
-      del request
-      _send(answers, answer)
+        _send(answers, _render(template, **request))
     except MemoryError:
-      answer = request = body = None  # makes room for the answer.
+      request = body = None  # makes room for the answer.
       _send(answers, {"limit": f"needs more than {int(memory_bytes) >> 20} MiB of memory"})
     except RecursionError:
       _send(answers, {"limit": "calls itself too deeply"})
@@ -118,17 +117,17 @@ class _Namespace(jinja2.utils.Namespace):
     self, *rest = args
     attributes = dict(*rest, **kwargs)
     for name in attributes:
-      _Namespace._check(name)
+      _check_attribute(name)
     jinja2.utils.Namespace.__init__(self, attributes)
 
   def __setitem__(self, name: str, value: Any) -> None:
-    self._check(name)
+    _check_attribute(name)
     super().__setitem__(name, value)
 
-  @staticmethod
-  def _check(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-      raise jinja2.sandbox.SecurityError(f"a namespace may not have the attribute {name!r}")
+
+def _check_attribute(name: Any) -> None:
+  if isinstance(name, str) and name.startswith("_"):
+    raise jinja2.exceptions.SecurityError(f"a namespace may not have the attribute {name!r}")
 
 
 def _environment() -> jinja2.Environment:

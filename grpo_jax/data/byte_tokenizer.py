@@ -44,7 +44,8 @@ class ByteTokenizer:
     if len(text) <= bound:
       return PromptText(text, self.apply_chat_template(messages))
     too_many = f"{len(text)} characters, where {max_tokens} tokens have at most {bound}"
-    return PromptText(text[:bound], self.encode(text[:bound]), too_many=too_many)
+    cut = [{**message, "content": str(message["content"])[:bound]} for message in messages]
+    return PromptText(text[:bound], self.apply_chat_template(cut), too_many=too_many)
 
   def longest_text(self, tokens: int) -> int:
     return max(map(len, _MARKS.values())) * tokens

@@ -118,6 +118,7 @@ class HuggingFaceTokenizer:
     self._renderer = None
     if opened.template and not plain:
       self._renderer = Renderer(opened.template, where=opened.template_file)
+    self._end = self._find_end()  # a template that cannot be rendered is found at once.
 
   @property
   def vocab_size(self) -> int:
@@ -144,8 +145,7 @@ class HuggingFaceTokenizer:
   def end_id(self) -> int:
     return self._end
 
-  @functools.cached_property
-  def _end(self) -> int:
+  def _find_end(self) -> int:
     if self._renderer is not None:
       said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
       closing = np.zeros(0, np.int32)
@@ -272,9 +272,7 @@ def load(
       f"{directory}: neither generation_config.json, config.json nor the tokenizer names an "
       "end-of-sequence token (eos_token_id): no completion would ever end"
     )
-  made = HuggingFaceTokenizer(opened, stop_ids, plain=is_plain, template_args=template_args)
-  assert made.end_id in stop_ids  # a template that cannot be rendered is found here.
-  return made
+  return HuggingFaceTokenizer(opened, stop_ids, plain=is_plain, template_args=template_args)
 
 
 def eos_ids(directory: Path, tokenizer_eos: int | None) -> tuple[int, ...]:

@@ -123,7 +123,7 @@ def config_from_metadata(
   """
   fields = Fields(metadata, where)
   family = fields.string("general.architecture")
-  if family not in model_config.FAMILIES_BY_NAME:
+  if family is None or family not in model_config.FAMILIES_BY_NAME:
     have = sorted(model_config.FAMILIES_BY_NAME)
     raise ModelError(
       f"{where}: GGUF architecture {family!r} is not supported; supported are {have}"

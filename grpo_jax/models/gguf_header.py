@@ -203,6 +203,9 @@ def _placed(
       raise reader.broken(f"{name} ends at byte {end}, the file at {reader.size}")
     placed[name] = Entry(shape, kind, start + offset, size)
     reached, before = _aligned(offset + size, alignment), name
+  behind = reader.size - start - reached
+  if described and behind >= _LARGEST_ALIGNMENT:
+    raise reader.broken(f"{behind} bytes behind the last tensor belong to nothing")
   return {name: placed[name] for name in described}
 
 

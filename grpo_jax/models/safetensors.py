@@ -10,7 +10,7 @@ import json
 import math
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import ml_dtypes
 import numpy as np
@@ -184,7 +184,7 @@ def _span(file: pathlib.Path, name: str, fields: Any) -> _Span:
   return _Span(begin, end, tuple(shape), dtype)
 
 
-def _are_sizes(value: Any) -> bool:
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
   return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 

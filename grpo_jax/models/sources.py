@@ -219,6 +219,7 @@ def _from_gguf(
   file: pathlib.Path, cache: pathlib.Path, tell: Callable[[str], None]
 ) -> pathlib.Path:
   """Converts a GGUF file into the cache, under a name that its content decides."""
+  gguf.open_file(file)  # a broken one is found before all of it is read.
   digest = _sha256(file)
   target = cache / "models" / f"{file.stem}-{digest[:16]}"
   return _once(target, tell, lambda: _convert(file, target, tell))

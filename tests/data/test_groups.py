@@ -11,6 +11,7 @@ from grpo_jax import data, offline
 from grpo_jax.data.byte_tokenizer import END, ROLE, ByteTokenizer
 from grpo_jax.data.formats import RowError
 from grpo_jax.data.groups import RECORDED, group_of
+from grpo_jax.data.skipped import OverlongError
 from grpo_jax.types import FinishReason
 
 TOKENIZER = ByteTokenizer()
@@ -268,3 +269,50 @@ def test_a_file_of_many_groups_keeps_numbers_only(tmp_path):
   assert len(dataset) == 500
   assert dataset.members.of(7) == [7, 507, 1007, 1507]
   assert np.array_equal(np.sort(dataset.members.rows), np.arange(2000))
+
+
+LONG = 3_000_000  # characters.
+
+
+@pytest.mark.parametrize("logprobs", [None, [-1.0] * 4])
+def test_what_is_recorded_at_great_length_is_cut_before_it_is_encoded(
+  logprobs, tmp_path, monkeypatch
+):
+  encoded = []
+  encode = ByteTokenizer.encode
+  monkeypatch.setattr(ByteTokenizer, "encode", lambda t, s: encoded.append(len(s)) or encode(t, s))
+  extra = {} if logprobs is None else {"logprobs": logprobs}
+  chat = [
+    {"role": "assistant", "content": "a"},
+    {"role": "user", "content": "b" * LONG},
+    {"role": "assistant", "content": "c" * LONG},
+  ]
+  rows = [
+    {"input": "p", "output": "a" * LONG, "reward": 1.0, **extra},
+    {"input": "p", "output": chat, "reward": 0.0},
+  ]
+  path = write(tmp_path / "f.jsonl", rows)
+  if logprobs is not None:
+    with pytest.raises(RowError, match="4 logprobs for a response"):
+      groups(path, max_tokens=64)
+    assert sum(encoded) < 10_000
+    return
+  (item,) = groups(path, max_tokens=64)
+  room = 64 - len(item.group.prompt.token_ids)
+  for rollout in item.group.rollouts:
+    assert (len(rollout.completion_ids), rollout.finish_reason) == (room, FinishReason.LENGTH)
+  assert sum(encoded) < 10_000
+
+
+def test_groups_whose_prompts_have_too_many_characters_keep_none_of_them(tmp_path):
+  rows = responses(("x" * LONG, "a", 1.0), ("q", "b", 0.5), ("x" * LONG, "c", 0.0))
+  path = write(tmp_path / "f.jsonl", rows)
+  dataset = opened(path, max_prompt_tokens=20, overlong="zero_weight")
+  assert len(dataset) == 2
+  prompt = dataset.prompt(0, epoch=0)
+  assert (len(prompt.token_ids), prompt.weight, prompt.is_cut) == (20, 0.0, True)
+  assert len(group_of(prompt).group.rollouts) == 2
+  assert len(prompt.text) <= 120
+  dropping = opened(path, max_prompt_tokens=20, overlong="drop")
+  with pytest.raises(OverlongError, match=r"f.jsonl:1: \d+ characters, where 20 tokens"):
+    dropping.prompt(0, epoch=0)

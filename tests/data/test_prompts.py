@@ -2,16 +2,19 @@
 
 import json
 import os
+import pickle
 import tracemalloc
 
 import numpy as np
 import pytest
 
 from grpo_jax import data
+from grpo_jax.data import jsonl
 from grpo_jax.data.byte_tokenizer import ByteTokenizer
 from grpo_jax.data.formats import RowError
 from grpo_jax.data.generated import ReasoningGymSource
 from grpo_jax.data.jsonl import JsonlSource, index_lines
+from grpo_jax.data.skipped import OverlongError
 
 TOKENIZER = ByteTokenizer()
 
@@ -145,6 +148,75 @@ def test_long_prompts_are_kept_with_weight_zero_by_option(gsm8k):
   prompts = kept.take(9)
   assert [(len(p.token_ids), p.weight) for p in prompts] == [(8, 0.0)] * 7
   assert kept.metrics()["data/overlong_prompts"] == 7.0
+
+
+LONG = 5_000_000  # characters.
+
+
+class Counting(ByteTokenizer):
+  """Counts the characters that are encoded."""
+
+  def __init__(self):
+    self.encoded = 0
+
+  def encode(self, text):
+    self.encoded += len(text)
+    return super().encode(text)
+
+
+@pytest.fixture
+def one_long_row(tmp_path):
+  rows = [{"question": "x" * LONG, "answer": "y"}, {"question": "ok", "answer": "z"}]
+  rows.append({"messages": [{"role": "user", "content": "x" * LONG}], "more": ["x" * LONG]})
+  return write(tmp_path / "long.jsonl", rows)
+
+
+def test_a_row_of_too_many_characters_is_dropped_unencoded(one_long_row):
+  tokenizer = Counting()
+  keys = dict(input_key="question", output_key="answer", shuffle=False, epochs=1)
+  kept = data.make(tokenizer, path=one_long_row, **keys, max_prompt_tokens=64, overlong="drop")
+  (prompt,) = kept.take(3)
+  assert (prompt.info["problem"], kept.metrics()["data/overlong_prompts"]) == ("ok", 2.0)
+  assert tokenizer.encoded < 1000
+  too_many = rf"long.jsonl:1: {LONG + 32} characters, where 64 tokens have at most 384"
+  with pytest.raises(OverlongError, match=too_many):
+    data.open_dataset(
+      tokenizer, path=one_long_row, input_key="question", output_key="answer", max_prompt_tokens=64
+    ).prompt(0, epoch=0)
+
+
+def test_a_row_of_too_many_characters_is_kept_with_weight_zero_and_without_them(one_long_row):
+  tokenizer = Counting()
+  keys = dict(input_key="question", output_key="answer", shuffle=False, epochs=1)
+  kept = data.make(
+    tokenizer, path=one_long_row, **keys, max_prompt_tokens=64, overlong="zero_weight"
+  )
+  first, second, third = kept.take(3)
+  assert kept.metrics()["data/overlong_prompts"] == 2.0
+  assert [p.weight for p in (first, second, third)] == [0.0, 1.0, 0.0]
+  assert [p.is_cut for p in (first, second, third)] == [True, False, True]
+  assert TOKENIZER.decode(first.token_ids, skip_special=False) == "<role>user\n" + "x" * 58
+  assert len(pickle.dumps([first, third])) < 10_000  # nothing of the long text is kept.
+  assert tokenizer.encoded < 2000
+
+
+@pytest.mark.parametrize("length", [1, 47, 48, 49, 300, 301, 342, 343, 400, 100_000])
+def test_a_prompt_is_too_long_by_its_characters_only_if_it_is_by_its_tokens(length, tmp_path):
+  path = write(tmp_path / "a.jsonl", [{"problem": "é" * length, "expected_answer": "1"}])
+  dataset = data.open_dataset(TOKENIZER, path=path, max_prompt_tokens=64, overlong="zero_weight")
+  messages = [{"role": "user", "content": "é" * length}]
+  tokens = len(TOKENIZER.apply_chat_template(messages))
+  prompt = dataset.prompt(0, epoch=0)
+  assert prompt.is_cut == (tokens > 64)
+  np.testing.assert_array_equal(prompt.token_ids, TOKENIZER.apply_chat_template(messages)[:64])
+
+
+def test_a_line_that_fits_no_model_is_not_read(tmp_path, monkeypatch):
+  monkeypatch.setattr(jsonl, "MOST_BYTES", 100)
+  source = JsonlSource(write(tmp_path / "a.jsonl", [{"a": "x"}, {"a": "x" * 100}]))
+  assert source[0] == {"a": "x"}
+  with pytest.raises(RowError, match=r"a.jsonl:2: the line has 110 bytes; at most 100 are read"):
+    source[1]
 
 
 def test_held_out_prompts_that_are_cut_are_told(gsm8k, caplog):

@@ -7,9 +7,11 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from grpo_jax.chat.rendering import Limits
 from grpo_jax.data import tokenizer as tokenizer_module
 from grpo_jax.data.byte_tokenizer import END, ByteTokenizer
 from grpo_jax.data.tokenizer import check_vocabulary, eos_ids, load
+from grpo_jax.models.errors import ModelError
 
 CHATML = (
   "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
@@ -167,3 +169,56 @@ def test_byte_tokenizer_marks_turns_and_gives_bytes_back():
   turn = tokenizer.turn_ids({"role": "user", "content": "x"}, after=END)
   cut = tokenizer.turn_ids({"role": "user", "content": "x"}, after=65)
   assert cut.tolist() == [END, *turn.tolist()]
+
+
+def test_a_prompt_that_cannot_fit_is_encoded_in_part(folder):
+  tokenizer = load(folder)
+  chat = lambda content: [{"role": "user", "content": content}]
+  whole = tokenizer.prompt(chat("the answer"), max_tokens=6)
+  assert whole.too_many == ""  # too long by its tokens, which are found out as ever.
+  assert whole.ids.tolist() == tokenizer.apply_chat_template(chat("the answer")).tolist()
+  long = tokenizer.prompt(chat("the answer " * 500_000), max_tokens=16)
+  bound = tokenizer.longest_text(16)
+  assert f"characters, where 16 tokens have at most {bound}" in long.too_many
+  assert len(long.text) == bound < 1000 and 16 < len(long.ids) <= bound
+  assert long.text.startswith("<|im_start|>user\nthe answer")
+
+
+def test_what_a_template_leaves_out_does_not_make_a_prompt_too_long(folder):
+  tokenizer = load(folder, chat_template="{{ messages[-1].content[:3] }}")
+  found = tokenizer.prompt([{"role": "user", "content": "the" + "x" * 3_000_000}], max_tokens=16)
+  assert (found.text, found.too_many) == ("the", "")
+
+
+def test_a_conversation_beyond_every_bound_is_too_long_and_not_rendered(folder):
+  tokenizer = load(folder)
+  tokenizer._renderer._limits = Limits(input_bytes=10_000)
+  found = tokenizer.prompt([{"role": "user", "content": "the " * 5000}], max_tokens=16)
+  assert "at most 10000 are rendered" in found.too_many
+  assert found.text.startswith("the the") and len(found.ids)
+
+
+@pytest.mark.parametrize("tail", ["", " " * 2_000_000])
+def test_a_tokenizer_that_drops_blanks_encodes_what_may_be_short(tail, folder):
+  """Where characters vanish, a text of many of them may be a short prompt."""
+  content = json.loads((folder / "tokenizer.json").read_text())
+  content["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
+  (folder / "tokenizer.json").write_text(json.dumps(content))
+  tokenizer = load(folder, chat_template="{{ messages[0].content }}")
+  found = tokenizer.prompt([{"role": "user", "content": "the" + " " * 900_000}], max_tokens=16)
+  assert (found.ids.tolist(), found.too_many) == (tokenizer.encode("the").tolist(), "")
+  many = tokenizer.prompt([{"role": "user", "content": "the" + tail}], max_tokens=16)
+  assert bool(many.too_many) == bool(tail)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_code_that_a_folder_names_is_never_run(folder):
+  (folder / "mine.py").write_text("raise SystemExit('run')")
+  settings = json.loads((folder / "tokenizer_config.json").read_text())
+  auto_map = {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}
+  settings = {**settings, "tokenizer_class": "Mine", "auto_map": auto_map}
+  (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+  try:
+    assert load(folder).encode("the").tolist()
+  except ModelError as error:
+    assert str(folder) in str(error)

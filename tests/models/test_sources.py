@@ -257,3 +257,12 @@ def test_the_cache_is_the_users(monkeypatch):
   assert sources.default_cache() == pathlib.Path("/xdg/grpo_jax")
   monkeypatch.delenv("XDG_CACHE_HOME")
   assert sources.default_cache() == pathlib.Path.home() / ".cache" / "grpo_jax"
+
+
+def test_a_broken_gguf_file_is_refused_before_all_of_it_is_read(tmp_path, monkeypatch):
+  with (tmp_path / "a.gguf").open("wb") as file:
+    file.write(b"GGUF")
+    file.truncate(1 << 40)
+  monkeypatch.setattr(sources, "_sha256", refuse)
+  with pytest.raises(errors.ModelError, match="a.gguf: is cut short or no GGUF file"):
+    sources.find(tmp_path / "a.gguf", cache_dir=tmp_path / "cache", tell=refuse)
