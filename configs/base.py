@@ -156,7 +156,7 @@ def get_config() -> Any:
   shaping.max_completion_tokens = placeholder(int)  # that limit; None: sampling.max_tokens.
 
   config.filters = filters = ConfigDict()  # groups left out of the step, with reasons counted.
-  filters.drop_no_signal = False  # those whose rewards are all exactly equal.
+  filters.drop_no_signal = False  # those whose rewards are all equal.
   filters.min_scored = 1  # those with fewer completions of a finite reward.
   filters.min_reward_mean = float("-inf")  # those whose mean reward is lower,
   filters.max_reward_mean = float("inf")  # or higher.

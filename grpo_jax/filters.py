@@ -37,7 +37,7 @@ def apply(
 
   Args:
     groups: of one training step.
-    drop_no_signal: leave out groups whose scored rewards are all exactly equal
+    drop_no_signal: leave out groups whose scored rewards are all equal, but for rounding
       (not: whose mean is extreme); the "dynamic sampling" of DAPO.
     min_scored: leave out groups with fewer completions of finite reward.
     by_component: with `drop_no_signal`, also keep a group if one of its reward
@@ -85,7 +85,7 @@ def scored_rewards(group: RolloutGroup) -> Float[np.ndarray, " scored"]:
 def has_signal(group: RolloutGroup, *, by_component: bool = False) -> bool:
   """Returns whether two scored rewards differ or, `by_component`, two values of a component.
 
-  Equality is exact: rewards 0.4 and 0.6 have signal, two of 0.5 have none. A
+  The rule is that of `moments.has_spread`: rewards 0.4 and 0.6 have signal, two of 0.5 have none. A
   component that a completion lacks counts as not scored for it.
   """
   if metrics.has_signal(group):
@@ -94,8 +94,7 @@ def has_signal(group: RolloutGroup, *, by_component: bool = False) -> bool:
   names = {name for components in valid for name in components} if by_component else set()
   for name in names:
     own = np.asarray([components[name] for components in valid if name in components], np.float32)
-    scored = own[np.isfinite(own)]
-    if scored.size and bool((scored != scored[0]).any()):
+    if metrics.differs(own):
       return True
   return False
 

@@ -54,11 +54,14 @@ def truncate(
 ) -> Float[Array, "*shape"]:
   """Clips weights to [low, high]: truncated importance sampling (TIS).
 
+  A weight of exactly 0, which stands for one that no float can hold, stays 0 and is not raised
+  to `low`: such a token is not learned from.
+
   Reference:
     Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"
     (fengyao.notion.site/off-policy-rl); NeMo RL's `tis`.
   """
-  return clamp(weights, low, high)
+  return jnp.where(weights == 0, 0, clamp(weights, low, high))
 
 
 def zero_outside(
