@@ -174,8 +174,8 @@ def get_config() -> Any:
 
   config.loss = loss = ConfigDict()  # formulas: docs/algorithms.md.
   loss.loss = "clipped"  # or gspo, gspo_token, cispo, sapo, reinforce, gmpo, luspo, vespo.
-  loss.clip_low = 0.2  # lower bound of the ratio is 1 - clip_low.
-  loss.clip_high = 0.2  # upper bound is 1 + clip_high; DAPO: 0.28; CISPO: 4.0.
+  loss.clip_low = placeholder(float)  # lower bound of the ratio is 1 - clip_low; None: the loss's
+  loss.clip_high = placeholder(float)  # own, "clipped": 0.2; upper bound 1 + clip_high, DAPO: 0.28.
   loss.dual_clip = placeholder(float)  # > 1: bounds the loss of bad tokens; 3 is usual.
   loss.force_on_policy_ratio = False  # ratio 1 in value; one update per batch.
   loss.sapo_temperature_positive = 1.0
@@ -193,7 +193,8 @@ def get_config() -> Any:
   loss.importance_low = 0.0  # inclusive bounds of the truncation.
   loss.importance_high = float("inf")
   loss.off_policy_mask_threshold = placeholder(float)  # nats a token.
-  loss.aggregation = "token_mean"  # "token_mean", "sequence_mean", "constant_length".
+  loss.aggregation = placeholder(str)  # or token_mean, sequence_mean, constant_length; None:
+  # token_mean, and for losses of whole completions (gspo, gspo_token, gmpo, luspo) sequence_mean.
   loss.max_completion_tokens = placeholder(int)  # what "constant_length" divides by.
 
   config.batching = batching = ConfigDict()

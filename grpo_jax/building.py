@@ -98,6 +98,7 @@ class Start:
 
 def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) -> tuple[Run, Start]:
   """Makes the parts of a run and restores its newest checkpoint; `stack` closes them."""
+  config = run_options.resolved(config)
   workdir.mkdir(parents=True, exist_ok=True)
   _keep_compiled()
   mesh = sharding.make_mesh(**config.mesh)
@@ -129,6 +130,7 @@ def build(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) ->
   _remember(config, workdir)
   engine = _engine(config, folder, tokenizer, workdir, stack)
   objective = objectives.make(**config.loss)
+  logging.info("loss: %s", config.loss.to_dict())
   tx, schedule = optim.make(run_options.optimizer_steps(config), **config.optim.to_dict())
   model, shardings = _load(folder, mesh)
   data.check_vocabulary(tokenizer, model.config.vocab_size)

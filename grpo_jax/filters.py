@@ -6,12 +6,12 @@ its denominators. Single completions are left out in `batching`.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float
 
-from grpo_jax import metrics
+from grpo_jax import checked, metrics
 from grpo_jax.types import RolloutGroup
 
 
@@ -21,6 +21,16 @@ class Filtered:
 
   kept: tuple[RolloutGroup, ...]
   dropped: dict[str, int]
+
+
+KINDS: Mapping[str, checked.Kind] = {
+  "drop_no_signal": checked.switch(),
+  "min_scored": checked.whole(low=0),
+  "by_component": checked.switch(),
+  "min_reward_mean": checked.number(infinite=True),
+  "max_reward_mean": checked.number(infinite=True),
+  "max_truncated_share": checked.number(low=0, high=1),
+}
 
 
 def apply(
@@ -53,8 +63,15 @@ def apply(
   Raises:
     ValueError: a share is outside 0 to 1, or the bounds of the mean are reversed.
   """
-  if not 0 <= max_truncated_share <= 1:
-    raise ValueError(f"max_truncated_share must be from 0 to 1, got {max_truncated_share}")
+  given = {
+    "drop_no_signal": drop_no_signal,
+    "min_scored": min_scored,
+    "by_component": by_component,
+    "min_reward_mean": min_reward_mean,
+    "max_reward_mean": max_reward_mean,
+    "max_truncated_share": max_truncated_share,
+  }
+  checked.require(KINDS, given, of="filters")
   if not min_reward_mean <= max_reward_mean:
     raise ValueError(
       f"min_reward_mean {min_reward_mean} is above max_reward_mean {max_reward_mean}"

@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from grpo_jax import (
+  configuration,
   data_options,
   environments,
+  field_kinds,
   filters,
   offline_building,
   rollout,
@@ -21,7 +23,14 @@ Config = Any
 
 
 def validate(config: Config) -> Iterator[str]:
-  """Yields everything that cannot work, before a model is loaded."""
+  """Yields everything that cannot work, before a model is loaded.
+
+  A field of the wrong type or out of range ends it: rules about several fields need sound ones.
+  """
+  wrong = list(field_kinds.problems(configuration.plain_fields(config)))
+  if wrong:
+    yield from wrong
+    return
   yield from _refused(lambda: objectives.make(**config.loss))
   yield from _refused(lambda: estimators.make(**config.advantages))
   yield from _refused(lambda: dynamic_sampling(config))
@@ -33,16 +42,9 @@ def validate(config: Config) -> Iterator[str]:
   yield from _refused(lambda: optim.make(optimizer_steps(config), **config.optim.to_dict()))
   if config.sampling.temperature <= 0:
     yield "sampling.temperature must be above 0: greedy completions do not explore"
-  if config.mode not in offline_building.MODES:
-    yield f"mode must be one of {offline_building.MODES}, got {config.mode!r}"
   is_offline = offline_building.is_offline(config)
   if is_offline:
     yield from offline_building.problems(config)
-  if config.total_steps < 1:
-    yield f"total_steps must be at least 1, got {config.total_steps}"
-  for name in ("prompts_per_step", "group_size", "max_turns"):
-    if config.rollout[name] < 1:
-      yield f"rollout.{name} must be at least 1, got {config.rollout[name]}"
   has_environments = offline_building.needs_environments(config)
   yield from data_options.complaints(config, has_environments=has_environments)
   if has_environments:
@@ -52,15 +54,11 @@ def validate(config: Config) -> Iterator[str]:
     size = config.evaluation.group_size
     yield f"evaluation.pass_k={too_large} needs evaluation.group_size >= k, which is {size}"
   updates = config.learn.epochs * config.learn.minibatches
-  if updates < 1:
-    yield "learn.epochs and learn.minibatches must be at least 1"
   if config.loss.force_on_policy_ratio and updates > 1:
     yield "loss.force_on_policy_ratio needs learn.epochs=1 and learn.minibatches=1"
   whitens = config.advantages.estimator.startswith("reinforce_pp")
   if config.loss.kl_in_reward and not whitens:
     yield "loss.kl_in_reward goes with advantages.estimator='reinforce_pp' (or its baseline form)"
-  if config.model.compute_dtype not in ("float32", "bfloat16"):
-    yield f"model.compute_dtype is float32 or bfloat16, got {config.model.compute_dtype!r}"
 
 
 def _impatient(config: Config) -> Iterator[str]:
@@ -160,6 +158,16 @@ def evaluation_sampling(config: Config) -> dict[str, Any]:
 def _given(section: Config) -> dict[str, Any]:
   """Returns the fields that are not None."""
   return {name: value for name, value in section.to_dict().items() if value is not None}
+
+
+def resolved(config: Config) -> Config:
+  """Returns a copy of the config with the numbers of the loss in place of None."""
+  copy = configuration.copy(config)
+  made = objectives.make(**config.loss).options
+  with copy.unlocked():
+    for name in ("clip_low", "clip_high", "aggregation"):
+      copy.loss[name] = getattr(made, name)
+  return copy
 
 
 def optimizer_steps(config: Config) -> int:

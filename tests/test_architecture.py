@@ -25,7 +25,7 @@ LAYERS = [
   {"report_data"},
   {"stream", "evaluation", "checkpointing", "loggers", "report"},
   {"offline"},
-  {"offline_building"},
+  {"offline_building", "field_kinds"},
   {"run_options"},
   {"building", "command_line"},
   {"train"},

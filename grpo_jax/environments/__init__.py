@@ -4,10 +4,11 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from grpo_jax import registry
+from grpo_jax import checked, registry
+from grpo_jax.environments import setting_kinds
 from grpo_jax.environments.base import Closing, Counting, EnvironmentFactory
 
-_HIDDEN = ("base", "grading", "isolation", "scoring")
+_HIDDEN = ("base", "grading", "isolation", "scoring", "setting_kinds")
 
 
 class Environments(Mapping[str, EnvironmentFactory]):
@@ -80,7 +81,26 @@ def total_timeout_s(name: str, settings: Mapping[str, Any]) -> float:
   return value
 
 
+def problems(name: str, settings: Mapping[str, Any]) -> list[str]:
+  """Returns a message for every setting of the wrong type or out of range.
+
+  Args:
+    name: Name of the environment.
+    settings: As for `make`. An environment of a dotted path checks its own.
+  """
+  module = settings.get("module", name)
+  if isinstance(module, str) and "." in module:
+    return []
+  found = setting_kinds.SETTINGS
+  if module == "function":  # it hands its `settings` to a function and has a time limit.
+    found = {**found, "timeout_s": checked.optional(found["timeout_s"])}
+  return checked.problems(found, settings, prefix=f"environments.{name}.")
+
+
 def _factory(name: str, settings: dict[str, Any]) -> EnvironmentFactory:
+  wrong = problems(name, settings)
+  if wrong:
+    raise ValueError("; ".join(wrong))
   make_one = _maker(name, settings)
   what = f"environment {name!r} ({settings.pop('module', None) or name})"
   registry.check_arguments(what, make_one, settings)
