@@ -187,6 +187,8 @@ def _bounds(low: Bound, above: Bound, high: Bound, below: Bound) -> str:
     ("<=", high),
     ("<", below),
   )
+  if low is not None and high is not None:
+    return f" from {low} to {high}"
   parts = [f"{sign} {bound}" for sign, bound in signs if bound is not None]
   return f" {' and '.join(parts)}" if parts else ""
 

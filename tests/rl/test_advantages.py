@@ -400,7 +400,7 @@ def test_advantages_still_trace():
   expected = advantages.grpo(rewards, mask)
   np.testing.assert_allclose(jax.jit(advantages.grpo)(rewards, mask), expected, rtol=1e-6)
   np.testing.assert_allclose(jax.vmap(advantages.grpo)(rewards, mask), expected, rtol=1e-6)
-  slope = jax.grad(lambda r: (advantages.grpo(r) * jnp.arange(4.0)).sum())
+  slope = jax.grad(lambda r: (advantages.grpo(r) * jnp.arange(4.0)[None]).sum())
   assert jnp.isfinite(slope(rewards.astype(float))).all()
   assert jnp.isfinite(slope(jnp.ones((2, 4)))).all()
   low, high = jnp.float32(-0.5), jnp.float32(0.5)
