@@ -158,7 +158,7 @@ def get_config() -> Any:
   shaping.max_completion_tokens = placeholder(int)  # that limit; None: sampling.max_tokens.
 
   config.filters = filters = ConfigDict()  # groups left out of the step, with reasons counted.
-  filters.drop_no_signal = False  # those whose rewards are all exactly equal.
+  filters.drop_no_signal = False  # those whose rewards are all equal.
   filters.min_scored = 1  # those with fewer completions of a finite reward.
   filters.min_reward_mean = float("-inf")  # those whose mean reward is lower,
   filters.max_reward_mean = float("inf")  # or higher.
@@ -176,8 +176,8 @@ def get_config() -> Any:
 
   config.loss = loss = ConfigDict()  # formulas: docs/algorithms.md.
   loss.loss = "clipped"  # or gspo, gspo_token, cispo, sapo, reinforce, gmpo, luspo, vespo.
-  loss.clip_low = 0.2  # lower bound of the ratio is 1 - clip_low.
-  loss.clip_high = 0.2  # upper bound is 1 + clip_high; DAPO: 0.28; CISPO: 4.0.
+  loss.clip_low = placeholder(float)  # lower bound of the ratio is 1 - clip_low; None: the loss's
+  loss.clip_high = placeholder(float)  # own, "clipped": 0.2; upper bound 1 + clip_high, DAPO: 0.28.
   loss.dual_clip = placeholder(float)  # > 1: bounds the loss of bad tokens; 3 is usual.
   loss.force_on_policy_ratio = False  # ratio 1 in value; one update per batch.
   loss.sapo_temperature_positive = 1.0  # sapo: how sharply ratios off 1 are damped, good tokens.
@@ -195,7 +195,8 @@ def get_config() -> Any:
   loss.importance_low = 0.0  # inclusive bounds of the truncation.
   loss.importance_high = float("inf")  # the upper one.
   loss.off_policy_mask_threshold = placeholder(float)  # nats a token.
-  loss.aggregation = "token_mean"  # "token_mean", "sequence_mean", "constant_length".
+  loss.aggregation = placeholder(str)  # or token_mean, sequence_mean, constant_length; None:
+  # token_mean, and for losses of whole completions (gspo, gspo_token, gmpo, luspo) sequence_mean.
   loss.max_completion_tokens = placeholder(int)  # what "constant_length" divides by.
 
   config.batching = batching = ConfigDict()

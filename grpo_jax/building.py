@@ -113,6 +113,7 @@ def build(
   config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack, stop: Any = False
 ) -> tuple[Run, Start]:
   """Makes the parts of a run and restores its newest checkpoint; `stack` closes them."""
+  config = run_options.resolved(config)
   workdir.mkdir(parents=True, exist_ok=True)
   _keep_compiled()
   watch = compiling.Watch()
@@ -153,6 +154,7 @@ def build(
   _remember(config, workdir, found)
   engine = _engine(config, folder, tokenizer, workdir, stack)
   objective = objectives.make(**config.loss)
+  logging.info("loss: %s", config.loss.to_dict())
   tx, schedule = optim.make(run_options.optimizer_steps(config), **config.optim.to_dict())
   model, shardings = _load(folder, mesh)
   data.check_vocabulary(tokenizer, model.config.vocab_size)

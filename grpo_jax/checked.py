@@ -85,6 +85,17 @@ def text(*, empty: bool = False, none: bool = False) -> Kind:
   return _maybe(Kind(needed, lambda x: isinstance(x, str) and (empty or bool(x.strip()))), none)
 
 
+def nonempty() -> Kind:
+  """Describes a string of at least one character, which may be a space or a line break."""
+  return Kind("a string that is not empty", lambda x: isinstance(x, str) and bool(x))
+
+
+def path(*, none: bool = False) -> Kind:
+  """Describes the path of a file or folder: a string that is not empty, or a path object."""
+  fits = lambda x: hasattr(x, "__fspath__") or (isinstance(x, str) and bool(x.strip()))
+  return _maybe(Kind("a path that is not empty", fits), none)
+
+
 def several(each: Kind, *, least: int = 0, length: int | None = None, none: bool = False) -> Kind:
   """Describes a list or tuple; a string is not one.
 
@@ -147,10 +158,15 @@ def shown(value: Any) -> str:
   return as_text if is_plain else f"{as_text} ({type(value).__name__})"
 
 
-def _maybe(kind: Kind, none: bool) -> Kind:
-  if not none:
+def optional(kind: Kind) -> Kind:
+  """Returns the same kind with None allowed."""
+  if kind.fits(None):
     return kind
   return Kind(f"{kind.needed}, or None", lambda x: x is None or kind.fits(x))
+
+
+def _maybe(kind: Kind, none: bool) -> Kind:
+  return optional(kind) if none else kind
 
 
 def _within(low: Bound, above: Bound, high: Bound, below: Bound) -> Callable[[float | int], bool]:
@@ -171,6 +187,8 @@ def _bounds(low: Bound, above: Bound, high: Bound, below: Bound) -> str:
     ("<=", high),
     ("<", below),
   )
+  if low is not None and high is not None:
+    return f" from {low} to {high}"
   parts = [f"{sign} {bound}" for sign, bound in signs if bound is not None]
   return f" {' and '.join(parts)}" if parts else ""
 

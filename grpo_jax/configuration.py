@@ -71,9 +71,22 @@ def load(path: str) -> ConfigDict:
   return sections.adopt(config)
 
 
+def copy(config: ConfigDict) -> ConfigDict:
+  """Returns a locked copy, in which references and placeholders are their values."""
+  return ConfigDict(config.to_dict(preserve_field_references=False)).lock()
+
+
 def fields(config: ConfigDict) -> dict[str, Any]:
   """Returns every value by its dotted name, in the order of the file; an empty section is {}."""
   return dict(_walk(config, ""))
+
+
+def plain_fields(config: ConfigDict) -> dict[str, Any]:
+  """Returns `fields`, with an empty section as an empty dict of Python."""
+  return {
+    name: value.to_dict() if isinstance(value, ConfigDict) else value
+    for name, value in fields(config).items()
+  }
 
 
 def nullable(config: ConfigDict) -> set[str]:

@@ -99,10 +99,6 @@ def complaints(config: Config, *, has_environments: bool = True) -> Iterator[str
     config: of the run.
     has_environments: whether anything is scored by the environments that datasets name.
   """
-  if config.data.on_error not in ("stop", "skip"):
-    yield f"data.on_error must be 'stop' or 'skip', got {config.data.on_error!r}"
-  if config.data.epochs is not None and config.data.epochs < 1:
-    yield f"data.epochs must be at least 1, got {config.data.epochs}"
   try:
     found = {"data": training(config), "evaluation": evaluation(config)}
     weights = {name: one.get("weight") for name, one in found["data"].items()}

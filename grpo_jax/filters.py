@@ -6,12 +6,12 @@ its denominators. Single completions are left out in `batching`.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float
 
-from grpo_jax import metrics
+from grpo_jax import checked, metrics
 from grpo_jax.types import RolloutGroup
 
 
@@ -21,6 +21,16 @@ class Filtered:
 
   kept: tuple[RolloutGroup, ...]
   dropped: dict[str, int]
+
+
+KINDS: Mapping[str, checked.Kind] = {
+  "drop_no_signal": checked.switch(),
+  "min_scored": checked.whole(low=0),
+  "by_component": checked.switch(),
+  "min_reward_mean": checked.number(infinite=True),
+  "max_reward_mean": checked.number(infinite=True),
+  "max_truncated_share": checked.number(low=0, high=1),
+}
 
 
 def apply(
@@ -37,7 +47,7 @@ def apply(
 
   Args:
     groups: of one training step.
-    drop_no_signal: leave out groups whose scored rewards are all exactly equal
+    drop_no_signal: leave out groups whose scored rewards are all equal, but for rounding
       (not: whose mean is extreme); the "dynamic sampling" of DAPO.
     min_scored: leave out groups with fewer completions of finite reward.
     by_component: with `drop_no_signal`, also keep a group if one of its reward
@@ -53,8 +63,15 @@ def apply(
   Raises:
     ValueError: a share is outside 0 to 1, or the bounds of the mean are reversed.
   """
-  if not 0 <= max_truncated_share <= 1:
-    raise ValueError(f"max_truncated_share must be from 0 to 1, got {max_truncated_share}")
+  given = {
+    "drop_no_signal": drop_no_signal,
+    "min_scored": min_scored,
+    "by_component": by_component,
+    "min_reward_mean": min_reward_mean,
+    "max_reward_mean": max_reward_mean,
+    "max_truncated_share": max_truncated_share,
+  }
+  checked.require(KINDS, given, of="filters")
   if not min_reward_mean <= max_reward_mean:
     raise ValueError(
       f"min_reward_mean {min_reward_mean} is above max_reward_mean {max_reward_mean}"
@@ -85,7 +102,7 @@ def scored_rewards(group: RolloutGroup) -> Float[np.ndarray, " scored"]:
 def has_signal(group: RolloutGroup, *, by_component: bool = False) -> bool:
   """Returns whether two scored rewards differ or, `by_component`, two values of a component.
 
-  Equality is exact: rewards 0.4 and 0.6 have signal, two of 0.5 have none. A
+  The rule is that of `moments.has_spread`: rewards 0.4 and 0.6 have signal, two of 0.5 have none. A
   component that a completion lacks counts as not scored for it.
   """
   if metrics.has_signal(group):
@@ -94,8 +111,7 @@ def has_signal(group: RolloutGroup, *, by_component: bool = False) -> bool:
   names = {name for components in valid for name in components} if by_component else set()
   for name in names:
     own = np.asarray([components[name] for components in valid if name in components], np.float32)
-    scored = own[np.isfinite(own)]
-    if scored.size and bool((scored != scored[0]).any()):
+    if metrics.differs(own):
       return True
   return False
 

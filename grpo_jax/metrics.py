@@ -14,8 +14,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Float
 
 from grpo_jax.metric_table import METRICS, Definition
+from grpo_jax.rl import moments
 from grpo_jax.types import FinishReason, Metrics, Rollout, RolloutGroup
 
 # Metrics of an attempt that stand there, as 1, only where they hold.
@@ -252,8 +254,12 @@ def error_kinds(groups: Sequence[RolloutGroup]) -> dict[str, int]:
 
 def has_signal(group: RolloutGroup) -> bool:
   """Returns whether two scored rewards of the group differ, so that something can be learned."""
-  scored = group.rewards[np.isfinite(group.rewards)]
-  return bool(scored.size) and bool((scored != scored[0]).any())
+  return differs(group.rewards)
+
+
+def differs(values: Float[np.ndarray, " n"]) -> bool:
+  """Returns whether two finite values differ, by the rule of `moments.has_spread`."""
+  return bool(values.size) and bool(moments.has_spread(values, np.isfinite(values)))
 
 
 def definition(name: str) -> Definition | None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from grpo_jax import behavior, ranking, rollout, scoring
+from grpo_jax import behavior, checked, ranking, rollout, scoring
 from grpo_jax.data import ranks
 from grpo_jax.data.formats import RowError
 from grpo_jax.data.groups import (
@@ -37,6 +37,22 @@ from grpo_jax.types import Prompt, RolloutGroup
 Batch = list[OfflineGroup]  # groups that are scored side by side.
 
 
+KINDS: Mapping[str, checked.Kind] = {
+  "rewards": checked.choice(("file", "environment")),
+  "reward_key": checked.text(),
+  "rank_reward": checked.text(),
+  "rank_ties": checked.text(),
+  "rank_best": checked.text(),
+  "rank_temperature": checked.number(above=0),
+  "group_size": checked.whole(low=2, none=True),
+  "type_key": checked.text(),
+  "behavior": checked.choice(behavior.SOURCES),
+  "score": checked.choice(ranking.SCORES),
+  "reasoning": checked.text(),
+  "tools": checked.text(),
+}
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
   """How recorded attempts are read, rewarded and compared; the section `offline` of a config."""
@@ -55,16 +71,7 @@ class Options:
   tools: str = "refuse"
 
   def __post_init__(self):
-    choices = {
-      "rewards": (self.rewards, ("file", "environment")),
-      "behavior": (self.behavior, behavior.SOURCES),
-      "score": (self.score, ranking.SCORES),
-    }
-    for name, (value, known) in choices.items():
-      if value not in known:
-        raise ValueError(f"offline.{name} must be one of {known}, got {value!r}")
-    if self.group_size is not None and self.group_size < 2:
-      raise ValueError(f"offline.group_size must be at least 2, got {self.group_size}")
+    checked.require(KINDS, checked.fields_of(self), of="offline")
     ranks.check(**self.ranking())
     Style(reasoning=self.reasoning, tools=self.tools)
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from grpo_jax import metrics
+from grpo_jax import checked, metrics
 from grpo_jax.attempt import Attempt
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.engines.base import (
@@ -51,6 +51,15 @@ class TooManyFailures(ExpectedFailure, RuntimeError):
   """More attempts than allowed could not be scored."""
 
 
+LIMIT_KINDS: Mapping[str, checked.Kind] = {
+  "max_turns": checked.whole(low=1),
+  "max_tokens": checked.whole(low=2, none=True),
+  "environment_timeout_s": checked.number(above=0),
+  "environment_concurrency": checked.whole(low=1),
+  "max_error_share": checked.number(low=0, high=1),
+}
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
   """Bounds of one attempt, and of what may go wrong."""
@@ -62,8 +71,7 @@ class Limits:
   max_error_share: float = 0.5  # of the attempts; when more cannot be scored, `collect` raises.
 
   def __post_init__(self):
-    if self.max_turns < 1 or self.environment_concurrency < 1:
-      raise ValueError(f"max_turns and environment_concurrency must be at least 1: {self}")
+    checked.require(LIMIT_KINDS, checked.fields_of(self), of="rollout")
 
 
 async def collect(

@@ -8,8 +8,10 @@ from typing import Any
 import jax
 
 from grpo_jax import (
+  configuration,
   data_options,
   environments,
+  field_kinds,
   filters,
   local_paths,
   offline_building,
@@ -27,20 +29,23 @@ from grpo_jax.rl import estimators, objectives
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
 Config = Any
 
-<<<<<<< HEAD
 # Fields that hold a path, whatever section they are in: path, prompt_file, weights_folder, ...
 _PATH_FIELD = re.compile(
   r"(^|[._])(path|paths|file|files|folder|directory|dir|python|fallback|chat_template|dataset)"
   r"(\[\d+\])?$"
 )
-=======
-EXPORT_DTYPES = ("float32", "bfloat16", "float16")
->>>>>>> newcomer
 
 
 def validate(config: Config) -> Iterator[str]:
-  """Yields everything that cannot work, before a model is loaded."""
+  """Yields everything that cannot work, before a model is loaded.
+
+  A field of the wrong type or out of range ends it: rules about several fields need sound ones.
+  """
   yield from paths_elsewhere(config.to_dict())
+  wrong = list(field_kinds.problems(configuration.plain_fields(config)))
+  if wrong:
+    yield from wrong
+    return
   yield from _unusable_model(config)
   yield from _refused(lambda: objectives.make(**config.loss))
   yield from _refused(lambda: estimators.make(**config.advantages))
@@ -53,16 +58,9 @@ def validate(config: Config) -> Iterator[str]:
   yield from _refused(lambda: optim.make(optimizer_steps(config), **config.optim.to_dict()))
   if config.sampling.temperature <= 0:
     yield "sampling.temperature must be above 0: greedy completions do not explore"
-  if config.mode not in offline_building.MODES:
-    yield f"mode must be one of {offline_building.MODES}, got {config.mode!r}"
   is_offline = offline_building.is_offline(config)
   if is_offline:
     yield from offline_building.problems(config)
-  if config.total_steps < 1:
-    yield f"total_steps must be at least 1, got {config.total_steps}"
-  for name in ("prompts_per_step", "group_size", "max_turns"):
-    if config.rollout[name] < 1:
-      yield f"rollout.{name} must be at least 1, got {config.rollout[name]}"
   has_environments = offline_building.needs_environments(config)
   yield from data_options.complaints(config, has_environments=has_environments)
   if has_environments:
@@ -73,23 +71,14 @@ def validate(config: Config) -> Iterator[str]:
     yield f"evaluation.pass_k={too_large} needs evaluation.group_size >= k, which is {size}"
   if config.engine.name == "sglang" and not is_offline:
     yield from _refused_servers(config.engine.sglang)
-  for name in ("report_all_every_steps", "report_kl_every_steps"):
-    if config.learn[name] < 0:
-      yield f"learn.{name} must be at least 0, got {config.learn[name]}"
   updates = config.learn.epochs * config.learn.minibatches
-  if updates < 1:
-    yield "learn.epochs and learn.minibatches must be at least 1"
   if config.loss.force_on_policy_ratio and updates > 1:
     yield "loss.force_on_policy_ratio needs learn.epochs=1 and learn.minibatches=1"
   whitens = config.advantages.estimator.startswith("reinforce_pp")
   if config.loss.kl_in_reward and not whitens:
     yield "loss.kl_in_reward goes with advantages.estimator='reinforce_pp' (or its baseline form)"
-  if config.model.compute_dtype not in ("float32", "bfloat16"):
-    yield f"model.compute_dtype is float32 or bfloat16, got {config.model.compute_dtype!r}"
-<<<<<<< HEAD
-  else:
-    model = config.model
-    yield from _refused(lambda: precision.resolve(model.matmul_precision, model.compute_dtype))
+  model = config.model
+  yield from _refused(lambda: precision.resolve(model.matmul_precision, model.compute_dtype))
   yield from _misfitting(config)
 
 
@@ -138,18 +127,6 @@ def _unusable_model(config: Config) -> Iterator[str]:
       yield f"model.{name}: {refused}"
     elif pathlib.Path(path).expanduser().is_dir():
       yield from (f"model.{name}: {reason}" for reason in _refused(lambda p=path: loading.look(p)))
-=======
-  yield from _unwritable(config.export)
-
-
-def _unwritable(options: Config) -> Iterator[str]:
-  """Yields why the export, which is written at the very end, could not be."""
-  if options.dtype not in (None, *EXPORT_DTYPES):
-    yield f"export.dtype is one of {', '.join(EXPORT_DTYPES)} or None, got {options.dtype!r}"
-  size = options.max_shard_gb
-  if size is not None and not 0 < size < float("inf"):
-    yield f"export.max_shard_gb must be above 0, or None for one file, got {size}"
->>>>>>> newcomer
 
 
 def _impatient(config: Config) -> Iterator[str]:
@@ -249,6 +226,16 @@ def evaluation_sampling(config: Config) -> dict[str, Any]:
 def _given(section: Config) -> dict[str, Any]:
   """Returns the fields that are not None."""
   return {name: value for name, value in section.to_dict().items() if value is not None}
+
+
+def resolved(config: Config) -> Config:
+  """Returns a copy of the config with the numbers of the loss in place of None."""
+  copy = configuration.copy(config)
+  made = objectives.make(**config.loss).options
+  with copy.unlocked():
+    for name in ("clip_low", "clip_high", "aggregation"):
+      copy.loss[name] = getattr(made, name)
+  return copy
 
 
 def optimizer_steps(config: Config) -> int:

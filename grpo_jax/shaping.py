@@ -15,12 +15,23 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from grpo_jax import metrics
+from grpo_jax import checked, metrics
 from grpo_jax.types import Rollout, RolloutGroup
 
 OVERLONG = "overlong"  # name of the penalty among the reward's components.
 _SCALE_TO = (0.0, 1.0)
 _PENALTY = 1.0
+
+
+KINDS: Mapping[str, checked.Kind] = {
+  "scale_from": checked.several(checked.number(), length=2, none=True),
+  "scale_to": checked.several(checked.number(), length=2),
+  "stop_properly_coef": checked.number(low=0, high=1, none=True),
+  "overlong_buffer_tokens": checked.whole(low=1, none=True),
+  "overlong_penalty": checked.number(above=0),
+  "overlong_floor": checked.switch(),
+  "max_completion_tokens": checked.whole(low=1, none=True),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +47,8 @@ class Shaping:
   max_completion_tokens: int | None = None  # the limit: sampled tokens of a completion.
 
   def __post_init__(self):
-    problems = [*_scaling_problems(self), *_penalty_problems(self)]
+    problems = checked.problems(KINDS, checked.fields_of(self))
+    problems = problems or [*_scaling_problems(self), *_penalty_problems(self)]
     if problems:
       raise ValueError("shaping: " + "; ".join(problems))
 
@@ -54,13 +66,10 @@ def make(**options: Any) -> Shaping:
     ValueError: an option makes no sense, or would change nothing.
     TypeError: there is no such option.
   """
+  checked.require(KINDS, options, of="shaping")
   for name in ("scale_from", "scale_to"):
     if options.get(name) is not None:
-      try:
-        low, high = map(float, options[name])
-      except (TypeError, ValueError) as error:
-        given = options[name]
-        raise ValueError(f"shaping: {name} must be two finite numbers, got {given}") from error
+      low, high = map(float, options[name])
       options[name] = (low, high)
   return Shaping(**options)
 
@@ -236,11 +245,6 @@ def _mean(values: np.ndarray) -> float:
 def _scaling_problems(shaping: Shaping) -> list[str]:
   """What is wrong with scaling."""
   problems = []
-  for name, bounds in (("scale_from", shaping.scale_from), ("scale_to", shaping.scale_to)):
-    if bounds is not None and not all(map(math.isfinite, bounds)):
-      problems.append(f"{name} must be two finite numbers, got {bounds}")
-  if problems:
-    return problems
   if shaping.scale_from is None:
     if shaping.scale_to != _SCALE_TO:
       problems.append("scale_to changes nothing without scale_from")
@@ -254,13 +258,7 @@ def _scaling_problems(shaping: Shaping) -> list[str]:
 def _penalty_problems(shaping: Shaping) -> list[str]:
   """What is wrong with the two penalties."""
   problems = []
-  coef, buffer, limit = (
-    shaping.stop_properly_coef,
-    shaping.overlong_buffer_tokens,
-    shaping.max_completion_tokens,
-  )
-  if coef is not None and not 0 <= coef <= 1:
-    problems.append(f"stop_properly_coef must be from 0 to 1, got {coef}")
+  buffer, limit = shaping.overlong_buffer_tokens, shaping.max_completion_tokens
   if buffer is None:
     if (shaping.overlong_penalty, shaping.overlong_floor, limit) != (_PENALTY, True, None):
       problems.append(
@@ -268,8 +266,6 @@ def _penalty_problems(shaping: Shaping) -> list[str]:
         "overlong_buffer_tokens"
       )
     return problems
-  if not (0 < shaping.overlong_penalty and math.isfinite(shaping.overlong_penalty)):
-    problems.append(f"overlong_penalty must be above 0, got {shaping.overlong_penalty}")
   if limit is None:
     problems.append("overlong_buffer_tokens needs max_completion_tokens")
   elif not 1 <= buffer <= limit:

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from grpo_jax import filters, group_json, metrics, rollout
+from grpo_jax import checked, filters, group_json, metrics, rollout
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.engines.base import SamplingParams
 from grpo_jax.environments.base import EnvironmentFactory
@@ -124,6 +124,13 @@ class TooFewGroups(ExpectedFailure, RuntimeError):
   """Dynamic sampling reached its bound before the step was full."""
 
 
+DYNAMIC_KINDS: Mapping[str, checked.Kind] = {
+  "max_rounds": checked.whole(low=1),
+  "prompts_per_round": checked.whole(low=1, none=True),
+  "on_limit": checked.choice(("raise", "train")),
+}
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicSampling:
   """How long prompts are drawn for one step."""
@@ -134,16 +141,7 @@ class DynamicSampling:
   on_limit: Literal["raise", "train"] = "raise"
 
   def __post_init__(self):
-    if self.max_rounds < 1:
-      raise ValueError(f"dynamic_sampling.max_rounds must be at least 1, got {self.max_rounds}")
-    if self.prompts_per_round is not None and self.prompts_per_round < 1:
-      raise ValueError(
-        f"dynamic_sampling.prompts_per_round must be at least 1, got {self.prompts_per_round}"
-      )
-    if self.on_limit not in ("raise", "train"):
-      raise ValueError(
-        f"dynamic_sampling.on_limit must be 'raise' or 'train', got {self.on_limit!r}"
-      )
+    checked.require(DYNAMIC_KINDS, checked.fields_of(self), of="dynamic_sampling")
 
 
 class OnlineStream:

@@ -151,13 +151,13 @@ class LossTokens:
   """The tokens that are learned from, gathered out of a batch: what an objective sees.
 
   `sequence_ids` names the completion to which a token belongs, within its row;
-  a completion never spans two rows.
+  a completion never spans two rows. Masks of 0 and 1, and lists, are taken by objectives, too.
   """
 
   mask: Bool[Array, "B N"]  # False on the padding of N.
-  sequence_ids: Int[Array, "B N"]  # 0 <= id < N.
-  advantages: Float[Array, "B N"]
-  behavior_logprobs: Float[Array, "B N"]
+  sequence_ids: Int[Array, "B N"] | None  # 0 <= id < N; None: a row is one completion.
+  advantages: Float[Array, "B N"]  # of the completion, on each of its tokens.
+  behavior_logprobs: Float[Array, "B N"] | None = None  # None: no correction, no mismatch metrics.
   old_logprobs: Float[Array, "B N"] | None = None
   ref_logprobs: Float[Array, "B N"] | None = None
 

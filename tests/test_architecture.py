@@ -31,7 +31,7 @@ LAYERS = [
   {"report_data", "monitoring"},
   {"stream", "evaluation", "checkpointing", "loggers", "report"},
   {"offline", "keeper", "run_folder"},
-  {"offline_building"},
+  {"offline_building", "field_kinds"},
   {"run_options"},
   {"building", "command_line"},
   {"train"},

@@ -84,6 +84,12 @@ KEYS = {
     ft_keep_latest_k pretrained_checkpoint model_cache_dir model_repo_id is_peft peft_config
     is_async
   """,
+  "cluster": "gpus_per_node num_nodes master_port_range segment_size",
+  "data_plane": """
+    enabled impl backend storage_capacity num_storage_units claim_meta_poll_interval_s
+    global_segment_size local_buffer_size
+  """,
+  "on_policy_distillation": "on_policy_distillation",
   "logger": """
     log_dir num_val_samples_to_print wandb_enabled tensorboard_enabled mlflow_enabled
     swanlab_enabled monitor_gpus wandb.project wandb.name wandb.log_nemo_gym_full_result_tables
@@ -91,6 +97,70 @@ KEYS = {
     mlflow.tracking_uri gpu_monitoring.collection_interval gpu_monitoring.flush_interval
   """,
 }
+
+
+# Keys of the back ends that are not used here, in the tables of the section policy.
+OF_BACKENDS = {
+  "megatron_cfg": """
+    empty_unused_memory_level activation_checkpointing converter_type tensor_model_parallel_size
+    expert_tensor_parallel_size expert_model_parallel_size pipeline_model_parallel_size
+    num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage context_parallel_size
+    pipeline_dtype sequence_parallel freeze_moe_router moe_router_dtype
+    moe_router_load_balancing_type moe_router_bias_update_rate moe_permute_fusion
+    moe_per_layer_logging moe_enable_deepep moe_token_dispatcher_type moe_shared_expert_overlap
+    apply_rope_fusion bias_activation_fusion defer_fp32_logits use_fused_linear_logprobs fp8_cfg
+    env_vars peft.* recompute_* mtp_* moe_* optimizer.optimizer optimizer.lr optimizer.min_lr
+    optimizer.weight_decay optimizer.bf16 optimizer.fp16 optimizer.params_dtype
+    optimizer.adam_beta1 optimizer.adam_beta2 optimizer.adam_eps optimizer.sgd_momentum
+    optimizer.use_distributed_optimizer optimizer.use_precision_aware_optimizer
+    optimizer.clip_grad optimizer.optimizer_cpu_offload optimizer.optimizer_offload_fraction
+    scheduler.start_weight_decay scheduler.end_weight_decay scheduler.weight_decay_incr_style
+    scheduler.lr_decay_style scheduler.lr_decay_iters scheduler.lr_warmup_iters
+    scheduler.lr_warmup_init distributed_data_parallel_config.grad_reduce_in_fp32
+    distributed_data_parallel_config.overlap_grad_reduce
+    distributed_data_parallel_config.overlap_param_gather
+    distributed_data_parallel_config.average_in_collective
+    distributed_data_parallel_config.use_custom_fsdp
+    distributed_data_parallel_config.data_parallel_sharding_strategy
+  """,
+  "generation.mcore_generation_config": """
+    buffer_size_gb buffer_guaranteed_fraction num_cuda_graphs block_size_tokens
+    use_cuda_graphs_for_non_decode_steps enable_chunked_prefill unified_memory_level max_tokens
+  """,
+  "generation.vllm_cfg": """
+    async_engine precision kv_cache_dtype tensor_parallel_size pipeline_parallel_size
+    expert_parallel_size gpu_memory_utilization max_model_len enforce_eager use_deep_gemm
+    num_last_layers_in_bf16 num_first_layers_in_bf16 enable_vllm_metrics_logger
+    vllm_metrics_logger_interval
+  """,
+}
+
+
+@pytest.mark.parametrize("backend", OF_BACKENDS)
+def test_every_key_of_a_back_end_has_a_row(backend):
+  listed = {key for row in rows_of("policy") for key in re.findall(r"`([^`]+)`", row[0])}
+  assert {f"{backend}.{key}" for key in OF_BACKENDS[backend].split()} - listed == set()
+
+
+def test_the_engines_that_exist_are_named_where_nemo_rl_names_its_own():
+  """These rows denied SGLang long after it had landed."""
+  rows = {key: row for row in rows_of("policy") for key in re.findall(r"`([^`]+)`", row[0])}
+  assert '"sglang"' in rows["generation.backend"][-1]
+  for key, field in {
+    "generation.port_range_low": "port",
+    "generation.colocated.enabled": "gpus",
+    "generation.colocated.resources": "servers",
+    "generation.vllm_cfg.tensor_parallel_size": "gpus_per_server",
+    "generation.refit_transport": "weights_folder",
+  }.items():
+    assert f"`config.engine.sglang.{field}`" in rows[key][-2], key
+
+
+def test_the_guides_name_what_is_not_here():
+  missing = (ROOT / "docs" / "guides.md").read_text().split("## What is not here")[1]
+  for word in ("LoRA", "asynchronous", "several hosts", "Slurm", "evaluation command", "wandb"):
+    assert word in missing, word
+  assert "host memory" in (ROOT / "docs" / "guides.md").read_text().split("perf/peak_rss_gib")[1]
 
 
 def rows_of(section):

@@ -299,8 +299,8 @@ def test_prompts_that_listen_hear_of_every_step():
 @pytest.mark.parametrize(
   ("options", "message"),
   [
-    ({"max_rounds": 0}, "max_rounds must be at least 1"),
-    ({"prompts_per_round": 0}, "prompts_per_round must be at least 1"),
+    ({"max_rounds": 0}, "max_rounds must be an integer >= 1"),
+    ({"prompts_per_round": 0}, "prompts_per_round must be an integer >= 1"),
   ],
 )
 def test_senseless_bounds_are_refused(options, message):

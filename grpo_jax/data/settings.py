@@ -6,12 +6,10 @@ mapping a dataset. `config.evaluation.data` is what evaluation changes in that, 
 """
 
 import inspect
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_jax.data import prompts
+from grpo_jax.data import field_kinds, prompts
 from grpo_jax.registry import nearest
 
 Settings = Mapping[str, Any]
@@ -25,7 +23,6 @@ _FIELDS = set(inspect.signature(prompts.open_dataset).parameters) - {
   "side",
   "for_evaluation",
 }
-_HINTS = {**typing.get_type_hints(prompts.open_dataset), "weight": float | int}
 _TASK_FIELDS = set(inspect.signature(prompts.make_task).parameters) - {"entry"}
 
 
@@ -132,29 +129,27 @@ def _check_fields(item: Settings, place: str) -> None:
   """Raises ValueError for a field that no dataset has."""
   known = _FIELDS | {"weight", "side", "for_evaluation"}
   for key, value in item.items():
-    wanted = _classes(key)
-    if key in known and value is not None and not isinstance(value, wanted):
-      names = " or ".join(kind.__name__ for kind in wanted if kind is not type(None))
-      raise ValueError(f"{place}.{key} must be {names}, got {value!r} ({type(value).__name__})")
+    kind = field_kinds.DATASET.get(key)
+    problem = kind.problem(f"{place}.{key}", value) if kind and value is not None else None
+    if problem:
+      raise ValueError(problem)
     if key not in known:
       raise ValueError(
         f"{place} has no field {key!r}{nearest(key, known)}; there are: {', '.join(sorted(known))}"
       )
   for word, task in (item.get("tasks") or {}).items():
-    for key in task:
+    if not isinstance(task, Mapping):
+      raise ValueError(f"{place}: tasks[{word!r}] must be a mapping of fields, got {task!r}")
+    for key, value in task.items():
+      kind = field_kinds.DATASET.get(key)
+      problem = kind.problem(f"{place}: tasks[{word!r}].{key}", value) if kind else None
+      if problem and value is not None:
+        raise ValueError(problem)
       if key not in _TASK_FIELDS:
         raise ValueError(
           f"{place}: tasks[{word!r}] has no field {key!r}{nearest(key, _TASK_FIELDS)}; "
           f"there are: {', '.join(sorted(_TASK_FIELDS))}"
         )
-
-
-def _classes(key: str) -> tuple[Any, ...]:
-  """Returns the classes of the values of a field."""
-  hint: Any = _HINTS.get(key, object)
-  members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-  plain = [typing.get_origin(member) or member for member in members]
-  return tuple(str if one is typing.Literal else one for one in plain)
 
 
 def environments(settings: Settings) -> set[str]:

@@ -5,12 +5,13 @@ returns are the ids that it sampled.
 """
 
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from grpo_jax import checked
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.types import FinishReason
 
@@ -20,6 +21,17 @@ OnProgress = Callable[[int, int, int], None]
 
 class EngineFailure(ExpectedFailure, RuntimeError):
   """An engine cannot go on, and cannot be healed. What was learned is not concerned."""
+
+
+SAMPLING_KINDS: Mapping[str, checked.Kind] = {
+  "max_tokens": checked.whole(low=1),
+  "temperature": checked.number(low=0),
+  "top_k": checked.whole(low=0),
+  "top_p": checked.number(above=0, high=1),
+  "min_p": checked.number(low=0, high=1),
+  "stop_ids": checked.several(checked.whole(low=0)),
+  "stop_strings": checked.several(checked.nonempty()),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,21 +47,7 @@ class SamplingParams:
   stop_strings: tuple[str, ...] = ()  # so does the token that completes one of these.
 
   def __post_init__(self):
-    problems = []
-    if self.max_tokens < 1:
-      problems.append(f"max_tokens must be at least 1, got {self.max_tokens}")
-    if not (0.0 <= self.temperature < float("inf")):
-      problems.append(f"temperature must be 0 or more and finite, got {self.temperature}")
-    if self.top_k < 0:
-      problems.append(f"top_k must be 0 (off) or more, got {self.top_k}")
-    if not 0.0 < self.top_p <= 1.0:
-      problems.append(f"top_p must be in (0, 1], got {self.top_p}")
-    if not 0.0 <= self.min_p <= 1.0:
-      problems.append(f"min_p must be in [0, 1], got {self.min_p}")
-    if any(not string for string in self.stop_strings):
-      problems.append("stop_strings must not hold an empty string")
-    if problems:
-      raise ValueError("; ".join(problems))
+    checked.require(SAMPLING_KINDS, checked.fields_of(self), of="sampling")
 
   @property
   def is_truncated(self) -> bool:

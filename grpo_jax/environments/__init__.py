@@ -5,12 +5,13 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from grpo_jax import registry
+from grpo_jax import checked, registry
+from grpo_jax.environments import setting_kinds
 from grpo_jax.environments.base import Closing, Counting, EnvironmentFactory
 from grpo_jax.environments.grading import confinement
 from grpo_jax.types import Prompt
 
-_HIDDEN = ("base", "grading", "isolation", "scoring")
+_HIDDEN = ("base", "grading", "isolation", "scoring", "setting_kinds")
 
 
 class Environments(Mapping[str, EnvironmentFactory]):
@@ -134,7 +135,26 @@ def objection(name: str, settings: Mapping[str, Any], task: str) -> str:
   )
 
 
+def problems(name: str, settings: Mapping[str, Any]) -> list[str]:
+  """Returns a message for every setting of the wrong type or out of range.
+
+  Args:
+    name: Name of the environment.
+    settings: As for `make`. An environment of a dotted path checks its own.
+  """
+  module = settings.get("module", name)
+  if isinstance(module, str) and "." in module:
+    return []
+  found = setting_kinds.SETTINGS
+  if module == "function":  # it hands its `settings` to a function and has a time limit.
+    found = {**found, "timeout_s": checked.optional(found["timeout_s"])}
+  return checked.problems(found, settings, prefix=f"environments.{name}.")
+
+
 def _factory(name: str, settings: dict[str, Any]) -> EnvironmentFactory:
+  wrong = problems(name, settings)
+  if wrong:
+    raise ValueError("; ".join(wrong))
   make_one = _maker(name, settings)
   what = f"environment {name!r} ({settings.pop('module', None) or name})"
   registry.check_arguments(what, make_one, settings)

@@ -10,6 +10,20 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
+from grpo_jax import checked
+
+KINDS: Mapping[str, checked.Kind] = {
+  "total_steps": checked.whole(low=1),
+  "optimizer": checked.text(),
+  "learning_rate": checked.number(above=0),
+  "schedule": checked.choice(("constant", "linear", "cosine")),
+  "warmup_steps": checked.whole(low=0),
+  "final_share": checked.number(low=0, high=1),
+  "max_grad_norm": checked.number(above=0, none=True),
+  "weight_decay": checked.number(low=0),
+  "options": checked.mapping(none=True),
+}
+
 
 def make(
   total_steps: int,
@@ -43,6 +57,13 @@ def make(
   Raises:
     ValueError: an unknown name, or an optimizer that does not take what was asked for.
   """
+  given = {
+    "optimizer": optimizer,
+    "max_grad_norm": max_grad_norm,
+    "weight_decay": weight_decay,
+    "options": options,
+  }
+  checked.require(KINDS, given, of="optim")
   rate = make_schedule(
     total_steps,
     learning_rate=learning_rate,
@@ -50,8 +71,6 @@ def make(
     warmup_steps=warmup_steps,
     final_share=final_share,
   )
-  if max_grad_norm is not None and not max_grad_norm > 0:
-    raise ValueError(f"max_grad_norm must be above 0, or None, got {max_grad_norm}")
   arguments = dict(options or {})
   factory, accepted = _optimizer(optimizer)
   if "weight_decay" in accepted:
@@ -87,12 +106,18 @@ def make_schedule(
   Raises:
     ValueError: an unknown schedule, or a number out of range.
   """
-  if schedule not in SCHEDULES:
-    raise ValueError(f"no schedule {schedule!r}; there are {', '.join(SCHEDULES)}")
-  if warmup_steps < 0:
-    raise ValueError(f"warmup_steps must be at least 0, got {warmup_steps}")
-  if not 0 <= final_share <= 1:
-    raise ValueError(f"final_share must be from 0 to 1, got {final_share}")
+  given = {
+    "total_steps": total_steps,
+    "learning_rate": learning_rate,
+    "schedule": schedule,
+    "warmup_steps": warmup_steps,
+    "final_share": final_share,
+  }
+  checked.require(KINDS, given, of="optim")
+  if schedule == "constant" and final_share:
+    raise ValueError(
+      f"optim: final_share={final_share} would never be read: schedule='constant' does not fall"
+    )
   after = SCHEDULES[schedule](learning_rate, max(total_steps - warmup_steps, 1), final_share)
   if not warmup_steps:
     return after

@@ -5,66 +5,39 @@ is not finite ("could not be scored") counts as masked. Masked attempts enter no
 baseline and no spread, and their advantage is 0. A truncated completion is *not*
 masked here: it stays in the baseline and leaves the loss (`masks.overlong_filter`).
 
-All sums run over differences to one reward of the group. Rewards that are equal
-thus differ by exactly 0, in any dtype, and have an exactly zero spread; a spread
-that is mere rounding of the rewards counts as zero, too. (E[x²] - E[x]² in float32
-leaves a residue, divides by it, and gives advantages in the thousands.)
+Rewards are arrays or lists of floats, integers or booleans, [P G], or [G] for one prompt; the
+result has the same shape. Masks are booleans, or 0 and 1. Rewards that are equal give exact zeros,
+and of whatever size the rewards are (1e-30, 1e38), no sum overflows or vanishes; see `moments`.
 """
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from grpo_jax.rl import masks
+from grpo_jax.rl import arrays, masks, moments
 from grpo_jax.rl.kl import kl_penalty
 from grpo_jax.rl.numerics import clamp, safe_divide
 
 BASELINES = ("group_mean", "leave_one_out", "none")
 SCALES = ("group_std", "batch_std", "none")
-_ROUNDING = 16.0  # spreads below this many units in the last place of the rewards are rounding.
 
 
 def valid_rewards(
-  rewards: Float[Array, "*shape"], mask: Bool[Array, "*shape"] | None
+  rewards: arrays.Numbers, mask: arrays.Mask | None
 ) -> tuple[Float[Array, "*shape"], Bool[Array, "*shape"]]:
   """Returns the rewards with 0 in place of what does not count, and where they count."""
+  rewards = arrays.floats(rewards, "rewards")
+  mask = None if mask is None else arrays.mask(mask, rewards.shape)
   is_finite = jnp.isfinite(rewards)
   mask = is_finite if mask is None else mask & is_finite
   return jnp.where(mask, rewards, 0), mask
 
 
-def centre_and_spread(
-  values: Float[Array, "*sets n"], mask: Bool[Array, "*sets n"], *, ddof: int = 1
-) -> tuple[Float[Array, "*sets 1"], Float[Array, "*sets 1"]]:
-  """Returns mean and standard deviation of the unmasked values of each set, in two passes.
-
-      m = p + 1/n Σ (xⱼ - p)      s = sqrt( Σ (xⱼ - m)² / (n - ddof) ),   p one of the xⱼ
-
-  Args:
-    values: finite where unmasked.
-    mask: True on the members of a set.
-    ddof: taken off n under the variance: 1 is the unbiased (Bessel's) one.
-
-  Returns:
-    The mean, 0 for an empty set. The standard deviation: 0 for n <= ddof, and 0 if it
-    is no more than the rounding of the values.
-  """
-  first = jnp.argmax(mask, axis=-1, keepdims=True)
-  pivot = jnp.where(
-    mask.any(axis=-1, keepdims=True), jnp.take_along_axis(values, first, axis=-1), 0
-  )
-  differences = jnp.where(mask, values - pivot, 0)
-  n = mask.sum(axis=-1, keepdims=True, dtype=values.dtype)
-  offset = safe_divide(differences.sum(axis=-1, keepdims=True), n)
-  squares = jnp.square(jnp.where(mask, differences - offset, 0)).sum(axis=-1, keepdims=True)
-  spread = jnp.sqrt(safe_divide(squares, n - ddof))
-  largest = jnp.max(jnp.where(mask, jnp.abs(values), 0), axis=-1, keepdims=True, initial=0)
-  is_rounding = spread <= _ROUNDING * jnp.finfo(values.dtype).eps * largest
-  return pivot + offset, jnp.where(is_rounding, 0, spread)
-
-
 def baseline_and_spread(
-  rewards: Float[Array, "P G"],
-  mask: Bool[Array, "P G"] | None = None,
+  rewards: arrays.Numbers,
+  mask: arrays.Mask | None = None,
   *,
   baseline: str = "group_mean",
   ddof: int = 1,
@@ -77,7 +50,7 @@ def baseline_and_spread(
     baseline: "group_mean" compares with the whole group; "leave_one_out" with the
       other attempts, in the spread too; "none" compares with 0, and takes the
       spread of the group.
-    ddof: see `centre_and_spread`.
+    ddof: see `moments.centre_and_spread`.
 
   Returns:
     Baseline and standard deviation. An attempt without anything to compare with (the
@@ -88,27 +61,28 @@ def baseline_and_spread(
   """
   if baseline not in BASELINES:
     raise ValueError(f"no baseline {baseline!r}; there are {BASELINES}")
+  rewards, mask, _ = arrays.groups(rewards, mask)
   rewards, mask = valid_rewards(rewards, mask)
   groups, group = rewards.shape
   if baseline == "leave_one_out":
     others = mask[:, None, :] & ~jnp.eye(group, dtype=bool)[None]
     sets = jnp.broadcast_to(rewards[:, None, :], (groups, group, group))
-    centre, spread = (x[..., 0] for x in centre_and_spread(sets, others, ddof=ddof))
+    centre, spread = (x[..., 0] for x in moments.centre_and_spread(sets, others, ddof=ddof))
     return jnp.where(others.any(axis=-1), centre, rewards), spread
-  centre, spread = centre_and_spread(rewards, mask, ddof=ddof)
+  centre, spread = moments.centre_and_spread(rewards, mask, ddof=ddof)
   centre = jnp.zeros_like(centre) if baseline == "none" else centre
   return jnp.broadcast_to(centre, rewards.shape), jnp.broadcast_to(spread, rewards.shape)
 
 
 def group_relative(
-  rewards: Float[Array, "P G"],
-  mask: Bool[Array, "P G"] | None = None,
+  rewards: arrays.Numbers,
+  mask: arrays.Mask | None = None,
   *,
   baseline: str = "group_mean",
   scale: str = "group_std",
   ddof: int = 1,
   eps: float = 1e-6,
-) -> Float[Array, "P G"]:
+) -> Float[Array, "*shape"]:
   """Computes how much better each attempt did than its group, per attempt.
 
       Âᵢ = (rᵢ - bᵢ) / (sᵢ + ε)   where sᵢ > 0,   rᵢ - bᵢ   where sᵢ = 0
@@ -141,20 +115,32 @@ def group_relative(
   """
   if scale not in SCALES:
     raise ValueError(f"no scale {scale!r}; there are {SCALES}")
+  rewards, mask, shape = arrays.groups(rewards, mask)
   rewards, mask = valid_rewards(rewards, mask)
-  centre, spread = baseline_and_spread(rewards, mask, baseline=baseline, ddof=ddof)
-  centred = jnp.where(mask, rewards - centre, 0)
-  if scale == "none":
-    return centred
-  if scale == "batch_std":
-    _, batch = centre_and_spread(rewards.reshape(1, -1), mask.reshape(1, -1), ddof=ddof)
-    spread = jnp.broadcast_to(batch, rewards.shape)
-  return jnp.where(spread > 0, centred / (spread + eps), centred)
+  dtype = rewards.dtype
+  rewards = rewards.astype(jnp.promote_types(dtype, "float32"))
+  flat, flat_mask = rewards.reshape(1, -1), mask.reshape(1, -1)
+  of_batch = scale == "batch_std"
+  exponent = moments.exponents(*((flat, flat_mask) if of_batch else (rewards, mask)))
+  scaled = moments.times_power(rewards, -exponent)
+  centre, spread = baseline_and_spread(scaled, mask, baseline=baseline, ddof=ddof)
+  centred = jnp.where(mask, scaled - centre, 0)
+  plain = moments.held(moments.times_power(centred, exponent))
+  if of_batch:
+    flat = moments.times_power(flat, -exponent)
+    _, spread = moments.centre_and_spread(flat, flat_mask, ddof=ddof)
+  below = spread + moments.times_power(jnp.asarray(eps, rewards.dtype), -exponent)
+  has_spread = jnp.broadcast_to(spread > 0, rewards.shape) & (scale != "none")
+  divided = centred / jnp.where(has_spread, below, 1)
+  estimate = jnp.where(has_spread, divided, plain)
+  if baseline != "none":  # what a group differs by in rounding alone teaches nothing.
+    estimate = jnp.where(moments.has_spread(rewards, mask)[:, None], estimate, 0)
+  return estimate.astype(dtype).reshape(shape)
 
 
 def grpo(
-  rewards: Float[Array, "P G"], mask: Bool[Array, "P G"] | None = None, *, eps: float = 1e-6
-) -> Float[Array, "P G"]:
+  rewards: arrays.Numbers, mask: arrays.Mask | None = None, *, eps: float = 1e-6
+) -> Float[Array, "*shape"]:
   """Standardises rewards within each group: Âᵢ = (rᵢ - mean(r)) / (std(r) + ε), std unbiased.
 
   Args:
@@ -171,9 +157,7 @@ def grpo(
   return group_relative(rewards, mask, eps=eps)
 
 
-def dr_grpo(
-  rewards: Float[Array, "P G"], mask: Bool[Array, "P G"] | None = None
-) -> Float[Array, "P G"]:
+def dr_grpo(rewards: arrays.Numbers, mask: arrays.Mask | None = None) -> Float[Array, "*shape"]:
   """Subtracts the group mean and scales by nothing: Âᵢ = rᵢ - mean(r).
 
   Together with `aggregate.constant_length` it is Dr. GRPO.
@@ -184,9 +168,7 @@ def dr_grpo(
   return group_relative(rewards, mask, scale="none")
 
 
-def rloo(
-  rewards: Float[Array, "P G"], mask: Bool[Array, "P G"] | None = None
-) -> Float[Array, "P G"]:
+def rloo(rewards: arrays.Numbers, mask: arrays.Mask | None = None) -> Float[Array, "*shape"]:
   """Subtracts the mean of the others: Âᵢ = rᵢ - 1/(G-1) Σ_{j≠i} rⱼ; 0 for an only attempt.
 
   Reference:
@@ -196,14 +178,14 @@ def rloo(
 
 
 def gdpo(
-  components: Float[Array, "K P G"],
-  mask: Bool[Array, "P G"] | None = None,
+  components: arrays.Numbers,
+  mask: arrays.Mask | None = None,
   *,
   weights: tuple[float, ...] | None = None,
   baseline: str = "group_mean",
   ddof: int = 1,
   eps: float = 1e-6,
-) -> Float[Array, "P G"]:
+) -> Float[Array, "*shape"]:
   """Normalises every reward component by itself, adds them up, and whitens over the batch.
 
       Âᵢ = white( Σₖ wₖ Âᵢ⁽ᵏ⁾ ),   Â⁽ᵏ⁾ = group_relative(r⁽ᵏ⁾),   white(x) = (x - mean) / std
@@ -230,7 +212,13 @@ def gdpo(
     Liu et al. 2026, GDPO, arXiv:2601.05242, equations 4 to 7 (there with an ε beside the last
     standard deviation); NeMo RL's `gdpo`.
   """
+  components = arrays.floats(components, "components")
+  if components.ndim not in (2, 3):
+    raise ValueError(
+      f"components must have the shape [K, P, G], or [K, G] for one prompt, got {components.shape}"
+    )
   count = components.shape[0]
+  mask = None if mask is None else arrays.mask(mask, components.shape[1:])
   if count < 2:
     raise ValueError(f"gdpo needs at least 2 reward components, got {count}; use group_relative")
   weights = (1.0,) * count if weights is None else weights
@@ -241,18 +229,21 @@ def gdpo(
     total = total + weight * group_relative(component, mask, baseline=baseline, ddof=ddof, eps=eps)
   is_scored = jnp.isfinite(components).any(axis=0)
   valid = (is_scored if mask is None else mask & is_scored).reshape(1, -1)
-  flat = total.reshape(1, -1)
-  centre, spread = centre_and_spread(flat, valid)
-  centred = flat - centre
-  white = jnp.where(spread > 0, centred / jnp.where(spread > 0, spread, 1), centred)
+  flat = jnp.where(valid, total.reshape(1, -1), 0)
+  exponent = moments.exponents(flat, valid)
+  scaled = moments.times_power(flat, -exponent)
+  centre, spread = moments.centre_and_spread(scaled, valid)
+  centred = scaled - centre
+  plain = moments.held(moments.times_power(centred, exponent))
+  white = jnp.where(spread > 0, centred / jnp.where(spread > 0, spread, 1), plain)
   return jnp.where(valid, white, 0).reshape(total.shape)
 
 
 def whiten(
-  advantages: Float[Array, "*shape"],
-  mask: Bool[Array, "*shape"],
+  advantages: arrays.Numbers,
+  mask: arrays.Mask,
   *,
-  counts: Float[Array, "*shape"] | None = None,
+  counts: arrays.Numbers | None = None,
   ddof: int = 0,
   floor: float = 1e-8,
   eps: float = 0.0,
@@ -276,17 +267,25 @@ def whiten(
   Reference:
     Hu et al. 2025, REINFORCE++, arXiv:2501.03262 (version 9), equation 5.
   """
-  counts = jnp.ones_like(advantages) if counts is None else counts
+  advantages = arrays.floats(advantages, "advantages")
+  mask = arrays.mask(mask, advantages.shape)
+  counts = jnp.ones_like(advantages) if counts is None else arrays.floats(counts, "counts")
   mask = mask & (counts > 0)
   counts = jnp.where(mask, counts, 0)
-  pivot = jnp.where(mask.any(), advantages.reshape(-1)[jnp.argmax(mask.reshape(-1))], 0)
-  differences = jnp.where(mask, advantages - pivot, 0)
+  kept, is_kept = jnp.where(mask, advantages, 0).reshape(-1), mask.reshape(-1)
+  exponent = moments.exponents(kept, is_kept)[0]
+  scaled = moments.times_power(jnp.where(mask, advantages, 0), -exponent)
+  differences = jnp.where(mask, scaled - scaled.reshape(-1)[jnp.argmax(is_kept)], 0)
   n = counts.sum()
   offset = safe_divide((counts * differences).sum(), n)
   centred = jnp.where(mask, differences - offset, 0)
   variance = safe_divide((counts * jnp.square(centred)).sum(), n - ddof)
-  below = jnp.maximum(variance, floor) + eps
-  return centred * safe_divide(jnp.ones_like(below), jnp.sqrt(below))
+  # Floor and eps in the same units: as standard deviations, for squares of units may overflow.
+  units = lambda x: moments.times_power(jnp.sqrt(jnp.asarray(x, variance.dtype)), -exponent)
+  lowest, added = units(floor), units(eps)
+  deviation = jnp.where(variance > 0, jnp.sqrt(jnp.where(variance > 0, variance, 1)), 0)
+  below = jnp.hypot(jnp.maximum(deviation, lowest), added)
+  return centred * safe_divide(jnp.ones_like(below), below)
 
 
 def subtract_kl(
@@ -334,7 +333,7 @@ def subtract_kl(
 
 
 def clip(
-  advantages: Float[Array, "*shape"], *, low: float | None = None, high: float | None = None
+  advantages: arrays.Numbers, *, low: float | None = None, high: float | None = None
 ) -> Float[Array, "*shape"]:
   """Clips advantages to [low, high]; None leaves a side open. The last step, after scaling.
 
@@ -345,5 +344,14 @@ def clip(
 
   Returns:
     The advantages within the bounds.
+
+  Raises:
+    ValueError: The bounds are reversed, or one is NaN.
   """
-  return clamp(advantages, low, high)
+  if low is not None and high is not None and not _is_traced(low, high) and not low <= high:
+    raise ValueError(f"low must not exceed high, got {low} > {high}")
+  return clamp(arrays.floats(advantages, "advantages"), low, high)
+
+
+def _is_traced(*values: Any) -> bool:
+  return any(isinstance(value, jax.core.Tracer) for value in values)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from jaxtyping import Array, Bool, Float, Int
 
-from grpo_jax.rl import masks
+from grpo_jax.rl import arrays, masks
 from grpo_jax.rl.numerics import safe_divide
 from grpo_jax.types import Denominators
 
@@ -99,11 +99,12 @@ def constant_length(
 
 
 def local_denominators(
-  mask: Bool[Array, "B N"], sequence_ids: Int[Array, "B N"] | None = None
+  mask: arrays.Mask, sequence_ids: Int[Array, "B N"] | None = None
 ) -> Denominators:
   """Counts the tokens and completions of one part; the parts' counts add up to the step's."""
   return Denominators(
-    tokens=mask.sum(dtype="float32"), sequences=masks.count_sequences(mask, sequence_ids)
+    tokens=arrays.mask(mask).sum(dtype="float32"),
+    sequences=masks.count_sequences(mask, sequence_ids),
   )
 
 

@@ -1,26 +1,27 @@
 """Which groups are worth learning from, by their rewards. Pure; filters.py counts the reasons."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool
 
-from grpo_jax.rl import advantages
+from grpo_jax.rl import advantages, arrays, moments
 
 
-def has_signal(rewards: Float[Array, "P G"], mask: Bool[Array, "P G"]) -> Bool[Array, " P"]:
+def has_signal(rewards: arrays.Numbers, mask: arrays.Mask | None = None) -> Bool[Array, " P"]:
   """Returns True for groups in which at least two valid attempts have different rewards.
 
-  The spread of the rewards decides, not their mean: a group of rewards 0.4 and
-  0.6 has signal, one of 0.5 and 0.5 has none. (OpenRLHF tests the mean.)
+  It is True exactly where advantages with a group baseline are not all 0. The spread of the
+  rewards decides, not their mean: a group of rewards 0.4 and 0.6 has signal, one of 0.5 and 0.5
+  has none. (OpenRLHF tests the mean.)
 
   Reference:
     DAPO's dynamic sampling, arXiv:2503.14476, section 3.2.
   """
-  _, spread = advantages.baseline_and_spread(rewards, mask, ddof=0)
-  return (spread > 0).any(axis=-1)
+  rewards, mask, _ = arrays.groups(rewards, mask)
+  return moments.has_spread(*advantages.valid_rewards(rewards, mask))
 
 
 def has_valid_attempts(
-  rewards: Float[Array, "P G"], mask: Bool[Array, "P G"], *, at_least: int = 1
+  rewards: arrays.Numbers, mask: arrays.Mask | None = None, *, at_least: int = 1
 ) -> Bool[Array, " P"]:
   """Returns True for groups with that many attempts that exist and could be scored.
 
@@ -32,13 +33,14 @@ def has_valid_attempts(
   Returns:
     One truth value for each group.
   """
+  rewards, mask, _ = arrays.groups(rewards, mask)
   _, valid = advantages.valid_rewards(rewards, mask)
   return valid.sum(axis=-1) >= at_least
 
 
 def mean_is_within(
-  rewards: Float[Array, "P G"],
-  mask: Bool[Array, "P G"],
+  rewards: arrays.Numbers,
+  mask: arrays.Mask | None = None,
   *,
   low: float = -float("inf"),
   high: float = float("inf"),
@@ -54,14 +56,15 @@ def mean_is_within(
   Returns:
     One truth value for each group.
   """
+  rewards, mask, _ = arrays.groups(rewards, mask)
   clean, valid = advantages.valid_rewards(rewards, mask)
-  mean, _ = advantages.centre_and_spread(clean, valid)
+  mean, _ = moments.centre_and_spread(clean, valid)
   return valid.any(axis=-1) & (mean[:, 0] >= low) & (mean[:, 0] <= high)
 
 
 def drop_reasons(
-  rewards: Float[Array, "P G"],
-  mask: Bool[Array, "P G"],
+  rewards: arrays.Numbers,
+  mask: arrays.Mask | None = None,
   *,
   mean_low: float = -float("inf"),
   mean_high: float = float("inf"),
@@ -82,6 +85,7 @@ def drop_reasons(
   Returns:
     Reason to one truth value for each group; a group is True under one reason at most.
   """
+  rewards, mask, _ = arrays.groups(rewards, mask)
   verdicts = {
     "unscorable": ~has_valid_attempts(rewards, mask),
     "single_attempt": ~has_valid_attempts(rewards, mask, at_least=2),

@@ -65,6 +65,9 @@ def truncate(
 ) -> Float[Array, "*shape"]:
   """Clips weights to [low, high]: truncated importance sampling (TIS).
 
+  A weight of exactly 0, which stands for one that no float can hold, stays 0 and is not raised
+  to `low`: such a token is not learned from.
+
   Args:
     weights: w of any shape, not negative.
     low: lowest weight; smaller ones are raised to it.
@@ -77,7 +80,7 @@ def truncate(
     Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"
     (fengyao.notion.site/off-policy-rl); NeMo RL's `tis`.
   """
-  return clamp(weights, low, high)
+  return jnp.where(weights == 0, 0, clamp(weights, low, high))
 
 
 def zero_outside(

@@ -18,6 +18,8 @@ Reference:
   Tang and Munos 2025, arXiv:2506.09477 (their gradients).
 """
 
+import functools
+
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Float
@@ -71,7 +73,8 @@ def kl_penalty(
       ℓ = clip(w · k(d̂), ±C_out)
 
   The weight is differentiated, except where the input clamp is active; a weight
-  that is not finite counts as 0. Where a clamp is active there is no gradient.
+  that is not finite counts as 0. Where a clamp is active there is no gradient, be the estimate
+  itself finite or not.
 
   Args:
     policy_logprobs: log πθ of each token; the only differentiated input.
@@ -94,14 +97,35 @@ def kl_penalty(
   if estimator not in ESTIMATORS:
     raise ValueError(f"no KL estimator {estimator!r}; there are {sorted(ESTIMATORS)}")
   difference = policy_logprobs - stop_gradient(ref_logprobs)
-  held = difference if input_clamp is None else clamp(difference, -input_clamp, input_clamp)
-  penalty = _OF_DIFFERENCE[estimator](held)
-  if sampled_from is not None:
-    weight = exp_or_zero(policy_logprobs - stop_gradient(sampled_from))
-    if input_clamp is not None:
-      weight = jnp.where(jnp.abs(difference) > input_clamp, stop_gradient(weight), weight)
-    penalty = weight * penalty
-  return penalty if output_clamp is None else clamp(penalty, -output_clamp, output_clamp)
+  log_weight = None if sampled_from is None else policy_logprobs - stop_gradient(sampled_from)
+  weighted = functools.partial(_weighted, estimator=estimator, input_clamp=input_clamp)
+  if output_clamp is None:
+    return weighted(difference, log_weight)
+  raw = stop_gradient(weighted(difference, log_weight))
+  # What is clamped is not computed for the gradient: through a clamp, an overflow becomes NaN.
+  is_kept = jnp.abs(raw) <= output_clamp
+  difference = jnp.where(is_kept, difference, 0)
+  log_weight = None if log_weight is None else jnp.where(is_kept, log_weight, 0)
+  return jnp.where(
+    is_kept, weighted(difference, log_weight), clamp(raw, -output_clamp, output_clamp)
+  )
+
+
+def _weighted(
+  difference: Float[Array, "*shape"],
+  log_weight: Float[Array, "*shape"] | None,
+  *,
+  estimator: str,
+  input_clamp: float | None,
+) -> Float[Array, "*shape"]:
+  """Returns w k(d̂), not yet clamped."""
+  largest = float(jnp.finfo(difference.dtype).max) if input_clamp is None else input_clamp
+  penalty = _OF_DIFFERENCE[estimator](clamp(difference, -largest, largest))
+  if log_weight is None:
+    return penalty
+  weight = exp_or_zero(log_weight)
+  weight = jnp.where(jnp.abs(difference) > largest, stop_gradient(weight), weight)
+  return jnp.where(weight > 0, weight * jnp.where(weight > 0, penalty, 0), 0)
 
 
 def _k1(difference: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -113,7 +137,9 @@ def _k2(difference: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def _k3(difference: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-  return jnp.expm1(-difference) + difference  # expm1: no cancellation near equality.
+  # expm1 keeps more digits near 0 than exp(x) - 1, yet its sum with d cancels: in float32 the
+  # relative error at d = 1e-3 is about 3e-4.
+  return jnp.expm1(-difference) + difference
 
 
 _OF_DIFFERENCE = {"k1": _k1, "k2": _k2, "k3": _k3}

@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from grpo_jax.rl import arrays
 from grpo_jax.rl.numerics import safe_divide
 
 
-def fill(
-  x: Float[Array, "*shape"], mask: Bool[Array, "*shape"], value: float = 0.0
-) -> Float[Array, "*shape"]:
+def fill(x: arrays.Numbers, mask: arrays.Mask, value: float = 0.0) -> Float[Array, "*shape"]:
   """Returns `x` with `value` wherever `mask` is False, which also stops the gradient there.
 
   Applied to the *inputs* of a formula it is the first half of the "double
@@ -32,35 +31,37 @@ def fill(
   Returns:
     `x` with `value` under the mask.
   """
-  return jnp.where(mask, x, jnp.asarray(value, x.dtype))
+  x = arrays.floats(x, "the values")
+  return jnp.where(arrays.mask(mask), x, jnp.asarray(value, x.dtype))
 
 
-def masked_sum(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
+def masked_sum(x: arrays.Numbers, mask: arrays.Mask) -> Float[Array, ""]:
   """Returns the sum of `x` where `mask` is True; 0 if nothing is."""
   return jnp.sum(fill(x, mask))
 
 
-def masked_mean(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
+def masked_mean(x: arrays.Numbers, mask: arrays.Mask) -> Float[Array, ""]:
   """Returns the mean of `x` where `mask` is True; 0 if nothing is.
 
   Of one array only: over several microbatches, carry sums and counts instead
   (`types.Mean`), for a mean of means weighs short microbatches too much.
   """
-  return safe_divide(masked_sum(x, mask), jnp.sum(mask, dtype=x.dtype))
+  total = masked_sum(x, mask)
+  return safe_divide(total, jnp.sum(arrays.mask(mask), dtype=total.dtype))
 
 
-def masked_max(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
+def masked_max(x: arrays.Numbers, mask: arrays.Mask) -> Float[Array, ""]:
   """Returns the largest `x` where `mask` is True; -inf if nothing is."""
-  return jnp.max(jnp.where(mask, x, -jnp.inf), initial=-jnp.inf)
+  return jnp.max(fill(x, mask, -jnp.inf), initial=-jnp.inf)
 
 
-def masked_min(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
+def masked_min(x: arrays.Numbers, mask: arrays.Mask) -> Float[Array, ""]:
   """Returns the smallest `x` where `mask` is True; inf if nothing is."""
-  return jnp.min(jnp.where(mask, x, jnp.inf), initial=jnp.inf)
+  return jnp.min(fill(x, mask, jnp.inf), initial=jnp.inf)
 
 
 def sequence_totals(
-  x: Float[Array, "B N"], mask: Bool[Array, "B N"], sequence_ids: Int[Array, "B N"] | None = None
+  x: arrays.Numbers, mask: arrays.Mask, sequence_ids: Int[Array, "B N"] | None = None
 ) -> Float[Array, "B S"]:
   """Returns the sum over the unmasked tokens of each sequence.
 
@@ -75,14 +76,14 @@ def sequence_totals(
   kept = fill(x, mask)
   if sequence_ids is None:
     return jnp.sum(kept, axis=-1, keepdims=True)
-  slots = x.shape[-1]
+  slots = kept.shape[-1]
   return jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, num_segments=slots))(
     kept, sequence_ids
   )
 
 
 def sequence_lengths(
-  mask: Bool[Array, "B N"], sequence_ids: Int[Array, "B N"] | None = None, dtype=jnp.float32
+  mask: arrays.Mask, sequence_ids: Int[Array, "B N"] | None = None, dtype=jnp.float32
 ) -> Float[Array, "B S"]:
   """Returns the number of unmasked tokens of each sequence slot.
 
@@ -95,11 +96,12 @@ def sequence_lengths(
   Returns:
     Number of tokens of each of S = N sequence slots of a row, or of S = 1 without `sequence_ids`.
   """
+  mask = arrays.mask(mask)
   return sequence_totals(mask.astype(dtype), mask, sequence_ids)
 
 
 def sequence_means(
-  x: Float[Array, "B N"], mask: Bool[Array, "B N"], sequence_ids: Int[Array, "B N"] | None = None
+  x: arrays.Numbers, mask: arrays.Mask, sequence_ids: Int[Array, "B N"] | None = None
 ) -> Float[Array, "B S"]:
   """Returns the mean over the unmasked tokens of each sequence; 0 in empty slots.
 
@@ -113,11 +115,11 @@ def sequence_means(
     The mean of each sequence slot.
   """
   totals = sequence_totals(x, mask, sequence_ids)
-  return safe_divide(totals, sequence_lengths(mask, sequence_ids, x.dtype))
+  return safe_divide(totals, sequence_lengths(mask, sequence_ids, totals.dtype))
 
 
 def count_sequences(
-  mask: Bool[Array, "B N"], sequence_ids: Int[Array, "B N"] | None = None
+  mask: arrays.Mask, sequence_ids: Int[Array, "B N"] | None = None
 ) -> Float[Array, ""]:
   """Returns the number of sequences with at least one unmasked token."""
   return jnp.sum(sequence_lengths(mask, sequence_ids) > 0, dtype=jnp.float32)
@@ -161,7 +163,7 @@ def until_stop(tokens: Int[Array, "B N"], stop_ids: Sequence[int]) -> Bool[Array
 
 
 def loss_mask(
-  completion: Bool[Array, "B N"], is_sampled: Bool[Array, "B N"], keep: Bool[Array, " B"]
+  completion: arrays.Mask, is_sampled: arrays.Mask, keep: arrays.Mask
 ) -> Bool[Array, "B N"]:
   """Returns True on the tokens that are learned from.
 
@@ -170,12 +172,12 @@ def loss_mask(
     is_sampled: True on tokens that the policy wrote; False on those of the environment.
     keep: False for a completion that is to be left out as a whole.
   """
+  given = {"completion": completion, "is_sampled": is_sampled, "keep": keep}
+  completion, is_sampled, keep = (arrays.mask(x, name=name) for name, x in given.items())
   return completion & is_sampled & keep[:, None]
 
 
-def overlong_filter(
-  mask: Bool[Array, "B N"], is_truncated: Bool[Array, " B"]
-) -> Bool[Array, "B N"]:
+def overlong_filter(mask: arrays.Mask, is_truncated: arrays.Mask) -> Bool[Array, "B N"]:
   """Takes the completions that the token limit cut out of the loss mask.
 
   Their rewards stay in the baseline of their group: filter the loss mask, not
@@ -184,12 +186,10 @@ def overlong_filter(
   Reference:
     DAPO, arXiv:2503.14476, section 3.4; NeMo RL's `overlong_filtering`.
   """
-  return mask & ~is_truncated[:, None]
+  return arrays.mask(mask) & ~arrays.mask(is_truncated, name="is_truncated")[:, None]
 
 
-def top_entropy(
-  entropy: Float[Array, "B N"], mask: Bool[Array, "B N"], share: float
-) -> Bool[Array, "B N"]:
+def top_entropy(entropy: arrays.Numbers, mask: arrays.Mask, share: float) -> Bool[Array, "B N"]:
   """Returns True on the `share` of unmasked tokens whose entropy is largest.
 
   The threshold is the (1 - share) quantile, linearly interpolated, over all
@@ -207,6 +207,7 @@ def top_entropy(
   Reference:
     Wang et al. 2025, "Beyond the 80/20 rule", arXiv:2506.01939.
   """
+  entropy, mask = arrays.floats(entropy, "entropy"), arrays.mask(mask)
   if not 0.0 < share <= 1.0:
     raise ValueError(f"the share of high-entropy tokens must be in (0, 1], got {share}")
   threshold = jnp.nanquantile(jnp.where(mask, entropy, jnp.nan), 1.0 - share)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from grpo_jax.rl import (
   aggregate,
+  arrays,
   diagnostics,
   importance,
   kl,
@@ -106,8 +107,9 @@ class Objective:
       ValueError: if an input is missing that the options need.
     """
     o = self.options
-    policy = masks.fill(policy_logprobs, tokens.mask)
     tokens = _clean(tokens)
+    _check_inputs(o, tokens)
+    policy = masks.fill(arrays.floats(policy_logprobs, "policy_logprobs"), tokens.mask)
     old = None if o.force_on_policy_ratio else tokens.old_logprobs
     old = stop_gradient(policy if old is None else old)
     per_token, metrics = _policy_term(o, policy, old, tokens)
@@ -134,16 +136,36 @@ class Objective:
 
 def _clean(tokens: LossTokens) -> LossTokens:
   """Puts zeros on the masked places of every input."""
-  mask = tokens.mask
-  old, ref = tokens.old_logprobs, tokens.ref_logprobs
+  mask, ids = arrays.mask(tokens.mask), tokens.sequence_ids
+
+  def filled(name: str) -> Any:
+    values = getattr(tokens, name)
+    return None if values is None else masks.fill(arrays.floats(values, name), mask)
+
   return LossTokens(
     mask=mask,
-    sequence_ids=jnp.where(mask, tokens.sequence_ids, 0),
-    advantages=masks.fill(tokens.advantages, mask),
-    behavior_logprobs=masks.fill(tokens.behavior_logprobs, mask),
-    old_logprobs=None if old is None else masks.fill(old, mask),
-    ref_logprobs=None if ref is None else masks.fill(ref, mask),
+    sequence_ids=None if ids is None else jnp.where(mask, jnp.asarray(ids), 0),
+    advantages=filled("advantages"),
+    behavior_logprobs=filled("behavior_logprobs"),
+    old_logprobs=filled("old_logprobs"),
+    ref_logprobs=filled("ref_logprobs"),
   )
+
+
+def _check_inputs(o: Options, tokens: LossTokens) -> None:
+  """Raises ValueError if the options need an input that the tokens lack."""
+  if tokens.advantages is None:
+    raise ValueError("LossTokens.advantages is None: every loss needs advantages")
+  if tokens.ref_logprobs is None and o.kl_coef > 0 and not o.kl_in_reward:
+    raise ValueError(f"kl_coef={o.kl_coef} needs ref_logprobs, and the batch has none")
+  needs_behavior = {
+    f"importance_correction={o.importance_correction!r}": o.importance_correction != "none",
+    "off_policy_mask_threshold": o.off_policy_mask_threshold is not None,
+    "use_on_policy_kl_approximation": o.use_on_policy_kl_approximation and o.kl_coef > 0,
+  }
+  reasons = [option for option, is_set in needs_behavior.items() if is_set]
+  if reasons and tokens.behavior_logprobs is None:
+    raise ValueError(f"{reasons[0]} needs behavior_logprobs, and LossTokens has none")
 
 
 def _policy_term(
@@ -151,8 +173,39 @@ def _policy_term(
 ) -> tuple[Float[Array, "B N"], Metrics]:
   """Returns w ℓ per token, and the metrics of ratios, clips and mismatch."""
   mask, ids, advantages = tokens.mask, tokens.sequence_ids, tokens.advantages
-  behavior = tokens.behavior_logprobs
   per_token, ratio = policy_terms.POLICY_LOSSES[o.loss](o, policy, old, tokens)
+  low, high = o.clip_bounds if o.is_clipped else (0.0, 0.0)
+  clipped = clamp(ratio, 1.0 - low, 1.0 + high) if o.is_clipped else ratio
+  metrics = diagnostics.ratios(ratio, clipped, mask)
+  if tokens.behavior_logprobs is not None:
+    weights, of_mismatch = _correction(o, policy, old, tokens)
+    metrics |= of_mismatch
+    if o.importance_correction != "none":
+      per_token = weights * per_token
+  if o.is_clipped:
+    metrics |= diagnostics.clip_shares(
+      ratio,
+      advantages,
+      mask,
+      clip_low=low,
+      clip_high=high,
+      dual_clip=o.dual_clip,
+    )
+  if o.off_policy_mask_threshold is not None and tokens.behavior_logprobs is not None:
+    keep = importance.off_policy_sequence_mask(
+      policy, tokens.behavior_logprobs, advantages, mask, ids, threshold=o.off_policy_mask_threshold
+    )
+    per_token = jnp.where(keep, per_token, 0)
+    dropped = (~keep).astype(policy.dtype)
+    metrics["mismatch/off_policy_masked_share"] = diagnostics.sequence_average(dropped, mask, ids)
+  return per_token, metrics
+
+
+def _correction(
+  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+) -> tuple[Float[Array, "B N"], Metrics]:
+  """Returns the engine/trainer weight of each token, and the metrics of the mismatch."""
+  mask, ids, behavior = tokens.mask, tokens.sequence_ids, tokens.behavior_logprobs
   weights, is_in_bounds = importance.correction_weights(
     old,
     behavior,
@@ -163,49 +216,26 @@ def _policy_term(
     low=o.importance_low,
     high=o.importance_high,
   )
-  if o.importance_correction != "none":
-    per_token = weights * per_token
-  low, high = o.clip_bounds if o.is_clipped else (0.0, 0.0)
-  clipped = clamp(ratio, 1.0 - low, 1.0 + high) if o.is_clipped else ratio
-  metrics = {
+  of_sequences = o.importance_correction in ("sequence", "sequence_mean")
+  return weights, {
     **diagnostics.mismatch(old, behavior, mask, kl_estimator=o.kl_estimator),
     **diagnostics.importance(
       weights,
       is_in_bounds,
       mask,
       ids,
-      weights_are_of_sequences=o.importance_correction in ("sequence", "sequence_mean"),
-      bounds_are_of_sequences=o.importance_truncation == "seq_mask"
-      or o.importance_correction in ("sequence", "sequence_mean"),
+      weights_are_of_sequences=of_sequences,
+      bounds_are_of_sequences=of_sequences or o.importance_truncation == "seq_mask",
     ),
-    **diagnostics.ratios(ratio, clipped, mask),
     "train/approx_entropy": diagnostics.approx_entropy(policy, behavior, mask),
   }
-  if o.is_clipped:
-    metrics |= diagnostics.clip_shares(
-      ratio,
-      advantages,
-      mask,
-      clip_low=low,
-      clip_high=high,
-      dual_clip=o.dual_clip,
-    )
-  if o.off_policy_mask_threshold is not None:
-    keep = importance.off_policy_sequence_mask(
-      policy, behavior, advantages, mask, ids, threshold=o.off_policy_mask_threshold
-    )
-    per_token = jnp.where(keep, per_token, 0)
-    dropped = (~keep).astype(policy.dtype)
-    metrics["mismatch/off_policy_masked_share"] = diagnostics.sequence_average(dropped, mask, ids)
-  return per_token, metrics
 
 
 def _kl_term(
   o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
 ) -> Float[Array, "B N"]:
   """Returns the weighted, clamped KL estimate per token, without its coefficient."""
-  if tokens.ref_logprobs is None:
-    raise ValueError(f"kl_coef={o.kl_coef} needs ref_logprobs, and the batch has none")
+  assert tokens.ref_logprobs is not None
   sampled_from = {"score": policy, "old": old, "none": None}[o.kl_weight]
   if o.use_on_policy_kl_approximation:
     sampled_from = tokens.behavior_logprobs

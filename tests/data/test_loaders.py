@@ -330,7 +330,7 @@ def test_ways_of_mixing_exclude_each_other(two):
     stream(two, num_prompts_per_dataloader=2, dataloader="by_success")
   with pytest.raises(ValueError, match="every dataset needs a weight"):
     stream([{**two[0], "weight": 1}, two[1]])
-  with pytest.raises(ValueError, match="every dataset needs a weight"):
+  with pytest.raises(ValueError, match=r"datasets\[1\].weight must be a finite number >= 0"):
     stream([{**two[0], "weight": 1}, {**two[1], "weight": float("nan")}])
   with pytest.raises(ValueError, match="dataloader_args needs data.dataloader"):
     stream(two, dataloader_args={"threshold": 1})
@@ -347,7 +347,9 @@ def test_mistakes_in_a_list_name_its_place(two):
     stream([two[0], two[0]])
   with pytest.raises(ValueError, match=r"data.datasets\[0\] names no data"):
     stream([{"weight": 1}])
-  with pytest.raises(ValueError, match=r"data.datasets\[1\].repeat must be int, got '2' \(str\)"):
+  with pytest.raises(
+    ValueError, match=r"data.datasets\[1\].repeat must be an integer >= 1, got '2' \(str\)"
+  ):
     stream([two[0], {**two[1], "repeat": "2"}])
   with pytest.raises(ValueError, match=r"data.datasets\[0\].weight must be float or int, got '1'"):
     stream([{**two[0], "weight": "1"}])

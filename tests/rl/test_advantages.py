@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpo_jax import metrics
 from grpo_jax.rl import advantages, estimators, groups
 
 NAN = float("nan")
@@ -246,7 +247,18 @@ def test_clipping_is_the_last_step():
   "estimator, options, message",
   [
     ("gpro", {}, "did you mean 'grpo'"),
-    ("grpo", {"clip_low": float("nan")}, "must not exceed"),
+    ("grpo", {"clip_low": float("nan")}, "clip_low must be a finite number"),
+    ("gdpo", {"weights": []}, "weights must be a list that is not empty"),
+    ("gdpo", {"weights": (float("nan"), 1.0)}, "weights must be a list"),
+    ("gdpo", {"weights": "12"}, "weights must be a list"),
+    ("gdpo", {"weights": ("1", "2")}, "weights must be a list"),
+    ("gdpo", {"weights": (0.0, 0.0)}, "must not all be 0"),
+    ("grpo", {"eps": float("inf")}, "eps must be a finite number"),
+    ("grpo", {"eps": "1e-6"}, "eps must be a finite number"),
+    ("grpo", {"ddof": True}, "ddof must be an integer"),
+    ("dr_grpo", {"eps": 1e-3}, "eps=0.001 would never be read"),
+    ("rloo", {"ddof": 0}, "ddof=0 would never be read"),
+    ("reinforce++", {}, "here it is 'reinforce_pp'"),
     ("grpo", {"basline": "none"}, "did you mean 'baseline'"),
     ("grpo", {"baseline": "leave_one"}, "leave_one_out"),
     ("grpo", {"scale": "std"}, "group_std"),
@@ -260,6 +272,146 @@ def test_clipping_is_the_last_step():
 def test_estimators_refuse_what_makes_no_sense(estimator, options, message):
   with pytest.raises(ValueError, match=message):
     estimators.make(estimator, **options)
+
+
+LARGEST = float(np.finfo(np.float32).max)
+SIZES = [
+  [1e20, -1e20, 0.0],
+  [3e38, -3e38, 0.0, 1.0],
+  [LARGEST, -LARGEST],
+  [1e-30, 0.0, 0.0],
+  [2e-37, 3e-37],
+  [1e6, 1e6 + 1],
+]
+NAMES = {
+  "grpo": {},
+  "loo": {"baseline": "leave_one_out"},
+  "rloo": {"baseline": "leave_one_out", "scale": "none"},
+  "batch": {"scale": "batch_std"},
+  "plain": {"baseline": "none"},
+}
+
+
+def _expected(rewards, *, baseline="group_mean", scale="group_std"):
+  """By the definition, in the float64 of NumPy; held to what float32 can be."""
+  r = np.asarray(rewards, np.float32).astype(np.float64)
+  others = [np.delete(r, i) for i in range(r.size)]
+  is_loo = baseline == "leave_one_out"
+  centre = (
+    [o.mean() for o in others] if is_loo else [0.0 if baseline == "none" else r.mean()] * r.size
+  )
+  sets = others if is_loo and scale == "group_std" else [r] * r.size
+  spread = [s.std(ddof=1) if s.size > 1 else 0.0 for s in sets]
+  result = []
+  for value, b, s in zip(r, centre, spread, strict=True):
+    result.append((value - b) / (s + 1e-6) if s > 0 and scale != "none" else value - b)
+  return np.clip(result, -LARGEST, LARGEST)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rewards_of_any_size_give_the_advantages_of_the_formula(name):
+  rows = np.full((len(SIZES), 4), NAN, np.float32)
+  for row, rewards in zip(rows, SIZES, strict=True):
+    row[: len(rewards)] = rewards
+  for rewards, row in zip(SIZES, rows, strict=True):
+    got = _jit(functools.partial(advantages.group_relative, **NAMES[name]))(row[None])[0]
+    expected = _expected(rewards, **NAMES[name])
+    assert (np.asarray(got[: len(rewards)]) != 0).any(), rewards
+    atol = 1e-6 * np.abs(expected).max()  # sums of large and small numbers cancel.
+    np.testing.assert_allclose(got[: len(rewards)], expected, rtol=1e-5, atol=atol)
+    assert groups.has_signal(rewards) and metrics.differs(np.asarray(rewards, np.float32))
+
+
+@pytest.mark.parametrize("size", [1e20, 3e38, 1e-25])
+def test_whitening_and_gdpo_take_rewards_of_any_size(size):
+  x = size * np.asarray([[1.0, -1.0, 0.5, 0.25]], np.float32)
+  white = _jit(functools.partial(advantages.whiten, floor=0.0))(x, np.ones((1, 4), bool))
+  expected = (x / size - x.mean() / size) / (x / size).std()
+  np.testing.assert_allclose(white, expected, rtol=1e-5)
+  gdpo = _jit(functools.partial(advantages.gdpo, eps=0.0))(np.stack([x, x[:, ::-1]]))
+  assert np.isfinite(gdpo).all() and np.asarray(gdpo).std(ddof=1) == pytest.approx(1.0)
+
+
+def test_equal_rewards_have_no_signal_whatever_their_size():
+  for value in (0.1, 1e20, 3e38, 1e-30, 1e-42, -7.0):
+    rewards = np.asarray([value, value, NAN, value], np.float32)
+    assert not groups.has_signal(rewards) and not metrics.differs(rewards)
+    np.testing.assert_array_equal(advantages.grpo(rewards), np.zeros(4))
+  neighbours = np.nextafter(np.float32(0.3), np.float32([0.0, 1.0]))
+  assert not groups.has_signal(neighbours) and not metrics.differs(neighbours)
+  for function in (advantages.grpo, advantages.dr_grpo, advantages.rloo):
+    np.testing.assert_array_equal(function(neighbours), np.zeros(2))
+  assert not metrics.differs(np.asarray([1e-42, 0.0], np.float32))  # as accelerators have it.
+  assert not groups.has_signal([1e-42, 0.0])
+
+
+@pytest.mark.parametrize(
+  "rewards",
+  [
+    [[1, 0, 0, 1]],
+    [[True, False, False, True]],
+    np.asarray([[1, 0, 0, 1]]),
+    np.asarray([[1, 0, 0, 1]], np.float64),
+    np.asarray([[True, False, False, True]]),
+    jnp.asarray([[1, 0, 0, 1]], jnp.int8),
+    [jnp.asarray([1.0, 0.0, 0.0, 1.0])],
+    ((1.0, 0.0, 0.0, 1.0),),
+  ],
+)
+def test_rewards_come_as_arrays_and_lists_of_any_number_type(rewards):
+  expected = advantages.grpo(_array([[1.0, 0.0, 0.0, 1.0]]))
+  for mask in (None, [[1, 1, 1, 1]], [[True] * 4], np.ones((1, 4)), jnp.ones((1, 4), jnp.int32)):
+    np.testing.assert_allclose(advantages.grpo(rewards, mask), expected)
+  assert advantages.rloo(rewards).shape == advantages.dr_grpo(rewards).shape == (1, 4)
+  assert groups.has_signal(rewards).tolist() == [True]
+
+
+def test_the_rewards_of_one_prompt_need_no_second_axis():
+  for function in (advantages.grpo, advantages.dr_grpo, advantages.rloo):
+    one = function([1, 0, 0, 1], [1, 1, 0, 1])
+    np.testing.assert_array_equal(one, function([[1, 0, 0, 1]], [[1, 1, 0, 1]])[0])
+    assert one.shape == (4,)
+  gdpo = advantages.gdpo([[1, 0, 0], [0, 1, 0]])
+  np.testing.assert_allclose(gdpo, advantages.gdpo([[[1, 0, 0]], [[0, 1, 0]]])[0])
+
+
+@pytest.mark.parametrize(
+  "rewards, mask, message",
+  [
+    (1.0, None, r"rewards must have the shape \[P, G\].*got \(\)"),
+    (np.zeros((1, 2, 3)), None, r"got \(1, 2, 3\)"),
+    ([[1.0, 2.0], [1.0]], None, "lists of one length"),
+    ([["a", "b"]], None, "rewards must be an array of numbers"),
+    ([[None, 1.0]], None, "rewards must be an array of numbers"),
+    ([[1j, 1.0]], None, "rewards must be an array of numbers"),
+    ([[1.0, 2.0]], [[True]], r"mask must have the shape \(1, 2\)"),
+    ([[1.0, 2.0]], [[0.5, 1.0]], "mask must be booleans, or 0 and 1"),
+    ([[1.0, 2.0]], [["x", "y"]], "mask must be an array of numbers"),
+  ],
+)
+def test_what_is_not_an_array_of_rewards_is_refused_in_one_line(rewards, mask, message):
+  with pytest.raises(ValueError, match=message) as caught:
+    advantages.grpo(rewards, mask)
+  assert "\n" not in str(caught.value)
+
+
+def test_advantages_still_trace():
+  rewards, mask = jnp.asarray([[1, 0, 0, 1], [0, 0, 0, 1]]), jnp.ones((2, 4))
+  expected = advantages.grpo(rewards, mask)
+  np.testing.assert_allclose(jax.jit(advantages.grpo)(rewards, mask), expected, rtol=1e-6)
+  np.testing.assert_allclose(jax.vmap(advantages.grpo)(rewards, mask), expected, rtol=1e-6)
+  slope = jax.grad(lambda r: (advantages.grpo(r) * jnp.arange(4.0)[None]).sum())
+  assert jnp.isfinite(slope(rewards.astype(float))).all()
+  assert jnp.isfinite(slope(jnp.ones((2, 4)))).all()
+  low, high = jnp.float32(-0.5), jnp.float32(0.5)
+  clip = jax.jit(lambda x, low, high: advantages.clip(x, low=low, high=high))
+  np.testing.assert_array_equal(clip(expected, low, high), jnp.clip(expected, -0.5, 0.5))
+
+
+def test_a_clip_of_reversed_bounds_is_refused():
+  for low, high in ((2.0, -1.0), (NAN, 1.0), (0.0, NAN)):
+    with pytest.raises(ValueError, match="low must not exceed high"):
+      advantages.clip(jnp.ones(3), low=low, high=high)
 
 
 def test_groups_with_signal_are_told_by_spread_and_not_by_mean():

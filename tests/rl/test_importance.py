@@ -65,6 +65,21 @@ def test_weights_that_are_not_finite_are_zero():
   np.testing.assert_array_equal(importance.token_weights(old, behavior), [0.0, 0.0, 0.0])
 
 
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence_mean"])
+def test_a_weight_that_no_float_holds_is_not_raised_to_the_lower_bound(level):
+  log_ratio = jnp.asarray([[88.0], [89.0], [np.inf], [NAN], [1e4], [-3.0]], jnp.float32)
+  weights, _ = importance.correction_weights(
+    log_ratio,
+    jnp.zeros((6, 1)),
+    jnp.ones((6, 1), bool),
+    level=level,
+    truncation="tis",
+    low=0.5,
+    high=2.0,
+  )
+  np.testing.assert_array_equal(weights[:, 0], [2.0, 0.0, 0.0, 0.0, 0.0, 0.5])
+
+
 def test_off_policy_mask_drops_bad_sequences_that_are_far_off():
   policy = jnp.asarray([[-2.0, -2.0, -1.0, -1.0, -5.0, NAN]])
   behavior = jnp.full((1, 6), -1.0)

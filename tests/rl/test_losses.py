@@ -1,5 +1,8 @@
 """Policy losses, KL and sequence losses: worked numbers, closed-form gradients, invariances."""
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -252,3 +255,52 @@ def test_an_unknown_kl_estimator_is_refused():
 
 def test_entropy_bonus_rewards_entropy():
   np.testing.assert_array_equal(losses.entropy_bonus(jnp.asarray([0.5, 2.0])), [-0.5, -2.0])
+
+
+FAR = [0.0, 1.0, -1.0, 25.0, -25.0, 87.0, -89.0, 100.0, -100.0, -300.0, 1e4, -1e4, 1e38, -1e38]
+FAR += [math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("sampled_from", [None, "policy", "old"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("clamps", [(None, 10.0), (20.0, 10.0)])
+def test_a_clamped_kl_has_no_gradient_whatever_the_log_ratio(clamps, estimator, sampled_from):
+  """log πθ is held at 0 and the reference moves away, so that only the difference is large."""
+  input_clamp, output_clamp = clamps
+  ref = -jnp.asarray(FAR, jnp.float32)
+  policy = jnp.zeros(len(FAR))
+  old = {"policy": policy, "old": jnp.full(len(FAR), -0.5), None: None}[sampled_from]
+  penalty = lambda p: kl.kl_penalty(
+    p, ref, old, estimator=estimator, input_clamp=input_clamp, output_clamp=output_clamp
+  )
+  values, slopes = penalty(policy), jax.grad(lambda p: penalty(p).sum())(policy)
+  assert jnp.isfinite(values).all() and (jnp.abs(values) <= 10).all()
+  assert jnp.isfinite(slopes).all()
+  np.testing.assert_array_equal(slopes[jnp.abs(values) == 10], 0)
+  assert slopes[1] != 0
+  if estimator == "k3":
+    np.testing.assert_array_equal(values[jnp.asarray(FAR) < -80], 10)
+
+
+TERMS = {
+  "clipped": lambda p, old, a, mask: losses.clipped_surrogate(p, old, a, dual_clip=3.0),
+  "gspo": losses.gspo,
+  "gspo_token": functools.partial(losses.gspo, token_form=True),
+  "cispo": lambda p, old, a, mask: losses.cispo(p, old, a),
+  "sapo": lambda p, old, a, mask: losses.sapo(p, old, a),
+  "gmpo": sequence_losses.gmpo,
+  "luspo": sequence_losses.luspo,
+  "vespo": sequence_losses.vespo,
+}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_no_policy_loss_has_a_gradient_that_is_not_finite(name):
+  """A row for each log-ratio and sign of the advantage; one of its three tokens is far off."""
+  far = jnp.asarray([*FAR, *FAR], jnp.float32)[:, None]
+  old = jnp.concatenate([jnp.zeros_like(far), -far, jnp.zeros_like(far)], axis=1) - 1
+  signs = jnp.repeat(jnp.asarray([1.0, -1.0]), len(FAR))[:, None] * jnp.ones((1, 3))
+  mask = jnp.ones(old.shape, bool)
+  both = jax.jit(jax.value_and_grad(lambda p: TERMS[name](p, old, signs, mask).sum()))
+  value, slope = both(jnp.full(old.shape, -1.0))
+  assert jnp.isfinite(value) and jnp.isfinite(slope).all()

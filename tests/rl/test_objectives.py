@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.rl import losses, objective_options, objectives, policy_terms, sequence_losses
+from grpo_jax.rl import (
+  aggregate,
+  losses,
+  objective_options,
+  objectives,
+  policy_terms,
+  sequence_losses,
+)
 from grpo_jax.types import Denominators, LossTokens, Mean
 
 SEQUENCE = {"aggregation": "sequence_mean"}
@@ -417,6 +424,45 @@ def test_a_missing_input_is_named(options, message):
   tokens = dataclasses.replace(tokens, ref_logprobs=None)
   with pytest.raises(ValueError, match=message):
     objectives.make(**options)(policy, None, tokens, _denominators(tokens))
+
+
+@pytest.mark.parametrize(
+  "options, needed",
+  [
+    (
+      {
+        "importance_correction": "token",
+        "importance_truncation": "tis",
+        "importance_high": 2.0,
+      },
+      "importance_correction='token'",
+    ),
+    ({"off_policy_mask_threshold": 0.1}, "off_policy_mask_threshold"),
+    ({"use_on_policy_kl_approximation": True}, "use_on_policy_kl_approximation"),
+  ],
+)
+def test_logprobs_of_the_engine_are_needed_only_by_what_compares_with_them(options, needed):
+  policy, _, tokens = _tokens()
+  without = dataclasses.replace(tokens, behavior_logprobs=None)
+  with pytest.raises(ValueError, match=f"{needed} needs behavior_logprobs"):
+    objectives.make(**options)(policy, None, without, _denominators(tokens))
+  objective = objectives.make()
+  loss, metrics = objective(policy, None, without, _denominators(tokens))
+  expected, all_metrics = objective(policy, None, tokens, _denominators(tokens))
+  assert loss == expected
+  missing = {name for name in all_metrics if name.startswith("mismatch/")}
+  assert set(all_metrics) - set(metrics) == missing | {"train/approx_entropy"}
+
+
+@pytest.mark.parametrize("loss", objective_options.LOSSES)
+def test_without_ids_a_row_is_one_completion_and_masks_may_be_numbers(loss):
+  policy, _, tokens = _tokens()
+  rows = dataclasses.replace(tokens, sequence_ids=jnp.zeros_like(tokens.sequence_ids))
+  plain = dataclasses.replace(tokens, sequence_ids=None)
+  objective = objectives.make(loss=loss, kl_coef=0.0)
+  counts = aggregate.local_denominators(np.asarray(tokens.mask, np.float32))
+  expected = objective(policy, None, rows, aggregate.local_denominators(tokens.mask))[0]
+  np.testing.assert_allclose(objective(policy, None, plain, counts)[0], expected, rtol=1e-6)
 
 
 def test_every_named_loss_exists_and_objectives_are_hashable():
