@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from grpo_kernels.linear_logprobs import choice
 
-from grpo_jax import batching, precision
-from grpo_jax.engines import decoding, probe, scheduling
+from grpo_jax import batching, engines, precision
+from grpo_jax.engines import decoding, probe, scheduling, sglang
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.learn import optim, train_step
 from grpo_jax.models import classifier
@@ -171,6 +171,25 @@ def test_the_precision_is_float32_unless_another_is_named_and_none_of_bfloat16()
 )
 def test_the_log_names_what_is_computed(name, platform, told):
   assert told in precision.describe(name, platform)
+
+
+def test_servers_keep_tf32_out_where_the_trainer_does():
+  exact = sglang.variables("float32", {"TRITON_F32_DEFAULT": "tf32x3", "A": "1"})
+  assert exact == {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "tf32x3", "A": "1"}
+  for products_in in ("tensorfloat32", "default", "bfloat16"):
+    assert sglang.variables(products_in, {}) == {}
+    assert probe.TOLERANCES[products_in] > probe.TOLERANCES["float32"]
+
+
+def test_an_engine_of_ones_own_is_given_the_precision_if_it_takes_it(tmp_path, monkeypatch):
+  package = tmp_path / "own_package"
+  package.mkdir()
+  (package / "own_a.py").write_text("def make(*, compute_dtype): return compute_dtype\n")
+  (package / "own_b.py").write_text("def make(*, matmul_precision): return matmul_precision\n")
+  monkeypatch.syspath_prepend(tmp_path)
+  given = {"matmul_precision": "float32"}
+  assert engines.make("own_package.own_a", compute_dtype="float32", **given) == "float32"
+  assert engines.make("own_package.own_b", **given) == "float32"
 
 
 V5E = choice.Chip("tpu", "TPU v5 lite")
