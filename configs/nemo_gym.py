@@ -4,8 +4,8 @@
         --workdir=runs/nemo_gym
 
 The file is what NeMo Gym writes, or {"input", "output", "reward"} rows, made of it by
-scripts/convert_nemo_gym.py; rollouts of one task form a group, also a group of one. Without `reward`
-in the rows, `--config.offline.rewards=environment` has `data.environment` compute it.
+scripts/convert_nemo_gym.py; rollouts of one task form a group, also a group of one. Without
+`reward` in the rows, `--config.offline.rewards=environment` has `data.environment` compute it.
 
 configs/nemo_gym.py:online samples on the same tasks again. NeMo Gym's own verifiers do not run
 here: name an environment of yours that scores such rows in `data.environment`. docs/offline.md.

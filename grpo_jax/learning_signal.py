@@ -114,9 +114,10 @@ def of_step(
     estimator: of the advantages.
   """
   lost: collections.Counter[str] = collections.Counter()
-  lost["filtered"] = sum(len(group.rollouts) for group in groups) - sum(
-    len(group.rollouts) for group in kept
-  )
+  names = {group.prompt.prompt_id for group in kept}
+  left_out = [group for group in groups if group.prompt.prompt_id not in names]
+  lost["filtered"] = sum(_scored(group) for group in left_out)
+  lost["unscorable"] = sum(len(group.rollouts) - _scored(group) for group in left_out)
   reasons = {k: v for k, v in not_computed.items() if v != batching.ZERO_ADVANTAGE}
   lost.update(reasons.values())
   places = [(g, r) for g, group in enumerate(kept) for r in range(len(group.rollouts))]
@@ -134,7 +135,7 @@ def of_step(
   return Signal(completions, {name: lost[name] for name in REASONS if lost[name]})
 
 
-def lines(first: int, last: int, lost: Mapping[str, float]) -> list[str]:
+def lines(first: int, last: int, lost: Mapping[str, float | int]) -> list[str]:
   """Returns what is to be said of steps in a row without signal: why, and what to do.
 
   Args:

@@ -66,10 +66,11 @@ def opener(config: Config) -> Callable[..., GroupDataset]:
   return open_groups
 
 
-def groups_lines(config: Config, datasets: Sequence[GroupDataset]) -> Iterator[str]:
+def groups_lines(config: Config, datasets: Sequence[Any]) -> Iterator[str]:
   """Yields what is to be said of the groups of training before anything is learned from them."""
   estimator = estimators.make(**config.advantages)
   for dataset in datasets:
+    assert isinstance(dataset, GroupDataset)  # see `opener`.
     groups, singles = len(dataset.members), dataset.members.singles
     told = f"{dataset.name}: {groups} recorded groups, {singles} of them of one response"
     if singles and estimator.baseline != "none":

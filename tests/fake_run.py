@@ -68,6 +68,7 @@ def make_group(rng: np.random.Generator, step: int, index: int, skill: float, si
         finish_reason=FinishReason.LENGTH if cut else FinishReason.STOP,
         reward=float(right and not cut),
         text=decode(ids),
+        metrics={"accuracy": float(right and not cut)},
         reward_components={"correct": float(right), "format": float(not cut)},
       )
     )
@@ -101,10 +102,12 @@ def write_steps(logger: loggers.Logger, first: int, end: int, *, seed: int = 0, 
       for g in groups
     ]
     values = {"weight_version": step} | metrics.of_rollouts(groups, step=step)
+    values["signal/lost_share"] = values["rollout/no_signal_share"]
     values |= {
       "train/loss": rng.normal(0, 0.01),
       "train/grad_norm": math.exp(rng.normal(0.0, 0.3)),
       "train/entropy": 1.2 - 0.9 * skill + rng.normal(0, 0.03),
+      **({"all/entropy": 1.1 - 0.9 * skill} if step % 10 == 0 else {}),
       "train/kl_to_reference": 0.002 * step + abs(rng.normal(0, 0.002)),
       "train/clip_low_share": abs(rng.normal(0.0, 0.002)),
       "train/clip_high_share": abs(rng.normal(0.0, 0.001)),

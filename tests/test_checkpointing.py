@@ -176,6 +176,14 @@ def test_kept_is_the_newest_and_the_best(options, expected):
   assert checkpointing.kept(metric_of, **options) == expected
 
 
+def test_the_first_metric_that_was_measured_ranks(folder):
+  names = ("eval/a/accuracy", "eval/a/reward_mean")
+  with checkpointing.open(folder, keep_last=1, keep_best=1, best_metric=names) as checkpoints:
+    for step, value in enumerate((1.0, 3.0, 2.0, 0.5)):
+      checkpoints.save(step, make_state(step), {}, metrics={"eval/a/reward_mean": value})
+  assert checkpoints.steps() == [1, 3]
+
+
 def test_save_deletes_what_is_neither_recent_nor_best(folder):
   scores = {1: 0.3, 2: 0.8, 3: float("nan"), 4: None, 5: 0.1}
   with checkpointing.open(folder, keep_last=1, keep_best=1, best_metric="eval/a") as checkpoints:

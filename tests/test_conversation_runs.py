@@ -31,6 +31,8 @@ def run_config(name: str, workdir: pathlib.Path, model: pathlib.Path, **override
     "evaluation.at_start": False,
     "evaluation.num_prompts": 2,
     "logging.tensorboard": False,
+    "learn.report_all_every_steps": 0,
+    "learn.report_kl_every_steps": 0,
     **overrides,
   }
   arguments = [f"--config.{key}={value}" for key, value in settings.items()]
@@ -133,6 +135,8 @@ def test_a_group_of_environments_scores_each_row_by_its_own_and_survives_a_broke
     "evaluation.num_prompts": 3,
     "evaluation.at_start": False,
     "logging.tensorboard": False,
+    "learn.report_all_every_steps": 0,
+    "learn.report_kl_every_steps": 0,
   }
   config.update_from_flattened_dict(settings)
   train.train(config, tmp_path / "run")

@@ -134,7 +134,9 @@ def test_a_broken_row_is_named_and_nothing_is_written(tmp_path, capsys):
   assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
   code, rows = convert(tmp_path / "out.jsonl", path, "--on-error=skip")
   assert (code, len(rows)) == (0, 1)
-  assert "1 rows to" in capsys.readouterr().out
+  told = capsys.readouterr().out
+  assert "1 rows to" in told and "1 groups, 1 of them with one response" in told
+  assert "'reinforce_pp' learns" in told
 
 
 def test_the_file_to_convert_is_not_overwritten(tmp_path):

@@ -44,6 +44,8 @@ def test_two_steps_shape_rewards_draw_more_prompts_and_keep_the_surplus(tmp_path
     "shaping.scale_from": (0.0, 0.5),
     "shaping.overlong_buffer_tokens": 8,
     "logging.tensorboard": False,
+    "learn.report_all_every_steps": 0,
+    "learn.report_kl_every_steps": 0,
   }
   config.update_from_flattened_dict(settings)
   assert not list(train.validate(config))

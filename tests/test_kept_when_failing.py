@@ -35,6 +35,8 @@ def arguments(tmp_path):
     "config.evaluation.every_steps": 0,
     "config.checkpoint.every_steps": 0,
     "config.logging.tensorboard": False,
+    "config.learn.report_all_every_steps": 0,
+    "config.learn.report_kl_every_steps": 0,
   }
   return [f"--{name}={value}" for name, value in settings.items()]
 

@@ -350,14 +350,14 @@ def test_without_a_terminal_there_is_no_escape_sequence_and_no_wrapping():
   screen, file = a_screen(terminal=False, width=40)
   with screen.progress("sampling", 10) as advance:
     advance(10)
-  screen.step(0, 10, {"rollout/reward_mean": 0.5, "rollout/no_signal_share": 0.9})
+  screen.step(0, 10, {"rollout/reward_mean": 0.5, "signal/lost_share": 0.9})
   assert "\x1b" not in file.getvalue()
   assert len(file.getvalue().splitlines()) == 2
 
 
 def test_on_a_terminal_alarms_are_coloured_and_the_bar_vanishes():
   screen, file = a_screen(terminal=True, width=120)
-  screen.step(0, 10, {"rollout/reward_mean": 0.5, "rollout/no_signal_share": 0.9})
+  screen.step(0, 10, {"rollout/reward_mean": 0.5, "signal/lost_share": 0.9})
   assert "\x1b[33m       90%\x1b[0m" in file.getvalue()
   with screen.progress("sampling", 10) as advance, screen.progress("grading") as inner:
     advance(4)

@@ -154,9 +154,10 @@ def test_nothing_sampled_gives_nan_and_no_warning():
 
 
 def test_an_evaluation_tells_accuracy_pass_at_k_and_what_failed():
+  judged = lambda reward, *more: a_rollout(reward, *more, metrics={"accuracy": float(reward == 1)})
   groups = [
-    a_group(a_rollout(1.0), a_rollout(0.0), a_rollout(0.0), a_rollout(math.nan)),
-    a_group(a_rollout(0.9), a_rollout(1.0), a_rollout(1.0), a_rollout(0.0, 9, FinishReason.LENGTH)),
+    a_group(judged(1.0), judged(0.0), judged(0.0), a_rollout(math.nan)),
+    a_group(judged(0.9), judged(1.0), judged(1.0), judged(0.0, 9, FinishReason.LENGTH)),
   ]
   found = metrics.of_evaluation(groups, name="heldout", pass_k=(1, 2))
   expected = {
@@ -179,6 +180,22 @@ def test_an_environment_that_reports_accuracy_decides_what_is_solved():
   assert metrics.of_evaluation(groups, name="x")["eval/x/accuracy"] == 0.5
 
 
+def test_accuracy_is_of_the_environments_that_report_it():
+  rewarded = a_group(a_rollout(1.0), a_rollout(1.0), environment="reward_model")
+  alone = metrics.of_evaluation([rewarded], name="x")
+  assert not [name for name in alone if "accuracy" in name or "pass@" in name]
+  assert alone["eval/x/reward_mean"] == 1.0
+  judged = a_group(a_rollout(0.0, metrics={"accuracy": 1.0}), a_rollout(math.nan))
+  both = metrics.of_evaluation([rewarded, judged], name="x")
+  assert both["eval/x/accuracy"] == both["eval/x/math/accuracy"] == both["eval/x/pass@1"] == 0.5
+  assert "eval/x/reward_model/accuracy" not in both
+
+
+def test_the_entropy_of_the_behavior_is_of_all_sampled_tokens():
+  groups = [a_group(a_rollout(1.0, 3), a_rollout(1.0, 5)), a_group(a_rollout(math.nan, 2))]
+  assert metrics.of_rollouts(groups)["rollout/behavior_entropy"] == pytest.approx(0.5)
+
+
 def test_everything_that_the_package_tells_stands_in_the_table():
   group = a_group(a_rollout(1.0, metrics={"accuracy": 1.0}, reward_components={"format": 1.0}))
   told = metrics.of_rollouts([group], step=1) | metrics.of_evaluation([group], name="held/out")
@@ -191,7 +208,7 @@ def test_everything_that_the_package_tells_stands_in_the_table():
 
 def test_every_metric_named_in_the_code_stands_in_the_table():
   package = Path(metrics.__file__).parent
-  areas = "rollout|train|mismatch|batch|data|learn|filter|perf|eval|time"
+  areas = "all|rollout|signal|train|mismatch|batch|data|learn|filter|perf|eval|time"
   literal = re.compile(rf'"((?:{areas})/[a-z][a-z0-9_@]*)"')
   named = {
     name: path.name

@@ -120,6 +120,8 @@ def make_config(model, rows, reward, options):
     "evaluation.at_end": False,
     "evaluation.every_steps": 0,
     "logging.tensorboard": False,
+    "learn.report_all_every_steps": 0,
+    "learn.report_kl_every_steps": 0,
     **{name.replace("__", "."): value for name, value in options.items()},
   }
   config = configs.base.get_config()

@@ -72,6 +72,8 @@ def make_config(model, files):
       "evaluation__every_steps": 2,
       "checkpoint__every_steps": 1,
       "logging__tensorboard": False,
+      "learn__report_all_every_steps": 0,
+      "learn__report_kl_every_steps": 0,
       **overrides,
     }
     config = configs.base.get_config()

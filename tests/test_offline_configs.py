@@ -90,6 +90,87 @@ def rollouts():
   ]
 
 
+def asked(text, **fields):
+  """A row of NeMo Gym: what was asked, and one answer."""
+  content = [{"type": "output_text", "text": "an answer"}]
+  return {
+    "responses_create_params": {"input": [{"role": "user", "content": text}], "tools": []},
+    "response": {"output": [{"type": "message", "role": "assistant", "content": content}]},
+    **fields,
+  }
+
+
+# The fields that NeMo Gym's environments write besides, and the shape of its guide.
+SINGLES = {
+  "blackjack": [
+    asked(f"Your hand: {i}", reward=2.0 * (i % 2) - 1, _ng_task_index=0, info={"value": i})
+    for i in range(4)
+  ],
+  "code_gen": [
+    asked(f"program {i}", reward=float(i % 2), result=[-2], metadata={"expected": "1"})
+    for i in range(4)
+  ],
+  "instruction_following": [
+    asked(f"write {i}", reward=float(i % 2), instruction_id_list=["count:n"], kwargs=[{"N": 3}])
+    for i in range(4)
+  ],
+  "reasoning_gym": [
+    asked(f"puzzle {i}", reward=float(i % 2), task_name="knights_knaves", score=0.0)
+    for i in range(4)
+  ],
+  "guide": [{"input": f"ask {i}", "output": "an answer", "reward": i % 2} for i in range(4)],
+}
+
+
+def written(path, rows):
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  return path
+
+
+@pytest.mark.parametrize("estimator", ["reinforce_pp", "grpo"])
+def test_files_of_single_responses_are_learned_from_or_it_is_said(
+  estimator, model, tmp_path, capsys
+):
+  rows = [row for rows in zip(*SINGLES.values(), strict=True) for row in rows]
+  options = {"data.path": written(tmp_path / "rollouts.jsonl", rows)}
+  if estimator != "reinforce_pp":  # that of the config.
+    options |= {"advantages.estimator": estimator, "loss.kl_coef": 0.0}
+  told = run(tmp_path / "run", "nemo_gym.py", model, **options)
+  printed = capsys.readouterr().out
+  assert "20 recorded groups, 20 of them of one response" in printed
+  assert "accuracy" not in printed  # nothing was ranked.
+  steps = [row for row in told if "rollout/prompts" in row]
+  if estimator == "reinforce_pp":
+    assert [row["signal/lost_share"] for row in steps] == [0.0, 0.0]
+    assert all(row["train/grad_norm"] > 0 for row in steps)
+    assert steps[1]["all/kl_to_initial"] > 0.0 == steps[0]["all/kl_to_initial"]
+    assert "NOTHING" not in printed
+    return
+  assert [row["signal/lost/group_of_one"] for row in steps] == [4.0, 4.0]
+  assert "NOTHING IS LEARNED FROM THESE 20" in printed and "Step 0: NOTHING TO" in printed
+  page = (tmp_path / "run" / "report.html").read_text()
+  assert "Steps 0 to 1: NOTHING TO LEARN FROM" in page
+  # What nothing is learned from is measured all the same, and says of what it is.
+  assert "train/entropy" not in steps[0] and steps[0]["all/entropy"] > 1.0
+  assert steps[0]["all/covered_token_share"] == 1.0 and steps[0]["batch/computed_token_share"] == 0
+
+
+@pytest.mark.parametrize("name", [name for name in SINGLES if name != "guide"])
+def test_online_a_file_that_no_environment_scores_is_refused_before_anything_is_sampled(
+  name, model, tmp_path, capsys
+):
+  path = written(tmp_path / "rollouts.jsonl", SINGLES[name])
+  config = f"--config={ROOT / 'configs' / 'nemo_gym.py:online'}"
+  options = {"model.path": model, "data.path": path}
+  arguments = [f"--config.{key}={value}" for key, value in options.items()]
+  assert main.main([config, f"--workdir={tmp_path / 'run'}", *arguments]) == 2
+  told = capsys.readouterr().err
+  assert "environment 'math' takes none of the 3 prompts that were tried" in told
+  assert "needs expected_answer" in told and "NeMo Gym's own verifiers do not run here" in told
+  assert "data.environment" in told and "mode='offline'" in told
+  assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 @pytest.mark.parametrize("mode", ["offline", "online"])
 def test_rollouts_of_nemo_gym_are_learned_from_or_sampled_anew(mode, model, tmp_path):
   path = tmp_path / "rollouts.jsonl"

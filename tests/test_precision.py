@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax import batching, precision
-from grpo_jax.engines import decoding, probe, scheduling
+from grpo_jax import batching, engines, precision
+from grpo_jax.engines import decoding, probe, scheduling, sglang
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.learn import optim, train_step
 from grpo_jax.rl import objectives
@@ -118,3 +118,103 @@ def test_every_product_of_every_program_is_in_the_precision_of_the_run(dtype, na
         assert set(found) == (set() if program == "optimizer" else {wanted}), (program, found)
         print(program, platform, dict(found))
   assert {"update", "optimizer"} <= seen
+
+
+def test_one_program_has_one_precision_for_each_run_and_keeps_them_apart():
+  config, params = tiny.config(), tiny.params(tiny.config())
+  tokens = jnp.asarray([[1, 2, 3]])
+  for name, wanted in (("float32", "HIGHEST"), ("tensorfloat32", "HIGH"), ("float32", "HIGHEST")):
+    static = (config, jnp.dtype("float32"), name)
+    found = products(lambda *a, s=static: probe._logprobs(*a, *s), (params, tokens), "cuda")
+    assert {asked for _, asked in found} == {wanted}
+
+
+def test_the_samplers_worker_thread_computes_in_the_precision_of_the_run(monkeypatch):
+  """JAX keeps the precision of a context for each thread by itself."""
+  seen = {}
+  of_step, here = decoding.decode_step, threading.current_thread().name
+
+  def step(*arguments):
+    seen[threading.current_thread().name] = jax.config.jax_default_matmul_precision
+    return of_step(*arguments)
+
+  monkeypatch.setattr(decoding, "decode_step", step)
+  engine = tiny.sampler(matmul_precision="tensorfloat32", chunk_tokens=3)
+  with jax.default_matmul_precision("highest"), engine:
+    tiny.run(engine, [tiny.request("x", [1, 2], max_tokens=3)])
+  assert set(seen.values()) == {"tensorfloat32"} and here not in seen
+
+
+def test_the_precision_is_float32_unless_another_is_named_and_none_of_bfloat16():
+  assert precision.resolve(None, "float32") == "float32"
+  assert precision.resolve("tensorfloat32", jnp.float32) == "tensorfloat32"
+  assert precision.resolve(None, "bfloat16") is None
+  with pytest.raises(ValueError, match="one of 'float32', 'tensorfloat32', 'default', got 'tf32'"):
+    precision.resolve("tf32", "float32")
+  with pytest.raises(ValueError, match="is of float32 products, and model.compute_dtype is 'bfl"):
+    precision.resolve("float32", "bfloat16")
+
+
+@pytest.mark.parametrize(
+  ("name", "platform", "told"),
+  [
+    ("float32", "gpu", "float32 ("),
+    ("tensorfloat32", "cpu", "float32 ("),
+    ("tensorfloat32", "gpu", "float32, rounded to TF32"),
+    ("tensorfloat32", "tpu", "three bfloat16 passes"),
+    ("default", "tpu", "rounded to bfloat16"),
+    (None, "tpu", "bfloat16 factors, float32 sums"),
+  ],
+)
+def test_the_log_names_what_is_computed(name, platform, told):
+  assert told in precision.describe(name, platform)
+
+
+def test_servers_keep_tf32_out_where_the_trainer_does():
+  exact = sglang.variables("float32", {"TRITON_F32_DEFAULT": "tf32x3", "A": "1"})
+  assert exact == {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "tf32x3", "A": "1"}
+  for products_in in ("tensorfloat32", "default", "bfloat16"):
+    assert sglang.variables(products_in, {}) == {}
+    assert probe.TOLERANCES[products_in] > probe.TOLERANCES["float32"]
+
+
+def test_an_engine_of_ones_own_is_given_the_precision_if_it_takes_it(tmp_path, monkeypatch):
+  package = tmp_path / "own_package"
+  package.mkdir()
+  (package / "own_a.py").write_text("def make(*, compute_dtype): return compute_dtype\n")
+  (package / "own_b.py").write_text("def make(*, matmul_precision): return matmul_precision\n")
+  monkeypatch.syspath_prepend(tmp_path)
+  given = {"matmul_precision": "float32"}
+  assert engines.make("own_package.own_a", compute_dtype="float32", **given) == "float32"
+  assert engines.make("own_package.own_b", **given) == "float32"
+
+
+V5E = choice.Chip("tpu", "TPU v5 lite")
+
+
+def test_the_head_honours_the_precision_or_refuses_it():
+  with precision.scope("float32"):
+    assert choice.default(V5E, "float32", 128) == ("pallas_tpu", "")
+  with precision.scope("tensorfloat32"):
+    assert choice.default(V5E, "bfloat16", 128) == ("pallas_tpu", "")
+    name, why = choice.default(V5E, "float32", 128)
+    assert name == "xla_chunked" and "in the highest precision only, got HIGH" in why
+    with pytest.raises(NotImplementedError, match="'pallas_tpu' computes float32 .* got HIGH"):
+      choice.pick("pallas_tpu", V5E, dtype="float32", width=128)
+
+
+def test_a_reward_models_products_are_float32_where_it_computes_in_float32():
+  config, params = tiny.config(), tiny.params(tiny.config())
+  body = {name: value for name, value in params.items() if name != "head"}
+  arguments = ({"body": body, "score": jnp.ones((1, config.hidden_size))}, *[jnp.ones(2, int)] * 2)
+
+  def scores(dtype):
+    score = precision.scoped(classifier.scores, precision.resolve(None, dtype))
+    return lambda params, lengths, pool_at: score(
+      params, config, jnp.ones((2, 8), jnp.int32), lengths, pool_at, compute_dtype=jnp.dtype(dtype)
+    )
+
+  with jax.default_matmul_precision(None):
+    assert set(products(scores("float32"), arguments, "tpu")) == {("f32", "HIGHEST")}
+    mixed = products(scores("bfloat16"), arguments, "tpu")
+  assert set(mixed) == {("bf16", "DEFAULT"), ("f32", "HIGHEST")} and mixed["f32", "HIGHEST"] == 1

@@ -396,12 +396,31 @@ def test_steps_are_spread_from_both_ends_inwards():
 
 
 def test_an_unhealthy_end_is_told_in_words(tmp_path):
-  rows = [{"step": s, "rollout/no_signal_share": 0.0 if s < 18 else 0.9} for s in range(20)]
+  rows = [{"step": s, "signal/lost_share": 0.0 if s < 18 else 0.9} for s in range(20)]
   run = report_data.load(a_run(tmp_path, rows))
   assert report.warnings_of(run) == [
-    "90% of the groups have equal rewards: little is left to learn from."
+    "90% of the completions teach nothing (signal/lost/* says why): little is left to learn from."
   ]
   assert report.warnings_of(report_data.load(a_run(tmp_path, rows[:18]))) == []
+
+
+def test_first_steps_without_signal_stand_on_the_page_with_reason_and_remedy(tmp_path):
+  silent = {"signal/lost_share": 1.0, "signal/lost/group_of_one": 4.0}
+  rows = [{"step": 0, **silent}, {"step": 1, **silent}, {"step": 2, "signal/lost_share": 0.5}]
+  page = report.render(report_data.load(a_run(tmp_path, rows)))
+  assert "Steps 0 to 1: NOTHING TO LEARN FROM" in page and "8 completions are the only" in page
+  assert "advantages.estimator=&#x27;reinforce_pp&#x27;" in page
+  page = report.render(report_data.load(a_run(tmp_path / "b", rows[2:])))
+  assert "NOTHING TO LEARN FROM" not in page
+
+
+def test_device_memory_stands_on_top_where_it_is_counted(tmp_path):
+  rows = [{"step": 0, "rollout/reward_mean": 0.5, "perf/device_peak_gib": 3.25}]
+  tiles = report.tiles(report_data.load(a_run(tmp_path, rows)))
+  assert ("Device memory", "", "3.2 GiB", "highest, of the fullest device") in tiles
+  rows[0].pop("perf/device_peak_gib")
+  tiles = report.tiles(report_data.load(a_run(tmp_path / "cpu", rows)))
+  assert not [tile for tile in tiles if "memory" in tile[0]]
 
 
 def test_several_runs_are_drawn_into_one_page_without_groups(tmp_path, run_folder):

@@ -48,6 +48,8 @@ def run(made, workdir, *, config="reward_model", **settings) -> int:
     "evaluation__at_start": False,
     "evaluation__at_end": False,
     "logging__tensorboard": False,
+    "learn__report_all_every_steps": 0,
+    "learn__report_kl_every_steps": 0,
     **settings,
   }
   file = config if isinstance(config, pathlib.Path) else ROOT / "configs" / f"{config}.py"

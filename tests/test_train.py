@@ -144,7 +144,7 @@ def test_a_run_leaves_what_tools_rely_on(make_config, tmp_path, capsys):
   rows = told(tmp_path)
   assert [row["step"] for row in rows] == [0, 1, 2, 3]  # 3: the evaluation of the final weights.
   assert [row["weight_version"] for row in rows[:3]] == [0, 1, 2]
-  assert {"eval/heldout/accuracy", "rollout/reward_mean"} <= set(rows[0])
+  assert {"eval/heldout/reward_mean", "rollout/reward_mean"} <= set(rows[0])
   # 0 but for rounding: scorer and update sum over the vocabulary in different orders.
   assert rows[1]["train/kl_to_reference"] > 1e-9 > 1e-12 > abs(rows[0]["train/kl_to_reference"])
   assert not metrics.unknown({name for row in rows for name in row if name != "step"})
@@ -245,12 +245,26 @@ def test_other_seeds_give_other_runs(make_config, plain, tmp_path):
   assert one != other
 
 
-def test_steps_without_signal_change_nothing_and_are_counted(make_config, model, tmp_path):
+def test_drift_and_entropy_of_all_completions_are_known_without_a_kl_in_the_loss(plain):
+  first, second, last = told(plain)[:3]
+  assert first["all/kl_to_initial"] == 0.0 < last["all/kl_to_initial"]
+  assert "all/kl_to_initial" not in second and "train/kl_to_reference" not in last
+  assert first["all/covered_token_share"] == 1.0 >= first["batch/computed_token_share"]
+  # Where the update computes everything, both are of the same tokens.
+  if first["batch/computed_token_share"] == 1.0:
+    assert first["all/entropy"] == pytest.approx(first["train/entropy"], rel=1e-5)
+  assert first["rollout/behavior_entropy"] == pytest.approx(first["all/approx_entropy"], rel=1e-4)
+
+
+def test_steps_without_signal_change_nothing_and_are_counted(make_config, model, tmp_path, capsys):
   config = make_config(reward="constant", total_steps=2)
   train.train(config, tmp_path)
   rows = told(tmp_path)
   assert [row["rollout/no_signal_share"] for row in rows[:2]] == [1.0, 1.0]
   assert [row["batch/optimizer_steps"] for row in rows[:2]] == [0.0, 0.0]
+  assert [row["signal/lost_share"] for row in rows[:2]] == [1.0, 1.0]
+  assert "Step 0: NOTHING TO LEARN FROM" in capsys.readouterr().out
+  assert rows[0]["all/entropy"] > 0 and "train/entropy" not in rows[0]
   before = jax.tree.leaves(loading.load(model).params)
   for old, new in zip(before, weights(tmp_path), strict=True):
     np.testing.assert_array_equal(old, new)

@@ -309,7 +309,7 @@ def make(
       device=device or ("cuda" if pathlib.Path("/dev/nvidia0").exists() else "cpu"),
       arguments=(*(["--enable-memory-saver"] if release_memory else []), *arguments),
       command=tuple(command) if command else None,
-      environment={**(_EXACT if products == "float32" else {}), **(environment or {})},
+      environment=variables(products, environment or {}),
       host=host,
       port=port,
       gpus=tuple(gpus),
@@ -358,6 +358,16 @@ def make(
     release_memory=release_memory,
     router=router,
   )
+
+
+def variables(products: str, own: Mapping[str, str]) -> dict[str, str]:
+  """Returns the environment variables of servers that are launched.
+
+  Args:
+    products: what the trainer computes matrix products in; see `precision.resolve`.
+    own: those that the user asks for, which go before ours.
+  """
+  return {**(_EXACT if products == "float32" else {}), **own}
 
 
 def _key(*, is_launched: bool) -> str | None:

@@ -21,7 +21,7 @@ class FunctionEnvironments:
     function: Callable[..., Any],
     settings: Mapping[str, Any],
     timeout_s: float | None,
-    solved: float | None = None,
+    solved: float | int | None = None,
   ):
     self.timeout_s = timeout_s  # see `base.Timed`.
     self._function = function
@@ -46,7 +46,7 @@ def make(
   path: str,
   settings: Mapping[str, Any] | None = None,
   timeout_s: float | None = None,
-  solved: float | None = None,
+  solved: float | int | None = None,
 ) -> FunctionEnvironments:
   """Makes an environment of one turn out of a function.
 

@@ -152,6 +152,30 @@ def test_unknown_names_list_what_there_is(user_modules):
       made["maht"]
 
 
+def row(number, **info):
+  return Prompt(f"rows:0:{number}", np.zeros(1, np.int32), "math", info)
+
+
+def test_prompts_that_an_environment_cannot_score_are_refused_before_anything_is_sampled():
+  with environments.make(math={}) as made:
+    bare = [row(0, agent_ref="x", reward=1.0), row(1, agent_ref="y")]
+    with pytest.raises(
+      ValueError, match="'math' takes none of the 2 .*needs expected_answer.*row:"
+    ):
+      environments.check(made, bare)
+    with pytest.raises(ValueError, match="this row: agent_ref, reward"):
+      environments.check(made, bare[:1])
+    environments.check(made, [*bare, row(2, expected_answer="4")])  # single rows are counted later.
+
+
+def test_a_factory_of_the_users_that_fails_on_a_prompt_is_named_with_its_error():
+  def factory(prompt):
+    return prompt.info["wanted"]
+
+  with pytest.raises(ValueError, match="takes none of the 1 prompts.*KeyError: 'wanted'"):
+    environments.check({"math": factory}, [row(0)])
+
+
 def test_an_import_error_inside_a_users_module_is_shown_as_it_is(user_modules):
   with pytest.raises(ModuleNotFoundError, match="no_such_library"):
     environments.make(x=dict(module="function", path="broken_env.reward"))

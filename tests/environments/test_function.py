@@ -65,6 +65,17 @@ def score(name: str, *, limits: Limits | None = None, **settings):
   return group
 
 
+def test_a_least_reward_makes_a_verdict_of_rewards():
+  group = score("number", solved=0.5)  # completions of one letter have the reward 0.25.
+  assert [rollout.metrics["accuracy"] for rollout in group.rollouts] == [0.0] * 3
+  parts = score("later", solved=0.25)
+  assert parts.rollouts[0].metrics["accuracy"] == 1.0
+  assert parts.rollouts[0].reward_components == {"a": 0.5, "b": -0.25}
+  assert "accuracy" not in score("number").rollouts[0].metrics
+  with pytest.raises(ValueError, match="solved must be a number, got True"):
+    score("number", solved=True)
+
+
 @pytest.mark.parametrize(
   ("name", "rewards"),
   [
