@@ -16,6 +16,7 @@ writes; several processes must share the file system.
 """
 
 import concurrent.futures
+import contextlib
 import json
 import math
 import os
@@ -32,7 +33,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 
-from grpo_jax import manifest
+from grpo_jax import manifest, orbax_noise
 from grpo_jax.errors import ExpectedFailure
 
 _STEP = re.compile(r"step_(\d{8,})")
@@ -97,6 +98,8 @@ class Checkpoints:
     self._is_abandoned = False
     self._lock = threading.RLock()  # saves may come from the thread that a signal wakes.
     self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    self._quiet = contextlib.ExitStack()
+    self._quiet.enter_context(orbax_noise.silenced())
     self._orbax = ocp.AsyncCheckpointer(
       # Not compressed: float32 weights shrink by 7% and take four times as long.
       ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False)
@@ -105,8 +108,13 @@ class Checkpoints:
   def __enter__(self) -> "Checkpoints":
     return self
 
-  def __exit__(self, *_: object) -> None:
-    self.close()
+  def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    try:
+      self.close()
+    except CheckpointError as error:
+      if kind is None:
+        raise
+      self._tell(f"and the last save failed: {error}")  # what ended the block is what is raised.
 
   def steps(self) -> list[int]:
     """Returns the complete steps present, in ascending order; whether intact is not checked."""
@@ -174,7 +182,8 @@ class Checkpoints:
         (temporary / "info.json").write_text(text)
       self._orbax.save(temporary / "state", args=ocp.args.PyTreeSave(leaves))
     except (OSError, ValueError) as error:
-      raise CheckpointError(f"cannot save step {step} in {temporary}: {_reason(error)}") from error
+      shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full because of it.
+      raise CheckpointError(f"cannot save step {step} in {temporary}: {orbax_noise.reason(error)}") from error
     self._pending = step, self._thread.submit(self._commit, step, temporary)
     self._own.add(step)
     return True
@@ -240,7 +249,7 @@ class Checkpoints:
       self._pending = None
       if error:
         self._own.discard(step)
-        raise CheckpointError(f"saving {self._path(step)} failed: {_reason(error)}") from error
+        raise CheckpointError(f"saving {self._path(step)} failed: {orbax_noise.reason(error)}") from error
 
   def abandon(self) -> None:
     """Does not wait for the save under way, also when this is closed."""
@@ -251,12 +260,13 @@ class Checkpoints:
     """Waits for the save under way, then ends the background thread. Idempotent."""
     if self._is_abandoned:
       self._thread.shutdown(wait=False)
-      return
+      return  # what Orbax prints stays silenced, as it is still writing.
     try:
       self.wait()
     finally:
       self._thread.shutdown()
       self._orbax.close()
+      self._quiet.close()
 
   def _path(self, step: int) -> pathlib.Path:
     return self.directory / f"step_{step:08d}"
@@ -279,10 +289,14 @@ class Checkpoints:
 
   def _commit(self, step: int, temporary: pathlib.Path) -> None:
     """Completes a save: manifest, final name, retention. Runs in the background thread."""
-    self._orbax.wait_until_finished()
-    if jax.process_index() != 0:
-      return
-    manifest.write(temporary)
+    try:
+      self._orbax.wait_until_finished()
+      if jax.process_index() != 0:
+        return
+      manifest.write(temporary)
+    except Exception:
+      shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full because of it.
+      raise
     while self._broken:
       broken = self._path(self._broken.pop())
       aside = self.directory / f"broken_{broken.name}"
@@ -406,11 +420,6 @@ def _placed(array: Any, like: Any) -> Any:
   return type(like)(array)
 
 
-def _reason(error: BaseException) -> str:
-  """Returns the first line of why something failed; Orbax appends its own tracebacks."""
-  return str(error).strip().split("\n")[0] or type(error).__name__
-
-
 def _damage(path: pathlib.Path, step: int) -> str | None:
   """Returns why a checkpoint cannot be used; None if it is intact."""
   if reason := manifest.damage(path):
@@ -437,7 +446,12 @@ def _make_room(temporary: pathlib.Path, needed: int) -> None:
   temporary.mkdir(parents=True)
   free = shutil.disk_usage(temporary).free
   if free < needed:
-    raise OSError(f"the disk is full: {needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free")
+    raise OSError(f"the disk is full: {_size(needed)} needed, {_size(free)} free")
+
+
+def _size(count: float) -> str:
+  """Returns a number of bytes as 1.23 GB or 45.6 MB."""
+  return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def _delete(path: pathlib.Path) -> None:

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "grpo_jax"
 LAYERS = [
   {"types", "errors"},
   {"local_paths", "disk", "interrupts"},
-  {"rl", "registry", "timing", "console", "rollout_log", "manifest", "host_memory", "output"},
+  {"rl", "registry", "timing", "console", "rollout_log", "manifest", "host_memory", "output", "event_files", "orbax_noise"},
   {"metric_table", "packing", "sandbox", "group_json"},
   {"metrics", "layout", "configuration", "ranking"},
   {"models"},
