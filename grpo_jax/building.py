@@ -20,22 +20,27 @@ from grpo_jax import (
   engines,
   environments,
   filters,
+  group_json,
   loggers,
   offline,
   offline_building,
   rollout,
+  run_folder,
   run_options,
   shaping,
+  stored_leaves,
   stream,
   timing,
 )
+from grpo_jax.disk import writing
 from grpo_jax.engines.base import Engine, SamplingParams
 from grpo_jax.engines.none import NoEngine
 from grpo_jax.engines.server_process import ServerError
 from grpo_jax.engines.transfer import TransferError
+from grpo_jax.errors import ExpectedFailure
 from grpo_jax.learn import optim, sharding, train_step
 from grpo_jax.models import config as model_config
-from grpo_jax.models import leaves, loading, sources, transformer
+from grpo_jax.models import export, leaves, loading, sources, transformer
 from grpo_jax.rl import estimators, objectives
 from grpo_jax.types import Prompt, TrainState
 
@@ -101,13 +106,12 @@ def build(
   config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack, stop: Any = False
 ) -> tuple[Run, Start]:
   """Makes the parts of a run and restores its newest checkpoint; `stack` closes them."""
-  workdir.mkdir(parents=True, exist_ok=True)
+  with writing(workdir):
+    workdir.mkdir(parents=True, exist_ok=True)
   _keep_compiled()
   mesh = sharding.make_mesh(**config.mesh)
   _check_head(config, mesh)
-  folder = sources.resolve(
-    config.model.path, fallback=config.model.fallback, cache_dir=config.model.cache_dir
-  )
+  folder = _find_model(config)
   _check_context(config, folder)
   tokenizer = data.load_tokenizer(
     folder,
@@ -129,7 +133,7 @@ def build(
       tell=print,
     )
   )
-  _remember(config, workdir)
+  _tell_differences(config, workdir)
   engine = _engine(config, folder, tokenizer, workdir, stack)
   objective = objectives.make(**config.loss)
   tx, schedule = optim.make(run_options.optimizer_steps(config), **config.optim.to_dict())
@@ -153,7 +157,12 @@ def build(
       config, prompts, scorer, model.params, workdir
     )
   reference = jax.tree.map(lambda x: x.copy(), model.params) if objective.needs_ref else None
-  start = _restore(checkpoints, model.params, tx, shardings, mesh)
+  refuse = functools.partial(_unusable, config, tokenizer, opener)
+  start = _restore(checkpoints, model.params, tx, shardings, mesh, refuse)
+  if int(start.state.step) == 0:
+    run_folder.set_aside(workdir, tell=print)
+  configuration.write(config, workdir / "config.json")
+  export.clear_leftovers(workdir / "export")
   model = dataclasses.replace(model, params={})
 
   first = int(start.state.step)
@@ -224,6 +233,18 @@ def build(
   ), start
 
 
+def _find_model(config: Config) -> pathlib.Path:
+  """Returns the folder of the model; raises ConfigError if there is none."""
+  try:
+    return sources.resolve(
+      config.model.path, fallback=config.model.fallback, cache_dir=config.model.cache_dir
+    )
+  except ExpectedFailure:
+    raise
+  except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+    raise configuration.ConfigError(f"model.path: {error}") from error
+
+
 def _check_head(config: Config, mesh: Mesh) -> None:
   """Raises ConfigError, before anything is loaded, for a `model.logprobs` that cannot run here."""
   if config.model.logprobs is None:
@@ -274,18 +295,46 @@ def _load(folder: pathlib.Path, mesh: Mesh) -> tuple[loading.Loaded, Any]:
 
 
 def _restore(
-  checkpoints: checkpointing.Checkpoints, params: Any, tx: Any, shardings: Any, mesh: Mesh
+  checkpoints: checkpointing.Checkpoints,
+  params: Any,
+  tx: Any,
+  shardings: Any,
+  mesh: Mesh,
+  refuse: checkpointing.Refusal,
 ) -> Start:
-  """Returns the newest checkpoint's state, or the state of the model as it was read."""
+  """Returns the newest usable checkpoint's state, or the state of the model as it was read."""
   if checkpoints.steps():
     like = _described(params, tx, shardings, mesh)
     jax.tree.map(lambda x: x.delete(), params)  # never two sets of weights in memory.
-    restored = checkpoints.restore_latest(like)
+    restored = checkpoints.restore_latest(like, refuse=refuse)
     if restored is not None:
       state, extra = TrainState(**restored[0]), restored[1]
       print(f"continuing at step {int(state.step)}", flush=True)
       return Start(state, extra["stream"], extra["skipped"], extra["evaluated"])
   return Start(train_step.init(params, tx, shardings=shardings), {}, 0, {})
+
+
+def _unusable(
+  config: Config, tokenizer: data.Tokenizer, opener: data.Opener, state: Any, extra: Any
+) -> str | None:
+  """Returns why a run cannot continue from what a checkpoint holds; None if it can."""
+  if name := stored_leaves.first_not_finite(state["params"]):
+    return f"its weights are not finite: {name}"
+  for name, kind in {"stream": dict, "skipped": int, "evaluated": dict}.items():
+    if not isinstance(extra.get(name), kind) or isinstance(extra[name], bool):
+      return f"{name!r} is {extra.get(name)!r:.60}"
+  if extra["skipped"] < 0:
+    return f"'skipped' is {extra['skipped']}"
+  values = extra["evaluated"].values()
+  if not all(isinstance(value, float | int) for value in values):
+    return "'evaluated' holds what is not a number"
+  try:
+    _prompts(config, tokenizer, opener, extra["stream"])
+    for record in extra["stream"].get("surplus", ()):
+      group_json.decode(record)
+  except checkpointing.READING_FAILS as error:
+    return f"its place in the data cannot be used: {type(error).__name__}: {error}"
+  return None
 
 
 def _described(params: Any, tx: Any, shardings: Any, mesh: Mesh) -> dict[str, Any]:
@@ -375,11 +424,17 @@ def _environments(config: Config) -> environments.Environments:
     raise configuration.ConfigError(f"environments: {error}") from error
 
 
-def _remember(config: Config, workdir: pathlib.Path) -> None:
-  """Writes config.json; tells in what the config differs from the one the run began with."""
+def _tell_differences(config: Config, workdir: pathlib.Path) -> None:
+  """Tells in what the configuration differs from the one that the run began with."""
   file = workdir / "config.json"
-  if file.exists():
-    found = configuration.differences(configuration.read(file), config, harmless=HARMLESS)
-    for line in found.serious:
-      logging.warning("the configuration differs from the one that this run began with: %s", line)
-  configuration.write(config, file)
+  if not file.exists():
+    return
+  try:
+    before = configuration.read(file)
+  except configuration.ConfigError as error:
+    raise configuration.ConfigError(
+      f"{error}. Move it away to continue the run: it is compared with the present configuration,"
+      " which is then written in its place"
+    ) from error
+  for line in configuration.differences(before, config, harmless=HARMLESS).serious:
+    logging.warning("the configuration differs from the one that this run began with: %s", line)

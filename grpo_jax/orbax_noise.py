@@ -1,4 +1,4 @@
-"""Silences what Orbax prints about a save that failed: its future raises the same, and that is told.
+"""Silences what Orbax prints about a save that failed: its future raises the same.
 
 A full disk made it print up to 18 tracebacks: three log records a failure, and one traceback for
 every array whose write was still under way when its event loop was closed.
