@@ -564,7 +564,7 @@ def test_a_failed_save_prints_nothing_but_its_one_message(folder, monkeypatch, c
   from orbax.checkpoint._src.handlers import base_pytree_checkpoint_handler as handlers
 
   async def fail(*_, **__):
-    raise ValueError('RESOURCE_EXHAUSTED: No space left on device [tensorstore_spec=\'{"a": 1}\']')
+    raise ValueError("RESOURCE_EXHAUSTED: No space left on device [tensorstore_spec='{\"a\": 1}']")
 
   monkeypatch.setattr(handlers.BasePyTreeCheckpointHandler, "_finalize_async", fail)
   with checkpointing.open(folder) as checkpoints:
