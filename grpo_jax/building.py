@@ -22,6 +22,7 @@ from grpo_jax import (
   engines,
   environments,
   filters,
+  group_json,
   learning_signal,
   loggers,
   monitoring,
@@ -29,18 +30,22 @@ from grpo_jax import (
   offline_building,
   precision,
   rollout,
+  run_folder,
   run_options,
   shaping,
   shared_places,
+  stored_leaves,
   stream,
   timing,
 )
+from grpo_jax.disk import writing
 from grpo_jax.engines.base import Engine, SamplingParams
 from grpo_jax.engines.none import NoEngine
 from grpo_jax.engines.server_process import ServerError
 from grpo_jax.engines.transfer import TransferError
+from grpo_jax.errors import ExpectedFailure
 from grpo_jax.learn import optim, sharding, train_step
-from grpo_jax.models import leaves, loading, sources, transformer
+from grpo_jax.models import export, leaves, loading, sources, transformer
 from grpo_jax.models.fields import Fields
 from grpo_jax.rl import estimators, objectives
 from grpo_jax.types import Prompt, TrainState
@@ -114,7 +119,8 @@ def build(
 ) -> tuple[Run, Start]:
   """Makes the parts of a run and restores its newest checkpoint; `stack` closes them."""
   config = run_options.resolved(config)
-  workdir.mkdir(parents=True, exist_ok=True)
+  with writing(workdir):
+    workdir.mkdir(parents=True, exist_ok=True)
   _keep_compiled()
   watch = compiling.Watch()
   screen = console.Screen(note=watch.note)
@@ -123,10 +129,9 @@ def build(
   matmul_precision = _matmul_precision(config)
   _check_head(config, mesh)
   print(precision.describe(matmul_precision, _chip(mesh).platform), flush=True)
-  found = sources.find(
-    config.model.path, fallback=config.model.fallback, cache_dir=config.model.cache_dir, tell=_say
-  )
+  found = _find_model(config)
   folder = found.folder
+  config = _with_fallback(config, found)
   _check_context(config, folder)
   _check_split(mesh, folder)
   tokenizer = data.load_tokenizer(
@@ -151,7 +156,7 @@ def build(
       tell=print,
     )
   )
-  _remember(config, workdir, found)
+  _tell_differences(config, workdir)
   engine = _engine(config, folder, tokenizer, workdir, stack)
   objective = objectives.make(**config.loss)
   logging.info("loss: %s", config.loss.to_dict())
@@ -179,7 +184,12 @@ def build(
     )
   reference = jax.tree.map(lambda x: x.copy(), model.params) if objective.needs_ref else None
   initial, frees_initial = monitoring.make_initial(lambda: _load(folder, mesh)[0].params, reference)
-  start = _restore(checkpoints, model.params, tx, shardings, mesh)
+  refuse = functools.partial(_unusable, config, tokenizer, opener)
+  start = _restore(checkpoints, model.params, tx, shardings, mesh, refuse)
+  if int(start.state.step) == 0:
+    run_folder.set_aside(workdir, tell=print)
+  configuration.write(config, workdir / "config.json")
+  export.clear_leftovers(workdir / "export")
   model = dataclasses.replace(model, params={})
 
   first = int(start.state.step)
@@ -264,6 +274,17 @@ def build(
     timer=timing.Timer(),
     stop=stop,
   ), start
+
+
+def _find_model(config: Config) -> sources.Found:
+  """Finds the folder of the model; raises ConfigError if there is none."""
+  model = config.model
+  try:
+    return sources.find(model.path, fallback=model.fallback, cache_dir=model.cache_dir, tell=_say)
+  except ExpectedFailure:
+    raise
+  except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+    raise configuration.ConfigError(f"model.path: {error}") from error
 
 
 def _check_head(config: Config, mesh: Mesh) -> None:
@@ -362,18 +383,46 @@ def _load(folder: pathlib.Path, mesh: Mesh) -> tuple[loading.Loaded, Any]:
 
 
 def _restore(
-  checkpoints: checkpointing.Checkpoints, params: Any, tx: Any, shardings: Any, mesh: Mesh
+  checkpoints: checkpointing.Checkpoints,
+  params: Any,
+  tx: Any,
+  shardings: Any,
+  mesh: Mesh,
+  refuse: checkpointing.Refusal,
 ) -> Start:
-  """Returns the newest checkpoint's state, or the state of the model as it was read."""
+  """Returns the newest usable checkpoint's state, or the state of the model as it was read."""
   if checkpoints.steps():
     like = _described(params, tx, shardings, mesh)
     jax.tree.map(lambda x: x.delete(), params)  # never two sets of weights in memory.
-    restored = checkpoints.restore_latest(like)
+    restored = checkpoints.restore_latest(like, refuse=refuse)
     if restored is not None:
       state, extra = TrainState(**restored[0]), restored[1]
       print(f"continuing at step {int(state.step)}", flush=True)
       return Start(state, extra["stream"], extra["skipped"], extra["evaluated"])
   return Start(train_step.init(params, tx, shardings=shardings), {}, 0, {})
+
+
+def _unusable(
+  config: Config, tokenizer: data.Tokenizer, opener: data.Opener, state: Any, extra: Any
+) -> str | None:
+  """Returns why a run cannot continue from what a checkpoint holds; None if it can."""
+  if name := stored_leaves.first_not_finite(state["params"]):
+    return f"its weights are not finite: {name}"
+  for name, kind in {"stream": dict, "skipped": int, "evaluated": dict}.items():
+    if not isinstance(extra.get(name), kind) or isinstance(extra[name], bool):
+      return f"{name!r} is {extra.get(name)!r:.60}"
+  if extra["skipped"] < 0:
+    return f"'skipped' is {extra['skipped']}"
+  values = extra["evaluated"].values()
+  if not all(isinstance(value, float | int) for value in values):
+    return "'evaluated' holds what is not a number"
+  try:
+    _prompts(config, tokenizer, opener, extra["stream"])
+    for record in extra["stream"].get("surplus", ()):
+      group_json.decode(record)
+  except checkpointing.READING_FAILS as error:
+    return f"its place in the data cannot be used: {type(error).__name__}: {error}"
+  return None
 
 
 def _described(params: Any, tx: Any, shardings: Any, mesh: Mesh) -> dict[str, Any]:
@@ -485,24 +534,39 @@ def _check_scorable(
     raise configuration.ConfigError(f"{error}. What to do: {remedy}") from error
 
 
-def _remember(config: Config, workdir: pathlib.Path, found: sources.Found) -> None:
-  """Writes config.json; says in what the config differs from the one the run began with.
+def _with_fallback(config: Config, found: sources.Found) -> Config:
+  """Returns the config as it is written; a model's fallback is named in it if it was taken.
 
-  Where the model's fallback was taken, `model.fallback_taken` is added: the model that was asked
-  for, the one that was taken, and why.
+  Then `model.fallback_taken` is added: the model that was asked for, the one that was taken, and
+  why.
   """
-  if found.reason:
-    config = config.copy_and_resolve_references()
-    told = {"asked": found.asked, "taken": found.taken, "reason": found.reason}
-    with config.unlocked():
-      config.model.fallback_taken = told
-  file = workdir / "config.json"
-  if file.exists():
-    differences = configuration.differences(configuration.read(file), config, harmless=HARMLESS)
-    for line in differences.serious:
-      logging.warning("the configuration differs from the one that this run began with: %s", line)
-  configuration.write(config, file)
+  if not found.reason:
+    return config
+  config = config.copy_and_resolve_references()
+  with config.unlocked():
+    config.model.fallback_taken = {
+      "asked": found.asked,
+      "taken": found.taken,
+      "reason": found.reason,
+    }
+  return config
 
 
 def _say(line: str) -> None:
   print(line, flush=True)
+
+
+def _tell_differences(config: Config, workdir: pathlib.Path) -> None:
+  """Logs in what the configuration differs from the one that the run began with."""
+  file = workdir / "config.json"
+  if not file.exists():
+    return
+  try:
+    before = configuration.read(file)
+  except configuration.ConfigError as error:
+    raise configuration.ConfigError(
+      f"{error}. Move it away to continue the run: it is compared with the present configuration,"
+      " which is then written in its place"
+    ) from error
+  for line in configuration.differences(before, config, harmless=HARMLESS).serious:
+    logging.warning("the configuration differs from the one that this run began with: %s", line)

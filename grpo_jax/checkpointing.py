@@ -16,6 +16,7 @@ writes; several processes must share the file system.
 """
 
 import concurrent.futures
+import contextlib
 import json
 import math
 import os
@@ -32,7 +33,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 
-from grpo_jax import manifest
+from grpo_jax import manifest, orbax_noise, stored_leaves
 from grpo_jax.errors import ExpectedFailure
 
 _STEP = re.compile(r"step_(\d{8,})")
@@ -40,6 +41,24 @@ _STEP = re.compile(r"step_(\d{8,})")
 
 class CheckpointError(ExpectedFailure, RuntimeError):
   """A checkpoint could not be written, or none of those present can be used."""
+
+
+class OtherStateError(CheckpointError, ValueError):
+  """The checkpoints are of another model or optimizer than the run's."""
+
+
+class FolderError(CheckpointError, FileExistsError):
+  """The place of the checkpoints is taken by something else."""
+
+
+# (state, extra) → why a run cannot continue from them, or None if it can.
+Refusal = Callable[[Any, Any], str | None]
+
+# What Orbax and its readers raise for files that make no sense.
+READING_FAILS = (
+  *(ArithmeticError, AssertionError, AttributeError, LookupError, OSError, TypeError, ValueError),
+  *(NotImplementedError, RecursionError),
+)
 
 
 def kept(
@@ -97,6 +116,8 @@ class Checkpoints:
     self._is_abandoned = False
     self._lock = threading.RLock()  # saves may come from the thread that a signal wakes.
     self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    self._quiet = contextlib.ExitStack()
+    self._quiet.enter_context(orbax_noise.silenced())
     self._orbax = ocp.AsyncCheckpointer(
       # Not compressed: float32 weights shrink by 7% and take four times as long.
       ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False)
@@ -105,8 +126,13 @@ class Checkpoints:
   def __enter__(self) -> "Checkpoints":
     return self
 
-  def __exit__(self, *_: object) -> None:
-    self.close()
+  def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    try:
+      self.close()
+    except CheckpointError as error:
+      if kind is None:
+        raise
+      self._tell(f"and the last save failed: {error}")  # what ended the block is what is raised.
 
   def steps(self) -> list[int]:
     """Returns the complete steps present, in ascending order; whether intact is not checked."""
@@ -141,7 +167,7 @@ class Checkpoints:
     Raises:
       CheckpointError: this save could not be started, or the one before failed (disk
         full, no permission); names the folder.
-      FileExistsError: a step of this number is there from another run.
+      FolderError: a step of this number is there from another run.
       TypeError: `extra` or `metrics` is not JSON.
     """
     with self._lock:
@@ -155,7 +181,7 @@ class Checkpoints:
     if step in self._own:
       return False
     if self._path(step).exists() and step not in self._broken:
-      raise FileExistsError(
+      raise FolderError(
         f"{self._path(step)} is there, and not from this run: continue it with"
         " restore_latest, or choose another folder"
       )
@@ -174,52 +200,68 @@ class Checkpoints:
         (temporary / "info.json").write_text(text)
       self._orbax.save(temporary / "state", args=ocp.args.PyTreeSave(leaves))
     except (OSError, ValueError) as error:
-      raise CheckpointError(f"cannot save step {step} in {temporary}: {_reason(error)}") from error
+      shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full because of it.
+      raise CheckpointError(
+        f"cannot save step {step} in {temporary}: {orbax_noise.reason(error)}"
+      ) from error
     self._pending = step, self._thread.submit(self._commit, step, temporary)
     self._own.add(step)
     return True
 
-  def restore_latest(self, like: Any, *, start_anew: bool = False) -> tuple[Any, Any] | None:
-    """Reads the newest checkpoint that is intact.
+  def restore_latest(
+    self, like: Any, *, start_anew: bool = False, refuse: Refusal | None = None
+  ) -> tuple[Any, Any] | None:
+    """Reads the newest checkpoint that can be used.
 
-    Every byte is compared with the manifest first. A step that is damaged is named, with
-    the reason, through `tell`, and the one before it is tried.
+    Every byte is compared with the manifest first, then the parts of the checkpoint with each
+    other. A step that cannot be used is named, with the reason, through `tell`, and the one
+    before it is tried.
 
     Args:
       like: a tree of the same structure: arrays, or `jax.ShapeDtypeStruct`s to hold only
         one copy in memory. The restored arrays take its shardings, whatever mesh saved
         them; a leaf bound to no device stays unbound.
       start_anew: return None also if there are checkpoints and none can be used.
+      refuse: (state, extra) → why these cannot be continued from, or None if they can.
 
     Returns:
       (state, extra), bit for bit as saved; or None if nothing was saved here yet.
 
     Raises:
-      CheckpointError: there are checkpoints, and every one is damaged.
-      ValueError: the checkpoint is of another model or optimizer; names the leaves.
+      CheckpointError: there are checkpoints, and none can be used.
+      OtherStateError: all of them are of another model or optimizer; names the leaves.
     """
     self.wait()
     self._clear_unfinished()
-    reasons = []
+    reasons: dict[int, stored_leaves.Unusable] = {}
     for step in reversed(self.steps()):
-      path = self._path(step)
-      if reason := _damage(path, step):
-        self._broken.add(step)
-        reasons.append(f"{path}: {reason}")
-        self._tell(f"checkpoint {path} is damaged ({reason}); trying the one before")
+      try:
+        found = self._restored(step, like, refuse)
+      except stored_leaves.Unusable as reason:
+        reasons[step] = reason
         continue
-      info = json.loads((path / "info.json").read_text())
-      state = self._read(path, info, like)
-      self._own.add(step)
+      for broken, reason in reasons.items():
+        self._broken.add(broken)
+        self._tell(f"checkpoint {self._path(broken)} cannot be used: {reason}")
       if reasons:
-        self._tell(f"continuing from {path}")
-      return state, info["extra"]
-    if reasons and not start_anew:
-      raise CheckpointError(
-        "no checkpoint can be used:\n  " + "\n  ".join(reasons) + "\nMove "
-        f"{self.directory} away, or allow a fresh start, to begin at step 0"
+        self._tell(f"continuing from {self._path(step)}")
+      self._own.add(step)
+      return found
+    if not reasons:
+      return None
+    self._broken |= reasons.keys()
+    listed = [f"{self._path(step)}: {reason}" for step, reason in reasons.items()]
+    if all(isinstance(reason, stored_leaves.OtherState) for reason in reasons.values()):
+      self._broken.clear()
+      raise OtherStateError(
+        f"{listed[0]}\nSet model and optim as they were, or choose another --workdir"
       )
-    return None
+    if start_anew:
+      return None
+    raise CheckpointError(
+      "no checkpoint can be used:\n  " + "\n  ".join(listed) + f"\nMove {self.directory} away to"
+      " begin at step 0 (what the run has written is kept), or choose another --workdir"
+    )
 
   def check(self) -> None:
     """Raises CheckpointError if the save under way has failed; does not wait. Cheap."""
@@ -240,7 +282,9 @@ class Checkpoints:
       self._pending = None
       if error:
         self._own.discard(step)
-        raise CheckpointError(f"saving {self._path(step)} failed: {_reason(error)}") from error
+        raise CheckpointError(
+          f"saving {self._path(step)} failed: {orbax_noise.reason(error)}"
+        ) from error
 
   def abandon(self) -> None:
     """Does not wait for the save under way, also when this is closed."""
@@ -251,38 +295,75 @@ class Checkpoints:
     """Waits for the save under way, then ends the background thread. Idempotent."""
     if self._is_abandoned:
       self._thread.shutdown(wait=False)
-      return
+      return  # what Orbax prints stays silenced, as it is still writing.
     try:
       self.wait()
     finally:
       self._thread.shutdown()
       self._orbax.close()
+      self._quiet.close()
 
   def _path(self, step: int) -> pathlib.Path:
     return self.directory / f"step_{step:08d}"
 
-  def _read(self, path: pathlib.Path, info: Mapping[str, Any], like: Any) -> Any:
+  def _restored(self, step: int, like: Any, refuse: Refusal | None) -> tuple[Any, Any]:
+    """Reads a checkpoint; raises Unusable if it is damaged, contradicts itself or is refused."""
+    path = self._path(step)
+    try:
+      if reason := manifest.damage(path):
+        raise stored_leaves.Unusable(reason)
+      info = stored_leaves.read(path / "info.json")
+    except PermissionError as error:
+      raise CheckpointError(f"{error.filename} may not be read: {error.strerror}") from error
+    if info.step != step:
+      raise stored_leaves.Unusable(f"it is of step {info.step}: the folder was renamed")
+    state = self._read(path, info, like)
+    if refuse and (reason := refuse(state, info.extra)):
+      raise stored_leaves.Unusable(reason)
+    return state, info.extra
+
+  def _read(self, path: pathlib.Path, info: stored_leaves.Info, like: Any) -> Any:
     """Restores the arrays of an intact checkpoint into the structure of `like`."""
     wanted = _named_leaves(like)
     raw = {name: _raw(leaf) for name, leaf in wanted.items()}
-    present = {name: (tuple(shape), dtype) for name, (shape, dtype) in info["leaves"].items()}
-    expected = {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in raw.items()}
-    if present != expected:
-      raise ValueError(f"{path} is of another model or optimizer: {_unlike(present, expected)}")
+    needed = {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in raw.items()}
+    stored_leaves.check_needed(info.leaves, needed)
     arguments = {name: _restore_args(leaf) for name, leaf in raw.items()}
-    found = self._orbax.restore(
-      path / "state", args=ocp.args.PyTreeRestore(item=raw, restore_args=arguments)
-    )
+    try:
+      stored_leaves.check_stored(self._stored(path / "state"), info.leaves)
+      found = self._orbax.restore(
+        path / "state", args=ocp.args.PyTreeRestore(item=raw, restore_args=arguments)
+      )
+    except READING_FAILS as error:
+      reason = orbax_noise.reason(error)
+      raise stored_leaves.Unusable(f"its arrays cannot be read: {reason}") from error
     # One leaf at a time, so that no second copy of the whole is ever held.
     leaves = [_placed(found.pop(name), leaf) for name, leaf in wanted.items()]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+    state = jax.tree.unflatten(jax.tree.structure(like), leaves)
+    counted = _named_leaves(state).get("step")
+    if counted is not None and int(counted) != info.step:
+      raise stored_leaves.Unusable(f"its state is of step {int(counted)}, not of {info.step}")
+    return state
+
+  def _stored(self, folder: pathlib.Path) -> stored_leaves.Leaves:
+    """Returns shape and dtype of the arrays that are in a checkpoint."""
+    found = self._orbax.metadata(folder)
+    arrays = getattr(found, "item_metadata", found)
+    return {
+      str(name): (tuple(array.shape), str(np.dtype(array.dtype)))
+      for name, array in dict(getattr(arrays, "tree", arrays)).items()
+    }
 
   def _commit(self, step: int, temporary: pathlib.Path) -> None:
     """Completes a save: manifest, final name, retention. Runs in the background thread."""
-    self._orbax.wait_until_finished()
-    if jax.process_index() != 0:
-      return
-    manifest.write(temporary)
+    try:
+      self._orbax.wait_until_finished()
+      if jax.process_index() != 0:
+        return
+      manifest.write(temporary)
+    except Exception:
+      shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full because of it.
+      raise
     while self._broken:
       broken = self._path(self._broken.pop())
       aside = self.directory / f"broken_{broken.name}"
@@ -335,7 +416,7 @@ def open(
 
   Raises:
     ValueError: an argument is out of range, or `keep_best` has no metric.
-    NotADirectoryError: `directory` is a file.
+    FolderError: `directory` is a file.
   """
   if (keep_last is not None and keep_last < 0) or keep_best < 0:
     raise ValueError(f"keep_last and keep_best must be >= 0, got {keep_last} and {keep_best}")
@@ -345,7 +426,7 @@ def open(
     raise ValueError(f"keep_best={keep_best} needs best_metric, the name of a metric")
   path = pathlib.Path(directory).resolve()
   if path.exists() and not path.is_dir():
-    raise NotADirectoryError(f"checkpoints need a folder, and {path} is a file")
+    raise FolderError(f"checkpoints need a folder, and {path} is a file")
   return Checkpoints(
     path,
     keep_last=keep_last,
@@ -406,30 +487,6 @@ def _placed(array: Any, like: Any) -> Any:
   return type(like)(array)
 
 
-def _reason(error: BaseException) -> str:
-  """Returns the first line of why something failed; Orbax appends its own tracebacks."""
-  return str(error).strip().split("\n")[0] or type(error).__name__
-
-
-def _damage(path: pathlib.Path, step: int) -> str | None:
-  """Returns why a checkpoint cannot be used; None if it is intact."""
-  if reason := manifest.damage(path):
-    return reason
-  recorded = json.loads((path / "info.json").read_text())["step"]
-  return None if recorded == step else f"it is of step {recorded}: the folder was renamed"
-
-
-def _unlike(present: Mapping[str, Any], expected: Mapping[str, Any], limit: int = 5) -> str:
-  """Describes the first differences between two tables of leaves."""
-  lines = [
-    f"{name}: saved {present.get(name, 'nothing')}, needed {expected.get(name, 'nothing')}"
-    for name in sorted(present.keys() | expected.keys())
-    if present.get(name) != expected.get(name)
-  ]
-  more = f"; and {len(lines) - limit} more" if len(lines) > limit else ""
-  return "; ".join(lines[:limit]) + more
-
-
 def _make_room(temporary: pathlib.Path, needed: int) -> None:
   """Makes an empty folder, and raises OSError at once if `needed` bytes do not fit."""
   if temporary.exists():
@@ -437,7 +494,12 @@ def _make_room(temporary: pathlib.Path, needed: int) -> None:
   temporary.mkdir(parents=True)
   free = shutil.disk_usage(temporary).free
   if free < needed:
-    raise OSError(f"the disk is full: {needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free")
+    raise OSError(f"the disk is full: {_size(needed)} needed, {_size(free)} free")
+
+
+def _size(count: int) -> str:
+  """Returns a number of bytes as 1.23 GB or 45.6 MB."""
+  return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def _delete(path: pathlib.Path) -> None:

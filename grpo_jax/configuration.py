@@ -21,6 +21,7 @@ from typing import Any
 from ml_collections import ConfigDict, FieldReference, config_dict
 
 from grpo_jax import local_paths, registry, sections
+from grpo_jax.disk import writing
 from grpo_jax.errors import ExpectedFailure
 
 Rule = Callable[[ConfigDict], Iterable[str]]
@@ -152,11 +153,17 @@ def to_json(config: ConfigDict) -> dict[str, Any]:
 
 
 def write(config: ConfigDict, path: str | os.PathLike[str]) -> None:
-  """Writes config.json; the file is whole at every moment."""
+  """Writes config.json; the file is whole at every moment.
+
+  Raises:
+    WriteError: it cannot be written; the old one is as it was.
+  """
   target = pathlib.Path(path)
   temporary = target.with_name(f"{target.name}.tmp")
-  temporary.write_text(json.dumps(to_json(config), indent=2) + "\n", encoding="utf-8")
-  os.replace(temporary, target)
+  text = json.dumps(to_json(config), indent=2) + "\n"
+  with writing(target):
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, target)
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:

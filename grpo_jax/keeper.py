@@ -62,6 +62,8 @@ class Keeper:
     if kind is None:
       self.save()
       return False
+    if issubclass(kind, checkpointing.CheckpointError):
+      return False  # saving is what failed.
     if kind is KeyboardInterrupt:
       interrupts.say("interrupted: saving a checkpoint; once more ends at once, without one")
     try:

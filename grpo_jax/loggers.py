@@ -17,10 +17,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
-import tensorboardX
 
 from grpo_jax import console as consoles
 from grpo_jax import metrics as table
+from grpo_jax.disk import writing
+from grpo_jax.event_files import EventFile
 from grpo_jax.rollout_log import (
   Decode,
   TokenTexts,
@@ -92,6 +93,7 @@ def make(
 
   Raises:
     ValueError: if a number of steps is negative.
+    WriteError: the folder cannot be written.
   """
   given = {
     "start_step": start_step,
@@ -104,15 +106,10 @@ def make(
   if jax.process_index() != 0:
     return SilentLogger()
   workdir = Path(workdir)
-  workdir.mkdir(parents=True, exist_ok=True)
-  drop_rollouts(workdir / "rollouts", start_step)
-  events = None
-  if tensorboard:
-    events = tensorboardX.SummaryWriter(
-      str(workdir / "tensorboard"),
-      purge_step=start_step,  # readers forget what they know of this step and later ones.
-      filename_suffix=f".from_{start_step}",  # two files of one second would be one.
-    )
+  with writing(workdir):
+    workdir.mkdir(parents=True, exist_ok=True)
+    drop_rollouts(workdir / "rollouts", start_step)
+  events = EventFile(workdir / "tensorboard", start_step) if tensorboard else None
   return RunLogger(
     workdir,
     lines=MetricLines(workdir / "metrics.jsonl", start_step),
@@ -153,7 +150,7 @@ class MetricLines:
     else:
       self._offset = self._path.stat().st_size
       self._last = {"step": step} | finite
-    with open(self._path, "r+b") as file:
+    with writing(self._path), open(self._path, "r+b") as file:
       file.seek(self._offset)
       file.write(json_line(self._last).encode())
       file.truncate()
@@ -167,7 +164,7 @@ class RunLogger:
     workdir: Path,
     *,
     lines: MetricLines,
-    events: tensorboardX.SummaryWriter | None,
+    events: EventFile | None,
     screen: consoles.Screen,
     total_steps: int | None,
     decode: Decode | None,
@@ -202,10 +199,8 @@ class RunLogger:
       warnings.warn(f"metric {name!r} is in no row of grpo_jax.metrics.METRICS", stacklevel=2)
     self._lines.write(step, values)
     if self._events is not None:
-      for name, value in values.items():
-        if math.isfinite(value):
-          self._events.add_scalar(name, value, step)
-      self._events.flush()
+      finite = {name: value for name, value in values.items() if math.isfinite(value)}
+      self._events.write(step, finite)
     for name in evaluations(values):
       self._screen.print(consoles.eval_line(name, step, values, self._first))
     if "rollout/reward_mean" in values:
@@ -238,7 +233,8 @@ class RunLogger:
         step, groups, advantages, policy_logprobs, self._texts, shaped_rewards
       )
       folder = self._workdir / "rollouts"
-      folder.mkdir(exist_ok=True)
+      with writing(folder):
+        folder.mkdir(exist_ok=True)
       replace_file(folder / f"step_{step:06d}.jsonl", map(json_line, records))
     for line in consoles.failure_lines(groups):
       self._screen.print(line)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.disk import writing
 from grpo_jax.types import Rollout, RolloutGroup
 
 Decode = Callable[[Sequence[int]], str]
@@ -91,11 +92,20 @@ def drop_rollouts(folder: Path, start_step: int) -> None:
 
 
 def replace_file(path: Path, lines: Iterable[str]) -> None:
-  """Writes a file such that a reader finds the old or the new one, never half of it."""
+  """Writes a file such that a reader finds the old or the new one, never half of it.
+
+  Raises:
+    WriteError: it cannot be written; the old one is as it was.
+  """
   temporary = path.with_name(path.name + ".tmp")
-  with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-    file.writelines(lines)
-  os.replace(temporary, path)
+  with writing(path):
+    try:
+      with open(temporary, "w", encoding="utf-8", newline="\n") as file:
+        file.writelines(lines)
+      os.replace(temporary, path)
+    except OSError:
+      temporary.unlink(missing_ok=True)  # the disk may be full because of it.
+      raise
 
 
 def json_line(record: Mapping[str, Any]) -> str:

@@ -18,7 +18,8 @@ LAYERS = [
   {"local_paths", "disk", "interrupts"},
   {
     *("rl", "registry", "timing", "console", "rollout_log", "manifest"),
-    *("host_memory", "precision", "compiling", "output"),
+    *("host_memory", "precision", "compiling", "output", "event_files", "orbax_noise"),
+    *("run_folder", "stored_leaves"),
   },
   {"redaction", "http_bodies", "shared_places"},
   {"metric_table", "packing", "sandbox", "group_json", "sections", "config_comments"},
@@ -30,7 +31,7 @@ LAYERS = [
   {"rollout", "credit", "scoring", "behavior", "data_options", "learning_signal"},
   {"report_data", "monitoring"},
   {"stream", "evaluation", "checkpointing", "loggers", "report"},
-  {"offline", "keeper", "run_folder"},
+  {"offline", "keeper"},
   {"offline_building", "field_kinds"},
   {"run_options"},
   {"building", "command_line"},

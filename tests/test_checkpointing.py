@@ -264,7 +264,7 @@ def test_damaged_checkpoint_is_named_and_the_one_before_is_used(folder, told, ha
     state, extra = checkpoints.restore_latest(make_state(0))
     assert (bits(state), extra) == (bits(make_state(2)), {"cursor": 2})
     assert "step_00000003" in told[0] and reason in told[0]
-    assert "step_00000002" in told[1]
+    assert "step_00000002" in told[-1]
     assert checkpoints.save(3, make_state(3), {"cursor": 3}), "the damaged step is replaced"
     state, _ = checkpoints.restore_latest(make_state(0))
   assert bits(state) == bits(make_state(3))
@@ -370,7 +370,7 @@ def test_failure_while_writing_surfaces_at_the_next_check_with_the_path(folder, 
 
 def test_unwritable_place_is_named(tmp_path):
   (tmp_path / "file").write_text("")
-  with pytest.raises(NotADirectoryError, match="file"):
+  with pytest.raises(checkpointing.FolderError, match="file"):
     checkpointing.open(tmp_path / "file")
   with checkpointing.open(tmp_path / "file" / "checkpoints") as checkpoints:
     with pytest.raises(checkpointing.CheckpointError, match="file/checkpoints"):
@@ -486,3 +486,100 @@ def test_info_is_readable_without_this_package(folder):
   info = json.loads((folder / "step_00000004" / "info.json").read_text())
   assert (info["step"], info["metrics"], info["extra"]) == (4, {"eval/a": 0.5}, {"cursor": 9})
   assert info["leaves"]["params.layers.q"] == [[2, 8, 24], "float32"]
+
+
+# --- edited together with its manifest ---
+
+
+def edit_info(change):
+  """Returns what edits info.json, and then writes the manifest again."""
+
+  def harm(step):
+    info = json.loads((step / "info.json").read_text())
+    changed = change(info)
+    (step / "info.json").write_text(json.dumps(info if changed is None else changed))
+    manifest.write(step)
+
+  return harm
+
+
+def set_field(*path, to):
+  def change(info):
+    for name in path[:-1]:
+      info = info[name]
+    info[path[-1]] = to
+
+  return edit_info(change)
+
+
+def swap_arrays(step):
+  other = step.parent / "step_00000002" / "state"
+  shutil.rmtree(step / "state")
+  shutil.copytree(other, step / "state")
+  manifest.write(step)
+
+
+def remove_metadata(step):
+  (step / "state" / "_METADATA").unlink()
+  manifest.write(step)
+
+
+LEAF = "params.embed"
+EDITS = {
+  "a list": (edit_info(lambda info: [info]), "not an object"),
+  "no step": (edit_info(lambda info: info.pop("step") and None), "'step' in info.json is missing"),
+  "step is text": (set_field("step", to="3"), "'step' in info.json is '3'"),
+  "step is true": (set_field("step", to=True), "'step' in info.json is True"),
+  "future step": (set_field("step", to=99), "it is of step 99"),
+  "metrics are a list": (set_field("metrics", to=[]), "'metrics' in info.json"),
+  "extra is null": (set_field("extra", to=None), "'extra' in info.json is missing"),
+  "leaves are a number": (set_field("leaves", to=3), "'leaves' in info.json"),
+  "a leaf is null": (set_field("leaves", LEAF, to=None), "leaf 'params.embed'"),
+  "a shape is negative": (set_field("leaves", LEAF, to=[[-1, 8], "float32"]), "leaf 'params.em"),
+  "another shape": (set_field("leaves", LEAF, to=[[16, 9], "float32"]), "another model"),
+  "another dtype": (set_field("leaves", LEAF, to=[[16, 8], "float64"]), "another model"),
+  "a leaf is missing": (edit_info(lambda i: i["leaves"].pop(LEAF) and None), "another model"),
+  "a leaf is surplus": (set_field("leaves", "more", to=[[1], "int32"]), "another model"),
+  "the arrays of another step": (swap_arrays, "its state is of step 2, not of 3"),
+  "no metadata": (remove_metadata, "its arrays"),
+}
+
+
+@pytest.mark.parametrize("harm, reason", EDITS.values(), ids=EDITS)
+def test_a_checkpoint_edited_with_its_manifest_is_passed_over(folder, told, harm, reason):
+  save_steps(folder, [2, 3])
+  harm(folder / "step_00000003")
+  assert manifest.damage(folder / "step_00000003") is None
+  with checkpointing.open(folder, tell=told.append) as checkpoints:
+    state, extra = checkpoints.restore_latest(make_state(0))
+  assert (bits(state), extra) == (bits(make_state(2)), {"cursor": 2})
+  assert "step_00000003" in told[0] and reason in told[0]
+  with checkpointing.open(folder, tell=told.append) as checkpoints:
+    shutil.rmtree(folder / "step_00000002")
+    with pytest.raises(checkpointing.CheckpointError, match="step_00000003"):
+      checkpoints.restore_latest(make_state(0))
+
+
+def test_what_the_caller_refuses_is_passed_over(folder, told):
+  save_steps(folder, [2, 3])
+  refuse = lambda state, extra: f"cursor {extra['cursor']}" if extra["cursor"] > 2 else None
+  with checkpointing.open(folder, tell=told.append) as checkpoints:
+    _, extra = checkpoints.restore_latest(make_state(0), refuse=refuse)
+  assert extra == {"cursor": 2} and "cursor 3" in told[0]
+
+
+def test_a_failed_save_prints_nothing_but_its_one_message(folder, monkeypatch, capfd):
+  from orbax.checkpoint._src.handlers import base_pytree_checkpoint_handler as handlers
+
+  async def fail(*_, **__):
+    raise ValueError("RESOURCE_EXHAUSTED: No space left on device [tensorstore_spec='{\"a\": 1}']")
+
+  monkeypatch.setattr(handlers.BasePyTreeCheckpointHandler, "_finalize_async", fail)
+  with checkpointing.open(folder) as checkpoints:
+    checkpoints.save(1, make_state(1), {})
+    with pytest.raises(checkpointing.CheckpointError) as caught:
+      checkpoints.wait()
+  path = folder / "step_00000001"
+  assert str(caught.value) == f"saving {path} failed: No space left on device"
+  assert capfd.readouterr() == ("", "")
+  assert list(folder.iterdir()) == []

@@ -139,4 +139,7 @@ def cursor_of(state: Mapping[str, Any] | None, name: str, rows: int) -> int:
       "data: %r had %d rows, now %d: the order of the prompts is another one from here on",
       *(name, of_loader["rows"], rows),
     )
-  return int(of_loader["cursor"])
+  cursor = of_loader["cursor"]
+  if type(cursor) is not int:
+    raise ValueError(f"the cursor of {name!r} is {cursor!r:.40} and not a whole number")
+  return cursor

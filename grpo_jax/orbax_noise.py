@@ -1,0 +1,57 @@
+"""Silences what Orbax prints about a save that failed: its future raises the same.
+
+A full disk made it print up to 18 tracebacks: three log records a failure, and one traceback for
+every array whose write was still under way when its event loop was closed.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+_IN_ORBAX = f"{os.sep}orbax{os.sep}"
+_MARKS = ("[tensorstore_spec", "[source locations", "[source_locations", "[key=")
+_LONGEST = 300  # characters of a reason.
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+  """Drops these messages in all threads, for the block; others pass."""
+  logger = logging.getLogger("absl")
+  before = sys.excepthook
+
+  def keep(record: logging.LogRecord) -> bool:
+    return not (record.levelno >= logging.ERROR and _IN_ORBAX in record.pathname)
+
+  def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    if not _is_late(error, trace):
+      before(kind, error, trace)
+
+  logger.addFilter(keep)
+  sys.excepthook = report  # what TensorStore calls for an exception in one of its callbacks.
+  try:
+    yield
+  finally:
+    logger.removeFilter(keep)
+    if sys.excepthook is report:
+      sys.excepthook = before
+
+
+def reason(error: BaseException) -> str:
+  """Returns in one line why a save or a read failed, without TensorStore's specifications."""
+  text = (str(error).strip() or type(error).__name__).split("\n")[0]
+  for known in ("No space left on device", "Disk quota exceeded", "Read-only file system"):
+    if known in text:
+      return known
+  for mark in _MARKS:
+    text = text.partition(mark)[0].strip()
+  return text[:_LONGEST]
+
+
+def _is_late(error: BaseException, trace: types.TracebackType | None) -> bool:
+  """Returns whether a write reported to an event loop that no longer waits for it."""
+  is_closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+  return is_closed and trace is not None and trace.tb_frame.f_code.co_name == "call_soon_threadsafe"

@@ -1,0 +1,113 @@
+"""What a checkpoint says it holds: read, and compared with itself and with what is needed.
+
+Digests show that a file changed since it was written, and not that what was written makes sense: a
+checkpoint may have been edited together with its manifest, or made by another program.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+class Unusable(Exception):
+  """A checkpoint cannot be used; the message says why."""
+
+
+class OtherState(Unusable):
+  """A checkpoint is intact, and of another model or optimizer."""
+
+
+Leaves = dict[str, tuple[tuple[int, ...], str]]  # shape and dtype by name.
+
+
+@dataclasses.dataclass(frozen=True)
+class Info:
+  """The content of info.json."""
+
+  step: int
+  metrics: dict[str, Any]
+  extra: dict[str, Any]
+  leaves: Leaves
+
+
+def read(file: pathlib.Path) -> Info:
+  """Reads info.json.
+
+  Raises:
+    Unusable: it cannot be understood, or a field is missing or of another type than it has to be.
+  """
+  try:
+    stored = json.loads(file.read_text(encoding="utf-8"))
+  except (ValueError, RecursionError) as error:
+    raise Unusable(f"{file.name} cannot be understood: {error}") from error
+  if not isinstance(stored, dict):
+    raise Unusable(f"{file.name} holds {_kind(stored)} and not an object")
+  for name, kind in {"step": int, "metrics": dict, "extra": dict, "leaves": dict}.items():
+    value = stored.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+      raise Unusable(f"{name!r} in {file.name} is {_kind(value)} and not {_ARTICLES[kind]}")
+  leaves = {name: _leaf(name, entry) for name, entry in stored["leaves"].items()}
+  return Info(stored["step"], stored["metrics"], stored["extra"], leaves)
+
+
+def check_needed(present: Leaves, needed: Leaves) -> None:
+  """Compares the leaves of a checkpoint with those of the run.
+
+  Raises:
+    OtherState: they differ; names the first differences.
+  """
+  if present != needed:
+    raise OtherState(f"is of another model or optimizer: {_unlike(present, needed)}")
+
+
+def check_stored(stored: Leaves, listed: Leaves) -> None:
+  """Compares the arrays that are in a checkpoint with those that its info.json lists.
+
+  Raises:
+    Unusable: they differ; names the first differences.
+  """
+  if stored != listed:
+    raise Unusable(f"its arrays are not those that info.json lists: {_unlike(stored, listed)}")
+
+
+def _leaf(name: str, entry: Any) -> tuple[tuple[int, ...], str]:
+  """Returns shape and dtype of an entry [[sizes], dtype]."""
+  try:
+    shape, dtype = entry
+    is_shape = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    if not is_shape or not isinstance(dtype, str):
+      raise TypeError
+    return tuple(shape), dtype
+  except (TypeError, ValueError) as error:
+    raise Unusable(f"leaf {name!r} in info.json is {entry!r:.80} and not [shape, dtype]") from error
+
+
+def _unlike(present: Mapping[str, Any], expected: Mapping[str, Any], limit: int = 5) -> str:
+  """Describes the first differences between two tables of leaves."""
+  lines = [
+    f"{name}: saved {present.get(name, 'nothing')}, needed {expected.get(name, 'nothing')}"
+    for name in sorted(present.keys() | expected.keys())
+    if present.get(name) != expected.get(name)
+  ]
+  more = f"; and {len(lines) - limit} more" if len(lines) > limit else ""
+  return "; ".join(lines[:limit]) + more
+
+
+def first_not_finite(tree: Any) -> str | None:
+  """Returns the path of the first array that has a NaN or an infinity; None if none has."""
+  for path, array in jax.tree_util.tree_leaves_with_path(tree):
+    if jnp.issubdtype(array.dtype, jnp.floating) and not bool(jnp.isfinite(array).all()):
+      return jax.tree_util.keystr(path, simple=True, separator=".")
+  return None
+
+
+def _kind(value: Any) -> str:
+  return "missing" if value is None else f"{value!r:.60} ({type(value).__name__})"
+
+
+_ARTICLES = {int: "a whole number", dict: "an object"}
