@@ -8,6 +8,7 @@ import ast
 import dataclasses
 import difflib
 import fnmatch
+import functools
 import pathlib
 import re
 import shutil
@@ -177,9 +178,10 @@ def _make_room(config: ConfigDict, names: Iterable[str]) -> None:
   names = list(names)
   for name in names:
     made = re.fullmatch(r"environments\.(\w+)\.module", name)
-    if made and "environments" in config and made[1] not in config.environments:
-      with config.environments.unlocked():
-        config.environments[made[1]] = ConfigDict()
+    known: Any = config.get("environments")
+    if made and isinstance(known, ConfigDict) and not (made[1] in known or hasattr(known, made[1])):
+      with known.unlocked():
+        known[made[1]] = ConfigDict()
   for name in names:
     path, _, field = name.rpartition(".")
     if any(fnmatch.fnmatchcase(path, pattern) for pattern in OPEN_SECTIONS):
@@ -338,7 +340,9 @@ def _order(section: str, place_of: Callable[[str], int]) -> tuple[int, ...]:
 def _explained(flag: str, comment: str, width: int) -> list[str]:
   """Returns a flag with its explanation beside it, or below it where there is no room."""
   margin = 46 if width >= 90 else 8
-  room = {"width": max(width - 1, margin + 20), "subsequent_indent": " " * margin}
+  wrap = functools.partial(
+    textwrap.wrap, width=max(width - 1, margin + 20), subsequent_indent=" " * margin
+  )
   if len(flag) < margin - 1 and comment:
-    return textwrap.wrap(f"{flag:<{margin}}{comment}", drop_whitespace=True, **room)
-  return [flag, *textwrap.wrap(comment, initial_indent=" " * margin, **room)]
+    return wrap(f"{flag:<{margin}}{comment}")
+  return [flag, *wrap(comment, initial_indent=" " * margin)]

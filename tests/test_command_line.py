@@ -137,6 +137,7 @@ def test_flags_are_read_from_a_flagfile(path, tmp_path):
     ("--config.environments={'a': 1}", "it is a section.* --config.environments.NAME.module="),
     ("--config.environments.own.low=1", "no field 'environments.own.low'"),
     ("--config.environment.own.module=x", "no field 'environment.own.module'"),
+    ("--config.environments.update.module=x", "no field 'environments.update.module'"),
     ("--config.data.task_arg.most=2", "no field 'data.task_arg.most'"),
     ("--config.seed=1.5", "--config.seed=1.5: expected an integer, got '1.5'"),
     ("--config.seed=abc", "--config.seed=abc: expected an integer, got 'abc'"),
