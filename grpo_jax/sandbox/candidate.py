@@ -97,6 +97,8 @@ class _Functions:
   def _report(self, start: int) -> dict[str, Any]:
     """What the call has changed, and which of its objects, from a place on, are held here."""
     size = len(self._objects)
+    if not size:
+      return {}
     try:
       report = {"changes": self._codec.changes(range(size))}
     except BaseException as error:  # an argument now holds what cannot be sent.
@@ -149,16 +151,19 @@ class _Functions:
   def _name(self, name: str) -> dict[str, Any]:
     return self._valued(self._space[name])
 
-  def _call(self, target: int, args: Any, kwargs: Any) -> dict[str, Any]:
-    args, kwargs = self._received(args), self._received(kwargs)
-    return self._valued(self._kept[target](*args, **kwargs))
+  def _call(self, target: int, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    given, named = self._received(args, kwargs)
+    return self._valued(self._kept[target](*given, **named))
 
   def _attribute(self, target: int, name: str) -> dict[str, Any]:
     return self._valued(getattr(self._kept[target], name))
 
-  def _method(self, target: int, name: str, args: Any) -> dict[str, Any]:
+  def _method(
+    self, target: int, name: str, args: list[Any], kwargs: dict[str, Any]
+  ) -> dict[str, Any]:
     """Calls a special method by the function of the language that stands for it."""
-    return self._valued(_SPECIAL[name](self._kept[target], *self._received(args)))
+    given, named = self._received(args, kwargs)
+    return self._valued(_SPECIAL[name](self._kept[target], *given, **named))
 
   def _next(self, target: int) -> dict[str, Any]:
     try:
@@ -167,12 +172,13 @@ class _Functions:
       return {"end": True}
     return self._valued(value)
 
-  def _received(self, data: Any) -> Any:
-    """A value of the judge's; its objects are as the judge knows them."""
+  def _received(self, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Values of the judge's; their objects are as the judge knows them."""
     size = len(self._objects)
-    value = self._codec.decode(data)
+    given = [self._codec.decode(value) for value in args]
+    named = {name: self._codec.decode(value) for name, value in kwargs.items()}
     self._objects.note(range(size, len(self._objects)))
-    return value
+    return given, named
 
   def _keep(self, value: Any) -> int:
     if id(value) not in self._numbers:
@@ -214,7 +220,7 @@ class _Functions:
       raise RuntimeError(answer["raised"])
     if "end" in answer:
       raise StopIteration
-    value = self._received(answer["value"])
+    (value,), _ = self._received([answer["value"]], {})
     codec.apply(answer["changes"])
     return value
 
