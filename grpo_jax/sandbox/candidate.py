@@ -84,11 +84,12 @@ class _Functions:
 
   def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
     """Does what is asked, and reports what has changed in objects that the judge holds, too."""
-    for places in request.pop("forget", ()):
-      self._objects.forget(places)
     start = len(self._objects)
     try:
-      self._codec.apply(request.pop("changes", ()))
+      for changes, forgotten in request.pop("news", ()):
+        start = len(self._objects) - len(forgotten)
+        self._codec.apply(changes)
+        self._objects.forget(forgotten)
       reply = self._answers[request.pop("do")](**request)
     except BaseException as error:  # a program may raise anything; it stays alive to be asked on.
       reply = _described(error)
@@ -105,7 +106,7 @@ class _Functions:
       self._objects.cut(size)
       report = _described(error)
     size = len(self._objects)
-    lonely = self._objects.lonely(start)
+    lonely = self._objects.lonely(start, size)
     held = sorted(set(range(start, size)) - set(lonely))
     self._objects.forget(lonely)
     self._objects.note(range(len(self._objects)))

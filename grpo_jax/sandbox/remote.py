@@ -30,7 +30,8 @@ class Link:
     self._remotes: dict[int, Remote] = {}
     self.codec = wire.Codec(keep=self._keep, find=self._find)
     self._objects = self.codec.objects
-    self._forgotten: list[list[int]] = []  # places, which the program has not heard of yet.
+    # What the program has not heard of yet: changes, and places of objects that are forgotten.
+    self._news: list[list[Any]] = []
     self.errors: dict[str, type] = {}  # classes of the tests that a program may raise, by name.
     self.names: set[str] = set()
     self.questions = 0
@@ -78,22 +79,28 @@ class Link:
       request: What is asked; its "kwargs", if it has them, are values that go along.
       *args: Further values that go along.
     """
-    if places := self._objects.lonely():
-      self._objects.forget(places)
-      self._forgotten.append(places)
-    start = len(self._objects)
+    known = len(self._objects)
     try:
-      request["changes"] = self.codec.changes(range(start))
+      changes = self.codec.changes(range(known))
+    except BaseException:
+      self._objects.cut(known)
+      raise
+    forgotten = self._objects.lonely(0, known)
+    self._objects.forget(forgotten)
+    if changes or forgotten:
+      self._news.append([changes, forgotten])
+    size = len(self._objects)
+    try:
       if "kwargs" in request:
         request["args"] = [self.codec.encode(value) for value in args]
         kwargs = request["kwargs"].items()
         request["kwargs"] = {name: self.codec.encode(value) for name, value in kwargs}
     except BaseException:
-      self._objects.cut(start)
+      self._objects.cut(size)
       raise
-    request["forget"], self._forgotten = self._forgotten, []
+    request["news"], self._news = self._news, []
     answer = self._ask(request)
-    value = self._understood(answer, start)
+    value = self._understood(answer, known - len(forgotten))
     if "error" in answer:
       raise self._error(answer)
     return value
