@@ -9,6 +9,6 @@ Between them go plain values alone (`wire`): arguments one way, results the othe
 program overrides, patches, prints or exits with is its own affair; what a result is compared
 with, and the comparison, are not in its process. `launch` says what confines a process.
 
-The modules run on the standard library alone: `wire`, `confine`, `candidate`, `remote`,
-`asserts` and `judge` are what a sandbox sees, and importing them must stay cheap.
+The modules run on the standard library alone: `wire`, `sharing`, `confine`, `candidate`,
+`remote`, `asserts` and `judge` are what a sandbox sees, and importing them must stay cheap.
 """

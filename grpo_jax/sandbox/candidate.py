@@ -84,11 +84,12 @@ class _Functions:
 
   def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
     """Does what is asked, and reports what has changed in objects that the judge holds, too."""
-    for places in request.pop("forget", ()):
-      self._objects.forget(places)
     start = len(self._objects)
     try:
-      self._codec.apply(request.pop("changes", ()))
+      for changes, forgotten in request.pop("news", ()):
+        start = len(self._objects) - len(forgotten)
+        self._codec.apply(changes)
+        self._objects.forget(forgotten)
       reply = self._answers[request.pop("do")](**request)
     except BaseException as error:  # a program may raise anything; it stays alive to be asked on.
       reply = _described(error)
@@ -97,13 +98,15 @@ class _Functions:
   def _report(self, start: int) -> dict[str, Any]:
     """What the call has changed, and which of its objects, from a place on, are held here."""
     size = len(self._objects)
+    if not size:
+      return {}
     try:
       report = {"changes": self._codec.changes(range(size))}
     except BaseException as error:  # an argument now holds what cannot be sent.
       self._objects.cut(size)
       report = _described(error)
     size = len(self._objects)
-    lonely = self._objects.lonely(start)
+    lonely = self._objects.lonely(start, size)
     held = sorted(set(range(start, size)) - set(lonely))
     self._objects.forget(lonely)
     self._objects.note(range(len(self._objects)))
@@ -149,16 +152,19 @@ class _Functions:
   def _name(self, name: str) -> dict[str, Any]:
     return self._valued(self._space[name])
 
-  def _call(self, target: int, args: Any, kwargs: Any) -> dict[str, Any]:
-    args, kwargs = self._received(args), self._received(kwargs)
-    return self._valued(self._kept[target](*args, **kwargs))
+  def _call(self, target: int, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    given, named = self._received(args, kwargs)
+    return self._valued(self._kept[target](*given, **named))
 
   def _attribute(self, target: int, name: str) -> dict[str, Any]:
     return self._valued(getattr(self._kept[target], name))
 
-  def _method(self, target: int, name: str, args: Any) -> dict[str, Any]:
+  def _method(
+    self, target: int, name: str, args: list[Any], kwargs: dict[str, Any]
+  ) -> dict[str, Any]:
     """Calls a special method by the function of the language that stands for it."""
-    return self._valued(_SPECIAL[name](self._kept[target], *self._received(args)))
+    given, named = self._received(args, kwargs)
+    return self._valued(_SPECIAL[name](self._kept[target], *given, **named))
 
   def _next(self, target: int) -> dict[str, Any]:
     try:
@@ -167,12 +173,13 @@ class _Functions:
       return {"end": True}
     return self._valued(value)
 
-  def _received(self, data: Any) -> Any:
-    """A value of the judge's; its objects are as the judge knows them."""
+  def _received(self, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Values of the judge's; their objects are as the judge knows them."""
     size = len(self._objects)
-    value = self._codec.decode(data)
+    given = [self._codec.decode(value) for value in args]
+    named = {name: self._codec.decode(value) for name, value in kwargs.items()}
     self._objects.note(range(size, len(self._objects)))
-    return value
+    return given, named
 
   def _keep(self, value: Any) -> int:
     if id(value) not in self._numbers:
@@ -214,7 +221,7 @@ class _Functions:
       raise RuntimeError(answer["raised"])
     if "end" in answer:
       raise StopIteration
-    value = self._received(answer["value"])
+    (value,), _ = self._received([answer["value"]], {})
     codec.apply(answer["changes"])
     return value
 

@@ -30,7 +30,8 @@ class Link:
     self._remotes: dict[int, Remote] = {}
     self.codec = wire.Codec(keep=self._keep, find=self._find)
     self._objects = self.codec.objects
-    self._forgotten: list[list[int]] = []  # places, which the program has not heard of yet.
+    # What the program has not heard of yet: changes, and places of objects that are forgotten.
+    self._news: list[list[Any]] = []
     self.errors: dict[str, type] = {}  # classes of the tests that a program may raise, by name.
     self.names: set[str] = set()
     self.questions = 0
@@ -56,7 +57,7 @@ class Link:
 
   def call(self, target: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls an object of the program; arguments that it changes in place are changed here."""
-    return self._value({"do": "call", "target": target}, args=[*args], kwargs=kwargs)
+    return self._value({"do": "call", "target": target, "kwargs": kwargs}, *args)
 
   def attribute(self, target: int, name: str) -> Any:
     """Returns an attribute of an object of the program."""
@@ -64,34 +65,42 @@ class Link:
 
   def method(self, target: int, name: str, *args: Any) -> Any:
     """Applies a function of the language, such as len, to an object of the program."""
-    return self._value({"do": "method", "target": target, "name": name}, args=[*args])
+    return self._value({"do": "method", "target": target, "name": name, "kwargs": {}}, *args)
 
   def iterate(self, target: int) -> Iterator[Any]:
     """Yields what an iterator of the program yields."""
     while (value := self._value({"do": "next", "target": target})) is not _END:
       yield value
 
-  def _value(self, request: dict[str, Any], **values: Any) -> Any:
+  def _value(self, request: dict[str, Any], *args: Any) -> Any:
     """Asks for a value; objects that both sides hold are the same on both before and after.
 
     Args:
-      request: What is asked.
-      **values: Values that go along.
+      request: What is asked; its "kwargs", if it has them, are values that go along.
+      *args: Further values that go along.
     """
-    if places := self._objects.lonely():
-      self._objects.forget(places)
-      self._forgotten.append(places)
-    start = len(self._objects)
+    known = len(self._objects)
     try:
-      changes = self.codec.changes(range(start))
-      encoded = {name: self.codec.encode(value) for name, value in values.items()}
+      changes = self.codec.changes(range(known))
     except BaseException:
-      self._objects.cut(start)
+      self._objects.cut(known)
       raise
-    request |= {"forget": self._forgotten, "changes": changes, **encoded}
-    self._forgotten = []
+    forgotten = self._objects.lonely(0, known)
+    self._objects.forget(forgotten)
+    if changes or forgotten:
+      self._news.append([changes, forgotten])
+    size = len(self._objects)
+    try:
+      if "kwargs" in request:
+        request["args"] = [self.codec.encode(value) for value in args]
+        kwargs = request["kwargs"].items()
+        request["kwargs"] = {name: self.codec.encode(value) for name, value in kwargs}
+    except BaseException:
+      self._objects.cut(size)
+      raise
+    request["news"], self._news = self._news, []
     answer = self._ask(request)
-    value = self._understood(answer, start)
+    value = self._understood(answer, known - len(forgotten))
     if "error" in answer:
       raise self._error(answer)
     return value

@@ -69,14 +69,14 @@ class Shared:
     self._objects = [self._objects[place] for place in left]
     self._places = {id(value): place for place, value in enumerate(self._objects)}
 
-  def lonely(self, start: int = 0) -> list[int]:
-    """Returns the places, from one on, of objects that this side does not hold otherwise.
+  def lonely(self, start: int, end: int) -> list[int]:
+    """Returns the places, from `start` and before `end`, of objects held nowhere else here.
 
     They are gone afterwards: call `forget`. An object comes before those in it, which so lose
     their holder before they are looked at.
     """
     found = []
-    for place in range(start, len(self._objects)):
+    for place in range(start, end):
       if not is_mutable(self._objects[place]) or _holders(self._objects, place) == _ALONE:
         self._known.pop(place, None)
         self._objects[place] = None

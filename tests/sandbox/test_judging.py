@@ -342,6 +342,9 @@ AS_ONE = {
     inner[2][4].append(7)
     assert s.items[2] == {4: [5, 7]}
   """),
+  "kept by the program alone": ("KEPT = {}\ndef f(n): return KEPT.setdefault(n, [n])",
+    "f(1).append(2)\nassert f(1) == [1, 2] and f(1) is f(1)\nf(1)[0] = {3: [4]}\n"
+    "f(1)[0][3].append(5)\nassert f(1) == [{3: [4, 5]}, 2]"),
   "kept by a generator": ("def f(xs):\n  for i in range(len(xs)):\n    xs[i] *= 2\n    yield xs[i]",
     "x = [1, 2]\ng = f(x)\nassert next(g) == 2 and x == [2, 2]\n"
     "assert list(g) == [4] and x == [2, 4]"),
