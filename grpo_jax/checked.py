@@ -19,6 +19,7 @@ class Kind:
 
   needed: str  # as it stands in the message after "must be".
   fits: Callable[[Any], bool]
+  words: tuple[str, ...] = ()  # all that are allowed, of a choice.
 
   def problem(self, name: str, value: Any) -> str | None:
     """Returns "NAME must be NEEDED, got VALUE"; None if the value fits."""
@@ -32,9 +33,10 @@ def number(
   high: Bound = None,
   below: Bound = None,
   infinite: bool = False,
+  nan: bool = False,
   none: bool = False,
 ) -> Kind:
-  """Describes a real number: finite unless `infinite`, never NaN, never a boolean or a string.
+  """Describes a real number: finite unless `infinite`, never a boolean or a string.
 
   Args:
     low: Smallest allowed value.
@@ -42,6 +44,7 @@ def number(
     high: Largest allowed value.
     below: Bound that the value must not reach.
     infinite: Whether infinities within the bounds are allowed.
+    nan: Whether NaN is allowed.
     none: Whether None is allowed.
   """
   within = _within(low, above, high, below)
@@ -51,9 +54,12 @@ def number(
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
       return False
     as_float = _as_float(value)
+    if math.isnan(as_float):
+      return nan
     return within(as_float) and (infinite or math.isfinite(as_float))
 
-  return _maybe(Kind(needed + _bounds(low, above, high, below), fits), none)
+  needed += _bounds(low, above, high, below)
+  return _maybe(Kind(f"{needed}, or NaN" if nan else needed, fits), none)
 
 
 def whole(*, low: int | None = None, high: int | None = None, none: bool = False) -> Kind:
@@ -76,7 +82,7 @@ def choice(words: Iterable[str], *, none: bool = False) -> Kind:
   """Describes one of several words."""
   known = tuple(words)
   needed = "one of " + ", ".join(map(repr, known))
-  return _maybe(Kind(needed, lambda x: isinstance(x, str) and x in known), none)
+  return _maybe(Kind(needed, lambda x: isinstance(x, str) and x in known, known), none)
 
 
 def text(*, empty: bool = False, none: bool = False) -> Kind:
@@ -162,7 +168,7 @@ def optional(kind: Kind) -> Kind:
   """Returns the same kind with None allowed."""
   if kind.fits(None):
     return kind
-  return Kind(f"{kind.needed}, or None", lambda x: x is None or kind.fits(x))
+  return Kind(f"{kind.needed}, or None", lambda x: x is None or kind.fits(x), kind.words)
 
 
 def _maybe(kind: Kind, none: bool) -> Kind:

@@ -72,9 +72,20 @@ def load(path: str) -> ConfigDict:
   return sections.adopt(config)
 
 
-def copy(config: ConfigDict) -> ConfigDict:
-  """Returns a locked copy, in which references and placeholders are their values."""
-  return ConfigDict(config.to_dict(preserve_field_references=False)).lock()
+def replaced(config: ConfigDict, values: Mapping[str, Any]) -> ConfigDict:
+  """Returns a locked copy with other values of some fields, by dotted name.
+
+  References and placeholders become their values in it.
+  """
+  copy = ConfigDict(config.to_dict(preserve_field_references=False))
+  with copy.unlocked(), copy.ignore_type():
+    for name, value in values.items():
+      section: Any = copy
+      *path, last = name.split(".")
+      for part in path:
+        section = section[part]
+      section[last] = value
+  return copy.lock()
 
 
 def fields(config: ConfigDict) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from grpo_jax.engines import base as engines
 from grpo_jax.learn import optim
 from grpo_jax.rl import estimators, objective_options
 
+STAND_IN = "(any word)"  # see `stand_in`.
 _TIME = checked.number(above=0)
 _SIZE = checked.whole(low=1)
 _EVERY = checked.whole(low=0)
@@ -140,13 +141,28 @@ OPEN = (
 )
 
 
+def wrong(fields: Mapping[str, Any]) -> dict[str, str]:
+  """Returns the name and a message of every known field of the wrong type or out of range."""
+  found = {
+    name: KINDS[name].problem(name, value) for name, value in fields.items() if name in KINDS
+  }
+  return {name: problem for name, problem in found.items() if problem}
+
+
+def stand_in(name: str) -> Any:
+  """Returns some value that a field may have, so that rules about other fields can be tried."""
+  kind = KINDS[name]
+  some = (None, *kind.words, 8, 1, 0.5, False, (), (8,), (0.0, 1.0), {}, STAND_IN)
+  return next(value for value in some if kind.fits(value))
+
+
 def problems(fields: Mapping[str, Any]) -> Iterator[str]:
   """Yields a message for every field of the wrong type or out of range, and for unknown ones.
 
   Args:
-    fields: Values by dotted name, as `configuration.fields` returns them.
+    fields: Values by dotted name, as `configuration.plain_fields` returns them.
   """
-  yield from checked.problems(KINDS, fields)
+  yield from wrong(fields).values()
   of_environments: dict[str, dict[str, Any]] = {}
   for name, value in fields.items():
     section, _, rest = name.partition(".")

@@ -39,13 +39,22 @@ _PATH_FIELD = re.compile(
 def validate(config: Config) -> Iterator[str]:
   """Yields everything that cannot work, before a model is loaded.
 
-  A field of the wrong type or out of range ends it: rules about several fields need sound ones.
+  Rules about several fields are tried with others in the place of fields that are wrong by
+  themselves, and what they say about those is left out.
   """
   yield from paths_elsewhere(config.to_dict())
-  wrong = list(field_kinds.problems(configuration.plain_fields(config)))
-  if wrong:
-    yield from wrong
-    return
+  fields = configuration.plain_fields(config)
+  wrong = field_kinds.wrong(fields)
+  yield from field_kinds.problems(fields)
+  names = [field_kinds.STAND_IN, *(name.rpartition(".")[2] for name in wrong)]
+  sound = configuration.replaced(config, {name: field_kinds.stand_in(name) for name in wrong})
+  for complaint in _broken_rules(sound):
+    if not any(name in complaint for name in names):
+      yield complaint
+
+
+def _broken_rules(config: Config) -> Iterator[str]:
+  """Yields what cannot work together, of fields each of which is sound."""
   yield from _unusable_model(config)
   yield from _refused(lambda: objectives.make(**config.loss))
   yield from _refused(lambda: estimators.make(**config.advantages))
@@ -133,6 +142,8 @@ def _impatient(config: Config) -> Iterator[str]:
   """Yields which environments do not exist, or may take longer than a call of theirs may."""
   limit_s = config.rollout.environment_timeout_s
   for name, settings in config.environments.items():
+    if environments.problems(name, settings.to_dict()):
+      continue  # told already.
     try:
       total_s = environments.total_timeout_s(name, settings.to_dict())
     except ValueError as error:
@@ -230,12 +241,9 @@ def _given(section: Config) -> dict[str, Any]:
 
 def resolved(config: Config) -> Config:
   """Returns a copy of the config with the numbers of the loss in place of None."""
-  copy = configuration.copy(config)
   made = objectives.make(**config.loss).options
-  with copy.unlocked():
-    for name in ("clip_low", "clip_high", "aggregation"):
-      copy.loss[name] = getattr(made, name)
-  return copy
+  names = ("clip_low", "clip_high", "aggregation")
+  return configuration.replaced(config, {f"loss.{name}": getattr(made, name) for name in names})
 
 
 def optimizer_steps(config: Config) -> int:

@@ -141,6 +141,28 @@ def test_a_flag_of_another_type_is_refused_as_it_is_read(flag, message):
     configuration.check(command.config, [run_options.validate])
 
 
+def test_rules_about_several_fields_are_told_beside_what_is_wrong_by_itself():
+  config = configuration.load(str(CONFIGS / "base.py"))
+  config.total_steps = 0
+  config.rollout.group_size = -1
+  config.filters.min_scored = 9
+  config.evaluation.pass_k = (4,)
+  config.optim.final_share = 0.1
+  told = list(run_options.validate(config))
+  assert told[:2] == [
+    "rollout.group_size must be an integer >= 1, got -1",
+    "total_steps must be an integer >= 1, got 0",
+  ]
+  for expected in ("evaluation.pass_k=[4]", "final_share=0.1"):
+    assert any(expected in line for line in told), expected
+  assert not any("min_scored" in line for line in told)  # nothing is known to compare it with.
+
+
+@pytest.mark.parametrize("name", field_kinds.KINDS)
+def test_every_kind_has_a_value_that_stands_in(name):
+  assert field_kinds.KINDS[name].fits(field_kinds.stand_in(name))
+
+
 def test_all_wrong_fields_are_told_at_once_and_unknown_ones_too():
   told = list(field_kinds.problems({"loss.kl_coef": "0.1", "seed": -1, "loss.foo": 3}))
   assert len(told) == 3 and "there is no field loss.foo" in told[2]

@@ -336,7 +336,10 @@ def test_what_cannot_work_is_said_all_at_once(make_config):
       {"shaping__overlong_buffer_tokens": 2, "rollout__max_turns": 2},
       "needs shaping.max_completion_tokens where rollout.max_turns=2",
     ),
-    ({"dynamic_sampling__max_rounds": 0}, "max_rounds must be at least 1"),
+    (
+      {"dynamic_sampling__max_rounds": 0},
+      "dynamic_sampling.max_rounds must be an integer >= 1, got 0",
+    ),
     (
       {
         "dynamic_sampling__enabled": True,
@@ -357,7 +360,10 @@ def test_what_cannot_work_is_said_all_at_once(make_config):
     ({"export__max_shard_gb": 0.0}, "export.max_shard_gb must be above 0"),
     ({"export__max_shard_gb": float("nan")}, "export.max_shard_gb must be above 0"),
     ({"filters__min_scored": 9}, "min_scored=9 is above rollout.group_size=8"),
-    ({"filters__max_truncated_share": 2.0}, "max_truncated_share must be from 0 to 1"),
+    (
+      {"filters__max_truncated_share": 2.0},
+      "filters.max_truncated_share must be a finite number from 0 to 1",
+    ),
   ],
 )
 def test_options_of_rewards_and_groups_that_cannot_work_are_named(options, expected, make_config):

@@ -22,7 +22,7 @@ SETTINGS: Mapping[str, checked.Kind] = {
   "answer": checked.text(none=True),
   "reward_correct": _REWARD,
   "reward_wrong": _REWARD,
-  "reward_timeout": _REWARD,
+  "reward_timeout": checked.number(nan=True),  # NaN: not scored, and not learned from.
   "reward_solved": _REWARD,
   "format_reward": _REWARD,
   "contains_reward": _REWARD,

@@ -20,6 +20,7 @@ from grpo_jax.rl import arrays, masks, moments
 from grpo_jax.rl.kl import kl_penalty
 from grpo_jax.rl.numerics import clamp, safe_divide
 
+Bound = float | Float[Array, ""] | None
 BASELINES = ("group_mean", "leave_one_out", "none")
 SCALES = ("group_std", "batch_std", "none")
 
@@ -333,7 +334,7 @@ def subtract_kl(
 
 
 def clip(
-  advantages: arrays.Numbers, *, low: float | None = None, high: float | None = None
+  advantages: arrays.Numbers, *, low: Bound = None, high: Bound = None
 ) -> Float[Array, "*shape"]:
   """Clips advantages to [low, high]; None leaves a side open. The last step, after scaling.
 

@@ -7,7 +7,9 @@ MAX_LOG_RATIO = 20.0  # of ratios that carry a gradient; e²⁰ ≈ 4.9e8. verl 
 
 
 def clamp(
-  x: Float[Array, "*shape"], low: float | None = None, high: float | None = None
+  x: Float[Array, "*shape"],
+  low: float | Float[Array, ""] | None = None,
+  high: float | Float[Array, ""] | None = None,
 ) -> Float[Array, "*shape"]:
   """Clips `x` to [low, high] with gradient 1 on the bounds too (`jnp.clip` has ½ there).
 

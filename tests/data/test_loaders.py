@@ -351,9 +351,13 @@ def test_mistakes_in_a_list_name_its_place(two):
     ValueError, match=r"data.datasets\[1\].repeat must be an integer >= 1, got '2' \(str\)"
   ):
     stream([two[0], {**two[1], "repeat": "2"}])
-  with pytest.raises(ValueError, match=r"data.datasets\[0\].weight must be float or int, got '1'"):
+  with pytest.raises(
+    ValueError, match=r"data.datasets\[0\].weight must be a finite number >= 0, or None, got '1'"
+  ):
     stream([{**two[0], "weight": "1"}])
-  with pytest.raises(ValueError, match=r"data.datasets\[0\].overlong must be str, got True"):
+  with pytest.raises(
+    ValueError, match=r"data.datasets\[0\].overlong must be one of 'drop', 'zero_weight', got True"
+  ):
     stream([{**two[0], "overlong": True}])
   with pytest.raises(ValueError, match=r"data.datasets\[0\] must be a mapping"):
     stream(["letters.jsonl"])

@@ -412,8 +412,8 @@ def test_wrong_settings_are_refused_before_anything_is_sent(monkeypatch, tmp_pat
     "takes no 'modle' .did you mean 'model'": dict(settings=dict(modle="m", **judge)),
     "needs {completion}": dict(settings=dict(prompt_template="Grade {answer}", **judge)),
     "needs a group for the number": dict(settings=dict(score_pattern="Score", **judge)),
-    "must be above 0": dict(timeout_s=0.0),
-    "must be at least 0": dict(retries=-1),
+    "timeout_s must be a finite number > 0": dict(timeout_s=0.0),
+    "retries must be an integer >= 0": dict(retries=-1),
     "holds no tokenizer": dict(format="classify", settings=dict(tokenizer=str(tmp_path))),
   }.items():
     with pytest.raises(ValueError, match=match):

@@ -209,7 +209,7 @@ def test_the_name_of_the_tool_is_its_tag_and_its_stop_string():
   ("settings", "message"),
   [
     (dict(tool="a b"), "tool must be a word"),
-    (dict(max_calls=0), "max_calls must be at least 1"),
+    (dict(max_calls=0), "max_calls must be an integer >= 1"),
     (dict(answer="tags"), "unknown answer form 'tags'.*did you mean 'tag'"),
   ],
 )

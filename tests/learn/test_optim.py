@@ -117,10 +117,10 @@ def test_steps_done_counts_updates():
     ({"optimizer": "chain"}, "no optimizer 'chain'"),
     ({"optimizer": "sgd", "weight_decay": 0.1}, "sgd takes no weight_decay"),
     ({"options": {"beta1": 0.9}}, r"adamw takes no \['beta1'\]; it takes .*'b1'"),
-    ({"schedule": "cosin"}, "no schedule 'cosin'"),
-    ({"warmup_steps": -1}, "warmup_steps must be at least 0"),
+    ({"schedule": "cosin"}, "schedule must be one of 'constant', 'linear', 'cosine', got 'cosin'"),
+    ({"warmup_steps": -1}, "warmup_steps must be an integer >= 0"),
     ({"final_share": 2.0}, "final_share"),
-    ({"max_grad_norm": 0.0}, "max_grad_norm must be above 0"),
+    ({"max_grad_norm": 0.0}, "max_grad_norm must be a finite number > 0"),
   ],
 )
 def test_make_refuses_what_makes_no_sense(options, message):
