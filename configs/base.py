@@ -104,13 +104,13 @@ def get_config() -> Any:
   sglang.router = placeholder(str)  # SGLang router that generation goes through.
   sglang.servers = 1  # how many to launch.
   sglang.python = ".venv-sglang/bin/python"  # of their environment; scripts/install_sglang.sh.
-  sglang.arguments = ()  # more arguments of the server, such as "--mem-fraction-static=0.5".
+  sglang.arguments = ()  # more of the server, such as "--mem-fraction-static=0.5"; not --host.
   sglang.command = placeholder(tuple)  # whole command line: {model_path} {host} {port}.
   sglang.environment = ConfigDict()  # variables of the servers, besides the trainer's.
   sglang.device = placeholder(str)  # "cuda" or "cpu"; None: what this machine has.
   sglang.gpus = ()  # for the servers, in order, e.g. (4, 5, 6, 7); (): each sees all.
   sglang.gpus_per_server = 1  # GPUs that one server spreads the model over.
-  sglang.host = "127.0.0.1"  # that they listen on; others need GRPO_JAX_SGLANG_API_KEY.
+  sglang.host = "127.0.0.1"  # that they listen on; they always ask for a key.
   sglang.port = placeholder(int)  # of the first, the next has the next; None: free ones.
   sglang.deterministic = True  # the same seed, the same completion; slower on GPUs.
   sglang.requests = "completion"  # an HTTP request for each "completion", or for each "group".

@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
 CONFIG = tiny.config()
 PATIENCE = {"health_every_s": 1.0, "health_timeout_s": 20.0, "control_timeout_s": 30.0}
+KEY = "key-of-these-servers-0123456789"
 START_S = 600.0  # for a server, or two at a time, on a busy machine.
 
 
@@ -55,7 +56,7 @@ class Servers:
       return None
     address = f"http://127.0.0.1:{command[command.index('--port') + 1]}"
     try:
-      return ask(f"{address}/model_info")["weight_version"]
+      return ask(f"{address}/model_info", key=KEY)["weight_version"]
     except OSError:
       return None
 
@@ -77,7 +78,9 @@ def servers(sglang_model, tmp_path_factory):
   """Two servers, which the tests of this file damage one after the other."""
   workdir = tmp_path_factory.mktemp("launched")
   settings = {**PATIENCE, "max_restarts": 20, "start_timeout_s": START_S}
-  engine = sglang_fixtures.make(sglang_model, workdir, servers=2, **settings)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv(API_KEY_VARIABLE, KEY)  # else it is random, and nobody here could ask.
+    engine = sglang_fixtures.make(sglang_model, workdir, servers=2, **settings)
   yield Servers(engine, workdir)
   engine.close()
 
@@ -201,13 +204,12 @@ def seen_in_processes(key):
   return [line for line in lines if any(key in word for word in line)]
 
 
-def test_a_server_that_others_can_reach_has_a_key_even_if_none_was_given(
-  sglang_model, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_server_has_a_key_even_if_none_was_given(sglang_model, tmp_path, monkeypatch, host):
   monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
   given = "import os; open('given', 'w').write(os.environ[%r]); os.kill(os.getpid(), 9)"
   command = (str(sglang_fixtures.server_python()), "-c", given % API_KEY_VARIABLE)
   with pytest.raises(FleetError, match=signal.SIGKILL.name):
-    sglang_fixtures.make(sglang_model, tmp_path, command=command, host="0.0.0.0")
+    sglang_fixtures.make(sglang_model, tmp_path, command=command, host=host)
   assert len((tmp_path / "servers" / "given").read_text()) >= 32
   assert not pathlib.Path("given").exists()
