@@ -175,6 +175,7 @@ def test_the_tasks_that_compute_are_found_in_the_package(monkeypatch):
           continue
   found = {task for task in ALL if gym_score.computes(task)}
   assert {*ATTACKED} <= called <= found
+  assert found - called == {"composite"}  # which is scored by the tasks that it is made of.
 
 
 HOSTILE = """
