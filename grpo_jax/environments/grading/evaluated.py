@@ -24,7 +24,7 @@ import enum
 import functools
 import re
 
-_MAX_DEPTH = 40
+_MAX_DEPTH = 20
 _MAX_CHARS = 10_000
 
 _TOKEN = re.compile(
@@ -259,9 +259,6 @@ class _Reader:
 
   def _group(self) -> _Value:
     """Reads up to a closing bracket, and over it."""
-    self._depth += 1
-    if self._depth > _MAX_DEPTH:
-      raise _TooDeepError
     found = []
     while self._peek():
       found.append(self._sum())
@@ -269,7 +266,6 @@ class _Reader:
         break
       self._separator()
     self._at += 1
-    self._depth -= 1
     said = [value for value in found if value]
     return said[0] if len(said) == 1 else _Value.SYMBOL if said else _Value.NOTHING
 
@@ -394,10 +390,18 @@ class _Reader:
       self._at += 1
     if self._at >= len(self._tokens) or self._peek() in _CLOSING:
       return _Value.NOTHING
-    kind, said = self._tokens[self._at]
-    return self._primary(kind, said)
+    return self._primary(*self._tokens[self._at])
 
   def _primary(self, kind: str, said: str) -> _Value:
+    """Reads what stands alone, in brackets or behind a command, from this token on."""
+    self._depth += 1
+    if self._depth > _MAX_DEPTH:
+      raise _TooDeepError
+    value = self._one(kind, said)
+    self._depth -= 1
+    return value
+
+  def _one(self, kind: str, said: str) -> _Value:
     self._at += 1
     if kind == "number":
       value = _Value.DECIMAL if "." in said else _Value.INTEGER

@@ -94,7 +94,7 @@ class WorkerPool:
     self._lock = threading.Lock()
     self._threads: list[threading.Thread] = []
     self._seats: set[Seat] = set()
-    self._counts = Counter(dict.fromkeys(_COUNTS, 0))
+    self._counts: Counter[str] = Counter(dict.fromkeys(_COUNTS, 0))
     self._closed = False
 
   def submit(self, function: str, *arguments: Any) -> concurrent.futures.Future[Any]:
