@@ -434,3 +434,21 @@ def test_an_engine_that_leaves_requests_unanswered_is_an_error():
 
   with pytest.raises(RuntimeError, match="left 1 requests unanswered"):
     run(Forgetful(lambda r: "x"), single_turn(lambda p, t: 1.0), prompts("a"))
+
+
+@pytest.mark.parametrize("role", [None, "user"])
+def test_what_an_environment_says_at_great_length_is_not_encoded_whole(role, monkeypatch):
+  class Talker(Counting):
+    async def step(self, text, completion_ids, finish_reason):
+      return StepResult(0.0, done=False, observation="x" * 3_000_000, observation_role=role)
+
+  encoded = []
+  encode = ByteTokenizer.encode
+  monkeypatch.setattr(ByteTokenizer, "encode", lambda t, s: encoded.append(len(s)) or encode(t, s))
+  limits = Limits(max_turns=2, max_tokens=64)
+  groups = run(
+    ScriptedEngine(lambda r: "ab"), {"env": Talker}, prompts("xy"), limits=limits, group_size=1
+  )
+  assert groups[0].rollouts[0].finish_reason is FinishReason.LENGTH
+  assert len(groups[0].rollouts[0].completion_ids) == 3
+  assert sum(encoded) < 5000

@@ -107,6 +107,7 @@ def _backend(directory: Path) -> Any:
       str(directory), local_files_only=True, trust_remote_code=False
     )
     vocab_size(backend)
+    backend.decode(backend.encode("a", add_special_tokens=False))  # settings may fail only here.
     return backend
   except (KeyboardInterrupt, SystemExit, GeneratorExit):
     raise

@@ -242,6 +242,12 @@ class HuggingFaceTokenizer:
       "add_generation_prompt": begin_assistant,
     }
     found = self._renderer.render(messages, variables, max_characters=max_characters)
+    try:
+      found.text.encode()
+    except UnicodeEncodeError as error:
+      raise TemplateRefusal(
+        f"{self._template_file}: the chat template writes half a surrogate pair"
+      ) from error
     return found.text, found.characters
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from grpo_jax.models import llama, qwen2, qwen3
 from grpo_jax.models.errors import ModelError
-from grpo_jax.models.fields import Fields
+from grpo_jax.models.fields import Fields, short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ def classifier_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> 
   architecture = next(iter(Fields(hf, where).strings("architectures")), None)
   if architecture not in CLASSIFIERS:
     raise ModelError(
-      f"{where}: architecture {architecture!r} is no supported sequence classifier (reward"
+      f"{where}: architecture {short(architecture)} is no supported sequence classifier (reward"
       f" model); supported are {sorted(CLASSIFIERS)}"
     )
   body = CLASSIFIERS[architecture].ARCHITECTURE
@@ -165,7 +165,8 @@ def _family(fields: Fields) -> Any:
     return FAMILIES_BY_NAME[model_type]
   asked = architectures[0] if architectures else model_type
   raise ModelError(
-    f"{fields.where}: architecture {asked!r} is not supported; supported are {sorted(FAMILIES)}"
+    f"{fields.where}: architecture {short(asked)} is not supported;"
+    f" supported are {sorted(FAMILIES)}"
   )
 
 
@@ -188,9 +189,9 @@ def _refuse_unsupported(fields: Fields) -> None:
     unsupported.append("use_sliding_window=true (supported: false)")
   kinds = set(fields.strings("layer_types")) - {"full_attention"}
   if kinds:
-    unsupported.append(f"layer_types {sorted(kinds)} (supported: full_attention)")
+    unsupported.append(f"layer_types {short(sorted(kinds))} (supported: full_attention)")
   if fields.string("hidden_act") not in (None, "silu"):
-    unsupported.append(f"hidden_act={fields.get('hidden_act')!r} (supported: silu)")
+    unsupported.append(f"hidden_act={short(fields.get('hidden_act'))} (supported: silu)")
   if fields.get("quantization_config"):
     unsupported.append("quantization_config (supported: plain float32, bfloat16, float16 weights)")
   if fields.get("num_experts") or fields.get("num_local_experts"):
@@ -214,7 +215,8 @@ def _rope_from_hf(fields: Fields) -> tuple[float, RopeScaling | None]:
   kind = rope.string("rope_type") or rope.string("type") or "default"
   if kind not in _ROPE_KINDS:
     raise ModelError(
-      f"{fields.where}: rope type {kind!r} is not supported; supported are {sorted(_ROPE_KINDS)}"
+      f"{fields.where}: rope type {short(kind)} is not supported;"
+      f" supported are {sorted(_ROPE_KINDS)}"
     )
   holder = rope if "partial_rotary_factor" in rope else fields
   if holder.number("partial_rotary_factor", 1.0, above=0.0) != 1.0:

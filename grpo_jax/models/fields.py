@@ -93,8 +93,7 @@ class Fields:
   def wrong(self, name: str, needed: str) -> ModelError:
     """Returns the error of a field that is not what is needed."""
     value = self._content.get(name)
-    shown = "nothing" if value is None else repr(value)
-    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
+    shown = "nothing" if value is None else short(value)
     return ModelError(f"{self.where}: {name} needs {needed}, got {shown}")
 
   def _value(self, name: str, default: Any) -> Any:
@@ -102,3 +101,9 @@ class Fields:
     if value is None:
       raise ModelError(f"{self.where}: {name} is missing")
     return value
+
+
+def short(value: Any) -> str:
+  """Returns what a value looks like, cut for a message."""
+  shown = repr(value)
+  return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"

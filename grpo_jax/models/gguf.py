@@ -23,7 +23,7 @@ from grpo_jax.models import (
 )
 from grpo_jax.models.config import ModelConfig, RopeScaling
 from grpo_jax.models.errors import ModelError
-from grpo_jax.models.fields import Fields
+from grpo_jax.models.fields import Fields, short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ def config_from_metadata(
   if family is None or family not in model_config.FAMILIES_BY_NAME:
     have = sorted(model_config.FAMILIES_BY_NAME)
     raise ModelError(
-      f"{where}: GGUF architecture {family!r} is not supported; supported are {have}"
+      f"{where}: GGUF architecture {short(family)} is not supported; supported are {have}"
     )
   if fields.get(f"{family}.expert_count"):
     raise ModelError(f"{where}: mixture of experts is not supported; supported are dense models")
@@ -247,7 +247,7 @@ def _rope_scaling(
     return RopeScaling("linear", _decimal(fields.number(f"{family}.rope.scaling.factor", above=0)))
   if kind != "none":
     raise ModelError(
-      f"{fields.where}: GGUF rope scaling {kind!r} is not supported; supported: none, linear"
+      f"{fields.where}: GGUF rope scaling {short(kind)} is not supported; supported: none, linear"
     )
   if factors is None:
     return None

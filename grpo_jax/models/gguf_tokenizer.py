@@ -7,7 +7,7 @@ are written as the models' original tokenizer.json has them.
 from typing import Any
 
 from grpo_jax.models.errors import ModelError
-from grpo_jax.models.fields import Fields
+from grpo_jax.models.fields import Fields, short
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # token types of GGUF.
 
@@ -31,7 +31,7 @@ def files(fields: Fields, *, vocab_size: int) -> dict[str, dict[str, Any]]:
     return contents
   if model != "gpt2":
     raise ModelError(
-      f"{fields.where}: GGUF tokenizer model {model!r} is not supported; supported: gpt2 (BPE)"
+      f"{fields.where}: GGUF tokenizer model {short(model)} is not supported; supported: gpt2 (BPE)"
     )
   tokens = fields.strings(_TOKENS)
   if not 0 < len(tokens) <= vocab_size:
@@ -72,7 +72,7 @@ def _tokenizer(fields: Fields) -> dict[str, Any]:
   if pre not in _PRE_TOKENIZERS:
     have = sorted(_PRE_TOKENIZERS)
     raise ModelError(
-      f"{fields.where}: GGUF pre-tokenizer {pre!r} is not supported; supported are {have}"
+      f"{fields.where}: GGUF pre-tokenizer {short(pre)} is not supported; supported are {have}"
     )
   added = [
     _added_token(index, token, special=kind == _CONTROL)

@@ -223,6 +223,10 @@ BROKEN = [
   (TOKENIZER, "normalizer-bomb", fields(normalizer={"type": "Sequence", "normalizers": [
     {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 40})),
   (SETTINGS, "eos-number", fields(eos_token=5)),
+  (SETTINGS, "length-word", fields(model_max_length="x")),
+  (SETTINGS, "template-half-a-pair", fields(chat_template="\ud800")),
+  (CONFIG, "long-names", fields(architectures=["a" * 10_000])),
+  (CONFIG, "long-act", fields(hidden_act="a" * 10_000)),
   (SETTINGS, "template-number", fields(chat_template=5)),
   (SETTINGS, "templates-without-default", fields(chat_template=[{"name": "a", "template": "b"}])),
   (GENERATION, "eos-string", fields(eos_token_id="2")),
