@@ -150,7 +150,8 @@ def test_a_group_of_environments_scores_each_row_by_its_own_and_survives_a_broke
     assert row["env/broken/failed_share"] == 1.0 and row["env/broken/reward_mean"] is None
     assert row["rollout/errors/LookupError"] == 2.0 and row["filter/too_few_scored"] == 1.0
     assert row["batch/loss_tokens"] > 0
-  assert {"eval/heldout/math/accuracy", "eval/heldout/words/accuracy"} <= set(last)
+  assert {"eval/heldout/math/accuracy", "eval/heldout/words/reward_mean"} <= set(last)
+  assert "eval/heldout/words/accuracy" not in last  # a function gives rewards, not verdicts.
   printed = capsys.readouterr().out
   assert "failed  2 of 8 completions: LookupError: this reward is broken; rows:0:3 (broken)" in (
     printed
