@@ -347,7 +347,7 @@ class Checkpoints:
 
   def _stored(self, folder: pathlib.Path) -> stored_leaves.Leaves:
     """Returns shape and dtype of the arrays that are in a checkpoint."""
-    found = self._orbax.metadata(folder)
+    found: Any = self._orbax.metadata(folder)  # of several classes, by Orbax's version.
     arrays = getattr(found, "item_metadata", found)
     return {
       str(name): (tuple(array.shape), str(np.dtype(array.dtype)))

@@ -8,12 +8,15 @@ import contextlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto import event_pb2
 from tensorboardX.summary import scalar
 
 from grpo_jax.disk import writing
+
+_PROTO: Any = event_pb2  # its classes are made when it is imported.
 
 
 class EventFile:
@@ -34,8 +37,10 @@ class EventFile:
       folder.mkdir(parents=True, exist_ok=True)
       # With the step, since two files of one second would be one.
       self._writer = EventsWriter(str(folder / "events"), f".from_{start_step}")
-    self._add(Event(step=start_step, file_version="brain.Event:2"))
-    self._add(Event(step=start_step, session_log=SessionLog(status=SessionLog.START)))
+    self._add(_PROTO.Event(step=start_step, file_version="brain.Event:2"))
+    self._add(
+      _PROTO.Event(step=start_step, session_log=_PROTO.SessionLog(status=_PROTO.SessionLog.START))
+    )
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
     """Adds the values of a step; they are on their way to the disk when this returns.
@@ -44,7 +49,7 @@ class EventFile:
       WriteError: the file cannot be written.
     """
     for name, value in values.items():
-      self._add(Event(step=step, wall_time=time.time(), summary=scalar(name, value)))
+      self._add(_PROTO.Event(step=step, wall_time=time.time(), summary=scalar(name, value)))
     with writing(self._folder):
       self._writer.flush()
 
@@ -53,6 +58,6 @@ class EventFile:
     with contextlib.suppress(OSError):
       self._writer.close()
 
-  def _add(self, event: Event) -> None:
+  def _add(self, event: Any) -> None:
     with writing(self._folder):
       self._writer.write_event(event)

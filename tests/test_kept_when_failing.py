@@ -59,7 +59,7 @@ def test_a_broken_row_costs_no_learned_step_and_a_repaired_file_goes_on(
   file.write_text("\n".join([*lines[:5], "{broken", *lines[6:]]) + "\n")
   assert main.main(arguments) == 1
   told = capsys.readouterr().err
-  assert f"error: {file}:6: " in told and f"--workdir={tmp_path / 'run'} goes on" in told
+  assert f"error: {file}:6: " in told and f"--workdir={tmp_path / 'run'} continues" in told
   assert "Traceback" not in told
   assert checkpoints_of(tmp_path) == [2] and steps_of(tmp_path) == [0, 1]
 

@@ -85,7 +85,9 @@ LOCKS = [
 ]
 
 
-@pytest.mark.parametrize(("take", "name", "error"), LOCKS, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+  ("take", "name", "error"), LOCKS, ids=["weights", "run-folder", "model-cache"]
+)
 def test_no_lock_empties_a_file_or_follows_a_link(tmp_path, take, name, error):
   precious = tmp_path / "bashrc"
   precious.write_text("precious")

@@ -15,6 +15,7 @@ import numpy as np
 from grpo_jax.engines import decoding, scheduling, stopping
 from grpo_jax.engines.base import Generation
 from grpo_jax.engines.scheduling import Completion
+from grpo_jax.errors import ExpectedFailure
 
 _OWN_LEAST = 64  # tokens of the smallest cache of a row.
 _PROMPT_LEAST = 32  # tokens of the smallest slot.
@@ -24,6 +25,10 @@ _decode = jax.jit(decoding.decode, static_argnames="options", donate_argnames="o
 _prefill = jax.jit(decoding.prefill, static_argnames="options", donate_argnames="cache")
 _resize = jax.jit(decoding.resize, static_argnames=("length", "options", "of_rows"))
 _empty = jax.jit(decoding.empty_cache, static_argnums=(0, 1, 2), static_argnames="of_rows")
+
+
+class NonFiniteLogits(ExpectedFailure, FloatingPointError):
+  """The model gives NaN or infinite logits: its weights are damaged, or it has diverged."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -115,7 +120,7 @@ class Session:
   ) -> Generation | None:
     """Adds sampled tokens to a completion; returns its generation if it is finished."""
     if not np.isfinite(logprobs).all():
-      raise FloatingPointError(
+      raise NonFiniteLogits(
         f"request {completion.request.request_id!r}: the logits are not finite with weights of "
         f"version {version}"
       )
