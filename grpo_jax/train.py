@@ -119,6 +119,8 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
       if stop or failure:
         break
     save(run, state, position, skipped, evaluated)  # nothing, if the loop has just done so.
+    if int(state.step) > 0 and not run.signal_watch.has_learned:
+      run.logger.print("NOTHING WAS LEARNED FROM REWARDS in this run; the lines above say why")
     if failure:
       raise failure
     if int(state.step) == config.total_steps:
