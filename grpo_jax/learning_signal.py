@@ -181,6 +181,11 @@ class Watch:
     self._has_learned = has_learned
     self._in_a_row = 0
 
+  @property
+  def has_learned(self) -> bool:
+    """Whether any step so far had something to learn from."""
+    return self._has_learned
+
   def lines(self, step: int, signal: Signal) -> list[str]:
     """Takes note of a step; returns what is to be printed, or nothing."""
     if not signal.is_empty:

@@ -147,6 +147,8 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
           evaluated = evaluate(run, state.params, step=int(state.step))
           keeper.hold(Standing(state, run.stream.state(), skipped, evaluated))
       is_over = not failure
+      if int(state.step) > 0 and not run.signal_watch.has_learned:
+        run.logger.print("NOTHING WAS LEARNED FROM REWARDS in this run; the lines above say why")
     if failure:
       raise failure
     if is_over:

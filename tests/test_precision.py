@@ -2,16 +2,19 @@
 
 import collections
 import re
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grpo_kernels.linear_logprobs import choice
 
 from grpo_jax import batching, engines, precision
 from grpo_jax.engines import decoding, probe, scheduling, sglang
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.learn import optim, train_step
+from grpo_jax.models import classifier
 from grpo_jax.rl import objectives
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
 from tests.engines import tiny

@@ -246,6 +246,7 @@ def test_other_seeds_give_other_runs(make_config, plain, tmp_path):
 
 
 def test_drift_and_entropy_of_all_completions_are_known_without_a_kl_in_the_loss(plain):
+  assert "NOTHING TO LEARN" not in (plain / "report.html").read_text()
   first, second, last = told(plain)[:3]
   assert first["all/kl_to_initial"] == 0.0 < last["all/kl_to_initial"]
   assert "all/kl_to_initial" not in second and "train/kl_to_reference" not in last
@@ -263,7 +264,9 @@ def test_steps_without_signal_change_nothing_and_are_counted(make_config, model,
   assert [row["rollout/no_signal_share"] for row in rows[:2]] == [1.0, 1.0]
   assert [row["batch/optimizer_steps"] for row in rows[:2]] == [0.0, 0.0]
   assert [row["signal/lost_share"] for row in rows[:2]] == [1.0, 1.0]
-  assert "Step 0: NOTHING TO LEARN FROM" in capsys.readouterr().out
+  printed = capsys.readouterr().out
+  assert "Step 0: NOTHING TO LEARN FROM" in printed
+  assert "NOTHING WAS LEARNED FROM REWARDS in this run" in printed
   assert rows[0]["all/entropy"] > 0 and "train/entropy" not in rows[0]
   before = jax.tree.leaves(loading.load(model).params)
   for old, new in zip(before, weights(tmp_path), strict=True):
