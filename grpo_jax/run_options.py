@@ -46,11 +46,17 @@ def validate(config: Config) -> Iterator[str]:
   fields = configuration.plain_fields(config)
   wrong = field_kinds.wrong(fields)
   yield from field_kinds.problems(fields)
-  names = [field_kinds.STAND_IN, *(name.rpartition(".")[2] for name in wrong)]
   sound = configuration.replaced(config, {name: field_kinds.stand_in(name) for name in wrong})
   for complaint in _broken_rules(sound):
-    if not any(name in complaint for name in names):
+    if not any(_is_about(complaint, name) for name in wrong):
       yield complaint
+
+
+def _is_about(complaint: str, name: str) -> bool:
+  """Returns whether a complaint names a field, with its section or, as `make`s do, without."""
+  last = name.rpartition(".")[2]
+  is_named = name in complaint or re.search(rf"(?<![\w.]){re.escape(last)}\b", complaint)
+  return bool(is_named) or field_kinds.STAND_IN in complaint
 
 
 def _broken_rules(config: Config) -> Iterator[str]:

@@ -12,8 +12,8 @@ and of whatever size the rewards are (1e-30, 1e38), no sum overflows or vanishes
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
 from grpo_jax.rl import arrays, masks, moments
@@ -30,10 +30,9 @@ def valid_rewards(
 ) -> tuple[Float[Array, "*shape"], Bool[Array, "*shape"]]:
   """Returns the rewards with 0 in place of what does not count, and where they count."""
   rewards = arrays.floats(rewards, "rewards")
-  mask = None if mask is None else arrays.mask(mask, rewards.shape)
   is_finite = jnp.isfinite(rewards)
-  mask = is_finite if mask is None else mask & is_finite
-  return jnp.where(mask, rewards, 0), mask
+  valid = is_finite if mask is None else arrays.mask(mask, rewards.shape) & is_finite
+  return jnp.where(valid, rewards, 0), valid
 
 
 def baseline_and_spread(
@@ -222,11 +221,11 @@ def gdpo(
   mask = None if mask is None else arrays.mask(mask, components.shape[1:])
   if count < 2:
     raise ValueError(f"gdpo needs at least 2 reward components, got {count}; use group_relative")
-  weights = (1.0,) * count if weights is None else weights
-  if len(weights) != count:
-    raise ValueError(f"gdpo got {len(weights)} weights for {count} reward components")
+  each = (1.0,) * count if weights is None else tuple(weights)
+  if len(each) != count:
+    raise ValueError(f"gdpo got {len(each)} weights for {count} reward components")
   total = jnp.zeros_like(components[0])
-  for component, weight in zip(components, weights, strict=True):
+  for component, weight in zip(components, each, strict=True):
     total = total + weight * group_relative(component, mask, baseline=baseline, ddof=ddof, eps=eps)
   is_scored = jnp.isfinite(components).any(axis=0)
   valid = (is_scored if mask is None else mask & is_scored).reshape(1, -1)
@@ -355,4 +354,4 @@ def clip(
 
 
 def _is_traced(*values: Any) -> bool:
-  return any(isinstance(value, jax.core.Tracer) for value in values)
+  return any(isinstance(value, Tracer) for value in values)

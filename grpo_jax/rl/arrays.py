@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
 # Anything that `jnp.asarray` makes an array of: nested lists, NumPy arrays, JAX arrays, tracers.
@@ -52,7 +53,7 @@ def mask(
     raise ValueError(f"{name} must have the shape {shape} of what it masks, got {array.shape}")
   if array.dtype == jnp.bool_:
     return array
-  if not isinstance(array, jax.core.Tracer) and not bool(((array == 0) | (array == 1)).all()):
+  if not isinstance(array, Tracer) and not bool(((array == 0) | (array == 1)).all()):
     raise ValueError(f"{name} must be booleans, or 0 and 1, got other numbers")
   return array != 0
 

@@ -17,7 +17,7 @@ def has_signal(rewards: arrays.Numbers, mask: arrays.Mask | None = None) -> Bool
     DAPO's dynamic sampling, arXiv:2503.14476, section 3.2.
   """
   rewards, mask, _ = arrays.groups(rewards, mask)
-  return moments.has_spread(*advantages.valid_rewards(rewards, mask))
+  return jnp.asarray(moments.has_spread(*advantages.valid_rewards(rewards, mask)))
 
 
 def has_valid_attempts(

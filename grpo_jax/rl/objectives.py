@@ -178,7 +178,7 @@ def _policy_term(
   clipped = clamp(ratio, 1.0 - low, 1.0 + high) if o.is_clipped else ratio
   metrics = diagnostics.ratios(ratio, clipped, mask)
   if tokens.behavior_logprobs is not None:
-    weights, of_mismatch = _correction(o, policy, old, tokens)
+    weights, of_mismatch = _correction(o, policy, old, tokens.behavior_logprobs, tokens)
     metrics |= of_mismatch
     if o.importance_correction != "none":
       per_token = weights * per_token
@@ -202,10 +202,14 @@ def _policy_term(
 
 
 def _correction(
-  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+  o: Options,
+  policy: Float[Array, "B N"],
+  old: Float[Array, "B N"],
+  behavior: Float[Array, "B N"],
+  tokens: LossTokens,
 ) -> tuple[Float[Array, "B N"], Metrics]:
   """Returns the engine/trainer weight of each token, and the metrics of the mismatch."""
-  mask, ids, behavior = tokens.mask, tokens.sequence_ids, tokens.behavior_logprobs
+  mask, ids = tokens.mask, tokens.sequence_ids
   weights, is_in_bounds = importance.correction_weights(
     old,
     behavior,
