@@ -325,7 +325,7 @@ def _check_split(mesh: Mesh, folder: pathlib.Path) -> None:
   Raises:
     ConfigError: `mesh.tensor` does not divide the attention heads or the feed-forward width.
   """
-  model = model_config.from_hf(loading.read_json(folder / "config.json"))
+  model = loading.read_config(folder)
   tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
   for what, length in (("attention heads", model.num_heads), ("mlp", model.intermediate_size)):
     if length % tensor:

@@ -315,11 +315,10 @@ def make_watcher(
   def watch(params: Any, batch: Batch) -> tuple[Metrics, Float[Array, "B N"]]:
     policy, entropy = logprobs(params, batch, with_entropy)
     tokens = gather_loss_tokens(batch)
-    behavior, mask = tokens.behavior_logprobs, tokens.mask
-    found = {
-      "approx_entropy": diagnostics.approx_entropy(policy, behavior, mask),
-      **diagnostics.mismatch(policy, behavior, mask),
-    }
+    behavior, mask, found = tokens.behavior_logprobs, tokens.mask, {}
+    if behavior is not None:
+      found["approx_entropy"] = diagnostics.approx_entropy(policy, behavior, mask)
+      found |= diagnostics.mismatch(policy, behavior, mask)
     if entropy is not None:
       found["entropy"] = diagnostics.token_average(masks.fill(entropy, mask), mask)
     return {f"all/{name.rpartition('/')[2]}": value for name, value in found.items()}, policy
