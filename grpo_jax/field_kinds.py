@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from grpo_jax import checked, environments, filters, offline, rollout, shaping, stream
+from grpo_jax import checked, environments, filters, offline, precision, rollout, shaping, stream
 from grpo_jax.data import field_kinds as of_data
 from grpo_jax.engines import base as engines
 from grpo_jax.learn import optim
@@ -42,6 +42,7 @@ KINDS: Mapping[str, checked.Kind] = {
   "model.chat_template": checked.text(none=True),
   "model.chat_template_args": checked.mapping(),
   "model.compute_dtype": checked.choice(("float32", "bfloat16")),
+  "model.matmul_precision": checked.choice(precision.PRECISIONS, none=True),
   "model.remat": checked.choice(("full", "dots", "none")),
   "model.logprobs": checked.text(none=True),
   "mesh.data": _AXIS,

@@ -249,7 +249,7 @@ def test_a_loaded_config_still_is_a_config(loaded):
     config.environments.own.modul = "x"
   with pytest.raises(TypeError):
     config.total_steps = "many"
-  assert (loaded.loss.clip_high, config.loss.clip_high) == (0.2, 0.28)
+  assert (loaded.loss.clip_high, config.loss.clip_high) == (None, 0.28)
   assert config.optim.to_dict()["max_grad_norm"] == 1.0 and not hasattr(config, "nothing")
   config.optim.max_grad_norm = None  # a reference: it may be None.
   assert configuration.to_json(config)["data"]["task_args"] == {"depth": 3}

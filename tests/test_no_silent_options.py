@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import configs.base
-from grpo_jax import building, train
+from grpo_jax import building, keeper, train
 from grpo_jax.engines.base import GenerationRequest
 from grpo_jax.engines.fake import FakeEngine
 from grpo_jax.models import tiny
@@ -61,7 +61,7 @@ def scripted_engine(config, folder, tokenizer, workdir, stack):
   return FakeEngine(np.zeros((tokenizer.vocab_size, tokenizer.vocab_size)), script=script)
 
 
-def no_update(run, state, batch):
+def no_update(run, state, batch, before):
   """In place of `train.learn`: only shows which tokens an update would have seen."""
   logprobs = [[jnp.zeros(m.loss_places.shape) for m in b.microbatches] for b in batch.minibatches]
   told = {"train/skipped_share": Mean(0.0, 1.0)}
@@ -93,7 +93,7 @@ def run(tmp_path_factory):
     patch.setattr(jax, "devices", lambda *_: first)  # a run takes all there are.
     patch.setattr(building, "_engine", scripted_engine)
     patch.setattr(train, "learn", no_update)
-    patch.setattr(train, "save", lambda *_: None)
+    patch.setattr(keeper.Keeper, "save", lambda _: None)
     patch.setattr(train, "publish", lambda *_: None)
     yield once
 

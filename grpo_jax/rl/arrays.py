@@ -63,6 +63,11 @@ def groups(
 ) -> tuple[Float[Array, "P G"], Bool[Array, "P G"] | None, tuple[int, ...]]:
   """Returns rewards and mask as [P G], and the shape that came; [G] is one group.
 
+  Args:
+    rewards: Rewards of P prompts with G attempts each, [P G], or of one prompt, [G].
+    given: Mask of the same shape, or None.
+    name: Name of the argument, for errors.
+
   Raises:
     ValueError: The rewards have neither shape, or see `floats` and `mask`.
   """

@@ -173,7 +173,13 @@ def nearest(name: object, valid: Iterable[str]) -> str:
 
 
 def meant(name: str, valid: Iterable[str], others: Mapping[str, str]) -> str:
-  """Returns a hint as `nearest` does, but for a name of other libraries what it is here."""
+  """Returns a hint as `nearest` does, but for a name of other libraries what it is here.
+
+  Args:
+    name: Name that was given.
+    valid: Names that exist here.
+    others: Names that other libraries use, in lower case, and what they are called here.
+  """
   known = others.get(name.lower())
   return f"here it is {known}; there are: {', '.join(valid)}" if known else nearest(name, valid)
 
