@@ -27,7 +27,7 @@ def get_config():
 
   config.data.path = "train.jsonl"
   config.data.input_key = "prompt"
-  config.data.output_key = ""  # the rows have tests in the place of an answer.
+  config.data.output_key = ""  # the rows have tests in place of an answer.
   config.data.prompt_template = INSTRUCTION
   config.data.max_prompt_tokens = 1024
   config.data.environment = "code"

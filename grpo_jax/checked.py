@@ -17,7 +17,7 @@ Bound = float | int | None
 class Kind:
   """What a value must be."""
 
-  needed: str  # as it stands in the message after "must be".
+  needed: str  # as it appears in the message after "must be".
   fits: Callable[[Any], bool]
   words: tuple[str, ...] = ()  # all that are allowed, of a choice.
 
@@ -136,7 +136,7 @@ def problems(
   Args:
     kinds: What each option must be, by name.
     values: What was given, by name.
-    prefix: What stands before each name in the messages, such as "loss.".
+    prefix: What precedes each name in the messages, such as "loss.".
   """
   found = (
     kinds[name].problem(f"{prefix}{name}", value) for name, value in values.items() if name in kinds

@@ -219,7 +219,7 @@ def fold(line: str, width: int) -> list[str]:
 
   Args:
     line: without line breaks; blanks within it are kept.
-    width: characters of a line; a longer word stands alone and is not split.
+    width: characters of a line; a longer word gets its own line and is not split.
   """
   if len(line) <= width:
     return [line]

@@ -129,7 +129,7 @@ KINDS: Mapping[str, checked.Kind] = {
   "export.max_shard_gb": checked.number(above=0, none=True),
 }
 
-# Fields below these are named by whoever takes them, who refuses what is not known there.
+# Fields below these are named by the part that takes them, which refuses unknown names.
 OPEN = (
   "data.dataloader_args.*",
   "data.task_args.*",

@@ -49,7 +49,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def opener(config: Config) -> Callable[..., GroupDataset]:
-  """Returns what opens a dataset, in the place of `data.open_dataset`; the same one only once."""
+  """Returns what opens a dataset, in place of `data.open_dataset`; the same one only once."""
   opened: dict[str, GroupDataset] = {}
   settings = {
     "options": offline.Options(**config.offline),

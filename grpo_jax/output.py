@@ -1,4 +1,4 @@
-"""Standard output and standard error of a run, which may outlive whoever reads them.
+"""Standard output and standard error of a run, which may outlive their readers.
 
 A pipe whose reader has gone (`| head`), a terminal that was closed, a full disk behind `>`: the
 run continues, and what it prints is appended to a file of its folder instead.
@@ -55,7 +55,7 @@ class Lasting:
     return not self._is_lost and self._stream.isatty()
 
   def _redirect(self, error: OSError) -> None:
-    """Puts a file in the place of the descriptor, also for libraries and child processes."""
+    """Puts a file in place of the descriptor, also for libraries and child processes."""
     target = self.file if not self._is_lost and self.file else pathlib.Path(os.devnull)
     self._is_lost = True
     try:

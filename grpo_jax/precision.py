@@ -2,7 +2,7 @@
 
 A float32 product is not one by itself: unless a program asks for more, XLA rounds the factors to
 TF32 on a GPU and to bfloat16 on a TPU. Every jitted program of a run is traced within `scope`, in
-whatever thread it is compiled. The scope stands inside of the function that is traced, since JAX
+whatever thread it is compiled. The scope is inside the function that is traced, since JAX
 keeps the precision of `jax.default_matmul_precision` for each thread by itself. docs/precision.md
 shows what each program is compiled to.
 """

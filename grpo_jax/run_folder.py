@@ -46,7 +46,7 @@ def set_aside(workdir: pathlib.Path, tell: Callable[[str], None]) -> pathlib.Pat
 
 
 def _steps_of(workdir: pathlib.Path) -> set[int]:
-  """Returns the steps that were learned, as metrics.jsonl and the rollouts tell."""
+  """Returns the steps that were learned, according to metrics.jsonl and the rollouts."""
   steps = set()
   for path in (workdir / "rollouts").glob("step_*.jsonl"):
     number = path.stem.removeprefix("step_")

@@ -39,7 +39,7 @@ _PATH_FIELD = re.compile(
 def validate(config: Config) -> Iterator[str]:
   """Yields everything that cannot work, before a model is loaded.
 
-  Rules about several fields are tried with others in the place of fields that are wrong by
+  Rules about several fields are tried with stand-ins for fields that are wrong by
   themselves, and what they say about those is left out.
   """
   yield from paths_elsewhere(config.to_dict())

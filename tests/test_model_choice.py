@@ -40,7 +40,7 @@ def test_a_wrong_path_ends_with_code_2_and_no_folder(option, path, tmp_path, cap
   [
     ("config.json", "[]", "config.json: needs a JSON object"),
     ("config.json", '{"architectures": 3}', "architectures needs a list of strings, got 3"),
-    ("model.safetensors", "abc", "is cut short or no safetensors file"),
+    ("model.safetensors", "abc", "is cut short or not a safetensors file"),
     ("generation_config.json", "[]", "needs a JSON object, holds a list"),
   ],
 )

@@ -87,7 +87,7 @@ class Renderer:
     Args:
       messages: at least one; what JSON does not have in them becomes the name of its type.
       variables: further ones of the template, such as `add_generation_prompt`.
-      max_characters: the text is cut to so many; None: what is more than the limit is an error.
+      max_characters: the text is cut to that many; None: what is more than the limit is an error.
 
     Raises:
       TemplateRefusal: the template refuses the conversation, or fails on it.
@@ -260,7 +260,7 @@ def _encoded(request: Mapping[str, Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-  """Returns what stands for a value that JSON does not have."""
+  """Returns what represents a value that JSON does not have."""
   item = getattr(value, "item", None)  # NumPy's numbers.
   if callable(item) and getattr(value, "shape", None) == ():
     return item()

@@ -53,7 +53,7 @@ def longest_text(each: int, is_certain: bool, tokens: int) -> int:
   Args:
     each: characters that a token covers; see `characters_per_token`.
     is_certain: whether none is dropped.
-    tokens: at most so many.
+    tokens: at most that many.
   """
   if is_certain:
     return each * tokens

@@ -58,7 +58,7 @@ class Members:
 
   @property
   def singles(self) -> int:
-    """How many groups have one response, as far as the rows tell: 0 where each is a group."""
+    """How many groups have one response, as far as the rows show: 0 where each is a group."""
     return 0 if self.is_whole else int((np.diff(self.starts) == 1).sum())
 
   def of(self, number: int) -> list[int]:

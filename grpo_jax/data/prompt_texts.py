@@ -30,7 +30,7 @@ def ask(
   Args:
     tokenizer: whose chat template renders them.
     messages: the conversation.
-    where: they stand: "file:line".
+    where: Place of the messages: "file:line".
     max_tokens: longest prompt, in tokens.
 
   Raises:

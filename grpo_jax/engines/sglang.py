@@ -373,7 +373,7 @@ def variables(products: str, own: Mapping[str, str]) -> dict[str, str]:
 def _key(*, is_launched: bool) -> str | None:
   """Returns the key of the servers' API: the environment's, or a new one for new servers.
 
-  Loopback is no wall between the users of a host, so servers that the run starts always ask for
+  Loopback is not a wall between the users of a host, so servers that the run starts always ask for
   a key.
 
   Raises:

@@ -50,7 +50,7 @@ class Client:
     """Makes a client; nothing is sent yet.
 
     Args:
-      session: from `http_bodies.open_session`; closed by whoever opened it.
+      session: from `http_bodies.open_session`; closed by the caller that opened it.
       address: "http://host:port".
       key: of the server's API; sent as a header, never part of a message.
       timeouts: of all calls.

@@ -143,7 +143,7 @@ def make(
 
   Raises:
     FileNotFoundError: there is no such model.
-    ValueError: it is no supported sequence classifier, or a setting does not fit it.
+    ValueError: it is not a supported sequence classifier, or a setting does not fit it.
   """
   if compute_dtype not in _DTYPES:
     raise ValueError(f"compute_dtype is one of {_DTYPES}, got {compute_dtype!r}")

@@ -63,7 +63,7 @@ def from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig
   Args:
     hf: the parsed config.json. Rotary settings are taken from `rope_parameters` (transformers 5)
       if it is there, else from `rope_theta` and `rope_scaling`.
-    where: it stands, for errors.
+    where: Place of the content, for errors.
 
   Returns:
     The same, in our words.
@@ -110,18 +110,18 @@ def classifier_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> 
 
   Args:
     hf: the parsed config.json; its architecture is one of `CLASSIFIERS`.
-    where: it stands, for errors.
+    where: Place of the content, for errors.
 
   Returns:
     The decoder under the score matrix. It has no LM head: `tie_embeddings` is True.
 
   Raises:
-    ModelError: as `from_hf`, and for an architecture that is no classifier we compute.
+    ModelError: as `from_hf`, and for an architecture that is not a classifier that we compute.
   """
   architecture = next(iter(Fields(hf, where).strings("architectures")), None)
   if architecture not in CLASSIFIERS:
     raise ModelError(
-      f"{where}: architecture {short(architecture)} is no supported sequence classifier (reward"
+      f"{where}: architecture {short(architecture)} is not a supported sequence classifier (reward"
       f" model); supported are {sorted(CLASSIFIERS)}"
     )
   body = CLASSIFIERS[architecture].ARCHITECTURE

@@ -17,7 +17,7 @@ class Fields:
 
     Args:
       content: the object.
-      where: it stands, for errors: a file, or a part of one.
+      where: Place of the content, for errors: a file, or a part of one.
     """
     self.where = where
     self._content = {name: value for name, value in content.items() if value is not None}

@@ -117,7 +117,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   if len(found) < len(pairs):
     seen: set[str] = set()
     twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-    raise ValueError(f"{twice!r} stands in it twice")
+    raise ValueError(f"{twice!r} appears twice")
   return found
 
 

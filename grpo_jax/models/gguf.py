@@ -57,7 +57,7 @@ def open_file(file: str | pathlib.Path) -> GgufFile:
 
   Raises:
     MissingModel: there is no such file.
-    ModelError: if it is no GGUF file, is cut short, or holds a model that is not supported.
+    ModelError: if it is not a GGUF file, is cut short, or holds a model that is not supported.
   """
   file = pathlib.Path(file)
   header = gguf_header.read(file)
@@ -115,7 +115,7 @@ def config_from_metadata(
     has_qkv_bias: whether q, k and v have biases.
     has_o_bias: whether the attention's output has one.
     has_mlp_bias: whether the MLP has them.
-    where: the metadata stands, for errors.
+    where: Place of the metadata, for errors.
 
   Raises:
     ModelError: for an architecture or an option that is not supported, or a key that is missing,

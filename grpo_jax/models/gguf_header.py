@@ -53,7 +53,7 @@ def read(file: pathlib.Path) -> Header:
 
   Raises:
     MissingModel: there is no such file.
-    ModelError: it is cut short, is no GGUF file, or breaks a rule of the format.
+    ModelError: it is cut short, is not a GGUF file, or breaks a rule of the format.
   """
   size = files.require(file)
   with file.open("rb") as stream:
@@ -83,7 +83,7 @@ class _Reader:
     return found
 
   def require(self, count: int, what: str) -> None:
-    """Raises ModelError unless so many bytes are left."""
+    """Raises ModelError unless that many bytes are left."""
     if count > self.size - self.place:
       left = self.size - self.place
       raise self.broken(f"{what} needs {count} bytes at byte {self.place}, {left} are left")
@@ -102,7 +102,7 @@ class _Reader:
     return self.take(length, what).decode("utf-8")
 
   def broken(self, reason: str) -> ModelError:
-    return ModelError(f"{self._where}: is cut short or no GGUF file: {reason}")
+    return ModelError(f"{self._where}: is cut short or not a GGUF file: {reason}")
 
 
 def _read(reader: _Reader) -> Header:
@@ -118,14 +118,14 @@ def _read(reader: _Reader) -> Header:
   for _ in range(num_pairs):
     key = reader.string("a key", longest=_LONGEST_NAME)
     if key in metadata:
-      raise reader.broken(f"the key {key} stands in it twice")
+      raise reader.broken(f"the key {key} appears twice")
     metadata[key] = _value(reader, reader.number("I", key), key)
   reader.require(num_tensors * 24, f"a list of {num_tensors} tensors")
   described: dict[str, tuple[tuple[int, ...], Any, int, int]] = {}
   for _ in range(num_tensors):
     name, tensor = _tensor(reader)
     if name in described:
-      raise reader.broken(f"the tensor {name} stands in it twice")
+      raise reader.broken(f"the tensor {name} appears twice")
     described[name] = tensor
   start = _aligned(reader.place, _alignment(reader, metadata))
   return Header(metadata, _placed(reader, described, start, _alignment(reader, metadata)))

@@ -111,7 +111,7 @@ def read_config(directory: pathlib.Path) -> ModelConfig:
 
 
 def look(path: str | pathlib.Path) -> ModelConfig:
-  """Checks a local Hugging Face folder as far as its JSON files and headers tell; cheap.
+  """Checks a local Hugging Face folder as far as its JSON files and headers show; cheap.
 
   Returns:
     The configuration of the model in it.
@@ -139,7 +139,7 @@ def read_generation(directory: pathlib.Path) -> dict[str, Any]:
   """Reads generation_config.json; empty if there is none.
 
   Raises:
-    ModelError: if it is no JSON object, or its token ids are no token ids.
+    ModelError: if it is not a JSON object, or its token ids are not token ids.
   """
   file = directory / "generation_config.json"
   if not file.exists():

@@ -76,7 +76,7 @@ def open_folder(directory: pathlib.Path) -> Folder:
 
   Raises:
     MissingModel: if there are none, or one that the index names is missing.
-    ModelError: if a file is cut short or is no safetensors file, or the index does not fit them.
+    ModelError: if a file is cut short or is not a safetensors file, or the index does not fit them.
   """
   index = directory / INDEX_FILE
   weight_map = _weight_map(index) if index.exists() else {}
@@ -93,7 +93,7 @@ def open_folder(directory: pathlib.Path) -> Folder:
     in_file = read_header(directory / name)
     twice = sorted(entries.keys() & in_file.keys())
     if twice:
-      raise ModelError(f"{directory / name}: {twice[0]} stands in another file of the folder, too")
+      raise ModelError(f"{directory / name}: {twice[0]} is also in another file of the folder")
     entries.update(in_file)
   for name, file in weight_map.items():
     if name not in entries or entries[name].file.name != file:
@@ -131,13 +131,13 @@ def read_header(file: pathlib.Path) -> dict[str, Entry]:
   the file without gaps or overlaps.
 
   Raises:
-    ModelError: if it is cut short, is no safetensors file, or holds a dtype we do not read.
+    ModelError: if it is cut short, is not a safetensors file, or holds a dtype we do not read.
   """
   size = files.require(file)
   with file.open("rb") as stream:
     length = int.from_bytes(stream.read(8), "little")
     if size < 8 or length > size - 8:
-      raise ModelError(f"{file}: is cut short or no safetensors file ({size} bytes)")
+      raise ModelError(f"{file}: is cut short or not a safetensors file ({size} bytes)")
     if length > HEADER_BYTES:
       raise ModelError(f"{file}: has a header of {length} bytes; at most {HEADER_BYTES} are read")
     header = files.json_object(stream.read(length), f"{file}: header", is_strict=True)

@@ -26,7 +26,7 @@ def fill(x: arrays.Numbers, mask: arrays.Mask, value: float = 0.0) -> Float[Arra
   Args:
     x: values.
     mask: True where `x` is kept.
-    value: what stands elsewhere.
+    value: value of the other elements.
 
   Returns:
     `x` with `value` under the mask.

@@ -51,7 +51,7 @@ def free_names(tree: ast.Module) -> set[str]:
 
 
 def bound_names(source: str) -> set[str]:
-  """Returns the names that code defines or assigns at its top level; none if it is no Python."""
+  """Returns the names that code defines or assigns at its top level; none if it is not Python."""
   try:
     body = ast.parse(source).body
   except (SyntaxError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Computes the value of an expression without running it: what stands in the place of `eval`.
+"""Computes the value of an expression without running it: a replacement for `eval`.
 
 Libraries that grade answers hand the text of a model to `eval`, some by way of SymPy's parsers.
 `guard` puts these functions there. They walk the syntax tree and know values, operators and
@@ -88,7 +88,7 @@ def sympy_value(source: str, local_dict: Mapping[str, Any], global_dict: Mapping
 
 
 def guard(package: str) -> None:
-  """Puts these functions in the place of `eval` in SymPy's parser and in a package.
+  """Replaces `eval` by these functions in SymPy's parser and in a package.
 
   Args:
     package: name of a package; of its modules those that are loaded are changed.

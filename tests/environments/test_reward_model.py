@@ -111,7 +111,7 @@ def test_wrong_settings_are_refused_before_anything_is_sampled(folder, tmp_path)
   make = lambda **settings: environments.make(reward_model=settings)
   with pytest.raises(FileNotFoundError, match="no-such-folder"):
     make(path=str(tmp_path / "no-such-folder"))
-  with pytest.raises(ValueError, match="'LlamaForCausalLM' is no supported sequence classifier"):
+  with pytest.raises(ValueError, match="'LlamaForCausalLM' is not a supported sequence classifier"):
     make(path=str(tiny.write(tmp_path / "lm")))
   with pytest.raises(ValueError, match="compute_dtype is one of .*got 'float16'"):
     make(path=str(folder), compute_dtype="float16")

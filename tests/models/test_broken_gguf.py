@@ -94,7 +94,7 @@ BROKEN = {
 def test_a_broken_header_is_refused_in_one_line(name, tmp_path):
   (tmp_path / "a.gguf").write_bytes(BROKEN[name])
   start = time.monotonic()
-  with pytest.raises(ModelError, match="a.gguf: is cut short or no GGUF file") as raised:
+  with pytest.raises(ModelError, match="a.gguf: is cut short or not a GGUF file") as raised:
     gguf_header.read(tmp_path / "a.gguf")
   assert "\n" not in str(raised.value) and time.monotonic() - start < 5
 

@@ -144,7 +144,7 @@ def test_the_shipped_tiny_reward_model_is_one_of_transformers(family, tmp_path):
 
 def test_what_is_no_reward_model_is_refused_by_name(tmp_path):
   language_model = shipped.write(tmp_path / "lm")
-  with pytest.raises(ValueError, match="'LlamaForCausalLM' is no supported sequence classifier"):
+  with pytest.raises(ValueError, match="'LlamaForCausalLM' is not a supported sequence classifier"):
     loading.load_classifier(language_model)
   reward_model = shipped.write_reward_model(tmp_path / "rm")
   with pytest.raises(ValueError, match="'LlamaForSequenceClassification' is not supported"):

@@ -264,5 +264,5 @@ def test_a_broken_gguf_file_is_refused_before_all_of_it_is_read(tmp_path, monkey
     file.write(b"GGUF")
     file.truncate(1 << 40)
   monkeypatch.setattr(sources, "_sha256", refuse)
-  with pytest.raises(errors.ModelError, match="a.gguf: is cut short or no GGUF file"):
+  with pytest.raises(errors.ModelError, match="a.gguf: is cut short or not a GGUF file"):
     sources.find(tmp_path / "a.gguf", cache_dir=tmp_path / "cache", tell=refuse)

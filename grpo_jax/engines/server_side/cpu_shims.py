@@ -223,7 +223,7 @@ def _allow_seeds() -> None:
 
   choices.add_deterministic_attention_backend_choices(["torch_native"])
   choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
-  # Would put Triton kernels in the place of torch's matrix products.
+  # Would put Triton kernels in place of torch's matrix products.
   batch_invariant_ops.enable_batch_invariant_mode = lambda enable_bmm=True: None
 
 

@@ -8,7 +8,7 @@ the answer has and the gold answer has not is left undone.
                   factorials, gcd and lcm, maximum and minimum, floor and ceiling, absolute values,
                   remainders, logarithms, trigonometry
   of numbers      addition, multiplication, division, powers: `48+24`, `12\cdot 13`, `2^{10}`,
-                  where a symbol is no number: `x+3`, `2\pi` and `(x+1)^2` are final
+                  where a symbol is not a number: `x+3`, `2\pi` and `(x+1)^2` are final
   for a number    roots, \pi and powers of e and i, where the gold answer is made of numbers alone;
                   fractions, where it is made of whole numbers alone (6/3 for 2)
 

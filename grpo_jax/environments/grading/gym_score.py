@@ -1,7 +1,7 @@
 """Scores an answer by a reasoning-gym task's own scorer, which may be anything.
 
 Some scorers hand the answer to `eval` or to SymPy's parser, which runs it: `computes` finds them.
-In a sandbox, `prepare` has put a function in the place of `eval` that runs nothing.
+In a sandbox, `prepare` has replaced `eval` by a function that runs nothing.
 """
 
 import functools

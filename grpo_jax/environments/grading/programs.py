@@ -70,7 +70,7 @@ def _dedented(code: str) -> str:
 
 
 def _last_between(text: str, opening: str, closing: str) -> str | None:
-  """Returns what stands between the last pair of tags; a tag within a pair is content.
+  """Returns what is between the last pair of tags; a tag within a pair is content.
 
   Pairs are found from the left: a pair begins at the first opening tag after the one before.
   """
