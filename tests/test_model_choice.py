@@ -62,10 +62,17 @@ def test_a_model_that_is_there_or_may_be_is_not_refused(model):
   assert list(run_options._unusable_model(config)) == []
 
 
+def remember(config, folder, found):
+  """Does with config.json what `building.build` does."""
+  config = building._with_fallback(config, found)
+  building._tell_differences(config, folder)
+  configuration.write(config, folder / "config.json")
+
+
 def test_a_fallback_is_named_in_config_json_and_in_the_report(model, tmp_path):
   config = configs.gsm8k.get_config()
   found = sources.Found(model, "org/model", "pypi:other", "org/model: cannot be downloaded")
-  building._remember(config, tmp_path, found)
+  remember(config, tmp_path, found)
   stored = json.loads((tmp_path / "config.json").read_text())
   assert stored["model"]["fallback_taken"] == {
     "asked": "org/model",
@@ -80,9 +87,9 @@ def test_a_fallback_is_named_in_config_json_and_in_the_report(model, tmp_path):
 
 def test_a_run_that_goes_on_with_another_model_says_so(model, tmp_path, caplog):
   config = configs.gsm8k.get_config()
-  building._remember(config, tmp_path, sources.Found(model, "org/model", "org/model"))
+  remember(config, tmp_path, sources.Found(model, "org/model", "org/model"))
   assert "fallback_taken" not in (tmp_path / "config.json").read_text()
-  building._remember(config, tmp_path, sources.Found(model, "org/model", "pypi:other", "gone"))
+  remember(config, tmp_path, sources.Found(model, "org/model", "pypi:other", "gone"))
   assert "model.fallback_taken.taken: was absent" in caplog.text
   assert "model.fallback_taken.reason" not in caplog.text
 

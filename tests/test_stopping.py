@@ -354,7 +354,7 @@ def test_a_run_whose_data_end_evaluates_and_exports(arguments, tmp_path, capsys)
   assert main.main(arguments(total_steps=50, data__epochs=1, evaluation__every_steps=0)) == 0
   said = capsys.readouterr().out
   assert "the data ended after 4 steps" in said and "final weights" in said
-  assert "eval/heldout/accuracy" in told(tmp_path / "run")[-1]
+  assert "eval/heldout/reward_mean" in told(tmp_path / "run")[-1]
   assert (tmp_path / "run" / "export" / "config.json").exists()
 
 

@@ -359,9 +359,9 @@ def test_what_cannot_work_is_said_all_at_once(make_config):
       },
       "no signal within a group",
     ),
-    ({"export__dtype": "bfloat17"}, "export.dtype is one of float32, bfloat16, float16 or None"),
-    ({"export__max_shard_gb": 0.0}, "export.max_shard_gb must be above 0"),
-    ({"export__max_shard_gb": float("nan")}, "export.max_shard_gb must be above 0"),
+    ({"export__dtype": "bfloat17"}, "export.dtype must be one of 'float32', 'bfloat16'"),
+    ({"export__max_shard_gb": 0.0}, "export.max_shard_gb must be a finite number > 0"),
+    ({"export__max_shard_gb": float("nan")}, "export.max_shard_gb must be a finite number > 0"),
     ({"filters__min_scored": 9}, "min_scored=9 is above rollout.group_size=8"),
     (
       {"filters__max_truncated_share": 2.0},

@@ -156,8 +156,8 @@ def test_what_cannot_work_is_told_before_a_model_is_loaded(make_config):
     "checkpoint.best_metric is 'eval/heldout/accuracy', the evaluation sets are: letters, digits"
   ]
   assert complaints(make_config(data__on_error="Stop", data__epochs=0)) == [
-    "data.on_error must be one of 'stop', 'skip', got 'Stop' (str)",
     "data.epochs must be an integer >= 1, or None, got 0",
+    "data.on_error must be one of 'stop', 'skip', got 'Stop' (str)",
   ]
   assert "'by_sucess'" in complaints(make_config(data__dataloader="by_sucess"))[0]
 

@@ -113,7 +113,7 @@ def test_wrong_settings_are_refused_before_anything_is_sampled(folder, tmp_path)
     make(path=str(tmp_path / "no-such-folder"))
   with pytest.raises(ValueError, match="'LlamaForCausalLM' is not a supported sequence classifier"):
     make(path=str(tiny.write(tmp_path / "lm")))
-  with pytest.raises(ValueError, match="compute_dtype is one of .*got 'float16'"):
+  with pytest.raises(ValueError, match="compute_dtype must be one of .*got 'float16'"):
     make(path=str(folder), compute_dtype="float16")
   with pytest.raises(ValueError, match="batch_size"):
     make(path=str(folder), batch_size=0)
