@@ -102,7 +102,7 @@ def test_the_config_trains_on_transformers_logits_and_repeats_itself(made, tmp_p
 def test_a_wrong_reward_model_ends_the_run_before_the_policy_is_loaded(made, tmp_path, capsys):
   settings = {**OF_TINY, "environments__reward_model__path": made / "policy"}
   assert run(made, tmp_path / "run", **settings) != 0
-  assert "no supported sequence classifier" in capsys.readouterr().err
+  assert "not a supported sequence classifier" in capsys.readouterr().err
   assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

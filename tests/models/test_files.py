@@ -209,7 +209,7 @@ def test_missing_broken_and_cut_files_are_named(tmp_path):
   with pytest.raises(ValueError, match="model.safetensors: is cut short"):
     models.load(tmp_path / "cut")
   file.write_bytes(b"abc")
-  with pytest.raises(ValueError, match="no safetensors file"):
+  with pytest.raises(ValueError, match="not a safetensors file"):
     models.load(tmp_path / "cut")
   file.unlink()
   with pytest.raises(FileNotFoundError, match="needs.*model.safetensors"):

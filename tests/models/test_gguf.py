@@ -144,7 +144,7 @@ def test_what_is_not_supported_or_broken_is_refused(tmp_path):
     gguf.convert(file, tmp_path / "a")
   write(file, config, tensors)
   file.write_bytes(file.read_bytes()[:-100])
-  with pytest.raises(ValueError, match="cut short or no GGUF"):
+  with pytest.raises(ValueError, match="cut short or not a GGUF"):
     gguf.convert(file, tmp_path / "a")
   file.write_bytes(b"GGUX" + bytes(100))
   with pytest.raises(ValueError, match="no GGUF file"):
