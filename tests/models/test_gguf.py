@@ -147,7 +147,7 @@ def test_what_is_not_supported_or_broken_is_refused(tmp_path):
   with pytest.raises(ValueError, match="cut short or not a GGUF"):
     gguf.convert(file, tmp_path / "a")
   file.write_bytes(b"GGUX" + bytes(100))
-  with pytest.raises(ValueError, match="no GGUF file"):
+  with pytest.raises(ValueError, match="not a GGUF file"):
     gguf.convert(file, tmp_path / "a")
   assert not (tmp_path / "a").exists()
 
