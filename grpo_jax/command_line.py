@@ -154,7 +154,7 @@ def _override(config: ConfigDict, parsed: flags.FlagValues, argv: Sequence[str])
 def _drop_fallback(config: ConfigDict, of_file: Mapping[str, Any]) -> None:
   """Drops the file's `model.fallback` where a flag names another model.
 
-  A fallback stands in for one model: who asks for another one wants that, or an error. A flag
+  A fallback replaces one model: a user who names another one wants that one, or an error. A flag
   that gives a fallback of its own is kept.
 
   Args:

@@ -58,7 +58,7 @@ def _comments(text: str) -> dict[int, str]:
 
 
 def _above(comments: dict[int, str], text: str, line: int) -> str:
-  """Returns the comment that stands in the lines right above a line, with nothing else in them."""
+  """Returns the comment in the lines right above a line, with nothing else in them."""
   lines = text.splitlines()
   found = []
   while (line := line - 1) in comments and lines[line - 1].lstrip().startswith("#"):

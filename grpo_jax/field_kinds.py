@@ -14,7 +14,7 @@ from grpo_jax.engines import base as engines
 from grpo_jax.learn import optim
 from grpo_jax.rl import estimators, objective_options
 
-STAND_IN = "(any word)"  # see `stand_in`.
+STAND_IN = "(any word)"  # see `stand_ins`.
 _TIME = checked.number(above=0)
 _SIZE = checked.whole(low=1)
 _EVERY = checked.whole(low=0)
@@ -150,11 +150,15 @@ def wrong(fields: Mapping[str, Any]) -> dict[str, str]:
   return {name: problem for name, problem in found.items() if problem}
 
 
-def stand_in(name: str) -> Any:
-  """Returns some value that a field may have, so that rules about other fields can be tried."""
+def stand_ins(name: str) -> tuple[Any, Any]:
+  """Returns two values that a field may have, so that rules about other fields can be tried.
+
+  They differ if the field may have several; what a rule says with both depends on neither.
+  """
   kind = KINDS[name]
-  some = (None, *kind.words, 8, 1, 0.5, False, (), (8,), (0.0, 1.0), {}, STAND_IN)
-  return next(value for value in some if kind.fits(value))
+  some = (None, *kind.words, 8, 1, 0.5, False, True, (), (8,), (0.0, 1.0), {}, 10**6, STAND_IN)
+  fitting = [value for value in some if kind.fits(value)]
+  return fitting[0], fitting[-1]
 
 
 def problems(fields: Mapping[str, Any]) -> Iterator[str]:

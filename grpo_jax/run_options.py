@@ -39,16 +39,23 @@ _PATH_FIELD = re.compile(
 def validate(config: Config) -> Iterator[str]:
   """Yields everything that cannot work, before a model is loaded.
 
-  Rules about several fields are tried with stand-ins for fields that are wrong by
-  themselves, and what they say about those is left out.
+  Fields that are wrong by themselves do not hide broken rules about other fields: the rules are
+  tried with two stand-ins for each wrong field, and what depends on a stand-in is left out.
   """
   yield from paths_elsewhere(config.to_dict())
   fields = configuration.plain_fields(config)
   wrong = field_kinds.wrong(fields)
   yield from field_kinds.problems(fields)
-  sound = configuration.replaced(config, {name: field_kinds.stand_in(name) for name in wrong})
-  for complaint in _broken_rules(sound):
-    if not any(_is_about(complaint, name) for name in wrong):
+  if not wrong:
+    yield from _broken_rules(config)
+    return
+  values = {name: field_kinds.stand_ins(name) for name in wrong}
+  found, again = (
+    list(_broken_rules(configuration.replaced(config, {name: x[i] for name, x in values.items()})))
+    for i in (0, 1)
+  )
+  for complaint in found:
+    if complaint in again and not any(_is_about(complaint, name) for name in wrong):
       yield complaint
 
 

@@ -158,9 +158,18 @@ def test_rules_about_several_fields_are_told_beside_what_is_wrong_by_itself():
   assert not any("min_scored" in line for line in told)  # nothing is known to compare it with.
 
 
+def test_no_complaint_is_about_a_value_that_stands_in():
+  config = configuration.load(str(CONFIGS / "base.py"))
+  config.rollout.max_tokens = -5
+  config.shaping.overlong_buffer_tokens = 4  # with room for completions of 7 tokens it never acts.
+  assert list(run_options.validate(config)) == [
+    "rollout.max_tokens must be an integer >= 2, got -5"
+  ]
+
+
 @pytest.mark.parametrize("name", field_kinds.KINDS)
 def test_every_kind_has_a_value_that_stands_in(name):
-  assert field_kinds.KINDS[name].fits(field_kinds.stand_in(name))
+  assert all(field_kinds.KINDS[name].fits(value) for value in field_kinds.stand_ins(name))
 
 
 def test_all_wrong_fields_are_told_at_once_and_unknown_ones_too():

@@ -1,4 +1,4 @@
-"""How many characters a text of so many tokens can have, from the description of a tokenizer. Pure.
+"""How many characters a given number of tokens can cover, by the description of a tokenizer. Pure.
 
 A token covers no more characters than its own name has, in byte-level and byte-fallback
 vocabularies: a text that is longer than all tokens allow need not be encoded to be refused.

@@ -283,7 +283,7 @@ class GroupDataset:
     return ids, np.zeros(len(ids), np.float32)
 
   def _shortened(self, text: str, tokens: int | None) -> str:
-    """Returns a text cut to what has, whatever it is, more than so many tokens; None: whole."""
+    """Returns a string cut so that it still has more than that many tokens; None keeps it whole."""
     if tokens is None:
       return text
     return text[: self.tokenizer.longest_text(max(tokens, 0) + 1) + 1]

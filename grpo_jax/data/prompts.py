@@ -54,7 +54,7 @@ class PromptDataset:
       The prompt. Its id is NAME:EPOCH:ROW, the row as the source counts it; of a dataset that
       repeats its rows it counts on from round to round. A prompt of more than
       `max_prompt_tokens` is cut to its first ones and has weight 0, if such prompts are not
-      dropped; one of more characters than so many tokens can have is cut before it is encoded.
+      dropped; one of more characters than that many tokens can have is cut before it is encoded.
 
     Raises:
       OverlongError: the prompt is too long and such prompts are dropped.

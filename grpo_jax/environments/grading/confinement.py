@@ -17,7 +17,7 @@ class Confinement:
 
   kind: str  # of launch.KINDS, or launch.NONE.
   is_sandbox: bool  # closes files and network, or was named by the user.
-  why_not: str = ""  # why there is no better one.
+  why_not: str = ""  # why a better one does not work here.
 
 
 def find(wanted: str) -> Confinement:

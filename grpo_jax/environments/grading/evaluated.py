@@ -129,7 +129,7 @@ def left_undone(gold: str, answer: str) -> frozenset[str]:
   """Returns the kinds of operations that an answer leaves to compute and the gold one does not.
 
   Args:
-    gold: the reference answer, as it would stand in a box.
+    gold: the reference answer, as it would appear in a box.
     answer: the model's.
   """
   if len(answer) > _MAX_CHARS:
