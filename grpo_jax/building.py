@@ -166,7 +166,7 @@ def build(
   data.check_vocabulary(tokenizer, model.config.vocab_size)
   of_policy = {
     "temperature": config.sampling.temperature,
-    "products": Products(config.model.compute_dtype),
+    "products": Products(config.model.compute_dtype, placement=sharding.placement(mesh)),
     "remat": config.model.remat,
     "partition": sharding.head_partition(mesh),
   }

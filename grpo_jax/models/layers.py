@@ -25,6 +25,9 @@ Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 # The names of `leaves.layer` → arrays, of which the kernels may be `products.OutputMajor`.
 LayerParams = Mapping[str, Any]
 
+# The logical axes of the residual stream; see `placement.ACTIVATIONS`.
+RESIDUAL = ("rows", "places", "embed")
+
 _MASKED = -1e30  # finite: a row that may attend to nothing must not become NaN.
 
 
@@ -210,13 +213,9 @@ def project_qkv(
     config: sizes and switches.
     products: how products are computed.
   """
-  heads = []
-  for name in ("q", "k", "v"):
-    y = products.dot(x, params[name])
-    if config.qkv_bias:
-      y = y + _as_last_axis(params[f"{name}_bias"], y.ndim)
-    heads.append(y.reshape(*y.shape[:2], -1, config.head_dim))
-  q, k, v = heads
+  found = products.linear(params, ("q", "k", "v"), x)
+  axes = ("heads", "kv_heads", "kv_heads")
+  q, k, v = (_split_heads(y, axis, config, products) for y, axis in zip(found, axes, strict=True))
   if config.qk_norm:
     q = rms_norm(q, params["q_norm"], config.rms_norm_eps)
     k = rms_norm(k, params["k_norm"], config.rms_norm_eps)
@@ -231,8 +230,8 @@ def project_output(
   products: Products = FLOAT32,
 ) -> Float[Array, "B T D"]:
   """Projects the heads' results back to the model's width."""
-  y = products.dot(attended.reshape(*attended.shape[:2], -1), params["o"])
-  return y + _as_last_axis(params["o_bias"], y.ndim) if config.o_bias else y
+  (y,) = products.linear(params, ("o",), attended.reshape(*attended.shape[:2], -1))
+  return y
 
 
 def mlp(
@@ -247,12 +246,20 @@ def mlp(
   Reference:
     Shazeer 2020, arXiv:2002.05202, SwiGLU, equation 6.
   """
+  gate, up = products.linear(params, ("gate", "up"), x)
+  (y,) = products.linear(params, ("down",), jax.nn.silu(gate) * up)
+  return y
 
-  def linear(name, x):
-    y = products.dot(x, params[name])
-    return y + _as_last_axis(params[f"{name}_bias"], y.ndim) if config.mlp_bias else y
 
-  return linear("down", jax.nn.silu(linear("gate", x)) * linear("up", x))
+def _split_heads(
+  y: Float[Array, "B T _"], axis: str, config: ModelConfig, products: Products
+) -> Float[Array, "B T _ E"]:
+  """Splits the last axis into heads; a head lies on one device, or all heads on all devices."""
+  shape = (*y.shape[:2], y.shape[2] // config.head_dim, config.head_dim)
+  lies = ("rows", "places", axis, "width")
+  if products.placement is not None and products.placement.activation(lies, shape)[2] is None:
+    y = products.place(y, ("rows", "places", "width"))
+  return products.place(y.reshape(shape), lies)
 
 
 def block(
@@ -281,11 +288,15 @@ def block(
     The residual stream after the layer; the second result of `attend`.
   """
   settings = {"config": config, "products": products}
-  normed = rms_norm(x, params["input_norm"], config.rms_norm_eps)
-  attended, extra = attend(*project_qkv(params, normed, cos, sin, **settings))
+
+  def norm(name, x):
+    return rms_norm(x, products.place(params[name], ("embed",)), config.rms_norm_eps)
+
+  x = products.place(x, RESIDUAL)
+  attended, extra = attend(*project_qkv(params, norm("input_norm", x), cos, sin, **settings))
   x = x + project_output(params, attended, **settings)
-  normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
-  return x + mlp(params, normed, **settings), extra
+  x = x + mlp(params, norm("mlp_norm", x), **settings)
+  return products.place(x, RESIDUAL), extra
 
 
 class Block(nn.Module):

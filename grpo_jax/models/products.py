@@ -6,12 +6,16 @@ differ in it and in nothing else.
 
 import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
+
+from grpo_jax.models import leaves, sharded_products
+from grpo_jax.models.placement import Placement
 
 WEIGHT_PRODUCT = "weight_product"
 
@@ -33,10 +37,13 @@ class Products:
       bfloat16 both factors are rounded, and so is the cotangent in the backward pass; the sums
       are float32 everywhere, so weight gradients are not rounded.
     out_dtype: What q, k, v, gate and up, and their cotangents, are written in: float32.
+    placement: Where weights and activations lie; None: on one device, or wherever the compiler
+      puts them.
   """
 
   compute_dtype: Any = jnp.float32
   out_dtype: Any = jnp.float32
+  placement: Placement | None = None
 
   def __post_init__(self):
     """Makes equal dtypes equal objects, whatever their spelling."""
@@ -59,6 +66,53 @@ class Products:
       return jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32))
     return _rounded_einsum(spec, self.compute_dtype, x, y)
 
+  def linear(
+    self, params: Mapping[str, Any], names: Sequence[str], x: Float[Array, "..."]
+  ) -> tuple[Array, ...]:
+    """Returns x @ w + b over the last axis of x for each of some kernels of a layer, in float32.
+
+    Args:
+      params: Of one layer, by the names of `leaves.layer`; kernels may be `OutputMajor`.
+      names: Of kernels that have the same input.
+      x: The input.
+    """
+    kernels = [params[name] for name in names]
+    if self.placement is None:
+      results = [self.dot(x, w) for w in kernels]
+    else:
+      results = self._placed_dots(x, kernels, names)
+    biases = [params.get(f"{name}_bias") for name in names]
+    return tuple(
+      y if b is None else y + jnp.expand_dims(self.place(b, leaves.bias_axes(name)), _before(y))
+      for name, y, b in zip(names, results, biases, strict=True)
+    )
+
+  def _placed_dots(self, x: Array, kernels: Sequence[Any], names: Sequence[str]) -> list[Array]:
+    """Returns products of kernels that lie split over a mesh."""
+    assert self.placement is not None
+    axes: Any = [leaves.AXES[name] for name in names]
+    settings = (self.placement, self.compute_dtype)
+    if isinstance(kernels[0], OutputMajor):
+      pairs = zip(kernels, axes, strict=True)
+      return [sharded_products.transposed_dot(x, w.array, a, *settings) for w, a in pairs]
+    found = sharded_products.dots(x, kernels, axes, *settings)
+    return [checkpoint_name(y, WEIGHT_PRODUCT) for y in found]
+
+  def look_up(self, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Returns the embeddings of tokens, rounded to the compute dtype as every weight, as float32.
+
+    The gradient is not rounded.
+    """
+    if self.placement is not None:
+      return sharded_products.look_up(table, tokens, self.placement, self.compute_dtype)
+    found = table[tokens].astype(jnp.float32)
+    rounded = found.astype(self.compute_dtype).astype(jnp.float32)
+    return found + jax.lax.stop_gradient(rounded - found)  # exact: the two are near each other.
+
+  def place(self, x: Array, axes: Sequence[Any]) -> Array:
+    """Puts an activation where it lies; see `placement.ACTIVATIONS` for the logical axes."""
+    return x if self.placement is None else self.placement.place(x, axes)
+
   def dot(self, x: Float[Array, "..."], w: Float[Array, "i o"] | OutputMajor) -> Array:
     """Returns x @ w over the last axis of x, in float32.
 
@@ -73,6 +127,11 @@ class Products:
 
 
 FLOAT32 = Products()
+
+
+def _before(y: Array) -> tuple[int, ...]:
+  """Returns the axes before the last, which a vector lacks."""
+  return tuple(range(y.ndim - 1))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
