@@ -20,6 +20,7 @@ def measure(record: child.Record, settings: running.Settings, *, model: str) -> 
   """
   child.open_device(record, settings)
   import jax
+
   from grpo_jax import checkpointing
   from grpo_jax.learn import optim, train_step
 
@@ -34,13 +35,12 @@ def measure(record: child.Record, settings: running.Settings, *, model: str) -> 
   try:
     checkpoints = checkpointing.open(folder)
     start = time.perf_counter()
-    checkpoints.save(1, state, {})
+    checkpoints.save(0, state, {})
     started_s = time.perf_counter() - start  # the update may go on from here.
     checkpoints.wait()
     record.put(save_returns_s=started_s, written_s=time.perf_counter() - start)
     placed = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
     like = jax.tree.map(placed, state)
-    # Step 0 was saved as 1; the number that the state holds has to agree.
     del state
     checkpoints.close()
     start = time.perf_counter()

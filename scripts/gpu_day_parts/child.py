@@ -1,9 +1,10 @@
 """The process of one part: `running` starts it with a job in JSON as its only argument."""
 
+import ctypes
 import importlib
 import json
-import os
 import pathlib
+import signal
 import sys
 import time
 import traceback
@@ -49,17 +50,15 @@ class Record:
 
 
 def open_device(record: Record, settings: running.Settings) -> Any:
-  """Starts JAX with a cache of compiled programs; returns its first device.
+  """Starts JAX; returns its first device.
 
   Raises:
     NoAccelerator: It is a CPU, and the sizes are not tiny.
   """
   import jax
 
-  if jax.config.values["jax_compilation_cache_dir"] is None:
-    jax.config.update("jax_compilation_cache_dir", os.path.join(settings.scratch, "xla"))
   device = jax.devices()[0]
-  platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
+  platform = platform_of(device)
   record.of_device({"platform": platform, "kind": device.device_kind})
   if platform == "cpu" and not settings.tiny:
     raise NoAccelerator(
@@ -67,6 +66,11 @@ def open_device(record: Record, settings: running.Settings) -> Any:
       " (pip install -e '.[cuda]' or '.[tpu]'); --tiny tries the script on a CPU"
     )
   return device
+
+
+def platform_of(device: Any) -> str:
+  """Returns "gpu", "tpu" or "cpu"."""
+  return "gpu" if device.platform in ("cuda", "rocm") else device.platform
 
 
 def peak_bytes(device: Any) -> int | None:
@@ -87,8 +91,15 @@ def seconds_of(call: Any, repeats: int) -> list[float]:
   return found
 
 
+def end_with_the_parent() -> None:
+  """Asks Linux to end this process when the one that started it ends, however it does."""
+  if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def main(job: dict[str, Any]) -> int:
   """Runs one part; returns the exit code."""
+  end_with_the_parent()
   record = Record(pathlib.Path(job["partial"]), job["part"])
   settings = running.Settings(**job["settings"])
   try:

@@ -47,7 +47,7 @@ def measure(
 
   record.put(
     devices=len(jax.devices()),
-    backend=str(getattr(jax.extend.backend.get_backend(), "platform_version", ""))[:200],
+    backend=device.client.platform_version[:200],
     memory_bytes=(device.memory_stats() or {}).get("bytes_limit"),
     sheet=vars(sheet) if (sheet := arithmetic.data_sheet(device.device_kind)) else None,
   )

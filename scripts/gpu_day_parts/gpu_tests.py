@@ -10,7 +10,9 @@ from collections.abc import Iterable
 
 from gpu_day_parts import child, running
 
-_OUTCOME = re.compile(r"^(\S+::\S.*?) (PASSED|FAILED|SKIPPED|ERROR)(?: \((.*)\))?(?:\s+\[ *\d+%\])?$")
+_OUTCOME = re.compile(
+  r"^(\S+::\S.*?) (PASSED|FAILED|SKIPPED|ERROR)(?: \((.*)\))?(?:\s+\[ *\d+%\])?$"
+)
 _REASON = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?) - (.*)$")
 _COLLECTED = re.compile(r"^collect(?:ed|ing).*?(\d+) items?(?: / (\d+) deselected)?")
 
@@ -62,7 +64,7 @@ def measure(record: child.Record, settings: running.Settings, *, file: str) -> N
     Skipped: Every test was skipped; with the reason.
     RuntimeError: Tests failed, or did not run.
   """
-  child.open_device(record, dataclasses.replace(settings))
+  child.open_device(record, settings)
   # Not the suite's own settings: those need plugins that a lent machine lacks.
   ini = pathlib.Path(settings.scratch) / "pytest.ini"
   ini.write_text("[pytest]\nmarkers =\n  gpu: needs an NVIDIA GPU\n")

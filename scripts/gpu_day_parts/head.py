@@ -40,8 +40,7 @@ def measure(
   import head_variants
   import linear_logprobs as benchmark
 
-  assert settings.tiny or record  # the platform is known by now.
-  platform = benchmark_platform(device)
+  platform = child.platform_of(device)
   options = argparse.Namespace(
     variant=[*OURS[platform], *OTHERS], device=platform, dtype=dtype, layout="vd"
   )
@@ -78,8 +77,3 @@ def measure(
   finally:
     liger.close()
   record.put(device_peak_bytes=child.peak_bytes(device))
-
-
-def benchmark_platform(device: Any) -> str:
-  """Returns "gpu", "tpu" or "cpu"."""
-  return "gpu" if device.platform in ("cuda", "rocm") else device.platform

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+
 from grpo_jax.models import config as model_config
 from grpo_jax.models import transformer
 

@@ -1,4 +1,4 @@
-"""The whole update of a model with random weights: gradients of a microbatch, then the optimizer."""
+"""The update of a model with random weights: gradients of a microbatch, then the optimizer."""
 
 import dataclasses
 import pathlib
@@ -32,6 +32,7 @@ def measure(
   """
   device = child.open_device(record, settings)
   import jax
+
   from grpo_jax.learn import train_step
   from grpo_jax.types import Denominators
 
@@ -70,8 +71,7 @@ def measure(
   folder = pathlib.Path(settings.scratch) / f"profile_{microbatch[1]}"
   with jax.profiler.trace(str(folder)):
     step()
-  platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
-  profile = traces.summarise(traces.load(folder), platform)
+  profile = traces.summarise(traces.load(folder), child.platform_of(device))
   record.put(profile=dataclasses.asdict(profile))
 
 
@@ -83,6 +83,7 @@ def seconds(result: dict[str, Any]) -> float:
 def _microbatch(config: Any, sizes: list[int], lengths: rows.Lengths) -> tuple[Any, Any, int]:
   """Returns a batch on the device, what of it is work, and the operations of that work."""
   import jax
+
   from grpo_jax.types import Batch
 
   arrays, counted = rows.make(*sizes, lengths, config.vocab_size)
@@ -97,10 +98,11 @@ def _microbatch(config: Any, sizes: list[int], lengths: rows.Lengths) -> tuple[A
 def _update(config: Any, compute_dtype: str) -> tuple[Any, Any]:
   """Makes the update as a run with the default options makes it, and its optimizer."""
   from grpo_jax.learn import optim, train_step
+  from grpo_jax.models.products import Products
   from grpo_jax.rl import objectives
 
   objective = objectives.make(kl_coef=0.0)
-  options = {"compute_dtype": compute_dtype, "remat": "full"}
+  options: dict[str, Any] = {"products": Products(compute_dtype=compute_dtype), "remat": "full"}
   tx, schedule = optim.make(1000, learning_rate=1e-6, weight_decay=0.01)
   return train_step.make_update(
     train_step.make_logprobs(config, **options),
