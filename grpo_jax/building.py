@@ -47,6 +47,7 @@ from grpo_jax.errors import ExpectedFailure
 from grpo_jax.learn import optim, sharding, train_step
 from grpo_jax.models import export, leaves, loading, sources, transformer
 from grpo_jax.models.fields import Fields
+from grpo_jax.models.products import Products
 from grpo_jax.rl import estimators, objectives
 from grpo_jax.types import Prompt, TrainState
 
@@ -165,7 +166,7 @@ def build(
   data.check_vocabulary(tokenizer, model.config.vocab_size)
   of_policy = {
     "temperature": config.sampling.temperature,
-    "compute_dtype": config.model.compute_dtype,
+    "products": Products(config.model.compute_dtype),
     "remat": config.model.remat,
     "partition": sharding.head_partition(mesh),
   }

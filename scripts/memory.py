@@ -26,6 +26,7 @@ from grpo_jax.learn import optim, train_step
 from grpo_jax.models import config as model_config
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.products import Products
 from grpo_jax.rl import objectives
 from grpo_jax.types import Batch, Denominators
 
@@ -143,7 +144,7 @@ def _update(
   """Makes the update as `building` makes it for one device."""
   of_policy = {
     "temperature": config.sampling.temperature,
-    "compute_dtype": config.model.compute_dtype,
+    "products": Products(config.model.compute_dtype),
     "remat": config.model.remat,
   }
   token_loss = None

@@ -15,10 +15,10 @@ PACKAGE = ROOT / "grpo_jax"
 # of lower layers only. Within a folder, imports are free.
 LAYERS = [
   {"types", "errors", "checked"},
-  {"local_paths", "disk", "interrupts"},
+  {"local_paths", "disk", "interrupts", "programs", "host_memory"},
   {
     *("rl", "registry", "timing", "console", "rollout_log", "manifest"),
-    *("host_memory", "precision", "compiling", "output", "event_files", "orbax_noise"),
+    *("precision", "compiling", "output", "event_files", "orbax_noise"),
     *("run_folder", "stored_leaves"),
   },
   {"redaction", "http_bodies", "shared_places"},
@@ -85,7 +85,7 @@ PURE_MAY_IMPORT = {
   ),
   *("types", "typing"),
 }
-PURE_MAY_USE = PURE_UNITS | {"errors", "metrics", "metric_table"}
+PURE_MAY_USE = PURE_UNITS | {"errors", "metrics", "metric_table", "programs"}
 EFFECTS = {"open", "print", "input", "exec", "eval", "__import__"}
 SEES_CONFIGS = {
   *("train", "building", "offline_building", "run_options", "data_options"),

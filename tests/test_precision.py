@@ -15,6 +15,7 @@ from grpo_jax.engines import decoding, probe, scheduling, sglang
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.learn import optim, train_step
 from grpo_jax.models import classifier
+from grpo_jax.models.products import Products
 from grpo_jax.rl import objectives
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
 from tests.engines import tiny
@@ -24,7 +25,7 @@ DOT = re.compile(r"stablehlo\.dot_general (.*?) : \((.*?)\) -> ")
 ASKED = re.compile(r"precision = \[(\w+), (\w+)\]")
 
 
-def products(function, arguments, platform):
+def products_of(function, arguments, platform):
   """Counts the products of a program: (element type of the factors, precision asked for).
 
   Leaves go in one by one: what describes a lowered program puts no arrays into our types.
@@ -67,7 +68,7 @@ def programs(compute_dtype, name, *, one_sweep):
   config = tiny.config()
   exact = precision.resolve(name, compute_dtype)
   params = tiny.params(config)
-  settings = {"compute_dtype": jnp.dtype(compute_dtype)}
+  settings = {"products": Products(compute_dtype)}
   logprobs = train_step.make_logprobs(config, **settings)
   objective = objectives.make(kl_coef=0.0)
   token_loss = train_step.make_token_loss(config, objective, **settings) if one_sweep else None
@@ -85,7 +86,7 @@ def programs(compute_dtype, name, *, one_sweep):
   yield "scorer", score, (params, data)
   watch = train_step.make_watcher(logprobs, matmul_precision=exact)
   yield "watcher", watch, (params, data)
-  options = JaxSampler(config, **settings, matmul_precision=name)._options
+  options = JaxSampler(config, compute_dtype=compute_dtype, matmul_precision=name)._options
   weights = decoding.split_layers(params, options)
   cache = decoding.empty_cache(2, 32, options)
   ids, lengths = np.zeros((1, 8), np.int32), np.zeros(1, np.int32)
@@ -95,7 +96,7 @@ def programs(compute_dtype, name, *, one_sweep):
   decode = jax.jit(lambda *a: decoding.decode(*a, options))
   yield "decode", decode, (weights, cache, cache, rows, jnp.int32(0))
   tokens = jnp.asarray([[1, 2, 3]])
-  static = (config, settings["compute_dtype"], exact)
+  static = (config, settings["products"], exact)
   yield "probe", lambda *a: probe._logprobs(*a, *static), (params, tokens)
 
 
@@ -116,7 +117,7 @@ def test_every_product_of_every_program_is_in_the_precision_of_the_run(dtype, na
   with jax.default_matmul_precision(None):  # as users have it; the suite asks for the highest.
     for program, function, arguments in programs(dtype, name, one_sweep=one_sweep):
       for platform in PLATFORMS:
-        found = products(function, arguments, platform)
+        found = products_of(function, arguments, platform)
         seen.add(program)
         assert set(found) == (set() if program == "optimizer" else {wanted}), (program, found)
         print(program, platform, dict(found))
@@ -127,8 +128,8 @@ def test_one_program_has_one_precision_for_each_run_and_keeps_them_apart():
   config, params = tiny.config(), tiny.params(tiny.config())
   tokens = jnp.asarray([[1, 2, 3]])
   for name, wanted in (("float32", "HIGHEST"), ("tensorfloat32", "HIGH"), ("float32", "HIGHEST")):
-    static = (config, jnp.dtype("float32"), name)
-    found = products(lambda *a, s=static: probe._logprobs(*a, *s), (params, tokens), "cuda")
+    static = (config, Products("float32"), name)
+    found = products_of(lambda *a, s=static: probe._logprobs(*a, *s), (params, tokens), "cuda")
     assert {asked for _, asked in found} == {wanted}
 
 
@@ -214,10 +215,10 @@ def test_a_reward_models_products_are_float32_where_it_computes_in_float32():
   def scores(dtype):
     score = precision.scoped(classifier.scores, precision.resolve(None, dtype))
     return lambda params, lengths, pool_at: score(
-      params, config, jnp.ones((2, 8), jnp.int32), lengths, pool_at, compute_dtype=jnp.dtype(dtype)
+      params, config, jnp.ones((2, 8), jnp.int32), lengths, pool_at, products=Products(dtype)
     )
 
   with jax.default_matmul_precision(None):
-    assert set(products(scores("float32"), arguments, "tpu")) == {("f32", "HIGHEST")}
-    mixed = products(scores("bfloat16"), arguments, "tpu")
+    assert set(products_of(scores("float32"), arguments, "tpu")) == {("f32", "HIGHEST")}
+    mixed = products_of(scores("bfloat16"), arguments, "tpu")
   assert set(mixed) == {("bf16", "DEFAULT"), ("f32", "HIGHEST")} and mixed["f32", "HIGHEST"] == 1

@@ -24,6 +24,7 @@ from grpo_jax import precision
 from grpo_jax.engines import sampling
 from grpo_jax.models import layers, transformer
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.products import OutputMajor, Products
 
 _MASKED = -1e30
 
@@ -65,7 +66,7 @@ class Options:
   """What a decode step is compiled for, beside shapes; hashable."""
 
   config: ModelConfig
-  compute_dtype: Any
+  products: Products
   chunk: int  # decode steps of one call, at most.
   num_valid: int | None  # see `sampling.sample`.
   is_truncated: bool  # some row has top-k, top-p or min-p.
@@ -82,7 +83,7 @@ def split_layers(params: transformer.Params, options: Options) -> Weights:
   Kernels are rounded to the compute dtype here and not at every token. In float32 the
   embedding, the head and the final norm are the trainer's own arrays and not copies.
   """
-  dtype = jnp.dtype(options.compute_dtype)
+  dtype = options.products.compute_dtype
   head, _ = transformer.head(params, options.config)
   return Weights(
     embed=params["embed"],
@@ -96,7 +97,7 @@ def split_layers(params: transformer.Params, options: Options) -> Weights:
 def _unstack(stacked: dict[str, Array], num_layers: int, dtype: Any) -> list[layers.LayerParams]:
   def of_layer(x, i):
     # Norms and biases, [L n], stay float32: they are not factors of a product.
-    return layers.OutputMajor(x[i].T.astype(dtype)) if x.ndim == 3 else x[i].astype(jnp.float32)
+    return OutputMajor(x[i].T.astype(dtype)) if x.ndim == 3 else x[i].astype(jnp.float32)
 
   return [{name: of_layer(x, i) for name, x in stacked.items()} for i in range(num_layers)]
 
@@ -105,7 +106,7 @@ def empty_cache(count: int, length: int, options: Options, *, of_rows: bool = Fa
   """Returns a zeroed cache of `count` slots, or rows, each for `length` tokens."""
   config = options.config
   shape = (count, config.num_kv_heads, length, config.head_dim)
-  make = lambda: _placed(jnp.zeros(shape, options.compute_dtype), options, of_rows=of_rows)
+  make = lambda: _placed(jnp.zeros(shape, options.products.compute_dtype), options, of_rows=of_rows)
   return [(make(), make()) for _ in range(config.num_layers)]
 
 
@@ -149,8 +150,7 @@ def prefill(
   places = jnp.broadcast_to(jnp.arange(length)[None], (count, length))
   segment_ids = (places < lengths[:, None]).astype(jnp.int32)
   cos, sin = layers.rope_angles(places, options.config)
-  settings = {"config": options.config, "compute_dtype": options.compute_dtype}
-  compute = {"compute_dtype": options.compute_dtype}
+  settings = {"config": options.config, "products": options.products}
   x, written = weights.embed[tokens].astype(jnp.float32), []
   for layer, (keys, values) in zip(weights.layers, cache, strict=True):
 
@@ -159,7 +159,7 @@ def prefill(
         x = x.transpose(0, 2, 1, 3).astype(to.dtype)
         return _placed(to.at[slots, :, :length].set(x, mode="drop"), options, of_rows=False)
 
-      attended = layers.packed_attention(q, k, v, segment_ids, **compute)
+      attended = layers.packed_attention(q, k, v, segment_ids, products=options.products)
       return attended, (write(keys, k), write(values, v))
 
     with precision.scope(options.matmul_precision):
@@ -253,7 +253,7 @@ def decode_step(
   """
   positions = jnp.asarray(rows.prompt_lengths) + lengths
   cos, sin = layers.rope_angles(positions[:, None], options.config)
-  settings = {"config": options.config, "compute_dtype": options.compute_dtype}
+  settings = {"config": options.config, "products": options.products}
   in_prompt = jnp.arange(prompts[0][0].shape[2])[None] < rows.prompt_lengths[:, None]
   in_own = jnp.arange(own[0][0].shape[2])[None] <= lengths[:, None]
   mask = jnp.concatenate([in_prompt, in_own], axis=1)
@@ -265,14 +265,14 @@ def decode_step(
       # Tied to q, the gather of a layer's prompts cannot be scheduled long before its use.
       q, slots = jax.lax.optimization_barrier((q, jnp.asarray(rows.slots)))
       prompt = (jnp.take(prompt[0], slots, axis=0), jnp.take(prompt[1], slots, axis=0))
-      return attend_in_two(q, prompt, cache, mask, options.compute_dtype), cache
+      return attend_in_two(q, prompt, cache, mask, options.products), cache
 
     x, cache = layers.block(layer, x, cos, sin, attend, **settings)
     written.append(cache)
   x = layers.rms_norm(x, weights.final_norm, options.config.rms_norm_eps)[:, 0]
   layout = "vd" if options.config.tie_embeddings else "dv"
   # The product that the trainer's logprobs are made of, in its precision on every platform.
-  logits = reference.dot(x.astype(options.compute_dtype), weights.head, head_layout=layout)
+  logits = reference.dot(x.astype(options.products.compute_dtype), weights.head, head_layout=layout)
   return logits, written
 
 
@@ -281,7 +281,7 @@ def attend_in_two(
   prompt: tuple[Array, Array],
   own: tuple[Array, Array],
   mask: Bool[Array, "R S"],
-  compute_dtype: Any,
+  products: Products,
 ) -> Float[Array, "R 1 H E"]:
   """Attends to a prompt and to a row's own tokens at once, without joining the two caches.
 
@@ -292,15 +292,15 @@ def attend_in_two(
     prompt: keys and values, [R K T E].
     own: keys and values, [R K C E].
     mask: True where the row may attend, of the T and then the C.
-    compute_dtype: of the products.
+    products: how products are computed.
   """
   rows, _, heads, width = q.shape
   kv_heads, split = prompt[0].shape[1], prompt[0].shape[2]
   grouped = q.reshape(rows, kv_heads, heads // kv_heads, width) * (width**-0.5)
-  score = lambda keys: layers.contract("bkre,bkse->bkrs", grouped, keys, compute_dtype)
+  score = lambda keys: products.contract("bkre,bkse->bkrs", grouped, keys)
   scores = jnp.concatenate([score(prompt[0]), score(own[0])], axis=-1)
   weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, _MASKED), axis=-1)
-  mix = lambda w, values: layers.contract("bkrs,bkse->bkre", w, values, compute_dtype)
+  mix = lambda w, values: products.contract("bkrs,bkse->bkre", w, values)
   mixed = mix(weights[..., :split], prompt[1]) + mix(weights[..., split:], own[1])
   return mixed.reshape(rows, 1, heads, width)
 

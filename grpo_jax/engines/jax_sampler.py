@@ -26,6 +26,7 @@ from grpo_jax.engines import base, decoding, scheduling, stopping
 from grpo_jax.engines.calls import Call
 from grpo_jax.engines.session import Session, Stats
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.products import Products
 
 
 class JaxSampler:
@@ -81,7 +82,7 @@ class JaxSampler:
     self._copy_weights = copy_weights
     self._options = decoding.Options(
       config=config,
-      compute_dtype=jnp.dtype(compute_dtype),
+      products=Products(compute_dtype),
       chunk=chunk_tokens,
       num_valid=num_valid_tokens,
       is_truncated=False,

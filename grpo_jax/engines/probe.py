@@ -18,6 +18,7 @@ from grpo_jax import precision
 from grpo_jax.engines.base import EngineFailure
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.products import Products
 from grpo_jax.rl.logprobs import sequence_logprobs
 
 LENGTH = 32  # tokens of the prompt.
@@ -55,7 +56,7 @@ class Probe:
     """
     self.ids = probe_ids(num_valid_tokens)
     self._config = config
-    self._compute_dtype = jnp.dtype(compute_dtype)
+    self._products = Products(compute_dtype)
     self._matmul_precision = precision.resolve(matmul_precision, compute_dtype)
 
   def logprobs(self, params: Any) -> Float[jax.Array, " n"]:
@@ -64,7 +65,7 @@ class Probe:
     They are still being computed when this returns: while the servers load the weights.
     """
     tokens = jnp.asarray(self.ids)[None]
-    return _logprobs(params, tokens, self._config, self._compute_dtype, self._matmul_precision)
+    return _logprobs(params, tokens, self._config, self._products, self._matmul_precision)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
@@ -72,21 +73,21 @@ def _logprobs(
   params: Any,
   tokens: jax.Array,
   config: ModelConfig,
-  compute_dtype: Any,
+  products: Products,
   matmul_precision: str | None,
 ) -> jax.Array:
   with precision.scope(matmul_precision):
-    return _traced_logprobs(params, tokens, config, compute_dtype)
+    return _traced_logprobs(params, tokens, config, products)
 
 
 def _traced_logprobs(
-  params: Any, tokens: jax.Array, config: ModelConfig, compute_dtype: Any
+  params: Any, tokens: jax.Array, config: ModelConfig, products: Products
 ) -> jax.Array:
-  module = transformer.Transformer(config, compute_dtype=compute_dtype)
+  module = transformer.Transformer(config, products)
   positions = jnp.arange(tokens.shape[1])[None]
   hidden: Any = module.apply({"params": params}, tokens, positions, jnp.ones_like(tokens))
   head, layout = transformer.head(params, config)
-  hidden = hidden.astype(compute_dtype)  # the head's products are the trainer's, too.
+  hidden = hidden.astype(products.compute_dtype)  # the head's products are the trainer's, too.
   values = sequence_logprobs(hidden, head, tokens, head_layout=layout, implementation="xla_chunked")
   assert not isinstance(values, tuple)  # no entropy was asked for.
   return values[0, 1:]

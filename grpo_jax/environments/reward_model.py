@@ -21,6 +21,7 @@ from grpo_jax.environments.base import Environment, SingleTurn, StepResult
 from grpo_jax.environments.scoring import conversation
 from grpo_jax.environments.scoring.batcher import Batcher
 from grpo_jax.models import classifier, loading, sources
+from grpo_jax.models.products import Products
 from grpo_jax.types import Prompt
 
 _SHORTEST = 64  # tokens of the smallest length that is compiled.
@@ -56,7 +57,7 @@ class RewardModelEnvironments:
     self._scale = scale
     self._scores = jax.jit(
       precision.scoped(
-        functools.partial(classifier.scores, compute_dtype=jnp.dtype(compute_dtype)),
+        functools.partial(classifier.scores, products=Products(compute_dtype)),
         precision.resolve(None, compute_dtype),
       ),
       static_argnums=1,

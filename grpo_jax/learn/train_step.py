@@ -24,6 +24,7 @@ from grpo_jax.errors import ExpectedFailure
 from grpo_jax.learn import optim, sharding
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.products import FLOAT32, Products
 from grpo_jax.rl import diagnostics, masks
 from grpo_jax.rl.logprobs import gather_loss_tokens, token_logprobs, token_objective
 from grpo_jax.rl.objectives import Objective
@@ -47,7 +48,7 @@ def make_logprobs(
   config: ModelConfig,
   *,
   temperature: float = 1.0,
-  compute_dtype: Any = jnp.float32,
+  products: Products = FLOAT32,
   remat: str = "full",
   implementation: str | None = None,
   partition: Partition | None = None,
@@ -57,12 +58,12 @@ def make_logprobs(
   Args:
     config: of the model.
     temperature: at which the completions were sampled.
-    compute_dtype: of matrix products, float32 or bfloat16; of the head's too.
+    products: how matrix products are computed; their dtype is the head's, too.
     remat: see `transformer.Transformer`.
     implementation: of `grpo_kernels.linear_logprobs`; None picks by platform.
     partition: of the head and its tokens over a mesh; see `sharding.head_partition`.
   """
-  hidden_states = _make_hidden_states(config, compute_dtype, remat)
+  hidden_states = _make_hidden_states(config, products, remat)
 
   def logprobs(params: Any, batch: Batch, with_entropy: bool) -> tuple[Array, Array | None]:
     head, layout = transformer.head(params, config)
@@ -86,7 +87,7 @@ def make_token_loss(
   objective: Objective,
   *,
   temperature: float = 1.0,
-  compute_dtype: Any = jnp.float32,
+  products: Products = FLOAT32,
   remat: str = "full",
   partition: Partition | None = None,
 ) -> LossFn:
@@ -95,7 +96,7 @@ def make_token_loss(
   The head's gradients are found in the sweep that computes the loss; see
   `grpo_jax.rl.logprobs.token_objective`. Args are those of `make_logprobs`.
   """
-  hidden_states = _make_hidden_states(config, compute_dtype, remat)
+  hidden_states = _make_hidden_states(config, products, remat)
 
   def loss(params: Any, batch: Batch, denominators: Denominators, with_entropy: bool):
     head, layout = transformer.head(params, config)
@@ -114,13 +115,13 @@ def make_token_loss(
   return loss
 
 
-def _make_hidden_states(config: ModelConfig, compute_dtype: Any, remat: str):
+def _make_hidden_states(config: ModelConfig, products: Products, remat: str):
   """Makes the function (params, batch) → hidden states [B T D], in the compute dtype."""
-  model = transformer.Transformer(config, compute_dtype=compute_dtype, remat=remat)
+  model = transformer.Transformer(config, products=products, remat=remat)
 
   def hidden_states(params: Any, batch: Batch) -> Float[Array, "B T D"]:
     inputs = (batch.tokens, batch.positions, batch.segment_ids, batch.branch_ids)
-    return jnp.asarray(model.apply({"params": params}, *inputs)).astype(compute_dtype)
+    return jnp.asarray(model.apply({"params": params}, *inputs)).astype(products.compute_dtype)
 
   return hidden_states
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.products import FLOAT32, Products
 
 # {"body": of `transformer`, without a head, "score": [labels, hidden_size]}.
 Params = dict[str, Any]
@@ -21,7 +22,7 @@ def scores(
   lengths: Int[Array, " B"],
   pool_at: Int[Array, " B"],
   *,
-  compute_dtype: Any = jnp.float32,
+  products: Products = FLOAT32,
 ) -> Float[Array, "B C"]:
   """Scores sequences, one a row, padded on the right.
 
@@ -33,7 +34,7 @@ def scores(
     tokens: ids; any valid id behind a sequence's end.
     lengths: tokens of each row's sequence.
     pool_at: p of each row; see `pooled_place`.
-    compute_dtype: of the body's matrix products; the score's own is float32.
+    products: how the body's matrix products are computed; the score's own is float32.
 
   Returns:
     The C logits of each sequence.
@@ -43,7 +44,7 @@ def scores(
   """
   places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
   is_token = (places < lengths[:, None]).astype(jnp.int32)
-  body = transformer.Transformer(config, compute_dtype)
+  body = transformer.Transformer(config, products)
   hidden = body.apply({"params": params["body"]}, tokens, places, is_token)
   pooled = jnp.take_along_axis(jnp.asarray(hidden), pool_at[:, None, None], axis=1)[:, 0]
   head = params["score"].T.astype(jnp.float32)

@@ -5,8 +5,6 @@ functions, so their numerics are the same. E is the width of one head. Norms, ro
 softmax and the residual stream are float32 whatever the compute dtype; only products are not.
 """
 
-import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,91 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from grpo_jax.models import leaves
 from grpo_jax.models.config import ModelConfig, RopeScaling
+from grpo_jax.models.products import FLOAT32, Products
 
 # Given q [B T H E], k and v [B T K E] of the new tokens, returns what they attend to [B T H E]
 # and anything else (a cache, or None).
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 
-# The names of `leaves.layer` → arrays, of which the kernels may be `OutputMajor`.
+# The names of `leaves.layer` → arrays, of which the kernels may be `products.OutputMajor`.
 LayerParams = Mapping[str, Any]
 
-WEIGHT_PRODUCT = "weight_product"
 _MASKED = -1e30  # finite: a row that may attend to nothing must not become NaN.
-
-
-def contract(spec: str, x: Array, y: Array, compute_dtype: Any = jnp.float32) -> Array:
-  """Sums products of two arrays as `einsum` does, in the compute dtype, accumulated in float32.
-
-  Args:
-    spec: an einsum of two operands in which every index stands in at least two of the three
-      terms.
-    x: first operand.
-    y: second operand.
-    compute_dtype: of the factors, here and in the gradient. float32 is an ordinary einsum. In
-      bfloat16 both factors are rounded, and so is the cotangent in the backward pass; the sums
-      are float32 everywhere, so weight gradients are not rounded.
-
-  Returns:
-    float32.
-  """
-  if jnp.dtype(compute_dtype) == jnp.float32:
-    return jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32))
-  return _rounded_einsum(spec, jnp.dtype(compute_dtype), x, y)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class OutputMajor:
-  """A kernel that is stored transposed, for products with few rows: see `dot`."""
-
-  array: Float[Array, "o i"]
-
-
-def dot(
-  x: Float[Array, "..."],
-  w: Float[Array, "i o"] | OutputMajor,
-  compute_dtype: Any = jnp.float32,
-) -> Array:
-  """Returns x @ w over the last axis of x, in float32; see `contract` for the compute dtype.
-
-  The result bears the name `WEIGHT_PRODUCT`, by which a remat policy can keep it. With an
-  `OutputMajor` kernel the product is computed as (wᵀ xᵀ)ᵀ: on CPUs a product whose left factor
-  is the large one is up to twice as fast when x has few rows, as in decoding.
-  """
-  rest = "abcdefg"[: x.ndim - 1]
-  if isinstance(w, OutputMajor):
-    product = contract(f"oi,{rest}i->o{rest}", w.array, x, compute_dtype)
-    return jnp.moveaxis(product, 0, -1)
-  product = contract(f"{rest}i,io->{rest}o", x, w, compute_dtype)
-  return checkpoint_name(product, WEIGHT_PRODUCT)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _rounded_einsum(spec: str, dtype: Any, x: Array, y: Array) -> Array:
-  return jnp.einsum(spec, x.astype(dtype), y.astype(dtype), preferred_element_type=jnp.float32)
-
-
-def _rounded_einsum_forward(spec: str, dtype: Any, x: Array, y: Array):
-  out_dtypes = jnp.zeros(0, x.dtype), jnp.zeros(0, y.dtype)
-  return _rounded_einsum(spec, dtype, x, y), (x.astype(dtype), y.astype(dtype), out_dtypes)
-
-
-def _rounded_einsum_backward(spec: str, dtype: Any, residuals, cotangent: Array):
-  x, y, (like_x, like_y) = residuals
-  operands, out = spec.split("->")
-  left, right = operands.split(",")
-  g = cotangent.astype(dtype)
-  dx = jnp.einsum(f"{out},{right}->{left}", g, y, preferred_element_type=jnp.float32)
-  dy = jnp.einsum(f"{left},{out}->{right}", x, g, preferred_element_type=jnp.float32)
-  return dx.astype(like_x.dtype), dy.astype(like_y.dtype)
-
-
-_rounded_einsum.defvjp(_rounded_einsum_forward, _rounded_einsum_backward)
 
 
 def rms_norm(
@@ -198,7 +125,7 @@ def attention(
   v: Float[Array, "B ..."],
   mask: Bool[Array, "B T S"],
   *,
-  compute_dtype: Any = jnp.float32,
+  products: Products = FLOAT32,
   kv_layout: str = "bske",
 ) -> Float[Array, "B T H E"]:
   """Attends with grouped queries: softmax(q kᵀ / √E) v over the keys that the mask allows.
@@ -208,18 +135,18 @@ def attention(
     k: keys; [B S K E] or, as `kv_layout` says, [B K S E] (the quicker one to decode with).
     v: values, laid out like the keys.
     mask: True where a query may see a key. A query that may see none gets 0, and no gradient.
-    compute_dtype: of the two products; the softmax is float32.
+    products: how the two products are computed; the softmax is float32.
     kv_layout: "bske" or "bkse".
   """
   batch, length, heads, width = q.shape
   kv_heads = k.shape[kv_layout.index("k")]
   grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, width) * (width**-0.5)
-  scores = contract(f"btkre,{kv_layout}->bkrts", grouped, k, compute_dtype)
+  scores = products.contract(f"btkre,{kv_layout}->bkrts", grouped, k)
   scores = jnp.where(mask[:, None, None], scores, _MASKED)
   highest = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), _MASKED / 2)
   weights = jnp.exp(scores - jax.lax.stop_gradient(highest))
   total = jnp.sum(weights, axis=-1)
-  weighted = contract(f"bkrts,{kv_layout}->btkre", weights, v, compute_dtype)
+  weighted = products.contract(f"bkrts,{kv_layout}->btkre", weights, v)
   total = jnp.where(total == 0, 1.0, total).transpose(0, 3, 1, 2)[..., None]
   return (weighted / total).reshape(batch, length, heads, width)
 
@@ -231,7 +158,7 @@ def packed_attention(
   segment_ids: Int[Array, "B T"],
   branch_ids: Int[Array, "B T"] | None = None,
   *,
-  compute_dtype: Any = jnp.float32,
+  products: Products = FLOAT32,
   block_length: int = 256,
 ) -> Float[Array, "B T H E"]:
   """Attends within packed rows by the rule of `attention_mask`, block by block of queries.
@@ -245,14 +172,14 @@ def packed_attention(
     v: value heads.
     segment_ids: 0 is padding, which attends to nothing and gets 0.
     branch_ids: 0 is the prompt; None: one branch in every segment.
-    compute_dtype: of the products.
+    products: how products are computed.
     block_length: queries in a block; rows of over 16 blocks get longer ones.
   """
   length = q.shape[1]
   block = max(block_length, -(-length // 16))
 
   def attend(q, k, v, mask):
-    return attention(q, k, v, mask, compute_dtype=compute_dtype)
+    return attention(q, k, v, mask, products=products)
 
   if length <= block:
     return attend(q, k, v, attention_mask(segment_ids, branch_ids))
@@ -271,7 +198,7 @@ def project_qkv(
   sin: Float[Array, "B T half"],
   *,
   config: ModelConfig,
-  compute_dtype: Any = jnp.float32,
+  products: Products = FLOAT32,
 ) -> tuple[Float[Array, "B T H E"], Float[Array, "B T K E"], Float[Array, "B T K E"]]:
   """Projects normed inputs to rotated queries and keys, and values.
 
@@ -281,11 +208,11 @@ def project_qkv(
     cos: of `rope_angles`.
     sin: of `rope_angles`.
     config: sizes and switches.
-    compute_dtype: of the products.
+    products: how products are computed.
   """
   heads = []
   for name in ("q", "k", "v"):
-    y = dot(x, params[name], compute_dtype)
+    y = products.dot(x, params[name])
     if config.qkv_bias:
       y = y + _as_last_axis(params[f"{name}_bias"], y.ndim)
     heads.append(y.reshape(*y.shape[:2], -1, config.head_dim))
@@ -301,10 +228,10 @@ def project_output(
   attended: Float[Array, "B T H E"],
   *,
   config: ModelConfig,
-  compute_dtype: Any = jnp.float32,
+  products: Products = FLOAT32,
 ) -> Float[Array, "B T D"]:
   """Projects the heads' results back to the model's width."""
-  y = dot(attended.reshape(*attended.shape[:2], -1), params["o"], compute_dtype)
+  y = products.dot(attended.reshape(*attended.shape[:2], -1), params["o"])
   return y + _as_last_axis(params["o_bias"], y.ndim) if config.o_bias else y
 
 
@@ -313,7 +240,7 @@ def mlp(
   x: Float[Array, "B T D"],
   *,
   config: ModelConfig,
-  compute_dtype: Any = jnp.float32,
+  products: Products = FLOAT32,
 ) -> Float[Array, "B T D"]:
   """Applies the gated MLP, W_down (silu(W_gate x) ⊙ W_up x), to normed inputs.
 
@@ -322,7 +249,7 @@ def mlp(
   """
 
   def linear(name, x):
-    y = dot(x, params[name], compute_dtype)
+    y = products.dot(x, params[name])
     return y + _as_last_axis(params[f"{name}_bias"], y.ndim) if config.mlp_bias else y
 
   return linear("down", jax.nn.silu(linear("gate", x)) * linear("up", x))
@@ -336,7 +263,7 @@ def block(
   attend: Attend,
   *,
   config: ModelConfig,
-  compute_dtype: Any = jnp.float32,
+  products: Products = FLOAT32,
 ) -> tuple[Float[Array, "B T D"], Any]:
   """Applies one pre-norm decoder layer: attention, then MLP, each added to the residual stream.
 
@@ -348,12 +275,12 @@ def block(
     attend: (q, k, v) of these tokens → (what they attend to, anything else). A sampler writes k
       and v into its cache here, and returns the cache as the second result.
     config: sizes and switches.
-    compute_dtype: of the products.
+    products: how products are computed.
 
   Returns:
     The residual stream after the layer; the second result of `attend`.
   """
-  settings = {"config": config, "compute_dtype": compute_dtype}
+  settings = {"config": config, "products": products}
   normed = rms_norm(x, params["input_norm"], config.rms_norm_eps)
   attended, extra = attend(*project_qkv(params, normed, cos, sin, **settings))
   x = x + project_output(params, attended, **settings)
@@ -365,7 +292,7 @@ class Block(nn.Module):
   """One decoder layer that owns its parameters; a body for `nn.scan`."""
 
   config: ModelConfig
-  compute_dtype: Any = jnp.float32
+  products: Products = FLOAT32
 
   @nn.compact
   def __call__(self, x, cos, sin, segment_ids, branch_ids):
@@ -376,10 +303,10 @@ class Block(nn.Module):
     }
 
     def attend(q, k, v):
-      settings = {"compute_dtype": self.compute_dtype}
-      return packed_attention(q, k, v, segment_ids, branch_ids, **settings), None
+      attended = packed_attention(q, k, v, segment_ids, branch_ids, products=self.products)
+      return attended, None
 
-    settings = {"config": self.config, "compute_dtype": self.compute_dtype}
+    settings = {"config": self.config, "products": self.products}
     return block(params, x, cos, sin, attend, **settings)
 
 

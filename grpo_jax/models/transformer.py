@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from grpo_jax.models import layers, leaves
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.products import FLOAT32, WEIGHT_PRODUCT, Products
 
 # float32 master weights: {"embed", "layers": {name: [L ...]}, "final_norm", "head" if untied}.
 Params = dict[str, Any]
@@ -23,13 +24,13 @@ class Transformer(nn.Module):
 
   Attributes:
     config: sizes and switches.
-    compute_dtype: of the matrix products: float32 or bfloat16. Weights stay float32.
+    products: how matrix products are computed. Weights stay float32.
     remat: what is computed again in the backward pass: "none" keeps all activations, "dots"
       keeps the results of products with weights, "full" keeps the input of every layer only.
   """
 
   config: ModelConfig
-  compute_dtype: Any = jnp.float32
+  products: Products = FLOAT32
   remat: str = "none"
 
   @nn.compact
@@ -62,7 +63,7 @@ class Transformer(nn.Module):
     )
     x = own["embed"][tokens].astype(jnp.float32)
     cos, sin = layers.rope_angles(positions, self.config)
-    block = stack(self.config, self.compute_dtype, name="layers")
+    block = stack(self.config, self.products, name="layers")
     x, _ = block(x, cos, sin, segment_ids, branch_ids)
     return layers.rms_norm(x, own["final_norm"], self.config.rms_norm_eps)
 
@@ -82,7 +83,7 @@ def prefill(
   positions: Int[Array, "B T"],
   segment_ids: Int[Array, "B T"],
   *,
-  compute_dtype: Any = jnp.float32,
+  products: Products = FLOAT32,
 ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "L B T K E"], Float[Array, "L B T K E"]]]:
   """Computes what `Transformer` does, and keeps the rotated keys and the values of every layer.
 
@@ -92,7 +93,7 @@ def prefill(
     tokens: ids of prompts; any valid id where segment_ids is 0.
     positions: of each token in its prompt.
     segment_ids: 0 is padding, on either side.
-    compute_dtype: of the products.
+    products: how products are computed.
 
   Returns:
     Hidden states after the final norm; (keys, values), float32.
@@ -100,11 +101,11 @@ def prefill(
   cos, sin = layers.rope_angles(positions, config)
 
   def attend(q, k, v):
-    attended = layers.packed_attention(q, k, v, segment_ids, compute_dtype=compute_dtype)
+    attended = layers.packed_attention(q, k, v, segment_ids, products=products)
     return attended, (k, v)
 
   def step(x, layer_params):
-    settings = {"config": config, "compute_dtype": compute_dtype}
+    settings = {"config": config, "products": products}
     return layers.block(layer_params, x, cos, sin, attend, **settings)
 
   x = params["embed"][tokens].astype(jnp.float32)
@@ -137,6 +138,6 @@ def head(params: Params, config: ModelConfig) -> tuple[Array, str]:
 _REMAT_POLICIES = {
   "none": None,
   # By name: JAX's own policies for dots do not see into the custom gradient of bfloat16 products.
-  "dots": jax.checkpoint_policies.save_only_these_names(layers.WEIGHT_PRODUCT),
+  "dots": jax.checkpoint_policies.save_only_these_names(WEIGHT_PRODUCT),
   "full": jax.checkpoint_policies.nothing_saveable,
 }

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.engines import decoding, sampling, scheduling, session
+from grpo_jax.models.products import Products
 from grpo_jax.types import FinishReason
 from tests.engines import tiny
 
@@ -130,7 +131,7 @@ def test_each_distinct_prompt_is_prefilled_once_for_all_its_completions():
 
 def test_a_prompt_is_kept_once_for_its_group():
   busy = session.Session(
-    decoding.Options(tiny.config(), jnp.dtype(jnp.float32), 4, None, False, False),
+    decoding.Options(tiny.config(), Products(), 4, None, False, False),
     max_rows=16,
     decode_text=None,
     stats=session.Stats(),
@@ -219,7 +220,7 @@ def test_weights_loaded_between_chunks_stamp_the_tokens_that_they_sample():
 
 def test_embedding_and_head_are_the_trainers_arrays_unless_copies_are_asked_for():
   tree = tiny.params(tiny.config())
-  options = decoding.Options(tiny.config(), jnp.dtype(jnp.float32), 4, None, False, False)
+  options = decoding.Options(tiny.config(), Products(), 4, None, False, False)
   weights = decoding.split_layers(tree, options)
   assert weights.embed is tree["embed"] and weights.head is tree["embed"]
   copied = jax.tree.map(jnp.copy, tree)
@@ -233,7 +234,7 @@ def test_embedding_and_head_are_the_trainers_arrays_unless_copies_are_asked_for(
 
 def test_a_decode_step_updates_its_cache_in_place_and_copies_no_weights():
   wide = tiny.config(hidden_size=128, intermediate_size=512, num_layers=4)
-  options = decoding.Options(wide, jnp.dtype(jnp.float32), 4, None, False, False)
+  options = decoding.Options(wide, Products(), 4, None, False, False)
   weights = decoding.split_layers(tiny.params(wide), options)
   prompts, own = (decoding.empty_cache(8, 64, options) for _ in range(2))
   leaves, structure = jax.tree.flatten((weights, prompts, scheduling.make_rows([], 8, [])))

@@ -9,6 +9,7 @@ import transformers
 
 from grpo_jax.models import classifier, loading
 from grpo_jax.models import tiny as shipped
+from grpo_jax.models.products import Products
 from tests.models import tiny
 
 CLASSES = {
@@ -55,7 +56,7 @@ def our_scores(loaded, rows, width=16, compute_dtype=np.float32):
 
   def run(params, tokens, lengths, pool_at):
     return classifier.scores(
-      params, loaded.config, tokens, lengths, pool_at, compute_dtype=compute_dtype
+      params, loaded.config, tokens, lengths, pool_at, products=Products(compute_dtype)
     )
 
   return np.asarray(tiny.jit(run)(loaded.params, tokens, lengths, pool_at))

@@ -7,6 +7,7 @@ import pytest
 
 from grpo_jax.models import layers
 from grpo_jax.models.config import RopeScaling
+from grpo_jax.models.products import Products
 from tests.models import tiny
 
 
@@ -110,7 +111,7 @@ def test_packed_attention_by_blocks_saves_memory_in_long_rows():
 def test_contract_in_bfloat16_rounds_factors_and_sums_in_float32():
   x, w = random(5, 300), random(300, 7, seed=1)
   rounded = lambda a: np.asarray(a.astype(jnp.bfloat16).astype(jnp.float32), np.float64)
-  got, pull = jax.vjp(lambda x, w: layers.dot(x, w, jnp.bfloat16), x, w)
+  got, pull = jax.vjp(lambda x, w: Products(jnp.bfloat16).dot(x, w), x, w)
   assert got.dtype == jnp.float32
   np.testing.assert_allclose(got, rounded(x) @ rounded(w), rtol=1e-5, atol=1e-5)
   cotangent = random(5, 7, seed=2)
@@ -123,7 +124,7 @@ def test_contract_in_bfloat16_rounds_factors_and_sums_in_float32():
 
 def test_contract_gives_gradients_in_the_dtype_of_their_operands():
   x, w = random(2, 3, 4), random(4, 5, seed=1).astype(jnp.bfloat16)
-  out, pull = jax.vjp(lambda x, w: layers.dot(x, w, jnp.bfloat16), x, w)
+  out, pull = jax.vjp(lambda x, w: Products(jnp.bfloat16).dot(x, w), x, w)
   assert [g.dtype for g in pull(out)] == [jnp.float32, jnp.bfloat16]
 
 

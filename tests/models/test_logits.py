@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpo_jax.models.products import Products
 from tests.models import tiny
 
 LLAMA3_ROPE = {
@@ -70,7 +71,7 @@ def test_bfloat16_compute_stays_near_float32(tmp_path):
   loaded = tiny.saved(model, tmp_path)
   inputs = tiny.plain(tiny.tokens((2, 20)))
   exact = tiny.logits(loaded.params, loaded.config, *inputs)
-  rough = tiny.logits(loaded.params, loaded.config, *inputs, compute_dtype=jnp.bfloat16)
+  rough = tiny.logits(loaded.params, loaded.config, *inputs, products=Products(jnp.bfloat16))
   # bfloat16 has 8 bits: rounding of 2⁻⁹ a factor, over a few layers; equality would mean that
   # nothing was rounded.
   assert 1e-4 < tiny.relative_error(rough, exact) < 0.03

@@ -9,6 +9,7 @@ import transformers
 
 from grpo_jax import models
 from grpo_jax.models import export, sources
+from grpo_jax.models.products import Products
 from tests.models import tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.network]
@@ -77,7 +78,9 @@ def test_logits_equal_those_of_transformers_and_bfloat16_is_near(ours, theirs):
   wanted = tiny.hf_logits(theirs, tokens)
   got = tiny.logits(ours.params, ours.config, *tiny.plain(tokens))
   assert tiny.relative_error(got, wanted) < 2e-5
-  rough = tiny.logits(ours.params, ours.config, *tiny.plain(tokens), compute_dtype=jnp.bfloat16)
+  rough = tiny.logits(
+    ours.params, ours.config, *tiny.plain(tokens), products=Products(jnp.bfloat16)
+  )
   assert tiny.relative_error(rough, wanted) < 0.1
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.models import layers, leaves, transformer
+from grpo_jax.models.products import Products
 from tests.models import tiny
 
 
@@ -67,7 +68,7 @@ def test_remat_changes_memory_but_no_value_and_no_gradient(compute_dtype):
   inputs = tiny.plain(tiny.tokens((4, 40)))
   results, memory = {}, {}
   for remat in ("none", "dots", "full"):
-    model = transformer.Transformer(config, compute_dtype, remat)
+    model = transformer.Transformer(config, Products(compute_dtype), remat)
     loss = lambda params, model=model: jnp.sin(model.apply({"params": params}, *inputs)).sum()
     compiled = tiny.jit(jax.value_and_grad(loss)).lower(params).compile()
     results[remat] = compiled(params)
@@ -88,32 +89,33 @@ def test_unknown_remat_policy_is_refused():
 
 @pytest.mark.parametrize("compute_dtype", [jnp.float32, jnp.bfloat16])
 def test_decoding_with_a_cache_by_the_same_functions_continues_a_prefill(compute_dtype):
+  products = Products(compute_dtype)
   config = tiny.config(family="qwen3", qk_norm=True, num_layers=2)
   params = tiny.random_params(config)
   tokens, positions, segments = tiny.plain(tiny.tokens((2, 9)))
-  model = transformer.Transformer(config, compute_dtype)
+  model = transformer.Transformer(config, products)
   wanted = tiny.jit(model.apply)({"params": params}, tokens, positions, segments)
   first = [x[:, :8] for x in (tokens, positions, segments)]
   prefill = tiny.jit(
-    lambda *inputs: transformer.prefill(params, config, *inputs, compute_dtype=compute_dtype)
+    lambda *inputs: transformer.prefill(params, config, *inputs, products=products)
   )
   hidden, (keys, values) = prefill(*first)
   tolerance = 1e-5 if compute_dtype == jnp.float32 else 0.02
   assert tiny.relative_error(hidden, wanted[:, :8]) < tolerance
   assert keys.shape == (config.num_layers, 2, 8, config.num_kv_heads, config.head_dim)
-  x = tiny.jit(decode, static_argnames=("config", "compute_dtype"))(
+  x = tiny.jit(decode, static_argnames=("config", "products"))(
     params,
     keys,
     values,
     tokens[:, 8:],
     positions[:, 8:],
     config=config,
-    compute_dtype=compute_dtype,
+    products=products,
   )
   assert tiny.relative_error(x, wanted[:, 8:]) < tolerance
 
 
-def decode(params, keys, values, token, position, *, config, compute_dtype):
+def decode(params, keys, values, token, position, *, config, products):
   """Computes the hidden state of one more token, layer by layer, as a sampler does."""
   cos, sin = layers.rope_angles(position, config)
   x = params["embed"][token]
@@ -123,10 +125,10 @@ def decode(params, keys, values, token, position, *, config, compute_dtype):
       k = jnp.concatenate([keys[index], k], axis=1)
       v = jnp.concatenate([values[index], v], axis=1)
       mask = jnp.ones((q.shape[0], 1, k.shape[1]), bool)
-      return layers.attention(q, k, v, mask, compute_dtype=compute_dtype), None
+      return layers.attention(q, k, v, mask, products=products), None
 
     own = {name: leaf[index] for name, leaf in params["layers"].items()}
-    x, _ = layers.block(own, x, cos, sin, attend, config=config, compute_dtype=compute_dtype)
+    x, _ = layers.block(own, x, cos, sin, attend, config=config, products=products)
   return layers.rms_norm(x, params["final_norm"], config.rms_norm_eps)
 
 
