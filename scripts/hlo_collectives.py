@@ -91,9 +91,7 @@ def collectives(hlo: str, *, devices: int) -> list[Collective]:
       continue
     arrays = _results(match)
     source = re.search(r'op_name="([^"]*)"', line)
-    found.append(
-      Collective(match["kind"], arrays, groups, times, source[1] if source else "")
-    )
+    found.append(Collective(match["kind"], arrays, groups, times, source[1] if source else ""))
   return found
 
 
@@ -125,7 +123,7 @@ def axes_of(groups: Sequence[Sequence[int]], sizes: dict[str, int]) -> frozenset
 
 
 def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
-  """Returns the lines of every computation, and the name of the one that the program begins with."""
+  """Returns the lines of every computation, and the name of the first that runs."""
   found: dict[str, list[str]] = {}
   name = entry = ""
   for line in hlo.splitlines():

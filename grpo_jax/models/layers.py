@@ -213,9 +213,12 @@ def project_qkv(
     config: sizes and switches.
     products: how products are computed.
   """
-  found = products.linear(params, ("q", "k", "v"), x)
-  axes = ("heads", "kv_heads", "kv_heads")
-  q, k, v = (_split_heads(y, axis, config, products) for y, axis in zip(found, axes, strict=True))
+  found = products.dots(params, ("q", "k", "v"), x, products.out_dtype)
+  heads = []
+  for name, y in zip(("q", "k", "v"), found, strict=True):
+    y = _biased(params, name, y.astype(jnp.float32), products)
+    heads.append(_split_heads(y, leaves.AXES[name][1], config, products))
+  q, k, v = heads
   if config.qk_norm:
     q = rms_norm(q, params["q_norm"], config.rms_norm_eps)
     k = rms_norm(k, params["k_norm"], config.rms_norm_eps)
@@ -230,8 +233,8 @@ def project_output(
   products: Products = FLOAT32,
 ) -> Float[Array, "B T D"]:
   """Projects the heads' results back to the model's width."""
-  (y,) = products.linear(params, ("o",), attended.reshape(*attended.shape[:2], -1))
-  return y
+  (y,) = products.dots(params, ("o",), attended.reshape(*attended.shape[:2], -1))
+  return _biased(params, "o", y, products)
 
 
 def mlp(
@@ -246,13 +249,30 @@ def mlp(
   Reference:
     Shazeer 2020, arXiv:2002.05202, SwiGLU, equation 6.
   """
-  gate, up = products.linear(params, ("gate", "up"), x)
-  (y,) = products.linear(params, ("down",), jax.nn.silu(gate) * up)
-  return y
+
+  def gated(gate, up):
+    gate = _biased(params, "gate", gate.astype(jnp.float32), products)
+    up = _biased(params, "up", up.astype(jnp.float32), products)
+    return (jax.nn.silu(gate) * up).astype(products.out_dtype)
+
+  if products.out_dtype != jnp.float32:
+    # So that the backward pass keeps gate and up alone, rounded, and no float32 between them.
+    gated = jax.checkpoint(gated, prevent_cse=False)
+  gate, up = products.dots(params, ("gate", "up"), x, products.out_dtype)
+  (y,) = products.dots(params, ("down",), gated(gate, up))
+  return _biased(params, "down", y, products)
+
+
+def _biased(params: LayerParams, name: str, y: Array, products: Products) -> Array:
+  """Adds the bias of a kernel, if it has one."""
+  bias = params.get(f"{name}_bias")
+  if bias is None:
+    return y
+  return y + _as_last_axis(products.place(bias, leaves.bias_axes(name)), y.ndim)
 
 
 def _split_heads(
-  y: Float[Array, "B T _"], axis: str, config: ModelConfig, products: Products
+  y: Float[Array, "B T _"], axis: str | None, config: ModelConfig, products: Products
 ) -> Float[Array, "B T _ E"]:
   """Splits the last axis into heads; a head lies on one device, or all heads on all devices."""
   shape = (*y.shape[:2], y.shape[2] // config.head_dim, config.head_dim)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from grpo_jax.models import leaves, sharded_products
+from grpo_jax.models import accumulated, leaves, sharded_products
 from grpo_jax.models.placement import Placement
 
 WEIGHT_PRODUCT = "weight_product"
@@ -36,21 +36,33 @@ class Products:
     compute_dtype: Of the factors, here and in the gradient. float32 is an ordinary einsum. In
       bfloat16 both factors are rounded, and so is the cotangent in the backward pass; the sums
       are float32 everywhere, so weight gradients are not rounded.
-    out_dtype: What q, k, v, gate and up, and their cotangents, are written in: float32.
+    out_dtype: What q, k, v, gate, up and their cotangents are written in: float32 or the compute
+      dtype; None is the compute dtype. Everything else that a product gives is float32.
     placement: Where weights and activations lie; None: on one device, or wherever the compiler
       puts them.
   """
 
   compute_dtype: Any = jnp.float32
-  out_dtype: Any = jnp.float32
+  out_dtype: Any = None
   placement: Placement | None = None
 
   def __post_init__(self):
-    """Makes equal dtypes equal objects, whatever their spelling."""
-    object.__setattr__(self, "compute_dtype", jnp.dtype(self.compute_dtype))
-    object.__setattr__(self, "out_dtype", jnp.dtype(self.out_dtype))
+    """Makes equal dtypes equal objects, whatever their spelling.
 
-  def contract(self, spec: str, x: Array, y: Array) -> Array:
+    Raises:
+      ValueError: Results in bfloat16 of products in float32.
+    """
+    compute_dtype = jnp.dtype(self.compute_dtype)
+    out_dtype = compute_dtype if self.out_dtype is None else jnp.dtype(self.out_dtype)
+    if out_dtype not in (compute_dtype, jnp.dtype(jnp.float32)):
+      raise ValueError(
+        f"model.product_dtype={out_dtype.name!r} needs model.compute_dtype={out_dtype.name!r}, not"
+        f" {compute_dtype.name!r}: leave it None, or set both"
+      )
+    object.__setattr__(self, "compute_dtype", compute_dtype)
+    object.__setattr__(self, "out_dtype", out_dtype)
+
+  def contract(self, spec: str, x: Array, y: Array, out_dtype: Any = jnp.float32) -> Array:
     """Sums products of two arrays as `einsum` does, in the compute dtype, accumulated in float32.
 
     Args:
@@ -58,45 +70,41 @@ class Products:
         terms.
       x: First operand.
       y: Second operand.
+      out_dtype: Of the result, float32 or `self.out_dtype`.
 
     Returns:
-      float32.
+      The sums, rounded once if `out_dtype` is not float32. The cotangent of an operand has the
+      operand's own dtype, and is rounded once to it.
     """
     if self.compute_dtype == jnp.float32:
       return jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32))
-    return _rounded_einsum(spec, self.compute_dtype, x, y)
+    return _rounded_einsum(spec, self.compute_dtype, jnp.dtype(out_dtype), x, y)
 
-  def linear(
-    self, params: Mapping[str, Any], names: Sequence[str], x: Float[Array, "..."]
+  def dots(
+    self,
+    params: Mapping[str, Any],
+    names: Sequence[str],
+    x: Float[Array, "..."],
+    out_dtype: Any = jnp.float32,
   ) -> tuple[Array, ...]:
-    """Returns x @ w + b over the last axis of x for each of some kernels of a layer, in float32.
+    """Returns x @ w over the last axis of x for each of some kernels of a layer; see `dot`.
 
     Args:
       params: Of one layer, by the names of `leaves.layer`; kernels may be `OutputMajor`.
       names: Of kernels that have the same input.
       x: The input.
+      out_dtype: Of the results, float32 or `self.out_dtype`.
     """
     kernels = [params[name] for name in names]
     if self.placement is None:
-      results = [self.dot(x, w) for w in kernels]
-    else:
-      results = self._placed_dots(x, kernels, names)
-    biases = [params.get(f"{name}_bias") for name in names]
-    return tuple(
-      y if b is None else y + jnp.expand_dims(self.place(b, leaves.bias_axes(name)), _before(y))
-      for name, y, b in zip(names, results, biases, strict=True)
-    )
-
-  def _placed_dots(self, x: Array, kernels: Sequence[Any], names: Sequence[str]) -> list[Array]:
-    """Returns products of kernels that lie split over a mesh."""
-    assert self.placement is not None
+      return tuple(self.dot(x, w, out_dtype) for w in kernels)
     axes: Any = [leaves.AXES[name] for name in names]
-    settings = (self.placement, self.compute_dtype)
+    settings = (self.placement, self.compute_dtype, out_dtype)
     if isinstance(kernels[0], OutputMajor):
-      pairs = zip(kernels, axes, strict=True)
-      return [sharded_products.transposed_dot(x, w.array, a, *settings) for w, a in pairs]
+      arrays = [w.array for w in kernels]
+      return sharded_products.transposed_dots(x, arrays, axes, *settings)
     found = sharded_products.dots(x, kernels, axes, *settings)
-    return [checkpoint_name(y, WEIGHT_PRODUCT) for y in found]
+    return tuple(checkpoint_name(y, WEIGHT_PRODUCT) for y in found)
 
   def look_up(self, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     """Returns the embeddings of tokens, rounded to the compute dtype as every weight, as float32.
@@ -113,8 +121,13 @@ class Products:
     """Puts an activation where it lies; see `placement.ACTIVATIONS` for the logical axes."""
     return x if self.placement is None else self.placement.place(x, axes)
 
-  def dot(self, x: Float[Array, "..."], w: Float[Array, "i o"] | OutputMajor) -> Array:
-    """Returns x @ w over the last axis of x, in float32.
+  def dot(
+    self,
+    x: Float[Array, "..."],
+    w: Float[Array, "i o"] | OutputMajor,
+    out_dtype: Any = jnp.float32,
+  ) -> Array:
+    """Returns x @ w over the last axis of x; see `contract` for the dtypes.
 
     The result bears the name `WEIGHT_PRODUCT`, by which a remat policy can keep it. With an
     `OutputMajor` kernel the product is computed as (wᵀ xᵀ)ᵀ: on CPUs a product whose left factor
@@ -122,36 +135,33 @@ class Products:
     """
     rest = "abcdefg"[: x.ndim - 1]
     if isinstance(w, OutputMajor):
-      return jnp.moveaxis(self.contract(f"oi,{rest}i->o{rest}", w.array, x), 0, -1)
-    return checkpoint_name(self.contract(f"{rest}i,io->{rest}o", x, w), WEIGHT_PRODUCT)
+      return jnp.moveaxis(self.contract(f"oi,{rest}i->o{rest}", w.array, x, out_dtype), 0, -1)
+    return checkpoint_name(self.contract(f"{rest}i,io->{rest}o", x, w, out_dtype), WEIGHT_PRODUCT)
 
 
 FLOAT32 = Products()
 
 
-def _before(y: Array) -> tuple[int, ...]:
-  """Returns the axes before the last, which a vector lacks."""
-  return tuple(range(y.ndim - 1))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _rounded_einsum(spec: str, dtype: Any, out_dtype: Any, x: Array, y: Array) -> Array:
+  return accumulated.einsum(spec, x.astype(dtype), y.astype(dtype), out_dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _rounded_einsum(spec: str, dtype: Any, x: Array, y: Array) -> Array:
-  return jnp.einsum(spec, x.astype(dtype), y.astype(dtype), preferred_element_type=jnp.float32)
+def _rounded_einsum_forward(spec: str, dtype: Any, out_dtype: Any, x: Array, y: Array):
+  dtypes = jnp.zeros(0, x.dtype), jnp.zeros(0, y.dtype)
+  x, y = x.astype(dtype), y.astype(dtype)
+  return accumulated.einsum(spec, x, y, out_dtype), (x, y, dtypes)
 
 
-def _rounded_einsum_forward(spec: str, dtype: Any, x: Array, y: Array):
-  out_dtypes = jnp.zeros(0, x.dtype), jnp.zeros(0, y.dtype)
-  return _rounded_einsum(spec, dtype, x, y), (x.astype(dtype), y.astype(dtype), out_dtypes)
-
-
-def _rounded_einsum_backward(spec: str, dtype: Any, residuals, cotangent: Array):
+def _rounded_einsum_backward(spec: str, dtype: Any, out_dtype: Any, residuals, cotangent: Array):
+  del out_dtype  # the cotangent has it.
   x, y, (like_x, like_y) = residuals
   operands, out = spec.split("->")
   left, right = operands.split(",")
   g = cotangent.astype(dtype)
-  dx = jnp.einsum(f"{out},{right}->{left}", g, y, preferred_element_type=jnp.float32)
-  dy = jnp.einsum(f"{left},{out}->{right}", x, g, preferred_element_type=jnp.float32)
-  return dx.astype(like_x.dtype), dy.astype(like_y.dtype)
+  dx = accumulated.einsum(f"{out},{right}->{left}", g, y, like_x.dtype)
+  dy = accumulated.einsum(f"{left},{out}->{right}", x, g, like_y.dtype)
+  return dx, dy
 
 
 _rounded_einsum.defvjp(_rounded_einsum_forward, _rounded_einsum_backward)

@@ -21,6 +21,7 @@ from grpo_kernels import collectives
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from grpo_jax.models import accumulated
 from grpo_jax.models.placement import ROWS, Placement
 
 
@@ -59,6 +60,7 @@ class _Static:
   compute_dtype: Any
   weights: tuple[_Weight, ...]
   rows: tuple[str, ...] | None  # the mesh axes that split the first axis of x.
+  out_dtype: Any = jnp.float32
 
   def of_inputs(self, ndim: int) -> PartitionSpec:
     """Returns where x lies: its last axis as the weights' inner one."""
@@ -90,8 +92,9 @@ def dots(
   axes: Sequence[tuple[str, str]],
   placement: Placement,
   compute_dtype: Any,
+  out_dtype: Any,
 ) -> tuple[Array, ...]:
-  """Returns x @ w over the last axis of x, for each weight; float32, rows split as they can be.
+  """Returns x @ w over the last axis of x, for each weight; rows split as they can be.
 
   The gradients of the weights are float32 and lie as the weights do.
 
@@ -101,9 +104,11 @@ def dots(
     axes: Their logical axes.
     placement: Where everything lies.
     compute_dtype: Of the factors, here and in the gradient; sums are float32.
+    out_dtype: Of the results.
   """
   found = tuple(_weight(placement, w.shape, a) for w, a in zip(weights, axes, strict=True))
-  static = _Static(placement, jnp.dtype(compute_dtype), found, _rows(placement, x))
+  dtypes = jnp.dtype(compute_dtype), jnp.dtype(out_dtype)
+  static = _Static(placement, dtypes[0], found, _rows(placement, x), dtypes[1])
   return _dots(static, x, tuple(weights))
 
 
@@ -122,39 +127,45 @@ def _rows(placement: Placement, x: Array) -> tuple[str, ...] | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dots(static: _Static, x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
-  inner = static.weights[0].inner
-
   def of_device(x, weights):
     x = x.astype(static.compute_dtype)
-    products = []
-    for how, part in zip(static.weights, weights, strict=True):
-      product = _einsum("...i,io->...o", x, how.whole(part, static.compute_dtype))
-      products.append(product if inner is None else jax.lax.psum(product, inner))
-    return tuple(products)
+    wholes = [
+      w.whole(p, static.compute_dtype) for w, p in zip(static.weights, weights, strict=True)
+    ]
+    return tuple(_product(static, "...i,io->...o", x, w) for w in wholes)
 
   inputs = static.of_inputs(x.ndim), static.of_weights
   return static.on_devices(of_device, inputs, static.of_results(x.ndim))(x, weights)
 
 
+def _product(static: _Static, spec: str, x: Array, y: Array) -> Array:
+  """Returns a product on one device, summed over the devices that have parts of it."""
+  inner = static.weights[0].inner
+  if inner is None:
+    return accumulated.einsum(spec, x, y, static.out_dtype)
+  return jax.lax.psum(accumulated.einsum(spec, x, y), inner).astype(static.out_dtype)
+
+
 def _forward(static: _Static, x: Array, weights: tuple[Array, ...]):
-  return _dots(static, x, weights), (
-    x.astype(static.compute_dtype),
-    weights,
-    jnp.zeros(0, x.dtype),
-  )
+  residuals = x.astype(static.compute_dtype), weights, jnp.zeros(0, x.dtype)
+  return _dots(static, x, weights), residuals
 
 
 def _backward(static: _Static, residuals, cotangents: tuple[Array, ...]):
   x, weights, like_x = residuals
   outer, before = static.weights[0].outer, tuple(range(x.ndim - 1))
+  is_alone = len(weights) == 1 and outer is None
+  dtype = like_x.dtype if is_alone else jnp.float32  # of a summand: float32 where there are more.
 
   def of_device(x, weights, cotangents):
-    dx, gradients = 0.0, []
+    of_x, gradients = [], []
     for how, part, g in zip(static.weights, weights, cotangents, strict=True):
       g = g.astype(static.compute_dtype)
-      dx += _einsum("...o,io->...i", g, how.whole(part, static.compute_dtype))
+      whole = how.whole(part, static.compute_dtype)
+      of_x.append(accumulated.einsum("...o,io->...i", g, whole, dtype))
       gradient = jnp.tensordot(x, g, (before, before), preferred_element_type=jnp.float32)
       gradients.append(how.own(gradient, static.rows or ()))
+    dx = functools.reduce(jnp.add, of_x)
     return dx if outer is None else jax.lax.psum(dx, outer), tuple(gradients)
 
   inputs = static.of_inputs(x.ndim), static.of_weights, static.of_results(x.ndim)
@@ -165,38 +176,43 @@ def _backward(static: _Static, residuals, cotangents: tuple[Array, ...]):
 
 
 _dots.defvjp(_forward, _backward)
-_einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def transposed_dot(
+def transposed_dots(
   x: Float[Array, "B ..."],
-  w: Float[Array, "o i"],
-  axes: tuple[str, str],
+  weights: Sequence[Array],
+  axes: Sequence[tuple[str, str]],
   placement: Placement,
   compute_dtype: Any,
-) -> Array:
-  """Returns (w xᵀ)ᵀ over the last axis of x, float32: `dots` of a transposed kernel.
+  out_dtype: Any,
+) -> tuple[Array, ...]:
+  """Returns (w xᵀ)ᵀ over the last axis of x, for each weight: `dots` of transposed kernels.
 
-  It has no gradient.
+  They have no gradient.
 
   Args:
     x: Rows first.
-    w: A kernel that is stored transposed.
-    axes: Logical axes of the kernel before it was transposed.
+    weights: Kernels [o i], all with the same inner logical axis.
+    axes: Logical axes of the kernels before they were transposed.
     placement: Where everything lies.
     compute_dtype: Of the factors.
+    out_dtype: Of the results.
   """
-  how = _weight(placement, w.shape[::-1], axes)
-  static = _Static(placement, jnp.dtype(compute_dtype), (how,), _rows(placement, x))
+  found = tuple(_weight(placement, w.shape[::-1], a) for w, a in zip(weights, axes, strict=True))
+  dtypes = jnp.dtype(compute_dtype), jnp.dtype(out_dtype)
+  static = _Static(placement, dtypes[0], found, _rows(placement, x), dtypes[1])
 
-  def of_device(x, w):
-    axis, dim = how.gathered or (None, 0)
-    w = collectives.gathered(w, axis, dim=1 - dim, dtype=static.compute_dtype)
-    product = _einsum("oi,...i->...o", w, x.astype(static.compute_dtype))
-    return product if how.inner is None else jax.lax.psum(product, how.inner)
+  def of_device(x, weights):
+    x, products = x.astype(static.compute_dtype), []
+    for how, part in zip(static.weights, weights, strict=True):
+      axis, dim = how.gathered or (None, 0)
+      whole = collectives.gathered(part, axis, dim=1 - dim, dtype=static.compute_dtype)
+      products.append(_product(static, "...i,oi->...o", x, whole))
+    return tuple(products)
 
-  inputs = static.of_inputs(x.ndim), PartitionSpec(*how.spec[::-1])
-  return static.on_devices(of_device, inputs, static.of_results(x.ndim)[0])(x, w)
+  of_weights = tuple(PartitionSpec(*how.spec[::-1]) for how in found)
+  inputs = static.of_inputs(x.ndim), of_weights
+  return static.on_devices(of_device, inputs, static.of_results(x.ndim))(x, tuple(weights))
 
 
 def look_up(
