@@ -47,18 +47,21 @@ class Cost:
   Attributes:
     place: Of one place of a row, in the layers' products.
     pair: Of one pair of a query and a key.
+    pair_of_short: The same in rows of a single block, whose scores are computed once less.
     loss_place: Of one of the N places of a row, in the head.
     microbatch: Of a microbatch, whatever is in it: the weights are read, gradients are added.
   """
 
   place: float = 1.0
   pair: float = 0.0
+  pair_of_short: float = 0.0
   loss_place: float = 0.0
   microbatch: float = 0.0
 
   def of_row(self, row_tokens: int, loss_tokens: int) -> float:
     """Returns the operations of one row of a microbatch."""
-    of_layers = self.place * row_tokens + self.pair * pairs(row_tokens)
+    pair = self.pair if row_tokens > _BLOCK else self.pair_of_short
+    of_layers = self.place * row_tokens + pair * pairs(row_tokens)
     return of_layers + self.loss_place * loss_tokens
 
   def of(self, shape: Shape) -> float:
