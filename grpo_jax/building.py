@@ -170,7 +170,7 @@ def build(
   data.check_vocabulary(tokenizer, model.config.vocab_size)
   of_policy = {
     "temperature": config.sampling.temperature,
-    "products": Products(config.model.compute_dtype),
+    "products": Products(config.model.compute_dtype, config.model.product_dtype),
     "remat": config.model.remat,
     "partition": sharding.head_partition(mesh),
   }
@@ -475,6 +475,7 @@ def _engine(
       workdir=workdir,
       decode=lambda ids: tokenizer.decode(ids, skip_special=False),
       compute_dtype=config.model.compute_dtype,
+      product_dtype=config.model.product_dtype,
       matmul_precision=config.model.matmul_precision,
       num_valid_tokens=tokenizer.vocab_size,
       max_rows=settings["max_rows"],
