@@ -23,13 +23,13 @@ LIMITS = "at the limits: 512 + 512"
 
 @pytest.mark.parametrize("name", table.CASES)
 def test_rows_are_full_and_shapes_cost_little(name):
-  shapes, count = table.simulate(
-    dataclasses.replace(table.CASES[name], steps=8 if "+" not in name else 1)
-  )
+  case = table.CASES[name]
+  shapes, count = table.simulate(dataclasses.replace(case, steps=1 if "+" in name else 20))
   assert len(shapes) <= 3
-  assert count.tokens / count.places >= 0.85
-  assert count.once / count.places >= 0.82
-  assert count.unlimited / count.total >= 0.85
+  # Half of the benchmark's groups are 230 tokens: the smallest shape is half of that.
+  assert count.tokens / count.places >= (0.80 if "half" in name else 0.85)
+  assert count.once / count.places >= (0.80 if "half" in name else 0.85)
+  assert count.unlimited / count.total >= (0.85 if "half" in name else 0.94)
 
 
 def test_long_rows_save_a_third_of_the_operations_at_the_limits():
