@@ -1,6 +1,7 @@
 """From a config to the shapes of its run: few, long enough, and explained where they cannot be."""
 
 import pathlib
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ def make_config(**fields):
 @pytest.mark.parametrize("replicas", [1, 8])
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_configs_plan_few_shapes_that_hold_everything(path, replicas):
-  config = configuration.load(str(path))
+  config: Any = configuration.load(str(path))
   load = batching_options.load(config)
   shapes = batching_options.plan(config, cost=COST, replicas=replicas)
   assert 2 <= len(shapes) <= 3

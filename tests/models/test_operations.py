@@ -44,7 +44,7 @@ def test_cost_of_a_row_is_what_the_layers_multiply(remat, length):
   tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
 
   def loss(params, tokens):
-    return model.apply({"params": params}, tokens, tokens, tokens, tokens).sum()
+    return jnp.sum(jnp.asarray(model.apply({"params": params}, tokens, tokens, tokens, tokens)))
 
   traced = jax.make_jaxpr(jax.grad(loss))(params, tokens)
   cost = operations.of_update(CONFIG, remat=remat)
