@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend import core
 
 from grpo_jax import packing
 from grpo_jax.models import operations, transformer
@@ -32,7 +33,7 @@ def multiplied(jaxpr):
       summed = math.prod(shape[axis] for axis in contracted)
       total += 2 * math.prod(equation.outvars[0].aval.shape) * summed
     times = equation.params["length"] if equation.primitive.name == "scan" else 1
-    total += times * sum(multiplied(inner) for inner in jax.core.jaxprs_in_params(equation.params))
+    total += times * sum(multiplied(inner) for inner in core.jaxprs_in_params(equation.params))
   return total
 
 
