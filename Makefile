@@ -41,6 +41,7 @@ test-gpu: $(VENV)/default  ## Run the tests that need an NVIDIA GPU of the Hoppe
 gpu-day: $(VENV)/default  ## Measure what counts on an NVIDIA GPU, in 25 minutes: docs/gpu.md; ARGS="--resume".
 	@echo "Installing JAX for CUDA and pytest into $(VENV), several GB, unless they are there."
 	$(INSTALL) -e ".[cuda]" pytest
+	$(BYTE_CODE)
 	$(BIN)/python scripts/gpu_day.py $(ARGS)
 
 aot:  ## Compile the kernels for an H100 and for TPUs that are not here: memory, spills. Needs Python 3.12.

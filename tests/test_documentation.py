@@ -93,7 +93,7 @@ def test_make_compiles_what_it_installs_to_byte_code_on_all_cores():
   assert "--no-compile" in next(line for line in text.splitlines() if line.startswith("INSTALL ="))
   lines = text.splitlines()
   after = [lines[i + 1] for i, line in enumerate(lines) if line.startswith("\t$(INSTALL)")]
-  assert after == ["\t$(BYTE_CODE)"] * 3
+  assert after == ["\t$(BYTE_CODE)"] * 4
 
 
 def test_readme_notebook_configures_a_run(monkeypatch):

@@ -81,7 +81,7 @@ def write(
   if reason and not (allow_cpu and page):
     hint = "" if allow_cpu is False else "; --allow-cpu needs --docs, another page than docs/gpu.md"
     raise Refused(f"{source}: {reason}{hint}")
-  if page and page.resolve() == PAGE and reason:
+  if page and page.resolve() == PAGE.resolve() and reason:
     raise Refused(f"{source}: {reason}")
   if page and not page.exists():
     page.write_text(f"{BEGIN}\n{END}\n")
@@ -317,8 +317,9 @@ def _checkpoint(result: Mapping[str, Any]) -> str:
   if numbers is None:
     return ""
   read = f"read back at once at {numbers['read']:.2f} GB/s" if numbers["read"] else "not read"
+  model = _result(result, "checkpoint")["model"]
   return (
-    f"### A checkpoint of {_result(result, 'checkpoint')['model']}\n\n{numbers['gb']:.2f} GB: written at"
+    f"### A checkpoint of {model}\n\n{numbers['gb']:.2f} GB: written at"
     f" {numbers['write']:.2f} GB/s (a run continues after {numbers['save_returns_s']:.1f} s),"
     f" {read}."
   )
