@@ -14,12 +14,19 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from grpo_jax import credit, layout, monitoring, offline_building, precision, programs
+from grpo_jax import (
+  batching_options,
+  credit,
+  layout,
+  monitoring,
+  offline_building,
+  packing,
+  precision,
+)
 from grpo_jax.learn import optim, sharding, train_step
-from grpo_jax.models import export, leaves, transformer
+from grpo_jax.models import export, leaves, operations, transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
-from grpo_jax.packing import Shape
 from grpo_jax.programs import Job, Program
 from grpo_jax.rl import estimators, objectives
 from grpo_jax.run_options import optimizer_steps
@@ -28,7 +35,7 @@ from grpo_jax.types import Batch, TrainState
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
 Config = Any
 
-# Groups of a step that recorded data may have; larger ones are compiled when they come.
+# Sizes of recorded groups, whose largest is not known; larger ones are compiled when they come.
 _RECORDED_WIDTHS = (2, 4, 8, 16, 32, 64)
 
 
@@ -43,7 +50,8 @@ class Computation:
   tx: optax.GradientTransformation
   objective: objectives.Objective
   estimator: estimators.Estimator
-  shapes: tuple[Shape, ...]  # all that a batch may have.
+  shapes: tuple[packing.Shape, ...]  # those that microbatches may have.
+  cost: packing.Cost  # by which the shapes of a step are chosen.
   update: train_step.Update
   score: Program  # a `train_step.Scorer`.
   watch: Program  # a `train_step.Watcher`.
@@ -95,15 +103,16 @@ class Computation:
     }
 
   def _credit_jobs(self) -> list[Job]:
-    prompts, most = self.config.rollout.prompts_per_step, max(room_of(self.config))
+    prompts, widths = self.config.rollout.prompts_per_step, widths_of(self.config)
     found = []
-    for width in widths_of(self.config):
+    for width in widths:
       found += credit.jobs(self.estimator, room=(prompts, width))
     if self.estimator.needs_whitening:
+      longest = batching_options.load(self.config).completion
       found += credit.whitening_jobs(
         self.estimator,
         self.objective.options,
-        tokens=most,
+        tokens=prompts * widths[-1] * longest,
         places=[(shape.rows, shape.loss_tokens) for shape in self.shapes],
       )
     return found
@@ -139,6 +148,7 @@ def make(
     **exact,
   )
   with_entropy = config.learn.report_entropy
+  cost = operations.of_update(model, remat=config.model.remat)
   return Computation(
     config=config,
     model=model,
@@ -147,17 +157,24 @@ def make(
     tx=tx,
     objective=objective,
     estimator=estimators.make(**config.advantages),
-    shapes=shapes_of(config, mesh),
+    shapes=batching_options.plan(config, cost=cost, replicas=sharding.replicas(mesh)),
+    cost=cost,
     update=update,
     score=train_step.make_scorer(logprobs, mesh=mesh, **exact),
     watch=train_step.make_watcher(logprobs, with_entropy=with_entropy, mesh=mesh, **exact),
     initialize=train_step.make_initializer(_shapes(model), tx, shardings=shardings),
-    copy=Program(
-      jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=shardings),
-      name="copy of the reference policy",
-      remedy=train_step.SMALLER_STATE,
-    ),
+    copy=_copier(shardings),
   )
+
+
+def _copier(shardings: Any) -> Program:
+  """Returns the function from parameters to the same in arrays of their own."""
+
+  def copy(params: Any) -> Any:
+    return jax.tree.map(jnp.copy, params)
+
+  jitted = jax.jit(copy, out_shardings=shardings)
+  return Program(jitted, name="copy of the weights", remedy=train_step.SMALLER_STATE)
 
 
 def takes_one_sweep(config: Config, objective: objectives.Objective) -> bool:
@@ -170,12 +187,6 @@ def takes_one_sweep(config: Config, objective: objectives.Objective) -> bool:
   return config.learn.gradient_in_forward and is_one_step and is_free and objective.is_token_local
 
 
-def shapes_of(config: Config, mesh: Mesh) -> tuple[Shape, ...]:
-  """Returns the shapes that batches may have."""
-  del config, mesh
-  return ()
-
-
 def widths_of(config: Config) -> Sequence[int]:
   """Returns the sizes of groups that advantages are compiled for."""
   if not offline_building.is_offline(config):
@@ -185,8 +196,7 @@ def widths_of(config: Config) -> Sequence[int]:
 
 
 def room_of(config: Config) -> tuple[int, int]:
-  """Returns the groups of a step, and the least places of a group, that advantages are computed in;
-  see `credit.advantages_of`."""
+  """Returns the groups of a step, and the places of a group; see `credit.advantages_of`."""
   return config.rollout.prompts_per_step, widths_of(config)[0]
 
 

@@ -41,7 +41,7 @@ def advantages_of(
   sizes = [len(group.rollouts) for group in groups]
   prompts, width = max(room[0], len(groups)), room[1]
   if max(sizes) > width:
-    width = packing.power_of_two(max(sizes))
+    width = 1 << (max(sizes) - 1).bit_length()
   rewards = _padded([group.rewards for group in groups], prompts, width)
   mask = np.arange(width)[None, :] < np.pad(sizes, (0, prompts - len(sizes)))[:, None]
   components = None
@@ -156,7 +156,9 @@ _estimate, _white = (
   for function, name in ((_estimated, "advantages"), (_whitened, "whitening of advantages"))
 )
 _penalty = Program(
-  jax.jit(_penalized_tokens, static_argnames="options"), name="KL in the reward", static=("options",)
+  jax.jit(_penalized_tokens, static_argnames="options"),
+  name="KL in the reward",
+  static=("options",),
 )
 
 

@@ -16,7 +16,6 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from grpo_jax import metrics, scoring
-from grpo_jax.learn import train_step
 from grpo_jax.programs import Job, Program
 from grpo_jax.rl import diagnostics, kl
 from grpo_jax.types import Batch, Mean, Metrics, RolloutGroup

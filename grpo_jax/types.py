@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 Kind = TypeVar("Kind")
 Numbers = Array | np.ndarray  # a batch is made on the host, and put on the devices as a whole.
+Scalar = Float[Numbers, ""] | np.floating | float  # of a metric; what was fetched is NumPy's.
 MAX_ANSWER = 1000  # characters of an expected answer, which may be a solution or a set of tests.
 
 
@@ -213,8 +214,8 @@ class Minibatch:
 class Mean:
   """A mean as total and count, so that merging over microbatches and devices is exact."""
 
-  total: Float[Array, ""] | float
-  count: Float[Array, ""] | float
+  total: Scalar
+  count: Scalar
 
   def merge(self, other: "Mean") -> "Mean":
     return Mean(self.total + other.total, self.count + other.count)
@@ -229,7 +230,7 @@ class Mean:
 class Maximum:
   """The largest of the values seen; -inf if there were none."""
 
-  largest: Float[Array, ""] | float
+  largest: Scalar
 
   def merge(self, other: "Maximum") -> "Maximum":
     xp = _computing(self.largest, other.largest)
@@ -244,7 +245,7 @@ class Maximum:
 class Minimum:
   """The smallest of the values seen; inf if there were none."""
 
-  smallest: Float[Array, ""] | float
+  smallest: Scalar
 
   def merge(self, other: "Minimum") -> "Minimum":
     xp = _computing(self.smallest, other.smallest)
@@ -259,9 +260,9 @@ class Minimum:
 class EffectiveSampleShare:
   """(Σw)² / (n Σw²) of importance weights w: 1 when all are equal, 1/n when one holds all."""
 
-  total: Float[Array, ""] | float
-  squares: Float[Array, ""] | float
-  count: Float[Array, ""] | float
+  total: Scalar
+  squares: Scalar
+  count: Scalar
 
   def merge(self, other: "EffectiveSampleShare") -> "EffectiveSampleShare":
     return EffectiveSampleShare(
@@ -287,6 +288,7 @@ Metrics = dict[str, Metric]
 class TrainState:
   """What training changes. The reference policy and a frozen base live outside it."""
 
-  step: Int[Array, ""]  # optimizer batches done so far = version of the weights.
+  # Optimizer batches done so far = version of the weights.
+  step: Int[Array, ""] | jax.ShapeDtypeStruct
   params: Any
   opt_state: Any

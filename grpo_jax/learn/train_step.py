@@ -27,10 +27,10 @@ from grpo_jax.learn import optim, sharding
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import FLOAT32, Products
+from grpo_jax.programs import Job, Program
 from grpo_jax.rl import diagnostics, masks
 from grpo_jax.rl.logprobs import gather_loss_tokens, token_logprobs, token_objective
 from grpo_jax.rl.objectives import Objective
-from grpo_jax.programs import Job, Program
 from grpo_jax.types import Batch, Denominators, Mean, Metrics, Minibatch, TrainState
 
 # (params, batch, with entropy) → log πθ [B N], and the entropy [B N] or None.
