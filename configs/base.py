@@ -24,6 +24,7 @@ def get_config() -> Any:
   model.chat_template = placeholder(str)  # text, .jinja file, "plain"; None: the model's.
   model.chat_template_args = ConfigDict()  # its variables: {'enable_thinking': False} for Qwen3.
   model.compute_dtype = "bfloat16"  # of matrix products; or "float32". Weights are float32.
+  model.product_dtype = placeholder(str)  # of q, k, v, gate, up; None: compute_dtype; "float32".
   # Of float32 products: None is "float32", on every platform; "tensorfloat32" and "default" are
   model.matmul_precision = placeholder(str)  # faster and less exact. docs/precision.md.
   model.remat = "full"  # keeps the fewest activations for the backward pass; "dots"; "none": all.

@@ -425,6 +425,7 @@ def _engine(
       workdir=workdir,
       decode=lambda ids: tokenizer.decode(ids, skip_special=False),
       compute_dtype=config.model.compute_dtype,
+      product_dtype=config.model.product_dtype,
       matmul_precision=config.model.matmul_precision,
       num_valid_tokens=tokenizer.vocab_size,
       max_rows=settings["max_rows"],

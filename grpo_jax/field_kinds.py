@@ -42,6 +42,7 @@ KINDS: Mapping[str, checked.Kind] = {
   "model.chat_template": checked.text(none=True),
   "model.chat_template_args": checked.mapping(),
   "model.compute_dtype": checked.choice(("float32", "bfloat16")),
+  "model.product_dtype": checked.choice(("float32", "bfloat16"), none=True),
   "model.matmul_precision": checked.choice(precision.PRECISIONS, none=True),
   "model.remat": checked.choice(("full", "dots", "none")),
   "model.logprobs": checked.text(none=True),

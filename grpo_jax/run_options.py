@@ -25,6 +25,7 @@ from grpo_jax.engines import launching
 from grpo_jax.engines.base import SamplingParams
 from grpo_jax.learn import optim, sharding
 from grpo_jax.models import loading, sources
+from grpo_jax.models.products import Products
 from grpo_jax.rl import estimators, objectives
 
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
@@ -102,6 +103,7 @@ def _broken_rules(config: Config) -> Iterator[str]:
     yield "loss.kl_in_reward goes with advantages.estimator='reinforce_pp' (or its baseline form)"
   model = config.model
   yield from _refused(lambda: precision.resolve(model.matmul_precision, model.compute_dtype))
+  yield from _refused(lambda: Products(model.compute_dtype, model.product_dtype))
   yield from batching_options.problems(config)
   yield from _misfitting(config)
 

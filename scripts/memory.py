@@ -144,7 +144,7 @@ def _update(
   """Makes the update as `computation` makes it for one device."""
   of_policy = {
     "temperature": config.sampling.temperature,
-    "products": Products(config.model.compute_dtype),
+    "products": Products(config.model.compute_dtype, config.model.product_dtype),
     "remat": config.model.remat,
   }
   token_loss = None
