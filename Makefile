@@ -44,7 +44,7 @@ gpu-day: $(VENV)/default  ## Measure what counts on an NVIDIA GPU, in 25 minutes
 	$(BYTE_CODE)
 	$(BIN)/python scripts/gpu_day.py $(ARGS)
 
-aot:  ## Compile the kernels for an H100 and for TPUs that are not here: memory, spills. Needs Python 3.12.
+aot:  ## Compile kernels and an update for an H100 and for TPUs that are not here: memory, spills. Needs Python 3.12.
 	scripts/compile_for_devices.sh
 
 check: venv  ## Format check, lint, types.

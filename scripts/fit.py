@@ -107,7 +107,8 @@ class Found:
 def find(case: Case) -> Found:
   """Compiles a case and reads what its compiler says."""
   arguments = (_parameters(case), _batch(case))
-  lowered = _program(case).lower(*arguments)
+  with _on_chip(case.mesh.devices.flat[0]):
+    lowered = _program(case).lower(*arguments)
   of_model = _bytes_of_device(arguments[0])
   learns = case.program == "update"
   state = of_model * (4 * learns + 1 * (not learns) + case.has_reference * learns)
@@ -277,8 +278,7 @@ def _on_chip(device: Any) -> Iterator[None]:
 def main(arguments: Sequence[str]) -> int:
   """Prints the answer to one question; returns the exit code."""
   case = parse(arguments)
-  with _on_chip(case.mesh.devices.flat[0]):
-    found = find(case)
+  found = find(case)
   print(table(case, found))
   print(json.dumps({"arguments": list(arguments), **dataclasses.asdict(found), "peak": found.peak}))
   room = targets.usable_bytes(case.target)
