@@ -109,10 +109,9 @@ def made(
     dtype: Of the products.
     is_placed: False leaves it to the compiler where activations lie.
   """
-  if sizes is None:
-    mesh = sharding.make_mesh(devices=jax.devices()[:1])
-  else:
-    mesh = sharding.make_mesh(**dict(zip(sharding.AXES, sizes, strict=True)))
+  sizes = sizes or (1, 1, 1)
+  devices = jax.devices()[: math.prod(sizes)]
+  mesh = sharding.make_mesh(**dict(zip(sharding.AXES, sizes, strict=True)), devices=devices)
   axes, shapes = transformer.logical_axes(config), leaves.tree(config)
   lies = sharding.param_shardings(axes, mesh, shapes=shapes)
   placement = sharding.placement(mesh) if is_placed else None
@@ -289,3 +288,19 @@ def test_left_to_the_compiler_activations_would_move():
   found = made("update", sizes, is_placed=False).collectives
   assert activations(found, sizes)
   assert sum(one.nbytes for one in found) > 1.3 * needs("update", CONFIG, sizes).moved
+
+
+@pytest.mark.parametrize(
+  ("program", "sizes"),
+  [
+    ("scorer", (1, 3, 1)),  # neither width nor heads.
+    ("update", (1, 1, 3)),  # heads, feed-forward and vocabulary, but not heads × their width.
+  ],
+  ids=["fsdp 3", "tensor 3"],
+)
+def test_what_a_mesh_does_not_divide_is_whole_on_its_devices(program, sizes):
+  rows = ROWS * sizes[1]
+  got, wanted = (made(program, at, rows=rows) for at in (sizes, None))
+  assert activations(got.collectives, sizes) == []
+  for a, b in zip(got.results, wanted.results, strict=True):
+    np.testing.assert_allclose(a, b, rtol=0, atol=5e-5 * np.abs(b).max())
