@@ -87,9 +87,9 @@ def test_a_microbatch_more_must_be_worth_its_own_cost():
 
 
 def test_shapes_that_hold_not_everything_are_refused():
-  with pytest.raises(ValueError, match=r"no row length of \(8,\) holds .* 11"):
+  with pytest.raises(ValueError, match=r"no row of \(8,\) tokens holds .* of 11"):
     packing.pack([Sizes(2, (9,))], (Shape(1, 8, 8),), cost=Cost())
-  with pytest.raises(ValueError, match="N must be T"):
+  with pytest.raises(ValueError, match="loss_tokens must be row_tokens"):
     packing.pack([Sizes(2, (2,))], (Shape(1, 8, 4),), cost=Cost())
   assert packing.pack([Sizes(2, ())], (Shape(1, 8, 8),), cost=Cost()) == []
 
