@@ -257,11 +257,11 @@ class _Planner:
     held = [prompt + count * completion for count in range(1, self._group + 1)]
     most = self._most_places(longest)
     parts = [most // count for count in range(1, 9)]
-    highest = max(longest, min(most, row_tokens or LONGEST_BY_CHOICE))
-    found = {_rounded(length) for length in (longest, *held)}
-    found |= {_rounded(length + 1, down=True) for length in parts}
-    found |= {longest, row_tokens or longest}
-    return sorted(length for length in found if longest <= length <= highest) or [longest]
+    shortest = min(_rounded(longest), row_tokens or _rounded(longest))
+    highest = max(shortest, min(most, row_tokens or LONGEST_BY_CHOICE))
+    found = {shortest, row_tokens or shortest, *map(_rounded, held)}
+    found |= {_rounded(length, down=True) for length in parts}
+    return sorted(length for length in found if shortest <= length <= highest)
 
   def _cheapest(self, lengths: Sequence[int], longest: int) -> Shape:
     """Returns the full shape with which what is likely costs least."""
@@ -294,7 +294,7 @@ class _Planner:
     """Returns the places, on each replica, of the second and the third shape."""
     third = max(full // 16, _LEAST_PLACES)
     second = math.isqrt(full * third)
-    return (longest if second < longest < full else second), third
+    return (longest if second < longest and _rounded(longest) < full else second), third
 
   def _shape(self, length: int, places: int) -> Shape:
     """Returns a shape of so many places on each replica: rows of a length, or one shorter row."""

@@ -36,7 +36,7 @@ def test_every_completion_stands_once_in_a_row_of_a_planned_shape(
     assert all(shape.rows % replicas == 0 for shape in shapes)
     assert max(shape.row_tokens for shape in shapes) >= load.longest
     if microbatch_tokens is not None:
-      assert max(s.places for s in shapes) // replicas <= max(microbatch_tokens, load.longest)
+      assert max(s.places for s in shapes) // replicas <= max(microbatch_tokens, load.longest + 31)
     made = packing.pack(groups, shapes, cost=COST, one_piece=one_piece)
     found = []
     for one in made:
