@@ -127,7 +127,9 @@ def make(
   tx, schedule = optim.make(optimizer_steps(config), **config.optim.to_dict())
   of_policy = {
     "temperature": config.sampling.temperature,
-    "products": Products(config.model.compute_dtype, config.model.product_dtype),
+    "products": Products(
+      config.model.compute_dtype, config.model.product_dtype, sharding.placement(mesh)
+    ),
     "remat": config.model.remat,
     "partition": sharding.head_partition(mesh),
   }

@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend import core
 
 from grpo_jax import packing
 from grpo_jax.models import operations, transformer
@@ -32,7 +33,7 @@ def multiplied(jaxpr):
       summed = math.prod(shape[axis] for axis in contracted)
       total += 2 * math.prod(equation.outvars[0].aval.shape) * summed
     times = equation.params["length"] if equation.primitive.name == "scan" else 1
-    total += times * sum(multiplied(inner) for inner in jax.core.jaxprs_in_params(equation.params))
+    total += times * sum(multiplied(inner) for inner in core.jaxprs_in_params(equation.params))
   return total
 
 
@@ -44,7 +45,7 @@ def test_cost_of_a_row_is_what_the_layers_multiply(remat, length):
   tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
 
   def loss(params, tokens):
-    return model.apply({"params": params}, tokens, tokens, tokens, tokens).sum()
+    return jnp.sum(jnp.asarray(model.apply({"params": params}, tokens, tokens, tokens, tokens)))
 
   traced = jax.make_jaxpr(jax.grad(loss))(params, tokens)
   cost = operations.of_update(CONFIG, remat=remat)
