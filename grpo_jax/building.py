@@ -455,6 +455,8 @@ def _engine(
   settings = config.engine.to_dict()
   name = settings.pop("name")
   own = settings[name] if name in settings else settings["options"]
+  is_embedded = name == "jax_sampler"
+  sizes = run_options.sampler_sizes(config) if is_embedded else {"max_rows": settings["max_rows"]}
   try:
     engine = engines.make(
       name,
@@ -465,8 +467,7 @@ def _engine(
       compute_dtype=config.model.compute_dtype,
       matmul_precision=config.model.matmul_precision,
       num_valid_tokens=tokenizer.vocab_size,
-      max_rows=settings["max_rows"],
-      **own,
+      **{**sizes, **own},
     )
   except (ValueError, ServerError, TransferError) as error:
     raise configuration.ConfigError(f"engine: {error}") from error

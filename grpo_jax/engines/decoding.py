@@ -69,7 +69,7 @@ class Rows:
   prompt_lengths: Int[Array | np.ndarray, " R"]  # tokens in the pages of the prompt.
   pages: Int[Array | np.ndarray, "R W"]  # of the prompt.
   places: Int[Array | np.ndarray, " R"]  # in the tiles: tile · G + number; -1: in none of them.
-  tile_rows: Int[Array | np.ndarray, " A*G"]  # the row at each place.
+  tile_rows: Int[Array | np.ndarray, "A G"]  # the row at each place.
   tile_pages: Int[Array | np.ndarray, "A W"]
   tile_lengths: Int[Array | np.ndarray, " A"]  # tokens in these pages.
   moves: Int[Array | np.ndarray, "R 2"]  # rows to be moved in the ring first, from and to.
@@ -132,6 +132,27 @@ def split_layers(params: transformer.Params, options: Options) -> Weights:
     final_norm=params["final_norm"],
     head=head if head.dtype == dtype else head.astype(dtype),
   )
+
+
+def described(params: Any, options: Options) -> Weights:
+  """Returns shapes, dtypes and shardings of what `split_layers` returns.
+
+  Args:
+    params: arrays, or `jax.ShapeDtypeStruct`s with shardings.
+    options: of the programs.
+  """
+  shapes = jax.eval_shape(lambda params: split_layers(params, options), params)
+  dtype = options.products.compute_dtype
+  unstack = _unstack.lower(params["layers"], options.config.num_layers, dtype)
+  head, _ = transformer.head(params, options.config)
+  shardings = Weights(
+    embed=params["embed"].sharding,
+    layers=unstack.compile().output_shardings,
+    final_norm=params["final_norm"].sharding,
+    head=head.sharding,
+  )
+  place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+  return jax.tree.map(place, shapes, shardings)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -368,7 +389,7 @@ def _over_tiles(
 
   def of_some(i, found):
     part = lambda x, size: jax.lax.dynamic_slice_in_dim(jnp.asarray(x), i * size, size)
-    of_tiles = jnp.take(asked, part(rows.tile_rows, num_places), axis=0)
+    of_tiles = jnp.take(asked, part(rows.tile_rows, at_once).reshape(-1), axis=0)
     of_tiles = of_tiles.reshape(at_once, options.group, kv_heads, repeats, width)
     of_tiles = of_tiles.transpose(0, 2, 1, 3, 4).reshape(at_once, kv_heads, -1, width)
     tables = part(rows.tile_pages, at_once), part(rows.tile_lengths, at_once)

@@ -27,6 +27,7 @@ from grpo_jax.engines.calls import Call
 from grpo_jax.engines.session import Programs, Session, Stats
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
+from grpo_jax.programs import Job
 
 
 class JaxSampler:
@@ -154,6 +155,20 @@ class JaxSampler:
         weights = _with_own_arrays(weights)
       self._weights = jax.block_until_ready(weights)
       self._version = version
+
+  def programs(self, params: Any) -> list[Job]:
+    """Describes the compilations after which no request within the planned sizes compiles.
+
+    Args:
+      params: the trainer's tree: arrays, or `jax.ShapeDtypeStruct`s with shardings.
+
+    Returns:
+      At most four; none if no sizes were planned.
+    """
+    if not self._sizes.is_planned:
+      return []
+    options = _with_sharding(self._options, params)
+    return self._programs.jobs(decoding.described(params, options), options, self._sizes)
 
   def metrics(self) -> dict[str, float]:
     """Returns none."""

@@ -212,7 +212,7 @@ def make_rows(
     prompt_lengths=np.zeros(count, np.int32),
     pages=np.zeros((count, table), np.int32),
     places=np.full(count, -1, np.int32),
-    tile_rows=np.zeros(tiles * group, np.int32),
+    tile_rows=np.zeros((tiles, group), np.int32),
     tile_pages=np.zeros((tiles, table), np.int32),
     tile_lengths=np.zeros(tiles, np.int32),
     moves=np.zeros((count, 2), np.int32),
@@ -249,7 +249,7 @@ def make_rows(
     rows.tile_lengths[tile] = slot.length
     for number, completion in enumerate(members):
       rows.places[completion.row] = tile * group + number
-      rows.tile_rows[tile * group + number] = completion.row
+      rows.tile_rows[tile, number] = completion.row
   return rows
 
 
@@ -269,7 +269,7 @@ def tiles_of(active: Sequence[Completion], group: int) -> list[list[Completion]]
 
 
 def make_chunks(
-  prompts: Sequence[tuple[Int[np.ndarray, " n"], Slot]],
+  prompts: Sequence[tuple[Int[np.ndarray, " _"], Slot]],
   *,
   tokens: int,
   page: int,
