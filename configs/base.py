@@ -24,6 +24,7 @@ def get_config() -> Any:
   model.chat_template = placeholder(str)  # text, .jinja file, "plain"; None: the model's.
   model.chat_template_args = ConfigDict()  # its variables: {'enable_thinking': False} for Qwen3.
   model.compute_dtype = "bfloat16"  # of matrix products; or "float32". Weights are float32.
+  model.product_dtype = placeholder(str)  # of q, k, v, gate, up; None: compute_dtype; "float32".
   # Of float32 products: None is "float32", on every platform; "tensorfloat32" and "default" are
   model.matmul_precision = placeholder(str)  # faster and less exact. docs/precision.md.
   model.remat = "full"  # keeps the fewest activations for the backward pass; "dots"; "none": all.
@@ -200,9 +201,9 @@ def get_config() -> Any:
   loss.max_completion_tokens = placeholder(int)  # what "constant_length" divides by.
 
   config.batching = batching = ConfigDict()
-  batching.row_tokens = 1024  # longest row; a prompt with one completion must fit.
+  batching.row_tokens = placeholder(int)  # longest row; None: as lengths and memory suggest.
   batching.microbatch_tokens = FieldReference(8192)  # computed at once on one device; None: all.
-  batching.row_buckets = placeholder(tuple)  # row lengths to choose from; None: many.
+  batching.row_buckets = placeholder(tuple)  # the only row lengths, at most 3; None: planned ones.
   batching.drop_truncated = False  # overlong filtering: truncated ones are not learned from.
   batching.skip_zero_advantage = True  # where it changes nothing, do not compute it.
   batching.share_prefixes = True  # a prompt stands once before the completions of its group.

@@ -31,7 +31,7 @@ LAYERS = [
   {"rollout", "credit", "scoring", "behavior", "data_options", "learning_signal"},
   {"report_data", "monitoring"},
   {"stream", "evaluation", "checkpointing", "loggers", "report"},
-  {"offline", "keeper"},
+  {"offline", "keeper", "batching_options"},
   {"offline_building", "field_kinds"},
   {"run_options"},
   {"building", "command_line"},
@@ -79,9 +79,12 @@ PURE_MAY_IMPORT = {
     "difflib",
     "enum",
     "functools",
+    "heapq",
     "inspect",
+    "itertools",
     "math",
     "numbers",
+    "operator",
   ),
   *("types", "typing"),
 }
@@ -89,6 +92,7 @@ PURE_MAY_USE = PURE_UNITS | {"errors", "metrics", "metric_table", "programs"}
 EFFECTS = {"open", "print", "input", "exec", "eval", "__import__"}
 SEES_CONFIGS = {
   *("train", "building", "offline_building", "run_options", "data_options"),
+  "batching_options",
   *("command_line", "configuration", "main", "sections"),
 }
 SAYS_NOTHING = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}

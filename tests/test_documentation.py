@@ -88,6 +88,14 @@ def test_make_says_what_it_installs_before_it_does():
     assert any("Installing" in line and "GB" in line for line in lines[i - 2 : i]), lines[i]
 
 
+def test_make_compiles_what_it_installs_to_byte_code_on_all_cores():
+  text = (ROOT / "Makefile").read_text()
+  assert "--no-compile" in next(line for line in text.splitlines() if line.startswith("INSTALL ="))
+  lines = text.splitlines()
+  after = [lines[i + 1] for i, line in enumerate(lines) if line.startswith("\t$(INSTALL)")]
+  assert after == ["\t$(BYTE_CODE)"] * 3
+
+
 def test_readme_notebook_configures_a_run(monkeypatch):
   monkeypatch.chdir(ROOT)
   text = (ROOT / "README.md").read_text().split("## In a notebook")[1].split("```")[1]

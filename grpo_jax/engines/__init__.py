@@ -14,8 +14,8 @@ def make(name: str, **settings: Any) -> Any:
   Args:
     name: "jax_sampler", "sglang" or "fake", modules of this folder; or the dotted path of one of
       your own, which has a function `make(**settings)`.
-    **settings: of that engine. `matmul_precision` is given to an engine of your own only if its
-      `make` takes it.
+    **settings: of that engine. `matmul_precision` and `product_dtype` are given to an engine of
+      your own only if its `make` takes them.
 
   Returns:
     A `base.Engine`.
@@ -27,7 +27,8 @@ def make(name: str, **settings: Any) -> Any:
   hidden = set(registry.modules(__name__)) - set(_ENGINES)
   module = registry.module(__name__, name, hidden=hidden)
   takes = inspect.signature(module.make).parameters
-  if "matmul_precision" not in takes and name not in _ENGINES:
-    settings.pop("matmul_precision", None)  # its float32 products are its own business.
+  for numerics in ("matmul_precision", "product_dtype"):
+    if numerics not in takes and name not in _ENGINES:
+      settings.pop(numerics, None)  # how it computes products is its own business.
   registry.check_arguments(f"engine {name!r}", module.make, settings)
   return module.make(**settings)

@@ -39,6 +39,7 @@ class JaxSampler:
     *,
     decode: stopping.Decode | None = None,
     compute_dtype: Any = jnp.float32,
+    product_dtype: Any = None,
     matmul_precision: str | None = None,
     max_rows: int = 64,
     max_length: int | None = None,
@@ -59,6 +60,7 @@ class JaxSampler:
       decode: ids → text, to look for stop strings in; None: requests with any are refused.
       compute_dtype: of products and caches, float32 or bfloat16; as the trainer's, so that
         logprobs agree.
+      product_dtype: of q, k, v, gate and up, as the trainer's; see `products.Products`.
       matmul_precision: of float32 products, as the trainer's; see `precision.resolve`. None:
         "float32" in float32.
       max_rows: completions decoded side by side; more wait. Bounds the caches' memory.
@@ -94,7 +96,7 @@ class JaxSampler:
     self._copy_weights = copy_weights
     self._options = decoding.Options(
       config=config,
-      products=Products(compute_dtype),
+      products=Products(compute_dtype, product_dtype),
       chunk=chunk_tokens,
       num_valid=num_valid_tokens,
       report_truncated=report_truncated_logprobs,

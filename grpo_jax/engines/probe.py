@@ -44,6 +44,7 @@ class Probe:
     *,
     compute_dtype: Any,
     num_valid_tokens: int,
+    product_dtype: Any = None,
     matmul_precision: str | None = None,
   ):
     """Makes a probe.
@@ -52,11 +53,12 @@ class Probe:
       config: of the model.
       compute_dtype: of the trainer.
       num_valid_tokens: ids are below.
+      product_dtype: of the trainer; see `products.Products`.
       matmul_precision: of the trainer's float32 products; see `precision.resolve`.
     """
     self.ids = probe_ids(num_valid_tokens)
     self._config = config
-    self._products = Products(compute_dtype)
+    self._products = Products(compute_dtype, product_dtype)
     self._matmul_precision = precision.resolve(matmul_precision, compute_dtype)
 
   def logprobs(self, params: Any) -> Float[jax.Array, " n"]:

@@ -44,6 +44,7 @@ class SGLangEngine:
     *,
     folders: transfer.WeightFolders,
     compute_dtype: Any = jnp.float32,
+    product_dtype: Any = None,
     matmul_precision: str | None = None,
     num_valid_tokens: int | None = None,
     max_rows: int = 64,
@@ -60,6 +61,7 @@ class SGLangEngine:
       options: of the fleet.
       folders: where every version of the weights is written; closed with the engine.
       compute_dtype: of the trainer.
+      product_dtype: of the trainer; see `products.Products`. The servers round on their own.
       matmul_precision: of the trainer's float32 products; see `precision.resolve`.
       num_valid_tokens: ids of the probe are below.
       max_rows: HTTP requests under way at each server; more wait here.
@@ -77,6 +79,7 @@ class SGLangEngine:
     self._probe = probe.Probe(
       config,
       compute_dtype=compute_dtype,
+      product_dtype=product_dtype,
       matmul_precision=matmul_precision,
       num_valid_tokens=num_valid_tokens or config.vocab_size,
     )
@@ -246,6 +249,7 @@ def make(
   workdir: str | pathlib.Path,
   decode: Any = None,
   compute_dtype: Any = "float32",
+  product_dtype: str | None = None,
   matmul_precision: str | None = None,
   num_valid_tokens: int | None = None,
   max_rows: int = 64,
@@ -349,6 +353,7 @@ def make(
     options,
     folders=folders,
     compute_dtype=dtype,
+    product_dtype=product_dtype,
     matmul_precision=matmul_precision,
     num_valid_tokens=num_valid_tokens,
     max_rows=max_rows,

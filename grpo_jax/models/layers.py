@@ -212,7 +212,7 @@ def project_qkv(
   """
   heads = []
   for name in ("q", "k", "v"):
-    y = products.dot(x, params[name])
+    y = products.dot(x, params[name], products.out_dtype).astype(jnp.float32)
     if config.qkv_bias:
       y = y + _as_last_axis(params[f"{name}_bias"], y.ndim)
     heads.append(y.reshape(*y.shape[:2], -1, config.head_dim))
@@ -247,12 +247,21 @@ def mlp(
   Reference:
     Shazeer 2020, arXiv:2002.05202, SwiGLU, equation 6.
   """
+  biases = {name: params[f"{name}_bias"] for name in ("gate", "up", "down") if config.mlp_bias}
 
-  def linear(name, x):
-    y = products.dot(x, params[name])
-    return y + _as_last_axis(params[f"{name}_bias"], y.ndim) if config.mlp_bias else y
+  def biased(name, y):
+    return y + _as_last_axis(biases[name], y.ndim) if biases else y
 
-  return linear("down", jax.nn.silu(linear("gate", x)) * linear("up", x))
+  def gated(gate, up):
+    gate, up = (y.astype(jnp.float32) for y in (gate, up))
+    gated = jax.nn.silu(biased("gate", gate)) * biased("up", up)
+    return gated.astype(products.out_dtype)
+
+  if products.out_dtype != jnp.float32:
+    # So that the backward pass keeps gate and up alone, rounded, and no float32 between them.
+    gated = jax.checkpoint(gated, prevent_cse=False)
+  gate, up = (products.dot(x, params[name], products.out_dtype) for name in ("gate", "up"))
+  return biased("down", products.dot(gated(gate, up), params["down"]))
 
 
 def block(

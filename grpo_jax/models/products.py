@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from grpo_jax.models import accumulated
+
 WEIGHT_PRODUCT = "weight_product"
 
 
@@ -32,18 +34,30 @@ class Products:
     compute_dtype: Of the factors, here and in the gradient. float32 is an ordinary einsum. In
       bfloat16 both factors are rounded, and so is the cotangent in the backward pass; the sums
       are float32 everywhere, so weight gradients are not rounded.
-    out_dtype: What q, k, v, gate and up, and their cotangents, are written in: float32.
+    out_dtype: What q, k, v, gate, up and their cotangents are written in: float32 or the compute
+      dtype; None is the compute dtype. Everything else that a product gives is float32.
   """
 
   compute_dtype: Any = jnp.float32
-  out_dtype: Any = jnp.float32
+  out_dtype: Any = None
 
   def __post_init__(self):
-    """Makes equal dtypes equal objects, whatever their spelling."""
-    object.__setattr__(self, "compute_dtype", jnp.dtype(self.compute_dtype))
-    object.__setattr__(self, "out_dtype", jnp.dtype(self.out_dtype))
+    """Makes equal dtypes equal objects, whatever their spelling.
 
-  def contract(self, spec: str, x: Array, y: Array) -> Array:
+    Raises:
+      ValueError: Results in bfloat16 of products in float32.
+    """
+    compute_dtype = jnp.dtype(self.compute_dtype)
+    out_dtype = compute_dtype if self.out_dtype is None else jnp.dtype(self.out_dtype)
+    if out_dtype not in (compute_dtype, jnp.dtype(jnp.float32)):
+      raise ValueError(
+        f"model.product_dtype={out_dtype.name!r} needs model.compute_dtype={out_dtype.name!r}, not"
+        f" {compute_dtype.name!r}: leave it None, or set both"
+      )
+    object.__setattr__(self, "compute_dtype", compute_dtype)
+    object.__setattr__(self, "out_dtype", out_dtype)
+
+  def contract(self, spec: str, x: Array, y: Array, out_dtype: Any = jnp.float32) -> Array:
     """Sums products of two arrays as `einsum` does, in the compute dtype, accumulated in float32.
 
     Args:
@@ -51,16 +65,23 @@ class Products:
         terms.
       x: First operand.
       y: Second operand.
+      out_dtype: Of the result, float32 or `self.out_dtype`.
 
     Returns:
-      float32.
+      The sums, rounded once if `out_dtype` is not float32. The cotangent of an operand has the
+      operand's own dtype, and is rounded once to it.
     """
     if self.compute_dtype == jnp.float32:
       return jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32))
-    return _rounded_einsum(spec, self.compute_dtype, x, y)
+    return _rounded_einsum(spec, self.compute_dtype, jnp.dtype(out_dtype), x, y)
 
-  def dot(self, x: Float[Array, "..."], w: Float[Array, "i o"] | OutputMajor) -> Array:
-    """Returns x @ w over the last axis of x, in float32.
+  def dot(
+    self,
+    x: Float[Array, "..."],
+    w: Float[Array, "i o"] | OutputMajor,
+    out_dtype: Any = jnp.float32,
+  ) -> Array:
+    """Returns x @ w over the last axis of x; see `contract` for the dtypes.
 
     The result bears the name `WEIGHT_PRODUCT`, by which a remat policy can keep it. With an
     `OutputMajor` kernel the product is computed as (wᵀ xᵀ)ᵀ: on CPUs a product whose left factor
@@ -68,31 +89,33 @@ class Products:
     """
     rest = "abcdefg"[: x.ndim - 1]
     if isinstance(w, OutputMajor):
-      return jnp.moveaxis(self.contract(f"oi,{rest}i->o{rest}", w.array, x), 0, -1)
-    return checkpoint_name(self.contract(f"{rest}i,io->{rest}o", x, w), WEIGHT_PRODUCT)
+      return jnp.moveaxis(self.contract(f"oi,{rest}i->o{rest}", w.array, x, out_dtype), 0, -1)
+    return checkpoint_name(self.contract(f"{rest}i,io->{rest}o", x, w, out_dtype), WEIGHT_PRODUCT)
 
 
 FLOAT32 = Products()
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _rounded_einsum(spec: str, dtype: Any, x: Array, y: Array) -> Array:
-  return jnp.einsum(spec, x.astype(dtype), y.astype(dtype), preferred_element_type=jnp.float32)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _rounded_einsum(spec: str, dtype: Any, out_dtype: Any, x: Array, y: Array) -> Array:
+  return accumulated.einsum(spec, x.astype(dtype), y.astype(dtype), out_dtype)
 
 
-def _rounded_einsum_forward(spec: str, dtype: Any, x: Array, y: Array):
-  out_dtypes = jnp.zeros(0, x.dtype), jnp.zeros(0, y.dtype)
-  return _rounded_einsum(spec, dtype, x, y), (x.astype(dtype), y.astype(dtype), out_dtypes)
+def _rounded_einsum_forward(spec: str, dtype: Any, out_dtype: Any, x: Array, y: Array):
+  dtypes = jnp.zeros(0, x.dtype), jnp.zeros(0, y.dtype)
+  x, y = x.astype(dtype), y.astype(dtype)
+  return accumulated.einsum(spec, x, y, out_dtype), (x, y, dtypes)
 
 
-def _rounded_einsum_backward(spec: str, dtype: Any, residuals, cotangent: Array):
+def _rounded_einsum_backward(spec: str, dtype: Any, out_dtype: Any, residuals, cotangent: Array):
+  del out_dtype  # the cotangent has it.
   x, y, (like_x, like_y) = residuals
   operands, out = spec.split("->")
   left, right = operands.split(",")
   g = cotangent.astype(dtype)
-  dx = jnp.einsum(f"{out},{right}->{left}", g, y, preferred_element_type=jnp.float32)
-  dy = jnp.einsum(f"{left},{out}->{right}", x, g, preferred_element_type=jnp.float32)
-  return dx.astype(like_x.dtype), dy.astype(like_y.dtype)
+  dx = accumulated.einsum(f"{out},{right}->{left}", g, y, like_x.dtype)
+  dy = accumulated.einsum(f"{left},{out}->{right}", x, g, like_y.dtype)
+  return dx, dy
 
 
 _rounded_einsum.defvjp(_rounded_einsum_forward, _rounded_einsum_backward)

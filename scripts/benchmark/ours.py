@@ -3,8 +3,9 @@
 Run by compare.py:
   PYTHON ours.py WORKLOAD.json RECORD.json
 
-Evaluation, samples and recorded rollouts are off; the rest is what `configs/base.py` says.
-Sampling includes scoring the completions; all else of a step counts as training.
+Evaluation, samples, recorded rollouts and the measurement of all completions (every tenth step and
+the last one by default) are off; the rest is what `configs/base.py` says. Sampling includes scoring
+the completions; all else of a step counts as training.
 """
 
 import ast
@@ -49,6 +50,8 @@ def fields(workload: workloads.Workload) -> dict[str, Any]:
     "optim.learning_rate": workload.learning_rate,
     "optim.weight_decay": 0.0,
     "optim.max_grad_norm": None,
+    "learn.report_all_every_steps": 0,
+    "learn.report_kl_every_steps": 0,
     "evaluation.every_steps": 0,
     "evaluation.at_start": False,
     "evaluation.at_end": False,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax import batching
+from grpo_jax import batching, packing
 from grpo_jax.learn import optim, sharding, train_step
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
@@ -72,8 +72,8 @@ def params(seed=0, config=CONFIG, scale=4.0):
 FULL_LOSS = {"kl_coef": 0.1, "entropy_coef": 0.05, "aggregation": "sequence_mean"}
 
 
-# Many layouts, few shapes: fixed T, and B a multiple of 12, so that little is compiled.
-LAYOUT = {"row_tokens": 64, "row_buckets": (64,), "rows_multiple": 12}
+# Many layouts, one shape, so that little is compiled.
+LAYOUT = {"shapes": (packing.Shape(12, 64, 64),)}
 
 
 @functools.cache
@@ -158,7 +158,7 @@ def trained(mesh, *, optimizer="adamw", steps=2, one_sweep=False, **loss):
     token_loss=token_loss,
   )
   state = train_step.init(start, tx, shardings=shardings)
-  assembled = batching.assemble(groups, advantages, row_tokens=64, rows_multiple=8)
+  assembled = batching.assemble(groups, advantages, shapes=(packing.Shape(8, 64, 64),))
   minibatches = assembled.minibatches
   if mesh is not None:
     minibatches = sharding.put(minibatches, mesh)
@@ -178,7 +178,7 @@ def compiled_on_mesh(sizes, *, one_sweep):
   config = dataclasses.replace(CONFIG, vocab_size=vocabulary, tie_embeddings=False)
   objective = objectives.make(kl_coef=0.0, entropy_coef=0.05)
   tx, _ = optim.make(10)
-  assembled = batching.assemble(*ragged_groups(), row_tokens=64, rows_multiple=8)
+  assembled = batching.assemble(*ragged_groups(), shapes=(packing.Shape(8, 64, 64),))
   whole = params(0, config)
 
   def first(mesh):

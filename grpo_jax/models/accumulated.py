@@ -1,0 +1,64 @@
+"""Matrix products that are accumulated in float32 and written in a smaller dtype. Pure.
+
+How a platform comes to rounded sums differs, so `einsum` is a primitive with a lowering of each:
+
+* GPUs and TPUs write a product in the dtype that it is asked for, straight from their float32
+  accumulators. A conversion behind a float32 product may not be fused with it: with cuBLAS, XLA
+  writes the float32 array, and leaves out the conversion where another one follows.
+* On CPUs XLA (before jax 0.11) converts both factors to float32 for such a product, a whole
+  kernel too, and leaves out the rounding. There the product is float32 and rounded after it.
+
+`jax.lax.platform_dependent` would do the same by a conditional, which the partitioner of meshes
+does not always remove.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jaxtyping import Array
+
+
+def einsum(spec: str, x: Array, y: Array, dtype: Any = jnp.float32) -> Array:
+  """Computes an einsum of two operands of one dtype, summed in float32.
+
+  It has no derivative of its own; `products.Products.contract` gives it one.
+
+  Args:
+    spec: As of `jnp.einsum`.
+    x: First operand.
+    y: Second operand.
+    dtype: Of the result.
+
+  Returns:
+    The sums, rounded once to `dtype`.
+  """
+  if dtype == jnp.float32:
+    return _at_once(x, y, spec=spec, dtype=dtype)
+  return _rounded.bind(x, y, spec=spec, dtype=jnp.dtype(dtype))
+
+
+def _at_once(x: Array, y: Array, *, spec: str, dtype: Any) -> Array:
+  return jnp.einsum(spec, x, y, preferred_element_type=dtype)
+
+
+def _apart(x: Array, y: Array, *, spec: str, dtype: Any) -> Array:
+  bits = jnp.finfo(dtype)
+  sums = _at_once(x, y, spec=spec, dtype=jnp.float32)
+  # XLA may leave out a conversion that another one follows, but not this.
+  return jax.lax.reduce_precision(sums, bits.nexp, bits.nmant).astype(dtype)
+
+
+def _shape(x: Any, y: Any, *, spec: str, dtype: Any) -> Any:
+  found = jax.eval_shape(functools.partial(_at_once, spec=spec, dtype=dtype), x, y)
+  return jax.core.ShapedArray(found.shape, found.dtype)
+
+
+_rounded = Primitive("rounded_einsum")
+_rounded.def_abstract_eval(_shape)
+_rounded.def_impl(jax.jit(_rounded.bind, static_argnames=("spec", "dtype")))
+mlir.register_lowering(_rounded, mlir.lower_fun(_at_once, multiple_results=False))
+mlir.register_lowering(_rounded, mlir.lower_fun(_apart, multiple_results=False), platform="cpu")
