@@ -49,7 +49,24 @@ Cache = list[tuple[Array, Array]]
 Partial = tuple[Array, Array, Array]
 
 
-@jax.tree_util.register_dataclass
+def _as_tree(cls: type) -> type:
+  """Registers a dataclass as a tree; one of descriptions of arrays is put together unchecked."""
+  names = [field.name for field in dataclasses.fields(cls)]
+
+  def flatten(x):
+    return [(jax.tree_util.GetAttrKey(name), getattr(x, name)) for name in names], None
+
+  def unflatten(_, leaves):
+    made = object.__new__(cls)
+    for name, leaf in zip(names, leaves, strict=True):
+      object.__setattr__(made, name, leaf)
+    return made
+
+  jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
+  return cls
+
+
+@_as_tree
 @dataclasses.dataclass(frozen=True)
 class Weights:
   """The parameters as the sampler reads them."""
@@ -60,7 +77,7 @@ class Weights:
   head: Array  # in the compute dtype; the trainer's own array if that is float32.
 
 
-@jax.tree_util.register_dataclass
+@_as_tree
 @dataclasses.dataclass(frozen=True)
 class Rows:
   """The state of every row between chunks; made again on the host for each."""
@@ -85,7 +102,7 @@ class Rows:
   stop_ids: Int[Array | np.ndarray, "R n"]  # padded with -1.
 
 
-@jax.tree_util.register_dataclass
+@_as_tree
 @dataclasses.dataclass(frozen=True)
 class Chunk:
   """Tokens of prompts that are prefilled at once: one prompt after the other, n in all.
@@ -128,7 +145,7 @@ def split_layers(params: transformer.Params, options: Options) -> Weights:
   head, _ = transformer.head(params, options.config)
   return Weights(
     embed=params["embed"],
-    layers=_unstack(params["layers"], options.config.num_layers, dtype),
+    layers=_unstack(params["layers"], options.config.num_layers, dtype, options.mesh is None),
     final_norm=params["final_norm"],
     head=head if head.dtype == dtype else head.astype(dtype),
   )
@@ -143,25 +160,43 @@ def described(params: Any, options: Options) -> Weights:
   """
   shapes = jax.eval_shape(lambda params: split_layers(params, options), params)
   dtype = options.products.compute_dtype
-  unstack = _unstack.lower(params["layers"], options.config.num_layers, dtype)
+  is_joined = options.mesh is None
+  unstack = _unstack.lower(params["layers"], options.config.num_layers, dtype, is_joined)
   head, _ = transformer.head(params, options.config)
-  shardings = Weights(
-    embed=params["embed"].sharding,
-    layers=unstack.compile().output_shardings,
-    final_norm=params["final_norm"].sharding,
-    head=head.sharding,
-  )
+  of_layers = jax.tree.leaves(unstack.compile().output_shardings)
+  # In the order of the fields.
+  shardings = [params["embed"].sharding, *of_layers, params["final_norm"].sharding, head.sharding]
+  leaves, structure = jax.tree.flatten(shapes)
   place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-  return jax.tree.map(place, shapes, shardings)
+  return jax.tree.unflatten(structure, map(place, leaves, shardings))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _unstack(stacked: dict[str, Array], num_layers: int, dtype: Any) -> list[layers.LayerParams]:
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _unstack(
+  stacked: dict[str, Array], num_layers: int, dtype: Any, is_joined: bool
+) -> list[layers.LayerParams]:
+  """Splits the stacked arrays.
+
+  Args:
+    stacked: arrays of all layers.
+    num_layers: how many.
+    dtype: of the kernels.
+    is_joined: write the kernels of q, k, v, and of gate and up, into one array each: fewer and
+      larger products. On a mesh each is split by itself.
+  """
+
   def of_layer(x, i):
     # Norms and biases, [L n], stay float32: they are not factors of a product.
     return OutputMajor(x[i].T.astype(dtype)) if x.ndim == 3 else x[i].astype(jnp.float32)
 
-  return [{name: of_layer(x, i) for name, x in stacked.items()} for i in range(num_layers)]
+  def layer(i):
+    made = {name: of_layer(x, i) for name, x in stacked.items()}
+    for names in (("q", "k", "v"), ("gate", "up")) if is_joined else ():
+      kernels = [made.pop(name).array for name in names]
+      made[layers.joined_name(names)] = OutputMajor(jnp.concatenate(kernels))
+    return made
+
+  return [layer(i) for i in range(num_layers)]
 
 
 def empty_ring(blocks: int, rows: int, length: int, options: Options) -> Cache:
@@ -223,7 +258,7 @@ def prefill(weights: Weights, cache: Cache, chunk: Chunk, options: Options) -> C
       scores = options.products.contract("bkme,bske->bkms", asked, k)
       mix = lambda weights: options.products.contract("bkms,bske->bkme", weights, v)
       here = _softmax(scores, repeated, mix)
-      before = _over_pages(asked, pages, *past, options)
+      before = _over_pages(asked, _nothing(asked), pages, *past, options)
       is_theirs = jnp.tile(is_first, heads // kv_heads)[None, None]
       _, total, mixed = _joined(here, _only_where(is_theirs, before))
       attended = (mixed / total[..., None]).reshape(kv_heads, -1, count, width)
@@ -326,7 +361,7 @@ def decode_step(
       asked = q.reshape(q.shape[0], k.shape[2], -1, width) * (width**-0.5)
       found = _over_ring(asked, ring, step, lengths, options)
       alone = jnp.where(rows.places < 0, rows.prompt_lengths, 0)
-      found = _joined(found, _over_pages(asked, pages, jnp.asarray(rows.pages), alone, options))
+      found = _over_pages(asked, found, pages, jnp.asarray(rows.pages), alone, options)
       found = _over_tiles(asked, found, pages, rows, options)
       attended = found[2] / found[1][..., None]
       return attended.reshape(q.shape[0], 1, heads, width), ring
@@ -393,7 +428,7 @@ def _over_tiles(
     of_tiles = of_tiles.reshape(at_once, options.group, kv_heads, repeats, width)
     of_tiles = of_tiles.transpose(0, 2, 1, 3, 4).reshape(at_once, kv_heads, -1, width)
     tables = part(rows.tile_pages, at_once), part(rows.tile_lengths, at_once)
-    partial = _over_pages(of_tiles, pages, *tables, options)
+    partial = _over_pages(of_tiles, _nothing(of_tiles), pages, *tables, options)
     here = places - i * num_places
     is_here = (here >= 0) & (here < num_places) & (places >= 0)
 
@@ -411,12 +446,13 @@ def _over_tiles(
 
 def _over_pages(
   asked: Float[Array, "B K m E"],
+  found: Partial,
   pages: tuple[Array, Array],
   tables: Int[Array, "B W"],
   lengths: Int[Array, " B"],
   options: Options,
 ) -> Partial:
-  """Attends to the first `lengths` tokens of the prompts whose pages the tables name."""
+  """Adds to what was found the first `lengths` tokens of the prompts whose pages tables name."""
   size, at_once = pages[0].shape[2], options.pages_at_once
   inside = jnp.arange(at_once * size).reshape(at_once, size)
   contract = options.products.contract
@@ -433,7 +469,7 @@ def _over_pages(
     return _joined(found, _softmax(flat(scores), flat(mask), mix))
 
   rounds = (jnp.max(lengths) + at_once * size - 1) // (at_once * size)
-  return jax.lax.fori_loop(0, rounds, of_some, _nothing(asked))
+  return jax.lax.fori_loop(0, rounds, of_some, found)
 
 
 def _over_ring(

@@ -84,7 +84,7 @@ def unplanned(rows: int, *, is_cpu: bool) -> Sizes:
       reads a whole cache in less time.
   """
   if is_cpu:
-    return Sizes(rows, prefill=128, page=64, columns=64)
+    return Sizes(rows, prefill=160, page=64, columns=64)
   return Sizes(rows, prefill=1024, page=64, columns=64, at_once=None)
 
 

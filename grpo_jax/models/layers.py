@@ -5,7 +5,7 @@ functions, so their numerics are the same. E is the width of one head. Norms, ro
 softmax and the residual stream are float32 whatever the compute dtype; only products are not.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -210,9 +210,10 @@ def project_qkv(
     config: sizes and switches.
     products: how products are computed.
   """
-  heads = []
-  for name in ("q", "k", "v"):
-    y = products.dot(x, params[name], products.out_dtype).astype(jnp.float32)
+  heads, of_kv = [], config.num_kv_heads * config.head_dim
+  widths = {"q": config.num_heads * config.head_dim, "k": of_kv, "v": of_kv}
+  for name, y in _dots(params, widths, x, products):
+    y = y.astype(jnp.float32)
     if config.qkv_bias:
       y = y + _as_last_axis(params[f"{name}_bias"], y.ndim)
     heads.append(y.reshape(*y.shape[:2], -1, config.head_dim))
@@ -221,6 +222,25 @@ def project_qkv(
     q = rms_norm(q, params["q_norm"], config.rms_norm_eps)
     k = rms_norm(k, params["k_norm"], config.rms_norm_eps)
   return rope(q, cos, sin), rope(k, cos, sin), v
+
+
+def joined_name(names: Iterable[str]) -> str:
+  """Returns the name under which a layer may hold several kernels as one, side by side."""
+  return "+".join(names)
+
+
+def _dots(
+  params: LayerParams, widths: Mapping[str, int], x: Float[Array, "B T D"], products: Products
+) -> Iterator[tuple[str, Array]]:
+  """Yields the products of x with several kernels, by name; one product if they are joined."""
+  joined = params.get(joined_name(widths))
+  if joined is None:
+    for name in widths:
+      yield name, products.dot(x, params[name], products.out_dtype)
+  else:
+    ends = np.cumsum([*widths.values()])[:-1]
+    parts = jnp.split(products.dot(x, joined, products.out_dtype), ends, axis=-1)
+    yield from zip(widths, parts, strict=True)
 
 
 def project_output(
@@ -260,7 +280,8 @@ def mlp(
   if products.out_dtype != jnp.float32:
     # So that the backward pass keeps gate and up alone, rounded, and no float32 between them.
     gated = jax.checkpoint(gated, prevent_cse=False)
-  gate, up = (products.dot(x, params[name], products.out_dtype) for name in ("gate", "up"))
+  widths = dict.fromkeys(("gate", "up"), config.intermediate_size)
+  gate, up = (y for _, y in _dots(params, widths, x, products))
   return biased("down", products.dot(gated(gate, up), params["down"]))
 
 

@@ -23,7 +23,7 @@ WEIGHT_PRODUCT = "weight_product"
 class OutputMajor:
   """A kernel that is stored transposed, for products with few rows: see `Products.dot`."""
 
-  array: Float[Array, "o i"]
+  array: Any  # [o i], or what describes it.
 
 
 @dataclasses.dataclass(frozen=True)

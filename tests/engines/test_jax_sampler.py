@@ -248,7 +248,7 @@ def test_groups_of_any_size_and_rows_without_group_attend_to_their_own_prompts(g
   engine = tiny.sampler(max_rows=24, group_size=group_size)
   lengths = {0: 9, 1: 1, 2: 4, 3: 13}  # completions of a prompt; with uneven ends.
   requests = [
-    tiny.request(f"{p}.{g}", list(range(p, p + 30 * p + 2)), seed=90 * p + g, max_tokens=3 + 4 * g)
+    tiny.request(f"{p}.{g}", [p] * (30 * p + 2), seed=90 * p + g, max_tokens=3 + 4 * g)
     for p, count in lengths.items()
     for g in range(count)
   ]
