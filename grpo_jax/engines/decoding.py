@@ -403,7 +403,10 @@ def max_tiles(rows: int, group: int) -> int:
 
 
 def _over_tiles(
-  asked: Float[Array, "R K r E"], found: Partial, pages: tuple[Array, Array], rows: Rows,
+  asked: Float[Array, "R K r E"],
+  found: Partial,
+  pages: tuple[Array, Array],
+  rows: Rows,
   options: Options,
 ) -> Partial:
   """Adds what the rows that share their prompts find in these.

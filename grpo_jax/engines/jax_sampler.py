@@ -149,9 +149,7 @@ class JaxSampler:
         raise RuntimeError("the engine was closed")
       if not self._is_working:
         self._weights = None
-      options = _with_sharding(self._options, params)
-      if options != self._options:
-        self._options, self._session = options, None
+      self._options = _with_sharding(self._options, params)
       weights = decoding.split_layers(params, self._options)
       if self._copy_weights:
         weights = _with_own_arrays(weights)
@@ -177,7 +175,7 @@ class JaxSampler:
     return {}
 
   def release(self) -> None:
-    """Frees the copies of the weights until the next `load_weights`.
+    """Frees the copies of the weights until the next `load_weights`, and caches but on CPUs.
 
     Raises:
       RuntimeError: completions are under way.
@@ -226,7 +224,7 @@ class JaxSampler:
       self._is_closed = True
     self._executor.shutdown()
     with self._lock:
-      self._weights = None
+      self._weights = self._session = None
 
   def __enter__(self) -> "JaxSampler":
     return self
@@ -274,9 +272,8 @@ class JaxSampler:
         calls = list(self._in_flight)
       assert weights is not None  # `_check_ready` saw to it, and only `close` takes them away.
       try:
-        if self._session is None:
-          self._session = self._new_session(options)
-        self._advance(self._session, arrived, calls, weights, version)
+        session = self._session_for(options)
+        self._advance(session, arrived, calls, weights, version)
       # The one boundary where the worker may fail: every caller gets the error, none hangs.
       except Exception as error:
         self._session = None  # its caches may hold what is not finite.
@@ -287,14 +284,18 @@ class JaxSampler:
     for call in closed_upon:
       call.fail(RuntimeError("the engine was closed"))
 
-  def _new_session(self, options: decoding.Options) -> Session:
-    return Session(
-      options,
-      sizes=self._sizes,
-      decode_text=self._decode_text,
-      stats=self.stats,
-      programs=self._programs,
-    )
+  def _session_for(self, options: decoding.Options) -> Session:
+    """Returns the session under way, or an idle one with its caches; or a new one."""
+    session = self._session
+    if session is None or (session.is_idle and session.options != options):
+      self._session = session = Session(
+        options,
+        sizes=self._sizes,
+        decode_text=self._decode_text,
+        stats=self.stats,
+        programs=self._programs,
+      )
+    return session
 
   def _advance(
     self,

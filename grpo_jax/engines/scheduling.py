@@ -288,10 +288,12 @@ def make_chunks(
   ids = np.concatenate([of_prompt for of_prompt, _ in prompts])
   number = np.repeat(np.arange(len(prompts)), [len(of_prompt) for of_prompt, _ in prompts])
   position = np.concatenate([np.arange(len(of_prompt)) for of_prompt, _ in prompts])
-  place = np.concatenate([
-    np.asarray(slot.pages, np.int32)[np.arange(len(of_prompt)) // page]
-    for of_prompt, slot in prompts
-  ])
+  place = np.concatenate(
+    [
+      np.asarray(slot.pages, np.int32)[np.arange(len(of_prompt)) // page]
+      for of_prompt, slot in prompts
+    ]
+  )
   for start in range(0, len(ids), tokens):
     part = slice(start, start + tokens)
     room = (0, tokens - len(ids[part]))

@@ -103,7 +103,7 @@ class Session:
       stats: what is computed is counted here.
       programs: of the sampler.
     """
-    self._options = options
+    self.options = options
     self._sizes = sizes
     self._counts = scheduling.row_counts(sizes.rows)
     self._decode_text = decode_text
@@ -248,7 +248,7 @@ class Session:
 
   def _fit_ring(self) -> None:
     """Makes the ring, or a longer one if completions outgrow it."""
-    chunk, columns = self._options.chunk, self._sizes.columns
+    chunk, columns = self.options.chunk, self._sizes.columns
     longest = max(
       min(len(c.token_ids) + chunk, c.request.sampling.max_tokens) for c in self._active
     )
@@ -258,10 +258,10 @@ class Session:
       return
     self._sizes = dataclasses.replace(self._sizes, blocks=blocks)
     if not self._own:
-      self._own = _empty_ring(blocks, self._sizes.rows, columns, self._options)
+      self._own = _empty_ring(blocks, self._sizes.rows, columns, self.options)
     else:
       places = scheduling.regrown(before, blocks, (self._step - 1) // columns)
-      self._own = _resize(self._own, places, options=self._options, row_axis=1)
+      self._own = _resize(self._own, places, options=self.options, row_axis=1)
 
   def _fit_pages(self, version: int) -> None:
     """Makes the pages, or more of them where the prompts that wait were not planned for."""
@@ -282,14 +282,12 @@ class Session:
       return
     if self._prompts:
       places = np.minimum(np.arange(pages, dtype=np.int32), self._sizes.pages - 1)
-      self._prompts = _resize(self._prompts, places, options=self._options)
+      self._prompts = _resize(self._prompts, places, options=self.options)
     else:
-      self._prompts = _empty_pages(pages, size, self._options)
+      self._prompts = _empty_pages(pages, size, self.options)
     self._sizes = dataclasses.replace(self._sizes, table=table, pages=pages)
 
-  def _prefill_all(
-    self, prompts: list[tuple[np.ndarray, Slot]], weights: decoding.Weights
-  ) -> None:
+  def _prefill_all(self, prompts: list[tuple[np.ndarray, Slot]], weights: decoding.Weights) -> None:
     """Prefills prompts; one of one token needs nothing."""
     prompts = [(ids, slot) for ids, slot in prompts if len(ids)]
     if not prompts:
@@ -297,14 +295,14 @@ class Session:
     sizes = self._sizes
     layout = {"page": sizes.page, "pages": sizes.pages, "table": sizes.table}
     for chunk in scheduling.make_chunks(prompts, **layout, tokens=sizes.prefill):
-      options = sizes.applied(self._options)
+      options = sizes.applied(self.options)
       self._prompts = self._programs.prefill(weights, self._prompts, chunk, options=options)
     self._stats.prefilled_prompts += len(prompts)
     self._stats.prefilled_tokens += sum(len(ids) for ids, _ in prompts)
 
   def _decode_chunk(self, weights: decoding.Weights) -> tuple[np.ndarray, np.ndarray]:
     """Returns the tokens sampled in one chunk, [R chunk], -1 where none, and their logprobs."""
-    options = self._sizes.applied(self._options)
+    options = self._sizes.applied(self.options)
     rows = scheduling.make_rows(
       self._active,
       self._rows,
