@@ -170,7 +170,9 @@ def build(
   data.check_vocabulary(tokenizer, model.config.vocab_size)
   of_policy = {
     "temperature": config.sampling.temperature,
-    "products": Products(config.model.compute_dtype, config.model.product_dtype),
+    "products": Products(
+      config.model.compute_dtype, config.model.product_dtype, sharding.placement(mesh)
+    ),
     "remat": config.model.remat,
     "partition": sharding.head_partition(mesh),
   }
@@ -324,7 +326,8 @@ def _check_context(config: Config, folder: pathlib.Path) -> None:
   if not offline_building.is_offline(config) and allowed > known:
     bounds, remedy = "rollout.max_tokens lets", "it"
     if batching_options.longest_row(config) is not None:
-      bounds, remedy = "rollout.max_tokens and batching.row_tokens let", "one of them"
+      rows = "row_buckets" if config.batching.row_tokens is None else "row_tokens"
+      bounds, remedy = f"rollout.max_tokens and batching.{rows} let", "one of them"
     raise configuration.ConfigError(
       f"{bounds} a prompt with its completion have {allowed} tokens, the model in {folder} reads"
       f" {known} (max_position_embeddings): lower {remedy}"

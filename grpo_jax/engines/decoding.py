@@ -36,7 +36,7 @@ from grpo_jax import precision
 from grpo_jax.engines import sampling
 from grpo_jax.models import layers, transformer
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.products import OutputMajor, Products
+from grpo_jax.models.products import Joined, OutputMajor, Products, joined_name
 
 _MASKED = -1e30
 
@@ -162,7 +162,7 @@ def described(params: Any, options: Options) -> Weights:
   dtype = options.products.compute_dtype
   is_joined = options.mesh is None
   unstack = _unstack.lower(params["layers"], options.config.num_layers, dtype, is_joined)
-  head, _ = transformer.head(params, options.config)
+  head = params["embed" if options.config.tie_embeddings else "head"]
   of_layers = jax.tree.leaves(unstack.compile().output_shardings)
   # In the order of the fields.
   shardings = [params["embed"].sharding, *of_layers, params["final_norm"].sharding, head.sharding]
@@ -193,7 +193,8 @@ def _unstack(
     made = {name: of_layer(x, i) for name, x in stacked.items()}
     for names in (("q", "k", "v"), ("gate", "up")) if is_joined else ():
       kernels = [made.pop(name).array for name in names]
-      made[layers.joined_name(names)] = OutputMajor(jnp.concatenate(kernels))
+      widths = tuple(kernel.shape[0] for kernel in kernels)
+      made[joined_name(names)] = Joined(jnp.concatenate(kernels), widths)
     return made
 
   return [layer(i) for i in range(num_layers)]
