@@ -200,6 +200,12 @@ def _unstack(
   return [layer(i) for i in range(num_layers)]
 
 
+def token_bytes(options: Options) -> int:
+  """Returns the bytes of the keys and values of one token."""
+  config, dtype = options.config, options.products.compute_dtype
+  return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
 def empty_ring(blocks: int, rows: int, length: int, options: Options) -> Cache:
   """Returns a ring of zeros: `blocks` blocks of `length` columns, for `rows` rows."""
   config, dtype = options.config, options.products.compute_dtype

@@ -112,6 +112,7 @@ class JaxSampler:
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         long_prompts=long_prompts or -(-max_rows // self._options.group),
+        token_bytes=decoding.token_bytes(self._options),
         is_cpu=is_cpu,
       )
     self._programs = Programs()

@@ -17,6 +17,7 @@ from grpo_jax.engines.decoding import Chunk, Rows
 from grpo_jax.types import FinishReason
 
 _FEWEST_ROWS = 8  # fewer rows are hardly cheaper: their step reads all weights just the same.
+_CACHE_BYTES = 4 << 30
 _STOP_IDS = 16  # of a request, looked for in every step; further ones at the end of a chunk.
 
 
@@ -94,9 +95,13 @@ def planned(
   prompt_tokens: int,
   completion_tokens: int,
   long_prompts: int,
+  token_bytes: int,
   is_cpu: bool,
 ) -> Sizes:
-  """Returns sizes for all requests within limits.
+  """Returns sizes for all requests within limits, of caches of at most 4 GiB each.
+
+  A ring that would be larger begins with that and grows when completions need it; pages that would
+  be more are fewer, and more prompts wait.
 
   Args:
     rows: completions side by side, at most.
@@ -104,20 +109,23 @@ def planned(
     completion_tokens: of the longest completion.
     long_prompts: how many of the longest prompts find room at the same time. There is at least
       one page for each row; prompts that find no room wait.
+    token_bytes: of the keys and values of a token.
     is_cpu: see `unplanned`.
   """
   sizes = unplanned(rows, is_cpu=is_cpu)
   page = min(sizes.page, -(-max(prompt_tokens - 1, 1) // 16) * 16)
-  longest = -(-completion_tokens // 16) * 16
-  columns = min(sizes.columns, longest) if is_cpu else longest
   table = -(-max(prompt_tokens - 1, 1) // page)
+  longest = min(completion_tokens, max(_CACHE_BYTES // (rows * token_bytes), sizes.columns))
+  columns = -(-longest // 16) * 16
+  columns = min(sizes.columns, columns) if is_cpu else columns
+  pages = min(max(long_prompts * table, rows), _CACHE_BYTES // (page * token_bytes))
   return dataclasses.replace(
     sizes,
     page=page,
     columns=columns,
-    blocks=-(-completion_tokens // columns),
+    blocks=-(-longest // columns),
     table=table,
-    pages=max(long_prompts * table, rows),
+    pages=max(pages, table),
     is_planned=True,
   )
 

@@ -13,7 +13,9 @@ def planned(config):
   rows = sizes.pop("max_rows")
   group, long_prompts = sizes.pop("group_size"), sizes.pop("long_prompts")
   of_groups = -(-rows // group)
-  return scheduling.planned(rows, **sizes, long_prompts=long_prompts or of_groups, is_cpu=True)
+  return scheduling.planned(
+    rows, **sizes, long_prompts=long_prompts or of_groups, token_bytes=46080, is_cpu=True
+  )
 
 
 @pytest.mark.parametrize("module", [quickstart, gsm8k, math_1b])
@@ -49,3 +51,15 @@ def test_evaluations_and_conversations_are_planned_for():
   config.rollout.max_turns = 3
   sizes = run_options.sampler_sizes(config)
   assert sizes["prompt_tokens"] == 999 and sizes["long_prompts"] == sizes["max_rows"]
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_caches_are_planned_within_four_gib_and_hold_the_longest_prompt(is_cpu):
+  limits = {"prompt_tokens": 3000, "completion_tokens": 5000, "long_prompts": 64}
+  small = scheduling.planned(64, **limits, token_bytes=256, is_cpu=is_cpu)
+  assert small.blocks * small.columns >= 5000 and small.pages == 64 * small.table
+  large = scheduling.planned(64, **limits, token_bytes=46080, is_cpu=is_cpu)
+  assert large.rows * large.blocks * large.columns * 46080 <= 4.2 * 2**30
+  assert large.pages * large.page * 46080 <= 4 * 2**30
+  huge = scheduling.planned(64, **limits, token_bytes=1 << 26, is_cpu=is_cpu)
+  assert huge.pages == huge.table and huge.table * huge.page >= 2999
