@@ -25,7 +25,21 @@ WEIGHT_PRODUCT = "weight_product"
 class OutputMajor:
   """A kernel that is stored transposed, for products with few rows: see `Products.dot`."""
 
-  array: Float[Array, "o i"]
+  array: Any  # [o i], or what describes it.
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["widths"])
+@dataclasses.dataclass(frozen=True)
+class Joined:
+  """Kernels of one input, stored as one `OutputMajor`: one large product in place of several."""
+
+  array: Any  # [Σ o, i], or what describes it.
+  widths: tuple[int, ...]  # o of each.
+
+
+def joined_name(names: Sequence[str]) -> str:
+  """Returns the name under which a layer holds a `Joined` in place of the kernels named."""
+  return "+".join(names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,11 +104,17 @@ class Products:
     """Returns x @ w over the last axis of x for each of some kernels of a layer; see `dot`.
 
     Args:
-      params: Of one layer, by the names of `leaves.layer`; kernels may be `OutputMajor`.
+      params: Of one layer, by the names of `leaves.layer`; kernels may be `OutputMajor`, and on
+        one device `Joined`.
       names: Of kernels that have the same input.
       x: The input.
       out_dtype: Of the results, float32 or `self.out_dtype`.
     """
+    joined = params.get(joined_name(names)) if len(names) > 1 else None
+    if joined is not None:
+      ends = [sum(joined.widths[: i + 1]) for i in range(len(names) - 1)]
+      product = self.dot(x, OutputMajor(joined.array), out_dtype)
+      return tuple(jnp.split(product, ends, axis=-1))
     kernels = [params[name] for name in names]
     if self.placement is None:
       return tuple(self.dot(x, w, out_dtype) for w in kernels)
