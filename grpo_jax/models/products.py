@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from grpo_jax.models import accumulated
+from grpo_jax.models import accumulated, settled
 
 WEIGHT_PRODUCT = "weight_product"
 
@@ -71,9 +71,7 @@ class Products:
       The sums, rounded once if `out_dtype` is not float32. The cotangent of an operand has the
       operand's own dtype, and is rounded once to it.
     """
-    if self.compute_dtype == jnp.float32:
-      return jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32))
-    return _rounded_einsum(spec, self.compute_dtype, jnp.dtype(out_dtype), x, y)
+    return _einsum(spec, self.compute_dtype, jnp.dtype(out_dtype), x, y)
 
   def dot(
     self,
@@ -97,25 +95,26 @@ FLOAT32 = Products()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _rounded_einsum(spec: str, dtype: Any, out_dtype: Any, x: Array, y: Array) -> Array:
+def _einsum(spec: str, dtype: Any, out_dtype: Any, x: Array, y: Array) -> Array:
   return accumulated.einsum(spec, x.astype(dtype), y.astype(dtype), out_dtype)
 
 
-def _rounded_einsum_forward(spec: str, dtype: Any, out_dtype: Any, x: Array, y: Array):
+def _einsum_forward(spec: str, dtype: Any, out_dtype: Any, x: Array, y: Array):
   dtypes = jnp.zeros(0, x.dtype), jnp.zeros(0, y.dtype)
   x, y = x.astype(dtype), y.astype(dtype)
   return accumulated.einsum(spec, x, y, out_dtype), (x, y, dtypes)
 
 
-def _rounded_einsum_backward(spec: str, dtype: Any, out_dtype: Any, residuals, cotangent: Array):
+def _einsum_backward(spec: str, dtype: Any, out_dtype: Any, residuals, cotangent: Array):
+  """Returns the cotangents of both factors: two products that read one array, made once."""
   del out_dtype  # the cotangent has it.
   x, y, (like_x, like_y) = residuals
   operands, out = spec.split("->")
   left, right = operands.split(",")
-  g = cotangent.astype(dtype)
+  g = settled.settle(cotangent.astype(dtype))
   dx = accumulated.einsum(f"{out},{right}->{left}", g, y, like_x.dtype)
   dy = accumulated.einsum(f"{left},{out}->{right}", x, g, like_y.dtype)
   return dx, dy
 
 
-_rounded_einsum.defvjp(_rounded_einsum_forward, _rounded_einsum_backward)
+_einsum.defvjp(_einsum_forward, _einsum_backward)
