@@ -13,7 +13,7 @@ ARGS ?=
 # A process a core, four at most: each compiles for itself and holds up to 3 GB.
 PARALLEL = -n logical --maxprocesses=4 --dist=worksteal
 
-.PHONY: help quickstart test test-slow test-sglang test-gpu aot check format venv sglang-cpu sglang-cuda clean
+.PHONY: help quickstart test test-slow test-sglang test-gpu gpu-day aot check format venv sglang-cpu sglang-cuda clean
 
 help:  ## Show this text.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -37,6 +37,12 @@ test-gpu: $(VENV)/default  ## Run the tests that need an NVIDIA GPU of the Hoppe
 	$(INSTALL) -e ".[test,cuda]"
 	$(BYTE_CODE)
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest --noconftest -q -W default -m gpu tests/kernels/test_gpu.py $(ARGS)
+
+gpu-day: $(VENV)/default  ## Measure what counts on an NVIDIA GPU, in 25 minutes: docs/gpu.md; ARGS="--resume".
+	@echo "Installing JAX for CUDA and pytest into $(VENV), several GB, unless they are there."
+	$(INSTALL) -e ".[cuda]" pytest
+	$(BYTE_CODE)
+	$(BIN)/python scripts/gpu_day.py $(ARGS)
 
 aot:  ## Compile the kernels for an H100 and for TPUs that are not here: memory, spills. Needs Python 3.12.
 	scripts/compile_for_devices.sh

@@ -47,18 +47,21 @@ class Cost:
   Attributes:
     place: Of one place of a row, in the layers' products.
     pair: Of one pair of a query and a key.
+    pair_of_short: The same in rows of a single block, whose scores are computed once less.
     loss_place: Of one of the N places of a row, in the head.
     microbatch: Of a microbatch, whatever is in it: the weights are read, gradients are added.
   """
 
   place: float = 1.0
   pair: float = 0.0
+  pair_of_short: float = 0.0
   loss_place: float = 0.0
   microbatch: float = 0.0
 
   def of_row(self, row_tokens: int, loss_tokens: int) -> float:
     """Returns the operations of one row of a microbatch."""
-    of_layers = self.place * row_tokens + self.pair * pairs(row_tokens)
+    pair = self.pair if row_tokens > _BLOCK else self.pair_of_short
+    of_layers = self.place * row_tokens + pair * pairs(row_tokens)
     return of_layers + self.loss_place * loss_tokens
 
   def of(self, shape: Shape) -> float:
@@ -185,10 +188,10 @@ def plan(
 ) -> tuple[Shape, ...]:
   """Returns the shapes that a run may use, at most three, the largest first.
 
-  The first takes as many places as `microbatch_tokens` allows, or as a step can fill. Its row
-  length is the one with which groups at the limits and moderate ones cost least. The others have
-  about a quarter and a sixteenth of its places, for what does not fill a whole microbatch. The
-  second holds whatever the first does, where the first is larger than that.
+  The first takes as many places as `microbatch_tokens` allows, or as a step of moderate lengths
+  fills. Its row length is the one with which groups at the limits and moderate ones cost least. The
+  others have about a quarter and a sixteenth of its places, for what does not fill a whole
+  microbatch. The second holds whatever the first does, where the first is larger than that.
 
   Args:
     load: what a step may hold.
@@ -197,7 +200,7 @@ def plan(
       `LONGEST_BY_CHOICE` only where a prompt with one completion is.
     row_buckets: row lengths to choose from.
     microbatch_tokens: places of a microbatch on each replica, unless a row needs more; None: as
-      many as the step needs.
+      many as a step at the limits needs.
     rows_multiple: number of replicas, over which rows are split.
     share_prefixes: whether completions of a group may share a row's copy of the prompt.
     pack: whether a row may hold several pieces.
@@ -281,9 +284,8 @@ class _Planner:
 
   def _full(self, length: int, longest: int) -> Shape:
     """Returns the largest microbatch with rows of a length."""
-    at_limits = len(_rows(self._at_limits(longest), length, not self.pack))
-    scale = self.load.groups / _SAMPLE_GROUPS
-    needed = math.ceil(at_limits * scale / self.rows_multiple)
+    rows = len(_rows(self._expected(longest), length, not self.pack))
+    needed = math.ceil(rows * self.load.groups / _SAMPLE_GROUPS / self.rows_multiple)
     if self.microbatch_tokens is not None:
       needed = min(needed, self.microbatch_tokens // length)
     return self._rows(max(1, needed), length)
@@ -305,9 +307,14 @@ class _Planner:
 
   def _most_places(self, longest: int) -> int:
     """Returns the most places of a microbatch on each replica."""
-    all_at_limits = sum(group.total for group in self._at_limits(longest, self.load.groups))
-    most = -(-all_at_limits // self.rows_multiple)
+    tokens = sum(group.total for group in self._expected(longest))
+    most = math.ceil(tokens * self.load.groups / _SAMPLE_GROUPS / self.rows_multiple)
     return max(longest, min(most, self.microbatch_tokens or most))
+
+  def _expected(self, longest: int) -> list[Sizes]:
+    """Returns groups that the first shape should hold together; more take more microbatches."""
+    at_limits, moderate = self._samples(longest)
+    return at_limits if self.microbatch_tokens is None else moderate
 
   @property
   def _group(self) -> int:
@@ -318,17 +325,14 @@ class _Planner:
     prompt = min(self.load.prompt, max(longest - self.load.completion, longest // 2))
     return prompt, min(self.load.completion, longest - prompt)
 
-  def _at_limits(self, longest: int, groups: int = _SAMPLE_GROUPS) -> list[Sizes]:
+  def _samples(self, longest: int) -> tuple[list[Sizes], list[Sizes]]:
+    """Returns groups at the limits, and ones with short prompts and completions of all lengths."""
     prompt, completion = self._limits(longest)
-    count = groups * (1 if self.share_prefixes else self.load.group)
-    return [Sizes(prompt, (completion,) * self._group)] * count
-
-  def _samples(self, longest: int) -> list[list[Sizes]]:
-    """Returns groups at the limits, and moderate ones."""
-    prompt, completion = self._limits(longest)
+    at_limits = Sizes(prompt, (completion,) * self._group)
     spread = [max(1, completion * (i + 1) // (self._group + 1)) for i in range(self._group)]
-    moderate = [Sizes(max(1, prompt // 4), tuple(spread))] * len(self._at_limits(longest))
-    return [self._at_limits(longest), moderate]
+    moderate = Sizes(max(1, prompt // 4), tuple(spread))
+    count = _SAMPLE_GROUPS * (1 if self.share_prefixes else self.load.group)
+    return [at_limits] * count, [moderate] * count
 
 
 def _distinct(shapes: Sequence[Shape]) -> tuple[Shape, ...]:

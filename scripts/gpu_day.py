@@ -9,7 +9,8 @@
 
 Each part is a process of its own with a time limit; one that fails does not keep the next from
 running, and what was measured is in the JSON file after each. The exit code is 0 if the script ran
-to its end, also when parts failed (--strict: 1). docs/gpu.md says what is measured and how.
+to its end, also when parts failed (--strict: 1), and 2 without an accelerator. docs/gpu.md says
+what is measured and how.
 """
 
 import argparse
@@ -102,10 +103,12 @@ def run(options: argparse.Namespace) -> int:
     try:
       running.run(parts, settings, options.out, result, minutes=options.minutes, tell=_tell)
     except KeyboardInterrupt:
-      print("interrupted; --resume goes on with the part that was running")
+      print("interrupted; --resume continues with the part that was running")
       return 130
   print(summary.text(result))
   print(f"\n{options.out / running.RESULT}")
+  if any(entry["status"] == "no accelerator" for entry in result["parts"].values()):
+    return 2
   return 1 if options.strict and summary.failures(result) else 0
 
 

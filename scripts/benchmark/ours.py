@@ -22,7 +22,7 @@ import workload as workloads
 import configs.base
 from grpo_jax import metrics, train
 
-ROW_TOKENS = 1024  # longest packed row.
+MAX_PROMPT_TOKENS = 128  # those of the workloads have about 38.
 
 
 def fields(workload: workloads.Workload) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def fields(workload: workloads.Workload) -> dict[str, Any]:
     "rollout.group_size": workload.group,
     "sampling.max_tokens": workload.completion,
     "engine.max_rows": workload.prompts * workload.group,
-    "batching.row_tokens": ROW_TOKENS,
+    "data.max_prompt_tokens": MAX_PROMPT_TOKENS,
     "loss.kl_coef": 0.0,
     "loss.aggregation": "token_mean",
     "optim.optimizer": "adamw",

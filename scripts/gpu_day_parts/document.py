@@ -81,7 +81,7 @@ def write(
   if reason and not (allow_cpu and page):
     hint = "" if allow_cpu is False else "; --allow-cpu needs --docs, another page than docs/gpu.md"
     raise Refused(f"{source}: {reason}{hint}")
-  if page and page.resolve() == PAGE and reason:
+  if page and page.resolve() == PAGE.resolve() and reason:
     raise Refused(f"{source}: {reason}")
   if page and not page.exists():
     page.write_text(f"{BEGIN}\n{END}\n")
@@ -232,6 +232,7 @@ def _updates(result: Mapping[str, Any]) -> str:
     found = _result(result, name)
     rows.append(
       (
+        found["model"],
         f"{found['microbatch'][0]} × {found['microbatch'][1]}",
         f"{numbers['seconds']:.3f} ({numbers['least_s']:.3f}–{numbers['most_s']:.3f})",
         f"{numbers['differentiate_s']:.3f} + {numbers['apply_s']:.3f}",
@@ -246,10 +247,17 @@ def _updates(result: Mapping[str, Any]) -> str:
   if not rows:
     return ""
   columns = (
-    *("rows × tokens", "seconds (least–most)", "gradients + optimizer", "tokens/s", "padding"),
+    *(
+      "model",
+      "rows × tokens",
+      "seconds (least–most)",
+      "gradients + optimizer",
+      "tokens/s",
+      "padding",
+    ),
     *("useful TFLOP/s", "MFU", "of the measured product", "peak memory"),
   )
-  return f"### The update of Qwen2.5-1.5B\n\n{table(columns, rows)}"
+  return f"### The update\n\n{table(columns, rows)}"
 
 
 def _profile(result: Mapping[str, Any], name: str) -> str:
@@ -282,7 +290,7 @@ def _decode(result: Mapping[str, Any]) -> str:
   if not rows:
     return ""
   columns = ("rows", "ms a step", "tokens/s", "needed GB/s", "of the data sheet", "of the copy")
-  return f"### A decode step of Qwen2.5-1.5B\n\n{table(columns, rows)}"
+  return f"### A decode step of {_result(result, 'decode')['model']}\n\n{table(columns, rows)}"
 
 
 def _quickstart(result: Mapping[str, Any]) -> str:
@@ -309,8 +317,9 @@ def _checkpoint(result: Mapping[str, Any]) -> str:
   if numbers is None:
     return ""
   read = f"read back at once at {numbers['read']:.2f} GB/s" if numbers["read"] else "not read"
+  model = _result(result, "checkpoint")["model"]
   return (
-    f"### A checkpoint of Qwen2.5-1.5B\n\n{numbers['gb']:.2f} GB: written at"
+    f"### A checkpoint of {model}\n\n{numbers['gb']:.2f} GB: written at"
     f" {numbers['write']:.2f} GB/s (a run continues after {numbers['save_returns_s']:.1f} s),"
     f" {read}."
   )

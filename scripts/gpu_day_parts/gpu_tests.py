@@ -64,7 +64,7 @@ def measure(record: child.Record, settings: running.Settings, *, file: str) -> N
     Skipped: Every test was skipped; with the reason.
     RuntimeError: Tests failed, or did not run.
   """
-  child.open_device(record, settings)
+  # JAX is not started here: a TPU belongs to one process.
   # Not the suite's own settings: those need plugins that a lent machine lacks.
   ini = pathlib.Path(settings.scratch) / "pytest.ini"
   ini.write_text("[pytest]\nmarkers =\n  gpu: needs an NVIDIA GPU\n")

