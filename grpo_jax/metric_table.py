@@ -307,6 +307,14 @@ METRICS: dict[str, Definition] = {
   "perf/tokens_per_s": Definition(
     "tokens/s", "prompt and completion tokens of the step / time/step_s"
   ),
+  "perf/compilations": Definition(
+    "count",
+    "programs that XLA compiled since the step before; those read from the cache do not count",
+    "0 after the first step",
+  ),
+  "perf/compile_s": Definition(
+    "s", "time that XLA took for them; programs compiled side by side add up", "0 after the first"
+  ),
   "perf/env/*": Definition("count", "what an environment's workers did since the process began"),
   "perf/peak_rss_gib": Definition("GiB", "highest host memory of the process so far", "level"),
   "perf/device_peak_gib": Definition(

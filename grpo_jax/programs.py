@@ -69,7 +69,7 @@ class Program:
       static: `static_argnames` of `jitted`. They must be given by name, in calls too.
       remedy: what a user should do if it runs out of memory: "lower engine.max_rows".
     """
-    self._jitted = jitted
+    self.jitted = jitted
     self._static = frozenset(static)
     self._executables: dict[Any, tuple[Any, list[Any]]] = {}
     self.name = name or jitted.__name__
@@ -84,7 +84,7 @@ class Program:
     try:
       found = self._executable(arguments, named)
       if found is None:
-        return self._jitted(*arguments, **named)
+        return self.jitted(*arguments, **named)
       return found(*arguments, **self._dynamic(named))
     except jax.errors.JaxRuntimeError as error:
       if not is_short_of_memory(error):
@@ -93,11 +93,11 @@ class Program:
 
   def lower(self, *arguments: Any, **named: Any) -> Any:
     """Lowers as `jax.jit` does."""
-    return self._jitted.lower(*arguments, **named)
+    return self.jitted.lower(*arguments, **named)
 
   def eval_shape(self, *arguments: Any, **named: Any) -> Any:
     """Returns the shapes and dtypes of what a call returns."""
-    return self._jitted.eval_shape(*arguments, **named)
+    return self.jitted.eval_shape(*arguments, **named)
 
   def job(self, *arguments: Any, detail: str = "", **named: Any) -> Job:
     """Describes a compilation.
@@ -113,7 +113,7 @@ class Program:
     def compile_and_keep() -> None:
       key, leaves = self._key(arguments, named)
       placed = [getattr(leaf, "sharding", None) for leaf in leaves]
-      executable = self._jitted.lower(*arguments, **named).compile()
+      executable = self.jitted.lower(*arguments, **named).compile()
       self._executables[key] = executable, placed
 
     return Job(f"{self.name} {detail}".rstrip(), compile_and_keep, self.remedy)

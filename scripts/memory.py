@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from grpo_jax import batching_options, building, command_line, run_options
+from grpo_jax import batching_options, command_line, computation, run_options
 from grpo_jax.learn import optim, train_step
 from grpo_jax.models import config as model_config
 from grpo_jax.models import operations, transformer
@@ -141,14 +141,14 @@ def _compiled(function: Any, *arguments: Any) -> Any:
 def _update(
   model: ModelConfig, config: Any, objective: objectives.Objective, tx: Any, schedule: Any
 ) -> train_step.Update:
-  """Makes the update as `building` makes it for one device."""
+  """Makes the update as `computation` makes it for one device."""
   of_policy = {
     "temperature": config.sampling.temperature,
     "products": Products(config.model.compute_dtype, config.model.product_dtype),
     "remat": config.model.remat,
   }
   token_loss = None
-  if building.takes_one_sweep(config, objective):
+  if computation.takes_one_sweep(config, objective):
     token_loss = train_step.make_token_loss(model, objective, **of_policy)
   return train_step.make_update(
     train_step.make_logprobs(model, implementation=config.model.logprobs, **of_policy),

@@ -185,7 +185,7 @@ def _predictions(
   batch: Batch,
 ) -> tuple[Int[Array, "B N"], Int[Array, "B N"], Bool[Array, "B N"]]:
   """Returns where each token learned from is predicted, what it is, and whether it is one."""
-  is_real = batch.loss_places >= 0
+  is_real = jnp.asarray(batch.loss_places) >= 0
   places = jnp.where(is_real, batch.loss_places, 0)
   of_places = lambda x: jnp.take_along_axis(x, places, axis=-1)
   return of_places(batch.predecessors), of_places(batch.tokens), is_real
@@ -239,8 +239,9 @@ def gather_loss_tokens(batch: Batch) -> LossTokens:
   Completions are numbered anew, by order in their row, so that an id is always
   below N, also when completions without a token to learn from stand between.
   """
-  mask = batch.loss_places >= 0
+  mask = jnp.asarray(batch.loss_places) >= 0
   places = jnp.where(mask, batch.loss_places, 0)
+  on_device = lambda x: None if x is None else jnp.asarray(x)
   rollouts = jnp.where(mask, jnp.take_along_axis(batch.rollout_ids, places, axis=-1), -1)
   before = jnp.pad(rollouts[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
   begins = mask & (rollouts != before)
@@ -251,6 +252,6 @@ def gather_loss_tokens(batch: Batch) -> LossTokens:
     behavior_logprobs=jnp.where(
       mask, jnp.take_along_axis(batch.behavior_logprobs, places, axis=-1), 0
     ),
-    old_logprobs=batch.old_logprobs,
-    ref_logprobs=batch.ref_logprobs,
+    old_logprobs=on_device(batch.old_logprobs),
+    ref_logprobs=on_device(batch.ref_logprobs),
   )
