@@ -36,6 +36,7 @@ from grpo_jax import precision
 from grpo_jax.engines import sampling
 from grpo_jax.models import layers, transformer
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.placement import Placement
 from grpo_jax.models.products import Joined, OutputMajor, Products, joined_name
 
 _MASKED = -1e30
@@ -234,6 +235,9 @@ def resize(
 def prefill(weights: Weights, cache: Cache, chunk: Chunk, options: Options) -> Cache:
   """Computes keys and values of a chunk of prompts and writes them into their pages.
 
+  Each token is a row of its own: on a mesh they are split as rows of a batch are, weights are
+  gathered, and of what is computed only keys and values, which the pages hold, go to all devices.
+
   Args:
     weights: see `split_layers`.
     cache: the pages.
@@ -241,14 +245,14 @@ def prefill(weights: Weights, cache: Cache, chunk: Chunk, options: Options) -> C
     options: static.
   """
   count, size = chunk.tokens.shape[0], cache[0][0].shape[2]
-  cos, sin = layers.rope_angles(jnp.asarray(chunk.positions)[None], options.config)
+  products = _of_prefill(options)
+  cos, sin = layers.rope_angles(jnp.asarray(chunk.positions)[:, None], options.config)
   mask = layers.attention_mask(jnp.asarray(chunk.segment_ids)[None], None)
   is_first = jnp.asarray(chunk.segment_ids) == 1
   past = (jnp.asarray(chunk.past_pages)[None], jnp.asarray(chunk.past)[None])
-  offsets = chunk.positions % size
-  settings = {"config": options.config, "products": options.products}
-  embedded = weights.embed[jnp.asarray(chunk.tokens)][None]
-  x, written = embedded.astype(jnp.float32), []
+  offsets, dtype = chunk.positions % size, cache[0][0].dtype
+  settings = {"config": options.config, "products": products}
+  x, written = products.look_up(weights.embed, jnp.asarray(chunk.tokens)[:, None]), []
   for layer, pages in zip(weights.layers, cache, strict=True):
 
     def attend(q, k, v, pages=pages):
@@ -256,25 +260,37 @@ def prefill(weights: Weights, cache: Cache, chunk: Chunk, options: Options) -> C
         to = to.at[chunk.pages, :, offsets].set(new[0].astype(to.dtype), mode="drop")
         return _placed(to, options)
 
+      everywhere = ("prompts", "places", "kv_heads", "width")
+      k, v = (products.place(y[:, 0].astype(dtype)[None], everywhere) for y in (k, v))
       pages = (write(pages[0], k), write(pages[1], v))
       heads, width = q.shape[2:]
       kv_heads = k.shape[2]
       asked = q.reshape(1, count, kv_heads, heads // kv_heads, width) * (width**-0.5)
-      asked = asked.transpose(0, 2, 3, 1, 4).reshape(1, kv_heads, -1, width)
-      repeated = jnp.tile(mask, (1, heads // kv_heads, 1))[:, None]
-      scores = options.products.contract("bkme,bske->bkms", asked, k)
-      mix = lambda weights: options.products.contract("bkms,bske->bkme", weights, v)
+      asked = asked.transpose(0, 2, 1, 3, 4).reshape(1, kv_heads, -1, width)
+      repeated = jnp.repeat(mask, heads // kv_heads, axis=1)[:, None]
+      scores = products.contract("bkme,bske->bkms", asked, k)
+      mix = lambda weights: products.contract("bkms,bske->bkme", weights, v)
       here = _softmax(scores, repeated, mix)
       before = _over_pages(asked, _nothing(asked), pages, *past, options)
-      is_theirs = jnp.tile(is_first, heads // kv_heads)[None, None]
+      is_theirs = jnp.repeat(is_first, heads // kv_heads)[None, None]
       _, total, mixed = _joined(here, _only_where(is_theirs, before))
-      attended = (mixed / total[..., None]).reshape(kv_heads, -1, count, width)
-      return attended.transpose(2, 0, 1, 3).reshape(1, count, heads, width), pages
+      attended = (mixed / total[..., None]).reshape(kv_heads, count, -1, width)
+      return attended.transpose(1, 0, 2, 3).reshape(count, 1, heads, width), pages
 
     with precision.scope(options.matmul_precision):
       x, extra = layers.block(layer, x, cos, sin, attend, **settings)
     written.append(extra)
   return written
+
+
+def _of_prefill(options: Options) -> Products:
+  """Returns how a prefill computes products: weights come to its tokens, which are many.
+
+  A decode step has few rows, so there the compiler leaves weights where they are and adds up
+  partial sums of the rows.
+  """
+  placement = None if options.mesh is None else Placement(options.mesh)
+  return dataclasses.replace(options.products, placement=placement)
 
 
 def decode(
@@ -359,7 +375,7 @@ def decode_step(
   cos, sin = layers.rope_angles(positions[:, None], options.config)
   settings = {"config": options.config, "products": options.products}
   step = rows.step + number
-  x, written = weights.embed[tokens][:, None].astype(jnp.float32), []
+  x, written = options.products.look_up(weights.embed, tokens[:, None]), []
   for layer, pages, ring in zip(weights.layers, prompts, own, strict=True):
 
     def attend(q, k, v, pages=pages, ring=ring):

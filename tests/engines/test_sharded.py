@@ -1,12 +1,18 @@
 """The embedded sampler on parameters that are split over eight devices."""
 
+import dataclasses
+import math
+
 import jax
 import numpy as np
 import pytest
 
+from grpo_jax.engines import decoding, jax_sampler
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.learn import sharding
 from grpo_jax.models import transformer
+from grpo_jax.models.products import Products
+from scripts import hlo_collectives
 from tests.engines import tiny
 
 MESHES = [
@@ -30,3 +36,41 @@ def test_split_parameters_sample_the_tokens_of_one_device(shape):
   for name, generation in wanted.items():
     assert got[name].token_ids.tolist() == generation.token_ids.tolist()
     np.testing.assert_allclose(got[name].logprobs, generation.logprobs, atol=1e-5)
+
+
+WIDE = {"hidden_size": 80, "intermediate_size": 208, "num_heads": 8, "head_dim": 10}
+TOKENS = 64  # of a prefill.
+
+
+def prefill_on(shape):
+  """Returns the collectives of a prefill, bytes of the kernels, and the config of the model."""
+  model_config = dataclasses.replace(tiny.config(vocab_size=64), **WIDE)
+  mesh = sharding.make_mesh(**shape)
+  tree = transformer.init(jax.random.key(0), model_config)
+  lies = sharding.param_shardings(transformer.logical_axes(model_config), mesh, shapes=tree)
+  tree = jax.device_put(tree, lies)
+  options = jax_sampler._with_sharding(decoding.Options(model_config, Products(), chunk=4), tree)
+  weights = decoding.split_layers(tree, options)
+  whole = np.zeros(TOKENS, np.int32)
+  chunk = decoding.Chunk(
+    whole, whole + 1, np.arange(TOKENS, dtype=np.int32), whole, whole[:4], np.int32(0)
+  )
+  cache = decoding.empty_pages(4, 16, options)
+  compiled = (
+    jax.jit(lambda *a: decoding.prefill(*a, options)).lower(weights, cache, chunk).compile()
+  )
+  kernels = sum(x.size * 4 for x in tree["layers"].values() if x.ndim == 3)
+  found = hlo_collectives.collectives(compiled.as_text(), devices=8)
+  return found, kernels, model_config
+
+
+@pytest.mark.parametrize("shape", [{"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_of_a_prefill_only_keys_and_values_move_over_the_axes_of_rows(shape):
+  found, kernels, model_config = prefill_on(shape)
+  sizes = {"data": 1, "fsdp": 1, "tensor": 1} | shape
+  over_rows = [c for c in found if hlo_collectives.axes_of(c.groups, sizes) - {"tensor"}]
+  gathered = sum(one.nbytes for one in over_rows if one.kind == "all-gather")
+  assert gathered >= (sizes["fsdp"] - 1) / sizes["fsdp"] * kernels / sizes["tensor"]
+  most = TOKENS * model_config.num_kv_heads * model_config.head_dim
+  of_places = [a for one in over_rows for a in one.arrays if TOKENS in a.shape]
+  assert of_places and max(math.prod(a.shape) for a in of_places) <= most
