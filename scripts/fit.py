@@ -186,7 +186,8 @@ def _batch(case: Case) -> dict[str, Any]:
   of = lambda length, dtype: jax.ShapeDtypeStruct((rows, length), dtype, sharding=lies)
   whole, real = of(case.row_tokens, jnp.int32), of(case.row_tokens, jnp.float32)
   names = ("tokens", "segment_ids", "branch_ids", "positions", "predecessors", "rollout_ids")
-  fields = dict.fromkeys(names, whole) | dict.fromkeys(("advantages", "behavior_logprobs"), real)
+  fields: dict[str, Any] = {name: whole for name in names}
+  fields |= {"advantages": real, "behavior_logprobs": real}
   fields["loss_mask"] = of(case.row_tokens, jnp.bool_)
   fields["loss_places"] = of(case.loss_tokens, jnp.int32)
   if case.has_reference:
