@@ -43,6 +43,7 @@ from grpo_jax import (
 )
 from grpo_jax.disk import writing
 from grpo_jax.engines.base import Engine, SamplingParams
+from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.engines.none import NoEngine
 from grpo_jax.engines.server_process import ServerError
 from grpo_jax.engines.transfer import TransferError
@@ -163,7 +164,7 @@ def build(
   objective = objectives.make(**config.loss)
   logging.info("loss: %s", config.loss.to_dict())
   made = computation.make(config, loading.read_config(folder), mesh, objective)
-  with compiling.Ahead([*_engine_jobs(config, engine), *made.jobs()], watch) as ahead:
+  with compiling.Ahead([*_engine_jobs(engine, made), *made.jobs()], watch) as ahead:
     model = _load(folder, made.shardings)
     data.check_vocabulary(tokenizer, model.config.vocab_size)
     ahead.wait(screen.progress, tell=screen.print, stop=stop)
@@ -396,10 +397,9 @@ def _unusable(
   return None
 
 
-def _engine_jobs(config: Config, engine: Engine) -> list[Job]:
+def _engine_jobs(engine: Engine, made: computation.Computation) -> list[Job]:
   """Returns what the engine has compiled; servers compile by themselves."""
-  programs = getattr(engine, "programs", None)
-  return programs(run_options.limits(config)) if programs else []
+  return engine.programs(made.state.params) if isinstance(engine, JaxSampler) else []
 
 
 def _engine(
@@ -418,6 +418,8 @@ def _engine(
   settings = config.engine.to_dict()
   name = settings.pop("name")
   own = settings[name] if name in settings else settings["options"]
+  is_embedded = name == "jax_sampler"
+  sizes = run_options.sampler_sizes(config) if is_embedded else {"max_rows": settings["max_rows"]}
   try:
     engine = engines.make(
       name,
@@ -429,8 +431,7 @@ def _engine(
       product_dtype=config.model.product_dtype,
       matmul_precision=config.model.matmul_precision,
       num_valid_tokens=tokenizer.vocab_size,
-      max_rows=settings["max_rows"],
-      **own,
+      **{**sizes, **own},
     )
   except (ValueError, ServerError, TransferError) as error:
     raise configuration.ConfigError(f"engine: {error}") from error
