@@ -31,10 +31,16 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 @pytest.fixture(scope="module")
 def one_device():
-  """One device of the eight: a run takes all there are."""
+  """One device of the eight: a run takes all there are.
+
+  Nothing is compiled ahead: short runs call a few of the programs that a long one may need.
+  """
+  from grpo_jax import computation  # only now: what is set above comes first.
+
   first = jax.devices()[:1]
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(jax, "devices", lambda *_: first)
+    patch.setattr(computation.Computation, "jobs", lambda self: [])
     yield
 
 

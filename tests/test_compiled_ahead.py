@@ -14,6 +14,7 @@ from grpo_jax import building, compiling, computation, metrics, train
 from grpo_jax.models import loading
 from grpo_jax.programs import Job
 
+JOBS = computation.Computation.jobs  # other tests take them away.
 STEPS = 4
 # Three shapes of the update, the monitor, the drift and the scorer; adding, applying, the state of
 # the optimizer, the reference, advantages; tensors of the export: these have five shapes.
@@ -66,8 +67,10 @@ def make_config(model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def scripted():
+def scripted(one_device):
+  del one_device
   with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(computation.Computation, "jobs", JOBS)
     patch.setattr(building, "_engine", lambda *_: ScriptedEngine(answer))
     yield
 
@@ -125,7 +128,7 @@ class StopAfter:
 
 
 @pytest.fixture(scope="module")
-def whole(make_config, cache, one_device, tmp_path_factory):
+def whole(make_config, cache, tmp_path_factory):
   """The folder of an undisturbed run, how many programs it compiled, and what it printed."""
   workdir = tmp_path_factory.mktemp("whole")
   return workdir, train_and_count(make_config(), workdir)
@@ -165,10 +168,8 @@ def test_programs_compiled_ahead_compute_what_others_do(
     np.testing.assert_array_equal(one, other)
 
 
-def test_what_is_compiled_late_is_named(make_config, one_device, tmp_path, monkeypatch, capsys):
-  """The shapes of a run's microbatches, all but the first, are left out."""
-  jobs = computation.Computation.jobs
-  most = lambda self: [job for job in jobs(self) if not job.name.startswith("watch")]
+def test_what_is_compiled_late_is_named(make_config, tmp_path, monkeypatch, capsys):
+  most = lambda self: [job for job in JOBS(self) if not job.name.startswith("watch")]
   monkeypatch.setattr(computation.Computation, "jobs", most)
   monkeypatch.setattr(train.monitoring.Monitor, "_is_due", lambda self, step, every: step == 1)
   as_new_process()
