@@ -146,7 +146,7 @@ METRICS: dict[str, Definition] = {
   ),
   "batch/microbatches": Definition("count", "forward and backward passes"),
   "batch/optimizer_steps": Definition("count", "updates of the weights", "> 0"),
-  "batch/packing_efficiency": Definition("share", "places of the rows that hold a token", "> 0.5"),
+  "batch/packing_efficiency": Definition("share", "places of the rows that hold a token", "> 0.7"),
   "batch/skipped_zero_advantage": Definition(
     "count", "completions without advantage, not computed"
   ),

@@ -71,7 +71,8 @@ class Program:
     """
     self.jitted = jitted
     self._static = frozenset(static)
-    self._executables: dict[Any, tuple[Any, list[Any]]] = {}
+    # What arguments are like → the executables for them, each with where its arguments lie.
+    self._executables: dict[Any, list[tuple[Any, list[Any]]]] = {}
     self.name = name or jitted.__name__
     self.remedy = remedy
 
@@ -114,7 +115,7 @@ class Program:
       key, leaves = self._key(arguments, named)
       placed = [getattr(leaf, "sharding", None) for leaf in leaves]
       executable = self.jitted.lower(*arguments, **named).compile()
-      self._executables[key] = executable, placed
+      self._executables.setdefault(key, []).append((executable, placed))
 
     return Job(f"{self.name} {detail}".rstrip(), compile_and_keep, self.remedy)
 
@@ -123,8 +124,10 @@ class Program:
     if not self._executables:
       return None
     key, leaves = self._key(arguments, named)
-    executable, placed = self._executables.get(key, (None, []))
-    return executable if all(map(_lies, leaves, placed)) else None
+    for executable, placed in self._executables.get(key, ()):
+      if all(map(_lies, leaves, placed)):
+        return executable
+    return None
 
   def _key(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, list[Any]]:
     """Returns what an executable depends on but shardings, and the leaves of the arguments."""

@@ -131,7 +131,7 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
         record(run, step, groups, kept, advantages, compared)
         for line in run.signal_watch.lines(step, signal):
           run.logger.print(line)
-        if step > first.step and (line := compiling.late_line(step, compiled)):
+        if step > first.step and (line := compiling.late_line(f"step {step}", compiled)):
           run.logger.print(line)
         evaluated = {}
         standing = Standing(state, run.stream.state(), skipped, evaluated)
@@ -163,6 +163,9 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
       raise failure
     if is_over:
       publish(run, state)
+      late = compiling.late_line("the end of the run", run.compilations.take())
+      if late and int(state.step) > first.step:
+        run.logger.print(late)
   return evaluated
 
 

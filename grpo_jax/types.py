@@ -288,7 +288,6 @@ Metrics = dict[str, Metric]
 class TrainState:
   """What training changes. The reference policy and a frozen base live outside it."""
 
-  # Optimizer batches done so far = version of the weights.
-  step: Int[Array, ""] | jax.ShapeDtypeStruct
+  step: Int[Array, ""]  # optimizer batches done so far = version of the weights.
   params: Any
   opt_state: Any

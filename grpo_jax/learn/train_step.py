@@ -188,11 +188,12 @@ def shapes_of_state(shapes: Any, tx: optax.GradientTransformation, shardings: An
   mesh = sharding.mesh_of(shardings)
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
   of_optimizer = sharding.opt_state_shardings(tx, shapes, shardings, mesh)
-  placed = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-  return TrainState(
-    jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.whole(mesh)),
-    jax.tree.map(placed, shapes, shardings),
-    jax.tree.map(placed, jax.eval_shape(tx.init, shapes), of_optimizer),
+  start = lambda params: TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
+  leaves, tree = jax.tree.flatten(jax.eval_shape(start, shapes))
+  places = jax.tree.leaves((sharding.whole(mesh), shardings, of_optimizer))
+  return tree.unflatten(
+    jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+    for leaf, place in zip(leaves, places, strict=True)
   )
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from grpo_jax.models import accumulated, leaves, sharded_products
+from grpo_jax.models import accumulated, leaves, settled, sharded_products
 from grpo_jax.models.placement import Placement
 
 WEIGHT_PRODUCT = "weight_product"
@@ -90,9 +90,7 @@ class Products:
       The sums, rounded once if `out_dtype` is not float32. The cotangent of an operand has the
       operand's own dtype, and is rounded once to it.
     """
-    if self.compute_dtype == jnp.float32:
-      return jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32))
-    return _rounded_einsum(spec, self.compute_dtype, jnp.dtype(out_dtype), x, y)
+    return _einsum(spec, self.compute_dtype, jnp.dtype(out_dtype), x, y)
 
   def dots(
     self,
@@ -163,25 +161,26 @@ FLOAT32 = Products()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _rounded_einsum(spec: str, dtype: Any, out_dtype: Any, x: Array, y: Array) -> Array:
+def _einsum(spec: str, dtype: Any, out_dtype: Any, x: Array, y: Array) -> Array:
   return accumulated.einsum(spec, x.astype(dtype), y.astype(dtype), out_dtype)
 
 
-def _rounded_einsum_forward(spec: str, dtype: Any, out_dtype: Any, x: Array, y: Array):
+def _einsum_forward(spec: str, dtype: Any, out_dtype: Any, x: Array, y: Array):
   dtypes = jnp.zeros(0, x.dtype), jnp.zeros(0, y.dtype)
   x, y = x.astype(dtype), y.astype(dtype)
   return accumulated.einsum(spec, x, y, out_dtype), (x, y, dtypes)
 
 
-def _rounded_einsum_backward(spec: str, dtype: Any, out_dtype: Any, residuals, cotangent: Array):
+def _einsum_backward(spec: str, dtype: Any, out_dtype: Any, residuals, cotangent: Array):
+  """Returns the cotangents of both factors: two products that read one array, made once."""
   del out_dtype  # the cotangent has it.
   x, y, (like_x, like_y) = residuals
   operands, out = spec.split("->")
   left, right = operands.split(",")
-  g = cotangent.astype(dtype)
+  g = settled.settle(cotangent.astype(dtype))
   dx = accumulated.einsum(f"{out},{right}->{left}", g, y, like_x.dtype)
   dy = accumulated.einsum(f"{left},{out}->{right}", x, g, like_y.dtype)
   return dx, dy
 
 
-_rounded_einsum.defvjp(_rounded_einsum_forward, _rounded_einsum_backward)
+_einsum.defvjp(_einsum_forward, _einsum_backward)

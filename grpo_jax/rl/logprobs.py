@@ -9,6 +9,7 @@ import dataclasses
 import functools
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from grpo_kernels.linear_logprobs import linear_logprobs, sharded, token_local
 from jaxtyping import Array, Bool, Float, Int
@@ -99,21 +100,34 @@ def token_objective(
   predecessors, targets, is_real = _predictions(batch)
   tokens = gather_loss_tokens(batch)
   rows, n = targets.shape
-  flat = lambda x: None if x is None else x.reshape(rows * n)
+  states = _states(hidden, predecessors, is_real)
+  fields = {field: getattr(tokens, field) for field in _Share.FIELDS}
+  per_token = {field: None if x is None else x.reshape(-1) for field, x in fields.items()}
+  per_token["targets"] = targets.reshape(-1)
+  live, back = None, None
+  if partition is None:
+    # Padding goes to the end, where its chunks are left out. Devices of a mesh keep their rows.
+    order = jnp.argsort(~is_real.reshape(-1), stable=True)
+    states, per_token = jax.tree.map(lambda x: x[order], (states, per_token))
+    live, back = jnp.sum(is_real, dtype=jnp.int32), jnp.argsort(order)
   loss, logprobs, entropy = token_local.linear_objective(
-    _states(hidden, predecessors, is_real),
+    states,
     head,
-    targets.reshape(rows * n),
+    per_token.pop("targets"),
     _Share(objective),
-    {field: flat(getattr(tokens, field)) for field in _Share.FIELDS},
+    per_token,
     denominators,
     head_layout=head_layout,
     temperature=temperature,
     return_entropy=return_entropy or objective.needs_entropy,
     differentiate_entropy=objective.needs_entropy,
     partition=partition,
+    live=live,
   )
-  of_real = lambda x: jnp.where(is_real, x.reshape(rows, n), 0)
+
+  def of_real(x):
+    return jnp.where(is_real, (x if back is None else x[back]).reshape(rows, n), 0)
+
   return loss, of_real(logprobs), None if entropy is None else of_real(entropy)
 
 
