@@ -23,7 +23,7 @@ ring; N pages of T tokens; W pages of the longest prompt; A tiles of G rows.
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -50,9 +50,12 @@ Cache = list[tuple[Array, Array]]
 Partial = tuple[Array, Array, Array]
 
 
-def _as_tree(cls: type) -> type:
+_Class = TypeVar("_Class")
+
+
+def _as_tree(cls: type[_Class]) -> type[_Class]:
   """Registers a dataclass as a tree; one of descriptions of arrays is put together unchecked."""
-  names = [field.name for field in dataclasses.fields(cls)]
+  names = list(cls.__annotations__)
 
   def flatten(x):
     return [(jax.tree_util.GetAttrKey(name), getattr(x, name)) for name in names], None
@@ -191,7 +194,7 @@ def _unstack(
     return OutputMajor(x[i].T.astype(dtype)) if x.ndim == 3 else x[i].astype(jnp.float32)
 
   def layer(i):
-    made = {name: of_layer(x, i) for name, x in stacked.items()}
+    made: dict[str, Any] = {name: of_layer(x, i) for name, x in stacked.items()}
     for names in (("q", "k", "v"), ("gate", "up")) if is_joined else ():
       kernels = [made.pop(name).array for name in names]
       widths = tuple(kernel.shape[0] for kernel in kernels)
