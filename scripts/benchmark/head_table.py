@@ -1,5 +1,6 @@
 """What `linear_logprobs.py` measured, as medians, rates, ratios and a printed table. Pure."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -86,11 +87,13 @@ def disagreements(rows: Sequence[dict[str, Any]]) -> list[str]:
   timed = [row for row in rows if row["why"] is None]
   for row in timed:
     others = [x["loss"] for x in timed if _key(x["shape"]) == _key(row["shape"])]
+    finite = [loss for loss in others if math.isfinite(loss)]  # NaN has no place in an order.
+    median = statistics.median(finite) if finite else math.nan
     allowed = 0.05 + 20.0 / row["shape"]["tokens"] ** 0.5
-    if not abs(row["loss"] - statistics.median(others)) <= allowed:
+    if not abs(row["loss"] - median) <= allowed:
       lines.append(
         f"NOT THE SAME RESULT: {row['variant']} ({row['pass']}, {describe(row['shape'])}) has"
-        f" mean loss {row['loss']:.4f}, the median of all is {statistics.median(others):.4f}"
+        f" mean loss {row['loss']:.4f}, the median of all is {median:.4f}"
       )
   return lines
 
