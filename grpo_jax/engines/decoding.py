@@ -285,7 +285,8 @@ def attend_in_two(
 ) -> Float[Array, "R 1 H E"]:
   """Attends to a prompt and to a row's own tokens at once, without joining the two caches.
 
-  The same softmax(q kᵀ / √E) v as `layers.attention`: only the scores are concatenated.
+  The same softmax(q kᵀ / √E) v as `layers.attention`, rounded at the same places: only the scores
+  are concatenated.
 
   Args:
     q: of one token a row.
@@ -299,10 +300,13 @@ def attend_in_two(
   grouped = q.reshape(rows, kv_heads, heads // kv_heads, width) * (width**-0.5)
   score = lambda keys: products.contract("bkre,bkse->bkrs", grouped, keys)
   scores = jnp.concatenate([score(prompt[0]), score(own[0])], axis=-1)
-  weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, _MASKED), axis=-1)
+  scores = jnp.where(mask[:, None, None], scores, _MASKED)
+  highest = jnp.max(scores, axis=-1, keepdims=True)
+  weights = jnp.exp(scores - layers.softmax_shift(highest, products))
+  total = jnp.sum(weights, axis=-1, keepdims=True)
   mix = lambda w, values: products.contract("bkrs,bkse->bkre", w, values)
   mixed = mix(weights[..., :split], prompt[1]) + mix(weights[..., split:], own[1])
-  return mixed.reshape(rows, 1, heads, width)
+  return (mixed / total).reshape(rows, 1, heads, width)
 
 
 def _append(
