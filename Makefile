@@ -4,14 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 STACK = $(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")')
 CONSTRAINTS = constraints/$(STACK).txt
-# Not --quiet: what pip prints shows that it is at work.
-INSTALL = $(BIN)/pip install --disable-pip-version-check -c $(CONSTRAINTS)
+# Not --quiet: what pip prints shows that it is at work. pip compiles 11,000 files to byte code one by
+# one; BYTE_CODE does so on all cores.
+INSTALL = $(BIN)/pip install --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
+BYTE_CODE = $(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 WORKDIR ?= runs/quickstart
 ARGS ?=
 # A process a core, four at most: each compiles for itself and holds up to 3 GB.
 PARALLEL = -n logical --maxprocesses=4 --dist=worksteal
 
-.PHONY: help quickstart test test-slow test-sglang test-gpu aot check format venv sglang-cpu sglang-cuda clean
+.PHONY: help quickstart test test-slow test-sglang test-gpu gpu-day aot check format venv sglang-cpu sglang-cuda clean
 
 help:  ## Show this text.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -33,7 +35,14 @@ test-sglang: venv  ## Run the tests with real SGLang servers, on this machine's 
 test-gpu: $(VENV)/default  ## Run the tests that need an NVIDIA GPU of the Hopper generation.
 	@echo "Installing JAX for CUDA into $(VENV), several GB, unless it is there."
 	$(INSTALL) -e ".[test,cuda]"
+	$(BYTE_CODE)
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest --noconftest -q -W default -m gpu tests/kernels/test_gpu.py $(ARGS)
+
+gpu-day: $(VENV)/default  ## Measure what counts on an NVIDIA GPU, in 25 minutes: docs/gpu.md; ARGS="--resume".
+	@echo "Installing JAX for CUDA and pytest into $(VENV), several GB, unless they are there."
+	$(INSTALL) -e ".[cuda]" pytest
+	$(BYTE_CODE)
+	$(BIN)/python scripts/gpu_day.py $(ARGS)
 
 aot:  ## Compile the kernels for an H100 and for TPUs that are not here: memory, spills. Needs Python 3.12.
 	scripts/compile_for_devices.sh
@@ -53,11 +62,13 @@ $(VENV)/default: pyproject.toml $(wildcard constraints/*.txt)
 	@echo "Installing what a run needs into $(VENV): 1.2 GB, a few minutes, once."
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) -e .
+	$(BYTE_CODE)
 	touch $@
 
 $(VENV)/everything: $(VENV)/default
 	@echo "Installing what tests and checks need into $(VENV): 1.2 GB more, a few minutes, once."
 	$(INSTALL) -e ".[test,dev]"
+	$(BYTE_CODE)
 	touch $@
 
 sglang-cpu:  ## Make .venv-sglang, the environment of SGLang servers on a CPU (1.4 GB).

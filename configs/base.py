@@ -201,9 +201,9 @@ def get_config() -> Any:
   loss.max_completion_tokens = placeholder(int)  # what "constant_length" divides by.
 
   config.batching = batching = ConfigDict()
-  batching.row_tokens = 1024  # longest row; a prompt with one completion must fit.
+  batching.row_tokens = placeholder(int)  # longest row; None: as lengths and memory suggest.
   batching.microbatch_tokens = FieldReference(8192)  # computed at once on one device; None: all.
-  batching.row_buckets = placeholder(tuple)  # row lengths to choose from; None: many.
+  batching.row_buckets = placeholder(tuple)  # the only row lengths, at most 3; None: planned ones.
   batching.drop_truncated = False  # overlong filtering: truncated ones are not learned from.
   batching.skip_zero_advantage = True  # where it changes nothing, do not compute it.
   batching.share_prefixes = True  # a prompt stands once before the completions of its group.

@@ -53,7 +53,6 @@ def get_config():
   config.rollout.max_tokens = 2048
   config.rollout.environment_concurrency = 4  # as many as workers: none waits on its time-out.
   config.sampling.max_tokens = 1024
-  config.batching.row_tokens = 2048
 
   config.loss.kl_coef = 0.0
   config.loss.clip_high = 0.28

@@ -35,7 +35,6 @@ def get_config():
   config.rollout.group_size = 16
   config.rollout.max_tokens = 3072
   config.sampling.max_tokens = 2048
-  config.batching.row_tokens = 3072
 
   # Groups that are all right or all wrong are replaced; what is drawn too much waits for the next
   # step, hence weights that are one step older, and the correction of the ratio to them.

@@ -30,8 +30,6 @@ def get_config():
   config.rollout.group_size = 8
   config.rollout.max_tokens = 512
   config.sampling.max_tokens = 256
-  config.batching.row_tokens = 512
-  config.batching.row_buckets = (512,)  # one shape: the update compiles once.
   config.batching.microbatch_tokens = 1024
 
   config.loss.kl_coef = 0.0

@@ -35,7 +35,6 @@ def get_config():
   config.rollout.group_size = 16
   config.rollout.max_tokens = 512
   config.sampling.max_tokens = 512
-  config.batching.row_tokens = 1024
 
   config.advantages.baseline = "leave_one_out"
   config.loss.kl_coef = 0.01

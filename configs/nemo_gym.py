@@ -30,7 +30,6 @@ def get_config(mode: str = "offline"):
 
   config.rollout.prompts_per_step = 32
   config.rollout.max_tokens = 2048
-  config.batching.row_tokens = 2048
   config.batching.microbatch_tokens = 8192
 
   if mode == "offline":

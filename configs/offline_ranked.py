@@ -26,7 +26,6 @@ def get_config():
   config.offline.rank_reward = "linear"
   config.rollout.prompts_per_step = 8  # groups a step; of all the responses they have.
   config.rollout.max_tokens = 512
-  config.batching.row_tokens = 1024
 
   # The responses are not the policy's own: old/behavior weighs them, and is bounded.
   config.loss.importance_correction = "token"

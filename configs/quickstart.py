@@ -29,8 +29,6 @@ def get_config():
   config.rollout.prompts_per_step = 8
   config.rollout.group_size = 8
   config.sampling.max_tokens = 24
-  config.batching.row_tokens = 256
-  config.batching.row_buckets = (256,)  # one shape: the update compiles once.
   config.batching.microbatch_tokens = 512
 
   config.loss.kl_coef = 0.0

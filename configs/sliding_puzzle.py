@@ -35,7 +35,6 @@ def get_config():
   config.rollout.group_size = 16
   config.rollout.max_turns = 50
   config.rollout.max_tokens = 3072
-  config.batching.row_tokens = 3072
   config.sampling.max_tokens = 512  # of a turn; </action> ends it.
 
   config.advantages.baseline = "leave_one_out"

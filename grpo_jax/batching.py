@@ -2,8 +2,8 @@
 
 A segment is a prompt, which stands there once, followed by completions of its
 group; a row holds segments; a microbatch is a number of rows; a minibatch, the
-microbatches of one optimizer step. Equal shapes come from few buckets, so that
-the update compiles a bounded number of times. `packing` decides what goes where.
+microbatches of one optimizer step. Microbatches have the shapes that the run has
+planned, and no others. `packing` decides what goes where.
 
 Minibatches are made of whole groups, in the order given: a group is never
 split over two optimizer steps. Denominators count every token that the loss is
@@ -72,36 +72,33 @@ def assemble(
   groups: Sequence[RolloutGroup],
   advantages: Sequence[Float[np.ndarray, " _"]],
   *,
-  row_tokens: int,
+  shapes: Sequence[packing.Shape],
+  cost: packing.Cost = packing.PLACES,
   max_prompt_tokens: int | None = None,
   minibatches: int = 1,
-  microbatch_tokens: int | None = None,
-  rows_multiple: int = 1,
-  row_buckets: Sequence[int] | None = None,
   share_prefixes: bool = True,
   pack: bool = True,
   drop_truncated: bool = False,
   skip_zero_advantage: bool = False,
 ) -> Assembled:
-  """Packs groups into microbatches of one shape [B T], N.
+  """Packs groups into microbatches of the shapes given, as cheaply as they allow.
 
   A completion that is left out of the loss for a reason in `LEFT_OUT` is
   counted under it; that its reward is in its group's baseline is the business
-  of whoever made the advantages. A group that does not fit in a row is split
-  over several segments, each with the prompt. The loss does not depend on any
-  option here but `minibatches`, `drop_truncated` and the limits of length.
+  of whoever made the advantages. A group stands in several segments, each with
+  the prompt, where it does not fit in a row, or fills the rest of one. The loss
+  does not depend on any option here but `minibatches`, `drop_truncated` and the
+  limits of length.
 
   Args:
     groups: of one training step.
     advantages: one per rollout, an array per group; not read where unscorable.
-    row_tokens: longest row, in tokens.
+    shapes: that microbatches may have, made by `packing.plan`; microbatches of a step may differ.
+      Their longest row is the limit of a prompt with a completion.
+    cost: of a microbatch; see `models.operations`.
     max_prompt_tokens: longer prompts are left out; None: what fits in a row.
     minibatches: optimizer steps; the groups are split evenly, in order. Fewer
       if there are fewer groups; one in which nothing is learned is not made.
-    microbatch_tokens: row places of a microbatch, per data-parallel replica;
-      at least one row is taken. None: one microbatch holds all rows.
-    rows_multiple: number of data-parallel replicas; B is a multiple of it.
-    row_buckets: allowed T; None: multiples of 32, about four per octave.
     share_prefixes: False gives every completion a segment of its own.
     pack: False gives every segment a row of its own.
     drop_truncated: leave truncated completions out of the loss ("overlong filtering").
@@ -111,15 +108,17 @@ def assemble(
 
   Returns:
     Minibatches, placements, and the metrics "batch/packing_efficiency" (tokens per
-    place), "batch/loss_tokens", "batch/rows", "batch/row_tokens", "batch/microbatches",
-    "batch/optimizer_steps", "batch/skipped_zero_advantage" and
+    place), "batch/repeated_prompt_tokens" (of prompts that stand more than once),
+    "batch/loss_tokens", "batch/rows", "batch/row_tokens" (mean length of the rows),
+    "batch/microbatches", "batch/optimizer_steps", "batch/skipped_zero_advantage" and
     "batch/left_out/REASON" (completions).
 
   Raises:
     ValueError: lengths disagree, an advantage is not finite, a prompt has no
       token, or an option makes no sense.
   """
-  _check(groups, advantages, row_tokens, minibatches, rows_multiple)
+  row_tokens = max((shape.row_tokens for shape in shapes), default=0)
+  _check(groups, advantages, row_tokens, minibatches)
   prompt_limit = min(max_prompt_tokens or row_tokens, row_tokens - 1)
   not_computed: dict[tuple[int, int], str] = {}
   parts = []
@@ -137,23 +136,15 @@ def assemble(
           live.append(r)
         else:
           not_computed[int(g), r] = reason
-      part.segments += _segments(int(g), group, live, row_tokens, share_prefixes)
+      part.add(int(g), live, share_prefixes)
     parts.append(part)
-  parts = [part for part in parts if part.segments]
-  shape = packing.choose_shape(
-    [[s.tokens for s in part.segments] for part in parts],
-    [[s.loss_tokens for s in part.segments] for part in parts],
-    candidates=tuple(row_buckets) if row_buckets else packing.row_lengths(row_tokens),
-    microbatch_tokens=microbatch_tokens,
-    rows_multiple=rows_multiple,
-    pack=pack,
-  )
-  made, placements = [], []
-  for m, part in enumerate(parts):
-    minibatch, placed = _minibatch(m, part, groups, advantages, shape, pack)
-    made.append(minibatch)
-    placements += placed
-  used = sum(s.tokens for part in parts for s in part.segments)
+  made, placements, used = [], [], _Used()
+  for part in parts:
+    packed = packing.pack(part.sizes(groups), shapes, cost=cost, one_piece=not pack)
+    if packed:
+      minibatch, placed = _minibatch(len(made), part, packed, groups, advantages, used)
+      made.append(minibatch)
+      placements += placed
   counts = collections.Counter(not_computed.values())
   return Assembled(tuple(made), tuple(placements), _metrics(made, used, counts), not_computed)
 
@@ -192,9 +183,15 @@ def per_rollout(
 
 @dataclasses.dataclass(slots=True)
 class _Part:
-  """What goes into one optimizer step."""
+  """What goes into one optimizer step.
 
-  segments: list[layout.Segment] = dataclasses.field(default_factory=list)
+  Attributes:
+    units: (group, rollouts) of what may share a prompt.
+    loss_tokens: learned from, or skipped because they add nothing.
+    sequences: completions of these.
+  """
+
+  units: list[tuple[int, tuple[int, ...]]] = dataclasses.field(default_factory=list)
   loss_tokens: int = 0
   sequences: int = 0
 
@@ -202,8 +199,45 @@ class _Part:
     self.loss_tokens += int(rollout.loss_mask.sum())
     self.sequences += 1
 
+  def add(self, group: int, live: Sequence[int], share_prefixes: bool) -> None:
+    """Adds those completions of a group that are computed."""
+    if live:
+      self.units += [(group, tuple(live))] if share_prefixes else [(group, (r,)) for r in live]
 
-def _check(groups, advantages, row_tokens: int, minibatches: int, rows_multiple: int) -> None:
+  def sizes(self, groups: Sequence[RolloutGroup]) -> list[packing.Sizes]:
+    return [
+      packing.Sizes(
+        len(groups[g].prompt.token_ids),
+        tuple(len(groups[g].rollouts[r].completion_ids) for r in rollouts),
+      )
+      for g, rollouts in self.units
+    ]
+
+  def segment(self, piece: packing.Piece, groups: Sequence[RolloutGroup]) -> layout.Segment:
+    """Returns what `packing` calls a piece of a unit, in the words of the groups."""
+    g, live = self.units[piece.group]
+    rollouts = tuple(live[i] for i in piece.completions)
+    lengths = (len(groups[g].rollouts[r].completion_ids) for r in rollouts)
+    return layout.Segment(g, rollouts, len(groups[g].prompt.token_ids) + sum(lengths))
+
+
+@dataclasses.dataclass(slots=True)
+class _Used:
+  """Counts the tokens that stand in rows."""
+
+  tokens: int = 0
+  prompt_tokens: int = 0
+  once: int = 0  # of prompts, if each stood once in an optimizer step.
+
+  def count(self, segments: Sequence[layout.Segment], groups: Sequence[RolloutGroup]) -> None:
+    """Adds the segments of an optimizer step."""
+    lengths = [len(groups[segment.group].prompt.token_ids) for segment in segments]
+    self.tokens += sum(segment.tokens for segment in segments)
+    self.prompt_tokens += sum(lengths)
+    self.once += sum(dict(zip((s.group for s in segments), lengths, strict=True)).values())
+
+
+def _check(groups, advantages, row_tokens: int, minibatches: int) -> None:
   """Raises ValueError for what cannot be assembled."""
   sizes = [len(group.rollouts) for group in groups], [len(a) for a in advantages]
   if sizes[0] != sizes[1]:
@@ -213,11 +247,10 @@ def _check(groups, advantages, row_tokens: int, minibatches: int, rows_multiple:
       raise ValueError(
         f"prompt {group.prompt.prompt_id!r} has no token: nothing predicts the first"
       )
-  smallest = {"row_tokens": (row_tokens, 2), "minibatches": (minibatches, 1)}
-  smallest["rows_multiple"] = (rows_multiple, 1)
-  for name, (value, least) in smallest.items():
-    if value < least:
-      raise ValueError(f"{name} must be at least {least}, got {value}")
+  if row_tokens < 2:
+    raise ValueError(f"shapes needs a shape with rows of at least 2 tokens, got {row_tokens}")
+  if minibatches < 1:
+    raise ValueError(f"minibatches must be at least 1, got {minibatches}")
 
 
 def _finite(advantage: float, group: RolloutGroup, r: int) -> float:
@@ -243,68 +276,47 @@ def _reason(
   return next((reason for reason, holds in zip(LEFT_OUT, verdicts, strict=True) if holds), None)
 
 
-def _segments(
-  g: int, group: RolloutGroup, live: Sequence[int], row_tokens: int, share_prefixes: bool
-) -> list[layout.Segment]:
-  """Puts the live completions of a group into as few segments as fit into rows."""
-  prompt = len(group.prompt.token_ids)
-  lengths = [len(group.rollouts[r].completion_ids) for r in live]
-  room = row_tokens - prompt
-  bins = packing.best_fit_decreasing(lengths, room) if share_prefixes else _one_each(live)
-  return [
-    layout.Segment(
-      group=g,
-      rollouts=tuple(live[i] for i in members),
-      tokens=prompt + sum(lengths[i] for i in members),
-      loss_tokens=sum(int(group.rollouts[live[i]].loss_mask.sum()) for i in members),
-    )
-    for members in bins
-  ]
-
-
-def _one_each(items: Sequence) -> list[list[int]]:
-  return [[i] for i in range(len(items))]
-
-
 def _minibatch(
   m: int,
   part: _Part,
+  packed: Sequence[packing.Packed],
   groups: Sequence[RolloutGroup],
   advantages: Sequence[np.ndarray],
-  shape: packing.Shape,
-  pack: bool,
+  used: _Used,
 ) -> tuple[Minibatch, list[Placement]]:
-  """Lays the segments of one optimizer step out in microbatches of the given shape."""
-  lengths = [s.tokens for s in part.segments]
-  rows = packing.best_fit_decreasing(lengths, shape.row_tokens) if pack else _one_each(lengths)
+  """Lays the segments of one optimizer step out in its microbatches; counts their tokens."""
   batches, placements = [], []
-  for first in range(0, len(rows), shape.rows):
-    members = [[part.segments[i] for i in row] for row in rows[first : first + shape.rows]]
-    batch, starts = layout.batch(members, shape, groups, advantages)
-    for b, (row, of_row) in enumerate(zip(members, starts, strict=True)):
+  for number, one in enumerate(packed):
+    rows = [[part.segment(piece, groups) for piece in row] for row in one.rows]
+    batch, starts = layout.batch(rows, one.shape, groups, advantages)
+    for b, (row, of_row) in enumerate(zip(rows, starts, strict=True)):
       completions = [(segment.group, r) for segment in row for r in segment.rollouts]
       placements += [
-        Placement(m, len(batches), b, start, g, r)
+        Placement(m, number, b, start, g, r)
         for start, (g, r) in zip(of_row, completions, strict=True)
       ]
     batches.append(batch)
+  pieces = (piece for one in packed for row in one.rows for piece in row)
+  used.count([part.segment(piece, groups) for piece in pieces], groups)
   denominators = Denominators(float(part.loss_tokens), float(part.sequences))
   return Minibatch(tuple(batches), denominators), placements
 
 
-def _metrics(made: Sequence[Minibatch], used: int, counts: collections.Counter[str]) -> Metrics:
+def _metrics(made: Sequence[Minibatch], used: _Used, counts: collections.Counter[str]) -> Metrics:
   """Describes what was packed and what was left out."""
   batches = [batch for minibatch in made for batch in minibatch.microbatches]
-  slots = sum(batch.tokens.size for batch in batches)
+  places = sum(batch.tokens.size for batch in batches)
+  rows = sum(batch.tokens.shape[0] for batch in batches)
   numbers = {
     "batch/loss_tokens": sum(m.denominators.tokens for m in made),
-    "batch/rows": sum(batch.tokens.shape[0] for batch in batches),
-    "batch/row_tokens": batches[0].tokens.shape[1] if batches else 0,
+    "batch/rows": rows,
+    "batch/row_tokens": places / rows if rows else 0,
+    "batch/repeated_prompt_tokens": used.prompt_tokens - used.once,
     "batch/microbatches": len(batches),
     "batch/optimizer_steps": len(made),
     "batch/skipped_zero_advantage": counts[ZERO_ADVANTAGE],
     **{f"batch/left_out/{reason}": counts[reason] for reason in LEFT_OUT},
   }
   metrics: Metrics = {name: Mean(float(value), 1.0) for name, value in numbers.items()}
-  metrics["batch/packing_efficiency"] = Mean(float(used), float(slots))
+  metrics["batch/packing_efficiency"] = Mean(float(used.tokens), float(places))
   return metrics

@@ -13,6 +13,7 @@ from grpo_kernels.linear_logprobs import choice
 from jax.sharding import Mesh
 
 from grpo_jax import (
+  batching_options,
   checkpointing,
   compiling,
   configuration,
@@ -28,6 +29,7 @@ from grpo_jax import (
   monitoring,
   offline,
   offline_building,
+  packing,
   precision,
   rollout,
   run_folder,
@@ -45,7 +47,7 @@ from grpo_jax.engines.server_process import ServerError
 from grpo_jax.engines.transfer import TransferError
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.learn import optim, sharding, train_step
-from grpo_jax.models import export, leaves, loading, sources, transformer
+from grpo_jax.models import export, leaves, loading, operations, sources, transformer
 from grpo_jax.models.fields import Fields
 from grpo_jax.models.products import Products
 from grpo_jax.rl import estimators, objectives
@@ -80,6 +82,8 @@ class Run:
   config: Config
   workdir: pathlib.Path
   mesh: Mesh
+  shapes: tuple[packing.Shape, ...]  # those that microbatches may have.
+  cost: packing.Cost  # by which the shapes of a step are chosen.
   model: loading.Loaded  # without its parameters, which training consumes.
   reference: Any  # parameters of the frozen reference policy; None: the loss needs none.
   tokenizer: data.Tokenizer
@@ -166,7 +170,9 @@ def build(
   data.check_vocabulary(tokenizer, model.config.vocab_size)
   of_policy = {
     "temperature": config.sampling.temperature,
-    "products": Products(config.model.compute_dtype, config.model.product_dtype),
+    "products": Products(
+      config.model.compute_dtype, config.model.product_dtype, sharding.placement(mesh)
+    ),
     "remat": config.model.remat,
     "partition": sharding.head_partition(mesh),
   }
@@ -174,7 +180,9 @@ def build(
     model.config, implementation=config.model.logprobs, **of_policy
   )
   score = train_step.make_scorer(logprobs, matmul_precision=matmul_precision)
-  scorer = offline_building.make_scorer(config, score, mesh)
+  cost = operations.of_update(model.config, remat=config.model.remat)
+  shapes = batching_options.plan(config, cost=cost, replicas=sharding.replicas(mesh))
+  scorer = offline_building.make_scorer(config, score, mesh, shapes, cost)
   behavior_logprobs = None
   if is_offline:
     prompts = _prompts(config, tokenizer, opener, {})
@@ -241,6 +249,8 @@ def build(
     config=config,
     workdir=workdir,
     mesh=mesh,
+    shapes=shapes,
+    cost=cost,
     model=model,
     reference=reference,
     tokenizer=tokenizer,
@@ -314,9 +324,13 @@ def _check_context(config: Config, folder: pathlib.Path) -> None:
   allowed = run_options.limits(config).max_tokens or 0
   known = loading.read_config(folder).max_position_embeddings
   if not offline_building.is_offline(config) and allowed > known:
+    bounds, remedy = "rollout.max_tokens lets", "it"
+    if batching_options.longest_row(config) is not None:
+      rows = "row_buckets" if config.batching.row_tokens is None else "row_tokens"
+      bounds, remedy = f"rollout.max_tokens and batching.{rows} let", "one of them"
     raise configuration.ConfigError(
-      f"rollout.max_tokens and batching.row_tokens let a prompt with its completion have {allowed}"
-      f" tokens, the model in {folder} reads {known} (max_position_embeddings): lower one of them"
+      f"{bounds} a prompt with its completion have {allowed} tokens, the model in {folder} reads"
+      f" {known} (max_position_embeddings): lower {remedy}"
     )
 
 

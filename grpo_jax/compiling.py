@@ -1,17 +1,46 @@
-"""Says when XLA is compiling, which is when nothing else of a run moves."""
+"""Compiles programs ahead in threads, and follows what XLA compiles, and when.
 
+Nothing else of a run moves while it compiles. A run therefore compiles what it will need before
+its first step, several programs at a time, and says so if anything is compiled later.
+"""
+
+import concurrent.futures
 import contextlib
+import dataclasses
+import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 
-# JAX sends this name as a scalar when a compilation begins, and as a duration when it ends.
+from grpo_jax import host_memory
+from grpo_jax.interrupts import Stopped
+from grpo_jax.programs import Job
+
+# JAX sends this name as a scalar when a compilation begins, and as a duration when it ends. In
+# between it sends HIT, in the same thread, if the program was read from the cache on disk.
 EVENT = "/jax/core/compile/backend_compile_duration"
+HIT = "/jax/compilation_cache/cache_hits"
 SLOW_S = 1.0  # a compilation that takes longer is worth a word.
 PATIENCE_S = 5.0  # and one that takes this long is worth a line that stays.
+POLL_S = 0.2  # between two looks at whether the run is to end.
+MEMORY_OF_ONE = 2 << 30  # bytes of host memory that the compilation of a large program may take.
+
+# (description, total) → a context that gives advance(count=1); see `console.Screen.progress`.
+Progress = Callable[[str, int], AbstractContextManager[Callable[..., None]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compilation:
+  """What XLA was asked for once."""
+
+  name: str  # of the function.
+  seconds: float
+  is_kept: bool  # it was read from the cache on disk, and not compiled.
+  job: str = ""  # that asked for it; "": a call.
 
 
 class Watch:
@@ -26,6 +55,9 @@ class Watch:
     self._clock = clock
     self._lock = threading.Lock()
     self._began: dict[int, float] = {}  # thread -> when its compilation began.
+    self._named: dict[int, str] = {}  # thread -> the job that it runs.
+    self._hits: set[int] = set()  # threads whose compilation turned out to be a reading.
+    self._done: list[Compilation] = []
     self._patience: dict[int, threading.Timer] = {}
     self._tell: Callable[[str], None] | None = None  # None: said already, or nobody listens.
 
@@ -38,11 +70,13 @@ class Watch:
     """
     self._tell = tell
     jax.monitoring.register_scalar_listener(self._begin)
+    jax.monitoring.register_event_listener(self._hit)
     jax.monitoring.register_event_duration_secs_listener(self._end)
     try:
       yield
     finally:
       jax.monitoring.unregister_scalar_listener(self._begin)
+      jax.monitoring.unregister_event_listener(self._hit)
       jax.monitoring.unregister_event_duration_listener(self._end)
       self._tell = None
       with self._lock:
@@ -50,12 +84,43 @@ class Watch:
           timer.cancel()
         self._patience.clear()
         self._began.clear()
+        self._hits.clear()
 
   def note(self) -> str:
-    """Returns "compiling, 12 s" if a compilation has been under way for a second, or ""."""
+    """Returns "compiling, 12 s" if a compilation has been under way for a second, or "".
+
+    A job's name takes the place of "compiling": "update 8 × 1024, 12 s".
+    """
     with self._lock:
-      longest = max((self._clock() - began for began in self._began.values()), default=0.0)
-    return f"compiling, {longest:.0f} s" if longest >= SLOW_S else ""
+      if not self._began:
+        return ""
+      thread, began = min(self._began.items(), key=lambda item: item[1])
+      name = self._named.get(thread, "compiling")
+    longest = self._clock() - began
+    return f"{name}, {longest:.0f} s" if longest >= SLOW_S else ""
+
+  def so_far(self) -> list[Compilation]:
+    """Returns what was compiled, or read from the cache, since the last `take`."""
+    with self._lock:
+      return list(self._done)
+
+  def take(self) -> list[Compilation]:
+    """Returns what was compiled, or read from the cache, since the last call, and forgets it."""
+    with self._lock:
+      done, self._done = self._done, []
+    return done
+
+  @contextlib.contextmanager
+  def naming(self, name: str) -> Iterator[None]:
+    """Gives what this thread compiles within the block a name for `note`."""
+    thread = threading.get_ident()
+    with self._lock:
+      self._named[thread] = name
+    try:
+      yield
+    finally:
+      with self._lock:
+        self._named.pop(thread, None)
 
   def _begin(self, event: str, value: float | int, **_: Any) -> None:
     if event != EVENT:
@@ -63,17 +128,28 @@ class Watch:
     thread = threading.get_ident()
     with self._lock:
       self._began.setdefault(thread, self._clock())
+      self._hits.discard(thread)
       if self._tell is not None and thread not in self._patience:
         timer = self._patience[thread] = threading.Timer(PATIENCE_S, self._explain)
         timer.daemon = True
         timer.start()
 
-  def _end(self, event: str, duration_secs: float, **_: Any) -> None:
+  def _hit(self, event: str, **_: Any) -> None:
+    if event == HIT:
+      with self._lock:
+        self._hits.add(threading.get_ident())
+
+  def _end(self, event: str, duration_secs: float, **named: Any) -> None:
     if event != EVENT:
       return
+    thread = threading.get_ident()
+    name = str(named.get("fun_name", "a program")).removeprefix("jit(").removesuffix(")")
     with self._lock:
-      self._began.pop(threading.get_ident(), None)
-      timer = self._patience.pop(threading.get_ident(), None)
+      job = self._named.get(thread, "")
+      self._done.append(Compilation(name, duration_secs, thread in self._hits, job))
+      self._hits.discard(thread)
+      self._began.pop(thread, None)
+      timer = self._patience.pop(thread, None)
     if timer is not None:
       timer.cancel()
 
@@ -84,3 +160,101 @@ class Watch:
       folder = jax.config.values.get("jax_compilation_cache_dir")
       kept = f"once: what is compiled is kept in {folder}" if folder else "in every start"
       tell(f"compiling; nothing else moves meanwhile. This happens {kept}")
+
+
+def metrics(done: Sequence[Compilation]) -> dict[str, float]:
+  """Returns perf/compilations and perf/compile_s; what was read from the cache does not count."""
+  compiled = [one.seconds for one in done if not one.is_kept]
+  return {"perf/compilations": float(len(compiled)), "perf/compile_s": sum(compiled)}
+
+
+def late_line(step: int, done: Sequence[Compilation]) -> str:
+  """Returns what is to be said of compilations after the first step; "" if there were none."""
+  compiled = [one for one in done if not one.is_kept]
+  if not compiled:
+    return ""
+  names = ", ".join(dict.fromkeys(one.name for one in compiled))
+  took = sum(one.seconds for one in compiled)
+  return (
+    f"step {step} compiled {len(compiled)} program{'s' * (len(compiled) > 1)} in {took:.1f} s,"
+    f" which should have been compiled before the first step: {names}"
+  )
+
+
+class Ahead:
+  """Compiles jobs in threads while the caller does something else.
+
+  with Ahead(jobs, watch) as ahead:
+    model = load()
+    ahead.wait(screen.progress, tell=screen.print, stop=stop)
+  """
+
+  def __init__(self, jobs: Sequence[Job], watch: Watch, *, threads: int | None = None):
+    """Begins to compile.
+
+    Args:
+      jobs: the ones that take longest first.
+      watch: is told the names of the jobs that run.
+      threads: that compile side by side; None: as the cores and the free memory allow.
+    """
+    self._count = len(jobs)
+    self._watch = watch
+    self._began = time.monotonic()
+    self.threads = threads or threads_for(len(jobs))
+    self._pool = concurrent.futures.ThreadPoolExecutor(self.threads, thread_name_prefix="compile")
+    self._pending = {self._pool.submit(_named, watch, job) for job in jobs}
+
+  def __enter__(self) -> "Ahead":
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    """Gives up what has not begun; does not wait for the rest."""
+    self._pool.shutdown(wait=False, cancel_futures=True)
+
+  def wait(
+    self, progress: Progress, *, tell: Callable[[str], None] = lambda line: None, stop: Any = False
+  ) -> None:
+    """Waits until everything is compiled, behind a bar of progress; then says how long it took.
+
+    Args:
+      progress: shows the bar.
+      tell: is given one line at the end.
+      stop: becomes true when the run is asked to end.
+
+    Raises:
+      Stopped: the run is asked to end.
+      CompilationError: a program cannot be compiled; the others are given up.
+    """
+    if not self._count:
+      return
+    with progress("compiling", self._count) as advance:
+      while self._pending:
+        done, self._pending = concurrent.futures.wait(
+          self._pending, POLL_S, concurrent.futures.FIRST_COMPLETED
+        )
+        for future in done:
+          future.result()
+        if stop:
+          raise Stopped
+        advance(len(done))
+    of_jobs = [one for one in self._watch.so_far() if one.job]
+    kept = sum(one.is_kept for one in of_jobs)
+    took = time.monotonic() - self._began
+    tell(f"programs: {len(of_jobs) - kept} compiled, {kept} read from the cache, in {took:.1f} s")
+
+
+def threads_for(jobs: int) -> int:
+  """Returns how many programs are compiled side by side: as cores and free memory allow.
+
+  Args:
+    jobs: to be compiled.
+  """
+  free = host_memory.available_bytes()
+  by_memory = jobs if free is None else free // MEMORY_OF_ONE
+  cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+  return max(1, min(jobs, cores or 1, by_memory))
+
+
+def _named(watch: Watch, job: Job) -> None:
+  with watch.naming(job.name):
+    job()

@@ -1,6 +1,7 @@
-"""What the process has freed goes back to the system."""
+"""The memory of this machine: what the process frees goes back; how much there still is."""
 
 import ctypes
+import pathlib
 import sys
 
 
@@ -16,3 +17,23 @@ def trim() -> None:
   libc = ctypes.CDLL(None)
   if hasattr(libc, "malloc_trim"):
     libc.malloc_trim(0)
+
+
+def available_bytes() -> int | None:
+  """Returns the bytes that programs can still take without swapping; None where nobody says.
+
+  The limit of a container (cgroup v2) counts, too.
+  """
+  try:
+    fields = dict(
+      line.split(":", 1) for line in pathlib.Path("/proc/meminfo").read_text().splitlines()
+    )
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+  except (OSError, KeyError, ValueError):
+    return None
+  group = pathlib.Path("/sys/fs/cgroup")
+  try:
+    limit = int((group / "memory.max").read_text())
+    return max(min(free, limit - int((group / "memory.current").read_text())), 0)
+  except (OSError, ValueError):  # no container, or "max": it has no limit.
+    return free

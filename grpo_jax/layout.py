@@ -18,7 +18,6 @@ class Segment:
   group: int
   rollouts: tuple[int, ...]
   tokens: int
-  loss_tokens: int
 
 
 def batch(

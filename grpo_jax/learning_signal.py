@@ -25,7 +25,8 @@ class Reason(NamedTuple):
   remedy: str
 
 
-_LONGER = "raise data.max_prompt_tokens, rollout.max_tokens and batching.row_tokens"
+_ROWS = "batching.row_tokens and batching.row_buckets, where they are set"
+_LONGER = f"raise data.max_prompt_tokens, rollout.max_tokens, {_ROWS}"
 
 REASONS: dict[str, Reason] = {
   "group_of_one": Reason(
@@ -64,7 +65,7 @@ REASONS: dict[str, Reason] = {
     _LONGER,
   ),
   "prompt_too_long": Reason("have a prompt that fills a whole row", _LONGER),
-  "too_long": Reason("do not fit in a row together with their prompt", "raise batching.row_tokens"),
+  "too_long": Reason("do not fit in a row together with their prompt", f"raise {_ROWS}"),
   "empty": Reason(
     "have no token that the model wrote", "look at stop strings and at the chat template"
   ),

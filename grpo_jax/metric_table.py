@@ -138,7 +138,12 @@ METRICS: dict[str, Definition] = {
   "batch/advantage_max": Definition("advantage", "highest", "< 5"),
   "batch/loss_tokens": Definition("tokens", "learned from in the step, all its passes"),
   "batch/rows": Definition("count", "packed rows, padding rows included"),
-  "batch/row_tokens": Definition("tokens", "length of a row"),
+  "batch/row_tokens": Definition(
+    "tokens", "mean length of a row; times batch/rows: the places computed"
+  ),
+  "batch/repeated_prompt_tokens": Definition(
+    "tokens", "of prompts that stand in several rows of an optimizer step, beyond the first"
+  ),
   "batch/microbatches": Definition("count", "forward and backward passes"),
   "batch/optimizer_steps": Definition("count", "updates of the weights", "> 0"),
   "batch/packing_efficiency": Definition("share", "places of the rows that hold a token", "> 0.5"),

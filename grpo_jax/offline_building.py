@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from grpo_jax import behavior, data, offline, rollout, scoring
+from grpo_jax import batching_options, behavior, data, offline, packing, rollout, scoring
 from grpo_jax.data.groups import GroupDataset
 from grpo_jax.environments.base import EnvironmentFactory
 from grpo_jax.learn import train_step
@@ -54,7 +54,7 @@ def opener(config: Config) -> Callable[..., GroupDataset]:
   settings = {
     "options": offline.Options(**config.offline),
     "on_error": config.data.on_error,
-    "max_tokens": min(config.rollout.max_tokens, config.batching.row_tokens),
+    "max_tokens": batching_options.longest_sequence(config),
   }
 
   def open_groups(tokenizer: data.Tokenizer, **fields: Any) -> GroupDataset:
@@ -82,16 +82,16 @@ def groups_lines(config: Config, datasets: Sequence[Any]) -> Iterator[str]:
     yield told
 
 
-def make_scorer(config: Config, score: train_step.Scorer, mesh: Mesh) -> scoring.GroupScorer:
+def make_scorer(
+  config: Config,
+  score: train_step.Scorer,
+  mesh: Mesh,
+  shapes: tuple[packing.Shape, ...],
+  cost: packing.Cost,
+) -> scoring.GroupScorer:
   """Makes what gives logprobs of whole groups, in rows as the update has them."""
-  return scoring.GroupScorer(
-    score,
-    mesh,
-    groups_at_once=config.rollout.prompts_per_step,
-    row_tokens=config.batching.row_tokens,
-    microbatch_tokens=config.batching.microbatch_tokens,
-    row_buckets=config.batching.row_buckets,
-  )
+  at_once = config.rollout.prompts_per_step
+  return scoring.GroupScorer(score, mesh, groups_at_once=at_once, shapes=shapes, cost=cost)
 
 
 def score_behavior(

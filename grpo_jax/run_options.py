@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from grpo_jax import (
+  batching_options,
   configuration,
   data_options,
   environments,
@@ -103,6 +104,7 @@ def _broken_rules(config: Config) -> Iterator[str]:
   model = config.model
   yield from _refused(lambda: precision.resolve(model.matmul_precision, model.compute_dtype))
   yield from _refused(lambda: Products(model.compute_dtype, model.product_dtype))
+  yield from batching_options.problems(config)
   yield from _misfitting(config)
 
 
@@ -198,8 +200,7 @@ def _unlearnable(config: Config) -> Iterator[str]:
     )
   longest = min(
     config.sampling.max_tokens * config.rollout.max_turns,
-    config.rollout.max_tokens - 1,
-    config.batching.row_tokens - 1,
+    batching_options.longest_sequence(config) - 1,
   )
   if longest <= limit - buffer:
     yield (
@@ -238,7 +239,7 @@ def filters_of(config: Config) -> dict[str, Any]:
 def limits(config: Config) -> rollout.Limits:
   return rollout.Limits(
     max_turns=config.rollout.max_turns,
-    max_tokens=min(config.rollout.max_tokens, config.batching.row_tokens),
+    max_tokens=batching_options.longest_sequence(config),
     environment_timeout_s=config.rollout.environment_timeout_s,
     environment_concurrency=config.rollout.environment_concurrency,
     max_error_share=config.rollout.max_error_share,

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
-from grpo_jax import batching
+from grpo_jax import batching, packing
 from grpo_jax.learn import sharding, train_step
 from grpo_jax.types import Batch, RolloutGroup
 
@@ -25,9 +25,8 @@ class GroupScorer:
   score: train_step.Scorer
   mesh: Mesh
   groups_at_once: int
-  row_tokens: int
-  microbatch_tokens: int | None = None
-  row_buckets: Sequence[int] | None = None
+  shapes: tuple[packing.Shape, ...]
+  cost: packing.Cost = packing.PLACES
 
   def __call__(
     self, params: Any, groups: Sequence[RolloutGroup]
@@ -58,10 +57,8 @@ class GroupScorer:
     assembled = batching.assemble(
       counting,
       [np.zeros(len(group.rollouts)) for group in counting],
-      row_tokens=self.row_tokens,
-      microbatch_tokens=self.microbatch_tokens,
-      rows_multiple=sharding.replicas(self.mesh),
-      row_buckets=self.row_buckets,
+      shapes=self.shapes,
+      cost=self.cost,
     )
     return assembled.with_minibatches(sharding.put(assembled.minibatches, self.mesh)), counting
 

@@ -202,11 +202,9 @@ def assemble(
   assembled = batching.assemble(
     groups,
     advantages,
-    row_tokens=options.row_tokens,
+    shapes=run.shapes,
+    cost=run.cost,
     minibatches=run.config.learn.minibatches,
-    microbatch_tokens=options.microbatch_tokens,
-    rows_multiple=sharding.replicas(run.mesh),
-    row_buckets=options.row_buckets,
     share_prefixes=options.share_prefixes,
     pack=options.pack,
     drop_truncated=options.drop_truncated,

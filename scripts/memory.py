@@ -21,10 +21,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from grpo_jax import building, command_line, run_options
+from grpo_jax import batching_options, building, command_line, run_options
 from grpo_jax.learn import optim, train_step
 from grpo_jax.models import config as model_config
-from grpo_jax.models import transformer
+from grpo_jax.models import operations, transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 from grpo_jax.rl import objectives
@@ -103,7 +103,7 @@ def count(model: ModelConfig, config: Any) -> Memory:
   opt_state = jax.eval_shape(tx.init, params)
   objective = objectives.make(**config.loss)
   update = _update(model, config, objective, tx, schedule)
-  batch = _batch(config, with_reference=objective.needs_ref)
+  batch = _batch(model, config, with_reference=objective.needs_ref)
   inputs = (params, batch, Denominators(1.0, 1.0))
   gradients = jax.eval_shape(lambda *of: update.differentiate(*of)[0], *inputs)
   differentiate = _compiled(_flat(update.differentiate, inputs), *jax.tree.leaves(inputs))
@@ -161,11 +161,11 @@ def _update(
   )
 
 
-def _batch(config: Any, *, with_reference: bool) -> Batch:
+def _batch(model: ModelConfig, config: Any, *, with_reference: bool) -> Batch:
   """Returns a full microbatch of zeros, in which every token is learned from."""
-  columns = config.batching.row_tokens
-  per_step = config.rollout.prompts_per_step * config.rollout.group_size * columns
-  rows = max(1, (config.batching.microbatch_tokens or per_step) // columns)
+  cost = operations.of_update(model, remat=config.model.remat)
+  largest = batching_options.plan(config, cost=cost, replicas=1)[0]
+  rows, columns = largest.rows, largest.row_tokens
   whole = jnp.zeros((rows, columns), jnp.int32)
   real = jnp.zeros((rows, columns), jnp.float32)
   return Batch(
@@ -220,7 +220,7 @@ def main(arguments: Sequence[str]) -> None:
   config: Any = command_line.parse(of_config).config
   model = _shape(own.shape, config.model.path)
   memory = count(model, config)
-  rows, columns = jnp.shape(_batch(config, with_reference=False).tokens)
+  rows, columns = jnp.shape(_batch(model, config, with_reference=False).tokens)
   print(
     f"{own.shape or config.model.path}: {memory.parameters / 1e9:.3f}e9 parameters, products in"
     f" {config.model.compute_dtype}, microbatches of {rows} rows of {columns} tokens, compiled for"

@@ -15,10 +15,10 @@ PACKAGE = ROOT / "grpo_jax"
 # of lower layers only. Within a folder, imports are free.
 LAYERS = [
   {"types", "errors", "checked"},
-  {"local_paths", "disk", "interrupts"},
+  {"local_paths", "disk", "interrupts", "programs", "host_memory"},
   {
     *("rl", "registry", "timing", "console", "rollout_log", "manifest"),
-    *("host_memory", "precision", "compiling", "output", "event_files", "orbax_noise"),
+    *("precision", "compiling", "output", "event_files", "orbax_noise"),
     *("run_folder", "stored_leaves"),
   },
   {"redaction", "http_bodies", "shared_places"},
@@ -31,7 +31,7 @@ LAYERS = [
   {"rollout", "credit", "scoring", "behavior", "data_options", "learning_signal"},
   {"report_data", "monitoring"},
   {"stream", "evaluation", "checkpointing", "loggers", "report"},
-  {"offline", "keeper"},
+  {"offline", "keeper", "batching_options"},
   {"offline_building", "field_kinds"},
   {"run_options"},
   {"building", "command_line"},
@@ -79,16 +79,20 @@ PURE_MAY_IMPORT = {
     "difflib",
     "enum",
     "functools",
+    "heapq",
     "inspect",
+    "itertools",
     "math",
     "numbers",
+    "operator",
   ),
   *("types", "typing"),
 }
-PURE_MAY_USE = PURE_UNITS | {"errors", "metrics", "metric_table"}
+PURE_MAY_USE = PURE_UNITS | {"errors", "metrics", "metric_table", "programs"}
 EFFECTS = {"open", "print", "input", "exec", "eval", "__import__"}
 SEES_CONFIGS = {
   *("train", "building", "offline_building", "run_options", "data_options"),
+  "batching_options",
   *("command_line", "configuration", "main", "sections"),
 }
 SAYS_NOTHING = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}

@@ -27,9 +27,13 @@ def ones(groups):
   return [np.ones(len(g.rollouts), np.float32) for g in groups]
 
 
+def rows_of(length, rows=1):
+  return (packing.Shape(rows, length, length),)
+
+
 def assemble(groups, advantages=None, **options):
   advantages = ones(groups) if advantages is None else advantages
-  return batching.assemble(groups, advantages, **({"row_tokens": 64} | options))
+  return batching.assemble(groups, advantages, **({"shapes": rows_of(64)} | options))
 
 
 def value(assembled, name):
@@ -38,7 +42,7 @@ def value(assembled, name):
 
 def test_row_holds_prompt_once_and_branches_after_it():
   # Prompt 0 1 2, completions 100 101 and 200: worked by hand.
-  made = assemble([group(3, rollout(2), rollout(1, first=200))], row_buckets=(8,), row_tokens=8)
+  made = assemble([group(3, rollout(2), rollout(1, first=200))], shapes=rows_of(8))
   batch = made.minibatches[0].microbatches[0]
   expected = {
     "tokens": [0, 1, 2, 100, 101, 200, 0, 0],
@@ -50,7 +54,7 @@ def test_row_holds_prompt_once_and_branches_after_it():
     "rollout_ids": [-1, -1, -1, 0, 0, 1, -1, -1],
     "advantages": [0, 0, 0, 1, 1, 1, 0, 0],
     "behavior_logprobs": [0, 0, 0, -0.5, -0.5, -0.5, 0, 0],
-    "loss_places": [3, 4, 5, -1],
+    "loss_places": [3, 4, 5, -1, -1, -1, -1, -1],
   }
   for name, row in expected.items():
     np.testing.assert_array_equal(getattr(batch, name)[0], row, err_msg=name)
@@ -61,9 +65,9 @@ def test_row_holds_prompt_once_and_branches_after_it():
 
 
 def test_second_segment_of_a_row_points_into_itself():
-  made = assemble([group(2, rollout(2)), group(3, rollout(2))], row_buckets=(16,), row_tokens=16)
+  made = assemble([group(2, rollout(2)), group(3, rollout(2))], shapes=rows_of(16))
   batch = made.minibatches[0].microbatches[0]
-  # The longer segment, of the second group, goes in first.
+  # The larger segment, of the second group, goes in first.
   np.testing.assert_array_equal(batch.segment_ids[0, :10], [1, 1, 1, 1, 1, 2, 2, 2, 2, 0])
   np.testing.assert_array_equal(batch.predecessors[0, :9], [0, 0, 1, 2, 3, 5, 5, 6, 7])
   np.testing.assert_array_equal(batch.rollout_ids[0, :9], [-1, -1, -1, 0, 0, -1, -1, 1, 1])
@@ -81,7 +85,7 @@ def test_environment_tokens_of_a_completion_are_not_learned_from():
 
 def test_group_larger_than_a_row_is_split_and_repeats_its_prompt():
   groups = [group(4, *(rollout(6, first=100 * i) for i in range(1, 6)))]
-  made = assemble(groups, row_tokens=16, row_buckets=(16,))
+  made = assemble(groups, shapes=rows_of(16, 4))
   tokens = np.asarray(made.minibatches[0].microbatches[0].tokens)
   assert (tokens[:, :4] == np.arange(4)).all(axis=1).sum() == 3  # two, two and one completion.
   assert {int(t) for t in tokens.ravel()} >= {100, 205, 300, 405, 500}
@@ -168,7 +172,7 @@ def test_every_learned_token_is_predicted_by_a_token_of_its_own_context():
     group(int(rng.integers(1, 9)), *(rollout(int(n)) for n in rng.integers(1, 12, size=5)))
     for _ in range(7)
   ]
-  made = assemble(groups, row_tokens=40)
+  made = assemble(groups, shapes=rows_of(40, 2))
   for batch in made.minibatches[0].microbatches:
     for b, row in enumerate(np.asarray(batch.loss_places)):
       for place in row[row >= 0]:
@@ -179,30 +183,29 @@ def test_every_learned_token_is_predicted_by_a_token_of_its_own_context():
         assert batch.branch_ids[b, before] in (0, int(batch.branch_ids[b, place]))
 
 
-def test_rows_are_a_multiple_of_the_replicas_and_within_the_microbatch():
-  groups = [group(3, *[rollout(5)] * 4) for _ in range(11)]
-  made = assemble(groups, rows_multiple=4, microbatch_tokens=64)
-  for batch in made.minibatches[0].microbatches:
-    rows, length = batch.tokens.shape
-    assert rows % 4 == 0
-    assert rows // 4 * length <= 64
-  assert sum(int(b.loss_mask.sum()) for b in made.minibatches[0].microbatches) == 11 * 20
-
-
-def test_shapes_are_few_whatever_the_lengths():
+def test_microbatches_of_a_step_have_shapes_of_the_plan_and_no_others():
   rng = np.random.default_rng(0)
-  shapes = set()
-  for _ in range(60):
-    groups = [group(38, *(rollout(int(n)) for n in rng.integers(10, 65, size=8))) for _ in range(4)]
-    made = assemble(groups, row_tokens=2048)
-    batch = made.minibatches[0].microbatches[0]
-    shapes.add((batch.tokens.shape, batch.loss_places.shape))
-    assert value(made, "packing_efficiency") > 0.75
-  assert len(shapes) <= 20
+  load = packing.Load(prompt=64, completion=64, longest=128, group=8, groups=4)
+  plan = packing.plan(load, cost=packing.Cost(), microbatch_tokens=1024, rows_multiple=2)
+  seen = set()
+  for _ in range(20):
+    lengths = rng.integers(1, 65, size=int(rng.integers(0, 9)))
+    groups = [
+      group(38, *(rollout(int(n)) for n in lengths)) for _ in range(int(rng.integers(1, 5)))
+    ]
+    made = assemble(groups, shapes=plan)
+    batches = [b for minibatch in made.minibatches for b in minibatch.microbatches]
+    seen |= {packing.Shape(*b.tokens.shape, b.loss_places.shape[1]) for b in batches}
+    learned = sum(int(b.loss_mask.sum()) for b in batches)
+    assert learned == len(groups) * int(lengths.sum())
+    places = value(made, "rows") * value(made, "row_tokens")
+    assert places == sum(b.tokens.size for b in batches)
+  assert len(plan) == 3
+  assert seen <= set(plan) and len(seen) > 1
 
 
 def test_packing_efficiency_is_tokens_per_place():
-  made = assemble([group(3, rollout(2), rollout(1))], row_buckets=(8,), row_tokens=8)
+  made = assemble([group(3, rollout(2), rollout(1))], shapes=rows_of(8))
   assert value(made, "packing_efficiency") == 6 / 8
 
 
@@ -213,7 +216,8 @@ def test_packing_efficiency_is_tokens_per_place():
     ([group(0, rollout(1))], None, {}, "no token"),
     ([group(2, rollout(1))], [np.full(1, np.nan, np.float32)], {}, "advantage nan of rollout 0"),
     ([group(2, rollout(1))], None, {"minibatches": 0}, "minibatches must be at least 1"),
-    ([group(2, rollout(9))], None, {"row_buckets": (8,)}, "no row length"),
+    ([group(2, rollout(1))], None, {"shapes": ()}, "shapes needs a shape"),
+    ([group(2, rollout(1))], None, {"shapes": (packing.Shape(1, 8, 4),)}, "N must be T"),
   ],
 )
 def test_assemble_refuses_what_makes_no_sense(groups, advantages, options, message):
@@ -227,33 +231,8 @@ def test_advantages_of_unscorable_rollouts_are_not_read():
   assert made.minibatches[0].denominators.tokens == 2.0
 
 
-def test_best_fit_decreasing_by_hand():
-  # 7 and 3 fill a bin; 5, 4 the next; then 2 goes to neither.
-  assert packing.best_fit_decreasing([4, 7, 3, 5, 2], 10) == [[1, 2], [3, 0], [4]]
-  assert packing.best_fit_decreasing([], 10) == []
-  with pytest.raises(ValueError, match="piece of 11"):
-    packing.best_fit_decreasing([11], 10)
-
-
-def test_best_fit_decreasing_puts_every_piece_into_a_bin_that_holds_it():
-  rng = np.random.default_rng(1)
-  sizes = rng.integers(1, 50, size=200).tolist()
-  bins = packing.best_fit_decreasing(sizes, 64)
-  assert sorted(i for members in bins for i in members) == list(range(200))
-  assert max(sum(sizes[i] for i in members) for members in bins) <= 64
-  assert len(bins) <= -(-sum(sizes) // 64) * 11 / 9 + 1
-
-
-@pytest.mark.parametrize("multiple", [1, 32])
-def test_bucket_holds_n_and_wastes_at_most_a_quarter(multiple):
-  for n in range(1, 3000):
-    size = packing.bucket(n, multiple=multiple)
-    assert size >= n
-    assert size % multiple == 0
-    assert size - n < max(multiple, n / 4)
-    assert packing.bucket(size, multiple=multiple) == size
-
-
-def test_row_lengths_end_with_the_longest():
-  assert packing.row_lengths(100) == (32, 64, 96, 100)
-  assert packing.row_lengths(20) == (20,)
+def test_prompts_that_stand_again_are_counted():
+  made = assemble([group(4, *[rollout(6)] * 3)], shapes=rows_of(16, 2))
+  assert value(made, "repeated_prompt_tokens") == 4.0
+  assert value(made, "packing_efficiency") == (16 + 10) / 32
+  assert value(assemble([group(4, rollout(6), rollout(2))]), "repeated_prompt_tokens") == 0.0

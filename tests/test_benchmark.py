@@ -43,7 +43,7 @@ def make_run(walls, *, peak_mib=100.0, prompt_tokens=6, completion_tokens=20):
   return {
     "workload": {"prompts": 2, "group": 2, "dtype": "float32"},
     "steps": steps,
-    "process": {"wall_s": 10 * sum(walls), "peak_mib": peak_mib},
+    "process": {"wall_s": 10 * sum(walls), "peak_mib": peak_mib, "load_average_before": 0.5},
   }
 
 
@@ -122,14 +122,39 @@ def test_ceiling_is_the_best_of_any_library_at_any_time():
   assert summary.ceiling_of(result, "bfloat16") == 400.0
 
 
-def test_program_row_holds_medians_over_rounds():
-  rounds = [{"ours": make_run([3.0, wall], peak_mib=mib)} for wall, mib in [(1, 7), (5, 9), (2, 8)]]
-  row = summary.program_row(make_result(rounds), "ours")
-  cells = dict(zip(summary.PROGRAM_COLUMNS, row, strict=True))
-  assert (cells["step s"], cells["sample s"], cells["update s"]) == ("2.00", "0.40", "1.00")
+def cells_of(runs, result=None):
+  row = summary.program_row(result or make_result([]), "ours", runs)
+  return dict(zip(summary.PROGRAM_COLUMNS, row, strict=True))
+
+
+def test_program_row_holds_medians_over_rounds_and_their_spread():
+  cells = cells_of([make_run([3.0, wall], peak_mib=mib) for wall, mib in [(1, 7), (5, 9), (2, 8)]])
+  assert (cells["step s"], cells["sample s"]) == ("2.00 (1.00 to 5.00)", "0.40 (0.20 to 1.00)")
+  assert cells["update s"] == "1.00 (0.50 to 2.50)"
   # Processes of 40, 80 and 50 s, with steps of 4, 8 and 5 s in all.
-  assert (cells["first step s"], cells["outside steps s"]) == ("3.0", "45.0")
-  assert cells["peak MiB"] == "8"
+  assert (cells["first step s"], cells["outside steps s"]) == ("3.00", "45.00 (36.00 to 72.00)")
+  assert cells["peak MiB"] == "8 (7 to 9)"
+
+
+def test_program_row_holds_the_share_of_the_ceiling_of_sampling_and_of_the_update():
+  fast, slow = make_run([9.0, 1e-9]), make_run([9.0, 2e-9])
+  work = summary.useful_work(fast["steps"][1], fast, MODEL)
+  shares = [work.sampling / 0.2e-9 / 200, work.sampling / 0.4e-9 / 200]  # of 200 GFLOP/s.
+  cells = cells_of([fast, slow])
+  assert cells["sample of ceiling"] == (
+    f"{sum(shares) / 2:.0%} ({min(shares):.0%} to {max(shares):.0%})"
+  )
+  assert cells_of([fast])["update of ceiling"] == f"{work.update / 0.5e-9 / 200:.0%}"
+
+
+def test_text_shows_the_runs_that_compiled_apart_from_the_rounds():
+  rounds = [{"ours": make_run([3, 1.0]), "trl": make_run([3, 4.0])}]
+  result = make_result(rounds) | {"cold": {"ours": make_run([99, 50.0])}}
+  cold, _, counted = summary.text(result).partition("Compiled before:")
+  assert "Nothing compiled before, not counted below:" in cold and "50.00" in cold
+  assert "trl" not in cold
+  assert "50.00" not in counted and "1.00" in counted
+  assert "ompiled before" not in summary.text(make_result(rounds) | {"cold": {}})
 
 
 def test_text_warns_when_programs_had_other_prompts():
@@ -150,7 +175,44 @@ def test_show_prints_an_earlier_result(tmp_path, capsys, monkeypatch):
   path.write_text(json.dumps(make_result([{"ours": make_run([1, 2.0])}])))
   monkeypatch.setattr(sys, "argv", ["compare.py", "--show", str(path)])
   compare.main()
-  assert "a processor, 2 cores; 1 rounds" in capsys.readouterr().out
+  assert "a processor, 2 cores; 1 round;" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_warm", [True, False])
+def test_what_compiles_runs_once_before_the_rounds_of_a_warm_benchmark(
+  tmp_path, monkeypatch, capsys, is_warm
+):
+  ran = []
+
+  def run_program(program, python, workload, folder, compiled):
+    ran.append(program)
+    return make_run([9.0, float(len(ran))])
+
+  monkeypatch.setattr(compare, "run_program", run_program)
+  monkeypatch.setattr(compare, "measure_ceiling", lambda *_: {"numpy_float32": 1.0})
+  monkeypatch.setattr(workloads, "write_problems", lambda path: None)
+  (tmp_path / "config.json").write_text("{}")
+  given = ["--model", str(tmp_path), "--json", "j", "--rounds", "2"]
+  given += ["--trl-python", "a", "--tunix-python", "b"] + ["--warm"] * is_warm
+  result = compare.compare(compare.parse(given), tmp_path)
+  before = ["ours", "ours-all", "tunix"] if is_warm else []
+  everyone = ["ours", "ours-all", "trl", "tunix"]
+  assert ran == [*before, *everyone, *everyone]
+  assert list(result["cold"]) == before
+  steps = [run["steps"][1]["wall_s"] for turn in result["rounds"] for run in turn.values()]
+  assert steps == [float(i + 1) for i in range(len(before), len(ran))]
+  said = capsys.readouterr().out
+  assert "round 1 trl: step" in said and ("cold ours: step 1.00 s" in said) == is_warm
+
+
+def test_compiled_programs_are_kept_for_each_program_and_never_come_from_the_user(tmp_path):
+  variable = "JAX_COMPILATION_CACHE_DIR"
+  found = {name: compare.environment_of(name, tmp_path).get(variable) for name in compare.SCRIPTS}
+  assert found.pop("trl") is None  # it compiles nothing.
+  assert {name: pathlib.Path(path).parent for name, path in found.items()} == dict.fromkeys(
+    ("ours", "ours-all", "tunix"), tmp_path
+  )
+  assert len(set(found.values())) == 3
 
 
 def test_only_programs_with_an_interpreter_run_and_ours_first():
@@ -193,6 +255,11 @@ def test_our_configuration_is_the_workload_with_overrides_on_top():
   assert (config.optim.learning_rate, config.loss.loss) == (2e-5, "gspo")
   assert config.batching.skip_zero_advantage is False
   assert ours.make_config(make_workload()).batching.skip_zero_advantage is True
+
+
+def test_our_configuration_measures_nothing_that_the_peers_do_not():
+  learn = ours.make_config(make_workload()).learn
+  assert (learn.report_all_every_steps, learn.report_kl_every_steps) == (0, 0)
 
 
 def test_our_configuration_refuses_an_override_of_no_field():

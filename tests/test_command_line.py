@@ -202,7 +202,7 @@ def test_help_explains_the_fields_in_the_order_of_the_file(monkeypatch, width):
     "--config.seed=0 of data order, sampling and initialisation",
     "loss: formulas: docs/algorithms.md. --config.loss.loss='clipped' or gspo",
     "--config.loss.kl_coef=0.0 of the KL to the reference policy",  # the value of this file.
-    "--config.batching.row_buckets=(256,) row lengths to choose from",  # base.py's explanation.
+    "--config.batching.microbatch_tokens=512 computed at once on one",  # base.py's explanation.
     "--config.data.tasks={} task_name of a row",
     "--config.engine.sglang.servers=1 how many to launch.",
     "environments.arithmetic --config.environments.arithmetic.answer='last_number'",

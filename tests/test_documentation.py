@@ -82,10 +82,18 @@ def test_the_first_screen_says_what_never_ran_and_what_a_run_needs():
 def test_make_says_what_it_installs_before_it_does():
   lines = (ROOT / "Makefile").read_text().splitlines()
   installs = [i for i, line in enumerate(lines) if line.startswith("\t$(INSTALL)")]
-  assert len(installs) == 3
+  assert len(installs) == 4
   assert not [line for line in lines if re.search(r"install .*(--quiet|-q )", line)]
   for i in installs:
     assert any("Installing" in line and "GB" in line for line in lines[i - 2 : i]), lines[i]
+
+
+def test_make_compiles_what_it_installs_to_byte_code_on_all_cores():
+  text = (ROOT / "Makefile").read_text()
+  assert "--no-compile" in next(line for line in text.splitlines() if line.startswith("INSTALL ="))
+  lines = text.splitlines()
+  after = [lines[i + 1] for i, line in enumerate(lines) if line.startswith("\t$(INSTALL)")]
+  assert after == ["\t$(BYTE_CODE)"] * 4
 
 
 def test_readme_notebook_configures_a_run(monkeypatch):

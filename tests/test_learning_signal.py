@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from grpo_jax import batching, credit, filters, learning_signal
+from grpo_jax import batching, credit, filters, learning_signal, packing
 from grpo_jax.rl import estimators
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
 
@@ -37,7 +37,7 @@ def signal_of(groups, *, estimator="grpo", drop_truncated=False, row_tokens=32, 
   assembled = batching.assemble(
     kept,
     advantages,
-    row_tokens=row_tokens,
+    shapes=(packing.Shape(8, row_tokens, row_tokens),),
     drop_truncated=drop_truncated,
     skip_zero_advantage=skip and not made.needs_whitening,
   )

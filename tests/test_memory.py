@@ -47,7 +47,7 @@ def test_the_count_is_that_of_real_arrays(script, kl_coef):
   state = train_step.init(params, tx)
   objective = objectives.make(**config.loss)
   update = script._update(TINY, config, objective, tx, None)
-  shapes = script._batch(config, with_reference=objective.needs_ref)
+  shapes = script._batch(TINY, config, with_reference=objective.needs_ref)
   batch = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
   gradients, *_ = update.gradients(state.params, Minibatch((batch, batch), Denominators(1.0, 1.0)))
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax import monitoring, scoring
+from grpo_jax import monitoring, packing, scoring
 from grpo_jax.learn import sharding, train_step
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
 
@@ -40,7 +40,8 @@ def a_group(*completions, reward=1.0, weight=1.0) -> RolloutGroup:
 
 def a_monitor(initial=None, *, all_every=10, kl_every=10, total_steps=100, warn=print):
   mesh = sharding.make_mesh(data=1, devices=jax.devices()[:1])
-  scorer = scoring.GroupScorer(train_step.make_scorer(logprobs), mesh, 8, row_tokens=32)
+  shapes = (packing.Shape(8, 32, 32),)
+  scorer = scoring.GroupScorer(train_step.make_scorer(logprobs), mesh, 8, shapes)
   return monitoring.Monitor(
     train_step.make_watcher(logprobs),
     scorer,

@@ -12,7 +12,7 @@ import pytest
 from grpo_kernels.linear_logprobs import choice
 
 from configs import base
-from grpo_jax import batching, building, engines, precision, run_options
+from grpo_jax import batching, building, engines, packing, precision, run_options
 from grpo_jax.engines import decoding, probe, scheduling, sglang
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.learn import optim, train_step
@@ -67,7 +67,9 @@ def batch():
     for reward, ids in enumerate([[2, 3], [4]])
   )
   group = RolloutGroup(Prompt("p", np.asarray([1, 5]), "none"), rollouts)
-  (minibatch,) = batching.assemble([group], [np.asarray([-1.0, 1.0])], row_tokens=32).minibatches
+  (minibatch,) = batching.assemble(
+    [group], [np.asarray([-1.0, 1.0])], shapes=(packing.Shape(1, 32, 32),)
+  ).minibatches
   return minibatch.microbatches[0], minibatch.denominators
 
 

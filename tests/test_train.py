@@ -374,9 +374,22 @@ def test_options_of_rewards_and_groups_that_cannot_work_are_named(options, expec
   assert expected in "\n".join(train.validate(make_config(**options)))
 
 
-def test_completions_beyond_the_models_context_are_refused_at_the_start(make_config, tmp_path):
-  config = make_config(rollout__max_tokens=4096, batching__row_tokens=3000)
-  with pytest.raises(ConfigError, match="have 3000 tokens, the model in .* reads 2048"):
+@pytest.mark.parametrize(
+  ("row_tokens", "message"),
+  [
+    (
+      3000,
+      "rollout.max_tokens and batching.row_tokens let a prompt .* have 3000 tokens, the model in"
+      " .* reads 2048 .*: lower one of them",
+    ),
+    (None, "rollout.max_tokens lets a prompt .* have 4096 tokens, .*: lower it"),
+  ],
+)
+def test_completions_beyond_the_models_context_are_refused_at_the_start(
+  row_tokens, message, make_config, tmp_path
+):
+  config = make_config(rollout__max_tokens=4096, batching__row_tokens=row_tokens)
+  with pytest.raises(ConfigError, match=message):
     train.train(config, tmp_path)
 
 

@@ -151,7 +151,7 @@ def prefill(
   segment_ids = (places < lengths[:, None]).astype(jnp.int32)
   cos, sin = layers.rope_angles(places, options.config)
   settings = {"config": options.config, "products": options.products}
-  x, written = weights.embed[tokens].astype(jnp.float32), []
+  x, written = options.products.look_up(weights.embed, tokens), []
   for layer, (keys, values) in zip(weights.layers, cache, strict=True):
 
     def attend(q, k, v, keys=keys, values=values):
@@ -257,7 +257,7 @@ def decode_step(
   in_prompt = jnp.arange(prompts[0][0].shape[2])[None] < rows.prompt_lengths[:, None]
   in_own = jnp.arange(own[0][0].shape[2])[None] <= lengths[:, None]
   mask = jnp.concatenate([in_prompt, in_own], axis=1)
-  x, written = weights.embed[tokens][:, None].astype(jnp.float32), []
+  x, written = options.products.look_up(weights.embed, tokens[:, None]), []
   for layer, prompt, cache in zip(weights.layers, prompts, own, strict=True):
 
     def attend(q, k, v, prompt=prompt, cache=cache):

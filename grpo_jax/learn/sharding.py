@@ -1,9 +1,6 @@
-"""The device mesh, and what of a model or a batch lies on which device. Pure.
+"""The device mesh, and what of a run's state or a batch lies on which device. Pure.
 
-Three mesh axes: "data" splits rows and copies weights; "fsdp" splits rows, and
-the weights and optimizer state with them (ZeRO-3); "tensor" splits heads,
-feed-forward and vocabulary. Arrays say where they lie; the compiler puts the
-communication in.
+The axes of the mesh and the tables of what lies where are those of `models.placement`.
 """
 
 import math
@@ -16,18 +13,7 @@ import optax
 from grpo_kernels.linear_logprobs.sharded import Partition
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-AXES = ("data", "fsdp", "tensor")
-ROWS = ("data", "fsdp")  # the mesh axes that split the rows of a batch.
-
-# Logical axis of a parameter (models/leaves.py) → mesh axis. What is not named here, and an axis
-# whose length the mesh axis does not divide, is kept whole on every device.
-RULES: dict[str, str] = {
-  "vocab": "tensor",
-  "heads": "tensor",
-  "kv_heads": "tensor",
-  "mlp": "tensor",
-  "embed": "fsdp",
-}
+from grpo_jax.models.placement import AXES, ROWS, RULES, Placement
 
 
 def make_mesh(
@@ -133,7 +119,7 @@ def param_shardings(logical_axes: Any, mesh: Mesh, *, shapes: Any) -> Any:
     ValueError: a parameter has not as many axes as names.
   """
   return jax.tree.map(
-    lambda names, like: NamedSharding(mesh, _spec(names, like.shape, mesh)),
+    lambda names, like: NamedSharding(mesh, Placement(mesh).weight(names, like.shape)),
     logical_axes,
     shapes,
     is_leaf=lambda node: isinstance(node, tuple),
@@ -166,8 +152,13 @@ def of_rows(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
+def placement(mesh: Mesh) -> Placement | None:
+  """Returns where weights and activations lie; None on a mesh of one device, where nothing is."""
+  return None if mesh.size == 1 else Placement(mesh)
+
+
 def head_partition(mesh: Mesh) -> Partition | None:
-  """Returns how the LM head and its tokens are split: V by "tensor", tokens as rows are.
+  """Returns how the LM head and its tokens are split: V by "tensor", D and tokens as rows are.
 
   None on a mesh of one device, where nothing is.
   """
@@ -178,6 +169,7 @@ def head_partition(mesh: Mesh) -> Partition | None:
     mesh,
     vocab_axis=vocab_axis if mesh.shape[vocab_axis] > 1 else None,
     token_axes=tuple(axis for axis in ROWS if mesh.shape[axis] > 1),
+    width_axis=RULES["embed"] if mesh.shape[RULES["embed"]] > 1 else None,
   )
 
 
@@ -199,15 +191,3 @@ def put(tree: Any, mesh: Mesh) -> Any:
     return jax.device_put(x, of_rows(mesh))
 
   return jax.tree.map(put_one, tree)
-
-
-def _spec(names: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-  """Returns the spec of one parameter; no mesh axis is used twice."""
-  if len(names) != len(shape):
-    raise ValueError(f"logical axes {names} do not name the axes of a parameter of shape {shape}")
-  spec: list[str | None] = []
-  for name, length in zip(names, shape, strict=True):
-    axis = RULES.get(name) if name is not None else None
-    fits = axis is not None and axis not in spec and length % mesh.shape[axis] == 0
-    spec.append(axis if fits and axis is not None and mesh.shape[axis] > 1 else None)
-  return PartitionSpec(*spec)

@@ -25,6 +25,9 @@ Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 # The names of `leaves.layer` → arrays, of which the kernels may be `products.OutputMajor`.
 LayerParams = Mapping[str, Any]
 
+# The logical axes of the residual stream; see `placement.ACTIVATIONS`.
+RESIDUAL = ("rows", "places", "embed")
+
 _LN2 = float(np.log(2.0))
 _MASKED = -1e30  # finite: a row that may attend to nothing must not become NaN.
 
@@ -227,12 +230,11 @@ def project_qkv(
     config: sizes and switches.
     products: how products are computed.
   """
+  found = products.dots(params, ("q", "k", "v"), x, products.out_dtype)
   heads = []
-  for name in ("q", "k", "v"):
-    y = products.dot(x, params[name], products.out_dtype).astype(jnp.float32)
-    if config.qkv_bias:
-      y = y + _as_last_axis(params[f"{name}_bias"], y.ndim)
-    heads.append(y.reshape(*y.shape[:2], -1, config.head_dim))
+  for name, y in zip(("q", "k", "v"), found, strict=True):
+    y = _biased(params, name, y.astype(jnp.float32), products)
+    heads.append(_split_heads(y, leaves.AXES[name][1], config, products))
   q, k, v = heads
   if config.qk_norm:
     q = rms_norm(q, params["q_norm"], config.rms_norm_eps)
@@ -248,8 +250,8 @@ def project_output(
   products: Products = FLOAT32,
 ) -> Float[Array, "B T D"]:
   """Projects the heads' results back to the model's width."""
-  y = products.dot(attended.reshape(*attended.shape[:2], -1), params["o"])
-  return y + _as_last_axis(params["o_bias"], y.ndim) if config.o_bias else y
+  (y,) = products.dots(params, ("o",), attended.reshape(*attended.shape[:2], -1))
+  return _biased(params, "o", y, products)
 
 
 def mlp(
@@ -264,21 +266,37 @@ def mlp(
   Reference:
     Shazeer 2020, arXiv:2002.05202, SwiGLU, equation 6.
   """
-  biases = {name: params[f"{name}_bias"] for name in ("gate", "up", "down") if config.mlp_bias}
-
-  def biased(name, y):
-    return y + _as_last_axis(biases[name], y.ndim) if biases else y
 
   def gated(gate, up):
-    gate, up = (y.astype(jnp.float32) for y in (gate, up))
-    gated = jax.nn.silu(biased("gate", gate)) * biased("up", up)
-    return gated.astype(products.out_dtype)
+    gate = _biased(params, "gate", gate.astype(jnp.float32), products)
+    up = _biased(params, "up", up.astype(jnp.float32), products)
+    return (jax.nn.silu(gate) * up).astype(products.out_dtype)
 
   if products.out_dtype != jnp.float32:
     # So that the backward pass keeps gate and up alone, rounded, and no float32 between them.
     gated = jax.checkpoint(gated, prevent_cse=False)
-  gate, up = (products.dot(x, params[name], products.out_dtype) for name in ("gate", "up"))
-  return biased("down", products.dot(gated(gate, up), params["down"]))
+  gate, up = products.dots(params, ("gate", "up"), x, products.out_dtype)
+  (y,) = products.dots(params, ("down",), gated(gate, up))
+  return _biased(params, "down", y, products)
+
+
+def _biased(params: LayerParams, name: str, y: Array, products: Products) -> Array:
+  """Adds the bias of a kernel, if it has one."""
+  bias = params.get(f"{name}_bias")
+  if bias is None:
+    return y
+  return y + _as_last_axis(products.place(bias, leaves.bias_axes(name)), y.ndim)
+
+
+def _split_heads(
+  y: Float[Array, "B T _"], axis: str | None, config: ModelConfig, products: Products
+) -> Float[Array, "B T _ E"]:
+  """Splits the last axis into heads; a head lies on one device, or all heads on all devices."""
+  shape = (*y.shape[:2], y.shape[2] // config.head_dim, config.head_dim)
+  lies = ("rows", "places", axis, "width")
+  if products.placement is not None and products.placement.activation(lies, shape)[2] is None:
+    y = products.place(y, ("rows", "places", "width"))
+  return products.place(y.reshape(shape), lies)
 
 
 def block(
@@ -307,11 +325,15 @@ def block(
     The residual stream after the layer; the second result of `attend`.
   """
   settings = {"config": config, "products": products}
-  normed = rms_norm(x, params["input_norm"], config.rms_norm_eps)
-  attended, extra = attend(*project_qkv(params, normed, cos, sin, **settings))
+
+  def norm(name, x):
+    return rms_norm(x, products.place(params[name], ("embed",)), config.rms_norm_eps)
+
+  x = products.place(x, RESIDUAL)
+  attended, extra = attend(*project_qkv(params, norm("input_norm", x), cos, sin, **settings))
   x = x + project_output(params, attended, **settings)
-  normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
-  return x + mlp(params, normed, **settings), extra
+  x = x + mlp(params, norm("mlp_norm", x), **settings)
+  return products.place(x, RESIDUAL), extra
 
 
 class Block(nn.Module):

@@ -26,6 +26,29 @@ class Leaf:
     return self.kind == "kernel"
 
 
+_MLP = ("gate", "up", "down")
+
+# Leaf of a decoder layer → the logical names of its axes.
+AXES: dict[str, tuple[str | None, ...]] = {
+  "input_norm": ("embed",),
+  "q": ("embed", "heads"),
+  "k": ("embed", "kv_heads"),
+  "v": ("embed", "kv_heads"),
+  "o": ("heads", "embed"),
+  "mlp_norm": ("embed",),
+  "gate": ("embed", "mlp"),
+  "up": ("embed", "mlp"),
+  "down": ("mlp", "embed"),
+  "q_norm": (None,),
+  "k_norm": (None,),
+}
+
+
+def bias_axes(kernel: str) -> tuple[str | None, ...]:
+  """Returns the logical name of the axis of a kernel's bias."""
+  return AXES[kernel][1:]
+
+
 def layer(config: ModelConfig) -> dict[str, Leaf]:
   """Returns the parameters of one decoder layer."""
   sizes = {
@@ -35,36 +58,16 @@ def layer(config: ModelConfig) -> dict[str, Leaf]:
     "mlp": config.intermediate_size,
   }
 
-  def kernel(*axes: str) -> Leaf:
-    return Leaf(tuple(sizes[a] for a in axes), axes, "kernel")
+  def leaf(axes: tuple[str | None, ...], kind: str) -> Leaf:
+    return Leaf(tuple(config.head_dim if a is None else sizes[a] for a in axes), axes, kind)
 
-  def vector(axis: str, kind: str) -> Leaf:
-    return Leaf((sizes[axis],), (axis,), kind)
-
-  leaves = {
-    "input_norm": vector("embed", "norm"),
-    "q": kernel("embed", "heads"),
-    "k": kernel("embed", "kv_heads"),
-    "v": kernel("embed", "kv_heads"),
-    "o": kernel("heads", "embed"),
-    "mlp_norm": vector("embed", "norm"),
-    "gate": kernel("embed", "mlp"),
-    "up": kernel("embed", "mlp"),
-    "down": kernel("mlp", "embed"),
-  }
-  if config.qkv_bias:
-    leaves["q_bias"] = vector("heads", "bias")
-    leaves["k_bias"] = vector("kv_heads", "bias")
-    leaves["v_bias"] = vector("kv_heads", "bias")
-  if config.o_bias:
-    leaves["o_bias"] = vector("embed", "bias")
-  if config.mlp_bias:
-    leaves["gate_bias"] = vector("mlp", "bias")
-    leaves["up_bias"] = vector("mlp", "bias")
-    leaves["down_bias"] = vector("embed", "bias")
+  order = ("input_norm", "q", "k", "v", "o", "mlp_norm", "gate", "up", "down")
+  leaves = {name: leaf(AXES[name], "kernel" if len(AXES[name]) == 2 else "norm") for name in order}
+  biased = (config.qkv_bias, "qkv"), (config.o_bias, "o"), (config.mlp_bias, _MLP)
+  for kernel in (kernel for is_there, kernels in biased if is_there for kernel in kernels):
+    leaves[f"{kernel}_bias"] = leaf(bias_axes(kernel), "bias")
   if config.qk_norm:
-    leaves["q_norm"] = Leaf((config.head_dim,), (None,), "norm")
-    leaves["k_norm"] = Leaf((config.head_dim,), (None,), "norm")
+    leaves |= {name: leaf(AXES[name], "norm") for name in ("q_norm", "k_norm")}
   return leaves
 
 

@@ -6,14 +6,16 @@ differ in it and in nothing else.
 
 import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from grpo_jax.models import accumulated
+from grpo_jax.models import accumulated, leaves, sharded_products
+from grpo_jax.models.placement import Placement
 
 WEIGHT_PRODUCT = "weight_product"
 
@@ -36,10 +38,13 @@ class Products:
       are float32 everywhere, so weight gradients are not rounded.
     out_dtype: What q, k, v, gate, up and their cotangents are written in: float32 or the compute
       dtype; None is the compute dtype. Everything else that a product gives is float32.
+    placement: Where weights and activations lie; None: on one device, or wherever the compiler
+      puts them.
   """
 
   compute_dtype: Any = jnp.float32
   out_dtype: Any = None
+  placement: Placement | None = None
 
   def __post_init__(self):
     """Makes equal dtypes equal objects, whatever their spelling.
@@ -74,6 +79,47 @@ class Products:
     if self.compute_dtype == jnp.float32:
       return jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32))
     return _rounded_einsum(spec, self.compute_dtype, jnp.dtype(out_dtype), x, y)
+
+  def dots(
+    self,
+    params: Mapping[str, Any],
+    names: Sequence[str],
+    x: Float[Array, "..."],
+    out_dtype: Any = jnp.float32,
+  ) -> tuple[Array, ...]:
+    """Returns x @ w over the last axis of x for each of some kernels of a layer; see `dot`.
+
+    Args:
+      params: Of one layer, by the names of `leaves.layer`; kernels may be `OutputMajor`.
+      names: Of kernels that have the same input.
+      x: The input.
+      out_dtype: Of the results, float32 or `self.out_dtype`.
+    """
+    kernels = [params[name] for name in names]
+    if self.placement is None:
+      return tuple(self.dot(x, w, out_dtype) for w in kernels)
+    axes: Any = [leaves.AXES[name] for name in names]
+    settings = (self.placement, self.compute_dtype, out_dtype)
+    if isinstance(kernels[0], OutputMajor):
+      arrays = [w.array for w in kernels]
+      return sharded_products.transposed_dots(x, arrays, axes, *settings)
+    found = sharded_products.dots(x, kernels, axes, *settings)
+    return tuple(checkpoint_name(y, WEIGHT_PRODUCT) for y in found)
+
+  def look_up(self, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Returns the embeddings of tokens, rounded to the compute dtype as every weight, as float32.
+
+    The gradient is not rounded.
+    """
+    if self.placement is not None:
+      return sharded_products.look_up(table, tokens, self.placement, self.compute_dtype)
+    found = table[tokens].astype(jnp.float32)
+    rounded = found.astype(self.compute_dtype).astype(jnp.float32)
+    return found + jax.lax.stop_gradient(rounded - found)  # exact: the two are near each other.
+
+  def place(self, x: Array, axes: Sequence[Any]) -> Array:
+    """Puts an activation where it lies; see `placement.ACTIVATIONS` for the logical axes."""
+    return x if self.placement is None else self.placement.place(x, axes)
 
   def dot(
     self,

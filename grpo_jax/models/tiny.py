@@ -47,7 +47,7 @@ def write(
   config = _config(family, hidden_size)
   params = transformer.init(jax.random.key(seed), config)
   folder = export.to_huggingface(params, config, directory)
-  _write_tokenizer(folder)
+  write_tokenizer(folder)
   return folder
 
 
@@ -80,7 +80,7 @@ def write_reward_model(
   def fill(folder: pathlib.Path) -> None:
     export.write_json(folder / "config.json", settings)
     safetensors.write_folder(folder, [*export.to_write(params, config), entry])
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
 
   return export.write_atomically(pathlib.Path(directory), fill)
 
@@ -100,7 +100,7 @@ def _config(family: str, hidden_size: int) -> ModelConfig:
   )
 
 
-def _write_tokenizer(folder: pathlib.Path) -> None:
+def write_tokenizer(folder: pathlib.Path) -> None:
   """Writes a tokenizer whose ids are bytes, then the special tokens."""
   from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 

@@ -61,11 +61,12 @@ class Transformer(nn.Module):
       in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]: flax says int, and takes this.
       length=self.config.num_layers,
     )
-    x = own["embed"][tokens].astype(jnp.float32)
+    x = self.products.look_up(own["embed"], tokens)
     cos, sin = layers.rope_angles(positions, self.config)
     block = stack(self.config, self.products, name="layers")
     x, _ = block(x, cos, sin, segment_ids, branch_ids)
-    return layers.rms_norm(x, own["final_norm"], self.config.rms_norm_eps)
+    norm = self.products.place(own["final_norm"], ("embed",))
+    return self.products.place(layers.rms_norm(x, norm, self.config.rms_norm_eps), layers.RESIDUAL)
 
 
 def _rematerialized(module: type[nn.Module], remat: str) -> Any:
@@ -108,9 +109,10 @@ def prefill(
     settings = {"config": config, "products": products}
     return layers.block(layer_params, x, cos, sin, attend, **settings)
 
-  x = params["embed"][tokens].astype(jnp.float32)
+  x = products.look_up(params["embed"], tokens)
   x, cache = jax.lax.scan(step, x, params["layers"])
-  return layers.rms_norm(x, params["final_norm"], config.rms_norm_eps), cache
+  norm = products.place(params["final_norm"], ("embed",))
+  return layers.rms_norm(x, norm, config.rms_norm_eps), cache
 
 
 def init(rng: Array, config: ModelConfig) -> Params:

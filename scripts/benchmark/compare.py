@@ -3,8 +3,10 @@
   python scripts/benchmark/compare.py --model DIR --workload w1 --rounds 3 \\
     --trl-python TRL_ENV/bin/python --tunix-python TUNIX_ENV/bin/python --json OUT.json
 
-A peer whose interpreter is not given is left out. `--show OUT.json` prints the
-summary of an earlier run. How to make the environments: docs/benchmark.md.
+A peer whose interpreter is not given is left out. `--warm` first runs every program that
+compiles, into a folder of its own, and reports these runs apart: the rounds then measure no
+compilation. `--show OUT.json` prints the summary of an earlier run. How to make the
+environments: docs/benchmark.md.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import pathlib
 import platform
 import sys
 import tempfile
+from collections.abc import Collection
 from typing import Any
 
 import processes
@@ -24,6 +27,7 @@ import workload as workloads
 HERE = pathlib.Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 FORMS_OF_OURS = (summary.OURS, summary.OURS_ALL)
+COMPILING = (*FORMS_OF_OURS, "tunix")  # those that run on JAX.
 SCRIPTS = {
   summary.OURS: "ours.py",
   summary.OURS_ALL: "ours.py",
@@ -32,6 +36,10 @@ SCRIPTS = {
 }
 OUR_PATH = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "kernels")])
 OFFLINE_ON_CPU = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+KEEP_ALL_COMPILED = {
+  "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+  "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -45,6 +53,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
   for size in ("prompts", "group", "completion", "steps"):
     parser.add_argument(f"--{size}", type=int, help=f"{size} in place of the workload's")
   parser.add_argument("--rounds", type=int, default=3, help="times that each program runs")
+  parser.add_argument(
+    "--warm", action="store_true", help="compile in a run before the rounds, which is not counted"
+  )
   types = ("float32", "bfloat16")
   parser.add_argument("--dtype", choices=types, default="float32", help="of ours' products")
   parser.add_argument("--peer-dtype", choices=types, default="float32", help="of the peers'")
@@ -99,8 +110,27 @@ def workload_for(
   )
 
 
+def environment_of(program: str, compiled: pathlib.Path) -> dict[str, str]:
+  """Returns the variables that a program runs with.
+
+  What a form of ours, or a peer, has compiled helps no other one, and nothing of the user's own
+  cache helps any.
+
+  Args:
+    program: a key of `SCRIPTS`.
+    compiled: Folder of compiled programs, one folder inside it for each program.
+  """
+  kept = {"JAX_COMPILATION_CACHE_DIR": str(compiled / program)} | KEEP_ALL_COMPILED
+  ours = OUR_PATH if program in FORMS_OF_OURS else ""
+  return OFFLINE_ON_CPU | {"PYTHONPATH": ours} | (kept if program in COMPILING else {})
+
+
 def run_program(
-  program: str, python: str, workload: workloads.Workload, folder: pathlib.Path
+  program: str,
+  python: str,
+  workload: workloads.Workload,
+  folder: pathlib.Path,
+  compiled: pathlib.Path,
 ) -> dict[str, Any]:
   """Runs one program on the workload and returns its record, with the usage of its process."""
   folder.mkdir(parents=True)
@@ -108,7 +138,7 @@ def run_program(
   usage = processes.run(
     [python, str(HERE / SCRIPTS[program]), str(folder / "workload.json"), str(folder / "run.json")],
     log=folder / "log.txt",
-    environment=OFFLINE_ON_CPU | {"PYTHONPATH": OUR_PATH if program in FORMS_OF_OURS else ""},
+    environment=environment_of(program, compiled),
   )
   recorded = json.loads((folder / "run.json").read_text())
   return recorded | {"process": dataclasses.asdict(usage)}
@@ -143,21 +173,26 @@ def compare(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]
     end_token = workloads.write_endless_model(model, folder / "model")
     model = folder / "model"
 
-  ceilings = [measure_ceiling(folder, "ceiling_before")]
-  rounds = []
-  for number in range(options.rounds):
-    turn = {}
+  def turn(name: str, programs: Collection[str]) -> dict[str, Any]:
+    """Runs each of these programs once and says how it went."""
+    runs = {}
     for program, python in interpreters(options).items():
+      if program not in programs:
+        continue
       given = workload_for(program, options, model=model, problems=problems)
-      run = run_program(program, python, given, folder / f"round_{number}_{program}")
-      turn[program] = run
+      into = folder / f"{name}_{program}".replace(" ", "_")
+      runs[program] = run = run_program(program, python, given, into, folder / "compiled")
       print(
-        f"round {number} {program}: step {summary.median_of_steps(run, 'wall_s'):.2f} s, "
+        f"{name} {program}: step {summary.median_of_steps(run, 'wall_s'):.2f} s, "
         f"process {run['process']['wall_s']:.1f} s, peak {run['process']['peak_mib']:.0f} MiB, "
         f"load before {run['process']['load_average_before']:.2f}",
         flush=True,
       )
-    rounds.append(turn)
+    return runs
+
+  ceilings = [measure_ceiling(folder, "ceiling_before")]
+  cold = turn("cold", COMPILING) if options.warm else {}
+  rounds = [turn(f"round {number}", SCRIPTS) for number in range(options.rounds)]
   ceilings.append(measure_ceiling(folder, "ceiling_after"))
   return {
     "machine": {
@@ -168,6 +203,7 @@ def compare(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]
     "model": json.loads((options.model / "config.json").read_text()),
     "end_token": end_token,
     "ceilings": ceilings,
+    "cold": cold,
     "rounds": rounds,
   }
 

@@ -1,7 +1,8 @@
 """From recorded runs to medians, ratios and a table. Pure; standard library only.
 
-A result is what compare.py writes: `rounds`, a list of {program: run}, where a
-run is the record of record.py with `process`, the usage of processes.py.
+A result is what compare.py writes: `rounds`, a list of {program: run}, and `cold`, the runs that
+compiled before them, {program: run}. A run is the record of record.py with `process`, the usage
+of processes.py.
 """
 
 import dataclasses
@@ -124,31 +125,48 @@ def ceiling_of(result: Mapping[str, Any], dtype: str) -> float:
   )
 
 
-def program_row(result: Mapping[str, Any], program: str) -> list[str]:
-  """Returns the cells of a program's row: medians over rounds of medians over steps."""
-  runs = [turn[program] for turn in result["rounds"]]
+def over_rounds(values: Sequence[float], form: Callable[[float], str]) -> str:
+  """Returns the median of a value for each round, then smallest and largest: "2 (1 to 4)"."""
+  found = spread(values)
+  low, median, high = map(form, (found.low, found.median, found.high))
+  return median if low == high else f"{median} ({low} to {high})"
 
-  def over_rounds(quantity: Callable[[Run], float]) -> float:
-    return statistics.median(quantity(run) for run in runs)
 
+def program_row(result: Mapping[str, Any], program: str, runs: Sequence[Run]) -> list[str]:
+  """Returns the cells of a program's row, each over its runs; see `over_rounds`.
+
+  Args:
+    result: of the benchmark, for the model and the ceiling.
+    program: names the row.
+    runs: of the program.
+  """
   dtype = runs[0]["workload"]["dtype"]
   ceiling = ceiling_of(result, dtype)
-  sampling = over_rounds(lambda run: rates(run, result["model"]).sampling)
-  update = over_rounds(lambda run: rates(run, result["model"]).update)
+  reached = [rates(run, result["model"]) for run in runs]
+  of_steps = lambda name: [median_of_steps(run, name) for run in runs]
+  seconds, whole, share = "{:.2f}".format, "{:.0f}".format, "{:.0%}".format
   return [
     program,
     dtype,
-    f"{over_rounds(lambda run: median_of_steps(run, 'wall_s')):.2f}",
-    f"{over_rounds(lambda run: median_of_steps(run, 'generate_s')):.2f}",
-    f"{over_rounds(lambda run: median_of_steps(run, 'train_s')):.2f}",
-    f"{over_rounds(lambda run: run['steps'][0]['wall_s']):.1f}",
-    f"{over_rounds(outside_steps):.1f}",
-    f"{over_rounds(lambda run: median_of_steps(run, 'completion_tokens')):.0f}",
-    f"{over_rounds(lambda run: median_of_steps(run, 'trained_tokens')):.0f}",
-    f"{over_rounds(lambda run: run['process']['peak_mib']):.0f}",
-    f"{sampling:.0f} ({sampling / ceiling:.0%})",
-    f"{update:.0f} ({update / ceiling:.0%})",
+    over_rounds(of_steps("wall_s"), seconds),
+    over_rounds(of_steps("generate_s"), seconds),
+    over_rounds(of_steps("train_s"), seconds),
+    over_rounds([run["steps"][0]["wall_s"] for run in runs], seconds),
+    over_rounds([outside_steps(run) for run in runs], seconds),
+    over_rounds(of_steps("completion_tokens"), whole),
+    over_rounds(of_steps("trained_tokens"), whole),
+    over_rounds([run["process"]["peak_mib"] for run in runs], whole),
+    over_rounds([work.sampling for work in reached], whole),
+    over_rounds([work.sampling / ceiling for work in reached], share),
+    over_rounds([work.update for work in reached], whole),
+    over_rounds([work.update / ceiling for work in reached], share),
   ]
+
+
+def program_table(result: Mapping[str, Any], rounds: Sequence[Mapping[str, Run]]) -> str:
+  """Lays out a row for each program that ran in these rounds."""
+  rows = [program_row(result, name, [turn[name] for turn in rounds]) for name in rounds[0]]
+  return table(PROGRAM_COLUMNS, rows)
 
 
 PROGRAM_COLUMNS = [
@@ -163,7 +181,9 @@ PROGRAM_COLUMNS = [
   "trained tokens",
   "peak MiB",
   "sample GFLOP/s",
+  "sample of ceiling",
   "update GFLOP/s",
+  "update of ceiling",
 ]
 
 RATIO_COLUMNS = ["peer", "ours", "peer ÷ ours", "lowest round", "median", "highest round"]
@@ -221,19 +241,27 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
   return "\n".join([padded[0], rule, *padded[1:]])
 
 
+def counted(count: int, what: str) -> str:
+  """Returns a number with its noun: "1 round", "2 rounds"."""
+  return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def text(result: Mapping[str, Any]) -> str:
   """Returns the whole summary of a result."""
-  programs = list(result["rounds"][0])
   ceilings = [
     f"{name}: " + ", ".join(f"{measured[name]:.0f}" for measured in result["ceilings"])
     for name in result["ceilings"][0]
   ]
   parts = [
     f"{result['machine']['processor']}, {result['machine']['cores']} cores; "
-    f"{len(result['rounds'])} rounds; medians over the steps after the first.",
+    f"{counted(len(result['rounds']), 'round')}; medians over the steps after the first, then over"
+    " rounds (smallest to largest round).",
     "Matrix products of this machine, GFLOP/s, before and after: " + "; ".join(ceilings),
-    table(PROGRAM_COLUMNS, [program_row(result, program) for program in programs]),
   ]
+  if cold := result.get("cold"):  # results of before 2026-11-22 have none.
+    parts.append("Nothing compiled before, not counted below:\n\n" + program_table(result, [cold]))
+    parts.append("Compiled before:")
+  parts.append(program_table(result, result["rounds"]))
   compared = ratio_rows(result)
   if compared:
     parts.append(table(RATIO_COLUMNS, compared))

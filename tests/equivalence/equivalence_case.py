@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax import batching
+from grpo_jax import batching, packing
 from grpo_jax.learn import optim, sharding, train_step
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.products import Products
 from grpo_jax.rl import objectives
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
 
@@ -72,8 +73,8 @@ def params(seed=0, config=CONFIG, scale=4.0):
 FULL_LOSS = {"kl_coef": 0.1, "entropy_coef": 0.05, "aggregation": "sequence_mean"}
 
 
-# Many layouts, few shapes: fixed T, and B a multiple of 12, so that little is compiled.
-LAYOUT = {"row_tokens": 64, "row_buckets": (64,), "rows_multiple": 12}
+# Many layouts, one shape, so that little is compiled.
+LAYOUT = {"shapes": (packing.Shape(12, 64, 64),)}
 
 
 @functools.cache
@@ -136,21 +137,29 @@ def assert_trees_same(got, expected, tolerance=2e-5):
     )
 
 
+def placed_on(mesh):
+  """Returns how logprobs and losses are computed on a mesh, as `train_step` takes it."""
+  return {
+    "products": Products(placement=sharding.placement(mesh)),
+    "partition": sharding.head_partition(mesh),
+  }
+
+
 def trained(mesh, *, optimizer="adamw", steps=2, one_sweep=False, **loss):
   """Returns the state after a few training steps on a mesh (None: one device), and metrics."""
   groups, advantages = ragged_groups()
   start = jax.tree.map(jnp.copy, params())  # the update consumes it.
-  shardings = partition = None
+  shardings, of_mesh = None, {}
   if mesh is not None:
     shardings = sharding.param_shardings(transformer.logical_axes(CONFIG), mesh, shapes=start)
-    partition = sharding.head_partition(mesh)
+    of_mesh = placed_on(mesh)
   objective = objectives.make(**(FULL_LOSS | {"kl_coef": 0.0} | loss))
   tx, schedule = optim.make(10, optimizer=optimizer, learning_rate=1e-2, max_grad_norm=0.5)
   token_loss = None
   if one_sweep:
-    token_loss = train_step.make_token_loss(CONFIG, objective, partition=partition)
+    token_loss = train_step.make_token_loss(CONFIG, objective, **of_mesh)
   update = train_step.make_update(
-    train_step.make_logprobs(CONFIG, partition=partition),
+    train_step.make_logprobs(CONFIG, **of_mesh),
     tx,
     objective,
     schedule=schedule,
@@ -158,7 +167,7 @@ def trained(mesh, *, optimizer="adamw", steps=2, one_sweep=False, **loss):
     token_loss=token_loss,
   )
   state = train_step.init(start, tx, shardings=shardings)
-  assembled = batching.assemble(groups, advantages, row_tokens=64, rows_multiple=8)
+  assembled = batching.assemble(groups, advantages, shapes=(packing.Shape(8, 64, 64),))
   minibatches = assembled.minibatches
   if mesh is not None:
     minibatches = sharding.put(minibatches, mesh)
@@ -178,19 +187,19 @@ def compiled_on_mesh(sizes, *, one_sweep):
   config = dataclasses.replace(CONFIG, vocab_size=vocabulary, tie_embeddings=False)
   objective = objectives.make(kl_coef=0.0, entropy_coef=0.05)
   tx, _ = optim.make(10)
-  assembled = batching.assemble(*ragged_groups(), row_tokens=64, rows_multiple=8)
+  assembled = batching.assemble(*ragged_groups(), shapes=(packing.Shape(8, 64, 64),))
   whole = params(0, config)
 
   def first(mesh):
-    shardings = partition = None
+    shardings, of_mesh = None, {}
     if mesh is not None:
       axes = transformer.logical_axes(config)
       shardings = sharding.param_shardings(axes, mesh, shapes=whole)
-      partition = sharding.head_partition(mesh)
+      of_mesh = placed_on(mesh)
     token_loss = None
     if one_sweep and mesh is not None:
-      token_loss = train_step.make_token_loss(config, objective, partition=partition)
-    logprobs = train_step.make_logprobs(config, partition=partition)
+      token_loss = train_step.make_token_loss(config, objective, **of_mesh)
+    logprobs = train_step.make_logprobs(config, **of_mesh)
     options = {"shardings": shardings, "token_loss": token_loss}
     update = train_step.make_update(logprobs, tx, objective, **options)
     [minibatch] = assembled.minibatches

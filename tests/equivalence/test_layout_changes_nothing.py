@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax import batching
+from grpo_jax import batching, packing
 from grpo_jax.models import transformer
 
 
@@ -18,7 +18,7 @@ def shared():
   return case.gradients(*case.ragged_groups())
 
 
-MICROBATCHES = {"row_tokens": 32, "row_buckets": (32,), "rows_multiple": 1, "microbatch_tokens": 32}
+MICROBATCHES = {"shapes": (packing.Shape(1, 32, 32),)}
 
 
 @pytest.mark.parametrize(
@@ -27,8 +27,8 @@ MICROBATCHES = {"row_tokens": 32, "row_buckets": (32,), "rows_multiple": 1, "mic
     pytest.param({"share_prefixes": False}, id="packed-rollouts"),
     pytest.param({"share_prefixes": False, "pack": False}, id="one-row-per-rollout"),
     pytest.param({"pack": False}, id="one-row-per-group"),
-    pytest.param({"row_tokens": 22}, id="groups-split-over-rows"),
-    pytest.param({"row_tokens": 150, "row_buckets": (150,), "rows_multiple": 1}, id="one-long-row"),
+    pytest.param({"shapes": (packing.Shape(12, 22, 22),)}, id="groups-split-over-rows"),
+    pytest.param({"shapes": (packing.Shape(1, 150, 150),)}, id="one-long-row"),
   ],
 )
 def test_layout_changes_neither_loss_nor_gradients(layout):
@@ -43,6 +43,16 @@ def test_four_microbatches_equal_one():
   assert len(shared()[2].minibatches[0].microbatches) == 1
   assert len(many[2].minibatches[0].microbatches) >= 4
   case.assert_same(many, shared())
+
+
+def test_microbatches_of_different_shapes_equal_one():
+  shapes = (packing.Shape(3, 24, 24), packing.Shape(1, 18, 18))
+  mixed = case.gradients(*case.ragged_groups(), shapes=shapes)
+  batches = mixed[2].minibatches[0].microbatches
+  assert {batch.tokens.shape for batch in batches} == {(3, 24), (1, 18)}
+  assert len(batches) >= 3
+  assert mixed[2].metrics["batch/repeated_prompt_tokens"].value() > 0  # groups were split, too.
+  case.assert_same(mixed, shared())
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "constant_length"])
@@ -151,7 +161,7 @@ def test_prompt_weight_scales_what_is_learned_from_it():
 def test_per_rollout_brings_every_logprob_home():
   groups, advantages = case.ragged_groups()
   assembled = batching.assemble(
-    groups, advantages, row_tokens=32, microbatch_tokens=64, minibatches=2
+    groups, advantages, shapes=(packing.Shape(2, 32, 32),), minibatches=2
   )
   # The token itself stands in for its logprob.
   values = [

@@ -6,7 +6,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import base
-from grpo_jax import building
+from grpo_jax import building, packing
 from grpo_jax.learn import train_step
 from grpo_jax.rl import objectives
 
@@ -56,7 +56,7 @@ def test_one_sweep_equals_two_passes(name):
 
 def test_microbatches_of_one_sweep_add_up():
   loss = LOSSES["everything"]
-  layout = {"row_tokens": 32, "row_buckets": (32,), "rows_multiple": 1, "microbatch_tokens": 32}
+  layout = {"shapes": (packing.Shape(1, 32, 32),)}
   many = case.gradients(*case.ragged_groups(), loss=loss, one_sweep=True, **layout)
   assert len(many[2].minibatches[0].microbatches) >= 4
   case.assert_same(many, case.gradients(*case.ragged_groups(), loss=loss))

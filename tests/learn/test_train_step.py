@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax import batching
+from grpo_jax import batching, packing
 from grpo_jax.learn import optim, train_step
 from grpo_jax.rl import objectives
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
@@ -47,9 +47,11 @@ def groups(*completions):
   return made
 
 
-def assembled(made, *, advantages=(-1.0, 1.0), **options):
+def assembled(made, *, advantages=(-1.0, 1.0), shape=None, **options):
   values = [np.asarray(advantages, np.float32) for _ in made]
-  return batching.assemble(made, values, row_tokens=32, **options).minibatches
+  return batching.assemble(
+    made, values, shapes=(shape or packing.Shape(8, 32, 32),), **options
+  ).minibatches
 
 
 def trainer(*, epochs=1, optimizer="sgd", rate=0.1, loss=None, **options):
@@ -210,7 +212,7 @@ def test_state_is_donated():
 def test_microbatches_of_one_number_more_compile_nothing_anew():
   update, state = trainer()
   pairs = [[[2, 3], [4]]] * 6
-  many = {"row_buckets": (8,), "microbatch_tokens": 8}
+  many = {"shape": packing.Shape(1, 8, 8)}
   state, *_ = update(state, assembled(groups(*pairs[:3]), **many))
   compiled = (
     update.differentiate._cache_size(),
@@ -230,7 +232,7 @@ def test_metrics_of_microbatches_are_those_of_the_whole():
   made = groups([[2, 3], [4]], [[4, 4, 1], [5]])
   whole, parts = trainer(report_entropy=True), trainer(report_entropy=True)
   _, one, _ = whole[0](whole[1], assembled(made))
-  _, two, _ = parts[0](parts[1], assembled(made, row_buckets=(8,), microbatch_tokens=8))
+  _, two, _ = parts[0](parts[1], assembled(made, shape=packing.Shape(1, 8, 8)))
   one, two = values(one), values(two)
   assert "train/entropy" in one
   assert one.keys() == two.keys()

@@ -29,6 +29,7 @@ class Settings:
   with_entropy: bool = False
   interpret: bool = False  # run a Pallas kernel in its platform's interpreter, on a CPU: for tests.
   vocab_chunk: int | None = None  # columns held at once, where there are such; None: as it is best.
+  gradient_dtype: str | None = None  # of the head's gradient; None: the head's.
 
   @property
   def vocab_axis(self) -> int:
@@ -39,6 +40,10 @@ class Settings:
   def width_axis(self) -> int:
     """The axis of the head that is D."""
     return self.head_layout.index("d")
+
+  def dtype_of_gradient(self, head: Array) -> Any:
+    """Returns the dtype of a head's gradient."""
+    return head.dtype if self.gradient_dtype is None else jnp.dtype(self.gradient_dtype)
 
 
 class Statistics(NamedTuple):
@@ -68,7 +73,9 @@ class Implementation(Protocol):
 
   @property
   def gradients(self) -> Callable[..., tuple[Array, Array]]:
-    """Returns the cotangents of hidden, in float32, and of head, in its dtype.
+    """Returns the cotangents of hidden, in float32, and of head.
+
+    The latter is in the dtype of the head, or that of the settings.
 
         S = [g (onehot_t - p) - gₑ p (log p + H)] / τ      dW = Sᵀh      dh = S W
 

@@ -119,15 +119,15 @@ class Kernels:
     """
     _check(hidden)
     tokens, vocabulary = hidden.shape[0], head.shape[settings.vocab_axis]
+    dtype = settings.dtype_of_gradient(head)
     if tokens == 0:
-      return hidden.astype(jnp.float32), jnp.zeros_like(head)
+      return hidden.astype(jnp.float32), jnp.zeros(head.shape, dtype)
     tiles = self._tiles(settings, hidden, head)
     columns = _real_columns(settings, head, columns)
     padded = tiles_over(tokens, tiles.rows) * tiles.rows
     rows = _of_rows(settings, log_normaliser, entropy, of_logprobs, of_entropy)
     rows = jnp.stack([_by_blocks(x, padded, tiles) for x in rows])
     targets = _by_blocks(_none_outside(targets, columns), padded, tiles)
-    dtype = head.dtype
     hidden, head = _aligned(settings, hidden, head)
 
     def slopes(first, size: int):

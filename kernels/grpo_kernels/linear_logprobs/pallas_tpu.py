@@ -99,7 +99,7 @@ class PallasTpu:
 
     """
     if hidden.shape[0] == 0:
-      return hidden.astype(jnp.float32), jnp.zeros_like(head)
+      return hidden.astype(jnp.float32), jnp.zeros(head.shape, settings.dtype_of_gradient(head))
     tiles = self._tiles(settings, hidden, head)
     limit = _limit(settings, head, columns)
     of_rows = [*log_normaliser, of_logprobs / settings.temperature]
@@ -140,10 +140,11 @@ def _over_chunks(settings: Settings, tiles: Tiles, slopes, hidden: Array, head: 
     weights = jax.lax.dynamic_slice_in_dim(head, first, size, vocab_axis).astype(hidden.dtype)
     d_hidden = d_hidden + kernels.dot(of_logits, weights, 1, vocab_axis)
     pair = (of_logits, hidden) if vocab_axis == 0 else (hidden, of_logits)
-    d_weights = kernels.dot(*pair, 0, 0).astype(head.dtype)
+    d_weights = kernels.dot(*pair, 0, 0).astype(d_head.dtype)
     return d_hidden, jax.lax.dynamic_update_slice_in_dim(d_head, d_weights, first, vocab_axis)
 
-  carry = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(head)
+  of_head = jnp.zeros(head.shape, settings.dtype_of_gradient(head))
+  carry = jnp.zeros(hidden.shape, jnp.float32), of_head
   whole, rest = divmod(vocabulary, tiles.chunk)
   if whole:
     step = lambda index, carry: visit(carry, tiling.chunk_start(index, tiles.chunk), tiles.chunk)

@@ -3,7 +3,9 @@
 Each device walks its own columns of the head for its own tokens, by any implementation. What is
 exchanged is four numbers a token in the forward pass, and in the backward pass the sums of the
 hidden's gradient (over the vocabulary's axis) and of the head's (over the tokens' axes); the head
-itself is never gathered along the vocabulary.
+itself is never gathered along the vocabulary. A head whose width is split over an axis of the
+tokens (ZeRO-3) is gathered along it for each pass, in the dtype of the hidden states, and the sum
+of its gradient is scattered along it, in float32.
 
 The custom VJP of `core` stands outside, and the two `shard_map`s inside it, one for each pass. The
 other way round, the transposition of `shard_map` divides the cotangents of outputs that all
@@ -20,6 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from grpo_kernels import collectives
 from grpo_kernels.linear_logprobs import choice, core
 from grpo_kernels.linear_logprobs.core import Settings, Statistics
 
@@ -32,11 +35,14 @@ class Partition:
     mesh: over which the op runs; on axes that are not named, all devices do the same.
     vocab_axis: splits the vocabulary; None: every device has the whole head.
     token_axes: split the tokens.
+    width_axis: splits the width of the head where it lies; None, and where it does not divide the
+      width: nothing does.
   """
 
   mesh: Mesh
   vocab_axis: str | None = None
   token_axes: tuple[str, ...] = ()
+  width_axis: str | None = None
 
   @property
   def vocab_parts(self) -> int:
@@ -45,6 +51,11 @@ class Partition:
   @property
   def token_parts(self) -> int:
     return math.prod(self.mesh.shape[axis] for axis in self.token_axes)
+
+  def splits_width(self, width: int) -> str | None:
+    """Returns the axis over which a head of this width lies split along it, if any."""
+    axis = self.width_axis
+    return None if axis is None or width % self.mesh.shape[axis] else axis
 
 
 def linear_logprobs(
@@ -63,7 +74,7 @@ def linear_logprobs(
   Values and both gradients are those of the unsharded op, to the rounding of another order of
   summation. Any N and V: what the axes do not divide is padded, with tokens and columns that count
   for nothing. Arrays may lie anywhere; nothing moves if tokens lie split over `token_axes` and the
-  head over `vocab_axis`, along V.
+  head over `vocab_axis`, along V, and `width_axis`, along D.
 
   Args:
     hidden: as in the package's function, and so are all that are not named here.
@@ -108,8 +119,10 @@ class Sharded:
   ) -> Statistics:
     """Returns the statistics over the whole vocabulary; see `core.Implementation`."""
     p, n, v = self.partition, hidden.shape[0], head.shape[settings.vocab_axis]
+    how = HeadParts.of(p, settings, head)
 
     def of_device(hidden, head, targets):
+      head = how.whole(head, hidden.dtype)
       at, real = own_columns(p, head.shape[settings.vocab_axis], v)
       own = self.implementation.statistics(settings, hidden, head, targets - at, real)
       return own if p.vocab_axis is None else combined(settings, own, p.vocab_axis)
@@ -119,7 +132,7 @@ class Sharded:
     found = jax.shard_map(
       of_device,
       mesh=p.mesh,
-      in_specs=(per_token, of_head(p, settings), per_token),
+      in_specs=(per_token, how.spec, per_token),
       out_specs=Statistics(like, like, like if settings.with_entropy else None, like),
       check_vma=False,
     )(*_padded(p, settings, hidden, head, targets))
@@ -139,25 +152,26 @@ class Sharded:
   ) -> tuple[Array, Array]:
     """Returns the cotangents of hidden (float32) and head; see `core.Implementation`."""
     p, n, v = self.partition, hidden.shape[0], head.shape[settings.vocab_axis]
+    how, dtype = HeadParts.of(p, settings, head), head.dtype
+    settings = dataclasses.replace(settings, gradient_dtype="float32")
 
     def of_device(hidden, head, targets, *per_token):
+      head = how.whole(head, hidden.dtype)
       at, real = own_columns(p, head.shape[settings.vocab_axis], v)
       d_hidden, d_head = self.implementation.gradients(
         settings, hidden, head, targets - at, real, *per_token
       )
       if p.vocab_axis is not None:
         d_hidden = jax.lax.psum(d_hidden, p.vocab_axis)
-      if p.token_parts > 1:  # in float32 also where the head is not.
-        d_head = jax.lax.psum(d_head.astype(jnp.float32), p.token_axes).astype(head.dtype)
-      return d_hidden, d_head
+      return d_hidden, how.own(d_head).astype(dtype)
 
     tokens = of_tokens(p)
     per_token = (log_normaliser, entropy, of_logprobs, of_entropy)
     d_hidden, d_head = jax.shard_map(
       of_device,
       mesh=p.mesh,
-      in_specs=(tokens, of_head(p, settings), tokens, *jax.tree.map(lambda _: tokens, per_token)),
-      out_specs=(tokens, of_head(p, settings)),
+      in_specs=(tokens, how.spec, tokens, *jax.tree.map(lambda _: tokens, per_token)),
+      out_specs=(tokens, how.spec),
       check_vma=False,
     )(
       *_padded(p, settings, hidden, head, targets),
@@ -199,8 +213,33 @@ def of_tokens(p: Partition) -> PartitionSpec:
   return PartitionSpec(p.token_axes or None)
 
 
-def of_head(p: Partition, settings: Settings) -> PartitionSpec:
-  return PartitionSpec(*(p.vocab_axis if axis == "v" else None for axis in settings.head_layout))
+@dataclasses.dataclass(frozen=True)
+class HeadParts:
+  """How a head lies, and how the devices make it whole along its width; for a `shard_map`."""
+
+  partition: Partition
+  settings: Settings
+  width_axis: str | None
+
+  @classmethod
+  def of(cls, p: Partition, settings: Settings, head: Array) -> "HeadParts":
+    return cls(p, settings, p.splits_width(head.shape[settings.width_axis]))
+
+  @property
+  def spec(self) -> PartitionSpec:
+    of_axis = {"v": self.partition.vocab_axis, "d": self.width_axis}
+    return PartitionSpec(*(of_axis[axis] for axis in self.settings.head_layout))
+
+  def whole(self, part: Array, dtype: Any) -> Array:
+    """Returns the head, whole along its width, in the dtype of the products."""
+    dim = self.settings.width_axis
+    return collectives.gathered(part, self.width_axis, dim=dim, dtype=dtype)
+
+  def own(self, gradient: Array) -> Array:
+    """Returns this device's part of the sum of the head's gradients, float32."""
+    p, dim = self.partition, self.settings.width_axis
+    axes = tuple(axis for axis in p.token_axes if p.mesh.shape[axis] > 1)
+    return collectives.summed(gradient, axes, into=self.width_axis, dim=dim)
 
 
 def _padded(p: Partition, settings: Settings, hidden, head, targets) -> tuple[Array, Array, Array]:

@@ -164,14 +164,22 @@ def _on_devices(static: _Static, hidden, head, targets, per_token, constants, wi
   vocabulary = head.shape[static.settings.vocab_axis]
   p = static.partition
   if p is None:
-    columns = _Columns(vocabulary, 0, None, None)
-    return _sweep(static, columns, hidden, head, targets, per_token, constants, with_gradients)
+    columns, weights = _Columns(vocabulary, 0, None, None), head.astype(hidden.dtype)
+    outputs, gradients = _sweep(
+      static, columns, hidden, weights, targets, per_token, constants, with_gradients
+    )
+    if gradients is not None:
+      gradients = gradients[0], gradients[1].astype(head.dtype)
+    return outputs, gradients
+
+  how, dtype = sharded.HeadParts.of(p, static.settings, head), head.dtype
 
   def of_device(hidden, head, targets, per_token, constants):
-    at, real = sharded.own_columns(p, head.shape[static.settings.vocab_axis], vocabulary)
+    weights = how.whole(head, hidden.dtype)
+    at, real = sharded.own_columns(p, weights.shape[static.settings.vocab_axis], vocabulary)
     columns = _Columns(vocabulary, at, real, p.vocab_axis)
     (loss, *rest), gradients = _sweep(
-      static, columns, hidden, head, targets, per_token, constants, with_gradients
+      static, columns, hidden, weights, targets, per_token, constants, with_gradients
     )
     if p.token_parts > 1:
       loss = jax.lax.psum(loss, p.token_axes)
@@ -179,12 +187,10 @@ def _on_devices(static: _Static, hidden, head, targets, per_token, constants, wi
       d_hidden, d_head = gradients
       if p.vocab_axis is not None:
         d_hidden = jax.lax.psum(d_hidden, p.vocab_axis)
-      if p.token_parts > 1:
-        d_head = jax.lax.psum(d_head.astype(jnp.float32), p.token_axes).astype(head.dtype)
-      gradients = d_hidden, d_head
+      gradients = d_hidden, how.own(d_head).astype(dtype)
     return (loss, *rest), gradients
 
-  tokens, of_head = sharded.of_tokens(p), sharded.of_head(p, static.settings)
+  tokens, of_head = sharded.of_tokens(p), how.spec
   like = lambda spec, tree: jax.tree.map(lambda _: spec, tree)
   whole = PartitionSpec()
   head = sharded.pad(head, static.settings.vocab_axis, p.vocab_parts)
@@ -215,10 +221,12 @@ class _Columns(NamedTuple):
 
 
 def _sweep(
-  static: _Static, columns: _Columns, hidden, head, targets, per_token, constants, with_gradients
+  static: _Static, columns: _Columns, hidden, weights, targets, per_token, constants, with_gradients
 ):
-  """Returns ((loss, logprobs, entropy), (d_hidden, d_head) or None) of one device's part."""
-  weights = head.astype(hidden.dtype)
+  """Returns ((loss, logprobs, entropy), (d_hidden, d_head) or None) of one device's part.
+
+  The gradient of the head is float32.
+  """
 
   def visit(carry, part):
     share, outputs, slopes = _chunk_of_tokens(static, columns, weights, part, constants)
@@ -234,7 +242,7 @@ def _sweep(
   )
   gradients = None
   if d_hidden is not None and d_head is not None:
-    gradients = d_hidden.astype(hidden.dtype), d_head.astype(head.dtype)
+    gradients = d_hidden.astype(hidden.dtype), d_head
   return (loss, logprobs, entropy), gradients
 
 

@@ -103,11 +103,14 @@ def gradients(
     d_logits = (d_logits / settings.temperature).astype(hidden.dtype)
     d_hidden = d_hidden + dot(d_logits, weights, (((1,), (settings.vocab_axis,)), ((), ())))
     pair = (d_logits, hidden) if settings.width_axis == 1 else (hidden, d_logits)
-    d_weights = dot(*pair, (((0,), (0,)), ((), ()))).astype(head.dtype)
+    d_weights = dot(*pair, (((0,), (0,)), ((), ()))).astype(d_head.dtype)
     d_head = jax.lax.dynamic_update_slice_in_dim(d_head, d_weights, first, settings.vocab_axis)
     return d_hidden, d_head
 
-  start = (jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(head))
+  start = (
+    jnp.zeros(hidden.shape, jnp.float32),
+    jnp.zeros(head.shape, settings.dtype_of_gradient(head)),
+  )
   return _over_chunks(settings, visit, start, hidden, head)
 
 

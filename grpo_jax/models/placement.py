@@ -1,0 +1,106 @@
+"""Where weights and activations lie on a device mesh. Pure.
+
+Three mesh axes: "data" splits rows and copies weights; "fsdp" splits rows, and the weights and the
+optimizer's state with them (ZeRO-3); "tensor" splits heads, feed-forward and vocabulary. Weights
+come to the activations and not the other way round: a layer's weights are gathered over "fsdp" for
+each use, and the sums of their gradients are scattered over it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+AXES = ("data", "fsdp", "tensor")
+ROWS = ("data", "fsdp")  # the mesh axes that split the rows of a batch.
+
+# Logical axis of a parameter (models/leaves.py) → mesh axis. What is not named here, and an axis
+# whose length the mesh axis does not divide, is kept whole on every device.
+RULES: dict[str, str] = {
+  "vocab": "tensor",
+  "heads": "tensor",
+  "kv_heads": "tensor",
+  "mlp": "tensor",
+  "embed": "fsdp",
+}
+
+# Logical axis of an activation → mesh axes, in the update, the scorer and a prefill. What is not
+# named here is whole: "places" of a row, "embed" (the model's width) and the width of a head.
+#   tokens, positions, masks, cosines      (rows, places ...)
+#   residual stream, its norms, hidden     (rows, places, embed)
+#   q, what it attends to                  (rows, places, heads, width of a head)
+#   k, v                                   (rows, places, kv_heads, width of a head)
+#   gate, up and their product             (rows, places, mlp)
+#   hidden states at the head              (rows · places, embed)
+#   logits                                 (rows · places, vocab)
+ACTIVATIONS: dict[str, tuple[str, ...]] = {
+  "rows": ROWS,
+  "vocab": ("tensor",),
+  "heads": ("tensor",),
+  "kv_heads": ("tensor",),
+  "mlp": ("tensor",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+  """Where everything lies on one mesh; hashable.
+
+  Attributes:
+    mesh: With the axes `AXES`, more than one device.
+  """
+
+  mesh: Mesh
+
+  def weight(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
+    """Returns where a parameter lies, by `RULES`; no mesh axis is used twice.
+
+    Args:
+      axes: Logical names, one for each axis of the parameter.
+      shape: Of the parameter.
+
+    Raises:
+      ValueError: There are not as many names as axes.
+    """
+    if len(axes) != len(shape):
+      raise ValueError(f"logical axes {axes} do not name the axes of a parameter of shape {shape}")
+    spec: list[str | None] = []
+    for name, length in zip(axes, shape, strict=True):
+      axis = RULES.get(name) if name is not None else None
+      fits = axis is not None and axis not in spec and length % self.mesh.shape[axis] == 0
+      spec.append(axis if fits and axis is not None and self.mesh.shape[axis] > 1 else None)
+    return PartitionSpec(*spec)
+
+  def activation(self, axes: Sequence[str], shape: Sequence[int]) -> PartitionSpec:
+    """Returns where an activation lies, by `ACTIVATIONS`.
+
+    Args:
+      axes: Logical names, one for each axis.
+      shape: Of the activation. An axis that mesh axes do not divide is whole on all of them.
+    """
+    return PartitionSpec(
+      *(self.split(name, length) for name, length in zip(axes, shape, strict=True))
+    )
+
+  def split(self, name: str, length: int) -> tuple[str, ...] | None:
+    """Returns the mesh axes that split an axis of an activation; None if there are none."""
+    axes = tuple(axis for axis in ACTIVATIONS.get(name, ()) if self.mesh.shape[axis] > 1)
+    return axes if axes and length % self.parts(axes) == 0 else None
+
+  def parts(self, axes: Sequence[str]) -> int:
+    """Returns over how many devices some mesh axes split."""
+    return math.prod(self.mesh.shape[axis] for axis in axes)
+
+  def place(self, x: Array, axes: Sequence[str]) -> Array:
+    """Puts an activation where `ACTIVATIONS` says that it lies."""
+    return self._constrained(x, self.activation(axes, x.shape))
+
+  def whole(self, x: Array) -> Array:
+    """Puts a copy on every device: of norms and biases, which are small."""
+    return self._constrained(x, PartitionSpec())
+
+  def _constrained(self, x: Array, spec: PartitionSpec) -> Array:
+    return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))

@@ -1,0 +1,134 @@
+"""The process of one part: `running` starts it with a job in JSON as its only argument."""
+
+import ctypes
+import importlib
+import json
+import pathlib
+import signal
+import sys
+import time
+import traceback
+from typing import Any
+
+from gpu_day_parts import running
+
+
+class Skipped(Exception):
+  """Why a part cannot run here."""
+
+
+class NoAccelerator(Exception):
+  """JAX computes on a CPU, and the sizes are not for one."""
+
+
+class Record:
+  """What a part has measured so far; the file holds all of it at any time."""
+
+  def __init__(self, path: pathlib.Path, part: str):
+    self._path = path
+    self._content: dict[str, Any] = {"part": part, "device": None, "result": {}}
+
+  def put(self, **values: Any) -> None:
+    """Adds values to the result."""
+    self._content["result"].update(values)
+    running.write_json(self._path, self._content)
+
+  def append(self, name: str, value: Any) -> None:
+    """Adds a value to a list of the result."""
+    self._content["result"].setdefault(name, []).append(value)
+    running.write_json(self._path, self._content)
+
+  def of_device(self, device: dict[str, str]) -> None:
+    """Says on which device the part computes."""
+    self._content["device"] = device
+    running.write_json(self._path, self._content)
+
+  def end(self, reason: str) -> None:
+    """Says why the part ends without being done."""
+    self._content["reason"] = reason
+    running.write_json(self._path, self._content)
+
+
+def open_device(record: Record, settings: running.Settings) -> Any:
+  """Starts JAX; returns its first device.
+
+  Raises:
+    NoAccelerator: It is a CPU, and the sizes are not tiny.
+  """
+  import jax
+
+  device = jax.devices()[0]
+  platform = platform_of(device)
+  record.of_device({"platform": platform, "kind": device.device_kind})
+  if platform == "cpu" and not settings.tiny:
+    raise NoAccelerator(
+      "JAX computes on a CPU: there is no accelerator, or JAX is not installed for it"
+      " (pip install -e '.[cuda]' or '.[tpu]'); --tiny tries the script on a CPU"
+    )
+  return device
+
+
+def platform_of(device: Any) -> str:
+  """Returns "gpu", "tpu" or "cpu"."""
+  return "gpu" if device.platform in ("cuda", "rocm") else device.platform
+
+
+def peak_bytes(device: Any) -> int | None:
+  """Returns the most memory that this process has held on a device; None if nobody counts it."""
+  stats = device.memory_stats() or {}
+  return stats.get("peak_bytes_in_use")
+
+
+def seconds_of(call: Any, repeats: int) -> list[float]:
+  """Returns the times of calls, in order; each waits until the device is done."""
+  import jax
+
+  found = []
+  for _ in range(repeats):
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    found.append(time.perf_counter() - start)
+  return found
+
+
+def end_with_the_parent() -> None:
+  """Asks Linux to end this process when the one that started it ends, however it does."""
+  if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def main(job: dict[str, Any]) -> int:
+  """Runs one part; returns the exit code."""
+  end_with_the_parent()
+  record = Record(pathlib.Path(job["partial"]), job["part"])
+  settings = running.Settings(**job["settings"])
+  try:
+    importlib.import_module(job["module"]).measure(record, settings, **job["sizes"])
+    return 0
+  except Skipped as reason:
+    record.end(str(reason))
+    return running.OF_SKIPPED
+  except NoAccelerator as reason:
+    record.end(str(reason))
+    return running.OF_NO_ACCELERATOR
+  # The one boundary of a part: whatever went wrong is written down, and the next part runs.
+  except Exception as error:
+    traceback.print_exc()
+    record.end(first_line(error))
+    return running.OF_MEMORY if is_out_of_memory(error) else 1
+
+
+def first_line(error: BaseException) -> str:
+  """Returns an error in one line."""
+  lines = str(error).strip().splitlines()
+  return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+  """Whether a device (XLA's RESOURCE_EXHAUSTED) or the host had too little memory."""
+  return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
+if __name__ == "__main__":
+  # Under its real name, so that the parts raise the same `Skipped` that is caught here.
+  sys.exit(importlib.import_module("gpu_day_parts.child").main(json.loads(sys.argv[1])))

@@ -1,0 +1,218 @@
+"""Reads what a compiled program sends between devices: its collectives, out of XLA's text. Pure.
+
+Every collective is counted as often as the loops around it run.
+"""
+
+import collections
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+_BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
+_ARRAY = re.compile(r"\b(pred|bf16|[fsuc]\d+)\[([\d,]*)\]")
+_HEADER = re.compile(r"^(?:ENTRY\s+)?%?([\w.\-]+)\s.*->.*\{\s*$")
+_COLLECTIVE = re.compile(
+  rf"=\s+(?P<results>.*?)\s(?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\((?P<rest>.*)$"
+)
+_CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
+_TRIPS = re.compile(r"known_trip_count\D*(\d+)")
+_CONSTANT = re.compile(r"constant\((\d+)\)")
+
+
+class Array(NamedTuple):
+  """One array of a program's text."""
+
+  dtype: str
+  shape: tuple[int, ...]
+
+  @property
+  def nbytes(self) -> int:
+    """Returns its size."""
+    bits = _BITS.get(self.dtype) or int(re.sub(r"\D", "", self.dtype))
+    return math.prod(self.shape) * bits // 8
+
+
+class Collective(NamedTuple):
+  """One collective of a program.
+
+  Attributes:
+    kind: One of `KINDS`.
+    arrays: Its results on one device; several where the compiler has combined some.
+    groups: Which devices exchange, as numbers in the order of the program's devices.
+    times: How often it runs.
+    source: What the program calls the operation.
+  """
+
+  kind: str
+  arrays: tuple[Array, ...]
+  groups: tuple[tuple[int, ...], ...]
+  times: int
+  source: str
+
+  @property
+  def wholes(self) -> tuple[Array, ...]:
+    """Returns its arrays before they are scattered: the largest that a device holds of it."""
+    if self.kind != "reduce-scatter":
+      return self.arrays
+    size = len(self.groups[0])
+    return tuple(Array(a.dtype, (*a.shape, size)) for a in self.arrays)
+
+  @property
+  def nbytes(self) -> float:
+    """Returns the bytes that one device must receive, by the best algorithm, in all its runs.
+
+    n devices: (n - 1)/n of what is whole; twice that for an all-reduce; all that is permuted.
+    """
+    size = len(self.groups[0])
+    share = {"collective-permute": 1.0, "all-reduce": 2 * (size - 1) / size}
+    whole = sum(array.nbytes for array in self.wholes)
+    return whole * share.get(self.kind, (size - 1) / size) * self.times
+
+
+def collectives(hlo: str, *, devices: int) -> list[Collective]:
+  """Returns every collective of a program, those among one device left out.
+
+  Args:
+    hlo: `compiled.as_text()`.
+    devices: How many run the program: all of them are one group where none is named.
+  """
+  computations, entry = _computations(hlo)
+  found = []
+  for line, times in _reached(computations, entry, 1):
+    match = _COLLECTIVE.search(line)
+    if match is None:
+      continue
+    groups = _groups(match["rest"], devices)
+    if len(groups[0]) < 2:
+      continue
+    arrays = _results(match)
+    source = re.search(r'op_name="([^"]*)"', line)
+    found.append(Collective(match["kind"], arrays, groups, times, source[1] if source else ""))
+  return found
+
+
+def by_kind(found: Sequence[Collective]) -> dict[str, float]:
+  """Returns the bytes that a device receives by each kind of collective; see `nbytes`."""
+  total: dict[str, float] = collections.defaultdict(float)
+  for one in found:
+    total[one.kind] += one.nbytes
+  return dict(total)
+
+
+def axes_of(groups: Sequence[Sequence[int]], sizes: dict[str, int]) -> frozenset[str]:
+  """Returns the axes of a mesh along which a group's devices differ.
+
+  Args:
+    groups: Of numbers in the order of the mesh's devices.
+    sizes: Axis → size, in the mesh's order.
+  """
+
+  def place(device: int) -> tuple[int, ...]:
+    found = []
+    for size in reversed(sizes.values()):
+      device, at = divmod(device, size)
+      found.append(at)
+    return tuple(reversed(found))
+
+  columns = zip(*(place(device) for device in groups[0]), strict=True)
+  return frozenset(axis for axis, at in zip(sizes, columns, strict=True) if len(set(at)) > 1)
+
+
+def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
+  """Returns the lines of every computation, and the name of the first that runs."""
+  found: dict[str, list[str]] = {}
+  name = entry = ""
+  for line in hlo.splitlines():
+    header = None if line.startswith((" ", "}")) else _HEADER.match(line)
+    if header:
+      name = header[1]
+      found[name] = []
+      entry = name if line.startswith("ENTRY") else entry
+    elif name:
+      found[name].append(line)
+  return found, entry
+
+
+def _reached(
+  computations: dict[str, list[str]], name: str, times: int
+) -> Iterator[tuple[str, int]]:
+  """Yields each line that a computation runs, with those it calls, and how often."""
+  for line in computations.get(name, ()):
+    yield line, times
+    runs = times * (_trips(computations, line) if " while(" in line else 1)
+    called = _CALLED.findall(line)
+    for branches in _BRANCHES.findall(line):
+      called += [one.strip().lstrip("%") for one in branches.split(",")]
+    if not _COLLECTIVE.search(line):  # what a collective applies is an addition.
+      for one in called:
+        yield from _reached(computations, one, runs)
+
+
+def _trips(computations: dict[str, list[str]], line: str) -> int:
+  """Returns how often a loop's body runs: as the compiler says, or its condition's bound."""
+  known = _TRIPS.search(line)
+  if known:
+    return int(known[1])
+  condition = re.search(r"condition=%?([\w.\-]+)", line)
+  bounds = []
+  for said, _ in _reached(computations, condition[1] if condition else "", 1):
+    bounds += [int(number) for number in _CONSTANT.findall(said)]
+  return max(bounds, default=1)
+
+
+def _results(match: re.Match[str]) -> tuple[Array, ...]:
+  """Returns what a collective gives; an asynchronous one names its operands first."""
+  arrays = tuple(
+    Array(dtype, tuple(int(size) for size in shape.split(",") if size))
+    for dtype, shape in _ARRAY.findall(match["results"])
+  )
+  if match["start"] and match["results"].startswith("(") and match["kind"] != "all-reduce":
+    arrays = tuple(array for array in arrays if array.shape)  # no contexts.
+    return arrays[len(arrays) // 2 :]
+  return arrays
+
+
+def _groups(text: str, devices: int) -> tuple[tuple[int, ...], ...]:
+  """Returns the groups of devices, in any of the three ways in which XLA writes them."""
+  everyone = (tuple(range(devices)),)
+  if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", text):
+    return tuple(_numbers(pair) for pair in re.findall(r"\{([\d,]+)", pairs[1] + "}"))
+  if listed := re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", text):
+    return tuple(_numbers(group) for group in re.findall(r"\{([\d,]*)\}", listed[1]))
+  if folded := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+    return _unfolded(_numbers(folded[1]), _numbers(folded[2]), _numbers(folded[3] or ""))
+  if named := re.search(r"replica_groups=mesh\[(.*?)\]\s*\{(.*?)\}", text):
+    sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+    return _along(sizes, re.findall(r"'(\w+)'", named[2]))
+  return everyone
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+  return tuple(int(number) for number in text.split(",") if number.strip())
+
+
+def _unfolded(
+  shape: tuple[int, ...], of: tuple[int, ...], order: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
+  """Returns 0, 1, 2 ... in the shape `of`, transposed, then in rows of the shape's last length."""
+  order = order or tuple(range(len(of)))
+  strides = [math.prod(of[axis + 1 :]) for axis in range(len(of))]
+  numbers = [0]
+  for axis in order:
+    numbers = [n + at * strides[axis] for n in numbers for at in range(of[axis])]
+  size = shape[-1]
+  return tuple(tuple(numbers[i : i + size]) for i in range(0, len(numbers), size))
+
+
+def _along(sizes: dict[str, int], axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+  """Returns the groups whose devices differ along some axes of a mesh."""
+  names = list(sizes)
+  others = [names.index(axis) for axis in names if axis not in axes]
+  order = (*others, *(names.index(axis) for axis in axes))
+  size = math.prod(sizes[axis] for axis in axes)
+  count = math.prod(sizes.values())
+  return _unfolded((count // size, size), tuple(sizes.values()), order)

@@ -1,0 +1,63 @@
+"""What the packer believes an update to cost is what the update's program multiplies."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend import core
+
+from grpo_jax import packing
+from grpo_jax.models import operations, transformer
+from grpo_jax.models.config import ModelConfig
+
+CONFIG = ModelConfig(
+  family="qwen2",
+  vocab_size=96,
+  hidden_size=32,
+  intermediate_size=48,
+  num_layers=3,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=8,
+)
+
+
+def multiplied(jaxpr):
+  """Returns the operations of all products in a program, those in loops as often as they run."""
+  total = 0
+  for equation in jaxpr.eqns:
+    if equation.primitive.name == "dot_general":
+      (contracted, _), _ = equation.params["dimension_numbers"]
+      shape = equation.invars[0].aval.shape
+      summed = math.prod(shape[axis] for axis in contracted)
+      total += 2 * math.prod(equation.outvars[0].aval.shape) * summed
+    times = equation.params["length"] if equation.primitive.name == "scan" else 1
+    total += times * sum(multiplied(inner) for inner in core.jaxprs_in_params(equation.params))
+  return total
+
+
+@pytest.mark.parametrize("remat", ["full", "dots", "none"])
+@pytest.mark.parametrize("length", [200, 600, 5000])
+def test_cost_of_a_row_is_what_the_layers_multiply(remat, length):
+  model = transformer.Transformer(CONFIG, remat=remat)
+  params = jax.eval_shape(lambda: transformer.init(jax.random.key(0), CONFIG))
+  tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+  def loss(params, tokens):
+    return jnp.sum(jnp.asarray(model.apply({"params": params}, tokens, tokens, tokens, tokens)))
+
+  traced = jax.make_jaxpr(jax.grad(loss))(params, tokens)
+  cost = operations.of_update(CONFIG, remat=remat)
+  expected = cost.of_row(length, 0)
+  # Full rematerialisation computes the last layer's output product once less.
+  assert multiplied(traced.jaxpr) == pytest.approx(expected, rel=0.03)
+
+
+def test_head_and_microbatches_are_counted():
+  cost = operations.of_update(CONFIG)
+  # Logits, and the gradients of hidden states and head: 2 · V · D each.
+  assert cost.loss_place == 3 * 2 * 96 * 32
+  row = cost.of_row(64, 64)
+  shape = packing.Shape(4, 64, 64)
+  assert cost.of(shape) == 4 * row + operations.MICROBATCH_PLACES * cost.place
