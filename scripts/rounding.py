@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tokenizers import Tokenizer
 
 from grpo_jax import models, precision
 from grpo_jax.engines.base import GenerationRequest, SamplingParams
@@ -335,8 +336,6 @@ def _prompts(folder: pathlib.Path | None, config: ModelConfig, count: int) -> li
   if folder is None:
     rng = np.random.default_rng(0)
     return [rng.integers(config.vocab_size, size=16) for _ in range(count)]
-  from tokenizers import Tokenizer
-
   tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
   return [tokenizer.encode(TEXTS[i % len(TEXTS)]).ids for i in range(count)]
 

@@ -1,6 +1,7 @@
 """What each matrix product of a run is compiled to on a GPU and on a TPU, read from StableHLO."""
 
 import collections
+import contextlib
 import re
 import threading
 
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 from grpo_kernels.linear_logprobs import choice
 
-from grpo_jax import batching, engines, packing, precision
+from configs import base
+from grpo_jax import batching, building, engines, packing, precision, run_options
 from grpo_jax.engines import decoding, probe, scheduling, sglang
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.learn import optim, train_step
 from grpo_jax.models import classifier
+from grpo_jax.models import tiny as tiny_models
 from grpo_jax.models.products import Products
 from grpo_jax.rl import objectives
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
@@ -148,6 +151,45 @@ def test_one_program_has_one_precision_for_each_run_and_keeps_them_apart():
     assert {asked for _, asked in found} == {wanted}
 
 
+def test_a_run_hands_its_dtypes_to_trainer_and_engine_alike(tmp_path, monkeypatch):
+  """Both ends of the wire, in the run itself, up to where the trainer's function is made."""
+  given = {}
+
+  def make_engine(name, **settings):
+    given["engine"] = Products(settings["compute_dtype"], settings["product_dtype"])
+
+  def make_logprobs(config, *, products, **_):
+    given["trainer"] = products
+    raise InterruptedError
+
+  monkeypatch.setattr(engines, "make", make_engine)
+  monkeypatch.setattr(train_step, "make_logprobs", make_logprobs)
+  folder = tiny_models.write(tmp_path / "model")
+  (tmp_path / "rows.jsonl").write_text('{"problem": "1", "expected_answer": "1"}\n')
+  for product_dtype in (None, "float32"):
+    config = base.get_config()
+    config.model.path = str(folder)
+    config.model.product_dtype = product_dtype
+    config.data.path = str(tmp_path / "rows.jsonl")
+    config.loss.kl_coef = 0.0
+    with contextlib.ExitStack() as stack:
+      with pytest.raises(InterruptedError):
+        building.build(config, tmp_path / str(product_dtype), stack)
+    assert given["engine"] == given["trainer"] == Products("bfloat16", product_dtype)
+
+
+def test_results_in_bfloat16_of_float32_products_are_refused_before_the_run():
+  config = base.get_config()
+  config.model.product_dtype = "bfloat16"
+  assert not any("product_dtype" in line for line in run_options.validate(config))
+  config.model.compute_dtype = "float32"
+  (told,) = [line for line in run_options.validate(config) if "product_dtype" in line]
+  assert "'bfloat16' needs model.compute_dtype='bfloat16', not 'float32'" in told
+  config.model.product_dtype = "float16"
+  (told,) = [line for line in run_options.validate(config) if "product_dtype" in line]
+  assert "must be one of" in told
+
+
 def test_the_samplers_worker_thread_computes_in_the_precision_of_the_run(monkeypatch):
   """JAX keeps the precision of a context for each thread by itself."""
   seen = {}
@@ -204,6 +246,7 @@ def test_an_engine_of_ones_own_is_given_the_precision_if_it_takes_it(tmp_path, m
   (package / "own_b.py").write_text("def make(*, matmul_precision): return matmul_precision\n")
   monkeypatch.syspath_prepend(tmp_path)
   given = {"matmul_precision": "float32"}
+  given["product_dtype"] = None
   assert engines.make("own_package.own_a", compute_dtype="float32", **given) == "float32"
   assert engines.make("own_package.own_b", **given) == "float32"
 

@@ -29,6 +29,7 @@ _KEPT_WEIGHTS = 10 << 20  # of attention in one layer; 40 MiB, had a block all k
 # The logical axes of the residual stream; see `placement.ACTIVATIONS`.
 RESIDUAL = ("rows", "places", "embed")
 
+_LN2 = float(np.log(2.0))
 _MASKED = -1e30  # finite: a row that may attend to nothing must not become NaN.
 
 
@@ -148,11 +149,27 @@ def attention(
   scores = products.contract(f"btkre,{kv_layout}->bkrts", grouped, k)
   scores = jnp.where(mask[:, None, None], scores, _MASKED)
   highest = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), _MASKED / 2)
-  weights = jnp.exp(scores - jax.lax.stop_gradient(highest))
+  weights = jnp.exp(scores - jax.lax.stop_gradient(softmax_shift(highest, products)))
   total = jnp.sum(weights, axis=-1)
   weighted = products.contract(f"bkrts,{kv_layout}->btkre", weights, v)
   total = jnp.where(total == 0, 1.0, total).transpose(0, 3, 1, 2)[..., None]
   return (weighted / total).reshape(batch, length, heads, width)
+
+
+def softmax_shift(highest: Float[Array, "..."], products: Products) -> Float[Array, "..."]:
+  """Returns what to subtract from scores before they are exponentiated.
+
+  In float32 that is the highest score. Where the weights are rounded to bfloat16 it is the next
+  multiple of ln 2: weights made with two of these differ by a power of two, which rounding leaves
+  alone. So a sampler that sees the keys in parts rounds each weight as the trainer does.
+
+  Args:
+    highest: The highest of the scores, or of a part of them.
+    products: How the weights are multiplied with the values.
+  """
+  if products.compute_dtype == jnp.float32:
+    return highest
+  return jnp.maximum(jnp.ceil(highest / _LN2) * _LN2, highest)
 
 
 def packed_attention(

@@ -59,6 +59,29 @@ def test_bfloat16_compute_stays_near_float32_and_repeats_itself():
     assert 0 < difference.max() < 0.15  # eight bits of mantissa; not float32 in disguise.
 
 
+@pytest.mark.parametrize("product_dtype", [None, "float32"])
+def test_in_bfloat16_sampler_and_trainer_round_at_the_same_places(product_dtype):
+  model_config = tiny.config("qwen2")
+  tree = tiny.params(model_config)
+  engine = tiny.sampler(model_config, compute_dtype="bfloat16", product_dtype=product_dtype)
+  requests = tiny.groups(PROMPTS[:2], 4, max_tokens=24)
+  generations = tiny.run(engine, requests)
+
+  def distance(products):
+    """The mean distance of the engine's logprobs from the trainer's, in nats."""
+    found = []
+    for request in requests:
+      sampled = generations[request.request_id]
+      given = (model_config, tree, request.prompt_ids, sampled.token_ids)
+      trainers = tiny.of_tokens(tiny.model_logprobs(*given, products=products), sampled.token_ids)
+      found.append(np.abs(sampled.logprobs - trainers))
+    return np.concatenate(found).mean()
+
+  others = "float32" if product_dtype is None else None
+  assert distance(Products("bfloat16", product_dtype)) < 1e-4  # a flipped bit now and then.
+  assert distance(Products("bfloat16", others)) > 2e-3
+
+
 def test_first_tokens_follow_the_models_distribution_by_chi_square():
   engine = tiny.sampler(max_rows=256)
   requests = tiny.groups([[1, 2, 3]], 2000, max_tokens=1)

@@ -207,3 +207,22 @@ def test_with_results_in_float32_nothing_has_changed(products):
     text = jax.jit(jax.value_and_grad(loss)).lower(params, x).as_text()
     found.append(re.sub(r"@\w+", "", text))
   assert found[0] == found[1]
+
+
+def test_weights_of_a_part_of_the_keys_are_rounded_as_those_of_all_keys():
+  scores = 8 * random(50, 64)
+  weights = lambda highest: jnp.exp(scores - layers.softmax_shift(highest, BFLOAT16))
+  of_all = rounded(weights(scores.max(axis=-1, keepdims=True)))
+  of_part = rounded(weights(scores[:, :9].max(axis=-1, keepdims=True)))
+  powers = np.log2(of_part / of_all)
+  assert np.mean(powers == np.round(powers)) > 0.995
+  assert 0.5 <= of_all.max(axis=-1).min() and of_all.max() <= 1 and powers.max() > 3
+  plain = rounded(jnp.exp(scores - scores[:, :9].max(axis=-1, keepdims=True)))
+  assert np.mean(np.log2(plain / of_all) == np.round(np.log2(plain / of_all))) < 0.5
+
+
+@pytest.mark.parametrize("highest", [-1e30, -3e5, -1.0, 0.0, 20.0, 3e5])
+def test_what_is_subtracted_from_scores_is_never_below_the_highest(highest):
+  highest = jnp.float32(highest)
+  assert highest <= layers.softmax_shift(highest, BFLOAT16) <= highest + 1 + 1e-6 * abs(highest)
+  assert layers.softmax_shift(highest, FLOAT32) == highest
