@@ -23,7 +23,7 @@ import summary
 import trace_kinds
 import workload as workloads
 
-from grpo_jax import batching, batching_options, building, packing
+from grpo_jax import batching, batching_options, computation, packing
 from grpo_jax.learn import optim, train_step
 from grpo_jax.models import loading, operations, sources
 from grpo_jax.rl import objectives
@@ -75,7 +75,7 @@ def make_update(config: Any, model: loading.Loaded) -> tuple[train_step.Update, 
   tx, schedule = optim.make(config.total_steps, **config.optim.to_dict())
   of_policy = {"temperature": config.sampling.temperature, "remat": config.model.remat}
   token_loss = None
-  if building.takes_one_sweep(config, objective):
+  if computation.takes_one_sweep(config, objective):
     token_loss = train_step.make_token_loss(model.config, objective, **of_policy)
   update = train_step.make_update(
     train_step.make_logprobs(model.config, **of_policy),
