@@ -12,6 +12,9 @@ WORKDIR ?= runs/quickstart
 ARGS ?=
 # A process a core, four at most: each compiles for itself and holds up to 3 GB.
 PARALLEL = -n logical --maxprocesses=4 --dist=worksteal
+# The files that hold tests of a mark, unless ARGS names files: to collect all of them takes every
+# process 18 s.
+files_of = $(if $(filter tests/%,$(ARGS)),,$(shell grep -rlE --include='test_*.py' 'mark\.$(1)\b' tests))
 
 .PHONY: help quickstart test test-slow test-sglang test-gpu gpu-day aot check format venv sglang-cpu sglang-cuda clean
 
@@ -25,12 +28,12 @@ test: venv  ## Run the tests (no accelerator, no network).
 	$(BIN)/python -m pytest -q $(PARALLEL) -m "not slow and not sglang" $(ARGS)
 
 test-slow: venv  ## Run the tests on real components: the real model, killed processes.
-	XLA_FLAGS= $(BIN)/python -m pytest -q $(PARALLEL) -m "slow and not sglang" $(ARGS)
+	XLA_FLAGS= $(BIN)/python -m pytest -q $(PARALLEL) -m "slow and not sglang" $(call files_of,slow) $(ARGS)
 
 # Two processes: each server takes up to 3 GB, and a file's tests share their servers.
 test-sglang: venv  ## Run the tests with real SGLang servers, on this machine's CPU.
 	PYTHON=$(PYTHON) scripts/install_sglang.sh cpu
-	$(BIN)/python -m pytest -q -n 2 --dist=loadfile -m sglang --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist=loadfile -m sglang --durations=10 $(call files_of,sglang) $(ARGS)
 
 test-gpu: $(VENV)/default  ## Run the tests that need an NVIDIA GPU of the Hopper generation.
 	@echo "Installing JAX for CUDA into $(VENV), several GB, unless it is there."
@@ -44,7 +47,7 @@ gpu-day: $(VENV)/default  ## Measure what counts on an NVIDIA GPU, in 25 minutes
 	$(BYTE_CODE)
 	$(BIN)/python scripts/gpu_day.py $(ARGS)
 
-aot:  ## Compile the kernels for an H100 and for TPUs that are not here: memory, spills. Needs Python 3.12.
+aot:  ## Compile kernels and an update for an H100 and for TPUs that are not here: memory, spills. Needs Python 3.12.
 	scripts/compile_for_devices.sh
 
 check: venv  ## Format check, lint, types.

@@ -30,9 +30,10 @@ def get_config() -> Any:
   model.remat = "full"  # keeps the fewest activations for the backward pass; "dots"; "none": all.
   model.logprobs = placeholder(str)  # implementation of the fused head; None: the best.
 
-  config.mesh = mesh = ConfigDict()  # axis sizes; product: the number of devices; -1: the rest.
+  # Axis sizes; their product is the number of devices; -1: the rest. docs/sharding.md.
+  config.mesh = mesh = ConfigDict()
   mesh.data = -1  # rows of the batch are split, weights are copied.
-  mesh.fsdp = 1  # rows are split, and weights and optimizer state with them.
+  mesh.fsdp = 1  # rows are split, and weights and optimizer state with them (ZeRO-3).
   mesh.tensor = 1  # heads, feed-forward and vocabulary are split.
 
   config.data = data = ConfigDict()  # of all training datasets, or of the only one; docs/data.md.

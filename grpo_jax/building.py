@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from grpo_jax import (
   batching_options,
   checkpointing,
   compiling,
+  computation,
   configuration,
   console,
   data,
@@ -29,7 +31,6 @@ from grpo_jax import (
   monitoring,
   offline,
   offline_building,
-  packing,
   precision,
   rollout,
   run_folder,
@@ -42,15 +43,16 @@ from grpo_jax import (
 )
 from grpo_jax.disk import writing
 from grpo_jax.engines.base import Engine, SamplingParams
+from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.engines.none import NoEngine
 from grpo_jax.engines.server_process import ServerError
 from grpo_jax.engines.transfer import TransferError
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.learn import optim, sharding, train_step
-from grpo_jax.models import export, leaves, loading, operations, sources, transformer
+from grpo_jax.learn import sharding, train_step
+from grpo_jax.models import export, leaves, loading, sources, transformer
 from grpo_jax.models.fields import Fields
-from grpo_jax.models.products import Products
-from grpo_jax.rl import estimators, objectives
+from grpo_jax.programs import Job
+from grpo_jax.rl import objectives
 from grpo_jax.types import Prompt, TrainState
 
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
@@ -82,8 +84,6 @@ class Run:
   config: Config
   workdir: pathlib.Path
   mesh: Mesh
-  shapes: tuple[packing.Shape, ...]  # those that microbatches may have.
-  cost: packing.Cost  # by which the shapes of a step are chosen.
   model: loading.Loaded  # without its parameters, which training consumes.
   reference: Any  # parameters of the frozen reference policy; None: the loss needs none.
   tokenizer: data.Tokenizer
@@ -97,10 +97,8 @@ class Run:
   ranking: offline.Ranking | None  # evaluates recorded groups; None: completions are sampled.
   evaluation_sampling: SamplingParams
   limits: rollout.Limits
-  estimator: estimators.Estimator
-  objective: objectives.Objective
-  update: train_step.Update
-  score: train_step.Scorer
+  computation: computation.Computation
+  compilations: compiling.Watch
   monitor: monitoring.Monitor
   signal_watch: learning_signal.Watch
   checkpoints: checkpointing.Checkpoints
@@ -165,24 +163,12 @@ def build(
   engine = _engine(config, folder, tokenizer, workdir, stack)
   objective = objectives.make(**config.loss)
   logging.info("loss: %s", config.loss.to_dict())
-  tx, schedule = optim.make(run_options.optimizer_steps(config), **config.optim.to_dict())
-  model, shardings = _load(folder, mesh)
-  data.check_vocabulary(tokenizer, model.config.vocab_size)
-  of_policy = {
-    "temperature": config.sampling.temperature,
-    "products": Products(
-      config.model.compute_dtype, config.model.product_dtype, sharding.placement(mesh)
-    ),
-    "remat": config.model.remat,
-    "partition": sharding.head_partition(mesh),
-  }
-  logprobs = train_step.make_logprobs(
-    model.config, implementation=config.model.logprobs, **of_policy
-  )
-  score = train_step.make_scorer(logprobs, matmul_precision=matmul_precision)
-  cost = operations.of_update(model.config, remat=config.model.remat)
-  shapes = batching_options.plan(config, cost=cost, replicas=sharding.replicas(mesh))
-  scorer = offline_building.make_scorer(config, score, mesh, shapes, cost)
+  made = computation.make(config, loading.read_config(folder), mesh, objective)
+  with compiling.Ahead([*_engine_jobs(engine, made), *made.jobs()], watch) as ahead:
+    model = _load(folder, made.shardings)
+    data.check_vocabulary(tokenizer, model.config.vocab_size)
+    ahead.wait(screen.progress, tell=screen.print, stop=stop)
+  scorer = offline_building.make_scorer(config, made.score, mesh, made.shapes, made.cost)
   behavior_logprobs = None
   if is_offline:
     prompts = _prompts(config, tokenizer, opener, {})
@@ -191,10 +177,12 @@ def build(
     behavior_logprobs = offline_building.score_behavior(
       config, prompts, scorer, model.params, workdir
     )
-  reference = jax.tree.map(lambda x: x.copy(), model.params) if objective.needs_ref else None
-  initial, frees_initial = monitoring.make_initial(lambda: _load(folder, mesh)[0].params, reference)
+  reference = made.copy(model.params) if objective.needs_ref else None
+  initial, frees_initial = monitoring.make_initial(
+    lambda: _load(folder, made.shardings).params, reference
+  )
   refuse = functools.partial(_unusable, config, tokenizer, opener)
-  start = _restore(checkpoints, model.params, tx, shardings, mesh, refuse)
+  start = _restore(checkpoints, model.params, made, refuse)
   if int(start.state.step) == 0:
     run_folder.set_aside(workdir, tell=print)
   configuration.write(config, workdir / "config.json")
@@ -212,9 +200,7 @@ def build(
   )
   stack.callback(logger.close)
   monitor = monitoring.Monitor(
-    train_step.make_watcher(
-      logprobs, with_entropy=config.learn.report_entropy, matmul_precision=matmul_precision
-    ),
+    made.watch,
     scorer,
     initial,
     frees_initial,
@@ -223,9 +209,6 @@ def build(
     total_steps=config.total_steps,
     warn=logger.print,
   )
-  token_loss = None
-  if takes_one_sweep(config, objective):
-    token_loss = train_step.make_token_loss(model.config, objective, **of_policy)
   limits = run_options.limits(config)
   ranking = None
   if behavior_logprobs is not None:
@@ -249,8 +232,6 @@ def build(
     config=config,
     workdir=workdir,
     mesh=mesh,
-    shapes=shapes,
-    cost=cost,
     model=model,
     reference=reference,
     tokenizer=tokenizer,
@@ -264,20 +245,8 @@ def build(
     ranking=ranking,
     evaluation_sampling=_sampling(run_options.evaluation_sampling(config), tokenizer, model),
     limits=limits,
-    estimator=estimators.make(**config.advantages),
-    objective=objective,
-    update=train_step.make_update(
-      logprobs,
-      tx,
-      objective,
-      epochs=config.learn.epochs,
-      report_entropy=config.learn.report_entropy,
-      schedule=schedule,
-      shardings=shardings,
-      token_loss=token_loss,
-      matmul_precision=matmul_precision,
-    ),
-    score=score,
+    computation=made,
+    compilations=watch,
     monitor=monitor,
     signal_watch=learning_signal.Watch(has_learned=first > 0),
     checkpoints=checkpoints,
@@ -364,22 +333,15 @@ def _check_split(mesh: Mesh, folder: pathlib.Path) -> None:
     )
 
 
-def takes_one_sweep(config: Config, objective: objectives.Objective) -> bool:
-  """Returns whether the update finds the head's gradients in the sweep that computes the loss.
-
-  A named implementation of the two passes is what runs.
-  """
-  is_one_step = config.learn.epochs * config.learn.minibatches == 1
-  is_free = config.model.logprobs is None
-  return config.learn.gradient_in_forward and is_one_step and is_free and objective.is_token_local
-
-
 def _keep_compiled() -> None:
   """Keeps compiled programs in the user's cache, so that a run that goes on starts at once.
 
   JAX_COMPILATION_CACHE_DIR names another folder. They are code that runs as this user, so a folder
-  that others may write is not used.
+  that others may write is not used. All are kept, unless a variable of JAX says otherwise; by
+  itself JAX keeps those that take a second, and a run that continues would compile the others.
   """
+  if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
   if jax.config.values["jax_compilation_cache_dir"] is None:
     try:
       folder = shared_places.private_folder(sources.default_cache() / "xla")
@@ -389,32 +351,27 @@ def _keep_compiled() -> None:
       jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
-def _load(folder: pathlib.Path, mesh: Mesh) -> tuple[loading.Loaded, Any]:
-  """Reads the model straight into its sharding; returns the shardings, too."""
-  described = loading.read_config(folder)
-  axes, shapes = transformer.logical_axes(described), leaves.tree(described)
-  shardings = sharding.param_shardings(axes, mesh, shapes=shapes)
-  return loading.load(folder, sharding=lambda _: shardings), shardings
+def _load(folder: pathlib.Path, shardings: Any) -> loading.Loaded:
+  """Reads the model straight into its sharding."""
+  return loading.load(folder, sharding=lambda _: shardings)
 
 
 def _restore(
   checkpoints: checkpointing.Checkpoints,
   params: Any,
-  tx: Any,
-  shardings: Any,
-  mesh: Mesh,
+  made: computation.Computation,
   refuse: checkpointing.Refusal,
 ) -> Start:
   """Returns the newest usable checkpoint's state, or the state of the model as it was read."""
   if checkpoints.steps():
-    like = _described(params, tx, shardings, mesh)
     jax.tree.map(lambda x: x.delete(), params)  # never two sets of weights in memory.
-    restored = checkpoints.restore_latest(like, refuse=refuse)
+    restored = checkpoints.restore_latest(dict(vars(made.state)), refuse=refuse)
     if restored is not None:
       state, extra = TrainState(**restored[0]), restored[1]
       print(f"continuing at step {int(state.step)}", flush=True)
       return Start(state, extra["stream"], extra["skipped"], extra["evaluated"])
-  return Start(train_step.init(params, tx, shardings=shardings), {}, 0, {})
+  state = train_step.init(params, made.tx, shardings=made.shardings, initializer=made.initialize)
+  return Start(state, {}, 0, {})
 
 
 def _unusable(
@@ -440,17 +397,9 @@ def _unusable(
   return None
 
 
-def _described(params: Any, tx: Any, shardings: Any, mesh: Mesh) -> dict[str, Any]:
-  """Returns shapes, dtypes and shardings of a state's fields, without their arrays."""
-  whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-  shapes = jax.eval_shape(lambda x: x, params)
-  of_optimizer = sharding.opt_state_shardings(tx, shapes, shardings, mesh)
-  placed = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-  return {
-    "step": jax.ShapeDtypeStruct((), jax.numpy.int32, sharding=whole),
-    "params": jax.tree.map(placed, shapes, shardings),
-    "opt_state": jax.tree.map(placed, jax.eval_shape(tx.init, shapes), of_optimizer),
-  }
+def _engine_jobs(engine: Engine, made: computation.Computation) -> list[Job]:
+  """Returns what the engine has compiled; servers compile by themselves."""
+  return engine.programs(made.state.params) if isinstance(engine, JaxSampler) else []
 
 
 def _engine(
@@ -469,6 +418,8 @@ def _engine(
   settings = config.engine.to_dict()
   name = settings.pop("name")
   own = settings[name] if name in settings else settings["options"]
+  is_embedded = name == "jax_sampler"
+  sizes = run_options.sampler_sizes(config) if is_embedded else {"max_rows": settings["max_rows"]}
   try:
     engine = engines.make(
       name,
@@ -480,8 +431,7 @@ def _engine(
       product_dtype=config.model.product_dtype,
       matmul_precision=config.model.matmul_precision,
       num_valid_tokens=tokenizer.vocab_size,
-      max_rows=settings["max_rows"],
-      **own,
+      **{**sizes, **own},
     )
   except (ValueError, ServerError, TransferError) as error:
     raise configuration.ConfigError(f"engine: {error}") from error

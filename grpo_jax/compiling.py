@@ -168,15 +168,20 @@ def metrics(done: Sequence[Compilation]) -> dict[str, float]:
   return {"perf/compilations": float(len(compiled)), "perf/compile_s": sum(compiled)}
 
 
-def late_line(step: int, done: Sequence[Compilation]) -> str:
-  """Returns what is to be said of compilations after the first step; "" if there were none."""
+def late_line(when: str, done: Sequence[Compilation]) -> str:
+  """Returns what is to be said of compilations after the first step; "" if there were none.
+
+  Args:
+    when: they were made: "step 3".
+    done: what was compiled, or read from the cache.
+  """
   compiled = [one for one in done if not one.is_kept]
   if not compiled:
     return ""
   names = ", ".join(dict.fromkeys(one.name for one in compiled))
   took = sum(one.seconds for one in compiled)
   return (
-    f"step {step} compiled {len(compiled)} program{'s' * (len(compiled) > 1)} in {took:.1f} s,"
+    f"{when} compiled {len(compiled)} program{'s' * (len(compiled) > 1)} in {took:.1f} s,"
     f" which should have been compiled before the first step: {names}"
   )
 

@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Sequence
 
-import jax.numpy as jnp
+import jax
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
 from grpo_jax.batching import Assembled, Minibatch
+from grpo_jax.programs import Job, Program
 from grpo_jax.rl import advantages
 from grpo_jax.rl.estimators import Estimator
 from grpo_jax.rl.objective_options import Options
@@ -15,7 +16,7 @@ from grpo_jax.types import Batch, RolloutGroup
 
 
 def advantages_of(
-  groups: Sequence[RolloutGroup], estimator: Estimator
+  groups: Sequence[RolloutGroup], estimator: Estimator, *, room: tuple[int, int] = (0, 0)
 ) -> list[Float[np.ndarray, " G"]]:
   """Computes the advantage of every rollout.
 
@@ -25,6 +26,8 @@ def advantages_of(
   Args:
     groups: of one training step.
     estimator: from `rl.estimators.make`.
+    room: groups, and attempts of a group, that arrays have places for: for equal shapes one
+      program is compiled. Larger groups have places for a power of two.
 
   Returns:
     [G] of every group, in order.
@@ -36,13 +39,16 @@ def advantages_of(
   if not groups:
     return []
   sizes = [len(group.rollouts) for group in groups]
-  rewards = _padded([group.rewards for group in groups], max(sizes))
-  mask = np.arange(max(sizes))[None, :] < np.asarray(sizes)[:, None]
+  prompts, width = max(room[0], len(groups)), room[1]
+  if max(sizes) > width:
+    width = 1 << (max(sizes) - 1).bit_length()
+  rewards = _padded([group.rewards for group in groups], prompts, width)
+  mask = np.arange(width)[None, :] < np.pad(sizes, (0, prompts - len(sizes)))[:, None]
   components = None
   if estimator.by_component:
-    components = jnp.asarray(_components(groups, max(sizes), estimator.weights))
-  result = np.asarray(estimator(jnp.asarray(rewards), jnp.asarray(mask), components))
-  rows = [row[:size] for row, size in zip(result, sizes, strict=True)]
+    components = _components(groups, prompts, width, estimator.weights)
+  result = np.asarray(_estimate(rewards, mask, components, estimator=estimator))
+  rows = [row[:size] for row, size in zip(result, sizes, strict=False)]  # padding is at the end.
   return [_weighted(row, group.prompt.weight) for row, group in zip(rows, groups, strict=True)]
 
 
@@ -65,6 +71,95 @@ def of_advantages(values: Sequence[Float[np.ndarray, " G"]]) -> dict[str, float]
     "batch/advantage_min": float("nan") if empty else float(joined.min()),
     "batch/advantage_max": float("nan") if empty else float(joined.max()),
   }
+
+
+def jobs(estimator: Estimator, *, room: tuple[int, int]) -> list[Job]:
+  """Returns what `advantages_of` compiles.
+
+  Without `weights`, GDPO's number of components is known from the first step on, and not before.
+
+  Args:
+    estimator: from `rl.estimators.make`.
+    room: groups of a step, attempts of a group.
+  """
+  count = len(estimator.weights or ())
+  if estimator.by_component and not count:
+    return []
+  components = _reals(count, *room) if estimator.by_component else None
+  detail = "{} × {}".format(*room)
+  given = _reals(*room), _bools(*room), components
+  return [_estimate.job(*given, estimator=estimator, detail=detail)]
+
+
+def whitening_jobs(
+  estimator: Estimator, options: Options, *, tokens: int, places: Sequence[tuple[int, int]]
+) -> list[Job]:
+  """Returns what `whitened` compiles.
+
+  Args:
+    estimator: from `rl.estimators.make`.
+    options: of the objective.
+    tokens: that a step learns from at most.
+    places: B, N of every shape that a batch may have.
+  """
+  found = [
+    _white.job(_reals(size), _bools(size), estimator=estimator, detail=str(size))
+    for size in _whitening_sizes(tokens)
+  ]
+  if options.kl_in_reward and options.kl_coef:
+    for shape in places:
+      given = _reals(*shape), _reals(*shape), _reals(*shape), _bools(*shape)
+      found.append(_penalty.job(*given, options=options, detail="{} × {}".format(*shape)))
+  return found
+
+
+def _reals(*shape: int) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(shape, np.float32)
+
+
+def _bools(*shape: int) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(shape, np.bool_)
+
+
+def _whitening_sizes(tokens: int) -> list[int]:
+  """Returns the lengths that the tokens of a step are padded to: few, up to `tokens` or more."""
+  sizes = [4096]
+  while sizes[-1] < tokens:
+    sizes.append(4 * sizes[-1])
+  return sizes
+
+
+def _estimated(rewards: Array, mask: Array, components: Array | None, *, estimator: Estimator):
+  return estimator(rewards, mask, components)
+
+
+def _whitened(flat: Float[Array, " n"], mask: Array, *, estimator: Estimator):
+  white = advantages.whiten(flat[None], mask[None])[0]
+  return advantages.clip(white, low=estimator.clip_low, high=estimator.clip_high)
+
+
+def _penalized_tokens(values: Array, old: Array, ref: Array, mask: Array, *, options: Options):
+  return advantages.subtract_kl(
+    values,
+    old,
+    ref,
+    mask,
+    kl_coef=options.kl_coef,
+    estimator=options.kl_estimator,
+    input_clamp=options.kl_input_clamp,
+    output_clamp=options.kl_output_clamp,
+  )
+
+
+_estimate, _white = (
+  Program(jax.jit(function, static_argnames="estimator"), name=name, static=("estimator",))
+  for function, name in ((_estimated, "advantages"), (_whitened, "whitening of advantages"))
+)
+_penalty = Program(
+  jax.jit(_penalized_tokens, static_argnames="options"),
+  name="KL in the reward",
+  static=("options",),
+)
 
 
 def whitened(assembled: Assembled, estimator: Estimator, options: Options) -> Assembled:
@@ -90,8 +185,10 @@ def whitened(assembled: Assembled, estimator: Estimator, options: Options) -> As
   values = [_penalized(batch, options) for batch in batches]
   masks = [np.asarray(batch.loss_places) >= 0 for batch in batches]
   flat = np.concatenate([v[m] for v, m in zip(values, masks, strict=True)])
-  white = advantages.whiten(jnp.asarray(flat)[None, :], jnp.ones((1, flat.size), bool))
-  white = np.asarray(advantages.clip(white, low=estimator.clip_low, high=estimator.clip_high))[0]
+  room = next(size for size in _whitening_sizes(flat.size) if size >= flat.size)
+  padded = np.zeros(room, np.float32)
+  padded[: flat.size] = flat
+  white = np.asarray(_white(padded, np.arange(room) < flat.size, estimator=estimator))[: flat.size]
   pieces = iter(np.split(white, np.cumsum([m.sum() for m in masks])[:-1]))
   parts = tuple(
     Minibatch(
@@ -111,17 +208,8 @@ def _penalized(batch: Batch, options: Options) -> Float[np.ndarray, "B N"]:
     return values
   if batch.old_logprobs is None or batch.ref_logprobs is None:
     raise ValueError("a KL in the reward needs old and reference logprobs of the batch")
-  penalized = advantages.subtract_kl(
-    jnp.asarray(values),
-    jnp.asarray(batch.old_logprobs),
-    jnp.asarray(batch.ref_logprobs),
-    jnp.asarray(places >= 0),
-    kl_coef=options.kl_coef,
-    estimator=options.kl_estimator,
-    input_clamp=options.kl_input_clamp,
-    output_clamp=options.kl_output_clamp,
-  )
-  return np.asarray(penalized)
+  old, ref = np.asarray(batch.old_logprobs), np.asarray(batch.ref_logprobs)
+  return np.asarray(_penalty(values, old, ref, places >= 0, options=options))
 
 
 def _with_advantages(batch: Batch, values: Float[np.ndarray, " tokens"]) -> Batch:
@@ -130,11 +218,11 @@ def _with_advantages(batch: Batch, values: Float[np.ndarray, " tokens"]) -> Batc
   rows, columns = np.nonzero(places >= 0)
   result = np.zeros(batch.advantages.shape, np.float32)
   result[rows, places[rows, columns]] = values
-  return dataclasses.replace(batch, advantages=jnp.asarray(result))
+  return dataclasses.replace(batch, advantages=result)
 
 
 def _components(
-  groups: Sequence[RolloutGroup], width: int, weights: Sequence[float] | None
+  groups: Sequence[RolloutGroup], prompts: int, width: int, weights: Sequence[float] | None
 ) -> Float[np.ndarray, "K P G"]:
   """Every reward component by itself, in the order of their names; NaN where one is missing."""
   names = sorted({name for g in groups for r in g.rollouts for name in r.reward_components})
@@ -152,6 +240,7 @@ def _components(
           np.asarray([r.reward_components.get(name, np.nan) for r in g.rollouts], np.float32)
           for g in groups
         ],
+        prompts,
         width,
       )
       for name in names
@@ -159,5 +248,8 @@ def _components(
   )
 
 
-def _padded(rows: Sequence[np.ndarray], width: int) -> Float[np.ndarray, "P G"]:
-  return np.stack([np.pad(np.asarray(r, np.float32), (0, width - len(r))) for r in rows])
+def _padded(rows: Sequence[np.ndarray], prompts: int, width: int) -> Float[np.ndarray, "P G"]:
+  padded = np.zeros((prompts, width), np.float32)
+  for place, row in zip(padded, rows, strict=False):
+    place[: len(row)] = row
+  return padded

@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from grpo_jax import programs
 from grpo_jax.packing import Shape
 from grpo_jax.types import Batch, RolloutGroup
 
@@ -49,7 +50,7 @@ def batch(
     places = np.flatnonzero(arrays["loss_mask"][b])
     arrays["loss_places"][b, : len(places)] = places
     starts.append(of_row)
-  return Batch(**{name: jnp.asarray(array) for name, array in arrays.items()}), starts
+  return Batch(**arrays), starts
 
 
 def blank(shape: Shape) -> dict[str, np.ndarray]:
@@ -65,6 +66,24 @@ def blank(shape: Shape) -> dict[str, np.ndarray]:
   arrays["behavior_logprobs"] = np.zeros(rows, np.float32)
   arrays["loss_places"] = np.full((shape.rows, shape.loss_tokens), -1, np.int32)
   return arrays
+
+
+def described(
+  shape: Shape, sharding: Any = None, *, has_old: bool = False, has_ref: bool = False
+) -> Batch:
+  """Returns shapes, dtypes and shardings of a batch, in place of its arrays.
+
+  Args:
+    shape: of the batch.
+    sharding: of all arrays; see `sharding.of_rows`.
+    has_old: whether the batch has old logprobs.
+    has_ref: whether it has those of the reference policy.
+  """
+  arrays = blank(shape)
+  at_places = np.zeros((shape.rows, shape.loss_tokens), np.float32)
+  arrays |= {"old_logprobs": at_places} if has_old else {}
+  arrays |= {"ref_logprobs": at_places} if has_ref else {}
+  return programs.abstract(Batch(**arrays), sharding)
 
 
 def _fill(

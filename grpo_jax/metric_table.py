@@ -146,7 +146,7 @@ METRICS: dict[str, Definition] = {
   ),
   "batch/microbatches": Definition("count", "forward and backward passes"),
   "batch/optimizer_steps": Definition("count", "updates of the weights", "> 0"),
-  "batch/packing_efficiency": Definition("share", "places of the rows that hold a token", "> 0.5"),
+  "batch/packing_efficiency": Definition("share", "places of the rows that hold a token", "> 0.7"),
   "batch/skipped_zero_advantage": Definition(
     "count", "completions without advantage, not computed"
   ),
@@ -306,6 +306,14 @@ METRICS: dict[str, Definition] = {
   "time/*_s": Definition("s", "any other named span: evaluate, checkpoint, ..."),
   "perf/tokens_per_s": Definition(
     "tokens/s", "prompt and completion tokens of the step / time/step_s"
+  ),
+  "perf/compilations": Definition(
+    "count",
+    "programs that XLA compiled since the step before; those read from the cache do not count",
+    "0 after the first step",
+  ),
+  "perf/compile_s": Definition(
+    "s", "time that XLA took for them; programs compiled side by side add up", "0 after the first"
   ),
   "perf/env/*": Definition("count", "what an environment's workers did since the process began"),
   "perf/peak_rss_gib": Definition("GiB", "highest host memory of the process so far", "level"),

@@ -8,7 +8,7 @@ copy that stays would cost 4 bytes a parameter in every run.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from grpo_jax import metrics, scoring
-from grpo_jax.learn import train_step
+from grpo_jax.programs import Job, Program
 from grpo_jax.rl import diagnostics, kl
 from grpo_jax.types import Batch, Mean, Metrics, RolloutGroup
 
@@ -28,7 +28,7 @@ class Monitor:
   """monitor(step, params, groups) → metrics of all completions of a step, where one is due.
 
   Attributes:
-    watch: made by `train_step.make_watcher`.
+    watch: a program, made by `train_step.make_watcher`.
     scorer: packs groups into rows.
     initial: returns the initial parameters: None where the step has them already, as in step 0.
     frees_initial: whether nobody else holds what `initial` returns.
@@ -38,7 +38,7 @@ class Monitor:
     warn: is told, in a sentence, why the drift could not be measured.
   """
 
-  watch: train_step.Watcher
+  watch: Program  # a `train_step.Watcher`.
   scorer: scoring.GroupScorer
   initial: Callable[[], Any]
   frees_initial: bool
@@ -68,7 +68,7 @@ class Monitor:
     watched = [self.watch(params, batch) for batch in batches]
     found: Metrics = {}
     if wants_all:
-      found = metrics.merge(told for told, _ in watched)
+      found = metrics.merge(jax.device_get([told for told, _ in watched]))
       found["all/covered_token_share"] = _covered(batches, groups)
     if wants_kl:
       drift = self._drift(step, batches, [policy for _, policy in watched])
@@ -92,11 +92,39 @@ class Monitor:
     for batch, own in zip(batches, policy, strict=True):
       _, initial = self.watch(params, batch)
       parts.append({"kl": _kl(own, initial, batch.loss_places)})
-    merged = jax.block_until_ready(metrics.merge(parts)["kl"])
+    merged = metrics.merge(jax.device_get(parts))["kl"]
     if self.frees_initial:
       jax.tree.map(lambda leaf: leaf.delete(), params)
     assert isinstance(merged, Mean)
     return merged
+
+
+def jobs(
+  watch: Program,
+  params: Any,
+  batches: Mapping[str, Batch],
+  *,
+  all_every_steps: int,
+  kl_every_steps: int,
+) -> list[Job]:
+  """Returns what is to be compiled so that measuring compiles nothing.
+
+  Args:
+    watch: as of `Monitor`.
+    params: shapes, dtypes and shardings.
+    batches: likewise, of every shape that a batch may have, by its description.
+    all_every_steps: as of `Monitor`.
+    kl_every_steps: as of `Monitor`.
+  """
+  found = []
+  for detail, batch in batches.items():
+    if all_every_steps or kl_every_steps:
+      found.append(watch.job(params, batch, detail=detail))
+    if kl_every_steps:
+      places: Any = batch.loss_places
+      logprobs = jax.ShapeDtypeStruct(places.shape, np.float32, sharding=places.sharding)
+      found.append(_kl.job(logprobs, logprobs, places, detail=detail))
+  return found
 
 
 def make_initial(load: Callable[[], Any], reference: Any) -> tuple[Callable[[], Any], bool]:
@@ -155,11 +183,14 @@ def device_memory(devices: Sequence[Any]) -> dict[str, float]:
 def _covered(batches: Sequence[Batch], groups: Sequence[RolloutGroup]) -> Mean:
   """The share of the step's sampled tokens that are in the batches."""
   total = sum(int(rollout.loss_mask.sum()) for group in groups for rollout in group.rollouts)
-  return Mean(float(sum(int((b.loss_places >= 0).sum()) for b in batches)), float(total))
+  covered = sum(int((np.asarray(batch.loss_places) >= 0).sum()) for batch in batches)
+  return Mean(float(covered), float(total))
 
 
-@jax.jit
-def _kl(policy: Float[Array, "B N"], initial: Float[Array, "B N"], places: Array) -> Mean:
+def _drift_of(policy: Float[Array, "B N"], initial: Float[Array, "B N"], places: Array) -> Mean:
   """KL(policy ‖ initial), estimated by k3, clamped as the loss clamps it by default."""
   values = kl.kl_penalty(policy, initial, estimator="k3", input_clamp=20.0, output_clamp=10.0)
   return diagnostics.token_average(values, places >= 0)
+
+
+_kl = Program(jax.jit(_drift_of), name="drift")

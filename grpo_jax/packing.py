@@ -1,4 +1,4 @@
-"""Which completions stand in which row of which microbatch, and which shapes there are. Pure.
+"""The shapes that microbatches may have, and which completions stand in which row. Pure.
 
 The shapes of a run are planned once, by `plan`, from the numbers of its configuration; `pack` lays
 every batch out in these and in no others, so that a run compiles a known set of programs. Only
@@ -13,22 +13,22 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 
-MOST_SHAPES = 3  # of a run: each is compiled for itself.
+MOST_SHAPES = 3  # of a run: each takes a compilation.
 
-# A longer row has longer blocks of queries in attention, and their scores take more memory.
+# Longer rows have longer blocks of queries in attention, whose scores take more memory.
 LONGEST_BY_CHOICE = 4096
-# Queries that attention computes at once: see `models.layers.packed_attention`.
+# Queries that attention computes at once, as in `models.layers.packed_attention`.
 _BLOCK, _MOST_BLOCKS = 256, 16
 
-_LEAST_PLACES = 128  # of a microbatch: with fewer, reading the weights costs more than the rows.
-_TRIED_GROUPS = 16  # of which one is split to fill a row.
+_LEAST_PLACES = 128  # of a microbatch: with fewer, reading the weights takes most of its time.
+_TRIED_GROUPS = 16  # the largest ones, of which one is split to fill a row.
 _TRIED_REMAINDERS = 48  # combinations of shapes for what does not fill a whole microbatch.
-_SAMPLE_GROUPS = 8  # with which row lengths are compared.
+_SAMPLE_GROUPS = 8  # by which row lengths are compared.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-  """Of a microbatch: B rows of T tokens, N of each learned from at most."""
+  """Shape of a microbatch: B rows of T tokens, at most N of which are learned from."""
 
   rows: int
   row_tokens: int
@@ -45,11 +45,12 @@ class Cost:
   """Operations of an update, in any unit; see `models.operations`. The default counts places.
 
   Attributes:
-    place: Of one place of a row, in the layers' products.
-    pair: Of one pair of a query and a key.
+    place: Operations of the layers' products for one place of a row.
+    pair: Operations of attention for one pair of a query and a key.
     pair_of_short: The same in rows of a single block, whose scores are computed once less.
-    loss_place: Of one of the N places of a row, in the head.
-    microbatch: Of a microbatch, whatever is in it: the weights are read, gradients are added.
+    loss_place: Operations of the head for one of the N places of a row.
+    microbatch: Operations that every microbatch costs, whatever its shape, to read the weights and
+      to add the gradients.
   """
 
   place: float = 1.0
@@ -139,28 +140,27 @@ def pack(
 ) -> list[Packed]:
   """Lays the completions of an optimizer step out in microbatches of the given shapes.
 
-  Rows are filled one after another: with the largest groups that fit, and where none does, with a
-  part of one. Most rows go into microbatches of one shape; for what is left the cheapest
-  combination of shapes is taken. Of all shapes that can take the most, the one with which the
-  whole is cheapest is chosen.
+  Rows are filled one after another: with the largest groups that fit, and where none fits, with a
+  part of one. Whole microbatches have one shape; what is left over goes into the cheapest
+  combination of shapes that holds it. This is tried with each shape, and the cheapest result wins.
 
   Args:
-    groups: what is to be laid out; nothing of a group without completions is.
-    shapes: those that may be used; a row of one of them holds every completion with its prompt.
-    cost: of a microbatch, by its shape.
-    one_piece: a row holds a single piece.
+    groups: Sizes of the groups; a group without completions takes no place.
+    shapes: Shapes that microbatches may have.
+    cost: Cost of a microbatch by its shape.
+    one_piece: Whether a row holds a single piece.
 
   Raises:
-    ValueError: no shape's row holds one of the completions with its prompt, or a shape cannot
-      learn from all that a row can hold.
+    ValueError: A completion with its prompt fits in no row, or a shape has fewer loss places than
+      row places.
   """
   longest = max((g.prompt + max(g.completions) for g in groups if g.completions), default=0)
   bulks = [shape for shape in shapes if shape.row_tokens >= longest]
   if not bulks:
     lengths = tuple(shape.row_tokens for shape in shapes)
-    raise ValueError(f"no row length of {lengths} holds a prompt with a completion, {longest}")
+    raise ValueError(f"no row of {lengths} tokens holds a prompt with its completion of {longest}")
   if any(shape.loss_tokens < shape.row_tokens for shape in shapes):
-    raise ValueError(f"rows may be learned from as a whole, so N must be T: {tuple(shapes)}")
+    raise ValueError(f"loss_tokens must be row_tokens in every shape, got {tuple(shapes)}")
   if not longest:
     return []
   tokens = sum(group.total for group in groups if group.completions)
@@ -194,19 +194,19 @@ def plan(
   microbatch. The second holds whatever the first does, where the first is larger than that.
 
   Args:
-    load: what a step may hold.
-    cost: of a microbatch, by its shape.
-    row_tokens: no row is longer. None: rows are as long as is cheapest; longer than
-      `LONGEST_BY_CHOICE` only where a prompt with one completion is.
-    row_buckets: row lengths to choose from.
-    microbatch_tokens: places of a microbatch on each replica, unless a row needs more; None: as
-      many as a step at the limits needs.
-    rows_multiple: number of replicas, over which rows are split.
-    share_prefixes: whether completions of a group may share a row's copy of the prompt.
-    pack: whether a row may hold several pieces.
+    load: The most that an optimizer step may hold.
+    cost: Cost of a microbatch by its shape.
+    row_tokens: Length of the longest row. None: rows are as long as is cheapest, and longer than
+      `LONGEST_BY_CHOICE` only if a prompt with one completion is.
+    row_buckets: Row lengths to choose from; None: any.
+    microbatch_tokens: Most places of a microbatch on each replica; one row is always allowed. None:
+      as many as a step at the limits needs.
+    rows_multiple: Number of replicas over which rows are split.
+    share_prefixes: Whether completions of a group may share a prompt in a row.
+    pack: Whether a row may hold several pieces.
 
   Raises:
-    ValueError: `row_buckets` has more lengths than shapes may be compiled.
+    ValueError: `row_buckets` names more lengths than there may be shapes.
   """
   if row_buckets and len(set(row_buckets)) > MOST_SHAPES:
     raise ValueError(
@@ -221,7 +221,7 @@ def plan(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Planner:
-  """What `plan` is told, and the steps of its choice."""
+  """The arguments of `plan`, and the steps of its choice."""
 
   load: Load
   cost: Cost
@@ -257,11 +257,11 @@ class _Planner:
     held = [prompt + count * completion for count in range(1, self._group + 1)]
     most = self._most_places(longest)
     parts = [most // count for count in range(1, 9)]
-    highest = max(longest, min(most, row_tokens or LONGEST_BY_CHOICE))
-    found = {_rounded(length) for length in (longest, *held)}
-    found |= {_rounded(length + 1, down=True) for length in parts}
-    found |= {longest, row_tokens or longest}
-    return sorted(length for length in found if longest <= length <= highest) or [longest]
+    shortest = min(_rounded(longest), row_tokens or _rounded(longest))
+    highest = max(shortest, min(most, row_tokens or LONGEST_BY_CHOICE))
+    found = {shortest, row_tokens or shortest, *map(_rounded, held)}
+    found |= {_rounded(length, down=True) for length in parts}
+    return sorted(length for length in found if shortest <= length <= highest)
 
   def _cheapest(self, lengths: Sequence[int], longest: int) -> Shape:
     """Returns the full shape with which what is likely costs least."""
@@ -294,7 +294,7 @@ class _Planner:
     """Returns the places, on each replica, of the second and the third shape."""
     third = max(full // 16, _LEAST_PLACES)
     second = math.isqrt(full * third)
-    return (longest if second < longest < full else second), third
+    return (longest if second < longest and _rounded(longest) < full else second), third
 
   def _shape(self, length: int, places: int) -> Shape:
     """Returns a shape of so many places on each replica: rows of a length, or one shorter row."""

@@ -69,9 +69,10 @@ class Program:
       static: `static_argnames` of `jitted`. They must be given by name, in calls too.
       remedy: what a user should do if it runs out of memory: "lower engine.max_rows".
     """
-    self._jitted = jitted
+    self.jitted = jitted
     self._static = frozenset(static)
-    self._executables: dict[Any, tuple[Any, list[Any]]] = {}
+    # What arguments are like → the executables for them, each with where its arguments lie.
+    self._executables: dict[Any, list[tuple[Any, list[Any]]]] = {}
     self.name = name or jitted.__name__
     self.remedy = remedy
 
@@ -84,7 +85,7 @@ class Program:
     try:
       found = self._executable(arguments, named)
       if found is None:
-        return self._jitted(*arguments, **named)
+        return self.jitted(*arguments, **named)
       return found(*arguments, **self._dynamic(named))
     except jax.errors.JaxRuntimeError as error:
       if not is_short_of_memory(error):
@@ -93,11 +94,11 @@ class Program:
 
   def lower(self, *arguments: Any, **named: Any) -> Any:
     """Lowers as `jax.jit` does."""
-    return self._jitted.lower(*arguments, **named)
+    return self.jitted.lower(*arguments, **named)
 
   def eval_shape(self, *arguments: Any, **named: Any) -> Any:
     """Returns the shapes and dtypes of what a call returns."""
-    return self._jitted.eval_shape(*arguments, **named)
+    return self.jitted.eval_shape(*arguments, **named)
 
   def job(self, *arguments: Any, detail: str = "", **named: Any) -> Job:
     """Describes a compilation.
@@ -113,8 +114,8 @@ class Program:
     def compile_and_keep() -> None:
       key, leaves = self._key(arguments, named)
       placed = [getattr(leaf, "sharding", None) for leaf in leaves]
-      executable = self._jitted.lower(*arguments, **named).compile()
-      self._executables[key] = executable, placed
+      executable = self.jitted.lower(*arguments, **named).compile()
+      self._executables.setdefault(key, []).append((executable, placed))
 
     return Job(f"{self.name} {detail}".rstrip(), compile_and_keep, self.remedy)
 
@@ -123,8 +124,10 @@ class Program:
     if not self._executables:
       return None
     key, leaves = self._key(arguments, named)
-    executable, placed = self._executables.get(key, (None, []))
-    return executable if all(map(_lies, leaves, placed)) else None
+    for executable, placed in self._executables.get(key, ()):
+      if all(map(_lies, leaves, placed)):
+        return executable
+    return None
 
   def _key(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, list[Any]]:
     """Returns what an executable depends on but shardings, and the leaves of the arguments."""

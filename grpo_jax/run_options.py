@@ -246,6 +246,26 @@ def limits(config: Config) -> rollout.Limits:
   )
 
 
+def sampler_sizes(config: Config) -> dict[str, Any]:
+  """Returns what the embedded sampler is planned for: nothing of the run goes beyond it."""
+  evaluation, group_size = config.evaluation, config.rollout.group_size
+  of_step = max(config.rollout.prompts_per_step, config.dynamic_sampling.prompts_per_round or 0)
+  most = max(of_step * group_size, evaluation.num_prompts * evaluation.group_size)
+  rows = min(config.engine.max_rows, most)
+  longest = (limits(config).max_tokens or 0) - 1  # a completion has at least one token.
+  is_simple = config.rollout.max_turns == 1 and not config.data.datasets
+  longest_prompt = min(longest, config.data.max_prompt_tokens) if is_simple else longest
+  of_evaluation = evaluation_sampling(config)["max_tokens"]
+  return {
+    "max_rows": rows,
+    "prompt_tokens": max(longest_prompt, 1),
+    "completion_tokens": max(min(max(config.sampling.max_tokens, of_evaluation), longest), 1),
+    "group_size": group_size,
+    # In a conversation every completion has a prompt of its own after the first turn.
+    "long_prompts": None if config.rollout.max_turns == 1 else rows,
+  }
+
+
 def evaluation_sampling(config: Config) -> dict[str, Any]:
   return {**config.sampling.to_dict(), **_given(config.evaluation.sampling)}
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 class Unusable(Exception):
@@ -101,9 +102,15 @@ def _unlike(present: Mapping[str, Any], expected: Mapping[str, Any], limit: int 
 def first_not_finite(tree: Any) -> str | None:
   """Returns the path of the first array that has a NaN or an infinity; None if none has."""
   for path, array in jax.tree_util.tree_leaves_with_path(tree):
-    if jnp.issubdtype(array.dtype, jnp.floating) and not bool(jnp.isfinite(array).all()):
+    if jnp.issubdtype(array.dtype, jnp.floating) and not _is_finite(array):
       return jax.tree_util.keystr(path, simple=True, separator=".")
   return None
+
+
+def _is_finite(array: Any) -> bool:
+  """Looks at an array on the host: on the devices each shape would be a program to compile."""
+  shards = array.addressable_shards if isinstance(array, jax.Array) else [array]
+  return all(bool(np.isfinite(np.asarray(getattr(x, "data", x))).all()) for x in shards)
 
 
 def _kind(value: Any) -> str:

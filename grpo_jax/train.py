@@ -18,6 +18,8 @@ import numpy as np
 
 from grpo_jax import (
   batching,
+  compiling,
+  computation,
   console,
   credit,
   evaluation,
@@ -63,7 +65,10 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
   """
   workdir = local_paths.checked("workdir", workdir)
   with contextlib.ExitStack() as stack:
-    run, begin = build(config, workdir, stack, stop)
+    try:
+      run, begin = build(config, workdir, stack, stop)
+    except Stopped:
+      return {}  # before anything was learned: the run begins again where it began.
     stack.push(functools.partial(write_report, run))
     state, skipped, evaluated = begin.state, begin.skipped, begin.evaluated
     timer = run.timer
@@ -92,7 +97,8 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
           with timer.span("assemble"):
             kept = filters.apply(groups, **run.filters)
             shaped = shaping.apply(kept.kept, run.shaping)
-            advantages = credit.advantages_of(shaped, run.estimator)
+            room = computation.room_of(config)
+            advantages = credit.advantages_of(shaped, run.computation.estimator, room=room)
             batch = assemble(run, shaped, advantages)
 
           # --- 3. score: logprobs under the policies that stay fixed ---
@@ -114,14 +120,18 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
         # --- 6. tell: nothing below changes what is learned ---
         compared = batching.per_rollout(batch, jax.device_get(logprobs), kept.kept)
         signal = learning_signal.of_step(
-          groups, shaped, advantages, batch.not_computed, run.estimator
+          groups, shaped, advantages, batch.not_computed, run.computation.estimator
         )
         of_all = {**watched, **signal.metrics(), **computed_share(groups, kept, compared)}
+        compiled = run.compilations.take()
         told = describe(run, step, groups, kept, advantages, batch, learned, compared) | of_all
+        told |= compiling.metrics(compiled)
         run.stream.tell(step, metrics.reproducible(told))
         run.logger.write(step, told)
         record(run, step, groups, kept, advantages, compared)
         for line in run.signal_watch.lines(step, signal):
+          run.logger.print(line)
+        if step > first.step and (line := compiling.late_line(f"step {step}", compiled)):
           run.logger.print(line)
         evaluated = {}
         standing = Standing(state, run.stream.state(), skipped, evaluated)
@@ -153,6 +163,9 @@ def train(config: Config, workdir: pathlib.Path, *, stop: Any = False) -> dict[s
       raise failure
     if is_over:
       publish(run, state)
+      late = compiling.late_line("the end of the run", run.compilations.take())
+      if late and int(state.step) > first.step:
+        run.logger.print(late)
   return evaluated
 
 
@@ -197,13 +210,15 @@ def assemble(
 ) -> batching.Assembled:
   """Packs groups into microbatches on the mesh."""
   options = run.config.batching
-  loss = run.objective.options
-  adds_nothing = not (loss.kl_coef or loss.entropy_coef or run.estimator.needs_whitening)
+  loss = run.computation.objective.options
+  adds_nothing = not (
+    loss.kl_coef or loss.entropy_coef or run.computation.estimator.needs_whitening
+  )
   assembled = batching.assemble(
     groups,
     advantages,
-    shapes=run.shapes,
-    cost=run.cost,
+    shapes=run.computation.shapes,
+    cost=run.computation.cost,
     minibatches=run.config.learn.minibatches,
     share_prefixes=options.share_prefixes,
     pack=options.pack,
@@ -215,18 +230,16 @@ def assemble(
 
 def score(run: Run, state: TrainState, batch: batching.Assembled) -> batching.Assembled:
   """Adds old logprobs where several updates follow, reference logprobs where there is a KL."""
-  updates = run.config.learn.epochs * len(batch.minibatches)
-  loss = run.objective.options
-  needs_old = run.objective.needs_old and (updates > 1 or loss.kl_in_reward)
+  made = run.computation
   scored = train_step.with_logprobs(
     batch.minibatches,
-    run.score,
-    old_params=state.params if needs_old else None,
+    made.score,
+    old_params=state.params if made.needs_old else None,
     ref_params=run.reference,
   )
   batch = batch.with_minibatches(jax.block_until_ready(scored))
-  if run.estimator.needs_whitening:
-    batch = credit.whitened(batch, run.estimator, loss)
+  if run.computation.estimator.needs_whitening:
+    batch = credit.whitened(batch, run.computation.estimator, run.computation.objective.options)
     batch = batch.with_minibatches(sharding.put(batch.minibatches, run.mesh))
   return batch
 
@@ -240,8 +253,8 @@ def learn(
   """
   if not batch.minibatches:
     untouched: Metrics = {"train/skipped_share": Mean(0.0, 1.0)}
-    return dataclasses.replace(state, step=state.step + 1), untouched, []
-  return jax.block_until_ready(run.update(state, batch.minibatches, before))
+    return dataclasses.replace(state, step=train_step.counted_on(state.step)), untouched, []
+  return jax.block_until_ready(run.computation.update(state, batch.minibatches, before))
 
 
 def describe(
@@ -338,7 +351,9 @@ def evaluate(run: Run, params: Any, *, step: int) -> dict[str, float]:
           on_progress=rollout.counting(shown),
           stop=run.stop,
         )
-  run.logger.write(step, {**found, **run.timer.collect()})
+  # The next step counts them, too: it is the one that waited.
+  compiled = compiling.metrics(run.compilations.so_far())
+  run.logger.write(step, {**found, **compiled, **run.timer.collect()})
   return found
 
 

@@ -15,15 +15,43 @@ ones), `old_logprobs` (the trainer's, before this batch's first update),
 
 import dataclasses
 import enum
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+Kind = TypeVar("Kind")
+Numbers = Array | np.ndarray  # a batch is made on the host, and put on the devices as a whole.
+Scalar = Float[Numbers, ""] | np.floating | float  # of a metric; what was fetched is NumPy's.
 MAX_ANSWER = 1000  # characters of an expected answer, which may be a solution or a set of tests.
+
+
+def pytree(kind: type[Kind]) -> type[Kind]:
+  """Registers a dataclass as a JAX tree of its fields.
+
+  Trees of it may hold anything in place of arrays, shapes and sharding, say: as JAX demands, such
+  a tree is not made by the constructor, whose types are checked in tests.
+  """
+  names = [field.name for field in dataclasses.fields(kind)]  # pyright: ignore[reportArgumentType]
+  keys = [jax.tree_util.GetAttrKey(name) for name in names]
+
+  def flatten(tree: Any) -> tuple[list[Any], None]:
+    return [getattr(tree, name) for name in names], None
+
+  def flatten_with_keys(tree: Any) -> tuple[list[Any], None]:
+    return [(key, getattr(tree, key.name)) for key in keys], None
+
+  def unflatten(_: None, leaves: Iterable[Any]) -> Any:
+    made = object.__new__(kind)
+    for name, leaf in zip(names, leaves, strict=True):
+      object.__setattr__(made, name, leaf)
+    return made
+
+  jax.tree_util.register_pytree_with_keys(kind, flatten_with_keys, unflatten, flatten)
+  return kind
 
 
 class FinishReason(enum.StrEnum):
@@ -120,7 +148,7 @@ class RolloutGroup:
     return np.asarray([r.reward for r in self.rollouts], np.float32)
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class Batch:
   """Packed rows with shared prefixes, ready for the device. Row order carries no meaning.
@@ -131,21 +159,21 @@ class Batch:
   or of the same branch as q. Padding has segment 0 and attends to nothing.
   """
 
-  tokens: Int[Array, "B T"]
-  segment_ids: Int[Array, "B T"]  # 0 is padding; 1.. number the segments of the row.
-  branch_ids: Int[Array, "B T"]  # 0 is the prompt; 1.. the completions of the segment.
-  positions: Int[Array, "B T"]  # within prompt + completion; each completion starts at len(prompt).
-  predecessors: Int[Array, "B T"]  # place, in the row, of the token that predicts this one.
-  loss_mask: Bool[Array, "B T"]  # True on tokens that are learned from.
-  rollout_ids: Int[Array, "B T"]  # 0.. number the completions of the row; -1: prompt, padding.
-  advantages: Float[Array, "B T"]
-  behavior_logprobs: Float[Array, "B T"]  # as the engine reported them.
-  loss_places: Int[Array, "B N"]  # places of the True's of loss_mask, in order; then -1.
-  old_logprobs: Float[Array, "B N"] | None = None  # at `loss_places`; None: taken from the policy.
-  ref_logprobs: Float[Array, "B N"] | None = None  # at `loss_places`, by the frozen reference.
+  tokens: Int[Numbers, "B T"]
+  segment_ids: Int[Numbers, "B T"]  # 0 is padding; 1.. number the segments of the row.
+  branch_ids: Int[Numbers, "B T"]  # 0 is the prompt; 1.. the completions of the segment.
+  positions: Int[Numbers, "B T"]  # in prompt + completion; a completion starts at len(prompt).
+  predecessors: Int[Numbers, "B T"]  # place, in the row, of the token that predicts this one.
+  loss_mask: Bool[Numbers, "B T"]  # True on tokens that are learned from.
+  rollout_ids: Int[Numbers, "B T"]  # 0.. number the completions of the row; -1: prompt, padding.
+  advantages: Float[Numbers, "B T"]
+  behavior_logprobs: Float[Numbers, "B T"]  # as the engine reported them.
+  loss_places: Int[Numbers, "B N"]  # places of the True's of loss_mask, in order; then -1.
+  old_logprobs: Float[Numbers, "B N"] | None = None  # at `loss_places`; None: the policy's.
+  ref_logprobs: Float[Numbers, "B N"] | None = None  # at `loss_places`, by the frozen reference.
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class LossTokens:
   """The tokens that are learned from, gathered out of a batch: what an objective sees.
@@ -162,7 +190,7 @@ class LossTokens:
   ref_logprobs: Float[Array, "B N"] | None = None
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class Denominators:
   """What the loss is divided by: global to one optimizer step, over all
@@ -172,7 +200,7 @@ class Denominators:
   sequences: Float[Array, ""] | float  # completions with at least one such token.
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class Minibatch:
   """What one optimizer step learns from: microbatches of equal shapes, one set of denominators."""
@@ -181,13 +209,13 @@ class Minibatch:
   denominators: Denominators
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class Mean:
   """A mean as total and count, so that merging over microbatches and devices is exact."""
 
-  total: Float[Array, ""] | float
-  count: Float[Array, ""] | float
+  total: Scalar
+  count: Scalar
 
   def merge(self, other: "Mean") -> "Mean":
     return Mean(self.total + other.total, self.count + other.count)
@@ -197,42 +225,44 @@ class Mean:
     return float(self.total) / float(self.count) if float(self.count) else float("nan")
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class Maximum:
   """The largest of the values seen; -inf if there were none."""
 
-  largest: Float[Array, ""] | float
+  largest: Scalar
 
   def merge(self, other: "Maximum") -> "Maximum":
-    return Maximum(jnp.maximum(self.largest, other.largest))
+    xp = _computing(self.largest, other.largest)
+    return Maximum(xp.maximum(self.largest, other.largest))
 
   def value(self) -> float:
     return float(self.largest)
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class Minimum:
   """The smallest of the values seen; inf if there were none."""
 
-  smallest: Float[Array, ""] | float
+  smallest: Scalar
 
   def merge(self, other: "Minimum") -> "Minimum":
-    return Minimum(jnp.minimum(self.smallest, other.smallest))
+    xp = _computing(self.smallest, other.smallest)
+    return Minimum(xp.minimum(self.smallest, other.smallest))
 
   def value(self) -> float:
     return float(self.smallest)
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class EffectiveSampleShare:
   """(Σw)² / (n Σw²) of importance weights w: 1 when all are equal, 1/n when one holds all."""
 
-  total: Float[Array, ""] | float
-  squares: Float[Array, ""] | float
-  count: Float[Array, ""] | float
+  total: Scalar
+  squares: Scalar
+  count: Scalar
 
   def merge(self, other: "EffectiveSampleShare") -> "EffectiveSampleShare":
     return EffectiveSampleShare(
@@ -244,11 +274,16 @@ class EffectiveSampleShare:
     return float(self.total) ** 2 / below if below else float("nan")
 
 
+def _computing(*values: Any) -> Any:
+  """Returns what computes with these: JAX on the device, NumPy with what was fetched from it."""
+  return jnp if any(isinstance(value, jax.Array) for value in values) else np
+
+
 Metric = Mean | Maximum | Minimum | EffectiveSampleShare
 Metrics = dict[str, Metric]
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class TrainState:
   """What training changes. The reference policy and a frozen base live outside it."""

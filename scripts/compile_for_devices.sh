@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Compiles the kernels for an H100 and for TPUs that are not here (`make aot`): asserts that they
 # compile, the memory they take, that no array is [tokens, vocabulary], and that no register spills.
+# Then the gradients of a whole model for eight H100s: the memory, and what they send each other;
+# with AOT_WHOLE=1 (some minutes) for eight TPUs, too.
 #
 # The compilers come from the package index, 0.7 GB unpacked for each target, into environments of
 # their own. Where they cannot be had, the target is skipped and this says why.
@@ -37,7 +39,8 @@ compile() {  # $1: target. Runs its tests; false if one fails.
     return
   fi
   # Without the suite's own settings (--noconftest). No autotuning: there is no device.
-  AOT_TARGET=$1 JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 JAX_ENABLE_COMPILATION_CACHE=false \
+  AOT_TARGET=$1 JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
+    JAX_ENABLE_COMPILATION_CACHE=false \
     XLA_FLAGS=--xla_gpu_autotune_level=0 \
     ".venv-aot-$1/bin/python" -m pytest -q --noconftest -m aot -s \
     tests/kernels/test_compiled_for_devices.py

@@ -81,14 +81,18 @@ def collectives(hlo: str, *, devices: int) -> list[Collective]:
     devices: How many run the program: all of them are one group where none is named.
   """
   computations, entry = _computations(hlo)
-  found = []
+  found, channels = [], set()
   for line, times in _reached(computations, entry, 1):
     match = _COLLECTIVE.search(line)
     if match is None:
       continue
     groups = _groups(match["rest"], devices)
-    if len(groups[0]) < 2:
+    channel = re.search(r"channel_id=(\d+)", match["rest"])
+    # Where a TPU's compiler fuses a collective with what it overlaps, every piece repeats it.
+    is_repeated = channel is not None and channel[1] in channels
+    if len(groups[0]) < 2 or is_repeated:
       continue
+    channels |= {channel[1]} if channel else set()
     arrays = _results(match)
     source = re.search(r'op_name="([^"]*)"', line)
     found.append(Collective(match["kind"], arrays, groups, times, source[1] if source else ""))

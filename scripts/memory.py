@@ -1,7 +1,7 @@
 """Prints how much memory a run's update takes on a device, counted from the program.
 
-    python scripts/memory.py --config=configs/math_1b_gpu.py --shape=Qwen2.5-1.5B
-    python scripts/memory.py --config=configs/math_1b.py --config.model.path=FOLDER
+    python -m scripts.memory --config=configs/math_1b_gpu.py --shape=Qwen2.5-1.5B
+    python -m scripts.memory --config=configs/math_1b.py --config.model.path=FOLDER
 
 Nothing is downloaded, and no weight is made: shapes are traced, and the jitted functions of the
 update are compiled for them. The compiler is that of the platform on which this runs: on a CPU,
@@ -12,8 +12,6 @@ mesh.fsdp.
 
 import argparse
 import dataclasses
-import json
-import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from grpo_jax import batching_options, building, command_line, run_options
+from grpo_jax import batching_options, command_line, computation, run_options
 from grpo_jax.learn import optim, train_step
 from grpo_jax.models import config as model_config
 from grpo_jax.models import operations, transformer
@@ -29,31 +27,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 from grpo_jax.rl import objectives
 from grpo_jax.types import Batch, Denominators
-
-_QWEN = {"architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6, "max_position_embeddings": 32768}
-# As in their config.json on the hub.
-SHAPES: dict[str, dict[str, Any]] = {
-  "Qwen2.5-1.5B": {
-    **_QWEN,
-    "vocab_size": 151936,
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-  },
-  "Qwen2.5-7B": {
-    **_QWEN,
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": False,
-  },
-}
+from scripts import model_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,14 +115,14 @@ def _compiled(function: Any, *arguments: Any) -> Any:
 def _update(
   model: ModelConfig, config: Any, objective: objectives.Objective, tx: Any, schedule: Any
 ) -> train_step.Update:
-  """Makes the update as `building` makes it for one device."""
+  """Makes the update as `computation` makes it for one device."""
   of_policy = {
     "temperature": config.sampling.temperature,
     "products": Products(config.model.compute_dtype, config.model.product_dtype),
     "remat": config.model.remat,
   }
   token_loss = None
-  if building.takes_one_sweep(config, objective):
+  if computation.takes_one_sweep(config, objective):
     token_loss = train_step.make_token_loss(model, objective, **of_policy)
   return train_step.make_update(
     train_step.make_logprobs(model, implementation=config.model.logprobs, **of_policy),
@@ -203,22 +177,22 @@ def table(memory: Memory) -> str:
   return "\n".join(lines)
 
 
-def _shape(name: str | None, folder: str) -> ModelConfig:
-  if name is not None:
-    return model_config.from_hf(SHAPES[name])
-  file = pathlib.Path(folder) / "config.json"
-  if not file.exists():
-    raise SystemExit(f"no {file}: name a folder by --config.model.path, or a --shape")
-  return model_config.from_hf(json.loads(file.read_text()))
+def _shape(name: str) -> ModelConfig:
+  try:
+    return model_config.from_hf(model_shapes.read(name))
+  except OSError as error:
+    raise SystemExit(f"{error}: as --config.model.path or --shape") from error
 
 
 def main(arguments: Sequence[str]) -> None:
   """Prints the table of one configuration."""
   parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-  parser.add_argument("--shape", choices=SHAPES, help="in place of the folder model.path")
+  parser.add_argument(
+    "--shape", choices=model_shapes.SHAPES, help="in place of the folder model.path"
+  )
   own, of_config = parser.parse_known_args(arguments)
   config: Any = command_line.parse(of_config).config
-  model = _shape(own.shape, config.model.path)
+  model = _shape(own.shape or config.model.path)
   memory = count(model, config)
   rows, columns = jnp.shape(_batch(model, config, with_reference=False).tokens)
   print(

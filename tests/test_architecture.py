@@ -34,6 +34,7 @@ LAYERS = [
   {"offline", "keeper", "batching_options"},
   {"offline_building", "field_kinds"},
   {"run_options"},
+  {"computation"},
   {"building", "command_line"},
   {"train"},
   {"main"},
@@ -91,7 +92,7 @@ PURE_MAY_IMPORT = {
 PURE_MAY_USE = PURE_UNITS | {"errors", "metrics", "metric_table", "programs"}
 EFFECTS = {"open", "print", "input", "exec", "eval", "__import__"}
 SEES_CONFIGS = {
-  *("train", "building", "offline_building", "run_options", "data_options"),
+  *("train", "building", "computation", "offline_building", "run_options", "data_options"),
   "batching_options",
   *("command_line", "configuration", "main", "sections"),
 }

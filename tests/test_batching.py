@@ -217,7 +217,12 @@ def test_packing_efficiency_is_tokens_per_place():
     ([group(2, rollout(1))], [np.full(1, np.nan, np.float32)], {}, "advantage nan of rollout 0"),
     ([group(2, rollout(1))], None, {"minibatches": 0}, "minibatches must be at least 1"),
     ([group(2, rollout(1))], None, {"shapes": ()}, "shapes needs a shape"),
-    ([group(2, rollout(1))], None, {"shapes": (packing.Shape(1, 8, 4),)}, "N must be T"),
+    (
+      [group(2, rollout(1))],
+      None,
+      {"shapes": (packing.Shape(1, 8, 4),)},
+      "loss_tokens must be row_tokens",
+    ),
   ],
 )
 def test_assemble_refuses_what_makes_no_sense(groups, advantages, options, message):

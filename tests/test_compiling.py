@@ -93,3 +93,37 @@ def test_a_short_compilation_is_not_explained(watch):
     end()
     assert [timer.finished.is_set() for timer in timers] == [True]
   assert told == []
+
+
+def test_what_is_read_from_the_cache_does_not_count(watch):
+  with watch.listening(lambda line: None):
+    begin()
+    elsewhere = threading.Thread(target=jax.monitoring.record_event, args=(compiling.HIT,))
+    elsewhere.start()
+    elsewhere.join()
+    end()
+    begin()
+    jax.monitoring.record_event(compiling.HIT)
+    end()
+    assert len(watch.so_far()) == 2
+    done = watch.take()
+    assert watch.take() == watch.so_far() == []
+  assert [one.is_kept for one in done] == [False, True]
+  assert compiling.metrics(done) == {"perf/compilations": 1.0, "perf/compile_s": 1.0}
+  assert compiling.late_line("step 3", done[1:]) == ""
+  assert compiling.late_line("step 3", done).startswith("step 3 compiled 1 program in 1.0 s")
+
+
+def test_the_note_names_the_job(watch, now):
+  with watch.listening(lambda line: None), watch.naming("update 8 × 1024"):
+    begin()
+    now[0] += 3.0
+    assert watch.note() == "update 8 × 1024, 3 s"
+    end()
+
+
+def test_memory_and_jobs_bound_the_threads(monkeypatch):
+  monkeypatch.setattr(compiling.os, "sched_getaffinity", lambda _: range(64), raising=False)
+  for free, expected in ((100 << 30, 7), (9 << 30, 4), (1 << 20, 1), (None, 7)):
+    monkeypatch.setattr(compiling.host_memory, "available_bytes", lambda free=free: free)
+    assert compiling.threads_for(7) == expected

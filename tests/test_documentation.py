@@ -1,8 +1,10 @@
 """The commands of README and docs, as they would be copied: files, fields and modules exist."""
 
+import ast
 import pathlib
 import re
 import shlex
+import subprocess
 
 import pytest
 
@@ -94,6 +96,29 @@ def test_make_compiles_what_it_installs_to_byte_code_on_all_cores():
   lines = text.splitlines()
   after = [lines[i + 1] for i, line in enumerate(lines) if line.startswith("\t$(INSTALL)")]
   assert after == ["\t$(BYTE_CODE)"] * 4
+
+
+def marked_files(mark):
+  """Returns the test files in whose syntax a mark occurs: pytest.mark.MARK."""
+  of_mark = lambda node: isinstance(node, ast.Attribute) and node.attr == mark
+  found = set()
+  for path in (ROOT / "tests").rglob("test_*.py"):
+    text = path.read_text()
+    nodes = filter(of_mark, ast.walk(ast.parse(text))) if mark in text else ()
+    if any(ast.unparse(node.value).endswith("mark") for node in nodes):
+      found.add(str(path.relative_to(ROOT)))
+  return found
+
+
+@pytest.mark.parametrize("mark", ["slow", "sglang"])
+def test_make_collects_the_files_that_hold_tests_of_a_mark_and_no_others(mark):
+  def files(*arguments):
+    command = ["make", "-n", f"test-{mark}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(re.findall(r"tests/\S+\.py", done.stdout))
+
+  assert files() == marked_files(mark) != set()
+  assert files("ARGS=tests/test_x.py") == {"tests/test_x.py"}
 
 
 def test_readme_notebook_configures_a_run(monkeypatch):

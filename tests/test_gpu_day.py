@@ -31,6 +31,7 @@ from gpu_day_parts import (  # noqa: E402
   verdict,
   wheels,
 )
+from gpu_day_parts import head as heads  # noqa: E402
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
@@ -226,6 +227,17 @@ def test_forms_that_failed_or_are_wrong_are_not_chosen():
   assert undecided.choice is None and "undecided" in undecided.sentence
 
 
+def test_a_form_of_ours_that_does_not_run_where_it_should_is_a_failure():
+  times = {"xla_chunked": (3, 9), "token_local": (2, 8), "xla_materialised": (2, 7)}
+  result = head(times, why=["mosaic_gpu", "liger"])
+  assert heads.complaints(result, ["xla_chunked", "token_local"]) == []  # not on Hopper.
+  (line,) = heads.complaints(result, ["mosaic_gpu", "xla_chunked"])
+  assert line == "mosaic_gpu should run here and did not: no"
+  wrong = head(times, loss={"token_local": float("nan")})
+  assert all("token_local" in line for line in heads.complaints(wrong, []))
+  assert len(heads.complaints(wrong, [])) == 2  # forward, and with gradients.
+
+
 # --- the tests of make test-gpu ---
 
 PYTEST = """
@@ -284,7 +296,7 @@ PLANTED = textwrap.dedent(
     if what == "hangs":
       signal.signal(signal.SIGTERM, signal.SIG_IGN)
       os.fork()
-      time.sleep(600)
+      time.sleep(60)
     if what == "killed":
       os.kill(os.getpid(), signal.SIGKILL)
     if what == "exits":

@@ -89,6 +89,19 @@ def test_shardings_that_lie_alike_fit_and_others_do_not(mesh, watch):
   assert len(names(watch)) == 1
 
 
+def test_arguments_of_one_shape_may_be_compiled_for_in_several_places(mesh, watch):
+  program = Program(jax.jit(lambda x: x * 6 + 1))
+  x = np.arange(32, dtype=np.float32).reshape(8, 4)
+  places = [placed(mesh, "data"), placed(mesh, "fsdp")]
+  for place in places:
+    program.job(shape(8, 4, sharding=place))()
+  arrays = [jax.device_put(x, place) for place in places]
+  watch.take()
+  for array in arrays:
+    np.testing.assert_array_equal(program(array), x * 6 + 1)
+  assert names(watch) == []
+
+
 def test_donated_and_static_arguments_keep_their_meaning(mesh, watch):
   @functools.partial(jax.jit, static_argnames="times", donate_argnames="x")
   def repeated(x, times):

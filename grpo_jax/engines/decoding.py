@@ -1,11 +1,23 @@
 """The sampler's computation on the device: prefill of prompts, and a loop of decode steps. Pure.
 
-A prompt's keys and values stand once, in a slot, for all the completions that continue it; a row
-has a cache of its own for what it sampled, and the index of its slot. The last token of the
-prompt is the first that a row feeds to the model, so slots hold the prompt without it.
+Few programs serve all requests, so their shapes say how much may be computed, and loops within them
+run as far as there is something to compute: over the pages of the prompts, over the blocks of
+what the rows have sampled.
+
+* A prompt's keys and values stand once, in pages, for all the completions that continue it. The
+  rows of a prompt form tiles, and each page is multiplied with all queries of its tile at once. A
+  row whose prompt no other row has is a tile of its own.
+* What the rows have sampled stands in a ring: in every step all rows write into the same column,
+  that of the step, so a row of n tokens finds them in the last n columns.
+
+The last token of the prompt is the first that a row feeds to the model, so pages hold the prompt
+without it.
 
 Layers are unrolled over per-layer arrays: a scan would copy every layer's weights and cache out
-of the stacked arrays at every token. R rows, S slots, C the length of a row's own cache.
+of the stacked arrays at every token.
+
+Sizes: R rows of the program, of which the ring has at least as many; M blocks of C columns in the
+ring; N pages of T tokens; W pages of the longest prompt; A tiles of G rows.
 """
 
 import dataclasses
@@ -24,15 +36,38 @@ from grpo_jax import precision
 from grpo_jax.engines import sampling
 from grpo_jax.models import layers, transformer
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.products import OutputMajor, Products
+from grpo_jax.models.products import Joined, OutputMajor, Products, joined_name
 
 _MASKED = -1e30
 
-# (keys, values) of every layer: [S K T E] of the prompts, [R K C E] of the rows.
+# Of every layer, keys and values: [N K T E] each of the pages; of the ring [M R K E C] and
+# [M R K C E]: products of a single query are sums over columns, quickest in these layouts.
 Cache = list[tuple[Array, Array]]
 
+# A softmax over some of the keys: the highest score (`layers.softmax_shift` of it, so that weights
+# are rounded as in one softmax over all keys), Σ exp(score - highest), and
+# Σ exp(score - highest) value, with one more axis.
+Partial = tuple[Array, Array, Array]
 
-@jax.tree_util.register_dataclass
+
+def _as_tree(cls: type) -> type:
+  """Registers a dataclass as a tree; one of descriptions of arrays is put together unchecked."""
+  names = [field.name for field in dataclasses.fields(cls)]
+
+  def flatten(x):
+    return [(jax.tree_util.GetAttrKey(name), getattr(x, name)) for name in names], None
+
+  def unflatten(_, leaves):
+    made = object.__new__(cls)
+    for name, leaf in zip(names, leaves, strict=True):
+      object.__setattr__(made, name, leaf)
+    return made
+
+  jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
+  return cls
+
+
+@_as_tree
 @dataclasses.dataclass(frozen=True)
 class Weights:
   """The parameters as the sampler reads them."""
@@ -43,15 +78,22 @@ class Weights:
   head: Array  # in the compute dtype; the trainer's own array if that is float32.
 
 
-@jax.tree_util.register_dataclass
+@_as_tree
 @dataclasses.dataclass(frozen=True)
 class Rows:
-  """The state of every row between chunks; made anew on the host for each."""
+  """The state of every row between chunks; made again on the host for each."""
 
   tokens: Int[Array | np.ndarray, " R"]  # the next to be fed to the model.
-  slots: Int[Array | np.ndarray, " R"]
-  prompt_lengths: Int[Array | np.ndarray, " R"]  # tokens of the slot.
-  lengths: Int[Array | np.ndarray, " R"]  # tokens of the row's own cache = tokens sampled so far.
+  prompt_lengths: Int[Array | np.ndarray, " R"]  # tokens in the pages of the prompt.
+  pages: Int[Array | np.ndarray, "R W"]  # of the prompt.
+  places: Int[Array | np.ndarray, " R"]  # in the tiles: tile · G + number; -1: in none of them.
+  tile_rows: Int[Array | np.ndarray, "A G"]  # the row at each place.
+  tile_pages: Int[Array | np.ndarray, "A W"]
+  tile_lengths: Int[Array | np.ndarray, " A"]  # tokens in these pages.
+  moves: Int[Array | np.ndarray, "R 2"]  # rows to be moved in the ring first, from and to.
+  num_moves: Int[Array | np.ndarray, ""]
+  step: Int[Array | np.ndarray, ""]  # number of the next step, which says its column.
+  lengths: Int[Array | np.ndarray, " R"]  # tokens in the ring = tokens sampled so far.
   remaining: Int[Array | np.ndarray, " R"]  # tokens that may still be sampled; 0: the row is idle.
   seeds: UInt[Array | np.ndarray, "R 2"]
   temperature: Float[Array | np.ndarray, " R"]
@@ -61,16 +103,33 @@ class Rows:
   stop_ids: Int[Array | np.ndarray, "R n"]  # padded with -1.
 
 
+@_as_tree
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+  """Tokens of prompts that are prefilled at once: one prompt after the other, n in all.
+
+  Only the first prompt may have begun in an earlier chunk.
+  """
+
+  tokens: Int[Array | np.ndarray, " n"]
+  segment_ids: Int[Array | np.ndarray, " n"]  # 1 for the first prompt, then 2, ...; 0 is padding.
+  positions: Int[Array | np.ndarray, " n"]
+  pages: Int[Array | np.ndarray, " n"]  # where keys and values go; N for padding.
+  past_pages: Int[Array | np.ndarray, " W"]  # of the first prompt.
+  past: Int[Array | np.ndarray, ""]  # tokens of the first prompt in earlier chunks.
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """What a decode step is compiled for, beside shapes; hashable."""
+  """What the programs are compiled for, beside shapes; hashable."""
 
   config: ModelConfig
   products: Products
   chunk: int  # decode steps of one call, at most.
-  num_valid: int | None  # see `sampling.sample`.
-  is_truncated: bool  # some row has top-k, top-p or min-p.
-  report_truncated: bool
+  num_valid: int | None = None  # see `sampling.sample`.
+  report_truncated: bool = False
+  group: int = 8  # G, rows of a tile.
+  pages_at_once: int = 1  # read by one round of the loop over pages.
   mesh: Mesh | None = None
   head_axis: Any = None  # mesh axes over which key/value heads are split.
   row_axes: tuple[str, ...] = ()  # mesh axes over which rows are split, if they can be evenly.
@@ -87,80 +146,130 @@ def split_layers(params: transformer.Params, options: Options) -> Weights:
   head, _ = transformer.head(params, options.config)
   return Weights(
     embed=params["embed"],
-    layers=_unstack(params["layers"], options.config.num_layers, dtype),
+    layers=_unstack(params["layers"], options.config.num_layers, dtype, options.mesh is None),
     final_norm=params["final_norm"],
     head=head if head.dtype == dtype else head.astype(dtype),
   )
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _unstack(stacked: dict[str, Array], num_layers: int, dtype: Any) -> list[layers.LayerParams]:
+def described(params: Any, options: Options) -> Weights:
+  """Returns shapes, dtypes and shardings of what `split_layers` returns.
+
+  Args:
+    params: arrays, or `jax.ShapeDtypeStruct`s with shardings.
+    options: of the programs.
+  """
+  shapes = jax.eval_shape(lambda params: split_layers(params, options), params)
+  dtype = options.products.compute_dtype
+  is_joined = options.mesh is None
+  unstack = _unstack.lower(params["layers"], options.config.num_layers, dtype, is_joined)
+  head = params["embed" if options.config.tie_embeddings else "head"]
+  of_layers = jax.tree.leaves(unstack.compile().output_shardings)
+  # In the order of the fields.
+  shardings = [params["embed"].sharding, *of_layers, params["final_norm"].sharding, head.sharding]
+  leaves, structure = jax.tree.flatten(shapes)
+  place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+  return jax.tree.unflatten(structure, map(place, leaves, shardings))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _unstack(
+  stacked: dict[str, Array], num_layers: int, dtype: Any, is_joined: bool
+) -> list[layers.LayerParams]:
+  """Splits the stacked arrays.
+
+  Args:
+    stacked: arrays of all layers.
+    num_layers: how many.
+    dtype: of the kernels.
+    is_joined: write the kernels of q, k, v, and of gate and up, into one array each: fewer and
+      larger products. On a mesh each is split by itself.
+  """
+
   def of_layer(x, i):
     # Norms and biases, [L n], stay float32: they are not factors of a product.
     return OutputMajor(x[i].T.astype(dtype)) if x.ndim == 3 else x[i].astype(jnp.float32)
 
-  return [{name: of_layer(x, i) for name, x in stacked.items()} for i in range(num_layers)]
+  def layer(i):
+    made = {name: of_layer(x, i) for name, x in stacked.items()}
+    for names in (("q", "k", "v"), ("gate", "up")) if is_joined else ():
+      kernels = [made.pop(name).array for name in names]
+      widths = tuple(kernel.shape[0] for kernel in kernels)
+      made[joined_name(names)] = Joined(jnp.concatenate(kernels), widths)
+    return made
+
+  return [layer(i) for i in range(num_layers)]
 
 
-def empty_cache(count: int, length: int, options: Options, *, of_rows: bool = False) -> Cache:
-  """Returns a zeroed cache of `count` slots, or rows, each for `length` tokens."""
+def token_bytes(options: Options) -> int:
+  """Returns the bytes of the keys and values of one token."""
+  config, dtype = options.config, options.products.compute_dtype
+  return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+def empty_ring(blocks: int, rows: int, length: int, options: Options) -> Cache:
+  """Returns a ring of zeros: `blocks` blocks of `length` columns, for `rows` rows."""
+  config, dtype = options.config, options.products.compute_dtype
+  keys = (blocks, rows, config.num_kv_heads, config.head_dim, length)
+  values = (*keys[:3], length, config.head_dim)
+  make = lambda shape: _placed(jnp.zeros(shape, dtype), options, row_axis=1)
+  return [(make(keys), make(values)) for _ in range(config.num_layers)]
+
+
+def empty_pages(count: int, length: int, options: Options) -> Cache:
+  """Returns `count` pages of zeros, each for `length` tokens."""
   config = options.config
   shape = (count, config.num_kv_heads, length, config.head_dim)
-  make = lambda: _placed(jnp.zeros(shape, options.products.compute_dtype), options, of_rows=of_rows)
+  make = lambda: _placed(jnp.zeros(shape, options.products.compute_dtype), options)
   return [(make(), make()) for _ in range(config.num_layers)]
 
 
 def resize(
-  cache: Cache,
-  places: Int[Array, " n"],
-  length: int,
-  options: Options,
-  *,
-  of_rows: bool = False,
+  cache: Cache, places: Int[Array, " n"], options: Options, *, row_axis: int | None = None
 ) -> Cache:
-  """Returns the slots, or rows, at `places`, with room for `length` >= the present tokens each."""
-
-  def one(x):
-    x = jnp.take(x, places, axis=0)
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))
-    return _placed(x, options, of_rows=of_rows)
-
+  """Returns the blocks of a ring, or the pages, at `places`."""
+  one = lambda x: _placed(jnp.take(x, places, axis=0), options, row_axis=row_axis)
   return jax.tree.map(one, cache)
 
 
-def prefill(
-  weights: Weights,
-  cache: Cache,
-  tokens: Int[Array, "P T"],
-  lengths: Int[Array, " P"],
-  slots: Int[Array, " P"],
-  options: Options,
-) -> Cache:
-  """Computes keys and values of prompts and writes them into their slots.
+def prefill(weights: Weights, cache: Cache, chunk: Chunk, options: Options) -> Cache:
+  """Computes keys and values of a chunk of prompts and writes them into their pages.
 
   Args:
     weights: see `split_layers`.
-    cache: of the slots, at least T long.
-    tokens: prompts less their last token, padded on the right.
-    lengths: of the prompts; 0 for a padding row.
-    slots: where they go; out of range for a padding row, which is dropped.
+    cache: the pages.
+    chunk: of prompts less their last token.
     options: static.
   """
-  count, length = tokens.shape
-  places = jnp.broadcast_to(jnp.arange(length)[None], (count, length))
-  segment_ids = (places < lengths[:, None]).astype(jnp.int32)
-  cos, sin = layers.rope_angles(places, options.config)
+  count, size = chunk.tokens.shape[0], cache[0][0].shape[2]
+  cos, sin = layers.rope_angles(jnp.asarray(chunk.positions)[None], options.config)
+  mask = layers.attention_mask(jnp.asarray(chunk.segment_ids)[None], None)
+  is_first = jnp.asarray(chunk.segment_ids) == 1
+  past = (jnp.asarray(chunk.past_pages)[None], jnp.asarray(chunk.past)[None])
+  offsets = chunk.positions % size
   settings = {"config": options.config, "products": options.products}
-  x, written = options.products.look_up(weights.embed, tokens), []
-  for layer, (keys, values) in zip(weights.layers, cache, strict=True):
+  x, written = options.products.look_up(weights.embed, jnp.asarray(chunk.tokens)[None]), []
+  for layer, pages in zip(weights.layers, cache, strict=True):
 
-    def attend(q, k, v, keys=keys, values=values):
-      def write(to, x):
-        x = x.transpose(0, 2, 1, 3).astype(to.dtype)
-        return _placed(to.at[slots, :, :length].set(x, mode="drop"), options, of_rows=False)
+    def attend(q, k, v, pages=pages):
+      def write(to, new):
+        to = to.at[chunk.pages, :, offsets].set(new[0].astype(to.dtype), mode="drop")
+        return _placed(to, options)
 
-      attended = layers.packed_attention(q, k, v, segment_ids, products=options.products)
-      return attended, (write(keys, k), write(values, v))
+      pages = (write(pages[0], k), write(pages[1], v))
+      heads, width = q.shape[2:]
+      kv_heads = k.shape[2]
+      asked = q.reshape(1, count, kv_heads, heads // kv_heads, width) * (width**-0.5)
+      asked = asked.transpose(0, 2, 3, 1, 4).reshape(1, kv_heads, -1, width)
+      repeated = jnp.tile(mask, (1, heads // kv_heads, 1))[:, None]
+      scores = options.products.contract("bkme,bske->bkms", asked, k)
+      mix = lambda weights: options.products.contract("bkms,bske->bkme", weights, v)
+      here = _softmax(scores, repeated, mix, options)
+      before = _over_pages(asked, _nothing(asked), pages, *past, options)
+      is_theirs = jnp.tile(is_first, heads // kv_heads)[None, None]
+      _, total, mixed = _joined(here, _only_where(is_theirs, before))
+      attended = (mixed / total[..., None]).reshape(kv_heads, -1, count, width)
+      return attended.transpose(2, 0, 1, 3).reshape(1, count, heads, width), pages
 
     with precision.scope(options.matmul_precision):
       x, extra = layers.block(layer, x, cos, sin, attend, **settings)
@@ -180,19 +289,19 @@ def decode(
 
   Args:
     weights: see `split_layers`.
-    prompts: keys and values of the slots; read only.
-    own: of the rows; a row of length n holds n tokens, what stands behind them is ignored.
+    prompts: keys and values of the pages; read only.
+    own: the ring, of which the first R rows are used.
     rows: their state.
     leave_at: 0 goes on until every row has stopped.
     options: static.
 
   Returns:
-    The rows' cache; the sampled tokens, -1 behind the last of each row; their logprobs.
+    The ring; the sampled tokens, -1 behind the last of each row; their logprobs.
   """
   count = rows.tokens.shape[0]
   start = (
     jnp.int32(0),
-    own,
+    _moved(own, rows),
     jnp.asarray(rows.tokens),
     jnp.zeros(count, jnp.int32),
     jnp.asarray(rows.remaining) > 0,
@@ -208,15 +317,8 @@ def decode(
     i, own, tokens, done, alive, sampled, logprobs = state
     lengths = rows.lengths + done
     with precision.scope(options.matmul_precision):
-      logits, own = decode_step(weights, prompts, own, tokens, lengths, rows, options)
-    drawn, logprob = sampling.sample(
-      logits,
-      sampling.uniforms(jnp.asarray(rows.seeds), lengths),
-      temperature=jnp.asarray(rows.temperature),
-      filters=_filters(rows) if options.is_truncated else None,
-      num_valid=options.num_valid,
-      report_truncated=options.report_truncated,
-    )
+      logits, own = decode_step(weights, prompts, own, tokens, lengths, i, rows, options)
+    drawn, logprob = _drawn(logits, lengths, rows, options)
     sampled = sampled.at[:, i].set(jnp.where(alive, drawn, -1))
     logprobs = logprobs.at[:, i].set(jnp.where(alive, logprob, 0.0))
     done = done + alive
@@ -234,6 +336,7 @@ def decode_step(
   own: Cache,
   tokens: Int[Array, " R"],
   lengths: Int[Array, " R"],
+  number: Int[Array, ""],
   rows: Rows,
   options: Options,
 ) -> tuple[Float[Array, "R V"], Cache]:
@@ -241,34 +344,37 @@ def decode_step(
 
   Args:
     weights: see `split_layers`.
-    prompts: of the slots.
-    own: of the rows.
+    prompts: the pages.
+    own: the ring.
     tokens: ids to feed.
-    lengths: tokens in the rows' own caches, before this one.
+    lengths: tokens of the rows in the ring, before this one.
+    number: of the step within its chunk.
     rows: for what does not change from step to step.
     options: static.
 
   Returns:
-    Logits of the next token, float32; the rows' caches with this token in them.
+    Logits of the next token, float32; the ring with this token in it.
   """
   positions = jnp.asarray(rows.prompt_lengths) + lengths
   cos, sin = layers.rope_angles(positions[:, None], options.config)
   settings = {"config": options.config, "products": options.products}
-  in_prompt = jnp.arange(prompts[0][0].shape[2])[None] < rows.prompt_lengths[:, None]
-  in_own = jnp.arange(own[0][0].shape[2])[None] <= lengths[:, None]
-  mask = jnp.concatenate([in_prompt, in_own], axis=1)
+  step = rows.step + number
   x, written = options.products.look_up(weights.embed, tokens[:, None]), []
-  for layer, prompt, cache in zip(weights.layers, prompts, own, strict=True):
+  for layer, pages, ring in zip(weights.layers, prompts, own, strict=True):
 
-    def attend(q, k, v, prompt=prompt, cache=cache):
-      cache = (_append(cache[0], k, lengths, options), _append(cache[1], v, lengths, options))
-      # Tied to q, the gather of a layer's prompts cannot be scheduled long before its use.
-      q, slots = jax.lax.optimization_barrier((q, jnp.asarray(rows.slots)))
-      prompt = (jnp.take(prompt[0], slots, axis=0), jnp.take(prompt[1], slots, axis=0))
-      return attend_in_two(q, prompt, cache, mask, options.products), cache
+    def attend(q, k, v, pages=pages, ring=ring):
+      heads, width = q.shape[2:]
+      ring = _append(ring, k[:, 0], v[:, 0], step, options)
+      asked = q.reshape(q.shape[0], k.shape[2], -1, width) * (width**-0.5)
+      found = _over_ring(asked, ring, step, lengths, options)
+      alone = jnp.where(rows.places < 0, rows.prompt_lengths, 0)
+      found = _over_pages(asked, found, pages, jnp.asarray(rows.pages), alone, options)
+      found = _over_tiles(asked, found, pages, rows, options)
+      attended = found[2] / found[1][..., None]
+      return attended.reshape(q.shape[0], 1, heads, width), ring
 
-    x, cache = layers.block(layer, x, cos, sin, attend, **settings)
-    written.append(cache)
+    x, ring = layers.block(layer, x, cos, sin, attend, **settings)
+    written.append(ring)
   x = layers.rms_norm(x, weights.final_norm, options.config.rms_norm_eps)[:, 0]
   layout = "vd" if options.config.tie_embeddings else "dv"
   # The product that the trainer's logprobs are made of, in its precision on every platform.
@@ -276,64 +382,212 @@ def decode_step(
   return logits, written
 
 
-def attend_in_two(
-  q: Float[Array, "R 1 H E"],
-  prompt: tuple[Array, Array],
-  own: tuple[Array, Array],
-  mask: Bool[Array, "R S"],
-  products: Products,
-) -> Float[Array, "R 1 H E"]:
-  """Attends to a prompt and to a row's own tokens at once, without joining the two caches.
+def _drawn(
+  logits: Float[Array, "R V"], lengths: Int[Array, " R"], rows: Rows, options: Options
+) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
+  """Samples a token of every row; the filters are computed only if a row has some."""
+  filters = (jnp.asarray(rows.top_k), jnp.asarray(rows.top_p), jnp.asarray(rows.min_p))
+  uniforms = sampling.uniforms(jnp.asarray(rows.seeds), lengths)
+  temperature = jnp.asarray(rows.temperature)
+  settings = {"num_valid": options.num_valid, "report_truncated": options.report_truncated}
+  draw = lambda filters: sampling.sample(
+    logits, uniforms, temperature=temperature, filters=filters, **settings
+  )
+  has_filters = (filters[0] > 0) | (filters[1] < 1.0) | (filters[2] > 0.0)
+  is_truncated = jnp.any(has_filters & (temperature > 0))
+  return jax.lax.cond(is_truncated, lambda: draw(filters), lambda: draw(None))
 
-  The same softmax(q kᵀ / √E) v as `layers.attention`, rounded at the same places: only the scores
-  are concatenated.
+
+def tiles_at_once(rows: int, group: int) -> int:
+  """Returns how many tiles one round of the loop over tiles computes: about as many as fill."""
+  return 1 << max((rows // group).bit_length() - 1, 0)
+
+
+def max_tiles(rows: int, group: int) -> int:
+  """Returns A, the most tiles that rows can form: a tile has two rows or more."""
+  at_once = tiles_at_once(rows, group)
+  return -(-max(rows // 2, 1) // at_once) * at_once
+
+
+def _over_tiles(
+  asked: Float[Array, "R K r E"],
+  found: Partial,
+  pages: tuple[Array, Array],
+  rows: Rows,
+  options: Options,
+) -> Partial:
+  """Adds what the rows that share their prompts find in these.
 
   Args:
-    q: of one token a row.
-    prompt: keys and values, [R K T E].
-    own: keys and values, [R K C E].
-    mask: True where the row may attend, of the T and then the C.
-    products: how products are computed.
+    asked: queries, scaled; r of each key/value head.
+    found: what the rows have found elsewhere.
+    pages: of a layer, [N K T E].
+    rows: for the tiles.
+    options: static.
   """
-  rows, _, heads, width = q.shape
-  kv_heads, split = prompt[0].shape[1], prompt[0].shape[2]
-  grouped = q.reshape(rows, kv_heads, heads // kv_heads, width) * (width**-0.5)
-  score = lambda keys: products.contract("bkre,bkse->bkrs", grouped, keys)
-  scores = jnp.concatenate([score(prompt[0]), score(own[0])], axis=-1)
-  scores = jnp.where(mask[:, None, None], scores, _MASKED)
-  highest = jnp.max(scores, axis=-1, keepdims=True)
-  weights = jnp.exp(scores - layers.softmax_shift(highest, products))
-  total = jnp.sum(weights, axis=-1, keepdims=True)
-  mix = lambda w, values: products.contract("bkrs,bkse->bkre", w, values)
-  mixed = mix(weights[..., :split], prompt[1]) + mix(weights[..., split:], own[1])
-  return (mixed / total).reshape(rows, 1, heads, width)
+  if options.group == 1:
+    return found
+  count, kv_heads, repeats, width = asked.shape
+  at_once = tiles_at_once(count, options.group)
+  num_places = at_once * options.group
+  places = jnp.asarray(rows.places)
+
+  def of_some(i, found):
+    part = lambda x, size: jax.lax.dynamic_slice_in_dim(jnp.asarray(x), i * size, size)
+    of_tiles = jnp.take(asked, part(rows.tile_rows, at_once).reshape(-1), axis=0)
+    of_tiles = of_tiles.reshape(at_once, options.group, kv_heads, repeats, width)
+    of_tiles = of_tiles.transpose(0, 2, 1, 3, 4).reshape(at_once, kv_heads, -1, width)
+    tables = part(rows.tile_pages, at_once), part(rows.tile_lengths, at_once)
+    partial = _over_pages(of_tiles, _nothing(of_tiles), pages, *tables, options)
+    here = places - i * num_places
+    is_here = (here >= 0) & (here < num_places) & (places >= 0)
+
+    def of_rows(x):
+      x = x.reshape(at_once, kv_heads, options.group, repeats, *x.shape[3:]).swapaxes(1, 2)
+      x = x.reshape(num_places, kv_heads, repeats, *x.shape[4:])
+      return jnp.take(x, jnp.clip(here, 0, num_places - 1), axis=0)
+
+    partial = _only_where(is_here[:, None, None], jax.tree.map(of_rows, partial))
+    return _joined(found, partial)
+
+  rounds = (jnp.max(places) + num_places) // num_places  # none if all are -1.
+  return jax.lax.fori_loop(0, rounds, of_some, found)
+
+
+def _over_pages(
+  asked: Float[Array, "B K m E"],
+  found: Partial,
+  pages: tuple[Array, Array],
+  tables: Int[Array, "B W"],
+  lengths: Int[Array, " B"],
+  options: Options,
+) -> Partial:
+  """Adds to what was found the first `lengths` tokens of the prompts whose pages tables name."""
+  size, at_once = pages[0].shape[2], options.pages_at_once
+  inside = jnp.arange(at_once * size).reshape(at_once, size)
+  contract = options.products.contract
+
+  def of_some(i, found):
+    table = jax.lax.dynamic_slice_in_dim(tables, i * at_once, at_once, axis=1)
+    keys, values = (jnp.take(x, table, axis=0) for x in pages)
+    allowed = (i * at_once * size + inside)[None] < lengths[:, None, None]
+    scores = contract("bkme,bnkpe->bkmnp", asked, keys)
+    mask = jnp.broadcast_to(allowed[:, None, None], scores.shape)
+    flat = lambda x: x.reshape(*x.shape[:3], at_once * size)
+    back = lambda x: x.reshape(*x.shape[:3], at_once, size)
+    mix = lambda weights: contract("bkmnp,bnkpe->bkme", back(weights), values)
+    return _joined(found, _softmax(flat(scores), flat(mask), mix, options))
+
+  rounds = (jnp.max(lengths) + at_once * size - 1) // (at_once * size)
+  return jax.lax.fori_loop(0, rounds, of_some, found)
+
+
+def _over_ring(
+  asked: Float[Array, "R K r E"],
+  ring: tuple[Array, Array],
+  step: Int[Array, ""],
+  lengths: Int[Array, " R"],
+  options: Options,
+) -> Partial:
+  """Attends to the last `lengths` + 1 columns of the ring, the newest being that of the step."""
+  count = asked.shape[0]
+  keys, values = ring
+  blocks, columns = keys.shape[0], keys.shape[-1]
+  rounded = lambda x: x.astype(options.products.compute_dtype).astype(jnp.float32)
+  queries = rounded(asked)[..., None]
+
+  def of_block(index):
+    of_rows = lambda x: rounded(x[:count])[:, :, None]  # [R K 1 ...]
+    at = index % blocks
+    age = (step - at * columns - jnp.arange(columns)) % (blocks * columns)
+    scores = jnp.sum(queries * of_rows(_at(keys, at)), axis=-2)
+    allowed = age[None] <= lengths[:, None]
+    mix = lambda w: jnp.sum(rounded(w)[..., None] * of_rows(_at(values, at)), axis=-2)
+    return _softmax(scores, allowed[:, None, None], mix, options)
+
+  if blocks == 1:
+    return of_block(0)
+  last = step // columns
+  first = jnp.maximum((step - jnp.max(lengths)) // columns, last - blocks + 1)
+  merge = lambda index, found: _joined(found, of_block(index))
+  return jax.lax.fori_loop(first, last + 1, merge, _nothing(asked))
+
+
+def _softmax(
+  scores: Float[Array, "B K m s"], allowed: Bool[Array, "..."], mix: Any, options: Options
+) -> Partial:
+  """Returns the partial softmax of scores; `mix` sums values by weights.
+
+  Where nothing is allowed the highest is `_MASKED`, and what is joined with it stays as it is.
+  """
+  scores = jnp.where(allowed, scores, _MASKED)
+  highest = layers.softmax_shift(jnp.max(scores, axis=-1), options.products)
+  weights = jnp.exp(scores - highest[..., None])
+  return highest, jnp.sum(weights, axis=-1), mix(weights)
+
+
+def _joined(one: Partial, other: Partial) -> Partial:
+  highest = jnp.maximum(one[0], other[0])
+  a, b = jnp.exp(one[0] - highest), jnp.exp(other[0] - highest)
+  total = one[1] * a + other[1] * b
+  return highest, total, one[2] * a[..., None] + other[2] * b[..., None]
+
+
+def _nothing(asked: Float[Array, "B K m E"]) -> Partial:
+  zeros = jnp.zeros(asked.shape, jnp.float32)
+  return jnp.full(asked.shape[:-1], _MASKED, jnp.float32), zeros[..., 0], zeros
+
+
+def _only_where(condition: Bool[Array, "..."], partial: Partial) -> Partial:
+  """Returns a partial softmax over nothing where the condition is False."""
+  highest, total, mixed = partial
+  return jnp.where(condition, highest, _MASKED), total, mixed
 
 
 def _append(
-  cache: Float[Array, "R K C E"],
-  new: Float[Array, "R 1 K E"],
-  lengths: Int[Array, " R"],
+  ring: tuple[Array, Array],
+  key: Float[Array, "R K E"],
+  value: Float[Array, "R K E"],
+  step: Int[Array, ""],
   options: Options,
-) -> Float[Array, "R K C E"]:
-  """Writes one token of each row behind its last; a row that has stopped writes over its end."""
-  places = jnp.arange(cache.shape[0])
-  last = jnp.minimum(lengths, cache.shape[2] - 1)
-  cache = cache.at[places, :, last].set(new[:, 0].astype(cache.dtype))
-  return _placed(cache, options, of_rows=True)
+) -> tuple[Array, Array]:
+  """Writes one token of every row into the column of the step."""
+  keys, values = ring
+  blocks, columns = keys.shape[0], keys.shape[-1]
+  block, column = step // columns % blocks, step % columns
+  write = jax.lax.dynamic_update_slice
+  keys = write(keys, key.astype(keys.dtype)[None, ..., None], (block, 0, 0, 0, column))
+  values = write(values, value.astype(values.dtype)[None, :, :, None], (block, 0, 0, column, 0))
+  return _placed(keys, options, row_axis=1), _placed(values, options, row_axis=1)
 
 
-def _filters(rows: Rows) -> tuple[Array, Array, Array]:
-  return jnp.asarray(rows.top_k), jnp.asarray(rows.top_p), jnp.asarray(rows.min_p)
+def _moved(ring: Cache, rows: Rows) -> Cache:
+  """Moves rows of the ring to other places, one after the other."""
+
+  def move(i, ring):
+    at, to = jnp.asarray(rows.moves)[i]
+    take = lambda x: jax.lax.dynamic_slice_in_dim(x, at, 1, axis=1)
+    put = lambda x: jax.lax.dynamic_update_slice_in_dim(x, take(x), to, axis=1)
+    return jax.tree.map(put, ring)
+
+  return jax.lax.fori_loop(0, jnp.asarray(rows.num_moves), move, ring)
 
 
-def _placed(cache: Array, options: Options, *, of_rows: bool) -> Array:
+def _at(x: Array, index: Any) -> Array:
+  return x[0] if x.shape[0] == 1 else jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+
+
+def _placed(cache: Array, options: Options, *, row_axis: int | None = None) -> Array:
   """Splits a cache over its heads as the key projection is split, and rows over the other axes.
 
-  Slots stand on every device that may have a row of theirs.
+  Pages stand on every device that may have a row of theirs.
   """
   if options.mesh is None:
     return cache
   parts = math.prod(options.mesh.shape[axis] for axis in options.row_axes)
-  rows = options.row_axes if of_rows and cache.shape[0] % parts == 0 else None
-  sharding = NamedSharding(options.mesh, PartitionSpec(rows, options.head_axis, None, None))
-  return jax.lax.with_sharding_constraint(cache, sharding)
+  if row_axis is None:
+    spec = PartitionSpec(None, options.head_axis)
+  else:
+    is_even = cache.shape[row_axis] % parts == 0
+    spec = PartitionSpec(None, options.row_axes if is_even else None, options.head_axis)
+  return jax.lax.with_sharding_constraint(cache, NamedSharding(options.mesh, spec))

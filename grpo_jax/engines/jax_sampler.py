@@ -24,9 +24,10 @@ from jax.sharding import Mesh, NamedSharding
 from grpo_jax import host_memory, precision, registry
 from grpo_jax.engines import base, decoding, scheduling, stopping
 from grpo_jax.engines.calls import Call
-from grpo_jax.engines.session import Session, Stats
+from grpo_jax.engines.session import Programs, Session, Stats
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
+from grpo_jax.programs import Job
 
 
 class JaxSampler:
@@ -47,6 +48,10 @@ class JaxSampler:
     report_truncated_logprobs: bool = False,
     warn_of_truncation: bool = True,
     copy_weights: bool = False,
+    prompt_tokens: int | None = None,
+    completion_tokens: int | None = None,
+    group_size: int = 8,
+    long_prompts: int | None = None,
   ):
     """Makes a sampler without weights; `load_weights` gives it some.
 
@@ -69,6 +74,13 @@ class JaxSampler:
       warn_of_truncation: warn once when a request has top-k, top-p or min-p.
       copy_weights: copy the embedding and the head too. Needed if the trainer donates or deletes
         the parameters while this samples (training asynchronously).
+      prompt_tokens: of the longest prompt that is planned for; together with `completion_tokens`
+        it fixes the sizes of the caches and with them the programs. Longer requests are served,
+        by programs that are compiled for them. None: sizes follow the requests.
+      completion_tokens: of the longest completion that is planned for.
+      group_size: usual number of completions of a prompt; any number works.
+      long_prompts: how many of the longest prompts find room at once; others wait. None: as many
+        as rows in groups of `group_size` can have.
     """
     if max_rows < 1 or chunk_tokens < 1:
       raise ValueError(f"max_rows and chunk_tokens must be positive: {max_rows}, {chunk_tokens}")
@@ -87,10 +99,24 @@ class JaxSampler:
       products=Products(compute_dtype, product_dtype),
       chunk=chunk_tokens,
       num_valid=num_valid_tokens,
-      is_truncated=False,
       report_truncated=report_truncated_logprobs,
+      group=max(min(group_size, max_rows), 1),
       matmul_precision=precision.resolve(matmul_precision, compute_dtype),
     )
+    is_cpu = jax.default_backend() == "cpu"
+    if prompt_tokens is None or completion_tokens is None:
+      self._sizes = scheduling.unplanned(max_rows, is_cpu=is_cpu)
+    else:
+      self._sizes = scheduling.planned(
+        max_rows,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        long_prompts=long_prompts or -(-max_rows // self._options.group),
+        token_bytes=decoding.token_bytes(self._options),
+        is_cpu=is_cpu,
+      )
+    self._programs = Programs()
+    self._session: Session | None = None  # of the worker thread while that works.
     self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jax_sampler")
     self._lock = threading.Lock()  # guards all below.
     self._weights: decoding.Weights | None = None
@@ -131,12 +157,26 @@ class JaxSampler:
       self._weights = jax.block_until_ready(weights)
       self._version = version
 
+  def programs(self, params: Any) -> list[Job]:
+    """Describes the compilations after which no request within the planned sizes compiles.
+
+    Args:
+      params: the trainer's tree: arrays, or `jax.ShapeDtypeStruct`s with shardings.
+
+    Returns:
+      At most four; none if no sizes were planned.
+    """
+    if not self._sizes.is_planned:
+      return []
+    options = _with_sharding(self._options, params)
+    return self._programs.jobs(decoding.described(params, options), options, self._sizes)
+
   def metrics(self) -> dict[str, float]:
     """Returns none."""
     return {}
 
   def release(self) -> None:
-    """Frees the copies of the weights until the next `load_weights`.
+    """Frees the copies of the weights until the next `load_weights`, and caches but on CPUs.
 
     Raises:
       RuntimeError: completions are under way.
@@ -146,7 +186,9 @@ class JaxSampler:
         raise RuntimeError("weights cannot be released while completions are under way")
       self._weights = None
       if jax.default_backend() == "cpu":
-        host_memory.trim()
+        host_memory.trim()  # memory that was touched once is kept: to touch it again is slow.
+      else:
+        self._session = None
 
   def generate(
     self,
@@ -183,7 +225,7 @@ class JaxSampler:
       self._is_closed = True
     self._executor.shutdown()
     with self._lock:
-      self._weights = None
+      self._weights = self._session = None
 
   def __enter__(self) -> "JaxSampler":
     return self
@@ -219,7 +261,6 @@ class JaxSampler:
 
   def _work(self) -> None:
     """Runs in the worker thread until nothing is left to do."""
-    session = None
     while True:
       with self._lock:
         arrived, self._arrived = self._arrived, []
@@ -232,12 +273,11 @@ class JaxSampler:
         calls = list(self._in_flight)
       assert weights is not None  # `_check_ready` saw to it, and only `close` takes them away.
       try:
-        if session is None:
-          session = self._new_session(options)
-        session = self._advance(session, arrived, calls, weights, version)
+        session = self._session_for(options)
+        self._advance(session, arrived, calls, weights, version)
       # The one boundary where the worker may fail: every caller gets the error, none hangs.
       except Exception as error:
-        session = None
+        self._session = None  # its caches may hold what is not finite.
         with self._lock:
           self._in_flight = []
         for call in calls:
@@ -245,10 +285,18 @@ class JaxSampler:
     for call in closed_upon:
       call.fail(RuntimeError("the engine was closed"))
 
-  def _new_session(self, options: decoding.Options) -> Session:
-    return Session(
-      options, max_rows=self._max_rows, decode_text=self._decode_text, stats=self.stats
-    )
+  def _session_for(self, options: decoding.Options) -> Session:
+    """Returns the session under way, or an idle one with its caches; or a new one."""
+    session = self._session
+    if session is None or (session.is_idle and session.options != options):
+      self._session = session = Session(
+        options,
+        sizes=self._sizes,
+        decode_text=self._decode_text,
+        stats=self.stats,
+        programs=self._programs,
+      )
+    return session
 
   def _advance(
     self,
@@ -257,8 +305,8 @@ class JaxSampler:
     calls: Sequence[Call],
     weights: decoding.Weights,
     version: int,
-  ) -> Session | None:
-    """Decodes one chunk and delivers; returns None in the session's place once it is idle."""
+  ) -> None:
+    """Decodes one chunk and delivers."""
     for call in arrived:
       session.submit(
         [scheduling.Completion(r, call, scheduling.prompt_key(r)) for r in call.requests]
@@ -266,12 +314,14 @@ class JaxSampler:
     session.drop(lambda call: call.is_left)
     finished = [] if session.is_idle else session.advance(weights, version)
     unfinished = {id(call): session.tokens_of(call) for call in calls}
-    going_on = None if session.is_idle else session  # an idle one's caches are freed.
+    if session.is_idle and self._sizes.is_planned:
+      session.rest()
+    elif session.is_idle:
+      self._session = None  # with its caches.
     for call, generation in finished:
       call.deliver(generation)
     for call in calls:
       call.progress(unfinished[id(call)])
-    return going_on
 
 
 def _with_sharding(options: decoding.Options, params: Any) -> decoding.Options:

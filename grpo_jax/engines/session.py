@@ -1,7 +1,8 @@
-"""One busy period of the sampler: its queue, its rows and slots, and their caches.
+"""The sampler's work in progress: its queue, its rows, and their caches.
 
-A session starts when the first request arrives and ends when none is left, so that its shapes
-depend on what was asked for and not on what came before.
+The caches have the sizes that were planned and are kept, so that few programs serve all requests.
+Requests that were not planned for make them grow, to powers of two. A session that is idle begins
+again at the first column of the ring, so what it computes does not depend on what came before.
 """
 
 import collections
@@ -14,17 +15,17 @@ import numpy as np
 
 from grpo_jax.engines import decoding, scheduling, stopping
 from grpo_jax.engines.base import Generation
-from grpo_jax.engines.scheduling import Completion
+from grpo_jax.engines.scheduling import Completion, Sizes, Slot
 from grpo_jax.errors import ExpectedFailure
+from grpo_jax.programs import Job, Program, abstract
 
-_OWN_LEAST = 64  # tokens of the smallest cache of a row.
-_PROMPT_LEAST = 32  # tokens of the smallest slot.
-_PREFILL_ROWS = 4  # prompts of one prefill.
+_REMEDY = "lower engine.max_rows, sampling.max_tokens or rollout.max_tokens"
 
 _decode = jax.jit(decoding.decode, static_argnames="options", donate_argnames="own")
 _prefill = jax.jit(decoding.prefill, static_argnames="options", donate_argnames="cache")
-_resize = jax.jit(decoding.resize, static_argnames=("length", "options", "of_rows"))
-_empty = jax.jit(decoding.empty_cache, static_argnums=(0, 1, 2), static_argnames="of_rows")
+_resize = jax.jit(decoding.resize, static_argnames=("options", "row_axis"))
+_empty_ring = jax.jit(decoding.empty_ring, static_argnums=(0, 1, 2, 3))
+_empty_pages = jax.jit(decoding.empty_pages, static_argnums=(0, 1, 2))
 
 
 class NonFiniteLogits(ExpectedFailure, FloatingPointError):
@@ -42,34 +43,78 @@ class Stats:
   sampled_tokens: int = 0
 
 
-@dataclasses.dataclass(slots=True)
-class _Slot:
-  """A prompt that was prefilled: where, and how many rows continue it."""
+class Programs:
+  """The programs of a sampler; what was compiled ahead stays as long as they do."""
 
-  index: int
-  length: int
-  users: int = 0
+  def __init__(self):
+    self.decode = Program(_decode, name="sampling", static=["options"], remedy=_REMEDY)
+    self.prefill = Program(_prefill, name="reading prompts", static=["options"], remedy=_REMEDY)
+
+  def jobs(self, weights: Any, options: decoding.Options, sizes: Sizes) -> list[Job]:
+    """Describes the compilations that serve all requests within `sizes`.
+
+    Args:
+      weights: as of the calls, shapes, dtypes and shardings.
+      options: of the calls.
+      sizes: planned.
+    """
+    options = sizes.applied(options)
+    ring = _described(_empty_ring, sizes.blocks, sizes.rows, sizes.columns, options)
+    pages = _described(_empty_pages, sizes.pages, sizes.page, options)
+    slot = Slot(pages=(0,), length=1)
+    layout = {"page": sizes.page, "pages": sizes.pages, "table": sizes.table}
+    chunks = scheduling.make_chunks([(np.zeros(1, np.int32), slot)], **layout, tokens=sizes.prefill)
+    chunk = abstract(next(chunks))
+    detail = f"{sizes.prefill} tokens"
+    jobs = [self.prefill.job(weights, pages, chunk, options=options, detail=detail)]
+    for count in scheduling.row_counts(sizes.rows):
+      rows = scheduling.make_rows([], count, {}, group=options.group, table=sizes.table)
+      arguments = (weights, pages, ring, abstract(rows), abstract(np.int32(0)))
+      jobs.append(self.decode.job(*arguments, options=options, detail=f"{count} rows"))
+    return jobs
+
+
+def _described(make: Any, *arguments: Any) -> Any:
+  """Returns shapes, dtypes and shardings of what a function makes of static arguments."""
+  placed = make.lower(*arguments).compile().output_shardings
+  shapes = jax.eval_shape(lambda: make(*arguments))
+  place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+  return jax.tree.map(place, shapes, placed)
 
 
 class Session:
-  """Computes the completions that are submitted to it, until none is left."""
+  """Computes the completions that are submitted to it."""
 
   def __init__(
     self,
     options: decoding.Options,
     *,
-    max_rows: int,
+    sizes: Sizes,
     decode_text: stopping.Decode | None,
     stats: Stats,
+    programs: Programs,
   ):
-    self._options = options
-    self._sizes = scheduling.row_counts(max_rows)
+    """Makes a session without caches; they are made for the first completions.
+
+    Args:
+      options: of the programs.
+      sizes: planned; those that are 0 follow the requests.
+      decode_text: ids to text, for stop strings.
+      stats: what is computed is counted here.
+      programs: of the sampler.
+    """
+    self.options = options
+    self._sizes = sizes
+    self._counts = scheduling.row_counts(sizes.rows)
     self._decode_text = decode_text
     self._stats = stats
+    self._programs = programs
     self._waiting: collections.deque[Completion] = collections.deque()
     self._active: list[Completion] = []
-    self._slots: dict[tuple[bytes, int], _Slot] = {}  # by prompt and version of the weights.
-    self._rows = self._own_length = self._slot_count = self._slot_length = 0
+    self._slots: dict[tuple[bytes, int], Slot] = {}  # by prompt and version of the weights.
+    self._step = 0  # number of the next decode step.
+    self._moves: list[tuple[int, int]] = []
+    self._rows = 0
     self._own: decoding.Cache = []
     self._prompts: decoding.Cache = []
 
@@ -88,6 +133,11 @@ class Session:
         self._leave(completion)
     self._active = [c for c in self._active if not is_unwanted(c.owner)]
     self._waiting = collections.deque(c for c in self._waiting if not is_unwanted(c.owner))
+
+  def rest(self) -> None:
+    """Begins again, with the caches of before; nothing may wait or be active."""
+    assert self.is_idle
+    self._slots, self._step, self._rows = {}, 0, 0
 
   def advance(self, weights: decoding.Weights, version: int) -> list[tuple[Any, Generation]]:
     """Fills the rows, decodes one chunk, and returns (owner, generation) of what finished.
@@ -136,124 +186,141 @@ class Session:
     return None if reason is None else completion.finished(reason, matched)
 
   def _leave(self, completion: Completion) -> None:
-    for slot in self._slots.values():
-      if slot.index == completion.slot:
-        slot.users -= 1
+    self._slots[completion.slot].users -= 1
 
   def _admit(self, weights: decoding.Weights, version: int) -> None:
-    """Moves waiting completions into free rows, prefills their prompts, fits the caches."""
-    free = self._sizes[-1] - len(self._active)
-    new = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
-    self._release_slots({c.key for c in new} | {c.key for c in self._waiting}, version)
-    self._fit_rows(self._active + new)
-    taken = {c.row for c in self._active}
-    for completion, row in zip(new, (r for r in range(self._rows) if r not in taken), strict=False):
-      completion.row = row
-    self._active += new
-    self._fill_slots(new, weights, version)
+    """Moves waiting completions into free rows, and prefills their prompts."""
+    self._release_slots({c.key for c in self._waiting}, version)
+    self._fit_pages(version)
+    new, missing = [], []
+    while self._waiting and len(self._active) + len(new) < self._sizes.rows:
+      completion, key = self._waiting[0], (self._waiting[0].key, version)
+      if key not in self._slots:
+        if not self._take_pages(completion, version):
+          break  # it waits until others have left.
+        missing.append(completion)
+      completion.slot = key
+      self._slots[key].users += 1
+      new.append(self._waiting.popleft())
+    self._place(new)
+    self._fit_ring()
+    self._prefill_all([(c.request.prompt_ids[:-1], self._slots[c.slot]) for c in missing], weights)
 
   def _release_slots(self, wanted: set[bytes], version: int) -> None:
-    """Frees the slots that no row uses and no waiting completion will use."""
+    """Frees the pages that no row uses and no waiting completion will use."""
     self._slots = {
       (key, of): slot
       for (key, of), slot in self._slots.items()
       if slot.users or (of == version and key in wanted)
     }
 
-  def _fit_rows(self, completions: list[Completion]) -> None:
-    """Grows or compacts the rows' cache to fit these; renumbers the rows if it changes."""
-    rows = scheduling.fitting(len(completions), self._sizes)
-    longest = max(
-      min(len(c.token_ids) + self._options.chunk, c.request.sampling.max_tokens)
-      for c in completions
-    )
-    length = max(scheduling.power_of_two(longest, least=_OWN_LEAST), self._own_length)
-    if (rows, length) == (self._rows, self._own_length):
-      return
-    if self._active:
-      places = np.zeros(rows, np.int32)
-      places[: len(self._active)] = [c.row for c in self._active]
-      self._own = _resize(self._own, places, length=length, options=self._options, of_rows=True)
-      for row, completion in enumerate(self._active):
+  def _take_pages(self, completion: Completion, version: int) -> bool:
+    """Gives a prompt its pages; returns False if too few are free."""
+    length = len(completion.request.prompt_ids) - 1
+    needed = -(-length // self._sizes.page)
+    free = self._free_pages()
+    if len(free) < needed:
+      self._release_slots(set(), version)
+      free = self._free_pages()
+    if len(free) < needed:
+      return False
+    self._slots[completion.key, version] = Slot(tuple(free[:needed]), length)
+    return True
+
+  def _free_pages(self) -> list[int]:
+    used = {page for slot in self._slots.values() for page in slot.pages}
+    return [page for page in range(self._sizes.pages) if page not in used]
+
+  def _place(self, new: list[Completion]) -> None:
+    """Gives the completions rows of the smallest number that holds them; notes who must move."""
+    self._rows = scheduling.fitting(len(self._active) + len(new), self._counts)
+    taken = {c.row for c in self._active}
+    free = (row for row in range(self._rows) if row not in taken)
+    self._moves = []
+    for completion in self._active:
+      if completion.row >= self._rows:
+        row = next(free)
+        self._moves.append((completion.row, row))
         completion.row = row
-    else:
-      self._own = _empty(rows, length, self._options, of_rows=True)
-    self._rows, self._own_length = rows, length
-
-  def _fill_slots(self, new: list[Completion], weights: decoding.Weights, version: int) -> None:
-    """Gives each new completion the slot of its prompt, prefilled now if it is a new one."""
-    missing = {c.key: c for c in new if (c.key, version) not in self._slots}
-    if missing:
-      self._fit_slots(list(missing.values()))
-      used = {slot.index for slot in self._slots.values()}
-      free = (index for index in range(self._slot_count) if index not in used)
-      for (key, completion), index in zip(missing.items(), free, strict=False):
-        length = len(completion.request.prompt_ids) - 1
-        self._slots[key, version] = _Slot(index, length)
-      self._prefill_all(list(missing.values()), weights, version)
     for completion in new:
-      slot = self._slots[completion.key, version]
-      completion.slot = slot.index
-      slot.users += 1
+      completion.row = next(free)
+    self._active += new
 
-  def _fit_slots(self, missing: list[Completion]) -> None:
-    """Grows the slots' cache to hold these prompts too."""
-    coming = {c.key for c in (*missing, *self._waiting)} - {key for key, _ in self._slots}
-    most = max(len(self._slots) + len(missing), min(len(self._slots) + len(coming), self._rows))
-    count = max(scheduling.power_of_two(most), self._slot_count)
-    longest = max(len(c.request.prompt_ids) - 1 for c in (*missing, *self._waiting))
-    length = max(scheduling.power_of_two(longest, least=_PROMPT_LEAST), self._slot_length)
-    if (count, length) == (self._slot_count, self._slot_length):
+  def _fit_ring(self) -> None:
+    """Makes the ring, or a longer one if completions outgrow it."""
+    chunk, columns = self.options.chunk, self._sizes.columns
+    longest = max(
+      min(len(c.token_ids) + chunk, c.request.sampling.max_tokens) for c in self._active
+    )
+    before, blocks = self._sizes.blocks, scheduling.power_of_two(-(-longest // columns))
+    blocks = blocks if blocks > before else before
+    if self._own and blocks == before:
       return
-    if self._slots:
-      places = np.minimum(np.arange(count, dtype=np.int32), self._slot_count - 1)
-      self._prompts = _resize(self._prompts, places, length=length, options=self._options)
+    self._sizes = dataclasses.replace(self._sizes, blocks=blocks)
+    if not self._own:
+      self._own = _empty_ring(blocks, self._sizes.rows, columns, self.options)
     else:
-      self._prompts = _empty(count, length, self._options)
-    self._slot_count, self._slot_length = count, length
+      places = scheduling.regrown(before, blocks, (self._step - 1) // columns)
+      self._own = _resize(self._own, places, options=self.options, row_axis=1)
 
-  def _prefill_all(
-    self, prompts: list[Completion], weights: decoding.Weights, version: int
-  ) -> None:
-    """Prefills prompts, those of like length together; a prompt of one token needs none."""
-    prompts = [c for c in prompts if len(c.request.prompt_ids) > 1]
-    prompts.sort(key=lambda c: len(c.request.prompt_ids))
-    for start in range(0, len(prompts), _PREFILL_ROWS):
-      batch = prompts[start : start + _PREFILL_ROWS]
-      count = 1 if len(batch) == 1 else _PREFILL_ROWS
-      longest = scheduling.prefill_length(len(batch[-1].request.prompt_ids) - 1)
-      tokens = np.zeros((count, min(longest, self._slot_length)), np.int32)
-      lengths = np.zeros(count, np.int32)
-      slots = np.full(count, self._slot_count, np.int32)
-      for i, completion in enumerate(batch):
-        slot, ids = self._slots[completion.key, version], completion.request.prompt_ids
-        tokens[i, : slot.length] = ids[:-1]
-        lengths[i], slots[i] = slot.length, slot.index
-      self._prompts = _prefill(
-        weights, self._prompts, tokens, lengths, slots, options=self._options
-      )
-      self._stats.prefilled_prompts += len(batch)
-      self._stats.prefilled_tokens += int(lengths.sum())
+  def _fit_pages(self, version: int) -> None:
+    """Makes the pages, or more of them where the prompts that wait were not planned for."""
+    size = self._sizes.page
+    of_prompt = {c.key: -(-(len(c.request.prompt_ids) - 1) // size) for c in self._waiting}
+    coming = sorted((n for key, n in of_prompt.items() if (key, version) not in self._slots))
+    longest = max(of_prompt.values(), default=0)
+    table, pages = self._sizes.table, self._sizes.pages
+    if longest > table or not table:
+      table = scheduling.power_of_two(longest)
+    if not self._sizes.is_planned:
+      in_use = sum(len(slot.pages) for slot in self._slots.values())
+      pages = max(pages, scheduling.power_of_two(in_use + sum(coming[-self._sizes.rows :])))
+    if pages < table:
+      pages = scheduling.power_of_two(table)
+    if self._prompts and pages == self._sizes.pages:
+      self._sizes = dataclasses.replace(self._sizes, table=table)
+      return
+    if self._prompts:
+      places = np.minimum(np.arange(pages, dtype=np.int32), self._sizes.pages - 1)
+      self._prompts = _resize(self._prompts, places, options=self.options)
+    else:
+      self._prompts = _empty_pages(pages, size, self.options)
+    self._sizes = dataclasses.replace(self._sizes, table=table, pages=pages)
+
+  def _prefill_all(self, prompts: list[tuple[np.ndarray, Slot]], weights: decoding.Weights) -> None:
+    """Prefills prompts; one of one token needs nothing."""
+    prompts = [(ids, slot) for ids, slot in prompts if len(ids)]
+    if not prompts:
+      return
+    sizes = self._sizes
+    layout = {"page": sizes.page, "pages": sizes.pages, "table": sizes.table}
+    for chunk in scheduling.make_chunks(prompts, **layout, tokens=sizes.prefill):
+      options = sizes.applied(self.options)
+      self._prompts = self._programs.prefill(weights, self._prompts, chunk, options=options)
+    self._stats.prefilled_prompts += len(prompts)
+    self._stats.prefilled_tokens += sum(len(ids) for ids, _ in prompts)
 
   def _decode_chunk(self, weights: decoding.Weights) -> tuple[np.ndarray, np.ndarray]:
     """Returns the tokens sampled in one chunk, [R chunk], -1 where none, and their logprobs."""
-    of_index = {slot.index: slot.length for slot in self._slots.values()}
-    lengths = [of_index[c.slot] for c in self._active]
-    rows = scheduling.make_rows(self._active, self._rows, lengths)
-    is_truncated = any(c.request.sampling.is_truncated for c in self._active)
-    stop_at = scheduling.leave_at(
-      len(self._active), self._rows, self._sizes, is_waiting=bool(self._waiting)
+    options = self._sizes.applied(self.options)
+    rows = scheduling.make_rows(
+      self._active,
+      self._rows,
+      self._slots,
+      group=options.group,
+      table=self._sizes.table,
+      moves=self._moves,
+      step=self._step,
     )
-    self._own, sampled, logprobs = _decode(
-      weights,
-      self._prompts,
-      self._own,
-      rows,
-      np.int32(stop_at),
-      options=dataclasses.replace(self._options, is_truncated=is_truncated),
+    stop_at = scheduling.leave_at(
+      len(self._active), self._rows, self._counts, is_waiting=bool(self._waiting)
+    )
+    self._own, sampled, logprobs = self._programs.decode(
+      weights, self._prompts, self._own, rows, np.int32(stop_at), options=options
     )
     sampled, logprobs = np.asarray(sampled), np.asarray(logprobs)
     steps = int((sampled >= 0).sum(axis=1).max())
+    self._step += steps
     self._stats.decode_steps += steps
     self._stats.row_steps += steps * self._rows
     return sampled, logprobs

@@ -137,14 +137,24 @@ def opt_state_shardings(
     shardings: of the parameters.
     mesh: on all of which everything else (step counts) is copied.
   """
-  whole = NamedSharding(mesh, PartitionSpec())
+  everywhere = whole(mesh)
   return optax.tree_utils.tree_map_params(
     tx,
     lambda _, sharding: sharding,
     jax.eval_shape(tx.init, params),
     shardings,
-    transform_non_params=lambda _: whole,
+    transform_non_params=lambda _: everywhere,
   )
+
+
+def whole(mesh: Mesh) -> NamedSharding:
+  """Returns the sharding of what every device holds a copy of."""
+  return NamedSharding(mesh, PartitionSpec())
+
+
+def mesh_of(shardings: Any) -> Mesh:
+  """Returns the mesh of a tree of shardings."""
+  return jax.tree.leaves(shardings)[0].mesh
 
 
 def of_rows(mesh: Mesh) -> NamedSharding:

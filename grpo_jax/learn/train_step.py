@@ -14,17 +14,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from grpo_kernels.linear_logprobs.sharded import Partition
-from jaxtyping import Array, Float
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
 
 from grpo_jax import metrics as metric_sums
-from grpo_jax import precision
+from grpo_jax import precision, programs
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.learn import optim, sharding
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import FLOAT32, Products
+from grpo_jax.programs import Job, Program
 from grpo_jax.rl import diagnostics, masks
 from grpo_jax.rl.logprobs import gather_loss_tokens, token_logprobs, token_objective
 from grpo_jax.rl.objectives import Objective
@@ -34,10 +37,18 @@ from grpo_jax.types import Batch, Denominators, Mean, Metrics, Minibatch, TrainS
 LogprobsFn = Callable[[Any, Batch, bool], tuple[Array, Array | None]]
 # (params, batch, denominators, with entropy) → loss, log πθ [B N], and the entropy [B N] or None.
 LossFn = Callable[[Any, Batch, Denominators, bool], tuple[Array, Array, Array | None]]
-Scorer = Callable[[Any, Batch], Float[Array, "B N"]]
+Scorer = Callable[[Any, Batch], Float[Array, "B N"]]  # a Program, in runs.
 Watcher = Callable[[Any, Batch], tuple[Metrics, Float[Array, "B N"]]]
 # For each minibatch, for each microbatch: log πθ at `loss_places`, before the (first) update.
 MicrobatchLogprobs = list[list[Float[Array, "B N"]]]
+
+
+# What to do if memory is short; for error messages.
+SMALLER_BATCHES = (
+  "lower batching.microbatch_tokens, set model.remat='full', or split the weights over more devices"
+  " with mesh.fsdp"
+)
+SMALLER_STATE = "split the weights over more devices with mesh.fsdp"
 
 
 class NonFiniteGradients(ExpectedFailure, RuntimeError):
@@ -126,22 +137,64 @@ def _make_hidden_states(config: ModelConfig, products: Products, remat: str):
   return hidden_states
 
 
-def init(params: Any, tx: optax.GradientTransformation, *, shardings: Any = None) -> TrainState:
+def init(
+  params: Any,
+  tx: optax.GradientTransformation,
+  *,
+  shardings: Any = None,
+  initializer: Program | None = None,
+) -> TrainState:
   """Returns the state before the first step. The first update consumes (donates) `params`.
 
   Args:
     params: master weights, float32; moved only if they lie elsewhere than `shardings` say.
     tx: the optimizer.
     shardings: of the parameters; the optimizer's state follows them. None: one device.
+    initializer: made by `make_initializer`; None: it is made.
   """
+  initializer = initializer or make_initializer(params, tx, shardings=shardings)
   if shardings is None:
-    return TrainState(jnp.zeros((), jnp.int32), params, jax.jit(tx.init)(params))
-  mesh = jax.tree.leaves(shardings)[0].mesh
+    return TrainState(jax.device_put(np.int32(0)), params, initializer(params))
   params = jax.device_put(params, shardings)
-  of_state = sharding.opt_state_shardings(tx, params, shardings, mesh)
-  opt_state = jax.jit(tx.init, out_shardings=of_state)(params)
-  whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-  return TrainState(jax.device_put(jnp.zeros((), jnp.int32), whole), params, opt_state)
+  step = jax.device_put(np.int32(0), sharding.whole(sharding.mesh_of(shardings)))
+  return TrainState(step, params, initializer(params))
+
+
+def make_initializer(
+  params: Any, tx: optax.GradientTransformation, *, shardings: Any = None
+) -> Program:
+  """Makes the function from parameters to the optimizer's state, lying as they do.
+
+  Args:
+    params: arrays, or shapes and dtypes.
+    tx: the optimizer.
+    shardings: of the parameters; None: one device.
+  """
+  of_state = None
+  if shardings is not None:
+    mesh = sharding.mesh_of(shardings)
+    of_state = sharding.opt_state_shardings(tx, params, shardings, mesh)
+  return Program(jax.jit(tx.init, out_shardings=of_state), name="optimizer state")
+
+
+def shapes_of_state(shapes: Any, tx: optax.GradientTransformation, shardings: Any) -> TrainState:
+  """Returns shapes, dtypes and shardings of a state, without its arrays.
+
+  Args:
+    shapes: of the parameters: anything that has a shape and a dtype.
+    tx: the optimizer.
+    shardings: of the parameters; the optimizer's state follows them.
+  """
+  mesh = sharding.mesh_of(shardings)
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
+  of_optimizer = sharding.opt_state_shardings(tx, shapes, shardings, mesh)
+  start = lambda params: TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
+  leaves, tree = jax.tree.flatten(jax.eval_shape(start, shapes))
+  places = jax.tree.leaves((sharding.whole(mesh), shardings, of_optimizer))
+  return tree.unflatten(
+    jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+    for leaf, place in zip(leaves, places, strict=True)
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,17 +210,17 @@ class Update:
     epochs: passes over the minibatches.
     differentiate: jitted (params, batch, denominators) → gradients, loss, (metrics, policy
       logprobs); compiled once for each shape of a microbatch.
-    add: jitted (sum of gradients, gradients) → their sum; the first donated. For itself, so that
-      the costly compilation is the same for the first microbatch and the further ones.
+    add: jitted (sums, sums) of gradients, loss and metrics → their sum; the first donated. For
+      itself, so that the costly compilation is the same for the first microbatch and the others.
     apply: jitted (params, optimizer state, gradients, loss) → params, optimizer state, metrics;
       the first two donated.
   """
 
   objective: Objective
   epochs: int
-  differentiate: Callable[..., Any]
-  add: Callable[..., Any]
-  apply: Callable[..., Any]
+  differentiate: Program
+  add: Program
+  apply: Program
 
   def __call__(
     self,
@@ -203,8 +256,35 @@ class Update:
         params, opt_state, applied = self.apply(params, opt_state, grads, loss)
         # "train/loss" is the loss that was minimised; the objective sees one microbatch only.
         parts.append({**metrics, **applied})
-    new = TrainState(state.step + 1, params, opt_state)
-    return new, metric_sums.merge(parts), seen[: len(minibatches)]
+    new = TrainState(counted_on(state.step), params, opt_state)
+    return new, metric_sums.merge(jax.device_get(parts)), seen[: len(minibatches)]
+
+  def jobs(self, state: TrainState, batches: Mapping[str, Batch]) -> list[Job]:
+    """Returns what is to be compiled so that training compiles nothing.
+
+    Args:
+      state: shapes, dtypes and shardings; see `shapes_of_state`.
+      batches: likewise, of every shape that a microbatch may have, by its description.
+    """
+    denominators = Denominators(1.0, 1.0)
+    found = [
+      self.differentiate.job(state.params, batch, denominators, detail=detail)
+      for detail, batch in batches.items()
+    ]
+    batch = next(iter(batches.values()))
+    grads, loss, (metrics, _) = self.differentiate.eval_shape(state.params, batch, denominators)
+    everywhere = state.step.sharding
+    grads = jax.tree.map(
+      lambda x, like: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like.sharding),
+      *(grads, state.params),
+    )
+    loss, metrics = programs.abstract((loss, metrics), everywhere)
+    sums = grads, loss, metrics
+    return [
+      *found,
+      self.apply.job(state.params, state.opt_state, grads, loss),
+      self.add.job(sums, sums),
+    ]
 
   def gradients(
     self, params: Any, minibatch: Minibatch
@@ -213,15 +293,14 @@ class Update:
 
     Also returns the policy's logprobs of each microbatch.
     """
-    grads: Any = None
-    loss, parts, logprobs = jnp.zeros(()), [], []
+    sums: Any = None
+    logprobs = []
     for batch in minibatch.microbatches:
-      more, share, (metrics, seen) = self.differentiate(params, batch, minibatch.denominators)
-      grads = more if grads is None else self.add(grads, more)
-      loss = loss + share
-      parts.append(metrics)
+      grads, loss, (metrics, seen) = self.differentiate(params, batch, minibatch.denominators)
+      more = grads, loss, metrics
+      sums = more if sums is None else self.add(sums, more)
       logprobs.append(seen)
-    return grads, loss, metric_sums.merge(parts), logprobs
+    return *sums, logprobs
 
 
 def make_update(
@@ -269,44 +348,74 @@ def make_update(
     (loss, told), grads = jax.value_and_grad(share, has_aux=True)(params, batch, denominators)
     return _constrain(grads, shardings), loss, told
 
-  def add(grads: Any, more: Any):
-    return jax.tree.map(jnp.add, grads, more)
+  def add(sums: Any, more: Any):
+    (grads, loss, metrics), (more_grads, more_loss, more_metrics) = sums, more
+    grads = _constrain(jax.tree.map(jnp.add, grads, more_grads), shardings)
+    return grads, loss + more_loss, metric_sums.merge([metrics, more_metrics])
 
   def apply(params: Any, opt_state: Any, grads: Any, loss: Float[Array, ""]):
     return _apply(tx, schedule, shardings, params, opt_state, grads, loss)
 
+  # What one program returns lies where the next one was compiled to find it.
+  of_gradients, of_sums = None, None
+  if shardings is not None:
+    mesh = sharding.mesh_of(shardings)
+    everywhere = sharding.whole(mesh)
+    of_gradients = shardings, everywhere, (everywhere, sharding.of_rows(mesh))
+    of_sums = shardings, everywhere, everywhere
+  scoped = lambda function: precision.scoped(function, matmul_precision)
   return Update(
     objective,
     epochs,
-    differentiate=jax.jit(precision.scoped(differentiate, matmul_precision)),
-    add=jax.jit(add, donate_argnums=0),
-    apply=jax.jit(precision.scoped(apply, matmul_precision), donate_argnums=(0, 1)),
+    differentiate=Program(
+      jax.jit(scoped(differentiate), out_shardings=of_gradients),
+      name="update",
+      remedy=SMALLER_BATCHES,
+    ),
+    add=Program(
+      jax.jit(add, donate_argnums=0, out_shardings=of_sums),
+      name="sum of gradients",
+      remedy=SMALLER_BATCHES,
+    ),
+    apply=Program(
+      jax.jit(scoped(apply), donate_argnums=(0, 1)), name="optimizer", remedy=SMALLER_STATE
+    ),
   )
 
 
-def make_scorer(logprobs: LogprobsFn, *, matmul_precision: str | None = None) -> Scorer:
+def make_scorer(
+  logprobs: LogprobsFn, *, matmul_precision: str | None = None, mesh: Mesh | None = None
+) -> Program:
   """Makes score(params, batch) → logprobs at `batch.loss_places`, without gradient.
 
   Args:
     logprobs: made by `make_logprobs`.
     matmul_precision: of float32 products; see `precision.resolve`.
+    mesh: on which rows are split; None: one device.
   """
 
   def score(params: Any, batch: Batch) -> Float[Array, "B N"]:
     return logprobs(params, batch, False)[0]
 
-  return jax.jit(precision.scoped(score, matmul_precision))
+  of_rows = None if mesh is None else sharding.of_rows(mesh)
+  jitted = jax.jit(precision.scoped(score, matmul_precision), out_shardings=of_rows)
+  return Program(jitted, name="score", remedy=SMALLER_BATCHES)
 
 
 def make_watcher(
-  logprobs: LogprobsFn, *, with_entropy: bool = True, matmul_precision: str | None = None
-) -> Watcher:
+  logprobs: LogprobsFn,
+  *,
+  with_entropy: bool = True,
+  matmul_precision: str | None = None,
+  mesh: Mesh | None = None,
+) -> Program:
   """Makes watch(params, batch) → metrics of the policy, and its logprobs at `batch.loss_places`.
 
   Args:
     logprobs: made by `make_logprobs`.
     with_entropy: whether the metrics hold the entropy.
     matmul_precision: of float32 products; see `precision.resolve`.
+    mesh: on which rows are split; None: one device.
 
   Returns:
     A jitted function. Its metrics are "all/entropy", "all/approx_entropy" and those of
@@ -324,7 +433,9 @@ def make_watcher(
       found["entropy"] = diagnostics.token_average(masks.fill(entropy, mask), mask)
     return {f"all/{name.rpartition('/')[2]}": value for name, value in found.items()}, policy
 
-  return jax.jit(precision.scoped(watch, matmul_precision))
+  placed = None if mesh is None else (sharding.whole(mesh), sharding.of_rows(mesh))
+  jitted = jax.jit(precision.scoped(watch, matmul_precision), out_shardings=placed)
+  return Program(jitted, name="watch", remedy=SMALLER_BATCHES)
 
 
 def with_logprobs(
@@ -344,11 +455,10 @@ def with_logprobs(
   """
 
   def scored(batch: Batch) -> Batch:
-    if old_params is not None:
-      batch = dataclasses.replace(batch, old_logprobs=score(old_params, batch))
-    if ref_params is not None:
-      batch = dataclasses.replace(batch, ref_logprobs=score(ref_params, batch))
-    return batch
+    # Both of the batch as it came: another one would be another program.
+    old = batch.old_logprobs if old_params is None else score(old_params, batch)
+    ref = batch.ref_logprobs if ref_params is None else score(ref_params, batch)
+    return dataclasses.replace(batch, old_logprobs=old, ref_logprobs=ref)
 
   return tuple(
     Minibatch(tuple(scored(batch) for batch in minibatch.microbatches), minibatch.denominators)
@@ -377,6 +487,11 @@ def skipped_in_a_row(before: int, metrics: Mapping[str, float], *, limit: int) -
   return count
 
 
+def counted_on(step: Array) -> Int[Array, ""]:
+  """Returns step + 1, where `step` lies. Added on the host: a program less."""
+  return jax.device_put(np.int32(int(step) + 1), step.sharding)
+
+
 def _apply(tx, schedule, shardings, params, opt_state, grads, loss):
   """Returns parameters and optimizer state after one step, or as they were; and what was done.
 
@@ -386,11 +501,15 @@ def _apply(tx, schedule, shardings, params, opt_state, grads, loss):
   """
   norm = optax.tree.norm(grads)
   is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+  of_optimizer = None
 
   def step(params, opt_state):
     updates, opt_state = tx.update(grads, opt_state, params)
     return _constrain(optax.apply_updates(params, updates), shardings), opt_state
 
+  if shardings is not None:
+    mesh = sharding.mesh_of(shardings)
+    of_optimizer = sharding.opt_state_shardings(tx, params, shardings, mesh)
   counted = is_finite.astype(jnp.float32)
   metrics: Metrics = {
     "train/loss": Mean(jnp.where(is_finite, loss, 0), counted),
@@ -402,6 +521,7 @@ def _apply(tx, schedule, shardings, params, opt_state, grads, loss):
     metrics["train/learning_rate"] = Mean(rate, jnp.ones(()))
   keep = lambda params, opt_state: (params, opt_state)
   params, opt_state = jax.lax.cond(is_finite, step, keep, params, opt_state)
+  opt_state = _constrain(opt_state, of_optimizer)
   return _constrain(params, shardings), opt_state, metrics
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import functools
 import json
 import os
 import pathlib
@@ -20,6 +19,7 @@ from grpo_jax.models import config as model_config
 from grpo_jax.models import files, leaves, safetensors
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.transformer import Params
+from grpo_jax.programs import Job, Program
 
 
 def to_huggingface(
@@ -84,9 +84,7 @@ def to_write(
   """Returns the tensors of the checkpoint, in Hugging Face's names and layout, fetched lazily."""
   tensors = []
   for stored in leaves.stored(config):
-    array: Any = params
-    for key in stored.path:
-      array = array[key]
+    array = _at(params, stored.path)
     file_dtype = np.dtype(array.dtype if dtype is None else dtype)
     values = _fetcher(array, stored, file_dtype)
     tensors.append(safetensors.ToWrite(stored.name, stored.shape, file_dtype, values))
@@ -191,10 +189,8 @@ def _hf_config(config: ModelConfig, source: pathlib.Path | None) -> dict[str, An
 
 
 def _fetcher(array: Any, stored: leaves.Stored, dtype: np.dtype) -> Callable[[], np.ndarray]:
-  is_as_stored = stored.layer is None and not stored.leaf.is_kernel and array.dtype == dtype
-
   def fetch() -> np.ndarray:
-    if is_as_stored:
+    if _is_as_stored(array, stored, dtype):
       return np.ascontiguousarray(jax.device_get(array))
     own = _own(array, stored.layer, is_kernel=stored.leaf.is_kernel, dtype=dtype)
     return np.ascontiguousarray(jax.device_get(own))
@@ -202,13 +198,50 @@ def _fetcher(array: Any, stored: leaves.Stored, dtype: np.dtype) -> Callable[[],
   return fetch
 
 
-@functools.partial(jax.jit, static_argnames=("is_kernel", "dtype"))
-def _own(
+def jobs(params: Any, config: ModelConfig, *, dtype: Any = None) -> list[Job]:
+  """Returns what `to_write` compiles: a small program for each shape of a parameter.
+
+  Args:
+    params: shapes, dtypes and shardings.
+    config: of these parameters.
+    dtype: of the file, as of `to_write`.
+  """
+  found = {}
+  for stored in leaves.stored(config):
+    array = _at(params, stored.path)
+    file_dtype = np.dtype(array.dtype if dtype is None else dtype)
+    if not _is_as_stored(array, stored, file_dtype):
+      kept = {"is_kernel": stored.leaf.is_kernel, "dtype": file_dtype}
+      key = (array.shape, str(array.sharding), stored.layer is None, *kept.values())
+      layer = None if stored.layer is None else 0
+      shape = " × ".join(map(str, array.shape))
+      found.setdefault(key, _own.job(array, layer, detail=shape, **kept))
+  return list(found.values())
+
+
+def _at(params: Any, path: tuple[str, ...]) -> Any:
+  for key in path:
+    params = params[key]
+  return params
+
+
+def _is_as_stored(array: Any, stored: leaves.Stored, dtype: np.dtype) -> bool:
+  return stored.layer is None and not stored.leaf.is_kernel and array.dtype == dtype
+
+
+def _tensor(
   array: jax.Array, layer: jax.Array | None, *, is_kernel: bool, dtype: np.dtype
 ) -> jax.Array:
   """Returns one layer of a stacked parameter as files hold it, computed on its devices."""
   own = array if layer is None else jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)
   return (own.T if is_kernel else own).astype(dtype)
+
+
+_own = Program(
+  jax.jit(_tensor, static_argnames=("is_kernel", "dtype")),
+  name="tensor of the export",
+  static=("is_kernel", "dtype"),
+)
 
 
 def _umask() -> int:

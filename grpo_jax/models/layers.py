@@ -25,6 +25,7 @@ Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 # The names of `leaves.layer` → arrays, of which the kernels may be `products.OutputMajor`.
 LayerParams = Mapping[str, Any]
 
+_KEPT_WEIGHTS = 10 << 20  # of attention in one layer; 40 MiB, had a block all keys of its row.
 # The logical axes of the residual stream; see `placement.ACTIVATIONS`.
 RESIDUAL = ("rows", "places", "embed")
 
@@ -183,8 +184,9 @@ def packed_attention(
 ) -> Float[Array, "B T H E"]:
   """Attends within packed rows by the rule of `attention_mask`, block by block of queries.
 
-  A block sees only the keys up to its own end, so half of the square is never computed, and
-  the weights of one block at a time are alive (they are computed again in the backward pass).
+  A block sees only the keys up to its own end, so half of the square is never computed. Where
+  the weights of all blocks together are large, those of one block at a time are alive, and they
+  are computed again in the backward pass.
 
   Args:
     q: query heads.
@@ -203,7 +205,9 @@ def packed_attention(
 
   if length <= block:
     return attend(q, k, v, attention_mask(segment_ids, branch_ids))
-  attend, parts = jax.checkpoint(attend), []
+  if q.shape[0] * q.shape[2] * length**2 > _KEPT_WEIGHTS:
+    attend = jax.checkpoint(attend)
+  parts = []
   for start in range(0, length, block):
     stop = min(start + block, length)
     mask = attention_mask(segment_ids, branch_ids, start=start, stop=stop)

@@ -1,4 +1,4 @@
-"""How many operations the update of a model takes, by what it is done for. Pure."""
+"""How many operations the gradients of a model take. Pure."""
 
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.packing import Cost
@@ -14,11 +14,11 @@ _OF_HEAD = 3
 
 
 def of_update(config: ModelConfig, *, remat: str = "full") -> Cost:
-  """Returns the operations of gradients, one for a multiplication and one for an addition.
+  """Returns the operations of gradients; a multiplication and an addition count as two.
 
   Args:
     config: Sizes of the model.
-    remat: What is computed again in the backward pass; see `transformer.Transformer`.
+    remat: Which activations are computed again; see `transformer.Transformer`.
   """
   width, head = config.hidden_size, config.head_dim
   of_attention = 2 * width * head * (config.num_heads + config.num_kv_heads)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from grpo_jax.models import accumulated, leaves, sharded_products
+from grpo_jax.models import accumulated, leaves, settled, sharded_products
 from grpo_jax.models.placement import Placement
 
 WEIGHT_PRODUCT = "weight_product"
@@ -25,7 +25,21 @@ WEIGHT_PRODUCT = "weight_product"
 class OutputMajor:
   """A kernel that is stored transposed, for products with few rows: see `Products.dot`."""
 
-  array: Float[Array, "o i"]
+  array: Any  # [o i], or what describes it.
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["widths"])
+@dataclasses.dataclass(frozen=True)
+class Joined:
+  """Kernels of one input, stored as one `OutputMajor`: one large product in place of several."""
+
+  array: Any  # [Σ o, i], or what describes it.
+  widths: tuple[int, ...]  # o of each.
+
+
+def joined_name(names: Sequence[str]) -> str:
+  """Returns the name under which a layer holds a `Joined` in place of the kernels named."""
+  return "+".join(names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +90,7 @@ class Products:
       The sums, rounded once if `out_dtype` is not float32. The cotangent of an operand has the
       operand's own dtype, and is rounded once to it.
     """
-    if self.compute_dtype == jnp.float32:
-      return jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32))
-    return _rounded_einsum(spec, self.compute_dtype, jnp.dtype(out_dtype), x, y)
+    return _einsum(spec, self.compute_dtype, jnp.dtype(out_dtype), x, y)
 
   def dots(
     self,
@@ -90,11 +102,17 @@ class Products:
     """Returns x @ w over the last axis of x for each of some kernels of a layer; see `dot`.
 
     Args:
-      params: Of one layer, by the names of `leaves.layer`; kernels may be `OutputMajor`.
+      params: Of one layer, by the names of `leaves.layer`; kernels may be `OutputMajor`, and on
+        one device `Joined`.
       names: Of kernels that have the same input.
       x: The input.
       out_dtype: Of the results, float32 or `self.out_dtype`.
     """
+    joined = params.get(joined_name(names)) if len(names) > 1 else None
+    if joined is not None:
+      ends = [sum(joined.widths[: i + 1]) for i in range(len(names) - 1)]
+      product = self.dot(x, OutputMajor(joined.array), out_dtype)
+      return tuple(jnp.split(product, ends, axis=-1))
     kernels = [params[name] for name in names]
     if self.placement is None:
       return tuple(self.dot(x, w, out_dtype) for w in kernels)
@@ -143,25 +161,26 @@ FLOAT32 = Products()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _rounded_einsum(spec: str, dtype: Any, out_dtype: Any, x: Array, y: Array) -> Array:
+def _einsum(spec: str, dtype: Any, out_dtype: Any, x: Array, y: Array) -> Array:
   return accumulated.einsum(spec, x.astype(dtype), y.astype(dtype), out_dtype)
 
 
-def _rounded_einsum_forward(spec: str, dtype: Any, out_dtype: Any, x: Array, y: Array):
+def _einsum_forward(spec: str, dtype: Any, out_dtype: Any, x: Array, y: Array):
   dtypes = jnp.zeros(0, x.dtype), jnp.zeros(0, y.dtype)
   x, y = x.astype(dtype), y.astype(dtype)
   return accumulated.einsum(spec, x, y, out_dtype), (x, y, dtypes)
 
 
-def _rounded_einsum_backward(spec: str, dtype: Any, out_dtype: Any, residuals, cotangent: Array):
+def _einsum_backward(spec: str, dtype: Any, out_dtype: Any, residuals, cotangent: Array):
+  """Returns the cotangents of both factors: two products that read one array, made once."""
   del out_dtype  # the cotangent has it.
   x, y, (like_x, like_y) = residuals
   operands, out = spec.split("->")
   left, right = operands.split(",")
-  g = cotangent.astype(dtype)
+  g = settled.settle(cotangent.astype(dtype))
   dx = accumulated.einsum(f"{out},{right}->{left}", g, y, like_x.dtype)
   dy = accumulated.einsum(f"{left},{out}->{right}", x, g, like_y.dtype)
   return dx, dy
 
 
-_rounded_einsum.defvjp(_rounded_einsum_forward, _rounded_einsum_backward)
+_einsum.defvjp(_einsum_forward, _einsum_backward)

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from grpo_kernels.linear_logprobs import linear_logprobs, sharded, token_local
 from jaxtyping import Array, Bool, Float, Int
@@ -99,21 +100,34 @@ def token_objective(
   predecessors, targets, is_real = _predictions(batch)
   tokens = gather_loss_tokens(batch)
   rows, n = targets.shape
-  flat = lambda x: None if x is None else x.reshape(rows * n)
+  states = _states(hidden, predecessors, is_real)
+  fields = {field: getattr(tokens, field) for field in _Share.FIELDS}
+  per_token = {field: None if x is None else x.reshape(-1) for field, x in fields.items()}
+  per_token["targets"] = targets.reshape(-1)
+  live, back = None, None
+  if partition is None:
+    # Padding goes to the end, where its chunks are left out. Devices of a mesh keep their rows.
+    order = jnp.argsort(~is_real.reshape(-1), stable=True)
+    states, per_token = jax.tree.map(lambda x: x[order], (states, per_token))
+    live, back = jnp.sum(is_real, dtype=jnp.int32), jnp.argsort(order)
   loss, logprobs, entropy = token_local.linear_objective(
-    _states(hidden, predecessors, is_real),
+    states,
     head,
-    targets.reshape(rows * n),
+    per_token.pop("targets"),
     _Share(objective),
-    {field: flat(getattr(tokens, field)) for field in _Share.FIELDS},
+    per_token,
     denominators,
     head_layout=head_layout,
     temperature=temperature,
     return_entropy=return_entropy or objective.needs_entropy,
     differentiate_entropy=objective.needs_entropy,
     partition=partition,
+    live=live,
   )
-  of_real = lambda x: jnp.where(is_real, x.reshape(rows, n), 0)
+
+  def of_real(x):
+    return jnp.where(is_real, (x if back is None else x[back]).reshape(rows, n), 0)
+
   return loss, of_real(logprobs), None if entropy is None else of_real(entropy)
 
 
@@ -185,7 +199,7 @@ def _predictions(
   batch: Batch,
 ) -> tuple[Int[Array, "B N"], Int[Array, "B N"], Bool[Array, "B N"]]:
   """Returns where each token learned from is predicted, what it is, and whether it is one."""
-  is_real = batch.loss_places >= 0
+  is_real = jnp.asarray(batch.loss_places) >= 0
   places = jnp.where(is_real, batch.loss_places, 0)
   of_places = lambda x: jnp.take_along_axis(x, places, axis=-1)
   return of_places(batch.predecessors), of_places(batch.tokens), is_real
@@ -239,8 +253,9 @@ def gather_loss_tokens(batch: Batch) -> LossTokens:
   Completions are numbered anew, by order in their row, so that an id is always
   below N, also when completions without a token to learn from stand between.
   """
-  mask = batch.loss_places >= 0
+  mask = jnp.asarray(batch.loss_places) >= 0
   places = jnp.where(mask, batch.loss_places, 0)
+  on_device = lambda x: None if x is None else jnp.asarray(x)
   rollouts = jnp.where(mask, jnp.take_along_axis(batch.rollout_ids, places, axis=-1), -1)
   before = jnp.pad(rollouts[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
   begins = mask & (rollouts != before)
@@ -251,6 +266,6 @@ def gather_loss_tokens(batch: Batch) -> LossTokens:
     behavior_logprobs=jnp.where(
       mask, jnp.take_along_axis(batch.behavior_logprobs, places, axis=-1), 0
     ),
-    old_logprobs=batch.old_logprobs,
-    ref_logprobs=batch.ref_logprobs,
+    old_logprobs=on_device(batch.old_logprobs),
+    ref_logprobs=on_device(batch.ref_logprobs),
   )

@@ -4,22 +4,13 @@ A multiplication and an addition are two operations.
 """
 
 import dataclasses
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Int
 
-
-class Shapes(Protocol):
-  """The sizes of a model that decide its work; `grpo_jax.models.config.ModelConfig` has them."""
-
-  vocab_size: int
-  hidden_size: int
-  intermediate_size: int
-  num_layers: int
-  num_heads: int
-  num_kv_heads: int
-  head_dim: int
+if TYPE_CHECKING:  # only its sizes are read, and importing it would start JAX.
+  from grpo_jax.models.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,14 +66,14 @@ def attended_pairs(segment_ids: Int[np.ndarray, "B T"], branch_ids: Int[np.ndarr
   return total
 
 
-def weights_of_layers(model: Shapes) -> int:
+def weights_of_layers(model: "ModelConfig") -> int:
   """Returns how many numbers the kernels of all layers have; norms and biases are left out."""
   attention = 2 * model.num_heads + 2 * model.num_kv_heads  # q and o; k and v.
   mlp = 3 * model.intermediate_size
   return model.num_layers * model.hidden_size * (attention * model.head_dim + mlp)
 
 
-def forward_operations(model: Shapes, *, tokens: int, pairs: int, predicted: int) -> int:
+def forward_operations(model: "ModelConfig", *, tokens: int, pairs: int, predicted: int) -> int:
   """Returns the operations of the matrix products of a forward pass.
 
       2 · tokens · (weights of the layers) + 4 · pairs · H · E · layers + 2 · predicted · D · V
@@ -100,7 +91,7 @@ def forward_operations(model: Shapes, *, tokens: int, pairs: int, predicted: int
   return 2 * tokens * weights_of_layers(model) + attention + head
 
 
-def update_operations(model: Shapes, *, tokens: int, pairs: int, predicted: int) -> int:
+def update_operations(model: "ModelConfig", *, tokens: int, pairs: int, predicted: int) -> int:
   """Returns the operations that a forward and a backward pass cannot do without.
 
   The backward pass counts as two forward passes. What is computed again in it counts once, and
@@ -115,7 +106,7 @@ def share_of_peak(operations: float, seconds: float, tflops: float) -> float:
 
 
 def decode_bytes(
-  model: Shapes,
+  model: "ModelConfig",
   *,
   rows: int,
   own_tokens: float,

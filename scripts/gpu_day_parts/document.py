@@ -301,7 +301,7 @@ def _quickstart(result: Mapping[str, Any]) -> str:
   if not rows:
     return ""
   names = ("quickstart_float32", "quickstart_bfloat16")
-  used = {_result(result, name).get("model") for name in names} - {None}
+  used = {found["model"] for name in names if "model" in (found := _result(result, name))}
   columns = ("products", "steps", "s a step", "mean nats", "max nats", "KL, nats")
   return (
     f"### The quickstart: engine against trainer\n\nModel: {'; '.join(sorted(used))}.\n\n"

@@ -1,6 +1,7 @@
 """The LM head at one size: every form of it, in turns, by the programs of scripts/benchmark."""
 
 import argparse
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpu_day_parts import child, running
@@ -34,6 +35,10 @@ def measure(
     dtype: Of hidden states and head.
     rounds: Samples of each form; all take turns.
     matmul: Size of the square product that is timed in the same turns.
+
+  Raises:
+    RuntimeError: A form of ours that promises to run here did not, or has another result; raised
+      when everything else was measured.
   """
   device = child.open_device(record, settings)
   import head_table
@@ -60,7 +65,7 @@ def measure(
       for which in head_table.PASSES
       if (name, which) not in known
     ]
-    timers = {i: timer for i, (_, timer) in enumerate(made) if timer is not None}
+    timers: dict[Any, Any] = {i: timer for i, (_, timer) in enumerate(made) if timer is not None}
     timers["matmul"] = head_variants.make_matmul(matmul, dtype)
     samples: dict[Any, list[float]] = {key: [] for key in timers}
     for more in (_FIRST_ROUNDS, rounds - _FIRST_ROUNDS):
@@ -77,3 +82,32 @@ def measure(
   finally:
     liger.close()
   record.put(device_peak_bytes=child.peak_bytes(device))
+  measured = {
+    "matmul": {"size": matmul, "samples_s": samples["matmul"]},
+    "measurements": [{**x, "samples_s": samples.get(i, [])} for i, (x, _) in enumerate(made)],
+  }
+  if found := complaints(measured, _able(OURS[platform], dtype)):
+    raise RuntimeError("; ".join(found))
+
+
+def _able(names: Sequence[str], dtype: str) -> list[str]:
+  """Returns the forms that promise to run on this chip and in this dtype."""
+  from grpo_kernels.linear_logprobs import choice
+
+  chip, known = choice.current_chip(), choice.IMPLEMENTATIONS
+  return [name for name in names if name not in known or not known[name].refusal(chip, dtype)]
+
+
+def complaints(measured: Mapping[str, Any], able: Sequence[str]) -> list[str]:
+  """Returns what is wrong with our forms, in words: one that did not run, or another result.
+
+  Args:
+    measured: What was compiled and timed, as `head_table` reads it.
+    able: Forms that have to run here.
+  """
+  import head_table
+
+  rows = head_table.summarise(dict(measured))
+  failed = {row["variant"]: row["why"] for row in rows if row["why"] and row["variant"] in able}
+  lines = [f"{name} should run here and did not: {why}" for name, why in failed.items()]
+  return lines + head_table.disagreements(rows)

@@ -1,6 +1,7 @@
 """A microbatch of packed rows such as a run makes, of random tokens. Pure, NumPy."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,9 @@ class Counted:
   loss_places: int  # places of the head, padding included.
 
 
-def make(rows: int, row_tokens: int, lengths: Lengths, vocabulary: int, seed: int = 0):
+def make(
+  rows: int, row_tokens: int, lengths: Lengths, vocabulary: int, seed: int = 0
+) -> tuple[dict[str, Any], Counted]:
   """Makes the arrays of a `grpo_jax.types.Batch`.
 
   A row holds segments, a prompt and its completions, until no further completion fits.
@@ -43,7 +46,7 @@ def make(rows: int, row_tokens: int, lengths: Lengths, vocabulary: int, seed: in
   random = np.random.default_rng(seed)
   shape = (rows, row_tokens)
   names = ("segment_ids", "branch_ids", "positions", "predecessors")
-  arrays = {name: np.zeros(shape, np.int32) for name in names}
+  arrays: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in names}
   arrays["tokens"] = random.integers(0, vocabulary, shape, dtype=np.int32)
   arrays["rollout_ids"] = np.full(shape, -1, np.int32)
   for row in range(rows):

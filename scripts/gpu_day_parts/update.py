@@ -1,6 +1,7 @@
 """The update of a model with random weights: gradients of a microbatch, then the optimizer."""
 
 import dataclasses
+import math
 import pathlib
 import statistics
 import time
@@ -29,6 +30,9 @@ def measure(
     lengths: Fields of `rows.Lengths`.
     compute_dtype: Of matrix products.
     steps: Updates that are timed, after one that compiles.
+
+  Raises:
+    RuntimeError: The loss is not finite.
   """
   device = child.open_device(record, settings)
   import jax
@@ -62,6 +66,8 @@ def measure(
 
   first, *_ = compiled = step()
   record.put(first_differentiate_s=first, first_apply_s=compiled[1], loss=compiled[2])
+  if not math.isfinite(compiled[2]):
+    raise RuntimeError(f"the loss is {compiled[2]}")
   for _ in range(steps):
     differentiate, apply, _ = step()
     record.append("samples", {"differentiate_s": differentiate, "apply_s": apply})
@@ -86,7 +92,8 @@ def _microbatch(config: Any, sizes: list[int], lengths: rows.Lengths) -> tuple[A
 
   from grpo_jax.types import Batch
 
-  arrays, counted = rows.make(*sizes, lengths, config.vocab_size)
+  count, row_tokens = sizes
+  arrays, counted = rows.make(count, row_tokens, lengths, config.vocab_size)
   pairs = arithmetic.attended_pairs(arrays["segment_ids"], arrays["branch_ids"])
   operations = arithmetic.update_operations(
     config, tokens=counted.tokens, pairs=pairs, predicted=counted.predicted

@@ -1,6 +1,7 @@
 """What only the embedded sampler promises: sharing, batches, compilations, weights, failures."""
 
 import asyncio
+import contextlib
 import dataclasses
 import threading
 import warnings
@@ -152,48 +153,146 @@ def test_each_distinct_prompt_is_prefilled_once_for_all_its_completions():
   assert added["prefilled_tokens"] == sum(len(p) - 1 for p in PROMPTS)
 
 
-def test_a_prompt_is_kept_once_for_its_group():
+def busy_session(sizes, requests, *, group=8):
+  """Returns a session that has computed one chunk of the requests, and its weights."""
+  options = decoding.Options(tiny.config(), Products(), 4, group=group)
   busy = session.Session(
-    decoding.Options(tiny.config(), Products(), 4, None, False, False),
-    max_rows=16,
-    decode_text=None,
-    stats=session.Stats(),
+    options, sizes=sizes, decode_text=None, stats=session.Stats(), programs=session.Programs()
   )
-  requests = tiny.groups([[1] * 30, [2] * 20], 8)
   busy.submit([scheduling.Completion(r, None, scheduling.prompt_key(r)) for r in requests])
-  weights = decoding.split_layers(tiny.params(tiny.config()), busy._options)
+  weights = decoding.split_layers(tiny.params(tiny.config()), options)
   busy.advance(weights, 0)
-  assert busy._prompts[0][0].shape == (2, 2, 32, 8)  # two prompts for sixteen rows.
+  return busy, weights
+
+
+def test_a_prompt_is_kept_once_for_its_group():
+  requests = tiny.groups([[1] * 100, [2] * 20], 8)
+  busy, weights = busy_session(scheduling.unplanned(16, is_cpu=True), requests)
+  assert sorted(slot.pages for slot in busy._slots.values()) == [(0, 1), (2,)]
+  assert busy._prompts[0][0].shape == (4, 2, 64, 8)  # three pages for sixteen rows.
   own = busy._own[0][0]
-  assert own.shape == (16, 2, 64, 8)
+  assert own.shape == (1, 16, 2, 8, 64)
   busy.advance(weights, 0)
   assert own.is_deleted()  # donated: the next chunk wrote into it.
 
 
-def test_compilations_are_bounded_over_many_calls_of_different_lengths():
-  engine = tiny.sampler(max_rows=16, chunk_tokens=4)
+@contextlib.contextmanager
+def counted_compilations():
+  """Yields the list of what is compiled within the block."""
   compiled = []
 
   def listen(event, duration, **details):
     if event == "/jax/core/compile/backend_compile_duration":
       compiled.append(event)
 
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  try:
+    yield compiled
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_compilations_are_bounded_over_many_calls_of_different_lengths():
+  engine = tiny.sampler(max_rows=16, chunk_tokens=4)
+
   def calls(start, stop):
     for n in range(start, stop):
       prompts = [[i] * (1 + (7 * n + i) % 15) for i in range(1 + n % 3)]
       tiny.run(engine, tiny.groups(prompts, 1 + n % 5, max_tokens=3 + n % 10))
 
-  jax.monitoring.register_event_duration_secs_listener(listen)
-  try:
+  with counted_compilations() as compiled:
     calls(0, 30)
-    # rows 8, 16 x slots 1, 2, 4: at most 6 decode loops and as many caches; prefills of 1 or 4
-    # prompts x lengths 16 .. 32 x slots; few resizings.
-    assert len(compiled) <= 45
+    # rows 8, 16 x pages 1, 2, 4: at most 6 decode loops, 3 prefills, and the caches.
+    assert len(compiled) <= 15
     first = len(compiled)
     calls(30, 60)
     assert len(compiled) == first
-  finally:
-    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_what_is_compiled_ahead_serves_all_requests_within_the_planned_sizes():
+  sizes = {"prompt_tokens": 150, "completion_tokens": 70, "group_size": 4}
+  engine = tiny.sampler(max_rows=16, warn_of_truncation=False, **sizes)
+  tree = tiny.params(tiny.config())
+  described = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
+  )
+  jobs = engine.programs(described)
+  assert len(jobs) == 3  # 8 rows, 16 rows, and the prefill.
+  for job in jobs:
+    job()
+  tiny.run(engine, tiny.groups([[1, 2]], 2, max_tokens=2))  # makes the caches.
+  calls = [
+    tiny.groups([[1] * 149, [2], [3] * 20], 5, max_tokens=70),
+    tiny.groups([[i] * (i % 7 + 1) for i in range(40)], 1, max_tokens=5, temperature=0.0),
+    tiny.groups([[5] * 64, [6] * 65], 3, max_tokens=30, top_k=3),
+    [tiny.request(i, [7] * (20 + i), max_tokens=9, top_p=0.1 * i + 0.1) for i in range(9)],
+    tiny.groups([[1, 2]], 3, stop_ids=tuple(range(20, 60))),
+  ]
+  with counted_compilations() as compiled:
+    for requests in calls:
+      assert len(tiny.run(engine, requests)) == len(requests)
+    engine.load_weights(tiny.params(tiny.config()), version=2)
+    tiny.run(engine, calls[0])
+  assert compiled == []
+  # What was not planned for is served, too.
+  longer = tiny.groups([[4] * 180], 2, max_tokens=76)
+  check_logprobs(engine, longer)
+
+
+def test_requests_that_were_not_planned_for_grow_the_caches_under_way():
+  engine = tiny.sampler(max_rows=8, prompt_tokens=20, completion_tokens=16, chunk_tokens=4)
+  requests = [tiny.request(0, [1] * 10, max_tokens=60), tiny.request(1, [2] * 9, max_tokens=120)]
+  check_logprobs(engine, requests)
+
+  async def both():
+    async def collect(requests):
+      return {g.request_id: g async for g in engine.generate(requests)}
+
+    first = asyncio.create_task(collect([tiny.request(0, [1] * 10, max_tokens=100)]))
+    while engine.stats.decode_steps < 140:
+      await asyncio.sleep(0.001)
+    return await first | await collect([tiny.request(1, [3] * 90, max_tokens=4)])
+
+  generations = asyncio.run(both())
+  for name, prompt in (("0", [1] * 10), ("1", [3] * 90)):
+    check_generation(prompt, generations[name])
+
+
+def test_prompts_wait_for_room_and_are_all_served():
+  sizes = {"prompt_tokens": 129, "completion_tokens": 12, "group_size": 8, "long_prompts": 1}
+  engine = tiny.sampler(max_rows=8, **sizes)
+  requests = tiny.groups([[i] * 129 for i in range(6)], 2)  # eight pages, two for each prompt.
+  check_logprobs(engine, requests)
+  assert engine.stats.prefilled_prompts == 6
+
+
+@pytest.mark.parametrize("group_size", [1, 3, 8])
+def test_groups_of_any_size_and_rows_without_group_attend_to_their_own_prompts(group_size):
+  engine = tiny.sampler(max_rows=24, group_size=group_size)
+  lengths = {0: 9, 1: 1, 2: 4, 3: 13}  # completions of a prompt; with uneven ends.
+  requests = [
+    tiny.request(f"{p}.{g}", [p] * (30 * p + 2), seed=90 * p + g, max_tokens=3 + 4 * g)
+    for p, count in lengths.items()
+    for g in range(count)
+  ]
+  check_logprobs(engine, requests)
+
+
+def check_logprobs(engine, requests):
+  """Asserts that an engine answers with the model's logprobs."""
+  generations = tiny.run(engine, requests)
+  for request in requests:
+    generation = generations[request.request_id]
+    assert len(generation.token_ids) == request.sampling.max_tokens
+    check_generation(request.prompt_ids, generation)
+
+
+def check_generation(prompt, generation):
+  wanted = tiny.model_logprobs(
+    tiny.config(), tiny.params(tiny.config()), prompt, generation.token_ids
+  )
+  wanted = tiny.of_tokens(wanted, generation.token_ids)
+  np.testing.assert_allclose(generation.logprobs, wanted, atol=1e-5)
 
 
 def test_a_second_identical_call_is_bit_identical_and_independent_of_calls_before():
@@ -243,7 +342,7 @@ def test_weights_loaded_between_chunks_stamp_the_tokens_that_they_sample():
 
 def test_embedding_and_head_are_the_trainers_arrays_unless_copies_are_asked_for():
   tree = tiny.params(tiny.config())
-  options = decoding.Options(tiny.config(), Products(), 4, None, False, False)
+  options = decoding.Options(tiny.config(), Products(), 4)
   weights = decoding.split_layers(tree, options)
   assert weights.embed is tree["embed"] and weights.head is tree["embed"]
   copied = jax.tree.map(jnp.copy, tree)
@@ -257,10 +356,11 @@ def test_embedding_and_head_are_the_trainers_arrays_unless_copies_are_asked_for(
 
 def test_a_decode_step_updates_its_cache_in_place_and_copies_no_weights():
   wide = tiny.config(hidden_size=128, intermediate_size=512, num_layers=4)
-  options = decoding.Options(wide, Products(), 4, None, False, False)
+  options = decoding.Options(wide, Products(), 4)
   weights = decoding.split_layers(tiny.params(wide), options)
-  prompts, own = (decoding.empty_cache(8, 64, options) for _ in range(2))
-  leaves, structure = jax.tree.flatten((weights, prompts, scheduling.make_rows([], 8, [])))
+  prompts, own = decoding.empty_pages(16, 64, options), decoding.empty_ring(2, 8, 64, options)
+  rows = scheduling.make_rows([], 8, {}, group=8, table=2)
+  leaves, structure = jax.tree.flatten((weights, prompts, rows))
 
   def decode(leaves, own):
     weights, prompts, rows = jax.tree.unflatten(structure, leaves)

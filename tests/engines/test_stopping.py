@@ -1,10 +1,12 @@
 """Where a completion ends, and the shapes in which completions are computed."""
 
+import numpy as np
 import pytest
 
 from grpo_jax.engines import scheduling, stopping
 from grpo_jax.engines.base import SamplingParams
 from grpo_jax.types import FinishReason
+from tests.engines import tiny
 
 # Bytes as tokens: "é" is two of them, and alone neither is a character.
 decode = lambda ids: bytes(ids).decode("utf-8", errors="replace")
@@ -44,18 +46,49 @@ def test_check_calls_a_stop_at_the_limit_a_stop_and_the_rest_truncated():
   assert stopping.check(list(b"ab"), 0, sampling, decode) == (2, None, None)
 
 
-def test_prefill_lengths_are_few_and_waste_at_most_a_quarter_above_sixteen():
-  lengths = {n: scheduling.prefill_length(n) for n in range(1, 5000)}
-  assert all(n <= length <= max(1.25 * n + 4, 16) for n, length in lengths.items())
-  assert len(set(lengths.values())) < 40
-
-
 @pytest.mark.parametrize(
-  ("max_rows", "sizes"), [(1, (1,)), (8, (8,)), (12, (8, 12)), (64, (8, 16, 32, 64))]
+  ("max_rows", "sizes"),
+  [(1, (1,)), (8, (8,)), (12, (8, 12)), (32, (8, 16, 32)), (64, (8, 24, 64)), (256, (8, 48, 256))],
 )
-def test_row_counts_double_up_to_the_limit(max_rows, sizes):
+def test_there_are_at_most_three_row_counts_up_to_the_limit(max_rows, sizes):
   assert scheduling.row_counts(max_rows) == sizes
   assert scheduling.fitting(max_rows, sizes) == max_rows
+
+
+def test_prompts_are_cut_into_chunks_and_only_the_last_is_padded():
+  slots = [scheduling.Slot((0, 1), 6), scheduling.Slot((4,), 3), scheduling.Slot((2,), 1)]
+  prompts = [(np.arange(10 * i, 10 * i + slot.length), slot) for i, slot in enumerate(slots)]
+  chunks = [*scheduling.make_chunks(prompts, tokens=4, page=4, pages=9, table=3)]
+  of = lambda name: [getattr(chunk, name).tolist() for chunk in chunks]
+  assert of("tokens") == [[0, 1, 2, 3], [4, 5, 10, 11], [12, 20, 0, 0]]
+  assert of("segment_ids") == [[1, 1, 1, 1], [1, 1, 2, 2], [1, 2, 0, 0]]
+  assert of("positions") == [[0, 1, 2, 3], [4, 5, 0, 1], [2, 0, 0, 0]]
+  assert of("pages") == [[0, 0, 0, 0], [1, 1, 4, 4], [4, 2, 9, 9]]
+  assert of("past_pages") == [[0, 1, 0], [0, 1, 0], [4, 0, 0]]
+  assert of("past") == [0, 4, 2]
+
+
+def test_rows_of_one_prompt_form_tiles_and_others_stand_alone():
+  def completion(row, slot):
+    one = scheduling.Completion(tiny.request(row, [1, 2]), None, b"")
+    one.row, one.slot = row, slot
+    return one
+
+  slots = {"a": scheduling.Slot((3,), 1), "b": scheduling.Slot((5,), 1)}
+  active = [completion(row, slot) for row, slot in enumerate("abaabaa")]
+  rows = scheduling.make_rows(active, 8, slots, group=4, table=1)
+  # Of the five rows of "a" four fill a tile; the fifth is alone; "b" has two.
+  assert rows.places.tolist() == [0, 4, 1, 2, 5, 3, -1, -1]
+  assert rows.tile_rows[:2].tolist() == [[0, 2, 3, 5], [1, 4, 0, 0]]
+  assert rows.tile_pages[:2, 0].tolist() == [3, 5] and rows.tile_lengths.tolist() == [1, 1, 0, 0]
+  assert scheduling.make_rows(active, 8, slots, group=1, table=1).places.tolist() == [-1] * 8
+
+
+def test_a_longer_ring_holds_every_block_of_the_shorter_at_its_step():
+  for newest in range(12):
+    places = scheduling.regrown(2, 8, newest)
+    for number in range(max(newest - 1, 0), newest + 1):
+      assert places[number % 8] == number % 2
 
 
 def test_leave_at_leaves_when_rows_can_be_refilled_or_compacted():

@@ -6,7 +6,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import base
-from grpo_jax import building, packing
+from grpo_jax import computation, packing
 from grpo_jax.learn import train_step
 from grpo_jax.rl import objectives
 
@@ -93,7 +93,7 @@ def test_loss_that_is_not_token_local_is_refused(loss):
 def test_config_decides_whether_the_update_takes_one_sweep(changes, expected):
   config: ConfigDict = base.get_config()
   config.update_from_flattened_dict(changes)
-  assert building.takes_one_sweep(config, objectives.make(**config.loss)) is expected
+  assert computation.takes_one_sweep(config, objectives.make(**config.loss)) is expected
 
 
 def test_scorer_and_one_sweep_give_the_same_logprobs():

@@ -13,34 +13,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
-from jax.experimental import topologies
 
-# What XLA asks a device about itself; an H100 SXM with 80 GB.
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  device_memory_size: 84978434048
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 minor: 0 }
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
+from scripts import targets
 
 
 class Kernel(NamedTuple):
@@ -59,26 +33,15 @@ class Compiled(NamedTuple):
   kernels: list[Kernel]  # those that ptxas assembled for it; what it has seen before is not.
 
 
-def devices(target: str, count: int = 1) -> list[jax.Device]:
-  """Returns `count` devices of a machine that is not here: "h100", or a TPU such as "v5e:2x2"."""
-  if target == "h100":
-    topology = topologies.get_topology_desc(
-      "h100", platform="cuda", target_config=H100, topology=f"1x1x{count}"
-    )
-  else:
-    topology = topologies.get_topology_desc(target, platform="tpu")
-  return list(topology.devices)[:count]
-
-
 def compile_for(target: str, function, structs) -> Compiled:
   """Compiles a function of arrays that lie on one device of a target.
 
   Args:
-    target: as in `devices`.
+    target: as in `targets.devices`.
     function: to be compiled.
     structs: a `jax.ShapeDtypeStruct` for each argument.
   """
-  placed = jax.sharding.SingleDeviceSharding(devices(target)[0])
+  placed = jax.sharding.SingleDeviceSharding(targets.devices(target)[0])
   structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed) for x in structs]
   with listening() as heard:
     compiled = jax.jit(function).lower(*structs).compile()

@@ -1,4 +1,6 @@
-"""Real compilation for an H100 and for TPUs, none of which is here: `make aot`.
+"""Real compilation for H100s and TPUs, none of which is here: `make aot`.
+
+The kernels, and the whole update on a mesh of eight devices.
 
 The compilers are large and live in environments of their own; AOT_TARGET says which of them this
 process has ("h100" or "tpu"). Without it everything here is skipped.
@@ -12,6 +14,8 @@ import aot
 import pytest
 from grpo_kernels.linear_logprobs import core, reference
 from test_cross_lowering import MODELS, TOKENS, passes, structs
+
+from scripts import fit, targets
 
 TARGET = os.environ.get("AOT_TARGET")
 pytestmark = [
@@ -41,7 +45,7 @@ def compiled(target, name, model, which, *, head_layout="vd", with_entropy=True)
   """Compiles one implementation at the size of one model, once."""
   implementation = importlib.import_module(f"grpo_kernels.linear_logprobs.{name}")
   if name == "pallas_tpu":  # its tiles depend on the chip, which this process does not have.
-    implementation = implementation.PallasTpu(device_kind=aot.devices(target)[0].device_kind)
+    implementation = implementation.PallasTpu(device_kind=targets.devices(target)[0].device_kind)
   operate = core.entry(implementation)
   function = passes(operate, head_layout=head_layout, with_entropy=with_entropy)[which]
   made = aot.compile_for(target, function, structs(*MODELS[model], head_layout))
@@ -109,3 +113,32 @@ def test_logits_would_be_seen():
   )
   assert aot.largest_array(made.hlo)[0] >= TOKENS * 49152
   assert made.temporary_bytes > 1 * GIB
+
+
+def update_on(target, *arguments):
+  """Returns what the compiler says of the gradients of a microbatch of Qwen2.5-1.5B's shapes."""
+  found = fit.find(fit.parse([f"--target={target}", "--model=Qwen2.5-1.5B", *arguments]))
+  print(target, *arguments, found)
+  return found
+
+
+@on_h100
+def test_eight_h100s_exchange_weights_and_gradients_and_hold_no_more_than_that():
+  # Two layers: the body of the loop is the same. Rows of 1024, two of them for each device.
+  found = update_on("h100", "--devices=8", "--layers=2", "--shape=2x1024", "--loss-tokens=768")
+  layers, table = 2 * 46.8e6, 151936 * 1536  # numbers of weights.
+  gathered, scattered = 7 / 8 * 2 * (2 * layers + table), 7 / 8 * 4 * (layers + 2 * table)
+  moved = found.collectives
+  assert gathered * 0.9 < moved["all-gather"] < 1.3 * gathered + 7 / 8 * 2 * table
+  assert scattered * 0.9 < moved["reduce-scatter"] < 1.3 * scattered
+  assert sum(moved.values()) < 1.3 * (gathered + scattered)
+  assert found.temporaries < 4 * GIB
+
+
+@on_tpu
+@pytest.mark.skipif(
+  "AOT_WHOLE" not in os.environ, reason="minutes of compilation; `AOT_WHOLE=1 make aot`"
+)
+def test_math_1b_fits_eight_v5es():
+  found = update_on("v5e:2x4", "--shape=8x1024")  # what the config plans at most.
+  assert found.peak < targets.usable_bytes("v5e:2x4")

@@ -104,6 +104,31 @@ def test_some_tokens_are_clipped_and_some_are_not():
   assert 5 < active.sum() < 35  # the cases above see both.
 
 
+@pytest.mark.parametrize("live", [1, 19, 24, 40])
+def test_chunks_behind_the_last_live_token_are_not_computed(live):
+  inputs, data, constants = case(40, 301)
+  data["mask"] = data["mask"].at[0].set(True) & (np.arange(40) < live)
+  expected = differentiate(one_sweep(clipped, data, constants, token_chunk=8), inputs)
+  computed = -(-live // 8) * 8
+  poisoned = (inputs[0].at[computed:].set(jnp.nan), *inputs[1:])
+  f = one_sweep(clipped, data, constants, token_chunk=8, live=jnp.int32(live))
+  (loss, of_tokens), gradients = differentiate(f, poisoned)
+  assert_same((loss, gradients), (expected[0][0], expected[1]), 1e-6)
+  for got, wanted in zip(of_tokens, expected[0][1], strict=True):
+    np.testing.assert_allclose(got[:computed], wanted[:computed], rtol=1e-5)
+    assert not got[computed:].any()
+
+
+def test_live_tokens_are_not_counted_on_a_mesh():
+  (hidden, head, targets), data, constants = case(8, 97)
+  mesh = Mesh(np.array(jax.devices()[:2]).reshape(2, 1), ("data", "tensor"))
+  split = sharded.Partition(mesh, vocab_axis=None, token_axes=("data",))
+  with pytest.raises(ValueError, match="live"):
+    linear_objective(
+      hidden, head, targets, clipped, data, constants, partition=split, live=jnp.int32(3)
+    )
+
+
 def test_gradients_are_scaled_by_what_depends_on_the_loss():
   inputs, data, constants = case(21, 301)
   f = one_sweep(clipped, data, constants, token_chunk=8)

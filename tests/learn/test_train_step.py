@@ -215,16 +215,16 @@ def test_microbatches_of_one_number_more_compile_nothing_anew():
   many = {"shape": packing.Shape(1, 8, 8)}
   state, *_ = update(state, assembled(groups(*pairs[:3]), **many))
   compiled = (
-    update.differentiate._cache_size(),
-    update.add._cache_size(),
-    update.apply._cache_size(),
+    update.differentiate.jitted._cache_size(),
+    update.add.jitted._cache_size(),
+    update.apply.jitted._cache_size(),
   )
   state, *_ = update(state, assembled(groups(*pairs), **many))
   assert compiled == (1, 1, 1)
   assert compiled == (
-    update.differentiate._cache_size(),
-    update.add._cache_size(),
-    update.apply._cache_size(),
+    update.differentiate.jitted._cache_size(),
+    update.add.jitted._cache_size(),
+    update.apply.jitted._cache_size(),
   )
 
 

@@ -96,7 +96,7 @@ def test_packed_attention_by_blocks_is_that_of_one_block(length):
 
 
 def test_packed_attention_by_blocks_saves_memory_in_long_rows():
-  q = jax.ShapeDtypeStruct((1, 2048, 2, 8), jnp.float32)
+  q = jax.ShapeDtypeStruct((1, 2048, 4, 8), jnp.float32)
   k = jax.ShapeDtypeStruct((1, 2048, 1, 8), jnp.float32)
   segments = jax.ShapeDtypeStruct((1, 2048), jnp.int32)
 
@@ -105,7 +105,7 @@ def test_packed_attention_by_blocks_saves_memory_in_long_rows():
     compiled = tiny.jit(jax.grad(total, argnums=(0, 1, 2))).lower(q, k, k, segments).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
-  assert temporary_bytes(256) < 0.4 * temporary_bytes(2048)
+  assert temporary_bytes(256) < 0.45 * temporary_bytes(2048)
 
 
 def test_contract_in_bfloat16_rounds_factors_and_sums_in_float32():

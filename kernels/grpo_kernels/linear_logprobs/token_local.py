@@ -49,6 +49,7 @@ def linear_objective(
   differentiate_entropy: bool = True,
   token_chunk: int | None = None,
   partition: sharded.Partition | None = None,
+  live: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, " N"], Float[Array, " N"] | None]:
   """Returns Σ over chunks of objective(...), to be minimised; its gradients are found on the way.
 
@@ -72,14 +73,19 @@ def linear_objective(
     differentiate_entropy: False says that f does not depend on H, which saves its gradient.
     token_chunk: tokens at once; None chooses by N, V and platform.
     partition: over which devices; None: the compiler's business.
+    live: the first so many tokens count, with at least one; chunks behind them are not computed,
+      so f must be 0 there, and what is returned for these tokens means nothing. Not with a
+      partition. None: all count.
 
   Returns:
     L; logprobs in nats; entropies in nats or None. All float32.
 
   Raises:
-    ValueError: shapes, layout or temperature make no sense.
+    ValueError: shapes, layout or temperature make no sense, or `live` is given with a partition.
   """
   core.check(hidden, head, head_layout=head_layout, temperature=temperature)
+  if partition is not None and live is not None:
+    raise ValueError("live tokens are counted over all devices: give no `live` with a partition")
   settings = Settings(head_layout, float(temperature), return_entropy)
   if partition is None:
     chip = choice.current_chip()
@@ -99,7 +105,7 @@ def linear_objective(
     token_chunk or chunk_size(hidden.shape[0] // parts[0], vocabulary, chip.platform),
     partition,
   )
-  fixed = stop_gradient((targets.astype(jnp.int32), *leaves))
+  fixed = stop_gradient((targets.astype(jnp.int32), *leaves, live))
   found: Any = _objective(static, hidden, head, *fixed)
   loss, logprobs, entropy = found
   return loss, stop_gradient(logprobs), stop_gradient(entropy)
@@ -139,35 +145,36 @@ class _Static:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _objective(static, hidden, head, targets, per_token, constants) -> Any:
+def _objective(static, hidden, head, targets, per_token, constants, live) -> Any:
   """Returns (loss, logprobs, entropy or None); where differentiation enters."""
-  return _on_devices(static, hidden, head, targets, per_token, constants, False)[0]
+  return _on_devices(static, hidden, head, targets, per_token, constants, live, False)[0]
 
 
-def _forward(static, hidden, head, targets, per_token, constants):
+def _forward(static, hidden, head, targets, per_token, constants, live):
   """Returns the outputs, and the gradients for a cotangent of 1."""
-  return _on_devices(static, hidden, head, targets, per_token, constants, True)
+  return _on_devices(static, hidden, head, targets, per_token, constants, live, True)
 
 
 def _backward(static, gradients, cotangents):
   """Scales the gradients; those of logprobs and entropy stop at `linear_objective`."""
   of_loss = cotangents[0]
   d_hidden, d_head = ((of_loss * x).astype(x.dtype) for x in gradients)
-  return d_hidden, d_head, None, None, None
+  return d_hidden, d_head, None, None, None, None
 
 
 _objective.defvjp(_forward, _backward)
 
 
-def _on_devices(static: _Static, hidden, head, targets, per_token, constants, with_gradients: bool):
+def _on_devices(
+  static: _Static, hidden, head, targets, per_token, constants, live, with_gradients: bool
+):
   """Returns ((loss, logprobs, entropy), gradients or None); each device sweeps its own tokens."""
   vocabulary = head.shape[static.settings.vocab_axis]
   p = static.partition
   if p is None:
     columns, weights = _Columns(vocabulary, 0, None, None), head.astype(hidden.dtype)
-    outputs, gradients = _sweep(
-      static, columns, hidden, weights, targets, per_token, constants, with_gradients
-    )
+    tokens = hidden, weights, targets, per_token, constants
+    outputs, gradients = _sweep(static, columns, *tokens, live, with_gradients)
     if gradients is not None:
       gradients = gradients[0], gradients[1].astype(head.dtype)
     return outputs, gradients
@@ -179,7 +186,7 @@ def _on_devices(static: _Static, hidden, head, targets, per_token, constants, wi
     at, real = sharded.own_columns(p, weights.shape[static.settings.vocab_axis], vocabulary)
     columns = _Columns(vocabulary, at, real, p.vocab_axis)
     (loss, *rest), gradients = _sweep(
-      static, columns, hidden, weights, targets, per_token, constants, with_gradients
+      static, columns, hidden, weights, targets, per_token, constants, None, with_gradients
     )
     if p.token_parts > 1:
       loss = jax.lax.psum(loss, p.token_axes)
@@ -221,7 +228,15 @@ class _Columns(NamedTuple):
 
 
 def _sweep(
-  static: _Static, columns: _Columns, hidden, weights, targets, per_token, constants, with_gradients
+  static: _Static,
+  columns: _Columns,
+  hidden,
+  weights,
+  targets,
+  per_token,
+  constants,
+  live,
+  with_gradients: bool,
 ):
   """Returns ((loss, logprobs, entropy), (d_hidden, d_head) or None) of one device's part.
 
@@ -238,7 +253,7 @@ def _sweep(
     return carry, (*outputs, d_hidden)
 
   (loss, d_head), (logprobs, entropy, d_hidden) = _over_chunks(
-    visit, (hidden, targets, per_token), static.chunk
+    visit, (hidden, targets, per_token), static.chunk, live
   )
   gradients = None
   if d_hidden is not None and d_head is not None:
@@ -313,11 +328,12 @@ def _products(settings: Settings, slopes, hidden, weights) -> tuple[Array, Array
   return d_hidden, dot(*pair, (((0,), (0,)), ((), ())))
 
 
-def _over_chunks(visit: Callable, per_token, chunk: int):
+def _over_chunks(visit: Callable, per_token, chunk: int, live: Array | None):
   """Folds `visit(carry, chunk of every array)`; returns the carry, and the outputs of all tokens.
 
   The first chunk, which is the shorter one if they are not all alike, gets None and makes the
-  carry: to write the head's gradient is half the work of adding to it. The others are scanned.
+  carry: to write the head's gradient is half the work of adding to it. The others follow in a
+  loop, up to the one that holds the last of `live` tokens; None: all of them.
   """
   tokens = jax.tree.leaves(per_token)[0].shape[0]
   more = max(-(-tokens // chunk) - 1, 0)
@@ -326,6 +342,24 @@ def _over_chunks(visit: Callable, per_token, chunk: int):
   if not more:
     return carry, outputs
   split = lambda x: x[first:].reshape(more, chunk, *x.shape[1:])
-  carry, rest = jax.lax.scan(visit, carry, jax.tree.map(split, per_token))
+  parts = jax.tree.map(split, per_token)
+  if live is None:
+    carry, rest = jax.lax.scan(visit, carry, parts)
+  else:
+    carry, rest = _while_live(visit, carry, parts, -(-(live - first) // chunk))
   join = lambda a, b: jnp.concatenate([a, b.reshape(more * chunk, *b.shape[2:])])
   return carry, jax.tree.map(join, outputs, rest)
+
+
+def _while_live(visit: Callable, carry, parts, count: Array):
+  """Scans the first `count` of the parts; the outputs of the others are 0."""
+  part = lambda i: jax.tree.map(lambda x: x[i], parts)
+  _, shapes = jax.eval_shape(lambda carry: visit(carry, part(0)), carry)
+  number = jax.tree.leaves(parts)[0].shape[0]
+  empty = jax.tree.map(lambda x: jnp.zeros((number, *x.shape), x.dtype), shapes)
+
+  def body(i, state):
+    carry, outputs = visit(state[0], part(i))
+    return carry, jax.tree.map(lambda rows, x: rows.at[i].set(x), state[1], outputs)
+
+  return jax.lax.fori_loop(0, jnp.clip(count, 0, number), body, (carry, empty))

@@ -1,0 +1,190 @@
+"""Takes one update apart: seconds, share of the machine's ceiling, time by kind of operation.
+
+  PYTHONPATH=.:kernels python scripts/benchmark/profile_update.py --model DIR --workload w1
+
+The update is that of `ours-all` in compare.py (every completion computed), on a batch with the
+lengths of the workload and random tokens; nothing is sampled. What is compiled is kept, so that
+the second call takes less than a minute. CPU only: a trace of another backend reads otherwise.
+"""
+
+import argparse
+import pathlib
+import resource
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import ceiling
+import jax
+import numpy as np
+import ours
+import summary
+import trace_kinds
+import workload as workloads
+
+from grpo_jax import batching, batching_options, building, packing
+from grpo_jax.learn import optim, train_step
+from grpo_jax.models import loading, operations, sources
+from grpo_jax.rl import objectives
+from grpo_jax.types import FinishReason, Minibatch, Prompt, Rollout, RolloutGroup, TrainState
+
+PROMPT_TOKENS = 38  # of the benchmark's prompts, all but always.
+AT_LIMIT = 0.6  # share of completions that are cut at the limit; the others are of any length.
+
+
+def parse() -> argparse.Namespace:
+  """Reads the command line."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--model", type=pathlib.Path, required=True, help="Hugging Face folder")
+  parser.add_argument("--workload", choices=sorted(workloads.PRESETS), default="w1")
+  parser.add_argument("--shape", help="ROWS,ROW_TOKENS,LOSS_TOKENS of microbatches")
+  parser.add_argument("--repeats", type=int, default=3, help="updates that are timed")
+  parser.add_argument("--override", action="append", default=[], metavar="SECTION.FIELD=VALUE")
+  parser.add_argument("--largest", type=int, default=0, help="operations to list one by one")
+  return parser.parse_args()
+
+
+def groups_of(workload: workloads.Workload, vocabulary: int) -> list[RolloutGroup]:
+  """Returns groups with lengths like those of the workload, and random tokens and rewards."""
+  rng = np.random.default_rng(0)
+
+  def rollout() -> Rollout:
+    is_cut = rng.random() < AT_LIMIT
+    length = workload.completion if is_cut else int(rng.integers(1, workload.completion + 1))
+    return Rollout(
+      rng.integers(0, vocabulary, length).astype(np.int32),
+      np.ones(length, bool),
+      -3 * rng.random(length).astype(np.float32),
+      np.zeros(length, np.int32),
+      FinishReason.LENGTH if is_cut else FinishReason.STOP,
+      float(rng.random()),
+    )
+
+  def group(number: int) -> RolloutGroup:
+    ids = rng.integers(0, vocabulary, PROMPT_TOKENS).astype(np.int32)
+    prompt = Prompt(str(number), ids, "benchmark")
+    return RolloutGroup(prompt, tuple(rollout() for _ in range(workload.group)))
+
+  return [group(number) for number in range(workload.prompts)]
+
+
+def make_update(config: Any, model: loading.Loaded) -> tuple[train_step.Update, TrainState]:
+  """Makes the update as a run does on one device, and the state before its first step."""
+  objective = objectives.make(**config.loss.to_dict())
+  tx, schedule = optim.make(config.total_steps, **config.optim.to_dict())
+  of_policy = {"temperature": config.sampling.temperature, "remat": config.model.remat}
+  token_loss = None
+  if building.takes_one_sweep(config, objective):
+    token_loss = train_step.make_token_loss(model.config, objective, **of_policy)
+  update = train_step.make_update(
+    train_step.make_logprobs(model.config, **of_policy),
+    tx,
+    objective,
+    report_entropy=config.learn.report_entropy,
+    schedule=schedule,
+    token_loss=token_loss,
+  )
+  return update, train_step.init(model.params, tx)
+
+
+def once(
+  update: train_step.Update, state: TrainState, minibatch: Minibatch
+) -> tuple[TrainState, float, float]:
+  """Takes one optimizer step; returns the state, and the seconds of gradients and optimizer."""
+  begin = time.perf_counter()
+  grads, loss, _, _ = update.gradients(state.params, minibatch)
+  jax.block_until_ready(grads)
+  between = time.perf_counter()
+  params, opt_state, _ = update.apply(state.params, state.opt_state, grads, loss)
+  del grads
+  jax.block_until_ready(params)
+  state = TrainState(state.step + 1, params, opt_state)
+  return state, between - begin, time.perf_counter() - between
+
+
+def events_of(folder: str) -> Iterator[trace_kinds.Event]:
+  """Yields the operations that a trace has recorded."""
+  path = next(pathlib.Path(folder).rglob("*.xplane.pb"))
+  for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+    for line in plane.lines:
+      if (line.name or "").startswith("tf_XLA"):
+        for event in line.events:
+          if trace_kinds.is_operation(event.name):
+            yield event.start_ns, event.end_ns, event.name
+
+
+def describe(model: Any) -> dict[str, Any]:
+  """Returns the sizes that `summary.useful_work` reads, in the words of a config.json."""
+  return {
+    "hidden_size": model.hidden_size,
+    "num_attention_heads": model.num_heads,
+    "num_key_value_heads": model.num_kv_heads,
+    "head_dim": model.head_dim,
+    "num_hidden_layers": model.num_layers,
+    "intermediate_size": model.intermediate_size,
+    "vocab_size": model.vocab_size,
+  }
+
+
+def main() -> None:
+  """Profiles one update and prints what was found."""
+  options = parse()
+  workload = workloads.Workload(
+    model=str(options.model),
+    problems="none.jsonl",
+    overrides=("batching.skip_zero_advantage=False", *options.override),
+    **workloads.PRESETS[options.workload],
+  )
+  config = ours.make_config(workload)
+  if jax.config.values["jax_compilation_cache_dir"] is None:
+    jax.config.update("jax_compilation_cache_dir", str(sources.default_cache() / "xla"))
+  model = loading.load(options.model)
+  groups = groups_of(workload, model.config.vocab_size)
+  cost = operations.of_update(model.config, remat=config.model.remat)
+  shapes = batching_options.plan(config, cost=cost, replicas=1)
+  if options.shape:
+    shapes = (packing.Shape(*map(int, options.shape.split(","))),)
+  advantages = [group.rewards - group.rewards.mean() for group in groups]
+  assembled = batching.assemble(groups, advantages, shapes=shapes, cost=cost)
+  minibatch = jax.device_put(assembled.minibatches[0])
+  update, state = make_update(config, model)
+
+  tokens = sum(len(r.completion_ids) for group in groups for r in group.rollouts)
+  step = {"prompt_tokens": PROMPT_TOKENS * len(groups), "completion_tokens": tokens}
+  run = {"workload": {"prompts": workload.prompts, "group": workload.group}}
+  useful = summary.useful_work(step, run, describe(model.config)).update
+  for batch in minibatch.microbatches:
+    print(f"microbatch {batch.tokens.shape}, learned from: {batch.loss_places.shape}")
+  first = minibatch.microbatches[0]
+  compiled = update.differentiate.lower(state.params, first, minibatch.denominators).compile()
+  temporaries = compiled.memory_analysis().temp_size_in_bytes
+  print(f"{tokens} completion tokens, {useful:.0f} GFLOP of useful work")
+  print(f"temporaries of the gradients: {temporaries / 2**20:.0f} MiB")
+
+  state, *_ = once(update, state, minibatch)
+  best = max(ceiling.measure(2048)[name] for name in ("numpy_float32", "jax_float32"))
+  for _ in range(options.repeats):
+    cpu, faults = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    state, of_gradients, of_optimizer = once(update, state, minibatch)
+    cpu = time.process_time() - cpu
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+    rate = useful / (of_gradients + of_optimizer)
+    print(
+      f"gradients {of_gradients:.2f} s, optimizer {of_optimizer:.2f} s: {rate:.0f} GFLOP/s,"
+      f" {rate / best:.0%} of {best:.0f}; CPU time {cpu:.1f} s, {faults / 1000:.0f}k pages touched"
+    )
+
+  with tempfile.TemporaryDirectory() as folder:
+    with jax.profiler.trace(folder):
+      once(update, state, minibatch)
+    by_operation, nothing = trace_kinds.seconds(events_of(folder))
+  program = trace_kinds.read(compiled.as_text())
+  print("\n".join(trace_kinds.table(program, by_operation, nothing)))
+  largest = sorted(by_operation.items(), key=lambda item: -item[1])[: options.largest]
+  for name, took in largest:
+    print(f"{1000 * took:6.0f} ms  {name}  {program.definitions.get(name, '')[:160]}")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,65 @@
+"""The sizes that the embedded sampler is made for follow from the config alone."""
+
+import pytest
+
+import configs.base
+from configs import gsm8k, math_1b, quickstart
+from grpo_jax import run_options
+from grpo_jax.engines import scheduling
+
+
+def planned(config):
+  sizes = run_options.sampler_sizes(config)
+  rows = sizes.pop("max_rows")
+  group, long_prompts = sizes.pop("group_size"), sizes.pop("long_prompts")
+  of_groups = -(-rows // group)
+  return scheduling.planned(
+    rows, **sizes, long_prompts=long_prompts or of_groups, token_bytes=46080, is_cpu=True
+  )
+
+
+@pytest.mark.parametrize("module", [quickstart, gsm8k, math_1b])
+def test_shipped_configs_need_four_programs_and_room_for_their_limits(module):
+  config = module.get_config()
+  sizes, limit = planned(config), run_options.limits(config).max_tokens
+  assert len(scheduling.row_counts(sizes.rows)) + 1 <= 4
+  longest = min(config.data.max_prompt_tokens, limit - 1)
+  assert sizes.table * sizes.page >= longest - 1
+  assert sizes.blocks * sizes.columns >= min(config.sampling.max_tokens, limit - 1)
+  assert sizes.pages >= sizes.rows / config.rollout.group_size * sizes.table
+
+
+def test_rows_are_no_more_than_a_step_or_an_evaluation_asks_for():
+  config = configs.base.get_config()
+  config.rollout.prompts_per_step, config.rollout.group_size = 4, 5
+  config.evaluation.num_prompts = 30
+  assert run_options.sampler_sizes(config)["max_rows"] == 30
+  config.evaluation.num_prompts = 3
+  assert run_options.sampler_sizes(config)["max_rows"] == 20
+  config.dynamic_sampling.prompts_per_round = 400
+  assert run_options.sampler_sizes(config)["max_rows"] == config.engine.max_rows
+
+
+def test_evaluations_and_conversations_are_planned_for():
+  config = configs.base.get_config()
+  config.rollout.max_tokens = 1000
+  config.sampling.max_tokens = 100
+  config.evaluation.sampling.max_tokens = 300
+  sizes = run_options.sampler_sizes(config)
+  assert sizes["completion_tokens"] == 300
+  assert sizes["prompt_tokens"] == config.data.max_prompt_tokens
+  config.rollout.max_turns = 3
+  sizes = run_options.sampler_sizes(config)
+  assert sizes["prompt_tokens"] == 999 and sizes["long_prompts"] == sizes["max_rows"]
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_caches_are_planned_within_four_gib_and_hold_the_longest_prompt(is_cpu):
+  limits = {"prompt_tokens": 3000, "completion_tokens": 5000, "long_prompts": 64}
+  small = scheduling.planned(64, **limits, token_bytes=256, is_cpu=is_cpu)
+  assert small.blocks * small.columns >= 5000 and small.pages == 64 * small.table
+  large = scheduling.planned(64, **limits, token_bytes=46080, is_cpu=is_cpu)
+  assert large.rows * large.blocks * large.columns * 46080 <= 4.2 * 2**30
+  assert large.pages * large.page * 46080 <= 4 * 2**30
+  huge = scheduling.planned(64, **limits, token_bytes=1 << 26, is_cpu=is_cpu)
+  assert huge.pages == huge.table and huge.table * huge.page >= 2999
