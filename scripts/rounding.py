@@ -235,10 +235,11 @@ def sample(
     engine.close()
   shape = (len(prompts), longest)
   rows = Rows(
-    np.zeros(shape, np.int32),
-    *(np.zeros(shape, bool) for _ in range(2)),
-    np.zeros(shape, np.float32),
-    np.where(np.arange(len(prompts)) % 2, -1.0, 1.0),
+    tokens=np.zeros(shape, np.int32),
+    is_token=np.zeros(shape, bool),
+    is_sampled=np.zeros(shape, bool),
+    logprobs=np.zeros(shape, np.float32),
+    advantages=np.where(np.arange(len(prompts)) % 2, -1.0, 1.0),
   )
   for i, prompt in enumerate(prompts):
     generation = found[str(i)]

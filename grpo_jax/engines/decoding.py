@@ -45,7 +45,8 @@ _MASKED = -1e30
 # [M R K C E]: products of a single query are sums over columns, quickest in these layouts.
 Cache = list[tuple[Array, Array]]
 
-# A softmax over some of the keys: the highest score, Σ exp(score - highest), and
+# A softmax over some of the keys: the highest score (`layers.softmax_shift` of it, so that weights
+# are rounded as in one softmax over all keys), Σ exp(score - highest), and
 # Σ exp(score - highest) value, with one more axis.
 Partial = tuple[Array, Array, Array]
 
@@ -273,7 +274,7 @@ def prefill(weights: Weights, cache: Cache, chunk: Chunk, options: Options) -> C
       repeated = jnp.repeat(mask, heads // kv_heads, axis=1)[:, None]
       scores = products.contract("bkme,bske->bkms", asked, k)
       mix = lambda weights: products.contract("bkms,bske->bkme", weights, v)
-      here = _softmax(scores, repeated, mix)
+      here = _softmax(scores, repeated, mix, options)
       before = _over_pages(asked, _nothing(asked), pages, *past, options)
       is_theirs = jnp.repeat(is_first, heads // kv_heads)[None, None]
       _, total, mixed = _joined(here, _only_where(is_theirs, before))
@@ -377,7 +378,7 @@ def decode_step(
   positions = jnp.asarray(rows.prompt_lengths) + lengths
   cos, sin = layers.rope_angles(positions[:, None], options.config)
   settings = {"config": options.config, "products": options.products}
-  step = rows.step + number
+  step = jnp.asarray(rows.step) + number
   x, written = options.products.look_up(weights.embed, tokens[:, None]), []
   for layer, pages, ring in zip(weights.layers, prompts, own, strict=True):
 
@@ -495,7 +496,7 @@ def _over_pages(
     flat = lambda x: x.reshape(*x.shape[:3], at_once * size)
     back = lambda x: x.reshape(*x.shape[:3], at_once, size)
     mix = lambda weights: contract("bkmnp,bnkpe->bkme", back(weights), values)
-    return _joined(found, _softmax(flat(scores), flat(mask), mix))
+    return _joined(found, _softmax(flat(scores), flat(mask), mix, options))
 
   rounds = (jnp.max(lengths) + at_once * size - 1) // (at_once * size)
   return jax.lax.fori_loop(0, rounds, of_some, found)
@@ -522,7 +523,7 @@ def _over_ring(
     scores = jnp.sum(queries * of_rows(_at(keys, at)), axis=-2)
     allowed = age[None] <= lengths[:, None]
     mix = lambda w: jnp.sum(rounded(w)[..., None] * of_rows(_at(values, at)), axis=-2)
-    return _softmax(scores, allowed[:, None, None], mix)
+    return _softmax(scores, allowed[:, None, None], mix, options)
 
   if blocks == 1:
     return of_block(0)
@@ -532,13 +533,15 @@ def _over_ring(
   return jax.lax.fori_loop(first, last + 1, merge, _nothing(asked))
 
 
-def _softmax(scores: Float[Array, "B K m s"], allowed: Bool[Array, "..."], mix: Any) -> Partial:
+def _softmax(
+  scores: Float[Array, "B K m s"], allowed: Bool[Array, "..."], mix: Any, options: Options
+) -> Partial:
   """Returns the partial softmax of scores; `mix` sums values by weights.
 
   Where nothing is allowed the highest is `_MASKED`, and what is joined with it stays as it is.
   """
   scores = jnp.where(allowed, scores, _MASKED)
-  highest = jnp.max(scores, axis=-1)
+  highest = layers.softmax_shift(jnp.max(scores, axis=-1), options.products)
   weights = jnp.exp(scores - highest[..., None])
   return highest, jnp.sum(weights, axis=-1), mix(weights)
 

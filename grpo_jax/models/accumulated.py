@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxtyping import Array
@@ -60,7 +61,7 @@ def _apart(x: Array, y: Array, *, spec: str, dtype: Any) -> Array:
 
 def _shape(x: Any, y: Any, *, spec: str, dtype: Any) -> Any:
   found = jax.eval_shape(functools.partial(_at_once, spec=spec, dtype=dtype), x, y)
-  return jax.core.ShapedArray(found.shape, found.dtype)
+  return ShapedArray(found.shape, found.dtype)
 
 
 _rounded = Primitive("rounded_einsum")

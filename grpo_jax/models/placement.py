@@ -74,7 +74,7 @@ class Placement:
       spec.append(axis if fits and axis is not None and self.mesh.shape[axis] > 1 else None)
     return PartitionSpec(*spec)
 
-  def activation(self, axes: Sequence[str], shape: Sequence[int]) -> PartitionSpec:
+  def activation(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
     """Returns where an activation lies, by `ACTIVATIONS`.
 
     Args:
@@ -85,16 +85,16 @@ class Placement:
       *(self.split(name, length) for name, length in zip(axes, shape, strict=True))
     )
 
-  def split(self, name: str, length: int) -> tuple[str, ...] | None:
+  def split(self, name: str | None, length: int) -> tuple[str, ...] | None:
     """Returns the mesh axes that split an axis of an activation; None if there are none."""
-    axes = tuple(axis for axis in ACTIVATIONS.get(name, ()) if self.mesh.shape[axis] > 1)
+    axes = tuple(axis for axis in ACTIVATIONS.get(name or "", ()) if self.mesh.shape[axis] > 1)
     return axes if axes and length % self.parts(axes) == 0 else None
 
   def parts(self, axes: Sequence[str]) -> int:
     """Returns over how many devices some mesh axes split."""
     return math.prod(self.mesh.shape[axis] for axis in axes)
 
-  def place(self, x: Array, axes: Sequence[str]) -> Array:
+  def place(self, x: Array, axes: Sequence[str | None]) -> Array:
     """Puts an activation where `ACTIVATIONS` says that it lies."""
     return self._constrained(x, self.activation(axes, x.shape))
 

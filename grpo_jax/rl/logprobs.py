@@ -102,7 +102,9 @@ def token_objective(
   rows, n = targets.shape
   states = _states(hidden, predecessors, is_real)
   fields = {field: getattr(tokens, field) for field in _Share.FIELDS}
-  per_token = {field: None if x is None else x.reshape(-1) for field, x in fields.items()}
+  per_token: dict[str, Any] = {
+    field: None if x is None else x.reshape(-1) for field, x in fields.items()
+  }
   per_token["targets"] = targets.reshape(-1)
   live, back = None, None
   if partition is None:

@@ -24,7 +24,7 @@ import trace_kinds
 import workload as workloads
 
 from grpo_jax import batching, batching_options, computation, packing
-from grpo_jax.learn import optim, train_step
+from grpo_jax.learn import sharding, train_step
 from grpo_jax.models import loading, operations, sources
 from grpo_jax.rl import objectives
 from grpo_jax.types import FinishReason, Minibatch, Prompt, Rollout, RolloutGroup, TrainState
@@ -35,7 +35,7 @@ AT_LIMIT = 0.6  # share of completions that are cut at the limit; the others are
 
 def parse() -> argparse.Namespace:
   """Reads the command line."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
   parser.add_argument("--model", type=pathlib.Path, required=True, help="Hugging Face folder")
   parser.add_argument("--workload", choices=sorted(workloads.PRESETS), default="w1")
   parser.add_argument("--shape", help="ROWS,ROW_TOKENS,LOSS_TOKENS of microbatches")
@@ -72,20 +72,9 @@ def groups_of(workload: workloads.Workload, vocabulary: int) -> list[RolloutGrou
 def make_update(config: Any, model: loading.Loaded) -> tuple[train_step.Update, TrainState]:
   """Makes the update as a run does on one device, and the state before its first step."""
   objective = objectives.make(**config.loss.to_dict())
-  tx, schedule = optim.make(config.total_steps, **config.optim.to_dict())
-  of_policy = {"temperature": config.sampling.temperature, "remat": config.model.remat}
-  token_loss = None
-  if computation.takes_one_sweep(config, objective):
-    token_loss = train_step.make_token_loss(model.config, objective, **of_policy)
-  update = train_step.make_update(
-    train_step.make_logprobs(model.config, **of_policy),
-    tx,
-    objective,
-    report_entropy=config.learn.report_entropy,
-    schedule=schedule,
-    token_loss=token_loss,
-  )
-  return update, train_step.init(model.params, tx)
+  mesh = sharding.make_mesh(data=1, devices=jax.devices()[:1])
+  made = computation.make(config, model.config, mesh, objective)
+  return made.update, train_step.init(model.params, made.tx, shardings=made.shardings)
 
 
 def once(
@@ -130,13 +119,14 @@ def describe(model: Any) -> dict[str, Any]:
 def main() -> None:
   """Profiles one update and prints what was found."""
   options = parse()
+  preset: dict[str, Any] = dict(workloads.PRESETS[options.workload])
   workload = workloads.Workload(
     model=str(options.model),
     problems="none.jsonl",
     overrides=("batching.skip_zero_advantage=False", *options.override),
-    **workloads.PRESETS[options.workload],
+    **preset,
   )
-  config = ours.make_config(workload)
+  config: Any = ours.make_config(workload)
   if jax.config.values["jax_compilation_cache_dir"] is None:
     jax.config.update("jax_compilation_cache_dir", str(sources.default_cache() / "xla"))
   model = loading.load(options.model)

@@ -84,7 +84,7 @@ def seconds(events: Iterable[Event]) -> tuple[dict[str, float], float]:
   ends = [(begin, False, i) for i, (begin, _, _) in enumerate(events)]
   ends += [(end, True, i) for i, (_, end, _) in enumerate(events)]
   active: set[int] = set()
-  found: dict[str, float] = collections.Counter()
+  found: dict[str, float] = collections.defaultdict(float)
   nothing, last = 0.0, None
   for time, is_end, i in sorted(ends):
     if last is not None and active:
@@ -99,18 +99,18 @@ def seconds(events: Iterable[Event]) -> tuple[dict[str, float], float]:
 
 def table(program: Program, of_operations: Mapping[str, float], nothing: float) -> list[str]:
   """Returns the lines of a table in milliseconds: kinds of operation by part of the update."""
-  cells: dict[tuple[str, str], float] = collections.Counter()
+  cells: dict[tuple[str, str], float] = collections.defaultdict(float)
   for name, time in of_operations.items():
     cells[program.kind(name), program.phase(name)] += 1000 * time
   total = sum(cells.values()) + 1000 * nothing
-  by_kind = collections.Counter()
+  by_kind: dict[str, float] = collections.defaultdict(float)
   for (kind, _), time in cells.items():
     by_kind[kind] += time
   line = lambda first, numbers, share: (
     f"{first:28s}" + "".join(f"{x:>12s}" for x in numbers) + f"{share:>8s}"
   )
   lines = [line("ms", [*PHASES, "sum"], "share")]
-  for kind, time in by_kind.most_common():
+  for kind, time in sorted(by_kind.items(), key=lambda item: -item[1]):
     numbers = [f"{cells[kind, phase]:.0f}" for phase in PHASES]
     lines.append(line(kind, [*numbers, f"{time:.0f}"], f"{time / total:.0%}"))
   of_phases = [sum(cells[kind, phase] for kind in by_kind) for phase in PHASES]
