@@ -17,7 +17,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
   atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
   os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE
   os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(4 << 30)  # JAX locks a limited cache only.
-  os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+  os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
   os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
 
 import jax

@@ -28,6 +28,15 @@ def answer(request):
   return "xyaexio" * ((int(row) * 7 + int(attempt.partition(".")[0]) * 3) % 11) + "u"
 
 
+@pytest.fixture(autouse=True)
+def keep_all_programs():
+  """The suite's cache keeps what takes long to compile; that of a run keeps everything."""
+  before = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+  yield
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+
+
 @pytest.fixture(scope="module")
 def make_config(model, tmp_path_factory):
   """Returns a function that makes the config of a run; `a__b=1` sets config.a.b."""

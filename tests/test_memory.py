@@ -64,15 +64,16 @@ def test_the_count_is_that_of_real_arrays(script, kl_coef):
 
 
 def test_shapes_are_those_of_the_models(script):
-  """Parameters as the model cards give them: 1.54e9 and 7.61e9."""
+  """Parameters as the model cards give them: 1.54e9, 7.61e9 and 8.2e9."""
   counts = {}
-  for name, hf in script.SHAPES.items():
+  for name, hf in script.model_shapes.SHAPES.items():
     model = model_config.from_hf(hf)
     shapes = jax.eval_shape(lambda model=model: transformer.init(jax.random.key(0), model))
     counts[name] = sum(leaf.size for leaf in jax.tree.leaves(shapes))
   assert {name: round(n / 1e9, 2) for name, n in counts.items()} == {
     "Qwen2.5-1.5B": 1.54,
     "Qwen2.5-7B": 7.62,
+    "Qwen3-8B": 8.19,
   }
 
 

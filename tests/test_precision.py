@@ -2,8 +2,10 @@
 
 import collections
 import contextlib
+import dataclasses
 import re
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -157,6 +159,7 @@ def test_a_run_hands_its_dtypes_to_trainer_and_engine_alike(tmp_path, monkeypatc
 
   def make_engine(name, **settings):
     given["engine"] = Products(settings["compute_dtype"], settings["product_dtype"])
+    return types.SimpleNamespace(close=lambda: None)
 
   def make_logprobs(config, *, products, **_):
     given["trainer"] = products
@@ -175,6 +178,7 @@ def test_a_run_hands_its_dtypes_to_trainer_and_engine_alike(tmp_path, monkeypatc
     with contextlib.ExitStack() as stack:
       with pytest.raises(InterruptedError):
         building.build(config, tmp_path / str(product_dtype), stack)
+    given["trainer"] = dataclasses.replace(given["trainer"], placement=None)
     assert given["engine"] == given["trainer"] == Products("bfloat16", product_dtype)
 
 
