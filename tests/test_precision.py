@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import re
 import threading
-import types
 
 import jax
 import jax.numpy as jnp
@@ -155,11 +154,11 @@ def test_one_program_has_one_precision_for_each_run_and_keeps_them_apart():
 
 def test_a_run_hands_its_dtypes_to_trainer_and_engine_alike(tmp_path, monkeypatch):
   """Both ends of the wire, in the run itself, up to where the trainer's function is made."""
-  given = {}
+  given, make = {}, engines.make
 
   def make_engine(name, **settings):
     given["engine"] = Products(settings["compute_dtype"], settings["product_dtype"])
-    return types.SimpleNamespace(close=lambda: None)
+    return make(name, **settings)
 
   def make_logprobs(config, *, products, **_):
     given["trainer"] = products
