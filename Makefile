@@ -21,7 +21,7 @@ files_of = $(if $(filter tests/%,$(ARGS)),,$(shell grep -rlE --include='test_*.p
 help:  ## Show this text.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
-quickstart: $(VENV)/default  ## Train SmolLM2-135M-Instruct on arithmetic (2 cores, 10 minutes); ARGS="--config.x=y" overrides.
+quickstart: $(VENV)/default  ## Train SmolLM2-135M-Instruct on arithmetic (2 cores, 5 minutes); ARGS="--config.x=y" overrides.
 	$(BIN)/python -m grpo_jax.main --config=configs/quickstart.py --workdir=$(WORKDIR) $(ARGS)
 
 test: venv  ## Run the tests (no accelerator, no network).
