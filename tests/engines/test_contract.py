@@ -249,7 +249,9 @@ def test_close_fails_the_calls_in_flight(make, request):
   engine, _ = make(request)
 
   async def closed_upon():
-    async for _ in engine.generate(tiny.groups([[1, 2]], 60, max_tokens=40)):
+    first = tiny.request("first", [1, 2], max_tokens=1)  # the others have far to go then.
+    others = tiny.groups([[1, 2]], 60, max_tokens=40)
+    async for _ in engine.generate([first, *others]):
       engine.close()
 
   with pytest.raises(RuntimeError, match="closed"):
