@@ -127,7 +127,8 @@ def test_eight_h100s_exchange_weights_and_gradients_and_hold_no_more_than_that()
   # Two layers: the body of the loop is the same. Rows of 1024, two of them for each device.
   found = update_on("h100", "--devices=8", "--layers=2", "--shape=2x1024", "--loss-tokens=768")
   layers, table = 2 * 46.8e6, 151936 * 1536  # numbers of weights.
-  gathered, scattered = 7 / 8 * 2 * (2 * layers + table), 7 / 8 * 4 * (layers + 2 * table)
+  gathered = 7 / 8 * 2 * (2 * layers + table)
+  scattered = 7 / 8 * 4 * (layers + table)  # XLA adds the table's two gradients before.
   moved = found.collectives
   assert gathered * 0.9 < moved["all-gather"] < 1.3 * gathered + 7 / 8 * 2 * table
   assert scattered * 0.9 < moved["reduce-scatter"] < 1.3 * scattered
