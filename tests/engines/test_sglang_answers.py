@@ -178,17 +178,17 @@ def test_a_server_that_lost_the_weights_gets_them_again(proxy, make, sglang_serv
 def test_requests_in_flight_go_on_while_weights_change(make):
   """What was sampled says by which weights; nothing is lost."""
   engine = make()
-  requests = tiny.groups([[1, 2], [3]], 16, max_tokens=200)
+  first = tiny.request("first", [1, 2], max_tokens=1)  # the others have far to go then.
+  requests = [first, *tiny.groups([[1, 2], [3]], 16, max_tokens=200)]
 
   async def change_meanwhile():
-    async def collect():
-      return [g async for g in engine.generate(requests)]
-
-    collecting = asyncio.create_task(collect())
-    await asyncio.sleep(1.0)
+    loop, change, found = asyncio.get_running_loop(), None, []
     load = lambda: engine.load_weights(tiny.params(CONFIG, 1), version=4)
-    await asyncio.get_running_loop().run_in_executor(None, load)
-    return await collecting
+    async for generation in engine.generate(requests):
+      change = change or loop.run_in_executor(None, load)
+      found.append(generation)
+    await change
+    return found
 
   found = asyncio.run(change_meanwhile())
   assert sorted(g.request_id for g in found) == sorted(r.request_id for r in requests)
