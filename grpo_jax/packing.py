@@ -296,7 +296,7 @@ class _Planner:
 
   def _smaller(self, full: int, longest: int) -> tuple[int, int]:
     """Returns how many places the second and the third shape have on each replica."""
-    third = max(full // 16, _LEAST_PLACES)
+    third = min(full, max(full // 16, _LEAST_PLACES))
     second = math.isqrt(full * third)
     return (longest if second < longest and _rounded(longest) < full else second), third
 

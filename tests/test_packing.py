@@ -108,6 +108,13 @@ def test_rows_are_no_longer_than_asked():
     assert max(shape.row_tokens for shape in shapes) <= row_tokens
 
 
+@pytest.mark.parametrize("limit", [1, 40, 64, 100])
+def test_no_microbatch_is_larger_than_asked(limit):
+  load = Load(prompt=8, completion=24, longest=32, group=8, groups=8)
+  shapes = packing.plan(load, cost=Cost(), microbatch_tokens=limit)
+  assert all(shape.places <= max(limit, 32) for shape in shapes)
+
+
 def test_pairs_by_hand():
   # 600 = 256 + 256 + 88 queries, which see 256, 512 and 600 keys.
   assert packing.pairs(600) == 256 * 256 + 256 * 512 + 88 * 600
