@@ -7,6 +7,7 @@ its first step, several programs at a time, and says so if anything is compiled 
 import concurrent.futures
 import contextlib
 import dataclasses
+import math
 import os
 import threading
 import time
@@ -157,8 +158,11 @@ class Watch:
     with self._lock:
       tell, self._tell = self._tell, None
     if tell is not None:
-      folder = jax.config.values.get("jax_compilation_cache_dir")
-      kept = f"once: what is compiled is kept in {folder}" if folder else "in every start"
+      of_jax = jax.config.values
+      folder = of_jax["jax_compilation_cache_dir"]
+      is_kept = folder and of_jax["jax_enable_compilation_cache"]
+      is_kept = is_kept and math.isfinite(of_jax["jax_persistent_cache_min_compile_time_secs"])
+      kept = f"once: what is compiled is kept in {folder}" if is_kept else "in every start"
       tell(f"compiling; nothing else moves meanwhile. This happens {kept}")
 
 
