@@ -37,7 +37,7 @@ class Job:
 
   Attributes:
     name: of the program and its shapes, for whoever watches.
-    run: compiles, and keeps the result where calls find it.
+    run: compiles, keeps the executable where calls find it, and returns it.
     remedy: what to do if memory is short: "lower engine.max_rows"; "" if nothing can be done.
   """
 
@@ -111,11 +111,12 @@ class Program:
       **named: likewise.
     """
 
-    def compile_and_keep() -> None:
+    def compile_and_keep() -> Any:
       key, leaves = self._key(arguments, named)
       placed = [getattr(leaf, "sharding", None) for leaf in leaves]
       executable = self.jitted.lower(*arguments, **named).compile()
       self._executables.setdefault(key, []).append((executable, placed))
+      return executable
 
     return Job(f"{self.name} {detail}".rstrip(), compile_and_keep, self.remedy)
 

@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -108,7 +109,7 @@ class Found:
 def find(case: Case) -> Found:
   """Compiles a case and reads what its compiler says."""
   arguments = (_parameters(case), _batch(case))
-  with _on_chip(case.mesh.devices.flat[0]):
+  with on_chip(case.mesh.devices.flat[0]):
     lowered = _program(case).lower(*arguments)
   of_model = _bytes_of_device(arguments[0])
   learns = case.program == "update"
@@ -118,7 +119,7 @@ def find(case: Case) -> Found:
   try:
     compiled = lowered.compile()
   except jax.errors.JaxRuntimeError as error:
-    temporaries, moved = _refused_bytes(str(error)), None
+    temporaries, moved = refused_bytes(str(error)), None
     if temporaries is None:
       raise
   else:
@@ -130,7 +131,7 @@ def find(case: Case) -> Found:
   return Found(state, outputs, temporaries, moved, time.monotonic() - began)
 
 
-def _refused_bytes(message: str) -> int | None:
+def refused_bytes(message: str) -> int | None:
   """Returns the temporaries that a TPU's compiler names where memory is short; None: no such."""
   if "RESOURCE_EXHAUSTED" not in message:
     return None
@@ -269,14 +270,12 @@ def parse(arguments: Sequence[str]) -> Case:
 
 
 @contextlib.contextmanager
-def _on_chip(device: Any) -> Iterator[None]:
+def on_chip(device: Any) -> Iterator[None]:
   """Lets the code that asks what it runs on hear of the target, not of this machine."""
-  own, chip = choice.current_chip, choice.chip_of(device)
-  choice.current_chip = lambda: chip
-  try:
+  chip = choice.chip_of(device)
+  hears = {"current_chip": lambda: chip}, {"default_backend": lambda: chip.platform}
+  with mock.patch.multiple(choice, **hears[0]), mock.patch.multiple(jax, **hears[1]):
     yield
-  finally:
-    choice.current_chip = own
 
 
 def main(arguments: Sequence[str]) -> int:
