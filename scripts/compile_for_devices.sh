@@ -4,7 +4,7 @@
 # Then the gradients of a whole model for eight H100s: the memory, and what they send each other;
 # with AOT_WHOLE=1 (some minutes) for eight TPUs, too.
 #
-# The compilers come from the package index, 0.7 GB unpacked for each target, into environments of
+# The compilers come from the package index, 1.4 GB unpacked for each target, into environments of
 # their own. Where they cannot be had, the target is skipped and this says why.
 #
 #   scripts/compile_for_devices.sh [h100] [tpu]

@@ -273,8 +273,8 @@ def parse(arguments: Sequence[str]) -> Case:
 def on_chip(device: Any) -> Iterator[None]:
   """Lets the code that asks what it runs on hear of the target, not of this machine."""
   chip = choice.chip_of(device)
-  hears = {"current_chip": lambda: chip}, {"default_backend": lambda: chip.platform}
-  with mock.patch.multiple(choice, **hears[0]), mock.patch.multiple(jax, **hears[1]):
+  of_choice = mock.patch.object(choice, "current_chip", lambda: chip)
+  with of_choice, mock.patch.object(jax, "default_backend", lambda: chip.platform):
     yield
 
 

@@ -14,6 +14,7 @@ Exit code 0: everything fits; 1: something does not; 2: the arguments or the con
 import argparse
 import dataclasses
 import math
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -129,7 +130,7 @@ def program_of(job: str) -> str | None:
   Args:
     job: Its name, the shapes included: "update 24 × 2304 (2304)".
   """
-  return next((name for name in PROGRAMS if job == name or job.startswith(f"{name} ")), None)
+  return next((name for name in PROGRAMS if re.fullmatch(rf"{name}( \d.*)?", job)), None)
 
 
 def largest(jobs: Sequence[Job]) -> list[Job]:

@@ -171,7 +171,7 @@ class JaxSampler:
     options = _with_sharding(self._options, params)
     return self._programs.jobs(decoding.described(params, options), options, self._sizes)
 
-  def described(self, params: Any) -> tuple[decoding.Weights, tuple[decoding.Cache, ...]]:
+  def described(self, params: Any) -> tuple[decoding.Weights, tuple[Any, Any]]:
     """Describes what lies in memory while completions of the planned sizes are sampled.
 
     Args:

@@ -73,7 +73,7 @@ class Programs:
     return jobs
 
 
-def caches(options: decoding.Options, sizes: Sizes) -> tuple[decoding.Cache, decoding.Cache]:
+def caches(options: decoding.Options, sizes: Sizes) -> tuple[Any, Any]:
   """Returns shapes, dtypes and shardings of the ring and of the pages.
 
   Args:
