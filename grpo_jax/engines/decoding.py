@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from grpo_kernels import rounding
 from grpo_kernels.linear_logprobs import reference
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt
@@ -513,11 +514,11 @@ def _over_ring(
   count = asked.shape[0]
   keys, values = ring
   blocks, columns = keys.shape[0], keys.shape[-1]
-  rounded = lambda x: x.astype(options.products.compute_dtype).astype(jnp.float32)
+  rounded = functools.partial(rounding.rounded, dtype=options.products.compute_dtype)
   queries = rounded(asked)[..., None]
 
   def of_block(index):
-    of_rows = lambda x: rounded(x[:count])[:, :, None]  # [R K 1 ...]
+    of_rows = lambda x: x[:count].astype(jnp.float32)[:, :, None]  # [R K 1 ...]
     at = index % blocks
     age = (step - at * columns - jnp.arange(columns)) % (blocks * columns)
     scores = jnp.sum(queries * of_rows(_at(keys, at)), axis=-2)
