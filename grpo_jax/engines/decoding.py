@@ -631,13 +631,8 @@ def _at(x: Array, index: Any) -> Array:
 def _placed(cache: Array, options: Options, *, row_axis: int | None = None) -> Array:
   """Splits a cache's heads as the key projection is split, and rows over the other mesh axes.
 
-  <<<<<<< HEAD
-    Pages are copied to every device that may have a row of their prompt.
-  =======
-    So lie queries, too: those of heads that are split otherwise would bring the ring to them.
-
-    Pages stand on every device that may have a row of theirs.
-  >>>>>>> h-tests
+  Queries are split the same way: otherwise the ring would move to them. Pages are copied to every
+  device that may have a row of their prompt.
   """
   if options.mesh is None:
     return cache
