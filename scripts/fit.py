@@ -113,7 +113,7 @@ def find(case: Case) -> Found:
     lowered = _program(case).lower(*arguments)
   of_model = _bytes_of_device(arguments[0])
   learns = case.program == "update"
-  state = of_model * (4 * learns + 1 * (not learns) + case.has_reference * learns)
+  state = of_model * (3 * learns + 1 * (not learns) + case.has_reference * learns)
   outputs = of_model if learns else 4 * case.rows * case.loss_tokens
   began = time.monotonic()
   try:
@@ -164,7 +164,8 @@ def _program(case: Case) -> Any:
 
   def differentiate(params, fields):
     one = jnp.float32(1.0)
-    return update.differentiate(params, Batch(**fields), Denominators(one, one))
+    sums = update.start(params)
+    return update.differentiate(params, sums, Batch(**fields), Denominators(one, one))
 
   return jax.jit(differentiate)
 

@@ -39,8 +39,7 @@ class Memory:
     weights: The master weights.
     optimizer: State of the optimizer.
     reference: The frozen reference policy; 0 if the loss needs none.
-    gradients: Of one microbatch. There are two of these where a step has several microbatches:
-      the sum, and those of the newest one.
+    gradients: Their sum over the microbatches of a step, to which each adds its own in place.
     differentiating: Temporaries of the gradients of a microbatch.
     stepping: Temporaries of the optimizer step, with what it does not write in place.
   """
@@ -55,14 +54,13 @@ class Memory:
 
   @property
   def of_model_size(self) -> int:
-    """Bytes of arrays of the model's size, while a further microbatch is computed."""
-    return self.weights + self.optimizer + self.reference + 2 * self.gradients
+    """Bytes of arrays of the model's size, while a microbatch is computed."""
+    return self.weights + self.optimizer + self.reference + self.gradients
 
   @property
   def peak(self) -> int:
     """The most that is alive at a time."""
-    stepping = self.of_model_size - self.gradients + self.stepping
-    return max(self.of_model_size + self.differentiating, stepping)
+    return self.of_model_size + max(self.differentiating, self.stepping)
 
 
 def count(model: ModelConfig, config: Any) -> Memory:
@@ -79,8 +77,8 @@ def count(model: ModelConfig, config: Any) -> Memory:
   update = _update(model, config, objective, tx, schedule)
   batch = _batch(model, config, with_reference=objective.needs_ref)
   inputs = (params, batch, Denominators(1.0, 1.0))
-  gradients = jax.eval_shape(lambda *of: update.differentiate(*of)[0], *inputs)
-  differentiate = _compiled(_flat(update.differentiate, inputs), *jax.tree.leaves(inputs))
+  sums = gradients, _ = jax.eval_shape(update.start, params)
+  differentiate = _compiled(_flat(update.differentiate, inputs), sums, *jax.tree.leaves(inputs))
   step = _compiled(update.apply, params, opt_state, gradients, jnp.zeros(()))
   return Memory(
     parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
@@ -98,13 +96,18 @@ def nbytes(tree: Any) -> int:
   return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _flat(function: Any, inputs: Any) -> Any:
-  """Returns a function of the leaves of its arguments, and of its results.
+def _flat(differentiate: Any, inputs: Any) -> Any:
+  """Returns a function of the sums, which it consumes, and of the leaves of the other arguments.
 
   The compiler's records of arguments are no arrays, which the types of a batch refuse.
   """
   structure = jax.tree.structure(inputs)
-  return jax.jit(lambda *given: jax.tree.leaves(function(*structure.unflatten(given))))
+
+  def function(sums: Any, *leaves: Any) -> list[Any]:
+    params, *others = structure.unflatten(leaves)
+    return jax.tree.leaves(differentiate(params, sums, *others))
+
+  return jax.jit(function, donate_argnums=0)
 
 
 def _compiled(function: Any, *arguments: Any) -> Any:
@@ -164,7 +167,6 @@ def table(memory: Memory) -> str:
     ("state of the optimizer", memory.optimizer),
     ("reference policy", memory.reference),
     ("sum of the gradients", memory.gradients),
-    ("gradients of the newest microbatch", memory.gradients),
     ("arrays of the model's size", memory.of_model_size),
     ("temporaries of a microbatch", memory.differentiating),
     ("temporaries of the optimizer step", memory.stepping),

@@ -88,7 +88,7 @@ def programs(compute_dtype, name, *, one_sweep):
     logprobs, tx, objective, token_loss=token_loss, matmul_precision=exact
   )
   data, denominators = batch()
-  yield "update", update.differentiate, (params, data, denominators)
+  yield "update", update.differentiate, (params, update.start(params), data, denominators)
   opt_state = jax.eval_shape(tx.init, params)
   yield "optimizer", update.apply, (params, opt_state, params, jnp.zeros(()))
   if one_sweep:

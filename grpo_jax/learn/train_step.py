@@ -4,8 +4,9 @@ A training step takes one or more optimizer steps on one batch of rollouts:
 `epochs` passes over its minibatches. An optimizer step sums the gradients of
 its microbatches, exactly, because each microbatch's loss is divided by the
 minibatch's denominators already. Microbatches are a Python loop over jitted
-functions, not a scan: their number may change from step to step without another
-compilation, and only the sum and the newest gradient are alive at any time.
+functions, not a scan: their number may change from step to step and compiles
+nothing again. Each adds its gradients to the sum in place (see
+`models.accumulating`), so that one set of gradients is in memory at a time.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from grpo_jax import metrics as metric_sums
 from grpo_jax import precision, programs
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.learn import optim, sharding
-from grpo_jax.models import transformer
+from grpo_jax.models import accumulating, transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import FLOAT32, Products
 from grpo_jax.programs import Job, Program
@@ -128,11 +129,12 @@ def make_token_loss(
 
 def _make_hidden_states(config: ModelConfig, products: Products, remat: str):
   """Makes the function (params, batch) → hidden states [B T D], in the compute dtype."""
-  model = transformer.Transformer(config, products=products, remat=remat)
 
   def hidden_states(params: Any, batch: Batch) -> Float[Array, "B T D"]:
     inputs = (batch.tokens, batch.positions, batch.segment_ids, batch.branch_ids)
-    return jnp.asarray(model.apply({"params": params}, *inputs)).astype(products.compute_dtype)
+    options = {"products": products, "remat": remat}
+    found = transformer.hidden_states(params, config, *inputs, **options)
+    return found.astype(products.compute_dtype)
 
   return hidden_states
 
@@ -208,18 +210,18 @@ class Update:
   Attributes:
     objective: The loss.
     epochs: Number of passes over the minibatches.
-    differentiate: Program (params, batch, denominators) → gradients, loss, (metrics, policy
-      logprobs), compiled once for each shape of a microbatch.
-    add: Program (sums, sums) → sum of gradients, loss and metrics; donates the first argument. It
-      is separate so that the first microbatch and the others run the same costly `differentiate`.
+    start: Program (params) → gradients and loss of no microbatch: zeros.
+    differentiate: Program (params, (gradients, loss), batch, denominators) → (gradients, loss) with
+      those of the batch added, (metrics, policy logprobs), compiled once for each shape of a
+      microbatch; donates the second argument.
     apply: Program (params, optimizer state, gradients, loss) → params, optimizer state, metrics;
       donates the first two arguments.
   """
 
   objective: Objective
   epochs: int
+  start: Program
   differentiate: Program
-  add: Program
   apply: Program
 
   def __call__(
@@ -248,17 +250,18 @@ class Update:
     params, opt_state, parts, seen = state.params, state.opt_state, [], []
     for _ in range(self.epochs):
       for minibatch in minibatches:
-        grads, loss, metrics, logprobs = self.gradients(params, minibatch)
+        (grads, loss), metrics, logprobs = self.gradients(params, minibatch)
         if not seen:
           jax.block_until_ready(grads)
           before()
         seen.append(logprobs)
         params, opt_state, applied = self.apply(params, opt_state, grads, loss)
-        del grads  # likewise, while those of the next minibatch are computed.
-        # "train/loss" is the loss that was minimised; the objective sees one microbatch only.
-        parts.append({**metrics, **applied})
+        del grads  # or they would be in memory beside those of the next minibatch.
+        parts.append((metrics, applied))
     new = TrainState(counted_on(state.step), params, opt_state)
-    return new, metric_sums.merge(jax.device_get(parts)), seen[: len(minibatches)]
+    # "train/loss" is the loss that was minimised; the objective sees one microbatch only.
+    of_steps = [{**metric_sums.merge(m), **applied} for m, applied in jax.device_get(parts)]
+    return new, metric_sums.merge(of_steps), seen[: len(minibatches)]
 
   def jobs(self, state: TrainState, batches: Mapping[str, Batch]) -> list[Job]:
     """Returns the compilations after which training compiles nothing.
@@ -269,46 +272,34 @@ class Update:
         description.
     """
     denominators = Denominators(1.0, 1.0)
-    found = [
-      self.differentiate.job(state.params, batch, denominators, detail=detail)
-      for detail, batch in batches.items()
-    ]
-    batch = next(iter(batches.values()))
-    grads, loss, (metrics, _) = self.differentiate.eval_shape(state.params, batch, denominators)
-    everywhere = state.step.sharding
+    grads, loss = self.start.eval_shape(state.params)
     grads = jax.tree.map(
       lambda x, like: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like.sharding),
       *(grads, state.params),
     )
-    loss, metrics = programs.abstract((loss, metrics), everywhere)
-    sums = grads, loss, metrics
+    loss = programs.abstract(loss, state.step.sharding)
     return [
-      *found,
+      *(
+        self.differentiate.job(state.params, (grads, loss), batch, denominators, detail=detail)
+        for detail, batch in batches.items()
+      ),
       self.apply.job(state.params, state.opt_state, grads, loss),
-      self.add.job(sums, sums),
+      self.start.job(state.params),
     ]
 
   def gradients(
     self, params: Any, minibatch: Minibatch
-  ) -> tuple[Any, Float[Array, ""], Metrics, list[Float[Array, "B N"]]]:
-    """Returns gradients, loss and metrics of an optimizer step, summed over its microbatches.
+  ) -> tuple[tuple[Any, Float[Array, ""]], list[Metrics], list[Float[Array, "B N"]]]:
+    """Returns gradients and loss of an optimizer step, summed over its microbatches.
 
-    Also returns the policy's logprobs of each microbatch.
+    Also returns, of each microbatch, the metrics and the policy's logprobs.
     """
-    sums: Any = None
-    logprobs = []
+    sums, metrics, logprobs = self.start(params), [], []
     for batch in minibatch.microbatches:
-      more, seen = self._of_microbatch(params, batch, minibatch.denominators)
-      sums = more if sums is None else self.add(sums, more)
-      del more  # or its gradients would still lie in memory while the next ones are computed.
+      sums, (found, seen) = self.differentiate(params, sums, batch, minibatch.denominators)
+      metrics.append(found)
       logprobs.append(seen)
-    return *sums, logprobs
-
-  def _of_microbatch(
-    self, params: Any, batch: Batch, denominators: Denominators
-  ) -> tuple[tuple[Any, Float[Array, ""], Metrics], Float[Array, "B N"]]:
-    grads, loss, (metrics, logprobs) = self.differentiate(params, batch, denominators)
-    return (grads, loss, metrics), logprobs
+    return sums, metrics, logprobs
 
 
 def make_update(
@@ -341,7 +332,8 @@ def make_update(
     raise ValueError(f"epochs must be at least 1, got {epochs}")
   with_entropy = report_entropy or objective.needs_entropy
 
-  def share(params: Any, batch: Batch, denominators: Denominators):
+  def share(sums: Any, params: Any, batch: Batch, denominators: Denominators):
+    params = accumulating.attach(params, sums)
     tokens = gather_loss_tokens(batch)
     if token_loss is None:
       policy_logprobs, entropy = logprobs(params, batch, with_entropy)
@@ -352,37 +344,35 @@ def make_update(
       _, metrics = objective(policy_logprobs, entropy, tokens, denominators)
     return loss, (metrics, policy_logprobs)
 
-  def differentiate(params: Any, batch: Batch, denominators: Denominators):
-    (loss, extras), grads = jax.value_and_grad(share, has_aux=True)(params, batch, denominators)
-    return _constrain(grads, shardings), loss, extras
+  def start(params: Any):
+    return jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32)
 
-  def add(sums: Any, more: Any):
-    (grads, loss, metrics), (more_grads, more_loss, more_metrics) = sums, more
-    grads = _constrain(jax.tree.map(jnp.add, grads, more_grads), shardings)
-    return grads, loss + more_loss, metric_sums.merge([metrics, more_metrics])
+  def differentiate(params: Any, sums: Any, batch: Batch, denominators: Denominators):
+    grads, total = sums
+    compute = jax.value_and_grad(share, has_aux=True)
+    (loss, extras), grads = compute(grads, params, batch, denominators)
+    return (_constrain(grads, shardings), total + loss), extras
 
   def apply(params: Any, opt_state: Any, grads: Any, loss: Float[Array, ""]):
     return _apply(tx, schedule, shardings, params, opt_state, grads, loss)
 
   # Results get the shardings for which the next program was compiled.
-  of_gradients, of_sums = None, None
+  of_sums, of_update = None, None
   if shardings is not None:
     mesh = sharding.mesh_of(shardings)
     everywhere = sharding.whole(mesh)
-    of_gradients = shardings, everywhere, (everywhere, sharding.of_rows(mesh))
-    of_sums = shardings, everywhere, everywhere
+    of_sums = shardings, everywhere
+    of_update = of_sums, (everywhere, sharding.of_rows(mesh))
   scoped = lambda function: precision.scoped(function, matmul_precision)
   return Update(
     objective,
     epochs,
-    differentiate=Program(
-      jax.jit(scoped(differentiate), out_shardings=of_gradients),
-      name="update",
-      remedy=SMALLER_BATCHES,
+    start=Program(
+      jax.jit(start, out_shardings=of_sums), name="empty gradients", remedy=SMALLER_STATE
     ),
-    add=Program(
-      jax.jit(add, donate_argnums=0, out_shardings=of_sums),
-      name="sum of gradients",
+    differentiate=Program(
+      jax.jit(scoped(differentiate), donate_argnums=1, out_shardings=of_update),
+      name="update",
       remedy=SMALLER_BATCHES,
     ),
     apply=Program(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
-from grpo_jax.models import layers, leaves
+from grpo_jax.models import accumulating, layers, leaves
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import FLOAT32, WEIGHT_PRODUCT, Products
 
@@ -67,6 +67,57 @@ class Transformer(nn.Module):
     x, _ = block(x, cos, sin, segment_ids, branch_ids)
     norm = self.products.place(own["final_norm"], ("embed",))
     return self.products.place(layers.rms_norm(x, norm, self.config.rms_norm_eps), layers.RESIDUAL)
+
+
+def hidden_states(
+  params: Params,
+  config: ModelConfig,
+  tokens: Int[Array, "B T"],
+  positions: Int[Array, "B T"],
+  segment_ids: Int[Array, "B T"],
+  branch_ids: Int[Array, "B T"] | None = None,
+  *,
+  products: Products = FLOAT32,
+  remat: str = "none",
+) -> Float[Array, "B T D"]:
+  """Computes what `Transformer` does, also for parameters made by `accumulating.attach`.
+
+  Args:
+    params: the whole tree, layers stacked; or the same with an `accumulating.Stack` of layers.
+    config: sizes and switches.
+    tokens: see `Transformer`, as for the other arrays.
+    positions: of each token.
+    segment_ids: 0 is padding.
+    branch_ids: of each token, or None.
+    products: how products are computed.
+    remat: see `Transformer`. With "full" the layers of a `Stack` add their gradients in place.
+
+  Returns:
+    Hidden states after the final norm, float32.
+  """
+  stack = params[accumulating.LAYERS]
+  if not isinstance(stack, accumulating.Stack) or remat != "full":
+    if isinstance(stack, accumulating.Stack):
+      layer_params = accumulating.joined(stack.weights, stack.sums)
+      params = {**params, accumulating.LAYERS: layer_params}
+    model = Transformer(config, products=products, remat=remat)
+    found = model.apply({"params": params}, tokens, positions, segment_ids, branch_ids)
+    return jnp.asarray(found)
+
+  def block(layer_params, x, given):
+    cos, sin, segment_ids, branch_ids = given
+
+    def attend(q, k, v):
+      attended = layers.packed_attention(q, k, v, segment_ids, branch_ids, products=products)
+      return attended, None
+
+    return layers.block(layer_params, x, cos, sin, attend, config=config, products=products)[0]
+
+  given = (*layers.rope_angles(positions, config), segment_ids, branch_ids)
+  x = products.look_up(params["embed"], tokens)
+  x = accumulating.run(block, stack, x, given)
+  norm = products.place(params["final_norm"], ("embed",))
+  return products.place(layers.rms_norm(x, norm, config.rms_norm_eps), layers.RESIDUAL)
 
 
 def _rematerialized(module: type[nn.Module], remat: str) -> Any:

@@ -23,7 +23,7 @@ import summary
 import trace_kinds
 import workload as workloads
 
-from grpo_jax import batching, batching_options, computation, packing
+from grpo_jax import batching, batching_options, computation, packing, programs
 from grpo_jax.learn import sharding, train_step
 from grpo_jax.models import loading, operations, sources
 from grpo_jax.rl import objectives
@@ -82,7 +82,7 @@ def once(
 ) -> tuple[TrainState, float, float]:
   """Takes one optimizer step; returns the state, and the seconds of gradients and optimizer."""
   begin = time.perf_counter()
-  grads, loss, _, _ = update.gradients(state.params, minibatch)
+  (grads, loss), _, _ = update.gradients(state.params, minibatch)
   jax.block_until_ready(grads)
   between = time.perf_counter()
   params, opt_state, _ = update.apply(state.params, state.opt_state, grads, loss)
@@ -147,7 +147,9 @@ def main() -> None:
   for batch in minibatch.microbatches:
     print(f"microbatch {batch.tokens.shape}, learned from: {batch.loss_places.shape}")
   first = minibatch.microbatches[0]
-  compiled = update.differentiate.lower(state.params, first, minibatch.denominators).compile()
+  sums = programs.abstract(update.start(state.params))
+  lowered = update.differentiate.lower(state.params, sums, first, minibatch.denominators)
+  compiled = lowered.compile()
   temporaries = compiled.memory_analysis().temp_size_in_bytes
   print(f"{tokens} completion tokens, {useful:.0f} GFLOP of useful work")
   print(f"temporaries of the gradients: {temporaries / 2**20:.0f} MiB")

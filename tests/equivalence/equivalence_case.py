@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax import batching, packing
+from grpo_jax import metrics as metric_sums
 from grpo_jax.learn import optim, sharding, train_step
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
@@ -115,7 +116,8 @@ def gradients(
     made = train_step.with_logprobs(
       made, score, old_params=params(1, config), ref_params=params(2, config)
     )
-  grads, value, metrics, _ = update.gradients(params(0, config), made[minibatch])
+  (grads, value), parts, _ = update.gradients(params(0, config), made[minibatch])
+  metrics = metric_sums.merge(jax.device_get(parts))
   return float(value), jax.device_get(grads), assembled, metrics
 
 
@@ -206,12 +208,16 @@ def compiled_on_mesh(sizes, *, one_sweep):
     placed = whole
     if mesh is not None:
       placed, minibatch = jax.device_put(whole, shardings), sharding.put(minibatch, mesh)
-    return update.differentiate, (placed, minibatch.microbatches[0], minibatch.denominators)
+
+    def differentiate(params, batch, denominators):
+      return update.differentiate(params, update.start(params), batch, denominators)[0]
+
+    return differentiate, (placed, minibatch.microbatches[0], minibatch.denominators)
 
   f, arguments = first(sharding.make_mesh(**dict(zip(sharding.AXES, sizes, strict=True))))
   alone, of_alone = first(None)
   both = [(f, arguments), (alone, of_alone)]
-  expected = [jax.tree.leaves(jax.device_get(g(*given)[:2])) for g, given in both]
+  expected = [jax.tree.leaves(jax.device_get(g(*given))) for g, given in both]
   # Of the leaves: `lower` would put descriptions of arrays into a Batch, which checks its types.
   leaves, tree = jax.tree.flatten(arguments)
   compiled = jax.jit(lambda leaves: f(*tree.unflatten(leaves))).lower(leaves).compile()

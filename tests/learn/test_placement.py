@@ -143,7 +143,8 @@ def _gradients(config, of_policy, lies, params, fields, *, in_one_sweep):
     token_loss=token_loss,
   )
   one = jnp.float32(100.0)
-  return update.differentiate(params, Batch(**fields), Denominators(one, one))[:2]
+  sums = update.start(params)
+  return update.differentiate(params, sums, Batch(**fields), Denominators(one, one))[0]
 
 
 def _scores(config, of_policy, lies, params, fields):

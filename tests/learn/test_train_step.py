@@ -227,8 +227,8 @@ def test_only_the_sum_of_gradients_lies_in_memory_while_others_are_computed(monk
   minibatches = train_step.with_logprobs(minibatches, score, old_params=state.params)
   monkeypatch.setattr(programs.Program, "__call__", watched)
   update(state, minibatches)
-  # Beside the new one: differentiate, then differentiate and add for each further microbatch.
-  assert alive == [0, 1, 1, 1, 1] * 2
+  # Beside the new one, when they start and for each of three microbatches.
+  assert alive == [0, 0, 0, 0] * 2
 
 
 def test_microbatches_of_one_number_more_compile_nothing_anew():
@@ -238,14 +238,14 @@ def test_microbatches_of_one_number_more_compile_nothing_anew():
   state, *_ = update(state, assembled(groups(*pairs[:3]), **many))
   compiled = (
     update.differentiate.jitted._cache_size(),
-    update.add.jitted._cache_size(),
+    update.start.jitted._cache_size(),
     update.apply.jitted._cache_size(),
   )
   state, *_ = update(state, assembled(groups(*pairs), **many))
-  assert compiled == (1, 1, 1)
+  assert compiled == (1, 1, 1)  # differentiate, start, apply.
   assert compiled == (
     update.differentiate.jitted._cache_size(),
-    update.add.jitted._cache_size(),
+    update.start.jitted._cache_size(),
     update.apply.jitted._cache_size(),
   )
 

@@ -1,0 +1,135 @@
+"""Gradients that are added to those of earlier microbatches where these lie. Pure.
+
+Differentiated as usual, a stack of scanned layers has a gradient in arrays of its own, which are
+added to the sum afterwards: twice the memory of the weights, and three more passes over it. Here
+the sum goes through the backward pass and each layer adds its gradient to its part of it, in place
+if the sum is donated.
+
+The sum is an argument of the loss, and the loss does not depend on it; its cotangent is the sum
+with the gradient added:
+
+    def loss(sums):
+      return model(accumulating.attach(params, sums), batch)
+
+    sums = jax.grad(loss)(sums)
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array
+
+# Name of the stacked layers among the parameters, which `run` reads one by one.
+LAYERS = "layers"
+
+# (parameters of a layer, residual stream, what all layers are given) → residual stream.
+Block = Callable[[Any, Array, Any], Array]
+
+
+@struct.dataclass
+class Stack:
+  """The parameters of all layers together with the sum of their gradients.
+
+  Attributes:
+    weights: Tree of arrays [L ...].
+    sums: Tree of the same shapes.
+  """
+
+  weights: Any
+  sums: Any
+
+
+def attach(params: dict[str, Any], sums: dict[str, Any]) -> dict[str, Any]:
+  """Returns parameters whose gradients are added to `sums`.
+
+  Args:
+    params: Parameters of a model. Those named `LAYERS` become a `Stack`.
+    sums: Tree of the same shapes: gradients so far.
+  """
+  return {
+    name: Stack(params[name], sums[name]) if name == LAYERS else joined(params[name], sums[name])
+    for name in params
+  }
+
+
+@jax.custom_vjp
+def joined(params: Any, sums: Any) -> Any:
+  """Returns `params`; the cotangent of `sums` is `sums` with the gradient of `params` added."""
+  del sums
+  return params
+
+
+def run(block: Block, stack: Stack, x: Array, given: Any) -> Array:
+  """Applies all layers, and keeps the input of each for the backward pass.
+
+  What a layer computes is computed again there, as with `jax.checkpoint`.
+
+  Args:
+    block: One layer.
+    stack: Parameters of all layers; the cotangent of `stack.sums` is explained above.
+    x: Input of the first layer.
+    given: Tree of arrays that every layer is given; it has no gradient.
+
+  Returns:
+    The output of the last layer.
+  """
+  return _run(block, stack.weights, stack.sums, x, given)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(block: Block, weights: Any, sums: Any, x: Array, given: Any) -> Array:
+  del sums
+  return _forward(block, weights, x, given)[0]
+
+
+def _forward(block: Block, weights: Any, x: Array, given: Any) -> tuple[Array, Array]:
+  """Returns the output of the last layer, and the inputs of all [L ...]."""
+
+  def step(x: Array, of_layer: Any) -> tuple[Array, Array]:
+    return block(of_layer, x, given), x
+
+  return jax.lax.scan(step, x, weights)
+
+
+def _run_fwd(block: Block, weights: Any, sums: Any, x: Array, given: Any) -> tuple[Array, Any]:
+  output, inputs = _forward(block, weights, x, given)
+  return output, (weights, sums, inputs, given)
+
+
+def _run_bwd(block: Block, kept: Any, dx: Array) -> tuple[Any, ...]:
+  weights, sums, inputs, given = kept
+
+  def step(carry: tuple[Array, Any], number: Array) -> tuple[tuple[Array, Any], None]:
+    dx, sums = carry
+    of_layer, x = jax.tree.map(lambda stacked: _at(stacked, number), (weights, inputs))
+    _, pull = jax.vjp(lambda of_layer, x: block(of_layer, x, given), of_layer, x)
+    more, dx = pull(dx)
+    return (dx, jax.tree.map(lambda total, part: _add_at(total, number, part), sums, more)), None
+
+  numbers = jnp.arange(inputs.shape[0])
+  (dx, sums), _ = jax.lax.scan(step, (dx, sums), numbers, reverse=True)
+  return None, sums, dx, None
+
+
+def _at(stacked: Array, number: Array) -> Array:
+  return jax.lax.dynamic_index_in_dim(stacked, number, keepdims=False)
+
+
+def _add_at(total: Array, number: Array, part: Array) -> Array:
+  return jax.lax.dynamic_update_index_in_dim(total, _at(total, number) + part, number, 0)
+
+
+def _joined_fwd(params: Any, sums: Any) -> tuple[Any, Any]:
+  return params, sums
+
+
+def _joined_bwd(sums: Any, of_params: Any) -> tuple[None, Any]:
+  return None, jax.tree.map(jnp.add, sums, of_params)
+
+
+joined.defvjp(_joined_fwd, _joined_bwd)
+_run.defvjp(_run_fwd, _run_bwd)
