@@ -53,10 +53,8 @@ def make(
     _fill({name: array[row] for name, array in arrays.items()}, lengths, random)
   mask = arrays["rollout_ids"] >= 0
   predicted = mask.sum(axis=1)
-  # As `packing` does: the head is computed for a quarter, a half, ... of the places of a row.
-  quarter = -(-row_tokens // 4)
-  width = min(-(-int(predicted.max()) // quarter) * quarter, row_tokens)
-  loss_places = np.full((rows, width), -1, np.int32)
+  # As in a run, the head is computed for as many places as a row has.
+  loss_places = np.full(shape, -1, np.int32)
   for row in range(rows):
     loss_places[row, : predicted[row]] = np.flatnonzero(mask[row])
   arrays |= {"loss_mask": mask, "loss_places": loss_places}
