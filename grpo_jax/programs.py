@@ -38,7 +38,7 @@ class Job:
 
   Attributes:
     name: Name of the program and of its shapes, shown to the user.
-    run: Function that compiles and stores the executable for later calls.
+    run: Function that compiles, stores the executable for later calls, and returns it.
     remedy: Advice if memory is short, such as "lower engine.max_rows"; "": no advice.
   """
 
@@ -111,11 +111,12 @@ class Program:
       **named: Named arguments of a call, likewise.
     """
 
-    def compile_and_keep() -> None:
+    def compile_and_keep() -> Any:
       key, leaves = self._key(arguments, named)
       placed = [getattr(leaf, "sharding", None) for leaf in leaves]
       executable = self.jitted.lower(*arguments, **named).compile()
       self._executables.setdefault(key, []).append((executable, placed))
+      return executable
 
     return Job(f"{self.name} {detail}".rstrip(), compile_and_keep, self.remedy)
 

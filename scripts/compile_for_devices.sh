@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Compiles the kernels for an H100 and for TPUs that are not here (`make aot`): asserts that they
 # compile, the memory they take, that no array is [tokens, vocabulary], and that no register spills.
-# Then the gradients of a whole model for eight H100s: the memory, and what they send each other;
-# with AOT_WHOLE=1 (some minutes) for eight TPUs, too.
+# Then the gradients of a whole model for eight H100s: the memory, and what they send each other.
+# Then whether all of a run of configs/math_1b.py fits one H100; with AOT_WHOLE=1 (some minutes)
+# eight TPUs, too.
 #
-# The compilers come from the package index, 0.7 GB unpacked for each target, into environments of
+# The compilers come from the package index, 1.4 GB unpacked for each target, into environments of
 # their own. Where they cannot be had, the target is skipped and this says why.
 #
 #   scripts/compile_for_devices.sh [h100] [tpu]

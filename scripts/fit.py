@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -108,7 +109,7 @@ class Found:
 def find(case: Case) -> Found:
   """Compiles a case and reads memory and collectives from the compiler."""
   arguments = (_parameters(case), _batch(case))
-  with _on_chip(case.mesh.devices.flat[0]):
+  with on_chip(case.mesh.devices.flat[0]):
     lowered = _program(case).lower(*arguments)
   of_model = _bytes_of_device(arguments[0])
   learns = case.program == "update"
@@ -118,7 +119,7 @@ def find(case: Case) -> Found:
   try:
     compiled = lowered.compile()
   except jax.errors.JaxRuntimeError as error:
-    temporaries, moved = _refused_bytes(str(error)), None
+    temporaries, moved = refused_bytes(str(error)), None
     if temporaries is None:
       raise
   else:
@@ -130,7 +131,7 @@ def find(case: Case) -> Found:
   return Found(state, outputs, temporaries, moved, time.monotonic() - began)
 
 
-def _refused_bytes(message: str) -> int | None:
+def refused_bytes(message: str) -> int | None:
   """Returns the bytes of temporaries in a TPU's out-of-memory error; None: it is another error."""
   if "RESOURCE_EXHAUSTED" not in message:
     return None
@@ -269,14 +270,12 @@ def parse(arguments: Sequence[str]) -> Case:
 
 
 @contextlib.contextmanager
-def _on_chip(device: Any) -> Iterator[None]:
-  """Makes `choice.current_chip` return the target's chip instead of this machine's."""
-  own, chip = choice.current_chip, choice.chip_of(device)
-  choice.current_chip = lambda: chip
-  try:
+def on_chip(device: Any) -> Iterator[None]:
+  """Makes code that asks for the chip or the backend see the target instead of this machine."""
+  chip = choice.chip_of(device)
+  of_choice = mock.patch.object(choice, "current_chip", lambda: chip)
+  with of_choice, mock.patch.object(jax, "default_backend", lambda: chip.platform):
     yield
-  finally:
-    choice.current_chip = own
 
 
 def main(arguments: Sequence[str]) -> int:

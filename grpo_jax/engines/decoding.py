@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from grpo_kernels import rounding
 from grpo_kernels.linear_logprobs import reference
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt
@@ -409,12 +410,15 @@ def decode_step(
       heads, width = q.shape[2:]
       ring = _append(ring, k[:, 0], v[:, 0], step, options)
       asked = q.reshape(q.shape[0], k.shape[2], -1, width) * (width**-0.5)
+      asked = _placed(asked, options, row_axis=0)
       found = _over_ring(asked, ring, step, lengths, options)
       alone = jnp.where(rows.places < 0, rows.prompt_lengths, 0)
       found = _over_pages(asked, found, pages, jnp.asarray(rows.pages), alone, options)
       found = _over_tiles(asked, found, pages, rows, options)
-      attended = found[2] / found[1][..., None]
-      return attended.reshape(q.shape[0], 1, heads, width), ring
+      attended = _placed(found[2] / found[1][..., None], options, row_axis=0)
+      attended = attended.reshape(q.shape[0], 1, heads, width)
+      # As `o` is split, which would come to the rows otherwise.
+      return _of_prefill(options).place(attended, ("rows", "places", "heads", "width")), ring
 
     x, ring = layers.block(layer, x, cos, sin, attend, **settings)
     written.append(ring)
@@ -539,11 +543,11 @@ def _over_ring(
   count = asked.shape[0]
   keys, values = ring
   blocks, columns = keys.shape[0], keys.shape[-1]
-  rounded = lambda x: x.astype(options.products.compute_dtype).astype(jnp.float32)
+  rounded = functools.partial(rounding.rounded, dtype=options.products.compute_dtype)
   queries = rounded(asked)[..., None]
 
   def of_block(index):
-    of_rows = lambda x: rounded(x[:count])[:, :, None]  # [R K 1 ...]
+    of_rows = lambda x: x[:count].astype(jnp.float32)[:, :, None]  # [R K 1 ...]
     at = index % blocks
     age = (step - at * columns - jnp.arange(columns)) % (blocks * columns)
     scores = jnp.sum(queries * of_rows(_at(keys, at)), axis=-2)
@@ -612,7 +616,8 @@ def _moved(ring: Cache, rows: Rows) -> Cache:
 
   def move(i, ring):
     at, to = jnp.asarray(rows.moves)[i]
-    take = lambda x: jax.lax.dynamic_slice_in_dim(x, at, 1, axis=1)
+    # Not a slice: on a mesh it would bring all rows to every device.
+    take = lambda x: jnp.take(x, at[None], axis=1, mode="clip")
     put = lambda x: jax.lax.dynamic_update_slice_in_dim(x, take(x), to, axis=1)
     return jax.tree.map(put, ring)
 
@@ -626,7 +631,8 @@ def _at(x: Array, index: Any) -> Array:
 def _placed(cache: Array, options: Options, *, row_axis: int | None = None) -> Array:
   """Splits a cache's heads as the key projection is split, and rows over the other mesh axes.
 
-  Pages are copied to every device that may have a row of their prompt.
+  Queries are split the same way: otherwise the ring would move to them. Pages are copied to every
+  device that may have a row of their prompt.
   """
   if options.mesh is None:
     return cache
@@ -635,5 +641,6 @@ def _placed(cache: Array, options: Options, *, row_axis: int | None = None) -> A
     spec = PartitionSpec(None, options.head_axis)
   else:
     is_even = cache.shape[row_axis] % parts == 0
-    spec = PartitionSpec(None, options.row_axes if is_even else None, options.head_axis)
+    rows = options.row_axes if is_even else None
+    spec = PartitionSpec(*[None] * row_axis, rows, options.head_axis)
   return jax.lax.with_sharding_constraint(cache, NamedSharding(options.mesh, spec))

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from grpo_jax import host_memory, precision, registry
 from grpo_jax.engines import base, decoding, scheduling, stopping
 from grpo_jax.engines.calls import Call
-from grpo_jax.engines.session import Programs, Session, Stats
+from grpo_jax.engines.session import Programs, Session, Stats, caches
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 from grpo_jax.programs import Job
@@ -173,6 +173,19 @@ class JaxSampler:
       return []
     options = _with_sharding(self._options, params)
     return self._programs.jobs(decoding.described(params, options), options, self._sizes)
+
+  def described(self, params: Any) -> tuple[decoding.Weights, tuple[Any, Any]]:
+    """Describes what lies in memory while completions of the planned sizes are sampled.
+
+    Args:
+      params: as in `programs`.
+
+    Returns:
+      Shapes, dtypes and shardings of the weights, of which some are the trainer's own arrays, and
+      of the caches.
+    """
+    options = _with_sharding(self._options, params)
+    return decoding.described(params, options), caches(options, self._sizes)
 
   def metrics(self) -> dict[str, float]:
     """Returns an empty dict: the sampler reports no metrics of its own."""

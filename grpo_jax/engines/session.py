@@ -58,9 +58,8 @@ class Programs:
       options: Options of the programs.
       sizes: Planned sizes.
     """
+    ring, pages = caches(options, sizes)
     options = sizes.applied(options)
-    ring = _described(_empty_ring, sizes.blocks, sizes.rows, sizes.columns, options)
-    pages = _described(_empty_pages, sizes.pages, sizes.page, options)
     slot = Slot(pages=(0,), length=1)
     layout = {"page": sizes.page, "pages": sizes.pages, "table": sizes.table}
     chunks = scheduling.make_chunks([(np.zeros(1, np.int32), slot)], **layout, tokens=sizes.prefill)
@@ -72,6 +71,18 @@ class Programs:
       arguments = (weights, pages, ring, abstract(rows), abstract(np.int32(0)))
       jobs.append(self.decode.job(*arguments, options=options, detail=f"{count} rows"))
     return jobs
+
+
+def caches(options: decoding.Options, sizes: Sizes) -> tuple[Any, Any]:
+  """Returns shapes, dtypes and shardings of the ring and of the pages.
+
+  Args:
+    options: of the calls.
+    sizes: planned.
+  """
+  options = sizes.applied(options)
+  ring = _described(_empty_ring, sizes.blocks, sizes.rows, sizes.columns, options)
+  return ring, _described(_empty_pages, sizes.pages, sizes.page, options)
 
 
 def _described(make: Any, *arguments: Any) -> Any:

@@ -254,6 +254,7 @@ class Update:
           before()
         seen.append(logprobs)
         params, opt_state, applied = self.apply(params, opt_state, grads, loss)
+        del grads  # likewise, while those of the next minibatch are computed.
         # "train/loss" is the loss that was minimised; the objective sees one microbatch only.
         parts.append({**metrics, **applied})
     new = TrainState(counted_on(state.step), params, opt_state)
@@ -297,11 +298,17 @@ class Update:
     sums: Any = None
     logprobs = []
     for batch in minibatch.microbatches:
-      grads, loss, (metrics, seen) = self.differentiate(params, batch, minibatch.denominators)
-      more = grads, loss, metrics
+      more, seen = self._of_microbatch(params, batch, minibatch.denominators)
       sums = more if sums is None else self.add(sums, more)
+      del more  # or its gradients would still lie in memory while the next ones are computed.
       logprobs.append(seen)
     return *sums, logprobs
+
+  def _of_microbatch(
+    self, params: Any, batch: Batch, denominators: Denominators
+  ) -> tuple[tuple[Any, Float[Array, ""], Metrics], Float[Array, "B N"]]:
+    grads, loss, (metrics, logprobs) = self.differentiate(params, batch, denominators)
+    return (grads, loss, metrics), logprobs
 
 
 def make_update(

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from grpo_kernels import rounding
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -54,10 +55,7 @@ def _at_once_behind_a_barrier(x: Array, y: Array, *, spec: str, dtype: Any) -> A
 
 
 def _apart(x: Array, y: Array, *, spec: str, dtype: Any) -> Array:
-  bits = jnp.finfo(dtype)
-  sums = _at_once(x, y, spec=spec, dtype=jnp.float32)
-  # XLA may drop a conversion if another one follows, but it keeps this.
-  return jax.lax.reduce_precision(sums, bits.nexp, bits.nmant).astype(dtype)
+  return rounding.written(_at_once(x, y, spec=spec, dtype=jnp.float32), dtype)
 
 
 def _shape(x: Any, y: Any, *, spec: str, dtype: Any) -> Any:

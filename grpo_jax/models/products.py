@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from grpo_kernels import rounding
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
@@ -132,9 +133,10 @@ class Products:
     if self.placement is not None:
       return sharded_products.look_up(table, tokens, self.placement, self.compute_dtype)
     found = table[tokens].astype(jnp.float32)
-    rounded = found.astype(self.compute_dtype).astype(jnp.float32)
-    # The difference of two numbers so close to each other is exact.
-    return found + jax.lax.stop_gradient(rounded - found)
+    if self.compute_dtype == jnp.float32:
+      return found
+    rounded = rounding.rounded(found, self.compute_dtype)
+    return found + jax.lax.stop_gradient(rounded - found)  # exact: the two are near each other.
 
   def place(self, x: Array, axes: Sequence[Any]) -> Array:
     """Constrains an activation's sharding; see `placement.ACTIVATIONS` for the logical axes."""

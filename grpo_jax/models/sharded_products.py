@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from grpo_kernels import collectives
+from grpo_kernels import collectives, rounding
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -156,7 +156,8 @@ def _product(static: _Static, spec: str, x: Array, y: Array) -> Array:
   inner = static.weights[0].inner
   if inner is None:
     return accumulated.einsum(spec, x, y, static.out_dtype)
-  return jax.lax.psum(accumulated.einsum(spec, x, y), inner).astype(static.out_dtype)
+  sums = jax.lax.psum(accumulated.einsum(spec, x, y), inner)
+  return rounding.written(sums, static.out_dtype)
 
 
 def _forward(static: _Static, x: Array, weights: tuple[Array, ...]):
@@ -179,13 +180,14 @@ def _backward(static: _Static, residuals, cotangents: tuple[Array, ...]):
       gradient = jnp.tensordot(x, g, (before, before), preferred_element_type=jnp.float32)
       gradients.append(how.own(gradient, static.rows or ()))
     dx = functools.reduce(jnp.add, of_x)
-    return dx if outer is None else jax.lax.psum(dx, outer), tuple(gradients)
+    dx = dx if outer is None else jax.lax.psum(dx, outer)
+    return rounding.written(dx, like_x.dtype), tuple(gradients)
 
   inputs = static.of_inputs(x.ndim), static.of_weights, static.of_results(x.ndim)
   outputs = static.of_inputs(x.ndim), static.of_weights
   dx, gradients = static.on_devices(of_device, inputs, outputs)(x, weights, cotangents)
   pairs = zip(gradients, weights, strict=True)
-  return dx.astype(like_x.dtype), tuple(gradient.astype(w.dtype) for gradient, w in pairs)
+  return dx, tuple(gradient.astype(w.dtype) for gradient, w in pairs)
 
 
 _dots.defvjp(_forward, _backward)
@@ -257,6 +259,7 @@ def _look_up(static: _Static, table: Array, tokens: Array) -> Array:
     table = how.whole(table, static.compute_dtype)
     own, is_own = _own_tokens(how, table.shape[0], tokens)
     found = jnp.where(is_own[..., None], table[own], 0).astype(jnp.float32)
+    found = rounding.rounded(found, static.compute_dtype)
     return found if how.inner is None else jax.lax.psum(found, how.inner)
 
   rows = PartitionSpec(static.rows)

@@ -15,7 +15,7 @@ import pytest
 from grpo_kernels.linear_logprobs import core, reference
 from test_cross_lowering import MODELS, TOKENS, passes, structs
 
-from scripts import fit, targets
+from scripts import fit, fit_run, targets
 
 TARGET = os.environ.get("AOT_TARGET")
 pytestmark = [
@@ -136,10 +136,23 @@ def test_eight_h100s_exchange_weights_and_gradients_and_hold_no_more_than_that()
   assert found.temporaries < 4 * GIB
 
 
+def whole_run_on(target):
+  """Compiles what a run of configs/math_1b.py compiles; returns whether it fits."""
+  question = fit_run.parse(["--config=configs/math_1b.py", f"--target={target}"])
+  room, found = targets.usable_bytes(target), list(fit_run.needs(question))
+  assert room is not None
+  print(fit_run.table(found, fit_run.plan(question)[0], room, target))
+  return fit_run.fits(found, room)
+
+
+@on_h100
+def test_math_1b_fits_one_h100():
+  assert whole_run_on("h100")
+
+
 @on_tpu
 @pytest.mark.skipif(
   "AOT_WHOLE" not in os.environ, reason="minutes of compilation; `AOT_WHOLE=1 make aot`"
 )
 def test_math_1b_fits_eight_v5es():
-  found = update_on("v5e:2x4", "--shape=8x1024")  # what the config plans at most.
-  assert found.peak < targets.usable_bytes("v5e:2x4")
+  assert whole_run_on("v5e:2x4")

@@ -5,13 +5,14 @@ a softmax over one table, so that gradients can be worked out by hand.
 """
 
 import dataclasses
+import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax import batching, packing
+from grpo_jax import batching, packing, programs
 from grpo_jax.learn import optim, train_step
 from grpo_jax.rl import objectives
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
@@ -207,6 +208,27 @@ def test_state_is_donated():
   old = state.params["w"]
   update(state, assembled(groups([[2, 3], [4]])))
   assert old.is_deleted()
+
+
+def test_only_the_sum_of_gradients_lies_in_memory_while_others_are_computed(monkeypatch):
+  update, state = trainer(epochs=2)
+  made, alive, call = [], [], programs.Program.__call__
+
+  def watched(program, *arguments):
+    found = call(program, *arguments)
+    if program is update.apply:
+      return found
+    alive.append(sum(x() is not None and not x().is_deleted() for x in made))
+    made.append(weakref.ref(jax.tree.leaves(found)[0]))  # of the gradients.
+    return found
+
+  minibatches = assembled(groups(*[[[2, 3], [4]]] * 3), shape=packing.Shape(1, 8, 8))
+  score = train_step.make_scorer(logprobs)
+  minibatches = train_step.with_logprobs(minibatches, score, old_params=state.params)
+  monkeypatch.setattr(programs.Program, "__call__", watched)
+  update(state, minibatches)
+  # Beside the new one: differentiate, then differentiate and add for each further microbatch.
+  assert alive == [0, 1, 1, 1, 1] * 2
 
 
 def test_microbatches_of_one_number_more_compile_nothing_anew():
