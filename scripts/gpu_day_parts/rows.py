@@ -34,11 +34,11 @@ def make(
   A row holds segments, a prompt and its completions, until no further completion fits.
 
   Args:
-    rows: B.
-    row_tokens: T.
-    lengths: Of prompts and completions.
-    vocabulary: Tokens are below it.
-    seed: Of lengths and tokens.
+    rows: Number of rows B.
+    row_tokens: Row length T.
+    lengths: Lengths of prompts and completions.
+    vocabulary: Number of token ids.
+    seed: Random seed of lengths and tokens.
 
   Returns:
     The arrays by name, and what of them is work.
