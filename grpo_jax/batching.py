@@ -1,13 +1,13 @@
 """Groups of rollouts → rectangular batches of packed rows with shared prefixes. Pure, NumPy.
 
-A segment is a prompt, which stands there once, followed by completions of its
-group; a row holds segments; a microbatch is a number of rows; a minibatch, the
-microbatches of one optimizer step. Microbatches have the shapes that the run has
-planned, and no others. `packing` decides what goes where.
+A segment is a prompt followed by completions of its group, which share it. A row
+holds segments, a microbatch rows, and a minibatch the microbatches of one optimizer
+step. Microbatches have the shapes that the run has planned, and no others. `packing`
+decides what goes where.
 
 Minibatches are made of whole groups, in the order given: a group is never
-split over two optimizer steps. Denominators count every token that the loss is
-about, also those that are skipped because they add nothing.
+split over two optimizer steps. Denominators count every token of the loss, also
+those that are skipped because they add nothing.
 """
 
 import collections
@@ -42,7 +42,7 @@ ZERO_ADVANTAGE = "zero_advantage"  # in the loss, where it adds nothing: not com
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-  """Where one completion stands."""
+  """Where one completion is."""
 
   minibatch: int
   microbatch: int
@@ -84,31 +84,31 @@ def assemble(
   """Packs groups into microbatches of the shapes given, as cheaply as they allow.
 
   A completion that is left out of the loss for a reason in `LEFT_OUT` is
-  counted under it; that its reward is in its group's baseline is the business
-  of whoever made the advantages. A group stands in several segments, each with
-  the prompt, where it does not fit in a row, or fills the rest of one. The loss
-  does not depend on any option here but `minibatches`, `drop_truncated` and the
+  counted under it; whether its reward is in its group's baseline was decided
+  when the advantages were computed. A group is split into several segments, each
+  with the prompt, if it does not fit in a row or if a part of it fills one. Of the
+  options here, the loss depends only on `minibatches`, `drop_truncated` and the
   limits of length.
 
   Args:
-    groups: of one training step.
-    advantages: one per rollout, an array per group; not read where unscorable.
-    shapes: that microbatches may have, made by `packing.plan`; microbatches of a step may differ.
-      Their longest row is the limit of a prompt with a completion.
-    cost: of a microbatch; see `models.operations`.
-    max_prompt_tokens: longer prompts are left out; None: what fits in a row.
-    minibatches: optimizer steps; the groups are split evenly, in order. Fewer
-      if there are fewer groups; one in which nothing is learned is not made.
-    share_prefixes: False gives every completion a segment of its own.
-    pack: False gives every segment a row of its own.
-    drop_truncated: leave truncated completions out of the loss ("overlong filtering").
-    skip_zero_advantage: do not compute what has an advantage of exactly 0. Exact
-      if such a token's loss is 0, i.e. without KL and entropy terms; its tokens
-      stay in the denominators.
+    groups: Groups of one training step.
+    advantages: Advantage of each rollout, an array per group; not read where unscorable.
+    shapes: Shapes that microbatches may have, made by `packing.plan`; microbatches of a step may
+      differ. The longest row is the limit of a prompt with a completion.
+    cost: Cost of a microbatch; see `models.operations`.
+    max_prompt_tokens: Largest number of tokens of a prompt; None: what fits in a row.
+    minibatches: Number of optimizer steps, over which the groups are split evenly, in
+      order. Fewer are made if there are fewer groups or if one would learn nothing.
+    share_prefixes: Whether completions of a group may share a segment.
+    pack: Whether a row may hold several segments.
+    drop_truncated: Whether truncated completions are left out of the loss ("overlong filtering").
+    skip_zero_advantage: Whether completions with an advantage of exactly 0 are not computed.
+      Exact if their loss is 0, i.e. without KL and entropy terms; their tokens stay in
+      the denominators.
 
   Returns:
     Minibatches, placements, and the metrics "batch/packing_efficiency" (tokens per
-    place), "batch/repeated_prompt_tokens" (of prompts that stand more than once),
+    place), "batch/repeated_prompt_tokens" (of prompts beyond their first copy),
     "batch/loss_tokens", "batch/rows", "batch/row_tokens" (mean length of the rows),
     "batch/microbatches", "batch/optimizer_steps", "batch/skipped_zero_advantage" and
     "batch/left_out/REASON" (completions).
@@ -154,12 +154,12 @@ def per_rollout(
   values: Sequence[Sequence[Float[np.ndarray, "_ _"]]],
   groups: Sequence[RolloutGroup],
 ) -> list[list[Float[np.ndarray, " _"]]]:
-  """Brings per-token values back to the completions that they belong to.
+  """Returns per-token values by completion.
 
   Args:
-    assembled: what the values were computed on.
-    values: at `loss_places`, for each microbatch of each minibatch; logprobs, say.
-    groups: those that were assembled.
+    assembled: Data on which the values were computed.
+    values: Values (such as logprobs) at `loss_places` of each microbatch of each minibatch.
+    groups: Groups that were assembled.
 
   Returns:
     For each rollout of each group one value per completion token; NaN where
@@ -183,12 +183,12 @@ def per_rollout(
 
 @dataclasses.dataclass(slots=True)
 class _Part:
-  """What goes into one optimizer step.
+  """The content of one optimizer step.
 
   Attributes:
-    units: (group, rollouts) of what may share a prompt.
-    loss_tokens: learned from, or skipped because they add nothing.
-    sequences: completions of these.
+    units: Rollouts that may share a prompt, as (group, rollouts).
+    loss_tokens: Number of loss tokens, including those skipped because they add nothing.
+    sequences: Number of completions with these tokens.
   """
 
   units: list[tuple[int, tuple[int, ...]]] = dataclasses.field(default_factory=list)
@@ -200,7 +200,7 @@ class _Part:
     self.sequences += 1
 
   def add(self, group: int, live: Sequence[int], share_prefixes: bool) -> None:
-    """Adds those completions of a group that are computed."""
+    """Adds the completions of a group that are computed."""
     if live:
       self.units += [(group, tuple(live))] if share_prefixes else [(group, (r,)) for r in live]
 
@@ -214,7 +214,7 @@ class _Part:
     ]
 
   def segment(self, piece: packing.Piece, groups: Sequence[RolloutGroup]) -> layout.Segment:
-    """Returns what `packing` calls a piece of a unit, in the words of the groups."""
+    """Returns the segment of a piece, by indices of groups and rollouts."""
     g, live = self.units[piece.group]
     rollouts = tuple(live[i] for i in piece.completions)
     lengths = (len(groups[g].rollouts[r].completion_ids) for r in rollouts)
@@ -223,11 +223,11 @@ class _Part:
 
 @dataclasses.dataclass(slots=True)
 class _Used:
-  """Counts the tokens that stand in rows."""
+  """Counters of the tokens in rows."""
 
   tokens: int = 0
   prompt_tokens: int = 0
-  once: int = 0  # of prompts, if each stood once in an optimizer step.
+  once: int = 0  # tokens of prompts if each were stored once in an optimizer step.
 
   def count(self, segments: Sequence[layout.Segment], groups: Sequence[RolloutGroup]) -> None:
     """Adds the segments of an optimizer step."""
@@ -238,7 +238,7 @@ class _Used:
 
 
 def _check(groups, advantages, row_tokens: int, minibatches: int) -> None:
-  """Raises ValueError for what cannot be assembled."""
+  """Raises ValueError if the arguments of `assemble` are wrong."""
   sizes = [len(group.rollouts) for group in groups], [len(a) for a in advantages]
   if sizes[0] != sizes[1]:
     raise ValueError(f"groups have sizes {sizes[0]}, their advantages {sizes[1]}")
@@ -303,7 +303,7 @@ def _minibatch(
 
 
 def _metrics(made: Sequence[Minibatch], used: _Used, counts: collections.Counter[str]) -> Metrics:
-  """Describes what was packed and what was left out."""
+  """Returns the metrics of what was packed and what was left out."""
   batches = [batch for minibatch in made for batch in minibatch.microbatches]
   places = sum(batch.tokens.size for batch in batches)
   rows = sum(batch.tokens.shape[0] for batch in batches)

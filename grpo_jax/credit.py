@@ -20,14 +20,14 @@ def advantages_of(
 ) -> list[Float[np.ndarray, " G"]]:
   """Computes the advantage of every rollout.
 
-  Groups may differ in size: they are padded, and the padding is no member of
-  any baseline. A rollout with reward NaN is none either, and gets 0.
+  Groups may differ in size: they are padded, and baselines exclude the padding. A rollout
+  whose reward is NaN is excluded too, and gets advantage 0.
 
   Args:
-    groups: of one training step.
-    estimator: from `rl.estimators.make`.
-    room: groups, and attempts of a group, that arrays have places for: for equal shapes one
-      program is compiled. Larger groups have places for a power of two.
+    groups: Groups of one training step.
+    estimator: Estimator made by `rl.estimators.make`.
+    room: Number of groups, and of attempts of a group, for which arrays have room, so that one
+      program serves all steps. For larger groups the room is a power of two.
 
   Returns:
     [G] of every group, in order.
@@ -79,8 +79,8 @@ def jobs(estimator: Estimator, *, room: tuple[int, int]) -> list[Job]:
   Without `weights`, GDPO's number of components is known from the first step on, and not before.
 
   Args:
-    estimator: from `rl.estimators.make`.
-    room: groups of a step, attempts of a group.
+    estimator: Estimator made by `rl.estimators.make`.
+    room: Number of groups of a step and of attempts of a group.
   """
   count = len(estimator.weights or ())
   if estimator.by_component and not count:
@@ -97,10 +97,10 @@ def whitening_jobs(
   """Returns what `whitened` compiles.
 
   Args:
-    estimator: from `rl.estimators.make`.
-    options: of the objective.
-    tokens: that a step learns from at most.
-    places: B, N of every shape that a batch may have.
+    estimator: Estimator made by `rl.estimators.make`.
+    options: Options of the objective.
+    tokens: Largest number of loss tokens of a step.
+    places: Rows and loss places (B, N) of every shape that a batch may have.
   """
   found = [
     _white.job(_reals(size), _bools(size), estimator=estimator, detail=str(size))

@@ -142,7 +142,8 @@ METRICS: dict[str, Definition] = {
     "tokens", "mean length of a row; times batch/rows: the places computed"
   ),
   "batch/repeated_prompt_tokens": Definition(
-    "tokens", "of prompts that stand in several rows of an optimizer step, beyond the first"
+    "tokens",
+    "of prompts that are repeated in several rows of an optimizer step, without their first copy",
   ),
   "batch/microbatches": Definition("count", "forward and backward passes"),
   "batch/optimizer_steps": Definition("count", "updates of the weights", "> 0"),

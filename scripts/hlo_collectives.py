@@ -1,6 +1,6 @@
-"""Reads what a compiled program sends between devices: its collectives, out of XLA's text. Pure.
+"""Reads the collectives of a compiled program from XLA's text. Pure.
 
-Every collective is counted as often as the loops around it run.
+A collective inside loops counts as often as it runs.
 """
 
 import collections
@@ -31,7 +31,7 @@ class Array(NamedTuple):
 
   @property
   def nbytes(self) -> int:
-    """Returns its size."""
+    """Size in bytes."""
     bits = _BITS.get(self.dtype) or int(re.sub(r"\D", "", self.dtype))
     return math.prod(self.shape) * bits // 8
 
@@ -41,10 +41,10 @@ class Collective(NamedTuple):
 
   Attributes:
     kind: One of `KINDS`.
-    arrays: Its results on one device; several where the compiler has combined some.
-    groups: Which devices exchange, as numbers in the order of the program's devices.
-    times: How often it runs.
-    source: What the program calls the operation.
+    arrays: Results on one device; several if the compiler has combined collectives.
+    groups: Groups of devices that exchange data, as indices of the program's devices.
+    times: Number of times that it runs.
+    source: Name of the operation in the program.
   """
 
   kind: str
@@ -55,7 +55,7 @@ class Collective(NamedTuple):
 
   @property
   def wholes(self) -> tuple[Array, ...]:
-    """Returns its arrays before they are scattered: the largest that a device holds of it."""
+    """The arrays before they are scattered, the largest that a device holds."""
     if self.kind != "reduce-scatter":
       return self.arrays
     size = len(self.groups[0])
@@ -63,9 +63,10 @@ class Collective(NamedTuple):
 
   @property
   def nbytes(self) -> float:
-    """Returns the bytes that one device must receive, by the best algorithm, in all its runs.
+    """The bytes that one device must receive in all runs, by the best algorithm.
 
-    n devices: (n - 1)/n of what is whole; twice that for an all-reduce; all that is permuted.
+    For n devices: (n - 1)/n of the whole arrays, twice that for an all-reduce, and all bytes of a
+    permutation.
     """
     size = len(self.groups[0])
     share = {"collective-permute": 1.0, "all-reduce": 2 * (size - 1) / size}
@@ -74,11 +75,11 @@ class Collective(NamedTuple):
 
 
 def collectives(hlo: str, *, devices: int) -> list[Collective]:
-  """Returns every collective of a program, those among one device left out.
+  """Returns every collective of a program with groups of more than one device.
 
   Args:
-    hlo: `compiled.as_text()`.
-    devices: How many run the program: all of them are one group where none is named.
+    hlo: Text of the program, from `compiled.as_text()`.
+    devices: Number of devices of the program; they are one group if the text names none.
   """
   computations, entry = _computations(hlo)
   found = []
@@ -107,8 +108,8 @@ def axes_of(groups: Sequence[Sequence[int]], sizes: dict[str, int]) -> frozenset
   """Returns the axes of a mesh along which a group's devices differ.
 
   Args:
-    groups: Of numbers in the order of the mesh's devices.
-    sizes: Axis → size, in the mesh's order.
+    groups: Groups of indices of the mesh's devices.
+    sizes: Size of each axis, in the mesh's order.
   """
 
   def place(device: int) -> tuple[int, ...]:

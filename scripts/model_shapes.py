@@ -1,4 +1,4 @@
-"""The shapes of well-known models, as in their config.json on the hub: no file is needed."""
+"""The sizes of well-known models, as in their config.json on the hub, without any files."""
 
 import json
 import pathlib
@@ -7,6 +7,19 @@ from typing import Any
 _QWEN = {"architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6, "max_position_embeddings": 32768}
 
 SHAPES: dict[str, dict[str, Any]] = {
+  "SmolLM2-135M": {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e5,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+  },
   "Qwen2.5-1.5B": {
     **_QWEN,
     "vocab_size": 151936,
@@ -47,7 +60,7 @@ def read(name: str) -> dict[str, Any]:
   """Returns the config.json of a model's folder, or of a name of `SHAPES`.
 
   Raises:
-    OSError: there is no such folder, or no config.json in it.
+    OSError: There is no such folder, or it has no config.json.
   """
   if name in SHAPES:
     return SHAPES[name]

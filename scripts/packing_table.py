@@ -1,20 +1,20 @@
 """Prints how completions of given lengths are packed: places, pairs, operations and shapes.
 
-    python scripts/packing.py
-    python scripts/packing.py --case=math --row_tokens=1024
+    python scripts/packing_table.py
+    python scripts/packing_table.py --case=math --row_tokens=1024
 
 No model and no data are read: lengths are drawn from the distribution of each case, operations are
 counted from the sizes of its model (grpo_jax/models/operations.py). Of each step are printed
 
     places         rows × their length, padding included
     pairs          that attention computes, blocks of queries against the keys up to their own end
-    of the mask    share of these pairs that the mask lets through
-    efficiency     tokens / places, a prompt counting as often as it stands
-    each once      the same, a prompt counting once for its group
+    of the mask    share of these pairs that the mask allows
+    efficiency     tokens / places, counting every copy of a prompt
+    each once      tokens / places, counting a prompt once for its group
     operations     of the update, 1e15, and of its parts: layers, attention, head
-    unlimited      the operations if every step had shapes of its own, made to measure
+    unlimited      the operations if every step had shapes of its own, tailored to it
 
-docs/batching.md has the table, and what follows from it.
+docs/batching.md has the table and its conclusions.
 """
 
 import argparse
@@ -39,13 +39,13 @@ class Case:
   """Lengths of a workload, and the numbers of a config that plan for them.
 
   Attributes:
-    model: Whose operations are counted.
+    model: Sizes of the model whose operations are counted.
     load: The most that a step may hold.
-    microbatch_tokens: Of the config.
-    prompt: Draws the tokens of a prompt.
-    completion: Draws the tokens of a completion.
+    microbatch_tokens: Value of `batching.microbatch_tokens`.
+    prompt: Function that draws the number of tokens of a prompt.
+    completion: Function that draws the number of tokens of a completion.
     live: Share of the groups of which anything is computed.
-    steps: How many are drawn.
+    steps: Number of steps to draw.
   """
 
   model: ModelConfig

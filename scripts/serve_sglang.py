@@ -68,7 +68,7 @@ def follow(server: ServerProcess) -> None:
 
 
 def main(arguments: list[str]) -> int:
-  """Serves until it is told to end; returns the exit code of the command."""
+  """Serves until it is asked to end; returns the exit code of the command."""
   options = parse(arguments)
   device = options.device or ("cuda" if pathlib.Path("/dev/nvidia0").exists() else "cpu")
   dtype = "float32" if (options.dtype, device) == ("auto", "cpu") else options.dtype

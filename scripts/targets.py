@@ -1,4 +1,4 @@
-"""Chips for which XLA compiles without one being here, and the memory that a program has there."""
+"""Chips for which XLA compiles without having one, and the memory of a program on them."""
 
 from typing import Any
 
@@ -34,17 +34,17 @@ dnn_version_info { major: 9 minor: 8 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
-# Usable bytes: of TPUs as their compiler says, of an H100 what XLA preallocates of 79.1 GiB with
+# Usable bytes. TPUs: as reported by their compiler. H100: what XLA preallocates of 79.1 GiB with
 # XLA_PYTHON_CLIENT_MEM_FRACTION=.92.
 _USABLE = {"h100": 72.8 * GIB, "v5e": 15.75 * GIB, "v6e": 31.25 * GIB}
 
 
 def devices(target: str, count: int | None = None) -> list[Any]:
-  """Returns devices of a machine that is not here.
+  """Returns devices of a machine that is not present.
 
   Args:
     target: "h100", a TPU slice such as "v5e:2x2", or "cpu": simulated devices of this machine.
-    count: How many; None: one H100 or CPU, all of a slice.
+    count: Number of devices; None: one H100 or CPU, or all of a slice.
   """
   if target == "cpu":
     jax.config.update("jax_num_cpu_devices", count or 1)
@@ -59,6 +59,6 @@ def devices(target: str, count: int | None = None) -> list[Any]:
 
 
 def usable_bytes(target: str) -> int | None:
-  """Returns what a program can have of a chip's memory; None if it is not known."""
+  """Returns the bytes of a chip's memory available to a program; None if unknown."""
   size = _USABLE.get(target.partition(":")[0])
   return None if size is None else int(size)

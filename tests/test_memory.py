@@ -1,7 +1,6 @@
 """What scripts/memory.py counts is what the arrays of a run take."""
 
 import dataclasses
-import importlib.util
 import pathlib
 
 import jax
@@ -10,21 +9,11 @@ import pytest
 
 from configs import base
 from grpo_jax.learn import optim, train_step
-from grpo_jax.models import config as model_config
 from grpo_jax.models import accumulating, transformer
+from grpo_jax.models import config as model_config
 from grpo_jax.rl import objectives
 from grpo_jax.types import Denominators, Minibatch
-
-SCRIPT = pathlib.Path(__file__).parents[1] / "scripts" / "memory.py"
-
-
-@pytest.fixture(scope="module")
-def script():
-  spec = importlib.util.spec_from_file_location("scripts_memory", SCRIPT)
-  assert spec is not None and spec.loader is not None
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
+from scripts import memory
 
 
 def make_config(kl_coef):
@@ -40,15 +29,15 @@ TINY = model_config.ModelConfig("qwen2", 96, 32, 64, 2, 4, 2, 8, tie_embeddings=
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.01])
-def test_the_count_is_that_of_real_arrays(script, kl_coef):
+def test_the_count_is_that_of_real_arrays(kl_coef):
   config = make_config(kl_coef)
-  counted = script.count(TINY, config)
+  counted = memory.count(TINY, config)
   params = transformer.init(jax.random.key(0), TINY)
   tx, _ = optim.make(10, **config.optim.to_dict())
   state = train_step.init(params, tx)
   objective = objectives.make(**config.loss)
-  update = script._update(TINY, config, objective, tx, None)
-  shapes = script._batch(TINY, config, with_reference=objective.needs_ref)
+  update = memory._update(TINY, config, objective, tx, None)
+  shapes = memory._batch(TINY, config, with_reference=objective.needs_ref)
   batch = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
   minibatch = Minibatch((batch, batch), Denominators(1.0, 1.0))
   (gradients, _), *_ = update.gradients(state.params, minibatch)
@@ -65,35 +54,36 @@ def test_the_count_is_that_of_real_arrays(script, kl_coef):
   assert counted.peak >= counted.of_model_size + counted.differentiating > counted.of_model_size
 
 
-def test_shapes_are_those_of_the_models(script):
+def test_shapes_are_those_of_the_models():
   """Parameters as the model cards give them: 1.54e9, 7.61e9 and 8.2e9."""
   counts = {}
-  for name, hf in script.model_shapes.SHAPES.items():
+  for name, hf in memory.model_shapes.SHAPES.items():
     model = model_config.from_hf(hf)
     shapes = jax.eval_shape(lambda model=model: transformer.init(jax.random.key(0), model))
     counts[name] = sum(leaf.size for leaf in jax.tree.leaves(shapes))
   assert {name: round(n / 1e9, 2) for name, n in counts.items()} == {
+    "SmolLM2-135M": 0.13,
     "Qwen2.5-1.5B": 1.54,
     "Qwen2.5-7B": 7.62,
     "Qwen3-8B": 8.19,
   }
 
 
-def test_a_folder_without_a_model_is_one_line(script, tmp_path):
-  config = SCRIPT.parents[1] / "configs" / "math_1b_gpu.py"
+def test_a_folder_without_a_model_is_one_line(tmp_path):
+  config = pathlib.Path(base.__file__).with_name("math_1b_gpu.py")
   with pytest.raises(SystemExit, match="config.json: name a folder"):
-    script.main([f"--config={config}", f"--config.model.path={tmp_path}"])
+    memory.main([f"--config={config}", f"--config.model.path={tmp_path}"])
 
 
-def test_gradients_of_layers_are_added_in_place(script, monkeypatch):
+def test_gradients_of_layers_are_added_in_place(monkeypatch):
   """The program of a microbatch has no second copy of the layers' gradients."""
   model = dataclasses.replace(TINY, num_layers=24, hidden_size=64, intermediate_size=256)
 
   def temporaries():
-    return script.count(model, make_config(0.0)).differentiating
+    return memory.count(model, make_config(0.0)).differentiating
 
   in_place = temporaries()
   monkeypatch.setattr(accumulating, "attach", accumulating.joined)
-  counted = script.count(model, make_config(0.0))
+  counted = memory.count(model, make_config(0.0))
   assert in_place < 0.4 * counted.gradients
   assert counted.differentiating > in_place + 0.8 * counted.gradients

@@ -1,31 +1,18 @@
 """scripts/rounding.py compares with what it says, and its own float64 is right."""
 
-import importlib.util
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from grpo_jax.models.products import Products
+from scripts import rounding
 from tests.models import tiny
 
-SCRIPT = pathlib.Path(__file__).parents[1] / "scripts" / "rounding.py"
 
-
-@pytest.fixture(scope="module")
-def script():
-  spec = importlib.util.spec_from_file_location("scripts_rounding", SCRIPT)
-  assert spec is not None and spec.loader is not None
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
-
-
-def rows(script, tokens):
+def rows(tokens):
   is_sampled = np.broadcast_to(np.arange(tokens.shape[1]) >= 4, tokens.shape)
-  return script.Rows(
+  return rounding.Rows(
     tokens, np.ones_like(is_sampled), is_sampled, np.zeros(tokens.shape), np.array([1.0, -1.0])
   )
 
@@ -33,33 +20,33 @@ def rows(script, tokens):
 @pytest.mark.parametrize(
   "options", [{"qkv_bias": True}, {"qk_norm": True, "tie_embeddings": False}]
 )
-def test_the_programs_float32_is_the_scripts_float64_and_its_bfloat16_lies_between(script, options):
+def test_the_programs_float32_is_the_scripts_float64_and_its_bfloat16_lies_between(options):
   config = tiny.config(num_layers=2, **options)
   params = tiny.random_params(config)
-  given = rows(script, np.asarray(tiny.tokens((2, 9))))
+  given = rows(np.asarray(tiny.tokens((2, 9))))
   allowed = jax.numpy_rank_promotion("allow")  # as scripts have it; the suite refuses it.
   with allowed, jax.enable_x64(True):
-    logits, gradients = script.of_reference(params, config, given, jnp.float64)
+    logits, gradients = rounding.of_reference(params, config, given, jnp.float64)
   assert logits.dtype == np.float64 and logits.shape == (2 * 5, config.vocab_size)
   with jax.numpy_rank_promotion("allow"):
-    plain, _ = script.of_reference(params, config, given, jnp.bfloat16)
+    plain, _ = rounding.of_reference(params, config, given, jnp.bfloat16)
   errors = {}
   for name, products in (("float32", Products()), ("bfloat16", Products("bfloat16"))):
-    found, of_found = script.of_ours(params, config, given, products)
-    errors[name] = script.relative_error(found, logits)
+    found, of_found = rounding.of_ours(params, config, given, products)
+    errors[name] = rounding.relative_error(found, logits)
     assert set(of_found) == set(gradients)
-    worst = max(script.relative_error(of_found[leaf], gradients[leaf]) for leaf in gradients)
+    worst = max(rounding.relative_error(of_found[leaf], gradients[leaf]) for leaf in gradients)
     assert worst < (2e-5 if name == "float32" else 0.05), name
     assert {gradient.dtype for gradient in of_found.values()} == {np.dtype(np.float32)}
   assert errors["float32"] < 2e-6
-  assert 5e-4 < errors["bfloat16"] < script.relative_error(plain, logits) < 0.05
+  assert 5e-4 < errors["bfloat16"] < rounding.relative_error(plain, logits) < 0.05
 
 
-def test_tables_name_every_case_and_leaf(script):
-  errors = dict.fromkeys((*script.CASES, script.PLAIN), 0.125)
-  distances = dict.fromkeys(script.CASES, {"mean |Δ|": 0.5})
+def test_tables_name_every_case_and_leaf():
+  errors = dict.fromkeys((*rounding.CASES, rounding.PLAIN), 0.125)
+  distances = dict.fromkeys(rounding.CASES, {"mean |Δ|": 0.5})
   found = {"logits": errors, "gradients": {"gate": errors}, "mismatch": distances}
-  lines = script.tables(found).splitlines()
+  lines = rounding.tables(found).splitlines()
   assert lines[0].split("  ")[-1].strip() == "all in bfloat16"
   assert [line.split()[:3] for line in lines if line.count("1.25e-01") == 4] == [
     ["logits", "1.25e-01", "1.25e-01"],
@@ -69,7 +56,7 @@ def test_tables_name_every_case_and_leaf(script):
 
 
 @pytest.mark.parametrize("arguments", [[], ["folder", "--sizes", "1,2,3,4,5"]])
-def test_a_model_is_a_folder_or_sizes(script, arguments, capsys):
+def test_a_model_is_a_folder_or_sizes(arguments, capsys):
   with pytest.raises(SystemExit):
-    script.main(arguments)
+    rounding.main(arguments)
   assert "give a folder or --sizes" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Which completions are computed side by side, in which shapes: the sampler's host side. Pure.
+"""The sampler's host side: which completions are computed together, in which shapes. Pure.
 
 Every decision depends on the requests and on the tokens sampled, never on time: a run that is
 resumed forms the same device batches as one that was never interrupted.
@@ -18,25 +18,25 @@ from grpo_jax.types import FinishReason
 
 _FEWEST_ROWS = 8  # fewer rows are hardly cheaper: their step reads all weights just the same.
 _CACHE_BYTES = 4 << 30
-_STOP_IDS = 16  # of a request, looked for in every step; further ones at the end of a chunk.
+_STOP_IDS = 16  # stop ids of a request checked in every step; others at the end of a chunk.
 
 
 @dataclasses.dataclass(slots=True)
 class Slot:
-  """A prompt that was prefilled: where, and how many rows continue it."""
+  """The pages of a prefilled prompt."""
 
   pages: tuple[int, ...]
-  length: int  # tokens, without the last of the prompt.
-  users: int = 0
+  length: int  # number of tokens of the prompt, without its last.
+  users: int = 0  # number of rows that continue the prompt.
 
 
 @dataclasses.dataclass(slots=True)
 class Completion:
-  """One request on its way: what was sampled, and where it is computed."""
+  """The state of one request: its sampled tokens, its row and its prompt's pages."""
 
   request: GenerationRequest
-  owner: Any  # whom its generation is delivered to.
-  key: bytes  # equal for equal prompts, and for these only.
+  owner: Any  # receiver of its generation.
+  key: bytes  # equal if and only if prompts are equal.
   row: int = -1
   slot: Any = None  # key of its `Slot`.
   token_ids: list[int] = dataclasses.field(default_factory=list)
@@ -60,17 +60,29 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-  """The sizes of the caches and of what is computed at once: what programs are compiled for."""
+  """The sizes of the caches and of a call, for which programs are compiled.
 
-  rows: int  # of the ring: completions side by side, at most.
-  prefill: int  # tokens of prompts computed at once.
-  page: int  # tokens of a page.
-  columns: int  # of a block of the ring.
-  blocks: int = 0  # of the ring; 0: as the requests need.
-  table: int = 0  # pages of the longest prompt; likewise.
-  pages: int = 0  # of all prompts; likewise.
-  is_planned: bool = False  # prompts wait for pages, in place of more being made.
-  at_once: int | None = 1  # pages read by one round; None: all of a prompt.
+  Attributes:
+    rows: Rows of the ring, which is the largest number of completions at the same time.
+    prefill: Tokens of prompts that are computed at once.
+    page: Tokens of a page.
+    columns: Columns of a block of the ring.
+    blocks: Blocks of the ring; 0: as many as the requests need.
+    table: Pages of the longest prompt; 0: as many as the requests need.
+    pages: Pages of all prompts; 0: as many as the requests need.
+    is_planned: Whether prompts wait for pages instead of more pages being made.
+    at_once: Pages read by one round of a loop; None: all pages of a prompt.
+  """
+
+  rows: int
+  prefill: int
+  page: int
+  columns: int
+  blocks: int = 0
+  table: int = 0
+  pages: int = 0
+  is_planned: bool = False
+  at_once: int | None = 1
 
   def applied(self, options: decoding.Options) -> decoding.Options:
     return dataclasses.replace(options, pages_at_once=self.at_once or self.table)
@@ -80,9 +92,9 @@ def unplanned(rows: int, *, is_cpu: bool) -> Sizes:
   """Returns sizes that follow the requests.
 
   Args:
-    rows: completions side by side, at most.
-    is_cpu: loops over short blocks are free; an accelerator waits for the host in each round, and
-      reads a whole cache in less time.
+    rows: Largest number of completions at the same time.
+    is_cpu: Whether the sampler runs on a CPU, where loops over short blocks are cheap. An
+      accelerator waits for the host in each round, and reads a whole cache in less time.
   """
   if is_cpu:
     return Sizes(rows, prefill=160, page=64, columns=64)
@@ -98,19 +110,19 @@ def planned(
   token_bytes: int,
   is_cpu: bool,
 ) -> Sizes:
-  """Returns sizes for all requests within limits, of caches of at most 4 GiB each.
+  """Returns sizes for all requests within the limits, with caches of at most 4 GiB each.
 
-  A ring that would be larger begins with that and grows when completions need it; pages that would
-  be more are fewer, and more prompts wait.
+  A ring that needs more starts with 4 GiB and grows when completions need it. If pages need more,
+  there are fewer of them and more prompts wait.
 
   Args:
-    rows: completions side by side, at most.
-    prompt_tokens: of the longest prompt.
-    completion_tokens: of the longest completion.
-    long_prompts: how many of the longest prompts find room at the same time. There is at least
-      one page for each row; prompts that find no room wait.
-    token_bytes: of the keys and values of a token.
-    is_cpu: see `unplanned`.
+    rows: Largest number of completions at the same time.
+    prompt_tokens: Tokens of the longest prompt.
+    completion_tokens: Tokens of the longest completion.
+    long_prompts: Number of prompts of the largest length that find room at the same time; others
+      wait. There is at least one page for each row.
+    token_bytes: Bytes of the keys and values of a token.
+    is_cpu: Whether the sampler runs on a CPU; see `unplanned`.
   """
   sizes = unplanned(rows, is_cpu=is_cpu)
   page = min(sizes.page, -(-max(prompt_tokens - 1, 1) // 16) * 16)
@@ -131,12 +143,12 @@ def planned(
 
 
 def regrown(before: int, after: int, newest: int) -> Int[np.ndarray, " after"]:
-  """Returns which block of a ring stands where in a ring of more blocks.
+  """Returns, for each block of a longer ring, the block of the old ring to copy there.
 
   Args:
-    before: blocks of the ring.
-    after: of the longer one.
-    newest: number of the block that was written last, counted from the first step.
+    before: Blocks of the old ring.
+    after: Blocks of the longer ring.
+    newest: Number of the block that was written last, counted from the first step.
   """
   places = np.zeros(after, np.int32)
   for number in range(max(newest - before + 1, 0), newest + 1):
@@ -149,9 +161,9 @@ def prompt_key(request: GenerationRequest) -> bytes:
 
 
 def grouped_by_prompt(requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
-  """Brings requests of equal prompts together, in the order in which prompts first appear.
+  """Sorts requests by prompt, in the order in which prompts first appear.
 
-  Their computation is then held for a short while, however many prompts a call has.
+  The pages of a prompt are then needed only for a short time, however many prompts a call has.
   """
   groups: dict[bytes, list[GenerationRequest]] = {}
   for request in requests:
@@ -165,10 +177,10 @@ def power_of_two(count: int, *, least: int = 1) -> int:
 
 
 def row_counts(max_rows: int) -> tuple[int, ...]:
-  """Returns the numbers of rows that are compiled for, ascending: 8, one between, `max_rows`.
+  """Returns the numbers of rows to compile for, ascending: 8, one in between, `max_rows`.
 
-  The one between is their geometric mean, in whole eights: a step costs a constant and a share
-  for each row, so each count should save about the same part of the next.
+  The one in between is their geometric mean, a multiple of 8: a step costs a constant plus a share
+  for each row, so each number should save about the same part of the next.
   """
   if max_rows <= _FEWEST_ROWS:
     return (max_rows,)
@@ -182,10 +194,10 @@ def fitting(count: int, sizes: Sequence[int]) -> int:
 
 
 def leave_at(active: int, rows: int, sizes: Sequence[int], *, is_waiting: bool) -> int:
-  """Returns at how many running rows a decode loop is left before its chunk is full.
+  """Returns the number of running rows at which a decode loop ends before its chunk is full.
 
-  While requests wait: as soon as an eighth of the rows can be refilled. Afterwards: as soon as
-  the rest fits into the next smaller number of rows. In the smallest: when all have stopped.
+  While requests wait, it ends as soon as an eighth of the rows can be refilled. Afterwards it ends
+  as soon as the rest fits into the next smaller number of rows, or when all have stopped.
   """
   if is_waiting:
     return active - max(active // 8, 1)
@@ -203,16 +215,16 @@ def make_rows(
   moves: Sequence[tuple[int, int]] = (),
   step: int = 0,
 ) -> Rows:
-  """Lays the state of the completions out by row; rows of none are idle.
+  """Returns the state of the completions by row; rows without a completion are idle.
 
   Args:
-    active: completions that have a row, and a prompt in the pages.
-    count: rows.
-    prompts: where they stand, by the key of a completion.
-    group: rows of a tile.
-    table: pages of the longest prompt.
-    moves: rows to be moved in the ring first, from and to.
-    step: number of the next decode step.
+    active: Completions that have a row, and a prompt in the pages.
+    count: Number of rows.
+    prompts: Pages of the prompts, by `Completion.slot`.
+    group: Rows of a tile.
+    table: Pages of the longest prompt.
+    moves: Rows to move in the ring first, as (from, to).
+    step: Number of the next decode step.
   """
   tiles = decoding.max_tiles(count, group)
   rows = Rows(
@@ -284,14 +296,14 @@ def make_chunks(
   pages: int,
   table: int,
 ) -> Iterator[Chunk]:
-  """Cuts prompts, one behind the other, into chunks of equally many tokens; pads the last.
+  """Cuts the concatenated prompts into chunks of equal length; the last one is padded.
 
   Args:
-    prompts: ids less the last, each with where they go.
-    tokens: of a chunk.
-    page: tokens of a page.
-    pages: how many there are.
-    table: pages of the longest prompt.
+    prompts: Token ids of each prompt without the last, with its pages.
+    tokens: Tokens of a chunk.
+    page: Tokens of a page.
+    pages: Number of pages.
+    table: Pages of the longest prompt.
   """
   ids = np.concatenate([of_prompt for of_prompt, _ in prompts])
   number = np.repeat(np.arange(len(prompts)), [len(of_prompt) for of_prompt, _ in prompts])

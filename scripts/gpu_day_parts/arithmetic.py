@@ -81,10 +81,10 @@ def forward_operations(model: "ModelConfig", *, tokens: int, pairs: int, predict
   Norms, rotary embeddings, softmax and the nonlinearity are left out.
 
   Args:
-    model: Sizes.
-    tokens: Tokens that pass through the layers; padding is left out.
-    pairs: Pairs of query and key that the mask allows; see `attended_pairs`.
-    predicted: Tokens that pass through the LM head: those that are learned from.
+    model: Sizes of the model.
+    tokens: Number of tokens that pass through the layers, without padding.
+    pairs: Number of pairs of query and key that the mask allows; see `attended_pairs`.
+    predicted: Number of tokens that pass through the LM head, the loss tokens.
   """
   attention = 4 * pairs * model.num_heads * model.head_dim * model.num_layers
   head = 2 * predicted * model.hidden_size * model.vocab_size
@@ -120,12 +120,12 @@ def decode_bytes(
   out.
 
   Args:
-    model: Sizes.
-    rows: Completions that are decoded side by side.
+    model: Sizes of the model.
+    rows: Number of completions decoded at the same time.
     own_tokens: Tokens in the cache of a row; the mean over the steps that were timed.
-    prompts: Different prompts.
+    prompts: Number of different prompts.
     prompt_tokens: Length of a prompt.
-    itemsize: Bytes of a number of weights and caches.
+    itemsize: Bytes of each number in weights and caches.
   """
   weights = weights_of_layers(model) + model.vocab_size * model.hidden_size
   of_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim

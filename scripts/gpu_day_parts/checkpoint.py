@@ -11,8 +11,8 @@ def measure(record: child.Record, settings: running.Settings, *, model: str) -> 
   """Measures how fast a checkpoint is written and read.
 
   Args:
-    record: Gets what was measured.
-    settings: Of the run; the checkpoint is written below its `scratch`.
+    record: Record of the measurements.
+    settings: Settings of the day; the checkpoint is written below its `scratch`.
     model: Name in `models`.
 
   Raises:

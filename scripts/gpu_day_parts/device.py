@@ -34,8 +34,8 @@ def measure(
   """Measures the rates.
 
   Args:
-    record: Gets what was measured.
-    settings: Of the run.
+    record: Record of the measurements.
+    settings: Settings of the day.
     products: Sizes [M, K, N] of matrix products; the first is measured in every precision, the
       others in bfloat16.
     copied_mib: Size of the array that is read and written, in MiB.
@@ -79,7 +79,7 @@ def measure(
 
 
 def in_a_row(call: Any) -> list[float]:
-  """Returns samples of the time of a call, each over so many in a row that it is no start-up."""
+  """Returns samples of the time of a call, each over enough calls in a row to hide start-up."""
   import time
 
   import jax

@@ -56,8 +56,8 @@ def measure(record: child.Record, settings: running.Settings, *, file: str) -> N
   """Runs the tests of a file that are marked `gpu`.
 
   Args:
-    record: Gets the outcome of every test as soon as it is known.
-    settings: Of the run.
+    record: Record of the outcome of every test, written as soon as it is known.
+    settings: Settings of the day.
     file: Path of the tests, from the root of the repository.
 
   Raises:

@@ -29,10 +29,10 @@ def measure(
   """Times forward, and forward with both gradients.
 
   Args:
-    record: Gets the samples, in the form that `head_table` reads.
-    settings: Of the run.
+    record: Record of the samples, in the form that `head_table` reads.
+    settings: Settings of the day.
     shape: "tokens", "width" and "vocabulary".
-    dtype: Of hidden states and head.
+    dtype: Dtype of hidden states and head.
     rounds: Samples of each form; all take turns.
     matmul: Size of the square product that is timed in the same turns.
 

@@ -22,8 +22,8 @@ def measure(
   """Runs the quickstart's configuration.
 
   Args:
-    record: Gets the metrics of every step, after each variant.
-    settings: Of the run.
+    record: Record of the metrics of every step, written after each variant.
+    settings: Settings of the day.
     variants: Values of `model.compute_dtype` and `model.matmul_precision`.
     model: Name in `models`, of the random weights where no model is at hand.
     overrides: Fields of the configuration, by dotted name.

@@ -34,11 +34,11 @@ def make(
   A row holds segments, a prompt and its completions, until no further completion fits.
 
   Args:
-    rows: B.
-    row_tokens: T.
-    lengths: Of prompts and completions.
-    vocabulary: Tokens are below it.
-    seed: Of lengths and tokens.
+    rows: Number of rows B.
+    row_tokens: Row length T.
+    lengths: Lengths of prompts and completions.
+    vocabulary: Number of token ids.
+    seed: Random seed of lengths and tokens.
 
   Returns:
     The arrays by name, and what of them is work.
@@ -53,10 +53,8 @@ def make(
     _fill({name: array[row] for name, array in arrays.items()}, lengths, random)
   mask = arrays["rollout_ids"] >= 0
   predicted = mask.sum(axis=1)
-  # As `packing` does: the head is computed for a quarter, a half, ... of the places of a row.
-  quarter = -(-row_tokens // 4)
-  width = min(-(-int(predicted.max()) // quarter) * quarter, row_tokens)
-  loss_places = np.full((rows, width), -1, np.int32)
+  # As in a run, the head is computed for as many places as a row has.
+  loss_places = np.full(shape, -1, np.int32)
   for row in range(rows):
     loss_places[row, : predicted[row]] = np.flatnonzero(mask[row])
   arrays |= {"loss_mask": mask, "loss_places": loss_places}

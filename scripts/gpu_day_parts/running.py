@@ -145,12 +145,12 @@ def run(
   running, but where there is no accelerator, and the sizes are not tiny, nothing more is begun.
 
   Args:
-    parts: In order.
+    parts: Parts to run, in order.
     settings: Given to every part.
     out: Folder of the result file and the log.
     result: Changed; what it holds already is kept.
     minutes: Time for all parts together.
-    tell: Gets a line when a part begins and when it ends.
+    tell: Function called with a line when a part starts and when it ends.
 
   Returns:
     `result`.

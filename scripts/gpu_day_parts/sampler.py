@@ -25,12 +25,12 @@ def measure(
   cancels. The first call of each length compiles and is not timed.
 
   Args:
-    record: Gets what was measured.
-    settings: Of the run.
+    record: Record of the measurements.
+    settings: Settings of the day.
     model: Name in `models`.
-    compute_dtype: Of products and caches.
+    compute_dtype: Dtype of products and caches.
     rows: Numbers of completions that are decoded side by side, measured one after the other.
-    group: Completions of a prompt.
+    group: Number of completions of a prompt.
     prompt_tokens: Length of every prompt.
     tokens: The two lengths of completions, the shorter one first.
   """

@@ -23,12 +23,12 @@ def measure(
   """Measures seconds, memory, and what the device did.
 
   Args:
-    record: Gets what was measured.
-    settings: Of the run.
+    record: Record of the measurements.
+    settings: Settings of the day.
     model: Name in `models`.
     microbatch: [rows, tokens of a row].
     lengths: Fields of `rows.Lengths`.
-    compute_dtype: Of matrix products.
+    compute_dtype: Dtype of matrix products.
     steps: Updates that are timed, after one that compiles.
 
   Raises:
