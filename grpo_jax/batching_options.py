@@ -1,4 +1,4 @@
-"""From a config to how long rows may be, and to the shapes of the update that its run compiles."""
+"""Limits of the rows that a config allows, and the shapes of the update that its run compiles."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,12 +8,12 @@ from grpo_jax import data_options, packing
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
 Config = Any
 
-# Responses of a recorded group, where no option bounds them: larger groups take more microbatches.
+# Responses of a recorded group if no option bounds them; larger groups take more microbatches.
 RECORDED_GROUP = 16
 
 
 def longest_row(config: Config) -> int | None:
-  """Returns the longest row that the config allows; None: rows are as long as they must be."""
+  """Returns the largest row length that the config allows; None: it sets no limit."""
   row_tokens, buckets = config.batching.row_tokens, config.batching.row_buckets
   given = [max(buckets)] if buckets else []
   given += [] if row_tokens is None else [row_tokens]
@@ -21,13 +21,13 @@ def longest_row(config: Config) -> int | None:
 
 
 def longest_sequence(config: Config) -> int:
-  """Returns the most tokens that a prompt with its completion may have."""
+  """Returns the largest number of tokens of a prompt with one completion."""
   row = longest_row(config)
   return config.rollout.max_tokens if row is None else min(config.rollout.max_tokens, row)
 
 
 def problems(config: Config) -> Iterator[str]:
-  """Yields why rows cannot be as they are asked for."""
+  """Yields a message for each contradiction among the options of `batching`."""
   buckets, row_tokens = config.batching.row_buckets or (), config.batching.row_tokens
   if len(set(buckets)) > packing.MOST_SHAPES:
     yield (
@@ -63,9 +63,9 @@ def plan(config: Config, *, cost: packing.Cost, replicas: int) -> tuple[packing.
   """Returns the shapes of the update, at most three.
 
   Args:
-    config: of the run, and valid.
-    cost: of a microbatch of its model; see `models.operations`.
-    replicas: over which the rows of a microbatch are split.
+    config: Config of the run, already validated.
+    cost: Cost of a microbatch of its model; see `models.operations`.
+    replicas: Number of replicas over which the rows of a microbatch are split.
   """
   options = config.batching
   return packing.plan(

@@ -1,12 +1,13 @@
-"""Compiles programs ahead in threads, and follows what XLA compiles, and when.
+"""Compiles programs ahead in threads, and watches what XLA compiles, and when.
 
-Nothing else of a run moves while it compiles. A run therefore compiles what it will need before
-its first step, several programs at a time, and says so if anything is compiled later.
+A run makes no progress while it compiles. It therefore compiles what it will need before its first
+step, several programs at a time, and reports anything that is compiled later.
 """
 
 import concurrent.futures
 import contextlib
 import dataclasses
+import math
 import os
 import threading
 import time
@@ -24,9 +25,9 @@ from grpo_jax.programs import Job
 # between it sends HIT, in the same thread, if the program was read from the cache on disk.
 EVENT = "/jax/core/compile/backend_compile_duration"
 HIT = "/jax/compilation_cache/cache_hits"
-SLOW_S = 1.0  # a compilation that takes longer is worth a word.
-PATIENCE_S = 5.0  # and one that takes this long is worth a line that stays.
-POLL_S = 0.2  # between two looks at whether the run is to end.
+SLOW_S = 1.0  # a compilation that takes longer is shown in the progress bar.
+PATIENCE_S = 5.0  # a compilation that takes longer is explained by a printed line.
+POLL_S = 0.2  # between two checks of whether the run is to end.
 MEMORY_OF_ONE = 2 << 30  # bytes of host memory that the compilation of a large program may take.
 
 # (description, total) → a context that gives advance(count=1); see `console.Screen.progress`.
@@ -35,12 +36,19 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[..., None]]]
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-  """What XLA was asked for once."""
+  """One compilation by XLA, or one program read from the cache.
 
-  name: str  # of the function.
+  Attributes:
+    name: Name of the function.
+    seconds: Seconds that it took.
+    is_kept: Whether the program was read from the cache on disk instead of compiled.
+    job: Name of the job that asked for it; "": an ordinary call.
+  """
+
+  name: str
   seconds: float
-  is_kept: bool  # it was read from the cache on disk, and not compiled.
-  job: str = ""  # that asked for it; "": a call.
+  is_kept: bool
+  job: str = ""
 
 
 class Watch:
@@ -50,23 +58,23 @@ class Watch:
     """Makes a watch.
 
     Args:
-      clock: seconds, monotonic.
+      clock: Function that returns monotonic seconds.
     """
     self._clock = clock
     self._lock = threading.Lock()
-    self._began: dict[int, float] = {}  # thread -> when its compilation began.
-    self._named: dict[int, str] = {}  # thread -> the job that it runs.
-    self._hits: set[int] = set()  # threads whose compilation turned out to be a reading.
+    self._began: dict[int, float] = {}  # thread -> start of its compilation.
+    self._named: dict[int, str] = {}  # thread -> name of its job.
+    self._hits: set[int] = set()  # threads whose program was found in the cache.
     self._done: list[Compilation] = []
     self._patience: dict[int, threading.Timer] = {}
-    self._tell: Callable[[str], None] | None = None  # None: said already, or nobody listens.
+    self._tell: Callable[[str], None] | None = None  # None: reported already, or not listening.
 
   @contextlib.contextmanager
   def listening(self, tell: Callable[[str], None]) -> Iterator[None]:
-    """Follows what JAX compiles within the block.
+    """Watches what JAX compiles within the block.
 
     Args:
-      tell: is called with one line, once, when a compilation takes longer than PATIENCE_S.
+      tell: Function called once, with one line, when a compilation takes longer than PATIENCE_S.
     """
     self._tell = tell
     jax.monitoring.register_scalar_listener(self._begin)
@@ -87,9 +95,9 @@ class Watch:
         self._hits.clear()
 
   def note(self) -> str:
-    """Returns "compiling, 12 s" if a compilation has been under way for a second, or "".
+    """Returns "compiling, 12 s" if a compilation has been running for a second, else "".
 
-    A job's name takes the place of "compiling": "update 8 × 1024, 12 s".
+    If a job runs it, its name is used instead of "compiling": "update 8 × 1024, 12 s".
     """
     with self._lock:
       if not self._began:
@@ -157,23 +165,26 @@ class Watch:
     with self._lock:
       tell, self._tell = self._tell, None
     if tell is not None:
-      folder = jax.config.values.get("jax_compilation_cache_dir")
-      kept = f"once: what is compiled is kept in {folder}" if folder else "in every start"
-      tell(f"compiling; nothing else moves meanwhile. This happens {kept}")
+      of_jax = jax.config.values
+      folder = of_jax["jax_compilation_cache_dir"]
+      is_kept = folder and of_jax["jax_enable_compilation_cache"]
+      is_kept = is_kept and math.isfinite(of_jax["jax_persistent_cache_min_compile_time_secs"])
+      kept = f"once: what is compiled is kept in {folder}" if is_kept else "in every start"
+      tell(f"compiling; the run waits for it. This happens {kept}")
 
 
 def metrics(done: Sequence[Compilation]) -> dict[str, float]:
-  """Returns perf/compilations and perf/compile_s; what was read from the cache does not count."""
+  """Returns perf/compilations and perf/compile_s; programs read from the cache do not count."""
   compiled = [one.seconds for one in done if not one.is_kept]
   return {"perf/compilations": float(len(compiled)), "perf/compile_s": sum(compiled)}
 
 
 def late_line(when: str, done: Sequence[Compilation]) -> str:
-  """Returns what is to be said of compilations after the first step; "" if there were none.
+  """Returns the report of compilations after the first step; "" if there were none.
 
   Args:
-    when: they were made: "step 3".
-    done: what was compiled, or read from the cache.
+    when: Time of the compilations, such as "step 3".
+    done: Programs that were compiled or read from the cache.
   """
   compiled = [one for one in done if not one.is_kept]
   if not compiled:
@@ -195,12 +206,12 @@ class Ahead:
   """
 
   def __init__(self, jobs: Sequence[Job], watch: Watch, *, threads: int | None = None):
-    """Begins to compile.
+    """Starts to compile.
 
     Args:
-      jobs: the ones that take longest first.
-      watch: is told the names of the jobs that run.
-      threads: that compile side by side; None: as the cores and the free memory allow.
+      jobs: Compilations, the longest ones first.
+      watch: Watch that is given the names of the running jobs.
+      threads: Number of threads that compile at the same time; None: see `threads_for`.
     """
     self._count = len(jobs)
     self._watch = watch
@@ -213,22 +224,22 @@ class Ahead:
     return self
 
   def __exit__(self, *_: object) -> None:
-    """Gives up what has not begun; does not wait for the rest."""
+    """Cancels jobs that have not started; does not wait for the others."""
     self._pool.shutdown(wait=False, cancel_futures=True)
 
   def wait(
     self, progress: Progress, *, tell: Callable[[str], None] = lambda line: None, stop: Any = False
   ) -> None:
-    """Waits until everything is compiled, behind a bar of progress; then says how long it took.
+    """Waits with a progress bar until everything is compiled, then reports how long it took.
 
     Args:
-      progress: shows the bar.
-      tell: is given one line at the end.
-      stop: becomes true when the run is asked to end.
+      progress: Function that shows the progress bar.
+      tell: Function called with one line at the end.
+      stop: Flag that becomes true when the run is asked to end.
 
     Raises:
-      Stopped: the run is asked to end.
-      CompilationError: a program cannot be compiled; the others are given up.
+      Stopped: The run is asked to end.
+      CompilationError: A program cannot be compiled; jobs that have not started are cancelled.
     """
     if not self._count:
       return
@@ -249,10 +260,10 @@ class Ahead:
 
 
 def threads_for(jobs: int) -> int:
-  """Returns how many programs are compiled side by side: as cores and free memory allow.
+  """Returns how many programs to compile at the same time, by cores and free memory.
 
   Args:
-    jobs: to be compiled.
+    jobs: Number of programs to compile.
   """
   free = host_memory.available_bytes()
   by_memory = jobs if free is None else free // MEMORY_OF_ONE

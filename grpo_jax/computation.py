@@ -1,7 +1,7 @@
-"""The programs of a run, made from its config, and what of them is compiled before the first step.
+"""The programs of a run, made from its config, and the list of those to compile ahead.
 
 Nothing here needs weights: shapes, dtypes and shardings follow from the config, the model's
-config.json and the mesh, so that programs are compiled while the weights are read.
+config.json and the mesh, so programs can be compiled while the weights are read.
 """
 
 import dataclasses
@@ -35,43 +35,60 @@ from grpo_jax.types import Batch, TrainState
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
 Config = Any
 
-# Sizes of recorded groups, whose largest is not known; larger ones are compiled when they come.
+# Sizes of recorded groups, whose maximum is unknown; larger groups compile when they appear.
 _RECORDED_WIDTHS = (2, 4, 8, 16, 32, 64)
 
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-  """The programs of a run; made by `make`."""
+  """The programs of a run; made by `make`.
+
+  Attributes:
+    config: Config of the run.
+    model: Sizes of the model.
+    mesh: Mesh of the devices.
+    shardings: Shardings of the parameters.
+    tx: The optimizer.
+    objective: The loss.
+    estimator: Estimator of the advantages.
+    shapes: Shapes that microbatches may have.
+    cost: Cost by which the shapes of a step are chosen.
+    update: The training step.
+    score: A `train_step.Scorer`.
+    watch: A `train_step.Watcher`.
+    initialize: Program (parameters) → state of the optimizer.
+    copy: Program (parameters) → a copy of them.
+  """
 
   config: Config
   model: ModelConfig
   mesh: Mesh
-  shardings: Any  # of the parameters.
+  shardings: Any
   tx: optax.GradientTransformation
   objective: objectives.Objective
   estimator: estimators.Estimator
-  shapes: tuple[packing.Shape, ...]  # those that microbatches may have.
-  cost: packing.Cost  # by which the shapes of a step are chosen.
+  shapes: tuple[packing.Shape, ...]
+  cost: packing.Cost
   update: train_step.Update
-  score: Program  # a `train_step.Scorer`.
-  watch: Program  # a `train_step.Watcher`.
-  initialize: Program  # parameters → state of the optimizer.
-  copy: Program  # parameters → the same, in arrays of their own.
+  score: Program
+  watch: Program
+  initialize: Program
+  copy: Program
 
   @property
   def state(self) -> TrainState:
-    """Shapes, dtypes and shardings of what training changes."""
+    """Shapes, dtypes and shardings of the training state."""
     return train_step.shapes_of_state(_shapes(self.model), self.tx, self.shardings)
 
   @property
   def needs_old(self) -> bool:
-    """Whether old logprobs are scored; by the config, so that every step has equal programs."""
+    """Whether old logprobs are scored. It depends on the config only: all steps run alike."""
     learn, loss = self.config.learn, self.objective.options
     updates = learn.epochs * learn.minibatches
     return self.objective.needs_old and (updates > 1 or loss.kl_in_reward)
 
   def jobs(self) -> list[Job]:
-    """Returns what is to be compiled before the first step, the longest compilations first."""
+    """Returns the compilations to make before the first step, the longest first."""
     config, state = self.config, self.state
     bare = self._batches()
     has_ref = self.objective.needs_ref
@@ -93,7 +110,7 @@ class Computation:
     return found + self._credit_jobs()
 
   def _batches(self, *, has_old: bool = False, has_ref: bool = False) -> dict[str, Batch]:
-    """Returns batches of all shapes, without arrays, by their description."""
+    """Returns shapes, dtypes and shardings of a batch of every shape, by its description."""
     rows = sharding.of_rows(self.mesh)
     return {
       f"{shape.rows} × {shape.row_tokens} ({shape.loss_tokens})": layout.described(
@@ -170,7 +187,7 @@ def make(
 
 
 def _copier(shardings: Any) -> Program:
-  """Returns the function from parameters to the same in arrays of their own."""
+  """Returns the program that copies the parameters."""
 
   def copy(params: Any) -> Any:
     return jax.tree.map(jnp.copy, params)
@@ -182,7 +199,7 @@ def _copier(shardings: Any) -> Program:
 def takes_one_sweep(config: Config, objective: objectives.Objective) -> bool:
   """Returns whether the update finds the head's gradients in the sweep that computes the loss.
 
-  A named implementation of the two passes is what runs.
+  It does not if `model.logprobs` names an implementation, which makes two passes.
   """
   is_one_step = config.learn.epochs * config.learn.minibatches == 1
   is_free = config.model.logprobs is None
@@ -190,7 +207,7 @@ def takes_one_sweep(config: Config, objective: objectives.Objective) -> bool:
 
 
 def widths_of(config: Config) -> Sequence[int]:
-  """Returns the sizes of groups that advantages are compiled for."""
+  """Returns the group sizes for which advantages are compiled."""
   if not offline_building.is_offline(config):
     return (config.rollout.group_size,)
   most = config.offline.group_size
@@ -198,12 +215,12 @@ def widths_of(config: Config) -> Sequence[int]:
 
 
 def room_of(config: Config) -> tuple[int, int]:
-  """Returns the groups of a step, and the places of a group; see `credit.advantages_of`."""
+  """Returns the number of groups of a step and of places of a group; see `credit`."""
   return config.rollout.prompts_per_step, widths_of(config)[0]
 
 
 def shardings_of(model: ModelConfig, mesh: Mesh) -> Any:
-  """Returns where each parameter lies."""
+  """Returns the sharding of each parameter."""
   axes = transformer.logical_axes(model)
   return sharding.param_shardings(axes, mesh, shapes=leaves.tree(model))
 

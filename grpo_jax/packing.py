@@ -1,7 +1,7 @@
-"""The shapes that microbatches may have, and which completions stand in which row. Pure.
+"""The shapes that microbatches may have, and which completions go into which row. Pure.
 
-The shapes of a run are planned once, by `plan`, from the numbers of its configuration; `pack` lays
-every batch out in these and in no others, so that a run compiles a known set of programs. Only
+`plan` chooses the shapes of a run once, from the numbers of its configuration. `pack` lays every
+batch out in these shapes and in no others, so that a run compiles a known set of programs. Only
 sizes are read here, so the result depends on nothing but the arguments.
 """
 
@@ -13,22 +13,22 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 
-MOST_SHAPES = 3  # of a run: each takes a compilation.
+MOST_SHAPES = 3  # each shape takes a compilation.
 
-# Longer rows have longer blocks of queries in attention, whose scores take more memory.
+# Attention in longer rows has longer blocks of queries, whose scores take more memory.
 LONGEST_BY_CHOICE = 4096
 # Queries that attention computes at once, as in `models.layers.packed_attention`.
 _BLOCK, _MOST_BLOCKS = 256, 16
 
-_LEAST_PLACES = 128  # of a microbatch: with fewer, reading the weights takes most of its time.
-_TRIED_GROUPS = 16  # the largest ones, of which one is split to fill a row.
-_TRIED_REMAINDERS = 48  # combinations of shapes for what does not fill a whole microbatch.
-_SAMPLE_GROUPS = 8  # by which row lengths are compared.
+_LEAST_PLACES = 128  # a smaller microbatch spends most of its time reading the weights.
+_TRIED_GROUPS = 16  # the largest groups that are tried when one is split to fill a row.
+_TRIED_REMAINDERS = 48  # combinations of shapes tried for what does not fill a whole microbatch.
+_SAMPLE_GROUPS = 8  # groups on which row lengths are compared.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-  """Shape of a microbatch: B rows of T tokens, at most N of which are learned from."""
+  """Shape of a microbatch: B rows of T tokens, with at most N loss tokens in each row."""
 
   rows: int
   row_tokens: int
@@ -36,7 +36,7 @@ class Shape:
 
   @property
   def places(self) -> int:
-    """B · T."""
+    """Number of tokens that the microbatch has room for, B · T."""
     return self.rows * self.row_tokens
 
 
@@ -47,10 +47,11 @@ class Cost:
   Attributes:
     place: Operations of the layers' products for one place of a row.
     pair: Operations of attention for one pair of a query and a key.
-    pair_of_short: The same in rows of a single block, whose scores are computed once less.
+    pair_of_short: Operations of attention for one pair in rows of a single block, whose scores are
+      computed one time fewer.
     loss_place: Operations of the head for one of the N places of a row.
-    microbatch: Operations that every microbatch costs, whatever its shape, to read the weights and
-      to add the gradients.
+    microbatch: Operations to which reading the weights and adding the gradients are equivalent;
+      every microbatch costs them, whatever its shape.
   """
 
   place: float = 1.0
@@ -70,7 +71,7 @@ class Cost:
     return shape.rows * self.of_row(shape.row_tokens, shape.loss_tokens) + self.microbatch
 
 
-PLACES = Cost()  # counts places only.
+PLACES = Cost()  # counts nothing but places.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,11 +79,11 @@ class Load:
   """The most that an optimizer step may hold, by the numbers of a configuration.
 
   Attributes:
-    prompt: Tokens of a prompt.
-    completion: Tokens of a completion.
-    longest: Tokens of a prompt together with a completion of it.
-    group: Completions of a prompt.
-    groups: Prompts of an optimizer step.
+    prompt: Largest number of tokens of a prompt.
+    completion: Largest number of tokens of a completion.
+    longest: Largest number of tokens of a prompt and one of its completions together.
+    group: Number of completions of a prompt.
+    groups: Number of prompts of an optimizer step.
   """
 
   prompt: int
@@ -94,20 +95,20 @@ class Load:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sizes:
-  """Tokens of a prompt, and of each completion that stands after it."""
+  """Number of tokens of a prompt and of each of its completions."""
 
   prompt: int
   completions: tuple[int, ...]
 
   @property
   def total(self) -> int:
-    """Tokens if the prompt stands once."""
+    """Number of tokens if the prompt is stored once."""
     return self.prompt + sum(self.completions)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-  """What stands together in a row: a prompt, and some of its completions, by their indices."""
+  """A prompt with some of its completions, which share it in a row; all by their indices."""
 
   group: int
   completions: tuple[int, ...]
@@ -118,7 +119,7 @@ Row = tuple[Piece, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Packed:
-  """A microbatch: at most `shape.rows` rows; the others are padding."""
+  """A microbatch of at most `shape.rows` rows; missing rows are padding."""
 
   shape: Shape
   rows: tuple[Row, ...]
@@ -127,7 +128,7 @@ class Packed:
 def pairs(row_tokens: int) -> int:
   """Returns how many pairs of query and key attention computes in a row of T tokens.
 
-  Blocks of queries see the keys up to their own end, whatever the mask says.
+  Each block of queries is multiplied with all keys up to the block's end, whatever the mask says.
   """
   block = max(_BLOCK, -(-row_tokens // _MOST_BLOCKS))
   stops = [min(start + block, row_tokens) for start in range(0, row_tokens, block)]
@@ -140,27 +141,29 @@ def pack(
 ) -> list[Packed]:
   """Lays the completions of an optimizer step out in microbatches of the given shapes.
 
-  Rows are filled one after another: with the largest groups that fit, and where none fits, with a
-  part of one. Whole microbatches have one shape; what is left over goes into the cheapest
-  combination of shapes that holds it. This is tried with each shape, and the cheapest result wins.
+  Rows are filled one after another with the largest groups that fit. If no group fits, part of one
+  is taken. Full microbatches all have the same shape; the rest goes into the cheapest combination
+  of shapes that holds it. This is tried with each shape, and the cheapest result wins.
 
   Args:
     groups: Sizes of the groups; a group without completions takes no place.
     shapes: Shapes that microbatches may have.
     cost: Cost of a microbatch by its shape.
-    one_piece: Whether a row holds a single piece.
+    one_piece: Whether every row holds a single piece.
 
   Raises:
-    ValueError: A completion with its prompt fits in no row, or a shape has fewer loss places than
-      row places.
+    ValueError: A completion with its prompt does not fit in any row, or a shape has fewer loss
+      places than row places.
   """
   longest = max((g.prompt + max(g.completions) for g in groups if g.completions), default=0)
   bulks = [shape for shape in shapes if shape.row_tokens >= longest]
   if not bulks:
     lengths = tuple(shape.row_tokens for shape in shapes)
-    raise ValueError(f"no row of {lengths} tokens holds a prompt with its completion of {longest}")
+    raise ValueError(
+      f"a prompt with its completion has {longest} tokens, but rows have {lengths} tokens"
+    )
   if any(shape.loss_tokens < shape.row_tokens for shape in shapes):
-    raise ValueError(f"loss_tokens must be row_tokens in every shape, got {tuple(shapes)}")
+    raise ValueError(f"loss_tokens must be at least row_tokens in every shape: {tuple(shapes)}")
   if not longest:
     return []
   tokens = sum(group.total for group in groups if group.completions)
@@ -188,19 +191,20 @@ def plan(
 ) -> tuple[Shape, ...]:
   """Returns the shapes that a run may use, at most three, the largest first.
 
-  The first takes as many places as `microbatch_tokens` allows, or as a step of moderate lengths
-  fills. Its row length is the one with which groups at the limits and moderate ones cost least. The
-  others have about a quarter and a sixteenth of its places, for what does not fill a whole
-  microbatch. The second holds whatever the first does, where the first is larger than that.
+  The first shape has as many places as `microbatch_tokens` allows, or as a step of moderate lengths
+  fills. Its row length is the one at which groups at the limits and moderate groups cost least. The
+  other shapes have about a quarter and a sixteenth of its places, for what does not fill a whole
+  microbatch. If the first shape is larger than the longest prompt with a completion, the second
+  shape has room for that too.
 
   Args:
     load: The most that an optimizer step may hold.
     cost: Cost of a microbatch by its shape.
-    row_tokens: Length of the longest row. None: rows are as long as is cheapest, and longer than
-      `LONGEST_BY_CHOICE` only if a prompt with one completion is.
-    row_buckets: Row lengths to choose from; None: any.
-    microbatch_tokens: Most places of a microbatch on each replica; one row is always allowed. None:
-      as many as a step at the limits needs.
+    row_tokens: Length of the longest row in tokens. None: the cheapest length, which exceeds
+      `LONGEST_BY_CHOICE` only if a prompt with one completion does.
+    row_buckets: Row lengths to choose from; None: any length.
+    microbatch_tokens: Largest number of places of a microbatch on each replica; one row is always
+      allowed. None: as many as a step at the limits needs.
     rows_multiple: Number of replicas over which rows are split.
     share_prefixes: Whether completions of a group may share a prompt in a row.
     pack: Whether a row may hold several pieces.
@@ -221,7 +225,7 @@ def plan(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Planner:
-  """The arguments of `plan`, and the steps of its choice."""
+  """The arguments of `plan`, and the steps by which it chooses."""
 
   load: Load
   cost: Cost
@@ -231,7 +235,7 @@ class _Planner:
   pack: bool
 
   def of_choice(self, row_tokens: int | None) -> tuple[Shape, ...]:
-    """Returns the plan with the cheapest row length up to `row_tokens`."""
+    """Returns the shapes with the cheapest row length up to `row_tokens`."""
     longest = self.load.longest if row_tokens is None else min(self.load.longest, row_tokens)
     full = self._cheapest(self._lengths(longest, row_tokens), longest)
     sizes = self._smaller(full.places // self.rows_multiple, longest)
@@ -239,7 +243,7 @@ class _Planner:
     return _distinct(shapes)
 
   def of_buckets(self, lengths: Sequence[int], row_tokens: int | None) -> tuple[Shape, ...]:
-    """Returns a plan with rows of these lengths only: all of them, and then smaller shapes."""
+    """Returns a shape for each of these row lengths, then smaller shapes of the first length."""
     limit = min(lengths[-1], row_tokens or lengths[-1])
     longest = min(self.load.longest, limit)
     full = self._cheapest([length for length in lengths if length >= longest], longest)
@@ -252,7 +256,7 @@ class _Planner:
     return _distinct(shapes)
 
   def _lengths(self, longest: int, row_tokens: int | None) -> list[int]:
-    """Returns the row lengths to choose from, each of which holds `longest`."""
+    """Returns the row lengths to choose from; each has room for `longest` tokens."""
     prompt, completion = self._limits(longest)
     held = [prompt + count * completion for count in range(1, self._group + 1)]
     most = self._most_places(longest)
@@ -264,7 +268,7 @@ class _Planner:
     return sorted(length for length in found if shortest <= length <= highest)
 
   def _cheapest(self, lengths: Sequence[int], longest: int) -> Shape:
-    """Returns the full shape with which what is likely costs least."""
+    """Returns the full shape with which the samples of groups cost least."""
     shapes = [self._full(length, longest) for length in lengths]
     if len(shapes) == 1:
       return shapes[0]
@@ -276,14 +280,14 @@ class _Planner:
     return shapes[relative.index(min(relative))]
 
   def _likely(self, shape: Shape, sample: Sequence[Sizes]) -> float:
-    """Returns what a sample of groups costs in microbatches that are all full."""
+    """Returns the cost of a sample of groups in microbatches that are all full."""
     rows = _rows(sample, shape.row_tokens, not self.pack)
-    # The last row counts as far as it is filled: a step has many more groups than a sample.
+    # The last row counts by its filled share: a step has many more groups than the sample.
     filled = len(rows) - 1 + _tokens(sample, rows[-1:]) / shape.row_tokens
     return filled * self.cost.of(shape) / shape.rows
 
   def _full(self, length: int, longest: int) -> Shape:
-    """Returns the largest microbatch with rows of a length."""
+    """Returns the largest microbatch with rows of this length."""
     rows = len(_rows(self._expected(longest), length, not self.pack))
     needed = math.ceil(rows * self.load.groups / _SAMPLE_GROUPS / self.rows_multiple)
     if self.microbatch_tokens is not None:
@@ -291,13 +295,13 @@ class _Planner:
     return self._rows(max(1, needed), length)
 
   def _smaller(self, full: int, longest: int) -> tuple[int, int]:
-    """Returns the places, on each replica, of the second and the third shape."""
-    third = max(full // 16, _LEAST_PLACES)
+    """Returns how many places the second and the third shape have on each replica."""
+    third = min(full, max(full // 16, _LEAST_PLACES))
     second = math.isqrt(full * third)
     return (longest if second < longest and _rounded(longest) < full else second), third
 
   def _shape(self, length: int, places: int) -> Shape:
-    """Returns a shape of so many places on each replica: rows of a length, or one shorter row."""
+    """Returns a shape with about `places` on each replica: whole rows, or one shorter row."""
     if places >= length or not self.pack:
       return self._rows(max(1, places // length), length)
     return self._rows(1, min(_rounded(places), length))
@@ -306,13 +310,13 @@ class _Planner:
     return Shape(rows * self.rows_multiple, length, length)
 
   def _most_places(self, longest: int) -> int:
-    """Returns the most places of a microbatch on each replica."""
+    """Returns the largest number of places that a microbatch may have on each replica."""
     tokens = sum(group.total for group in self._expected(longest))
     most = math.ceil(tokens * self.load.groups / _SAMPLE_GROUPS / self.rows_multiple)
     return max(longest, min(most, self.microbatch_tokens or most))
 
   def _expected(self, longest: int) -> list[Sizes]:
-    """Returns groups that the first shape should hold together; more take more microbatches."""
+    """Returns the groups from which the size of the first shape follows."""
     at_limits, moderate = self._samples(longest)
     return at_limits if self.microbatch_tokens is None else moderate
 
@@ -321,12 +325,12 @@ class _Planner:
     return self.load.group if self.share_prefixes else 1
 
   def _limits(self, longest: int) -> tuple[int, int]:
-    """Returns tokens of prompt and completion that are as long as they can be together."""
+    """Returns the lengths of a prompt and a completion that together have `longest` tokens."""
     prompt = min(self.load.prompt, max(longest - self.load.completion, longest // 2))
     return prompt, min(self.load.completion, longest - prompt)
 
   def _samples(self, longest: int) -> tuple[list[Sizes], list[Sizes]]:
-    """Returns groups at the limits, and ones with short prompts and completions of all lengths."""
+    """Returns groups at the limits, and groups with short prompts and various completions."""
     prompt, completion = self._limits(longest)
     at_limits = Sizes(prompt, (completion,) * self._group)
     spread = [max(1, completion * (i + 1) // (self._group + 1)) for i in range(self._group)]
@@ -341,7 +345,7 @@ def _distinct(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
 
 
 def _rounded(length: int, *, down: bool = False) -> int:
-  """Returns a row length that is a round number."""
+  """Returns a length rounded to a multiple of 32, or of 128 from 1024 on; up by default."""
   step = 32 if length < 1024 else 128
   return max(step, (length // step if down else -(-length // step)) * step)
 
@@ -353,7 +357,7 @@ def _total(packed: Sequence[Packed], cost: Cost) -> float:
 def _mostly(
   bulk: Shape, groups: Sequence[Sizes], shapes: Sequence[Shape], cost: Cost, one_piece: bool
 ) -> list[Packed]:
-  """Packs into microbatches of one shape, and what is left as cheaply as any shapes allow."""
+  """Packs into full microbatches of shape `bulk`, and the rest as cheaply as all shapes allow."""
   rows = _rows(groups, bulk.row_tokens, one_piece)
   whole = (len(rows) - 1) // bulk.rows * bulk.rows
   made = [Packed(bulk, tuple(rows[i : i + bulk.rows])) for i in range(0, whole, bulk.rows)]
@@ -368,9 +372,9 @@ def _mostly(
 def _combinations(
   tokens: int, bulk: Shape, shapes: Sequence[Shape], cost: Cost
 ) -> Iterator[tuple[Shape, ...]]:
-  """Yields shapes that together have places for so many tokens, the cheapest first.
+  """Yields combinations of shapes that have room for `tokens`, the cheapest first.
 
-  All are cheaper than one microbatch of `bulk`.
+  Each is cheaper than one microbatch of shape `bulk`.
   """
   most, costs = cost.of(bulk), [cost.of(shape) for shape in shapes]
   places, found = [shape.places for shape in shapes], []
@@ -385,7 +389,7 @@ def _combinations(
 def _held(
   groups: Sequence[Sizes], rows: Sequence[Row], shapes: Sequence[Shape], one_piece: bool
 ) -> list[Packed] | None:
-  """Packs what stands in some rows into exactly these microbatches; None if it does not fit."""
+  """Packs the content of some rows into these microbatches; returns None if it does not fit."""
   pool = _Pool(groups, rows)
   made = []
   for shape in sorted(shapes, key=lambda shape: (-shape.row_tokens, -shape.rows)):
@@ -400,28 +404,28 @@ def _held(
 
 
 def _rows(groups: Sequence[Sizes], length: int, one_piece: bool) -> list[Row]:
-  """Packs into as many rows of a length as it takes."""
+  """Packs into as many rows of one length as are needed."""
   pool = _Pool(groups)
   rows = []
   while pool:
     row = pool.fill(length, one_piece)
-    assert row, f"a row of {length} tokens holds nothing of what is left"
+    assert row, f"nothing that is left fits in a row of {length} tokens"
     rows.append(row)
   return rows
 
 
 def _tokens(groups: Sequence[Sizes], rows: Sequence[Row]) -> int:
-  """Returns the tokens of rows if no prompt stood twice."""
+  """Returns the number of tokens in some rows if each prompt were stored once."""
   pieces = [piece for row in rows for piece in row]
   prompts = sum(groups[g].prompt for g in {piece.group for piece in pieces})
   return prompts + sum(groups[p.group].completions[i] for p in pieces for i in p.completions)
 
 
 class _Pool:
-  """The completions that stand in no row yet, by group."""
+  """The completions that are not in a row yet, by group."""
 
   def __init__(self, groups: Sequence[Sizes], rows: Sequence[Row] | None = None):
-    """Holds what the groups have, or only what stands in some rows."""
+    """Makes a pool of all completions of the groups, or only of those in some rows."""
     self._groups = groups
     self._left: dict[int, list[int]] = {}
     if rows is None:
@@ -436,7 +440,7 @@ class _Pool:
     return bool(self._left)
 
   def fill(self, room: int, one_piece: bool) -> Row:
-    """Takes out what fills a row of `room` tokens; nothing if nothing fits."""
+    """Takes out the pieces of one row of `room` tokens; returns () if nothing fits."""
     row: list[Piece] = []
     while self._sizes:
       at = bisect.bisect_right(self._sizes, (room, 1)) - 1
@@ -451,12 +455,12 @@ class _Pool:
     return tuple(row)
 
   def _whole(self, at: int) -> Piece:
-    """Takes out all that is left of a group."""
+    """Takes out all remaining completions of the group at index `at` of the sizes."""
     _, negative = self._sizes.pop(at)
     return Piece(-negative, tuple(sorted(self._left.pop(-negative))))
 
   def _part(self, room: int) -> Piece | None:
-    """Takes those completions out of one group that fill the room best; each fits in no whole."""
+    """Takes out completions of one group that fill the room best; no whole group fits."""
     best: tuple[int, int, list[int]] | None = None
     for at in range(len(self._sizes) - 1, max(-1, len(self._sizes) - 1 - _TRIED_GROUPS), -1):
       g = -self._sizes[at][1]
@@ -480,14 +484,14 @@ class _Pool:
     return group.prompt + sum(group.completions[i] for i in self._left[g])
 
   def _ordered(self, g: int, left: Sequence[int]) -> list[int]:
-    """Returns completions, the longest first."""
+    """Returns the completions in descending order of length."""
     return sorted(left, key=lambda i: (-self._groups[g].completions[i], i))
 
 
 def _fullest(sizes: Sequence[int], room: int) -> list[int]:
-  """Returns the indices of sizes whose sum is the largest that is not above `room`.
+  """Returns the indices of the sizes with the largest sum of at most `room`.
 
-  Bit s of `reachable` says that some of the sizes add up to s.
+  Bit s of `reachable` is set if some of the sizes add up to s.
   """
   if room <= 0:
     return []

@@ -1,13 +1,14 @@
 """Programs that can be compiled before they are called: a jitted function and its executables.
 
-A run knows from its config which shapes its programs will see. Each part says so by jobs:
+A run knows from its config which shapes its programs will see. Each part returns them as jobs:
 
     update = Program(jax.jit(function, donate_argnames="params"), name="update")
     jobs = [update.job(params, batch) for batch in ...]  # shapes, dtypes and shardings only
-    compiling.ahead(jobs)                                # in parallel, with a bar of progress
+    with compiling.Ahead(jobs, watch) as ahead:          # in parallel
+      ahead.wait(screen.progress)                        # with a progress bar
     update(params, batch)                                # compiles nothing
 
-A call whose arguments fit no executable compiles as `jax.jit` does.
+A call whose arguments do not fit an executable compiles as `jax.jit` does.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ class CompilationError(ExpectedFailure, RuntimeError):
 
 
 class OutOfMemory(CompilationError, MemoryError):
-  """A program needs more memory than there is."""
+  """A program needs more memory than is available."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +37,9 @@ class Job:
   """One compilation, to be run in a thread of a pool.
 
   Attributes:
-    name: of the program and its shapes, for whoever watches.
-    run: compiles, keeps the executable where calls find it, and returns it.
-    remedy: what to do if memory is short: "lower engine.max_rows"; "" if nothing can be done.
+    name: Name of the program and of its shapes, shown to the user.
+    run: Function that compiles, stores the executable for later calls, and returns it.
+    remedy: Advice if memory is short, such as "lower engine.max_rows"; "": no advice.
   """
 
   name: str
@@ -49,7 +50,7 @@ class Job:
     """Compiles.
 
     Raises:
-      CompilationError: XLA refuses; names the program and its shapes.
+      CompilationError: The compilation failed; the message names the program and its shapes.
     """
     try:
       self.run()
@@ -58,20 +59,20 @@ class Job:
 
 
 class Program:
-  """A jitted function that holds executables which were compiled ahead."""
+  """A jitted function with the executables that were compiled ahead for it."""
 
   def __init__(self, jitted: Any, *, name: str = "", static: Iterable[str] = (), remedy: str = ""):
     """Makes a program without any executable.
 
     Args:
-      jitted: made by `jax.jit`.
-      name: for whoever watches; "": the function's.
-      static: `static_argnames` of `jitted`. They must be given by name, in calls too.
-      remedy: what a user should do if it runs out of memory: "lower engine.max_rows".
+      jitted: Function made by `jax.jit`.
+      name: Name shown to the user; "": the function's name.
+      static: Names of the static arguments of `jitted`, which calls must pass by name.
+      remedy: Advice if memory is short, such as "lower engine.max_rows"; "": no advice.
     """
     self.jitted = jitted
     self._static = frozenset(static)
-    # What arguments are like → the executables for them, each with where its arguments lie.
+    # Kinds of arguments → the executables for them, each with the shardings of its arguments.
     self._executables: dict[Any, list[tuple[Any, list[Any]]]] = {}
     self.name = name or jitted.__name__
     self.remedy = remedy
@@ -80,7 +81,7 @@ class Program:
     """Computes with the executable that fits, or compiles.
 
     Raises:
-      OutOfMemory: there is not enough memory to compile, or to begin.
+      OutOfMemory: There is not enough memory to compile or to start the program.
     """
     try:
       found = self._executable(arguments, named)
@@ -104,11 +105,10 @@ class Program:
     """Describes a compilation.
 
     Args:
-      *arguments: as of a call, with `jax.ShapeDtypeStruct`s in place of arrays. One without a
-        sharding stands for a NumPy array, or for one that is bound to no device. Python numbers
-        stand for themselves.
-      detail: of the shapes, for whoever watches: "8 × 1024".
-      **named: likewise.
+      *arguments: Arguments of a call, with `jax.ShapeDtypeStruct`s instead of arrays. One without a
+        sharding describes a NumPy array or an uncommitted one. Python numbers are passed as such.
+      detail: Description of the shapes, such as "8 × 1024".
+      **named: Named arguments of a call, likewise.
     """
 
     def compile_and_keep() -> Any:
@@ -121,7 +121,7 @@ class Program:
     return Job(f"{self.name} {detail}".rstrip(), compile_and_keep, self.remedy)
 
   def _executable(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Returns what was compiled for such arguments; None if nothing was."""
+    """Returns the executable for such arguments; None if there is none."""
     if not self._executables:
       return None
     key, leaves = self._key(arguments, named)
@@ -131,7 +131,7 @@ class Program:
     return None
 
   def _key(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """Returns what an executable depends on but shardings, and the leaves of the arguments."""
+    """Returns all that an executable depends on except shardings, and the arguments' leaves."""
     leaves, tree = jax.tree.flatten((arguments, self._dynamic(named)))
     static = tuple((name, named[name]) for name in sorted(self._static & named.keys()))
     return (static, tree, tuple(map(_kind, leaves))), leaves
@@ -141,12 +141,12 @@ class Program:
 
 
 def explained(error: BaseException, what: str, remedy: str) -> CompilationError:
-  """Returns the error that says in one message what failed, and what to do.
+  """Returns an error whose message says what failed and what to do.
 
   Args:
-    error: of JAX.
-    what: failed, with its shapes: "compiling update 8 × 1024".
-    remedy: against a lack of memory; "" if there is none.
+    error: Error of JAX.
+    what: What failed, with its shapes, such as "compiling update 8 × 1024".
+    remedy: Advice if memory is short; "": no advice.
   """
   reason = " ".join(str(error).split())[:600]
   if is_short_of_memory(error):
@@ -156,16 +156,16 @@ def explained(error: BaseException, what: str, remedy: str) -> CompilationError:
 
 
 def is_short_of_memory(error: BaseException) -> bool:
-  """Returns whether an error of JAX says that memory is not enough."""
+  """Returns whether an error of JAX reports a lack of memory."""
   return isinstance(error, MemoryError) or any(word in str(error) for word in _MEMORY_IS_SHORT)
 
 
 def abstract(tree: Any, sharding: Any = None) -> Any:
-  """Returns shapes and dtypes of a tree, to be given to `Program.job`.
+  """Returns shapes and dtypes of a tree, as arguments of `Program.job`.
 
   Args:
-    tree: of arrays or `jax.ShapeDtypeStruct`s.
-    sharding: of all; None: each keeps its own.
+    tree: Tree of arrays or `jax.ShapeDtypeStruct`s.
+    sharding: Sharding of all leaves; None: each keeps its own.
   """
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(
@@ -176,14 +176,14 @@ def abstract(tree: Any, sharding: Any = None) -> Any:
 
 
 def _kind(leaf: Any) -> Any:
-  """Returns shape, dtype, and whether the dtype gives way to others."""
+  """Returns shape, dtype, and whether the dtype is weak."""
   if isinstance(leaf, bool | int | float | complex):
     return (), np.dtype(jax.dtypes.canonicalize_dtype(type(leaf))), True
   return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)
 
 
 def _lies(leaf: Any, placed: Any) -> bool:
-  """Returns whether an argument lies where an executable wants it, or can be moved there."""
+  """Returns whether an argument has the sharding of an executable, or can be moved to it."""
   if not isinstance(leaf, jax.Array):
     return True
   if isinstance(leaf, Tracer):

@@ -1,16 +1,16 @@
-"""Does an update fit a chip that is not here, and what do its devices send each other?
+"""Predicts whether an update fits a chip that is not here, and what its devices exchange.
 
     python -m scripts.fit --target=v5e:2x4 --model=Qwen2.5-1.5B --shape=8x1024
     python -m scripts.fit --target=h100 --devices=8 --model=FOLDER --tensor=2 --shape=2x4096
     python -m scripts.fit --target=cpu --devices=8 --model=Qwen3-8B --layers=2
 
-The gradients of one microbatch, or the scorer, are compiled for the target; no weight is made, and
-neither a device nor its driver is needed. What is needed is the target's compiler: `make aot`
-makes .venv-aot-h100 and .venv-aot-tpu, and "cpu" works in any environment of the project.
+Compiles the gradients of one microbatch, or the scorer, for the target. No weights are made, and
+neither a device nor its driver is needed, only the target's compiler: `make aot` installs those
+of .venv-aot-h100 and .venv-aot-tpu; "cpu" works in any environment of the project.
 
-A TPU's compiler refuses a program that alone does not fit within a minute, and names the bytes;
-one that fits takes it a few minutes. Exit code 0: it fits; 1: it does not; 2: the arguments are
-wrong.
+A TPU's compiler takes less than a minute to reject a program that does not fit by itself, and
+reports the bytes; a program that fits takes a few minutes. Exit code 0: it fits; 1: it does not
+fit; 2: the arguments are wrong.
 """
 
 import argparse
@@ -53,19 +53,19 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """What is asked about.
+  """The program to compile, and for what.
 
   Attributes:
     target: "h100", a TPU slice such as "v5e:2x4", or "cpu".
-    model: Shapes of the model.
-    mesh: Over the target's devices.
-    rows: Of one device.
-    row_tokens: T.
-    loss_tokens: N, learned from in a row at most.
+    model: Sizes of the model.
+    mesh: Mesh of the target's devices.
+    rows: Rows of a microbatch on each device.
+    row_tokens: Row length T.
+    loss_tokens: Largest number N of loss tokens in a row.
     program: "update" or "scorer".
-    products: How they are computed; placed on the mesh or not.
-    remat: See `transformer.Transformer`.
-    has_reference: Whether a frozen reference is there, too.
+    products: How products are computed, and whether they are placed on the mesh.
+    remat: Activations that the backward pass recomputes; see `transformer.Transformer`.
+    has_reference: Whether the run has a frozen reference too.
   """
 
   target: str
@@ -82,16 +82,16 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-  """What the compiler says; bytes of one device.
+  """The compiler's answer; bytes of one device.
 
   Attributes:
-    state: Arrays of a run between steps: weights, AdamW's two moments, the sum of the gradients
-      and a reference policy.
-    outputs: Gradients of the microbatch, or logprobs.
-    temporaries: Of the program.
-    collectives: Received, by kind; None for a TPU, whose program repeats a collective in every
-      piece of what it overlaps.
-    compile_s: Seconds it took.
+    state: Bytes of the arrays that a run keeps between steps: weights, AdamW's two moments, the sum
+      of the gradients and a reference policy.
+    outputs: Bytes of the program's results: gradients of the microbatch, or logprobs.
+    temporaries: Bytes of the program's temporaries.
+    collectives: Bytes received by kind of collective. None for a TPU, whose program repeats a
+      collective in every piece of what it overlaps.
+    compile_s: Seconds that the compilation took.
   """
 
   state: int
@@ -102,12 +102,12 @@ class Found:
 
   @property
   def peak(self) -> int:
-    """The most that the program and the run's state take together."""
+    """Bytes that the program and the run's state take together."""
     return self.state + self.outputs + self.temporaries
 
 
 def find(case: Case) -> Found:
-  """Compiles a case and reads what its compiler says."""
+  """Compiles a case and reads memory and collectives from the compiler."""
   arguments = (_parameters(case), _batch(case))
   with on_chip(case.mesh.devices.flat[0]):
     lowered = _program(case).lower(*arguments)
@@ -132,7 +132,7 @@ def find(case: Case) -> Found:
 
 
 def refused_bytes(message: str) -> int | None:
-  """Returns the temporaries that a TPU's compiler names where memory is short; None: no such."""
+  """Returns the bytes of temporaries in a TPU's out-of-memory error; None: it is another error."""
   if "RESOURCE_EXHAUSTED" not in message:
     return None
   said = re.search(r"HLO temporaries \(?([\d.]+)([KMG])", message)
@@ -175,13 +175,13 @@ def _shardings(case: Case) -> Any:
 
 
 def _parameters(case: Case) -> Any:
-  """Returns descriptions of the parameters, and where they lie."""
+  """Returns shapes, dtypes and shardings of the parameters."""
   describe = lambda leaf, lies: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=lies)
   return jax.tree.map(describe, leaves.tree(case.model), _shardings(case))
 
 
 def _batch(case: Case) -> dict[str, Any]:
-  """Returns descriptions of the fields of a microbatch."""
+  """Returns shapes, dtypes and shardings of the fields of a microbatch."""
   rows = case.rows * sharding.replicas(case.mesh)
   lies = NamedSharding(case.mesh, PartitionSpec(sharding.ROWS))
   of = lambda length, dtype: jax.ShapeDtypeStruct((rows, length), dtype, sharding=lies)
@@ -197,14 +197,14 @@ def _batch(case: Case) -> dict[str, Any]:
 
 
 def _bytes_of_device(tree: Any) -> int:
-  """Returns the bytes that one device holds of described arrays."""
+  """Returns the bytes of a tree of arrays on one device."""
   return sum(
     math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
   )
 
 
 def table(case: Case, found: Found) -> str:
-  """Returns the answer as lines of text."""
+  """Returns the answer as a table for the terminal."""
   room = targets.usable_bytes(case.target)
   lines = [
     f"a run's arrays between steps {found.state / GIB:8.2f} GiB a device",
@@ -223,7 +223,7 @@ def table(case: Case, found: Found) -> str:
 
 
 def parse(arguments: Sequence[str]) -> Case:
-  """Makes a case of the command line; ends the program with code 2 where it makes no sense."""
+  """Makes a case from the command line; exits with code 2 if the arguments are wrong."""
   parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
   parser.add_argument("--target", required=True, help='"h100", "v5e:2x4", "v6e:2x4" or "cpu"')
   parser.add_argument("--devices", type=int, help="default: one h100 or CPU, all of a slice")
@@ -271,7 +271,7 @@ def parse(arguments: Sequence[str]) -> Case:
 
 @contextlib.contextmanager
 def on_chip(device: Any) -> Iterator[None]:
-  """Lets the code that asks what it runs on hear of the target, not of this machine."""
+  """Makes code that asks for the chip or the backend see the target instead of this machine."""
   chip = choice.chip_of(device)
   of_choice = mock.patch.object(choice, "current_chip", lambda: chip)
   with of_choice, mock.patch.object(jax, "default_backend", lambda: chip.platform):

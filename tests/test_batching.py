@@ -221,7 +221,7 @@ def test_packing_efficiency_is_tokens_per_place():
       [group(2, rollout(1))],
       None,
       {"shapes": (packing.Shape(1, 8, 4),)},
-      "loss_tokens must be row_tokens",
+      "loss_tokens must be at least row_tokens",
     ),
   ],
 )

@@ -83,10 +83,10 @@ def test_a_microbatch_more_must_be_worth_its_own_cost():
   assert [one.shape.row_tokens for one in large] == [64]
 
 
-def test_shapes_that_hold_not_everything_are_refused():
-  with pytest.raises(ValueError, match=r"no row of \(8,\) tokens holds .* of 11"):
+def test_shapes_that_are_too_small_are_refused():
+  with pytest.raises(ValueError, match=r"has 11 tokens, but rows have \(8,\)"):
     packing.pack([Sizes(2, (9,))], (Shape(1, 8, 8),), cost=Cost())
-  with pytest.raises(ValueError, match="loss_tokens must be row_tokens"):
+  with pytest.raises(ValueError, match="loss_tokens must be at least row_tokens"):
     packing.pack([Sizes(2, (2,))], (Shape(1, 8, 4),), cost=Cost())
   assert packing.pack([Sizes(2, ())], (Shape(1, 8, 8),), cost=Cost()) == []
 
@@ -106,6 +106,13 @@ def test_rows_are_no_longer_than_asked():
   for row_tokens in (300, 1000, 1024, 2048):
     shapes = packing.plan(load, cost=COST, row_tokens=row_tokens, microbatch_tokens=8192)
     assert max(shape.row_tokens for shape in shapes) <= row_tokens
+
+
+@pytest.mark.parametrize("limit", [1, 40, 64, 100])
+def test_no_microbatch_is_larger_than_asked(limit):
+  load = Load(prompt=8, completion=24, longest=32, group=8, groups=8)
+  shapes = packing.plan(load, cost=Cost(), microbatch_tokens=limit)
+  assert all(shape.places <= max(limit, 32) for shape in shapes)
 
 
 def test_pairs_by_hand():

@@ -137,19 +137,43 @@ def test_a_run_folder_and_a_model_cache_may_be_shared(tmp_path):
     shared_places.open_lock(tmp_path / ".lock")
 
 
+@pytest.fixture
+def cache_options():
+  """JAX's options of its cache, which are as before after the test."""
+  names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+  before = {name: jax.config.values[name] for name in names}
+  yield
+  for name, value in before.items():
+    jax.config.update(name, value)
+
+
+@pytest.mark.usefixtures("cache_options")
 def test_compiled_programs_are_not_read_from_a_folder_that_others_may_write(
   tmp_path, monkeypatch, caplog
 ):
-  kept = jax.config.values["jax_compilation_cache_dir"]
   monkeypatch.setenv("GRPO_JAX_CACHE", str(tmp_path / "cache"))
-  try:
-    jax.config.update("jax_compilation_cache_dir", None)
-    building._keep_compiled()
-    assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "cache" / "xla")
-    pathlib.Path(tmp_path / "cache" / "xla").chmod(0o777)
-    jax.config.update("jax_compilation_cache_dir", None)
-    building._keep_compiled()
-    assert jax.config.values["jax_compilation_cache_dir"] is None
-    assert "compiled programs are not kept" in caplog.text and "chmod go-w" in caplog.text
-  finally:
-    jax.config.update("jax_compilation_cache_dir", kept)
+  jax.config.update("jax_compilation_cache_dir", None)
+  building._keep_compiled()
+  assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "cache" / "xla")
+  pathlib.Path(tmp_path / "cache" / "xla").chmod(0o777)
+  jax.config.update("jax_compilation_cache_dir", None)
+  building._keep_compiled()
+  assert jax.config.values["jax_compilation_cache_dir"] is None
+  assert "compiled programs are not kept" in caplog.text and "chmod go-w" in caplog.text
+
+
+@pytest.mark.usefixtures("cache_options")
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_cache_that_cannot_be_written_is_reported_once(tmp_path, monkeypatch, caplog, is_there):
+  place = tmp_path if is_there else tmp_path / "file" / "cache"
+  (tmp_path / "file").write_text("")
+
+  def refuse(dir):
+    raise OSError(30, "Read-only file system", dir)
+
+  monkeypatch.setattr(building.tempfile, "TemporaryFile", refuse)
+  jax.config.update("jax_compilation_cache_dir", str(place))
+  building._keep_compiled()
+  assert jax.config.values["jax_compilation_cache_dir"] == (str(place) if is_there else None)
+  assert jax.config.values["jax_persistent_cache_min_compile_time_secs"] == float("inf")
+  assert caplog.text.count("compiled programs are not kept") == 1 and str(place) in caplog.text

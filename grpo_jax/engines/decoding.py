@@ -1,14 +1,13 @@
 """The sampler's computation on the device: prefill of prompts, and a loop of decode steps. Pure.
 
-Few programs serve all requests, so their shapes say how much may be computed, and loops within them
-run as far as there is something to compute: over the pages of the prompts, over the blocks of
-what the rows have sampled.
+A few programs serve all requests. Their shapes bound how much can be computed; loops inside them,
+over the pages of the prompts and over the blocks of sampled tokens, run only as far as needed.
 
-* A prompt's keys and values stand once, in pages, for all the completions that continue it. The
+* The keys and values of a prompt are stored once, in pages, for all completions of the prompt. The
   rows of a prompt form tiles, and each page is multiplied with all queries of its tile at once. A
-  row whose prompt no other row has is a tile of its own.
-* What the rows have sampled stands in a ring: in every step all rows write into the same column,
-  that of the step, so a row of n tokens finds them in the last n columns.
+  row that shares its prompt with no other row is in no tile and reads its pages itself.
+* The keys and values of sampled tokens are stored in a ring. In every step all rows write to the
+  same column, that of the step, so the n tokens of a row are in the last n columns.
 
 The last token of the prompt is the first that a row feeds to the model, so pages hold the prompt
 without it.
@@ -16,8 +15,8 @@ without it.
 Layers are unrolled over per-layer arrays: a scan would copy every layer's weights and cache out
 of the stacked arrays at every token.
 
-Sizes: R rows of the program, of which the ring has at least as many; M blocks of C columns in the
-ring; N pages of T tokens; W pages of the longest prompt; A tiles of G rows.
+Sizes: R rows of the program, at most as many as the ring has; M blocks of C columns in the ring; N
+pages of T tokens; W pages of the longest prompt; A tiles of G rows.
 """
 
 import dataclasses
@@ -28,6 +27,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from grpo_kernels import rounding
 from grpo_kernels.linear_logprobs import reference
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt
@@ -41,13 +41,13 @@ from grpo_jax.models.products import Joined, OutputMajor, Products, joined_name
 
 _MASKED = -1e30
 
-# Of every layer, keys and values: [N K T E] each of the pages; of the ring [M R K E C] and
-# [M R K C E]: products of a single query are sums over columns, quickest in these layouts.
+# Keys and values of every layer. Pages: [N K T E] each. Ring: [M R K E C] and [M R K C E], because
+# products of a single query are sums over columns, which are fastest in these layouts.
 Cache = list[tuple[Array, Array]]
 
-# A softmax over some of the keys: the highest score (`layers.softmax_shift` of it, so that weights
-# are rounded as in one softmax over all keys), Σ exp(score - highest), and
-# Σ exp(score - highest) value, with one more axis.
+# A softmax over some of the keys: the highest score (after `layers.softmax_shift`, so that weights
+# are rounded as in one softmax over all keys), Σ exp(score - highest), and, with one more axis,
+# Σ exp(score - highest) value.
 Partial = tuple[Array, Array, Array]
 
 
@@ -55,7 +55,7 @@ _Class = TypeVar("_Class")
 
 
 def _as_tree(cls: type[_Class]) -> type[_Class]:
-  """Registers a dataclass as a tree; one of descriptions of arrays is put together unchecked."""
+  """Registers a dataclass as a tree; it is unflattened without type checks of its fields."""
   names = list(cls.__annotations__)
 
   def flatten(x):
@@ -74,29 +74,36 @@ def _as_tree(cls: type[_Class]) -> type[_Class]:
 @_as_tree
 @dataclasses.dataclass(frozen=True)
 class Weights:
-  """The parameters as the sampler reads them."""
+  """The parameters as the sampler reads them.
 
-  embed: Float[Array, "V D"]  # the trainer's own array.
-  layers: list[layers.LayerParams]  # kernels in the compute dtype, transposed.
+  Attributes:
+    embed: Embedding; the trainer's own array.
+    layers: Parameters of each layer; kernels are transposed and in the compute dtype.
+    final_norm: Final norm; the trainer's own array.
+    head: Head in the compute dtype; the trainer's own array if that is float32.
+  """
+
+  embed: Float[Array, "V D"]
+  layers: list[layers.LayerParams]
   final_norm: Float[Array, " D"]
-  head: Array  # in the compute dtype; the trainer's own array if that is float32.
+  head: Array
 
 
 @_as_tree
 @dataclasses.dataclass(frozen=True)
 class Rows:
-  """The state of every row between chunks; made again on the host for each."""
+  """The state of every row between chunks; built on the host before each chunk."""
 
-  tokens: Int[Array | np.ndarray, " R"]  # the next to be fed to the model.
-  prompt_lengths: Int[Array | np.ndarray, " R"]  # tokens in the pages of the prompt.
-  pages: Int[Array | np.ndarray, "R W"]  # of the prompt.
-  places: Int[Array | np.ndarray, " R"]  # in the tiles: tile · G + number; -1: in none of them.
-  tile_rows: Int[Array | np.ndarray, "A G"]  # the row at each place.
-  tile_pages: Int[Array | np.ndarray, "A W"]
+  tokens: Int[Array | np.ndarray, " R"]  # next token to feed to the model.
+  prompt_lengths: Int[Array | np.ndarray, " R"]  # tokens in the prompt's pages.
+  pages: Int[Array | np.ndarray, "R W"]  # the prompt's pages.
+  places: Int[Array | np.ndarray, " R"]  # place in the tiles: tile · G + number; -1: in no tile.
+  tile_rows: Int[Array | np.ndarray, "A G"]  # row at each place.
+  tile_pages: Int[Array | np.ndarray, "A W"]  # pages of the tile's prompt.
   tile_lengths: Int[Array | np.ndarray, " A"]  # tokens in these pages.
-  moves: Int[Array | np.ndarray, "R 2"]  # rows to be moved in the ring first, from and to.
-  num_moves: Int[Array | np.ndarray, ""]
-  step: Int[Array | np.ndarray, ""]  # number of the next step, which says its column.
+  moves: Int[Array | np.ndarray, "R 2"]  # (from, to) of rows to move in the ring first.
+  num_moves: Int[Array | np.ndarray, ""]  # number of valid entries of `moves`.
+  step: Int[Array | np.ndarray, ""]  # number of the next step, from which its column follows.
   lengths: Int[Array | np.ndarray, " R"]  # tokens in the ring = tokens sampled so far.
   remaining: Int[Array | np.ndarray, " R"]  # tokens that may still be sampled; 0: the row is idle.
   seeds: UInt[Array | np.ndarray, "R 2"]
@@ -110,7 +117,7 @@ class Rows:
 @_as_tree
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-  """Tokens of prompts that are prefilled at once: one prompt after the other, n in all.
+  """The n tokens that are prefilled at once, one prompt after another.
 
   Only the first prompt may have begun in an earlier chunk.
   """
@@ -118,30 +125,44 @@ class Chunk:
   tokens: Int[Array | np.ndarray, " n"]
   segment_ids: Int[Array | np.ndarray, " n"]  # 1 for the first prompt, then 2, ...; 0 is padding.
   positions: Int[Array | np.ndarray, " n"]
-  pages: Int[Array | np.ndarray, " n"]  # where keys and values go; N for padding.
-  past_pages: Int[Array | np.ndarray, " W"]  # of the first prompt.
+  pages: Int[Array | np.ndarray, " n"]  # page for each token's keys and values; N for padding.
+  past_pages: Int[Array | np.ndarray, " W"]  # pages of the first prompt.
   past: Int[Array | np.ndarray, ""]  # tokens of the first prompt in earlier chunks.
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """What the programs are compiled for, beside shapes; hashable."""
+  """What the programs are compiled for besides shapes; hashable.
+
+  Attributes:
+    config: Sizes of the model.
+    products: How matrix products are computed.
+    chunk: Largest number of decode steps of one call.
+    num_valid: Number of token ids that may be sampled; see `sampling.sample`.
+    report_truncated: Whether logprobs are of the truncated distribution; see `sampling.sample`.
+    group: Number of rows of a tile, G.
+    pages_at_once: Number of pages that one round of the loop over pages reads.
+    mesh: Mesh of the devices; None: one device.
+    head_axis: Mesh axes over which key/value heads are split.
+    row_axes: Mesh axes over which rows are split, if their number is divisible.
+    matmul_precision: Precision of float32 products; see `precision.resolve`.
+  """
 
   config: ModelConfig
   products: Products
-  chunk: int  # decode steps of one call, at most.
-  num_valid: int | None = None  # see `sampling.sample`.
+  chunk: int
+  num_valid: int | None = None
   report_truncated: bool = False
-  group: int = 8  # G, rows of a tile.
-  pages_at_once: int = 1  # read by one round of the loop over pages.
+  group: int = 8
+  pages_at_once: int = 1
   mesh: Mesh | None = None
-  head_axis: Any = None  # mesh axes over which key/value heads are split.
-  row_axes: tuple[str, ...] = ()  # mesh axes over which rows are split, if they can be evenly.
-  matmul_precision: str | None = None  # of float32 products; see `precision.resolve`.
+  head_axis: Any = None
+  row_axes: tuple[str, ...] = ()
+  matmul_precision: str | None = None
 
 
 def split_layers(params: transformer.Params, options: Options) -> Weights:
-  """Makes the per-layer arrays out of the stacked ones, once per change of weights.
+  """Makes the per-layer arrays from the stacked ones, once for every change of weights.
 
   Kernels are rounded to the compute dtype here and not at every token. In float32 the
   embedding, the head and the final norm are the trainer's own arrays and not copies.
@@ -160,8 +181,8 @@ def described(params: Any, options: Options) -> Weights:
   """Returns shapes, dtypes and shardings of what `split_layers` returns.
 
   Args:
-    params: arrays, or `jax.ShapeDtypeStruct`s with shardings.
-    options: of the programs.
+    params: Tree of arrays, or of `jax.ShapeDtypeStruct`s with shardings.
+    options: Options of the programs.
   """
   shapes = jax.eval_shape(lambda params: split_layers(params, options), params)
   dtype = options.products.compute_dtype
@@ -183,11 +204,11 @@ def _unstack(
   """Splits the stacked arrays.
 
   Args:
-    stacked: arrays of all layers.
-    num_layers: how many.
-    dtype: of the kernels.
-    is_joined: write the kernels of q, k, v, and of gate and up, into one array each: fewer and
-      larger products. On a mesh each is split by itself.
+    stacked: Arrays of all layers.
+    num_layers: Number of layers.
+    dtype: Dtype of the kernels.
+    is_joined: Whether the kernels of q, k and v become one array, and those of gate and up another,
+      for fewer and larger products. On a mesh each kernel is split by itself.
   """
 
   def of_layer(x, i):
@@ -239,14 +260,17 @@ def resize(
 def prefill(weights: Weights, cache: Cache, chunk: Chunk, options: Options) -> Cache:
   """Computes keys and values of a chunk of prompts and writes them into their pages.
 
-  Each token is a row of its own: on a mesh they are split as rows of a batch are, weights are
-  gathered, and of what is computed only keys and values, which the pages hold, go to all devices.
+  Each token is a row of its own. On a mesh tokens are split as the rows of a batch are, weights are
+  gathered, and only keys and values go to all devices, because the pages hold them there.
 
   Args:
-    weights: see `split_layers`.
-    cache: the pages.
-    chunk: of prompts less their last token.
-    options: static.
+    weights: Weights made by `split_layers`.
+    cache: The pages.
+    chunk: Tokens of prompts without their last token.
+    options: Options of the program; static.
+
+  Returns:
+    The pages with the keys and values of the chunk.
   """
   count, size = chunk.tokens.shape[0], cache[0][0].shape[2]
   products = _of_prefill(options)
@@ -288,7 +312,7 @@ def prefill(weights: Weights, cache: Cache, chunk: Chunk, options: Options) -> C
 
 
 def _of_prefill(options: Options) -> Products:
-  """Returns how a prefill computes products: weights come to its tokens, which are many.
+  """Returns how a prefill computes products: weights move to its tokens, which are many.
 
   A decode step has few rows, so there the compiler leaves weights where they are and adds up
   partial sums of the rows.
@@ -305,18 +329,18 @@ def decode(
   leave_at: Int[Array, ""],
   options: Options,
 ) -> tuple[Cache, Int[Array, "R chunk"], Float[Array, "R chunk"]]:
-  """Runs decode steps until the chunk is full or at most `leave_at` rows are still going.
+  """Runs decode steps until the chunk is full or at most `leave_at` rows are unfinished.
 
   Args:
-    weights: see `split_layers`.
-    prompts: keys and values of the pages; read only.
-    own: the ring, of which the first R rows are used.
-    rows: their state.
-    leave_at: 0 goes on until every row has stopped.
-    options: static.
+    weights: Weights made by `split_layers`.
+    prompts: Keys and values of the pages; read only.
+    own: The ring, whose first R rows are used.
+    rows: State of the rows.
+    leave_at: Number of unfinished rows at which the loop ends early; 0: when all have stopped.
+    options: Options of the program; static.
 
   Returns:
-    The ring; the sampled tokens, -1 behind the last of each row; their logprobs.
+    The ring; the sampled tokens, with -1 after the last token of each row; their logprobs.
   """
   count = rows.tokens.shape[0]
   start = (
@@ -329,7 +353,7 @@ def decode(
     jnp.zeros((count, options.chunk), jnp.float32),
   )
 
-  def goes_on(state):
+  def continues(state):
     i, _, _, _, alive, _, _ = state
     return (i < options.chunk) & (jnp.sum(alive) > leave_at)
 
@@ -346,7 +370,7 @@ def decode(
     tokens = jnp.where(alive, drawn, tokens)
     return i + 1, own, tokens, done, alive & ~stopped, sampled, logprobs
 
-  _, own, _, _, _, sampled, logprobs = jax.lax.while_loop(goes_on, step, start)
+  _, own, _, _, _, sampled, logprobs = jax.lax.while_loop(continues, step, start)
   return own, sampled, logprobs
 
 
@@ -363,14 +387,14 @@ def decode_step(
   """Feeds one token of every row to the model.
 
   Args:
-    weights: see `split_layers`.
-    prompts: the pages.
-    own: the ring.
-    tokens: ids to feed.
-    lengths: tokens of the rows in the ring, before this one.
-    number: of the step within its chunk.
-    rows: for what does not change from step to step.
-    options: static.
+    weights: Weights made by `split_layers`.
+    prompts: The pages.
+    own: The ring.
+    tokens: Token ids to feed.
+    lengths: Number of tokens of each row in the ring, without this one.
+    number: Number of the step within its chunk.
+    rows: State of the rows before the chunk; only what the steps do not change is read.
+    options: Options of the program; static.
 
   Returns:
     Logits of the next token, float32; the ring with this token in it.
@@ -386,18 +410,21 @@ def decode_step(
       heads, width = q.shape[2:]
       ring = _append(ring, k[:, 0], v[:, 0], step, options)
       asked = q.reshape(q.shape[0], k.shape[2], -1, width) * (width**-0.5)
+      asked = _placed(asked, options, row_axis=0)
       found = _over_ring(asked, ring, step, lengths, options)
       alone = jnp.where(rows.places < 0, rows.prompt_lengths, 0)
       found = _over_pages(asked, found, pages, jnp.asarray(rows.pages), alone, options)
       found = _over_tiles(asked, found, pages, rows, options)
-      attended = found[2] / found[1][..., None]
-      return attended.reshape(q.shape[0], 1, heads, width), ring
+      attended = _placed(found[2] / found[1][..., None], options, row_axis=0)
+      attended = attended.reshape(q.shape[0], 1, heads, width)
+      # As `o` is split, which would come to the rows otherwise.
+      return _of_prefill(options).place(attended, ("rows", "places", "heads", "width")), ring
 
     x, ring = layers.block(layer, x, cos, sin, attend, **settings)
     written.append(ring)
   x = layers.rms_norm(x, weights.final_norm, options.config.rms_norm_eps)[:, 0]
   layout = "vd" if options.config.tie_embeddings else "dv"
-  # The product that the trainer's logprobs are made of, in its precision on every platform.
+  # The same product as in the trainer's logprobs, in the same precision on every platform.
   logits = reference.dot(x.astype(options.products.compute_dtype), weights.head, head_layout=layout)
   return logits, written
 
@@ -405,7 +432,7 @@ def decode_step(
 def _drawn(
   logits: Float[Array, "R V"], lengths: Int[Array, " R"], rows: Rows, options: Options
 ) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
-  """Samples a token of every row; the filters are computed only if a row has some."""
+  """Samples a token for every row; filters are computed only if a row has any."""
   filters = (jnp.asarray(rows.top_k), jnp.asarray(rows.top_p), jnp.asarray(rows.min_p))
   uniforms = sampling.uniforms(jnp.asarray(rows.seeds), lengths)
   temperature = jnp.asarray(rows.temperature)
@@ -419,7 +446,7 @@ def _drawn(
 
 
 def tiles_at_once(rows: int, group: int) -> int:
-  """Returns how many tiles one round of the loop over tiles computes: about as many as fill."""
+  """Returns how many tiles one round of the loop over tiles computes: enough for about all rows."""
   return 1 << max((rows // group).bit_length() - 1, 0)
 
 
@@ -436,14 +463,17 @@ def _over_tiles(
   rows: Rows,
   options: Options,
 ) -> Partial:
-  """Adds what the rows that share their prompts find in these.
+  """Adds the attention of rows that share their prompts to these prompts.
 
   Args:
-    asked: queries, scaled; r of each key/value head.
-    found: what the rows have found elsewhere.
-    pages: of a layer, [N K T E].
-    rows: for the tiles.
-    options: static.
+    asked: Scaled queries, r for each key/value head.
+    found: Partial softmax over the keys read before.
+    pages: Pages of a layer, [N K T E].
+    rows: State of the rows; the tiles are read.
+    options: Options of the program; static.
+
+  Returns:
+    The partial softmax over the keys read before and those of the tiles.
   """
   if options.group == 1:
     return found
@@ -482,7 +512,7 @@ def _over_pages(
   lengths: Int[Array, " B"],
   options: Options,
 ) -> Partial:
-  """Adds to what was found the first `lengths` tokens of the prompts whose pages tables name."""
+  """Adds attention to the first `lengths` tokens of the pages that `tables` lists."""
   size, at_once = pages[0].shape[2], options.pages_at_once
   inside = jnp.arange(at_once * size).reshape(at_once, size)
   contract = options.products.contract
@@ -509,15 +539,15 @@ def _over_ring(
   lengths: Int[Array, " R"],
   options: Options,
 ) -> Partial:
-  """Attends to the last `lengths` + 1 columns of the ring, the newest being that of the step."""
+  """Attends to the last `lengths` + 1 columns of the ring, up to the column of the step."""
   count = asked.shape[0]
   keys, values = ring
   blocks, columns = keys.shape[0], keys.shape[-1]
-  rounded = lambda x: x.astype(options.products.compute_dtype).astype(jnp.float32)
+  rounded = functools.partial(rounding.rounded, dtype=options.products.compute_dtype)
   queries = rounded(asked)[..., None]
 
   def of_block(index):
-    of_rows = lambda x: rounded(x[:count])[:, :, None]  # [R K 1 ...]
+    of_rows = lambda x: x[:count].astype(jnp.float32)[:, :, None]  # [R K 1 ...]
     at = index % blocks
     age = (step - at * columns - jnp.arange(columns)) % (blocks * columns)
     scores = jnp.sum(queries * of_rows(_at(keys, at)), axis=-2)
@@ -538,7 +568,7 @@ def _softmax(
 ) -> Partial:
   """Returns the partial softmax of scores; `mix` sums values by weights.
 
-  Where nothing is allowed the highest is `_MASKED`, and what is joined with it stays as it is.
+  Where nothing is allowed the highest score is `_MASKED`, so that joining it changes nothing.
   """
   scores = jnp.where(allowed, scores, _MASKED)
   highest = layers.softmax_shift(jnp.max(scores, axis=-1), options.products)
@@ -582,11 +612,12 @@ def _append(
 
 
 def _moved(ring: Cache, rows: Rows) -> Cache:
-  """Moves rows of the ring to other places, one after the other."""
+  """Moves rows of the ring to other places, one after another."""
 
   def move(i, ring):
     at, to = jnp.asarray(rows.moves)[i]
-    take = lambda x: jax.lax.dynamic_slice_in_dim(x, at, 1, axis=1)
+    # Not a slice: on a mesh it would bring all rows to every device.
+    take = lambda x: jnp.take(x, at[None], axis=1, mode="clip")
     put = lambda x: jax.lax.dynamic_update_slice_in_dim(x, take(x), to, axis=1)
     return jax.tree.map(put, ring)
 
@@ -598,9 +629,10 @@ def _at(x: Array, index: Any) -> Array:
 
 
 def _placed(cache: Array, options: Options, *, row_axis: int | None = None) -> Array:
-  """Splits a cache over its heads as the key projection is split, and rows over the other axes.
+  """Splits a cache's heads as the key projection is split, and rows over the other mesh axes.
 
-  Pages stand on every device that may have a row of theirs.
+  Queries are split the same way: otherwise the ring would move to them. Pages are copied to every
+  device that may have a row of their prompt.
   """
   if options.mesh is None:
     return cache
@@ -609,5 +641,6 @@ def _placed(cache: Array, options: Options, *, row_axis: int | None = None) -> A
     spec = PartitionSpec(None, options.head_axis)
   else:
     is_even = cache.shape[row_axis] % parts == 0
-    spec = PartitionSpec(None, options.row_axes if is_even else None, options.head_axis)
+    rows = options.row_axes if is_even else None
+    spec = PartitionSpec(*[None] * row_axis, rows, options.head_axis)
   return jax.lax.with_sharding_constraint(cache, NamedSharding(options.mesh, spec))

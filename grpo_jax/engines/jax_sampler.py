@@ -1,12 +1,12 @@
 """The embedded sampler: in process, on the trainer's own parameters.
 
-A worker thread computes while the caller's event loop scores what is finished. It stays the same
-as long as the engine lives, since malloc keeps what a thread has freed for that thread alone.
+A worker thread computes while the caller's event loop scores finished completions. The engine keeps
+one thread for its whole life, because malloc reuses freed memory only within the thread.
 `session.py` forms the batches, `decoding.py` is what runs on the device.
 
-Same seed, same completion, whatever else is computed beside it: the random numbers depend on
-seed and token index only. What remains is rounding: another number of rows may sum in
-another order, and change a logit by its last bits.
+Equal seeds give equal completions, whatever else is computed at the same time: random numbers
+depend on seed and token index only. What remains is rounding: with another number of rows, sums may
+be taken in another order, which changes the last bits of a logit.
 """
 
 import dataclasses
@@ -53,34 +53,37 @@ class JaxSampler:
     group_size: int = 8,
     long_prompts: int | None = None,
   ):
-    """Makes a sampler without weights; `load_weights` gives it some.
+    """Makes a sampler without weights; call `load_weights` before `generate`.
 
     Args:
-      config: of the model.
-      decode: ids → text, to look for stop strings in; None: requests with any are refused.
-      compute_dtype: of products and caches, float32 or bfloat16; as the trainer's, so that
+      config: Sizes of the model.
+      decode: Function from token ids to text, for stop strings; None: requests with stop strings
+        are rejected.
+      compute_dtype: Dtype of products and caches, float32 or bfloat16; the trainer's, so that
         logprobs agree.
-      product_dtype: of q, k, v, gate and up, as the trainer's; see `products.Products`.
-      matmul_precision: of float32 products, as the trainer's; see `precision.resolve`. None:
-        "float32" in float32.
-      max_rows: completions decoded side by side; more wait. Bounds the caches' memory.
-      max_length: prompt and completion together must not be longer, in tokens; None: the model's
+      product_dtype: Dtype of q, k, v, gate and up, the trainer's; see `products.Products`.
+      matmul_precision: Precision of float32 products, the trainer's; see `precision.resolve`.
+        None: "float32" in float32.
+      max_rows: Largest number of completions decoded at the same time; more wait. It bounds the
+        caches' memory.
+      max_length: Largest number of tokens of a prompt with its completion; None: the model's
         max_position_embeddings.
-      chunk_tokens: decode steps between two looks of the host at what is finished.
-      num_valid_tokens: ids from here on are padding of the embedding and never sampled.
-      report_truncated_logprobs: with top-k, top-p or min-p, report logprobs under the truncated,
-        renormalised distribution that was sampled from. False: under softmax(logits /
-        temperature) over the whole vocabulary, which is what the trainer computes again.
-      warn_of_truncation: warn once when a request has top-k, top-p or min-p.
-      copy_weights: copy the embedding and the head too. Needed if the trainer donates or deletes
-        the parameters while this samples (training asynchronously).
-      prompt_tokens: of the longest prompt that is planned for; together with `completion_tokens`
-        it fixes the sizes of the caches and with them the programs. Longer requests are served,
-        by programs that are compiled for them. None: sizes follow the requests.
-      completion_tokens: of the longest completion that is planned for.
-      group_size: usual number of completions of a prompt; any number works.
-      long_prompts: how many of the longest prompts find room at once; others wait. None: as many
-        as rows in groups of `group_size` can have.
+      chunk_tokens: Number of decode steps after which the host collects finished completions.
+      num_valid_tokens: Number of token ids that may be sampled; later ones are padding of the
+        embedding. None: all.
+      report_truncated_logprobs: Whether, with top-k, top-p or min-p, logprobs are of the
+        truncated, renormalised distribution that was sampled from. False: of softmax(logits /
+        temperature) over the whole vocabulary, which the trainer computes too.
+      warn_of_truncation: Whether to warn once when a request has top-k, top-p or min-p.
+      copy_weights: Whether to copy the embedding and the head too. Needed if the trainer donates
+        or deletes the parameters while this samples (training asynchronously).
+      prompt_tokens: Tokens of the longest planned prompt. Together with `completion_tokens` it
+        fixes the sizes of the caches and so the programs. Longer requests are served too, but
+        compile programs of their own. None: sizes follow the requests.
+      completion_tokens: Tokens of the longest planned completion.
+      group_size: Usual number of completions of a prompt; any number works.
+      long_prompts: Number of prompts of the largest length that find room at the same time; others
+        wait. None: as many as `max_rows` rows have in groups of `group_size`.
     """
     if max_rows < 1 or chunk_tokens < 1:
       raise ValueError(f"max_rows and chunk_tokens must be positive: {max_rows}, {chunk_tokens}")
@@ -133,17 +136,17 @@ class JaxSampler:
     return self._version
 
   def load_weights(self, params: Any, *, version: int) -> None:
-    """Samples from these parameters from now on; completions under way go on with them.
+    """Samples from these parameters from now on; unfinished completions continue with them.
 
     Copies the layers (unstacked, in the compute dtype), and in float32 nothing else. The old
-    copies are freed first, unless completions are under way.
+    copies are freed first, unless completions are unfinished.
 
     Args:
-      params: the trainer's tree, sharded or not.
-      version: what tokens sampled from now on carry.
+      params: The trainer's parameters, sharded or not.
+      version: Version recorded with every token sampled from now on.
 
     Raises:
-      RuntimeError: the engine was closed.
+      RuntimeError: The engine was closed.
     """
     with self._lock:
       if self._is_closed:
@@ -158,13 +161,13 @@ class JaxSampler:
       self._version = version
 
   def programs(self, params: Any) -> list[Job]:
-    """Describes the compilations after which no request within the planned sizes compiles.
+    """Returns the compilations after which no request within the planned sizes compiles.
 
     Args:
-      params: the trainer's tree: arrays, or `jax.ShapeDtypeStruct`s with shardings.
+      params: The trainer's parameters: arrays, or `jax.ShapeDtypeStruct`s with shardings.
 
     Returns:
-      At most four; none if no sizes were planned.
+      At most four jobs; an empty list if no sizes were planned.
     """
     if not self._sizes.is_planned:
       return []
@@ -185,21 +188,21 @@ class JaxSampler:
     return decoding.described(params, options), caches(options, self._sizes)
 
   def metrics(self) -> dict[str, float]:
-    """Returns none."""
+    """Returns an empty dict: the sampler reports no metrics of its own."""
     return {}
 
   def release(self) -> None:
-    """Frees the copies of the weights until the next `load_weights`, and caches but on CPUs.
+    """Frees the copies of the weights until the next `load_weights`, and caches except on CPUs.
 
     Raises:
-      RuntimeError: completions are under way.
+      RuntimeError: Completions are unfinished.
     """
     with self._lock:
       if self._arrived or not all(call.is_over for call in self._in_flight):
-        raise RuntimeError("weights cannot be released while completions are under way")
+        raise RuntimeError("weights cannot be released while completions are unfinished")
       self._weights = None
       if jax.default_backend() == "cpu":
-        host_memory.trim()  # memory that was touched once is kept: to touch it again is slow.
+        host_memory.trim()  # the caches stay: touching fresh memory is slow.
       else:
         self._session = None
 
@@ -215,9 +218,9 @@ class JaxSampler:
     once. At temperature 0 the reported logprobs are those at temperature 1.
 
     Raises:
-      ValueError: at once: requests that cannot be served.
-      RuntimeError: no weights were loaded, or the engine was closed.
-      FloatingPointError: from the iteration: the logits are not finite.
+      ValueError: A request cannot be served; raised by the call itself.
+      RuntimeError: No weights were loaded, or the engine was closed.
+      FloatingPointError: The logits are not finite; raised by the iteration.
     """
     requests = scheduling.grouped_by_prompt(requests)
     base.check_requests(
@@ -284,7 +287,7 @@ class JaxSampler:
           break
         weights, version, options = self._weights, self._version, self._options
         calls = list(self._in_flight)
-      assert weights is not None  # `_check_ready` saw to it, and only `close` takes them away.
+      assert weights is not None  # `_check_ready` checked it; only `close` removes them later.
       try:
         session = self._session_for(options)
         self._advance(session, arrived, calls, weights, version)
@@ -299,7 +302,7 @@ class JaxSampler:
       call.fail(RuntimeError("the engine was closed"))
 
   def _session_for(self, options: decoding.Options) -> Session:
-    """Returns the session under way, or an idle one with its caches; or a new one."""
+    """Returns the current session; a new one if it is idle and its options have changed."""
     session = self._session
     if session is None or (session.is_idle and session.options != options):
       self._session = session = Session(
@@ -319,7 +322,7 @@ class JaxSampler:
     weights: decoding.Weights,
     version: int,
   ) -> None:
-    """Decodes one chunk and delivers."""
+    """Decodes one chunk and delivers finished generations."""
     for call in arrived:
       session.submit(
         [scheduling.Completion(r, call, scheduling.prompt_key(r)) for r in call.requests]
@@ -353,7 +356,7 @@ def _with_sharding(options: decoding.Options, params: Any) -> decoding.Options:
 
 
 def _with_own_arrays(weights: decoding.Weights) -> decoding.Weights:
-  """Copies what is shared with the trainer; a tied head stays tied."""
+  """Copies the arrays shared with the trainer; a tied head stays tied."""
   embed = jnp.copy(weights.embed)
   head = embed if weights.head is weights.embed else jnp.copy(weights.head)
   own = {"embed": embed, "head": head, "final_norm": jnp.copy(weights.final_norm)}
@@ -362,12 +365,12 @@ def _with_own_arrays(weights: decoding.Weights) -> decoding.Weights:
 
 def _truncation_warning(report_truncated: bool) -> str:
   if report_truncated:
-    reported = "the truncated one, renormalised, which the trainer does not compute"
+    reported = "the truncated, renormalised distribution, which the trainer does not compute"
   else:
-    reported = "softmax(logits / temperature) over the whole vocabulary, as the trainer's"
+    reported = "softmax(logits / temperature) over the whole vocabulary, as in the trainer"
   return (
-    "top-k, top-p or min-p is on: tokens are sampled from a truncated distribution, but the one "
-    "that is trained is softmax(logits / temperature) over the whole vocabulary. The reported "
+    "top-k, top-p or min-p is on: tokens are sampled from a truncated distribution, but training "
+    "uses softmax(logits / temperature) over the whole vocabulary. The reported "
     f"logprobs are of {reported} (report_truncated_logprobs={report_truncated})."
   )
 
@@ -375,7 +378,7 @@ def _truncation_warning(report_truncated: bool) -> str:
 def make(
   config: ModelConfig, *, source_directory: Any = None, workdir: Any = None, **settings: Any
 ) -> JaxSampler:
-  """Makes a `JaxSampler`; what `engines.make("jax_sampler", ...)` calls. It needs no folder."""
+  """Makes a `JaxSampler` for `engines.make("jax_sampler", ...)`; the folders are not used."""
   del source_directory, workdir
   registry.check_arguments("engine 'jax_sampler'", JaxSampler, settings, usual=["config"])
   return JaxSampler(config, **settings)

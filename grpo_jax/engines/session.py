@@ -1,8 +1,8 @@
 """The sampler's work in progress: its queue, its rows, and their caches.
 
-The caches have the sizes that were planned and are kept, so that few programs serve all requests.
-Requests that were not planned for make them grow, to powers of two. A session that is idle begins
-again at the first column of the ring, so what it computes does not depend on what came before.
+The caches keep their planned sizes, so that a few programs serve all requests. Requests beyond the
+plan make them grow, to powers of two. An idle session starts again at the first column of the ring,
+so what it computes does not depend on earlier requests.
 """
 
 import collections
@@ -29,7 +29,7 @@ _empty_pages = jax.jit(decoding.empty_pages, static_argnums=(0, 1, 2))
 
 
 class NonFiniteLogits(ExpectedFailure, FloatingPointError):
-  """The model gives NaN or infinite logits: its weights are damaged, or it has diverged."""
+  """The model returned NaN or infinite logits: its weights are damaged, or it has diverged."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -37,26 +37,26 @@ class Stats:
   """What the sampler has computed since it was made."""
 
   prefilled_prompts: int = 0
-  prefilled_tokens: int = 0  # of prompts less their last token, which is fed by every row.
+  prefilled_tokens: int = 0  # without the last token of a prompt, which every row feeds itself.
   decode_steps: int = 0
-  row_steps: int = 0  # decode steps × rows computed, idle ones included.
+  row_steps: int = 0  # decode steps × rows computed, including idle rows.
   sampled_tokens: int = 0
 
 
 class Programs:
-  """The programs of a sampler; what was compiled ahead stays as long as they do."""
+  """The programs of a sampler, with the executables that were compiled ahead."""
 
   def __init__(self):
     self.decode = Program(_decode, name="sampling", static=["options"], remedy=_REMEDY)
     self.prefill = Program(_prefill, name="reading prompts", static=["options"], remedy=_REMEDY)
 
   def jobs(self, weights: Any, options: decoding.Options, sizes: Sizes) -> list[Job]:
-    """Describes the compilations that serve all requests within `sizes`.
+    """Returns the compilations that serve all requests within `sizes`.
 
     Args:
-      weights: as of the calls, shapes, dtypes and shardings.
-      options: of the calls.
-      sizes: planned.
+      weights: Shapes, dtypes and shardings of the weights.
+      options: Options of the programs.
+      sizes: Planned sizes.
     """
     ring, pages = caches(options, sizes)
     options = sizes.applied(options)
@@ -86,7 +86,7 @@ def caches(options: decoding.Options, sizes: Sizes) -> tuple[Any, Any]:
 
 
 def _described(make: Any, *arguments: Any) -> Any:
-  """Returns shapes, dtypes and shardings of what a function makes of static arguments."""
+  """Returns shapes, dtypes and shardings of what `make` returns for static arguments."""
   placed = make.lower(*arguments).compile().output_shardings
   shapes = jax.eval_shape(lambda: make(*arguments))
   place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -108,11 +108,11 @@ class Session:
     """Makes a session without caches; they are made for the first completions.
 
     Args:
-      options: of the programs.
-      sizes: planned; those that are 0 follow the requests.
-      decode_text: ids to text, for stop strings.
-      stats: what is computed is counted here.
-      programs: of the sampler.
+      options: Options of the programs.
+      sizes: Planned sizes; a size of 0 follows the requests.
+      decode_text: Function from token ids to text, for stop strings.
+      stats: Counters of what is computed, updated by the session.
+      programs: Programs of the sampler.
     """
     self.options = options
     self._sizes = sizes
@@ -134,11 +134,11 @@ class Session:
     return not self._waiting and not self._active
 
   def submit(self, completions: Sequence[Completion]) -> None:
-    """Puts completions behind those that wait."""
+    """Appends completions to the queue."""
     self._waiting.extend(completions)
 
   def drop(self, is_unwanted: Callable[[Any], bool]) -> None:
-    """Forgets the completions of owners that want them no more."""
+    """Drops the completions of owners that no longer want them."""
     for completion in self._active:
       if is_unwanted(completion.owner):
         self._leave(completion)
@@ -146,7 +146,7 @@ class Session:
     self._waiting = collections.deque(c for c in self._waiting if not is_unwanted(c.owner))
 
   def rest(self) -> None:
-    """Begins again, with the caches of before; nothing may wait or be active."""
+    """Resets an idle session and keeps its caches."""
     assert self.is_idle
     self._slots, self._step, self._rows = {}, 0, 0
 
@@ -154,26 +154,26 @@ class Session:
     """Fills the rows, decodes one chunk, and returns (owner, generation) of what finished.
 
     Raises:
-      FloatingPointError: the model's logits are not finite.
+      NonFiniteLogits: The model's logits are not finite.
     """
     self._admit(weights, version)
     sampled, logprobs = self._decode_chunk(weights)
-    finished, going_on = [], []
+    finished, unfinished = [], []
     for completion in self._active:
       count = int((sampled[completion.row] >= 0).sum())
       generation = self._extend(
         completion, sampled[completion.row, :count], logprobs[completion.row, :count], version
       )
       if generation is None:
-        going_on.append(completion)
+        unfinished.append(completion)
       else:
         finished.append((completion.owner, generation))
         self._leave(completion)
-    self._active = going_on
+    self._active = unfinished
     return finished
 
   def tokens_of(self, owner: Any) -> int:
-    """Returns how many tokens the unfinished completions of an owner have."""
+    """Returns the number of tokens of an owner's unfinished completions."""
     return sum(len(c.token_ids) for c in self._active if c.owner is owner)
 
   def _extend(
@@ -208,7 +208,7 @@ class Session:
       completion, key = self._waiting[0], (self._waiting[0].key, version)
       if key not in self._slots:
         if not self._take_pages(completion, version):
-          break  # it waits until others have left.
+          break  # until other completions have left.
         missing.append(completion)
       completion.slot = key
       self._slots[key].users += 1
@@ -218,7 +218,7 @@ class Session:
     self._prefill_all([(c.request.prompt_ids[:-1], self._slots[c.slot]) for c in missing], weights)
 
   def _release_slots(self, wanted: set[bytes], version: int) -> None:
-    """Frees the pages that no row uses and no waiting completion will use."""
+    """Frees pages that no row uses and that no waiting completion will use."""
     self._slots = {
       (key, of): slot
       for (key, of), slot in self._slots.items()
@@ -226,7 +226,7 @@ class Session:
     }
 
   def _take_pages(self, completion: Completion, version: int) -> bool:
-    """Gives a prompt its pages; returns False if too few are free."""
+    """Reserves pages for a prompt; returns False if too few are free."""
     length = len(completion.request.prompt_ids) - 1
     needed = -(-length // self._sizes.page)
     free = self._free_pages()
@@ -243,7 +243,7 @@ class Session:
     return [page for page in range(self._sizes.pages) if page not in used]
 
   def _place(self, new: list[Completion]) -> None:
-    """Gives the completions rows of the smallest number that holds them; notes who must move."""
+    """Assigns rows, in the smallest compiled number of rows; notes which rows must move."""
     self._rows = scheduling.fitting(len(self._active) + len(new), self._counts)
     taken = {c.row for c in self._active}
     free = (row for row in range(self._rows) if row not in taken)
@@ -258,7 +258,7 @@ class Session:
     self._active += new
 
   def _fit_ring(self) -> None:
-    """Makes the ring, or a longer one if completions outgrow it."""
+    """Makes the ring, or a longer one if completions need it."""
     chunk, columns = self.options.chunk, self._sizes.columns
     longest = max(
       min(len(c.token_ids) + chunk, c.request.sampling.max_tokens) for c in self._active
@@ -275,7 +275,7 @@ class Session:
       self._own = _resize(self._own, places, options=self.options, row_axis=1)
 
   def _fit_pages(self, version: int) -> None:
-    """Makes the pages, or more of them where the prompts that wait were not planned for."""
+    """Makes the pages, or more of them if waiting prompts exceed the plan."""
     size = self._sizes.page
     of_prompt = {c.key: -(-(len(c.request.prompt_ids) - 1) // size) for c in self._waiting}
     coming = sorted((n for key, n in of_prompt.items() if (key, version) not in self._slots))
@@ -299,7 +299,7 @@ class Session:
     self._sizes = dataclasses.replace(self._sizes, table=table, pages=pages)
 
   def _prefill_all(self, prompts: list[tuple[np.ndarray, Slot]], weights: decoding.Weights) -> None:
-    """Prefills prompts; one of one token needs nothing."""
+    """Prefills prompts, given without their last token; empty ones need nothing."""
     prompts = [(ids, slot) for ids, slot in prompts if len(ids)]
     if not prompts:
       return
@@ -312,7 +312,7 @@ class Session:
     self._stats.prefilled_tokens += sum(len(ids) for ids, _ in prompts)
 
   def _decode_chunk(self, weights: decoding.Weights) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens sampled in one chunk, [R chunk], -1 where none, and their logprobs."""
+    """Returns the tokens sampled in one chunk, [R chunk], padded with -1, and their logprobs."""
     options = self._sizes.applied(self.options)
     rows = scheduling.make_rows(
       self._active,

@@ -4,8 +4,8 @@ A training step takes one or more optimizer steps on one batch of rollouts:
 `epochs` passes over its minibatches. An optimizer step sums the gradients of
 its microbatches, exactly, because each microbatch's loss is divided by the
 minibatch's denominators already. Microbatches are a Python loop over jitted
-functions, not a scan: their number may change from step to step and compiles
-nothing anew, and no gradient but the sum and the newest is ever alive.
+functions, not a scan: their number may change from step to step without another
+compilation, and only the sum and the newest gradient are alive at any time.
 """
 
 import dataclasses
@@ -64,15 +64,15 @@ def make_logprobs(
   implementation: str | None = None,
   partition: Partition | None = None,
 ) -> LogprobsFn:
-  """Makes the function from parameters and batch to the logprobs of the tokens learned from.
+  """Makes the function from parameters and batch to the logprobs of the loss tokens.
 
   Args:
-    config: of the model.
-    temperature: at which the completions were sampled.
-    products: how matrix products are computed; their dtype is the head's, too.
-    remat: see `transformer.Transformer`.
-    implementation: of `grpo_kernels.linear_logprobs`; None picks by platform.
-    partition: of the head and its tokens over a mesh; see `sharding.head_partition`.
+    config: Sizes of the model.
+    temperature: Temperature at which the completions were sampled.
+    products: How matrix products are computed, those of the head too.
+    remat: Activations that the backward pass recomputes; see `transformer.Transformer`.
+    implementation: Implementation of `grpo_kernels.linear_logprobs`; None picks by platform.
+    partition: Split of the head and its tokens over a mesh; see `sharding.head_partition`.
   """
   hidden_states = _make_hidden_states(config, products, remat)
 
@@ -147,10 +147,10 @@ def init(
   """Returns the state before the first step. The first update consumes (donates) `params`.
 
   Args:
-    params: master weights, float32; moved only if they lie elsewhere than `shardings` say.
-    tx: the optimizer.
-    shardings: of the parameters; the optimizer's state follows them. None: one device.
-    initializer: made by `make_initializer`; None: it is made.
+    params: Master weights, float32; moved only if they do not have these shardings yet.
+    tx: The optimizer.
+    shardings: Shardings of the parameters; the optimizer's state follows them. None: one device.
+    initializer: Program made by `make_initializer`; None: a new one.
   """
   initializer = initializer or make_initializer(params, tx, shardings=shardings)
   if shardings is None:
@@ -166,9 +166,9 @@ def make_initializer(
   """Makes the function from parameters to the optimizer's state, lying as they do.
 
   Args:
-    params: arrays, or shapes and dtypes.
-    tx: the optimizer.
-    shardings: of the parameters; None: one device.
+    params: Arrays of the parameters, or their shapes and dtypes.
+    tx: The optimizer.
+    shardings: Shardings of the parameters; None: one device.
   """
   of_state = None
   if shardings is not None:
@@ -181,9 +181,9 @@ def shapes_of_state(shapes: Any, tx: optax.GradientTransformation, shardings: An
   """Returns shapes, dtypes and shardings of a state, without its arrays.
 
   Args:
-    shapes: of the parameters: anything that has a shape and a dtype.
-    tx: the optimizer.
-    shardings: of the parameters; the optimizer's state follows them.
+    shapes: Tree of the parameters, with a shape and a dtype at each leaf.
+    tx: The optimizer.
+    shardings: Shardings of the parameters; the optimizer's state follows them.
   """
   mesh = sharding.mesh_of(shardings)
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
@@ -206,14 +206,14 @@ class Update:
   counts in "train/skipped_share". `state.step` rises by 1, whatever happened.
 
   Attributes:
-    objective: the loss.
-    epochs: passes over the minibatches.
-    differentiate: jitted (params, batch, denominators) → gradients, loss, (metrics, policy
-      logprobs); compiled once for each shape of a microbatch.
-    add: jitted (sums, sums) of gradients, loss and metrics → their sum; the first donated. For
-      itself, so that the costly compilation is the same for the first microbatch and the others.
-    apply: jitted (params, optimizer state, gradients, loss) → params, optimizer state, metrics;
-      the first two donated.
+    objective: The loss.
+    epochs: Number of passes over the minibatches.
+    differentiate: Program (params, batch, denominators) → gradients, loss, (metrics, policy
+      logprobs), compiled once for each shape of a microbatch.
+    add: Program (sums, sums) → sum of gradients, loss and metrics; donates the first argument. It
+      is separate so that the first microbatch and the others run the same costly `differentiate`.
+    apply: Program (params, optimizer state, gradients, loss) → params, optimizer state, metrics;
+      donates the first two arguments.
   """
 
   objective: Objective
@@ -231,10 +231,10 @@ class Update:
     """Takes `epochs` × len(minibatches) optimizer steps.
 
     Args:
-      state: consumed.
-      minibatches: of one training step.
-      before: called once, when the gradients of the first optimizer step are known and nothing
-        has been donated yet: if it raises, `state` is still whole.
+      state: State before the step; consumed.
+      minibatches: Minibatches of one training step.
+      before: Function called once, when the gradients of the first optimizer step are known and
+        nothing has been donated yet; if it raises, `state` is still intact.
 
     Returns:
       The new state; the metrics; and the logprobs that the policy gave in the first epoch, each
@@ -261,11 +261,12 @@ class Update:
     return new, metric_sums.merge(jax.device_get(parts)), seen[: len(minibatches)]
 
   def jobs(self, state: TrainState, batches: Mapping[str, Batch]) -> list[Job]:
-    """Returns what is to be compiled so that training compiles nothing.
+    """Returns the compilations after which training compiles nothing.
 
     Args:
-      state: shapes, dtypes and shardings; see `shapes_of_state`.
-      batches: likewise, of every shape that a microbatch may have, by its description.
+      state: Shapes, dtypes and shardings of the state; see `shapes_of_state`.
+      batches: Shapes, dtypes and shardings of a microbatch of every planned shape, by its
+        description.
     """
     denominators = Denominators(1.0, 1.0)
     found = [
@@ -325,16 +326,16 @@ def make_update(
   """Makes the function of a training step; see `Update`.
 
   Args:
-    logprobs: made by `make_logprobs`.
-    tx: the optimizer.
-    objective: the loss.
-    epochs: passes over the minibatches of a batch of rollouts.
-    report_entropy: compute the entropy also where the loss does not need it.
-    schedule: reported as "train/learning_rate"; None: not reported.
-    shardings: of the parameters, if they are to stay sharded.
-    token_loss: made by `make_token_loss` with the same objective: takes the place of `logprobs`,
-      with which it agrees in everything but time. None: two passes over the vocabulary.
-    matmul_precision: of float32 products, the optimizer's too; see `precision.resolve`.
+    logprobs: Function made by `make_logprobs`.
+    tx: The optimizer.
+    objective: The loss.
+    epochs: Number of passes over the minibatches of a batch of rollouts.
+    report_entropy: Whether the entropy is computed even if the loss does not need it.
+    schedule: Learning rate by step, reported as "train/learning_rate"; None: not reported.
+    shardings: Shardings of the parameters, if they are to stay sharded.
+    token_loss: Function made by `make_token_loss` with the same objective. It replaces `logprobs`:
+      equal results in less time. None: two passes over the vocabulary.
+    matmul_precision: Precision of float32 products, the optimizer's too; see `precision.resolve`.
   """
   if epochs < 1:
     raise ValueError(f"epochs must be at least 1, got {epochs}")
@@ -347,13 +348,13 @@ def make_update(
       loss, metrics = objective(policy_logprobs, entropy, tokens, denominators)
     else:
       loss, policy_logprobs, entropy = token_loss(params, batch, denominators, with_entropy)
-      # Once more over all tokens, for the metrics: [B N] numbers.
+      # The objective once more, for the metrics only; cheap, as it sees [B N] numbers.
       _, metrics = objective(policy_logprobs, entropy, tokens, denominators)
     return loss, (metrics, policy_logprobs)
 
   def differentiate(params: Any, batch: Batch, denominators: Denominators):
-    (loss, told), grads = jax.value_and_grad(share, has_aux=True)(params, batch, denominators)
-    return _constrain(grads, shardings), loss, told
+    (loss, extras), grads = jax.value_and_grad(share, has_aux=True)(params, batch, denominators)
+    return _constrain(grads, shardings), loss, extras
 
   def add(sums: Any, more: Any):
     (grads, loss, metrics), (more_grads, more_loss, more_metrics) = sums, more
@@ -363,7 +364,7 @@ def make_update(
   def apply(params: Any, opt_state: Any, grads: Any, loss: Float[Array, ""]):
     return _apply(tx, schedule, shardings, params, opt_state, grads, loss)
 
-  # What one program returns lies where the next one was compiled to find it.
+  # Results get the shardings for which the next program was compiled.
   of_gradients, of_sums = None, None
   if shardings is not None:
     mesh = sharding.mesh_of(shardings)
@@ -396,9 +397,9 @@ def make_scorer(
   """Makes score(params, batch) → logprobs at `batch.loss_places`, without gradient.
 
   Args:
-    logprobs: made by `make_logprobs`.
-    matmul_precision: of float32 products; see `precision.resolve`.
-    mesh: on which rows are split; None: one device.
+    logprobs: Function made by `make_logprobs`.
+    matmul_precision: Precision of float32 products; see `precision.resolve`.
+    mesh: Mesh over which rows are split; None: one device.
   """
 
   def score(params: Any, batch: Batch) -> Float[Array, "B N"]:
@@ -419,13 +420,13 @@ def make_watcher(
   """Makes watch(params, batch) → metrics of the policy, and its logprobs at `batch.loss_places`.
 
   Args:
-    logprobs: made by `make_logprobs`.
-    with_entropy: whether the metrics hold the entropy.
-    matmul_precision: of float32 products; see `precision.resolve`.
-    mesh: on which rows are split; None: one device.
+    logprobs: Function made by `make_logprobs`.
+    with_entropy: Whether the metrics include the entropy.
+    matmul_precision: Precision of float32 products; see `precision.resolve`.
+    mesh: Mesh over which rows are split; None: one device.
 
   Returns:
-    A jitted function. Its metrics are "all/entropy", "all/approx_entropy" and those of
+    A program. Its metrics are "all/entropy", "all/approx_entropy" and those of
     `diagnostics.mismatch` under "all/", over the tokens of the batch.
   """
 
@@ -455,14 +456,14 @@ def with_logprobs(
   """Returns the minibatches with old and reference logprobs, each scored once.
 
   Args:
-    minibatches: of one training step.
-    score: made by `make_scorer`.
-    old_params: the policy before this step's first update; None: `old_logprobs` stay as they are.
-    ref_params: the frozen reference; None: `ref_logprobs` stay as they are.
+    minibatches: Minibatches of one training step.
+    score: Program made by `make_scorer`.
+    old_params: Policy before this step's first update; None: `old_logprobs` stay as they are.
+    ref_params: The frozen reference; None: `ref_logprobs` stay as they are.
   """
 
   def scored(batch: Batch) -> Batch:
-    # Both of the batch as it came: another one would be another program.
+    # Both score the batch as it came: a batch with other fields would be another program.
     old = batch.old_logprobs if old_params is None else score(old_params, batch)
     ref = batch.ref_logprobs if ref_params is None else score(ref_params, batch)
     return dataclasses.replace(batch, old_logprobs=old, ref_logprobs=ref)
@@ -477,9 +478,9 @@ def skipped_in_a_row(before: int, metrics: Mapping[str, float], *, limit: int) -
   """Returns how many training steps in a row have changed nothing, this one included.
 
   Args:
-    before: what it returned for the step before; 0 at the start.
-    metrics: of this step, as floats; "train/skipped_share" is read.
-    limit: the number at which the run should stop.
+    before: Return value for the previous step; 0 at the start.
+    metrics: Metrics of this step as floats; "train/skipped_share" is read.
+    limit: Number of such steps at which the run should stop.
 
   Raises:
     NonFiniteGradients: the limit is reached.
@@ -495,16 +496,15 @@ def skipped_in_a_row(before: int, metrics: Mapping[str, float], *, limit: int) -
 
 
 def counted_on(step: Array) -> Int[Array, ""]:
-  """Returns step + 1, where `step` lies. Added on the host: a program less."""
+  """Returns step + 1 on the devices of `step`. Added on the host: one program fewer to compile."""
   return jax.device_put(np.int32(int(step) + 1), step.sharding)
 
 
 def _apply(tx, schedule, shardings, params, opt_state, grads, loss):
-  """Returns parameters and optimizer state after one step, or as they were; and what was done.
+  """Returns parameters and optimizer state after one step, or unchanged, and the metrics.
 
-  A condition and not a choice per element: the latter keeps old and new alive
-  together (measured for AdamW on 135M parameters: 918 MiB of temporaries
-  against none).
+  `cond` and not `where`, which keeps old and new arrays alive together: measured for
+  AdamW on 135M parameters, 918 MiB of temporaries against none.
   """
   norm = optax.tree.norm(grads)
   is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
@@ -533,12 +533,12 @@ def _apply(tx, schedule, shardings, params, opt_state, grads, loss):
 
 
 def _constrain(tree: Any, shardings: Any) -> Any:
-  """Keeps a tree like the parameters where they lie."""
+  """Constrains a tree of the parameters' structure to their shardings."""
   return tree if shardings is None else jax.lax.with_sharding_constraint(tree, shardings)
 
 
 def _check(objective: Objective, minibatches: Sequence[Minibatch], epochs: int) -> None:
-  """Raises ValueError for batches from which this objective cannot learn."""
+  """Raises ValueError if this objective cannot learn from the minibatches."""
   if not minibatches:
     raise ValueError("no minibatch: nothing to learn from; skip the step (see batching.Assembled)")
   batches = [batch for minibatch in minibatches for batch in minibatch.microbatches]

@@ -1,14 +1,15 @@
 """Matrix products that are accumulated in float32 and written in a smaller dtype. Pure.
 
-How a platform comes to rounded sums differs, so `einsum` is a primitive with a lowering of each:
+The best way to rounded sums depends on the platform, so `einsum` is a primitive with several
+lowerings:
 
-* GPUs and TPUs write a product in the dtype that it is asked for, straight from their float32
-  accumulators. A conversion behind a float32 product may not be fused with it: with cuBLAS, XLA
-  writes the float32 array, and leaves out the conversion where another one follows.
-* On NVIDIA GPUs a barrier stands behind the product. Without it XLA computes what is made of gate
-  and up in three passes over them in place of one, where Triton computes the products.
-* On CPUs XLA (before jax 0.11) converts both factors to float32 for such a product, a whole
-  kernel too, and leaves out the rounding. There the product is float32 and rounded after it.
+* GPUs and TPUs write a product in the requested dtype, straight from their float32 accumulators. A
+  conversion after a float32 product may not be fused with it: with cuBLAS, XLA writes the float32
+  array, and drops the conversion if another one follows.
+* On NVIDIA GPUs a barrier follows the product. Without it, if Triton computes the products, XLA
+  reads gate and up in three passes instead of one.
+* On CPUs XLA (before jax 0.11) converts both factors to float32 for such a product, even a whole
+  kernel, and drops the rounding. There the product is float32 and rounded afterwards.
 
 `jax.lax.platform_dependent` would do the same by a conditional, which the partitioner of meshes
 does not always remove.
@@ -19,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from grpo_kernels import rounding
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -31,10 +33,10 @@ def einsum(spec: str, x: Array, y: Array, dtype: Any = jnp.float32) -> Array:
   It has no derivative of its own; `products.Products.contract` gives it one.
 
   Args:
-    spec: As of `jnp.einsum`.
+    spec: Subscripts as in `jnp.einsum`.
     x: First operand.
     y: Second operand.
-    dtype: Of the result.
+    dtype: Dtype of the result.
 
   Returns:
     The sums, rounded once to `dtype`.
@@ -53,10 +55,7 @@ def _at_once_behind_a_barrier(x: Array, y: Array, *, spec: str, dtype: Any) -> A
 
 
 def _apart(x: Array, y: Array, *, spec: str, dtype: Any) -> Array:
-  bits = jnp.finfo(dtype)
-  sums = _at_once(x, y, spec=spec, dtype=jnp.float32)
-  # XLA may leave out a conversion that another one follows, but not this.
-  return jax.lax.reduce_precision(sums, bits.nexp, bits.nmant).astype(dtype)
+  return rounding.written(_at_once(x, y, spec=spec, dtype=jnp.float32), dtype)
 
 
 def _shape(x: Any, y: Any, *, spec: str, dtype: Any) -> Any:

@@ -3,22 +3,22 @@
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.packing import Cost
 
-# A microbatch reads every weight and writes every gradient, which takes as long as the products of
-# about so many places: measured on two CPU cores, 135M parameters in float32.
+# Reading every weight and writing every gradient takes a microbatch as long as the products of this
+# many places; measured on two CPU cores with 135M parameters in float32.
 MICROBATCH_PLACES = 36
 
-# Forward passes' worth of operations, backward and what is computed again included.
+# Operations relative to one forward pass, including the backward pass and recomputation.
 _OF_LAYERS = {"full": 4, "dots": 3, "none": 3}
-_OF_ATTENTION = {"full": 5, "dots": 5, "none": 4}  # one less in rows of a single block.
+_OF_ATTENTION = {"full": 5, "dots": 5, "none": 4}  # one fewer in rows of a single block.
 _OF_HEAD = 3
 
 
 def of_update(config: ModelConfig, *, remat: str = "full") -> Cost:
-  """Returns the operations of gradients; a multiplication and an addition count as two.
+  """Returns the operations of a gradient; a multiplication with an addition counts as two.
 
   Args:
     config: Sizes of the model.
-    remat: Which activations are computed again; see `transformer.Transformer`.
+    remat: Activations that the backward pass recomputes; see `transformer.Transformer`.
   """
   width, head = config.hidden_size, config.head_dim
   of_attention = 2 * width * head * (config.num_heads + config.num_kv_heads)

@@ -2,7 +2,7 @@
 
 Three mesh axes: "data" splits rows and copies weights; "fsdp" splits rows, and the weights and the
 optimizer's state with them (ZeRO-3); "tensor" splits heads, feed-forward and vocabulary. Weights
-come to the activations and not the other way round: a layer's weights are gathered over "fsdp" for
+move to the activations and not the other way round: a layer's weights are gathered over "fsdp" for
 each use, and the sums of their gradients are scattered over it.
 """
 
@@ -17,8 +17,8 @@ from jaxtyping import Array
 AXES = ("data", "fsdp", "tensor")
 ROWS = ("data", "fsdp")  # the mesh axes that split the rows of a batch.
 
-# Logical axis of a parameter (models/leaves.py) → mesh axis. What is not named here, and an axis
-# whose length the mesh axis does not divide, is kept whole on every device.
+# Logical axis of a parameter (models/leaves.py) → mesh axis. An axis that is not listed, or whose
+# length the mesh axis does not divide, is whole on every device.
 RULES: dict[str, str] = {
   "vocab": "tensor",
   "heads": "tensor",
@@ -27,8 +27,8 @@ RULES: dict[str, str] = {
   "embed": "fsdp",
 }
 
-# Logical axis of an activation → mesh axes, in the update, the scorer and a prefill. What is not
-# named here is whole: "places" of a row, "embed" (the model's width) and the width of a head.
+# Logical axis of an activation → mesh axes, in the update, the scorer and a prefill. Axes that are
+# not listed are whole: "places" of a row, "embed" (the model's width) and the width of a head.
 #   tokens, positions, masks, cosines      (rows, places ...)
 #   residual stream, its norms, hidden     (rows, places, embed)
 #   q, what it attends to                  (rows, places, heads, width of a head)
@@ -47,23 +47,23 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-  """Where everything lies on one mesh; hashable.
+  """The placement of all arrays on one mesh; hashable.
 
   Attributes:
-    mesh: With the axes `AXES`, more than one device.
+    mesh: Mesh with the axes `AXES` and more than one device.
   """
 
   mesh: Mesh
 
   def weight(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
-    """Returns where a parameter lies, by `RULES`; no mesh axis is used twice.
+    """Returns the partition of a parameter by `RULES`; no mesh axis is used twice.
 
     Args:
       axes: Logical names, one for each axis of the parameter.
-      shape: Of the parameter.
+      shape: Shape of the parameter.
 
     Raises:
-      ValueError: There are not as many names as axes.
+      ValueError: The number of names is not the number of axes.
     """
     if len(axes) != len(shape):
       raise ValueError(f"logical axes {axes} do not name the axes of a parameter of shape {shape}")
@@ -75,11 +75,11 @@ class Placement:
     return PartitionSpec(*spec)
 
   def activation(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
-    """Returns where an activation lies, by `ACTIVATIONS`.
+    """Returns the partition of an activation by `ACTIVATIONS`.
 
     Args:
       axes: Logical names, one for each axis.
-      shape: Of the activation. An axis that mesh axes do not divide is whole on all of them.
+      shape: Shape of the activation. An axis that the mesh axes do not divide is not split.
     """
     return PartitionSpec(
       *(self.split(name, length) for name, length in zip(axes, shape, strict=True))
@@ -91,15 +91,15 @@ class Placement:
     return axes if axes and length % self.parts(axes) == 0 else None
 
   def parts(self, axes: Sequence[str]) -> int:
-    """Returns over how many devices some mesh axes split."""
+    """Returns the number of parts into which these mesh axes split."""
     return math.prod(self.mesh.shape[axis] for axis in axes)
 
   def place(self, x: Array, axes: Sequence[str | None]) -> Array:
-    """Puts an activation where `ACTIVATIONS` says that it lies."""
+    """Constrains an activation to its partition by `ACTIVATIONS`."""
     return self._constrained(x, self.activation(axes, x.shape))
 
   def whole(self, x: Array) -> Array:
-    """Puts a copy on every device: of norms and biases, which are small."""
+    """Constrains an array to have a copy on every device; for small ones such as norms."""
     return self._constrained(x, PartitionSpec())
 
   def _constrained(self, x: Array, spec: PartitionSpec) -> Array:

@@ -1,7 +1,7 @@
 """How the products of a model are computed: the dtype of their factors and of their results. Pure.
 
-One object goes through all functions of a layer, so that the trainer, the scorer and the sampler
-differ in it and in nothing else.
+All functions of a layer take the same `Products`, so the trainer, the scorer and the sampler differ
+only in it.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from grpo_kernels import rounding
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
@@ -23,22 +24,22 @@ WEIGHT_PRODUCT = "weight_product"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OutputMajor:
-  """A kernel that is stored transposed, for products with few rows: see `Products.dot`."""
+  """A kernel that is stored transposed, for products with few rows; see `Products.dot`."""
 
-  array: Any  # [o i], or what describes it.
+  array: Any  # array [o i], or its shape and dtype.
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["widths"])
 @dataclasses.dataclass(frozen=True)
 class Joined:
-  """Kernels of one input, stored as one `OutputMajor`: one large product in place of several."""
+  """Kernels with the same input, stored transposed as one, for one large product."""
 
-  array: Any  # [Σ o, i], or what describes it.
-  widths: tuple[int, ...]  # o of each.
+  array: Any  # array [Σ o, i], or its shape and dtype.
+  widths: tuple[int, ...]  # o of each kernel.
 
 
 def joined_name(names: Sequence[str]) -> str:
-  """Returns the name under which a layer holds a `Joined` in place of the kernels named."""
+  """Returns the name under which a layer holds a `Joined` of these kernels."""
   return "+".join(names)
 
 
@@ -47,13 +48,13 @@ class Products:
   """How products are computed; hashable, so that a jitted function may take it as static.
 
   Attributes:
-    compute_dtype: Of the factors, here and in the gradient. float32 is an ordinary einsum. In
+    compute_dtype: Dtype of the factors, here and in the gradient. float32 is an ordinary einsum. In
       bfloat16 both factors are rounded, and so is the cotangent in the backward pass; the sums
       are float32 everywhere, so weight gradients are not rounded.
-    out_dtype: What q, k, v, gate, up and their cotangents are written in: float32 or the compute
-      dtype; None is the compute dtype. Everything else that a product gives is float32.
-    placement: Where weights and activations lie; None: on one device, or wherever the compiler
-      puts them.
+    out_dtype: Dtype of q, k, v, gate, up and their cotangents: float32 or the compute dtype. None:
+      the compute dtype. All other products are float32.
+    placement: Placement of weights and activations on a mesh; None: one device, or wherever the
+      compiler puts them.
   """
 
   compute_dtype: Any = jnp.float32
@@ -61,10 +62,10 @@ class Products:
   placement: Placement | None = None
 
   def __post_init__(self):
-    """Makes equal dtypes equal objects, whatever their spelling.
+    """Converts both dtypes to `jnp.dtype`, so that equal options compare equal.
 
     Raises:
-      ValueError: Results in bfloat16 of products in float32.
+      ValueError: `out_dtype` is neither float32 nor the compute dtype.
     """
     compute_dtype = jnp.dtype(self.compute_dtype)
     out_dtype = compute_dtype if self.out_dtype is None else jnp.dtype(self.out_dtype)
@@ -80,11 +81,11 @@ class Products:
     """Sums products of two arrays as `einsum` does, in the compute dtype, accumulated in float32.
 
     Args:
-      spec: An einsum of two operands in which every index stands in at least two of the three
+      spec: An einsum of two operands in which every index appears in at least two of the three
         terms.
       x: First operand.
       y: Second operand.
-      out_dtype: Of the result, float32 or `self.out_dtype`.
+      out_dtype: Dtype of the result, float32 or `self.out_dtype`.
 
     Returns:
       The sums, rounded once if `out_dtype` is not float32. The cotangent of an operand has the
@@ -99,14 +100,14 @@ class Products:
     x: Float[Array, "..."],
     out_dtype: Any = jnp.float32,
   ) -> tuple[Array, ...]:
-    """Returns x @ w over the last axis of x for each of some kernels of a layer; see `dot`.
+    """Returns x @ w over the last axis of x for several kernels of a layer; see `dot`.
 
     Args:
-      params: Of one layer, by the names of `leaves.layer`; kernels may be `OutputMajor`, and on
-        one device `Joined`.
-      names: Of kernels that have the same input.
+      params: Parameters of one layer, by the names of `leaves.layer`; kernels may be `OutputMajor`,
+        and on one device `Joined`.
+      names: Names of the kernels, which have the same input.
       x: The input.
-      out_dtype: Of the results, float32 or `self.out_dtype`.
+      out_dtype: Dtype of the results, float32 or `self.out_dtype`.
     """
     joined = params.get(joined_name(names)) if len(names) > 1 else None
     if joined is not None:
@@ -125,18 +126,20 @@ class Products:
     return tuple(checkpoint_name(y, WEIGHT_PRODUCT) for y in found)
 
   def look_up(self, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """Returns the embeddings of tokens, rounded to the compute dtype as every weight, as float32.
+    """Returns embeddings as float32, rounded to the compute dtype as all weights are.
 
     The gradient is not rounded.
     """
     if self.placement is not None:
       return sharded_products.look_up(table, tokens, self.placement, self.compute_dtype)
     found = table[tokens].astype(jnp.float32)
-    rounded = found.astype(self.compute_dtype).astype(jnp.float32)
+    if self.compute_dtype == jnp.float32:
+      return found
+    rounded = rounding.rounded(found, self.compute_dtype)
     return found + jax.lax.stop_gradient(rounded - found)  # exact: the two are near each other.
 
   def place(self, x: Array, axes: Sequence[Any]) -> Array:
-    """Puts an activation where it lies; see `placement.ACTIVATIONS` for the logical axes."""
+    """Constrains an activation's sharding; see `placement.ACTIVATIONS` for the logical axes."""
     return x if self.placement is None else self.placement.place(x, axes)
 
   def dot(
@@ -147,9 +150,9 @@ class Products:
   ) -> Array:
     """Returns x @ w over the last axis of x; see `contract` for the dtypes.
 
-    The result bears the name `WEIGHT_PRODUCT`, by which a remat policy can keep it. With an
-    `OutputMajor` kernel the product is computed as (wᵀ xᵀ)ᵀ: on CPUs a product whose left factor
-    is the large one is up to twice as fast when x has few rows, as in decoding.
+    The result has the checkpoint name `WEIGHT_PRODUCT`, by which a remat policy can keep it. With
+    an `OutputMajor` kernel the product is computed as (wᵀ xᵀ)ᵀ: when x has few rows, as in
+    decoding, CPUs are up to twice as fast with the larger factor on the left.
     """
     rest = "abcdefg"[: x.ndim - 1]
     if isinstance(w, OutputMajor):
@@ -172,8 +175,8 @@ def _einsum_forward(spec: str, dtype: Any, out_dtype: Any, x: Array, y: Array):
 
 
 def _einsum_backward(spec: str, dtype: Any, out_dtype: Any, residuals, cotangent: Array):
-  """Returns the cotangents of both factors: two products that read one array, made once."""
-  del out_dtype  # the cotangent has it.
+  """Returns the cotangents of both factors: two products that read the same settled array."""
+  del out_dtype  # the cotangent has this dtype.
   x, y, (like_x, like_y) = residuals
   operands, out = spec.split("->")
   left, right = operands.split(",")

@@ -1,9 +1,9 @@
-"""Arrays that stand in memory before they are used, where that pays. Pure.
+"""Arrays that are written to memory before they are used, on platforms where that is faster. Pure.
 
-On CPUs, XLA computes the elementwise operations before a product a second time, into a transposed
-copy of their result, for each product that wants one. The copy is written one element at a time:
-for the gradient of a gated MLP's kernel it took as long as three products. GPUs and TPUs read
-either layout, and lose a fusion to a barrier.
+On CPUs, XLA repeats the elementwise operations before a product for each product that needs their
+result transposed. The transposed copy is written one element at a time: for the gradient of a gated
+MLP's kernel that took as long as three products. GPUs and TPUs read either layout, and there a
+barrier would only cost a fusion.
 
 As in `accumulated`, a primitive chooses by platform, since `jax.lax.platform_dependent` may leave
 a conditional in a program for a mesh.
@@ -18,7 +18,7 @@ from jaxtyping import Array
 def settle(x: Array) -> Array:
   """Returns x; on CPUs it is written once, and what uses it is not fused with what makes it.
 
-  It has no derivative: it is for the insides of custom gradients.
+  It has no derivative: it is for use inside custom gradients.
   """
   return _settle.bind(x)
 

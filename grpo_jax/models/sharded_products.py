@@ -1,13 +1,13 @@
-"""Products with weights that are split over a device mesh: what moves is written out. Pure.
+"""Products with weights that are split over a device mesh, with explicit collectives. Pure.
 
 For each use a weight is rounded to the compute dtype and gathered over the mesh axis that splits
-the model's width; rows stay where they are. In the backward pass it is gathered again, since what
-is kept is this device's part, and the gradient's sum is scattered in float32. Over the axis that
-splits heads or feed-forward, weights stay split: a product whose inner axis is split, forward or
-backward, ends with a sum of activations over that axis, and over no other.
+the model's width; rows stay where they are. The backward pass keeps only this device's part, so it
+gathers the weight again, and scatters the gradient's sum in float32. Over the axis that splits
+heads or feed-forward, weights stay split: a product whose inner axis is split, forward or backward,
+ends with a sum of activations over that axis only.
 
-The custom VJPs stand outside, a `shard_map` for each pass inside: its own transposition would
-divide cotangents by the number of devices that hold them alike.
+Custom VJPs enclose one `shard_map` for each pass, because the transposition of a `shard_map` would
+divide cotangents by the number of devices with equal copies.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from grpo_kernels import collectives
+from grpo_kernels import collectives, rounding
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -27,13 +27,13 @@ from grpo_jax.models.placement import ROWS, Placement
 
 @dataclasses.dataclass(frozen=True)
 class _Weight:
-  """How one kernel [i o] lies; hashable.
+  """The partition of one kernel [i o]; hashable.
 
   Attributes:
-    spec: Where it lies.
-    gathered: The mesh axis over which it is gathered for a product, and the dimension; or None.
-    inner: The mesh axis that stays and splits the summed dimension, or None.
-    outer: The one that stays and splits the result's last dimension, or None.
+    spec: Mesh axes that split its dimensions.
+    gathered: Mesh axis over which it is gathered for a product, and the dimension; or None.
+    inner: Mesh axis that splits the summed dimension, also in a product; or None.
+    outer: Mesh axis that splits the result's last dimension, also in a product; or None.
   """
 
   spec: tuple[str | None, str | None]
@@ -42,7 +42,7 @@ class _Weight:
   outer: str | None
 
   def whole(self, part: Array, dtype: Any) -> Array:
-    """Returns the weight as a product takes it."""
+    """Returns the weight as products need it, gathered and rounded."""
     axis, dim = self.gathered or (None, 0)
     return collectives.gathered(part, axis, dim=dim, dtype=dtype)
 
@@ -54,20 +54,20 @@ class _Weight:
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-  """What is static of a product with some weights."""
+  """The static arguments of a product with some weights."""
 
   placement: Placement
   compute_dtype: Any
   weights: tuple[_Weight, ...]
-  rows: tuple[str, ...] | None  # the mesh axes that split the first axis of x.
+  rows: tuple[str, ...] | None  # mesh axes that split the first axis of x.
   out_dtype: Any = jnp.float32
 
   def of_inputs(self, ndim: int) -> PartitionSpec:
-    """Returns where x lies: its last axis as the weights' inner one."""
+    """Returns the partition of x, whose last axis is split as the weights' inner axis."""
     return PartitionSpec(self.rows, *[None] * (ndim - 2), self.weights[0].inner)
 
   def of_results(self, ndim: int) -> tuple[PartitionSpec, ...]:
-    """Returns where each product lies."""
+    """Returns the partition of each product."""
     between = [None] * (ndim - 2)
     return tuple(PartitionSpec(self.rows, *between, w.outer) for w in self.weights)
 
@@ -76,7 +76,7 @@ class _Static:
     return tuple(PartitionSpec(*w.spec) for w in self.weights)
 
   def on_devices(self, function: Any, inputs: Any, outputs: Any) -> Any:
-    """Returns a function that every device runs on its parts."""
+    """Returns `function` as every device runs it on its parts."""
     return jax.shard_map(
       function,
       mesh=self.placement.mesh,
@@ -94,26 +94,39 @@ def dots(
   compute_dtype: Any,
   out_dtype: Any,
 ) -> tuple[Array, ...]:
-  """Returns x @ w over the last axis of x, for each weight; rows split as they can be.
+  """Returns x @ w over the last axis of x for each weight.
 
-  The gradients of the weights are float32 and lie as the weights do.
+  The gradients of the weights are float32 and have the weights' partition.
 
   Args:
-    x: Rows first.
+    x: Activations, whose first axis is rows.
     weights: Master weights [i o], all with the same first logical axis.
-    axes: Their logical axes.
-    placement: Where everything lies.
-    compute_dtype: Of the factors, here and in the gradient; sums are float32.
-    out_dtype: Of the results.
+    axes: Logical axes of each weight.
+    placement: Placement on the mesh.
+    compute_dtype: Dtype of the factors, here and in the gradient; sums are float32.
+    out_dtype: Dtype of the results.
   """
-  found = tuple(_weight(placement, w.shape, a) for w, a in zip(weights, axes, strict=True))
-  dtypes = jnp.dtype(compute_dtype), jnp.dtype(out_dtype)
-  static = _Static(placement, dtypes[0], found, _rows(placement, x), dtypes[1])
+  shapes = [w.shape for w in weights]
+  static = _static(x, shapes, axes, placement, compute_dtype, out_dtype)
   return _dots(static, x, tuple(weights))
 
 
+def _static(
+  x: Array,
+  shapes: Sequence[tuple[int, ...]],
+  axes: Sequence[tuple[str, str]],
+  placement: Placement,
+  compute_dtype: Any,
+  out_dtype: Any,
+) -> _Static:
+  """Returns the static arguments of products with kernels of these shapes [i o]."""
+  found = tuple(_weight(placement, shape, a) for shape, a in zip(shapes, axes, strict=True))
+  rows = _rows(placement, x)
+  return _Static(placement, jnp.dtype(compute_dtype), found, rows, jnp.dtype(out_dtype))
+
+
 def _weight(placement: Placement, shape: Sequence[int], axes: Sequence[str]) -> _Weight:
-  """Returns how a kernel lies; what splits activations stays, what splits rows is gathered."""
+  """Returns a kernel's partition: mesh axes that split rows are gathered, the others stay."""
   spec = placement.weight(axes, shape)
   gathered = next(((axis, dim) for dim, axis in enumerate(spec) if axis in ROWS), None)
   inner, outer = (None if axis in ROWS else axis for axis in spec)
@@ -139,11 +152,12 @@ def _dots(static: _Static, x: Array, weights: tuple[Array, ...]) -> tuple[Array,
 
 
 def _product(static: _Static, spec: str, x: Array, y: Array) -> Array:
-  """Returns a product on one device, summed over the devices that have parts of it."""
+  """Returns a product of one device, summed over the devices if its inner axis is split."""
   inner = static.weights[0].inner
   if inner is None:
     return accumulated.einsum(spec, x, y, static.out_dtype)
-  return jax.lax.psum(accumulated.einsum(spec, x, y), inner).astype(static.out_dtype)
+  sums = jax.lax.psum(accumulated.einsum(spec, x, y), inner)
+  return rounding.written(sums, static.out_dtype)
 
 
 def _forward(static: _Static, x: Array, weights: tuple[Array, ...]):
@@ -155,7 +169,7 @@ def _backward(static: _Static, residuals, cotangents: tuple[Array, ...]):
   x, weights, like_x = residuals
   outer, before = static.weights[0].outer, tuple(range(x.ndim - 1))
   is_alone = len(weights) == 1 and outer is None
-  dtype = like_x.dtype if is_alone else jnp.float32  # of a summand: float32 where there are more.
+  dtype = like_x.dtype if is_alone else jnp.float32  # summands of a longer sum are float32.
 
   def of_device(x, weights, cotangents):
     of_x, gradients = [], []
@@ -166,13 +180,14 @@ def _backward(static: _Static, residuals, cotangents: tuple[Array, ...]):
       gradient = jnp.tensordot(x, g, (before, before), preferred_element_type=jnp.float32)
       gradients.append(how.own(gradient, static.rows or ()))
     dx = functools.reduce(jnp.add, of_x)
-    return dx if outer is None else jax.lax.psum(dx, outer), tuple(gradients)
+    dx = dx if outer is None else jax.lax.psum(dx, outer)
+    return rounding.written(dx, like_x.dtype), tuple(gradients)
 
   inputs = static.of_inputs(x.ndim), static.of_weights, static.of_results(x.ndim)
   outputs = static.of_inputs(x.ndim), static.of_weights
   dx, gradients = static.on_devices(of_device, inputs, outputs)(x, weights, cotangents)
   pairs = zip(gradients, weights, strict=True)
-  return dx.astype(like_x.dtype), tuple(gradient.astype(w.dtype) for gradient, w in pairs)
+  return dx, tuple(gradient.astype(w.dtype) for gradient, w in pairs)
 
 
 _dots.defvjp(_forward, _backward)
@@ -186,21 +201,20 @@ def transposed_dots(
   compute_dtype: Any,
   out_dtype: Any,
 ) -> tuple[Array, ...]:
-  """Returns (w xᵀ)ᵀ over the last axis of x, for each weight: `dots` of transposed kernels.
+  """Returns (w xᵀ)ᵀ over the last axis of x for each weight: `dots` with transposed kernels.
 
   They have no gradient.
 
   Args:
-    x: Rows first.
+    x: Activations, whose first axis is rows.
     weights: Kernels [o i], all with the same inner logical axis.
     axes: Logical axes of the kernels before they were transposed.
-    placement: Where everything lies.
-    compute_dtype: Of the factors.
-    out_dtype: Of the results.
+    placement: Placement on the mesh.
+    compute_dtype: Dtype of the factors.
+    out_dtype: Dtype of the results.
   """
-  found = tuple(_weight(placement, w.shape[::-1], a) for w, a in zip(weights, axes, strict=True))
-  dtypes = jnp.dtype(compute_dtype), jnp.dtype(out_dtype)
-  static = _Static(placement, dtypes[0], found, _rows(placement, x), dtypes[1])
+  shapes = [w.shape[::-1] for w in weights]
+  static = _static(x, shapes, axes, placement, compute_dtype, out_dtype)
 
   def of_device(x, weights):
     x, products = x.astype(static.compute_dtype), []
@@ -210,7 +224,7 @@ def transposed_dots(
       products.append(_product(static, "...i,oi->...o", x, whole))
     return tuple(products)
 
-  of_weights = tuple(PartitionSpec(*how.spec[::-1]) for how in found)
+  of_weights = tuple(PartitionSpec(*how.spec[::-1]) for how in static.weights)
   inputs = static.of_inputs(x.ndim), of_weights
   return static.on_devices(of_device, inputs, static.of_results(x.ndim))(x, tuple(weights))
 
@@ -223,14 +237,14 @@ def look_up(
 ) -> Float[Array, "B T D"]:
   """Returns rows of an embedding table, rounded to the compute dtype, as float32.
 
-  The table is gathered along the model's width; where the vocabulary is split, the devices add
-  up what each has. The gradient is float32, summed over tokens before it is scattered.
+  The table is gathered along the model's width. If the vocabulary is split, the rows of the table
+  are summed over the devices. The gradient is float32, summed over tokens before it is scattered.
 
   Args:
-    table: With the logical axes "vocab" and "embed".
-    tokens: Ids; of rows that lie split.
-    placement: Where everything lies.
-    compute_dtype: That the table is rounded to.
+    table: Embedding with the logical axes "vocab" and "embed".
+    tokens: Token ids.
+    placement: Placement on the mesh.
+    compute_dtype: Dtype to which the table is rounded.
   """
   how = _weight(placement, table.shape, ("vocab", "embed"))
   static = _Static(placement, jnp.dtype(compute_dtype), (how,), _rows(placement, tokens))
@@ -245,6 +259,7 @@ def _look_up(static: _Static, table: Array, tokens: Array) -> Array:
     table = how.whole(table, static.compute_dtype)
     own, is_own = _own_tokens(how, table.shape[0], tokens)
     found = jnp.where(is_own[..., None], table[own], 0).astype(jnp.float32)
+    found = rounding.rounded(found, static.compute_dtype)
     return found if how.inner is None else jax.lax.psum(found, how.inner)
 
   rows = PartitionSpec(static.rows)
@@ -252,7 +267,7 @@ def _look_up(static: _Static, table: Array, tokens: Array) -> Array:
 
 
 def _own_tokens(how: _Weight, size: int, tokens: Array) -> tuple[Array, Array]:
-  """Returns the places of tokens in this device's part of the vocabulary, and whether they are."""
+  """Returns the tokens' indices in this device's part of the vocabulary, and which are in it."""
   if how.inner is None:
     return tokens, jnp.ones(tokens.shape, bool)
   own = tokens - jax.lax.axis_index(how.inner) * size

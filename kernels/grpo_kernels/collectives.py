@@ -1,7 +1,7 @@
 """A weight that is split over devices: gathered for its use, its gradient summed into parts. Pure.
 
-For the insides of a `shard_map`. What ZeRO-3 moves is written here once, and is not left to a
-partitioner, which may as well move activations.
+For use inside a `shard_map`. The collectives of ZeRO-3 are explicit here and not left to a
+partitioner, which might move activations instead.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ def gathered(part: Array, axis: str | None, *, dim: int, dtype: Any) -> Array:
   """Returns the whole of an array of which every device has a part, rounded before it moves.
 
   Args:
-    part: Of this device.
-    axis: Of the mesh, over which the array is split; None: it is not.
-    dim: Which dimension is split.
-    dtype: Of the result.
+    part: This device's part.
+    axis: Mesh axis over which the array is split; None: it is not split.
+    dim: Dimension that is split.
+    dtype: Dtype of the result.
   """
   part = part.astype(dtype)
   if axis is None:
@@ -37,10 +37,10 @@ def summed(whole: Array, over: Sequence[str], *, into: str | None, dim: int) -> 
 
   Args:
     whole: This device's summand.
-    over: Axes of the mesh to sum over.
-    into: Axis over which the sum is split; None: every device gets the whole. One of `over`, or
-      an axis whose devices all have the same summand.
-    dim: Which dimension is split.
+    over: Mesh axes to sum over.
+    into: Mesh axis over which the sum is split: one of `over`, or an axis whose devices all have
+      the same summand. None: every device gets the whole sum.
+    dim: Dimension that is split.
   """
   whole = whole.astype(jnp.float32)
   others = tuple(axis for axis in over if axis != into)

@@ -4,16 +4,17 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.engines import decoding, jax_sampler
+from grpo_jax.engines import decoding, jax_sampler, scheduling, session
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.learn import sharding
-from grpo_jax.models import transformer
+from grpo_jax.models import leaves, transformer
 from grpo_jax.models.products import Products
 from scripts import hlo_collectives
-from tests.engines import tiny
+from tests.engines import described, tiny
 
 MESHES = [
   {"data": 2, "fsdp": 2, "tensor": 2},
@@ -76,3 +77,48 @@ def test_of_a_prefill_only_keys_and_values_move_over_the_axes_of_rows(shape):
   most = TOKENS * model_config.num_kv_heads * model_config.head_dim
   of_places = [a for one in over_rows for a in one.arrays if TOKENS in a.shape]
   assert of_places and max(math.prod(a.shape) for a in of_places) <= most
+
+
+SIZES = scheduling.Sizes(
+  16, prefill=TOKENS, page=16, columns=16, blocks=2, table=3, pages=12, is_planned=True
+)
+
+
+def decode_on(shape, **sizes):
+  """Returns the collectives of a decode step, and the config of the model."""
+  model_config = dataclasses.replace(tiny.config(vocab_size=1000), **WIDE, **sizes)
+  mesh = sharding.make_mesh(**shape)
+  shapes = leaves.tree(model_config)
+  axes = transformer.logical_axes(model_config)
+  lies = sharding.param_shardings(axes, mesh, shapes=shapes)
+  place = lambda x, at: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=at)
+  tree = jax.tree.map(place, shapes, lies)
+  given = described.described(model_config, tree, rows=16, sizes=SIZES)
+  program = session._decode.lower(*given.decode, options=given.options).compile()
+  return hlo_collectives.collectives(program.as_text(), devices=8), model_config
+
+
+OF_DECODE = [
+  {"data": 1, "fsdp": 8},
+  {"data": 2, "fsdp": 4},
+  {"data": 1, "fsdp": 4, "tensor": 2},
+  {"data": 1, "fsdp": 1, "tensor": 8},
+]
+
+
+def is_of_rows(shape, model_config):
+  """Says whether an array holds numbers of the rows, or one row of the ring, and no more."""
+  if math.prod(shape) == 1 or (len(shape) == 5 and shape[1] == 1):
+    return True
+  rows = max((n for n in shape if n in (16, 8, 4, 2)), default=0)  # no width of the model.
+  return rows > 0 and math.prod(shape) <= rows * max(model_config.intermediate_size, *shape)
+
+
+@pytest.mark.parametrize("shape", OF_DECODE, ids=lambda shape: "x".join(map(str, shape.values())))
+def test_in_a_decode_step_rows_move_and_neither_weights_nor_caches(shape):
+  found, model_config = decode_on(shape)
+  # As they are made for a layer: partial sums of all rows, over the axis that splits the weight.
+  sums = [one for one in found if one.kind == "all-reduce" and "dot_general" in one.source]
+  assert len(sums) >= 2 * model_config.num_layers
+  moved = {array.shape for one in found for array in one.arrays}
+  assert [shape for shape in moved if not is_of_rows(shape, model_config)] == []

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from grpo_kernels import rounding
+
 # `Statistics.largest` of a row that has seen no column. So far from the ends of float32 that
 # differences divided by a temperature stay numbers.
 LOWEST = -(2.0**100)
@@ -209,7 +211,7 @@ def _backward(implementation, settings, residuals, cotangents):
   d_hidden, d_head = implementation.gradients(
     settings, hidden, head, targets, None, normaliser, entropy, of_logprobs, of_entropy
   )
-  return d_hidden.astype(hidden.dtype), d_head, None
+  return rounding.written(d_hidden, hidden.dtype), d_head, None
 
 
 def _is_zero(cotangent: Any) -> bool:

@@ -22,6 +22,7 @@ from jax.lax import stop_gradient
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from grpo_kernels import rounding
 from grpo_kernels.linear_logprobs import choice, core, reference, sharded
 from grpo_kernels.linear_logprobs.core import LOWEST, Settings, Statistics
 
@@ -158,7 +159,7 @@ def _forward(static, hidden, head, targets, per_token, constants, live):
 def _backward(static, gradients, cotangents):
   """Scales the gradients; those of logprobs and entropy stop at `linear_objective`."""
   of_loss = cotangents[0]
-  d_hidden, d_head = ((of_loss * x).astype(x.dtype) for x in gradients)
+  d_hidden, d_head = (rounding.written(of_loss * x, x.dtype) for x in gradients)
   return d_hidden, d_head, None, None, None, None
 
 
@@ -257,7 +258,7 @@ def _sweep(
   )
   gradients = None
   if d_hidden is not None and d_head is not None:
-    gradients = d_hidden.astype(hidden.dtype), d_head
+    gradients = rounding.written(d_hidden, hidden.dtype), d_head
   return (loss, logprobs, entropy), gradients
 
 

@@ -1,0 +1,55 @@
+"""What the programs of the embedded sampler take, as shapes: for tests that read programs."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from grpo_jax.engines import decoding, jax_sampler, scheduling, session
+from grpo_jax.engines.scheduling import Sizes, Slot
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.products import Products
+from grpo_jax.programs import abstract
+
+
+class Described(NamedTuple):
+  """The arguments of both programs, without the options.
+
+  Attributes:
+    prefill: Of `decoding.prefill`.
+    decode: Of `decoding.decode`.
+    options: Static, of both.
+  """
+
+  prefill: tuple[Any, ...]
+  decode: tuple[Any, ...]
+  options: decoding.Options
+
+
+def described(
+  config: ModelConfig, params: Any, *, rows: int, sizes: Sizes, dtype: str = "float32"
+) -> Described:
+  """Returns the arguments of the programs that serve so many rows.
+
+  Args:
+    config: Of the model.
+    params: The trainer's arrays or `jax.ShapeDtypeStruct`s with shardings.
+    rows: Of the decode program.
+    sizes: All of them given.
+    dtype: Of the products.
+  """
+  options = decoding.Options(config, Products(dtype), chunk=4, group=4)
+  options = sizes.applied(jax_sampler._with_sharding(options, params))
+  weights = decoding.described(params, options)
+  ring = session._described(session._empty_ring, sizes.blocks, sizes.rows, sizes.columns, options)
+  pages = session._described(session._empty_pages, sizes.pages, sizes.page, options)
+  layout = {"page": sizes.page, "pages": sizes.pages, "table": sizes.table}
+  prompt = [(np.zeros(1, np.int32), Slot(pages=(0,), length=1))]
+  chunk = next(scheduling.make_chunks(prompt, **layout, tokens=sizes.prefill))
+  of_rows = scheduling.make_rows([], rows, {}, group=options.group, table=sizes.table)
+  state, leave_at = jax.tree.map(np.asarray, of_rows), np.int32(0)
+  return Described(
+    (weights, pages, abstract(chunk)),
+    (weights, pages, ring, abstract(state), abstract(leave_at)),
+    options,
+  )
