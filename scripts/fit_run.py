@@ -33,6 +33,8 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.programs import Job
 from grpo_jax.rl import objectives
 
+WRONG_USE = 2
+
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
 Config = Any
 
@@ -159,9 +161,17 @@ def _held(leaf: Any) -> int:
   return math.prod(shape) * leaf.dtype.itemsize
 
 
-def needs(question: Question) -> Iterator[Need]:
-  """Compiles the programs of a run, one after the other, and yields what each takes."""
-  arrays, jobs = plan(question)
+def needs(question: Question, arrays: Arrays, jobs: Sequence[Job]) -> Iterator[Need]:
+  """Compiles the programs of a run, one after the other, and yields what each takes.
+
+  Args:
+    question: Says for what, and whether in all shapes.
+    arrays: Of the run, as `plan` returns them.
+    jobs: Likewise.
+
+  Raises:
+    jax.errors.JaxRuntimeError: A compiler refuses, and not for lack of memory.
+  """
   for job in jobs if question.all_shapes else largest(jobs):
     name = program_of(job.name)
     if name is not None:
@@ -248,7 +258,7 @@ def table(found: Sequence[Need], arrays: Arrays, room: int | None, target: str) 
     numbers = f"{gib(need.beside)}{gib(need.outputs)}{gib(need.temporaries):>13}{gib(need.peak)}"
     note = "  refused by the compiler" if need.is_refused else ""
     lines.append(f"{need.name:32}{numbers}{note}")
-  most = max(found, key=lambda need: need.peak)
+  most = max(found, key=lambda need: (need.is_refused, need.peak))
   if room is None:
     lines.append(f"needs {most.peak / fit.GIB:.2f} GiB ({most.name})")
   else:
@@ -298,9 +308,13 @@ def _known(path: str) -> str:
 def main(arguments: Sequence[str]) -> int:
   """Prints the answer; returns the exit code."""
   question = parse(arguments)
-  arrays, _ = plan(question)
+  try:
+    arrays, jobs = plan(question)
+  except ValueError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return WRONG_USE
   found = []
-  for need in needs(question):
+  for need in needs(question, arrays, jobs):
     print(f"{need.name}: compiled in {need.compile_s:.0f} s", file=sys.stderr, flush=True)
     found.append(need)
   room = targets.usable_bytes(question.target)

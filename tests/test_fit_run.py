@@ -142,5 +142,11 @@ def test_wrong_arguments_are_explained(fit_run, capsys, argument, message):
   assert message in capsys.readouterr().err
 
 
+def test_config_that_cannot_work_is_explained(fit_run, model, capsys):
+  wrong = "--config.optim.optimizer=nothing"
+  assert fit_run.main([*COMMAND, f"--model={model}", wrong]) == 2
+  assert "nothing" in capsys.readouterr().err
+
+
 def test_model_is_the_one_of_the_config(fit_run):
   assert fit_run.parse(COMMAND).model.hidden_size == 1536

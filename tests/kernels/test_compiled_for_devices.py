@@ -139,9 +139,10 @@ def test_eight_h100s_exchange_weights_and_gradients_and_hold_no_more_than_that()
 def whole_run_on(target):
   """Compiles what a run of configs/math_1b.py compiles; returns whether it fits."""
   question = fit_run.parse(["--config=configs/math_1b.py", f"--target={target}"])
-  room, found = targets.usable_bytes(target), list(fit_run.needs(question))
+  arrays, jobs = fit_run.plan(question)
+  room, found = targets.usable_bytes(target), list(fit_run.needs(question, arrays, jobs))
   assert room is not None
-  print(fit_run.table(found, fit_run.plan(question)[0], room, target))
+  print(fit_run.table(found, arrays, room, target))
   return fit_run.fits(found, room)
 
 
