@@ -122,14 +122,17 @@ IN_BFLOAT16 = {
 }
 
 
+def dtypes_of(eqn):
+  """Returns the dtypes of the arrays that an equation takes and gives."""
+  every = (x.aval for x in (*eqn.invars, *eqn.outvars))
+  return {aval.dtype for aval in every if getattr(aval, "ndim", 0)}
+
+
 def test_residual_stream_norms_softmax_and_logits_stay_float32(monkeypatch):
   monkeypatch.setattr(jax, "devices", lambda *_: jax.local_devices()[:1])
   for name, function, params in programs((1, 1, 1)):
     eqns = list(roundings.equations(jax.make_jaxpr(function)(params).jaxpr))
-    every = lambda eqn: (x.aval for x in (*eqn.invars, *eqn.outvars))
-    arrays = lambda eqn: [aval for aval in every(eqn) if getattr(aval, "ndim", 0)]
-    dtypes = lambda eqn: {array.dtype for array in arrays(eqn)}
-    names = {str(eqn.primitive) for eqn in eqns if np.dtype("bfloat16") in dtypes(eqn)}
+    names = {str(eqn.primitive) for eqn in eqns if np.dtype("bfloat16") in dtypes_of(eqn)}
     assert {"exp", "rsqrt", "reduce_sum", "reduce_max"} <= {str(eqn.primitive) for eqn in eqns}
     assert names <= IN_BFLOAT16, name
     # Embeddings once, and the gradients of the last hidden states: no other float32 is rounded.
