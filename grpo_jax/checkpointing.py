@@ -122,7 +122,10 @@ class Checkpoints:
       # Not compressed: float32 weights shrink by 7% and take four times as long.
       ocp.PyTreeCheckpointHandler(
         use_zarr3=True, use_compression=False, type_handler_registry=_handlers()
-      )
+      ),
+      # Written at once: a write that is still waiting when a save fails would come after its folder
+      # is removed, and make it again or fail.
+      checkpoint_metadata_store=ocp.metadata.metadata_store(enable_write=True, blocking_write=True),
     )
 
   def __enter__(self) -> "Checkpoints":

@@ -570,10 +570,17 @@ def test_what_the_caller_refuses_is_passed_over(folder, told):
 
 def test_a_failed_save_prints_nothing_but_its_one_message(folder, monkeypatch, capfd):
   from orbax.checkpoint._src.handlers import base_pytree_checkpoint_handler as handlers
+  from orbax.checkpoint._src.metadata import checkpoint as stores
 
   async def fail(*_, **__):
     raise ValueError("RESOURCE_EXHAUSTED: No space left on device [tensorstore_spec='{\"a\": 1}']")
 
+  def write_late(*arguments, **named):
+    time.sleep(0.2)  # as on a busy machine: after the failure, if nothing waits for it.
+    return write(*arguments, **named)
+
+  write = stores._MetadataStoreImpl.write
+  monkeypatch.setattr(stores._MetadataStoreImpl, "write", write_late)
   monkeypatch.setattr(handlers.BasePyTreeCheckpointHandler, "_finalize_async", fail)
   with checkpointing.open(folder) as checkpoints:
     checkpoints.save(1, make_state(1), {})

@@ -15,6 +15,7 @@ from grpo_jax.models import loading
 from grpo_jax.programs import Job
 
 JOBS = computation.Computation.jobs  # other tests take them away.
+ENGINE = building._engine
 STEPS = 4
 # Three shapes of the update, the monitor, the drift and the scorer; adding, applying, the state of
 # the optimizer, the reference, advantages; tensors of the export: these have five shapes.
@@ -100,13 +101,18 @@ def as_new_process():
   jax.clear_caches()
 
 
-def train_and_count(config, workdir, **options):
-  """Runs; returns how many programs XLA compiled meanwhile."""
+def train_and_name(config, workdir, **options):
+  """Runs; returns the names of the programs that XLA compiled meanwhile."""
   as_new_process()
   watch = compiling.Watch()
   with watch.listening(lambda line: None):
     train.train(config, workdir, **options)
-  return len([one for one in watch.take() if not one.is_kept])
+  return [one.name for one in watch.take() if not one.is_kept]
+
+
+def train_and_count(config, workdir, **options):
+  """Runs; returns how many programs XLA compiled meanwhile."""
+  return len(train_and_name(config, workdir, **options))
 
 
 def lines_of(workdir):
@@ -175,6 +181,54 @@ def test_programs_compiled_ahead_compute_what_others_do(
   assert told(tmp_path) == told(whole[0])
   for one, other in zip(weights(tmp_path), weights(whole[0]), strict=True):
     np.testing.assert_array_equal(one, other)
+
+
+def conversations(make_config):
+  """Returns the config of a run on two datasets, of several turns, with the embedded sampler."""
+  config = make_config(
+    total_steps=3,
+    data__max_prompt_tokens=1024,
+    data__path=None,
+    data__environment="puzzle",
+    rollout__max_turns=3,
+    rollout__max_tokens=1280,
+    rollout__prompts_per_step=2,
+    rollout__group_size=2,
+    sampling__max_tokens=16,
+    evaluation__every_steps=1,
+    evaluation__at_start=False,
+    evaluation__sampling__temperature=0.0,
+    batching__microbatch_tokens=2048,
+    batching__skip_zero_advantage=False,
+    loss__kl_coef=0.0,
+    learn__report_all_every_steps=0,
+    learn__report_kl_every_steps=0,
+  )
+  config.environments = {"puzzle": {"module": "sliding_puzzle", "max_moves": 9}}
+  task = {"kind": "function", "task": "grpo_jax.environments.sliding_puzzle.puzzle"}
+  config.data.output_key = ""
+  config.data.datasets = tuple(
+    {**task, "name": f"of_{size}", "task_args": {"size": size}, "weight": 1.0} for size in (2, 3)
+  )
+  config.sampling.stop_strings = tuple("abcdefghijklmnop")
+  return config
+
+
+def test_conversations_compile_a_known_set_and_a_resumed_run_nothing(
+  make_config, cache, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(building, "_engine", ENGINE)
+  config = conversations(make_config)
+  names = train_and_name(config, tmp_path, stop=StopAfter(tmp_path, 2))
+  assert counts(tmp_path) == [len(names), 0.0]  # evaluations after both steps included.
+  assert names.count("differentiate") == 3
+  # One number of rows is enough here; caches that are too small would be resized.
+  assert [names.count(name) for name in ("prefill", "decode", "resize")] == [1, 1, 0]
+  assert train_and_name(config, tmp_path) == []
+  assert counts(tmp_path)[2:] == [0.0]
+  rows = [row for row in lines_of(tmp_path) if "weight_version" in row]
+  assert max(row["rollout/turns_mean"] for row in rows) > 1.0
+  assert any("eval/" in name for row in lines_of(tmp_path) for name in row)
 
 
 def test_what_is_compiled_late_is_named(make_config, tmp_path, monkeypatch, capsys):

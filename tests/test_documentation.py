@@ -7,7 +7,9 @@ import shlex
 import subprocess
 
 import pytest
+from ml_collections import ConfigDict
 
+import configs.base
 from grpo_jax import command_line
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -130,3 +132,23 @@ def test_readme_notebook_configures_a_run(monkeypatch):
   config = scope["config"]
   assert config.total_steps == 4 and config.environments.mine.module == "function"
   assert config.data.environment in config.environments and "total_steps: 4" in repr(config)
+
+
+def fields(section, prefix=""):
+  """Yields the dotted name of every field of a config."""
+  for name, value in section.items(preserve_field_references=True):
+    if isinstance(value, ConfigDict) and len(value):
+      yield from fields(value, f"{prefix}{name}.")
+    else:
+      yield prefix + name
+
+
+def test_every_field_of_a_config_is_documented():
+  pages = "\n".join(page.read_text() for page in (*ROOT.glob("docs/*.md"), ROOT / "README.md"))
+  words = set(re.findall(r"\w+", pages))
+  names = list(fields(configs.base.get_config()))
+  assert len(names) > 200
+  assert [name for name in names if name.rpartition(".")[2] not in words] == []
+  of_models = {name for name in names if name.startswith("model.") and "dtype" in name}
+  assert of_models == {"model.compute_dtype", "model.product_dtype"}
+  assert all(name in (ROOT / "docs" / "models.md").read_text() for name in of_models)

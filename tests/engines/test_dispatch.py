@@ -64,6 +64,13 @@ async def answers(body):
   return answer_to(body)
 
 
+async def until(is_so):
+  """Waits for what must come, however slow the machine is."""
+  async with asyncio.timeout(20.0):
+    while not is_so():
+      await asyncio.sleep(0.001)
+
+
 async def hangs(body):
   await asyncio.Event().wait()
 
@@ -162,8 +169,7 @@ def test_requests_under_way_at_a_server_that_is_lost_go_to_another():
   async def go():
     dispatcher, (lost, other) = dispatcher_of(hangs, hangs)
     found = asyncio.create_task(collect(dispatcher, requests(6)))
-    await asyncio.sleep(0.01)
-    assert len(lost.client.bodies) > 0 and len(other.client.bodies) > 0
+    await until(lambda: lost.client.bodies and other.client.bodies)
     other.client.behave = answers
     for server in (lost, other):
       dispatcher.closed(server)
@@ -212,6 +218,7 @@ def test_a_server_that_failed_gets_nothing_before_its_health_was_looked_at():
     dispatcher, (server,) = dispatcher_of(fails(Unanswered("cut")), in_flight=1)
     server.doubt = lambda: None  # nobody looks.
     found = asyncio.create_task(collect(dispatcher, requests(3)))
+    await until(lambda: server.client.bodies and not dispatcher.in_flight)
     await asyncio.sleep(0.02)
     assert len(server.client.bodies) == 1
     server.client.behave = answers
@@ -226,7 +233,7 @@ def test_a_caller_that_leaves_frees_its_places():
     dispatcher, (server,) = dispatcher_of(hangs, in_flight=4)
     left = Call(requests(20), None)
     dispatcher.submit([Job([request], left) for request in left.requests])
-    await asyncio.sleep(0.01)
+    await until(lambda: len(server.client.bodies) == 4)
     assert dispatcher.in_flight == 4
     dispatcher.leave(left)
     server.client.behave = answers
@@ -240,7 +247,7 @@ def test_a_fleet_that_cannot_be_healed_fails_all_calls_and_later_ones():
   async def go():
     dispatcher, _ = dispatcher_of(hangs, in_flight=2)
     calls = [asyncio.create_task(collect(dispatcher, requests(4))) for _ in range(2)]
-    await asyncio.sleep(0.01)
+    await until(lambda: dispatcher.in_flight == 2)
     dispatcher.failed(FleetError("all is lost"))
     calls.append(asyncio.create_task(collect(dispatcher, requests(1))))
     found = await asyncio.gather(*calls, return_exceptions=True)

@@ -109,11 +109,11 @@ def test_time_out(factories, row):
 
 def test_total_time_of_many_inputs_is_bounded(factories):
   row = {"problem": "x", "tests": [{"input": "", "output": "1"}] * 50}
-  code = "import time\ntime.sleep(0.3)\nprint(1)"
+  code = "import time\ntime.sleep(0.8)\nprint(1)"
   start = time.monotonic()
-  result = judge(factories(total_timeout_s=1.0, partial=True), row, fenced(code))
+  result = judge(factories(total_timeout_s=2.5, partial=True), row, fenced(code))
   assert result.metrics["timeout"] == 1.0 and 0.0 < result.total < 0.1
-  assert time.monotonic() - start < 5
+  assert time.monotonic() - start < 15  # of 40.
 
 
 def test_partial_reward_is_the_share_of_passed_tests(factories):

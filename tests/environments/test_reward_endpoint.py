@@ -6,6 +6,7 @@ import gzip
 import json
 import logging
 import re
+import threading
 import time
 import traceback
 import zlib
@@ -98,7 +99,8 @@ def test_sglang_gets_the_tokens_of_the_reward_models_own_template(tmp_path):
 
 def test_a_server_of_ones_own_gets_the_row_and_answers_side_by_side():
   texts = ["x" * n for n in range(12)]
-  slow = lambda handler, server: (time.sleep(0.15), respond(handler))[1]
+  six = threading.Barrier(6, timeout=20.0)  # answers nothing before six have asked.
+  together = lambda handler, server: (six.wait(), respond(handler))[1]
 
   def respond(handler):
     answer({"reward": 1.0})(handler, None)
@@ -109,9 +111,9 @@ def test_a_server_of_ones_own_gets_the_row_and_answers_side_by_side():
     path, _, body = server.requests[0]
   assert path == "/" and body["info"] == {"problem": "2 + 2?", "expected_answer": "4"}
   assert body["messages"] == [{"role": "user", "content": "What is 2 + 2?"}]
-  with serving(slow) as server, making(server, format="json", concurrency=6) as made:
+  with serving(together) as server, making(server, format="json", concurrency=6) as made:
     assert scores(made["reward"], PROMPT, texts) == [1.0] * 12
-    assert 4 <= server.at_once <= 6
+    assert server.at_once == 6
 
 
 # --- what goes wrong ---

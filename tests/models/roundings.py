@@ -1,5 +1,6 @@
 """Finds the roundings that XLA may leave out of a traced program."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -42,14 +43,18 @@ def _run(jaxpr: Any, given: list[int], found: list[str]) -> list[int]:
   return [of(x) for x in jaxpr.outvars]
 
 
-def _of_called(eqn: Any, before: list[int], found: list[str]) -> list[int] | None:
-  """Follows the programs within an equation; None if it has none."""
-  inner = [
+def _inner(eqn: Any) -> list[Any]:
+  return [
     getattr(jaxpr, "jaxpr", jaxpr)
     for value in eqn.params.values()
     for jaxpr in (value if isinstance(value, (tuple, list)) else [value])
     if hasattr(getattr(jaxpr, "jaxpr", jaxpr), "eqns")
   ]
+
+
+def _of_called(eqn: Any, before: list[int], found: list[str]) -> list[int] | None:
+  """Follows the programs within an equation; None if it has none."""
+  inner = _inner(eqn)
   if not inner:
     return None
   is_call = len(inner) == 1 and eqn.primitive.name not in ("scan", "while", "cond")
@@ -80,3 +85,13 @@ def _converted(at: Any, to: Any, state: int) -> int:
   if (at, to) == (jnp.bfloat16, jnp.float32) and state == DROPPABLE:
     return LOST
   return state if at == to else PLAIN
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+  """Yields every equation of a program that holds no others, those within others included."""
+  for eqn in jaxpr.eqns:
+    inner = _inner(eqn)
+    if not inner:
+      yield eqn
+    for one in inner:
+      yield from equations(one)

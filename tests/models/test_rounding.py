@@ -103,3 +103,40 @@ def test_no_rounding_of_a_sampling_program_can_be_left_out(shape):
   for program in ("prefill", "decode"):
     function = functools.partial(getattr(decoding, program), options=given.options)
     assert roundings.lost(function, *getattr(given, program)) == [], program
+
+
+# What may read or write bfloat16: products, what makes their factors, and what moves numbers.
+IN_BFLOAT16 = {
+  *("select_n", "dynamic_slice"),
+  *("dot_general", "rounded_einsum", "settle", "convert_element_type", "name", "reshape"),
+  *(
+    "transpose",
+    "broadcast_in_dim",
+    "squeeze",
+    "slice",
+    "concatenate",
+    "pad",
+    "gather",
+    "select_n",
+  ),
+}
+
+
+def dtypes_of(eqn):
+  """Returns the dtypes of the arrays that an equation takes and gives."""
+  every = (x.aval for x in (*eqn.invars, *eqn.outvars))
+  return {aval.dtype for aval in every if getattr(aval, "ndim", 0)}
+
+
+def test_residual_stream_norms_softmax_and_logits_stay_float32(monkeypatch):
+  monkeypatch.setattr(jax, "devices", lambda *_: jax.local_devices()[:1])
+  for name, function, params in programs((1, 1, 1)):
+    eqns = list(roundings.equations(jax.make_jaxpr(function)(params).jaxpr))
+    names = {str(eqn.primitive) for eqn in eqns if np.dtype("bfloat16") in dtypes_of(eqn)}
+    assert {"exp", "rsqrt", "reduce_sum", "reduce_max"} <= {str(eqn.primitive) for eqn in eqns}
+    assert names <= IN_BFLOAT16, name
+    # Embeddings once, and the gradients of the last hidden states: no other float32 is rounded.
+    rounded = [e.outvars[0].aval.shape for e in eqns if str(e.primitive) == "reduce_precision"]
+    rows, places = placed.ROWS, placed.LOSS_PLACES
+    assert rounded.count((rows, placed.PLACES, 160)) == 1
+    assert set(rounded[1:]) <= {(rows * places, 160)}, name
