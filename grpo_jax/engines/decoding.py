@@ -42,7 +42,7 @@ from grpo_jax.models.products import Joined, OutputMajor, Products, joined_name
 _MASKED = -1e30
 
 # Of every layer, keys and values: [N K T E] each of the pages; of the ring [M R K E C] and
-# [M R K C E]: quickest in these layouts, both as batched products and as sums over columns.
+# [M R K C E]: products of a single query are sums over columns, quickest in these layouts.
 Cache = list[tuple[Array, Array]]
 
 # A softmax over some of the keys: the highest score (`layers.softmax_shift` of it, so that weights
@@ -134,7 +134,6 @@ class Options:
   report_truncated: bool = False
   group: int = 8  # G, rows of a tile.
   pages_at_once: int = 1  # read by one round of the loop over pages.
-  is_ring_multiplied: bool = False  # attention to the ring by batched products, quicker on CPUs.
   mesh: Mesh | None = None
   head_axis: Any = None  # mesh axes over which key/value heads are split.
   row_axes: tuple[str, ...] = ()  # mesh axes over which rows are split, if they can be evenly.
@@ -514,14 +513,17 @@ def _over_ring(
   count = asked.shape[0]
   keys, values = ring
   blocks, columns = keys.shape[0], keys.shape[-1]
+  rounded = lambda x: x.astype(options.products.compute_dtype).astype(jnp.float32)
+  queries = rounded(asked)[..., None]
 
   def of_block(index):
+    of_rows = lambda x: rounded(x[:count])[:, :, None]  # [R K 1 ...]
     at = index % blocks
     age = (step - at * columns - jnp.arange(columns)) % (blocks * columns)
-    allowed = (age[None] <= lengths[:, None])[:, None, None]
-    scores = _ring_scores(asked, _at(keys, at)[:count], options)
-    mix = lambda weights: _ring_mix(weights, _at(values, at)[:count], options)
-    return _softmax(scores, allowed, mix, options)
+    scores = jnp.sum(queries * of_rows(_at(keys, at)), axis=-2)
+    allowed = age[None] <= lengths[:, None]
+    mix = lambda w: jnp.sum(rounded(w)[..., None] * of_rows(_at(values, at)), axis=-2)
+    return _softmax(scores, allowed[:, None, None], mix, options)
 
   if blocks == 1:
     return of_block(0)
@@ -529,28 +531,6 @@ def _over_ring(
   first = jnp.maximum((step - jnp.max(lengths)) // columns, last - blocks + 1)
   merge = lambda index, found: _joined(found, of_block(index))
   return jax.lax.fori_loop(first, last + 1, merge, _nothing(asked))
-
-
-def _ring_scores(
-  asked: Float[Array, "R K r E"], keys: Float[Array, "R K E C"], options: Options
-) -> Float[Array, "R K r C"]:
-  if options.is_ring_multiplied:
-    return options.products.contract("bkre,bkec->bkrc", asked, keys)
-  rounded = functools.partial(_rounded, options=options)
-  return jnp.sum(rounded(asked)[..., None] * rounded(keys)[:, :, None], axis=-2)
-
-
-def _ring_mix(
-  weights: Float[Array, "R K r C"], values: Float[Array, "R K C E"], options: Options
-) -> Float[Array, "R K r E"]:
-  if options.is_ring_multiplied:
-    return options.products.contract("bkrc,bkce->bkre", weights, values)
-  rounded = functools.partial(_rounded, options=options)
-  return jnp.sum(rounded(weights)[..., None] * rounded(values)[:, :, None], axis=-2)
-
-
-def _rounded(x: Array, options: Options) -> Array:
-  return x.astype(options.products.compute_dtype).astype(jnp.float32)
 
 
 def _softmax(

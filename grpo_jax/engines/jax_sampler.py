@@ -94,7 +94,6 @@ class JaxSampler:
     self._max_length = max_length or config.max_position_embeddings
     self._warn_of_truncation = warn_of_truncation
     self._copy_weights = copy_weights
-    is_cpu = jax.default_backend() == "cpu"
     self._options = decoding.Options(
       config=config,
       products=Products(compute_dtype, product_dtype),
@@ -102,9 +101,9 @@ class JaxSampler:
       num_valid=num_valid_tokens,
       report_truncated=report_truncated_logprobs,
       group=max(min(group_size, max_rows), 1),
-      is_ring_multiplied=is_cpu,
       matmul_precision=precision.resolve(matmul_precision, compute_dtype),
     )
+    is_cpu = jax.default_backend() == "cpu"
     if prompt_tokens is None or completion_tokens is None:
       self._sizes = scheduling.unplanned(max_rows, is_cpu=is_cpu)
     else:

@@ -354,22 +354,6 @@ def test_embedding_and_head_are_the_trainers_arrays_unless_copies_are_asked_for(
   assert texts(tiny.run(engine, [tiny.request("x", [1, 2])])) == wanted
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("blocks", [1, 2])
-def test_attention_to_the_ring_is_the_same_by_products_and_by_sums(dtype, blocks):
-  options = decoding.Options(tiny.config(), Products(dtype), 4)
-  rng = np.random.default_rng(0)
-  normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
-  ring = normal(blocks, 6, 2, 8, 16), normal(blocks, 6, 2, 16, 8)
-  asked, lengths = normal(4, 2, 3, 8), jnp.asarray([0, 3, 15, 9])
-  found = [
-    decoding._over_ring(asked, ring, jnp.int32(18), lengths, applied)
-    for applied in (options, dataclasses.replace(options, is_ring_multiplied=True))
-  ]
-  for one, other in zip(*found, strict=True):
-    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
-
-
 def test_after_release_no_copy_of_the_weights_is_alive():
   tree = tiny.params(tiny.config())
   engine = tiny.sampler(prompt_tokens=16, completion_tokens=16)
@@ -396,7 +380,7 @@ def pointer(array):
 
 def test_a_decode_step_updates_its_cache_in_place_and_copies_no_weights():
   wide = tiny.config(hidden_size=128, intermediate_size=512, num_layers=4)
-  options = decoding.Options(wide, Products(), 4, is_ring_multiplied=True)
+  options = decoding.Options(wide, Products(), 4)
   weights = decoding.split_layers(tiny.params(wide), options)
   prompts, own = decoding.empty_pages(16, 64, options), decoding.empty_ring(2, 8, 64, options)
   rows = scheduling.make_rows([], 8, {}, group=8, table=2)
