@@ -354,6 +354,30 @@ def test_embedding_and_head_are_the_trainers_arrays_unless_copies_are_asked_for(
   assert texts(tiny.run(engine, [tiny.request("x", [1, 2])])) == wanted
 
 
+def test_after_release_no_copy_of_the_weights_is_alive():
+  tree = tiny.params(tiny.config())
+  engine = tiny.sampler(prompt_tokens=16, completion_tokens=16)
+  held = live_buffers()
+  engine.load_weights(tree, version=2)
+  copies = live_buffers() - held
+  tiny.run(engine, [tiny.request("x", [1, 2, 3])])
+  engine.release()
+  assert copies and not copies & live_buffers()
+  caches = sum(array.nbytes for array in jax.live_arrays() if pointer(array) not in held)
+  sizes, options = engine._sizes, engine._options
+  tokens = sizes.rows * sizes.blocks * sizes.columns + sizes.pages * sizes.page
+  assert caches <= tokens * decoding.token_bytes(options)
+  engine.close()
+
+
+def live_buffers():
+  return {pointer(array) for array in jax.live_arrays()}
+
+
+def pointer(array):
+  return array.unsafe_buffer_pointer()
+
+
 def test_a_decode_step_updates_its_cache_in_place_and_copies_no_weights():
   wide = tiny.config(hidden_size=128, intermediate_size=512, num_layers=4)
   options = decoding.Options(wide, Products(), 4)
