@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -21,7 +21,6 @@ import numpy as np
 from grpo_jax import console as consoles
 from grpo_jax import metrics as table
 from grpo_jax.disk import writing
-from grpo_jax.event_files import EventFile
 from grpo_jax.rollout_log import (
   Decode,
   TokenTexts,
@@ -31,6 +30,9 @@ from grpo_jax.rollout_log import (
   rollout_records,
 )
 from grpo_jax.types import RolloutGroup
+
+if TYPE_CHECKING:
+  from grpo_jax.event_files import EventFile
 
 
 @runtime_checkable
@@ -109,7 +111,11 @@ def make(
   with writing(workdir):
     workdir.mkdir(parents=True, exist_ok=True)
     drop_rollouts(workdir / "rollouts", start_step)
-  events = EventFile(workdir / "tensorboard", start_step) if tensorboard else None
+  events = None
+  if tensorboard:
+    from grpo_jax.event_files import EventFile  # tensorboardX imports torch where it is installed.
+
+    events = EventFile(workdir / "tensorboard", start_step)
   return RunLogger(
     workdir,
     lines=MetricLines(workdir / "metrics.jsonl", start_step),
@@ -164,7 +170,7 @@ class RunLogger:
     workdir: Path,
     *,
     lines: MetricLines,
-    events: EventFile | None,
+    events: "EventFile | None",
     screen: consoles.Screen,
     total_steps: int | None,
     decode: Decode | None,

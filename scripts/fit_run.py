@@ -44,7 +44,7 @@ class Arrays:
   """Bytes of one device that the arrays of a run take, apart from a program's own.
 
   Attributes:
-    weights: Float32. The sum of the gradients takes as many, and so do a microbatch's gradients.
+    weights: Float32. The sum of the gradients takes as many.
     optimizer: Its state.
     reference: The frozen reference policy; 0 if the loss needs none.
     sampler: The embedded sampler's copy of the weights, freed before gradients are computed.
@@ -80,8 +80,7 @@ PROGRAMS = {
   "sampling": lambda arrays: arrays.sampler + arrays.caches,
   "score": lambda arrays: arrays.sampler + arrays.caches,
   "watch": lambda arrays: arrays.initial,
-  "update": lambda arrays: arrays.weights,  # the sum of the microbatches before.
-  "sum of gradients": lambda arrays: 2 * arrays.weights,
+  "update": lambda arrays: arrays.weights,  # the sum, to which gradients are added in place.
   "optimizer": lambda arrays: arrays.weights,
 }
 

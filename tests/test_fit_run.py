@@ -94,7 +94,6 @@ def test_arrays_beside_each_program(fit_run):
     "score": 1113,
     "watch": 10013,
     "update": 14,
-    "sum of gradients": 15,
     "optimizer": 14,
   }
 
