@@ -131,7 +131,7 @@ def _make_hidden_states(config: ModelConfig, products: Products, remat: str):
   """Makes the function (params, batch) → hidden states [B T D], in the compute dtype."""
 
   def hidden_states(params: Any, batch: Batch) -> Float[Array, "B T D"]:
-    inputs = (batch.tokens, batch.positions, batch.segment_ids, batch.branch_ids)
+    inputs: Any = (batch.tokens, batch.positions, batch.segment_ids, batch.branch_ids)
     options = {"products": products, "remat": remat}
     found = transformer.hidden_states(params, config, *inputs, **options)
     return found.astype(products.compute_dtype)
