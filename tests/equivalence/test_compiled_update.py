@@ -29,7 +29,7 @@ def compiled(implementation, **loss):
   # Of the leaves: `lower` would put descriptions of arrays into a Batch, which checks its types.
   leaves, tree = jax.tree.flatten(batch)
   first = lambda params, leaves: update.differentiate(
-    params, tree.unflatten(leaves), Denominators(1.0, 1.0)
+    params, update.start(params), tree.unflatten(leaves), Denominators(1.0, 1.0)
   )
   return jax.jit(first).lower(params, leaves).compile()
 
