@@ -1,4 +1,4 @@
-"""Does a whole run fit chips that are not here? Every program of a config, compiled for them.
+"""Does a whole run fit chips that are not present? Compiles every program of a config for them.
 
     python -m scripts.fit_run --config=configs/math_1b.py --target=v5e:2x4
     python -m scripts.fit_run --config=configs/math_1b.py --target=h100 --config.engine.max_rows=256
@@ -41,16 +41,16 @@ Config = Any
 
 @dataclasses.dataclass(frozen=True)
 class Arrays:
-  """Bytes of one device that the arrays of a run take, apart from a program's own.
+  """Bytes that the arrays of a run take on one device, without those of its programs.
 
   Attributes:
-    weights: Float32. The sum of the gradients takes as many.
-    optimizer: Its state.
+    weights: Float32 weights. The sum of the gradients takes as many.
+    optimizer: State of the optimizer.
     reference: The frozen reference policy; 0 if the loss needs none.
     sampler: The embedded sampler's copy of the weights, freed before gradients are computed.
-    caches: Its keys and values, freed likewise.
+    caches: The sampler's keys and values, also freed.
     initial: The initial policy, read again to measure how far the policy has moved; 0 if that is
-      not measured, or the reference is at hand.
+      not measured, or there is a reference.
   """
 
   weights: int
@@ -66,15 +66,15 @@ class Arrays:
     return self.weights + self.optimizer + self.reference
 
   def beside(self, program: str) -> int:
-    """Returns the bytes of all arrays that lie in memory when a program is called.
+    """Returns the bytes of all arrays in memory when a program is called.
 
     Args:
-      program: Its name without its shapes, one of `PROGRAMS`.
+      program: Name of the program without its shapes, one of `PROGRAMS`.
     """
     return self.always + PROGRAMS[program](self)
 
 
-# Programs of a run that take memory, and what lies beside weights, optimizer and reference.
+# Programs of a run that take memory, and the arrays besides weights, optimizer and reference.
 PROGRAMS = {
   "reading prompts": lambda arrays: arrays.sampler + arrays.caches,
   "sampling": lambda arrays: arrays.sampler + arrays.caches,
@@ -87,17 +87,17 @@ PROGRAMS = {
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-  """What one program of a run takes; bytes of one device.
+  """Memory of one program of a run, in bytes of one device.
 
   Attributes:
-    name: Of the program, and its shape.
-    beside: Of the arrays in memory when it is called, its arguments included.
-    arguments: Those of them that it reads.
-    outputs: Of its results that no argument's memory takes.
-    temporaries: Of the program.
+    name: Name of the program and its shape.
+    beside: Arrays in memory when it is called, its arguments included.
+    arguments: Its arguments.
+    outputs: Its results, without those in the memory of donated arguments.
+    temporaries: Its temporaries.
     is_refused: Whether the compiler says that the program alone is too large; then `outputs` are
       not known, and 0.
-    compile_s: Seconds that took.
+    compile_s: Seconds of its compilation.
   """
 
   name: str
@@ -129,7 +129,7 @@ def program_of(job: str) -> str | None:
   """Returns which of `PROGRAMS` a job compiles; None: one that takes little memory.
 
   Args:
-    job: Its name, the shapes included: "update 24 × 2304 (2304)".
+    job: Name of the job, with its shapes: "update 24 × 2304 (2304)".
   """
   return next((name for name in PROGRAMS if re.fullmatch(rf"{name}( \d.*)?", job)), None)
 
@@ -164,12 +164,12 @@ def needs(question: Question, arrays: Arrays, jobs: Sequence[Job]) -> Iterator[N
   """Compiles the programs of a run, one after the other, and yields what each takes.
 
   Args:
-    question: Says for what, and whether in all shapes.
-    arrays: Of the run, as `plan` returns them.
-    jobs: Likewise.
+    question: The target, and whether all shapes are compiled.
+    arrays: Arrays of the run, as `plan` returns them.
+    jobs: Compilations of the run, as `plan` returns them.
 
   Raises:
-    jax.errors.JaxRuntimeError: A compiler refuses, and not for lack of memory.
+    jax.errors.JaxRuntimeError: A compiler refuses for another reason than memory.
   """
   for job in jobs if question.all_shapes else largest(jobs):
     name = program_of(job.name)

@@ -9,8 +9,8 @@ import pytest
 
 from configs import base
 from grpo_jax.learn import optim, train_step
-from grpo_jax.models import accumulating, transformer
 from grpo_jax.models import config as model_config
+from grpo_jax.models import gradient_sums, transformer
 from grpo_jax.rl import objectives
 from grpo_jax.types import Denominators, Minibatch
 from scripts import memory
@@ -83,7 +83,7 @@ def test_gradients_of_layers_are_added_in_place(monkeypatch):
     return memory.count(model, make_config(0.0)).differentiating
 
   in_place = temporaries()
-  monkeypatch.setattr(accumulating, "attach", accumulating.joined)
+  monkeypatch.setattr(gradient_sums, "attach", gradient_sums.joined)
   counted = memory.count(model, make_config(0.0))
   assert in_place < 0.4 * counted.gradients
   assert counted.differentiating > in_place + 0.8 * counted.gradients

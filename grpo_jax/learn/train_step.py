@@ -6,7 +6,7 @@ its microbatches, exactly, because each microbatch's loss is divided by the
 minibatch's denominators already. Microbatches are a Python loop over jitted
 functions, not a scan: their number may change from step to step and compiles
 nothing again. Each adds its gradients to the sum in place (see
-`models.accumulating`), so that one set of gradients is in memory at a time.
+`models.gradient_sums`), so that one set of gradients is in memory at a time.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from grpo_jax import metrics as metric_sums
 from grpo_jax import precision, programs
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.learn import optim, sharding
-from grpo_jax.models import accumulating, transformer
+from grpo_jax.models import gradient_sums, transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import FLOAT32, Products
 from grpo_jax.programs import Job, Program
@@ -333,7 +333,7 @@ def make_update(
   with_entropy = report_entropy or objective.needs_entropy
 
   def share(sums: Any, params: Any, batch: Batch, denominators: Denominators):
-    params = accumulating.attach(params, sums)
+    params = gradient_sums.attach(params, sums)
     tokens = gather_loss_tokens(batch)
     if token_loss is None:
       policy_logprobs, entropy = logprobs(params, batch, with_entropy)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
-from grpo_jax.models import accumulating, layers, leaves
+from grpo_jax.models import gradient_sums, layers, leaves
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import FLOAT32, WEIGHT_PRODUCT, Products
 
@@ -80,29 +80,36 @@ def hidden_states(
   products: Products = FLOAT32,
   remat: str = "none",
 ) -> Float[Array, "B T D"]:
-  """Computes what `Transformer` does, also for parameters made by `accumulating.attach`.
+  """Computes what `Transformer` does, also for parameters made by `gradient_sums.attach`.
 
   Args:
-    params: the whole tree, layers stacked; or the same with an `accumulating.Stack` of layers.
-    config: sizes and switches.
-    tokens: see `Transformer`, as for the other arrays.
-    positions: of each token.
-    segment_ids: 0 is padding.
-    branch_ids: of each token, or None.
-    products: how products are computed.
-    remat: see `Transformer`. With "full" the layers of a `Stack` add their gradients in place.
+    params: Tree of all parameters, with the layers stacked or in a `gradient_sums.Stack`.
+    config: Sizes and switches.
+    tokens: Token ids; see `Transformer`, also for the other arrays.
+    positions: Position of each token.
+    segment_ids: Segment of each token; 0 is padding.
+    branch_ids: Branch of each token, or None.
+    products: How products are computed.
+    remat: See `Transformer`. With "full" the layers of a `Stack` add their gradients in place.
 
   Returns:
     Hidden states after the final norm, float32.
   """
-  stack = params[accumulating.LAYERS]
-  if not isinstance(stack, accumulating.Stack) or remat != "full":
-    if isinstance(stack, accumulating.Stack):
-      layer_params = accumulating.joined(stack.weights, stack.sums)
-      params = {**params, accumulating.LAYERS: layer_params}
-    model = Transformer(config, products=products, remat=remat)
-    found = model.apply({"params": params}, tokens, positions, segment_ids, branch_ids)
-    return jnp.asarray(found)
+  stack = params[gradient_sums.LAYERS]
+  if isinstance(stack, gradient_sums.Stack):
+    if remat == "full":
+      given = (*layers.rope_angles(positions, config), segment_ids, branch_ids)
+      return _summing_in_place(params, config, tokens, given, products)
+    params = {**params, gradient_sums.LAYERS: gradient_sums.joined(stack.weights, stack.sums)}
+  model = Transformer(config, products=products, remat=remat)
+  found = model.apply({"params": params}, tokens, positions, segment_ids, branch_ids)
+  return jnp.asarray(found)
+
+
+def _summing_in_place(
+  params: Params, config: ModelConfig, tokens: Array, given: Any, products: Products
+) -> Array:
+  """Returns the hidden states for a `Stack` of layers."""
 
   def block(layer_params, x, given):
     cos, sin, segment_ids, branch_ids = given
@@ -113,9 +120,8 @@ def hidden_states(
 
     return layers.block(layer_params, x, cos, sin, attend, config=config, products=products)[0]
 
-  given = (*layers.rope_angles(positions, config), segment_ids, branch_ids)
   x = products.look_up(params["embed"], tokens)
-  x = accumulating.run(block, stack, x, given)
+  x = gradient_sums.run(block, params[gradient_sums.LAYERS], x, given)
   norm = products.place(params["final_norm"], ("embed",))
   return products.place(layers.rms_norm(x, norm, config.rms_norm_eps), layers.RESIDUAL)
 

@@ -1,8 +1,8 @@
-"""Rounding that no compiler may leave out. Pure.
+"""Rounding that compilers must keep. Pure.
 
-XLA may simplify float32 → bfloat16 → float32 to nothing, since that is more precise. Where the
-rounding is part of the result (sampler and trainer are to compute the same numbers, a gradient is
-said to be rounded) it is a `reduce_precision`, which XLA keeps.
+XLA may remove float32 → bfloat16 → float32, because the result is more precise without it. Where
+the rounding is part of the result (the sampler and the trainer must compute the same numbers), it
+is a `reduce_precision`, which XLA keeps.
 """
 
 from typing import Any
@@ -13,11 +13,11 @@ from jaxtyping import Array, Float
 
 
 def rounded(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
-  """Rounds float32 numbers to what another dtype holds; the result is still float32.
+  """Rounds float32 numbers to those that another dtype has; the result is still float32.
 
   Args:
-    x: float32, or of that dtype already. The cotangent is rounded as x is.
-    dtype: float32, which changes nothing, or bfloat16.
+    x: Numbers in float32, or in that dtype already. The cotangent is rounded like x.
+    dtype: The other dtype: float32, which changes nothing, or bfloat16.
   """
   if jnp.dtype(dtype) in (jnp.float32, x.dtype):
     return x
@@ -26,10 +26,10 @@ def rounded(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
 
 
 def written(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
-  """Returns float32 numbers in another dtype, rounded also where float32 follows.
+  """Converts float32 numbers to another dtype; they stay rounded if converted back.
 
   Args:
-    x: float32, or of that dtype already.
-    dtype: Of the result, float32 or bfloat16.
+    x: Numbers in float32, or in that dtype already.
+    dtype: Dtype of the result: float32 or bfloat16.
   """
   return rounded(x, dtype).astype(dtype)

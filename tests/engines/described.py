@@ -16,9 +16,9 @@ class Described(NamedTuple):
   """The arguments of both programs, without the options.
 
   Attributes:
-    prefill: Of `decoding.prefill`.
-    decode: Of `decoding.decode`.
-    options: Static, of both.
+    prefill: Arguments of `decoding.prefill`.
+    decode: Arguments of `decoding.decode`.
+    options: Static options of both.
   """
 
   prefill: tuple[Any, ...]
@@ -29,14 +29,14 @@ class Described(NamedTuple):
 def described(
   config: ModelConfig, params: Any, *, rows: int, sizes: Sizes, dtype: str = "float32"
 ) -> Described:
-  """Returns the arguments of the programs that serve so many rows.
+  """Returns the arguments of the programs for a number of rows.
 
   Args:
-    config: Of the model.
+    config: Sizes of the model.
     params: The trainer's arrays or `jax.ShapeDtypeStruct`s with shardings.
-    rows: Of the decode program.
-    sizes: All of them given.
-    dtype: Of the products.
+    rows: Number of rows of the decode program.
+    sizes: Sizes of the caches.
+    dtype: Dtype of the products.
   """
   options = decoding.Options(config, Products(dtype), chunk=4, group=4)
   options = sizes.applied(jax_sampler._with_sharding(options, params))

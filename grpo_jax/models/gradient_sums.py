@@ -9,7 +9,7 @@ The sum is an argument of the loss, and the loss does not depend on it; its cota
 with the gradient added:
 
     def loss(sums):
-      return model(accumulating.attach(params, sums), batch)
+      return model(gradient_sums.attach(params, sums), batch)
 
     sums = jax.grad(loss)(sums)
 """
