@@ -1,10 +1,20 @@
 """The benchmark's arithmetic on recorded runs, its inputs, and its watch over processes."""
 
+import collections
 import json
 import pathlib
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
+
+from grpo_jax import layout, packing
+from grpo_jax.learn import optim, train_step
+from grpo_jax.models import transformer
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.rl import objectives
+from grpo_jax.types import Batch, Denominators
 
 SCRIPTS = pathlib.Path(__file__).resolve().parents[1] / "scripts" / "benchmark"
 sys.path.append(str(SCRIPTS))
@@ -14,6 +24,7 @@ import our_reward  # noqa: E402
 import ours  # noqa: E402
 import processes  # noqa: E402
 import summary  # noqa: E402
+import trace_kinds  # noqa: E402
 import workload as workloads  # noqa: E402
 
 MODEL = {
@@ -361,3 +372,22 @@ def test_a_failed_program_is_reported_with_the_end_of_its_output(tmp_path):
       [sys.executable, "-c", "print('what went wrong'); raise SystemExit(3)"],
       log=tmp_path / "log.txt",
     )
+
+
+@pytest.mark.parametrize("remat, recomputed", [("full", 8), ("dots", 2), ("none", 0)])
+def test_a_profile_tells_the_parts_of_an_update_apart(remat, recomputed):
+  """A layer has 9 products, and 18 in its backward pass; "full" computes all but the last again."""
+  config = ModelConfig("llama", 101, 24, 40, 2, 4, 2, 6, tie_embeddings=True)
+  logprobs = train_step.make_logprobs(config, implementation="xla_chunked", remat=remat)
+  update = train_step.make_update(logprobs, optim.make(10)[0], objectives.make(kl_coef=0.0))
+  params = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config))
+  blank = layout.blank(packing.Shape(2, 64, 16))
+  batch = Batch(**{name: jnp.asarray(array) for name, array in blank.items()})
+  sums = jax.eval_shape(update.start, params)
+  compiled = update.differentiate.lower(params, sums, batch, Denominators(1.0, 1.0)).compile()
+  program = trace_kinds.read(compiled.as_text())
+  products = (name for name, text in program.definitions.items() if " dot(" in text)
+  found = collections.Counter(map(program.phase, products))
+  wanted = {"forward": 9, "recomputed": recomputed, "backward": 18}
+  assert {part: found[part] for part in wanted} == wanted
+  assert found["head"] > 0 and found["other"] == 0

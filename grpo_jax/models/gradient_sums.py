@@ -26,6 +26,10 @@ from jaxtyping import Array
 # Name of the stacked layers among the parameters, which `run` reads one by one.
 LAYERS = "layers"
 
+# Scopes in the names of operations, by which a profile tells the parts of an update apart: those
+# that flax and `jax.checkpoint` give to `Transformer`.
+_MODEL, _RECOMPUTED = "Transformer", "rematted_computation"
+
 # (parameters of a layer, residual stream, what all layers are given) → residual stream.
 Block = Callable[[Any, Array, Any], Array]
 
@@ -92,7 +96,8 @@ def _forward(block: Block, weights: Any, x: Array, given: Any) -> tuple[Array, A
   def step(x: Array, of_layer: Any) -> tuple[Array, Array]:
     return block(of_layer, x, given), x
 
-  return jax.lax.scan(step, x, weights)
+  with jax.named_scope(_MODEL):
+    return jax.lax.scan(step, x, weights)
 
 
 def _run_fwd(block: Block, weights: Any, sums: Any, x: Array, given: Any) -> tuple[Array, Any]:
@@ -106,12 +111,14 @@ def _run_bwd(block: Block, kept: Any, dx: Array) -> tuple[Any, ...]:
   def step(carry: tuple[Array, Any], number: Array) -> tuple[tuple[Array, Any], None]:
     dx, sums = carry
     of_layer, x = jax.tree.map(lambda stacked: _at(stacked, number), (weights, inputs))
-    _, pull = jax.vjp(lambda of_layer, x: block(of_layer, x, given), of_layer, x)
+    with jax.named_scope(_RECOMPUTED):
+      _, pull = jax.vjp(lambda of_layer, x: block(of_layer, x, given), of_layer, x)
     more, dx = pull(dx)
     return (dx, jax.tree.map(lambda total, part: _add_at(total, number, part), sums, more)), None
 
   numbers = jnp.arange(inputs.shape[0])
-  (dx, sums), _ = jax.lax.scan(step, (dx, sums), numbers, reverse=True)
+  with jax.named_scope(_MODEL):
+    (dx, sums), _ = jax.lax.scan(step, (dx, sums), numbers, reverse=True)
   return None, sums, dx, None
 
 

@@ -129,6 +129,9 @@ def main() -> None:
   config: Any = ours.make_config(workload)
   if jax.config.values["jax_compilation_cache_dir"] is None:
     jax.config.update("jax_compilation_cache_dir", str(sources.default_cache() / "xla"))
+  # The parts of the update are told apart by names, which are otherwise those of the run that
+  # compiled the program.
+  jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
   model = loading.load(options.model)
   groups = groups_of(workload, model.config.vocab_size)
   cost = operations.of_update(model.config, remat=config.model.remat)

@@ -50,7 +50,7 @@ class Program:
     """Returns which part of the update an operation belongs to, as JAX named it."""
     source = re.search(r'op_name="([^"]*)"', self.definitions.get(name, ""))
     path = source[1] if source else ""
-    if "rematted" in path:
+    if "/rematted_computation/" in path:
       return "recomputed"
     if "transpose(jvp(Transformer))" in path:
       return "backward"
