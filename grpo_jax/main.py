@@ -12,9 +12,12 @@ import sys
 from collections.abc import Sequence
 from typing import IO
 
-from grpo_jax import command_line, configuration, interrupts, output, shared_places
-from grpo_jax.configuration import ConfigError
+from grpo_jax import interrupts
+from grpo_jax.config import command_line, configuration
+from grpo_jax.config.configuration import ConfigError
 from grpo_jax.errors import ExpectedFailure
+from grpo_jax.files import shared_places
+from grpo_jax.run_folder import output
 
 WRONG_USE = 2
 FAILED = 1

@@ -16,31 +16,23 @@ from typing import Any
 import jax
 import numpy as np
 
-from grpo_jax import (
-  batching,
-  compiling,
-  computation,
-  console,
-  credit,
-  evaluation,
-  filters,
-  learning_signal,
-  local_paths,
-  metrics,
-  monitoring,
-  report,
-  rollout,
-  shaping,
-  timing,
-)
-from grpo_jax.building import Config, Run, build
-from grpo_jax.disk import WriteError
+from grpo_jax import batching, metrics, report
+from grpo_jax.building import computation
+from grpo_jax.building.run import Config, Run, build
+from grpo_jax.compilation import compiling
+from grpo_jax.config.run_options import validate
 from grpo_jax.engines.base import EngineFailure
+from grpo_jax.files import local_paths
+from grpo_jax.files.disk import WriteError
+from grpo_jax.groups import credit, filters, learning_signal, shaping
 from grpo_jax.interrupts import Stopped
-from grpo_jax.keeper import Keeper, Standing
-from grpo_jax.learn import sharding, train_step
+from grpo_jax.learn import monitoring, sharding, train_step
+from grpo_jax.metrics import timing
 from grpo_jax.models import export
-from grpo_jax.run_options import validate
+from grpo_jax.rollouts import collecting as rollout
+from grpo_jax.rollouts import evaluation
+from grpo_jax.run_folder import console
+from grpo_jax.run_folder.keeper import Keeper, Standing
 from grpo_jax.types import Mean, Metrics, RolloutGroup, TrainState
 
 __all__ = ["train", "validate"]

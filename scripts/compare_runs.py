@@ -13,9 +13,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from grpo_jax import console, local_paths, report, report_data
+from grpo_jax import report
+from grpo_jax.files import local_paths
 from grpo_jax.metrics import definition
-from grpo_jax.report_data import Run
+from grpo_jax.report import data as report_data
+from grpo_jax.report.data import Run
+from grpo_jax.run_folder import console
 
 MAIN = (  # shown without --all; eval/*/accuracy comes before them.
   "rollout/reward_mean",

@@ -16,12 +16,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_jax import local_paths
 from grpo_jax.data import nemo_gym
 from grpo_jax.data.formats import PromptStyle, RowError
 from grpo_jax.data.groups import from_any, index_groups
 from grpo_jax.data.jsonl import JsonlSource
 from grpo_jax.data.recorded import ASSISTANT, Recording, Style, Turn
+from grpo_jax.files import local_paths
 
 SHOWN_ERRORS = 5
 # Fields of a rollout that are of the attempt, not of the task.

@@ -38,7 +38,7 @@ import jax.numpy as jnp
 from grpo_kernels.linear_logprobs import choice
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from grpo_jax import precision
+from grpo_jax.compilation import precision
 from grpo_jax.learn import optim, sharding, train_step
 from grpo_jax.models import config as model_config
 from grpo_jax.models import leaves, transformer

@@ -24,13 +24,15 @@ from scripts import fit, model_shapes, targets  # first: it sets what JAX reads 
 
 import jax  # isort: skip
 
-from grpo_jax import command_line, computation, offline_building, run_options
-from grpo_jax.configuration import ConfigError
+from grpo_jax.building import computation
+from grpo_jax.building import offline as offline_building
+from grpo_jax.compilation.programs import Job
+from grpo_jax.config import command_line, run_options
+from grpo_jax.config.configuration import ConfigError
 from grpo_jax.engines import decoding, jax_sampler
 from grpo_jax.learn import sharding
 from grpo_jax.models import config as model_config
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.programs import Job
 from grpo_jax.rl import objectives
 
 WRONG_USE = 2

@@ -19,7 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from grpo_jax import batching_options, command_line, computation, run_options
+from grpo_jax.building import computation
+from grpo_jax.config import batching_options, command_line, run_options
 from grpo_jax.learn import optim, train_step
 from grpo_jax.models import config as model_config
 from grpo_jax.models import operations, transformer

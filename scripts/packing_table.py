@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from grpo_jax import packing
+from grpo_jax.batching import packing
 from grpo_jax.models import operations
 from grpo_jax.models.config import ModelConfig
 

@@ -28,7 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
-from grpo_jax import models, precision
+from grpo_jax import models
+from grpo_jax.compilation import precision
 from grpo_jax.engines.base import GenerationRequest, SamplingParams
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.models import layers, transformer

@@ -18,13 +18,13 @@ import time
 ROOT = pathlib.Path(__file__).absolute().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from grpo_jax import local_paths  # noqa: E402  (found by the line above.)
 from grpo_jax.engines.server_process import (  # noqa: E402
   API_KEY_VARIABLE,
   LaunchOptions,
   ServerError,
   ServerProcess,
 )
+from grpo_jax.files import local_paths  # noqa: E402
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

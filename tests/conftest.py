@@ -35,7 +35,7 @@ def one_device():
 
   Nothing is compiled ahead: short runs call a few of the programs that a long one may need.
   """
-  from grpo_jax import computation  # only now: what is set above comes first.
+  from grpo_jax.building import computation
 
   first = jax.devices()[:1]
   with pytest.MonkeyPatch.context() as patch:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_jax import console, loggers, metrics
+from grpo_jax import metrics
+from grpo_jax.run_folder import console, loggers
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
 
 CONFIG = {

@@ -10,7 +10,7 @@ import pytest
 from ml_collections import ConfigDict
 
 import configs.base
-from grpo_jax import command_line
+from grpo_jax.config import command_line
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -5,7 +5,8 @@ import contextlib
 import pytest
 
 import configs.quickstart
-from grpo_jax import building, configuration
+from grpo_jax.building import run as building
+from grpo_jax.config import configuration
 
 
 @pytest.mark.parametrize(

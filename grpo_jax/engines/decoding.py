@@ -32,7 +32,7 @@ from grpo_kernels.linear_logprobs import reference
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from grpo_jax import precision
+from grpo_jax.compilation import precision
 from grpo_jax.engines import sampling
 from grpo_jax.models import layers, transformer
 from grpo_jax.models.config import ModelConfig

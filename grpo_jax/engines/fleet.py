@@ -14,11 +14,11 @@ from typing import Protocol, runtime_checkable
 import aiohttp
 from absl import logging
 
-from grpo_jax import http_bodies
 from grpo_jax.engines import probe
 from grpo_jax.engines.server import FleetError, Options, Server, ServerLost, Weights
 from grpo_jax.engines.server_process import ServerError, ServerProcess
 from grpo_jax.engines.sglang_client import Client
+from grpo_jax.http import bodies as http_bodies
 
 _LOOK_EVERY_S = 0.25  # whether a process still runs.
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 1.0, 60.0

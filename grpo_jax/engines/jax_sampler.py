@@ -21,13 +21,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from grpo_jax import host_memory, precision, registry
+from grpo_jax import registry
+from grpo_jax.compilation import host_memory, precision
+from grpo_jax.compilation.programs import Job
 from grpo_jax.engines import base, decoding, scheduling, stopping
 from grpo_jax.engines.calls import Call
 from grpo_jax.engines.session import Programs, Session, Stats, caches
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
-from grpo_jax.programs import Job
 
 
 class JaxSampler:

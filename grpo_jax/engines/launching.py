@@ -16,8 +16,8 @@ import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_jax import redaction
 from grpo_jax.errors import ExpectedFailure
+from grpo_jax.http import redaction
 
 SERVER_SIDE = pathlib.Path(__file__).parent / "server_side"
 API_KEY_VARIABLE = "GRPO_JAX_SGLANG_API_KEY"

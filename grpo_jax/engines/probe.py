@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from grpo_jax import precision
+from grpo_jax.compilation import precision
 from grpo_jax.engines.base import EngineFailure
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 
-from grpo_jax import redaction
 from grpo_jax.engines.launching import (
   API_KEY_VARIABLE,
   SERVER_SIDE,
@@ -26,6 +25,7 @@ from grpo_jax.engines.launching import (
   port_of,
   refusals,
 )
+from grpo_jax.http import redaction
 
 __all__ = [
   "API_KEY_VARIABLE",

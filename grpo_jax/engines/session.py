@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from grpo_jax.compilation.programs import Job, Program, abstract
 from grpo_jax.engines import decoding, scheduling, stopping
 from grpo_jax.engines.base import Generation
 from grpo_jax.engines.scheduling import Completion, Sizes, Slot
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.programs import Job, Program, abstract
 
 _REMEDY = "lower engine.max_rows, sampling.max_tokens or rollout.max_tokens"
 

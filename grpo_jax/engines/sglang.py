@@ -18,7 +18,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from grpo_jax import precision, redaction
+from grpo_jax.compilation import precision
 from grpo_jax.engines import base, probe, scheduling, server_process, transfer
 from grpo_jax.engines.calls import Call
 from grpo_jax.engines.dispatch import Dispatcher, Job
@@ -26,6 +26,7 @@ from grpo_jax.engines.fleet import Fleet
 from grpo_jax.engines.server import Options, Weights
 from grpo_jax.engines.server_process import LaunchOptions
 from grpo_jax.engines.sglang_client import Timeouts
+from grpo_jax.http import redaction
 from grpo_jax.models import leaves
 from grpo_jax.models.config import ModelConfig
 

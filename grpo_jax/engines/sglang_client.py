@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from grpo_jax import http_bodies, redaction
 from grpo_jax.engines.sglang_messages import Aborted, Garbled
+from grpo_jax.http import bodies as http_bodies
+from grpo_jax.http import redaction
 
 T = TypeVar("T")
 

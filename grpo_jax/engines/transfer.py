@@ -11,8 +11,8 @@ import shutil
 import tempfile
 from typing import Any
 
-from grpo_jax import shared_places
 from grpo_jax.engines.base import EngineFailure
+from grpo_jax.files import shared_places
 from grpo_jax.models import export
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.transformer import Params

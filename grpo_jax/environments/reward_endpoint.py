@@ -16,10 +16,10 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from grpo_jax import redaction
 from grpo_jax.environments.base import Environment, SingleTurn, StepResult
 from grpo_jax.environments.scoring import conversation, formats
 from grpo_jax.environments.scoring.client import JsonClient, Patience
+from grpo_jax.http import redaction
 from grpo_jax.models import sources
 from grpo_jax.registry import check_arguments, choose
 from grpo_jax.types import Prompt

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax import precision
+from grpo_jax.compilation import precision
 from grpo_jax.environments.base import Environment, SingleTurn, StepResult
 from grpo_jax.environments.scoring import conversation
 from grpo_jax.environments.scoring.batcher import Batcher

@@ -22,13 +22,13 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from grpo_jax import metrics as metric_sums
-from grpo_jax import precision, programs
+from grpo_jax.compilation import precision, programs
+from grpo_jax.compilation.programs import Job, Program
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.learn import optim, sharding
 from grpo_jax.models import gradient_sums, transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import FLOAT32, Products
-from grpo_jax.programs import Job, Program
 from grpo_jax.rl import diagnostics, masks
 from grpo_jax.rl.logprobs import gather_loss_tokens, token_logprobs, token_objective
 from grpo_jax.rl.objectives import Objective

@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from grpo_jax.disk import writing
+from grpo_jax.compilation.programs import Job, Program
+from grpo_jax.files.disk import writing
 from grpo_jax.models import config as model_config
 from grpo_jax.models import files, leaves, safetensors
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.transformer import Params
-from grpo_jax.programs import Job, Program
 
 
 def to_huggingface(

@@ -1,7 +1,7 @@
 """How many operations the gradients of a model take. Pure."""
 
+from grpo_jax.batching.packing import Cost
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.packing import Cost
 
 # Reading every weight and writing every gradient takes a microbatch as long as the products of this
 # many places; measured on two CPU cores with 135M parameters in float32.

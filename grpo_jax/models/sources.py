@@ -24,7 +24,7 @@ import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
 
-from grpo_jax import shared_places
+from grpo_jax.files import shared_places
 from grpo_jax.models import files, gguf, safetensors
 from grpo_jax.models.errors import HubFailure, MissingModel, ModelError
 

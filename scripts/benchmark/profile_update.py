@@ -23,7 +23,11 @@ import summary
 import trace_kinds
 import workload as workloads
 
-from grpo_jax import batching, batching_options, computation, packing, programs
+from grpo_jax import batching
+from grpo_jax.batching import packing
+from grpo_jax.building import computation
+from grpo_jax.compilation import programs
+from grpo_jax.config import batching_options
 from grpo_jax.learn import sharding, train_step
 from grpo_jax.models import loading, operations, sources
 from grpo_jax.rl import objectives

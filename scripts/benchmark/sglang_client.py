@@ -27,10 +27,11 @@ import numpy as np
 
 sys.path[:0] = [str(pathlib.Path(__file__).resolve().parents[2] / part) for part in ("", "kernels")]
 
-from grpo_jax import engines, local_paths  # noqa: E402  (found by the line above.)
+from grpo_jax import engines  # noqa: E402
 from grpo_jax.engines import sglang_messages  # noqa: E402
 from grpo_jax.engines.base import GenerationRequest, SamplingParams  # noqa: E402
 from grpo_jax.engines.sglang import SGLangEngine  # noqa: E402
+from grpo_jax.files import local_paths  # noqa: E402
 from grpo_jax.models import loading  # noqa: E402
 
 

@@ -21,8 +21,8 @@ def measure(record: child.Record, settings: running.Settings, *, model: str) -> 
   child.open_device(record, settings)
   import jax
 
-  from grpo_jax import checkpointing
   from grpo_jax.learn import optim, train_step
+  from grpo_jax.run_folder import checkpointing
 
   tx, _ = optim.make(10)
   state = train_step.init(models.random_weights(models.config_of(model)), tx)

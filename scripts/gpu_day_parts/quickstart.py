@@ -29,7 +29,8 @@ def measure(
     overrides: Fields of the configuration, by dotted name.
   """
   child.open_device(record, settings)
-  from grpo_jax import configuration, train
+  from grpo_jax import train
+  from grpo_jax.config import configuration
 
   folder, which = _model(settings, model)
   record.put(model=which)

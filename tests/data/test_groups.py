@@ -7,11 +7,12 @@ import pathlib
 import numpy as np
 import pytest
 
-from grpo_jax import data, offline
+from grpo_jax import data
 from grpo_jax.data.byte_tokenizer import END, ROLE, ByteTokenizer
 from grpo_jax.data.formats import RowError
 from grpo_jax.data.groups import RECORDED, group_of
 from grpo_jax.data.skipped import OverlongError
+from grpo_jax.offline import recorded as offline
 from grpo_jax.types import FinishReason
 
 TOKENIZER = ByteTokenizer()

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from grpo_jax.compilation.programs import abstract
 from grpo_jax.engines import decoding, jax_sampler, scheduling, session
 from grpo_jax.engines.scheduling import Sizes, Slot
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
-from grpo_jax.programs import abstract
 
 
 class Described(NamedTuple):

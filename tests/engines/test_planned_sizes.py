@@ -4,7 +4,7 @@ import pytest
 
 import configs.base
 from configs import gsm8k, math_1b, quickstart
-from grpo_jax import run_options
+from grpo_jax.config import run_options
 from grpo_jax.engines import scheduling
 
 

@@ -11,9 +11,9 @@ import zlib
 
 import pytest
 
-from grpo_jax import http_bodies
 from grpo_jax.engines.sglang_client import CONTROL_BYTES, Client, Refused, Timeouts, Unanswered
 from grpo_jax.engines.sglang_messages import Garbled
+from grpo_jax.http import bodies as http_bodies
 from tests.environments.scripted_server import answer, drip, flood, half, raw, serving
 
 KEY = "sk-secret-0123456789-abcdef"

@@ -7,7 +7,7 @@ from scripted_engine import TOKENIZER, ScriptedEngine
 from grpo_jax import environments
 from grpo_jax.data.byte_tokenizer import END
 from grpo_jax.engines.base import SamplingParams
-from grpo_jax.rollout import Limits, collect_sync, error_counts
+from grpo_jax.rollouts.collecting import Limits, collect_sync, error_counts
 from grpo_jax.types import Prompt
 
 MODULE = """

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from reasoning_gym.factory import DATASETS
 
-from grpo_jax import data_options, environments
+from grpo_jax import environments
+from grpo_jax.config import data_options
 from grpo_jax.environments import reasoning_gym as gym_module
 from grpo_jax.environments.grading import confinement, gym_score
 from grpo_jax.environments.grading.pool import GraderError, GraderTimeout, WorkerPool

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax import batching, packing
+from grpo_jax import batching
 from grpo_jax import metrics as metric_sums
+from grpo_jax.batching import packing
 from grpo_jax.learn import optim, sharding, train_step
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig

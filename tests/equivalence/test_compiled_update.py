@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from grpo_jax import layout, packing
+from grpo_jax.batching import layout, packing
 from grpo_jax.learn import optim, train_step
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax import batching, packing
+from grpo_jax import batching
+from grpo_jax.batching import packing
 from grpo_jax.models import transformer
 
 

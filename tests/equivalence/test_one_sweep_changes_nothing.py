@@ -6,7 +6,8 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import base
-from grpo_jax import computation, packing
+from grpo_jax.batching import packing
+from grpo_jax.building import computation
 from grpo_jax.learn import train_step
 from grpo_jax.rl import objectives
 

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax import batching, packing, programs
+from grpo_jax import batching
+from grpo_jax.batching import packing
+from grpo_jax.compilation import programs
 from grpo_jax.learn import optim, train_step
 from grpo_jax.rl import objectives
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.extend import core
 
-from grpo_jax import packing
+from grpo_jax.batching import packing
 from grpo_jax.models import layers, operations, transformer
 from grpo_jax.models.config import ModelConfig
 

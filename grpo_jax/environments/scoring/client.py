@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from grpo_jax import http_bodies, redaction
 from grpo_jax.environments.scoring.failures import (
   EndpointError,
   EndpointFailed,
@@ -27,6 +26,8 @@ from grpo_jax.environments.scoring.failures import (
   EndpointUnreachable,
   EndpointUnreadable,
 )
+from grpo_jax.http import bodies as http_bodies
+from grpo_jax.http import redaction
 
 T = TypeVar("T")
 

@@ -1,0 +1,132 @@
+"""Segments → the arrays of a `Batch`: who sees whom, who predicts whom. Pure, NumPy."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from grpo_jax.batching.packing import Shape
+from grpo_jax.compilation import programs
+from grpo_jax.types import Batch, RolloutGroup
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Segment:
+  """A prompt and completions of its group that stand together in a row."""
+
+  group: int
+  rollouts: tuple[int, ...]
+  tokens: int
+
+
+def batch(
+  rows: Sequence[Sequence[Segment]],
+  shape: Shape,
+  groups: Sequence[RolloutGroup],
+  advantages: Sequence[Float[np.ndarray, " _"]],
+) -> tuple[Batch, list[list[int]]]:
+  """Lays rows of segments out as the arrays that `types.Batch` describes.
+
+  Args:
+    rows: segments of each row, at most `shape.rows` of them; the rest is padding.
+    shape: of the arrays.
+    groups: that the segments speak of.
+    advantages: one per rollout; the prompt's weight multiplies them.
+
+  Returns:
+    The batch, and for each row the place at which each of its completions begins.
+  """
+  arrays, starts = blank(shape), []
+  for b, row in enumerate(rows):
+    at, of_row = 0, []
+    for number, segment in enumerate(row, start=1):
+      group, own = groups[segment.group], advantages[segment.group]
+      row_arrays = {name: array[b] for name, array in arrays.items()}
+      first = {"number": number, "first_rollout": len(of_row)}
+      of_row += _fill(row_arrays, at, segment, group, own, **first)
+      at += segment.tokens
+    places = np.flatnonzero(arrays["loss_mask"][b])
+    arrays["loss_places"][b, : len(places)] = places
+    starts.append(of_row)
+  return Batch(**arrays), starts
+
+
+def blank(shape: Shape) -> dict[str, np.ndarray]:
+  """Returns the arrays of a batch that holds padding only."""
+  rows = (shape.rows, shape.row_tokens)
+  arrays: dict[str, np.ndarray] = {
+    name: np.zeros(rows, np.int32) for name in ("tokens", "segment_ids", "branch_ids", "positions")
+  }
+  arrays["predecessors"] = np.tile(np.arange(shape.row_tokens, dtype=np.int32), (shape.rows, 1))
+  arrays["loss_mask"] = np.zeros(rows, bool)
+  arrays["rollout_ids"] = np.full(rows, -1, np.int32)
+  arrays["advantages"] = np.zeros(rows, np.float32)
+  arrays["behavior_logprobs"] = np.zeros(rows, np.float32)
+  arrays["loss_places"] = np.full((shape.rows, shape.loss_tokens), -1, np.int32)
+  return arrays
+
+
+def described(
+  shape: Shape, sharding: Any = None, *, has_old: bool = False, has_ref: bool = False
+) -> Batch:
+  """Returns shapes, dtypes and shardings of a batch, in place of its arrays.
+
+  Args:
+    shape: of the batch.
+    sharding: of all arrays; see `sharding.of_rows`.
+    has_old: whether the batch has old logprobs.
+    has_ref: whether it has those of the reference policy.
+  """
+  arrays = blank(shape)
+  at_places = np.zeros((shape.rows, shape.loss_tokens), np.float32)
+  arrays |= {"old_logprobs": at_places} if has_old else {}
+  arrays |= {"ref_logprobs": at_places} if has_ref else {}
+  return programs.abstract(Batch(**arrays), sharding)
+
+
+def _fill(
+  row: dict[str, np.ndarray],
+  at: int,
+  segment: Segment,
+  group: RolloutGroup,
+  advantages: Float[np.ndarray, " _"],
+  *,
+  number: int,
+  first_rollout: int,
+) -> list[int]:
+  """Writes a segment into a row from place `at`; returns where its completions begin."""
+  prompt = group.prompt.token_ids
+  last_of_prompt = at + len(prompt) - 1
+  here = slice(at, at + len(prompt))
+  row["tokens"][here] = prompt
+  row["positions"][here] = np.arange(len(prompt))
+  row["predecessors"][here] = np.maximum(np.arange(at, last_of_prompt + 1) - 1, at)
+  row["segment_ids"][at : at + segment.tokens] = number
+  starts, start = [], at + len(prompt)
+  for branch, r in enumerate(segment.rollouts, start=1):
+    rollout = group.rollouts[r]
+    length = len(rollout.completion_ids)
+    here = slice(start, start + length)
+    row["tokens"][here] = rollout.completion_ids
+    row["branch_ids"][here] = branch
+    row["positions"][here] = len(prompt) + np.arange(length)
+    row["predecessors"][here] = np.arange(start - 1, start + length - 1)
+    row["predecessors"][start] = last_of_prompt
+    row["loss_mask"][here] = rollout.loss_mask
+    row["rollout_ids"][here] = first_rollout + branch - 1
+    row["advantages"][here] = advantages[r] * group.prompt.weight
+    row["behavior_logprobs"][here] = rollout.behavior_logprobs
+    starts.append(start)
+    start += length
+  return starts
+
+
+def spread(batch: Batch, values: np.ndarray) -> np.ndarray:
+  """Returns values [B N] at their places in [B T]; NaN elsewhere."""
+  places = np.asarray(batch.loss_places)
+  rows, columns = np.nonzero(places >= 0)
+  result = np.full(batch.tokens.shape, np.nan, np.float32)
+  result[rows, places[rows, columns]] = np.asarray(values)[rows, columns]
+  return result

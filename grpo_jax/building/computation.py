@@ -1,0 +1,226 @@
+"""The programs of a run, made from its config, and the list of those to compile ahead.
+
+Nothing here needs weights: shapes, dtypes and shardings follow from the config, the model's
+config.json and the mesh, so programs can be compiled while the weights are read.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from grpo_jax.batching import layout, packing
+from grpo_jax.building import offline as offline_building
+from grpo_jax.compilation import precision
+from grpo_jax.compilation.programs import Job, Program
+from grpo_jax.config import batching_options
+from grpo_jax.config.run_options import optimizer_steps
+from grpo_jax.groups import credit
+from grpo_jax.learn import monitoring, optim, sharding, train_step
+from grpo_jax.models import export, leaves, operations, transformer
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.products import Products
+from grpo_jax.rl import estimators, objectives
+from grpo_jax.types import Batch, TrainState
+
+# An ml_collections.ConfigDict, whose fields a type checker cannot know.
+Config = Any
+
+# Sizes of recorded groups, whose maximum is unknown; larger groups compile when they appear.
+_RECORDED_WIDTHS = (2, 4, 8, 16, 32, 64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+  """The programs of a run; made by `make`.
+
+  Attributes:
+    config: Config of the run.
+    model: Sizes of the model.
+    mesh: Mesh of the devices.
+    shardings: Shardings of the parameters.
+    tx: The optimizer.
+    objective: The loss.
+    estimator: Estimator of the advantages.
+    shapes: Shapes that microbatches may have.
+    cost: Cost by which the shapes of a step are chosen.
+    update: The training step.
+    score: A `train_step.Scorer`.
+    watch: A `train_step.Watcher`.
+    initialize: Program (parameters) → state of the optimizer.
+    copy: Program (parameters) → a copy of them.
+  """
+
+  config: Config
+  model: ModelConfig
+  mesh: Mesh
+  shardings: Any
+  tx: optax.GradientTransformation
+  objective: objectives.Objective
+  estimator: estimators.Estimator
+  shapes: tuple[packing.Shape, ...]
+  cost: packing.Cost
+  update: train_step.Update
+  score: Program
+  watch: Program
+  initialize: Program
+  copy: Program
+
+  @property
+  def state(self) -> TrainState:
+    """Shapes, dtypes and shardings of the training state."""
+    return train_step.shapes_of_state(_shapes(self.model), self.tx, self.shardings)
+
+  @property
+  def needs_old(self) -> bool:
+    """Whether old logprobs are scored. It depends on the config only: all steps run alike."""
+    learn, loss = self.config.learn, self.objective.options
+    updates = learn.epochs * learn.minibatches
+    return self.objective.needs_old and (updates > 1 or loss.kl_in_reward)
+
+  def jobs(self) -> list[Job]:
+    """Returns the compilations to make before the first step, the longest first."""
+    config, state = self.config, self.state
+    bare = self._batches()
+    has_ref = self.objective.needs_ref
+    scored = self._batches(has_old=self.needs_old, has_ref=has_ref)
+    found = self.update.jobs(state, scored)
+    found += monitoring.jobs(
+      self.watch,
+      state.params,
+      bare,
+      all_every_steps=config.learn.report_all_every_steps,
+      kl_every_steps=config.learn.report_kl_every_steps,
+    )
+    if self.needs_old or has_ref or offline_building.is_offline(config):
+      found += [self.score.job(state.params, x, detail=detail) for detail, x in bare.items()]
+    found.append(self.initialize.job(state.params))
+    if has_ref:
+      found.append(self.copy.job(state.params))
+    found += export.jobs(state.params, self.model, dtype=config.export.dtype)
+    return found + self._credit_jobs()
+
+  def _batches(self, *, has_old: bool = False, has_ref: bool = False) -> dict[str, Batch]:
+    """Returns shapes, dtypes and shardings of a batch of every shape, by its description."""
+    rows = sharding.of_rows(self.mesh)
+    return {
+      f"{shape.rows} × {shape.row_tokens} ({shape.loss_tokens})": layout.described(
+        shape, rows, has_old=has_old, has_ref=has_ref
+      )
+      for shape in self.shapes
+    }
+
+  def _credit_jobs(self) -> list[Job]:
+    prompts, widths = self.config.rollout.prompts_per_step, widths_of(self.config)
+    found = []
+    for width in widths:
+      found += credit.jobs(self.estimator, room=(prompts, width))
+    if self.estimator.needs_whitening:
+      longest = batching_options.load(self.config).completion
+      found += credit.whitening_jobs(
+        self.estimator,
+        self.objective.options,
+        tokens=prompts * widths[-1] * longest,
+        places=[(shape.rows, shape.loss_tokens) for shape in self.shapes],
+      )
+    return found
+
+
+def make(
+  config: Config, model: ModelConfig, mesh: Mesh, objective: objectives.Objective
+) -> Computation:
+  """Makes the programs of a run; nothing is compiled."""
+  matmul_precision = precision.resolve(config.model.matmul_precision, config.model.compute_dtype)
+  shardings = shardings_of(model, mesh)
+  tx, schedule = optim.make(optimizer_steps(config), **config.optim.to_dict())
+  of_policy = {
+    "temperature": config.sampling.temperature,
+    "products": Products(
+      config.model.compute_dtype, config.model.product_dtype, sharding.placement(mesh)
+    ),
+    "remat": config.model.remat,
+    "partition": sharding.head_partition(mesh),
+  }
+  exact = {"matmul_precision": matmul_precision}
+  logprobs = train_step.make_logprobs(model, implementation=config.model.logprobs, **of_policy)
+  token_loss = None
+  if takes_one_sweep(config, objective):
+    token_loss = train_step.make_token_loss(model, objective, **of_policy)
+  update = train_step.make_update(
+    logprobs,
+    tx,
+    objective,
+    epochs=config.learn.epochs,
+    report_entropy=config.learn.report_entropy,
+    schedule=schedule,
+    shardings=shardings,
+    token_loss=token_loss,
+    **exact,
+  )
+  with_entropy = config.learn.report_entropy
+  cost = operations.of_update(model, remat=config.model.remat)
+  return Computation(
+    config=config,
+    model=model,
+    mesh=mesh,
+    shardings=shardings,
+    tx=tx,
+    objective=objective,
+    estimator=estimators.make(**config.advantages),
+    shapes=batching_options.plan(config, cost=cost, replicas=sharding.replicas(mesh)),
+    cost=cost,
+    update=update,
+    score=train_step.make_scorer(logprobs, mesh=mesh, **exact),
+    watch=train_step.make_watcher(logprobs, with_entropy=with_entropy, mesh=mesh, **exact),
+    initialize=train_step.make_initializer(_shapes(model), tx, shardings=shardings),
+    copy=_copier(shardings),
+  )
+
+
+def _copier(shardings: Any) -> Program:
+  """Returns the program that copies the parameters."""
+
+  def copy(params: Any) -> Any:
+    return jax.tree.map(jnp.copy, params)
+
+  jitted = jax.jit(copy, out_shardings=shardings)
+  return Program(jitted, name="copy of the weights", remedy=train_step.SMALLER_STATE)
+
+
+def takes_one_sweep(config: Config, objective: objectives.Objective) -> bool:
+  """Returns whether the update finds the head's gradients in the sweep that computes the loss.
+
+  It does not if `model.logprobs` names an implementation, which makes two passes.
+  """
+  is_one_step = config.learn.epochs * config.learn.minibatches == 1
+  is_free = config.model.logprobs is None
+  return config.learn.gradient_in_forward and is_one_step and is_free and objective.is_token_local
+
+
+def widths_of(config: Config) -> Sequence[int]:
+  """Returns the group sizes for which advantages are compiled."""
+  if not offline_building.is_offline(config):
+    return (config.rollout.group_size,)
+  most = config.offline.group_size
+  return _RECORDED_WIDTHS if most is None else (most,)
+
+
+def room_of(config: Config) -> tuple[int, int]:
+  """Returns the number of groups of a step and of places of a group; see `credit`."""
+  return config.rollout.prompts_per_step, widths_of(config)[0]
+
+
+def shardings_of(model: ModelConfig, mesh: Mesh) -> Any:
+  """Returns the sharding of each parameter."""
+  axes = transformer.logical_axes(model)
+  return sharding.param_shardings(axes, mesh, shapes=leaves.tree(model))
+
+
+def _shapes(model: ModelConfig) -> Any:
+  """Returns shapes and dtypes of the parameters."""
+  return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, np.float32), leaves.tree(model))

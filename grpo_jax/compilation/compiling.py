@@ -1,0 +1,276 @@
+"""Compiles programs ahead in threads, and watches what XLA compiles, and when.
+
+A run makes no progress while it compiles. It therefore compiles what it will need before its first
+step, several programs at a time, and reports anything that is compiled later.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+
+from grpo_jax.compilation import host_memory
+from grpo_jax.compilation.programs import Job
+from grpo_jax.interrupts import Stopped
+
+# JAX sends this name as a scalar when a compilation begins, and as a duration when it ends. In
+# between it sends HIT, in the same thread, if the program was read from the cache on disk.
+EVENT = "/jax/core/compile/backend_compile_duration"
+HIT = "/jax/compilation_cache/cache_hits"
+SLOW_S = 1.0  # a compilation that takes longer is shown in the progress bar.
+PATIENCE_S = 5.0  # a compilation that takes longer is explained by a printed line.
+POLL_S = 0.2  # between two checks of whether the run is to end.
+MEMORY_OF_ONE = 2 << 30  # bytes of host memory that the compilation of a large program may take.
+
+# (description, total) → a context that gives advance(count=1); see `console.Screen.progress`.
+Progress = Callable[[str, int], AbstractContextManager[Callable[..., None]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compilation:
+  """One compilation by XLA, or one program read from the cache.
+
+  Attributes:
+    name: Name of the function.
+    seconds: Seconds that it took.
+    is_kept: Whether the program was read from the cache on disk instead of compiled.
+    job: Name of the job that asked for it; "": an ordinary call.
+  """
+
+  name: str
+  seconds: float
+  is_kept: bool
+  job: str = ""
+
+
+class Watch:
+  """Follows the compilations of this process while `listening`."""
+
+  def __init__(self, clock: Callable[[], float] = time.monotonic):
+    """Makes a watch.
+
+    Args:
+      clock: Function that returns monotonic seconds.
+    """
+    self._clock = clock
+    self._lock = threading.Lock()
+    self._began: dict[int, float] = {}  # thread -> start of its compilation.
+    self._named: dict[int, str] = {}  # thread -> name of its job.
+    self._hits: set[int] = set()  # threads whose program was found in the cache.
+    self._done: list[Compilation] = []
+    self._patience: dict[int, threading.Timer] = {}
+    self._tell: Callable[[str], None] | None = None  # None: reported already, or not listening.
+
+  @contextlib.contextmanager
+  def listening(self, tell: Callable[[str], None]) -> Iterator[None]:
+    """Watches what JAX compiles within the block.
+
+    Args:
+      tell: Function called once, with one line, when a compilation takes longer than PATIENCE_S.
+    """
+    self._tell = tell
+    jax.monitoring.register_scalar_listener(self._begin)
+    jax.monitoring.register_event_listener(self._hit)
+    jax.monitoring.register_event_duration_secs_listener(self._end)
+    try:
+      yield
+    finally:
+      jax.monitoring.unregister_scalar_listener(self._begin)
+      jax.monitoring.unregister_event_listener(self._hit)
+      jax.monitoring.unregister_event_duration_listener(self._end)
+      self._tell = None
+      with self._lock:
+        for timer in self._patience.values():
+          timer.cancel()
+        self._patience.clear()
+        self._began.clear()
+        self._hits.clear()
+
+  def note(self) -> str:
+    """Returns "compiling, 12 s" if a compilation has been running for a second, else "".
+
+    If a job runs it, its name is used instead of "compiling": "update 8 × 1024, 12 s".
+    """
+    with self._lock:
+      if not self._began:
+        return ""
+      thread, began = min(self._began.items(), key=lambda item: item[1])
+      name = self._named.get(thread, "compiling")
+    longest = self._clock() - began
+    return f"{name}, {longest:.0f} s" if longest >= SLOW_S else ""
+
+  def so_far(self) -> list[Compilation]:
+    """Returns what was compiled, or read from the cache, since the last `take`."""
+    with self._lock:
+      return list(self._done)
+
+  def take(self) -> list[Compilation]:
+    """Returns what was compiled, or read from the cache, since the last call, and forgets it."""
+    with self._lock:
+      done, self._done = self._done, []
+    return done
+
+  @contextlib.contextmanager
+  def naming(self, name: str) -> Iterator[None]:
+    """Gives what this thread compiles within the block a name for `note`."""
+    thread = threading.get_ident()
+    with self._lock:
+      self._named[thread] = name
+    try:
+      yield
+    finally:
+      with self._lock:
+        self._named.pop(thread, None)
+
+  def _begin(self, event: str, value: float | int, **_: Any) -> None:
+    if event != EVENT:
+      return
+    thread = threading.get_ident()
+    with self._lock:
+      self._began.setdefault(thread, self._clock())
+      self._hits.discard(thread)
+      if self._tell is not None and thread not in self._patience:
+        timer = self._patience[thread] = threading.Timer(PATIENCE_S, self._explain)
+        timer.daemon = True
+        timer.start()
+
+  def _hit(self, event: str, **_: Any) -> None:
+    if event == HIT:
+      with self._lock:
+        self._hits.add(threading.get_ident())
+
+  def _end(self, event: str, duration_secs: float, **named: Any) -> None:
+    if event != EVENT:
+      return
+    thread = threading.get_ident()
+    name = str(named.get("fun_name", "a program")).removeprefix("jit(").removesuffix(")")
+    with self._lock:
+      job = self._named.get(thread, "")
+      self._done.append(Compilation(name, duration_secs, thread in self._hits, job))
+      self._hits.discard(thread)
+      self._began.pop(thread, None)
+      timer = self._patience.pop(thread, None)
+    if timer is not None:
+      timer.cancel()
+
+  def _explain(self) -> None:
+    with self._lock:
+      tell, self._tell = self._tell, None
+    if tell is not None:
+      of_jax = jax.config.values
+      folder = of_jax["jax_compilation_cache_dir"]
+      is_kept = folder and of_jax["jax_enable_compilation_cache"]
+      is_kept = is_kept and math.isfinite(of_jax["jax_persistent_cache_min_compile_time_secs"])
+      kept = f"once: what is compiled is kept in {folder}" if is_kept else "in every start"
+      tell(f"compiling; the run waits for it. This happens {kept}")
+
+
+def metrics(done: Sequence[Compilation]) -> dict[str, float]:
+  """Returns perf/compilations and perf/compile_s; programs read from the cache do not count."""
+  compiled = [one.seconds for one in done if not one.is_kept]
+  return {"perf/compilations": float(len(compiled)), "perf/compile_s": sum(compiled)}
+
+
+def late_line(when: str, done: Sequence[Compilation]) -> str:
+  """Returns the report of compilations after the first step; "" if there were none.
+
+  Args:
+    when: Time of the compilations, such as "step 3".
+    done: Programs that were compiled or read from the cache.
+  """
+  compiled = [one for one in done if not one.is_kept]
+  if not compiled:
+    return ""
+  names = ", ".join(dict.fromkeys(one.name for one in compiled))
+  took = sum(one.seconds for one in compiled)
+  return (
+    f"{when} compiled {len(compiled)} program{'s' * (len(compiled) > 1)} in {took:.1f} s,"
+    f" which should have been compiled before the first step: {names}"
+  )
+
+
+class Ahead:
+  """Compiles jobs in threads while the caller does something else.
+
+  with Ahead(jobs, watch) as ahead:
+    model = load()
+    ahead.wait(screen.progress, tell=screen.print, stop=stop)
+  """
+
+  def __init__(self, jobs: Sequence[Job], watch: Watch, *, threads: int | None = None):
+    """Starts to compile.
+
+    Args:
+      jobs: Compilations, the longest ones first.
+      watch: Watch that is given the names of the running jobs.
+      threads: Number of threads that compile at the same time; None: see `threads_for`.
+    """
+    self._count = len(jobs)
+    self._watch = watch
+    self._began = time.monotonic()
+    self.threads = threads or threads_for(len(jobs))
+    self._pool = concurrent.futures.ThreadPoolExecutor(self.threads, thread_name_prefix="compile")
+    self._pending = {self._pool.submit(_named, watch, job) for job in jobs}
+
+  def __enter__(self) -> "Ahead":
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    """Cancels jobs that have not started; does not wait for the others."""
+    self._pool.shutdown(wait=False, cancel_futures=True)
+
+  def wait(
+    self, progress: Progress, *, tell: Callable[[str], None] = lambda line: None, stop: Any = False
+  ) -> None:
+    """Waits with a progress bar until everything is compiled, then reports how long it took.
+
+    Args:
+      progress: Function that shows the progress bar.
+      tell: Function called with one line at the end.
+      stop: Flag that becomes true when the run is asked to end.
+
+    Raises:
+      Stopped: The run is asked to end.
+      CompilationError: A program cannot be compiled; jobs that have not started are cancelled.
+    """
+    if not self._count:
+      return
+    with progress("compiling", self._count) as advance:
+      while self._pending:
+        done, self._pending = concurrent.futures.wait(
+          self._pending, POLL_S, concurrent.futures.FIRST_COMPLETED
+        )
+        for future in done:
+          future.result()
+        if stop:
+          raise Stopped
+        advance(len(done))
+    of_jobs = [one for one in self._watch.so_far() if one.job]
+    kept = sum(one.is_kept for one in of_jobs)
+    took = time.monotonic() - self._began
+    tell(f"programs: {len(of_jobs) - kept} compiled, {kept} read from the cache, in {took:.1f} s")
+
+
+def threads_for(jobs: int) -> int:
+  """Returns how many programs to compile at the same time, by cores and free memory.
+
+  Args:
+    jobs: Number of programs to compile.
+  """
+  free = host_memory.available_bytes()
+  by_memory = jobs if free is None else free // MEMORY_OF_ONE
+  cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+  return max(1, min(jobs, cores or 1, by_memory))
+
+
+def _named(watch: Watch, job: Job) -> None:
+  with watch.naming(job.name):
+    job()

@@ -1,0 +1,81 @@
+"""Limits of the rows that a config allows, and the shapes of the update that its run compiles."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from grpo_jax.batching import packing
+from grpo_jax.config import data_options
+
+# An ml_collections.ConfigDict, whose fields a type checker cannot know.
+Config = Any
+
+# Responses of a recorded group if no option bounds them; larger groups take more microbatches.
+RECORDED_GROUP = 16
+
+
+def longest_row(config: Config) -> int | None:
+  """Returns the largest row length that the config allows; None: it sets no limit."""
+  row_tokens, buckets = config.batching.row_tokens, config.batching.row_buckets
+  given = [max(buckets)] if buckets else []
+  given += [] if row_tokens is None else [row_tokens]
+  return min(given, default=None)
+
+
+def longest_sequence(config: Config) -> int:
+  """Returns the largest number of tokens of a prompt with one completion."""
+  row = longest_row(config)
+  return config.rollout.max_tokens if row is None else min(config.rollout.max_tokens, row)
+
+
+def problems(config: Config) -> Iterator[str]:
+  """Yields a message for each contradiction among the options of `batching`."""
+  buckets, row_tokens = config.batching.row_buckets or (), config.batching.row_tokens
+  if len(set(buckets)) > packing.MOST_SHAPES:
+    yield (
+      f"batching.row_buckets={tuple(buckets)} names {len(set(buckets))} row lengths: a run compiles"
+      f" at most {packing.MOST_SHAPES} shapes of the update, so name at most {packing.MOST_SHAPES}"
+    )
+  if buckets and row_tokens is not None and max(buckets) > row_tokens:
+    yield (
+      f"batching.row_buckets={tuple(buckets)} has rows longer than batching.row_tokens={row_tokens}"
+    )
+
+
+def load(config: Config) -> packing.Load:
+  """Returns the most that an optimizer step of the run may hold."""
+  longest = longest_sequence(config)
+  prompt = max(one["max_prompt_tokens"] for one in data_options.training(config).values())
+  completion, group = longest - 1, config.rollout.group_size
+  if config.mode == "offline":
+    group = config.offline.group_size or RECORDED_GROUP
+  elif config.rollout.max_turns == 1:
+    completion = min(config.sampling.max_tokens, completion)
+    longest = min(longest, prompt + completion)
+  return packing.Load(
+    prompt=min(prompt, longest - 1),
+    completion=completion,
+    longest=longest,
+    group=group,
+    groups=-(-config.rollout.prompts_per_step // config.learn.minibatches),
+  )
+
+
+def plan(config: Config, *, cost: packing.Cost, replicas: int) -> tuple[packing.Shape, ...]:
+  """Returns the shapes of the update, at most three.
+
+  Args:
+    config: Config of the run, already validated.
+    cost: Cost of a microbatch of its model; see `models.operations`.
+    replicas: Number of replicas over which the rows of a microbatch are split.
+  """
+  options = config.batching
+  return packing.plan(
+    load(config),
+    cost=cost,
+    row_tokens=options.row_tokens,
+    row_buckets=options.row_buckets,
+    microbatch_tokens=options.microbatch_tokens,
+    rows_multiple=replicas,
+    share_prefixes=options.share_prefixes,
+    pack=options.pack,
+  )

@@ -1,0 +1,351 @@
+"""The command line: a configuration file, overrides of its fields, and the run's folder.
+
+The overrides are ml_collections flags; this module adds messages that name the field,
+the type that it needs and what came, and values for fields that are None.
+"""
+
+import ast
+import dataclasses
+import difflib
+import fnmatch
+import functools
+import pathlib
+import re
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from grpo_jax import registry
+from grpo_jax.config import comments as config_comments
+from grpo_jax.config import configuration
+from grpo_jax.config.configuration import ConfigError
+from grpo_jax.files import local_paths
+
+USAGE = """\
+Trains a language model by GRPO.
+
+  python -m grpo_jax.main --config=FILE.py [--workdir=FOLDER] [--config.SECTION.FIELD=VALUE ...]
+
+  --config    Python file with get_config(); FILE.py:WORD passes WORD to it.
+  --workdir   folder of the run: settings, metrics, rollouts, checkpoints, report. The same
+              command with the same folder continues a run that was stopped. Without it, a new
+              folder runs/CONFIG-DATE-TIME is made and printed.
+  --config.SECTION.FIELD=VALUE   overrides a field: --config.loss.clip_high=0.28
+              on/off: --config.data.shuffle=false, --noconfig.data.shuffle
+              lists: --config.evaluation.pass_k=1,8   words: --config.sampling.stop_strings=a,b
+              nothing: --config.loss.dual_clip=None
+              further arguments of an environment, a task, a dataloader, an engine of your own:
+              --config.environments.math.format_reward=0.1
+              a new environment: --config.environments.mine.module=my_module.MyClass
+  --flagfile=FILE   reads further flags from a file, one a line.
+  --help      this text; with --config, the fields of that configuration, their values and what
+              they mean; --help=loss: those of one section.
+
+Example:
+  python -m grpo_jax.main --config=configs/quickstart.py --workdir=runs/first --config.seed=7
+
+Exit codes: 0 finished; 1 failed in training, with one message; 2 the command, the configuration
+or the run folder is wrong; 130 stopped by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP (a closed
+terminal; not under nohup), each with a checkpoint. A second signal ends at once, without one.
+What is on the disk after each, and how long it takes: docs/stopping.md.
+"""
+
+
+# Sections whose fields are arguments of something that a user may have written: a flag may add one.
+# Whoever takes the arguments refuses those that it does not know.
+OPEN_SECTIONS = (
+  "data.dataloader_args",
+  "data.task_args",
+  "engine.options",
+  "engine.sglang.environment",
+  "environments.*",
+  "model.chat_template_args",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+  """What a command line asks for."""
+
+  config: ConfigDict  # resolved and locked.
+  config_path: str
+  workdir: pathlib.Path | None  # None: a new one is to be made.
+
+
+class HelpWanted(Exception):
+  """--help was given; the text is the message."""
+
+
+def parse(arguments: Sequence[str]) -> Command:
+  """Reads the arguments after the program's name.
+
+  Raises:
+    ConfigError: something is wrong; the message says what and what would be right.
+    HelpWanted: --help was given.
+  """
+  parsed = flags.FlagValues()
+  flags.DEFINE_string("workdir", None, "folder of the run", flag_values=parsed)
+  try:
+    argv = parsed.read_flags_from_files(list(arguments), force_gnu=False)
+  except flags.Error as error:
+    raise ConfigError(str(error)) from error
+  paths, argv = _take(argv, "config")
+  asked = [m for each in argv if (m := re.fullmatch(r"--?(help|h|helpfull|helpshort)(=.*)?", each))]
+  section = next((m[2][1:] for m in asked if m[2]), "")
+  if not any(paths):
+    if section:
+      raise ConfigError(f"--help={section} needs --config=FILE.py, whose fields it lists")
+    if asked:
+      raise HelpWanted(f"{USAGE}\n{_present()}")
+    raise ConfigError(
+      f"--config is missing, for example --config=configs/quickstart.py\n{_present()}"
+    )
+  if len(paths) > 1:
+    raise ConfigError(f"--config was given {len(paths)} times: {', '.join(paths)}")
+  config = configuration.load(paths[0])
+  if asked:
+    comments = config_comments.of_file(pathlib.Path(paths[0].partition(":")[0]))
+    width = shutil.get_terminal_size((100, 24)).columns
+    table = option_table(config, comments, section.removeprefix("config."), width)
+    raise HelpWanted(table if section else f"{USAGE}\nFields of {paths[0]}:\n{table}")
+  of_file = configuration.fields(config)
+  rest = _override(config, parsed, argv)
+  _drop_fallback(config, of_file)
+  if rest:
+    raise ConfigError(_stray(rest[0]))
+  workdir = parsed["workdir"].value
+  if workdir == "":
+    raise ConfigError("--workdir needs the name of a folder")
+  if reason := local_paths.complaint("--workdir", workdir):
+    raise ConfigError(reason)
+  return Command(config, paths[0], pathlib.Path(workdir) if workdir else None)
+
+
+def _override(config: ConfigDict, parsed: flags.FlagValues, argv: Sequence[str]) -> list[str]:
+  """Applies the flags of `argv` to `config` and `parsed`; returns what is no flag."""
+  names = dict.fromkeys(
+    m.group(1) for a in argv if (m := re.match(r"--?(?:no)?config\.([^=]*)", a))
+  )
+  _make_room(config, names)
+  complaints = [f"--config.{n}: {c}" for n in names if (c := configuration.refusal(config, n))]
+  if complaints:
+    raise ConfigError("\n".join(complaints))
+  may_be_none = configuration.nullable(config)
+  for kind, reader in READERS.items():
+    config_flags.register_flag_parser_for_type(kind, reader)
+  try:
+    command = ["grpo_jax", *argv]
+    config_flags.DEFINE_config_dict("config", config, flag_values=parsed, sys_argv=command)
+    rest = parsed(command)[1:]
+  except flags.UnrecognizedFlagError as error:
+    raise ConfigError(_unrecognized(error.flagname, config)) from error
+  except flags.IllegalFlagValueError as error:
+    raise ConfigError(str(error).removeprefix("flag ")) from error
+  except (flags.Error, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+    raise ConfigError(f"the overrides cannot be applied: {error}") from error
+  values = configuration.fields(config)
+  for name in names:
+    if name in values and values[name] is None and name not in may_be_none:
+      raise ConfigError(f"--config.{name}=None: this field needs a value, None is not allowed")
+  return rest
+
+
+def _drop_fallback(config: ConfigDict, of_file: Mapping[str, Any]) -> None:
+  """Drops the file's `model.fallback` where a flag names another model.
+
+  A fallback replaces one model: a user who names another one wants that one, or an error. A flag
+  that gives a fallback of its own is kept.
+
+  Args:
+    config: with the flags applied.
+    of_file: the values before.
+  """
+  name = "model.fallback"
+  now = configuration.fields(config)
+  has_other_model = now.get("model.path") != of_file.get("model.path")
+  if has_other_model and now.get(name) and now[name] == of_file[name]:
+    section: Any = config.model
+    with config.ignore_type():
+      section.fallback = None
+
+
+def _make_room(config: ConfigDict, names: Iterable[str]) -> None:
+  """Adds, without values, the fields that flags name and that open sections lack.
+
+  An environment is added by the flag of its module, `environments.NAME.module`.
+  """
+  names = list(names)
+  for name in names:
+    made = re.fullmatch(r"environments\.(\w+)\.module", name)
+    known: Any = config.get("environments")
+    if made and isinstance(known, ConfigDict) and not (made[1] in known or hasattr(known, made[1])):
+      with known.unlocked():
+        known[made[1]] = ConfigDict()
+  for name in names:
+    path, _, field = name.rpartition(".")
+    if any(fnmatch.fnmatchcase(path, pattern) for pattern in OPEN_SECTIONS):
+      section: Any = config
+      for part in path.split("."):
+        section = section.get(part) if isinstance(section, ConfigDict) else None
+      if isinstance(section, ConfigDict) and field.isidentifier() and field not in section:
+        with section.unlocked():
+          section[field] = None
+
+
+class _Reader(flags.ArgumentParser):
+  """Reads one kind of value; `convert` raises ValueError where the text is none."""
+
+  def __init__(self, expected: str, convert: Callable[[str], Any]):
+    self.expected = expected
+    self.convert = convert
+    self.syntactic_help = expected
+
+  def parse(self, argument: Any) -> Any:
+    """Returns the value of a text; values that are none of a command line pass through."""
+    if not isinstance(argument, str):
+      return argument
+    if argument.strip() in ("None", "none", "null"):
+      return None
+    try:
+      return self.convert(argument)
+    except (ValueError, SyntaxError) as error:
+      raise ValueError(f"expected {self.expected}, got {argument!r}") from error
+
+  def flag_type(self) -> str:
+    return self.expected
+
+
+def _boolean(text: str) -> bool:
+  words = {"true": True, "yes": True, "on": True, "1": True, "t": True}
+  words |= {"false": False, "no": False, "off": False, "0": False, "f": False}
+  if text.strip().lower() not in words:
+    raise ValueError(text)
+  return words[text.strip().lower()]
+
+
+def _anything(text: str) -> Any:
+  """Returns what a text looks like in Python; a word if it looks like nothing."""
+  if text.lower() in ("true", "false"):
+    return text.lower() == "true"
+  try:
+    return ast.literal_eval(text)
+  except (ValueError, SyntaxError):
+    return text
+
+
+def _several(text: str) -> list[Any]:
+  """Returns the elements of "(1, 2)", "[1, 2]", "1,2", "a,b" or of a single value."""
+  value = _anything(text)
+  if isinstance(value, tuple | list):
+    return list(value)
+  if isinstance(value, str) and value == text:
+    return [_anything(part.strip()) for part in text.split(",")] if text else []
+  return [value]
+
+
+def _section(text: str) -> ConfigDict:
+  value = ast.literal_eval(text)
+  if not isinstance(value, dict):
+    raise ValueError(text)
+  return ConfigDict(value)
+
+
+READERS = {
+  int: _Reader("an integer", int),
+  float: _Reader("a number", float),
+  bool: _Reader("true or false", _boolean),
+  str: _Reader("a word", str),
+  tuple: _Reader("values with commas between them", lambda text: tuple(_several(text))),
+  list: _Reader("values with commas between them", _several),
+  type(None): _Reader("a value", _anything),
+  ConfigDict: _Reader("a Python dict", _section),
+}
+
+
+def _take(argv: Sequence[str], name: str) -> tuple[list[str], list[str]]:
+  """Splits arguments into the values of --name=value (or --name value) and the rest."""
+  values, rest = [], []
+  remaining = iter(argv)
+  for argument in remaining:
+    flag, equals, value = argument.partition("=")
+    if flag not in (f"--{name}", f"-{name}"):
+      rest.append(argument)
+    elif equals:
+      values.append(value)
+    else:
+      values.append(next(remaining, ""))
+  return values, rest
+
+
+def _unrecognized(name: str, config: ConfigDict) -> str:
+  """Says that a flag is unknown and which one is nearest."""
+  known = ["config", "workdir", "help", "flagfile"]
+  known += [f"config.{field}" for field in configuration.fields(config)]
+  close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+  hint = f"; did you mean --{close[0]}?" if close else ""
+  return f"unknown flag --{name}{hint} (--help lists the flags)"
+
+
+def _stray(argument: str) -> str:
+  hint = f"; did you mean --{argument}?" if argument.startswith("config") else ""
+  return f"unexpected argument {argument!r}{hint} (flags are written --name=value)"
+
+
+def _present() -> str:
+  files = configuration.present()
+  listed = "\n".join(f"  {file}" for file in files)
+  return f"Configurations here:\n{listed}" if files else "There is no folder configs/ here."
+
+
+def option_table(config: ConfigDict, comments: Mapping[str, str], only: str, width: int) -> str:
+  """Returns the fields with their values and explanations, section by section.
+
+  Args:
+    config: whose fields are listed.
+    comments: what is said of fields and sections, by dotted name, in the order of the list.
+    only: a section; "" lists all.
+    width: characters of a line.
+
+  Raises:
+    ConfigError: there is no such section.
+  """
+  fields = configuration.fields(config)
+  sections = dict.fromkeys(name.rpartition(".")[0] for name in fields)
+  chosen = {s for s in sections if not only or s == only or s.startswith(f"{only}.")}
+  places = {name: place for place, name in enumerate(comments)}
+  place_of = lambda name: places.get(name, len(places))
+  names = [name for name in fields if name.rpartition(".")[0] in chosen or name == only]
+  if not names:
+    hint = registry.nearest(only, [*sections, *fields])
+    raise ConfigError(
+      f"there is no section {only!r}{hint}; there are: {', '.join(filter(None, sections))}"
+    )
+  lines = []
+  for section in sorted({n.rpartition(".")[0] for n in names}, key=lambda s: _order(s, place_of)):
+    if section:
+      lines += ["", textwrap.shorten(f"{section}: {comments.get(section, '')}".rstrip(": "), width)]
+    inside = [name for name in names if name.rpartition(".")[0] == section]
+    for name in sorted(inside, key=place_of):
+      lines += _explained(f"  --config.{name}={fields[name]!r}", comments.get(name, ""), width)
+  return "\n".join(lines)
+
+
+def _order(section: str, place_of: Callable[[str], int]) -> tuple[int, ...]:
+  """Sorts sections as they are made, and below that the ones that a file has added."""
+  parts = section.split(".")
+  return tuple(place_of(".".join(parts[: i + 1])) for i in range(len(parts))) if section else ()
+
+
+def _explained(flag: str, comment: str, width: int) -> list[str]:
+  """Returns a flag with its explanation beside it, or below it where there is no room."""
+  margin = 46 if width >= 90 else 8
+  wrap = functools.partial(
+    textwrap.wrap, width=max(width - 1, margin + 20), subsequent_indent=" " * margin
+  )
+  if len(flag) < margin - 1 and comment:
+    return wrap(f"{flag:<{margin}}{comment}")
+  return [flag, *wrap(comment, initial_indent=" " * margin)]

@@ -1,0 +1,153 @@
+"""From the sections data and evaluation of a config to datasets, and what cannot work in them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from grpo_jax import data, environments
+from grpo_jax.config.configuration import ConfigError
+from grpo_jax.types import Prompt
+
+# An ml_collections.ConfigDict, whose fields a type checker cannot know.
+Config = Any
+
+# Fields of config.data that say how datasets are read together, not what each of them is.
+_DATALOADER = ("num_prompts_per_dataloader", "dataloader", "dataloader_args")
+_OF_STREAM = ("shuffle", "epochs", "on_error", "datasets", *_DATALOADER)
+
+
+def of_stream(config: Config) -> dict[str, Any]:
+  """Returns the arguments of `data.make`, less the tokenizer and the state."""
+  split_seed = config.seed if config.data.split_seed is None else config.data.split_seed
+  settled = {"seed": config.seed, "split_seed": split_seed}
+  return {**config.data.to_dict(), **settled, "known_environments": tuple(config.environments)}
+
+
+def training(config: Config) -> dict[str, dict[str, Any]]:
+  """Returns the fields of every training dataset, by name.
+
+  Raises:
+    ValueError: a field is unknown, or two datasets have one name.
+  """
+  return data.training_sets(_shared(config), config.data.datasets)
+
+
+def evaluation(config: Config) -> dict[str, dict[str, Any]]:
+  """Returns the fields of every evaluation set, by the name that its metrics bear.
+
+  Raises:
+    ValueError: a field is unknown, or two sets have one name.
+  """
+  options = config.evaluation
+  own, sets = options.data.to_dict(), options.datasets
+  return data.evaluation_sets(_shared(config), config.data.datasets, own, sets, name=options.name)
+
+
+def has_several(config: Config) -> bool:
+  """Returns whether training datasets are told apart in the metrics."""
+  return len(training(config)) > 1 or config.data.dataloader is not None
+
+
+def open_all(
+  config: Config, tokenizer: data.Tokenizer, opener: data.Opener = data.open_dataset
+) -> dict[str, list[Prompt]]:
+  """Opens the training datasets, to see that they can be, and reads the evaluation sets.
+
+  Args:
+    config: of the run.
+    tokenizer: of the model.
+    opener: what opens a dataset: of prompts, or of recorded groups.
+
+  Raises:
+    ConfigError: a file, a name or a library is missing, or a held-out row is broken.
+  """
+  try:
+    data.make(tokenizer, opener=opener, **of_stream(config))
+    return held_out(config, tokenizer, opener)
+  except (OSError, ValueError, ImportError) as error:
+    raise ConfigError(f"the data cannot be used: {error}") from error
+
+
+def held_out(
+  config: Config, tokenizer: data.Tokenizer, opener: data.Opener = data.open_dataset
+) -> dict[str, list[Prompt]]:
+  """Reads the prompts of every evaluation set; none if nothing is ever evaluated."""
+  options = config.evaluation
+  if not (options.at_start or options.at_end or options.every_steps):
+    return {}
+  how = {"limit": options.num_prompts, "on_error": config.data.on_error, "opener": opener}
+  return {
+    name: data.make_held_out(tokenizer, **how, **one) for name, one in evaluation(config).items()
+  }
+
+
+def best_metrics(config: Config) -> tuple[str, ...]:
+  """Returns the metrics that rank checkpoints, of which the first that was measured counts.
+
+  By default the accuracy of the first evaluation set, or its mean reward where its environment
+  measures no accuracy.
+  """
+  if config.checkpoint.best_metric:
+    return (config.checkpoint.best_metric,)
+  first = f"eval/{next(iter(evaluation(config)))}"
+  return (f"{first}/accuracy", f"{first}/reward_mean")
+
+
+def complaints(config: Config, *, has_environments: bool = True) -> Iterator[str]:
+  """Yields what cannot work, without opening anything.
+
+  Args:
+    config: of the run.
+    has_environments: whether anything is scored by the environments that datasets name.
+  """
+  try:
+    found = {"data": training(config), "evaluation": evaluation(config)}
+    weights = {name: one.get("weight") for name, one in found["data"].items()}
+    data.make_dataloader(weights, **{name: config.data.to_dict()[name] for name in _DATALOADER})
+  except ValueError as error:
+    yield str(error)
+    return
+  for section, sets in found.items() if has_environments else ():
+    for name, one in sets.items():
+      place = section if len(sets) == 1 else f"{section}: dataset {name!r}"
+      yield from _unknown_environments(place, one, config)
+      yield from _refused_tasks(place, one, config)
+  per_loader, per_step = config.data.num_prompts_per_dataloader, config.rollout.prompts_per_step
+  if per_loader and per_step % per_loader:
+    yield (
+      f"rollout.prompts_per_step={per_step} must be a multiple of "
+      f"data.num_prompts_per_dataloader={per_loader}"
+    )
+  best = config.checkpoint.best_metric
+  if config.checkpoint.keep_best and best and best.startswith("eval/"):
+    if not any(best.startswith(f"eval/{name}/") for name in found["evaluation"]):
+      known = ", ".join(found["evaluation"])
+      yield f"checkpoint.best_metric is {best!r}, the evaluation sets are: {known}"
+
+
+def _refused_tasks(place: str, one: dict[str, Any], config: Config) -> Iterator[str]:
+  """Yields why environments cannot score the task of a dataset."""
+  task = one.get("task")
+  if one.get("kind") != "reasoning_gym" or not task:
+    return
+  for name in sorted(data.environments(one) & {*config.environments}):
+    settings = config.environments[name].to_dict()
+    try:
+      why_not = environments.objection(name, settings, task)
+    except LookupError:
+      continue  # there is no such task: said where it is opened.
+    except ValueError as error:
+      why_not = str(error)
+    if why_not:
+      yield f"{place}.task: environments.{name}: {why_not}"
+
+
+def _unknown_environments(place: str, one: dict[str, Any], config: Config) -> Iterator[str]:
+  for name in sorted(data.environments(one) - {*config.environments}):
+    known = ", ".join(config.environments)
+    yield f"{place}.environment is {name!r}, environments has: {known}"
+
+
+def _shared(config: Config) -> dict[str, Any]:
+  """Returns the fields that training datasets share."""
+  names = {"seed", *_OF_STREAM}
+  return {name: value for name, value in of_stream(config).items() if name not in names}

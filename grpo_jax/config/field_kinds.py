@@ -1,0 +1,191 @@
+"""What every field of a config may be, by its dotted name: types, ranges, None. Pure.
+
+The rows are those of the parts that take the options, where there is one; the rest stands here.
+A field of configs/base.py without a row is a fault, which a test finds.
+"""
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from grpo_jax import checked, environments
+from grpo_jax.compilation import precision
+from grpo_jax.data import field_kinds as of_data
+from grpo_jax.engines import base as engines
+from grpo_jax.groups import filters, shaping
+from grpo_jax.learn import optim
+from grpo_jax.offline import recorded as offline
+from grpo_jax.rl import estimators, objective_options
+from grpo_jax.rollouts import collecting as rollout
+from grpo_jax.rollouts import stream
+
+STAND_IN = "(any word)"  # see `stand_ins`.
+_TIME = checked.number(above=0)
+_SIZE = checked.whole(low=1)
+_EVERY = checked.whole(low=0)
+_AXIS = checked.Kind(
+  "an integer >= 1, or -1 for the rest of the devices",
+  lambda x: checked.whole(low=-1).fits(x) and x != 0,
+)
+
+
+def _section(name: str, kinds: Mapping[str, checked.Kind], *left_out: str) -> dict[str, Any]:
+  return {f"{name}.{field}": kind for field, kind in kinds.items() if field not in left_out}
+
+
+def _optional(kinds: Mapping[str, checked.Kind], *names: str) -> dict[str, checked.Kind]:
+  return {name: checked.optional(kinds[name]) for name in names or kinds}
+
+
+KINDS: Mapping[str, checked.Kind] = {
+  "seed": checked.whole(low=0, high=2**32 - 1),
+  "total_steps": _SIZE,
+  "mode": checked.choice(("online", "offline")),
+  "model.path": checked.path(),
+  "model.fallback": checked.text(empty=True, none=True),
+  "model.cache_dir": checked.path(none=True),
+  "model.chat_template": checked.text(none=True),
+  "model.chat_template_args": checked.mapping(),
+  "model.compute_dtype": checked.choice(("float32", "bfloat16")),
+  "model.product_dtype": checked.choice(("float32", "bfloat16"), none=True),
+  "model.matmul_precision": checked.choice(precision.PRECISIONS, none=True),
+  "model.remat": checked.choice(("full", "dots", "none")),
+  "model.logprobs": checked.text(none=True),
+  "mesh.data": _AXIS,
+  "mesh.fsdp": _AXIS,
+  "mesh.tensor": _AXIS,
+  **_section("data", of_data.DATASET, "side", "for_evaluation", "weight"),
+  **_section("data", of_data.ORDER),
+  **_section("offline", offline.KINDS),
+  "engine.name": checked.text(),
+  "engine.max_rows": _SIZE,
+  "engine.options": checked.mapping(),
+  "engine.sglang.addresses": checked.several(checked.text()),
+  "engine.sglang.router": checked.text(none=True),
+  "engine.sglang.servers": _SIZE,
+  "engine.sglang.python": checked.path(),
+  "engine.sglang.arguments": checked.several(checked.text()),
+  "engine.sglang.command": checked.several(checked.text(), least=1, none=True),
+  "engine.sglang.environment": checked.mapping(),
+  "engine.sglang.device": checked.choice(("cuda", "cpu"), none=True),
+  "engine.sglang.gpus": checked.several(checked.whole(low=0)),
+  "engine.sglang.gpus_per_server": _SIZE,
+  "engine.sglang.host": checked.text(),
+  "engine.sglang.port": checked.whole(low=1, high=65535, none=True),
+  "engine.sglang.deterministic": checked.switch(),
+  "engine.sglang.requests": checked.choice(("completion", "group")),
+  "engine.sglang.weights_folder": checked.path(none=True),
+  "engine.sglang.release_memory": checked.switch(),
+  "engine.sglang.probe_tolerance": checked.number(above=0, none=True),
+  "engine.sglang.start_timeout_s": _TIME,
+  "engine.sglang.request_timeout_s": _TIME,
+  "engine.sglang.control_timeout_s": _TIME,
+  "engine.sglang.health_timeout_s": _TIME,
+  "engine.sglang.health_every_s": _TIME,
+  "engine.sglang.max_restarts": checked.whole(low=0),
+  "engine.sglang.max_attempts": _SIZE,
+  **_section("sampling", engines.SAMPLING_KINDS, "stop_ids"),
+  "rollout.prompts_per_step": _SIZE,
+  "rollout.group_size": _SIZE,
+  **_section("rollout", rollout.LIMIT_KINDS),
+  "rollout.max_tokens": checked.whole(low=2),
+  "dynamic_sampling.enabled": checked.switch(),
+  **_section("dynamic_sampling", stream.DYNAMIC_KINDS),
+  **_section("shaping", shaping.KINDS),
+  **_section("filters", filters.KINDS, "by_component"),
+  **_section("advantages", estimators.KINDS),
+  "advantages.ddof": checked.whole(low=0, high=1),
+  "advantages.eps": checked.number(low=0),
+  **_section("loss", objective_options.KINDS),
+  "batching.row_tokens": checked.whole(low=2, none=True),
+  "batching.microbatch_tokens": checked.whole(low=1, none=True),
+  "batching.row_buckets": checked.several(checked.whole(low=2), least=1, none=True),
+  "batching.drop_truncated": checked.switch(),
+  "batching.skip_zero_advantage": checked.switch(),
+  "batching.share_prefixes": checked.switch(),
+  "batching.pack": checked.switch(),
+  **_section("optim", optim.KINDS, "total_steps"),
+  "optim.options": checked.mapping(),
+  "learn.epochs": _SIZE,
+  "learn.minibatches": _SIZE,
+  "learn.report_entropy": checked.switch(),
+  "learn.gradient_in_forward": checked.switch(),
+  "learn.max_skipped_steps": _SIZE,
+  "learn.report_all_every_steps": _EVERY,
+  "learn.report_kl_every_steps": _EVERY,
+  "evaluation.every_steps": _EVERY,
+  "evaluation.at_start": checked.switch(),
+  "evaluation.at_end": checked.switch(),
+  "evaluation.num_prompts": _SIZE,
+  "evaluation.group_size": _SIZE,
+  "evaluation.pass_k": checked.several(_SIZE),
+  "evaluation.name": checked.text(),
+  **_section("evaluation.data", _optional(of_data.DATASET)),
+  "evaluation.datasets": checked.several(checked.mapping()),
+  **_section("evaluation.sampling", _optional(engines.SAMPLING_KINDS), "stop_ids"),
+  "checkpoint.every_steps": _EVERY,
+  "checkpoint.keep_last": checked.whole(low=1, none=True),
+  "checkpoint.keep_best": _EVERY,
+  "checkpoint.best_metric": checked.text(none=True),
+  "checkpoint.best_mode": checked.choice(("max", "min")),
+  "logging.tensorboard": checked.switch(),
+  "logging.samples_every_steps": _EVERY,
+  "logging.rollouts_every_steps": _EVERY,
+  "export.dtype": checked.choice(("float32", "bfloat16", "float16"), none=True),
+  "export.max_shard_gb": checked.number(above=0, none=True),
+}
+
+# Fields below these are named by the part that takes them, which refuses unknown names.
+OPEN = (
+  "data.dataloader_args.*",
+  "data.task_args.*",
+  "data.tasks.*",
+  "engine.options.*",
+  "engine.sglang.environment.*",
+  "environments.*",
+  "model.chat_template_args.*",
+  "optim.options.*",
+)
+
+
+def wrong(fields: Mapping[str, Any]) -> dict[str, str]:
+  """Returns the name and a message of every known field of the wrong type or out of range."""
+  found = {
+    name: KINDS[name].problem(name, value) for name, value in fields.items() if name in KINDS
+  }
+  return {name: problem for name, problem in found.items() if problem}
+
+
+def stand_ins(name: str) -> tuple[Any, Any]:
+  """Returns two values that a field may have, so that rules about other fields can be tried.
+
+  They differ if the field may have several; what a rule says with both depends on neither.
+  """
+  kind = KINDS[name]
+  some = (None, *kind.words, 8, 1, 0.5, False, True, (), (8,), (0.0, 1.0), {}, 10**6, STAND_IN)
+  fitting = [value for value in some if kind.fits(value)]
+  return fitting[0], fitting[-1]
+
+
+def problems(fields: Mapping[str, Any]) -> Iterator[str]:
+  """Yields a message for every field of the wrong type or out of range, and for unknown ones.
+
+  Args:
+    fields: Values by dotted name, as `configuration.plain_fields` returns them.
+  """
+  yield from wrong(fields).values()
+  of_environments: dict[str, dict[str, Any]] = {}
+  for name, value in fields.items():
+    section, _, rest = name.partition(".")
+    if section == "environments" and rest:
+      environment, _, setting = rest.partition(".")
+      if not setting and value:  # an empty section has no settings.
+        yield f"{name} must be a mapping of settings, got {checked.shown(value)}"
+      elif setting:
+        of_environments.setdefault(environment, {})[setting] = value
+    elif name not in KINDS and not any(fnmatchcase(name, pattern) for pattern in OPEN):
+      is_empty = isinstance(value, Mapping) and not value
+      if not is_empty:
+        yield f"there is no field {name}; it is {checked.shown(value)} here"
+  for environment, settings in of_environments.items():
+    yield from environments.problems(environment, settings)

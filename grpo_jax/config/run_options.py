@@ -1,0 +1,288 @@
+"""From the sections of a config to the checked options of a run's parts; and what cannot work."""
+
+import pathlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from grpo_jax import environments
+from grpo_jax.building import offline as offline_building
+from grpo_jax.compilation import precision
+from grpo_jax.config import batching_options, configuration, data_options, field_kinds
+from grpo_jax.engines import launching
+from grpo_jax.engines.base import SamplingParams
+from grpo_jax.files import local_paths
+from grpo_jax.groups import filters, shaping
+from grpo_jax.learn import optim, sharding
+from grpo_jax.models import loading, sources
+from grpo_jax.models.products import Products
+from grpo_jax.rl import estimators, objectives
+from grpo_jax.rollouts import collecting as rollout
+from grpo_jax.rollouts import stream
+
+# An ml_collections.ConfigDict, whose fields a type checker cannot know.
+Config = Any
+
+# Fields that hold a path, whatever section they are in: path, prompt_file, weights_folder, ...
+_PATH_FIELD = re.compile(
+  r"(^|[._])(path|paths|file|files|folder|directory|dir|python|fallback|chat_template|dataset)"
+  r"(\[\d+\])?$"
+)
+
+
+def validate(config: Config) -> Iterator[str]:
+  """Yields everything that cannot work, before a model is loaded.
+
+  Fields that are wrong by themselves do not hide broken rules about other fields: the rules are
+  tried with two stand-ins for each wrong field, and what depends on a stand-in is left out.
+  """
+  yield from paths_elsewhere(config.to_dict())
+  fields = configuration.plain_fields(config)
+  wrong = field_kinds.wrong(fields)
+  yield from field_kinds.problems(fields)
+  if not wrong:
+    yield from _broken_rules(config)
+    return
+  values = {name: field_kinds.stand_ins(name) for name in wrong}
+  found, again = (
+    list(_broken_rules(configuration.replaced(config, {name: x[i] for name, x in values.items()})))
+    for i in (0, 1)
+  )
+  for complaint in found:
+    if complaint in again and not any(_is_about(complaint, name) for name in wrong):
+      yield complaint
+
+
+def _is_about(complaint: str, name: str) -> bool:
+  """Returns whether a complaint names a field, with its section or, as `make`s do, without."""
+  last = name.rpartition(".")[2]
+  is_named = name in complaint or re.search(rf"(?<![\w.]){re.escape(last)}\b", complaint)
+  return bool(is_named) or field_kinds.STAND_IN in complaint
+
+
+def _broken_rules(config: Config) -> Iterator[str]:
+  """Yields what cannot work together, of fields each of which is sound."""
+  yield from _unusable_model(config)
+  yield from _refused(lambda: objectives.make(**config.loss))
+  yield from _refused(lambda: estimators.make(**config.advantages))
+  yield from _refused(lambda: dynamic_sampling(config))
+  yield from _refused(lambda: shaping_of(config))
+  yield from _refused(lambda: filters.apply((), **config.filters))
+  yield from _unlearnable(config)
+  yield from _refused(lambda: SamplingParams(**config.sampling))
+  yield from _refused(lambda: SamplingParams(**evaluation_sampling(config)))
+  yield from _refused(lambda: optim.make(optimizer_steps(config), **config.optim.to_dict()))
+  if config.sampling.temperature <= 0:
+    yield "sampling.temperature must be above 0: greedy completions do not explore"
+  is_offline = offline_building.is_offline(config)
+  if is_offline:
+    yield from offline_building.problems(config)
+  has_environments = offline_building.needs_environments(config)
+  yield from data_options.complaints(config, has_environments=has_environments)
+  if has_environments:
+    yield from _impatient(config)
+  too_large = [k for k in config.evaluation.pass_k if k > config.evaluation.group_size]
+  if too_large:
+    size = config.evaluation.group_size
+    yield f"evaluation.pass_k={too_large} needs evaluation.group_size >= k, which is {size}"
+  if config.engine.name == "sglang" and not is_offline:
+    yield from _refused_servers(config.engine.sglang)
+  updates = config.learn.epochs * config.learn.minibatches
+  if config.loss.force_on_policy_ratio and updates > 1:
+    yield "loss.force_on_policy_ratio needs learn.epochs=1 and learn.minibatches=1"
+  whitens = config.advantages.estimator.startswith("reinforce_pp")
+  if config.loss.kl_in_reward and not whitens:
+    yield "loss.kl_in_reward goes with advantages.estimator='reinforce_pp' (or its baseline form)"
+  model = config.model
+  yield from _refused(lambda: precision.resolve(model.matmul_precision, model.compute_dtype))
+  yield from _refused(lambda: Products(model.compute_dtype, model.product_dtype))
+  yield from batching_options.problems(config)
+  yield from _misfitting(config)
+
+
+def _misfitting(config: Config) -> Iterator[str]:
+  """Yields why the mesh does not fit the devices of this machine."""
+  try:
+    devices = jax.devices()
+  except RuntimeError as error:  # a driver that is missing, or JAX_PLATFORMS without one.
+    yield f"JAX finds no device: {' '.join(str(error).split())}"
+    return
+  yield from _refused(lambda: sharding.mesh_sizes(devices, **config.mesh))
+
+
+def _refused_servers(settings: Config) -> Iterator[str]:
+  """Yields which options of SGLang servers would go around others."""
+  yield from launching.refusals(
+    addresses=settings.addresses,
+    router=settings.router,
+    arguments=settings.arguments,
+    command=settings.command,
+    environment=settings.environment.to_dict(),
+  )
+
+
+def paths_elsewhere(section: Any, name: str = "") -> Iterator[str]:
+  """Yields why paths in a section, or in the lists and sections below it, cannot be used."""
+  if isinstance(section, Mapping):
+    for key, value in section.items():
+      yield from paths_elsewhere(value, f"{name}.{key}" if name else str(key))
+  elif isinstance(section, list | tuple):
+    for index, value in enumerate(section):
+      yield from paths_elsewhere(value, f"{name}[{index}]")
+  elif name and _PATH_FIELD.search(name):
+    if reason := local_paths.complaint(name, section):
+      yield reason
+
+
+def _unusable_model(config: Config) -> Iterator[str]:
+  """Yields why the model, or its fallback, cannot be one, as far as is known without a network."""
+  for name in ("path", "fallback"):
+    path = config.model[name]
+    if name == "fallback" and not path:
+      continue
+    refused = sources.refusal(path)
+    if refused:
+      yield f"model.{name}: {refused}"
+    elif pathlib.Path(path).expanduser().is_dir():
+      yield from (f"model.{name}: {reason}" for reason in _refused(lambda p=path: loading.look(p)))
+
+
+def _impatient(config: Config) -> Iterator[str]:
+  """Yields which environments do not exist, or may take longer than a call of theirs may."""
+  limit_s = config.rollout.environment_timeout_s
+  for name, settings in config.environments.items():
+    if environments.problems(name, settings.to_dict()):
+      continue  # told already.
+    try:
+      total_s = environments.total_timeout_s(name, settings.to_dict())
+    except ValueError as error:
+      yield str(error)
+      continue
+    if total_s >= limit_s:
+      yield (
+        f"environments.{name}.total_timeout_s={total_s:g} must be less than"
+        f" rollout.environment_timeout_s, which is {limit_s:g}"
+      )
+
+
+def _unlearnable(config: Config) -> Iterator[str]:
+  """Yields why no group would be learned from, or why an option could never act."""
+  group_size, filtered, dynamic = config.rollout.group_size, config.filters, config.dynamic_sampling
+  if offline_building.is_offline(config):
+    return  # groups and completions are as long as they are.
+  if group_size == 1 and config.advantages.estimator not in ("reinforce_pp",):
+    yield "rollout.group_size=1 gives every completion advantage 0: nothing would be learned"
+  elif group_size == 1 and (filtered.drop_no_signal or dynamic.enabled):
+    yield "rollout.group_size=1 has no signal within a group: every group would be dropped"
+  if filtered.min_scored > group_size:
+    yield f"filters.min_scored={filtered.min_scored} is above rollout.group_size={group_size}"
+  drawn = dynamic.max_rounds * (dynamic.prompts_per_round or config.rollout.prompts_per_step)
+  if dynamic.enabled and drawn < config.rollout.prompts_per_step:
+    yield (
+      f"dynamic_sampling draws at most {drawn} prompts a step, too few for "
+      f"rollout.prompts_per_step={config.rollout.prompts_per_step}"
+    )
+  buffer, limit = config.shaping.overlong_buffer_tokens, _completion_limit(config)
+  if buffer is None:
+    return
+  if config.shaping.max_completion_tokens is None and config.rollout.max_turns > 1:
+    yield (
+      "shaping.overlong_buffer_tokens needs shaping.max_completion_tokens where "
+      f"rollout.max_turns={config.rollout.max_turns}: sampling.max_tokens is of one turn"
+    )
+  longest = min(
+    config.sampling.max_tokens * config.rollout.max_turns,
+    batching_options.longest_sequence(config) - 1,
+  )
+  if longest <= limit - buffer:
+    yield (
+      f"shaping.overlong_buffer_tokens={buffer} penalises completions of more than "
+      f"{limit - buffer} tokens, and none can have more than {longest}"
+    )
+
+
+def dynamic_sampling(config: Config) -> stream.DynamicSampling | None:
+  settings = config.dynamic_sampling.to_dict()
+  is_enabled = settings.pop("enabled")
+  made = stream.DynamicSampling(**settings)
+  return made if is_enabled else None
+
+
+def shaping_of(config: Config) -> shaping.Shaping:
+  settings = config.shaping.to_dict()
+  if settings["overlong_buffer_tokens"] is not None:
+    settings["max_completion_tokens"] = _completion_limit(config)
+  return shaping.make(**settings)
+
+
+def _completion_limit(config: Config) -> int:
+  limit = config.shaping.max_completion_tokens
+  return config.sampling.max_tokens if limit is None else limit
+
+
+def filters_of(config: Config) -> dict[str, Any]:
+  """Returns the filters of groups; dynamic sampling is about those that have signal."""
+  settings = config.filters.to_dict()
+  settings["drop_no_signal"] |= config.dynamic_sampling.enabled
+  by_component = estimators.make(**config.advantages).by_component
+  return {**settings, "by_component": by_component}
+
+
+def limits(config: Config) -> rollout.Limits:
+  return rollout.Limits(
+    max_turns=config.rollout.max_turns,
+    max_tokens=batching_options.longest_sequence(config),
+    environment_timeout_s=config.rollout.environment_timeout_s,
+    environment_concurrency=config.rollout.environment_concurrency,
+    max_error_share=config.rollout.max_error_share,
+  )
+
+
+def sampler_sizes(config: Config) -> dict[str, Any]:
+  """Returns what the embedded sampler is planned for: nothing of the run goes beyond it."""
+  evaluation, group_size = config.evaluation, config.rollout.group_size
+  of_step = max(config.rollout.prompts_per_step, config.dynamic_sampling.prompts_per_round or 0)
+  most = max(of_step * group_size, evaluation.num_prompts * evaluation.group_size)
+  rows = min(config.engine.max_rows, most)
+  longest = (limits(config).max_tokens or 0) - 1  # a completion has at least one token.
+  is_simple = config.rollout.max_turns == 1 and not config.data.datasets
+  longest_prompt = min(longest, config.data.max_prompt_tokens) if is_simple else longest
+  of_evaluation = evaluation_sampling(config)["max_tokens"]
+  return {
+    "max_rows": rows,
+    "prompt_tokens": max(longest_prompt, 1),
+    "completion_tokens": max(min(max(config.sampling.max_tokens, of_evaluation), longest), 1),
+    "group_size": group_size,
+    # In a conversation every completion has a prompt of its own after the first turn.
+    "long_prompts": None if config.rollout.max_turns == 1 else rows,
+  }
+
+
+def evaluation_sampling(config: Config) -> dict[str, Any]:
+  return {**config.sampling.to_dict(), **_given(config.evaluation.sampling)}
+
+
+def _given(section: Config) -> dict[str, Any]:
+  """Returns the fields that are not None."""
+  return {name: value for name, value in section.to_dict().items() if value is not None}
+
+
+def resolved(config: Config) -> Config:
+  """Returns a copy of the config with the numbers of the loss in place of None."""
+  made = objectives.make(**config.loss).options
+  names = ("clip_low", "clip_high", "aggregation")
+  return configuration.replaced(config, {f"loss.{name}": getattr(made, name) for name in names})
+
+
+def optimizer_steps(config: Config) -> int:
+  return config.total_steps * config.learn.epochs * config.learn.minibatches
+
+
+def _refused(make: Callable[[], Any]) -> Iterator[str]:
+  """Yields the message with which something refuses to be made."""
+  try:
+    make()
+  except (TypeError, ValueError) as error:
+    yield str(error)

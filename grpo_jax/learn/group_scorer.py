@@ -1,0 +1,70 @@
+"""Logprobs of whole groups under given weights: for recorded responses, and to rank them."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Float
+
+from grpo_jax import batching
+from grpo_jax.batching import packing
+from grpo_jax.learn import sharding, train_step
+from grpo_jax.types import Batch, RolloutGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupScorer:
+  """scorer(params, groups) → for each response of each group its logprobs [completion].
+
+  Logprobs are at the temperature of training; NaN where there is none: on tokens that were not
+  sampled, and on responses that do not fit in a row.
+  """
+
+  score: train_step.Scorer
+  mesh: Mesh
+  groups_at_once: int
+  shapes: tuple[packing.Shape, ...]
+  cost: packing.Cost = packing.PLACES
+
+  def __call__(
+    self, params: Any, groups: Sequence[RolloutGroup]
+  ) -> list[list[Float[np.ndarray, " _"]]]:
+    """Scores the groups, so many at once; the result depends on params and groups only."""
+    return [
+      values
+      for first in range(0, len(groups), self.groups_at_once)
+      for values in self._scored(params, groups[first : first + self.groups_at_once])
+    ]
+
+  def batches(self, groups: Sequence[RolloutGroup]) -> list[Batch]:
+    """Returns all completions of the groups that fit in a row, packed, on the mesh."""
+    made, _ = self._assembled(groups)
+    return [batch for part in made.minibatches for batch in part.microbatches]
+
+  def _scored(self, params: Any, groups: Sequence[RolloutGroup]) -> list[list[np.ndarray]]:
+    """Scores groups side by side."""
+    made, counting = self._assembled(groups)
+    values = [[self.score(params, b) for b in part.microbatches] for part in made.minibatches]
+    return batching.per_rollout(made, jax.device_get(values), counting)
+
+  def _assembled(
+    self, groups: Sequence[RolloutGroup]
+  ) -> tuple[batching.Assembled, list[RolloutGroup]]:
+    """Packs groups; returns them as they were packed, too."""
+    counting = [_counting(group) for group in groups]
+    assembled = batching.assemble(
+      counting,
+      [np.zeros(len(group.rollouts)) for group in counting],
+      shapes=self.shapes,
+      cost=self.cost,
+    )
+    return assembled.with_minibatches(sharding.put(assembled.minibatches, self.mesh)), counting
+
+
+def _counting(group: RolloutGroup) -> RolloutGroup:
+  """The group without what would leave responses out of a batch: weight 0, no reward."""
+  rollouts = tuple(dataclasses.replace(rollout, reward=0.0) for rollout in group.rollouts)
+  return RolloutGroup(dataclasses.replace(group.prompt, weight=1.0), rollouts)

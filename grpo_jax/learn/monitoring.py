@@ -1,0 +1,197 @@
+"""What is measured of all completions of a step, and of the devices: monitoring, not training.
+
+The update computes what it learns from, so train/entropy and mismatch/* leave out the completions
+of advantage 0 where these add nothing to the loss. Every few steps `Monitor` scores all
+completions under the weights that are about to be updated, and under the initial ones: names that
+begin with "all/". The initial weights are read again from their folder each time, and freed: a
+copy that stays would cost 4 bytes a parameter in every run.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from grpo_jax import metrics
+from grpo_jax.compilation.programs import Job, Program
+from grpo_jax.learn import group_scorer as scoring
+from grpo_jax.rl import diagnostics, kl
+from grpo_jax.types import Batch, Mean, Metrics, RolloutGroup
+
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Monitor:
+  """monitor(step, params, groups) → metrics of all completions of a step, where one is due.
+
+  Attributes:
+    watch: a program, made by `train_step.make_watcher`.
+    scorer: packs groups into rows.
+    initial: returns the initial parameters: None where the step has them already, as in step 0.
+    frees_initial: whether nobody else holds what `initial` returns.
+    all_every_steps: steps between two measurements of all completions; 0: never.
+    kl_every_steps: steps between two measurements of the drift; 0: never.
+    total_steps: of the run; the last step is always measured, unless that is switched off.
+    warn: is told, in a sentence, why the drift could not be measured.
+  """
+
+  watch: Program  # a `train_step.Watcher`.
+  scorer: scoring.GroupScorer
+  initial: Callable[[], Any]
+  frees_initial: bool
+  all_every_steps: int
+  kl_every_steps: int
+  total_steps: int
+  warn: Callable[[str], None]
+
+  def __call__(self, step: int, params: Any, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Measures a step.
+
+    Args:
+      step: updates done before it.
+      params: of the policy before the update.
+      groups: of the step, before any filter.
+
+    Returns:
+      {name: value} of all/*; nothing in a step that is not due.
+    """
+    wants_all = self._is_due(step, self.all_every_steps)
+    wants_kl = self._is_due(step, self.kl_every_steps)
+    if not groups or not (wants_all or wants_kl):
+      return {}
+    batches = self.scorer.batches(groups)
+    if not batches:
+      return {}
+    watched = [self.watch(params, batch) for batch in batches]
+    found: Metrics = {}
+    if wants_all:
+      found = metrics.merge(jax.device_get([told for told, _ in watched]))
+      found["all/covered_token_share"] = _covered(batches, groups)
+    if wants_kl:
+      drift = self._drift(step, batches, [policy for _, policy in watched])
+      found |= {} if drift is None else {"all/kl_to_initial": drift}
+    return metrics.to_floats(found)
+
+  def _is_due(self, step: int, every: int) -> bool:
+    """Whether a step is one of every `every`, or the last one."""
+    return every > 0 and (step % every == 0 or step + 1 == self.total_steps)
+
+  def _drift(self, step: int, batches: Sequence[Batch], policy: Sequence[Array]) -> Mean | None:
+    """The KL to the initial weights; None if these cannot be read."""
+    if step == 0:
+      return Mean(0.0, 1.0)  # the policy is the initial one.
+    try:
+      params = self.initial()
+    except (OSError, ValueError) as error:
+      self.warn(f"all/kl_to_initial cannot be measured: the initial weights are gone: {error}")
+      return None
+    parts: list[Metrics] = []
+    for batch, own in zip(batches, policy, strict=True):
+      _, initial = self.watch(params, batch)
+      parts.append({"kl": _kl(own, initial, batch.loss_places)})
+    merged = metrics.merge(jax.device_get(parts))["kl"]
+    if self.frees_initial:
+      jax.tree.map(lambda leaf: leaf.delete(), params)
+    assert isinstance(merged, Mean)
+    return merged
+
+
+def jobs(
+  watch: Program,
+  params: Any,
+  batches: Mapping[str, Batch],
+  *,
+  all_every_steps: int,
+  kl_every_steps: int,
+) -> list[Job]:
+  """Returns what is to be compiled so that measuring compiles nothing.
+
+  Args:
+    watch: as of `Monitor`.
+    params: shapes, dtypes and shardings.
+    batches: likewise, of every shape that a batch may have, by its description.
+    all_every_steps: as of `Monitor`.
+    kl_every_steps: as of `Monitor`.
+  """
+  found = []
+  for detail, batch in batches.items():
+    if all_every_steps or kl_every_steps:
+      found.append(watch.job(params, batch, detail=detail))
+    if kl_every_steps:
+      places: Any = batch.loss_places
+      logprobs = jax.ShapeDtypeStruct(places.shape, np.float32, sharding=places.sharding)
+      found.append(_kl.job(logprobs, logprobs, places, detail=detail))
+  return found
+
+
+def make_initial(load: Callable[[], Any], reference: Any) -> tuple[Callable[[], Any], bool]:
+  """Returns what gives the initial parameters, and whether they are to be freed after use.
+
+  Args:
+    load: reads them again.
+    reference: the frozen reference policy, which they are; None: the run has none.
+  """
+  return (load, True) if reference is None else (lambda: reference, False)
+
+
+def token_shares(
+  groups: Sequence[RolloutGroup], logprobs: Sequence[Sequence[np.ndarray]], total: int
+) -> float:
+  """Returns the share of the sampled tokens of a step that the update has computed.
+
+  Args:
+    groups: those kept by the filters.
+    logprobs: of their rollouts; NaN on tokens that were not computed.
+    total: sampled tokens of the step, before the filters.
+  """
+  computed = sum(
+    int((np.isfinite(values) & rollout.loss_mask).sum())
+    for group, of_group in zip(groups, logprobs, strict=True)
+    for rollout, values in zip(group.rollouts, of_group, strict=True)
+  )
+  return computed / total if total else float("nan")
+
+
+def device_memory(devices: Sequence[Any]) -> dict[str, float]:
+  """Returns the highest memory in use of each device since the process began, in GiB.
+
+  Args:
+    devices: of the run, those of this host. The CPU and some others count nothing.
+
+  Returns:
+    {name: value} of perf/device*; nothing where nothing is counted.
+  """
+  counted = {device.id: device.memory_stats() for device in devices}
+  peaks = {
+    number: stats["peak_bytes_in_use"] / _GIB
+    for number, stats in counted.items()
+    if stats and "peak_bytes_in_use" in stats
+  }
+  if not peaks:
+    return {}
+  limits = [stats["bytes_limit"] / _GIB for stats in counted.values() if stats.get("bytes_limit")]
+  return {
+    "perf/device_peak_gib": max(peaks.values()),
+    **({"perf/device_limit_gib": min(limits)} if limits else {}),
+    **{f"perf/device/{number}/peak_gib": peak for number, peak in peaks.items()},
+  }
+
+
+def _covered(batches: Sequence[Batch], groups: Sequence[RolloutGroup]) -> Mean:
+  """The share of the step's sampled tokens that are in the batches."""
+  total = sum(int(rollout.loss_mask.sum()) for group in groups for rollout in group.rollouts)
+  covered = sum(int((np.asarray(batch.loss_places) >= 0).sum()) for batch in batches)
+  return Mean(float(covered), float(total))
+
+
+def _drift_of(policy: Float[Array, "B N"], initial: Float[Array, "B N"], places: Array) -> Mean:
+  """KL(policy ‖ initial), estimated by k3, clamped as the loss clamps it by default."""
+  values = kl.kl_penalty(policy, initial, estimator="k3", input_clamp=20.0, output_clamp=10.0)
+  return diagnostics.token_average(values, places >= 0)
+
+
+_kl = Program(jax.jit(_drift_of), name="drift")

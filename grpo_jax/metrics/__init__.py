@@ -1,0 +1,381 @@
+"""The table of all metrics, and what turns groups and sums into one number each. Pure.
+
+A metric is named `area/name`. On the device it is a pair of sums (`types.Mean`, ...), so that
+merging over microbatches and devices is exact; on the host it is a float. A name that stands in
+no row of `METRICS` (metric_table.py) is a fault: `unknown` finds it, and `loggers` warns of it.
+"""
+
+import fnmatch
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from grpo_jax.metrics.table import METRICS, Definition
+from grpo_jax.rl import moments
+from grpo_jax.types import FinishReason, Metrics, Rollout, RolloutGroup
+
+# Metrics of an attempt that stand there, as 1, only where they hold.
+ERROR = "error/"  # error/KIND: what failed.
+TURN_LIMIT = "turn_limit"  # the environment would have gone on.
+TURNS_TOLD = 10  # turns with metrics of their own; what came later is in the sums.
+
+
+def merge(parts: Iterable[Metrics]) -> Metrics:
+  """Returns the metrics of all parts (microbatches, updates) together, exactly.
+
+  Args:
+    parts: sums of each part; a name may be missing from some of them.
+
+  Raises:
+    TypeError: if one name is a Mean in one part and, say, a Maximum in another.
+  """
+  merged: Metrics = {}
+  for part in parts:
+    for name, value in part.items():
+      if name not in merged:
+        merged[name] = value
+      elif isinstance(value, type(merged[name])):
+        merged[name] = merged[name].merge(value)  # pyright: ignore[reportArgumentType]
+      else:
+        raise TypeError(
+          f"metric {name!r} is a {type(merged[name]).__name__} in one part"
+          f" and a {type(value).__name__} in another"
+        )
+  return merged
+
+
+def to_floats(metrics: Metrics) -> dict[str, float]:
+  """Returns {name: value}, fetched from the device in one transfer; NaN where nothing counted."""
+  leaves, tree = jax.tree.flatten(metrics)
+  host = tree.unflatten([float(leaf) for leaf in jax.device_get(leaves)])
+  return {name: value.value() for name, value in host.items()}
+
+
+def of_rounds(earlier: Mapping[str, float], latest: Mapping[str, float]) -> dict[str, float]:
+  """Joins what two rounds of one step told: counts are added up, of the rest the latest stays."""
+  added = {
+    name: earlier[name] + value
+    for name, value in latest.items()
+    if name in earlier and (found := definition(name)) and found.unit == "count"
+  }
+  return {**earlier, **latest, **added}
+
+
+def pass_at_k(samples: int, solved: int, k: int) -> float:
+  """Returns the unbiased estimate of the chance that one of k samples solves the task.
+
+      pass@k = 1 - C(n - c, k) / C(n, k)
+
+  Computed with integers, hence without the loss of digits of a product of floats.
+
+  Args:
+    samples: n, completions drawn for the prompt, at least k.
+    solved: c, how many of them solve it.
+    k: how many attempts are granted, at least 1.
+
+  Raises:
+    ValueError: unless 1 <= k <= n and 0 <= c <= n.
+
+  Reference:
+    Chen et al. 2021, arXiv:2107.03374, equation 1.
+  """
+  if not (1 <= k <= samples and 0 <= solved <= samples):
+    raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, got n={samples} c={solved} k={k}")
+  ways = math.comb(samples, k)
+  return (ways - math.comb(samples - solved, k)) / ways
+
+
+def of_rollouts(groups: Sequence[RolloutGroup], *, step: int | None = None) -> dict[str, float]:
+  """Describes the rollouts of one step: rewards, lengths, how they ended, how stale they are.
+
+  A reward of NaN (could not be scored) is left out of every mean of rewards and counted in
+  `rollout/failed_share`. Standard deviations are those of the population (ddof = 0).
+
+  Args:
+    groups: of one step, before any filter.
+    step: version of the weights to be updated; None leaves staleness out.
+
+  Returns:
+    {name: value} of `rollout/*` and `env/*`; NaN where there is nothing to describe.
+  """
+  rollouts = [rollout for group in groups for rollout in group.rollouts]
+  rewards = np.asarray([rollout.reward for rollout in rollouts], np.float64)
+  scored = rewards[np.isfinite(rewards)]
+  lengths = np.asarray([len(rollout.completion_ids) for rollout in rollouts], np.float64)
+  truncated = np.asarray([rollout.is_truncated for rollout in rollouts], np.float64)
+  aborted = [rollout.finish_reason is FinishReason.ABORT for rollout in rollouts]
+  result = {
+    "rollout/prompts": float(len(groups)),
+    "rollout/completions": float(len(rollouts)),
+    "rollout/reward_mean": _mean(scored),
+    "rollout/reward_std": float(scored.std()) if scored.size else math.nan,
+    "rollout/reward_min": float(scored.min()) if scored.size else math.nan,
+    "rollout/reward_max": float(scored.max()) if scored.size else math.nan,
+    "rollout/reward_group_std_mean": _mean([_group_std(group) for group in groups]),
+    "rollout/no_signal_share": _mean([not has_signal(group) for group in groups]),
+    "rollout/failed_share": _mean(~np.isfinite(rewards)),
+    "rollout/truncated_share": _mean(truncated),
+    "rollout/aborted_share": _mean(aborted),
+    "rollout/prompt_tokens_mean": _mean([len(group.prompt.token_ids) for group in groups]),
+    "rollout/completion_tokens_mean": _mean(lengths),
+    "rollout/completion_tokens_min": float(lengths.min()) if lengths.size else math.nan,
+    "rollout/completion_tokens_max": float(lengths.max()) if lengths.size else math.nan,
+    "rollout/completion_tokens_stopped_mean": _mean(lengths[truncated == 0]),
+    "rollout/turns_mean": _mean([rollout.turns for rollout in rollouts]),
+    "rollout/behavior_entropy": _behavior_entropy(rollouts),
+  }
+  return result | of_turns(rollouts) | _staleness(groups, step) | _by_name(groups)
+
+
+def of_turns(rollouts: Sequence[Rollout]) -> dict[str, float]:
+  """Describes conversations: how long they were, how they ended, what every turn brought.
+
+  Args:
+    rollouts: of one step. Without one of several turns there is nothing to tell.
+
+  Returns:
+    {name: value} of `rollout/turn*`, `rollout/sampled_tokens_*`, ...; turn 1 is the first.
+  """
+  if all(rollout.turns == 1 and TURN_LIMIT not in rollout.metrics for rollout in rollouts):
+    return {}
+  turns = np.asarray([rollout.turns for rollout in rollouts], np.float64)
+  sampled = [int(rollout.loss_mask.sum()) for rollout in rollouts]
+  written = [len(rollout.loss_mask) - int(rollout.loss_mask.sum()) for rollout in rollouts]
+  at_limit = [TURN_LIMIT in rollout.metrics for rollout in rollouts]
+  logs = [rollout.turn_log for rollout in rollouts if rollout.turn_log]
+  of_a_turn = [turn.sampled_tokens for log in logs for turn in log]
+  result = {
+    "rollout/turns_total": float(turns.sum()),
+    "rollout/turns_max": float(turns.max()),
+    "rollout/turns_p95": float(np.percentile(turns, 95)),
+    "rollout/turn_limit_share": _mean(at_limit),
+    "rollout/ended_by_environment_share": _mean([_is_ended(rollout) for rollout in rollouts]),
+    "rollout/sampled_tokens_mean": _mean(sampled),
+    "rollout/sampled_tokens_max": float(max(sampled)),
+    "rollout/environment_tokens_mean": _mean(written),
+    "rollout/turn_tokens_mean": _mean(of_a_turn),
+    "rollout/turn_tokens_max": float(max(of_a_turn, default=math.nan)),
+  }
+  for number in range(min(max(map(len, logs), default=0), TURNS_TOLD)):
+    there = [log[number] for log in logs if len(log) > number]
+    rewards = np.asarray([turn.reward for turn in there], np.float64)
+    area = f"rollout/turn/{number + 1:02d}"
+    result[f"{area}/reached_share"] = len(there) / len(rollouts)
+    result[f"{area}/reward_mean"] = _mean(rewards[np.isfinite(rewards)])
+    result[f"{area}/sampled_tokens_mean"] = _mean([turn.sampled_tokens for turn in there])
+  return result
+
+
+def of_datasets(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+  """Describes the groups of each dataset apart: what a curriculum needs to know.
+
+  Args:
+    groups: of one step, before any filter.
+
+  Returns:
+    {name: value} of `data/NAME/prompts`, `reward_mean`, `no_signal_share` and, where the
+    environment reports it, `accuracy`.
+  """
+  parts: dict[str, list[RolloutGroup]] = {}
+  for group in groups:
+    parts.setdefault(group.prompt.dataset, []).append(group)
+  result: dict[str, float] = {}
+  for name, part in parts.items():
+    rollouts = [rollout for group in part for rollout in group.rollouts]
+    rewards = np.asarray([rollout.reward for rollout in rollouts], np.float64)
+    solved = [r.metrics["accuracy"] for r in rollouts if "accuracy" in r.metrics]
+    result[f"data/{name}/prompts"] = float(len(part))
+    result[f"data/{name}/reward_mean"] = _mean(rewards[np.isfinite(rewards)])
+    result[f"data/{name}/no_signal_share"] = _mean([not has_signal(group) for group in part])
+    if solved:
+      result[f"data/{name}/accuracy"] = _mean(solved)
+  return result
+
+
+def of_evaluation(
+  groups: Sequence[RolloutGroup], *, name: str, pass_k: Sequence[int] = (1,), solved: float = 1.0
+) -> dict[str, float]:
+  """Describes the rollouts of an evaluation: accuracy, pass@k, mean reward, truncation.
+
+  Accuracy and pass@k are of the environments that report "accuracy"; where none does, both are
+  missing: a reward of 1 need not mean that a task is solved.
+
+  Args:
+    groups: one a prompt.
+    name: of the evaluation set, the middle part of the metrics' names.
+    pass_k: the k of every pass@k, each at most the smallest group's size.
+    solved: the least value of the metric "accuracy" that counts as solved. An attempt without
+      it, of an environment that reports it, could not be scored and is not solved.
+
+  Returns:
+    {name: value} of `eval/NAME/*`. Accuracy is the mean over prompts of the share solved.
+  """
+  parts = _by_environment(groups)
+  measuring = {environment for environment, own in parts.items() if _measures_accuracy(own)}
+  counts = [
+    (len(group.rollouts), sum(r.metrics.get("accuracy", 0.0) >= solved for r in group.rollouts))
+    for group in groups
+    if group.prompt.environment in measuring
+  ]
+  described = of_rollouts(groups)
+  result = {f"eval/{name}/prompts": float(len(groups))}
+  if measuring:
+    result[f"eval/{name}/accuracy"] = _mean([c / n for n, c in counts if n])
+    for k in pass_k:
+      result[f"eval/{name}/pass@{k}"] = _mean([pass_at_k(n, c, k) for n, c in counts])
+  has_turns = "rollout/turns_total" in described
+  for kept in _OF_EVALUATION + (_OF_CONVERSATIONS if has_turns else ()):
+    result[f"eval/{name}/{kept}"] = described[f"rollout/{kept}"]
+  for kind, count in error_kinds(groups).items():
+    result[f"eval/{name}/errors/{kind}"] = float(count)
+  if len(parts) > 1:
+    for environment, own in parts.items():
+      result |= of_evaluation(own, name=f"{name}/{environment}", pass_k=pass_k, solved=solved)
+  return result
+
+
+def error_kinds(groups: Sequence[RolloutGroup]) -> dict[str, int]:
+  """Counts the attempts that failed, or did not close, by kind, in the order of the kinds."""
+  kinds = Counter(
+    name.removeprefix(ERROR)
+    for group in groups
+    for rollout in group.rollouts
+    for name in rollout.metrics
+    if name.startswith(ERROR)
+  )
+  return dict(sorted(kinds.items()))
+
+
+def has_signal(group: RolloutGroup) -> bool:
+  """Returns whether two scored rewards of the group differ, so that something can be learned."""
+  return differs(group.rewards)
+
+
+def differs(values: Float[np.ndarray, " n"]) -> bool:
+  """Returns whether two finite values differ, by the rule of `moments.has_spread`."""
+  return bool(values.size) and bool(moments.has_spread(values, np.isfinite(values)))
+
+
+def definition(name: str) -> Definition | None:
+  """Returns the row of `METRICS` that describes a name; None if there is none."""
+  if name in METRICS:
+    return METRICS[name]
+  return next((d for pattern, d in METRICS.items() if fnmatch.fnmatchcase(name, pattern)), None)
+
+
+def unknown(names: Iterable[str]) -> list[str]:
+  """Returns the names that no row of `METRICS` describes, sorted."""
+  return sorted(name for name in set(names) if definition(name) is None)
+
+
+def reproducible(values: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the values without those of clock and machine: what a resumed run repeats exactly."""
+  return {k: v for k, v in values.items() if not k.startswith(("time/", "perf/"))}
+
+
+def parse_lines(text: str) -> tuple[list[dict[str, Any]], list[int]]:
+  """Reads the text of a `metrics.jsonl`.
+
+  Returns:
+    The objects with an integer `step`, in order, and the numbers (from 1) of the lines that are
+    none: a killed process may leave half a line at the end.
+  """
+  rows, broken = [], []
+  for number, line in enumerate(text.split("\n"), start=1):
+    if not line.strip():
+      continue
+    try:
+      row = json.loads(line)
+    except ValueError:
+      row = None
+    if isinstance(row, dict) and isinstance(row.get("step"), int):
+      rows.append(row)
+    else:
+      broken.append(number)
+  return rows, broken
+
+
+def markdown_table() -> str:
+  """Returns `METRICS` as the table of docs/metrics.md."""
+  rows = [f"| `{name}` | {d.unit} | {d.meaning} | {d.healthy} |" for name, d in METRICS.items()]
+  return "\n".join(["| Name | Unit | Meaning | Healthy |", "|---|---|---|---|", *rows])
+
+
+def _mean(values: Any) -> float:
+  """The mean; NaN of nothing."""
+  array = np.asarray(values, np.float64)
+  return float(array.mean()) if array.size else math.nan
+
+
+def _behavior_entropy(rollouts: Sequence[Rollout]) -> float:
+  """The mean of -log μ over sampled tokens; NaN where logprobs are not known."""
+  logprobs = [rollout.behavior_logprobs[rollout.loss_mask] for rollout in rollouts]
+  return -_mean(np.concatenate([np.zeros(0), *logprobs]))
+
+
+def _measures_accuracy(groups: Sequence[RolloutGroup]) -> bool:
+  """Whether the environment of these groups says which attempts are right."""
+  return any("accuracy" in rollout.metrics for group in groups for rollout in group.rollouts)
+
+
+def _group_std(group: RolloutGroup) -> float:
+  scored = group.rewards[np.isfinite(group.rewards)].astype(np.float64)
+  return float(scored.std()) if has_signal(group) else 0.0
+
+
+def _staleness(groups: Sequence[RolloutGroup], step: int | None) -> dict[str, float]:
+  """Steps between sampling and learning, over sampled tokens; of weights of this run only."""
+  if step is None:
+    return {}
+  versions = [r.weight_versions[r.loss_mask] for group in groups for r in group.rollouts]
+  every = np.concatenate(versions) if versions else np.zeros(0, np.int32)
+  stale = step - every[every >= 0]
+  return {
+    "rollout/staleness_mean": _mean(stale),
+    "rollout/staleness_max": float(stale.max()) if stale.size else math.nan,
+  }
+
+
+def _by_name(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+  """Means of what environments report under names of their own, by environment."""
+  result: dict[str, float] = {}
+  for environment, own in _by_environment(groups).items():
+    rollouts = [rollout for group in own for rollout in group.rollouts]
+    found: dict[str, list[float]] = {"reward_mean": [], "failed_share": []}
+    for rollout in rollouts:
+      found["reward_mean"].append(rollout.reward)
+      found["failed_share"].append(float(not math.isfinite(rollout.reward)))
+      for name, value in rollout.reward_components.items():
+        found.setdefault(f"reward/{name}", []).append(value)
+      for name, value in rollout.metrics.items():
+        if name != TURN_LIMIT and not name.startswith(ERROR):  # those are told of the whole step.
+          found.setdefault(name, []).append(value)
+    area = f"env/{environment}"
+    result[f"{area}/completions"] = float(len(rollouts))
+    for name, values in found.items():
+      array = np.asarray(values, np.float64)
+      result[f"{area}/{name}"] = _mean(array[np.isfinite(array)])
+  return result
+
+
+def _by_environment(groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGroup]]:
+  parts: dict[str, list[RolloutGroup]] = {}
+  for group in groups:
+    parts.setdefault(group.prompt.environment, []).append(group)
+  return parts
+
+
+def _is_ended(rollout: Rollout) -> bool:
+  """Whether the environment itself ended the attempt: neither a limit nor a failure did."""
+  is_cut = rollout.is_truncated or TURN_LIMIT in rollout.metrics
+  return not (is_cut or rollout.error or math.isnan(rollout.reward))
+
+
+_OF_EVALUATION = ("reward_mean", "truncated_share", "failed_share", "completion_tokens_mean")
+_OF_CONVERSATIONS = ("turns_mean", "turn_limit_share", "ended_by_environment_share")

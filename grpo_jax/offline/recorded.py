@@ -1,0 +1,300 @@
+"""Training from recorded groups: what takes the place of data, engine and evaluation.
+
+Recorded groups are datasets of prompts, each of which carries its group, and `Recorded` answers
+those prompts where an engine would sample. So loaders, mixing, dynamic sampling, filters, shaping
+and resuming are those of online training.
+"""
+
+import dataclasses
+import functools
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from grpo_jax import checked
+from grpo_jax.data import ranks
+from grpo_jax.data.formats import RowError
+from grpo_jax.data.groups import (
+  GROUP_FORMATS,
+  RECORDED,
+  GroupDataset,
+  OfflineGroup,
+  group_of,
+  index_groups,
+)
+from grpo_jax.data.parts import Part
+from grpo_jax.data.prompts import Dataset, open_dataset
+from grpo_jax.data.recorded import Style
+from grpo_jax.data.skipped import OnError, OverlongError
+from grpo_jax.data.tokenizer import Tokenizer
+from grpo_jax.engines.base import Generation, GenerationRequest, OnProgress, SamplingParams
+from grpo_jax.environments.base import EnvironmentFactory
+from grpo_jax.learn import group_scorer as scoring
+from grpo_jax.offline import behavior, ranking
+from grpo_jax.registry import choose, function
+from grpo_jax.rollouts import collecting as rollout
+from grpo_jax.rollouts.stream import PromptSource
+from grpo_jax.types import Prompt, RolloutGroup
+
+Batch = list[OfflineGroup]  # groups that are scored side by side.
+
+
+KINDS: Mapping[str, checked.Kind] = {
+  "rewards": checked.choice(("file", "environment")),
+  "reward_key": checked.text(),
+  "rank_reward": checked.text(),
+  "rank_ties": checked.text(),
+  "rank_best": checked.text(),
+  "rank_temperature": checked.number(above=0),
+  "group_size": checked.whole(low=2, none=True),
+  "type_key": checked.text(),
+  "behavior": checked.choice(behavior.SOURCES),
+  "score": checked.choice(ranking.SCORES),
+  "reasoning": checked.text(),
+  "tools": checked.text(),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+  """How recorded attempts are read, rewarded and compared; the section `offline` of a config."""
+
+  rewards: Literal["file", "environment"] = "file"
+  reward_key: str = "reward"
+  rank_reward: str = "linear"
+  rank_ties: str = "mean"
+  rank_best: str = "lowest"
+  rank_temperature: float = 1.0
+  group_size: int | None = None
+  type_key: str = "group_type"
+  behavior: Literal["auto", "file", "initial"] = "auto"
+  score: str = "mean"
+  reasoning: str = "think"
+  tools: str = "refuse"
+
+  def __post_init__(self):
+    checked.require(KINDS, checked.fields_of(self), of="offline")
+    ranks.check(**self.ranking())
+    Style(reasoning=self.reasoning, tools=self.tools)
+
+  def ranking(self) -> dict[str, Any]:
+    """Returns the arguments of `ranks.rewards`."""
+    return {
+      "mapping": self.rank_reward,
+      "ties": self.rank_ties,
+      "best": self.rank_best,
+      "temperature": self.rank_temperature,
+    }
+
+
+def open_groups(
+  tokenizer: Tokenizer,
+  *,
+  options: Options,
+  on_error: OnError,
+  max_tokens: int | None = None,
+  format: str = "auto",
+  input_key: str | None = None,
+  output_key: str | None = None,
+  split_validation_size: float | int = 0,
+  **fields: Any,
+) -> GroupDataset:
+  """Opens a dataset of recorded attempts.
+
+  Args:
+    tokenizer: of the model.
+    options: of offline training.
+    on_error: "stop" or "skip", for rows that are broken when the file is indexed.
+    max_tokens: of prompt and response; longer responses are cut.
+    format: key of GROUP_FORMATS, or the dotted path of a function like those in it.
+    input_key: field of the prompt; None: that of the format.
+    output_key: field of the response, likewise.
+    split_validation_size: groups, not rows, that are split off.
+    **fields: see `data.prompts.open_dataset`.
+
+  Raises:
+    RowError: a row is broken and `on_error` is "stop"; rows that are whole groups are read later.
+    ValueError: an unknown format, or no row can be read.
+  """
+  if fields.get("tasks"):
+    raise ValueError("data.tasks is of online training: give each task a dataset of its own")
+  rows = open_dataset(tokenizer, **{**fields, "side": "all", "repeat": 1})
+  style = Style(
+    prompt=rows.task.style,
+    input_key=input_key or None,
+    output_key=output_key or None,
+    reward_key=options.reward_key,
+    type_key=options.type_key,
+    reasoning=options.reasoning,
+    tools=options.tools,
+  )
+  read = function(format) if "." in format else choose("format", format, GROUP_FORMATS)
+  members = index_groups(rows.source, read, style, on_error=on_error)
+  part = Part(
+    len(members),
+    side=fields.get("side", "all"),
+    split_validation_size=split_validation_size,
+    split_seed=fields.get("split_seed", 0),
+    repeat=fields.get("repeat", 1),
+  )
+  return GroupDataset(
+    source=rows.source,
+    part=part,
+    tokenizer=tokenizer,
+    read_row=read,
+    style=style,
+    members=members,
+    rank_rewards=functools.partial(ranks.rewards, **options.ranking()),
+    environment=rows.task.environment if options.rewards == "environment" else RECORDED,
+    max_prompt_tokens=rows.max_prompt_tokens,
+    overlong=rows.overlong,
+    max_tokens=max_tokens,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+  """recorded(prompts, step) → their groups: what stands where an engine would sample."""
+
+  behavior: behavior.BehaviorLogprobs
+  group_size: int | None  # responses of a group; of larger ones some are drawn. None: all.
+  seed: int
+  rescore: Callable[[Sequence[RolloutGroup]], list[RolloutGroup]] | None = None
+
+  def __call__(self, prompts: Sequence[Prompt], step: int) -> list[RolloutGroup]:
+    """Returns the recorded groups of the prompts, in their order."""
+    del step  # what was recorded does not depend on it.
+    groups = [self._chosen(self.behavior.complete(group_of(prompt))) for prompt in prompts]
+    return self.rescore(groups) if self.rescore else groups
+
+  def _chosen(self, group: RolloutGroup) -> RolloutGroup:
+    """The group with no more responses than asked for: others in every epoch."""
+    size = len(group.rollouts)
+    if self.group_size is None or size <= self.group_size:
+      return group
+    key = rollout.request_seed(self.seed, 0, group.prompt.prompt_id, 0)
+    chosen = np.sort(np.random.default_rng(key).choice(size, self.group_size, replace=False))
+    return dataclasses.replace(group, rollouts=tuple(group.rollouts[i] for i in chosen))
+
+
+def batches(prompts: PromptSource, *, steps: int, prompts_per_step: int) -> Iterator[Batch]:
+  """Yields, step by step, the groups that a run takes and that no step before has taken."""
+  seen: set[tuple[str, int]] = set()
+  for _ in range(steps):
+    taken = prompts.take(prompts_per_step)
+    if not taken:
+      return
+    items = {(item.dataset, item.number): item for item in map(group_of, taken)}
+    yield [item for key, item in items.items() if key not in seen]
+    seen |= items.keys()
+
+
+def all_batches(datasets: Sequence[Dataset], *, size: int, on_error: OnError) -> Iterator[Batch]:
+  """Yields all groups that can be used, in the order of the files."""
+  for dataset in datasets:
+    for first in range(0, len(dataset), size):
+      items: list[OfflineGroup] = []
+      for row in range(first, min(first + size, len(dataset))):
+        try:
+          items.append(group_of(dataset.prompt(row, epoch=0)))
+        except RowError as error:
+          if on_error == "stop" and not isinstance(error, OverlongError):
+            raise
+      yield items
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranking:
+  """How well a policy ranks the responses of recorded groups."""
+
+  scorer: scoring.GroupScorer
+  score: str  # of a response: see `ranking.response_scores`.
+  rescore: Callable[[Sequence[RolloutGroup]], list[RolloutGroup]] | None = None
+
+  def evaluate(
+    self, params: Any, prompts: Sequence[Prompt], *, name: str, advance: Callable[[int], None]
+  ) -> dict[str, float]:
+    """Scores the groups of the prompts; returns eval/NAME/*, see `ranking.of_groups`."""
+    found: list[ranking.Ranked] = []
+    for first in range(0, len(prompts), self.scorer.groups_at_once):
+      items = [group_of(p) for p in prompts[first : first + self.scorer.groups_at_once]]
+      groups = [item.group for item in items]
+      rewarded = self.rescore(groups) if self.rescore else groups
+      logprobs = self.scorer(params, groups)
+      for item, group, values in zip(items, rewarded, logprobs, strict=True):
+        scores = ranking.response_scores(group, values, score=self.score)
+        found.append(ranking.Ranked(scores, group.rewards, item.group_type))
+      advance(len(items))
+    return ranking.of_groups(found, name=name)
+
+  def of_step(
+    self, groups: Sequence[RolloutGroup], logprobs: Sequence[Sequence[np.ndarray]]
+  ) -> dict[str, float]:
+    """Returns train/rank_accuracy of a step, from the logprobs that its update has found."""
+    scores = [
+      ranking.response_scores(group, values, score=self.score)
+      for group, values in zip(groups, logprobs, strict=True)
+    ]
+    found = zip(groups, scores, strict=True)
+    return ranking.of_step([ranking.Ranked(each, group.rewards) for group, each in found])
+
+
+def rescored(
+  groups: Sequence[RolloutGroup],
+  environments: Mapping[str, EnvironmentFactory],
+  tokenizer: Tokenizer,
+  *,
+  limits: rollout.Limits,
+  stop: Any = False,
+) -> list[RolloutGroup]:
+  """Has the environments score recorded responses, as if an engine had just sampled them.
+
+  Raises:
+    ValueError: a response has several turns: what its environment said is recorded, and cannot
+      be asked for anew.
+    rollout.TooManyFailures: see `rollout.collect`.
+  """
+  several = [g.prompt.prompt_id for g in groups if any(r.turns > 1 for r in g.rollouts)]
+  if several:
+    raise ValueError(
+      f"offline.rewards='environment' is for responses of one turn; {several[0]} has several"
+    )
+  done: dict[str, RolloutGroup] = {}
+  for size in sorted({len(group.rollouts) for group in groups}):
+    members = [group for group in groups if len(group.rollouts) == size]
+    found = rollout.collect_sync(
+      _Replay(members),
+      environments,
+      [group.prompt for group in members],
+      tokenizer,
+      group_size=size,
+      sampling=SamplingParams(max_tokens=1),  # nothing is sampled.
+      seed=0,
+      step=0,
+      limits=dataclasses.replace(limits, max_turns=1, max_tokens=None),
+      stop=stop,
+    )
+    done |= {group.prompt.prompt_id: group for group in found}
+  return [done[group.prompt.prompt_id] for group in groups]
+
+
+class _Replay:
+  """Answers requests with what was recorded."""
+
+  def __init__(self, groups: Sequence[RolloutGroup]):
+    self._groups = {group.prompt.prompt_id: group for group in groups}
+
+  async def generate(
+    self, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None
+  ) -> AsyncIterator[Generation]:
+    for request in requests:
+      prompt_id, _, attempt = request.request_id.rpartition("#")  # see `Attempt.request_id`.
+      recorded = self._groups[prompt_id].rollouts[int(attempt.split(".")[0])]
+      yield Generation(
+        request_id=request.request_id,
+        token_ids=recorded.completion_ids,
+        logprobs=recorded.behavior_logprobs,
+        weight_versions=recorded.weight_versions,
+        finish_reason=recorded.finish_reason,
+      )

@@ -1,0 +1,302 @@
+"""The page of a run: one HTML file with curves and sampled groups, that needs nothing but itself.
+
+`report_data.load` reads a run folder, `render` makes the page (pure), `write` does both and stores
+report.html in the folder. What models wrote goes into the page as JSON in which no "<" is left, and
+is drawn as text; a content security policy lets no script run but the page's own.
+
+    python -m grpo_jax.report RUN_DIR
+"""
+
+import base64
+import hashlib
+import html
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_jax.files import local_paths
+from grpo_jax.groups import learning_signal
+from grpo_jax.report import data as report_data
+from grpo_jax.report.data import Run
+from grpo_jax.run_folder import console
+from grpo_jax.run_folder.rollout_log import replace_file
+
+USAGE = "usage: python -m grpo_jax.report RUN_DIR   writes RUN_DIR/report.html"
+
+
+def write(folder: str | Path) -> Path:
+  """Writes report.html of a run folder, finished or not, and returns its path.
+
+  Raises:
+    report_data.NoRunError: there is no such folder, or no run has written to it.
+  """
+  path = Path(folder) / "report.html"
+  replace_file(path, [render(report_data.load(folder))])
+  return path
+
+
+def render(run: Run) -> str:
+  """Returns the page of one run."""
+  groups, note = report_data.samples(run)
+  return page(
+    title=run.name,
+    facts=facts(run),
+    tiles=tiles(run),
+    notes=[*run.problems, *learning_signal.at_the_beginning(run.rows), *warnings_of(run)],
+    config=report_data.flatten(run.config),
+    data={
+      "panels": report_data.panels([run]),
+      "others": report_data.other_panels([run]),
+      "samples": groups,
+      "samples_note": note,
+      "samples_of": "behavior policy" if report_data.is_offline(run) else "engine",
+    },
+  )
+
+
+def render_comparison(runs: Sequence[Run]) -> str:
+  """Returns a page with the curves of several runs, one colour a run.
+
+  Raises:
+    ValueError: for fewer than two runs.
+  """
+  if len(runs) < 2:
+    raise ValueError(f"a comparison needs at least 2 runs, got {len(runs)}")
+  configs = [report_data.flatten(run.config) for run in runs]
+  names = sorted({name for config in configs for name in config})
+  differing = {
+    name: " | ".join(str(config.get(name, "(none)")) for config in configs)
+    for name in names
+    if len({str(config.get(name)) for config in configs}) > 1
+  }
+  return page(
+    title=" | ".join(run.name for run in runs),
+    facts=[("runs", str(len(runs))), ("config fields that differ", str(len(differing)))],
+    tiles=[],
+    notes=[f"{run.name}: {problem}" for run in runs for problem in run.problems],
+    config=differing,
+    data={
+      "panels": report_data.panels(runs),
+      "others": report_data.other_panels(runs),
+      "samples": None,
+      "samples_note": "",
+      "samples_of": "engine",
+    },
+  )
+
+
+def page(
+  *,
+  title: str,
+  facts: Sequence[tuple[str, str]],
+  tiles: Sequence[tuple[str, str, str, str]],
+  notes: Sequence[str],
+  config: Mapping[str, Any],
+  data: Mapping[str, Any],
+) -> str:
+  """Returns the HTML page; every text is escaped here.
+
+  Args:
+    title: of the page.
+    facts: (name, value) below the title.
+    tiles: (name, value before or "", value, remark).
+    notes: sentences that the reader should not miss.
+    config: dotted names and values.
+    data: what the page's scripts draw; see `report_data`.
+  """
+  charts, browser = (_script(name) for name in ("charts.html", "browser.html"))
+  esc = html.escape
+  shown = {n: json.dumps(v, default=str, ensure_ascii=False) for n, v in config.items()}
+  fields = "".join(f"<div><span>{esc(n)}</span> = {esc(v)}</div>" for n, v in shown.items())
+  parts = {
+    "SCRIPT_HASHES": " ".join(map(_script_hash, (charts, browser))),
+    "TITLE": esc(title),
+    "FACTS": "".join(f"<span>{esc(name)} <b>{esc(value)}</b></span>" for name, value in facts),
+    "TILES": f'<div class="tiles">{"".join(_tile(*tile) for tile in tiles)}</div>' if tiles else "",
+    "NOTES": f'<ul class="notes">{"".join(f"<li>{esc(n)}</li>" for n in notes)}</ul>'
+    if notes
+    else "",
+    "CONFIG": f'<details class="card"><summary>Configuration</summary><div class="config">{fields}'
+    "</div></details>"
+    if config
+    else "",
+    "FOOTER": "Written by grpo_jax from the files of the run folder. Metrics: docs/metrics.md.",
+    "DATA": to_script_json(data),
+    "CHARTS": charts,
+    "BROWSER": browser,
+  }
+  return re.sub(r"\{\{([A-Z_]+)\}\}", lambda found: parts[found[1]], _resource("page.html"))
+
+
+def to_script_json(data: Any) -> str:
+  """Returns strict JSON that may stand inside a <script> element, whatever texts it holds."""
+  text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII: U+2028 is escaped, too.
+  return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def facts(run: Run) -> list[tuple[str, str]]:
+  """Returns (name, value) of the settings that a reader asks for first, as far as they are set."""
+  flat = report_data.flatten(run.config)
+  left_out = OF_SAMPLING if report_data.is_offline(run) else ()
+  names = [name for name in FACTS if name not in left_out and flat.get(name) not in (None, "")]
+  found = [(FACTS[name], flat[name]) for name in names]
+  return [(label, str(value)) for label, value in found]
+
+
+def tiles(run: Run) -> list[tuple[str, str, str, str]]:
+  """Returns the outcome: (name, value before, value after, remark)."""
+  found = []
+  names = sorted({name for row in run.rows for name in row})
+  for name in names:
+    if re.fullmatch(r"eval/.+/accuracy", name):
+      steps, values = _known(run, name)
+      if values:
+        gain = f"{100 * (values[-1] - values[0]):+.1f} points"
+        before = console.share(values[0]) if len(values) > 1 else ""
+        remark = f"{gain}, step {steps[0]} to {steps[-1]}" if before else f"step {steps[-1]}"
+        title = name.removeprefix("eval/").removesuffix("/accuracy")
+        found.append((f"Accuracy, {title}", before, console.share(values[-1]), remark))
+  _, rewards = _known(run, "rollout/reward_mean")
+  if rewards:
+    tenth = max(1, len(rewards) // 10)
+    ends = [f"{np.mean(part):.3f}" for part in (rewards[:tenth], rewards[-tenth:])]
+    remark = f"means of the first and last {tenth} steps" if tenth > 1 else "first and last step"
+    found.append(("Reward in training", ends[0], ends[1], remark))
+  total = report_data.flatten(run.config).get("total_steps")
+  done = len(rewards)
+  found.append(("Steps", "", str(done), f"of {total}" if total is not None else "recorded"))
+  _, seconds = _known(run, "time/step_s")
+  if seconds:
+    remark = f"{console.seconds(float(np.median(seconds)))} s a step (median)"
+    found.append(("Time of the steps", "", _duration(sum(seconds)), remark))
+  _, speeds = _known(run, "perf/tokens_per_s")
+  if speeds:
+    found.append(("Tokens/s", "", console.number(float(np.median(speeds))), "median over steps"))
+  _, peaks = _known(run, "perf/device_peak_gib")
+  if peaks:
+    found.append(("Device memory", "", f"{peaks[-1]:.1f} GiB", "highest, of the fullest device"))
+  return found
+
+
+def warnings_of(run: Run) -> list[str]:
+  """Returns sentences on what looks unhealthy at the end of the run (last tenth of its steps),
+  and on the attempts that failed in all of it."""
+  found = []
+  is_offline = report_data.is_offline(run)
+  for name, limit, sentence in ALARMS:
+    if is_offline and name.startswith("mismatch/"):
+      continue  # the policy moves away from those who wrote the responses: that is training.
+    _, values = _known(run, name)
+    if values and (level := float(np.mean(values[-max(1, len(values) // 10) :]))) > limit:
+      shown = console.share(level) if name.endswith("_share") else console.number(level)
+      found.append(sentence.format(shown))
+  kinds = report_data.failures(run)
+  if kinds:
+    told = ", ".join(f"{kind} {count}" for kind, count in kinds.items())
+    found.append(f"Attempts that failed in the whole run, by kind: {told}.")
+  return found
+
+
+def main(arguments: Sequence[str]) -> int:
+  """Writes the report of the run folder named on the command line; returns the exit status."""
+  if len(arguments) != 1:
+    print(USAGE, file=sys.stderr)
+    return 2
+  if arguments[0] in ("-h", "--help"):
+    print(USAGE)
+    return 0
+  try:
+    path = write(local_paths.checked("RUN_DIR", arguments[0]))
+  except (report_data.NoRunError, local_paths.NotLocal) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  except OSError as error:
+    print(f"error: the report cannot be written: {error}", file=sys.stderr)
+    return 1
+  print(path)
+  return 0
+
+
+def _known(run: Run, name: str) -> tuple[list[int], list[float]]:
+  """Steps and values of a metric where it is finite."""
+  pairs = [(s, v) for s, v in zip(*report_data.curve(run, name), strict=True) if v is not None]
+  return [s for s, _ in pairs], [v for _, v in pairs]
+
+
+def _duration(seconds: float) -> str:
+  minutes = seconds / 60
+  return (
+    f"{seconds:.0f} s"
+    if minutes < 2
+    else f"{minutes:.1f} min"
+    if minutes < 120
+    else f"{minutes / 60:.1f} h"
+  )
+
+
+def _tile(name: str, before: str, after: str, remark: str) -> str:
+  old = f'<span class="from">{html.escape(before)} → </span>' if before else ""
+  return (
+    f'<div class="tile"><div class="name">{html.escape(name)}</div>'
+    f'<div class="value">{old}{html.escape(after)}</div>'
+    f'<div class="more">{html.escape(remark)}</div></div>'
+  )
+
+
+def _resource(name: str) -> str:
+  return resources.files("grpo_jax").joinpath("report_page", name).read_text(encoding="utf-8")
+
+
+def _script(name: str) -> str:
+  """The content of the only <script> element of a file."""
+  return _resource(name).split("<script>", 1)[1].rsplit("</script>", 1)[0]
+
+
+def _script_hash(script: str) -> str:
+  digest = hashlib.sha256(script.encode()).digest()
+  return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+# Fields that mean nothing where the groups are recorded.
+OF_SAMPLING = ("engine.name", "rollout.group_size", "sampling.max_tokens")
+FACTS = {  # config field: its name on the page.
+  "mode": "mode",
+  "model.path": "model",
+  "model.fallback_taken.taken": "trained in its place",
+  "model.fallback_taken.reason": "because",
+  "data.task": "task",
+  "data.path": "data",
+  "engine.name": "engine",
+  "rollout.prompts_per_step": "prompts a step",
+  "rollout.group_size": "completions a prompt",
+  "sampling.max_tokens": "max tokens",
+  "sampling.temperature": "temperature",
+  "optim.learning_rate": "learning rate",
+  "loss.kl_coef": "KL coefficient",
+  "model.compute_dtype": "compute",
+  "seed": "seed",
+}
+ALARMS = (  # metric, limit, sentence.
+  (
+    learning_signal.LOST_SHARE,
+    0.7,
+    "{} of the completions teach nothing (signal/lost/* says why): little is left to learn from.",
+  ),
+  ("rollout/truncated_share", 0.2, "{} of the completions are cut at the token limit."),
+  ("train/skipped_share", 0.0, "{} of the updates were skipped: gradients were not finite."),
+  ("rollout/failed_share", 0.05, "{} of the completions could not be scored."),
+  (
+    "mismatch/token_mult_prob_error",
+    1.05,
+    "Engine and trainer disagree: token_mult_prob_error {}.",
+  ),
+)
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))

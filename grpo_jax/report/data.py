@@ -1,0 +1,479 @@
+"""What a report shows of a run: curves, outcome, sampled groups. Reads the run folder."""
+
+import dataclasses
+import fnmatch
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_jax import metrics
+from grpo_jax.errors import ExpectedFailure
+from grpo_jax.run_folder import console
+
+MAX_POINTS = 1500  # of a curve; longer ones are averaged.
+MAX_BYTES = 3_000_000  # of all sampled groups together.
+MAX_STEPS = 24  # whose groups are shown.
+MAX_GROUPS = 6  # of a step.
+MAX_ROLLOUTS = 8  # of a group.
+MAX_TOKENS = 500  # of a completion.
+MAX_PROMPT = 4000  # characters.
+MAX_SCAN = 8_000_000  # characters of a file that are searched for groups worth showing.
+
+
+LEFT_BY_RUNS = ("config.json", "metrics.jsonl", "rollouts")
+
+
+class NoRunError(ExpectedFailure, FileNotFoundError):
+  """A folder is not the folder of a run."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+  """What a run folder holds, as far as it could be read."""
+
+  name: str
+  config: Mapping[str, Any]
+  rows: Sequence[Mapping[str, Any]]  # of metrics.jsonl, in the order of steps.
+  rollouts: Mapping[int, Path]  # step to file.
+  problems: Sequence[str] = ()  # what could not be read.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Panel:
+  """One figure: its curves by label, each a metric's name or pattern."""
+
+  title: str
+  curves: Mapping[str, str]  # a pattern gives one curve a metric, under the metric's own name.
+  scale: str = "linear"  # or "log".
+  kind: str = "line"  # or "stack".
+  band: str = ""  # metric of the standard deviation of the only curve.
+  usual: float | None = None  # a panel whose values are all this one is left out.
+
+
+def load(folder: str | Path) -> Run:
+  """Reads a run folder; what is missing or broken is left out and named in `problems`.
+
+  Raises:
+    NoRunError: there is no such folder, or no run has written to it.
+  """
+  folder = Path(folder)
+  if not folder.is_dir():
+    raise NoRunError(f"a report needs a run folder, and there is no folder {folder}")
+  if not any((folder / name).exists() for name in LEFT_BY_RUNS):
+    raise NoRunError(
+      f"a report needs a run folder, and {folder} has none of {', '.join(LEFT_BY_RUNS)}"
+      f"{_runs_within(folder)}"
+    )
+  problems = []
+  config: dict[str, Any] = {}
+  if (folder / "config.json").exists():
+    try:
+      config = json.loads((folder / "config.json").read_text())
+    except ValueError as error:
+      problems.append(f"config.json could not be read: {error}")
+  rows: list[dict[str, Any]] = []
+  if (folder / "metrics.jsonl").exists():
+    rows, broken = metrics.parse_lines((folder / "metrics.jsonl").read_text(errors="replace"))
+    rows = _in_order(rows)
+    if broken:
+      problems.append(f"metrics.jsonl: lines {broken} could not be read")
+  found = ((re.fullmatch(r"step_(\d+)\.jsonl", p.name), p) for p in folder.glob("rollouts/*"))
+  rollouts = {int(match[1]): path for match, path in found if match}
+  return Run(folder.resolve().name, config, rows, dict(sorted(rollouts.items())), problems)
+
+
+def curve(run: Run, name: str) -> tuple[list[int], list[float | None]]:
+  """Returns the steps at which a metric was recorded, and its values; None where not finite."""
+  pairs = [(row["step"], _finite(row[name])) for row in run.rows if name in row]
+  return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def is_offline(run: Run) -> bool:
+  """Returns whether the run learned from recorded groups."""
+  return run.config.get("mode") == "offline"
+
+
+def failures(run: Run) -> dict[str, int]:
+  """Counts the attempts of all recorded steps that failed, by kind; the most frequent first."""
+  prefix = "rollout/errors/"
+  kinds: Counter[str] = Counter()
+  for row in run.rows:
+    found = {name: _finite(row[name]) for name in row if name.startswith(prefix)}
+    kinds.update({n.removeprefix(prefix): int(count) for n, count in found.items() if count})
+  return dict(kinds.most_common())
+
+
+def panels(runs: Sequence[Run]) -> list[dict[str, Any]]:
+  """Returns the main figures, without those of which no run has a finite or an unusual value.
+
+  With several runs each curve stands there once a run; times are then told as a sum.
+  """
+  chosen = PANELS if len(runs) == 1 else [*(p for p in PANELS if p.kind == "line"), STEP_TIME]
+  if all(map(is_offline, runs)):
+    chosen = [OFFLINE_PANELS.get(one.title, one) for one in chosen]
+  figures = (_figure(runs, one) for one in chosen if not _is_usual(runs, one))
+  return [figure for figure in figures if figure["series"]]
+
+
+def other_panels(runs: Sequence[Run]) -> list[dict[str, Any]]:
+  """Returns one figure for each metric that none of the main ones shows, by name."""
+  shown = [pattern for one in PANELS for pattern in (*one.curves.values(), one.band)]
+  names = sorted({name for run in runs for row in run.rows for name in row} - {"step"})
+  left = [n for n in names if not any(fnmatch.fnmatchcase(n, pattern) for pattern in shown)]
+  figures = (_figure(runs, Panel(name, {name: name})) for name in left)
+  return [figure for figure in figures if figure["series"]]
+
+
+def samples(run: Run) -> tuple[list[dict[str, Any]], str]:
+  """Returns the groups that the page shows, by step, and a note on what was left out.
+
+  Steps are spread over the run; a file is read only as far as it is shown. When the sizes
+  allowed are used up, the steps in between are left out first.
+  """
+  wanted = _spread(list(run.rollouts), MAX_STEPS)
+  found: dict[int, dict[str, Any]] = {}
+  size = unreadable = 0
+  for step in wanted:
+    groups, broken = _read_groups(run.rollouts[step])
+    unreadable += broken
+    sizes = size + np.cumsum([len(json.dumps(group)) for group in groups])
+    fitting = [group for group, total in zip(groups, sizes, strict=True) if total <= MAX_BYTES]
+    if fitting:
+      found[step] = {"step": step, "groups": fitting}
+      size = int(sizes[len(fitting) - 1])
+    if len(fitting) < len(groups):
+      break
+  if not found:
+    return [], "No sampled groups were recorded." if not unreadable else "No group was readable."
+  note = (
+    f"{len(found)} of {len(run.rollouts)} recorded steps, at most {MAX_GROUPS} groups a step,"
+    f" {MAX_ROLLOUTS} completions a group, {MAX_TOKENS} tokens a completion;"
+    " all of them are in rollouts/ of the run folder."
+  )
+  return [found[step] for step in sorted(found)], note + (
+    f" {unreadable} lines could not be read." if unreadable else ""
+  )
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+  """Returns {dotted name: value} of a nested config."""
+  flat: dict[str, Any] = {}
+  for name, value in config.items():
+    if isinstance(value, Mapping) and value:
+      flat |= flatten(value, f"{prefix}{name}.")
+    else:
+      flat[prefix + name] = value
+  return flat
+
+
+def _runs_within(folder: Path) -> str:
+  """ "; there are runs in it: …", of a folder such as runs/."""
+  found = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
+  more = ", …" if len(found) > 5 else ""
+  return f"; there are runs in it: {', '.join(found[:5])}{more}" if found else ""
+
+
+def _in_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+  """One row a step, in order; a step that stands there twice is taken from its later lines."""
+  merged: dict[int, dict[str, Any]] = {}
+  for row in rows:
+    merged[row["step"]] = merged.get(row["step"], {}) | row
+  return [merged[step] for step in sorted(merged)]
+
+
+def _finite(value: Any) -> float | None:
+  is_number = isinstance(value, int | float) and math.isfinite(value)
+  return float(f"{value:.6g}") if is_number else None
+
+
+def _figure(runs: Sequence[Run], spec: Panel) -> dict[str, Any]:
+  """The figure as the page's script expects it."""
+  series, described = [], None
+  for run in runs:
+    for label, name in _resolved(run, spec):
+      described = described or metrics.definition(name)
+      steps, values = _thinned(*curve(run, name))
+      if all(value is None for value in values):
+        continue
+      one: dict[str, Any] = {"label": label, "x": steps, "y": values}
+      if len(runs) > 1:
+        one["label"] = run.name if len(spec.curves) == 1 else f"{run.name}: {label}"
+      elif spec.band:
+        one |= _band(*_thinned(*curve(run, spec.band)), one)
+      series.append(one)
+    if spec.kind == "stack" and series:
+      series.append(_rest(run, series))
+  alone = len(spec.curves) == 1 and described is not None
+  return {
+    "title": spec.title,
+    "unit": described.unit if described else "",
+    "note": described.meaning if described and alone else "",
+    "scale": spec.scale,
+    "kind": spec.kind,
+    "series": series,
+  }
+
+
+def _is_usual(runs: Sequence[Run], spec: Panel) -> bool:
+  """Returns whether all values of all curves are the usual one, which says nothing."""
+  names = {(id(run), name): run for run in runs for _, name in _resolved(run, spec)}
+  values = {value for (_, name), run in names.items() for value in curve(run, name)[1]}
+  return spec.usual is not None and values <= {spec.usual, None}
+
+
+def _resolved(run: Run, spec: Panel) -> Iterator[tuple[str, str]]:
+  """The curves of a panel that a run has: (label, metric)."""
+  names = sorted({name for row in run.rows for name in row})
+  for label, pattern in spec.curves.items():
+    for name in names:
+      if name == pattern:
+        yield label, name
+      elif "*" in pattern and fnmatch.fnmatchcase(name, pattern):
+        yield name.partition("/")[2], name
+
+
+def _band(steps: list[int], stds: list[float | None], one: Mapping[str, Any]) -> dict[str, Any]:
+  """A band of one standard deviation around a curve; empty where either is unknown."""
+  std = dict(zip(steps, stds, strict=True))
+  pairs = [(y, std.get(x)) for x, y in zip(one["x"], one["y"], strict=True)]
+  low = [None if y is None or s is None else _finite(y - s) for y, s in pairs]
+  high = [None if y is None or s is None else _finite(y + s) for y, s in pairs]
+  return {"lo": low, "hi": high, "std": [s for _, s in pairs]}
+
+
+def _rest(run: Run, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+  """The time of a step that no part accounts for."""
+  steps, totals = _thinned(*curve(run, "time/step_s"))
+  known = [dict(zip(part["x"], part["y"], strict=True)) for part in parts]
+  rest = [
+    _finite(max(0.0, (total or 0.0) - sum(part.get(step) or 0.0 for part in known)))
+    for step, total in zip(steps, totals, strict=True)
+  ]
+  return {"label": "other", "x": steps, "y": rest}
+
+
+def _thinned(steps: list[int], values: list[float | None]) -> tuple[list[int], list[float | None]]:
+  """At most MAX_POINTS points: means over neighbours, at the first one's step."""
+  every = math.ceil(len(steps) / MAX_POINTS)
+  if every <= 1:
+    return steps, values
+  blocks = [values[i : i + every] for i in range(0, len(values), every)]
+  kept = [[v for v in block if v is not None] for block in blocks]
+  return steps[::every], [_finite(float(np.mean(block))) if block else None for block in kept]
+
+
+def _spread(steps: Sequence[int], count: int) -> list[int]:
+  """At most `count` of the steps: last, first, then ever finer in between."""
+  places = np.unique(np.linspace(0, len(steps) - 1, min(count, len(steps))).round().astype(int))
+  order, parts = [], 1
+  while len(order) < len(places):
+    for i in range(parts, -1, -1):
+      place = int(places[round(i * (len(places) - 1) / parts)])
+      if place not in order:
+        order.append(place)
+    parts *= 2
+  return [steps[place] for place in order]
+
+
+def _read_groups(path: Path) -> tuple[list[dict[str, Any]], int]:
+  """Some groups of a rollout file as the page shows them, and how many lines are broken.
+
+  Groups with logprobs of the trainer come first: they are those that were learned from.
+  """
+  groups: dict[int, dict[str, Any]] = {}
+  broken = size = 0
+  with open(path, encoding="utf-8", errors="replace") as file:
+    for line in file:
+      size += len(line)
+      try:
+        record = json.loads(line)
+        number = record["group"]
+        if number not in groups and _are_enough(groups.values(), size):
+          break
+        group = groups.setdefault(number, _group(record))
+        group["size"] += 1
+        if len(group["rollouts"]) < MAX_ROLLOUTS:
+          group["rollouts"].append(_rollout(record))
+      except (ValueError, KeyError, TypeError):
+        broken += 1
+  shown = [group for group in groups.values() if group["rollouts"]]
+  return sorted(shown, key=lambda group: not _is_compared(group))[:MAX_GROUPS], broken
+
+
+def _are_enough(groups: Collection[dict[str, Any]], size: int) -> bool:
+  """Returns whether no further group is read, after `size` characters of a file."""
+  compared = sum(map(_is_compared, groups))
+  return compared >= MAX_GROUPS or (len(groups) >= MAX_GROUPS and size > MAX_SCAN)
+
+
+def _is_compared(group: Mapping[str, Any]) -> bool:
+  """Returns whether a token of the group has a logprob of the trainer beside the engine's."""
+  return any(rollout["delta"] is not None for rollout in group["rollouts"])
+
+
+def _group(record: Mapping[str, Any]) -> dict[str, Any]:
+  prompt = record["prompt"]
+  omitted = len(prompt) - MAX_PROMPT
+  return {
+    "id": record["prompt_id"],
+    "environment": record["environment"],
+    "prompt": prompt if omitted <= 0 else f"{prompt[:MAX_PROMPT]} … [{omitted} more characters]",
+    "expected": record.get("expected_answer"),  # older files have none.
+    "size": 0,
+    "rollouts": [],
+  }
+
+
+def _rollout(record: Mapping[str, Any]) -> dict[str, Any]:
+  """One completion, cut to MAX_TOKENS; without texts of tokens, it is shown in one piece."""
+  texts = record["token_texts"]
+  length = len(record["completion_ids"])
+  versions = [
+    v for v, kept in zip(record["weight_versions"], record["loss_mask"], strict=True) if kept
+  ]
+  shown: dict[str, Any] = {
+    "index": record["rollout"],
+    "reward": record["reward"],
+    "advantage": record["advantage"],
+    "finish": record["finish_reason"],
+    "turns": record["turns"],
+    "error": record.get("error", ""),
+    "components": record["reward_components"],
+    "length": length,
+    "omitted": 0,
+    "sampled": console.sampled_from(versions),
+    "texts": [record["completion"][: 5 * MAX_TOKENS]],
+    "engine": None,
+    "delta": None,
+    "mask": None,
+  }
+  if texts is None:
+    return shown
+  engine, policy = record["behavior_logprobs"][:MAX_TOKENS], record["policy_logprobs"]
+  mask = record["loss_mask"][:MAX_TOKENS]
+  shown |= {
+    "texts": texts[:MAX_TOKENS],
+    "omitted": max(0, length - MAX_TOKENS),
+    "engine": [None if v is None else round(v, 4) for v in engine],
+    "mask": None if all(mask) else mask,
+  }
+  if policy is not None:
+    delta = [
+      None if p is None or e is None or not kept else float(f"{p - e:.3g}")
+      for p, e, kept in zip(policy, engine, mask, strict=False)
+    ]
+    shown["delta"] = None if all(d is None for d in delta) else delta
+  return shown
+
+
+PANELS: tuple[Panel, ...] = (
+  Panel("Reward, mean ± std", {"reward": "rollout/reward_mean"}, band="rollout/reward_std"),
+  Panel(
+    "Evaluation",
+    {"accuracy": "eval/*/accuracy", "pass@K": "eval/*/pass@[!1]*", "pass@1x": "eval/*/pass@1?*"},
+  ),
+  Panel(
+    "Groups and completions lost",
+    {
+      "teach nothing": "signal/lost_share",
+      "groups of equal rewards": "rollout/no_signal_share",
+      "truncated": "rollout/truncated_share",
+      "not scored": "rollout/failed_share",
+    },
+  ),
+  Panel(
+    "Completion length",
+    {
+      "mean": "rollout/completion_tokens_mean",
+      "mean of those that ended": "rollout/completion_tokens_stopped_mean",
+      "longest": "rollout/completion_tokens_max",
+    },
+  ),
+  Panel(
+    "Turns of a conversation",
+    {"mean": "rollout/turns_mean", "95 of 100": "rollout/turns_p95", "most": "rollout/turns_max"},
+    usual=1.0,
+  ),
+  Panel("Attempts that failed, by kind", {"kind": "rollout/errors/*"}),
+  Panel("Completions that teach nothing, by reason", {"reason": "signal/lost/*"}),
+  Panel(
+    "Entropy",
+    {
+      "of what is learned from": "train/entropy",
+      "of all completions": "all/entropy",
+      "of all completions, by their own logprobs": "rollout/behavior_entropy",
+    },
+  ),
+  Panel(
+    "Distance from the first policy",
+    {
+      "KL to the initial weights, all completions": "all/kl_to_initial",
+      "KL to the reference, as in the loss": "train/kl_to_reference",
+    },
+  ),
+  Panel(
+    "Mismatch of engine and trainer",
+    {
+      "largest |Δ logprob|": "mismatch/abs_logprob_max",
+      "mean |Δ logprob|": "mismatch/abs_logprob_mean",
+      "KL(engine ‖ trainer)": "mismatch/gen_kl_error",
+      "largest, all completions": "all/abs_logprob_max",
+    },
+    scale="log",
+  ),
+  Panel("Multiplicative probability error", {"error": "mismatch/token_mult_prob_error"}),
+  Panel("Gradient norm", {"gradient norm": "train/grad_norm"}, scale="log"),
+  Panel(
+    "Tokens clipped",
+    {
+      "low": "train/clip_low_share",
+      "high": "train/clip_high_share",
+      "dual": "train/clip_dual_share",
+    },
+  ),
+  Panel(
+    "Time of a step",
+    {
+      "sample": "time/sample_s",
+      "assemble": "time/assemble_s",
+      "score": "time/score_s",
+      "monitor": "time/monitor_s",
+      "learn": "time/learn_s",
+      "sync": "time/sync_s",
+    },
+    kind="stack",
+  ),
+  Panel("Speed", {"tokens/s": "perf/tokens_per_s"}),
+  Panel(
+    "Memory",
+    {"fullest device": "perf/device_peak_gib", "host process": "perf/peak_rss_gib"},
+  ),
+)
+STEP_TIME = Panel("Time of a step", {"step": "time/step_s"})
+# What takes the place of a panel where nobody samples: by the title of that one.
+OFFLINE_PANELS = {
+  "Evaluation": Panel(
+    "Ranking of held-out groups",
+    {
+      "pairs": "eval/*/accuracy",
+      "exact": "eval/*/exact_accuracy",
+      "best": "eval/*/best_accuracy",
+      "consistency": "eval/*/consistency",
+    },
+  ),
+  "Mismatch of engine and trainer": Panel(
+    "Policy against the behavior policy",
+    {
+      "largest |Δ logprob|": "mismatch/abs_logprob_max",
+      "mean |Δ logprob|": "mismatch/abs_logprob_mean",
+      "KL(behavior ‖ policy)": "mismatch/gen_kl_error",
+    },
+    scale="log",
+  ),
+}

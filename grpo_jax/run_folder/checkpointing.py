@@ -1,0 +1,528 @@
+"""Checkpoints: asynchronous, atomic, checked bit by bit before they are used.
+
+A folder holds one folder a step; a step counts once its folder bears its final name:
+
+    checkpoints/
+      step_00000020/
+        state/          the arrays, written by Orbax; one entry a leaf of the state
+        info.json       step, metrics, the caller's extra, shape and dtype of every leaf
+        manifest.json   size and BLAKE2b digest of every other file
+      tmp_step_00000030/  a save under way, or what a killed one left behind
+
+`save` hands the arrays to Orbax and returns; a background thread waits until they are
+written, adds the manifest, renames the folder, then deletes what need not be kept. A
+process killed at any moment therefore leaves every earlier step as it was. One process
+writes; several processes must share the file system.
+"""
+
+import concurrent.futures
+import contextlib
+import json
+import math
+import os
+import pathlib
+import re
+import shutil
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import logging
+
+from grpo_jax.errors import ExpectedFailure
+from grpo_jax.files import manifest
+from grpo_jax.run_folder import orbax_noise, stored_leaves
+
+_STEP = re.compile(r"step_(\d{8,})")
+
+
+class CheckpointError(ExpectedFailure, RuntimeError):
+  """A checkpoint could not be written, or none of those present can be used."""
+
+
+class OtherStateError(CheckpointError, ValueError):
+  """The checkpoints are of another model or optimizer than the run's."""
+
+
+class FolderError(CheckpointError, FileExistsError):
+  """The place of the checkpoints is taken by something else."""
+
+
+# (state, extra) → why a run cannot continue from them, or None if it can.
+Refusal = Callable[[Any, Any], str | None]
+
+# What Orbax and its readers raise for files that make no sense.
+READING_FAILS = (
+  *(ArithmeticError, AssertionError, AttributeError, LookupError, OSError, TypeError, ValueError),
+  *(NotImplementedError, RecursionError),
+)
+
+
+def kept(
+  metric_of: Mapping[int, float | None],
+  *,
+  keep_last: int | None,
+  keep_best: int,
+  mode: str = "max",
+) -> set[int]:
+  """Returns the steps that stay: the newest `keep_last` and the best `keep_best`.
+
+  The newest is always kept. Steps without a metric, or with NaN, rank behind all others;
+  of equal ones the newer is the better.
+
+  Args:
+    metric_of: step → the metric that ranks it; None where it was not measured.
+    keep_last: how many of the newest stay; None keeps every step.
+    keep_best: how many of the best stay.
+    mode: "max" if a larger metric is better, "min" if a smaller one is.
+  """
+  newest_first = sorted(metric_of, reverse=True)
+  if keep_last is None:
+    return set(newest_first)
+
+  def rank(step: int) -> tuple[bool, float]:
+    metric = metric_of[step]
+    if metric is None or math.isnan(metric):
+      return True, 0.0
+    return False, -metric if mode == "max" else metric
+
+  best_first = sorted(newest_first, key=rank)  # stable: of equal ones, the newer first.
+  return set(newest_first[: max(keep_last, 1)]) | set(best_first[:keep_best])
+
+
+class Checkpoints:
+  """The checkpoints of one run. Made by `open`; a context manager that waits on leaving."""
+
+  def __init__(
+    self,
+    directory: pathlib.Path,
+    *,
+    keep_last: int | None,
+    keep_best: int,
+    best_metric: tuple[str, ...],
+    mode: str,
+    tell: Callable[[str], None],
+  ):
+    self.directory = directory
+    self._retention = {"keep_last": keep_last, "keep_best": keep_best, "mode": mode}
+    self._best_metric = best_metric
+    self._tell = tell
+    self._own: set[int] = set()  # steps saved or restored by this object.
+    self._broken: set[int] = set()  # steps found unusable; set aside by the next save.
+    self._pending: tuple[int, concurrent.futures.Future] | None = None
+    self._is_abandoned = False
+    self._lock = threading.RLock()  # saves may come from the thread that a signal wakes.
+    self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    self._quiet = contextlib.ExitStack()
+    self._quiet.enter_context(orbax_noise.silenced())
+    self._orbax = ocp.AsyncCheckpointer(
+      # Not compressed: float32 weights shrink by 7% and take four times as long.
+      ocp.PyTreeCheckpointHandler(
+        use_zarr3=True, use_compression=False, type_handler_registry=_handlers()
+      ),
+      # Written at once: a write that is still waiting when a save fails would come after its folder
+      # is removed, and make it again or fail.
+      checkpoint_metadata_store=ocp.metadata.metadata_store(enable_write=True, blocking_write=True),
+    )
+
+  def __enter__(self) -> "Checkpoints":
+    return self
+
+  def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    try:
+      self.close()
+    except CheckpointError as error:
+      if kind is None:
+        raise
+      self._tell(f"and the last save failed: {error}")  # what ended the block is what is raised.
+
+  def steps(self) -> list[int]:
+    """Returns the complete steps present, in ascending order; whether intact is not checked."""
+    if not self.directory.is_dir():
+      return []
+    names = (_STEP.fullmatch(path.name) for path in self.directory.iterdir())
+    return sorted(int(name.group(1)) for name in names if name)
+
+  def save(
+    self,
+    step: int,
+    state: Any,
+    extra: Mapping[str, Any],
+    *,
+    metrics: Mapping[str, float] | None = None,
+  ) -> bool:
+    """Starts to save `state`; returns once its arrays may be donated or dropped.
+
+    Waits first for the save before this one. The arrays are read while the next phase
+    runs: on a CPU they are not copied (an update that donates them meanwhile makes JAX
+    copy them, or wait), elsewhere they are copied to the host once.
+
+    Args:
+      step: optimizer batches done; names the checkpoint.
+      state: any tree of JAX or NumPy arrays.
+      extra: whatever a resumed run needs besides, as JSON: the data cursor, the config.
+      metrics: measured at this step; the one named `best_metric` ranks the checkpoint.
+
+    Returns:
+      False if this object has saved or restored this step already: nothing is written.
+
+    Raises:
+      CheckpointError: this save could not be started, or the one before failed (disk
+        full, no permission); names the folder.
+      FolderError: a step of this number is there from another run.
+      TypeError: `extra` or `metrics` is not JSON.
+    """
+    with self._lock:
+      return self._save(step, state, extra, metrics or {})
+
+  def _save(
+    self, step: int, state: Any, extra: Mapping[str, Any], metrics: Mapping[str, float]
+  ) -> bool:
+    """See `save`; only one thread at a time."""
+    self.wait()
+    if step in self._own:
+      return False
+    if self._path(step).exists() and step not in self._broken:
+      raise FolderError(
+        f"{self._path(step)} is there, and not from this run: continue it with"
+        " restore_latest, or choose another folder"
+      )
+    leaves = {name: _raw(leaf) for name, leaf in _named_leaves(state).items()}
+    info = {
+      "step": step,
+      "metrics": dict(metrics),
+      "extra": dict(extra),
+      "leaves": {name: [list(x.shape), str(x.dtype)] for name, x in leaves.items()},
+    }
+    text = json.dumps(info, indent=1)  # now, since the caller may change `extra` meanwhile.
+    temporary = self.directory / f"tmp_{self._path(step).name}"
+    try:
+      if jax.process_index() == 0:
+        _make_room(temporary, sum(x.nbytes for x in leaves.values()))
+        (temporary / "info.json").write_text(text)
+      self._orbax.save(temporary / "state", args=ocp.args.PyTreeSave(leaves))
+    except (OSError, ValueError) as error:
+      shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full because of it.
+      raise CheckpointError(
+        f"cannot save step {step} in {temporary}: {orbax_noise.reason(error)}"
+      ) from error
+    self._pending = step, self._thread.submit(self._commit, step, temporary)
+    self._own.add(step)
+    return True
+
+  def restore_latest(
+    self, like: Any, *, start_anew: bool = False, refuse: Refusal | None = None
+  ) -> tuple[Any, Any] | None:
+    """Reads the newest checkpoint that can be used.
+
+    Every byte is compared with the manifest first, then the parts of the checkpoint with each
+    other. A step that cannot be used is named, with the reason, through `tell`, and the one
+    before it is tried.
+
+    Args:
+      like: a tree of the same structure: arrays, or `jax.ShapeDtypeStruct`s to hold only
+        one copy in memory. The restored arrays take its shardings, whatever mesh saved
+        them; a leaf bound to no device stays unbound.
+      start_anew: return None also if there are checkpoints and none can be used.
+      refuse: (state, extra) → why these cannot be continued from, or None if they can.
+
+    Returns:
+      (state, extra), bit for bit as saved; or None if nothing was saved here yet.
+
+    Raises:
+      CheckpointError: there are checkpoints, and none can be used.
+      OtherStateError: all of them are of another model or optimizer; names the leaves.
+    """
+    self.wait()
+    self._clear_unfinished()
+    reasons: dict[int, stored_leaves.Unusable] = {}
+    for step in reversed(self.steps()):
+      try:
+        found = self._restored(step, like, refuse)
+      except stored_leaves.Unusable as reason:
+        reasons[step] = reason
+        continue
+      for broken, reason in reasons.items():
+        self._broken.add(broken)
+        self._tell(f"checkpoint {self._path(broken)} cannot be used: {reason}")
+      if reasons:
+        self._tell(f"continuing from {self._path(step)}")
+      self._own.add(step)
+      return found
+    if not reasons:
+      return None
+    self._broken |= reasons.keys()
+    listed = [f"{self._path(step)}: {reason}" for step, reason in reasons.items()]
+    if all(isinstance(reason, stored_leaves.OtherState) for reason in reasons.values()):
+      self._broken.clear()
+      raise OtherStateError(
+        f"{listed[0]}\nSet model and optim as they were, or choose another --workdir"
+      )
+    if start_anew:
+      return None
+    raise CheckpointError(
+      "no checkpoint can be used:\n  " + "\n  ".join(listed) + f"\nMove {self.directory} away to"
+      " begin at step 0 (what the run has written is kept), or choose another --workdir"
+    )
+
+  def check(self) -> None:
+    """Raises CheckpointError if the save under way has failed; does not wait. Cheap."""
+    if self._pending and self._pending[1].done():
+      self.wait()
+
+  def wait(self) -> None:
+    """Waits until the save under way is complete.
+
+    Raises:
+      CheckpointError: it failed; names the folder and the cause, once.
+    """
+    with self._lock:
+      if self._pending is None:
+        return
+      step, future = self._pending
+      error = future.exception()
+      self._pending = None
+      if error:
+        self._own.discard(step)
+        raise CheckpointError(
+          f"saving {self._path(step)} failed: {orbax_noise.reason(error)}"
+        ) from error
+
+  def abandon(self) -> None:
+    """Does not wait for the save under way, also when this is closed."""
+    self._pending = None
+    self._is_abandoned = True
+
+  def close(self) -> None:
+    """Waits for the save under way, then ends the background thread. Idempotent."""
+    if self._is_abandoned:
+      self._thread.shutdown(wait=False)
+      return  # what Orbax prints stays silenced, as it is still writing.
+    try:
+      self.wait()
+    finally:
+      self._thread.shutdown()
+      self._orbax.close()
+      self._quiet.close()
+
+  def _path(self, step: int) -> pathlib.Path:
+    return self.directory / f"step_{step:08d}"
+
+  def _restored(self, step: int, like: Any, refuse: Refusal | None) -> tuple[Any, Any]:
+    """Reads a checkpoint; raises Unusable if it is damaged, contradicts itself or is refused."""
+    path = self._path(step)
+    try:
+      if reason := manifest.damage(path):
+        raise stored_leaves.Unusable(reason)
+      info = stored_leaves.read(path / "info.json")
+    except PermissionError as error:
+      raise CheckpointError(f"{error.filename} may not be read: {error.strerror}") from error
+    if info.step != step:
+      raise stored_leaves.Unusable(f"it is of step {info.step}: the folder was renamed")
+    state = self._read(path, info, like)
+    if refuse and (reason := refuse(state, info.extra)):
+      raise stored_leaves.Unusable(reason)
+    return state, info.extra
+
+  def _read(self, path: pathlib.Path, info: stored_leaves.Info, like: Any) -> Any:
+    """Restores the arrays of an intact checkpoint into the structure of `like`."""
+    wanted = _named_leaves(like)
+    raw = {name: _raw(leaf) for name, leaf in wanted.items()}
+    needed = {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in raw.items()}
+    stored_leaves.check_needed(info.leaves, needed)
+    arguments = {name: _restore_args(leaf) for name, leaf in raw.items()}
+    try:
+      stored_leaves.check_stored(self._stored(path / "state"), info.leaves)
+      found = self._orbax.restore(
+        path / "state", args=ocp.args.PyTreeRestore(item=raw, restore_args=arguments)
+      )
+    except READING_FAILS as error:
+      reason = orbax_noise.reason(error)
+      raise stored_leaves.Unusable(f"its arrays cannot be read: {reason}") from error
+    # One leaf at a time, so that no second copy of the whole is ever held.
+    leaves = [_placed(found.pop(name), leaf) for name, leaf in wanted.items()]
+    state = jax.tree.unflatten(jax.tree.structure(like), leaves)
+    counted = _named_leaves(state).get("step")
+    if counted is not None and int(counted) != info.step:
+      raise stored_leaves.Unusable(f"its state is of step {int(counted)}, not of {info.step}")
+    return state
+
+  def _stored(self, folder: pathlib.Path) -> stored_leaves.Leaves:
+    """Returns shape and dtype of the arrays that are in a checkpoint."""
+    found: Any = self._orbax.metadata(folder)  # of several classes, by Orbax's version.
+    arrays = getattr(found, "item_metadata", found)
+    return {
+      str(name): (tuple(array.shape), str(np.dtype(array.dtype)))
+      for name, array in dict(getattr(arrays, "tree", arrays)).items()
+    }
+
+  def _commit(self, step: int, temporary: pathlib.Path) -> None:
+    """Completes a save: manifest, final name, retention. Runs in the background thread."""
+    try:
+      self._orbax.wait_until_finished()
+      if jax.process_index() != 0:
+        return
+      manifest.write(temporary)
+    except Exception:
+      shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full because of it.
+      raise
+    while self._broken:
+      broken = self._path(self._broken.pop())
+      aside = self.directory / f"broken_{broken.name}"
+      shutil.rmtree(aside, ignore_errors=True)
+      os.rename(broken, aside)
+    os.rename(temporary, self._path(step))
+    manifest.flush(self.directory)
+    metric_of = {step: self._metric(step) for step in self.steps()}
+    for surplus in set(metric_of) - kept(metric_of, **self._retention):
+      _delete(self._path(surplus))
+
+  def _metric(self, step: int) -> float | None:
+    """Returns the metric that ranks a step, or None."""
+    try:
+      metrics = json.loads((self._path(step) / "info.json").read_text())["metrics"]
+      name = next((name for name in self._best_metric if name in metrics), None)
+      return None if name is None else float(metrics[name])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+      return None  # not measured, or the file is damaged: ranks last.
+
+  def _clear_unfinished(self) -> None:
+    """Removes what a killed process left behind, and says so."""
+    if jax.process_index() != 0 or not self.directory.is_dir():
+      return
+    for path in sorted(self.directory.glob("tmp_*")):
+      if _STEP.fullmatch(path.name.removeprefix("tmp_")):
+        self._tell(f"removing {path}: a save that was not completed")
+      shutil.rmtree(path, ignore_errors=True)
+
+
+def open(
+  directory: str | os.PathLike[str],
+  *,
+  keep_last: int | None = 2,
+  keep_best: int = 0,
+  best_metric: str | Sequence[str] = (),
+  mode: str = "max",
+  tell: Callable[[str], None] = logging.warning,
+) -> Checkpoints:
+  """Opens a folder of checkpoints; it is made by the first save.
+
+  Args:
+    directory: the folder; relative ones are resolved now.
+    keep_last: how many of the newest stay; None keeps every step.
+    keep_best: how many of the best by `best_metric` stay besides.
+    best_metric: name of the metric that ranks; of several names the first that was measured.
+      Required if `keep_best` > 0.
+    mode: "max" if a larger metric is better, "min" if a smaller one is.
+    tell: receives a line about every damaged or unfinished checkpoint.
+
+  Raises:
+    ValueError: an argument is out of range, or `keep_best` has no metric.
+    FolderError: `directory` is a file.
+  """
+  if (keep_last is not None and keep_last < 0) or keep_best < 0:
+    raise ValueError(f"keep_last and keep_best must be >= 0, got {keep_last} and {keep_best}")
+  if mode not in ("max", "min"):
+    raise ValueError(f'mode must be "max" or "min", got {mode!r}')
+  if keep_best and not best_metric:
+    raise ValueError(f"keep_best={keep_best} needs best_metric, the name of a metric")
+  path = pathlib.Path(directory).resolve()
+  if path.exists() and not path.is_dir():
+    raise FolderError(f"checkpoints need a folder, and {path} is a file")
+  return Checkpoints(
+    path,
+    keep_last=keep_last,
+    keep_best=keep_best,
+    best_metric=(best_metric,) if isinstance(best_metric, str) else tuple(best_metric),
+    mode=mode,
+    tell=tell,
+  )
+
+
+def _handlers() -> Any:
+  """Returns what writes and reads arrays.
+
+  By default Orbax has each replica write a part of an array, which it cuts out on the devices: a
+  program to compile for each shape. One replica writes the whole here.
+  """
+  kinds = ocp.type_handlers
+  return kinds.create_type_handler_registry(
+    (np.ndarray, kinds.NumpyHandler()),
+    (jax.Array, kinds.ArrayHandler(use_replica_parallel=False)),
+  )
+
+
+def _named_leaves(tree: Any) -> dict[str, Any]:
+  """Returns leaf by path, such as "params.layers.q" or "opt_state.0.mu.embed", in tree order."""
+  paths_and_leaves = jax.tree_util.tree_leaves_with_path(tree)
+  named = {
+    jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths_and_leaves
+  }
+  if len(named) != len(paths_and_leaves):
+    raise ValueError("two leaves of the state have the same path; do its keys contain dots?")
+  return named
+
+
+def _is_random_key(leaf: Any) -> bool:
+  return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _raw(leaf: Any) -> Any:
+  """Returns what is stored of a leaf: a random key as its bits, a Python number as an array."""
+  if _is_random_key(leaf):
+    return jax.random.key_data(leaf)
+  if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+    return leaf
+  return np.asarray(leaf)
+
+
+def _is_bound(leaf: Any) -> bool:
+  """Returns whether a leaf belongs on particular devices."""
+  if isinstance(leaf, jax.Array):
+    return leaf.committed
+  return isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None
+
+
+def _restore_args(leaf: Any) -> ocp.RestoreArgs:
+  if _is_bound(leaf):
+    return ocp.ArrayRestoreArgs(
+      sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True
+    )
+  return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
+
+
+def _placed(array: Any, like: Any) -> Any:
+  """Returns a restored array as the kind of leaf that `like` is."""
+  if _is_random_key(like):
+    return jax.random.wrap_key_data(jnp.array(array), impl=jax.random.key_impl(like))
+  if _is_bound(like) or isinstance(like, np.ndarray):
+    return array
+  if isinstance(like, jax.Array | jax.ShapeDtypeStruct):
+    return jnp.array(array)
+  return type(like)(array)
+
+
+def _make_room(temporary: pathlib.Path, needed: int) -> None:
+  """Makes an empty folder, and raises OSError at once if `needed` bytes do not fit."""
+  if temporary.exists():
+    shutil.rmtree(temporary)
+  temporary.mkdir(parents=True)
+  free = shutil.disk_usage(temporary).free
+  if free < needed:
+    raise OSError(f"the disk is full: {_size(needed)} needed, {_size(free)} free")
+
+
+def _size(count: int) -> str:
+  """Returns a number of bytes as 1.23 GB or 45.6 MB."""
+  return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def _delete(path: pathlib.Path) -> None:
+  """Deletes a checkpoint so that, killed in between, no half of it bears a final name."""
+  doomed = path.with_name(f"tmp_deleted_{path.name}")
+  os.rename(path, doomed)
+  shutil.rmtree(doomed)

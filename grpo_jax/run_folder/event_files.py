@@ -1,0 +1,63 @@
+"""Scalars for TensorBoard, written in the caller's thread.
+
+tensorboardX's own SummaryWriter writes from a thread that dies when the disk is full; the next
+eleven scalars then wait for it without end.
+"""
+
+import contextlib
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto import event_pb2
+from tensorboardX.summary import scalar
+
+from grpo_jax.files.disk import writing
+
+_PROTO: Any = event_pb2  # its classes are made when it is imported.
+
+
+class EventFile:
+  """One event file of a run; a resumed run adds another."""
+
+  def __init__(self, folder: Path, start_step: int):
+    """Opens a file in the folder.
+
+    Args:
+      folder: of all event files of a run; made if missing.
+      start_step: readers forget what older files say of this step and later ones.
+
+    Raises:
+      WriteError: it cannot be written.
+    """
+    self._folder = folder
+    with writing(folder):
+      folder.mkdir(parents=True, exist_ok=True)
+      # With the step, since two files of one second would be one.
+      self._writer = EventsWriter(str(folder / "events"), f".from_{start_step}")
+    self._add(_PROTO.Event(step=start_step, file_version="brain.Event:2"))
+    self._add(
+      _PROTO.Event(step=start_step, session_log=_PROTO.SessionLog(status=_PROTO.SessionLog.START))
+    )
+
+  def write(self, step: int, values: Mapping[str, float]) -> None:
+    """Adds the values of a step; they are on their way to the disk when this returns.
+
+    Raises:
+      WriteError: the file cannot be written.
+    """
+    for name, value in values.items():
+      self._add(_PROTO.Event(step=step, wall_time=time.time(), summary=scalar(name, value)))
+    with writing(self._folder):
+      self._writer.flush()
+
+  def close(self) -> None:
+    """Closes the file; what was written is on its way already."""
+    with contextlib.suppress(OSError):
+      self._writer.close()
+
+  def _add(self, event: Any) -> None:
+    with writing(self._folder):
+      self._writer.write_event(event)

@@ -1,0 +1,163 @@
+"""The files rollouts/step_NNNNNN.jsonl: one line a rollout, with all that was sampled."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_jax.files.disk import writing
+from grpo_jax.types import Rollout, RolloutGroup
+
+Decode = Callable[[Sequence[int]], str]
+REPLACEMENT = "\ufffd"  # what a decoder writes for half a character.
+
+
+class TokenTexts:
+  """Splits a completion into the texts of its tokens.
+
+  A character may span several tokens; its text then stands at the first of them, and the others
+  have none. The texts of all tokens together are the text of the completion.
+  """
+
+  def __init__(self, decode: Decode):
+    self._decode = decode
+    self._known: dict[int, str] = {}
+
+  def __call__(self, token_ids: Iterable[int]) -> list[str]:
+    """Returns one text a token."""
+    texts: list[str] = []
+    parts: list[int] = []  # tokens of a character that is not complete.
+    for token in token_ids:
+      if not parts and REPLACEMENT not in self._text(token):
+        texts.append(self._text(token))
+        continue
+      parts.append(token)
+      joint = self._decode(parts)
+      if REPLACEMENT not in joint:
+        texts += [joint] + [""] * (len(parts) - 1)
+        parts = []
+      elif len(parts) == 4:  # bytes of the longest character: these are none.
+        texts += map(self._text, parts)
+        parts = []
+    return texts + [self._text(token) for token in parts]
+
+  def _text(self, token: int) -> str:
+    if token not in self._known:
+      self._known[token] = self._decode([token])
+    return self._known[token]
+
+
+def rollout_records(
+  step: int,
+  groups: Sequence[RolloutGroup],
+  advantages: Sequence[np.ndarray],
+  policy_logprobs: Sequence[Sequence[np.ndarray]] | None,
+  texts: TokenTexts | None,
+  shaped_rewards: Sequence[np.ndarray] | None = None,
+) -> list[dict[str, Any]]:
+  """Returns one record a rollout, in order; arguments as of `RunLogger.write_rollouts`.
+
+  Raises:
+    ValueError: if lengths differ.
+  """
+  if len(advantages) != len(groups) or len(policy_logprobs or groups) != len(groups):
+    raise ValueError(f"{len(groups)} groups need as many advantages and logprobs")
+  shaped = shaped_rewards or [group.rewards for group in groups]
+  records = []
+  for g, group in enumerate(groups):
+    if len(advantages[g]) != len(group.rollouts):
+      raise ValueError(
+        f"group {g}: {len(group.rollouts)} rollouts, {len(advantages[g])} advantages"
+      )
+    for i, rollout in enumerate(group.rollouts):
+      logprobs = policy_logprobs[g][i] if policy_logprobs else None
+      place = {"step": step, "group": g, "rollout": i}
+      numbers = float(shaped[g][i]), float(advantages[g][i])
+      records.append(place | _record(group, rollout, *numbers, logprobs, texts))
+  return records
+
+
+def drop_rollouts(folder: Path, start_step: int) -> None:
+  """Removes the rollout files of steps >= start_step, and files half written."""
+  for path in sorted(folder.glob("step_*.jsonl*")):
+    found = re.fullmatch(r"step_(\d+)\.jsonl(\.tmp)?", path.name)
+    if found and (found[2] or int(found[1]) >= start_step):
+      path.unlink()
+
+
+def replace_file(path: Path, lines: Iterable[str]) -> None:
+  """Writes a file such that a reader finds the old or the new one, never half of it.
+
+  Raises:
+    WriteError: it cannot be written; the old one is as it was.
+  """
+  temporary = path.with_name(path.name + ".tmp")
+  with writing(path):
+    try:
+      with open(temporary, "w", encoding="utf-8", newline="\n") as file:
+        file.writelines(lines)
+      os.replace(temporary, path)
+    except OSError:
+      temporary.unlink(missing_ok=True)  # the disk may be full because of it.
+      raise
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+  """Returns the record as one line of strict JSON: a NaN in it is an error."""
+  return json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
+
+
+def _record(
+  group: RolloutGroup,
+  rollout: Rollout,
+  shaped_reward: float,
+  advantage: float,
+  policy_logprobs: np.ndarray | None,
+  texts: TokenTexts | None,
+) -> dict[str, Any]:
+  """What the file of rollouts tells of one of them, besides its place."""
+  if policy_logprobs is not None and len(policy_logprobs) != len(rollout.completion_ids):
+    raise ValueError(
+      f"a completion of {len(rollout.completion_ids)} tokens has {len(policy_logprobs)} logprobs"
+    )
+  ids = rollout.completion_ids.tolist()
+  return {
+    "prompt_id": group.prompt.prompt_id,
+    "environment": group.prompt.environment,
+    "prompt": group.prompt.text,
+    "expected_answer": group.prompt.expected_answer,
+    "completion": rollout.text,
+    "reward": _finite(rollout.reward),
+    "shaped_reward": _finite(shaped_reward),
+    "reward_components": {k: _finite(v) for k, v in rollout.reward_components.items()},
+    "metrics": {k: _finite(v) for k, v in rollout.metrics.items()},
+    "advantage": _finite(advantage),
+    "finish_reason": rollout.finish_reason.value,
+    "turns": rollout.turns,
+    "turn_log": [
+      {**dataclasses.asdict(turn), "reward": _finite(turn.reward)} for turn in rollout.turn_log
+    ],
+    "error": rollout.error,
+    "prompt_ids": group.prompt.token_ids.tolist(),
+    "completion_ids": ids,
+    "token_texts": texts(ids) if texts else None,
+    "loss_mask": rollout.loss_mask.astype(int).tolist(),
+    "behavior_logprobs": _short(rollout.behavior_logprobs),
+    "policy_logprobs": None if policy_logprobs is None else _short(policy_logprobs),
+    "weight_versions": rollout.weight_versions.tolist(),
+  }
+
+
+def _finite(value: float) -> float | None:
+  return float(value) if math.isfinite(value) else None
+
+
+def _short(values: np.ndarray) -> list[float | None]:
+  """float32 values in the fewest digits that give the same float32 back; NaN as None."""
+  return [float(str(v)) if math.isfinite(v) else None for v in values.astype(np.float32)]

@@ -1,0 +1,139 @@
+"""Everything stands in a row once, in a planned shape; rows are full; plans are small."""
+
+import numpy as np
+import pytest
+
+from grpo_jax.batching import packing
+from grpo_jax.batching.packing import Cost, Load, Shape, Sizes
+
+COST = Cost(place=100.0, pair=0.05, loss_place=20.0, microbatch=6400.0)
+
+
+def draw(rng, most_groups=9):
+  """Returns random groups, some of them without completions, and what holds them all."""
+  groups = [
+    Sizes(
+      int(rng.integers(1, 60)),
+      tuple(int(n) for n in rng.integers(1, 90, size=int(rng.integers(0, 9)))),
+    )
+    for _ in range(int(rng.integers(1, most_groups)))
+  ]
+  return groups, Load(prompt=60, completion=90, longest=150, group=8, groups=most_groups)
+
+
+@pytest.mark.parametrize("one_piece", [False, True])
+@pytest.mark.parametrize("replicas", [1, 4])
+@pytest.mark.parametrize("microbatch_tokens", [128, 700, None])
+def test_every_completion_stands_once_in_a_row_of_a_planned_shape(
+  one_piece, replicas, microbatch_tokens
+):
+  rng = np.random.default_rng(0)
+  for _ in range(10):
+    groups, load = draw(rng)
+    options = {"microbatch_tokens": microbatch_tokens, "rows_multiple": replicas}
+    shapes = packing.plan(load, cost=COST, pack=not one_piece, **options)
+    assert 1 <= len(shapes) <= packing.MOST_SHAPES
+    assert all(shape.rows % replicas == 0 for shape in shapes)
+    assert max(shape.row_tokens for shape in shapes) >= load.longest
+    if microbatch_tokens is not None:
+      assert max(s.places for s in shapes) // replicas <= max(microbatch_tokens, load.longest + 31)
+    made = packing.pack(groups, shapes, cost=COST, one_piece=one_piece)
+    found = []
+    for one in made:
+      assert one.shape in shapes
+      assert 0 < len(one.rows) <= one.shape.rows
+      for row in one.rows:
+        assert len(row) == 1 or not one_piece
+        tokens = [
+          groups[p.group].prompt + sum(groups[p.group].completions[i] for i in p.completions)
+          for p in row
+        ]
+        assert sum(tokens) <= one.shape.row_tokens
+        assert all(p.completions for p in row)
+        found += [(p.group, i) for p in row for i in p.completions]
+    wanted = [(g, i) for g, group in enumerate(groups) for i in range(len(group.completions))]
+    assert sorted(found) == wanted
+    assert made == packing.pack(groups, shapes, cost=COST, one_piece=one_piece)
+
+
+def test_a_group_is_split_where_a_row_has_room():
+  # Three groups of 2 + 2 · 4 = 10 tokens in rows of 18: whole groups would take three rows. The
+  # first row takes 10 and 2 + 4 of another, the second 10 and the rest of it.
+  [one] = packing.pack([Sizes(2, (4, 4))] * 3, (Shape(2, 18, 18),), cost=Cost())
+  pieces = [sorted((piece.group, len(piece.completions)) for piece in row) for row in one.rows]
+  assert [sorted(count for _, count in row) for row in pieces] == [[1, 2], [1, 2]]
+  # A group that is larger than a row is split in any case: 2 + 4 · 4 = 18 in rows of 10.
+  [one] = packing.pack([Sizes(2, (4, 4, 4, 4))], (Shape(2, 10, 10),), cost=Cost())
+  assert [len(piece.completions) for row in one.rows for piece in row] == [2, 2]
+
+
+def test_what_does_not_fill_a_microbatch_goes_into_a_smaller_one():
+  shapes = (Shape(4, 32, 32), Shape(1, 32, 32), Shape(1, 8, 8))
+  groups = [Sizes(4, (28,))] * 5 + [Sizes(4, (2,))]
+  made = packing.pack(groups, shapes, cost=Cost())
+  assert [one.shape for one in made] == [shapes[0], shapes[1], shapes[2]]
+
+
+def test_a_microbatch_more_must_be_worth_its_own_cost():
+  shapes = (Shape(1, 64, 64), Shape(1, 16, 16))
+  groups = [Sizes(2, (10,))] * 3
+  small = packing.pack(groups, shapes, cost=Cost(microbatch=1.0))
+  assert [one.shape.row_tokens for one in small] == [16, 16, 16]
+  large = packing.pack(groups, shapes, cost=Cost(microbatch=20.0))
+  assert [one.shape.row_tokens for one in large] == [64]
+
+
+def test_shapes_that_are_too_small_are_refused():
+  with pytest.raises(ValueError, match=r"has 11 tokens, but rows have \(8,\)"):
+    packing.pack([Sizes(2, (9,))], (Shape(1, 8, 8),), cost=Cost())
+  with pytest.raises(ValueError, match="loss_tokens must be at least row_tokens"):
+    packing.pack([Sizes(2, (2,))], (Shape(1, 8, 4),), cost=Cost())
+  assert packing.pack([Sizes(2, ())], (Shape(1, 8, 8),), cost=Cost()) == []
+
+
+def test_row_buckets_are_the_only_row_lengths():
+  load = Load(prompt=100, completion=100, longest=200, group=8, groups=8)
+  for buckets in ((256,), (64, 256), (64, 128, 256)):
+    shapes = packing.plan(load, cost=COST, row_buckets=buckets, microbatch_tokens=1024)
+    assert {shape.row_tokens for shape in shapes} == set(buckets)
+    assert len(shapes) <= 3
+  with pytest.raises(ValueError, match="at most 3 row lengths"):
+    packing.plan(load, cost=COST, row_buckets=(32, 64, 128, 256))
+
+
+def test_rows_are_no_longer_than_asked():
+  load = Load(prompt=512, completion=512, longest=1024, group=16, groups=32)
+  for row_tokens in (300, 1000, 1024, 2048):
+    shapes = packing.plan(load, cost=COST, row_tokens=row_tokens, microbatch_tokens=8192)
+    assert max(shape.row_tokens for shape in shapes) <= row_tokens
+
+
+@pytest.mark.parametrize("limit", [1, 40, 64, 100])
+def test_no_microbatch_is_larger_than_asked(limit):
+  load = Load(prompt=8, completion=24, longest=32, group=8, groups=8)
+  shapes = packing.plan(load, cost=Cost(), microbatch_tokens=limit)
+  assert all(shape.places <= max(limit, 32) for shape in shapes)
+
+
+def test_pairs_by_hand():
+  # 600 = 256 + 256 + 88 queries, which see 256, 512 and 600 keys.
+  assert packing.pairs(600) == 256 * 256 + 256 * 512 + 88 * 600
+  assert packing.pairs(100) == 100 * 100
+  # Above 4096 there are 16 blocks: 8192 = 16 · 512.
+  assert packing.pairs(8192) == sum(512 * 512 * (i + 1) for i in range(16))
+
+
+@pytest.mark.parametrize(
+  ("sizes", "room", "expected"),
+  [
+    ([7, 5, 4, 3], 9, [1, 2]),
+    ([7, 5, 4, 3], 12, [0, 1]),
+    ([7, 5, 4, 3], 2, []),
+    ([7, 5, 4, 3], 100, [0, 1, 2, 3]),
+    ([4, 4, 4], 8, [0, 1]),
+    ([4], 0, []),
+    ([4], -3, []),
+  ],
+)
+def test_fullest_by_hand(sizes, room, expected):
+  assert packing._fullest(sizes, room) == expected

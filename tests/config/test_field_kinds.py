@@ -1,0 +1,196 @@
+"""Every field of a config refuses values of the wrong type and out of range, by its name."""
+
+import math
+import pathlib
+
+import pytest
+from ml_collections import ConfigDict, FieldReference
+
+from grpo_jax import environments
+from grpo_jax.config import command_line, configuration, field_kinds, run_options
+from grpo_jax.config.configuration import ConfigError
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+BASE = configuration.load(str(CONFIGS / "base.py"))
+FIELDS = configuration.plain_fields(BASE)
+NULLABLE = configuration.nullable(BASE) | {"model.fallback"}
+
+WRONG = ["0.2", "", None, math.nan, math.inf, -1, -0.5, 0.5, [1.5], [], {"a": 1}, {}, True, print]
+# What may be negative, infinite or anything but a number; the rest follows from the types.
+NEGATIVE = {
+  *("advantages.clip_low", "advantages.clip_high", "data.task_seed", "evaluation.data.task_seed"),
+  *("filters.min_reward_mean", "filters.max_reward_mean"),
+}
+REST_OF_DEVICES = {"mesh.data", "mesh.fsdp", "mesh.tensor"}  # -1, of the negative numbers.
+INFINITE = {"filters.min_reward_mean", "filters.max_reward_mean", "loss.importance_high"}
+EMPTY_STRING = {
+  *("data.output_key", "data.system_prompt", "model.fallback"),
+  *("evaluation.data.output_key", "evaluation.data.system_prompt"),
+}
+
+
+def type_of(name):
+  """Returns the type that base.py gives a field: of its value, or of its placeholder."""
+  section, _, last = name.rpartition(".")
+  holder = BASE
+  for part in section.split(".") if section else ():
+    holder = holder[part]
+  kind = type(FIELDS[name]) if FIELDS[name] is not None else holder.get_type(last)
+  return kind
+
+
+def may_be(name, value):
+  """Whether a value is of the type of a field, whatever its range; written without the table."""
+  kind = type_of(name)
+  if value is None:
+    return name in NULLABLE
+  if kind is bool:
+    return isinstance(value, bool)
+  if kind is str:
+    return isinstance(value, str) and (value != "" or name in EMPTY_STRING)
+  if kind is tuple:
+    return isinstance(value, list) and not value
+  if kind in (dict, ConfigDict):
+    return isinstance(value, dict)
+  if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+    return False
+  if kind is int and not isinstance(value, int):
+    return False
+  if math.isinf(value) and name not in INFINITE:
+    return False
+  return value >= 0 or name in NEGATIVE or (value == -1 and name in REST_OF_DEVICES)
+
+
+@pytest.mark.parametrize("name", [name for name in FIELDS if not name.startswith("environments.")])
+def test_a_field_refuses_values_of_other_types_by_name(name):
+  assert name in field_kinds.KINDS, "a new field needs a row in field_kinds.KINDS"
+  assert list(field_kinds.problems({name: FIELDS[name]})) == []
+  for value in WRONG:
+    told = list(field_kinds.problems({name: value}))
+    if not may_be(name, value):
+      assert len(told) == 1 and told[0].startswith(f"{name} must be "), (value, told)
+      assert "got" in told[0] and "\n" not in told[0]
+
+
+def test_every_row_of_the_table_is_a_field():
+  extra = set(field_kinds.KINDS) - set(FIELDS)
+  assert all(name.startswith(("evaluation.data.", "evaluation.sampling.")) for name in extra), extra
+
+
+def test_what_is_right_is_not_refused():
+  for name, values in {
+    "loss.clip_low": (0, 0.2, 1, None),
+    "data.split_validation_size": (0, 0.1, 100),
+    "mesh.data": (-1, 1, 8),
+    "batching.row_buckets": ((512, 1024), [512], None),
+    "sampling.stop_strings": (("\n",), [" "], ()),
+    "data.output_key": ("", "answer", None),
+    "seed": (0, 2**32 - 1),
+    "filters.min_reward_mean": (-math.inf, -1.0),
+  }.items():
+    for value in values:
+      assert list(field_kinds.problems({name: value})) == [], (name, value)
+
+
+SHIPPED = [path for path in sorted(CONFIGS.glob("*.py")) if path.stem != "__init__"]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_no_shipped_config_is_refused(path):
+  config = configuration.load(str(path))
+  assert list(field_kinds.problems(configuration.plain_fields(config))) == []
+
+
+@pytest.mark.parametrize(
+  "flag, message",
+  [
+    ("--config.loss.clip_low=nan", r"loss\.clip_low must be a finite number >= 0"),
+    ("--config.optim.learning_rate=inf", r"optim\.learning_rate must be a finite number > 0"),
+    ("--config.rollout.group_size=-1", r"rollout\.group_size must be an integer >= 1, got -1"),
+    ("--config.shaping.scale_from=1,2,3", r"shaping\.scale_from must be a list of 2 elements"),
+    ("--config.advantages.weights=nan,1", r"advantages\.weights must be a list"),
+    ("--config.engine.sglang.port=70000", r"engine\.sglang\.port must be an integer .*70000"),
+    ("--config.data.datasets=3", r"data\.datasets must be a list, each a mapping"),
+    ("--config.environments.math.workers=0", r"environments\.math\.workers must be an integer"),
+    ("--config.environments.math.timeout_s=nan", r"environments\.math\.timeout_s must be"),
+    ("--config.environments.math.format_reward=abc", r"environments\.math\.format_reward must be"),
+    ("--config.loss.loss=grpo", "no loss 'grpo': here it is 'clipped'"),
+    ("--config.loss.sapo_temperature_positive=2", "sapo_temperature_positive=2.0 would never be"),
+    ("--config.evaluation.sampling.top_p=0", r"evaluation\.sampling\.top_p must be a finite"),
+    ("--config.data.on_error=stopp", r"data\.on_error must be one of 'stop', 'skip'"),
+    ("--config.offline.rank_temperature=-1", r"offline\.rank_temperature must be a finite"),
+  ],
+)
+def test_a_flag_of_a_wrong_value_is_refused_with_its_name(flag, message):
+  with pytest.raises(ConfigError, match=message):
+    command = command_line.parse([f"--config={CONFIGS / 'base.py'}", flag])
+    configuration.check(command.config, [run_options.validate])
+
+
+@pytest.mark.parametrize(
+  "flag, message",
+  [
+    ("--config.loss.clip_low=abc", r"clip_low"),
+    ("--config.loss.kl_coef=None", r"kl_coef=None: this field needs a value"),
+    ("--config.data.shuffle=maybe", r"shuffle.*true or false"),
+    ("--config.total_steps=1.5", r"total_steps.*an integer"),
+  ],
+)
+def test_a_flag_of_another_type_is_refused_as_it_is_read(flag, message):
+  with pytest.raises(ConfigError, match=message):
+    command = command_line.parse([f"--config={CONFIGS / 'base.py'}", flag])
+    configuration.check(command.config, [run_options.validate])
+
+
+def test_rules_about_several_fields_are_told_beside_what_is_wrong_by_itself():
+  config = configuration.load(str(CONFIGS / "base.py"))
+  config.total_steps = 0
+  config.rollout.group_size = -1
+  config.filters.min_scored = 9
+  config.evaluation.pass_k = (4,)
+  config.optim.final_share = 0.1
+  told = list(run_options.validate(config))
+  assert told[:2] == [
+    "rollout.group_size must be an integer >= 1, got -1",
+    "total_steps must be an integer >= 1, got 0",
+  ]
+  for expected in ("evaluation.pass_k=[4]", "final_share=0.1"):
+    assert any(expected in line for line in told), expected
+  assert not any("min_scored" in line for line in told)  # nothing is known to compare it with.
+
+
+def test_no_complaint_is_about_a_value_that_stands_in():
+  config = configuration.load(str(CONFIGS / "base.py"))
+  config.rollout.max_tokens = -5
+  config.shaping.overlong_buffer_tokens = 4  # with room for completions of 7 tokens it never acts.
+  assert list(run_options.validate(config)) == [
+    "rollout.max_tokens must be an integer >= 2, got -5"
+  ]
+
+
+@pytest.mark.parametrize("name", field_kinds.KINDS)
+def test_every_kind_has_a_value_that_stands_in(name):
+  assert all(field_kinds.KINDS[name].fits(value) for value in field_kinds.stand_ins(name))
+
+
+def test_all_wrong_fields_are_told_at_once_and_unknown_ones_too():
+  told = list(field_kinds.problems({"loss.kl_coef": "0.1", "seed": -1, "loss.foo": 3}))
+  assert len(told) == 3 and "there is no field loss.foo" in told[2]
+
+
+@pytest.mark.parametrize("value", ["many", None, math.nan, 0, -2, True, [2]])
+def test_settings_of_environments_are_checked_for_library_users_too(value):
+  with pytest.raises(ValueError, match=r"environments\.math\.workers must be an integer >= 1"):
+    environments.make(math={"workers": value})
+
+
+def test_the_numbers_that_none_stands_for_are_in_the_resolved_config():
+  config = configuration.load(str(CONFIGS / "base.py"))
+  with config.unlocked():
+    config.loss.loss = "gspo"
+  loss = run_options.resolved(config).loss
+  assert (loss.clip_low, loss.clip_high, loss.aggregation) == (3e-4, 4e-4, "sequence_mean")
+  assert config.loss.clip_low is None
+  written = configuration.to_json(run_options.resolved(BASE))["loss"]
+  assert (written["clip_low"], written["clip_high"]) == (0.2, 0.2)
+  assert not isinstance(run_options.resolved(BASE).loss.kl_input_clamp, FieldReference)

@@ -1,0 +1,103 @@
+"""Which model a run takes: wrong ones are refused before anything is made, fallbacks are named."""
+
+import json
+import shutil
+
+import pytest
+
+import configs.gsm8k
+from grpo_jax import main, report
+from grpo_jax.building import run as building
+from grpo_jax.config import configuration, run_options
+from grpo_jax.models import sources, tiny
+from grpo_jax.report import data as report_data
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return tiny.write(tmp_path_factory.mktemp("models") / "model")
+
+
+def damaged(model, folder, name, content):
+  copy = shutil.copytree(model, folder / "copy")
+  (copy / name).write_text(content)
+  return copy
+
+
+@pytest.mark.parametrize("option", ["model.path", "model.fallback"])
+@pytest.mark.parametrize("path", ["{}/nomodel", "./nomodel", "a/b/c", "pypi:nothing", "{}/a.txt"])
+def test_a_wrong_path_ends_with_code_2_and_no_folder(option, path, tmp_path, capsys):
+  (tmp_path / "a.txt").touch()
+  path = path.format(tmp_path)
+  workdir = tmp_path / "run"
+  command = ["--config=configs/gsm8k.py", f"--config.{option}={path}", f"--workdir={workdir}"]
+  assert main.main(command) == 2
+  told = capsys.readouterr()
+  assert told.err.startswith(f"error: the configuration cannot work:\n  - {option}: {path}: ")
+  assert len(told.err.splitlines()) == 2 and told.out == ""
+  assert not workdir.exists()
+
+
+@pytest.mark.parametrize(
+  ("name", "content", "message"),
+  [
+    ("config.json", "[]", "config.json: needs a JSON object"),
+    ("config.json", '{"architectures": 3}', "architectures needs a list of strings, got 3"),
+    ("model.safetensors", "abc", "is cut short or not a safetensors file"),
+    ("generation_config.json", "[]", "needs a JSON object, holds a list"),
+  ],
+)
+def test_a_broken_folder_ends_with_code_2_and_no_folder(
+  name, content, message, model, tmp_path, capsys
+):
+  path, workdir = damaged(model, tmp_path, name, content), tmp_path / "run"
+  command = ["--config=configs/gsm8k.py", f"--config.model.path={path}"]
+  assert main.main([*command, f"--workdir={workdir}"]) == 2
+  told = capsys.readouterr().err
+  assert message in told and len(told.splitlines()) == 2 and "Traceback" not in told
+  assert not workdir.exists()
+
+
+def test_a_model_that_is_there_or_may_be_is_not_refused(model):
+  config = configs.gsm8k.get_config()
+  assert list(run_options._unusable_model(config)) == []
+  config.model.path, config.model.fallback = str(model), ""
+  assert list(run_options._unusable_model(config)) == []
+
+
+def remember(config, folder, found):
+  """Does with config.json what `building.build` does."""
+  config = building._with_fallback(config, found)
+  building._tell_differences(config, folder)
+  configuration.write(config, folder / "config.json")
+
+
+def test_a_fallback_is_named_in_config_json_and_in_the_report(model, tmp_path):
+  config = configs.gsm8k.get_config()
+  found = sources.Found(model, "org/model", "pypi:other", "org/model: cannot be downloaded")
+  remember(config, tmp_path, found)
+  stored = json.loads((tmp_path / "config.json").read_text())
+  assert stored["model"]["fallback_taken"] == {
+    "asked": "org/model",
+    "taken": "pypi:other",
+    "reason": "org/model: cannot be downloaded",
+  }
+  assert "fallback_taken" not in config.model
+  facts = dict(report.facts(report_data.load(tmp_path)))
+  assert facts["trained in its place"] == "pypi:other"
+  assert facts["because"] == "org/model: cannot be downloaded"
+
+
+def test_a_run_that_goes_on_with_another_model_says_so(model, tmp_path, caplog):
+  config = configs.gsm8k.get_config()
+  remember(config, tmp_path, sources.Found(model, "org/model", "org/model"))
+  assert "fallback_taken" not in (tmp_path / "config.json").read_text()
+  remember(config, tmp_path, sources.Found(model, "org/model", "pypi:other", "gone"))
+  assert "model.fallback_taken.taken: was absent" in caplog.text
+  assert "model.fallback_taken.reason" not in caplog.text
+
+
+def test_no_configuration_has_an_empty_fallback():
+  for path in configuration.present():
+    config = configuration.load(path)
+    assert config.model.fallback is None or sources.refusal(config.model.fallback) is None

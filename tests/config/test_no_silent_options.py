@@ -1,0 +1,325 @@
+"""Every option about rewards and groups, switched on in the real loop, does what it says.
+
+Each row of the table runs one step with an engine that writes what a script says, up to the
+update, and looks at what the run folder tells of it.
+"""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import configs.base
+from grpo_jax import train
+from grpo_jax.building import run as building
+from grpo_jax.engines.base import GenerationRequest
+from grpo_jax.engines.fake import FakeEngine
+from grpo_jax.models import tiny
+from grpo_jax.run_folder import keeper
+from grpo_jax.types import Mean
+
+MAX_TOKENS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+  """What a run of one step left."""
+
+  metrics: dict
+  records: list[dict]
+
+  def column(self, name: str) -> np.ndarray:
+    """A field of every rollout, NaN for null."""
+    return np.asarray([record[name] for record in self.records], np.float64)
+
+  def is_cut(self) -> np.ndarray:
+    return np.asarray([record["finish_reason"] == "length" for record in self.records])
+
+  def tokens(self) -> np.ndarray:
+    return np.asarray([sum(record["loss_mask"]) for record in self.records])
+
+  def is_learned(self) -> np.ndarray:
+    """Whether a rollout went through the update."""
+    return np.asarray([record["policy_logprobs"][0] is not None for record in self.records])
+
+
+def completion(prompt: int, attempt: int) -> str:
+  """What the engine writes: 1 to 9 letters; with the stop id 8 are too many."""
+  return "aexioyuzw"[: 1 + (3 * attempt + prompt + attempt // 3) % 9]
+
+
+def scripted_engine(config, folder, tokenizer, workdir, stack):
+  """In place of `building._engine`: the engine of the run, whatever is in the config."""
+
+  def script(request: GenerationRequest) -> list[int]:
+    row, _, attempt = request.request_id.rpartition(":")[2].partition("#")
+    text = completion(int(row), int(attempt.partition(".")[0]))
+    return [*tokenizer.encode(text).tolist(), *tokenizer.stop_ids]
+
+  return FakeEngine(np.zeros((tokenizer.vocab_size, tokenizer.vocab_size)), script=script)
+
+
+def no_update(run, state, batch, before):
+  """In place of `train.learn`: only shows which tokens an update would have seen."""
+  logprobs = [[jnp.zeros(m.loss_places.shape) for m in b.microbatches] for b in batch.minibatches]
+  told = {"train/skipped_share": Mean(0.0, 1.0)}
+  return dataclasses.replace(state, step=state.step + 1), told, logprobs
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  """Returns a function that runs one step and tells; `a__b=1` sets config.a.b."""
+  folder = tmp_path_factory.mktemp("options")
+  model = tiny.write(folder / "model")
+  rows = folder / "rows.jsonl"
+  lines = [{"problem": f"{i} + {i}", "expected_answer": str(2 * i)} for i in range(40)]
+  rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+  found = {}
+
+  def once(reward="vowels", **options) -> Told:
+    key = json.dumps([reward, options])
+    if key not in found:
+      workdir = folder / str(len(found))
+      config = make_config(model, rows, reward, options)
+      assert not list(train.validate(config))
+      train.train(config, workdir)
+      found[key] = read(workdir)
+    return found[key]
+
+  first = jax.devices()[:1]
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(jax, "devices", lambda *_: first)  # a run takes all there are.
+    patch.setattr(building, "_engine", scripted_engine)
+    patch.setattr(train, "learn", no_update)
+    patch.setattr(keeper.Keeper, "save", lambda _: None)
+    patch.setattr(train, "publish", lambda *_: None)
+    yield once
+
+
+def make_config(model, rows, reward, options):
+  settings = {
+    "total_steps": 1,
+    "model.path": str(model),
+    "model.compute_dtype": "float32",
+    "mesh.data": 1,
+    "data.path": str(rows),
+    "data.environment": "own",
+    "data.shuffle": False,
+    "rollout.prompts_per_step": 4,
+    "rollout.group_size": 8,
+    "rollout.max_tokens": 96,
+    "sampling.max_tokens": MAX_TOKENS,
+    "batching.row_tokens": 128,
+    "batching.row_buckets": (128,),
+    "batching.skip_zero_advantage": False,
+    "loss.kl_coef": 0.0,
+    "advantages.estimator": "dr_grpo",  # no scale, which would hide linear maps of rewards.
+    "evaluation.at_start": False,
+    "evaluation.at_end": False,
+    "evaluation.every_steps": 0,
+    "logging.tensorboard": False,
+    "learn.report_all_every_steps": 0,
+    "learn.report_kl_every_steps": 0,
+    **{name.replace("__", "."): value for name, value in options.items()},
+  }
+  config = configs.base.get_config()
+  config.environments = {"own": {"module": "function", "path": f"tests.rewards.{reward}"}}
+  config.update_from_flattened_dict(settings)
+  return config
+
+
+def read(workdir: pathlib.Path) -> Told:
+  metrics = json.loads((workdir / "metrics.jsonl").read_text().splitlines()[0])
+  lines = (workdir / "rollouts" / "step_000000.jsonl").read_text().splitlines()
+  return Told(metrics, [json.loads(line) for line in lines])
+
+
+def centred(rewards) -> np.ndarray:
+  """Advantages of Dr. GRPO."""
+  groups = np.asarray(rewards).reshape(-1, 8)
+  return (groups - groups.mean(axis=1, keepdims=True)).ravel()
+
+
+def test_the_plain_run_is_worth_comparing_with(run):
+  plain = run()
+  assert 0.1 <= plain.is_cut().mean() < 0.9
+  assert len(set(plain.tokens())) > 4 and len(set(plain.column("reward"))) > 2
+  np.testing.assert_array_equal(plain.column("shaped_reward"), plain.column("reward"))
+  np.testing.assert_allclose(plain.column("advantage"), centred(plain.column("reward")), atol=1e-6)
+  assert plain.is_learned().all()
+  assert not [name for name in plain.metrics if name.startswith(("shaping/", "dynamic"))]
+
+
+def scaled(plain, told):
+  rewards = plain.column("reward")
+  assert told.metrics["shaping/clamped_share"] == (rewards > 0.125).mean() > 0
+  return np.minimum(rewards, 0.125) / 0.125 * 3 - 1
+
+
+def stopped_properly(plain, told):
+  return np.where(plain.is_cut(), 0.5, 1.0) * plain.column("reward")
+
+
+def overlong(plain, told):
+  penalties = np.clip((plain.tokens() - 2) / 4, 0, 1)  # L_max 6, L_buf 4.
+  assert told.metrics["shaping/overlong_share"] == (penalties > 0).mean() > 0
+  return plain.column("reward") - 0.5 * penalties
+
+
+def overlong_without_floor(plain, told):
+  penalties = np.clip((plain.tokens() - 2) / 4, 0, None)
+  assert penalties.max() == 1.5
+  return plain.column("reward") - penalties
+
+
+BUFFER = {"shaping__overlong_buffer_tokens": 4, "shaping__max_completion_tokens": 6}
+SHAPINGS = {
+  "scaling": (scaled, {"shaping__scale_from": (0, 0.125), "shaping__scale_to": (-1, 2)}),
+  "stop_properly": (stopped_properly, {"shaping__stop_properly_coef": 0.5}),
+  "overlong": (overlong, {**BUFFER, "shaping__overlong_penalty": 0.5}),
+  "overlong_without_floor": (overlong_without_floor, {**BUFFER, "shaping__overlong_floor": False}),
+}
+
+
+@pytest.mark.parametrize("name", SHAPINGS)
+def test_shaping_changes_the_advantages_and_leaves_the_recorded_reward(name, run):
+  expect, options = SHAPINGS[name]
+  plain, told = run(), run(**options)
+  np.testing.assert_array_equal(told.column("reward"), plain.column("reward"))
+  expected = expect(plain, told)
+  np.testing.assert_allclose(told.column("shaped_reward"), expected, atol=1e-6)
+  np.testing.assert_allclose(told.column("advantage"), centred(expected), atol=1e-6)
+  assert np.abs(told.column("advantage") - plain.column("advantage")).max() > 0.05
+  assert told.metrics["rollout/reward_mean"] == plain.metrics["rollout/reward_mean"]
+  assert told.metrics["shaping/reward_mean"] == pytest.approx(expected.mean(), abs=1e-6)
+
+
+def test_the_overlong_penalty_ends_where_completions_are_cut_if_no_limit_is_given(run):
+  told = run(shaping__overlong_buffer_tokens=4)
+  penalties = np.clip((told.tokens() - MAX_TOKENS + 4) / 4, 0, 1)
+  np.testing.assert_allclose(told.column("shaped_reward"), told.column("reward") - penalties)
+  assert penalties.max() == 1.0
+
+
+def test_weights_of_components_are_learned_from(run):
+  gdpo = {"advantages__estimator": "gdpo"}
+  both = run("vowels_and_brevity", **gdpo)
+  brevity = run("vowels_and_brevity", **gdpo, advantages__weights=(1.0, 0.0))
+  vowels = run("vowels_and_brevity", **gdpo, advantages__weights=(0.0, 1.0))
+  components = [record["reward_components"] for record in both.records]
+  for told, name in ((brevity, "brevity"), (vowels, "vowels")):
+    own = np.asarray([component[name] for component in components]).reshape(-1, 8)
+    spread = own.std(axis=1, ddof=1, keepdims=True)
+    normal = (own - own.mean(axis=1, keepdims=True)) / np.where(spread > 0, spread + 1e-6, 1)
+    white = (normal - normal.mean()) / normal.std(ddof=1)
+    np.testing.assert_allclose(told.column("advantage"), white.ravel(), atol=1e-4)
+  assert np.abs(both.column("advantage") - brevity.column("advantage")).max() > 0.1
+  assert np.abs(both.column("advantage") - vowels.column("advantage")).max() > 0.1
+
+
+def test_a_wrong_number_of_weights_names_the_components(run):
+  with pytest.raises(ValueError, match=r"has 3 numbers.* 2 reward components.*: brevity, vowels"):
+    run("vowels_and_brevity", advantages__estimator="gdpo", advantages__weights=(1, 1, 1))
+
+
+def test_penalties_reach_gdpo_as_well(run):
+  gdpo = {"advantages__estimator": "gdpo"}
+  plain = run("vowels_and_brevity", **gdpo)
+  for options in (BUFFER, {"shaping__stop_properly_coef": 0.0}):
+    told = run("vowels_and_brevity", **gdpo, **options)
+    difference = told.column("advantage") - plain.column("advantage")
+    assert np.abs(difference).max() > 0.1
+
+
+def test_the_reward_is_that_of_the_function_named(run):
+  plain, other = run(), run("constant")
+  assert set(other.column("reward")) == {1.0} != set(plain.column("reward"))
+
+
+def test_dynamic_sampling_replaces_groups_without_signal(run):
+  plain = run("vowels_of_some")
+  told = run("vowels_of_some", dynamic_sampling__enabled=True)
+  assert plain.metrics["rollout/no_signal_share"] == 0.5  # prompts 0 and 3.
+  assert told.metrics["rollout/no_signal_share"] == 0.0
+  names = lambda run: list(dict.fromkeys(record["prompt_id"] for record in run.records))
+  assert names(plain) == [f"rows:0:{i}" for i in (0, 1, 2, 3)]
+  assert names(told) == [f"rows:0:{i}" for i in (1, 2, 4, 5)]
+  assert told.metrics["dynamic_sampling/surplus"] == 1.0
+  assert told.metrics["batch/loss_tokens"] == told.tokens().sum()
+
+
+def test_dynamic_sampling_looks_at_rewards_before_they_are_shaped(run):
+  """A constant reward with an overlong penalty has signal, but not to dynamic sampling."""
+  options = {"dynamic_sampling__enabled": True, "dynamic_sampling__on_limit": "train"}
+  told = run("constant", **options, **BUFFER, dynamic_sampling__max_rounds=2)
+  assert told.metrics["shaping/no_signal_share"] < 1.0
+  assert told.metrics["dynamic_sampling/limit_reached"] == 1.0
+  assert told.metrics["dynamic_sampling/discarded/no_signal"] == 8.0
+  assert told.metrics["filter/no_signal"] == 4.0
+  assert told.metrics["batch/optimizer_steps"] == 0.0
+
+
+FILTERS = {
+  "drop_no_signal": ("no_signal", {"filters__drop_no_signal": True}),
+  "min_reward_mean": ("reward_mean_too_low", {"filters__min_reward_mean": 0.3}),
+  "max_reward_mean": ("reward_mean_too_high", {"filters__max_reward_mean": 0.3}),
+  "max_truncated_share": ("too_many_truncated", {"filters__max_truncated_share": 0.1}),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_filtered_groups_are_not_learned_from(name, run):
+  reason, options = FILTERS[name]
+  plain, told = run("vowels_of_some"), run("vowels_of_some", **options)
+  dropped = told.metrics[f"filter/{reason}"]
+  assert plain.metrics[f"filter/{reason}"] == 0.0 < dropped
+  assert plain.is_learned().all()
+  assert told.is_learned().sum() == 8 * (4 - dropped)
+
+
+def test_groups_with_too_few_scored_completions_are_left_out(run):
+  plain = run("broken_for_some", rollout__max_error_share=1.0)
+  told = run("broken_for_some", rollout__max_error_share=1.0, filters__min_scored=6)
+  scored = np.isfinite(plain.column("reward")).reshape(-1, 8).sum(axis=1)
+  assert plain.metrics["filter/too_few_scored"] == 0.0
+  assert told.metrics["filter/too_few_scored"] == (scored < 6).sum() > 0
+  np.testing.assert_array_equal(told.is_learned().reshape(-1, 8).any(axis=1), scored >= 6)
+
+
+def test_a_round_of_dynamic_sampling_draws_as_many_prompts_as_it_is_told(run):
+  told = run(
+    "vowels_of_some", dynamic_sampling__enabled=True, dynamic_sampling__prompts_per_round=9
+  )
+  assert told.metrics["dynamic_sampling/prompts"] == 9.0
+  assert told.metrics["dynamic_sampling/surplus"] == 2.0
+
+
+def test_overlong_filtering_leaves_truncated_completions_in_the_baseline_only(run):
+  plain, told = run(), run(batching__drop_truncated=True)
+  np.testing.assert_array_equal(told.is_learned(), ~plain.is_cut())
+  np.testing.assert_array_equal(told.column("advantage"), plain.column("advantage"))
+  assert told.metrics["batch/left_out/truncated"] == plain.is_cut().sum()
+
+
+def test_advantages_are_clipped(run):
+  plain, told = run(), run(advantages__clip_low=-0.02, advantages__clip_high=0.03)
+  expected = np.clip(plain.column("advantage"), -0.02, 0.03)
+  assert told.metrics["batch/advantage_max"] == pytest.approx(0.03)
+  assert plain.metrics["batch/advantage_max"] == pytest.approx(plain.column("advantage").max())
+  assert plain.metrics["batch/advantage_std"] == pytest.approx(plain.column("advantage").std())
+  np.testing.assert_allclose(told.column("advantage"), expected, rtol=1e-6)
+  assert np.abs(plain.column("advantage")).max() > 0.1
+
+
+def test_a_reward_that_takes_too_long_costs_its_completion_only(run):
+  options = {"rollout__environment_timeout_s": 0.4, "rollout__max_error_share": 1.0}
+  options["rollout__environment_concurrency"] = 32
+  plain, told = run(), run("slow_for_some", **options)
+  is_long = np.asarray([len(record["completion"]) > 4 for record in plain.records])
+  assert told.metrics["rollout/errors/timeout"] == is_long.sum() > 0
+  np.testing.assert_array_equal(np.isnan(told.column("reward")), is_long)
+  np.testing.assert_array_equal(told.is_learned(), ~is_long)

@@ -1,0 +1,173 @@
+"""A run that is killed with SIGKILL and started again ends as one that was never killed."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from grpo_jax import metrics
+from grpo_jax.models import loading, tiny
+from tests import quick_compilation
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROOT = pathlib.Path(__file__).parents[2]
+KERNELS = ROOT / "kernels"
+STEPS = 6
+SURPLUS = "dynamic_sampling/from_surplus"
+
+
+SETTINGS = {
+  # Of several optimizer steps a batch, with a KL.
+  "several_updates": """
+  config.environments = {"own": {"module": "function", "path": "tests.rewards.vowels"}}
+  config.learn.epochs = 2
+  config.learn.minibatches = 2
+  config.loss.kl_coef = 0.01
+""",
+  # Whose steps begin with groups that are left over from the step before.
+  "dynamic_sampling": """
+  config.environments = {"own": {"module": "function", "path": "tests.rewards.vowels_of_some"}}
+  config.dynamic_sampling.enabled = True
+  config.dynamic_sampling.prompts_per_round = 5
+  config.shaping.overlong_buffer_tokens = 4
+  config.loss.kl_coef = 0.0
+  config.loss.importance_correction = "token"
+""",
+}
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def command(tmp_path_factory, request):
+  """Returns the command of a run with shuffled data, by run folder."""
+  folder = tmp_path_factory.mktemp("input")
+  model = tiny.write(folder / "model")
+  rows = folder / "rows.jsonl"
+  lines = [{"problem": f"{i} + {i}", "expected_answer": str(2 * i)} for i in range(11)]
+  rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+  config = folder / "config.py"
+  config.write_text(
+    f"""
+import configs.base
+
+def get_config():
+  config = configs.base.get_config()
+  config.total_steps = {STEPS}
+  config.model.path = {str(model)!r}
+  config.model.compute_dtype = "float32"
+  config.data.path = {str(rows)!r}
+  config.data.environment = "own"
+  config.rollout.prompts_per_step = 3
+  config.rollout.group_size = 6
+  config.sampling.max_tokens = 12
+  config.rollout.max_tokens = 96
+  config.batching.row_tokens = 256
+  config.optim.learning_rate = 1e-3
+  config.evaluation.every_steps = 3
+  config.evaluation.num_prompts = 4
+  config.checkpoint.every_steps = 2
+  config.checkpoint.keep_last = 3
+{SETTINGS[request.param]}
+  return config
+"""
+  )
+  # One for all workers of the suite, and no other's: what is killed may leave files half written.
+  cache = pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "killed-runs"
+
+  def make(workdir: pathlib.Path):
+    environment = {
+      **os.environ,
+      "JAX_PLATFORMS": "cpu",
+      "XLA_FLAGS": quick_compilation.FLAGS,
+      "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "tests" / "without_torch", ROOT, KERNELS))),
+      "JAX_COMPILATION_CACHE_DIR": str(cache),
+      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+    }
+    words = [sys.executable, "-m", "grpo_jax.main", f"--config={config}", f"--workdir={workdir}"]
+    return {"args": words, "cwd": ROOT, "env": environment}
+
+  return make
+
+
+@pytest.fixture(scope="module")
+def unbroken(command, tmp_path_factory):
+  """The folder of a run that nothing disturbed."""
+  workdir = tmp_path_factory.mktemp("unbroken")
+  subprocess.run(**command(workdir), check=True, stdout=subprocess.DEVNULL)
+  steps = [json.loads(line) for line in lines_of(workdir)]
+  taken = [step[SURPLUS] for step in steps if SURPLUS in step]
+  assert not taken or sum(number > 0 for number in taken) > 1
+  return workdir
+
+
+def lines_of(workdir):
+  file = workdir / "metrics.jsonl"
+  return file.read_text().splitlines() if file.exists() else []
+
+
+def killed_when(process, reached) -> bool:
+  """Kills the process, graders and all, as soon as `reached()`; False if it ended before."""
+  while process.poll() is None:
+    if reached():
+      process.send_signal(signal.SIGKILL)
+      process.wait()
+      return True
+    time.sleep(0.005)
+  return False
+
+
+MOMENTS = {
+  "before_the_first_step": lambda run: (run / "config.json").exists(),
+  "sampling_the_second_step": lambda run: len(lines_of(run)) >= 1,
+  "writing_a_checkpoint": lambda run: any((run / "checkpoints").glob("tmp_step_*")),
+  "after_a_checkpoint": lambda run: (run / "checkpoints" / "step_00000002").exists(),
+  "in_the_last_steps": lambda run: len(lines_of(run)) >= 5,
+  "exporting": lambda run: len(lines_of(run)) >= STEPS + 1,
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_killed_run_ends_bit_for_bit_like_an_unbroken_one(moment, command, unbroken, tmp_path):
+  process = subprocess.Popen(**command(tmp_path), stdout=subprocess.DEVNULL)
+  was_killed = killed_when(process, lambda: MOMENTS[moment](tmp_path))
+  assert was_killed or moment == "exporting"  # which is over within milliseconds.
+  subprocess.run(**command(tmp_path), check=True, stdout=subprocess.DEVNULL)
+  told, expected = (
+    [metrics.reproducible(json.loads(line)) for line in lines_of(run)]
+    for run in (tmp_path, unbroken)
+  )
+  assert told == expected
+  pairs = zip(
+    jax.tree.leaves(loading.load(tmp_path / "export").params),
+    jax.tree.leaves(loading.load(unbroken / "export").params),
+    strict=True,
+  )
+  for mine, theirs in pairs:
+    np.testing.assert_array_equal(mine, theirs)
+
+
+def test_ctrl_c_ends_with_a_checkpoint_and_the_run_goes_on(command, unbroken, tmp_path):
+  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+  process = subprocess.Popen(**command(tmp_path), **pipes, start_new_session=True)
+  while process.poll() is None and len(lines_of(tmp_path)) < 3:
+    time.sleep(0.01)
+  os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole process group.
+  output, errors = process.communicate(timeout=120)
+  assert process.returncode == 130
+  assert "continues" in output
+  assert errors.count("SIGINT") == 1 and "Traceback" not in errors
+  steps = sorted((tmp_path / "checkpoints").glob("step_*"))
+  assert int(steps[-1].name.removeprefix("step_")) >= 3
+  subprocess.run(**command(tmp_path), check=True, stdout=subprocess.DEVNULL)
+  told, expected = (
+    [metrics.reproducible(json.loads(line)) for line in lines_of(run)]
+    for run in (tmp_path, unbroken)
+  )
+  assert told == expected
