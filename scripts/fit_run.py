@@ -25,9 +25,8 @@ from scripts import fit, model_shapes, targets  # first: it sets what JAX reads 
 import jax  # isort: skip
 
 from grpo_jax.building import computation
-from grpo_jax.building import offline as offline_building
 from grpo_jax.compilation.programs import Job
-from grpo_jax.config import command_line, run_options
+from grpo_jax.config import command_line, modes, run_options
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.engines import decoding, jax_sampler
 from grpo_jax.learn import sharding
@@ -214,7 +213,7 @@ def plan(question: Question) -> tuple[Arrays, list[Job]]:
       reference=weights * needs_ref,
       initial=weights * reads_again,
     )
-    if config.engine.name != "jax_sampler" or offline_building.is_offline(config):
+    if config.engine.name != "jax_sampler" or modes.is_offline(config):
       return arrays, jobs
     sampler, caches, of_sampler = _sampler(config, model, state.params)
   return dataclasses.replace(arrays, sampler=sampler, caches=caches), of_sampler + jobs

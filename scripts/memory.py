@@ -21,9 +21,9 @@ import jax.numpy as jnp
 
 from grpo_jax.building import computation
 from grpo_jax.config import batching_options, command_line, run_options
-from grpo_jax.learn import optim, train_step
+from grpo_jax.learn import operations, optim, train_step
 from grpo_jax.models import config as model_config
-from grpo_jax.models import operations, transformer
+from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 from grpo_jax.rl import objectives

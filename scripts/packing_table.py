@@ -4,7 +4,7 @@
     python scripts/packing_table.py --case=math --row_tokens=1024
 
 No model and no data are read: lengths are drawn from the distribution of each case, operations are
-counted from the sizes of its model (grpo_jax/models/operations.py). Of each step are printed
+counted from the sizes of its model (grpo_jax/learn/operations.py). Of each step are printed
 
     places         rows × their length, padding included
     pairs          that attention computes, blocks of queries against the keys up to their own end
@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from grpo_jax.batching import packing
-from grpo_jax.models import operations
+from grpo_jax.learn import operations
 from grpo_jax.models.config import ModelConfig
 
 SMOLLM2_135M = ModelConfig("llama", 49152, 576, 1536, 30, 9, 3, 64, tie_embeddings=True)

@@ -95,7 +95,7 @@ def assemble(
     advantages: Advantage of each rollout, an array per group; not read where unscorable.
     shapes: Shapes that microbatches may have, made by `packing.plan`; microbatches of a step may
       differ. The longest row is the limit of a prompt with a completion.
-    cost: Cost of a microbatch; see `models.operations`.
+    cost: Cost of a microbatch; see `learn.operations`.
     max_prompt_tokens: Largest number of tokens of a prompt; None: what fits in a row.
     minibatches: Number of optimizer steps, over which the groups are split evenly, in
       order. Fewer are made if there are fewer groups or if one would learn nothing.

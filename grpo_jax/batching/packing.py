@@ -42,7 +42,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cost:
-  """Operations of an update, in any unit; see `models.operations`. The default counts places.
+  """Operations of an update, in any unit; see `learn.operations`. The default counts places.
 
   Attributes:
     place: Operations of the layers' products for one place of a row.

@@ -15,14 +15,13 @@ import optax
 from jax.sharding import Mesh
 
 from grpo_jax.batching import layout, packing
-from grpo_jax.building import offline as offline_building
 from grpo_jax.compilation import precision
 from grpo_jax.compilation.programs import Job, Program
-from grpo_jax.config import batching_options
+from grpo_jax.config import batching_options, modes
 from grpo_jax.config.run_options import optimizer_steps
 from grpo_jax.groups import credit
-from grpo_jax.learn import monitoring, optim, sharding, train_step
-from grpo_jax.models import export, leaves, operations, transformer
+from grpo_jax.learn import monitoring, operations, optim, sharding, train_step
+from grpo_jax.models import export, leaves, transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 from grpo_jax.rl import estimators, objectives
@@ -97,7 +96,7 @@ class Computation:
       all_every_steps=config.learn.report_all_every_steps,
       kl_every_steps=config.learn.report_kl_every_steps,
     )
-    if self.needs_old or has_ref or offline_building.is_offline(config):
+    if self.needs_old or has_ref or modes.is_offline(config):
       found += [self.score.job(state.params, x, detail=detail) for detail, x in bare.items()]
     found.append(self.initialize.job(state.params))
     if has_ref:
@@ -204,7 +203,7 @@ def takes_one_sweep(config: Config, objective: objectives.Objective) -> bool:
 
 def widths_of(config: Config) -> Sequence[int]:
   """Returns the group sizes for which advantages are compiled."""
-  if not offline_building.is_offline(config):
+  if not modes.is_offline(config):
     return (config.rollout.group_size,)
   most = config.offline.group_size
   return _RECORDED_WIDTHS if most is None else (most,)

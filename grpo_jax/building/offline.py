@@ -9,7 +9,8 @@ from jax.sharding import Mesh
 
 from grpo_jax import data
 from grpo_jax.batching import packing
-from grpo_jax.config import batching_options
+from grpo_jax.config import batching_options, modes
+from grpo_jax.data.group_options import Options
 from grpo_jax.data.groups import GroupDataset
 from grpo_jax.environments.base import EnvironmentFactory
 from grpo_jax.learn import group_scorer as scoring
@@ -23,42 +24,12 @@ from grpo_jax.types import RolloutGroup
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
 Config = Any
 
-MODES = ("online", "offline")
-
-
-def is_offline(config: Config) -> bool:
-  """Returns whether the groups are recorded ones."""
-  return config.mode == "offline"
-
-
-def needs_environments(config: Config) -> bool:
-  """Returns whether completions are scored by environments."""
-  return not is_offline(config) or config.offline.rewards == "environment"
-
-
-def problems(config: Config) -> Iterator[str]:
-  """Yields what cannot work offline."""
-  try:
-    offline.Options(**config.offline)
-  except ValueError as error:
-    yield str(error)
-  if config.data.task is not None:
-    yield "mode='offline' needs recorded responses: a reasoning-gym task (data.task) has none"
-  shaping = config.shaping
-  if shaping.overlong_buffer_tokens is not None and shaping.max_completion_tokens is None:
-    yield (
-      "shaping.overlong_buffer_tokens needs shaping.max_completion_tokens where mode='offline': "
-      "sampling.max_tokens bounds no recorded response"
-    )
-  if config.rollout.max_turns > 1 and config.offline.rewards == "environment":
-    yield "offline.rewards='environment' is for responses of one turn: rollout.max_turns=1"
-
 
 def opener(config: Config) -> Callable[..., GroupDataset]:
   """Returns what opens a dataset, in place of `data.open_dataset`; the same one only once."""
   opened: dict[str, GroupDataset] = {}
   settings = {
-    "options": offline.Options(**config.offline),
+    "options": Options(**config.offline),
     "on_error": config.data.on_error,
     "max_tokens": batching_options.longest_sequence(config),
   }
@@ -142,7 +113,7 @@ def make_rescore(
   stop: Any = False,
 ) -> Callable[[Sequence[RolloutGroup]], list[RolloutGroup]] | None:
   """Makes what has environments score recorded responses; None if the file has the rewards."""
-  if not needs_environments(config):
+  if not modes.needs_environments(config):
     return None
   return functools.partial(
     offline.rescored, environments=environments, tokenizer=tokenizer, limits=limits, stop=stop

@@ -20,7 +20,7 @@ from grpo_jax.building import computation
 from grpo_jax.building import offline as offline_building
 from grpo_jax.compilation import compiling, precision
 from grpo_jax.compilation.programs import Job
-from grpo_jax.config import batching_options, configuration, data_options, run_options
+from grpo_jax.config import batching_options, configuration, data_options, modes, run_options
 from grpo_jax.engines.base import Engine, SamplingParams
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.engines.none import NoEngine
@@ -129,11 +129,11 @@ def build(
     chat_template=config.model.chat_template,
     template_args=config.model.chat_template_args.to_dict(),
   )
-  is_offline = offline_building.is_offline(config)
+  is_offline = modes.is_offline(config)
   opener = offline_building.opener(config) if is_offline else data.open_dataset
   held_out = data_options.open_all(config, tokenizer, opener)  # a wrong file is found at once.
   factories = stack.enter_context(_environments(config))
-  if offline_building.needs_environments(config):
+  if modes.needs_environments(config):
     _check_scorable(config, _prompts(config, tokenizer, opener, {}), held_out, factories)
 
   checkpoints = stack.enter_context(
@@ -279,7 +279,7 @@ def _check_context(config: Config, folder: pathlib.Path) -> None:
   """Raises ConfigError if completions may outgrow the model: a run would end there, half done."""
   allowed = run_options.limits(config).max_tokens or 0
   known = loading.read_config(folder).max_position_embeddings
-  if not offline_building.is_offline(config) and allowed > known:
+  if not modes.is_offline(config) and allowed > known:
     bounds, remedy = "rollout.max_tokens lets", "it"
     if batching_options.longest_row(config) is not None:
       rows = "row_buckets" if config.batching.row_tokens is None else "row_tokens"
@@ -408,7 +408,7 @@ def _engine(
 
   Servers start while the trainer loads and compiles.
   """
-  if offline_building.is_offline(config):
+  if modes.is_offline(config):
     return NoEngine()
   settings = config.engine.to_dict()
   name = settings.pop("name")
@@ -466,7 +466,7 @@ def _stream(
 
 def _environments(config: Config) -> environments.Environments:
   """Makes the environments, if anything is scored by them."""
-  is_needed = offline_building.needs_environments(config)
+  is_needed = modes.needs_environments(config)
   try:
     return environments.make(**(config.environments.to_dict() if is_needed else {}))
   except ValueError as error:

@@ -65,7 +65,7 @@ def plan(config: Config, *, cost: packing.Cost, replicas: int) -> tuple[packing.
 
   Args:
     config: Config of the run, already validated.
-    cost: Cost of a microbatch of its model; see `models.operations`.
+    cost: Cost of a microbatch of its model; see `learn.operations`.
     replicas: Number of replicas over which the rows of a microbatch are split.
   """
   options = config.batching

@@ -10,11 +10,12 @@ from typing import Any
 
 from grpo_jax import checked, environments
 from grpo_jax.compilation import precision
+from grpo_jax.config import modes
 from grpo_jax.data import field_kinds as of_data
+from grpo_jax.data import group_options as offline
 from grpo_jax.engines import base as engines
 from grpo_jax.groups import filters, shaping
 from grpo_jax.learn import optim
-from grpo_jax.offline import recorded as offline
 from grpo_jax.rl import estimators, objective_options
 from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.rollouts import stream
@@ -40,7 +41,7 @@ def _optional(kinds: Mapping[str, checked.Kind], *names: str) -> dict[str, check
 KINDS: Mapping[str, checked.Kind] = {
   "seed": checked.whole(low=0, high=2**32 - 1),
   "total_steps": _SIZE,
-  "mode": checked.choice(("online", "offline")),
+  "mode": checked.choice(modes.MODES),
   "model.path": checked.path(),
   "model.fallback": checked.text(empty=True, none=True),
   "model.cache_dir": checked.path(none=True),

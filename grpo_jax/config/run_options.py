@@ -8,9 +8,8 @@ from typing import Any
 import jax
 
 from grpo_jax import environments
-from grpo_jax.building import offline as offline_building
 from grpo_jax.compilation import precision
-from grpo_jax.config import batching_options, configuration, data_options, field_kinds
+from grpo_jax.config import batching_options, configuration, data_options, field_kinds, modes
 from grpo_jax.engines import launching
 from grpo_jax.engines.base import SamplingParams
 from grpo_jax.files import local_paths
@@ -76,10 +75,10 @@ def _broken_rules(config: Config) -> Iterator[str]:
   yield from _refused(lambda: optim.make(optimizer_steps(config), **config.optim.to_dict()))
   if config.sampling.temperature <= 0:
     yield "sampling.temperature must be above 0: greedy completions do not explore"
-  is_offline = offline_building.is_offline(config)
+  is_offline = modes.is_offline(config)
   if is_offline:
-    yield from offline_building.problems(config)
-  has_environments = offline_building.needs_environments(config)
+    yield from modes.problems(config)
+  has_environments = modes.needs_environments(config)
   yield from data_options.complaints(config, has_environments=has_environments)
   if has_environments:
     yield from _impatient(config)
@@ -170,7 +169,7 @@ def _impatient(config: Config) -> Iterator[str]:
 def _unlearnable(config: Config) -> Iterator[str]:
   """Yields why no group would be learned from, or why an option could never act."""
   group_size, filtered, dynamic = config.rollout.group_size, config.filters, config.dynamic_sampling
-  if offline_building.is_offline(config):
+  if modes.is_offline(config):
     return  # groups and completions are as long as they are.
   if group_size == 1 and config.advantages.estimator not in ("reinforce_pp",):
     yield "rollout.group_size=1 gives every completion advantage 0: nothing would be learned"

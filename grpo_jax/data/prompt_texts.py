@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from grpo_jax.chat.rendering import TemplateRefusal
 from grpo_jax.data.formats import RowError
 from grpo_jax.data.tokenizer import Tokenizer
+from grpo_jax.models.chat.rendering import TemplateRefusal
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

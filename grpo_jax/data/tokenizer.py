@@ -1,6 +1,6 @@
 """Tokenizer: chat template, encode, decode, stop ids. Wraps transformers, imported when needed.
 
-Chat templates are rendered by `grpo_jax.chat`, in a process of their own.
+Chat templates are rendered by `grpo_jax.models.chat`, in a process of their own.
 """
 
 import contextlib
@@ -13,9 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int
 
-from grpo_jax.chat import text_bounds, tokenizer_files
-from grpo_jax.chat.rendering import ConversationTooLarge, Renderer, TemplateRefusal
 from grpo_jax.models import files
+from grpo_jax.models.chat import text_bounds, tokenizer_files
+from grpo_jax.models.chat.rendering import ConversationTooLarge, Renderer, TemplateRefusal
 from grpo_jax.models.errors import ModelError
 from grpo_jax.models.fields import Fields
 

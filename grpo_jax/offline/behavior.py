@@ -21,8 +21,6 @@ from grpo_jax.data.formats import RowError
 from grpo_jax.data.groups import UNKNOWN_VERSION, OfflineGroup
 from grpo_jax.types import Rollout, RolloutGroup
 
-SOURCES = ("auto", "file", "initial")
-
 Score = Callable[[Sequence[RolloutGroup]], list[list[Float[np.ndarray, " _"]]]]
 
 

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 
+from grpo_jax.data.group_options import SCORES
 from grpo_jax.types import RolloutGroup
-
-SCORES = ("mean", "sum")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

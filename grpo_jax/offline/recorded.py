@@ -8,13 +8,13 @@ and resuming are those of online training.
 import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from grpo_jax import checked
 from grpo_jax.data import ranks
 from grpo_jax.data.formats import RowError
+from grpo_jax.data.group_options import Options
 from grpo_jax.data.groups import (
   GROUP_FORMATS,
   RECORDED,
@@ -38,54 +38,6 @@ from grpo_jax.rollouts.stream import PromptSource
 from grpo_jax.types import Prompt, RolloutGroup
 
 Batch = list[OfflineGroup]  # groups that are scored side by side.
-
-
-KINDS: Mapping[str, checked.Kind] = {
-  "rewards": checked.choice(("file", "environment")),
-  "reward_key": checked.text(),
-  "rank_reward": checked.text(),
-  "rank_ties": checked.text(),
-  "rank_best": checked.text(),
-  "rank_temperature": checked.number(above=0),
-  "group_size": checked.whole(low=2, none=True),
-  "type_key": checked.text(),
-  "behavior": checked.choice(behavior.SOURCES),
-  "score": checked.choice(ranking.SCORES),
-  "reasoning": checked.text(),
-  "tools": checked.text(),
-}
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-  """How recorded attempts are read, rewarded and compared; the section `offline` of a config."""
-
-  rewards: Literal["file", "environment"] = "file"
-  reward_key: str = "reward"
-  rank_reward: str = "linear"
-  rank_ties: str = "mean"
-  rank_best: str = "lowest"
-  rank_temperature: float = 1.0
-  group_size: int | None = None
-  type_key: str = "group_type"
-  behavior: Literal["auto", "file", "initial"] = "auto"
-  score: str = "mean"
-  reasoning: str = "think"
-  tools: str = "refuse"
-
-  def __post_init__(self):
-    checked.require(KINDS, checked.fields_of(self), of="offline")
-    ranks.check(**self.ranking())
-    Style(reasoning=self.reasoning, tools=self.tools)
-
-  def ranking(self) -> dict[str, Any]:
-    """Returns the arguments of `ranks.rewards`."""
-    return {
-      "mapping": self.rank_reward,
-      "ties": self.rank_ties,
-      "best": self.rank_best,
-      "temperature": self.rank_temperature,
-    }
 
 
 def open_groups(

@@ -250,7 +250,7 @@ def _tile(name: str, before: str, after: str, remark: str) -> str:
 
 
 def _resource(name: str) -> str:
-  return resources.files("grpo_jax").joinpath("report_page", name).read_text(encoding="utf-8")
+  return resources.files("grpo_jax").joinpath("report", "page", name).read_text(encoding="utf-8")
 
 
 def _script(name: str) -> str:
@@ -297,6 +297,3 @@ ALARMS = (  # metric, limit, sentence.
     "Engine and trainer disagree: token_mult_prob_error {}.",
   ),
 )
-
-if __name__ == "__main__":
-  sys.exit(main(sys.argv[1:]))

@@ -28,8 +28,8 @@ from grpo_jax.batching import packing
 from grpo_jax.building import computation
 from grpo_jax.compilation import programs
 from grpo_jax.config import batching_options
-from grpo_jax.learn import sharding, train_step
-from grpo_jax.models import loading, operations, sources
+from grpo_jax.learn import operations, sharding, train_step
+from grpo_jax.models import loading, sources
 from grpo_jax.rl import objectives
 from grpo_jax.types import FinishReason, Minibatch, Prompt, Rollout, RolloutGroup, TrainState
 

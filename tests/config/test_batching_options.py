@@ -8,7 +8,7 @@ import pytest
 import configs.base
 from grpo_jax.batching import packing
 from grpo_jax.config import batching_options, configuration, run_options
-from grpo_jax.models import operations
+from grpo_jax.learn import operations
 from grpo_jax.models.config import ModelConfig
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -7,10 +7,10 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from grpo_jax.chat.rendering import Limits
 from grpo_jax.data import tokenizer as tokenizer_module
 from grpo_jax.data.byte_tokenizer import END, ByteTokenizer
 from grpo_jax.data.tokenizer import check_vocabulary, eos_ids, load
+from grpo_jax.models.chat.rendering import Limits
 from grpo_jax.models.errors import ModelError
 
 CHATML = (

@@ -6,13 +6,13 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-from tests.test_train import StopWhen, assert_same_state, told
 
 import configs.base
 from grpo_jax import report, train
 from grpo_jax.data.formats import RowError
 from grpo_jax.models import loading
 from grpo_jax.report import data as report_data
+from tests.runs.test_train import StopWhen, assert_same_state, told
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

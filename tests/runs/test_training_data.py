@@ -4,13 +4,13 @@ import json
 import pathlib
 
 import pytest
-from tests.test_train import StopWhen
 
 import configs.base
 import configs.curriculum
 import configs.gsm8k
 from grpo_jax import main, metrics, train
 from grpo_jax.config import configuration, data_options, run_options
+from tests.runs.test_train import StopWhen
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -33,7 +33,7 @@ from gpu_day_parts import (  # noqa: E402
 )
 from gpu_day_parts import head as heads  # noqa: E402
 
-GOLDEN = pathlib.Path(__file__).parent / "golden"
+GOLDEN = ROOT / "tests" / "golden"
 
 
 class Small:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from grpo_jax.chat import tokenizer_files
-from grpo_jax.chat.rendering import Renderer
+from grpo_jax.models.chat import tokenizer_files
+from grpo_jax.models.chat.rendering import Renderer
 from grpo_jax.models.errors import ModelError
 from grpo_jax.types import Prompt
 

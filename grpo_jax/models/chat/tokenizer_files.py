@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_jax.chat import text_bounds
 from grpo_jax.models import files
+from grpo_jax.models.chat import text_bounds
 from grpo_jax.models.errors import MissingModel, ModelError
 from grpo_jax.models.fields import Fields
 

@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
-from grpo_jax.chat import text_bounds
+from grpo_jax.models.chat import text_bounds
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}

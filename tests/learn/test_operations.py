@@ -8,7 +8,8 @@ import pytest
 from jax.extend import core
 
 from grpo_jax.batching import packing
-from grpo_jax.models import layers, operations, transformer
+from grpo_jax.learn import operations
+from grpo_jax.models import layers, transformer
 from grpo_jax.models.config import ModelConfig
 
 CONFIG = ModelConfig(

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 import transformers
 
-from grpo_jax.chat.rendering import Limits, Renderer, TemplateError, TemplateRefusal
+from grpo_jax.models.chat.rendering import Limits, Renderer, TemplateError, TemplateRefusal
 
 CHAT = [
   {"role": "system", "content": "Be brief."},

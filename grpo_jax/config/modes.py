@@ -1,0 +1,39 @@
+"""What a run learns from: completions that it samples, or recorded ones; and what cannot work."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from grpo_jax.data.group_options import Options
+
+# An ml_collections.ConfigDict, whose fields a type checker cannot know.
+Config = Any
+
+MODES = ("online", "offline")
+
+
+def is_offline(config: Config) -> bool:
+  """Returns whether the groups are recorded ones."""
+  return config.mode == "offline"
+
+
+def needs_environments(config: Config) -> bool:
+  """Returns whether completions are scored by environments."""
+  return not is_offline(config) or config.offline.rewards == "environment"
+
+
+def problems(config: Config) -> Iterator[str]:
+  """Yields what cannot work offline."""
+  try:
+    Options(**config.offline)
+  except ValueError as error:
+    yield str(error)
+  if config.data.task is not None:
+    yield "mode='offline' needs recorded responses: a reasoning-gym task (data.task) has none"
+  shaping = config.shaping
+  if shaping.overlong_buffer_tokens is not None and shaping.max_completion_tokens is None:
+    yield (
+      "shaping.overlong_buffer_tokens needs shaping.max_completion_tokens where mode='offline': "
+      "sampling.max_tokens bounds no recorded response"
+    )
+  if config.rollout.max_turns > 1 and config.offline.rewards == "environment":
+    yield "offline.rewards='environment' is for responses of one turn: rollout.max_turns=1"
