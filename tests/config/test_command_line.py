@@ -241,6 +241,35 @@ def test_every_option_has_a_line_of_explanation():
   assert [n for n in fields if not comments.get(n) and not n.startswith(inherited)] == []
 
 
+@pytest.mark.parametrize(
+  "text",
+  [
+    "from grpo_jax.config import base",
+    "import configs.base\nbase = configs.base",
+    "import configs.quickstart as base",
+  ],
+)
+def test_a_file_anywhere_shows_the_explanations_of_the_base_that_it_imports(
+  tmp_path, monkeypatch, text
+):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "my.py").write_text(
+    f"{text}\n\ndef get_config():\n  config = base.get_config()\n  config.seed = 7\n"
+    "  return config\n"
+  )
+  lines = help_of("--config=my.py", "--help").split("Fields of")[1]
+  explained = config_comments.of_file(ROOT / "configs" / "base.py")
+  assert explained["seed"] and explained["loss.clip_low"]
+  assert f"--config.seed=7 {explained['seed']}" in " ".join(lines.split())
+  assert explained["loss.clip_low"] in " ".join(lines.split())
+
+
+def test_without_a_folder_of_configs_the_message_says_how_one_begins(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(ConfigError, match="from grpo_jax.config import base"):
+    command_line.parse([])
+
+
 def test_comments_are_read_from_wherever_they_stand(tmp_path):
   folder = tmp_path / "own"
   folder.mkdir()
