@@ -1,4 +1,4 @@
-"""The comments in configuration files, by the field that they explain, in the order of the files."""
+"""The comments in configuration files, by the field that they explain, in the files' order."""
 
 import ast
 import io
