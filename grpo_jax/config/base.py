@@ -9,6 +9,8 @@ from typing import Any
 from ml_collections import ConfigDict, FieldReference
 from ml_collections.config_dict import placeholder
 
+from grpo_jax.engines.sglang_options import SGLangOptions
+
 
 def get_config() -> Any:
   """Returns the defaults: GRPO with the settings of NeMo RL's `grpo_math_1B.yaml`."""
@@ -101,31 +103,45 @@ def get_config() -> Any:
   engine.name = "jax_sampler"  # who samples; or "sglang", or the dotted path of a module.
   engine.max_rows = 64  # completions decoded side by side, by each server.
   engine.options = ConfigDict()  # further arguments of an engine of your own.
-  engine.sglang = sglang = ConfigDict()  # docs/sglang.md.
-  sglang.addresses = ()  # of running servers, "http://host:port"; (): they are launched.
-  sglang.router = placeholder(str)  # SGLang router that generation goes through.
-  sglang.servers = 1  # how many to launch.
-  sglang.python = ".venv-sglang/bin/python"  # of their environment; scripts/install_sglang.sh.
-  sglang.arguments = ()  # more of the server, such as "--mem-fraction-static=0.5"; not --host.
-  sglang.command = placeholder(tuple)  # whole command line: {model_path} {host} {port}.
-  sglang.environment = ConfigDict()  # variables of the servers, besides the trainer's.
-  sglang.device = placeholder(str)  # "cuda" or "cpu"; None: what this machine has.
-  sglang.gpus = ()  # for the servers, in order, e.g. (4, 5, 6, 7); (): each sees all.
-  sglang.gpus_per_server = 1  # GPUs that one server spreads the model over.
-  sglang.host = "127.0.0.1"  # that they listen on; they always ask for a key.
-  sglang.port = placeholder(int)  # of the first, the next has the next; None: free ones.
-  sglang.deterministic = True  # the same seed, the same completion; slower on GPUs.
-  sglang.requests = "completion"  # an HTTP request for each "completion", or for each "group".
-  sglang.weights_folder = placeholder(str)  # None: in memory, or else in the run folder.
-  sglang.release_memory = False  # during updates, where servers and trainer share GPUs.
-  sglang.probe_tolerance = placeholder(float)  # nats; None: 3e-4, in bfloat16 1.5.
-  sglang.start_timeout_s = 600.0  # until a server answers.
-  sglang.request_timeout_s = 1800.0  # of a request, waiting at the server included.
-  sglang.control_timeout_s = 300.0  # of a change of weights.
-  sglang.health_timeout_s = 60.0  # a server that takes longer to answer /health is replaced.
-  sglang.health_every_s = 15.0  # between two such questions.
-  sglang.max_restarts = 3  # of one server within an hour, before the run stops.
-  sglang.max_attempts = 5  # of a request that servers answer wrongly, before the run stops.
+  engine.sglang = sglang = ConfigDict()  # SGLang servers: docs/sglang.md.
+  sglang_default = SGLangOptions()
+  sglang.addresses = sglang_default.addresses  # running servers, "http://host:port"; (): launch.
+  sglang.router = placeholder(str)  # address of an SGLang router through which requests go.
+  sglang.servers = sglang_default.servers  # number of servers to launch.
+  # Python of the servers' environment; scripts/install_sglang.sh makes one.
+  sglang.python = sglang_default.python
+  # more arguments of the server, such as "--mem-fraction-static=0.5"; not --host or --port.
+  sglang.arguments = sglang_default.arguments
+  # whole command line in place of SGLang's; it may contain {model_path} {host} {port}.
+  sglang.command = placeholder(tuple)
+  sglang.environment = ConfigDict(sglang_default.environment)  # extra variables of the servers.
+  sglang.device = placeholder(str)  # "cuda" or "cpu"; None: "cuda" if there is an NVIDIA GPU.
+  sglang.gpus = sglang_default.gpus  # GPUs for the servers, such as (4, 5, 6, 7); (): all of them.
+  sglang.gpus_per_server = sglang_default.gpus_per_server  # GPUs over which a server is split.
+  # address that the servers listen on; the servers that a run launches always require a key.
+  sglang.host = sglang_default.host
+  sglang.port = placeholder(int)  # port of the first server, then the next ones; None: any free.
+  # the same seed gives the same completion; slower on GPUs.
+  sglang.deterministic = sglang_default.deterministic
+  # one HTTP request for each "completion", or one for each "group".
+  sglang.requests = sglang_default.requests
+  # folder for the weights; None: in memory if they fit, otherwise in the run folder.
+  sglang.weights_folder = placeholder(str)
+  # free the servers' memory during updates, if they share GPUs with the trainer.
+  sglang.release_memory = sglang_default.release_memory
+  # largest allowed difference of probe logprobs, in nats; None: 3e-4, or 1.5 in bfloat16.
+  sglang.probe_tolerance = placeholder(float)
+  sglang.start_timeout_s = sglang_default.start_timeout_s  # until a launched server answers.
+  # limit of one request, including the time that it waits at the server.
+  sglang.request_timeout_s = sglang_default.request_timeout_s
+  sglang.control_timeout_s = sglang_default.control_timeout_s  # limit of a change of weights.
+  # a server that takes longer to answer /health is replaced.
+  sglang.health_timeout_s = sglang_default.health_timeout_s
+  sglang.health_every_s = sglang_default.health_every_s  # time between two health checks.
+  # restarts of one server within an hour before the run stops.
+  sglang.max_restarts = sglang_default.max_restarts
+  # attempts for a request that servers answer incorrectly, before the run stops.
+  sglang.max_attempts = sglang_default.max_attempts
 
   config.sampling = sampling = ConfigDict()
   sampling.max_tokens = 512  # of a completion; at the limit it is truncated.

@@ -84,7 +84,7 @@ class SourceConfig:
   task: str | None = None  # reasoning_gym: its name; function: a dotted path.
   task_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the task
   task_seed: int = 0  # of the task: row r is generated from task_seed + r.
-  size: int = 1000  # of the task: rows.
+  size: int = 10000  # of the task: rows.
 
 
 def kind_of(config: SourceConfig) -> str:

@@ -205,7 +205,7 @@ def test_help_explains_the_fields_in_the_order_of_the_file(monkeypatch, width):
     "--config.loss.kl_coef=0.0 of the KL to the reference policy",  # the value of this file.
     "--config.batching.microbatch_tokens=512 computed at once on one",  # base.py's explanation.
     "--config.data.tasks={} task_name of a row",
-    "--config.engine.sglang.servers=1 how many to launch.",
+    "--config.engine.sglang.servers=1 number of servers to launch.",
     "environments.arithmetic --config.environments.arithmetic.answer='last_number'",
   ):
     assert expected in one_line
