@@ -14,7 +14,7 @@ PACKAGE = ROOT / "grpo_jax"
 # Lowest first. A room is a module or a folder directly under grpo_jax; it may import rooms of
 # lower floors only. Within a folder, imports are free.
 FLOORS = [
-  {"types", "errors", "checked", "registry", "interrupts", "http"},
+  {"types", "errors", "checked", "registry", "processes", "interrupts", "http"},
   {"rl", "files", "compilation", "sandbox"},
   {"models", "batching", "metrics"},
   {"data", "environments", "engines", "learn", "groups", "run_folder"},
