@@ -14,8 +14,8 @@ PACKAGE = ROOT / "grpo_jax"
 # Lowest first. A room is a module or a folder directly under grpo_jax; it may import rooms of
 # lower floors only. Within a folder, imports are free.
 FLOORS = [
-  {"types", "errors", "checked", "registry", "processes", "interrupts", "http"},
-  {"rl", "files", "compilation", "sandbox"},
+  {"types", "errors", "checked", "registry", "interrupts", "http"},
+  {"rl", "files", "compilation", "sandbox", "processes"},
   {"models", "batching", "metrics"},
   {"data", "environments", "engines", "learn", "groups", "run_folder"},
   {"rollouts", "report"},
