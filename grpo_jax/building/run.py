@@ -151,7 +151,7 @@ def build(
   _tell_differences(config, workdir)
   engine = _engine(config, folder, tokenizer, workdir, stack)
   objective = objectives.make(**config.loss)
-  _log.info("loss: %s", config.loss.to_dict())
+  _log.debug("loss: %s", config.loss.to_dict())
   made = computation.make(config, loading.read_config(folder), mesh, objective)
   with compiling.Ahead([*_engine_jobs(engine, made), *made.jobs()], watch) as ahead:
     model = _load(folder, made.shardings)
