@@ -26,6 +26,8 @@ from grpo_jax.groups import filters, group_json
 from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.types import Prompt, RolloutGroup
 
+_log = logging.getLogger(__name__)
+
 
 @runtime_checkable
 class GroupStream(Protocol):
@@ -271,7 +273,7 @@ class OnlineStream:
         "strict: raise dynamic_sampling.max_rounds, or set dynamic_sampling.on_limit='train' to "
         "learn from what was found"
       )
-    logging.warning("%s; the step learns from these", message)
+    _log.warning("%s; the step learns from these", message)
 
 
 def _reward_mean(groups: Sequence[RolloutGroup]) -> float:
