@@ -1,4 +1,4 @@
-"""One attempt at a prompt while it is made: tokens, turns, rewards, failure."""
+"""One attempt at a prompt while it is under way: tokens, turns, rewards, failure."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ class _Piece:
 
 
 class Attempt:
-  """One attempt while it is made."""
+  """One attempt while it is under way."""
 
   def __init__(self, prompt: Prompt, number: int, factory: EnvironmentFactory, *, step: int):
     """Starts nothing.
@@ -52,7 +52,7 @@ class Attempt:
     self._factory = factory
     self._timeout_s = factory.timeout_s if isinstance(factory, Timed) else None
     self._environment: IsolatedEnvironment | None = None
-    self._pieces: list[_Piece] = []  # sampled and written ones in turns, sampled first.
+    self._pieces: list[_Piece] = []  # alternately sampled and written, sampled first.
     self._results: list[StepResult] = []
     self._finish_reason = FinishReason.STOP
     self._metrics: dict[str, float] = {}

@@ -93,13 +93,14 @@ def groups(
   (seed, step of the prompt, prompt id, attempt, turn) only.
 
   What ends it early:
-    An error of the engine: is raised after the groups that were finished before it.
-    A failure of an environment: costs its attempt, whose reward is NaN. An environment that
-      hangs fails after `limits.environment_timeout_s`; its thread is left behind.
-    Too many such failures: are an error after the last group, so that the message counts all.
-    Closing the iterator, or cancelling who reads it: cancels the requests at the engine and the
+    An error of the engine is raised after the groups that were finished before it.
+    Closing the iterator, or cancelling its reader, cancels the requests at the engine and the
       calls of environments, closes the environments, and returns when no task is left. A second
       cancellation does not wait for environments to close.
+
+  A failure of an environment ends nothing: its attempt has the reward NaN. An environment that
+  hangs fails after `limits.environment_timeout_s`, and its thread is left behind. Too many such
+  failures are an error after the last group, so that the message counts them all.
 
   Args:
     engine: Engine that samples the completions.
@@ -112,8 +113,8 @@ def groups(
     limits: Bounds; `Limits()` if None.
     schedule: How later turns are sent to the engine. "rounds": all of a turn together, so that
       an engine whose numerics depend on the batch repeats itself exactly; "free": each at once.
-    on_progress: Function that the engine calls, per turn: (completions done, completions asked
-      for, tokens sampled).
+    on_progress: Function that the engine calls: (completions done, completions requested, tokens
+      sampled), all of one turn.
 
   Yields:
     Finished groups, in the order in which they finish.
@@ -216,7 +217,7 @@ def error_counts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 class _Collector:
-  """Takes attempts through their turns, and hands over each group when it is finished."""
+  """Takes attempts through their turns and yields each group when it is finished."""
 
   def __init__(self, turns: Turns, limits: Limits, attempts: Sequence[Sequence[Attempt]]):
     """Starts nothing.
@@ -241,7 +242,7 @@ class _Collector:
     try:
       while (finished := await self._arrived.get()) is not None:
         yield finished
-      await work  # raises what has ended it.
+      await work  # raises its error, if there is one.
     finally:
       work.cancel()
       await asyncio.gather(work, return_exceptions=True)
@@ -287,7 +288,7 @@ class _Collector:
         self._count(attempt)
 
   def _count(self, attempt: Attempt) -> None:
-    """Hands over the group of a finished attempt if the others are finished, too."""
+    """Counts a finished attempt; its group is finished with the last one."""
     ordinal = self._ordinals[attempt.prompt.prompt_id]
     self._left[ordinal] -= 1
     if not self._left[ordinal]:

@@ -1,6 +1,7 @@
 """A thread with an event loop, in which all rollouts of a run are collected.
 
-Ordinary code waits for coroutines here, also in a notebook whose own thread already runs a loop.
+Ordinary code waits here for coroutines. That also works in a notebook, whose own thread already
+runs an event loop.
 """
 
 import asyncio
@@ -15,8 +16,8 @@ from grpo_jax.interrupts import Stopped
 
 T = TypeVar("T")
 
-_LOOK_S = 0.1  # between two looks at whether the run is to stop.
-_CANCELS, _CANCEL_S = 3, 0.5  # how often abandoned work is cancelled, and the wait after each.
+_LOOK_S = 0.1  # time between two looks at the stop flag.
+_CANCELS, _CANCEL_S = 3, 0.5  # how often abandoned work is cancelled; the wait after each time.
 _END = object()
 
 
@@ -59,8 +60,9 @@ class LoopThread:
   def iterate(self, items: AsyncIterator[T], *, stop: Any = False) -> Iterator[T]:
     """Yields the items of an asynchronous iterator as they come.
 
-    The work begins when the first item is asked for, and goes on while the caller uses an item.
-    Close the iterator (`contextlib.closing`) unless it is read to its end: that ends the work.
+    The work begins when the first item is requested, and continues while the caller uses an
+    item. Close the iterator (`contextlib.closing`) if it is not read to its end: that ends the
+    work.
 
     Args:
       items: Iterator to read; its exceptions are raised here, after the items before them.
@@ -148,7 +150,7 @@ async def closed_after(items: AsyncIterator[Any]) -> AsyncIterator[None]:
 
 
 class _Job:
-  """A coroutine in the loop; `result` is what another thread sees of it."""
+  """A coroutine in the loop; other threads wait for its `result`."""
 
   serving: "_Serving"  # set by `_Serving.submit`.
 
@@ -234,7 +236,7 @@ class _Serving:
       self._loop.close()
 
   def _clear(self) -> None:
-    """Ends the tasks that are left, and closes what they have opened."""
+    """Ends the tasks that are left and closes their asynchronous generators."""
     for _ in range(_CANCELS):
       tasks = asyncio.all_tasks(self._loop)
       for task in tasks:
@@ -246,7 +248,7 @@ class _Serving:
 
 
 def _result(job: _Job, stop: Any) -> Any:
-  """Returns the result once it is there; raises Stopped as soon as nobody wants it."""
+  """Returns the result when it is available; raises Stopped when `stop` has become true."""
   while not concurrent.futures.wait([job.result], _LOOK_S).done:
     if stop:
       raise Stopped
@@ -254,10 +256,10 @@ def _result(job: _Job, stop: Any) -> Any:
 
 
 def _next(arrived: "queue.SimpleQueue[Any]", job: _Job, stop: Any) -> Any:
-  """Returns the next item, or _END; raises Stopped as soon as nobody wants it."""
+  """Returns the next item, or _END; raises Stopped when `stop` has become true."""
   while not stop:
     with contextlib.suppress(queue.Empty):
       return arrived.get(timeout=_LOOK_S)
     if job.result.done() and arrived.empty():
-      return _END  # the loop ended under it.
+      return _END  # the loop has ended.
   raise Stopped
