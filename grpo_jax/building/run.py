@@ -38,6 +38,7 @@ from grpo_jax.offline import recorded as offline
 from grpo_jax.rl import objectives
 from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.rollouts import stream
+from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.run_folder import checkpointing, console, loggers, notices, stored_leaves
 from grpo_jax.run_folder import earlier as run_folder
 from grpo_jax.types import Prompt, TrainState
@@ -86,6 +87,7 @@ class Run:
   ranking: offline.Ranking | None  # evaluates recorded groups; None: completions are sampled.
   evaluation_sampling: SamplingParams
   limits: rollout.Limits
+  loop: LoopThread  # collects the rollouts.
   computation: computation.Computation
   compilations: compiling.Watch
   monitor: monitoring.Monitor
@@ -199,9 +201,10 @@ def build(
     warn=_log.warning,
   )
   limits = run_options.limits(config)
+  loop = stack.enter_context(LoopThread())
   ranking = None
   if behavior_logprobs is not None:
-    rescore = offline_building.make_rescore(config, factories, tokenizer, limits, stop)
+    rescore = offline_building.make_rescore(config, factories, tokenizer, limits, stop, loop)
     ranking = offline.Ranking(scorer, config.offline.score, rescore)
     sample = offline.Recorded(behavior_logprobs, config.offline.group_size, config.seed, rescore)
   else:
@@ -214,6 +217,7 @@ def build(
       seed=config.seed,
       limits=limits,
       progress=logger.progress,
+      loop=loop,
       stop=stop,
     )
   prompts = _prompts(config, tokenizer, opener, start.stream)
@@ -234,6 +238,7 @@ def build(
     ranking=ranking,
     evaluation_sampling=_sampling(run_options.evaluation_sampling(config), tokenizer, model),
     limits=limits,
+    loop=loop,
     computation=made,
     compilations=watch,
     monitor=monitor,
