@@ -35,7 +35,9 @@ def test_all_files_that_are_no_modules_are_package_data():
       for path in root.rglob("*")
       if path.is_file() and path.suffix != ".py" and "__pycache__" not in path.parts
     }
-    packed = {path.relative_to(root) for pattern in patterns[package] for path in root.glob(pattern)}
+    packed = {
+      path.relative_to(root) for pattern in patterns[package] for path in root.glob(pattern)
+    }
     assert files <= packed, files - packed
 
 
