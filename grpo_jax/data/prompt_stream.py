@@ -10,6 +10,8 @@ from grpo_jax.data.loaders import MAX_RECORDS, Dataloader, Loader
 from grpo_jax.data.prompts import Dataset
 from grpo_jax.types import Prompt
 
+_log = logging.getLogger(__name__)
+
 
 class PromptStream:
   """Prompts in training order. `state()` is all that going on takes, as JSON."""
@@ -96,7 +98,7 @@ class PromptStream:
     for name, loader in self._loaders.items():
       before = known.get(name, {})
       if before.get("rows") == len(loader) and before.get("sample") != loader.sample:
-        logging.warning("data: the rows of %r are not those that the run began with", name)
+        _log.warning("data: the rows of %r are not those that the run began with", name)
 
   def metrics(self) -> dict[str, float]:
     """Counts of the last `take`, and the epochs done (a resumed run tells the same)."""
@@ -132,10 +134,10 @@ def cursor_of(state: Mapping[str, Any] | None, name: str, rows: int) -> int:
   of_loader = state["loaders"].get(name)
   if of_loader is None:
     known = ", ".join(state["loaders"])
-    logging.warning("data: %r was not read before (but %s); it begins anew", name, known)
+    _log.warning("data: %r was not read before (but %s); it begins anew", name, known)
     return 0
   if of_loader["rows"] != rows:
-    logging.warning(
+    _log.warning(
       "data: %r had %d rows, now %d: the order of the prompts is another one from here on",
       *(name, of_loader["rows"], rows),
     )

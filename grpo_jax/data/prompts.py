@@ -14,6 +14,8 @@ from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.registry import choose, function, nearest
 from grpo_jax.types import Prompt
 
+_log = logging.getLogger(__name__)
+
 Overlong = Literal["drop", "zero_weight"]
 
 
@@ -176,7 +178,7 @@ def held_out(
   skipped.warn()
   cut = sum(prompt.is_cut for prompt in prompts)
   if cut:
-    logging.warning(
+    _log.warning(
       "data: %d of the %d held-out prompts of %r are longer than %d tokens, and evaluated cut",
       *(cut, len(prompts), dataset.name, dataset.max_prompt_tokens),
     )
@@ -195,10 +197,10 @@ def open_dataset(
   task: str | None = None,
   task_args: Mapping[str, Any] | None = None,
   task_seed: int = 0,
-  size: int = 1000,
+  size: int = 10000,
   side: str = "all",
   for_evaluation: bool = False,
-  split_validation_size: float | int = 0,
+  split_validation_size: float | int = 0.0,
   split_seed: int = 0,
   repeat: int = 1,
   format: str = "auto",
@@ -210,8 +212,8 @@ def open_dataset(
   prompt_file: str | Path | None = None,
   environment: str | None = None,
   tasks: Mapping[str, Mapping[str, Any]] | None = None,
-  max_prompt_tokens: int = 1024,
-  overlong: Overlong = "drop",
+  max_prompt_tokens: int = 512,
+  overlong: Overlong = "zero_weight",
   rows_choose_environment: bool = True,
   known_environments: Collection[str] | None = None,
 ) -> PromptDataset:

@@ -21,6 +21,8 @@ from grpo_jax.data.function_rows import FunctionSource
 from grpo_jax.data.generated import ReasoningGymSource
 from grpo_jax.registry import choose, function, nearest
 
+_log = logging.getLogger(__name__)
+
 _SAMPLED_ROWS = 64
 
 
@@ -84,7 +86,7 @@ class SourceConfig:
   task: str | None = None  # reasoning_gym: its name; function: a dotted path.
   task_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the task
   task_seed: int = 0  # of the task: row r is generated from task_seed + r.
-  size: int = 1000  # of the task: rows.
+  size: int = 10000  # of the task: rows.
 
 
 def kind_of(config: SourceConfig) -> str:
@@ -203,7 +205,7 @@ def _open_one(path: Path, kind: str | None, config: SourceConfig, *, name: str |
   if ending == "json":
     return tables.open_json(path, name=name, split=config.split, usual_split=config.usual_split)
   if not _is_of(path, config.split):
-    logging.warning("data: all rows of %s are read: split=%r does not part it", path, config.split)
+    _log.warning("data: all rows of %s are read: split=%r does not part it", path, config.split)
   return (
     tables.JsonlSource(path, name=name)
     if ending == "jsonl"
