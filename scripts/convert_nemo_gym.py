@@ -32,8 +32,8 @@ def group_row(recording: Recording, *, is_text: bool) -> dict[str, Any]:
   """Returns one response as a row {"input", "output", "reward"}.
 
   Args:
-    recording: of one rollout.
-    is_text: make texts of prompt and response, whatever is lost.
+    recording: Of one rollout.
+    is_text: Make texts of prompt and response, whatever is lost.
   """
   response = recording.responses[0]
   if recording.prompt_ids is not None and not is_text:
@@ -69,10 +69,10 @@ def convert(
   Args:
     paths: JSONL files of rollouts.
     to: "groups" or "prompts".
-    style: how rollouts are read.
-    is_text: see `group_row`.
-    skips: whether broken rows are noted in `problems` and passed over.
-    problems: gets a message for each.
+    style: How rollouts are read.
+    is_text: See `group_row`.
+    skips: Whether broken rows are noted in `problems` and passed over.
+    problems: Gets a message for each.
 
   Raises:
     RowError: a row is broken, and they are not skipped.

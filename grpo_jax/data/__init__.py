@@ -66,22 +66,22 @@ def make(
   """Makes the stream of training prompts.
 
   Args:
-    tokenizer: of the model.
-    datasets: what differs between several datasets, a mapping each; empty: `shared` is the one
+    tokenizer: Of the model.
+    datasets: What differs between several datasets, a mapping each; empty: `shared` is the one
       dataset.
-    shuffle: whether every epoch has an order of its own.
-    seed: of that order.
-    epochs: passes over the data; None: without end. Of several loaders, the first whose passes
+    shuffle: Whether every epoch has an order of its own.
+    seed: Of that order.
+    epochs: Passes over the data; None: without end. Of several loaders, the first whose passes
       are over ends the stream.
     on_error: "stop" or "skip", for broken rows.
-    num_prompts_per_dataloader: each dataset has a loader of its own, and gives so many prompts
+    num_prompts_per_dataloader: Each dataset has a loader of its own, and gives so many prompts
       in turn.
-    dataloader: a function that takes from the datasets' loaders: "by_success" or the dotted
+    dataloader: A function that takes from the datasets' loaders: "by_success" or the dotted
       path of one's own; see `loaders`.
-    dataloader_args: its further arguments.
-    state: where to go on, from `state()` of an earlier stream.
-    opener: what opens a dataset; that of recorded groups is `offline.open_groups`.
-    **shared: see `prompts.open_dataset`; and `weight`.
+    dataloader_args: Its further arguments.
+    state: Where to go on, from `state()` of an earlier stream.
+    opener: What opens a dataset; that of recorded groups is `offline.open_groups`.
+    **shared: See `prompts.open_dataset`; and `weight`.
 
   Raises:
     FileNotFoundError: a file does not exist.
@@ -123,10 +123,10 @@ def make_dataloader(
   """Returns the function that takes the prompts of a step, and whether it needs past metrics.
 
   Args:
-    weights: of the datasets, by name; None: not given.
-    num_prompts_per_dataloader: as for `make`.
-    dataloader: as for `make`.
-    dataloader_args: as for `make`.
+    weights: Of the datasets, by name; None: not given.
+    num_prompts_per_dataloader: As for `make`.
+    dataloader: As for `make`.
+    dataloader_args: As for `make`.
 
   Raises:
     ValueError: several ways are asked for at once, or one cannot work.

@@ -24,14 +24,14 @@ def by_success(
   """Takes prompts from one dataset until it is solved, then from the next one of the list.
 
   Args:
-    loaders: by name, the easiest first.
-    num_prompts: to be returned.
-    records: of past steps; `data/NAME/METRIC` of the present dataset is read.
-    memory: the level, and the first step of it.
-    threshold: mean of the metric over `window` steps from which on a dataset counts as solved.
+    loaders: By name, the easiest first.
+    num_prompts: To be returned.
+    records: Of past steps; `data/NAME/METRIC` of the present dataset is read.
+    memory: The level, and the first step of it.
+    threshold: Mean of the metric over `window` steps from which on a dataset counts as solved.
     metric: "reward_mean", or "accuracy" where the environment tells it.
-    window: steps of a dataset before it is judged.
-    review_share: share of the prompts that goes on coming from the datasets already solved.
+    window: Steps of a dataset before it is judged.
+    review_share: Share of the prompts that goes on coming from the datasets already solved.
 
   Returns:
     The prompts; those of solved datasets last.

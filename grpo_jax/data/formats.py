@@ -52,7 +52,7 @@ def parse_line(line: bytes, where: str) -> dict[str, Any]:
   """Reads one line of a JSONL file.
 
   Args:
-    line: the bytes of the line; a byte order mark in front is allowed.
+    line: The bytes of the line; a byte order mark in front is allowed.
     where: "file:line", for errors.
 
   Raises:

@@ -25,11 +25,11 @@ class FunctionSource:
     """Finds the function and makes the first row.
 
     Args:
-      path: dotted path of the function.
-      size: number of rows.
-      seed: of row 0. Two datasets share rows unless their seeds are at least `size` apart.
-      task_args: further keyword arguments of the function.
-      name: of the dataset; "FUNCTION-SEED" if None.
+      path: Dotted path of the function.
+      size: Number of rows.
+      seed: Of row 0. Two datasets share rows unless their seeds are at least `size` apart.
+      task_args: Further keyword arguments of the function.
+      name: Of the dataset; "FUNCTION-SEED" if None.
 
     Raises:
       ValueError: there is no such function, it refuses its arguments, or makes no mapping.

@@ -26,12 +26,12 @@ class ReasoningGymSource:
     """Sets the task up.
 
     Args:
-      task: name of a reasoning-gym dataset, e.g. "chain_sum".
-      size: number of rows.
-      seed: of the generator. Most tasks generate row r from seed + r: two datasets share
+      task: Name of a reasoning-gym dataset, e.g. "chain_sum".
+      size: Number of rows.
+      seed: Of the generator. Most tasks generate row r from seed + r: two datasets share
         rows unless their seeds are at least `size` apart.
-      task_args: further arguments of the task, e.g. {"max_terms": 2}.
-      name: of the dataset; "TASK-SEED" if None.
+      task_args: Further arguments of the task, e.g. {"max_terms": 2}.
+      name: Of the dataset; "TASK-SEED" if None.
 
     Raises:
       ValueError: there is no such task, or it refuses an argument.

@@ -109,8 +109,8 @@ class JsonlSource:
     """Indexes the file.
 
     Args:
-      path: a file of one JSON object a line; blank lines are skipped.
-      name: of the dataset; the file's name without its ending if None.
+      path: A file of one JSON object a line; blank lines are skipped.
+      name: Of the dataset; the file's name without its ending if None.
 
     Raises:
       FileNotFoundError: there is no such file.

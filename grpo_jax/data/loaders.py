@@ -45,13 +45,13 @@ class Loader:
     """Places the loader at a cursor.
 
     Args:
-      datasets: what is read; an epoch has every row of all of them.
-      shuffle: whether every epoch has an order of its own, over all rows, drawn from seed and
+      datasets: What is read; an epoch has every row of all of them.
+      shuffle: Whether every epoch has an order of its own, over all rows, drawn from seed and
         epoch; else the datasets follow each other in their own order.
-      seed: of the order.
-      epochs: passes over the datasets; None: without end.
+      seed: Of the order.
+      epochs: Passes over the datasets; None: without end.
       on_error: "stop": a broken row raises; "skip": it is counted, shown and passed over.
-      cursor: where to go on, from an earlier loader of the same settings.
+      cursor: Where to go on, from an earlier loader of the same settings.
 
     Raises:
       ValueError: the cursor is outside of the data.
@@ -143,11 +143,11 @@ def one_after_the_other(
   [a b 1 2], [c d 3 4], [a b 5 6].
 
   Args:
-    loaders: by name, in the order of the config.
-    num_prompts: to be returned.
-    records: not read.
-    memory: the number of prompts taken so far.
-    num_prompts_per_dataloader: prompts of one turn.
+    loaders: By name, in the order of the config.
+    num_prompts: To be returned.
+    records: Not read.
+    memory: The number of prompts taken so far.
+    num_prompts_per_dataloader: Prompts of one turn.
   """
   del records
   order, prompts = list(loaders.values()), []
@@ -177,11 +177,11 @@ def by_weight(
   After n prompts a loader of share w has given w n of them, to within one.
 
   Args:
-    loaders: by name.
-    num_prompts: to be returned.
-    records: not read.
-    memory: prompts taken so far, by loader; counted anew once the weights are others.
-    weights: by loader; shares are weight / sum of weights. 0: never.
+    loaders: By name.
+    num_prompts: To be returned.
+    records: Not read.
+    memory: Prompts taken so far, by loader; counted anew once the weights are others.
+    weights: By loader; shares are weight / sum of weights. 0: never.
   """
   del records
   if memory.get("weights") != weights:

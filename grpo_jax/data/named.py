@@ -115,9 +115,9 @@ def reader(
   """Returns the processor of a named dataset.
 
   Args:
-    dataset: entry of the table.
-    input_key: the problem's column in a copy that differs; None: that of the entry.
-    output_key: the answer's, likewise; "": the rows have none.
+    dataset: Entry of the table.
+    input_key: The problem's column in a copy that differs; None: that of the entry.
+    output_key: The answer's, likewise; "": the rows have none.
   """
   problem_of = column(input_key) if input_key else dataset.problem
   answer_of = column(output_key) if output_key else dataset.answer

@@ -24,11 +24,11 @@ class Part:
     """Draws the split.
 
     Args:
-      rows: of the source.
+      rows: Of the source.
       side: "all", "train" (without the rows split off), or "validation" (those).
-      split_validation_size: rows split off: a share of all if below 1, else a number.
-      split_seed: of the draw. The same numbers give the same split in every run.
-      repeat: how often the rows follow each other.
+      split_validation_size: Rows split off: a share of all if below 1, else a number.
+      split_seed: Of the draw. The same numbers give the same split in every run.
+      repeat: How often the rows follow each other.
 
     Raises:
       ValueError: a side of the split would be empty, or a number makes no sense.

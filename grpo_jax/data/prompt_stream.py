@@ -25,9 +25,9 @@ class PromptStream:
     """Places the stream.
 
     Args:
-      loaders: by name.
-      dataloader: takes the next prompts from them; see `loaders`.
-      keeps_records: whether it sees the metrics of past steps, which its state then holds.
+      loaders: By name.
+      dataloader: Takes the next prompts from them; see `loaders`.
+      keeps_records: Whether it sees the metrics of past steps, which its state then holds.
       state: `state()` of an earlier stream of the same settings; the loaders are placed already.
     """
     self._loaders = dict(loaders)
@@ -73,8 +73,8 @@ class PromptStream:
     """Hands a step's metrics to the dataloader function; those that are no number are left out.
 
     Args:
-      step: that they are of.
-      metrics: by name; without those of clock and machine, which no resumed run repeats.
+      step: That they are of.
+      metrics: By name; without those of clock and machine, which no resumed run repeats.
     """
     if self._keeps_records:
       numbers = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
@@ -123,9 +123,9 @@ def cursor_of(state: Mapping[str, Any] | None, name: str, rows: int) -> int:
   """Returns where a loader goes on; tells when its data are not those of the state.
 
   Args:
-    state: of an earlier stream; None: from the beginning.
-    name: of the loader.
-    rows: that it has now.
+    state: Of an earlier stream; None: from the beginning.
+    name: Of the loader.
+    rows: That it has now.
   """
   if state is None:
     return 0

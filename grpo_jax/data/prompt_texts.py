@@ -28,10 +28,10 @@ def ask(
   """Makes a prompt of messages.
 
   Args:
-    tokenizer: whose chat template renders them.
-    messages: the conversation.
+    tokenizer: Whose chat template renders them.
+    messages: The conversation.
     where: Place of the messages: "file:line".
-    max_tokens: longest prompt, in tokens.
+    max_tokens: Longest prompt, in tokens.
 
   Raises:
     RowError: the chat template refuses the messages, or makes nothing of them.

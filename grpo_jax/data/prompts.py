@@ -47,8 +47,8 @@ class PromptDataset:
     """Makes the prompt of a row.
 
     Args:
-      row: number of the row among those that the dataset takes.
-      epoch: pass over the dataset; together with the row it makes the prompt's id.
+      row: Number of the row among those that the dataset takes.
+      epoch: Pass over the dataset; together with the row it makes the prompt's id.
 
     Returns:
       The prompt. Its id is NAME:EPOCH:ROW, the row as the source counts it; of a dataset that
@@ -158,8 +158,8 @@ def held_out(
   """Lists the first prompts of a dataset, in its own order: a fixed evaluation set.
 
   Args:
-    dataset: what is read.
-    limit: number of rows read, each as often as the dataset repeats it; None: all.
+    dataset: What is read.
+    limit: Number of rows read, each as often as the dataset repeats it; None: all.
     on_error: "stop": a broken row raises; "skip": it is counted, shown and passed over.
 
   Raises:
@@ -218,43 +218,43 @@ def open_dataset(
   """Opens a dataset by the fields of a config.
 
   Args:
-    tokenizer: whose chat template renders the messages.
+    tokenizer: Whose chat template renders the messages.
     kind: "auto": what path, dataset or task say; "jsonl", "json", "parquet" (a file's ending
       is not looked at), "hub", "reasoning_gym", "function" (see FunctionSource), or the dotted
       path of a function `SourceConfig -> RowSource`.
-    name: of the dataset, the first part of its prompts' ids; None: see `name_of`.
-    path: a file, or a folder of files. With `dataset`: a local copy of it.
-    dataset: name of one in `named.DATASETS`, or owner/name on the Hugging Face hub.
-    subset: of the hub dataset; None: that of the named dataset, or none.
-    split: of the hub dataset, of a folder, or of a JSON file with several lists; None: that of
+    name: Of the dataset, the first part of its prompts' ids; None: see `name_of`.
+    path: A file, or a folder of files. With `dataset`: a local copy of it.
+    dataset: Name of one in `named.DATASETS`, or owner/name on the Hugging Face hub.
+    subset: Of the hub dataset; None: that of the named dataset, or none.
+    split: Of the hub dataset, of a folder, or of a JSON file with several lists; None: that of
       the named dataset where there are several, else all there is.
-    task: the task's name, for "reasoning_gym"; the dotted path, for "function".
-    task_args: its further arguments.
-    task_seed: its seed; see ReasoningGymSource.
-    size: its number of rows.
-    side: of the rows split off, see `Part`.
-    for_evaluation: whether a named dataset's split for evaluation is meant, if `split` is None.
-    split_validation_size: rows split off, see `Part`.
-    split_seed: of the split.
-    repeat: how often an epoch has every row.
-    format: the processor of a row: "auto", "problem", "messages", "task", "nemo_gym", or the path
+    task: The task's name, for "reasoning_gym"; the dotted path, for "function".
+    task_args: Its further arguments.
+    task_seed: Its seed; see ReasoningGymSource.
+    size: Its number of rows.
+    side: Of the rows split off, see `Part`.
+    for_evaluation: Whether a named dataset's split for evaluation is meant, if `split` is None.
+    split_validation_size: Rows split off, see `Part`.
+    split_seed: Of the split.
+    repeat: How often an epoch has every row.
+    format: The processor of a row: "auto", "problem", "messages", "task", "nemo_gym", or the path
       of a function `(row, where, style) -> Record`.
-    input_key: name of the problem's field; None: that of the named dataset, else "problem".
-    output_key: name of the answer's; None: likewise, else "expected_answer"; "": none.
-    system_prompt: text of the system message; None: none.
-    system_prompt_file: a file with that text.
-    prompt_template: text with {} for the problem; None: that of the named dataset, else the
+    input_key: Name of the problem's field; None: that of the named dataset, else "problem".
+    output_key: Name of the answer's; None: likewise, else "expected_answer"; "": none.
+    system_prompt: Text of the system message; None: none.
+    system_prompt_file: A file with that text.
+    prompt_template: Text with {} for the problem; None: that of the named dataset, else the
       problem alone.
-    prompt_file: a file with that text.
-    environment: name of the environment that scores the completions; None: that of the named
+    prompt_file: A file with that text.
+    environment: Name of the environment that scores the completions; None: that of the named
       dataset, else "math".
-    tasks: by the rows' `task_name`, what differs: environment, format, the keys and the prompts.
-    max_prompt_tokens: longest prompt, chat template included.
-    overlong: what becomes of longer ones: "drop", or "zero_weight": kept, cut, learned
+    tasks: By the rows' `task_name`, what differs: environment, format, the keys and the prompts.
+    max_prompt_tokens: Longest prompt, chat template included.
+    overlong: What becomes of longer ones: "drop", or "zero_weight": kept, cut, learned
       nothing from. Both are counted.
-    rows_choose_environment: whether a row's own `environment` or `task_name` decides, see
+    rows_choose_environment: Whether a row's own `environment` or `task_name` decides, see
       routing.environment_of.
-    known_environments: the names that those may be; None: they are not looked at.
+    known_environments: The names that those may be; None: they are not looked at.
 
   Raises:
     FileNotFoundError: a file does not exist.

@@ -29,8 +29,8 @@ def places(
   """Returns the place of every response, 0 for the lowest rank.
 
   Args:
-    ranks: one a response; only their order matters.
-    ties: the place of responses of equal rank, of which b have a lower rank and n are equal:
+    ranks: One a response; only their order matters.
+    ties: The place of responses of equal rank, of which b have a lower rank and n are equal:
       "mean" b + (n - 1) / 2, the mean of the places that they take up; "best" b; "worst"
       b + n - 1; "dense" the number of different lower ranks.
 
@@ -52,11 +52,11 @@ def rewards(
   """Returns the reward of every response of a group.
 
   Args:
-    ranks: one a response, finite.
-    mapping: key of MAPPINGS (see above), or the dotted path of a function of your own, which
+    ranks: One a response, finite.
+    mapping: Key of MAPPINGS (see above), or the dotted path of a function of your own, which
       gets the ranks [G] and returns rewards [G].
-    ties: see `places`.
-    best: whether rank 1 is better than 2 ("lowest") or worse ("highest").
+    ties: See `places`.
+    best: Whether rank 1 is better than 2 ("lowest") or worse ("highest").
     temperature: τ of "softmax", above 0, in places.
 
   Raises:

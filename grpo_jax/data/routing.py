@@ -21,11 +21,11 @@ def environment_of(
   decides if an environment has this name.
 
   Args:
-    row: the fields of the row.
+    row: The fields of the row.
     where: "file:line", for errors.
-    default: environment of the dataset.
-    known: names of the environments of the run; None: not known, rows are not looked at.
-    has_tasks: whether `task_name` has been read already, by the dataset's own table of tasks.
+    default: Environment of the dataset.
+    known: Names of the environments of the run; None: not known, rows are not looked at.
+    has_tasks: Whether `task_name` has been read already, by the dataset's own table of tasks.
 
   Raises:
     RowError: `environment` is no environment of the run.

@@ -48,8 +48,8 @@ def training(shared: Settings, items: Sequence[Any]) -> dict[str, dict[str, Any]
   """Returns the fields of every training dataset, by its name.
 
   Args:
-    shared: fields of `prompts.open_dataset`, which hold for all.
-    items: what differs, one mapping a dataset; empty: the shared fields are the one dataset.
+    shared: Fields of `prompts.open_dataset`, which hold for all.
+    items: What differs, one mapping a dataset; empty: the shared fields are the one dataset.
 
   Raises:
     ValueError: a field is unknown, or two datasets have one name.
@@ -70,11 +70,11 @@ def evaluation(
   off. If there is none of these: the training datasets' other split, or else their first rows.
 
   Args:
-    shared: what the training datasets share.
-    items: the training datasets, as for `training`.
-    own: fields that evaluation changes; None is not given.
-    sets: the evaluation sets: what differs from that.
-    name: of a set that stands alone.
+    shared: What the training datasets share.
+    items: The training datasets, as for `training`.
+    own: Fields that evaluation changes; None is not given.
+    sets: The evaluation sets: what differs from that.
+    name: Of a set that stands alone.
 
   Raises:
     ValueError: a field is unknown, or two sets have one name.

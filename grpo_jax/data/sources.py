@@ -46,8 +46,8 @@ class Joined:
     """Joins them.
 
     Args:
-      sources: at least one.
-      name: of the whole.
+      sources: At least one.
+      name: Of the whole.
     """
     self.name = name
     self._sources = sources

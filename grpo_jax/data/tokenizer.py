@@ -78,8 +78,8 @@ class Tokenizer(Protocol):
     """Encodes a conversation as `apply_chat_template` does; one that cannot fit, in part only.
 
     Args:
-      messages: the conversation.
-      max_tokens: the tokens that are allowed. A text of more than `longest_text(max_tokens)`
+      messages: The conversation.
+      max_tokens: The tokens that are allowed. A text of more than `longest_text(max_tokens)`
         characters is cut to these before it is encoded: no time and memory are spent on it.
     """
     ...
@@ -92,8 +92,8 @@ class Tokenizer(Protocol):
     """Encodes a message that follows a sampled completion, and the next assistant's beginning.
 
     Args:
-      message: what the environment says, with `role` and `content`.
-      after: the last sampled id. The template's end-of-turn token is added in front
+      message: What the environment says, with `role` and `content`.
+      after: The last sampled id. The template's end-of-turn token is added in front
         unless the model has sampled it itself.
     """
     ...
@@ -260,10 +260,10 @@ def load(
   """Loads the tokenizer of a local Hugging Face folder.
 
   Args:
-    directory: folder with tokenizer.json (or whatever AutoTokenizer reads).
+    directory: Folder with tokenizer.json (or whatever AutoTokenizer reads).
     chat_template: None: the tokenizer's own; "plain": none, messages are joined by line
       ends; else a file that ends in .jinja, or the template itself.
-    template_args: variables of the template, such as {"enable_thinking": False} for Qwen3.
+    template_args: Variables of the template, such as {"enable_thinking": False} for Qwen3.
 
   Raises:
     MissingModel: the folder or the template file does not exist.
@@ -288,8 +288,8 @@ def eos_ids(directory: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
   that is missed turns finished completions into truncated ones.
 
   Args:
-    directory: the Hugging Face folder; its JSON files may be absent.
-    tokenizer_eos: the tokenizer's own, if it has one.
+    directory: The Hugging Face folder; its JSON files may be absent.
+    tokenizer_eos: The tokenizer's own, if it has one.
 
   Returns:
     The ids, ascending.

@@ -33,9 +33,9 @@ class FakeEngine:
 
     Args:
       logits: [last token, next token]; the weights.
-      script: writes the completions; their logprobs are those of the table. None: sampled.
-      decode: ids → text, for stop strings.
-      max_length: of prompt and completion together, in tokens.
+      script: Writes the completions; their logprobs are those of the table. None: sampled.
+      decode: Ids → text, for stop strings.
+      max_length: Of prompt and completion together, in tokens.
     """
     self._logits = np.asarray(logits, np.float64)
     self._script = script

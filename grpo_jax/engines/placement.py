@@ -33,8 +33,8 @@ class Placement:
     """Makes empty queues.
 
     Args:
-      servers: their names.
-      limit: requests under way at one server.
+      servers: Their names.
+      limit: Requests under way at one server.
     """
     self._places = {server: _Place(collections.deque()) for server in servers}
     self._limit = limit

@@ -50,11 +50,11 @@ class Probe:
     """Makes a probe.
 
     Args:
-      config: of the model.
-      compute_dtype: of the trainer.
-      num_valid_tokens: ids are below.
-      product_dtype: of the trainer; see `products.Products`.
-      matmul_precision: of the trainer's float32 products; see `precision.resolve`.
+      config: Of the model.
+      compute_dtype: Of the trainer.
+      num_valid_tokens: Ids are below.
+      product_dtype: Of the trainer; see `products.Products`.
+      matmul_precision: Of the trainer's float32 products; see `precision.resolve`.
     """
     self.ids = probe_ids(num_valid_tokens)
     self._config = config

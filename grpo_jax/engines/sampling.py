@@ -32,11 +32,11 @@ def sample(
     uniforms: u in [0, 1).
     temperature: 0 takes the most likely token (the first of equals), with its logprob at
       temperature 1.
-    filters: top-k, top-p and min-p of each row (see `keep`); None when no row has any, which
+    filters: Top-k, top-p and min-p of each row (see `keep`); None when no row has any, which
       saves their cost.
-    num_valid: ids from here on (padding rows of the embedding) are never sampled; they stay in
+    num_valid: Ids from here on (padding rows of the embedding) are never sampled; they stay in
       the normaliser of the logprobs, as they do in the trainer's. None: all are valid.
-    report_truncated: give the logprob under what was really sampled, renormalised over the
+    report_truncated: Give the logprob under what was really sampled, renormalised over the
       tokens that the filters keep, instead of under the softmax over the whole vocabulary.
 
   Returns:
@@ -71,7 +71,7 @@ def invert_cdf(weights: Float[Array, "B V"], uniforms: Float[Array, " B"]) -> In
   """Returns the first index at which the cumulative weight exceeds u times the total.
 
   Args:
-    weights: unnormalised probabilities, at least one positive a row; V a multiple of 256.
+    weights: Unnormalised probabilities, at least one positive a row; V a multiple of 256.
     uniforms: u in [0, 1).
 
   Returns:
@@ -103,7 +103,7 @@ def keep(
   nothing is sorted.
 
   Args:
-    weights: unnormalised probabilities, at most 1, the highest of each row exactly 1.
+    weights: Unnormalised probabilities, at most 1, the highest of each row exactly 1.
     top_k: 0 keeps all.
     top_p: 1 keeps all.
     min_p: 0 keeps all.
@@ -127,8 +127,8 @@ def uniforms(seeds: UInt[Array, "B 2"], indices: Int[Array, " B"]) -> Float[Arra
   """Returns u in [0, 1) for each row: a function of its seed and of the token's index only.
 
   Args:
-    seeds: the request's seed as (high, low) words of 32 bits.
-    indices: of the token that is sampled, within its completion.
+    seeds: The request's seed as (high, low) words of 32 bits.
+    indices: Of the token that is sampled, within its completion.
   """
   one = lambda seed, index: jax.random.uniform(
     jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), index),

@@ -44,10 +44,10 @@ class ServerProcess:
   """A running server and its guard. Dropping the object ends the server, as the trainer's end does.
 
   Attributes:
-    index: which of the fleet's.
-    pid: of its guard, the parent of all its processes.
-    port: that it listens on.
-    log: file with its output, older output in LOG.1.
+    index: Which of the fleet's.
+    pid: Of its guard, the parent of all its processes.
+    port: That it listens on.
+    log: File with its output, older output in LOG.1.
   """
 
   def __init__(self, guard: subprocess.Popen[bytes], *, index: int, host: str, port: int,
@@ -67,11 +67,11 @@ class ServerProcess:
     """Starts a server; it needs half a minute before it answers.
 
     Args:
-      options: of the fleet.
-      index: which of the fleet's servers, from 0.
+      options: Of the fleet.
+      index: Which of the fleet's servers, from 0.
       model_path: Hugging Face folder of the weights to begin with.
-      weight_version: theirs; with `options.command`, only if that uses it.
-      api_key: that it shall ask for, handed over in the environment; "": none. With
+      weight_version: Theirs; with `options.command`, only if that uses it.
+      api_key: That it shall ask for, handed over in the environment; "": none. With
         `options.command` the command finds it in GRPO_JAX_SGLANG_API_KEY.
 
     Raises:

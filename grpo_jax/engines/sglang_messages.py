@@ -41,8 +41,8 @@ def sampling_params(request: GenerationRequest, *, seeded: bool) -> dict[str, An
   """Returns SGLang's `sampling_params` of one request.
 
   Args:
-    request: of one completion.
-    seeded: whether the server honours seeds (--enable-deterministic-inference).
+    request: Of one completion.
+    seeded: Whether the server honours seeds (--enable-deterministic-inference).
   """
   sampling = request.sampling
   params: dict[str, Any] = {
@@ -70,9 +70,9 @@ def generate_body(
   """Returns the body of POST /generate for one completion, or for several in one request.
 
   Args:
-    requests: what to sample; each with its own seed.
+    requests: What to sample; each with its own seed.
     names: SGLang's request ids, unique in the life of the server.
-    seeded: see `sampling_params`.
+    seeded: See `sampling_params`.
   """
   bodies = [
     {
@@ -104,10 +104,10 @@ def generations(
   """Reads the answer to `generate_body`.
 
   Args:
-    answer: as decoded from JSON.
-    requests: those that it answers, in order.
-    vocab_size: ids must be below.
-    version: of the weights, for servers that name none.
+    answer: As decoded from JSON.
+    requests: Those that it answers, in order.
+    vocab_size: Ids must be below.
+    version: Of the weights, for servers that name none.
 
   Raises:
     Garbled: the answer is not what was asked for; says in what.
@@ -210,8 +210,8 @@ def versions_of(meta: Mapping[str, Any], count: int, *, default: int) -> Int[np.
 
   Args:
     meta: `meta_info` of an answer.
-    count: sampled tokens.
-    default: of servers that name none.
+    count: Sampled tokens.
+    default: Of servers that name none.
 
   Raises:
     Garbled: a version is no number, or the spans do not cover the tokens.

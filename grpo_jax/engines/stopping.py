@@ -17,10 +17,10 @@ def find_stop_string(
   depends on its neighbours (a character may be spread over several tokens).
 
   Args:
-    ids: the completion so far.
-    seen: tokens that are known to complete none.
-    strings: what to look for; the first of the list wins if one token completes several.
-    decode: ids → text.
+    ids: The completion so far.
+    seen: Tokens that are known to complete none.
+    strings: What to look for; the first of the list wins if one token completes several.
+    decode: Ids → text.
 
   Returns:
     (number of tokens up to and with that token, the string); None if there is none.
@@ -44,10 +44,10 @@ def check(
   """Says whether and where a completion ends.
 
   Args:
-    ids: the completion so far; nothing of it stands behind a stop id or the token limit.
-    seen: tokens that were checked before.
-    sampling: its limits.
-    decode: ids → text; needed for stop strings only.
+    ids: The completion so far; nothing of it stands behind a stop id or the token limit.
+    seen: Tokens that were checked before.
+    sampling: Its limits.
+    decode: Ids → text; needed for stop strings only.
 
   Returns:
     Tokens to keep; the reason, None if it goes on; the stop id or string that was met. A stop

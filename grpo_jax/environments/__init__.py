@@ -56,7 +56,7 @@ def make(**environments: Mapping[str, Any]) -> Environments:
   """Makes the environments of a run.
 
   Args:
-    **environments: name → settings for `make` of the module of that name, or of the
+    **environments: Name → settings for `make` of the module of that name, or of the
       module that the setting `module` names: one of this package, one of the user's, or the
       dotted path of a class of environments or of a function like `make`.
 
@@ -92,8 +92,8 @@ def check(environments: Mapping[str, EnvironmentFactory], prompts: Iterable[Prom
   broken row among others is not refused here, but counted when it is attempted.
 
   Args:
-    environments: by name.
-    prompts: some of each dataset, of which each names its environment.
+    environments: By name.
+    prompts: Some of each dataset, of which each names its environment.
   """
   refused: dict[str, list[tuple[Prompt, str]]] = {}
   taken: set[str] = set()
@@ -119,9 +119,9 @@ def objection(name: str, settings: Mapping[str, Any], task: str) -> str:
   """Returns why an environment cannot score a task of reasoning-gym; "" if nothing is known.
 
   Args:
-    name: of the environment.
-    settings: of the environment.
-    task: name of the task, of data of kind "reasoning_gym".
+    name: Of the environment.
+    settings: Of the environment.
+    task: Name of the task, of data of kind "reasoning_gym".
 
   Raises:
     ValueError: its sandbox does not work on this machine, or see `make`.

@@ -68,8 +68,8 @@ class Environment(Protocol):
     """Judges one turn.
 
     Args:
-      text: what the model wrote in this turn, without special tokens.
-      completion_ids: the same as it was sampled, stop id included.
+      text: What the model wrote in this turn, without special tokens.
+      completion_ids: The same as it was sampled, stop id included.
       finish_reason: LENGTH if the turn was cut.
     """
     ...
@@ -149,7 +149,7 @@ class SingleTurn:
     Args:
       reward_fn: (prompt, completion text) -> the reward, its components, or a whole
         StepResult; may be a coroutine function.
-      prompt: what is attempted.
+      prompt: What is attempted.
     """
     self._reward_fn = reward_fn
     self._prompt = prompt

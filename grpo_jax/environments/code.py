@@ -150,23 +150,23 @@ def make(
   """Makes the code environment.
 
   Args:
-    code: where the program must stand: "fence" (last ``` block of Python), "tag"
+    code: Where the program must stand: "fence" (last ``` block of Python), "tag"
       (<code>…</code>), "raw" (the whole completion), "any" (the first of these that there is).
-    partial: the reward grows with the share of the tests that pass; else it is all or nothing.
-    reward_correct: reward if all tests pass.
-    reward_wrong: reward if none does, or not all do, or there is no program.
-    format_reward: added if there is a program where it must stand; then the reward has the
+    partial: The reward grows with the share of the tests that pass; else it is all or nothing.
+    reward_correct: Reward if all tests pass.
+    reward_wrong: Reward if none does, or not all do, or there is no program.
+    format_reward: Added if there is a program where it must stand; then the reward has the
       components "correct" and "format".
     sandbox: "bubblewrap"; or, knowing what they leave open, "landlock" or "limits".
-    workers: programs that run at the same time.
-    timeout_s: longest time of one run of a program, its tests included, in seconds.
-    total_timeout_s: of all runs of a program on the inputs of a row.
-    memory_mib: limit of a program's address space.
-    output_kib: limit of what a run prints, or of one result of a function.
-    scratch_mib: limit of the files that a program writes.
-    tests_key: field of the row that holds the tests; None: see docs/code_environment.md.
-    interpreter: the Python that runs programs; None: the one that runs this, without packages.
-    packages: folders with further packages that programs may import.
+    workers: Programs that run at the same time.
+    timeout_s: Longest time of one run of a program, its tests included, in seconds.
+    total_timeout_s: Of all runs of a program on the inputs of a row.
+    memory_mib: Limit of a program's address space.
+    output_kib: Limit of what a run prints, or of one result of a function.
+    scratch_mib: Limit of the files that a program writes.
+    tests_key: Field of the row that holds the tests; None: see docs/code_environment.md.
+    interpreter: The Python that runs programs; None: the one that runs this, without packages.
+    packages: Folders with further packages that programs may import.
 
   Returns:
     Prompt → environment. Metrics of an attempt: accuracy, has_code, passed_share, and of

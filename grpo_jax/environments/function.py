@@ -54,10 +54,10 @@ def make(
     path: "package.module.function"; the function takes the prompt's text, the
       completion's text and the row's fields, and returns the reward or its components.
       It may be a coroutine function. Called in a thread of its own: it may block.
-    settings: further keyword arguments of the function.
-    timeout_s: longest time of one call, in seconds; None: rollout.environment_timeout_s.
+    settings: Further keyword arguments of the function.
+    timeout_s: Longest time of one call, in seconds; None: rollout.environment_timeout_s.
       A completion whose reward takes longer is left out and counted.
-    solved: a completion of at least this reward is right: it counts in the accuracy and in pass@k
+    solved: A completion of at least this reward is right: it counts in the accuracy and in pass@k
       of an evaluation. None: rewards are not verdicts, and neither is reported.
 
   Raises:

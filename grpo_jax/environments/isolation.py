@@ -42,9 +42,9 @@ class IsolatedEnvironment:
     """Starts the thread.
 
     Args:
-      factory: makes the environment, within the thread.
-      prompt: what is attempted.
-      timeout_s: limit of every single call, in seconds.
+      factory: Makes the environment, within the thread.
+      prompt: What is attempted.
+      timeout_s: Limit of every single call, in seconds.
     """
     self._factory = factory
     self._prompt = prompt

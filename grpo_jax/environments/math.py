@@ -121,23 +121,23 @@ def make(
   Args:
     verifier: "math_verify", "minerva" or "multiple_choice" (whose rows may have a field
       `options`, a list or letter → text).
-    answer: where the answer must stand: "boxed" (last \boxed{}), "hash" (after ####),
+    answer: Where the answer must stand: "boxed" (last \boxed{}), "hash" (after ####),
       "tag" (<answer>…</answer>), "line" (after the last "Answer:"), "last_number", "any"
       (boxed, else hash, else the last number), "raw" (the whole text). Without it there the
       completion is wrong. None: boxed for math_verify, line for minerva; multiple_choice
       has an order of its own (grading/choices.py).
-    reward_correct: reward of a right answer.
-    reward_wrong: reward of a wrong one, or of none.
-    reward_timeout: reward of an answer that could not be judged in time. NaN leaves the
+    reward_correct: Reward of a right answer.
+    reward_wrong: Reward of a wrong one, or of none.
+    reward_timeout: Reward of an answer that could not be judged in time. NaN leaves the
       attempt out of the learning; the default does not make unreadable answers pay.
-    format_reward: added if there is an answer where it must stand; then the reward has
+    format_reward: Added if there is an answer where it must stand; then the reward has
       the components "correct" and "format".
-    timeout_s: longest time of one comparison, in seconds.
-    workers: number of sandboxes, and so of comparisons at a time; they start at the first
+    timeout_s: Longest time of one comparison, in seconds.
+    workers: Number of sandboxes, and so of comparisons at a time; they start at the first
       comparison that needs one.
-    memory_gib: limit of the address space of a comparison; 0: none.
-    max_answer_chars: a longer answer is wrong.
-    must_be_evaluated: of math_verify: an answer is wrong in which something is left to compute
+    memory_gib: Limit of the address space of a comparison; 0: none.
+    max_answer_chars: A longer answer is wrong.
+    must_be_evaluated: Of math_verify: an answer is wrong in which something is left to compute
       that the gold answer does not leave (`\int_0^1 x\,dx` or `48+24` for a number): else a problem
       that is copied into the box would be right. See grading/evaluated.py.
     sandbox: "best" (bubblewrap, else landlock, whichever works here; else a process with limits

@@ -115,9 +115,9 @@ def objection(
   """Returns why a task cannot be scored with these settings; "" if it can.
 
   Args:
-    task: name of the reasoning-gym dataset.
-    sandbox: of `make`.
-    allow_unsandboxed: of `make`.
+    task: Name of the reasoning-gym dataset.
+    sandbox: Of `make`.
+    allow_unsandboxed: Of `make`.
 
   Raises:
     ValueError: the sandbox does not work on this machine.
@@ -150,22 +150,22 @@ def make(
   r"""Makes the reasoning-gym environment.
 
   Args:
-    answer: what is scored: "raw" (the whole completion, stripped), "tag"
+    answer: What is scored: "raw" (the whole completion, stripped), "tag"
       (<answer>…</answer>), "boxed", "hash" (after ####), "last_number", "any" (boxed, else
       hash, else the last number). Without it there the score is 0.
-    partial: whether the task's scores between 0 and 1 are rewarded; else only full ones.
-    contains_reward: least reward of a completion in which the expected answer is one of
+    partial: Whether the task's scores between 0 and 1 are rewarded; else only full ones.
+    contains_reward: Least reward of a completion in which the expected answer is one of
       the words; 0: off.
-    format_reward: added if there is an answer where it must stand; then the reward has
+    format_reward: Added if there is an answer where it must stand; then the reward has
       the components "score" and "format".
-    reward_timeout: reward of an answer that could not be scored in time; may be NaN.
-    timeout_s: longest time of one scoring, in seconds.
-    workers: number of sandboxes, and so of scorings at a time; they start at the first scoring
+    reward_timeout: Reward of an answer that could not be scored in time; may be NaN.
+    timeout_s: Longest time of one scoring, in seconds.
+    workers: Number of sandboxes, and so of scorings at a time; they start at the first scoring
       that needs one.
-    memory_gib: limit of the address space of a scoring; 0: none.
+    memory_gib: Limit of the address space of a scoring; 0: none.
     sandbox: "best" (bubblewrap, else landlock, whichever works here), "bubblewrap", "landlock",
       or, knowing what it leaves open, "limits": docs/code_environment.md.
-    allow_unsandboxed: where "best" finds neither bubblewrap nor landlock, score tasks whose scorer
+    allow_unsandboxed: Where "best" finds neither bubblewrap nor landlock, score tasks whose scorer
       evaluates the text of the model all the same.
 
   Returns:

@@ -175,25 +175,25 @@ def make(
   """Makes the environment of an endpoint. Nothing is sent before the first attempt.
 
   Args:
-    url: of the server: "http://HOST:PORT/v1" for "judge", "http://HOST:PORT" for "classify",
+    url: Of the server: "http://HOST:PORT/v1" for "judge", "http://HOST:PORT" for "classify",
       the whole address for "json".
     format: "judge", "classify" or "json".
-    settings: keyword arguments of the format: of `Judge`, `Classify` or `OwnServer`;
+    settings: Keyword arguments of the format: of `Judge`, `Classify` or `OwnServer`;
       `request` adds fields to the body of every request.
-    api_key_env: name of the environment variable with the key, sent as a bearer token; the
+    api_key_env: Name of the environment variable with the key, sent as a bearer token; the
       key itself stands in no config, log or error.
-    shift: the reward is (score - shift) * scale.
-    scale: see shift.
-    timeout_s: of one try.
-    total_timeout_s: of one score, with all tries and pauses; less than
+    shift: The reward is (score - shift) * scale.
+    scale: See shift.
+    timeout_s: Of one try.
+    total_timeout_s: Of one score, with all tries and pauses; less than
       `rollout.environment_timeout_s`.
-    retries: tries after the first: when there is no connection or no whole answer in time,
+    retries: Tries after the first: when there is no connection or no whole answer in time,
       when the answer is 429 or 5xx, or holds no score. Never after another 4xx.
-    backoff_s: the first pause; it doubles with each try.
-    max_backoff_s: the longest pause, also if the server asks for more (Retry-After).
-    max_failed_calls: so many scores in a row that could not be had end the asking: all later
+    backoff_s: The first pause; it doubles with each try.
+    max_backoff_s: The longest pause, also if the server asks for more (Retry-After).
+    max_failed_calls: So many scores in a row that could not be had end the asking: all later
       ones fail at once (EndpointGivenUp), and `rollout.max_error_share` stops the run.
-    concurrency: requests at the same time.
+    concurrency: Requests at the same time.
 
   Returns:
     Prompt → environment. Metric of an attempt: score (before shift and scale).

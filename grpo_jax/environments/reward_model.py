@@ -126,17 +126,17 @@ def make(
   Args:
     path: Hugging Face folder or hub name of a LlamaForSequenceClassification,
       Qwen2ForSequenceClassification or Qwen3ForSequenceClassification.
-    label: which of several logits is the score; a model of one needs no choice.
-    max_tokens: longest conversation in the reward model's tokens; a longer one cannot be
+    label: Which of several logits is the score; a model of one needs no choice.
+    max_tokens: Longest conversation in the reward model's tokens; a longer one cannot be
       scored (counted as TooLong).
-    batch_size: conversations computed side by side, at most as many as
+    batch_size: Conversations computed side by side, at most as many as
       `rollout.environment_concurrency` can be there at once.
-    batch_wait_s: how long the first of a batch waits for others, in seconds.
-    compute_dtype: of weights and matrix products, "bfloat16" or "float32".
-    shift: the reward is (score - shift) * scale; e.g. the mean score of the base model.
-    scale: see shift.
+    batch_wait_s: How long the first of a batch waits for others, in seconds.
+    compute_dtype: Of weights and matrix products, "bfloat16" or "float32".
+    shift: The reward is (score - shift) * scale; e.g. the mean score of the base model.
+    scale: See shift.
     chat_template: None: of the reward model's tokenizer; else a template or a .jinja file.
-    cache_dir: as `model.cache_dir`.
+    cache_dir: As `model.cache_dir`.
 
   Returns:
     Prompt → environment. Metrics of an attempt: score (before shift and scale) and

@@ -106,10 +106,10 @@ def puzzle(
   """Makes one row: what `data.kind = "function"` calls.
 
   Args:
-    seed: the same seed, the same puzzle.
-    size: largest size of a board; each has one from `min_size` to it.
-    min_size: smallest size, at least 2.
-    shuffle_moves: most random moves away from the board in order; each has an odd number
+    seed: The same seed, the same puzzle.
+    size: Largest size of a board; each has one from `min_size` to it.
+    min_size: Smallest size, at least 2.
+    shuffle_moves: Most random moves away from the board in order; each has an odd number
       up to it, so that none is solved at the start.
 
   Returns:
@@ -286,12 +286,12 @@ def make(
   """Makes the environment of the sliding puzzle.
 
   Args:
-    max_moves: moves of a game, refused ones included; then it is lost. Turns without a move
+    max_moves: Moves of a game, refused ones included; then it is lost. Turns without a move
       are bounded by `rollout.max_turns`.
-    reward_solved: reward of the move that solves the puzzle; everything else has 0.
-    invalid_penalty: taken off for every refused move and unreadable turn; then the reward
+    reward_solved: Reward of the move that solves the puzzle; everything else has 0.
+    invalid_penalty: Taken off for every refused move and unreadable turn; then the reward
       has the components "solved" and "invalid".
-    show_board: whether the answer to a move shows the board, at the cost of its tokens.
+    show_board: Whether the answer to a move shows the board, at the cost of its tokens.
     observation_role: "user": answers are messages of the chat template; None: they are
       appended as they stand, as in NeMo RL.
 

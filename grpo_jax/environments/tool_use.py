@@ -164,14 +164,14 @@ def make(
   r"""Makes the environment of a calculator.
 
   Args:
-    tool: name of the tag that the model calls: `<calculator>…</calculator>`, which is also
+    tool: Name of the tag that the model calls: `<calculator>…</calculator>`, which is also
       the stop string of every turn.
-    answer: where the final answer must stand: "tag" (<answer>…</answer>), "boxed", "hash"
+    answer: Where the final answer must stand: "tag" (<answer>…</answer>), "boxed", "hash"
       (after ####), "last_number", "any" (boxed, else hash, else the last number), "raw".
-    max_calls: calls of a conversation; one more ends it as wrong.
-    reward_correct: reward of a right answer.
-    reward_wrong: reward of a wrong one, or of none.
-    call_reward: added once, at the first call that gives a result; then the reward has the
+    max_calls: Calls of a conversation; one more ends it as wrong.
+    reward_correct: Reward of a right answer.
+    reward_wrong: Reward of a wrong one, or of none.
+    call_reward: Added once, at the first call that gives a result; then the reward has the
       components "correct" and "call".
     observation_role: None: results are appended as they stand, and the model writes on;
       "tool" or "user": they are messages of the chat template.

@@ -45,12 +45,12 @@ def baseline_and_spread(
   """Returns, for each attempt, the mean and the standard deviation of its comparison set.
 
   Args:
-    rewards: one scalar for each of the G attempts at each of the P prompts.
-    mask: see the module.
+    rewards: One scalar for each of the G attempts at each of the P prompts.
+    mask: See the module.
     baseline: "group_mean" compares with the whole group; "leave_one_out" with the
       other attempts, in the spread too; "none" compares with 0, and takes the
       spread of the group.
-    ddof: see `moments.centre_and_spread`.
+    ddof: See `moments.centre_and_spread`.
 
   Returns:
     Baseline and standard deviation. An attempt without anything to compare with (the
@@ -94,8 +94,8 @@ def group_relative(
   equal has no spread to be measured by under "leave_one_out" and keeps rᵢ - bᵢ.
 
   Args:
-    rewards: one scalar for each of the G attempts at each of the P prompts.
-    mask: see the module.
+    rewards: One scalar for each of the G attempts at each of the P prompts.
+    mask: See the module.
     baseline: bᵢ, one of BASELINES; see `baseline_and_spread`.
     scale: sᵢ: "group_std" of the comparison set, "batch_std" of all rewards
       of the batch, or "none".
@@ -144,7 +144,7 @@ def grpo(
   """Standardises rewards within each group: Âᵢ = (rᵢ - mean(r)) / (std(r) + ε), std unbiased.
 
   Args:
-    rewards: one reward for each attempt, P prompts by G attempts.
+    rewards: One reward for each attempt, P prompts by G attempts.
     mask: True for attempts that count; the others join neither mean nor deviation. None: all count.
     eps: ε, added to the standard deviation, in units of the reward.
 
@@ -196,11 +196,11 @@ def gdpo(
 
   Args:
     components: K >= 2 rewards for each attempt.
-    mask: see the module.
+    mask: See the module.
     weights: wₖ, one per component; None: all 1.
-    baseline: of each component; see `baseline_and_spread`.
-    ddof: of each component's spread.
-    eps: added to each component's spread.
+    baseline: Of each component; see `baseline_and_spread`.
+    ddof: Of each component's spread.
+    eps: Added to each component's spread.
 
   Returns:
     Â of each attempt; 0 for masked attempts.
@@ -253,13 +253,13 @@ def whiten(
       Âₜ = (Aₜ - μ) / sqrt( max(σ², floor) + ε ),   μ, σ² over the unmasked tokens
 
   Args:
-    advantages: per token; or per attempt [P G], with the tokens of each in `counts`.
+    advantages: Per token; or per attempt [P G], with the tokens of each in `counts`.
     mask: True on the tokens that are learned from. They all must be here: moments of
       a microbatch are not those of the batch.
-    counts: how many tokens an entry stands for; None: 1 each.
+    counts: How many tokens an entry stands for; None: 1 each.
     ddof: 0 in NeMo RL, 1 in verl.
-    floor: of the variance; 1e-8 in NeMo RL, 0 in verl.
-    eps: added to the variance; 0 in NeMo RL, 1e-8 in verl.
+    floor: Of the variance; 1e-8 in NeMo RL, 0 in verl.
+    eps: Added to the variance; 0 in NeMo RL, 1e-8 in verl.
 
   Returns:
     Whitened advantages, 0 on masked entries, and 0 everywhere if all are equal.
@@ -313,8 +313,8 @@ def subtract_kl(
     mask: True on the tokens that are learned from.
     kl_coef: β, in units of the reward per nat.
     estimator: k: "k1", "k2" or "k3"; see `kl`.
-    input_clamp: bound of the log-ratio on both sides, in nats; None: off.
-    output_clamp: bound of the estimate on both sides, in nats; None: off.
+    input_clamp: Bound of the log-ratio on both sides, in nats; None: off.
+    output_clamp: Bound of the estimate on both sides, in nats; None: off.
 
   Returns:
     The advantages with the penalty taken off; 0 where `mask` is False.
@@ -338,9 +338,9 @@ def clip(
   """Clips advantages to [low, high]; None leaves a side open. The last step, after scaling.
 
   Args:
-    advantages: of any shape.
-    low: lowest advantage; None: no bound.
-    high: highest advantage; None: no bound.
+    advantages: Of any shape.
+    low: Lowest advantage; None: no bound.
+    high: Highest advantage; None: no bound.
 
   Returns:
     The advantages within the bounds.

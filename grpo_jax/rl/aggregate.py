@@ -26,8 +26,8 @@ def token_mean(
   Args:
     losses: ℓ, per token.
     mask: True on the tokens that are learned from.
-    denominators: of the optimizer step; only `tokens` is used.
-    sequence_ids: not used; taken so that all reductions have one signature.
+    denominators: Of the optimizer step; only `tokens` is used.
+    sequence_ids: Not used; taken so that all reductions have one signature.
 
   Returns:
     This part's share of the loss; 0 if the denominator is 0.
@@ -53,8 +53,8 @@ def sequence_mean(
   Args:
     losses: ℓ of each token.
     mask: True on the tokens that are learned from.
-    denominators: of the optimizer step; only `sequences` is used.
-    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+    denominators: Of the optimizer step; only `sequences` is used.
+    sequence_ids: Which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
       sequence.
 
   Returns:
@@ -83,8 +83,8 @@ def constant_length(
   Args:
     losses: ℓ of each token.
     mask: True on the tokens that are learned from.
-    denominators: of the optimizer step; only `sequences` is used.
-    sequence_ids: not used; taken so that all reductions have one signature.
+    denominators: Of the optimizer step; only `sequences` is used.
+    sequence_ids: Not used; taken so that all reductions have one signature.
     max_completion_tokens: L_max, in tokens; the same for every completion.
 
   Returns:

@@ -28,9 +28,9 @@ def sequence_average(
   """Returns the mean over completions of their token means.
 
   Args:
-    x: a value for each token.
+    x: A value for each token.
     mask: True on the tokens that are learned from.
-    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+    sequence_ids: Which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
       sequence.
 
   Returns:
@@ -104,9 +104,9 @@ def importance(
     weights: w of each token, as it multiplies the loss.
     is_in_bounds: False where the weight before truncation was out of bounds.
     mask: True on the tokens that are learned from.
-    sequence_ids: see `masks`.
+    sequence_ids: See `masks`.
     weights_are_of_sequences: w is constant over each completion.
-    bounds_are_of_sequences: whole completions were judged.
+    bounds_are_of_sequences: Whole completions were judged.
 
   Returns:
     Name to a metric that merges exactly.
@@ -140,7 +140,7 @@ def ratios(
 
   Args:
     ratio: ρ of each token.
-    clipped: the ratio after the clip of the loss.
+    clipped: The ratio after the clip of the loss.
     mask: True on the tokens that are learned from.
 
   Returns:

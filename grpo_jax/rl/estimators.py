@@ -103,8 +103,8 @@ def make(estimator: str = "grpo", **options: Any) -> Estimator:
   """Makes an estimator from its name and what differs from the name's settings.
 
   Args:
-    estimator: one of ESTIMATORS.
-    **options: fields of `Estimator`, less `by_component` and `needs_whitening`; None for
+    estimator: One of ESTIMATORS.
+    **options: Fields of `Estimator`, less `by_component` and `needs_whitening`; None for
       `baseline`, `scale`, `ddof` or `eps` keeps the setting of the name.
 
   Raises:

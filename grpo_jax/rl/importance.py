@@ -42,7 +42,7 @@ def sequence_weights(
     old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
     behavior_logprobs: log μ of each token, in nats, as the engine reported it.
     mask: True on the tokens that are learned from.
-    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+    sequence_ids: Which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
       sequence.
     form: "sum" or "mean".
 
@@ -70,8 +70,8 @@ def truncate(
 
   Args:
     weights: w of any shape, not negative.
-    low: lowest weight; smaller ones are raised to it.
-    high: highest weight; larger ones are lowered to it.
+    low: Lowest weight; smaller ones are raised to it.
+    high: Highest weight; larger ones are lowered to it.
 
   Returns:
     The weights within the bounds.
@@ -90,8 +90,8 @@ def zero_outside(
 
   Args:
     weights: w of any shape, not negative.
-    low: lowest weight that is kept, inclusive.
-    high: highest weight that is kept, inclusive.
+    low: Lowest weight that is kept, inclusive.
+    high: Highest weight that is kept, inclusive.
 
   Returns:
     The weights; 0 outside the bounds.
@@ -110,8 +110,8 @@ def is_within(
 
   Args:
     weights: w of any shape.
-    low: lowest weight, inclusive.
-    high: highest weight, inclusive.
+    low: Lowest weight, inclusive.
+    high: Highest weight, inclusive.
 
   Returns:
     One truth value for each weight; False for NaN.
@@ -139,10 +139,10 @@ def sequence_mask(
     old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
     behavior_logprobs: log μ of each token, in nats, as the engine reported it.
     mask: True on the tokens that are learned from.
-    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+    sequence_ids: Which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
       sequence.
-    low: lowest weight of a completion that is kept, inclusive.
-    high: highest weight of a completion that is kept, inclusive.
+    low: Lowest weight of a completion that is kept, inclusive.
+    high: Highest weight of a completion that is kept, inclusive.
 
   Returns:
     True on the tokens that are kept.
@@ -169,9 +169,9 @@ def off_policy_sequence_mask(
   Args:
     policy_logprobs: log πθ; not differentiated here.
     behavior_logprobs: log μ, the engine's.
-    advantages: their sign is read per token.
+    advantages: Their sign is read per token.
     mask: True on the tokens that are learned from.
-    sequence_ids: see `masks`.
+    sequence_ids: See `masks`.
     threshold: δ >= 0, in nats per token.
 
   Reference:
@@ -201,13 +201,13 @@ def correction_weights(
     old_logprobs: log π_old, the trainer's.
     behavior_logprobs: log μ, the engine's.
     mask: True on the tokens that are learned from.
-    sequence_ids: see `masks`.
+    sequence_ids: See `masks`.
     level: "token", "sequence" (sum form) or "sequence_mean"; "none" computes the
       token weights too, for the metrics.
     truncation: None, "tis" (`truncate`), "icepop" (`zero_outside`) or "seq_mask"
       (`sequence_mask`; tokens keep their token weight).
-    low: inclusive lower bound.
-    high: inclusive upper bound.
+    low: Inclusive lower bound.
+    high: Inclusive upper bound.
 
   Returns:
     The weights, and True where the (token's or completion's) weight was within the bounds.

@@ -79,7 +79,7 @@ def kl_penalty(
   Args:
     policy_logprobs: log πθ of each token; the only differentiated input.
     ref_logprobs: log π_ref of each token.
-    sampled_from: logprobs of the distribution that the tokens are taken to come
+    sampled_from: Logprobs of the distribution that the tokens are taken to come
       from. The policy's own (its value is detached): w is 1 and carries the
       score-function gradient of the table above. The engine's: NeMo RL's
       `use_on_policy_kl_approximation`. The old policy's: TRL's

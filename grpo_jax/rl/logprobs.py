@@ -35,14 +35,14 @@ def token_logprobs(
   [B·T, V]. Places of -1 give 0 and carry no gradient.
 
   Args:
-    hidden: output of the transformer's final norm.
+    hidden: Output of the transformer's final norm.
     head: [V D] or [D V], as `head_layout` says.
-    batch: its `tokens`, `predecessors` and `loss_places` are read.
+    batch: Its `tokens`, `predecessors` and `loss_places` are read.
     head_layout: "vd" (an embedding table) or "dv".
-    temperature: of the softmax; the one that the tokens were sampled at.
-    return_entropy: also return the entropy of each predicting distribution.
-    implementation: of `grpo_kernels.linear_logprobs`; None picks by platform.
-    partition: where head and rows lie on a mesh (`learn.sharding.head_partition`); None: on one
+    temperature: Of the softmax; the one that the tokens were sampled at.
+    return_entropy: Also return the entropy of each predicting distribution.
+    implementation: Of `grpo_kernels.linear_logprobs`; None picks by platform.
+    partition: Where head and rows lie on a mesh (`learn.sharding.head_partition`); None: on one
       device, or wherever the compiler puts them.
 
   Returns:
@@ -78,15 +78,15 @@ def token_objective(
   `grpo_kernels.linear_logprobs.token_local`.
 
   Args:
-    hidden: output of the transformer's final norm.
+    hidden: Output of the transformer's final norm.
     head: [V D] or [D V], as `head_layout` says.
-    batch: what is learned from.
-    objective: with `is_token_local`.
-    denominators: of the whole optimizer step.
+    batch: What is learned from.
+    objective: With `is_token_local`.
+    denominators: Of the whole optimizer step.
     head_layout: "vd" (an embedding table) or "dv".
-    temperature: of the softmax; the one that the tokens were sampled at.
-    return_entropy: also return the entropies.
-    partition: where head and rows lie on a mesh.
+    temperature: Of the softmax; the one that the tokens were sampled at.
+    return_entropy: Also return the entropies.
+    partition: Where head and rows lie on a mesh.
 
   Returns:
     The loss; log π of the tokens that are learned from, as `token_logprobs` gives them, and the
@@ -171,13 +171,13 @@ def sequence_logprobs(
   For research code without packing.
 
   Args:
-    hidden: states after the last norm, at every token.
-    head: weights of the LM head, in the layout that `head_layout` names.
-    tokens: ids of the tokens.
+    hidden: States after the last norm, at every token.
+    head: Weights of the LM head, in the layout that `head_layout` names.
+    tokens: Ids of the tokens.
     head_layout: "vd" for [V D], as files and embeddings have it, or "dv" for [D V].
-    temperature: logits are divided by it.
-    return_entropy: whether to return the entropy of every token's distribution, too.
-    implementation: of the fused head, by name; None: the best for the device.
+    temperature: Logits are divided by it.
+    return_entropy: Whether to return the entropy of every token's distribution, too.
+    implementation: Of the fused head, by name; None: the best for the device.
 
   Returns:
     log π of each token, in nats; with `return_entropy` also the entropies, in nats.

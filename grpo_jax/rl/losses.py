@@ -76,7 +76,7 @@ def sequence_ratio(
     policy_logprobs: log πθ of each token, in nats; the only differentiated input.
     old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
     mask: True on the tokens that are learned from.
-    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+    sequence_ids: Which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
       sequence.
 
   Returns:
@@ -109,7 +109,7 @@ def sequence_ratio_token_form(
     policy_logprobs: log πθ of each token, in nats; the only differentiated input.
     old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
     mask: True on the tokens that are learned from.
-    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+    sequence_ids: Which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
       sequence.
 
   Returns:
@@ -217,7 +217,7 @@ def gspo(
     old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
     advantages: Âₜ of each token, constant over a completion in GRPO.
     mask: True on the tokens that are learned from.
-    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+    sequence_ids: Which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
       sequence.
     clip_low: ε_low, a distance from 1. Ratios of completions stay much closer to 1 than those of
       tokens.

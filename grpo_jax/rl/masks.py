@@ -24,9 +24,9 @@ def fill(x: arrays.Numbers, mask: arrays.Mask, value: float = 0.0) -> Float[Arra
   mask that is applied to the output alone.
 
   Args:
-    x: values.
+    x: Values.
     mask: True where `x` is kept.
-    value: value of the other elements.
+    value: Value of the other elements.
 
   Returns:
     `x` with `value` under the mask.
@@ -66,9 +66,9 @@ def sequence_totals(
   """Returns the sum over the unmasked tokens of each sequence.
 
   Args:
-    x: one value per token.
+    x: One value per token.
     mask: True on the tokens that count.
-    sequence_ids: the sequence of each token, within its row; None: a row is one sequence.
+    sequence_ids: The sequence of each token, within its row; None: a row is one sequence.
 
   Returns:
     One sum per sequence slot: S is N with `sequence_ids`, else 1. Unused slots hold 0.
@@ -89,9 +89,9 @@ def sequence_lengths(
 
   Args:
     mask: True on the tokens that count.
-    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+    sequence_ids: Which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
       sequence.
-    dtype: of the result.
+    dtype: Of the result.
 
   Returns:
     Number of tokens of each of S = N sequence slots of a row, or of S = 1 without `sequence_ids`.
@@ -106,9 +106,9 @@ def sequence_means(
   """Returns the mean over the unmasked tokens of each sequence; 0 in empty slots.
 
   Args:
-    x: a value for each token.
+    x: A value for each token.
     mask: True on the tokens that count.
-    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+    sequence_ids: Which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
       sequence.
 
   Returns:
@@ -133,9 +133,9 @@ def to_tokens(
   """Returns to every token the value of its sequence; the inverse of the reductions above.
 
   Args:
-    per_sequence: a value for each sequence slot.
-    like: an array with the shape of the result.
-    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+    per_sequence: A value for each sequence slot.
+    like: An array with the shape of the result.
+    sequence_ids: Which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
       sequence.
 
   Returns:
@@ -197,9 +197,9 @@ def top_entropy(entropy: arrays.Numbers, mask: arrays.Mask, share: float) -> Boo
   whole optimizer batch, before that is split into microbatches.
 
   Args:
-    entropy: of the policy at each token, in nats.
+    entropy: Of the policy at each token, in nats.
     mask: True on the tokens that are learned from.
-    share: in (0, 1]; 0.2 in the paper, 1 keeps every token.
+    share: In (0, 1]; 0.2 in the paper, 1 keeps every token.
 
   Raises:
     ValueError: if `share` is not in (0, 1].

@@ -14,9 +14,9 @@ def clamp(
   """Clips `x` to [low, high] with gradient 1 on the bounds too (`jnp.clip` has ½ there).
 
   Args:
-    x: of any shape.
-    low: lower bound; None: none.
-    high: upper bound; None: none.
+    x: Of any shape.
+    low: Lower bound; None: none.
+    high: Upper bound; None: none.
 
   Returns:
     `x` within the bounds; its gradient is 0 outside them.

@@ -95,10 +95,10 @@ class Objective:
 
     Args:
       policy_logprobs: log πθ, the only differentiated input but for `entropy`.
-      entropy: of the full distributions, in nats; needed if `needs_entropy`, else
+      entropy: Of the full distributions, in nats; needed if `needs_entropy`, else
         only reported.
-      tokens: the gathered batch; without `old_logprobs` the policy is taken for it.
-      denominators: of the whole optimizer step; see `aggregate`.
+      tokens: The gathered batch; without `old_logprobs` the policy is taken for it.
+      denominators: Of the whole optimizer step; see `aggregate`.
 
     Returns:
       The scalar loss, and metrics under "train/" and "mismatch/" (docs/algorithms.md).

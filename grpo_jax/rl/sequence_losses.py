@@ -36,7 +36,7 @@ def gmpo(
     old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
     advantages: Âₜ of each token, constant over a completion in GRPO.
     mask: True on the tokens that are learned from.
-    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+    sequence_ids: Which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
       sequence.
     clip_low: ε_low, of the log-ratio, in nats.
     clip_high: ε_high, of the log-ratio, in nats.
@@ -80,7 +80,7 @@ def luspo(
     old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
     advantages: Âₜ of each token, constant over a completion in GRPO.
     mask: True on the tokens that are learned from.
-    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+    sequence_ids: Which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
       sequence.
     clip_low: ε_low, a distance from 1, of the ratio of a completion.
     clip_high: ε_high, a distance from 1, of the ratio of a completion.
@@ -133,7 +133,7 @@ def vespo(
     old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
     advantages: Âₜ of each token, constant over a completion in GRPO.
     mask: True on the tokens that are learned from.
-    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+    sequence_ids: Which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
       sequence.
     power_positive: k where the advantage is positive.
     decay_positive: λ where the advantage is positive.

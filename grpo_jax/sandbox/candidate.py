@@ -46,7 +46,7 @@ def serve_functions(max_bytes: int) -> None:
   """Runs a program, then calls its functions as the judge asks.
 
   Args:
-    max_bytes: longest message.
+    max_bytes: Longest message.
   """
   requests, replies = os.dup(0), os.dup(1)
   for stream in (0, 1):

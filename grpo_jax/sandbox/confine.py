@@ -35,10 +35,10 @@ def limit(*, memory_mib: int, cpu_s: int, file_mib: int, count_threads: bool) ->
   """Sets the limits of resources, for good.
 
   Args:
-    memory_mib: of the address space.
-    cpu_s: of CPU time; the kernel kills at it.
-    file_mib: of one file.
-    count_threads: bound their number. The count is of the user in its user namespace: only
+    memory_mib: Of the address space.
+    cpu_s: Of CPU time; the kernel kills at it.
+    file_mib: Of one file.
+    count_threads: Bound their number. The count is of the user in its user namespace: only
       in a namespace of its own does it count nothing else.
   """
   bounds = {

@@ -91,7 +91,7 @@ def guard(package: str) -> None:
   """Replaces `eval` by these functions in SymPy's parser and in a package.
 
   Args:
-    package: name of a package; of its modules those that are loaded are changed.
+    package: Name of a package; of its modules those that are loaded are changed.
   """
   from sympy.parsing import sympy_parser
 

@@ -24,9 +24,9 @@ def answer(requests: int, replies: int, max_bytes: int) -> None:
   """Reads a suite from standard input, and writes the verdict to standard output.
 
   Args:
-    requests: pipe to the program.
-    replies: pipe from the program.
-    max_bytes: longest message of the program.
+    requests: Pipe to the program.
+    replies: Pipe from the program.
+    max_bytes: Longest message of the program.
   """
   suite = wire.receive(0, MAX_SUITE)
   channel = os.dup(1)
@@ -44,7 +44,7 @@ def verdict(suite: dict[str, Any], link: remote.Link) -> dict[str, Any]:
       task that the program begins with (if it is not there, all sources but the last); "setup":
       code of the data that the tests may use; "tests": texts of test code; "entry": name of the
       function under test, or ""; "cases": [[arguments, expected], …] for it}.
-    link: to the program.
+    link: To the program.
 
   Returns:
     {"passed", "failed"}: numbers of assertions; "first": the first failure; "compile":

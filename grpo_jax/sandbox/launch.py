@@ -100,10 +100,10 @@ class Launcher:
 
     Args:
       kind: "bubblewrap", "landlock" or "limits".
-      limits: of every process.
-      interpreter: the Python that runs programs; None: this one.
-      packages: folders with further packages that programs may import.
-      grader: the sandboxes are for these functions, and for no programs. Then they are not
+      limits: Of every process.
+      interpreter: The Python that runs programs; None: this one.
+      packages: Folders with further packages that programs may import.
+      grader: The sandboxes are for these functions, and for no programs. Then they are not
         tried, and `kind` may also be NONE.
 
     Raises:
@@ -131,8 +131,8 @@ class Launcher:
     """Starts a sandbox, see `inside`.
 
     Args:
-      channel: file descriptor of its end of the socket over which it is asked.
-      stderr: file descriptor of its standard error.
+      channel: File descriptor of its end of the socket over which it is asked.
+      stderr: File descriptor of its standard error.
     """
     scratch = None if self.kind == "bubblewrap" else tempfile.mkdtemp(prefix="sandbox-")
     boot = _BOOT.format(path=_INSIDE if scratch is None else str(_PACKAGE.parent))

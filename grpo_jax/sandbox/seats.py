@@ -36,9 +36,9 @@ class Seat:
     """Starts a sandbox and waits until it is ready.
 
     Args:
-      launcher: of the sandbox.
-      uses: children after which it is not fresh any more.
-      start_s: longest time that the start may take, in seconds.
+      launcher: Of the sandbox.
+      uses: Children after which it is not fresh any more.
+      start_s: Longest time that the start may take, in seconds.
 
     Raises:
       SandboxError: it did not start; the text says why.
@@ -69,8 +69,8 @@ class Seat:
     """Has a child made; the pipes to it are closed at the end of the block.
 
     Args:
-      role: of `inside`.
-      *more: further file descriptors for it.
+      role: Of `inside`.
+      *more: Further file descriptors for it.
 
     Raises:
       SandboxError: the sandbox has died.
@@ -136,9 +136,9 @@ class Pipes:
     """Writes and reads at the same time; the input ends after the data.
 
     Args:
-      data: what the child reads.
-      most: bytes that are read at most.
-      deadline: on the monotonic clock.
+      data: What the child reads.
+      most: Bytes that are read at most.
+      deadline: On the monotonic clock.
 
     Returns:
       What the child wrote, and why reading ended: OK (it closed its output), TIMEOUT, OUTPUT.

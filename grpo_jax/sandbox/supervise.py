@@ -60,8 +60,8 @@ class Supervisor:
     """Starts nothing yet.
 
     Args:
-      launcher: makes the sandboxes: one for each program, and one for its judge.
-      workers: programs that run at the same time.
+      launcher: Makes the sandboxes: one for each program, and one for its judge.
+      workers: Programs that run at the same time.
     """
     if workers < 1:
       raise ValueError(f"workers must be at least 1, got {workers}")
@@ -112,8 +112,8 @@ class Supervisor:
     """Runs a program.
 
     Args:
-      source: its text.
-      stdin: what it reads.
+      source: Its text.
+      stdin: What it reads.
       timeout_s: None: that of the limits.
 
     Raises:
@@ -134,8 +134,8 @@ class Supervisor:
     """Judges a program by a suite, see `judge.verdict`.
 
     Args:
-      suite: program and tests.
-      timeout_s: of program and tests together; None: that of the limits.
+      suite: Program and tests.
+      timeout_s: Of program and tests together; None: that of the limits.
 
     Raises:
       BadTests: the tests cannot be run.

@@ -117,7 +117,7 @@ def environment_of(program: str, compiled: pathlib.Path) -> dict[str, str]:
   cache helps any.
 
   Args:
-    program: a key of `SCRIPTS`.
+    program: A key of `SCRIPTS`.
     compiled: Folder of compiled programs, one folder inside it for each program.
   """
   kept = {"JAX_COMPILATION_CACHE_DIR": str(compiled / program)} | KEEP_ALL_COMPILED

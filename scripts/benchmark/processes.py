@@ -33,9 +33,9 @@ def run(
   the size of the parent). Pages that processes share are counted for each.
 
   Args:
-    command: program and arguments.
-    log: file for its output and errors.
-    environment: variables added to the present ones.
+    command: Program and arguments.
+    log: File for its output and errors.
+    environment: Variables added to the present ones.
 
   Raises:
     RuntimeError: it failed; the message holds the end of its output.

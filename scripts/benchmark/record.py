@@ -51,12 +51,12 @@ def write(
   """Writes the record of one run.
 
   Args:
-    path: of the JSON file.
-    program: name of the program that ran.
-    workload: what it was given.
-    steps: in order; the first contains compilation.
-    settings: what else a reader must know of how the program was set up.
-    packages: versions, from `versions`.
+    path: Of the JSON file.
+    program: Name of the program that ran.
+    workload: What it was given.
+    steps: In order; the first contains compilation.
+    settings: What else a reader must know of how the program was set up.
+    packages: Versions, from `versions`.
   """
   record = {
     "program": program,

@@ -82,9 +82,9 @@ def useful_work(step: Mapping[str, float], run: Run, model: Mapping[str, Any]) -
   step as equally long.
 
   Args:
-    step: of `run`.
-    run: gives the number of prompts and the group size.
-    model: a Hugging Face `config.json`.
+    step: Of `run`.
+    run: Gives the number of prompts and the group size.
+    model: A Hugging Face `config.json`.
   """
   prompts, group = run["workload"]["prompts"], run["workload"]["group"]
   prompt_tokens, completion_tokens = step["prompt_tokens"], step["completion_tokens"]
@@ -136,9 +136,9 @@ def program_row(result: Mapping[str, Any], program: str, runs: Sequence[Run]) ->
   """Returns the cells of a program's row, each over its runs; see `over_rounds`.
 
   Args:
-    result: of the benchmark, for the model and the ceiling.
-    program: names the row.
-    runs: of the program.
+    result: Of the benchmark, for the model and the ceiling.
+    program: Names the row.
+    runs: Of the program.
   """
   dtype = runs[0]["workload"]["dtype"]
   ceiling = ceiling_of(result, dtype)

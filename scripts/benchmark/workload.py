@@ -95,7 +95,7 @@ def write_endless_model(source: pathlib.Path, target: pathlib.Path) -> str:
 
   Args:
     source: Hugging Face folder with a `tokenizer.json`.
-    target: folder to be made.
+    target: Folder to be made.
 
   Returns:
     The special token that now ends a sequence.

@@ -65,9 +65,9 @@ def find(text: str, options: Mapping[str, str], form: str | None = None) -> str 
   r"""Returns the letter that a completion chooses; None if it chooses none.
 
   Args:
-    text: the completion.
-    options: of `options_of`.
-    form: of answers.EXTRACTORS: where the choice must stand. None: in the last \boxed{}, else
+    text: The completion.
+    options: Of `options_of`.
+    form: Of answers.EXTRACTORS: where the choice must stand. None: in the last \boxed{}, else
       <answer>, else the last "Answer: …" or "the answer is …", else it is the last line.
   """
   if form is not None:
@@ -86,8 +86,8 @@ def letter(fragment: str | None, options: Mapping[str, str]) -> str | None:
   """Returns the letter that a short text chooses: by its text or by its letter.
 
   Args:
-    fragment: such as "(C)", "C. seven", "seven"; None chooses nothing.
-    options: of `options_of`; without, the letters A to J are known.
+    fragment: Such as "(C)", "C. seven", "seven"; None chooses nothing.
+    options: Of `options_of`; without, the letters A to J are known.
   """
   if fragment is None or len(fragment) > _MAX_CHARS:
     return None

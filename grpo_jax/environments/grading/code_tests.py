@@ -40,8 +40,8 @@ def read(info: Mapping[str, Any], key: str | None = None) -> FunctionTests | Pro
   """Reads the tests of a row.
 
   Args:
-    info: fields of the row.
-    key: field that holds the tests; None: the first of FIELDS that there is, else
+    info: Fields of the row.
+    key: Field that holds the tests; None: the first of FIELDS that there is, else
       `expected_answer`.
 
   Raises:

@@ -18,8 +18,8 @@ def equal(gold: str, answer: str) -> bool:
   r"""Returns whether `answer` means the same as `gold`; False if it cannot be read.
 
   Args:
-    gold: the reference, as it would stand in \boxed{}.
-    answer: the model's.
+    gold: The reference, as it would stand in \boxed{}.
+    answer: The model's.
   """
   answer = answer.rstrip(".").strip()
   return bool(verify(_parse(gold), _parse(answer), timeout_seconds=None))

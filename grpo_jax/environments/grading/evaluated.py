@@ -129,8 +129,8 @@ def left_undone(gold: str, answer: str) -> frozenset[str]:
   """Returns the kinds of operations that an answer leaves to compute and the gold one does not.
 
   Args:
-    gold: the reference answer, as it would appear in a box.
-    answer: the model's.
+    gold: The reference answer, as it would appear in a box.
+    answer: The model's.
   """
   if len(answer) > _MAX_CHARS:
     return frozenset({"length"})
@@ -151,7 +151,7 @@ def form(text: str, *, letters_are_units: bool = False) -> Form:
 
   Args:
     text: LaTeX, or plain text.
-    letters_are_units: letters are no symbols: "5 m", "x = 5".
+    letters_are_units: Letters are no symbols: "5 m", "x = 5".
   """
   text = _AND.sub(",", _THOUSANDS.sub("", text.translate(_SIGNS_OF_UNICODE)))
   reader = _Reader(_tokens(text), letters_are_units)

@@ -33,10 +33,10 @@ def score(task: str, args: Mapping[str, Any], answer: str, entry: dict[str, Any]
   """Returns the task's score of an answer, usually in [0, 1].
 
   Args:
-    task: name of the reasoning-gym dataset.
-    args: its arguments, size and seed included.
-    answer: what the model answered.
-    entry: the row: question, answer, metadata.
+    task: Name of the reasoning-gym dataset.
+    args: Its arguments, size and seed included.
+    answer: What the model answered.
+    entry: The row: question, answer, metadata.
   """
   return float(dataset(task, json.dumps(args)).score_answer(answer, entry))
 

@@ -14,7 +14,7 @@ def needed(*names: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
   """Finds the files of distributions.
 
   Args:
-    *names: of distributions, such as "math-verify".
+    *names: Of distributions, such as "math-verify".
 
   Returns:
     The folders to import from, and the files and folders in them that belong to the distributions

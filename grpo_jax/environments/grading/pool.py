@@ -66,13 +66,13 @@ class WorkerPool:
     Args:
       grader: Python file with the functions; loaded on its own in every sandbox. Its function
         `prepare`, if there is one, is called then.
-      packages: distributions that it imports. They can be read in the sandbox, with what they
+      packages: Distributions that it imports. They can be read in the sandbox, with what they
         require, and nothing else that is installed.
-      sandbox: see `confinement.find`.
-      workers: number of sandboxes, and so of calls at a time.
-      timeout_s: longest time of one call, waiting not counted, in seconds.
-      memory_gib: limit of the address space of a call; 0: none.
-      start_timeout_s: longest time that a sandbox may take to start, in seconds.
+      sandbox: See `confinement.find`.
+      workers: Number of sandboxes, and so of calls at a time.
+      timeout_s: Longest time of one call, waiting not counted, in seconds.
+      memory_gib: Limit of the address space of a call; 0: none.
+      start_timeout_s: Longest time that a sandbox may take to start, in seconds.
 
     Raises:
       ValueError: an option makes no sense, or the sandbox does not work on this machine.
@@ -101,8 +101,8 @@ class WorkerPool:
     """Queues a call.
 
     Args:
-      function: its name in the grader file.
-      *arguments: anything that can be pickled.
+      function: Its name in the grader file.
+      *arguments: Anything that can be pickled.
 
     Returns:
       A future of the result, which is plain JSON. It raises GraderTimeout, GraderCrash,

@@ -94,9 +94,9 @@ def assemble(code: str, *, prompt_code: str, entry: str) -> list[str]:
   """Returns the texts that make the program, to be run one after another.
 
   Args:
-    code: what the model wrote.
-    prompt_code: the prompt, if it is code to be completed; else "".
-    entry: name of the function under test, or "".
+    code: What the model wrote.
+    prompt_code: The prompt, if it is code to be completed; else "".
+    entry: Name of the function under test, or "".
 
   Returns:
     Code that defines the function, after the prompt's imports and helpers; or the prompt

@@ -28,9 +28,9 @@ class Batcher:
     Args:
       run: (key, at most `max_items` items) -> their results in order. Only this thread
         calls it.
-      key: of an item; sortable.
-      max_items: of a batch.
-      wait_s: how long the first item waits for others, in seconds.
+      key: Of an item; sortable.
+      max_items: Of a batch.
+      wait_s: How long the first item waits for others, in seconds.
     """
     if max_items < 1 or wait_s < 0:
       raise ValueError(f"need max_items >= 1, wait_s >= 0, got {max_items}, {wait_s}")

@@ -65,7 +65,7 @@ def load_encoder(directory: str | Path, *, chat_template: str | None = None) -> 
   """Loads the tokenizer of a local Hugging Face folder.
 
   Args:
-    directory: folder with tokenizer.json (or whatever AutoTokenizer reads).
+    directory: Folder with tokenizer.json (or whatever AutoTokenizer reads).
     chat_template: None: the tokenizer's own; else a file that ends in .jinja, or the
       template itself.
 

@@ -60,8 +60,8 @@ def template_values(messages: Sequence[Message], info: Mapping[str, Any]) -> dic
   """What a judge's template may name: the fields of the row, the conversation, the completion.
 
   Args:
-    messages: of the prompt, then the completion as the assistant's.
-    info: the row's fields.
+    messages: Of the prompt, then the completion as the assistant's.
+    info: The row's fields.
   """
   prompt = messages[:-1]
   plain = len(prompt) == 1
@@ -79,9 +79,9 @@ def judged(answer: Any, pattern: re.Pattern[str], low: float, high: float) -> fl
 
   Args:
     answer: JSON of the answer.
-    pattern: of which the last match counts; its first group is the number.
-    low: of a score; a lower one is none.
-    high: of a score; a higher one is none.
+    pattern: Of which the last match counts; its first group is the number.
+    low: Of a score; a lower one is none.
+    high: Of a score; a higher one is none.
 
   Raises:
     EndpointUnreadable: there is no reply, no match or no number between the bounds.

@@ -66,8 +66,8 @@ class Renderer:
 
     Args:
       template: Jinja text.
-      where: the template is found, for errors: a file.
-      limits: for one conversation; None: the defaults.
+      where: The template is found, for errors: a file.
+      limits: For one conversation; None: the defaults.
     """
     self._template = template
     self._where = where
@@ -85,9 +85,9 @@ class Renderer:
     """Renders a conversation.
 
     Args:
-      messages: at least one; what JSON does not have in them becomes the name of its type.
-      variables: further ones of the template, such as `add_generation_prompt`.
-      max_characters: the text is cut to that many; None: what is more than the limit is an error.
+      messages: At least one; what JSON does not have in them becomes the name of its type.
+      variables: Further ones of the template, such as `add_generation_prompt`.
+      max_characters: The text is cut to that many; None: what is more than the limit is an error.
 
     Raises:
       TemplateRefusal: the template refuses the conversation, or fails on it.

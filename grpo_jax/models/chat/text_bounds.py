@@ -34,7 +34,7 @@ def characters_per_token(description: Mapping[str, Any]) -> tuple[int, bool]:
   """Returns how many characters of a text a token covers at most, and whether that is certain.
 
   Args:
-    description: content of a tokenizer.json.
+    description: Content of a tokenizer.json.
   """
   longest = max((len(token) for token in _tokens(description)), default=1)
   shrinking = _shrinking(description.get("normalizer"))
@@ -51,9 +51,9 @@ def longest_text(each: int, is_certain: bool, tokens: int) -> int:
   """Returns a number of characters that no text of at most `tokens` tokens exceeds.
 
   Args:
-    each: characters that a token covers; see `characters_per_token`.
-    is_certain: whether none is dropped.
-    tokens: at most that many.
+    each: Characters that a token covers; see `characters_per_token`.
+    is_certain: Whether none is dropped.
+    tokens: At most that many.
   """
   if is_certain:
     return each * tokens

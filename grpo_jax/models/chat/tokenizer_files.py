@@ -36,7 +36,7 @@ def open_folder(directory: str | Path, *, chat_template: str | None = None) -> O
   """Opens the tokenizer of a local Hugging Face folder; code in the folder is never run.
 
   Args:
-    directory: folder with tokenizer.json (or whatever AutoTokenizer reads).
+    directory: Folder with tokenizer.json (or whatever AutoTokenizer reads).
     chat_template: None: the tokenizer's own; else a file that ends in .jinja, or the template
       itself.
 

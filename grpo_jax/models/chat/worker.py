@@ -31,8 +31,8 @@ def main(memory_bytes: str, cpu_s: str) -> None:
   """Serves requests until standard input ends.
 
   Args:
-    memory_bytes: limit of the address space.
-    cpu_s: processor time of one request, in seconds; more ends the process.
+    memory_bytes: Limit of the address space.
+    cpu_s: Processor time of one request, in seconds; more ends the process.
   """
   requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
   _close_off(int(memory_bytes))
