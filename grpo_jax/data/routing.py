@@ -56,5 +56,5 @@ def stop_strings_of(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
   if strings is None:
     return ()
   if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
-    raise RowError(where, f"'stop_strings' must be a list of texts, got {strings!r:.100}")
+    raise RowError(where, f"'stop_strings' must be a list of strings, got {strings!r:.100}")
   return tuple(strings)

@@ -121,18 +121,19 @@ RewardFunction = Callable[[Prompt, str], Reward | Awaitable[Reward]]
 
 
 def as_number(value: Any) -> float:
-  """Returns a number of any library as a float.
+  """Returns a number of any numeric type as a float.
 
   Raises:
-    TypeError, ValueError, OverflowError: it is none; a text never is, whatever it says.
+    TypeError, ValueError, OverflowError: `value` is not numeric; strings are always rejected,
+      even numeric ones.
   """
   if isinstance(value, str | bytes):
-    raise TypeError(f"{value!r:.50} is a text, not a number")
+    raise TypeError(f"{value!r:.50} is a string, not a number")
   return float(value)
 
 
 def as_reward(value: Any) -> float | dict[str, float]:
-  """Returns what a reward function returned, a number or components, in floats; see `as_number`."""
+  """Returns the result of a reward function, a number or components, as floats; see `as_number`."""
   if isinstance(value, Mapping):
     if not value:
       raise ValueError("the reward has no components")
@@ -141,15 +142,15 @@ def as_reward(value: Any) -> float | dict[str, float]:
 
 
 class SingleTurn:
-  """An environment of one turn out of a reward function."""
+  """An environment of one turn, made from a reward function."""
 
   def __init__(self, reward_fn: RewardFunction, prompt: Prompt):
-    """Binds them.
+    """Binds the function to a prompt.
 
     Args:
-      reward_fn: (prompt, completion text) -> the reward, its components, or a whole
+      reward_fn: Function (prompt, completion text) -> the reward, its components, or a whole
         StepResult; may be a coroutine function.
-      prompt: What is attempted.
+      prompt: Prompt that is attempted.
     """
     self._reward_fn = reward_fn
     self._prompt = prompt

@@ -120,13 +120,13 @@ def group_relative(
   dtype = rewards.dtype
   rewards = rewards.astype(jnp.promote_types(dtype, "float32"))
   flat, flat_mask = rewards.reshape(1, -1), mask.reshape(1, -1)
-  of_batch = scale == "batch_std"
-  exponent = moments.exponents(*((flat, flat_mask) if of_batch else (rewards, mask)))
+  by_batch = scale == "batch_std"
+  exponent = moments.exponents(*((flat, flat_mask) if by_batch else (rewards, mask)))
   scaled = moments.times_power(rewards, -exponent)
   centre, spread = baseline_and_spread(scaled, mask, baseline=baseline, ddof=ddof)
   centred = jnp.where(mask, scaled - centre, 0)
   plain = moments.held(moments.times_power(centred, exponent))
-  if of_batch:
+  if by_batch:
     flat = moments.times_power(flat, -exponent)
     _, spread = moments.centre_and_spread(flat, flat_mask, ddof=ddof)
   below = spread + moments.times_power(jnp.asarray(eps, rewards.dtype), -exponent)

@@ -128,10 +128,10 @@ def token_objective(
     live=live,
   )
 
-  def of_real(x):
+  def at_real(x):
     return jnp.where(is_real, (x if back is None else x[back]).reshape(rows, n), 0)
 
-  return loss, of_real(logprobs), None if entropy is None else of_real(entropy)
+  return loss, at_real(logprobs), None if entropy is None else at_real(entropy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,12 +147,12 @@ class _Share:
     self,
     logprobs: Float[Array, " n"],
     entropy: Float[Array, " n"] | None,
-    of_tokens: dict[str, Any],
+    token_fields: dict[str, Any],
     denominators: Denominators,
   ) -> Float[Array, ""]:
     """Returns the loss of tokens that are in one row."""
     row = lambda x: None if x is None else x[None, :]
-    fields: dict[str, Any] = {field: row(x) for field, x in of_tokens.items()}
+    fields: dict[str, Any] = {field: row(x) for field, x in token_fields.items()}
     tokens = LossTokens(sequence_ids=jnp.zeros((1, *logprobs.shape), jnp.int32), **fields)
     return self.objective(logprobs[None, :], row(entropy), tokens, denominators)[0]
 
@@ -204,8 +204,8 @@ def _predictions(
   """Returns where each loss token is predicted, its id, and whether the place is used."""
   is_real = jnp.asarray(batch.loss_places) >= 0
   places = jnp.where(is_real, batch.loss_places, 0)
-  of_places = lambda x: jnp.take_along_axis(x, places, axis=-1)
-  return of_places(batch.predecessors), of_places(batch.tokens), is_real
+  at_places = lambda x: jnp.take_along_axis(x, places, axis=-1)
+  return at_places(batch.predecessors), at_places(batch.tokens), is_real
 
 
 def _states(

@@ -178,8 +178,8 @@ def _policy_term(
   clipped = clamp(ratio, 1.0 - low, 1.0 + high) if o.is_clipped else ratio
   metrics = diagnostics.ratios(ratio, clipped, mask)
   if tokens.behavior_logprobs is not None:
-    weights, of_mismatch = _correction(o, policy, old, tokens.behavior_logprobs, tokens)
-    metrics |= of_mismatch
+    weights, mismatch = _correction(o, policy, old, tokens.behavior_logprobs, tokens)
+    metrics |= mismatch
     if o.importance_correction != "none":
       per_token = weights * per_token
   if o.is_clipped:
@@ -220,7 +220,7 @@ def _correction(
     low=o.importance_low,
     high=o.importance_high,
   )
-  of_sequences = o.importance_correction in ("sequence", "sequence_mean")
+  by_sequence = o.importance_correction in ("sequence", "sequence_mean")
   return weights, {
     **diagnostics.mismatch(old, behavior, mask, kl_estimator=o.kl_estimator),
     **diagnostics.importance(
@@ -228,8 +228,8 @@ def _correction(
       is_in_bounds,
       mask,
       ids,
-      weights_are_of_sequences=of_sequences,
-      bounds_are_of_sequences=of_sequences or o.importance_truncation == "seq_mask",
+      weights_are_of_sequences=by_sequence,
+      bounds_are_of_sequences=by_sequence or o.importance_truncation == "seq_mask",
     ),
     "train/approx_entropy": diagnostics.approx_entropy(policy, behavior, mask),
   }
