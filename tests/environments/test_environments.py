@@ -76,7 +76,7 @@ def test_a_module_of_the_users_own_needs_no_package(user_modules, module):
   [
     ("my_env.py", "modules are named without .py"),
     ("my_env.mak", "my_env has no function 'mak'.*did you mean 'make'"),
-    ("my_rewards", "has no make.*named my_rewards.NAME"),
+    ("my_rewards", "has no make.*write my_rewards.NAME"),
     ("my_emv", "no module 'my_emv'.*as in `import`"),
     ("my_emv.Guess", "cannot import 'my_emv'"),
     ("my_rewards.LIMIT", "no function but int"),
