@@ -580,7 +580,7 @@ def test_endings_are_told_apart(boxes, program, ending):
 @pytest.mark.parametrize(
   ("tests", "more", "reason"),
   [
-    (["def check(candidate: assert"], {}, "no Python"),
+    (["def check(candidate: assert"], {}, "not Python"),
     (["import nothing_of_that_name\nassert f(1)"], {}, "ModuleNotFoundError"),
     (["assert f(1)"], {"setup": "1 / 0"}, "setup raises ZeroDivisionError"),
     (["def check(candidate): assert True"], {"entry": ""}, "no entry_point"),
