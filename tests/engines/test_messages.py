@@ -106,8 +106,8 @@ THREE = ANSWER["meta_info"]["output_token_logprobs"]
   [
     (None, "'meta_info'"),
     ("ok", "'meta_info'"),
-    ([], "1 completions were asked for, 0 came"),
-    ([ANSWER, ANSWER], "1 completions were asked for, 2 came"),
+    ([], "1 completions were requested, 0 came"),
+    ([ANSWER, ANSWER], "1 completions were requested, 2 came"),
     ({"error": {"message": "busy"}}, "'meta_info'"),
     ({**ANSWER, "meta_info": [1]}, "'meta_info'"),
     (without("finish_reason"), "'finish_reason'"),
@@ -221,7 +221,7 @@ def test_an_honest_answer_is_within_its_bound(tokens):
 
 
 def test_more_tokens_than_asked_for_are_refused():
-  with pytest.raises(messages.Garbled, match="3 tokens came, asked for were 1 to 2"):
+  with pytest.raises(messages.Garbled, match="3 tokens came, 1 to 2 were requested"):
     read(ANSWER, max_tokens=2)
 
 
