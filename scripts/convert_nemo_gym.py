@@ -1,12 +1,12 @@
-"""Converts rollouts of NeMo Gym: to recorded groups, or to prompts for online training.
+"""Converts rollouts of NeMo Gym to recorded groups, or to prompts for online training.
 
 python scripts/convert_nemo_gym.py rollouts.jsonl [MORE.jsonl ...] --out groups.jsonl
 python scripts/convert_nemo_gym.py rollouts.jsonl --to prompts --out prompts.jsonl
 
-Groups are rows {"input", "output", "reward"}: texts where one message was asked and one given,
-else lists of messages. Rollouts with recorded token ids become rows of tokens. --text makes texts
-of all: the last message of the user, and the words of the assistant joined by blanks. Prompts are
-rows {"messages", ...} with the other fields of the rollout, each task once. docs/offline.md.
+Groups are rows {"input", "output", "reward"}: strings if there was one message on each side,
+otherwise lists of messages. Rollouts with recorded token ids become rows of tokens. --text makes
+strings of all: the user's last message, and the assistant's texts joined by blanks. Prompts are
+rows {"messages", ...} with the other fields of the rollout, each task once. See docs/offline.md.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from grpo_jax.data.recorded import ASSISTANT, Recording, Style, Turn
 from grpo_jax.files import local_paths
 
 SHOWN_ERRORS = 5
-# Fields of a rollout that are of the attempt, not of the task.
+# Fields of a rollout that belong to the attempt and not to the task.
 OF_ATTEMPT = ("reward", "_ng_rollout_index", "terminated", "truncated")
 
 
@@ -32,8 +32,8 @@ def group_row(recording: Recording, *, is_text: bool) -> dict[str, Any]:
   """Returns one response as a row {"input", "output", "reward"}.
 
   Args:
-    recording: Of one rollout.
-    is_text: Make texts of prompt and response, whatever is lost.
+    recording: Recording of one rollout.
+    is_text: Whether to reduce prompt and response to strings, whatever is lost.
   """
   response = recording.responses[0]
   if recording.prompt_ids is not None and not is_text:
@@ -71,11 +71,11 @@ def convert(
     to: "groups" or "prompts".
     style: How rollouts are read.
     is_text: See `group_row`.
-    skips: Whether broken rows are noted in `problems` and passed over.
-    problems: Gets a message for each.
+    skips: Whether broken rows are skipped and noted in `problems`.
+    problems: List that receives a message for each broken row.
 
   Raises:
-    RowError: a row is broken, and they are not skipped.
+    RowError: A row is broken and broken rows are not skipped.
   """
   seen: set[str] = set()
   for path in paths:
@@ -165,7 +165,7 @@ def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
 
 
 def _quality(recording: Recording) -> dict[str, Any]:
-  """What a row tells of the response besides its words."""
+  """Returns what is known of the response apart from its text, as fields of a row."""
   response = recording.responses[0]
   told: dict[str, Any] = {}
   if response.reward is not None:
@@ -180,7 +180,7 @@ def _quality(recording: Recording) -> dict[str, Any]:
 
 
 def _token_row(recording: Recording) -> dict[str, Any]:
-  """A row as runs of ours write them: tokens and logprobs as they were."""
+  """Returns a row in the form that runs write: the sampled tokens and logprobs."""
   parts = [_tokens(turn) for turn in recording.responses[0].turns]
   return {
     "prompt_id": recording.key,

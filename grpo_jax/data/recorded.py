@@ -163,7 +163,9 @@ def prompt_record(
     value = [{"role": "user", "content": value}]
   messages = conversation(value, repr(input_key), where)
   if messages[-1]["role"] == ASSISTANT:
-    raise RowError(where, f"{input_key!r} ends with the assistant: the answer belongs elsewhere")
+    raise RowError(
+      where, f"{input_key!r} ends with the assistant: the answer belongs in the response"
+    )
   extra = {k: v for k, v in row.items() if k not in (input_key, "messages", *leave_out)}
   return formats.from_messages({**extra, "messages": messages}, where, style.prompt)
 

@@ -219,7 +219,7 @@ def _files_of(folder: Path, split: str | None, usual_split: str | None) -> list[
   files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in ENDINGS and p.is_file())
   files = [file for file in files if not file.name.startswith((".", "dataset_info"))]
   if not files:
-    raise FileNotFoundError(f"the folder {folder} has no file with {', '.join(ENDINGS)}")
+    raise FileNotFoundError(f"the folder {folder} has no file ending in {', '.join(ENDINGS)}")
   of_split = [file for file in files if _is_of(file.relative_to(folder), split or usual_split)]
   if of_split or split is None:
     return of_split or files

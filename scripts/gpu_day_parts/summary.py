@@ -1,4 +1,4 @@
-"""The numbers of a result, derived from what was measured, and its table on the terminal. Pure."""
+"""The numbers of a result, derived from the measurements, and its table for the terminal. Pure."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -9,11 +9,11 @@ import head_table
 from gpu_day_parts import arithmetic, running, verdict
 
 GIB = 2**30
-Entry = Mapping[str, Any]  # of one part, as `running` writes it.
+Entry = Mapping[str, Any]  # entry of one part, as `running` writes it.
 
 
 def failures(result: Mapping[str, Any]) -> list[str]:
-  """Returns the names of the parts that did not do what they should, or for which no time was."""
+  """Returns the names of the parts that failed, or for which no time was left."""
   bad = (*running.FAILURES, running.NOT_RUN)
   return [name for name, x in result["parts"].items() if x["status"] in bad]
 
@@ -30,7 +30,7 @@ def of_update(result: Mapping[str, Any], name: str) -> dict[str, Any] | None:
   Returns:
     "seconds" (median), "least_s", "most_s", "differentiate_s", "apply_s", "tokens_per_s" without
     padding, "tflops" of useful operations, "mfu" (share of the data sheet's rate), "share" of the
-    measured rate of a product, "padding" as a share of the places, "peak_gib"; None where a number
+    measured rate of a product, "padding" as a share of the places, "peak_gib"; None if a number
     cannot be known.
   """
   measured = _measured(result, name)
@@ -61,7 +61,7 @@ def of_decode(result: Mapping[str, Any]) -> list[dict[str, Any]]:
   """Returns the numbers of a decode step, for each number of rows.
 
   Returns:
-    "rows", "ms" (median), "tokens_per_s", "gb_per_s" of what has to be read, "sheet_share" and
+    "rows", "ms" (median), "tokens_per_s", "gb_per_s" of the bytes to be read, "sheet_share" and
     "copy_share": that rate as a share of the data sheet's and of the measured bandwidth.
   """
   found = []
@@ -125,7 +125,7 @@ def of_checkpoint(result: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def heads(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-  """Returns what was measured of the head, for each size at which something was."""
+  """Returns the measurements of the head, for each size that has any."""
   names = [name for name in result["parts"] if name.startswith("head_")]
   return [found for name in names if (found := _measured(result, name)).get("matmul")]
 
@@ -187,7 +187,7 @@ def _of_device(result: Mapping[str, Any]) -> str:
 
 
 def text(result: Mapping[str, Any]) -> str:
-  """Returns the table that ends a run: parts, verdicts, failures."""
+  """Returns the table at the end of a run: parts, verdicts, failures."""
   lines = ["", f"{'part':<22}{'status':<15}{'seconds':>8}  "]
   for name, entry in result["parts"].items():
     seconds = f"{entry['seconds']:.1f}" if "seconds" in entry else "-"
@@ -217,7 +217,7 @@ def gib(size: float | None) -> str:
 
 
 def _measured(result: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-  """Returns what a part has measured, also if it failed later; {} if nothing."""
+  """Returns the measurements of a part, even if it failed later; {} if there are none."""
   return result["parts"].get(name, {}).get("result") or {}
 
 

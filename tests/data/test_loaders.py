@@ -327,7 +327,7 @@ def test_a_stream_never_sees_what_is_split_off(two):
 
 
 def test_ways_of_mixing_exclude_each_other(two):
-  with pytest.raises(ValueError, match="give one of num_prompts_per_dataloader, dataloader"):
+  with pytest.raises(ValueError, match="give only one of num_prompts_per_dataloader, dataloader"):
     stream(two, num_prompts_per_dataloader=2, dataloader="by_success")
   with pytest.raises(ValueError, match="every dataset needs a weight"):
     stream([{**two[0], "weight": 1}, two[1]])

@@ -283,7 +283,7 @@ def test_data_errors_name_what_there_is(tmp_path, gsm8k):
     data.make(TOKENIZER, kind="reasoning_gym", task="chainsum")
   with pytest.raises(ValueError, match="no argument 'maxterms'.*'max_terms'"):
     data.make(TOKENIZER, kind="reasoning_gym", task="chain_sum", task_args={"maxterms": 2})
-  with pytest.raises(ValueError, match="'chain_sum' refuses"):
+  with pytest.raises(ValueError, match="'chain_sum' rejects"):
     data.make(TOKENIZER, kind="reasoning_gym", task="chain_sum", task_args={"min_terms": 9})
   with pytest.raises(ValueError, match="prompt: give the text or a file, not both"):
     data.make(TOKENIZER, path=gsm8k, prompt_template="{}", prompt_file=gsm8k)

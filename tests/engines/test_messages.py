@@ -280,7 +280,7 @@ def test_logprobs_of_a_prompt_are_those_of_all_ids_but_the_first():
   [
     ({}, "meta_info"),
     (prompt_answer(), "came for"),
-    (prompt_answer([None, 5, None], [-1.5, 7, None]), r"asked for \[5, 6\], came for \[5, 7\]"),
+    (prompt_answer([None, 5, None], [-1.5, 7, None]), r"requested for \[5, 6\], came for \[5, 7\]"),
     (prompt_answer([None, 5, None]), "came for"),
     (prompt_answer([None, 5, None], [None, 6, None]), "logprob, id"),
     (prompt_answer([None, 5, None], [-1.5, float("inf"), None]), "logprob, id"),
