@@ -140,11 +140,11 @@ def groups_line(path: Path) -> str:
   """Returns how many groups a file of responses has, and how many of them have one response."""
   source = JsonlSource(path)
   members = index_groups(source, from_any, Style(), on_error="stop")
-  told = f"{len(members)} groups, {members.singles} of them with one response"
+  counts = f"{len(members)} groups, {members.singles} of them with one response"
   if not members.singles:
-    return told
+    return counts
   return (
-    f"{told}: from these, advantages.estimator='reinforce_pp' learns (configs/nemo_gym.py),"
+    f"{counts}: from these, advantages.estimator='reinforce_pp' learns (configs/nemo_gym.py),"
     " and no estimator that compares within a group"
   )
 
@@ -167,16 +167,16 @@ def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
 def _quality(recording: Recording) -> dict[str, Any]:
   """Returns what is known of the response apart from its text, as fields of a row."""
   response = recording.responses[0]
-  told: dict[str, Any] = {}
+  quality: dict[str, Any] = {}
   if response.reward is not None:
-    told["reward"] = response.reward
+    quality["reward"] = response.reward
   if recording.info.get("_ng_task_index") is not None:
-    told["group_id"] = recording.info["_ng_task_index"]
+    quality["group_id"] = recording.info["_ng_task_index"]
   if recording.group_type is not None:
-    told["group_type"] = recording.group_type
+    quality["group_type"] = recording.group_type
   if response.is_truncated:
-    told["finish_reason"] = "length"
-  return told
+    quality["finish_reason"] = "length"
+  return quality
 
 
 def _token_row(recording: Recording) -> dict[str, Any]:

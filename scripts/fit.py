@@ -111,10 +111,10 @@ def find(case: Case) -> Found:
   arguments = (_parameters(case), _batch(case))
   with on_chip(case.mesh.devices.flat[0]):
     lowered = _program(case).lower(*arguments)
-  of_model = _bytes_of_device(arguments[0])
+  weights = _bytes_of_device(arguments[0])
   learns = case.program == "update"
-  state = of_model * (3 * learns + 1 * (not learns) + case.has_reference * learns)
-  outputs = of_model if learns else 4 * case.rows * case.loss_tokens
+  state = weights * (3 * learns + 1 * (not learns) + case.has_reference * learns)
+  outputs = weights if learns else 4 * case.rows * case.loss_tokens
   began = time.monotonic()
   try:
     compiled = lowered.compile()
@@ -141,13 +141,13 @@ def refused_bytes(message: str) -> int | None:
 
 def _program(case: Case) -> Any:
   """Returns the jitted function (parameters, fields of a batch) → results."""
-  of_policy = {
+  policy_options = {
     "products": case.products,
     "remat": case.remat,
     "partition": sharding.head_partition(case.mesh),
   }
   matmul_precision = precision.resolve(None, case.products.compute_dtype)
-  logprobs = train_step.make_logprobs(case.model, **of_policy)
+  logprobs = train_step.make_logprobs(case.model, **policy_options)
   if case.program == "scorer":
     score = train_step.make_scorer(logprobs, matmul_precision=matmul_precision)
     return jax.jit(lambda params, fields: score(params, Batch(**fields)))
@@ -158,7 +158,7 @@ def _program(case: Case) -> Any:
     objective,
     report_entropy=True,
     shardings=_shardings(case),
-    token_loss=train_step.make_token_loss(case.model, objective, **of_policy),
+    token_loss=train_step.make_token_loss(case.model, objective, **policy_options),
     matmul_precision=matmul_precision,
   )
 
@@ -274,8 +274,8 @@ def parse(arguments: Sequence[str]) -> Case:
 def on_chip(device: Any) -> Iterator[None]:
   """Makes code that queries the chip or the backend see the target instead of this machine."""
   chip = choice.chip_of(device)
-  of_choice = mock.patch.object(choice, "current_chip", lambda: chip)
-  with of_choice, mock.patch.object(jax, "default_backend", lambda: chip.platform):
+  chip_patch = mock.patch.object(choice, "current_chip", lambda: chip)
+  with chip_patch, mock.patch.object(jax, "default_backend", lambda: chip.platform):
     yield
 
 

@@ -215,8 +215,8 @@ def plan(question: Question) -> tuple[Arrays, list[Job]]:
     )
     if config.engine.name != "jax_sampler" or modes.is_offline(config):
       return arrays, jobs
-    sampler, caches, of_sampler = _sampler(config, model, state.params)
-  return dataclasses.replace(arrays, sampler=sampler, caches=caches), of_sampler + jobs
+    sampler, caches, sampler_jobs = _sampler(config, model, state.params)
+  return dataclasses.replace(arrays, sampler=sampler, caches=caches), sampler_jobs + jobs
 
 
 def _sampler(config: Config, model: ModelConfig, params: Any) -> tuple[int, int, list[Job]]:

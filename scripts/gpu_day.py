@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
       liger_python=options.liger_python,
     )
     try:
-      running.run(parts, settings, options.out, result, minutes=options.minutes, tell=_tell)
+      running.run(parts, settings, options.out, result, minutes=options.minutes, log=_log)
     except KeyboardInterrupt:
       print("interrupted; --resume continues with the part that was running")
       return 130
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
   return 1 if options.strict and summary.failures(result) else 0
 
 
-def _tell(line: str) -> None:
+def _log(line: str) -> None:
   """Prints a line and flushes it."""
   print(line, flush=True)
 

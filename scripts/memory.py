@@ -54,14 +54,14 @@ class Memory:
   stepping: int
 
   @property
-  def of_model_size(self) -> int:
+  def model_sized(self) -> int:
     """Bytes of arrays of the model's size, while a microbatch is computed."""
     return self.weights + self.optimizer + self.reference + self.gradients
 
   @property
   def peak(self) -> int:
     """Largest number of bytes that are alive at a time."""
-    return self.of_model_size + max(self.differentiating, self.stepping)
+    return self.model_sized + max(self.differentiating, self.stepping)
 
 
 def count(model: ModelConfig, config: Any) -> Memory:
@@ -120,16 +120,16 @@ def _update(
   model: ModelConfig, config: Any, objective: objectives.Objective, tx: Any, schedule: Any
 ) -> train_step.Update:
   """Makes the update for one device, like `computation`."""
-  of_policy = {
+  policy_options = {
     "temperature": config.sampling.temperature,
     "products": Products(config.model.compute_dtype, config.model.product_dtype),
     "remat": config.model.remat,
   }
   token_loss = None
   if computation.takes_one_sweep(config, objective):
-    token_loss = train_step.make_token_loss(model, objective, **of_policy)
+    token_loss = train_step.make_token_loss(model, objective, **policy_options)
   return train_step.make_update(
-    train_step.make_logprobs(model, implementation=config.model.logprobs, **of_policy),
+    train_step.make_logprobs(model, implementation=config.model.logprobs, **policy_options),
     tx,
     objective,
     epochs=config.learn.epochs,
@@ -168,7 +168,7 @@ def table(memory: Memory) -> str:
     ("state of the optimizer", memory.optimizer),
     ("reference policy", memory.reference),
     ("sum of the gradients", memory.gradients),
-    ("arrays of the model's size", memory.of_model_size),
+    ("arrays of the model's size", memory.model_sized),
     ("temporaries of a microbatch", memory.differentiating),
     ("temporaries of the optimizer step", memory.stepping),
     ("peak", memory.peak),
@@ -193,8 +193,8 @@ def main(arguments: Sequence[str]) -> None:
   parser.add_argument(
     "--shape", choices=model_shapes.SHAPES, help="in place of the folder model.path"
   )
-  own, of_config = parser.parse_known_args(arguments)
-  config: Any = command_line.parse(of_config).config
+  own, config_arguments = parser.parse_known_args(arguments)
+  config: Any = command_line.parse(config_arguments).config
   model = _shape(own.shape or config.model.path)
   memory = count(model, config)
   rows, columns = jnp.shape(_batch(model, config, with_reference=False).tokens)

@@ -129,8 +129,8 @@ class Count:
       self.attention += rows * cost.of_row(length, 0) - in_layers
       self.total += cost.of(one.shape)
       for piece in (piece for row in one.rows for piece in row):
-        prompt, of_group = groups[piece.group].prompt, groups[piece.group].completions
-        lengths = [of_group[i] for i in piece.completions]
+        prompt, completions = groups[piece.group].prompt, groups[piece.group].completions
+        lengths = [completions[i] for i in piece.completions]
         self.tokens += prompt + sum(lengths)
         self.mask_pairs += prompt * (prompt + 1) / 2
         self.mask_pairs += sum(n * prompt + n * (n + 1) / 2 for n in lengths)

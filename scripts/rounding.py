@@ -166,7 +166,7 @@ def policy_loss(logprobs: jax.Array, rows: Rows) -> jax.Array:
   return -jnp.sum(logprobs * weights)
 
 
-def of_reference(
+def reference_results(
   params: Any, config: ModelConfig, rows: Rows, dtype: Any
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
   """Returns the reference's logits at the places before sampled tokens, and gradients by leaf."""
@@ -183,7 +183,7 @@ def of_reference(
   return _chosen(logits, rows), _by_leaf(gradients)
 
 
-def of_ours(
+def our_results(
   params: Any, config: ModelConfig, rows: Rows, products: Products
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
   """Returns the same for the program's own functions."""
@@ -280,11 +280,13 @@ def measure(params: Any, config: ModelConfig, prompts: Sequence[Any], tokens: in
   """
   rows = sample(params, config, prompts, "float32", tokens)
   with jax.enable_x64(True):
-    logits, gradients = of_reference(params, config, rows, jnp.float64)
-  of_case = {name: functools.partial(of_ours, products=Products(*CASES[name])) for name in CASES}
-  of_case[PLAIN] = functools.partial(of_reference, dtype=jnp.bfloat16)
+    logits, gradients = reference_results(params, config, rows, jnp.float64)
+  by_case = {
+    name: functools.partial(our_results, products=Products(*CASES[name])) for name in CASES
+  }
+  by_case[PLAIN] = functools.partial(reference_results, dtype=jnp.bfloat16)
   found: dict[str, Any] = {"logits": {}, "gradients": {name: {} for name in gradients}}
-  for case, compute in of_case.items():
+  for case, compute in by_case.items():
     its_logits, its_gradients = compute(params, config, rows)
     found["logits"][case] = relative_error(its_logits, logits)
     for name, exact in gradients.items():

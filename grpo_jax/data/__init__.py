@@ -146,8 +146,10 @@ def make_dataloader(
       function(dataloader) if "." in dataloader else choose("dataloader", dataloader, DATALOADERS)
     )
     usual = ("num_prompts", "records", "memory")
-    of_loaders = functools.partial(chosen, {})  # the name of its first parameter does not matter.
-    check_arguments(f"data.dataloader {dataloader}", of_loaders, dataloader_args or {}, usual=usual)
+    from_loaders = functools.partial(chosen, {})  # the name of its first parameter does not matter.
+    check_arguments(
+      f"data.dataloader {dataloader}", from_loaders, dataloader_args or {}, usual=usual
+    )
     if chosen is curriculum.by_success:
       curriculum.check(**(dataloader_args or {}))
     return functools.partial(chosen, **(dataloader_args or {})), True

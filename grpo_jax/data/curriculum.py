@@ -42,11 +42,11 @@ def by_success(
   names = list(loaders)
   level = min(memory.setdefault("level", 0), len(names) - 1)
   since = memory.setdefault("since", 0)
-  of_level = [record for record in records if record["step"] >= since]
+  at_level = [record for record in records if record["step"] >= since]
   key, prompts_key = f"data/{names[level]}/{metric}", f"data/{names[level]}/prompts"
-  if any(prompts_key in record and key not in record for record in of_level):
+  if any(prompts_key in record and key not in record for record in at_level):
     raise ValueError(f"by_success: no metric {key!r} is reported for the dataset's prompts")
-  values = [record[key] for record in of_level if key in record][-window:]
+  values = [record[key] for record in at_level if key in record][-window:]
   if len(values) == window and sum(values) / window >= threshold and level + 1 < len(names):
     memory["level"] = level = level + 1
     memory["since"] = int(records[-1]["step"]) + 1

@@ -217,9 +217,9 @@ def _tool_call(item: Mapping[str, Any], name: str, where: str) -> str:
 def _is_truncated(row: Mapping[str, Any], items: Sequence[Any]) -> bool:
   """Returns whether the token limit ended the last text of the model."""
   response = row.get("response")
-  told = [response.get("status")] if isinstance(response, dict) else []
-  told += [item.get("status") for item in items[-1:] if isinstance(item, dict)]
-  return "incomplete" in told
+  statuses = [response.get("status")] if isinstance(response, dict) else []
+  statuses += [item.get("status") for item in items[-1:] if isinstance(item, dict)]
+  return "incomplete" in statuses
 
 
 def _text_or_none(row: Mapping[str, Any], key: str) -> str | None:

@@ -35,7 +35,7 @@ class PromptStream:
     self._dataloader = dataloader
     self._keeps_records = keeps_records
     self._memory: dict[str, Any] = dict((state or {}).get("memory", {}))
-    self._tell_changes((state or {}).get("loaders", {}))
+    self._warn_of_changes((state or {}).get("loaders", {}))
     self._records: list[dict[str, float | int]] = list((state or {}).get("records", []))
 
   @property
@@ -92,7 +92,7 @@ class PromptStream:
       "records": list(self._records),
     }
 
-  def _tell_changes(self, known: Mapping[str, Mapping[str, Any]]) -> None:
+  def _warn_of_changes(self, known: Mapping[str, Mapping[str, Any]]) -> None:
     """Warns of loaders that have as many rows as in a state, but different ones."""
     for name, loader in self._loaders.items():
       before = known.get(name, {})
@@ -130,19 +130,19 @@ def cursor_of(state: Mapping[str, Any] | None, name: str, rows: int) -> int:
   """
   if state is None:
     return 0
-  of_loader = state["loaders"].get(name)
-  if of_loader is None:
+  previous = state["loaders"].get(name)
+  if previous is None:
     known = ", ".join(state["loaders"])
     logging.warning(
       "data: %r was not read before (only %s); it starts from its beginning", name, known
     )
     return 0
-  if of_loader["rows"] != rows:
+  if previous["rows"] != rows:
     logging.warning(
       "data: %r had %d rows, now %d: the order of the prompts differs from here on",
-      *(name, of_loader["rows"], rows),
+      *(name, previous["rows"], rows),
     )
-  cursor = of_loader["cursor"]
+  cursor = previous["cursor"]
   if type(cursor) is not int:
     raise ValueError(f"the cursor of {name!r} is {cursor!r:.40} and not a whole number")
   return cursor

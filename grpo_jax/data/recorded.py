@@ -94,8 +94,8 @@ def from_ranked(row: Mapping[str, Any], where: str, style: Style) -> Recording:
   responses = tuple(
     _member(member, f"{where}: response {i + 1}", style) for i, member in enumerate(members)
   )
-  told = {(r.rank is not None, *sorted(r.ranks), r.reward is not None) for r in responses}
-  if len(told) > 1:
+  kinds = {(r.rank is not None, *sorted(r.ranks), r.reward is not None) for r in responses}
+  if len(kinds) > 1:
     raise RowError(where, "all responses of a group need the same: a rank, or a reward")
   record = prompt_record(row, input_key, where, style, leave_out=("group",))
   return Recording(
@@ -130,8 +130,8 @@ def from_rollouts(row: Mapping[str, Any], where: str, style: Style) -> Recording
     raise RowError(where, "completion_ids, loss_mask and behavior_logprobs differ in length")
   reward = None
   if style.reward_key in row:
-    told = row[style.reward_key]  # null: it could not be scored.
-    reward = math.nan if told is None else number(told, repr(style.reward_key), where)
+    value = row[style.reward_key]  # null: it could not be scored.
+    reward = math.nan if value is None else number(value, repr(style.reward_key), where)
   response = Response(
     turns=_token_turns(ids, mask, behavior, where),
     reward=reward,

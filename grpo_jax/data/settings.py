@@ -82,10 +82,10 @@ def evaluation(
   """
   once = {"split_validation_size": 0, "repeat": 1, "for_evaluation": True}
   base = inherit({**shared, **once}, own)
-  of_training = _expand(shared, items, "data.datasets")
+  trained = _expand(shared, items, "data.datasets")
   split_off = {
     key: {**inherit({**one, "repeat": 1}, own), "side": "validation"}
-    for key, one in of_training.items()
+    for key, one in trained.items()
     if one.get("split_validation_size")
   }
   if sets:
@@ -95,7 +95,7 @@ def evaluation(
   elif split_off:
     found = {}
   elif items:
-    found = {key: inherit({**one, **once}, own) for key, one in of_training.items()}
+    found = {key: inherit({**one, **once}, own) for key, one in trained.items()}
   else:
     found = {name: base}
   if not found and len(split_off) == 1:
@@ -155,6 +155,6 @@ def _check_fields(item: Settings, place: str) -> None:
 
 def environments(settings: Settings) -> set[str]:
   """Returns the names of the environments that score a dataset's rows."""
-  of_dataset = prompts.environment_of(settings)
+  usual = prompts.environment_of(settings)
   tasks = settings.get("tasks") or {}
-  return {task.get("environment") or of_dataset for task in tasks.values()} or {of_dataset}
+  return {task.get("environment") or usual for task in tasks.values()} or {usual}

@@ -202,7 +202,7 @@ def _open_one(path: Path, kind: str | None, config: SourceConfig, *, name: str |
       ending = "parquet" if file.read(4) == b"PAR1" else "jsonl"
   if ending == "json":
     return tables.open_json(path, name=name, split=config.split, usual_split=config.usual_split)
-  if not _is_of(path, config.split):
+  if not _is_in_split(path, config.split):
     logging.warning(
       "data: all rows of %s are read: split=%r does not apply to it", path, config.split
     )
@@ -220,14 +220,16 @@ def _files_of(folder: Path, split: str | None, usual_split: str | None) -> list[
   files = [file for file in files if not file.name.startswith((".", "dataset_info"))]
   if not files:
     raise FileNotFoundError(f"the folder {folder} has no file ending in {', '.join(ENDINGS)}")
-  of_split = [file for file in files if _is_of(file.relative_to(folder), split or usual_split)]
-  if of_split or split is None:
-    return of_split or files
+  in_split = [
+    file for file in files if _is_in_split(file.relative_to(folder), split or usual_split)
+  ]
+  if in_split or split is None:
+    return in_split or files
   names = ", ".join(str(file.relative_to(folder)) for file in files[:8])
   raise FileNotFoundError(f"no file of the split {split!r} in {folder}; there are: {names}")
 
 
-def _is_of(file: Path, split: str | None) -> bool:
+def _is_in_split(file: Path, split: str | None) -> bool:
   """Returns whether the name of a file, or of its folder, has the split as one of its words:
   gsm8k_train.jsonl has "train", train_1M-00000.parquet has "train_1M"."""
   if split is None:

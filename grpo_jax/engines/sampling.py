@@ -82,9 +82,9 @@ def invert_cdf(weights: Float[Array, "B V"], uniforms: Float[Array, " B"]) -> In
   ends = jnp.cumsum(sums, axis=1)
   target = uniforms * ends[:, -1]
   block = _first_above(ends, sums, target)
-  of_row = lambda x: jnp.take_along_axis(x, block[:, None], axis=1)[:, 0]
+  in_block = lambda x: jnp.take_along_axis(x, block[:, None], axis=1)[:, 0]
   within = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-  left = target - (of_row(ends) - of_row(sums))
+  left = target - (in_block(ends) - in_block(sums))
   return block * _BLOCK + _first_above(jnp.cumsum(within, axis=1), within, left)
 
 

@@ -89,8 +89,8 @@ def generate_body(
 
 def answer_bytes(requests: Sequence[GenerationRequest]) -> int:
   """Returns a bound on the size of a correct answer to `generate_body`, in bytes."""
-  of_each = (_OF_COMPLETION + _OF_TOKEN * request.sampling.max_tokens for request in requests)
-  return _OF_ANSWER + sum(of_each)
+  sizes = (_OF_COMPLETION + _OF_TOKEN * request.sampling.max_tokens for request in requests)
+  return _OF_ANSWER + sum(sizes)
 
 
 def prompt_answer_bytes(ids: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""A reward function of the user's own, named by its dotted path.
+"""A user's reward function, named by its dotted path.
 
 def reward(prompt: str, completion: str, info: Mapping) -> float | dict[str, float]
 """

@@ -191,7 +191,7 @@ def _placed(
   start: int,
   alignment: int,
 ) -> dict[str, Entry]:
-  """Checks that every tensor stands behind the one before, and within the file."""
+  """Checks that every tensor follows the previous one, and is within the file."""
   placed: dict[str, Entry] = {}
   reached, before = 0, "the header"
   for name, (shape, kind, offset, size) in sorted(described.items(), key=lambda item: item[1][2:]):

@@ -167,7 +167,7 @@ def _text_argument(node: ast.Call) -> str | None:
     return None
   function = node.func.id if isinstance(node.func, ast.Name) else ""
   if function not in _OF_TEXT or len(node.args) != 1:
-    raise ExpressionError("a string stands where a number should")
+    raise ExpressionError("a string where a number is expected")
   if function in ("Symbol", "Function") and not texts[0].isidentifier():
     raise ExpressionError(f"{texts[0]!r:.50} is not a name")
   return texts[0]

@@ -154,7 +154,7 @@ class Launcher:
     limits = self.limits
     folder = f"{scratch}/{_FOLDER}" if scratch else _SCRATCH
     is_linux = platform.system() == "Linux"
-    of_process = {
+    process_limits = {
       "memory_mib": limits.memory_mib,
       "cpu_s": math.ceil(limits.timeout_s) + 1,
       "file_mib": limits.scratch_mib,
@@ -163,7 +163,7 @@ class Launcher:
     walls = {"server": None, "seccomp": None, "writable": None}
     return {
       **(walls if self.kind == NONE else self._walls(scratch, folder)),
-      "limits": of_process if is_linux else None,
+      "limits": process_limits if is_linux else None,
       "scratch": scratch or _SCRATCH,
       "folder": folder,
       "packages": self._import_from,

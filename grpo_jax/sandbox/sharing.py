@@ -140,7 +140,7 @@ def attributes(value: Any) -> dict[str, Any]:
   """Returns the attributes of an instance, from its dictionary and its slots."""
   found = dict(object.__getattribute__(value, "__dict__")) if type(value).__dictoffset__ else {}
   for name in dir(type(value)):
-    is_slot = isinstance(_of_class(type(value), name), types.MemberDescriptorType)
+    is_slot = isinstance(_class_entry(type(value), name), types.MemberDescriptorType)
     if is_slot and hasattr(value, name):
       found[name] = object.__getattribute__(value, name)
   return found
@@ -156,14 +156,14 @@ def set_attributes(value: Any, new: dict[str, Any]) -> None:
       object.__setattr__(value, name, content)
 
 
-def _of_class(cls: type, name: str) -> Any:
+def _class_entry(cls: type, name: str) -> Any:
   """Returns the entry of a name in a class, ignoring descriptors; None if there is none."""
   return next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)
 
 
 def _is_behaviour(cls: type, name: str) -> bool:
   """Returns whether a class has a method, property or the like of this name, not just a default."""
-  found = _of_class(cls, name)
+  found = _class_entry(cls, name)
   is_descriptor = hasattr(found, "__get__") and not isinstance(found, types.MemberDescriptorType)
   return callable(found) or is_descriptor
 

@@ -36,7 +36,7 @@ class Program:
   loss: float  # mean over the tokens, in nats.
 
 
-def of_implementation(hidden, head, targets, weights, *, layout, name):
+def by_implementation(hidden, head, targets, weights, *, layout, name):
   """Returns Σ w log p by an implementation of grpo_kernels."""
   logprobs: Any = linear_logprobs(hidden, head, targets, head_layout=layout, implementation=name)
   return jnp.sum(weights * logprobs)
@@ -65,7 +65,7 @@ def one_sweep(hidden, head, targets, weights, *, layout):
   return total
 
 
-def of_tokamax(hidden, head, targets, weights, *, layout):
+def by_tokamax(hidden, head, targets, weights, *, layout):
   """Returns Σ -log p by tokamax's chunked XLA; its weights are all -1."""
   del weights, layout
   tokamax = importlib.import_module("tokamax")
@@ -236,7 +236,7 @@ def _seconds(call: Callable[[], Any], calls: int) -> float:
 
 def _of(name: str) -> Variant:
   """Returns the variant of one implementation of grpo_kernels."""
-  return Variant(name, None, functools.partial(of_implementation, name=name))
+  return Variant(name, None, functools.partial(by_implementation, name=name))
 
 
 VARIANTS = {
@@ -252,6 +252,6 @@ VARIANTS = {
       "dv",
       lambda h, w, t, g, *, layout: tiled(h, w, t, g, layout),
     ),
-    Variant("tokamax_chunked_xla", "dv", of_tokamax),
+    Variant("tokamax_chunked_xla", "dv", by_tokamax),
   )
 }

@@ -191,13 +191,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
   size = MATMUL_SIZE[options.device]
   matmul = head_variants.make_matmul(size, options.dtype)
   liger = Liger(options.liger_python, options.device)
-  measurements, of_matmul = [], []
+  measurements, matmul_samples = [], []
   try:
     for shape in options.shapes:
       made = list(programs(shape, options, liger))
       timers = {i: timer for i, (_, timer) in enumerate(made) if timer is not None}
       samples = take_turns({**timers, "matmul": matmul}, options.rounds)
-      of_matmul += samples.pop("matmul")
+      matmul_samples += samples.pop("matmul")
       for i, (record, _) in enumerate(made):
         measurements.append(record | {"samples_s": samples.get(i, [])})
         print(
@@ -213,7 +213,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     "dtype": options.dtype,
     "layout": options.layout,
     "rounds": options.rounds,
-    "matmul": {"size": size, "samples_s": of_matmul},
+    "matmul": {"size": size, "samples_s": matmul_samples},
     "measurements": measurements,
   }
 

@@ -165,12 +165,12 @@ def main() -> None:
   best = max(ceiling.measure(2048)[name] for name in ("numpy_float32", "jax_float32"))
   for _ in range(options.repeats):
     cpu, faults = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    state, of_gradients, of_optimizer = once(update, state, minibatch)
+    state, gradients_s, optimizer_s = once(update, state, minibatch)
     cpu = time.process_time() - cpu
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-    rate = useful / (of_gradients + of_optimizer)
+    rate = useful / (gradients_s + optimizer_s)
     print(
-      f"gradients {of_gradients:.2f} s, optimizer {of_optimizer:.2f} s: {rate:.0f} GFLOP/s,"
+      f"gradients {gradients_s:.2f} s, optimizer {optimizer_s:.2f} s: {rate:.0f} GFLOP/s,"
       f" {rate / best:.0%} of {best:.0f}; CPU time {cpu:.1f} s, {faults / 1000:.0f}k pages touched"
     )
 

@@ -143,18 +143,18 @@ def program_row(result: Mapping[str, Any], program: str, runs: Sequence[Run]) ->
   dtype = runs[0]["workload"]["dtype"]
   ceiling = ceiling_of(result, dtype)
   reached = [rates(run, result["model"]) for run in runs]
-  of_steps = lambda name: [median_of_steps(run, name) for run in runs]
+  medians = lambda name: [median_of_steps(run, name) for run in runs]
   seconds, whole, share = "{:.2f}".format, "{:.0f}".format, "{:.0%}".format
   return [
     program,
     dtype,
-    over_rounds(of_steps("wall_s"), seconds),
-    over_rounds(of_steps("generate_s"), seconds),
-    over_rounds(of_steps("train_s"), seconds),
+    over_rounds(medians("wall_s"), seconds),
+    over_rounds(medians("generate_s"), seconds),
+    over_rounds(medians("train_s"), seconds),
     over_rounds([run["steps"][0]["wall_s"] for run in runs], seconds),
     over_rounds([outside_steps(run) for run in runs], seconds),
-    over_rounds(of_steps("completion_tokens"), whole),
-    over_rounds(of_steps("trained_tokens"), whole),
+    over_rounds(medians("completion_tokens"), whole),
+    over_rounds(medians("trained_tokens"), whole),
     over_rounds([run["process"]["peak_mib"] for run in runs], whole),
     over_rounds([work.sampling for work in reached], whole),
     over_rounds([work.sampling / ceiling for work in reached], share),

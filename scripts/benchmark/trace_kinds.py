@@ -113,8 +113,8 @@ def table(program: Program, of_operations: Mapping[str, float], nothing: float) 
   for kind, time in sorted(by_kind.items(), key=lambda item: -item[1]):
     numbers = [f"{cells[kind, phase]:.0f}" for phase in PHASES]
     lines.append(line(kind, [*numbers, f"{time:.0f}"], f"{time / total:.0%}"))
-  of_phases = [sum(cells[kind, phase] for kind in by_kind) for phase in PHASES]
-  sums = [f"{x:.0f}" for x in (*of_phases, total)]
+  phase_sums = [sum(cells[kind, phase] for kind in by_kind) for phase in PHASES]
+  sums = [f"{x:.0f}" for x in (*phase_sums, total)]
   rest = [*[""] * len(PHASES), f"{1000 * nothing:.0f}"]
   lines.append(line("products of another pool", rest, f"{1000 * nothing / total:.0%}"))
   return [*lines, line("sum", sums, "")]

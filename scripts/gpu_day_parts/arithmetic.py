@@ -57,11 +57,11 @@ def attended_pairs(segment_ids: Int[np.ndarray, "B T"], branch_ids: Int[np.ndarr
   total = 0
   for segments, branches in zip(segment_ids, branch_ids, strict=True):
     for segment in np.unique(segments[segments != 0]):
-      of_segment = branches[segments == segment]
-      prompt = int(np.sum(of_segment == 0))
+      segment_branches = branches[segments == segment]
+      prompt = int(np.sum(segment_branches == 0))
       total += prompt * (prompt + 1) // 2
-      for branch in np.unique(of_segment[of_segment != 0]):
-        length = int(np.sum(of_segment == branch))
+      for branch in np.unique(segment_branches[segment_branches != 0]):
+        length = int(np.sum(segment_branches == branch))
         total += length * prompt + length * (length + 1) // 2
   return total
 
@@ -128,9 +128,9 @@ def decode_bytes(
     itemsize: Bytes of each number in weights and caches.
   """
   weights = weights_of_layers(model) + model.vocab_size * model.hidden_size
-  of_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+  token_numbers = 2 * model.num_layers * model.num_kv_heads * model.head_dim
   cached = rows * own_tokens + prompts * prompt_tokens
-  return round(itemsize * (weights + of_token * cached))
+  return round(itemsize * (weights + token_numbers * cached))
 
 
 def parameters(tree: Any) -> int:

@@ -38,7 +38,7 @@ class Record:
     self._content["result"].setdefault(name, []).append(value)
     running.write_json(self._path, self._content)
 
-  def of_device(self, device: dict[str, str]) -> None:
+  def set_device(self, device: dict[str, str]) -> None:
     """Records the device on which the part computes."""
     self._content["device"] = device
     running.write_json(self._path, self._content)
@@ -59,7 +59,7 @@ def open_device(record: Record, settings: running.Settings) -> Any:
 
   device = jax.devices()[0]
   platform = platform_of(device)
-  record.of_device({"platform": platform, "kind": device.device_kind})
+  record.set_device({"platform": platform, "kind": device.device_kind})
   if platform == "cpu" and not settings.tiny:
     raise NoAccelerator(
       "JAX computes on a CPU: there is no accelerator, or JAX is not installed for it"

@@ -114,7 +114,7 @@ def sentence(result: Mapping[str, Any]) -> str:
   (_, kind), *_ = summary.devices(result)
   text = f"Measured on one {kind}, {result['date']}, by `make gpu-day`"
   names = [name for name in result["parts"] if name.startswith("update_")]
-  updates = [numbers for name in names if (numbers := summary.of_update(result, name))]
+  updates = [numbers for name in names if (numbers := summary.update_numbers(result, name))]
   if updates:
     best = min(updates, key=lambda numbers: numbers["seconds"])
     text += (
@@ -226,7 +226,7 @@ def _heads(result: Mapping[str, Any]) -> str:
 def _updates(result: Mapping[str, Any]) -> str:
   rows = []
   for name in result["parts"]:
-    numbers = summary.of_update(result, name) if name.startswith("update_") else None
+    numbers = summary.update_numbers(result, name) if name.startswith("update_") else None
     if numbers is None:
       continue
     found = _result(result, name)
@@ -285,7 +285,7 @@ def _decode(result: Mapping[str, Any]) -> str:
       summary.percent(x["sheet_share"]),
       summary.percent(x["copy_share"]),
     )
-    for x in summary.of_decode(result)
+    for x in summary.decode_numbers(result)
   ]
   if not rows:
     return ""
@@ -296,7 +296,7 @@ def _decode(result: Mapping[str, Any]) -> str:
 def _quickstart(result: Mapping[str, Any]) -> str:
   rows = [
     (x["precision"], str(x["steps"]), f"{x['step_s']:.2f}", *(f"{x[k]:.2e}" for k in _MISMATCH))
-    for x in summary.of_quickstart(result)
+    for x in summary.quickstart_numbers(result)
   ]
   if not rows:
     return ""
@@ -313,7 +313,7 @@ _MISMATCH = ("mean", "max", "kl")
 
 
 def _checkpoint(result: Mapping[str, Any]) -> str:
-  numbers = summary.of_checkpoint(result)
+  numbers = summary.checkpoint_numbers(result)
   if numbers is None:
     return ""
   read = f"read back at once at {numbers['read']:.2f} GB/s" if numbers["read"] else "not read"

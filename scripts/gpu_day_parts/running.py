@@ -137,7 +137,7 @@ def run(
   result: dict[str, Any],
   *,
   minutes: float,
-  tell: Callable[[str], None] = print,
+  log: Callable[[str], None] = print,
 ) -> dict[str, Any]:
   """Runs parts one after the other, and writes the result after each.
 
@@ -150,7 +150,7 @@ def run(
     out: Folder of the result file and the log.
     result: Result to extend; its content is kept.
     minutes: Time for all parts together.
-    tell: Function called with a line when a part starts and when it ends.
+    log: Function called with a line when a part starts and when it ends.
 
   Returns:
     `result`.
@@ -160,20 +160,20 @@ def run(
   has_device = True
   for part in parts:
     if result["parts"].get(part.name, {}).get("status") in (DONE, SKIPPED):
-      tell(f"{part.name:<22} is there already")
+      log(f"{part.name:<22} is there already")
       continue
     left = end - time.time()
     if not has_device or left < LEAST_S:
       reason = "no time was left" if has_device else "there is no accelerator here"
       result["parts"][part.name] = {"status": NOT_RUN, "reason": reason}
-      tell(f"{part.name:<22} {NOT_RUN}: {reason}")
+      log(f"{part.name:<22} {NOT_RUN}: {reason}")
     else:
       limit = min(part.limit_s, left)
-      tell(f"{part.name:<22} begins: {part.title} (at most {limit:.0f} s)")
+      log(f"{part.name:<22} begins: {part.title} (at most {limit:.0f} s)")
       entry = _run_one(part, settings, out, limit)
       result["parts"][part.name] = entry
       reason = f": {entry['reason']}" if entry["reason"] else ""
-      tell(f"{part.name:<22} {entry['status']} after {entry['seconds']:.1f} s{reason}")
+      log(f"{part.name:<22} {entry['status']} after {entry['seconds']:.1f} s{reason}")
       has_device = entry["status"] != "no accelerator"
     write_json(out / RESULT, result)
     for rest in (out / PARTIAL, *out.glob(f".{PARTIAL}.*")):

@@ -24,7 +24,7 @@ def product_rate(result: Mapping[str, Any]) -> float | None:
   return next((x["tflops"] for x in products if x["name"] == "bfloat16"), None)
 
 
-def of_update(result: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+def update_numbers(result: Mapping[str, Any], name: str) -> dict[str, Any] | None:
   """Returns the numbers of an update; None if no update was timed.
 
   Returns:
@@ -57,7 +57,7 @@ def of_update(result: Mapping[str, Any], name: str) -> dict[str, Any] | None:
   }
 
 
-def of_decode(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+def decode_numbers(result: Mapping[str, Any]) -> list[dict[str, Any]]:
   """Returns the numbers of a decode step, for each number of rows.
 
   Returns:
@@ -83,7 +83,7 @@ def of_decode(result: Mapping[str, Any]) -> list[dict[str, Any]]:
   return found
 
 
-def of_quickstart(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+def quickstart_numbers(result: Mapping[str, Any]) -> list[dict[str, Any]]:
   """Returns the numbers of each run of the quickstart.
 
   Returns:
@@ -110,7 +110,7 @@ def of_quickstart(result: Mapping[str, Any]) -> list[dict[str, Any]]:
   return found
 
 
-def of_checkpoint(result: Mapping[str, Any]) -> dict[str, Any] | None:
+def checkpoint_numbers(result: Mapping[str, Any]) -> dict[str, Any] | None:
   """Returns size in GB, and rates of writing and reading in GB/s, None where not measured."""
   measured = _measured(result, "checkpoint")
   if "written_s" not in measured:
@@ -140,7 +140,7 @@ def headline(result: Mapping[str, Any], name: str) -> str:
   """Returns the most important numbers of a part; "" if it has none."""
   found = _measured(result, name)
   if name == "device":
-    return _of_device(result)
+    return _device_numbers(result)
   if name == "tests" and found:
     kinds = ("passed", "failed", "skipped")
     return ", ".join(f"{len(found.get(kind, ()))} {kind}" for kind in kinds)
@@ -152,7 +152,7 @@ def headline(result: Mapping[str, Any], name: str) -> str:
     ]
     listed = ", ".join(f"{row['variant']} {row['median_ms']:.2f} ms" for row in rows)
     return f"with gradients: {listed}"
-  if name.startswith("update_") and (numbers := of_update(result, name)):
+  if name.startswith("update_") and (numbers := update_numbers(result, name)):
     return (
       f"{numbers['seconds']:.3g} s, MFU {percent(numbers['mfu'])}, of the measured product"
       f" {percent(numbers['share'])}, peak {gib(numbers['peak_gib'])}"
@@ -161,22 +161,22 @@ def headline(result: Mapping[str, Any], name: str) -> str:
     return "; ".join(
       f"{x['rows']} rows: {x['ms']:.2f} ms, {x['tokens_per_s']:.0f} tokens/s, of the bandwidth"
       f" {percent(x['sheet_share'])}"
-      for x in of_decode(result)
+      for x in decode_numbers(result)
     )
   if name.startswith("quickstart_"):
     kind = name.removeprefix("quickstart_")
     return "; ".join(
       f"{x['precision']}: |Δ| mean {x['mean']:.1e}, max {x['max']:.1e} nats"
-      for x in of_quickstart(result)
+      for x in quickstart_numbers(result)
       if x["precision"].startswith(kind)
     )
-  if name == "checkpoint" and (numbers := of_checkpoint(result)):
+  if name == "checkpoint" and (numbers := checkpoint_numbers(result)):
     read = f"{numbers['read']:.2f}" if numbers["read"] else "not"
     return f"{numbers['gb']:.3g} GB written at {numbers['write']:.2f} GB/s, read at {read}"
   return ""
 
 
-def _of_device(result: Mapping[str, Any]) -> str:
+def _device_numbers(result: Mapping[str, Any]) -> str:
   """Returns the device and its rates."""
   entry = result["parts"]["device"]
   rate, copy = product_rate(result), _measured(result, "device").get("copy_gb_per_s")

@@ -71,14 +71,16 @@ def summarise(trace: Mapping[str, Any], platform: str, *, longest: int = 15) -> 
     NoKernels: The trace has no kernel of that platform; the message lists processes and threads.
   """
   processes, threads = _names(trace["traceEvents"])
-  begins, of_threads = _PLACES[platform]
+  begins, thread_names = _PLACES[platform]
   found: dict[str, list[float]] = {}
   spans = []
   for event in trace["traceEvents"]:
     if event.get("ph") != "X" or "dur" not in event:
       continue
     thread = threads.get((event["pid"], event["tid"]), "")
-    if not processes.get(event["pid"], "").startswith(begins) or not thread.startswith(of_threads):
+    if not processes.get(event["pid"], "").startswith(begins) or not thread.startswith(
+      thread_names
+    ):
       continue
     if platform == "cpu" and "hlo_op" not in event.get("args", {}):
       continue

@@ -42,10 +42,10 @@ def judge(parts: Sequence[Mapping[str, Any]]) -> list[Verdict]:
     for line in head_table.disagreements(head_table.summarise(dict(part)))
     if f": {row['variant']} (" in line
   }
-  return [_of_pass(which, rows, wrong) for which in head_table.PASSES]
+  return [_pass_verdict(which, rows, wrong) for which in head_table.PASSES]
 
 
-def _of_pass(which: str, rows: Sequence[Mapping[str, Any]], wrong: set[str]) -> Verdict:
+def _pass_verdict(which: str, rows: Sequence[Mapping[str, Any]], wrong: set[str]) -> Verdict:
   """Returns the verdict of one pass."""
   times: dict[str, dict[str, float]] = {}  # form → size → ms.
   memory: dict[str, float] = {}

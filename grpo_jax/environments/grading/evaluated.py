@@ -107,7 +107,7 @@ class _Value(enum.IntEnum):
   FRACTION = 4
   POWER_OF_TEN = 5
   NUMBER = 6  # number that is left to compute.
-  CONSTANT = 7  # roots and pi, beside numbers.
+  CONSTANT = 7  # roots and pi, next to numbers.
   SYMBOL = 8
 
 
