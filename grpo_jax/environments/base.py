@@ -23,17 +23,17 @@ from grpo_jax.types import FinishReason, Prompt
 class StepResult:
   """An environment's answer to one turn."""
 
-  # Of this turn; the rewards of all turns add up. Components add up to the reward.
+  # Reward of this turn; the rewards of all turns add up. Components add up to the reward.
   reward: float | Mapping[str, float]
   done: bool
-  observation: str = ""  # what the model reads next; its tokens are never learned from.
-  # None: the observation is appended as it stands. A role ("user", "tool"): it is
-  # rendered as a message of the chat template, and the assistant begins anew.
+  observation: str = ""  # text that the model reads next; its tokens are never learned from.
+  # None: the observation is appended unchanged. A role ("user", "tool"): it is rendered
+  # as a message of the chat template, and a new assistant turn begins.
   observation_role: str | None = None
-  # What ends the next turn, beside the stop strings of the sampling options. None: the same
-  # as ended this one; (): nothing more.
+  # Strings that end the next turn, in addition to those of the sampling options. None: the
+  # same as for this turn; (): no others.
   stop_strings: Sequence[str] | None = None
-  # Numbers to log; "accuracy" (1: right) is what evaluation counts as solved.
+  # Numbers to log; evaluation counts attempts with "accuracy" 1 as solved.
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   @property
