@@ -15,12 +15,12 @@ PACKAGE = ROOT / "grpo_jax"
 # lower floors only. Within a folder, imports are free.
 FLOORS = [
   {"types", "errors", "checked", "registry", "interrupts", "http"},
-  {"rl", "files", "compilation", "sandbox"},
+  {"rl", "files", "compilation", "sandbox", "processes"},
   {"models", "batching", "metrics"},
   {"data", "environments", "engines", "learn", "groups"},
   {"rollouts", "run_folder"},
   {"offline", "config", "report"},
-  {"building"},
+  {"building", "configuration"},
   {"train"},
   {"main"},
 ]
@@ -66,7 +66,7 @@ PURE_MAY_IMPORT = {
 }
 PURE_MAY_USE = PURE_ROOMS | {"errors", "metrics", "compilation", "data"}
 EFFECTS = {"open", "print", "input", "exec", "eval", "__import__"}
-SEES_CONFIGS = {"config", "building", "train", "main"}
+SEES_CONFIGS = {"config", "configuration", "building", "train", "main"}
 SAYS_NOTHING = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -1,10 +1,11 @@
 """What is checked of a config and its model before any weights are loaded."""
 
+import logging
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from absl import logging
+from grpo_kernels.attention import choice as attention_choice
 from grpo_kernels.linear_logprobs import choice
 from jax.sharding import Mesh
 
@@ -14,6 +15,8 @@ from grpo_jax.config import batching_options, configuration, data_options, modes
 from grpo_jax.learn import sharding
 from grpo_jax.models import leaves, loading, transformer
 from grpo_jax.types import Prompt
+
+_log = logging.getLogger(__name__)
 
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
 Config = Any
@@ -46,6 +49,14 @@ def check_head(config: Config, mesh: Mesh) -> None:
       choice.pick(config.model.logprobs, chip(mesh), dtype=config.model.compute_dtype, width=0)
   except (ValueError, NotImplementedError) as error:
     raise configuration.ConfigError(f"model.logprobs: {error}") from error
+
+
+def check_attention(config: Config, mesh: Mesh) -> None:
+  """Raises ConfigError, before anything is loaded, for a `model.attention` that cannot run here."""
+  try:
+    attention_choice.pick(config.model.attention, chip(mesh), dtype=config.model.compute_dtype)
+  except (ValueError, NotImplementedError) as error:
+    raise configuration.ConfigError(f"model.attention: {error}") from error
 
 
 def matmul_precision(config: Config) -> str | None:
@@ -90,13 +101,13 @@ def check_split(mesh: Mesh, folder: pathlib.Path) -> None:
   axes, shapes = transformer.logical_axes(model), leaves.tree(model)
   whole = sharding.unsplit(axes, mesh, shapes=shapes)
   if "fsdp" in whole:
-    logging.warning(
+    _log.warning(
       "mesh.fsdp=%d does not divide the model's width of %d: weights and optimizer state are whole"
       " on every device",
       *(fsdp, model.hidden_size),
     )
   if "vocab" in whole.get("tensor", {}):
-    logging.warning(
+    _log.warning(
       "mesh.tensor=%d does not divide the vocabulary of %d: embedding and head are whole on every"
       " device",
       *(tensor, model.vocab_size),
@@ -138,4 +149,4 @@ def log_differences(config: Config, workdir: pathlib.Path) -> None:
       " which is then written in its place"
     ) from error
   for line in configuration.differences(before, config, harmless=HARMLESS).serious:
-    logging.warning("the configuration differs from the one that this run began with: %s", line)
+    _log.warning("the configuration differs from the one that this run began with: %s", line)

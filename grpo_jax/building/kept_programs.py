@@ -10,6 +10,8 @@ import jax
 from grpo_jax.files import shared_places
 from grpo_jax.models import sources
 
+_log = logging.getLogger(__name__)
+
 
 def keep() -> None:
   """Keeps compiled programs in the user's cache, so that a run that continues starts at once.
@@ -30,7 +32,7 @@ def keep() -> None:
     os.makedirs(named, exist_ok=True)
     tempfile.TemporaryFile(dir=named).close()
   except OSError as error:
-    logging.warning("compiled programs are not kept: %s", error)
+    _log.warning("compiled programs are not kept: %s", error)
     # What is there can still be read. JAX would warn of every program that it cannot write.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
     if named is not None and not os.path.isdir(named):

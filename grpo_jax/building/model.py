@@ -15,7 +15,7 @@ def find(config: Config) -> sources.Found:
   """Finds the folder of the model; raises ConfigError if there is none."""
   model = config.model
   try:
-    return sources.find(model.path, fallback=model.fallback, cache_dir=model.cache_dir, tell=_print)
+    return sources.find(model.path, fallback=model.fallback, cache_dir=model.cache_dir)
   except ExpectedFailure:
     raise
   except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
@@ -43,7 +43,3 @@ def with_fallback(config: Config, found: sources.Found) -> Config:
 def load(folder: pathlib.Path, shardings: Any) -> loading.Loaded:
   """Reads the model straight into its sharding."""
   return loading.load(folder, sharding=lambda _: shardings)
-
-
-def _print(line: str) -> None:
-  print(line, flush=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,10 @@ from grpo_jax.learn.group_scorer import GroupScorer
 from grpo_jax.offline import behavior, recorded
 from grpo_jax.rl import estimators
 from grpo_jax.rollouts import collecting as rollout
+from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.types import Prompt, RolloutGroup, TrainState
+
+_log = logging.getLogger(__name__)
 
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
 Config = Any
@@ -58,7 +62,7 @@ class Offline:
     """Describes the groups, and scores the responses whose logprobs are not recorded."""
     opened = prompts()
     for line in groups_lines(self._config, opened.datasets):
-      print(line, flush=True)
+      _log.info(line)
     self._behavior = score_behavior(self._config, opened, scorer, params, workdir)
 
   def make_parts(self, materials: Materials) -> Parts:
@@ -70,6 +74,7 @@ class Offline:
       materials.tokenizer,
       run_options.limits(config),
       materials.stop,
+      materials.loop,
     )
     ranking = recorded.Ranking(materials.scorer, config.offline.score, rescore)
     return Parts(
@@ -158,7 +163,7 @@ def score_behavior(
     batches = recorded.batches(prompts, steps=config.total_steps, prompts_per_step=size)
   else:
     batches = recorded.all_batches(prompts.datasets, size=size, on_error=config.data.on_error)
-  print("scoring recorded responses under the initial policy", flush=True)
+  _log.info("scoring recorded responses under the initial policy")
   return behavior.score_all(
     batches,
     folder=workdir / "behavior_logprobs",
@@ -174,10 +179,12 @@ def make_rescore(
   tokenizer: data.Tokenizer,
   limits: rollout.Limits,
   stop: Any = False,
+  loop: LoopThread | None = None,
 ) -> Callable[[Sequence[RolloutGroup]], list[RolloutGroup]] | None:
   """Makes what has environments score recorded responses; None if the file has the rewards."""
   if not modes.needs_environments(config):
     return None
+  common = {"limits": limits, "stop": stop, "loop": loop}
   return functools.partial(
-    recorded.rescored, environments=environments, tokenizer=tokenizer, limits=limits, stop=stop
+    recorded.rescored, environments=environments, tokenizer=tokenizer, **common
   )

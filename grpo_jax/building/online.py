@@ -6,6 +6,8 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from grpo_kernels.attention import Attention
+
 from grpo_jax import data, engines
 from grpo_jax.building.parts import Materials, Parts
 from grpo_jax.compilation.programs import Job
@@ -71,6 +73,7 @@ class Online:
       seed=config.seed,
       limits=limits,
       progress=materials.logger.progress,
+      loop=materials.loop,
       stop=materials.stop,
     )
     evaluate_set = functools.partial(
@@ -97,6 +100,7 @@ def _evaluate_set(
       prompts,
       materials.tokenizer,
       name=name,
+      loop=materials.loop,
       on_progress=rollout.counting(shown),
       stop=materials.stop,
       **options,
@@ -122,6 +126,7 @@ def _engine(
       compute_dtype=config.model.compute_dtype,
       product_dtype=config.model.product_dtype,
       matmul_precision=config.model.matmul_precision,
+      attention=Attention(config.model.attention),
       num_valid_tokens=tokenizer.vocab_size,
       **{**sizes, **own},
     )

@@ -12,6 +12,7 @@ from grpo_jax.engines.base import Engine
 from grpo_jax.learn.group_scorer import GroupScorer
 from grpo_jax.models import loading
 from grpo_jax.rollouts import stream
+from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.run_folder.loggers import Logger
 from grpo_jax.run_folder.steps import GroupLogprobs
 from grpo_jax.types import Prompt, RolloutGroup, TrainState
@@ -31,6 +32,7 @@ class Materials:
     model: The model, without its parameters.
     scorer: Scorer of whole groups.
     logger: Shows how far a phase has come.
+    loop: Thread in which rollouts are collected.
     stop: Becomes true when the run is asked to end; see `interrupts.Flag`.
   """
 
@@ -40,6 +42,7 @@ class Materials:
   model: loading.Loaded
   scorer: GroupScorer
   logger: Logger
+  loop: LoopThread
   stop: Any
 
 

@@ -2,11 +2,11 @@
 
 import contextlib
 import dataclasses
+import logging
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from absl import logging
 from jax.sharding import Mesh
 
 from grpo_jax import data, environments
@@ -20,8 +20,10 @@ from grpo_jax.files.disk import writing
 from grpo_jax.learn import sharding
 from grpo_jax.models import loading
 from grpo_jax.rl import objectives
-from grpo_jax.run_folder import console
+from grpo_jax.run_folder import console, notices
 from grpo_jax.types import Prompt
+
+_log = logging.getLogger(__name__)
 
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
 Config = Any
@@ -67,11 +69,13 @@ def prepare(
   kept_programs.keep()
   compilations = compiling.Watch()
   screen = console.Screen(note=compilations.note)
-  stack.enter_context(compilations.listening(screen.print))
+  stack.enter_context(notices.on_screen(screen))
+  stack.enter_context(compilations.listening())
   mesh = sharding.make_mesh(**config.mesh)
   checks.check_head(config, mesh)
+  checks.check_attention(config, mesh)
   platform = checks.chip(mesh).platform
-  print(precision.describe(checks.matmul_precision(config), platform), flush=True)
+  _log.info(precision.describe(checks.matmul_precision(config), platform))
   found = model_building.find(config)
   config = model_building.with_fallback(config, found)
   checks.check_context(config, found.folder)
@@ -96,13 +100,12 @@ def prepare(
 def load_model(inputs: Inputs, engine: Engine) -> tuple[computation.Computation, loading.Loaded]:
   """Makes the programs of the run, and compiles them while the weights are read."""
   objective = objectives.make(**inputs.config.loss)
-  logging.info("loss: %s", inputs.config.loss.to_dict())
+  _log.debug("loss: %s", inputs.config.loss.to_dict())
   sizes = loading.read_config(inputs.folder)
   made = computation.make(inputs.config, sizes, inputs.mesh, objective)
-  screen, watch = inputs.screen, inputs.compilations
   jobs = [*inputs.mode.engine_jobs(engine, made.state), *made.jobs()]
-  with compiling.Ahead(jobs, watch) as ahead:
+  with compiling.Ahead(jobs, inputs.compilations) as ahead:
     model = model_building.load(inputs.folder, made.shardings)
     data.check_vocabulary(inputs.tokenizer, model.config.vocab_size)
-    ahead.wait(screen.progress, tell=screen.print, stop=inputs.stop)
+    ahead.wait(inputs.screen.progress, stop=inputs.stop)
   return made, model

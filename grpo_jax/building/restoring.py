@@ -1,5 +1,6 @@
 """Where a run begins or continues: its newest usable checkpoint, or the model as it was read."""
 
+import logging
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ from grpo_jax.learn import train_step
 from grpo_jax.run_folder import checkpointing, stored_leaves
 from grpo_jax.run_folder.keeper import Standing
 from grpo_jax.types import TrainState
+
+_log = logging.getLogger(__name__)
 
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
 Config = Any
@@ -29,7 +32,7 @@ def restore(
     restored = checkpoints.restore_latest(dict(vars(made.state)), refuse=refuse)
     if restored is not None:
       state, extra = TrainState(**restored[0]), restored[1]
-      print(f"continuing at step {int(state.step)}", flush=True)
+      _log.info("continuing at step %d", int(state.step))
       return Standing(state, extra["stream"], extra["skipped"], extra["evaluated"])
   state = train_step.init(params, made.tx, shardings=made.shardings, initializer=made.initialize)
   return Standing(state, {})

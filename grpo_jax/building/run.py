@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import logging
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,11 +26,14 @@ from grpo_jax.learn.group_scorer import GroupScorer
 from grpo_jax.learn.policy import Policy
 from grpo_jax.metrics import timing
 from grpo_jax.models import export, loading
+from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.rollouts.stream import GroupStream
 from grpo_jax.run_folder import checkpointing, earlier, loggers
 from grpo_jax.run_folder.keeper import Standing
 from grpo_jax.run_folder.steps import Books
 from grpo_jax.types import Metrics, Minibatch, RolloutGroup, TrainState
+
+_log = logging.getLogger(__name__)
 
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
 Config = Any
@@ -98,7 +102,6 @@ def build(
       keep_best=config.checkpoint.keep_best,
       best_metric=data_options.best_metrics(config),
       mode=config.checkpoint.best_mode,
-      tell=print,
     )
   )
   checks.log_differences(config, workdir)
@@ -116,7 +119,7 @@ def build(
   refuse = functools.partial(restoring.refusal, config, inputs.tokenizer, mode.opener)
   start = restoring.restore(checkpoints, model.params, made, refuse)
   if start.step == 0:
-    earlier.set_aside(workdir, tell=print)
+    earlier.set_aside(workdir)
   configuration.write(config, workdir / "config.json")
   export.clear_leftovers(workdir / "export")
   model = dataclasses.replace(model, params={})  # training consumes them.
@@ -145,7 +148,7 @@ def _bind(
 ) -> Run:
   """Binds the phases of a run to their options."""
   config, tokenizer = inputs.config, inputs.tokenizer
-  made, policy, scorer = loaded.made, loaded.policy, loaded.scorer
+  made, policy = loaded.made, loaded.policy
   logger = loggers.make(
     inputs.workdir,
     start_step=start.step,
@@ -155,11 +158,17 @@ def _bind(
     **config.logging,
   )
   stack.callback(logger.close)
-  parts = inputs.mode.make_parts(
-    Materials(
-      *(loaded.engine, inputs.environments, tokenizer, loaded.model, scorer, logger, inputs.stop)
-    )
+  materials = Materials(
+    engine=loaded.engine,
+    environments=inputs.environments,
+    tokenizer=tokenizer,
+    model=loaded.model,
+    scorer=loaded.scorer,
+    logger=logger,
+    loop=stack.enter_context(LoopThread()),
+    stop=inputs.stop,
   )
+  parts = inputs.mode.make_parts(materials)
   groups = make_stream(config, inputs.prompts(start.position), parts.sample, start.position)
   timer = timing.Timer()
   options = run_options.shaping_of(config)
@@ -184,7 +193,7 @@ def _bind(
       mesh=made.mesh,
       logger=logger,
     ),
-    monitor=_monitor(inputs, loaded, logger),
+    monitor=_monitor(inputs, loaded),
     learn=functools.partial(phases.learn, update=made.update, logger=logger),
     evaluate=functools.partial(
       phases.evaluate,
@@ -254,9 +263,7 @@ def _assembling(config: Config, made: Computation) -> Callable[..., Assembled]:
   )
 
 
-def _monitor(
-  inputs: preparing.Inputs, loaded: _Loaded, logger: loggers.Logger
-) -> monitoring.Monitor:
+def _monitor(inputs: preparing.Inputs, loaded: _Loaded) -> monitoring.Monitor:
   """Makes what measures all completions of a step."""
   learn, shardings = inputs.config.learn, loaded.made.shardings
   initial, frees_initial = monitoring.make_initial(
@@ -270,7 +277,7 @@ def _monitor(
     all_every_steps=learn.report_all_every_steps,
     kl_every_steps=learn.report_kl_every_steps,
     total_steps=inputs.config.total_steps,
-    warn=logger.print,
+    warn=_log.warning,
   )
 
 

@@ -67,6 +67,7 @@ class GroupScorer:
       [np.zeros(len(group.rollouts)) for group in counting],
       shapes=self.shapes,
       cost=self.cost,
+      skip_zero_advantage=False,
     )
     return assembled, counting
 
