@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from grpo_jax import data
 from grpo_jax.batching import packing
-from grpo_jax.config import batching_options, modes
+from grpo_jax.config import batching_options, modes, run_options
 from grpo_jax.data.group_options import Options
 from grpo_jax.data.groups import GroupDataset
 from grpo_jax.environments.base import EnvironmentFactory
@@ -17,7 +17,6 @@ from grpo_jax.learn import group_scorer as scoring
 from grpo_jax.learn import train_step
 from grpo_jax.offline import behavior
 from grpo_jax.offline import recorded as offline
-from grpo_jax.rl import estimators
 from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.types import RolloutGroup
 
@@ -45,7 +44,7 @@ def opener(config: Config) -> Callable[..., GroupDataset]:
 
 def groups_lines(config: Config, datasets: Sequence[Any]) -> Iterator[str]:
   """Yields what is to be said of the groups of training before anything is learned from them."""
-  estimator = estimators.make(**config.advantages)
+  estimator = run_options.estimator(config)
   for dataset in datasets:
     assert isinstance(dataset, GroupDataset)  # see `opener`.
     groups, singles = len(dataset.members), dataset.members.singles

@@ -35,7 +35,6 @@ from grpo_jax.metrics import timing
 from grpo_jax.models import export, leaves, loading, sources, transformer
 from grpo_jax.models.fields import Fields
 from grpo_jax.offline import recorded as offline
-from grpo_jax.rl import objectives
 from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.rollouts import stream
 from grpo_jax.run_folder import checkpointing, console, loggers, stored_leaves
@@ -148,7 +147,7 @@ def build(
   )
   _tell_differences(config, workdir)
   engine = _engine(config, folder, tokenizer, workdir, stack)
-  objective = objectives.make(**config.loss)
+  objective = run_options.objective(config)
   logging.info("loss: %s", config.loss.to_dict())
   made = computation.make(config, loading.read_config(folder), mesh, objective)
   with compiling.Ahead([*_engine_jobs(engine, made), *made.jobs()], watch) as ahead:
