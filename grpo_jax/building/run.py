@@ -27,12 +27,12 @@ from grpo_jax.engines.none import NoEngine
 from grpo_jax.engines.server_process import ServerError
 from grpo_jax.engines.transfer import TransferError
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.files import shared_places
+from grpo_jax.files import atomic, shared_places
 from grpo_jax.files.disk import writing
 from grpo_jax.groups import filters, group_json, learning_signal, shaping
 from grpo_jax.learn import monitoring, sharding, train_step
 from grpo_jax.metrics import timing
-from grpo_jax.models import export, leaves, loading, sources, transformer
+from grpo_jax.models import leaves, loading, sources, transformer
 from grpo_jax.models.fields import Fields
 from grpo_jax.offline import recorded as offline
 from grpo_jax.rl import objectives
@@ -175,7 +175,7 @@ def build(
   if int(start.state.step) == 0:
     run_folder.set_aside(workdir)
   configuration.write(config, workdir / "config.json")
-  export.clear_leftovers(workdir / "export")
+  atomic.clear_leftovers(workdir / "export")
   model = dataclasses.replace(model, params={})
 
   first = int(start.state.step)

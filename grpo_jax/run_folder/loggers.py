@@ -20,14 +20,15 @@ import numpy as np
 
 from grpo_jax import metrics as table
 from grpo_jax import processes
+from grpo_jax.files.atomic import replace_file
 from grpo_jax.files.disk import writing
+from grpo_jax.metrics import json_numbers
 from grpo_jax.run_folder import console as consoles
 from grpo_jax.run_folder.rollout_log import (
   Decode,
   TokenTexts,
   drop_rollouts,
   json_line,
-  replace_file,
   rollout_records,
 )
 from grpo_jax.types import RolloutGroup
@@ -156,7 +157,7 @@ class MetricLines:
     """Adds a line, or adds the values to the last line if it is that of the same step."""
     if step < max(self._start_step, self._last["step"]):
       raise ValueError(f"steps must not go back: got {step} after {self._last['step']}")
-    finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
+    finite = {name: json_numbers.finite(value) for name, value in values.items()}
     if step == self._last["step"]:
       self._last |= finite
     else:

@@ -20,7 +20,7 @@ from grpo_jax import main, metrics, train
 from grpo_jax.config import run_options
 from grpo_jax.engines import jax_sampler
 from grpo_jax.files import disk, local_paths, manifest
-from grpo_jax.models import export, loading, tiny
+from grpo_jax.models import loading, tiny
 from grpo_jax.run_folder import checkpointing, loggers
 from grpo_jax.run_folder import earlier as run_folder
 from tests import rewards
@@ -304,7 +304,7 @@ def test_what_kills_leave_during_an_export_is_removed_by_the_next_run(
 
 KILLED = """
 import os, pathlib, signal, sys
-from grpo_jax.models import export
+from grpo_jax.files import atomic
 
 def fill(folder):
   (folder / "weights").write_bytes(b"x" * 1000)
@@ -314,7 +314,7 @@ def fill(folder):
 if sys.argv[2] == "swap":
   replace = os.replace
   os.replace = lambda a, b: (replace(a, b), os.kill(os.getpid(), signal.SIGKILL))
-export.write_atomically(pathlib.Path(sys.argv[1]), fill)
+atomic.replace_folder(pathlib.Path(sys.argv[1]), fill)
 """
 
 
@@ -322,24 +322,24 @@ export.write_atomically(pathlib.Path(sys.argv[1]), fill)
 def test_no_number_of_kills_leaves_more_than_one_copy(tmp_path):
   target = tmp_path / "export"
   fill = lambda folder: (folder / "weights").write_bytes(b"whole")
-  export.write_atomically(target, fill)
+  atomic.replace_folder(target, fill)
   for moment in ("fill", "fill", "swap", "fill"):
     done = subprocess.run(
       [sys.executable, "-c", KILLED, str(target), moment], cwd=ROOT, check=False
     )
     assert done.returncode == -signal.SIGKILL
     assert len(list(tmp_path.iterdir())) <= 3
-  export.write_atomically(target, fill)
+  atomic.replace_folder(target, fill)
   assert names_in(tmp_path) == ["export", "export/weights"]
 
 
 def test_a_folder_that_a_living_process_fills_is_no_leftover(tmp_path):
   def fill(folder):
-    assert export.clear_leftovers(tmp_path / "export") == []
+    assert atomic.clear_leftovers(tmp_path / "export") == []
     assert folder.is_dir()
     (folder / "weights").write_bytes(b"")
 
-  export.write_atomically(tmp_path / "export", fill)
+  atomic.replace_folder(tmp_path / "export", fill)
   assert names_in(tmp_path) == ["export", "export/weights"]
 
 
