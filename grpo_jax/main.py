@@ -143,5 +143,10 @@ def claim(workdir: pathlib.Path) -> IO[str]:
   return lock
 
 
-if __name__ == "__main__":
+def console() -> None:
+  """Runs the console script `grpo-jax`: `main` with the process's arguments; does not return."""
   interrupts.leave(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+  console()

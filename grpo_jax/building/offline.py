@@ -20,6 +20,7 @@ from grpo_jax.offline import behavior
 from grpo_jax.offline import recorded as offline
 from grpo_jax.rl import estimators
 from grpo_jax.rollouts import collecting as rollout
+from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.types import RolloutGroup
 
 _log = logging.getLogger(__name__)
@@ -114,10 +115,12 @@ def make_rescore(
   tokenizer: data.Tokenizer,
   limits: rollout.Limits,
   stop: Any = False,
+  loop: LoopThread | None = None,
 ) -> Callable[[Sequence[RolloutGroup]], list[RolloutGroup]] | None:
   """Makes what has environments score recorded responses; None if the file has the rewards."""
   if not modes.needs_environments(config):
     return None
+  common = {"limits": limits, "stop": stop, "loop": loop}
   return functools.partial(
-    offline.rescored, environments=environments, tokenizer=tokenizer, limits=limits, stop=stop
+    offline.rescored, environments=environments, tokenizer=tokenizer, **common
   )

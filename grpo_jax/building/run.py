@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from grpo_kernels.attention import Attention
+from grpo_kernels.attention import choice as attention_choice
 from grpo_kernels.linear_logprobs import choice
 from jax.sharding import Mesh
 
@@ -38,6 +40,7 @@ from grpo_jax.offline import recorded as offline
 from grpo_jax.rl import objectives
 from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.rollouts import stream
+from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.run_folder import checkpointing, console, loggers, notices, stored_leaves
 from grpo_jax.run_folder import earlier as run_folder
 from grpo_jax.types import Prompt, TrainState
@@ -86,6 +89,7 @@ class Run:
   ranking: offline.Ranking | None  # evaluates recorded groups; None: completions are sampled.
   evaluation_sampling: SamplingParams
   limits: rollout.Limits
+  loop: LoopThread  # collects the rollouts.
   computation: computation.Computation
   compilations: compiling.Watch
   monitor: monitoring.Monitor
@@ -121,6 +125,7 @@ def build(
   mesh = sharding.make_mesh(**config.mesh)
   matmul_precision = _matmul_precision(config)
   _check_head(config, mesh)
+  _check_attention(config, mesh)
   _log.info(precision.describe(matmul_precision, _chip(mesh).platform))
   found = _find_model(config)
   folder = found.folder
@@ -199,9 +204,10 @@ def build(
     warn=_log.warning,
   )
   limits = run_options.limits(config)
+  loop = stack.enter_context(LoopThread())
   ranking = None
   if behavior_logprobs is not None:
-    rescore = offline_building.make_rescore(config, factories, tokenizer, limits, stop)
+    rescore = offline_building.make_rescore(config, factories, tokenizer, limits, stop, loop)
     ranking = offline.Ranking(scorer, config.offline.score, rescore)
     sample = offline.Recorded(behavior_logprobs, config.offline.group_size, config.seed, rescore)
   else:
@@ -214,6 +220,7 @@ def build(
       seed=config.seed,
       limits=limits,
       progress=logger.progress,
+      loop=loop,
       stop=stop,
     )
   prompts = _prompts(config, tokenizer, opener, start.stream)
@@ -234,6 +241,7 @@ def build(
     ranking=ranking,
     evaluation_sampling=_sampling(run_options.evaluation_sampling(config), tokenizer, model),
     limits=limits,
+    loop=loop,
     computation=made,
     compilations=watch,
     monitor=monitor,
@@ -265,6 +273,14 @@ def _check_head(config: Config, mesh: Mesh) -> None:
       choice.pick(config.model.logprobs, _chip(mesh), dtype=config.model.compute_dtype, width=0)
   except (ValueError, NotImplementedError) as error:
     raise configuration.ConfigError(f"model.logprobs: {error}") from error
+
+
+def _check_attention(config: Config, mesh: Mesh) -> None:
+  """Raises ConfigError, before anything is loaded, for a `model.attention` that cannot run here."""
+  try:
+    attention_choice.pick(config.model.attention, _chip(mesh), dtype=config.model.compute_dtype)
+  except (ValueError, NotImplementedError) as error:
+    raise configuration.ConfigError(f"model.attention: {error}") from error
 
 
 def _matmul_precision(config: Config) -> str | None:
@@ -427,6 +443,7 @@ def _engine(
       compute_dtype=config.model.compute_dtype,
       product_dtype=config.model.product_dtype,
       matmul_precision=config.model.matmul_precision,
+      attention=Attention(config.model.attention),
       num_valid_tokens=tokenizer.vocab_size,
       **{**sizes, **own},
     )
