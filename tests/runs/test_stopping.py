@@ -21,8 +21,9 @@ from grpo_jax.config import run_options
 from grpo_jax.engines import jax_sampler
 from grpo_jax.files import disk, local_paths, manifest
 from grpo_jax.models import loading, tiny
-from grpo_jax.run_folder import checkpointing, loggers
+from grpo_jax.run_folder import checkpointing
 from grpo_jax.run_folder import earlier as run_folder
+from grpo_jax.run_folder.sinks import jsonl
 from tests import rewards
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -358,7 +359,7 @@ def test_a_run_whose_data_end_evaluates_and_exports(arguments, tmp_path, capsys)
 def test_a_file_that_cannot_be_written_is_one_message(
   name, arguments, tmp_path, monkeypatch, capfd
 ):
-  replace, seek = os.replace, loggers.MetricLines.write
+  replace, seek = os.replace, jsonl.MetricLines.write
 
   def full(source, target):
     if str(target).endswith(name):
@@ -371,7 +372,7 @@ def test_a_file_that_cannot_be_written_is_one_message(
         raise OSError(errno.ENOSPC, "No space left on device")
     seek(self, step, values)
 
-  monkeypatch.setattr(loggers.MetricLines, "write", full_lines)
+  monkeypatch.setattr(jsonl.MetricLines, "write", full_lines)
   if name != "metrics.jsonl":
     monkeypatch.setattr(os, "replace", full)
   assert main.main(arguments()) == 1
