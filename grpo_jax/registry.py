@@ -1,6 +1,5 @@
 """Finds modules and functions by name; on failure says what exists and what was probably meant."""
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -10,13 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, TypeVar
 
+from grpo_jax.names import hint as nearest
+
 T = TypeVar("T")
-
-
-def nearest(name: str, options: Iterable[str]) -> str:
-  """Returns " (did you mean 'x'?)" for the option closest to `name`; "" if none is close."""
-  close = difflib.get_close_matches(name, list(options), n=1, cutoff=0.5)
-  return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def choose(what: str, name: str, table: Mapping[str, T]) -> T:

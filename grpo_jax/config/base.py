@@ -293,6 +293,8 @@ def get_config() -> Any:
   checkpoint.best_mode = "max"  # or "min".
 
   config.logging = logging = ConfigDict()
+  # where steps are recorded; docs/metrics.md: your own sink, as "module.Class" or dict(name=…, …).
+  logging.sinks = ("jsonl", "tensorboard", "console")
   logging.tensorboard = True  # write tensorboard/; to look: tensorboard --logdir=RUN.
   logging.samples_every_steps = 10  # print a group of completions; 0: never.
   logging.rollouts_every_steps = 1  # write rollouts/step_NNNNNN.jsonl; 0: never.

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from grpo_jax.files import atomic
 from grpo_jax.models.sources import default_cache
 
 _log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ def derived(path: Path, kind: str, build: Callable[[Path], None]) -> Path:
     return finished
   try:
     shelf.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{kind}-", dir=shelf))
+    unfinished = atomic.new_folder(shelf, f".{kind}-")
   except OSError as error:
     _log.warning("no cache for the index of %s: %s", path, error)
     return _temporary(build)
@@ -75,7 +76,7 @@ def fingerprint(path: Path) -> str:
 def _publish(unfinished: Path, finished: Path) -> None:
   """Moves a folder to its name; another process may have been faster."""
   try:
-    unfinished.rename(finished)
+    atomic.move(unfinished, finished)
   except OSError:
     if not finished.is_dir():
       raise

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.files import atomic
 from grpo_jax.models import config as model_config
 from grpo_jax.models import (
   export,
@@ -199,7 +200,7 @@ def convert(file: str | pathlib.Path, directory: str | pathlib.Path) -> pathlib.
       export.write_json(folder / name, content)
     safetensors.write_folder(folder, tensors)
 
-  return export.write_atomically(pathlib.Path(directory), fill)
+  return atomic.replace_folder(pathlib.Path(directory), fill)
 
 
 def _reader(source: GgufFile, name: str) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 
 from grpo_jax import metrics
 from grpo_jax.errors import ExpectedFailure
+from grpo_jax.metrics import json_numbers
 from grpo_jax.run_folder import console
 
 MAX_POINTS = 1500  # of a curve; longer ones are averaged.
@@ -188,8 +189,8 @@ def _in_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _finite(value: Any) -> float | None:
-  is_number = isinstance(value, int | float) and math.isfinite(value)
-  return float(f"{value:.6g}") if is_number else None
+  number = json_numbers.finite(value)
+  return None if number is None else float(f"{number:.6g}")
 
 
 def _figure(runs: Sequence[Run], spec: Panel) -> dict[str, Any]:
