@@ -59,7 +59,7 @@ def test_family_is_taken_from_model_type_when_no_architecture_is_named():
     ({"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM.*supported are.*Llama"),
     ({"use_sliding_window": True}, "use_sliding_window"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-    ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ({"hidden_act": "relu"}, "hidden_act='relu'.*silu"),
     ({"num_local_experts": 8}, "mixture of experts"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*default.*linear.*llama3"),
