@@ -559,7 +559,7 @@ def _over_pages(
     scores = contract("bkme,bnkpe->bkmnp", asked, keys)
     allowed = allowed[:, None, None]
     if first is not None:
-      allowed = allowed & (place >= first[:, None, :, None, None])
+      allowed = allowed & (place[None, None, None] >= first[:, None, :, None, None])
     mask = jnp.broadcast_to(allowed, scores.shape)
     flat = lambda x: x.reshape(*x.shape[:3], at_once * size)
     back = lambda x: x.reshape(*x.shape[:3], at_once, size)
