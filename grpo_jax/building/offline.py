@@ -13,7 +13,7 @@ from grpo_jax.batching import packing
 from grpo_jax.config import batching_options, modes
 from grpo_jax.data.group_options import Options
 from grpo_jax.data.groups import GroupDataset
-from grpo_jax.environments.base import EnvironmentFactory
+from grpo_jax.environments.base import AnyFactory
 from grpo_jax.learn import group_scorer as scoring
 from grpo_jax.learn import train_step
 from grpo_jax.offline import behavior
@@ -111,7 +111,7 @@ def score_behavior(
 
 def make_rescore(
   config: Config,
-  environments: Mapping[str, EnvironmentFactory],
+  environments: Mapping[str, AnyFactory],
   tokenizer: data.Tokenizer,
   limits: rollout.Limits,
   stop: Any = False,

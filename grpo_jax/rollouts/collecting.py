@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from grpo_jax import checked, metrics
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.engines.base import Generation, OnProgress, SamplingParams
-from grpo_jax.environments.base import EnvironmentFactory, StepResult
+from grpo_jax.environments.base import AnyFactory, EnvironmentFactory, StepResult, as_factory
 from grpo_jax.environments.isolation import EnvironmentFailure
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.registry import nearest
@@ -70,7 +70,7 @@ class Finished(NamedTuple):
 
 def groups(
   engine: Generator,
-  environments: Mapping[str, EnvironmentFactory],
+  environments: Mapping[str, AnyFactory],
   prompts: Sequence[StepPrompt],
   tokenizer: Tokenizer,
   *,
@@ -142,7 +142,7 @@ def groups(
 
 async def collect(
   engine: Generator,
-  environments: Mapping[str, EnvironmentFactory],
+  environments: Mapping[str, AnyFactory],
   prompts: Sequence[Prompt],
   tokenizer: Tokenizer,
   *,
@@ -355,13 +355,13 @@ class _Collector:
         attempt.add_observation(ids)
 
 
-def _factory(environments: Mapping[str, EnvironmentFactory], prompt: Prompt) -> EnvironmentFactory:
+def _factory(environments: Mapping[str, AnyFactory], prompt: Prompt) -> EnvironmentFactory:
   if prompt.environment not in environments:
     raise ValueError(
       f"prompt {prompt.prompt_id} names the environment {prompt.environment!r}"
       f"{nearest(prompt.environment, environments)}; there are: {', '.join(environments)}"
     )
-  return environments[prompt.environment]
+  return as_factory(environments[prompt.environment])
 
 
 def _check_unique(prompts: Sequence[Prompt]) -> None:
