@@ -92,11 +92,11 @@ def groups(
   first may depend on timing; what is in it does not, because the seed of a request depends on
   (seed, step of the prompt, prompt id, attempt, turn) only.
 
-  What ends it early:
-    An error of the engine is raised after the groups that were finished before it.
-    Closing the iterator, or cancelling its reader, cancels the requests at the engine and the
-      calls of environments, closes the environments, and returns when no task is left. A second
-      cancellation does not wait for environments to close.
+  An error of the engine is raised after the groups that were finished before it.
+
+  Closing the iterator, or cancelling its reader, cancels the requests at the engine and the calls
+  of environments, closes the environments, and returns when no task is left. A second
+  cancellation does not wait for environments to close.
 
   A failure of an environment ends nothing: its attempt has the reward NaN. An environment that
   hangs fails after `limits.environment_timeout_s`, and its thread is left behind. Too many such
