@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.environments.base import (
+  AnyFactory,
   Environment,
-  EnvironmentFactory,
   StepResult,
   as_number,
   as_reward,
@@ -38,7 +38,7 @@ class EnvironmentFailure(Exception):
 class IsolatedEnvironment:
   """One environment in its own thread; every failure is raised as EnvironmentFailure."""
 
-  def __init__(self, factory: EnvironmentFactory, prompt: Prompt, *, timeout_s: float):
+  def __init__(self, factory: AnyFactory, prompt: Prompt, *, timeout_s: float):
     """Starts the thread.
 
     Args:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from grpo_jax.environments.base import Environment, StepResult
+from grpo_jax.environments.base import Environment, EnvironmentFactory, StepResult
 from grpo_jax.types import FinishReason, Prompt
 
 Board = tuple[tuple[int, ...], ...]  # rows of tiles; 0 is the gap.
@@ -172,10 +172,10 @@ def _meant(board: Board, action: str) -> tuple[tuple[int, int], str, str]:
   return (-1, -1), "", f"Unknown action. There are: {known}."
 
 
-class SlidingPuzzleEnvironments:
+class SlidingPuzzleEnvironments(EnvironmentFactory):
   """Makes the environments."""
 
-  stop_strings = ("</action>",)  # see `base.Stopping`.
+  stop_strings = ("</action>",)
 
   def __init__(
     self,

@@ -16,13 +16,13 @@ from decimal import Decimal, InvalidOperation
 import numpy as np
 from jaxtyping import Int
 
-from grpo_jax.environments.base import Environment, StepResult
+from grpo_jax.environments.base import Environment, EnvironmentFactory, StepResult
 from grpo_jax.environments.grading import answers, arithmetic
 from grpo_jax.registry import choose
 from grpo_jax.types import FinishReason, Prompt
 
 
-class ToolUseEnvironments:
+class ToolUseEnvironments(EnvironmentFactory):
   """Makes the environments."""
 
   def __init__(
@@ -40,7 +40,7 @@ class ToolUseEnvironments:
       raise ValueError(f"tool must be a word, because it becomes a tag, got {tool!r}")
     if max_calls < 1:
       raise ValueError(f"max_calls must be at least 1, got {max_calls}")
-    self.stop_strings = (f"</{tool}>",)  # see `base.Stopping`.
+    self.stop_strings = (f"</{tool}>",)
     self.tool = tool
     self.extract = choose("answer form", answer, answers.EXTRACTORS)
     self.max_calls = max_calls
