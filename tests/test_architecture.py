@@ -20,7 +20,7 @@ FLOORS = [
   {"data", "environments", "engines", "learn", "groups", "run_folder"},
   {"rollouts", "report"},
   {"offline", "config"},
-  {"building"},
+  {"building", "configuration"},
   {"train"},
   {"main"},
 ]
@@ -66,7 +66,7 @@ PURE_MAY_IMPORT = {
 }
 PURE_MAY_USE = PURE_ROOMS | {"errors", "metrics", "compilation", "data"}
 EFFECTS = {"open", "print", "input", "exec", "eval", "__import__"}
-SEES_CONFIGS = {"config", "building", "train", "main"}
+SEES_CONFIGS = {"config", "configuration", "building", "train", "main"}
 SAYS_NOTHING = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -17,7 +17,7 @@ class Part:
     rows: int,
     *,
     side: str = "all",
-    split_validation_size: float | int = 0,
+    split_validation_size: float | int = 0.0,
     split_seed: int = 0,
     repeat: int = 1,
   ):

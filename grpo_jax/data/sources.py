@@ -84,7 +84,7 @@ class SourceConfig:
   task: str | None = None  # reasoning_gym: its name; function: a dotted path.
   task_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # arguments of the task.
   task_seed: int = 0  # seed of the task: row r is generated from task_seed + r.
-  size: int = 1000  # number of rows of the task.
+  size: int = 10000  # number of rows of the task.
 
 
 def kind_of(config: SourceConfig) -> str:

@@ -65,10 +65,10 @@ class Limits:
   """Bounds of one attempt, and of what may go wrong."""
 
   max_turns: int = 1
-  max_tokens: int | None = None  # of prompt and completion, all turns; None: no bound here.
+  max_tokens: int | None = 1024  # of prompt and completion, all turns; None: no bound here.
   environment_timeout_s: float = 60.0  # of one call of an environment.
-  environment_concurrency: int = 8  # calls of environments at the same time.
-  max_error_share: float = 0.5  # of the attempts; when more cannot be scored, `collect` raises.
+  environment_concurrency: int = 16  # calls of environments at the same time.
+  max_error_share: float = 0.2  # of the attempts; when more cannot be scored, `collect` raises.
 
   def __post_init__(self):
     checked.require(LIMIT_KINDS, checked.fields_of(self), of="rollout")

@@ -143,7 +143,9 @@ def main() -> None:
   if options.shape:
     shapes = (packing.Shape(*map(int, options.shape.split(","))),)
   advantages = [group.rewards - group.rewards.mean() for group in groups]
-  assembled = batching.assemble(groups, advantages, shapes=shapes, cost=cost)
+  assembled = batching.assemble(
+    groups, advantages, shapes=shapes, cost=cost, skip_zero_advantage=False
+  )
   minibatch = jax.device_put(assembled.minibatches[0])
   update, state = make_update(config, model)
 

@@ -137,7 +137,7 @@ def test_long_prompts_are_dropped_and_counted(gsm8k):
   rows = [json.loads(line) for line in gsm8k.read_text().splitlines()]
   rows[2]["question"] += "!"
   write(gsm8k, rows)
-  kept = stream(gsm8k, shuffle=False, epochs=1, max_prompt_tokens=longest)
+  kept = stream(gsm8k, shuffle=False, epochs=1, max_prompt_tokens=longest, overlong="drop")
   assert ids(kept.take(9)) == [f"gsm8k:0:{i}" for i in (0, 1, 3, 4, 5, 6)]
   assert kept.metrics()["data/overlong_prompts"] == 1.0
   assert kept.metrics()["data/broken_rows"] == 0.0
@@ -180,9 +180,9 @@ def test_a_row_of_too_many_characters_is_dropped_unencoded(one_long_row):
   assert tokenizer.encoded < 1000
   too_many = rf"long.jsonl:1: {LONG + 32} characters, where 64 tokens have at most 384"
   with pytest.raises(OverlongError, match=too_many):
-    data.open_dataset(
-      tokenizer, path=one_long_row, input_key="question", output_key="answer", max_prompt_tokens=64
-    ).prompt(0, epoch=0)
+    of_row = dict(input_key="question", output_key="answer", max_prompt_tokens=64)
+    opened = data.open_dataset(tokenizer, path=one_long_row, **of_row, overlong="drop")
+    opened.prompt(0, epoch=0)
 
 
 def test_a_row_of_too_many_characters_is_kept_with_weight_zero_and_without_them(one_long_row):

@@ -32,7 +32,8 @@ def prompts(*texts: str, **fields) -> list[Prompt]:
 
 
 def run(engine, factory, tasks, *, tokenizer=TOKENIZER, **overrides):
-  settings = dict(group_size=1, sampling=SAMPLING, seed=3, step=5, limits=Limits(max_turns=9))
+  limits = Limits(max_turns=9, max_error_share=0.5)
+  settings = dict(group_size=1, sampling=SAMPLING, seed=3, step=5, limits=limits)
   return collect_sync(engine, {"env": factory}, tasks, tokenizer, **(settings | overrides))
 
 

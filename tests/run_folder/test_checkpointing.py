@@ -401,7 +401,8 @@ def test_close_waits_for_the_save_under_way(folder):
 
 SAVER = """
 import os, shutil, signal, sys
-from grpo_jax import checkpointing, manifest
+from grpo_jax.files import manifest
+from grpo_jax.run_folder import checkpointing
 from tests.run_folder.test_checkpointing import make_state
 
 folder, moment = sys.argv[1:]

@@ -393,7 +393,7 @@ def test_a_model_that_is_missing_is_one_message(arguments, tmp_path, capsys):
 
 WRITER = """
 import os, pathlib, sys
-from grpo_jax import console, output
+from grpo_jax.run_folder import console, output
 
 with output.lasting() as streams:
   for stream in streams:
