@@ -12,23 +12,22 @@ def make(name: str, **settings: Any) -> Any:
   """Makes an engine.
 
   Args:
-    name: "jax_sampler", "sglang" or "fake", modules of this folder; or the dotted path of one of
-      your own, which has a function `make(**settings)`.
-    **settings: of that engine. `matmul_precision` and `product_dtype` are given to an engine of
-      your own only if its `make` takes them.
+    name: "jax_sampler", "sglang" or "fake", modules of this folder; or the dotted path of another
+      module, which has a function `make(**settings)`.
+    **settings: Settings of that engine. `matmul_precision` and `product_dtype` are passed to
+      another engine only if its `make` accepts them.
 
   Returns:
     A `base.Engine`.
 
   Raises:
-    ValueError: no such engine, or a setting that it does not have; the message lists those that
-      there are.
+    ValueError: The engine or a setting is unknown; the message lists the valid ones.
   """
   hidden = set(registry.modules(__name__)) - set(_ENGINES)
   module = registry.module(__name__, name, hidden=hidden)
   takes = inspect.signature(module.make).parameters
   for numerics in ("matmul_precision", "product_dtype"):
     if numerics not in takes and name not in _ENGINES:
-      settings.pop(numerics, None)  # how it computes products is its own business.
+      settings.pop(numerics, None)  # it decides itself how to compute products.
   registry.check_arguments(f"engine {name!r}", module.make, settings)
   return module.make(**settings)

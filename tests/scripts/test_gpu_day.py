@@ -532,7 +532,7 @@ def test_a_result_of_a_cpu_is_written_elsewhere_on_demand_and_marked(tmp_path, p
   readme = document.README.read_text()
   page = tmp_path / "trial.md"
   document.write(saved(tmp_path, of_gpu(update_1024=CPU)), page, allow_cpu=True)
-  assert document.OF_CPU in page.read_text() and document.README.read_text() == readme
+  assert document.CPU_NOTICE in page.read_text() and document.README.read_text() == readme
 
 
 def test_pages_say_that_nothing_was_measured_or_show_numbers_both():
