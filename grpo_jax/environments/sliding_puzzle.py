@@ -1,4 +1,4 @@
-"""The sliding puzzle: n × n tiles with a gap, to be put in order, one move a turn.
+"""The sliding puzzle: n × n tiles with a gap, to be put in order with one move per turn.
 
     model        <action>up</action>
     environment  <environment>

@@ -160,7 +160,7 @@ def run(
   has_device = True
   for part in parts:
     if result["parts"].get(part.name, {}).get("status") in (DONE, SKIPPED):
-      log(f"{part.name:<22} is there already")
+      log(f"{part.name:<22} is done already")
       continue
     left = end - time.time()
     if not has_device or left < LEAST_S:

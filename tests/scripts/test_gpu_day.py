@@ -605,4 +605,4 @@ def test_a_tiny_day_runs_to_its_end(tmp_path):
   again = subprocess.run(
     [*command, "--out", str(out), "--resume"], capture_output=True, text=True, check=True
   )
-  assert again.stdout.count("is there already") == len(schedule.PARTS)
+  assert again.stdout.count("is done already") == len(schedule.PARTS)
