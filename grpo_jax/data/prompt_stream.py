@@ -10,6 +10,8 @@ from grpo_jax.data.loaders import MAX_RECORDS, Dataloader, Loader
 from grpo_jax.data.prompts import Dataset
 from grpo_jax.types import Prompt
 
+_log = logging.getLogger(__name__)
+
 
 class PromptStream:
   """Prompts in training order. `state()` is all that is needed to continue, as JSON."""
@@ -97,7 +99,7 @@ class PromptStream:
     for name, loader in self._loaders.items():
       before = known.get(name, {})
       if before.get("rows") == len(loader) and before.get("sample") != loader.sample:
-        logging.warning("data: the rows of %r are not those that the run began with", name)
+        _log.warning("data: the rows of %r are not those that the run began with", name)
 
   def metrics(self) -> dict[str, float]:
     """Returns counts of the last `take`, and the epochs done (the same in a resumed run)."""
@@ -133,12 +135,12 @@ def cursor_of(state: Mapping[str, Any] | None, name: str, rows: int) -> int:
   previous = state["loaders"].get(name)
   if previous is None:
     known = ", ".join(state["loaders"])
-    logging.warning(
+    _log.warning(
       "data: %r was not read before (only %s); it starts from its beginning", name, known
     )
     return 0
   if previous["rows"] != rows:
-    logging.warning(
+    _log.warning(
       "data: %r had %d rows, now %d: the order of the prompts differs from here on",
       *(name, previous["rows"], rows),
     )

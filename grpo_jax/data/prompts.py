@@ -14,6 +14,8 @@ from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.registry import choose, function, nearest
 from grpo_jax.types import Prompt
 
+_log = logging.getLogger(__name__)
+
 Overlong = Literal["drop", "zero_weight"]
 
 
@@ -176,7 +178,7 @@ def held_out(
   skipped.warn()
   cut = sum(prompt.is_cut for prompt in prompts)
   if cut:
-    logging.warning(
+    _log.warning(
       "data: %d of the %d held-out prompts of %r are longer than %d tokens, and are cut",
       *(cut, len(prompts), dataset.name, dataset.max_prompt_tokens),
     )

@@ -8,6 +8,8 @@ from typing import Literal
 from grpo_jax.data import formats
 from grpo_jax.types import Prompt
 
+_log = logging.getLogger(__name__)
+
 OnError = Literal["stop", "skip"]
 _SHOWN_ERRORS = 5
 
@@ -45,7 +47,7 @@ class Skipped:
     """Logs what was skipped."""
     if self.reasons:
       counts = f"{self.broken} broken rows, {self.overlong} overlong prompts"
-      logging.warning("data: %s; first:\n  %s", counts, "\n  ".join(self.reasons))
+      _log.warning("data: %s; first:\n  %s", counts, "\n  ".join(self.reasons))
 
   def none_left(self, name: str, max_prompt_tokens: int) -> ValueError:
     """Returns the error for a dataset without usable rows."""

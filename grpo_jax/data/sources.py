@@ -21,6 +21,8 @@ from grpo_jax.data.function_rows import FunctionSource
 from grpo_jax.data.generated import ReasoningGymSource
 from grpo_jax.registry import choose, function, nearest
 
+_log = logging.getLogger(__name__)
+
 _SAMPLED_ROWS = 64
 
 
@@ -203,9 +205,7 @@ def _open_one(path: Path, kind: str | None, config: SourceConfig, *, name: str |
   if ending == "json":
     return tables.open_json(path, name=name, split=config.split, usual_split=config.usual_split)
   if not _is_in_split(path, config.split):
-    logging.warning(
-      "data: all rows of %s are read: split=%r does not apply to it", path, config.split
-    )
+    _log.warning("data: all rows of %s are read: split=%r does not apply to it", path, config.split)
   return (
     tables.JsonlSource(path, name=name)
     if ending == "jsonl"

@@ -14,8 +14,8 @@ def make(name: str, **settings: Any) -> Any:
   Args:
     name: "jax_sampler", "sglang" or "fake", modules of this folder; or the dotted path of another
       module, which has a function `make(**settings)`.
-    **settings: Settings of that engine. `matmul_precision` and `product_dtype` are passed to
-      another engine only if its `make` accepts them.
+    **settings: Settings of that engine. `matmul_precision`, `product_dtype` and `attention` are
+      passed only to an engine whose `make` accepts them.
 
   Returns:
     A `base.Engine`.
@@ -26,8 +26,9 @@ def make(name: str, **settings: Any) -> Any:
   hidden = set(registry.modules(__name__)) - set(_ENGINES)
   module = registry.module(__name__, name, hidden=hidden)
   takes = inspect.signature(module.make).parameters
-  for numerics in ("matmul_precision", "product_dtype"):
-    if numerics not in takes and name not in _ENGINES:
+  is_open = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
+  for numerics in ("matmul_precision", "product_dtype", "attention"):
+    if numerics not in takes and not (is_open and name in _ENGINES):
       settings.pop(numerics, None)  # it decides itself how to compute products.
   registry.check_arguments(f"engine {name!r}", module.make, settings)
   return module.make(**settings)

@@ -12,6 +12,7 @@ docs/code_environment.md says what each protects from, and what it does not.
 import compileall
 import contextlib
 import dataclasses
+import difflib
 import functools
 import glob
 import json
@@ -28,7 +29,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_jax.registry import choose
 from grpo_jax.sandbox import confine, inside, syscalls
 
 KINDS = ("bubblewrap", "landlock", "limits")
@@ -110,7 +110,11 @@ class Launcher:
       SandboxError: This kind does not work here; the message gives the reason and alternatives.
       ValueError: There is no such kind, interpreter or folder.
     """
-    choose("sandbox", kind, dict.fromkeys((*KINDS, NONE) if grader else KINDS))
+    kinds = (*KINDS, NONE) if grader else KINDS
+    if kind not in kinds:
+      close = difflib.get_close_matches(kind, kinds, n=1, cutoff=0.5)
+      hint = f" (did you mean {close[0]!r}?)" if close else ""
+      raise ValueError(f"unknown sandbox {kind!r}{hint}; there are: {', '.join(kinds)}")
     self.kind, self.limits, self._grader = kind, limits, grader
     self._python = os.path.realpath(interpreter or sys.executable)
     prefix = sys.base_prefix if interpreter is None else Path(self._python).parents[1]

@@ -7,6 +7,8 @@ import logging
 from grpo_jax.registry import choose
 from grpo_jax.sandbox.launch import KINDS, NONE, Launcher, Limits, SandboxError
 
+_log = logging.getLogger(__name__)
+
 BEST = "best"
 _CLOSING_FILES = ("bubblewrap", "landlock")
 
@@ -47,7 +49,7 @@ def _best() -> Confinement:
       return Confinement(kind, is_sandbox=True)
     reasons.append(reason)
   kind = NONE if _why_not("limits") else "limits"
-  logging.warning(
+  _log.warning(
     "graders run without a sandbox that closes files (%s): %s",
     "limits of resources and system calls only" if kind == "limits" else "in plain processes",
     reasons[0],
