@@ -79,7 +79,7 @@ class Tokenizer(Protocol):
 
     Args:
       messages: The conversation.
-      max_tokens: Number of tokens allowed. A text of more than `longest_text(max_tokens)`
+      max_tokens: Number of tokens allowed. Text of more than `longest_text(max_tokens)`
         characters is cut to that length before it is encoded, to save time and memory.
     """
     ...

@@ -54,7 +54,7 @@ def value(source: str, *_: Any) -> Any:
 
 
 def sympy_value(source: str, local_dict: Mapping[str, Any], global_dict: Mapping[str, Any]) -> Any:
-  """Returns the value of what SymPy's parser generated from a text; signature of `eval_expr`.
+  """Returns the value of what SymPy's parser generated from text; signature of `eval_expr`.
 
   Raises:
     ExpressionError: There is more than numbers, symbols, operators and mathematical functions.

@@ -372,7 +372,7 @@ def test_resuming_leaves_finished_parts_alone_and_repeats_the_others(run):
   for name in ("first", "skipped"):
     assert result["parts"][name] == before["parts"][name]
   assert result["parts"]["raises"]["result"] == {"before": "raises"}
-  assert [line.split()[0] for line in told if "there already" in line] == ["first", "skipped"]
+  assert [line.split()[0] for line in told if "done already" in line] == ["first", "skipped"]
 
 
 def test_what_a_part_had_measured_when_the_machine_was_cut_off_is_kept(run, tmp_path):

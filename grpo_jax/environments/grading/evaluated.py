@@ -14,7 +14,7 @@ that occurs only in the answer is left undone.
 
 These are final and not operations: signs, decimals, fractions (in lowest terms or not), mixed
 numbers, percent, units, powers of ten and 3 \times 10^8; lists, points, intervals and sets of them;
-and a computation with its result, 48+24=72. The reader takes one token at a time; a text that is
+and a computation with its result, 48+24=72. The reader takes one token at a time; text that is
 longer than `_MAX_CHARS`, or has brackets nested deeper than `_MAX_DEPTH`, counts as left undone.
 """
 
