@@ -372,7 +372,7 @@ def name_of(settings: Mapping[str, Any]) -> str | None:
 
 
 def _without_twins(own: Mapping[str, Any]) -> dict[str, Any]:
-  """Adds None for the other form of the text, so that a task's own prompt replaces a shared file."""
+  """Adds None for the other form of each text, so that a task's own prompt replaces a file."""
   twins = {"prompt_template": "prompt_file", "system_prompt": "system_prompt_file"}
   both = {**twins, **{file: text for text, file in twins.items()}}
   return {**{both[key]: None for key in own if key in both}, **own}
