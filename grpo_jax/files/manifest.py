@@ -1,4 +1,4 @@
-"""A list of the files of a folder with their sizes and digests, to detect damage later.
+"""A list of the files of a folder with their sizes and digests, to tell damage later.
 
 Any flipped bit, missing byte or missing file shows; files that were added do not.
 """
@@ -31,10 +31,10 @@ def damage(folder: pathlib.Path) -> str | None:
   """Returns the first difference between a folder and its manifest; None if there is none.
 
   Raises:
-    PermissionError: A file exists but may not be read, which is not damage.
+    PermissionError: a file is there and may not be read, which is no damage.
   """
   if not folder.is_dir():
-    return "it is not a folder"
+    return "it is no folder"
   try:
     listed = json.loads((folder / NAME).read_text())["files"]
     for name, recorded in listed.items():

@@ -131,8 +131,8 @@ def classifier_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
   """Writes the fields of a config.json that `transformers` 4.56 and 5 both read alike.
 
-  Rotary settings are written in both styles. Token ids (`eos_token_id`, ...) are not
-  known here: callers that have them add them.
+  Rotary settings are written in both styles. Token ids (`eos_token_id`, ...) are not ours to
+  know: whoever has them adds them.
   """
   family = FAMILIES_BY_NAME[config.family]
   rope = _rope_to_hf(config.rope_scaling)

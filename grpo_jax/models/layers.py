@@ -101,10 +101,10 @@ def project_qkv(
   """Projects normed inputs to rotated queries and keys, and values.
 
   Args:
-    params: Parameters of one layer.
+    params: of one layer.
     x: input of the layer, normed.
-    cos: Cosines from `rope_angles`.
-    sin: Sines from `rope_angles`.
+    cos: of `rope_angles`.
+    sin: of `rope_angles`.
     config: sizes and switches.
     products: how products are computed.
   """
@@ -190,10 +190,10 @@ def block(
   """Applies one pre-norm decoder layer: attention, then MLP, each added to the residual stream.
 
   Args:
-    params: Parameters of this layer, as `leaves.layer` names them.
+    params: of this layer, as `leaves.layer` names them.
     x: residual stream, float32.
-    cos: Cosines from `rope_angles`.
-    sin: Sines from `rope_angles`.
+    cos: of `rope_angles`.
+    sin: of `rope_angles`.
     attend: (q, k, v) of these tokens → (what they attend to, anything else). A sampler writes k
       and v into its cache here, and returns the cache as the second result.
     config: sizes and switches.

@@ -56,7 +56,7 @@ def hf_switches(*, qkv_bias: bool, o_bias: bool, mlp_bias: bool) -> dict[str, An
   """Returns the fields of config.json that say the same as these switches.
 
   Raises:
-    ValueError: Llama's config.json cannot express it.
+    ValueError: if Llama's config.json cannot say it.
   """
   if qkv_bias != o_bias:
     raise ValueError("a Llama config has biases on all of q, k, v and o, or on none of them")

@@ -24,7 +24,7 @@ def hf_switches(*, qkv_bias: bool, o_bias: bool, mlp_bias: bool) -> dict[str, An
   """Returns the fields of config.json that say the same as these switches: none.
 
   Raises:
-    ValueError: Qwen2's config.json cannot express it.
+    ValueError: if Qwen2's config.json cannot say it.
   """
   if not qkv_bias or o_bias or mlp_bias:
     raise ValueError("Qwen2 has biases on q, k and v, and nowhere else")

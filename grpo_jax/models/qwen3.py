@@ -33,7 +33,7 @@ def hf_switches(*, qkv_bias: bool, o_bias: bool, mlp_bias: bool) -> dict[str, An
   """Returns the fields of config.json that say the same as these switches.
 
   Raises:
-    ValueError: Qwen3's config.json cannot express it.
+    ValueError: if Qwen3's config.json cannot say it.
   """
   if qkv_bias != o_bias or mlp_bias:
     raise ValueError("Qwen3 has biases on all of q, k, v and o, or on none, and none in the MLP")

@@ -48,7 +48,7 @@ class Transformer(nn.Module):
 
     Args:
       tokens: ids below vocab_size; any valid id where segment_ids is 0.
-      positions: Positions for the rotary embeddings; within prompt + completion.
+      positions: for the rotary embeddings; within prompt + completion.
       segment_ids: 0 is padding, which attends to nothing; its hidden states mean nothing.
       branch_ids: 0 is the prompt, 1.. its completions, which do not see each other; None: every
         segment is one branch.
@@ -156,7 +156,7 @@ def prefill(
     params: the whole tree, layers stacked.
     config: sizes and switches.
     tokens: ids of prompts; any valid id where segment_ids is 0.
-    positions: Position of each token in its prompt.
+    positions: of each token in its prompt.
     segment_ids: 0 is padding, on either side.
     products: how products are computed.
     attention: How the tokens of packed rows attend.
