@@ -221,7 +221,7 @@ def global_norm(tree: Any) -> Float[Array, ""]:
 def decay_mask(params: Any) -> Any:
   """Returns a tree of bools: True where weight decay applies, i.e. not on norms and biases.
 
-  Told by name, since stacked layers give a vector two axes.
+  Decided by name, because stacked layers give a vector two axes.
   """
   return jax.tree_util.tree_map_with_path(lambda path, _: _is_decayed(path), params)
 
