@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from grpo_kernels.attention import Attention
+from grpo_kernels.attention import choice as attention_choice
 from grpo_kernels.linear_logprobs import choice
 from jax.sharding import Mesh
 
@@ -123,6 +125,7 @@ def build(
   mesh = sharding.make_mesh(**config.mesh)
   matmul_precision = _matmul_precision(config)
   _check_head(config, mesh)
+  _check_attention(config, mesh)
   _log.info(precision.describe(matmul_precision, _chip(mesh).platform))
   found = _find_model(config)
   folder = found.folder
@@ -270,6 +273,14 @@ def _check_head(config: Config, mesh: Mesh) -> None:
       choice.pick(config.model.logprobs, _chip(mesh), dtype=config.model.compute_dtype, width=0)
   except (ValueError, NotImplementedError) as error:
     raise configuration.ConfigError(f"model.logprobs: {error}") from error
+
+
+def _check_attention(config: Config, mesh: Mesh) -> None:
+  """Raises ConfigError, before anything is loaded, for a `model.attention` that cannot run here."""
+  try:
+    attention_choice.pick(config.model.attention, _chip(mesh), dtype=config.model.compute_dtype)
+  except (ValueError, NotImplementedError) as error:
+    raise configuration.ConfigError(f"model.attention: {error}") from error
 
 
 def _matmul_precision(config: Config) -> str | None:
@@ -432,6 +443,7 @@ def _engine(
       compute_dtype=config.model.compute_dtype,
       product_dtype=config.model.product_dtype,
       matmul_precision=config.model.matmul_precision,
+      attention=Attention(config.model.attention),
       num_valid_tokens=tokenizer.vocab_size,
       **{**sizes, **own},
     )

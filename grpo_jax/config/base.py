@@ -31,6 +31,7 @@ def get_config() -> Any:
   model.matmul_precision = placeholder(str)  # faster and less exact. docs/precision.md.
   model.remat = "full"  # keeps the fewest activations for the backward pass; "dots"; "none": all.
   model.logprobs = placeholder(str)  # implementation of the fused head; None: the best.
+  model.attention = placeholder(str)  # "xla_chunked" or "reference"; None: chosen automatically.
 
   # Axis sizes; their product is the number of devices; -1: the rest. docs/sharding.md.
   config.mesh = mesh = ConfigDict()

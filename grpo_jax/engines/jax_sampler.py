@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from grpo_kernels.attention import AUTOMATIC, Attention
 from jax.sharding import Mesh, NamedSharding
 
 from grpo_jax import registry
@@ -44,6 +45,7 @@ class JaxSampler:
     compute_dtype: Any = jnp.float32,
     product_dtype: Any = None,
     matmul_precision: str | None = None,
+    attention: Attention = AUTOMATIC,
     max_rows: int = 64,
     max_length: int | None = None,
     chunk_tokens: int = 16,
@@ -67,6 +69,7 @@ class JaxSampler:
       product_dtype: Dtype of q, k, v, gate and up, the trainer's; see `products.Products`.
       matmul_precision: Precision of float32 products, the trainer's; see `precision.resolve`.
         None: "float32" in float32.
+      attention: How the tokens of prompts attend, as the trainer's.
       max_rows: Largest number of completions decoded at the same time; more wait. It bounds the
         caches' memory.
       max_length: Largest number of tokens of a prompt with its completion; None: the model's
@@ -108,6 +111,7 @@ class JaxSampler:
       report_truncated=report_truncated_logprobs,
       group=max(min(group_size, max_rows), 1),
       matmul_precision=precision.resolve(matmul_precision, compute_dtype),
+      attention=attention,
     )
     is_cpu = jax.default_backend() == "cpu"
     if prompt_tokens is None or completion_tokens is None:
