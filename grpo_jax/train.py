@@ -339,6 +339,7 @@ def evaluate(run: Run, params: Any, *, step: int) -> dict[str, float]:
           pass_k=options.pass_k,
           sampling=run.evaluation_sampling,
           seed=run.config.seed,
+          loop=run.loop,
           limits=run.limits,
           on_progress=rollout.counting(shown),
           stop=run.stop,

@@ -17,7 +17,7 @@ MOST_SHAPES = 3  # each shape takes a compilation.
 
 # Attention in longer rows has longer blocks of queries, whose scores take more memory.
 LONGEST_BY_CHOICE = 4096
-# Queries that attention computes at once, as in `models.layers.packed_attention`.
+# Queries that attention computes at once, as in `grpo_kernels.attention.xla_chunked`.
 _BLOCK, _MOST_BLOCKS = 256, 16
 
 _LEAST_PLACES = 128  # a smaller microbatch spends most of its time reading the weights.
@@ -184,7 +184,7 @@ def plan(
   cost: Cost,
   row_tokens: int | None = None,
   row_buckets: Sequence[int] | None = None,
-  microbatch_tokens: int | None = None,
+  microbatch_tokens: int | None = 8192,
   rows_multiple: int = 1,
   share_prefixes: bool = True,
   pack: bool = True,

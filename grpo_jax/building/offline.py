@@ -1,6 +1,7 @@
 """From a config with mode = "offline" to the parts that are not those of online training."""
 
 import functools
+import logging
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,10 @@ from grpo_jax.offline import behavior
 from grpo_jax.offline import recorded as offline
 from grpo_jax.rl import estimators
 from grpo_jax.rollouts import collecting as rollout
+from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.types import RolloutGroup
+
+_log = logging.getLogger(__name__)
 
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
 Config = Any
@@ -95,7 +99,7 @@ def score_behavior(
     batches = offline.batches(prompts, steps=config.total_steps, prompts_per_step=size)
   else:
     batches = offline.all_batches(prompts.datasets, size=size, on_error=config.data.on_error)
-  print("scoring recorded responses under the initial policy", flush=True)
+  _log.info("scoring recorded responses under the initial policy")
   return behavior.score_all(
     batches,
     folder=workdir / "behavior_logprobs",
@@ -111,10 +115,12 @@ def make_rescore(
   tokenizer: data.Tokenizer,
   limits: rollout.Limits,
   stop: Any = False,
+  loop: LoopThread | None = None,
 ) -> Callable[[Sequence[RolloutGroup]], list[RolloutGroup]] | None:
   """Makes what has environments score recorded responses; None if the file has the rewards."""
   if not modes.needs_environments(config):
     return None
+  common = {"limits": limits, "stop": stop, "loop": loop}
   return functools.partial(
-    offline.rescored, environments=environments, tokenizer=tokenizer, limits=limits, stop=stop
+    offline.rescored, environments=environments, tokenizer=tokenizer, **common
   )

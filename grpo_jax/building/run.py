@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 import os
 import pathlib
@@ -11,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from absl import logging
+from grpo_kernels.attention import Attention
+from grpo_kernels.attention import choice as attention_choice
 from grpo_kernels.linear_logprobs import choice
 from jax.sharding import Mesh
 
@@ -38,9 +40,12 @@ from grpo_jax.offline import recorded as offline
 from grpo_jax.rl import objectives
 from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.rollouts import stream
-from grpo_jax.run_folder import checkpointing, console, loggers, stored_leaves
+from grpo_jax.rollouts.loop_thread import LoopThread
+from grpo_jax.run_folder import checkpointing, console, loggers, notices, stored_leaves
 from grpo_jax.run_folder import earlier as run_folder
 from grpo_jax.types import Prompt, TrainState
+
+_log = logging.getLogger(__name__)
 
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
 Config = Any
@@ -84,6 +89,7 @@ class Run:
   ranking: offline.Ranking | None  # evaluates recorded groups; None: completions are sampled.
   evaluation_sampling: SamplingParams
   limits: rollout.Limits
+  loop: LoopThread  # collects the rollouts.
   computation: computation.Computation
   compilations: compiling.Watch
   monitor: monitoring.Monitor
@@ -114,11 +120,13 @@ def build(
   _keep_compiled()
   watch = compiling.Watch()
   screen = console.Screen(note=watch.note)
-  stack.enter_context(watch.listening(screen.print))
+  stack.enter_context(notices.on_screen(screen))
+  stack.enter_context(watch.listening())
   mesh = sharding.make_mesh(**config.mesh)
   matmul_precision = _matmul_precision(config)
   _check_head(config, mesh)
-  print(precision.describe(matmul_precision, _chip(mesh).platform), flush=True)
+  _check_attention(config, mesh)
+  _log.info(precision.describe(matmul_precision, _chip(mesh).platform))
   found = _find_model(config)
   folder = found.folder
   config = _with_fallback(config, found)
@@ -143,24 +151,23 @@ def build(
       keep_best=config.checkpoint.keep_best,
       best_metric=data_options.best_metrics(config),
       mode=config.checkpoint.best_mode,
-      tell=print,
     )
   )
   _tell_differences(config, workdir)
   engine = _engine(config, folder, tokenizer, workdir, stack)
   objective = objectives.make(**config.loss)
-  logging.info("loss: %s", config.loss.to_dict())
+  _log.debug("loss: %s", config.loss.to_dict())
   made = computation.make(config, loading.read_config(folder), mesh, objective)
   with compiling.Ahead([*_engine_jobs(engine, made), *made.jobs()], watch) as ahead:
     model = _load(folder, made.shardings)
     data.check_vocabulary(tokenizer, model.config.vocab_size)
-    ahead.wait(screen.progress, tell=screen.print, stop=stop)
+    ahead.wait(screen.progress, stop=stop)
   scorer = offline_building.make_scorer(config, made.score, mesh, made.shapes, made.cost)
   behavior_logprobs = None
   if is_offline:
     prompts = _prompts(config, tokenizer, opener, {})
     for line in offline_building.groups_lines(config, prompts.datasets):
-      print(line, flush=True)
+      _log.info(line)
     behavior_logprobs = offline_building.score_behavior(
       config, prompts, scorer, model.params, workdir
     )
@@ -171,7 +178,7 @@ def build(
   refuse = functools.partial(_unusable, config, tokenizer, opener)
   start = _restore(checkpoints, model.params, made, refuse)
   if int(start.state.step) == 0:
-    run_folder.set_aside(workdir, tell=print)
+    run_folder.set_aside(workdir)
   configuration.write(config, workdir / "config.json")
   export.clear_leftovers(workdir / "export")
   model = dataclasses.replace(model, params={})
@@ -194,12 +201,13 @@ def build(
     all_every_steps=config.learn.report_all_every_steps,
     kl_every_steps=config.learn.report_kl_every_steps,
     total_steps=config.total_steps,
-    warn=logger.print,
+    warn=_log.warning,
   )
   limits = run_options.limits(config)
+  loop = stack.enter_context(LoopThread())
   ranking = None
   if behavior_logprobs is not None:
-    rescore = offline_building.make_rescore(config, factories, tokenizer, limits, stop)
+    rescore = offline_building.make_rescore(config, factories, tokenizer, limits, stop, loop)
     ranking = offline.Ranking(scorer, config.offline.score, rescore)
     sample = offline.Recorded(behavior_logprobs, config.offline.group_size, config.seed, rescore)
   else:
@@ -212,6 +220,7 @@ def build(
       seed=config.seed,
       limits=limits,
       progress=logger.progress,
+      loop=loop,
       stop=stop,
     )
   prompts = _prompts(config, tokenizer, opener, start.stream)
@@ -232,6 +241,7 @@ def build(
     ranking=ranking,
     evaluation_sampling=_sampling(run_options.evaluation_sampling(config), tokenizer, model),
     limits=limits,
+    loop=loop,
     computation=made,
     compilations=watch,
     monitor=monitor,
@@ -247,7 +257,7 @@ def _find_model(config: Config) -> sources.Found:
   """Finds the folder of the model; raises ConfigError if there is none."""
   model = config.model
   try:
-    return sources.find(model.path, fallback=model.fallback, cache_dir=model.cache_dir, tell=_say)
+    return sources.find(model.path, fallback=model.fallback, cache_dir=model.cache_dir)
   except ExpectedFailure:
     raise
   except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
@@ -263,6 +273,14 @@ def _check_head(config: Config, mesh: Mesh) -> None:
       choice.pick(config.model.logprobs, _chip(mesh), dtype=config.model.compute_dtype, width=0)
   except (ValueError, NotImplementedError) as error:
     raise configuration.ConfigError(f"model.logprobs: {error}") from error
+
+
+def _check_attention(config: Config, mesh: Mesh) -> None:
+  """Raises ConfigError, before anything is loaded, for a `model.attention` that cannot run here."""
+  try:
+    attention_choice.pick(config.model.attention, _chip(mesh), dtype=config.model.compute_dtype)
+  except (ValueError, NotImplementedError) as error:
+    raise configuration.ConfigError(f"model.attention: {error}") from error
 
 
 def _matmul_precision(config: Config) -> str | None:
@@ -307,13 +325,13 @@ def _check_split(mesh: Mesh, folder: pathlib.Path) -> None:
   axes, shapes = transformer.logical_axes(model), leaves.tree(model)
   whole = sharding.unsplit(axes, mesh, shapes=shapes)
   if "fsdp" in whole:
-    logging.warning(
+    _log.warning(
       "mesh.fsdp=%d does not divide the model's width of %d: weights and optimizer state are whole"
       " on every device",
       *(fsdp, model.hidden_size),
     )
   if "vocab" in whole.get("tensor", {}):
-    logging.warning(
+    _log.warning(
       "mesh.tensor=%d does not divide the vocabulary of %d: embedding and head are whole on every"
       " device",
       *(tensor, model.vocab_size),
@@ -339,7 +357,7 @@ def _keep_compiled() -> None:
     os.makedirs(named, exist_ok=True)
     tempfile.TemporaryFile(dir=named).close()
   except OSError as error:
-    logging.warning("compiled programs are not kept: %s", error)
+    _log.warning("compiled programs are not kept: %s", error)
     # What is there can still be read. JAX would warn of every program that it cannot write.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
     if named is not None and not os.path.isdir(named):
@@ -363,7 +381,7 @@ def _restore(
     restored = checkpoints.restore_latest(dict(vars(made.state)), refuse=refuse)
     if restored is not None:
       state, extra = TrainState(**restored[0]), restored[1]
-      print(f"continuing at step {int(state.step)}", flush=True)
+      _log.info("continuing at step %d", int(state.step))
       return Start(state, extra["stream"], extra["skipped"], extra["evaluated"])
   state = train_step.init(params, made.tx, shardings=made.shardings, initializer=made.initialize)
   return Start(state, {}, 0, {})
@@ -425,6 +443,7 @@ def _engine(
       compute_dtype=config.model.compute_dtype,
       product_dtype=config.model.product_dtype,
       matmul_precision=config.model.matmul_precision,
+      attention=Attention(config.model.attention),
       num_valid_tokens=tokenizer.vocab_size,
       **{**sizes, **own},
     )
@@ -513,10 +532,6 @@ def _with_fallback(config: Config, found: sources.Found) -> Config:
   return config
 
 
-def _say(line: str) -> None:
-  print(line, flush=True)
-
-
 def _tell_differences(config: Config, workdir: pathlib.Path) -> None:
   """Logs in what the configuration differs from the one that the run began with."""
   file = workdir / "config.json"
@@ -530,4 +545,4 @@ def _tell_differences(config: Config, workdir: pathlib.Path) -> None:
       " which is then written in its place"
     ) from error
   for line in configuration.differences(before, config, harmless=HARMLESS).serious:
-    logging.warning("the configuration differs from the one that this run began with: %s", line)
+    _log.warning("the configuration differs from the one that this run began with: %s", line)

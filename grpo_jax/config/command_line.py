@@ -298,7 +298,13 @@ def _stray(argument: str) -> str:
 def _present() -> str:
   files = configuration.present()
   listed = "\n".join(f"  {file}" for file in files)
-  return f"Configurations here:\n{listed}" if files else "There is no folder configs/ here."
+  if files:
+    return f"Configurations here:\n{listed}"
+  return (
+    "There is no folder configs/ here. A configuration of your own begins with\n"
+    "  from grpo_jax.config import base\n"
+    "and its get_config() changes and returns base.get_config()."
+  )
 
 
 def option_table(config: ConfigDict, comments: Mapping[str, str], only: str, width: int) -> str:

@@ -1,7 +1,7 @@
 """What every field of a config may be, by its dotted name: types, ranges, None. Pure.
 
 The rows are those of the parts that take the options, where there is one; the rest stands here.
-A field of configs/base.py without a row is a fault, which a test finds.
+A test finds fields of `base` that have no row here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,6 +14,7 @@ from grpo_jax.config import modes
 from grpo_jax.data import field_kinds as of_data
 from grpo_jax.data import group_options as offline
 from grpo_jax.engines import base as engines
+from grpo_jax.engines import sglang_options
 from grpo_jax.groups import filters, shaping
 from grpo_jax.learn import optim
 from grpo_jax.rl import estimators, objective_options
@@ -21,7 +22,6 @@ from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.rollouts import stream
 
 STAND_IN = "(any word)"  # see `stand_ins`.
-_TIME = checked.number(above=0)
 _SIZE = checked.whole(low=1)
 _EVERY = checked.whole(low=0)
 _AXIS = checked.Kind(
@@ -52,6 +52,7 @@ KINDS: Mapping[str, checked.Kind] = {
   "model.matmul_precision": checked.choice(precision.PRECISIONS, none=True),
   "model.remat": checked.choice(("full", "dots", "none")),
   "model.logprobs": checked.text(none=True),
+  "model.attention": checked.text(none=True),
   "mesh.data": _AXIS,
   "mesh.fsdp": _AXIS,
   "mesh.tensor": _AXIS,
@@ -61,30 +62,7 @@ KINDS: Mapping[str, checked.Kind] = {
   "engine.name": checked.text(),
   "engine.max_rows": _SIZE,
   "engine.options": checked.mapping(),
-  "engine.sglang.addresses": checked.several(checked.text()),
-  "engine.sglang.router": checked.text(none=True),
-  "engine.sglang.servers": _SIZE,
-  "engine.sglang.python": checked.path(),
-  "engine.sglang.arguments": checked.several(checked.text()),
-  "engine.sglang.command": checked.several(checked.text(), least=1, none=True),
-  "engine.sglang.environment": checked.mapping(),
-  "engine.sglang.device": checked.choice(("cuda", "cpu"), none=True),
-  "engine.sglang.gpus": checked.several(checked.whole(low=0)),
-  "engine.sglang.gpus_per_server": _SIZE,
-  "engine.sglang.host": checked.text(),
-  "engine.sglang.port": checked.whole(low=1, high=65535, none=True),
-  "engine.sglang.deterministic": checked.switch(),
-  "engine.sglang.requests": checked.choice(("completion", "group")),
-  "engine.sglang.weights_folder": checked.path(none=True),
-  "engine.sglang.release_memory": checked.switch(),
-  "engine.sglang.probe_tolerance": checked.number(above=0, none=True),
-  "engine.sglang.start_timeout_s": _TIME,
-  "engine.sglang.request_timeout_s": _TIME,
-  "engine.sglang.control_timeout_s": _TIME,
-  "engine.sglang.health_timeout_s": _TIME,
-  "engine.sglang.health_every_s": _TIME,
-  "engine.sglang.max_restarts": checked.whole(low=0),
-  "engine.sglang.max_attempts": _SIZE,
+  **_section("engine.sglang", sglang_options.KINDS),
   **_section("sampling", engines.SAMPLING_KINDS, "stop_ids"),
   "rollout.prompts_per_step": _SIZE,
   "rollout.group_size": _SIZE,

@@ -16,6 +16,7 @@ import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from grpo_jax.engines.sglang_options import SGLangOptions
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.http import redaction
 
@@ -96,17 +97,17 @@ class LaunchOptions:
   python: pathlib.Path
   log_folder: pathlib.Path
   device: str = "cuda"
-  arguments: tuple[str, ...] = ()
-  command: tuple[str, ...] | None = None
+  arguments: tuple[str, ...] = SGLangOptions.arguments
+  command: tuple[str, ...] | None = SGLangOptions.command
   environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  host: str = "127.0.0.1"
-  port: int | None = None
-  gpus: tuple[int, ...] = ()
-  gpus_per_server: int = 1
+  host: str = SGLangOptions.host
+  port: int | None = SGLangOptions.port
+  gpus: tuple[int, ...] = SGLangOptions.gpus
+  gpus_per_server: int = SGLangOptions.gpus_per_server
   dtype: str = "float32"
   max_running: int = 64
   context_length: int | None = None
-  deterministic: bool = True
+  deterministic: bool = SGLangOptions.deterministic
   scratch: tuple[pathlib.Path, ...] = ()
   grace_s: float = GRACE_S
 

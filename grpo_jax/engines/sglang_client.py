@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from grpo_jax.engines.sglang_messages import Aborted, Garbled
+from grpo_jax.engines.sglang_options import SGLangOptions
 from grpo_jax.http import bodies as http_bodies
 from grpo_jax.http import redaction
 
@@ -37,9 +38,10 @@ class Timeouts:
   """Seconds to wait for answers."""
 
   connect_s: float = 10.0
-  generate_s: float = 1800.0  # of one request, queueing at the server included.
-  control_s: float = 300.0  # of pausing, loading weights, going on.
-  health_s: float = 60.0  # SGLang itself gives up after 20 s, and answers 503.
+  # Of one request, including the time that it waits at the server.
+  generate_s: float = SGLangOptions.request_timeout_s
+  control_s: float = SGLangOptions.control_timeout_s  # of pausing, loading weights, resuming.
+  health_s: float = SGLangOptions.health_timeout_s  # SGLang gives up after 20 s and answers 503.
 
 
 class Client:

@@ -60,6 +60,7 @@ class GroupScorer:
       [np.zeros(len(group.rollouts)) for group in counting],
       shapes=self.shapes,
       cost=self.cost,
+      skip_zero_advantage=False,
     )
     return assembled.with_minibatches(sharding.put(assembled.minibatches, self.mesh)), counting
 

@@ -29,12 +29,12 @@ def make(
   total_steps: int,
   *,
   optimizer: str = "adamw",
-  learning_rate: float = 1e-6,
+  learning_rate: float = 5e-6,
   schedule: str = "constant",
   warmup_steps: int = 0,
   final_share: float = 0.0,
   max_grad_norm: float | None = 1.0,
-  weight_decay: float = 0.0,
+  weight_decay: float = 0.01,
   options: Mapping[str, Any] | None = None,
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
   """Makes clip-by-global-norm → optimizer(schedule).

@@ -1,6 +1,6 @@
 """Advantage estimators by name: `make(**options)` for configs. Pure.
 
-The formulas are in `advantages`, the published names are settings of them.
+The formulas are in `advantages`; the published names are settings of them.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ KINDS: Mapping[str, checked.Kind] = {
   "clip_low": checked.number(none=True),
   "clip_high": checked.number(none=True),
 }
-# Names that papers and other libraries use, and what they are here.
+# Names used by papers and other libraries, and their equivalents here.
 OTHER_NAMES: Mapping[str, str] = {
   "reinforce++": "'reinforce_pp'",
   "reinforce_plus_plus": "'reinforce_pp'",
@@ -48,7 +48,7 @@ class Estimator:
   ddof: int = 1  # 1: unbiased variance.
   eps: float = 1e-6  # added to the standard deviation.
   by_component: bool = False  # GDPO: normalise each reward component, then whiten the sum.
-  weights: tuple[float, ...] | None = None  # of the components, in their order; None: 1 each.
+  weights: tuple[float, ...] | None = None  # weights of the components, in order; None: 1 each.
   needs_whitening: bool = False  # REINFORCE++: apply `advantages.whiten` over the batch's tokens.
   clip_low: float | None = None  # lower bound of the advantages.
   clip_high: float | None = None  # upper bound.
@@ -59,12 +59,12 @@ class Estimator:
     mask: Bool[Array, "P G"],
     components: Float[Array, "K P G"] | None = None,
   ) -> Float[Array, "P G"]:
-    """Computes advantages; if `needs_whitening`, those that `advantages.whiten` is to be given.
+    """Computes advantages; with `needs_whitening`, the input of `advantages.whiten`.
 
-    With `needs_whitening` the clip, being the last step, is left to the caller, too.
+    With `needs_whitening` the caller also applies the clip, which is the last step.
 
     Raises:
-      ValueError: if the estimator needs reward components and there are none.
+      ValueError: The estimator needs reward components and there are none.
     """
     if self.by_component:
       if components is None:
@@ -96,19 +96,19 @@ ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
   "reinforce_pp_baseline": {"scale": "none", "needs_whitening": True},
   "gdpo": {"by_component": True},
 }
-_FIXED = {"by_component", "needs_whitening"}  # what the name says; no options.
+_FIXED = {"by_component", "needs_whitening"}  # implied by the name; not options.
 
 
 def make(estimator: str = "grpo", **options: Any) -> Estimator:
-  """Makes an estimator from its name and what differs from the name's settings.
+  """Makes an estimator from its name and the options that differ from the name's settings.
 
   Args:
-    estimator: one of ESTIMATORS.
-    **options: fields of `Estimator`, less `by_component` and `needs_whitening`; None for
+    estimator: One of ESTIMATORS.
+    **options: Fields of `Estimator`, except `by_component` and `needs_whitening`; None for
       `baseline`, `scale`, `ddof` or `eps` keeps the setting of the name.
 
   Raises:
-    ValueError: on an unknown name, option or choice, or senseless numbers.
+    ValueError: The name, an option or a choice is unknown, or numbers are out of range.
   """
   fields = {field.name for field in dataclasses.fields(Estimator)} - _FIXED
   unknown = [name for name in options if name not in fields]
@@ -127,7 +127,7 @@ def make(estimator: str = "grpo", **options: Any) -> Estimator:
 
 
 def _check(name: str, made: Estimator) -> None:
-  """Raises ValueError on choices that do not exist or exclude each other."""
+  """Raises ValueError for unknown choices and for choices that exclude each other."""
   problems = []
   if made.baseline not in advantages.BASELINES:
     problems.append(

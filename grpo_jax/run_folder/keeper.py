@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,8 @@ from grpo_jax import interrupts
 from grpo_jax.interrupts import Stopped
 from grpo_jax.run_folder import checkpointing
 from grpo_jax.types import TrainState
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Keeper:
     if issubclass(kind, checkpointing.CheckpointError):
       return False  # saving is what failed.
     if kind is KeyboardInterrupt:
-      interrupts.say("interrupted: saving a checkpoint; once more ends at once, without one")
+      _log.info("interrupted: saving a checkpoint; a second Ctrl-C ends at once, without one")
     try:
       if self._standing is not None and (self._standing.step or issubclass(kind, Stopped)):
         self.save()
@@ -74,7 +77,7 @@ class Keeper:
     except checkpointing.CheckpointError as error:
       if issubclass(kind, Stopped):
         raise
-      interrupts.say(f"and no checkpoint could be written: {error}")
+      _log.error("and no checkpoint could be written: %s", error)
     except KeyboardInterrupt:
       self._checkpoints.abandon()
       raise
@@ -129,4 +132,4 @@ class Keeper:
     step = self.save()
     self._checkpoints.wait()
     if step is not None:
-      interrupts.say(f"the checkpoint of step {step} is complete")
+      _log.info("the checkpoint of step %d is complete", step)

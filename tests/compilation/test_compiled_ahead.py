@@ -108,7 +108,7 @@ def train_and_name(config, workdir, **options):
   """Runs; returns the names of the programs that XLA compiled meanwhile."""
   as_new_process()
   watch = compiling.Watch()
-  with watch.listening(lambda line: None):
+  with watch.listening():
     train.train(config, workdir, **options)
   return [one.name for one in watch.take() if not one.is_kept]
 

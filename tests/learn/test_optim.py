@@ -90,7 +90,7 @@ def test_weight_decay_spares_norms_and_biases():
 
 @pytest.mark.parametrize("name", ["sgd", "lion", "adafactor", "rmsprop", "adam", "lamb"])
 def test_any_optimizer_of_optax_is_taken_by_name(name):
-  tx, _ = optim.make(10, optimizer=name, learning_rate=0.1, max_grad_norm=None)
+  tx, _ = optim.make(10, optimizer=name, learning_rate=0.1, max_grad_norm=None, weight_decay=0.0)
   kwargs = {"weight_decay": 0.0} if name == "lion" else {}
   oracle = vars(optax)[name](0.1, **kwargs)
   assert_close(stepped(tx, gradients())[0], stepped(oracle, gradients())[0])
@@ -98,7 +98,12 @@ def test_any_optimizer_of_optax_is_taken_by_name(name):
 
 def test_options_reach_the_optimizer():
   tx, _ = optim.make(
-    10, optimizer="sgd", learning_rate=0.1, max_grad_norm=None, options={"momentum": 0.9}
+    10,
+    optimizer="sgd",
+    learning_rate=0.1,
+    max_grad_norm=None,
+    weight_decay=0.0,
+    options={"momentum": 0.9},
   )
   assert_close(stepped(tx, gradients())[0], stepped(optax.sgd(0.1, momentum=0.9), gradients())[0])
 
