@@ -77,6 +77,7 @@ class Prompt:
   is_cut: bool = False  # it was longer than allowed; only its beginning is here.
   messages: tuple[Mapping[str, Any], ...] = ()  # what was rendered, for other chat templates.
   stop_strings: tuple[str, ...] = ()  # end the first turn, beside those of the sampling options.
+  recorded: "RecordedGroup | None" = None  # attempts that a file has; None: they are sampled.
 
   @property
   def expected_answer(self) -> str | None:
@@ -117,6 +118,9 @@ class Rollout:
   turns: int = 1
   turn_log: tuple[Turn, ...] = ()  # of every turn; () where they were not recorded.
   error: str = ""  # "KIND: message" of what kept the attempt from being scored.
+  failure: str = ""  # that KIND, such as "timeout"; "": the attempt was scored.
+  close_failure: str = ""  # kind of failure when its environment was closed; costs no reward.
+  hit_turn_limit: bool = False  # ended at the turn limit, although the environment was not done.
 
   def __post_init__(self):
     lengths = {
@@ -146,6 +150,18 @@ class RolloutGroup:
   @property
   def rewards(self) -> Float[np.ndarray, " G"]:
     return np.asarray([r.reward for r in self.rollouts], np.float32)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecordedGroup:
+  """A group out of a file of recorded attempts."""
+
+  dataset: str  # name of the dataset.
+  number: int  # of the group in the file: 0 is the one whose first row stands first.
+  group: RolloutGroup  # behavior_logprobs are 0 where they are not known.
+  is_known: tuple[bool, ...]  # for each response: whether its behavior_logprobs are of the file.
+  group_type: str | None
+  where: str  # place of its first row: "file:line".
 
 
 @pytree

@@ -21,30 +21,17 @@ from grpo_jax.data.recorded import ASSISTANT, Reader, Recording, Response, Style
 from grpo_jax.data.skipped import OnError, OverlongError
 from grpo_jax.data.sources import RowSource
 from grpo_jax.data.tokenizer import Tokenizer
-from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
+from grpo_jax.types import FinishReason, Prompt, RecordedGroup, Rollout, RolloutGroup
 
 _log = logging.getLogger(__name__)
 
 RECORDED = "recorded"  # stands for an environment where the file has the rewards.
 UNKNOWN_VERSION = -1  # of weights that are not of this run.
-_GROUP = "recorded group"  # in the info of a prompt.
 _SHOWN_ERRORS = 5
 _LONGEST_KEY = 256  # characters.
 
 # The ranks of a group's responses → their rewards.
 RankRewards = Callable[[Sequence[float]], Float[np.ndarray, " G"]]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class OfflineGroup:
-  """A group out of a file."""
-
-  dataset: str  # its name.
-  number: int  # of the group in the file: 0 is the one whose first row stands first.
-  group: RolloutGroup  # behavior_logprobs are 0 where they are not known.
-  is_known: tuple[bool, ...]  # of every response: whether its behavior_logprobs are of the file.
-  group_type: str | None
-  where: str  # its first row stands: "file:line".
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,7 +80,7 @@ class GroupDataset:
     return len(self.part)
 
   def prompt(self, row: int, *, epoch: int) -> Prompt:
-    """Makes the prompt of a group, with the group itself in its `info`; see `group_of`.
+    """Makes the prompt of a group, which holds the group itself; see `group_of`.
 
     Args:
       row: number of the group among those that the dataset takes.
@@ -104,9 +91,9 @@ class GroupDataset:
       RowError: a row is broken, or the chat template refuses its messages.
     """
     item = self.group(self.part.source_row(row), prompt_id=f"{self.name}:{epoch}:{row}")
-    return dataclasses.replace(item.group.prompt, info={_GROUP: item})
+    return dataclasses.replace(item.group.prompt, recorded=item)
 
-  def group(self, number: int, *, prompt_id: str) -> OfflineGroup:
+  def group(self, number: int, *, prompt_id: str) -> RecordedGroup:
     """Makes the group of a number in the file; raises as `prompt`."""
     rows = self.members.of(number)
     places = [self.source.where(row) for row in rows]
@@ -131,7 +118,7 @@ class GroupDataset:
       self._rollout(response, reward, parts, place, room)
       for (response, place), reward, parts in zip(responses, rewards, components, strict=True)
     ]
-    return OfflineGroup(
+    return RecordedGroup(
       dataset=self.name,
       number=number,
       group=RolloutGroup(prompt, tuple(rollout for rollout, _ in made)),
@@ -307,9 +294,15 @@ def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
   return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
 
 
-def group_of(prompt: Prompt) -> OfflineGroup:
-  """Returns the group of a prompt that `GroupDataset.prompt` has made."""
-  return prompt.info[_GROUP]
+def group_of(prompt: Prompt) -> RecordedGroup:
+  """Returns the group of a prompt that `GroupDataset.prompt` has made.
+
+  Raises:
+    ValueError: the prompt is not of a file of recorded attempts.
+  """
+  if prompt.recorded is None:
+    raise ValueError(f"prompt {prompt.prompt_id!r} has no recorded attempts")
+  return prompt.recorded
 
 
 def from_any(row: Mapping[str, object], where: str, style: Style) -> Recording:

@@ -20,9 +20,10 @@ from grpo_jax.metrics.table import METRICS, Definition
 from grpo_jax.rl import moments
 from grpo_jax.types import FinishReason, Metrics, Rollout, RolloutGroup
 
-# Metrics of an attempt that stand there, as 1, only where they hold.
-ERROR = "error/"  # error/KIND: what failed.
-TURN_LIMIT = "turn_limit"  # the environment would have gone on.
+# How files name, among the metrics of an attempt, what happened to it.
+_ERROR = "error/"  # error/KIND and error/close_KIND: the kind of a failure.
+_CLOSE = "close_"
+_TURN_LIMIT = "turn_limit"
 TURNS_TOLD = 10  # turns with metrics of their own; what came later is in the sums.
 
 
@@ -142,12 +143,12 @@ def of_turns(rollouts: Sequence[Rollout]) -> dict[str, float]:
   Returns:
     {name: value} of `rollout/turn*`, `rollout/sampled_tokens_*`, ...; turn 1 is the first.
   """
-  if all(rollout.turns == 1 and TURN_LIMIT not in rollout.metrics for rollout in rollouts):
+  if all(rollout.turns == 1 and not rollout.hit_turn_limit for rollout in rollouts):
     return {}
   turns = np.asarray([rollout.turns for rollout in rollouts], np.float64)
   sampled = [int(rollout.loss_mask.sum()) for rollout in rollouts]
   written = [len(rollout.loss_mask) - int(rollout.loss_mask.sum()) for rollout in rollouts]
-  at_limit = [TURN_LIMIT in rollout.metrics for rollout in rollouts]
+  at_limit = [rollout.hit_turn_limit for rollout in rollouts]
   logs = [rollout.turn_log for rollout in rollouts if rollout.turn_log]
   of_a_turn = [turn.sampled_tokens for log in logs for turn in log]
   result = {
@@ -243,13 +244,43 @@ def of_evaluation(
 def error_kinds(groups: Sequence[RolloutGroup]) -> dict[str, int]:
   """Counts the attempts that failed, or did not close, by kind, in the order of the kinds."""
   kinds = Counter(
-    name.removeprefix(ERROR)
-    for group in groups
-    for rollout in group.rollouts
-    for name in rollout.metrics
-    if name.startswith(ERROR)
+    kind for group in groups for rollout in group.rollouts for kind in _failure_kinds(rollout)
   )
   return dict(sorted(kinds.items()))
+
+
+def with_events(rollout: Rollout) -> dict[str, float]:
+  """Returns the metrics of an attempt as files have them.
+
+  What happened to the attempt is among them, as 1 where it holds: "error/KIND" and "turn_limit".
+  """
+  events = {f"{_ERROR}{kind}": 1.0 for kind in _failure_kinds(rollout)}
+  if rollout.hit_turn_limit:
+    events = {_TURN_LIMIT: 1.0, **events}
+  return {**rollout.metrics, **events}
+
+
+def split_events(recorded: Mapping[str, float]) -> tuple[dict[str, float], dict[str, Any]]:
+  """Takes apart what `with_events` returned.
+
+  Returns:
+    The metrics, and the fields of `Rollout` that say what happened to the attempt.
+  """
+  own = {k: v for k, v in recorded.items() if k != _TURN_LIMIT and not k.startswith(_ERROR)}
+  kinds = [name.removeprefix(_ERROR) for name in recorded if name.startswith(_ERROR)]
+  closing = [kind.removeprefix(_CLOSE) for kind in kinds if kind.startswith(_CLOSE)]
+  failures = [kind for kind in kinds if not kind.startswith(_CLOSE)]
+  return own, {
+    "failure": next(iter(failures), ""),
+    "close_failure": next(iter(closing), ""),
+    "hit_turn_limit": _TURN_LIMIT in recorded,
+  }
+
+
+def _failure_kinds(rollout: Rollout) -> list[str]:
+  """Returns the kinds of what failed in an attempt, and at its end."""
+  closing = f"{_CLOSE}{rollout.close_failure}" if rollout.close_failure else ""
+  return [kind for kind in (rollout.failure, closing) if kind]
 
 
 def has_signal(group: RolloutGroup) -> bool:
@@ -354,8 +385,7 @@ def _by_name(groups: Sequence[RolloutGroup]) -> dict[str, float]:
       for name, value in rollout.reward_components.items():
         found.setdefault(f"reward/{name}", []).append(value)
       for name, value in rollout.metrics.items():
-        if name != TURN_LIMIT and not name.startswith(ERROR):  # those are told of the whole step.
-          found.setdefault(name, []).append(value)
+        found.setdefault(name, []).append(value)
     area = f"env/{environment}"
     result[f"{area}/completions"] = float(len(rollouts))
     for name, values in found.items():
@@ -373,7 +403,7 @@ def _by_environment(groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGro
 
 def _is_ended(rollout: Rollout) -> bool:
   """Whether the environment itself ended the attempt: neither a limit nor a failure did."""
-  is_cut = rollout.is_truncated or TURN_LIMIT in rollout.metrics
+  is_cut = rollout.is_truncated or rollout.hit_turn_limit
   return not (is_cut or rollout.error or math.isnan(rollout.reward))
 
 

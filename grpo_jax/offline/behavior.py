@@ -18,8 +18,8 @@ import numpy as np
 from jaxtyping import Float, Int, Shaped
 
 from grpo_jax.data.formats import RowError
-from grpo_jax.data.groups import UNKNOWN_VERSION, OfflineGroup
-from grpo_jax.types import Rollout, RolloutGroup
+from grpo_jax.data.groups import UNKNOWN_VERSION
+from grpo_jax.types import RecordedGroup, Rollout, RolloutGroup
 
 Score = Callable[[Sequence[RolloutGroup]], list[list[Float[np.ndarray, " _"]]]]
 
@@ -49,7 +49,7 @@ class BehaviorLogprobs:
         known = int(digest), [next(responses) for _ in range(count)]
         self._scored[str(dataset), int(number)] = known
 
-  def complete(self, item: OfflineGroup) -> RolloutGroup:
+  def complete(self, item: RecordedGroup) -> RolloutGroup:
     """Returns the group with behavior logprobs on all of its responses.
 
     Raises:
@@ -76,7 +76,7 @@ class BehaviorLogprobs:
 
 
 def score_all(
-  batches: Iterable[Sequence[OfflineGroup]],
+  batches: Iterable[Sequence[RecordedGroup]],
   *,
   folder: Path,
   score: Score,
@@ -113,7 +113,7 @@ def score_all(
   return BehaviorLogprobs(chunks)
 
 
-def _scored(items: Sequence[OfflineGroup], score: Score, from_file: bool) -> Chunk:
+def _scored(items: Sequence[RecordedGroup], score: Score, from_file: bool) -> Chunk:
   """Scores the responses whose logprobs are not known."""
   missing = [[not (known and from_file) for known in item.is_known] for item in items]
   parts = [

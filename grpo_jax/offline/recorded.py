@@ -19,7 +19,6 @@ from grpo_jax.data.groups import (
   GROUP_FORMATS,
   RECORDED,
   GroupDataset,
-  OfflineGroup,
   group_of,
   index_groups,
 )
@@ -37,9 +36,9 @@ from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.rollouts.stream import PromptSource
 from grpo_jax.rollouts.turns import request_seed
-from grpo_jax.types import Prompt, RolloutGroup
+from grpo_jax.types import Prompt, RecordedGroup, RolloutGroup
 
-Batch = list[OfflineGroup]  # groups that are scored side by side.
+Batch = list[RecordedGroup]  # groups that are scored side by side.
 
 
 def open_groups(
@@ -148,7 +147,7 @@ def all_batches(datasets: Sequence[Dataset], *, size: int, on_error: OnError) ->
   """Yields all groups that can be used, in the order of the files."""
   for dataset in datasets:
     for first in range(0, len(dataset), size):
-      items: list[OfflineGroup] = []
+      items: list[RecordedGroup] = []
       for row in range(first, min(first + size, len(dataset))):
         try:
           items.append(group_of(dataset.prompt(row, epoch=0)))

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax import metrics
 from grpo_jax.files.disk import writing
 from grpo_jax.types import Rollout, RolloutGroup
 
@@ -136,7 +137,7 @@ def _record(
     "reward": _finite(rollout.reward),
     "shaped_reward": _finite(shaped_reward),
     "reward_components": {k: _finite(v) for k, v in rollout.reward_components.items()},
-    "metrics": {k: _finite(v) for k, v in rollout.metrics.items()},
+    "metrics": {k: _finite(v) for k, v in metrics.with_events(rollout).items()},
     "advantage": _finite(advantage),
     "finish_reason": rollout.finish_reason.value,
     "turns": rollout.turns,

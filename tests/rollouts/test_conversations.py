@@ -250,7 +250,7 @@ def test_conversations_are_described_turn_by_turn():
   groups = [
     group(
       talked(Turn(4, 2, 0.0), Turn(3, 1, 0.5), Turn(5, 0, 1.0)),
-      talked(Turn(2, 2, 0.25), Turn(8, 0, 0.0), metrics={"turn_limit": 1.0}),
+      talked(Turn(2, 2, 0.25), Turn(8, 0, 0.0), hit_turn_limit=True),
     ),
     group(
       talked(Turn(6, 0, 0.0), finish_reason=FinishReason.LENGTH),
@@ -288,8 +288,8 @@ def test_conversations_are_described_turn_by_turn():
 
 
 def test_flags_of_attempts_are_no_means_of_their_environment():
-  failed = talked(Turn(1, 0, 0.0), reward=math.nan, metrics={"error/timeout": 1.0}, error="x")
-  found = metrics.of_rollouts([group(failed, talked(Turn(1, 0, 1.0), metrics={"turn_limit": 1.0}))])
+  failed = talked(Turn(1, 0, 0.0), reward=math.nan, failure="timeout", error="x")
+  found = metrics.of_rollouts([group(failed, talked(Turn(1, 0, 1.0), hit_turn_limit=True))])
   assert not [name for name in found if name.startswith(("env/env/error", "env/env/turn_limit"))]
   assert found["env/env/failed_share"] == 0.5 and found["env/env/completions"] == 2.0
 
@@ -410,9 +410,7 @@ def test_a_failure_that_says_what_a_terminal_obeys_is_printed_harmlessly():
 
 
 def test_evaluations_tell_the_kinds_of_failures():
-  failed = talked(
-    Turn(1, 0, 0.0), reward=math.nan, metrics={"error/timeout": 1.0}, error="timeout: 5 s"
-  )
+  failed = talked(Turn(1, 0, 0.0), reward=math.nan, failure="timeout", error="timeout: 5 s")
   found = metrics.of_evaluation([group(failed), group(talked(Turn(1, 0, 1.0)))], name="heldout")
   assert found["eval/heldout/errors/timeout"] == 1.0 and found["eval/heldout/failed_share"] == 0.5
   assert "failed: timeout 1.000" in console.eval_line("heldout", 3, found, {})

@@ -239,7 +239,7 @@ def test_collect_ends_a_conversation_at_the_turn_limit():
     ScriptedEngine(lambda r: "ab"), {"env": Counting}, prompts("xyz"), limits=Limits(max_turns=2)
   )
   got = groups[0].rollouts[0]
-  assert got.turns == 2 and got.metrics["turn_limit"] == 1.0
+  assert got.turns == 2 and got.hit_turn_limit
   assert got.loss_mask[-1]  # no observation after the last turn.
   assert got.finish_reason is FinishReason.STOP and got.reward == 3.5
 
