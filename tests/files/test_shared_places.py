@@ -76,7 +76,7 @@ def lock_of_run_folder(place):
 
 
 def lock_of_model_cache(place):
-  with sources._lock(place / "model", print):
+  with sources._lock(place / "model"):
     pass
 
 
