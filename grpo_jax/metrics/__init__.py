@@ -1,7 +1,7 @@
 """The table of all metrics, and what turns groups and sums into one number each. Pure.
 
 A metric is named `area/name`. On the device it is a pair of sums (`types.Mean`, ...), so that
-merging over microbatches and devices is exact; on the host it is a float. A name that stands in
+merging over microbatches and devices is exact; on the host it is a float. A name that is in
 no row of `METRICS` (metric_table.py) is a fault: `unknown` finds it, and `loggers` warns of it.
 """
 
@@ -24,7 +24,7 @@ from grpo_jax.types import FinishReason, Metrics, Rollout, RolloutGroup
 _ERROR = "error/"  # error/KIND and error/close_KIND: the kind of a failure.
 _CLOSE = "close_"
 _TURN_LIMIT = "turn_limit"
-TURNS_TOLD = 10  # turns with metrics of their own; what came later is in the sums.
+TURNS_SHOWN = 10  # turns with metrics of their own; later ones are in the sums only.
 
 
 def merge(parts: Iterable[Metrics]) -> Metrics:
@@ -58,8 +58,8 @@ def to_floats(metrics: Metrics) -> dict[str, float]:
   return {name: value.value() for name, value in host.items()}
 
 
-def of_rounds(earlier: Mapping[str, float], latest: Mapping[str, float]) -> dict[str, float]:
-  """Joins what two rounds of one step told: counts are added up, of the rest the latest stays."""
+def joined_rounds(earlier: Mapping[str, float], latest: Mapping[str, float]) -> dict[str, float]:
+  """Joins the metrics of two rounds of one step: counts are added, of others the latest is kept."""
   added = {
     name: earlier[name] + value
     for name, value in latest.items()
@@ -73,12 +73,12 @@ def pass_at_k(samples: int, solved: int, k: int) -> float:
 
       pass@k = 1 - C(n - c, k) / C(n, k)
 
-  Computed with integers, hence without the loss of digits of a product of floats.
+  Computed with integers, so no digits are lost as in a product of floats.
 
   Args:
     samples: n, completions drawn for the prompt, at least k.
     solved: c, how many of them solve it.
-    k: how many attempts are granted, at least 1.
+    k: Number of attempts, at least 1.
 
   Raises:
     ValueError: unless 1 <= k <= n and 0 <= c <= n.
@@ -92,14 +92,14 @@ def pass_at_k(samples: int, solved: int, k: int) -> float:
   return (ways - math.comb(samples - solved, k)) / ways
 
 
-def of_rollouts(groups: Sequence[RolloutGroup], *, step: int | None = None) -> dict[str, float]:
+def rollout_metrics(groups: Sequence[RolloutGroup], *, step: int | None = None) -> dict[str, float]:
   """Describes the rollouts of one step: rewards, lengths, how they ended, how stale they are.
 
   A reward of NaN (could not be scored) is left out of every mean of rewards and counted in
   `rollout/failed_share`. Standard deviations are those of the population (ddof = 0).
 
   Args:
-    groups: of one step, before any filter.
+    groups: Groups of one step, before any filter.
     step: version of the weights to be updated; None leaves staleness out.
 
   Returns:
@@ -131,14 +131,14 @@ def of_rollouts(groups: Sequence[RolloutGroup], *, step: int | None = None) -> d
     "rollout/turns_mean": _mean([rollout.turns for rollout in rollouts]),
     "rollout/behavior_entropy": _behavior_entropy(rollouts),
   }
-  return result | of_turns(rollouts) | _staleness(groups, step) | _by_name(groups)
+  return result | turn_metrics(rollouts) | _staleness(groups, step) | _by_name(groups)
 
 
-def of_turns(rollouts: Sequence[Rollout]) -> dict[str, float]:
+def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
   """Describes conversations: how long they were, how they ended, what every turn brought.
 
   Args:
-    rollouts: of one step. Without one of several turns there is nothing to tell.
+    rollouts: Rollouts of one step. If none has several turns, nothing is described.
 
   Returns:
     {name: value} of `rollout/turn*`, `rollout/sampled_tokens_*`, ...; turn 1 is the first.
@@ -150,7 +150,7 @@ def of_turns(rollouts: Sequence[Rollout]) -> dict[str, float]:
   written = [len(rollout.loss_mask) - int(rollout.loss_mask.sum()) for rollout in rollouts]
   at_limit = [rollout.hit_turn_limit for rollout in rollouts]
   logs = [rollout.turn_log for rollout in rollouts if rollout.turn_log]
-  of_a_turn = [turn.sampled_tokens for log in logs for turn in log]
+  in_a_turn = [turn.sampled_tokens for log in logs for turn in log]
   result = {
     "rollout/turns_total": float(turns.sum()),
     "rollout/turns_max": float(turns.max()),
@@ -160,10 +160,10 @@ def of_turns(rollouts: Sequence[Rollout]) -> dict[str, float]:
     "rollout/sampled_tokens_mean": _mean(sampled),
     "rollout/sampled_tokens_max": float(max(sampled)),
     "rollout/environment_tokens_mean": _mean(written),
-    "rollout/turn_tokens_mean": _mean(of_a_turn),
-    "rollout/turn_tokens_max": float(max(of_a_turn, default=math.nan)),
+    "rollout/turn_tokens_mean": _mean(in_a_turn),
+    "rollout/turn_tokens_max": float(max(in_a_turn, default=math.nan)),
   }
-  for number in range(min(max(map(len, logs), default=0), TURNS_TOLD)):
+  for number in range(min(max(map(len, logs), default=0), TURNS_SHOWN)):
     there = [log[number] for log in logs if len(log) > number]
     rewards = np.asarray([turn.reward for turn in there], np.float64)
     area = f"rollout/turn/{number + 1:02d}"
@@ -173,11 +173,11 @@ def of_turns(rollouts: Sequence[Rollout]) -> dict[str, float]:
   return result
 
 
-def of_datasets(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+def dataset_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
   """Describes the groups of each dataset apart: what a curriculum needs to know.
 
   Args:
-    groups: of one step, before any filter.
+    groups: Groups of one step, before any filter.
 
   Returns:
     {name: value} of `data/NAME/prompts`, `reward_mean`, `no_signal_share` and, where the
@@ -199,7 +199,7 @@ def of_datasets(groups: Sequence[RolloutGroup]) -> dict[str, float]:
   return result
 
 
-def of_evaluation(
+def evaluation_metrics(
   groups: Sequence[RolloutGroup], *, name: str, pass_k: Sequence[int] = (1,), solved: float = 1.0
 ) -> dict[str, float]:
   """Describes the rollouts of an evaluation: accuracy, pass@k, mean reward, truncation.
@@ -209,7 +209,7 @@ def of_evaluation(
 
   Args:
     groups: one a prompt.
-    name: of the evaluation set, the middle part of the metrics' names.
+    name: Name of the evaluation set, the middle part of the metrics' names.
     pass_k: the k of every pass@k, each at most the smallest group's size.
     solved: the least value of the metric "accuracy" that counts as solved. An attempt without
       it, of an environment that reports it, could not be scored and is not solved.
@@ -224,7 +224,7 @@ def of_evaluation(
     for group in groups
     if group.prompt.environment in measuring
   ]
-  described = of_rollouts(groups)
+  described = rollout_metrics(groups)
   result = {f"eval/{name}/prompts": float(len(groups))}
   if measuring:
     result[f"eval/{name}/accuracy"] = _mean([c / n for n, c in counts if n])
@@ -237,7 +237,7 @@ def of_evaluation(
     result[f"eval/{name}/errors/{kind}"] = float(count)
   if len(parts) > 1:
     for environment, own in parts.items():
-      result |= of_evaluation(own, name=f"{name}/{environment}", pass_k=pass_k, solved=solved)
+      result |= evaluation_metrics(own, name=f"{name}/{environment}", pass_k=pass_k, solved=solved)
   return result
 
 
@@ -314,8 +314,8 @@ def parse_lines(text: str) -> tuple[list[dict[str, Any]], list[int]]:
   """Reads the text of a `metrics.jsonl`.
 
   Returns:
-    The objects with an integer `step`, in order, and the numbers (from 1) of the lines that are
-    none: a killed process may leave half a line at the end.
+    The objects with an integer `step`, in order, and the numbers (from 1) of the other
+    lines: a killed process may leave half a line at the end.
   """
   rows, broken = [], []
   for number, line in enumerate(text.split("\n"), start=1):

@@ -1,7 +1,7 @@
 """How well a policy ranks the responses of a group: its order against that of their rewards. Pure.
 
 The policy's order is that of its scores, here the logprobs of the responses. Responses of equal
-reward may stand in any order.
+reward may be in any order.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ def response_scores(
   """Returns one score a response: the mean (or sum) of the logprobs of its sampled tokens.
 
   The sum is the logarithm of the response's probability, and prefers short ones; the mean does
-  not. NaN where a sampled token has no logprob, or there is none.
+  not. NaN where a sampled token has no logprob, or nothing was sampled.
 
   Raises:
     ValueError: there is no such score.
@@ -63,7 +63,7 @@ def is_exact(ranked: Ranked) -> bool:
 
 
 def places_right(ranked: Ranked) -> Float[np.ndarray, " G"]:
-  """Returns for each response whether it stands at its true place, or at one of those of its
+  """Returns for each response whether it is at its true place, or at one of those of its
   equals: the "ranking accuracy" that compares two orders place by place."""
   scores, rewards = _valid(ranked)
   place = np.empty(len(scores), int)
@@ -78,7 +78,7 @@ def has_order(ranked: Ranked) -> bool:
   return bool(len(pairs(ranked)))
 
 
-def of_groups(groups: Sequence[Ranked], *, name: str) -> dict[str, float]:
+def group_metrics(groups: Sequence[Ranked], *, name: str) -> dict[str, float]:
   """Describes how well a policy ranks the groups of an evaluation set, in all and by type.
 
   Means are over groups, each of the same weight; those without an order (all rewards equal)
@@ -86,7 +86,7 @@ def of_groups(groups: Sequence[Ranked], *, name: str) -> dict[str, float]:
 
   Args:
     groups: scored.
-    name: of the evaluation set, the middle part of the metrics' names.
+    name: Name of the evaluation set, the middle part of the metrics' names.
 
   Returns:
     eval/NAME/accuracy (pairs), exact_accuracy, place_accuracy, best_accuracy, chosen_reward_mean,
@@ -110,7 +110,7 @@ def of_groups(groups: Sequence[Ranked], *, name: str) -> dict[str, float]:
   return result
 
 
-def of_step(groups: Sequence[Ranked]) -> dict[str, float]:
+def step_metrics(groups: Sequence[Ranked]) -> dict[str, float]:
   """Returns train/rank_accuracy: of the groups of a training step, before they are learned."""
   return {"train/rank_accuracy": _mean([pairs(g).mean() for g in groups if has_order(g)])}
 

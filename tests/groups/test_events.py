@@ -68,7 +68,7 @@ def test_older_checkpoints_have_events_among_the_metrics(fields, names):
 def test_a_metric_of_an_environment_is_no_event_whatever_its_name():
   own = {"turn_limit": 0.0, "error/mine": 3.0}
   rollout = dataclasses.replace(PLAIN, metrics=own)
-  found = metrics.of_rollouts([group(rollout)])
+  found = metrics.rollout_metrics([group(rollout)])
   assert found["env/env/turn_limit"] == 0.0 and found["env/env/error/mine"] == 3.0
   assert metrics.error_kinds([group(rollout)]) == {} and "rollout/turn_limit_share" not in found
   (back,) = group_json.decode(group_json.encode(group(rollout))).rollouts
@@ -80,4 +80,4 @@ def test_failures_are_counted_by_kind():
   limited = dataclasses.replace(PLAIN, hit_turn_limit=True)
   both = RolloutGroup(group(PLAIN).prompt, (failed, failed, limited))
   assert metrics.error_kinds([both]) == {"close_died": 2, "timeout": 2}
-  assert metrics.of_rollouts([both])["rollout/turn_limit_share"] == pytest.approx(1 / 3)
+  assert metrics.rollout_metrics([both])["rollout/turn_limit_share"] == pytest.approx(1 / 3)
