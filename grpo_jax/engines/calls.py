@@ -40,7 +40,7 @@ class Call:
       self._put((self._delivered, self._tokens + tokens))
 
   def fail(self, error: BaseException) -> None:
-    """Raises an error in the caller; called by the worker, or by whoever closes the engine."""
+    """Raises an error in the caller; called by the worker, or when the engine is closed."""
     self._put(error)
 
   async def stream(self) -> AsyncGenerator[Generation, None]:

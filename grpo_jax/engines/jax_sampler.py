@@ -183,7 +183,7 @@ class JaxSampler:
     """Describes what lies in memory while completions of the planned sizes are sampled.
 
     Args:
-      params: as in `programs`.
+      params: The trainer's parameters, as in `programs`.
 
     Returns:
       Shapes, dtypes and shardings of the weights, of which some are the trainer's own arrays, and

@@ -298,6 +298,12 @@ def make(
     environment=environment or {},
   ):
     raise ValueError(refusal)
+  if config.layer_kinds:
+    raise ValueError(
+      "this model has sliding windows or layers without rotary embeddings, and SGLang is not known"
+      " to compute these as the trainer does (its Qwen2 ignores windows):"
+      " use engine.name='jax_sampler'"
+    )
   if servers < 1 or max_rows < 1:
     raise ValueError(f"servers and max_rows must be at least 1, got {servers} and {max_rows}")
   if requests not in ("completion", "group"):

@@ -29,12 +29,12 @@ def scores(
       s = W h(xₚ),  p the place of the last token that counts
 
   Args:
-    params: of the body and the score matrix.
-    config: of the body.
-    tokens: ids; any valid id behind a sequence's end.
-    lengths: tokens of each row's sequence.
+    params: Parameters of the body and the score matrix.
+    config: Config of the body.
+    tokens: Token ids; any valid id behind a sequence's end.
+    lengths: Number of tokens of each row's sequence.
     pool_at: p of each row; see `pooled_place`.
-    products: how the body's matrix products are computed; the score's own is float32.
+    products: How the body's matrix products are computed; the score's own is float32.
 
   Returns:
     The C logits of each sequence.

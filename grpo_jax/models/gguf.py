@@ -112,13 +112,13 @@ def config_from_metadata(
   """Builds our configuration from GGUF metadata and from which tensors there are.
 
   Args:
-    metadata: values by their GGUF keys.
-    vocab_size: rows of the embedding.
-    tie_embeddings: whether the file holds no head.
-    rope_factors: what `rope_freqs.weight` divides the rotary frequencies by; None: not there.
-    has_qkv_bias: whether q, k and v have biases.
-    has_o_bias: whether the attention's output has one.
-    has_mlp_bias: whether the MLP has them.
+    metadata: Values by their GGUF keys.
+    vocab_size: Rows of the embedding.
+    tie_embeddings: Whether the file has no head.
+    rope_factors: Divisors of the rotary frequencies, `rope_freqs.weight`; None: not there.
+    has_qkv_bias: Whether q, k and v have biases.
+    has_o_bias: Whether the attention's output has one.
+    has_mlp_bias: Whether the MLP has them.
     where: Place of the metadata, for errors.
 
   Raises:
@@ -180,7 +180,7 @@ def convert(file: str | pathlib.Path, directory: str | pathlib.Path) -> pathlib.
 
   Args:
     file: the GGUF file; quantised weights are dequantised, exactly.
-    directory: to be written.
+    directory: Folder to write.
 
   Raises:
     ModelError: if the file is broken, or its model or its tokenizer is not supported.

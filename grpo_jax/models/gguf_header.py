@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file, within bounds: metadata, and where every tensor stands (I/O).
+"""Reads the header of a GGUF file, within bounds: metadata, and where every tensor is (I/O).
 
 The format: magic, version, counts, key-value pairs, descriptions of tensors, padding, then the
 tensors, each at a multiple of the alignment. A count or a length is believed only if the file
@@ -191,7 +191,7 @@ def _placed(
   start: int,
   alignment: int,
 ) -> dict[str, Entry]:
-  """Checks that every tensor stands behind the one before, and within the file."""
+  """Checks that every tensor is behind the one before it, and within the file."""
   placed: dict[str, Entry] = {}
   reached, before = 0, "the header"
   for name, (shape, kind, offset, size) in sorted(described.items(), key=lambda item: item[1][2:]):

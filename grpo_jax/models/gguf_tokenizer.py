@@ -46,7 +46,7 @@ def files(fields: Fields, *, vocab_size: int) -> dict[str, dict[str, Any]]:
 def special_ids(fields: Fields) -> dict[str, Any]:
   """Returns bos_token_id, eos_token_id and pad_token_id as far as the file names them.
 
-  Where it names an end of turn beside the end of text, eos_token_id is a list of both.
+  Where it names an end of turn besides the end of text, eos_token_id is a list of both.
   """
   ids = {f"{name}_token_id": _id(fields, key) for name, key in _ID_KEYS.items() if key in fields}
   eot = "tokenizer.ggml.eot_token_id"

@@ -42,7 +42,7 @@ class Tensors(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """Where the bytes of one tensor stand."""
+  """Where the bytes of one tensor are."""
 
   file: pathlib.Path
   offset: int  # bytes from the start of the file.
@@ -75,7 +75,7 @@ def open_folder(directory: pathlib.Path) -> Folder:
   """Reads the headers of the safetensors files of a Hugging Face folder, and no tensor yet.
 
   Raises:
-    MissingModel: if there are none, or one that the index names is missing.
+    MissingModel: there are no weights, or one that the index names is missing.
     ModelError: if a file is cut short or is not a safetensors file, or the index does not fit them.
   """
   index = directory / INDEX_FILE
@@ -102,7 +102,7 @@ def open_folder(directory: pathlib.Path) -> Folder:
 
 
 def _weight_map(index: pathlib.Path) -> dict[str, str]:
-  """Returns tensor → file beside the index.
+  """Returns tensor → file in the folder of the index.
 
   Raises:
     ModelError: if the index has none, or names a file of another folder.
@@ -224,7 +224,7 @@ def write_folder(
   Args:
     directory: exists already.
     tensors: written one after the other; none is held longer than its writing takes.
-    max_shard_bytes: of tensor data in a file; None: one file. A tensor larger than that gets a
+    max_shard_bytes: Most tensor data in a file; None: one file. A tensor larger than that gets a
       file of its own.
   """
   shards = _split(tensors, max_shard_bytes)
@@ -244,8 +244,8 @@ def write_folder(
 def write_file(file: pathlib.Path, tensors: Iterable[ToWrite]) -> None:
   """Writes one safetensors file as a stream.
 
-  A file of the same size that is already there is written over in place: its memory, if it
-  stands in a tmpfs, is then not asked for anew, which takes longer than the writing.
+  An existing file of the same size is overwritten in place. In a tmpfs its memory is then used
+  again: allocating it takes longer than writing.
 
   Raises:
     ValueError: if the values of a tensor are not of the shape and dtype that were announced.

@@ -17,14 +17,14 @@ add to one of the gradients in HBM with every tile.
 
 The head is never copied, padded or transposed: both layouts are contracted as they lie, a ragged
 end of V is masked, and a ragged N is clipped by the pipeline. Any D: it is not split, and where it
-is no multiple of 128 Mosaic masks what lies between. Exceptions: fewer than 128 tokens or 128
+is not a multiple of 128 Mosaic masks what lies between. Exceptions: fewer than 128 tokens or 128
 columns are padded to 128; and beyond D of about 36000 in bf16 or 14000 in float32 (v5e; half as
 much again on a v6e) not even the smallest tiles fit in VMEM, and `choose_tiles` raises. What pads
 a head behind `columns` must be finite.
 
 Never run on a TPU. Compiled by libtpu 0.0.48.1 and jax 0.11.2 for chips described to it, with
 `jax.jit(jax.value_and_grad(...)).lower(...).compile()` of `core.entry(PallasTpu(device_kind))`,
-2026-11-21; N = 16384, bf16, logprobs and entropy, memory beside arguments and results:
+2026-11-21; N = 16384, bf16, logprobs and entropy, memory besides arguments and results:
 
     D, V            VMEM at most / limit (v5e; v6e)           value     value and gradient
     1536, 151936    18.5 / 64 MiB; 29.5 / 96 MiB              96 KiB    449 MiB
@@ -160,7 +160,7 @@ def _limit(settings: Settings, head: Array, columns: Any) -> Int[Array, " 1"]:
 
 
 def _at_least_a_tile(settings: Settings, limit: Array, hidden: Array, head: Array, targets: Array):
-  """Pads tokens and columns to 128 if there are fewer; targets that are none of them become -1."""
+  """Pads tokens and columns to 128 if there are fewer; targets outside of the columns become -1."""
   targets = jnp.where((targets >= 0) & (targets < limit), targets, -1)
   return _at_least(hidden, 0), _at_least(head, settings.vocab_axis), _at_least(targets, 0)
 
