@@ -79,7 +79,7 @@ def assemble(
   share_prefixes: bool = True,
   pack: bool = True,
   drop_truncated: bool = False,
-  skip_zero_advantage: bool = False,
+  skip_zero_advantage: bool,
 ) -> Assembled:
   """Packs groups into microbatches of the shapes given, as cheaply as they allow.
 

@@ -184,7 +184,7 @@ def plan(
   cost: Cost,
   row_tokens: int | None = None,
   row_buckets: Sequence[int] | None = None,
-  microbatch_tokens: int | None = None,
+  microbatch_tokens: int | None = 8192,
   rows_multiple: int = 1,
   share_prefixes: bool = True,
   pack: bool = True,

@@ -1,17 +1,21 @@
-"""What the comments in configuration files say about the fields, in the order of the files."""
+"""The comments in configuration files, by the field that they explain, in the files' order."""
 
 import ast
 import io
 import pathlib
+import sys
 import tokenize
 from collections.abc import Iterator
 
+_HERE = pathlib.Path(__file__).parent  # holds the base configuration.
+
 
 def of_file(file: pathlib.Path) -> dict[str, str]:
-  """Returns the comment of every field that a configuration file assigns, dotted names first.
+  """Returns the comment of every field that a configuration file assigns.
 
-  The files that it imports from its own folder's package (`import configs.base`) come first:
-  what they say of a field counts.
+  The configuration files that it imports come first, and their comments take precedence: files of
+  its own folder (`import configs.base`), `grpo_jax.config.base`, and any module with a
+  `get_config()` that was imported before.
 
   Args:
     file: Python file with `get_config()`.
@@ -30,7 +34,7 @@ def _of_file(file: pathlib.Path, seen: set[pathlib.Path]) -> dict[str, str]:
   text = file.read_text(encoding="utf-8")
   tree = ast.parse(text)
   found: dict[str, str] = {}
-  for neighbour in _neighbours(tree, file):
+  for neighbour in _imported(tree, file):
     found |= {n: c for n, c in _of_file(neighbour, seen).items() if not found.get(n)}
   comments = _comments(text)
   for name, node in _fields(tree):
@@ -39,16 +43,20 @@ def _of_file(file: pathlib.Path, seen: set[pathlib.Path]) -> dict[str, str]:
   return found
 
 
-def _neighbours(tree: ast.Module, file: pathlib.Path) -> Iterator[pathlib.Path]:
-  """Yields the files of the same folder that a file imports."""
-  package = file.parent.name
+def _imported(tree: ast.Module, file: pathlib.Path) -> Iterator[pathlib.Path]:
+  """Yields the configuration files that a file imports."""
+  folders = {file.parent.name: file.parent, "grpo_jax.config": _HERE}
   for node in ast.walk(tree):
     names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
     if isinstance(node, ast.ImportFrom) and node.module:
       names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     for name in names:
-      if name.startswith(f"{package}."):
-        yield file.parent / f"{name.removeprefix(f'{package}.').replace('.', '/')}.py"
+      package, _, module = name.rpartition(".")
+      loaded = sys.modules.get(name)
+      if package in folders:
+        yield folders[package] / f"{module}.py"
+      elif loaded is not None and hasattr(loaded, "get_config") and loaded.__file__:
+        yield pathlib.Path(loaded.__file__)
 
 
 def _comments(text: str) -> dict[int, str]:

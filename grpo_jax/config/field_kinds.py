@@ -1,7 +1,7 @@
 """What every field of a config may be, by its dotted name: types, ranges, None. Pure.
 
 The rows are those of the parts that take the options, where there is one; the rest stands here.
-A field of configs/base.py without a row is a fault, which a test finds.
+A test finds fields of `base` that have no row here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,6 +14,7 @@ from grpo_jax.config import modes
 from grpo_jax.data import field_kinds as of_data
 from grpo_jax.data import group_options as offline
 from grpo_jax.engines import base as engines
+from grpo_jax.engines import sglang_options
 from grpo_jax.groups import filters, shaping
 from grpo_jax.learn import optim
 from grpo_jax.rl import estimators, objective_options
@@ -21,8 +22,11 @@ from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.rollouts import stream
 
 STAND_IN = "(any word)"  # see `stand_ins`.
-_TIME = checked.number(above=0)
 _SIZE = checked.whole(low=1)
+_SINK = checked.Kind(
+  "the name of a sink, or a mapping with its name and its options",
+  lambda x: checked.text().fits(x.get("name") if isinstance(x, Mapping) else x),
+)
 _EVERY = checked.whole(low=0)
 _AXIS = checked.Kind(
   "an integer >= 1, or -1 for the rest of the devices",
@@ -62,30 +66,7 @@ KINDS: Mapping[str, checked.Kind] = {
   "engine.name": checked.text(),
   "engine.max_rows": _SIZE,
   "engine.options": checked.mapping(),
-  "engine.sglang.addresses": checked.several(checked.text()),
-  "engine.sglang.router": checked.text(none=True),
-  "engine.sglang.servers": _SIZE,
-  "engine.sglang.python": checked.path(),
-  "engine.sglang.arguments": checked.several(checked.text()),
-  "engine.sglang.command": checked.several(checked.text(), least=1, none=True),
-  "engine.sglang.environment": checked.mapping(),
-  "engine.sglang.device": checked.choice(("cuda", "cpu"), none=True),
-  "engine.sglang.gpus": checked.several(checked.whole(low=0)),
-  "engine.sglang.gpus_per_server": _SIZE,
-  "engine.sglang.host": checked.text(),
-  "engine.sglang.port": checked.whole(low=1, high=65535, none=True),
-  "engine.sglang.deterministic": checked.switch(),
-  "engine.sglang.requests": checked.choice(("completion", "group")),
-  "engine.sglang.weights_folder": checked.path(none=True),
-  "engine.sglang.release_memory": checked.switch(),
-  "engine.sglang.probe_tolerance": checked.number(above=0, none=True),
-  "engine.sglang.start_timeout_s": _TIME,
-  "engine.sglang.request_timeout_s": _TIME,
-  "engine.sglang.control_timeout_s": _TIME,
-  "engine.sglang.health_timeout_s": _TIME,
-  "engine.sglang.health_every_s": _TIME,
-  "engine.sglang.max_restarts": checked.whole(low=0),
-  "engine.sglang.max_attempts": _SIZE,
+  **_section("engine.sglang", sglang_options.KINDS),
   **_section("sampling", engines.SAMPLING_KINDS, "stop_ids"),
   "rollout.prompts_per_step": _SIZE,
   "rollout.group_size": _SIZE,
@@ -96,9 +77,13 @@ KINDS: Mapping[str, checked.Kind] = {
   **_section("shaping", shaping.KINDS),
   **_section("filters", filters.KINDS, "by_component"),
   **_section("advantages", estimators.KINDS),
+  "advantages.estimator": checked.text(),
+  "advantages.estimator_args": checked.mapping(),
   "advantages.ddof": checked.whole(low=0, high=1),
   "advantages.eps": checked.number(low=0),
   **_section("loss", objective_options.KINDS),
+  "loss.loss": checked.text(),
+  "loss.loss_args": checked.mapping(),
   "batching.row_tokens": checked.whole(low=2, none=True),
   "batching.microbatch_tokens": checked.whole(low=1, none=True),
   "batching.row_buckets": checked.several(checked.whole(low=2), least=1, none=True),
@@ -107,6 +92,8 @@ KINDS: Mapping[str, checked.Kind] = {
   "batching.share_prefixes": checked.switch(),
   "batching.pack": checked.switch(),
   **_section("optim", optim.KINDS, "total_steps"),
+  "optim.schedule": checked.text(),
+  "optim.schedule_args": checked.mapping(),
   "optim.options": checked.mapping(),
   "learn.epochs": _SIZE,
   "learn.minibatches": _SIZE,
@@ -130,6 +117,7 @@ KINDS: Mapping[str, checked.Kind] = {
   "checkpoint.keep_best": _EVERY,
   "checkpoint.best_metric": checked.text(none=True),
   "checkpoint.best_mode": checked.choice(("max", "min")),
+  "logging.sinks": checked.several(_SINK, least=1),
   "logging.tensorboard": checked.switch(),
   "logging.samples_every_steps": _EVERY,
   "logging.rollouts_every_steps": _EVERY,
@@ -139,14 +127,17 @@ KINDS: Mapping[str, checked.Kind] = {
 
 # Fields below these are named by the part that takes them, which refuses unknown names.
 OPEN = (
+  "advantages.estimator_args.*",
   "data.dataloader_args.*",
   "data.task_args.*",
   "data.tasks.*",
   "engine.options.*",
   "engine.sglang.environment.*",
   "environments.*",
+  "loss.loss_args.*",
   "model.chat_template_args.*",
   "optim.options.*",
+  "optim.schedule_args.*",
 )
 
 
@@ -164,7 +155,22 @@ def stand_ins(name: str) -> tuple[Any, Any]:
   They differ if the field may have several; what a rule says with both depends on neither.
   """
   kind = KINDS[name]
-  some = (None, *kind.words, 8, 1, 0.5, False, True, (), (8,), (0.0, 1.0), {}, 10**6, STAND_IN)
+  some = (
+    None,
+    *kind.words,
+    8,
+    1,
+    0.5,
+    False,
+    True,
+    (),
+    (8,),
+    (0.0, 1.0),
+    (STAND_IN,),
+    {},
+    10**6,
+    STAND_IN,
+  )
   fitting = [value for value in some if kind.fits(value)]
   return fitting[0], fitting[-1]
 

@@ -7,18 +7,20 @@ back with old weights. All of this lives in one event loop.
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import aiohttp
-from absl import logging
 
 from grpo_jax.engines import probe
 from grpo_jax.engines.server import FleetError, Options, Server, ServerLost, Weights
 from grpo_jax.engines.server_process import ServerError, ServerProcess
 from grpo_jax.engines.sglang_client import Client
 from grpo_jax.http import bodies as http_bodies
+
+_log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.25  # whether a process still runs.
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 1.0, 60.0
@@ -135,7 +137,7 @@ class Fleet:
       await self._fail(error)
 
   def _kept(self, task: asyncio.Task[None]) -> None:
-    """Sees to it that nobody waits for a server that a bug left without its keeper."""
+    """Makes sure that nobody waits for a server whose keeper ended by a bug."""
     if not task.cancelled() and isinstance(bug := task.exception(), Exception):
       self._tasks.append(asyncio.create_task(self._fail(bug)))
 
@@ -243,5 +245,5 @@ class Fleet:
       )
     self.restarts += 1
     wait = min(_FIRST_BACKOFF_S * 2 ** (times - 1), _LAST_BACKOFF_S)
-    logging.warning("%s is lost: %s; replaced in %g s.%s", server.name, reason, wait, log)
+    _log.warning("%s is lost: %s; replaced in %g s.%s", server.name, reason, wait, log)
     await asyncio.sleep(wait)

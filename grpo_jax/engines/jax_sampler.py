@@ -10,9 +10,9 @@ be taken in another order, which changes the last bits of a logit.
 """
 
 import dataclasses
+import logging
 import math
 import threading
-import warnings
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -30,6 +30,8 @@ from grpo_jax.engines.calls import Call
 from grpo_jax.engines.session import Programs, Session, Stats, caches
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
+
+_log = logging.getLogger(__name__)
 
 
 class JaxSampler:
@@ -183,10 +185,10 @@ class JaxSampler:
     """Describes what lies in memory while completions of the planned sizes are sampled.
 
     Args:
-      params: The trainer's parameters, as in `programs`.
+      params: Parameters, as in `programs`.
 
     Returns:
-      Shapes, dtypes and shardings of the weights, of which some are the trainer's own arrays, and
+      Shapes, dtypes and shardings of the weights (some are the trainer's own arrays), and
       of the caches.
     """
     options = _with_sharding(self._options, params)
@@ -237,7 +239,7 @@ class JaxSampler:
     self._check_ready()
     if self._warn_of_truncation and any(r.sampling.is_truncated for r in requests):
       self._warn_of_truncation = False
-      warnings.warn(_truncation_warning(self._options.report_truncated), stacklevel=2)
+      _log.warning(_truncation_warning(self._options.report_truncated))
     return self._stream(requests, on_progress)
 
   def close(self) -> None:

@@ -16,6 +16,7 @@ from grpo_jax.engines import probe, sglang_messages
 from grpo_jax.engines.base import EngineFailure
 from grpo_jax.engines.server_process import LaunchOptions, ServerProcess
 from grpo_jax.engines.sglang_client import Client, Refused, Timeouts, Unanswered
+from grpo_jax.engines.sglang_options import SGLangOptions
 
 _ASK_EVERY_S = 0.25  # whether a server that starts is healthy.
 
@@ -30,7 +31,7 @@ class ServerLost(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-  """One version of the weights, and how to tell that a server has it."""
+  """One version of the weights, and how to verify that a server has it."""
 
   version: int
   folder: pathlib.Path
@@ -42,17 +43,17 @@ class Weights:
 class Options:
   """What a fleet consists of, and how patient it is."""
 
-  addresses: tuple[str, ...] = ()  # of running servers; (): they are launched.
-  servers: int = 1  # how many to launch.
+  addresses: tuple[str, ...] = SGLangOptions.addresses  # running servers; (): launch them.
+  servers: int = SGLangOptions.servers  # number of servers to launch.
   launch: LaunchOptions | None = None
   model_path: str = ""  # folder that launched servers start from.
   key: str | None = dataclasses.field(default=None, repr=False)  # of the servers' API.
   timeouts: Timeouts = Timeouts()
-  start_timeout_s: float = 600.0  # until a server is healthy.
-  health_every_s: float = 15.0
-  max_restarts: int = 3  # of one server within `restart_window_s`.
+  start_timeout_s: float = SGLangOptions.start_timeout_s  # until a server is healthy.
+  health_every_s: float = SGLangOptions.health_every_s
+  max_restarts: int = SGLangOptions.max_restarts  # of one server within `restart_window_s`.
   restart_window_s: float = 3600.0
-  probe_tolerance: float = 3e-4  # nats.
+  probe_tolerance: float = probe.TOLERANCES["float32"]  # nats.
 
 
 class Server:
@@ -91,7 +92,7 @@ class Server:
     Args:
       process: None of one that was found.
       client: speaks to it.
-      within_s: it is lost after so many seconds.
+      within_s: Time after which it counts as lost, in seconds.
 
     Raises:
       ServerLost: it ended, or did not become healthy in time.
@@ -142,7 +143,7 @@ class Server:
   async def update(self, weights: Weights, *, tolerance: float) -> float:
     """Loads weights and proves that it has them.
 
-    Requests under way are paused, and go on with the new weights.
+    Requests in flight are paused, and continue with the new weights.
 
     Returns:
       The largest difference of the probe's logprobs from the trainer's, in nats.

@@ -77,7 +77,7 @@ def caches(options: decoding.Options, sizes: Sizes) -> tuple[Any, Any]:
   """Returns shapes, dtypes and shardings of the ring and of the pages.
 
   Args:
-    options: Options of the programs.
+    options: Options of the calls.
     sizes: Planned sizes.
   """
   options = sizes.applied(options)

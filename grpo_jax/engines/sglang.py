@@ -7,6 +7,7 @@ load_weights(params) ──────► Fleet ── one task a server ──
 
 import asyncio
 import dataclasses
+import logging
 import math
 import os
 import pathlib
@@ -18,6 +19,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from grpo_jax import registry
 from grpo_jax.compilation import precision
 from grpo_jax.engines import base, probe, scheduling, server_process, transfer
 from grpo_jax.engines.calls import Call
@@ -26,9 +28,12 @@ from grpo_jax.engines.fleet import Fleet
 from grpo_jax.engines.server import Options, Weights
 from grpo_jax.engines.server_process import LaunchOptions
 from grpo_jax.engines.sglang_client import Timeouts
+from grpo_jax.engines.sglang_options import SGLangOptions
 from grpo_jax.http import redaction
 from grpo_jax.models import leaves
 from grpo_jax.models.config import ModelConfig
+
+_log = logging.getLogger(__name__)
 
 # Keeps TF32 out of the servers' float32 products: of NVIDIA's libraries, and of Triton's kernels,
 # which round to it by default, SGLang's deterministic products and its attention among them.
@@ -41,7 +46,8 @@ class SGLangEngine:
   def __init__(
     self,
     config: ModelConfig,
-    options: Options,
+    options: SGLangOptions,
+    fleet: Options,
     *,
     folders: transfer.WeightFolders,
     compute_dtype: Any = jnp.float32,
@@ -49,34 +55,25 @@ class SGLangEngine:
     matmul_precision: str | None = None,
     num_valid_tokens: int | None = None,
     max_rows: int = 64,
-    requests: str = "completion",
-    seeded: bool = True,
-    max_attempts: int = 5,
-    release_memory: bool = False,
-    router: str | None = None,
   ):
     """Makes the engine and begins to bring up its servers; `load_weights` waits for them.
 
     Args:
-      config: of the model.
-      options: of the fleet.
-      folders: where every version of the weights is written; closed with the engine.
-      compute_dtype: of the trainer.
-      product_dtype: of the trainer; see `products.Products`. The servers round on their own.
-      matmul_precision: of the trainer's float32 products; see `precision.resolve`.
-      num_valid_tokens: ids of the probe are below.
-      max_rows: HTTP requests under way at each server; more wait here.
-      requests: "completion": an HTTP request for each; "group": one for all completions of a
-        group, which come back together.
-      seeded: whether the servers honour seeds (--enable-deterministic-inference).
-      max_attempts: of a request that servers answer wrongly.
-      release_memory: have the servers give their memory back during updates.
-      router: address of an SGLang router, to which generation goes instead.
+      config: Config of the model.
+      options: Options of the user.
+      fleet: Options of the fleet, made from them.
+      folders: Folders to which every version of the weights is written; closed with the engine.
+      compute_dtype: Dtype of the trainer's matrix products.
+      product_dtype: Dtype of the trainer's rounded products; see `products.Products`. The servers
+        round in their own way.
+      matmul_precision: Precision of the trainer's float32 products; see `precision.resolve`.
+      num_valid_tokens: Bound of the token ids of the probe.
+      max_rows: Largest number of HTTP requests in flight at each server; further ones wait here.
     """
     self._config = config
-    self._by_group = requests == "group"
-    self._seeded = seeded
-    self._release_memory = release_memory
+    self._by_group = options.requests == "group"
+    self._seeded = options.deterministic
+    self._release_memory = options.release_memory
     self._probe = probe.Probe(
       config,
       compute_dtype=compute_dtype,
@@ -86,13 +83,13 @@ class SGLangEngine:
     )
     self._folders = folders
     self._dispatcher = Dispatcher(
-      servers=len(options.addresses) or options.servers,
+      servers=len(fleet.addresses) or fleet.servers,
       in_flight=max_rows,
-      max_attempts=max_attempts,
+      max_attempts=options.max_attempts,
       vocab_size=config.vocab_size,
-      seeded=seeded,
+      seeded=options.deterministic,
     )
-    self._fleet = Fleet(options, self._dispatcher)
+    self._fleet = Fleet(fleet, self._dispatcher)
     self._version = -1
     self._folder: pathlib.Path | None = None  # of that version.
     self._times: dict[str, float] = {}
@@ -100,7 +97,7 @@ class SGLangEngine:
     self._loop = asyncio.new_event_loop()
     self._thread = threading.Thread(target=self._loop.run_forever, name="sglang", daemon=True)
     self._thread.start()
-    self._run(self._start(router))
+    self._run(self._start(options.router))
 
   @property
   def weight_version(self) -> int:
@@ -127,7 +124,7 @@ class SGLangEngine:
     weights = Weights(version, folder, self._probe.ids, self._probe.logprobs(params))
     self._run(self._fleet.publish(weights))
     if self._version < 0:
-      print(f"SGLang is ready: {', '.join(self._fleet.addresses)}", flush=True)
+      _log.info("SGLang is ready: %s", ", ".join(self._fleet.addresses))
     previous, self._folder, self._version = self._folder, folder, version
     if previous is not None:
       self._folders.discard(previous)
@@ -152,7 +149,7 @@ class SGLangEngine:
     Raises:
       ValueError: at once: requests that cannot be served.
       RuntimeError: no weights were loaded, or the engine was closed.
-      FleetError: from the iteration: a server refused a request, or none can be had.
+      FleetError: from the iteration: a server rejected a request, or none is available.
     """
     base.check_requests(
       requests,
@@ -254,48 +251,40 @@ def make(
   matmul_precision: str | None = None,
   num_valid_tokens: int | None = None,
   max_rows: int = 64,
-  addresses: Sequence[str] = (),
-  router: str | None = None,
-  servers: int = 1,
-  python: str = ".venv-sglang/bin/python",
-  arguments: Sequence[str] = (),
-  command: Sequence[str] | None = None,
-  environment: Mapping[str, str] | None = None,
-  device: str | None = None,
-  gpus: Sequence[int] = (),
-  gpus_per_server: int = 1,
-  host: str = "127.0.0.1",
-  port: int | None = None,
-  deterministic: bool = True,
-  requests: str = "completion",
-  weights_folder: str | None = None,
-  release_memory: bool = False,
-  probe_tolerance: float | None = None,
-  start_timeout_s: float = 600.0,
-  request_timeout_s: float = 1800.0,
-  control_timeout_s: float = 300.0,
-  health_timeout_s: float = 60.0,
-  health_every_s: float = 15.0,
-  max_restarts: int = 3,
-  max_attempts: int = 5,
+  **options: Any,
 ) -> SGLangEngine:
   """Makes an `SGLangEngine`; what `engines.make("sglang", ...)` calls.
 
-  The options are those of `engine.sglang` in configs/base.py, which explains them. The key of the
-  servers' API is taken from the environment, GRPO_JAX_SGLANG_API_KEY, and appears nowhere else;
-  without it, servers that are launched get a random one.
+  The key of the servers' API is taken from the environment variable GRPO_JAX_SGLANG_API_KEY and
+  appears nowhere else; if it is not set, servers that are launched get a random key.
+
+  Args:
+    config: Config of the model.
+    source_directory: Hugging Face folder of the model.
+    workdir: Run folder.
+    decode: Not used, since the servers have the tokenizer.
+    compute_dtype: Dtype of matrix products.
+    product_dtype: Dtype of the trainer's rounded products; see `products.Products`.
+    matmul_precision: Precision of the trainer's float32 products; see `precision.resolve`.
+    num_valid_tokens: Bound of the token ids of the probe; None: the vocabulary of the model.
+    max_rows: Number of completions sampled at the same time by each server.
+    **options: Fields of `SGLangOptions`.
 
   Raises:
-    ValueError: options that cannot work together.
-    ServerError: there is no server environment, or a port is taken.
+    ValueError: Options that do not exist or cannot work together.
+    ServerError: The server environment is missing, or a port is taken.
   """
-  del decode  # the servers have the tokenizer.
+  del decode
+  if max_rows < 1:
+    raise ValueError(f"max_rows must be at least 1, got {max_rows}")
+  registry.check_arguments("engine 'sglang'", SGLangOptions, options)
+  chosen = SGLangOptions(**options)
   for refusal in server_process.refusals(
-    addresses=addresses,
-    router=router,
-    arguments=arguments,
-    command=command,
-    environment=environment or {},
+    addresses=chosen.addresses,
+    router=chosen.router,
+    arguments=chosen.arguments,
+    command=chosen.command,
+    environment=chosen.environment,
   ):
     raise ValueError(refusal)
   if config.layer_kinds:
@@ -304,71 +293,89 @@ def make(
       " to compute these as the trainer does (its Qwen2 ignores windows):"
       " use engine.name='jax_sampler'"
     )
-  if servers < 1 or max_rows < 1:
-    raise ValueError(f"servers and max_rows must be at least 1, got {servers} and {max_rows}")
-  if requests not in ("completion", "group"):
-    raise ValueError(f"requests must be 'completion' or 'group', got {requests!r}")
   dtype = jnp.dtype(compute_dtype)
   products = precision.resolve(matmul_precision, dtype) or dtype.name
-  workdir = pathlib.Path(workdir)
-  key = _key(is_launched=not addresses)
+  key = _key(is_launched=not chosen.addresses)
   launch = None
-  if not addresses:
-    launch = LaunchOptions(
-      python=pathlib.Path(python),
-      log_folder=workdir / "servers",
-      device=device or ("cuda" if pathlib.Path("/dev/nvidia0").exists() else "cpu"),
-      arguments=(*(["--enable-memory-saver"] if release_memory else []), *arguments),
-      command=tuple(command) if command else None,
-      environment=variables(products, environment or {}),
-      host=host,
-      port=port,
-      gpus=tuple(gpus),
-      gpus_per_server=gpus_per_server,
+  if not chosen.addresses:
+    launch = _launch_options(
+      chosen,
+      pathlib.Path(workdir) / "servers",
       dtype=dtype.name,
-      max_running=max_rows,
+      products=products,
+      max_rows=max_rows,
       context_length=config.max_position_embeddings,
-      deterministic=deterministic,
     )
-    server_process.check(launch, servers=servers, api_key=key or "")
-    print(f"starting SGLang ({servers} x {launch.device}), logs: {launch.log_folder}", flush=True)
+    server_process.check(launch, servers=chosen.servers, api_key=key or "")
+    _log.info(
+      "starting SGLang (%d x %s), logs: %s", chosen.servers, launch.device, launch.log_folder
+    )
   elements = sum(math.prod(tensor.shape) for tensor in leaves.stored(config))
+  in_run = pathlib.Path(workdir) / "weights"
   folders = transfer.WeightFolders(
-    pathlib.Path(weights_folder).resolve()
-    if weights_folder
-    else transfer.fast_folder(elements * dtype.itemsize, otherwise=workdir / "weights"),
+    pathlib.Path(chosen.weights_folder).resolve()
+    if chosen.weights_folder
+    else transfer.fast_folder(elements * dtype.itemsize, otherwise=in_run),
     config,
     source_directory=pathlib.Path(source_directory),
     dtype=dtype,
   )
-  options = Options(
-    addresses=tuple(addresses),
-    servers=servers,
+  tolerance = chosen.probe_tolerance
+  fleet = Options(
+    addresses=chosen.addresses,
+    servers=chosen.servers,
     launch=dataclasses.replace(launch, scratch=(folders.folder,)) if launch else None,
     model_path=str(source_directory),
     key=key,
     timeouts=Timeouts(
-      generate_s=request_timeout_s, control_s=control_timeout_s, health_s=health_timeout_s
+      generate_s=chosen.request_timeout_s,
+      control_s=chosen.control_timeout_s,
+      health_s=chosen.health_timeout_s,
     ),
-    start_timeout_s=start_timeout_s,
-    health_every_s=health_every_s,
-    max_restarts=max_restarts,
-    probe_tolerance=probe.TOLERANCES[products] if probe_tolerance is None else probe_tolerance,
+    start_timeout_s=chosen.start_timeout_s,
+    health_every_s=chosen.health_every_s,
+    max_restarts=chosen.max_restarts,
+    probe_tolerance=probe.TOLERANCES[products] if tolerance is None else tolerance,
   )
   return SGLangEngine(
     config,
-    options,
+    chosen,
+    fleet,
     folders=folders,
     compute_dtype=dtype,
     product_dtype=product_dtype,
     matmul_precision=matmul_precision,
     num_valid_tokens=num_valid_tokens,
     max_rows=max_rows,
-    requests=requests,
-    seeded=deterministic,
-    max_attempts=max_attempts,
-    release_memory=release_memory,
-    router=router,
+  )
+
+
+def _launch_options(
+  options: SGLangOptions,
+  log_folder: pathlib.Path,
+  *,
+  dtype: str,
+  products: str,
+  max_rows: int,
+  context_length: int,
+) -> LaunchOptions:
+  """Returns how the servers of a run are started."""
+  saver = ["--enable-memory-saver"] if options.release_memory else []
+  return LaunchOptions(
+    python=pathlib.Path(options.python),
+    log_folder=log_folder,
+    device=options.device or ("cuda" if pathlib.Path("/dev/nvidia0").exists() else "cpu"),
+    arguments=(*saver, *options.arguments),
+    command=options.command,
+    environment=variables(products, options.environment),
+    host=options.host,
+    port=options.port,
+    gpus=options.gpus,
+    gpus_per_server=options.gpus_per_server,
+    dtype=dtype,
+    max_running=max_rows,
+    context_length=context_length,
+    deterministic=options.deterministic,
   )
 
 
@@ -377,7 +384,7 @@ def variables(products: str, own: Mapping[str, str]) -> dict[str, str]:
 
   Args:
     products: what the trainer computes matrix products in; see `precision.resolve`.
-    own: those that the user asks for, which go before ours.
+    own: Arguments from the user, which override ours.
   """
   return {**(_EXACT if products == "float32" else {}), **own}
 

@@ -9,6 +9,7 @@ A module of this package, or of a user, offers `make(**config) -> factory`.
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -23,17 +24,17 @@ from grpo_jax.types import FinishReason, Prompt
 class StepResult:
   """An environment's answer to one turn."""
 
-  # Of this turn; the rewards of all turns add up. Components add up to the reward.
+  # Reward of this turn; the rewards of all turns add up. Components add up to the reward.
   reward: float | Mapping[str, float]
   done: bool
-  observation: str = ""  # what the model reads next; its tokens are never learned from.
-  # None: the observation is appended as it stands. A role ("user", "tool"): it is
-  # rendered as a message of the chat template, and the assistant begins anew.
+  observation: str = ""  # text that the model reads next; its tokens are never learned from.
+  # None: the observation is appended unchanged. A role ("user", "tool"): it is rendered
+  # as a message of the chat template, and a new assistant turn begins.
   observation_role: str | None = None
-  # What ends the next turn, beside the stop strings of the sampling options. None: the same
-  # as ended this one; (): nothing more.
+  # Strings that end the next turn, in addition to those of the sampling options. None: the
+  # same as for this turn; (): no others.
   stop_strings: Sequence[str] | None = None
-  # Numbers to log; "accuracy" (1: right) is what evaluation counts as solved.
+  # Numbers to log; evaluation counts attempts with "accuracy" 1 as solved.
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   @property
@@ -68,8 +69,8 @@ class Environment(Protocol):
     """Judges one turn.
 
     Args:
-      text: what the model wrote in this turn, without special tokens.
-      completion_ids: the same as it was sampled, stop id included.
+      text: What the model wrote in this turn, without special tokens.
+      completion_ids: The same as it was sampled, stop id included.
       finish_reason: LENGTH if the turn was cut.
     """
     ...
@@ -79,41 +80,68 @@ class Environment(Protocol):
     ...
 
 
-# Makes the environment of one attempt. It may also have what the protocols below name.
-EnvironmentFactory = Callable[[Prompt], Environment]
+class EnvironmentFactory:
+  """Makes the environment of each attempt; what the environments of a run share belongs here.
 
+  A subclass defines `__call__`, and the other members where it needs them. Functions, classes of
+  environments and objects that can be called are factories as well: see `as_factory`.
+  """
 
-@runtime_checkable
-class Closing(Protocol):
-  """A factory that holds something for the whole run."""
+  # They end the first turn, and the later ones until a StepResult names others.
+  stop_strings: Sequence[str] = ()
+  timeout_s: float | None = None  # limit of one call, in seconds; None: that of the run.
 
-  def close(self) -> None:
-    """Frees it."""
-    ...
+  def __call__(self, prompt: Prompt) -> Environment:
+    """Returns the environment of one attempt.
 
-
-@runtime_checkable
-class Counting(Protocol):
-  """A factory that counts."""
+    Raises:
+      ValueError: The prompt lacks what its environment needs.
+    """
+    raise NotImplementedError
 
   def metrics(self) -> dict[str, float]:
     """Returns counts since the start of the run."""
-    ...
+    return {}
+
+  def close(self) -> None:
+    """Frees what the factory holds; called at the end of the run."""
 
 
-@runtime_checkable
-class Stopping(Protocol):
-  """A factory whose environments read turns that end with one of certain strings."""
-
-  # End the first turn, and the later ones until a StepResult names others.
-  stop_strings: tuple[str, ...]
+# A factory as users write it: anything that makes an environment out of a prompt.
+AnyFactory = Callable[[Prompt], Environment]
 
 
-@runtime_checkable
-class Timed(Protocol):
-  """A factory whose environments have a time-out of their own."""
+def as_factory(made: AnyFactory) -> EnvironmentFactory:
+  """Returns a function, a class or an object that can be called as an EnvironmentFactory.
 
-  timeout_s: float | None  # of one call, in seconds; None: that of the run.
+  Members of an EnvironmentFactory that it has are its own. The methods of a class do not count:
+  they are those of its environments.
+  """
+  return made if isinstance(made, EnvironmentFactory) else _Adapted(made)
+
+
+class _Adapted(EnvironmentFactory):
+  """A factory that is not an EnvironmentFactory; see `as_factory`."""
+
+  def __init__(self, made: AnyFactory):
+    self._made = made
+    owner = made.func if isinstance(made, functools.partial) else made
+    values = {name: getattr(owner, name, None) for name in ("stop_strings", "timeout_s")}
+    # A property of a class has its value only in an environment.
+    known = {n: v for n, v in values.items() if v is not None and not hasattr(v, "__get__")}
+    vars(self).update(known)
+    self._methods = None if isinstance(owner, type) else owner
+
+  def __call__(self, prompt: Prompt) -> Environment:
+    return self._made(prompt)
+
+  def metrics(self) -> dict[str, float]:
+    found = getattr(self._methods, "metrics", None)
+    return found() if found else {}
+
+  def close(self) -> None:
+    if found := getattr(self._methods, "close", None):
+      found()
 
 
 Reward = float | Mapping[str, float] | StepResult
@@ -121,18 +149,19 @@ RewardFunction = Callable[[Prompt, str], Reward | Awaitable[Reward]]
 
 
 def as_number(value: Any) -> float:
-  """Returns a number of any library as a float.
+  """Returns a number of any numeric type as a float.
 
   Raises:
-    TypeError, ValueError, OverflowError: it is none; a text never is, whatever it says.
+    TypeError, ValueError, OverflowError: `value` is not numeric; strings are always rejected,
+      even numeric ones.
   """
   if isinstance(value, str | bytes):
-    raise TypeError(f"{value!r:.50} is a text, not a number")
+    raise TypeError(f"{value!r:.50} is a string, not a number")
   return float(value)
 
 
 def as_reward(value: Any) -> float | dict[str, float]:
-  """Returns what a reward function returned, a number or components, in floats; see `as_number`."""
+  """Returns the result of a reward function, a number or components, as floats; see `as_number`."""
   if isinstance(value, Mapping):
     if not value:
       raise ValueError("the reward has no components")
@@ -141,21 +170,21 @@ def as_reward(value: Any) -> float | dict[str, float]:
 
 
 class SingleTurn:
-  """An environment of one turn out of a reward function."""
+  """An environment of one turn, made from a reward function."""
 
   def __init__(self, reward_fn: RewardFunction, prompt: Prompt):
-    """Binds them.
+    """Binds the function to a prompt.
 
     Args:
-      reward_fn: (prompt, completion text) -> the reward, its components, or a whole
+      reward_fn: Function (prompt, completion text) -> the reward, its components, or a whole
         StepResult; may be a coroutine function.
-      prompt: what is attempted.
+      prompt: Prompt that is attempted.
     """
     self._reward_fn = reward_fn
     self._prompt = prompt
 
   async def start(self) -> None:
-    """Nothing to prepare."""
+    """Does nothing."""
 
   async def step(
     self,
@@ -169,4 +198,4 @@ class SingleTurn:
     return reward if isinstance(reward, StepResult) else StepResult(as_reward(reward), done=True)
 
   async def close(self) -> None:
-    """Nothing to free."""
+    """Does nothing."""

@@ -103,7 +103,7 @@ def unsplit(logical_axes: Any, mesh: Mesh, *, shapes: Any) -> dict[str, dict[str
 
 
 def replicas(mesh: Mesh) -> int:
-  """Returns over how many devices rows are split: the number of which B must be a multiple."""
+  """Returns the number of devices over which rows are split; B must be a multiple of it."""
   return int(np.prod([mesh.shape[axis] for axis in ROWS]))
 
 
@@ -135,7 +135,7 @@ def opt_state_shardings(
     tx: the optimizer.
     params: tree of arrays or shapes.
     shardings: Shardings of the parameters.
-    mesh: Mesh to all devices of which everything else (step counts) is copied.
+    mesh: Mesh of devices; everything else (step counts) is copied to all of them.
   """
   everywhere = whole(mesh)
   return optax.tree_utils.tree_map_params(

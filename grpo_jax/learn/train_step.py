@@ -315,7 +315,7 @@ def make_update(
   objective: Objective,
   *,
   epochs: int = 1,
-  report_entropy: bool = False,
+  report_entropy: bool,
   schedule: optax.Schedule | None = None,
   shardings: Any = None,
   token_loss: LossFn | None = None,

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from grpo_jax.files import atomic
 from grpo_jax.models import config as model_config
 from grpo_jax.models import export, loading, safetensors, transformer
 from grpo_jax.models.config import LayerKind, ModelConfig
@@ -83,7 +84,7 @@ def write_reward_model(
     safetensors.write_folder(folder, [*export.to_write(params, config), entry])
     write_tokenizer(folder)
 
-  return export.write_atomically(pathlib.Path(directory), fill)
+  return atomic.replace_folder(pathlib.Path(directory), fill)
 
 
 def _config(family: str, hidden_size: int) -> ModelConfig:

@@ -1,19 +1,18 @@
 """The options of an objective, their defaults, and which of them exclude each other. Pure.
 
 Defaults are those of NeMo RL's `grpo_math_1B` recipe. Bounds of the clip and the aggregation are
-None by default: they are then the loss's own, which the signature of its function holds.
+None by default: the loss's own settings, from the signature of its function, then apply.
 """
 
 import dataclasses
-import difflib
 import inspect
 import math
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from grpo_jax import checked
-from grpo_jax.rl import aggregate, importance, kl, losses, sequence_losses
+from grpo_jax import checked, names
+from grpo_jax.rl import aggregate, importance, kl, losses, own, sequence_losses
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
   "clipped": losses.clipped_surrogate,
@@ -32,7 +31,7 @@ OF_SEQUENCES = ("gspo", "gspo_token", "gmpo", "luspo")  # one ratio per completi
 TOKEN_LOCAL = ("clipped", "cispo", "sapo", "reinforce")  # a token's loss is its own.
 KL_WEIGHTS = ("score", "none", "old")
 
-# Names that papers and other libraries use, and the options that they stand for here.
+# Names used by papers and other libraries, and the options that they correspond to here.
 OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
   "loss": {
     "grpo": "'clipped', the clipped surrogate of GRPO",
@@ -77,7 +76,9 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 
 KINDS: Mapping[str, checked.Kind] = {
-  "loss": checked.text(),
+  "loss": checked.Kind(
+    "the name of a loss, or a function", lambda x: checked.text().fits(x) or callable(x)
+  ),
   "clip_low": checked.number(low=0, none=True),
   "clip_high": checked.number(low=0, none=True),
   "dual_clip": checked.number(above=1, none=True),
@@ -107,12 +108,12 @@ class Options:
   """What an objective is made of; resolved and checked when made.
 
   Raises:
-    ValueError: A choice does not exist, a value is of the wrong type or out of range, an option
-      is set that the loss never reads, or options exclude each other. The message says all that
-      is wrong.
+    ValueError: A choice is unknown, a value is of the wrong type or out of range, an option
+      is set that the loss never reads, or options exclude each other. The message lists every
+      problem.
   """
 
-  loss: str = "clipped"  # one of LOSSES.
+  loss: str | own.Function = "clipped"  # one of LOSSES, or a function: see docs/algorithms.md.
   clip_low: float | None = None  # below 1; gmpo: of the log-ratio below 0. None: the loss's own.
   clip_high: float | None = None  # above 1; cispo: 4.0 is TRL's 5.0. None: the loss's own.
   dual_clip: float | None = None  # > 1; bounds the ratio of bad tokens; 3 is usual.
@@ -125,7 +126,7 @@ class Options:
   kl_output_clamp: float | None = 10.0  # nats, of the weighted estimate per token.
   kl_weight: str = "score"  # "score" (exact gradient) | "none" (TRL, verl) | "old" (πθ/π_old).
   use_on_policy_kl_approximation: bool = False  # weighs the KL by πθ/μ instead.
-  kl_in_reward: bool = False  # the KL is taken off the advantages before; the loss has none.
+  kl_in_reward: bool = False  # subtracts the KL from the advantages instead of adding a loss term.
   entropy_coef: float = 0.0  # rewards entropy; > 0 needs the full distributions.
   importance_correction: str = "none"  # "none" | "token" | "sequence" | "sequence_mean".
   importance_truncation: str | None = None  # None | "tis" | "icepop" | "seq_mask".
@@ -145,6 +146,11 @@ class Options:
     return self.loss in CLIPPED
 
   @property
+  def own_options(self) -> tuple[tuple[str, Any], ...]:
+    """The options that a user's loss may name."""
+    return tuple((name, getattr(self, name)) for name in own.LOSS_OPTIONS)
+
+  @property
   def clip_bounds(self) -> tuple[float, float]:
     """The resolved `clip_low` and `clip_high`.
 
@@ -152,33 +158,45 @@ class Options:
       ValueError: The loss has no clip.
     """
     if self.clip_low is None or self.clip_high is None:
-      raise ValueError(f"loss={self.loss!r} has no clip")
+      raise ValueError(f"loss={shown(self.loss)} has no clip")
     return self.clip_low, self.clip_high
 
 
-def own_settings(loss: str) -> dict[str, Any]:
+def function_of(loss: str | own.Function) -> own.Function:
+  """Returns the function that computes a loss."""
+  return FUNCTIONS[loss] if isinstance(loss, str) else loss
+
+
+def shown(loss: str | own.Function) -> str:
+  """Returns the name of a loss for messages, in quotes."""
+  return repr(loss if isinstance(loss, str) else own.name_of(loss))
+
+
+def own_settings(loss: str | own.Function) -> dict[str, Any]:
   """Returns what None means to a loss: its bounds of the clip, if it has any, its aggregation."""
-  parameters = inspect.signature(FUNCTIONS[loss]).parameters
+  parameters = inspect.signature(function_of(loss)).parameters
   bounds = {
-    name: parameters[name].default for name in ("clip_low", "clip_high") if name in parameters
+    name: None if parameters[name].default is inspect.Parameter.empty else parameters[name].default
+    for name in ("clip_low", "clip_high")
+    if name in parameters
   }
   return {**bounds, "aggregation": "sequence_mean" if loss in OF_SEQUENCES else "token_mean"}
 
 
 def nearest(name: object, valid: Iterable[str]) -> str:
   """Returns a hint for an error message: the nearest valid name and all of them."""
-  names = sorted(valid)
-  close = difflib.get_close_matches(str(name), names, n=1)
-  return (f"did you mean {close[0]!r}? " if close else "") + f"there are: {', '.join(names)}"
+  known = sorted(valid)
+  near = names.nearest(str(name), known, cutoff=0.6)
+  return (f"did you mean {near[0]!r}? " if near else "") + f"there are: {', '.join(known)}"
 
 
 def meant(name: str, valid: Iterable[str], others: Mapping[str, str]) -> str:
-  """Returns a hint as `nearest` does, but for a name of other libraries what it is here.
+  """Returns a hint as `nearest` does; for a name from another library, its equivalent here.
 
   Args:
     name: Name that was given.
     valid: Names that exist here.
-    others: Names that other libraries use, in lower case, and what they are called here.
+    others: Names used by other libraries, in lower case, and their equivalents here.
   """
   known = others.get(name.lower())
   return f"here it is {known}; there are: {', '.join(valid)}" if known else nearest(name, valid)
@@ -188,7 +206,7 @@ def make(options: Mapping[str, Any]) -> Options:
   """Makes `Options` from a mapping.
 
   Raises:
-    ValueError: An option does not exist; and see `Options`.
+    ValueError: An option is unknown; and see `Options`.
   """
   fields = {field.name for field in dataclasses.fields(Options)}
   unknown = [
@@ -207,18 +225,20 @@ def _resolved(given: Mapping[str, Any]) -> dict[str, Any]:
   """
   problems = [*checked.problems(KINDS, given), *_unknown_choices(given)]
   defaults = _defaults()
-  # What is wrong by itself takes no part in the rules about several options.
+  # A value that is wrong by itself is left out of the rules about several options.
   sound = {
     name: value if _stands_alone(name, value) else defaults[name] for name, value in given.items()
   }
   problems += _unread(sound, defaults)
-  own = {"clip_low": None, "clip_high": None, **own_settings(sound["loss"])}
-  for name, value in own.items():
+  of_loss = {"clip_low": None, "clip_high": None, **own_settings(sound["loss"])}
+  for name, value in of_loss.items():
     if sound[name] is None or value is None:
       sound[name] = value
   problems += _incompatible(types.SimpleNamespace(**sound))
   if problems:
     raise ValueError("objective: " + "; ".join(problems))
+  if callable(sound["loss"]):
+    own.check_loss(sound["loss"], tuple((name, sound[name]) for name in own.LOSS_OPTIONS))
   return sound
 
 
@@ -227,12 +247,12 @@ def _defaults() -> dict[str, Any]:
 
 
 def _stands_alone(name: str, value: Any) -> bool:
-  """Returns whether a value is of the kind of its option and, if it is a choice, exists."""
+  """Returns whether a value has the type of its option and, if it is a choice, exists."""
   return KINDS[name].fits(value) and not _unknown_choices({name: value})
 
 
 def _unknown_choices(given: Mapping[str, Any]) -> list[str]:
-  """Returns a message for every choice that does not exist."""
+  """Returns a message for every choice that is unknown."""
   return [
     f"no {option} {chosen!r}: {meant(chosen, CHOICES[option], OTHER_NAMES.get(option, {}))}"
     for option, chosen in given.items()
@@ -243,17 +263,19 @@ def _unknown_choices(given: Mapping[str, Any]) -> list[str]:
 def _unread(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
   """Returns a message for every option that is set and that the loss would never read.
 
-  With kl_coef=0 the other options of the KL wait for it to be switched on: they are let pass.
+  With kl_coef=0 the other options of the KL are allowed: they apply once it is switched on.
   """
-  loss, read = given["loss"], inspect.signature(FUNCTIONS[given["loss"]]).parameters
+  read, loss = inspect.signature(function_of(given["loss"])).parameters, shown(given["loss"])
   reasons = {}
   for name in ("clip_low", "clip_high"):
-    # The number of the clipped loss says no more than None does.
+    # The number of the clipped loss means the same as None.
     if name not in read and given[name] != own_settings("clipped")[name]:
-      reasons[name] = f"loss={loss!r} has no clip"
+      reasons[name] = f"loss={loss} has no clip"
+  if callable(given["loss"]) and "dual_clip" not in read:
+    reasons["dual_clip"] = f"loss={loss} does not take it"
   for name in ("temperature_positive", "temperature_negative"):
     if name not in read:
-      reasons[f"sapo_{name}"] = f"loss={loss!r} is not 'sapo'"
+      reasons[f"sapo_{name}"] = f"loss={loss} is not 'sapo'"
   if given["kl_in_reward"]:
     for name in ("kl_weight", "use_on_policy_kl_approximation"):
       reasons[name] = "kl_in_reward takes the KL out of the loss"
@@ -273,18 +295,23 @@ def _incompatible(o: Any) -> list[str]:
   of_sequence_weights = o.importance_correction in ("sequence", "sequence_mean")
   low, high = o.importance_low, o.importance_high
   clip_low = o.clip_low or 0.0
+  loss = shown(o.loss)
+  has_dual_clip = callable(o.loss) or o.loss in ("clipped", "gspo", "gspo_token")
   rules = {
     f"importance_low must be <= importance_high, got {low} > {high}": low > high,
-    f"loss={o.loss!r} has one ratio per completion and needs aggregation='sequence_mean', "
+    f"loss={loss} has one ratio per completion and needs aggregation='sequence_mean', "
     f"got {o.aggregation!r}": o.loss in OF_SEQUENCES and o.aggregation != "sequence_mean",
-    f"dual_clip is a bound of PPO's clipped loss; loss={o.loss!r} does not take it": (
-      o.dual_clip is not None and o.loss not in ("clipped", "gspo", "gspo_token")
+    f"dual_clip is a bound of PPO's clipped loss; loss={loss} does not take it": (
+      o.dual_clip is not None and not has_dual_clip
     ),
-    f"clip_low must be <= 1 for loss={o.loss!r}, for ratios are positive, got {clip_low}": (
+    f"clip_low must be <= 1 for loss={loss}, because ratios are positive, got {clip_low}": (
       clip_low > 1 and o.loss in ("clipped", "gspo", "gspo_token", "luspo")
     ),
     "force_on_policy_ratio sets the ratio to 1, and loss='reinforce' has no ratio": (
       o.force_on_policy_ratio and o.loss == "reinforce"
+    ),
+    f"force_on_policy_ratio sets old_logprobs, which loss={loss} does not take": (
+      o.force_on_policy_ratio and callable(o.loss) and "old_logprobs" not in own.names_of(o.loss)
     ),
     "importance_truncation needs importance_correction other than 'none'": (
       o.importance_truncation is not None and not has_correction

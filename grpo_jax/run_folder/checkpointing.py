@@ -1,6 +1,6 @@
 """Checkpoints: asynchronous, atomic, checked bit by bit before they are used.
 
-A folder holds one folder a step; a step counts once its folder bears its final name:
+A folder holds one folder per step; a step counts once its folder has its final name:
 
     checkpoints/
       step_00000020/
@@ -18,6 +18,7 @@ writes; several processes must share the file system.
 import concurrent.futures
 import contextlib
 import json
+import logging
 import math
 import os
 import pathlib
@@ -31,11 +32,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from absl import logging
 
+from grpo_jax import processes
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.files import manifest
+from grpo_jax.files import atomic, manifest
 from grpo_jax.run_folder import orbax_noise, stored_leaves
+
+_log = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step_(\d{8,})")
 
@@ -105,12 +108,10 @@ class Checkpoints:
     keep_best: int,
     best_metric: tuple[str, ...],
     mode: str,
-    tell: Callable[[str], None],
   ):
     self.directory = directory
     self._retention = {"keep_last": keep_last, "keep_best": keep_best, "mode": mode}
     self._best_metric = best_metric
-    self._tell = tell
     self._own: set[int] = set()  # steps saved or restored by this object.
     self._broken: set[int] = set()  # steps found unusable; set aside by the next save.
     self._pending: tuple[int, concurrent.futures.Future] | None = None
@@ -138,7 +139,7 @@ class Checkpoints:
     except CheckpointError as error:
       if kind is None:
         raise
-      self._tell(f"and the last save failed: {error}")  # what ended the block is what is raised.
+      _log.error("and the last save failed: %s", error)  # what ended the block is what is raised.
 
   def steps(self) -> list[int]:
     """Returns the complete steps present, in ascending order; whether intact is not checked."""
@@ -201,7 +202,7 @@ class Checkpoints:
     text = json.dumps(info, indent=1)  # now, since the caller may change `extra` meanwhile.
     temporary = self.directory / f"tmp_{self._path(step).name}"
     try:
-      if jax.process_index() == 0:
+      if processes.is_main():
         _make_room(temporary, sum(x.nbytes for x in leaves.values()))
         (temporary / "info.json").write_text(text)
       self._orbax.save(temporary / "state", args=ocp.args.PyTreeSave(leaves))
@@ -220,8 +221,8 @@ class Checkpoints:
     """Reads the newest checkpoint that can be used.
 
     Every byte is compared with the manifest first, then the parts of the checkpoint with each
-    other. A step that cannot be used is named, with the reason, through `tell`, and the one
-    before it is tried.
+    other. A warning names a step that cannot be used, with the reason, and the one before it
+    is tried.
 
     Args:
       like: a tree of the same structure: arrays, or `jax.ShapeDtypeStruct`s to hold only
@@ -248,9 +249,9 @@ class Checkpoints:
         continue
       for broken, reason in reasons.items():
         self._broken.add(broken)
-        self._tell(f"checkpoint {self._path(broken)} cannot be used: {reason}")
+        _log.warning("checkpoint %s cannot be used: %s", self._path(broken), reason)
       if reasons:
-        self._tell(f"continuing from {self._path(step)}")
+        _log.info("continuing from %s", self._path(step))
       self._own.add(step)
       return found
     if not reasons:
@@ -364,7 +365,7 @@ class Checkpoints:
     """Completes a save: manifest, final name, retention. Runs in the background thread."""
     try:
       self._orbax.wait_until_finished()
-      if jax.process_index() != 0:
+      if not processes.is_main():
         return
       manifest.write(temporary)
     except Exception:
@@ -374,9 +375,8 @@ class Checkpoints:
       broken = self._path(self._broken.pop())
       aside = self.directory / f"broken_{broken.name}"
       shutil.rmtree(aside, ignore_errors=True)
-      os.rename(broken, aside)
-    os.rename(temporary, self._path(step))
-    manifest.flush(self.directory)
+      atomic.move(broken, aside)
+    atomic.move(temporary, self._path(step), is_durable=True)
     metric_of = {step: self._metric(step) for step in self.steps()}
     for surplus in set(metric_of) - kept(metric_of, **self._retention):
       _delete(self._path(surplus))
@@ -392,11 +392,11 @@ class Checkpoints:
 
   def _clear_unfinished(self) -> None:
     """Removes what a killed process left behind, and says so."""
-    if jax.process_index() != 0 or not self.directory.is_dir():
+    if not processes.is_main() or not self.directory.is_dir():
       return
     for path in sorted(self.directory.glob("tmp_*")):
       if _STEP.fullmatch(path.name.removeprefix("tmp_")):
-        self._tell(f"removing {path}: a save that was not completed")
+        _log.info("removing %s: a save that was not completed", path)
       shutil.rmtree(path, ignore_errors=True)
 
 
@@ -407,7 +407,6 @@ def open(
   keep_best: int = 0,
   best_metric: str | Sequence[str] = (),
   mode: str = "max",
-  tell: Callable[[str], None] = logging.warning,
 ) -> Checkpoints:
   """Opens a folder of checkpoints; it is made by the first save.
 
@@ -418,7 +417,6 @@ def open(
     best_metric: name of the metric that ranks; of several names the first that was measured.
       Required if `keep_best` > 0.
     mode: "max" if a larger metric is better, "min" if a smaller one is.
-    tell: receives a line about every damaged or unfinished checkpoint.
 
   Raises:
     ValueError: an argument is out of range, or `keep_best` has no metric.
@@ -439,7 +437,6 @@ def open(
     keep_best=keep_best,
     best_metric=(best_metric,) if isinstance(best_metric, str) else tuple(best_metric),
     mode=mode,
-    tell=tell,
   )
 
 
@@ -522,7 +519,7 @@ def _size(count: int) -> str:
 
 
 def _delete(path: pathlib.Path) -> None:
-  """Deletes a checkpoint so that, killed in between, no half of it bears a final name."""
+  """Deletes a checkpoint so that, killed in between, no part of it has a final name."""
   doomed = path.with_name(f"tmp_deleted_{path.name}")
-  os.rename(path, doomed)
+  atomic.move(path, doomed)
   shutil.rmtree(doomed)

@@ -34,7 +34,8 @@ def rows_of(length, rows=1):
 
 def assemble(groups, advantages=None, **options):
   advantages = ones(groups) if advantages is None else advantages
-  return batching.assemble(groups, advantages, **({"shapes": rows_of(64)} | options))
+  usual = {"shapes": rows_of(64), "skip_zero_advantage": False}
+  return batching.assemble(groups, advantages, **(usual | options))
 
 
 def value(assembled, name):

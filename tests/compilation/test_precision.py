@@ -74,7 +74,10 @@ def batch():
   )
   group = RolloutGroup(Prompt("p", np.asarray([1, 5]), "none"), rollouts)
   (minibatch,) = batching.assemble(
-    [group], [np.asarray([-1.0, 1.0])], shapes=(packing.Shape(1, 32, 32),)
+    [group],
+    [np.asarray([-1.0, 1.0])],
+    shapes=(packing.Shape(1, 32, 32),),
+    skip_zero_advantage=False,
   ).minibatches
   return minibatch.microbatches[0], minibatch.denominators
 
@@ -90,7 +93,12 @@ def programs(compute_dtype, name, *, one_sweep):
   token_loss = train_step.make_token_loss(config, objective, **settings) if one_sweep else None
   tx, _ = optim.make(10, learning_rate=1e-3)
   update = train_step.make_update(
-    logprobs, tx, objective, token_loss=token_loss, matmul_precision=exact
+    logprobs,
+    tx,
+    objective,
+    report_entropy=False,
+    token_loss=token_loss,
+    matmul_precision=exact,
   )
   data, denominators = batch()
   yield "update", update.differentiate, (params, update.start(params), data, denominators)

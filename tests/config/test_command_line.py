@@ -205,7 +205,7 @@ def test_help_explains_the_fields_in_the_order_of_the_file(monkeypatch, width):
     "--config.loss.kl_coef=0.0 of the KL to the reference policy",  # the value of this file.
     "--config.batching.microbatch_tokens=512 computed at once on one",  # base.py's explanation.
     "--config.data.tasks={} task_name of a row",
-    "--config.engine.sglang.servers=1 how many to launch.",
+    "--config.engine.sglang.servers=1 number of servers to launch.",
     "environments.arithmetic --config.environments.arithmetic.answer='last_number'",
   ):
     assert expected in one_line
@@ -239,6 +239,35 @@ def test_every_option_has_a_line_of_explanation():
   inherited = ("evaluation.data.", "evaluation.sampling.")  # explained in data and sampling.
   fields = configuration.fields(configuration.load(str(path)))
   assert [n for n in fields if not comments.get(n) and not n.startswith(inherited)] == []
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    "from grpo_jax.config import base",
+    "import configs.base\nbase = configs.base",
+    "import configs.quickstart as base",
+  ],
+)
+def test_a_file_anywhere_shows_the_explanations_of_the_base_that_it_imports(
+  tmp_path, monkeypatch, text
+):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "my.py").write_text(
+    f"{text}\n\ndef get_config():\n  config = base.get_config()\n  config.seed = 7\n"
+    "  return config\n"
+  )
+  lines = help_of("--config=my.py", "--help").split("Fields of")[1]
+  explained = config_comments.of_file(ROOT / "configs" / "base.py")
+  assert explained["seed"] and explained["loss.clip_low"]
+  assert f"--config.seed=7 {explained['seed']}" in " ".join(lines.split())
+  assert explained["loss.clip_low"] in " ".join(lines.split())
+
+
+def test_without_a_folder_of_configs_the_message_says_how_one_begins(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(ConfigError, match="from grpo_jax.config import base"):
+    command_line.parse([])
 
 
 def test_comments_are_read_from_wherever_they_stand(tmp_path):

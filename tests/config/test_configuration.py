@@ -4,11 +4,13 @@ import copy
 import json
 import math
 import pathlib
+import re
 
 import pytest
 from ml_collections import ConfigDict, FieldReference, config_dict
 
-from grpo_jax.config import configuration
+import configs.base
+from grpo_jax.config import base, configuration
 from grpo_jax.config.configuration import ConfigError
 
 
@@ -55,6 +57,13 @@ def test_load_finds_the_neighbours_of_a_file_from_any_working_directory(tmp_path
   )
   monkeypatch.chdir("/")
   assert configuration.load(path.replace("/configs/", "/configs_of_test/")).word == "none"
+
+
+def test_the_package_holds_the_base_config_and_needs_no_file_outside_of_it():
+  assert configs.base.get_config is base.get_config
+  package = pathlib.Path(base.__file__).parents[1]
+  imported = re.compile(r"^\s*(import|from) configs\b", re.MULTILINE)
+  assert [path for path in package.rglob("*.py") if imported.search(path.read_text())] == []
 
 
 @pytest.mark.parametrize(
@@ -120,7 +129,7 @@ def test_fields_are_dotted_and_nullable_ones_are_known():
     ("data.clip_low", "did you mean 'loss.clip_low'"),
     ("sede", "did you mean 'seed'"),
     ("loss", "is a section; set its fields instead. loss has: clamp, clip_low, dual_clip"),
-    ("loss.clip_low.x", r"loss.clip_low is no section but 0.2 \(float\)"),
+    ("loss.clip_low.x", r"loss.clip_low is not a section but 0.2 \(float\)"),
     ("data.args.depth", r"data.args is empty here .*: --config.data.args=.\{'KEY': VALUE\}"),
     ("qqqqqqqq", "the configuration has: data, logging, loss, seed"),
   ],

@@ -61,7 +61,7 @@ def test_an_address_where_nobody_listens_stops_the_run_and_says_why(make):
   [
     ({"addresses": ("localhost:30000",)}, "'http://host:port', got 'localhost:30000'"),
     ({"addresses": ("http://a:1",), "router": "b:2"}, "'http://host:port', got 'b:2'"),
-    ({"addresses": ("http://a:1",), "requests": "token"}, "'completion' or 'group'"),
+    ({"addresses": ("http://a:1",), "requests": "token"}, "'completion', 'group', got 'token'"),
   ],
 )
 def test_options_without_meaning_are_refused_at_once(make, settings, message):

@@ -60,7 +60,7 @@ def score(name: str, *, limits: Limits | None = None, **settings):
       sampling=SamplingParams(max_tokens=4, stop_ids=(END,)),
       seed=0,
       step=0,
-      limits=limits or Limits(environment_timeout_s=20.0),
+      limits=limits or Limits(environment_timeout_s=20.0, max_error_share=0.5),
     )
   return group
 
@@ -106,8 +106,8 @@ def test_a_function_has_a_time_out_of_its_own(name):
   [
     ("raises", "LookupError: no key for 1"),
     ("nothing", "TypeError: "),
-    ("text", "TypeError: '0.5' is a text, not a number"),
-    ("text_part", "TypeError: '0.5' is a text, not a number"),
+    ("text", "TypeError: '0.5' is a string, not a number"),
+    ("text_part", "TypeError: '0.5' is a string, not a number"),
     ("nan_part", "nan: the reward is {'a': nan}"),
   ],
 )

@@ -76,7 +76,7 @@ FULL_LOSS = {"kl_coef": 0.1, "entropy_coef": 0.05, "aggregation": "sequence_mean
 
 
 # Many layouts, one shape, so that little is compiled.
-LAYOUT = {"shapes": (packing.Shape(12, 64, 64),)}
+LAYOUT = {"shapes": (packing.Shape(12, 64, 64),), "skip_zero_advantage": False}
 
 
 @functools.cache
@@ -157,7 +157,9 @@ def trained(mesh, *, optimizer="adamw", steps=2, one_sweep=False, **loss):
     shardings = sharding.param_shardings(transformer.logical_axes(CONFIG), mesh, shapes=start)
     of_mesh = placed_on(mesh)
   objective = objectives.make(**(FULL_LOSS | {"kl_coef": 0.0} | loss))
-  tx, schedule = optim.make(10, optimizer=optimizer, learning_rate=1e-2, max_grad_norm=0.5)
+  tx, schedule = optim.make(
+    10, optimizer=optimizer, learning_rate=1e-2, max_grad_norm=0.5, weight_decay=0.0
+  )
   token_loss = None
   if one_sweep:
     token_loss = train_step.make_token_loss(CONFIG, objective, **of_mesh)
@@ -168,9 +170,11 @@ def trained(mesh, *, optimizer="adamw", steps=2, one_sweep=False, **loss):
     schedule=schedule,
     shardings=shardings,
     token_loss=token_loss,
+    report_entropy=False,
   )
   state = train_step.init(start, tx, shardings=shardings)
-  assembled = batching.assemble(groups, advantages, shapes=(packing.Shape(8, 64, 64),))
+  made = {"shapes": (packing.Shape(8, 64, 64),), "skip_zero_advantage": False}
+  assembled = batching.assemble(groups, advantages, **made)
   minibatches = assembled.minibatches
   if mesh is not None:
     minibatches = sharding.put(minibatches, mesh)
@@ -190,7 +194,8 @@ def compiled_on_mesh(sizes, *, one_sweep):
   config = dataclasses.replace(CONFIG, vocab_size=vocabulary, tie_embeddings=False)
   objective = objectives.make(kl_coef=0.0, entropy_coef=0.05)
   tx, _ = optim.make(10)
-  assembled = batching.assemble(*ragged_groups(), shapes=(packing.Shape(8, 64, 64),))
+  made = {"shapes": (packing.Shape(8, 64, 64),), "skip_zero_advantage": False}
+  assembled = batching.assemble(*ragged_groups(), **made)
   whole = params(0, config)
 
   def first(mesh):
@@ -204,7 +209,7 @@ def compiled_on_mesh(sizes, *, one_sweep):
       token_loss = train_step.make_token_loss(config, objective, **of_mesh)
     logprobs = train_step.make_logprobs(config, **of_mesh)
     options = {"shardings": shardings, "token_loss": token_loss}
-    update = train_step.make_update(logprobs, tx, objective, **options)
+    update = train_step.make_update(logprobs, tx, objective, report_entropy=False, **options)
     [minibatch] = assembled.minibatches
     placed = whole
     if mesh is not None:

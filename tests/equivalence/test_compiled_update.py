@@ -22,7 +22,8 @@ def compiled(implementation, **loss):
   """Returns the compiled gradient function of a microbatch of ROWS rows with N learned tokens."""
   logprobs = train_step.make_logprobs(CONFIG, implementation=implementation)
   tx, _ = optim.make(10)
-  update = train_step.make_update(logprobs, tx, objectives.make(kl_coef=0.0, **loss))
+  objective = objectives.make(kl_coef=0.0, **loss)
+  update = train_step.make_update(logprobs, tx, objective, report_entropy=False)
   arrays = layout.blank(packing.Shape(ROWS, 64, N))
   batch = Batch(**{name: jnp.asarray(array) for name, array in arrays.items()})
   params = jax.eval_shape(lambda: case.params(config=CONFIG))
@@ -63,7 +64,11 @@ def test_optimizer_works_in_place(max_grad_norm):
   params = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config))
   tx, schedule = optim.make(10, max_grad_norm=max_grad_norm, weight_decay=0.1)
   update = train_step.make_update(
-    train_step.make_logprobs(config), tx, objectives.make(kl_coef=0.0), schedule=schedule
+    train_step.make_logprobs(config),
+    tx,
+    objectives.make(kl_coef=0.0),
+    schedule=schedule,
+    report_entropy=False,
   )
   opt_state = jax.eval_shape(tx.init, params)
   memory = update.apply.lower(params, opt_state, params, jnp.zeros(())).compile().memory_analysis()

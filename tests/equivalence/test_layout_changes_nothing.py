@@ -162,7 +162,11 @@ def test_prompt_weight_scales_what_is_learned_from_it():
 def test_per_rollout_brings_every_logprob_home():
   groups, advantages = case.ragged_groups()
   assembled = batching.assemble(
-    groups, advantages, shapes=(packing.Shape(2, 32, 32),), minibatches=2
+    groups,
+    advantages,
+    shapes=(packing.Shape(2, 32, 32),),
+    minibatches=2,
+    skip_zero_advantage=False,
   )
   # The token itself stands in for its logprob.
   values = [

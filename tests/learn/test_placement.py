@@ -141,6 +141,7 @@ def _gradients(config, of_policy, lies, params, fields, *, in_one_sweep):
     objective,
     shardings=lies,
     token_loss=token_loss,
+    report_entropy=False,
   )
   one = jnp.float32(100.0)
   sums = update.start(params)

@@ -53,17 +53,30 @@ def groups(*completions):
 def assembled(made, *, advantages=(-1.0, 1.0), shape=None, **options):
   values = [np.asarray(advantages, np.float32) for _ in made]
   return batching.assemble(
-    made, values, shapes=(shape or packing.Shape(8, 32, 32),), **options
+    made,
+    values,
+    shapes=(shape or packing.Shape(8, 32, 32),),
+    **({"skip_zero_advantage": False} | options),
   ).minibatches
 
 
 def trainer(*, epochs=1, optimizer="sgd", rate=0.1, loss=None, **options):
   tx, schedule = optim.make(
-    10, optimizer=optimizer, learning_rate=rate, max_grad_norm=None, schedule="linear"
+    10,
+    optimizer=optimizer,
+    learning_rate=rate,
+    max_grad_norm=None,
+    schedule="linear",
+    weight_decay=0.0,
   )
   objective = objectives.make(**({"kl_coef": 0.0} | (loss or {})))
   update = train_step.make_update(
-    logprobs, tx, objective, epochs=epochs, schedule=schedule, **options
+    logprobs,
+    tx,
+    objective,
+    epochs=epochs,
+    schedule=schedule,
+    **({"report_entropy": False} | options),
   )
   state = train_step.init({"w": jnp.zeros(V)}, tx)
   return update, state

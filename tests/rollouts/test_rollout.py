@@ -16,7 +16,8 @@ from grpo_jax.engines.base import GenerationRequest, SamplingParams
 from grpo_jax.environments.base import SingleTurn, StepResult
 from grpo_jax.environments.isolation import IsolatedEnvironment
 from grpo_jax.rollouts import collecting as rollout
-from grpo_jax.rollouts.collecting import Limits, collect_sync, request_seed
+from grpo_jax.rollouts.collecting import Limits, collect_sync
+from grpo_jax.rollouts.turns import request_seed
 from grpo_jax.types import FinishReason, Prompt
 
 SAMPLING = SamplingParams(max_tokens=16, stop_ids=(END,))
@@ -267,7 +268,7 @@ def test_collect_fails_an_attempt_whose_prompt_leaves_no_room():
     ScriptedEngine(lambda r: "ab"),
     single_turn(lambda p, t: 1.0),
     prompts("xyz", "a"),
-    limits=Limits(max_tokens=3),
+    limits=Limits(max_tokens=3, max_error_share=0.5),
   )
   assert np.isnan(groups[0].rewards).all() and len(groups[0].rollouts[0].completion_ids) == 0
   assert groups[1].rewards.tolist() == [1.0, 1.0]
@@ -326,7 +327,7 @@ def test_a_failing_environment_costs_its_attempt_only_and_is_counted(fault, kind
     return fault(prompt, text) if text == "1" else 1.0
 
   engine = ScriptedEngine(lambda r: str(attempt_of(r)))
-  limits = Limits(environment_timeout_s=0.5)
+  limits = Limits(environment_timeout_s=0.5, max_error_share=0.5)
   groups = run(engine, single_turn(reward), prompts("a", "b"), limits=limits, group_size=3)
   for group in groups:
     assert np.isnan(group.rewards).tolist() == [False, True, False]
@@ -341,7 +342,8 @@ def test_a_factory_that_raises_costs_its_attempts_only():
       raise OSError("no such puzzle")
     return SingleTurn(lambda p, t: 1.0, prompt)
 
-  groups = run(ScriptedEngine(lambda r: "x"), {"env": factory}, prompts("a", "b"))
+  half = Limits(max_error_share=0.5)
+  groups = run(ScriptedEngine(lambda r: "x"), {"env": factory}, prompts("a", "b"), limits=half)
   assert rollout.error_counts(groups) == {"rollout/errors/OSError": 2.0}
   assert groups[1].rewards.tolist() == [1.0, 1.0]
 

@@ -286,7 +286,7 @@ PLANTED = textwrap.dedent(
   from gpu_day_parts import child
 
   def measure(record, settings, *, what):
-    record.of_device({"platform": "gpu", "kind": "planted"})
+    record.set_device({"platform": "gpu", "kind": "planted"})
     record.put(before=what)
     print("said by", what)
     if what == "raises":
@@ -326,7 +326,7 @@ def run(tmp_path, monkeypatch):
   def run(*parts, result=None, minutes=1.0):
     told = []
     result = result or running.new_result(["test"], tiny=True)
-    running.run(parts, settings, tmp_path / "out", result, minutes=minutes, tell=told.append)
+    running.run(parts, settings, tmp_path / "out", result, minutes=minutes, log=told.append)
     found = json.loads((tmp_path / "out" / running.RESULT).read_text())
     assert found == result
     return found, told
@@ -372,7 +372,7 @@ def test_resuming_leaves_finished_parts_alone_and_repeats_the_others(run):
   for name in ("first", "skipped"):
     assert result["parts"][name] == before["parts"][name]
   assert result["parts"]["raises"]["result"] == {"before": "raises"}
-  assert [line.split()[0] for line in told if "there already" in line] == ["first", "skipped"]
+  assert [line.split()[0] for line in told if "done already" in line] == ["first", "skipped"]
 
 
 def test_what_a_part_had_measured_when_the_machine_was_cut_off_is_kept(run, tmp_path):
@@ -457,7 +457,7 @@ def of_gpu(**entries):
 
 def test_numbers_of_an_update_are_derived_from_its_samples():
   products = {"products": [{"shape": [8192] * 3, "name": "bfloat16", "tflops": 800.0}]}
-  numbers = summary.of_update(of_gpu(device={"result": products}), "update_1024")
+  numbers = summary.update_numbers(of_gpu(device={"result": products}), "update_1024")
   assert numbers is not None
   # The median of 1.5, 2 and 4.5 s; 12288 of 16384 places are tokens.
   assert (numbers["seconds"], numbers["least_s"], numbers["most_s"]) == (2.0, 1.5, 4.5)
@@ -532,7 +532,7 @@ def test_a_result_of_a_cpu_is_written_elsewhere_on_demand_and_marked(tmp_path, p
   readme = document.README.read_text()
   page = tmp_path / "trial.md"
   document.write(saved(tmp_path, of_gpu(update_1024=CPU)), page, allow_cpu=True)
-  assert document.OF_CPU in page.read_text() and document.README.read_text() == readme
+  assert document.CPU_NOTICE in page.read_text() and document.README.read_text() == readme
 
 
 def test_pages_say_that_nothing_was_measured_or_show_numbers_both():
@@ -598,11 +598,11 @@ def test_a_tiny_day_runs_to_its_end(tmp_path):
     assert summary.headline(result, name), name
   for name in ("update_1024", "update_4096"):
     assert result["parts"][name]["result"]["profile"]["kernels"]
-  assert len(summary.of_quickstart(result)) == 3
+  assert len(summary.quickstart_numbers(result)) == 3
   assert sorted(path.name for path in out.iterdir()) == ["gpu_day.json", "gpu_day.log"]
   with pytest.raises(document.Refused, match="tiny"):
     document.write(out / running.RESULT)
   again = subprocess.run(
     [*command, "--out", str(out), "--resume"], capture_output=True, text=True, check=True
   )
-  assert again.stdout.count("is there already") == len(schedule.PARTS)
+  assert again.stdout.count("is done already") == len(schedule.PARTS)

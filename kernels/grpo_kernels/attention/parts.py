@@ -1,7 +1,7 @@
 """Softmax over a part of the keys, to be joined with other parts. Pure.
 
-For a caller that has the keys in several places, such as a sampler with a cache: each part is
-reduced to three arrays, and two of these are joined without the keys.
+For callers that have the keys in several places, such as a sampler with a cache: each part becomes
+three arrays, and two of these are joined without the keys.
 """
 
 from collections.abc import Callable

@@ -69,7 +69,7 @@ def default_implementation(
   """Returns the implementation that is chosen automatically.
 
   Args:
-    platform: "cpu", "gpu" or "tpu", of which this process has a device; None: its default.
+    platform: "cpu", "gpu" or "tpu"; this process must have such a device. None: its own.
     dtype: Dtype of the hidden states.
     width: D.
   """

@@ -102,9 +102,9 @@ def linear_logprobs(
 
   Args:
     implementation: an `Implementation`.
-    settings: static.
+    settings: Static settings.
     hidden: Hidden states, as in `reference`; N may be 0.
-    head: Matrix in the layout of `settings.head_layout`.
+    head: Head in the layout `settings.head_layout`.
     targets: Token ids in [0, V); any other gives NaN.
 
   Returns:

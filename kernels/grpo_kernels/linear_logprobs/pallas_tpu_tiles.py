@@ -42,11 +42,11 @@ def choose_tiles(
   """Returns the preferred tiles of a kind of TPU, as far as sizes and VMEM allow.
 
   Args:
-    device_kind: `jax.Device.device_kind`; a kind that is not in `PREFERRED` gets `MODEST`.
+    device_kind: Value of `jax.Device.device_kind`; one that is not in `PREFERRED` gets `MODEST`.
     tokens: N.
     width: D; the wider, the smaller the tiles.
     vocabulary: V.
-    hidden_dtype: Dtype of the hidden states.
+    hidden_dtype: Dtype of hidden.
     head_dtype: Dtype of the head as it is stored.
     vocab_chunk: columns whose S exists at once, rounded up to a tile; None chooses.
 
