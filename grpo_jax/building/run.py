@@ -17,7 +17,7 @@ from grpo_kernels.attention import choice as attention_choice
 from grpo_kernels.linear_logprobs import choice
 from jax.sharding import Mesh
 
-from grpo_jax import data, engines, environments
+from grpo_jax import data, engines, environments, processes
 from grpo_jax.building import computation
 from grpo_jax.building import offline as offline_building
 from grpo_jax.compilation import compiling, precision
@@ -180,7 +180,8 @@ def build(
   if int(start.state.step) == 0:
     run_folder.set_aside(workdir)
   configuration.write(config, workdir / "config.json")
-  atomic.clear_leftovers(workdir / "export")
+  if processes.is_main():
+    atomic.clear_leftovers(workdir / "export")
   model = dataclasses.replace(model, params={})
 
   first = int(start.state.step)
