@@ -14,12 +14,12 @@ PACKAGE = ROOT / "grpo_jax"
 # Lowest first. A room is a module or a folder directly under grpo_jax; it may import rooms of
 # lower floors only. Within a folder, imports are free.
 FLOORS = [
-  {"types", "errors", "checked", "names", "json_numbers", "interrupts", "http"},
+  {"types", "errors", "checked", "names", "json_numbers", "interrupts", "http", "sandbox"},
   {"rl", "files", "compilation", "processes", "registry"},
-  {"models", "batching", "metrics", "sandbox"},
-  {"data", "environments", "engines", "learn", "groups", "run_folder"},
-  {"rollouts", "report"},
-  {"offline", "config"},
+  {"models", "batching", "metrics"},
+  {"data", "environments", "engines", "learn", "groups"},
+  {"rollouts", "run_folder"},
+  {"offline", "config", "report"},
   {"building", "configuration"},
   {"train"},
   {"main"},

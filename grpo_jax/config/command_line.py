@@ -57,12 +57,16 @@ What is on the disk after each, and how long it takes: docs/stopping.md.
 # Sections whose fields are arguments of something that a user may have written: a flag may add one.
 # Whoever takes the arguments refuses those that it does not know.
 OPEN_SECTIONS = (
+  "advantages.estimator_args",
   "data.dataloader_args",
   "data.task_args",
   "engine.options",
   "engine.sglang.environment",
   "environments.*",
+  "loss.loss_args",
   "model.chat_template_args",
+  "optim.options",
+  "optim.schedule_args",
 )
 
 

@@ -40,11 +40,11 @@ def load(path: str) -> ConfigDict:
   may import its neighbours from whatever working directory.
 
   Args:
-    path: of a Python file; "file.py:word" passes "word" to `get_config`.
+    path: Path of a Python file; "file.py:word" passes "word" to `get_config`.
 
   Raises:
     ConfigError: no such file, a mistake in it (file:line), no `get_config`, a result
-      that is no ConfigDict, or a section with the name of a ConfigDict method.
+      that is not a ConfigDict, or a section with the name of a ConfigDict method.
   """
   if reason := local_paths.complaint("--config", path):
     raise ConfigError(reason)
@@ -122,7 +122,7 @@ def refusal(config: ConfigDict, name: str) -> str | None:
   found, path = config, ""
   for part in name.split("."):
     if not isinstance(found, ConfigDict):
-      return f"{path} is no section but {_kind(found)}"
+      return f"{path} is not a section but {_kind(found)}"
     key, bracket, _ = part.partition("[")
     if key not in found:
       return f"there is no field {name!r}{_nearest(config, name, path)}; {_list(found, path)}"
@@ -241,7 +241,7 @@ def _run(file: pathlib.Path, arguments: Sequence[str]) -> Any:
     line = f"\n    {error.text.strip()}" if error.text else ""
     raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}{line}") from error
   except UnicodeDecodeError as error:
-    raise ConfigError(f"{file}: is no text in UTF-8: {error}") from error
+    raise ConfigError(f"{file}: is not UTF-8 text: {error}") from error
   # A configuration file is foreign code and may raise anything.
   except Exception as error:
     raise ConfigError(_place(error, file)) from error

@@ -77,9 +77,13 @@ KINDS: Mapping[str, checked.Kind] = {
   **_section("shaping", shaping.KINDS),
   **_section("filters", filters.KINDS, "by_component"),
   **_section("advantages", estimators.KINDS),
+  "advantages.estimator": checked.text(),
+  "advantages.estimator_args": checked.mapping(),
   "advantages.ddof": checked.whole(low=0, high=1),
   "advantages.eps": checked.number(low=0),
   **_section("loss", objective_options.KINDS),
+  "loss.loss": checked.text(),
+  "loss.loss_args": checked.mapping(),
   "batching.row_tokens": checked.whole(low=2, none=True),
   "batching.microbatch_tokens": checked.whole(low=1, none=True),
   "batching.row_buckets": checked.several(checked.whole(low=2), least=1, none=True),
@@ -88,6 +92,8 @@ KINDS: Mapping[str, checked.Kind] = {
   "batching.share_prefixes": checked.switch(),
   "batching.pack": checked.switch(),
   **_section("optim", optim.KINDS, "total_steps"),
+  "optim.schedule": checked.text(),
+  "optim.schedule_args": checked.mapping(),
   "optim.options": checked.mapping(),
   "learn.epochs": _SIZE,
   "learn.minibatches": _SIZE,
@@ -121,14 +127,17 @@ KINDS: Mapping[str, checked.Kind] = {
 
 # Fields below these are named by the part that takes them, which refuses unknown names.
 OPEN = (
+  "advantages.estimator_args.*",
   "data.dataloader_args.*",
   "data.task_args.*",
   "data.tasks.*",
   "engine.options.*",
   "engine.sglang.environment.*",
   "environments.*",
+  "loss.loss_args.*",
   "model.chat_template_args.*",
   "optim.options.*",
+  "optim.schedule_args.*",
 )
 
 

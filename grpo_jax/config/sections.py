@@ -68,7 +68,7 @@ def adopt(config: ConfigDict, path: str = "") -> Section:
 
   Args:
     config: is changed in place.
-    path: from the configuration to it, dotted.
+    path: Dotted path from the configuration to it.
 
   Returns:
     The same object.

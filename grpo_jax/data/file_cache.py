@@ -1,6 +1,6 @@
 """What is made once from a large data file, and kept until that file changes.
 
-It stands in the user's cache (GRPO_JAX_CACHE, else XDG_CACHE_HOME/grpo_jax, else
+It is in the user's cache (GRPO_JAX_CACHE, else XDG_CACHE_HOME/grpo_jax, else
 ~/.cache/grpo_jax), under data/PATH/KIND-FINGERPRINT/. A file that was changed, replaced or
 touched has another fingerprint; what was made of the old one is removed then.
 """
@@ -32,7 +32,7 @@ def derived(path: Path, kind: str, build: Callable[[Path], None]) -> Path:
     build: fills the empty folder it is given.
 
   Returns:
-    A folder, complete: it appears under its name in one step, whoever else makes it meanwhile.
+    A complete folder: it appears under its name in one step, even if others make it as well.
     Where the cache cannot be written it is a temporary one, removed when the process ends.
   """
   shelf = default_cache() / "data" / hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]

@@ -54,9 +54,9 @@ class WeightFolders:
     Args:
       root: shared by all runs of a user, and written by nobody else; on several hosts, a folder
         that all of them see.
-      config: of the model.
+      config: Config of the model.
       source_directory: Hugging Face folder that the model came from; see `export`.
-      dtype: of the files.
+      dtype: Dtype of the files.
 
     Raises:
       TransferError: `root` cannot be made, is a link, or others may write it.
@@ -126,7 +126,7 @@ class WeightFolders:
 
 
 def _remove_leftovers(root: pathlib.Path) -> None:
-  """Removes the folders of runs that live no more: those whose lock can be had."""
+  """Removes the folders of runs that have ended: those whose lock is free."""
   for folder in root.glob("run-*"):
     if folder.is_symlink():
       continue

@@ -35,11 +35,11 @@ def to_huggingface(
   Args:
     params: the whole tree, layers stacked; sharded or not. Fetched from the devices one tensor
       at a time.
-    config: of these parameters.
-    directory: to be written.
+    config: Config of these parameters.
+    directory: Folder to write.
     source_directory: Hugging Face folder that the model came from. Its config.json is kept, every
       field of it but the dtype; tokenizer and generation settings are copied.
-    dtype: of the file; None: that of each parameter, so that reading it back is the identity.
+    dtype: Dtype in the file; None: that of each parameter, so that reading it back changes nothing.
     max_shard_bytes: splits the weights into several files and an index; None: one file.
 
   Returns:
@@ -125,8 +125,8 @@ def jobs(params: Any, config: ModelConfig, *, dtype: Any = None) -> list[Job]:
 
   Args:
     params: shapes, dtypes and shardings.
-    config: of these parameters.
-    dtype: of the file, as of `to_write`.
+    config: Config of these parameters.
+    dtype: Dtype in the file, as in `to_write`.
   """
   found = {}
   for stored in leaves.stored(config):

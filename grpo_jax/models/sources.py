@@ -76,7 +76,7 @@ def find(
     fallback: what is taken instead if `path` is a name on the hub and the hub cannot be reached,
       which is found out within seconds, or refuses. Nothing else falls back. None or empty: no
       fallback.
-    cache_dir: for converted models; None: the user's cache directory.
+    cache_dir: Folder for converted models; None: the user's cache directory.
 
   Returns:
     The folder, and what was taken for what.

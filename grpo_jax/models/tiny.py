@@ -37,9 +37,9 @@ def write(
   """Writes a Hugging Face folder: 2 layers, 256 bytes and 3 special tokens.
 
   Args:
-    directory: to be made.
+    directory: Folder to create.
     family: "llama", "qwen2" or "qwen3".
-    seed: of the weights.
+    seed: Random seed of the weights.
     hidden_size: width; a multiple of 8.
 
   Returns:
@@ -58,9 +58,9 @@ def write_reward_model(
   """Writes the same as a sequence classifier of one label, whose score matrix is random.
 
   Args:
-    directory: to be made.
+    directory: Folder to create.
     family: "llama", "qwen2" or "qwen3".
-    seed: of the weights.
+    seed: Random seed of the weights.
     hidden_size: width; a multiple of 8.
 
   Returns:

@@ -107,7 +107,7 @@ def page(
   """Returns the HTML page; every text is escaped here.
 
   Args:
-    title: of the page.
+    title: Title of the page.
     facts: (name, value) below the title.
     tiles: (name, value before or "", value, remark).
     notes: sentences that the reader should not miss.

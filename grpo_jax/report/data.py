@@ -110,9 +110,9 @@ def failures(run: Run) -> dict[str, int]:
 
 
 def panels(runs: Sequence[Run]) -> list[dict[str, Any]]:
-  """Returns the main figures, without those of which no run has a finite or an unusual value.
+  """Returns the main figures, without those for which no run has a finite or an unusual value.
 
-  With several runs each curve stands there once a run; times are then told as a sum.
+  With several runs each curve is drawn once per run; times are then shown as a sum.
   """
   chosen = PANELS if len(runs) == 1 else [*(p for p in PANELS if p.kind == "line"), STEP_TIME]
   if all(map(is_offline, runs)):
@@ -180,7 +180,7 @@ def _runs_within(folder: Path) -> str:
 
 
 def _in_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-  """One row a step, in order; a step that stands there twice is taken from its later lines."""
+  """Returns one row per step, in order; of a step with several rows, later values win."""
   merged: dict[int, dict[str, Any]] = {}
   for row in rows:
     merged[row["step"]] = merged.get(row["step"], {}) | row

@@ -1,6 +1,6 @@
 """Checkpoints: asynchronous, atomic, checked bit by bit before they are used.
 
-A folder holds one folder a step; a step counts once its folder bears its final name:
+A folder holds one folder per step; a step counts once its folder has its final name:
 
     checkpoints/
       step_00000020/
@@ -519,7 +519,7 @@ def _size(count: int) -> str:
 
 
 def _delete(path: pathlib.Path) -> None:
-  """Deletes a checkpoint so that, killed in between, no half of it bears a final name."""
+  """Deletes a checkpoint so that, killed in between, no part of it has a final name."""
   doomed = path.with_name(f"tmp_deleted_{path.name}")
   atomic.move(path, doomed)
   shutil.rmtree(doomed)
