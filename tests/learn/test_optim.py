@@ -148,7 +148,10 @@ def test_a_schedule_that_breaks_a_rule_is_refused_in_one_line(schedule, message)
     ({"optimizer": "chain"}, "no optimizer 'chain'"),
     ({"optimizer": "sgd", "weight_decay": 0.1}, "sgd takes no weight_decay"),
     ({"options": {"beta1": 0.9}}, r"adamw takes no \['beta1'\]; it takes .*'b1'"),
-    ({"schedule": "cosin"}, "schedule must be one of 'constant', 'linear', 'cosine', or .* got 'cosin'"),
+    (
+      {"schedule": "cosin"},
+      "schedule must be one of 'constant', .*, or .* got 'cosin'",
+    ),
     ({"warmup_steps": -1}, "warmup_steps must be an integer >= 0"),
     ({"final_share": 2.0}, "final_share"),
     ({"max_grad_norm": 0.0}, "max_grad_norm must be a finite number > 0"),
