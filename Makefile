@@ -16,7 +16,7 @@ PARALLEL = -n logical --maxprocesses=4 --dist=worksteal
 # process 18 s.
 files_of = $(if $(filter tests/%,$(ARGS)),,$(shell grep -rlE --include='test_*.py' 'mark\.$(1)\b' tests))
 
-.PHONY: help quickstart test test-slow test-sglang test-gpu gpu-day aot check format venv sglang-cpu sglang-cuda clean
+.PHONY: help quickstart test test-slow test-sglang test-gpu gpu-day aot check format docs venv sglang-cpu sglang-cuda clean
 
 help:  ## Show this text.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -58,6 +58,9 @@ check: venv  ## Format check, lint, types.
 format: venv  ## Format the code.
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: venv  ## Build the documentation site into build/docs; warnings and broken links are errors.
+	$(BIN)/python -m sphinx -W --keep-going -n -q -d build/doctrees -b html docs build/docs
 
 venv: $(VENV)/everything  ## Make .venv with everything the default use, the tests and the checks need.
 

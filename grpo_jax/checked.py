@@ -1,7 +1,7 @@
 """What an option may be: its type, its range, whether it may be None. Pure.
 
-The owner of some options describes them once, in a table {name: Kind}. `problems` compares
-values with the table; configs and the `make` functions of the library refuse by the same rows.
+The owner of a set of options describes them once, in a table {name: Kind}. `problems` checks
+values against the table; configs and the library's `make` functions use the same tables.
 """
 
 import dataclasses
@@ -15,11 +15,11 @@ Bound = float | int | None
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-  """What a value must be."""
+  """The requirements of a value."""
 
-  needed: str  # as it appears in the message after "must be".
+  needed: str  # description, which follows "must be" in messages.
   fits: Callable[[Any], bool]
-  words: tuple[str, ...] = ()  # all that are allowed, of a choice.
+  words: tuple[str, ...] = ()  # allowed values of a choice.
 
   def problem(self, name: str, value: Any) -> str | None:
     """Returns "NAME must be NEEDED, got VALUE"; None if the value fits."""
@@ -131,12 +131,12 @@ def mapping(*, none: bool = False) -> Kind:
 def problems(
   kinds: Mapping[str, Kind], values: Mapping[str, Any], *, prefix: str = ""
 ) -> list[str]:
-  """Returns a message for every value that is not of its kind; names without a kind are passed.
+  """Returns a message for every value that is not of its kind; names without a kind are skipped.
 
   Args:
-    kinds: What each option must be, by name.
-    values: What was given, by name.
-    prefix: What precedes each name in the messages, such as "loss.".
+    kinds: Kind of each option, by name.
+    values: Given values, by name.
+    prefix: Text before each name in the messages, such as "loss.".
   """
   found = (
     kinds[name].problem(f"{prefix}{name}", value) for name, value in values.items() if name in kinds
@@ -145,7 +145,7 @@ def problems(
 
 
 def fields_of(made: Any) -> dict[str, Any]:
-  """Returns the fields of a dataclass by name, the values as they are."""
+  """Returns the fields of a dataclass by name, with unconverted values."""
   return {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
 
 
@@ -157,7 +157,7 @@ def require(kinds: Mapping[str, Kind], values: Mapping[str, Any], *, of: str) ->
 
 
 def shown(value: Any) -> str:
-  """Returns a value as a message shows it, with its type where that is not plain from it."""
+  """Returns a value as messages show it, with its type where the value does not make it clear."""
   as_text = repr(value)
   as_text = as_text if len(as_text) <= 80 else as_text[:77] + "..."
   is_plain = value is None or isinstance(value, int | float | list | tuple | dict)
@@ -176,7 +176,7 @@ def _maybe(kind: Kind, none: bool) -> Kind:
 
 
 def _within(low: Bound, above: Bound, high: Bound, below: Bound) -> Callable[[float | int], bool]:
-  """Returns whether a number lies within the bounds; NaN lies within none."""
+  """Returns whether a number is within the bounds; NaN never is."""
   return lambda x: (
     x == x
     and (low is None or x >= low)
@@ -200,7 +200,7 @@ def _bounds(low: Bound, above: Bound, high: Bound, below: Bound) -> str:
 
 
 def _as_float(value: Any) -> float:
-  """Returns the value; inf for an integer that no float holds."""
+  """Returns the value; inf for an integer that is too large for a float."""
   try:
     return float(value)
   except OverflowError:

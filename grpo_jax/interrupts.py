@@ -4,6 +4,7 @@ What a run does about them, and how long each takes: docs/stopping.md.
 """
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -12,6 +13,8 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn
+
+_log = logging.getLogger(__name__)
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE_S = 5.0  # for the main thread to end the run by itself once nothing is left to save.
@@ -98,24 +101,18 @@ class Flag:
 
   def _save_and_end(self, number: int) -> None:
     """Runs in a thread: saves, gives the main thread time to end the run, and then ends it."""
-    say(
-      f"\n{signal.Signals(number).name}: saving a checkpoint and ending; once more ends at once,"
-      " without one"
+    _log.info(
+      "%s: saving a checkpoint and ending; a second signal ends at once, without one",
+      signal.Signals(number).name,
     )
     try:
       if self._save is not None:
         self._save()
     except Exception as error:
-      say(f"error: {error}")
+      _log.error("%s", error)
     if not self._ended.wait(GRACE_S):
-      say("ending although a computation is still running")
+      _log.info("ending although a computation is still running")
       os._exit(self.exit_code)
-
-
-def say(line: str) -> None:
-  """Writes a line to standard error, if it takes one."""
-  with contextlib.suppress(OSError, ValueError, AttributeError):
-    print(line, file=sys.stderr, flush=True)
 
 
 def leave(code: int) -> NoReturn:

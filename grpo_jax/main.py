@@ -1,23 +1,26 @@
 """The program: `python -m grpo_jax.main --config=configs/quickstart.py --workdir=runs/first`.
 
-Whatever is wrong with the command or the configuration is said in one message, before
-JAX is imported or, for combinations that cannot work, before a model is loaded.
+A mistake in the command or the configuration is reported in one message, before JAX is imported
+or, for combinations that cannot work, before a model is loaded.
 """
 
 import contextlib
 import datetime
+import logging
 import os
 import pathlib
 import sys
 from collections.abc import Sequence
 from typing import IO
 
-from grpo_jax import interrupts
+from grpo_jax import interrupts, processes
 from grpo_jax.config import command_line, configuration
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.files import shared_places
-from grpo_jax.run_folder import output
+from grpo_jax.run_folder import notices, output
+
+_log = logging.getLogger("grpo_jax.main")  # __name__ is "__main__" for the program.
 
 WRONG_USE = 2
 FAILED = 1
@@ -25,7 +28,7 @@ FAILED = 1
 
 def main(arguments: Sequence[str]) -> int:
   """Runs one training; returns the exit code (see `command_line.USAGE`)."""
-  with output.lasting() as streams:
+  with output.lasting() as streams, notices.of_program():
     try:
       command = command_line.parse(arguments)
       with interrupts.Flag() as stop:
@@ -34,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
       print(text)
       return 0
     except ConfigError as error:
-      print(f"error: {error}", file=sys.stderr)
+      report_failure(f"error: {error}")
       return WRONG_USE
     return FAILED if failed else stop.exit_code
 
@@ -42,43 +45,53 @@ def main(arguments: Sequence[str]) -> int:
 def run(
   command: command_line.Command, stop: interrupts.Flag, streams: Sequence[output.Lasting] = ()
 ) -> bool:
-  """Runs the training that was asked for, and says so if it was stopped.
+  """Runs the training that a command asks for.
 
-  Returns whether it failed by what a user can repair, and was told so. Other failures are raised.
-
-  The flag is up before JAX is imported: a KeyboardInterrupt in the midst of that can be
-  swallowed by an extension module, and the run would continue.
+  The flag is set up before JAX is imported: an extension module can swallow a KeyboardInterrupt
+  during the import, and the run would continue.
 
   Args:
-    command: what to run.
-    stop: of the signals.
-    streams: standard output and error; what they cannot take goes to the run folder.
+    command: Command that was parsed.
+    stop: Flag that the signals raise.
+    streams: Standard output and error; the run folder gets what they cannot take.
+
+  Returns:
+    Whether the run failed for a reason that a user can repair, which has been reported.
 
   Raises:
-    ConfigError: the configuration cannot work, or the run folder cannot be used.
+    ConfigError: The configuration cannot work, or the run folder cannot be used.
   """
   from grpo_jax import train  # only now: it takes seconds, and mistakes should not.
 
   configuration.check(command.config, [train.validate])
   if stop:
-    print("stopped before the run began", flush=True)
+    _log.info("stopped before the run began")
     return False
   workdir = command.workdir or new_workdir(command.config_path)
   with claim(workdir):
     for stream in streams:
       stream.file = workdir / output.NAME
-    print(f"run folder: {workdir}", flush=True)
+    _log.info("run folder: %s", workdir)
     try:
       train.train(command.config, workdir, stop=stop)
     except ConfigError:
       raise
     except ExpectedFailure as error:
-      print(f"error: {error}", file=sys.stderr)
-      print(f"the same command with --workdir={workdir} continues", file=sys.stderr)
+      report_failure(f"error: {error}", f"the same command with --workdir={workdir} continues")
       return True
   if stop:
-    print(f"stopped; the same command with --workdir={workdir} continues", flush=True)
+    _log.info("stopped; the same command with --workdir=%s continues", workdir)
   return False
+
+
+def report_failure(*lines: str) -> None:
+  """Writes to standard error why the program ends, also on processes other than the main one.
+
+  That is the one thing that they write: what ended one of them alone would be lost otherwise.
+  """
+  of = f"{processes.named()}: " if processes.named() else ""
+  for line in lines:
+    print(f"{of}{line}", file=sys.stderr)
 
 
 def new_workdir(config_path: str, *, root: pathlib.Path = pathlib.Path("runs")) -> pathlib.Path:
@@ -130,5 +143,10 @@ def claim(workdir: pathlib.Path) -> IO[str]:
   return lock
 
 
-if __name__ == "__main__":
+def console() -> None:
+  """Runs the console script `grpo-jax`: `main` with the process's arguments; does not return."""
   interrupts.leave(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+  console()

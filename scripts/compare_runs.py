@@ -1,4 +1,4 @@
-"""Prints runs side by side, and can draw their curves into one page.
+"""Prints runs side by side, and can draw their curves on one page.
 
 python scripts/compare_runs.py RUN_DIR RUN_DIR [RUN_DIR ...] [--html compare.html] [--all]
 """
@@ -39,7 +39,7 @@ MAIN = (  # shown without --all; eval/*/accuracy comes before them.
 
 
 def cell(run: Run, name: str) -> str:
-  """Returns first → last of an evaluation, else means over the first and the last tenth."""
+  """Returns first → last for an evaluation, otherwise means over the first and the last tenth."""
   values = [value for value in report_data.curve(run, name)[1] if value is not None]
   if not values:
     return console.DASH
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description="Compare run folders.")
   parser.add_argument("runs", nargs="+", type=local_paths.argument, metavar="RUN_DIR")
   parser.add_argument(
-    "--html", type=local_paths.argument, help="write a page with all curves there"
+    "--html", type=local_paths.argument, help="write a page with all curves to this file"
   )
   parser.add_argument("--all", action="store_true", help="print every metric")
   options = parser.parse_args(arguments)
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def distinct(runs: Sequence[Run], folders: Sequence[Path]) -> list[Run]:
-  """Returns the runs; folders of one name are told apart by their paths."""
+  """Returns the runs; folders with the same name are distinguished by their paths."""
   names = [run.name for run in runs]
   return [
     Run(str(folder), run.config, run.rows, run.rollouts, run.problems)

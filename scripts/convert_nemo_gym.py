@@ -1,12 +1,12 @@
-"""Converts rollouts of NeMo Gym: to recorded groups, or to prompts for online training.
+"""Converts rollouts of NeMo Gym to recorded groups, or to prompts for online training.
 
 python scripts/convert_nemo_gym.py rollouts.jsonl [MORE.jsonl ...] --out groups.jsonl
 python scripts/convert_nemo_gym.py rollouts.jsonl --to prompts --out prompts.jsonl
 
-Groups are rows {"input", "output", "reward"}: texts where one message was asked and one given,
-else lists of messages. Rollouts with recorded token ids become rows of tokens. --text makes texts
-of all: the last message of the user, and the words of the assistant joined by blanks. Prompts are
-rows {"messages", ...} with the other fields of the rollout, each task once. docs/offline.md.
+Groups are rows {"input", "output", "reward"}: strings if there was one message on each side,
+otherwise lists of messages. Rollouts with recorded token ids become rows of tokens. --text makes
+strings of all: the user's last message, and the assistant's texts joined by blanks. Prompts are
+rows {"messages", ...} with the other fields of the rollout, each task once. See docs/offline.md.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from grpo_jax.data.recorded import ASSISTANT, Recording, Style, Turn
 from grpo_jax.files import local_paths
 
 SHOWN_ERRORS = 5
-# Fields of a rollout that are of the attempt, not of the task.
+# Fields of a rollout that belong to the attempt and not to the task.
 OF_ATTEMPT = ("reward", "_ng_rollout_index", "terminated", "truncated")
 
 
@@ -32,8 +32,8 @@ def group_row(recording: Recording, *, is_text: bool) -> dict[str, Any]:
   """Returns one response as a row {"input", "output", "reward"}.
 
   Args:
-    recording: of one rollout.
-    is_text: make texts of prompt and response, whatever is lost.
+    recording: Recording of one rollout.
+    is_text: Whether to reduce prompt and response to strings, whatever is lost.
   """
   response = recording.responses[0]
   if recording.prompt_ids is not None and not is_text:
@@ -69,13 +69,13 @@ def convert(
   Args:
     paths: JSONL files of rollouts.
     to: "groups" or "prompts".
-    style: how rollouts are read.
-    is_text: see `group_row`.
-    skips: whether broken rows are noted in `problems` and passed over.
-    problems: gets a message for each.
+    style: How rollouts are read.
+    is_text: See `group_row`.
+    skips: Whether broken rows are skipped and noted in `problems`.
+    problems: List that receives a message for each broken row.
 
   Raises:
-    RowError: a row is broken, and they are not skipped.
+    RowError: A row is broken and broken rows are not skipped.
   """
   seen: set[str] = set()
   for path in paths:
@@ -140,11 +140,11 @@ def groups_line(path: Path) -> str:
   """Returns how many groups a file of responses has, and how many of them have one response."""
   source = JsonlSource(path)
   members = index_groups(source, from_any, Style(), on_error="stop")
-  told = f"{len(members)} groups, {members.singles} of them with one response"
+  counts = f"{len(members)} groups, {members.singles} of them with one response"
   if not members.singles:
-    return told
+    return counts
   return (
-    f"{told}: from these, advantages.estimator='reinforce_pp' learns (configs/nemo_gym.py),"
+    f"{counts}: from these, advantages.estimator='reinforce_pp' learns (configs/nemo_gym.py),"
     " and no estimator that compares within a group"
   )
 
@@ -165,22 +165,22 @@ def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
 
 
 def _quality(recording: Recording) -> dict[str, Any]:
-  """What a row tells of the response besides its words."""
+  """Returns what is known of the response apart from its text, as fields of a row."""
   response = recording.responses[0]
-  told: dict[str, Any] = {}
+  quality: dict[str, Any] = {}
   if response.reward is not None:
-    told["reward"] = response.reward
+    quality["reward"] = response.reward
   if recording.info.get("_ng_task_index") is not None:
-    told["group_id"] = recording.info["_ng_task_index"]
+    quality["group_id"] = recording.info["_ng_task_index"]
   if recording.group_type is not None:
-    told["group_type"] = recording.group_type
+    quality["group_type"] = recording.group_type
   if response.is_truncated:
-    told["finish_reason"] = "length"
-  return told
+    quality["finish_reason"] = "length"
+  return quality
 
 
 def _token_row(recording: Recording) -> dict[str, Any]:
-  """A row as runs of ours write them: tokens and logprobs as they were."""
+  """Returns a row in the form that runs write: the sampled tokens and logprobs."""
   parts = [_tokens(turn) for turn in recording.responses[0].turns]
   return {
     "prompt_id": recording.key,

@@ -1,4 +1,4 @@
-"""Predicts whether an update fits a chip that is not here, and what its devices exchange.
+"""Predicts whether an update fits a chip that is not present, and what its devices exchange.
 
     python -m scripts.fit --target=v5e:2x4 --model=Qwen2.5-1.5B --shape=8x1024
     python -m scripts.fit --target=h100 --devices=8 --model=FOLDER --tensor=2 --shape=2x4096
@@ -30,7 +30,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 if "xla_gpu_autotune_level" not in os.environ.get("XLA_FLAGS", ""):
-  # There is no device on which to try variants of a kernel.
+  # There is no device on which variants of a kernel could be tried.
   os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
 
 import jax
@@ -53,7 +53,7 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """The program to compile, and for what.
+  """The program to compile, and its target.
 
   Attributes:
     target: "h100", a TPU slice such as "v5e:2x4", or "cpu".
@@ -65,7 +65,7 @@ class Case:
     program: "update" or "scorer".
     products: How products are computed, and whether they are placed on the mesh.
     remat: Activations that the backward pass recomputes; see `transformer.Transformer`.
-    has_reference: Whether the run has a frozen reference too.
+    has_reference: Whether the run also has a frozen reference.
   """
 
   target: str
@@ -82,7 +82,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-  """The compiler's answer; bytes of one device.
+  """The compiler's answer, in bytes of one device.
 
   Attributes:
     state: Bytes of the arrays that a run keeps between steps: weights, AdamW's two moments, the sum
@@ -102,7 +102,7 @@ class Found:
 
   @property
   def peak(self) -> int:
-    """Bytes that the program and the run's state take together."""
+    """Bytes of the program and the run's state together."""
     return self.state + self.outputs + self.temporaries
 
 
@@ -111,10 +111,10 @@ def find(case: Case) -> Found:
   arguments = (_parameters(case), _batch(case))
   with on_chip(case.mesh.devices.flat[0]):
     lowered = _program(case).lower(*arguments)
-  of_model = _bytes_of_device(arguments[0])
+  weights = _bytes_of_device(arguments[0])
   learns = case.program == "update"
-  state = of_model * (3 * learns + 1 * (not learns) + case.has_reference * learns)
-  outputs = of_model if learns else 4 * case.rows * case.loss_tokens
+  state = weights * (3 * learns + 1 * (not learns) + case.has_reference * learns)
+  outputs = weights if learns else 4 * case.rows * case.loss_tokens
   began = time.monotonic()
   try:
     compiled = lowered.compile()
@@ -141,13 +141,13 @@ def refused_bytes(message: str) -> int | None:
 
 def _program(case: Case) -> Any:
   """Returns the jitted function (parameters, fields of a batch) → results."""
-  of_policy = {
+  policy_options = {
     "products": case.products,
     "remat": case.remat,
     "partition": sharding.head_partition(case.mesh),
   }
   matmul_precision = precision.resolve(None, case.products.compute_dtype)
-  logprobs = train_step.make_logprobs(case.model, **of_policy)
+  logprobs = train_step.make_logprobs(case.model, **policy_options)
   if case.program == "scorer":
     score = train_step.make_scorer(logprobs, matmul_precision=matmul_precision)
     return jax.jit(lambda params, fields: score(params, Batch(**fields)))
@@ -158,7 +158,7 @@ def _program(case: Case) -> Any:
     objective,
     report_entropy=True,
     shardings=_shardings(case),
-    token_loss=train_step.make_token_loss(case.model, objective, **of_policy),
+    token_loss=train_step.make_token_loss(case.model, objective, **policy_options),
     matmul_precision=matmul_precision,
   )
 
@@ -208,7 +208,7 @@ def table(case: Case, found: Found) -> str:
   """Returns the answer as a table for the terminal."""
   room = targets.usable_bytes(case.target)
   lines = [
-    f"a run's arrays between steps {found.state / GIB:8.2f} GiB a device",
+    f"a run's arrays between steps {found.state / GIB:8.2f} GiB per device",
     f"results of the program       {found.outputs / GIB:8.2f}",
     f"temporaries                  {found.temporaries / GIB:8.2f}",
     f"together                     {found.peak / GIB:8.2f}",
@@ -218,7 +218,7 @@ def table(case: Case, found: Found) -> str:
     lines.append(f"{case.target} has                {room / GIB:12.2f}: {verdict}")
   if found.collectives is not None:
     moved = found.collectives
-    lines += [f"{kind:28}{moved[kind] / 1e9:9.2f} GB received a device" for kind in sorted(moved)]
+    lines += [f"{kind:28}{moved[kind] / 1e9:9.2f} GB received per device" for kind in sorted(moved)]
   lines.append(f"compiled in {found.compile_s:.0f} s")
   return "\n".join(lines)
 
@@ -233,13 +233,13 @@ def parse(arguments: Sequence[str]) -> Case:
   for axis, default in (("data", 1), ("fsdp", -1), ("tensor", 1)):
     parser.add_argument(f"--{axis}", type=int, default=default, help=f"as mesh.{axis}")
   parser.add_argument("--shape", default="8x1024", help="ROWSxTOKENS of one device's microbatch")
-  parser.add_argument("--loss-tokens", type=int, help="learned from in a row; default: all")
+  parser.add_argument("--loss-tokens", type=int, help="loss tokens in a row; default: all")
   parser.add_argument("--program", choices=("update", "scorer"), default="update")
   parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
   parser.add_argument("--remat", choices=("none", "dots", "full"), default="full")
-  parser.add_argument("--no-reference", action="store_true", help="a loss without KL")
+  parser.add_argument("--no-reference", action="store_true", help="for a loss without KL")
   parser.add_argument(
-    "--unplaced", action="store_true", help="leave it to the compiler where activations lie"
+    "--unplaced", action="store_true", help="let the compiler place the activations"
   )
   given = parser.parse_args(arguments)
   shape = re.fullmatch(r"(\d+)x(\d+)", given.shape)
@@ -272,10 +272,10 @@ def parse(arguments: Sequence[str]) -> Case:
 
 @contextlib.contextmanager
 def on_chip(device: Any) -> Iterator[None]:
-  """Makes code that asks for the chip or the backend see the target instead of this machine."""
+  """Makes code that queries the chip or the backend see the target instead of this machine."""
   chip = choice.chip_of(device)
-  of_choice = mock.patch.object(choice, "current_chip", lambda: chip)
-  with of_choice, mock.patch.object(jax, "default_backend", lambda: chip.platform):
+  chip_patch = mock.patch.object(choice, "current_chip", lambda: chip)
+  with chip_patch, mock.patch.object(jax, "default_backend", lambda: chip.platform):
     yield
 
 

@@ -1,12 +1,12 @@
-"""Does a whole run fit chips that are not present? Compiles every program of a config for them.
+"""Checks whether a whole run fits chips that are not present, by compiling all its programs.
 
     python -m scripts.fit_run --config=configs/math_1b.py --target=v5e:2x4
     python -m scripts.fit_run --config=configs/math_1b.py --target=h100 --config.engine.max_rows=256
 
-The shapes are those that the run compiles, from its config and the sizes of its model; no weight
-is made, and neither a device nor its driver is needed. What is needed is the target's compiler;
-see `scripts.fit`. Each program is compiled in its largest shape, or in all with --all-shapes, and
-its memory is added to that of the arrays which the run keeps meanwhile.
+The shapes are those that the run compiles, from its config and the sizes of its model. No weights
+are made, and neither a device nor its driver is needed, only the target's compiler; see
+`scripts.fit`. Each program is compiled in its largest shape, or in all with --all-shapes, and
+its memory is added to that of the arrays that the run holds at that time.
 
 Exit code 0: everything fits; 1: something does not; 2: the arguments or the config are wrong.
 """
@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from scripts import fit, model_shapes, targets  # first: it sets what JAX reads when imported.
+from scripts import fit, model_shapes, targets  # first: sets variables that JAX reads on import.
 
 import jax  # isort: skip
 
@@ -35,7 +35,7 @@ from grpo_jax.models.config import ModelConfig
 
 WRONG_USE = 2
 
-# An ml_collections.ConfigDict, whose fields a type checker cannot know.
+# An ml_collections.ConfigDict, whose fields are unknown to a type checker.
 Config = Any
 
 
@@ -62,7 +62,7 @@ class Arrays:
 
   @property
   def always(self) -> int:
-    """What the run holds from its beginning to its end."""
+    """Bytes that the run holds from its beginning to its end."""
     return self.weights + self.optimizer + self.reference
 
   def beside(self, program: str) -> int:
@@ -80,7 +80,7 @@ PROGRAMS = {
   "sampling": lambda arrays: arrays.sampler + arrays.caches,
   "score": lambda arrays: arrays.sampler + arrays.caches,
   "watch": lambda arrays: arrays.initial,
-  "update": lambda arrays: arrays.weights,  # the sum, to which gradients are added in place.
+  "update": lambda arrays: arrays.weights,  # the sum to which gradients are added in place.
   "optimizer": lambda arrays: arrays.weights,
 }
 
@@ -95,7 +95,7 @@ class Need:
     arguments: Its arguments.
     outputs: Its results, without those in the memory of donated arguments.
     temporaries: Its temporaries.
-    is_refused: Whether the compiler says that the program alone is too large; then `outputs` are
+    is_refused: Whether the compiler rejects the program alone as too large; `outputs` are then
       not known, and 0.
     compile_s: Seconds of its compilation.
   """
@@ -110,13 +110,13 @@ class Need:
 
   @property
   def peak(self) -> int:
-    """The most that the run takes while the program runs."""
+    """The largest memory of the run while the program runs."""
     return self.beside + self.outputs + self.temporaries
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-  """What is asked: a config, the sizes of its model, and a mesh of the target's devices."""
+  """The input: a config, the sizes of its model, and a mesh of the target's devices."""
 
   target: str
   config: Config
@@ -126,7 +126,7 @@ class Question:
 
 
 def program_of(job: str) -> str | None:
-  """Returns which of `PROGRAMS` a job compiles; None: one that takes little memory.
+  """Returns which of `PROGRAMS` a job compiles; None for one that takes little memory.
 
   Args:
     job: Name of the job, with its shapes: "update 24 × 2304 (2304)".
@@ -151,7 +151,7 @@ def _size(job: str) -> int:
 
 
 def bytes_of_device(tree: Any) -> int:
-  """Returns the bytes that one device holds of described arrays."""
+  """Returns the bytes of described arrays on one device."""
   return sum(_held(leaf) for leaf in jax.tree.leaves(tree))
 
 
@@ -161,7 +161,7 @@ def _held(leaf: Any) -> int:
 
 
 def needs(question: Question, arrays: Arrays, jobs: Sequence[Job]) -> Iterator[Need]:
-  """Compiles the programs of a run, one after the other, and yields what each takes.
+  """Compiles the programs of a run, one after the other, and yields the memory of each.
 
   Args:
     question: The target, and whether all shapes are compiled.
@@ -169,7 +169,7 @@ def needs(question: Question, arrays: Arrays, jobs: Sequence[Job]) -> Iterator[N
     jobs: Compilations of the run, as `plan` returns them.
 
   Raises:
-    jax.errors.JaxRuntimeError: A compiler refuses for another reason than memory.
+    jax.errors.JaxRuntimeError: A compilation fails for another reason than memory.
   """
   for job in jobs if question.all_shapes else largest(jobs):
     name = program_of(job.name)
@@ -214,8 +214,8 @@ def plan(question: Question) -> tuple[Arrays, list[Job]]:
     )
     if config.engine.name != "jax_sampler" or modes.is_offline(config):
       return arrays, jobs
-    sampler, caches, of_sampler = _sampler(config, model, state.params)
-  return dataclasses.replace(arrays, sampler=sampler, caches=caches), of_sampler + jobs
+    sampler, caches, sampler_jobs = _sampler(config, model, state.params)
+  return dataclasses.replace(arrays, sampler=sampler, caches=caches), sampler_jobs + jobs
 
 
 def _sampler(config: Config, model: ModelConfig, params: Any) -> tuple[int, int, list[Job]]:
@@ -227,7 +227,7 @@ def _sampler(config: Config, model: ModelConfig, params: Any) -> tuple[int, int,
     matmul_precision=config.model.matmul_precision,
     **run_options.sampler_sizes(config),
   )
-  # Caches of one device are made without naming it.
+  # Caches on one device are made without naming it.
   with sampler, jax.default_device(jax.tree.leaves(params)[0].sharding.mesh.devices.flat[0]):
     weights, caches = sampler.described(params)
     jobs = sampler.programs(params)
@@ -268,12 +268,12 @@ def table(found: Sequence[Need], arrays: Arrays, room: int | None, target: str) 
 
 
 def fits(found: Sequence[Need], room: int) -> bool:
-  """Returns whether every program has room beside the arrays of the run."""
+  """Returns whether every program fits in addition to the arrays of the run."""
   return all(need.peak <= room and not need.is_refused for need in found)
 
 
 def parse(arguments: Sequence[str]) -> Question:
-  """Makes a question of the command line; ends the program with code 2 where it makes no sense."""
+  """Makes a question from the command line; exits with code 2 if the arguments are invalid."""
   parser = argparse.ArgumentParser(
     description=(__doc__ or "").partition("\n")[0],
     epilog="--config=FILE.py and --config.SECTION.FIELD=VALUE are those of grpo_jax.main",
@@ -299,7 +299,7 @@ def parse(arguments: Sequence[str]) -> Question:
 
 
 def _known(path: str) -> str:
-  """Returns the name of `model_shapes.SHAPES` that a hub name means; any other path as it is."""
+  """Returns the name in `model_shapes.SHAPES` that a hub name means; other paths unchanged."""
   name = path.rpartition("/")[2].removesuffix("-Instruct")
   return name if name in model_shapes.SHAPES else path
 

@@ -1,16 +1,15 @@
-"""Measures on an accelerator what this project has to know of one, in 25 minutes.
+"""Measures on an accelerator what this project needs to know about it, in 25 minutes.
 
   python scripts/gpu_day.py                             all parts; runs/gpu_day/gpu_day.json
-  python scripts/gpu_day.py --parts device,tests        some of them
-  python scripts/gpu_day.py --resume                    those that are not done yet
+  python scripts/gpu_day.py --parts device,tests        only some parts
+  python scripts/gpu_day.py --resume                    the parts that are not done yet
   python scripts/gpu_day.py --tiny                      on a CPU, to try the script
   python scripts/gpu_day.py --write-docs runs/gpu_day/gpu_day.json
-  python scripts/gpu_day.py --wheels wheels             what to carry to a machine without a network
+  python scripts/gpu_day.py --wheels wheels             what to copy to a machine without a network
 
-Each part is a process of its own with a time limit; one that fails does not keep the next from
-running, and what was measured is in the JSON file after each. The exit code is 0 if the script ran
-to its end, also when parts failed (--strict: 1), and 2 without an accelerator. docs/gpu.md says
-what is measured and how.
+Each part is a separate process with a time limit; the next part also runs if one fails, and the
+JSON file is updated after each. The exit code is 0 if the script ran to its end, even if parts
+failed (--strict: 1), and 2 without an accelerator. docs/gpu.md says what is measured and how.
 """
 
 import argparse
@@ -34,25 +33,29 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
   )
   names = [part.name for part in schedule.PARTS]
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/gpu_day"))
-  parser.add_argument("--parts", metavar="A,B", help=f"only these, of {', '.join(names)}")
-  parser.add_argument("--skip", metavar="A,B", help="all but these")
-  parser.add_argument("--minutes", type=float, default=schedule.MINUTES, help="for all parts")
-  parser.add_argument("--resume", action="store_true", help="leave parts alone that are done")
+  parser.add_argument("--parts", metavar="A,B", help=f"only these of {', '.join(names)}")
+  parser.add_argument("--skip", metavar="A,B", help="all except these")
+  parser.add_argument("--minutes", type=float, default=schedule.MINUTES, help="time for all parts")
+  parser.add_argument("--resume", action="store_true", help="skip parts that are done")
   parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
   parser.add_argument("--strict", action="store_true", help="exit code 1 if a part failed")
-  parser.add_argument("--model", metavar="FOLDER", help="of the quickstart's model")
-  parser.add_argument("--wheelhouse", metavar="FOLDER", help="of wheels that were carried here")
-  parser.add_argument("--liger-python", metavar="PYTHON", help="that has liger-kernel")
-  parser.add_argument("--scratch", metavar="FOLDER", help="for large files; default: a new one")
+  parser.add_argument("--model", metavar="FOLDER", help="folder of the quickstart's model")
+  parser.add_argument("--wheelhouse", metavar="FOLDER", help="folder of wheels copied here")
+  parser.add_argument("--liger-python", metavar="PYTHON", help="Python with liger-kernel installed")
+  parser.add_argument("--scratch", metavar="FOLDER", help="for large files; default: a new folder")
   parser.add_argument("--list", action="store_true", help="print the parts and their limits")
   parser.add_argument("--show", type=pathlib.Path, metavar="JSON", help="print a result's table")
   documents = parser.add_argument_group("docs/gpu.md")
   documents.add_argument("--write-docs", type=pathlib.Path, metavar="JSON")
   documents.add_argument("--docs", type=pathlib.Path, help="in place of docs/gpu.md; README stays")
-  documents.add_argument("--allow-cpu", action="store_true", help="with --docs: a result of a CPU")
+  documents.add_argument(
+    "--allow-cpu", action="store_true", help="with --docs: accept a CPU result"
+  )
   wheel = parser.add_argument_group("a machine without a network")
   wheel.add_argument("--wheels", type=pathlib.Path, metavar="FOLDER", help="fill it, list sizes")
-  wheel.add_argument("--have", type=pathlib.Path, metavar="FILE", help="`pip freeze` of there")
+  wheel.add_argument(
+    "--have", type=pathlib.Path, metavar="FILE", help="`pip freeze` of that machine"
+  )
   options = parser.parse_args(arguments)
   options.names = _chosen(options, names, parser)
   if options.minutes <= 0:
@@ -63,7 +66,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _chosen(
   options: argparse.Namespace, names: Sequence[str], parser: argparse.ArgumentParser
 ) -> list[str]:
-  """Returns the names of the parts to be run, in order."""
+  """Returns the names of the parts to run, in order."""
   listed = lambda text: [name for name in (text or "").split(",") if name]
   for name in (*listed(options.parts), *listed(options.skip)):
     if name not in names:
@@ -84,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     return 2
   if result is not None and not options.resume:
     print(
-      f"{options.out / running.RESULT} is there: --resume adds to it; or choose another --out",
+      f"{options.out / running.RESULT} exists: --resume adds to it; or choose another --out",
       file=sys.stderr,
     )
     return 2
@@ -101,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
       liger_python=options.liger_python,
     )
     try:
-      running.run(parts, settings, options.out, result, minutes=options.minutes, tell=_tell)
+      running.run(parts, settings, options.out, result, minutes=options.minutes, log=_log)
     except KeyboardInterrupt:
       print("interrupted; --resume continues with the part that was running")
       return 130
@@ -112,8 +115,8 @@ def run(options: argparse.Namespace) -> int:
   return 1 if options.strict and summary.failures(result) else 0
 
 
-def _tell(line: str) -> None:
-  """Prints a line at once."""
+def _log(line: str) -> None:
+  """Prints a line and flushes it."""
   print(line, flush=True)
 
 
@@ -130,14 +133,14 @@ def write_docs(options: argparse.Namespace) -> int:
 
 
 def list_parts() -> None:
-  """Prints the parts."""
+  """Prints the parts and their limits."""
   for part in schedule.PARTS:
     print(f"{part.name:<20}{part.limit_s:>5.0f} s   {part.title}")
   print(f"{'all':<20}{sum(part.limit_s for part in schedule.PARTS):>5.0f} s")
 
 
 def main(arguments: Sequence[str]) -> int:
-  """Does what the command line says; returns the exit code."""
+  """Runs the command line; returns the exit code."""
   options: Any = parse(arguments)
   if options.list:
     list_parts()

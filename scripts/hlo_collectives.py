@@ -24,7 +24,7 @@ _CONSTANT = re.compile(r"constant\((\d+)\)")
 
 
 class Array(NamedTuple):
-  """One array of a program's text."""
+  """One array in a program's text."""
 
   dtype: str
   shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class Collective(NamedTuple):
 
   @property
   def nbytes(self) -> float:
-    """The bytes that one device must receive in all runs, by the best algorithm.
+    """Bytes that one device must receive in all runs, by the best algorithm.
 
     For n devices: (n - 1)/n of the whole arrays, twice that for an all-reduce, and all bytes of a
     permutation.
@@ -79,7 +79,7 @@ def collectives(hlo: str, *, devices: int) -> list[Collective]:
 
   Args:
     hlo: Text of the program, from `compiled.as_text()`.
-    devices: Number of devices of the program; they are one group if the text names none.
+    devices: Number of devices of the program; they are one group if the text lists none.
   """
   computations, entry = _computations(hlo)
   found = []
@@ -141,20 +141,20 @@ def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
 def _reached(
   computations: dict[str, list[str]], name: str, times: int
 ) -> Iterator[tuple[str, int]]:
-  """Yields each line that a computation runs, with those it calls, and how often."""
+  """Yields each line that a computation runs, with those it calls, and how often it runs."""
   for line in computations.get(name, ()):
     yield line, times
     runs = times * (_trips(computations, line) if " while(" in line else 1)
     called = _CALLED.findall(line)
     for branches in _BRANCHES.findall(line):
       called += [one.strip().lstrip("%") for one in branches.split(",")]
-    if not _COLLECTIVE.search(line):  # what a collective applies is an addition.
+    if not _COLLECTIVE.search(line):  # the computation that a collective applies is an addition.
       for one in called:
         yield from _reached(computations, one, runs)
 
 
 def _trips(computations: dict[str, list[str]], line: str) -> int:
-  """Returns how often a loop's body runs: as the compiler says, or its condition's bound."""
+  """Returns how often a loop's body runs: from the compiler, or from its condition's bound."""
   known = _TRIPS.search(line)
   if known:
     return int(known[1])
@@ -166,19 +166,19 @@ def _trips(computations: dict[str, list[str]], line: str) -> int:
 
 
 def _results(match: re.Match[str]) -> tuple[Array, ...]:
-  """Returns what a collective gives; an asynchronous one names its operands first."""
+  """Returns the results of a collective; an asynchronous one lists its operands first."""
   arrays = tuple(
     Array(dtype, tuple(int(size) for size in shape.split(",") if size))
     for dtype, shape in _ARRAY.findall(match["results"])
   )
   if match["start"] and match["results"].startswith("(") and match["kind"] != "all-reduce":
-    arrays = tuple(array for array in arrays if array.shape)  # no contexts.
+    arrays = tuple(array for array in arrays if array.shape)  # drops contexts.
     return arrays[len(arrays) // 2 :]
   return arrays
 
 
 def _groups(text: str, devices: int) -> tuple[tuple[int, ...], ...]:
-  """Returns the groups of devices, in any of the three ways in which XLA writes them."""
+  """Returns the groups of devices, in any of XLA's three notations."""
   everyone = (tuple(range(devices)),)
   if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", text):
     return tuple(_numbers(pair) for pair in re.findall(r"\{([\d,]+)", pairs[1] + "}"))

@@ -1,12 +1,12 @@
-"""Prints how much memory a run's update takes on a device, counted from the program.
+"""Prints how much memory a run's update takes on a device, computed from the program.
 
     python -m scripts.memory --config=configs/math_1b_gpu.py --shape=Qwen2.5-1.5B
     python -m scripts.memory --config=configs/math_1b.py --config.model.path=FOLDER
 
-Nothing is downloaded, and no weight is made: shapes are traced, and the jitted functions of the
-update are compiled for them. The compiler is that of the platform on which this runs: on a CPU,
-what it says of temporaries is an estimate for a GPU, since other kernels are chosen there; the
-arrays of the size of the model are the same. One device holds all of it, or its share of
+Nothing is downloaded, and no weights are made: shapes are traced, and the jitted functions of the
+update are compiled for them. The compiler is that of the platform on which this runs. On a CPU,
+its numbers for temporaries are an estimate for a GPU, because other kernels are chosen there; the
+arrays of the size of the model are the same. One device holds the whole model, or its share of
 mesh.fsdp.
 """
 
@@ -33,14 +33,14 @@ from scripts import model_shapes
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-  """Bytes of everything that the update of one device holds.
+  """Bytes of all arrays that the update holds on one device.
 
   Attributes:
-    parameters: How many numbers the model has.
-    weights: The master weights.
+    parameters: Number of parameters of the model.
+    weights: Master weights.
     optimizer: State of the optimizer.
-    reference: The frozen reference policy; 0 if the loss needs none.
-    gradients: Their sum over the microbatches of a step, to which each adds its own in place.
+    reference: Frozen reference policy; 0 if the loss needs none.
+    gradients: Sum over the microbatches of a step, to which each adds its own in place.
     differentiating: Temporaries of the gradients of a microbatch.
     stepping: Temporaries of the optimizer step, with what it does not write in place.
   """
@@ -54,22 +54,22 @@ class Memory:
   stepping: int
 
   @property
-  def of_model_size(self) -> int:
+  def model_sized(self) -> int:
     """Bytes of arrays of the model's size, while a microbatch is computed."""
     return self.weights + self.optimizer + self.reference + self.gradients
 
   @property
   def peak(self) -> int:
-    """The most that is alive at a time."""
-    return self.of_model_size + max(self.differentiating, self.stepping)
+    """Largest number of bytes that are alive at a time."""
+    return self.model_sized + max(self.differentiating, self.stepping)
 
 
 def count(model: ModelConfig, config: Any) -> Memory:
-  """Counts the memory of an update.
+  """Computes the memory of an update.
 
   Args:
-    model: Shapes.
-    config: A whole configuration; its sections loss, optim, learn, model and batching are read.
+    model: Sizes of the model.
+    config: Whole configuration; the sections loss, optim, learn, model and batching are read.
   """
   params = jax.eval_shape(lambda: transformer.init(jax.random.key(0), model))
   tx, schedule = run_options.optimizer(config)
@@ -93,14 +93,14 @@ def count(model: ModelConfig, config: Any) -> Memory:
 
 
 def nbytes(tree: Any) -> int:
-  """Returns the bytes of arrays, or of what has their shapes and dtypes."""
+  """Returns the bytes of arrays, or of anything with shapes and dtypes."""
   return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _flat(differentiate: Any, inputs: Any) -> Any:
   """Returns a function of the sums, which it consumes, and of the leaves of the other arguments.
 
-  The compiler's records of arguments are no arrays, which the types of a batch refuse.
+  The compiler's records of arguments are not arrays, so the types of a batch would reject them.
   """
   structure = jax.tree.structure(inputs)
 
@@ -112,24 +112,24 @@ def _flat(differentiate: Any, inputs: Any) -> Any:
 
 
 def _compiled(function: Any, *arguments: Any) -> Any:
-  """Returns what the compiler says of the memory of a jitted function."""
+  """Returns the compiler's figures for the memory of a jitted function."""
   return function.lower(*arguments).compile().memory_analysis()
 
 
 def _update(
   model: ModelConfig, config: Any, objective: objectives.Objective, tx: Any, schedule: Any
 ) -> train_step.Update:
-  """Makes the update as `computation` makes it for one device."""
-  of_policy = {
+  """Makes the update for one device, like `computation`."""
+  policy_options = {
     "temperature": config.sampling.temperature,
     "products": Products(config.model.compute_dtype, config.model.product_dtype),
     "remat": config.model.remat,
   }
   token_loss = None
   if computation.takes_one_sweep(config, objective):
-    token_loss = train_step.make_token_loss(model, objective, **of_policy)
+    token_loss = train_step.make_token_loss(model, objective, **policy_options)
   return train_step.make_update(
-    train_step.make_logprobs(model, implementation=config.model.logprobs, **of_policy),
+    train_step.make_logprobs(model, implementation=config.model.logprobs, **policy_options),
     tx,
     objective,
     epochs=config.learn.epochs,
@@ -162,18 +162,18 @@ def _batch(model: ModelConfig, config: Any, *, with_reference: bool) -> Batch:
 
 
 def table(memory: Memory) -> str:
-  """Returns the count as lines of text."""
+  """Returns the result as lines of text."""
   rows = [
     ("weights", memory.weights),
     ("state of the optimizer", memory.optimizer),
     ("reference policy", memory.reference),
     ("sum of the gradients", memory.gradients),
-    ("arrays of the model's size", memory.of_model_size),
+    ("arrays of the model's size", memory.model_sized),
     ("temporaries of a microbatch", memory.differentiating),
     ("temporaries of the optimizer step", memory.stepping),
     ("peak", memory.peak),
   ]
-  lines = [f"{'':36}{'bytes a parameter':>18}{'GB':>8}"]
+  lines = [f"{'':36}{'bytes/parameter':>18}{'GB':>8}"]
   lines += [
     f"{name:36}{size / memory.parameters:18.2f}{size / 1e9:8.2f}" for name, size in rows if size
   ]
@@ -193,8 +193,8 @@ def main(arguments: Sequence[str]) -> None:
   parser.add_argument(
     "--shape", choices=model_shapes.SHAPES, help="in place of the folder model.path"
   )
-  own, of_config = parser.parse_known_args(arguments)
-  config: Any = command_line.parse(of_config).config
+  own, config_arguments = parser.parse_known_args(arguments)
+  config: Any = command_line.parse(config_arguments).config
   model = _shape(own.shape or config.model.path)
   memory = count(model, config)
   rows, columns = jnp.shape(_batch(model, config, with_reference=False).tokens)

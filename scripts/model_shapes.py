@@ -1,4 +1,4 @@
-"""The sizes of well-known models, as in their config.json on the hub, without any files."""
+"""The sizes of well-known models, as in their config.json on the hub, without files."""
 
 import json
 import pathlib
@@ -57,7 +57,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def read(name: str) -> dict[str, Any]:
-  """Returns the config.json of a model's folder, or of a name of `SHAPES`.
+  """Returns the config.json of a model's folder, or of a name in `SHAPES`.
 
   Raises:
     OSError: There is no such folder, or it has no config.json.

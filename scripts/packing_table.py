@@ -3,16 +3,16 @@
     python scripts/packing_table.py
     python scripts/packing_table.py --case=math --row_tokens=1024
 
-No model and no data are read: lengths are drawn from the distribution of each case, operations are
-counted from the sizes of its model (grpo_jax/learn/operations.py). Of each step are printed
+No model and no data are read: lengths are drawn from the distribution of each case, and operations
+are counted from the sizes of its model (grpo_jax/learn/operations.py). Printed for each step:
 
     places         rows × their length, padding included
-    pairs          that attention computes, blocks of queries against the keys up to their own end
+    pairs          pairs that attention computes: blocks of queries against the keys up to their end
     of the mask    share of these pairs that the mask allows
     efficiency     tokens / places, counting every copy of a prompt
     each once      tokens / places, counting a prompt once for its group
     operations     of the update, 1e15, and of its parts: layers, attention, head
-    unlimited      the operations if every step had shapes of its own, tailored to it
+    unlimited      operations if every step had its own shapes, tailored to it
 
 docs/batching.md has the table and its conclusions.
 """
@@ -40,11 +40,11 @@ class Case:
 
   Attributes:
     model: Sizes of the model whose operations are counted.
-    load: The most that a step may hold.
+    load: Largest load of a step.
     microbatch_tokens: Value of `batching.microbatch_tokens`.
     prompt: Function that draws the number of tokens of a prompt.
     completion: Function that draws the number of tokens of a completion.
-    live: Share of the groups of which anything is computed.
+    live: Share of the groups for which anything is computed.
     steps: Number of steps to draw.
   """
 
@@ -73,14 +73,14 @@ def spread(mean_log: float, deviation: float, low: int, high: int) -> Draw:
 
 
 def _small(prompt: int, limit: int, groups: int, microbatch: int, live: float = 1.0) -> Case:
-  """Prompts of 38 tokens or so, short completions of 8: the quickstart, and the benchmark."""
+  """Returns prompts of about 38 tokens, completions of 8: the quickstart, and the benchmark."""
   load = packing.Load(prompt, limit, prompt + limit, 8, groups)
   lengths = between(35, 41), between(limit // 3, limit)
   return Case(SMOLLM2_135M, load, microbatch, *lengths, live)
 
 
 def _large(prompt: int, limit: int, of_prompt: Draw, of_completion: Draw, steps: int = 4) -> Case:
-  """32 groups of 16, as configs/math_1b.py has them."""
+  """Returns 32 groups of 16, as in configs/math_1b.py."""
   load = packing.Load(prompt, limit, prompt + limit, 16, 32)
   return Case(QWEN25_1B, load, 16384, of_prompt, of_completion, steps=steps)
 
@@ -129,8 +129,8 @@ class Count:
       self.attention += rows * cost.of_row(length, 0) - in_layers
       self.total += cost.of(one.shape)
       for piece in (piece for row in one.rows for piece in row):
-        prompt, of_group = groups[piece.group].prompt, groups[piece.group].completions
-        lengths = [of_group[i] for i in piece.completions]
+        prompt, completions = groups[piece.group].prompt, groups[piece.group].completions
+        lengths = [completions[i] for i in piece.completions]
         self.tokens += prompt + sum(lengths)
         self.mask_pairs += prompt * (prompt + 1) / 2
         self.mask_pairs += sum(n * prompt + n * (n + 1) / 2 for n in lengths)
@@ -138,9 +138,9 @@ class Count:
 
 
 def made_to_measure(groups: Sequence[packing.Sizes], case: Case, cost: packing.Cost) -> float:
-  """Returns the operations of a step whose shapes are made for it: no row and no end is padding.
+  """Returns the operations of a step whose shapes are made for it, without padding rows or ends.
 
-  The length of its rows is the cheapest; the last microbatch has as many rows as it needs.
+  Rows have the cheapest length; the last microbatch has as many rows as it needs.
   """
   longest = max((g.prompt + max(g.completions) for g in groups), default=0)
   if not longest:
@@ -160,7 +160,7 @@ def simulate(case: Case, **options: object) -> tuple[tuple[packing.Shape, ...], 
 
   Args:
     case: Lengths and limits.
-    options: Of `packing.plan`, such as row_tokens.
+    options: Arguments of `packing.plan`, such as row_tokens.
   """
   cost = operations.of_update(case.model)
   settings: dict = {"microbatch_tokens": case.microbatch_tokens, **options}
@@ -200,9 +200,9 @@ HEADER = (
 def main(arguments: Sequence[str]) -> None:
   """Prints the table."""
   parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-  parser.add_argument("--case", default="", help="only those whose name has this in it")
+  parser.add_argument("--case", default="", help="only cases whose name contains this")
   parser.add_argument("--row_tokens", type=int, help="longest row; as in a config")
-  parser.add_argument("--row_buckets", type=int, nargs="+", help="the only lengths of rows")
+  parser.add_argument("--row_buckets", type=int, nargs="+", help="the only row lengths")
   parser.add_argument("--rows_multiple", type=int, default=1, help="number of replicas")
   own = parser.parse_args(arguments)
   print(HEADER)

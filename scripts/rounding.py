@@ -1,4 +1,4 @@
-"""Measures what rounding does: to logits and gradients, and between sampler and trainer.
+"""Measures the effect of rounding on logits and gradients, and between sampler and trainer.
 
     python scripts/rounding.py FOLDER                                   # a model's own weights
     python scripts/rounding.py --sizes 4,512,1408,8,4 --family qwen2    # random weights
@@ -6,9 +6,9 @@
 
 Four computations of the same weights are compared with float64: products in float32; bfloat16
 factors with results in float32 and in bfloat16 (`model.product_dtype`); and everything in
-bfloat16, as Hugging Face's models compute it. The loss is a policy gradient on sampled
+bfloat16, as in Hugging Face's models. The loss is a policy gradient on sampled
 completions. Then each of the first three samples completions, and the logprobs that the sampler
-reports are compared with those that the trainer computes again.
+reports are compared with those that the trainer recomputes.
 
 An error is relative, by norm, over all layers: |x - x64| / |x64|.
 """
@@ -58,30 +58,31 @@ PLAIN = "all in bfloat16"
 
 
 class Rows(NamedTuple):
-  """Prompts with the completions that were sampled for them, padded on the right: [B T] each."""
+  """Prompts with their sampled completions, padded on the right: [B T] each."""
 
   tokens: np.ndarray
   is_token: np.ndarray
   is_sampled: np.ndarray
-  logprobs: np.ndarray  # As the sampler reported them; 0 elsewhere.
-  advantages: np.ndarray  # [B]: 1 and -1 in turns.
+  logprobs: np.ndarray  # As reported by the sampler; 0 elsewhere.
+  advantages: np.ndarray  # [B]: 1 and -1 in turn.
 
 
 def reference_logits(params: Any, config: ModelConfig, tokens: Any, dtype: Any) -> jax.Array:
-  """Computes the logits of plain rows, everything in one dtype, as Hugging Face's models do.
+  """Computes the logits of plain rows in one dtype throughout, like Hugging Face's models.
 
-  Products are accumulated, and norms, softmax and silu computed, in float32 at least; what they
-  give is rounded to the dtype, and so are the residual stream and the logits. It shares nothing
-  with `grpo_jax.models` but the rotary frequencies. Not to be jitted: XLA may leave out roundings.
+  Products are accumulated, and norms, softmax and silu computed, in float32 at least; their
+  results are rounded to the dtype, and so are the residual stream and the logits. The code shares
+  nothing with `grpo_jax.models` except the rotary frequencies. Do not jit it: XLA may omit
+  roundings.
 
   Args:
-    params: As `transformer.init` makes them.
-    config: Sizes and switches.
+    params: Parameters, as `transformer.init` makes them.
+    config: Sizes and switches of the model.
     tokens: Ids, [B T], padded on the right.
     dtype: float64 or bfloat16.
 
   Returns:
-    [B T V], in the dtype.
+    Logits [B T V], in the dtype.
   """
   dtype = jnp.dtype(dtype)
   wide = jnp.promote_types(dtype, jnp.float32)
@@ -133,7 +134,7 @@ def reference_logits(params: Any, config: ModelConfig, tokens: Any, dtype: Any) 
 
 
 def our_hidden(params: Any, config: ModelConfig, rows: Rows, products: Products) -> jax.Array:
-  """Computes the hidden states that the trainer's logprobs are made of, [B T D]."""
+  """Computes the hidden states from which the trainer's logprobs are computed, [B T D]."""
   positions = jnp.broadcast_to(jnp.arange(rows.tokens.shape[1]), rows.tokens.shape)
   model = transformer.Transformer(config, products)
   inputs = (jnp.asarray(rows.tokens), positions, jnp.asarray(rows.is_token, jnp.int32))
@@ -142,11 +143,11 @@ def our_hidden(params: Any, config: ModelConfig, rows: Rows, products: Products)
 
 
 def our_logprobs(params: Any, config: ModelConfig, rows: Rows, products: Products) -> jax.Array:
-  """Computes log π of every token as the trainer does, [B T]; token 0 has 0."""
+  """Computes log π of every token like the trainer, [B T]; token 0 has 0."""
   head, layout = transformer.head(params, config)
   hidden = our_hidden(params, config, rows, products)
   found = sequence_logprobs(hidden, head, jnp.asarray(rows.tokens), head_layout=layout)
-  assert not isinstance(found, tuple)  # no entropy was asked for.
+  assert not isinstance(found, tuple)  # no entropy was requested.
   return found
 
 
@@ -165,10 +166,10 @@ def policy_loss(logprobs: jax.Array, rows: Rows) -> jax.Array:
   return -jnp.sum(logprobs * weights)
 
 
-def of_reference(
+def reference_results(
   params: Any, config: ModelConfig, rows: Rows, dtype: Any
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-  """Returns logits at the places before sampled tokens, and gradients by leaf, of the reference."""
+  """Returns the reference's logits at the places before sampled tokens, and gradients by leaf."""
 
   def loss(params):
     logits = reference_logits(params, config, rows.tokens, dtype)
@@ -182,10 +183,10 @@ def of_reference(
   return _chosen(logits, rows), _by_leaf(gradients)
 
 
-def of_ours(
+def our_results(
   params: Any, config: ModelConfig, rows: Rows, products: Products
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-  """Returns the same of the program's own functions."""
+  """Returns the same for the program's own functions."""
   exact = precision.resolve(None, products.compute_dtype)
 
   def loss(params):
@@ -197,7 +198,7 @@ def of_ours(
 
 
 def _chosen(logits: jax.Array, rows: Rows) -> np.ndarray:
-  """Returns the logits of which sampled tokens were drawn, [n V]."""
+  """Returns the logits that sampled tokens were drawn from, [n V]."""
   return np.asarray(logits)[:, :-1][rows.is_sampled[:, 1:]].astype(np.float64)
 
 
@@ -253,7 +254,7 @@ def sample(
 
 
 def mismatch(params: Any, config: ModelConfig, rows: Rows, products: Products) -> dict[str, float]:
-  """Compares the logprobs that a sampler reported with those that the trainer computes."""
+  """Compares the logprobs that a sampler reported with those of the trainer."""
   exact = precision.resolve(None, products.compute_dtype)
   trainer = jax.jit(precision.scoped(lambda p: our_logprobs(p, config, rows, products), exact))(
     params
@@ -268,10 +269,10 @@ def measure(params: Any, config: ModelConfig, prompts: Sequence[Any], tokens: in
   """Measures all cases.
 
   Args:
-    params: float32.
-    config: Of the model.
-    prompts: Ids of each.
-    tokens: To be sampled for each prompt.
+    params: Parameters in float32.
+    config: Config of the model.
+    prompts: Ids of each prompt.
+    tokens: Number of tokens to sample for each prompt.
 
   Returns:
     {"logits": {case: error}, "gradients": {leaf: {case: error}}, "mismatch": {case: {name:
@@ -279,11 +280,13 @@ def measure(params: Any, config: ModelConfig, prompts: Sequence[Any], tokens: in
   """
   rows = sample(params, config, prompts, "float32", tokens)
   with jax.enable_x64(True):
-    logits, gradients = of_reference(params, config, rows, jnp.float64)
-  of_case = {name: functools.partial(of_ours, products=Products(*CASES[name])) for name in CASES}
-  of_case[PLAIN] = functools.partial(of_reference, dtype=jnp.bfloat16)
+    logits, gradients = reference_results(params, config, rows, jnp.float64)
+  by_case = {
+    name: functools.partial(our_results, products=Products(*CASES[name])) for name in CASES
+  }
+  by_case[PLAIN] = functools.partial(reference_results, dtype=jnp.bfloat16)
   found: dict[str, Any] = {"logits": {}, "gradients": {name: {} for name in gradients}}
-  for case, compute in of_case.items():
+  for case, compute in by_case.items():
     its_logits, its_gradients = compute(params, config, rows)
     found["logits"][case] = relative_error(its_logits, logits)
     for name, exact in gradients.items():
@@ -351,8 +354,8 @@ def main(arguments: Sequence[str]) -> None:
   parser.add_argument("--sizes", help="LAYERS,WIDTH,MLP,HEADS,KV_HEADS of random weights")
   parser.add_argument("--family", default="llama", choices=("llama", "qwen2", "qwen3"))
   parser.add_argument("--prompts", type=int, default=8)
-  parser.add_argument("--tokens", type=int, default=64, help="sampled for each prompt")
-  parser.add_argument("--json", type=pathlib.Path, help="where to write the numbers")
+  parser.add_argument("--tokens", type=int, default=64, help="tokens to sample for each prompt")
+  parser.add_argument("--json", type=pathlib.Path, help="file for the numbers")
   given = parser.parse_args(arguments)
   if (given.folder is None) == (given.sizes is None):
     parser.error("give a folder or --sizes")

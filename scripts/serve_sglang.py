@@ -1,10 +1,10 @@
-"""Starts one SGLang server by hand, for `engine.sglang.addresses`; Ctrl-C ends all of it.
+"""Starts one SGLang server by hand, for `engine.sglang.addresses`; Ctrl-C ends it.
 
     python scripts/serve_sglang.py MODEL_FOLDER [--port 30000] [--device cpu] [-- SGLANG ARGUMENTS]
 
-Any Python will do, with or without the trainer's packages. The server listens on this machine only;
-with another --host it needs an API key in the environment variable GRPO_JAX_SGLANG_API_KEY, under
-which the trainer looks for it too.
+Any Python works, with or without the trainer's packages. The server listens on this machine only;
+with another --host it needs an API key in the environment variable GRPO_JAX_SGLANG_API_KEY, where
+the trainer looks for it too.
 """
 
 import argparse
@@ -28,36 +28,38 @@ from grpo_jax.files import local_paths  # noqa: E402
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-  """Returns what the command line says; what follows "--" is SGLang's."""
+  """Parses the command line; arguments after "--" are passed to SGLang."""
   end = arguments.index("--") if "--" in arguments else len(arguments)
   parser = argparse.ArgumentParser(
     description=(__doc__ or "").partition("\n")[0],
-    epilog="What follows -- is given to SGLang: see `python -m sglang.launch_server --help`.",
+    epilog="Arguments after -- are passed to SGLang: see `python -m sglang.launch_server --help`.",
   )
   parser.add_argument("model", type=local_paths.argument, help="Hugging Face folder")
   parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
   parser.add_argument("--port", type=int, default=30000)
-  parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+  parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if available")
   parser.add_argument(
     "--python",
     type=local_paths.argument,
     default=ROOT / ".venv-sglang" / "bin" / "python",
-    help="of the server's environment, see scripts/install_sglang.sh",
+    help="Python of the server's environment, see scripts/install_sglang.sh",
   )
-  parser.add_argument("--dtype", default="auto", help="auto: float32 on the CPU, else the model's")
-  parser.add_argument("--max-running", type=int, default=64, help="completions side by side")
-  parser.add_argument("--context-length", type=int, help="prompt and completion")
+  parser.add_argument("--dtype", default="auto", help="auto: float32 on a CPU, else the model's")
+  parser.add_argument("--max-running", type=int, default=64, help="simultaneous completions")
+  parser.add_argument(
+    "--context-length", type=int, help="length of prompt and completion, in tokens"
+  )
   options = parser.parse_args(arguments[:end])
   options.arguments = tuple(arguments[end + 1 :])
   return options
 
 
 def follow(server: ServerProcess) -> None:
-  """Prints the log until nothing of the server is left."""
+  """Prints the log until none of the server's processes is left."""
   log = open(server.log, errors="replace")
   is_running = True
   while is_running:
-    is_running = server.is_running  # before the reading, so that the last lines are read too.
+    is_running = server.is_running  # before reading, so that the last lines are read too.
     sys.stdout.write(log.read())
     sys.stdout.flush()
     if server.log.exists() and os.stat(server.log).st_ino != os.fstat(log.fileno()).st_ino:
@@ -73,7 +75,7 @@ def main(arguments: list[str]) -> int:
   device = options.device or ("cuda" if pathlib.Path("/dev/nvidia0").exists() else "cpu")
   dtype = "float32" if (options.dtype, device) == ("auto", "cpu") else options.dtype
   if not (options.model / "config.json").exists():
-    print(f"{options.model} is no Hugging Face folder: it has no config.json", file=sys.stderr)
+    print(f"{options.model} is not a Hugging Face folder: it has no config.json", file=sys.stderr)
     return 2
   with tempfile.TemporaryDirectory(prefix="sglang-") as folder:
     launch = LaunchOptions(
@@ -97,7 +99,7 @@ def main(arguments: list[str]) -> int:
 
     was_asked = False
 
-    def stop(*_: object) -> None:  # Ctrl-C: asks; again: kills.
+    def stop(*_: object) -> None:  # first Ctrl-C: asks; second: kills.
       nonlocal was_asked
       server.kill() if was_asked else server.terminate()
       was_asked = True

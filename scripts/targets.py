@@ -1,4 +1,4 @@
-"""Chips for which XLA compiles without having one, and the memory of a program on them."""
+"""Chips for which XLA can compile without the chip, and the memory of a program on them."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from jax.experimental import topologies
 
 GIB = 2**30
 
-# What XLA asks a device about itself; an H100 SXM with 80 GB.
+# What XLA queries from a device; an H100 SXM with 80 GB.
 H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024

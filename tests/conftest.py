@@ -1,6 +1,7 @@
 """Settings of the whole suite: eight CPU devices, exact matmuls, no silent broadcasting."""
 
 import atexit
+import logging
 import os
 import shutil
 import tempfile
@@ -50,3 +51,18 @@ def model(tmp_path_factory):
   from grpo_jax.models import tiny  # only now: what is set above comes first.
 
   return tiny.write(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def noticed():
+  """The lines that the package logs during the test, notices included."""
+  lines = []
+  handler = logging.Handler()
+  handler.emit = lambda record: lines.append(record.getMessage())
+  logger = logging.getLogger("grpo_jax")
+  level = logger.level
+  logger.addHandler(handler)
+  logger.setLevel(logging.INFO)
+  yield lines
+  logger.setLevel(level)
+  logger.removeHandler(handler)

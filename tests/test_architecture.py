@@ -15,11 +15,11 @@ PACKAGE = ROOT / "grpo_jax"
 # lower floors only. Within a folder, imports are free.
 FLOORS = [
   {"types", "errors", "checked", "registry", "interrupts", "http"},
-  {"rl", "files", "compilation", "sandbox"},
+  {"rl", "files", "compilation", "sandbox", "processes"},
   {"models", "batching", "metrics"},
-  {"data", "environments", "engines", "learn", "groups", "run_folder"},
-  {"rollouts", "report"},
-  {"offline", "config"},
+  {"data", "environments", "engines", "learn", "groups"},
+  {"rollouts", "run_folder"},
+  {"offline", "config", "report"},
   {"building", "configuration"},
   {"train"},
   {"main"},

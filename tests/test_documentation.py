@@ -13,7 +13,10 @@ import configs.base
 from grpo_jax.config import command_line
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+  ROOT / "README.md",
+  *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "index.md"),
+]
 ACTIVATE = "source .venv/bin/activate"
 
 

@@ -17,7 +17,7 @@ MOST_SHAPES = 3  # each shape takes a compilation.
 
 # Attention in longer rows has longer blocks of queries, whose scores take more memory.
 LONGEST_BY_CHOICE = 4096
-# Queries that attention computes at once, as in `models.layers.packed_attention`.
+# Queries that attention computes at once, as in `grpo_kernels.attention.xla_chunked`.
 _BLOCK, _MOST_BLOCKS = 256, 16
 
 _LEAST_PLACES = 128  # a smaller microbatch spends most of its time reading the weights.

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from grpo_kernels.attention import Attention
 from jax.sharding import Mesh
 
 from grpo_jax.batching import layout, packing
@@ -142,6 +143,7 @@ def make(
       config.model.compute_dtype, config.model.product_dtype, sharding.placement(mesh)
     ),
     "remat": config.model.remat,
+    "attention": Attention(config.model.attention),
     "partition": sharding.head_partition(mesh),
   }
   exact = {"matmul_precision": matmul_precision}

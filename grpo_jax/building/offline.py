@@ -1,31 +1,111 @@
-"""From a config with mode = "offline" to the parts that are not those of online training."""
+"""The parts of a run that learns from recorded groups. Imported by such runs only."""
 
+import contextlib
 import functools
+import logging
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax.sharding import Mesh
-
 from grpo_jax import data
-from grpo_jax.batching import packing
+from grpo_jax.building.parts import Materials, Parts
+from grpo_jax.compilation.programs import Job
 from grpo_jax.config import batching_options, modes, run_options
 from grpo_jax.data.group_options import Options
 from grpo_jax.data.groups import GroupDataset
+from grpo_jax.engines.base import Engine
+from grpo_jax.engines.none import NoEngine
 from grpo_jax.environments.base import EnvironmentFactory
-from grpo_jax.learn import group_scorer as scoring
-from grpo_jax.learn import train_step
-from grpo_jax.offline import behavior
-from grpo_jax.offline import recorded as offline
+from grpo_jax.interrupts import Stopped
+from grpo_jax.learn.group_scorer import GroupScorer
+from grpo_jax.offline import behavior, recorded
 from grpo_jax.rollouts import collecting as rollout
-from grpo_jax.types import RolloutGroup
+from grpo_jax.rollouts.loop_thread import LoopThread
+from grpo_jax.types import Prompt, RolloutGroup, TrainState
+
+_log = logging.getLogger(__name__)
 
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
 Config = Any
 
 
-def opener(config: Config) -> Callable[..., GroupDataset]:
-  """Returns what opens a dataset, in place of `data.open_dataset`; the same one only once."""
+class Offline:
+  """Makes the parts of an offline run; see `parts.Mode`."""
+
+  def __init__(self, config: Config):
+    self._config = config
+    self._behavior = behavior.BehaviorLogprobs([])
+    self.opener: data.Opener = _opener(config)
+
+  def make_engine(
+    self,
+    tokenizer: data.Tokenizer,
+    folder: pathlib.Path,
+    workdir: pathlib.Path,
+    stack: contextlib.ExitStack,
+  ) -> Engine:
+    """Returns an engine that samples nothing."""
+    return NoEngine()
+
+  def engine_jobs(self, engine: Engine, state: TrainState) -> list[Job]:
+    """Returns nothing."""
+    return []
+
+  def meet_initial_policy(
+    self,
+    prompts: Callable[[], data.PromptStream],
+    scorer: GroupScorer,
+    params: Any,
+    workdir: pathlib.Path,
+  ) -> None:
+    """Describes the groups, and scores the responses whose logprobs are not recorded."""
+    opened = prompts()
+    for line in groups_lines(self._config, opened.datasets):
+      _log.info(line)
+    self._behavior = score_behavior(self._config, opened, scorer, params, workdir)
+
+  def make_parts(self, materials: Materials) -> Parts:
+    """Makes the parts from the recorded groups."""
+    config = self._config
+    rescore = make_rescore(
+      config,
+      materials.environments,
+      materials.tokenizer,
+      run_options.limits(config),
+      materials.stop,
+      materials.loop,
+    )
+    ranking = recorded.Ranking(materials.scorer, config.offline.score, rescore)
+    return Parts(
+      recorded.Recorded(self._behavior, config.offline.group_size, config.seed, rescore),
+      functools.partial(_evaluate_set, ranking=ranking, materials=materials),
+      ranking.of_step,
+    )
+
+
+def _evaluate_set(
+  params: Any,
+  prompts: Sequence[Prompt],
+  name: str,
+  *,
+  ranking: recorded.Ranking,
+  materials: Materials,
+) -> dict[str, float]:
+  """Ranks the recorded groups of one set of prompts."""
+  with materials.logger.progress(f"evaluating {name}", len(prompts)) as shown:
+    advance = functools.partial(_advance_unless, materials.stop, shown)
+    return ranking.evaluate(params, prompts, name=name, advance=advance)
+
+
+def _advance_unless(stop: Any, shown: Callable[[int], None], count: int) -> None:
+  """Shows that `count` more are done; raises Stopped if the run is asked to end."""
+  if stop:
+    raise Stopped
+  shown(count)
+
+
+def _opener(config: Config) -> Callable[..., GroupDataset]:
+  """Returns what opens a dataset, in place of `data.open_dataset`; each dataset is opened once."""
   opened: dict[str, GroupDataset] = {}
   settings = {
     "options": Options(**config.offline),
@@ -36,65 +116,53 @@ def opener(config: Config) -> Callable[..., GroupDataset]:
   def open_groups(tokenizer: data.Tokenizer, **fields: Any) -> GroupDataset:
     key = repr(sorted(fields.items()))
     if key not in opened:
-      opened[key] = offline.open_groups(tokenizer, **settings, **fields)
+      opened[key] = recorded.open_groups(tokenizer, **settings, **fields)
     return opened[key]
 
   return open_groups
 
 
 def groups_lines(config: Config, datasets: Sequence[Any]) -> Iterator[str]:
-  """Yields what is to be said of the groups of training before anything is learned from them."""
+  """Yields what a user should know of the training groups before anything is learned from them."""
   estimator = run_options.estimator(config)
   for dataset in datasets:
-    assert isinstance(dataset, GroupDataset)  # see `opener`.
+    assert isinstance(dataset, GroupDataset)  # see `_opener`.
     groups, singles = len(dataset.members), dataset.members.singles
-    told = f"{dataset.name}: {groups} recorded groups, {singles} of them of one response"
+    line = f"{dataset.name}: {groups} recorded groups, {singles} of them of one response"
     if singles and estimator.baseline != "none":
-      told += (
+      line += (
         f". NOTHING IS LEARNED FROM THESE {singles}: advantages.estimator="
         f"{config.advantages.estimator!r} compares the responses of a group;"
         " 'reinforce_pp' compares all responses of a step"
       )
-    yield told
-
-
-def make_scorer(
-  config: Config,
-  score: train_step.Scorer,
-  mesh: Mesh,
-  shapes: tuple[packing.Shape, ...],
-  cost: packing.Cost,
-) -> scoring.GroupScorer:
-  """Makes what gives logprobs of whole groups, in rows as the update has them."""
-  at_once = config.rollout.prompts_per_step
-  return scoring.GroupScorer(score, mesh, groups_at_once=at_once, shapes=shapes, cost=cost)
+    yield line
 
 
 def score_behavior(
   config: Config,
   prompts: data.PromptStream,
-  scorer: scoring.GroupScorer,
+  scorer: GroupScorer,
   params: Any,
   workdir: pathlib.Path,
 ) -> behavior.BehaviorLogprobs:
   """Has the initial policy score the responses whose logprobs are not recorded.
 
   Args:
-    config: of the run.
-    prompts: of training, at their beginning.
-    scorer: see `make_scorer`.
-    params: of the initial policy.
-    workdir: the run folder.
+    config: Config of the run.
+    prompts: Training prompts, at their beginning.
+    scorer: Scorer of whole groups.
+    params: Full weights of the initial policy.
+    workdir: Run folder.
   """
   source, size = config.offline.behavior, config.rollout.prompts_per_step
   if source == "file":
     return behavior.BehaviorLogprobs([])
   is_foreseeable = config.data.dataloader is None and not config.dynamic_sampling.enabled
   if is_foreseeable:
-    batches = offline.batches(prompts, steps=config.total_steps, prompts_per_step=size)
+    batches = recorded.batches(prompts, steps=config.total_steps, prompts_per_step=size)
   else:
-    batches = offline.all_batches(prompts.datasets, size=size, on_error=config.data.on_error)
-  print("scoring recorded responses under the initial policy", flush=True)
+    batches = recorded.all_batches(prompts.datasets, size=size, on_error=config.data.on_error)
+  _log.info("scoring recorded responses under the initial policy")
   return behavior.score_all(
     batches,
     folder=workdir / "behavior_logprobs",
@@ -110,10 +178,12 @@ def make_rescore(
   tokenizer: data.Tokenizer,
   limits: rollout.Limits,
   stop: Any = False,
+  loop: LoopThread | None = None,
 ) -> Callable[[Sequence[RolloutGroup]], list[RolloutGroup]] | None:
   """Makes what has environments score recorded responses; None if the file has the rewards."""
   if not modes.needs_environments(config):
     return None
+  common = {"limits": limits, "stop": stop, "loop": loop}
   return functools.partial(
-    offline.rescored, environments=environments, tokenizer=tokenizer, limits=limits, stop=stop
+    recorded.rescored, environments=environments, tokenizer=tokenizer, **common
   )

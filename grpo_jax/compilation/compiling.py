@@ -7,6 +7,7 @@ step, several programs at a time, and reports anything that is compiled later.
 import concurrent.futures
 import contextlib
 import dataclasses
+import logging
 import math
 import os
 import threading
@@ -20,6 +21,8 @@ import jax
 from grpo_jax.compilation import host_memory
 from grpo_jax.compilation.programs import Job
 from grpo_jax.interrupts import Stopped
+
+_log = logging.getLogger(__name__)
 
 # JAX sends this name as a scalar when a compilation begins, and as a duration when it ends. In
 # between it sends HIT, in the same thread, if the program was read from the cache on disk.
@@ -67,16 +70,15 @@ class Watch:
     self._hits: set[int] = set()  # threads whose program was found in the cache.
     self._done: list[Compilation] = []
     self._patience: dict[int, threading.Timer] = {}
-    self._tell: Callable[[str], None] | None = None  # None: reported already, or not listening.
+    self._explains = False  # whether a long compilation is still to be explained.
 
   @contextlib.contextmanager
-  def listening(self, tell: Callable[[str], None]) -> Iterator[None]:
+  def listening(self) -> Iterator[None]:
     """Watches what JAX compiles within the block.
 
-    Args:
-      tell: Function called once, with one line, when a compilation takes longer than PATIENCE_S.
+    The first compilation that takes longer than PATIENCE_S is explained in the log.
     """
-    self._tell = tell
+    self._explains = True
     jax.monitoring.register_scalar_listener(self._begin)
     jax.monitoring.register_event_listener(self._hit)
     jax.monitoring.register_event_duration_secs_listener(self._end)
@@ -86,7 +88,7 @@ class Watch:
       jax.monitoring.unregister_scalar_listener(self._begin)
       jax.monitoring.unregister_event_listener(self._hit)
       jax.monitoring.unregister_event_duration_listener(self._end)
-      self._tell = None
+      self._explains = False
       with self._lock:
         for timer in self._patience.values():
           timer.cancel()
@@ -137,7 +139,7 @@ class Watch:
     with self._lock:
       self._began.setdefault(thread, self._clock())
       self._hits.discard(thread)
-      if self._tell is not None and thread not in self._patience:
+      if self._explains and thread not in self._patience:
         timer = self._patience[thread] = threading.Timer(PATIENCE_S, self._explain)
         timer.daemon = True
         timer.start()
@@ -163,14 +165,14 @@ class Watch:
 
   def _explain(self) -> None:
     with self._lock:
-      tell, self._tell = self._tell, None
-    if tell is not None:
+      explains, self._explains = self._explains, False
+    if explains:
       of_jax = jax.config.values
       folder = of_jax["jax_compilation_cache_dir"]
       is_kept = folder and of_jax["jax_enable_compilation_cache"]
       is_kept = is_kept and math.isfinite(of_jax["jax_persistent_cache_min_compile_time_secs"])
       kept = f"once: what is compiled is kept in {folder}" if is_kept else "in every start"
-      tell(f"compiling; the run waits for it. This happens {kept}")
+      _log.info("compiling; the run waits for it. This happens %s", kept)
 
 
 def metrics(done: Sequence[Compilation]) -> dict[str, float]:
@@ -202,7 +204,7 @@ class Ahead:
 
   with Ahead(jobs, watch) as ahead:
     model = load()
-    ahead.wait(screen.progress, tell=screen.print, stop=stop)
+    ahead.wait(screen.progress, stop=stop)
   """
 
   def __init__(self, jobs: Sequence[Job], watch: Watch, *, threads: int | None = None):
@@ -227,14 +229,11 @@ class Ahead:
     """Cancels jobs that have not started; does not wait for the others."""
     self._pool.shutdown(wait=False, cancel_futures=True)
 
-  def wait(
-    self, progress: Progress, *, tell: Callable[[str], None] = lambda line: None, stop: Any = False
-  ) -> None:
-    """Waits with a progress bar until everything is compiled, then reports how long it took.
+  def wait(self, progress: Progress, *, stop: Any = False) -> None:
+    """Waits with a progress bar until everything is compiled, then logs how long it took.
 
     Args:
       progress: Function that shows the progress bar.
-      tell: Function called with one line at the end.
       stop: Flag that becomes true when the run is asked to end.
 
     Raises:
@@ -256,7 +255,8 @@ class Ahead:
     of_jobs = [one for one in self._watch.so_far() if one.job]
     kept = sum(one.is_kept for one in of_jobs)
     took = time.monotonic() - self._began
-    tell(f"programs: {len(of_jobs) - kept} compiled, {kept} read from the cache, in {took:.1f} s")
+    compiled = len(of_jobs) - kept
+    _log.info("programs: %d compiled, %d read from the cache, in %.1f s", compiled, kept, took)
 
 
 def threads_for(jobs: int) -> int:

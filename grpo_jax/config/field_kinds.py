@@ -52,6 +52,7 @@ KINDS: Mapping[str, checked.Kind] = {
   "model.matmul_precision": checked.choice(precision.PRECISIONS, none=True),
   "model.remat": checked.choice(("full", "dots", "none")),
   "model.logprobs": checked.text(none=True),
+  "model.attention": checked.text(none=True),
   "mesh.data": _AXIS,
   "mesh.fsdp": _AXIS,
   "mesh.tensor": _AXIS,

@@ -1,4 +1,4 @@
-"""Files, hub datasets and tasks → prompts, in a reproducible, resumable order."""
+"""Turns files, hub datasets and tasks into prompts, in a reproducible, resumable order."""
 
 import functools
 import math
@@ -66,27 +66,26 @@ def make(
   """Makes the stream of training prompts.
 
   Args:
-    tokenizer: of the model.
-    datasets: what differs between several datasets, a mapping each; empty: `shared` is the one
+    tokenizer: Tokenizer of the model.
+    datasets: What differs between several datasets, one mapping each; empty: `shared` is the only
       dataset.
-    shuffle: whether every epoch has an order of its own.
-    seed: of that order.
-    epochs: passes over the data; None: without end. Of several loaders, the first whose passes
-      are over ends the stream.
+    shuffle: Whether every epoch has its own order.
+    seed: Random seed of that order.
+    epochs: Passes over the data; None: unlimited. With several loaders, the stream ends as soon as
+      one of them is exhausted.
     on_error: "stop" or "skip", for broken rows.
-    num_prompts_per_dataloader: each dataset has a loader of its own, and gives so many prompts
-      in turn.
-    dataloader: a function that takes from the datasets' loaders: "by_success" or the dotted
-      path of one's own; see `loaders`.
-    dataloader_args: its further arguments.
-    state: where to go on, from `state()` of an earlier stream.
-    opener: what opens a dataset; that of recorded groups is `offline.open_groups`.
-    **shared: see `prompts.open_dataset`; and `weight`.
+    num_prompts_per_dataloader: Number of prompts that each dataset's own loader gives in turn.
+    dataloader: Function that takes from the datasets' loaders: "by_success" or the dotted
+      path of another function; see `loaders`.
+    dataloader_args: Further arguments of that function.
+    state: Where to continue, from `state()` of an earlier stream.
+    opener: Function that opens a dataset; for recorded groups it is `offline.open_groups`.
+    **shared: Arguments of `prompts.open_dataset`; and `weight`.
 
   Raises:
-    FileNotFoundError: a file does not exist.
-    ImportError: a source needs a library that is not installed.
-    ValueError: a field is unknown or makes no sense.
+    FileNotFoundError: A file does not exist.
+    ImportError: A source needs a library that is not installed.
+    ValueError: A field is unknown or has an invalid value.
   """
   found = settings.training(shared, datasets)
   weights = {name: one.pop("weight", None) for name, one in found.items()}
@@ -104,7 +103,7 @@ def make(
     made[name] = Loader(
       members,
       shuffle=shuffle,
-      # Loaders side by side have orders of their own, whatever their place in the list.
+      # Every loader has its own order, whatever its position in the list.
       seed=[seed, zlib.crc32(name.encode())] if len(parts) > 1 else seed,
       epochs=epochs,
       on_error=on_error,
@@ -123,13 +122,13 @@ def make_dataloader(
   """Returns the function that takes the prompts of a step, and whether it needs past metrics.
 
   Args:
-    weights: of the datasets, by name; None: not given.
-    num_prompts_per_dataloader: as for `make`.
-    dataloader: as for `make`.
-    dataloader_args: as for `make`.
+    weights: Weights of the datasets, by name; None: not given.
+    num_prompts_per_dataloader: As for `make`.
+    dataloader: As for `make`.
+    dataloader_args: As for `make`.
 
   Raises:
-    ValueError: several ways are asked for at once, or one cannot work.
+    ValueError: Several ways are requested at once, or one cannot work.
   """
   given = {name: weight for name, weight in weights.items() if weight is not None}
   ways = {
@@ -139,7 +138,7 @@ def make_dataloader(
   }
   asked = [way for way, is_asked in ways.items() if is_asked]
   if len(asked) > 1:
-    raise ValueError(f"data: give one of {', '.join(asked)}; each says where prompts come from")
+    raise ValueError(f"data: give only one of {', '.join(asked)}; each decides which prompts come")
   if dataloader_args and dataloader is None:
     raise ValueError("data.dataloader_args needs data.dataloader, the function that takes them")
   if dataloader is not None:
@@ -147,8 +146,10 @@ def make_dataloader(
       function(dataloader) if "." in dataloader else choose("dataloader", dataloader, DATALOADERS)
     )
     usual = ("num_prompts", "records", "memory")
-    of_loaders = functools.partial(chosen, {})  # whatever its first parameter is called.
-    check_arguments(f"data.dataloader {dataloader}", of_loaders, dataloader_args or {}, usual=usual)
+    from_loaders = functools.partial(chosen, {})  # the name of its first parameter does not matter.
+    check_arguments(
+      f"data.dataloader {dataloader}", from_loaders, dataloader_args or {}, usual=usual
+    )
     if chosen is curriculum.by_success:
       curriculum.check(**(dataloader_args or {}))
     return functools.partial(chosen, **(dataloader_args or {})), True
@@ -171,7 +172,7 @@ def make_dataloader(
 
 
 def first_prompts(dataset: Dataset, count: int) -> list[Prompt]:
-  """Returns the prompts of the first `count` rows of a dataset, without those that are broken."""
+  """Returns the prompts of the first `count` rows of a dataset, without broken rows."""
   found = Skipped()
   rows = range(min(count, len(dataset)))
   made = [found.guard(lambda row=row: dataset.prompt(row, epoch=0), "skip") for row in rows]

@@ -1,4 +1,4 @@
-"""A tokenizer of 256 bytes and three marks: for tests and dry runs. Pure."""
+"""A tokenizer of 256 bytes and three marks, for tests and dry runs. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ _MARKS = {PAD: "<pad>", END: "<end>", ROLE: "<role>"}
 
 
 class ByteTokenizer:
-  """One id a byte of UTF-8. A chat is `<role>user\\n…<end><role>assistant\\n`."""
+  """One id per byte of UTF-8. A chat is `<role>user\\n…<end><role>assistant\\n`."""
 
   vocab_size = 259
   stop_ids = (END,)

@@ -7,7 +7,7 @@ from typing import Any
 from grpo_jax.data.loaders import MAX_RECORDS, Loader, Records
 from grpo_jax.types import Prompt
 
-METRICS = ("reward_mean", "accuracy")  # of a dataset, that rise as it is solved.
+METRICS = ("reward_mean", "accuracy")  # metrics of a dataset that rise as it is solved.
 
 
 def by_success(
@@ -21,32 +21,32 @@ def by_success(
   window: int = 2,
   review_share: float = 0.0,
 ) -> list[Prompt]:
-  """Takes prompts from one dataset until it is solved, then from the next one of the list.
+  """Takes prompts from one dataset until it is solved, then from the next in the list.
 
   Args:
-    loaders: by name, the easiest first.
-    num_prompts: to be returned.
-    records: of past steps; `data/NAME/METRIC` of the present dataset is read.
-    memory: the level, and the first step of it.
-    threshold: mean of the metric over `window` steps from which on a dataset counts as solved.
-    metric: "reward_mean", or "accuracy" where the environment tells it.
-    window: steps of a dataset before it is judged.
-    review_share: share of the prompts that goes on coming from the datasets already solved.
+    loaders: Loaders by name, the easiest first.
+    num_prompts: Number of prompts to return.
+    records: Metrics of past steps; `data/NAME/METRIC` of the present dataset is read.
+    memory: The level, and the first step of it.
+    threshold: Mean of the metric over `window` steps at which a dataset counts as solved.
+    metric: "reward_mean", or "accuracy" if the environment reports it.
+    window: Number of steps of a dataset before it is judged.
+    review_share: Share of the prompts that still comes from the datasets already solved.
 
   Returns:
     The prompts; those of solved datasets last.
 
   Raises:
-    ValueError: the records of the present dataset lack the metric.
+    ValueError: The records of the present dataset lack the metric.
   """
   names = list(loaders)
   level = min(memory.setdefault("level", 0), len(names) - 1)
   since = memory.setdefault("since", 0)
-  of_level = [record for record in records if record["step"] >= since]
+  at_level = [record for record in records if record["step"] >= since]
   key, prompts_key = f"data/{names[level]}/{metric}", f"data/{names[level]}/prompts"
-  if any(prompts_key in record and key not in record for record in of_level):
-    raise ValueError(f"by_success: no metric {key!r} is told of the dataset's prompts")
-  values = [record[key] for record in of_level if key in record][-window:]
+  if any(prompts_key in record and key not in record for record in at_level):
+    raise ValueError(f"by_success: no metric {key!r} is reported for the dataset's prompts")
+  values = [record[key] for record in at_level if key in record][-window:]
   if len(values) == window and sum(values) / window >= threshold and level + 1 < len(names):
     memory["level"] = level = level + 1
     memory["since"] = int(records[-1]["step"]) + 1
@@ -64,7 +64,7 @@ def check(
   window: object = 2,
   review_share: object = 0.0,
 ) -> None:
-  """Raises ValueError for arguments of `by_success` with which it could never climb, or fails."""
+  """Raises ValueError for arguments of `by_success` that are invalid or can never be reached."""
   if not isinstance(threshold, (int, float)) or not math.isfinite(threshold):
     raise ValueError(f"by_success: threshold must be a number, got {threshold!r}")
   if metric not in METRICS:

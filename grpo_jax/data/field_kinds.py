@@ -1,4 +1,4 @@
-"""What the fields of a dataset and of the order of prompts may be. Pure."""
+"""The types and ranges of the fields of a dataset and of the order of prompts. Pure."""
 
 from collections.abc import Mapping
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from grpo_jax.models.sources import default_cache
 
+_log = logging.getLogger(__name__)
+
 _SAMPLES = 16
 _SAMPLE_BYTES = 1 << 16
 
@@ -40,7 +42,7 @@ def derived(path: Path, kind: str, build: Callable[[Path], None]) -> Path:
     shelf.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{kind}-", dir=shelf))
   except OSError as error:
-    logging.warning("no cache for the index of %s: %s", path, error)
+    _log.warning("no cache for the index of %s: %s", path, error)
     return _temporary(build)
   try:
     build(unfinished)

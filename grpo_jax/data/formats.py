@@ -1,7 +1,7 @@
-"""One row of a data file → Record: strict, with file:line in every error. Pure.
+"""Reads one row of a data file as a Record: strict, with file:line in every error. Pure.
 
 A row is a JSON object. It keeps all its fields: those that are not part of the prompt
-travel to the environment untouched, in `Prompt.info`.
+are passed to the environment unchanged, in `Prompt.info`.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class RowError(ExpectedFailure, ValueError):
-  """A row that cannot be used. Its text is "file:line: reason"."""
+  """A row that cannot be used. Its message is "file:line: reason"."""
 
   def __init__(self, where: str, reason: str):
     super().__init__(f"{where}: {reason}")
@@ -28,7 +28,7 @@ class RowError(ExpectedFailure, ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Record:
-  """A task in words: what the chat template gets, and what the environment gets."""
+  """A task as text: what the chat template gets, and what the environment gets."""
 
   messages: tuple[Mapping[str, Any], ...]
   info: Mapping[str, Any]
@@ -36,7 +36,7 @@ class Record:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptStyle:
-  """How the words of a row become messages."""
+  """How the text of a row becomes messages."""
 
   input_key: str = "problem"
   output_key: str | None = "expected_answer"  # None: the rows have no answer.
@@ -52,11 +52,11 @@ def parse_line(line: bytes, where: str) -> dict[str, Any]:
   """Reads one line of a JSONL file.
 
   Args:
-    line: the bytes of the line; a byte order mark in front is allowed.
-    where: "file:line", for errors.
+    line: Bytes of the line; a leading byte order mark is allowed.
+    where: Place of the line, "file:line", for errors.
 
   Raises:
-    RowError: the line is no UTF-8, no JSON (NaN and Infinity are none), or no object.
+    RowError: The line is not UTF-8, not JSON (NaN and Infinity are not allowed), or not an object.
   """
   try:
     text = line.removeprefix(b"\xef\xbb\xbf").decode("utf-8")
@@ -74,13 +74,13 @@ def parse_line(line: bytes, where: str) -> dict[str, Any]:
 
 
 def fill_template(template: str, problem: str) -> str:
-  r"""Puts the problem where the template says {}.
+  r"""Inserts the problem where the template says {}.
 
-  `{{}}` writes a literal `{}`, and the braces of a LaTeX command (`\boxed{}`) stay. All
-  other braces, of the template and of the problem, stay too.
+  `{{}}` writes a literal `{}`, and the braces of a LaTeX command (`\boxed{}`) are kept. All
+  other braces, of the template and of the problem, are kept as well.
 
   Raises:
-    ValueError: the template has no {}.
+    ValueError: The template has no {}.
   """
   places = 0
 
@@ -100,7 +100,7 @@ def fill_template(template: str, problem: str) -> str:
 
 
 def from_problem(row: Mapping[str, Any], where: str, style: PromptStyle) -> Record:
-  """Reads `{"problem": …, "expected_answer": …}`, under whatever names the style gives."""
+  """Reads `{"problem": …, "expected_answer": …}`, with the field names of the style."""
   problem = _text(row, style.input_key, where)
   answer = {} if style.output_key is None else {"expected_answer": _answer(row, style, where)}
   extra = {k: v for k, v in row.items() if k not in (style.input_key, style.output_key)}
@@ -113,9 +113,9 @@ def from_problem(row: Mapping[str, Any], where: str, style: PromptStyle) -> Reco
 def from_messages(row: Mapping[str, Any], where: str, style: PromptStyle) -> Record:
   """Reads a chat, `{"messages": [{"role", "content"}, …]}`.
 
-  A last message of the assistant is the expected answer and no part of the prompt;
-  without one, the field `output_key` is, if the row has it. The prompt template
-  is put around the last message of the user.
+  If the last message is the assistant's, it is the expected answer and not part of the prompt;
+  otherwise the answer is the field `output_key`, if the row has it. The prompt template
+  is put around the user's last message.
   """
   messages = _messages(row, where)
   expected: dict[str, Any] = {}
@@ -136,7 +136,7 @@ def from_messages(row: Mapping[str, Any], where: str, style: PromptStyle) -> Rec
 
 
 def from_any(row: Mapping[str, Any], where: str, style: PromptStyle) -> Record:
-  """Tells a generated task, a chat (`messages`, and no input key) and a problem apart."""
+  """Distinguishes a generated task, a chat (`messages`, and no input key) and a problem."""
   if {"entry", "task", "task_args"} <= row.keys():
     return from_task(row, where, style)
   is_chat = "messages" in row and style.input_key not in row
@@ -144,8 +144,8 @@ def from_any(row: Mapping[str, Any], where: str, style: PromptStyle) -> Record:
 
 
 def from_task(row: Mapping[str, Any], where: str, style: PromptStyle) -> Record:
-  """Reads a row of ReasoningGymSource. Its answer may be anything, and the whole entry,
-  which the task's own scorer asks for, goes to the environment."""
+  """Reads a row of ReasoningGymSource. Its answer may be anything; the whole entry is passed to
+  the environment, because the task's own scorer needs it."""
   entry = row["entry"]
   problem = _check_text(entry["question"], "the question", where)
   return Record(
@@ -155,7 +155,7 @@ def from_task(row: Mapping[str, Any], where: str, style: PromptStyle) -> Record:
 
 
 def loss_multiplier(row: Mapping[str, Any], where: str) -> float:
-  """Returns the row's `loss_multiplier`: 1 without one, 0 to learn nothing from it."""
+  """Returns the row's `loss_multiplier`: 1 if it has none, 0 to learn nothing from it."""
   value = row.get("loss_multiplier")
   if value is None:
     return 1.0
@@ -165,10 +165,10 @@ def loss_multiplier(row: Mapping[str, Any], where: str) -> float:
 
 
 def lookup(row: Mapping[str, Any], key: str, where: str) -> Any:
-  """Returns a field; "answers.text.0" goes into nested objects and lists.
+  """Returns a field; "answers.text.0" refers to a field in nested objects and lists.
 
   Raises:
-    RowError: the row has no such field.
+    RowError: The row has no such field.
   """
   if key in row or "." not in key:
     return _field(row, key, where)
@@ -190,7 +190,7 @@ def merged(extra: Mapping[str, Any], standard: Mapping[str, Any]) -> dict[str, A
 
 
 def ask(problem: str, style: PromptStyle) -> tuple[Mapping[str, Any], ...]:
-  """Returns the messages that pose a problem: the system's, if there is one, and the user's."""
+  """Returns the messages that pose a problem: the system's, if any, and the user's."""
   return _with_system([{"role": "user", "content": _styled(problem, style)}], style)
 
 
@@ -203,7 +203,7 @@ def _styled(problem: str, style: PromptStyle) -> str:
 def _with_system(
   messages: Sequence[Mapping[str, Any]], style: PromptStyle
 ) -> tuple[Mapping[str, Any], ...]:
-  """Puts the system prompt in front, unless the chat has one of its own."""
+  """Puts the system prompt in front, unless the chat has its own."""
   if style.system_prompt is None or messages[0]["role"] in ("system", "developer"):
     return tuple(messages)
   return ({"role": "system", "content": style.system_prompt}, *messages)
@@ -214,15 +214,15 @@ def _text(row: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def _answer(row: Mapping[str, Any], style: PromptStyle, where: str) -> str:
-  """The expected answer as text; a JSON number is taken as it is written."""
+  """Returns the expected answer as text; a JSON number keeps its notation."""
   return as_answer(lookup(row, str(style.output_key), where), repr(style.output_key), where)
 
 
 def as_answer(value: Any, name: str, where: str) -> str:
-  """Returns an answer as text; a JSON number is taken as it is written.
+  """Returns an answer as text; a JSON number keeps its notation.
 
   Raises:
-    RowError: it is empty, or neither text nor finite number.
+    RowError: It is empty, or neither a string nor a finite number.
   """
   if isinstance(value, (int, float)) and not isinstance(value, bool):
     if not math.isfinite(value):
@@ -232,7 +232,7 @@ def as_answer(value: Any, name: str, where: str) -> str:
 
 
 def as_text(value: Any, name: str, where: str) -> str:
-  """Returns a text that is not empty; raises RowError for anything else."""
+  """Returns a string that is not empty; raises RowError for anything else."""
   if not isinstance(value, str):
     raise RowError(where, f"{name} must be a string, got {_type_name(value)}")
   return _check_text(value, name, where)
@@ -286,7 +286,7 @@ def _type_name(value: Any) -> str:
 
 
 def refuse_constant(name: str) -> None:
-  """Refuses NaN and Infinity, which Python's reader of JSON would take."""
+  """Rejects NaN and Infinity, which Python's JSON reader would accept."""
   raise ValueError(f"{name} is not JSON")
 
 

@@ -10,7 +10,7 @@ from grpo_jax.registry import check_arguments, function
 class FunctionSource:
   """Rows of a function `(*, seed, **task_args) -> fields`; row r has the seed `seed + r`.
 
-  Nothing is stored: a row is made when it is read, the same one every time.
+  Nothing is stored: a row is made whenever it is read, always the same.
   """
 
   def __init__(
@@ -22,17 +22,17 @@ class FunctionSource:
     task_args: Mapping[str, Any] | None = None,
     name: str | None = None,
   ):
-    """Finds the function and makes the first row.
+    """Loads the function and makes the first row.
 
     Args:
-      path: dotted path of the function.
-      size: number of rows.
-      seed: of row 0. Two datasets share rows unless their seeds are at least `size` apart.
-      task_args: further keyword arguments of the function.
-      name: of the dataset; "FUNCTION-SEED" if None.
+      path: Dotted path of the function.
+      size: Number of rows.
+      seed: Seed of row 0. Two datasets share rows unless their seeds are at least `size` apart.
+      task_args: Further keyword arguments of the function.
+      name: Name of the dataset; None: "FUNCTION-SEED".
 
     Raises:
-      ValueError: there is no such function, it refuses its arguments, or makes no mapping.
+      ValueError: There is no such function, it rejects its arguments, or does not return a mapping.
     """
     if size < 1:
       raise ValueError(f"size must be at least 1, got {size}")
@@ -44,7 +44,7 @@ class FunctionSource:
     check_arguments(f"data.task {path}", self._make, self._args, usual=["seed"])
     first = self._make(seed=seed, **self._args)
     if not isinstance(first, Mapping):
-      raise ValueError(f"{path} must make a mapping of fields, it made {first!r:.100}")
+      raise ValueError(f"{path} must return a mapping of fields, it returned {first!r:.100}")
 
   def __len__(self) -> int:
     return self._size

@@ -1,4 +1,4 @@
-"""Rows of reasoning-gym tasks: generated when they are read, never stored."""
+"""Rows of reasoning-gym tasks: generated whenever they are read, never stored."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -23,18 +23,18 @@ class ReasoningGymSource:
     task_args: Mapping[str, Any] | None = None,
     name: str | None = None,
   ):
-    """Sets the task up.
+    """Creates the task.
 
     Args:
-      task: name of a reasoning-gym dataset, e.g. "chain_sum".
-      size: number of rows.
-      seed: of the generator. Most tasks generate row r from seed + r: two datasets share
+      task: Name of a reasoning-gym dataset, e.g. "chain_sum".
+      size: Number of rows.
+      seed: Seed of the generator. Most tasks generate row r from seed + r: two datasets share
         rows unless their seeds are at least `size` apart.
-      task_args: further arguments of the task, e.g. {"max_terms": 2}.
-      name: of the dataset; "TASK-SEED" if None.
+      task_args: Further arguments of the task, e.g. {"max_terms": 2}.
+      name: Name of the dataset; None: "TASK-SEED".
 
     Raises:
-      ValueError: there is no such task, or it refuses an argument.
+      ValueError: There is no such task, or it rejects an argument.
     """
     self.name = name or f"{task}-{seed}"
     self._task = task
@@ -56,7 +56,7 @@ class ReasoningGymSource:
 
 
 def make_task(task: str, args: Mapping[str, Any]) -> Any:
-  """Creates a reasoning-gym dataset; its errors name what there is."""
+  """Creates a reasoning-gym dataset; errors list the valid names."""
   import reasoning_gym
   from reasoning_gym.factory import DATASETS
 
@@ -71,4 +71,4 @@ def make_task(task: str, args: Mapping[str, Any]) -> Any:
   try:
     return reasoning_gym.create_dataset(task, **args)
   except (AssertionError, AttributeError, TypeError, ValueError) as error:
-    raise ValueError(f"reasoning-gym task {task!r} refuses {dict(args)}: {error}") from error
+    raise ValueError(f"reasoning-gym task {task!r} rejects {dict(args)}: {error}") from error

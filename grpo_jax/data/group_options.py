@@ -11,9 +11,9 @@ from grpo_jax import checked
 from grpo_jax.data import ranks
 from grpo_jax.data.recorded import Style
 
-# Where the logprobs under the policy that sampled a response come from; see `behavior`.
+# Sources of the logprobs under the policy that sampled a response; see `behavior`.
 SOURCES = ("auto", "file", "initial")
-# How the tokens' logprobs become the score of a response; see `ranking`.
+# Ways to turn the tokens' logprobs into the score of a response; see `ranking`.
 SCORES = ("mean", "sum")
 
 KINDS: Mapping[str, checked.Kind] = {

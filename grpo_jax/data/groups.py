@@ -23,6 +23,8 @@ from grpo_jax.data.sources import RowSource
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
 
+_log = logging.getLogger(__name__)
+
 RECORDED = "recorded"  # stands for an environment where the file has the rewards.
 UNKNOWN_VERSION = -1  # of weights that are not of this run.
 _GROUP = "recorded group"  # in the info of a prompt.
@@ -360,7 +362,7 @@ def index_groups(
       return Members(every, np.arange(len(source) + 1), is_whole=True)
     groups.setdefault(_short(key), []).append(row)
   if reasons:
-    logging.warning("data: %s broken rows; first:\n  %s", broken, "\n  ".join(reasons))
+    _log.warning("data: %s broken rows; first:\n  %s", broken, "\n  ".join(reasons))
   if not groups:
     raise ValueError(f"no row of {source.name!r} can be used: {broken} are broken")
   sizes = [len(rows) for rows in groups.values()]

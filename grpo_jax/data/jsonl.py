@@ -1,4 +1,4 @@
-"""JSONL files of any size: the lines are found once, and rows are read where they stand."""
+"""JSONL files of any size: the lines are located once, and rows are read in place."""
 
 import dataclasses
 import os
@@ -12,19 +12,19 @@ from jaxtyping import Bool, Int, Shaped
 
 from grpo_jax.data import file_cache, formats
 
-MOST_BYTES = 1 << 28  # of a line: far above every row that fits a model.
+MOST_BYTES = 1 << 28  # longest line: far above every row that fits a model.
 _CHUNK_BYTES = 1 << 22
-_CACHED_BYTES = 1 << 25  # the index of a smaller file is made anew, in a fraction of a second.
+_CACHED_BYTES = 1 << 25  # smaller files are indexed again in a fraction of a second.
 _NEWLINE = 10
 _BLANK = np.isin(np.arange(256), np.frombuffer(b" \t\n\v\f\r", np.uint8))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LineIndex:
-  """Where the lines of a file begin: 8 bytes a line, and 4 more if some are blank."""
+  """Where the lines of a file begin: 8 bytes per line, and 4 more if some are blank."""
 
   starts: Int[np.ndarray, " lines"]  # byte offsets of all lines, then the file's size.
-  filled: Shaped[np.ndarray, " rows"] | None  # numbers of the lines not blank; None: all.
+  filled: Shaped[np.ndarray, " rows"] | None  # numbers of the lines that are not blank; None: all.
 
   def __len__(self) -> int:
     return len(self.starts) - 1 if self.filled is None else len(self.filled)
@@ -35,10 +35,10 @@ class LineIndex:
 
 
 def index_lines(path: Path) -> LineIndex:
-  """Finds the lines of a file that are not blank, reading it once in pieces.
+  """Locates the lines of a file that are not blank, reading it once in pieces.
 
   Returns:
-    The index. Only it is kept in memory, never the file.
+    The index. Only the index is kept in memory, never the file.
   """
   found = list(_scan(path))
   starts = np.concatenate([np.zeros(1, np.int64), *(ends for ends, _ in found)])
@@ -47,7 +47,7 @@ def index_lines(path: Path) -> LineIndex:
 
 
 def open_index(path: Path) -> LineIndex:
-  """Returns the index of a file; that of a large one is built once, kept, and not read whole."""
+  """Returns the index of a file; that of a large file is built once, stored, and memory-mapped."""
   if path.stat().st_size < _CACHED_BYTES:
     return index_lines(path)
   folder = file_cache.derived(path, "lines-1", lambda folder: _write_index(path, folder))
@@ -57,7 +57,7 @@ def open_index(path: Path) -> LineIndex:
 
 
 def _write_index(path: Path, folder: Path) -> None:
-  """Writes the index piece by piece, so that memory does not grow with the file."""
+  """Writes the index in pieces, so that memory does not grow with the file."""
   lines = rows = 0
   with (folder / "starts").open("wb") as starts, (folder / "filled").open("wb") as filled:
     starts.write(np.zeros(1, np.int64).tobytes())
@@ -66,7 +66,7 @@ def _write_index(path: Path, folder: Path) -> None:
       numbers = lines + np.flatnonzero(has_text)
       filled.write(numbers.astype(np.uint32).tobytes())
       lines, rows = lines + len(ends), rows + len(numbers)
-  if rows in (lines, 0):  # nothing to look up; NumPy maps no empty file.
+  if rows in (lines, 0):  # nothing to look up; NumPy cannot map an empty file.
     (folder / "filled").unlink()
   if not rows:
     raise ValueError(f"{path} has no rows")
@@ -74,7 +74,7 @@ def _write_index(path: Path, folder: Path) -> None:
 
 def _scan(path: Path) -> Iterator[tuple[Int[np.ndarray, " lines"], Bool[np.ndarray, " lines"]]]:
   """Yields, for pieces of a file, where lines end and which of them are not blank."""
-  offset, begun, has_text = 0, 0, False  # of the unfinished line: its start, whether it has text.
+  offset, begun, has_text = 0, 0, False  # begun, has_text: start and content of an unfinished line.
   with path.open("rb") as file:
     while chunk := file.read(_CHUNK_BYTES):
       data = np.frombuffer(chunk, np.uint8)
@@ -93,7 +93,7 @@ def _scan(path: Path) -> Iterator[tuple[Int[np.ndarray, " lines"], Bool[np.ndarr
 def _has_text(
   chunk: bytes, data: Int[np.ndarray, " bytes"] | Any, bounds: Int[np.ndarray, " _"]
 ) -> Bool[np.ndarray, " _"]:
-  """Tells which pieces between bounds are not blank; nearly all begin with a brace."""
+  """Returns which pieces between bounds are not blank; nearly all begin with a brace."""
   starts, stops = bounds[:-1], bounds[1:]
   first = data[np.minimum(starts, len(data) - 1)]
   texts = (starts < stops) & ~_BLANK[first]
@@ -103,25 +103,25 @@ def _has_text(
 
 
 class JsonlSource:
-  """Rows of a JSONL file, read one by one where they stand: a file of any size opens."""
+  """Rows of a JSONL file, read one by one in place, so that a file of any size can be opened."""
 
   def __init__(self, path: str | Path, *, name: str | None = None):
     """Indexes the file.
 
     Args:
-      path: a file of one JSON object a line; blank lines are skipped.
-      name: of the dataset; the file's name without its ending if None.
+      path: File with one JSON object per line; blank lines are skipped.
+      name: Name of the dataset; None: the file's name without its extension.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: the file has no rows, or is compressed.
+      FileNotFoundError: There is no such file.
+      ValueError: The file has no rows, or is compressed.
     """
     self.path = Path(path)
     self.name = name or self.path.stem
     self._file = os.open(self.path, os.O_RDONLY)
     weakref.finalize(self, os.close, self._file)
     if os.pread(self._file, 2, 0) == b"\x1f\x8b":
-      raise ValueError(f"{path} is compressed by gzip; rows are read by place: unpack it first")
+      raise ValueError(f"{path} is compressed with gzip; rows are read in place: unpack it first")
     self._stat = os.fstat(self._file)
     self._index = open_index(self.path)
     if not len(self):
@@ -144,7 +144,7 @@ class JsonlSource:
       now = os.fstat(self._file)
       if (now.st_size, now.st_mtime_ns) == (self._stat.st_size, self._stat.st_mtime_ns):
         raise
-      raise ValueError(f"{self.path} was changed while it is read: {error.reason}") from error
+      raise ValueError(f"{self.path} was changed while it was read: {error.reason}") from error
 
   def where(self, row: int) -> str:
     return f"{self.path}:{self._index.line(row) + 1}"

@@ -2,11 +2,12 @@
 
 Such a function gets all loaders by name and returns the next prompts:
 
-    def dataloader(loaders, *, num_prompts, records, memory, **settings) -> list[Prompt]
+  def dataloader(loaders, *, num_prompts, records, memory, **settings) -> list[Prompt]
 
-`records` are the metrics of past steps, oldest first, each with its "step"; `memory` is a
-dictionary of the function's own, which checkpoints keep: JSON values only. Loaders keep their
-places themselves. So a resumed run goes on exactly, if the function depends on nothing else.
+`records` are the metrics of past steps, oldest first, each with its "step". `memory` is a
+dictionary of the function's own, which is stored in checkpoints: JSON values only. Loaders keep
+their own positions. A resumed run therefore continues exactly, if the function depends on nothing
+else.
 """
 
 import bisect
@@ -24,13 +25,13 @@ from grpo_jax.data.prompts import Dataset
 from grpo_jax.data.skipped import OnError, Skipped
 from grpo_jax.types import Prompt
 
-MAX_RECORDS = 32  # steps whose metrics a dataloader function sees.
+MAX_RECORDS = 32  # number of steps whose metrics a dataloader function sees.
 Records = Sequence[Mapping[str, float | int]]
 Dataloader = Callable[..., list[Prompt]]
 
 
 class Loader:
-  """Prompts of datasets that follow each other, in training order. Its state is one integer."""
+  """Prompts of consecutive datasets, in training order. Its state is one integer."""
 
   def __init__(
     self,
@@ -42,31 +43,31 @@ class Loader:
     on_error: OnError,
     cursor: int = 0,
   ):
-    """Places the loader at a cursor.
+    """Positions the loader at a cursor.
 
     Args:
-      datasets: what is read; an epoch has every row of all of them.
-      shuffle: whether every epoch has an order of its own, over all rows, drawn from seed and
-        epoch; else the datasets follow each other in their own order.
-      seed: of the order.
-      epochs: passes over the datasets; None: without end.
-      on_error: "stop": a broken row raises; "skip": it is counted, shown and passed over.
-      cursor: where to go on, from an earlier loader of the same settings.
+      datasets: Datasets to read; an epoch has every row of all of them.
+      shuffle: Whether every epoch has its own order, over all rows, drawn from seed and
+        epoch; otherwise the datasets follow each other in their own order.
+      seed: Random seed of the order.
+      epochs: Passes over the datasets; None: unlimited.
+      on_error: "stop": a broken row raises; "skip": it is counted, logged and skipped.
+      cursor: Where to continue, from an earlier loader with the same settings.
 
     Raises:
-      ValueError: the cursor is outside of the data.
+      ValueError: The cursor is outside of the data.
     """
     self.datasets = tuple(datasets)
     self._ends = list(itertools.accumulate(len(dataset) for dataset in datasets))
     rows = grain.MapDataset.range(self._ends[-1])
-    # grain adds the epoch to the seed: hashed first, so that seeds 0 and 1 share no order.
+    # grain adds the epoch to the seed: the seed is hashed, so that seeds 0 and 1 share no order.
     hashed = int(np.random.SeedSequence(seed).generate_state(1)[0])
     ordered = rows.shuffle(seed=hashed) if shuffle else rows
     self._rows = ordered.repeat(epochs)
     if not 0 <= cursor <= len(self._rows):
       raise ValueError(f"cursor {cursor} is outside of the data: {len(self._rows)} positions")
     self._on_error: OnError = on_error
-    self.cursor = cursor  # positions passed, skipped rows included.
+    self.cursor = cursor  # number of positions passed, skipped rows included.
     self.skipped = Skipped()
 
   def __len__(self) -> int:
@@ -75,7 +76,7 @@ class Loader:
 
   @functools.cached_property
   def sample(self) -> str:
-    """A word for the rows, from a few of every dataset: it tells other data of the same size."""
+    """Fingerprint of the data, from a few sampled rows; detects other data of equal size."""
     hashed = hashlib.blake2b(digest_size=8)
     for dataset in self.datasets:
       hashed.update(sources.sample(dataset.source))
@@ -83,20 +84,20 @@ class Loader:
 
   @property
   def epoch(self) -> float:
-    """Passes over the datasets so far."""
+    """Number of passes over the datasets so far."""
     return self.cursor / len(self)
 
   @property
   def is_over(self) -> bool:
-    """Whether the epochs are over."""
+    """Whether all epochs are finished."""
     return self.cursor >= len(self._rows)
 
   def take(self, n: int) -> list[Prompt]:
-    """Takes the next n prompts; fewer, at last none, when the epochs are over.
+    """Takes the next n prompts; fewer, and finally none, when the epochs are finished.
 
     Raises:
-      RowError: a row is broken and `on_error` is "stop".
-      ValueError: a whole epoch in a row had no prompt that can be used.
+      RowError: A row is broken and `on_error` is "stop".
+      ValueError: No prompt of a whole epoch can be used.
     """
     prompts: list[Prompt] = []
     fruitless = 0
@@ -114,7 +115,7 @@ class Loader:
     position = self.cursor
     self.cursor += 1
     row = self._rows[position]
-    assert row is not None  # grain's word for a filtered element; there is no filter.
+    assert row is not None  # None is grain's filtered element; there is no filter here.
     part = bisect.bisect_right(self._ends, row)
     first = self._ends[part - 1] if part else 0
     return self.datasets[part].prompt(int(row) - first, epoch=position // len(self))
@@ -123,7 +124,7 @@ class Loader:
 def from_the_only_one(
   loaders: Mapping[str, Loader], *, num_prompts: int, records: Records, memory: dict[str, Any]
 ) -> list[Prompt]:
-  """Takes all prompts from one loader, which may read several datasets as one."""
+  """Takes all prompts from a single loader, which may read several datasets as one."""
   del records, memory
   (loader,) = loaders.values()
   return loader.take(num_prompts)
@@ -137,17 +138,17 @@ def one_after_the_other(
   memory: dict[str, Any],
   num_prompts_per_dataloader: int,
 ) -> list[Prompt]:
-  """Takes so many prompts from each loader in turn; the next call goes on where this one ended.
+  """Takes a fixed number of prompts from each loader in turn; the next call continues from there.
 
   Two datasets [a b c d] and [1 … 8], two prompts from each, four a step:
   [a b 1 2], [c d 3 4], [a b 5 6].
 
   Args:
-    loaders: by name, in the order of the config.
-    num_prompts: to be returned.
-    records: not read.
-    memory: the number of prompts taken so far.
-    num_prompts_per_dataloader: prompts of one turn.
+    loaders: Loaders by name, in the order of the config.
+    num_prompts: Number of prompts to return.
+    records: Not read.
+    memory: The number of prompts taken so far.
+    num_prompts_per_dataloader: Number of prompts per turn.
   """
   del records
   order, prompts = list(loaders.values()), []
@@ -158,7 +159,7 @@ def one_after_the_other(
     got = order[turn % len(order)].take(wanted)
     prompts += got
     taken += len(got)
-    if len(got) < wanted:  # that loader's epochs are over.
+    if len(got) < wanted:  # the epochs of that loader are finished.
       break
   memory["taken"] = taken
   return prompts
@@ -177,11 +178,11 @@ def by_weight(
   After n prompts a loader of share w has given w n of them, to within one.
 
   Args:
-    loaders: by name.
-    num_prompts: to be returned.
-    records: not read.
-    memory: prompts taken so far, by loader; counted anew once the weights are others.
-    weights: by loader; shares are weight / sum of weights. 0: never.
+    loaders: Loaders by name.
+    num_prompts: Number of prompts to return.
+    records: Not read.
+    memory: Prompts taken so far, by loader; the counts restart if the weights change.
+    weights: Weights by loader; shares are weight / sum of weights. 0: never.
   """
   del records
   if memory.get("weights") != weights:
@@ -192,7 +193,7 @@ def by_weight(
   while len(prompts) < num_prompts:
     name = min(live, key=lambda name: (given[name] + 1) / weights[name])
     got = loaders[name].take(1)
-    if not got:  # that loader's epochs are over.
+    if not got:  # the epochs of that loader are finished.
       break
     prompts += got
     given[name] += 1

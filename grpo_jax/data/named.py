@@ -1,7 +1,8 @@
-r"""Datasets by name: where they are on the hub, what their columns mean, how they are asked. Pure.
+r"""Datasets by name: their place on the hub, the meaning of their columns, their prompts. Pure.
 
-A name is found whatever its capitals and hyphens: "OpenMathInstruct-2", "gsm8k", "AIME2024".
-All columns of a row reach the environment untouched, besides `problem` and `expected_answer`.
+A name is found regardless of case and hyphens: "OpenMathInstruct-2", "gsm8k", "AIME2024".
+All columns of a row reach the environment unchanged, in addition to `problem` and
+`expected_answer`.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from grpo_jax.data import formats
 from grpo_jax.registry import choose
 
 Row = Mapping[str, Any]
-Column = Callable[[Row, str], Any]  # (row, where) → what stands there.
+Column = Callable[[Row, str], Any]  # (row, where) → value.
 
 BOXED = (
   "Think step-by-step to solve the following problem. Output your answer inside of \\boxed{} tags.:"
@@ -27,7 +28,7 @@ SPAN = "Answer the question with a short passage of the text, and nothing else.\
 
 
 def column(*names: str) -> Column:
-  """Returns what reads the first of several columns that a row has; "a.b.0" is a nested one."""
+  """Returns a reader of the first of several columns that a row has; "a.b.0" is a nested one."""
 
   def read(row: Row, where: str) -> Any:
     there = [name for name in names if name.partition(".")[0] in row]
@@ -37,7 +38,7 @@ def column(*names: str) -> Column:
 
 
 def after_hashes(*names: str) -> Column:
-  """Reads the answer after the last #### of a worked solution, without thousands' commas."""
+  """Reads the answer after the last #### of a worked solution, without thousands separators."""
 
   def read(row: Row, where: str) -> Any:
     solution = column(*names)(row, where)
@@ -49,7 +50,7 @@ def after_hashes(*names: str) -> Column:
 
 
 def in_box(*names: str) -> Column:
-  r"""Reads the content of the last \boxed{…}; a column without one is the answer itself."""
+  r"""Reads the content of the last \boxed{…}; a column without a box is the answer itself."""
 
   def read(row: Row, where: str) -> Any:
     solution = column(*names)(row, where)
@@ -59,7 +60,7 @@ def in_box(*names: str) -> Column:
 
 
 def last_boxed(text: str) -> str:
-  r"""Returns the content of the last \boxed{…} (or \boxed 5) of a text; the text without one."""
+  r"""Returns the content of the last \boxed{…} (or \boxed 5) of a text; the text if it has none."""
   found = list(re.finditer(r"\\(?:boxed|fbox)\s*(\{|[^\s{}$.,]+)", text))
   if not found:
     return text
@@ -75,7 +76,7 @@ def last_boxed(text: str) -> str:
 
 def without_instructions(name: str) -> Column:
   """Reads DAPO's prompts without the instruction around the problem, which asks for an answer
-  after "Answer:" where ours stands in a box."""
+  after "Answer:", while our prompts ask for one in a box."""
   before = re.compile(
     r"\ASolve the following math problem step by step\.[^\n]*is the answer to the problem\.\s*"
   )
@@ -97,13 +98,13 @@ def question_in_context(row: Row, where: str) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NamedDataset:
-  """What is to be known about a dataset."""
+  """An entry of the table of datasets."""
 
   hub: str  # repository on the Hugging Face hub.
   problem: Column
   answer: Column | None  # None: the environment needs other columns.
   prompt_template: str = BOXED
-  subset: str | None = None  # several with commas between them follow each other.
+  subset: str | None = None  # several, separated by commas, are read one after another.
   split: str = "train"
   evaluation_split: str | None = None  # None: the same.
   environment: str = "math"  # name of the environment that scores it.
@@ -115,9 +116,9 @@ def reader(
   """Returns the processor of a named dataset.
 
   Args:
-    dataset: entry of the table.
-    input_key: the problem's column in a copy that differs; None: that of the entry.
-    output_key: the answer's, likewise; "": the rows have none.
+    dataset: Entry of the table.
+    input_key: Column of the problem in a copy that differs; None: that of the entry.
+    output_key: Column of the answer, likewise; "": the rows have no answer.
   """
   problem_of = column(input_key) if input_key else dataset.problem
   answer_of = column(output_key) if output_key else dataset.answer
@@ -134,10 +135,10 @@ def reader(
 
 
 def find(name: str) -> NamedDataset | None:
-  """Returns the entry of a name, or of a repository of the hub; None for another repository.
+  """Returns the entry for a name, or for a repository on the hub; None for other repositories.
 
   Raises:
-    ValueError: the name is neither in the table nor of the form owner/name.
+    ValueError: The name is neither in the table nor of the form owner/name.
   """
   key = _key(name)
   if key is None and "/" not in name:
@@ -146,7 +147,7 @@ def find(name: str) -> NamedDataset | None:
 
 
 def known_as(name: str) -> str:
-  """Returns the name in the table; of another repository of the hub, its last part."""
+  """Returns the name in the table; for another repository on the hub, its last part."""
   return _key(name) or name.rstrip("/").rpartition("/")[2]
 
 

@@ -1,17 +1,17 @@
-"""Rollouts of NeMo Gym → prompts, and recorded responses. Pure.
+"""Reads rollouts of NeMo Gym as prompts, and as recorded responses. Pure.
 
 A rollout is {"responses_create_params": {"input": …}, "response": {"output": […]}, "reward": …}
-with items as of OpenAI's Responses API; in the simpler shape of the guides, "output" stands where
-"response" does. What the items become:
+with items as in OpenAI's Responses API; in the simpler form of the guides, "output" takes the
+place of "response". The items become:
 
-    message               the words of its role
-    reasoning             thoughts of the assistant: <think>…</think> before its words, or dropped
-    function_call         words of the assistant: <tool_call>{"name", "arguments"}</tool_call>
+    message               the text of its role
+    reasoning             thoughts of the assistant: <think>…</think> before its text, or dropped
+    function_call         text of the assistant: <tool_call>{"name", "arguments"}</tool_call>
     function_call_output  a message of the tool
 
 Consecutive items of one side are one turn. Items that were recorded for training carry
-`prompt_token_ids`, `generation_token_ids` and `generation_log_probs`: then these are taken, and no
-text is encoded anew.
+`prompt_token_ids`, `generation_token_ids` and `generation_log_probs`: these are then used, and no
+text is encoded again.
 """
 
 import json
@@ -26,14 +26,14 @@ _ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 
 
 def is_rollout(row: Mapping[str, Any]) -> bool:
-  """Returns whether a row is of NeMo Gym."""
+  """Returns whether a row is from NeMo Gym."""
   return "responses_create_params" in row
 
 
 def to_prompt(row: Mapping[str, Any], where: str, style: formats.PromptStyle) -> formats.Record:
   """Reads the task of a rollout, or of a file of tasks, for online training.
 
-  All fields but what was answered reach the environment; the one named by `style.output_key`
+  All fields except the answer reach the environment; the one named by `style.output_key`
   is the expected answer, if the row has it.
   """
   messages = prompt_messages(row, where, Style())
@@ -43,9 +43,9 @@ def to_prompt(row: Mapping[str, Any], where: str, style: formats.PromptStyle) ->
 
 
 def to_recording(row: Mapping[str, Any], where: str, style: Style) -> Recording:
-  """Reads a rollout as one response to its prompt; those of one task are one group.
+  """Reads a rollout as one response to its prompt; the rollouts of one task are one group.
 
-  One task: the same `_ng_task_index`, where there is one, and the same input.
+  Rollouts of one task have the same `_ng_task_index`, if there is one, and the same input.
   """
   items = output_items(row, where)
   tokens = token_turns(items, where)
@@ -77,7 +77,7 @@ def prompt_messages(
   """Returns the chat that the model was asked to continue.
 
   Raises:
-    RowError: there is none, or it needs tools, which our chat templates are not given.
+    RowError: There is no chat, or it needs tools, which our chat templates do not support.
   """
   params = field(row, "responses_create_params", where)
   if not isinstance(params, dict):
@@ -85,7 +85,7 @@ def prompt_messages(
   if params.get("tools") and not has_tokens and style.tools == "refuse":
     raise RowError(
       where,
-      f"the prompt declares {len(params['tools'])} tools, which the chat template is not given "
+      f"the prompt declares {len(params['tools'])} tools, which the chat template does not get "
       "here; record the rollouts with their token ids, or set tools='ignore'",
     )
   given = field(params, "input", f"{where}: responses_create_params")
@@ -93,7 +93,7 @@ def prompt_messages(
     given = [{"role": "user", "content": given}]
   messages = turns_of(given, "input", where, reasoning=style.reasoning)
   if messages[-1]["role"] == ASSISTANT:
-    raise RowError(where, "'input' ends with the assistant: that is what is to be answered")
+    raise RowError(where, "'input' ends with the assistant: the answer belongs in 'output'")
   if params.get("instructions"):
     messages = [{"role": "system", "content": params["instructions"]}, *messages]
   return messages
@@ -117,7 +117,7 @@ def turns_of(
 ) -> list[dict[str, Any]]:
   """Returns items as a chat, in which consecutive items of the assistant are one message."""
   if not isinstance(items, list) or not items:
-    raise RowError(where, f"{name!r} must be a text or a list of items, got {type_name(items)}")
+    raise RowError(where, f"{name!r} must be a string or a list of items, got {type_name(items)}")
   turns: list[dict[str, Any]] = []
   for i, item in enumerate(items):
     role, text = _item(item, f"item {i + 1} of {name!r}", where, reasoning)
@@ -132,16 +132,16 @@ def turns_of(
 def token_turns(
   items: Sequence[Mapping[str, Any]], where: str
 ) -> tuple[tuple[int, ...], tuple[Turn, ...]] | None:
-  """Returns the prompt's tokens and the turns, from the token ids that items carry.
+  """Returns the prompt's tokens and the turns, from the token ids of the items.
 
-  Each item that was sampled repeats all tokens before it; what is new among them since the item
-  before was written by the environment.
+  Each sampled item repeats all tokens before it; the new ones among them since the previous item
+  were written by the environment.
 
   Returns:
-    None if no item carries token ids.
+    The tokens and the turns; None if no item has token ids.
 
   Raises:
-    RowError: an item does not continue the tokens before it.
+    RowError: An item does not continue the tokens before it.
   """
   prompt: tuple[int, ...] | None = None
   seen: tuple[int, ...] = ()
@@ -169,19 +169,19 @@ def token_turns(
 
 
 def _text_turns(items: Sequence[Any], where: str, style: Style) -> tuple[Turn, ...]:
-  """The turns of a response from texts, up to the last one of the assistant."""
-  # A message without a role, as in the guides' shape, is the model's.
+  """Returns the turns of a response from texts, up to the last one of the assistant."""
+  # A message without a role, as in the guides, is the model's.
   given = [{"role": ASSISTANT, **item} if isinstance(item, dict) else item for item in items]
   chat = turns_of(given, "output", where, reasoning=style.reasoning)
   while chat and chat[-1]["role"] != ASSISTANT:
-    chat.pop()  # what the environment said last was answered by nobody.
+    chat.pop()  # nobody answered the environment's last message.
   if not chat or chat[0]["role"] != ASSISTANT:
     raise RowError(where, "'output' must begin with what the assistant wrote")
   return tuple(Turn(turn["role"], turn["content"]) for turn in chat)
 
 
 def _item(item: Any, name: str, where: str, reasoning: str) -> tuple[str, str]:
-  """Returns the role and the words of one item."""
+  """Returns the role and the text of one item."""
   if not isinstance(item, dict):
     raise RowError(where, f"{name} must be an object, got {type_name(item)}")
   kind = item.get("type", "message")
@@ -203,23 +203,23 @@ def _item(item: Any, name: str, where: str, reasoning: str) -> tuple[str, str]:
 
 
 def _tool_call(item: Mapping[str, Any], name: str, where: str) -> str:
-  """A call in the words of Qwen's and Hermes' chat templates."""
+  """Returns a call as Qwen's and Hermes' chat templates write it."""
   tool, arguments = field(item, "name", where), field(item, "arguments", where)
   if isinstance(arguments, str):
     try:
       arguments = json.loads(arguments)
     except ValueError as error:
-      raise RowError(where, f"arguments of {name} are no JSON: {error}") from error
+      raise RowError(where, f"arguments of {name} are not JSON: {error}") from error
   call = json.dumps({"name": tool, "arguments": arguments}, ensure_ascii=False)
   return f"<tool_call>\n{call}\n</tool_call>"
 
 
 def _is_truncated(row: Mapping[str, Any], items: Sequence[Any]) -> bool:
-  """Whether the token limit ended the last words of the model."""
+  """Returns whether the token limit ended the last text of the model."""
   response = row.get("response")
-  told = [response.get("status")] if isinstance(response, dict) else []
-  told += [item.get("status") for item in items[-1:] if isinstance(item, dict)]
-  return "incomplete" in told
+  statuses = [response.get("status")] if isinstance(response, dict) else []
+  statuses += [item.get("status") for item in items[-1:] if isinstance(item, dict)]
+  return "incomplete" in statuses
 
 
 def _text_or_none(row: Mapping[str, Any], key: str) -> str | None:
@@ -228,6 +228,6 @@ def _text_or_none(row: Mapping[str, Any], key: str) -> str | None:
 
 
 def _others(row: Mapping[str, Any], style: Style) -> dict[str, Any]:
-  """The fields that may concern an environment."""
+  """Returns the fields that may concern an environment."""
   own = ("responses_create_params", "response", "output", "messages", style.reward_key)
   return {k: v for k, v in row.items() if k not in own}

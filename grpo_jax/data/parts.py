@@ -1,4 +1,4 @@
-"""Which rows of a source a dataset takes: one side of a split, once or several times. Pure."""
+"""Selects the rows of a source for a dataset: one side of a split, once or repeatedly. Pure."""
 
 import math
 
@@ -7,9 +7,9 @@ from jaxtyping import Int
 
 
 class Part:
-  """Numbers of rows, in the source's order.
+  """A selection of row numbers, in the source's order.
 
-  The rows split off for validation are drawn once from the seed, and only their numbers are kept.
+  The rows of the validation split are drawn once from the seed, and only their numbers are kept.
   """
 
   def __init__(
@@ -24,14 +24,14 @@ class Part:
     """Draws the split.
 
     Args:
-      rows: of the source.
-      side: "all", "train" (without the rows split off), or "validation" (those).
-      split_validation_size: rows split off: a share of all if below 1, else a number.
-      split_seed: of the draw. The same numbers give the same split in every run.
-      repeat: how often the rows follow each other.
+      rows: Number of rows of the source.
+      side: "all", "train" (without the validation rows), or "validation" (only those).
+      split_validation_size: Validation rows: a share of all if below 1, otherwise a number.
+      split_seed: Random seed of the split. The same numbers give the same split in every run.
+      repeat: How often the rows are repeated.
 
     Raises:
-      ValueError: a side of the split would be empty, or a number makes no sense.
+      ValueError: A side of the split would be empty, or a number is out of range.
     """
     if repeat < 1:
       raise ValueError(f"repeat must be at least 1, got {repeat}")
@@ -46,7 +46,7 @@ class Part:
     elif side == "validation":
       raise ValueError("the validation side needs split_validation_size above 0")
     self.rows = len(self._drawn) if side == "validation" else rows - len(self._drawn)
-    # gaps[k]: how many rows that are not drawn stand before the k-th drawn one.
+    # gaps[k]: number of rows before the k-th drawn row that are not drawn.
     self._gaps: Int[np.ndarray, " drawn"] = self._drawn - np.arange(len(self._drawn))
     self._repeat = repeat
 
@@ -61,7 +61,7 @@ class Part:
     return row + int(np.searchsorted(self._gaps, row, side="right"))
 
   def round_of(self, row: int) -> int:
-    """Returns how often the row came before in the same epoch."""
+    """Returns how often the row occurred before in the same epoch."""
     return row // self.rows
 
 

@@ -10,9 +10,11 @@ from grpo_jax.data.loaders import MAX_RECORDS, Dataloader, Loader
 from grpo_jax.data.prompts import Dataset
 from grpo_jax.types import Prompt
 
+_log = logging.getLogger(__name__)
+
 
 class PromptStream:
-  """Prompts in training order. `state()` is all that going on takes, as JSON."""
+  """Prompts in training order. `state()` is all that is needed to continue, as JSON."""
 
   def __init__(
     self,
@@ -22,19 +24,20 @@ class PromptStream:
     keeps_records: bool,
     state: Mapping[str, Any] | None = None,
   ):
-    """Places the stream.
+    """Positions the stream.
 
     Args:
-      loaders: by name.
-      dataloader: takes the next prompts from them; see `loaders`.
-      keeps_records: whether it sees the metrics of past steps, which its state then holds.
-      state: `state()` of an earlier stream of the same settings; the loaders are placed already.
+      loaders: Loaders by name.
+      dataloader: Function that takes the next prompts from them; see `loaders`.
+      keeps_records: Whether it sees the metrics of past steps, which the state then includes.
+      state: `state()` of an earlier stream with the same settings; the loaders are at their
+        positions already.
     """
     self._loaders = dict(loaders)
     self._dataloader = dataloader
     self._keeps_records = keeps_records
     self._memory: dict[str, Any] = dict((state or {}).get("memory", {}))
-    self._tell_changes((state or {}).get("loaders", {}))
+    self._warn_of_changes((state or {}).get("loaders", {}))
     self._records: list[dict[str, float | int]] = list((state or {}).get("records", []))
 
   @property
@@ -48,12 +51,12 @@ class PromptStream:
     return tuple(one for loader in self._loaders.values() for one in loader.datasets)
 
   def take(self, n: int) -> list[Prompt]:
-    """Takes the next n prompts; fewer, at last none, when the epochs are over.
+    """Takes the next n prompts; fewer, and finally none, when the epochs are finished.
 
     Raises:
-      RowError: a row is broken and broken rows are not skipped.
-      TypeError: the dataloader function keeps in its memory what is not JSON.
-      ValueError: a whole epoch in a row had no prompt that can be used, or the dataloader
+      RowError: A row is broken and broken rows are not skipped.
+      TypeError: The dataloader function stores values in its memory that are not JSON.
+      ValueError: No prompt of a whole epoch can be used, or the dataloader
         function did not return n prompts.
     """
     for loader in self._loaders.values():
@@ -61,27 +64,27 @@ class PromptStream:
     prompts = self._dataloader(
       self._loaders, num_prompts=n, records=tuple(self._records), memory=self._memory
     )
-    self._memory = _as_json(self._memory)  # what a resumed run would find, from now on.
+    self._memory = _as_json(self._memory)  # what a resumed run would see.
     for loader in self._loaders.values():
       loader.skipped.warn()
     some_are_over = any(loader.is_over for loader in self._loaders.values())
     if len(prompts) > n or (len(prompts) < n and not some_are_over):
-      raise ValueError(f"data.dataloader returned {len(prompts)} prompts, {n} were asked for")
+      raise ValueError(f"data.dataloader returned {len(prompts)} prompts, expected {n}")
     return prompts
 
   def tell(self, step: int, metrics: Mapping[str, float | int]) -> None:
-    """Hands a step's metrics to the dataloader function; those that are no number are left out.
+    """Passes a step's metrics to the dataloader function, without those that are not numbers.
 
     Args:
-      step: that they are of.
-      metrics: by name; without those of clock and machine, which no resumed run repeats.
+      step: Step that the metrics belong to.
+      metrics: Metrics by name, without times and machine metrics, which no resumed run repeats.
     """
     if self._keeps_records:
       numbers = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
       self._records = [*self._records, {**numbers, "step": step}][-MAX_RECORDS:]
 
   def state(self) -> dict[str, Any]:
-    """Returns where the stream stands, as JSON."""
+    """Returns the position of the stream, as JSON."""
     return {
       "loaders": {
         name: {"cursor": loader.cursor, "rows": len(loader), "sample": loader.sample}
@@ -91,15 +94,15 @@ class PromptStream:
       "records": list(self._records),
     }
 
-  def _tell_changes(self, known: Mapping[str, Mapping[str, Any]]) -> None:
-    """Warns of loaders whose rows are as many as in a state, but others."""
+  def _warn_of_changes(self, known: Mapping[str, Mapping[str, Any]]) -> None:
+    """Warns of loaders that have as many rows as in a state, but different ones."""
     for name, loader in self._loaders.items():
       before = known.get(name, {})
       if before.get("rows") == len(loader) and before.get("sample") != loader.sample:
-        logging.warning("data: the rows of %r are not those that the run began with", name)
+        _log.warning("data: the rows of %r are not those that the run began with", name)
 
   def metrics(self) -> dict[str, float]:
-    """Counts of the last `take`, and the epochs done (a resumed run tells the same)."""
+    """Returns counts of the last `take`, and the epochs done (the same in a resumed run)."""
     loaders = self._loaders
     rows = sum(len(loader) for loader in loaders.values())
     result = {
@@ -120,26 +123,28 @@ def _as_json(memory: dict[str, Any]) -> dict[str, Any]:
 
 
 def cursor_of(state: Mapping[str, Any] | None, name: str, rows: int) -> int:
-  """Returns where a loader goes on; tells when its data are not those of the state.
+  """Returns where a loader continues; logs a warning if its data differ from those of the state.
 
   Args:
-    state: of an earlier stream; None: from the beginning.
-    name: of the loader.
-    rows: that it has now.
+    state: State of an earlier stream; None: from the beginning.
+    name: Name of the loader.
+    rows: Number of rows that it has now.
   """
   if state is None:
     return 0
-  of_loader = state["loaders"].get(name)
-  if of_loader is None:
+  previous = state["loaders"].get(name)
+  if previous is None:
     known = ", ".join(state["loaders"])
-    logging.warning("data: %r was not read before (but %s); it begins anew", name, known)
-    return 0
-  if of_loader["rows"] != rows:
-    logging.warning(
-      "data: %r had %d rows, now %d: the order of the prompts is another one from here on",
-      *(name, of_loader["rows"], rows),
+    _log.warning(
+      "data: %r was not read before (only %s); it starts from its beginning", name, known
     )
-  cursor = of_loader["cursor"]
+    return 0
+  if previous["rows"] != rows:
+    _log.warning(
+      "data: %r had %d rows, now %d: the order of the prompts differs from here on",
+      *(name, previous["rows"], rows),
+    )
+  cursor = previous["cursor"]
   if type(cursor) is not int:
     raise ValueError(f"the cursor of {name!r} is {cursor!r:.40} and not a whole number")
   return cursor

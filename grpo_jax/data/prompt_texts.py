@@ -1,4 +1,4 @@
-"""Messages → the tokens of a prompt, where a prompt that is too long costs little."""
+"""Turns messages into the tokens of a prompt; a prompt that is too long costs little."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -14,28 +14,28 @@ from grpo_jax.models.chat.rendering import TemplateRefusal
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Asked:
-  """A prompt in words and tokens."""
+  """A prompt as text and tokens."""
 
   text: str
-  ids: Int[np.ndarray, " tokens"]  # at most as many as are allowed.
-  too_long: str  # why it is longer than allowed; empty: it is not.
+  ids: Int[np.ndarray, " tokens"]  # cut to the allowed number.
+  too_long: str  # why it is longer than allowed; empty if it is not.
   is_shortened: bool  # it had more characters than its tokens can have, and `text` is cut.
 
 
 def ask(
   tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], where: str, *, max_tokens: int
 ) -> Asked:
-  """Makes a prompt of messages.
+  """Makes a prompt from messages.
 
   Args:
-    tokenizer: whose chat template renders them.
-    messages: the conversation.
-    where: Place of the messages: "file:line".
-    max_tokens: longest prompt, in tokens.
+    tokenizer: Tokenizer whose chat template renders them.
+    messages: The conversation.
+    where: Place of the messages, "file:line".
+    max_tokens: Longest prompt, in tokens.
 
   Raises:
-    RowError: the chat template refuses the messages, or makes nothing of them.
-    TemplateError: the chat template is broken, or goes beyond its limits.
+    RowError: The chat template rejects the messages, or renders nothing.
+    TemplateError: The chat template is broken, or exceeds its limits.
   """
   try:
     found = tokenizer.prompt(messages, max_tokens=max_tokens)
@@ -50,7 +50,7 @@ def ask(
 
 
 def shortened(value: Any, max_characters: int) -> Any:
-  """Returns a value of a row with every string in it cut: what is too long is not kept."""
+  """Returns a value of a row with every string in it cut, so that nothing too long is kept."""
   if isinstance(value, str):
     return value[:max_characters]
   if isinstance(value, Mapping):

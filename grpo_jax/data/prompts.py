@@ -1,4 +1,4 @@
-"""A dataset of prompts: a source of rows, and how their words become tokens."""
+"""A dataset of prompts: a source of rows, and how their text becomes tokens."""
 
 import dataclasses
 import logging
@@ -14,12 +14,14 @@ from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.registry import choose, function, nearest
 from grpo_jax.types import Prompt
 
+_log = logging.getLogger(__name__)
+
 Overlong = Literal["drop", "zero_weight"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-  """How a row is asked, and who scores the answers."""
+  """How a row is asked, and which environment scores the answers."""
 
   read_row: formats.RowReader
   style: formats.PromptStyle
@@ -28,17 +30,17 @@ class Task:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptDataset:
-  """A source whose rows come out as prompts."""
+  """A source whose rows become prompts."""
 
   name: str  # the first part of the ids of its prompts.
   source: RowSource
   part: Part
   tokenizer: Tokenizer
   task: Task
-  tasks: Mapping[str, Task]  # by the row's `task_name`; empty: `task` for all rows.
+  tasks: Mapping[str, Task]  # tasks by the row's `task_name`; empty: `task` for all rows.
   max_prompt_tokens: int
   overlong: Overlong
-  known_environments: Collection[str] | None = None  # that rows may name; None: none may.
+  known_environments: Collection[str] | None = None  # names that rows may use; None: not allowed.
 
   def __len__(self) -> int:
     return len(self.part)
@@ -47,18 +49,18 @@ class PromptDataset:
     """Makes the prompt of a row.
 
     Args:
-      row: number of the row among those that the dataset takes.
-      epoch: pass over the dataset; together with the row it makes the prompt's id.
+      row: Number of the row among those that the dataset takes.
+      epoch: Pass over the dataset; together with the row it makes the prompt's id.
 
     Returns:
-      The prompt. Its id is NAME:EPOCH:ROW, the row as the source counts it; of a dataset that
-      repeats its rows it counts on from round to round. A prompt of more than
-      `max_prompt_tokens` is cut to its first ones and has weight 0, if such prompts are not
-      dropped; one of more characters than that many tokens can have is cut before it is encoded.
+      The prompt. Its id is NAME:EPOCH:ROW, with the row number of the source; if the dataset
+      repeats its rows, the number continues from round to round. A prompt of more than
+      `max_prompt_tokens` is cut at its end and has weight 0, if such prompts are not
+      dropped; one with more characters than that many tokens can have is cut before encoding.
 
     Raises:
-      OverlongError: the prompt is too long and such prompts are dropped.
-      RowError: the row is broken, or the chat template refuses its messages.
+      OverlongError: The prompt is too long and such prompts are dropped.
+      RowError: The row is broken, or the chat template rejects its messages.
     """
     number = self.part.source_row(row)
     where = self.source.where(number)
@@ -99,14 +101,14 @@ class PromptDataset:
     if not isinstance(name, str) or name not in self.tasks:
       known = ", ".join(self.tasks)
       raise formats.RowError(
-        where, f"task_name {name!r} is none of data.tasks{nearest(str(name), self.tasks)}: {known}"
+        where, f"task_name {name!r} is not in data.tasks{nearest(str(name), self.tasks)}: {known}"
       )
     return self.tasks[name]
 
 
 @runtime_checkable
 class Dataset(Protocol):
-  """What loaders need of a dataset: a `PromptDataset`, or one of recorded groups."""
+  """What loaders need from a dataset: a `PromptDataset`, or one of recorded groups."""
 
   @property
   def name(self) -> str:
@@ -115,17 +117,17 @@ class Dataset(Protocol):
 
   @property
   def source(self) -> RowSource:
-    """Its rows, as they are read."""
+    """Its rows, in the form in which they are read."""
     ...
 
   @property
   def part(self) -> Part:
-    """Which of the source's rows, or groups, it takes."""
+    """The rows of the source, or groups, that it selects."""
     ...
 
   @property
   def max_prompt_tokens(self) -> int:
-    """Length of the longest prompt that it gives whole."""
+    """Length of the longest prompt that is not cut."""
     ...
 
   def __len__(self) -> int: ...
@@ -136,18 +138,18 @@ class Dataset(Protocol):
 
 
 def _read(task: Task, fields: Mapping[str, Any], where: str) -> formats.Record:
-  """Calls the processor; what one of the user's raises names the row, too."""
+  """Calls the processor; errors of a user's processor name the row as well."""
   try:
     return task.read_row(fields, where, task.style)
   except formats.RowError:
     raise
-  # A processor may be foreign code and may raise anything.
+  # A user's processor may raise anything.
   except Exception as error:
     raise formats.RowError(where, f"{type(error).__name__}: {error}") from error
 
 
 def _from_any(row: Mapping[str, Any], where: str, style: formats.PromptStyle) -> formats.Record:
-  """Tells tasks of NeMo Gym apart, too."""
+  """Recognises tasks of NeMo Gym as well."""
   read = nemo_gym.to_prompt if nemo_gym.is_rollout(row) else formats.from_any
   return read(row, where, style)
 
@@ -158,13 +160,13 @@ def held_out(
   """Lists the first prompts of a dataset, in its own order: a fixed evaluation set.
 
   Args:
-    dataset: what is read.
-    limit: number of rows read, each as often as the dataset repeats it; None: all.
-    on_error: "stop": a broken row raises; "skip": it is counted, shown and passed over.
+    dataset: Dataset to read.
+    limit: Number of rows to read, each as often as the dataset repeats it; None: all.
+    on_error: "stop": a broken row raises; "skip": it is counted, logged and skipped.
 
   Raises:
-    RowError: a row is broken and `on_error` is "stop".
-    ValueError: no row can be used.
+    RowError: A row is broken and `on_error` is "stop".
+    ValueError: No row can be used.
   """
   skipped = Skipped()
   once = dataset.part.rows
@@ -176,8 +178,8 @@ def held_out(
   skipped.warn()
   cut = sum(prompt.is_cut for prompt in prompts)
   if cut:
-    logging.warning(
-      "data: %d of the %d held-out prompts of %r are longer than %d tokens, and evaluated cut",
+    _log.warning(
+      "data: %d of the %d held-out prompts of %r are longer than %d tokens, and are cut",
       *(cut, len(prompts), dataset.name, dataset.max_prompt_tokens),
     )
   return prompts
@@ -215,51 +217,51 @@ def open_dataset(
   rows_choose_environment: bool = True,
   known_environments: Collection[str] | None = None,
 ) -> PromptDataset:
-  """Opens a dataset by the fields of a config.
+  """Opens a dataset described by the fields of a config.
 
   Args:
-    tokenizer: whose chat template renders the messages.
-    kind: "auto": what path, dataset or task say; "jsonl", "json", "parquet" (a file's ending
-      is not looked at), "hub", "reasoning_gym", "function" (see FunctionSource), or the dotted
+    tokenizer: Tokenizer whose chat template renders the messages.
+    kind: "auto": what path, dataset or task imply; "jsonl", "json", "parquet" (whatever the
+      file's extension), "hub", "reasoning_gym", "function" (see FunctionSource), or the dotted
       path of a function `SourceConfig -> RowSource`.
-    name: of the dataset, the first part of its prompts' ids; None: see `name_of`.
-    path: a file, or a folder of files. With `dataset`: a local copy of it.
-    dataset: name of one in `named.DATASETS`, or owner/name on the Hugging Face hub.
-    subset: of the hub dataset; None: that of the named dataset, or none.
-    split: of the hub dataset, of a folder, or of a JSON file with several lists; None: that of
-      the named dataset where there are several, else all there is.
-    task: the task's name, for "reasoning_gym"; the dotted path, for "function".
-    task_args: its further arguments.
-    task_seed: its seed; see ReasoningGymSource.
-    size: its number of rows.
-    side: of the rows split off, see `Part`.
-    for_evaluation: whether a named dataset's split for evaluation is meant, if `split` is None.
-    split_validation_size: rows split off, see `Part`.
-    split_seed: of the split.
-    repeat: how often an epoch has every row.
-    format: the processor of a row: "auto", "problem", "messages", "task", "nemo_gym", or the path
+    name: Name of the dataset, the first part of its prompts' ids; None: see `name_of`.
+    path: File, or folder of files. With `dataset`: a local copy of it.
+    dataset: Name of one in `named.DATASETS`, or owner/name on the Hugging Face hub.
+    subset: Subset of the hub dataset; None: that of the named dataset, if any.
+    split: Split of the hub dataset, of a folder, or of a JSON file with several lists; None: that
+      of the named dataset if there are several, otherwise all rows.
+    task: Name of the task, for "reasoning_gym"; dotted path, for "function".
+    task_args: Further arguments of the task.
+    task_seed: Seed of the task; see ReasoningGymSource.
+    size: Number of rows of the task.
+    side: Side of the validation split, see `Part`.
+    for_evaluation: Whether a named dataset's evaluation split is used, if `split` is None.
+    split_validation_size: Size of the validation split, see `Part`.
+    split_seed: Random seed of the split.
+    repeat: How often an epoch has every row.
+    format: Processor of a row: "auto", "problem", "messages", "task", "nemo_gym", or the path
       of a function `(row, where, style) -> Record`.
-    input_key: name of the problem's field; None: that of the named dataset, else "problem".
-    output_key: name of the answer's; None: likewise, else "expected_answer"; "": none.
-    system_prompt: text of the system message; None: none.
-    system_prompt_file: a file with that text.
-    prompt_template: text with {} for the problem; None: that of the named dataset, else the
+    input_key: Name of the problem's field; None: that of the named dataset, otherwise "problem".
+    output_key: Name of the answer's field; None: likewise, otherwise "expected_answer"; "": none.
+    system_prompt: Text of the system message; None: no system message.
+    system_prompt_file: File with that text.
+    prompt_template: Text with {} for the problem; None: that of the named dataset, otherwise the
       problem alone.
-    prompt_file: a file with that text.
-    environment: name of the environment that scores the completions; None: that of the named
-      dataset, else "math".
-    tasks: by the rows' `task_name`, what differs: environment, format, the keys and the prompts.
-    max_prompt_tokens: longest prompt, chat template included.
-    overlong: what becomes of longer ones: "drop", or "zero_weight": kept, cut, learned
-      nothing from. Both are counted.
-    rows_choose_environment: whether a row's own `environment` or `task_name` decides, see
+    prompt_file: File with that text.
+    environment: Name of the environment that scores the completions; None: that of the named
+      dataset, otherwise "math".
+    tasks: Differing fields by the rows' `task_name`: environment, format, the keys and the prompts.
+    max_prompt_tokens: Longest prompt, chat template included, in tokens.
+    overlong: What happens to longer prompts: "drop", or "zero_weight", which keeps and cuts them
+      but learns nothing from them. Both are counted.
+    rows_choose_environment: Whether a row's own `environment` or `task_name` decides, see
       routing.environment_of.
-    known_environments: the names that those may be; None: they are not looked at.
+    known_environments: Names that rows may use; None: not checked.
 
   Raises:
-    FileNotFoundError: a file does not exist.
-    ImportError: the source needs a library that is not installed.
-    ValueError: a name is unknown, or a text and its file are both given.
+    FileNotFoundError: A file does not exist.
+    ImportError: The source needs a library that is not installed.
+    ValueError: A name is unknown, or a text and its file are both given.
   """
   if overlong not in ("drop", "zero_weight"):
     raise ValueError(f"overlong must be 'drop' or 'zero_weight', got {overlong!r}")
@@ -288,7 +290,7 @@ def open_dataset(
     task_seed=task_seed,
     size=size,
   )
-  if name or dataset:  # else the source gives itself one.
+  if name or dataset:  # otherwise the source chooses its name.
     config = dataclasses.replace(config, name=name_of({"name": name, "dataset": dataset}))
   source = open_source(config)
   part = Part(
@@ -326,7 +328,7 @@ def make_task(
   prompt_file: str | Path | None,
   environment: str | None,
 ) -> Task:
-  """Settles how rows are read and asked; see `open_dataset`. What is None comes from `entry`."""
+  """Determines how rows are read and asked; see `open_dataset`. Values of None are from `entry`."""
   template = _text_or_file("prompt", prompt_template, prompt_file)
   read_row = function(format) if "." in format else choose("format", format, ROW_READERS)
   if entry is not None:
@@ -344,7 +346,7 @@ def make_task(
 
 
 def environment_of(settings: Mapping[str, Any]) -> str:
-  """Returns the name of the environment of a dataset of these fields, its `tasks` aside."""
+  """Returns the name of the environment of a dataset with these fields, ignoring its `tasks`."""
   entry = named.find(settings["dataset"]) if settings.get("dataset") else None
   return settings.get("environment") or (entry.environment if entry else "math")
 
@@ -356,8 +358,8 @@ def _usual_split(entry: named.NamedDataset | None, for_evaluation: bool) -> str 
 
 
 def name_of(settings: Mapping[str, Any]) -> str | None:
-  """Returns the name that a dataset of these fields has, as far as they tell: `name`, that of
-  the file or folder, of the named dataset, of the task."""
+  """Returns the name of a dataset with these fields, as far as they determine it: `name`, or that
+  of the file or folder, of the named dataset, of the task."""
   if settings.get("name"):
     return settings["name"]
   if settings.get("dataset"):
@@ -370,7 +372,7 @@ def name_of(settings: Mapping[str, Any]) -> str | None:
 
 
 def _without_twins(own: Mapping[str, Any]) -> dict[str, Any]:
-  """Adds None for the other form of a text: a task's own prompt replaces the shared file."""
+  """Adds None for the other form of a text, so that a task's own prompt replaces a shared file."""
   twins = {"prompt_template": "prompt_file", "system_prompt": "system_prompt_file"}
   both = {**twins, **{file: text for text, file in twins.items()}}
   return {**{both[key]: None for key in own if key in both}, **own}
@@ -387,7 +389,7 @@ def _text_or_file(name: str, text: str | None, file: str | Path | None) -> str |
   try:
     return path.read_text(encoding="utf-8-sig")
   except UnicodeDecodeError as error:
-    raise ValueError(f"the {name}_file {file} is no text in UTF-8: {error}") from error
+    raise ValueError(f"the {name}_file {file} is not UTF-8 text: {error}") from error
 
 
 ROW_READERS: dict[str, formats.RowReader] = {

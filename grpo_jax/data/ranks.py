@@ -1,11 +1,11 @@
-"""Ranks of the responses of a group → their rewards. Pure.
+"""Converts the ranks of the responses of a group to rewards. Pure.
 
     p = place of a response, from 0 for the best, by its rank
     linear:      r = 1 - p / (G - 1)             evenly from 1 (best) to 0 (worst)
     reciprocal:  r = 1 / (1 + p)                 1, 1/2, 1/3, ...
-    softmax:     r = exp(-p / τ) / Σ exp(-p / τ)  small τ: all of it to the best
+    softmax:     r = exp(-p / τ) / Σ exp(-p / τ)  small τ: all of it for the best
     top:         r = 1 if p = 0 else 0           the best against all others
-    negative:    r = -rank                       the ranks themselves, with the distances they have
+    negative:    r = -rank                       the ranks themselves, with their distances
 
 Responses of equal rank always get equal rewards, so that nothing is learned from a tie.
 """
@@ -29,13 +29,13 @@ def places(
   """Returns the place of every response, 0 for the lowest rank.
 
   Args:
-    ranks: one a response; only their order matters.
-    ties: the place of responses of equal rank, of which b have a lower rank and n are equal:
-      "mean" b + (n - 1) / 2, the mean of the places that they take up; "best" b; "worst"
+    ranks: Rank of each response; only their order matters.
+    ties: Place of responses of equal rank, of which b have a lower rank and n are equal:
+      "mean" b + (n - 1) / 2, the mean of the places that they occupy; "best" b; "worst"
       b + n - 1; "dense" the number of different lower ranks.
 
   Raises:
-    ValueError: there is no such rule for ties.
+    ValueError: The rule for ties is unknown.
   """
   values = np.asarray(ranks, np.float64)
   return choose("rule for ties", ties, TIES)(values)
@@ -52,15 +52,15 @@ def rewards(
   """Returns the reward of every response of a group.
 
   Args:
-    ranks: one a response, finite.
-    mapping: key of MAPPINGS (see above), or the dotted path of a function of your own, which
+    ranks: Rank of each response, finite.
+    mapping: Key of MAPPINGS (see above), or the dotted path of a function that
       gets the ranks [G] and returns rewards [G].
-    ties: see `places`.
-    best: whether rank 1 is better than 2 ("lowest") or worse ("highest").
+    ties: Rule for ties; see `places`.
+    best: Whether rank 1 is better than 2 ("lowest") or worse ("highest").
     temperature: τ of "softmax", above 0, in places.
 
   Raises:
-    ValueError: an unknown name, or a function that returns something else than G finite rewards.
+    ValueError: A name is unknown, or the function does not return G finite rewards.
   """
   check(mapping=mapping, ties=ties, best=best, temperature=temperature)
   values = np.asarray(ranks, np.float64)
@@ -73,7 +73,7 @@ def rewards(
 
 
 def check(*, mapping: str, ties: str, best: str, temperature: float) -> None:
-  """Raises ValueError for options that `rewards` would refuse."""
+  """Raises ValueError for options that `rewards` would reject."""
   if "." in mapping:
     function(mapping)
   else:
@@ -86,7 +86,7 @@ def check(*, mapping: str, ties: str, best: str, temperature: float) -> None:
 
 
 def _own(path: str, ranks: np.ndarray) -> np.ndarray:
-  """Calls the user's function, and does not trust it."""
+  """Calls the user's function and checks its result."""
   result = np.asarray(function(path)(ranks), np.float64)
   if result.shape != ranks.shape or not np.isfinite(result).all():
     raise ValueError(f"{path} must return {len(ranks)} finite rewards for {ranks}, got {result}")
@@ -99,12 +99,12 @@ def _softmax(place: np.ndarray, temperature: float) -> np.ndarray:
 
 
 def _lower(values: np.ndarray) -> np.ndarray:
-  """How many of the values are lower than each."""
+  """Returns for each value the number of lower values."""
   return (values[None, :] < values[:, None]).sum(axis=1).astype(np.float64)
 
 
 def _equal(values: np.ndarray) -> np.ndarray:
-  """How many of the values are equal to each, itself included."""
+  """Returns for each value the number of equal values, itself included."""
   return (values[None, :] == values[:, None]).sum(axis=1).astype(np.float64)
 
 

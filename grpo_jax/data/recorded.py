@@ -1,14 +1,14 @@
-"""One row of recorded attempts → Recording: what was asked, answered, and how good it was. Pure.
+"""Reads one row of recorded attempts as a Recording: prompt, responses, and their quality. Pure.
 
-Four kinds of rows (docs/offline.md), told apart by their fields:
+Four kinds of rows (docs/offline.md), distinguished by their fields:
 
-    ranked      {"prompt": …, "group": [{"response": …, "rank": 1}, …]}      a group a row
-    recorded    {"input": …, "output": …, "reward": 1.0}                     a response a row
-    nemo_gym    {"responses_create_params": …, "response": …, "reward": …}   a response a row
-    rollouts    what a run leaves in rollouts/step_NNNNNN.jsonl              a response a row
+  ranked      {"prompt": …, "group": [{"response": …, "rank": 1}, …]}      one group per row
+  recorded    {"input": …, "output": …, "reward": 1.0}                     one response per row
+  nemo_gym    {"responses_create_params": …, "response": …, "reward": …}   one response per row
+  rollouts    what a run writes to rollouts/step_NNNNNN.jsonl              one response per row
 
-Prompts and responses are texts or chats. Responses that stand in rows of their own form a group
-with those of equal `Recording.key`.
+Prompts and responses are strings or chats. Responses in separate rows form a group
+if their `Recording.key` is equal.
 """
 
 import dataclasses
@@ -26,11 +26,11 @@ ASSISTANT = "assistant"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Turn:
-  """Consecutive words of one side, after the prompt."""
+  """Consecutive text of one side, after the prompt."""
 
-  role: str  # "assistant": the model's, learned from; others: what it was told.
+  role: str  # "assistant": text of the model, learned from; others: text that it was given.
   text: str
-  token_ids: tuple[int, ...] | None = None  # as they were sampled; None: the text is encoded.
+  token_ids: tuple[int, ...] | None = None  # the sampled ids; None: the text is encoded.
   logprobs: tuple[float, ...] | None = None  # of each token when it was sampled, in nats.
 
 
@@ -43,20 +43,20 @@ class Response:
   rank: float | None = None
   components: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of the reward.
   ranks: Mapping[str, float] = dataclasses.field(default_factory=dict)  # by several criteria.
-  is_truncated: bool = False  # the token limit cut it: it has no end.
+  is_truncated: bool = False  # the token limit cut it: it has no stop id.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recording:
-  """What one row tells: a prompt and one or all of the responses to it."""
+  """The content of one row: a prompt and one or all of the responses to it."""
 
   messages: tuple[Mapping[str, Any], ...]  # of the prompt; empty if only its tokens are known.
   responses: tuple[Response, ...]
   info: Mapping[str, Any]  # what an environment may need: the other fields of the row.
-  key: str | None = None  # rows of one key are one group; None: the row is a whole group.
-  group_type: str | None = None  # results are told apart by it.
-  prompt_ids: tuple[int, ...] | None = None  # as they were; None: the messages are encoded.
-  prompt_text: str = ""  # of `prompt_ids`.
+  key: str | None = None  # rows with the same key are one group; None: the row is a whole group.
+  group_type: str | None = None  # metrics are reported separately for each type.
+  prompt_ids: tuple[int, ...] | None = None  # ids of the prompt; None: the messages are encoded.
+  prompt_text: str = ""  # text of `prompt_ids`.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Style:
   output_key: str | None = None  # field of the response; None: "response" in a group, or "output".
   reward_key: str = "reward"
   type_key: str = "group_type"
-  reasoning: str = "think"  # NeMo Gym: thoughts stand in <think> tags before the answer, or "drop".
+  reasoning: str = "think"  # NeMo Gym: keep thoughts in <think> tags before the answer, or "drop".
   tools: str = "refuse"  # NeMo Gym: a row that declares tools is an error, or "ignore".
 
   def __post_init__(self):
@@ -85,7 +85,7 @@ def from_ranked(row: Mapping[str, Any], where: str, style: Style) -> Recording:
   """Reads a whole group: a prompt and a list of responses with ranks, or with rewards.
 
   Raises:
-    RowError: something is missing or has the wrong type; some responses have ranks, others none.
+    RowError: Something is missing or has the wrong type, or only some responses have ranks.
   """
   input_key = style.input_key or "prompt"
   members = field(row, "group", where)
@@ -94,8 +94,8 @@ def from_ranked(row: Mapping[str, Any], where: str, style: Style) -> Recording:
   responses = tuple(
     _member(member, f"{where}: response {i + 1}", style) for i, member in enumerate(members)
   )
-  told = {(r.rank is not None, *sorted(r.ranks), r.reward is not None) for r in responses}
-  if len(told) > 1:
+  kinds = {(r.rank is not None, *sorted(r.ranks), r.reward is not None) for r in responses}
+  if len(kinds) > 1:
     raise RowError(where, "all responses of a group need the same: a rank, or a reward")
   record = prompt_record(row, input_key, where, style, leave_out=("group",))
   return Recording(
@@ -106,7 +106,7 @@ def from_ranked(row: Mapping[str, Any], where: str, style: Style) -> Recording:
 def from_recorded(row: Mapping[str, Any], where: str, style: Style) -> Recording:
   """Reads one response to a prompt, with its reward; rows of equal prompts are one group.
 
-  A field `group_id` keeps equal prompts apart that belong to different groups.
+  A field `group_id` separates equal prompts that belong to different groups.
   """
   input_key, output_key = style.input_key or "input", style.output_key or "output"
   own = (output_key, style.reward_key, *_RESPONSE_FIELDS)
@@ -122,7 +122,7 @@ def from_recorded(row: Mapping[str, Any], where: str, style: Style) -> Recording
 
 
 def from_rollouts(row: Mapping[str, Any], where: str, style: Style) -> Recording:
-  """Reads a rollout of a run of ours: its tokens and logprobs, exactly as they were sampled."""
+  """Reads a rollout of an earlier run: its tokens and logprobs, exactly as they were sampled."""
   ids = integers(field(row, "completion_ids", where), "'completion_ids'", where)
   mask = integers(field(row, "loss_mask", where), "'loss_mask'", where)
   behavior = field(row, "behavior_logprobs", where)
@@ -130,8 +130,8 @@ def from_rollouts(row: Mapping[str, Any], where: str, style: Style) -> Recording
     raise RowError(where, "completion_ids, loss_mask and behavior_logprobs differ in length")
   reward = None
   if style.reward_key in row:
-    told = row[style.reward_key]  # null: it could not be scored.
-    reward = math.nan if told is None else number(told, repr(style.reward_key), where)
+    value = row[style.reward_key]  # null: it could not be scored.
+    reward = math.nan if value is None else number(value, repr(style.reward_key), where)
   response = Response(
     turns=_token_turns(ids, mask, behavior, where),
     reward=reward,
@@ -157,21 +157,23 @@ def prompt_record(
   *,
   leave_out: Sequence[str] = (),
 ) -> formats.Record:
-  """Reads the prompt of a row: a text, which is the user's message, or a chat."""
+  """Reads the prompt of a row: a string, which is the user's message, or a chat."""
   value = field(row, input_key, where)
   if isinstance(value, str):
     value = [{"role": "user", "content": value}]
   messages = conversation(value, repr(input_key), where)
   if messages[-1]["role"] == ASSISTANT:
-    raise RowError(where, f"{input_key!r} ends with the assistant: that is what is answered")
+    raise RowError(
+      where, f"{input_key!r} ends with the assistant: the answer belongs in the response"
+    )
   extra = {k: v for k, v in row.items() if k not in (input_key, "messages", *leave_out)}
   return formats.from_messages({**extra, "messages": messages}, where, style.prompt)
 
 
 def conversation(value: Any, name: str, where: str) -> list[dict[str, Any]]:
-  """Reads a chat: a list of {"role", "content"}; contents in parts are joined to one text."""
+  """Reads a chat: a list of {"role", "content"}; contents in parts are joined."""
   if not isinstance(value, list) or not value:
-    raise RowError(where, f"{name} must be a text or a list of messages, got {type_name(value)}")
+    raise RowError(where, f"{name} must be a string or a list of messages, got {type_name(value)}")
   messages = []
   for i, message in enumerate(value):
     label = f"message {i + 1} of {name}"
@@ -186,17 +188,17 @@ def conversation(value: Any, name: str, where: str) -> list[dict[str, Any]]:
 
 
 def text_of(content: Any, name: str, where: str) -> str:
-  """Returns a text that is given as such, or as parts {"type": …, "text": …}."""
+  """Returns text that is given as a string, or as parts {"type": …, "text": …}."""
   if isinstance(content, list):
     texts: list[str] = []
     for part in content:
       text = part.get("text", part.get("refusal")) if isinstance(part, dict) else part
       if not isinstance(text, str):
-        raise RowError(where, f"{name} has a part that is no text")
+        raise RowError(where, f"{name} has a part that is not text")
       texts.append(text)
     content = "".join(texts)
   if not isinstance(content, str):
-    raise RowError(where, f"{name} must be a text, got {type_name(content)}")
+    raise RowError(where, f"{name} must be a string, got {type_name(content)}")
   try:
     content.encode("utf-8")
   except UnicodeEncodeError as error:
@@ -205,7 +207,7 @@ def text_of(content: Any, name: str, where: str) -> str:
 
 
 def field(row: Mapping[str, Any], key: str, where: str) -> Any:
-  """Returns row[key]; raises RowError that lists the fields there are, if it is missing."""
+  """Returns row[key]; if it is missing, raises RowError with the list of fields."""
   if key not in row:
     keys = ", ".join(map(repr, row)) or "no keys at all"
     raise RowError(where, f"no key {key!r}{nearest(key, row)}; the row has {keys}")
@@ -229,7 +231,7 @@ def integers(value: Any, name: str, where: str) -> tuple[int, ...]:
 
 
 def log_probabilities(value: Any, name: str, where: str) -> tuple[float, ...]:
-  """Returns a list of numbers of at most 0; what rounding put above it becomes 0."""
+  """Returns a list of numbers of at most 0; values that rounding put above 0 become 0."""
   if not isinstance(value, list):
     raise RowError(where, f"{name} must be a list of logprobs, got {type_name(value)}")
   values = tuple(number(v, f"{name}[{i}]", where) for i, v in enumerate(value))
@@ -239,23 +241,23 @@ def log_probabilities(value: Any, name: str, where: str) -> tuple[float, ...]:
 
 
 def group_type(row: Mapping[str, Any], where: str, style: Style) -> str | None:
-  """Returns the row's type of group; None if it names none."""
+  """Returns the row's group type; None if it has none."""
   value = row.get(style.type_key)
   if value is None or isinstance(value, str):
     return value or None
-  raise RowError(where, f"{style.type_key!r} must be a text, got {type_name(value)}")
+  raise RowError(where, f"{style.type_key!r} must be a string, got {type_name(value)}")
 
 
 def key_of(*parts: Any) -> str:
-  """Returns what is equal for the rows of one group."""
+  """Returns a key that is equal for the rows of one group."""
   return json.dumps(parts, sort_keys=True, ensure_ascii=False)
 
 
 def type_name(value: Any) -> str:
-  """Returns what a JSON value is, in words."""
+  """Returns the type of a JSON value, for messages."""
   if value is None:
     return "null"
-  names = {dict: "an object", list: "a list", str: "a text", bool: "a boolean"}
+  names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
   return f"{'an empty ' if value in ([], '') else ''}{names.get(type(value), 'a number')}".replace(
     "empty a ", "empty "
   )
@@ -272,7 +274,7 @@ def _member(value: Any, where: str, style: Style) -> Response:
 
 
 def _response(row: Mapping[str, Any], key: str, where: str, style: Style) -> Response:
-  """Reads the response in a field, and its quality and logprobs in the fields beside it."""
+  """Reads the response in a field, and its quality and logprobs in the neighbouring fields."""
   value = field(row, key, where)
   ids, logprobs = row.get("token_ids"), row.get("logprobs")
   if isinstance(value, str):
@@ -285,10 +287,10 @@ def _response(row: Mapping[str, Any], key: str, where: str, style: Style) -> Res
     if turn.token_ids is not None and turn.logprobs is not None:
       if len(turn.token_ids) != len(turn.logprobs):
         counts = f"{len(turn.token_ids)} token_ids and {len(turn.logprobs)} logprobs"
-        raise RowError(where, f"one logprob a token is needed, got {counts}")
+        raise RowError(where, f"one logprob per token is needed, got {counts}")
     turns = (turn,)
   elif ids is not None or logprobs is not None:
-    raise RowError(where, f"token_ids and logprobs go with {key!r} as a text, not as messages")
+    raise RowError(where, f"token_ids and logprobs need {key!r} as a string, not as messages")
   else:
     messages = conversation(value, repr(key), where)
     if messages[0]["role"] != ASSISTANT or messages[-1]["role"] != ASSISTANT:
@@ -308,7 +310,7 @@ def _response(row: Mapping[str, Any], key: str, where: str, style: Style) -> Res
 def _numbers(
   row: Mapping[str, Any], key: str, where: str, *, null: float | None = None
 ) -> dict[str, float]:
-  """Reads an optional object of numbers; `null` stands for null in it, if that may be there."""
+  """Reads an optional object of numbers; null in it becomes `null`, if that is given."""
   value = row.get(key)
   if value is None:
     return {}
@@ -323,7 +325,7 @@ def _numbers(
 def _token_turns(
   ids: Sequence[int], mask: Sequence[int], behavior: Sequence[Any], where: str
 ) -> tuple[Turn, ...]:
-  """Splits tokens into what was sampled and what was written in between."""
+  """Splits tokens into sampled parts and parts written in between."""
   turns, start = [], 0
   for end in range(1, len(ids) + 1):
     if end < len(ids) and bool(mask[end]) == bool(mask[start]):

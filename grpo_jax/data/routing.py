@@ -1,4 +1,4 @@
-"""Which environment scores a row: that of its dataset, or the one that the row names. Pure."""
+"""Decides which environment scores a row: its dataset's, or one that the row names. Pure."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -17,18 +17,18 @@ def environment_of(
 ) -> str:
   """Returns the name of the environment of a row.
 
-  A field `environment` decides. `task_name`, which many files have for other reasons,
-  decides if an environment has this name.
+  A field `environment` decides. `task_name`, which many files use for other purposes,
+  decides only if an environment has this name.
 
   Args:
-    row: the fields of the row.
-    where: "file:line", for errors.
-    default: environment of the dataset.
-    known: names of the environments of the run; None: not known, rows are not looked at.
-    has_tasks: whether `task_name` has been read already, by the dataset's own table of tasks.
+    row: Fields of the row.
+    where: Place of the row, "file:line", for errors.
+    default: Environment of the dataset.
+    known: Names of the environments of the run; None: not known, rows do not decide.
+    has_tasks: Whether `task_name` has been read already, by the dataset's own table of tasks.
 
   Raises:
-    RowError: `environment` is no environment of the run.
+    RowError: `environment` is not an environment of the run.
   """
   if known is None:
     return default
@@ -37,7 +37,7 @@ def environment_of(
     if named not in known:
       raise RowError(
         where,
-        f"environment {named!r} is none of config.environments{nearest(str(named), known)}: "
+        f"environment {named!r} is not in config.environments{nearest(str(named), known)}: "
         f"{', '.join(known)}",
       )
     return named
@@ -47,14 +47,14 @@ def environment_of(
 
 
 def stop_strings_of(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
-  """Returns the row's `stop_strings`, a list of texts that end the first turn; () without.
+  """Returns the row's `stop_strings`, which end the first turn; () if it has none.
 
   Raises:
-    RowError: it is no list of texts that are not empty.
+    RowError: It is not a list of non-empty strings.
   """
   strings = row.get("stop_strings")
   if strings is None:
     return ()
   if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
-    raise RowError(where, f"'stop_strings' must be a list of texts, got {strings!r:.100}")
+    raise RowError(where, f"'stop_strings' must be a list of strings, got {strings!r:.100}")
   return tuple(strings)

@@ -1,7 +1,7 @@
-"""From the fields of a config to the fields of every single dataset. Pure.
+"""Derives the fields of every single dataset from the fields of a config. Pure.
 
 `config.data` holds what all training datasets share; `data.datasets` lists what differs, one
-mapping a dataset. `config.evaluation.data` is what evaluation changes in that, and
+mapping per dataset. `config.evaluation.data` holds the fields that evaluation changes, and
 `evaluation.datasets` lists its sets.
 """
 
@@ -14,9 +14,9 @@ from grpo_jax.registry import nearest
 
 Settings = Mapping[str, Any]
 
-# What a source is made from. A dataset that names its own leaves that of the shared fields.
+# Fields that define a source. A dataset with its own source ignores the shared ones.
 _SOURCE = ("kind", "path", "dataset", "subset", "split", "task")
-_WITHOUT_PATH = ("hub", "reasoning_gym")  # kinds that a path does not go with.
+_WITHOUT_PATH = ("hub", "reasoning_gym")  # kinds that cannot be combined with a path.
 _TWINS = (("prompt_template", "prompt_file"), ("system_prompt", "system_prompt_file"))
 _FIELDS = set(inspect.signature(prompts.open_dataset).parameters) - {
   "tokenizer",
@@ -27,9 +27,10 @@ _TASK_FIELDS = set(inspect.signature(prompts.make_task).parameters) - {"entry"}
 
 
 def inherit(shared: Settings, own: Settings) -> dict[str, Any]:
-  """Returns the shared fields with those of one dataset in their place; None is not given.
+  """Returns the shared fields, overridden by those of one dataset; None means not given.
 
   Its own `dataset` or `task` replaces the whole shared source; its own `path` or `split` is
+  another file or split of the shared dataset. A text overrides the shared file with that text.
   another file or split of the shared dataset. A text replaces the shared file of it.
   """
   given = {key: value for key, value in own.items() if value is not None}
@@ -48,11 +49,11 @@ def training(shared: Settings, items: Sequence[Any]) -> dict[str, dict[str, Any]
   """Returns the fields of every training dataset, by its name.
 
   Args:
-    shared: fields of `prompts.open_dataset`, which hold for all.
-    items: what differs, one mapping a dataset; empty: the shared fields are the one dataset.
+    shared: Fields of `prompts.open_dataset` that apply to all datasets.
+    items: Differing fields, one mapping per dataset; empty: the shared fields are the only dataset.
 
   Raises:
-    ValueError: a field is unknown, or two datasets have one name.
+    ValueError: A field is unknown, or two datasets have the same name.
   """
   found = _expand(shared, items, "data.datasets")
   return {
@@ -64,27 +65,27 @@ def training(shared: Settings, items: Sequence[Any]) -> dict[str, dict[str, Any]
 def evaluation(
   shared: Settings, items: Sequence[Any], own: Settings, sets: Sequence[Any], *, name: str
 ) -> dict[str, dict[str, Any]]:
-  """Returns the fields of every evaluation set, by the name that its metrics bear.
+  """Returns the fields of every evaluation set, by the name that its metrics have.
 
   The sets are those listed, or the one that `own` describes, and what training datasets split
-  off. If there is none of these: the training datasets' other split, or else their first rows.
+  off. If there are none: the training datasets' other split, or otherwise their first rows.
 
   Args:
-    shared: what the training datasets share.
-    items: the training datasets, as for `training`.
-    own: fields that evaluation changes; None is not given.
-    sets: the evaluation sets: what differs from that.
-    name: of a set that stands alone.
+    shared: Fields that the training datasets share.
+    items: Training datasets, as for `training`.
+    own: Fields that evaluation changes; None means not given.
+    sets: Evaluation sets: the fields that differ from these.
+    name: Name of a single set.
 
   Raises:
-    ValueError: a field is unknown, or two sets have one name.
+    ValueError: A field is unknown, or two sets have the same name.
   """
   once = {"split_validation_size": 0, "repeat": 1, "for_evaluation": True}
   base = inherit({**shared, **once}, own)
-  of_training = _expand(shared, items, "data.datasets")
+  trained = _expand(shared, items, "data.datasets")
   split_off = {
     key: {**inherit({**one, "repeat": 1}, own), "side": "validation"}
-    for key, one in of_training.items()
+    for key, one in trained.items()
     if one.get("split_validation_size")
   }
   if sets:
@@ -94,7 +95,7 @@ def evaluation(
   elif split_off:
     found = {}
   elif items:
-    found = {key: inherit({**one, **once}, own) for key, one in of_training.items()}
+    found = {key: inherit({**one, **once}, own) for key, one in trained.items()}
   else:
     found = {name: base}
   if not found and len(split_off) == 1:
@@ -118,7 +119,7 @@ def _expand(shared: Settings, items: Sequence[Any], where: str) -> dict[str, dic
     one = inherit({**shared, "name": None}, item)
     name = prompts.name_of(one)
     if name is None:
-      raise ValueError(f"{place} names no data: give it a path, a dataset, a task, or a name")
+      raise ValueError(f"{place} has no data: give it a path, a dataset, a task, or a name")
     if name in found:
       raise ValueError(f"{where} has two datasets called {name!r}: give one of them a name")
     found[name] = {**one, "name": name}
@@ -126,7 +127,7 @@ def _expand(shared: Settings, items: Sequence[Any], where: str) -> dict[str, dic
 
 
 def _check_fields(item: Settings, place: str) -> None:
-  """Raises ValueError for a field that no dataset has."""
+  """Raises ValueError for a field that datasets do not have."""
   known = _FIELDS | {"weight", "side", "for_evaluation"}
   for key, value in item.items():
     kind = field_kinds.DATASET.get(key)
@@ -154,6 +155,6 @@ def _check_fields(item: Settings, place: str) -> None:
 
 def environments(settings: Settings) -> set[str]:
   """Returns the names of the environments that score a dataset's rows."""
-  of_dataset = prompts.environment_of(settings)
+  usual = prompts.environment_of(settings)
   tasks = settings.get("tasks") or {}
-  return {task.get("environment") or of_dataset for task in tasks.values()} or {of_dataset}
+  return {task.get("environment") or usual for task in tasks.values()} or {usual}

@@ -1,4 +1,4 @@
-"""Rows that are passed over: broken ones, and prompts that are too long. Counted and shown."""
+"""Skipped rows: broken ones, and prompts that are too long. Counted and logged."""
 
 import dataclasses
 import logging
@@ -8,17 +8,19 @@ from typing import Literal
 from grpo_jax.data import formats
 from grpo_jax.types import Prompt
 
+_log = logging.getLogger(__name__)
+
 OnError = Literal["stop", "skip"]
 _SHOWN_ERRORS = 5
 
 
 class OverlongError(formats.RowError):
-  """A prompt of more tokens than allowed, where such prompts are dropped."""
+  """A prompt has more tokens than allowed, and such prompts are dropped."""
 
 
 @dataclasses.dataclass(slots=True)
 class Skipped:
-  """Counts rows that were passed over, and keeps the first reasons."""
+  """Counts skipped rows, and keeps the first reasons."""
 
   broken: int = 0
   overlong: int = 0
@@ -42,13 +44,13 @@ class Skipped:
     return prompt
 
   def warn(self) -> None:
-    """Tells what was passed over."""
+    """Logs what was skipped."""
     if self.reasons:
       counts = f"{self.broken} broken rows, {self.overlong} overlong prompts"
-      logging.warning("data: %s; first:\n  %s", counts, "\n  ".join(self.reasons))
+      _log.warning("data: %s; first:\n  %s", counts, "\n  ".join(self.reasons))
 
   def none_left(self, name: str, max_prompt_tokens: int) -> ValueError:
-    """Returns the error of a dataset of which no row can be used."""
+    """Returns the error for a dataset without usable rows."""
     reasons = "\n  ".join(self.reasons)
     return ValueError(
       f"no row of {name!r} can be used: {self.broken} are broken, {self.overlong} "

@@ -1,7 +1,7 @@
 """Random-access sources of rows, for grain: files, folders, hub datasets, generated tasks.
 
-A source has `len` and `source[row] → fields`; it raises RowError for a row that is
-broken, when that row is read, and says where a row stands (`where(row)`).
+A source has `len` and `source[row] → fields`. It raises RowError for a broken row when that row
+is read, and gives the place of a row (`where(row)`).
 """
 
 import bisect
@@ -21,12 +21,14 @@ from grpo_jax.data.function_rows import FunctionSource
 from grpo_jax.data.generated import ReasoningGymSource
 from grpo_jax.registry import choose, function, nearest
 
+_log = logging.getLogger(__name__)
+
 _SAMPLED_ROWS = 64
 
 
 @runtime_checkable
 class RowSource(Protocol):
-  """Rows by number, as grain's RandomAccessDataSource has them."""
+  """Rows by number, like grain's RandomAccessDataSource."""
 
   name: str
 
@@ -46,8 +48,8 @@ class Joined:
     """Joins them.
 
     Args:
-      sources: at least one.
-      name: of the whole.
+      sources: At least one.
+      name: Name of the whole.
     """
     self.name = name
     self._sources = sources
@@ -72,26 +74,26 @@ class Joined:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SourceConfig:
-  """What a source is made from; each kind of source reads its own fields."""
+  """The fields that describe a source; each kind of source reads its own fields."""
 
   kind: str  # key of SOURCES, "auto", or the dotted path of a function like those in it.
-  name: str | None = None  # of the dataset; None: from the file or the task.
+  name: str | None = None  # name of the dataset; None: from the file or the task.
   path: str | Path | None = None  # a file, or a folder of files of one kind.
   hub: str | None = None  # owner/name on the Hugging Face hub.
   subset: str | None = None  # hub
   split: str | None = None  # hub, and folders and JSON files that hold several.
-  usual_split: str | None = None  # the one taken if none is named, where there is such a one.
+  usual_split: str | None = None  # split to use if none is named, if it exists.
   task: str | None = None  # reasoning_gym: its name; function: a dotted path.
-  task_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the task
-  task_seed: int = 0  # of the task: row r is generated from task_seed + r.
-  size: int = 10000  # of the task: rows.
+  task_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # arguments of the task.
+  task_seed: int = 0  # seed of the task: row r is generated from task_seed + r.
+  size: int = 10000  # number of rows of the task.
 
 
 def kind_of(config: SourceConfig) -> str:
-  """Returns the kind of source that "auto" stands for.
+  """Returns the kind of source that "auto" means.
 
   Raises:
-    ValueError: there is nothing to read, or a file's ending says nothing.
+    ValueError: There is nothing to read, or a file's extension is unknown.
   """
   if config.kind != "auto":
     return config.kind
@@ -132,22 +134,22 @@ def open_file(config: SourceConfig) -> RowSource:
 
 
 def open_jsonl(config: SourceConfig) -> RowSource:
-  """Opens the JSONL file at `path`, whatever its ending."""
+  """Opens the JSONL file at `path`, whatever its extension."""
   return _open_path(config, "jsonl")
 
 
 def open_json(config: SourceConfig) -> RowSource:
-  """Opens the JSON file at `path`, whatever its ending."""
+  """Opens the JSON file at `path`, whatever its extension."""
   return _open_path(config, "json")
 
 
 def open_parquet(config: SourceConfig) -> RowSource:
-  """Opens the parquet file at `path`, whatever its ending."""
+  """Opens the parquet file at `path`, whatever its extension."""
   return _open_path(config, "parquet")
 
 
 def open_hub(config: SourceConfig) -> RowSource:
-  """Opens the dataset `hub` by the datasets library; a folder at `path` stands for it."""
+  """Opens the dataset `hub` with the datasets library; a folder at `path` replaces it."""
   repository = str(config.path or config.hub or "")
   if not repository:
     raise ValueError("data of kind 'hub' needs data.dataset, as owner/name")
@@ -202,8 +204,8 @@ def _open_one(path: Path, kind: str | None, config: SourceConfig, *, name: str |
       ending = "parquet" if file.read(4) == b"PAR1" else "jsonl"
   if ending == "json":
     return tables.open_json(path, name=name, split=config.split, usual_split=config.usual_split)
-  if not _is_of(path, config.split):
-    logging.warning("data: all rows of %s are read: split=%r does not part it", path, config.split)
+  if not _is_in_split(path, config.split):
+    _log.warning("data: all rows of %s are read: split=%r does not apply to it", path, config.split)
   return (
     tables.JsonlSource(path, name=name)
     if ending == "jsonl"
@@ -213,20 +215,22 @@ def _open_one(path: Path, kind: str | None, config: SourceConfig, *, name: str |
 
 def _files_of(folder: Path, split: str | None, usual_split: str | None) -> list[Path]:
   """Lists the data files of a folder, of one split: train.jsonl, train/0.parquet,
-  data/train-00000-of-00002.parquet. The usual one is taken where there is one."""
+  data/train-00000-of-00002.parquet. If no split is named, the usual one is used if it exists."""
   files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in ENDINGS and p.is_file())
   files = [file for file in files if not file.name.startswith((".", "dataset_info"))]
   if not files:
     raise FileNotFoundError(f"the folder {folder} has no file ending in {', '.join(ENDINGS)}")
-  of_split = [file for file in files if _is_of(file.relative_to(folder), split or usual_split)]
-  if of_split or split is None:
-    return of_split or files
+  in_split = [
+    file for file in files if _is_in_split(file.relative_to(folder), split or usual_split)
+  ]
+  if in_split or split is None:
+    return in_split or files
   names = ", ".join(str(file.relative_to(folder)) for file in files[:8])
   raise FileNotFoundError(f"no file of the split {split!r} in {folder}; there are: {names}")
 
 
-def _is_of(file: Path, split: str | None) -> bool:
-  """Tells whether the name of a file, or of its folder, has the split as one of its words:
+def _is_in_split(file: Path, split: str | None) -> bool:
+  """Returns whether the name of a file, or of its folder, has the split as one of its words:
   gsm8k_train.jsonl has "train", train_1M-00000.parquet has "train_1M"."""
   if split is None:
     return True
@@ -235,7 +239,7 @@ def _is_of(file: Path, split: str | None) -> bool:
 
 
 def _neighbours(path: Path) -> str:
-  """ " (did you mean …?)" from the data files beside a missing one."""
+  """Returns " (did you mean …?)" from the data files next to a missing one."""
   with contextlib.suppress(OSError):
     files = [p.name for p in path.parent.iterdir() if p.suffix.lower() in ENDINGS and p.is_file()]
     return nearest(path.name, files)

@@ -1,6 +1,6 @@
 """Tokenizer: chat template, encode, decode, stop ids. Wraps transformers, imported when needed.
 
-Chat templates are rendered by `grpo_jax.models.chat`, in a process of their own.
+Chat templates are rendered by `grpo_jax.models.chat`, in a separate process.
 """
 
 import contextlib
@@ -21,26 +21,26 @@ from grpo_jax.models.fields import Fields
 
 Message = Mapping[str, Any]
 
-_SAID = "\u241fsaid\u241f"  # no template writes this.
+_SAID = "\u241fsaid\u241f"  # a string that no template writes.
 PLAIN = "plain"  # as `chat_template`: no template, the contents of the messages, line by line.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptText:
-  """A conversation as a prompt: what the chat template wrote, and its tokens."""
+  """A conversation as a prompt: the text that the chat template wrote, and its tokens."""
 
-  text: str  # cut where `too_many` says so.
-  ids: Int[np.ndarray, " tokens"]  # of `text`; more than allowed where the prompt is too long.
-  too_many: str = ""  # why it was not encoded whole: its characters, and the bound; or empty.
+  text: str  # cut if `too_many` is not empty.
+  ids: Int[np.ndarray, " tokens"]  # ids of `text`; more than allowed if the prompt is too long.
+  too_many: str = ""  # why it was not encoded in full: its characters and the bound; or empty.
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-  """What the rest of the system needs of a tokenizer."""
+  """What the rest of the system needs from a tokenizer."""
 
   @property
   def vocab_size(self) -> int:
-    """Number of ids, added ones included: every id is below it."""
+    """Number of ids, added tokens included; every id is smaller."""
     ...
 
   @property
@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
 
   @property
   def end_id(self) -> int:
-    """The stop id with which the chat template ends what the assistant says."""
+    """The stop id with which the chat template ends the assistant's messages."""
     ...
 
   @property
@@ -59,7 +59,7 @@ class Tokenizer(Protocol):
     ...
 
   def encode(self, text: str) -> Int[np.ndarray, " tokens"]:
-    """Encodes text as it stands: no special token is added."""
+    """Encodes text without adding special tokens."""
     ...
 
   def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special: bool = True) -> str:
@@ -67,33 +67,33 @@ class Tokenizer(Protocol):
     ...
 
   def render(self, messages: Sequence[Message]) -> str:
-    """Renders a conversation by the chat template, up to where the assistant begins."""
+    """Renders a conversation with the chat template, up to where the assistant's turn begins."""
     ...
 
   def apply_chat_template(self, messages: Sequence[Message]) -> Int[np.ndarray, " tokens"]:
-    """Encodes what `render` gives."""
+    """Encodes the output of `render`."""
     ...
 
   def prompt(self, messages: Sequence[Message], *, max_tokens: int) -> PromptText:
-    """Encodes a conversation as `apply_chat_template` does; one that cannot fit, in part only.
+    """Encodes a conversation like `apply_chat_template`, but only part of one that cannot fit.
 
     Args:
-      messages: the conversation.
-      max_tokens: the tokens that are allowed. A text of more than `longest_text(max_tokens)`
-        characters is cut to these before it is encoded: no time and memory are spent on it.
+      messages: The conversation.
+      max_tokens: Number of tokens allowed. A text of more than `longest_text(max_tokens)`
+        characters is cut to that length before it is encoded, to save time and memory.
     """
     ...
 
   def longest_text(self, tokens: int) -> int:
-    """Returns a number of characters: a longer text has more than `tokens` tokens."""
+    """Returns a number of characters such that any longer text has more than `tokens` tokens."""
     ...
 
   def turn_ids(self, message: Message, *, after: int | None) -> Int[np.ndarray, " tokens"]:
-    """Encodes a message that follows a sampled completion, and the next assistant's beginning.
+    """Encodes a message after a sampled completion, and the beginning of the next assistant turn.
 
     Args:
-      message: what the environment says, with `role` and `content`.
-      after: the last sampled id. The template's end-of-turn token is added in front
+      message: Message of the environment, with `role` and `content`.
+      after: Last sampled id. The template's end-of-turn token is inserted before the message
         unless the model has sampled it itself.
     """
     ...
@@ -118,7 +118,7 @@ class HuggingFaceTokenizer:
     self._renderer = None
     if opened.template and not plain:
       self._renderer = Renderer(opened.template, where=opened.template_file)
-    self._end = self._find_end()  # a template that cannot be rendered is found at once.
+    self._end = self._find_end()  # finds a broken template at once.
 
   @property
   def vocab_size(self) -> int:
@@ -130,7 +130,7 @@ class HuggingFaceTokenizer:
 
   @functools.cached_property
   def _bound(self) -> tuple[int, bool]:
-    """How many characters a token covers, and whether that is certain."""
+    """Returns how many characters a token covers, and whether that is certain."""
     described = tokenizer_files.description(self._backend)
     if described is None:
       longest = max(len(token) for token in self._backend.get_vocab())
@@ -149,7 +149,7 @@ class HuggingFaceTokenizer:
     if self._renderer is not None:
       said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
       closing = np.zeros(0, np.int32)
-      with contextlib.suppress(TemplateRefusal):  # it wants other conversations.
+      with contextlib.suppress(TemplateRefusal):  # the template rejects this conversation.
         closing = self.encode(self._render(said, begin_assistant=False).rpartition(_SAID)[2])
       if len(closing) and int(closing[0]) in self._stop_ids:
         return int(closing[0])
@@ -176,7 +176,7 @@ class HuggingFaceTokenizer:
     return self._render(messages, begin_assistant=True)
 
   def apply_chat_template(self, messages: Sequence[Message]) -> Int[np.ndarray, " tokens"]:
-    # The template writes its special tokens itself: none is added to the rendered text.
+    # The template itself writes the special tokens: none are added to the rendered text.
     return self.encode(self.render(messages))
 
   def prompt(self, messages: Sequence[Message], *, max_tokens: int) -> PromptText:
@@ -204,7 +204,7 @@ class HuggingFaceTokenizer:
     return np.concatenate([closing_ids, self.encode(opening)])
 
   def _turn_texts(self, message: Message) -> tuple[str, str]:
-    """What the template writes after an assistant's words, and for the message after that."""
+    """Returns what the template writes after the assistant's text, and for the next message."""
     past = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
     before = self._render(past, begin_assistant=False)
     after = self._render([*past, message], begin_assistant=True)
@@ -226,7 +226,7 @@ class HuggingFaceTokenizer:
     begin_assistant: bool,
     max_characters: int | None = None,
   ) -> tuple[str, int]:
-    """Returns what the template writes, cut to a number of characters, and how many it wrote."""
+    """Returns the template's output, cut to a number of characters, and its full length."""
     if self._plain:
       text = "\n".join(str(m["content"]) for m in messages) + ("\n" if begin_assistant else "")
       return text[:max_characters], len(text)
@@ -260,15 +260,15 @@ def load(
   """Loads the tokenizer of a local Hugging Face folder.
 
   Args:
-    directory: folder with tokenizer.json (or whatever AutoTokenizer reads).
-    chat_template: None: the tokenizer's own; "plain": none, messages are joined by line
-      ends; else a file that ends in .jinja, or the template itself.
-    template_args: variables of the template, such as {"enable_thinking": False} for Qwen3.
+    directory: Folder with tokenizer.json (or anything that AutoTokenizer reads).
+    chat_template: Name of a .jinja file, or the template itself; "plain": no template, messages
+      are joined by line ends; None: the tokenizer's own.
+    template_args: Variables of the template, such as {"enable_thinking": False} for Qwen3.
 
   Raises:
-    MissingModel: the folder or the template file does not exist.
-    ModelError: the folder holds no tokenizer that can be read, or names no end-of-sequence token.
-    TemplateError: the chat template is broken, or goes beyond its limits.
+    MissingModel: The folder or the template file does not exist.
+    ModelError: The folder has no readable tokenizer, or names no end-of-sequence token.
+    TemplateError: The chat template is broken, or exceeds its limits.
   """
   is_plain = chat_template == PLAIN
   opened = tokenizer_files.open_folder(directory, chat_template=None if is_plain else chat_template)
@@ -282,20 +282,20 @@ def load(
 
 
 def eos_ids(directory: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
-  """Unites all end-of-sequence ids that a model folder knows of.
+  """Collects all end-of-sequence ids that a model folder names.
 
-  Models of several stop tokens name some of them in generation_config.json only; one
-  that is missed turns finished completions into truncated ones.
+  Models with several stop tokens name some of them in generation_config.json only; a
+  missing one turns finished completions into truncated ones.
 
   Args:
-    directory: the Hugging Face folder; its JSON files may be absent.
-    tokenizer_eos: the tokenizer's own, if it has one.
+    directory: Hugging Face folder; its JSON files may be absent.
+    tokenizer_eos: The tokenizer's own id, if it has one.
 
   Returns:
     The ids, ascending.
 
   Raises:
-    ModelError: a file is broken, or holds something else than ids.
+    ModelError: A file is broken, or holds something other than ids.
   """
   found = set() if tokenizer_eos is None else {int(tokenizer_eos)}
   for name in ("generation_config.json", "config.json"):
@@ -306,7 +306,7 @@ def eos_ids(directory: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
-  """Raises ModelError if the tokenizer or its stop ids go beyond the model's vocabulary.
+  """Raises ModelError if the tokenizer or its stop ids exceed the model's vocabulary.
 
   A model may have more rows than the tokenizer has ids (padding), never fewer.
   """

@@ -14,8 +14,8 @@ def make(name: str, **settings: Any) -> Any:
   Args:
     name: "jax_sampler", "sglang" or "fake", modules of this folder; or the dotted path of one of
       your own, which has a function `make(**settings)`.
-    **settings: of that engine. `matmul_precision` and `product_dtype` are given to an engine of
-      your own only if its `make` takes them.
+    **settings: of that engine. `matmul_precision`, `product_dtype` and `attention` are given only
+      to an engine whose `make` takes them.
 
   Returns:
     A `base.Engine`.
@@ -27,8 +27,9 @@ def make(name: str, **settings: Any) -> Any:
   hidden = set(registry.modules(__name__)) - set(_ENGINES)
   module = registry.module(__name__, name, hidden=hidden)
   takes = inspect.signature(module.make).parameters
-  for numerics in ("matmul_precision", "product_dtype"):
-    if numerics not in takes and name not in _ENGINES:
+  is_open = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
+  for numerics in ("matmul_precision", "product_dtype", "attention"):
+    if numerics not in takes and not (is_open and name in _ENGINES):
       settings.pop(numerics, None)  # how it computes products is its own business.
   registry.check_arguments(f"engine {name!r}", module.make, settings)
   return module.make(**settings)

@@ -1,7 +1,7 @@
-"""What an engine is: token ids in, sampled token ids and their logprobs out.
+"""The interface of engines: token ids in, sampled token ids and their logprobs out.
 
-An engine never sees text, except to find stop strings, and never re-tokenises: the ids that it
-returns are the ids that it sampled.
+An engine never sees text, except to find stop strings, and never tokenises again: the ids that
+it returns are the ids that it sampled.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ from grpo_jax import checked
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.types import FinishReason
 
-# (completions done, completions asked for, tokens sampled so far), all of one `generate` call.
+# (completions done, completions requested, tokens sampled so far), all of one `generate` call.
 OnProgress = Callable[[int, int, int], None]
 
 
 class EngineFailure(ExpectedFailure, RuntimeError):
-  """An engine cannot go on, and cannot be healed. What was learned is not concerned."""
+  """An engine cannot continue, and cannot be restarted. What was learned is not affected."""
 
 
 SAMPLING_KINDS: Mapping[str, checked.Kind] = {
@@ -42,8 +42,8 @@ class SamplingParams:
   temperature: float = 1.0  # logits are divided by it; 0 takes the most likely token.
   top_k: int = 0  # keep the k most likely tokens, and those as likely as the k-th; 0 keeps all.
   top_p: float = 1.0  # keep the fewest most likely tokens of at least this total probability.
-  min_p: float = 0.0  # keep tokens at least this share as likely as the most likely one.
-  stop_ids: tuple[int, ...] = ()  # any of these ends the completion, and is part of it.
+  min_p: float = 0.0  # keep tokens whose probability is at least this share of the highest one.
+  stop_ids: tuple[int, ...] = ()  # any of these ends the completion and is part of it.
   stop_strings: tuple[str, ...] = ()  # so does the token that completes one of these.
 
   def __post_init__(self):
@@ -60,11 +60,11 @@ class SamplingParams:
 class GenerationRequest:
   """One completion to be sampled."""
 
-  request_id: str  # unique within a call; comes back on the `Generation`.
-  prompt_ids: Int[np.ndarray, " prompt"]  # requests of equal prompts share its computation.
+  request_id: str  # unique within a call; the `Generation` has it too.
+  prompt_ids: Int[np.ndarray, " prompt"]  # requests with equal prompts share its computation.
   sampling: SamplingParams
   seed: int  # 0 <= seed < 2**64; the same seed samples the same completion.
-  group: str = ""  # requests of one group have a beginning in common, and may be kept together.
+  group: str = ""  # requests of one group start with the same tokens and may be kept together.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,16 +72,16 @@ class Generation:
   """One sampled completion."""
 
   request_id: str
-  token_ids: Int[np.ndarray, " completion"]  # with the stop id, or the token that ended a string.
+  token_ids: Int[np.ndarray, " completion"]  # stop id included, or the last token of a string.
   logprobs: Float[np.ndarray, " completion"]  # log softmax(logits / temperature), in nats.
   weight_versions: Int[np.ndarray, " completion"]  # of the weights that sampled each token.
   finish_reason: FinishReason
-  matched_stop: int | str | None = None  # the stop id or stop string; None: none ended it.
+  matched_stop: int | str | None = None  # the stop id or stop string that ended it, if any.
 
 
 @runtime_checkable
 class Engine(Protocol):
-  """Samples completions from weights that training replaces again and again."""
+  """Samples completions from weights that training replaces after every step."""
 
   @property
   def weight_version(self) -> int:
@@ -94,25 +94,26 @@ class Engine(Protocol):
     """Yields one generation for each request, as they finish, in any order.
 
     All requests of a call enter the queue together, so what is computed side by side depends on
-    the requests only. Several calls may be in flight. Leaving the iteration cancels the rest.
+    the requests only. Several calls may be in flight. Closing the iterator, or cancelling its
+    reader, cancels the rest.
 
     Args:
-      requests: completions to sample; their ids differ.
-      on_progress: called now and then, in the caller's event loop.
+      requests: Completions to sample; their ids differ.
+      on_progress: Function that is called now and then, in the caller's event loop.
 
     Raises:
-      ValueError: at once, before anything is computed: a request that cannot be served, with
-        its id and the reason.
-      Exception: whatever stopped the engine, from the iteration.
+      ValueError: A request cannot be served; raised by the call itself, before anything is
+        computed, with the request's id and the reason.
+      Exception: The engine failed; raised by the iteration.
     """
     ...
 
   def load_weights(self, params: Any, *, version: int) -> None:
-    """Samples from these weights from now on; tokens carry `version`."""
+    """Samples from these weights from now on; their tokens are marked with `version`."""
     ...
 
   def metrics(self) -> dict[str, float]:
-    """Returns figures worth logging every step; {} if there are none."""
+    """Returns the metrics to log every step; may be empty."""
     ...
 
   def release(self) -> None:
@@ -134,16 +135,16 @@ def check_requests(
   max_length: int,
   can_decode: bool,
 ) -> None:
-  """Refuses requests that cannot be served, all of them in one message.
+  """Rejects requests that cannot be served, all of them in one message.
 
   Args:
-    requests: of one call.
-    vocab_size: ids must be below.
-    max_length: prompt and completion together must not be longer, in tokens.
-    can_decode: whether text is available to look for stop strings in.
+    requests: Requests of one call.
+    vocab_size: Size of the vocabulary; ids must be below it.
+    max_length: Longest prompt and completion together, in tokens.
+    can_decode: Whether completions can be decoded, to look for stop strings.
 
   Raises:
-    ValueError: names each request and what is wrong with it (the first eight).
+    ValueError: Names each request and what is wrong with it (the first eight).
   """
   limits = {"vocab_size": vocab_size, "max_length": max_length, "can_decode": can_decode}
   problems = [
@@ -152,7 +153,7 @@ def check_requests(
     for problem in _problems(request, **limits)
   ]
   ids = [request.request_id for request in requests]
-  problems += [f"request {i!r} stands twice in one call" for i in set(ids) if ids.count(i) > 1]
+  problems += [f"request {i!r} appears twice in one call" for i in set(ids) if ids.count(i) > 1]
   if problems:
     more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
     raise ValueError("; ".join(problems[:8]) + more)

@@ -1,4 +1,4 @@
-"""From the worker thread to the caller's event loop: what one `generate` call waits for."""
+"""Hands what a worker thread has sampled to the event loop of the caller of `generate`."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -25,7 +25,7 @@ class Call:
 
   @property
   def is_left(self) -> bool:
-    """Whether nobody waits any more: the rest need not be computed. Read by the worker."""
+    """Whether nobody waits any longer: the rest need not be computed. Read by the worker."""
     return self._is_left or self._loop.is_closed()
 
   def deliver(self, generation: Generation) -> None:
@@ -35,16 +35,16 @@ class Call:
     self._put(generation)
 
   def progress(self, tokens: int) -> None:
-    """Says how many tokens the unfinished completions have; called by the worker."""
+    """Reports how many tokens the unfinished completions have; called by the worker."""
     if self._on_progress is not None:
       self._put((self._delivered, self._tokens + tokens))
 
   def fail(self, error: BaseException) -> None:
-    """Raises an error in the caller; called by the worker, or by whoever closes the engine."""
+    """Raises an error in the caller; called by the worker, or when the engine is closed."""
     self._put(error)
 
   async def stream(self) -> AsyncGenerator[Generation, None]:
-    """Yields the generations as they come in; raises what the worker failed with."""
+    """Yields the generations as they arrive; raises the error of the worker."""
     left = len(self.requests)
     try:
       while left:
@@ -63,5 +63,5 @@ class Call:
   def _put(self, item: Generation | tuple[int, int] | BaseException) -> None:
     try:
       self._loop.call_soon_threadsafe(self._arrived.put_nowait, item)
-    except RuntimeError:  # the event loop was closed under us: nobody waits.
+    except RuntimeError:  # the event loop is closed: nobody waits.
       self._is_left = True

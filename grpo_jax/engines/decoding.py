@@ -28,9 +28,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from grpo_kernels import rounding
+from grpo_kernels.attention import AUTOMATIC, Attention, parts
+from grpo_kernels.attention.parts import Partial
 from grpo_kernels.linear_logprobs import reference
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Float, Int, UInt
 
 from grpo_jax.compilation import precision
 from grpo_jax.engines import sampling
@@ -39,17 +41,9 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.placement import Placement
 from grpo_jax.models.products import Joined, OutputMajor, Products, joined_name
 
-_MASKED = -1e30
-
 # Keys and values of every layer. Pages: [N K T E] each. Ring: [M R K E C] and [M R K C E], because
 # products of a single query are sums over columns, which are fastest in these layouts.
 Cache = list[tuple[Array, Array]]
-
-# A softmax over some of the keys: the highest score (after `layers.softmax_shift`, so that weights
-# are rounded as in one softmax over all keys), Σ exp(score - highest), and, with one more axis,
-# Σ exp(score - highest) value.
-Partial = tuple[Array, Array, Array]
-
 
 _Class = TypeVar("_Class")
 
@@ -146,6 +140,7 @@ class Options:
     head_axis: Mesh axes over which key/value heads are split.
     row_axes: Mesh axes over which rows are split, if their number is divisible.
     matmul_precision: Precision of float32 products; see `precision.resolve`.
+    attention: How the tokens of a prefilled chunk attend to each other.
   """
 
   config: ModelConfig
@@ -159,6 +154,7 @@ class Options:
   head_axis: Any = None
   row_axes: tuple[str, ...] = ()
   matmul_precision: str | None = None
+  attention: Attention = AUTOMATIC
 
 
 def split_layers(params: transformer.Params, options: Options) -> Weights:
@@ -272,10 +268,10 @@ def prefill(weights: Weights, cache: Cache, chunk: Chunk, options: Options) -> C
   Returns:
     The pages with the keys and values of the chunk.
   """
-  count, size = chunk.tokens.shape[0], cache[0][0].shape[2]
+  size = cache[0][0].shape[2]
   products = _of_prefill(options)
   cos, sin = layers.rope_angles(jnp.asarray(chunk.positions)[:, None], options.config)
-  mask = layers.attention_mask(jnp.asarray(chunk.segment_ids)[None], None)
+  segment_ids = jnp.asarray(chunk.segment_ids)[None]
   is_first = jnp.asarray(chunk.segment_ids) == 1
   past = (jnp.asarray(chunk.past_pages)[None], jnp.asarray(chunk.past)[None])
   offsets, dtype = chunk.positions % size, cache[0][0].dtype
@@ -291,24 +287,30 @@ def prefill(weights: Weights, cache: Cache, chunk: Chunk, options: Options) -> C
       everywhere = ("prompts", "places", "kv_heads", "width")
       k, v = (products.place(y[:, 0].astype(dtype)[None], everywhere) for y in (k, v))
       pages = (write(pages[0], k), write(pages[1], v))
-      heads, width = q.shape[2:]
-      kv_heads = k.shape[2]
-      asked = q.reshape(1, count, kv_heads, heads // kv_heads, width) * (width**-0.5)
-      asked = asked.transpose(0, 2, 1, 3, 4).reshape(1, kv_heads, -1, width)
-      repeated = jnp.repeat(mask, heads // kv_heads, axis=1)[:, None]
-      scores = products.contract("bkme,bske->bkms", asked, k)
-      mix = lambda weights: products.contract("bkms,bske->bkme", weights, v)
-      here = _softmax(scores, repeated, mix, options)
-      before = _over_pages(asked, _nothing(asked), pages, *past, options)
-      is_theirs = jnp.repeat(is_first, heads // kv_heads)[None, None]
-      _, total, mixed = _joined(here, _only_where(is_theirs, before))
-      attended = (mixed / total[..., None]).reshape(kv_heads, count, -1, width)
-      return attended.transpose(1, 0, 2, 3).reshape(count, 1, heads, width), pages
+      q = q.swapaxes(0, 1)  # one row of all tokens, as the keys and values.
+      here = options.attention.partial(q, k, v, segment_ids, products=products)
+      before = _before(q, k.shape[2], pages, *past, options)
+      found = parts.joined(here, parts.only_where(is_first[None, :, None], before))
+      return (found.mixed / found.total[..., None]).swapaxes(0, 1), pages
 
     with precision.scope(options.matmul_precision):
       x, extra = layers.block(layer, x, cos, sin, attend, **settings)
     written.append(extra)
   return written
+
+
+def _before(
+  q: Float[Array, "1 T H E"],
+  kv_heads: int,
+  pages: tuple[Array, Array],
+  tables: Int[Array, "1 W"],
+  lengths: Int[Array, " 1"],
+  options: Options,
+) -> Partial:
+  """Returns the attention of a row's tokens to the tokens of pages; [1 T H]."""
+  asked = parts.by_kv_head(parts.scaled(q, kv_heads))
+  found = _over_pages(asked, parts.nothing(asked), pages, tables, lengths, options)
+  return parts.by_token(found, q.shape[2])
 
 
 def _of_prefill(options: Options) -> Products:
@@ -415,7 +417,7 @@ def decode_step(
       alone = jnp.where(rows.places < 0, rows.prompt_lengths, 0)
       found = _over_pages(asked, found, pages, jnp.asarray(rows.pages), alone, options)
       found = _over_tiles(asked, found, pages, rows, options)
-      attended = _placed(found[2] / found[1][..., None], options, row_axis=0)
+      attended = _placed(found.mixed / found.total[..., None], options, row_axis=0)
       attended = attended.reshape(q.shape[0], 1, heads, width)
       # As `o` is split, which would come to the rows otherwise.
       return _of_prefill(options).place(attended, ("rows", "places", "heads", "width")), ring
@@ -488,7 +490,7 @@ def _over_tiles(
     of_tiles = of_tiles.reshape(at_once, options.group, kv_heads, repeats, width)
     of_tiles = of_tiles.transpose(0, 2, 1, 3, 4).reshape(at_once, kv_heads, -1, width)
     tables = part(rows.tile_pages, at_once), part(rows.tile_lengths, at_once)
-    partial = _over_pages(of_tiles, _nothing(of_tiles), pages, *tables, options)
+    partial = _over_pages(of_tiles, parts.nothing(of_tiles), pages, *tables, options)
     here = places - i * num_places
     is_here = (here >= 0) & (here < num_places) & (places >= 0)
 
@@ -497,8 +499,8 @@ def _over_tiles(
       x = x.reshape(num_places, kv_heads, repeats, *x.shape[4:])
       return jnp.take(x, jnp.clip(here, 0, num_places - 1), axis=0)
 
-    partial = _only_where(is_here[:, None, None], jax.tree.map(of_rows, partial))
-    return _joined(found, partial)
+    partial = parts.only_where(is_here[:, None, None], jax.tree.map(of_rows, partial))
+    return parts.joined(found, partial)
 
   rounds = (jnp.max(places) + num_places) // num_places  # none if all are -1.
   return jax.lax.fori_loop(0, rounds, of_some, found)
@@ -526,7 +528,7 @@ def _over_pages(
     flat = lambda x: x.reshape(*x.shape[:3], at_once * size)
     back = lambda x: x.reshape(*x.shape[:3], at_once, size)
     mix = lambda weights: contract("bkmnp,bnkpe->bkme", back(weights), values)
-    return _joined(found, _softmax(flat(scores), flat(mask), mix, options))
+    return parts.joined(found, parts.softmax(flat(scores), flat(mask), mix, options.products))
 
   rounds = (jnp.max(lengths) + at_once * size - 1) // (at_once * size)
   return jax.lax.fori_loop(0, rounds, of_some, found)
@@ -553,45 +555,14 @@ def _over_ring(
     scores = jnp.sum(queries * of_rows(_at(keys, at)), axis=-2)
     allowed = age[None] <= lengths[:, None]
     mix = lambda w: jnp.sum(rounded(w)[..., None] * of_rows(_at(values, at)), axis=-2)
-    return _softmax(scores, allowed[:, None, None], mix, options)
+    return parts.softmax(scores, allowed[:, None, None], mix, options.products)
 
   if blocks == 1:
     return of_block(0)
   last = step // columns
   first = jnp.maximum((step - jnp.max(lengths)) // columns, last - blocks + 1)
-  merge = lambda index, found: _joined(found, of_block(index))
-  return jax.lax.fori_loop(first, last + 1, merge, _nothing(asked))
-
-
-def _softmax(
-  scores: Float[Array, "B K m s"], allowed: Bool[Array, "..."], mix: Any, options: Options
-) -> Partial:
-  """Returns the partial softmax of scores; `mix` sums values by weights.
-
-  Where nothing is allowed the highest score is `_MASKED`, so that joining it changes nothing.
-  """
-  scores = jnp.where(allowed, scores, _MASKED)
-  highest = layers.softmax_shift(jnp.max(scores, axis=-1), options.products)
-  weights = jnp.exp(scores - highest[..., None])
-  return highest, jnp.sum(weights, axis=-1), mix(weights)
-
-
-def _joined(one: Partial, other: Partial) -> Partial:
-  highest = jnp.maximum(one[0], other[0])
-  a, b = jnp.exp(one[0] - highest), jnp.exp(other[0] - highest)
-  total = one[1] * a + other[1] * b
-  return highest, total, one[2] * a[..., None] + other[2] * b[..., None]
-
-
-def _nothing(asked: Float[Array, "B K m E"]) -> Partial:
-  zeros = jnp.zeros(asked.shape, jnp.float32)
-  return jnp.full(asked.shape[:-1], _MASKED, jnp.float32), zeros[..., 0], zeros
-
-
-def _only_where(condition: Bool[Array, "..."], partial: Partial) -> Partial:
-  """Returns a partial softmax over nothing where the condition is False."""
-  highest, total, mixed = partial
-  return jnp.where(condition, highest, _MASKED), total, mixed
+  merge = lambda index, found: parts.joined(found, of_block(index))
+  return jax.lax.fori_loop(first, last + 1, merge, parts.nothing(asked))
 
 
 def _append(

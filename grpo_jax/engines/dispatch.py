@@ -1,8 +1,8 @@
 """Requests on their way: queued, sent to a server, sent elsewhere when it fails, delivered once.
 
-A request leaves the queue only for a server that takes requests, and comes back to it whenever
-no whole answer came. So none is lost; and since what is delivered is what one answer held, none
-is doubled. Lives in one event loop.
+A request leaves the queue only for a server that accepts requests, and returns to it whenever
+no complete answer arrives. So no request is lost; and because each delivery comes from one answer,
+none is answered twice. Everything here runs in one event loop.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from grpo_jax.engines.sglang_client import Client, Refused, Unanswered
 
 @dataclasses.dataclass(eq=False)
 class Job:
-  """What goes to a server in one HTTP request: one completion, or those of a group."""
+  """The content of one HTTP request: one completion, or all completions of a group."""
 
   requests: Sequence[GenerationRequest]
   call: Call
@@ -40,14 +40,14 @@ class Dispatcher:
   def __init__(
     self, *, servers: int, in_flight: int, max_attempts: int, vocab_size: int, seeded: bool
   ):
-    """Makes a dispatcher to which no server is open yet.
+    """Makes a dispatcher for servers that are all closed at first.
 
     Args:
-      servers: their number.
-      in_flight: jobs under way at one server.
-      max_attempts: of a request that servers answer wrongly, before it fails its call.
-      vocab_size: ids must be below.
-      seeded: whether the servers honour seeds.
+      servers: Number of servers.
+      in_flight: Largest number of jobs that one server works on at a time.
+      max_attempts: Number of wrong answers to a request after which its call fails.
+      vocab_size: Size of the vocabulary; ids must be below it.
+      seeded: Whether the servers honour seeds.
     """
     self._placement = Placement(range(servers), limit=in_flight)
     for index in range(servers):
@@ -59,9 +59,9 @@ class Dispatcher:
     self._seeded = seeded
     self._prefix = uuid.uuid4().hex[:12]
     self._numbers = itertools.count()
-    self._jobs: set[Job] = set()  # submitted, and not yet delivered.
+    self._jobs: set[Job] = set()  # submitted and not yet delivered.
     self._error: Exception | None = None
-    self.router: Client | None = None  # who passes generation on, where there is one.
+    self.router: Client | None = None  # forwards requests to the servers, if there is one.
     self.retries = 0
 
   def submit(self, jobs: Sequence[Job]) -> None:
@@ -75,12 +75,12 @@ class Dispatcher:
     self._send()
 
   def leave(self, call: Call) -> None:
-    """Forgets what a call still waits for, and cancels it at the servers."""
+    """Drops the jobs that a call still waits for, and cancels them at the servers."""
     self._placement.drop(lambda job: job.call is call)
     self._jobs = {job for job in self._jobs if job.call is not call}
     for task, (job, _) in self._running.items():
       if job.call is call:
-        task.cancel()  # SGLang ends a request whose client is gone.
+        task.cancel()  # SGLang ends a request when its client disconnects.
 
   def opened(self, server: Server) -> None:
     self._servers[server.index] = server
@@ -88,7 +88,7 @@ class Dispatcher:
     self._send()
 
   def closed(self, server: Server) -> None:
-    """Takes back what is under way at a server, for another one."""
+    """Takes the jobs back that a server works on, for another server."""
     self._placement.close(server.index)
     for task, (_, index) in list(self._running.items()):
       if index == server.index:
@@ -96,7 +96,7 @@ class Dispatcher:
     self._send()
 
   def failed(self, error: Exception) -> None:
-    """Fails all calls, these and later ones."""
+    """Fails all calls, present and later ones."""
     self._error = error
     jobs, self._jobs = self._jobs, set()
     for call in {id(job.call): job.call for job in jobs}.values():
@@ -105,11 +105,11 @@ class Dispatcher:
 
   @property
   def in_flight(self) -> int:
-    """Jobs under way at all servers."""
+    """Number of jobs that all servers work on."""
     return len(self._running)
 
   def _send(self) -> None:
-    """Starts all that can be sent now."""
+    """Sends all jobs that can be sent now."""
     while (found := self._placement.next()) is not None:
       index, job = found
       assert isinstance(index, int)
@@ -128,7 +128,7 @@ class Dispatcher:
     self._send()
 
   async def _attempt(self, job: Job, server: Server) -> None:
-    """Sends a job to a server and delivers the answer; whatever else comes of it, is counted."""
+    """Sends a job to a server and delivers the answer; failures are counted."""
     names = [f"{self._prefix}-{next(self._numbers)}" for _ in job.requests]
     body = sglang_messages.generate_body(job.requests, names, seeded=self._seeded)
     read = functools.partial(
@@ -153,7 +153,7 @@ class Dispatcher:
       self._deliver(job, generations)
 
   def _failed_at(self, job: Job, server: Server, error: Exception) -> None:
-    """Closes the server until its health was looked at; gives a job up after many attempts."""
+    """Closes the server until its health has been checked; drops a job after many attempts."""
     self.retries += 1
     job.attempts += 1
     if job.attempts >= self._max_attempts:
@@ -178,7 +178,7 @@ class Dispatcher:
 
 
 def _routing(router: Client | None, job: Job) -> dict[str, str]:
-  """Returns the header by which an SGLang router keeps a group together."""
+  """Returns the header with which an SGLang router keeps a group together."""
   if router is None:
     return {}
   name = job.group if isinstance(job.group, str) else job.requests[0].request_id

@@ -1,7 +1,7 @@
 """An engine without a language model, for tests and dry runs: a table of bigrams, or a script.
 
-The distribution of the next token depends on the last one only, by a table of logits that
-anybody can read, so every logprob is known exactly. NumPy in float64.
+The distribution of the next token depends on the last one only, through a readable table of
+logits, so that every logprob is known exactly. NumPy in float64.
 """
 
 import asyncio
@@ -14,12 +14,12 @@ from jaxtyping import Float
 from grpo_jax.engines import base, stopping
 from grpo_jax.engines.base import GenerationRequest, SamplingParams
 
-# Given a request, returns the ids of its completion; they are cut where it must stop.
+# Function from a request to the ids of its completion; they are cut where it must stop.
 Script = Callable[[GenerationRequest], Sequence[int]]
 
 
 class FakeEngine:
-  """Samples from a table of bigrams, or writes what a script says; see `base.Engine`."""
+  """Samples from a table of bigrams, or returns what a script writes; see `base.Engine`."""
 
   def __init__(
     self,
@@ -32,10 +32,11 @@ class FakeEngine:
     """Makes an engine with weights of version 0.
 
     Args:
-      logits: [last token, next token]; the weights.
-      script: writes the completions; their logprobs are those of the table. None: sampled.
-      decode: ids → text, for stop strings.
-      max_length: of prompt and completion together, in tokens.
+      logits: Logits [last token, next token], the weights of this engine.
+      script: Function that writes the completions; their logprobs come from the table. None:
+        completions are sampled.
+      decode: Function from ids to text, for stop strings.
+      max_length: Longest prompt and completion together, in tokens.
     """
     self._logits = np.asarray(logits, np.float64)
     self._script = script
@@ -43,7 +44,7 @@ class FakeEngine:
     self._max_length = max_length
     self._version = 0
     self._is_closed = False
-    self.requests: list[GenerationRequest] = []  # all that were served, in order.
+    self.requests: list[GenerationRequest] = []  # all requests served, in order.
 
   @property
   def weight_version(self) -> int:
@@ -51,13 +52,13 @@ class FakeEngine:
     return self._version
 
   def load_weights(self, params: Any, *, version: int) -> None:
-    """Replaces the table by params["bigrams"] if there is such; else only counts the version."""
+    """Replaces the table by params["bigrams"] if present; otherwise only sets the version."""
     if "bigrams" in params:
       self._logits = np.asarray(params["bigrams"], np.float64)
     self._version = version
 
   def metrics(self) -> dict[str, float]:
-    """Returns none."""
+    """Returns an empty dict."""
     return {}
 
   def release(self) -> None:
@@ -69,7 +70,7 @@ class FakeEngine:
     *,
     on_progress: base.OnProgress | None = None,
   ) -> AsyncIterator[base.Generation]:
-    """Yields one generation for each request, in their order."""
+    """Yields one generation for each request, in order."""
     base.check_requests(
       requests,
       vocab_size=len(self._logits),
@@ -137,7 +138,7 @@ def draw(logits: Float[np.ndarray, " V"], uniform: float, sampling: SamplingPara
 
 
 def kept_tokens(probabilities: Float[np.ndarray, " V"], sampling: SamplingParams) -> np.ndarray:
-  """Says which tokens top-k, then top-p, then min-p keep; equals of the last kept one too."""
+  """Returns the tokens that top-k, top-p and min-p keep, in this order, and ties with the last."""
   ranked = np.sort(probabilities)[::-1]
   lowest = ranked[min(sampling.top_k, len(ranked)) - 1] if sampling.top_k else 0.0
   ranked = ranked[ranked >= lowest]
@@ -153,5 +154,5 @@ def _log_softmax(logits: Float[np.ndarray, " V"]) -> Float[np.ndarray, " V"]:
 
 
 def make(**settings: Any) -> FakeEngine:
-  """Makes a `FakeEngine`; what `engines.make("fake", ...)` calls."""
+  """Makes a `FakeEngine`; called by `engines.make("fake", ...)`."""
   return FakeEngine(**settings)

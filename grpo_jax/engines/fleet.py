@@ -7,18 +7,20 @@ back with old weights. All of this lives in one event loop.
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import aiohttp
-from absl import logging
 
 from grpo_jax.engines import probe
 from grpo_jax.engines.server import FleetError, Options, Server, ServerLost, Weights
 from grpo_jax.engines.server_process import ServerError, ServerProcess
 from grpo_jax.engines.sglang_client import Client
 from grpo_jax.http import bodies as http_bodies
+
+_log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.25  # whether a process still runs.
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 1.0, 60.0
@@ -243,5 +245,5 @@ class Fleet:
       )
     self.restarts += 1
     wait = min(_FIRST_BACKOFF_S * 2 ** (times - 1), _LAST_BACKOFF_S)
-    logging.warning("%s is lost: %s; replaced in %g s.%s", server.name, reason, wait, log)
+    _log.warning("%s is lost: %s; replaced in %g s.%s", server.name, reason, wait, log)
     await asyncio.sleep(wait)

@@ -10,15 +10,16 @@ be taken in another order, which changes the last bits of a logit.
 """
 
 import dataclasses
+import logging
 import math
 import threading
-import warnings
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from grpo_kernels.attention import AUTOMATIC, Attention
 from jax.sharding import Mesh, NamedSharding
 
 from grpo_jax import registry
@@ -29,6 +30,8 @@ from grpo_jax.engines.calls import Call
 from grpo_jax.engines.session import Programs, Session, Stats, caches
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
+
+_log = logging.getLogger(__name__)
 
 
 class JaxSampler:
@@ -42,6 +45,7 @@ class JaxSampler:
     compute_dtype: Any = jnp.float32,
     product_dtype: Any = None,
     matmul_precision: str | None = None,
+    attention: Attention = AUTOMATIC,
     max_rows: int = 64,
     max_length: int | None = None,
     chunk_tokens: int = 16,
@@ -65,6 +69,7 @@ class JaxSampler:
       product_dtype: Dtype of q, k, v, gate and up, the trainer's; see `products.Products`.
       matmul_precision: Precision of float32 products, the trainer's; see `precision.resolve`.
         None: "float32" in float32.
+      attention: How the tokens of prompts attend, as the trainer's.
       max_rows: Largest number of completions decoded at the same time; more wait. It bounds the
         caches' memory.
       max_length: Largest number of tokens of a prompt with its completion; None: the model's
@@ -106,6 +111,7 @@ class JaxSampler:
       report_truncated=report_truncated_logprobs,
       group=max(min(group_size, max_rows), 1),
       matmul_precision=precision.resolve(matmul_precision, compute_dtype),
+      attention=attention,
     )
     is_cpu = jax.default_backend() == "cpu"
     if prompt_tokens is None or completion_tokens is None:
@@ -233,7 +239,7 @@ class JaxSampler:
     self._check_ready()
     if self._warn_of_truncation and any(r.sampling.is_truncated for r in requests):
       self._warn_of_truncation = False
-      warnings.warn(_truncation_warning(self._options.report_truncated), stacklevel=2)
+      _log.warning(_truncation_warning(self._options.report_truncated))
     return self._stream(requests, on_progress)
 
   def close(self) -> None:

@@ -7,7 +7,7 @@ from grpo_jax.engines import base
 
 
 class NoEngine:
-  """Takes no weights and samples nothing; see `base.Engine`."""
+  """Accepts no weights and samples nothing; see `base.Engine`."""
 
   weight_version = -1
 
@@ -18,13 +18,13 @@ class NoEngine:
     on_progress: base.OnProgress | None = None,
   ) -> AsyncIterator[base.Generation]:
     """Raises RuntimeError."""
-    raise RuntimeError(f"{len(requests)} completions were asked for, and there is no engine")
+    raise RuntimeError(f"{len(requests)} completions were requested, and there is no engine")
 
   def load_weights(self, params: Any, *, version: int) -> None:
     """Does nothing."""
 
   def metrics(self) -> dict[str, float]:
-    """Returns nothing."""
+    """Returns an empty dict."""
     return {}
 
   def release(self) -> None:

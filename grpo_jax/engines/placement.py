@@ -1,8 +1,8 @@
-"""Which request goes to which server next. Pure.
+"""Decides which request goes to which server next. Pure.
 
 A group stays with one server, whose cache then holds its prompt once. A new group goes to the
-server with the least to do; a server with nothing of its own left takes from the fullest, since
-an idle server costs more than a prompt that is computed twice.
+least loaded server. A server without requests of its own takes some from the fullest server,
+because an idle server costs more than a prompt that is computed twice.
 """
 
 import collections
@@ -10,14 +10,14 @@ import dataclasses
 from collections.abc import Hashable, Iterable
 from typing import Any
 
-REMEMBERED = 65536  # groups whose server is known; later turns of a conversation come back to it.
+REMEMBERED = 65536  # groups whose server is remembered, for later turns of a conversation.
 
 
 @dataclasses.dataclass(slots=True)
 class _Place:
-  """A server as placement sees it."""
+  """A server and its queue."""
 
-  waiting: collections.deque[tuple[Hashable, Any]]  # (group, request) that will go there.
+  waiting: collections.deque[tuple[Hashable, Any]]  # (group, request) queued for it.
   under_way: int = 0
   is_open: bool = True
 
@@ -27,14 +27,14 @@ class _Place:
 
 
 class Placement:
-  """Queues of requests, one a server; at most `limit` requests are under way at each."""
+  """Queues of requests, one per server; at most `limit` requests are in flight at each."""
 
   def __init__(self, servers: Iterable[Hashable], *, limit: int):
     """Makes empty queues.
 
     Args:
-      servers: their names.
-      limit: requests under way at one server.
+      servers: Names of the servers.
+      limit: Largest number of requests in flight at one server.
     """
     self._places = {server: _Place(collections.deque()) for server in servers}
     self._limit = limit
@@ -42,7 +42,7 @@ class Placement:
     self._homeless: collections.deque[tuple[Hashable, Any]] = collections.deque()
 
   def add(self, group: Hashable, request: Any) -> None:
-    """Queues a request at the server of its group, or at the one with the least to do."""
+    """Queues a request at the server of its group, or at the least loaded one."""
     home = self._home(group)
     if home is None:
       self._homeless.append((group, request))
@@ -53,7 +53,7 @@ class Placement:
     """Takes the next request that can go to a server; None if there is none, or no room.
 
     Returns:
-      The server, and the request, which is under way there until `done`.
+      The server, and the request, which is in flight there until `done`.
     """
     for server, place in self._by_load():
       if place.under_way < self._limit and place.waiting:
@@ -67,11 +67,11 @@ class Placement:
     return None
 
   def done(self, server: Hashable) -> None:
-    """Says that a request is no longer under way at a server, however it ended."""
+    """Records that a request is no longer in flight at a server, however it ended."""
     self._places[server].under_way -= 1
 
   def close(self, server: Hashable) -> None:
-    """Takes a server out: what waits for it goes elsewhere, or waits until one opens."""
+    """Removes a server: its waiting requests go elsewhere, or wait until one opens."""
     place = self._places[server]
     place.is_open = False
     moved, place.waiting = place.waiting, collections.deque()
@@ -82,14 +82,14 @@ class Placement:
       self.add(group, request)
 
   def open(self, server: Hashable) -> None:
-    """Takes a server in again; what waited for any server is spread anew."""
+    """Adds a server again; requests that waited for any server are distributed again."""
     self._places[server].is_open = True
     waiting, self._homeless = self._homeless, collections.deque()
     for group, request in waiting:
       self.add(group, request)
 
   def drop(self, is_unwanted: Any) -> None:
-    """Forgets the waiting requests that `is_unwanted(request)`."""
+    """Drops the waiting requests for which `is_unwanted(request)` is true."""
     for place in self._places.values():
       place.waiting = collections.deque(x for x in place.waiting if not is_unwanted(x[1]))
     self._homeless = collections.deque(x for x in self._homeless if not is_unwanted(x[1]))

@@ -1,9 +1,9 @@
-"""A probe: do the servers sample from the weights that were sent? Their logprobs say so.
+"""A probe that checks, by logprobs, whether the servers use the weights that were sent.
 
 After every change of the weights each server scores one fixed prompt. In float32 a server that
-kept the old weights, lost a tensor or mixed two up is off by far more than rounding. In bfloat16
-rounding alone is up to 0.3 nats a token, which hides a single small step of training; there the
-probe finds wrong tensors, and the version that the server names says that it loaded the folder.
+kept the old weights, lost a tensor or swapped two is off by far more than rounding. In bfloat16
+rounding alone is up to 0.3 nats per token, which hides a single small training step. There the
+probe finds wrong tensors, and the version that the server reports shows that it loaded the folder.
 """
 
 import functools
@@ -21,13 +21,13 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 from grpo_jax.rl.logprobs import sequence_logprobs
 
-LENGTH = 32  # tokens of the prompt.
-# Nats, the largest difference of a token. TF32 has 3 bits more than bfloat16, hence an eighth.
+LENGTH = 32  # length of the prompt, in tokens.
+# Largest difference of a token, in nats. TF32 has 3 bits more than bfloat16, therefore an eighth.
 TOLERANCES = {"float32": 3e-4, "tensorfloat32": 0.2, "default": 0.2, "bfloat16": 1.5}
 
 
 class WrongWeights(EngineFailure):
-  """A server does not sample from the weights that it says it has."""
+  """A server does not sample from the weights that it reports."""
 
 
 def probe_ids(vocab_size: int) -> tuple[int, ...]:
@@ -36,7 +36,7 @@ def probe_ids(vocab_size: int) -> tuple[int, ...]:
 
 
 class Probe:
-  """The prompt, and the trainer's own logprobs of it."""
+  """The prompt, and the trainer's own logprobs for it."""
 
   def __init__(
     self,
@@ -50,11 +50,11 @@ class Probe:
     """Makes a probe.
 
     Args:
-      config: of the model.
-      compute_dtype: of the trainer.
-      num_valid_tokens: ids are below.
-      product_dtype: of the trainer; see `products.Products`.
-      matmul_precision: of the trainer's float32 products; see `precision.resolve`.
+      config: Config of the model.
+      compute_dtype: Compute type of the trainer.
+      num_valid_tokens: Number of valid ids; ids are smaller.
+      product_dtype: Product type of the trainer; see `products.Products`.
+      matmul_precision: Precision of the trainer's float32 products; see `precision.resolve`.
     """
     self.ids = probe_ids(num_valid_tokens)
     self._config = config
@@ -64,7 +64,7 @@ class Probe:
   def logprobs(self, params: Any) -> Float[jax.Array, " n"]:
     """Returns the trainer's log-probability of each id but the first, in nats.
 
-    They are still being computed when this returns: while the servers load the weights.
+    They may still be in computation when this returns, while the servers load the weights.
     """
     tokens = jnp.asarray(self.ids)[None]
     return _logprobs(params, tokens, self._config, self._products, self._matmul_precision)
@@ -89,9 +89,9 @@ def _traced_logprobs(
   positions = jnp.arange(tokens.shape[1])[None]
   hidden: Any = module.apply({"params": params}, tokens, positions, jnp.ones_like(tokens))
   head, layout = transformer.head(params, config)
-  hidden = hidden.astype(products.compute_dtype)  # the head's products are the trainer's, too.
+  hidden = hidden.astype(products.compute_dtype)  # the head's products match the trainer's, too.
   values = sequence_logprobs(hidden, head, tokens, head_layout=layout, implementation="xla_chunked")
-  assert not isinstance(values, tuple)  # no entropy was asked for.
+  assert not isinstance(values, tuple)  # no entropy was requested.
   return values[0, 1:]
 
 
@@ -105,7 +105,7 @@ def check(
   """Returns the largest difference of the logprobs, in nats.
 
   Raises:
-    WrongWeights: it is above the tolerance, or not finite.
+    WrongWeights: It is above the tolerance, or not finite.
   """
   largest = float(np.abs(of_server - of_trainer).max())
   if not largest <= tolerance:

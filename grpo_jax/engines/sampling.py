@@ -1,6 +1,6 @@
 """From logits to tokens and their logprobs. Pure.
 
-One uniform number a token picks it by inverting the cumulative distribution in two levels, over
+One uniform number per token selects it by inverting the cumulative distribution in two levels, over
 blocks of the vocabulary and then within one. That costs two passes over the logits, gives the
 normaliser for free, and needs neither a random number per vocabulary entry nor a sort.
 """
@@ -23,21 +23,21 @@ def sample(
   num_valid: int | None = None,
   report_truncated: bool = False,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-  """Samples one token a row, and gives its logprob.
+  """Samples one token per row, and returns it with its logprob.
 
       token = the first with Σ_{v ≤ token} p(v) > u,   p = softmax(logits / temperature)
 
   Args:
-    logits: float32.
+    logits: Logits in float32.
     uniforms: u in [0, 1).
-    temperature: 0 takes the most likely token (the first of equals), with its logprob at
-      temperature 1.
-    filters: top-k, top-p and min-p of each row (see `keep`); None when no row has any, which
+    temperature: Temperature of each row; 0 selects the most likely token (the first of equals),
+      with its logprob at temperature 1.
+    filters: Top-k, top-p and min-p of each row (see `keep`); None if no row has any, which
       saves their cost.
-    num_valid: ids from here on (padding rows of the embedding) are never sampled; they stay in
-      the normaliser of the logprobs, as they do in the trainer's. None: all are valid.
-    report_truncated: give the logprob under what was really sampled, renormalised over the
-      tokens that the filters keep, instead of under the softmax over the whole vocabulary.
+    num_valid: Number of valid ids. Larger ids (padding rows of the embedding) are never sampled,
+      but count in the normaliser of the logprobs, as in the trainer's. None: all are valid.
+    report_truncated: Whether to return the logprob under the distribution actually sampled,
+      renormalised over the tokens that the filters keep, and not under the full softmax.
 
   Returns:
     Token ids; their logprobs, in nats.
@@ -63,7 +63,7 @@ def sample(
   counted = jnp.where(greedy[:, None], everything, kept) if report_truncated else everything
   at_token = jnp.take_along_axis(scaled, token[:, None], axis=1)[:, 0]
   found = core.Statistics(highest, jnp.sum(counted, axis=1), None, at_token)
-  logprobs, _ = core.outputs(core.Settings(), found)  # as the trainer and the scorer do.
+  logprobs, _ = core.outputs(core.Settings(), found)  # computed as in the trainer and the scorer.
   return token, logprobs
 
 
@@ -71,20 +71,20 @@ def invert_cdf(weights: Float[Array, "B V"], uniforms: Float[Array, " B"]) -> In
   """Returns the first index at which the cumulative weight exceeds u times the total.
 
   Args:
-    weights: unnormalised probabilities, at least one positive a row; V a multiple of 256.
+    weights: Unnormalised probabilities, at least one positive per row; V a multiple of 256.
     uniforms: u in [0, 1).
 
   Returns:
-    Indices; never one of weight 0, whatever the rounding.
+    Indices; the weight at an index is never 0, whatever the rounding.
   """
   blocks = weights.reshape(weights.shape[0], -1, _BLOCK)
   sums = jnp.sum(blocks, axis=2)
   ends = jnp.cumsum(sums, axis=1)
   target = uniforms * ends[:, -1]
   block = _first_above(ends, sums, target)
-  of_row = lambda x: jnp.take_along_axis(x, block[:, None], axis=1)[:, 0]
+  in_block = lambda x: jnp.take_along_axis(x, block[:, None], axis=1)[:, 0]
   within = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-  left = target - (of_row(ends) - of_row(sums))
+  left = target - (in_block(ends) - in_block(sums))
   return block * _BLOCK + _first_above(jnp.cumsum(within, axis=1), within, left)
 
 
@@ -94,19 +94,19 @@ def keep(
   top_p: Float[Array, " B"],
   min_p: Float[Array, " B"],
 ) -> Bool[Array, "B V"]:
-  """Says which tokens top-k, then top-p, then min-p keep.
+  """Returns which tokens top-k, then top-p, then min-p keep.
 
-  top-k keeps the k most likely tokens; top-p, of the distribution renormalised over those, the
-  fewest most likely ones whose probabilities sum to at least p; min-p those at least min_p times
-  as likely as the most likely. Tokens exactly as likely as the last one kept are kept too. Each
-  filter is a threshold on the probability, found by bisection over float32's bits, so
+  top-k keeps the k most likely tokens. top-p, on the distribution renormalised over those, keeps
+  the fewest most likely ones whose probabilities sum to at least p. min-p keeps those at least
+  min_p times as likely as the most likely. Tokens exactly as likely as the last one kept are kept
+  too. Each filter is a threshold on the probability, found by bisection over float32's bits, so
   nothing is sorted.
 
   Args:
-    weights: unnormalised probabilities, at most 1, the highest of each row exactly 1.
-    top_k: 0 keeps all.
-    top_p: 1 keeps all.
-    min_p: 0 keeps all.
+    weights: Unnormalised probabilities, at most 1, the highest of each row exactly 1.
+    top_k: Number of tokens to keep; 0 keeps all.
+    top_p: Probability to keep; 1 keeps all.
+    min_p: Smallest probability relative to the most likely token; 0 keeps all.
 
   Reference:
     Holtzman et al. 2019, arXiv:1904.09751 (top-p); Nguyen et al. 2024, arXiv:2407.01082 (min-p).
@@ -124,11 +124,11 @@ def keep(
 
 
 def uniforms(seeds: UInt[Array, "B 2"], indices: Int[Array, " B"]) -> Float[Array, " B"]:
-  """Returns u in [0, 1) for each row: a function of its seed and of the token's index only.
+  """Returns u in [0, 1) for each row, which depends on its seed and the token's index only.
 
   Args:
-    seeds: the request's seed as (high, low) words of 32 bits.
-    indices: of the token that is sampled, within its completion.
+    seeds: Seed of each request as (high, low) words of 32 bits.
+    indices: Index of the token to be sampled within its completion.
   """
   one = lambda seed, index: jax.random.uniform(
     jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), index),
@@ -143,7 +143,7 @@ def _first_above(
   """Returns the first index of weight > 0 whose cumulative weight exceeds the target."""
   places = jnp.arange(weights.shape[1])[None]
   first = jnp.sum(cumulative <= target[:, None], axis=1)[:, None]
-  # Rounding may point behind the end, or at a weight of 0: move on to the next of weight > 0.
+  # Rounding may point past the end, or at a weight of 0: move on to the next weight > 0.
   after = jnp.min(jnp.where((weights > 0) & (places >= first), places, places.size), axis=1)
   last = jnp.max(jnp.where(weights > 0, places, 0), axis=1)
   return jnp.minimum(after, last).astype(jnp.int32)
@@ -160,7 +160,7 @@ def _first_highest(scores: Float[Array, "B V"], block_max: Float[Array, "B n"]) 
 def _highest_threshold(weights: Float[Array, "B V"], enough) -> Float[Array, " B"]:
   """Returns the highest threshold for which the weights at or above it are `enough`.
 
-  Non-negative floats order as their bits do, so 31 halvings of an integer interval are exact.
+  Non-negative floats have the order of their bits, so 31 halvings of an integer interval are exact.
   """
   as_float = lambda bits: jax.lax.bitcast_convert_type(bits, jnp.float32)
 

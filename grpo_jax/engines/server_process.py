@@ -1,7 +1,7 @@
-"""Starts and ends one SGLang server as a process of its own (I/O: processes, files).
+"""Starts and ends one SGLang server as a separate process (I/O: processes, files).
 
-A `ServerProcess` is held by a guard (server_side/guard.py), which ends the server when the trainer
-ends in whatever way. Nothing here speaks HTTP: whether a server answers is the fleet's question.
+A `ServerProcess` is controlled by a guard (server_side/guard.py), which ends the server whenever
+the trainer ends. Nothing here speaks HTTP: the fleet finds out whether a server answers.
 """
 
 import dataclasses
@@ -41,13 +41,13 @@ __all__ = [
 
 
 class ServerProcess:
-  """A running server and its guard. Dropping the object ends the server, as the trainer's end does.
+  """A running server and its guard. Dropping the object ends the server, as does the trainer's end.
 
   Attributes:
-    index: which of the fleet's.
-    pid: of its guard, the parent of all its processes.
-    port: that it listens on.
-    log: file with its output, older output in LOG.1.
+    index: Index of the server in the fleet.
+    pid: Process id of its guard, the parent of all its processes.
+    port: Port that it listens on.
+    log: File with its output, older output in LOG.1.
   """
 
   def __init__(self, guard: subprocess.Popen[bytes], *, index: int, host: str, port: int,
@@ -67,15 +67,15 @@ class ServerProcess:
     """Starts a server; it needs half a minute before it answers.
 
     Args:
-      options: of the fleet.
-      index: which of the fleet's servers, from 0.
-      model_path: Hugging Face folder of the weights to begin with.
-      weight_version: theirs; with `options.command`, only if that uses it.
-      api_key: that it shall ask for, handed over in the environment; "": none. With
+      options: Options of the fleet.
+      index: Index of the server in the fleet, from 0.
+      model_path: Hugging Face folder of the initial weights.
+      weight_version: Version of these weights; with `options.command`, only if that uses it.
+      api_key: Key that clients must send, passed in the environment; "": none. With
         `options.command` the command finds it in GRPO_JAX_SGLANG_API_KEY.
 
     Raises:
-      ServerError: see `check`; the log cannot be written.
+      ServerError: See `check`; or the log cannot be written.
     """
     check(dataclasses.replace(options, port=None), servers=index + 1, api_key=api_key)
     port = port_of(options, index)
@@ -97,9 +97,9 @@ class ServerProcess:
           stdout=subprocess.DEVNULL,
           stderr=own_troubles,
           bufsize=0,
-          cwd=options.log_folder,  # not the caller's: a server imports what lies there.
+          cwd=options.log_folder,  # not the caller's: a server imports modules from its folder.
           env=environment_of(options, index, api_key),
-          start_new_session=True,  # Ctrl-C in the terminal is the trainer's to handle.
+          start_new_session=True,  # Ctrl-C in the terminal is handled by the trainer.
         )
     except OSError as error:
       raise ServerError(f"server {index} cannot be started: {error}") from error
@@ -107,13 +107,13 @@ class ServerProcess:
 
   @property
   def address(self) -> str:
-    """Where the trainer reaches it: "http://127.0.0.1:30000"."""
+    """Address at which the trainer reaches it: "http://127.0.0.1:30000"."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
     return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
   @property
   def is_running(self) -> bool:
-    """Whether anything of it is left."""
+    """Whether any of its processes is left."""
     return self._guard.poll() is None
 
   def exit_text(self) -> str:
@@ -129,11 +129,11 @@ class ServerProcess:
     return f"exited with code {code}"
 
   def last_lines(self, n: int = 20) -> str:
-    """Returns the end of its log, since this start, without what a terminal would obey."""
+    """Returns the end of its log, since this start, without terminal control sequences."""
     try:
       with open(self.log, "rb") as file:
         size = file.seek(0, os.SEEK_END)
-        begin = self._log_start if self._log_start <= size else 0  # a new file has begun.
+        begin = self._log_start if self._log_start <= size else 0  # the log was rotated.
         file.seek(max(begin, size - 1000 * n))
         lines = file.read().decode(errors="replace").splitlines()
     except OSError as error:
@@ -141,19 +141,19 @@ class ServerProcess:
     return "\n".join(map(redaction.printable, lines[-n:]))
 
   def terminate(self) -> None:
-    """Asks it to end, and has it killed after the grace period; returns at once."""
+    """Asks it to end, and lets the guard kill it after the grace period; returns at once."""
     self._guard.terminate()
 
   def kill(self) -> None:
-    """Has it killed with all its processes, also if it hangs; returns at once."""
+    """Lets the guard kill it with all its processes, even if it hangs; returns at once."""
     assert self._guard.stdin is not None
     try:
       self._guard.stdin.write(b"kill\n")
     except (BrokenPipeError, ValueError):
-      pass  # it ended before; ValueError: and was waited for.
+      pass  # it has ended; ValueError: and was waited for.
 
   def wait(self, timeout_s: float | None = None) -> bool:
-    """Waits until nothing of it is left; returns whether that came in time."""
+    """Waits until none of its processes is left; returns whether that happened in time."""
     try:
       self._guard.wait(timeout_s)
     except subprocess.TimeoutExpired:

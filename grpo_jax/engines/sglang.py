@@ -7,6 +7,7 @@ load_weights(params) ──────► Fleet ── one task a server ──
 
 import asyncio
 import dataclasses
+import logging
 import math
 import os
 import pathlib
@@ -31,6 +32,8 @@ from grpo_jax.engines.sglang_options import SGLangOptions
 from grpo_jax.http import redaction
 from grpo_jax.models import leaves
 from grpo_jax.models.config import ModelConfig
+
+_log = logging.getLogger(__name__)
 
 # Keeps TF32 out of the servers' float32 products: of NVIDIA's libraries, and of Triton's kernels,
 # which round to it by default, SGLang's deterministic products and its attention among them.
@@ -121,7 +124,7 @@ class SGLangEngine:
     weights = Weights(version, folder, self._probe.ids, self._probe.logprobs(params))
     self._run(self._fleet.publish(weights))
     if self._version < 0:
-      print(f"SGLang is ready: {', '.join(self._fleet.addresses)}", flush=True)
+      _log.info("SGLang is ready: %s", ", ".join(self._fleet.addresses))
     previous, self._folder, self._version = self._folder, folder, version
     if previous is not None:
       self._folders.discard(previous)
@@ -298,8 +301,8 @@ def make(
       context_length=config.max_position_embeddings,
     )
     server_process.check(launch, servers=chosen.servers, api_key=key or "")
-    print(
-      f"starting SGLang ({chosen.servers} x {launch.device}), logs: {launch.log_folder}", flush=True
+    _log.info(
+      "starting SGLang (%d x %s), logs: %s", chosen.servers, launch.device, launch.log_folder
     )
   elements = sum(math.prod(tensor.shape) for tensor in leaves.stored(config))
   in_run = pathlib.Path(workdir) / "weights"

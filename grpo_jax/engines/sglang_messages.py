@@ -1,8 +1,8 @@
-"""What is said to an SGLang server and what it answers, as plain data. Pure.
+"""The requests to an SGLang server and its answers, as plain data. Pure.
 
 Written against SGLang 0.5.23. Tokens and logprobs are read from `output_token_logprobs` alone:
-the text that comes with them is never tokenised again. sglang-jax answers in the same form, but
-for two defects that are met here: it repeats logprobs of long completions, and names no version.
+the text that comes with them is never tokenised again. sglang-jax answers in the same form, with
+two defects that are handled here: it repeats logprobs of long completions, and reports no version.
 """
 
 import contextlib
@@ -15,25 +15,25 @@ from jaxtyping import Float, Int
 from grpo_jax.engines.base import Generation, GenerationRequest
 from grpo_jax.types import FinishReason
 
-# What reading data raises where it has another form.
+# Errors that reading data in an unexpected form raises.
 _NOT_AS_EXPECTED = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 
-# Bytes of an answer. A token is [logprob, id, null], its id again in `output_ids`, and its text in
-# `text`: some 50 bytes, and up to 300 for the longest tokens of a vocabulary (128 line breaks,
-# escaped). sglang-jax repeats logprobs.
+# Size of an answer in bytes. A token is [logprob, id, null], its id again in `output_ids`, and its
+# text in `text`: some 50 bytes, and up to 300 for the longest tokens of a vocabulary (128 line
+# breaks, escaped). sglang-jax repeats logprobs.
 _OF_ANSWER, _OF_COMPLETION, _OF_TOKEN = 1 << 16, 1 << 14, 512
 
 
 class Garbled(ValueError):
-  """A server answered with something that is not what was asked for."""
+  """The answer of a server does not match the request."""
 
 
 class Aborted(Exception):
-  """A server gave up on a request that nobody cancelled."""
+  """A server aborted a request that nobody cancelled."""
 
 
 def signed(seed: int) -> int:
-  """Returns a seed of 64 bits as the signed integer that SGLang takes, bit for bit."""
+  """Returns a seed of 64 bits as the signed integer that SGLang expects, bit for bit."""
   return seed - 2**64 if seed >= 2**63 else seed
 
 
@@ -41,8 +41,8 @@ def sampling_params(request: GenerationRequest, *, seeded: bool) -> dict[str, An
   """Returns SGLang's `sampling_params` of one request.
 
   Args:
-    request: of one completion.
-    seeded: whether the server honours seeds (--enable-deterministic-inference).
+    request: Request for one completion.
+    seeded: Whether the server honours seeds (--enable-deterministic-inference).
   """
   sampling = request.sampling
   params: dict[str, Any] = {
@@ -53,7 +53,7 @@ def sampling_params(request: GenerationRequest, *, seeded: bool) -> dict[str, An
     "min_p": sampling.min_p,
     "stop_token_ids": list(sampling.stop_ids),
     "ignore_eos": not sampling.stop_ids,  # True would ignore `stop_token_ids` as well.
-    "skip_special_tokens": False,  # stop strings may hold special tokens.
+    "skip_special_tokens": False,  # stop strings may contain special tokens.
     "spaces_between_special_tokens": False,
     "no_stop_trim": True,
   }
@@ -70,9 +70,9 @@ def generate_body(
   """Returns the body of POST /generate for one completion, or for several in one request.
 
   Args:
-    requests: what to sample; each with its own seed.
-    names: SGLang's request ids, unique in the life of the server.
-    seeded: see `sampling_params`.
+    requests: Completions to sample, each with its own seed.
+    names: SGLang's request ids, unique during the life of the server.
+    seeded: See `sampling_params`.
   """
   bodies = [
     {
@@ -88,13 +88,13 @@ def generate_body(
 
 
 def answer_bytes(requests: Sequence[GenerationRequest]) -> int:
-  """Returns a bound on the size of an honest answer to `generate_body`, in bytes."""
-  of_each = (_OF_COMPLETION + _OF_TOKEN * request.sampling.max_tokens for request in requests)
-  return _OF_ANSWER + sum(of_each)
+  """Returns a bound on the size of a correct answer to `generate_body`, in bytes."""
+  sizes = (_OF_COMPLETION + _OF_TOKEN * request.sampling.max_tokens for request in requests)
+  return _OF_ANSWER + sum(sizes)
 
 
 def prompt_answer_bytes(ids: Sequence[int]) -> int:
-  """Returns a bound on the size of an honest answer to `prompt_body`, in bytes."""
+  """Returns a bound on the size of a correct answer to `prompt_body`, in bytes."""
   return _OF_ANSWER + _OF_COMPLETION + _OF_TOKEN * (len(ids) + 1)
 
 
@@ -104,18 +104,18 @@ def generations(
   """Reads the answer to `generate_body`.
 
   Args:
-    answer: as decoded from JSON.
-    requests: those that it answers, in order.
-    vocab_size: ids must be below.
-    version: of the weights, for servers that name none.
+    answer: Answer, decoded from JSON.
+    requests: Requests that it answers, in order.
+    vocab_size: Size of the vocabulary; ids are smaller.
+    version: Version of the weights, for servers that report none.
 
   Raises:
-    Garbled: the answer is not what was asked for; says in what.
-    Aborted: the server gave up on one of the requests.
+    Garbled: The answer does not match the request; the message says how.
+    Aborted: The server aborted one of the requests.
   """
   answers = answer if isinstance(answer, list) else [answer]
   if len(answers) != len(requests):
-    raise Garbled(f"{len(requests)} completions were asked for, {len(answers)} came")
+    raise Garbled(f"{len(requests)} completions were requested, {len(answers)} came")
   with _garbled("the answer"):
     return [
       _generation(each, request, vocab_size=vocab_size, version=version)
@@ -149,7 +149,7 @@ def _generation(
 def _tokens(
   entries: Sequence[Any], count: int
 ) -> tuple[Int[np.ndarray, " n"], Float[np.ndarray, " n"]]:
-  """Splits [[logprob, id, text], ...]; of a longer list the last `count` count."""
+  """Splits [[logprob, id, text], ...]; of a longer list the last `count` are used."""
   if len(entries) < count:
     raise Garbled(f"{count} tokens were sampled, logprobs came for {len(entries)}")
   with _garbled("output_token_logprobs does not hold [logprob, id, ...]"):
@@ -159,7 +159,7 @@ def _tokens(
 
 
 def _logprobs(entries: Sequence[Any]) -> Float[np.ndarray, " n"]:
-  with np.errstate(over="ignore"):  # becomes infinite, which is refused.
+  with np.errstate(over="ignore"):  # overflows to infinity, which is rejected.
     return np.asarray([_number(entry[0]) for entry in entries], np.float64).astype(np.float32)
 
 
@@ -177,7 +177,7 @@ def _number(value: Any) -> float:
 
 @contextlib.contextmanager
 def _garbled(what: str) -> Iterator[None]:
-  """Turns whatever reading data of another form raises into Garbled."""
+  """Turns errors of reading data in another form into Garbled."""
   try:
     yield
   except Garbled:
@@ -193,7 +193,7 @@ def _check(
   vocab_size: int,
 ) -> None:
   if not 1 <= len(ids) <= request.sampling.max_tokens:
-    raise Garbled(f"{len(ids)} tokens came, asked for were 1 to {request.sampling.max_tokens}")
+    raise Garbled(f"{len(ids)} tokens came, 1 to {request.sampling.max_tokens} were requested")
   if ((ids < 0) | (ids >= vocab_size)).any():
     raise Garbled(f"a token id is outside the vocabulary of {vocab_size}: {_some(ids)}")
   if not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
@@ -201,7 +201,7 @@ def _check(
 
 
 def _some(values: np.ndarray) -> str:
-  """Returns values for a message, which may be very many."""
+  """Returns values for a message, shortened if there are many."""
   return f"{values.tolist()!s:.300}"
 
 
@@ -209,12 +209,12 @@ def versions_of(meta: Mapping[str, Any], count: int, *, default: int) -> Int[np.
   """Returns the version of the weights that sampled each token.
 
   Args:
-    meta: `meta_info` of an answer.
-    count: sampled tokens.
-    default: of servers that name none.
+    meta: Field `meta_info` of an answer.
+    count: Number of sampled tokens.
+    default: Version for servers that report none.
 
   Raises:
-    Garbled: a version is no number, or the spans do not cover the tokens.
+    Garbled: A version is not a number, or the spans do not cover the tokens.
   """
   spans = meta.get("weight_versions")
   if spans is None:
@@ -259,22 +259,22 @@ def prompt_logprobs(answer: Any, ids: Sequence[int]) -> Float[np.ndarray, " n"]:
   """Reads the answer to `prompt_body`: the logprob of each id but the first, in nats.
 
   Raises:
-    Garbled: they are not there, or of other ids.
+    Garbled: They are missing, or belong to other ids.
   """
   entries = _field(_field(answer, "meta_info", dict), "input_token_logprobs", list)
   with _garbled("input_token_logprobs does not hold [logprob, id, ...]"):
     found = [_integer(entry[1]) for entry in entries]
     logprobs = _logprobs(entries[1:])
   if found != [int(i) for i in ids]:
-    raise Garbled(f"logprobs were asked for {[*ids]}, came for {found!s:.300}")
+    raise Garbled(f"logprobs were requested for {[*ids]}, came for {found!s:.300}")
   return logprobs
 
 
 def prompt_version(answer: Any) -> int:
-  """Reads the version of the weights from the answer to `prompt_body`; -1 if it names none.
+  """Reads the version of the weights from the answer to `prompt_body`; -1 if it reports none.
 
   Raises:
-    Garbled: it is not a number.
+    Garbled: It is not a number.
   """
   return int(versions_of(_field(answer, "meta_info", dict), 1, default=-1)[0])
 

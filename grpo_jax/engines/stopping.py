@@ -11,19 +11,19 @@ Decode = Callable[[Sequence[int]], str]
 def find_stop_string(
   ids: Sequence[int], seen: int, strings: Sequence[str], decode: Decode
 ) -> tuple[int, str] | None:
-  """Finds the first token with which a stop string is complete in the text.
+  """Finds the first token that completes a stop string in the text.
 
-  The text of a completion is decoded from its first token each time, since a token's text
+  The text of a completion is decoded from its first token each time, because a token's text
   depends on its neighbours (a character may be spread over several tokens).
 
   Args:
-    ids: the completion so far.
-    seen: tokens that are known to complete none.
-    strings: what to look for; the first of the list wins if one token completes several.
-    decode: ids → text.
+    ids: Ids of the completion so far.
+    seen: Number of tokens that are known not to complete a stop string.
+    strings: Stop strings; the first of the list wins if one token completes several.
+    decode: Function from ids to text.
 
   Returns:
-    (number of tokens up to and with that token, the string); None if there is none.
+    (number of tokens up to and including that token, the string); None if there is none.
   """
   if not strings or len(ids) <= seen:
     return None
@@ -41,16 +41,16 @@ def find_stop_string(
 def check(
   ids: Sequence[int], seen: int, sampling: SamplingParams, decode: Decode | None
 ) -> tuple[int, FinishReason | None, int | str | None]:
-  """Says whether and where a completion ends.
+  """Decides whether and where a completion ends.
 
   Args:
-    ids: the completion so far; nothing of it stands behind a stop id or the token limit.
-    seen: tokens that were checked before.
-    sampling: its limits.
-    decode: ids → text; needed for stop strings only.
+    ids: Ids of the completion so far; nothing follows a stop id or the token limit.
+    seen: Number of tokens that were checked before.
+    sampling: Sampling parameters with the limits.
+    decode: Function from ids to text; needed for stop strings only.
 
   Returns:
-    Tokens to keep; the reason, None if it goes on; the stop id or string that was met. A stop
+    Tokens to keep; the reason, None if it continues; the stop id or string that was met. A stop
     string completed by the same token as a stop id counts as the id.
   """
   found = None

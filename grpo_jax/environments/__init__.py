@@ -36,7 +36,7 @@ class Environments(Mapping[str, EnvironmentFactory]):
     self.close()
 
   def metrics(self) -> dict[str, float]:
-    """Returns the counts of all environments, as "env/NAME/METRIC", since the start."""
+    """Returns the counts of all environments since the start, as "env/NAME/METRIC"."""
     return {
       f"env/{name}/{metric}": value
       for name, factory in self._factories.items()
@@ -45,9 +45,9 @@ class Environments(Mapping[str, EnvironmentFactory]):
     }
 
   def close(self) -> None:
-    """Closes all of them; later calls do nothing."""
+    """Closes all environments; later calls do nothing."""
     for factory in self._factories.values():
-      # A class of environments is a factory, too; its methods are those of its environments.
+      # A class of environments is a factory as well; its methods are those of its environments.
       if isinstance(factory, Closing) and not isinstance(factory, type):
         factory.close()
 
@@ -56,7 +56,7 @@ def make(**environments: Mapping[str, Any]) -> Environments:
   """Makes the environments of a run.
 
   Args:
-    **environments: name → settings for `make` of the module of that name, or of the
+    **environments: Settings by name, for `make` of the module of that name, or of the
       module that the setting `module` names: one of this package, one of the user's, or the
       dotted path of a class of environments or of a function like `make`.
 
@@ -64,19 +64,19 @@ def make(**environments: Mapping[str, Any]) -> Environments:
     Name → factory.
 
   Raises:
-    ValueError: there is no such module, it has no `make`, or it refuses a setting.
+    ValueError: There is no such module, it has no `make`, or it rejects a setting.
   """
   return Environments({name: _factory(name, dict(s)) for name, s in environments.items()})
 
 
 def total_timeout_s(name: str, settings: Mapping[str, Any]) -> float:
-  """Returns what an environment may take for one score by its setting of this name, in seconds.
+  """Returns an environment's setting `total_timeout_s`: the time limit of one score, in seconds.
 
   Returns:
     The setting, or its default; 0 if the environment has no such setting.
 
   Raises:
-    ValueError: it is no number; and see `make`.
+    ValueError: The setting is not a number; and see `make`.
   """
   setting = inspect.signature(_maker(name, settings)).parameters.get("total_timeout_s")
   value = settings.get("total_timeout_s", setting.default) if setting else 0.0
@@ -86,14 +86,14 @@ def total_timeout_s(name: str, settings: Mapping[str, Any]) -> float:
 
 
 def check(environments: Mapping[str, EnvironmentFactory], prompts: Iterable[Prompt]) -> None:
-  """Raises ValueError if an environment takes none of these prompts.
+  """Raises ValueError if an environment rejects all of these prompts.
 
-  No environment is started: a factory refuses a prompt that lacks what it scores by. A single
-  broken row among others is not refused here, but counted when it is attempted.
+  No environment is started: a factory rejects a prompt without the fields that it needs. A single
+  broken row among others is not an error here; it is counted when it is attempted.
 
   Args:
-    environments: by name.
-    prompts: some of each dataset, of which each names its environment.
+    environments: Factories by name.
+    prompts: A few prompts of each dataset; each names its environment.
   """
   refused: dict[str, list[tuple[Prompt, str]]] = {}
   taken: set[str] = set()
@@ -102,7 +102,7 @@ def check(environments: Mapping[str, EnvironmentFactory], prompts: Iterable[Prom
       continue
     try:
       environments[prompt.environment](prompt)
-    except Exception as error:  # a factory of the user's may raise anything.
+    except Exception as error:  # a user's factory may raise anything.
       reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
       refused.setdefault(prompt.environment, []).append((prompt, reason))
     else:
@@ -110,21 +110,21 @@ def check(environments: Mapping[str, EnvironmentFactory], prompts: Iterable[Prom
   for name in sorted(refused.keys() - taken):
     (prompt, reason), *others = refused[name]
     raise ValueError(
-      f"the environment {name!r} takes none of the {1 + len(others)} prompts that were tried:"
+      f"the environment {name!r} accepts none of the {1 + len(others)} prompts that were tried:"
       f" {reason}. The fields of this row: {', '.join(prompt.info) or 'none'}"
     )
 
 
 def objection(name: str, settings: Mapping[str, Any], task: str) -> str:
-  """Returns why an environment cannot score a task of reasoning-gym; "" if nothing is known.
+  """Returns why an environment cannot score a reasoning-gym task; "" if no reason is known.
 
   Args:
-    name: of the environment.
-    settings: of the environment.
-    task: name of the task, of data of kind "reasoning_gym".
+    name: Name of the environment.
+    settings: Settings of the environment.
+    task: Name of the task, for data of kind "reasoning_gym".
 
   Raises:
-    ValueError: its sandbox does not work on this machine, or see `make`.
+    ValueError: Its sandbox does not work on this machine, or see `make`.
   """
   if (settings.get("module") or name) != "reasoning_gym" or settings.get("allow_unsandboxed"):
     return ""
@@ -140,13 +140,13 @@ def problems(name: str, settings: Mapping[str, Any]) -> list[str]:
 
   Args:
     name: Name of the environment.
-    settings: As for `make`. An environment of a dotted path checks its own.
+    settings: Settings, as for `make`. An environment given by a dotted path checks its own.
   """
   module = settings.get("module", name)
   if isinstance(module, str) and "." in module:
     return []
   found = setting_kinds.SETTINGS
-  if module == "function":  # it hands its `settings` to a function and has a time limit.
+  if module == "function":  # it passes its `settings` to a function and has a time limit.
     found = {**found, "timeout_s": checked.optional(found["timeout_s"])}
   return checked.problems(found, settings, prefix=f"environments.{name}.")
 
@@ -160,12 +160,12 @@ def _factory(name: str, settings: dict[str, Any]) -> EnvironmentFactory:
   registry.check_arguments(what, make_one, settings)
   try:
     return make_one(**settings)
-  except TypeError as error:  # a setting of a wrong kind.
+  except TypeError as error:  # a setting of the wrong type.
     raise ValueError(f"{what}: {error}") from error
 
 
 def _maker(name: str, settings: Mapping[str, Any]) -> Callable[..., EnvironmentFactory]:
-  """The function `make` of the module of an environment, or what the settings name in its place."""
+  """Returns `make` of the module of an environment, or what the settings name instead."""
   source = settings.get("module") or name
   found = registry.module_or_member(__name__, source, hidden=_HIDDEN)
   if inspect.isclass(found):
@@ -174,14 +174,14 @@ def _maker(name: str, settings: Mapping[str, Any]) -> Callable[..., EnvironmentF
     return found
   if "make" not in vars(found):
     raise ValueError(
-      f"environment {name!r}: the module {source} has no make(**settings); a class of environments"
-      f" in it is named {source}.NAME"
+      f"environment {name!r}: the module {source} has no make(**settings); to use a class of"
+      f" environments in it, write {source}.NAME"
     )
   return vars(found)["make"]
 
 
 def _maker_of(environment: type) -> Callable[..., EnvironmentFactory]:
-  """Makes a `make` for a class whose first argument is the prompt; the others are settings."""
+  """Returns a `make` for a class whose first argument is the prompt; the others are settings."""
   parameters = list(inspect.signature(environment).parameters.values())
 
   def make(**settings: Any) -> EnvironmentFactory:

@@ -23,17 +23,17 @@ from grpo_jax.types import FinishReason, Prompt
 class StepResult:
   """An environment's answer to one turn."""
 
-  # Of this turn; the rewards of all turns add up. Components add up to the reward.
+  # Reward of this turn; the rewards of all turns add up. Components add up to the reward.
   reward: float | Mapping[str, float]
   done: bool
-  observation: str = ""  # what the model reads next; its tokens are never learned from.
-  # None: the observation is appended as it stands. A role ("user", "tool"): it is
-  # rendered as a message of the chat template, and the assistant begins anew.
+  observation: str = ""  # text that the model reads next; its tokens are never learned from.
+  # None: the observation is appended unchanged. A role ("user", "tool"): it is rendered
+  # as a message of the chat template, and a new assistant turn begins.
   observation_role: str | None = None
-  # What ends the next turn, beside the stop strings of the sampling options. None: the same
-  # as ended this one; (): nothing more.
+  # Strings that end the next turn, in addition to those of the sampling options. None: the
+  # same as for this turn; (): no others.
   stop_strings: Sequence[str] | None = None
-  # Numbers to log; "accuracy" (1: right) is what evaluation counts as solved.
+  # Numbers to log; evaluation counts attempts with "accuracy" 1 as solved.
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   @property
@@ -68,8 +68,8 @@ class Environment(Protocol):
     """Judges one turn.
 
     Args:
-      text: what the model wrote in this turn, without special tokens.
-      completion_ids: the same as it was sampled, stop id included.
+      text: What the model wrote in this turn, without special tokens.
+      completion_ids: The same as it was sampled, stop id included.
       finish_reason: LENGTH if the turn was cut.
     """
     ...
@@ -121,18 +121,19 @@ RewardFunction = Callable[[Prompt, str], Reward | Awaitable[Reward]]
 
 
 def as_number(value: Any) -> float:
-  """Returns a number of any library as a float.
+  """Returns a number of any numeric type as a float.
 
   Raises:
-    TypeError, ValueError, OverflowError: it is none; a text never is, whatever it says.
+    TypeError, ValueError, OverflowError: `value` is not numeric; strings are always rejected,
+      even numeric ones.
   """
   if isinstance(value, str | bytes):
-    raise TypeError(f"{value!r:.50} is a text, not a number")
+    raise TypeError(f"{value!r:.50} is a string, not a number")
   return float(value)
 
 
 def as_reward(value: Any) -> float | dict[str, float]:
-  """Returns what a reward function returned, a number or components, in floats; see `as_number`."""
+  """Returns the result of a reward function, a number or components, as floats; see `as_number`."""
   if isinstance(value, Mapping):
     if not value:
       raise ValueError("the reward has no components")
@@ -141,15 +142,15 @@ def as_reward(value: Any) -> float | dict[str, float]:
 
 
 class SingleTurn:
-  """An environment of one turn out of a reward function."""
+  """An environment of one turn, made from a reward function."""
 
   def __init__(self, reward_fn: RewardFunction, prompt: Prompt):
-    """Binds them.
+    """Binds the function to a prompt.
 
     Args:
-      reward_fn: (prompt, completion text) -> the reward, its components, or a whole
+      reward_fn: Function (prompt, completion text) -> the reward, its components, or a whole
         StepResult; may be a coroutine function.
-      prompt: what is attempted.
+      prompt: Prompt that is attempted.
     """
     self._reward_fn = reward_fn
     self._prompt = prompt

@@ -1,8 +1,8 @@
 """Code: the completion's program is right if it passes the tests of its row.
 
-It runs in a sandbox (grpo_jax/sandbox). The tests and expected answers are in another process:
-nothing that the program does to its own decides anything. docs/code_environment.md has the forms
-of tests, the limits, and what each sandbox does not protect from.
+It runs in a sandbox (grpo_jax/sandbox). The tests and expected answers are kept in another process,
+so the program cannot influence the verdict by changing its own. docs/code_environment.md lists the
+forms of tests, the limits, and what each sandbox does not protect from.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from grpo_jax.types import Prompt
 
 
 class CodeEnvironments:
-  """Makes the environments, which share the threads that look after programs."""
+  """Makes the environments, which share the threads that supervise programs."""
 
   def __init__(
     self,
@@ -79,7 +79,7 @@ class CodeEnvironments:
     return self._supervisor.check(suite, self._timeout_s)
 
   def _check_program(self, tests: ProgramTests, code: str) -> Verdict:
-    """Runs the program on one input after another; without `partial`, up to the first failure."""
+    """Runs the program on each input in turn; without `partial`, up to the first failure."""
     passed, endings = 0, []
     deadline = time.monotonic() + self._total_timeout_s
     for stdin, expected in tests.cases:
@@ -97,7 +97,7 @@ class CodeEnvironments:
     return Verdict(ending, passed, len(tests.cases) - passed)
 
   def _result(self, verdict: Verdict | None) -> StepResult:
-    """The reward of a verdict; None: the completion has no program."""
+    """Returns the reward of a verdict; None: the completion has no program."""
     share = 0.0
     if verdict is not None:
       share = verdict.passed_share if self._partial else float(verdict.is_correct)
@@ -117,7 +117,7 @@ _FAULTS = {
 
 
 def _metrics(verdict: Verdict | None) -> dict[str, float]:
-  """How it went: `accuracy`, or exactly one fault is 1."""
+  """Returns the outcome as metrics: `accuracy`, or exactly one fault, is 1."""
   ending = None if verdict is None else verdict.ending
   is_correct = verdict is not None and verdict.is_correct
   return {
@@ -150,30 +150,30 @@ def make(
   """Makes the code environment.
 
   Args:
-    code: where the program must stand: "fence" (last ``` block of Python), "tag"
-      (<code>…</code>), "raw" (the whole completion), "any" (the first of these that there is).
-    partial: the reward grows with the share of the tests that pass; else it is all or nothing.
-    reward_correct: reward if all tests pass.
-    reward_wrong: reward if none does, or not all do, or there is no program.
-    format_reward: added if there is a program where it must stand; then the reward has the
+    code: Where the program must be: "fence" (last ``` block of Python), "tag"
+      (<code>…</code>), "raw" (the whole completion), "any" (the first of these that is present).
+    partial: Whether the reward grows with the share of tests that pass; otherwise all must pass.
+    reward_correct: Reward if all tests pass.
+    reward_wrong: Reward if none passes, or not all do, or there is no program.
+    format_reward: Added if there is a program in the required place; the reward then has the
       components "correct" and "format".
-    sandbox: "bubblewrap"; or, knowing what they leave open, "landlock" or "limits".
-    workers: programs that run at the same time.
-    timeout_s: longest time of one run of a program, its tests included, in seconds.
-    total_timeout_s: of all runs of a program on the inputs of a row.
-    memory_mib: limit of a program's address space.
-    output_kib: limit of what a run prints, or of one result of a function.
-    scratch_mib: limit of the files that a program writes.
-    tests_key: field of the row that holds the tests; None: see docs/code_environment.md.
-    interpreter: the Python that runs programs; None: the one that runs this, without packages.
-    packages: folders with further packages that programs may import.
+    sandbox: "bubblewrap"; or "landlock" or "limits", which leave more open (see the docs).
+    workers: Number of programs that run at the same time.
+    timeout_s: Longest time of one run of a program, its tests included, in seconds.
+    total_timeout_s: Longest time of all runs of a program on the inputs of a row, in seconds.
+    memory_mib: Limit of a program's address space.
+    output_kib: Limit of what a run prints, or of one result of a function.
+    scratch_mib: Limit of the files that a program writes.
+    tests_key: Field of the row that holds the tests; None: see docs/code_environment.md.
+    interpreter: Python that runs programs; None: the running one, without its packages.
+    packages: Folders with further packages that programs may import.
 
   Returns:
-    Prompt → environment. Metrics of an attempt: accuracy, has_code, passed_share, and of
-    compile_error, timeout, over_limit, crash, wrong the one that applies.
+    A factory of environments. Metrics of an attempt: accuracy, has_code, passed_share, and
+    whichever of compile_error, timeout, over_limit, crash and wrong applies.
 
   Raises:
-    ValueError: the sandbox does not work on this machine, or an option makes no sense.
+    ValueError: The sandbox does not work on this machine, or an option is out of range.
   """
   if not total_timeout_s > 0:
     raise ValueError(f"total_timeout_s must be above 0, got {total_timeout_s}")

@@ -1,4 +1,4 @@
-"""A reward function of the user's own, named by its dotted path.
+"""A user's reward function, named by its dotted path.
 
 def reward(prompt: str, completion: str, info: Mapping) -> float | dict[str, float]
 """
@@ -14,7 +14,7 @@ from grpo_jax.types import Prompt
 
 
 class FunctionEnvironments:
-  """Makes environments of one turn out of a function."""
+  """Makes environments of one turn from a function."""
 
   def __init__(
     self,
@@ -32,7 +32,7 @@ class FunctionEnvironments:
     return SingleTurn(self._judge, prompt)
 
   async def _judge(self, prompt: Prompt, text: str) -> Any:
-    """What the function returns, which may be anything."""
+    """Returns what the function returns, which may be anything."""
     reward = self._function(prompt.text, text, prompt.info, **self._settings)
     reward = await reward if inspect.isawaitable(reward) else reward
     if self._solved is None or isinstance(reward, StepResult):
@@ -48,20 +48,20 @@ def make(
   timeout_s: float | None = None,
   solved: float | int | None = None,
 ) -> FunctionEnvironments:
-  """Makes an environment of one turn out of a function.
+  """Makes an environment of one turn from a function.
 
   Args:
     path: "package.module.function"; the function takes the prompt's text, the
       completion's text and the row's fields, and returns the reward or its components.
-      It may be a coroutine function. Called in a thread of its own: it may block.
-    settings: further keyword arguments of the function.
-    timeout_s: longest time of one call, in seconds; None: rollout.environment_timeout_s.
+      It may be a coroutine function. It is called in a separate thread, so it may block.
+    settings: Further keyword arguments of the function.
+    timeout_s: Longest time of one call, in seconds; None: rollout.environment_timeout_s.
       A completion whose reward takes longer is left out and counted.
-    solved: a completion of at least this reward is right: it counts in the accuracy and in pass@k
+    solved: Smallest reward of a right completion, which counts in the accuracy and in pass@k
       of an evaluation. None: rewards are not verdicts, and neither is reported.
 
   Raises:
-    ValueError: there is no such function, it cannot be called in this way, or the time-out
+    ValueError: There is no such function, it cannot be called in this way, the time-out
       is not positive, or `solved` is not a number.
   """
   function = registry.function(path)
@@ -78,7 +78,7 @@ def _check_call(path: str, function: Callable[..., Any], extra: Mapping[str, Any
   """Raises ValueError unless function(prompt, completion, info, **extra) fits its signature."""
   try:
     signature = inspect.signature(function)
-  except ValueError:  # some functions of compiled modules tell none: the first call will.
+  except ValueError:  # some compiled functions have no signature: the first call will show it.
     return
   try:
     signature.bind("prompt", "completion", {}, **extra)

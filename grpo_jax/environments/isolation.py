@@ -1,7 +1,7 @@
-"""Runs one environment in a thread with an event loop of its own, under time-outs.
+"""Runs one environment in a thread with its own event loop, under time-outs.
 
-An environment that raises, sleeps for ever or never yields costs nothing but itself:
-its thread is left behind (it is a daemon) and the attempt is told apart as failed.
+An environment that raises, sleeps forever or never yields harms only itself:
+its thread (a daemon) is abandoned and the attempt is counted as failed.
 """
 
 import asyncio
@@ -23,12 +23,12 @@ from grpo_jax.environments.base import (
 )
 from grpo_jax.types import FinishReason, Prompt
 
-_LARGEST = float(np.finfo(np.float32).max)  # rewards are learned from in float32.
-_GRACE_S = 0.5  # a call that can be cancelled is, before its thread is given up.
+_LARGEST = float(np.finfo(np.float32).max)  # advantages are computed in float32.
+_GRACE_S = 0.5  # time for a cancelled call to end before its thread is abandoned.
 
 
 class EnvironmentFailure(Exception):
-  """An environment could not score an attempt. `kind` is what failures are counted by."""
+  """An environment could not score an attempt. Failures are counted by `kind`."""
 
   def __init__(self, kind: str, message: str):
     super().__init__(message)
@@ -36,21 +36,21 @@ class EnvironmentFailure(Exception):
 
 
 class IsolatedEnvironment:
-  """One environment in its own thread; every failure comes out as EnvironmentFailure."""
+  """One environment in its own thread; every failure is raised as EnvironmentFailure."""
 
   def __init__(self, factory: EnvironmentFactory, prompt: Prompt, *, timeout_s: float):
     """Starts the thread.
 
     Args:
-      factory: makes the environment, within the thread.
-      prompt: what is attempted.
-      timeout_s: limit of every single call, in seconds.
+      factory: Factory that makes the environment, within the thread.
+      prompt: Prompt that is attempted.
+      timeout_s: Limit of every single call, in seconds.
     """
     self._factory = factory
     self._prompt = prompt
     self._timeout_s = timeout_s
     self._environment: Environment | None = None
-    self._is_lost = False  # it blocks its thread.
+    self._is_lost = False  # whether it blocks its thread.
     self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
     threading.Thread(target=self._serve, daemon=True, name="environment").start()
 
@@ -61,19 +61,19 @@ class IsolatedEnvironment:
   async def step(
     self, text: str, completion_ids: np.ndarray, finish_reason: FinishReason
   ) -> StepResult:
-    """Takes one turn.
+    """Runs one turn.
 
     Raises:
-      EnvironmentFailure: it raised, took too long, or its reward is no finite number.
+      EnvironmentFailure: It raised, took too long, or its reward is not a finite number.
     """
     return await self._call(lambda: self._step(text, completion_ids, finish_reason))
 
   async def close(self) -> None:
-    """Closes the environment and ends the thread. One that blocks is not waited for: it
-    is closed when, and if, it comes back.
+    """Closes the environment and ends the thread. A blocked environment is not waited for: it
+    is closed when, and if, its call returns.
 
     Raises:
-      EnvironmentFailure: closing raised or took too long.
+      EnvironmentFailure: Closing raised or took too long.
     """
     closing = self._call(self._close)
     self._jobs.put(None)
@@ -99,7 +99,7 @@ class IsolatedEnvironment:
       await environment.close()
 
   def _call(self, make: Callable[[], Coroutine[Any, Any, Any]]) -> Awaitable[Any]:
-    """Hands a call to the thread; the awaitable waits for its result."""
+    """Passes a call to the thread; the awaitable waits for its result."""
     job = _Job(make)
     self._jobs.put(job)
     return self._result(job)
@@ -118,17 +118,17 @@ class IsolatedEnvironment:
     return value
 
   def _serve(self) -> None:
-    """The thread: runs the calls, one after another, in one event loop."""
+    """Thread body: runs the calls, one after another, in one event loop."""
     with asyncio.Runner() as runner:
       while job := self._jobs.get():
         if job.future.set_running_or_notify_cancel():
           job.future.set_result(runner.run(self._guarded(job.make)))
-      runner.run(self._guarded(self._close))  # nothing to do, unless its closing was cancelled.
+      runner.run(self._guarded(self._close))  # does nothing unless the closing was cancelled.
 
   async def _guarded(
     self, make: Callable[[], Coroutine[Any, Any, Any]]
   ) -> tuple[EnvironmentFailure | None, Any]:
-    """Awaits a call of the environment; what it raises is a value, so that no loop sees it."""
+    """Awaits a call of the environment and returns what it raises, so that no loop sees it."""
     clock = asyncio.timeout(self._timeout_s)
     try:
       async with clock:
@@ -155,15 +155,15 @@ class _Job:
 
 
 def _checked(result: Any) -> StepResult:
-  """The result with its numbers as floats; raises EnvironmentFailure if it is none."""
+  """Returns the result with its numbers as floats; raises EnvironmentFailure if it is invalid."""
   if not isinstance(result, StepResult) or not isinstance(result.observation, str):
-    raise EnvironmentFailure("type", f"step returned {result!r:.200}, no valid StepResult")
+    raise EnvironmentFailure("type", f"step returned {result!r:.200}, not a valid StepResult")
   try:
     metrics = {str(name): as_number(value) for name, value in result.metrics.items()}
     reward = as_reward(result.reward)
     total = sum(reward.values()) if isinstance(reward, dict) else reward
   except (TypeError, ValueError, OverflowError) as error:
-    raise EnvironmentFailure("type", f"a reward or metric is no number: {error}") from error
+    raise EnvironmentFailure("type", f"a reward or metric is not a number: {error}") from error
   if not abs(total) <= _LARGEST:  # also NaN.
     raise EnvironmentFailure("nan", f"the reward is {result.reward}")
   stop_strings = None if result.stop_strings is None else checked_stops(result.stop_strings)
@@ -173,12 +173,14 @@ def _checked(result: Any) -> StepResult:
 
 
 def checked_stops(strings: Any) -> tuple[str, ...]:
-  """Returns the stop strings that an environment asks for; one text alone is a mistake.
+  """Returns the stop strings that an environment asks for; a single string is rejected.
 
   Raises:
-    EnvironmentFailure: they are no list of texts that are not empty.
+    EnvironmentFailure: They are not a list of non-empty strings.
   """
   is_list = isinstance(strings, Sequence) and not isinstance(strings, str)
   if not is_list or not all(isinstance(text, str) and text for text in strings):
-    raise EnvironmentFailure("type", f"stop_strings must be a list of texts, got {strings!r:.200}")
+    raise EnvironmentFailure(
+      "type", f"stop_strings must be a list of strings, got {strings!r:.200}"
+    )
   return tuple(strings)

@@ -1,13 +1,13 @@
 r"""Mathematics and multiple choice: the completion's answer is compared with the gold one.
 
-  math_verify      equal to math-verify, e.g. 1/2 and 0.5
+  math_verify      equal according to math-verify, e.g. 1/2 and 0.5
   minerva          the same text once normalised, as DAPO and Minerva compare
   multiple_choice  the same letter, however it is written, or the text of that option
 
 The gold answer is `info["expected_answer"]`: an answer, or a whole solution that ends in
-`#### answer` (GSM8K) or has `\boxed{answer}` (MATH). Where the model's answer must stand
-is an option (see grading/answers.py). Texts and whole numbers are compared at once; what takes
-mathematics, in a sandbox, in a process for every answer that is killed when it takes too long.
+`#### answer` (GSM8K) or has `\boxed{answer}` (MATH). An option says where the model's answer
+must be (see grading/answers.py). Texts and whole numbers are compared at once; comparisons that
+need mathematics run in a sandbox, each in its own process, which is killed if it takes too long.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ class MathEnvironments:
       return False
     try:
       verdict = await asyncio.wrap_future(self._pool.submit("equal", gold, answer))
-    except GraderError:  # the expression needs more memory than a process has.
+    except GraderError:  # the expression needs more memory than a process may use.
       return False
     return verdict is True
 
@@ -121,33 +121,33 @@ def make(
   Args:
     verifier: "math_verify", "minerva" or "multiple_choice" (whose rows may have a field
       `options`, a list or letter → text).
-    answer: where the answer must stand: "boxed" (last \boxed{}), "hash" (after ####),
+    answer: Where the answer must be: "boxed" (last \boxed{}), "hash" (after ####),
       "tag" (<answer>…</answer>), "line" (after the last "Answer:"), "last_number", "any"
-      (boxed, else hash, else the last number), "raw" (the whole text). Without it there the
-      completion is wrong. None: boxed for math_verify, line for minerva; multiple_choice
-      has an order of its own (grading/choices.py).
-    reward_correct: reward of a right answer.
-    reward_wrong: reward of a wrong one, or of none.
-    reward_timeout: reward of an answer that could not be judged in time. NaN leaves the
-      attempt out of the learning; the default does not make unreadable answers pay.
-    format_reward: added if there is an answer where it must stand; then the reward has
+      (boxed, otherwise hash, otherwise the last number), "raw" (the whole text). A completion
+      without an answer there is wrong. None: boxed for math_verify, line for minerva;
+      multiple_choice has its own order (grading/choices.py).
+    reward_correct: Reward of a right answer.
+    reward_wrong: Reward of a wrong answer, and of a completion without one.
+    reward_timeout: Reward of an answer that could not be judged in time. NaN excludes the
+      attempt from learning; the default gives no reward to unreadable answers.
+    format_reward: Added if there is an answer in the required place; the reward then has
       the components "correct" and "format".
-    timeout_s: longest time of one comparison, in seconds.
-    workers: number of sandboxes, and so of comparisons at a time; they start at the first
-      comparison that needs one.
-    memory_gib: limit of the address space of a comparison; 0: none.
-    max_answer_chars: a longer answer is wrong.
-    must_be_evaluated: of math_verify: an answer is wrong in which something is left to compute
-      that the gold answer does not leave (`\int_0^1 x\,dx` or `48+24` for a number): else a problem
-      that is copied into the box would be right. See grading/evaluated.py.
-    sandbox: "best" (bubblewrap, else landlock, whichever works here; else a process with limits
-      and a warning), "bubblewrap", "landlock" or "limits": docs/code_environment.md.
+    timeout_s: Longest time of one comparison, in seconds.
+    workers: Number of sandboxes, which is also the number of simultaneous comparisons; they start
+      at the first comparison that needs one.
+    memory_gib: Limit of the address space of a comparison, in GiB; 0: no limit.
+    max_answer_chars: Longest answer that is compared; a longer one is wrong.
+    must_be_evaluated: For math_verify: whether an answer is wrong if it leaves something to compute
+      that the gold answer does not (`\int_0^1 x\,dx` or `48+24` for a number). Otherwise a problem
+      copied into the box would be right. See grading/evaluated.py.
+    sandbox: "best" (bubblewrap, otherwise landlock, whichever works here; otherwise a process with
+      limits and a warning), "bubblewrap", "landlock" or "limits": docs/code_environment.md.
 
   Returns:
-    Prompt → environment. Metrics of an attempt: accuracy, has_answer, grader_timeout.
+    A factory of environments. Metrics of an attempt: accuracy, has_answer, grader_timeout.
 
   Raises:
-    ValueError: the sandbox does not work on this machine, or an option makes no sense.
+    ValueError: The sandbox does not work on this machine, or an option is out of range.
   """
   pool = WorkerPool(
     _GRADER,

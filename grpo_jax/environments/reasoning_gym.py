@@ -1,9 +1,9 @@
 """Tasks of the reasoning-gym package, scored by each task's own scorer.
 
 Works on prompts of `data.kind = "reasoning_gym"`: `info` has task, task_args and entry.
-Tasks that compare strings are scored at once; the others in a sandbox, in a process for every
-answer, which is killed when it takes too long. Some scorers hand the answer to `eval` or to
-SymPy's parser: what they call there knows values and operators and runs nothing, and without a
+Tasks that compare strings are scored at once; the others in a sandbox, each answer in its own
+process, which is killed if it takes too long. Some scorers pass the answer to `eval` or to
+SymPy's parser: in the sandbox these know values and operators only and run nothing. Without a
 sandbox these tasks are refused.
 """
 
@@ -75,7 +75,7 @@ class GymEnvironments:
         timed_out = True
     outcome = self._reward_timeout if timed_out else self._shaped(score, prompt.info, text)
     components = {"score": outcome, "format": self._format_reward * (answer is not None)}
-    task = prompt.info["task"]  # of a mixture of tasks, each is shown apart.
+    task = prompt.info["task"]  # in a mixture of tasks, each is reported separately.
     return StepResult(
       reward=components if self._format_reward else outcome,
       done=True,
@@ -100,10 +100,10 @@ class GymEnvironments:
     return float(score) if is_score else 0.0
 
   def _shaped(self, score: float, info: Mapping[str, Any], text: str) -> float:
-    """The reward out of the task's score."""
+    """Returns the reward for the task's score."""
     solved = score >= _SOLVED
     reward = score if self._partial or solved else 0.0
-    answer = info["entry"]["answer"]  # None: the task has many right ones.
+    answer = info["entry"]["answer"]  # None: the task has many right answers.
     if self._contains_reward and answer is not None and str(answer) in text.split():
       reward = max(reward, self._contains_reward)
     return reward
@@ -115,12 +115,12 @@ def objection(
   """Returns why a task cannot be scored with these settings; "" if it can.
 
   Args:
-    task: name of the reasoning-gym dataset.
-    sandbox: of `make`.
-    allow_unsandboxed: of `make`.
+    task: Name of the reasoning-gym dataset.
+    sandbox: Sandbox option of `make`.
+    allow_unsandboxed: Option of `make`.
 
   Raises:
-    ValueError: the sandbox does not work on this machine.
+    ValueError: The sandbox does not work on this machine.
   """
   return _why_refused(task, confinement.find(sandbox), allow_unsandboxed)
 
@@ -150,30 +150,30 @@ def make(
   r"""Makes the reasoning-gym environment.
 
   Args:
-    answer: what is scored: "raw" (the whole completion, stripped), "tag"
-      (<answer>…</answer>), "boxed", "hash" (after ####), "last_number", "any" (boxed, else
-      hash, else the last number). Without it there the score is 0.
-    partial: whether the task's scores between 0 and 1 are rewarded; else only full ones.
-    contains_reward: least reward of a completion in which the expected answer is one of
+    answer: What is scored: "raw" (the whole completion, stripped), "tag"
+      (<answer>…</answer>), "boxed", "hash" (after ####), "last_number", "any" (boxed, otherwise
+      hash, otherwise the last number). Without an answer there the score is 0.
+    partial: Whether the task's scores between 0 and 1 are rewarded; otherwise only full scores.
+    contains_reward: Smallest reward of a completion in which the expected answer is one of
       the words; 0: off.
-    format_reward: added if there is an answer where it must stand; then the reward has
+    format_reward: Added if there is an answer in the required place; the reward then has
       the components "score" and "format".
-    reward_timeout: reward of an answer that could not be scored in time; may be NaN.
-    timeout_s: longest time of one scoring, in seconds.
-    workers: number of sandboxes, and so of scorings at a time; they start at the first scoring
-      that needs one.
-    memory_gib: limit of the address space of a scoring; 0: none.
-    sandbox: "best" (bubblewrap, else landlock, whichever works here), "bubblewrap", "landlock",
-      or, knowing what it leaves open, "limits": docs/code_environment.md.
-    allow_unsandboxed: where "best" finds neither bubblewrap nor landlock, score tasks whose scorer
-      evaluates the text of the model all the same.
+    reward_timeout: Reward of an answer that could not be scored in time; may be NaN.
+    timeout_s: Longest time of one scoring, in seconds.
+    workers: Number of sandboxes, which is also the number of simultaneous scorings; they start at
+      the first scoring that needs one.
+    memory_gib: Limit of the address space of a scoring, in GiB; 0: no limit.
+    sandbox: "best" (bubblewrap, otherwise landlock, whichever works here), "bubblewrap",
+      "landlock", or "limits", which leaves more open: docs/code_environment.md.
+    allow_unsandboxed: Whether to score tasks whose scorer evaluates the text of the model even if
+      "best" finds neither bubblewrap nor landlock.
 
   Returns:
-    Prompt → environment. Metrics of an attempt: accuracy (score 1, whatever the reward),
-    score, has_answer, grader_timeout; and TASK/accuracy, of each task by itself.
+    A factory of environments. Metrics of an attempt: accuracy (score 1, whatever the reward),
+    score, has_answer, grader_timeout; and TASK/accuracy for each task.
 
   Raises:
-    ValueError: the sandbox does not work on this machine, or an option makes no sense.
+    ValueError: The sandbox does not work on this machine, or an option is out of range.
   """
   pool = WorkerPool(
     gym_score.__file__,

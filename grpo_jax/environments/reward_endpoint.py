@@ -4,8 +4,8 @@
   classify  SGLang's POST …/classify (a reward model served with --is-embedding)
   json      POST {"messages", "completion", "info"}, answered by {"reward": number}
 
-A server that hangs, breaks off or is overloaded is asked again after a pause; a request that
-it refuses is not. What cannot be scored costs its attempt; see scoring/client.py.
+A request is retried after a pause if the server hangs, disconnects or is overloaded, but not if
+the server rejects it. An attempt without a score fails; see scoring/client.py.
 """
 
 import dataclasses
@@ -27,15 +27,15 @@ from grpo_jax.types import Prompt
 
 @runtime_checkable
 class Format(Protocol):
-  """How a kind of server is asked."""
+  """The requests and answers of a kind of server."""
 
   @property
   def route(self) -> str:
-    """Appended to the url."""
+    """Path that is appended to the url."""
     ...
 
   def body(self, prompt: Prompt, completion: str) -> Mapping[str, Any]:
-    """Returns what is posted."""
+    """Returns the body of the request."""
     ...
 
   def read(self, answer: Any) -> float:
@@ -45,7 +45,7 @@ class Format(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
-  """A model that is asked for a score in words."""
+  """A model that is asked to write a score."""
 
   model: str
   prompt_template: str = formats.JUDGE_TEMPLATE
@@ -64,7 +64,7 @@ class Judge:
       raise ValueError(f"score_pattern needs a group for the number, got {self.score_pattern!r}")
 
   def body(self, prompt: Prompt, completion: str) -> Mapping[str, Any]:
-    messages = conversation.of_attempt(prompt, completion)
+    messages = conversation.from_attempt(prompt, completion)
     values = formats.template_values(messages, prompt.info)
     system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
     question = {"role": "user", "content": formats.fill(self.prompt_template, values)}
@@ -82,8 +82,8 @@ class Judge:
 
 
 class Classify:
-  """A sequence classifier behind SGLang's native API. Tokens are sent, not text, which the
-  server would give a second beginning-of-sequence token."""
+  """A sequence classifier behind SGLang's native API. Tokens are sent and not text, to which the
+  server would add a second beginning-of-sequence token."""
 
   route = "/classify"
 
@@ -102,7 +102,7 @@ class Classify:
     self._request = dict(request or {})
 
   def body(self, prompt: Prompt, completion: str) -> Mapping[str, Any]:
-    ids = self._encoder.encode(conversation.of_attempt(prompt, completion))
+    ids = self._encoder.encode(conversation.from_attempt(prompt, completion))
     return {"input_ids": ids.tolist(), **self._request}
 
   def read(self, answer: Any) -> float:
@@ -110,7 +110,7 @@ class Classify:
 
 
 class OwnServer:
-  """A server of the user's own."""
+  """A server of the user."""
 
   route = ""
 
@@ -124,7 +124,7 @@ class OwnServer:
       "completion": completion,
       "info": dict(prompt.info),
     }
-    # Fields of a row that JSON does not know (dates, ...) travel as text.
+    # Field types that JSON lacks (dates, ...) are sent as strings.
     return {**json.loads(json.dumps(own, default=str)), **self._request}
 
   def read(self, answer: Any) -> float:
@@ -144,11 +144,11 @@ class RewardEndpointEnvironments:
     return SingleTurn(self._judge, prompt)
 
   def metrics(self) -> dict[str, float]:
-    """Returns how many calls, tries, retries and failed calls, by kind, there were."""
+    """Returns the number of calls, tries, retries and failed calls, by kind."""
     return {f"endpoint_{name}": value for name, value in self._client.counts().items()}
 
   def close(self) -> None:
-    """Breaks off the calls and closes the connections."""
+    """Aborts the calls and closes the connections."""
     self._client.close()
 
   async def _judge(self, prompt: Prompt, text: str) -> StepResult:
@@ -172,34 +172,34 @@ def make(
   max_failed_calls: int = 16,
   concurrency: int = 32,
 ) -> RewardEndpointEnvironments:
-  """Makes the environment of an endpoint. Nothing is sent before the first attempt.
+  """Makes the environment of an endpoint. The first attempt sends the first request.
 
   Args:
-    url: of the server: "http://HOST:PORT/v1" for "judge", "http://HOST:PORT" for "classify",
-      the whole address for "json".
+    url: Address of the server: "http://HOST:PORT/v1" for "judge", "http://HOST:PORT" for
+      "classify", the whole address for "json".
     format: "judge", "classify" or "json".
-    settings: keyword arguments of the format: of `Judge`, `Classify` or `OwnServer`;
+    settings: Keyword arguments of the format, i.e. of `Judge`, `Classify` or `OwnServer`;
       `request` adds fields to the body of every request.
-    api_key_env: name of the environment variable with the key, sent as a bearer token; the
-      key itself stands in no config, log or error.
-    shift: the reward is (score - shift) * scale.
-    scale: see shift.
-    timeout_s: of one try.
-    total_timeout_s: of one score, with all tries and pauses; less than
+    api_key_env: Name of the environment variable with the key, sent as a bearer token; the
+      key itself appears in no config, log or error.
+    shift: Offset of the reward, which is (score - shift) * scale.
+    scale: Factor of the reward; see shift.
+    timeout_s: Longest time of one try, in seconds.
+    total_timeout_s: Longest time of one score, with all tries and pauses, in seconds; less than
       `rollout.environment_timeout_s`.
-    retries: tries after the first: when there is no connection or no whole answer in time,
-      when the answer is 429 or 5xx, or holds no score. Never after another 4xx.
-    backoff_s: the first pause; it doubles with each try.
-    max_backoff_s: the longest pause, also if the server asks for more (Retry-After).
-    max_failed_calls: so many scores in a row that could not be had end the asking: all later
-      ones fail at once (EndpointGivenUp), and `rollout.max_error_share` stops the run.
-    concurrency: requests at the same time.
+    retries: Number of tries after the first. Retried are calls without a connection, without a
+      whole answer in time, with an answer of 429 or 5xx, or without a score; never another 4xx.
+    backoff_s: First pause, in seconds; it doubles with each try.
+    max_backoff_s: Longest pause, in seconds, even if the server asks for more (Retry-After).
+    max_failed_calls: Number of consecutive failed scores after which no more requests are made: all
+      later ones fail at once (EndpointGivenUp), and `rollout.max_error_share` stops the run.
+    concurrency: Number of simultaneous requests.
 
   Returns:
-    Prompt → environment. Metric of an attempt: score (before shift and scale).
+    A factory of environments. Metric of an attempt: score (before shift and scale).
 
   Raises:
-    ValueError: the address is none, the key is not set, or a setting is unknown.
+    ValueError: The address is invalid, the key is not set, or a setting is unknown.
   """
   patience = Patience(
     timeout_s=timeout_s,

@@ -2,9 +2,9 @@
 
 The prompt's messages and the completion are rendered by the reward model's own chat
 template; the logit at the end is the reward. Attempts that end at about the same time are
-scored together. Every sequence is padded to a length that it alone decides, and every batch
-to the same number of rows: the score of a completion does not depend on what else is scored,
-and a program is compiled for each length only.
+scored together. Every sequence is padded to a length that depends on it alone, and every batch
+to the same number of rows. The score of a completion therefore does not depend on the others,
+and one program is compiled per length.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ from grpo_jax.models import classifier, loading, sources
 from grpo_jax.models.products import Products
 from grpo_jax.types import Prompt
 
-_SHORTEST = 64  # tokens of the smallest length that is compiled.
+_SHORTEST = 64  # smallest length that is compiled, in tokens.
 _DTYPES = ("float32", "bfloat16")
 
 
 class TooLong(ValueError):
-  """A conversation of more tokens than the reward model is given."""
+  """A conversation has more tokens than the reward model accepts."""
 
 
 class RewardModelEnvironments:
@@ -70,7 +70,7 @@ class RewardModelEnvironments:
     return SingleTurn(self._judge, prompt)
 
   def metrics(self) -> dict[str, float]:
-    """Returns how many calls and batches there were, and how full the batches were."""
+    """Returns the number of calls and batches, and how full the batches were."""
     counts = self._batcher.counts()
     rows = counts["batches"] * self._batch_size
     return {**counts, "batch_fill": counts["calls"] / rows if rows else 0.0}
@@ -80,7 +80,7 @@ class RewardModelEnvironments:
     self._batcher.close()
 
   async def _judge(self, prompt: Prompt, text: str) -> StepResult:
-    messages = conversation.of_attempt(prompt, text)
+    messages = conversation.from_attempt(prompt, text)
     ids = self._encoder.encode(messages)
     if len(ids) > self._max_tokens:
       raise TooLong(
@@ -92,12 +92,12 @@ class RewardModelEnvironments:
     return StepResult(reward, done=True, metrics={"score": score, "score_tokens": float(len(ids))})
 
   def _row_length(self, ids: np.ndarray) -> int:
-    """The length that a sequence is padded to: a power of two, at most `max_tokens`."""
+    """Returns the length that a sequence is padded to: a power of two, at most `max_tokens`."""
     return min(self._max_tokens, max(_SHORTEST, 1 << (len(ids) - 1).bit_length()))
 
   def _score_batch(self, row_length: int, batch: Sequence[np.ndarray]) -> list[float]:
     tokens = np.zeros((self._batch_size, row_length), np.int32)
-    lengths = np.ones(self._batch_size, np.int32)  # a row that is not used: one token.
+    lengths = np.ones(self._batch_size, np.int32)  # an unused row has one token.
     pool_at = np.zeros(self._batch_size, np.int32)
     for row, ids in enumerate(batch):
       tokens[row, : len(ids)] = ids
@@ -126,25 +126,26 @@ def make(
   Args:
     path: Hugging Face folder or hub name of a LlamaForSequenceClassification,
       Qwen2ForSequenceClassification or Qwen3ForSequenceClassification.
-    label: which of several logits is the score; a model of one needs no choice.
-    max_tokens: longest conversation in the reward model's tokens; a longer one cannot be
+    label: Index of the logit that is the score; not needed if the model has only one.
+    max_tokens: Longest conversation, in the reward model's tokens; a longer one cannot be
       scored (counted as TooLong).
-    batch_size: conversations computed side by side, at most as many as
-      `rollout.environment_concurrency` can be there at once.
-    batch_wait_s: how long the first of a batch waits for others, in seconds.
-    compute_dtype: of weights and matrix products, "bfloat16" or "float32".
-    shift: the reward is (score - shift) * scale; e.g. the mean score of the base model.
-    scale: see shift.
-    chat_template: None: of the reward model's tokenizer; else a template or a .jinja file.
-    cache_dir: as `model.cache_dir`.
+    batch_size: Number of conversations computed together. No more than
+      `rollout.environment_concurrency` can arrive at once.
+    batch_wait_s: How long the first of a batch waits for others, in seconds.
+    compute_dtype: Type of weights and matrix products, "bfloat16" or "float32".
+    shift: Offset of the reward, which is (score - shift) * scale; e.g. the mean score of the base
+      model.
+    scale: Factor of the reward; see shift.
+    chat_template: Template or name of a .jinja file; None: that of the reward model's tokenizer.
+    cache_dir: Folder of downloads, as in `model.cache_dir`.
 
   Returns:
-    Prompt → environment. Metrics of an attempt: score (before shift and scale) and
+    A factory of environments. Metrics of an attempt: score (before shift and scale) and
     score_tokens.
 
   Raises:
-    FileNotFoundError: there is no such model.
-    ValueError: it is not a supported sequence classifier, or a setting does not fit it.
+    FileNotFoundError: There is no such model.
+    ValueError: It is not a supported sequence classifier, or a setting does not fit it.
   """
   if compute_dtype not in _DTYPES:
     raise ValueError(f"compute_dtype is one of {_DTYPES}, got {compute_dtype!r}")

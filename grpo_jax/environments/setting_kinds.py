@@ -1,4 +1,4 @@
-"""What the settings of the environments of this package may be. Pure."""
+"""The types and ranges of this package's environment settings. Pure."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ from grpo_jax import checked
 _REWARD = checked.number()
 _TIME = checked.number(above=0)
 
-# A setting of one name means the same in every environment that has it.
+# A setting means the same in every environment that has it.
 SETTINGS: Mapping[str, checked.Kind] = {
   "module": checked.text(),
   "workers": checked.whole(low=1),

@@ -1,6 +1,6 @@
-"""Short answers in words, as in SQuAD: the reward is the overlap with the nearest right answer.
+"""Short answers in words, as in SQuAD: the reward is the overlap with the closest right answer.
 
-Right answers are `info["expected_answer"]` and, where a row has several, SQuAD's own column
+The right answers are `info["expected_answer"]` and, if a row has several, SQuAD's own column
 `info["answers"]["text"]`.
 """
 
@@ -55,10 +55,10 @@ def make(*, reward: str = "f1") -> EnvironmentFactory:
     reward: "f1" (share of words in common) or "exact_match".
 
   Returns:
-    Prompt → environment. Metrics of an attempt: accuracy (exact match) and f1.
+    A factory of environments. Metrics of an attempt: accuracy (exact match) and f1.
 
   Raises:
-    ValueError: there is no such reward.
+    ValueError: The reward is unknown.
   """
   choose("reward", reward, REWARDS)
 

@@ -23,7 +23,7 @@ from grpo_jax.types import FinishReason, Prompt
 
 Board = tuple[tuple[int, ...], ...]  # rows of tiles; 0 is the gap.
 
-# Where the tile that moves stands, seen from the gap: (rows down, columns to the right).
+# The position of the moving tile relative to the gap: (rows down, columns to the right).
 MOVES = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
 
 _ACTION = re.compile(r"<action>((?:(?!<action>).)*?)</action>", re.IGNORECASE | re.DOTALL)
@@ -31,7 +31,7 @@ _SLIDE = re.compile(r"slide (\d{1,3}) (\d{1,3})", re.ASCII)
 
 
 def solved(size: int) -> Board:
-  """Returns the board in order: 1, 2, …, with the gap in the last place."""
+  """Returns the ordered board: 1, 2, …, with the gap in the last place."""
   tiles = [*range(1, size * size), 0]
   return tuple(tuple(tiles[row * size : (row + 1) * size]) for row in range(size))
 
@@ -42,14 +42,14 @@ def gap(board: Board) -> tuple[int, int]:
 
 
 def neighbours(board: Board) -> list[tuple[int, int]]:
-  """Returns the places beside the gap, whose tiles can move."""
+  """Returns the places next to the gap, whose tiles can move."""
   row, column = gap(board)
   places = [(row + down, column + right) for down, right in MOVES.values()]
   return [(r, c) for r, c in places if 0 <= r < len(board) and 0 <= c < len(board)]
 
 
 def slide(board: Board, place: tuple[int, int]) -> Board:
-  """Returns the board with the tile of a place beside the gap moved into it."""
+  """Returns the board after the tile at a place next to the gap has moved into it."""
   rows = [list(row) for row in board]
   (r, c), (to_row, to_column) = place, gap(board)
   rows[to_row][to_column], rows[r][c] = rows[r][c], 0
@@ -57,9 +57,9 @@ def slide(board: Board, place: tuple[int, int]) -> Board:
 
 
 def shuffled(size: int, moves: int, rng: random.Random) -> Board:
-  """Returns the board after random moves from the one in order, each of a tile beside the gap.
+  """Returns the board after random moves from the ordered one, each of a tile next to the gap.
 
-  An odd number of moves never leads back: every move takes the gap to a place of the other
+  An odd number of moves never leads back: every move takes the gap to a square of the other
   colour of a chessboard.
   """
   board = solved(size)
@@ -106,17 +106,17 @@ def puzzle(
   """Makes one row: what `data.kind = "function"` calls.
 
   Args:
-    seed: the same seed, the same puzzle.
-    size: largest size of a board; each has one from `min_size` to it.
-    min_size: smallest size, at least 2.
-    shuffle_moves: most random moves away from the board in order; each has an odd number
-      up to it, so that none is solved at the start.
+    seed: Random seed; the same seed gives the same puzzle.
+    size: Largest size of a board; sizes are drawn from `min_size` to it.
+    min_size: Smallest size, at least 2.
+    shuffle_moves: Largest number of random moves from the ordered board; the number is always
+      odd, so that no puzzle is solved at the start.
 
   Returns:
     problem (the prompt), board (rows of tiles, 0 the gap), size, shuffle_moves.
 
   Raises:
-    ValueError: a bound is too low.
+    ValueError: A bound is too low.
   """
   if not 2 <= min_size <= size:
     raise ValueError(f"needs 2 <= min_size <= size, got min_size={min_size}, size={size}")
@@ -135,7 +135,7 @@ def puzzle(
 
 
 class Outcome(NamedTuple):
-  """What became of one action."""
+  """The result of one action."""
 
   kind: str  # "moved", "refused", "viewed", "unreadable".
   board: Board
@@ -143,7 +143,7 @@ class Outcome(NamedTuple):
 
 
 def act(board: Board, text: str) -> Outcome:
-  """Takes the last `<action>…</action>` of a turn; upper case and extra blanks do not matter."""
+  """Applies the last `<action>…</action>` of a turn; case and extra blanks do not matter."""
   found = _ACTION.findall(text)
   if not found:
     hint = "Invalid response format, no move made. Try this: <action>your_action</action>"
@@ -159,7 +159,7 @@ def act(board: Board, text: str) -> Outcome:
 
 
 def _meant(board: Board, action: str) -> tuple[tuple[int, int], str, str]:
-  """The place of the tile that an action would move; what to say if it moves, and if not."""
+  """Returns the tile that an action would move, and what to say if it moves and if it cannot."""
   if action in MOVES:
     (row, column), (down, right) = gap(board), MOVES[action]
     return (row + down, column + right), action, f"Cannot slide {action}."
@@ -189,7 +189,7 @@ class SlidingPuzzleEnvironments:
     if max_moves < 1:
       raise ValueError(f"max_moves must be at least 1, got {max_moves}")
     if invalid_penalty < 0:
-      raise ValueError(f"invalid_penalty is taken off: at least 0, got {invalid_penalty}")
+      raise ValueError(f"invalid_penalty is subtracted: at least 0, got {invalid_penalty}")
     self.max_moves = max_moves
     self.reward_solved = reward_solved
     self.invalid_penalty = invalid_penalty
@@ -219,7 +219,7 @@ class SlidingPuzzle:
   async def step(
     self, text: str, completion_ids: Int[np.ndarray, " turn"], finish_reason: FinishReason
   ) -> StepResult:
-    """Takes the action of a turn. Moves count, refused ones too; looking and unreadable
+    """Applies the action of a turn. Moves count, even refused ones; views and unreadable
     turns do not."""
     kind, self._board, message = act(self._board, text)
     self._counts[kind] += 1
@@ -262,16 +262,16 @@ class SlidingPuzzle:
 
 
 def read_board(rows: Sequence[Sequence[int]]) -> Board:
-  """Returns the board of a row of data.
+  """Returns the board of a data row.
 
   Raises:
-    ValueError: it is not square, or its tiles are not 0, 1, …, n² - 1.
+    ValueError: It is not square, or its tiles are not 0, 1, …, n² - 1.
   """
   board = tuple(tuple(row) for row in rows)
   size = len(board)
   tiles = sorted(tile for row in board for tile in row)
   if size < 2 or {len(row) for row in board} != {size} or tiles != [*range(size * size)]:
-    raise ValueError(f"no board of a sliding puzzle: {rows!r:.200}")
+    raise ValueError(f"not a board of a sliding puzzle: {rows!r:.200}")
   return board
 
 
@@ -286,17 +286,17 @@ def make(
   """Makes the environment of the sliding puzzle.
 
   Args:
-    max_moves: moves of a game, refused ones included; then it is lost. Turns without a move
-      are bounded by `rollout.max_turns`.
-    reward_solved: reward of the move that solves the puzzle; everything else has 0.
-    invalid_penalty: taken off for every refused move and unreadable turn; then the reward
+    max_moves: Number of moves, refused ones included, after which the game is lost. Turns without a
+      move are bounded by `rollout.max_turns`.
+    reward_solved: Reward of the move that solves the puzzle; all other turns have 0.
+    invalid_penalty: Subtracted for every refused move and unreadable turn; the reward then
       has the components "solved" and "invalid".
-    show_board: whether the answer to a move shows the board, at the cost of its tokens.
+    show_board: Whether the answer to a move shows the board, at the cost of its tokens.
     observation_role: "user": answers are messages of the chat template; None: they are
-      appended as they stand, as in NeMo RL.
+      appended unchanged, as in NeMo RL.
 
   Returns:
-    Prompt → environment. Metrics of an attempt: accuracy (solved), moves, refused_moves,
+    A factory of environments. Metrics of an attempt: accuracy (solved), moves, refused_moves,
     views, unreadable_turns, tiles_in_place_share.
   """
   return SlidingPuzzleEnvironments(

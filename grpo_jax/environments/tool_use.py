@@ -4,8 +4,8 @@
     environment  <result>3293</result>
     model        <answer>3293</answer>
 
-A turn that calls the tool goes on, one that does not is the answer, which is compared with
-`info["expected_answer"]` (as of the math environment). Expressions are evaluated by
+A turn that calls the tool continues the conversation. A turn that does not is the answer, which is
+compared with `info["expected_answer"]` (as in the math environment). Expressions are evaluated by
 grading/arithmetic.py, never by Python: they can neither run code nor hang.
 """
 
@@ -37,7 +37,7 @@ class ToolUseEnvironments:
     observation_role: str | None,
   ):
     if not re.fullmatch(r"[A-Za-z_]\w*", tool):
-      raise ValueError(f"tool must be a word, which becomes a tag, got {tool!r}")
+      raise ValueError(f"tool must be a word, because it becomes a tag, got {tool!r}")
     if max_calls < 1:
       raise ValueError(f"max_calls must be at least 1, got {max_calls}")
     self.stop_strings = (f"</{tool}>",)  # see `base.Stopping`.
@@ -64,7 +64,7 @@ class ToolUse:
     self._gold = gold
     self._calls = 0
     self._failed_calls = 0
-    self._rewarded = 0.0  # so far, for the answer.
+    self._rewarded = 0.0  # reward so far, for the answer.
 
   async def start(self) -> None:
     """Nothing to prepare."""
@@ -72,7 +72,7 @@ class ToolUse:
   async def step(
     self, text: str, completion_ids: Int[np.ndarray, " turn"], finish_reason: FinishReason
   ) -> StepResult:
-    """Runs the calls of a turn, or judges the answer of one without calls."""
+    """Runs the calls of a turn, or judges the answer of a turn without calls."""
     *calls, rest = text.split(f"</{self._options.tool}>")
     if calls and self._calls + len(calls) <= self._options.max_calls:
       return self._called(calls)
@@ -82,7 +82,7 @@ class ToolUse:
     """Nothing to free."""
 
   def _called(self, calls: Sequence[str]) -> StepResult:
-    """Evaluates the calls of a turn, in their order: usually one, as its end stops the turn."""
+    """Evaluates the calls of a turn in order: usually one, as its end stops the turn."""
     had_result = self._calls > self._failed_calls
     results = [self._evaluated(call) for call in calls]
     is_first_result = not had_result and self._calls > self._failed_calls
@@ -95,7 +95,7 @@ class ToolUse:
     )
 
   def _evaluated(self, before_close: str) -> str:
-    """The result of one call; its expression stands behind the last opening tag."""
+    """Returns the result of one call; its expression follows the last opening tag."""
     self._calls += 1
     _, opening, expression = before_close.rpartition(f"<{self._options.tool}>")
     try:
@@ -115,8 +115,8 @@ class ToolUse:
     )
 
   def _reward(self, *, is_right: bool, call: float) -> float | dict[str, float]:
-    """What this turn adds. A conversation counts as wrong until it is right: one that is cut
-    earns no more than a wrong answer."""
+    """Returns the reward of this turn. A conversation counts as wrong until it is right, so that
+    one that is cut off earns no more than a wrong answer."""
     options = self._options
     due = options.reward_correct if is_right else options.reward_wrong
     added, self._rewarded = due - self._rewarded, due
@@ -164,20 +164,20 @@ def make(
   r"""Makes the environment of a calculator.
 
   Args:
-    tool: name of the tag that the model calls: `<calculator>…</calculator>`, which is also
+    tool: Name of the tag that the model calls: `<calculator>…</calculator>`, which is also
       the stop string of every turn.
-    answer: where the final answer must stand: "tag" (<answer>…</answer>), "boxed", "hash"
-      (after ####), "last_number", "any" (boxed, else hash, else the last number), "raw".
-    max_calls: calls of a conversation; one more ends it as wrong.
-    reward_correct: reward of a right answer.
-    reward_wrong: reward of a wrong one, or of none.
-    call_reward: added once, at the first call that gives a result; then the reward has the
+    answer: Where the final answer must be: "tag" (<answer>…</answer>), "boxed", "hash"
+      (after ####), "last_number", "any" (boxed, otherwise hash, otherwise the last number), "raw".
+    max_calls: Largest number of calls in a conversation; one more ends it as wrong.
+    reward_correct: Reward of a right answer.
+    reward_wrong: Reward of a wrong answer, and of a conversation without one.
+    call_reward: Added once, at the first call that gives a result; the reward then has the
       components "correct" and "call".
-    observation_role: None: results are appended as they stand, and the model writes on;
+    observation_role: None: results are appended unchanged, and the model continues its text;
       "tool" or "user": they are messages of the chat template.
 
   Returns:
-    Prompt → environment. Metrics of an attempt: accuracy, has_answer, calls, failed_calls,
+    A factory of environments. Metrics of an attempt: accuracy, has_answer, calls, failed_calls,
     used_tool (1: at least one call gave a result).
   """
   return ToolUseEnvironments(

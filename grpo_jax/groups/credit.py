@@ -57,7 +57,7 @@ def _weighted(row: Float[np.ndarray, " G"], weight: float) -> Float[np.ndarray, 
   return row * np.float32(weight) if 0 < weight < 1 else row
 
 
-def of_advantages(values: Sequence[Float[np.ndarray, " G"]]) -> dict[str, float]:
+def advantage_metrics(values: Sequence[Float[np.ndarray, " G"]]) -> dict[str, float]:
   """Describes the advantages of a step's rollouts, as `advantages_of` returns them.
 
   Returns:

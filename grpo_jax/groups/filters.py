@@ -17,10 +17,25 @@ from grpo_jax.types import RolloutGroup
 
 @dataclasses.dataclass(frozen=True)
 class Filtered:
-  """Groups kept, in order, and how many were left out for each reason (the first that held)."""
+  """The groups of a step that passed the filters.
+
+  Attributes:
+    kept: Groups that passed, in order.
+    dropped: Number of groups left out, by the first reason that held.
+    places: Index of each kept group in the groups given.
+  """
 
   kept: tuple[RolloutGroup, ...]
   dropped: dict[str, int]
+  places: tuple[int, ...]
+
+  def select(self, groups: Sequence[RolloutGroup]) -> tuple[RolloutGroup, ...]:
+    """Returns the kept groups in another form, such as with shaped rewards.
+
+    Args:
+      groups: All groups of the step in that form, in the order in which the filters saw them.
+    """
+    return tuple(groups[place] for place in self.places)
 
 
 KINDS: Mapping[str, checked.Kind] = {
@@ -83,14 +98,14 @@ def apply(
     "reward_mean_too_high": lambda g: bool(_mean(g) > max_reward_mean),
     "too_many_truncated": lambda g: truncated_share(g) > max_truncated_share,
   }
-  kept, dropped = [], dict.fromkeys(reasons, 0)
-  for group in groups:
+  places, dropped = [], dict.fromkeys(reasons, 0)
+  for place, group in enumerate(groups):
     reason = next((name for name, holds in reasons.items() if holds(group)), None)
     if reason is None:
-      kept.append(group)
+      places.append(place)
     else:
       dropped[reason] += 1
-  return Filtered(tuple(kept), dropped)
+  return Filtered(tuple(groups[place] for place in places), dropped, tuple(places))
 
 
 def scored_rewards(group: RolloutGroup) -> Float[np.ndarray, " scored"]:

@@ -154,15 +154,21 @@ def apply(groups: Sequence[RolloutGroup], shaping: Shaping) -> tuple[RolloutGrou
   return tuple(_shaped(group, shaping) for group in groups) if shaping.is_on else tuple(groups)
 
 
-def of_groups(groups: Sequence[RolloutGroup], shaping: Shaping) -> dict[str, float]:
+def group_metrics(
+  groups: Sequence[RolloutGroup], after: Sequence[RolloutGroup], shaping: Shaping
+) -> dict[str, float]:
   """Describes what shaping does to groups, before any filter.
+
+  Args:
+    groups: Groups of a step, with the rewards as they were scored.
+    after: The same groups as `apply` returned them.
+    shaping: Options with which `apply` was called.
 
   Returns:
     {name: value} of shaping/*, over scored completions; nothing if shaping is off.
   """
   if not shaping.is_on:
     return {}
-  after = apply(groups, shaping)
   raw = np.concatenate([np.zeros(0), *(_rewards(group) for group in groups)])
   new = np.concatenate([np.zeros(0), *(_rewards(group) for group in after)])
   scored = np.isfinite(raw)

@@ -63,14 +63,14 @@ class Monitor:
     wants_kl = self._is_due(step, self.kl_every_steps)
     if not groups or not (wants_all or wants_kl):
       return {}
-    batches = self.scorer.batches(groups)
+    batches, covered = self.scorer.batches(groups)
     if not batches:
       return {}
     watched = [self.watch(params, batch) for batch in batches]
     found: Metrics = {}
     if wants_all:
       found = metrics.merge(jax.device_get([told for told, _ in watched]))
-      found["all/covered_token_share"] = _covered(batches, groups)
+      found["all/covered_token_share"] = Mean(float(covered), float(_sampled_tokens(groups)))
     if wants_kl:
       drift = self._drift(step, batches, [policy for _, policy in watched])
       found |= {} if drift is None else {"all/kl_to_initial": drift}
@@ -181,11 +181,9 @@ def device_memory(devices: Sequence[Any]) -> dict[str, float]:
   }
 
 
-def _covered(batches: Sequence[Batch], groups: Sequence[RolloutGroup]) -> Mean:
-  """The share of the step's sampled tokens that are in the batches."""
-  total = sum(int(rollout.loss_mask.sum()) for group in groups for rollout in group.rollouts)
-  covered = sum(int((np.asarray(batch.loss_places) >= 0).sum()) for batch in batches)
-  return Mean(float(covered), float(total))
+def _sampled_tokens(groups: Sequence[RolloutGroup]) -> int:
+  """Returns the number of tokens that the policy sampled."""
+  return sum(int(rollout.loss_mask.sum()) for group in groups for rollout in group.rollouts)
 
 
 def _drift_of(policy: Float[Array, "B N"], initial: Float[Array, "B N"], places: Array) -> Mean:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from grpo_kernels.attention import AUTOMATIC, Attention
 from grpo_kernels.linear_logprobs.sharded import Partition
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
@@ -62,6 +63,7 @@ def make_logprobs(
   temperature: float = 1.0,
   products: Products = FLOAT32,
   remat: str = "full",
+  attention: Attention = AUTOMATIC,
   implementation: str | None = None,
   partition: Partition | None = None,
 ) -> LogprobsFn:
@@ -72,10 +74,11 @@ def make_logprobs(
     temperature: Temperature at which the completions were sampled.
     products: How matrix products are computed, those of the head too.
     remat: Activations that the backward pass recomputes; see `transformer.Transformer`.
-    implementation: Implementation of `grpo_kernels.linear_logprobs`; None picks by platform.
+    attention: How the tokens of packed rows attend.
+    implementation: Implementation of `grpo_kernels.linear_logprobs`; None: chosen by platform.
     partition: Split of the head and its tokens over a mesh; see `sharding.head_partition`.
   """
-  hidden_states = _make_hidden_states(config, products, remat)
+  hidden_states = _make_hidden_states(config, products, remat, attention)
 
   def logprobs(params: Any, batch: Batch, with_entropy: bool) -> tuple[Array, Array | None]:
     head, layout = transformer.head(params, config)
@@ -101,6 +104,7 @@ def make_token_loss(
   temperature: float = 1.0,
   products: Products = FLOAT32,
   remat: str = "full",
+  attention: Attention = AUTOMATIC,
   partition: Partition | None = None,
 ) -> LossFn:
   """Makes the function from parameters and batch to a token-local loss, to be minimised.
@@ -108,7 +112,7 @@ def make_token_loss(
   The head's gradients are found in the sweep that computes the loss; see
   `grpo_jax.rl.logprobs.token_objective`. Args are those of `make_logprobs`.
   """
-  hidden_states = _make_hidden_states(config, products, remat)
+  hidden_states = _make_hidden_states(config, products, remat, attention)
 
   def loss(params: Any, batch: Batch, denominators: Denominators, with_entropy: bool):
     head, layout = transformer.head(params, config)
@@ -127,13 +131,16 @@ def make_token_loss(
   return loss
 
 
-def _make_hidden_states(config: ModelConfig, products: Products, remat: str):
+def _make_hidden_states(
+  config: ModelConfig, products: Products, remat: str, attention: Attention
+) -> Callable[[Any, Batch], Float[Array, "B T D"]]:
   """Makes the function (params, batch) → hidden states [B T D], in the compute dtype."""
 
   def hidden_states(params: Any, batch: Batch) -> Float[Array, "B T D"]:
     inputs: Any = (batch.tokens, batch.positions, batch.segment_ids, batch.branch_ids)
-    options = {"products": products, "remat": remat}
-    found = transformer.hidden_states(params, config, *inputs, **options)
+    found = transformer.hidden_states(
+      params, config, *inputs, products=products, remat=remat, attention=attention
+    )
     return found.astype(products.compute_dtype)
 
   return hidden_states

@@ -1,7 +1,7 @@
 """The table of all metrics: name or pattern, unit, meaning, and what is healthy. Pure.
 
 docs/metrics.md holds the same table; a test compares the two. A run that records a name that
-stands in no row here warns, and its tests fail.
+is in no row here warns, and its tests fail.
 """
 
 from typing import NamedTuple
@@ -30,7 +30,7 @@ METRICS: dict[str, Definition] = {
   "rollout/failed_share": Definition("share", "completions that could not be scored (NaN)", "0"),
   "rollout/truncated_share": Definition("share", "completions cut at the token limit", "< 0.1"),
   "rollout/errors/*": Definition("count", "attempts of the step that failed, by kind", "0"),
-  "rollout/aborted_share": Definition("share", "completions that the engine gave up on", "0"),
+  "rollout/aborted_share": Definition("share", "completions that the engine aborted", "0"),
   "rollout/prompts": Definition("count", "groups of the step, before filters"),
   "rollout/completions": Definition("count", "completions of the step, before filters"),
   "rollout/prompt_tokens_mean": Definition("tokens", "mean prompt length"),
@@ -44,29 +44,29 @@ METRICS: dict[str, Definition] = {
   ),
   "rollout/behavior_entropy": Definition(
     "nats",
-    "-mean logprob, when sampled, of all sampled tokens of the step: estimates the entropy of what"
-    " sampled them",
+    "-mean logprob, when sampled, of all sampled tokens of the step: estimates the entropy of"
+    " the policy that sampled them",
     "> 0.05",
   ),
   "rollout/turns_mean": Definition("turns", "turns of a conversation with the environment"),
   "rollout/turns_total": Definition("turns", "turns of the step, all conversations"),
   "rollout/turns_max": Definition("turns", "the longest conversation"),
-  "rollout/turns_p95": Definition("turns", "95 of 100 conversations are at most so long"),
+  "rollout/turns_p95": Definition("turns", "95 of 100 conversations have at most that many turns"),
   "rollout/turn_limit_share": Definition(
     "share", "conversations cut at rollout.max_turns", "< 0.1"
   ),
   "rollout/ended_by_environment_share": Definition(
     "share", "conversations that ended by themselves: at no limit, with no failure", "rises"
   ),
-  "rollout/sampled_tokens_mean": Definition("tokens", "sampled in a conversation"),
-  "rollout/sampled_tokens_max": Definition("tokens", "most sampled in a conversation"),
+  "rollout/sampled_tokens_mean": Definition("tokens", "mean sampled in a conversation"),
+  "rollout/sampled_tokens_max": Definition("tokens", "most sampled in one conversation"),
   "rollout/environment_tokens_mean": Definition(
-    "tokens", "written by the environment in a conversation, never learned from"
+    "tokens", "mean written by the environment in a conversation, never learned from"
   ),
-  "rollout/turn_tokens_mean": Definition("tokens", "sampled in a turn"),
-  "rollout/turn_tokens_max": Definition("tokens", "most sampled in a turn"),
+  "rollout/turn_tokens_mean": Definition("tokens", "mean sampled in a turn"),
+  "rollout/turn_tokens_max": Definition("tokens", "most sampled in one turn"),
   "rollout/turn/*/reached_share": Definition(
-    "share", "conversations that reached this turn; 01 is the first, 10 the last one told"
+    "share", "conversations that reached this turn; 01 is the first, 10 the last one reported"
   ),
   "rollout/turn/*/reward_mean": Definition("reward", "mean reward of this turn alone"),
   "rollout/turn/*/sampled_tokens_mean": Definition("tokens", "mean length of this turn"),
@@ -77,8 +77,12 @@ METRICS: dict[str, Definition] = {
   "env/*/reward_mean": Definition("reward", "mean over the environment's completions", "rises"),
   "env/*/reward/*": Definition("reward", "mean of one component of the reward"),
   "env/*/completions": Definition("count", "completions of the step that this environment scored"),
-  "env/*/failed_share": Definition("share", "of them: could not be scored", "0"),
-  "env/*": Definition("any", "what an environment reports: means over the attempts of a step"),
+  "env/*/failed_share": Definition(
+    "share", "completions of the environment that could not be scored", "0"
+  ),
+  "env/*": Definition(
+    "any", "a metric of the environment itself: mean over the attempts of a step"
+  ),
   "data/epoch": Definition("epochs", "passes over the training data so far"),
   "data/broken_rows": Definition("count", "rows of the data skipped as broken in the step", "0"),
   "data/overlong_prompts": Definition(
@@ -98,7 +102,7 @@ METRICS: dict[str, Definition] = {
   "dynamic_sampling/from_surplus": Definition("count", "groups taken from earlier steps' surplus"),
   "dynamic_sampling/surplus": Definition("count", "groups kept for the next step"),
   "dynamic_sampling/reward_mean": Definition(
-    "reward", "mean over all that was drawn: not only what counts", "rises"
+    "reward", "mean over everything drawn, not only the groups that count", "rises"
   ),
   "dynamic_sampling/limit_reached": Definition(
     "0 or 1", "the step was not full after max_rounds", "0"
@@ -107,62 +111,63 @@ METRICS: dict[str, Definition] = {
   "shaping/reward_mean": Definition("reward", "mean of the shaped rewards, scored completions"),
   "shaping/changed_share": Definition("share", "completions whose reward shaping changes"),
   "shaping/no_signal_share": Definition("share", "groups whose shaped rewards are all equal"),
-  "shaping/clamped_share": Definition("share", "rewards outside of shaping.scale_from", "0"),
+  "shaping/clamped_share": Definition("share", "rewards outside shaping.scale_from", "0"),
   "shaping/overlong_share": Definition("share", "completions with an overlong penalty", "< 0.1"),
   "shaping/overlong_penalty_mean": Definition("reward", "mean overlong penalty, at most 0", "0"),
-  "engine/export_s": Definition("s", "writing the weights for the servers, of the newest sync"),
-  "engine/load_s": Definition("s", "loading and proving them on all servers, of the newest sync"),
-  "engine/restarts": Definition("count", "servers replaced since the run began or went on", "0"),
+  "engine/export_s": Definition("s", "time to write the weights for the servers, newest sync"),
+  "engine/load_s": Definition("s", "time to load and verify them on all servers, newest sync"),
+  "engine/restarts": Definition(
+    "count", "servers replaced since the run was started or resumed", "0"
+  ),
   "engine/retries": Definition("count", "requests sent again since then", "0"),
   # --- what the update learns from ---
   "filter/*": Definition("count", "groups left out of the step, by reason"),
   # --- what is learned from ---
   "signal/lost_share": Definition(
     "share",
-    "completions of the step that teach nothing: advantage 0, or not in the loss; 1: nothing is"
-    " learned from rewards",
+    "completions of the step that nothing is learned from: advantage 0, or not in the loss; 1:"
+    " nothing is learned from rewards",
     "< 0.7",
   ),
   "signal/lost/*": Definition(
-    "count", "completions that teach nothing, by the first reason that holds; 0 is left out"
+    "count",
+    "completions that nothing is learned from, by the first reason that applies; 0 is omitted",
   ),
   "batch/computed_token_share": Definition(
     "share",
-    "sampled tokens of the step that the update computes: train/* and mismatch/* are of these",
+    "sampled tokens of the step that the update computes: train/* and mismatch/* cover these",
   ),
   "batch/advantage_mean": Definition(
-    "advantage", "over the completions kept; before REINFORCE++ whitens tokens", "about 0"
+    "advantage", "mean over the completions kept; before REINFORCE++ whitens tokens", "about 0"
   ),
   "batch/advantage_std": Definition("advantage", "standard deviation of the same", "> 0"),
   "batch/advantage_min": Definition("advantage", "lowest", "> -5"),
   "batch/advantage_max": Definition("advantage", "highest", "< 5"),
-  "batch/loss_tokens": Definition("tokens", "learned from in the step, all its passes"),
+  "batch/loss_tokens": Definition("tokens", "tokens learned from in the step, all its passes"),
   "batch/rows": Definition("count", "packed rows, padding rows included"),
   "batch/row_tokens": Definition(
     "tokens", "mean length of a row; times batch/rows: the places computed"
   ),
   "batch/repeated_prompt_tokens": Definition(
     "tokens",
-    "of prompts that are repeated in several rows of an optimizer step, without their first copy",
+    "prompt tokens repeated in several rows of an optimizer step, without their first copy",
   ),
   "batch/microbatches": Definition("count", "forward and backward passes"),
   "batch/optimizer_steps": Definition("count", "updates of the weights", "> 0"),
   "batch/packing_efficiency": Definition("share", "places of the rows that hold a token", "> 0.7"),
-  "batch/skipped_zero_advantage": Definition(
-    "count", "completions without advantage, not computed"
-  ),
+  "batch/skipped_zero_advantage": Definition("count", "completions with advantage 0, not computed"),
   "batch/left_out/*": Definition("count", "completions left out of the update, by reason", "0"),
   # --- evaluation on held-out prompts; the second part is evaluation.name ---
   "eval/*/accuracy": Definition(
     "share",
     "mean over prompts of the share of completions that their environment calls right; missing"
-    " where it does not say. Offline: over groups of the share of pairs that the policy orders as"
-    " their rewards do",
+    " if it does not say. Offline: mean over groups of the share of pairs that the policy orders"
+    " as their rewards do",
     "rises",
   ),
   "eval/*/pass@*": Definition(
     "share",
-    "chance that one of K completions is right, unbiased; missing where accuracy is",
+    "chance that one of K completions is right, unbiased; missing if accuracy is missing",
     "rises",
   ),
   "eval/*/reward_mean": Definition("reward", "mean over scored completions", "rises"),
@@ -179,16 +184,18 @@ METRICS: dict[str, Definition] = {
   # --- evaluation on recorded groups (docs/offline.md); eval/NAME/TYPE/*: of one type of groups ---
   "eval/*/exact_accuracy": Definition("share", "groups whose whole order is right", "rises"),
   "eval/*/place_accuracy": Definition(
-    "share", "responses at their place, or that of an equal, in the order of their group", "rises"
+    "share",
+    "responses at their place in the order of their group, or at the place of an equal one",
+    "rises",
   ),
   "eval/*/best_accuracy": Definition(
-    "share", "groups of which a best response is the most likely", "rises"
+    "share", "groups whose most likely response is a best one", "rises"
   ),
   "eval/*/chosen_reward_mean": Definition(
-    "reward", "mean over groups of that of the most likely response", "rises"
+    "reward", "mean over groups of the reward of the most likely response", "rises"
   ),
   "eval/*/margin": Definition(
-    "nats", "score of the best responses less that of the others", "rises"
+    "nats", "score of the best responses minus that of the other responses", "rises"
   ),
   "eval/*/consistency": Definition(
     "share", "1 - (highest - lowest accuracy of a type of groups)", "about 1"
@@ -196,12 +203,16 @@ METRICS: dict[str, Definition] = {
   "eval/*/groups": Definition("count", "groups evaluated"),
   "eval/*/no_order_share": Definition("share", "groups whose rewards are all equal: left out"),
   # --- the update: means over the tokens (or sequences) learned from, over all its parts ---
-  "train/loss": Definition("loss", "what is minimised; near 0 in GRPO whatever is learned"),
-  "train/policy_loss": Definition("loss", "its part without KL and entropy", "near 0"),
+  "train/loss": Definition(
+    "loss", "the quantity that is minimised; near 0 in GRPO, whatever is learned"
+  ),
+  "train/policy_loss": Definition(
+    "loss", "the part of train/loss without KL and entropy", "near 0"
+  ),
   "train/kl_to_reference": Definition(
     "nats",
-    "KL to the reference, as in the loss, without its coefficient; only where loss.kl_coef > 0,"
-    " else all/kl_to_initial",
+    "KL to the reference, as in the loss, without its coefficient; only if loss.kl_coef > 0,"
+    " else see all/kl_to_initial",
     "< 0.5",
   ),
   "train/rank_accuracy": Definition(
@@ -215,15 +226,19 @@ METRICS: dict[str, Definition] = {
   "train/entropy": Definition(
     "nats",
     "mean entropy of the policy, over the tokens that the update computes"
-    " (batch/computed_token_share); of all: all/entropy",
+    " (batch/computed_token_share); for all completions: all/entropy",
     "> 0.05",
   ),
   "train/approx_entropy": Definition(
     "nats", "the same, of the same tokens, estimated from their logprobs alone", "> 0.05"
   ),
-  "train/grad_norm": Definition("L2 norm", "of the gradient, before clipping", "level, finite"),
-  "train/skipped_share": Definition("share", "updates skipped: gradients were not finite", "0"),
-  "train/learning_rate": Definition("per step", "of the optimizer, at this step"),
+  "train/grad_norm": Definition(
+    "L2 norm", "norm of the gradient, before clipping", "level, finite"
+  ),
+  "train/skipped_share": Definition(
+    "share", "updates skipped because gradients were not finite", "0"
+  ),
+  "train/learning_rate": Definition("per step", "learning rate of the optimizer at this step"),
   "train/ratio_mean": Definition("ratio", "policy / old, mean over tokens", "about 1"),
   "train/ratio_min": Definition("ratio", "smallest; 1 with one update a batch", "> 0.1"),
   "train/ratio_max": Definition("ratio", "largest; 1 with one update a batch", "< 10"),
@@ -231,13 +246,13 @@ METRICS: dict[str, Definition] = {
   "train/clipped_ratio_min": Definition("ratio", "smallest after the clip"),
   "train/clipped_ratio_max": Definition("ratio", "largest after the clip"),
   "train/clip_low_share": Definition(
-    "share", "tokens whose gradient the lower clip takes away", "< 0.1"
+    "share", "tokens whose gradient the lower clip sets to 0", "< 0.1"
   ),
   "train/clip_high_share": Definition(
-    "share", "tokens whose gradient the upper clip takes away", "< 0.1"
+    "share", "tokens whose gradient the upper clip sets to 0", "< 0.1"
   ),
   "train/clip_dual_share": Definition(
-    "share", "tokens whose gradient the dual clip takes away", "< 0.01"
+    "share", "tokens whose gradient the dual clip sets to 0", "< 0.01"
   ),
   # --- all completions of a step, learned from or not; every learn.report_*_every_steps ---
   "all/entropy": Definition(
@@ -249,12 +264,12 @@ METRICS: dict[str, Definition] = {
   "all/kl_to_initial": Definition(
     "nats",
     "KL of the policy before the update to the initial weights (k3), over all completions of the"
-    " step; of recorded ones, which it did not sample, a distance and no estimate",
+    " step; for recorded completions, which it did not sample, a distance and not an estimate",
     "< 0.5",
   ),
   "all/covered_token_share": Definition(
     "share",
-    "sampled tokens of the step that all/* are of; less than 1 where some fit in no row",
+    "sampled tokens of the step that all/* covers; less than 1 if some do not fit in a row",
     "1",
   ),
   "all/abs_logprob_max": Definition("nats", "mismatch/abs_logprob_max, of all completions"),
@@ -279,7 +294,7 @@ METRICS: dict[str, Definition] = {
   "mismatch/token_mult_prob_error": Definition("factor", "mean exp(|trainer - engine|)", "< 1.05"),
   "mismatch/gen_kl_error": Definition("nats", "KL(engine to trainer), estimated", "< 1e-3"),
   "mismatch/policy_kl_error": Definition(
-    "nats", "KL the other way; finds spikes, no estimate", "< 1e-3"
+    "nats", "KL the other way; detects spikes, but is not an estimate", "< 1e-3"
   ),
   "mismatch/js_divergence_error": Definition(
     "nats", "Jensen-Shannon divergence of the two", "< 1e-3"
@@ -290,38 +305,40 @@ METRICS: dict[str, Definition] = {
   "mismatch/sampling_importance_ratio_min": Definition("ratio", "smallest weight"),
   "mismatch/sampling_importance_ratio_max": Definition("ratio", "largest weight"),
   "mismatch/effective_sample_share": Definition(
-    "share", "of the weights: 1 if all are equal", "> 0.9"
+    "share", "effective sample size of the weights; 1 if all are equal", "> 0.9"
   ),
   "mismatch/out_of_bounds_share": Definition("share", "weights truncated or masked", "< 0.01"),
   "mismatch/off_policy_masked_share": Definition(
-    "share", "completions masked as too far off", "< 0.1"
+    "share", "completions masked as too far off-policy", "< 0.1"
   ),
   # --- clock and machine: differ between two runs that are equal otherwise ---
-  "time/step_s": Definition("s", "wall clock of the step: all of the below"),
+  "time/step_s": Definition("s", "wall clock of the step: all of the times below"),
   "time/sample_s": Definition("s", "sampling completions, and scoring them"),
-  "time/score_s": Definition("s", "old and reference logprobs, where the loss needs them"),
+  "time/score_s": Definition("s", "old and reference logprobs, if the loss needs them"),
   "time/assemble_s": Definition("s", "filters, advantages, packing of the rows"),
   "time/learn_s": Definition("s", "the update"),
-  "time/monitor_s": Definition("s", "scoring all completions for all/*, in the steps that have it"),
-  "time/sync_s": Definition("s", "new weights to the engine"),
+  "time/monitor_s": Definition(
+    "s", "scoring all completions for all/*, in the steps that report it"
+  ),
+  "time/sync_s": Definition("s", "sending new weights to the engine"),
   "time/*_s": Definition("s", "any other named span: evaluate, checkpoint, ..."),
   "perf/tokens_per_s": Definition(
     "tokens/s", "prompt and completion tokens of the step / time/step_s"
   ),
   "perf/compilations": Definition(
     "count",
-    "programs that XLA compiled since the step before; those read from the cache do not count",
+    "programs that XLA compiled since the step before; programs read from the cache do not count",
     "0 after the first step",
   ),
   "perf/compile_s": Definition(
-    "s", "time that XLA took for them; programs compiled side by side add up", "0 after the first"
+    "s", "time that XLA took for them; times of parallel compilations add up", "0 after the first"
   ),
-  "perf/env/*": Definition("count", "what an environment's workers did since the process began"),
+  "perf/env/*": Definition("count", "work of an environment's workers since the process started"),
   "perf/peak_rss_gib": Definition("GiB", "highest host memory of the process so far", "level"),
   "perf/device_peak_gib": Definition(
     "GiB", "highest memory in use so far, of the fullest device; a CPU counts none", "< the limit"
   ),
-  "perf/device_limit_gib": Definition("GiB", "memory that a device gives to the process"),
+  "perf/device_limit_gib": Definition("GiB", "memory that a device makes available to the process"),
   "perf/device/*/peak_gib": Definition(
     "GiB", "highest memory in use so far, of one device", "level"
   ),

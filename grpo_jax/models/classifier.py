@@ -29,12 +29,12 @@ def scores(
       s = W h(xₚ),  p the place of the last token that counts
 
   Args:
-    params: of the body and the score matrix.
-    config: of the body.
-    tokens: ids; any valid id behind a sequence's end.
-    lengths: tokens of each row's sequence.
+    params: Parameters of the body and the score matrix.
+    config: Config of the body.
+    tokens: Ids of the sequences; any valid id after a sequence's end.
+    lengths: Number of tokens of each row's sequence.
     pool_at: p of each row; see `pooled_place`.
-    products: how the body's matrix products are computed; the score's own is float32.
+    products: Computation of the body's matrix products; the score's own is in float32.
 
   Returns:
     The C logits of each sequence.
@@ -52,10 +52,10 @@ def scores(
 
 
 def pooled_place(tokens: Int[np.ndarray, " T"], pad_id: int | None) -> int:
-  """Returns the place of the last token that is not `pad_id`, as transformers pools.
+  """Returns the place of the last token that is not `pad_id`, as in transformers.
 
   A conversation that ends in the padding token (which is some models' end of turn) is
-  pooled before it: the model was trained so. None: the last token; nothing but padding: 0.
+  pooled before it, as in training. None: the last token; nothing but padding: 0.
   """
   if pad_id is None:
     return len(tokens) - 1

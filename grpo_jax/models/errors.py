@@ -1,4 +1,4 @@
-"""What can be wrong with a model: its files, or the place where it should be. Pure."""
+"""The errors of models: their files, or the place where they should be. Pure."""
 
 from grpo_jax.errors import ExpectedFailure
 
@@ -12,4 +12,4 @@ class MissingModel(ModelError, FileNotFoundError):
 
 
 class HubFailure(MissingModel):
-  """The Hugging Face hub cannot be reached, or refuses; the one failure with a fallback."""
+  """The Hugging Face hub cannot be reached, or refuses; the only failure with a fallback."""

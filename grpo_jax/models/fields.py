@@ -1,4 +1,4 @@
-"""Typed fields of a JSON object that somebody else has written, such as config.json. Pure."""
+"""Typed fields of an untrusted JSON object, such as config.json. Pure."""
 
 import math
 from collections.abc import Mapping
@@ -10,13 +10,13 @@ _SHOWN = 60
 
 
 class Fields:
-  """Reads the fields of an object; null counts as left out, as transformers has it."""
+  """Reads the fields of an object; null counts as left out, as in transformers."""
 
   def __init__(self, content: Mapping[str, Any], where: str):
     """Wraps an object.
 
     Args:
-      content: the object.
+      content: Content of the object.
       where: Place of the content, for errors: a file, or a part of one.
     """
     self.where = where
@@ -26,14 +26,14 @@ class Fields:
     return name in self._content
 
   def get(self, name: str) -> Any:
-    """Returns a field as it is; None if it is left out."""
+    """Returns a field unchecked; None if it is left out."""
     return self._content.get(name)
 
   def integer(self, name: str, default: int | None = None, *, low: int, high: int) -> int:
     """Returns a whole number from `low` to `high`.
 
     Raises:
-      ModelError: it is something else, or left out where there is no default.
+      ModelError: It is something else, or left out and without a default.
     """
     value = self._value(name, default)
     if isinstance(value, float) and value.is_integer():
@@ -82,7 +82,7 @@ class Fields:
     """Returns the token ids of a field that holds one or a list of them; none if left out.
 
     Raises:
-      ModelError: it is something else.
+      ModelError: It is something else.
     """
     value = self._content.get(name, [])
     each = value if isinstance(value, list) else [value]
@@ -91,7 +91,7 @@ class Fields:
     return tuple(each)
 
   def wrong(self, name: str, needed: str) -> ModelError:
-    """Returns the error of a field that is not what is needed."""
+    """Returns the error for a field that does not have the needed form."""
     value = self._content.get(name)
     shown = "nothing" if value is None else short(value)
     return ModelError(f"{self.where}: {name} needs {needed}, got {shown}")
@@ -104,6 +104,6 @@ class Fields:
 
 
 def short(value: Any) -> str:
-  """Returns what a value looks like, cut for a message."""
+  """Returns a value as text, shortened for a message."""
   shown = repr(value)
   return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"

@@ -1,6 +1,6 @@
 """Reads a GGUF file: configuration and dequantised weights; `gguf_tokenizer` reads the rest (I/O).
 
-`convert` turns it into a Hugging Face folder, which is what everything else reads.
+`convert` turns it into a Hugging Face folder, the format that everything else reads.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class GgufFile:
     """Returns a tensor dequantised to float32, rotary pairs in Hugging Face's order.
 
     Raises:
-      ModelError: it is of a type that cannot be dequantised.
+      ModelError: Its type cannot be dequantised.
     """
     values = _dequantised(self.file, name, self.tensors[name])
     heads = _rotary_heads(name, self.config)
@@ -53,11 +53,11 @@ class GgufFile:
 
 
 def open_file(file: str | pathlib.Path) -> GgufFile:
-  """Reads the metadata of a GGUF file, and no tensor yet.
+  """Reads the metadata of a GGUF file, but no tensor yet.
 
   Raises:
-    MissingModel: there is no such file.
-    ModelError: if it is not a GGUF file, is cut short, or holds a model that is not supported.
+    MissingModel: There is no such file.
+    ModelError: It is not a GGUF file, is truncated, or its model is not supported.
   """
   file = pathlib.Path(file)
   header = gguf_header.read(file)
@@ -105,21 +105,21 @@ def config_from_metadata(
   has_mlp_bias: bool = False,
   where: str = "GGUF metadata",
 ) -> ModelConfig:
-  """Builds our configuration from GGUF metadata and from which tensors there are.
+  """Builds our configuration from GGUF metadata and from the names of the tensors.
 
   Args:
-    metadata: values by their GGUF keys.
-    vocab_size: rows of the embedding.
-    tie_embeddings: whether the file holds no head.
-    rope_factors: what `rope_freqs.weight` divides the rotary frequencies by; None: not there.
-    has_qkv_bias: whether q, k and v have biases.
-    has_o_bias: whether the attention's output has one.
-    has_mlp_bias: whether the MLP has them.
+    metadata: Values by their GGUF keys.
+    vocab_size: Number of rows of the embedding.
+    tie_embeddings: Whether the file has no head.
+    rope_factors: Divisors of the rotary frequencies from `rope_freqs.weight`; None: not present.
+    has_qkv_bias: Whether q, k and v have biases.
+    has_o_bias: Whether the attention's output has one.
+    has_mlp_bias: Whether the MLP has them.
     where: Place of the metadata, for errors.
 
   Raises:
-    ModelError: for an architecture or an option that is not supported, or a key that is missing,
-      of another type, or out of every range.
+    ModelError: An architecture or an option is not supported, or a key is missing, of another
+      type, or out of range.
   """
   fields = Fields(metadata, where)
   family = fields.string("general.architecture")
@@ -172,14 +172,14 @@ def config_from_metadata(
 def convert(file: str | pathlib.Path, directory: str | pathlib.Path) -> pathlib.Path:
   """Writes a GGUF file as a Hugging Face folder in float32, tokenizer and chat template included.
 
-  The folder appears whole or not at all.
+  The folder is written completely or not at all.
 
   Args:
-    file: the GGUF file; quantised weights are dequantised, exactly.
-    directory: to be written.
+    file: GGUF file; quantised weights are dequantised, exactly.
+    directory: Folder to write.
 
   Raises:
-    ModelError: if the file is broken, or its model or its tokenizer is not supported.
+    ModelError: The file is broken, or its model or its tokenizer is not supported.
   """
   source = open_file(file)
   loading.check(source, source.config, str(file))
@@ -220,7 +220,7 @@ def _hf_names(config: ModelConfig) -> dict[str, str]:
 def _rotary_heads(hf_name: str, config: ModelConfig) -> int:
   """Returns the number of heads whose components GGUF stores interleaved; 0: not this tensor.
 
-  Only files of the "llama" architecture are, as llama.cpp rotates neighbours there.
+  This is only so in files of the "llama" architecture, where llama.cpp rotates neighbours.
   """
   if config.family != "llama":
     return 0
@@ -230,7 +230,7 @@ def _rotary_heads(hf_name: str, config: ModelConfig) -> int:
 
 
 def _unpermute(values: np.ndarray, heads: int) -> np.ndarray:
-  """Puts the components of each head from GGUF's order (0, E/2, 1, E/2 + 1, ...) into ours."""
+  """Reorders the components of each head from GGUF's order (0, E/2, 1, E/2 + 1, ...) to ours."""
   pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
   return pairs.swapaxes(1, 2).reshape(values.shape)
 
@@ -251,7 +251,7 @@ def _rope_scaling(
     )
   if factors is None:
     return None
-  # Llama 3's scaling is stored as its result. Every published model has the same other settings.
+  # Llama 3's scaling is stored as its result. All published models share the other settings.
   plain = layers.rope_frequencies(head_dim, theta, None)
   factors = factors.reshape(-1)
   if factors.shape == plain.shape and np.all(np.isfinite(factors) & (factors > 0)):

@@ -1,7 +1,7 @@
-"""Reads the header of a GGUF file, within bounds: metadata, and where every tensor stands (I/O).
+"""Reads the header of a GGUF file, within limits: metadata, and the place of every tensor (I/O).
 
 The format: magic, version, counts, key-value pairs, descriptions of tensors, padding, then the
-tensors, each at a multiple of the alignment. A count or a length is believed only if the file
+tensors, each at a multiple of the alignment. A count or a length is only accepted if the file
 is long enough for it. Reference: ggml's docs/gguf.md; the checks are those of llama.cpp's loader.
 """
 
@@ -20,7 +20,7 @@ from grpo_jax.models.errors import ModelError
 HEADER_BYTES = 256 << 20  # several times the longest published vocabulary.
 _MOST_AXES = 4  # GGML_MAX_DIMS.
 _LARGEST_ALIGNMENT = 1 << 20
-_LONGEST_NAME = 65535  # bytes, of a key or a tensor.
+_LONGEST_NAME = 65535  # longest name of a key or a tensor, in bytes.
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 # Value type → NumPy's.
 _NUMBERS = {
@@ -32,9 +32,9 @@ _NUMBERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """A tensor as the header describes it."""
+  """The header's description of a tensor."""
 
-  shape: tuple[int, ...]  # slowest axis first, as NumPy has it.
+  shape: tuple[int, ...]  # slowest axis first, as in NumPy.
   kind: Any  # gguf.GGMLQuantizationType.
   offset: int  # bytes from the start of the file.
   size: int  # in bytes.
@@ -52,8 +52,8 @@ def read(file: pathlib.Path) -> Header:
   """Reads the header of a GGUF file of version 2 or 3.
 
   Raises:
-    MissingModel: there is no such file.
-    ModelError: it is cut short, is not a GGUF file, or breaks a rule of the format.
+    MissingModel: There is no such file.
+    ModelError: It is truncated, is not a GGUF file, or breaks a rule of the format.
   """
   size = files.require(file)
   with file.open("rb") as stream:
@@ -65,7 +65,7 @@ def read(file: pathlib.Path) -> Header:
 
 
 class _Reader:
-  """Reads values one behind the other, never more bytes than there are."""
+  """Reads consecutive values, never more bytes than the file has."""
 
   def __init__(self, stream: BinaryIO, where: str, size: int):
     self._stream = stream
@@ -191,7 +191,7 @@ def _placed(
   start: int,
   alignment: int,
 ) -> dict[str, Entry]:
-  """Checks that every tensor stands behind the one before, and within the file."""
+  """Checks that every tensor follows the previous one, and is within the file."""
   placed: dict[str, Entry] = {}
   reached, before = 0, "the header"
   for name, (shape, kind, offset, size) in sorted(described.items(), key=lambda item: item[1][2:]):

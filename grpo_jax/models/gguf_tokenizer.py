@@ -1,7 +1,7 @@
-"""GGUF metadata → the tokenizer files of a Hugging Face folder. Pure.
+"""Converts GGUF metadata to the tokenizer files of a Hugging Face folder. Pure.
 
-llama.cpp names a pre-tokenizer and keeps its regular expressions in its own source; here they
-are written as the models' original tokenizer.json has them.
+GGUF files only name a pre-tokenizer; its regular expressions are in llama.cpp's source. Here they
+are written as in the models' original tokenizer.json.
 """
 
 from typing import Any
@@ -16,14 +16,14 @@ def files(fields: Fields, *, vocab_size: int) -> dict[str, dict[str, Any]]:
   """Returns the contents of tokenizer.json, tokenizer_config.json and generation_config.json.
 
   Args:
-    fields: metadata of the GGUF file, by its keys.
-    vocab_size: rows of the embedding; the tokenizer may have fewer tokens, not more.
+    fields: Metadata of the GGUF file, by its keys.
+    vocab_size: Number of rows of the embedding; the tokenizer may have fewer tokens, not more.
 
   Returns:
-    Contents by file name. Without a tokenizer in the file, generation_config.json only.
+    Contents by file name. If the file has no tokenizer, generation_config.json only.
 
   Raises:
-    ModelError: for a kind of tokenizer that is not supported, or keys that do not fit together.
+    ModelError: The kind of tokenizer is not supported, or keys contradict each other.
   """
   contents: dict[str, dict[str, Any]] = {"generation_config.json": special_ids(fields)}
   model = fields.string("tokenizer.ggml.model")
@@ -46,7 +46,7 @@ def files(fields: Fields, *, vocab_size: int) -> dict[str, dict[str, Any]]:
 def special_ids(fields: Fields) -> dict[str, Any]:
   """Returns bos_token_id, eos_token_id and pad_token_id as far as the file names them.
 
-  Where it names an end of turn beside the end of text, eos_token_id is a list of both.
+  If it names an end of turn in addition to the end of text, eos_token_id is a list of both.
   """
   ids = {f"{name}_token_id": _id(fields, key) for name, key in _ID_KEYS.items() if key in fields}
   eot = "tokenizer.ggml.eot_token_id"
@@ -104,7 +104,7 @@ def _tokenizer(fields: Fields) -> dict[str, Any]:
 
 
 def _post_processor(fields: Fields) -> dict[str, Any] | None:
-  """Returns what writes the first token of a text, where the file asks for one."""
+  """Returns the step that writes the first token of a text, if the file asks for one."""
   is_llama = fields.get("tokenizer.ggml.pre") == "llama-bpe"
   if not fields.boolean("tokenizer.ggml.add_bos_token", default=is_llama):
     return None

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jaxtyping import Array, Bool, Float, Int
+from grpo_kernels.attention import AUTOMATIC, Attention
+from jaxtyping import Array, Float, Int
 
 from grpo_jax.models import leaves
 from grpo_jax.models.config import ModelConfig, RopeScaling
@@ -25,12 +26,8 @@ Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 # The names of `leaves.layer` → arrays, of which the kernels may be `products.OutputMajor`.
 LayerParams = Mapping[str, Any]
 
-_KEPT_WEIGHTS = 10 << 20  # of attention in one layer; 40 MiB, had a block all keys of its row.
 # The logical axes of the residual stream; see `placement.ACTIVATIONS`.
 RESIDUAL = ("rows", "places", "embed")
-
-_LN2 = float(np.log(2.0))
-_MASKED = -1e30  # finite: a row that may attend to nothing must not become NaN.
 
 
 def rms_norm(
@@ -90,129 +87,6 @@ def rope(
   first, second = jnp.split(x, 2, axis=-1)
   cos, sin = cos[:, :, None, :], sin[:, :, None, :]
   return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
-def attention_mask(
-  segment_ids: Int[Array, "B T"],
-  branch_ids: Int[Array, "B T"] | None,
-  *,
-  start: int = 0,
-  stop: int | None = None,
-) -> Bool[Array, "B Tq Tk"]:
-  """Says which key each query of a packed row may attend to.
-
-  Token q attends to token k if both are of the same segment (not 0, which is padding), k stands
-  not after q in the row, and k is of the prompt (branch 0) or of the branch of q.
-
-  Args:
-    segment_ids: 0 is padding.
-    branch_ids: 0 is the prompt, 1.. its completions; None: one branch in every segment.
-    start: place of the first query.
-    stop: place after the last query, and after the last key (later ones are masked anyway); None
-      is the end of the row.
-
-  Returns:
-    True where places start..stop attend to places 0..stop.
-  """
-  stop = segment_ids.shape[1] if stop is None else stop
-  keys, queries = segment_ids[:, None, :stop], segment_ids[:, start:stop, None]
-  not_after = np.arange(stop)[None, :] <= np.arange(start, stop)[:, None]
-  mask = (keys == queries) & (queries != 0) & jnp.asarray(not_after)[None]
-  if branch_ids is None:
-    return mask
-  keys, queries = branch_ids[:, None, :stop], branch_ids[:, start:stop, None]
-  return mask & ((keys == 0) | (keys == queries))
-
-
-def attention(
-  q: Float[Array, "B T H E"],
-  k: Float[Array, "B ..."],
-  v: Float[Array, "B ..."],
-  mask: Bool[Array, "B T S"],
-  *,
-  products: Products = FLOAT32,
-  kv_layout: str = "bske",
-) -> Float[Array, "B T H E"]:
-  """Attends with grouped queries: softmax(q kᵀ / √E) v over the keys that the mask allows.
-
-  Args:
-    q: query heads; head h uses key/value head h // (H / K).
-    k: keys; [B S K E] or, as `kv_layout` says, [B K S E] (the quicker one to decode with).
-    v: values, laid out like the keys.
-    mask: True where a query may see a key. A query that may see none gets 0, and no gradient.
-    products: how the two products are computed; the softmax is float32.
-    kv_layout: "bske" or "bkse".
-  """
-  batch, length, heads, width = q.shape
-  kv_heads = k.shape[kv_layout.index("k")]
-  grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, width) * (width**-0.5)
-  scores = products.contract(f"btkre,{kv_layout}->bkrts", grouped, k)
-  scores = jnp.where(mask[:, None, None], scores, _MASKED)
-  highest = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), _MASKED / 2)
-  weights = jnp.exp(scores - jax.lax.stop_gradient(softmax_shift(highest, products)))
-  total = jnp.sum(weights, axis=-1)
-  weighted = products.contract(f"bkrts,{kv_layout}->btkre", weights, v)
-  total = jnp.where(total == 0, 1.0, total).transpose(0, 3, 1, 2)[..., None]
-  return (weighted / total).reshape(batch, length, heads, width)
-
-
-def softmax_shift(highest: Float[Array, "..."], products: Products) -> Float[Array, "..."]:
-  """Returns what to subtract from scores before they are exponentiated.
-
-  In float32 that is the highest score. Where the weights are rounded to bfloat16 it is the next
-  multiple of ln 2: weights made with two of these differ by a power of two, which rounding leaves
-  alone. So a sampler that sees the keys in parts rounds each weight as the trainer does.
-
-  Args:
-    highest: The highest of the scores, or of a part of them.
-    products: How the weights are multiplied with the values.
-  """
-  if products.compute_dtype == jnp.float32:
-    return highest
-  return jnp.maximum(jnp.ceil(highest / _LN2) * _LN2, highest)
-
-
-def packed_attention(
-  q: Float[Array, "B T H E"],
-  k: Float[Array, "B T K E"],
-  v: Float[Array, "B T K E"],
-  segment_ids: Int[Array, "B T"],
-  branch_ids: Int[Array, "B T"] | None = None,
-  *,
-  products: Products = FLOAT32,
-  block_length: int = 256,
-) -> Float[Array, "B T H E"]:
-  """Attends within packed rows by the rule of `attention_mask`, block by block of queries.
-
-  A block sees only the keys up to its own end, so half of the square is never computed. Where
-  the weights of all blocks together are large, those of one block at a time are alive, and they
-  are computed again in the backward pass.
-
-  Args:
-    q: query heads.
-    k: key heads.
-    v: value heads.
-    segment_ids: 0 is padding, which attends to nothing and gets 0.
-    branch_ids: 0 is the prompt; None: one branch in every segment.
-    products: how products are computed.
-    block_length: queries in a block; rows of over 16 blocks get longer ones.
-  """
-  length = q.shape[1]
-  block = max(block_length, -(-length // 16))
-
-  def attend(q, k, v, mask):
-    return attention(q, k, v, mask, products=products)
-
-  if length <= block:
-    return attend(q, k, v, attention_mask(segment_ids, branch_ids))
-  if q.shape[0] * q.shape[2] * length**2 > _KEPT_WEIGHTS:
-    attend = jax.checkpoint(attend)
-  parts = []
-  for start in range(0, length, block):
-    stop = min(start + block, length)
-    mask = attention_mask(segment_ids, branch_ids, start=start, stop=stop)
-    parts.append(attend(q[:, start:stop], k[:, :stop], v[:, :stop], mask))
-  return jnp.concatenate(parts, axis=1)
 
 
 def project_qkv(
@@ -341,25 +215,42 @@ def block(
 
 
 class Block(nn.Module):
-  """One decoder layer that owns its parameters; a body for `nn.scan`."""
+  """One decoder layer that owns its parameters; a body for `nn.scan`.
+
+  Attributes:
+    config: Sizes and switches.
+    products: How matrix products are computed.
+    attention: How the tokens of packed rows attend.
+  """
 
   config: ModelConfig
   products: Products = FLOAT32
+  attention: Attention = AUTOMATIC
 
   @nn.compact
   def __call__(self, x, cos, sin, segment_ids, branch_ids):
-    """Applies `block` with `packed_attention`; returns (residual stream, None) as scan wants."""
+    """Applies `block` to packed rows; returns (residual stream, None) as scan wants."""
     params = {
       name: self.param(name, initializer(leaf.kind), leaf.shape)
       for name, leaf in leaves.layer(self.config).items()
     }
-
-    def attend(q, k, v):
-      attended = packed_attention(q, k, v, segment_ids, branch_ids, products=self.products)
-      return attended, None
-
+    attend = within_rows(self.attention, segment_ids, branch_ids, self.products)
     settings = {"config": self.config, "products": self.products}
     return block(params, x, cos, sin, attend, **settings)
+
+
+def within_rows(
+  attention: Attention,
+  segment_ids: Int[Array, "B T"],
+  branch_ids: Int[Array, "B T"] | None,
+  products: Products,
+) -> Attend:
+  """Returns the function by which the tokens of packed rows attend; its second result is None."""
+
+  def attend(q, k, v):
+    return attention(q, k, v, segment_ids, branch_ids, products=products), None
+
+  return attend
 
 
 def initializer(kind: str) -> nn.initializers.Initializer:

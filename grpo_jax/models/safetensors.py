@@ -1,7 +1,7 @@
 """Reads and writes safetensors files tensor by tensor (I/O).
 
 The format is a length, a JSON header and raw bytes. Reading it with plain file reads, and not
-through a memory map, keeps one tensor in memory at a time; writing it as a stream needs no second
+through a memory map, keeps one tensor in memory at a time. Writing it as a stream needs no second
 copy of the model, and cannot save the wrong bytes of an array that is not C-contiguous.
 """
 
@@ -20,9 +20,9 @@ from grpo_jax.models.errors import MissingModel, ModelError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-HEADER_BYTES = 100_000_000  # the longest that the format's own library reads.
+HEADER_BYTES = 100_000_000  # longest header that the format's own library reads.
 _MOST_AXES = 8
-_SHOWN = 30  # names in an error.
+_SHOWN = 30  # number of names in an error.
 _SHOWN_NAME = 200  # characters of a name in an error.
 
 
@@ -36,13 +36,13 @@ class Tensors(Protocol):
     ...
 
   def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-    """Returns a tensor, or those of its rows (first axis), as the file's own dtype."""
+    """Returns a tensor, or some of its rows (first axis), in the file's own dtype."""
     ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """Where the bytes of one tensor stand."""
+  """The place of one tensor in a file."""
 
   file: pathlib.Path
   offset: int  # bytes from the start of the file.
@@ -72,11 +72,11 @@ class Folder:
 
 
 def open_folder(directory: pathlib.Path) -> Folder:
-  """Reads the headers of the safetensors files of a Hugging Face folder, and no tensor yet.
+  """Reads the headers of the safetensors files of a Hugging Face folder, but no tensor yet.
 
   Raises:
-    MissingModel: if there are none, or one that the index names is missing.
-    ModelError: if a file is cut short or is not a safetensors file, or the index does not fit them.
+    MissingModel: There are none, or one that the index names is missing.
+    ModelError: A file is truncated or is not a safetensors file, or the index does not fit them.
   """
   index = directory / INDEX_FILE
   weight_map = _weight_map(index) if index.exists() else {}
@@ -102,10 +102,10 @@ def open_folder(directory: pathlib.Path) -> Folder:
 
 
 def _weight_map(index: pathlib.Path) -> dict[str, str]:
-  """Returns tensor → file beside the index.
+  """Returns the file of each tensor, in the folder of the index.
 
   Raises:
-    ModelError: if the index has none, or names a file of another folder.
+    ModelError: The index has none, or names a file of another folder.
   """
   content = files.read_json(index, max_bytes=files.INDEX_BYTES, is_strict=True)
   weight_map = content.get("weight_map")
@@ -131,7 +131,7 @@ def read_header(file: pathlib.Path) -> dict[str, Entry]:
   the file without gaps or overlaps.
 
   Raises:
-    ModelError: if it is cut short, is not a safetensors file, or holds a dtype we do not read.
+    ModelError: It is truncated, is not a safetensors file, or has an unsupported dtype.
   """
   size = files.require(file)
   with file.open("rb") as stream:
@@ -154,7 +154,7 @@ def read_header(file: pathlib.Path) -> dict[str, Entry]:
 
 @dataclasses.dataclass(frozen=True)
 class _Span:
-  """Where a header puts a tensor, in bytes after the header."""
+  """The place of a tensor according to the header, in bytes after the header."""
 
   begin: int
   end: int
@@ -189,7 +189,7 @@ def _are_sizes(value: Any) -> TypeGuard[list[int]]:
 
 
 def _check_filled(file: pathlib.Path, spans: Mapping[str, _Span], size: int) -> None:
-  """Raises ModelError unless the tensors fill `size` bytes, one behind the other."""
+  """Raises ModelError unless consecutive tensors fill `size` bytes."""
   reached, before = 0, "the header"
   for name, span in sorted(spans.items(), key=lambda item: (item[1].begin, item[1].end)):
     if span.end > size:
@@ -204,7 +204,7 @@ def _check_filled(file: pathlib.Path, spans: Mapping[str, _Span], size: int) -> 
 
 @dataclasses.dataclass(frozen=True)
 class ToWrite:
-  """One tensor to be written: its header now, its values when their turn comes."""
+  """One tensor to be written: the header first, the values when their turn comes."""
 
   name: str
   shape: tuple[int, ...]
@@ -222,9 +222,9 @@ def write_folder(
   """Writes tensors into model.safetensors, or into several files and their index.
 
   Args:
-    directory: exists already.
-    tensors: written one after the other; none is held longer than its writing takes.
-    max_shard_bytes: of tensor data in a file; None: one file. A tensor larger than that gets a
+    directory: Existing folder.
+    tensors: Tensors to write one after the other; none is kept after it is written.
+    max_shard_bytes: Bytes of tensor data per file; None: one file. A larger tensor gets a
       file of its own.
   """
   shards = _split(tensors, max_shard_bytes)
@@ -244,11 +244,11 @@ def write_folder(
 def write_file(file: pathlib.Path, tensors: Iterable[ToWrite]) -> None:
   """Writes one safetensors file as a stream.
 
-  A file of the same size that is already there is written over in place: its memory, if it
-  stands in a tmpfs, is then not asked for anew, which takes longer than the writing.
+  An existing file of the same size is overwritten in place: if it is in a tmpfs, its memory is then
+  not allocated again, which would take longer than the writing.
 
   Raises:
-    ValueError: if the values of a tensor are not of the shape and dtype that were announced.
+    ValueError: The values of a tensor differ from the announced shape or dtype.
   """
   tensors = list(tensors)
   header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without.

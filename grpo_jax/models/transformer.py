@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from grpo_kernels.attention import AUTOMATIC, Attention
 from jaxtyping import Array, Float, Int
 
 from grpo_jax.models import gradient_sums, layers, leaves
@@ -27,11 +28,13 @@ class Transformer(nn.Module):
     products: how matrix products are computed. Weights stay float32.
     remat: what is computed again in the backward pass: "none" keeps all activations, "dots"
       keeps the results of products with weights, "full" keeps the input of every layer only.
+    attention: How the tokens of packed rows attend.
   """
 
   config: ModelConfig
   products: Products = FLOAT32
   remat: str = "none"
+  attention: Attention = AUTOMATIC
 
   @nn.compact
   def __call__(
@@ -63,7 +66,7 @@ class Transformer(nn.Module):
     )
     x = self.products.look_up(own["embed"], tokens)
     cos, sin = layers.rope_angles(positions, self.config)
-    block = stack(self.config, self.products, name="layers")
+    block = stack(self.config, self.products, self.attention, name="layers")
     x, _ = block(x, cos, sin, segment_ids, branch_ids)
     norm = self.products.place(own["final_norm"], ("embed",))
     return self.products.place(layers.rms_norm(x, norm, self.config.rms_norm_eps), layers.RESIDUAL)
@@ -79,6 +82,7 @@ def hidden_states(
   *,
   products: Products = FLOAT32,
   remat: str = "none",
+  attention: Attention = AUTOMATIC,
 ) -> Float[Array, "B T D"]:
   """Computes what `Transformer` does, also for parameters made by `gradient_sums.attach`.
 
@@ -91,6 +95,7 @@ def hidden_states(
     branch_ids: Branch of each token, or None.
     products: How products are computed.
     remat: See `Transformer`. With "full" the layers of a `Stack` add their gradients in place.
+    attention: How the tokens of packed rows attend.
 
   Returns:
     Hidden states after the final norm, float32.
@@ -99,25 +104,26 @@ def hidden_states(
   if isinstance(stack, gradient_sums.Stack):
     if remat == "full":
       given = (*layers.rope_angles(positions, config), segment_ids, branch_ids)
-      return _summing_in_place(params, config, tokens, given, products)
+      return _summing_in_place(params, config, tokens, given, products, attention)
     params = {**params, gradient_sums.LAYERS: gradient_sums.joined(stack.weights, stack.sums)}
-  model = Transformer(config, products=products, remat=remat)
+  model = Transformer(config, products=products, remat=remat, attention=attention)
   found = model.apply({"params": params}, tokens, positions, segment_ids, branch_ids)
   return jnp.asarray(found)
 
 
 def _summing_in_place(
-  params: Params, config: ModelConfig, tokens: Array, given: Any, products: Products
+  params: Params,
+  config: ModelConfig,
+  tokens: Array,
+  given: Any,
+  products: Products,
+  attention: Attention,
 ) -> Array:
   """Returns the hidden states for a `Stack` of layers."""
 
   def block(layer_params, x, given):
     cos, sin, segment_ids, branch_ids = given
-
-    def attend(q, k, v):
-      attended = layers.packed_attention(q, k, v, segment_ids, branch_ids, products=products)
-      return attended, None
-
+    attend = layers.within_rows(attention, segment_ids, branch_ids, products)
     return layers.block(layer_params, x, cos, sin, attend, config=config, products=products)[0]
 
   x = products.look_up(params["embed"], tokens)
@@ -142,6 +148,7 @@ def prefill(
   segment_ids: Int[Array, "B T"],
   *,
   products: Products = FLOAT32,
+  attention: Attention = AUTOMATIC,
 ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "L B T K E"], Float[Array, "L B T K E"]]]:
   """Computes what `Transformer` does, and keeps the rotated keys and the values of every layer.
 
@@ -152,6 +159,7 @@ def prefill(
     positions: of each token in its prompt.
     segment_ids: 0 is padding, on either side.
     products: how products are computed.
+    attention: How the tokens of packed rows attend.
 
   Returns:
     Hidden states after the final norm; (keys, values), float32.
@@ -159,8 +167,7 @@ def prefill(
   cos, sin = layers.rope_angles(positions, config)
 
   def attend(q, k, v):
-    attended = layers.packed_attention(q, k, v, segment_ids, products=products)
-    return attended, (k, v)
+    return attention(q, k, v, segment_ids, products=products), (k, v)
 
   def step(x, layer_params):
     settings = {"config": config, "products": products}

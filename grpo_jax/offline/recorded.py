@@ -34,7 +34,9 @@ from grpo_jax.learn import group_scorer as scoring
 from grpo_jax.offline import behavior, ranking
 from grpo_jax.registry import choose, function
 from grpo_jax.rollouts import collecting as rollout
+from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.rollouts.stream import PromptSource
+from grpo_jax.rollouts.turns import request_seed
 from grpo_jax.types import Prompt, RolloutGroup
 
 Batch = list[OfflineGroup]  # groups that are scored side by side.
@@ -125,7 +127,7 @@ class Recorded:
     size = len(group.rollouts)
     if self.group_size is None or size <= self.group_size:
       return group
-    key = rollout.request_seed(self.seed, 0, group.prompt.prompt_id, 0)
+    key = request_seed(self.seed, 0, group.prompt.prompt_id, 0)
     chosen = np.sort(np.random.default_rng(key).choice(size, self.group_size, replace=False))
     return dataclasses.replace(group, rollouts=tuple(group.rollouts[i] for i in chosen))
 
@@ -199,6 +201,7 @@ def rescored(
   *,
   limits: rollout.Limits,
   stop: Any = False,
+  loop: LoopThread | None = None,
 ) -> list[RolloutGroup]:
   """Has the environments score recorded responses, as if an engine had just sampled them.
 
@@ -226,6 +229,7 @@ def rescored(
       step=0,
       limits=dataclasses.replace(limits, max_turns=1, max_tokens=None),
       stop=stop,
+      loop=loop,
     )
     done |= {group.prompt.prompt_id: group for group in found}
   return [done[group.prompt.prompt_id] for group in groups]

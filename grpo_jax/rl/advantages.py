@@ -1,13 +1,13 @@
 """Group-relative advantages. Pure: rewards [P G] and a mask in, advantages [P G] out.
 
-The mask is False on attempts that do not exist or must not count (None: all count); a reward that
-is not finite ("could not be scored") counts as masked. Masked attempts enter no
-baseline and no spread, and their advantage is 0. A truncated completion is *not*
-masked here: it stays in the baseline and leaves the loss (`masks.overlong_filter`).
+The mask is False on attempts that do not exist or must not count (None: all count). A reward that
+is not finite ("could not be scored") counts as masked. Masked attempts are left out of the
+baseline and the spread, and their advantage is 0. A truncated completion is *not*
+masked here: it counts in the baseline and is dropped from the loss (`masks.overlong_filter`).
 
 Rewards are arrays or lists of floats, integers or booleans, [P G], or [G] for one prompt; the
-result has the same shape. Masks are booleans, or 0 and 1. Rewards that are equal give exact zeros,
-and of whatever size the rewards are (1e-30, 1e38), no sum overflows or vanishes; see `moments`.
+result has the same shape. Masks are booleans, or 0 and 1. Equal rewards give exact zeros, and no
+sum overflows or underflows, whatever the size of the rewards (1e-30, 1e38); see `moments`.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ SCALES = ("group_std", "batch_std", "none")
 def valid_rewards(
   rewards: arrays.Numbers, mask: arrays.Mask | None
 ) -> tuple[Float[Array, "*shape"], Bool[Array, "*shape"]]:
-  """Returns the rewards with 0 in place of what does not count, and where they count."""
+  """Returns the rewards, with 0 where a reward does not count, and the mask of those that count."""
   rewards = arrays.floats(rewards, "rewards")
   is_finite = jnp.isfinite(rewards)
   valid = is_finite if mask is None else arrays.mask(mask, rewards.shape) & is_finite
@@ -45,19 +45,19 @@ def baseline_and_spread(
   """Returns, for each attempt, the mean and the standard deviation of its comparison set.
 
   Args:
-    rewards: one scalar for each of the G attempts at each of the P prompts.
-    mask: see the module.
+    rewards: One scalar for each of the G attempts at each of the P prompts.
+    mask: True on attempts that count; see the module's docstring.
     baseline: "group_mean" compares with the whole group; "leave_one_out" with the
-      other attempts, in the spread too; "none" compares with 0, and takes the
+      other attempts, for the spread as well; "none" compares with 0, and uses the
       spread of the group.
-    ddof: see `moments.centre_and_spread`.
+    ddof: Delta degrees of freedom; see `moments.centre_and_spread`.
 
   Returns:
-    Baseline and standard deviation. An attempt without anything to compare with (the
+    Baseline and standard deviation. An attempt with nothing to compare with (the
     only valid one of its group) is its own baseline, with spread 0: advantage 0.
 
   Raises:
-    ValueError: if there is no such baseline.
+    ValueError: The baseline is unknown.
   """
   if baseline not in BASELINES:
     raise ValueError(f"no baseline {baseline!r}; there are {BASELINES}")
@@ -83,23 +83,23 @@ def group_relative(
   ddof: int = 1,
   eps: float = 1e-6,
 ) -> Float[Array, "*shape"]:
-  """Computes how much better each attempt did than its group, per attempt.
+  """Computes the advantage of each attempt: how much better it did than its group.
 
       Âᵢ = (rᵢ - bᵢ) / (sᵢ + ε)   where sᵢ > 0,   rᵢ - bᵢ   where sᵢ = 0
 
   The defaults are GRPO as in the paper, TRL and verl; NeMo RL's `grpo_math_1B` has
   baseline "leave_one_out"; Dr. GRPO is scale "none"; RLOO is "leave_one_out" with "none".
 
-  A group whose rewards are equal gets exact zeros. An attempt whose *others* are
-  equal has no spread to be measured by under "leave_one_out" and keeps rᵢ - bᵢ.
+  A group whose rewards are equal gets exact zeros. Under "leave_one_out", an attempt for which
+  the *other* rewards are equal has no spread to divide by and keeps rᵢ - bᵢ.
 
   Args:
-    rewards: one scalar for each of the G attempts at each of the P prompts.
-    mask: see the module.
+    rewards: One scalar for each of the G attempts at each of the P prompts.
+    mask: True on attempts that count; see the module's docstring.
     baseline: bᵢ, one of BASELINES; see `baseline_and_spread`.
     scale: sᵢ: "group_std" of the comparison set, "batch_std" of all rewards
       of the batch, or "none".
-    ddof: 1 in NeMo RL, TRL, verl, slime; 0 in lmpo.
+    ddof: Delta degrees of freedom of the variance: 1 in NeMo RL, TRL, verl, slime; 0 in lmpo.
     eps: ε; 1e-6 in NeMo RL, verl, slime; 1e-4 in TRL, 1e-5 in AReaL, 1e-9 in OpenRLHF.
 
   Returns:
@@ -107,7 +107,7 @@ def group_relative(
     "group_std", or the baseline is "none".
 
   Raises:
-    ValueError: if there is no such baseline or scale.
+    ValueError: The baseline or the scale is unknown.
 
   Reference:
     Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4.1.2; batch scale:
@@ -120,20 +120,20 @@ def group_relative(
   dtype = rewards.dtype
   rewards = rewards.astype(jnp.promote_types(dtype, "float32"))
   flat, flat_mask = rewards.reshape(1, -1), mask.reshape(1, -1)
-  of_batch = scale == "batch_std"
-  exponent = moments.exponents(*((flat, flat_mask) if of_batch else (rewards, mask)))
+  by_batch = scale == "batch_std"
+  exponent = moments.exponents(*((flat, flat_mask) if by_batch else (rewards, mask)))
   scaled = moments.times_power(rewards, -exponent)
   centre, spread = baseline_and_spread(scaled, mask, baseline=baseline, ddof=ddof)
   centred = jnp.where(mask, scaled - centre, 0)
   plain = moments.held(moments.times_power(centred, exponent))
-  if of_batch:
+  if by_batch:
     flat = moments.times_power(flat, -exponent)
     _, spread = moments.centre_and_spread(flat, flat_mask, ddof=ddof)
   below = spread + moments.times_power(jnp.asarray(eps, rewards.dtype), -exponent)
   has_spread = jnp.broadcast_to(spread > 0, rewards.shape) & (scale != "none")
   divided = centred / jnp.where(has_spread, below, 1)
   estimate = jnp.where(has_spread, divided, plain)
-  if baseline != "none":  # what a group differs by in rounding alone teaches nothing.
+  if baseline != "none":  # rewards that differ by rounding alone carry no signal.
     estimate = jnp.where(moments.has_spread(rewards, mask)[:, None], estimate, 0)
   return estimate.astype(dtype).reshape(shape)
 
@@ -144,8 +144,8 @@ def grpo(
   """Standardises rewards within each group: Âᵢ = (rᵢ - mean(r)) / (std(r) + ε), std unbiased.
 
   Args:
-    rewards: one reward for each attempt, P prompts by G attempts.
-    mask: True for attempts that count; the others join neither mean nor deviation. None: all count.
+    rewards: One reward for each attempt, P prompts by G attempts.
+    mask: True for attempts that count; others enter neither mean nor deviation. None: all count.
     eps: ε, added to the standard deviation, in units of the reward.
 
   Returns:
@@ -158,9 +158,9 @@ def grpo(
 
 
 def dr_grpo(rewards: arrays.Numbers, mask: arrays.Mask | None = None) -> Float[Array, "*shape"]:
-  """Subtracts the group mean and scales by nothing: Âᵢ = rᵢ - mean(r).
+  """Subtracts the group mean without scaling: Âᵢ = rᵢ - mean(r).
 
-  Together with `aggregate.constant_length` it is Dr. GRPO.
+  Together with `aggregate.constant_length` this is Dr. GRPO.
 
   Reference:
     Liu et al. 2025, arXiv:2503.20783, section 3.2.
@@ -169,7 +169,7 @@ def dr_grpo(rewards: arrays.Numbers, mask: arrays.Mask | None = None) -> Float[A
 
 
 def rloo(rewards: arrays.Numbers, mask: arrays.Mask | None = None) -> Float[Array, "*shape"]:
-  """Subtracts the mean of the others: Âᵢ = rᵢ - 1/(G-1) Σ_{j≠i} rⱼ; 0 for an only attempt.
+  """Subtracts the mean of the others: Âᵢ = rᵢ - 1/(G-1) Σ_{j≠i} rⱼ; 0 for a single attempt.
 
   Reference:
     Ahmadian et al. 2024, "Back to Basics", arXiv:2402.14740, section 2.3.
@@ -186,30 +186,30 @@ def gdpo(
   ddof: int = 1,
   eps: float = 1e-6,
 ) -> Float[Array, "*shape"]:
-  """Normalises every reward component by itself, adds them up, and whitens over the batch.
+  """Normalises each reward component separately, adds them up, and whitens over the batch.
 
       Âᵢ = white( Σₖ wₖ Âᵢ⁽ᵏ⁾ ),   Â⁽ᵏ⁾ = group_relative(r⁽ᵏ⁾),   white(x) = (x - mean) / std
 
-  mean and std (ddof 1, no ε) run over all valid attempts of the batch; with std 0 only the
-  mean is taken off. A component that is not finite drops out for that attempt alone;
+  mean and std (ddof 1, no ε) run over all valid attempts of the batch; if std is 0, only the
+  mean is subtracted. A component that is not finite is left out for that attempt alone;
   an attempt without any finite component is masked.
 
   Args:
     components: K >= 2 rewards for each attempt.
-    mask: see the module.
+    mask: True on attempts that count; see the module's docstring.
     weights: wₖ, one per component; None: all 1.
-    baseline: of each component; see `baseline_and_spread`.
-    ddof: of each component's spread.
-    eps: added to each component's spread.
+    baseline: Baseline of each component; see `baseline_and_spread`.
+    ddof: Delta degrees of freedom of each component's spread.
+    eps: Constant added to each component's spread.
 
   Returns:
     Â of each attempt; 0 for masked attempts.
 
   Raises:
-    ValueError: with fewer than 2 components, or another number of weights.
+    ValueError: There are fewer than 2 components, or the number of weights differs from theirs.
 
   Reference:
-    Liu et al. 2026, GDPO, arXiv:2601.05242, equations 4 to 7 (there with an ε beside the last
+    Liu et al. 2026, GDPO, arXiv:2601.05242, equations 4 to 7 (which add an ε to the last
     standard deviation); NeMo RL's `gdpo`.
   """
   components = arrays.floats(components, "components")
@@ -253,13 +253,13 @@ def whiten(
       Âₜ = (Aₜ - μ) / sqrt( max(σ², floor) + ε ),   μ, σ² over the unmasked tokens
 
   Args:
-    advantages: per token; or per attempt [P G], with the tokens of each in `counts`.
-    mask: True on the tokens that are learned from. They all must be here: moments of
-      a microbatch are not those of the batch.
-    counts: how many tokens an entry stands for; None: 1 each.
-    ddof: 0 in NeMo RL, 1 in verl.
-    floor: of the variance; 1e-8 in NeMo RL, 0 in verl.
-    eps: added to the variance; 0 in NeMo RL, 1e-8 in verl.
+    advantages: Advantages per token; or per attempt [P G], with the tokens of each in `counts`.
+    mask: True on the tokens that are learned from. Pass the whole batch: the moments of
+      a microbatch differ from those of the batch.
+    counts: Number of tokens that an entry represents; None: 1 each.
+    ddof: Delta degrees of freedom of the variance: 0 in NeMo RL, 1 in verl.
+    floor: Lower bound of the variance; 1e-8 in NeMo RL, 0 in verl.
+    eps: Constant added to the variance; 0 in NeMo RL, 1e-8 in verl.
 
   Returns:
     Whitened advantages, 0 on masked entries, and 0 everywhere if all are equal.
@@ -280,7 +280,7 @@ def whiten(
   offset = safe_divide((counts * differences).sum(), n)
   centred = jnp.where(mask, differences - offset, 0)
   variance = safe_divide((counts * jnp.square(centred)).sum(), n - ddof)
-  # Floor and eps in the same units: as standard deviations, for squares of units may overflow.
+  # Floor and eps are compared as standard deviations: squares of the units could overflow.
   units = lambda x: moments.times_power(jnp.sqrt(jnp.asarray(x, variance.dtype)), -exponent)
   lowest, added = units(floor), units(eps)
   deviation = jnp.where(variance > 0, jnp.sqrt(jnp.where(variance > 0, variance, 1)), 0)
@@ -299,12 +299,12 @@ def subtract_kl(
   input_clamp: float | None = 20.0,
   output_clamp: float | None = 10.0,
 ) -> Float[Array, "B N"]:
-  """Takes β KL(π_old ‖ π_ref) of each token off its advantage: "KL in the reward".
+  """Subtracts β KL(π_old ‖ π_ref) of each token from its advantage: "KL in the reward".
 
       Aₜ ← Aₜ - β k(log π_old, log π_ref)
 
-  NeMo RL takes the KL of token t from token t alone, as here; verl and the paper
-  sum it over the tokens from t on. Follow it by `whiten`.
+  NeMo RL uses only the KL of token t for token t, as here; verl and the paper
+  sum it over the tokens from t on. Apply `whiten` afterwards.
 
   Args:
     advantages: Âₜ of each token, constant over a completion in GRPO.
@@ -313,11 +313,11 @@ def subtract_kl(
     mask: True on the tokens that are learned from.
     kl_coef: β, in units of the reward per nat.
     estimator: k: "k1", "k2" or "k3"; see `kl`.
-    input_clamp: bound of the log-ratio on both sides, in nats; None: off.
-    output_clamp: bound of the estimate on both sides, in nats; None: off.
+    input_clamp: Bound of the log-ratio on both sides, in nats; None: no clamp.
+    output_clamp: Bound of the estimate on both sides, in nats; None: no clamp.
 
   Returns:
-    The advantages with the penalty taken off; 0 where `mask` is False.
+    The advantages minus the penalty; 0 where `mask` is False.
 
   Reference:
     Hu et al. 2025, REINFORCE++, arXiv:2501.03262 (version 9), equation 4, there with k1.
@@ -338,9 +338,9 @@ def clip(
   """Clips advantages to [low, high]; None leaves a side open. The last step, after scaling.
 
   Args:
-    advantages: of any shape.
-    low: lowest advantage; None: no bound.
-    high: highest advantage; None: no bound.
+    advantages: Advantages of any shape.
+    low: Lowest advantage; None: no bound.
+    high: Highest advantage; None: no bound.
 
   Returns:
     The advantages within the bounds.

@@ -1,9 +1,9 @@
-"""Reductions of a per-token loss to a scalar. Pure; denominators are given from outside.
+"""Reductions of a per-token loss to a scalar. Pure; the caller supplies the denominators.
 
 The denominators are those of the whole optimizer step (all microbatches, all
-devices), so the losses of the parts of a batch *add up* to the loss of the
-batch, and splitting, packing, padding or sharding it changes nothing. What a
-code divides by is where published GRPO variants differ most; see docs/algorithms.md.
+devices). The losses of the parts of a batch therefore *add up* to the loss of the
+batch, and splitting, packing, padding or sharding it changes nothing. The divisor is
+where published GRPO variants differ most; see docs/algorithms.md.
 """
 
 from collections.abc import Callable
@@ -24,10 +24,10 @@ def token_mean(
   """Averages over all tokens, so that a long completion weighs more: Σᵢ Σₜ ℓᵢₜ / N_tokens.
 
   Args:
-    losses: ℓ, per token.
+    losses: ℓ of each token.
     mask: True on the tokens that are learned from.
-    denominators: of the optimizer step; only `tokens` is used.
-    sequence_ids: not used; taken so that all reductions have one signature.
+    denominators: Counts of the whole optimizer step; only `tokens` is used.
+    sequence_ids: Not used; accepted so that all reductions have one signature.
 
   Returns:
     This part's share of the loss; 0 if the denominator is 0.
@@ -45,16 +45,16 @@ def sequence_mean(
   denominators: Denominators,
   sequence_ids: Int[Array, "B N"] | None = None,
 ) -> Float[Array, ""]:
-  """Averages over completions the mean over their tokens: Σᵢ (Σₜ ℓᵢₜ / |oᵢ|) / N_sequences.
+  """Averages the token means of the completions: Σᵢ (Σₜ ℓᵢₜ / |oᵢ|) / N_sequences.
 
-  |oᵢ| counts the unmasked tokens of completion i, all of which must stand in
-  one row; a completion without any counts in neither sum.
+  |oᵢ| counts the unmasked tokens of completion i, all of which must be in
+  one row; a completion without unmasked tokens counts in neither sum.
 
   Args:
     losses: ℓ of each token.
     mask: True on the tokens that are learned from.
-    denominators: of the optimizer step; only `sequences` is used.
-    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+    denominators: Counts of the whole optimizer step; only `sequences` is used.
+    sequence_ids: Sequence of each token within its row, 0 <= id < N; None: every row is one
       sequence.
 
   Returns:
@@ -77,14 +77,14 @@ def constant_length(
 ) -> Float[Array, ""]:
   """Divides every completion by the same length: Σᵢ Σₜ ℓᵢₜ / (N_sequences · L_max).
 
-  With L_max = 1 it is the mean over completions of their token *sum*. TRL's
-  `dr_grpo` is this; verl's `seq-mean-token-sum-norm` leaves N_sequences out.
+  With L_max = 1 this is the mean over completions of their token *sum*. TRL's
+  `dr_grpo` is the same; verl's `seq-mean-token-sum-norm` does not divide by N_sequences.
 
   Args:
     losses: ℓ of each token.
     mask: True on the tokens that are learned from.
-    denominators: of the optimizer step; only `sequences` is used.
-    sequence_ids: not used; taken so that all reductions have one signature.
+    denominators: Counts of the whole optimizer step; only `sequences` is used.
+    sequence_ids: Not used; accepted so that all reductions have one signature.
     max_completion_tokens: L_max, in tokens; the same for every completion.
 
   Returns:

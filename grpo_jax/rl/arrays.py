@@ -1,7 +1,7 @@
-"""What the functions of `rl` take for an array: lists, NumPy and JAX arrays. Pure.
+"""What the functions of `rl` accept as arrays: lists, NumPy and JAX arrays. Pure.
 
 Notebooks pass 0/1 rewards as integers or booleans, lists of lists, and masks of floats. They
-become arrays here, and what cannot become one is refused in a sentence. Tracers pass through.
+are converted to arrays here; other input is rejected with a message. Tracers pass through.
 """
 
 from typing import Any
@@ -12,20 +12,20 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
-# Anything that `jnp.asarray` makes an array of: nested lists, NumPy arrays, JAX arrays, tracers.
+# Anything that `jnp.asarray` can convert: nested lists, NumPy arrays, JAX arrays, tracers.
 Numbers = Any
 Mask = Any
 
 
 def floats(values: Numbers, name: str) -> Float[Array, "..."]:
-  """Returns values as an array of floats; integers and booleans become the default float type.
+  """Returns values as an array of floats; integers and booleans get the default float type.
 
   Args:
-    values: See `Numbers`.
-    name: What they are, for the message.
+    values: Anything that is array-like; see `Numbers`.
+    name: Name of the values, for the error message.
 
   Raises:
-    ValueError: They are not numbers, or a list of lists whose lengths differ.
+    ValueError: They are not numbers, or the lengths of the inner lists differ.
   """
   array = _array(values, name)
   if jnp.issubdtype(array.dtype, jnp.floating):
@@ -41,9 +41,9 @@ def mask(
   """Returns a mask as booleans; of numbers, 1 is True and 0 is False.
 
   Args:
-    values: See `Numbers`.
-    shape: That the mask must have; None: any.
-    name: What it is, for the message.
+    values: Anything that is array-like; see `Numbers`.
+    shape: Shape that the mask must have; None: any.
+    name: Name of the mask, for the error message.
 
   Raises:
     ValueError: The shape differs, or a number is neither 0 nor 1 (which tracers cannot show).
@@ -61,7 +61,7 @@ def mask(
 def groups(
   rewards: Numbers, given: Mask | None, name: str = "rewards"
 ) -> tuple[Float[Array, "P G"], Bool[Array, "P G"] | None, tuple[int, ...]]:
-  """Returns rewards and mask as [P G], and the shape that came; [G] is one group.
+  """Returns rewards and mask as [P G], and the shape that was given; [G] is one group.
 
   Args:
     rewards: Rewards of P prompts with G attempts each, [P G], or of one prompt, [G].
@@ -69,7 +69,7 @@ def groups(
     name: Name of the argument, for errors.
 
   Raises:
-    ValueError: The rewards have neither shape, or see `floats` and `mask`.
+    ValueError: The rewards have neither shape, or `floats` or `mask` rejects them.
   """
   array = floats(rewards, name)
   if array.ndim not in (1, 2):
@@ -101,5 +101,5 @@ def _array(values: Any, name: str) -> Array:
 
 
 def _has_tracers(values: Any) -> bool:
-  """Returns whether a list holds arrays of JAX, which NumPy may not be able to read."""
+  """Returns whether a list holds JAX arrays, which NumPy may not be able to read."""
   return any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(values))

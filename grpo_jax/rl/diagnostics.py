@@ -1,4 +1,4 @@
-"""What an objective measures beside the loss. Pure; every metric merges exactly.
+"""What an objective measures in addition to the loss. Pure; every metric merges exactly.
 
 Definitions are NeMo RL's, with their units in docs/algorithms.md; a mean is
 carried as (sum, count) over tokens or completions, so that merging microbatches,
@@ -28,9 +28,9 @@ def sequence_average(
   """Returns the mean over completions of their token means.
 
   Args:
-    x: a value for each token.
+    x: A value for each token.
     mask: True on the tokens that are learned from.
-    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+    sequence_ids: Sequence of each token within its row, 0 <= id < N; None: every row is one
       sequence.
 
   Returns:
@@ -47,7 +47,7 @@ def mismatch(
   *,
   kl_estimator: str = "k3",
 ) -> Metrics:
-  """Measures how far the trainer's logprobs are from the engine's, of the same tokens.
+  """Measures how far the trainer's logprobs are from the engine's for the same tokens.
 
   With p = log π_old, g = log μ, d = p - g:
 
@@ -59,7 +59,7 @@ def mismatch(
                               m = log ½ (e^p + e^g)
 
   The tokens were sampled from μ, so `gen_kl_error` estimates KL(μ ‖ π_old), while
-  `policy_kl_error` is a detector of spikes, not an estimate. No clamps.
+  `policy_kl_error` detects spikes and is not an estimate. Nothing is clamped.
 
   Args:
     old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
@@ -68,7 +68,7 @@ def mismatch(
     kl_estimator: k: "k1", "k2" or "k3"; see `kl`.
 
   Returns:
-    Name, with the prefix "mismatch/", to a metric that merges exactly.
+    Metrics by name, with the prefix "mismatch/"; they merge exactly.
   """
   old = masks.fill(old_logprobs, mask)
   behavior = masks.fill(behavior_logprobs, mask)
@@ -95,21 +95,21 @@ def importance(
   weights_are_of_sequences: bool,
   bounds_are_of_sequences: bool,
 ) -> Metrics:
-  """Measures the engine/trainer weights, after truncation.
+  """Measures the importance weights between engine and trainer, after truncation.
 
   Weights of completions are averaged over completions, each once. (NeMo RL
   reports that mean times the number of rows of the microbatch.)
 
   Args:
-    weights: w of each token, as it multiplies the loss.
+    weights: w of each token, the factor of its loss.
     is_in_bounds: False where the weight before truncation was out of bounds.
     mask: True on the tokens that are learned from.
-    sequence_ids: see `masks`.
-    weights_are_of_sequences: w is constant over each completion.
-    bounds_are_of_sequences: whole completions were judged.
+    sequence_ids: See `masks`.
+    weights_are_of_sequences: Whether w is constant over each completion.
+    bounds_are_of_sequences: Whether whole completions were checked against the bounds.
 
   Returns:
-    Name to a metric that merges exactly.
+    Metrics by name; they merge exactly.
   """
   clean = masks.fill(weights, mask)
   outside = (~is_in_bounds).astype(weights.dtype)
@@ -136,15 +136,15 @@ def ratios(
   clipped: Float[Array, "B N"],
   mask: Bool[Array, "B N"],
 ) -> Metrics:
-  """Measures the ratio of the loss and its clipped form: mean, smallest and largest over tokens.
+  """Measures the ratio in the loss and its clipped form: mean, smallest and largest over tokens.
 
   Args:
     ratio: ρ of each token.
-    clipped: the ratio after the clip of the loss.
+    clipped: Ratio after the clip of the loss.
     mask: True on the tokens that are learned from.
 
   Returns:
-    Name to a metric that merges exactly.
+    Metrics by name; they merge exactly.
   """
   return {
     "train/ratio_mean": token_average(ratio, mask),
@@ -165,7 +165,7 @@ def clip_shares(
   clip_high: float,
   dual_clip: float | None,
 ) -> Metrics:
-  """Measures at how many tokens PPO's clip took the gradient away, on each side.
+  """Measures the share of tokens at which PPO's clip removed the gradient, on each side.
 
   low   Â < 0 and ρ < 1 - ε_low      high   Â > 0 and ρ > 1 + ε_high
   dual  Â < 0 and ρ > c              (0 without dual clip)
@@ -176,10 +176,10 @@ def clip_shares(
     mask: True on the tokens that are learned from.
     clip_low: ε_low, a distance from 1.
     clip_high: ε_high, a distance from 1.
-    dual_clip: c; None: off.
+    dual_clip: c; None: no dual clip.
 
   Returns:
-    Name to a share of the unmasked tokens, from 0 to 1.
+    Shares of the unmasked tokens by name, from 0 to 1.
   """
   is_bad, is_good = advantages < 0, advantages > 0
   dual = is_bad & (ratio > dual_clip) if dual_clip is not None else jnp.zeros_like(mask)

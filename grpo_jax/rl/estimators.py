@@ -1,6 +1,6 @@
 """Advantage estimators by name: `make(**options)` for configs. Pure.
 
-The formulas are in `advantages`, the published names are settings of them.
+The formulas are in `advantages`; the published names are settings of them.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ KINDS: Mapping[str, checked.Kind] = {
   "clip_low": checked.number(none=True),
   "clip_high": checked.number(none=True),
 }
-# Names that papers and other libraries use, and what they are here.
+# Names used by papers and other libraries, and their equivalents here.
 OTHER_NAMES: Mapping[str, str] = {
   "reinforce++": "'reinforce_pp'",
   "reinforce_plus_plus": "'reinforce_pp'",
@@ -51,7 +51,7 @@ class Estimator:
   ddof: int = 1  # 1: unbiased variance.
   eps: float = 1e-6  # added to the standard deviation.
   by_component: bool = False  # GDPO: normalise each reward component, then whiten the sum.
-  weights: tuple[float, ...] | None = None  # of the components, in their order; None: 1 each.
+  weights: tuple[float, ...] | None = None  # weights of the components, in order; None: 1 each.
   needs_whitening: bool = False  # REINFORCE++: apply `advantages.whiten` over the batch's tokens.
   clip_low: float | None = None  # lower bound of the advantages.
   clip_high: float | None = None  # upper bound.
@@ -63,12 +63,12 @@ class Estimator:
     mask: Bool[Array, "P G"],
     components: Float[Array, "K P G"] | None = None,
   ) -> Float[Array, "P G"]:
-    """Computes advantages; if `needs_whitening`, those that `advantages.whiten` is to be given.
+    """Computes advantages; with `needs_whitening`, the input of `advantages.whiten`.
 
-    With `needs_whitening` the clip, being the last step, is left to the caller, too.
+    With `needs_whitening` the caller also applies the clip, which is the last step.
 
     Raises:
-      ValueError: if the estimator needs reward components and there are none.
+      ValueError: The estimator needs reward components and there are none.
     """
     if self.function is not None:
       estimate = own.call_advantages(
@@ -170,7 +170,7 @@ def _own(function: own.Function, given: Mapping[str, Any]) -> Estimator:
 
 
 def _check(name: str, made: Estimator) -> None:
-  """Raises ValueError on choices that do not exist or exclude each other."""
+  """Raises ValueError for unknown choices and for choices that exclude each other."""
   problems = []
   if made.baseline not in advantages.BASELINES:
     problems.append(

@@ -1,9 +1,9 @@
 """Weights for the mismatch between the engine that sampled and the trainer that learns. Pure.
 
 The engine's logprobs (`behavior_logprobs`, μ) and the trainer's of the same
-weights (`old_logprobs`) differ by numerics, quantisation, and by age when
-sampling runs ahead. w = π_old / μ multiplies the policy loss; it carries no
-gradient, for neither logprob depends on the live parameters. Bounds are
+weights (`old_logprobs`) differ by numerics, quantisation, and by age if
+sampling runs ahead. w = π_old / μ multiplies the policy loss. It carries no
+gradient, because neither logprob depends on the live parameters. Bounds are
 inclusive: a weight that lies on a bound is inside.
 """
 
@@ -35,14 +35,14 @@ def sequence_weights(
       form "sum":   wᵢ = exp( Σₜ (log π_old - log μ) )           the exact ratio of completions
       form "mean":  wᵢ = exp( 1/|oᵢ| Σₜ (log π_old - log μ) )    its geometric mean per token
 
-  The sum is unbiased and spreads with the length of the completion; the mean is
-  neither. NeMo RL, TRL and verl use the sum, AReaL the mean.
+  The sum is unbiased, but its spread grows with the length of the completion; the mean is
+  biased with less spread. NeMo RL, TRL and verl use the sum, AReaL the mean.
 
   Args:
     old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
     behavior_logprobs: log μ of each token, in nats, as the engine reported it.
     mask: True on the tokens that are learned from.
-    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+    sequence_ids: Sequence of each token within its row, 0 <= id < N; None: every row is one
       sequence.
     form: "sum" or "mean".
 
@@ -50,7 +50,7 @@ def sequence_weights(
     wᵢ at every token of completion i; no gradient.
 
   Raises:
-    ValueError: if there is no such form.
+    ValueError: The form is unknown.
   """
   reductions = {"sum": masks.sequence_totals, "mean": masks.sequence_means}
   if form not in reductions:
@@ -65,13 +65,13 @@ def truncate(
 ) -> Float[Array, "*shape"]:
   """Clips weights to [low, high]: truncated importance sampling (TIS).
 
-  A weight of exactly 0, which stands for one that no float can hold, stays 0 and is not raised
-  to `low`: such a token is not learned from.
+  A weight of exactly 0 marks a weight that no float can hold. It stays 0 and is not raised
+  to `low`, so that the token is not learned from.
 
   Args:
     weights: w of any shape, not negative.
-    low: lowest weight; smaller ones are raised to it.
-    high: highest weight; larger ones are lowered to it.
+    low: Lowest weight; smaller ones are raised to it.
+    high: Highest weight; larger ones are lowered to it.
 
   Returns:
     The weights within the bounds.
@@ -86,12 +86,12 @@ def truncate(
 def zero_outside(
   weights: Float[Array, "*shape"], *, low: float = 0.0, high: float
 ) -> Float[Array, "*shape"]:
-  """Keeps weights within [low, high] as they are and makes the others 0 (IcePop, MIS).
+  """Keeps weights within [low, high] as they are and sets the others to 0 (IcePop, MIS).
 
   Args:
     weights: w of any shape, not negative.
-    low: lowest weight that is kept, inclusive.
-    high: highest weight that is kept, inclusive.
+    low: Lowest weight that is kept, inclusive.
+    high: Highest weight that is kept, inclusive.
 
   Returns:
     The weights; 0 outside the bounds.
@@ -110,8 +110,8 @@ def is_within(
 
   Args:
     weights: w of any shape.
-    low: lowest weight, inclusive.
-    high: highest weight, inclusive.
+    low: Lowest weight, inclusive.
+    high: Highest weight, inclusive.
 
   Returns:
     One truth value for each weight; False for NaN.
@@ -132,17 +132,17 @@ def sequence_mask(
 
       keep i  iff  low <= exp( 1/|oᵢ| Σₜ (log π_old - log μ) ) <= high
 
-  The tokens that stay keep their token weight. Log-ratios that are not finite
+  Tokens that are kept keep their token weight. Log-ratios that are not finite
   count as 0 in the mean. NeMo RL's `seq-mask-tis`, with bounds such as 0.999 and 1.002.
 
   Args:
     old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
     behavior_logprobs: log μ of each token, in nats, as the engine reported it.
     mask: True on the tokens that are learned from.
-    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+    sequence_ids: Sequence of each token within its row, 0 <= id < N; None: every row is one
       sequence.
-    low: lowest weight of a completion that is kept, inclusive.
-    high: highest weight of a completion that is kept, inclusive.
+    low: Lowest weight of a completion that is kept, inclusive.
+    high: Highest weight of a completion that is kept, inclusive.
 
   Returns:
     True on the tokens that are kept.
@@ -162,16 +162,16 @@ def off_policy_sequence_mask(
   *,
   threshold: float,
 ) -> Bool[Array, "B N"]:
-  """Returns False on bad completions that the live policy has left far behind (OPSM).
+  """Returns False on bad completions that are far off the live policy (OPSM).
 
       drop i  iff  Âᵢ < 0  and  1/|oᵢ| Σₜ (log μ - log πθ) > δ
 
   Args:
-    policy_logprobs: log πθ; not differentiated here.
-    behavior_logprobs: log μ, the engine's.
-    advantages: their sign is read per token.
+    policy_logprobs: log πθ of each token; not differentiated here.
+    behavior_logprobs: log μ of each token, the engine's.
+    advantages: Âₜ of each token; only the sign is used.
     mask: True on the tokens that are learned from.
-    sequence_ids: see `masks`.
+    sequence_ids: See `masks`.
     threshold: δ >= 0, in nats per token.
 
   Reference:
@@ -198,16 +198,16 @@ def correction_weights(
   """Computes the weight of each token's policy loss, and whether its weight was in bounds.
 
   Args:
-    old_logprobs: log π_old, the trainer's.
-    behavior_logprobs: log μ, the engine's.
+    old_logprobs: log π_old of each token, the trainer's.
+    behavior_logprobs: log μ of each token, the engine's.
     mask: True on the tokens that are learned from.
-    sequence_ids: see `masks`.
-    level: "token", "sequence" (sum form) or "sequence_mean"; "none" computes the
-      token weights too, for the metrics.
+    sequence_ids: See `masks`.
+    level: "token", "sequence" (sum form) or "sequence_mean"; "none" still computes the
+      token weights, for the metrics.
     truncation: None, "tis" (`truncate`), "icepop" (`zero_outside`) or "seq_mask"
       (`sequence_mask`; tokens keep their token weight).
-    low: inclusive lower bound.
-    high: inclusive upper bound.
+    low: Inclusive lower bound.
+    high: Inclusive upper bound.
 
   Returns:
     The weights, and True where the (token's or completion's) weight was within the bounds.

@@ -1,8 +1,8 @@
 """Estimates of the KL divergence to the reference policy. Pure; per token, unreduced.
 
 With d = log πθ(aₜ|sₜ) - log π_ref(aₜ|sₜ), for tokens that πθ sampled, each `kl_*` is an
-estimate of KL(πθ ‖ π_ref). As a *loss* they differ in what their gradient is,
-for the sampling distribution depends on θ too and differentiating the estimate
+estimate of KL(πθ ‖ π_ref). Used as a *loss*, they differ in their gradients, because
+the sampling distribution depends on θ as well and differentiating the estimate
 alone misses that half:
 
   estimator  value         plain gradient        with the weight exp(u - sg u), u = log πθ
@@ -10,7 +10,7 @@ alone misses that half:
   k2         ½ d²          d ∇u = ∇KL  in mean   (½ d² + d) ∇u
   k3         e⁻ᵈ - 1 + d   (1 - e⁻ᵈ) ∇u          d ∇u              = ∇KL in the mean
 
-so k1's plain gradient does nothing on average, k3's is that of the *forward* KL,
+So k1's plain gradient does nothing on average, k3's is that of the *forward* KL,
 and the weighted k3 (NeMo RL's, the default here) has the exact reverse-KL gradient.
 
 Reference:
@@ -73,13 +73,13 @@ def kl_penalty(
       ℓ = clip(w · k(d̂), ±C_out)
 
   The weight is differentiated, except where the input clamp is active; a weight
-  that is not finite counts as 0. Where a clamp is active there is no gradient, be the estimate
-  itself finite or not.
+  that is not finite counts as 0. Where a clamp is active the gradient is 0, even if the estimate
+  is not finite.
 
   Args:
     policy_logprobs: log πθ of each token; the only differentiated input.
     ref_logprobs: log π_ref of each token.
-    sampled_from: logprobs of the distribution that the tokens are taken to come
+    sampled_from: Logprobs of the distribution that the tokens are assumed to come
       from. The policy's own (its value is detached): w is 1 and carries the
       score-function gradient of the table above. The engine's: NeMo RL's
       `use_on_policy_kl_approximation`. The old policy's: TRL's
@@ -92,7 +92,7 @@ def kl_penalty(
     ℓ, without the coefficient β, before masking and before any reduction.
 
   Raises:
-    ValueError: if there is no such estimator.
+    ValueError: The estimator is unknown.
   """
   if estimator not in ESTIMATORS:
     raise ValueError(f"no KL estimator {estimator!r}; there are {sorted(ESTIMATORS)}")
@@ -102,7 +102,7 @@ def kl_penalty(
   if output_clamp is None:
     return weighted(difference, log_weight)
   raw = stop_gradient(weighted(difference, log_weight))
-  # What is clamped is not computed for the gradient: through a clamp, an overflow becomes NaN.
+  # Clamped values are replaced before the formula: through a clamp, an overflow becomes NaN.
   is_kept = jnp.abs(raw) <= output_clamp
   difference = jnp.where(is_kept, difference, 0)
   log_weight = None if log_weight is None else jnp.where(is_kept, log_weight, 0)
@@ -118,7 +118,7 @@ def _weighted(
   estimator: str,
   input_clamp: float | None,
 ) -> Float[Array, "*shape"]:
-  """Returns w k(d̂), not yet clamped."""
+  """Returns w k(d̂), before the output clamp."""
   largest = float(jnp.finfo(difference.dtype).max) if input_clamp is None else input_clamp
   penalty = _OF_DIFFERENCE[estimator](clamp(difference, -largest, largest))
   if log_weight is None:

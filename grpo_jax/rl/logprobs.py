@@ -31,18 +31,19 @@ def token_logprobs(
 ) -> Float[Array, "B N"] | tuple[Float[Array, "B N"], Float[Array, "B N"]]:
   """Returns log π of the tokens that are learned from, at `batch.loss_places`.
 
-  Only those tokens meet the vocabulary: [B·N, V] logits, in chunks, instead of
+  Logits are computed for these tokens only: [B·N, V], in chunks, instead of
   [B·T, V]. Places of -1 give 0 and carry no gradient.
 
   Args:
-    hidden: output of the transformer's final norm.
-    head: [V D] or [D V], as `head_layout` says.
-    batch: its `tokens`, `predecessors` and `loss_places` are read.
+    hidden: Output of the transformer's final norm.
+    head: Weights of the LM head, [V D] or [D V], as `head_layout` says.
+    batch: Batch whose `tokens`, `predecessors` and `loss_places` are read.
     head_layout: "vd" (an embedding table) or "dv".
-    temperature: of the softmax; the one that the tokens were sampled at.
-    return_entropy: also return the entropy of each predicting distribution.
-    implementation: of `grpo_kernels.linear_logprobs`; None picks by platform.
-    partition: where head and rows lie on a mesh (`learn.sharding.head_partition`); None: on one
+    temperature: Temperature of the softmax; the one that the tokens were sampled at.
+    return_entropy: Whether to return the entropy of each predicting distribution as well.
+    implementation: Name of a `grpo_kernels.linear_logprobs` implementation; None: chosen by
+      platform.
+    partition: Placement of head and rows on a mesh (`learn.sharding.head_partition`); None: on one
       device, or wherever the compiler puts them.
 
   Returns:
@@ -72,31 +73,31 @@ def token_objective(
   return_entropy: bool = False,
   partition: sharded.Partition | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, "B N"], Float[Array, "B N"] | None]:
-  """Returns a token-local loss, whose gradients are found in the sweep that computes it.
+  """Returns a token-local loss, whose gradients are computed in the same pass.
 
   Equal to `objective` of `token_logprobs`, with a quarter fewer operations in the head; see
   `grpo_kernels.linear_logprobs.token_local`.
 
   Args:
-    hidden: output of the transformer's final norm.
-    head: [V D] or [D V], as `head_layout` says.
-    batch: what is learned from.
-    objective: with `is_token_local`.
-    denominators: of the whole optimizer step.
+    hidden: Output of the transformer's final norm.
+    head: Weights of the LM head, [V D] or [D V], as `head_layout` says.
+    batch: Batch to learn from.
+    objective: Objective with `is_token_local`.
+    denominators: Counts of the whole optimizer step.
     head_layout: "vd" (an embedding table) or "dv".
-    temperature: of the softmax; the one that the tokens were sampled at.
-    return_entropy: also return the entropies.
-    partition: where head and rows lie on a mesh.
+    temperature: Temperature of the softmax; the one that the tokens were sampled at.
+    return_entropy: Whether to return the entropies as well.
+    partition: Placement of head and rows on a mesh.
 
   Returns:
     The loss; log π of the tokens that are learned from, as `token_logprobs` gives them, and the
     entropies or None. Only the loss can be differentiated.
 
   Raises:
-    ValueError: the objective is not token-local.
+    ValueError: The objective is not token-local.
   """
   if not objective.is_token_local:
-    raise ValueError(f"a loss that is not token-local has no gradient in one sweep: {objective}")
+    raise ValueError(f"a loss that is not token-local has no one-pass gradient: {objective}")
   predecessors, targets, is_real = _predictions(batch)
   tokens = gather_loss_tokens(batch)
   rows, n = targets.shape
@@ -108,7 +109,7 @@ def token_objective(
   per_token["targets"] = targets.reshape(-1)
   live, back = None, None
   if partition is None:
-    # Padding goes to the end, where its chunks are left out. Devices of a mesh keep their rows.
+    # Padding is sorted to the end, where its chunks are skipped. Devices of a mesh keep their rows.
     order = jnp.argsort(~is_real.reshape(-1), stable=True)
     states, per_token = jax.tree.map(lambda x: x[order], (states, per_token))
     live, back = jnp.sum(is_real, dtype=jnp.int32), jnp.argsort(order)
@@ -127,31 +128,31 @@ def token_objective(
     live=live,
   )
 
-  def of_real(x):
+  def at_real(x):
     return jnp.where(is_real, (x if back is None else x[back]).reshape(rows, n), 0)
 
-  return loss, of_real(logprobs), None if entropy is None else of_real(entropy)
+  return loss, at_real(logprobs), None if entropy is None else at_real(entropy)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Share:
-  """What some tokens, out of any rows, add to a token-local loss."""
+  """What some tokens, from any rows, add to a token-local loss."""
 
   objective: Objective
 
-  # Of `LossTokens`; to which completion a token belongs is nothing to a token-local loss.
+  # Fields of `LossTokens`; a token-local loss does not depend on a token's completion.
   FIELDS: ClassVar = ("mask", "advantages", "behavior_logprobs", "old_logprobs", "ref_logprobs")
 
   def __call__(
     self,
     logprobs: Float[Array, " n"],
     entropy: Float[Array, " n"] | None,
-    of_tokens: dict[str, Any],
+    token_fields: dict[str, Any],
     denominators: Denominators,
   ) -> Float[Array, ""]:
-    """Returns the loss of tokens that stand in one row."""
+    """Returns the loss of tokens that are in one row."""
     row = lambda x: None if x is None else x[None, :]
-    fields: dict[str, Any] = {field: row(x) for field, x in of_tokens.items()}
+    fields: dict[str, Any] = {field: row(x) for field, x in token_fields.items()}
     tokens = LossTokens(sequence_ids=jnp.zeros((1, *logprobs.shape), jnp.int32), **fields)
     return self.objective(logprobs[None, :], row(entropy), tokens, denominators)[0]
 
@@ -171,13 +172,13 @@ def sequence_logprobs(
   For research code without packing.
 
   Args:
-    hidden: states after the last norm, at every token.
-    head: weights of the LM head, in the layout that `head_layout` names.
-    tokens: ids of the tokens.
+    hidden: States after the last norm, at every token.
+    head: Weights of the LM head, in the layout that `head_layout` names.
+    tokens: Ids of the tokens.
     head_layout: "vd" for [V D], as files and embeddings have it, or "dv" for [D V].
-    temperature: logits are divided by it.
-    return_entropy: whether to return the entropy of every token's distribution, too.
-    implementation: of the fused head, by name; None: the best for the device.
+    temperature: Divisor of the logits.
+    return_entropy: Whether to return the entropy of every token's distribution as well.
+    implementation: Name of an implementation of the fused head; None: the best for the device.
 
   Returns:
     log π of each token, in nats; with `return_entropy` also the entropies, in nats.
@@ -200,11 +201,11 @@ def sequence_logprobs(
 def _predictions(
   batch: Batch,
 ) -> tuple[Int[Array, "B N"], Int[Array, "B N"], Bool[Array, "B N"]]:
-  """Returns where each token learned from is predicted, what it is, and whether it is one."""
+  """Returns where each loss token is predicted, its id, and whether the place is used."""
   is_real = jnp.asarray(batch.loss_places) >= 0
   places = jnp.where(is_real, batch.loss_places, 0)
-  of_places = lambda x: jnp.take_along_axis(x, places, axis=-1)
-  return of_places(batch.predecessors), of_places(batch.tokens), is_real
+  at_places = lambda x: jnp.take_along_axis(x, places, axis=-1)
+  return at_places(batch.predecessors), at_places(batch.tokens), is_real
 
 
 def _states(
@@ -212,7 +213,7 @@ def _states(
 ) -> Float[Array, "_ D"]:
   """Gathers the predicting hidden states, flat."""
   states = jnp.take_along_axis(hidden, predecessors[:, :, None], axis=1)
-  states = jnp.where(is_real[:, :, None], states, 0)  # whatever padding holds stays out.
+  states = jnp.where(is_real[:, :, None], states, 0)  # padding may hold anything.
   return states.reshape(-1, hidden.shape[-1])
 
 
@@ -250,10 +251,10 @@ def _gathered(
 
 
 def gather_loss_tokens(batch: Batch) -> LossTokens:
-  """Gathers out of a batch what an objective sees of it, at `batch.loss_places`.
+  """Gathers what an objective reads from a batch, at `batch.loss_places`.
 
-  Completions are numbered anew, by order in their row, so that an id is always
-  below N, also when completions without a token to learn from stand between.
+  Completions are renumbered by order in their row, so that an id is always
+  below N, even if completions without a token to learn from lie between.
   """
   mask = jnp.asarray(batch.loss_places) >= 0
   places = jnp.where(mask, batch.loss_places, 0)

@@ -7,12 +7,12 @@ Conventions of this file:
   is the only differentiated input, all others are constants;
 * `clip_low` and `clip_high` are distances from 1: the bounds are 1 - clip_low and
   1 + clip_high, and a ratio that lies on a bound is not clipped;
-* log-ratios are held to ±20 before they are exponentiated (as verl does), so that
+* log-ratios are clamped to ±20 before they are exponentiated (as in verl), so that
   no float32 ratio is infinite; beyond that the token has no gradient;
-* losses whose ratio is of a whole completion take (mask, sequence_ids); see `masks`.
+* losses with one ratio per completion take (mask, sequence_ids); see `masks`.
 
-Functions without a mask do not look at padding: pass them finite values there
-(`masks.fill`), for the gradient of a NaN survives a mask on the output.
+Functions without a mask do not skip padding: pass finite values there
+(`masks.fill`), because the gradient of a NaN survives a mask on the output.
 """
 
 import jax
@@ -30,7 +30,7 @@ __all__ = [
   "clipped_surrogate",
   "entropy_bonus",
   "gspo",
-  "kl_k1",  # the estimators of KL and what their gradients are: see kl.py.
+  "kl_k1",  # for the KL estimators and their gradients see kl.py.
   "kl_k2",
   "kl_k3",
   "kl_penalty",
@@ -53,8 +53,8 @@ def ratio(
 def on_policy_ratio(policy_logprobs: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
   """Returns exactly 1, with the gradient ∇log πθ: the ratio to the policy itself.
 
-  It makes one update per batch strictly on-policy, whatever separates the
-  numerics of two passes (NeMo RL's `force_on_policy_ratio`).
+  It makes one update per batch strictly on-policy, even if the numerics of two
+  passes differ (NeMo RL's `force_on_policy_ratio`).
   """
   return jnp.exp(policy_logprobs - stop_gradient(policy_logprobs))
 
@@ -76,7 +76,7 @@ def sequence_ratio(
     policy_logprobs: log πθ of each token, in nats; the only differentiated input.
     old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
     mask: True on the tokens that are learned from.
-    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+    sequence_ids: Sequence of each token within its row, 0 <= id < N; None: every row is one
       sequence.
 
   Returns:
@@ -101,7 +101,7 @@ def sequence_ratio_token_form(
       sᵢₜ = sg[sᵢ] · πθ(aₜ) / sg[πθ(aₜ)]
 
   Reduced by the sequence mean, with one advantage and one weight per completion,
-  its gradient equals that of the sequence form. They part company where
+  its gradient equals that of the sequence form. The two differ if
   advantages or weights differ between the tokens of a completion: here each token
   then keeps its own.
 
@@ -109,7 +109,7 @@ def sequence_ratio_token_form(
     policy_logprobs: log πθ of each token, in nats; the only differentiated input.
     old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
     mask: True on the tokens that are learned from.
-    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+    sequence_ids: Sequence of each token within its row, 0 <= id < N; None: every row is one
       sequence.
 
   Returns:
@@ -137,7 +137,7 @@ def clipped_ratio_loss(
     advantages: Âₜ of each token, constant over a completion in GRPO.
     clip_low: ε_low, a distance from 1: 0.2 lets the ratio fall to 0.8 before it is clipped.
     clip_high: ε_high, a distance from 1; larger than `clip_low` is DAPO's "clip-higher".
-    dual_clip: c > 1 bounds the loss of bad tokens that became much likelier; None: off.
+    dual_clip: c > 1 bounds the loss of bad tokens that became much likelier; None: no dual clip.
 
   Returns:
     ℓₜ of each token, before masking and before any reduction.
@@ -217,13 +217,13 @@ def gspo(
     old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
     advantages: Âₜ of each token, constant over a completion in GRPO.
     mask: True on the tokens that are learned from.
-    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+    sequence_ids: Sequence of each token within its row, 0 <= id < N; None: every row is one
       sequence.
     clip_low: ε_low, a distance from 1. Ratios of completions stay much closer to 1 than those of
       tokens.
     clip_high: ε_high, a distance from 1.
-    dual_clip: c > 1 bounds the loss of bad tokens that became much likelier; None: off.
-    token_form: True takes the gradient of the token form.
+    dual_clip: c > 1 bounds the loss of bad tokens that became much likelier; None: no dual clip.
+    token_form: Whether to use the gradient of the token form.
 
   Returns:
     ℓₜ of each token, before masking and before any reduction.
@@ -256,8 +256,8 @@ def cispo(
   No token loses its gradient, which is -clip(ρₜ) Âₜ ∇log πθ.
 
   Two conventions are published: here, in verl, slime and NeMo RL the clips are
-  distances from 1; TRL's `epsilon_high` is the bound itself, so that TRL's
-  5.0 is clip_high = 4.0 with clip_low = 1.0 (no lower bound).
+  distances from 1; TRL's `epsilon_high` is the bound itself. TRL's
+  5.0 is therefore clip_high = 4.0 with clip_low = 1.0 (no lower bound).
 
   Args:
     policy_logprobs: log πθ of each token, in nats; the only differentiated input.
@@ -289,15 +289,15 @@ def sapo(
 
       ℓₜ = -(4/τ) σ(τ (ρₜ - 1)) Âₜ,   τ = τ₊ where Âₜ > 0, else τ₋
 
-  At ρ = 1 the gradient is that of the surrogate, -Âₜ ∇log πθ; away from it the
-  factor 4 σ (1 - σ) fades it out.
+  At ρ = 1 the gradient is that of the surrogate, -Âₜ ∇log πθ; away from 1 it
+  decays with the factor 4 σ (1 - σ).
 
   Args:
     policy_logprobs: log πθ of each token, in nats; the only differentiated input.
     old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
     advantages: Âₜ of each token, constant over a completion in GRPO.
-    temperature_positive: τ₊; larger fades faster.
-    temperature_negative: τ₋; larger fades faster.
+    temperature_positive: τ₊; the gradient decays faster if it is larger.
+    temperature_negative: τ₋; the gradient decays faster if it is larger.
 
   Returns:
     ℓₜ of each token, before masking and before any reduction.
@@ -317,8 +317,8 @@ def reinforce(
 ) -> Float[Array, "*shape"]:
   """Computes the REINFORCE loss, to be minimised, per token: ℓₜ = -Âₜ log πθ(aₜ|sₜ).
 
-  No ratio, no clip: the gradient is -Âₜ ∇log πθ wherever the policy is. verl's
-  `gpg` and NeMo RL's `disable_ppo_ratio` are this.
+  There is no ratio and no clip: the gradient is always -Âₜ ∇log πθ. verl's
+  `gpg` and NeMo RL's `disable_ppo_ratio` are the same.
 
   Reference:
     Williams 1992; Ahmadian et al. 2024, "Back to Basics", arXiv:2402.14740, equation 6.

@@ -1,9 +1,9 @@
 """Masked sums and means, over tokens and over the sequences of a row. Pure.
 
-A sequence is one completion. In packed rows `sequence_ids` says to which
-sequence of its row a token belongs (0 <= id < N); None means that every row is
-one sequence. A token under a False mask may hold anything, NaN and infinities
-included: it reaches neither a value nor a gradient of the functions here.
+A sequence is one completion. In packed rows `sequence_ids` gives the sequence of
+its row that a token belongs to (0 <= id < N); None means that every row is
+one sequence. A token under a False mask may hold anything, including NaN and
+infinities: it affects neither a value nor a gradient of the functions here.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ def fill(x: arrays.Numbers, mask: arrays.Mask, value: float = 0.0) -> Float[Arra
 
   Applied to the *inputs* of a formula it is the first half of the "double
   where": the formula then never sees a NaN, whose gradient would survive a
-  mask that is applied to the output alone.
+  mask on the output alone.
 
   Args:
-    x: values.
+    x: Values of any shape.
     mask: True where `x` is kept.
-    value: value of the other elements.
+    value: Value of the other elements.
 
   Returns:
     `x` with `value` under the mask.
@@ -36,27 +36,17 @@ def fill(x: arrays.Numbers, mask: arrays.Mask, value: float = 0.0) -> Float[Arra
 
 
 def masked_sum(x: arrays.Numbers, mask: arrays.Mask) -> Float[Array, ""]:
-  """Returns the sum of `x` where `mask` is True; 0 if nothing is."""
+  """Returns the sum of `x` where `mask` is True; 0 if `mask` is False everywhere."""
   return jnp.sum(fill(x, mask))
 
 
-def masked_mean(x: arrays.Numbers, mask: arrays.Mask) -> Float[Array, ""]:
-  """Returns the mean of `x` where `mask` is True; 0 if nothing is.
-
-  Of one array only: over several microbatches, carry sums and counts instead
-  (`types.Mean`), for a mean of means weighs short microbatches too much.
-  """
-  total = masked_sum(x, mask)
-  return safe_divide(total, jnp.sum(arrays.mask(mask), dtype=total.dtype))
-
-
 def masked_max(x: arrays.Numbers, mask: arrays.Mask) -> Float[Array, ""]:
-  """Returns the largest `x` where `mask` is True; -inf if nothing is."""
+  """Returns the largest `x` where `mask` is True; -inf if `mask` is False everywhere."""
   return jnp.max(fill(x, mask, -jnp.inf), initial=-jnp.inf)
 
 
 def masked_min(x: arrays.Numbers, mask: arrays.Mask) -> Float[Array, ""]:
-  """Returns the smallest `x` where `mask` is True; inf if nothing is."""
+  """Returns the smallest `x` where `mask` is True; inf if `mask` is False everywhere."""
   return jnp.min(fill(x, mask, jnp.inf), initial=jnp.inf)
 
 
@@ -66,9 +56,9 @@ def sequence_totals(
   """Returns the sum over the unmasked tokens of each sequence.
 
   Args:
-    x: one value per token.
+    x: Value of each token.
     mask: True on the tokens that count.
-    sequence_ids: the sequence of each token, within its row; None: a row is one sequence.
+    sequence_ids: Sequence of each token within its row; None: every row is one sequence.
 
   Returns:
     One sum per sequence slot: S is N with `sequence_ids`, else 1. Unused slots hold 0.
@@ -89,9 +79,9 @@ def sequence_lengths(
 
   Args:
     mask: True on the tokens that count.
-    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+    sequence_ids: Sequence of each token within its row, 0 <= id < N; None: every row is one
       sequence.
-    dtype: of the result.
+    dtype: Type of the result.
 
   Returns:
     Number of tokens of each of S = N sequence slots of a row, or of S = 1 without `sequence_ids`.
@@ -106,9 +96,9 @@ def sequence_means(
   """Returns the mean over the unmasked tokens of each sequence; 0 in empty slots.
 
   Args:
-    x: a value for each token.
+    x: A value for each token.
     mask: True on the tokens that count.
-    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+    sequence_ids: Sequence of each token within its row, 0 <= id < N; None: every row is one
       sequence.
 
   Returns:
@@ -130,25 +120,20 @@ def to_tokens(
   like: Float[Array, "B N"] | Bool[Array, "B N"],
   sequence_ids: Int[Array, "B N"] | None = None,
 ) -> Float[Array, "B N"]:
-  """Returns to every token the value of its sequence; the inverse of the reductions above.
+  """Returns the value of its sequence for every token; the inverse of the reductions above.
 
   Args:
-    per_sequence: a value for each sequence slot.
-    like: an array with the shape of the result.
-    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+    per_sequence: A value for each sequence slot.
+    like: An array with the shape of the result.
+    sequence_ids: Sequence of each token within its row, 0 <= id < N; None: every row is one
       sequence.
 
   Returns:
-    The value of its sequence for each token, masked or not.
+    For each token the value of its sequence, masked or not.
   """
   if sequence_ids is None:
     return jnp.broadcast_to(per_sequence, like.shape)
   return jnp.take_along_axis(per_sequence, sequence_ids, axis=-1)
-
-
-def completion_mask(lengths: Int[Array, " B"], n_tokens: int) -> Bool[Array, "B N"]:
-  """Returns True on the first `lengths[b]` of `n_tokens` places of each row."""
-  return jnp.arange(n_tokens)[None, :] < lengths[:, None]
 
 
 def until_stop(tokens: Int[Array, "B N"], stop_ids: Sequence[int]) -> Bool[Array, "B N"]:
@@ -170,7 +155,7 @@ def loss_mask(
   Args:
     completion: True on the tokens after the prompt, up to the stop id.
     is_sampled: True on tokens that the policy wrote; False on those of the environment.
-    keep: False for a completion that is to be left out as a whole.
+    keep: False for a completion that is excluded as a whole.
   """
   given = {"completion": completion, "is_sampled": is_sampled, "keep": keep}
   completion, is_sampled, keep = (arrays.mask(x, name=name) for name, x in given.items())
@@ -178,9 +163,9 @@ def loss_mask(
 
 
 def overlong_filter(mask: arrays.Mask, is_truncated: arrays.Mask) -> Bool[Array, "B N"]:
-  """Takes the completions that the token limit cut out of the loss mask.
+  """Removes the completions that the token limit cut from the loss mask.
 
-  Their rewards stay in the baseline of their group: filter the loss mask, not
+  Their rewards stay in the baseline of their group: filter the loss mask and not
   the mask of rewards. The loss's denominators are counted after this.
 
   Reference:
@@ -197,12 +182,12 @@ def top_entropy(entropy: arrays.Numbers, mask: arrays.Mask, share: float) -> Boo
   whole optimizer batch, before that is split into microbatches.
 
   Args:
-    entropy: of the policy at each token, in nats.
+    entropy: Entropy of the policy at each token, in nats.
     mask: True on the tokens that are learned from.
-    share: in (0, 1]; 0.2 in the paper, 1 keeps every token.
+    share: Share of the tokens to keep, in (0, 1]; 0.2 in the paper, 1 keeps every token.
 
   Raises:
-    ValueError: if `share` is not in (0, 1].
+    ValueError: `share` is not in (0, 1].
 
   Reference:
     Wang et al. 2025, "Beyond the 80/20 rule", arXiv:2506.01939.

@@ -1,11 +1,11 @@
-"""Mean, spread, and whether there is any, of sets of rewards. Pure.
+"""Mean and spread of sets of rewards, and whether a set has any spread. Pure.
 
-Sums run over differences to one member of the set. Values that are equal thus differ by exactly
-0, in any dtype, and have an exactly zero spread. (E[x²] - E[x]² in float32 leaves a residue,
-divides by it, and gives advantages in the thousands.)
+Sums run over differences to one member of the set. Equal values therefore differ by exactly
+0, in any dtype, and their spread is exactly zero. (E[x²] - E[x]² in float32 leaves a residue;
+dividing by it gives advantages in the thousands.)
 
 Everything is computed in units of a power of two near the largest value, which is exact: squares
-neither overflow nor vanish, whatever the size of the rewards.
+neither overflow nor underflow, whatever the size of the rewards.
 """
 
 from typing import Any
@@ -25,12 +25,12 @@ _Mask = Bool[Array, "*sets n"] | Bool[np.ndarray, "*sets n"]
 def has_spread(values: _Numbers, mask: _Mask) -> Bool[Array, "*sets"] | Bool[np.ndarray, "*sets"]:
   """Returns True for sets in which two unmasked values differ by more than rounding.
 
-  It is the rule by which a group has a learning signal, for NumPy and for JAX arrays:
+  This rule decides whether a group has a learning signal, for NumPy and for JAX arrays:
 
       max x - min x > 2 ε max |x|,   ε the spacing of the dtype at 1
 
   1 and 1.000001 differ in float32, 10⁶ and 10⁶ + 1 do, two neighbouring numbers do not. Numbers
-  too small for a normal floating-point number count as 0, as accelerators have them.
+  too small for a normal floating-point number count as 0, as on accelerators.
   """
   xp = jnp if isinstance(values, jax.Array) or isinstance(mask, jax.Array) else np
   limits = xp.finfo(values.dtype)
@@ -44,7 +44,7 @@ def has_spread(values: _Numbers, mask: _Mask) -> Bool[Array, "*sets"] | Bool[np.
 
 
 def exponents(values: _Numbers, mask: _Mask) -> Int[Array, "*sets 1"]:
-  """Returns e of each set, such that its largest absolute value lies in [2ᵉ⁻¹, 2ᵉ); 0 of zeros."""
+  """Returns e of each set such that its largest absolute value is in [2ᵉ⁻¹, 2ᵉ); 0 for zeros."""
   largest = jnp.max(jnp.where(mask, jnp.abs(values), 0), axis=-1, keepdims=True, initial=0)
   return jnp.frexp(stop_gradient(largest))[1]
 
@@ -70,13 +70,13 @@ def centre_and_spread(
       m = p + 1/n Σ (xⱼ - p)      s = sqrt( Σ (xⱼ - m)² / (n - ddof) ),   p one of the xⱼ
 
   Args:
-    values: Finite where unmasked.
+    values: Values, finite where unmasked.
     mask: True on the members of a set.
-    ddof: Taken off n under the variance: 1 is the unbiased (Bessel's) one.
+    ddof: Delta degrees of freedom of the variance; 1 gives the unbiased (Bessel's) one.
 
   Returns:
-    The mean, 0 for an empty set. The standard deviation: 0 for n <= ddof, and exactly 0 where
-    there is none (see `has_spread`).
+    The mean, 0 for an empty set. The standard deviation: 0 for n <= ddof, and exactly 0 if the
+    set has no spread (see `has_spread`).
   """
   exponent = exponents(values, mask)
   scaled = jnp.where(mask, times_power(values, -exponent), 0)
@@ -93,6 +93,6 @@ def centre_and_spread(
 
 
 def held(values: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-  """Returns values, the largest finite number in place of an infinite one, of the same sign."""
+  """Returns the values, with infinities replaced by the largest finite number of their sign."""
   largest = jnp.finfo(values.dtype).max
   return jnp.clip(values, -largest, largest)

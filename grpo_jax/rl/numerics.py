@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-MAX_LOG_RATIO = 20.0  # of ratios that carry a gradient; e²⁰ ≈ 4.9e8. verl holds them so, too.
+MAX_LOG_RATIO = 20.0  # bound of ratios that carry a gradient; e²⁰ ≈ 4.9e8. verl uses it as well.
 
 
 def clamp(
@@ -14,9 +14,9 @@ def clamp(
   """Clips `x` to [low, high] with gradient 1 on the bounds too (`jnp.clip` has ½ there).
 
   Args:
-    x: of any shape.
-    low: lower bound; None: none.
-    high: upper bound; None: none.
+    x: Values of any shape.
+    low: Lower bound; None: no bound.
+    high: Upper bound; None: no bound.
 
   Returns:
     `x` within the bounds; its gradient is 0 outside them.
@@ -37,7 +37,7 @@ def safe_divide(
 
 
 def exp_held(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-  """Returns exp of a log-ratio held to ±20: never infinite; no gradient where it is held."""
+  """Returns exp of a log-ratio clamped to ±20: never infinite; no gradient where it is clamped."""
   return jnp.exp(clamp(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
@@ -45,7 +45,7 @@ def exp_or_zero(log_weight: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
   """Returns exp of a log-weight, and 0 (no gradient) where that is not finite.
 
   NeMo RL's rule for importance weights: a token whose weight cannot be
-  represented says that something is wrong with it, and is not learned from.
+  represented is considered broken, and is not learned from.
   """
   is_finite = jnp.isfinite(jnp.exp(log_weight))
   return jnp.where(is_finite, jnp.exp(jnp.where(is_finite, log_weight, 0)), 0)

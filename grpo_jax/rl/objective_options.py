@@ -1,7 +1,7 @@
 """The options of an objective, their defaults, and which of them exclude each other. Pure.
 
 Defaults are those of NeMo RL's `grpo_math_1B` recipe. Bounds of the clip and the aggregation are
-None by default: they are then the loss's own, which the signature of its function holds.
+None by default: the loss's own settings, from the signature of its function, then apply.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ OF_SEQUENCES = ("gspo", "gspo_token", "gmpo", "luspo")  # one ratio per completi
 TOKEN_LOCAL = ("clipped", "cispo", "sapo", "reinforce")  # a token's loss is its own.
 KL_WEIGHTS = ("score", "none", "old")
 
-# Names that papers and other libraries use, and the options that they stand for here.
+# Names used by papers and other libraries, and the options that they correspond to here.
 OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
   "loss": {
     "grpo": "'clipped', the clipped surrogate of GRPO",
@@ -109,9 +109,9 @@ class Options:
   """What an objective is made of; resolved and checked when made.
 
   Raises:
-    ValueError: A choice does not exist, a value is of the wrong type or out of range, an option
-      is set that the loss never reads, or options exclude each other. The message says all that
-      is wrong.
+    ValueError: A choice is unknown, a value is of the wrong type or out of range, an option
+      is set that the loss never reads, or options exclude each other. The message lists every
+      problem.
   """
 
   loss: str | own.Function = "clipped"  # one of LOSSES, or a function: see docs/algorithms.md.
@@ -127,7 +127,7 @@ class Options:
   kl_output_clamp: float | None = 10.0  # nats, of the weighted estimate per token.
   kl_weight: str = "score"  # "score" (exact gradient) | "none" (TRL, verl) | "old" (πθ/π_old).
   use_on_policy_kl_approximation: bool = False  # weighs the KL by πθ/μ instead.
-  kl_in_reward: bool = False  # the KL is taken off the advantages before; the loss has none.
+  kl_in_reward: bool = False  # subtracts the KL from the advantages instead of adding a loss term.
   entropy_coef: float = 0.0  # rewards entropy; > 0 needs the full distributions.
   importance_correction: str = "none"  # "none" | "token" | "sequence" | "sequence_mean".
   importance_truncation: str | None = None  # None | "tis" | "icepop" | "seq_mask".
@@ -192,12 +192,12 @@ def nearest(name: object, valid: Iterable[str]) -> str:
 
 
 def meant(name: str, valid: Iterable[str], others: Mapping[str, str]) -> str:
-  """Returns a hint as `nearest` does, but for a name of other libraries what it is here.
+  """Returns a hint as `nearest` does; for a name from another library, its equivalent here.
 
   Args:
     name: Name that was given.
     valid: Names that exist here.
-    others: Names that other libraries use, in lower case, and what they are called here.
+    others: Names used by other libraries, in lower case, and their equivalents here.
   """
   known = others.get(name.lower())
   return f"here it is {known}; there are: {', '.join(valid)}" if known else nearest(name, valid)
@@ -207,7 +207,7 @@ def make(options: Mapping[str, Any]) -> Options:
   """Makes `Options` from a mapping.
 
   Raises:
-    ValueError: An option does not exist; and see `Options`.
+    ValueError: An option is unknown; and see `Options`.
   """
   fields = {field.name for field in dataclasses.fields(Options)}
   unknown = [
@@ -226,7 +226,7 @@ def _resolved(given: Mapping[str, Any]) -> dict[str, Any]:
   """
   problems = [*checked.problems(KINDS, given), *_unknown_choices(given)]
   defaults = _defaults()
-  # What is wrong by itself takes no part in the rules about several options.
+  # A value that is wrong by itself is left out of the rules about several options.
   sound = {
     name: value if _stands_alone(name, value) else defaults[name] for name, value in given.items()
   }
@@ -248,12 +248,12 @@ def _defaults() -> dict[str, Any]:
 
 
 def _stands_alone(name: str, value: Any) -> bool:
-  """Returns whether a value is of the kind of its option and, if it is a choice, exists."""
+  """Returns whether a value has the type of its option and, if it is a choice, exists."""
   return KINDS[name].fits(value) and not _unknown_choices({name: value})
 
 
 def _unknown_choices(given: Mapping[str, Any]) -> list[str]:
-  """Returns a message for every choice that does not exist."""
+  """Returns a message for every choice that is unknown."""
   return [
     f"no {option} {chosen!r}: {meant(chosen, CHOICES[option], OTHER_NAMES.get(option, {}))}"
     for option, chosen in given.items()
@@ -264,12 +264,12 @@ def _unknown_choices(given: Mapping[str, Any]) -> list[str]:
 def _unread(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
   """Returns a message for every option that is set and that the loss would never read.
 
-  With kl_coef=0 the other options of the KL wait for it to be switched on: they are let pass.
+  With kl_coef=0 the other options of the KL are allowed: they apply once it is switched on.
   """
   read, loss = inspect.signature(function_of(given["loss"])).parameters, shown(given["loss"])
   reasons = {}
   for name in ("clip_low", "clip_high"):
-    # The number of the clipped loss says no more than None does.
+    # The number of the clipped loss means the same as None.
     if name not in read and given[name] != own_settings("clipped")[name]:
       reasons[name] = f"loss={loss} has no clip"
   if callable(given["loss"]) and "dual_clip" not in read:

@@ -1,7 +1,7 @@
 """Composes losses, weights, masks and reductions into one objective. Pure.
 
 `make(**options)` checks the options and returns an `Objective`, a frozen,
-hashable value with a pure `__call__`; `objective_options` has what each means.
+hashable value with a pure `__call__`; `objective_options` documents each option.
 """
 
 import dataclasses
@@ -33,16 +33,16 @@ from grpo_jax.types import Denominators, LossTokens, Mean, Metrics
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-  """A loss of policy logprobs, with what it needs of the trainer; made by `make`."""
+  """A loss of policy logprobs, with what it needs from the trainer; made by `make`."""
 
   options: Options
 
   @property
   def needs_old(self) -> bool:
-    """Whether π_old enters: score it before the first of several updates on one batch.
+    """Whether π_old is used: score it before the first of several updates on one batch.
 
     With a single update per batch, or before its first, π_old is the policy
-    itself: leave `LossTokens.old_logprobs` None and save the pass.
+    itself: leave `LossTokens.old_logprobs` None and skip the scoring pass.
     """
     o = self.options
     has_ratio = o.loss != "reinforce"
@@ -101,20 +101,20 @@ class Objective:
         L = reduce(w ℓ) + β reduce(KL) + c reduce(-H)
 
     The shares of all parts of an optimizer step add up to the step's loss, and
-    so do the gradients. What masked places hold does not matter.
+    so do the gradients. Values at masked places have no effect.
 
     Args:
-      policy_logprobs: log πθ, the only differentiated input but for `entropy`.
-      entropy: of the full distributions, in nats; needed if `needs_entropy`, else
+      policy_logprobs: log πθ, the only differentiated input apart from `entropy`.
+      entropy: Entropy of the full distributions, in nats; needed if `needs_entropy`, otherwise
         only reported.
-      tokens: the gathered batch; without `old_logprobs` the policy is taken for it.
-      denominators: of the whole optimizer step; see `aggregate`.
+      tokens: Gathered batch; if `old_logprobs` is None, the policy's own logprobs are used.
+      denominators: Counts of the whole optimizer step; see `aggregate`.
 
     Returns:
       The scalar loss, and metrics under "train/" and "mismatch/" (docs/algorithms.md).
 
     Raises:
-      ValueError: if an input is missing that the options need.
+      ValueError: An input that the options need is missing.
     """
     o = self.options
     tokens = _clean(tokens)
@@ -145,7 +145,7 @@ class Objective:
 
 
 def _clean(tokens: LossTokens) -> LossTokens:
-  """Puts zeros on the masked places of every input."""
+  """Sets the masked places of every input to 0."""
   mask, ids = arrays.mask(tokens.mask), tokens.sequence_ids
 
   def filled(name: str) -> Any:
@@ -189,8 +189,8 @@ def _policy_term(
   clipped = clamp(ratio, 1.0 - low, 1.0 + high) if o.is_clipped else ratio
   metrics = diagnostics.ratios(ratio, clipped, mask)
   if tokens.behavior_logprobs is not None:
-    weights, of_mismatch = _correction(o, policy, old, tokens.behavior_logprobs, tokens)
-    metrics |= of_mismatch
+    weights, mismatch = _correction(o, policy, old, tokens.behavior_logprobs, tokens)
+    metrics |= mismatch
     if o.importance_correction != "none":
       per_token = weights * per_token
   if o.is_clipped:
@@ -231,7 +231,7 @@ def _correction(
     low=o.importance_low,
     high=o.importance_high,
   )
-  of_sequences = o.importance_correction in ("sequence", "sequence_mean")
+  by_sequence = o.importance_correction in ("sequence", "sequence_mean")
   return weights, {
     **diagnostics.mismatch(old, behavior, mask, kl_estimator=o.kl_estimator),
     **diagnostics.importance(
@@ -239,8 +239,8 @@ def _correction(
       is_in_bounds,
       mask,
       ids,
-      weights_are_of_sequences=of_sequences,
-      bounds_are_of_sequences=of_sequences or o.importance_truncation == "seq_mask",
+      weights_are_of_sequences=by_sequence,
+      bounds_are_of_sequences=by_sequence or o.importance_truncation == "seq_mask",
     ),
     "train/approx_entropy": diagnostics.approx_entropy(policy, behavior, mask),
   }
@@ -265,18 +265,18 @@ def _kl_term(
 
 
 def _divisor(o: Options, denominators: Denominators) -> Float[Array, ""] | float:
-  """Returns the count that the reduction divides by, beside a constant length."""
+  """Returns the count that the reduction divides by, apart from a constant length."""
   return denominators.tokens if o.aggregation == "token_mean" else denominators.sequences
 
 
 def make(**options: Any) -> Objective:
-  """Makes an objective from options by name; `objective_options.Options` has their meaning.
+  """Makes an objective from options by name; `objective_options.Options` documents them.
 
   Args:
-    **options: Fields of `Options`; what is left out keeps its default. Bounds of the clip and
-      the aggregation are the loss's own then; `.options` of the result has the numbers.
+    **options: Fields of `Options`; those left out keep their defaults. Clip bounds and
+      aggregation are then the loss's own; `.options` of the result has the numbers.
 
   Raises:
-    ValueError: on unknown, senseless or incompatible options, with the reason.
+    ValueError: Options are unknown, out of range or incompatible; the message gives the reason.
   """
   return Objective(objective_options.make(options))

@@ -1,7 +1,7 @@
-"""The policy losses by name, in one signature: what `objectives` chooses from. Pure.
+"""The policy losses by name, with one signature: what `objectives` chooses from. Pure.
 
-Each takes the options, log πθ, log π_old and the tokens, cleaned of what their mask
-hides, and returns the loss per token and the ratio to be reported.
+Each takes the options, log πθ, log π_old and the tokens, with masked places
+cleaned, and returns the loss per token and the ratio to be reported.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Less common losses whose weight is of a whole completion. Pure; per token, unreduced.
+"""Less common losses with one weight per completion. Pure; per token, unreduced.
 
 GSPO, the common one, is in `losses`. Each takes (mask, sequence_ids); see `masks`.
 """
@@ -27,16 +27,16 @@ def gmpo(
       d̄ₜ = min(dₜ, clip(dₜ, ±ε)) where Âᵢ > 0, max(dₜ, clip(dₜ, ±ε)) else
       ℓᵢₜ = -Âᵢ exp( 1/|oᵢ| Σₜ d̄ₜ )
 
-  to be reduced by `aggregate.sequence_mean`. The clip is of the *log*-ratio:
+  to be reduced by `aggregate.sequence_mean`. The clip applies to the *log*-ratio:
   -ε_low <= dₜ <= ε_high. The sign is that of the token's own advantage, which is
-  one per completion.
+  constant over a completion.
 
   Args:
     policy_logprobs: log πθ of each token, in nats; the only differentiated input.
     old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
     advantages: Âₜ of each token, constant over a completion in GRPO.
     mask: True on the tokens that are learned from.
-    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+    sequence_ids: Sequence of each token within its row, 0 <= id < N; None: every row is one
       sequence.
     clip_low: ε_low, of the log-ratio, in nats.
     clip_high: ε_high, of the log-ratio, in nats.
@@ -80,7 +80,7 @@ def luspo(
     old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
     advantages: Âₜ of each token, constant over a completion in GRPO.
     mask: True on the tokens that are learned from.
-    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+    sequence_ids: Sequence of each token within its row, 0 <= id < N; None: every row is one
       sequence.
     clip_low: ε_low, a distance from 1, of the ratio of a completion.
     clip_high: ε_high, a distance from 1, of the ratio of a completion.
@@ -122,8 +122,8 @@ def vespo(
       wᵢ = exp( Σₜ (log πθ - log π_old) ),   φᵢ = e^λ wᵢᵏ e^(-λ wᵢ)
       ℓᵢₜ = -sg[φᵢ] Âᵢ log πθ(aₜ|sₜ)
 
-  φ is 1 at w = 1 and fades to 0 on both sides; (k, λ) depend on the sign of the
-  advantage. The gradient is -φᵢ Âᵢ ∇log πθ. To be reduced by the token mean.
+  φ is 1 at w = 1 and decays to 0 on both sides; (k, λ) depend on the sign of the
+  advantage. The gradient is -φᵢ Âᵢ ∇log πθ. Reduce it by the token mean.
 
   The w of the paper and of TRL is the ratio to the engine that sampled; here it is the
   ratio to `old_logprobs`, and a correction of the mismatch multiplies φ from outside.
@@ -133,7 +133,7 @@ def vespo(
     old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.
     advantages: Âₜ of each token, constant over a completion in GRPO.
     mask: True on the tokens that are learned from.
-    sequence_ids: which sequence of its row a token belongs to, 0 <= id < N; None: every row is one
+    sequence_ids: Sequence of each token within its row, 0 <= id < N; None: every row is one
       sequence.
     power_positive: k where the advantage is positive.
     decay_positive: λ where the advantage is positive.

@@ -1,4 +1,4 @@
-"""One attempt at a prompt while it is made: tokens, turns, rewards, failure."""
+"""One attempt at a prompt while it is under way: tokens, turns, rewards, failure."""
 
 import dataclasses
 import math
@@ -30,20 +30,29 @@ class _Piece:
 
 
 class Attempt:
-  """One attempt while it is made."""
+  """One attempt while it is under way."""
 
-  def __init__(self, prompt: Prompt, number: int, factory: EnvironmentFactory):
+  def __init__(self, prompt: Prompt, number: int, factory: EnvironmentFactory, *, step: int):
+    """Starts nothing.
+
+    Args:
+      prompt: Prompt that is attempted.
+      number: Number of the attempt in its group, from 0.
+      factory: Factory of its environment.
+      step: Step that the prompt is for.
+    """
     self.prompt = prompt
     self.number = number
+    self.step = step
     self.turn = 0
     self.is_done = False
     self.error: EnvironmentFailure | None = None
-    # What ends the next turn, beside the stop strings of the sampling options.
+    # What ends the next turn, besides the stop strings of the sampling options.
     self.stop_strings = (*prompt.stop_strings, *first_stops(factory))
     self._factory = factory
     self._timeout_s = factory.timeout_s if isinstance(factory, Timed) else None
     self._environment: IsolatedEnvironment | None = None
-    self._pieces: list[_Piece] = []  # sampled and written ones in turns, sampled first.
+    self._pieces: list[_Piece] = []  # alternately sampled and written, sampled first.
     self._results: list[StepResult] = []
     self._finish_reason = FinishReason.STOP
     self._metrics: dict[str, float] = {}
@@ -54,7 +63,7 @@ class Attempt:
 
   @property
   def token_ids(self) -> np.ndarray:
-    """All tokens so far, as they were sampled or written."""
+    """All tokens so far, prompt included, as they were sampled or written."""
     return np.concatenate([self.prompt.token_ids, *(p.token_ids for p in self._pieces)])
 
   def add_sampled(self, generation: Generation) -> None:
@@ -76,9 +85,9 @@ class Attempt:
     """Has the environment judge a turn; None if it failed, which ends the attempt.
 
     Args:
-      text: of the turn.
-      generation: its tokens.
-      timeout_s: of one call, unless the environment has a time-out of its own.
+      text: What the model wrote in this turn.
+      generation: The same as it was sampled.
+      timeout_s: Limit of one call, in seconds, unless the environment has one of its own.
     """
     timeout_s = timeout_s if self._timeout_s is None else self._timeout_s
     try:
@@ -106,7 +115,7 @@ class Attempt:
     self._finish_reason = reason or self._finish_reason
 
   def finish_at_turn_limit(self) -> None:
-    """Ends the attempt as one that the environment would have gone on with."""
+    """Ends the attempt at the turn limit, although the environment was not done."""
     self._metrics[TURN_LIMIT] = 1.0
     self.finish()
 
@@ -144,7 +153,7 @@ class Attempt:
     )
 
   def _turn_log(self, rewards: Sequence[float]) -> tuple[Turn, ...]:
-    """What every turn added; a turn that was not judged has no reward."""
+    """Returns what every turn added; the reward of a turn that was not judged is NaN."""
     sampled = [len(p.token_ids) for p in self._pieces if p.is_sampled]
     written = [len(p.token_ids) for p in self._pieces if not p.is_sampled]
     written += [0] * (len(sampled) - len(written))
@@ -156,10 +165,10 @@ class Attempt:
 
 
 def first_stops(factory: EnvironmentFactory) -> tuple[str, ...]:
-  """Returns the stop strings of the first turn that an environment asks for.
+  """Returns the stop strings that an environment asks for in the first turn.
 
   Raises:
-    ValueError: they are no list of texts.
+    ValueError: They are not a list of strings.
   """
   if not isinstance(factory, Stopping):
     return ()

@@ -1,50 +1,29 @@
 """Prompts × engine × environments → groups of scored attempts.
 
-Token in, token out: what the engine sampled is never decoded and encoded again. The
-tokens that an environment writes stand in the completion with `loss_mask` False.
+Token in, token out: what the engine sampled is never decoded and encoded again. The tokens that
+an environment writes are part of the completion, with `loss_mask` False.
 """
 
 import asyncio
-import concurrent.futures
+import contextlib
 import dataclasses
-import hashlib
-import json
-import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
-
-import numpy as np
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from grpo_jax import checked, metrics
 from grpo_jax.data.tokenizer import Tokenizer
-from grpo_jax.engines.base import (
-  Generation,
-  GenerationRequest,
-  OnProgress,
-  SamplingParams,
-)
+from grpo_jax.engines.base import Generation, OnProgress, SamplingParams
 from grpo_jax.environments.base import EnvironmentFactory, StepResult
 from grpo_jax.environments.isolation import EnvironmentFailure
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.interrupts import Stopped
 from grpo_jax.registry import nearest
 from grpo_jax.rollouts.attempt import Attempt
+from grpo_jax.rollouts.loop_thread import LoopThread, closed_after
+from grpo_jax.rollouts.turns import Generator, Turns
 from grpo_jax.types import FinishReason, Prompt, RolloutGroup
 
-_LOOK_S = 0.1  # between two looks at whether the run is to stop.
-_CANCELS, _CANCEL_S = 3, 0.5  # how often work that was cancelled is cancelled again.
-
-
-@runtime_checkable
-class Generator(Protocol):
-  """What rollouts need of an engine."""
-
-  def generate(
-    self, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None
-  ) -> AsyncIterator[Generation]:
-    """Yields one generation for each request, in any order; see `engines.base.Engine`."""
-    ...
+Schedule = Literal["rounds", "free"]
 
 
 class TooManyFailures(ExpectedFailure, RuntimeError):
@@ -74,153 +53,161 @@ class Limits:
     checked.require(LIMIT_KINDS, checked.fields_of(self), of="rollout")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepPrompt:
+  """A prompt and the step that it is for, whenever it is sampled: the seeds depend on both."""
+
+  prompt: Prompt
+  step: int
+
+
+class Finished(NamedTuple):
+  """A group whose attempts are all scored."""
+
+  ordinal: int  # place of its prompt among the prompts that were given, from 0.
+  group: RolloutGroup  # its attempts are in the order of their numbers.
+
+
+def groups(
+  engine: Generator,
+  environments: Mapping[str, EnvironmentFactory],
+  prompts: Sequence[StepPrompt],
+  tokenizer: Tokenizer,
+  *,
+  group_size: int,
+  sampling: SamplingParams,
+  seed: int,
+  limits: Limits | None = None,
+  schedule: Schedule = "rounds",
+  on_progress: OnProgress | None = None,
+) -> AsyncGenerator[Finished, None]:
+  """Attempts every prompt `group_size` times and yields each group when its last attempt is scored.
+
+      async with contextlib.aclosing(groups(...)) as finished:
+        async for ordinal, group in finished:
+          ...
+
+  The first turns of all attempts go to the engine in one call; attempts are scored while others
+  are still sampled, and all of that continues while the caller uses a group. Which group comes
+  first may depend on timing; what is in it does not, because the seed of a request depends on
+  (seed, step of the prompt, prompt id, attempt, turn) only.
+
+  What ends it early:
+    An error of the engine is raised after the groups that were finished before it.
+    Closing the iterator, or cancelling its reader, cancels the requests at the engine and the
+      calls of environments, closes the environments, and returns when no task is left. A second
+      cancellation does not wait for environments to close.
+
+  A failure of an environment ends nothing: its attempt has the reward NaN. An environment that
+  hangs fails after `limits.environment_timeout_s`, and its thread is left behind. Too many such
+  failures are an error after the last group, so that the message counts them all.
+
+  Args:
+    engine: Engine that samples the completions.
+    environments: Factories by name; each prompt names its own.
+    prompts: Prompts of different ids, each with the step that it is for.
+    tokenizer: Tokenizer that decodes for the environments and encodes what they write.
+    group_size: Number of attempts at each prompt, at least 1.
+    sampling: Sampling options of each turn; `max_tokens` bounds a turn.
+    seed: Random seed of the run.
+    limits: Bounds; `Limits()` if None.
+    schedule: How later turns are sent to the engine. "rounds": all of a turn together, so that
+      an engine whose numerics depend on the batch repeats itself exactly; "free": each at once.
+    on_progress: Function that the engine calls: (completions done, completions requested, tokens
+      sampled), all of one turn.
+
+  Yields:
+    Finished groups, in the order in which they finish.
+
+  Raises:
+    TooManyFailures: More than `limits.max_error_share` of the attempts failed, not counting
+      those at prompts of weight 0.
+    ValueError: At once: a prompt names an unknown environment, or ids are repeated.
+  """
+  if group_size < 1:
+    raise ValueError(f"group_size must be at least 1, got {group_size}")
+  _check_unique([each.prompt for each in prompts])
+  limits = limits or Limits()
+  factories = {p.environment: _factory(environments, p) for p in (each.prompt for each in prompts)}
+  attempts = [
+    [
+      Attempt(each.prompt, number, factories[each.prompt.environment], step=each.step)
+      for number in range(group_size)
+    ]
+    for each in prompts
+  ]
+  turns = Turns(engine, tokenizer, sampling, seed, limits.max_tokens, on_progress)
+  return _Collector(turns, limits, attempts).groups(schedule)
+
+
 async def collect(
   engine: Generator,
   environments: Mapping[str, EnvironmentFactory],
   prompts: Sequence[Prompt],
   tokenizer: Tokenizer,
   *,
-  group_size: int,
-  sampling: SamplingParams,
-  seed: int,
   step: int,
-  limits: Limits | None = None,
-  schedule: Literal["rounds", "free"] = "rounds",
-  on_progress: OnProgress | None = None,
+  **options: Any,
 ) -> list[RolloutGroup]:
-  """Attempts every prompt `group_size` times and scores the attempts.
-
-  The first turns of all attempts go to the engine in one call; attempts are scored while
-  others are still sampled. The result does not depend on which of them ends first.
+  """Returns all groups of one step, in the order of the prompts.
 
   Args:
-    engine: samples the completions.
-    environments: factories by name; a prompt names its own.
-    prompts: of different ids.
-    tokenizer: decodes for the environments, and encodes what they write.
-    group_size: attempts at each prompt, at least 1.
-    sampling: of each turn; `max_tokens` bounds a turn.
-    seed: of the run.
-    step: of the run; the same (seed, step, prompt id, attempt, turn) samples the same.
-    limits: bounds; `Limits()` if None.
-    schedule: how later turns are sent to the engine. "rounds": all of a turn together,
-      so that an engine whose numerics depend on the batch repeats itself exactly;
-      "free": each at once.
-    on_progress: goes to the engine: (completions done, asked for, tokens sampled).
-
-  Returns:
-    The groups, in the order of the prompts; a group's attempts in the order of their
-    numbers. An attempt that could not be scored has reward NaN and a metric "error/KIND".
+    engine: See `groups`, as for all arguments but `step`.
+    environments: See `groups`.
+    prompts: Prompts of different ids.
+    tokenizer: See `groups`.
+    step: Step that the prompts are for.
+    **options: See `groups`: group_size, sampling, seed, limits, schedule, on_progress.
 
   Raises:
-    TooManyFailures: more than `limits.max_error_share` of the attempts failed, not
-      counting those at prompts of weight 0.
-    ValueError: a prompt names an unknown environment, or ids are repeated.
+    TooManyFailures, ValueError: See `groups`.
   """
-  if group_size < 1:
-    raise ValueError(f"group_size must be at least 1, got {group_size}")
-  _check_unique(prompts)
-  limits = limits or Limits()
-  factories = {p.environment: _factory(environments, p) for p in prompts}
-  attempts = [
-    Attempt(prompt, number, factories[prompt.environment])
-    for prompt in prompts
-    for number in range(group_size)
-  ]
-  sampler = _Sampler(engine, tokenizer, sampling, seed, step, limits.max_tokens, on_progress)
-  collector = _Collector(sampler, limits, attempts)
-  try:
-    await (collector.in_rounds() if schedule == "rounds" else collector.freely())
-  finally:
-    await asyncio.gather(*(a.close() for a in attempts))
-  _check_failures(attempts, limits.max_error_share)
-  rollouts = [a.rollout(tokenizer) for a in attempts]
-  return [
-    RolloutGroup(prompt, tuple(rollouts[i * group_size : (i + 1) * group_size]))
-    for i, prompt in enumerate(prompts)
-  ]
+  of_step = for_step(prompts, step)
+  async with contextlib.aclosing(
+    groups(engine, environments, of_step, tokenizer, **options)
+  ) as finished:
+    return in_order([each async for each in finished])
 
 
-def collect_sync(*args: Any, stop: Any = False, **kwargs: Any) -> list[RolloutGroup]:
-  """Calls `collect` from ordinary code, also in a notebook where a loop already runs.
+def collect_sync(
+  *args: Any, stop: Any = False, loop: LoopThread | None = None, **options: Any
+) -> list[RolloutGroup]:
+  """Calls `collect` from ordinary code, also in a notebook where an event loop already runs.
+
+  Args:
+    *args: As for `collect`.
+    stop: Becomes true when the groups are no longer wanted; see `interrupts.Flag`.
+    loop: Event loop of the run; None: one for this call.
+    **options: As for `collect`.
 
   Raises:
     interrupts.Stopped: `stop` has become true.
   """
-  return run_sync(collect(*args, **kwargs), stop=stop)
+  with contextlib.ExitStack() as stack:
+    loop = loop or stack.enter_context(LoopThread())
+    return loop.run(collect(*args, **options), stop=stop)
 
 
-def run_sync(coroutine: Coroutine[Any, Any, Any], *, stop: Any = False) -> Any:
-  """Runs a coroutine to its end in a loop and a thread of its own; returns its result.
-
-  Ctrl-C in the calling thread cancels it, and so does `stop`. What then does not end within
-  seconds is left behind, in daemon threads.
-
-  Args:
-    coroutine: to be run.
-    stop: becomes true when the result is no longer wanted; see `interrupts.Flag`.
-
-  Raises:
-    interrupts.Stopped: `stop` has become true.
-  """
-  loop = asyncio.new_event_loop()
-  result: concurrent.futures.Future[Any] = concurrent.futures.Future()
-  task: list[asyncio.Task[Any]] = []
-
-  async def body() -> Any:
-    task.append(asyncio.ensure_future(coroutine))
-    return await task[0]
-
-  def work() -> None:
-    try:
-      result.set_result(loop.run_until_complete(body()))
-    except BaseException as error:
-      result.set_exception(error)
-    finally:
-      loop.run_until_complete(loop.shutdown_asyncgens())
-      loop.close()
-
-  thread = threading.Thread(target=work, name="rollout", daemon=True)
-  thread.start()
-  try:
-    return _awaited(result, stop)
-  except (KeyboardInterrupt, Stopped):
-    for _ in range(_CANCELS):  # the first cancels the work, the next what closes it.
-      if thread.is_alive() and task:
-        loop.call_soon_threadsafe(task[0].cancel)
-      thread.join(_CANCEL_S)
-    raise
+def for_step(prompts: Sequence[Prompt], step: int) -> list[StepPrompt]:
+  """Returns the prompts, each with the step that they are for."""
+  return [StepPrompt(prompt, step) for prompt in prompts]
 
 
-def _awaited(result: concurrent.futures.Future[Any], stop: Any) -> Any:
-  """Returns the result once it is there; raises Stopped as soon as nobody wants it."""
-  while True:
-    try:
-      return result.result(timeout=_LOOK_S)
-    except TimeoutError:
-      if result.done():  # just now, or the coroutine itself raised a TimeoutError.
-        return result.result()
-    if stop:
-      raise Stopped
+def in_order(finished: Iterable[Finished]) -> list[RolloutGroup]:
+  """Returns the groups in the order of their prompts."""
+  return [each.group for each in sorted(finished, key=lambda each: each.ordinal)]
 
 
 def counting(advance: Callable[[int], None]) -> OnProgress:
-  """Turns "so many are done" into "so many more are done"."""
+  """Returns a progress function that calls `advance` with how many more are done."""
   seen = 0
 
-  def tell(done: int, total: int, tokens: int) -> None:
+  def report(done: int, total: int, tokens: int) -> None:
     nonlocal seen
     advance(max(done - seen, 0))
     seen = done
 
-  return tell
-
-
-def request_seed(seed: int, step: int, prompt_id: str, attempt: int, turn: int = 0) -> int:
-  """Returns the seed of one request, in [0, 2⁶³): the same in every process."""
-  key = json.dumps([seed, step, prompt_id, attempt, turn]).encode()
-  digest = hashlib.blake2b(key, digest_size=8).digest()
-  return int.from_bytes(digest, "little") >> 1
+  return report
 
 
 def error_counts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -229,104 +216,84 @@ def error_counts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
   return {f"rollout/errors/{kind}": float(count) for kind, count in kinds.items()}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Sampler:
-  """An engine with all that a request is made of."""
-
-  engine: Generator
-  tokenizer: Tokenizer
-  sampling: SamplingParams
-  seed: int
-  step: int
-  max_tokens: int | None
-  on_progress: OnProgress | None
-
-  def generate(self, attempts: Sequence[Attempt]) -> AsyncIterator[Generation]:
-    """Samples the next turn of several attempts, in one call of the engine."""
-    requests = [self.request(a) for a in attempts]
-    return self.engine.generate(requests, on_progress=self.on_progress)
-
-  def room(self, attempt: Attempt, more: int = 0) -> int:
-    """Tokens that the next turn may have, after `more` others."""
-    if self.max_tokens is None:
-      return self.sampling.max_tokens
-    return min(self.sampling.max_tokens, self.max_tokens - len(attempt.token_ids) - more)
-
-  def request(self, attempt: Attempt) -> GenerationRequest:
-    """The request of an attempt's next turn."""
-    where = (attempt.prompt.prompt_id, attempt.number, attempt.turn)
-    return GenerationRequest(
-      request_id=attempt.request_id,
-      prompt_ids=attempt.token_ids,
-      sampling=dataclasses.replace(
-        self.sampling,
-        max_tokens=self.room(attempt),
-        stop_strings=tuple(dict.fromkeys((*self.sampling.stop_strings, *attempt.stop_strings))),
-      ),
-      seed=request_seed(self.seed, self.step, *where),
-      group=attempt.prompt.prompt_id,
-    )
-
-  def observation_ids(
-    self, attempt: Attempt, result: StepResult, generation: Generation
-  ) -> np.ndarray:
-    """The tokens of what the environment wrote; of more than there is room for, a part.
-
-    Raises:
-      EnvironmentFailure: it cannot be encoded, or the chat template refuses it.
-    """
-    try:
-      text = result.observation
-      if self.max_tokens is not None:
-        left = max(self.max_tokens - len(attempt.token_ids), 0)
-        text = text[: self.tokenizer.longest_text(left + 1) + 1]
-      if result.observation_role is None:
-        return self.tokenizer.encode(text)
-      message = {"role": result.observation_role, "content": text}
-      last = int(generation.token_ids[-1]) if len(generation.token_ids) else None
-      return self.tokenizer.turn_ids(message, after=last)
-    except Exception as error:  # any text meets the user's template and tokenizer here.
-      raise EnvironmentFailure("observation", f"{type(error).__name__}: {error}") from error
-
-
 class _Collector:
-  """Takes attempts through their turns."""
+  """Takes attempts through their turns and yields each group when it is finished."""
 
-  def __init__(
-    self,
-    sampler: _Sampler,
-    limits: Limits,
-    attempts: Sequence[Attempt],
-  ):
-    self._sampler = sampler
+  def __init__(self, turns: Turns, limits: Limits, attempts: Sequence[Sequence[Attempt]]):
+    """Starts nothing.
+
+    Args:
+      turns: Samples turns.
+      limits: Bounds of an attempt.
+      attempts: Attempts of each prompt, in the order of their numbers.
+    """
+    self._turns = turns
     self._limits = limits
     self._attempts = attempts
-    self._judges = asyncio.Semaphore(limits.environment_concurrency)
+    self._ordinals = {of[0].prompt.prompt_id: ordinal for ordinal, of in enumerate(attempts)}
+    self._left = [len(of) for of in attempts]  # attempts of each prompt that are not finished.
+    self._arrived: asyncio.Queue[Finished | None] = asyncio.Queue()  # None: no more will come.
+    self._environment_calls = asyncio.Semaphore(limits.environment_concurrency)
 
-  async def in_rounds(self) -> None:
+  async def groups(self, schedule: Schedule) -> AsyncGenerator[Finished, None]:
+    """Yields the groups as they finish; see the function `groups`."""
+    work = asyncio.create_task(self._work(schedule))
+    work.add_done_callback(lambda _: self._arrived.put_nowait(None))
+    try:
+      while (finished := await self._arrived.get()) is not None:
+        yield finished
+      await work  # raises its error, if there is one.
+    finally:
+      work.cancel()
+      await asyncio.gather(work, return_exceptions=True)
+    _check_failures(self._flat(), self._limits.max_error_share)
+
+  async def _work(self, schedule: Schedule) -> None:
+    """Takes all attempts to their ends, and closes the environments whatever happens."""
+    try:
+      self._fail_without_room()
+      await (self._in_rounds() if schedule == "rounds" else self._freely())
+    finally:
+      await asyncio.gather(*(attempt.close() for attempt in self._flat()))
+
+  async def _in_rounds(self) -> None:
     """Takes every turn of all attempts together."""
     while active := self._active():
       await self._turn(active, self._advance)
 
-  async def freely(self) -> None:
+  async def _freely(self) -> None:
     """Takes each attempt's next turn as soon as it can be taken."""
 
-    async def advance_and_go_on(attempt: Attempt, generation: Generation) -> None:
+    async def advance_to_end(attempt: Attempt, generation: Generation) -> None:
       await self._advance(attempt, generation)
       if not attempt.is_done:
-        await self._turn([attempt], advance_and_go_on)
+        await self._turn([attempt], advance_to_end)
 
     if active := self._active():
-      await self._turn(active, advance_and_go_on)
+      await self._turn(active, advance_to_end)
+
+  def _flat(self) -> list[Attempt]:
+    return [attempt for of_prompt in self._attempts for attempt in of_prompt]
 
   def _active(self) -> list[Attempt]:
-    """The attempts that go on; one whose prompt leaves no room for an answer fails."""
-    for attempt in self._attempts:
-      if not attempt.is_done and self._sampler.room(attempt) < 1:
+    return [attempt for attempt in self._flat() if not attempt.is_done]
+
+  def _fail_without_room(self) -> None:
+    """Fails the attempts whose prompt leaves no room for an answer."""
+    for attempt in self._flat():
+      if self._turns.room(attempt) < 1:
         tokens = len(attempt.prompt.token_ids)
         reason = f"a prompt of {tokens} tokens leaves no room in {self._limits.max_tokens}"
         attempt.fail(EnvironmentFailure("no_room", reason))
-    return [a for a in self._attempts if not a.is_done]
+        self._count(attempt)
+
+  def _count(self, attempt: Attempt) -> None:
+    """Counts a finished attempt; its group is finished with the last one."""
+    ordinal = self._ordinals[attempt.prompt.prompt_id]
+    self._left[ordinal] -= 1
+    if not self._left[ordinal]:
+      rollouts = [each.rollout(self._turns.tokenizer) for each in self._attempts[ordinal]]
+      self._arrived.put_nowait(Finished(ordinal, RolloutGroup(attempt.prompt, tuple(rollouts))))
 
   async def _turn(
     self,
@@ -336,12 +303,14 @@ class _Collector:
     """Samples one turn of several attempts, and advances each as its tokens arrive."""
     waiting = {a.request_id: a for a in attempts}
     tasks: list[asyncio.Task[None]] = []
+    generations = self._turns.sample(attempts)
     try:
-      async for generation in self._sampler.generate(attempts):
-        if generation.request_id not in waiting:
-          raise RuntimeError(f"the engine answered an unknown request {generation.request_id!r}")
-        attempt = waiting.pop(generation.request_id)
-        tasks.append(asyncio.create_task(advance(attempt, generation)))
+      async with closed_after(generations):
+        async for generation in generations:
+          if generation.request_id not in waiting:
+            raise RuntimeError(f"the engine answered an unknown request {generation.request_id!r}")
+          attempt = waiting.pop(generation.request_id)
+          tasks.append(asyncio.create_task(advance(attempt, generation)))
       if waiting:
         raise RuntimeError(f"the engine left {len(waiting)} requests unanswered: {[*waiting][:5]}")
       await asyncio.gather(*tasks)
@@ -356,14 +325,15 @@ class _Collector:
     if generation.finish_reason is FinishReason.ABORT:
       attempt.fail(EnvironmentFailure("abort", "the engine gave up on the request"))
     else:
-      text = self._sampler.tokenizer.decode(generation.token_ids, skip_special=True)
-      async with self._judges:
+      text = self._turns.tokenizer.decode(generation.token_ids, skip_special=True)
+      async with self._environment_calls:
         result = await attempt.judge(text, generation, self._limits.environment_timeout_s)
       if result is not None:
         self._continue(attempt, generation, result)
     if attempt.is_done:
-      async with self._judges:
+      async with self._environment_calls:
         await attempt.close()
+      self._count(attempt)
 
   def _continue(self, attempt: Attempt, generation: Generation, result: StepResult) -> None:
     """Decides whether there is a next turn, and appends the observation if there is."""
@@ -375,11 +345,11 @@ class _Collector:
       attempt.finish_at_turn_limit()
     else:
       try:
-        ids = self._sampler.observation_ids(attempt, result, generation)
+        ids = self._turns.observation_ids(attempt, result, generation)
       except EnvironmentFailure as error:
         attempt.fail(error)
         return
-      if self._sampler.room(attempt, more=len(ids)) < 1:
+      if self._turns.room(attempt, more=len(ids)) < 1:
         attempt.finish(FinishReason.LENGTH)
       else:
         attempt.add_observation(ids)

@@ -8,6 +8,7 @@ from grpo_jax.data import Tokenizer
 from grpo_jax.engines.base import Engine, OnProgress, SamplingParams
 from grpo_jax.environments.base import EnvironmentFactory
 from grpo_jax.rollouts import collecting as rollout
+from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.types import Prompt
 
 
@@ -22,34 +23,37 @@ def run(
   pass_k: Sequence[int],
   sampling: SamplingParams,
   seed: int,
+  loop: LoopThread,
   limits: rollout.Limits | None = None,
   on_progress: OnProgress | None = None,
   stop: Any = False,
 ) -> dict[str, float]:
-  """Samples `group_size` completions of every prompt and describes them.
+  """Samples `group_size` completions of every prompt and returns their metrics.
 
   The seeds of the requests do not depend on the step, so two evaluations differ
-  by their weights only.
+  only by their weights.
 
   Args:
-    engine: samples with the weights it holds.
-    environments: by name, as for training.
-    prompts: the held-out prompts.
-    tokenizer: of the model.
-    name: middle part of the metrics' names: eval/NAME/accuracy.
-    group_size: completions of a prompt.
-    pass_k: k of every pass@k; each at most `group_size`.
-    sampling: its own settings; greedy or not.
-    seed: of the requests.
-    limits: see `rollout.collect`.
-    on_progress: see `rollout.collect`.
-    stop: see `rollout.run_sync`.
+    engine: Engine; it samples with the weights that it holds.
+    environments: Factories by name, as for training.
+    prompts: Held-out prompts.
+    tokenizer: Tokenizer of the model.
+    name: Middle part of the metrics' names: eval/NAME/accuracy.
+    group_size: Number of completions of a prompt.
+    pass_k: Values of k for pass@k; each at most `group_size`.
+    sampling: Sampling options of the evaluation, greedy or not.
+    seed: Random seed of the run.
+    loop: Event loop of the run.
+    limits: See `collecting.groups`.
+    on_progress: See `collecting.groups`.
+    stop: Becomes true when the evaluation is no longer wanted; see `interrupts.Flag`.
 
   Returns:
     Metrics eval/NAME/*.
 
   Raises:
     interrupts.Stopped: `stop` has become true.
+    TooManyFailures: See `collecting.groups`.
   """
   groups = rollout.collect_sync(
     engine,
@@ -63,5 +67,6 @@ def run(
     limits=limits,
     on_progress=on_progress,
     stop=stop,
+    loop=loop,
   )
   return metrics.of_evaluation(groups, name=name, pass_k=pass_k)

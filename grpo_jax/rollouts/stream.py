@@ -1,17 +1,16 @@
 """Streams of groups: what the loop learns from, one step after the other.
 
-The online stream samples. With dynamic sampling it goes on until a step is full of groups
-that pass the filters; those that were not needed are the first ones of the next step.
+The online stream samples. With dynamic sampling it continues until a step is full of groups
+that pass the filters; groups that were not needed are the first ones of the next step.
 
-A stream gives rewards as they were scored. They are shaped by the loop, which does so for
-every stream alike.
+A stream returns rewards as they were scored. The loop shapes them, for every stream alike.
 """
 
 import collections
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -19,12 +18,16 @@ import numpy as np
 
 from grpo_jax import checked, metrics
 from grpo_jax.data.tokenizer import Tokenizer
-from grpo_jax.engines.base import SamplingParams
+from grpo_jax.engines.base import OnProgress, SamplingParams
 from grpo_jax.environments.base import EnvironmentFactory
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.groups import filters, group_json
 from grpo_jax.rollouts import collecting as rollout
+from grpo_jax.rollouts.loop_thread import LoopThread
+from grpo_jax.rollouts.turns import Generator
 from grpo_jax.types import Prompt, RolloutGroup
+
+_log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -32,39 +35,39 @@ class GroupStream(Protocol):
   """Where the groups of a step come from: sampled, or recorded."""
 
   def take(self, step: int) -> list[RolloutGroup]:
-    """Returns the groups of a step, with the rewards as scored; none when the data ended."""
+    """Returns the groups of a step with the rewards as scored; none when the data has ended."""
     ...
 
   def state(self) -> dict[str, Any]:
-    """Returns, as strict JSON, what a stream made anew needs to go on after the last `take`.
+    """Returns, as strict JSON, what a new stream needs to continue after the last `take`.
 
     Called before the first `take`, and after each step that was learned.
     """
     ...
 
   def metrics(self) -> dict[str, float]:
-    """Returns what there is to tell about the last `take`; names as in metric_table.py."""
+    """Returns the metrics of the last `take`; their names are in metrics/table.py."""
     ...
 
   def tell(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Tells the metrics of a step that was learned, without clocks; comes before `state`."""
+    """Takes note of the metrics of a step that was learned, without clocks; before `state`."""
     ...
 
 
 @runtime_checkable
 class PromptSource(Protocol):
-  """What the online stream needs of the data; see `data.prompts.PromptStream`."""
+  """The part of the data that the online stream uses; see `data.prompts.PromptStream`."""
 
   def take(self, n: int) -> list[Prompt]:
     """Takes the next n prompts; fewer, at last none, when the data ends."""
     ...
 
   def state(self) -> dict[str, Any]:
-    """Returns where it stands, as JSON."""
+    """Returns the position in the data, as JSON."""
     ...
 
   def metrics(self) -> dict[str, float]:
-    """Returns what there is to tell about the last `take`."""
+    """Returns the metrics of the last `take`."""
     ...
 
 
@@ -85,40 +88,57 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[..., None]]]
 class Sampler:
   """An engine and environments: attempts prompts, and scores the attempts."""
 
-  engine: rollout.Generator
+  engine: Generator
   environments: Mapping[str, EnvironmentFactory]
   tokenizer: Tokenizer
   group_size: int
   sampling: SamplingParams
-  seed: int
+  seed: int  # of the run.
   limits: rollout.Limits
   progress: Progress
+  loop: LoopThread  # of the run.
   stop: Any = False  # becomes true when the run is asked to end; see `interrupts.Flag`.
 
   def __call__(self, prompts: Sequence[Prompt], step: int) -> list[RolloutGroup]:
-    """Returns one group a prompt, in order; see `rollout.collect`.
+    """Returns one group for each prompt, in their order.
+
+    Args:
+      prompts: Prompts of different ids.
+      step: Step that they are for.
 
     Raises:
-      interrupts.Stopped: the run is asked to end.
+      interrupts.Stopped: The run is asked to end.
+      TooManyFailures: See `collecting.groups`.
     """
     total = len(prompts) * self.group_size
     with self.progress(f"step {step}: sampling", total) as advance:
-      return rollout.collect_sync(
-        self.engine,
-        self.environments,
-        prompts,
-        self.tokenizer,
-        group_size=self.group_size,
-        sampling=self.sampling,
-        seed=self.seed,
-        step=step,
-        limits=self.limits,
-        on_progress=rollout.counting(advance),
-        stop=self.stop,
-      )
+      report = rollout.counting(advance)
+      return rollout.in_order(self.finished(rollout.for_step(prompts, step), on_progress=report))
+
+  def finished(
+    self, prompts: Sequence[rollout.StepPrompt], *, on_progress: OnProgress | None = None
+  ) -> Iterator[rollout.Finished]:
+    """Yields each group when its last attempt is scored; see `collecting.groups`.
+
+    Sampling begins when the first group is asked for. Close the iterator (`contextlib.closing`)
+    if it is not read to its end.
+    """
+    found = rollout.groups(
+      self.engine,
+      self.environments,
+      prompts,
+      self.tokenizer,
+      group_size=self.group_size,
+      sampling=self.sampling,
+      seed=self.seed,
+      limits=self.limits,
+      on_progress=on_progress,
+    )
+    return self.loop.iterate(found, stop=self.stop)
 
 
-Sample = Callable[[Sequence[Prompt], int], list[RolloutGroup]]  # such as a `Sampler`.
+# (prompts, the step that they are for) -> their groups, in order; such as a `Sampler`.
+Sample = Callable[[Sequence[Prompt], int], list[RolloutGroup]]
 Filter = Callable[[Sequence[RolloutGroup]], filters.Filtered]
 
 
@@ -139,7 +159,7 @@ class DynamicSampling:
 
   max_rounds: int = 10  # of drawing and sampling prompts, a step.
   prompts_per_round: int | None = None  # None: as many as a step has.
-  # When the bound is reached: "raise", or "train": learn from those found, with a warning.
+  # At the bound: "raise" an error, or "train" on the groups that were found, with a warning.
   on_limit: Literal["raise", "train"] = "raise"
 
   def __post_init__(self):
@@ -159,15 +179,16 @@ class OnlineStream:
     keep: Filter = filters.apply,
     surplus: Sequence[Mapping[str, Any]] = (),
   ):
-    """Places the stream where its parts stand.
+    """Continues where its parts are.
 
     Args:
-      prompts: in training order.
-      sample: attempts prompts and scores the attempts.
-      prompts_per_step: groups of a step; fewer when the data ends.
-      dynamic: None: one round a step, whatever its groups are worth.
-      keep: with `dynamic`: which groups count. Must look at each group by itself.
-      surplus: of `state()`, when a run goes on.
+      prompts: Prompts in training order.
+      sample: Function that attempts prompts and scores the attempts.
+      prompts_per_step: Number of groups of a step; fewer when the data ends.
+      dynamic: Options of dynamic sampling; None: one round a step, whichever groups it yields.
+      keep: With `dynamic`, a filter that says which groups count. It must judge each group
+        independently of the others.
+      surplus: Surplus of `state()`, when a run continues.
     """
     self._prompts = prompts
     self._sample = sample
@@ -180,14 +201,17 @@ class OnlineStream:
   def take(self, step: int) -> list[RolloutGroup]:
     """Returns the groups of a step; none when the data ended.
 
-    With dynamic sampling these are the surplus of earlier steps, oldest first, and what is
-    drawn now. A step that cannot be filled, since the data ended or at the bound if that
-    may be, is filled up with groups that do not count, so that they are seen; the loop's
-    filters leave them out.
+    With dynamic sampling these are the surplus of earlier steps, oldest first, and then the
+    groups that are drawn now. If a step cannot be filled, because the data has ended or because
+    the bound is reached and `on_limit` is "train", groups that do not count fill it up. They are
+    reported, and the loop's filters leave them out.
+
+    Args:
+      step: Step that the groups are for.
 
     Raises:
-      TooFewGroups: the bound of dynamic sampling was reached, and `on_limit` is "raise".
-      rollout.TooManyFailures: see `rollout.collect`.
+      TooFewGroups: The bound of dynamic sampling was reached, and `on_limit` is "raise".
+      TooManyFailures: See `collecting.groups`.
     """
     self._metrics = {}
     if self._dynamic is None:
@@ -195,27 +219,27 @@ class OnlineStream:
     return self._fill(step, self._dynamic)
 
   def state(self) -> dict[str, Any]:
-    """Returns where the data stands, and the surplus."""
+    """Returns the position in the data, and the surplus."""
     return {
       "prompts": self._prompts.state(),
       "surplus": [group_json.encode(group) for group in self._surplus],
     }
 
   def metrics(self) -> dict[str, float]:
-    """Returns data/*, rollout/errors/* and dynamic_sampling/* of the last `take`, all rounds."""
+    """Returns data/*, rollout/errors/* and dynamic_sampling/* of all rounds of the last `take`."""
     return dict(self._metrics)
 
   def tell(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Hands the metrics on to prompts that listen."""
+    """Passes the metrics of a step to a source of prompts that listens."""
     if isinstance(self._prompts, Listening):
       self._prompts.tell(step, metrics)
 
   def _draw(self, count: int, step: int) -> list[RolloutGroup]:
-    """Attempts the next prompts; none are left if it returns none."""
+    """Attempts the next prompts; returns no groups if no prompts are left."""
     prompts = self._prompts.take(count)
     groups = self._sample(prompts, step) if prompts else []
-    told = {**self._prompts.metrics(), **rollout.error_counts(groups)}
-    self._metrics = metrics.of_rounds(self._metrics, told)
+    of_round = {**self._prompts.metrics(), **rollout.error_counts(groups)}
+    self._metrics = metrics.of_rounds(self._metrics, of_round)
     return groups
 
   def _fill(self, step: int, dynamic: DynamicSampling) -> list[RolloutGroup]:
@@ -237,7 +261,7 @@ class OnlineStream:
     is_short = len(found) < self._target
     at_limit = is_short and rounds == dynamic.max_rounds
     if at_limit:
-      self._tell_limit(dynamic, len(found), len(drawn), reasons)
+      self._report_limit(dynamic, len(found), len(drawn), reasons)
     self._metrics |= {
       "dynamic_sampling/rounds": float(rounds),
       "dynamic_sampling/prompts": float(len(drawn)),
@@ -256,7 +280,7 @@ class OnlineStream:
     filtered = self._keep(weighty)
     return list(filtered.kept), {**filtered.dropped, "zero_weight": len(groups) - len(weighty)}
 
-  def _tell_limit(
+  def _report_limit(
     self, dynamic: DynamicSampling, found: int, drawn: int, reasons: Mapping[str, int]
   ) -> None:
     """Raises TooFewGroups, or warns."""
@@ -271,7 +295,7 @@ class OnlineStream:
         "strict: raise dynamic_sampling.max_rounds, or set dynamic_sampling.on_limit='train' to "
         "learn from what was found"
       )
-    logging.warning("%s; the step learns from these", message)
+    _log.warning("%s; the step learns from these", message)
 
 
 def _reward_mean(groups: Sequence[RolloutGroup]) -> float:

@@ -18,6 +18,7 @@ writes; several processes must share the file system.
 import concurrent.futures
 import contextlib
 import json
+import logging
 import math
 import os
 import pathlib
@@ -31,11 +32,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from absl import logging
 
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.files import manifest
 from grpo_jax.run_folder import orbax_noise, stored_leaves
+
+_log = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step_(\d{8,})")
 
@@ -105,12 +107,10 @@ class Checkpoints:
     keep_best: int,
     best_metric: tuple[str, ...],
     mode: str,
-    tell: Callable[[str], None],
   ):
     self.directory = directory
     self._retention = {"keep_last": keep_last, "keep_best": keep_best, "mode": mode}
     self._best_metric = best_metric
-    self._tell = tell
     self._own: set[int] = set()  # steps saved or restored by this object.
     self._broken: set[int] = set()  # steps found unusable; set aside by the next save.
     self._pending: tuple[int, concurrent.futures.Future] | None = None
@@ -138,7 +138,7 @@ class Checkpoints:
     except CheckpointError as error:
       if kind is None:
         raise
-      self._tell(f"and the last save failed: {error}")  # what ended the block is what is raised.
+      _log.error("and the last save failed: %s", error)  # what ended the block is what is raised.
 
   def steps(self) -> list[int]:
     """Returns the complete steps present, in ascending order; whether intact is not checked."""
@@ -220,8 +220,8 @@ class Checkpoints:
     """Reads the newest checkpoint that can be used.
 
     Every byte is compared with the manifest first, then the parts of the checkpoint with each
-    other. A step that cannot be used is named, with the reason, through `tell`, and the one
-    before it is tried.
+    other. A warning names a step that cannot be used, with the reason, and the one before it
+    is tried.
 
     Args:
       like: a tree of the same structure: arrays, or `jax.ShapeDtypeStruct`s to hold only
@@ -248,9 +248,9 @@ class Checkpoints:
         continue
       for broken, reason in reasons.items():
         self._broken.add(broken)
-        self._tell(f"checkpoint {self._path(broken)} cannot be used: {reason}")
+        _log.warning("checkpoint %s cannot be used: %s", self._path(broken), reason)
       if reasons:
-        self._tell(f"continuing from {self._path(step)}")
+        _log.info("continuing from %s", self._path(step))
       self._own.add(step)
       return found
     if not reasons:
@@ -396,7 +396,7 @@ class Checkpoints:
       return
     for path in sorted(self.directory.glob("tmp_*")):
       if _STEP.fullmatch(path.name.removeprefix("tmp_")):
-        self._tell(f"removing {path}: a save that was not completed")
+        _log.info("removing %s: a save that was not completed", path)
       shutil.rmtree(path, ignore_errors=True)
 
 
@@ -407,7 +407,6 @@ def open(
   keep_best: int = 0,
   best_metric: str | Sequence[str] = (),
   mode: str = "max",
-  tell: Callable[[str], None] = logging.warning,
 ) -> Checkpoints:
   """Opens a folder of checkpoints; it is made by the first save.
 
@@ -418,7 +417,6 @@ def open(
     best_metric: name of the metric that ranks; of several names the first that was measured.
       Required if `keep_best` > 0.
     mode: "max" if a larger metric is better, "min" if a smaller one is.
-    tell: receives a line about every damaged or unfinished checkpoint.
 
   Raises:
     ValueError: an argument is out of range, or `keep_best` has no metric.
@@ -439,7 +437,6 @@ def open(
     keep_best=keep_best,
     best_metric=(best_metric,) if isinstance(best_metric, str) else tuple(best_metric),
     mode=mode,
-    tell=tell,
   )
 
 

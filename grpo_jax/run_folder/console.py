@@ -4,39 +4,23 @@ A line starts with the reward and leaves the loss out: in GRPO it is zero by con
 as old and live policy are one, whatever is learned.
 """
 
-import contextlib
 import math
-import re
 import shlex
-import textwrap
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
-from rich.progress import (
-  BarColumn,
-  MofNCompleteColumn,
-  Progress,
-  SpinnerColumn,
-  Task,
-  TextColumn,
-  TimeElapsedColumn,
-  TimeRemainingColumn,
-)
 from rich.text import Text
 
+from grpo_jax.run_folder import screen
+from grpo_jax.run_folder.screen import ALL_COLUMNS, NOTABLE, printable, seconds
 from grpo_jax.types import Prompt, Rollout, RolloutGroup
 
 HEADER_EVERY = 20  # lines between two headers.
-SPARSE_S = 60.0  # seconds between two lines of progress where there is no terminal.
 PROMPT_CHARACTERS = 600
 COMPLETION_CHARACTERS = 1200
 ERROR_CHARACTERS = 200
 DASH = "-"  # stands for what is not known.
-ALL_COLUMNS = 1000  # characters of a line that is never cut: of a log file.
-CONTINUED = " " * 11  # before the further lines of a message that is too long for the terminal.
 
 
 class Column(NamedTuple):
@@ -70,13 +54,6 @@ def share(value: float) -> str:
     return DASH
   percent = 100 * value
   return f"{percent:.0f}%" if percent == 0 or abs(percent) >= 9.95 else f"{percent:.1f}%"
-
-
-def seconds(value: float) -> str:
-  """Returns seconds with the digits that matter: 0.13, 12.4, 184."""
-  if not math.isfinite(value):
-    return DASH
-  return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def columns_within(width: int, total_steps: int | None) -> tuple[Column, ...]:
@@ -119,7 +96,7 @@ def step_line(
   for column in columns_within(width, total_steps):
     known = [values[name] for name in column.metrics if name in values]
     value = sum(known) if known else math.nan
-    style = "yellow" if math.isfinite(value) and column.alarm(value) else ""
+    style = NOTABLE if math.isfinite(value) and column.alarm(value) else ""
     line.append(f"{column.format(value):>{column.width}}", style=style)
   return line
 
@@ -214,28 +191,6 @@ def closing_lines(folder: str) -> list[str]:
   ]
 
 
-def fold(line: str, width: int) -> list[str]:
-  """Splits a line between words, so that a terminal does not split it within a number.
-
-  Args:
-    line: without line breaks; blanks within it are kept.
-    width: characters of a line; a longer word gets its own line and is not split.
-  """
-  if len(line) <= width:
-    return [line]
-  continued = f"{'':>8} │ " if line[8:11] == " │ " else CONTINUED
-  found = textwrap.wrap(
-    line,
-    max(width, 2 * len(continued)),
-    subsequent_indent=continued,
-    expand_tabs=False,
-    replace_whitespace=False,
-    break_long_words=False,
-    break_on_hyphens=False,
-  )
-  return found or [line]
-
-
 def sampled_from(versions: Sequence[int]) -> str:
   """Says which weights tokens were sampled from; weights of version n were updated n times."""
   if not versions:
@@ -256,146 +211,32 @@ def shorten(text: str, limit: int) -> str:
   return text if left <= 0 else f"{text[:limit]} … [{left} more characters]"
 
 
-def printable(text: str) -> str:
-  """Returns the text with control characters spelled out, as they may steer a terminal."""
-  return re.sub(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]",
-    lambda found: found.group().encode("unicode_escape").decode(),
-    text,
-  )
+class Screen(screen.Screen):
+  """A screen that also prints the lines of steps, and samples."""
 
-
-class Screen:
-  """Prints lines, and a bar of progress below them where there is a terminal."""
-
-  def __init__(
-    self,
-    console: Console | None = None,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    note: Callable[[], str] = lambda: "",
-  ):
-    """Makes a screen.
-
-    Args:
-      console: None prints to standard output.
-      clock: seconds, monotonic.
-      note: what the program is doing now, shown beside the bar; "" if there is nothing to say.
-    """
-    self._console = console or Console(highlight=False)
-    self._clock = clock
-    self._note = note
+  def __init__(self, *arguments: Any, **options: Any):
+    """Makes a screen; arguments as of `screen.Screen`."""
+    super().__init__(*arguments, **options)
     self._lines_since_header = HEADER_EVERY
     self._header = ""
-    self._progress: Progress | None = None
 
   def step(self, step: int, total_steps: int | None, values: Mapping[str, float]) -> None:
     """Prints the line of a step, below a header every 20 lines and at every new width."""
-    titles = header(self._width, total_steps)
+    titles = header(self.width, total_steps)
     if self._lines_since_header >= HEADER_EVERY or titles != self._header:
-      self.print(Text(titles, style="bold cyan"))
+      self.print(Text(titles, style="bold"))
       self._lines_since_header = 0
       self._header = titles
     self._lines_since_header += 1
-    self.print(step_line(step, total_steps, values, self._width))
+    self.print(step_line(step, total_steps, values, self.width))
 
   def sample(
     self, step: int, group: RolloutGroup, advantages: Sequence[float] | np.ndarray
   ) -> None:
     """Prints a group's best and worst completion; the next step gets a header."""
-    for line in sample_lines(step, group, advantages, min(106, self._width)):
+    for line in sample_lines(step, group, advantages, min(106, self.width)):
       self.print(line)
     self._lines_since_header = HEADER_EVERY
-
-  @property
-  def _width(self) -> int:
-    """Characters of a line of the terminal; a log file has room for all columns."""
-    return self._console.width if self._console.is_terminal else ALL_COLUMNS
-
-  def print(self, line: str | Text) -> None:
-    """Prints one line: nothing in it is taken for markup or cut; a terminal gets it in several
-    if it is too long for one."""
-    if isinstance(line, str):
-      for part in line.split("\n"):
-        for each in fold(part, self._width):
-          self._put(Text(each))
-    else:
-      self._put(line)
-
-  def _put(self, text: Text) -> None:
-    encoding = self._console.encoding
-    spelled = text.plain.encode(encoding, "replace").decode(encoding)
-    self._console.print(text if spelled == text.plain else Text(spelled), soft_wrap=True)
-
-  @contextlib.contextmanager
-  def progress(self, description: str, total: int | None = None) -> Iterator[Callable[..., None]]:
-    """Shows how far a long phase has come; gives a function `advance(count=1)`.
-
-    On a terminal it is a bar that vanishes at the end; elsewhere a line a minute.
-
-    Args:
-      description: of the phase: "sampling".
-      total: how many things there are to do; None if unknown.
-    """
-    if not self._console.is_terminal or self._console.is_dumb_terminal:
-      yield self._sparse(description, total)
-      return
-    bar = self._progress
-    if bar is None:
-      bar = self._progress = Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description:<12}"),
-        BarColumn(bar_width=20),
-        _Done(),
-        TimeElapsedColumn(),
-        _Left(self._note),
-        console=self._console,
-        transient=True,
-      )
-      bar.start()
-    task = bar.add_task(printable(description), total=total)
-    try:
-      yield lambda count=1: bar.advance(task, count)
-    finally:
-      bar.remove_task(task)
-      if not bar.task_ids:
-        bar.stop()
-        self._progress = None
-
-  def _sparse(self, description: str, total: int | None) -> Callable[..., None]:
-    """The progress of a pipe or a log file: a line a minute."""
-    start = last = self._clock()
-    done = 0
-
-    def advance(count: int = 1) -> None:
-      nonlocal last, done
-      done += count
-      now = self._clock()
-      if now - last >= SPARSE_S:
-        last = now
-        self.print(f"{description}: {done}/{total or '?'} after {seconds(now - start)} s")
-
-    return advance
-
-
-class _Done(MofNCompleteColumn):
-  """How many of how many, where it is known of how many."""
-
-  def render(self, task: Task) -> Text:
-    return super().render(task) if task.total is not None else Text("")
-
-
-class _Left(TimeRemainingColumn):
-  """What the program is doing, or else the time that is left."""
-
-  def __init__(self, note: Callable[[], str]):
-    super().__init__()
-    self._note = note
-
-  def render(self, task: Task) -> Text:
-    if note := self._note():
-      return Text(note, style="yellow")
-    return Text("left ") + super().render(task) if task.total is not None else Text("")
 
 
 def _step_width(total_steps: int | None) -> int:

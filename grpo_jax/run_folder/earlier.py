@@ -1,11 +1,13 @@
 """What an earlier run left in a run folder, when there is no checkpoint to continue from."""
 
 import json
+import logging
 import os
 import pathlib
-from collections.abc import Callable
 
 from grpo_jax.files.disk import writing
+
+_log = logging.getLogger(__name__)
 
 # What a run that begins at step 0 would drop, replace or mix with its own.
 _WRITTEN = (
@@ -14,7 +16,7 @@ _WRITTEN = (
 )
 
 
-def set_aside(workdir: pathlib.Path, tell: Callable[[str], None]) -> pathlib.Path | None:
+def set_aside(workdir: pathlib.Path) -> pathlib.Path | None:
   """Moves what an earlier run has written to a folder earlier_N, if it has learned anything.
 
   For a run that begins at step 0: its checkpoints were deleted, or it was killed before the first.
@@ -38,9 +40,10 @@ def set_aside(workdir: pathlib.Path, tell: Callable[[str], None]) -> pathlib.Pat
       if (workdir / name).exists():
         os.replace(workdir / name, target / name)
   what = f"steps {min(steps)} to {max(steps)}" if steps else "an export"
-  tell(
-    f"{workdir} has {what} of an earlier run and no checkpoint to continue from: beginning at step"
-    f" 0; what was there is now in {target}"
+  _log.warning(
+    "%s has %s of an earlier run and no checkpoint to continue from: beginning at step 0; what was"
+    " there is now in %s",
+    *(workdir, what, target),
   )
   return target
 

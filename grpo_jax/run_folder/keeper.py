@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -11,18 +12,21 @@ from grpo_jax.interrupts import Stopped
 from grpo_jax.run_folder import checkpointing
 from grpo_jax.types import TrainState
 
+_log = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-  """Where a run stands between two steps: all that continuing needs."""
+  """Where a run begins, and where it is between two steps: all that continuing needs."""
 
   state: TrainState
-  position: Mapping[str, Any]  # of the stream; see `GroupStream.state`.
-  skipped: int  # updates in a row that changed nothing.
-  evaluated: Mapping[str, float]  # the evaluation of this state; empty if there is none.
+  position: Mapping[str, Any]  # of the stream; see `GroupStream.state`. Empty: at the beginning.
+  skipped: int = 0  # steps in a row that changed nothing.
+  evaluated: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of this state.
 
   @property
   def step(self) -> int:
+    """Steps done, which is the version of the weights."""
     return int(self.state.step)
 
 
@@ -66,7 +70,7 @@ class Keeper:
     if issubclass(kind, checkpointing.CheckpointError):
       return False  # saving is what failed.
     if kind is KeyboardInterrupt:
-      interrupts.say("interrupted: saving a checkpoint; once more ends at once, without one")
+      _log.info("interrupted: saving a checkpoint; a second Ctrl-C ends at once, without one")
     try:
       if self._standing is not None and (self._standing.step or issubclass(kind, Stopped)):
         self.save()
@@ -74,7 +78,7 @@ class Keeper:
     except checkpointing.CheckpointError as error:
       if issubclass(kind, Stopped):
         raise
-      interrupts.say(f"and no checkpoint could be written: {error}")
+      _log.error("and no checkpoint could be written: %s", error)
     except KeyboardInterrupt:
       self._checkpoints.abandon()
       raise
@@ -99,10 +103,11 @@ class Keeper:
     self._update.enter_context(self._lock)
     self._standing, self._is_updating = None, True
 
-  def hold(self, standing: Standing) -> None:
-    """Takes a new state for the newest; its step's line of metrics.jsonl is written."""
+  def hold(self, standing: Standing) -> Standing:
+    """Makes this the newest state, once its step's line of metrics.jsonl is written; returns it."""
     self._standing = standing
     self._end_update()
+    return standing
 
   def save(self) -> int | None:
     """Starts to save the newest state; returns its step, None if there is none."""
@@ -129,4 +134,4 @@ class Keeper:
     step = self.save()
     self._checkpoints.wait()
     if step is not None:
-      interrupts.say(f"the checkpoint of step {step} is complete")
+      _log.info("the checkpoint of step %d is complete", step)

@@ -7,6 +7,7 @@ when `write` returns: write the line of a step before its checkpoint. Of several
 the first writes.
 """
 
+import logging
 import math
 import re
 import warnings
@@ -15,10 +16,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import jax
 import numpy as np
 
 from grpo_jax import metrics as table
+from grpo_jax import processes
 from grpo_jax.files.disk import writing
 from grpo_jax.run_folder import console as consoles
 from grpo_jax.run_folder.rollout_log import (
@@ -33,6 +34,9 @@ from grpo_jax.types import RolloutGroup
 
 if TYPE_CHECKING:
   from grpo_jax.run_folder.event_files import EventFile
+
+
+_log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -55,7 +59,7 @@ class Logger(Protocol):
     ...
 
   def print(self, line: str) -> None:
-    """Tells one line to whoever watches."""
+    """Logs a notice."""
     ...
 
   def progress(
@@ -105,7 +109,7 @@ def make(
   for name, value in given.items():
     if value < 0:
       raise ValueError(f"{name} must be at least 0, got {value}")
-  if jax.process_index() != 0:
+  if not processes.is_main():
     return SilentLogger()
   workdir = Path(workdir)
   with writing(workdir):
@@ -192,7 +196,7 @@ class RunLogger:
     for row in lines.kept:
       self._remember_first(row)
     if lines.broken:
-      self.print(f"metrics.jsonl: lines {lines.broken} could not be read and were dropped")
+      _log.warning("metrics.jsonl: lines %s could not be read and were dropped", lines.broken)
 
   def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
     """Records the metrics of a step; several calls for one step make one line.
@@ -252,8 +256,8 @@ class RunLogger:
         self._screen.sample(step, groups[chosen], advantages[chosen])
 
   def print(self, line: str) -> None:
-    """Tells one line to whoever watches."""
-    self._screen.print(line)
+    """Logs a notice."""
+    _log.info(line)
 
   def progress(
     self, description: str, total: int | None = None

@@ -1,4 +1,4 @@
-"""Test code as it must be to be counted: one assertion after another. Pure."""
+"""Rewrites test code so that it can be counted: one assertion after another. Pure."""
 
 import ast
 import builtins
@@ -7,17 +7,17 @@ PASSED, FAILED, FAILURES = "__assert_passed__", "__assert_failed__", "__assert_f
 
 
 def counted(source: str) -> ast.Module:
-  """Returns test code in which every assertion reports itself and the next one follows.
+  """Returns test code in which every assertion reports its result and the next one still runs.
 
       try: assert a
       except __assert_failures__: __assert_failed__("a")
       else: __assert_passed__()
 
-  Assertions in the body of a `try` of the test's own stay as they are: it may rely on what
-  they raise.
+  Assertions in the body of a `try` of the test itself are left unchanged: the test may rely on
+  what they raise.
 
   Raises:
-    SyntaxError: it is no Python.
+    SyntaxError: The source is not Python.
   """
   return ast.fix_missing_locations(_Counted().visit(ast.parse(source)))
 
@@ -35,17 +35,17 @@ class _Counted(ast.NodeTransformer):
 
 
 def does_anything(tree: ast.Module) -> bool:
-  """Tells whether code calls something or asserts something."""
+  """Returns whether code calls something or asserts something."""
   return any(isinstance(node, (ast.Call, ast.Assert)) for node in ast.walk(tree))
 
 
 def number(tree: ast.Module) -> int:
-  """Returns how many assertions stand in code."""
+  """Returns the number of assertions in code."""
   return sum(isinstance(node, ast.Assert) for node in ast.walk(tree))
 
 
 def free_names(tree: ast.Module) -> set[str]:
-  """Returns the names that code reads, but for those of the language."""
+  """Returns the names that code reads, without built-in names."""
   read = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
   return read - set(dir(builtins)) - {PASSED, FAILED, FAILURES}
 
@@ -64,8 +64,8 @@ def bound_names(source: str) -> set[str]:
 def stubs(tree: ast.Module) -> set[str]:
   """Returns the names of functions and classes that are left to be written.
 
-  A function is, whose body is a docstring, `pass`, `...` or `raise NotImplementedError`; a
-  class is, if one of its methods is.
+  These are functions whose body is a docstring, `pass`, `...` or `raise NotImplementedError`, and
+  classes with such a method.
   """
   return {n.name for n in tree.body if isinstance(n, _DEFINITIONS) and _is_stub(n)}
 

@@ -1,6 +1,6 @@
 """The sandboxed process of a program: runs it, or answers calls of its functions.
 
-It knows the program and what it is called with, and nothing of what is expected.
+It knows the program and the arguments of its calls, but not the expected results.
 """
 
 import os
@@ -11,16 +11,16 @@ from typing import Any
 
 from grpo_jax.sandbox import wire
 
-# Exit codes by which the trainer names an end. A program may fake them: all mean "wrong".
+# Exit codes by which the trainer recognises how a program ended. Faking one still means "wrong".
 COMPILE_ERROR, OUT_OF_MEMORY, RAISED = 65, 66, 67
-MAX_SOURCE = 1 << 24  # bytes of a program.
-_MESSAGE = 500  # characters of an error that travel.
+MAX_SOURCE = 1 << 24  # size of a program, in bytes.
+_MESSAGE = 500  # characters of an error that are sent.
 
 
 def run_program() -> None:
   """Runs one program with the standard streams as they are; returns if it ends by itself.
 
-  The first message on standard input is the program; what follows it, the program reads.
+  The first message on standard input is the program; the program reads the rest.
   """
   source = wire.receive(0, MAX_SOURCE)
   sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
@@ -46,7 +46,7 @@ def serve_functions(max_bytes: int) -> None:
   """Runs a program, then calls its functions as the judge asks.
 
   Args:
-    max_bytes: longest message.
+    max_bytes: Length of the longest message.
   """
   requests, replies = os.dup(0), os.dup(1)
   for stream in (0, 1):
@@ -74,7 +74,7 @@ class _Functions:
     self._space: dict[str, Any] = {}
 
   def serve(self) -> None:
-    """Answers requests until the judge goes."""
+    """Answers requests until the judge disconnects."""
     while True:
       try:
         request = wire.receive(self._requests, self._max_bytes)
@@ -83,7 +83,7 @@ class _Functions:
       self._reply(self._answer(request))
 
   def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-    """Does what is asked, and reports what has changed in objects that the judge holds, too."""
+    """Handles a request, and reports changes in objects that the judge holds as well."""
     start = len(self._objects)
     try:
       for changes, forgotten in request.pop("news", ()):
@@ -91,18 +91,18 @@ class _Functions:
         self._codec.apply(changes)
         self._objects.forget(forgotten)
       reply = self._answers[request.pop("do")](**request)
-    except BaseException as error:  # a program may raise anything; it stays alive to be asked on.
+    except BaseException as error:  # a program may raise anything; it must answer later requests.
       reply = _described(error)
     return {**reply, **self._report(start)}
 
   def _report(self, start: int) -> dict[str, Any]:
-    """What the call has changed, and which of its objects, from a place on, are held here."""
+    """Returns what the call has changed, and which objects, from a place on, are still held."""
     size = len(self._objects)
     if not size:
       return {}
     try:
       report = {"changes": self._codec.changes(range(size))}
-    except BaseException as error:  # an argument now holds what cannot be sent.
+    except BaseException as error:  # an argument now contains something that cannot be sent.
       self._objects.cut(size)
       report = _described(error)
     size = len(self._objects)
@@ -125,9 +125,9 @@ class _Functions:
     """Runs the sources one after another in one module.
 
     Args:
-      sources: Texts of the program.
+      sources: Pieces of the program's code.
       taken: Names of the classes whose instances the tests may pass.
-      sent: Names of those whose instances they take as such.
+      sent: Names of the classes whose instances the tests accept.
     """
     try:
       codes = [compile(s, "<program>", "exec", dont_inherit=True) for s in sources]
@@ -162,7 +162,7 @@ class _Functions:
   def _method(
     self, target: int, name: str, args: list[Any], kwargs: dict[str, Any]
   ) -> dict[str, Any]:
-    """Calls a special method by the function of the language that stands for it."""
+    """Calls a special method through the built-in function or operator for it."""
     given, named = self._received(args, kwargs)
     return self._valued(_SPECIAL[name](self._kept[target], *given, **named))
 
@@ -174,7 +174,7 @@ class _Functions:
     return self._valued(value)
 
   def _received(self, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Values of the judge's; their objects are as the judge knows them."""
+    """Returns values from the judge; their objects become what the judge knows."""
     size = len(self._objects)
     given = [self._codec.decode(value) for value in args]
     named = {name: self._codec.decode(value) for name, value in kwargs.items()}
@@ -188,7 +188,7 @@ class _Functions:
     return self._numbers[id(value)]
 
   def _find(self, reference: Any) -> Any:
-    """One of our own objects, come back, or a function or an iterator of the judge's."""
+    """Returns one of our own objects that came back, or a function or iterator of the judge."""
     if isinstance(reference, int):
       return self._kept[reference]
     number = reference["callback"]
@@ -205,7 +205,7 @@ class _Functions:
       yield value
 
   def _call_back(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a function of the judge's, which sees its arguments as they are now."""
+    """Calls a function of the judge, which sees the present state of its arguments."""
     codec, size = self._codec, len(self._objects)
     codec.met = []
     try:
@@ -227,7 +227,7 @@ class _Functions:
 
 
 class _Classes(dict[str, type]):
-  """The program's classes by name; for one that it does not have, one with attributes alone."""
+  """The program's classes by name; a missing one is replaced by a class with only attributes."""
 
   def __missing__(self, name: str) -> type:
     self[name] = type(name, (), {})
@@ -260,16 +260,16 @@ def _module(name: str) -> types.ModuleType:
 
 
 def _described(error: BaseException) -> dict[str, Any]:
-  """An error as a message: the names of its classes and its text."""
+  """Returns an error as a message: the names of its classes and its text."""
   try:
     text = str(error)[:_MESSAGE]
-  except BaseException:  # its __str__ is the program's.
+  except BaseException:  # __str__ is code of the program.
     text = ""
   return {"error": [str(c.__name__) for c in type(error).__mro__], "message": text}
 
 
 def silence(stream: int) -> None:
-  """Points a standard stream to nowhere."""
+  """Redirects a standard stream to the null device."""
   nowhere = os.open(os.devnull, os.O_RDWR)
   os.dup2(nowhere, stream)
   os.close(nowhere)

@@ -1,6 +1,6 @@
-"""What a process does to itself before it runs a program: limits and walls.
+"""What a process does to itself before it runs a program: resource limits and access restrictions.
 
-Nothing of this can be undone from within. Called in the sandboxed process only.
+None of it can be undone from within. Called in the sandboxed process only.
 """
 
 import ctypes
@@ -17,29 +17,29 @@ _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _SECCOMP_MODE_FILTER = 2
 _SIGKILL = 9
 _MS_RDONLY, _MS_REMOUNT, _MS_BIND = 1, 32, 4096
-# Flags of a mount as statvfs shows them → as mount takes them: nosuid, nodev, noexec, noatime,
-# nodiratime, relatime. Those that are set must stay.
+# Mount flags as statvfs reports them → as mount expects them: nosuid, nodev, noexec, noatime,
+# nodiratime, relatime. Flags that are set must be kept.
 _MOUNT_FLAGS = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 
-# Landlock, the same numbers everywhere. Version 3 (Linux 6.2) is the first that knows truncation.
+# Landlock uses the same numbers on all architectures. Version 3 (Linux 6.2) adds truncation.
 # https://docs.kernel.org/userspace-api/landlock.html
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _ALL_RIGHTS = (1 << 15) - 1
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
-LANDLOCK_ABI = 3  # the least that is needed.
-_OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | (1 << 14)  # the others are of folders.
+LANDLOCK_ABI = 3  # smallest version that is needed.
+_OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | (1 << 14)  # the others apply to folders.
 
 
 def limit(*, memory_mib: int, cpu_s: int, file_mib: int, count_threads: bool) -> None:
-  """Sets the limits of resources, for good.
+  """Sets resource limits that cannot be raised again.
 
   Args:
-    memory_mib: of the address space.
-    cpu_s: of CPU time; the kernel kills at it.
-    file_mib: of one file.
-    count_threads: bound their number. The count is of the user in its user namespace: only
-      in a namespace of its own does it count nothing else.
+    memory_mib: Size of the address space, in MiB.
+    cpu_s: CPU time, in seconds; the kernel kills the process when it is used up.
+    file_mib: Size of one file, in MiB.
+    count_threads: Whether to limit the number of threads. The count is per user in a user
+      namespace, so it only makes sense in a separate namespace.
   """
   bounds = {
     resource.RLIMIT_AS: memory_mib * MIB,
@@ -59,35 +59,35 @@ def limit(*, memory_mib: int, cpu_s: int, file_mib: int, count_threads: bool) ->
 
 
 def die_with(parent: int) -> None:
-  """Has this process killed when its parent, of this id, dies."""
+  """Makes the kernel kill this process when its parent, of this id, dies."""
   _Libc().prctl("PDEATHSIG", _PR_SET_PDEATHSIG, _SIGKILL)
   if os.getppid() != parent:
-    os._exit(1)  # it died before.
+    os._exit(1)  # the parent is already dead.
 
 
 class Files(TypedDict):
-  """The files that Landlock leaves open."""
+  """The files that Landlock leaves accessible."""
 
-  readable: Sequence[str]  # files and folders that may be read, with all below them
-  hidden: Sequence[str]  # but for these folders, unless they are in `readable` themselves.
+  readable: Sequence[str]  # files and folders (with their content) that may be read,
+  hidden: Sequence[str]  # except for these folders, unless `readable` lists them.
   devices: Sequence[str]  # files that may also be written.
-  scratch: str  # the folder in which the folders of programs are made.
+  scratch: str  # folder that contains the folders of programs.
 
 
 def shut_server(*, seccomp: str, files: Files | None, devices: Sequence[str]) -> bool:
-  """Closes what the process that forks programs does not need, for itself and its children.
+  """Removes what the process that forks programs does not need, for itself and its children.
 
   Args:
     seccomp: Filter of system calls, see `syscalls`, in hexadecimal.
-    files: What Landlock leaves open; None: it is not used.
-    devices: Files that are mounted, and whose mounts are to be read-only: a device can still be
-      written, its mode and times cannot be changed.
+    files: Files that Landlock leaves accessible; None: Landlock is not used.
+    devices: Mounted device files, whose mounts are to be read-only: a device can still be
+      written, but its mode and times cannot be changed.
 
   Returns:
     Whether the devices are mounted read-only now.
 
   Raises:
-    OSError: The kernel refuses one of the others.
+    OSError: The kernel refuses one of the other restrictions.
   """
   libc = _Libc()
   is_read_only = all([_is_remounted(libc, device) for device in devices])
@@ -104,7 +104,7 @@ def shut_server(*, seccomp: str, files: Files | None, devices: Sequence[str]) ->
 
 
 def shut(*, seccomp: str, writable: Sequence[str] | None) -> None:
-  """Closes what a program does not need: root's powers, system calls, and writing of files.
+  """Removes what a program does not need: root's capabilities, system calls, write access.
 
   Args:
     seccomp: Filter of system calls, see `syscalls`, in hexadecimal.
@@ -122,7 +122,7 @@ def shut(*, seccomp: str, writable: Sequence[str] | None) -> None:
 
 
 def landlock_abi() -> int:
-  """Returns the version of the kernel's Landlock; 0: it has none."""
+  """Returns the Landlock version of the kernel; 0: none."""
   if sys.platform != "linux":
     return 0
   try:
@@ -132,7 +132,7 @@ def landlock_abi() -> int:
 
 
 def _around(top: str, hidden: Sequence[str]) -> Iterator[str]:
-  """Yields what covers a folder but for the hidden ones in it. Links are left out."""
+  """Yields paths that cover a folder except for the hidden ones in it. Links are left out."""
   if top in hidden:
     return
   if not any(path.startswith(f"{top}/") for path in hidden):
@@ -155,7 +155,7 @@ def _is_remounted(libc: "_Libc", path: str) -> bool:
 
 
 def _close_files(libc: "_Libc", closed: int, places: Sequence[tuple[str, int]]) -> None:
-  """Takes rights to all files away, but for some places, each with the rights that remain."""
+  """Removes all rights to files, except for some places, each with the rights that remain."""
   ruleset = libc.landlock(_CREATE_RULESET, closed.to_bytes(8, "little"), 8, 0)
   for path, rights in places:
     place = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -196,7 +196,7 @@ class _Libc:
     self._checked(result, f"mount({path})")
 
   def landlock(self, *arguments: Any) -> int:
-    """A system call of Landlock; whole numbers are passed as long ones."""
+    """Makes a Landlock system call; whole numbers are passed as longs."""
     as_long = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
     return self._checked(self._library.syscall(*as_long), "Landlock")
 

@@ -1,9 +1,9 @@
 """Computes the value of an expression without running it: a replacement for `eval`.
 
-Libraries that grade answers hand the text of a model to `eval`, some by way of SymPy's parsers.
-`guard` puts these functions there. They walk the syntax tree and know values, operators and
-mathematical functions; they know no attributes, no keyword arguments, no strings that name
-something else than a symbol, and nothing of Python's built-in functions that acts.
+Libraries that grade answers pass the text of a model to `eval`, some through SymPy's parsers.
+`guard` substitutes the functions of this module. They walk the syntax tree and know values,
+operators and mathematical functions. They know no attributes, no keyword arguments, no strings
+other than the names of symbols, and no built-in functions with side effects.
 """
 
 import ast
@@ -32,9 +32,9 @@ _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
   ast.USub: operator.neg,
   ast.Invert: operator.invert,
 }
-# Of SymPy: what its parser writes itself around the names and numbers of a text,
+# Names of SymPy that its parser itself writes around the names and numbers of a text,
 _OF_TEXT = ("Symbol", "Function", "Integer", "Float", "Rational")
-# and the functions that are not of its class of mathematical functions.
+# and functions that are not instances of its class of mathematical functions.
 _FUNCTIONS = ("sqrt", "cbrt", "root", "real_root", "Rational", "Mod")
 _BUILTINS = (abs, pow, round)
 
@@ -47,18 +47,18 @@ def value(source: str, *_: Any) -> Any:
   """Returns the value of literals and arithmetic; has the signature of `eval`.
 
   Raises:
-    ExpressionError: the text is anything else.
-    SyntaxError: it is not an expression.
+    ExpressionError: The text is anything else.
+    SyntaxError: It is not an expression.
   """
   return _walk(_tree(source), _no_name, _no_call, strings=True)
 
 
 def sympy_value(source: str, local_dict: Mapping[str, Any], global_dict: Mapping[str, Any]) -> Any:
-  """Returns the value of what SymPy's parser made of a text; has the signature of its `eval_expr`.
+  """Returns the value of what SymPy's parser generated from a text; signature of `eval_expr`.
 
   Raises:
-    ExpressionError: the text has more than numbers, symbols, operators and mathematical functions.
-    SyntaxError: it is not an expression.
+    ExpressionError: There is more than numbers, symbols, operators and mathematical functions.
+    SyntaxError: It is not an expression.
   """
   import sympy
 
@@ -88,10 +88,10 @@ def sympy_value(source: str, local_dict: Mapping[str, Any], global_dict: Mapping
 
 
 def guard(package: str) -> None:
-  """Replaces `eval` by these functions in SymPy's parser and in a package.
+  """Replaces `eval` by functions of this module in SymPy's parser and in a package.
 
   Args:
-    package: name of a package; of its modules those that are loaded are changed.
+    package: Name of a package; only its loaded modules are changed.
   """
   from sympy.parsing import sympy_parser
 
@@ -106,7 +106,7 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 
 def _tree(source: str) -> ast.expr:
-  if not isinstance(source, str):  # code that was compiled before.
+  if not isinstance(source, str):  # already compiled code.
     _refuse()
   return ast.parse(source.strip(), mode="eval").body
 
@@ -118,7 +118,7 @@ def _walk(
   *,
   strings: bool = False,
 ) -> Any:
-  """The value of a node; `name` and `call` give those of names and calls."""
+  """Returns the value of a node; `name` and `call` evaluate names and calls."""
 
   def each(nodes: list[ast.expr]) -> list[Any]:
     return [_walk(inner, name, call, strings=strings) for inner in nodes]
@@ -157,27 +157,27 @@ def _no_call(node: ast.Call) -> NoReturn:
 
 
 def _text_argument(node: ast.Call) -> str | None:
-  """The text in a call such as Symbol('x') or Float('0.5'); None if the call is of another kind.
+  """Returns the text in a call such as Symbol('x') or Float('0.5'); None for other calls.
 
   Raises:
-    ExpressionError: strings stand where they may not.
+    ExpressionError: There are strings where none are allowed.
   """
   texts = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
   if not texts:
     return None
   function = node.func.id if isinstance(node.func, ast.Name) else ""
   if function not in _OF_TEXT or len(node.args) != 1:
-    raise ExpressionError("a string stands where a number should")
+    raise ExpressionError("a string where a number is expected")
   if function in ("Symbol", "Function") and not texts[0].isidentifier():
     raise ExpressionError(f"{texts[0]!r:.50} is not a name")
   return texts[0]
 
 
 def _function(found: Any) -> Callable[..., Any]:
-  """Returns a function that may be called with values.
+  """Returns a function if it may be called with values.
 
   Raises:
-    ExpressionError: it is another one.
+    ExpressionError: It may not be called.
   """
   import sympy
 

@@ -1,7 +1,7 @@
 """The sandboxed process of a grader: calls one function on what a model wrote.
 
-The functions are loaded once, before any text of a model is there, and called in forks: nothing
-that a text does to its process is left for the next text.
+The functions are loaded once, before any text of a model arrives, and called in forks, so that
+whatever a text does to its process, nothing is left for the next text.
 """
 
 import importlib.util
@@ -17,16 +17,16 @@ from typing import Any
 from grpo_jax.sandbox import candidate, wire
 
 MAX_REPLY = 1 << 20
-_MESSAGE = 1000  # characters of an error that travel.
+_MESSAGE = 1000  # characters of an error that are sent.
 
 Functions = dict[str, Callable[..., Any]]
 
 
 def load(path: str) -> Functions:
-  """Returns the functions of a Python file, after its `prepare` was called, if it has one.
+  """Returns the functions of a Python file, after calling its `prepare`, if it has one.
 
   Raises:
-    Exception: whatever the file raises when it is loaded.
+    Exception: Anything that the file raises when it is loaded.
   """
   spec = importlib.util.spec_from_file_location("grader", path)
   if spec is None or spec.loader is None:
@@ -42,16 +42,16 @@ def load(path: str) -> Functions:
 def answer(functions: Functions) -> None:
   """Reads a request from standard input, and writes what the function returned.
 
-  The request comes from the trainer alone, and is pickled: (seconds, function, arguments). The
+  The request comes from the trainer only, and is pickled: (seconds, function, arguments). The
   reply is JSON, so that nothing that a model wrote is ever unpickled: {"value": …} or
-  {"error": text}.
+  {"error": message}.
   """
   seconds, name, arguments = pickle.loads(_read_all())
   channel = os.dup(1)
   for stream in (0, 1):  # libraries print.
     candidate.silence(stream)
   signal.signal(signal.SIGALRM, signal.SIG_DFL)
-  signal.setitimer(signal.ITIMER_REAL, seconds)  # ends the process, whatever it is in.
+  signal.setitimer(signal.ITIMER_REAL, seconds)  # ends the process, whatever it is doing.
   reply = _called(functions[name], arguments)
   signal.setitimer(signal.ITIMER_REAL, 0)
   wire.send(channel, reply, MAX_REPLY)

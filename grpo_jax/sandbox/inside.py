@@ -2,11 +2,12 @@
 
     python -c "…; inside.main()" SETTINGS
 
-It has a warm interpreter, and forks it for every program and every judge: a fork costs
-milliseconds, where a fresh sandbox and interpreter cost fifty. It never sees what they see: a
-child reads its program, or its tests, from pipes of its own. One child at a time, and none
-outlives its turn: it cannot start processes. Its folder is removed after it and another one made;
-the one that is a mount (bubblewrap) is emptied and must then be as new, or the sandbox ends.
+It keeps a warm interpreter, and forks it for every program and every judge: a fork costs
+milliseconds, a fresh sandbox and interpreter fifty. It never sees their content: a
+child reads its program, or its tests, from its own pipes. There is one child at a time. A child
+cannot outlive its turn, because it cannot start processes. Afterwards its folder is removed and
+recreated. A folder that is a mount (bubblewrap) is emptied instead; if it is not as before, the
+sandbox ends.
 
 Standard input is a socket. A request is one byte, the role, and file descriptors: standard input
 and output of the child, and for a judge the pipes to and from the program. The answer is the
@@ -29,10 +30,10 @@ from typing import Any
 
 from grpo_jax.sandbox import candidate, confine, grader, judge
 
-READY = b"+"  # the first byte that comes out of the socket.
+READY = b"+"  # the first byte that is sent over the socket.
 PROGRAM, FUNCTIONS, JUDGE, GRADER = b"p", b"f", b"j", b"g"
 _MOST_FDS = 4
-# What programs import most: loaded once.
+# The modules that programs import most: loaded once.
 _WARM = ("typing", "math", "re", "collections", "itertools", "functools", "heapq", "bisect")
 _WARM += ("string", "copy", "operator", "datetime", "decimal", "fractions")
 _UNUSABLE = 1
@@ -44,12 +45,12 @@ def main() -> None:
   """Serves requests until the socket ends; in a child, runs its role instead.
 
   The argument is JSON: {"limits": arguments of confine.limit, "server": of confine.shut_server,
-  "seccomp": {"files": filter of system calls of a program that may change modes and times of
-  files, "no_files": of one that may not}, "writable": what Landlock lets a program write, or None,
+  "seccomp": {"files": filter of system calls for a program that may change modes and times of
+  files, "no_files": for one that may not}, "writable": what Landlock lets a program write, or None,
   "scratch": folder that is emptied after every child, "folder": folder in it, or it itself, that
   children start in, "packages": folders to import from, "parent": id of the trainer's process, or
-  0 if bubblewrap sees to it that this one dies with it, "max_bytes": longest message between
-  program and judge, "grader": file whose functions graders are, or None}. "limits", "server" and
+  0 if bubblewrap ensures that this one dies with it, "max_bytes": longest message between
+  program and judge, "grader": file with the functions of graders, or None}. "limits", "server" and
   "seccomp" are None if nothing confines a process.
   """
   settings = json.loads(sys.argv[1])
@@ -58,7 +59,7 @@ def main() -> None:
     importlib.import_module(name)
   if settings["parent"]:
     confine.die_with(settings["parent"])
-  sys.path[:] = [*sys.path[1:], *settings["packages"]]  # this package is loaded: out of reach.
+  sys.path[:] = [*sys.path[1:], *settings["packages"]]  # this package is loaded; hide it.
   _remember_listings()
   settings["filter"] = None
   if settings["server"]:
@@ -68,7 +69,7 @@ def main() -> None:
   if settings["grader"]:
     settings["functions"] = grader.load(settings["grader"])
     gc.collect()
-    gc.freeze()  # a fork copies fewer pages.
+    gc.freeze()  # so that a fork copies fewer pages.
   channel = os.dup(0)
   candidate.silence(0)
   os.write(channel, READY)
@@ -77,7 +78,7 @@ def main() -> None:
 
 
 def _remember_listings() -> None:
-  """Has the folders of modules listed for good: without site-packages, they cannot be listed."""
+  """Caches the listings of module folders: without read access they cannot be listed later."""
   for path in sys.path:
     finder = pkgutil.get_importer(path)
     if finder is not None and os.path.isdir(path):
@@ -86,7 +87,7 @@ def _remember_listings() -> None:
 
 
 def _serve(channel: int, settings: dict[str, Any]) -> Callable[[], None]:
-  """Forks for every request. Returns in the children only: what to run."""
+  """Forks for every request. Returns in the children only: the function to run."""
   me = os.getpid()
   while True:
     role, fds = _request(channel)
@@ -117,13 +118,13 @@ def _request(channel: int) -> tuple[bytes, list[int]]:
 def _child(
   role: bytes, fds: list[int], parent: int, settings: dict[str, Any]
 ) -> Callable[[], None]:
-  """Takes the pipes, confines itself for good, and returns the role."""
+  """Receives the pipes, confines itself permanently, and returns the role."""
   for stream, fd in enumerate(fds[:2]):
     os.dup2(fd, stream)
     os.close(fd)
   candidate.silence(2)
   os.chdir(settings["folder"])
-  random.seed(0)  # the same luck for every program, in every run.
+  random.seed(0)  # the same random numbers for every program, in every run.
   if settings["limits"]:
     confine.limit(**settings["limits"])
     confine.die_with(parent)
@@ -140,15 +141,15 @@ def _child(
 
 
 def renew(scratch: str, folder: str) -> None:
-  """Removes all that a program left, and gives the next one a folder that is as new.
+  """Removes everything that a program left, and prepares a clean folder for the next one.
 
   Args:
     scratch: Folder that is emptied.
-    folder: Folder in it, which is made; or the same one, if it is a mount, which cannot be made
-      again.
+    folder: Folder in it, which is recreated; or the same folder, if it is a mount, which cannot be
+      recreated.
 
   Raises:
-    OSError: Something cannot be removed, or the folder keeps something.
+    OSError: Something cannot be removed, or the folder keeps some state.
   """
   empty(scratch)
   if folder != scratch:
@@ -161,11 +162,11 @@ def renew(scratch: str, folder: str) -> None:
 
 
 def _flags(folder: str) -> int:
-  """The flags of a folder that users may set, such as append-only."""
+  """Returns the flags of a folder that users may set, such as append-only."""
   descriptor = os.open(folder, os.O_RDONLY)
   try:
     answer = fcntl.ioctl(descriptor, _GET_FLAGS, bytes(8))
-  except OSError:  # its file system has no flags.
+  except OSError:  # the file system does not support flags.
     return 0
   finally:
     os.close(descriptor)
@@ -173,13 +174,13 @@ def _flags(folder: str) -> int:
 
 
 def empty(folder: str) -> None:
-  """Removes all that is in a folder, and gives it back its mode.
+  """Removes everything in a folder, and restores its mode.
 
-  It may be nested deeper than paths and recursion reach: the folders of a folder are moved up
-  before it is removed.
+  Folders may be nested deeper than paths and recursion reach, so the subfolders of a folder are
+  moved up before it is removed.
 
   Raises:
-    OSError: something cannot be removed.
+    OSError: Something cannot be removed.
   """
   os.chmod(folder, stat.S_IRWXU)
   while entries := list(os.scandir(folder)):
@@ -200,6 +201,6 @@ def empty(folder: str) -> None:
 def _is_renewed(settings: dict[str, Any]) -> bool:
   try:
     renew(settings["scratch"], settings["folder"])
-  except OSError:  # whatever a child did to be in the way: the sandbox is given up.
+  except OSError:  # something that a child left cannot be removed: the sandbox is given up.
     return False
   return True

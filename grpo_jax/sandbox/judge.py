@@ -1,6 +1,6 @@
 """The sandboxed process of the tests: asks a program for values and compares them.
 
-It knows what is expected, and nothing of the program but what the program answers.
+It knows the expected values, and of the program only its answers.
 """
 
 import ast
@@ -12,44 +12,44 @@ from typing import Any
 
 from grpo_jax.sandbox import asserts, candidate, remote, wire
 
-MAX_SUITE = 1 << 27  # bytes of a suite: test files may be large.
+MAX_SUITE = 1 << 27  # size of a suite in bytes: test files may be large.
 MAX_VERDICT = 1 << 15
 
 
 class BadTests(Exception):
-  """The tests cannot be run, whatever the program is."""
+  """The tests cannot be run, whatever the program does."""
 
 
 def answer(requests: int, replies: int, max_bytes: int) -> None:
   """Reads a suite from standard input, and writes the verdict to standard output.
 
   Args:
-    requests: pipe to the program.
-    replies: pipe from the program.
-    max_bytes: longest message of the program.
+    requests: Pipe to the program.
+    replies: Pipe from the program.
+    max_bytes: Length of the longest message of the program.
   """
   suite = wire.receive(0, MAX_SUITE)
   channel = os.dup(1)
   for stream in (0, 1):  # tests may print.
     candidate.silence(stream)
   wire.send(channel, verdict(suite, remote.Link(requests, replies, max_bytes)), MAX_VERDICT)
-  os._exit(0)  # a test's threads are not waited for.
+  os._exit(0)  # does not wait for threads of the tests.
 
 
 def verdict(suite: dict[str, Any], link: remote.Link) -> dict[str, Any]:
   """Judges the program behind a link.
 
   Args:
-    suite: {"sources": the program, as texts that are run one after another; "given": code of the
-      task that the program begins with (if it is not there, all sources but the last); "setup":
-      code of the data that the tests may use; "tests": texts of test code; "entry": name of the
-      function under test, or ""; "cases": [[arguments, expected], …] for it}.
-    link: to the program.
+    suite: {"sources": the program, as pieces of code that are run one after another; "given": code
+      of the task that the program begins with (if it is missing, all sources but the last);
+      "setup": code of the data that the tests may use; "tests": pieces of test code; "entry": name
+      of the function under test, or ""; "cases": [[arguments, expected], …] for it}.
+    link: Link to the program.
 
   Returns:
     {"passed", "failed"}: numbers of assertions; "first": the first failure; "compile":
-    True if the program is no Python; "gone": why the program ended too early, "" if it did
-    not; "over": the limit that it met, "memory", "output" or "". Or {"bad_tests": reason}.
+    True if the program is not Python; "gone": why the program ended too early, "" if it did
+    not; "over": the limit that it reached, "memory", "output" or "". Or {"bad_tests": reason}.
   """
   count = _Count()
   try:
@@ -70,19 +70,19 @@ def verdict(suite: dict[str, Any], link: remote.Link) -> dict[str, Any]:
   except remote.Gone:
     count.failed("the program has ended")
   except ImportError as error:
-    if not link.questions:  # so it is no doing of the program's.
+    if not link.questions:  # the program cannot have caused it.
       return {"bad_tests": f"{type(error).__name__}: {error}"[:500]}
     count.failed(f"{type(error).__name__}: {error}")
-  except Exception as error:  # values that are too large for this process, above all.
+  except Exception as error:  # mostly values that are too large for this process.
     count.failed(f"{type(error).__name__}: {error}")
   return count.result(gone=link.gone, over=link.over)
 
 
 class _Count:
-  """Assertions, as they come."""
+  """Counts assertions as they are made."""
 
   def __init__(self):
-    self.written = 0  # in the text of the tests; those not reached count as failed.
+    self.written = 0  # assertions in the test code; those not reached count as failed.
     self._passed = 0
     self._failures: list[str] = []
 
@@ -97,7 +97,7 @@ class _Count:
     self._failures.append(what[:300])
 
   def failed_assertion(self, text: str) -> None:
-    """Within an except block: adds what the program raised to the text of the assertion."""
+    """Records a failure; within an except block, adds what the program raised to the text."""
     kind, error, _ = sys.exc_info()
     says_more = kind is not None and kind is not AssertionError
     self.failed(f"{text}: {kind.__name__}: {error}" if kind and says_more else text)
@@ -118,17 +118,17 @@ class _Count:
 
 
 class _Tests:
-  """A suite, compiled, with the names that its setup defines."""
+  """A compiled suite, with the names that its setup defines."""
 
   def __init__(self, suite: dict[str, Any]):
-    """Compiles, and runs the setup; the program is not asked yet.
+    """Compiles the tests and runs the setup; the program is not asked yet.
 
     Raises:
-      BadTests: it is no Python, or the setup raises.
+      BadTests: The tests are not Python, or the setup raises.
     """
     self._entry, self._cases = suite["entry"], suite["cases"]
     module = types.ModuleType("tests")
-    sys.modules["tests"] = sys.modules["__main__"] = module  # unittest.main() looks there.
+    sys.modules["tests"] = sys.modules["__main__"] = module  # where unittest.main() looks.
     self._space = vars(module)
     try:
       setup = ast.parse(suite["setup"])
@@ -136,8 +136,8 @@ class _Tests:
       self._codes = [compile(t, "<tests>", "exec", dont_inherit=True) for t in trees]
       exec(compile(setup, "<setup>", "exec", dont_inherit=True), self._space)
     except (SyntaxError, ValueError, RecursionError) as error:
-      raise BadTests(f"the tests are no Python: {error}") from error
-    except Exception as error:  # the setup is code of the data's, and may raise anything.
+      raise BadTests(f"the tests are not Python: {error}") from error
+    except Exception as error:  # the setup comes from the data, and may raise anything.
       raise BadTests(f"the setup raises {type(error).__name__}: {error}") from error
     if not self._cases and not any(asserts.does_anything(tree) for tree in trees):
       raise BadTests("the tests call nothing and assert nothing")
@@ -148,17 +148,17 @@ class _Tests:
 
   @property
   def classes(self) -> dict[str, type]:
-    """The classes that the setup defines, but for those that the program must write."""
+    """Returns the classes that the setup defines, except those that the program must write."""
     mine = {n: v for n, v in self._space.items() if isinstance(v, type)}
     theirs = {*self._stubs, self._entry}
     return {n: c for n, c in mine.items() if c.__module__ == "tests" and n not in theirs}
 
   @property
   def classes_of_the_program(self) -> dict[str, type]:
-    """Those that the program was given, and may make instances of.
+    """Returns the classes that the program was given, and may make instances of.
 
-    Of the others, none comes from a program: it would choose the attributes of an object that
-    decides, by its `__eq__`, what is right.
+    A program may not send instances of other classes: it could choose the attributes of an object
+    that decides, by its `__eq__`, what is right.
     """
     return {n: c for n, c in self.classes.items() if n in self._given}
 
@@ -166,15 +166,15 @@ class _Tests:
     """Runs all tests."""
     space = self._space
     self._bind(link)
-    link.questions = 0  # from here on, of the tests.
+    link.questions = 0  # from here on, questions of the tests.
     space |= {asserts.PASSED: count.passed, asserts.FAILED: count.failed_assertion}
     space[asserts.FAILURES] = (Exception, remote.Gone)
     for code in self._codes:
       self._guarded(lambda code=code: exec(code, space), count)
     if self._has_check():
       if not self._entry:
-        raise BadTests("there is check(candidate), and no entry_point that says what to check")
-      if not link.questions:  # unless the tests did that themselves.
+        raise BadTests("there is check(candidate), but no entry_point that says what to check")
+      if not link.questions:  # unless the tests called it themselves.
         self._guarded(lambda: space["check"](space["candidate"]), count)
     for args, expected in self._cases:
       self._case(args, expected, count)
@@ -182,14 +182,15 @@ class _Tests:
       _run_test_cases(space, count)
 
   def check_that_they_ask(self, link: remote.Link) -> None:
-    """Of tests that ran, and asked the program nothing: raises BadTests if that is their doing.
+    """Raises BadTests if tests ran without asking the program anything through their own fault.
 
-    It is, unless they read values of the program's, by which it may have kept them from asking.
+    It is their fault unless they read values of the program, which may have stopped them.
     """
     read = link.names & {*self._free, self._entry}
     if all(isinstance(self._space.get(name), remote.Remote) for name in read):
       raise BadTests(
-        "the tests end without asking the program anything: are functions there that nobody calls?"
+        "the tests end without asking the program anything: do they define functions that are never"
+        " called?"
       )
 
   def _has_check(self) -> bool:
@@ -197,7 +198,7 @@ class _Tests:
     return isinstance(check, types.FunctionType) and check.__module__ == "tests"
 
   def _bind(self, link: remote.Link) -> None:
-    """Gives the tests the program's names. What the setup defines stays, but for stubs."""
+    """Gives the tests the program's names. Names from the setup are kept, except for stubs."""
     for name in sorted(self._free & link.names):
       if name not in self._space or name in self._stubs:
         self._space[name] = link.name(name)
@@ -205,30 +206,30 @@ class _Tests:
       self._space["candidate"] = self._space[self._entry] = _entry(link, self._entry)
 
   def _guarded(self, run: Callable[[], Any], count: _Count) -> None:
-    """Runs a piece of the tests; what it raises is one failure, and the others go on."""
+    """Runs a piece of the tests; if it raises, that is one failure, and the others still run."""
     try:
       run()
     except (ImportError, BadTests):
       raise
-    except SystemExit as error:  # a test's own way of ending.
+    except SystemExit as error:  # the test ends itself.
       if error.code:
         count.failed(f"SystemExit: {error.code}")
-    except (Exception, remote.Gone) as error:  # outside of an assertion: a call that raised.
+    except (Exception, remote.Gone) as error:  # a call outside of an assertion raised.
       count.failed(f"{type(error).__name__}: {error}")
 
   def _case(self, args: list[Any], expected: Any, count: _Count) -> None:
     try:
       value = self._space["candidate"](*args)
       is_right = _listed(value) == _listed(expected)
-    except (Exception, remote.Gone) as error:  # whatever the program raised.
+    except (Exception, remote.Gone) as error:  # anything that the program raised.
       return count.failed(f"{type(error).__name__}: {error}")
     return count.passed() if is_right else count.failed(f"wrong result for {str(args):.200}")
 
 
 def _entry(link: remote.Link, name: str) -> Any:
-  """The function under test, or one that fails: the model did not write it.
+  """Returns the function under test, or one that fails because the model did not write it.
 
-  The method of a class `Solution` is found, too.
+  A method of a class `Solution` is found as well.
   """
   if name in link.names:
     return link.name(name)
@@ -246,7 +247,7 @@ def _method(link: remote.Link, name: str) -> Any:
 
 
 def _listed(value: Any) -> Any:
-  """Tuples as lists: the data is JSON, which has no others."""
+  """Returns tuples as lists: the data is JSON, which has no tuples."""
   if isinstance(value, (list, tuple)):
     return [_listed(v) for v in value]
   return {k: _listed(v) for k, v in value.items()} if isinstance(value, dict) else value

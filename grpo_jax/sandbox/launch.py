@@ -1,17 +1,18 @@
 """What confines a process: command lines, and whether they work on this machine.
 
-bubblewrap  namespaces of its own: no network, an empty file system but for the interpreter's
-            and the system's libraries (read only, without packages of Python) and a scratch
+bubblewrap  its own namespaces: no network, an empty file system except for the interpreter's
+            and the system's libraries (read only, without Python packages) and a scratch
             folder in memory; seccomp.
-landlock    no namespaces: files are closed by Landlock, system calls by seccomp.
-limits      files are open: limits and seccomp alone.
+landlock    no namespaces: files are protected by Landlock, system calls by seccomp.
+limits      files are accessible: resource limits and seccomp only.
 
-What each protects from, and what not: docs/code_environment.md.
+docs/code_environment.md says what each protects from, and what it does not.
 """
 
 import compileall
 import contextlib
 import dataclasses
+import difflib
 import functools
 import glob
 import json
@@ -28,15 +29,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_jax.registry import choose
 from grpo_jax.sandbox import confine, inside, syscalls
 
 KINDS = ("bubblewrap", "landlock", "limits")
-NONE = "none"  # for graders alone: a process of its own, that nothing confines.
+NONE = "none"  # for graders only: a separate process that nothing confines.
 _PACKAGE = Path(__file__).resolve().parents[1]
-_INSIDE = "/sandbox"  # where the package's modules stand, and
-_SCRATCH = "/scratch"  # the folder of the program, under bubblewrap.
-_FOLDER = "folder"  # of the program, in the scratch folder of the other kinds.
+_INSIDE = "/sandbox"  # folder of the package's modules, and
+_SCRATCH = "/scratch"  # folder of the program, under bubblewrap.
+_FOLDER = "folder"  # name of the program's folder in the scratch folder of the other kinds.
 _STORE = "/nix/store"
 _SYSTEM = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", _STORE)
 _BOOT = (
@@ -49,29 +49,29 @@ _ENVIRONMENT |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 _START_S = 30.0
 _ADVICE = (
   "install bubblewrap (apt-get install bubblewrap; 0.8 or newer) where user namespaces are"
-  " allowed, or choose sandbox='landlock' or 'limits', knowing what they leave open:"
+  " allowed, or choose sandbox='landlock' or 'limits', which leave more open:"
   " docs/code_environment.md"
 )
 _OPTIONS = ("-s", "-S", "-P", "-B")  # no site packages, no folder of the script, no caches.
 
 
 class SandboxError(RuntimeError):
-  """A sandbox cannot be made, or did not start: the machine's fault, not the program's."""
+  """A sandbox cannot be created, or did not start: the fault of the machine, not the program."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-  """Of one process."""
+  """The limits of one process."""
 
   timeout_s: float = 5.0  # wall time; CPU time is bounded by the next whole second.
-  memory_mib: int = 512  # of the address space.
+  memory_mib: int = 512  # size of the address space.
   output_kib: int = 1024  # what a program may print, or a function return.
-  scratch_mib: int = 16  # of all files together (bubblewrap), or of each one.
+  scratch_mib: int = 16  # size of all files together (bubblewrap), or of each file.
 
   def __post_init__(self):
     least = {"timeout_s": 0.1, "memory_mib": 64, "output_kib": 1, "scratch_mib": 1}
     for name, value in dataclasses.asdict(self).items():
-      if not value >= least[name]:  # NaN is refused, too.
+      if not value >= least[name]:  # rejects NaN as well.
         raise ValueError(f"{name} must be at least {least[name]}, got {value}")
 
 
@@ -79,9 +79,9 @@ class Limits:
 class Grader:
   """Functions that a sandbox loads once and calls in forks."""
 
-  file: str  # that defines them.
+  file: str  # Python file that defines them.
   roots: tuple[str, ...] = ()  # folders to import from.
-  readable: tuple[str, ...] = ()  # what can be read of them: files, and folders with all below.
+  readable: tuple[str, ...] = ()  # readable parts of them: files, and folders with their content.
 
 
 class Launcher:
@@ -100,17 +100,21 @@ class Launcher:
 
     Args:
       kind: "bubblewrap", "landlock" or "limits".
-      limits: of every process.
-      interpreter: the Python that runs programs; None: this one.
-      packages: folders with further packages that programs may import.
-      grader: the sandboxes are for these functions, and for no programs. Then they are not
-        tried, and `kind` may also be NONE.
+      limits: Limits of every process.
+      interpreter: Python that runs programs; None: the running one.
+      packages: Folders with further packages that programs may import.
+      grader: Functions for which the sandboxes are used in place of programs. The sandboxes are
+        then not tried, and `kind` may also be NONE.
 
     Raises:
-      SandboxError: this kind does not work here; the text says why and what else there is.
-      ValueError: there is no such kind, interpreter or folder.
+      SandboxError: This kind does not work here; the message gives the reason and alternatives.
+      ValueError: There is no such kind, interpreter or folder.
     """
-    choose("sandbox", kind, dict.fromkeys((*KINDS, NONE) if grader else KINDS))
+    kinds = (*KINDS, NONE) if grader else KINDS
+    if kind not in kinds:
+      close = difflib.get_close_matches(kind, kinds, n=1, cutoff=0.5)
+      hint = f" (did you mean {close[0]!r}?)" if close else ""
+      raise ValueError(f"unknown sandbox {kind!r}{hint}; there are: {', '.join(kinds)}")
     self.kind, self.limits, self._grader = kind, limits, grader
     self._python = os.path.realpath(interpreter or sys.executable)
     prefix = sys.base_prefix if interpreter is None else Path(self._python).parents[1]
@@ -131,8 +135,8 @@ class Launcher:
     """Starts a sandbox, see `inside`.
 
     Args:
-      channel: file descriptor of its end of the socket over which it is asked.
-      stderr: file descriptor of its standard error.
+      channel: File descriptor of the sandbox's end of the socket for requests.
+      stderr: File descriptor of its standard error.
     """
     scratch = None if self.kind == "bubblewrap" else tempfile.mkdtemp(prefix="sandbox-")
     boot = _BOOT.format(path=_INSIDE if scratch is None else str(_PACKAGE.parent))
@@ -150,11 +154,11 @@ class Launcher:
     return Sandbox(popen, scratch)
 
   def _settings(self, scratch: str | None) -> dict[str, Any]:
-    """The settings of `inside`."""
+    """Returns the settings of `inside`."""
     limits = self.limits
     folder = f"{scratch}/{_FOLDER}" if scratch else _SCRATCH
     is_linux = platform.system() == "Linux"
-    of_process = {
+    process_limits = {
       "memory_mib": limits.memory_mib,
       "cpu_s": math.ceil(limits.timeout_s) + 1,
       "file_mib": limits.scratch_mib,
@@ -163,7 +167,7 @@ class Launcher:
     walls = {"server": None, "seccomp": None, "writable": None}
     return {
       **(walls if self.kind == NONE else self._walls(scratch, folder)),
-      "limits": of_process if is_linux else None,
+      "limits": process_limits if is_linux else None,
       "scratch": scratch or _SCRATCH,
       "folder": folder,
       "packages": self._import_from,
@@ -173,7 +177,7 @@ class Launcher:
     }
 
   def _walls(self, scratch: str | None, folder: str) -> dict[str, Any]:
-    """What the sandbox closes: files and system calls."""
+    """Returns what the sandbox denies: files and system calls."""
     has_landlock = self.kind == "landlock"
     files = {
       "readable": sorted({os.path.realpath(p) for p in (*self._libraries(), *self._packages)}),
@@ -196,19 +200,19 @@ class Launcher:
     }
 
   def _libraries(self) -> list[str]:
-    """The interpreter and what it needs, and nothing of the rest of the machine."""
+    """Returns the interpreter and what it needs, and nothing else of the machine."""
     mine = [self._python, *(f"{self._prefix}/{name}" for name in ("lib", "lib64"))]
     return [path for path in (*_SYSTEM, *mine) if os.path.exists(path)]
 
   def _hidden(self) -> list[str]:
-    """Folders of packages among the libraries, but for those that programs may import from."""
+    """Returns package folders among the libraries, except those that programs may import from."""
     mine = [Path(path) for path in self._packages]
     found = _package_folders(tuple(self._libraries()))
     return [p for p in found if not any(Path(p).is_relative_to(package) for package in mine)]
 
   def _bubblewrap(self) -> list[str]:
     command = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--new-session"]
-    # To mount devices read-only; given back before the first program: confine.shut_server.
+    # Needed to mount devices read-only; dropped before the first program: confine.shut_server.
     command += ["--die-with-parent", "--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
     for path in _SYSTEM:
       if os.path.islink(path):
@@ -252,7 +256,7 @@ class Launcher:
       finally:
         sandbox.end()
       said.seek(0)
-      reason = said.read(1000).decode(errors="replace").strip() or "it says nothing"
+      reason = said.read(1000).decode(errors="replace").strip() or "it printed no reason"
     if not works:
       raise SandboxError(f"the sandbox {self.kind!r} does not work here: {reason}; {_ADVICE}")
 
@@ -268,7 +272,7 @@ class Sandbox:
     return self._popen.pid
 
   def kill(self) -> None:
-    """Kills it with all that is in it; of no effect on a dead one. From any thread."""
+    """Kills it with everything in it; no effect on a dead one. Callable from any thread."""
     if self._popen.poll() is None:
       with contextlib.suppress(ProcessLookupError):
         os.killpg(self._popen.pid, signal.SIGKILL)
@@ -284,15 +288,15 @@ class Sandbox:
 
 
 def compile_inside() -> None:
-  """Compiles the modules of the sandbox once, so that not every process does.
+  """Compiles the modules of the sandbox once, to save that work in every process.
 
-  Where the package cannot be written, every process does.
+  If the package folder is not writable, every process compiles them.
   """
   compileall.compile_dir(Path(__file__).parent, maxlevels=0, quiet=2)
 
 
 def _seccomp(*, processes: bool, files: bool) -> str:
-  """A filter of system calls, in hexadecimal."""
+  """Returns a filter of system calls, in hexadecimal."""
   return syscalls.program(platform.machine(), processes=processes, files=files).hex()
 
 
@@ -301,7 +305,7 @@ def _package_folders(libraries: tuple[str, ...]) -> list[str]:
   """Finds the folders in which packages of any Python on this machine are installed.
 
   Args:
-    libraries: Folders to look in. In Nix's store, only where packages of Python stand.
+    libraries: Folders to search. In Nix's store, only folders with Python packages.
   """
   found = [p for name in _PACKAGE_FOLDERS for p in glob.glob(f"{_STORE}/*/lib*/python*/{name}")]
   for library in libraries:

@@ -1,7 +1,7 @@
 """The judge's side of the link: stand-ins for the program's functions and objects.
 
-A stand-in never hands an expected value to the program: comparing it with a plain value, or
-computing with one, happens here, and `in` iterates. Only two objects of the program's are
+A stand-in never passes an expected value to the program: comparing it with a plain value, or
+computing with one, happens here, and `in` iterates. Only two objects of the program are
 compared by the program.
 """
 
@@ -13,15 +13,15 @@ from grpo_jax.sandbox import wire
 
 
 class Gone(BaseException):
-  """The program has ended, or broke the rules of the link. No test can catch it as Exception."""
+  """The program has ended, or violated the protocol. No test can catch it as an Exception."""
 
 
 class ProgramError(Exception):
-  """The program raised something that is no built-in Exception."""
+  """The program raised something that is not a built-in Exception."""
 
 
 class Link:
-  """Asks the program. One question at a time."""
+  """Asks the program one question at a time."""
 
   def __init__(self, requests: int, replies: int, max_bytes: int):
     """Takes two file descriptors and the length of the longest message."""
@@ -30,22 +30,22 @@ class Link:
     self._remotes: dict[int, Remote] = {}
     self.codec = wire.Codec(keep=self._keep, find=self._find)
     self._objects = self.codec.objects
-    # What the program has not heard of yet: changes, and places of objects that are forgotten.
+    # What the program does not know yet: changes, and places of objects that are forgotten.
     self._news: list[list[Any]] = []
     self.errors: dict[str, type] = {}  # classes of the tests that a program may raise, by name.
     self.names: set[str] = set()
     self.questions = 0
     self.gone = ""  # why there will be no more answers.
-    self.over = ""  # "memory" or "output": the limit that the program has met last.
+    self.over = ""  # "memory" or "output": the limit that the program reached last.
 
   def load(self, sources: list[str]) -> dict[str, Any]:
-    """Has the program run.
+    """Runs the program.
 
     Returns:
       {} or what it raised: {"error": names of classes, "message": text, "compile": True if
-      it is no Python}.
+      it is not Python}.
     """
-    taken, sent = sorted(self.codec.sent), sorted(self.codec.taken)  # what we send, it takes.
+    taken, sent = sorted(self.codec.sent), sorted(self.codec.taken)  # it takes what we send.
     answer = self._ask({"do": "load", "sources": sources, "taken": taken, "sent": sent})
     names = answer.get("names", [])
     self.names = {n for n in names if isinstance(n, str)}
@@ -64,7 +64,7 @@ class Link:
     return self._value({"do": "attribute", "target": target, "name": name})
 
   def method(self, target: int, name: str, *args: Any) -> Any:
-    """Applies a function of the language, such as len, to an object of the program."""
+    """Applies a built-in function, such as len, to an object of the program."""
     return self._value({"do": "method", "target": target, "name": name, "kwargs": {}}, *args)
 
   def iterate(self, target: int) -> Iterator[Any]:
@@ -73,11 +73,11 @@ class Link:
       yield value
 
   def _value(self, request: dict[str, Any], *args: Any) -> Any:
-    """Asks for a value; objects that both sides hold are the same on both before and after.
+    """Asks for a value; objects shared by both sides stay the same objects.
 
     Args:
-      request: What is asked; its "kwargs", if it has them, are values that go along.
-      *args: Further values that go along.
+      request: Question; its "kwargs", if it has any, are values to send along.
+      *args: Further values to send along.
     """
     known = len(self._objects)
     try:
@@ -106,11 +106,11 @@ class Link:
     return value
 
   def _understood(self, answer: dict[str, Any], start: int) -> Any:
-    """The value in an answer; makes the changes that the program has made in place.
+    """Returns the value in an answer, and applies the changes that the program made in place.
 
     Args:
-      answer: Of the program.
-      start: Place from which on objects belong to this question and answer.
+      answer: Answer of the program.
+      start: First place of the objects of this question and answer.
     """
     if "lost" in answer:
       self._objects.cut(0)
@@ -134,7 +134,7 @@ class Link:
       while True:
         answer = wire.receive(self._replies, self._max_bytes)
         if not isinstance(answer, dict):
-          raise wire.Closed("no answer but something else")
+          raise wire.Closed("the message is not an answer")
         if "callback" not in answer:
           return answer
         wire.send(self._requests, self._called_back(answer), self._max_bytes)
@@ -161,7 +161,7 @@ class Link:
       return {"value": self.codec.encode(value), "changes": self.codec.changes(passed)}
     except StopIteration:
       return {"end": True}
-    except Exception as error:  # the test's function may raise anything, and the program see it.
+    except Exception as error:  # the test's function may raise anything, for the program to see.
       self._objects.cut(size)
       return {"raised": f"{type(error).__name__}: {error}"[:200]}
 
@@ -170,14 +170,14 @@ class Link:
     raise Gone(self.gone)
 
   def _error(self, answer: dict[str, Any]) -> Exception:
-    """What the program raised; notes the limit that it met, if it met one."""
+    """Returns what the program raised; records the limit that it reached, if any."""
     error = _exception(answer, self.errors)
     self.over = "memory" if isinstance(error, MemoryError) else self.over
     self.over = "output" if str(error).startswith("TooLarge:") else self.over
     return error
 
   def _keep(self, value: Any) -> Any:
-    """Gives the program back its own object, or a function or an iterator to ask."""
+    """Refers the program to its own object, or to a function or an iterator of ours."""
     if isinstance(value, Remote):
       return object.__getattribute__(value, "_target")
     is_iterator = isinstance(value, Iterator)
@@ -187,19 +187,19 @@ class Link:
     return {"callback": len(self._callbacks) - 1, "is_iterator": is_iterator}
 
   def _find(self, target: Any) -> "Remote":
-    """The stand-in for an object of the program: always the same one."""
+    """Returns the stand-in for an object of the program: always the same one."""
     number = int(target)
     return self._remotes.setdefault(number, Remote(self, number))
 
 
-_END = object()  # of an iteration.
+_END = object()  # end of an iteration.
 
 
 class Remote:
-  """An object of the program's: a function, a class, an instance, a generator."""
+  """An object of the program: a function, a class, an instance, a generator."""
 
   def __init__(self, link: Link, target: int):
-    """Stands for the object that the program keeps under the number `target`."""
+    """Represents the object that the program keeps under the number `target`."""
     object.__setattr__(self, "_link", link)
     object.__setattr__(self, "_target", target)
 
@@ -208,7 +208,7 @@ class Remote:
 
   def __getattr__(self, name: str) -> Any:
     if name.startswith("__") and name not in ("__name__", "__doc__"):
-      raise AttributeError(name)  # protocols that are not offered: copying, pickling, ...
+      raise AttributeError(name)  # unsupported protocols: copying, pickling, ...
     return self._link.attribute(self._target, name)
 
   def __setattr__(self, name: str, value: Any) -> None:
@@ -236,7 +236,7 @@ class Remote:
     iterator = self._link.method(self._target, "iter")
     if isinstance(iterator, Remote):
       return self._link.iterate(object.__getattribute__(iterator, "_target"))
-    raise ProgramError("__iter__ returned no iterator")
+    raise ProgramError("__iter__ did not return an iterator")
 
   def __next__(self) -> Any:
     for value in self._link.iterate(self._target):
@@ -254,7 +254,7 @@ class Remote:
 
   def __eq__(self, other: object) -> bool:
     if not isinstance(other, Remote):
-      return False  # an expected value: the program is not asked.
+      return False  # an expected value must not be sent to the program.
     return bool(self._link.method(self._target, "eq", other) is True)
 
   def __lt__(self, other: object) -> Any:
@@ -281,13 +281,13 @@ class Remote:
     return value
 
 
-# Ends of iterations and of processes are never raised as what they are: `all(map(f, cases))`
+# StopIteration and SystemExit are never raised as themselves: `all(map(f, cases))`
 # would be true for a program that raises StopIteration.
 _NOT_RAISED = ("StopIteration", "StopAsyncIteration")
 
 
 def _exception(answer: dict[str, Any], shared: Mapping[str, type]) -> Exception:
-  """What the program raised, as the nearest exception that the tests know."""
+  """Returns what the program raised, as the nearest exception that the tests know."""
   names, message = answer["error"], str(answer.get("message", ""))
   for name in names if isinstance(names, list) else []:
     kind = {**vars(builtins), **shared}.get(str(name))
@@ -296,7 +296,7 @@ def _exception(answer: dict[str, Any], shared: Mapping[str, type]) -> Exception:
     if isinstance(kind, type) and issubclass(kind, Exception):
       try:
         return kind(message)
-      except TypeError:  # it wants more arguments, as UnicodeDecodeError does.
+      except TypeError:  # it needs more arguments, like UnicodeDecodeError.
         if name in shared:
           return kind.__new__(kind, message)
   return ProgramError(f"{names[0] if names else 'error'}: {message}")

@@ -1,4 +1,4 @@
-"""Sandboxes from the trainer's side: one child at a time, and the pipes to it."""
+"""Sandboxes as the trainer sees them: one child at a time, and the pipes to it."""
 
 import contextlib
 import enum
@@ -13,19 +13,19 @@ from grpo_jax.sandbox import inside
 from grpo_jax.sandbox.launch import Launcher, SandboxError
 
 _START_S = 30.0
-_USES = 200  # children of a sandbox, after which a fresh one takes its place.
+_USES = 200  # number of children after which a sandbox is replaced.
 _NOWHERE = os.open(os.devnull, os.O_RDONLY)
 
 
 class Ending(enum.StrEnum):
   """How a program ended."""
 
-  OK = "ok"  # by itself; whether its answers are right is another matter.
-  COMPILE_ERROR = "compile_error"  # it is no Python.
+  OK = "ok"  # by itself; its answers may still be wrong.
+  COMPILE_ERROR = "compile_error"  # it is not Python.
   RAISED = "raised"  # an exception, or an exit code other than 0.
-  TIMEOUT = "timeout"  # of wall time or of CPU time.
+  TIMEOUT = "timeout"  # wall time or CPU time was used up.
   MEMORY = "memory"
-  OUTPUT = "output"  # it printed, or returned, more than allowed.
+  OUTPUT = "output"  # it printed or returned more than allowed.
   DIED = "died"  # a signal, or an exit in the middle of a check.
 
 
@@ -36,12 +36,12 @@ class Seat:
     """Starts a sandbox and waits until it is ready.
 
     Args:
-      launcher: of the sandbox.
-      uses: children after which it is not fresh any more.
-      start_s: longest time that the start may take, in seconds.
+      launcher: Launcher of the sandbox.
+      uses: Number of children after which it is not fresh any more.
+      start_s: Longest time that the start may take, in seconds.
 
     Raises:
-      SandboxError: it did not start; the text says why.
+      SandboxError: It did not start; the message says why.
     """
     self._channel, theirs = socket.socketpair()
     self._is_busy = False
@@ -53,7 +53,7 @@ class Seat:
         self.end()
         said.seek(0)
         reason = said.read().decode(errors="replace").strip().rpartition("\n")[2][:1000]
-        raise SandboxError(f"a sandbox did not start: {reason or 'it says nothing'}")
+        raise SandboxError(f"a sandbox did not start: {reason or 'it printed no reason'}")
 
   @property
   def pid(self) -> int:
@@ -66,14 +66,14 @@ class Seat:
 
   @contextlib.contextmanager
   def child(self, role: bytes, *more: int) -> Iterator["Pipes"]:
-    """Has a child made; the pipes to it are closed at the end of the block.
+    """Requests a child; the pipes to it are closed at the end of the block.
 
     Args:
-      role: of `inside`.
-      *more: further file descriptors for it.
+      role: Role of the child; see `inside`.
+      *more: Further file descriptors for it.
 
     Raises:
-      SandboxError: the sandbox has died.
+      SandboxError: The sandbox has died.
     """
     to_child, from_child = os.pipe(), os.pipe()
     pipes = Pipes(to_child[1], from_child[0])
@@ -93,7 +93,7 @@ class Seat:
       pipes.close()
 
   def exit_code(self, deadline: float) -> int | None:
-    """Waits for the child's end; None: it runs on, or the sandbox is lost."""
+    """Waits for the child's end; None: it is still running, or the sandbox is lost."""
     byte = self._byte(deadline)
     if not byte:
       return None
@@ -101,11 +101,11 @@ class Seat:
     return byte[0]
 
   def kill(self) -> None:
-    """Kills the sandbox and all in it. From any thread."""
+    """Kills the sandbox and everything in it. Callable from any thread."""
     self._sandbox.kill()
 
   def end(self) -> None:
-    """Kills it, waits for the end and frees what it had."""
+    """Kills it, waits for the end and frees its resources."""
     self._channel.close()
     self._sandbox.end()
 
@@ -113,7 +113,7 @@ class Seat:
     self._channel.settimeout(max(0.001, deadline - time.monotonic()))
     try:
       return self._channel.recv(1)
-    except OSError:  # TimeoutError is one, too.
+    except OSError:  # includes TimeoutError.
       return b""
 
 
@@ -136,9 +136,9 @@ class Pipes:
     """Writes and reads at the same time; the input ends after the data.
 
     Args:
-      data: what the child reads.
-      most: bytes that are read at most.
-      deadline: on the monotonic clock.
+      data: Bytes that the child reads.
+      most: Largest number of bytes to read.
+      deadline: Time on the monotonic clock, in seconds.
 
     Returns:
       What the child wrote, and why reading ended: OK (it closed its output), TIMEOUT, OUTPUT.
@@ -167,7 +167,7 @@ class Pipes:
 
 
 def _fed(feed: int, left: memoryview) -> memoryview:
-  """Writes what fits; returns what is left: nothing, if nobody reads."""
+  """Writes as much as fits; returns the rest: nothing, if nobody reads."""
   try:
     return left[os.write(feed, left) :]
   except BrokenPipeError:

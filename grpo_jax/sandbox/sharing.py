@@ -1,11 +1,11 @@
-"""Objects that a test and a program both hold.
+"""Objects that a test and a program share.
 
-In plain Python a test and a program hold the same list; here, each has one of its own. Both sides
-number the objects that occur in their messages, in the order in which they occur, so that an object
-that occurs again is named by its place and stays one object. What one side changes in place, it
-reports with its next message.
+In plain Python a test and a program hold the same list; here, each has its own copy. Both sides
+number the objects that occur in their messages, in the order in which they occur. An object
+that occurs again is sent as its place and stays one object. Each side reports its changes in place
+with its next message.
 
-An object is forgotten as soon as one of the two sides alone holds it, for then nobody can see that
+An object is forgotten as soon as only one side holds it, because nobody can then see that
 there are two.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class Shared:
-  """The objects of one side, by their places."""
+  """The shared objects of one side, by their places."""
 
   def __init__(self):
     self._objects: list[Any] = []
@@ -37,16 +37,16 @@ class Shared:
     self._objects.append(value)
 
   def place(self, value: Any) -> int | None:
-    """Returns the place of an object; None: it has none."""
+    """Returns the place of an object; None if it has no place."""
     return self._places.get(id(value))
 
   def note(self, places: Iterable[int]) -> None:
-    """Takes the contents of some objects as what the other side knows."""
+    """Records the present contents of some objects as what the other side knows."""
     for place in places:
       self._known[place] = contents(self._objects[place])
 
   def has_changed(self, place: int) -> bool:
-    """Tells whether an object is not what the other side knows; False for one never noted."""
+    """Returns whether an object differs from what the other side knows; False if never noted."""
     known = self._known.get(place)
     if known is None:
       return False
@@ -72,8 +72,8 @@ class Shared:
   def lonely(self, start: int, end: int) -> list[int]:
     """Returns the places, from `start` and before `end`, of objects held nowhere else here.
 
-    They are gone afterwards: call `forget`. An object comes before those in it, which so lose
-    their holder before they are looked at.
+    They are dropped in the process: call `forget` afterwards. An object precedes those that it
+    contains, so that these have lost their holder when they are checked.
     """
     found = []
     for place in range(start, end):
@@ -85,12 +85,12 @@ class Shared:
 
 
 def is_mutable(value: Any) -> bool:
-  """Tells whether an object that has a place can be changed."""
+  """Returns whether an object that has a place can be changed."""
   return not isinstance(value, (tuple, frozenset))
 
 
 def contents(value: Any) -> Any:
-  """What an object holds, one level deep: a list, or bytes, that its changes leave as it is."""
+  """Returns what an object holds, one level deep, as a list or bytes that later changes spare."""
   if isinstance(value, list):
     return list.copy(value)
   if isinstance(value, dict):
@@ -111,8 +111,8 @@ def refill(value: Any, new: Any) -> None:
   """Replaces what an object holds.
 
   Args:
-    value: The object.
-    new: Its items: bytes, pairs of a dictionary or of an instance's attributes, or a list.
+    value: Object to change.
+    new: Its new items: bytes, pairs of a dictionary or of an instance's attributes, or a list.
 
   Raises:
     TypeError, ValueError: These are not items of such an object.
@@ -137,17 +137,17 @@ def refill(value: Any, new: Any) -> None:
 
 
 def attributes(value: Any) -> dict[str, Any]:
-  """The attributes of an instance, in its dictionary and its slots."""
+  """Returns the attributes of an instance, from its dictionary and its slots."""
   found = dict(object.__getattribute__(value, "__dict__")) if type(value).__dictoffset__ else {}
   for name in dir(type(value)):
-    is_slot = isinstance(_of_class(type(value), name), types.MemberDescriptorType)
+    is_slot = isinstance(_class_entry(type(value), name), types.MemberDescriptorType)
     if is_slot and hasattr(value, name):
       found[name] = object.__getattribute__(value, name)
   return found
 
 
 def set_attributes(value: Any, new: dict[str, Any]) -> None:
-  """Gives an instance its attributes, without those that would hide what its class does."""
+  """Sets the attributes of an instance, except those that would hide behaviour of its class."""
   for name in attributes(value):
     if name not in new and not _is_behaviour(type(value), name):
       object.__delattr__(value, name)
@@ -156,14 +156,14 @@ def set_attributes(value: Any, new: dict[str, Any]) -> None:
       object.__setattr__(value, name, content)
 
 
-def _of_class(cls: type, name: str) -> Any:
-  """What stands under a name in a class, before descriptors have their say; None: nothing."""
+def _class_entry(cls: type, name: str) -> Any:
+  """Returns the entry of a name in a class, ignoring descriptors; None if there is none."""
   return next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)
 
 
 def _is_behaviour(cls: type, name: str) -> bool:
-  """Tells whether a class has a method, a property or the like of this name; no mere default."""
-  found = _of_class(cls, name)
+  """Returns whether a class has a method, property or the like of this name, not just a default."""
+  found = _class_entry(cls, name)
   is_descriptor = hasattr(found, "__get__") and not isinstance(found, types.MemberDescriptorType)
   return callable(found) or is_descriptor
 

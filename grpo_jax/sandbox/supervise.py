@@ -15,18 +15,18 @@ from grpo_jax.sandbox.launch import Launcher, SandboxError
 from grpo_jax.sandbox.seats import Ending, Seat
 
 T = TypeVar("T")
-_GRACE_S = 1.0  # after a time-out, in which the judge counts what was not answered.
+_GRACE_S = 1.0  # time after a time-out for the judge to count what was not answered.
 _TRIAL_S = 30.0
-_END_S = 1.0  # in which a program must end after its output, or its judge, has.
+_END_S = 1.0  # time for a program to end after its output or its judge has ended.
 
 
 class BadTests(ValueError):
-  """The tests of a task cannot be run, whatever the program is."""
+  """The tests of a task cannot be run, whatever the program does."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Output:
-  """What a program did with its input."""
+  """The result of a program run."""
 
   ending: Ending
   text: str = ""
@@ -34,10 +34,10 @@ class Output:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-  """What the tests say of a program."""
+  """The result of testing a program."""
 
   ending: Ending
-  passed: int = 0  # assertions, or cases.
+  passed: int = 0  # number of assertions or cases.
   failed: int = 0
   first_failure: str = ""  # for people; it may quote the tests: never show it to the model.
 
@@ -54,14 +54,14 @@ class Verdict:
 
 
 class Supervisor:
-  """A few threads, each of which looks after one program at a time."""
+  """A few threads, each of which supervises one program at a time."""
 
   def __init__(self, launcher: Launcher, *, workers: int):
-    """Starts nothing yet.
+    """Initialises the threads without starting them.
 
     Args:
-      launcher: makes the sandboxes: one for each program, and one for its judge.
-      workers: programs that run at the same time.
+      launcher: Launcher of the sandboxes: one for each program, and one for its judge.
+      workers: Number of programs that run at the same time.
     """
     if workers < 1:
       raise ValueError(f"workers must be at least 1, got {workers}")
@@ -74,7 +74,7 @@ class Supervisor:
     self._closed = False
 
   def try_out(self) -> None:
-    """Runs a program of one line; raises SandboxError if it does not print what it should."""
+    """Runs a program of one line; raises SandboxError if its output is wrong."""
     output = self.run("print(6 * int(input()))", "7", _TRIAL_S)
     if output != Output(Ending.OK, "42\n"):
       raise SandboxError(
@@ -83,21 +83,21 @@ class Supervisor:
       )
 
   def submit(self, function: Callable[..., T], *args: Any) -> concurrent.futures.Future[T]:
-    """Queues a call, which then has one of the threads for itself."""
+    """Queues a call, which then has one of the threads to itself."""
     return self._threads.submit(function, *args)
 
   def counts(self) -> dict[str, float]:
-    """Returns how many sandboxes were started, and how programs ended."""
+    """Returns the number of sandboxes started, and how programs ended."""
     with self._lock:
       return {name: float(value) for name, value in self._counts.items()}
 
   def pids(self) -> list[int]:
-    """Returns the ids of the sandboxes that there are now."""
+    """Returns the process ids of the present sandboxes."""
     with self._lock:
       return sorted(seat.pid for seat in self._all)
 
   def close(self) -> None:
-    """Ends all processes, also those in the middle of a check. Later calls do nothing."""
+    """Ends all processes, even in the middle of a check. Later calls do nothing."""
     with self._lock:
       self._closed = True
       seats = list(self._all)
@@ -112,12 +112,12 @@ class Supervisor:
     """Runs a program.
 
     Args:
-      source: its text.
-      stdin: what it reads.
-      timeout_s: None: that of the limits.
+      source: Code of the program.
+      stdin: Input of the program.
+      timeout_s: Longest time, in seconds; None: that of the limits.
 
     Raises:
-      SandboxError: it could not be started.
+      SandboxError: It could not be started.
     """
     limits = self._launcher.limits
     data = wire.pack(source, candidate.MAX_SOURCE) + stdin.encode(errors="surrogateescape")
@@ -134,12 +134,12 @@ class Supervisor:
     """Judges a program by a suite, see `judge.verdict`.
 
     Args:
-      suite: program and tests.
-      timeout_s: of program and tests together; None: that of the limits.
+      suite: Program and tests.
+      timeout_s: Time of program and tests together, in seconds; None: that of the limits.
 
     Raises:
-      BadTests: the tests cannot be run.
-      SandboxError: a process could not be started.
+      BadTests: The tests cannot be run.
+      SandboxError: A process could not be started.
     """
     try:
       data = wire.pack(suite, judge.MAX_SUITE)
@@ -152,7 +152,7 @@ class Supervisor:
       of_judge.child(inside.JUDGE, program.feed, program.reader) as tests,
     ):
       deadline = time.monotonic() + (timeout_s or self._launcher.limits.timeout_s)
-      program.close()  # the pipes are the judge's now.
+      program.close()  # the judge has the pipes now.
       said, why = tests.exchange(data, judge.MAX_VERDICT, deadline)
       if why is Ending.TIMEOUT:
         of_program.kill()
@@ -167,7 +167,7 @@ class Supervisor:
 
   @contextlib.contextmanager
   def _seat(self) -> Iterator["Seat"]:
-    """A sandbox without work, or a new one; it is kept if its last child has ended."""
+    """Yields an idle sandbox, or a new one; it is kept if its last child has ended."""
     with self._lock:
       seat = self._free.pop() if self._free else None
     if seat is None:
@@ -175,7 +175,7 @@ class Supervisor:
       self._count("sandboxes")
       with self._lock:
         self._all.add(seat)
-        is_late = self._closed  # close() did not see it.
+        is_late = self._closed  # close() could not see the new sandbox.
       if is_late:
         seat.kill()
     try:
@@ -198,7 +198,7 @@ class Supervisor:
 
 
 def _message(said: bytes) -> dict[str, Any]:
-  """The judge's verdict; {"crashed": True} if it died before it had one."""
+  """Returns the judge's verdict; {"crashed": True} if it died before it had one."""
   try:
     return json.loads(said[4:])
   except ValueError:
@@ -222,12 +222,12 @@ def _verdict(answer: Mapping[str, Any], code: int | None, is_late: bool) -> Verd
   return Verdict(ending, passed, max(failed, int(ending is not Ending.OK)), first or gone)
 
 
-_CPU_CODES = (128 + 9, 128 + 24)  # SIGKILL, SIGXCPU: nobody else sends them.
+_CPU_CODES = (128 + 9, 128 + 24)  # SIGKILL, SIGXCPU: only the limit of CPU time sends them.
 _ENDINGS = {
   0: Ending.OK,
   candidate.COMPILE_ERROR: Ending.COMPILE_ERROR,
   candidate.OUT_OF_MEMORY: Ending.MEMORY,
-  None: Ending.TIMEOUT,  # its output is closed, and it runs on.
+  None: Ending.TIMEOUT,  # its output is closed, but it is still running.
   **dict.fromkeys(_CPU_CODES, Ending.TIMEOUT),
 }
 

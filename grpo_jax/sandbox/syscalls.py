@@ -1,17 +1,17 @@
 """The filter of system calls (seccomp-bpf) that a sandboxed program runs under. Pure.
 
-Allowed is what Python, its standard library and numerical packages need, by number. All else is
-refused, calls that are newer than this list and calls of the x32 ABI included. So a program cannot
+Allowed are the calls that Python, its standard library and numerical packages need, by number. All
+others are refused, including newer calls and calls of the x32 ABI. A program therefore cannot
 start a process or become another one (threads are allowed); leave the process group that is
 killed, or outlive the parent; open, bind or connect a socket (pairs of connected ones are allowed);
-take memory that no limit counts, or that of others; signal, stop or look into other processes; set
+use memory that no limit counts, or that of others; signal, stop or inspect other processes; set
 attributes, access lists or flags of files; lock or watch files; or reach namespaces, mounts and
-the parts of the kernel in which most holes were found.
+the parts of the kernel in which most vulnerabilities were found.
 
-A refused call fails with EPERM, a newer one (424 and above) with ENOSYS, as on a kernel that does
-not have it: libraries then use an older one. A program in another architecture's mode is killed.
+A refused call fails with EPERM, a newer one (424 and above) with ENOSYS, as on a kernel without it,
+so that libraries fall back to an older call. A program in another architecture's mode is killed.
 
-The numbers were looked at up to 470 (Linux 6.17).
+The list was checked up to number 470 (Linux 6.17).
 
 References: seccomp(2), linux/filter.h, asm/unistd.h.
 """
@@ -23,14 +23,14 @@ _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _ARGUMENT_0 = 0, 4, 16  # places in seccomp_data; arguments have 8 bytes.
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS = 1, 38
-_PRETENDED = 0  # the call returns 0, and nothing was done.
+_PRETENDED = 0  # the call returns 0 without doing anything.
 _SAME_EVERYWHERE = 424  # from here on, calls have one number on all architectures.
 
-# Name → (x86_64, aarch64); None: the architecture has no such call.
+# Name → (x86_64, aarch64); None: the architecture does not have the call.
 _Numbers = tuple[int | None, int | None]
 # fmt: off
 _ALLOWED: dict[str, _Numbers] = {
-  # Files, as far as other walls leave them open; descriptors, pipes.
+  # Files, as far as the other restrictions allow access; descriptors, pipes.
   "read": (0, 63), "write": (1, 64), "open": (2, None), "openat": (257, 56), "openat2": (437, 437),
   "creat": (85, None), "close": (3, 57), "close_range": (436, 436), "stat": (4, None),
   "fstat": (5, 80), "lstat": (6, None), "newfstatat": (262, 79), "statx": (332, 291),
@@ -54,7 +54,7 @@ _ALLOWED: dict[str, _Numbers] = {
   "epoll_wait": (232, None), "epoll_pwait": (281, 22), "epoll_pwait2": (441, 441),
   "eventfd": (284, None), "eventfd2": (290, 19), "timerfd_create": (283, 85),
   "timerfd_settime": (286, 86), "timerfd_gettime": (287, 87),
-  # A pair of connected sockets, which nothing else reaches.
+  # A pair of connected sockets, which nothing else can reach.
   "sendto": (44, 206), "recvfrom": (45, 207), "sendmsg": (46, 211), "recvmsg": (47, 212),
   "shutdown": (48, 210), "getsockname": (51, 204), "getpeername": (52, 205),
   "getsockopt": (55, 209),
@@ -76,7 +76,7 @@ _ALLOWED: dict[str, _Numbers] = {
   "sched_getaffinity": (204, 123), "sched_getparam": (143, 121), "sched_getscheduler": (145, 120),
   "sched_getattr": (315, 275), "sched_get_priority_max": (146, 125),
   "sched_get_priority_min": (147, 126), "sched_rr_get_interval": (148, 127),
-  # What this process is, and its end.
+  # Information about this process, and its end.
   "getpid": (39, 172), "getppid": (110, 173), "getpgid": (121, 155), "getpgrp": (111, None),
   "getsid": (124, 156), "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176),
   "getegid": (108, 177), "getgroups": (115, 158), "getresuid": (118, 148), "getresgid": (120, 150),
@@ -84,14 +84,14 @@ _ALLOWED: dict[str, _Numbers] = {
   "getrusage": (98, 165), "uname": (63, 160), "sysinfo": (99, 179), "getrandom": (318, 278),
   "wait4": (61, 260), "waitid": (247, 95), "exit": (60, 93), "exit_group": (231, 94),
 }
-# Changes of modes, owners, times and lengths by path, which Landlock does not know: allowed where
-# no file of the user is in reach.
+# Changes of modes, owners, times and lengths by path, which Landlock does not cover: allowed only
+# if no file of the user is within reach.
 _FILES: dict[str, _Numbers] = {
   "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, None),
   "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "truncate": (76, 45),
   "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
 }
-# What the process that forks programs needs besides.
+# Additional calls of the process that forks programs.
 _SERVING: dict[str, _Numbers] = {
   "fork": (57, None), "vfork": (58, None), "clone": (56, 220), "prctl": (157, 167),
   "prlimit64": (302, 261), "capset": (126, 91), "ioctl": (16, 29), "fcntl": (72, 25),
@@ -102,12 +102,12 @@ _SERVING: dict[str, _Numbers] = {
 
 
 class _Condition(NamedTuple):
-  """What an argument must be. Only the lower 32 bits can be tested."""
+  """A condition on an argument. Only the lower 32 bits can be tested."""
 
   argument: int
-  operation: int  # _EQUAL: to one of the values; _ANY_BIT: of one of the values.
+  operation: int  # _EQUAL: equals one of the values; _ANY_BIT: shares a bit with one of them.
   values: tuple[int, ...]
-  is_wanted: bool = True  # False: it must be none of this.
+  is_wanted: bool = True  # False: the condition must not hold.
   otherwise: int = _EPERM
 
 
@@ -115,15 +115,15 @@ _CLONE_THREAD, _CLONE_NAMESPACES = 0x10000, 0x7E020000
 _AF_UNIX, _SOCK_DATAGRAM_BIT = 1, 2
 _SOL_SOCKET = 1
 _FCNTL = (0, 1, 2, 3, 4, 5, 9, 11, 1030, 1032)  # F_DUPFD to F_GETLK, F_GETOWN, F_GETSIG, and
-# F_DUPFD_CLOEXEC, F_GETPIPE_SZ. Not: who gets a signal when there is something to read, leases,
-# news, larger pipes, hints that stay on a file.
+# F_DUPFD_CLOEXEC, F_GETPIPE_SZ. Not allowed: choosing the receiver of I/O signals, leases,
+# notifications, larger pipes, hints that persist on a file.
 _LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW.
 # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX.
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 # PR_GET_PDEATHSIG, _GET_DUMPABLE, _SET_NAME, _GET_NAME, _GET_SECCOMP, _CAPBSET_READ,
 # _GET_TIMERSLACK, _GET_NO_NEW_PRIVS, _GET_THP_DISABLE, _SET_VMA.
 _PRCTL = (2, 3, 15, 16, 21, 23, 30, 39, 42, 0x53564D41)
-# Allowed if their arguments are harmless.
+# Calls that are allowed if their arguments are harmless.
 _ARGUMENTS: dict[str, tuple[_Numbers, tuple[_Condition, ...]]] = {
   "clone": (
     (56, 220),
@@ -132,13 +132,13 @@ _ARGUMENTS: dict[str, tuple[_Numbers, tuple[_Condition, ...]]] = {
       _Condition(0, _ANY_BIT, (_CLONE_NAMESPACES,), is_wanted=False),
     ),
   ),
-  "prlimit64": ((302, 261), (_Condition(0, _EQUAL, (0,)),)),  # of this process.
+  "prlimit64": ((302, 261), (_Condition(0, _EQUAL, (0,)),)),  # applied to this process.
   "prctl": ((157, 167), (_Condition(0, _EQUAL, _PRCTL),)),
   "socketpair": (
     (53, 199),
     (
       _Condition(0, _EQUAL, (_AF_UNIX,)),
-      # Connected for good: SOCK_DGRAM could be connected to others.
+      # Connected permanently: SOCK_DGRAM could be connected to others.
       _Condition(1, _ANY_BIT, (_SOCK_DATAGRAM_BIT,), is_wanted=False),
     ),
   ),
@@ -152,8 +152,8 @@ _ARGUMENTS: dict[str, tuple[_Numbers, tuple[_Condition, ...]]] = {
   "fcntl": (
     (72, 25),
     (
-      # One process needs no locks; a lock on a file of the system would hold up others. sqlite3
-      # does not work without the answer that it has one.
+      # One process needs no locks; a lock on a system file would block others. sqlite3
+      # only works if it is told that it has the lock.
       _Condition(1, _EQUAL, _LOCKS, is_wanted=False, otherwise=_PRETENDED),
       _Condition(1, _EQUAL, _FCNTL),
     ),
@@ -169,8 +169,8 @@ def program(machine: str, *, processes: bool = False, files: bool = True) -> byt
 
   Args:
     machine: Architecture, as `platform.machine()` names it.
-    processes: Allow forking, confining the forked process, and its limits.
-    files: Allow changes of modes, owners and times of files.
+    processes: Whether to allow forking, confining the forked process, and its limits.
+    files: Whether to allow changes of modes, owners and times of files.
 
   Returns:
     An array of `struct sock_filter`.
@@ -179,7 +179,7 @@ def program(machine: str, *, processes: bool = False, files: bool = True) -> byt
     ValueError: The architecture is neither x86_64 nor aarch64.
   """
   if machine not in _MACHINES:
-    raise ValueError(f"the sandbox knows {' and '.join(_MACHINES)}, this machine is {machine}")
+    raise ValueError(f"the sandbox supports {' and '.join(_MACHINES)}, this machine is {machine}")
   column, architecture = _MACHINES[machine]
   calls = {**_ALLOWED, **(_FILES if files else {}), **(_SERVING if processes else {})}
   code = [(_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL)]
@@ -212,7 +212,7 @@ def _by_arguments(number: int | None, conditions: tuple[_Condition, ...]) -> lis
   for argument, operation, values, is_wanted, otherwise in conditions:
     body += [(_LOAD, 0, 0, _ARGUMENT_0 + 8 * argument)]
     for i, value in enumerate(values):
-      # Where one value is enough, it jumps over the other values and the refusal.
+      # If one value suffices, a match jumps over the other values and the refusal.
       body += [(operation, len(values) - i, 0, value)] if is_wanted else [(operation, 0, 1, value)]
       if not is_wanted:
         body += [(_RETURN, 0, 0, _ERROR | otherwise)]

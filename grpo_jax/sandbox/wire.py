@@ -1,9 +1,9 @@
-"""Python values as JSON, and messages on a pipe. Reading runs nothing that was sent.
+"""Python values as JSON, and messages on a pipe. Reading never executes received data.
 
-Plain values are copied. Of subclasses the plain contents are sent, by the methods of the plain
-type, so that an overridden `__eq__`, `__iter__` or `__len__` has no say on the other side. All
-else is kept by its owner and sent as a number (`Codec.keep`). A container that occurs again is
-named by its place (`sharing`).
+Plain values are copied. Instances of subclasses are sent as their plain contents, by the methods of
+the plain type, so that an overridden `__eq__`, `__iter__` or `__len__` has no effect on the other
+side. Everything else is kept by its owner and sent as a number (`Codec.keep`). A container that
+occurs again is sent as its place (`sharing`).
 """
 
 import collections
@@ -18,7 +18,7 @@ from typing import Any
 
 from grpo_jax.sandbox import sharing
 
-MAX_DEPTH = 400  # of nested containers.
+MAX_DEPTH = 400  # depth of nested containers.
 _HEADER = 4  # bytes of a message's length.
 
 
@@ -27,7 +27,7 @@ class TooLarge(Exception):
 
 
 class Closed(Exception):
-  """The other side has gone."""
+  """The other side has closed the connection."""
 
 
 def pack(message: Any, max_bytes: int) -> bytes:
@@ -42,8 +42,8 @@ def send(fd: int, message: Any, max_bytes: int) -> None:
   """Writes one message.
 
   Raises:
-    TooLarge: it takes more than `max_bytes`.
-    Closed: nobody reads.
+    TooLarge: It takes more than `max_bytes`.
+    Closed: Nobody reads.
   """
   data = memoryview(pack(message, max_bytes))
   try:
@@ -54,11 +54,11 @@ def send(fd: int, message: Any, max_bytes: int) -> None:
 
 
 def receive(fd: int, max_bytes: int) -> Any:
-  """Reads one message; blocks until it is there.
+  """Reads one message; blocks until it has arrived.
 
   Raises:
-    TooLarge: it announces more than `max_bytes`.
-    Closed: the other side has gone, or what it sent is no message.
+    TooLarge: It announces more than `max_bytes`.
+    Closed: The other side has closed the pipe, or what it sent is not a message.
   """
   size = int.from_bytes(_read(fd, _HEADER), "little")
   if size > max_bytes:
@@ -66,7 +66,7 @@ def receive(fd: int, max_bytes: int) -> Any:
   try:
     return json.loads(_read(fd, size))
   except (ValueError, RecursionError) as error:
-    raise Closed(f"no JSON: {error}") from error
+    raise Closed(f"not JSON: {error}") from error
 
 
 def _read(fd: int, size: int) -> bytes:
@@ -81,27 +81,27 @@ def _read(fd: int, size: int) -> bytes:
 
 
 class Codec:
-  """Values ↔ JSON, for one side."""
+  """Converts values to JSON and back, for one side."""
 
   def __init__(self, *, keep: Callable[[Any], Any], find: Callable[[Any], Any]):
-    """Describes what is not plain.
+    """Defines what happens to values that are not plain.
 
     Args:
-      keep: Object → a JSON value that stands for it; raises TypeError to refuse.
-      find: That JSON value, as the other side's `keep` made it, → object.
+      keep: Function from an object to a JSON value that represents it; raises TypeError to refuse.
+      find: Function from a JSON value made by the other side's `keep` to the object.
     """
     self._keep = keep
     self._find = find
     # Classes that both sides have, by name: instances are copied by their attributes, named tuples
-    # by their items, members of enums by their names. Those that are sent, and those that are
-    # taken from the other side.
+    # by their items, members of enums by their names. This side sends those in `sent` and accepts
+    # those in `taken`.
     self.sent: dict[str, type] = {}
     self.taken: Mapping[str, type] = {}
     self.objects = sharing.Shared()
     self.met: list[int] = []  # places of objects that occurred again.
 
   def encode(self, value: Any, depth: int = 0) -> Any:
-    """Returns the JSON of a value.
+    """Returns a value as JSON.
 
     Raises:
       TypeError: It can be neither copied nor kept.
@@ -147,15 +147,15 @@ class Codec:
         if isinstance(value, kind):
           return pack(value)
     if type(value).__module__ == "numpy" and "tolist" in dir(value):
-      # Arrays cross as lists, their numbers as numbers.
+      # Arrays are sent as lists, their numbers as numbers.
       return self.encode(value.tolist(), depth + 1)
     return {"kept": self._keep(value)}
 
   def decode(self, data: Any) -> Any:
-    """Returns the value of a JSON.
+    """Returns the value of a JSON representation.
 
     Raises:
-      ValueError: It is not the JSON of a value.
+      ValueError: It does not represent a value.
     """
     if isinstance(data, list):
       made: list[Any] = []
@@ -177,12 +177,12 @@ class Codec:
         return _UNPACK_VIEW[tag]([self.decode(v) for v in content])
       return self._container(tag, content)
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-      raise ValueError(f"no value's JSON: {str(data):.80}") from error
+      raise ValueError(f"not the JSON of a value: {str(data):.80}") from error
 
   def changes(self, places: Iterable[int]) -> list[Any]:
-    """Returns the JSON of what has changed in the objects at some places.
+    """Returns changes in the objects at some places, as JSON.
 
-    Places that are appended to `places` meanwhile count, too.
+    Places that are appended to `places` in the meantime count as well.
     """
     found = []
     done = set()
@@ -194,10 +194,10 @@ class Codec:
     return found
 
   def apply(self, changes: list[Any]) -> None:
-    """Makes the changes of the other side here.
+    """Applies the changes of the other side.
 
     Raises:
-      ValueError: They are not the JSON of changes.
+      ValueError: They do not represent changes.
     """
     try:
       for place, items in changes:
@@ -211,7 +211,7 @@ class Codec:
         sharing.refill(value, new)
         self.objects.note([place])
     except (AttributeError, LookupError, TypeError) as error:
-      raise ValueError(f"no changes: {str(changes):.80}") from error
+      raise ValueError(f"not the JSON of changes: {str(changes):.80}") from error
 
   def _items(self, value: Any) -> Any:
     if isinstance(value, bytearray):
@@ -226,7 +226,7 @@ class Codec:
     return [self.encode(v, depth + 1) for pair in held for v in pair]
 
   def _container(self, tag: str, content: Any) -> Any:
-    """A container: one that can be changed has its place before what is in it."""
+    """Returns a container as JSON; a mutable one gets its place before its content."""
     if tag == "member":
       return self.taken[content[0]].__members__[content[1]]
     if tag in _MUTABLE:
@@ -260,7 +260,7 @@ def _library() -> Iterator[tuple[type, Callable[[Any], Any]]]:
 
 def _int(value: int) -> Any:
   plain = int.__int__(value)
-  return plain if -(2**53) < plain < 2**53 else {"int": hex(plain)}  # no limit of digits.
+  return plain if -(2**53) < plain < 2**53 else {"int": hex(plain)}  # hex has no digit limit.
 
 
 def _bytes(value: bytes | bytearray) -> str:
@@ -272,7 +272,7 @@ def _float(value: float) -> Any:
   return float(value) if is_finite else {"float": float.hex(value)}
 
 
-# The types whose values are met most.
+# The most frequent types.
 _PLAIN: dict[type, Callable[[Any], Any]] = {
   type(None): lambda v: v,
   bool: lambda v: v,
@@ -280,7 +280,7 @@ _PLAIN: dict[type, Callable[[Any], Any]] = {
   float: _float,
   str: lambda v: v,
 }
-# In this order: datetime is a date. Of subclasses, by the method of the plain type.
+# The order matters: datetime is a date. Subclasses are handled by the method of the plain type.
 _ATOMS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
   (int, _int),
   (float, _float),

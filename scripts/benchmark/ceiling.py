@@ -1,7 +1,7 @@
 """Measures how fast this machine multiplies matrices: `python ceiling.py OUT.json`.
 
 Square products of float32 with NumPy and with JAX, and of bfloat16 with float32
-sums with JAX; the best of several, since whatever else runs can only slow them.
+sums with JAX; the best of several, because other programs can only slow them down.
 """
 
 import json

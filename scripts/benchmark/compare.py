@@ -3,9 +3,9 @@
   python scripts/benchmark/compare.py --model DIR --workload w1 --rounds 3 \\
     --trl-python TRL_ENV/bin/python --tunix-python TUNIX_ENV/bin/python --json OUT.json
 
-A peer whose interpreter is not given is left out. `--warm` first runs every program that
-compiles, into a folder of its own, and reports these runs apart: the rounds then measure no
-compilation. `--show OUT.json` prints the summary of an earlier run. How to make the
+A peer without an interpreter is left out. `--warm` first runs every program that
+compiles, with its own cache folder, and reports these runs separately, so that the rounds measure
+no compilation. `--show OUT.json` prints the summary of an earlier run. How to create the
 environments: docs/benchmark.md.
 """
 
@@ -27,7 +27,7 @@ import workload as workloads
 HERE = pathlib.Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 FORMS_OF_OURS = (summary.OURS, summary.OURS_ALL)
-COMPILING = (*FORMS_OF_OURS, "tunix")  # those that run on JAX.
+COMPILING = (*FORMS_OF_OURS, "tunix")  # programs that run on JAX.
 SCRIPTS = {
   summary.OURS: "ours.py",
   summary.OURS_ALL: "ours.py",
@@ -43,7 +43,7 @@ KEEP_ALL_COMPILED = {
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-  """Reads the command line; sizes that are not given come from the preset."""
+  """Parses the command line; sizes that are not given come from the preset."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
@@ -57,14 +57,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     "--warm", action="store_true", help="compile in a run before the rounds, which is not counted"
   )
   types = ("float32", "bfloat16")
-  parser.add_argument("--dtype", choices=types, default="float32", help="of ours' products")
-  parser.add_argument("--peer-dtype", choices=types, default="float32", help="of the peers'")
+  parser.add_argument("--dtype", choices=types, default="float32", help="dtype of our products")
+  parser.add_argument("--peer-dtype", choices=types, default="float32", help="dtype of the peers'")
   parser.add_argument("--peer-recompute", action="store_true", help="peers keep fewer activations")
   parser.add_argument("--full-length", action="store_true", help="no completion ends early")
   parser.add_argument("--learning-rate", type=float, default=1e-5)
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--override", action="append", default=[], metavar="SECTION.FIELD=VALUE")
-  parser.add_argument("--without-ours", action="store_true", help="run the peers alone")
+  parser.add_argument("--without-ours", action="store_true", help="run only the peers")
   parser.add_argument("--trl-python", metavar="PYTHON", help="interpreter of TRL's environment")
   parser.add_argument("--tunix-python", metavar="PYTHON", help="interpreter of Tunix's environment")
   parser.add_argument("--json", type=pathlib.Path, help="file for the result")
@@ -91,7 +91,7 @@ def interpreters(options: argparse.Namespace) -> dict[str, str]:
 def workload_for(
   program: str, options: argparse.Namespace, *, model: pathlib.Path, problems: pathlib.Path
 ) -> workloads.Workload:
-  """Returns what one program is given; programs differ in nothing but what the options say."""
+  """Returns the workload of one program; programs differ only in what the options say."""
   sizes = {
     name: size if getattr(options, name) is None else getattr(options, name)
     for name, size in workloads.PRESETS[options.workload].items()
@@ -111,13 +111,12 @@ def workload_for(
 
 
 def environment_of(program: str, compiled: pathlib.Path) -> dict[str, str]:
-  """Returns the variables that a program runs with.
+  """Returns the environment variables of a program.
 
-  What a form of ours, or a peer, has compiled helps no other one, and nothing of the user's own
-  cache helps any.
+  No program benefits from what another one has compiled, or from the user's own cache.
 
   Args:
-    program: a key of `SCRIPTS`.
+    program: Key of `SCRIPTS`.
     compiled: Folder of compiled programs, one folder inside it for each program.
   """
   kept = {"JAX_COMPILATION_CACHE_DIR": str(compiled / program)} | KEEP_ALL_COMPILED
@@ -145,7 +144,7 @@ def run_program(
 
 
 def measure_ceiling(folder: pathlib.Path, name: str) -> dict[str, float]:
-  """Returns the machine's rates of matrix products, measured in a process of its own."""
+  """Returns the machine's rates of matrix products, measured in a separate process."""
   path = folder / f"{name}.json"
   processes.run(
     [sys.executable, str(HERE / "ceiling.py"), str(path)],
@@ -156,7 +155,7 @@ def measure_ceiling(folder: pathlib.Path, name: str) -> dict[str, float]:
 
 
 def processor() -> str:
-  """Returns the processor's name as the system gives it."""
+  """Returns the processor's name as the system reports it."""
   cpuinfo = pathlib.Path("/proc/cpuinfo")
   lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
   names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -174,7 +173,7 @@ def compare(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]
     model = folder / "model"
 
   def turn(name: str, programs: Collection[str]) -> dict[str, Any]:
-    """Runs each of these programs once and says how it went."""
+    """Runs each of these programs once and prints the result."""
     runs = {}
     for program, python in interpreters(options).items():
       if program not in programs:
@@ -209,7 +208,7 @@ def compare(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]
 
 
 def main() -> None:
-  """Runs what the command line says, writes the result, prints its summary."""
+  """Runs the command line, writes the result, prints its summary."""
   options = parse()
   if options.show:
     print(summary.text(json.loads(options.show.read_text())))
@@ -217,7 +216,7 @@ def main() -> None:
   with tempfile.TemporaryDirectory(prefix="benchmark_") as folder:
     try:
       result = compare(options, pathlib.Path(folder))
-    except RuntimeError as error:  # a program failed; its own trace is in the message.
+    except RuntimeError as error:  # a program failed; the message has its traceback.
       sys.exit(str(error))
   options.json.write_text(json.dumps(result, indent=1))
   print(summary.text(result))

@@ -1,13 +1,13 @@
-"""What `linear_logprobs.py` measured, as medians, rates, ratios and a printed table. Pure."""
+"""The measurements of `linear_logprobs.py` as medians, rates, ratios and a printed table. Pure."""
 
 import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
-OURS = ("mosaic_gpu", "pallas_tpu", "xla_chunked")  # the first of them that ran is compared.
+OURS = ("mosaic_gpu", "pallas_tpu", "xla_chunked")  # the first one that ran is compared.
 PASSES = ("forward", "forward+backward")
-# Products with N·D·V multiply-adds that the result needs; what is computed twice counts once.
+# Products with N·D·V multiply-adds that the result needs; recomputed ones count once.
 PRODUCTS = {"forward": 1, "forward+backward": 3}
 GIB = 2**30
 
@@ -30,7 +30,7 @@ def matmul_rate(result: dict[str, Any]) -> float:
 def summarise(result: dict[str, Any]) -> list[dict[str, Any]]:
   """Returns one row per measurement: median and spread in ms, TFLOP/s, share of the matmul, memory.
 
-  A measurement without samples keeps its `why` and has no numbers.
+  A measurement without samples has a `why` and no numbers.
   """
   rate = matmul_rate(result)
   rows = []
@@ -78,16 +78,16 @@ def speedups(rows: Sequence[dict[str, Any]], *, of: str | None) -> list[dict[str
 
 
 def disagreements(rows: Sequence[dict[str, Any]]) -> list[str]:
-  """Returns a line for each variant whose mean loss is not that of the shape's other variants.
+  """Returns a line for each variant whose mean loss differs from that of the other variants.
 
-  Inputs are random and, in torch, of another generator: with logits of standard
+  Inputs are random, and those of torch come from another generator: with logits of standard
   deviation 3, the mean over N tokens is known to 3/√N.
   """
   lines = []
   timed = [row for row in rows if row["why"] is None]
   for row in timed:
     others = [x["loss"] for x in timed if _key(x["shape"]) == _key(row["shape"])]
-    finite = [loss for loss in others if math.isfinite(loss)]  # NaN has no place in an order.
+    finite = [loss for loss in others if math.isfinite(loss)]  # NaN cannot be ordered.
     median = statistics.median(finite) if finite else math.nan
     allowed = 0.05 + 20.0 / row["shape"]["tokens"] ** 0.5
     if not abs(row["loss"] - median) <= allowed:
@@ -99,7 +99,7 @@ def disagreements(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def describe(shape: dict[str, Any]) -> str:
-  """Returns a shape in words."""
+  """Returns a shape as text."""
   return f"N={shape['tokens']} D={shape['width']} V={shape['vocabulary']}"
 
 
@@ -148,5 +148,5 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _key(shape: dict[str, Any]) -> tuple[int, int, int]:
-  """Returns what identifies a shape."""
+  """Returns the key of a shape."""
   return shape["tokens"], shape["width"], shape["vocabulary"]

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from grpo_kernels.linear_logprobs import linear_logprobs
 from grpo_kernels.linear_logprobs.token_local import linear_objective
 
-# What is in the way of a variant, said in its row of the table: sizes or a platform that it
-# refuses, a package that is not there, a device whose memory is full.
+# Reasons why a variant cannot run, reported in its row: sizes or a platform that it
+# rejects, a missing package, a device whose memory is full.
 REFUSALS = (ValueError, NotImplementedError, ImportError, jax.errors.JaxRuntimeError)
 
 
@@ -22,7 +22,7 @@ class Variant:
   """One way to compute the loss."""
 
   name: str
-  layout: str | None  # of the head it takes; None: as the command line says.
+  layout: str | None  # layout of its head; None: that of the command line.
   loss: Callable[..., jax.Array]  # (hidden, head, targets, weights, *, layout) -> scalar
 
 
@@ -30,13 +30,13 @@ class Variant:
 class Program:
   """A compiled variant, on its inputs."""
 
-  seconds: Callable[[int], float]  # time of a call, over so many calls in a row.
+  seconds: Callable[[int], float]  # time per call, over that many consecutive calls.
   temporary_bytes: int  # beyond inputs and outputs.
   peak_bytes: int  # inputs and outputs included.
   loss: float  # mean over the tokens, in nats.
 
 
-def of_implementation(hidden, head, targets, weights, *, layout, name):
+def by_implementation(hidden, head, targets, weights, *, layout, name):
   """Returns Σ w log p by an implementation of grpo_kernels."""
   logprobs: Any = linear_logprobs(hidden, head, targets, head_layout=layout, implementation=name)
   return jnp.sum(weights * logprobs)
@@ -53,7 +53,7 @@ def materialised(hidden, head, targets, weights, *, layout):
 
 
 def one_sweep(hidden, head, targets, weights, *, layout):
-  """Returns Σ w log p, whose gradients are found in the forward pass."""
+  """Returns Σ w log p, whose gradients are computed in the forward pass."""
   total, _, _ = linear_objective(
     hidden,
     head,
@@ -65,7 +65,7 @@ def one_sweep(hidden, head, targets, weights, *, layout):
   return total
 
 
-def of_tokamax(hidden, head, targets, weights, *, layout):
+def by_tokamax(hidden, head, targets, weights, *, layout):
   """Returns Σ -log p by tokamax's chunked XLA; its weights are all -1."""
   del weights, layout
   tokamax = importlib.import_module("tokamax")
@@ -82,9 +82,9 @@ def tiled(hidden, head, targets, weights, layout):
   """Returns Σ w log p by tiles of 1024 tokens × 2048 columns, in plain XLA; head [D V].
 
   The structure of tokamax's `chunked_xla` at its default tiles: a loop over
-  tokens, in it one over the vocabulary; tile products, running log-sum-exp and
-  accumulators in the dtype of the inputs; the backward pass computes each tile
-  again and adds to its slices of both gradients. Sizes are padded to tiles.
+  tokens, containing one over the vocabulary; tile products, running log-sum-exp and
+  accumulators in the dtype of the inputs. The backward pass recomputes each tile
+  and adds to its slices of both gradients. Sizes are padded to tiles.
   """
   return _tiled_forward(hidden, head, targets, weights, layout)[0]
 
@@ -169,7 +169,7 @@ def _columns(head, j):
 
 
 def _without_padding(logits, j, head):
-  """Returns the tile's logits, those of padded columns at -inf."""
+  """Returns the tile's logits, with those of padded columns set to -inf."""
   column = j * TILE[1] + jnp.arange(TILE[1])
   return jnp.where((column < head.shape[1])[None, :], logits, -jnp.inf)
 
@@ -184,7 +184,7 @@ def make_inputs(tokens: int, width: int, vocabulary: int, dtype: str) -> dict[st
     "vd": head,
     "dv": jnp.asarray(head.T),
     "targets": jax.random.randint(keys[2], (tokens,), 0, vocabulary),
-    "weights": jnp.full(tokens, -1.0),  # an argument, so that nothing is folded.
+    "weights": jnp.full(tokens, -1.0),  # an argument, so that nothing is constant-folded.
   }
 
 
@@ -192,7 +192,7 @@ def compile_program(variant: Variant, inputs: dict[str, Any], which: str, layout
   """Returns the compiled variant.
 
   Raises:
-    One of `REFUSALS`: the variant cannot run here; the message says why.
+    One of `REFUSALS`: The variant cannot run here; the message says why.
   """
   layout = variant.layout or layout
   arguments = inputs["hidden"], inputs[layout], inputs["targets"], inputs["weights"]
@@ -200,7 +200,7 @@ def compile_program(variant: Variant, inputs: dict[str, Any], which: str, layout
   function = loss if which == "forward" else jax.value_and_grad(loss, argnums=(0, 1))
   compiled = jax.jit(function).lower(*arguments).compile()
   memory = compiled.memory_analysis()
-  assert memory is not None, "every backend that is measured says what it allocates"
+  assert memory is not None, "every measured backend reports its allocations"
 
   def seconds(calls: int) -> float:
     return _seconds(lambda: compiled(*arguments), calls)
@@ -216,7 +216,7 @@ def compile_program(variant: Variant, inputs: dict[str, Any], which: str, layout
 
 
 def make_matmul(size: int, dtype: str) -> Callable[[int], float]:
-  """Returns what times size³ matrix products, as `Program.seconds` does."""
+  """Returns a timer of size³ matrix products, with the signature of `Program.seconds`."""
   keys = jax.random.split(jax.random.key(1))
   a, b = (jax.random.normal(key, (size, size), dtype) for key in keys)
   product = jax.jit(jnp.matmul)
@@ -225,7 +225,7 @@ def make_matmul(size: int, dtype: str) -> Callable[[int], float]:
 
 
 def _seconds(call: Callable[[], Any], calls: int) -> float:
-  """Returns the time of a call, over so many in a row: the device works through them in order."""
+  """Returns the time per call, over consecutive calls: the device executes them in order."""
   start = time.perf_counter()
   last = None
   for _ in range(calls):
@@ -236,7 +236,7 @@ def _seconds(call: Callable[[], Any], calls: int) -> float:
 
 def _of(name: str) -> Variant:
   """Returns the variant of one implementation of grpo_kernels."""
-  return Variant(name, None, functools.partial(of_implementation, name=name))
+  return Variant(name, None, functools.partial(by_implementation, name=name))
 
 
 VARIANTS = {
@@ -252,6 +252,6 @@ VARIANTS = {
       "dv",
       lambda h, w, t, g, *, layout: tiled(h, w, t, g, layout),
     ),
-    Variant("tokamax_chunked_xla", "dv", of_tokamax),
+    Variant("tokamax_chunked_xla", "dv", by_tokamax),
   )
 }

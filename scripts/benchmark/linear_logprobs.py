@@ -1,13 +1,13 @@
-"""Times the fused LM head against other ways to do the same, in turns, on one GPU.
+"""Times the fused LM head against other ways to compute the same, in turns, on one GPU.
 
   python scripts/benchmark/linear_logprobs.py --json h100.json --liger-python LIGER_ENV/bin/python
 
-For each size: forward alone, and forward with both gradients, of Σ log p over N tokens. Beside our
-kernel (mosaic_gpu) run our chunked XLA, XLA with all logits in memory, XLA by tiles of 1024 × 2048,
-tokamax's own if it is installed, and Liger-Kernel's fused linear cross-entropy in a process of its
-own. A large matrix product is timed in the same turns: it is what the device can do. What cannot
-run has a row that says why. `--show h100.json` prints an earlier result; `--device cpu` is for
-trying the script. How to install the peers: docs/linear_logprobs.md.
+For each size: forward alone, and forward with both gradients, of Σ log p over N tokens. Our
+kernel (mosaic_gpu) is compared with our chunked XLA, XLA with all logits in memory, XLA by tiles of
+1024 × 2048, tokamax's own if it is installed, and Liger-Kernel's fused linear cross-entropy in a
+separate process. A large matrix product is timed in the same turns, as the limit of the device. A
+variant that cannot run has a row with the reason. `--show h100.json` prints an earlier result;
+`--device cpu` is for trying the script. How to install the peers: docs/linear_logprobs.md.
 """
 
 import argparse
@@ -30,15 +30,15 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.append(str(HERE.parents[1] / "kernels"))
 # N, D, V: the heads of SmolLM2-135M, Qwen2.5-1.5B, Qwen2.5-7B and Llama-3-8B.
 SHAPES = ["16384,576,49152", "16384,1536,151936", "16384,3584,152064", "16384,4096,128256"]
-LEAST_SAMPLE_S = 0.03  # calls in a row, so that a sample is not the cost of starting one.
+LEAST_SAMPLE_S = 0.03  # duration of a sample, long enough to hide the cost of starting a call.
 MATMUL_SIZE = {"gpu": 8192, "tpu": 8192, "cpu": 1024}
 LIGER = "liger"
-# Device → the kernel that is not for it, and no row is spent on.
+# Device → the kernel that does not run on it, and gets no row.
 KERNEL_OF_OTHERS = {"gpu": "pallas_tpu", "tpu": "mosaic_gpu", "cpu": "pallas_tpu"}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-  """Reads the command line."""
+  """Parses the command line."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
@@ -61,7 +61,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def _shape(text: str, parser: argparse.ArgumentParser) -> dict[str, int]:
-  """Reads N,D,V."""
+  """Parses N,D,V."""
   sizes = text.split(",")
   if len(sizes) != 3 or not all(size.isdigit() and int(size) > 0 for size in sizes):
     parser.error(f"--shape is three numbers above 0, N,D,V; got {text!r}")
@@ -69,11 +69,11 @@ def _shape(text: str, parser: argparse.ArgumentParser) -> dict[str, int]:
 
 
 class Refused(Exception):
-  """Why a variant cannot run."""
+  """A variant cannot run; the message says why."""
 
 
 class Liger:
-  """The process in which Liger-Kernel runs, asked line by line."""
+  """The process in which Liger-Kernel runs; requests and answers are lines."""
 
   def __init__(self, python: str | None, device: str):
     self.why = None
@@ -98,7 +98,7 @@ class Liger:
     """Returns the answer to one request.
 
     Raises:
-      Refused: it cannot run, or its process has ended.
+      Refused: It cannot run, or its process has ended.
     """
     if self.process is None:
       raise Refused(self.why)
@@ -131,9 +131,9 @@ class Liger:
 def programs(
   shape: dict[str, int], options: argparse.Namespace, liger: Liger
 ) -> Iterator[tuple[dict[str, Any], Callable[[int], float] | None]]:
-  """Compiles all variants for one size; yields a record of each, and what times it.
+  """Compiles all variants for one size; yields a record and a timer for each.
 
-  A variant that cannot run has no timer, and its record says why.
+  A variant that cannot run has no timer, and its record gives the reason.
   """
   import head_variants  # needs JAX, whose platform `main` has chosen by now.
 
@@ -165,9 +165,9 @@ def programs(
 
 
 def take_turns(timers: dict[Any, Callable[[int], float]], rounds: int) -> dict[Any, list[float]]:
-  """Returns `rounds` samples of each timer, taken in turns; the order moves on by one each round.
+  """Returns `rounds` samples of each timer, taken in turns; the order rotates by one each round.
 
-  Before, each runs until it is warm, which also says how many calls make a sample.
+  Each timer is warmed up first, which also determines how many calls make a sample.
   """
   calls = {}
   for key, timer in timers.items():
@@ -191,13 +191,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
   size = MATMUL_SIZE[options.device]
   matmul = head_variants.make_matmul(size, options.dtype)
   liger = Liger(options.liger_python, options.device)
-  measurements, of_matmul = [], []
+  measurements, matmul_samples = [], []
   try:
     for shape in options.shapes:
       made = list(programs(shape, options, liger))
       timers = {i: timer for i, (_, timer) in enumerate(made) if timer is not None}
       samples = take_turns({**timers, "matmul": matmul}, options.rounds)
-      of_matmul += samples.pop("matmul")
+      matmul_samples += samples.pop("matmul")
       for i, (record, _) in enumerate(made):
         measurements.append(record | {"samples_s": samples.get(i, [])})
         print(
@@ -213,13 +213,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     "dtype": options.dtype,
     "layout": options.layout,
     "rounds": options.rounds,
-    "matmul": {"size": size, "samples_s": of_matmul},
+    "matmul": {"size": size, "samples_s": matmul_samples},
     "measurements": measurements,
   }
 
 
 def choose_platform(device: str) -> None:
-  """Makes JAX compute on a kind of device; ends the program if there is none."""
+  """Makes JAX use a kind of device; exits if there is none."""
   os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # Liger's process needs memory too.
   if device == "cpu":
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -234,7 +234,7 @@ def choose_platform(device: str) -> None:
 
 
 def main() -> None:
-  """Runs what the command line says, writes the result, prints its table."""
+  """Runs the command line, writes the result, prints its table."""
   options = parse()
   if options.show:
     print(head_table.text(json.loads(options.show.read_text())))

@@ -1,4 +1,4 @@
-"""The benchmark's reward as a function that `environments/function.py` finds by its name."""
+"""The benchmark's reward as a function that `environments/function.py` imports by its path."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,8 @@ Run by compare.py:
   PYTHON ours.py WORKLOAD.json RECORD.json
 
 Evaluation, samples, recorded rollouts and the measurement of all completions (every tenth step and
-the last one by default) are off; the rest is what `configs/base.py` says. Sampling includes scoring
-the completions; all else of a step counts as training.
+the last one by default) are off; everything else is as in `configs/base.py`. Sampling includes
+scoring the completions; all other time of a step counts as training.
 """
 
 import ast
@@ -22,11 +22,11 @@ import workload as workloads
 import configs.base
 from grpo_jax import metrics, train
 
-MAX_PROMPT_TOKENS = 128  # those of the workloads have about 38.
+MAX_PROMPT_TOKENS = 128  # prompts of the workloads have about 38.
 
 
 def fields(workload: workloads.Workload) -> dict[str, Any]:
-  """Returns the workload in this trainer's words: one optimizer step a batch, no KL."""
+  """Returns the workload as config fields: one optimizer step per batch, no KL."""
   return {
     "seed": workload.seed,
     "total_steps": workload.steps,
@@ -63,17 +63,17 @@ def fields(workload: workloads.Workload) -> dict[str, Any]:
 
 
 def make_config(workload: workloads.Workload) -> ml_collections.ConfigDict:
-  """Returns the base configuration with the workload's fields, and its overrides on top."""
+  """Returns the base configuration with the workload's fields, and then its overrides."""
   config = configs.base.get_config()
   config.environments = {"benchmark": {"module": "function", "path": "our_reward.score"}}
-  config.lock()  # a field that does not exist is an error from here on.
+  config.lock()  # from here on, an unknown field is an error.
   config.update_from_flattened_dict(fields(workload))
   config.update_from_flattened_dict(dict(map(parse_override, workload.overrides)))
   return config
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-  """Reads "section.field=value"; a value that is no Python literal is a string."""
+  """Parses "section.field=value"; a value that is not a Python literal is a string."""
   field, _, value = text.partition("=")
   try:
     return field, ast.literal_eval(value)

@@ -1,4 +1,4 @@
-"""Times Liger-Kernel's fused linear cross-entropy; a process that is asked line by line.
+"""Times Liger-Kernel's fused linear cross-entropy in a process that answers line by line.
 
 Started by linear_logprobs.py with an interpreter that has `liger-kernel` and torch:
   PYTHON peer_liger.py < requests > answers
@@ -10,14 +10,14 @@ Each request and each answer is one line of JSON:
 """
 
 # pyright: reportMissingImports=false
-# Liger-Kernel is installed in an environment of its own.
+# Liger-Kernel is installed in a separate environment.
 
 import json
 import os
 import sys
 import time
 
-# What libraries print, when imported or later, must not stand among the answers.
+# Output of libraries, on import or later, must not appear among the answers.
 ANSWERS = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 
@@ -67,7 +67,7 @@ class Case:
     }
 
   def seconds(self, which: str, calls: int) -> float:
-    """Returns the time of a call, over so many in a row."""
+    """Returns the time per call, over that many consecutive calls."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(calls):

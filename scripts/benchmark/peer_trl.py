@@ -3,12 +3,12 @@
 Run by compare.py with the interpreter of TRL's environment:
   PYTHON peer_trl.py WORKLOAD.json RECORD.json
 
-A step's time is what lies between the trainer's own `on_step_begin` and
-`on_step_end`; what is not sampling or scoring of it counts as training.
+A step's time is the time between the trainer's own `on_step_begin` and
+`on_step_end`; its time outside of sampling and scoring counts as training.
 """
 
 # pyright: reportMissingImports=false
-# TRL is installed in an environment of its own.
+# TRL is installed in a separate environment.
 
 import sys
 import tempfile
@@ -24,7 +24,7 @@ import workload as workloads
 
 
 class TimedTrainer(trl.GRPOTrainer):
-  """GRPOTrainer that keeps how long it sampled and how many tokens there were."""
+  """GRPOTrainer that records how long it sampled and how many tokens there were."""
 
   generate_s = 0.0
   rollout_s = 0.0
@@ -87,7 +87,7 @@ def reward(completions, answer, **_) -> list[float]:
 
 
 def trainer_config(workload: workloads.Workload, directory: str) -> trl.GRPOConfig:
-  """Returns the workload in TRL's words: one optimizer step a batch, no KL, nothing saved."""
+  """Returns the workload as TRL's options: one optimizer step per batch, no KL, nothing saved."""
   return trl.GRPOConfig(
     output_dir=directory,
     use_cpu=True,

@@ -3,15 +3,15 @@
 Run by compare.py with the interpreter of Tunix's environment:
   PYTHON peer_tunix.py WORKLOAD.json RECORD.json
 
-Three things that Tunix 0.1.7 does not do for a Llama model by itself are done here,
-so that it trains the model that the others train: its attention ignores the
-model's `rope_theta` (1e6 always), so the right one is bound; a pad token of its
-own, since it masks by `token != pad` and the usual pad is the end token; and a
-seed for every step, since it samples with one and the same key otherwise.
+Three things that Tunix 0.1.7 does not do for a Llama model are done here, so that
+it trains the same model as the others: its attention ignores the
+model's `rope_theta` (1e6 always), so the right one is bound; it gets a separate pad
+token, because it masks by `token != pad` and the usual pad is the end token; and it
+gets a seed for every step, because it otherwise samples with the same key each time.
 """
 
 # pyright: reportMissingImports=false
-# Tunix is installed in an environment of its own.
+# Tunix is installed in a separate environment.
 
 import functools
 import json
@@ -33,7 +33,7 @@ from tunix.rl import rl_cluster
 from tunix.rl.grpo import grpo_learner
 from tunix.rl.rollout import base_rollout
 
-PROMPT_MULTIPLE = 8  # prompts are padded to a multiple of so many tokens.
+PROMPT_MULTIPLE = 8  # prompts are padded to a multiple of this many tokens.
 
 
 class TimedCluster(rl_cluster.RLCluster):
@@ -81,7 +81,7 @@ def load_model(workload: workloads.Workload, mesh: jax.sharding.Mesh) -> nnx.Mod
   """Loads a Llama of the Hugging Face folder, and makes Tunix use its rope_theta.
 
   Raises:
-    ValueError: the model is of another family.
+    ValueError: The model is of another family.
   """
   config = json.loads((pathlib.Path(workload.model) / "config.json").read_text())
   if config["model_type"] != "llama":
@@ -110,7 +110,7 @@ def load_model(workload: workloads.Workload, mesh: jax.sharding.Mesh) -> nnx.Mod
 
 
 def set_distinct_pad(tokenizer: transformers.PreTrainedTokenizerBase, prompts: list[str]) -> None:
-  """Makes a special token the pad that is neither the end token nor in any prompt."""
+  """Makes a special token the pad: one that is neither the end token nor in any prompt."""
   used = {token_id for prompt in prompts for token_id in tokenizer.encode(prompt)}
   special = [
     token.content
@@ -126,7 +126,7 @@ def make_learner(
   *,
   prompt_width: int,
 ) -> tuple[TimedCluster, grpo_learner.GRPOLearner]:
-  """Returns the workload in Tunix's words: one optimizer step a batch, no KL, nothing saved."""
+  """Returns the workload as Tunix's options: one optimizer step per batch, no KL, nothing saved."""
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
   roles = (rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT)
   cluster = TimedCluster(

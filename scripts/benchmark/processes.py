@@ -1,4 +1,4 @@
-"""Runs a program to its end and watches the memory of it and of all its children."""
+"""Runs a program to its end and monitors the memory of it and of all its children."""
 
 import dataclasses
 import os
@@ -14,12 +14,12 @@ POLL_S = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-  """What a whole process took, from its start to its end."""
+  """Time and memory of a whole process, from its start to its end."""
 
   wall_s: float
   peak_mib: float  # largest sum of resident memory over the process and its descendants.
   peak_processes: int  # how many there were at that moment.
-  load_average_before: float  # of the last minute: how much else the machine was doing.
+  load_average_before: float  # of the last minute: the load from other programs.
   load_average_after: float
 
 
@@ -28,17 +28,17 @@ def run(
 ) -> Usage:
   """Runs `command` and returns its usage.
 
-  Memory is polled; what the main process reaches between two polls is known from
+  Memory is polled. What the main process reaches between two polls is known from
   the kernel's high-water mark (that of `getrusage` would be wrong: it starts at
-  the size of the parent). Pages that processes share are counted for each.
+  the size of the parent). Shared pages are counted for each process.
 
   Args:
-    command: program and arguments.
-    log: file for its output and errors.
-    environment: variables added to the present ones.
+    command: Program and arguments.
+    log: File for its output and errors.
+    environment: Variables added to the present ones.
 
   Raises:
-    RuntimeError: it failed; the message holds the end of its output.
+    RuntimeError: It failed; the message contains the end of its output.
   """
   load_before = os.getloadavg()[0]
   start = time.perf_counter()
@@ -76,7 +76,7 @@ def run(
 
 
 def _resident_bytes(process: psutil.Process) -> list[int]:
-  """Resident memory of a process and its descendants, less those that just ended."""
+  """Returns resident memory of a process and its descendants, except those that just ended."""
   try:
     family = [process, *process.children(recursive=True)]
   except psutil.NoSuchProcess:
@@ -91,7 +91,7 @@ def _resident_bytes(process: psutil.Process) -> list[int]:
 
 
 def _high_water_bytes(pid: int) -> int:
-  """Most resident memory that a process ever had; 0 where the system does not tell."""
+  """Returns a process's highest resident memory so far; 0 if the system does not report it."""
   try:
     status = pathlib.Path(f"/proc/{pid}/status").read_text()
   except OSError:

@@ -1,10 +1,10 @@
-"""Takes one update apart: seconds, share of the machine's ceiling, time by kind of operation.
+"""Analyses one update: seconds, share of the machine's ceiling, time by kind of operation.
 
   PYTHONPATH=.:kernels python scripts/benchmark/profile_update.py --model DIR --workload w1
 
 The update is that of `ours-all` in compare.py (every completion computed), on a batch with the
-lengths of the workload and random tokens; nothing is sampled. What is compiled is kept, so that
-the second call takes less than a minute. CPU only: a trace of another backend reads otherwise.
+lengths of the workload and random tokens; nothing is sampled. Compiled programs are cached, so that
+the second call takes less than a minute. CPU only: traces of other backends have another form.
 """
 
 import argparse
@@ -32,8 +32,8 @@ from grpo_jax.learn import operations, sharding, train_step
 from grpo_jax.models import loading, sources
 from grpo_jax.types import FinishReason, Minibatch, Prompt, Rollout, RolloutGroup, TrainState
 
-PROMPT_TOKENS = 38  # of the benchmark's prompts, all but always.
-AT_LIMIT = 0.6  # share of completions that are cut at the limit; the others are of any length.
+PROMPT_TOKENS = 38  # length of nearly all of the benchmark's prompts.
+AT_LIMIT = 0.6  # share of completions that are cut at the limit; the others have any length.
 
 
 def parse() -> argparse.Namespace:
@@ -44,7 +44,7 @@ def parse() -> argparse.Namespace:
   parser.add_argument("--shape", help="ROWS,ROW_TOKENS,LOSS_TOKENS of microbatches")
   parser.add_argument("--repeats", type=int, default=3, help="updates that are timed")
   parser.add_argument("--override", action="append", default=[], metavar="SECTION.FIELD=VALUE")
-  parser.add_argument("--largest", type=int, default=0, help="operations to list one by one")
+  parser.add_argument("--largest", type=int, default=0, help="number of operations to list singly")
   return parser.parse_args()
 
 
@@ -83,7 +83,7 @@ def make_update(config: Any, model: loading.Loaded) -> tuple[train_step.Update, 
 def once(
   update: train_step.Update, state: TrainState, minibatch: Minibatch
 ) -> tuple[TrainState, float, float]:
-  """Takes one optimizer step; returns the state, and the seconds of gradients and optimizer."""
+  """Runs one optimizer step; returns the state, and the seconds of gradients and optimizer."""
   begin = time.perf_counter()
   (grads, loss), _, _ = update.gradients(state.params, minibatch)
   jax.block_until_ready(grads)
@@ -107,7 +107,7 @@ def events_of(folder: str) -> Iterator[trace_kinds.Event]:
 
 
 def describe(model: Any) -> dict[str, Any]:
-  """Returns the sizes that `summary.useful_work` reads, in the words of a config.json."""
+  """Returns the sizes that `summary.useful_work` reads, with the names of a config.json."""
   return {
     "hidden_size": model.hidden_size,
     "num_attention_heads": model.num_heads,
@@ -120,7 +120,7 @@ def describe(model: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-  """Profiles one update and prints what was found."""
+  """Profiles one update and prints the result."""
   options = parse()
   preset: dict[str, Any] = dict(workloads.PRESETS[options.workload])
   workload = workloads.Workload(
@@ -132,7 +132,7 @@ def main() -> None:
   config: Any = ours.make_config(workload)
   if jax.config.values["jax_compilation_cache_dir"] is None:
     jax.config.update("jax_compilation_cache_dir", str(sources.default_cache() / "xla"))
-  # The parts of the update are told apart by names, which are otherwise those of the run that
+  # The parts of the update are recognised by names, which would otherwise be those of the run that
   # compiled the program.
   jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
   model = loading.load(options.model)
@@ -166,12 +166,12 @@ def main() -> None:
   best = max(ceiling.measure(2048)[name] for name in ("numpy_float32", "jax_float32"))
   for _ in range(options.repeats):
     cpu, faults = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    state, of_gradients, of_optimizer = once(update, state, minibatch)
+    state, gradients_s, optimizer_s = once(update, state, minibatch)
     cpu = time.process_time() - cpu
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-    rate = useful / (of_gradients + of_optimizer)
+    rate = useful / (gradients_s + optimizer_s)
     print(
-      f"gradients {of_gradients:.2f} s, optimizer {of_optimizer:.2f} s: {rate:.0f} GFLOP/s,"
+      f"gradients {gradients_s:.2f} s, optimizer {optimizer_s:.2f} s: {rate:.0f} GFLOP/s,"
       f" {rate / best:.0%} of {best:.0f}; CPU time {cpu:.1f} s, {faults / 1000:.0f}k pages touched"
     )
 

@@ -1,4 +1,4 @@
-"""What every program of the benchmark hands back: a JSON record of its steps.
+"""The result of every program of the benchmark: a JSON record of its steps.
 
 Standard library only.
 """
@@ -19,17 +19,17 @@ import workload as workloads
 class Step:
   """Times and counts of one training step. Tokens are counted without padding."""
 
-  wall_s: float  # of the whole step.
-  generate_s: float  # of sampling the completions.
-  train_s: float  # of the update: forward, backward, optimizer.
-  prompt_tokens: int  # of the step's prompts, each counted once.
+  wall_s: float  # duration of the whole step.
+  generate_s: float  # duration of sampling the completions.
+  train_s: float  # duration of the update: forward, backward, optimizer.
+  prompt_tokens: int  # tokens of the step's prompts, each counted once.
   completion_tokens: int  # sampled, end tokens included.
   trained_tokens: int  # through the forward and backward pass.
   reward_mean: float
 
 
 def versions(*packages: str) -> dict[str, str]:
-  """Returns the versions of Python and of those of `packages` that are installed."""
+  """Returns the versions of Python and of the installed packages among `packages`."""
   found = {"python": platform.python_version()}
   for package in packages:
     try:
@@ -51,12 +51,12 @@ def write(
   """Writes the record of one run.
 
   Args:
-    path: of the JSON file.
-    program: name of the program that ran.
-    workload: what it was given.
-    steps: in order; the first contains compilation.
-    settings: what else a reader must know of how the program was set up.
-    packages: versions, from `versions`.
+    path: Path of the JSON file.
+    program: Name of the program that ran.
+    workload: Workload of the program.
+    steps: Steps in order; the first contains compilation.
+    settings: Further information on how the program was set up.
+    packages: Versions of packages, from `versions`.
   """
   record = {
     "program": program,

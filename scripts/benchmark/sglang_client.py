@@ -2,11 +2,11 @@
 
   python scripts/benchmark/sglang_client.py MODEL_FOLDER ADDRESS [--rounds 5] [--json FILE]
 
-The server runs already (scripts/serve_sglang.py). "direct" posts the bodies with aiohttp, all at
+The server must be running (scripts/serve_sglang.py). "direct" posts the bodies with aiohttp, all at
 once or with --in-flight at a time, and reads the answers; "engine" is SGLangEngine with the same
 limit, from requests to checked generations. Both compute the same tokens: the seeds are the same,
 and the prefix cache is emptied before each turn. The result is the ratio of the medians of tokens
-per second; 1 means that the engine costs nothing.
+per second; 1 means that the engine has no overhead.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from grpo_jax.models import loading  # noqa: E402
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-  """One way through all requests."""
+  """One pass through all requests."""
 
   seconds: float
   tokens: int
@@ -48,14 +48,14 @@ class Turn:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-  """Returns what the command line says."""
+  """Parses the command line."""
   parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
   parser.add_argument("model", type=local_paths.argument, help="Hugging Face folder that is served")
   parser.add_argument("address", help="http://host:port of the server")
   parser.add_argument("--prompts", type=int, default=16)
   parser.add_argument("--group-size", type=int, default=8)
   parser.add_argument("--prompt-tokens", type=int, default=64)
-  parser.add_argument("--tokens", type=int, default=64, help="of each completion")
+  parser.add_argument("--tokens", type=int, default=64, help="length of each completion")
   parser.add_argument("--in-flight", type=int, default=64, help="requests at a time")
   parser.add_argument("--rounds", type=int, default=5, help="turns of each, after one untimed")
   parser.add_argument("--json", type=local_paths.argument, help="file for the result")
@@ -98,7 +98,7 @@ async def through_engine(engine: SGLangEngine, requests: Sequence[GenerationRequ
 async def take_turns(
   engine: SGLangEngine, requests: Sequence[GenerationRequest], options: argparse.Namespace
 ) -> dict[str, list[Turn]]:
-  """Goes through all requests in both ways, again and again, each way first every other time."""
+  """Runs all requests in both ways repeatedly; the two ways alternate in going first."""
   turns: dict[str, list[Turn]] = {"direct": [], "engine": []}
   connector = aiohttp.TCPConnector(limit=0)  # kept, as the engine keeps its connections.
   async with aiohttp.ClientSession(connector=connector) as session:
@@ -112,14 +112,14 @@ async def take_turns(
         began = time.perf_counter()
         tokens = await ways[name]()
         turn = Turn(time.perf_counter() - began, tokens)
-        if number:  # the first is for warming up.
+        if number:  # the first turn is a warm-up.
           turns[name].append(turn)
           print(f"{name:8}{turn.seconds:8.2f} s{turn.tokens_per_s:10.1f} tokens/s", flush=True)
   return turns
 
 
 def empty_cache(address: str) -> None:
-  """Has the server forget the prompts that it has seen."""
+  """Makes the server drop its cached prompts."""
   urllib.request.urlopen(f"{address}/flush_cache", timeout=60).close()
 
 

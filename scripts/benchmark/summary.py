@@ -1,8 +1,8 @@
-"""From recorded runs to medians, ratios and a table. Pure; standard library only.
+"""Turns recorded runs into medians, ratios and a table. Pure; standard library only.
 
-A result is what compare.py writes: `rounds`, a list of {program: run}, and `cold`, the runs that
+A result is the output of compare.py: `rounds`, a list of {program: run}, and `cold`, the runs that
 compiled before them, {program: run}. A run is the record of record.py with `process`, the usage
-of processes.py.
+from processes.py.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 OURS = "ours"  # with the defaults: completions whose advantage is 0 are not computed.
-OURS_ALL = "ours-all"  # every completion is computed, as the peers do.
+OURS_ALL = "ours-all"  # every completion is computed, as in the peers.
 Run = Mapping[str, Any]
 
 
@@ -32,7 +32,7 @@ def seconds_per_token(run: Run) -> float:
 
 
 def outside_steps(run: Run) -> float:
-  """Returns the seconds of the process that belong to no step: imports, loading, saving."""
+  """Returns the seconds of the process outside of steps: imports, loading, saving."""
   return run["process"]["wall_s"] - sum(step["wall_s"] for step in run["steps"])
 
 
@@ -62,14 +62,14 @@ def ratios(
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """Floating point operations that a step needs at the least, in 1e9."""
+  """Floating point operations that a step needs at least, in 1e9."""
 
   sampling: float
   update: float
 
 
 def useful_work(step: Mapping[str, float], run: Run, model: Mapping[str, Any]) -> Work:
-  """Counts the operations that a step cannot do without, whoever runs it.
+  """Counts the operations that a step needs, whatever program runs it.
 
   Each prompt goes through the layers once for its whole group, each completion
   token once, padding never; the head sees completion tokens only; backward costs
@@ -78,13 +78,13 @@ def useful_work(step: Mapping[str, float], run: Run, model: Mapping[str, Any]) -
 
       forward = 2 W n + 2 V D c + 4 L H K s,   sampling = forward,   update = 3 forward
 
-  where H heads of size K attend; s takes all prompts and all completions of the
-  step as equally long.
+  where H heads of size K attend; s assumes that all prompts of the step have the same length,
+  and all completions as well.
 
   Args:
-    step: of `run`.
-    run: gives the number of prompts and the group size.
-    model: a Hugging Face `config.json`.
+    step: Step of `run`.
+    run: Run with the number of prompts and the group size.
+    model: Content of a Hugging Face `config.json`.
   """
   prompts, group = run["workload"]["prompts"], run["workload"]["group"]
   prompt_tokens, completion_tokens = step["prompt_tokens"], step["completion_tokens"]
@@ -136,25 +136,25 @@ def program_row(result: Mapping[str, Any], program: str, runs: Sequence[Run]) ->
   """Returns the cells of a program's row, each over its runs; see `over_rounds`.
 
   Args:
-    result: of the benchmark, for the model and the ceiling.
-    program: names the row.
-    runs: of the program.
+    result: Result of the benchmark, for the model and the ceiling.
+    program: Name of the row.
+    runs: Runs of the program.
   """
   dtype = runs[0]["workload"]["dtype"]
   ceiling = ceiling_of(result, dtype)
   reached = [rates(run, result["model"]) for run in runs]
-  of_steps = lambda name: [median_of_steps(run, name) for run in runs]
+  medians = lambda name: [median_of_steps(run, name) for run in runs]
   seconds, whole, share = "{:.2f}".format, "{:.0f}".format, "{:.0%}".format
   return [
     program,
     dtype,
-    over_rounds(of_steps("wall_s"), seconds),
-    over_rounds(of_steps("generate_s"), seconds),
-    over_rounds(of_steps("train_s"), seconds),
+    over_rounds(medians("wall_s"), seconds),
+    over_rounds(medians("generate_s"), seconds),
+    over_rounds(medians("train_s"), seconds),
     over_rounds([run["steps"][0]["wall_s"] for run in runs], seconds),
     over_rounds([outside_steps(run) for run in runs], seconds),
-    over_rounds(of_steps("completion_tokens"), whole),
-    over_rounds(of_steps("trained_tokens"), whole),
+    over_rounds(medians("completion_tokens"), whole),
+    over_rounds(medians("trained_tokens"), whole),
     over_rounds([run["process"]["peak_mib"] for run in runs], whole),
     over_rounds([work.sampling for work in reached], whole),
     over_rounds([work.sampling / ceiling for work in reached], share),
@@ -188,7 +188,7 @@ PROGRAM_COLUMNS = [
 
 RATIO_COLUMNS = ["peer", "ours", "peer ÷ ours", "lowest round", "median", "highest round"]
 
-# Ratios are peer ÷ ours, so that more than 1 speaks for us; memory as well.
+# Ratios are peer ÷ ours, so that more than 1 means that we are better; for memory as well.
 RATIOS: dict[str, Callable[[Run], float]] = {
   "step": lambda run: median_of_steps(run, "wall_s"),
   "sample": lambda run: median_of_steps(run, "generate_s"),
@@ -214,7 +214,7 @@ def ratio_rows(result: Mapping[str, Any]) -> list[list[str]]:
 
 
 def differences(result: Mapping[str, Any]) -> list[str]:
-  """Names what makes the programs' work unequal: other prompts, another number of steps."""
+  """Lists what makes the programs' work unequal: other prompts, another number of steps."""
   found = []
   for number, turn in enumerate(result["rounds"]):
     first, *others = turn
@@ -258,7 +258,7 @@ def text(result: Mapping[str, Any]) -> str:
     " rounds (smallest to largest round).",
     "Matrix products of this machine, GFLOP/s, before and after: " + "; ".join(ceilings),
   ]
-  if cold := result.get("cold"):  # results of before 2026-11-22 have none.
+  if cold := result.get("cold"):  # results from before 2026-11-22 have none.
     parts.append("Nothing compiled before, not counted below:\n\n" + program_table(result, [cold]))
     parts.append("Compiled before:")
   parts.append(program_table(result, result["rounds"]))

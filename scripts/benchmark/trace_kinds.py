@@ -1,8 +1,8 @@
-"""From a compiled program's text and a trace of it to seconds by kind of operation. Pure.
+"""Turns a compiled program's text and a trace of it into seconds by kind of operation. Pure.
 
 XLA's CPU backend records one event for each operation that it runs, under the operation's name in
-the compiled program. Two operations may run side by side, and a product runs on all cores: time
-is shared evenly by the operations that run at a moment.
+the compiled program. Two operations may run at the same time, and a product runs on all cores: time
+is divided evenly among the operations that run at a moment.
 """
 
 import collections
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 Event = tuple[float, float, str]
 
 PHASES = ("forward", "recomputed", "backward", "head", "other")
-OUTSIDE = "other programs"  # operations that the compiled text does not name.
+OUTSIDE = "other programs"  # operations that do not occur in the compiled text.
 _WRAPPERS = ("while", "call", "conditional", "cond")
 _BOOKKEEPING = ("ThunkExecutor", "end:", "Threadpool", "SlinkyThreadPool", "Parse")
 
@@ -47,7 +47,7 @@ class Program:
     return "reduction" if " reduce(" in inside or "ynn" in name else "elementwise"
 
   def phase(self, name: str) -> str:
-    """Returns which part of the update an operation belongs to, as JAX named it."""
+    """Returns the part of the update that an operation belongs to, by JAX's name for it."""
     source = re.search(r'op_name="([^"]*)"', self.definitions.get(name, ""))
     path = source[1] if source else ""
     if "/rematted_computation/" in path:
@@ -74,12 +74,12 @@ def read(text: str) -> Program:
 
 
 def is_operation(name: str) -> bool:
-  """Says whether an event is an operation, and not bookkeeping or what only holds others."""
+  """Returns whether an event is an operation, and not bookkeeping or a container of others."""
   return not name.startswith(_BOOKKEEPING) and name.split(".")[0] not in _WRAPPERS
 
 
 def seconds(events: Iterable[Event]) -> tuple[dict[str, float], float]:
-  """Returns the seconds of each operation, and those in which none was recorded."""
+  """Returns the seconds of each operation, and the seconds in which none was recorded."""
   events = list(events)
   ends = [(begin, False, i) for i, (begin, _, _) in enumerate(events)]
   ends += [(end, True, i) for i, (_, end, _) in enumerate(events)]
@@ -113,8 +113,8 @@ def table(program: Program, of_operations: Mapping[str, float], nothing: float) 
   for kind, time in sorted(by_kind.items(), key=lambda item: -item[1]):
     numbers = [f"{cells[kind, phase]:.0f}" for phase in PHASES]
     lines.append(line(kind, [*numbers, f"{time:.0f}"], f"{time / total:.0%}"))
-  of_phases = [sum(cells[kind, phase] for kind in by_kind) for phase in PHASES]
-  sums = [f"{x:.0f}" for x in (*of_phases, total)]
+  phase_sums = [sum(cells[kind, phase] for kind in by_kind) for phase in PHASES]
+  sums = [f"{x:.0f}" for x in (*phase_sums, total)]
   rest = [*[""] * len(PHASES), f"{1000 * nothing:.0f}"]
   lines.append(line("products of another pool", rest, f"{1000 * nothing / total:.0%}"))
   return [*lines, line("sum", sums, "")]

@@ -1,8 +1,8 @@
-"""What every program of the benchmark is given: the task, its sizes, its reward.
+"""The input of every program of the benchmark: the task, its sizes, its reward.
 
-A `Workload` travels as a JSON file, so that programs in different virtual
-environments read the same one; problems stand in a JSONL file of their own,
-made once. Standard library only (but to make the problems), since all programs
+A `Workload` is passed as a JSON file, so that programs in different virtual
+environments read the same one; problems are in a separate JSONL file, made
+once. Standard library only (except to make the problems), because all programs
 import this module.
 """
 
@@ -29,15 +29,15 @@ class Workload:
 
   model: str  # Hugging Face folder.
   problems: str  # JSONL file of `question` and `answer`; step i uses rows i·prompts onwards.
-  prompts: int  # of a step.
-  group: int  # completions of a prompt.
-  completion: int  # most tokens of a completion.
+  prompts: int  # number of prompts in a step.
+  group: int  # number of completions per prompt.
+  completion: int  # largest number of tokens in a completion.
   steps: int
-  dtype: str = "float32"  # of matrix products, "float32" or "bfloat16".
-  learning_rate: float = 1e-5  # of AdamW, constant, without decay.
+  dtype: str = "float32"  # dtype of matrix products, "float32" or "bfloat16".
+  learning_rate: float = 1e-5  # AdamW's rate, constant, without decay.
   seed: int = 0
   recompute: bool = False  # activations are recomputed in the backward pass; TRL and Tunix.
-  overrides: tuple[str, ...] = ()  # "section.field=value"; understood by ours only.
+  overrides: tuple[str, ...] = ()  # "section.field=value"; used by our program only.
 
   def write(self, path: pathlib.Path) -> None:
     """Writes the workload as a JSON object."""
@@ -79,7 +79,7 @@ def messages(question: str) -> list[dict[str, str]]:
 
 
 def reward(completion: str, answer: str) -> float:
-  """Returns 1 for the answer alone, 0.5 for the answer among other words, else 0."""
+  """Returns 1 for the answer alone, 0.5 for the answer among other text, otherwise 0."""
   stripped = completion.strip()
   if stripped == answer:
     return 1.0
@@ -87,21 +87,21 @@ def reward(completion: str, answer: str) -> float:
 
 
 def write_endless_model(source: pathlib.Path, target: pathlib.Path) -> str:
-  """Makes a model folder whose end-of-sequence token is one that is never sampled.
+  """Makes a model folder whose end-of-sequence token is never sampled.
 
-  With it every completion runs to its limit in every program, without any of
-  them being changed: all read the end token from these files. Weights and
-  vocabulary are linked, not copied.
+  Every completion then runs to its limit in every program, without changes to
+  the programs: all read the end token from these files. Weights and
+  vocabulary are linked and not copied.
 
   Args:
     source: Hugging Face folder with a `tokenizer.json`.
-    target: folder to be made.
+    target: Folder to create.
 
   Returns:
     The special token that now ends a sequence.
 
   Raises:
-    ValueError: the tokenizer has no special token to spare.
+    ValueError: The tokenizer has no unused special token.
   """
   tokenizer = json.loads((source / "tokenizer.json").read_text())
   settings = json.loads((source / "tokenizer_config.json").read_text())
@@ -114,7 +114,7 @@ def write_endless_model(source: pathlib.Path, target: pathlib.Path) -> str:
     if token["special"] and token["content"] not in in_use
   ]
   if not spare:
-    raise ValueError(f"{source}/tokenizer.json has no special token to spare as an end token")
+    raise ValueError(f"{source}/tokenizer.json has no unused special token for the end token")
   token_id, token = spare[-1]
 
   target.mkdir(parents=True)

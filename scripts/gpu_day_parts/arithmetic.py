@@ -1,4 +1,4 @@
-"""Operations, bytes and data sheets: what measured times are compared with. Pure.
+"""Operations, bytes and data sheets, with which measured times are compared. Pure.
 
 A multiplication and an addition are two operations.
 """
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Int
 
-if TYPE_CHECKING:  # only its sizes are read, and importing it would start JAX.
+if TYPE_CHECKING:  # used for its sizes only; importing it would start JAX.
   from grpo_jax.models.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class Sheet:
-  """What the maker of a device says of it."""
+  """Figures from the data sheet of a device."""
 
   bf16_tflops: float  # dense products of bfloat16, without sparsity.
   memory_gb_per_s: float  # bandwidth of the device's memory, in 1e9 bytes per second.
@@ -47,8 +47,8 @@ def data_sheet(device_kind: str) -> Sheet | None:
 def attended_pairs(segment_ids: Int[np.ndarray, "B T"], branch_ids: Int[np.ndarray, "B T"]) -> int:
   """Counts the pairs of query and key that the mask of packed rows allows.
 
-  Token q attends to token k if both are of one segment (0 is padding), k does not stand after q,
-  and k is of the prompt (branch 0) or of the branch of q.
+  Token q attends to token k if both are in one segment (0 is padding), k is not after q,
+  and k belongs to the prompt (branch 0) or to the branch of q.
 
   Args:
     segment_ids: Segment of every place.
@@ -57,17 +57,17 @@ def attended_pairs(segment_ids: Int[np.ndarray, "B T"], branch_ids: Int[np.ndarr
   total = 0
   for segments, branches in zip(segment_ids, branch_ids, strict=True):
     for segment in np.unique(segments[segments != 0]):
-      of_segment = branches[segments == segment]
-      prompt = int(np.sum(of_segment == 0))
+      segment_branches = branches[segments == segment]
+      prompt = int(np.sum(segment_branches == 0))
       total += prompt * (prompt + 1) // 2
-      for branch in np.unique(of_segment[of_segment != 0]):
-        length = int(np.sum(of_segment == branch))
+      for branch in np.unique(segment_branches[segment_branches != 0]):
+        length = int(np.sum(segment_branches == branch))
         total += length * prompt + length * (length + 1) // 2
   return total
 
 
 def weights_of_layers(model: "ModelConfig") -> int:
-  """Returns how many numbers the kernels of all layers have; norms and biases are left out."""
+  """Returns the number of weights in the kernels of all layers; norms and biases are left out."""
   attention = 2 * model.num_heads + 2 * model.num_kv_heads  # q and o; k and v.
   mlp = 3 * model.intermediate_size
   return model.num_layers * model.hidden_size * (attention * model.head_dim + mlp)
@@ -92,10 +92,10 @@ def forward_operations(model: "ModelConfig", *, tokens: int, pairs: int, predict
 
 
 def update_operations(model: "ModelConfig", *, tokens: int, pairs: int, predicted: int) -> int:
-  """Returns the operations that a forward and a backward pass cannot do without.
+  """Returns the operations that a forward and a backward pass need.
 
-  The backward pass counts as two forward passes. What is computed again in it counts once, and
-  the optimizer does not count. Args are those of `forward_operations`.
+  The backward pass counts as two forward passes. Recomputed operations count once, and
+  the optimizer does not count. The arguments are those of `forward_operations`.
   """
   return 3 * forward_operations(model, tokens=tokens, pairs=pairs, predicted=predicted)
 
@@ -116,25 +116,25 @@ def decode_bytes(
 ) -> int:
   """Returns the bytes that one decode step must read: weights once, each cache once.
 
-  A prompt that several rows share is read once. Activations, logits and what is written are left
+  A prompt that several rows share is read once. Activations, logits and writes are left
   out.
 
   Args:
     model: Sizes of the model.
     rows: Number of completions decoded at the same time.
-    own_tokens: Tokens in the cache of a row; the mean over the steps that were timed.
+    own_tokens: Tokens in the cache of a row; the mean over the timed steps.
     prompts: Number of different prompts.
     prompt_tokens: Length of a prompt.
     itemsize: Bytes of each number in weights and caches.
   """
   weights = weights_of_layers(model) + model.vocab_size * model.hidden_size
-  of_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+  token_numbers = 2 * model.num_layers * model.num_kv_heads * model.head_dim
   cached = rows * own_tokens + prompts * prompt_tokens
-  return round(itemsize * (weights + of_token * cached))
+  return round(itemsize * (weights + token_numbers * cached))
 
 
 def parameters(tree: Any) -> int:
-  """Returns how many numbers a tree of arrays has."""
+  """Returns the number of elements in a tree of arrays."""
   import jax
 
   return sum(leaf.size for leaf in jax.tree.leaves(tree))

@@ -36,7 +36,7 @@ def measure(record: child.Record, settings: running.Settings, *, model: str) -> 
     checkpoints = checkpointing.open(folder)
     start = time.perf_counter()
     checkpoints.save(0, state, {})
-    started_s = time.perf_counter() - start  # the update may go on from here.
+    started_s = time.perf_counter() - start  # the update may continue from here.
     checkpoints.wait()
     record.put(save_returns_s=started_s, written_s=time.perf_counter() - start)
     placed = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

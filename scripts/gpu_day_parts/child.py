@@ -14,15 +14,15 @@ from gpu_day_parts import running
 
 
 class Skipped(Exception):
-  """Why a part cannot run here."""
+  """A part cannot run here; the message says why."""
 
 
 class NoAccelerator(Exception):
-  """JAX computes on a CPU, and the sizes are not for one."""
+  """JAX computes on a CPU, and the sizes are too large for one."""
 
 
 class Record:
-  """What a part has measured so far; the file holds all of it at any time."""
+  """The measurements of a part so far; the file always contains all of them."""
 
   def __init__(self, path: pathlib.Path, part: str):
     self._path = path
@@ -38,13 +38,13 @@ class Record:
     self._content["result"].setdefault(name, []).append(value)
     running.write_json(self._path, self._content)
 
-  def of_device(self, device: dict[str, str]) -> None:
-    """Says on which device the part computes."""
+  def set_device(self, device: dict[str, str]) -> None:
+    """Records the device on which the part computes."""
     self._content["device"] = device
     running.write_json(self._path, self._content)
 
   def end(self, reason: str) -> None:
-    """Says why the part ends without being done."""
+    """Records why the part ends without being done."""
     self._content["reason"] = reason
     running.write_json(self._path, self._content)
 
@@ -59,7 +59,7 @@ def open_device(record: Record, settings: running.Settings) -> Any:
 
   device = jax.devices()[0]
   platform = platform_of(device)
-  record.of_device({"platform": platform, "kind": device.device_kind})
+  record.set_device({"platform": platform, "kind": device.device_kind})
   if platform == "cpu" and not settings.tiny:
     raise NoAccelerator(
       "JAX computes on a CPU: there is no accelerator, or JAX is not installed for it"
@@ -74,7 +74,7 @@ def platform_of(device: Any) -> str:
 
 
 def peak_bytes(device: Any) -> int | None:
-  """Returns the most memory that this process has held on a device; None if nobody counts it."""
+  """Returns the peak memory of this process on a device; None if the device does not report it."""
   stats = device.memory_stats() or {}
   return stats.get("peak_bytes_in_use")
 
@@ -92,7 +92,7 @@ def seconds_of(call: Any, repeats: int) -> list[float]:
 
 
 def end_with_the_parent() -> None:
-  """Asks Linux to end this process when the one that started it ends, however it does."""
+  """Asks Linux to kill this process when its parent ends, in whatever way."""
   if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
@@ -111,7 +111,7 @@ def main(job: dict[str, Any]) -> int:
   except NoAccelerator as reason:
     record.end(str(reason))
     return running.OF_NO_ACCELERATOR
-  # The one boundary of a part: whatever went wrong is written down, and the next part runs.
+  # Errors of a part stop here: they are recorded, and the next part runs.
   except Exception as error:
     traceback.print_exc()
     record.end(first_line(error))
@@ -119,16 +119,16 @@ def main(job: dict[str, Any]) -> int:
 
 
 def first_line(error: BaseException) -> str:
-  """Returns an error in one line."""
+  """Returns an error as one line."""
   lines = str(error).strip().splitlines()
   return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-  """Whether a device (XLA's RESOURCE_EXHAUSTED) or the host had too little memory."""
+  """Returns whether a device (XLA's RESOURCE_EXHAUSTED) or the host had too little memory."""
   return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 if __name__ == "__main__":
-  # Under its real name, so that the parts raise the same `Skipped` that is caught here.
+  # Imported under its real name, so that the parts raise the same `Skipped` that is caught here.
   sys.exit(importlib.import_module("gpu_day_parts.child").main(json.loads(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""Device, driver, versions; the real rate of matrix products and of the memory."""
+"""Device, driver, versions; the measured rate of matrix products and of the memory."""
 
 import importlib.metadata
 import shutil
@@ -67,7 +67,7 @@ def measure(
       )
   array = jnp.ones((copied_mib, 2**18), jnp.float32)
   size = array.nbytes
-  negative = jax.jit(jnp.negative, donate_argnums=0)  # in place, so that many calls take no memory.
+  negative = jax.jit(jnp.negative, donate_argnums=0)  # in place, so that many calls need no memory.
 
   def copy() -> jax.Array:
     nonlocal array
@@ -79,7 +79,7 @@ def measure(
 
 
 def in_a_row(call: Any) -> list[float]:
-  """Returns samples of the time of a call, each over enough calls in a row to hide start-up."""
+  """Returns samples of the time per call, each over enough calls to hide the start-up."""
   import time
 
   import jax
@@ -98,7 +98,7 @@ def in_a_row(call: Any) -> list[float]:
 
 
 def nvidia_smi() -> dict[str, str] | str:
-  """Returns what the driver says of the first GPU, or why it says nothing."""
+  """Returns what the driver reports about the first GPU, or why it reports nothing."""
   if shutil.which("nvidia-smi") is None:
     return "there is no nvidia-smi here"
   command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader"]
@@ -110,7 +110,7 @@ def nvidia_smi() -> dict[str, str] | str:
 
 
 def versions() -> dict[str, str]:
-  """Returns the versions of the packages that compute."""
+  """Returns the versions of the packages used for computing."""
   found = {}
   for distribution in importlib.metadata.distributions():
     name = distribution.metadata["Name"].lower()

@@ -1,4 +1,4 @@
-"""Writes what was measured into docs/gpu.md, and one sentence into README.md."""
+"""Writes the measurements into docs/gpu.md, and one sentence into README.md."""
 
 import json
 import pathlib
@@ -10,7 +10,7 @@ import head_table
 from gpu_day_parts import running, schedule, summary
 
 PAGE, README = running.ROOT / "docs" / "gpu.md", running.ROOT / "README.md"
-# What is between these is written by `write`, and by nobody else.
+# Only `write` changes the text between these marks.
 BEGIN, END = "<!-- gpu-day: begin -->", "<!-- gpu-day: end -->"
 PENDING = (
   "**Nothing was measured on an accelerator yet.** When a GPU or TPU is at hand, the commands below"
@@ -27,7 +27,7 @@ OF_CPU = (
 
 
 class Refused(ValueError):
-  """Why a result is not written down."""
+  """A result cannot be documented; the message says why."""
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def refusal(result: Mapping[str, Any]) -> str | None:
-  """Returns why a result must not be taken for an accelerator's; None if it may."""
+  """Returns why a result must not be presented as an accelerator's; None if it may."""
   devices = summary.devices(result)
   if not devices:
     return "no part says on which device it ran"
@@ -62,13 +62,13 @@ def refusal(result: Mapping[str, Any]) -> str | None:
 def write(
   source: pathlib.Path, page: pathlib.Path | None = None, *, allow_cpu: bool = False
 ) -> list[pathlib.Path]:
-  """Writes a result down.
+  """Writes the pages for a result.
 
   Args:
-    source: The result.
-    page: Written in place of docs/gpu.md; README.md is then left as it is.
-    allow_cpu: Also write a result that says nothing about an accelerator, marked as such. Needs
-      `page`.
+    source: File with the result.
+    page: Page in place of docs/gpu.md; README.md is then left unchanged.
+    allow_cpu: Whether to accept a result that does not come from an accelerator, marked as such.
+      Needs `page`.
 
   Returns:
     The files that were written.
@@ -110,11 +110,11 @@ def replaced(path: pathlib.Path, text: str) -> str:
 
 
 def sentence(result: Mapping[str, Any]) -> str:
-  """Returns what README's first screen says of a result."""
+  """Returns the sentence about a result for the top of the README."""
   (_, kind), *_ = summary.devices(result)
   text = f"Measured on one {kind}, {result['date']}, by `make gpu-day`"
   names = [name for name in result["parts"] if name.startswith("update_")]
-  updates = [numbers for name in names if (numbers := summary.of_update(result, name))]
+  updates = [numbers for name in names if (numbers := summary.update_numbers(result, name))]
   if updates:
     best = min(updates, key=lambda numbers: numbers["seconds"])
     text += (
@@ -226,7 +226,7 @@ def _heads(result: Mapping[str, Any]) -> str:
 def _updates(result: Mapping[str, Any]) -> str:
   rows = []
   for name in result["parts"]:
-    numbers = summary.of_update(result, name) if name.startswith("update_") else None
+    numbers = summary.update_numbers(result, name) if name.startswith("update_") else None
     if numbers is None:
       continue
     found = _result(result, name)
@@ -285,7 +285,7 @@ def _decode(result: Mapping[str, Any]) -> str:
       summary.percent(x["sheet_share"]),
       summary.percent(x["copy_share"]),
     )
-    for x in summary.of_decode(result)
+    for x in summary.decode_numbers(result)
   ]
   if not rows:
     return ""
@@ -296,7 +296,7 @@ def _decode(result: Mapping[str, Any]) -> str:
 def _quickstart(result: Mapping[str, Any]) -> str:
   rows = [
     (x["precision"], str(x["steps"]), f"{x['step_s']:.2f}", *(f"{x[k]:.2e}" for k in _MISMATCH))
-    for x in summary.of_quickstart(result)
+    for x in summary.quickstart_numbers(result)
   ]
   if not rows:
     return ""
@@ -313,7 +313,7 @@ _MISMATCH = ("mean", "max", "kl")
 
 
 def _checkpoint(result: Mapping[str, Any]) -> str:
-  numbers = summary.of_checkpoint(result)
+  numbers = summary.checkpoint_numbers(result)
   if numbers is None:
     return ""
   read = f"read back at once at {numbers['read']:.2f} GB/s" if numbers["read"] else "not read"

@@ -19,7 +19,7 @@ _COLLECTED = re.compile(r"^collect(?:ed|ing).*?(\d+) items?(?: / (\d+) deselecte
 
 @dataclasses.dataclass
 class Outcomes:
-  """What pytest has said so far. Names are those of tests, without the file."""
+  """The outcomes in pytest's output so far. Names are those of tests, without the file."""
 
   collected: int = 0
   passed: list[str] = dataclasses.field(default_factory=list)
@@ -27,7 +27,7 @@ class Outcomes:
   skipped: dict[str, str] = dataclasses.field(default_factory=dict)
 
   def read(self, line: str) -> bool:
-    """Takes a line of `pytest -v`; returns whether it said something new."""
+    """Reads a line of `pytest -v`; returns whether it contained anything new."""
     line = line.rstrip()
     if match := _COLLECTED.match(line):
       self.collected = int(match[1]) - int(match[2] or 0)
@@ -45,7 +45,7 @@ class Outcomes:
 
 
 def outcomes(lines: Iterable[str]) -> Outcomes:
-  """Returns what all lines of `pytest -v` say."""
+  """Returns the outcomes in all lines of `pytest -v`."""
   found = Outcomes()
   for line in lines:
     found.read(line)
@@ -64,8 +64,8 @@ def measure(record: child.Record, settings: running.Settings, *, file: str) -> N
     Skipped: Every test was skipped; with the reason.
     RuntimeError: Tests failed, or did not run.
   """
-  # JAX is not started here: a TPU belongs to one process.
-  # Not the suite's own settings: those need plugins that a lent machine lacks.
+  # JAX is not started here: only one process can use a TPU.
+  # The suite's own settings need plugins that a borrowed machine may lack.
   ini = pathlib.Path(settings.scratch) / "pytest.ini"
   ini.write_text("[pytest]\nmarkers =\n  gpu: needs an NVIDIA GPU\n")
   command = [sys.executable, "-m", "pytest", "-v", "--noconftest", "-W", "default", "-m", "gpu"]
@@ -89,10 +89,10 @@ def measure(record: child.Record, settings: running.Settings, *, file: str) -> N
 
 
 def judge(found: Outcomes, code: int) -> None:
-  """Raises unless all tests passed; a few that were skipped beside others that passed are fine.
+  """Raises unless all tests passed; a few skipped tests are accepted if others passed.
 
   Args:
-    found: What pytest said.
+    found: Outcomes in pytest's output.
     code: Exit code of pytest.
 
   Raises:

@@ -1,4 +1,4 @@
-"""The LM head at one size: every form of it, in turns, by the programs of scripts/benchmark."""
+"""The LM head at one size: every form of it, in turns, timed as in scripts/benchmark."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -6,14 +6,14 @@ from typing import Any
 
 from gpu_day_parts import child, running
 
-# Forms that are timed: ours, then what they are compared with. token_local is the one-sweep form.
+# Forms that are timed: ours, then those they are compared with. token_local is the one-sweep form.
 OURS = {
   "gpu": ("mosaic_gpu", "xla_chunked", "token_local"),
   "tpu": ("pallas_tpu", "xla_chunked", "token_local"),
   "cpu": ("mosaic_gpu", "xla_chunked", "token_local"),
 }
 OTHERS = ("xla_materialised", "liger")
-_RESERVE_S = 20.0  # of the limit, for timing what was compiled.
+_RESERVE_S = 20.0  # part of the limit for timing the compiled forms.
 _FIRST_ROUNDS = 2
 
 
@@ -31,14 +31,14 @@ def measure(
   Args:
     record: Record of the samples, in the form that `head_table` reads.
     settings: Settings of the day.
-    shape: "tokens", "width" and "vocabulary".
+    shape: Sizes "tokens", "width" and "vocabulary".
     dtype: Dtype of hidden states and head.
     rounds: Samples of each form; all take turns.
     matmul: Size of the square product that is timed in the same turns.
 
   Raises:
-    RuntimeError: A form of ours that promises to run here did not, or has another result; raised
-      when everything else was measured.
+    RuntimeError: A form of ours that should run here did not, or has another result; raised
+      after everything else was measured.
   """
   device = child.open_device(record, settings)
   import head_table
@@ -91,7 +91,7 @@ def measure(
 
 
 def _able(names: Sequence[str], dtype: str) -> list[str]:
-  """Returns the forms that promise to run on this chip and in this dtype."""
+  """Returns the forms that should run on this chip and in this dtype."""
   from grpo_kernels.linear_logprobs import choice
 
   chip, known = choice.current_chip(), choice.IMPLEMENTATIONS
@@ -99,10 +99,10 @@ def _able(names: Sequence[str], dtype: str) -> list[str]:
 
 
 def complaints(measured: Mapping[str, Any], able: Sequence[str]) -> list[str]:
-  """Returns what is wrong with our forms, in words: one that did not run, or another result.
+  """Returns what is wrong with our forms, as text: one that did not run, or another result.
 
   Args:
-    measured: What was compiled and timed, as `head_table` reads it.
+    measured: Compiled and timed forms, as `head_table` reads them.
     able: Forms that have to run here.
   """
   import head_table

@@ -1,4 +1,4 @@
-"""The models that are measured, by their sizes, with random weights. Pure."""
+"""The models that are measured, with random weights of their sizes. Pure."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ _TINY: dict[str, Any] = {
 
 
 def config_of(name: str) -> model_config.ModelConfig:
-  """Returns the sizes of a model: "tiny", or a name of `model_shapes.SHAPES`."""
+  """Returns the sizes of a model: "tiny", or a name in `model_shapes.SHAPES`."""
   return model_config.from_hf(_TINY if name == "tiny" else model_shapes.SHAPES[name])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from gpu_day_parts import child, models, running
 
-# What is kept of metrics.jsonl.
+# The metrics of metrics.jsonl that are kept.
 _METRICS = ("time/", "mismatch/", "all/", "perf/", "train/loss", "rollout/reward_mean")
 
 
@@ -25,7 +25,7 @@ def measure(
     record: Record of the metrics of every step, written after each variant.
     settings: Settings of the day.
     variants: Values of `model.compute_dtype` and `model.matmul_precision`.
-    model: Name in `models`, of the random weights where no model is at hand.
+    model: Name in `models`, of the random weights if no model is available.
     overrides: Fields of the configuration, by dotted name.
   """
   child.open_device(record, settings)
@@ -65,7 +65,7 @@ _PLAIN = {
 
 
 def _model(settings: running.Settings, name: str) -> tuple[pathlib.Path, str]:
-  """Returns the folder of the quickstart's model, and what it is."""
+  """Returns the folder of the quickstart's model, and a description of it."""
   from grpo_jax.models import sources
   from grpo_jax.models.errors import ModelError
 

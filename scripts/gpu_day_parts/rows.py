@@ -1,4 +1,4 @@
-"""A microbatch of packed rows such as a run makes, of random tokens. Pure, NumPy."""
+"""A microbatch of packed rows as in a run, with random tokens. Pure, NumPy."""
 
 import dataclasses
 from typing import Any
@@ -11,14 +11,14 @@ class Lengths:
   """How long prompts and completions are, in tokens."""
 
   prompt: int
-  completions: int  # of one prompt.
+  completions: int  # number of completions per prompt.
   shortest: int
-  longest: int  # of a completion; lengths between are equally likely.
+  longest: int  # longest completion; all lengths up to it are equally likely.
 
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-  """What of a microbatch is work."""
+  """The sizes of the work in a microbatch."""
 
   places: int  # padding included.
   tokens: int
@@ -41,7 +41,7 @@ def make(
     seed: Random seed of lengths and tokens.
 
   Returns:
-    The arrays by name, and what of them is work.
+    The arrays by name, and the sizes of the work in them.
   """
   random = np.random.default_rng(seed)
   shape = (rows, row_tokens)
@@ -87,7 +87,7 @@ def _fill(row: dict[str, np.ndarray], lengths: Lengths, random: np.random.Genera
 
 
 def _place(row: dict[str, np.ndarray], where: slice, *, segment: int, branch: int, position: int):
-  """Puts a prompt or a completion somewhere; `position` is that of its first token."""
+  """Writes a prompt or a completion into a row; `position` is that of its first token."""
   length = where.stop - where.start
   row["segment_ids"][where] = segment
   row["branch_ids"][where] = branch

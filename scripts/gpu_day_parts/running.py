@@ -1,6 +1,6 @@
-"""Runs parts, each in a process of its own with a limit, and keeps the result file up to date.
+"""Runs parts, each in a separate process with a limit, and keeps the result file up to date.
 
-Nothing here imports JAX: what a part does to its process, its device and its memory ends with it.
+Nothing here imports JAX: effects of a part on its process, device and memory end with it.
 """
 
 import contextlib
@@ -22,16 +22,16 @@ HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RESULT, PARTIAL, LOG = "gpu_day.json", "partial.json", "gpu_day.log"
 FORMAT = 1
-LAST_LINES = 40  # of a failed part's output, kept in the result.
-LEAST_S = 10.0  # a part is not begun with less time than this left.
-GRACE_S = 3.0  # between asking a process to end and killing it.
+LAST_LINES = 40  # lines of a failed part's output that the result keeps.
+LEAST_S = 10.0  # a part is not started with less time than this left.
+GRACE_S = 3.0  # time between asking a process to end and killing it.
 DONE, SKIPPED = "done", "skipped"
-# Of a part that did not do what it should: what to look at.
+# Statuses of a part that failed and needs attention.
 FAILURES = ("failed", "out of memory", "timed out", "killed", "cut off", "no accelerator")
 NOT_RUN = "not run"
 # Exit codes of `child`.
 OF_SKIPPED, OF_NO_ACCELERATOR, OF_MEMORY = 3, 4, 5
-# Nearly all the time of tiny sizes is compilation: without optimisation it is a tenth.
+# Nearly all the time of tiny sizes is compilation: without optimisation it takes a tenth.
 _QUICK_COMPILATION = (
   "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
   " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
@@ -47,21 +47,21 @@ class Part:
   name: str
   title: str  # for the terminal and the tables.
   module: str  # has a function measure(record, settings, **sizes).
-  limit_s: float  # after which its process is killed.
+  limit_s: float  # time after which its process is killed.
   sizes: Mapping[str, Any]
-  tiny: Mapping[str, Any]  # takes the place of `sizes` on a CPU.
+  tiny: Mapping[str, Any]  # replaces `sizes` on a CPU.
   environment: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of its process.
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """What every part is given."""
+  """The settings that every part receives."""
 
   tiny: bool
   scratch: str  # folder for large files; removed at the end.
   model: str | None = None  # folder of the quickstart's model.
-  wheels: str | None = None  # folder of wheels that were carried here.
-  liger_python: str | None = None  # interpreter that has liger-kernel.
+  wheels: str | None = None  # folder of wheels copied to this machine.
+  liger_python: str | None = None  # interpreter with liger-kernel installed.
   deadline: float = 0.0  # `time.time()` at which the part is killed.
 
   def left_s(self) -> float:
@@ -70,7 +70,7 @@ class Settings:
 
 
 def write_json(path: pathlib.Path, content: Any) -> None:
-  """Writes a file so that, whatever happens meanwhile, it is the old one or the new one."""
+  """Writes a file atomically: at any time it is the old one or the new one."""
   temporary = path.with_name(f".{path.name}.{os.getpid()}")
   with temporary.open("w") as stream:
     json.dump(content, stream, indent=1)
@@ -93,7 +93,7 @@ def new_result(command: Sequence[str], *, tiny: bool) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-  """Returns the commit of this checkout, with "+" if files were changed; None: not in git."""
+  """Returns the commit of this checkout, with "+" if files were changed; None if not in git."""
   git = lambda *words: subprocess.run(
     ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True
   ).stdout.strip()
@@ -104,7 +104,7 @@ def _commit() -> str | None:
 
 
 def resume(out: pathlib.Path, *, tiny: bool) -> dict[str, Any] | None:
-  """Returns an earlier result in a folder, with what a part that was cut off had measured.
+  """Returns an earlier result in a folder, including the measurements of a part that was cut off.
 
   Raises:
     ValueError: The result is of the other kind, tiny or not, or cannot be read.
@@ -137,20 +137,20 @@ def run(
   result: dict[str, Any],
   *,
   minutes: float,
-  tell: Callable[[str], None] = print,
+  log: Callable[[str], None] = print,
 ) -> dict[str, Any]:
   """Runs parts one after the other, and writes the result after each.
 
-  A part that is finished in `result` is left alone. One that fails does not keep the next from
-  running, but where there is no accelerator, and the sizes are not tiny, nothing more is begun.
+  A part that is finished in `result` is skipped. If one fails, the next still runs; but without an
+  accelerator, unless the sizes are tiny, no further parts are started.
 
   Args:
     parts: Parts to run, in order.
-    settings: Given to every part.
+    settings: Settings for every part.
     out: Folder of the result file and the log.
-    result: Changed; what it holds already is kept.
+    result: Result to extend; its content is kept.
     minutes: Time for all parts together.
-    tell: Function called with a line when a part starts and when it ends.
+    log: Function called with a line when a part starts and when it ends.
 
   Returns:
     `result`.
@@ -160,20 +160,20 @@ def run(
   has_device = True
   for part in parts:
     if result["parts"].get(part.name, {}).get("status") in (DONE, SKIPPED):
-      tell(f"{part.name:<22} is there already")
+      log(f"{part.name:<22} is there already")
       continue
     left = end - time.time()
     if not has_device or left < LEAST_S:
       reason = "no time was left" if has_device else "there is no accelerator here"
       result["parts"][part.name] = {"status": NOT_RUN, "reason": reason}
-      tell(f"{part.name:<22} {NOT_RUN}: {reason}")
+      log(f"{part.name:<22} {NOT_RUN}: {reason}")
     else:
       limit = min(part.limit_s, left)
-      tell(f"{part.name:<22} begins: {part.title} (at most {limit:.0f} s)")
+      log(f"{part.name:<22} begins: {part.title} (at most {limit:.0f} s)")
       entry = _run_one(part, settings, out, limit)
       result["parts"][part.name] = entry
       reason = f": {entry['reason']}" if entry["reason"] else ""
-      tell(f"{part.name:<22} {entry['status']} after {entry['seconds']:.1f} s{reason}")
+      log(f"{part.name:<22} {entry['status']} after {entry['seconds']:.1f} s{reason}")
       has_device = entry["status"] != "no accelerator"
     write_json(out / RESULT, result)
     for rest in (out / PARTIAL, *out.glob(f".{PARTIAL}.*")):
@@ -182,7 +182,7 @@ def run(
 
 
 def _run_one(part: Part, settings: Settings, out: pathlib.Path, limit: float) -> dict[str, Any]:
-  """Runs one part; returns what is to be known of it."""
+  """Runs one part; returns its entry for the result."""
   started = time.time()
   settings = dataclasses.replace(settings, deadline=started + limit)
   partial, log = out / PARTIAL, out / LOG
@@ -222,7 +222,7 @@ def _run_one(part: Part, settings: Settings, out: pathlib.Path, limit: float) ->
 
 
 def _wait(process: subprocess.Popen[bytes], limit: float) -> tuple[str, str]:
-  """Waits for a part's process; returns its status and a reason, and leaves none of it running."""
+  """Waits for a part's process; returns its status and a reason, and ends all its processes."""
   try:
     code = process.wait(limit)
   except subprocess.TimeoutExpired:
@@ -236,7 +236,7 @@ def _wait(process: subprocess.Popen[bytes], limit: float) -> tuple[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-  """Ends a part's process, if it still runs, and everything that it has started."""
+  """Ends a part's process, if it is still running, and everything that it has started."""
   with contextlib.suppress(ProcessLookupError):
     if process.poll() is None:
       os.killpg(process.pid, signal.SIGTERM)
@@ -255,10 +255,10 @@ def _environment(part: Part, settings: Settings) -> dict[str, str]:
     "PYTHONPATH": os.pathsep.join(paths),
     "PYTHONUNBUFFERED": "1",
     "TF_CPP_MIN_LOG_LEVEL": "1",
-    # Nothing asks a network: pip looks into the folder of wheels only.
+    # Nothing uses a network: pip looks only into the folder of wheels.
     "HF_HUB_OFFLINE": "1",
     "PIP_NO_INDEX": "1",
-    # A grown pool holds what was freed, and a part that starts others must leave them memory.
+    # A memory pool keeps what was freed; a part that starts other processes must leave them memory.
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
   }
   if settings.wheels:
@@ -271,7 +271,7 @@ def _environment(part: Part, settings: Settings) -> dict[str, str]:
 
 
 def _user_cache() -> pathlib.Path:
-  """Returns the folder in which runs keep compiled programs, so that a second day begins warm."""
+  """Returns the folder in which runs cache compiled programs, so that a second day starts warm."""
   base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
   return pathlib.Path(os.environ.get("GRPO_JAX_CACHE") or pathlib.Path(base) / "grpo_jax") / "xla"
 

@@ -19,9 +19,9 @@ def measure(
   prompt_tokens: int,
   tokens: list[int],
 ) -> None:
-  """Times completions of two lengths; the difference is that of decode steps alone.
+  """Times completions of two lengths; the difference is the time of decode steps alone.
 
-  Both calls prefill the same prompts and decode the same first tokens, so what they share
+  Both calls prefill the same prompts and decode the same first tokens, so that the shared time
   cancels. The first call of each length compiles and is not timed.
 
   Args:
@@ -29,8 +29,8 @@ def measure(
     settings: Settings of the day.
     model: Name in `models`.
     compute_dtype: Dtype of products and caches.
-    rows: Numbers of completions that are decoded side by side, measured one after the other.
-    group: Number of completions of a prompt.
+    rows: Numbers of completions decoded together, measured one after the other.
+    group: Number of completions per prompt.
     prompt_tokens: Length of every prompt.
     tokens: The two lengths of completions, the shorter one first.
   """

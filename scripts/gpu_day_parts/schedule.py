@@ -1,11 +1,11 @@
-"""The parts of the day, in order of value. Their limits are 25 minutes together."""
+"""The parts of the day, in order of value. Their limits add up to 25 minutes."""
 
 from typing import Any
 
 from gpu_day_parts.running import Part
 
 MINUTES = 25.0
-# A process that has the device for itself takes its memory at once, as a run does.
+# A process that has the device to itself allocates its memory at once, as a run does.
 _ALONE = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
 
 

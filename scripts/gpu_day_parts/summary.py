@@ -1,4 +1,4 @@
-"""The numbers of a result, derived from what was measured, and its table on the terminal. Pure."""
+"""The numbers of a result, derived from the measurements, and its table for the terminal. Pure."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -9,11 +9,11 @@ import head_table
 from gpu_day_parts import arithmetic, running, verdict
 
 GIB = 2**30
-Entry = Mapping[str, Any]  # of one part, as `running` writes it.
+Entry = Mapping[str, Any]  # entry of one part, as `running` writes it.
 
 
 def failures(result: Mapping[str, Any]) -> list[str]:
-  """Returns the names of the parts that did not do what they should, or for which no time was."""
+  """Returns the names of the parts that failed, or for which no time was left."""
   bad = (*running.FAILURES, running.NOT_RUN)
   return [name for name, x in result["parts"].items() if x["status"] in bad]
 
@@ -24,13 +24,13 @@ def product_rate(result: Mapping[str, Any]) -> float | None:
   return next((x["tflops"] for x in products if x["name"] == "bfloat16"), None)
 
 
-def of_update(result: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+def update_numbers(result: Mapping[str, Any], name: str) -> dict[str, Any] | None:
   """Returns the numbers of an update; None if no update was timed.
 
   Returns:
     "seconds" (median), "least_s", "most_s", "differentiate_s", "apply_s", "tokens_per_s" without
     padding, "tflops" of useful operations, "mfu" (share of the data sheet's rate), "share" of the
-    measured rate of a product, "padding" as a share of the places, "peak_gib"; None where a number
+    measured rate of a product, "padding" as a share of the places, "peak_gib"; None if a number
     cannot be known.
   """
   measured = _measured(result, name)
@@ -57,11 +57,11 @@ def of_update(result: Mapping[str, Any], name: str) -> dict[str, Any] | None:
   }
 
 
-def of_decode(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+def decode_numbers(result: Mapping[str, Any]) -> list[dict[str, Any]]:
   """Returns the numbers of a decode step, for each number of rows.
 
   Returns:
-    "rows", "ms" (median), "tokens_per_s", "gb_per_s" of what has to be read, "sheet_share" and
+    "rows", "ms" (median), "tokens_per_s", "gb_per_s" of the bytes to be read, "sheet_share" and
     "copy_share": that rate as a share of the data sheet's and of the measured bandwidth.
   """
   found = []
@@ -83,7 +83,7 @@ def of_decode(result: Mapping[str, Any]) -> list[dict[str, Any]]:
   return found
 
 
-def of_quickstart(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+def quickstart_numbers(result: Mapping[str, Any]) -> list[dict[str, Any]]:
   """Returns the numbers of each run of the quickstart.
 
   Returns:
@@ -110,7 +110,7 @@ def of_quickstart(result: Mapping[str, Any]) -> list[dict[str, Any]]:
   return found
 
 
-def of_checkpoint(result: Mapping[str, Any]) -> dict[str, Any] | None:
+def checkpoint_numbers(result: Mapping[str, Any]) -> dict[str, Any] | None:
   """Returns size in GB, and rates of writing and reading in GB/s, None where not measured."""
   measured = _measured(result, "checkpoint")
   if "written_s" not in measured:
@@ -125,7 +125,7 @@ def of_checkpoint(result: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def heads(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-  """Returns what was measured of the head, for each size at which something was."""
+  """Returns the measurements of the head, for each size that has any."""
   names = [name for name in result["parts"] if name.startswith("head_")]
   return [found for name in names if (found := _measured(result, name)).get("matmul")]
 
@@ -140,7 +140,7 @@ def headline(result: Mapping[str, Any], name: str) -> str:
   """Returns the most important numbers of a part; "" if it has none."""
   found = _measured(result, name)
   if name == "device":
-    return _of_device(result)
+    return _device_numbers(result)
   if name == "tests" and found:
     kinds = ("passed", "failed", "skipped")
     return ", ".join(f"{len(found.get(kind, ()))} {kind}" for kind in kinds)
@@ -152,7 +152,7 @@ def headline(result: Mapping[str, Any], name: str) -> str:
     ]
     listed = ", ".join(f"{row['variant']} {row['median_ms']:.2f} ms" for row in rows)
     return f"with gradients: {listed}"
-  if name.startswith("update_") and (numbers := of_update(result, name)):
+  if name.startswith("update_") and (numbers := update_numbers(result, name)):
     return (
       f"{numbers['seconds']:.3g} s, MFU {percent(numbers['mfu'])}, of the measured product"
       f" {percent(numbers['share'])}, peak {gib(numbers['peak_gib'])}"
@@ -161,22 +161,22 @@ def headline(result: Mapping[str, Any], name: str) -> str:
     return "; ".join(
       f"{x['rows']} rows: {x['ms']:.2f} ms, {x['tokens_per_s']:.0f} tokens/s, of the bandwidth"
       f" {percent(x['sheet_share'])}"
-      for x in of_decode(result)
+      for x in decode_numbers(result)
     )
   if name.startswith("quickstart_"):
     kind = name.removeprefix("quickstart_")
     return "; ".join(
       f"{x['precision']}: |Δ| mean {x['mean']:.1e}, max {x['max']:.1e} nats"
-      for x in of_quickstart(result)
+      for x in quickstart_numbers(result)
       if x["precision"].startswith(kind)
     )
-  if name == "checkpoint" and (numbers := of_checkpoint(result)):
+  if name == "checkpoint" and (numbers := checkpoint_numbers(result)):
     read = f"{numbers['read']:.2f}" if numbers["read"] else "not"
     return f"{numbers['gb']:.3g} GB written at {numbers['write']:.2f} GB/s, read at {read}"
   return ""
 
 
-def _of_device(result: Mapping[str, Any]) -> str:
+def _device_numbers(result: Mapping[str, Any]) -> str:
   """Returns the device and its rates."""
   entry = result["parts"]["device"]
   rate, copy = product_rate(result), _measured(result, "device").get("copy_gb_per_s")
@@ -187,7 +187,7 @@ def _of_device(result: Mapping[str, Any]) -> str:
 
 
 def text(result: Mapping[str, Any]) -> str:
-  """Returns the table that ends a run: parts, verdicts, failures."""
+  """Returns the table at the end of a run: parts, verdicts, failures."""
   lines = ["", f"{'part':<22}{'status':<15}{'seconds':>8}  "]
   for name, entry in result["parts"].items():
     seconds = f"{entry['seconds']:.1f}" if "seconds" in entry else "-"
@@ -217,7 +217,7 @@ def gib(size: float | None) -> str:
 
 
 def _measured(result: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-  """Returns what a part has measured, also if it failed later; {} if nothing."""
+  """Returns the measurements of a part, even if it failed later; {} if there are none."""
   return result["parts"].get(name, {}).get("result") or {}
 
 

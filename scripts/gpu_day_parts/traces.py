@@ -1,8 +1,8 @@
-"""The longest kernels of a profile that `jax.profiler.trace` wrote. Pure, but for `load`.
+"""The longest kernels of a profile that `jax.profiler.trace` wrote. Pure, except for `load`.
 
 The file `*.trace.json.gz` is JSON in Chrome's trace event format: events of phase "X" have a name,
 a start and a duration in microseconds; events of phase "M" name processes and threads. A GPU's
-kernels lie in threads named "Stream …" of a process named "/device:GPU:…"; other threads of that
+kernels are in threads named "Stream …" of a process named "/device:GPU:…"; other threads of that
 process repeat the same time by operation and by module. On a TPU the thread is "XLA Ops". On a CPU
 the threads are those of XLA's pool, and an event that is an operation names it in "hlo_op".
 """
@@ -23,7 +23,7 @@ _PLACES = {
 
 
 class NoKernels(ValueError):
-  """A profile in which nothing of the device is found."""
+  """A profile does not contain any kernels of the device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,25 +32,25 @@ class Kernel:
 
   name: str
   calls: int
-  ms: float  # of all calls together.
-  share: float  # of the time of all kernels together.
+  ms: float  # duration of all calls together.
+  share: float  # share of the time of all kernels.
 
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-  """What a device did."""
+  """The activity of a device."""
 
   kernels: tuple[Kernel, ...]  # the longest first.
-  total_ms: float  # of all kernels, each counted in full even where two ran side by side.
-  busy_ms: float  # in which at least one kernel ran.
-  span_ms: float  # from the begin of the first kernel to the end of the last.
+  total_ms: float  # time of all kernels, each counted in full even if two ran at the same time.
+  busy_ms: float  # time in which at least one kernel ran.
+  span_ms: float  # time from the begin of the first kernel to the end of the last.
 
 
 def load(folder: str | pathlib.Path) -> dict[str, Any]:
   """Reads the newest trace below a folder that was given to `jax.profiler.trace`.
 
   Raises:
-    NoKernels: There is none.
+    NoKernels: There is no trace.
   """
   files = sorted(pathlib.Path(folder).rglob("*.trace.json.gz"))
   if not files:
@@ -65,20 +65,22 @@ def summarise(trace: Mapping[str, Any], platform: str, *, longest: int = 15) -> 
   Args:
     trace: Content of a trace file.
     platform: "gpu", "tpu" or "cpu".
-    longest: How many kernels are returned.
+    longest: Number of kernels to return.
 
   Raises:
-    NoKernels: The trace has no kernel of that platform; names the processes and threads it has.
+    NoKernels: The trace has no kernel of that platform; the message lists processes and threads.
   """
   processes, threads = _names(trace["traceEvents"])
-  begins, of_threads = _PLACES[platform]
+  begins, thread_names = _PLACES[platform]
   found: dict[str, list[float]] = {}
   spans = []
   for event in trace["traceEvents"]:
     if event.get("ph") != "X" or "dur" not in event:
       continue
     thread = threads.get((event["pid"], event["tid"]), "")
-    if not processes.get(event["pid"], "").startswith(begins) or not thread.startswith(of_threads):
+    if not processes.get(event["pid"], "").startswith(begins) or not thread.startswith(
+      thread_names
+    ):
       continue
     if platform == "cpu" and "hlo_op" not in event.get("args", {}):
       continue

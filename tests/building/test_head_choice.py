@@ -22,3 +22,12 @@ def test_head_that_cannot_run_is_refused_by_the_name_of_its_option(name, reason,
     pytest.raises(configuration.ConfigError, match=f"model.logprobs: .*{reason}"),
   ):
     building.build(config, tmp_path, stack)
+
+
+def test_attention_that_cannot_run_is_refused_with_the_valid_names(tmp_path):
+  config = configs.quickstart.get_config()
+  config.model.attention = "flash"
+  config.model.path = "/no/such/model"
+  message = "model.attention: .*no implementation 'flash'; there are reference, xla_chunked"
+  with contextlib.ExitStack() as stack, pytest.raises(configuration.ConfigError, match=message):
+    building.build(config, tmp_path, stack)

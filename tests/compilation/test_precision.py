@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grpo_kernels.attention import Attention
 from grpo_kernels.linear_logprobs import choice
 
 from configs import base
@@ -170,10 +171,12 @@ def test_a_run_hands_its_dtypes_to_trainer_and_engine_alike(tmp_path, monkeypatc
 
   def make_engine(name, **settings):
     given["engine"] = Products(settings["compute_dtype"], settings["product_dtype"])
+    given["attention"].append(settings["attention"])
     return make(name, **settings)
 
-  def make_logprobs(config, *, products, **_):
+  def make_logprobs(config, *, products, attention, **_):
     given["trainer"] = products
+    given["attention"].append(attention)
     raise InterruptedError
 
   monkeypatch.setattr(engines, "make", make_engine)
@@ -184,6 +187,8 @@ def test_a_run_hands_its_dtypes_to_trainer_and_engine_alike(tmp_path, monkeypatc
     config = base.get_config()
     config.model.path = str(folder)
     config.model.product_dtype = product_dtype
+    config.model.attention = "reference"
+    given["attention"] = []
     config.data.path = str(tmp_path / "rows.jsonl")
     config.loss.kl_coef = 0.0
     with contextlib.ExitStack() as stack:
@@ -191,6 +196,7 @@ def test_a_run_hands_its_dtypes_to_trainer_and_engine_alike(tmp_path, monkeypatc
         building.build(config, tmp_path / str(product_dtype), stack)
     given["trainer"] = dataclasses.replace(given["trainer"], placement=None)
     assert given["engine"] == given["trainer"] == Products("bfloat16", product_dtype)
+    assert given["attention"] == [Attention("reference")] * 2
 
 
 def test_results_in_bfloat16_of_float32_products_are_refused_before_the_run():

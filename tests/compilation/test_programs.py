@@ -18,7 +18,7 @@ from grpo_jax.interrupts import Stopped
 @pytest.fixture
 def watch():
   made = compiling.Watch()
-  with made.listening(lambda line: None):
+  with made.listening():
     yield made
 
 
@@ -138,15 +138,14 @@ def test_a_program_within_another_is_part_of_it():
   np.testing.assert_array_equal(jax.jit(lambda x: program(x) + 1)(jnp.ones(3)), [8, 8, 8])
 
 
-def test_jobs_run_in_threads_and_are_counted_by_name(watch):
+def test_jobs_run_in_threads_and_are_counted_by_name(watch, noticed):
   program = Program(jax.jit(lambda x: jnp.sin(x) * 11), name="update")
   jobs = [program.job(shape(1, n), detail=f"1 × {n}") for n in (3, 4, 5)]
-  told = []
   with compiling.Ahead(jobs, watch, threads=2) as ahead:
-    ahead.wait(silent, tell=told.append)
+    ahead.wait(silent)
   done = watch.take()
   assert {one.job for one in done} == {"update 1 × 3", "update 1 × 4", "update 1 × 5"}
-  assert len(told) == 1 and told[0].startswith("programs: ")
+  assert len(noticed) == 1 and noticed[0].startswith("programs: ")
   for n in (3, 4, 5):
     program(np.ones((1, n), np.float32))
   assert watch.take() == []

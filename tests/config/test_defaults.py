@@ -125,6 +125,14 @@ EXCEPTIONS = {
     "functions compute exactly unless told otherwise; a run of a real model is in bfloat16",
   ),
   **dict.fromkeys(
+    [
+      *((t, "model.attention") for t in (train_step.make_logprobs, train_step.make_token_loss)),
+      *((t, "model.attention") for t in (transformer.Transformer, transformer.hidden_states)),
+      (jax_sampler.JaxSampler, "model.attention"),
+    ],
+    "None in the config is an Attention that chooses by itself",
+  ),
+  **dict.fromkeys(
     [(taker, "model.remat") for taker in (transformer.Transformer, transformer.hidden_states)],
     "there is no backward pass to save memory for, unless a caller differentiates",
   ),

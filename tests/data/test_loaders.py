@@ -207,7 +207,7 @@ def keeps_a_set(loaders, *, num_prompts, records, memory):
 
 
 def test_a_loader_function_that_does_not_keep_its_word_is_told(two):
-  with pytest.raises(ValueError, match="dataloader returned 3 prompts, 4 were asked for"):
+  with pytest.raises(ValueError, match="dataloader returned 3 prompts, expected 4"):
     stream(two, dataloader=f"{__name__}.too_few").take(4)
   with pytest.raises(TypeError, match="the memory of data.dataloader must be JSON"):
     stream(two, dataloader=f"{__name__}.keeps_a_set").take(4)
@@ -217,7 +217,8 @@ def test_other_data_than_those_of_the_state_are_told(two, caplog):
   state = stream(two, num_prompts_per_dataloader=2).state()
   renamed = [two[0], {**two[1], "name": "numbers"}]
   stream(renamed, num_prompts_per_dataloader=2, state=state)
-  assert "'numbers' was not read before (but letters, digits); it begins anew" in caplog.text
+  expected = "was not read before (only letters, digits); it starts from its beginning"
+  assert f"'numbers' {expected}" in caplog.text
   caplog.clear()
   twice = [two[0], {**two[1], "repeat": 2}]
   stream(twice, num_prompts_per_dataloader=2, state=state)
@@ -326,7 +327,7 @@ def test_a_stream_never_sees_what_is_split_off(two):
 
 
 def test_ways_of_mixing_exclude_each_other(two):
-  with pytest.raises(ValueError, match="give one of num_prompts_per_dataloader, dataloader"):
+  with pytest.raises(ValueError, match="give only one of num_prompts_per_dataloader, dataloader"):
     stream(two, num_prompts_per_dataloader=2, dataloader="by_success")
   with pytest.raises(ValueError, match="every dataset needs a weight"):
     stream([{**two[0], "weight": 1}, two[1]])
@@ -345,7 +346,7 @@ def test_mistakes_in_a_list_name_its_place(two):
     stream([two[0], {"pth": "x"}])
   with pytest.raises(ValueError, match="two datasets called 'letters': give one of them a name"):
     stream([two[0], two[0]])
-  with pytest.raises(ValueError, match=r"data.datasets\[0\] names no data"):
+  with pytest.raises(ValueError, match=r"data.datasets\[0\] has no data"):
     stream([{"weight": 1}])
   with pytest.raises(
     ValueError, match=r"data.datasets\[1\].repeat must be an integer >= 1, got '2' \(str\)"

@@ -152,13 +152,13 @@ def test_the_expected_answer_of_a_prompt_is_the_field_that_is_named():
   "row, message",
   [
     ({"responses_create_params": {"input": "Q"}}, "no key 'output'"),
-    ({"responses_create_params": "Q", "output": [item("a")]}, "must be an object, got a text"),
+    ({"responses_create_params": "Q", "output": [item("a")]}, "must be an object, got a string"),
     ({"responses_create_params": {}, "output": [item("a")]}, "no key 'input'"),
     (rollout(), "'output' must be a list of items, got an empty list"),
     (rollout(item("a", "user")), "must begin with what the assistant wrote"),
     (rollout({"type": "image"}), "item 1 of 'output' has type 'image'; there are: message, "),
     (rollout({"type": "message", "role": None, "content": "a"}), "has role None"),
-    (rollout({"type": "function_call", "name": "f", "arguments": "{"}), "are no JSON"),
+    (rollout({"type": "function_call", "name": "f", "arguments": "{"}), "are not JSON"),
     (rollout(item("a"), tools=[{"name": "f"}]), "declares 1 tools"),
     (rollout(item("a"), reward="1"), "'reward' must be a number"),
     (

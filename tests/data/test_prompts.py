@@ -273,7 +273,7 @@ def test_data_errors_name_what_there_is(tmp_path, gsm8k):
   with pytest.raises(ValueError, match="empty.jsonl has no rows"):
     data.make(TOKENIZER, path=tmp_path / "empty.jsonl")
   (tmp_path / "x.jsonl").write_bytes(b"\x1f\x8b\x08")
-  with pytest.raises(ValueError, match="compressed by gzip"):
+  with pytest.raises(ValueError, match="compressed with gzip"):
     data.make(TOKENIZER, path=tmp_path / "x.jsonl")
   with pytest.raises(ValueError, match="unknown kind 'jsnl'.*'jsonl'"):
     data.make(TOKENIZER, kind="jsnl")
@@ -283,7 +283,7 @@ def test_data_errors_name_what_there_is(tmp_path, gsm8k):
     data.make(TOKENIZER, kind="reasoning_gym", task="chainsum")
   with pytest.raises(ValueError, match="no argument 'maxterms'.*'max_terms'"):
     data.make(TOKENIZER, kind="reasoning_gym", task="chain_sum", task_args={"maxterms": 2})
-  with pytest.raises(ValueError, match="'chain_sum' refuses"):
+  with pytest.raises(ValueError, match="'chain_sum' rejects"):
     data.make(TOKENIZER, kind="reasoning_gym", task="chain_sum", task_args={"min_terms": 9})
   with pytest.raises(ValueError, match="prompt: give the text or a file, not both"):
     data.make(TOKENIZER, path=gsm8k, prompt_template="{}", prompt_file=gsm8k)
@@ -308,7 +308,7 @@ def test_prompt_files_are_read(tmp_path, gsm8k):
   (prompt,) = stream(gsm8k, shuffle=False, prompt_file=tmp_path / "cot.txt").take(1)
   assert prompt.text.startswith("<role>user\nThink.\nWhat")
   (tmp_path / "cot.txt").write_bytes("Réfléchis. {}".encode("latin-1"))
-  with pytest.raises(ValueError, match=r"the prompt_file .*cot\.txt is no text in UTF-8"):
+  with pytest.raises(ValueError, match=r"the prompt_file .*cot\.txt is not UTF-8 text"):
     stream(gsm8k, prompt_file=tmp_path / "cot.txt")
 
 
@@ -388,9 +388,7 @@ def test_task_names_lead_rows_to_their_environment_and_prompt(tmp_path):
   assert (first.environment, first.text.split("<end>")[0]) == ("calculator", "<role>user\nAdd: 1+1")
   assert (second.environment, second.info["expected_answer"]) == ("judge", "hello")
   assert second.info["tags"] == ["a", {"b": 1}] and second.info["task_name"] == "chat"
-  with pytest.raises(
-    RowError, match=r"task_name 'sums' is none of data.tasks \(did you mean 'sum'"
-  ):
+  with pytest.raises(RowError, match=r"task_name 'sums' is not in data.tasks \(did you mean 'sum'"):
     made(tmp_path, {"task_name": "sums", "problem": "1", "expected_answer": "1"}, tasks=TASKS)
   with pytest.raises(RowError, match="no key 'task_name'"):
     made(tmp_path, {"problem": "1", "expected_answer": "1"}, tasks=TASKS)
@@ -399,7 +397,7 @@ def test_task_names_lead_rows_to_their_environment_and_prompt(tmp_path):
 def test_a_task_name_that_is_no_text_is_a_broken_row(tmp_path):
   path = tmp_path / "tasks.jsonl"
   path.write_text('{"problem": "q", "expected_answer": "a", "task_name": ["sums"]}\n')
-  with pytest.raises(RowError, match=r"tasks\.jsonl:1: task_name \['sums'\] is none of"):
+  with pytest.raises(RowError, match=r"tasks\.jsonl:1: task_name \['sums'\] is not in"):
     stream(path, tasks={"sums": {}}, input_key=None, output_key=None).take(1)
 
 

@@ -45,7 +45,7 @@ def test_an_environment_that_does_not_exist_is_told_with_its_line(read):
 def test_a_row_may_have_stop_strings_of_its_own(read):
   first, second = read({"stop_strings": ["</a>", "."]}, {})
   assert (first.stop_strings, second.stop_strings) == (("</a>", "."), ())
-  with pytest.raises(RowError, match="rows.jsonl:1: 'stop_strings' must be a list of texts"):
+  with pytest.raises(RowError, match="rows.jsonl:1: 'stop_strings' must be a list of strings"):
     read({"stop_strings": "</a>"})
 
 

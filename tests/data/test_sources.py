@@ -128,7 +128,7 @@ def test_a_split_is_a_word_of_a_files_name_or_is_said_to_choose_nothing(tmp_path
   assert problems(path=tmp_path / "sums_train.jsonl", split="train") == ["0+0"]
   assert not caplog.text
   problems(path=tmp_path / "sums_train.jsonl", split="test")
-  assert "all rows of" in caplog.text and "split='test' does not part it" in caplog.text
+  assert "all rows of" in caplog.text and "split='test' does not apply to it" in caplog.text
 
 
 def test_a_folder_with_a_named_dataset_has_its_usual_splits(tmp_path):
@@ -262,7 +262,7 @@ def test_a_file_that_is_changed_while_it_is_read_is_told_from_a_broken_row(tmp_p
   path = write(tmp_path / "x.jsonl", as_lines(ROWS))
   source = open_source(SourceConfig("auto", path=path))
   write(path, as_lines(reversed([*ROWS, {"problem": "x" * 50}])))
-  with pytest.raises(ValueError, match="x.jsonl was changed while it is read") as caught:
+  with pytest.raises(ValueError, match="x.jsonl was changed while it was read") as caught:
     [source[row] for row in range(len(source))]
   assert not isinstance(caught.value, RowError)
 

@@ -149,7 +149,7 @@ def test_variables_of_the_template_are_given_by_option(folder):
 def test_missing_folder_and_missing_tokenizer_are_told_apart(tmp_path):
   with pytest.raises(FileNotFoundError, match="no tokenizer folder"):
     load(tmp_path / "none")
-  with pytest.raises(ValueError, match="holds no tokenizer"):
+  with pytest.raises(ValueError, match="cannot read a tokenizer"):
     load(tmp_path)
 
 

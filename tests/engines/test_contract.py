@@ -194,7 +194,7 @@ def test_a_request_that_cannot_be_served_is_refused_before_anything_runs(engine,
 
 
 def test_two_requests_of_one_name_are_refused(engine):
-  with pytest.raises(ValueError, match="'a' stands twice"):
+  with pytest.raises(ValueError, match="'a' appears twice"):
     engine.generate([tiny.request("a", [1]), tiny.request("a", [2])])
 
 

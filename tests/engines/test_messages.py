@@ -106,8 +106,8 @@ THREE = ANSWER["meta_info"]["output_token_logprobs"]
   [
     (None, "'meta_info'"),
     ("ok", "'meta_info'"),
-    ([], "1 completions were asked for, 0 came"),
-    ([ANSWER, ANSWER], "1 completions were asked for, 2 came"),
+    ([], "1 completions were requested, 0 came"),
+    ([ANSWER, ANSWER], "1 completions were requested, 2 came"),
     ({"error": {"message": "busy"}}, "'meta_info'"),
     ({**ANSWER, "meta_info": [1]}, "'meta_info'"),
     (without("finish_reason"), "'finish_reason'"),
@@ -221,7 +221,7 @@ def test_an_honest_answer_is_within_its_bound(tokens):
 
 
 def test_more_tokens_than_asked_for_are_refused():
-  with pytest.raises(messages.Garbled, match="3 tokens came, asked for were 1 to 2"):
+  with pytest.raises(messages.Garbled, match="3 tokens came, 1 to 2 were requested"):
     read(ANSWER, max_tokens=2)
 
 
@@ -280,7 +280,7 @@ def test_logprobs_of_a_prompt_are_those_of_all_ids_but_the_first():
   [
     ({}, "meta_info"),
     (prompt_answer(), "came for"),
-    (prompt_answer([None, 5, None], [-1.5, 7, None]), r"asked for \[5, 6\], came for \[5, 7\]"),
+    (prompt_answer([None, 5, None], [-1.5, 7, None]), r"requested for \[5, 6\], came for \[5, 7\]"),
     (prompt_answer([None, 5, None]), "came for"),
     (prompt_answer([None, 5, None], [None, 6, None]), "logprob, id"),
     (prompt_answer([None, 5, None], [-1.5, float("inf"), None]), "logprob, id"),

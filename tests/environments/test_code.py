@@ -265,7 +265,7 @@ def test_test_code_of_known_shapes():
     ({"inputs": ["a"]}, "needs lists 'inputs' and 'outputs', has inputs"),
     ({"inputs": ["a"], "outputs": []}, "1 inputs and 0 outputs"),
     ([{"question": 1}], "a test needs one of input, args, stdin, has question"),
-    ({"inputs": ["a b"], "outputs": ["1"], "fn_name": "f"}, "an argument is no JSON: a b"),
+    ({"inputs": ["a b"], "outputs": ["1"], "fn_name": "f"}, "an argument is not JSON: a b"),
     ({"inputs": [5], "outputs": [1], "fn_name": "f"}, "list of its arguments"),
   ],
 )

@@ -76,7 +76,7 @@ def test_a_module_of_the_users_own_needs_no_package(user_modules, module):
   [
     ("my_env.py", "modules are named without .py"),
     ("my_env.mak", "my_env has no function 'mak'.*did you mean 'make'"),
-    ("my_rewards", "has no make.*named my_rewards.NAME"),
+    ("my_rewards", "has no make.*write my_rewards.NAME"),
     ("my_emv", "no module 'my_emv'.*as in `import`"),
     ("my_emv.Guess", "cannot import 'my_emv'"),
     ("my_rewards.LIMIT", "no function but int"),
@@ -160,7 +160,7 @@ def test_prompts_that_an_environment_cannot_score_are_refused_before_anything_is
   with environments.make(math={}) as made:
     bare = [row(0, agent_ref="x", reward=1.0), row(1, agent_ref="y")]
     with pytest.raises(
-      ValueError, match="'math' takes none of the 2 .*needs expected_answer.*row:"
+      ValueError, match="'math' accepts none of the 2 .*needs expected_answer.*row:"
     ):
       environments.check(made, bare)
     with pytest.raises(ValueError, match="this row: agent_ref, reward"):
@@ -172,7 +172,7 @@ def test_a_factory_of_the_users_that_fails_on_a_prompt_is_named_with_its_error()
   def factory(prompt):
     return prompt.info["wanted"]
 
-  with pytest.raises(ValueError, match="takes none of the 1 prompts.*KeyError: 'wanted'"):
+  with pytest.raises(ValueError, match="accepts none of the 1 prompts.*KeyError: 'wanted'"):
     environments.check({"math": factory}, [row(0)])
 
 

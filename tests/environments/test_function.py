@@ -106,8 +106,8 @@ def test_a_function_has_a_time_out_of_its_own(name):
   [
     ("raises", "LookupError: no key for 1"),
     ("nothing", "TypeError: "),
-    ("text", "TypeError: '0.5' is a text, not a number"),
-    ("text_part", "TypeError: '0.5' is a text, not a number"),
+    ("text", "TypeError: '0.5' is a string, not a number"),
+    ("text_part", "TypeError: '0.5' is a string, not a number"),
     ("nan_part", "nan: the reward is {'a': nan}"),
   ],
 )

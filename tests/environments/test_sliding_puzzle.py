@@ -143,7 +143,7 @@ def test_impossible_bounds_of_a_puzzle_are_refused(settings):
   "rows", [[[1, 2], [3, 3]], [[1, 2], [0]], [[0]], [], [[1, 2, 0]], [[1, 2], [4, 0]]]
 )
 def test_a_row_without_a_proper_board_is_refused(rows):
-  with pytest.raises(ValueError, match="no board of a sliding puzzle"):
+  with pytest.raises(ValueError, match="not a board of a sliding puzzle"):
     sliding_puzzle.read_board(rows)
 
 

@@ -156,9 +156,11 @@ def test_multiple_choice_can_be_strict_about_the_place():
 
 def test_rows_and_names_that_cannot_be_judged_are_refused():
   with environments.make(mc=dict(module="math", verifier="multiple_choice")) as made:
-    with pytest.raises(ValueError, match="expected_answer '7' is no choice: .*no field options"):
+    with pytest.raises(ValueError, match="expected_answer '7' is not a choice: .*no field options"):
       judge(made["mc"], "Answer: B", expected_answer="7")
-    with pytest.raises(ValueError, match="'E' is no choice: the options are {'A': '1', 'B': '2'}"):
+    with pytest.raises(
+      ValueError, match="'E' is not a choice: the options are {'A': '1', 'B': '2'}"
+    ):
       judge(made["mc"], "Answer: B", expected_answer="E", options=["1", "2"])
     with pytest.raises(ValueError, match="options must be a list of at most 26 or a mapping"):
       judge(made["mc"], "Answer: B", expected_answer="A", options="AB")

@@ -5,6 +5,7 @@ import logging
 import conformance
 import numpy as np
 import pytest
+from grpo_kernels import implementations
 from grpo_kernels import linear_logprobs as package
 from grpo_kernels.linear_logprobs import choice, linear_logprobs
 
@@ -35,7 +36,7 @@ def test_default_fits_the_chip(chip, dtype, width, name):
 
 
 def test_choice_is_logged_once(caplog):
-  choice._tell_once.cache_clear()
+  implementations.log_once.cache_clear()
   hidden, head, targets = conformance.random_case(2, 8, 31, dtype="float32")
   with caplog.at_level(logging.INFO, "grpo_kernels.linear_logprobs"):
     chosen = linear_logprobs(hidden, head, targets)

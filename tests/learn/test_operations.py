@@ -5,11 +5,12 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from grpo_kernels.attention import xla_chunked
 from jax.extend import core
 
 from grpo_jax.batching import packing
 from grpo_jax.learn import operations
-from grpo_jax.models import layers, transformer
+from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
 
 CONFIG = ModelConfig(
@@ -42,7 +43,7 @@ def multiplied(jaxpr):
 @pytest.mark.parametrize("length", [200, 600, 5000])
 def test_cost_of_a_row_is_what_the_layers_multiply(remat, length, monkeypatch):
   # Where attention's weights are few they are kept, and one pass less is computed.
-  monkeypatch.setattr(layers, "_KEPT_WEIGHTS", 0)
+  monkeypatch.setattr(xla_chunked, "KEPT_WEIGHTS", 0)
   model = transformer.Transformer(CONFIG, remat=remat)
   params = jax.eval_shape(lambda: transformer.init(jax.random.key(0), CONFIG))
   tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)

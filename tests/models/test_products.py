@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grpo_kernels.attention import parts
 
 from grpo_jax.models import accumulated, layers, leaves, transformer
 from grpo_jax.models.products import FLOAT32, Products
@@ -211,7 +212,7 @@ def test_with_results_in_float32_nothing_has_changed(products):
 
 def test_weights_of_a_part_of_the_keys_are_rounded_as_those_of_all_keys():
   scores = 8 * random(50, 64)
-  weights = lambda highest: jnp.exp(scores - layers.softmax_shift(highest, BFLOAT16))
+  weights = lambda highest: jnp.exp(scores - parts.softmax_shift(highest, BFLOAT16))
   of_all = rounded(weights(scores.max(axis=-1, keepdims=True)))
   of_part = rounded(weights(scores[:, :9].max(axis=-1, keepdims=True)))
   powers = np.log2(of_part / of_all)
@@ -224,5 +225,5 @@ def test_weights_of_a_part_of_the_keys_are_rounded_as_those_of_all_keys():
 @pytest.mark.parametrize("highest", [-1e30, -3e5, -1.0, 0.0, 20.0, 3e5])
 def test_what_is_subtracted_from_scores_is_never_below_the_highest(highest):
   highest = jnp.float32(highest)
-  assert highest <= layers.softmax_shift(highest, BFLOAT16) <= highest + 1 + 1e-6 * abs(highest)
-  assert layers.softmax_shift(highest, FLOAT32) == highest
+  assert highest <= parts.softmax_shift(highest, BFLOAT16) <= highest + 1 + 1e-6 * abs(highest)
+  assert parts.softmax_shift(highest, FLOAT32) == highest

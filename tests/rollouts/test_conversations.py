@@ -118,7 +118,7 @@ def test_stop_strings_that_are_no_list_of_texts_are_a_failure(strings):
   limits = Limits(max_turns=3, max_error_share=1.0)
   groups = run(ScriptedEngine(lambda r: "x"), lambda p: Talk(result), prompts("a"), limits=limits)
   assert error_counts(groups) == {"rollout/errors/type": 1.0}
-  assert "stop_strings must be a list of texts" in groups[0].rollouts[0].error
+  assert "stop_strings must be a list of strings" in groups[0].rollouts[0].error
 
 
 class NoScalar:
@@ -148,7 +148,7 @@ def test_a_factory_with_wrong_stop_strings_is_refused_before_anything_is_sampled
     stop_strings = "</action>"
 
   engine = ScriptedEngine(lambda r: "x")
-  with pytest.raises(ValueError, match="stop_strings must be a list of texts, got '</action>'"):
+  with pytest.raises(ValueError, match="stop_strings must be a list of strings, got '</action>'"):
     run(engine, Wrong(), prompts("a"))
   assert engine.calls == []
 

@@ -16,7 +16,8 @@ from grpo_jax.engines.base import GenerationRequest, SamplingParams
 from grpo_jax.environments.base import SingleTurn, StepResult
 from grpo_jax.environments.isolation import IsolatedEnvironment
 from grpo_jax.rollouts import collecting as rollout
-from grpo_jax.rollouts.collecting import Limits, collect_sync, request_seed
+from grpo_jax.rollouts.collecting import Limits, collect_sync
+from grpo_jax.rollouts.turns import request_seed
 from grpo_jax.types import FinishReason, Prompt
 
 SAMPLING = SamplingParams(max_tokens=16, stop_ids=(END,))

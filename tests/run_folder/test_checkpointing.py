@@ -1,5 +1,6 @@
 """Checkpoints: bit for bit, across meshes, and whatever happens to the process or the disk."""
 
+import asyncio
 import json
 import os
 import pathlib
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.files import manifest
-from grpo_jax.run_folder import checkpointing
+from grpo_jax.run_folder import checkpointing, orbax_noise
 from grpo_jax.types import TrainState
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -64,11 +66,6 @@ def as_shapes(tree):
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), dict(tree)
   )
-
-
-@pytest.fixture
-def told():
-  return []
 
 
 @pytest.fixture
@@ -258,14 +255,14 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("harm, reason", DAMAGE.items(), ids=DAMAGE.values())
-def test_damaged_checkpoint_is_named_and_the_one_before_is_used(folder, told, harm, reason):
+def test_damaged_checkpoint_is_named_and_the_one_before_is_used(folder, noticed, harm, reason):
   save_steps(folder, [2, 3])
   harm(folder / "step_00000003")
-  with checkpointing.open(folder, tell=told.append) as checkpoints:
+  with checkpointing.open(folder) as checkpoints:
     state, extra = checkpoints.restore_latest(make_state(0))
     assert (bits(state), extra) == (bits(make_state(2)), {"cursor": 2})
-    assert "step_00000003" in told[0] and reason in told[0]
-    assert "step_00000002" in told[-1]
+    assert "step_00000003" in noticed[0] and reason in noticed[0]
+    assert "step_00000002" in noticed[-1]
     assert checkpoints.save(3, make_state(3), {"cursor": 3}), "the damaged step is replaced"
     state, _ = checkpoints.restore_latest(make_state(0))
   assert bits(state) == bits(make_state(3))
@@ -287,21 +284,21 @@ def test_every_flipped_byte_of_a_checkpoint_is_noticed(folder):
   assert manifest.damage(step) is None
 
 
-def test_unfinished_save_is_removed_and_told(folder, told):
+def test_unfinished_save_is_removed_and_told(folder, noticed):
   save_steps(folder, [2])
   shutil.copytree(folder / "step_00000002", folder / "tmp_step_00000003")
-  with checkpointing.open(folder, tell=told.append) as checkpoints:
+  with checkpointing.open(folder) as checkpoints:
     state, _ = checkpoints.restore_latest(make_state(0))
   assert bits(state) == bits(make_state(2))
-  assert ["tmp_step_00000003" in line for line in told] == [True]
+  assert ["tmp_step_00000003" in line for line in noticed] == [True]
   assert not (folder / "tmp_step_00000003").exists()
 
 
-def test_nothing_usable_is_an_error_unless_a_fresh_start_is_allowed(folder, told):
+def test_nothing_usable_is_an_error_unless_a_fresh_start_is_allowed(folder, noticed):
   save_steps(folder, [2, 3])
   truncate(folder / "step_00000003")
   remove_all(folder / "step_00000002")
-  with checkpointing.open(folder, tell=told.append) as checkpoints:
+  with checkpointing.open(folder) as checkpoints:
     with pytest.raises(checkpointing.CheckpointError, match=r"(?s)00003: .*00002: it is empty"):
       checkpoints.restore_latest(make_state(0))
     assert checkpoints.restore_latest(make_state(0), start_anew=True) is None
@@ -309,13 +306,13 @@ def test_nothing_usable_is_an_error_unless_a_fresh_start_is_allowed(folder, told
     assert checkpoints.restore_latest(make_state(0)) is not None
 
 
-def test_renamed_folder_is_not_taken_for_another_step(folder, told):
+def test_renamed_folder_is_not_taken_for_another_step(folder, noticed):
   save_steps(folder, [2, 3])
   (folder / "step_00000003").rename(folder / "step_00000009")
-  with checkpointing.open(folder, tell=told.append) as checkpoints:
+  with checkpointing.open(folder) as checkpoints:
     state, _ = checkpoints.restore_latest(make_state(0))
   assert int(state.step) == 2
-  assert "it is of step 3" in told[0]
+  assert "it is of step 3" in noticed[0]
 
 
 @pytest.mark.parametrize(
@@ -329,15 +326,15 @@ def test_renamed_folder_is_not_taken_for_another_step(folder, told):
   ids=["shape", "dtype", "missing", "surplus"],
 )
 def test_restore_into_another_model_names_the_leaves_instead_of_falling_back(
-  folder, told, change, message
+  folder, noticed, change, message
 ):
   save_steps(folder, [1, 2])
   like = make_state(0)
   like = TrainState(step=like.step, params=change(like.params), opt_state=like.opt_state)
-  with checkpointing.open(folder, tell=told.append) as checkpoints:
+  with checkpointing.open(folder) as checkpoints:
     with pytest.raises(ValueError, match=message):
       checkpoints.restore_latest(like)
-  assert told == []
+  assert noticed == []
 
 
 # --- the disk and the process ---
@@ -402,7 +399,7 @@ def test_close_waits_for_the_save_under_way(folder):
 SAVER = """
 import os, shutil, signal, sys
 from grpo_jax.files import manifest
-from grpo_jax.run_folder import checkpointing
+from grpo_jax.run_folder import checkpointing, orbax_noise
 from tests.run_folder.test_checkpointing import make_state
 
 folder, moment = sys.argv[1:]
@@ -441,7 +438,7 @@ def start_saver(folder, moment):
 
 
 def assert_newest_is_whole(folder, at_least):
-  with checkpointing.open(folder, tell=lambda line: None) as checkpoints:
+  with checkpointing.open(folder) as checkpoints:
     assert [manifest.damage(path) for path in folder.glob("step_*")].count(None) == len(
       checkpoints.steps()
     ), "a folder with a final name is whole"
@@ -548,26 +545,26 @@ EDITS = {
 
 
 @pytest.mark.parametrize("harm, reason", EDITS.values(), ids=EDITS)
-def test_a_checkpoint_edited_with_its_manifest_is_passed_over(folder, told, harm, reason):
+def test_a_checkpoint_edited_with_its_manifest_is_passed_over(folder, noticed, harm, reason):
   save_steps(folder, [2, 3])
   harm(folder / "step_00000003")
   assert manifest.damage(folder / "step_00000003") is None
-  with checkpointing.open(folder, tell=told.append) as checkpoints:
+  with checkpointing.open(folder) as checkpoints:
     state, extra = checkpoints.restore_latest(make_state(0))
   assert (bits(state), extra) == (bits(make_state(2)), {"cursor": 2})
-  assert "step_00000003" in told[0] and reason in told[0]
-  with checkpointing.open(folder, tell=told.append) as checkpoints:
+  assert "step_00000003" in noticed[0] and reason in noticed[0]
+  with checkpointing.open(folder) as checkpoints:
     shutil.rmtree(folder / "step_00000002")
     with pytest.raises(checkpointing.CheckpointError, match="step_00000003"):
       checkpoints.restore_latest(make_state(0))
 
 
-def test_what_the_caller_refuses_is_passed_over(folder, told):
+def test_what_the_caller_refuses_is_passed_over(folder, noticed):
   save_steps(folder, [2, 3])
   refuse = lambda state, extra: f"cursor {extra['cursor']}" if extra["cursor"] > 2 else None
-  with checkpointing.open(folder, tell=told.append) as checkpoints:
+  with checkpointing.open(folder) as checkpoints:
     _, extra = checkpoints.restore_latest(make_state(0), refuse=refuse)
-  assert extra == {"cursor": 2} and "cursor 3" in told[0]
+  assert extra == {"cursor": 2} and "cursor 3" in noticed[0]
 
 
 def test_a_failed_save_prints_nothing_but_its_one_message(folder, monkeypatch, capfd):
@@ -592,3 +589,30 @@ def test_a_failed_save_prints_nothing_but_its_one_message(folder, monkeypatch, c
   assert str(caught.value) == f"saving {path} failed: No space left on device"
   assert capfd.readouterr() == ("", "")
   assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("hook", ["excepthook", "unraisablehook"])
+def test_late_writes_of_a_failed_save_print_no_traceback(hook, monkeypatch):
+  """TensorStore reports each write to an event loop that is closed, through one of two hooks."""
+  printed = []
+  monkeypatch.setattr(sys, hook, lambda *_: printed.append(1))
+  loop = asyncio.new_event_loop()
+  loop.close()
+  try:
+    loop.call_soon_threadsafe(print)
+  except RuntimeError as error:
+    late, trace = error, error.__traceback__.tb_next  # called from C++: no frame is above.
+
+  def report(error, trace):
+    if hook == "excepthook":
+      sys.excepthook(type(error), error, trace)
+    else:
+      sys.unraisablehook(types.SimpleNamespace(exc_value=error, exc_traceback=trace))
+
+  with orbax_noise.silenced():
+    report(late, trace)
+    assert printed == []
+    report(ValueError("another"), None)
+    assert printed == [1]
+  report(late, trace)
+  assert printed == [1, 1], "the hook is given back"

@@ -6,14 +6,14 @@ import math
 import re
 
 import fake_run
-import jax
 import numpy as np
 import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from grpo_jax import metrics
+from grpo_jax import metrics, processes
 from grpo_jax.run_folder import console, loggers, rollout_log
+from grpo_jax.run_folder.screen import fold
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup, Turn
 
 
@@ -72,12 +72,11 @@ def test_a_run_started_anew_in_an_old_folder_keeps_nothing_of_it(tmp_path):
   assert files_of(tmp_path) == {}
 
 
-def test_a_broken_line_in_the_middle_is_named_and_the_rest_is_kept(tmp_path):
+def test_a_broken_line_in_the_middle_is_named_and_the_rest_is_kept(tmp_path, noticed):
   (tmp_path / "metrics.jsonl").write_text('{"step":0,"a":1}\n{"ste\n{"step":1,"a":2}\n')
-  screen, file = a_screen()
-  open_logs(tmp_path, start_step=2, screen=screen).close()
+  open_logs(tmp_path, start_step=2).close()
   assert [row["step"] for row in reproducible_lines(tmp_path)] == [0, 1]
-  assert "lines [2] could not be read" in file.getvalue()
+  assert noticed == ["metrics.jsonl: lines [2] could not be read and were dropped"]
 
 
 def test_writes_of_one_step_make_one_line_that_is_on_disk_at_once(tmp_path):
@@ -241,8 +240,8 @@ def test_rollouts_are_written_and_samples_printed_at_their_own_pace(tmp_path):
     open_logs(tmp_path, rollouts_every_steps=-1)
 
 
-def test_only_the_first_process_writes(tmp_path, monkeypatch):
-  monkeypatch.setattr(jax, "process_index", lambda: 1)
+def test_only_the_main_process_writes(tmp_path, monkeypatch):
+  monkeypatch.setattr(processes, "index", lambda: 1)
   logger = open_logs(tmp_path / "run", tensorboard=True)
   fake_run.write_steps(logger, 0, 1)
   with logger.progress("sampling", 3) as advance:
@@ -328,7 +327,7 @@ def test_long_lines_are_folded_between_words_on_a_terminal_and_left_whole_in_a_l
 @pytest.mark.parametrize("width", [12, 40, 80])
 def test_a_folded_line_keeps_its_blanks_and_its_margin(width):
   line = "         │ x =  1 +\t2 " + "é" * 30 + " z" * 60
-  folded = console.fold(line, width)
+  folded = fold(line, width)
   assert all(each[8:11] == " │ " for each in folded) and len(folded) > 1
   assert "x =  1" in folded[0] or width == 12
   joined = "".join("".join(each[11:].split()) for each in folded)
@@ -359,7 +358,7 @@ def test_without_a_terminal_there_is_no_escape_sequence_and_no_wrapping():
 def test_on_a_terminal_alarms_are_coloured_and_the_bar_vanishes():
   screen, file = a_screen(terminal=True, width=120)
   screen.step(0, 10, {"rollout/reward_mean": 0.5, "signal/lost_share": 0.9})
-  assert "\x1b[33m       90%\x1b[0m" in file.getvalue()
+  assert "\x1b[35m       90%\x1b[0m" in file.getvalue()
   with screen.progress("sampling", 10) as advance, screen.progress("grading") as inner:
     advance(4)
     inner()

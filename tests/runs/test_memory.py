@@ -48,10 +48,10 @@ def test_the_count_is_that_of_real_arrays(kl_coef):
   assert counted.optimizer == held(state.opt_state)
   assert counted.gradients == held(gradients)
   assert counted.reference == (held(params) if kl_coef else 0)
-  of_model = counted.of_model_size / counted.parameters
+  of_model = counted.model_sized / counted.parameters
   assert of_model == pytest.approx(20 if kl_coef else 16, rel=0.001)
   assert counted.stepping < 0.5 * counted.weights  # in place, but for scratch of a tiny model.
-  assert counted.peak >= counted.of_model_size + counted.differentiating > counted.of_model_size
+  assert counted.peak >= counted.model_sized + counted.differentiating > counted.model_sized
 
 
 def test_shapes_are_those_of_the_models():

@@ -132,7 +132,7 @@ def test_sigterm_while_a_rollout_is_scored_saves_at_once_and_the_run_ends_bit_fo
   assert time.monotonic() - asked[0] < 10, "scoring takes a minute, and must not be waited for"
   assert checkpoints_of(tmp_path / "run") == [1]
   assert [line["step"] for line in told(tmp_path / "run")] == [0]
-  assert "the checkpoint of step 1 is complete" in capfd.readouterr().err
+  assert "the checkpoint of step 1 is complete" in capfd.readouterr().out
   assert not [t.name for t in threading.enumerate() if t.name == "rollout"]
   assert main.main(arguments()) == 0
   assert_same_end(tmp_path / "run", undisturbed)
@@ -245,7 +245,7 @@ def test_what_a_run_without_checkpoints_has_written_is_set_aside(
 def test_a_folder_without_a_learned_step_is_not_an_earlier_run(tmp_path):
   (tmp_path / "metrics.jsonl").write_text('{"step":0,"eval/heldout/accuracy":0.5}\ntorn')
   (tmp_path / "config.json").write_text("{}")
-  assert run_folder.set_aside(tmp_path, tell=print) is None
+  assert run_folder.set_aside(tmp_path) is None
   assert names_in(tmp_path) == ["config.json", "metrics.jsonl"]
 
 

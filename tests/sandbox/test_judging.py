@@ -580,12 +580,12 @@ def test_endings_are_told_apart(boxes, program, ending):
 @pytest.mark.parametrize(
   ("tests", "more", "reason"),
   [
-    (["def check(candidate: assert"], {}, "no Python"),
+    (["def check(candidate: assert"], {}, "not Python"),
     (["import nothing_of_that_name\nassert f(1)"], {}, "ModuleNotFoundError"),
     (["assert f(1)"], {"setup": "1 / 0"}, "setup raises ZeroDivisionError"),
     (["def check(candidate): assert True"], {"entry": ""}, "no entry_point"),
     (["x = 1"], {}, "assert nothing"),
-    (["def test_f(): assert f(1) == 1"], {}, "functions there that nobody calls"),
+    (["def test_f(): assert f(1) == 1"], {}, "functions that are never called"),
     (["import sys\nsys.exit()\nassert f(1) == 1"], {}, "without asking the program"),
   ],
 )

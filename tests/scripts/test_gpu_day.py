@@ -82,9 +82,9 @@ def test_a_decode_step_reads_weights_and_caches_once():
 def test_pairs_are_those_of_the_mask_of_the_model():
   arrays, _ = rows.make(2, 48, rows.Lengths(6, 3, 2, 7), vocabulary=50, seed=3)
   segments, branches = arrays["segment_ids"], arrays["branch_ids"]
-  from grpo_jax.models import layers
+  from grpo_kernels.attention import reference
 
-  mask = layers.attention_mask(jnp.asarray(segments), jnp.asarray(branches))
+  mask = reference.attention_mask(jnp.asarray(segments), jnp.asarray(branches))
   assert arithmetic.attended_pairs(segments, branches) == int(np.asarray(mask).sum())
   # A prompt of 2 and completions of 1 and 2: 3 + (2 + 1) + (4 + 3); padding adds nothing.
   by_hand = np.array([[1, 1, 1, 1, 1, 0, 0]]), np.array([[0, 0, 1, 2, 2, 0, 0]])
@@ -286,7 +286,7 @@ PLANTED = textwrap.dedent(
   from gpu_day_parts import child
 
   def measure(record, settings, *, what):
-    record.of_device({"platform": "gpu", "kind": "planted"})
+    record.set_device({"platform": "gpu", "kind": "planted"})
     record.put(before=what)
     print("said by", what)
     if what == "raises":
@@ -326,7 +326,7 @@ def run(tmp_path, monkeypatch):
   def run(*parts, result=None, minutes=1.0):
     told = []
     result = result or running.new_result(["test"], tiny=True)
-    running.run(parts, settings, tmp_path / "out", result, minutes=minutes, tell=told.append)
+    running.run(parts, settings, tmp_path / "out", result, minutes=minutes, log=told.append)
     found = json.loads((tmp_path / "out" / running.RESULT).read_text())
     assert found == result
     return found, told
@@ -457,7 +457,7 @@ def of_gpu(**entries):
 
 def test_numbers_of_an_update_are_derived_from_its_samples():
   products = {"products": [{"shape": [8192] * 3, "name": "bfloat16", "tflops": 800.0}]}
-  numbers = summary.of_update(of_gpu(device={"result": products}), "update_1024")
+  numbers = summary.update_numbers(of_gpu(device={"result": products}), "update_1024")
   assert numbers is not None
   # The median of 1.5, 2 and 4.5 s; 12288 of 16384 places are tokens.
   assert (numbers["seconds"], numbers["least_s"], numbers["most_s"]) == (2.0, 1.5, 4.5)
@@ -598,7 +598,7 @@ def test_a_tiny_day_runs_to_its_end(tmp_path):
     assert summary.headline(result, name), name
   for name in ("update_1024", "update_4096"):
     assert result["parts"][name]["result"]["profile"]["kernels"]
-  assert len(summary.of_quickstart(result)) == 3
+  assert len(summary.quickstart_numbers(result)) == 3
   assert sorted(path.name for path in out.iterdir()) == ["gpu_day.json", "gpu_day.log"]
   with pytest.raises(document.Refused, match="tiny"):
     document.write(out / running.RESULT)

@@ -26,18 +26,20 @@ def test_the_programs_float32_is_the_scripts_float64_and_its_bfloat16_lies_betwe
   given = rows(np.asarray(tiny.tokens((2, 9))))
   allowed = jax.numpy_rank_promotion("allow")  # as scripts have it; the suite refuses it.
   with allowed, jax.enable_x64(True):
-    logits, gradients = rounding.of_reference(params, config, given, jnp.float64)
+    logits, gradients = rounding.reference_results(params, config, given, jnp.float64)
   assert logits.dtype == np.float64 and logits.shape == (2 * 5, config.vocab_size)
   with jax.numpy_rank_promotion("allow"):
-    plain, _ = rounding.of_reference(params, config, given, jnp.bfloat16)
+    plain, _ = rounding.reference_results(params, config, given, jnp.bfloat16)
   errors = {}
   for name, products in (("float32", Products()), ("bfloat16", Products("bfloat16"))):
-    found, of_found = rounding.of_ours(params, config, given, products)
+    found, found_gradients = rounding.our_results(params, config, given, products)
     errors[name] = rounding.relative_error(found, logits)
-    assert set(of_found) == set(gradients)
-    worst = max(rounding.relative_error(of_found[leaf], gradients[leaf]) for leaf in gradients)
+    assert set(found_gradients) == set(gradients)
+    worst = max(
+      rounding.relative_error(found_gradients[leaf], gradients[leaf]) for leaf in gradients
+    )
     assert worst < (2e-5 if name == "float32" else 0.05), name
-    assert {gradient.dtype for gradient in of_found.values()} == {np.dtype(np.float32)}
+    assert {gradient.dtype for gradient in found_gradients.values()} == {np.dtype(np.float32)}
   assert errors["float32"] < 2e-6
   assert 5e-4 < errors["bfloat16"] < rounding.relative_error(plain, logits) < 0.05
 

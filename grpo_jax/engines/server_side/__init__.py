@@ -1,1 +1,1 @@
-"""Scripts that the server's processes run by path, in other interpreters. Nothing imports them."""
+"""Scripts that the server's processes run by path, in other interpreters. Never imported."""

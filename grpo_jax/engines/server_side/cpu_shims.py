@@ -1,20 +1,20 @@
-"""Makes SGLang's release for CUDA serve text models on a machine without CUDA, with seeds.
+"""Lets SGLang's release for CUDA serve text models on a machine without CUDA, with seeds.
 
 Nothing of SGLang is changed on disk. `install` must run before `sglang` is imported, in the server
-and in each process that it spawns. Tried with SGLang 0.5.23. What is filled in:
+and in each process that it spawns. Tested with SGLang 0.5.23. These are replaced:
 
-    triton        imported everywhere for kernels that never run on a CPU
+    triton        imported everywhere, for kernels that never run on a CPU
     sgl_kernel    the compiled kernels, of which no build for CPUs is published
     torchvision   imported for image models; its published build needs CUDA
     seeds         deterministic inference is offered for GPU attention only
-    processes     SGLang spawns its own, and each imports all again: 65 s of CPU time, where
-                  forked ones take 32; there is no CUDA context here that a fork would break
+    processes     SGLang spawns them, and each imports everything again: 65 s of CPU time, while
+                  forked ones take 32 s; there is no CUDA context here that a fork would break
 
 Seeded sampling is exact: a token is a function of the logits, the seed and the position. The logits
 are torch's: bitwise equal for equal batches, but a row's last bits may depend on how many rows are
-computed with it and on what the prefix cache held. So a seed gives the same completion again,
-unless two tokens tie within about 1e-6 nats; SGLang's batch-invariant kernels, which exclude that
-too, are Triton and for GPUs only.
+computed with it and on the content of the prefix cache. A seed therefore gives the same completion
+again, unless two tokens tie within about 1e-6 nats. SGLang's batch-invariant kernels, which exclude
+that too, are Triton kernels and for GPUs only.
 """
 
 import importlib.abc
@@ -26,20 +26,20 @@ import sys
 import types
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# (SGLang and torch live in the server's environment; names are added to stubs of modules.)
+# (SGLang and torch are in the server's environment; names are added to stubs of modules.)
 
 ENVIRONMENT = {
-  "SGLANG_USE_CPU_ENGINE": "1",  # SGLang asks this, not the device, which layers it shall build.
-  "OMP_WAIT_POLICY": "PASSIVE",  # threads that wait do not spin: ten times as fast on busy cores.
+  "SGLANG_USE_CPU_ENGINE": "1",  # SGLang chooses the layers by this and not by the device.
+  "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads do not spin: ten times as fast on busy cores.
   "HF_HUB_OFFLINE": "1",  # the model is a local folder; no look-ups.
-  "TORCHDYNAMO_DISABLE": "1",  # the sampler is under torch.compile, which needs a C++ compiler.
+  "TORCHDYNAMO_DISABLE": "1",  # the sampler uses torch.compile, which needs a C++ compiler.
 }
 MASK_32 = 0xFFFFFFFF
-BLOCK_BYTES = 1 << 18  # of a hash computed at a time: stays in the second-level cache.
+BLOCK_BYTES = 1 << 18  # part of a hash computed at a time: fits the second-level cache.
 
 
 def install() -> None:
-  """Fills in what is missing in this process."""
+  """Installs the replacements in this process."""
   for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
   if importlib.util.find_spec("triton") is None:
@@ -55,16 +55,16 @@ def install() -> None:
 
 
 class _Stub(types.ModuleType):
-  """Stands for a module of a GPU compiler: names are stubs, calls are decorators without effect."""
+  """Replaces a module of a GPU compiler: names are stubs, calls are decorators without effect."""
 
   def __init__(self, name: str):
     super().__init__(name)
-    self.__path__: list[str] = []  # a package, whose modules can be imported.
+    self.__path__: list[str] = []  # marks a package, whose modules can be imported.
 
   def __getattr__(self, name: str):
     if name.startswith("__"):
       raise AttributeError(name)
-    if name[:1].isupper():  # a class, which may be called and derived from.
+    if name[:1].isupper():  # a class that may be called and subclassed.
       stub = type(name, (), {"__module__": self.__name__, "__init__": lambda self, *a, **k: None})
     else:
       stub = _Stub(f"{self.__name__}.{name}")
@@ -94,13 +94,13 @@ class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
   def exec_module(self, module):
     if module.__name__ == self.root:
       module.__version__ = "0.0.0"
-      # Called at import time, for sizes of kernels.
+      # Called at import time, for the sizes of kernels.
       module.cdiv = lambda a, b: -(a // -b)
       module.next_power_of_2 = lambda n: 1 << (n - 1).bit_length() if n > 0 else 1
 
 
 class _MissingKernels(types.ModuleType):
-  """Stands for sgl_kernel: its functions for CPUs can be imported by name, and raise when called.
+  """Replaces sgl_kernel: its functions for CPUs can be imported by name, and raise when called.
 
   SGLang imports some in CPU mode, for speculative decoding and for moves of the cache.
   """
@@ -120,7 +120,7 @@ class _MissingKernels(types.ModuleType):
 
 
 def _declare_torchvision_operators(torch) -> None:
-  """Declares the two operators without which `import torchvision` fails beside a CPU torch.
+  """Declares the two operators without which `import torchvision` fails with a CPU torch.
 
   SGLang imports it for the image models that it could serve; text models never call them.
   """
@@ -157,12 +157,12 @@ def murmur_hash32(seed, positions, columns):
   the last are the same along a row.
 
   Args:
-    seed: uint64 [n].
-    positions: int64 [n], of the tokens in their sequences.
-    columns: int64 [m], the vocabulary.
+    seed: Seeds, uint64 [n].
+    positions: Positions of the tokens in their sequences, int64 [n].
+    columns: Ids of the vocabulary, int64 [m].
 
   Returns:
-    uint32 [n, m].
+    Hashes, uint32 [n, m].
 
   Reference:
     Appleby, MurmurHash3_x86_32; sglang/kernels/ops/sampling/murmur_hash.py.
@@ -217,20 +217,20 @@ def _rotate_and_add(h, spare) -> None:
 
 
 def _allow_seeds() -> None:
-  """Offers --enable-deterministic-inference with torch's own attention (see the module's text)."""
+  """Allows --enable-deterministic-inference with torch's own attention (see the module's text)."""
   from sglang.srt import batch_invariant_ops
   from sglang.srt.arg_groups import choices
 
   choices.add_deterministic_attention_backend_choices(["torch_native"])
   choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
-  # Would put Triton kernels in place of torch's matrix products.
+  # This would replace torch's matrix products by Triton kernels.
   batch_invariant_ops.enable_batch_invariant_mode = lambda enable_bmm=True: None
 
 
 def _fork_processes() -> None:
-  """Has the server fork its processes, whichever way of starting them SGLang chooses."""
+  """Makes the server fork its processes, whatever start method SGLang chooses."""
   choose = multiprocessing.set_start_method
   multiprocessing.set_start_method = lambda method, force=False: choose("fork", force)
 
 
-_KEPT: list[object] = []  # torch forgets the operators of a library that is collected.
+_KEPT: list[object] = []  # torch drops the operators of a library that is garbage-collected.

@@ -1,8 +1,8 @@
-"""Holds an inference server, so that it ends when the trainer ends, in whatever way that happens.
+"""Runs an inference server and makes sure that it ends when the trainer ends, in whatever way.
 
     python guard.py --log FILE [--grace S] [--max-bytes N] [--remove DIR ...] -- COMMAND...
 
-The trainer starts this and keeps the other end of its standard input open. What ends the server:
+The trainer starts the guard and keeps the other end of its standard input open. Events:
 
     end of the input, or death of the parent   SIGTERM; after the grace period SIGKILL of every
                                                descendant; the folders of --remove are removed
@@ -13,9 +13,9 @@ The trainer starts this and keeps the other end of its standard input open. What
     SIGKILL of the guard                       the kernel kills the server (PR_SET_PDEATHSIG)
     the server itself                          its leftovers are killed
 
-The guard exits with the server's exit code, 128 + N when signal N killed it. It copies the server's
-output to FILE, where the API key of GRPO_JAX_SGLANG_API_KEY reads "***"; FILE moves to FILE.1 when
-it is full. A script of its own (Linux, standard library), so that it outlives the trainer.
+The guard exits with the server's exit code, 128 + N if signal N killed it. It copies the server's
+output to FILE, with the API key of GRPO_JAX_SGLANG_API_KEY replaced by "***"; FILE moves to FILE.1
+when it is full. It is a separate script (Linux, standard library), so that it outlives the trainer.
 """
 
 import argparse
@@ -45,18 +45,18 @@ class Log:
     self.pending = b""
 
   def feed(self, output: bytes) -> None:
-    """Takes output of the server; writes the lines that are complete."""
+    """Receives output of the server; writes the lines that are complete."""
     *lines, self.pending = (self.pending + output).split(b"\n")
     for line in lines:
       self._write(self._without_secret(line) + b"\n")
     if len(self.pending) > LONGEST_LINE:
       masked = self._without_secret(self.pending)
-      keep = max(len(self.secret) - 1, 0)  # the secret may have arrived in part.
+      keep = max(len(self.secret) - 1, 0)  # part of the secret may have arrived.
       self._write(masked[: len(masked) - keep])
       self.pending = masked[len(masked) - keep :]
 
   def say(self, text: str) -> None:
-    """Writes a line of the guard's own."""
+    """Writes a line of the guard itself."""
     if self.pending:
       self.feed(b"\n")
     now = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -73,14 +73,14 @@ class Log:
         self.file = open(self.path, "ab", buffering=0)
       self.file.write(line)
     except (OSError, ValueError):
-      pass  # a full disk must not stop the server; ValueError: it could not be opened again.
+      pass  # a full disk must not stop the server; ValueError: it could not be reopened.
 
 
 class Children:
-  """The server and everything that it started, reaped as they die."""
+  """The server and all processes that it started, reaped as they die."""
 
   def __init__(self, command: list[str]):
-    # Orphaned descendants become children of the guard instead of init's: none can get away.
+    # Orphaned descendants become children of the guard and not of init: none can escape.
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     guard = os.getpid()
 
@@ -89,7 +89,7 @@ class Children:
       if os.getppid() != guard:
         os._exit(1)  # the guard died before the line above.
 
-    # From the main thread: PR_SET_PDEATHSIG speaks of the thread that forked.
+    # Called on the main thread: PR_SET_PDEATHSIG applies to the thread that forked.
     self.server = subprocess.Popen(
       command,
       stdin=subprocess.DEVNULL,
@@ -104,7 +104,7 @@ class Children:
     self.exit_code: int | None = None
 
   def reap(self) -> None:
-    """Collects the dead; sets `exit_code` when the server is among them."""
+    """Reaps dead processes; sets `exit_code` if the server is among them."""
     while True:
       try:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -121,10 +121,10 @@ class Children:
       os.kill(self.server.pid, signal.SIGTERM)
 
   def kill(self, patience_s: float = 10.0) -> list[int]:
-    """Kills every descendant, those too that are being forked meanwhile.
+    """Kills every descendant, including those that are forked meanwhile.
 
     Returns:
-      Those that could not be killed: processes inside a call of a driver that does not return.
+      Processes that could not be killed: those inside a driver call that does not return.
     """
     deadline = time.monotonic() + patience_s
     while remaining := descendants(os.getpid()):
@@ -149,8 +149,10 @@ def descendants(root: int) -> list[int]:
       try:
         stat = pathlib.Path("/proc", entry, "stat").read_text(errors="replace")
       except OSError:
-        continue  # it ended meanwhile.
-      parent = int(stat.rpartition(")")[2].split()[1])  # after the name, which may hold anything.
+        continue  # it has ended meanwhile.
+      parent = int(
+        stat.rpartition(")")[2].split()[1]
+      )  # after the name, which may contain anything.
       children.setdefault(parent, []).append(int(entry))
   found: list[int] = []
   generation = children.get(root, [])
@@ -161,10 +163,10 @@ def descendants(root: int) -> list[int]:
 
 
 def ending(exit_code: int) -> str:
-  """Returns how a process ended, in words."""
+  """Returns how a process ended, as text."""
   if exit_code >= 0:
     return f"exited with code {exit_code}"
-  names = {each.value: each.name for each in signal.Signals}  # less those of real time.
+  names = {each.value: each.name for each in signal.Signals}  # without real-time signals.
   return f"was killed by {names.get(-exit_code, f'signal {-exit_code}')}"
 
 
@@ -173,7 +175,7 @@ class Guard:
 
   def __init__(self, children: Children, log: Log, grace_s: float):
     self.children, self.log, self.grace_s = children, log, grace_s
-    self.kill_at: float | None = None  # set once the server has been asked to end.
+    self.kill_at: float | None = None  # set when the server has been asked to end.
     self.trainer_ended = self.asked_to_end = False
     self.orders = b""
     self.woken, wakes = os.pipe()
@@ -191,14 +193,14 @@ class Guard:
       children.output: self._on_output,
     }
     try:
-      # The input does not end while a process forked from the trainer still holds its other end.
+      # The input stays open while a process forked from the trainer still holds its other end.
       self.waits_for[os.pidfd_open(os.getppid())] = self._on_parent_death
     except OSError:
-      pass  # the parent is in another container, or the kernel is older than 5.3: the input tells.
+      pass  # the parent is in another container, or the kernel is older than 5.3: use the input.
 
   def run(self) -> int:
-    """Returns the server's exit code, when nothing of it is left."""
-    self.children.reap()  # it may have died before there was a handler.
+    """Returns the server's exit code, when none of its processes is left."""
+    self.children.reap()  # it may have died before the handler was installed.
     while self.children.exit_code is None and (patience := self._patience()) != 0.0:
       self._wait(patience)
     left = self.children.kill()
@@ -211,7 +213,7 @@ class Guard:
     return 1 if code is None else code if code >= 0 else 128 - code
 
   def _patience(self) -> float | None:
-    """Returns the seconds until the server is to be killed; None while it may live."""
+    """Returns the seconds until the server is killed; None if it need not be killed."""
     return None if self.kill_at is None else max(0.0, self.kill_at - time.monotonic())
 
   def _wait(self, patience_s: float | None) -> None:
@@ -223,7 +225,7 @@ class Guard:
     self.children.reap()
 
   def _note_request(self, *_: object) -> None:
-    self.asked_to_end = True  # nothing else: it may interrupt anything.
+    self.asked_to_end = True  # nothing else: a handler may interrupt anything.
 
   def stop(self, reason: str) -> None:
     """Asks the server to end, and sets the time at which it is killed."""
@@ -243,7 +245,7 @@ class Guard:
       self.stop("the trainer ended")
     *lines, self.orders = (self.orders + read).split(b"\n")
     if b"kill" in lines:
-      self.log.say("killing the server, as told")
+      self.log.say("killing the server, as requested")
       self.kill_at = 0.0
 
   def _on_parent_death(self, source: int) -> None:
@@ -262,11 +264,11 @@ class Guard:
     except BlockingIOError:
       return
     if not read:
-      del self.waits_for[source]  # it closed its output; it may live on.
+      del self.waits_for[source]  # it closed its output; it may still be running.
     self.log.feed(read)
 
   def _drain(self) -> None:
-    """Reads what the dead have left in the pipe."""
+    """Reads what dead processes have left in the pipe."""
     try:
       while self.children.output in self.waits_for and (
         read := os.read(self.children.output, 1 << 16)
@@ -281,7 +283,7 @@ def main(arguments: list[str]) -> int:
   parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
   parser.add_argument("--log", type=pathlib.Path, required=True, help="file for the output")
   parser.add_argument("--grace", type=float, default=10.0, help="seconds between TERM and KILL")
-  parser.add_argument("--max-bytes", type=int, default=20 << 20, help="of the log, then it moves")
+  parser.add_argument("--max-bytes", type=int, default=20 << 20, help="size at which the log moves")
   parser.add_argument("--remove", type=pathlib.Path, action="append", default=[], metavar="DIR")
   parser.add_argument("command", nargs=argparse.REMAINDER)
   options = parser.parse_args(arguments)

@@ -2,11 +2,11 @@
 
     SERVER_PYTHON serve.py [any argument of `python -m sglang.launch_server`]
 
-As SGLang's own launcher, and besides:
+It works like SGLang's own launcher, with these differences:
 * The API key comes from the variable GRPO_JAX_SGLANG_API_KEY, so that no command line shows it.
 * No process of the server outlives its parent, from its first line on.
 * With `--device cpu`, or without CUDA: what the CPU needs (cpu_shims.py) and DEFAULTS_ON_CPU, which
-  come first, so that arguments given override them.
+  come first, so that given arguments override them.
 """
 
 import ctypes
@@ -14,40 +14,40 @@ import os
 import signal
 import sys
 
-import cpu_shims  # beside this file, which is on sys.path as the script's folder.
+import cpu_shims  # in the same folder, which is on sys.path as the script's folder.
 
 # pyright: reportMissingImports=false
-# (SGLang and torch live in the server's environment.)
+# (SGLang and torch are in the server's environment.)
 
 API_KEY_VARIABLE = "GRPO_JAX_SGLANG_API_KEY"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 DEFAULTS_ON_CPU = (
   *("--device", "cpu"),
-  *("--dtype", "float32"),  # as fast as bfloat16 here, and 1e-5 from the trainer instead of 0.1.
+  *("--dtype", "float32"),  # as fast as bfloat16 here; off the trainer by 1e-5 instead of 0.1.
   *("--attention-backend", "torch_native"),
   *("--sampling-backend", "pytorch"),
   *("--cuda-graph-backend-decode", "disabled"),
   *("--cuda-graph-backend-prefill", "disabled"),
-  *("--max-total-tokens", "32768"),  # else a share of all the memory of the machine.
-  "--disable-overlap-schedule",  # it hides work of the CPU behind that of a GPU.
-  "--sleep-on-idle",  # else an idle server keeps a core busy.
-  "--skip-server-warmup",  # there is nothing to compile.
+  *("--max-total-tokens", "32768"),  # the default is a share of all the memory of the machine.
+  "--disable-overlap-schedule",  # it hides CPU work behind that of a GPU.
+  "--sleep-on-idle",  # otherwise an idle server keeps a core busy.
+  "--skip-server-warmup",  # nothing needs compilation.
 )
 
 
 def die_with_parent() -> None:
-  """Has the kernel kill this process when its parent dies.
+  """Makes the kernel kill this process when its parent dies.
 
-  SGLang's processes do so themselves, but only after their imports: some ten seconds during which
+  SGLang's processes do so themselves, but only after their imports: for about ten seconds
   they would outlive a server that is killed.
   """
   ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
   if os.getsid(os.getppid()) != os.getsid(0):
-    os._exit(1)  # already the child of somebody else.
+    os._exit(1)  # the parent has died already.
 
 
 def wants_cpu(arguments: list[str]) -> bool:
-  """Returns whether to serve on the CPU: as the last --device says; if none does, without CUDA."""
+  """Returns whether to serve on the CPU: by the last --device; without one, if CUDA is missing."""
   devices = [
     following if argument == "--device" else argument.partition("=")[2]
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True)
@@ -62,10 +62,10 @@ def wants_cpu(arguments: list[str]) -> bool:
 
 
 def main(arguments: list[str]) -> None:
-  """Serves until the process is told to end."""
+  """Serves until the process is asked to end."""
   key = os.environ.pop(API_KEY_VARIABLE, "")
   if wants_cpu(arguments):
-    cpu_shims.install()  # sets a variable by which the processes spawned know, see below.
+    cpu_shims.install()  # sets a variable that spawned processes check, see below.
     os.register_at_fork(after_in_child=die_with_parent)
     arguments = [*DEFAULTS_ON_CPU, *arguments]
 
@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
   main(sys.argv[1:])
-elif __name__ == "__mp_main__":  # a process that the server spawned runs this file again, so.
+elif __name__ == "__mp_main__":  # a process that the server spawned also runs this file.
   die_with_parent()
   if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     cpu_shims.install()

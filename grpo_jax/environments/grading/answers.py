@@ -1,13 +1,13 @@
 r"""Finds the answer in a text, and compares answers as text. Pure, linear in the text.
 
-A strict form is part of the task: a completion without it has no answer.
+The required form is part of the task: a completion without it has no answer.
 
   boxed        the content of the last \boxed{…} whose braces close
   hash         what follows the last #### on its line, as in GSM8K
   tag          the content of the last <answer>…</answer>
   last_number  the last number in the text: lenient, rewards an answer in any form
   line         what follows the last "Answer:", in the text's last 300 characters (DAPO)
-  any          boxed, else hash, else last_number
+  any          boxed, otherwise hash, otherwise last_number
   raw          the whole text, stripped
 """
 
@@ -22,7 +22,7 @@ _ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _TAIL_CHARS = 300
 _INTEGER = re.compile(r"[-+]?\d{1,100}(?:\.0+)?")
 _WITH_UNIT = re.compile(r"(?P<number>[-+]?\d{1,100}(?:\.0+)?) (?P<words>[A-Za-z][A-Za-z ]{2,40})")
-# Words behind a number that are no unit of it.
+# Words behind a number that are not a unit of it.
 _NO_UNITS = {
   *("hundred", "thousand", "million", "billion", "trillion", "dozen", "percent", "half", "halves"),
   *("third", "thirds", "quarter", "quarters", "mod", "and", "or", "not", "less", "more", "times"),
@@ -40,7 +40,7 @@ _REWRITES = (
 
 def boxed(text: str) -> str | None:
   r"""Returns the content of the last \boxed{…} (also \fbox, and \boxed 5) that closes."""
-  starts: list[int | None] = []  # of the open braces: where a box's content begins.
+  starts: list[int | None] = []  # where the content of each open brace's box begins.
   last, found = -1, None
   for token in _BRACES.finditer(text):
     start: int | None = None
@@ -71,7 +71,7 @@ def tagged(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-  """Returns the last number; commas, a dollar, a percent sign, a fraction belong to it."""
+  """Returns the last number, with its commas, dollar sign, percent sign or fraction."""
   found = _NUMBER.findall(text)
   return found[-1].rstrip(",") if found else None
 
@@ -88,7 +88,7 @@ def raw(text: str) -> str | None:
 
 
 def anywhere(text: str) -> str | None:
-  """Returns the first that there is of: boxed, hash, last_number."""
+  """Returns the first of these that is present: boxed, hash, last_number."""
   return boxed(text) or hashed(text) or last_number(text)
 
 
@@ -98,7 +98,7 @@ def gold(text: str) -> str:
 
 
 def normalized(answer: str) -> str:
-  """Removes what never changes the meaning of an answer: spaces, $, thousands' commas, …"""
+  """Removes what never changes the meaning of an answer: spaces, $, thousands separators, …"""
   for pattern, replacement in _REWRITES:
     answer = pattern.sub(replacement, answer)
   return answer.rstrip(".")
@@ -108,8 +108,8 @@ def equal_as_text(gold_answer: str, answer: str) -> bool | None:
   """Compares two answers without mathematics.
 
   Returns:
-    True if they are the same text, False if both are whole numbers and differ (the answer's
-    may have a unit in words, "4 balls"), None if it takes mathematics to tell.
+    True if they are the same text, False if both are whole numbers and differ (the answer
+    may have a unit in words, "4 balls"), None if text alone does not decide.
   """
   left, right = normalized(gold_answer), normalized(answer)
   if left == right:

@@ -1,7 +1,7 @@
 """Evaluates an arithmetic expression that a model wrote, in bounded time and memory. Pure.
 
-Python's grammar, of which only numbers, + - * / // % **, parentheses and a few functions are
-understood; nothing is ever executed. Whole numbers are exact, up to `_MAX_BITS` bits.
+It uses Python's grammar, but allows only numbers, + - * / // % **, parentheses and a few
+functions; nothing is ever executed. Whole numbers are exact, up to `_MAX_BITS` bits.
 """
 
 import ast
@@ -14,24 +14,24 @@ from typing import Any
 Number = int | float
 
 _MAX_CHARS = 300
-_MAX_BITS = 1024  # of a whole number, intermediate results included.
+_MAX_BITS = 1024  # size of a whole number, intermediate results included.
 _MAX_DIGITS = 30  # places that `round` may be asked for.
 
-# All that may stand in an expression. A number that a letter follows is none in Python either.
+# All that an expression may contain. A number directly before a letter is invalid in Python too.
 _TOKENS = re.compile(
   r"(?:\s+|(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?![\w.])|[a-z]+[0-9]*(?!\w)|[-+*/%(),])*"
 )
 
 
 class ExpressionError(ValueError):
-  """An expression that cannot be evaluated; its text says why, to the model."""
+  """An expression that cannot be evaluated; the message tells the model why."""
 
 
 def evaluate(expression: str) -> Number:
   """Returns the value of an expression such as "(3 + 4) * 12 / 7".
 
   Raises:
-    ExpressionError: it is no arithmetic, or its value is too large or not a number.
+    ExpressionError: It is not arithmetic, or its value is too large or not a number.
   """
   expression = expression.strip()
   if not expression:
@@ -58,7 +58,7 @@ def shown(value: Number) -> str:
 
 
 def _value(node: ast.expr) -> Number:
-  """The value of one node, checked."""
+  """Returns the checked value of one node."""
   try:
     value = _computed(node)
   except ZeroDivisionError as error:
@@ -94,7 +94,7 @@ def _computed(node: ast.expr) -> Number:
 
 
 def _power(base: Number, exponent: Number) -> Number:
-  """base ** exponent, refused before it is computed if it would be too large."""
+  """Returns base ** exponent; raises before computing it if it would be too large."""
   if isinstance(base, int) and isinstance(exponent, int) and exponent >= 0:
     if base not in (-1, 0, 1) and exponent * (base.bit_length() - 1) > _MAX_BITS:
       raise ExpressionError("the result is too large")

@@ -12,7 +12,7 @@ from typing import Any
 from grpo_jax.environments.grading import answers
 
 _LETTERS = "ABCDEFGHIJ"  # when the options are not known.
-_MAX_CHARS = 2000  # of one place where a choice may stand.
+_MAX_CHARS = 2000  # length of one place where a choice may be.
 
 # "Answer", and what it is in the languages of multilingual MMLU.
 _WORDS = (
@@ -21,7 +21,7 @@ _WORDS = (
   *("答案", "答复", "答曰", "回答", "解答", "答", "答え", "정답", "답변", "답"),
   *("الإجابة", "إجابة", "الجواب", "उत्तर", "উত্তর", "ìdáhùn", "idahun"),
 )
-# Composed or not: a long text is not normalized, since that takes time quadratic in its marks.
+# Composed or not: normalizing a long text would take time quadratic in its marks.
 _SPELLINGS = {unicodedata.normalize(form, word) for word in _WORDS for form in ("NFC", "NFD")}
 _FULL_WIDTH = str.maketrans({code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)})
 _FIRST = "".join(sorted({each for word in _SPELLINGS for each in word[0] + word[0].upper()}))
@@ -45,11 +45,11 @@ _ANOTHER = re.compile(
 
 
 def options_of(info: Mapping[str, Any]) -> dict[str, str]:
-  """Returns letter → text of a row's options: its field `options` or `choices`, a list or a
-  mapping; empty if there is none.
+  """Returns a row's options as letter → text: its field `options` or `choices`, a list or a
+  mapping; empty if there are none.
 
   Raises:
-    ValueError: the field is neither, or has too many entries.
+    ValueError: The field is neither, or has too many entries.
   """
   given = info.get("options", info.get("choices"))
   if given is None:
@@ -65,10 +65,10 @@ def find(text: str, options: Mapping[str, str], form: str | None = None) -> str 
   r"""Returns the letter that a completion chooses; None if it chooses none.
 
   Args:
-    text: the completion.
-    options: of `options_of`.
-    form: of answers.EXTRACTORS: where the choice must stand. None: in the last \boxed{}, else
-      <answer>, else the last "Answer: …" or "the answer is …", else it is the last line.
+    text: Text of the completion.
+    options: Options, as `options_of` returns them.
+    form: Key of answers.EXTRACTORS: where the choice must be. None: in the last \boxed{}, otherwise
+      <answer>, otherwise the last "Answer: …" or "the answer is …", otherwise the last line.
   """
   if form is not None:
     return letter(answers.EXTRACTORS[form](text), options)
@@ -86,8 +86,8 @@ def letter(fragment: str | None, options: Mapping[str, str]) -> str | None:
   """Returns the letter that a short text chooses: by its text or by its letter.
 
   Args:
-    fragment: such as "(C)", "C. seven", "seven"; None chooses nothing.
-    options: of `options_of`; without, the letters A to J are known.
+    fragment: Text such as "(C)", "C. seven", "seven"; None chooses nothing.
+    options: Options, as `options_of` returns them; if empty, the letters A to J are valid.
   """
   if fragment is None or len(fragment) > _MAX_CHARS:
     return None
@@ -107,7 +107,7 @@ def letter(fragment: str | None, options: Mapping[str, str]) -> str | None:
 
 
 def _is_word(found: str, rest: str) -> bool:
-  """Says whether a letter without a mark begins a sentence: "A cat", "I think", "c equals"."""
+  """Returns whether a bare letter begins a sentence: "A cat", "I think", "c equals"."""
   return bool(rest.strip()) and (found.islower() or found in "AI")
 
 

@@ -1,6 +1,6 @@
-"""The tests of a coding task, out of the fields of its row. Pure.
+"""Reads the tests of a coding task from the fields of its row. Pure.
 
-What is understood: docs/code_environment.md has the table.
+docs/code_environment.md has a table of the supported forms.
 """
 
 import ast
@@ -18,18 +18,18 @@ class TestError(ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FunctionTests:
-  """Functions are called, and assertions made about what they return."""
+  """Functions to call, and assertions about what they return."""
 
-  tests: tuple[str, ...] = ()  # texts of test code.
+  tests: tuple[str, ...] = ()  # pieces of test code.
   entry: str = ""  # name of the function under test.
   setup: str = ""  # code that runs before the tests.
-  prompt_code: str = ""  # the prompt, if it is code that the completion completes.
+  prompt_code: str = ""  # the prompt, if it is code for the completion to continue.
   cases: tuple[tuple[list[Any], Any], ...] = ()  # (arguments, expected result).
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProgramTests:
-  """A program is run: what it reads, and what it must print."""
+  """A program to run: its inputs, and what it must print."""
 
   cases: tuple[tuple[str, str], ...]
   entry: str = ""
@@ -40,12 +40,12 @@ def read(info: Mapping[str, Any], key: str | None = None) -> FunctionTests | Pro
   """Reads the tests of a row.
 
   Args:
-    info: fields of the row.
-    key: field that holds the tests; None: the first of FIELDS that there is, else
+    info: Fields of the row.
+    key: Field that holds the tests; None: the first of FIELDS that is present, otherwise
       `expected_answer`.
 
   Raises:
-    TestError: there are none, or they are of no known shape.
+    TestError: There are no tests, or their form is unknown.
   """
   if key is None:
     key = next((name for name in (*FIELDS, "expected_answer") if info.get(name)), None)
@@ -73,7 +73,7 @@ def read(info: Mapping[str, Any], key: str | None = None) -> FunctionTests | Pro
 
 
 def same_output(printed: str, expected: str) -> bool:
-  """Compares what was printed, up to blanks at the ends of lines and blank lines at the end."""
+  """Compares output, ignoring blanks at the ends of lines and blank lines at the end."""
   return _lines(printed) == _lines(expected)
 
 
@@ -82,7 +82,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _loaded(value: Any) -> Any:
-  """The value of a text that is JSON; other values as they are."""
+  """Returns the value of a string that is JSON; other values unchanged."""
   if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
     try:
       return json.loads(value)
@@ -92,7 +92,7 @@ def _loaded(value: Any) -> Any:
 
 
 def _prompt_code(problem: str, entry: str) -> str:
-  """The prompt, if it is Python that begins the function under test; else ""."""
+  """Returns the prompt, if it is Python that begins the function under test; otherwise ""."""
   if not entry:
     return ""
   try:
@@ -105,7 +105,7 @@ def _prompt_code(problem: str, entry: str) -> str:
 
 
 def _setup(info: Mapping[str, Any]) -> list[str]:
-  """Code of the row that tests need: MBPP's, in its two forms."""
+  """Returns the row's code that the tests need: MBPP's, in its two forms."""
   code = info.get("test_setup_code") or info.get("test_imports") or []
   return [code] if isinstance(code, str) else [str(line) for line in code]
 
@@ -113,7 +113,7 @@ def _setup(info: Mapping[str, Any]) -> list[str]:
 def _from_columns(
   tests: Mapping[str, Any], entry: str, setup: str, prompt_code: str, key: str
 ) -> FunctionTests | ProgramTests:
-  """Inputs and outputs: of a function, if one is named, else of a program."""
+  """Reads inputs and outputs: of a function, if one is named, otherwise of a program."""
   inputs, outputs = tests.get("inputs"), tests.get("outputs")
   if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs:
     raise TestError(f"{key}: needs lists 'inputs' and 'outputs', has {', '.join(map(str, tests))}")
@@ -123,7 +123,7 @@ def _from_columns(
   if entry and not all(isinstance(x, str) for x in (*inputs, *outputs)):
     cases = tuple(zip((_arguments(x, key) for x in inputs), outputs, strict=True))
     return FunctionTests((), entry, setup, prompt_code, cases)
-  if tests.get("fn_name"):  # LiveCodeBench: an argument a line, as JSON.
+  if tests.get("fn_name"):  # LiveCodeBench: one argument per line, as JSON.
     cases = tuple((_json_lines(x, key), _json(y)) for x, y in zip(inputs, outputs, strict=True))
     return FunctionTests((), entry, setup, prompt_code, cases)
   pairs = tuple((_text(x), _text(y)) for x, y in zip(inputs, outputs, strict=True))
@@ -155,7 +155,7 @@ def _json_lines(text: str, key: str) -> list[Any]:
   try:
     return [json.loads(line) for line in text.splitlines() if line.strip()]
   except ValueError as error:
-    raise TestError(f"{key}: an argument is no JSON: {text:.80}") from error
+    raise TestError(f"{key}: an argument is not JSON: {text:.80}") from error
 
 
 def _json(text: str) -> Any:
@@ -166,5 +166,5 @@ def _json(text: str) -> Any:
 
 
 def _text(value: Any) -> str:
-  """What a program reads or prints; a list holds its lines."""
+  """Returns what a program reads or prints as a string; a list holds its lines."""
   return "\n".join(map(str, value)) if isinstance(value, list) else str(value)

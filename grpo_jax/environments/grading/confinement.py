@@ -1,4 +1,4 @@
-"""Which sandbox graders run in on this machine."""
+"""Chooses the sandbox that graders run in on this machine."""
 
 import dataclasses
 import functools
@@ -7,17 +7,19 @@ import logging
 from grpo_jax.registry import choose
 from grpo_jax.sandbox.launch import KINDS, NONE, Launcher, Limits, SandboxError
 
+_log = logging.getLogger(__name__)
+
 BEST = "best"
 _CLOSING_FILES = ("bubblewrap", "landlock")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Confinement:
-  """A kind of sandbox, and whether texts that may be run belong in it."""
+  """A kind of sandbox, and whether it is safe to run untrusted text in it."""
 
-  kind: str  # of launch.KINDS, or launch.NONE.
+  kind: str  # one of launch.KINDS, or launch.NONE.
   is_sandbox: bool  # closes files and network, or was named by the user.
-  why_not: str = ""  # why a better one does not work here.
+  why_not: str = ""  # why a stronger one does not work here.
 
 
 def find(wanted: str) -> Confinement:
@@ -25,10 +27,10 @@ def find(wanted: str) -> Confinement:
 
   Args:
     wanted: "bubblewrap", "landlock" or "limits"; or "best": the first of the first two that works
-      here, else what there is (limits alone, or a mere process), which `is_sandbox` then denies.
+      here, otherwise what is available (limits alone, or a plain process) with `is_sandbox` False.
 
   Raises:
-    ValueError: the wanted one does not work on this machine, or there is no such one.
+    ValueError: The wanted sandbox does not work on this machine, or is unknown.
   """
   choose("sandbox", wanted, dict.fromkeys((BEST, *KINDS)))
   if wanted == BEST:
@@ -47,9 +49,9 @@ def _best() -> Confinement:
       return Confinement(kind, is_sandbox=True)
     reasons.append(reason)
   kind = NONE if _why_not("limits") else "limits"
-  logging.warning(
+  _log.warning(
     "graders run without a sandbox that closes files (%s): %s",
-    "limits of resources and system calls only" if kind == "limits" else "in mere processes",
+    "limits of resources and system calls only" if kind == "limits" else "in plain processes",
     reasons[0],
   )
   return Confinement(kind, is_sandbox=False, why_not=reasons[0])
@@ -57,7 +59,7 @@ def _best() -> Confinement:
 
 @functools.cache
 def _why_not(kind: str) -> str:
-  """Why a kind of sandbox does not work on this machine; "" if it does."""
+  """Returns why a kind of sandbox does not work on this machine; "" if it works."""
   try:
     Launcher(kind, Limits())
   except SandboxError as error:

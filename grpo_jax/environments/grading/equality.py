@@ -1,8 +1,8 @@
-r"""Decides by math-verify whether two answers are equal. Run in a sandbox: it may never end.
+r"""Decides with math-verify whether two answers are equal. Run it in a sandbox: it may never end.
 
-math-verify's own time-outs (signals) are off; the process of a call is killed when it takes too
-long. Answers are parsed as LaTeX only: its other parser evaluates Python expressions, which
-`prepare` takes out of SymPy as well.
+math-verify's own time-outs (signals) are off; the process of a call is killed if it takes too
+long. Answers are parsed as LaTeX only: the other parser evaluates Python expressions, which
+`prepare` also disables in SymPy.
 """
 
 from typing import Any
@@ -18,8 +18,8 @@ def equal(gold: str, answer: str) -> bool:
   r"""Returns whether `answer` means the same as `gold`; False if it cannot be read.
 
   Args:
-    gold: the reference, as it would stand in \boxed{}.
-    answer: the model's.
+    gold: Reference answer, as it would appear in \boxed{}.
+    answer: Answer of the model.
   """
   answer = answer.rstrip(".").strip()
   return bool(verify(_parse(gold), _parse(answer), timeout_seconds=None))
@@ -29,7 +29,7 @@ def _parse(answer: str) -> list[Any]:
   return parse(rf"\boxed{{{answer}}}", _LATEX, parsing_timeout=None)  # pyright: ignore[reportArgumentType] None turns it off
 
 
-# One of each form: a parser's tables fill as it reads, and a process begins with what is there.
+# One answer of each form: the parser's tables fill as it reads, and later processes inherit them.
 _FORMS = (
   (r"\frac{1}{2}", "0.5"),
   (r"x^2 - 2x + \sqrt{3}", r"-2 \cdot x + x^{2} + \sqrt[2]{3}"),
@@ -44,7 +44,7 @@ _FORMS = (
 
 
 def prepare() -> None:
-  """Takes the running of text out of SymPy, and has the parser read one of each form."""
+  """Disables evaluation of strings in SymPy, and lets the parser read one answer of each form."""
   expressions.guard("math_verify")
   for gold, answer in _FORMS:
     equal(gold, answer)

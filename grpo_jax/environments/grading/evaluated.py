@@ -1,21 +1,21 @@
-r"""Says whether an answer leaves something to compute that the gold answer does not leave. Pure.
+r"""Finds out whether an answer leaves something to compute that the gold answer does not. Pure.
 
 An answer may be equal to the gold one because it is the problem itself: \int_0^1 x\,dx for 1/2,
-\binom{10}{3} for 120, 48+24 for 72. So the operations of both are compared by kind: a kind that
-the answer has and the gold answer has not is left undone.
+\binom{10}{3} for 120, 48+24 for 72. The operations of both are therefore compared by kind: a kind
+that occurs only in the answer is left undone.
 
-  always a kind   integrals, sums, products, limits, derivatives, determinants, binomials,
+  always counted  integrals, sums, products, limits, derivatives, determinants, binomials,
                   factorials, gcd and lcm, maximum and minimum, floor and ceiling, absolute values,
                   remainders, logarithms, trigonometry
   of numbers      addition, multiplication, division, powers: `48+24`, `12\cdot 13`, `2^{10}`,
                   where a symbol is not a number: `x+3`, `2\pi` and `(x+1)^2` are final
-  for a number    roots, \pi and powers of e and i, where the gold answer is made of numbers alone;
-                  fractions, where it is made of whole numbers alone (6/3 for 2)
+  for a number    roots, \pi and powers of e and i, if the gold answer consists of numbers alone;
+                  fractions, if it consists of whole numbers alone (6/3 for 2)
 
-Final, and no operation: signs, decimals, fractions (in lowest terms or not), mixed numbers,
-percent, units, powers of ten and 3 \times 10^8; lists, points, intervals and sets of these; and a
-computation with its result, 48+24=72. The reader takes one token at a time; a text that is longer
-than `_MAX_CHARS`, or whose brackets are nested deeper than `_MAX_DEPTH`, is left undone.
+These are final and not operations: signs, decimals, fractions (in lowest terms or not), mixed
+numbers, percent, units, powers of ten and 3 \times 10^8; lists, points, intervals and sets of them;
+and a computation with its result, 48+24=72. The reader takes one token at a time; a text that is
+longer than `_MAX_CHARS`, or has brackets nested deeper than `_MAX_DEPTH`, counts as left undone.
 """
 
 import collections
@@ -48,7 +48,7 @@ def _kinds(**words: str) -> dict[str, str]:
   return {word: kind.replace("_", " ") for kind, some in words.items() for word in some.split()}
 
 
-# Commands of LaTeX and words, with the kind of operation that they name.
+# LaTeX commands and words, with the kind of operation that they denote.
 _NAMED = _kinds(
   integral="int iint iiint oint smallint integral integrate idotsint",
   sum="sum bigoplus",
@@ -98,7 +98,7 @@ _OVER_DIGITS = {"overline", "bar", "dot", "overrightarrow", "vec", "hat", "under
 
 
 class _Value(enum.IntEnum):
-  """What a part is made of."""
+  """What a part consists of."""
 
   NOTHING = 0
   UNIT = 1
@@ -106,8 +106,8 @@ class _Value(enum.IntEnum):
   DECIMAL = 3
   FRACTION = 4
   POWER_OF_TEN = 5
-  NUMBER = 6  # that is left to compute.
-  CONSTANT = 7  # roots and pi, beside numbers.
+  NUMBER = 6  # number that is left to compute.
+  CONSTANT = 7  # roots and pi, next to numbers.
   SYMBOL = 8
 
 
@@ -118,19 +118,19 @@ _NUMBERS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Form:
-  """What an answer looks like."""
+  """The operations and the numbers in an answer."""
 
-  kinds: frozenset[str]  # of operations.
-  is_of_numbers: bool  # no symbols, roots or the like, units aside.
+  kinds: frozenset[str]  # kinds of operations.
+  is_of_numbers: bool  # has no symbols, roots or the like, apart from units.
   is_of_integers: bool
 
 
 def left_undone(gold: str, answer: str) -> frozenset[str]:
-  """Returns the kinds of operations that an answer leaves to compute and the gold one does not.
+  """Returns the kinds of operations that an answer leaves undone and the gold answer does not.
 
   Args:
-    gold: the reference answer, as it would appear in a box.
-    answer: the model's.
+    gold: The reference answer, as it would appear in a box.
+    answer: Answer of the model.
   """
   if len(answer) > _MAX_CHARS:
     return frozenset({"length"})
@@ -150,8 +150,8 @@ def form(text: str, *, letters_are_units: bool = False) -> Form:
   """Reads an answer.
 
   Args:
-    text: LaTeX, or plain text.
-    letters_are_units: letters are no symbols: "5 m", "x = 5".
+    text: Answer in LaTeX or plain text.
+    letters_are_units: Whether letters are not symbols: "5 m", "x = 5".
   """
   text = _AND.sub(",", _THOUSANDS.sub("", text.translate(_SIGNS_OF_UNICODE)))
   reader = _Reader(_tokens(text), letters_are_units)
@@ -173,7 +173,7 @@ def _form_of_gold(gold: str) -> Form:
 
 
 def _tokens(text: str) -> list[tuple[str, str]]:
-  """Returns (group of _TOKEN, text) of every token that says something."""
+  """Returns (group of _TOKEN, text) of every token that carries meaning."""
   found = [(m.lastgroup or "", m[m.lastgroup or 0]) for m in _TOKEN.finditer(text)]
   return [(kind, said) for kind, said in found if kind != "command" or said not in _IGNORED]
 
@@ -187,17 +187,17 @@ class _Reader:
 
   def __init__(self, tokens: list[tuple[str, str]], letters_are_units: bool):
     self.kinds: set[str] = set()
-    self.values: set[_Value] = set()  # of all that stands alone or after the last "=".
+    self.values: set[_Value] = set()  # values alone or after the last "=".
     self._tokens = tokens
     self._at = 0
     self._depth = 0
-    self._words = 0  # how many of \text{ and the like are open.
+    self._words = 0  # number of \text groups and the like that are open.
     self._letters_are_units = letters_are_units
     self._letters: collections.Counter[str] = collections.Counter()
-    self._environments = 0  # matrices and the like.
+    self._environments = 0  # depth of matrices and the like.
 
   def read(self) -> None:
-    """Reads all."""
+    """Reads all tokens."""
     settled = {"absolute value"} if sum(said in _BARS for _, said in self._tokens) > 1 else set()
     side: set[str] = set()
     separator = ""
@@ -235,7 +235,7 @@ class _Reader:
     if said in ("begin", "end"):
       self._environment(said)
     elif said == "cup" and self._tokens[self._at - 2 : self._at - 1] == [("command", "}")]:
-      self.kinds.add("union")  # of sets that could be one.
+      self.kinds.add("union")  # the sets could be written as one.
     elif said and said in _CLOSING and self._peek() == "'":
       self._at += 1
 
@@ -258,7 +258,7 @@ class _Reader:
         self.kinds.add("power")
 
   def _group(self) -> _Value:
-    """Reads up to a closing bracket, and over it."""
+    """Reads up to and including a closing bracket."""
     found = []
     while self._peek():
       found.append(self._sum())
@@ -323,7 +323,7 @@ class _Reader:
     return number if other <= _Value.UNIT and number else max(number, other)
 
   def _combined(self, left: _Value, operation: str, right: _Value, is_beside: bool) -> _Value:
-    """What two numbers of a term make together."""
+    """Returns the value that two adjacent numbers of a term form."""
     whole = (_Value.INTEGER, _Value.DECIMAL)
     if operation in _OVER:
       return self._quotient(left, right)
@@ -393,7 +393,7 @@ class _Reader:
     return self._primary(*self._tokens[self._at])
 
   def _primary(self, kind: str, said: str) -> _Value:
-    """Reads what stands alone, in brackets or behind a command, from this token on."""
+    """Reads a single value, brackets or a command, from this token on."""
     self._depth += 1
     if self._depth > _MAX_DEPTH:
       raise _TooDeepError
@@ -460,7 +460,7 @@ class _Reader:
     return self._quotient(above, below)
 
   def _is_differential(self) -> bool:
-    r"""Says whether an argument begins with d, as in \frac{dy}{dx}."""
+    r"""Returns whether an argument begins with d, as in \frac{dy}{dx}."""
     place = 0
     while self._peek(place) == "{" or self._peek(place) in _OF_WORDS:
       place += 1
@@ -468,7 +468,7 @@ class _Reader:
     return said in _DIFFERENTIALS or (said[:1] == "d" and len(said) == 2)
 
   def _short_argument(self) -> _Value:
-    r"""Reads an argument of \frac, whose digits need no braces: \frac12."""
+    r"""Reads an argument of \frac, whose digits do not need braces: \frac12."""
     kind, said = self._tokens[self._at] if self._at < len(self._tokens) else ("", "")
     if kind == "number" and len(said) > 1 and said.isdigit():
       self._tokens[self._at] = ("number", said[1:])

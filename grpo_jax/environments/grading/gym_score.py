@@ -1,6 +1,6 @@
-"""Scores an answer by a reasoning-gym task's own scorer, which may be anything.
+"""Scores an answer with the scorer of a reasoning-gym task, which may do anything.
 
-Some scorers hand the answer to `eval` or to SymPy's parser, which runs it: `computes` finds them.
+Some scorers pass the answer to `eval` or to SymPy's parser, which runs it: `computes` finds them.
 In a sandbox, `prepare` has replaced `eval` by a function that runs nothing.
 """
 
@@ -17,7 +17,7 @@ from reasoning_gym.factory import DATASETS
 
 from grpo_jax.sandbox import expressions
 
-# What runs a text, by whatever way it was imported.
+# Functions that run text, however they were imported.
 _RUNNING = {
   *("eval", "exec", "compile", "__import__", "import_module", "subprocess", "Popen", "system"),
   *("parse_expr", "sympify", "S", "lambdify", "numexpr", "pickle", "marshal", "unsafe_load"),
@@ -25,7 +25,7 @@ _RUNNING = {
 
 
 def prepare() -> None:
-  """Makes scorers harmless. For a sandbox alone: it changes the packages."""
+  """Makes scorers harmless. For use in a sandbox only: it changes the packages."""
   expressions.guard("reasoning_gym")
 
 
@@ -33,25 +33,25 @@ def score(task: str, args: Mapping[str, Any], answer: str, entry: dict[str, Any]
   """Returns the task's score of an answer, usually in [0, 1].
 
   Args:
-    task: name of the reasoning-gym dataset.
-    args: its arguments, size and seed included.
-    answer: what the model answered.
-    entry: the row: question, answer, metadata.
+    task: Name of the reasoning-gym dataset.
+    args: Arguments of the task, size and seed included.
+    answer: Answer of the model.
+    entry: Row of the dataset: question, answer, metadata.
   """
   return float(dataset(task, json.dumps(args)).score_answer(answer, entry))
 
 
 def has_plain_scorer(task: str) -> bool:
-  """Says whether the task compares strings only, which needs no guard."""
+  """Returns whether the task only compares strings, which is safe."""
   return _class_of(task).score_answer is ProceduralDataset.score_answer
 
 
 @functools.cache
 def computes(task: str) -> bool:
-  """Says whether the task's scorer calls something that runs text, by its compiled code.
+  """Returns whether the task's scorer calls something that runs text, judged by its compiled code.
 
-  Everything of the package that the scorer can call is looked at, so a task may be named whose
-  scorer runs nothing but its own question.
+  The check follows everything in the package that the scorer can call. It may therefore also report
+  a task whose scorer runs nothing but its own question.
   """
   cls = _class_of(task)
   waiting, seen = [cls.score_answer], set()
@@ -61,7 +61,7 @@ def computes(task: str) -> bool:
       continue
     seen.add(function)
     names = set(_named(function.__code__))
-    delegates = "score_answer" in names and "super" not in names  # to tasks of its arguments.
+    delegates = "score_answer" in names and "super" not in names  # to tasks in its arguments.
     if delegates or names & _RUNNING:
       return True
     for name in names:
@@ -80,7 +80,7 @@ def _class_of(task: str) -> Any:
 
 
 def _named(code: types.CodeType) -> Iterator[str]:
-  """Yields the global names and attributes that compiled code uses, that within it included."""
+  """Yields the global names and attributes that compiled code uses, nested code included."""
   yield from code.co_names
   for constant in code.co_consts:
     if isinstance(constant, types.CodeType):
@@ -88,7 +88,7 @@ def _named(code: types.CodeType) -> Iterator[str]:
 
 
 def _functions(*values: Any) -> Iterator[Any]:
-  """Yields those of the package's functions that are among values, or methods of classes."""
+  """Yields the functions of the package among the values, methods of classes included."""
   for value in values:
     members = vars(value).values() if inspect.isclass(value) else [value]
     for member in members:

@@ -1,4 +1,4 @@
-"""What of the installed packages a grader needs: a few distributions and what those require."""
+"""Finds the files that a grader needs: a few distributions and their requirements."""
 
 import functools
 import importlib.metadata
@@ -14,14 +14,14 @@ def needed(*names: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
   """Finds the files of distributions.
 
   Args:
-    *names: of distributions, such as "math-verify".
+    *names: Names of distributions, such as "math-verify".
 
   Returns:
-    The folders to import from, and the files and folders in them that belong to the distributions
-    or to what these require, as far as it is installed.
+    Folders to import from, and the files and folders in them that belong to the distributions
+    or to their installed requirements.
 
   Raises:
-    ModuleNotFoundError: a named distribution is not installed.
+    ModuleNotFoundError: A named distribution is not installed.
   """
   for name in names:
     try:
@@ -40,7 +40,7 @@ def needed(*names: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _closure(names: tuple[str, ...]) -> list[importlib.metadata.Distribution]:
-  """The distributions and all that they require; what is not installed is left out."""
+  """Returns the distributions and all their requirements, as far as they are installed."""
   found: dict[str, importlib.metadata.Distribution] = {}
   waiting = list(names)
   while waiting:

@@ -1,11 +1,11 @@
 r"""Compares answers as Minerva and DAPO do: both are normalised as text and must then be equal.
 
-No mathematics is done: 1/2 is not 0.5. What is rewritten is Minerva's list, with what verl's
-DAPO verifier left of it. Pure, and bounded: longer answers are not compared.
+No mathematics is done: 1/2 does not equal 0.5. The rewriting rules are Minerva's list, as far as
+verl's DAPO verifier kept it. Pure, and bounded: longer answers are not compared.
 
 Reference:
   Lewkowycz et al. 2022, arXiv:2206.14858, appendix D.1, listing 1; DAPO, arXiv:2503.14476, as
-  in verl's `math_dapo`. Ours besides drops Markdown's ** around an answer.
+  in verl's `math_dapo`. In addition, Markdown's ** around an answer is dropped here.
 """
 
 import re
@@ -24,7 +24,7 @@ _REPLACED = (
   (r"\text{and}", ","),
   (r"\text{m}", r"\text{}"),
 )
-# Units and words that say nothing. In this order: one may arise as another is removed.
+# Units and filler words. The order matters: one may appear as another is removed.
 _REMOVED = (
   *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units"),
   *(r"\ldots", "sue", "points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm"),
@@ -40,7 +40,7 @@ _SHORT_ROOT = re.compile(r"sqrt([^{])")
 
 
 def equal(gold: str, answer: str) -> bool:
-  """Returns whether two answers are the same text once normalised; never if they are nothing."""
+  """Returns whether two answers are the same text once normalised; never if it is empty."""
   if max(len(gold), len(answer)) > MAX_CHARS:
     return False
   wanted = normalized(gold)

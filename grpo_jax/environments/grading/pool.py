@@ -1,8 +1,8 @@
-"""A few sandboxes with a warm grader, in which every call has a process of its own.
+"""A few sandboxes with a warm grader, in which every call has its own process.
 
-Threads, not an event loop, own the sandboxes: a pool serves any loop, of any thread. A call runs in
-a fork that is killed when it takes too long: it sees no files of the user, no network and none of
-the trainer's environment variables, and leaves nothing for the next call. docs/environments.md.
+Threads own the sandboxes, not an event loop: a pool serves any loop in any thread. A call runs in
+a fork that is killed if it takes too long. The fork sees no files of the user, no network and none
+of the trainer's environment variables, and leaves nothing behind. See docs/environments.md.
 """
 
 import concurrent.futures
@@ -24,11 +24,11 @@ from grpo_jax.sandbox import inside
 from grpo_jax.sandbox.launch import Grader, Launcher, Limits, SandboxError
 from grpo_jax.sandbox.seats import Ending, Seat
 
-_GRACE_S = 0.5  # a call ends itself at its time-out; its sandbox is killed so much later.
-_END_S = 1.0  # in which a process must end after its reply.
-_USES = 1 << 62  # calls of a sandbox: nothing of them is left in it.
+_GRACE_S = 0.5  # a call ends itself at its time-out; its sandbox is killed this much later.
+_END_S = 1.0  # time for a process to end after its reply.
+_USES = 1 << 62  # calls per sandbox: unlimited, because a call leaves nothing behind.
 _COUNTS = ("calls", "timeouts", "crashes", "errors", "starts")
-_ALARM = 128 + 14  # exit code of a process that met its own time-out.
+_ALARM = 128 + 14  # exit code of a process that reached its own time-out.
 
 
 class GraderTimeout(Exception):
@@ -40,7 +40,7 @@ class GraderCrash(Exception):
 
 
 class GraderError(Exception):
-  """The grader raised, or its process died of what it was asked."""
+  """The grader raised, or its process died while handling the request."""
 
 
 class GraderStartError(RuntimeError):
@@ -61,21 +61,21 @@ class WorkerPool:
     memory_gib: float = 4.0,
     start_timeout_s: float = 120.0,
   ):
-    """Describes the pool; no process is started but, once, to see which sandboxes work here.
+    """Describes the pool; starts nothing, but checks once which sandboxes work here.
 
     Args:
-      grader: Python file with the functions; loaded on its own in every sandbox. Its function
-        `prepare`, if there is one, is called then.
-      packages: distributions that it imports. They can be read in the sandbox, with what they
-        require, and nothing else that is installed.
-      sandbox: see `confinement.find`.
-      workers: number of sandboxes, and so of calls at a time.
-      timeout_s: longest time of one call, waiting not counted, in seconds.
-      memory_gib: limit of the address space of a call; 0: none.
-      start_timeout_s: longest time that a sandbox may take to start, in seconds.
+      grader: Python file with the functions, loaded separately in every sandbox. Its function
+        `prepare`, if it has one, is called afterwards.
+      packages: Distributions that the grader imports. They and their requirements can be read in
+        the sandbox, and no other installed package.
+      sandbox: Name of the sandbox; see `confinement.find`.
+      workers: Number of sandboxes, which is also the number of simultaneous calls.
+      timeout_s: Longest time of one call, not counting the wait, in seconds.
+      memory_gib: Limit of the address space of a call, in GiB; 0: no limit.
+      start_timeout_s: Longest time that a sandbox may take to start, in seconds.
 
     Raises:
-      ValueError: an option makes no sense, or the sandbox does not work on this machine.
+      ValueError: An option is out of range, or the sandbox does not work on this machine.
     """
     if workers < 1 or not timeout_s > 0:
       raise ValueError(f"need workers >= 1, timeout_s > 0, got {workers}, {timeout_s}")
@@ -101,11 +101,11 @@ class WorkerPool:
     """Queues a call.
 
     Args:
-      function: its name in the grader file.
-      *arguments: anything that can be pickled.
+      function: Name of the function in the grader file.
+      *arguments: Arguments that can be pickled.
 
     Returns:
-      A future of the result, which is plain JSON. It raises GraderTimeout, GraderCrash,
+      A future of the result, which is JSON. It raises GraderTimeout, GraderCrash,
       GraderError or GraderStartError.
     """
     job = _Job(function, pickle.dumps((self._timeout_s, function, arguments)))
@@ -120,17 +120,17 @@ class WorkerPool:
     return job.future
 
   def counts(self) -> dict[str, float]:
-    """Returns how many calls, time-outs, crashes, errors and starts there were."""
+    """Returns the number of calls, time-outs, crashes, errors and starts."""
     with self._lock:
       return {name: float(value) for name, value in self._counts.items()}
 
   def pids(self) -> list[int]:
-    """Returns the ids of the sandboxes that there are now."""
+    """Returns the process ids of the present sandboxes."""
     with self._lock:
       return sorted(seat.pid for seat in self._seats)
 
   def close(self) -> None:
-    """Ends all processes, also those in the middle of a call."""
+    """Ends all processes, even in the middle of a call."""
     with self._lock:
       if self._closed:
         return
@@ -144,7 +144,7 @@ class WorkerPool:
       thread.join()
 
   def _serve(self) -> None:
-    """A thread: takes jobs, one at a time, to a sandbox of its own."""
+    """Thread body: runs jobs one at a time in its own sandbox."""
     place = _Place(self)
     while job := self._jobs.get():
       if not job.future.set_running_or_notify_cancel():
@@ -160,7 +160,7 @@ class WorkerPool:
     """Starts a sandbox and waits until its grader is loaded.
 
     Raises:
-      GraderStartError: it does not start; the text says why.
+      GraderStartError: It does not start; the message says why.
     """
     self.count("starts")
     try:
@@ -169,7 +169,7 @@ class WorkerPool:
       raise GraderStartError(f"a grader did not start: {error}") from error
     with self._lock:
       self._seats.add(seat)
-      if self._closed:  # close() did not see it.
+      if self._closed:  # close() could not see the new seat.
         seat.kill()
     return seat
 
@@ -209,11 +209,11 @@ class _Job:
 
 
 class _SandboxDied(Exception):
-  """A sandbox was killed, by whomever, before the call in it ended."""
+  """A sandbox was killed from outside before the call in it ended."""
 
 
 class _Place:
-  """Where a thread keeps its sandbox: replaced when killed or dead."""
+  """A thread's sandbox, which is replaced when killed or dead."""
 
   def __init__(self, pool: WorkerPool):
     self._pool = pool
@@ -233,17 +233,17 @@ class _Place:
   def warm(self) -> None:
     """Replaces a lost sandbox before the next job asks for it."""
     if self._seat is None:
-      with contextlib.suppress(GraderStartError):  # the next job will see it.
+      with contextlib.suppress(GraderStartError):  # the next job will report it.
         self._seat = self._pool.start_seat()
 
   def leave(self) -> None:
-    """Ends the sandbox, if there is one."""
+    """Ends the sandbox, if one is running."""
     if self._seat is not None:
       self._pool.end_seat(self._seat)
       self._seat = None
 
   def _attempt(self, job: _Job) -> tuple[bytes, int]:
-    """Makes a call; returns what its process wrote, and its exit code."""
+    """Makes a call; returns the output of its process and its exit code."""
     if self._seat is None:
       self._seat = self._pool.start_seat()
     with self._seat.child(inside.GRADER) as pipes:
@@ -258,7 +258,7 @@ class _Place:
     return said, _ALARM if code is None else code
 
   def _value(self, said: bytes, code: int) -> Any:
-    """Reads a reply; all that is not one is the fault of what was graded."""
+    """Reads a reply; anything else is blamed on the graded text."""
     if code == _ALARM:
       self._pool.count("timeouts")
       raise GraderTimeout(f"no answer within {self._pool.timeout_s:g} s")

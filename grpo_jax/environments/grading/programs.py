@@ -1,7 +1,7 @@
-r"""The program in a completion. Pure, linear in the text.
+r"""Finds the program in a completion. Pure, linear in the text.
 
-Only regular expressions look at it here: Python's own parser can be crashed by what a model
-writes, so that stays in the sandbox.
+Only regular expressions are used here: Python's own parser can be crashed by what a model
+writes, so it runs in the sandbox only.
 """
 
 import os
@@ -14,10 +14,10 @@ _PYTHON = ("python", "python3", "py")
 
 
 def fenced(text: str, entry: str = "") -> str | None:
-  """Returns the last closed block between lines of ``` that is Python.
+  """Returns the last closed Python block between lines of ```.
 
-  Blocks labelled python go before unlabelled ones, others do not count; of several, the last
-  that defines `entry` is taken, if one does.
+  Blocks labelled python take precedence over unlabelled ones; others do not count. Of several,
+  the last that defines `entry` is returned, if one does.
   """
   found = list(_blocks(text))
   labelled = [body for label, body in found if label in _PYTHON]
@@ -27,25 +27,25 @@ def fenced(text: str, entry: str = "") -> str | None:
 
 
 def tagged(text: str, entry: str = "") -> str | None:
-  """Returns what stands in the last <code>…</code>; a fence directly within it is taken off."""
+  """Returns the content of the last <code>…</code>, without a fence directly inside it."""
   found = _last_between(text, "<code>", "</code>")
   return None if found is None else fenced(found, entry) or found
 
 
 def whole(text: str, entry: str = "") -> str | None:
-  """Returns the text as it stands; None if it is blank."""
+  """Returns the text unchanged; None if it is blank."""
   return text if text.strip() else None
 
 
 def anywhere(text: str, entry: str = "") -> str | None:
-  """Returns the first of these that there is: a block in a fence, in a tag, the whole text."""
+  """Returns the first of these that is present: a fenced block, a tagged one, the whole text."""
   return fenced(text, entry) or tagged(text, entry) or whole(text)
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
   """Yields label and content of the blocks between an opening line of ``` and a closing one."""
-  label, content = "", None  # content: the place where that of an open block begins.
-  end = -1  # of the last line that was looked at.
+  label, content = "", None  # content: where the content of an open block begins.
+  end = -1  # end of the last line that was read.
   while (at := text.find(_FENCE, end + 1)) >= 0:
     line, after = text.rfind("\n", end + 1, at) + 1 or end + 1, at + len(_FENCE)
     end = text.find("\n", after)
@@ -62,7 +62,7 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _dedented(code: str) -> str:
-  """Removes the white space that all lines begin with, as textwrap.dedent does."""
+  """Removes the white space that all lines begin with, like textwrap.dedent."""
   lines = [line if line.strip(" \t") else "" for line in code.split("\n")]
   indents = [line[: len(line) - len(line.lstrip(" \t"))] for line in lines if line]
   margin = len(os.path.commonprefix([min(indents), max(indents)])) if indents else 0
@@ -72,7 +72,7 @@ def _dedented(code: str) -> str:
 def _last_between(text: str, opening: str, closing: str) -> str | None:
   """Returns what is between the last pair of tags; a tag within a pair is content.
 
-  Pairs are found from the left: a pair begins at the first opening tag after the one before.
+  Pairs are found from the left: a pair begins at the first opening tag after the previous pair.
   """
   found, at = None, 0
   last = text.rfind(closing)
@@ -83,7 +83,7 @@ def _last_between(text: str, opening: str, closing: str) -> str | None:
 
 
 def defines(code: str, name: str) -> bool:
-  """Tells whether code has a function, a class or a variable of this name at its top level."""
+  """Returns whether code defines a function, class or variable of this name at its top level."""
   pattern = (
     rf"^(?:(?:async[ \t]+)?def[ \t]+|class[ \t]+){re.escape(name)}\b|^{re.escape(name)}[ \t]*="
   )
@@ -91,12 +91,12 @@ def defines(code: str, name: str) -> bool:
 
 
 def assemble(code: str, *, prompt_code: str, entry: str) -> list[str]:
-  """Returns the texts that make the program, to be run one after another.
+  """Returns the pieces of code that form the program, to be run one after another.
 
   Args:
-    code: what the model wrote.
-    prompt_code: the prompt, if it is code to be completed; else "".
-    entry: name of the function under test, or "".
+    code: Code that the model wrote.
+    prompt_code: The prompt, if it is code to be completed; otherwise "".
+    entry: Name of the function under test, or "".
 
   Returns:
     Code that defines the function, after the prompt's imports and helpers; or the prompt

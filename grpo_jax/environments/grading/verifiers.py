@@ -1,4 +1,4 @@
-"""The ways to find an answer in a completion and to compare it with the reference. Pure."""
+"""The ways to find an answer in a completion and compare it with the reference. Pure."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -12,20 +12,20 @@ Info = Mapping[str, Any]  # the fields of a row; `expected_answer` is the refere
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verifier:
-  """One way. `form` is a key of answers.EXTRACTORS: where the answer must stand."""
+  """A way to verify. `form` is a key of answers.EXTRACTORS: where the answer must be."""
 
-  form: str | None  # the default; None: `find` has an order of its own.
+  form: str | None  # the default; None: `find` has its own order.
   find: Callable[[str, str | None, Info], str | None]  # (completion, form, info) -> answer.
-  # (info, answer) -> whether it is right; None: mathematics must tell, which takes a worker.
+  # (info, answer) -> whether it is right; None: undecided without mathematics, needs a worker.
   decide: Callable[[Info, str], bool | None]
-  check: Callable[[Info], None] = lambda info: None  # raises ValueError for a useless row.
+  check: Callable[[Info], None] = lambda info: None  # raises ValueError for an unusable row.
 
 
 def make(name: str, form: str | None) -> tuple[Verifier, str | None]:
-  """Returns the verifier of that name, and where its answers must stand.
+  """Returns the verifier of that name, and where its answers must be.
 
   Raises:
-    ValueError: one of them does not exist.
+    ValueError: The verifier or the form is unknown.
   """
   verifier = choose("verifier", name, VERIFIERS)
   form = form or verifier.form
@@ -63,7 +63,7 @@ def _check_choice(info: Info) -> None:
   if _expected_letter(info) is None:
     options = choices.options_of(info)
     known = f"the options are {options}" if options else "the row has no field options"
-    raise ValueError(f"expected_answer {info['expected_answer']!r:.200} is no choice: {known}")
+    raise ValueError(f"expected_answer {info['expected_answer']!r:.200} is not a choice: {known}")
 
 
 VERIFIERS: dict[str, Verifier] = {

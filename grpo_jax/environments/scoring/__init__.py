@@ -1,1 +1,1 @@
-"""What rewards from a model need: its conversation, batches of calls, and an HTTP client."""
+"""What rewards from a model share: the conversation, batches of calls, and an HTTP client."""

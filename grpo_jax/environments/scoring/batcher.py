@@ -1,4 +1,4 @@
-"""Collects calls of many threads for a moment and makes them as batches, in a thread of its own."""
+"""Collects calls of many threads for a moment and runs them as batches, in its own thread."""
 
 import concurrent.futures
 import queue
@@ -9,10 +9,10 @@ from typing import Any
 
 
 class Batcher:
-  """Turns single calls into batches of like items.
+  """Turns single calls into batches of similar items.
 
-  Only items of the same key are put together, so that what an item is computed with never
-  decides in which shape it is computed. While a batch runs, the next ones gather.
+  Only items of the same key are batched, so that the shape in which an item is computed never
+  depends on the other items. While a batch runs, the next one is collected.
   """
 
   def __init__(
@@ -26,11 +26,11 @@ class Batcher:
     """Starts the thread.
 
     Args:
-      run: (key, at most `max_items` items) -> their results in order. Only this thread
+      run: Function (key, at most `max_items` items) -> their results in order. Only this thread
         calls it.
-      key: of an item; sortable.
-      max_items: of a batch.
-      wait_s: how long the first item waits for others, in seconds.
+      key: Function that returns the sortable key of an item.
+      max_items: Largest number of items in a batch.
+      wait_s: How long the first item waits for others, in seconds.
     """
     if max_items < 1 or wait_s < 0:
       raise ValueError(f"need max_items >= 1, wait_s >= 0, got {max_items}, {wait_s}")
@@ -98,8 +98,8 @@ class Batcher:
       self._counts["batches"] += 1
     try:
       results = self._run(key, [job.item for job in batch])
-    # Whatever a batch raises (a device out of memory, ...) is the answer to its own calls;
-    # the thread serves the others.
+      # What a batch raises (e.g. a device out of memory) is passed to the callers of that batch;
+      # the thread continues with the others.
     except Exception as error:
       with self._lock:
         self._counts["failed_batches"] += 1
@@ -119,7 +119,7 @@ class _Job:
 
 
 def _batches(jobs: Sequence[_Job], key: Callable[[_Job], Any], size: int):
-  """Yields (key, jobs) of sorted jobs: of one key, at most `size` at a time."""
+  """Yields (key, jobs) of sorted jobs: jobs with one key, at most `size` at a time."""
   start = 0
   for stop in range(1, len(jobs) + 1):
     is_last = stop == len(jobs) or key(jobs[stop]) != key(jobs[start])

@@ -1,4 +1,4 @@
-"""A prompt and its completion as a conversation, in words and in a reward model's tokens."""
+"""A prompt and its completion as a conversation, as text and as a reward model's tokens."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,11 +15,11 @@ from grpo_jax.types import Prompt
 Message = Mapping[str, Any]
 
 
-def of_attempt(prompt: Prompt, completion: str) -> list[Message]:
+def from_attempt(prompt: Prompt, completion: str) -> list[Message]:
   """Returns the prompt's messages and the completion as the assistant's.
 
   Raises:
-    ValueError: the prompt was made without messages.
+    ValueError: The prompt was made without messages.
   """
   if not prompt.messages:
     raise ValueError(
@@ -33,7 +33,7 @@ class ConversationEncoder:
   """The tokenizer and chat template of a reward model."""
 
   def __init__(self, opened: tokenizer_files.Opened, template: str, where: str):
-    """Wraps a tokenizer; `where` it was found, for errors."""
+    """Wraps a tokenizer; `where` names its location in errors."""
     self._backend = opened.backend
     self._renderer = Renderer(template, where=opened.template_file)
     self._where = where
@@ -42,22 +42,22 @@ class ConversationEncoder:
 
   @property
   def vocab_size(self) -> int:
-    """Number of ids, added ones included: every id is below it."""
+    """Number of ids, added tokens included; every id is smaller."""
     return tokenizer_files.vocab_size(self._backend)
 
   def render(self, messages: Sequence[Message]) -> str:
-    """Renders a finished conversation: nothing after the last message asks for another."""
+    """Renders a finished conversation, without a prompt for another message at the end."""
     return self._renderer.render(messages, self._variables).text
 
   def encode(self, messages: Sequence[Message]) -> Int[np.ndarray, " tokens"]:
-    """Encodes what `render` gives; the template writes its special tokens itself.
+    """Encodes the output of `render`; the template itself writes the special tokens.
 
     Raises:
-      ValueError: that is nothing.
+      ValueError: The rendered conversation is empty.
     """
     ids = self._backend.encode(self.render(messages), add_special_tokens=False)
     if not ids:
-      raise ValueError(f"{self._where}: the chat template renders the conversation as nothing")
+      raise ValueError(f"{self._where}: the chat template renders an empty conversation")
     return np.asarray(ids, np.int32)
 
 
@@ -65,13 +65,12 @@ def load_encoder(directory: str | Path, *, chat_template: str | None = None) -> 
   """Loads the tokenizer of a local Hugging Face folder.
 
   Args:
-    directory: folder with tokenizer.json (or whatever AutoTokenizer reads).
-    chat_template: None: the tokenizer's own; else a file that ends in .jinja, or the
-      template itself.
+    directory: Folder with tokenizer.json (or anything that AutoTokenizer reads).
+    chat_template: Name of a .jinja file, or the template itself; None: the tokenizer's own.
 
   Raises:
-    MissingModel: the folder or the template file does not exist.
-    ModelError: the folder holds no tokenizer, or there is no chat template.
+    MissingModel: The folder or the template file does not exist.
+    ModelError: The folder has no tokenizer, or there is no chat template.
   """
   opened = tokenizer_files.open_folder(directory, chat_template=chat_template)
   if not opened.template:

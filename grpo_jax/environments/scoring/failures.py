@@ -1,20 +1,20 @@
-"""Why a score could not be had from an endpoint. Pure."""
+"""Why an endpoint returned no score. Pure."""
 
 
 class EndpointError(Exception):
-  """A score could not be had. The class is what failures are counted by."""
+  """There is no score. Failures are counted by the class."""
 
   def __init__(self, message: str, *, retry_after_s: float = 0.0):
     super().__init__(message)
-    self.retry_after_s = retry_after_s  # what the server asks for.
+    self.retry_after_s = retry_after_s  # pause that the server asks for.
 
 
 class EndpointUnreachable(EndpointError):
-  """No connection, or it broke off."""
+  """There was no connection, or it was lost."""
 
 
 class EndpointTimeout(EndpointError):
-  """No whole answer in time."""
+  """There was no complete answer in time."""
 
 
 class EndpointOverloaded(EndpointError):
@@ -26,12 +26,12 @@ class EndpointFailed(EndpointError):
 
 
 class EndpointRefused(EndpointError):
-  """The server answered something else than 2xx, 429 or 5xx: no try can help."""
+  """The server answered something other than 2xx, 429 or 5xx: retrying cannot help."""
 
 
 class EndpointUnreadable(EndpointError):
-  """The answer is no JSON, or does not hold a score."""
+  """The answer is not JSON, or does not contain a score."""
 
 
 class EndpointGivenUp(EndpointError):
-  """Too many calls in a row have failed: no more are made."""
+  """Too many consecutive calls have failed: no more are made."""

@@ -1,1 +1,1 @@
-"""Tokenizers and chat templates, which may be a stranger's: opened and rendered within bounds."""
+"""Tokenizers and chat templates, possibly untrusted: opened and rendered within limits."""

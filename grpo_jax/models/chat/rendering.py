@@ -1,7 +1,7 @@
 """Renders chat templates in a worker process that holds no secrets and can be killed.
 
-A template is a program that comes with a model. Jinja's sandbox keeps it from files and from
-Python's internals, but not from using all memory or running for ever.
+A template is a program that comes with a model. Jinja's sandbox denies it access to files and to
+Python's internals, but does not stop it from using all memory or running forever.
 """
 
 import contextlib
@@ -23,39 +23,39 @@ from typing import Any
 from grpo_jax.errors import ExpectedFailure
 
 _WORKER = pathlib.Path(__file__).with_name("worker.py")
-_KEPT_VARIABLES = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "TZ")  # of the environment.
-_START_S = 120.0  # to start and compile the template, in seconds.
+_KEPT_VARIABLES = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "TZ")  # environment variables to keep.
+_START_S = 120.0  # time to start and compile the template, in seconds.
 
 
 class TemplateError(ExpectedFailure, ValueError):
-  """A chat template cannot be used: it is broken, or goes beyond a limit."""
+  """A chat template cannot be used: it is broken, or exceeds a limit."""
 
 
 class TemplateRefusal(TemplateError):
-  """A chat template refuses a conversation, or fails on it; others may pass."""
+  """A chat template rejects a conversation, or fails on it; others may work."""
 
 
 class ConversationTooLarge(TemplateRefusal):
-  """A conversation is larger than what is handed to a template."""
+  """A conversation is larger than a template may receive."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """What a template may use for one conversation."""
+  """The resources that a template may use for one conversation."""
 
-  memory_mib: int = 2048  # of the worker's address space.
+  memory_mib: int = 2048  # address space of the worker.
   cpu_s: float = 10.0  # processor time, in seconds.
-  wall_s: float = 120.0  # time, in seconds: that of a busy machine, too.
-  input_bytes: int = 256 << 20  # of the conversation as JSON.
-  characters: int = 64 << 20  # of what the template writes.
+  wall_s: float = 120.0  # wall time, in seconds; generous, for a busy machine.
+  input_bytes: int = 256 << 20  # size of the conversation as JSON.
+  characters: int = 64 << 20  # length of the template's output.
 
 
 @dataclasses.dataclass(frozen=True)
 class Rendered:
-  """What a template has written."""
+  """The output of a template."""
 
-  text: str  # cut to the number of characters that was asked for.
-  characters: int  # that it wrote, at least: more than those of `text` if that is cut.
+  text: str  # cut to the requested number of characters.
+  characters: int  # number of characters written, at least; more than in `text` if that is cut.
 
 
 class Renderer:
@@ -65,9 +65,9 @@ class Renderer:
     """Describes the renderer.
 
     Args:
-      template: Jinja text.
-      where: the template is found, for errors: a file.
-      limits: for one conversation; None: the defaults.
+      template: Jinja source of the template.
+      where: Place of the template, for errors: a file.
+      limits: Limits for one conversation; None: the defaults.
     """
     self._template = template
     self._where = where
@@ -85,13 +85,13 @@ class Renderer:
     """Renders a conversation.
 
     Args:
-      messages: at least one; what JSON does not have in them becomes the name of its type.
-      variables: further ones of the template, such as `add_generation_prompt`.
-      max_characters: the text is cut to that many; None: what is more than the limit is an error.
+      messages: At least one message; values that JSON lacks are replaced by the name of their type.
+      variables: Further variables of the template, such as `add_generation_prompt`.
+      max_characters: Length to which the text is cut; None: more than the limit is an error.
 
     Raises:
-      TemplateRefusal: the template refuses the conversation, or fails on it.
-      TemplateError: the template is broken, or uses more time or memory than it may.
+      TemplateRefusal: The template rejects the conversation, or fails on it.
+      TemplateError: The template is broken, or uses more time or memory than allowed.
     """
     if not messages:
       raise TemplateRefusal(f"{self._where}: a conversation needs at least one message")
@@ -121,18 +121,18 @@ class Renderer:
       self._end()
 
   def _answer(self, body: bytes, max_bytes: int) -> dict[str, Any]:
-    """Sends a conversation to the process, which is started if there is none."""
+    """Sends a conversation to the process, which is started if it is not running."""
     if self._process is None:
       self._process = _Process(self._limits)
       try:
         self._checked(_encoded({"template": self._template}), 0, _START_S)
-      except TemplateRefusal as error:  # it has no conversation yet.
+      except TemplateRefusal as error:  # it has not received a conversation yet.
         self._end()
         raise TemplateError(str(error)) from error
     return self._checked(body, max_bytes, self._limits.wall_s)
 
   def _checked(self, body: bytes, max_bytes: int, wall_s: float) -> dict[str, Any]:
-    """Returns an answer that is none of a failure."""
+    """Returns an answer that does not report a failure."""
     process = self._process
     assert process is not None
     try:
@@ -145,7 +145,7 @@ class Renderer:
       raise TemplateError(
         f"{self._where}: the chat template takes more than {wall_s:g} s"
       ) from error
-    except BaseException:  # half an answer may be left in the pipe.
+    except BaseException:  # part of an answer may be left in the pipe.
       self._end()
       raise
     if "refused" in answer:
@@ -158,7 +158,7 @@ class Renderer:
     return answer
 
   def _fate(self, process: "_Process") -> str:
-    """Says how a process that is gone has ended."""
+    """Returns how a process has ended."""
     code = process.exit_code
     if code == -signal.SIGPROF:
       return f"takes more than {self._limits.cpu_s:g} s of processor time"
@@ -183,23 +183,23 @@ class _Process:
       stderr=subprocess.DEVNULL,
       bufsize=0,
       cwd="/",
-      start_new_session=True,  # Ctrl-C is for the trainer alone.
+      start_new_session=True,  # Ctrl-C is handled by the trainer only.
       env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
     )
     self._popen = popen
-    self.end = weakref.finalize(self, _end, popen)  # also at the end of the interpreter.
+    self.end = weakref.finalize(self, _end, popen)  # runs at the interpreter's exit as well.
 
   @property
   def exit_code(self) -> int:
-    """That of the process, which has ended: negative for a signal."""
+    """Exit code of the process, which has ended: negative for a signal."""
     return self._popen.wait()
 
   def ask(self, body: bytes, max_bytes: int, deadline: float) -> dict[str, Any]:
     """Sends a request and returns the answer.
 
     Raises:
-      TimeoutError: there is none in time.
-      EOFError, BrokenPipeError: the process has died, or writes nonsense.
+      TimeoutError: There is no answer in time.
+      EOFError, BrokenPipeError: The process has died, or its answer is malformed.
     """
     assert self._popen.stdin is not None and self._popen.stdout is not None
     self._write(struct.pack("<I", len(body)) + body, deadline)
@@ -213,7 +213,7 @@ class _Process:
   def _write(self, data: bytes, deadline: float) -> None:
     assert self._popen.stdin is not None
     descriptor = self._popen.stdin.fileno()
-    if len(data) <= _PIPE_BYTES:  # the worker waits for it, and the pipe is empty.
+    if len(data) <= _PIPE_BYTES:  # the worker is reading, and the pipe is empty.
       self._popen.stdin.write(data)
       return
     os.set_blocking(descriptor, False)
@@ -260,11 +260,11 @@ def _encoded(request: Mapping[str, Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-  """Returns what represents a value that JSON does not have."""
+  """Returns a representation of a value that JSON lacks."""
   item = getattr(value, "item", None)  # NumPy's numbers.
   if callable(item) and getattr(value, "shape", None) == ():
     return item()
   return dict(value) if isinstance(value, Mapping) else f"<{type(value).__name__}>"
 
 
-_PIPE_BYTES = 1 << 15  # half of what a pipe holds: written without waiting.
+_PIPE_BYTES = 1 << 15  # half of a pipe's capacity: written without waiting.

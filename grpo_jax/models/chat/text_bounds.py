@@ -1,21 +1,21 @@
-"""How many characters a given number of tokens can cover, by the description of a tokenizer. Pure.
+"""Bounds the characters that a number of tokens can cover, by a tokenizer's description. Pure.
 
-A token covers no more characters than its own name has, in byte-level and byte-fallback
-vocabularies: a text that is longer than all tokens allow need not be encoded to be refused.
+In byte-level and byte-fallback vocabularies a token covers no more characters than its own name
+has: a text that exceeds this bound can be rejected without encoding it.
 """
 
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Where characters may vanish (blanks that are stripped, unknown words of one token), a text is
-# believed to be too long only far above the bound.
+# If characters may vanish (stripped blanks, unknown words as one token), a text counts as too long
+# only far above the bound.
 UNSAFE_FACTOR = 16
 UNSAFE_CHARACTERS = 1 << 20
 
-# Composing makes one character of at most four (U+1F82 and its like).
+# Composing makes one character of at most four (U+1F82 and the like).
 _COMPOSED = 4
-# Steps that drop no character, and by how much they shorten a text at most.
+# Steps that drop no characters, and the factor by which they shorten a text at most.
 _NORMALIZERS = {
   "ByteLevel": 1,
   "Lowercase": 1,
@@ -26,15 +26,15 @@ _NORMALIZERS = {
   "Prepend": 1,
 }
 _PRE_TOKENIZERS = ("ByteLevel", "Digits", "Metaspace")
-_SPLITS = ("Punctuation", "Split")  # drop nothing, unless what they split at is removed.
-_LONGEST_REPLACEMENT = 256  # characters that one may become, all steps together.
+_SPLITS = ("Punctuation", "Split")  # drop nothing, unless they remove the separator.
+_LONGEST_REPLACEMENT = 256  # characters that one character may become, over all steps.
 
 
 def characters_per_token(description: Mapping[str, Any]) -> tuple[int, bool]:
   """Returns how many characters of a text a token covers at most, and whether that is certain.
 
   Args:
-    description: content of a tokenizer.json.
+    description: Content of a tokenizer.json.
   """
   longest = max((len(token) for token in _tokens(description)), default=1)
   shrinking = _shrinking(description.get("normalizer"))
@@ -51,9 +51,9 @@ def longest_text(each: int, is_certain: bool, tokens: int) -> int:
   """Returns a number of characters that no text of at most `tokens` tokens exceeds.
 
   Args:
-    each: characters that a token covers; see `characters_per_token`.
-    is_certain: whether none is dropped.
-    tokens: at most that many.
+    each: Characters that a token covers; see `characters_per_token`.
+    is_certain: Whether no characters are dropped.
+    tokens: Largest number of tokens.
   """
   if is_certain:
     return each * tokens
@@ -61,9 +61,9 @@ def longest_text(each: int, is_certain: bool, tokens: int) -> int:
 
 
 def growth(description: Mapping[str, Any]) -> int:
-  """Returns into how many characters the replacing steps turn one, at most.
+  """Returns the largest number of characters that the replacing steps can make of one.
 
-  Steps that multiply a text one after the other would take all memory.
+  Several steps that each multiply a text could use up all memory.
   """
   grown = [1, 1]
   for side, part in enumerate(("normalizer", "decoder")):
@@ -76,7 +76,7 @@ def growth(description: Mapping[str, Any]) -> int:
 
 
 def is_bomb(description: Mapping[str, Any]) -> bool:
-  """Says whether the replacing steps multiply a text beyond every use."""
+  """Returns whether the replacing steps multiply a text beyond any reasonable use."""
   return growth(description) > _LONGEST_REPLACEMENT
 
 
@@ -99,7 +99,7 @@ def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _shrinking(normalizer: Any) -> float | None:
-  """Returns by how much the normalizer shortens a text at most; None: it may drop characters."""
+  """Returns the factor by which the normalizer shortens a text at most; None: it may drop text."""
   factor = 1.0
   for step in _steps(normalizer):
     if step.get("type") == "Replace":
@@ -115,7 +115,7 @@ def _shrinking(normalizer: Any) -> float | None:
 
 
 def _keeps_all(pre_tokenizer: Any) -> bool:
-  """Says whether every character gets into some piece."""
+  """Returns whether every character ends up in some piece."""
   return all(
     step.get("type") in _PRE_TOKENIZERS
     or (step.get("type") in _SPLITS and step.get("behavior") != "Removed")
@@ -124,7 +124,7 @@ def _keeps_all(pre_tokenizer: Any) -> bool:
 
 
 def _covers_all(description: Mapping[str, Any]) -> bool:
-  """Says whether every piece becomes tokens that cover all of it, whatever it is."""
+  """Returns whether every piece, whatever it is, becomes tokens that cover all of it."""
   model = description["model"]
   vocab = model.get("vocab") or ()
   known = set(vocab) if isinstance(vocab, Mapping) else {entry[0] for entry in vocab}
@@ -140,7 +140,7 @@ def _covers_all(description: Mapping[str, Any]) -> bool:
 
 
 def _byte_letters() -> list[str]:
-  """Returns GPT-2's printable stand-ins for the 256 bytes."""
+  """Returns GPT-2's printable substitutes for the 256 bytes."""
   printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
   others = (byte for byte in range(256) if byte not in printable)
   return [*map(chr, printable), *(chr(256 + n) for n, _ in enumerate(others))]

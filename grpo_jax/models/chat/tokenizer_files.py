@@ -1,4 +1,4 @@
-"""Opens the tokenizer of a model folder that may be a stranger's, within bounds (I/O)."""
+"""Opens the tokenizer of a model folder, possibly untrusted, within limits (I/O)."""
 
 import dataclasses
 import os
@@ -20,15 +20,15 @@ _SETTINGS = (
 )
 _VOCABULARIES = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "spiece.model")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
-_SHOWN = 400  # characters of another library's error.
+_SHOWN = 400  # characters of another library's error that are shown.
 
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-  """A tokenizer of transformers, and its chat template."""
+  """A transformers tokenizer, and its chat template."""
 
   backend: Any
-  template: str | None  # None: there is none.
+  template: str | None  # None: it has no template.
   template_file: str  # where the template is found, for errors.
 
 
@@ -36,13 +36,12 @@ def open_folder(directory: str | Path, *, chat_template: str | None = None) -> O
   """Opens the tokenizer of a local Hugging Face folder; code in the folder is never run.
 
   Args:
-    directory: folder with tokenizer.json (or whatever AutoTokenizer reads).
-    chat_template: None: the tokenizer's own; else a file that ends in .jinja, or the template
-      itself.
+    directory: Folder with tokenizer.json (or anything that AutoTokenizer reads).
+    chat_template: Name of a .jinja file, or the template itself; None: the tokenizer's own.
 
   Raises:
-    MissingModel: the folder or the template file does not exist.
-    ModelError: a file is too large, broken, or none that transformers reads.
+    MissingModel: The folder or the template file does not exist.
+    ModelError: A file is too large, broken, or not supported by transformers.
   """
   directory = Path(directory)
   if not directory.is_dir():
@@ -61,18 +60,18 @@ def open_folder(directory: str | Path, *, chat_template: str | None = None) -> O
 
 
 def description(backend: Any) -> dict[str, Any] | None:
-  """Returns what a tokenizer.json would hold; None for a tokenizer that is not of that kind."""
+  """Returns the content of a tokenizer.json; None for a tokenizer of another kind."""
   fast = getattr(backend, "backend_tokenizer", None)
   return None if fast is None else files.json_object(fast.to_str().encode(), "tokenizer")
 
 
 def vocab_size(backend: Any) -> int:
-  """Returns the number of ids, added ones included: every id is below it."""
+  """Returns the number of ids, added tokens included; every id is smaller."""
   return max(len(backend), max(backend.get_vocab().values(), default=0) + 1)
 
 
 def _check_files(directory: Path) -> None:
-  """Raises ModelError for a file that is too large, or that is not what its name says."""
+  """Raises ModelError for a file that is too large, or does not match its name."""
   for name in _SETTINGS:
     if (directory / name).exists():
       files.read_json(directory / name)
@@ -88,15 +87,14 @@ def _check_files(directory: Path) -> None:
 
 
 def _check_tokenizer(file: Path) -> None:
-  """Checks what of a tokenizer.json the library that reads it does not."""
+  """Checks the parts of a tokenizer.json that the reading library does not check."""
   content = files.read_json(file, max_bytes=files.VOCABULARY_BYTES)
   fields = Fields(content, str(file))
   if not fields.section("model"):
     raise fields.wrong("model", "an object with a vocabulary")
   if text_bounds.is_bomb(content):
     raise ModelError(
-      f"{file}: its normalizer turns a character into {text_bounds.growth(content)}, one step"
-      " after the other"
+      f"{file}: its normalizer turns one character into {text_bounds.growth(content)}, step by step"
     )
 
 
@@ -111,10 +109,10 @@ def _backend(directory: Path) -> Any:
     return backend
   except (KeyboardInterrupt, SystemExit, GeneratorExit):
     raise
-  # Broken files raise whatever they meet; the Rust library's panics are no Exception.
+  # Broken files raise various errors; panics of the Rust library are not an Exception.
   except BaseException as error:
     reason = " ".join(f"{type(error).__name__}: {error}".split())[:_SHOWN]
-    raise ModelError(f"{directory} holds no tokenizer that transformers reads: {reason}") from error
+    raise ModelError(f"transformers cannot read a tokenizer in {directory}: {reason}") from error
 
 
 def _auto_tokenizer() -> Any:
@@ -133,7 +131,7 @@ def _auto_tokenizer() -> Any:
 
 
 def _own_template(backend: Any, directory: Path) -> str | None:
-  """Returns the folder's chat template; of several, the one that is named "default"."""
+  """Returns the folder's chat template; if there are several, the one named "default"."""
   found = backend.chat_template
   if isinstance(found, Mapping):
     if "default" not in found:
@@ -144,7 +142,7 @@ def _own_template(backend: Any, directory: Path) -> str | None:
     found = found["default"]
   if found is not None and not isinstance(found, str):
     raise ModelError(
-      f"{_template_file(directory)}: chat_template needs a string, holds {files.described(found)}"
+      f"{_template_file(directory)}: chat_template must be a string, got {files.described(found)}"
     )
   if found and len(found) > files.TEMPLATE_BYTES:
     raise ModelError(

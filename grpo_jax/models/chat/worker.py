@@ -3,9 +3,9 @@
     python -I worker.py MEMORY_BYTES CPU_SECONDS
 
 Standard input has the template, then conversations; standard output has an answer to each: JSON,
-preceded by its length in 4 bytes. Templates are compiled as transformers compiles them (its
-`render_jinja_template`), in jinja's sandbox for immutable values; what the sandbox does not
-bound is bounded here: memory by a limit, processor time by a timer that ends the process.
+preceded by its length in 4 bytes. Templates are compiled as in transformers (its
+`render_jinja_template`), in jinja's sandbox for immutable values. Limits that the sandbox lacks are
+set here: a limit of memory, and a timer that ends the process after its processor time.
 """
 
 import datetime
@@ -23,7 +23,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
-_LONGEST_MESSAGE = 500  # characters of an error.
+_LONGEST_MESSAGE = 500  # characters of an error message.
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's thoughts.
 
 
@@ -31,14 +31,14 @@ def main(memory_bytes: str, cpu_s: str) -> None:
   """Serves requests until standard input ends.
 
   Args:
-    memory_bytes: limit of the address space.
-    cpu_s: processor time of one request, in seconds; more ends the process.
+    memory_bytes: Limit of the address space, in bytes.
+    cpu_s: Processor time of one request, in seconds; more ends the process.
   """
   requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
   _close_off(int(memory_bytes))
   template: jinja2.Template | None = None
   while header := requests.read(4):
-    # SIGPROF's default ends the process, whatever it is in.
+    # SIGPROF's default action ends the process, whatever it is doing.
     signal.setitimer(signal.ITIMER_PROF, float(cpu_s))
     body = requests.read(*struct.unpack("<I", header))
     try:
@@ -50,7 +50,7 @@ def main(memory_bytes: str, cpu_s: str) -> None:
       else:
         _send(answers, _render(template, **request))
     except MemoryError:
-      request = body = None  # makes room for the answer.
+      request = body = None  # frees memory for the answer.
       _send(answers, {"limit": f"needs more than {int(memory_bytes) >> 20} MiB of memory"})
     except RecursionError:
       _send(answers, {"limit": "calls itself too deeply"})
@@ -76,7 +76,7 @@ def _render(
 
 
 def _with_reasoning(message: Any) -> Any:
-  """Gives a message's thoughts the names that templates know, as transformers does."""
+  """Adds a message's thoughts under the names that templates know, like transformers."""
   if not isinstance(message, dict):
     return message
   message = {name: value for name, value in message.items() if value is not None}
@@ -87,7 +87,7 @@ def _with_reasoning(message: Any) -> Any:
 
 
 class _Generation(jinja2.ext.Extension):
-  """{% generation %} … {% endgeneration %} marks what an assistant says; rendered as its body."""
+  """{% generation %} … {% endgeneration %} marks the assistant's text; rendered as its body."""
 
   tags = {"generation"}
 
@@ -101,7 +101,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Dict:
-  """`dict` of a template: makes one, and has no other attribute."""
+  """A template's `dict`: creates one, and has no other attributes."""
 
   def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
     return dict(*args, **kwargs)
@@ -111,7 +111,7 @@ class _Dict:
 
 
 class _Namespace(jinja2.utils.Namespace):
-  """`namespace` of a template, without names that begin with an underscore."""
+  """A template's `namespace`, without names that begin with an underscore."""
 
   def __init__(*args: Any, **kwargs: Any):
     self, *rest = args
@@ -161,7 +161,7 @@ def _raise(message: str) -> None:
 
 
 def _place(error: Exception) -> str:
-  """Returns "line N: " of the template, where an error has one."""
+  """Returns "line N: " of the template, if the error has a line."""
   lines, trace = [], error.__traceback__
   while trace is not None:
     if trace.tb_frame.f_code.co_filename == "<template>":
@@ -176,7 +176,7 @@ def _short(message: str) -> str:
 
 
 def _close_off(memory_bytes: int) -> None:
-  """Bounds what the process may use, and points its standard streams to nowhere."""
+  """Limits what the process may use, and redirects its standard streams to the null device."""
   nowhere = os.open(os.devnull, os.O_RDWR)
   for stream in (0, 1, 2):
     os.dup2(nowhere, stream)

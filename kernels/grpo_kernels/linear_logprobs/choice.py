@@ -1,61 +1,12 @@
-"""Which implementation runs where, which one is taken when none is named, and why."""
+"""Which implementation runs where, which one is chosen automatically, and why."""
 
-import dataclasses
-import functools
 import importlib
-import logging
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
+from grpo_kernels import implementations
+from grpo_kernels.implementations import Chip, Implementation, chip_of, current_chip
 
-from grpo_kernels.linear_logprobs import reference
-
-
-class Chip(NamedTuple):
-  """What of a device decides which kernels run on it."""
-
-  platform: str  # "cpu", "gpu" or "tpu".
-  kind: str  # as the device calls itself, e.g. "NVIDIA H100 80GB HBM3".
-  compute_capability: str = ""  # of an NVIDIA GPU, e.g. "9.0".
-
-  def __str__(self) -> str:
-    return self.platform if self.platform == "cpu" else f"{self.platform} ({self.kind})"
-
-
-@dataclasses.dataclass(frozen=True)
-class Implementation:
-  """What one implementation can take; None or 1: anything."""
-
-  module: str  # of this package; imported when it is first taken.
-  platform: str | None = None
-  compute_capability: str = ""  # major version, of an NVIDIA GPU.
-  generation: str = ""  # what chips of that capability are called.
-  dtypes: tuple[str, ...] = ()  # of hidden.
-  width_multiple: int = 1  # D must be a multiple of it.
-  only_exact: bool = False  # float32 products in the highest precision only.
-
-  def refusal(self, chip: Chip, dtype: Any) -> str | None:
-    """Returns what it needs and what came, where it cannot run on a chip or in a dtype."""
-    if self.platform is not None and chip.platform != self.platform:
-      return f"runs on {self.generation or self.platform}; this process computes on {chip}"
-    if self.compute_capability and chip.compute_capability.split(".")[0] != self.compute_capability:
-      needed = f"compute capability {self.compute_capability}.x"
-      return f"runs on {self.generation} ({needed}); this process computes on {chip}"
-    if self.dtypes and jnp.dtype(dtype).name not in self.dtypes:
-      return f"takes hidden states in {' or '.join(self.dtypes)}, got {jnp.dtype(dtype).name}"
-    if self.only_exact and jnp.dtype(dtype) == jnp.float32:
-      precision = reference.float32_precision()
-      if precision != jax.lax.Precision.HIGHEST:
-        return f"computes float32 products in the highest precision only, got {precision.name}"
-    return None
-
-  def misfit(self, chip: Chip, dtype: Any, width: int) -> str | None:
-    """Returns why it is not to be taken by default; None if it may be."""
-    if width % self.width_multiple:
-      return f"needs a width that is a multiple of {self.width_multiple}, got {width}"
-    return self.refusal(chip, dtype)
-
+__all__ = ["IMPLEMENTATIONS", "Chip", "Implementation", "chip_of", "current_chip", "pick"]
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
   "reference": Implementation("reference"),
@@ -73,55 +24,34 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
   ),
 }
 
-# Platform → the kernel that is taken if it fits. Everywhere else, and if not: xla_chunked.
+# Platform → the kernel that is used there if it fits; otherwise xla_chunked is.
 KERNELS: dict[str, str] = {"gpu": "mosaic_gpu", "tpu": "pallas_tpu"}
 
 
-def chip_of(device: Any) -> Chip:
-  """Returns what of a `jax.Device` decides."""
-  capability = getattr(device, "compute_capability", "")  # GPUs have it, others do not.
-  return Chip(
-    "gpu" if device.platform in ("cuda", "rocm") else device.platform,
-    device.device_kind,
-    str(capability),
-  )
-
-
-def current_chip() -> Chip:
-  """Returns the chip that a computation of this process lands on, unless it is told otherwise."""
-  default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-  if isinstance(default, str):
-    return chip_of(jax.devices(default)[0])
-  return chip_of(default if default is not None else jax.devices()[0])
-
-
 def pick(name: str | None, chip: Chip, *, dtype: Any, width: int) -> Any:
-  """Returns the module of the named implementation, or of the default one.
+  """Returns the module of the named implementation, or of the one chosen automatically.
 
   Args:
-    name: of `IMPLEMENTATIONS`; None picks.
-    chip: what the computation will run on.
-    dtype: of hidden.
+    name: Key of `IMPLEMENTATIONS`; None: chosen automatically.
+    chip: Chip that the computation will run on.
+    dtype: Dtype of the hidden states.
     width: D.
 
   Raises:
-    ValueError: there is none of that name.
+    ValueError: there is no implementation of that name.
     NotImplementedError: it does not run on this chip, in this dtype or in the precision of
-      `jax.default_matmul_precision`; nothing else is taken in its place.
+      `jax.default_matmul_precision`; no other implementation is used instead.
   """
   if name is None:
     name, reason = default(chip, dtype, width)
-    _tell_once(f"linear_logprobs on {chip}: {name}{reason}")
-  elif name not in IMPLEMENTATIONS:
-    known = ", ".join(IMPLEMENTATIONS)
-    raise ValueError(f"linear_logprobs has no implementation {name!r}; there are {known}")
-  elif refusal := IMPLEMENTATIONS[name].refusal(chip, dtype):
-    raise NotImplementedError(f"linear_logprobs implementation {name!r} {refusal}")
+    implementations.log_once("linear_logprobs", f"linear_logprobs on {chip}: {name}{reason}")
+  else:
+    implementations.check("linear_logprobs", IMPLEMENTATIONS, name, chip, dtype)
   return load(name)
 
 
 def default(chip: Chip, dtype: Any, width: int) -> tuple[str, str]:
-  """Returns the name of the implementation taken when none is named, and why it is no kernel."""
+  """Returns the implementation that is chosen automatically, and why it is not a kernel."""
   kernel = KERNELS.get(chip.platform)
   if kernel is None:
     return "xla_chunked", ""
@@ -131,10 +61,5 @@ def default(chip: Chip, dtype: Any, width: int) -> tuple[str, str]:
 
 
 def load(name: str) -> Any:
-  """Imports an implementation's module; Pallas is imported by no other way."""
+  """Imports an implementation's module; nothing else imports Pallas."""
   return importlib.import_module(f"grpo_kernels.linear_logprobs.{IMPLEMENTATIONS[name].module}")
-
-
-@functools.cache
-def _tell_once(message: str) -> None:
-  logging.getLogger("grpo_kernels.linear_logprobs").info(message)

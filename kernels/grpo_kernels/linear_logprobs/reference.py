@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from grpo_kernels.precision import precision_of
+
 
 def linear_logprobs(
   hidden: Float[Array, "N D"],
@@ -60,23 +62,6 @@ def dot(
     precision=precision_of(hidden.dtype),
     preferred_element_type=jnp.float32,
   )
-
-
-def precision_of(dtype: jnp.dtype) -> jax.lax.Precision | None:
-  """Returns the precision of a dot: of float32 operands see `float32_precision`, else None."""
-  return float32_precision() if dtype == jnp.float32 else None
-
-
-def float32_precision() -> jax.lax.Precision:
-  """Returns the precision of float32 dots that are traced here.
-
-  The highest, unless `jax.default_matmul_precision` names another.
-
-  Raises:
-    ValueError: it names a dot algorithm, which is no precision.
-  """
-  name = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
-  return jax.lax.Precision.HIGHEST if name is None else jax.lax.Precision(name)
 
 
 # Which axis of the head is D, for each layout.

@@ -22,7 +22,7 @@ from jax.lax import stop_gradient
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from grpo_kernels import rounding
+from grpo_kernels import precision, rounding
 from grpo_kernels.linear_logprobs import choice, core, reference, sharded
 from grpo_kernels.linear_logprobs.core import LOWEST, Settings, Statistics
 
@@ -321,7 +321,7 @@ def _products(settings: Settings, slopes, hidden, weights) -> tuple[Array, Array
   """Returns (S W, Sᵀh as the head lies), accumulated in float32."""
   dot = functools.partial(
     jax.lax.dot_general,
-    precision=reference.precision_of(hidden.dtype),
+    precision=precision.precision_of(hidden.dtype),
     preferred_element_type=jnp.float32,
   )
   pair = (slopes, hidden) if settings.width_axis == 1 else (hidden, slopes)

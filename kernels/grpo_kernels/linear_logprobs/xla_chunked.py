@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from grpo_kernels import precision
 from grpo_kernels.linear_logprobs import core, reference
 from grpo_kernels.linear_logprobs.core import LOWEST, Settings, Statistics
 
@@ -83,7 +84,7 @@ def gradients(
   largest, log_total = log_normaliser
   dot = functools.partial(
     jax.lax.dot_general,
-    precision=reference.precision_of(hidden.dtype),
+    precision=precision.precision_of(hidden.dtype),
     preferred_element_type=jnp.float32,
   )
 

@@ -1,0 +1,104 @@
+"""The turns of attempts: what is asked of the engine, and what the model reads in between."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int
+
+from grpo_jax.data.tokenizer import Tokenizer
+from grpo_jax.engines.base import Generation, GenerationRequest, OnProgress, SamplingParams
+from grpo_jax.environments.base import StepResult
+from grpo_jax.environments.isolation import EnvironmentFailure
+from grpo_jax.rollouts.attempt import Attempt
+
+
+@runtime_checkable
+class Generator(Protocol):
+  """The part of an engine that rollouts use."""
+
+  def generate(
+    self, requests: Sequence[GenerationRequest], *, on_progress: OnProgress | None = None
+  ) -> AsyncIterator[Generation]:
+    """Yields one generation for each request, in any order; see `engines.base.Engine`."""
+    ...
+
+
+def request_seed(seed: int, step: int, prompt_id: str, attempt: int, turn: int = 0) -> int:
+  """Returns the seed of one request, the same in every process and whenever it is sampled.
+
+  Args:
+    seed: Random seed of the run.
+    step: Step that the prompt is for.
+    prompt_id: Name of the prompt.
+    attempt: Number of the attempt at the prompt, from 0.
+    turn: Number of the turn of the attempt, from 0.
+
+  Returns:
+    A number in [0, 2⁶³).
+  """
+  key = json.dumps([seed, step, prompt_id, attempt, turn]).encode()
+  digest = hashlib.blake2b(key, digest_size=8).digest()
+  return int.from_bytes(digest, "little") >> 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Turns:
+  """An engine with everything that its requests are made of."""
+
+  engine: Generator
+  tokenizer: Tokenizer
+  sampling: SamplingParams
+  seed: int  # of the run.
+  max_tokens: int | None  # of prompt and completion, all turns; None: no bound here.
+  on_progress: OnProgress | None
+
+  def sample(self, attempts: Sequence[Attempt]) -> AsyncIterator[Generation]:
+    """Samples the next turn of several attempts, in one call of the engine."""
+    requests = [self.request(attempt) for attempt in attempts]
+    return self.engine.generate(requests, on_progress=self.on_progress)
+
+  def room(self, attempt: Attempt, more: int = 0) -> int:
+    """Returns how many tokens the next turn may have, after `more` others."""
+    if self.max_tokens is None:
+      return self.sampling.max_tokens
+    return min(self.sampling.max_tokens, self.max_tokens - len(attempt.token_ids) - more)
+
+  def request(self, attempt: Attempt) -> GenerationRequest:
+    """Returns the request of an attempt's next turn."""
+    where = (attempt.prompt.prompt_id, attempt.number, attempt.turn)
+    return GenerationRequest(
+      request_id=attempt.request_id,
+      prompt_ids=attempt.token_ids,
+      sampling=dataclasses.replace(
+        self.sampling,
+        max_tokens=self.room(attempt),
+        stop_strings=tuple(dict.fromkeys((*self.sampling.stop_strings, *attempt.stop_strings))),
+      ),
+      seed=request_seed(self.seed, attempt.step, *where),
+      group=attempt.prompt.prompt_id,
+    )
+
+  def observation_ids(
+    self, attempt: Attempt, result: StepResult, generation: Generation
+  ) -> Int[np.ndarray, " written"]:
+    """Returns the tokens of an observation; only a part of one that is longer than the room.
+
+    Raises:
+      EnvironmentFailure: It cannot be encoded, or the chat template refuses it.
+    """
+    try:
+      text = result.observation
+      if self.max_tokens is not None:
+        left = max(self.max_tokens - len(attempt.token_ids), 0)
+        text = text[: self.tokenizer.longest_text(left + 1) + 1]
+      if result.observation_role is None:
+        return self.tokenizer.encode(text)
+      message = {"role": result.observation_role, "content": text}
+      last = int(generation.token_ids[-1]) if len(generation.token_ids) else None
+      return self.tokenizer.turn_ids(message, after=last)
+    except Exception as error:  # any string meets the user's template and tokenizer here.
+      raise EnvironmentFailure("observation", f"{type(error).__name__}: {error}") from error

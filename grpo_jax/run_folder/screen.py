@@ -1,0 +1,220 @@
+"""The screen of a run: lines, and below them a bar of progress where there is a terminal.
+
+Only the main process prints. Colours are among those that can be read on a light and on a dark
+background; NO_COLOR and a file or pipe get none.
+"""
+
+import contextlib
+import math
+import re
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import (
+  BarColumn,
+  MofNCompleteColumn,
+  Progress,
+  SpinnerColumn,
+  Task,
+  TextColumn,
+  TimeElapsedColumn,
+  TimeRemainingColumn,
+)
+from rich.text import Text
+from rich.theme import Theme
+
+from grpo_jax import processes
+
+SPARSE_S = 60.0  # seconds between two lines of progress where there is no terminal.
+ALL_COLUMNS = 1000  # characters of a line that is never cut: of a log file.
+CONTINUED = " " * 11  # before the further lines of a message that is too long for the terminal.
+
+# Red and magenta have a contrast of at least 3:1 on white and on black in the usual palettes;
+# yellow, cyan and green have not.
+NOTABLE = "magenta"
+FAILED = "bold red"
+THEME = Theme(
+  {
+    "bar.back": "dim",
+    "bar.complete": "bold",
+    "bar.finished": "bold",
+    "bar.pulse": "bold",
+    "progress.download": "none",
+    "progress.elapsed": "none",
+    "progress.remaining": "none",
+    "progress.spinner": NOTABLE,
+  }
+)
+
+
+class Screen:
+  """Prints lines, and a bar of progress below them where there is a terminal.
+
+  On processes other than the main one it prints nothing.
+  """
+
+  def __init__(
+    self,
+    console: Console | None = None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    note: Callable[[], str] = lambda: "",
+  ):
+    """Makes a screen.
+
+    Args:
+      console: Where to print; None: standard output.
+      clock: Function that returns monotonic seconds.
+      note: Function that returns what the program is doing now, shown next to the bar, or "".
+    """
+    self._console = console or Console(highlight=False)
+    self._console.push_theme(THEME)
+    self._clock = clock
+    self._note = note
+    self._progress: Progress | None = None
+
+  @property
+  def width(self) -> int:
+    """Characters of a line of the terminal; a log file has room for all columns."""
+    return self._console.width if self._console.is_terminal else ALL_COLUMNS
+
+  def print(self, line: str | Text) -> None:
+    """Prints a line, which is never cut and never read as markup.
+
+    A terminal gets a string that is too long for one line in several, folded between words.
+    """
+    if isinstance(line, str):
+      for part in line.split("\n"):
+        for each in fold(part, self.width):
+          self._put(Text(each))
+    else:
+      self._put(line)
+
+  def notice(self, label: str, line: str, style: str = NOTABLE) -> None:
+    """Prints a line that begins with a label such as "warning: ", which is coloured."""
+    first, *others = [
+      each for part in f"{label}{line}".split("\n") for each in fold(part, self.width)
+    ]
+    self._put(Text.assemble((first[: len(label)], style), first[len(label) :]))
+    for each in others:
+      self._put(Text(each))
+
+  def _put(self, text: Text) -> None:
+    if not processes.is_main():
+      return
+    encoding = self._console.encoding
+    spelled = text.plain.encode(encoding, "replace").decode(encoding)
+    self._console.print(text if spelled == text.plain else Text(spelled), soft_wrap=True)
+
+  @contextlib.contextmanager
+  def progress(self, description: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+    """Shows how far a long phase has come; gives a function `advance(count=1)`.
+
+    On a terminal it is a bar that vanishes at the end; elsewhere a line a minute.
+
+    Args:
+      description: Name of the phase, such as "sampling".
+      total: Number of things to do; None if unknown.
+    """
+    if not processes.is_main():
+      yield lambda count=1: None
+      return
+    if not self._console.is_terminal or self._console.is_dumb_terminal:
+      yield self._sparse(description, total)
+      return
+    bar = self._progress
+    if bar is None:
+      bar = self._progress = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description:<12}"),
+        BarColumn(bar_width=20),
+        _Done(),
+        TimeElapsedColumn(),
+        _Left(self._note),
+        console=self._console,
+        transient=True,
+      )
+      bar.start()
+    task = bar.add_task(printable(description), total=total)
+    try:
+      yield lambda count=1: bar.advance(task, count)
+    finally:
+      bar.remove_task(task)
+      if not bar.task_ids:
+        bar.stop()
+        self._progress = None
+
+  def _sparse(self, description: str, total: int | None) -> Callable[..., None]:
+    """The progress of a pipe or a log file: a line a minute."""
+    start = last = self._clock()
+    done = 0
+
+    def advance(count: int = 1) -> None:
+      nonlocal last, done
+      done += count
+      now = self._clock()
+      if now - last >= SPARSE_S:
+        last = now
+        self.print(f"{description}: {done}/{total or '?'} after {seconds(now - start)} s")
+
+    return advance
+
+
+class _Done(MofNCompleteColumn):
+  """How many of how many, where it is known of how many."""
+
+  def render(self, task: Task) -> Text:
+    return super().render(task) if task.total is not None else Text("")
+
+
+class _Left(TimeRemainingColumn):
+  """What the program is doing, or else the time that is left."""
+
+  def __init__(self, note: Callable[[], str]):
+    super().__init__()
+    self._note = note
+
+  def render(self, task: Task) -> Text:
+    if note := self._note():
+      return Text(note, style=NOTABLE)
+    return Text("left ") + super().render(task) if task.total is not None else Text("")
+
+
+def seconds(value: float) -> str:
+  """Returns seconds with the digits that matter: 0.13, 12.4, 184."""
+  if not math.isfinite(value):
+    return "-"
+  return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def fold(line: str, width: int) -> list[str]:
+  """Splits a line between words, so that a terminal does not split it within a number.
+
+  Args:
+    line: without line breaks; blanks within it are kept.
+    width: characters of a line; a longer word gets its own line and is not split.
+  """
+  if len(line) <= width:
+    return [line]
+  continued = f"{'':>8} │ " if line[8:11] == " │ " else CONTINUED
+  found = textwrap.wrap(
+    line,
+    max(width, 2 * len(continued)),
+    subsequent_indent=continued,
+    expand_tabs=False,
+    replace_whitespace=False,
+    break_long_words=False,
+    break_on_hyphens=False,
+  )
+  return found or [line]
+
+
+def printable(text: str) -> str:
+  """Returns the text with control characters spelled out, as they may steer a terminal."""
+  return re.sub(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]",
+    lambda found: found.group().encode("unicode_escape").decode(),
+    text,
+  )

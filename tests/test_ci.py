@@ -1,0 +1,140 @@
+"""The gate: its parts, what it prints, and the workflows and hooks that call it."""
+
+import pathlib
+import re
+import shutil
+import subprocess
+
+import pytest
+import yaml
+
+from tests.test_packaging import VERSIONS
+
+ROOT = pathlib.Path(__file__).parents[1]
+WORKFLOWS = {
+  path.stem: yaml.safe_load(path.read_text()) for path in ROOT.glob(".github/workflows/*")
+}
+FAKE_MAKE = """#!/bin/sh
+echo "make $*" >> {log}
+[ "$1" != "$FAILING" ]
+"""
+
+
+@pytest.fixture
+def gate(tmp_path):
+  """Runs a copy of the gate in an empty folder, with a `make` that only writes down its targets."""
+  copy = tmp_path / "repository" / ".ci" / "run"
+  copy.parent.mkdir(parents=True)
+  shutil.copy(ROOT / ".ci" / "run", copy)
+  log = tmp_path / "log"
+  log.touch()
+  for name, text in (
+    ("make", FAKE_MAKE.format(log=log)),
+    ("python3.12", "#!/bin/sh\nexit 1\n"),  # no second stack; and none of pyenv's.
+    ("pyenv", "#!/bin/sh\nexit 1\n"),
+    ("bwrap", "#!/bin/sh\n"),
+  ):
+    program = tmp_path / "bin" / name
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(text)
+    program.chmod(0o755)
+
+  def run(*parts, failing=""):
+    environment = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "FAILING": failing}
+    done = subprocess.run([copy, *parts], env=environment, capture_output=True, text=True)
+    return done, log.read_text().splitlines()
+
+  return run
+
+
+def parts_of(done):
+  """Returns the names in the table of minutes."""
+  table = done.stdout.split("== minutes of each part\n")[1]
+  return re.findall(r"^ +\d+\.\d  (.+)$", table, re.MULTILINE)
+
+
+def test_without_names_all_parts_run_and_their_minutes_are_printed(gate):
+  done, targets = gate()
+  assert done.returncode == 0, done.stderr
+  parts = gate("--list")[0].stdout.split()
+  assert parts_of(done) == [*parts[: parts.index("newest")], "together"]
+  made = [line.split()[1] for line in targets]
+  assert sorted(made) == sorted(
+    "venv sglang-cpu check test docs quickstart test-slow test-sglang aot".split()
+  )
+  assert made.index("sglang-cpu") < made.index("test"), "servers are installed before tests begin"
+
+
+def test_parts_run_by_name_and_install_only_what_they_need(gate):
+  done, targets = gate("check", "docs")
+  assert done.returncode == 0 and parts_of(done) == ["check", "docs", "together"]
+  assert targets == ["make check", "make docs"]
+  done, targets = gate("install", "test")
+  assert targets[2:] == ["make venv", "make test"]
+
+
+def test_a_part_that_fails_ends_the_gate_and_is_named_with_the_minutes(gate):
+  done, targets = gate("check", "docs", "test", failing="docs")
+  assert done.returncode != 0 and targets == ["make check", "make docs"]
+  assert parts_of(done) == ["check", "docs (failed)", "together"]
+
+
+def test_a_part_that_fails_beside_others_ends_the_gate(gate):
+  done, targets = gate("install", "check", "test", "sglang", failing="sglang-cpu")
+  assert done.returncode != 0 and "make test" not in targets
+
+
+def test_an_unknown_part_is_refused_before_anything_runs(gate):
+  done, targets = gate("check", "tests")
+  assert done.returncode == 2 and targets == []
+  assert "no part 'tests'; there are: install check test" in done.stderr
+
+
+def calls():
+  """Yields (workflow, part, Python versions) for every part that a workflow runs."""
+  for name, workflow in WORKFLOWS.items():
+    for job in workflow["jobs"].values():
+      matrix = job.get("strategy", {}).get("matrix", {})
+      for step in job["steps"]:
+        if not step.get("run", "").startswith(".ci/run"):
+          continue
+        words = step["run"].split(maxsplit=1)[1]
+        for parts in matrix["parts"] if "matrix.parts" in words else [words]:
+          yield from ((name, part, matrix.get("python")) for part in parts.split())
+
+
+def test_workflows_run_every_part_and_no_other(gate):
+  parts = gate("--list")[0].stdout.split()
+  found = list(calls())
+  assert {part for _, part, _ in found} == set(parts)
+  assert [python for _, part, python in found if part == "test"] == [VERSIONS]
+  assert {part for name, part, _ in found if name == "newest"} == {"newest"}
+  assert "schedule" in WORKFLOWS["newest"][True], "YAML reads `on` as true"
+
+
+def test_workflows_may_only_read_and_have_an_end():
+  for workflow in WORKFLOWS.values():
+    assert workflow["permissions"] == {"contents": "read"}
+    assert all(job["timeout-minutes"] <= 60 for job in workflow["jobs"].values())
+
+
+def test_hooks_before_a_commit_use_the_versions_of_the_checks():
+  (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+  assert local["repo"] == "local"
+  entries = {hook["id"]: hook["entry"] for hook in local["hooks"]}
+  assert set(entries) == {"ruff-format", "ruff-check", "pyright", "words"}
+  assert all(entry.startswith(".venv/bin/") for entry in entries.values())
+  for path in re.findall(r"\btests/\S+", " ".join(entries.values())):
+    assert (ROOT / path).exists(), path
+
+
+def test_forms_of_issues_are_complete():
+  forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+  assert len(forms) == 3
+  for path in forms:
+    form = yaml.safe_load(path.read_text())
+    if path.stem == "config":
+      assert form["contact_links"][0]["about"]
+      continue
+    assert form["name"] and form["description"] and form["body"]
+    assert all(field["attributes"]["label"] for field in form["body"])
