@@ -23,6 +23,10 @@ from grpo_jax.rollouts import stream
 
 STAND_IN = "(any word)"  # see `stand_ins`.
 _SIZE = checked.whole(low=1)
+_SINK = checked.Kind(
+  "the name of a sink, or a mapping with its name and its options",
+  lambda x: checked.text().fits(x.get("name") if isinstance(x, Mapping) else x),
+)
 _EVERY = checked.whole(low=0)
 _AXIS = checked.Kind(
   "an integer >= 1, or -1 for the rest of the devices",
@@ -113,6 +117,7 @@ KINDS: Mapping[str, checked.Kind] = {
   "checkpoint.keep_best": _EVERY,
   "checkpoint.best_metric": checked.text(none=True),
   "checkpoint.best_mode": checked.choice(("max", "min")),
+  "logging.sinks": checked.several(_SINK, least=1),
   "logging.tensorboard": checked.switch(),
   "logging.samples_every_steps": _EVERY,
   "logging.rollouts_every_steps": _EVERY,
@@ -150,7 +155,22 @@ def stand_ins(name: str) -> tuple[Any, Any]:
   They differ if the field may have several; what a rule says with both depends on neither.
   """
   kind = KINDS[name]
-  some = (None, *kind.words, 8, 1, 0.5, False, True, (), (8,), (0.0, 1.0), {}, 10**6, STAND_IN)
+  some = (
+    None,
+    *kind.words,
+    8,
+    1,
+    0.5,
+    False,
+    True,
+    (),
+    (8,),
+    (0.0, 1.0),
+    (STAND_IN,),
+    {},
+    10**6,
+    STAND_IN,
+  )
   fitting = [value for value in some if kind.fits(value)]
   return fitting[0], fitting[-1]
 

@@ -22,6 +22,7 @@ from grpo_jax.models.products import Products
 from grpo_jax.rl import estimators, objectives, own
 from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.rollouts import stream
+from grpo_jax.run_folder import sinks
 
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
 Config = Any
@@ -70,6 +71,7 @@ def _broken_rules(config: Config) -> Iterator[str]:
   yield from _refused(lambda: estimator(config))
   yield from _refused(lambda: dynamic_sampling(config))
   yield from _refused(lambda: shaping_of(config))
+  yield from sinks.problems(config.logging.sinks)
   yield from _refused(lambda: filters.apply((), **config.filters))
   yield from _unlearnable(config)
   yield from _refused(lambda: SamplingParams(**config.sampling))

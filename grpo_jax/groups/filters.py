@@ -61,15 +61,15 @@ def apply(
   """Keeps the groups worth learning from.
 
   Args:
-    groups: of one training step.
+    groups: Groups of one training step.
     drop_no_signal: leave out groups whose scored rewards are all equal, but for rounding
       (not: whose mean is extreme); the "dynamic sampling" of DAPO.
     min_scored: leave out groups with fewer completions of finite reward.
-    by_component: with `drop_no_signal`, also keep a group if one of its reward
+    by_component: Whether `drop_no_signal` also keeps a group if one of its reward
       components differs within it (GDPO learns from each of them).
     min_reward_mean: leave out groups whose mean scored reward is lower: too hard.
     max_reward_mean: leave out groups whose mean scored reward is higher: too easy.
-    max_truncated_share: leave out groups of which more, from 0 to 1, was truncated.
+    max_truncated_share: leave out groups if a larger share, from 0 to 1, was truncated.
 
   Returns:
     The groups kept and the counts by reason: "too_few_scored", "no_signal",

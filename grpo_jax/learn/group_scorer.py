@@ -32,7 +32,7 @@ class GroupScorer:
   def __call__(
     self, params: Any, groups: Sequence[RolloutGroup]
   ) -> list[list[Float[np.ndarray, " _"]]]:
-    """Scores the groups, so many at once; the result depends on params and groups only."""
+    """Scores the groups, several at once; the result depends on params and groups only."""
     return [
       values
       for first in range(0, len(groups), self.groups_at_once)

@@ -1,6 +1,5 @@
 """The optimizer: schedule, clipping, weight decay, any optimizer of optax. Pure."""
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -12,7 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from grpo_jax import checked
+from grpo_jax import checked, names
 
 KINDS: Mapping[str, checked.Kind] = {
   "total_steps": checked.whole(low=1),
@@ -222,7 +221,7 @@ def global_norm(tree: Any) -> Float[Array, ""]:
 def decay_mask(params: Any) -> Any:
   """Returns a tree of bools: True where weight decay applies, i.e. not on norms and biases.
 
-  Told by name, since stacked layers give a vector two axes.
+  Decided by name, because stacked layers give a vector two axes.
   """
   return jax.tree_util.tree_map_with_path(lambda path, _: _is_decayed(path), params)
 
@@ -243,7 +242,7 @@ def _optimizer(name: str) -> tuple[Callable[..., optax.GradientTransformation], 
   factory = vars(optax).get(name)
   accepted = list(inspect.signature(factory).parameters) if inspect.isfunction(factory) else []
   if factory is None or accepted[:1] != ["learning_rate"]:
-    near = difflib.get_close_matches(name, _names(), n=3)
+    near = names.nearest(name, _names(), count=3, cutoff=0.6)
     raise ValueError(f"optax has no optimizer {name!r}; near: {', '.join(near) or 'none'}")
   return factory, accepted[1:]
 

@@ -5,14 +5,13 @@ None by default: the loss's own settings, from the signature of its function, th
 """
 
 import dataclasses
-import difflib
 import inspect
 import math
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from grpo_jax import checked
+from grpo_jax import checked, names
 from grpo_jax.rl import aggregate, importance, kl, losses, own, sequence_losses
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
@@ -186,9 +185,9 @@ def own_settings(loss: str | own.Function) -> dict[str, Any]:
 
 def nearest(name: object, valid: Iterable[str]) -> str:
   """Returns a hint for an error message: the nearest valid name and all of them."""
-  names = sorted(valid)
-  close = difflib.get_close_matches(str(name), names, n=1)
-  return (f"did you mean {close[0]!r}? " if close else "") + f"there are: {', '.join(names)}"
+  known = sorted(valid)
+  near = names.nearest(str(name), known, cutoff=0.6)
+  return (f"did you mean {near[0]!r}? " if near else "") + f"there are: {', '.join(known)}"
 
 
 def meant(name: str, valid: Iterable[str], others: Mapping[str, str]) -> str:
