@@ -153,9 +153,9 @@ class RolloutGroup:
 class Batch:
   """Packed rows with shared prefixes, ready for the device. Row order carries no meaning.
 
-  A row holds segments; a segment is one prompt, whose tokens stand there once,
+  A row holds segments; a segment is one prompt, whose tokens occur there once,
   followed by completions of its group. Token q attends to token k if both are
-  of the same segment, k stands not after q, and k is of the prompt (branch 0)
+  of the same segment, k is not after q, and k belongs to the prompt (branch 0)
   or of the same branch as q. Padding has segment 0 and attends to nothing.
   """
 

@@ -273,7 +273,7 @@ class GroupDataset:
   def _written(
     self, turn: Turn, before: Sequence[np.ndarray], where: str, *, room: int | None
   ) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of what the model was told between its turns; none of them is learned."""
+    """Returns the ids of the text that the model was given between its turns; none are learned."""
     if turn.token_ids is not None:
       ids = self._checked(turn.token_ids, where)
     else:
@@ -313,7 +313,7 @@ def group_of(prompt: Prompt) -> OfflineGroup:
 
 
 def from_any(row: Mapping[str, object], where: str, style: Style) -> Recording:
-  """Tells the formats of a row apart by its fields."""
+  """Distinguishes the formats of a row by its fields."""
   if nemo_gym.is_rollout(row):
     return nemo_gym.to_recording(row, where, style)
   if "group" in row and "completion_ids" not in row:
@@ -329,9 +329,9 @@ def index_groups(
   """Finds the rows of every group.
 
   Args:
-    source: of the rows.
-    read_row: their format.
-    style: how they are read.
+    source: Source of the rows.
+    read_row: Reader of their format.
+    style: Style in which they are read.
     on_error: "stop": a broken row raises; "skip": it is left out of its group. Where a row is a
       whole group, none is read here, but for the first that can be.
 

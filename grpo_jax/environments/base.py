@@ -184,7 +184,7 @@ class SingleTurn:
     self._prompt = prompt
 
   async def start(self) -> None:
-    """Nothing to prepare."""
+    """Does nothing."""
 
   async def step(
     self,
@@ -198,4 +198,4 @@ class SingleTurn:
     return reward if isinstance(reward, StepResult) else StepResult(as_reward(reward), done=True)
 
   async def close(self) -> None:
-    """Nothing to free."""
+    """Does nothing."""

@@ -118,7 +118,7 @@ class IsolatedEnvironment:
     return value
 
   def _serve(self) -> None:
-    """Thread body: runs the calls, one after another, in one event loop."""
+    """Runs the calls one after another in one event loop; the body of the thread."""
     with asyncio.Runner() as runner:
       while job := self._jobs.get():
         if job.future.set_running_or_notify_cancel():

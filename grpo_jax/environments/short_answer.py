@@ -19,7 +19,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalized(text: str) -> str:
-  """Returns a text in lower case, without punctuation, articles and double spaces."""
+  """Returns text in lower case, without punctuation, articles and double spaces."""
   return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 

@@ -1,4 +1,4 @@
-"""The sliding puzzle: n × n tiles with a gap, to be put in order, one move a turn.
+"""The sliding puzzle: n × n tiles with a gap, to be put in order with one move per turn.
 
     model        <action>up</action>
     environment  <environment>
@@ -214,7 +214,7 @@ class SlidingPuzzle:
     self._counts: dict[str, int] = {"moved": 0, "refused": 0, "viewed": 0, "unreadable": 0}
 
   async def start(self) -> None:
-    """Nothing to prepare."""
+    """Does nothing."""
 
   async def step(
     self, text: str, completion_ids: Int[np.ndarray, " turn"], finish_reason: FinishReason
@@ -239,7 +239,7 @@ class SlidingPuzzle:
     )
 
   async def close(self) -> None:
-    """Nothing to free."""
+    """Does nothing."""
 
   def _reward(self, is_solved: bool, *, is_invalid: bool) -> float | dict[str, float]:
     gain = self._options.reward_solved * is_solved

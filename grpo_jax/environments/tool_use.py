@@ -67,7 +67,7 @@ class ToolUse:
     self._rewarded = 0.0  # reward so far, for the answer.
 
   async def start(self) -> None:
-    """Nothing to prepare."""
+    """Does nothing."""
 
   async def step(
     self, text: str, completion_ids: Int[np.ndarray, " turn"], finish_reason: FinishReason
@@ -79,7 +79,7 @@ class ToolUse:
     return self._answered(None if calls else self._options.extract(rest))
 
   async def close(self) -> None:
-    """Nothing to free."""
+    """Does nothing."""
 
   def _called(self, calls: Sequence[str]) -> StepResult:
     """Evaluates the calls of a turn in order: usually one, as its end stops the turn."""

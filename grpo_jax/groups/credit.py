@@ -57,7 +57,7 @@ def _weighted(row: Float[np.ndarray, " G"], weight: float) -> Float[np.ndarray, 
   return row * np.float32(weight) if 0 < weight < 1 else row
 
 
-def of_advantages(values: Sequence[Float[np.ndarray, " G"]]) -> dict[str, float]:
+def advantage_metrics(values: Sequence[Float[np.ndarray, " G"]]) -> dict[str, float]:
   """Describes the advantages of a step's rollouts, as `advantages_of` returns them.
 
   Returns:
@@ -168,10 +168,10 @@ def whitened(assembled: Assembled, estimator: Estimator, options: Options) -> As
       Âₜ = whiten(A - β KLₜ),   the KL only if `kl_in_reward`
 
   Args:
-    assembled: with advantages per rollout, and with old and reference
+    assembled: Batch with advantages per rollout, and with old and reference
       logprobs if the KL is in the reward.
-    estimator: whose clip is applied last.
-    options: of the objective.
+    estimator: Estimator whose clip is applied last.
+    options: Options of the objective.
 
   Returns:
     The same batches with other advantages on the tokens that are learned from.

@@ -17,10 +17,25 @@ from grpo_jax.types import RolloutGroup
 
 @dataclasses.dataclass(frozen=True)
 class Filtered:
-  """Groups kept, in order, and how many were left out for each reason (the first that held)."""
+  """The groups of a step that passed the filters.
+
+  Attributes:
+    kept: Groups that passed, in order.
+    dropped: Number of groups left out, by the first reason that held.
+    places: Index of each kept group in the groups given.
+  """
 
   kept: tuple[RolloutGroup, ...]
   dropped: dict[str, int]
+  places: tuple[int, ...]
+
+  def select(self, groups: Sequence[RolloutGroup]) -> tuple[RolloutGroup, ...]:
+    """Returns the kept groups in another form, such as with shaped rewards.
+
+    Args:
+      groups: All groups of the step in that form, in the order in which the filters saw them.
+    """
+    return tuple(groups[place] for place in self.places)
 
 
 KINDS: Mapping[str, checked.Kind] = {
@@ -46,15 +61,15 @@ def apply(
   """Keeps the groups worth learning from.
 
   Args:
-    groups: of one training step.
+    groups: Groups of one training step.
     drop_no_signal: leave out groups whose scored rewards are all equal, but for rounding
       (not: whose mean is extreme); the "dynamic sampling" of DAPO.
     min_scored: leave out groups with fewer completions of finite reward.
-    by_component: with `drop_no_signal`, also keep a group if one of its reward
+    by_component: Whether `drop_no_signal` also keeps a group if one of its reward
       components differs within it (GDPO learns from each of them).
     min_reward_mean: leave out groups whose mean scored reward is lower: too hard.
     max_reward_mean: leave out groups whose mean scored reward is higher: too easy.
-    max_truncated_share: leave out groups of which more, from 0 to 1, was truncated.
+    max_truncated_share: leave out groups if a larger share, from 0 to 1, was truncated.
 
   Returns:
     The groups kept and the counts by reason: "too_few_scored", "no_signal",
@@ -83,14 +98,14 @@ def apply(
     "reward_mean_too_high": lambda g: bool(_mean(g) > max_reward_mean),
     "too_many_truncated": lambda g: truncated_share(g) > max_truncated_share,
   }
-  kept, dropped = [], dict.fromkeys(reasons, 0)
-  for group in groups:
+  places, dropped = [], dict.fromkeys(reasons, 0)
+  for place, group in enumerate(groups):
     reason = next((name for name, holds in reasons.items() if holds(group)), None)
     if reason is None:
-      kept.append(group)
+      places.append(place)
     else:
       dropped[reason] += 1
-  return Filtered(tuple(kept), dropped)
+  return Filtered(tuple(groups[place] for place in places), dropped, tuple(places))
 
 
 def scored_rewards(group: RolloutGroup) -> Float[np.ndarray, " scored"]:

@@ -109,11 +109,11 @@ def of_step(
   """Finds what a step teaches.
 
   Args:
-    groups: of the step.
-    kept: those that passed the filters, with the rewards that advantages were made of.
-    advantages: of the groups kept, as `credit.advantages_of` returns them.
-    not_computed: of the same groups, see `batching.Assembled`.
-    estimator: of the advantages.
+    groups: Groups of the step.
+    kept: Groups that passed the filters, with the rewards that advantages were computed from.
+    advantages: Advantages of the groups kept, as `credit.advantages_of` returns them.
+    not_computed: Rollouts of these groups that were not computed; see `batching.Assembled`.
+    estimator: Estimator of the advantages.
   """
   lost: collections.Counter[str] = collections.Counter()
   names = {group.prompt.prompt_id for group in kept}
@@ -141,9 +141,9 @@ def lines(first: int, last: int, lost: Mapping[str, float | int]) -> list[str]:
   """Returns what is to be said of steps in a row without signal: why, and what to do.
 
   Args:
-    first: of the steps.
-    last: of the steps.
-    lost: completions by reason, of the last step, or of all.
+    first: First of the steps.
+    last: Last of the steps.
+    lost: Completions by reason, of the last step, or of all.
   """
   steps = f"Step {first}" if first == last else f"Steps {first} to {last}"
   told = [f"{steps}: NOTHING TO LEARN FROM. No completion has an advantage:"]
@@ -157,7 +157,7 @@ def at_the_beginning(rows: Sequence[Mapping[str, Any]]) -> list[str]:
   """Returns `lines` of the run's first steps without signal; none if the first step has some.
 
   Args:
-    rows: of metrics.jsonl, in order.
+    rows: Rows of metrics.jsonl, in order.
   """
   told = [row for row in rows if LOST_SHARE in row]
   signal = (i for i, row in enumerate(told) if row[LOST_SHARE] != 1.0)

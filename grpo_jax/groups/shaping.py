@@ -85,7 +85,7 @@ def scaled(
       r' = t₀ + (clip(r, s₀, s₁) - s₀) / (s₁ - s₀) · (t₁ - t₀)
 
   Args:
-    rewards: those that are not finite stay as they are.
+    rewards: Rewards; those that are not finite are left unchanged.
     scale_from: s₀ < s₁.
     scale_to: t₀ and t₁.
 
@@ -106,8 +106,8 @@ def stopped_properly(
   A negative reward stays as it is: c·r alone would make being cut an advantage.
 
   Args:
-    rewards: those that are not finite stay as they are.
-    is_truncated: of the same shape.
+    rewards: Rewards; those that are not finite are left unchanged.
+    is_truncated: Whether each completion was truncated, of the same shape.
     coef: c, from 0 (nothing is left) to 1 (nothing is taken).
 
   Source: NeMo RL's `stop_properly_penalty_coef`, there c·r whatever the sign.
@@ -131,7 +131,7 @@ def overlong_penalties(
   Args:
     tokens: |o|, sampled tokens of each completion, the stop id included.
     max_completion_tokens: L_max.
-    buffer_tokens: L_buf; the penalty begins so many tokens before the limit.
+    buffer_tokens: L_buf; the penalty begins this many tokens before the limit.
     penalty: λ.
     floor: False lets the penalty of completions beyond L_max grow on.
 
@@ -154,15 +154,21 @@ def apply(groups: Sequence[RolloutGroup], shaping: Shaping) -> tuple[RolloutGrou
   return tuple(_shaped(group, shaping) for group in groups) if shaping.is_on else tuple(groups)
 
 
-def of_groups(groups: Sequence[RolloutGroup], shaping: Shaping) -> dict[str, float]:
+def group_metrics(
+  groups: Sequence[RolloutGroup], after: Sequence[RolloutGroup], shaping: Shaping
+) -> dict[str, float]:
   """Describes what shaping does to groups, before any filter.
+
+  Args:
+    groups: Groups of a step, with the rewards as they were scored.
+    after: The same groups as `apply` returned them.
+    shaping: Options with which `apply` was called.
 
   Returns:
     {name: value} of shaping/*, over scored completions; nothing if shaping is off.
   """
   if not shaping.is_on:
     return {}
-  after = apply(groups, shaping)
   raw = np.concatenate([np.zeros(0), *(_rewards(group) for group in groups)])
   new = np.concatenate([np.zeros(0), *(_rewards(group) for group in after)])
   scored = np.isfinite(raw)

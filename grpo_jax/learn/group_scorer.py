@@ -32,28 +32,35 @@ class GroupScorer:
   def __call__(
     self, params: Any, groups: Sequence[RolloutGroup]
   ) -> list[list[Float[np.ndarray, " _"]]]:
-    """Scores the groups, so many at once; the result depends on params and groups only."""
+    """Scores the groups, several at once; the result depends on params and groups only."""
     return [
       values
       for first in range(0, len(groups), self.groups_at_once)
       for values in self._scored(params, groups[first : first + self.groups_at_once])
     ]
 
-  def batches(self, groups: Sequence[RolloutGroup]) -> list[Batch]:
-    """Returns all completions of the groups that fit in a row, packed, on the mesh."""
+  def batches(self, groups: Sequence[RolloutGroup]) -> tuple[list[Batch], int]:
+    """Packs all completions of the groups that fit in a row, and puts them on the mesh.
+
+    Returns:
+      The batches on the mesh, and the number of loss tokens in them.
+    """
     made, _ = self._assembled(groups)
-    return [batch for part in made.minibatches for batch in part.microbatches]
+    batches = [batch for part in made.minibatches for batch in part.microbatches]
+    tokens = sum(int((np.asarray(batch.loss_places) >= 0).sum()) for batch in batches)
+    return sharding.put(batches, self.mesh), tokens
 
   def _scored(self, params: Any, groups: Sequence[RolloutGroup]) -> list[list[np.ndarray]]:
     """Scores groups side by side."""
     made, counting = self._assembled(groups)
-    values = [[self.score(params, b) for b in part.microbatches] for part in made.minibatches]
+    placed = sharding.put(made.minibatches, self.mesh)
+    values = [[self.score(params, b) for b in part.microbatches] for part in placed]
     return batching.per_rollout(made, jax.device_get(values), counting)
 
   def _assembled(
     self, groups: Sequence[RolloutGroup]
   ) -> tuple[batching.Assembled, list[RolloutGroup]]:
-    """Packs groups; returns them as they were packed, too."""
+    """Packs groups on the host; returns them as they were packed, too."""
     counting = [_counting(group) for group in groups]
     assembled = batching.assemble(
       counting,
@@ -62,7 +69,7 @@ class GroupScorer:
       cost=self.cost,
       skip_zero_advantage=False,
     )
-    return assembled.with_minibatches(sharding.put(assembled.minibatches, self.mesh)), counting
+    return assembled, counting
 
 
 def _counting(group: RolloutGroup) -> RolloutGroup:

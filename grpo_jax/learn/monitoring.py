@@ -35,8 +35,8 @@ class Monitor:
     frees_initial: whether nobody else holds what `initial` returns.
     all_every_steps: steps between two measurements of all completions; 0: never.
     kl_every_steps: steps between two measurements of the drift; 0: never.
-    total_steps: of the run; the last step is always measured, unless that is switched off.
-    warn: is told, in a sentence, why the drift could not be measured.
+    total_steps: Number of steps of the run; the last is always measured, unless switched off.
+    warn: Function that receives a sentence on why the drift could not be measured.
   """
 
   watch: Program  # a `train_step.Watcher`.
@@ -53,8 +53,8 @@ class Monitor:
 
     Args:
       step: updates done before it.
-      params: of the policy before the update.
-      groups: of the step, before any filter.
+      params: Parameters of the policy before the update.
+      groups: Groups of the step, before any filter.
 
     Returns:
       {name: value} of all/*; nothing in a step that is not due.
@@ -63,14 +63,14 @@ class Monitor:
     wants_kl = self._is_due(step, self.kl_every_steps)
     if not groups or not (wants_all or wants_kl):
       return {}
-    batches = self.scorer.batches(groups)
+    batches, covered = self.scorer.batches(groups)
     if not batches:
       return {}
     watched = [self.watch(params, batch) for batch in batches]
     found: Metrics = {}
     if wants_all:
       found = metrics.merge(jax.device_get([told for told, _ in watched]))
-      found["all/covered_token_share"] = _covered(batches, groups)
+      found["all/covered_token_share"] = Mean(float(covered), float(_sampled_tokens(groups)))
     if wants_kl:
       drift = self._drift(step, batches, [policy for _, policy in watched])
       found |= {} if drift is None else {"all/kl_to_initial": drift}
@@ -111,11 +111,11 @@ def jobs(
   """Returns what is to be compiled so that measuring compiles nothing.
 
   Args:
-    watch: as of `Monitor`.
+    watch: Option of `Monitor`.
     params: shapes, dtypes and shardings.
     batches: likewise, of every shape that a batch may have, by its description.
-    all_every_steps: as of `Monitor`.
-    kl_every_steps: as of `Monitor`.
+    all_every_steps: Option of `Monitor`.
+    kl_every_steps: Option of `Monitor`.
   """
   found = []
   for detail, batch in batches.items():
@@ -144,8 +144,8 @@ def token_shares(
   """Returns the share of the sampled tokens of a step that the update has computed.
 
   Args:
-    groups: those kept by the filters.
-    logprobs: of their rollouts; NaN on tokens that were not computed.
+    groups: Groups kept by the filters.
+    logprobs: Logprobs of their rollouts; NaN on tokens that were not computed.
     total: sampled tokens of the step, before the filters.
   """
   computed = sum(
@@ -160,7 +160,7 @@ def device_memory(devices: Sequence[Any]) -> dict[str, float]:
   """Returns the highest memory in use of each device since the process began, in GiB.
 
   Args:
-    devices: of the run, those of this host. The CPU and some others count nothing.
+    devices: Devices of the run on this host. The CPU and some others report nothing.
 
   Returns:
     {name: value} of perf/device*; nothing where nothing is counted.
@@ -181,11 +181,9 @@ def device_memory(devices: Sequence[Any]) -> dict[str, float]:
   }
 
 
-def _covered(batches: Sequence[Batch], groups: Sequence[RolloutGroup]) -> Mean:
-  """The share of the step's sampled tokens that are in the batches."""
-  total = sum(int(rollout.loss_mask.sum()) for group in groups for rollout in group.rollouts)
-  covered = sum(int((np.asarray(batch.loss_places) >= 0).sum()) for batch in batches)
-  return Mean(float(covered), float(total))
+def _sampled_tokens(groups: Sequence[RolloutGroup]) -> int:
+  """Returns the number of tokens that the policy sampled."""
+  return sum(int(rollout.loss_mask.sum()) for group in groups for rollout in group.rollouts)
 
 
 def _drift_of(policy: Float[Array, "B N"], initial: Float[Array, "B N"], places: Array) -> Mean:

@@ -1,7 +1,7 @@
 """The table of all metrics, and what turns groups and sums into one number each. Pure.
 
 A metric is named `area/name`. On the device it is a pair of sums (`types.Mean`, ...), so that
-merging over microbatches and devices is exact; on the host it is a float. A name that stands in
+merging over microbatches and devices is exact; on the host it is a float. A name that is in
 no row of `METRICS` (metric_table.py) is a fault: `unknown` finds it, and `loggers` warns of it.
 """
 
@@ -58,7 +58,7 @@ def to_floats(metrics: Metrics) -> dict[str, float]:
 
 
 def of_rounds(earlier: Mapping[str, float], latest: Mapping[str, float]) -> dict[str, float]:
-  """Joins what two rounds of one step told: counts are added up, of the rest the latest stays."""
+  """Joins the metrics of two rounds of one step: counts are added, others taken from the latest."""
   added = {
     name: earlier[name] + value
     for name, value in latest.items()
@@ -72,7 +72,7 @@ def pass_at_k(samples: int, solved: int, k: int) -> float:
 
       pass@k = 1 - C(n - c, k) / C(n, k)
 
-  Computed with integers, hence without the loss of digits of a product of floats.
+  Computed with integers, to avoid the loss of digits of a product of floats.
 
   Args:
     samples: n, completions drawn for the prompt, at least k.
@@ -98,7 +98,7 @@ def of_rollouts(groups: Sequence[RolloutGroup], *, step: int | None = None) -> d
   `rollout/failed_share`. Standard deviations are those of the population (ddof = 0).
 
   Args:
-    groups: of one step, before any filter.
+    groups: Groups of one step, before any filter.
     step: version of the weights to be updated; None leaves staleness out.
 
   Returns:
@@ -137,7 +137,7 @@ def of_turns(rollouts: Sequence[Rollout]) -> dict[str, float]:
   """Describes conversations: how long they were, how they ended, what every turn brought.
 
   Args:
-    rollouts: of one step. Without one of several turns there is nothing to tell.
+    rollouts: Rollouts of one step. If none has several turns, there is nothing to report.
 
   Returns:
     {name: value} of `rollout/turn*`, `rollout/sampled_tokens_*`, ...; turn 1 is the first.
@@ -176,7 +176,7 @@ def of_datasets(groups: Sequence[RolloutGroup]) -> dict[str, float]:
   """Describes the groups of each dataset apart: what a curriculum needs to know.
 
   Args:
-    groups: of one step, before any filter.
+    groups: Groups of one step, before any filter.
 
   Returns:
     {name: value} of `data/NAME/prompts`, `reward_mean`, `no_signal_share` and, where the
@@ -208,7 +208,7 @@ def of_evaluation(
 
   Args:
     groups: one a prompt.
-    name: of the evaluation set, the middle part of the metrics' names.
+    name: Name of the evaluation set, the middle part of the metrics' names.
     pass_k: the k of every pass@k, each at most the smallest group's size.
     solved: the least value of the metric "accuracy" that counts as solved. An attempt without
       it, of an environment that reports it, could not be scored and is not solved.
@@ -283,8 +283,8 @@ def parse_lines(text: str) -> tuple[list[dict[str, Any]], list[int]]:
   """Reads the text of a `metrics.jsonl`.
 
   Returns:
-    The objects with an integer `step`, in order, and the numbers (from 1) of the lines that are
-    none: a killed process may leave half a line at the end.
+    The objects with an integer `step`, in order, and the numbers (from 1) of the other
+    lines: a killed process may leave half a line at the end.
   """
   rows, broken = [], []
   for number, line in enumerate(text.split("\n"), start=1):

@@ -8,8 +8,8 @@ was stopped.
 
 import dataclasses
 import hashlib
+import io
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from jaxtyping import Float, Int, Shaped
 
 from grpo_jax.data.formats import RowError
 from grpo_jax.data.groups import UNKNOWN_VERSION, OfflineGroup
+from grpo_jax.files import atomic
 from grpo_jax.types import Rollout, RolloutGroup
 
 Score = Callable[[Sequence[RolloutGroup]], list[list[Float[np.ndarray, " _"]]]]
@@ -161,10 +162,9 @@ def _digest(group: RolloutGroup) -> int:
 
 def _save(path: Path, chunk: Chunk) -> None:
   """Writes a chunk such that a reader finds all of it or nothing."""
-  temporary = path.with_name(path.name + ".tmp")
-  with open(temporary, "wb") as file:
-    np.savez(file, **dataclasses.asdict(chunk))
-  os.replace(temporary, path)
+  file = io.BytesIO()
+  np.savez(file, **dataclasses.asdict(chunk))
+  atomic.replace_file(path, file.getvalue())
 
 
 def _load(path: Path) -> Chunk:

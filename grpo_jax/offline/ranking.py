@@ -1,7 +1,7 @@
 """How well a policy ranks the responses of a group: its order against that of their rewards. Pure.
 
 The policy's order is that of its scores, here the logprobs of the responses. Responses of equal
-reward may stand in any order.
+reward may be in any order.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ def is_exact(ranked: Ranked) -> bool:
 
 
 def places_right(ranked: Ranked) -> Float[np.ndarray, " G"]:
-  """Returns for each response whether it stands at its true place, or at one of those of its
+  """Returns for each response whether it is at its true place, or at one of those of its
   equals: the "ranking accuracy" that compares two orders place by place."""
   scores, rewards = _valid(ranked)
   place = np.empty(len(scores), int)
@@ -86,7 +86,7 @@ def of_groups(groups: Sequence[Ranked], *, name: str) -> dict[str, float]:
 
   Args:
     groups: scored.
-    name: of the evaluation set, the middle part of the metrics' names.
+    name: Name of the evaluation set, the middle part of the metrics' names.
 
   Returns:
     eval/NAME/accuracy (pairs), exact_accuracy, place_accuracy, best_accuracy, chosen_reward_mean,

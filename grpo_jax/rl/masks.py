@@ -40,16 +40,6 @@ def masked_sum(x: arrays.Numbers, mask: arrays.Mask) -> Float[Array, ""]:
   return jnp.sum(fill(x, mask))
 
 
-def masked_mean(x: arrays.Numbers, mask: arrays.Mask) -> Float[Array, ""]:
-  """Returns the mean of `x` where `mask` is True; 0 if nothing is.
-
-  Of one array only: over several microbatches, carry sums and counts instead
-  (`types.Mean`), for a mean of means weighs short microbatches too much.
-  """
-  total = masked_sum(x, mask)
-  return safe_divide(total, jnp.sum(arrays.mask(mask), dtype=total.dtype))
-
-
 def masked_max(x: arrays.Numbers, mask: arrays.Mask) -> Float[Array, ""]:
   """Returns the largest `x` where `mask` is True; -inf if `mask` is False everywhere."""
   return jnp.max(fill(x, mask, -jnp.inf), initial=-jnp.inf)
@@ -144,11 +134,6 @@ def to_tokens(
   if sequence_ids is None:
     return jnp.broadcast_to(per_sequence, like.shape)
   return jnp.take_along_axis(per_sequence, sequence_ids, axis=-1)
-
-
-def completion_mask(lengths: Int[Array, " B"], n_tokens: int) -> Bool[Array, "B N"]:
-  """Returns True on the first `lengths[b]` of `n_tokens` places of each row."""
-  return jnp.arange(n_tokens)[None, :] < lengths[:, None]
 
 
 def until_stop(tokens: Int[Array, "B N"], stop_ids: Sequence[int]) -> Bool[Array, "B N"]:

@@ -17,15 +17,16 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-  """Where a run stands between two steps: all that continuing needs."""
+  """Where a run begins, and where it is between two steps: all that continuing needs."""
 
   state: TrainState
-  position: Mapping[str, Any]  # of the stream; see `GroupStream.state`.
-  skipped: int  # updates in a row that changed nothing.
-  evaluated: Mapping[str, float]  # the evaluation of this state; empty if there is none.
+  position: Mapping[str, Any]  # of the stream; see `GroupStream.state`. Empty: at the beginning.
+  skipped: int = 0  # steps in a row that changed nothing.
+  evaluated: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of this state.
 
   @property
   def step(self) -> int:
+    """Steps done, which is the version of the weights."""
     return int(self.state.step)
 
 
@@ -102,10 +103,11 @@ class Keeper:
     self._update.enter_context(self._lock)
     self._standing, self._is_updating = None, True
 
-  def hold(self, standing: Standing) -> None:
-    """Takes a new state for the newest; its step's line of metrics.jsonl is written."""
+  def hold(self, standing: Standing) -> Standing:
+    """Makes this the newest state, once its step's line of metrics.jsonl is written; returns it."""
     self._standing = standing
     self._end_update()
+    return standing
 
   def save(self) -> int | None:
     """Starts to save the newest state; returns its step, None if there is none."""

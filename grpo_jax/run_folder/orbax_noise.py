@@ -21,7 +21,7 @@ _LONGEST = 300  # characters of a reason.
 def silenced() -> Iterator[None]:
   """Drops these messages in all threads, for the block; others pass."""
   logger = logging.getLogger("absl")
-  before = sys.excepthook
+  before, before_unraisable = sys.excepthook, sys.unraisablehook
 
   def keep(record: logging.LogRecord) -> bool:
     return not (record.levelno >= logging.ERROR and _IN_ORBAX in record.pathname)
@@ -30,14 +30,21 @@ def silenced() -> Iterator[None]:
     if not _is_late(error, trace):
       before(kind, error, trace)
 
+  def report_unraisable(unraisable: Any) -> None:
+    if not _is_late(unraisable.exc_value, unraisable.exc_traceback):
+      before_unraisable(unraisable)
+
   logger.addFilter(keep)
-  sys.excepthook = report  # what TensorStore calls for an exception in one of its callbacks.
+  # TensorStore calls one of the two for an exception in one of its callbacks.
+  sys.excepthook, sys.unraisablehook = report, report_unraisable
   try:
     yield
   finally:
     logger.removeFilter(keep)
     if sys.excepthook is report:
       sys.excepthook = before
+    if sys.unraisablehook is report_unraisable:
+      sys.unraisablehook = before_unraisable
 
 
 def reason(error: BaseException) -> str:
@@ -51,7 +58,7 @@ def reason(error: BaseException) -> str:
   return text[:_LONGEST]
 
 
-def _is_late(error: BaseException, trace: types.TracebackType | None) -> bool:
+def _is_late(error: BaseException | None, trace: types.TracebackType | None) -> bool:
   """Returns whether a write reported to an event loop that no longer waits for it."""
   is_closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
   return is_closed and trace is not None and trace.tb_frame.f_code.co_name == "call_soon_threadsafe"

@@ -8,7 +8,7 @@ import pytest
 
 import grpo_jax.train  # (main imports it later: its seconds are not this test's.)
 from grpo_jax import main
-from grpo_jax.building import run as building
+from grpo_jax.building import checks
 from grpo_jax.config import command_line, configuration
 from grpo_jax.learn import sharding
 from grpo_jax.models import tiny
@@ -85,17 +85,17 @@ def folder(tmp_path_factory):
 def test_heads_that_the_mesh_does_not_divide_are_refused_in_one_line(folder):
   mesh = sharding.make_mesh(data=1, tensor=8)
   with pytest.raises(configuration.ConfigError, match="mesh.tensor=8 does not divide .* 4 att"):
-    building._check_split(mesh, folder)
+    checks.check_split(mesh, folder)
 
 
 def test_what_a_mesh_leaves_whole_is_said(folder, tmp_path, caplog):
   model = json.loads((folder / "config.json").read_text()) | {"vocab_size": 259}
   (tmp_path / "config.json").write_text(json.dumps(model))
-  building._check_split(sharding.make_mesh(fsdp=2, tensor=2), tmp_path)
+  checks.check_split(sharding.make_mesh(fsdp=2, tensor=2), tmp_path)
   assert "mesh.tensor=2 does not divide the vocabulary of 259" in caplog.text
   caplog.clear()
-  building._check_split(sharding.make_mesh(fsdp=3, devices=jax.devices()[:3]), folder)
+  checks.check_split(sharding.make_mesh(fsdp=3, devices=jax.devices()[:3]), folder)
   assert "mesh.fsdp=3 does not divide the model's width of 32" in caplog.text
   caplog.clear()
-  building._check_split(sharding.make_mesh(fsdp=8), folder)
+  checks.check_split(sharding.make_mesh(fsdp=8), folder)
   assert caplog.text == ""

@@ -7,7 +7,8 @@ import pytest
 
 import configs.gsm8k
 from grpo_jax import main, report
-from grpo_jax.building import run as building
+from grpo_jax.building import checks
+from grpo_jax.building import model as model_building
 from grpo_jax.config import configuration, run_options
 from grpo_jax.models import sources, tiny
 from grpo_jax.report import data as report_data
@@ -67,8 +68,8 @@ def test_a_model_that_is_there_or_may_be_is_not_refused(model):
 
 def remember(config, folder, found):
   """Does with config.json what `building.build` does."""
-  config = building._with_fallback(config, found)
-  building._tell_differences(config, folder)
+  config = model_building.with_fallback(config, found)
+  checks.log_differences(config, folder)
   configuration.write(config, folder / "config.json")
 
 

@@ -11,14 +11,15 @@ from scripted_engine import ScriptedEngine
 
 import configs.base
 from grpo_jax import metrics, train
-from grpo_jax.building import computation
-from grpo_jax.building import run as building
+from grpo_jax.building import computation, online
 from grpo_jax.compilation import compiling
 from grpo_jax.compilation.programs import Job
-from grpo_jax.models import loading
+from grpo_jax.groups import credit
+from grpo_jax.learn import monitoring
+from grpo_jax.models import export, loading
 
 JOBS = computation.Computation.jobs  # other tests take them away.
-ENGINE = building._engine
+ENGINE = online._engine
 STEPS = 4
 # Three shapes of the update, the monitor, the drift and the scorer; adding, applying, the state of
 # the optimizer, the reference, advantages; tensors of the export: these have five shapes.
@@ -84,7 +85,7 @@ def scripted(one_device):
   del one_device
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(computation.Computation, "jobs", JOBS)
-    patch.setattr(building, "_engine", lambda *_: ScriptedEngine(answer))
+    patch.setattr(online, "_engine", lambda *_: ScriptedEngine(answer))
     yield
 
 
@@ -178,7 +179,7 @@ def test_programs_compiled_ahead_compute_what_others_do(
   whole, make_config, tmp_path, monkeypatch, capsys
 ):
   monkeypatch.setattr(computation.Computation, "jobs", lambda self: [])
-  for module_level in (train.credit._estimate, train.monitoring._kl, building.export._own):
+  for module_level in (credit._estimate, monitoring._kl, export._own):
     monkeypatch.setattr(module_level, "_executables", {})
   train_and_count(make_config(), tmp_path)
   assert told(tmp_path) == told(whole[0])
@@ -220,7 +221,7 @@ def conversations(make_config):
 def test_conversations_compile_a_known_set_and_a_resumed_run_nothing(
   make_config, cache, tmp_path, monkeypatch
 ):
-  monkeypatch.setattr(building, "_engine", ENGINE)
+  monkeypatch.setattr(online, "_engine", ENGINE)
   config = conversations(make_config)
   names = train_and_name(config, tmp_path, stop=StopAfter(tmp_path, 2))
   assert counts(tmp_path) == [len(names), 0.0]  # evaluations after both steps included.
@@ -237,7 +238,7 @@ def test_conversations_compile_a_known_set_and_a_resumed_run_nothing(
 def test_what_is_compiled_late_is_named(make_config, tmp_path, monkeypatch, capsys):
   most = lambda self: [job for job in JOBS(self) if not job.name.startswith("watch")]
   monkeypatch.setattr(computation.Computation, "jobs", most)
-  monkeypatch.setattr(train.monitoring.Monitor, "_is_due", lambda self, step, every: step == 1)
+  monkeypatch.setattr(monitoring.Monitor, "_is_due", lambda self, step, every: step == 1)
   as_new_process()
   jax.config.update("jax_enable_compilation_cache", False)
   try:

@@ -15,7 +15,7 @@ import pytest
 
 import configs.base
 from grpo_jax import train
-from grpo_jax.building import run as building
+from grpo_jax.building import online, phases
 from grpo_jax.engines.base import GenerationRequest
 from grpo_jax.engines.fake import FakeEngine
 from grpo_jax.models import tiny
@@ -52,8 +52,8 @@ def completion(prompt: int, attempt: int) -> str:
   return "aexioyuzw"[: 1 + (3 * attempt + prompt + attempt // 3) % 9]
 
 
-def scripted_engine(config, folder, tokenizer, workdir, stack):
-  """In place of `building._engine`: the engine of the run, whatever is in the config."""
+def scripted_engine(config, folder, tokenizer, workdir):
+  """In place of `online._engine`: the engine of the run, whatever is in the config."""
 
   def script(request: GenerationRequest) -> list[int]:
     row, _, attempt = request.request_id.rpartition(":")[2].partition("#")
@@ -63,9 +63,9 @@ def scripted_engine(config, folder, tokenizer, workdir, stack):
   return FakeEngine(np.zeros((tokenizer.vocab_size, tokenizer.vocab_size)), script=script)
 
 
-def no_update(run, state, batch, before):
-  """In place of `train.learn`: only shows which tokens an update would have seen."""
-  logprobs = [[jnp.zeros(m.loss_places.shape) for m in b.microbatches] for b in batch.minibatches]
+def no_update(state, minibatches, before, **_):
+  """In place of `phases.learn`: only shows which tokens an update would have seen."""
+  logprobs = [[jnp.zeros(m.loss_places.shape) for m in b.microbatches] for b in minibatches]
   told = {"train/skipped_share": Mean(0.0, 1.0)}
   return dataclasses.replace(state, step=state.step + 1), told, logprobs
 
@@ -93,10 +93,10 @@ def run(tmp_path_factory):
   first = jax.devices()[:1]
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(jax, "devices", lambda *_: first)  # a run takes all there are.
-    patch.setattr(building, "_engine", scripted_engine)
-    patch.setattr(train, "learn", no_update)
+    patch.setattr(online, "_engine", scripted_engine)
+    patch.setattr(phases, "learn", no_update)
     patch.setattr(keeper.Keeper, "save", lambda _: None)
-    patch.setattr(train, "publish", lambda *_: None)
+    patch.setattr(phases, "publish", lambda *_, **__: None)
     yield once
 
 

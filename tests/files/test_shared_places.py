@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from grpo_jax import main
-from grpo_jax.building import run as building
+from grpo_jax.building import kept_programs
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.engines.transfer import TransferError, WeightFolders
 from grpo_jax.files import shared_places
@@ -155,11 +155,11 @@ def test_compiled_programs_are_not_read_from_a_folder_that_others_may_write(
 ):
   monkeypatch.setenv("GRPO_JAX_CACHE", str(tmp_path / "cache"))
   jax.config.update("jax_compilation_cache_dir", None)
-  building._keep_compiled()
+  kept_programs.keep()
   assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "cache" / "xla")
   pathlib.Path(tmp_path / "cache" / "xla").chmod(0o777)
   jax.config.update("jax_compilation_cache_dir", None)
-  building._keep_compiled()
+  kept_programs.keep()
   assert jax.config.values["jax_compilation_cache_dir"] is None
   assert "compiled programs are not kept" in caplog.text and "chmod go-w" in caplog.text
 
@@ -173,9 +173,9 @@ def test_a_cache_that_cannot_be_written_is_reported_once(tmp_path, monkeypatch, 
   def refuse(dir):
     raise OSError(30, "Read-only file system", dir)
 
-  monkeypatch.setattr(building.tempfile, "TemporaryFile", refuse)
+  monkeypatch.setattr(kept_programs.tempfile, "TemporaryFile", refuse)
   jax.config.update("jax_compilation_cache_dir", str(place))
-  building._keep_compiled()
+  kept_programs.keep()
   assert jax.config.values["jax_compilation_cache_dir"] == (str(place) if is_there else None)
   assert jax.config.values["jax_persistent_cache_min_compile_time_secs"] == float("inf")
   assert caplog.text.count("compiled programs are not kept") == 1 and str(place) in caplog.text

@@ -144,7 +144,7 @@ def test_metrics_tell_raw_from_shaped():
     group([0.0, 0.0, 0.0, 0.0], tokens=[4, 4, 4, 4]),
   ]
   options = shaping.make(scale_from=(0, 1), overlong_buffer_tokens=8, max_completion_tokens=20)
-  told = shaping.of_groups(made, options)
+  told = shaping.group_metrics(made, shaping.apply(made, options), options)
   assert told == {
     "shaping/reward_mean": pytest.approx((0 + 1 + 1 + 0 * 4) / 7),
     "shaping/changed_share": pytest.approx(2 / 7),
@@ -153,8 +153,8 @@ def test_metrics_tell_raw_from_shaped():
     "shaping/overlong_share": pytest.approx(1 / 7),
     "shaping/overlong_penalty_mean": pytest.approx(-1 / 7),
   }
-  assert shaping.of_groups(made, shaping.make()) == {}
-  assert all(math.isnan(value) for value in shaping.of_groups([], options).values())
+  assert shaping.group_metrics(made, made, shaping.make()) == {}
+  assert all(math.isnan(value) for value in shaping.group_metrics([], [], options).values())
 
 
 @pytest.mark.parametrize(

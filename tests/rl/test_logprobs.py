@@ -106,7 +106,7 @@ def test_rows_without_tokens_to_learn_from_are_defined():
 IMPORT = """
 import sys, time, jax, jax.numpy
 before, start = set(sys.modules), time.perf_counter()
-from grpo_jax.rl import (advantages, aggregate, diagnostics, estimators, groups, importance, kl,
+from grpo_jax.rl import (advantages, aggregate, diagnostics, estimators, importance, kl,
   logprobs, losses, masks, objectives, sequence_losses)
 print(time.perf_counter() - start)
 print(*sorted({name.split(".")[0] for name in sys.modules}))

@@ -1,5 +1,6 @@
 """Checkpoints: bit for bit, across meshes, and whatever happens to the process or the disk."""
 
+import asyncio
 import json
 import os
 import pathlib
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.files import manifest
-from grpo_jax.run_folder import checkpointing
+from grpo_jax.run_folder import checkpointing, orbax_noise
 from grpo_jax.types import TrainState
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -248,7 +250,7 @@ DAMAGE = {
   lambda step: (step / "manifest.json").unlink(): "manifest.json is missing",
   lambda step: (step / "manifest.json").write_text('{"files": {}}'): "lists no files",
   lambda step: shutil.rmtree(step / "state"): "is missing",
-  lambda step: (shutil.rmtree(step), step.write_text("")): "no folder",
+  lambda step: (shutil.rmtree(step), step.write_text("")): "not a folder",
 }
 
 
@@ -396,7 +398,7 @@ def test_close_waits_for_the_save_under_way(folder):
 
 SAVER = """
 import os, shutil, signal, sys
-from grpo_jax.files import manifest
+from grpo_jax.files import atomic, manifest
 from grpo_jax.run_folder import checkpointing
 from tests.run_folder.test_checkpointing import make_state
 
@@ -413,8 +415,8 @@ with checkpointing.open(folder, keep_last=1) as checkpoints:
   elif moment == "within the manifest":
     manifest.digest = die
   elif moment == "before the final name":
-    flush = manifest.flush
-    manifest.flush = lambda path: die() if path.name == manifest.NAME else flush(path)
+    move = atomic.move
+    atomic.move = lambda a, b, **o: (move if b.name == manifest.NAME else die)(a, b, **o)
   elif moment == "before deleting the old":
     checkpointing._delete = die
   elif moment == "while deleting the old":
@@ -587,3 +589,30 @@ def test_a_failed_save_prints_nothing_but_its_one_message(folder, monkeypatch, c
   assert str(caught.value) == f"saving {path} failed: No space left on device"
   assert capfd.readouterr() == ("", "")
   assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("hook", ["excepthook", "unraisablehook"])
+def test_late_writes_of_a_failed_save_print_no_traceback(hook, monkeypatch):
+  """TensorStore reports each write to an event loop that is closed, through one of two hooks."""
+  printed = []
+  monkeypatch.setattr(sys, hook, lambda *_: printed.append(1))
+  loop = asyncio.new_event_loop()
+  loop.close()
+  try:
+    loop.call_soon_threadsafe(print)
+  except RuntimeError as error:
+    late, trace = error, error.__traceback__.tb_next  # called from C++: no frame is above.
+
+  def report(error, trace):
+    if hook == "excepthook":
+      sys.excepthook(type(error), error, trace)
+    else:
+      sys.unraisablehook(types.SimpleNamespace(exc_value=error, exc_traceback=trace))
+
+  with orbax_noise.silenced():
+    report(late, trace)
+    assert printed == []
+    report(ValueError("another"), None)
+    assert printed == [1]
+  report(late, trace)
+  assert printed == [1, 1], "the hook is given back"

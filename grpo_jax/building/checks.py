@@ -1,0 +1,152 @@
+"""What is checked of a config and its model before any weights are loaded."""
+
+import logging
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo_kernels.attention import choice as attention_choice
+from grpo_kernels.linear_logprobs import choice
+from jax.sharding import Mesh
+
+from grpo_jax import data, environments
+from grpo_jax.compilation import precision
+from grpo_jax.config import batching_options, configuration, data_options, modes, run_options
+from grpo_jax.learn import sharding
+from grpo_jax.models import leaves, loading, transformer
+from grpo_jax.types import Prompt
+
+_log = logging.getLogger(__name__)
+
+# An ml_collections.ConfigDict, whose fields a type checker cannot know.
+Config = Any
+
+# Prompts of each dataset that are shown to their environments before anything is sampled.
+TRIED = 8
+
+# Fields whose change does not alter what a continued run learns.
+HARMLESS = (
+  "total_steps",
+  "logging.*",
+  "checkpoint.*",
+  "export.*",
+  "evaluation.*",
+  "model.path",
+  "model.fallback",
+  "model.fallback_taken.reason",
+  "model.cache_dir",
+  "rollout.max_error_share",
+  "learn.max_skipped_steps",
+)
+
+
+def check_head(config: Config, mesh: Mesh) -> None:
+  """Raises ConfigError, before anything is loaded, for a `model.logprobs` that cannot run here."""
+  if config.model.logprobs is None:
+    return
+  try:
+    with precision.scope(matmul_precision(config)):
+      choice.pick(config.model.logprobs, chip(mesh), dtype=config.model.compute_dtype, width=0)
+  except (ValueError, NotImplementedError) as error:
+    raise configuration.ConfigError(f"model.logprobs: {error}") from error
+
+
+def check_attention(config: Config, mesh: Mesh) -> None:
+  """Raises ConfigError, before anything is loaded, for a `model.attention` that cannot run here."""
+  try:
+    attention_choice.pick(config.model.attention, chip(mesh), dtype=config.model.compute_dtype)
+  except (ValueError, NotImplementedError) as error:
+    raise configuration.ConfigError(f"model.attention: {error}") from error
+
+
+def matmul_precision(config: Config) -> str | None:
+  """Returns the precision of all float32 products of the run."""
+  return precision.resolve(config.model.matmul_precision, config.model.compute_dtype)
+
+
+def chip(mesh: Mesh) -> choice.Chip:
+  """Returns what the run computes on."""
+  return choice.chip_of(mesh.devices.flat[0])
+
+
+def check_context(config: Config, folder: pathlib.Path) -> None:
+  """Raises ConfigError if completions may outgrow the model: a run would end there, half done."""
+  allowed = run_options.limits(config).max_tokens or 0
+  known = loading.read_config(folder).max_position_embeddings
+  if not modes.is_offline(config) and allowed > known:
+    bounds, remedy = "rollout.max_tokens lets", "it"
+    if batching_options.longest_row(config) is not None:
+      rows = "row_buckets" if config.batching.row_tokens is None else "row_tokens"
+      bounds, remedy = f"rollout.max_tokens and batching.{rows} let", "one of them"
+    raise configuration.ConfigError(
+      f"{bounds} a prompt with its completion have {allowed} tokens, the model in {folder} reads"
+      f" {known} (max_position_embeddings): lower {remedy}"
+    )
+
+
+def check_split(mesh: Mesh, folder: pathlib.Path) -> None:
+  """Says what of a model a mesh does not split, though an axis of it is there to split it.
+
+  Raises:
+    ConfigError: `mesh.tensor` does not divide the attention heads or the feed-forward width.
+  """
+  model = loading.read_config(folder)
+  tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
+  for what, length in (("attention heads", model.num_heads), ("mlp", model.intermediate_size)):
+    if length % tensor:
+      raise configuration.ConfigError(
+        f"mesh.tensor={tensor} does not divide the model's {length} {what} ({folder}): set it to a"
+        " divisor, or mesh.tensor=1 and mesh.fsdp=-1"
+      )
+  axes, shapes = transformer.logical_axes(model), leaves.tree(model)
+  whole = sharding.unsplit(axes, mesh, shapes=shapes)
+  if "fsdp" in whole:
+    _log.warning(
+      "mesh.fsdp=%d does not divide the model's width of %d: weights and optimizer state are whole"
+      " on every device",
+      *(fsdp, model.hidden_size),
+    )
+  if "vocab" in whole.get("tensor", {}):
+    _log.warning(
+      "mesh.tensor=%d does not divide the vocabulary of %d: embedding and head are whole on every"
+      " device",
+      *(tensor, model.vocab_size),
+    )
+
+
+def check_scorable(
+  config: Config,
+  prompts: data.PromptStream,
+  held_out: Mapping[str, Sequence[Prompt]],
+  factories: environments.Environments,
+) -> None:
+  """Raises ConfigError, before anything is sampled, if an environment can score no row."""
+  try:
+    for dataset in prompts.datasets:
+      environments.check(factories, data.first_prompts(dataset, TRIED))
+    for of_set in held_out.values():
+      environments.check(factories, of_set[:TRIED])
+  except ValueError as error:
+    remedy = "data.environment names another one (docs/environments.md)"
+    if "nemo_gym" in {one["format"] for one in data_options.training(config).values()}:
+      remedy += (
+        ". NeMo Gym's own verifiers do not run here: write an environment that scores these rows,"
+        " or learn from the rewards that the file has, without sampling: mode='offline'"
+      )
+    raise configuration.ConfigError(f"{error}. What to do: {remedy}") from error
+
+
+def log_differences(config: Config, workdir: pathlib.Path) -> None:
+  """Logs in what the configuration differs from the one that the run began with."""
+  file = workdir / "config.json"
+  if not file.exists():
+    return
+  try:
+    before = configuration.read(file)
+  except configuration.ConfigError as error:
+    raise configuration.ConfigError(
+      f"{error}. Move it away to continue the run: it is compared with the present configuration,"
+      " which is then written in its place"
+    ) from error
+  for line in configuration.differences(before, config, harmless=HARMLESS).serious:
+    _log.warning("the configuration differs from the one that this run began with: %s", line)

@@ -1,0 +1,44 @@
+"""The prompts, environments and stream of groups of a run, made from its config."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_jax import data, environments
+from grpo_jax.config import configuration, data_options, modes, run_options
+from grpo_jax.groups import filters
+from grpo_jax.rollouts import stream
+
+# An ml_collections.ConfigDict, whose fields a type checker cannot know.
+Config = Any
+
+
+def make_prompts(
+  config: Config, tokenizer: data.Tokenizer, opener: data.Opener, state: Mapping[str, Any]
+) -> data.PromptStream:
+  """Opens the prompts where `state` of the stream says; {} is the beginning."""
+  of_data = data_options.of_stream(config)
+  return data.make(tokenizer, state=state.get("prompts"), opener=opener, **of_data)
+
+
+def make_stream(
+  config: Config, prompts: stream.PromptSource, sample: stream.Sample, state: Mapping[str, Any]
+) -> stream.OnlineStream:
+  """Makes the stream of groups, where `state` says; {} is the beginning."""
+  return stream.OnlineStream(
+    prompts,
+    sample,
+    prompts_per_step=config.rollout.prompts_per_step,
+    dynamic=run_options.dynamic_sampling(config),
+    keep=functools.partial(filters.apply, **run_options.filters_of(config)),
+    surplus=state.get("surplus", ()),
+  )
+
+
+def make_environments(config: Config) -> environments.Environments:
+  """Makes the environments, if anything is scored by them."""
+  is_needed = modes.needs_environments(config)
+  try:
+    return environments.make(**(config.environments.to_dict() if is_needed else {}))
+  except ValueError as error:
+    raise configuration.ConfigError(f"environments: {error}") from error

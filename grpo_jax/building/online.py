@@ -1,0 +1,142 @@
+"""The parts of a run that samples completions from an engine and scores them."""
+
+import contextlib
+import functools
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from grpo_kernels.attention import Attention
+
+from grpo_jax import data, engines
+from grpo_jax.building.parts import Materials, Parts
+from grpo_jax.compilation.programs import Job
+from grpo_jax.config import configuration, run_options
+from grpo_jax.engines.base import Engine, SamplingParams
+from grpo_jax.engines.jax_sampler import JaxSampler
+from grpo_jax.engines.server_process import ServerError
+from grpo_jax.engines.transfer import TransferError
+from grpo_jax.learn.group_scorer import GroupScorer
+from grpo_jax.models import loading
+from grpo_jax.models.fields import Fields
+from grpo_jax.rollouts import collecting as rollout
+from grpo_jax.rollouts import evaluation, stream
+from grpo_jax.types import Prompt, TrainState
+
+# An ml_collections.ConfigDict, whose fields a type checker cannot know.
+Config = Any
+
+
+class Online:
+  """Makes the parts of an online run; see `parts.Mode`."""
+
+  def __init__(self, config: Config):
+    self._config = config
+    self.opener: data.Opener = data.open_dataset
+
+  def make_engine(
+    self,
+    tokenizer: data.Tokenizer,
+    folder: pathlib.Path,
+    workdir: pathlib.Path,
+    stack: contextlib.ExitStack,
+  ) -> Engine:
+    """Makes the engine. Servers start while the trainer loads and compiles."""
+    engine = _engine(self._config, folder, tokenizer, workdir)
+    stack.callback(engine.close)
+    return engine
+
+  def engine_jobs(self, engine: Engine, state: TrainState) -> list[Job]:
+    """Returns the programs of the embedded sampler; servers compile by themselves."""
+    return engine.programs(state.params) if isinstance(engine, JaxSampler) else []
+
+  def meet_initial_policy(
+    self,
+    prompts: Callable[[], data.PromptStream],
+    scorer: GroupScorer,
+    params: Any,
+    workdir: pathlib.Path,
+  ) -> None:
+    """Does nothing."""
+
+  def make_parts(self, materials: Materials) -> Parts:
+    """Makes the parts from an engine and environments."""
+    config = self._config
+    sampling = functools.partial(_sampling, tokenizer=materials.tokenizer, model=materials.model)
+    limits = run_options.limits(config)
+    sample = stream.Sampler(
+      materials.engine,
+      materials.environments,
+      materials.tokenizer,
+      group_size=config.rollout.group_size,
+      sampling=sampling(config.sampling.to_dict()),
+      seed=config.seed,
+      limits=limits,
+      progress=materials.logger.progress,
+      loop=materials.loop,
+      stop=materials.stop,
+    )
+    evaluate_set = functools.partial(
+      _evaluate_set,
+      materials=materials,
+      group_size=config.evaluation.group_size,
+      pass_k=config.evaluation.pass_k,
+      sampling=sampling(run_options.evaluation_sampling(config)),
+      seed=config.seed,
+      limits=limits,
+    )
+    return Parts(sample, evaluate_set, rank=None)
+
+
+def _evaluate_set(
+  params: Any, prompts: Sequence[Prompt], name: str, *, materials: Materials, **options: Any
+) -> dict[str, float]:
+  """Evaluates the weights that the engine holds on one set of prompts."""
+  del params  # the engine has them.
+  with materials.logger.progress(f"evaluating {name}", len(prompts)) as shown:
+    return evaluation.run(
+      materials.engine,
+      materials.environments,
+      prompts,
+      materials.tokenizer,
+      name=name,
+      loop=materials.loop,
+      on_progress=rollout.counting(shown),
+      stop=materials.stop,
+      **options,
+    )
+
+
+def _engine(
+  config: Config, folder: pathlib.Path, tokenizer: data.Tokenizer, workdir: pathlib.Path
+) -> Engine:
+  """Makes the engine that the config names."""
+  settings = config.engine.to_dict()
+  name = settings.pop("name")
+  own = settings[name] if name in settings else settings["options"]
+  is_embedded = name == "jax_sampler"
+  sizes = run_options.sampler_sizes(config) if is_embedded else {"max_rows": settings["max_rows"]}
+  try:
+    return engines.make(
+      name,
+      config=loading.read_config(folder),
+      source_directory=folder,
+      workdir=workdir,
+      decode=lambda ids: tokenizer.decode(ids, skip_special=False),
+      compute_dtype=config.model.compute_dtype,
+      product_dtype=config.model.product_dtype,
+      matmul_precision=config.model.matmul_precision,
+      attention=Attention(config.model.attention),
+      num_valid_tokens=tokenizer.vocab_size,
+      **{**sizes, **own},
+    )
+  except (ValueError, ServerError, TransferError) as error:
+    raise configuration.ConfigError(f"engine: {error}") from error
+
+
+def _sampling(
+  settings: Mapping[str, Any], *, tokenizer: data.Tokenizer, model: loading.Loaded
+) -> SamplingParams:
+  """Adds the ids that end a completion: all that the tokenizer and the model's files name."""
+  named = Fields(model.generation, "generation_config.json").ids("eos_token_id")
+  return SamplingParams(**settings, stop_ids=tuple(sorted({*tokenizer.stop_ids, *named})))

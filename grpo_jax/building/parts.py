@@ -1,0 +1,117 @@
+"""What online and offline training have in common: the parts that each makes in its own way."""
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from grpo_jax import data, environments
+from grpo_jax.compilation.programs import Job
+from grpo_jax.engines.base import Engine
+from grpo_jax.learn.group_scorer import GroupScorer
+from grpo_jax.models import loading
+from grpo_jax.rollouts import stream
+from grpo_jax.rollouts.loop_thread import LoopThread
+from grpo_jax.run_folder.loggers import Logger
+from grpo_jax.run_folder.steps import GroupLogprobs
+from grpo_jax.types import Prompt, RolloutGroup, TrainState
+
+# (full weights, prompts, name of the evaluation set) → eval/NAME/*
+EvaluateSet = Callable[[Any, Sequence[Prompt], str], dict[str, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Materials:
+  """What the parts of either mode are made of.
+
+  Attributes:
+    engine: Engine made by the mode.
+    environments: Environments by name.
+    tokenizer: Tokenizer of the model.
+    model: The model, without its parameters.
+    scorer: Scorer of whole groups.
+    logger: Shows how far a phase has come.
+    loop: Thread in which rollouts are collected.
+    stop: Becomes true when the run is asked to end; see `interrupts.Flag`.
+  """
+
+  engine: Engine
+  environments: environments.Environments
+  tokenizer: data.Tokenizer
+  model: loading.Loaded
+  scorer: GroupScorer
+  logger: Logger
+  loop: LoopThread
+  stop: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+  """Where groups come from, and how a policy is evaluated.
+
+  Attributes:
+    sample: Function (prompts, step) → their groups.
+    evaluate_set: Function that evaluates full weights on the prompts of one evaluation set.
+    rank: Function (groups, logprobs) → metrics of a step that only recorded groups have; None:
+      there are none.
+  """
+
+  sample: stream.Sample
+  evaluate_set: EvaluateSet
+  rank: Callable[[Sequence[RolloutGroup], GroupLogprobs], dict[str, float]] | None
+
+
+@runtime_checkable
+class Mode(Protocol):
+  """One of the two ways to train: `online.Online` or `offline.Offline`."""
+
+  @property
+  def opener(self) -> data.Opener:
+    """Function that opens a dataset."""
+    ...
+
+  def make_engine(
+    self,
+    tokenizer: data.Tokenizer,
+    folder: pathlib.Path,
+    workdir: pathlib.Path,
+    stack: contextlib.ExitStack,
+  ) -> Engine:
+    """Makes the engine, which `stack` closes.
+
+    Args:
+      tokenizer: Tokenizer of the model.
+      folder: Hugging Face folder of the model.
+      workdir: Run folder.
+      stack: Closes what is opened here.
+
+    Raises:
+      ConfigError: the settings of the engine cannot work.
+    """
+    ...
+
+  def engine_jobs(self, engine: Engine, state: TrainState) -> list[Job]:
+    """Returns what the engine compiles, given shapes and shardings of the training state."""
+    ...
+
+  def meet_initial_policy(
+    self,
+    prompts: Callable[[], data.PromptStream],
+    scorer: GroupScorer,
+    params: Any,
+    workdir: pathlib.Path,
+  ) -> None:
+    """Does what needs the full weights of the initial policy.
+
+    Args:
+      prompts: Opens the training prompts at their beginning.
+      scorer: Scorer of whole groups.
+      params: Full weights of the initial policy.
+      workdir: Run folder.
+    """
+    ...
+
+  def make_parts(self, materials: Materials) -> Parts:
+    """Makes the parts; called last."""
+    ...

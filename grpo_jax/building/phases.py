@@ -1,0 +1,212 @@
+"""The phases of a training step that are more than one call: score, learn, evaluate, publish.
+
+`building.run` binds them to their options, so that the loop hands over data only.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from grpo_jax import report
+from grpo_jax.batching import Assembled
+from grpo_jax.building.parts import EvaluateSet
+from grpo_jax.compilation import compiling
+from grpo_jax.files.disk import WriteError
+from grpo_jax.groups import credit
+from grpo_jax.learn import sharding, train_step
+from grpo_jax.learn.policy import Policy
+from grpo_jax.metrics import timing
+from grpo_jax.models import export, loading
+from grpo_jax.rl.estimators import Estimator
+from grpo_jax.rl.objective_options import Options
+from grpo_jax.run_folder import console
+from grpo_jax.run_folder.loggers import Logger
+from grpo_jax.types import Batch, Mean, Metrics, Minibatch, Prompt, TrainState
+
+Minibatches = Sequence[Minibatch]
+
+
+def score(
+  state: TrainState,
+  batch: Assembled,
+  *,
+  scorer: train_step.Scorer,
+  needs_old: bool,
+  policy: Policy,
+  estimator: Estimator,
+  options: Options,
+  mesh: Mesh,
+  logger: Logger,
+) -> tuple[Minibatch, ...]:
+  """Puts a batch on the devices, with logprobs under the policies that stay fixed.
+
+  Args:
+    state: State before the update.
+    batch: Batch of the step, on the host.
+    scorer: Program that computes logprobs.
+    needs_old: Whether old logprobs are needed: several updates follow.
+    policy: Policy of the run; its reference is scored if there is one.
+    estimator: Estimator of the advantages, which may have to be whitened.
+    options: Options of the objective.
+    mesh: Mesh of the devices.
+    logger: Shows that the phase runs.
+  """
+  whitens = estimator.needs_whitening
+  whitens_last = whitens and options.kl_in_reward and options.kl_coef
+  with logger.progress("scoring"):
+    if whitens and not whitens_last:
+      batch = credit.whitened(batch, estimator, options)
+    scored = train_step.with_logprobs(
+      sharding.put(batch.minibatches, mesh),
+      scorer,
+      old_params=policy.full(state.params) if needs_old else None,
+      ref_params=policy.reference(),
+    )
+    if whitens_last:  # the KL is taken off the advantages, so the logprobs come first.
+      known = batch.with_minibatches(_with_fetched_logprobs(batch.minibatches, scored))
+      white = credit.whitened(known, estimator, options)
+      scored = _with_advantages(scored, white.minibatches, mesh)
+    return jax.block_until_ready(scored)
+
+
+def _with_fetched_logprobs(host: Minibatches, scored: Minibatches) -> tuple[Minibatch, ...]:
+  """Adds the logprobs of batches on the devices to the same batches on the host."""
+
+  def fetched(own: Batch, other: Batch) -> Batch:
+    old, ref = jax.device_get((other.old_logprobs, other.ref_logprobs))
+    return dataclasses.replace(own, old_logprobs=old, ref_logprobs=ref)
+
+  return _paired(fetched, host, scored)
+
+
+def _with_advantages(scored: Minibatches, host: Minibatches, mesh: Mesh) -> tuple[Minibatch, ...]:
+  """Replaces the advantages of batches on the devices by those of batches on the host."""
+
+  def replaced(own: Batch, other: Batch) -> Batch:
+    return dataclasses.replace(own, advantages=sharding.put(other.advantages, mesh))
+
+  return _paired(replaced, scored, host)
+
+
+def _paired(
+  change: Callable[[Batch, Batch], Batch], ones: Minibatches, others: Minibatches
+) -> tuple[Minibatch, ...]:
+  """Changes every batch of `ones` by the one at its place in `others`."""
+  return tuple(
+    Minibatch(tuple(map(change, one.microbatches, other.microbatches)), one.denominators)
+    for one, other in zip(ones, others, strict=True)
+  )
+
+
+def learn(
+  state: TrainState,
+  minibatches: Minibatches,
+  before: Callable[[], None],
+  *,
+  update: train_step.Update,
+  logger: Logger,
+) -> tuple[TrainState, Metrics, train_step.MicrobatchLogprobs]:
+  """Updates the weights; where there is nothing to learn from, only counts the step.
+
+  Args:
+    state: Training state; an update donates its arrays.
+    minibatches: Batch of the step, on the devices.
+    before: Called before the arrays of the state are donated.
+    update: The training step.
+    logger: Shows that the phase runs.
+
+  Returns:
+    The new state, metrics, and the logprobs of the batch before the first update.
+  """
+  if not minibatches:
+    untouched: Metrics = {"train/skipped_share": Mean(0.0, 1.0)}
+    return dataclasses.replace(state, step=train_step.counted_on(state.step)), untouched, []
+  with logger.progress("learning"):
+    return jax.block_until_ready(update(state, minibatches, before))
+
+
+def evaluate(
+  state: TrainState,
+  *,
+  policy: Policy,
+  evaluate_set: EvaluateSet,
+  held_out: Mapping[str, Sequence[Prompt]],
+  timer: timing.Timer,
+  compilations: compiling.Watch,
+  logger: Logger,
+) -> dict[str, float]:
+  """Evaluates a state on every held-out set, and logs the metrics.
+
+  Returns:
+    eval/* of all sets.
+
+  Raises:
+    Stopped: the run is asked to end.
+  """
+  found: dict[str, float] = {}
+  with timer.span("evaluate"):
+    for name, prompts in held_out.items():
+      found |= evaluate_set(policy.full(state.params), prompts, name)
+  # The next step counts them, too: it is the one that waited.
+  compiled = compiling.metrics(compilations.so_far())
+  logger.write(int(state.step), {**found, **compiled, **timer.collect()})
+  return found
+
+
+def publish(
+  state: TrainState,
+  *,
+  policy: Policy,
+  model: loading.Loaded,
+  folder: pathlib.Path,
+  dtype: str | None,
+  max_shard_gb: float | None,
+  logger: Logger,
+) -> None:
+  """Writes the final weights as a Hugging Face folder.
+
+  Args:
+    state: Final state.
+    policy: Policy of the run.
+    model: The model that training began with.
+    folder: Folder to be written.
+    dtype: Type of the weights in the files; None: that of the parameters.
+    max_shard_gb: Largest size of a file, in gigabytes; None: one file.
+    logger: Prints where the weights are.
+  """
+  written = export.to_huggingface(
+    policy.full(state.params),
+    model.config,
+    folder,
+    source_directory=model.directory,
+    dtype=np.dtype(dtype) if dtype else None,
+    max_shard_bytes=int(max_shard_gb * 1e9) if max_shard_gb else None,
+  )
+  for line in console.closing_lines(str(written)):
+    logger.print(line)
+
+
+def write_report(
+  workdir: pathlib.Path, logger: Logger, kind: type[BaseException] | None, *_: object
+) -> None:
+  """Writes report.html when a run ends, and prints where it is.
+
+  Args:
+    workdir: Run folder.
+    logger: Prints the line.
+    kind: Exception that ends the run; it goes before a report that cannot be written.
+
+  Raises:
+    WriteError: the report cannot be written, and nothing else has failed.
+  """
+  try:
+    path = report.write(workdir)
+    logger.print(f"report: {path} (open it in a browser)")
+  except WriteError as error:
+    if kind is None:
+      raise
+    logger.print(f"and no report: {error}")

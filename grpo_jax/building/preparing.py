@@ -1,0 +1,110 @@
+"""What a run needs before it can be bound: model, data, environments, mode, programs, weights."""
+
+import contextlib
+import dataclasses
+import logging
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import Mesh
+
+from grpo_jax import data, environments
+from grpo_jax.building import checks, computation, groups, kept_programs, online
+from grpo_jax.building import model as model_building
+from grpo_jax.building.parts import Mode
+from grpo_jax.compilation import compiling, precision
+from grpo_jax.config import data_options, modes, run_options
+from grpo_jax.engines.base import Engine
+from grpo_jax.files.disk import writing
+from grpo_jax.learn import sharding
+from grpo_jax.models import loading
+from grpo_jax.run_folder import console, notices
+from grpo_jax.types import Prompt
+
+_log = logging.getLogger(__name__)
+
+# An ml_collections.ConfigDict, whose fields a type checker cannot know.
+Config = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+  """What is known before any weights are loaded."""
+
+  config: Config
+  workdir: pathlib.Path
+  folder: pathlib.Path  # of the model.
+  mesh: Mesh
+  mode: Mode
+  tokenizer: data.Tokenizer
+  held_out: dict[str, list[Prompt]]
+  environments: environments.Environments
+  screen: console.Screen
+  compilations: compiling.Watch
+  stop: Any
+
+  def prompts(self, position: Mapping[str, Any] | None = None) -> data.PromptStream:
+    """Opens the training prompts at a position of the stream; None: at the beginning."""
+    config, opener = self.config, self.mode.opener
+    return groups.make_prompts(config, self.tokenizer, opener, position or {})
+
+
+def mode_of(config: Config) -> Mode:
+  """Returns what makes the parts of the config's mode."""
+  if modes.is_offline(config):
+    from grpo_jax.building import offline  # only here: no other run imports that wing.
+
+    return offline.Offline(config)
+  return online.Online(config)
+
+
+def prepare(
+  config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack, stop: Any
+) -> Inputs:
+  """Finds and checks what the run needs, before any weights are loaded."""
+  with writing(workdir):
+    workdir.mkdir(parents=True, exist_ok=True)
+  kept_programs.keep()
+  compilations = compiling.Watch()
+  screen = console.Screen(note=compilations.note)
+  stack.enter_context(notices.on_screen(screen))
+  stack.enter_context(compilations.listening())
+  mesh = sharding.make_mesh(**config.mesh)
+  checks.check_head(config, mesh)
+  checks.check_attention(config, mesh)
+  platform = checks.chip(mesh).platform
+  _log.info(precision.describe(checks.matmul_precision(config), platform))
+  found = model_building.find(config)
+  config = model_building.with_fallback(config, found)
+  checks.check_context(config, found.folder)
+  checks.check_split(mesh, found.folder)
+  tokenizer = data.load_tokenizer(
+    found.folder,
+    chat_template=config.model.chat_template,
+    template_args=config.model.chat_template_args.to_dict(),
+  )
+  mode = mode_of(config)
+  held_out = data_options.open_all(config, tokenizer, mode.opener)  # a wrong file is found at once.
+  made = stack.enter_context(groups.make_environments(config))
+  inputs = Inputs(
+    *(config, workdir, found.folder, mesh, mode, tokenizer),
+    *(held_out, made, screen, compilations, stop),
+  )
+  if modes.needs_environments(config):
+    checks.check_scorable(config, inputs.prompts(), held_out, made)
+  return inputs
+
+
+def load_model(inputs: Inputs, engine: Engine) -> tuple[computation.Computation, loading.Loaded]:
+  """Makes the programs of the run, and compiles them while the weights are read."""
+  objective = run_options.objective(inputs.config)
+  _log.debug("loss: %s", inputs.config.loss.to_dict())
+  sizes = loading.read_config(inputs.folder)
+  made = computation.make(inputs.config, sizes, inputs.mesh, objective)
+  jobs = [*inputs.mode.engine_jobs(engine, made.state), *made.jobs()]
+  with compiling.Ahead(jobs, inputs.compilations) as ahead:
+    model = model_building.load(inputs.folder, made.shardings)
+    data.check_vocabulary(inputs.tokenizer, model.config.vocab_size)
+    ahead.wait(inputs.screen.progress, stop=inputs.stop)
+  return made, model

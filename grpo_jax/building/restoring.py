@@ -1,0 +1,61 @@
+"""Where a run begins or continues: its newest usable checkpoint, or the model as it was read."""
+
+import logging
+from typing import Any
+
+import jax
+
+from grpo_jax import data
+from grpo_jax.building.computation import Computation
+from grpo_jax.building.groups import make_prompts
+from grpo_jax.groups import group_json
+from grpo_jax.learn import train_step
+from grpo_jax.run_folder import checkpointing, stored_leaves
+from grpo_jax.run_folder.keeper import Standing
+from grpo_jax.types import TrainState
+
+_log = logging.getLogger(__name__)
+
+# An ml_collections.ConfigDict, whose fields a type checker cannot know.
+Config = Any
+
+
+def restore(
+  checkpoints: checkpointing.Checkpoints,
+  params: Any,
+  made: Computation,
+  refuse: checkpointing.Refusal,
+) -> Standing:
+  """Returns the newest usable checkpoint's state, or the state of the model as it was read."""
+  if checkpoints.steps():
+    jax.tree.map(lambda x: x.delete(), params)  # never two sets of weights in memory.
+    restored = checkpoints.restore_latest(dict(vars(made.state)), refuse=refuse)
+    if restored is not None:
+      state, extra = TrainState(**restored[0]), restored[1]
+      _log.info("continuing at step %d", int(state.step))
+      return Standing(state, extra["stream"], extra["skipped"], extra["evaluated"])
+  state = train_step.init(params, made.tx, shardings=made.shardings, initializer=made.initialize)
+  return Standing(state, {})
+
+
+def refusal(
+  config: Config, tokenizer: data.Tokenizer, opener: data.Opener, state: Any, extra: Any
+) -> str | None:
+  """Returns why a run cannot continue from what a checkpoint holds; None if it can."""
+  if name := stored_leaves.first_not_finite(state["params"]):
+    return f"its weights are not finite: {name}"
+  for name, kind in {"stream": dict, "skipped": int, "evaluated": dict}.items():
+    if not isinstance(extra.get(name), kind) or isinstance(extra[name], bool):
+      return f"{name!r} is {extra.get(name)!r:.60}"
+  if extra["skipped"] < 0:
+    return f"'skipped' is {extra['skipped']}"
+  values = extra["evaluated"].values()
+  if not all(isinstance(value, float | int) for value in values):
+    return "'evaluated' holds what is not a number"
+  try:
+    make_prompts(config, tokenizer, opener, extra["stream"])
+    for record in extra["stream"].get("surplus", ()):
+      group_json.decode(record)
+  except checkpointing.READING_FAILS as error:
+    return f"its place in the data cannot be used: {type(error).__name__}: {error}"
+  return None

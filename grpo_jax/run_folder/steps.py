@@ -1,0 +1,193 @@
+"""The books of a run: what is written and printed of each step, once it has been learned."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from grpo_jax import batching, metrics
+from grpo_jax.compilation import compiling
+from grpo_jax.groups import credit, learning_signal, shaping
+from grpo_jax.groups.filters import Filtered
+from grpo_jax.learn import monitoring
+from grpo_jax.metrics import timing
+from grpo_jax.rl.estimators import Estimator
+from grpo_jax.run_folder.loggers import Logger
+from grpo_jax.types import Metrics, RolloutGroup
+
+# For each rollout of each group: one number a completion token; NaN where nothing was computed.
+GroupLogprobs = Sequence[Sequence[Float[np.ndarray, " _"]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+  """What a step did.
+
+  Attributes:
+    step: Number of the step, and version of the weights that it started from.
+    groups: Groups of the step, with rewards as they were scored.
+    shaped: The same groups with shaped rewards.
+    kept: The groups that passed the filters.
+    advantages: Advantages of the kept groups.
+    batch: The kept groups as they were packed; NumPy.
+    watched: Metrics of all completions, where they were measured.
+    learned: Metrics of the update.
+    logprobs: Logprobs that the update computed, of each microbatch of each minibatch; on the
+      devices.
+  """
+
+  step: int
+  groups: Sequence[RolloutGroup]
+  shaped: Sequence[RolloutGroup]
+  kept: Filtered
+  advantages: Sequence[Float[np.ndarray, " _"]]
+  batch: batching.Assembled
+  watched: Mapping[str, float]
+  learned: Metrics
+  logprobs: Sequence[Sequence[Float[Array, "_ _"]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Books:
+  """books.record(record) → the metrics of a step, once written.
+
+  Attributes:
+    logger: Writes metrics and rollouts, and prints lines.
+    timer: Measures the phases of a step.
+    compilations: Lists the programs that were compiled.
+    signal_watch: Notices steps without anything to learn from.
+    first_step: Step at which this process began or continued the run.
+    shaping: Options of the shaping of rewards.
+    estimator: Estimator of the advantages.
+    sources: Functions that return further metrics of the step: of the stream, the engine, ....
+    rank: Function (kept groups, logprobs) → metrics of the order in which the policy ranks
+      recorded responses; None: responses are sampled.
+    by_dataset: Whether the metrics of the datasets are also reported one by one.
+    devices: Devices of this host.
+  """
+
+  logger: Logger
+  timer: timing.Timer
+  compilations: compiling.Watch
+  signal_watch: learning_signal.Watch
+  first_step: int
+  shaping: shaping.Shaping
+  estimator: Estimator
+  sources: Sequence[Callable[[], Mapping[str, float]]]
+  rank: Callable[[Sequence[RolloutGroup], GroupLogprobs], dict[str, float]] | None
+  by_dataset: bool
+  devices: Sequence[Any]
+
+  def record(self, record: StepRecord) -> dict[str, float]:
+    """Writes metrics and rollouts of a step, and prints what a user should know of it.
+
+    Returns:
+      All metrics of the step; see docs/metrics.md.
+    """
+    logprobs = batching.per_rollout(record.batch, jax.device_get(record.logprobs), record.kept.kept)
+    signal = self._signal(record)
+    compiled = self.compilations.take()
+    values = self._described(record, logprobs)
+    values |= {**record.watched, **signal.metrics(), **_computed_share(record, logprobs)}
+    values |= compiling.metrics(compiled)
+    self.logger.write(record.step, values)
+    self._write_rollouts(record, logprobs)
+    for line in self.signal_watch.lines(record.step, signal):
+      self.logger.print(line)
+    if record.step > self.first_step:
+      self._print_late(f"step {record.step}", compiled)
+    return values
+
+  def report_no_signal(self, step: int) -> None:
+    """Prints that the run has learned nothing from rewards, if that is so.
+
+    Args:
+      step: Number of steps done.
+    """
+    if step > 0 and not self.signal_watch.has_learned:
+      self.logger.print("NOTHING WAS LEARNED FROM REWARDS in this run; the lines above say why")
+
+  def report_late_compilations(self, step: int) -> None:
+    """Prints which programs the end of the run has compiled, unless it made no step at all.
+
+    Args:
+      step: Number of steps done.
+    """
+    compiled = self.compilations.take()
+    if step > self.first_step:
+      self._print_late("the end of the run", compiled)
+
+  def _print_late(self, when: str, compiled: Sequence[compiling.Compilation]) -> None:
+    if line := compiling.late_line(when, compiled):
+      self.logger.print(line)
+
+  def _signal(self, record: StepRecord) -> learning_signal.Signal:
+    """Finds what the step teaches."""
+    return learning_signal.of_step(
+      record.groups,
+      record.kept.select(record.shaped),
+      record.advantages,
+      record.batch.not_computed,
+      self.estimator,
+    )
+
+  def _described(self, record: StepRecord, logprobs: GroupLogprobs) -> dict[str, float]:
+    """Returns the metrics of a step that are measured in every step."""
+    times = self.timer.collect()
+    groups, kept = record.groups, record.kept
+    return {
+      "weight_version": float(record.step),
+      **metrics.of_rollouts(groups, step=record.step),
+      **shaping.group_metrics(groups, record.shaped, self.shaping),
+      **{name: value for source in self.sources for name, value in source().items()},
+      **(metrics.of_datasets(groups) if self.by_dataset else {}),
+      **{f"filter/{reason}": float(count) for reason, count in kept.dropped.items()},
+      **credit.advantage_metrics(record.advantages),
+      **metrics.to_floats(record.batch.metrics),
+      **metrics.to_floats(record.learned),
+      **(self.rank(kept.kept, logprobs) if self.rank else {}),
+      **times,
+      "perf/tokens_per_s": _tokens(groups) / times["time/step_s"],
+      "perf/peak_rss_gib": timing.peak_rss_gib(),
+      **monitoring.device_memory(self.devices),
+    }
+
+  def _write_rollouts(self, record: StepRecord, logprobs: GroupLogprobs) -> None:
+    """Writes all rollouts of a step; groups that were left out have NaN for what they lack."""
+    known = dict(
+      zip(record.kept.places, zip(record.advantages, logprobs, strict=True), strict=True)
+    )
+    columns = [known.get(i) or _unknown(group) for i, group in enumerate(record.groups)]
+    shaped = [group.rewards for group in record.shaped]
+    self.logger.write_rollouts(
+      record.step, record.groups, *zip(*columns, strict=True), shaped_rewards=shaped
+    )
+
+
+def _unknown(group: RolloutGroup) -> tuple[np.ndarray, list[np.ndarray]]:
+  """Returns advantages and logprobs of a group that was left out."""
+  lengths = [len(rollout.completion_ids) for rollout in group.rollouts]
+  return np.full(len(lengths), np.nan), [np.full(n, np.nan, np.float32) for n in lengths]
+
+
+def _computed_share(record: StepRecord, logprobs: GroupLogprobs) -> dict[str, float]:
+  """Returns batch/computed_token_share: of which tokens train/entropy and mismatch/* are."""
+  total = sum(int(rollout.loss_mask.sum()) for rollout in _rollouts(record.groups))
+  share = monitoring.token_shares(record.kept.kept, logprobs, total)
+  return {"batch/computed_token_share": share}
+
+
+def _tokens(groups: Sequence[RolloutGroup]) -> int:
+  """Returns the number of tokens of all prompts and completions, each prompt once a completion."""
+  return sum(
+    len(group.prompt.token_ids) + len(rollout.completion_ids)
+    for group in groups
+    for rollout in group.rollouts
+  )
+
+
+def _rollouts(groups: Sequence[RolloutGroup]) -> Iterator[Any]:
+  return (rollout for group in groups for rollout in group.rollouts)

@@ -1,0 +1,70 @@
+"""What ends a run with a message and without a traceback is one base class."""
+
+import ast
+import pathlib
+
+from grpo_jax.errors import ExpectedFailure
+from grpo_jax.learn.train_step import NonFiniteGradients
+from grpo_jax.run_folder.checkpointing import CheckpointError
+
+PACKAGE = pathlib.Path(__file__).parents[1] / "grpo_jax"
+
+# Exceptions that do not leave the package: other code of the package catches them, or turns them
+# into an expected failure.
+CAUGHT = {
+  "interrupts.py": {"Stopped"},
+  "config/command_line.py": {"HelpWanted"},
+  "engines/sglang_messages.py": {"Garbled", "Aborted"},
+  "engines/sglang_client.py": {"Refused", "Unanswered"},
+  "engines/server.py": {"ServerLost"},
+  "http/bodies.py": {"UnreadableBody"},
+  "run_folder/stored_leaves.py": {"Unusable", "OtherState"},
+  "environments/isolation.py": {"EnvironmentFailure"},
+  "environments/reward_model.py": {"TooLong"},
+  "environments/scoring/failures.py": {"EndpointError"},
+  "environments/grading/pool.py": {
+    "GraderTimeout",
+    "GraderCrash",
+    "GraderError",
+    "GraderStartError",
+    "_SandboxDied",
+  },
+  "environments/grading/code_tests.py": {"TestError"},
+  "environments/grading/evaluated.py": {"_TooDeepError"},
+  "environments/grading/arithmetic.py": {"ExpressionError"},
+  "errors.py": {"ExpectedFailure"},
+}
+ENDS = ("Error", "Exception", "Failure")
+
+
+def exceptions():
+  """Yields (file, name, names of the bases) of the package's exceptions."""
+  for path in sorted(PACKAGE.rglob("*.py")):
+    name = path.relative_to(PACKAGE).as_posix()
+    if name.startswith(("sandbox/", "engines/server_side/")):
+      continue  # other processes run them.
+    for node in ast.walk(ast.parse(path.read_text())):
+      if isinstance(node, ast.ClassDef):
+        bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+        yield name, node.name, bases
+
+
+def test_every_exception_is_an_expected_failure_or_is_caught_within_the_package():
+  found = list(exceptions())
+  expected, caught = {"ExpectedFailure"}, set().union(*CAUGHT.values()) - {"ExpectedFailure"}
+  for _ in range(4):  # bases of bases.
+    expected |= {name for _, name, bases in found if bases & expected}
+    caught |= {name for _, name, bases in found if bases & caught and not bases & expected}
+  raised = [
+    f"{file}: {name}"
+    for file, name, bases in found
+    if any(base.endswith(ENDS) for base in bases) and name not in expected | caught
+  ]
+  assert raised == []
+  listed = {(file, name) for file, names in CAUGHT.items() for name in names}
+  assert listed <= {(file, name) for file, name, _ in found}, "gone: take it off the list"
+
+
+def test_a_full_disk_and_gradients_that_are_not_finite_are_expected_failures():
+  assert issubclass(CheckpointError, ExpectedFailure)
+  assert issubclass(NonFiniteGradients, ExpectedFailure)
