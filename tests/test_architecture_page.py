@@ -6,6 +6,8 @@ import pathlib
 import re
 import xml.etree.ElementTree
 
+import pytest
+
 from tests.test_architecture import FLOORS, PACKAGE, ROOT
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
@@ -47,6 +49,14 @@ def test_what_the_page_names_exists():
     if not place(path).exists() or (name and name not in names(place(path))):
       missing.append(text)
   assert missing == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md"])
+def test_other_pages_name_files_that_exist(page):
+  top = r"(?:grpo_jax|kernels|configs|scripts|tests|docs|constraints)"
+  named = re.findall(rf"`({top}/[\w./]+)`", (ROOT / page).read_text())
+  missing = [path for path in named if "NAME" not in path and not (ROOT / path).exists()]
+  assert named and missing == []
 
 
 def test_the_page_names_enough():
