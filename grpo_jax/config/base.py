@@ -59,7 +59,7 @@ def get_config() -> Any:
   data.max_prompt_tokens = 512  # longest prompt, chat template included.
   data.overlong = "zero_weight"  # longer ones: "drop", or "zero_weight": kept, nothing learned.
   data.on_error = "stop"  # at a broken row: "stop", or "skip" and count.
-  data.shuffle = True  # in a new order every epoch, drawn from `seed`.
+  data.shuffle = True  # anew in every epoch, drawn from `seed`.
   data.epochs = placeholder(int)  # passes over the data; None: without end.
   data.repeat = 1  # how often an epoch has every row.
   data.split_validation_size = 0.0  # rows split off for evaluation: a share below 1, or a number.
@@ -181,7 +181,7 @@ def get_config() -> Any:
   filters.min_scored = 1  # those with fewer completions of a finite reward.
   filters.min_reward_mean = float("-inf")  # those whose mean reward is lower,
   filters.max_reward_mean = float("inf")  # or higher.
-  filters.max_truncated_share = 1.0  # those with a larger share cut at the token limit.
+  filters.max_truncated_share = 1.0  # those of which more was cut at the token limit.
 
   config.advantages = advantages = ConfigDict()  # formulas: docs/algorithms.md.
   advantages.estimator = "grpo"  # or lite_ppo, dr_grpo, rloo, reinforce_pp(_baseline), gdpo.

@@ -174,7 +174,7 @@ def _unknown(group: RolloutGroup) -> tuple[np.ndarray, list[np.ndarray]]:
 
 
 def _computed_share(record: StepRecord, logprobs: GroupLogprobs) -> dict[str, float]:
-  """Returns batch/computed_token_share: share of tokens behind train/entropy and mismatch/*."""
+  """Returns batch/computed_token_share: of which tokens train/entropy and mismatch/* are."""
   total = sum(int(rollout.loss_mask.sum()) for rollout in _rollouts(record.groups))
   share = monitoring.token_shares(record.kept.kept, logprobs, total)
   return {"batch/computed_token_share": share}
