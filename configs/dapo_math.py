@@ -36,8 +36,8 @@ def get_config():
   config.rollout.max_tokens = 3072
   config.sampling.max_tokens = 2048
 
-  # Groups that are all right or all wrong are replaced; what is drawn too much waits for the next
-  # step, hence weights that are one step older, and the correction of the ratio to them.
+  # Groups that are all right or all wrong are replaced; a surplus waits for the next step.
+  # Its weights are then one step older, so the ratio to them is corrected.
   config.dynamic_sampling.enabled = True
   config.dynamic_sampling.max_rounds = 10
   config.loss.importance_correction = "token"

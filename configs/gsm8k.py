@@ -5,7 +5,7 @@
 
 Without the paths the dataset comes from the Hugging Face hub (pip install 'grpo-jax[datasets]').
 The reward has two components, logged apart: `env/math/reward/correct` and `env/math/reward/format`
-(an answer stands in a box); `env/math/accuracy` is the share of right answers.
+(an answer is in a box); `env/math/accuracy` is the share of right answers.
 """
 
 import configs.base

@@ -9,7 +9,7 @@ Rows of both tasks, in any order:
     {"task_name": "code", "prompt": a function's head and docstring, "test": code with
      check(candidate), "entry_point": its name}
 
-Metrics are told by environment: env/math/*, env/code/*, eval/NAME/math/accuracy. Programs run in
+Metrics are logged by environment: env/math/*, env/code/*, eval/NAME/math/accuracy. Programs run in
 bubblewrap (`apt-get install bubblewrap`); docs/code_environment.md has their other shapes.
 """
 

@@ -41,6 +41,7 @@ nitpick_ignore_regex = [(r"py:.*", r".*")]  # annotations name types of packages
 
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises|Reference|Warns):$")
+ITEM = re.compile(r"([*-]|\d+\.) ")
 CODE = re.compile(r"(?<!`)(`[^`]+`)(?!`)")
 STAR = re.compile(r"(?<![\w*\\])\*(?!\w[^*]*\w\*|\w\*|[ *])")
 
@@ -93,15 +94,14 @@ def read_docstring(
   (formulas, tables, code) are shown as they are; marks of reStructuredText mean nothing in them.
   """
   marked: list[str] = []
-  in_section = in_block = False
+  left_as_is = in_block = False  # sections and items of lists have indented lines of their own.
   for line in lines:
     indented = line.startswith(" ")
     if line and not indented:
-      in_section, in_block = bool(SECTION.match(line)), False
-    elif indented and not in_section and not in_block and marked and not marked[-1]:
-      in_block = not starts_list(marked)
-      if in_block:
-        marked += ["::", ""]
+      left_as_is, in_block = bool(SECTION.match(line) or ITEM.match(line)), False
+    elif indented and not left_as_is and not in_block and marked:
+      marked += ["::", ""] if not marked[-1] else ["", "::", ""]
+      in_block = True
     marked.append(line if in_block else escaped(line))
   lines[:] = marked
 
@@ -109,19 +109,12 @@ def read_docstring(
 def escaped(line: str) -> str:
   """Returns a line of prose in which only `code` and *emphasis* are marks."""
   parts = CODE.split(line)
-  parts[::2] = [
-    STAR.sub(r"\\*", part).replace("|", r"\|").replace("``", r"\`\`") for part in parts[::2]
-  ]
+  for i in range(0, len(parts), 2):
+    parts[i] = STAR.sub(r"\\*", parts[i]).replace("|", r"\|").replace("``", r"\`\`")
   for i in range(1, len(parts), 2):
     if re.match(r"\w", parts[i + 1]):
       parts[i] += "\\ "
   return "".join(parts)
-
-
-def starts_list(lines: list[str]) -> bool:
-  """Returns whether the last paragraph is an item of a list, which an indented one continues."""
-  last = [line for line in lines if line][-1]
-  return last.lstrip().startswith(("* ", "- ", "1. "))
 
 
 def shorten_signature(

@@ -17,7 +17,7 @@ from grpo_jax import interrupts, processes
 from grpo_jax.config import command_line, configuration
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.files import shared_places
+from grpo_jax.files import atomic, shared_places
 from grpo_jax.run_folder import notices, output
 
 _log = logging.getLogger("grpo_jax.main")  # __name__ is "__main__" for the program.
@@ -128,7 +128,7 @@ def claim(workdir: pathlib.Path) -> IO[str]:
     lock = shared_places.open_lock(workdir / ".lock", of_others=True)
   except OSError as error:
     raise ConfigError(f"cannot use --workdir={workdir}: {error.strerror}") from error
-  if not shared_places.try_lock(lock):
+  if not atomic.try_lock(lock):
     owner = lock.read().strip()
     lock.close()
     raise ConfigError(f"--workdir={workdir} is in use by another run (process {owner})")

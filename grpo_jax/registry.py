@@ -1,6 +1,5 @@
 """Finds modules and functions by name; on failure says what exists and what was probably meant."""
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -10,13 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, TypeVar
 
+from grpo_jax.names import hint as nearest
+
 T = TypeVar("T")
-
-
-def nearest(name: str, options: Iterable[str]) -> str:
-  """Returns " (did you mean 'x'?)" for the option closest to `name`; "" if none is close."""
-  close = difflib.get_close_matches(name, list(options), n=1, cutoff=0.5)
-  return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def choose(what: str, name: str, table: Mapping[str, T]) -> T:
@@ -33,10 +28,10 @@ def check_arguments(
   """Raises ValueError unless a function can be called with arguments of these names.
 
   Args:
-    what: the function, for the message.
-    function: that is to be called.
-    given: names that a user chose.
-    usual: names of what every function of its kind is given; not offered to the user.
+    what: Description of the function, for the message.
+    function: Function to be called.
+    given: Names that a user chose.
+    usual: Names of arguments that every such function is given; not offered to the user.
   """
   given, usual = set(given), set(usual)
   parameters = inspect.signature(function).parameters.values()
@@ -129,7 +124,7 @@ def function(path: str) -> Callable[..., Any]:
     public = [n for n, value in members.items() if callable(value) and not n.startswith("_")]
     raise ValueError(f"{home} has no function {name!r}{nearest(name, public)}")
   if not callable(members[name]):
-    raise ValueError(f"{path} is no function but {type(members[name]).__name__}")
+    raise ValueError(f"{path} is not a function but {type(members[name]).__name__}")
   return members[name]
 
 

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Compiles the kernels for an H100 and for TPUs that are not here (`make aot`): asserts that they
-# compile, the memory they take, that no array is [tokens, vocabulary], and that no register spills.
-# Then the gradients of a whole model for eight H100s: the memory, and what they send each other.
-# Then whether all of a run of configs/math_1b.py fits one H100; with AOT_WHOLE=1 (some minutes)
-# eight TPUs, too.
+# Compiles the kernels for an H100 and for TPUs that are not present (`make aot`): checks that they
+# compile, how much memory they take, that no array is [tokens, vocabulary], and that no register
+# spills. Then compiles the gradients of a whole model for eight H100s: their memory and traffic.
+# Then checks whether a whole run of configs/math_1b.py fits one H100; with AOT_WHOLE=1 (some
+# minutes) also eight TPUs.
 #
-# The compilers come from the package index, 1.4 GB unpacked for each target, into environments of
-# their own. Where they cannot be had, the target is skipped and this says why.
+# The compilers come from the package index, 1.4 GB unpacked for each target, and go into separate
+# environments. If they are not available, the target is skipped with a message.
 #
 #   scripts/compile_for_devices.sh [h100] [tpu]
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-# `python3.12` may be a pyenv shim that exists without working: only one that runs counts.
+# `python3.12` may be a pyenv shim that does not work: only an interpreter that runs counts.
 python=
 for candidate in "${PYTHON312:-}" python3.12 "$(pyenv prefix 3.12.1 2>/dev/null)/bin/python"; do
   if [ -n "$candidate" ] && "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then
@@ -21,7 +21,7 @@ for candidate in "${PYTHON312:-}" python3.12 "$(pyenv prefix 3.12.1 2>/dev/null)
   fi
 done
 if [ -z "$python" ]; then
-  echo "SKIPPED: compilation for H100 and TPU needs Python 3.12, of which none runs here"
+  echo "SKIPPED: compilation for H100 and TPU needs Python 3.12, which is not available here"
   exit 0
 fi
 
@@ -36,7 +36,7 @@ environment() {  # $1: target. Makes its environment unless it is there; false i
 
 compile() {  # $1: target. Runs its tests; false if one fails.
   if ! environment "$1"; then
-    echo "SKIPPED: compilation for $1: its compilers cannot be installed here (pip says why above)"
+    echo "SKIPPED: compilation for $1: its compilers cannot be installed here (see pip's message above)"
     return
   fi
   # Without the suite's own settings (--noconftest). No autotuning: there is no device.

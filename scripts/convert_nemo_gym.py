@@ -25,7 +25,7 @@ from grpo_jax.files import local_paths
 
 SHOWN_ERRORS = 5
 # Fields of a rollout that belong to the attempt and not to the task.
-OF_ATTEMPT = ("reward", "_ng_rollout_index", "terminated", "truncated")
+ATTEMPT_FIELDS = ("reward", "_ng_rollout_index", "terminated", "truncated")
 
 
 def group_row(recording: Recording, *, is_text: bool) -> dict[str, Any]:
@@ -42,8 +42,8 @@ def group_row(recording: Recording, *, is_text: bool) -> dict[str, Any]:
   turns = [{"role": turn.role, "content": turn.text} for turn in response.turns]
   if is_text:
     users = [m["content"] for m in messages if m["role"] == "user"]
-    said = [turn["content"] for turn in turns if turn["role"] == ASSISTANT]
-    row: dict[str, Any] = {"input": users[-1], "output": " ".join(said)}
+    answers = [turn["content"] for turn in turns if turn["role"] == ASSISTANT]
+    row: dict[str, Any] = {"input": users[-1], "output": " ".join(answers)}
   else:
     is_single = len(messages) == 1 and messages[0]["role"] == "user"
     row = {
@@ -56,7 +56,7 @@ def group_row(recording: Recording, *, is_text: bool) -> dict[str, Any]:
 def prompt_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
   """Returns the task of a rollout as a row {"messages", ...}."""
   record = nemo_gym.to_prompt(row, where, PromptStyle(output_key=None))
-  left_out = ("responses_create_params", "response", "output", "messages", *OF_ATTEMPT)
+  left_out = ("responses_create_params", "response", "output", "messages", *ATTEMPT_FIELDS)
   others = {name: value for name, value in row.items() if name not in left_out}
   return {"messages": [_message(message) for message in record.messages], **others}
 

@@ -135,8 +135,12 @@ def refused_bytes(message: str) -> int | None:
   """Returns the bytes of temporaries in a TPU's out-of-memory error; None: it is another error."""
   if "RESOURCE_EXHAUSTED" not in message:
     return None
-  said = re.search(r"HLO temporaries \(?([\d.]+)([KMG])", message)
-  return None if said is None else int(float(said[1]) * 2 ** {"K": 10, "M": 20, "G": 30}[said[2]])
+  found_size = re.search(r"HLO temporaries \(?([\d.]+)([KMG])", message)
+  return (
+    None
+    if found_size is None
+    else int(float(found_size[1]) * 2 ** {"K": 10, "M": 20, "G": 30}[found_size[2]])
+  )
 
 
 def _program(case: Case) -> Any:

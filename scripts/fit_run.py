@@ -32,7 +32,6 @@ from grpo_jax.engines import decoding, jax_sampler
 from grpo_jax.learn import sharding
 from grpo_jax.models import config as model_config
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.rl import objectives
 
 WRONG_USE = 2
 
@@ -203,7 +202,7 @@ def plan(question: Question) -> tuple[Arrays, list[Job]]:
   """Returns the bytes of a run's arrays, and the compilations of all its programs."""
   config, model, mesh = question.config, question.model, question.mesh
   with fit.on_chip(mesh.devices.flat[0]):
-    made = computation.make(config, model, mesh, objectives.make(**config.loss))
+    made = computation.make(config, model, mesh, run_options.objective(config))
     state, jobs = made.state, made.jobs()
     weights, needs_ref = bytes_of_device(state.params), made.objective.needs_ref
     reads_again = bool(config.learn.report_kl_every_steps) and not needs_ref

@@ -160,8 +160,8 @@ def _trips(computations: dict[str, list[str]], line: str) -> int:
     return int(known[1])
   condition = re.search(r"condition=%?([\w.\-]+)", line)
   bounds = []
-  for said, _ in _reached(computations, condition[1] if condition else "", 1):
-    bounds += [int(number) for number in _CONSTANT.findall(said)]
+  for computed, _ in _reached(computations, condition[1] if condition else "", 1):
+    bounds += [int(number) for number in _CONSTANT.findall(computed)]
   return max(bounds, default=1)
 
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Makes a Python environment for SGLang servers, beside the trainer's: SGLang pins torch and
-# transformers. What it holds is written in constraints/sglang_{cpu,cuda}.txt.
+# Makes a Python environment for SGLang servers, separate from the trainer's because SGLang pins
+# torch and transformers. constraints/sglang_{cpu,cuda}.txt list its packages.
 #
 #   scripts/install_sglang.sh cpu|cuda [DIR]     DIR: .venv-sglang, where the trainer looks for it
 #
-#   cpu    a minute or two, 1.4 GB. The index of Python packages has torch for Linux as its CUDA build
-#          only, 4 GB more; it serves on a CPU too. For the build without CUDA set
+#   cpu    a minute or two, 1.4 GB. The package index only has the CUDA build of torch for Linux,
+#          4 GB more, which also serves on a CPU. For the build without CUDA set
 #          PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 #   cuda   SGLang as its authors release it, about 10 GB.
 #
-# PYTHON chooses the interpreter (3.11 or 3.12). Returns at once if the environment is as it should be.
+# PYTHON chooses the interpreter (3.11 or 3.12). Returns at once if the environment is up to date.
 set -euo pipefail
 die() { echo "install_sglang: $*" >&2; exit 1; }
 
@@ -37,7 +37,7 @@ if [ -e "$folder" ] && [ ! -e "$folder/pyvenv.cfg" ]; then
   die "$folder is there and is no Python environment: remove it, or name another folder"
 fi
 rm -rf "$folder"
-trap 'rm -rf "$folder"; echo "install_sglang: failed, the reason is above; $folder is removed" >&2' ERR
+trap 'rm -rf "$folder"; echo "install_sglang: failed, see the message above; $folder is removed" >&2' ERR
 
 size=1.4
 [ "$device" = cpu ] || size=10
@@ -45,7 +45,7 @@ echo "Installing SGLang for $device into $folder: $size GB, minutes, once."
 "$python" -m venv "$folder"
 install=("$folder/bin/python" -m pip install --disable-pip-version-check --no-compile --only-binary :all:)
 if [ "$device" = cpu ]; then
-  # torch with what its build needs: nothing, or the libraries of CUDA. The rest without.
+  # torch with the dependencies of its build: none, or the CUDA libraries. The rest without.
   "${install[@]}" --constraint "$list" torch
   "${install[@]}" --no-deps --requirement "$list"
 else

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from grpo_jax.building import computation
 from grpo_jax.config import batching_options, command_line, run_options
-from grpo_jax.learn import operations, optim, train_step
+from grpo_jax.learn import operations, train_step
 from grpo_jax.models import config as model_config
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
@@ -72,9 +72,9 @@ def count(model: ModelConfig, config: Any) -> Memory:
     config: Whole configuration; the sections loss, optim, learn, model and batching are read.
   """
   params = jax.eval_shape(lambda: transformer.init(jax.random.key(0), model))
-  tx, schedule = optim.make(run_options.optimizer_steps(config), **config.optim.to_dict())
+  tx, schedule = run_options.optimizer(config)
   opt_state = jax.eval_shape(tx.init, params)
-  objective = objectives.make(**config.loss)
+  objective = run_options.objective(config)
   update = _update(model, config, objective, tx, schedule)
   batch = _batch(model, config, with_reference=objective.needs_ref)
   inputs = (params, batch, Denominators(1.0, 1.0))

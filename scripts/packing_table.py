@@ -73,14 +73,14 @@ def spread(mean_log: float, deviation: float, low: int, high: int) -> Draw:
 
 
 def _small(prompt: int, limit: int, groups: int, microbatch: int, live: float = 1.0) -> Case:
-  """Returns prompts of about 38 tokens, completions of 8: the quickstart, and the benchmark."""
+  """Returns a case with prompts of 38 tokens or so, completions of 8: quickstart, benchmark."""
   load = packing.Load(prompt, limit, prompt + limit, 8, groups)
   lengths = between(35, 41), between(limit // 3, limit)
   return Case(SMOLLM2_135M, load, microbatch, *lengths, live)
 
 
 def _large(prompt: int, limit: int, of_prompt: Draw, of_completion: Draw, steps: int = 4) -> Case:
-  """Returns 32 groups of 16, as in configs/math_1b.py."""
+  """Returns a case with 32 groups of 16, as in configs/math_1b.py."""
   load = packing.Load(prompt, limit, prompt + limit, 16, 32)
   return Case(QWEN25_1B, load, 16384, of_prompt, of_completion, steps=steps)
 

@@ -53,7 +53,10 @@ def test_indented_blocks_of_docstrings_are_shown_as_they_are(conf):
     *("Sum:", "", "::", "", "  a | b * c", ""),
     *(r"so `x`\ s \|o\| and \*n.", "", "Args:", "  a: One."),
   ]
-  items = "* one\n\n  more of it"
+  assert rendered(conf, "Why:\n  As it is.\n    Deeper.") == [
+    *("Why:", "", "::", "", "  As it is.", "    Deeper.")
+  ]
+  items = "* one\n  goes further\n\n  more of it"
   assert rendered(conf, items) == items.splitlines()
   assert rendered(conf, "an *emphasis* and `a*b|c`") == ["an *emphasis* and `a*b|c`"]
 

@@ -70,7 +70,12 @@ ARGUMENT = re.compile(
 SECTION = re.compile(r"^( *)(Args|Attributes|Returns|Yields|Raises|Reference):$")
 
 # File and words that a rule would catch, and that are right where they are.
-ALLOWED: set[tuple[str, str]] = set()
+ALLOWED: set[tuple[str, str]] = {
+  (
+    "grpo_jax/environments/scoring/formats.py",
+    "stand in",
+  ),  # the judge's prompt: scores depend on it.
+}
 
 
 def faults(text):

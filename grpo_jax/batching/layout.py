@@ -31,8 +31,8 @@ def batch(
 
   Args:
     rows: segments of each row, at most `shape.rows` of them; the rest is padding.
-    shape: of the arrays.
-    groups: that the segments speak of.
+    shape: Shape of the arrays.
+    groups: Groups that the segments refer to.
     advantages: one per rollout; the prompt's weight multiplies them.
 
   Returns:
@@ -74,8 +74,8 @@ def described(
   """Returns shapes, dtypes and shardings of a batch, in place of its arrays.
 
   Args:
-    shape: of the batch.
-    sharding: of all arrays; see `sharding.of_rows`.
+    shape: Shape of the batch.
+    sharding: Sharding of all arrays; see `sharding.of_rows`.
     has_old: whether the batch has old logprobs.
     has_ref: whether it has those of the reference policy.
   """

@@ -18,10 +18,9 @@ from jax.sharding import Mesh
 from grpo_jax.batching import layout, packing
 from grpo_jax.compilation import precision
 from grpo_jax.compilation.programs import Job, Program
-from grpo_jax.config import batching_options, modes
-from grpo_jax.config.run_options import optimizer_steps
+from grpo_jax.config import batching_options, modes, run_options
 from grpo_jax.groups import credit
-from grpo_jax.learn import monitoring, operations, optim, sharding, train_step
+from grpo_jax.learn import monitoring, operations, sharding, train_step
 from grpo_jax.models import export, leaves, transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
@@ -137,7 +136,7 @@ def make(
   """Makes the programs of a run; nothing is compiled."""
   matmul_precision = precision.resolve(config.model.matmul_precision, config.model.compute_dtype)
   shardings = shardings_of(model, mesh)
-  tx, schedule = optim.make(optimizer_steps(config), **config.optim.to_dict())
+  tx, schedule = run_options.optimizer(config)
   policy_options = {
     "temperature": config.sampling.temperature,
     "products": Products(
@@ -172,7 +171,7 @@ def make(
     shardings=shardings,
     tx=tx,
     objective=objective,
-    estimator=estimators.make(**config.advantages),
+    estimator=run_options.estimator(config),
     shapes=batching_options.plan(config, cost=cost, replicas=sharding.replicas(mesh)),
     cost=cost,
     update=update,

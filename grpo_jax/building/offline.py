@@ -19,7 +19,6 @@ from grpo_jax.environments.base import EnvironmentFactory
 from grpo_jax.interrupts import Stopped
 from grpo_jax.learn.group_scorer import GroupScorer
 from grpo_jax.offline import behavior, recorded
-from grpo_jax.rl import estimators
 from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.types import Prompt, RolloutGroup, TrainState
@@ -125,7 +124,7 @@ def _opener(config: Config) -> Callable[..., GroupDataset]:
 
 def groups_lines(config: Config, datasets: Sequence[Any]) -> Iterator[str]:
   """Yields what a user should know of the training groups before anything is learned from them."""
-  estimator = estimators.make(**config.advantages)
+  estimator = run_options.estimator(config)
   for dataset in datasets:
     assert isinstance(dataset, GroupDataset)  # see `_opener`.
     groups, singles = len(dataset.members), dataset.members.singles

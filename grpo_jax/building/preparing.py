@@ -14,12 +14,11 @@ from grpo_jax.building import checks, computation, groups, kept_programs, online
 from grpo_jax.building import model as model_building
 from grpo_jax.building.parts import Mode
 from grpo_jax.compilation import compiling, precision
-from grpo_jax.config import data_options, modes
+from grpo_jax.config import data_options, modes, run_options
 from grpo_jax.engines.base import Engine
 from grpo_jax.files.disk import writing
 from grpo_jax.learn import sharding
 from grpo_jax.models import loading
-from grpo_jax.rl import objectives
 from grpo_jax.run_folder import console, notices
 from grpo_jax.types import Prompt
 
@@ -99,7 +98,7 @@ def prepare(
 
 def load_model(inputs: Inputs, engine: Engine) -> tuple[computation.Computation, loading.Loaded]:
   """Makes the programs of the run, and compiles them while the weights are read."""
-  objective = objectives.make(**inputs.config.loss)
+  objective = run_options.objective(inputs.config)
   _log.debug("loss: %s", inputs.config.loss.to_dict())
   sizes = loading.read_config(inputs.folder)
   made = computation.make(inputs.config, sizes, inputs.mesh, objective)

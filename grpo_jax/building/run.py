@@ -20,12 +20,13 @@ from grpo_jax.building.parts import Materials
 from grpo_jax.building.schedule import Schedule
 from grpo_jax.config import configuration, data_options, run_options
 from grpo_jax.engines.base import Engine
+from grpo_jax.files import atomic
 from grpo_jax.groups import credit, filters, learning_signal, shaping
 from grpo_jax.learn import monitoring, train_step
 from grpo_jax.learn.group_scorer import GroupScorer
 from grpo_jax.learn.policy import Policy
 from grpo_jax.metrics import timing
-from grpo_jax.models import export, loading
+from grpo_jax.models import loading
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.rollouts.stream import GroupStream
 from grpo_jax.run_folder import checkpointing, earlier, loggers
@@ -121,7 +122,7 @@ def build(
   if start.step == 0:
     earlier.set_aside(workdir)
   configuration.write(config, workdir / "config.json")
-  export.clear_leftovers(workdir / "export")
+  atomic.clear_leftovers(workdir / "export")
   model = dataclasses.replace(model, params={})  # training consumes them.
   run = _bind(inputs, _Loaded(engine, made, model, scorer, policy), checkpoints, start, stack)
   stack.push(functools.partial(phases.write_report, workdir, run.logger))

@@ -24,7 +24,7 @@ def resolve(name: str | None, compute_dtype: Any) -> str | None:
 
   Args:
     name: one of PRECISIONS; None: "float32", on every platform.
-    compute_dtype: of the products. In bfloat16 the factors are rounded before they are
+    compute_dtype: Dtype of the products. In bfloat16 the factors are rounded before they are
       multiplied, so that there is nothing to choose.
 
   Returns:
@@ -50,7 +50,7 @@ def scope(precision: str | None) -> contextlib.AbstractContextManager[Any]:
   """Returns a context in which functions are to be traced; None leaves all as it is.
 
   Args:
-    precision: as `resolve` returns it.
+    precision: Precision, as `resolve` returns it.
   """
   if precision is None:
     return contextlib.nullcontext()
@@ -72,7 +72,7 @@ def describe(precision: str | None, platform: str) -> str:
   """Returns what products are computed in, in a line for the log.
 
   Args:
-    precision: as `resolve` returns it.
+    precision: Precision, as `resolve` returns it.
     platform: "cpu", "gpu" or "tpu".
   """
   if precision is None:

@@ -185,6 +185,7 @@ def get_config() -> Any:
 
   config.advantages = advantages = ConfigDict()  # formulas: docs/algorithms.md.
   advantages.estimator = "grpo"  # or lite_ppo, dr_grpo, rloo, reinforce_pp(_baseline), gdpo.
+  advantages.estimator_args = ConfigDict()  # further arguments of a function of your own.
   advantages.baseline = placeholder(str)  # "group_mean", "leave_one_out", "none".
   advantages.scale = placeholder(str)  # "group_std", "batch_std", "none".
   advantages.ddof = 1  # of the standard deviation; 1: unbiased.
@@ -195,6 +196,7 @@ def get_config() -> Any:
 
   config.loss = loss = ConfigDict()  # formulas: docs/algorithms.md.
   loss.loss = "clipped"  # or gspo, gspo_token, cispo, sapo, reinforce, gmpo, luspo, vespo.
+  loss.loss_args = ConfigDict()  # further arguments of a function of your own.
   loss.clip_low = placeholder(float)  # lower bound of the ratio is 1 - clip_low; None: the loss's
   loss.clip_high = placeholder(float)  # own, "clipped": 0.2; upper bound 1 + clip_high, DAPO: 0.28.
   loss.dual_clip = placeholder(float)  # > 1: bounds the loss of bad tokens; 3 is usual.
@@ -231,6 +233,7 @@ def get_config() -> Any:
   optim.optimizer = "adamw"  # any optimizer of optax that takes a learning rate.
   optim.learning_rate = 5e-6  # the highest of the schedule.
   optim.schedule = "constant"  # "constant", "linear", "cosine"; after the warm-up.
+  optim.schedule_args = ConfigDict()  # further arguments of a function of your own.
   optim.warmup_steps = 0  # optimizer steps of a linear rise.
   optim.final_share = 0.0  # what "linear" and "cosine" end at, as a share of learning_rate.
   optim.max_grad_norm = FieldReference(1.0)  # larger gradients are scaled down; None: never.
@@ -290,6 +293,8 @@ def get_config() -> Any:
   checkpoint.best_mode = "max"  # or "min".
 
   config.logging = logging = ConfigDict()
+  # where steps are recorded; docs/metrics.md: your own sink, as "module.Class" or dict(name=…, …).
+  logging.sinks = ("jsonl", "tensorboard", "console")
   logging.tensorboard = True  # write tensorboard/; to look: tensorboard --logdir=RUN.
   logging.samples_every_steps = 10  # print a group of completions; 0: never.
   logging.rollouts_every_steps = 1  # write rollouts/step_NNNNNN.jsonl; 0: never.

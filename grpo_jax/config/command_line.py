@@ -6,7 +6,6 @@ the type that it needs and what came, and values for fields that are None.
 
 import ast
 import dataclasses
-import difflib
 import fnmatch
 import functools
 import pathlib
@@ -19,7 +18,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from grpo_jax import registry
+from grpo_jax import names, registry
 from grpo_jax.config import comments as config_comments
 from grpo_jax.config import configuration
 from grpo_jax.config.configuration import ConfigError
@@ -58,12 +57,16 @@ What is on the disk after each, and how long it takes: docs/stopping.md.
 # Sections whose fields are arguments of something that a user may have written: a flag may add one.
 # Whoever takes the arguments refuses those that it does not know.
 OPEN_SECTIONS = (
+  "advantages.estimator_args",
   "data.dataloader_args",
   "data.task_args",
   "engine.options",
   "engine.sglang.environment",
   "environments.*",
+  "loss.loss_args",
   "model.chat_template_args",
+  "optim.options",
+  "optim.schedule_args",
 )
 
 
@@ -285,7 +288,7 @@ def _unrecognized(name: str, config: ConfigDict) -> str:
   """Says that a flag is unknown and which one is nearest."""
   known = ["config", "workdir", "help", "flagfile"]
   known += [f"config.{field}" for field in configuration.fields(config)]
-  close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+  close = names.nearest(name, known)
   hint = f"; did you mean --{close[0]}?" if close else ""
   return f"unknown flag --{name}{hint} (--help lists the flags)"
 

@@ -6,11 +6,9 @@ line, or the field, and what was expected. Overrides by flags: `command_line.py`
 """
 
 import dataclasses
-import difflib
 import fnmatch
 import json
 import linecache
-import math
 import os
 import pathlib
 import sys
@@ -20,11 +18,11 @@ from typing import Any
 
 from ml_collections import ConfigDict, FieldReference, config_dict
 
-from grpo_jax import registry
+from grpo_jax import names, registry
 from grpo_jax.config import sections
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.files import local_paths
-from grpo_jax.files.disk import writing
+from grpo_jax.files import atomic, local_paths
+from grpo_jax.metrics import json_numbers
 
 Rule = Callable[[ConfigDict], Iterable[str]]
 _METHODS = {name for name in dir(ConfigDict) if not name.startswith("_")}
@@ -43,11 +41,11 @@ def load(path: str) -> ConfigDict:
   may import its neighbours from whatever working directory.
 
   Args:
-    path: of a Python file; "file.py:word" passes "word" to `get_config`.
+    path: Path of a Python file; "file.py:word" passes "word" to `get_config`.
 
   Raises:
     ConfigError: no such file, a mistake in it (file:line), no `get_config`, a result
-      that is no ConfigDict, or a section with the name of a ConfigDict method.
+      that is not a ConfigDict, or a section with the name of a ConfigDict method.
   """
   if reason := local_paths.complaint("--config", path):
     raise ConfigError(reason)
@@ -125,7 +123,7 @@ def refusal(config: ConfigDict, name: str) -> str | None:
   found, path = config, ""
   for part in name.split("."):
     if not isinstance(found, ConfigDict):
-      return f"{path} is no section but {_kind(found)}"
+      return f"{path} is not a section but {_kind(found)}"
     key, bracket, _ = part.partition("[")
     if key not in found:
       return f"there is no field {name!r}{_nearest(config, name, path)}; {_list(found, path)}"
@@ -171,12 +169,7 @@ def write(config: ConfigDict, path: str | os.PathLike[str]) -> None:
   Raises:
     WriteError: it cannot be written; the old one is as it was.
   """
-  target = pathlib.Path(path)
-  temporary = target.with_name(f"{target.name}.tmp")
-  text = json.dumps(to_json(config), indent=2) + "\n"
-  with writing(target):
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, target)
+  atomic.replace_file(pathlib.Path(path), json.dumps(to_json(config), indent=2) + "\n")
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -248,7 +241,7 @@ def _run(file: pathlib.Path, arguments: Sequence[str]) -> Any:
     line = f"\n    {error.text.strip()}" if error.text else ""
     raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}{line}") from error
   except UnicodeDecodeError as error:
-    raise ConfigError(f"{file}: is no text in UTF-8: {error}") from error
+    raise ConfigError(f"{file}: is not UTF-8 text: {error}") from error
   # A configuration file is foreign code and may raise anything.
   except Exception as error:
     raise ConfigError(_place(error, file)) from error
@@ -280,11 +273,11 @@ def _offer(files: Sequence[str]) -> str:
 
 def _nearest(config: ConfigDict, name: str, path: str) -> str:
   """Suggests the valid name closest to a mistyped one: of the same section first, then of any."""
-  names = list(fields(config))
-  siblings = [n for n in names if n.startswith(f"{path}.")] if path else names
-  close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
-  same_last = [n for n in names if n.rpartition(".")[2] == name.rpartition(".")[2]]
-  close = close or same_last or difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+  known = list(fields(config))
+  siblings = [n for n in known if n.startswith(f"{path}.")] if path else known
+  close = names.nearest(name, siblings, cutoff=0.6)
+  same_last = [n for n in known if n.rpartition(".")[2] == name.rpartition(".")[2]]
+  close = close or same_last or names.nearest(name, known, cutoff=0.4)
   return f" (did you mean {close[0]!r}?)" if close else ""
 
 
@@ -321,9 +314,9 @@ def _plain(value: Any, name: str) -> Any:
     return {str(key): _plain(each, f"{name}.{key}") for key, each in value.items()}
   if isinstance(value, list | tuple):
     return [_plain(each, f"{name}[{index}]") for index, each in enumerate(value)]
-  if isinstance(value, float) and not math.isfinite(value):
-    return str(value)
-  if value is None or isinstance(value, bool | int | float | str):
+  if isinstance(value, float):
+    return json_numbers.encoded(value)
+  if value is None or isinstance(value, bool | int | str):
     return value
   raise ConfigError(f"{name} is {_kind(value)}; a configuration holds numbers, words and lists")
 

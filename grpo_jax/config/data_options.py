@@ -32,7 +32,7 @@ def training(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def evaluation(config: Config) -> dict[str, dict[str, Any]]:
-  """Returns the fields of every evaluation set, by the name that its metrics bear.
+  """Returns the fields of every evaluation set, by the name that its metrics have.
 
   Raises:
     ValueError: a field is unknown, or two sets have one name.
@@ -53,9 +53,9 @@ def open_all(
   """Opens the training datasets, to see that they can be, and reads the evaluation sets.
 
   Args:
-    config: of the run.
-    tokenizer: of the model.
-    opener: what opens a dataset: of prompts, or of recorded groups.
+    config: Config of the run.
+    tokenizer: Tokenizer of the model.
+    opener: Function that opens a dataset of prompts, or of recorded groups.
 
   Raises:
     ConfigError: a file, a name or a library is missing, or a held-out row is broken.
@@ -81,7 +81,7 @@ def held_out(
 
 
 def best_metrics(config: Config) -> tuple[str, ...]:
-  """Returns the metrics that rank checkpoints, of which the first that was measured counts.
+  """Returns the metrics that rank checkpoints; the first of them that was measured counts.
 
   By default the accuracy of the first evaluation set, or its mean reward where its environment
   measures no accuracy.
@@ -96,7 +96,7 @@ def complaints(config: Config, *, has_environments: bool = True) -> Iterator[str
   """Yields what cannot work, without opening anything.
 
   Args:
-    config: of the run.
+    config: Config of the run.
     has_environments: whether anything is scored by the environments that datasets name.
   """
   try:

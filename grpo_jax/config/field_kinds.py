@@ -23,6 +23,10 @@ from grpo_jax.rollouts import stream
 
 STAND_IN = "(any word)"  # see `stand_ins`.
 _SIZE = checked.whole(low=1)
+_SINK = checked.Kind(
+  "the name of a sink, or a mapping with its name and its options",
+  lambda x: checked.text().fits(x.get("name") if isinstance(x, Mapping) else x),
+)
 _EVERY = checked.whole(low=0)
 _AXIS = checked.Kind(
   "an integer >= 1, or -1 for the rest of the devices",
@@ -73,9 +77,13 @@ KINDS: Mapping[str, checked.Kind] = {
   **_section("shaping", shaping.KINDS),
   **_section("filters", filters.KINDS, "by_component"),
   **_section("advantages", estimators.KINDS),
+  "advantages.estimator": checked.text(),
+  "advantages.estimator_args": checked.mapping(),
   "advantages.ddof": checked.whole(low=0, high=1),
   "advantages.eps": checked.number(low=0),
   **_section("loss", objective_options.KINDS),
+  "loss.loss": checked.text(),
+  "loss.loss_args": checked.mapping(),
   "batching.row_tokens": checked.whole(low=2, none=True),
   "batching.microbatch_tokens": checked.whole(low=1, none=True),
   "batching.row_buckets": checked.several(checked.whole(low=2), least=1, none=True),
@@ -84,6 +92,8 @@ KINDS: Mapping[str, checked.Kind] = {
   "batching.share_prefixes": checked.switch(),
   "batching.pack": checked.switch(),
   **_section("optim", optim.KINDS, "total_steps"),
+  "optim.schedule": checked.text(),
+  "optim.schedule_args": checked.mapping(),
   "optim.options": checked.mapping(),
   "learn.epochs": _SIZE,
   "learn.minibatches": _SIZE,
@@ -107,6 +117,7 @@ KINDS: Mapping[str, checked.Kind] = {
   "checkpoint.keep_best": _EVERY,
   "checkpoint.best_metric": checked.text(none=True),
   "checkpoint.best_mode": checked.choice(("max", "min")),
+  "logging.sinks": checked.several(_SINK, least=1),
   "logging.tensorboard": checked.switch(),
   "logging.samples_every_steps": _EVERY,
   "logging.rollouts_every_steps": _EVERY,
@@ -116,14 +127,17 @@ KINDS: Mapping[str, checked.Kind] = {
 
 # Fields below these are named by the part that takes them, which refuses unknown names.
 OPEN = (
+  "advantages.estimator_args.*",
   "data.dataloader_args.*",
   "data.task_args.*",
   "data.tasks.*",
   "engine.options.*",
   "engine.sglang.environment.*",
   "environments.*",
+  "loss.loss_args.*",
   "model.chat_template_args.*",
   "optim.options.*",
+  "optim.schedule_args.*",
 )
 
 
@@ -141,7 +155,22 @@ def stand_ins(name: str) -> tuple[Any, Any]:
   They differ if the field may have several; what a rule says with both depends on neither.
   """
   kind = KINDS[name]
-  some = (None, *kind.words, 8, 1, 0.5, False, True, (), (8,), (0.0, 1.0), {}, 10**6, STAND_IN)
+  some = (
+    None,
+    *kind.words,
+    8,
+    1,
+    0.5,
+    False,
+    True,
+    (),
+    (8,),
+    (0.0, 1.0),
+    (STAND_IN,),
+    {},
+    10**6,
+    STAND_IN,
+  )
   fitting = [value for value in some if kind.fits(value)]
   return fitting[0], fitting[-1]
 

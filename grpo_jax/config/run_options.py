@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import optax
 
 from grpo_jax import environments
 from grpo_jax.compilation import precision
 from grpo_jax.config import batching_options, configuration, data_options, field_kinds, modes
+from grpo_jax.config.own_functions import name_or_function
 from grpo_jax.engines import launching
 from grpo_jax.engines.base import SamplingParams
 from grpo_jax.files import local_paths
@@ -17,9 +19,10 @@ from grpo_jax.groups import filters, shaping
 from grpo_jax.learn import optim, sharding
 from grpo_jax.models import loading, sources
 from grpo_jax.models.products import Products
-from grpo_jax.rl import estimators, objectives
+from grpo_jax.rl import estimators, objectives, own
 from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.rollouts import stream
+from grpo_jax.run_folder import sinks
 
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
 Config = Any
@@ -64,15 +67,16 @@ def _is_about(complaint: str, name: str) -> bool:
 def _broken_rules(config: Config) -> Iterator[str]:
   """Yields what cannot work together, of fields each of which is sound."""
   yield from _unusable_model(config)
-  yield from _refused(lambda: objectives.make(**config.loss))
-  yield from _refused(lambda: estimators.make(**config.advantages))
+  yield from _refused(lambda: objective(config))
+  yield from _refused(lambda: estimator(config))
   yield from _refused(lambda: dynamic_sampling(config))
   yield from _refused(lambda: shaping_of(config))
+  yield from sinks.problems(config.logging.sinks)
   yield from _refused(lambda: filters.apply((), **config.filters))
   yield from _unlearnable(config)
   yield from _refused(lambda: SamplingParams(**config.sampling))
   yield from _refused(lambda: SamplingParams(**evaluation_sampling(config)))
-  yield from _refused(lambda: optim.make(optimizer_steps(config), **config.optim.to_dict()))
+  yield from _refused(lambda: optimizer(config))
   if config.sampling.temperature <= 0:
     yield "sampling.temperature must be above 0: greedy completions do not explore"
   is_offline = modes.is_offline(config)
@@ -91,7 +95,7 @@ def _broken_rules(config: Config) -> Iterator[str]:
   updates = config.learn.epochs * config.learn.minibatches
   if config.loss.force_on_policy_ratio and updates > 1:
     yield "loss.force_on_policy_ratio needs learn.epochs=1 and learn.minibatches=1"
-  whitens = config.advantages.estimator.startswith("reinforce_pp")
+  whitens = config.advantages.estimator in ("reinforce_pp", "reinforce_pp_baseline")
   if config.loss.kl_in_reward and not whitens:
     yield "loss.kl_in_reward goes with advantages.estimator='reinforce_pp' (or its baseline form)"
   model = config.model
@@ -171,7 +175,8 @@ def _unlearnable(config: Config) -> Iterator[str]:
   group_size, filtered, dynamic = config.rollout.group_size, config.filters, config.dynamic_sampling
   if modes.is_offline(config):
     return  # groups and completions are as long as they are.
-  if group_size == 1 and config.advantages.estimator not in ("reinforce_pp",):
+  compares = config.advantages.estimator != "reinforce_pp" and not _is_own(config)
+  if group_size == 1 and compares:
     yield "rollout.group_size=1 gives every completion advantage 0: nothing would be learned"
   elif group_size == 1 and (filtered.drop_no_signal or dynamic.enabled):
     yield "rollout.group_size=1 has no signal within a group: every group would be dropped"
@@ -225,7 +230,7 @@ def filters_of(config: Config) -> dict[str, Any]:
   """Returns the filters of groups; dynamic sampling is about those that have signal."""
   settings = config.filters.to_dict()
   settings["drop_no_signal"] |= config.dynamic_sampling.enabled
-  by_component = estimators.make(**config.advantages).by_component
+  by_component = estimator(config).by_component
   return {**settings, "by_component": by_component}
 
 
@@ -269,10 +274,61 @@ def _given(section: Config) -> dict[str, Any]:
 
 
 def resolved(config: Config) -> Config:
-  """Returns a copy of the config with the numbers of the loss in place of None."""
-  made = objectives.make(**config.loss).options
+  """Returns a copy of the config with the numbers of the loss in place of None.
+
+  Completions of advantage 0 are computed if a loss of the user's learns from them.
+  """
+  made = objective(config)
   names = ("clip_low", "clip_high", "aggregation")
-  return configuration.replaced(config, {f"loss.{name}": getattr(made, name) for name in names})
+  values = {f"loss.{name}": getattr(made.options, name) for name in names}
+  if callable(made.options.loss) and made.acts_without_advantage:
+    values["batching.skip_zero_advantage"] = False
+  return configuration.replaced(config, values)
+
+
+def objective(config: Config) -> objectives.Objective:
+  """Makes the objective of the section `loss`.
+
+  Raises:
+    ValueError: Options that cannot work, or a loss of the user's that cannot be used.
+  """
+  settings = config.loss.to_dict()
+  arguments = settings.pop("loss_args")
+  known = (*own.LOSS_ARRAYS, *own.LOSS_OPTIONS)
+  settings["loss"] = name_or_function("loss.loss", settings["loss"], arguments, given=known)
+  return objectives.make(**settings)
+
+
+def estimator(config: Config) -> estimators.Estimator:
+  """Makes the estimator of the section `advantages`.
+
+  Raises:
+    ValueError: Options that cannot work, or advantages of the user's that cannot be used.
+  """
+  settings = config.advantages.to_dict()
+  arguments, name = settings.pop("estimator_args"), settings.pop("estimator")
+  known = (*own.ADVANTAGE_ARRAYS, *own.ADVANTAGE_OPTIONS)
+  found = name_or_function("advantages.estimator", name, arguments, given=known)
+  return estimators.make(found, **settings)
+
+
+def optimizer(config: Config) -> tuple[optax.GradientTransformation, optax.Schedule]:
+  """Makes the optimizer of the section `optim`, and its schedule.
+
+  Raises:
+    ValueError: Options that cannot work, or a schedule of the user's that cannot be used.
+  """
+  settings = config.optim.to_dict()
+  arguments = settings.pop("schedule_args")
+  known = ("learning_rate", "total_steps", "final_share")
+  name = settings["schedule"]
+  settings["schedule"] = name_or_function("optim.schedule", name, arguments, given=known)
+  return optim.make(optimizer_steps(config), **settings)
+
+
+def _is_own(config: Config) -> bool:
+  """Returns whether the advantages are a function of the user's."""
+  return "." in config.advantages.estimator
 
 
 def optimizer_steps(config: Config) -> int:

@@ -1,10 +1,11 @@
 """Sections of a loaded configuration: what is mistyped in Python is explained in one line."""
 
-import difflib
 from collections.abc import Iterator
 from typing import Any
 
 from ml_collections import ConfigDict
+
+from grpo_jax import names
 
 
 class Section(ConfigDict):
@@ -53,9 +54,9 @@ class Section(ConfigDict):
 
   def _explain(self, name: str) -> str:
     dotted = dict.fromkeys(_dotted(self))
-    close = difflib.get_close_matches(name, [str(key) for key in self.keys()], n=1, cutoff=0.6)
+    close = names.nearest(name, [str(key) for key in self.keys()], cutoff=0.6)
     close = close or [each for each in dotted if each.rpartition(".")[2] == name][:3]
-    close = close or difflib.get_close_matches(name, dotted, n=1, cutoff=0.6)
+    close = close or names.nearest(name, dotted, cutoff=0.6)
     meant = " or ".join(repr(self._below(each)) for each in close)
     hint = f" (did you mean {meant}?)" if meant else ""
     known = ", ".join(str(key) for key in self.keys()) or "no field"
@@ -67,7 +68,7 @@ def adopt(config: ConfigDict, path: str = "") -> Section:
 
   Args:
     config: is changed in place.
-    path: from the configuration to it, dotted.
+    path: Dotted path from the configuration to it.
 
   Returns:
     The same object.

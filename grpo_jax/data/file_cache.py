@@ -1,6 +1,6 @@
 """What is made once from a large data file, and kept until that file changes.
 
-It stands in the user's cache (GRPO_JAX_CACHE, else XDG_CACHE_HOME/grpo_jax, else
+It is in the user's cache (GRPO_JAX_CACHE, else XDG_CACHE_HOME/grpo_jax, else
 ~/.cache/grpo_jax), under data/PATH/KIND-FINGERPRINT/. A file that was changed, replaced or
 touched has another fingerprint; what was made of the old one is removed then.
 """
@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from grpo_jax.files import atomic
 from grpo_jax.models.sources import default_cache
 
 _log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ def derived(path: Path, kind: str, build: Callable[[Path], None]) -> Path:
     build: fills the empty folder it is given.
 
   Returns:
-    A folder, complete: it appears under its name in one step, whoever else makes it meanwhile.
+    A complete folder: it appears under its name in one step, even if others make it as well.
     Where the cache cannot be written it is a temporary one, removed when the process ends.
   """
   shelf = default_cache() / "data" / hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
@@ -40,7 +41,7 @@ def derived(path: Path, kind: str, build: Callable[[Path], None]) -> Path:
     return finished
   try:
     shelf.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{kind}-", dir=shelf))
+    unfinished = atomic.new_folder(shelf, f".{kind}-")
   except OSError as error:
     _log.warning("no cache for the index of %s: %s", path, error)
     return _temporary(build)
@@ -75,7 +76,7 @@ def fingerprint(path: Path) -> str:
 def _publish(unfinished: Path, finished: Path) -> None:
   """Moves a folder to its name; another process may have been faster."""
   try:
-    unfinished.rename(finished)
+    atomic.move(unfinished, finished)
   except OSError:
     if not finished.is_dir():
       raise

@@ -60,7 +60,7 @@ def in_box(*names: str) -> Column:
 
 
 def last_boxed(text: str) -> str:
-  r"""Returns the content of the last \boxed{…} (or \boxed 5) of a text; the text if it has none."""
+  r"""Returns the content of the last \boxed{…} (or \boxed 5) of some text, or else all of it."""
   found = list(re.finditer(r"\\(?:boxed|fbox)\s*(\{|[^\s{}$.,]+)", text))
   if not found:
     return text

@@ -261,7 +261,7 @@ def open_dataset(
   Raises:
     FileNotFoundError: A file does not exist.
     ImportError: The source needs a library that is not installed.
-    ValueError: A name is unknown, or a text and its file are both given.
+    ValueError: A name is unknown, or both text and file are given.
   """
   if overlong not in ("drop", "zero_weight"):
     raise ValueError(f"overlong must be 'drop' or 'zero_weight', got {overlong!r}")
@@ -372,7 +372,7 @@ def name_of(settings: Mapping[str, Any]) -> str | None:
 
 
 def _without_twins(own: Mapping[str, Any]) -> dict[str, Any]:
-  """Adds None for the other form of a text, so that a task's own prompt replaces a shared file."""
+  """Adds None for the other form of each text, so that a task's own prompt replaces a file."""
   twins = {"prompt_template": "prompt_file", "system_prompt": "system_prompt_file"}
   both = {**twins, **{file: text for text, file in twins.items()}}
   return {**{both[key]: None for key in own if key in both}, **own}

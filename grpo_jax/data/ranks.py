@@ -30,7 +30,7 @@ def places(
 
   Args:
     ranks: Rank of each response; only their order matters.
-    ties: Place of responses of equal rank, of which b have a lower rank and n are equal:
+    ties: Place of responses of equal rank, if b have a lower rank and n are equal:
       "mean" b + (n - 1) / 2, the mean of the places that they occupy; "best" b; "worst"
       b + n - 1; "dense" the number of different lower ranks.
 

@@ -30,8 +30,8 @@ def inherit(shared: Settings, own: Settings) -> dict[str, Any]:
   """Returns the shared fields, overridden by those of one dataset; None means not given.
 
   Its own `dataset` or `task` replaces the whole shared source; its own `path` or `split` is
-  another file or split of the shared dataset. A text overrides the shared file with that text.
-  another file or split of the shared dataset. A text replaces the shared file of it.
+  another file or split of the shared dataset. Its own text replaces the shared file with that
+  text.
   """
   given = {key: value for key, value in own.items() if value is not None}
   base, replaced = dict(shared), set()

@@ -32,9 +32,9 @@ class RowsSource:
     """Keeps them.
 
     Args:
-      rows: by number.
-      name: of the dataset.
-      place: where they are from, for messages.
+      rows: Rows by number.
+      name: Name of the dataset.
+      place: Place that they are from, for messages.
     """
     if not len(rows):
       raise ValueError(f"{place} has no rows")
@@ -64,7 +64,7 @@ def open_json(
   ({"train": […], "test": […]}). The whole file is held in memory; lines are not.
 
   Raises:
-    ValueError: the file is no JSON, or no list of rows is found in it.
+    ValueError: The file is not JSON, or contains no list of rows.
   """
   if _is_lines(path):
     return JsonlSource(path, name=name)
@@ -83,7 +83,7 @@ def open_json(
 
 
 def _is_lines(path: Path) -> bool:
-  """Tells lines of objects from one JSON text: the first line is a whole object, more follow."""
+  """Returns whether lines are objects, not one JSON text: the first is whole, and more follow."""
   with path.open("rb") as file:
     first = next((line for line in file if line.strip()), b"")
     has_more = any(line.strip() for line in file)
@@ -126,7 +126,7 @@ class ParquetRows:
     """Opens the file.
 
     Raises:
-      ValueError: it is no parquet file.
+      ValueError: It is not a parquet file.
     """
     pyarrow = _pyarrow()
     try:
@@ -137,7 +137,7 @@ class ParquetRows:
         self._map = pyarrow.memory_map(str(folder / "rows.arrow"))
         self._table = pyarrow.ipc.open_file(self._map).read_all()
     except pyarrow.ArrowInvalid as error:
-      raise ValueError(f"{path} is no parquet file that can be read: {error}") from error
+      raise ValueError(f"{path} is not a readable parquet file: {error}") from error
 
   def __len__(self) -> int:
     return self._table.num_rows
@@ -160,7 +160,7 @@ def open_parquet(path: Path, *, name: str | None) -> RowsSource:
 
   Raises:
     ImportError: pyarrow is not installed.
-    ValueError: it is no parquet file, or has no rows.
+    ValueError: It is not a parquet file, or has no rows.
   """
   return RowsSource(ParquetRows(path), name=name or path.stem, place=str(path))
 
@@ -170,9 +170,9 @@ def open_hub(repository: str, *, subset: str | None, split: str, name: str | Non
 
   Args:
     repository: "owner/name", or a local folder.
-    subset: which of its configurations; several with commas between them follow each other.
-    split: which of its splits, "train" or "train[:1000]".
-    name: of the dataset; the last part of `repository` if None.
+    subset: One of its configurations; several, separated by commas, follow each other.
+    split: One of its splits, "train" or "train[:1000]".
+    name: Name of the dataset; None: the last part of `repository`.
 
   Raises:
     ImportError: the datasets library is not installed.

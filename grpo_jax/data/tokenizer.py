@@ -21,7 +21,7 @@ from grpo_jax.models.fields import Fields
 
 Message = Mapping[str, Any]
 
-_SAID = "\u241fsaid\u241f"  # a string that no template writes.
+_PLACEHOLDER = "\u241fsaid\u241f"  # a string that no template writes.
 PLAIN = "plain"  # as `chat_template`: no template, the contents of the messages, line by line.
 
 
@@ -79,7 +79,7 @@ class Tokenizer(Protocol):
 
     Args:
       messages: The conversation.
-      max_tokens: Number of tokens allowed. A text of more than `longest_text(max_tokens)`
+      max_tokens: Number of tokens allowed. Text of more than `longest_text(max_tokens)`
         characters is cut to that length before it is encoded, to save time and memory.
     """
     ...
@@ -147,10 +147,15 @@ class HuggingFaceTokenizer:
 
   def _find_end(self) -> int:
     if self._renderer is not None:
-      said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
+      conversation = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": _PLACEHOLDER},
+      ]
       closing = np.zeros(0, np.int32)
       with contextlib.suppress(TemplateRefusal):  # the template rejects this conversation.
-        closing = self.encode(self._render(said, begin_assistant=False).rpartition(_SAID)[2])
+        closing = self.encode(
+          self._render(conversation, begin_assistant=False).rpartition(_PLACEHOLDER)[2]
+        )
       if len(closing) and int(closing[0]) in self._stop_ids:
         return int(closing[0])
     own = self._backend.eos_token_id
@@ -205,16 +210,16 @@ class HuggingFaceTokenizer:
 
   def _turn_texts(self, message: Message) -> tuple[str, str]:
     """Returns what the template writes after the assistant's text, and for the next message."""
-    past = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
+    past = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACEHOLDER}]
     before = self._render(past, begin_assistant=False)
     after = self._render([*past, message], begin_assistant=True)
-    if not after.startswith(before) or _SAID not in before:
+    if not after.startswith(before) or _PLACEHOLDER not in before:
       raise ModelError(
         f"{self._template_file}: this chat template rewrites earlier turns when a new one is"
         " added, so that a conversation cannot be continued token by token; give another"
         " model.chat_template"
       )
-    return before.rpartition(_SAID)[2], after[len(before) :]
+    return before.rpartition(_PLACEHOLDER)[2], after[len(before) :]
 
   def _render(self, messages: Sequence[Message], *, begin_assistant: bool) -> str:
     return self._rendered(messages, begin_assistant=begin_assistant)[0]

@@ -12,17 +12,16 @@ def make(name: str, **settings: Any) -> Any:
   """Makes an engine.
 
   Args:
-    name: "jax_sampler", "sglang" or "fake", modules of this folder; or the dotted path of one of
-      your own, which has a function `make(**settings)`.
-    **settings: of that engine. `matmul_precision`, `product_dtype` and `attention` are given only
-      to an engine whose `make` takes them.
+    name: "jax_sampler", "sglang" or "fake", modules of this folder; or the dotted path of another
+      module, which has a function `make(**settings)`.
+    **settings: Settings of that engine. `matmul_precision`, `product_dtype` and `attention` are
+      passed only to an engine whose `make` accepts them.
 
   Returns:
     A `base.Engine`.
 
   Raises:
-    ValueError: no such engine, or a setting that it does not have; the message lists those that
-      there are.
+    ValueError: The engine or a setting is unknown; the message lists the valid ones.
   """
   hidden = set(registry.modules(__name__)) - set(_ENGINES)
   module = registry.module(__name__, name, hidden=hidden)
@@ -30,6 +29,6 @@ def make(name: str, **settings: Any) -> Any:
   is_open = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
   for numerics in ("matmul_precision", "product_dtype", "attention"):
     if numerics not in takes and not (is_open and name in _ENGINES):
-      settings.pop(numerics, None)  # how it computes products is its own business.
+      settings.pop(numerics, None)  # it decides itself how to compute products.
   registry.check_arguments(f"engine {name!r}", module.make, settings)
   return module.make(**settings)

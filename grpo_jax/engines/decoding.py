@@ -270,16 +270,18 @@ def prefill(weights: Weights, cache: Cache, chunk: Chunk, options: Options) -> C
   """
   size = cache[0][0].shape[2]
   products = _of_prefill(options)
-  cos, sin = layers.rope_angles(jnp.asarray(chunk.positions)[:, None], options.config)
+  config, positions = options.config, jnp.asarray(chunk.positions)
+  angles = _angles(positions[:, None], config)
   segment_ids = jnp.asarray(chunk.segment_ids)[None]
   is_first = jnp.asarray(chunk.segment_ids) == 1
   past = (jnp.asarray(chunk.past_pages)[None], jnp.asarray(chunk.past)[None])
   offsets, dtype = chunk.positions % size, cache[0][0].dtype
-  settings = {"config": options.config, "products": products}
-  x, written = products.look_up(weights.embed, jnp.asarray(chunk.tokens)[:, None]), []
-  for layer, pages in zip(weights.layers, cache, strict=True):
+  settings = {"config": config, "products": products}
+  x = layers.embed(weights.embed, jnp.asarray(chunk.tokens)[:, None], **settings)
+  written = []
+  for layer, pages, kind in zip(weights.layers, cache, config.kinds, strict=True):
 
-    def attend(q, k, v, pages=pages):
+    def attend(q, k, v, pages=pages, window=kind.window):
       def write(to, new):
         to = to.at[chunk.pages, :, offsets].set(new[0].astype(to.dtype), mode="drop")
         return _placed(to, options)
@@ -288,14 +290,16 @@ def prefill(weights: Weights, cache: Cache, chunk: Chunk, options: Options) -> C
       k, v = (products.place(y[:, 0].astype(dtype)[None], everywhere) for y in (k, v))
       pages = (write(pages[0], k), write(pages[1], v))
       q = q.swapaxes(0, 1)  # one row of all tokens, as the keys and values.
-      here = options.attention.partial(q, k, v, segment_ids, products=products)
-      before = _before(q, k.shape[2], pages, *past, options)
+      rule = {"positions": positions[None], "window": window}
+      here = options.attention.partial(q, k, v, segment_ids, **rule, products=products)
+      first = _first_seen(positions, window)
+      before = _before(q, k.shape[2], pages, *past, first, options)
       found = parts.joined(here, parts.only_where(is_first[None, :, None], before))
       return (found.mixed / found.total[..., None]).swapaxes(0, 1), pages
 
     with precision.scope(options.matmul_precision):
-      x, extra = layers.block(layer, x, cos, sin, attend, **settings)
-    written.append(extra)
+      x, pages, _ = layers.block(layer, x, *angles[kind.rope], attend, **settings)
+    written.append(pages)
   return written
 
 
@@ -305,11 +309,13 @@ def _before(
   pages: tuple[Array, Array],
   tables: Int[Array, "1 W"],
   lengths: Int[Array, " 1"],
+  first: Int[Array, " T"] | None,
   options: Options,
 ) -> Partial:
   """Returns the attention of a row's tokens to the tokens of pages; [1 T H]."""
   asked = parts.by_kv_head(parts.scaled(q, kv_heads))
-  found = _over_pages(asked, parts.nothing(asked), pages, tables, lengths, options)
+  seen = _for_queries(None if first is None else first[None], q.shape[2] // kv_heads)
+  found = _over_pages(asked, parts.nothing(asked), pages, tables, lengths, seen, options)
   return parts.by_token(found, q.shape[2])
 
 
@@ -401,31 +407,33 @@ def decode_step(
   Returns:
     Logits of the next token, float32; the ring with this token in it.
   """
-  positions = jnp.asarray(rows.prompt_lengths) + lengths
-  cos, sin = layers.rope_angles(positions[:, None], options.config)
-  settings = {"config": options.config, "products": options.products}
+  config, positions = options.config, jnp.asarray(rows.prompt_lengths) + lengths
+  angles = _angles(positions[:, None], config)
+  settings = {"config": config, "products": options.products}
   step = jnp.asarray(rows.step) + number
-  x, written = options.products.look_up(weights.embed, tokens[:, None]), []
-  for layer, pages, ring in zip(weights.layers, prompts, own, strict=True):
+  x, written = layers.embed(weights.embed, tokens[:, None], **settings), []
+  for layer, pages, ring, kind in zip(weights.layers, prompts, own, config.kinds, strict=True):
 
-    def attend(q, k, v, pages=pages, ring=ring):
+    def attend(q, k, v, pages=pages, ring=ring, window=kind.window):
       heads, width = q.shape[2:]
       ring = _append(ring, k[:, 0], v[:, 0], step, options)
       asked = q.reshape(q.shape[0], k.shape[2], -1, width) * (width**-0.5)
       asked = _placed(asked, options, row_axis=0)
-      found = _over_ring(asked, ring, step, lengths, options)
+      found = _over_ring(asked, ring, step, lengths, window, options)
       alone = jnp.where(rows.places < 0, rows.prompt_lengths, 0)
-      found = _over_pages(asked, found, pages, jnp.asarray(rows.pages), alone, options)
-      found = _over_tiles(asked, found, pages, rows, options)
+      first = _first_seen(positions, window)
+      seen = _for_queries(None if first is None else first[:, None], asked.shape[2])
+      found = _over_pages(asked, found, pages, jnp.asarray(rows.pages), alone, seen, options)
+      found = _over_tiles(asked, found, pages, rows, first, options)
       attended = _placed(found.mixed / found.total[..., None], options, row_axis=0)
       attended = attended.reshape(q.shape[0], 1, heads, width)
       # As `o` is split, which would come to the rows otherwise.
       return _of_prefill(options).place(attended, ("rows", "places", "heads", "width")), ring
 
-    x, ring = layers.block(layer, x, cos, sin, attend, **settings)
+    x, ring, _ = layers.block(layer, x, *angles[kind.rope], attend, **settings)
     written.append(ring)
-  x = layers.rms_norm(x, weights.final_norm, options.config.rms_norm_eps)[:, 0]
-  layout = "vd" if options.config.tie_embeddings else "dv"
+  x = layers.norm(x, weights.final_norm, **settings)[:, 0]
+  layout = "vd" if config.tie_embeddings else "dv"
   # The same product as in the trainer's logprobs, in the same precision on every platform.
   logits = reference.dot(x.astype(options.products.compute_dtype), weights.head, head_layout=layout)
   return logits, written
@@ -447,6 +455,22 @@ def _drawn(
   return jax.lax.cond(is_truncated, lambda: draw(filters), lambda: draw(None))
 
 
+def _angles(positions: Int[Array, "B T"], config: ModelConfig) -> dict[int | None, tuple[Any, Any]]:
+  """Returns the rotary angles of every table that a layer has; see `layers.rope_angles`."""
+  tables = dict.fromkeys(kind.rope for kind in config.kinds)
+  return {table: layers.rope_angles(positions, config, table) for table in tables}
+
+
+def _first_seen(positions: Int[Array, "..."], window: int | None) -> Int[Array, "..."] | None:
+  """Returns the first position that tokens see; None: they see all."""
+  return None if window is None else positions - (window - 1)
+
+
+def _for_queries(first: Int[Array, "B n"] | None, repeats: int) -> Int[Array, "B m"] | None:
+  """Repeats what rows or tokens see for each of their queries of a key/value head."""
+  return None if first is None else jnp.repeat(first, repeats, axis=1)
+
+
 def tiles_at_once(rows: int, group: int) -> int:
   """Returns how many tiles one round of the loop over tiles computes: enough for about all rows."""
   return 1 << max((rows // group).bit_length() - 1, 0)
@@ -463,6 +487,7 @@ def _over_tiles(
   found: Partial,
   pages: tuple[Array, Array],
   rows: Rows,
+  first: Int[Array, " R"] | None,
   options: Options,
 ) -> Partial:
   """Adds the attention of rows that share their prompts to these prompts.
@@ -472,6 +497,7 @@ def _over_tiles(
     found: Partial softmax over the keys read before.
     pages: Pages of a layer, [N K T E].
     rows: State of the rows; the tiles are read.
+    first: First position that each row sees; None: all.
     options: Options of the program; static.
 
   Returns:
@@ -486,11 +512,13 @@ def _over_tiles(
 
   def of_some(i, found):
     part = lambda x, size: jax.lax.dynamic_slice_in_dim(jnp.asarray(x), i * size, size)
-    of_tiles = jnp.take(asked, part(rows.tile_rows, at_once).reshape(-1), axis=0)
+    tile_rows = part(rows.tile_rows, at_once)
+    of_tiles = jnp.take(asked, tile_rows.reshape(-1), axis=0)
     of_tiles = of_tiles.reshape(at_once, options.group, kv_heads, repeats, width)
     of_tiles = of_tiles.transpose(0, 2, 1, 3, 4).reshape(at_once, kv_heads, -1, width)
     tables = part(rows.tile_pages, at_once), part(rows.tile_lengths, at_once)
-    partial = _over_pages(of_tiles, parts.nothing(of_tiles), pages, *tables, options)
+    seen = _for_queries(None if first is None else jnp.take(first, tile_rows), repeats)
+    partial = _over_pages(of_tiles, parts.nothing(of_tiles), pages, *tables, seen, options)
     here = places - i * num_places
     is_here = (here >= 0) & (here < num_places) & (places >= 0)
 
@@ -512,9 +540,13 @@ def _over_pages(
   pages: tuple[Array, Array],
   tables: Int[Array, "B W"],
   lengths: Int[Array, " B"],
+  first: Int[Array, "B m"] | None,
   options: Options,
 ) -> Partial:
-  """Adds attention to the first `lengths` tokens of the pages that `tables` lists."""
+  """Adds attention to the first `lengths` tokens of the pages that `tables` lists.
+
+  Queries see the positions from `first` on; None: all.
+  """
   size, at_once = pages[0].shape[2], options.pages_at_once
   inside = jnp.arange(at_once * size).reshape(at_once, size)
   contract = options.products.contract
@@ -522,9 +554,13 @@ def _over_pages(
   def of_some(i, found):
     table = jax.lax.dynamic_slice_in_dim(tables, i * at_once, at_once, axis=1)
     keys, values = (jnp.take(x, table, axis=0) for x in pages)
-    allowed = (i * at_once * size + inside)[None] < lengths[:, None, None]
+    place = i * at_once * size + inside
+    allowed = place[None] < lengths[:, None, None]
     scores = contract("bkme,bnkpe->bkmnp", asked, keys)
-    mask = jnp.broadcast_to(allowed[:, None, None], scores.shape)
+    allowed = allowed[:, None, None]
+    if first is not None:
+      allowed = allowed & (place[None, None, None] >= first[:, None, :, None, None])
+    mask = jnp.broadcast_to(allowed, scores.shape)
     flat = lambda x: x.reshape(*x.shape[:3], at_once * size)
     back = lambda x: x.reshape(*x.shape[:3], at_once, size)
     mix = lambda weights: contract("bkmnp,bnkpe->bkme", back(weights), values)
@@ -539,9 +575,13 @@ def _over_ring(
   ring: tuple[Array, Array],
   step: Int[Array, ""],
   lengths: Int[Array, " R"],
+  window: int | None,
   options: Options,
 ) -> Partial:
-  """Attends to the last `lengths` + 1 columns of the ring, up to the column of the step."""
+  """Attends to the last `lengths` + 1 columns of the ring, up to the column of the step.
+
+  With a window, to the last `window` of these.
+  """
   count = asked.shape[0]
   keys, values = ring
   blocks, columns = keys.shape[0], keys.shape[-1]
@@ -554,6 +594,8 @@ def _over_ring(
     age = (step - at * columns - jnp.arange(columns)) % (blocks * columns)
     scores = jnp.sum(queries * of_rows(_at(keys, at)), axis=-2)
     allowed = age[None] <= lengths[:, None]
+    if window is not None:
+      allowed = allowed & (age[None] < window)
     mix = lambda w: jnp.sum(rounded(w)[..., None] * of_rows(_at(values, at)), axis=-2)
     return parts.softmax(scores, allowed[:, None, None], mix, options.products)
 

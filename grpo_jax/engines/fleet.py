@@ -137,7 +137,7 @@ class Fleet:
       await self._fail(error)
 
   def _kept(self, task: asyncio.Task[None]) -> None:
-    """Sees to it that nobody waits for a server that a bug left without its keeper."""
+    """Makes sure that nobody waits for a server whose keeper ended by a bug."""
     if not task.cancelled() and isinstance(bug := task.exception(), Exception):
       self._tasks.append(asyncio.create_task(self._fail(bug)))
 

@@ -185,10 +185,10 @@ class JaxSampler:
     """Describes what lies in memory while completions of the planned sizes are sampled.
 
     Args:
-      params: as in `programs`.
+      params: Parameters, as in `programs`.
 
     Returns:
-      Shapes, dtypes and shardings of the weights, of which some are the trainer's own arrays, and
+      Shapes, dtypes and shardings of the weights (some are the trainer's own arrays), and
       of the caches.
     """
     options = _with_sharding(self._options, params)

@@ -75,7 +75,7 @@ class LaunchOptions:
 
   Attributes:
     python: interpreter of the server's environment.
-    log_folder: for the output of the servers, server_INDEX.log; also their working directory.
+    log_folder: Folder for the servers' output, server_INDEX.log; also their working directory.
     device: "cpu" or "cuda".
     arguments: more arguments of SGLang, none of them among those that decide who can reach it.
     command: a command line of your own instead, which may hold {model_path}, {host}, {port} and
@@ -83,9 +83,9 @@ class LaunchOptions:
     environment: variables, added to those of the trainer.
     host: address to listen on. Other hosts can reach only a server that listens elsewhere than on
       loopback, which needs an API key.
-    port: of the first server, the next has the next; None: free ones are chosen.
+    port: Port of the first server; the others have the next ones. None: free ports are chosen.
     gpus: numbers as nvidia-smi shows them, shared out in order; (): each server sees all.
-    gpus_per_server: a model is spread over so many.
+    gpus_per_server: Number of GPUs that a model is spread over.
     dtype: "float32", "bfloat16", "float16" or "auto" (the checkpoint's).
     max_running: completions sampled side by side.
     context_length: tokens of a prompt and its completion; None: as many as the model knows.
@@ -116,9 +116,9 @@ def check(options: LaunchOptions, *, servers: int, api_key: str = "") -> None:
   """Raises if servers cannot be started so; needs some 0.1 s, no model and no GPU.
 
   Args:
-    options: of all of them.
-    servers: how many.
-    api_key: that they will ask for; "": none.
+    options: Options of all servers.
+    servers: Number of servers.
+    api_key: Key that clients must send; "": none.
 
   Raises:
     ServerError: with what is wrong, and what to do about it.
@@ -238,7 +238,7 @@ def _refused_variables(environment: Mapping[str, Any]) -> Iterator[str]:
 
 @functools.cache
 def _check_environment(python: pathlib.Path, device: str) -> None:
-  """Raises if `python` is no interpreter with SGLang for this device."""
+  """Raises if `python` is not an interpreter with SGLang for this device."""
   remedy = f"`scripts/install_sglang.sh {device}` makes one"
   if not os.access(python, os.X_OK) or python.is_dir():
     raise ServerError(f"no server environment at {python}: {remedy}")
@@ -248,9 +248,9 @@ def _check_environment(python: pathlib.Path, device: str) -> None:
       [str(python), "-I", "-c", code], capture_output=True, text=True, timeout=60
     )
   except (OSError, subprocess.TimeoutExpired) as error:
-    raise ServerError(f"{python} is no Python that runs ({error}): {remedy}") from error
+    raise ServerError(f"{python} is not a working Python ({error}): {remedy}") from error
   if told.returncode:
-    missing = told.stderr.strip().splitlines()[-1:] or ["it says nothing"]
+    missing = told.stderr.strip().splitlines()[-1:] or ["it printed no reason"]
     raise ServerError(f"no SGLang in the environment of {python} ({missing[0]}): {remedy}")
   if device == "cuda" and told.stdout.strip().endswith("+cpu"):
     raise ServerError(f"the environment of {python} is for the CPU: {remedy}")
@@ -300,7 +300,7 @@ def _bind(host: str, port: int) -> None:
 
 
 def _owner(port: int) -> str:
-  """Returns " by process 123 (name ...)" if /proc tells who listens on a port, else ""."""
+  """Returns " by process 123 (name ...)" if /proc shows who listens on a port, else ""."""
   listens = "0A"
   sockets = set()
   for table in ("/proc/net/tcp", "/proc/net/tcp6"):

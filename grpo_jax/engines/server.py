@@ -31,7 +31,7 @@ class ServerLost(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-  """One version of the weights, and how to tell that a server has it."""
+  """One version of the weights, and how to verify that a server has it."""
 
   version: int
   folder: pathlib.Path
@@ -92,7 +92,7 @@ class Server:
     Args:
       process: None of one that was found.
       client: speaks to it.
-      within_s: it is lost after so many seconds.
+      within_s: Time after which it counts as lost, in seconds.
 
     Raises:
       ServerLost: it ended, or did not become healthy in time.
@@ -143,7 +143,7 @@ class Server:
   async def update(self, weights: Weights, *, tolerance: float) -> float:
     """Loads weights and proves that it has them.
 
-    Requests under way are paused, and go on with the new weights.
+    Requests in flight are paused, and continue with the new weights.
 
     Returns:
       The largest difference of the probe's logprobs from the trainer's, in nats.

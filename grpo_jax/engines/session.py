@@ -77,8 +77,8 @@ def caches(options: decoding.Options, sizes: Sizes) -> tuple[Any, Any]:
   """Returns shapes, dtypes and shardings of the ring and of the pages.
 
   Args:
-    options: of the calls.
-    sizes: planned.
+    options: Options of the calls.
+    sizes: Planned sizes.
   """
   options = sizes.applied(options)
   ring = _described(_empty_ring, sizes.blocks, sizes.rows, sizes.columns, options)

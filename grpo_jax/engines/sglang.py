@@ -149,7 +149,7 @@ class SGLangEngine:
     Raises:
       ValueError: at once: requests that cannot be served.
       RuntimeError: no weights were loaded, or the engine was closed.
-      FleetError: from the iteration: a server refused a request, or none can be had.
+      FleetError: from the iteration: a server rejected a request, or none is available.
     """
     base.check_requests(
       requests,
@@ -378,7 +378,7 @@ def variables(products: str, own: Mapping[str, str]) -> dict[str, str]:
 
   Args:
     products: what the trainer computes matrix products in; see `precision.resolve`.
-    own: those that the user asks for, which go before ours.
+    own: Arguments from the user, which override ours.
   """
   return {**(_EXACT if products == "float32" else {}), **own}
 

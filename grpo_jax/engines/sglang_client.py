@@ -1,4 +1,4 @@
-"""HTTP to one SGLang server: what is asked, what may go wrong, and of which kind it is.
+"""HTTP to one SGLang server: requests, what may go wrong, and the kind of each failure.
 
 Endpoints and payloads as measured on SGLang 0.5.23. An answer is bounded in bytes and in time, and
 what it says appears in errors without the API key and without control characters.
@@ -53,10 +53,10 @@ class Client:
     """Makes a client; nothing is sent yet.
 
     Args:
-      session: from `http_bodies.open_session`; closed by the caller that opened it.
+      session: Session from `http_bodies.open_session`; closed by the caller that opened it.
       address: "http://host:port".
-      key: of the server's API; sent as a header, never part of a message.
-      timeouts: of all calls.
+      key: Key of the server's API; sent as a header, never part of a message.
+      timeouts: Time-outs of all calls.
     """
     self.address = address.rstrip("/")
     self._session = session
@@ -75,8 +75,8 @@ class Client:
     """Returns what `read` makes of the answer of POST /generate.
 
     Args:
-      body: of the request.
-      headers: of the request, besides the key.
+      body: Body of the request.
+      headers: Headers of the request, in addition to the key.
       read: decoded JSON -> what is wanted of it; may raise Garbled or Aborted, and may run in
         any thread.
       limit: most bytes of an answer.
@@ -115,7 +115,7 @@ class Client:
     await self._control("/pause_generation", {"mode": "retract"})
 
   async def resume(self) -> None:
-    """Goes on generating; does nothing if the server was not paused."""
+    """Continues generating; does nothing if the server was not paused."""
     await self._control("/continue_generation", {})
 
   async def abort_all(self) -> None:

@@ -21,7 +21,7 @@ _NOT_AS_EXPECTED = (TypeError, ValueError, LookupError, ArithmeticError, Attribu
 # Size of an answer in bytes. A token is [logprob, id, null], its id again in `output_ids`, and its
 # text in `text`: some 50 bytes, and up to 300 for the longest tokens of a vocabulary (128 line
 # breaks, escaped). sglang-jax repeats logprobs.
-_OF_ANSWER, _OF_COMPLETION, _OF_TOKEN = 1 << 16, 1 << 14, 512
+_ANSWER_BYTES, _COMPLETION_BYTES, _TOKEN_BYTES = 1 << 16, 1 << 14, 512
 
 
 class Garbled(ValueError):
@@ -89,13 +89,13 @@ def generate_body(
 
 def answer_bytes(requests: Sequence[GenerationRequest]) -> int:
   """Returns a bound on the size of a correct answer to `generate_body`, in bytes."""
-  sizes = (_OF_COMPLETION + _OF_TOKEN * request.sampling.max_tokens for request in requests)
-  return _OF_ANSWER + sum(sizes)
+  sizes = (_COMPLETION_BYTES + _TOKEN_BYTES * request.sampling.max_tokens for request in requests)
+  return _ANSWER_BYTES + sum(sizes)
 
 
 def prompt_answer_bytes(ids: Sequence[int]) -> int:
   """Returns a bound on the size of a correct answer to `prompt_body`, in bytes."""
-  return _OF_ANSWER + _OF_COMPLETION + _OF_TOKEN * (len(ids) + 1)
+  return _ANSWER_BYTES + _COMPLETION_BYTES + _TOKEN_BYTES * (len(ids) + 1)
 
 
 def generations(

@@ -4,15 +4,13 @@ A run has a folder of its own, and holds a lock in it as long as it lives, howev
 dead runs left is removed by the next one. A version's folder appears whole or not at all.
 """
 
-import fcntl
 import os
 import pathlib
 import shutil
-import tempfile
 from typing import Any
 
 from grpo_jax.engines.base import EngineFailure
-from grpo_jax.files import shared_places
+from grpo_jax.files import atomic, shared_places
 from grpo_jax.models import export
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.transformer import Params
@@ -56,9 +54,9 @@ class WeightFolders:
     Args:
       root: shared by all runs of a user, and written by nobody else; on several hosts, a folder
         that all of them see.
-      config: of the model.
+      config: Config of the model.
       source_directory: Hugging Face folder that the model came from; see `export`.
-      dtype: of the files.
+      dtype: Dtype of the files.
 
     Raises:
       TransferError: `root` cannot be made, is a link, or others may write it.
@@ -69,11 +67,11 @@ class WeightFolders:
     try:
       shared_places.private_folder(root)
       with shared_places.open_lock(root / _LOCK) as of_all:
-        fcntl.flock(of_all, fcntl.LOCK_EX)  # nobody takes a folder for dead that is just made.
+        atomic.lock(of_all)  # nobody takes a folder for dead that is just made.
         _remove_leftovers(root)
-        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="run-", dir=root))
+        self.folder = atomic.new_folder(root, "run-")
         self._lock = shared_places.open_lock(self.folder / _LOCK)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        atomic.lock(self._lock)
     except shared_places.NotOurs as error:
       raise TransferError(
         f"no folder for weights can be made in {root}, since others could exchange them: {error};"
@@ -97,11 +95,11 @@ class WeightFolders:
     spare = self.folder / _SPARE
     try:
       if spare.exists():
-        os.replace(spare, scratch)
+        atomic.move(spare, scratch)
       else:
         scratch.mkdir()
       export.fill_folder(params, self._config, scratch, source=self._source, dtype=self._dtype)
-      os.replace(scratch, target)
+      atomic.move(scratch, target)
     except OSError as error:
       shutil.rmtree(scratch, ignore_errors=True)
       needed = sum(t.nbytes for t in export.to_write(params, self._config, dtype=self._dtype))
@@ -119,7 +117,7 @@ class WeightFolders:
     if spare.exists():
       shutil.rmtree(folder, ignore_errors=True)
     else:
-      os.replace(folder, spare)
+      atomic.move(folder, spare)
 
   def close(self) -> None:
     """Removes all. May be called twice."""
@@ -128,13 +126,13 @@ class WeightFolders:
 
 
 def _remove_leftovers(root: pathlib.Path) -> None:
-  """Removes the folders of runs that live no more: those whose lock can be had."""
+  """Removes the folders of runs that have ended: those whose lock is free."""
   for folder in root.glob("run-*"):
     if folder.is_symlink():
       continue
     try:
       with shared_places.open_lock(folder / _LOCK) as held:
-        if shared_places.try_lock(held):
+        if atomic.try_lock(held):
           shutil.rmtree(folder, ignore_errors=True)
     except OSError:  # gone in the meantime, or not ours: not ours to remove.
       continue

@@ -7,20 +7,20 @@ from typing import Any
 
 from grpo_jax import checked, registry
 from grpo_jax.environments import setting_kinds
-from grpo_jax.environments.base import Closing, Counting, EnvironmentFactory
+from grpo_jax.environments.base import AnyFactory, as_factory
 from grpo_jax.environments.grading import confinement
 from grpo_jax.types import Prompt
 
 _HIDDEN = ("base", "grading", "isolation", "scoring", "setting_kinds")
 
 
-class Environments(Mapping[str, EnvironmentFactory]):
+class Environments(Mapping[str, AnyFactory]):
   """Factories by name. Close it at the end of the run, or use it in a `with` block."""
 
-  def __init__(self, factories: Mapping[str, EnvironmentFactory]):
+  def __init__(self, factories: Mapping[str, AnyFactory]):
     self._factories = dict(factories)
 
-  def __getitem__(self, name: str) -> EnvironmentFactory:
+  def __getitem__(self, name: str) -> AnyFactory:
     return registry.choose("environment", name, self._factories)
 
   def __iter__(self) -> Iterator[str]:
@@ -40,16 +40,13 @@ class Environments(Mapping[str, EnvironmentFactory]):
     return {
       f"env/{name}/{metric}": value
       for name, factory in self._factories.items()
-      if isinstance(factory, Counting) and not isinstance(factory, type)
-      for metric, value in factory.metrics().items()
+      for metric, value in as_factory(factory).metrics().items()
     }
 
   def close(self) -> None:
     """Closes all environments; later calls do nothing."""
     for factory in self._factories.values():
-      # A class of environments is a factory as well; its methods are those of its environments.
-      if isinstance(factory, Closing) and not isinstance(factory, type):
-        factory.close()
+      as_factory(factory).close()
 
 
 def make(**environments: Mapping[str, Any]) -> Environments:
@@ -85,7 +82,7 @@ def total_timeout_s(name: str, settings: Mapping[str, Any]) -> float:
   return value
 
 
-def check(environments: Mapping[str, EnvironmentFactory], prompts: Iterable[Prompt]) -> None:
+def check(environments: Mapping[str, AnyFactory], prompts: Iterable[Prompt]) -> None:
   """Raises ValueError if an environment rejects all of these prompts.
 
   No environment is started: a factory rejects a prompt without the fields that it needs. A single
@@ -151,7 +148,7 @@ def problems(name: str, settings: Mapping[str, Any]) -> list[str]:
   return checked.problems(found, settings, prefix=f"environments.{name}.")
 
 
-def _factory(name: str, settings: dict[str, Any]) -> EnvironmentFactory:
+def _factory(name: str, settings: dict[str, Any]) -> AnyFactory:
   wrong = problems(name, settings)
   if wrong:
     raise ValueError("; ".join(wrong))
@@ -164,7 +161,7 @@ def _factory(name: str, settings: dict[str, Any]) -> EnvironmentFactory:
     raise ValueError(f"{what}: {error}") from error
 
 
-def _maker(name: str, settings: Mapping[str, Any]) -> Callable[..., EnvironmentFactory]:
+def _maker(name: str, settings: Mapping[str, Any]) -> Callable[..., AnyFactory]:
   """Returns `make` of the module of an environment, or what the settings name instead."""
   source = settings.get("module") or name
   found = registry.module_or_member(__name__, source, hidden=_HIDDEN)
@@ -180,11 +177,11 @@ def _maker(name: str, settings: Mapping[str, Any]) -> Callable[..., EnvironmentF
   return vars(found)["make"]
 
 
-def _maker_of(environment: type) -> Callable[..., EnvironmentFactory]:
+def _maker_of(environment: type) -> Callable[..., AnyFactory]:
   """Returns a `make` for a class whose first argument is the prompt; the others are settings."""
   parameters = list(inspect.signature(environment).parameters.values())
 
-  def make(**settings: Any) -> EnvironmentFactory:
+  def make(**settings: Any) -> AnyFactory:
     return functools.partial(environment, **settings) if settings else environment
 
   vars(make)["__signature__"] = inspect.Signature(parameters[1:])

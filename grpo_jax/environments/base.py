@@ -9,6 +9,7 @@ A module of this package, or of a user, offers `make(**config) -> factory`.
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -79,41 +80,68 @@ class Environment(Protocol):
     ...
 
 
-# Makes the environment of one attempt. It may also have what the protocols below name.
-EnvironmentFactory = Callable[[Prompt], Environment]
+class EnvironmentFactory:
+  """Makes the environment of each attempt; what the environments of a run share belongs here.
 
+  A subclass defines `__call__`, and the other members where it needs them. Functions, classes of
+  environments and objects that can be called are factories as well: see `as_factory`.
+  """
 
-@runtime_checkable
-class Closing(Protocol):
-  """A factory that holds something for the whole run."""
+  # They end the first turn, and the later ones until a StepResult names others.
+  stop_strings: Sequence[str] = ()
+  timeout_s: float | None = None  # limit of one call, in seconds; None: that of the run.
 
-  def close(self) -> None:
-    """Frees it."""
-    ...
+  def __call__(self, prompt: Prompt) -> Environment:
+    """Returns the environment of one attempt.
 
-
-@runtime_checkable
-class Counting(Protocol):
-  """A factory that counts."""
+    Raises:
+      ValueError: The prompt lacks what its environment needs.
+    """
+    raise NotImplementedError
 
   def metrics(self) -> dict[str, float]:
     """Returns counts since the start of the run."""
-    ...
+    return {}
+
+  def close(self) -> None:
+    """Frees what the factory holds; called at the end of the run."""
 
 
-@runtime_checkable
-class Stopping(Protocol):
-  """A factory whose environments read turns that end with one of certain strings."""
-
-  # End the first turn, and the later ones until a StepResult names others.
-  stop_strings: tuple[str, ...]
+# A factory as users write it: anything that makes an environment out of a prompt.
+AnyFactory = Callable[[Prompt], Environment]
 
 
-@runtime_checkable
-class Timed(Protocol):
-  """A factory whose environments have a time-out of their own."""
+def as_factory(made: AnyFactory) -> EnvironmentFactory:
+  """Returns a function, a class or an object that can be called as an EnvironmentFactory.
 
-  timeout_s: float | None  # of one call, in seconds; None: that of the run.
+  Members of an EnvironmentFactory that it has are its own. The methods of a class do not count:
+  they are those of its environments.
+  """
+  return made if isinstance(made, EnvironmentFactory) else _Adapted(made)
+
+
+class _Adapted(EnvironmentFactory):
+  """A factory that is not an EnvironmentFactory; see `as_factory`."""
+
+  def __init__(self, made: AnyFactory):
+    self._made = made
+    owner = made.func if isinstance(made, functools.partial) else made
+    values = {name: getattr(owner, name, None) for name in ("stop_strings", "timeout_s")}
+    # A property of a class has its value only in an environment.
+    known = {n: v for n, v in values.items() if v is not None and not hasattr(v, "__get__")}
+    vars(self).update(known)
+    self._methods = None if isinstance(owner, type) else owner
+
+  def __call__(self, prompt: Prompt) -> Environment:
+    return self._made(prompt)
+
+  def metrics(self) -> dict[str, float]:
+    found = getattr(self._methods, "metrics", None)
+    return found() if found else {}
+
+  def close(self) -> None:
+    if found := getattr(self._methods, "close", None):
+      found()
 
 
 Reward = float | Mapping[str, float] | StepResult
@@ -156,7 +184,7 @@ class SingleTurn:
     self._prompt = prompt
 
   async def start(self) -> None:
-    """Nothing to prepare."""
+    """Does nothing."""
 
   async def step(
     self,
@@ -170,4 +198,4 @@ class SingleTurn:
     return reward if isinstance(reward, StepResult) else StepResult(as_reward(reward), done=True)
 
   async def close(self) -> None:
-    """Nothing to free."""
+    """Does nothing."""

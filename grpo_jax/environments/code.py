@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-from grpo_jax.environments.base import Environment, SingleTurn, StepResult
+from grpo_jax.environments.base import Environment, EnvironmentFactory, SingleTurn, StepResult
 from grpo_jax.environments.grading import code_tests, programs
 from grpo_jax.environments.grading.code_tests import FunctionTests, ProgramTests
 from grpo_jax.registry import choose
@@ -19,7 +19,7 @@ from grpo_jax.sandbox.supervise import Ending, Supervisor, Verdict
 from grpo_jax.types import Prompt
 
 
-class CodeEnvironments:
+class CodeEnvironments(EnvironmentFactory):
   """Makes the environments, which share the threads that supervise programs."""
 
   def __init__(

@@ -9,11 +9,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_jax import registry
-from grpo_jax.environments.base import Environment, SingleTurn, StepResult, as_reward
+from grpo_jax.environments.base import (
+  Environment,
+  EnvironmentFactory,
+  SingleTurn,
+  StepResult,
+  as_reward,
+)
 from grpo_jax.types import Prompt
 
 
-class FunctionEnvironments:
+class FunctionEnvironments(EnvironmentFactory):
   """Makes environments of one turn from a function."""
 
   def __init__(
@@ -23,7 +29,7 @@ class FunctionEnvironments:
     timeout_s: float | None,
     solved: float | int | None = None,
   ):
-    self.timeout_s = timeout_s  # see `base.Timed`.
+    self.timeout_s = timeout_s
     self._function = function
     self._settings = dict(settings)
     self._solved = solved

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.environments.base import (
+  AnyFactory,
   Environment,
-  EnvironmentFactory,
   StepResult,
   as_number,
   as_reward,
@@ -38,7 +38,7 @@ class EnvironmentFailure(Exception):
 class IsolatedEnvironment:
   """One environment in its own thread; every failure is raised as EnvironmentFailure."""
 
-  def __init__(self, factory: EnvironmentFactory, prompt: Prompt, *, timeout_s: float):
+  def __init__(self, factory: AnyFactory, prompt: Prompt, *, timeout_s: float):
     """Starts the thread.
 
     Args:
@@ -118,7 +118,7 @@ class IsolatedEnvironment:
     return value
 
   def _serve(self) -> None:
-    """Thread body: runs the calls, one after another, in one event loop."""
+    """Runs the calls one after another in one event loop; the body of the thread."""
     with asyncio.Runner() as runner:
       while job := self._jobs.get():
         if job.future.set_running_or_notify_cancel():

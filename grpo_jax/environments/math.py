@@ -13,7 +13,7 @@ need mathematics run in a sandbox, each in its own process, which is killed if i
 import asyncio
 from pathlib import Path
 
-from grpo_jax.environments.base import Environment, SingleTurn, StepResult
+from grpo_jax.environments.base import Environment, EnvironmentFactory, SingleTurn, StepResult
 from grpo_jax.environments.grading import answers, confinement, evaluated, verifiers
 from grpo_jax.environments.grading.pool import GraderError, GraderTimeout, WorkerPool
 from grpo_jax.types import Prompt
@@ -22,7 +22,7 @@ _GRADER = Path(answers.__file__).with_name("equality.py")
 _PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 
 
-class MathEnvironments:
+class MathEnvironments(EnvironmentFactory):
   """Makes the environments, which share the sandboxes."""
 
   def __init__(

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_jax.environments.base import Environment, SingleTurn, StepResult
+from grpo_jax.environments.base import Environment, EnvironmentFactory, SingleTurn, StepResult
 from grpo_jax.environments.grading import answers, confinement, gym_score
 from grpo_jax.environments.grading.pool import GraderError, GraderTimeout, WorkerPool
 from grpo_jax.registry import choose
@@ -23,7 +23,7 @@ _NEEDED = ("task", "task_args", "entry")
 _PACKAGES = ("reasoning-gym",)
 
 
-class GymEnvironments:
+class GymEnvironments(EnvironmentFactory):
   """Makes the environments, which share the sandboxes."""
 
   def __init__(

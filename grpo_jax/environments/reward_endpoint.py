@@ -16,7 +16,7 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from grpo_jax.environments.base import Environment, SingleTurn, StepResult
+from grpo_jax.environments.base import Environment, EnvironmentFactory, SingleTurn, StepResult
 from grpo_jax.environments.scoring import conversation, formats
 from grpo_jax.environments.scoring.client import JsonClient, Patience
 from grpo_jax.http import redaction
@@ -131,7 +131,7 @@ class OwnServer:
     return formats.rewarded(answer)
 
 
-class RewardEndpointEnvironments:
+class RewardEndpointEnvironments(EnvironmentFactory):
   """Makes the environments, which share the connections."""
 
   def __init__(self, client: JsonClient, asking: Format, *, shift: float, scale: float):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.compilation import precision
-from grpo_jax.environments.base import Environment, SingleTurn, StepResult
+from grpo_jax.environments.base import Environment, EnvironmentFactory, SingleTurn, StepResult
 from grpo_jax.environments.scoring import conversation
 from grpo_jax.environments.scoring.batcher import Batcher
 from grpo_jax.models import classifier, loading, sources
@@ -32,7 +32,7 @@ class TooLong(ValueError):
   """A conversation has more tokens than the reward model accepts."""
 
 
-class RewardModelEnvironments:
+class RewardModelEnvironments(EnvironmentFactory):
   """Makes the environments, which share the reward model."""
 
   def __init__(

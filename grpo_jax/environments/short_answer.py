@@ -10,7 +10,7 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_jax.environments.base import Environment, EnvironmentFactory, SingleTurn, StepResult
+from grpo_jax.environments.base import AnyFactory, Environment, SingleTurn, StepResult
 from grpo_jax.registry import choose
 from grpo_jax.types import Prompt
 
@@ -19,7 +19,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalized(text: str) -> str:
-  """Returns a text in lower case, without punctuation, articles and double spaces."""
+  """Returns text in lower case, without punctuation, articles and double spaces."""
   return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
@@ -48,7 +48,7 @@ def expected_answers(info: Mapping[str, Any]) -> list[str]:
   return [text for text in [info.get("expected_answer"), *texts] if isinstance(text, str)]
 
 
-def make(*, reward: str = "f1") -> EnvironmentFactory:
+def make(*, reward: str = "f1") -> AnyFactory:
   """Makes the environment.
 
   Args:

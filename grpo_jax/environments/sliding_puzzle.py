@@ -1,4 +1,4 @@
-"""The sliding puzzle: n × n tiles with a gap, to be put in order, one move a turn.
+"""The sliding puzzle: n × n tiles with a gap, to be put in order with one move per turn.
 
     model        <action>up</action>
     environment  <environment>
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from grpo_jax.environments.base import Environment, StepResult
+from grpo_jax.environments.base import Environment, EnvironmentFactory, StepResult
 from grpo_jax.types import FinishReason, Prompt
 
 Board = tuple[tuple[int, ...], ...]  # rows of tiles; 0 is the gap.
@@ -172,10 +172,10 @@ def _meant(board: Board, action: str) -> tuple[tuple[int, int], str, str]:
   return (-1, -1), "", f"Unknown action. There are: {known}."
 
 
-class SlidingPuzzleEnvironments:
+class SlidingPuzzleEnvironments(EnvironmentFactory):
   """Makes the environments."""
 
-  stop_strings = ("</action>",)  # see `base.Stopping`.
+  stop_strings = ("</action>",)
 
   def __init__(
     self,
@@ -214,7 +214,7 @@ class SlidingPuzzle:
     self._counts: dict[str, int] = {"moved": 0, "refused": 0, "viewed": 0, "unreadable": 0}
 
   async def start(self) -> None:
-    """Nothing to prepare."""
+    """Does nothing."""
 
   async def step(
     self, text: str, completion_ids: Int[np.ndarray, " turn"], finish_reason: FinishReason
@@ -239,7 +239,7 @@ class SlidingPuzzle:
     )
 
   async def close(self) -> None:
-    """Nothing to free."""
+    """Does nothing."""
 
   def _reward(self, is_solved: bool, *, is_invalid: bool) -> float | dict[str, float]:
     gain = self._options.reward_solved * is_solved

@@ -16,13 +16,13 @@ from decimal import Decimal, InvalidOperation
 import numpy as np
 from jaxtyping import Int
 
-from grpo_jax.environments.base import Environment, StepResult
+from grpo_jax.environments.base import Environment, EnvironmentFactory, StepResult
 from grpo_jax.environments.grading import answers, arithmetic
 from grpo_jax.registry import choose
 from grpo_jax.types import FinishReason, Prompt
 
 
-class ToolUseEnvironments:
+class ToolUseEnvironments(EnvironmentFactory):
   """Makes the environments."""
 
   def __init__(
@@ -40,7 +40,7 @@ class ToolUseEnvironments:
       raise ValueError(f"tool must be a word, because it becomes a tag, got {tool!r}")
     if max_calls < 1:
       raise ValueError(f"max_calls must be at least 1, got {max_calls}")
-    self.stop_strings = (f"</{tool}>",)  # see `base.Stopping`.
+    self.stop_strings = (f"</{tool}>",)
     self.tool = tool
     self.extract = choose("answer form", answer, answers.EXTRACTORS)
     self.max_calls = max_calls
@@ -67,7 +67,7 @@ class ToolUse:
     self._rewarded = 0.0  # reward so far, for the answer.
 
   async def start(self) -> None:
-    """Nothing to prepare."""
+    """Does nothing."""
 
   async def step(
     self, text: str, completion_ids: Int[np.ndarray, " turn"], finish_reason: FinishReason
@@ -79,7 +79,7 @@ class ToolUse:
     return self._answered(None if calls else self._options.extract(rest))
 
   async def close(self) -> None:
-    """Nothing to free."""
+    """Does nothing."""
 
   def _called(self, calls: Sequence[str]) -> StepResult:
     """Evaluates the calls of a turn in order: usually one, as its end stops the turn."""

@@ -28,8 +28,8 @@ def complaint(name: str, value: Any) -> str | None:
   """Returns why a path cannot be used, and what to do; None if it is a local one.
 
   Args:
-    name: of the option: "--workdir", "data.path".
-    value: of the option; what is neither a string nor a path is none of this module's business.
+    name: Name of the option: "--workdir", "data.path".
+    value: Value of the option; values that are neither a string nor a path are not checked here.
   """
   if not isinstance(value, str | os.PathLike):
     return None

@@ -1,12 +1,13 @@
-"""A list of the files of a folder with their sizes and digests, to tell damage later.
+"""A list of the files of a folder with their sizes and digests, to find damage later.
 
-Any flipped bit, missing byte or missing file shows; files that were added do not.
+Any flipped bit, missing byte or missing file is found; files that were added are not.
 """
 
 import hashlib
 import json
-import os
 import pathlib
+
+from grpo_jax.files import atomic
 
 NAME = "manifest.json"
 
@@ -16,25 +17,26 @@ def write(folder: pathlib.Path) -> None:
   files = {}
   for path in sorted(folder.rglob("*")):
     if path.is_dir():
-      flush(path)
+      atomic.flush(path)
     elif path.name != NAME:
-      flush(path)
+      atomic.flush(path)
       name = path.relative_to(folder).as_posix()
       files[name] = {"bytes": path.stat().st_size, "blake2b": digest(path)}
-  target = folder / NAME
-  target.write_text(json.dumps({"files": files}, indent=1))
-  flush(target)
-  flush(folder)
+  atomic.replace_file(folder / NAME, json.dumps({"files": files}, indent=1), is_durable=True)
 
 
-def damage(folder: pathlib.Path) -> str | None:
+def damage(folder: pathlib.Path, *, compares_digests: bool = True) -> str | None:
   """Returns the first difference between a folder and its manifest; None if there is none.
 
+  Args:
+    folder: Folder with a manifest.
+    compares_digests: Whether to read all files; sizes are always compared.
+
   Raises:
-    PermissionError: a file is there and may not be read, which is no damage.
+    PermissionError: A file is there and may not be read, which is not damage.
   """
   if not folder.is_dir():
-    return "it is no folder"
+    return "it is not a folder"
   try:
     listed = json.loads((folder / NAME).read_text())["files"]
     for name, recorded in listed.items():
@@ -43,7 +45,7 @@ def damage(folder: pathlib.Path) -> str | None:
         return f"{name} is missing"
       if (size := path.stat().st_size) != recorded["bytes"]:
         return f"{name} has {size} bytes instead of {recorded['bytes']}"
-      if digest(path) != recorded["blake2b"]:
+      if compares_digests and digest(path) != recorded["blake2b"]:
         return f"{name} has changed: its digest differs"
   except FileNotFoundError:
     return f"{NAME} is missing" if any(folder.iterdir()) else "it is empty"
@@ -56,16 +58,13 @@ def damage(folder: pathlib.Path) -> str | None:
   return None if listed else f"{NAME} lists no files"
 
 
-def digest(path: pathlib.Path) -> str:
-  """Returns the BLAKE2b digest (16 bytes, hexadecimal) of a file."""
+def digest(path: pathlib.Path, algorithm: str = "") -> str:
+  """Returns the digest of a file, hexadecimal.
+
+  Args:
+    path: File to read.
+    algorithm: Name as in `hashlib`; "": BLAKE2b of 16 bytes.
+  """
   with path.open("rb") as file:
-    return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def flush(path: pathlib.Path) -> None:
-  """Waits until a file, or the list of names of a folder, is on the disk."""
-  descriptor = os.open(path, os.O_RDONLY)
-  try:
-    os.fsync(descriptor)
-  finally:
-    os.close(descriptor)
+    made = algorithm or (lambda: hashlib.blake2b(digest_size=16))
+    return hashlib.file_digest(file, made).hexdigest()

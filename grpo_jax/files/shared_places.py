@@ -4,7 +4,6 @@ A folder in /dev/shm or /tmp has a name that anybody can take first, and a link 
 lead elsewhere. Nothing here follows a link, empties a file, or uses what belongs to somebody else.
 """
 
-import fcntl
 import os
 import pathlib
 import stat
@@ -79,12 +78,3 @@ def open_lock(path: pathlib.Path, *, of_others: bool = False) -> IO[str]:
     os.close(descriptor)
     raise NotOurs(f"{path} is not a plain file of user {os.getuid()}, a lock was needed: remove it")
   return os.fdopen(descriptor, "r+")
-
-
-def try_lock(file: IO[str]) -> bool:
-  """Takes an open lock unless another process has it; returns whether it was taken."""
-  try:
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return True
-  except BlockingIOError:
-    return False

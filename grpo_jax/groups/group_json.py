@@ -7,13 +7,13 @@ expected answer as readers are shown it; its messages and its stop strings.
 
 import base64
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from grpo_jax import metrics
+from grpo_jax.metrics.json_numbers import decoded, encoded
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup, Turn
 
 _ARRAYS = {
@@ -33,7 +33,7 @@ def without_info(group: RolloutGroup) -> RolloutGroup:
 
 
 def encode(group: RolloutGroup) -> dict[str, Any]:
-  """Returns the group as strict JSON has it: a NaN is None, an infinity a word."""
+  """Returns the group as strict JSON has it: NaN and infinity are words."""
   prompt = group.prompt
   return {
     "prompt_id": prompt.prompt_id,
@@ -82,13 +82,13 @@ def _encoded(rollout: Rollout) -> dict[str, Any]:
   return {
     **{name: _packed(values, _ARRAYS[name]) for name, values in arrays.items()},
     "finish_reason": rollout.finish_reason.value,
-    "reward": _number(rollout.reward),
+    "reward": encoded(rollout.reward),
     "text": rollout.text,
-    "reward_components": {k: _number(v) for k, v in rollout.reward_components.items()},
-    "metrics": {k: _number(v) for k, v in rollout.metrics.items()},
+    "reward_components": {k: encoded(v) for k, v in rollout.reward_components.items()},
+    "metrics": {k: encoded(v) for k, v in rollout.metrics.items()},
     "turns": rollout.turns,
     "turn_log": [
-      [turn.sampled_tokens, turn.environment_tokens, _number(turn.reward)]
+      [turn.sampled_tokens, turn.environment_tokens, encoded(turn.reward)]
       for turn in rollout.turn_log
     ],
     "error": rollout.error,
@@ -97,7 +97,7 @@ def _encoded(rollout: Rollout) -> dict[str, Any]:
 
 
 def _decoded(record: Mapping[str, Any]) -> Rollout:
-  values = {k: _float(v) for k, v in record["metrics"].items()}
+  values = {k: decoded(v) for k, v in record["metrics"].items()}
   if "failure" in record:
     events = {name: record[name] for name in _EVENTS}
   else:  # older checkpoints have them among the metrics.
@@ -105,13 +105,13 @@ def _decoded(record: Mapping[str, Any]) -> Rollout:
   return Rollout(
     **{name: _unpacked(record[name], dtype) for name, dtype in _ARRAYS.items()},
     finish_reason=FinishReason(record["finish_reason"]),
-    reward=_float(record["reward"]),
+    reward=decoded(record["reward"]),
     text=record["text"],
-    reward_components={k: _float(v) for k, v in record["reward_components"].items()},
+    reward_components={k: decoded(v) for k, v in record["reward_components"].items()},
     metrics=values,
     turns=record["turns"],
     turn_log=tuple(
-      Turn(sampled, written, _float(reward)) for sampled, written, reward in record["turn_log"]
+      Turn(sampled, written, decoded(reward)) for sampled, written, reward in record["turn_log"]
     ),
     error=record["error"],
     **events,
@@ -124,14 +124,3 @@ def _packed(values: np.ndarray, dtype: str) -> str:
 
 def _unpacked(text: str, dtype: str) -> np.ndarray:
   return np.frombuffer(base64.b64decode(text, validate=True), dtype).copy()
-
-
-def _number(value: float) -> float | str | None:
-  """JSON knows neither NaN nor infinity."""
-  if math.isnan(value):
-    return None
-  return float(value) if math.isfinite(value) else str(float(value))
-
-
-def _float(value: float | str | None) -> float:
-  return math.nan if value is None else float(value)

@@ -2,7 +2,7 @@
 
 A server that is broken, or not ours, can send any number of bytes, and a few compressed ones that
 become gigabytes. What comes is counted after decompression, and large JSON is parsed in a thread,
-so that the loop that asks goes on asking. The bound in time is the caller's `asyncio.timeout`.
+so that the event loop is not blocked. The bound in time is the caller's `asyncio.timeout`.
 """
 
 import asyncio
@@ -124,5 +124,5 @@ def _decompressed(inflate: Any, piece: bytes, most: int) -> bytes:
   except zlib.error as error:
     raise UnreadableBody(f"the compressed answer is broken: {error}") from None
   if inflate.unused_data:
-    raise UnreadableBody("the compressed answer goes on after its end")
+    raise UnreadableBody("the compressed answer continues after its end")
   return content

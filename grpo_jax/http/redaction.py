@@ -40,7 +40,7 @@ def shown(text: str | bytes, secret: str | None = None, *, limit: int = SHOWN_CH
 
 
 def printable(text: str) -> str:
-  r"""Returns a text in which control, format and bidirectional characters are visible escapes.
+  r"""Returns text with control, format and bidirectional characters as visible escapes.
 
   Spaces, tabs and line breaks become spaces; the escape character becomes the four characters
   "\x1b".
@@ -49,7 +49,7 @@ def printable(text: str) -> str:
 
 
 def without(text: str, secret: str | None) -> str:
-  """Returns a text in which a secret reads "***".
+  """Returns text with a secret replaced by "***".
 
   Found are the secret as it is, quoted for URLs, escaped for JSON, Python or HTML, in hexadecimal
   and in base64 (alone or behind a prefix), in upper or lower case, broken over lines, and parts of

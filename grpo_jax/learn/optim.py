@@ -1,22 +1,26 @@
 """The optimizer: schedule, clipping, weight decay, any optimizer of optax. Pure."""
 
-import difflib
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from grpo_jax import checked
+from grpo_jax import checked, names
 
 KINDS: Mapping[str, checked.Kind] = {
   "total_steps": checked.whole(low=1),
   "optimizer": checked.text(),
   "learning_rate": checked.number(above=0),
-  "schedule": checked.choice(("constant", "linear", "cosine")),
+  "schedule": checked.Kind(
+    "one of 'constant', 'linear', 'cosine', or a function of your own",
+    lambda x: callable(x) or (isinstance(x, str) and x in SCHEDULES),
+  ),
   "warmup_steps": checked.whole(low=0),
   "final_share": checked.number(low=0, high=1),
   "max_grad_norm": checked.number(above=0, none=True),
@@ -30,7 +34,7 @@ def make(
   *,
   optimizer: str = "adamw",
   learning_rate: float = 5e-6,
-  schedule: str = "constant",
+  schedule: str | Callable[..., optax.Schedule] = "constant",
   warmup_steps: int = 0,
   final_share: float = 0.0,
   max_grad_norm: float | None = 1.0,
@@ -40,22 +44,24 @@ def make(
   """Makes clip-by-global-norm → optimizer(schedule).
 
   Args:
-    total_steps: optimizer steps of the run, over which the schedule falls.
-    optimizer: name of a function of optax that takes a `learning_rate`.
-    learning_rate: the highest of the schedule.
-    schedule: "constant", "linear" or "cosine", after the warm-up.
-    warmup_steps: optimizer steps of a linear rise; see `make_schedule`.
-    final_share: what "linear" and "cosine" end at, as a share of `learning_rate`.
-    max_grad_norm: gradients of a larger L2 norm, over all parameters, are scaled down to it;
-      None: never.
-    weight_decay: decoupled, of all but norms and biases.
-    options: further keyword arguments of the optimizer, b1 or eps, say.
+    total_steps: Number of optimizer steps of the run, over which the schedule falls.
+    optimizer: Name of a function of optax that takes a `learning_rate`.
+    learning_rate: Highest learning rate of the schedule.
+    schedule: "constant", "linear" or "cosine", after the warm-up; or a function that makes one
+      from `learning_rate` and `total_steps`: see docs/algorithms.md.
+    warmup_steps: Number of optimizer steps of a linear rise; see `make_schedule`.
+    final_share: Last learning rate of "linear" and "cosine", as a share of `learning_rate`.
+    max_grad_norm: Largest L2 norm of the gradients over all parameters; larger gradients are
+      scaled down to it. None: no limit.
+    weight_decay: Decoupled weight decay, of all parameters but norms and biases.
+    options: Further keyword arguments of the optimizer, such as b1 or eps.
 
   Returns:
     The optax transformation, and the schedule: optimizer steps done → learning rate.
 
   Raises:
-    ValueError: an unknown name, or an optimizer that does not take what was asked for.
+    ValueError: An unknown name, an argument that the optimizer does not take, or a schedule that
+      breaks a rule.
   """
   given = {
     "optimizer": optimizer,
@@ -78,7 +84,9 @@ def make(
     if "mask" in accepted:
       arguments["mask"] = decay_mask
   elif weight_decay:
-    raise ValueError(f"optax.{optimizer} takes no weight_decay, got {weight_decay}; try adamw")
+    raise ValueError(
+      f"optax.{optimizer} takes no weight_decay, got {weight_decay}: set it to 0, or use adamw"
+    )
   unknown = sorted(set(arguments) - set(accepted))
   if unknown:
     raise ValueError(f"optax.{optimizer} takes no {unknown}; it takes {sorted(accepted)}")
@@ -92,7 +100,7 @@ def make_schedule(
   total_steps: int,
   *,
   learning_rate: float,
-  schedule: str = "constant",
+  schedule: str | Callable[..., optax.Schedule] = "constant",
   warmup_steps: int = 0,
   final_share: float = 0.0,
 ) -> optax.Schedule:
@@ -104,7 +112,7 @@ def make_schedule(
   A run of n <= w steps ends within its warm-up.
 
   Raises:
-    ValueError: an unknown schedule, or a number out of range.
+    ValueError: An unknown schedule, a number out of range, or a function that breaks a rule.
   """
   given = {
     "total_steps": total_steps,
@@ -118,12 +126,74 @@ def make_schedule(
     raise ValueError(
       f"optim: final_share={final_share} would never be read: schedule='constant' does not fall"
     )
-  after = SCHEDULES[schedule](learning_rate, max(total_steps - warmup_steps, 1), final_share)
+  steps = max(total_steps - warmup_steps, 1)
+  if isinstance(schedule, str):
+    after = SCHEDULES[schedule](learning_rate, steps, final_share)
+  else:
+    after = own_schedule(schedule, learning_rate, steps, final_share)
   if not warmup_steps:
     return after
   first = learning_rate / (warmup_steps + 1)
   rise = optax.linear_schedule(first, learning_rate, warmup_steps)
   return optax.join_schedules([rise, after], [warmup_steps])
+
+
+def own_schedule(
+  function: Callable[..., optax.Schedule], learning_rate: float, steps: int, final_share: float
+) -> optax.Schedule:
+  """Makes the schedule of a user's function, and checks it at some of its steps.
+
+  Args:
+    function: Function that takes any of `learning_rate`, `total_steps` and `final_share` by name.
+    learning_rate: Highest learning rate.
+    steps: Number of optimizer steps after the warm-up.
+    final_share: Last learning rate, as a share of the highest.
+
+  Raises:
+    ValueError: The function breaks a rule of docs/algorithms.md.
+  """
+  inner = function.func if isinstance(function, functools.partial) else function
+  what = f"schedule {inner.__module__}.{getattr(inner, '__qualname__', type(inner).__name__)}"
+  given = {"learning_rate": learning_rate, "total_steps": steps, "final_share": final_share}
+  names = inspect.signature(function).parameters
+  if "final_share" not in names and final_share:
+    raise ValueError(
+      f"optim: final_share={final_share} would never be read: {what} does not take it"
+    )
+  asked = [
+    name
+    for name, parameter in names.items()
+    if parameter.default is parameter.empty
+    and name not in given
+    and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+  ]
+  if asked:
+    raise ValueError(f"{what} needs {', '.join(asked)}, which nothing gives it: {', '.join(given)}")
+  try:
+    made = function(**{name: value for name, value in given.items() if name in names})
+    if not callable(made):
+      raise TypeError(f"it must return a function of the step, got {type(made).__name__}")
+    of_step = lambda step: jnp.asarray(made(step))
+    result = jax.eval_shape(of_step, jnp.zeros((), jnp.int32))
+    places = np.unique(np.linspace(0, steps, 9).astype(np.int32))
+    rates = np.asarray(jax.jit(jax.vmap(of_step))(places))
+  # The function is foreign code and may raise anything.
+  except Exception as error:
+    text = " ".join(str(error).split())[:200]
+    raise ValueError(f"{what} cannot be computed: {type(error).__name__}: {text}") from error
+  if result.shape != () or not jnp.issubdtype(result.dtype, jnp.floating):
+    raise ValueError(
+      f"{what} must return one float for each step, got {result.dtype} {list(result.shape)}"
+    )
+  bad = ~np.isfinite(rates) | (rates < 0)
+  if bad.any():
+    raise ValueError(
+      f"{what} must return finite rates that are not negative, got {rates[bad][0]} at step"
+      f" {places[bad][0]}"
+    )
+  if not rates.any():
+    raise ValueError(f"{what} is 0 at every step that was tried: nothing would be learned")
+  return made
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
@@ -151,7 +221,7 @@ def global_norm(tree: Any) -> Float[Array, ""]:
 def decay_mask(params: Any) -> Any:
   """Returns a tree of bools: True where weight decay applies, i.e. not on norms and biases.
 
-  Told by name, since stacked layers give a vector two axes.
+  Decided by name, because stacked layers give a vector two axes.
   """
   return jax.tree_util.tree_map_with_path(lambda path, _: _is_decayed(path), params)
 
@@ -172,7 +242,7 @@ def _optimizer(name: str) -> tuple[Callable[..., optax.GradientTransformation], 
   factory = vars(optax).get(name)
   accepted = list(inspect.signature(factory).parameters) if inspect.isfunction(factory) else []
   if factory is None or accepted[:1] != ["learning_rate"]:
-    near = difflib.get_close_matches(name, _names(), n=3)
+    near = names.nearest(name, _names(), count=3, cutoff=0.6)
     raise ValueError(f"optax has no optimizer {name!r}; near: {', '.join(near) or 'none'}")
   return factory, accepted[1:]
 

@@ -29,7 +29,7 @@ def make_mesh(
     data: replicas; like the others, at least 1, or -1 (at one place): the devices left over.
     fsdp: parts of weights and rows.
     tensor: parts of heads, feed-forward and vocabulary.
-    devices: to use; None: all.
+    devices: Devices to use; None: all.
 
   Raises:
     ValueError: the sizes do not make up the number of devices; see `mesh_sizes`.
@@ -103,7 +103,7 @@ def unsplit(logical_axes: Any, mesh: Mesh, *, shapes: Any) -> dict[str, dict[str
 
 
 def replicas(mesh: Mesh) -> int:
-  """Returns over how many devices rows are split: the number of which B must be a multiple."""
+  """Returns the number of devices over which rows are split; B must be a multiple of it."""
   return int(np.prod([mesh.shape[axis] for axis in ROWS]))
 
 
@@ -134,8 +134,8 @@ def opt_state_shardings(
   Args:
     tx: the optimizer.
     params: tree of arrays or shapes.
-    shardings: of the parameters.
-    mesh: on all of which everything else (step counts) is copied.
+    shardings: Shardings of the parameters.
+    mesh: Mesh of devices; everything else (step counts) is copied to all of them.
   """
   everywhere = whole(mesh)
   return optax.tree_utils.tree_map_params(
@@ -187,7 +187,7 @@ def put(tree: Any, mesh: Mesh) -> Any:
   """Puts batches (any tree of arrays [B ...]) on the mesh, rows split; scalars are left alone.
 
   Raises:
-    ValueError: B is no multiple of `replicas(mesh)`.
+    ValueError: B is not a multiple of `replicas(mesh)`.
   """
   parts = replicas(mesh)
 

@@ -72,7 +72,7 @@ class Timer:
   def collect(self) -> dict[str, float]:
     """Returns {`time/NAME_s`: seconds} of the spans closed since the last call, and forgets them.
 
-    A span that is still open is told by the call after it was closed.
+    A span that is still open is reported by the call after it was closed.
     """
     with self._lock:
       seconds, self._seconds = self._seconds, {}

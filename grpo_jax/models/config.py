@@ -4,24 +4,24 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_jax.models import llama, qwen2, qwen3
+from grpo_jax.models import llama, qwen2, qwen3, smollm3
 from grpo_jax.models.errors import ModelError
 from grpo_jax.models.fields import Fields, short
+from grpo_jax.models.layer_kinds import PLAIN, LayerKind, Rope, RopeScaling
 
-
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
-  """How rotary frequencies are changed for contexts longer than those of pre-training.
-
-  "linear" divides every frequency by `factor`. "llama3" divides the low ones, keeps the high
-  ones and interpolates between the two (Llama 3.1); the remaining fields are of "llama3" only.
-  """
-
-  kind: str
-  factor: float
-  low_freq_factor: float = 1.0
-  high_freq_factor: float = 4.0
-  original_max_position_embeddings: int = 8192
+__all__ = [
+  "ACTIVATIONS",
+  "CLASSIFIERS",
+  "FAMILIES",
+  "FAMILIES_BY_NAME",
+  "LayerKind",
+  "ModelConfig",
+  "Rope",
+  "RopeScaling",
+  "classifier_from_hf",
+  "from_hf",
+  "to_hf",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,12 @@ class ModelConfig:
   mlp_bias: bool = False
   qk_norm: bool = False
   max_position_embeddings: int = 2048
+  layer_kinds: tuple[LayerKind, ...] = ()  # of each layer; (): every layer is `LayerKind()`.
+  further_ropes: tuple[Rope, ...] = ()  # tables 1.. of `ropes`, for layers that name them.
+  activation: str = "silu"  # of the gated MLP; a value of `ACTIVATIONS`.
+  norm_offset: float = 0.0  # added to the weights of all norms; Gemma's have 1.
+  post_norms: bool = False  # whether attention and MLP have norms behind them too.
+  embedding_scale: float = 1.0  # multiplies the embedding of each token.
 
   def __post_init__(self):
     if self.family not in FAMILIES_BY_NAME:
@@ -55,6 +61,32 @@ class ModelConfig:
       )
     if self.head_dim % 2:
       raise ModelError(f"rotary embeddings need an even head_dim, got {self.head_dim}")
+    if self.activation not in ACTIVATIONS.values():
+      known = sorted(set(ACTIVATIONS.values()))
+      raise ModelError(f"unknown activation {self.activation!r}; have {known}")
+    self._check_kinds()
+
+  @property
+  def ropes(self) -> tuple[Rope, ...]:
+    """Tables of rotary frequencies, which `LayerKind.rope` refers to."""
+    return (Rope(self.rope_theta, self.rope_scaling), *self.further_ropes)
+
+  @property
+  def kinds(self) -> tuple[LayerKind, ...]:
+    """Kind of each layer."""
+    return self.layer_kinds or (PLAIN,) * self.num_layers
+
+  def _check_kinds(self) -> None:
+    """Raises ModelError for kinds that do not fit; plain ones of all layers become ()."""
+    if len(self.kinds) != self.num_layers:
+      raise ModelError(f"{len(self.kinds)} layer_kinds are given for {self.num_layers} layers")
+    for number, kind in enumerate(self.kinds):
+      if kind.rope is not None and not 0 <= kind.rope < len(self.ropes):
+        raise ModelError(f"layer {number} has rope {kind.rope}, the model {len(self.ropes)} tables")
+      if kind.window is not None and kind.window < 1:
+        raise ModelError(f"the window of layer {number} must be at least 1, got {kind.window}")
+    if set(self.kinds) == {PLAIN}:
+      object.__setattr__(self, "layer_kinds", ())
 
 
 def from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
@@ -75,6 +107,8 @@ def from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig
   """
   family = _family(Fields(hf, where))
   given = {name: value for name, value in hf.items() if value is not None}
+  if "sliding_window" in hf and hf["sliding_window"] is None:
+    given["use_sliding_window"] = False  # null is not the default of 4096 there, but no window.
   fields = Fields({**family.DEFAULTS, **given}, where)
   _refuse_unsupported(fields)
   missing = [name for name in _REQUIRED if name not in fields]
@@ -83,13 +117,14 @@ def from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig
   theta, scaling = _rope_from_hf(fields)
   heads = fields.integer("num_attention_heads", low=1, high=MOST_HEADS)
   width = fields.integer("hidden_size", low=1, high=WIDEST)
+  layers = fields.integer("num_hidden_layers", low=1, high=MOST_LAYERS)
   try:
     return ModelConfig(
       family=family.MODEL_TYPE,
       vocab_size=fields.integer("vocab_size", low=1, high=LARGEST_VOCABULARY),
       hidden_size=width,
       intermediate_size=fields.integer("intermediate_size", low=1, high=WIDEST),
-      num_layers=fields.integer("num_hidden_layers", low=1, high=MOST_LAYERS),
+      num_layers=layers,
       num_heads=heads,
       num_kv_heads=fields.integer("num_key_value_heads", heads, low=1, high=heads),
       head_dim=_head_dim(fields, width, heads),
@@ -98,6 +133,8 @@ def from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig
       rope_scaling=scaling,
       tie_embeddings=fields.boolean("tie_word_embeddings", default=False),
       max_position_embeddings=fields.integer("max_position_embeddings", low=1, high=2**31 - 1),
+      layer_kinds=family.layer_kinds(fields, layers),
+      activation=ACTIVATIONS[fields.string("hidden_act") or "silu"],
       **family.switches(fields),
     )
   except ModelError as error:
@@ -132,11 +169,14 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
   """Writes the fields of a config.json that `transformers` 4.56 and 5 both read alike.
 
   Rotary settings are written in both styles. Token ids (`eos_token_id`, ...) are not ours to
-  know: whoever has them adds them.
+  know: the caller that has them adds them.
+
+  Raises:
+    ValueError: the family's config.json cannot describe this model.
   """
   family = FAMILIES_BY_NAME[config.family]
   rope = _rope_to_hf(config.rope_scaling)
-  return {
+  written = {
     "architectures": [family.ARCHITECTURE],
     "model_type": family.MODEL_TYPE,
     "vocab_size": config.vocab_size,
@@ -146,15 +186,20 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     "num_attention_heads": config.num_heads,
     "num_key_value_heads": config.num_kv_heads,
     "head_dim": config.head_dim,
-    "hidden_act": "silu",
+    "hidden_act": next(name for name, of in ACTIVATIONS.items() if of == config.activation),
     "rms_norm_eps": config.rms_norm_eps,
     "rope_theta": config.rope_theta,
     "rope_scaling": rope,
     "rope_parameters": {**(rope or {"rope_type": "default"}), "rope_theta": config.rope_theta},
     "tie_word_embeddings": config.tie_embeddings,
     "max_position_embeddings": config.max_position_embeddings,
-    **family.hf_switches(qkv_bias=config.qkv_bias, o_bias=config.o_bias, mlp_bias=config.mlp_bias),
+    **family.hf_switches(config),
   }
+  again = dataclasses.asdict(from_hf(written))
+  lost = [name for name, value in dataclasses.asdict(config).items() if again[name] != value]
+  if lost:
+    raise ValueError(f"a config.json of {family.ARCHITECTURE} cannot describe this model's {lost}")
+  return written
 
 
 def _family(fields: Fields) -> Any:
@@ -185,13 +230,9 @@ def _head_dim(fields: Fields, width: int, heads: int) -> int:
 def _refuse_unsupported(fields: Fields) -> None:
   """Raises for every option of config.json that would change the computation unseen."""
   unsupported = []
-  if fields.boolean("use_sliding_window", default=False):
-    unsupported.append("use_sliding_window=true (supported: false)")
-  kinds = set(fields.strings("layer_types")) - {"full_attention"}
-  if kinds:
-    unsupported.append(f"layer_types {short(sorted(kinds))} (supported: full_attention)")
-  if fields.string("hidden_act") not in (None, "silu"):
-    unsupported.append(f"hidden_act={short(fields.get('hidden_act'))} (supported: silu)")
+  if fields.string("hidden_act") not in (None, *ACTIVATIONS):
+    asked, known = short(fields.get("hidden_act")), ", ".join(ACTIVATIONS)
+    unsupported.append(f"hidden_act={asked} (supported: {known})")
   if fields.get("quantization_config"):
     unsupported.append("quantization_config (supported: plain float32, bfloat16, float16 weights)")
   if fields.get("num_experts") or fields.get("num_local_experts"):
@@ -280,12 +321,21 @@ _ROPE_KINDS = {
   ),
 }
 
+# `hidden_act` of config.json → `ModelConfig.activation`; the first name of each is written.
+ACTIVATIONS = {
+  "silu": "silu",
+  "swish": "silu",
+  "gelu": "gelu",
+  "gelu_pytorch_tanh": "gelu_tanh",
+}
+
 # By config.json's architectures[0], and by its model_type (= `ModelConfig.family`).
-FAMILIES = {family.ARCHITECTURE: family for family in (llama, qwen2, qwen3)}
-FAMILIES_BY_NAME = {family.MODEL_TYPE: family for family in (llama, qwen2, qwen3)}
+_FAMILIES = (llama, qwen2, qwen3, smollm3)
+FAMILIES = {family.ARCHITECTURE: family for family in _FAMILIES}
+FAMILIES_BY_NAME = {family.MODEL_TYPE: family for family in _FAMILIES}
 
 # Sequence classifiers: transformers' name → the family of the body.
 CLASSIFIERS = {
   family.ARCHITECTURE.replace("ForCausalLM", "ForSequenceClassification"): family
-  for family in (llama, qwen2, qwen3)
+  for family in _FAMILIES
 }

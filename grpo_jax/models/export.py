@@ -1,21 +1,16 @@
 """Parameters → a Hugging Face folder that transformers and inference servers load (I/O)."""
 
-import contextlib
-import fcntl
 import json
-import os
 import pathlib
-import re
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
 from grpo_jax.compilation.programs import Job, Program
-from grpo_jax.files.disk import writing
+from grpo_jax.files import atomic
 from grpo_jax.models import config as model_config
 from grpo_jax.models import files, leaves, safetensors
 from grpo_jax.models.config import ModelConfig
@@ -39,11 +34,11 @@ def to_huggingface(
   Args:
     params: the whole tree, layers stacked; sharded or not. Fetched from the devices one tensor
       at a time.
-    config: of these parameters.
-    directory: to be written.
+    config: Config of these parameters.
+    directory: Folder to write.
     source_directory: Hugging Face folder that the model came from. Its config.json is kept, every
       field of it but the dtype; tokenizer and generation settings are copied.
-    dtype: of the file; None: that of each parameter, so that reading it back is the identity.
+    dtype: Dtype in the file; None: that of each parameter, so that reading it back changes nothing.
     max_shard_bytes: splits the weights into several files and an index; None: one file.
 
   Returns:
@@ -56,7 +51,7 @@ def to_huggingface(
   fill = lambda folder: fill_folder(
     params, config, folder, source=source, dtype=dtype, max_shard_bytes=max_shard_bytes
   )
-  return write_atomically(pathlib.Path(directory), fill)
+  return atomic.replace_folder(pathlib.Path(directory), fill)
 
 
 def fill_folder(
@@ -103,81 +98,6 @@ def write_json(file: pathlib.Path, content: dict[str, Any]) -> None:
   file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def write_atomically(target: pathlib.Path, fill: Callable[[pathlib.Path], None]) -> pathlib.Path:
-  """Fills a temporary folder and renames it to `target`, in place of one that may be there.
-
-  If `fill` raises, nothing of it remains and an old `target` stays as it was. What processes that
-  were killed here have left beside `target` is removed.
-
-  Raises:
-    WriteError: the disk does not take it.
-  """
-  with writing(target):
-    target.parent.mkdir(parents=True, exist_ok=True)
-    clear_leftovers(target)
-    scratch, lock = _scratch(target, ".")
-    try:
-      fill(scratch)
-      scratch.chmod(0o777 & ~_umask())  # mkdtemp makes it private.
-      if target.exists():
-        old, old_lock = _scratch(target, ".old.")
-        os.replace(target, old / target.name)
-        os.replace(scratch, target)
-        shutil.rmtree(old)
-        os.close(old_lock)
-      else:
-        os.replace(scratch, target)
-    finally:
-      shutil.rmtree(scratch, ignore_errors=True)
-      os.close(lock)
-  return target
-
-
-def clear_leftovers(target: pathlib.Path) -> list[pathlib.Path]:
-  """Removes what `write_atomically` has left beside a target when its process was killed.
-
-  A folder whose lock is held belongs to a process that is alive, and stays.
-  """
-  pattern = re.compile(rf"\.{re.escape(target.name)}\.(old\.)?[a-z0-9_]{{8}}")
-  removed = []
-  with _locked(target.parent):
-    for path in sorted(target.parent.iterdir()):
-      if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-          fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # held; or the file system has no locks, and nothing can be known.
-          continue
-        else:
-          shutil.rmtree(path, ignore_errors=True)
-          removed.append(path)
-        finally:
-          os.close(lock)
-  return removed
-
-
-def _scratch(target: pathlib.Path, infix: str) -> tuple[pathlib.Path, int]:
-  """Makes an empty folder beside a target; returns it and the descriptor that locks it."""
-  with _locked(target.parent):  # nobody takes it for a leftover before it is locked.
-    made = tempfile.mkdtemp(prefix=f".{target.name}{infix}", dir=target.parent)
-    lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
-    with contextlib.suppress(OSError):  # a file system without locks.
-      fcntl.flock(lock, fcntl.LOCK_EX)
-  return pathlib.Path(made), lock
-
-
-@contextlib.contextmanager
-def _locked(folder: pathlib.Path) -> Iterator[None]:
-  """Holds the lock of a folder, which the system frees if the process dies."""
-  descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-  try:
-    with contextlib.suppress(OSError):  # a file system without locks.
-      fcntl.flock(descriptor, fcntl.LOCK_EX)
-    yield
-  finally:
-    os.close(descriptor)
-
-
 def _hf_config(config: ModelConfig, source: pathlib.Path | None) -> dict[str, Any]:
   if source is None:
     return model_config.to_hf(config)
@@ -203,8 +123,8 @@ def jobs(params: Any, config: ModelConfig, *, dtype: Any = None) -> list[Job]:
 
   Args:
     params: shapes, dtypes and shardings.
-    config: of these parameters.
-    dtype: of the file, as of `to_write`.
+    config: Config of these parameters.
+    dtype: Dtype in the file, as in `to_write`.
   """
   found = {}
   for stored in leaves.stored(config):
@@ -242,12 +162,6 @@ _own = Program(
   name="tensor of the export",
   static=("is_kernel", "dtype"),
 )
-
-
-def _umask() -> int:
-  mask = os.umask(0)
-  os.umask(mask)
-  return mask
 
 
 TOKENIZER_FILES = (

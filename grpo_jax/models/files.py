@@ -61,7 +61,7 @@ def require(file: pathlib.Path, *, max_bytes: int | None = None) -> int:
   """Checks that a file is there, is an ordinary one, and is not too large.
 
   Args:
-    file: to look at; a link to a file is one.
+    file: Path to check; a link to a file counts as one.
     max_bytes: its largest size; None: any.
 
   Returns:

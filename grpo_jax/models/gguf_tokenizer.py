@@ -104,7 +104,7 @@ def _tokenizer(fields: Fields) -> dict[str, Any]:
 
 
 def _post_processor(fields: Fields) -> dict[str, Any] | None:
-  """Returns the step that writes the first token of a text, if the file asks for one."""
+  """Returns the step that writes the first token of every text, if the file asks for one."""
   is_llama = fields.get("tokenizer.ggml.pre") == "llama-bpe"
   if not fields.boolean("tokenizer.ggml.add_bos_token", default=is_llama):
     return None

@@ -30,8 +30,9 @@ LAYERS = "layers"
 # that flax and `jax.checkpoint` give to `Transformer`.
 _MODEL, _RECOMPUTED = "Transformer", "rematted_computation"
 
-# (parameters of a layer, residual stream, what all layers are given) → residual stream.
-Block = Callable[[Any, Array, Any], Array]
+# (parameters of a layer, residual stream, what all layers are given, what this layer is given) →
+# residual stream, statistics of the layer.
+Block = Callable[[Any, Array, Any, Any], tuple[Array, Any]]
 
 
 @struct.dataclass
@@ -67,7 +68,7 @@ def joined(params: Any, sums: Any) -> Any:
   return params
 
 
-def run(block: Block, stack: Stack, x: Array, given: Any) -> Array:
+def run(block: Block, stack: Stack, x: Array, given: Any, kinds: Any = None) -> tuple[Array, Any]:
   """Applies all layers, and keeps the input of each for the backward pass.
 
   What a layer computes is computed again there, as with `jax.checkpoint`.
@@ -77,49 +78,59 @@ def run(block: Block, stack: Stack, x: Array, given: Any) -> Array:
     stack: Parameters of all layers; the cotangent of `stack.sums` is explained above.
     x: Input of the first layer.
     given: Tree of arrays that every layer is given; it has no gradient.
+    kinds: Tree of arrays [L ...], of which each layer is given its part; it has no gradient.
 
   Returns:
-    The output of the last layer.
+    The output of the last layer; the statistics of all layers, [L ...].
   """
-  return _run(block, stack.weights, stack.sums, x, given)
+  return _run(block, stack.weights, stack.sums, x, given, kinds)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(block: Block, weights: Any, sums: Any, x: Array, given: Any) -> Array:
+def _run(
+  block: Block, weights: Any, sums: Any, x: Array, given: Any, kinds: Any
+) -> tuple[Array, Any]:
   del sums
-  return _forward(block, weights, x, given)[0]
+  output, (_, extras) = _forward(block, weights, x, given, kinds)
+  return output, extras
 
 
-def _forward(block: Block, weights: Any, x: Array, given: Any) -> tuple[Array, Array]:
-  """Returns the output of the last layer, and the inputs of all [L ...]."""
+def _forward(block: Block, weights: Any, x: Array, given: Any, kinds: Any) -> tuple[Array, Any]:
+  """Returns the output of the last layer, and the inputs and statistics of all [L ...]."""
 
-  def step(x: Array, of_layer: Any) -> tuple[Array, Array]:
-    return block(of_layer, x, given), x
+  def step(x: Array, of_layer: Any) -> tuple[Array, Any]:
+    params, kind = of_layer
+    output, extras = block(params, x, given, kind)
+    return output, (x, extras)
 
   with jax.named_scope(_MODEL):
-    return jax.lax.scan(step, x, weights)
+    return jax.lax.scan(step, x, (weights, kinds))
 
 
-def _run_fwd(block: Block, weights: Any, sums: Any, x: Array, given: Any) -> tuple[Array, Any]:
-  output, inputs = _forward(block, weights, x, given)
-  return output, (weights, sums, inputs, given)
+def _run_fwd(
+  block: Block, weights: Any, sums: Any, x: Array, given: Any, kinds: Any
+) -> tuple[tuple[Array, Any], Any]:
+  output, (inputs, extras) = _forward(block, weights, x, given, kinds)
+  return (output, extras), (weights, sums, inputs, given, kinds)
 
 
-def _run_bwd(block: Block, kept: Any, dx: Array) -> tuple[Any, ...]:
-  weights, sums, inputs, given = kept
+def _run_bwd(block: Block, kept: Any, cotangents: tuple[Array, Any]) -> tuple[Any, ...]:
+  weights, sums, inputs, given, kinds = kept
+  dx, of_extras = cotangents
 
   def step(carry: tuple[Array, Any], number: Array) -> tuple[tuple[Array, Any], None]:
     dx, sums = carry
-    of_layer, x = jax.tree.map(lambda stacked: _at(stacked, number), (weights, inputs))
+    stacked = (weights, inputs, kinds, of_extras)
+    params, x, kind, dextras = jax.tree.map(lambda stacked: _at(stacked, number), stacked)
     with jax.named_scope(_RECOMPUTED):
-      _, pull = jax.vjp(lambda of_layer, x: block(of_layer, x, given), of_layer, x)
-    more, dx = pull(dx)
+      _, pull = jax.vjp(lambda params, x: block(params, x, given, kind), params, x)
+    more, dx = pull((dx, dextras))
     return (dx, jax.tree.map(lambda total, part: _add_at(total, number, part), sums, more)), None
 
   numbers = jnp.arange(inputs.shape[0])
   with jax.named_scope(_MODEL):
     (dx, sums), _ = jax.lax.scan(step, (dx, sums), numbers, reverse=True)
-  return None, sums, dx, None
+  return None, sums, dx, None, None
 
 
 def _at(stacked: Array, number: Array) -> Array:

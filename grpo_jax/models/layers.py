@@ -1,10 +1,11 @@
-"""The pure functions that a decoder layer is made of, and the linen module that holds its weights.
+"""The pure functions that a decoder layer is made of.
 
 Pure. Trainer (scanned layers) and sampler (unrolled layers, key/value cache) compose the same
 functions, so their numerics are the same. E is the width of one head. Norms, rotary embeddings,
 softmax and the residual stream are float32 whatever the compute dtype; only products are not.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from grpo_kernels.attention import AUTOMATIC, Attention
 from jaxtyping import Array, Float, Int
 
 from grpo_jax.models import leaves
@@ -23,6 +23,9 @@ from grpo_jax.models.products import FLOAT32, Products
 # and anything else (a cache, or None).
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 
+# Statistics of a layer by name, such as those of a router; the layers of today have none.
+Extras = dict[str, Array]
+
 # The names of `leaves.layer` → arrays, of which the kernels may be `products.OutputMajor`.
 LayerParams = Mapping[str, Any]
 
@@ -31,18 +34,45 @@ RESIDUAL = ("rows", "places", "embed")
 
 
 def rms_norm(
-  x: Float[Array, "... d"], weight: Float[Array, " d"], eps: float
+  x: Float[Array, "... d"], weight: Float[Array, " d"], eps: float, offset: float = 0.0
 ) -> Float[Array, "... d"]:
-  """Scales the last axis to unit root mean square, then by `weight`; float32.
+  """Scales the last axis to unit root mean square, then by `weight` + `offset`; float32.
 
-      y = w x / √(mean(x²) + ε)
+      y = (w + offset) x / √(mean(x²) + ε)
 
   Reference:
     Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
   """
   x = x.astype(jnp.float32)
   scale = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
-  return x * scale * _as_last_axis(weight.astype(jnp.float32), x.ndim)
+  weight = weight.astype(jnp.float32)
+  if offset:
+    weight = weight + offset
+  return x * scale * _as_last_axis(weight, x.ndim)
+
+
+def norm(
+  x: Float[Array, "... d"],
+  weight: Float[Array, " d"],
+  *,
+  config: ModelConfig,
+  products: Products = FLOAT32,
+) -> Float[Array, "... d"]:
+  """Applies `rms_norm` over the model's width, as the config sets it."""
+  weight = products.place(weight, ("embed",))
+  return rms_norm(x, weight, config.rms_norm_eps, config.norm_offset)
+
+
+def embed(
+  table: Float[Array, "V D"],
+  tokens: Int[Array, "B T"],
+  *,
+  config: ModelConfig,
+  products: Products = FLOAT32,
+) -> Float[Array, "B T D"]:
+  """Returns the embeddings of tokens, times the config's scale: the residual stream's start."""
+  found = products.look_up(table, tokens)
+  return found if config.embedding_scale == 1.0 else found * config.embedding_scale
 
 
 def rope_frequencies(
@@ -72,10 +102,19 @@ def rope_frequencies(
 
 
 def rope_angles(
-  positions: Int[Array, "B T"], config: ModelConfig
-) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
-  """Returns cosine and sine of position × frequency, for `rope`; the same in every layer."""
-  frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+  positions: Int[Array, "B T"], config: ModelConfig, table: int | None = 0
+) -> tuple[Float[Array, "B T half"] | None, Float[Array, "B T half"] | None]:
+  """Returns cosine and sine of position × frequency, for `rope`.
+
+  Args:
+    positions: Position of each token.
+    config: Sizes and switches.
+    table: Index in `config.ropes`; None: a layer without rotary embedding, which has no angles.
+  """
+  if table is None:
+    return None, None
+  chosen = config.ropes[table]
+  frequencies = rope_frequencies(config.head_dim, chosen.theta, chosen.scaling)
   angles = positions[:, :, None].astype(jnp.float32) * jnp.asarray(frequencies)[None, None, :]
   return jnp.cos(angles), jnp.sin(angles)
 
@@ -92,8 +131,8 @@ def rope(
 def project_qkv(
   params: LayerParams,
   x: Float[Array, "B T D"],
-  cos: Float[Array, "B T half"],
-  sin: Float[Array, "B T half"],
+  cos: Float[Array, "B T half"] | None,
+  sin: Float[Array, "B T half"] | None,
   *,
   config: ModelConfig,
   products: Products = FLOAT32,
@@ -101,12 +140,12 @@ def project_qkv(
   """Projects normed inputs to rotated queries and keys, and values.
 
   Args:
-    params: of one layer.
-    x: input of the layer, normed.
-    cos: of `rope_angles`.
-    sin: of `rope_angles`.
-    config: sizes and switches.
-    products: how products are computed.
+    params: Parameters of one layer.
+    x: Input of the layer, normed.
+    cos: Cosines, made by `rope_angles`; None: queries and keys are not rotated.
+    sin: Sines, made by `rope_angles`, or None.
+    config: Sizes and switches.
+    products: How products are computed.
   """
   found = products.dots(params, ("q", "k", "v"), x, products.out_dtype)
   heads = []
@@ -115,8 +154,10 @@ def project_qkv(
     heads.append(_split_heads(y, leaves.AXES[name][1], config, products))
   q, k, v = heads
   if config.qk_norm:
-    q = rms_norm(q, params["q_norm"], config.rms_norm_eps)
-    k = rms_norm(k, params["k_norm"], config.rms_norm_eps)
+    q = rms_norm(q, params["q_norm"], config.rms_norm_eps, config.norm_offset)
+    k = rms_norm(k, params["k_norm"], config.rms_norm_eps, config.norm_offset)
+  if cos is None or sin is None:
+    return q, k, v
   return rope(q, cos, sin), rope(k, cos, sin), v
 
 
@@ -139,16 +180,19 @@ def mlp(
   config: ModelConfig,
   products: Products = FLOAT32,
 ) -> Float[Array, "B T D"]:
-  """Applies the gated MLP, W_down (silu(W_gate x) ⊙ W_up x), to normed inputs.
+  """Applies the gated MLP, W_down (f(W_gate x) ⊙ W_up x), to normed inputs.
+
+  f is the config's activation.
 
   Reference:
-    Shazeer 2020, arXiv:2002.05202, SwiGLU, equation 6.
+    Shazeer 2020, arXiv:2002.05202, SwiGLU and GEGLU, equation 6.
   """
+  activation = ACTIVATIONS[config.activation]
 
   def gated(gate, up):
     gate = _biased(params, "gate", gate.astype(jnp.float32), products)
     up = _biased(params, "up", up.astype(jnp.float32), products)
-    return (jax.nn.silu(gate) * up).astype(products.out_dtype)
+    return (activation(gate) * up).astype(products.out_dtype)
 
   if products.out_dtype != jnp.float32:
     # So that the backward pass keeps gate and up alone, rounded, and no float32 between them.
@@ -180,81 +224,52 @@ def _split_heads(
 def block(
   params: LayerParams,
   x: Float[Array, "B T D"],
-  cos: Float[Array, "B T half"],
-  sin: Float[Array, "B T half"],
+  cos: Float[Array, "B T half"] | None,
+  sin: Float[Array, "B T half"] | None,
   attend: Attend,
   *,
   config: ModelConfig,
   products: Products = FLOAT32,
-) -> tuple[Float[Array, "B T D"], Any]:
-  """Applies one pre-norm decoder layer: attention, then MLP, each added to the residual stream.
+) -> tuple[Float[Array, "B T D"], Any, Extras]:
+  """Applies one decoder layer: attention, then MLP, each added to the residual stream.
+
+  Each has a norm before it and, with `config.post_norms`, one behind it.
 
   Args:
-    params: of this layer, as `leaves.layer` names them.
-    x: residual stream, float32.
-    cos: of `rope_angles`.
-    sin: of `rope_angles`.
+    params: Parameters of this layer, as `leaves.layer` names them.
+    x: Residual stream, float32.
+    cos: Cosines, made by `rope_angles`; None: a layer without rotary embedding.
+    sin: Sines, made by `rope_angles`, or None.
     attend: (q, k, v) of these tokens → (what they attend to, anything else). A sampler writes k
       and v into its cache here, and returns the cache as the second result.
-    config: sizes and switches.
-    products: how products are computed.
+    config: Sizes and switches.
+    products: How products are computed.
 
   Returns:
-    The residual stream after the layer; the second result of `attend`.
+    The residual stream after the layer; the second result of `attend`; the layer's statistics.
   """
   settings = {"config": config, "products": products}
 
-  def norm(name, x):
-    return rms_norm(x, products.place(params[name], ("embed",)), config.rms_norm_eps)
+  def normed(name, x):
+    return norm(x, params[name], **settings)
+
+  def added(x, y, name):
+    return x + (normed(name, y) if config.post_norms else y)
 
   x = products.place(x, RESIDUAL)
-  attended, extra = attend(*project_qkv(params, norm("input_norm", x), cos, sin, **settings))
-  x = x + project_output(params, attended, **settings)
-  x = x + mlp(params, norm("mlp_norm", x), **settings)
-  return products.place(x, RESIDUAL), extra
+  attended, kept = attend(*project_qkv(params, normed("input_norm", x), cos, sin, **settings))
+  x = added(x, project_output(params, attended, **settings), "post_attention_norm")
+  x = added(x, mlp(params, normed("mlp_norm", x), **settings), "post_mlp_norm")
+  return products.place(x, RESIDUAL), kept, {}
 
 
-class Block(nn.Module):
-  """One decoder layer that owns its parameters; a body for `nn.scan`.
+def initializer(kind: str, config: ModelConfig) -> nn.initializers.Initializer:
+  """Returns the initialiser of a kind of leaf.
 
-  Attributes:
-    config: Sizes and switches.
-    products: How matrix products are computed.
-    attention: How the tokens of packed rows attend.
+  Norms multiply by 1, biases are 0, and all other leaves are N(0, 0.02²).
   """
-
-  config: ModelConfig
-  products: Products = FLOAT32
-  attention: Attention = AUTOMATIC
-
-  @nn.compact
-  def __call__(self, x, cos, sin, segment_ids, branch_ids):
-    """Applies `block` to packed rows; returns (residual stream, None) as scan wants."""
-    params = {
-      name: self.param(name, initializer(leaf.kind), leaf.shape)
-      for name, leaf in leaves.layer(self.config).items()
-    }
-    attend = within_rows(self.attention, segment_ids, branch_ids, self.products)
-    settings = {"config": self.config, "products": self.products}
-    return block(params, x, cos, sin, attend, **settings)
-
-
-def within_rows(
-  attention: Attention,
-  segment_ids: Int[Array, "B T"],
-  branch_ids: Int[Array, "B T"] | None,
-  products: Products,
-) -> Attend:
-  """Returns the function by which the tokens of packed rows attend; its second result is None."""
-
-  def attend(q, k, v):
-    return attention(q, k, v, segment_ids, branch_ids, products=products), None
-
-  return attend
-
-
-def initializer(kind: str) -> nn.initializers.Initializer:
-  """Returns the initialiser of a kind of leaf: norms 1, biases 0, the others N(0, 0.02²)."""
+  if kind == "norm" and config.norm_offset:
+    return nn.initializers.constant(1.0 - config.norm_offset)
   return _INITIALIZERS[kind]
 
 
@@ -268,4 +283,11 @@ _INITIALIZERS = {
   "embedding": nn.initializers.normal(0.02),
   "norm": nn.initializers.ones,
   "bias": nn.initializers.zeros,
+}
+
+# `ModelConfig.activation` → the function.
+ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
+  "silu": jax.nn.silu,
+  "gelu": functools.partial(jax.nn.gelu, approximate=False),
+  "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }

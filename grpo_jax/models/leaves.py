@@ -39,6 +39,8 @@ AXES: dict[str, tuple[str | None, ...]] = {
   "gate": ("embed", "mlp"),
   "up": ("embed", "mlp"),
   "down": ("mlp", "embed"),
+  "post_attention_norm": ("embed",),
+  "post_mlp_norm": ("embed",),
   "q_norm": (None,),
   "k_norm": (None,),
 }
@@ -66,8 +68,12 @@ def layer(config: ModelConfig) -> dict[str, Leaf]:
   biased = (config.qkv_bias, "qkv"), (config.o_bias, "o"), (config.mlp_bias, _MLP)
   for kernel in (kernel for is_there, kernels in biased if is_there for kernel in kernels):
     leaves[f"{kernel}_bias"] = leaf(bias_axes(kernel), "bias")
-  if config.qk_norm:
-    leaves |= {name: leaf(AXES[name], "norm") for name in ("q_norm", "k_norm")}
+  further = (
+    (config.qk_norm, ("q_norm", "k_norm")),
+    (config.post_norms, ("post_attention_norm", "post_mlp_norm")),
+  )
+  for name in (name for is_there, names in further if is_there for name in names):
+    leaves[name] = leaf(AXES[name], "norm")
   return leaves
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from grpo_jax.models import hf_layers
 from grpo_jax.models.fields import Fields
 
 ARCHITECTURE = "LlamaForCausalLM"
@@ -52,12 +53,15 @@ def switches(fields: Fields) -> dict[str, bool]:
   }
 
 
-def hf_switches(*, qkv_bias: bool, o_bias: bool, mlp_bias: bool) -> dict[str, Any]:
-  """Returns the fields of config.json that say the same as these switches.
+layer_kinds = hf_layers.all_alike
+
+
+def hf_switches(config: Any) -> dict[str, Any]:
+  """Returns the fields of config.json that describe a `ModelConfig`'s switches.
 
   Raises:
-    ValueError: if Llama's config.json cannot say it.
+    ValueError: Llama's config.json cannot describe them.
   """
-  if qkv_bias != o_bias:
+  if config.qkv_bias != config.o_bias:
     raise ValueError("a Llama config has biases on all of q, k, v and o, or on none of them")
-  return {"attention_bias": qkv_bias, "mlp_bias": mlp_bias}
+  return {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}

@@ -41,7 +41,7 @@ def load(
     path: a folder with config.json and safetensors files, single or sharded.
     sharding: given the tree of logical axis names (`transformer.logical_axes`), returns a tree
       of `jax.sharding.Sharding`; None: everything on the default device.
-    dtype: of the parameters, whatever the files hold.
+    dtype: Dtype of the parameters, whatever the files contain.
 
   Raises:
     MissingModel: if a file is missing.
@@ -73,7 +73,7 @@ def load_classifier(path: str | pathlib.Path, *, dtype: Any = jnp.float32) -> Lo
 
   Args:
     path: a folder with config.json and safetensors files, single or sharded.
-    dtype: of the parameters, whatever the files hold.
+    dtype: Dtype of the parameters, whatever the files contain.
 
   Raises:
     MissingModel: if a file is missing.
@@ -162,8 +162,8 @@ def check(
   A tied checkpoint may store its head too, if it is the embedding.
 
   Args:
-    tensors: of the checkpoint.
-    config: that it should fit.
+    tensors: Tensors of the checkpoint.
+    config: Config that it should fit.
     where: it was found, for the error.
     others: names of tensors that may be there besides, whatever they hold.
 

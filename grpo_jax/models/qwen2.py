@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_jax.models import llama
+from grpo_jax.models import hf_layers, llama
 from grpo_jax.models.fields import Fields
 
 ARCHITECTURE = "Qwen2ForCausalLM"
@@ -20,12 +20,15 @@ def switches(fields: Fields) -> dict[str, bool]:
   return {"qkv_bias": True, "o_bias": False, "mlp_bias": False, "qk_norm": False}
 
 
-def hf_switches(*, qkv_bias: bool, o_bias: bool, mlp_bias: bool) -> dict[str, Any]:
-  """Returns the fields of config.json that say the same as these switches: none.
+layer_kinds = hf_layers.from_a_layer_on
+
+
+def hf_switches(config: Any) -> dict[str, Any]:
+  """Returns the fields of config.json that describe a `ModelConfig`'s switches.
 
   Raises:
-    ValueError: if Qwen2's config.json cannot say it.
+    ValueError: Qwen2's config.json cannot describe them.
   """
-  if not qkv_bias or o_bias or mlp_bias:
+  if not config.qkv_bias or config.o_bias or config.mlp_bias:
     raise ValueError("Qwen2 has biases on q, k and v, and nowhere else")
-  return {"use_sliding_window": False}
+  return hf_layers.to_hf(config.kinds)

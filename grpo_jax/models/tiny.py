@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from grpo_jax.files import atomic
 from grpo_jax.models import config as model_config
 from grpo_jax.models import export, loading, safetensors, transformer
 from grpo_jax.models.config import ModelConfig
@@ -36,9 +37,9 @@ def write(
   """Writes a Hugging Face folder: 2 layers, 256 bytes and 3 special tokens.
 
   Args:
-    directory: to be made.
+    directory: Folder to create.
     family: "llama", "qwen2" or "qwen3".
-    seed: of the weights.
+    seed: Random seed of the weights.
     hidden_size: width; a multiple of 8.
 
   Returns:
@@ -57,9 +58,9 @@ def write_reward_model(
   """Writes the same as a sequence classifier of one label, whose score matrix is random.
 
   Args:
-    directory: to be made.
+    directory: Folder to create.
     family: "llama", "qwen2" or "qwen3".
-    seed: of the weights.
+    seed: Random seed of the weights.
     hidden_size: width; a multiple of 8.
 
   Returns:
@@ -82,7 +83,7 @@ def write_reward_model(
     safetensors.write_folder(folder, [*export.to_write(params, config), entry])
     write_tokenizer(folder)
 
-  return export.write_atomically(pathlib.Path(directory), fill)
+  return atomic.replace_folder(pathlib.Path(directory), fill)
 
 
 def _config(family: str, hidden_size: int) -> ModelConfig:

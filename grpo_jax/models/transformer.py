@@ -4,7 +4,7 @@ Logits are not made here: `head` gives the matrix to `grpo_kernels.linear_logpro
 holds the logits of a whole batch.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from flax import linen as nn
 from grpo_kernels.attention import AUTOMATIC, Attention
 from jaxtyping import Array, Float, Int
 
-from grpo_jax.models import gradient_sums, layers, leaves
+from grpo_jax.models import gradient_sums, layers, leaves, varying
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import FLOAT32, WEIGHT_PRODUCT, Products
 
@@ -20,14 +20,58 @@ from grpo_jax.models.products import FLOAT32, WEIGHT_PRODUCT, Products
 Params = dict[str, Any]
 
 
+class Outputs(NamedTuple):
+  """What a transformer computes.
+
+  Attributes:
+    hidden: Hidden states after the final norm, [B T D] float32.
+    extras: Statistics of the layers by name, [L ...]; see `layers.Extras`.
+  """
+
+  hidden: Float[Array, "B T D"]
+  extras: layers.Extras
+
+
+class Block(nn.Module):
+  """One decoder layer that owns its parameters; a body for `nn.scan`.
+
+  Attributes:
+    config: Sizes and switches.
+    products: How matrix products are computed.
+    attention: How the tokens of packed rows attend.
+  """
+
+  config: ModelConfig
+  products: Products = FLOAT32
+  attention: Attention = AUTOMATIC
+
+  @nn.compact
+  def __call__(self, x, given, kind):
+    """Applies `layers.block` to packed rows.
+
+    Args:
+      x: Residual stream.
+      given: Made by `varying.tokens`.
+      kind: Entry of `varying.kinds`.
+
+    Returns:
+      The residual stream; the layer's statistics.
+    """
+    params = {
+      name: self.param(name, layers.initializer(leaf.kind, self.config), leaf.shape)
+      for name, leaf in leaves.layer(self.config).items()
+    }
+    return _packed_block(params, x, given, kind, self.config, self.products, self.attention)
+
+
 class Transformer(nn.Module):
   """A decoder whose layers are stacked and scanned, so that it compiles as fast as one layer.
 
   Attributes:
-    config: sizes and switches.
-    products: how matrix products are computed. Weights stay float32.
-    remat: what is computed again in the backward pass: "none" keeps all activations, "dots"
-      keeps the results of products with weights, "full" keeps the input of every layer only.
+    config: Sizes and switches.
+    products: How matrix products are computed. Weights stay float32.
+    remat: Activations that the backward pass recomputes: "none" keeps all of them, "dots" keeps the
+      results of products with weights, "full" keeps the input of every layer only.
     attention: How the tokens of packed rows attend.
   """
 
@@ -43,33 +87,38 @@ class Transformer(nn.Module):
     positions: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"],
     branch_ids: Int[Array, "B T"] | None = None,
-  ) -> Float[Array, "B T D"]:
+    *,
+    with_extras: bool = False,
+  ) -> Float[Array, "B T D"] | Outputs:
     """Returns the hidden states after the final norm, float32.
 
     Args:
-      tokens: ids below vocab_size; any valid id where segment_ids is 0.
-      positions: for the rotary embeddings; within prompt + completion.
+      tokens: Ids below vocab_size; any valid id where segment_ids is 0.
+      positions: Positions within prompt + completion, for rotary embeddings and windows.
       segment_ids: 0 is padding, which attends to nothing; its hidden states mean nothing.
       branch_ids: 0 is the prompt, 1.. its completions, which do not see each other; None: every
         segment is one branch.
+      with_extras: Whether to return `Outputs`, with the statistics of the layers.
     """
     own = {
-      name: self.param(name, layers.initializer(leaf.kind), leaf.shape)
+      name: self.param(name, layers.initializer(leaf.kind, self.config), leaf.shape)
       for name, leaf in leaves.top(self.config).items()
     }
     stack = nn.scan(
-      _rematerialized(layers.Block, self.remat),
+      _rematerialized(Block, self.remat),
       variable_axes={"params": 0},
       split_rngs={"params": True},
-      in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]: flax says int, and takes this.
+      in_axes=(nn.broadcast, 0),  # pyright: ignore[reportArgumentType]: flax says int.
       length=self.config.num_layers,
     )
-    x = self.products.look_up(own["embed"], tokens)
-    cos, sin = layers.rope_angles(positions, self.config)
+    settings = {"config": self.config, "products": self.products}
+    x = layers.embed(own["embed"], tokens, **settings)
+    given = varying.tokens(self.config, positions, segment_ids, branch_ids)
     block = stack(self.config, self.products, self.attention, name="layers")
-    x, _ = block(x, cos, sin, segment_ids, branch_ids)
-    norm = self.products.place(own["final_norm"], ("embed",))
-    return self.products.place(layers.rms_norm(x, norm, self.config.rms_norm_eps), layers.RESIDUAL)
+    x, extras = block(x, given, varying.kinds(self.config))
+    x = layers.norm(x, own["final_norm"], **settings)
+    outputs = Outputs(self.products.place(x, layers.RESIDUAL), extras)
+    return outputs if with_extras else outputs.hidden
 
 
 def hidden_states(
@@ -84,6 +133,23 @@ def hidden_states(
   remat: str = "none",
   attention: Attention = AUTOMATIC,
 ) -> Float[Array, "B T D"]:
+  """Returns the hidden states of `outputs`, which has the same arguments."""
+  settings = {"products": products, "remat": remat, "attention": attention}
+  return outputs(params, config, tokens, positions, segment_ids, branch_ids, **settings).hidden
+
+
+def outputs(
+  params: Params,
+  config: ModelConfig,
+  tokens: Int[Array, "B T"],
+  positions: Int[Array, "B T"],
+  segment_ids: Int[Array, "B T"],
+  branch_ids: Int[Array, "B T"] | None = None,
+  *,
+  products: Products = FLOAT32,
+  remat: str = "none",
+  attention: Attention = AUTOMATIC,
+) -> Outputs:
   """Computes what `Transformer` does, also for parameters made by `gradient_sums.attach`.
 
   Args:
@@ -96,40 +162,59 @@ def hidden_states(
     products: How products are computed.
     remat: See `Transformer`. With "full" the layers of a `Stack` add their gradients in place.
     attention: How the tokens of packed rows attend.
-
-  Returns:
-    Hidden states after the final norm, float32.
   """
   stack = params[gradient_sums.LAYERS]
   if isinstance(stack, gradient_sums.Stack):
     if remat == "full":
-      given = (*layers.rope_angles(positions, config), segment_ids, branch_ids)
+      given = varying.tokens(config, positions, segment_ids, branch_ids)
       return _summing_in_place(params, config, tokens, given, products, attention)
     params = {**params, gradient_sums.LAYERS: gradient_sums.joined(stack.weights, stack.sums)}
   model = Transformer(config, products=products, remat=remat, attention=attention)
-  found = model.apply({"params": params}, tokens, positions, segment_ids, branch_ids)
-  return jnp.asarray(found)
+  inputs = tokens, positions, segment_ids, branch_ids
+  found: Any = model.apply({"params": params}, *inputs, with_extras=True)
+  return found
 
 
 def _summing_in_place(
   params: Params,
   config: ModelConfig,
   tokens: Array,
-  given: Any,
+  given: varying.Tokens,
   products: Products,
   attention: Attention,
-) -> Array:
-  """Returns the hidden states for a `Stack` of layers."""
+) -> Outputs:
+  """Returns the outputs for a `Stack` of layers."""
 
-  def block(layer_params, x, given):
-    cos, sin, segment_ids, branch_ids = given
-    attend = layers.within_rows(attention, segment_ids, branch_ids, products)
-    return layers.block(layer_params, x, cos, sin, attend, config=config, products=products)[0]
+  def block(layer_params, x, given, kind):
+    return _packed_block(layer_params, x, given, kind, config, products, attention)
 
-  x = products.look_up(params["embed"], tokens)
-  x = gradient_sums.run(block, params[gradient_sums.LAYERS], x, given)
-  norm = products.place(params["final_norm"], ("embed",))
-  return products.place(layers.rms_norm(x, norm, config.rms_norm_eps), layers.RESIDUAL)
+  x = layers.embed(params["embed"], tokens, config=config, products=products)
+  stack, kinds = params[gradient_sums.LAYERS], varying.kinds(config)
+  x, extras = gradient_sums.run(block, stack, x, given, kinds)
+  x = layers.norm(x, params["final_norm"], config=config, products=products)
+  return Outputs(products.place(x, layers.RESIDUAL), extras)
+
+
+def _packed_block(
+  params: layers.LayerParams,
+  x: Float[Array, "B T D"],
+  given: varying.Tokens,
+  kind: varying.Kinds,
+  config: ModelConfig,
+  products: Products,
+  attention: Attention,
+) -> tuple[Float[Array, "B T D"], layers.Extras]:
+  """Applies one layer to packed rows."""
+  view = varying.view(config, given, kind)
+
+  def attend(q, k, v):
+    rule = {"positions": given.positions, "window": view.window}
+    ids = given.segment_ids, given.branch_ids
+    return attention(q, k, v, *ids, **rule, products=products), None
+
+  settings = {"config": config, "products": products}
+  x, _, extras = layers.block(params, x, view.cos, view.sin, attend, **settings)
+  return x, extras
 
 
 def _rematerialized(module: type[nn.Module], remat: str) -> Any:
@@ -164,19 +249,23 @@ def prefill(
   Returns:
     Hidden states after the final norm; (keys, values), float32.
   """
-  cos, sin = layers.rope_angles(positions, config)
+  given = varying.tokens(config, positions, segment_ids, None)
+  settings = {"config": config, "products": products}
 
-  def attend(q, k, v):
-    return attention(q, k, v, segment_ids, products=products), (k, v)
+  def step(x, of_layer):
+    layer_params, kind = of_layer
+    view = varying.view(config, given, kind)
 
-  def step(x, layer_params):
-    settings = {"config": config, "products": products}
-    return layers.block(layer_params, x, cos, sin, attend, **settings)
+    def attend(q, k, v):
+      rule = {"positions": given.positions, "window": view.window}
+      return attention(q, k, v, segment_ids, **rule, products=products), (k, v)
 
-  x = products.look_up(params["embed"], tokens)
-  x, cache = jax.lax.scan(step, x, params["layers"])
-  norm = products.place(params["final_norm"], ("embed",))
-  return layers.rms_norm(x, norm, config.rms_norm_eps), cache
+    x, kept, _ = layers.block(layer_params, x, view.cos, view.sin, attend, **settings)
+    return x, kept
+
+  x = layers.embed(params["embed"], tokens, **settings)
+  x, cache = jax.lax.scan(step, x, (params["layers"], varying.kinds(config)))
+  return layers.norm(x, params["final_norm"], **settings), cache
 
 
 def init(rng: Array, config: ModelConfig) -> Params:
@@ -184,7 +273,7 @@ def init(rng: Array, config: ModelConfig) -> Params:
 
   def make(path, leaf):
     key = jax.random.fold_in(rng, paths.index(jax.tree_util.keystr(path)))
-    return layers.initializer(leaf.kind)(key, leaf.shape, jnp.float32)
+    return layers.initializer(leaf.kind, config)(key, leaf.shape, jnp.float32)
 
   tree = leaves.tree(config)
   paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]

@@ -8,8 +8,8 @@ was stopped.
 
 import dataclasses
 import hashlib
+import io
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -161,10 +161,9 @@ def _digest(group: RolloutGroup) -> int:
 
 def _save(path: Path, chunk: Chunk) -> None:
   """Writes a chunk such that a reader finds all of it or nothing."""
-  temporary = path.with_name(path.name + ".tmp")
-  with open(temporary, "wb") as file:
-    np.savez(file, **dataclasses.asdict(chunk))
-  os.replace(temporary, path)
+  file = io.BytesIO()
+  np.savez(file, **dataclasses.asdict(chunk))
+  atomic.replace_file(path, file.getvalue())
 
 
 def _load(path: Path) -> Chunk:

@@ -28,7 +28,7 @@ from grpo_jax.data.recorded import Style
 from grpo_jax.data.skipped import OnError, OverlongError
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.engines.base import Generation, GenerationRequest, OnProgress, SamplingParams
-from grpo_jax.environments.base import EnvironmentFactory
+from grpo_jax.environments.base import AnyFactory
 from grpo_jax.learn import group_scorer as scoring
 from grpo_jax.offline import behavior, ranking
 from grpo_jax.registry import choose, function
@@ -195,7 +195,7 @@ class Ranking:
 
 def rescored(
   groups: Sequence[RolloutGroup],
-  environments: Mapping[str, EnvironmentFactory],
+  environments: Mapping[str, AnyFactory],
   tokenizer: Tokenizer,
   *,
   limits: rollout.Limits,

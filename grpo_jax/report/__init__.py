@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.files import local_paths
+from grpo_jax.files.atomic import replace_file
 from grpo_jax.groups import learning_signal
 from grpo_jax.report import data as report_data
 from grpo_jax.report.data import Run
 from grpo_jax.run_folder import console
-from grpo_jax.run_folder.rollout_log import replace_file
 
 USAGE = "usage: python -m grpo_jax.report RUN_DIR   writes RUN_DIR/report.html"
 
@@ -103,7 +103,7 @@ def page(
   """Returns the HTML page; every text is escaped here.
 
   Args:
-    title: of the page.
+    title: Title of the page.
     facts: (name, value) below the title.
     tiles: (name, value before or "", value, remark).
     notes: sentences that the reader should not miss.

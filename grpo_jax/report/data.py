@@ -14,6 +14,7 @@ import numpy as np
 
 from grpo_jax import metrics
 from grpo_jax.errors import ExpectedFailure
+from grpo_jax.metrics import json_numbers
 from grpo_jax.run_folder import console
 
 MAX_POINTS = 1500  # of a curve; longer ones are averaged.
@@ -110,9 +111,9 @@ def failures(run: Run) -> dict[str, int]:
 
 
 def panels(runs: Sequence[Run]) -> list[dict[str, Any]]:
-  """Returns the main figures, without those of which no run has a finite or an unusual value.
+  """Returns the main figures, without those for which no run has a finite or an unusual value.
 
-  With several runs each curve stands there once a run; times are then told as a sum.
+  With several runs each curve is drawn once per run; times are then shown as a sum.
   """
   chosen = PANELS if len(runs) == 1 else [*(p for p in PANELS if p.kind == "line"), STEP_TIME]
   if all(map(is_offline, runs)):
@@ -180,7 +181,7 @@ def _runs_within(folder: Path) -> str:
 
 
 def _in_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-  """One row a step, in order; a step that stands there twice is taken from its later lines."""
+  """Returns one row per step, in order; of a step with several rows, later values win."""
   merged: dict[int, dict[str, Any]] = {}
   for row in rows:
     merged[row["step"]] = merged.get(row["step"], {}) | row
@@ -188,8 +189,8 @@ def _in_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _finite(value: Any) -> float | None:
-  is_number = isinstance(value, int | float) and math.isfinite(value)
-  return float(f"{value:.6g}") if is_number else None
+  number = json_numbers.finite(value)
+  return None if number is None else float(f"{number:.6g}")
 
 
 def _figure(runs: Sequence[Run], spec: Panel) -> dict[str, Any]:

@@ -4,6 +4,7 @@ The formulas are in `advantages`; the published names are settings of them.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -12,11 +13,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from grpo_jax import checked
-from grpo_jax.rl import advantages
+from grpo_jax.rl import advantages, own
 from grpo_jax.rl.objective_options import meant, nearest
 
 KINDS: Mapping[str, checked.Kind] = {
-  "estimator": checked.text(),
+  "estimator": checked.Kind(
+    "the name of an estimator, or a function", lambda x: checked.text().fits(x) or callable(x)
+  ),
   "baseline": checked.text(none=True),
   "scale": checked.text(none=True),
   "ddof": checked.whole(low=0, high=1, none=True),
@@ -52,6 +55,7 @@ class Estimator:
   needs_whitening: bool = False  # REINFORCE++: apply `advantages.whiten` over the batch's tokens.
   clip_low: float | None = None  # lower bound of the advantages.
   clip_high: float | None = None  # upper bound.
+  function: own.Function | None = None  # of a user, in place of the formulas here.
 
   def __call__(
     self,
@@ -66,7 +70,11 @@ class Estimator:
     Raises:
       ValueError: The estimator needs reward components and there are none.
     """
-    if self.by_component:
+    if self.function is not None:
+      estimate = own.call_advantages(
+        self.function, rewards, mask & jnp.isfinite(rewards), components
+      )
+    elif self.by_component:
       if components is None:
         raise ValueError("gdpo needs reward components, and the rollouts have none")
       valid = mask & jnp.isfinite(rewards)
@@ -96,19 +104,20 @@ ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
   "reinforce_pp_baseline": {"scale": "none", "needs_whitening": True},
   "gdpo": {"by_component": True},
 }
-_FIXED = {"by_component", "needs_whitening"}  # implied by the name; not options.
+_FIXED = {"by_component", "needs_whitening", "function"}  # follow from the name; no options.
 
 
-def make(estimator: str = "grpo", **options: Any) -> Estimator:
-  """Makes an estimator from its name and the options that differ from the name's settings.
+def make(estimator: str | own.Function = "grpo", **options: Any) -> Estimator:
+  """Makes an estimator from its name, and from options that differ from the name's settings.
 
   Args:
-    estimator: One of ESTIMATORS.
-    **options: Fields of `Estimator`, except `by_component` and `needs_whitening`; None for
-      `baseline`, `scale`, `ddof` or `eps` keeps the setting of the name.
+    estimator: Name in `ESTIMATORS`, or a function of your own: see docs/algorithms.md.
+    **options: Fields of `Estimator` except `by_component`, `needs_whitening` and `function`; None
+      for `baseline`, `scale`, `ddof` or `eps` keeps the setting of the name.
 
   Raises:
-    ValueError: The name, an option or a choice is unknown, or numbers are out of range.
+    ValueError: An unknown name, option or choice, a number out of range, or a function that
+      breaks a rule.
   """
   fields = {field.name for field in dataclasses.fields(Estimator)} - _FIXED
   unknown = [name for name in options if name not in fields]
@@ -121,8 +130,42 @@ def make(estimator: str = "grpo", **options: Any) -> Estimator:
   given = {name: value for name, value in options.items() if value is not None}
   if "weights" in given:
     given["weights"] = tuple(float(weight) for weight in given["weights"])
+  if not isinstance(estimator, str):
+    return _own(estimator, given)
   made = Estimator(**{**ESTIMATORS[estimator], **given})
   _check(estimator, made)
+  return made
+
+
+def _own(function: own.Function, given: Mapping[str, Any]) -> Estimator:
+  """Makes an estimator that calls a user's function with the options that it names.
+
+  Raises:
+    ValueError: The function breaks a rule, or an option is set that it does not take.
+  """
+  names = own.names_of(function)
+  usual = {field.name: field.default for field in dataclasses.fields(Estimator)}
+  usual |= {"baseline": None, "scale": None}
+  unread = [
+    f"{name}={value!r} would never be read: {own.name_of(function)} does not take it"
+    for name, value in given.items()
+    if name in own.ADVANTAGE_OPTIONS and name not in names and value != usual[name]
+  ]
+  if unread:
+    raise ValueError("advantages: " + "; ".join(unread))
+  passed = {name: given[name] for name in own.ADVANTAGE_OPTIONS if name in names and name in given}
+  bound = functools.partial(function, **passed) if passed else function
+  weights = given.get("weights")
+  own.check_advantages(bound, len(weights or (1.0, 1.0)))
+  bounds = {name: given.get(name) for name in ("clip_low", "clip_high")}
+  made = Estimator(
+    baseline="none",  # whether groups are compared is not known.
+    by_component="components" in names,
+    weights=weights,
+    function=bound,
+    **bounds,
+  )
+  _check(own.name_of(function), made)
   return made
 
 

@@ -36,7 +36,7 @@ def sequence_weights(
       form "mean":  wᵢ = exp( 1/|oᵢ| Σₜ (log π_old - log μ) )    its geometric mean per token
 
   The sum is unbiased, but its spread grows with the length of the completion; the mean is
-  biased with less spread. NeMo RL, TRL and verl use the sum, AReaL the mean.
+  biased, with a spread that does not. NeMo RL, TRL and verl use the sum, AReaL the mean.
 
   Args:
     old_logprobs: log π_old of each token, in nats, by the trainer's own numerics.

@@ -120,7 +120,7 @@ def _weighted(
 ) -> Float[Array, "*shape"]:
   """Returns w k(d̂), before the output clamp."""
   largest = float(jnp.finfo(difference.dtype).max) if input_clamp is None else input_clamp
-  penalty = _OF_DIFFERENCE[estimator](clamp(difference, -largest, largest))
+  penalty = _BY_DIFFERENCE[estimator](clamp(difference, -largest, largest))
   if log_weight is None:
     return penalty
   weight = exp_or_zero(log_weight)
@@ -142,5 +142,5 @@ def _k3(difference: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
   return jnp.expm1(-difference) + difference
 
 
-_OF_DIFFERENCE = {"k1": _k1, "k2": _k2, "k3": _k3}
+_BY_DIFFERENCE = {"k1": _k1, "k2": _k2, "k3": _k3}
 ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}

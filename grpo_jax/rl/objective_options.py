@@ -5,15 +5,14 @@ None by default: the loss's own settings, from the signature of its function, th
 """
 
 import dataclasses
-import difflib
 import inspect
 import math
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from grpo_jax import checked
-from grpo_jax.rl import aggregate, importance, kl, losses, sequence_losses
+from grpo_jax import checked, names
+from grpo_jax.rl import aggregate, importance, kl, losses, own, sequence_losses
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
   "clipped": losses.clipped_surrogate,
@@ -77,7 +76,9 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 
 KINDS: Mapping[str, checked.Kind] = {
-  "loss": checked.text(),
+  "loss": checked.Kind(
+    "the name of a loss, or a function", lambda x: checked.text().fits(x) or callable(x)
+  ),
   "clip_low": checked.number(low=0, none=True),
   "clip_high": checked.number(low=0, none=True),
   "dual_clip": checked.number(above=1, none=True),
@@ -112,7 +113,7 @@ class Options:
       problem.
   """
 
-  loss: str = "clipped"  # one of LOSSES.
+  loss: str | own.Function = "clipped"  # one of LOSSES, or a function: see docs/algorithms.md.
   clip_low: float | None = None  # below 1; gmpo: of the log-ratio below 0. None: the loss's own.
   clip_high: float | None = None  # above 1; cispo: 4.0 is TRL's 5.0. None: the loss's own.
   dual_clip: float | None = None  # > 1; bounds the ratio of bad tokens; 3 is usual.
@@ -145,6 +146,11 @@ class Options:
     return self.loss in CLIPPED
 
   @property
+  def own_options(self) -> tuple[tuple[str, Any], ...]:
+    """The options that a user's loss may name."""
+    return tuple((name, getattr(self, name)) for name in own.LOSS_OPTIONS)
+
+  @property
   def clip_bounds(self) -> tuple[float, float]:
     """The resolved `clip_low` and `clip_high`.
 
@@ -152,24 +158,36 @@ class Options:
       ValueError: The loss has no clip.
     """
     if self.clip_low is None or self.clip_high is None:
-      raise ValueError(f"loss={self.loss!r} has no clip")
+      raise ValueError(f"loss={shown(self.loss)} has no clip")
     return self.clip_low, self.clip_high
 
 
-def own_settings(loss: str) -> dict[str, Any]:
-  """Returns what None means for a loss: its clip bounds, if it has any, and its aggregation."""
-  parameters = inspect.signature(FUNCTIONS[loss]).parameters
+def function_of(loss: str | own.Function) -> own.Function:
+  """Returns the function that computes a loss."""
+  return FUNCTIONS[loss] if isinstance(loss, str) else loss
+
+
+def shown(loss: str | own.Function) -> str:
+  """Returns the name of a loss for messages, in quotes."""
+  return repr(loss if isinstance(loss, str) else own.name_of(loss))
+
+
+def own_settings(loss: str | own.Function) -> dict[str, Any]:
+  """Returns what None means to a loss: its bounds of the clip, if it has any, its aggregation."""
+  parameters = inspect.signature(function_of(loss)).parameters
   bounds = {
-    name: parameters[name].default for name in ("clip_low", "clip_high") if name in parameters
+    name: None if parameters[name].default is inspect.Parameter.empty else parameters[name].default
+    for name in ("clip_low", "clip_high")
+    if name in parameters
   }
   return {**bounds, "aggregation": "sequence_mean" if loss in OF_SEQUENCES else "token_mean"}
 
 
 def nearest(name: object, valid: Iterable[str]) -> str:
   """Returns a hint for an error message: the nearest valid name and all of them."""
-  names = sorted(valid)
-  close = difflib.get_close_matches(str(name), names, n=1)
-  return (f"did you mean {close[0]!r}? " if close else "") + f"there are: {', '.join(names)}"
+  known = sorted(valid)
+  near = names.nearest(str(name), known, cutoff=0.6)
+  return (f"did you mean {near[0]!r}? " if near else "") + f"there are: {', '.join(known)}"
 
 
 def meant(name: str, valid: Iterable[str], others: Mapping[str, str]) -> str:
@@ -212,13 +230,15 @@ def _resolved(given: Mapping[str, Any]) -> dict[str, Any]:
     name: value if _stands_alone(name, value) else defaults[name] for name, value in given.items()
   }
   problems += _unread(sound, defaults)
-  own = {"clip_low": None, "clip_high": None, **own_settings(sound["loss"])}
-  for name, value in own.items():
+  of_loss = {"clip_low": None, "clip_high": None, **own_settings(sound["loss"])}
+  for name, value in of_loss.items():
     if sound[name] is None or value is None:
       sound[name] = value
   problems += _incompatible(types.SimpleNamespace(**sound))
   if problems:
     raise ValueError("objective: " + "; ".join(problems))
+  if callable(sound["loss"]):
+    own.check_loss(sound["loss"], tuple((name, sound[name]) for name in own.LOSS_OPTIONS))
   return sound
 
 
@@ -245,15 +265,17 @@ def _unread(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
 
   With kl_coef=0 the other options of the KL are allowed: they apply once it is switched on.
   """
-  loss, read = given["loss"], inspect.signature(FUNCTIONS[given["loss"]]).parameters
+  read, loss = inspect.signature(function_of(given["loss"])).parameters, shown(given["loss"])
   reasons = {}
   for name in ("clip_low", "clip_high"):
     # The number of the clipped loss means the same as None.
     if name not in read and given[name] != own_settings("clipped")[name]:
-      reasons[name] = f"loss={loss!r} has no clip"
+      reasons[name] = f"loss={loss} has no clip"
+  if callable(given["loss"]) and "dual_clip" not in read:
+    reasons["dual_clip"] = f"loss={loss} does not take it"
   for name in ("temperature_positive", "temperature_negative"):
     if name not in read:
-      reasons[f"sapo_{name}"] = f"loss={loss!r} is not 'sapo'"
+      reasons[f"sapo_{name}"] = f"loss={loss} is not 'sapo'"
   if given["kl_in_reward"]:
     for name in ("kl_weight", "use_on_policy_kl_approximation"):
       reasons[name] = "kl_in_reward takes the KL out of the loss"
@@ -273,18 +295,23 @@ def _incompatible(o: Any) -> list[str]:
   of_sequence_weights = o.importance_correction in ("sequence", "sequence_mean")
   low, high = o.importance_low, o.importance_high
   clip_low = o.clip_low or 0.0
+  loss = shown(o.loss)
+  has_dual_clip = callable(o.loss) or o.loss in ("clipped", "gspo", "gspo_token")
   rules = {
     f"importance_low must be <= importance_high, got {low} > {high}": low > high,
-    f"loss={o.loss!r} has one ratio per completion and needs aggregation='sequence_mean', "
+    f"loss={loss} has one ratio per completion and needs aggregation='sequence_mean', "
     f"got {o.aggregation!r}": o.loss in OF_SEQUENCES and o.aggregation != "sequence_mean",
-    f"dual_clip is a bound of PPO's clipped loss; loss={o.loss!r} does not take it": (
-      o.dual_clip is not None and o.loss not in ("clipped", "gspo", "gspo_token")
+    f"dual_clip is a bound of PPO's clipped loss; loss={loss} does not take it": (
+      o.dual_clip is not None and not has_dual_clip
     ),
-    f"clip_low must be <= 1 for loss={o.loss!r}, for ratios are positive, got {clip_low}": (
+    f"clip_low must be <= 1 for loss={loss}, because ratios are positive, got {clip_low}": (
       clip_low > 1 and o.loss in ("clipped", "gspo", "gspo_token", "luspo")
     ),
     "force_on_policy_ratio sets the ratio to 1, and loss='reinforce' has no ratio": (
       o.force_on_policy_ratio and o.loss == "reinforce"
+    ),
+    f"force_on_policy_ratio sets old_logprobs, which loss={loss} does not take": (
+      o.force_on_policy_ratio and callable(o.loss) and "old_logprobs" not in own.names_of(o.loss)
     ),
     "importance_truncation needs importance_correction other than 'none'": (
       o.importance_truncation is not None and not has_correction

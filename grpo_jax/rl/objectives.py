@@ -23,6 +23,7 @@ from grpo_jax.rl import (
   losses,
   masks,
   objective_options,
+  own,
   policy_terms,
 )
 from grpo_jax.rl.numerics import clamp, safe_divide
@@ -45,6 +46,8 @@ class Objective:
     """
     o = self.options
     has_ratio = o.loss != "reinforce"
+    if callable(o.loss):
+      has_ratio = "old_logprobs" in own.names_of(o.loss)
     return not o.force_on_policy_ratio and (
       has_ratio or o.importance_correction != "none" or o.kl_in_reward or o.kl_weight == "old"
     )
@@ -64,12 +67,19 @@ class Objective:
     """Whether a token's share of the loss depends on that token alone, given the denominators."""
     o = self.options
     return (
-      o.loss in TOKEN_LOCAL
+      (own.is_of_tokens(o.loss) if callable(o.loss) else o.loss in TOKEN_LOCAL)
       and o.aggregation != "sequence_mean"
       and o.importance_correction in ("none", "token")
       and o.importance_truncation != "seq_mask"
       and o.off_policy_mask_threshold is None
     )
+
+  @property
+  def acts_without_advantage(self) -> bool:
+    """Whether a completion of advantage 0 can change the update."""
+    o = self.options
+    of_loss = callable(o.loss) and own.check_loss(o.loss, o.own_options)
+    return bool(of_loss or o.kl_coef or o.entropy_coef)
 
   @property
   def reduce(self) -> Callable[..., Float[Array, ""]]:
@@ -173,7 +183,8 @@ def _policy_term(
 ) -> tuple[Float[Array, "B N"], Metrics]:
   """Returns w ℓ per token, and the metrics of ratios, clips and mismatch."""
   mask, ids, advantages = tokens.mask, tokens.sequence_ids, tokens.advantages
-  per_token, ratio = policy_terms.POLICY_LOSSES[o.loss](o, policy, old, tokens)
+  term = policy_terms.own_loss if callable(o.loss) else policy_terms.POLICY_LOSSES[o.loss]
+  per_token, ratio = term(o, policy, old, tokens)
   low, high = o.clip_bounds if o.is_clipped else (0.0, 0.0)
   clipped = clamp(ratio, 1.0 - low, 1.0 + high) if o.is_clipped else ratio
   metrics = diagnostics.ratios(ratio, clipped, mask)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from jaxtyping import Array, Float
 
-from grpo_jax.rl import losses, sequence_losses
+from grpo_jax.rl import losses, own, sequence_losses
 from grpo_jax.rl.objective_options import Options
 from grpo_jax.types import LossTokens
 
@@ -116,6 +116,15 @@ def _vespo(
   per_token = sequence_losses.vespo(
     policy, old, tokens.advantages, tokens.mask, tokens.sequence_ids
   )
+  return per_token, losses.ratio(policy, old)
+
+
+def own_loss(
+  o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
+) -> PolicyTerm:
+  """Calls the user's function that `o.loss` is."""
+  assert callable(o.loss)
+  per_token = own.call_loss(o.loss, policy, old, tokens, dict(o.own_options))
   return per_token, losses.ratio(policy, old)
 
 

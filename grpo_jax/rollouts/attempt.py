@@ -11,7 +11,7 @@ from jaxtyping import Int
 
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.engines.base import Generation
-from grpo_jax.environments.base import EnvironmentFactory, StepResult, Stopping, Timed
+from grpo_jax.environments.base import EnvironmentFactory, StepResult
 from grpo_jax.environments.isolation import EnvironmentFailure, IsolatedEnvironment, checked_stops
 from grpo_jax.types import FinishReason, Prompt, Rollout, Turn
 
@@ -49,7 +49,7 @@ class Attempt:
     # What ends the next turn, besides the stop strings of the sampling options.
     self.stop_strings = (*prompt.stop_strings, *first_stops(factory))
     self._factory = factory
-    self._timeout_s = factory.timeout_s if isinstance(factory, Timed) else None
+    self._timeout_s = factory.timeout_s
     self._environment: IsolatedEnvironment | None = None
     self._pieces: list[_Piece] = []  # alternately sampled and written, sampled first.
     self._results: list[StepResult] = []
@@ -172,8 +172,6 @@ def first_stops(factory: EnvironmentFactory) -> tuple[str, ...]:
   Raises:
     ValueError: They are not a list of strings.
   """
-  if not isinstance(factory, Stopping):
-    return ()
   try:
     return checked_stops(factory.stop_strings)
   except EnvironmentFailure as error:

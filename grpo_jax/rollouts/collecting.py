@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from grpo_jax import checked, metrics
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.engines.base import Generation, OnProgress, SamplingParams
-from grpo_jax.environments.base import EnvironmentFactory, StepResult
+from grpo_jax.environments.base import AnyFactory, EnvironmentFactory, StepResult, as_factory
 from grpo_jax.environments.isolation import EnvironmentFailure
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.registry import nearest
@@ -70,7 +70,7 @@ class Finished(NamedTuple):
 
 def groups(
   engine: Generator,
-  environments: Mapping[str, EnvironmentFactory],
+  environments: Mapping[str, AnyFactory],
   prompts: Sequence[StepPrompt],
   tokenizer: Tokenizer,
   *,
@@ -92,11 +92,11 @@ def groups(
   first may depend on timing; what is in it does not, because the seed of a request depends on
   (seed, step of the prompt, prompt id, attempt, turn) only.
 
-  What ends it early:
-    An error of the engine is raised after the groups that were finished before it.
-    Closing the iterator, or cancelling its reader, cancels the requests at the engine and the
-      calls of environments, closes the environments, and returns when no task is left. A second
-      cancellation does not wait for environments to close.
+  An error of the engine is raised after the groups that were finished before it.
+
+  Closing the iterator, or cancelling its reader, cancels the requests at the engine and the calls
+  of environments, closes the environments, and returns when no task is left. A second
+  cancellation does not wait for environments to close.
 
   A failure of an environment ends nothing: its attempt has the reward NaN. An environment that
   hangs fails after `limits.environment_timeout_s`, and its thread is left behind. Too many such
@@ -142,7 +142,7 @@ def groups(
 
 async def collect(
   engine: Generator,
-  environments: Mapping[str, EnvironmentFactory],
+  environments: Mapping[str, AnyFactory],
   prompts: Sequence[Prompt],
   tokenizer: Tokenizer,
   *,
@@ -355,13 +355,13 @@ class _Collector:
         attempt.add_observation(ids)
 
 
-def _factory(environments: Mapping[str, EnvironmentFactory], prompt: Prompt) -> EnvironmentFactory:
+def _factory(environments: Mapping[str, AnyFactory], prompt: Prompt) -> EnvironmentFactory:
   if prompt.environment not in environments:
     raise ValueError(
       f"prompt {prompt.prompt_id} names the environment {prompt.environment!r}"
       f"{nearest(prompt.environment, environments)}; there are: {', '.join(environments)}"
     )
-  return environments[prompt.environment]
+  return as_factory(environments[prompt.environment])
 
 
 def _check_unique(prompts: Sequence[Prompt]) -> None:

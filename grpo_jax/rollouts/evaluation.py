@@ -6,7 +6,7 @@ from typing import Any
 from grpo_jax import metrics
 from grpo_jax.data import Tokenizer
 from grpo_jax.engines.base import Engine, OnProgress, SamplingParams
-from grpo_jax.environments.base import EnvironmentFactory
+from grpo_jax.environments.base import AnyFactory
 from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.types import Prompt
@@ -14,7 +14,7 @@ from grpo_jax.types import Prompt
 
 def run(
   engine: Engine,
-  environments: Mapping[str, EnvironmentFactory],
+  environments: Mapping[str, AnyFactory],
   prompts: Sequence[Prompt],
   tokenizer: Tokenizer,
   *,

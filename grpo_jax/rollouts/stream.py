@@ -19,7 +19,7 @@ import numpy as np
 from grpo_jax import checked, metrics
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.engines.base import OnProgress, SamplingParams
-from grpo_jax.environments.base import EnvironmentFactory
+from grpo_jax.environments.base import AnyFactory
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.groups import filters, group_json
 from grpo_jax.rollouts import collecting as rollout
@@ -89,7 +89,7 @@ class Sampler:
   """An engine and environments: attempts prompts, and scores the attempts."""
 
   engine: Generator
-  environments: Mapping[str, EnvironmentFactory]
+  environments: Mapping[str, AnyFactory]
   tokenizer: Tokenizer
   group_size: int
   sampling: SamplingParams

@@ -1,6 +1,6 @@
 """Checkpoints: asynchronous, atomic, checked bit by bit before they are used.
 
-A folder holds one folder a step; a step counts once its folder bears its final name:
+A folder holds one folder per step; a step counts once its folder has its final name:
 
     checkpoints/
       step_00000020/
@@ -33,8 +33,9 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from grpo_jax import processes
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.files import manifest
+from grpo_jax.files import atomic, manifest
 from grpo_jax.run_folder import orbax_noise, stored_leaves
 
 _log = logging.getLogger(__name__)
@@ -201,7 +202,7 @@ class Checkpoints:
     text = json.dumps(info, indent=1)  # now, since the caller may change `extra` meanwhile.
     temporary = self.directory / f"tmp_{self._path(step).name}"
     try:
-      if jax.process_index() == 0:
+      if processes.is_main():
         _make_room(temporary, sum(x.nbytes for x in leaves.values()))
         (temporary / "info.json").write_text(text)
       self._orbax.save(temporary / "state", args=ocp.args.PyTreeSave(leaves))
@@ -364,7 +365,7 @@ class Checkpoints:
     """Completes a save: manifest, final name, retention. Runs in the background thread."""
     try:
       self._orbax.wait_until_finished()
-      if jax.process_index() != 0:
+      if not processes.is_main():
         return
       manifest.write(temporary)
     except Exception:
@@ -374,9 +375,8 @@ class Checkpoints:
       broken = self._path(self._broken.pop())
       aside = self.directory / f"broken_{broken.name}"
       shutil.rmtree(aside, ignore_errors=True)
-      os.rename(broken, aside)
-    os.rename(temporary, self._path(step))
-    manifest.flush(self.directory)
+      atomic.move(broken, aside)
+    atomic.move(temporary, self._path(step), is_durable=True)
     metric_of = {step: self._metric(step) for step in self.steps()}
     for surplus in set(metric_of) - kept(metric_of, **self._retention):
       _delete(self._path(surplus))
@@ -392,7 +392,7 @@ class Checkpoints:
 
   def _clear_unfinished(self) -> None:
     """Removes what a killed process left behind, and says so."""
-    if jax.process_index() != 0 or not self.directory.is_dir():
+    if not processes.is_main() or not self.directory.is_dir():
       return
     for path in sorted(self.directory.glob("tmp_*")):
       if _STEP.fullmatch(path.name.removeprefix("tmp_")):
@@ -519,7 +519,7 @@ def _size(count: int) -> str:
 
 
 def _delete(path: pathlib.Path) -> None:
-  """Deletes a checkpoint so that, killed in between, no half of it bears a final name."""
+  """Deletes a checkpoint so that, killed in between, no part of it has a final name."""
   doomed = path.with_name(f"tmp_deleted_{path.name}")
-  os.rename(path, doomed)
+  atomic.move(path, doomed)
   shutil.rmtree(doomed)

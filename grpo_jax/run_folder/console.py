@@ -61,7 +61,7 @@ def columns_within(width: int, total_steps: int | None) -> tuple[Column, ...]:
 
   Args:
     width: characters of a line.
-    total_steps: of the run; None if there is no end.
+    total_steps: Number of steps of the run; None if there is no end.
   """
   kept = list(COLUMNS)
   for title in LEAST_IMPORTANT:
@@ -84,7 +84,7 @@ def step_line(
 
   Args:
     step: counted from 0.
-    total_steps: of the run; None if there is no end.
+    total_steps: Number of steps of the run; None if there is no end.
     values: metrics of the step.
     width: characters of a line; columns that do not fit are left out.
   """
@@ -105,7 +105,7 @@ def eval_line(name: str, step: int, values: Mapping[str, float], first: Mapping[
   """Returns the line of one evaluation, with the change since the run's first one.
 
   Args:
-    name: of the evaluation set.
+    name: Name of the evaluation set.
     step: updates done before it.
     values: metrics of the step.
     first: metrics of the first evaluation of the run; empty if this is it.
@@ -159,7 +159,7 @@ def sample_lines(
 
   Args:
     step: whose group it is.
-    group: with at least one rollout.
+    group: Group with at least one rollout.
     advantages: one a rollout.
     width: characters of the lines above and below.
   """
@@ -181,7 +181,7 @@ def closing_lines(folder: str) -> list[str]:
   """Returns the lines that name the final weights and what can be done with them.
 
   Args:
-    folder: of the exported weights.
+    folder: Folder of the exported weights.
   """
   return [
     f"final weights: {folder}",

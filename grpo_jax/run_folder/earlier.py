@@ -2,9 +2,9 @@
 
 import json
 import logging
-import os
 import pathlib
 
+from grpo_jax.files import atomic
 from grpo_jax.files.disk import writing
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def set_aside(workdir: pathlib.Path) -> pathlib.Path | None:
     target.mkdir()
     for name in _WRITTEN:
       if (workdir / name).exists():
-        os.replace(workdir / name, target / name)
+        atomic.move(workdir / name, target / name)
   what = f"steps {min(steps)} to {max(steps)}" if steps else "an export"
   _log.warning(
     "%s has %s of an earlier run and no checkpoint to continue from: beginning at step 0; what was"

@@ -16,7 +16,7 @@ _STANDARD = ((1, "stdout"), (2, "stderr"))
 
 
 class Lasting:
-  """A text stream that never fails: what its descriptor does not take goes to a file."""
+  """A stream that never fails: text that its descriptor does not take goes to a file."""
 
   def __init__(self, stream: Any, descriptor: int):
     self._stream = stream

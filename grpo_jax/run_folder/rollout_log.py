@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import math
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from grpo_jax import metrics
-from grpo_jax.files.disk import writing
+from grpo_jax.metrics.json_numbers import finite
 from grpo_jax.types import Rollout, RolloutGroup
 
 Decode = Callable[[Sequence[int]], str]
@@ -92,23 +90,6 @@ def drop_rollouts(folder: Path, start_step: int) -> None:
       path.unlink()
 
 
-def replace_file(path: Path, lines: Iterable[str]) -> None:
-  """Writes a file such that a reader finds the old or the new one, never half of it.
-
-  Raises:
-    WriteError: it cannot be written; the old one is as it was.
-  """
-  temporary = path.with_name(path.name + ".tmp")
-  with writing(path):
-    try:
-      with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-        file.writelines(lines)
-      os.replace(temporary, path)
-    except OSError:
-      temporary.unlink(missing_ok=True)  # the disk may be full because of it.
-      raise
-
-
 def json_line(record: Mapping[str, Any]) -> str:
   """Returns the record as one line of strict JSON: a NaN in it is an error."""
   return json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
@@ -134,15 +115,15 @@ def _record(
     "prompt": group.prompt.text,
     "expected_answer": group.prompt.expected_answer,
     "completion": rollout.text,
-    "reward": _finite(rollout.reward),
-    "shaped_reward": _finite(shaped_reward),
-    "reward_components": {k: _finite(v) for k, v in rollout.reward_components.items()},
-    "metrics": {k: _finite(v) for k, v in metrics.with_events(rollout).items()},
-    "advantage": _finite(advantage),
+    "reward": finite(rollout.reward),
+    "shaped_reward": finite(shaped_reward),
+    "reward_components": {k: finite(v) for k, v in rollout.reward_components.items()},
+    "metrics": {k: finite(v) for k, v in metrics.with_events(rollout).items()},
+    "advantage": finite(advantage),
     "finish_reason": rollout.finish_reason.value,
     "turns": rollout.turns,
     "turn_log": [
-      {**dataclasses.asdict(turn), "reward": _finite(turn.reward)} for turn in rollout.turn_log
+      {**dataclasses.asdict(turn), "reward": finite(turn.reward)} for turn in rollout.turn_log
     ],
     "error": rollout.error,
     "prompt_ids": group.prompt.token_ids.tolist(),
@@ -155,10 +136,6 @@ def _record(
   }
 
 
-def _finite(value: float) -> float | None:
-  return float(value) if math.isfinite(value) else None
-
-
 def _short(values: np.ndarray) -> list[float | None]:
   """float32 values in the fewest digits that give the same float32 back; NaN as None."""
-  return [float(str(v)) if math.isfinite(v) else None for v in values.astype(np.float32)]
+  return [finite(float(str(v))) for v in values.astype(np.float32)]

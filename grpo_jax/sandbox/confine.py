@@ -28,7 +28,7 @@ _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _ALL_RIGHTS = (1 << 15) - 1
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
 LANDLOCK_ABI = 3  # smallest version that is needed.
-_OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | (1 << 14)  # the others apply to folders.
+_FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | (1 << 14)  # the others apply to folders.
 
 
 def limit(*, memory_mib: int, cpu_s: int, file_mib: int, count_threads: bool) -> None:
@@ -159,7 +159,7 @@ def _close_files(libc: "_Libc", closed: int, places: Sequence[tuple[str, int]]) 
   ruleset = libc.landlock(_CREATE_RULESET, closed.to_bytes(8, "little"), 8, 0)
   for path, rights in places:
     place = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    rights &= closed if os.path.isdir(path) else _OF_FILES
+    rights &= closed if os.path.isdir(path) else _FILE_RIGHTS
     rule = rights.to_bytes(8, "little") + place.to_bytes(4, "little")
     libc.landlock(_ADD_RULE, ruleset, 1, rule, 0)
     os.close(place)

@@ -33,7 +33,7 @@ _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
   ast.Invert: operator.invert,
 }
 # Names of SymPy that its parser itself writes around the names and numbers of a text,
-_OF_TEXT = ("Symbol", "Function", "Integer", "Float", "Rational")
+_TAKE_TEXT = ("Symbol", "Function", "Integer", "Float", "Rational")
 # and functions that are not instances of its class of mathematical functions.
 _FUNCTIONS = ("sqrt", "cbrt", "root", "real_root", "Rational", "Mod")
 _BUILTINS = (abs, pow, round)
@@ -54,7 +54,7 @@ def value(source: str, *_: Any) -> Any:
 
 
 def sympy_value(source: str, local_dict: Mapping[str, Any], global_dict: Mapping[str, Any]) -> Any:
-  """Returns the value of what SymPy's parser generated from a text; signature of `eval_expr`.
+  """Returns the value of what SymPy's parser generated from text; signature of `eval_expr`.
 
   Raises:
     ExpressionError: There is more than numbers, symbols, operators and mathematical functions.
@@ -166,7 +166,7 @@ def _text_argument(node: ast.Call) -> str | None:
   if not texts:
     return None
   function = node.func.id if isinstance(node.func, ast.Name) else ""
-  if function not in _OF_TEXT or len(node.args) != 1:
+  if function not in _TAKE_TEXT or len(node.args) != 1:
     raise ExpressionError("a string where a number is expected")
   if function in ("Symbol", "Function") and not texts[0].isidentifier():
     raise ExpressionError(f"{texts[0]!r:.50} is not a name")

@@ -245,8 +245,8 @@ class Launcher:
     if self.kind == "landlock" and confine.landlock_abi() < confine.LANDLOCK_ABI:
       raise SandboxError(f"this kernel has no Landlock of Linux 6.2 or newer; {_ADVICE}")
     mine, theirs = socket.socketpair()
-    with tempfile.TemporaryFile() as said, mine, theirs:
-      sandbox = self.start(theirs.fileno(), said.fileno())
+    with tempfile.TemporaryFile() as errors, mine, theirs:
+      sandbox = self.start(theirs.fileno(), errors.fileno())
       theirs.close()
       try:
         mine.settimeout(_START_S)
@@ -255,8 +255,8 @@ class Launcher:
         works = False
       finally:
         sandbox.end()
-      said.seek(0)
-      reason = said.read(1000).decode(errors="replace").strip() or "it printed no reason"
+      errors.seek(0)
+      reason = errors.read(1000).decode(errors="replace").strip() or "it printed no reason"
     if not works:
       raise SandboxError(f"the sandbox {self.kind!r} does not work here: {reason}; {_ADVICE}")
 

@@ -46,13 +46,13 @@ class Seat:
     self._channel, theirs = socket.socketpair()
     self._is_busy = False
     self._uses, self._most_uses = 0, uses
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as errors:
       with theirs:
-        self._sandbox = launcher.start(theirs.fileno(), said.fileno())
+        self._sandbox = launcher.start(theirs.fileno(), errors.fileno())
       if self._byte(time.monotonic() + start_s) != inside.READY:
         self.end()
-        said.seek(0)
-        reason = said.read().decode(errors="replace").strip().rpartition("\n")[2][:1000]
+        errors.seek(0)
+        reason = errors.read().decode(errors="replace").strip().rpartition("\n")[2][:1000]
         raise SandboxError(f"a sandbox did not start: {reason or 'it printed no reason'}")
 
   @property

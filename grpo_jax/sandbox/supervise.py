@@ -153,15 +153,15 @@ class Supervisor:
     ):
       deadline = time.monotonic() + (timeout_s or self._launcher.limits.timeout_s)
       program.close()  # the judge has the pipes now.
-      said, why = tests.exchange(data, judge.MAX_VERDICT, deadline)
+      output, why = tests.exchange(data, judge.MAX_VERDICT, deadline)
       if why is Ending.TIMEOUT:
         of_program.kill()
         more, _ = tests.exchange(b"", judge.MAX_VERDICT, time.monotonic() + _GRACE_S)
-        said += more
+        output += more
       tests.close()
       code = of_program.exit_code(time.monotonic() + _END_S)
       of_judge.exit_code(time.monotonic() + _END_S)
-    verdict = _verdict(_message(said), code, is_late=why is Ending.TIMEOUT)
+    verdict = _verdict(_message(output), code, is_late=why is Ending.TIMEOUT)
     self._count(f"programs_{verdict.ending}")
     return verdict
 
@@ -197,10 +197,10 @@ class Supervisor:
       self._counts[what] += 1
 
 
-def _message(said: bytes) -> dict[str, Any]:
+def _message(output: bytes) -> dict[str, Any]:
   """Returns the judge's verdict; {"crashed": True} if it died before it had one."""
   try:
-    return json.loads(said[4:])
+    return json.loads(output[4:])
   except ValueError:
     return {"crashed": True}
 

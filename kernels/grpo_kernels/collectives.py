@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 
 def gathered(part: Array, axis: str | None, *, dim: int, dtype: Any) -> Array:
-  """Returns the whole of an array of which every device has a part, rounded before it moves.
+  """Returns the whole of an array that is distributed over devices, rounded before it moves.
 
   Args:
     part: This device's part.

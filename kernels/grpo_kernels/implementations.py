@@ -25,7 +25,7 @@ class Chip(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-  """Where one implementation runs; None, "", () or 1 is no limit."""
+  """Where one implementation runs; None, "", () or 1 means no limit."""
 
   module: str  # module in the operation's package; imported when it is first used.
   platform: str | None = None

@@ -27,10 +27,9 @@ from grpo_jax import batching
 from grpo_jax.batching import packing
 from grpo_jax.building import computation
 from grpo_jax.compilation import programs
-from grpo_jax.config import batching_options
+from grpo_jax.config import batching_options, run_options
 from grpo_jax.learn import operations, sharding, train_step
 from grpo_jax.models import loading, sources
-from grpo_jax.rl import objectives
 from grpo_jax.types import FinishReason, Minibatch, Prompt, Rollout, RolloutGroup, TrainState
 
 PROMPT_TOKENS = 38  # length of nearly all of the benchmark's prompts.
@@ -75,7 +74,7 @@ def groups_of(workload: workloads.Workload, vocabulary: int) -> list[RolloutGrou
 
 def make_update(config: Any, model: loading.Loaded) -> tuple[train_step.Update, TrainState]:
   """Makes the update as a run does on one device, and the state before its first step."""
-  objective = objectives.make(**config.loss.to_dict())
+  objective = run_options.objective(config)
   mesh = sharding.make_mesh(data=1, devices=jax.devices()[:1])
   made = computation.make(config, model.config, mesh, objective)
   return made.update, train_step.init(model.params, made.tx, shardings=made.shardings)

@@ -107,15 +107,15 @@ def main(job: dict[str, Any]) -> int:
     return 0
   except Skipped as reason:
     record.end(str(reason))
-    return running.OF_SKIPPED
+    return running.EXIT_SKIPPED
   except NoAccelerator as reason:
     record.end(str(reason))
-    return running.OF_NO_ACCELERATOR
+    return running.EXIT_NO_ACCELERATOR
   # Errors of a part stop here: they are recorded, and the next part runs.
   except Exception as error:
     traceback.print_exc()
     record.end(first_line(error))
-    return running.OF_MEMORY if is_out_of_memory(error) else 1
+    return running.EXIT_OUT_OF_MEMORY if is_out_of_memory(error) else 1
 
 
 def first_line(error: BaseException) -> str:

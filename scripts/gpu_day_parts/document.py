@@ -20,7 +20,7 @@ PENDING_README = (
   "Nothing was measured on an accelerator yet; where there is one, `make gpu-day` does so in 25"
   " minutes\n([docs/gpu.md](docs/gpu.md))."
 )
-OF_CPU = (
+CPU_NOTICE = (
   "**THESE NUMBERS ARE OF A CPU, or of tiny sizes. They say that the script runs, and nothing about"
   " an accelerator.**"
 )
@@ -86,7 +86,7 @@ def write(
   if page and not page.exists():
     page.write_text(f"{BEGIN}\n{END}\n")
   text = measured(result)
-  targets = [(page or PAGE, f"{OF_CPU}\n\n{text}" if reason else text)]
+  targets = [(page or PAGE, f"{CPU_NOTICE}\n\n{text}" if reason else text)]
   if page is None:
     targets.append((README, sentence(result)))
   contents = [(path, replaced(path, text)) for path, text in targets]

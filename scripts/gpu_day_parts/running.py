@@ -30,14 +30,14 @@ DONE, SKIPPED = "done", "skipped"
 FAILURES = ("failed", "out of memory", "timed out", "killed", "cut off", "no accelerator")
 NOT_RUN = "not run"
 # Exit codes of `child`.
-OF_SKIPPED, OF_NO_ACCELERATOR, OF_MEMORY = 3, 4, 5
+EXIT_SKIPPED, EXIT_NO_ACCELERATOR, EXIT_OUT_OF_MEMORY = 3, 4, 5
 # Nearly all the time of tiny sizes is compilation: without optimisation it takes a tenth.
 _QUICK_COMPILATION = (
   "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
   " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 )
-_STATUS_OF_EXIT = {0: DONE, OF_SKIPPED: SKIPPED, OF_NO_ACCELERATOR: "no accelerator"}
-_STATUS_OF_EXIT[OF_MEMORY] = "out of memory"
+_STATUS_BY_EXIT = {0: DONE, EXIT_SKIPPED: SKIPPED, EXIT_NO_ACCELERATOR: "no accelerator"}
+_STATUS_BY_EXIT[EXIT_OUT_OF_MEMORY] = "out of memory"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +160,7 @@ def run(
   has_device = True
   for part in parts:
     if result["parts"].get(part.name, {}).get("status") in (DONE, SKIPPED):
-      log(f"{part.name:<22} is there already")
+      log(f"{part.name:<22} is done already")
       continue
     left = end - time.time()
     if not has_device or left < LEAST_S:
@@ -231,7 +231,7 @@ def _wait(process: subprocess.Popen[bytes], limit: float) -> tuple[str, str]:
     _end(process)
   if code < 0:
     return "killed", f"its process was ended by {signal.Signals(-code).name}"
-  status = _STATUS_OF_EXIT.get(code, "failed")
+  status = _STATUS_BY_EXIT.get(code, "failed")
   return status, "" if status == DONE else f"its process ended with exit code {code}"
 
 

@@ -197,7 +197,10 @@ def text(result: Mapping[str, Any]) -> str:
     )
   lines += ["", *verdicts(result)] if verdicts(result) else []
   if result["tiny"]:
-    lines += ["", "Tiny sizes: these numbers say that the script runs, and nothing of a device."]
+    lines += [
+      "",
+      "Tiny sizes: these numbers show that the script runs, and nothing about a device.",
+    ]
   failed = failures(result)
   lines += ["", f"NOT DONE: {', '.join(failed)}" if failed else "no part failed"]
   for name in failed:

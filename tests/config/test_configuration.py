@@ -129,7 +129,7 @@ def test_fields_are_dotted_and_nullable_ones_are_known():
     ("data.clip_low", "did you mean 'loss.clip_low'"),
     ("sede", "did you mean 'seed'"),
     ("loss", "is a section; set its fields instead. loss has: clamp, clip_low, dual_clip"),
-    ("loss.clip_low.x", r"loss.clip_low is no section but 0.2 \(float\)"),
+    ("loss.clip_low.x", r"loss.clip_low is not a section but 0.2 \(float\)"),
     ("data.args.depth", r"data.args is empty here .*: --config.data.args=.\{'KEY': VALUE\}"),
     ("qqqqqqqq", "the configuration has: data, logging, loss, seed"),
   ],

@@ -99,7 +99,7 @@ def test_parquet_gives_the_rows_of_the_same_jsonl(tmp_path, monkeypatch, unpacke
 
 def test_what_is_no_parquet_is_refused(tmp_path):
   pytest.importorskip("pyarrow")
-  with pytest.raises(ValueError, match="x.parquet is no parquet file"):
+  with pytest.raises(ValueError, match="x.parquet is not a readable parquet file"):
     problems(path=write(tmp_path / "x.parquet", "PAR0"))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.engines import decoding, sampling, scheduling, session
+from grpo_jax.models.config import LayerKind, Rope
 from grpo_jax.models.products import Products
 from grpo_jax.types import FinishReason
 from tests.engines import tiny
@@ -43,6 +44,24 @@ def test_logprobs_equal_the_trainers_for_every_family(family):
     wanted = tiny.model_logprobs(model_config, tree, request.prompt_ids, generation.token_ids)
     wanted = tiny.of_tokens(wanted, generation.token_ids)
     np.testing.assert_allclose(generation.logprobs, wanted, atol=1e-5)
+
+
+def test_logprobs_equal_the_trainers_where_layers_differ():
+  """Windows over pages, tiles, the ring and continued prompts; layers without rotary tables."""
+  kinds = (LayerKind(5), LayerKind(100, None), LayerKind(70, 1))
+  options = {"num_layers": 3, "further_ropes": (Rope(77.0),), "embedding_scale": 2.0}
+  named = {"activation": "gelu_tanh", "norm_offset": 1.0, "post_norms": True}
+  model_config = tiny.config("qwen2", layer_kinds=kinds, **options, **named)
+  engine, tree = tiny.sampler(model_config), tiny.params(model_config)
+  prompts = [list(range(90)), [7, 8], [3] * 40 + list(range(50)) * 2, [6]]
+  prompts = [[token % 61 for token in prompt] for prompt in prompts]
+  requests = [*tiny.groups(prompts, 3), tiny.request("alone", prompts[2][5:])]
+  generations = tiny.run(engine, requests)
+  for request in requests:
+    generation = generations[request.request_id]
+    wanted = tiny.model_logprobs(model_config, tree, request.prompt_ids, generation.token_ids)
+    wanted = tiny.of_tokens(wanted, generation.token_ids)
+    np.testing.assert_allclose(generation.logprobs, wanted, atol=2e-5)
 
 
 def test_bfloat16_compute_stays_near_float32_and_repeats_itself():

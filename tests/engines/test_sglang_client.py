@@ -79,7 +79,7 @@ def test_a_compressed_answer_within_the_bound_is_read(encoding):
   ("script", "message"),
   [
     (raw(gzip.compress(b"{}")[:-4], Content_Encoding="gzip"), "breaks off"),
-    (raw(gzip.compress(b"{}") + b"more", Content_Encoding="gzip"), "goes on after its end"),
+    (raw(gzip.compress(b"{}") + b"more", Content_Encoding="gzip"), "continues after its end"),
     (raw(b"{}", Content_Encoding="gzip"), "is broken"),
     (raw(b"{}", Content_Encoding="br"), "other than gzip and deflate"),
     (raw(b"<html>"), "not JSON: <html>"),

@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 
-from grpo_jax.environments.base import EnvironmentFactory, StepResult
+from grpo_jax.environments.base import AnyFactory, StepResult
 from grpo_jax.environments.isolation import IsolatedEnvironment
 from grpo_jax.types import FinishReason, Prompt
 
@@ -16,7 +16,7 @@ def prompt_of(*messages: tuple[str, str], **info) -> Prompt:
 
 
 async def attempt(
-  factory: EnvironmentFactory, prompt: Prompt, text: str, *, timeout_s: float = 30.0
+  factory: AnyFactory, prompt: Prompt, text: str, *, timeout_s: float = 30.0
 ) -> StepResult:
   """Scores one completion in a thread of its own, as a rollout does."""
   environment = IsolatedEnvironment(factory, prompt, timeout_s=timeout_s)
@@ -27,12 +27,12 @@ async def attempt(
     await environment.close()
 
 
-def score(factory: EnvironmentFactory, prompt: Prompt, text: str, **options) -> StepResult:
+def score(factory: AnyFactory, prompt: Prompt, text: str, **options) -> StepResult:
   """The same, waited for."""
   return asyncio.run(attempt(factory, prompt, text, **options))
 
 
-def scores(factory: EnvironmentFactory, prompt: Prompt, texts: list[str]) -> list[float]:
+def scores(factory: AnyFactory, prompt: Prompt, texts: list[str]) -> list[float]:
   """Returns the rewards of completions that are scored at the same time."""
 
   async def together():

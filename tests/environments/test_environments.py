@@ -79,7 +79,7 @@ def test_a_module_of_the_users_own_needs_no_package(user_modules, module):
     ("my_rewards", "has no make.*write my_rewards.NAME"),
     ("my_emv", "no module 'my_emv'.*as in `import`"),
     ("my_emv.Guess", "cannot import 'my_emv'"),
-    ("my_rewards.LIMIT", "no function but int"),
+    ("my_rewards.LIMIT", "not a function but int"),
   ],
 )
 def test_what_is_no_environment_is_refused_with_what_it_is(user_modules, module, message):
@@ -143,7 +143,7 @@ def test_unknown_names_list_what_there_is(user_modules):
     environments.make(base={})
   with pytest.raises(ValueError, match="no function 'word'.*did you mean 'words'"):
     environments.make(x=dict(module="function", path="my_rewards.word"))
-  with pytest.raises(ValueError, match="is no function but int"):
+  with pytest.raises(ValueError, match="is not a function but int"):
     environments.make(x=dict(module="function", path="my_rewards.LIMIT"))
   with pytest.raises(ValueError, match="named by 'package.module.function', got 'words'"):
     environments.make(x=dict(module="function", path="words"))

@@ -60,7 +60,7 @@ def score(name: str, *, limits: Limits | None = None, **settings):
       sampling=SamplingParams(max_tokens=4, stop_ids=(END,)),
       seed=0,
       step=0,
-      limits=limits or Limits(environment_timeout_s=20.0),
+      limits=limits or Limits(environment_timeout_s=20.0, max_error_share=0.5),
     )
   return group
 

@@ -57,9 +57,10 @@ def test_results_are_not_mixed_with_what_a_library_prints(pool):
 
 
 CTRL_C = """
-import sys, time
+import logging, sys, time
 from grpo_jax import interrupts
 from grpo_jax.environments.grading.pool import WorkerPool
+logging.basicConfig(level=logging.INFO)
 pool = WorkerPool(sys.argv[1], workers=1)
 with interrupts.Flag() as stop:
   pool.submit("double", 1).result()

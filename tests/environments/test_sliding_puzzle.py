@@ -9,7 +9,7 @@ from grpo_jax import data, environments
 from grpo_jax.data.byte_tokenizer import ByteTokenizer
 from grpo_jax.data.formats import RowError
 from grpo_jax.environments import sliding_puzzle
-from grpo_jax.environments.base import Stopping
+from grpo_jax.environments.base import EnvironmentFactory
 from grpo_jax.types import FinishReason, Prompt
 
 BOARD = ((1, 2, 3), (4, 0, 5), (7, 8, 6))  # solved by: left, up.
@@ -211,7 +211,7 @@ def test_answers_can_show_the_board_and_be_appended_as_they_stand():
 
 def test_every_turn_stops_at_the_closing_tag():
   factory = sliding_puzzle.make()
-  assert isinstance(factory, Stopping) and factory.stop_strings == ("</action>",)
+  assert isinstance(factory, EnvironmentFactory) and factory.stop_strings == ("</action>",)
 
 
 def test_puzzles_come_as_prompts_from_a_function():

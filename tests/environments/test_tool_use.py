@@ -9,7 +9,7 @@ import pytest
 
 from grpo_jax import environments
 from grpo_jax.environments import tool_use
-from grpo_jax.environments.base import Stopping
+from grpo_jax.environments.base import EnvironmentFactory
 from grpo_jax.environments.grading.arithmetic import ExpressionError, evaluate, shown
 from grpo_jax.types import FinishReason, Prompt
 
@@ -200,7 +200,7 @@ def test_rewards_add_up_to_right_or_wrong_and_a_first_result_pays_once():
 
 def test_the_name_of_the_tool_is_its_tag_and_its_stop_string():
   factory = tool_use.make(tool="python", observation_role="tool")
-  assert isinstance(factory, Stopping) and factory.stop_strings == ("</python>",)
+  assert isinstance(factory, EnvironmentFactory) and factory.stop_strings == ("</python>",)
   (result,) = talk("<python>6 * 7</python>", tool="python", observation_role="tool")
   assert result.observation == "\n<result>42</result>\n" and result.observation_role == "tool"
 

@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 from configs import base
 from grpo_jax.batching import packing
 from grpo_jax.building import computation
+from grpo_jax.config import run_options
 from grpo_jax.learn import train_step
 from grpo_jax.rl import objectives
 
@@ -94,7 +95,7 @@ def test_loss_that_is_not_token_local_is_refused(loss):
 def test_config_decides_whether_the_update_takes_one_sweep(changes, expected):
   config: ConfigDict = base.get_config()
   config.update_from_flattened_dict(changes)
-  assert computation.takes_one_sweep(config, objectives.make(**config.loss)) is expected
+  assert computation.takes_one_sweep(config, run_options.objective(config)) is expected
 
 
 def test_scorer_and_one_sweep_give_the_same_logprobs():

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from grpo_jax.learn import optim
+from tests.rl import own_methods
 
 PARAMS = {
   "layers": {"q": jnp.ones((2, 3)), "q_bias": jnp.ones((2, 3)), "mlp_norm": jnp.ones((2, 3))},
@@ -115,6 +116,31 @@ def test_steps_done_counts_updates():
     assert int(optim.steps_done(stepped(tx, gradients(), steps=3)[1])) == 3
 
 
+def test_a_copy_of_a_schedule_is_equal_to_it():
+  given = dict(learning_rate=8.0, warmup_steps=2, final_share=0.25)
+  mine = optim.make_schedule(12, schedule=own_methods.cosine, **given)
+  same = optim.make_schedule(12, schedule="cosine", **given)
+  steps = np.arange(14)
+  np.testing.assert_array_equal([mine(i) for i in steps], [same(i) for i in steps])
+
+
+@pytest.mark.parametrize(
+  ("schedule", "message"),
+  [
+    ("negative", "must return finite rates that are not negative, got -"),
+    ("vector", r"must return one float for each step, got float32 \[2\]"),
+    ("no_function", "cannot be computed: TypeError: it must return a function of the step"),
+    ("zero", "needs rewards, mask, which nothing gives it"),
+  ],
+)
+def test_a_schedule_that_breaks_a_rule_is_refused_in_one_line(schedule, message):
+  with pytest.raises(ValueError, match=message) as error:
+    optim.make(10, schedule=getattr(own_methods, schedule))
+  assert f"own_methods.{schedule}" in str(error.value) and "\n" not in str(error.value)
+  with pytest.raises(ValueError, match="final_share=0.1 would never be read"):
+    optim.make(10, schedule=own_methods.falling, final_share=0.1)
+
+
 @pytest.mark.parametrize(
   ("options", "message"),
   [
@@ -122,7 +148,10 @@ def test_steps_done_counts_updates():
     ({"optimizer": "chain"}, "no optimizer 'chain'"),
     ({"optimizer": "sgd", "weight_decay": 0.1}, "sgd takes no weight_decay"),
     ({"options": {"beta1": 0.9}}, r"adamw takes no \['beta1'\]; it takes .*'b1'"),
-    ({"schedule": "cosin"}, "schedule must be one of 'constant', 'linear', 'cosine', got 'cosin'"),
+    (
+      {"schedule": "cosin"},
+      "schedule must be one of 'constant', 'linear', 'cosine', or .* got 'cosin'",
+    ),
     ({"warmup_steps": -1}, "warmup_steps must be an integer >= 0"),
     ({"final_share": 2.0}, "final_share"),
     ({"max_grad_norm": 0.0}, "max_grad_norm must be a finite number > 0"),

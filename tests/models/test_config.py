@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import transformers
 
 from grpo_jax.models import config as model_config
 
@@ -59,7 +60,7 @@ def test_family_is_taken_from_model_type_when_no_architecture_is_named():
     ({"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM.*supported are.*Llama"),
     ({"use_sliding_window": True}, "use_sliding_window"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-    ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ({"hidden_act": "relu"}, "hidden_act='relu'.*silu"),
     ({"num_local_experts": 8}, "mixture of experts"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*default.*linear.*llama3"),
@@ -100,3 +101,103 @@ def test_to_hf_refuses_what_the_family_cannot_say():
 
 def test_configs_can_be_static_arguments():
   assert hash(model_config.from_hf(LLAMA)) == hash(model_config.from_hf(dict(LLAMA)))
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+WINDOW = {"use_sliding_window": True, "sliding_window": 6}
+
+
+@pytest.mark.parametrize(
+  ("change", "windows"),
+  [
+    ({}, [None, None]),
+    ({"sliding_window": 6}, [None, None]),  # only with use_sliding_window.
+    ({**WINDOW, "max_window_layers": 1}, [None, 6]),
+    ({**WINDOW, "max_window_layers": 0}, [6, 6]),
+    (WINDOW, [None, None]),  # max_window_layers is 28.
+    ({**WINDOW, "layer_types": [SLIDING, FULL]}, [6, None]),
+    ({"use_sliding_window": True, "max_window_layers": 1}, [None, 4096]),
+    ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, [None, None]),
+  ],
+)
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
+def test_windows_of_qwen_are_read_as_transformers_reads_them(family, change, windows):
+  hf = {**LLAMA, "architectures": [f"{family}ForCausalLM"], **change}
+  config = model_config.from_hf(hf)
+  assert [kind.window for kind in config.kinds] == windows
+  assert model_config.from_hf(model_config.to_hf(config)) == config
+  theirs = getattr(transformers, f"{family}Config")(**hf)
+  by_kind = {SLIDING: theirs.sliding_window, FULL: None}
+  assert [by_kind[name] for name in theirs.layer_types] == windows
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    {},
+    {"no_rope_layer_interval": 2},
+    {"no_rope_layers": [0, 1]},
+    {**WINDOW, "no_rope_layers": [0, 1]},
+    {**WINDOW, "no_rope_layers": [1, 1], "layer_types": [SLIDING, FULL]},
+  ],
+)
+def test_layers_of_smollm3_are_read_as_transformers_reads_them(change):
+  hf = {**LLAMA, "architectures": ["SmolLM3ForCausalLM"], **change}
+  config = model_config.from_hf(hf)
+  theirs = transformers.SmolLM3Config(**hf)
+  assert [kind.rope is not None for kind in config.kinds] == [
+    bool(x) for x in theirs.no_rope_layers
+  ]
+  slides = [kind.window is not None for kind in config.kinds]
+  assert slides == [name == SLIDING for name in theirs.layer_types]
+  assert (config.tie_embeddings, config.rope_theta) == (True, 2e6)
+  assert model_config.from_hf(model_config.to_hf(config)) == config
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"layer_types": [FULL, SLIDING]}, "layer_types.*use_sliding_window=true"),
+    ({**WINDOW, "layer_types": [FULL]}, "layer_types.*each of 2 layers"),
+    ({**WINDOW, "layer_types": [FULL, "chunked_attention"]}, "layer_types.*sliding_attention"),
+    ({**WINDOW, "sliding_window": 0}, "sliding_window needs a whole number from 1"),
+    ({**WINDOW, "max_window_layers": -1}, "max_window_layers"),
+    ({"use_sliding_window": "yes"}, "use_sliding_window needs true or false"),
+    ({**WINDOW, "sliding_window": None, "layer_types": [SLIDING, FULL]}, "layer_types"),
+  ],
+)
+def test_windows_that_make_no_sense_are_refused(change, message):
+  with pytest.raises(ValueError, match=message):
+    model_config.from_hf({**LLAMA, "architectures": ["Qwen2ForCausalLM"], **change})
+
+
+@pytest.mark.parametrize("given", [[1], [1, 2], "11", [1, None]])
+def test_no_rope_layers_need_a_0_or_a_1_for_each_layer(given):
+  hf = {**LLAMA, "architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": given}
+  with pytest.raises(ValueError, match="no_rope_layers needs a 0 or a 1 for each of 2 layers"):
+    model_config.from_hf(hf)
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    {"norm_offset": 1.0},
+    {"post_norms": True},
+    {"embedding_scale": 2.0},
+    {"layer_kinds": (model_config.LayerKind(3), model_config.LayerKind())},
+    {"layer_kinds": (model_config.LayerKind(None, None), model_config.LayerKind())},
+    {"qk_norm": True},
+  ],
+  ids=lambda change: next(iter(change)),
+)
+def test_to_hf_refuses_what_a_config_json_would_lose(change):
+  config = dataclasses.replace(model_config.from_hf(LLAMA), **change)
+  with pytest.raises(ValueError, match=f"LlamaForCausalLM cannot describe .*{next(iter(change))}"):
+    model_config.to_hf(config)
+
+
+def test_to_hf_refuses_two_lengths_of_windows():
+  config = model_config.from_hf({**LLAMA, "architectures": ["Qwen3ForCausalLM"]})
+  kinds = (model_config.LayerKind(3), model_config.LayerKind(4))
+  with pytest.raises(ValueError, match=r"one sliding_window, the layers have \[3, 4\]"):
+    model_config.to_hf(dataclasses.replace(config, layer_kinds=kinds))

@@ -15,6 +15,8 @@ LLAMA3_ROPE = {
   "high_freq_factor": 4.0,
   "original_max_position_embeddings": 32,
 }
+SLIDING = "sliding_attention"
+WINDOW = {"use_sliding_window": True, "sliding_window": 7}
 CASES = {
   "llama": ("llama", {}),
   "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -35,6 +37,18 @@ CASES = {
   "qwen3-tied-biases": (
     "qwen3",
     {"head_dim": 6, "tie_word_embeddings": True, "attention_bias": True},
+  ),
+  "qwen2-late-windows": ("qwen2", {**WINDOW, "num_hidden_layers": 3, "max_window_layers": 1}),
+  "qwen2-all-windows": ("qwen2", {**WINDOW, "max_window_layers": 0}),
+  "qwen3-mixed-windows": (
+    "qwen3",
+    {**WINDOW, "num_hidden_layers": 3, "layer_types": [SLIDING, "full_attention", SLIDING]},
+  ),
+  "qwen2-gelu": ("qwen2", {"hidden_act": "gelu_pytorch_tanh"}),
+  "smollm3": ("smollm3", {"pad_token_id": 0, "no_rope_layer_interval": 2}),
+  "smollm3-windows": (
+    "smollm3",
+    {**WINDOW, "pad_token_id": 0, "num_hidden_layers": 3, "no_rope_layers": [0, 1, 0]},
   ),
 }
 

@@ -260,6 +260,6 @@ def test_a_broken_gguf_file_is_refused_before_all_of_it_is_read(tmp_path, monkey
   with (tmp_path / "a.gguf").open("wb") as file:
     file.write(b"GGUF")
     file.truncate(1 << 40)
-  monkeypatch.setattr(sources, "_sha256", refuse)
+  monkeypatch.setattr(sources.manifest, "digest", refuse)
   with pytest.raises(errors.ModelError, match="a.gguf: is cut short or not a GGUF file"):
     sources.find(tmp_path / "a.gguf", cache_dir=tmp_path / "cache")

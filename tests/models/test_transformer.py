@@ -131,7 +131,7 @@ def decode(params, keys, values, token, position, *, config, products):
       return reference.masked_attention(q, k, v, mask, products=products), None
 
     own = {name: leaf[index] for name, leaf in params["layers"].items()}
-    x, _ = layers.block(own, x, cos, sin, attend, config=config, products=products)
+    x, _, _ = layers.block(own, x, cos, sin, attend, config=config, products=products)
   return layers.rms_norm(x, params["final_norm"], config.rms_norm_eps)
 
 

@@ -26,6 +26,7 @@ CLASSES = {
   "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
   "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
   "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+  "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
 }
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import fake_run
 import numpy as np
 import pytest
+from rich.console import Console
 
 from grpo_jax import metrics, report
 from grpo_jax.report import data as report_data
@@ -60,7 +61,7 @@ class Page(HTMLParser):
 
 
 def quiet_screen():
-  return console.Screen(console.Console(quiet=True))
+  return console.Screen(Console(quiet=True))
 
 
 @pytest.fixture(scope="module")

@@ -444,7 +444,7 @@ def test_an_environment_that_hangs_costs_its_group_the_time_limit_and_no_other(l
       release.wait(30)
     return 1.0
 
-  limits = Limits(environment_timeout_s=0.3)
+  limits = Limits(environment_timeout_s=0.3, max_error_share=0.5)
   factory = lambda prompt: SingleTurn(reward, prompt)
   engine = ScriptedEngine(lambda r: "x")
   found = loop.iterate(groups(engine, factory, prompts("a", "b"), limits=limits))

@@ -250,7 +250,7 @@ DAMAGE = {
   lambda step: (step / "manifest.json").unlink(): "manifest.json is missing",
   lambda step: (step / "manifest.json").write_text('{"files": {}}'): "lists no files",
   lambda step: shutil.rmtree(step / "state"): "is missing",
-  lambda step: (shutil.rmtree(step), step.write_text("")): "no folder",
+  lambda step: (shutil.rmtree(step), step.write_text("")): "not a folder",
 }
 
 
@@ -398,8 +398,8 @@ def test_close_waits_for_the_save_under_way(folder):
 
 SAVER = """
 import os, shutil, signal, sys
-from grpo_jax.files import manifest
-from grpo_jax.run_folder import checkpointing, orbax_noise
+from grpo_jax.files import atomic, manifest
+from grpo_jax.run_folder import checkpointing
 from tests.run_folder.test_checkpointing import make_state
 
 folder, moment = sys.argv[1:]
@@ -415,8 +415,8 @@ with checkpointing.open(folder, keep_last=1) as checkpoints:
   elif moment == "within the manifest":
     manifest.digest = die
   elif moment == "before the final name":
-    flush = manifest.flush
-    manifest.flush = lambda path: die() if path.name == manifest.NAME else flush(path)
+    move = atomic.move
+    atomic.move = lambda a, b, **o: (move if b.name == manifest.NAME else die)(a, b, **o)
   elif moment == "before deleting the old":
     checkpointing._delete = die
   elif moment == "while deleting the old":

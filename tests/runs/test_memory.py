@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 from configs import base
-from grpo_jax.learn import optim, train_step
+from grpo_jax.config import run_options
+from grpo_jax.learn import train_step
 from grpo_jax.models import config as model_config
 from grpo_jax.models import gradient_sums, transformer
-from grpo_jax.rl import objectives
 from grpo_jax.types import Denominators, Minibatch
 from scripts import memory
 
@@ -33,9 +33,9 @@ def test_the_count_is_that_of_real_arrays(kl_coef):
   config = make_config(kl_coef)
   counted = memory.count(TINY, config)
   params = transformer.init(jax.random.key(0), TINY)
-  tx, _ = optim.make(10, **config.optim.to_dict())
+  tx, _ = run_options.optimizer(config)
   state = train_step.init(params, tx)
-  objective = objectives.make(**config.loss)
+  objective = run_options.objective(config)
   update = memory._update(TINY, config, objective, tx, None)
   shapes = memory._batch(TINY, config, with_reference=objective.needs_ref)
   batch = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)

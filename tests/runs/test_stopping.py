@@ -20,9 +20,10 @@ from grpo_jax import main, metrics, train
 from grpo_jax.config import run_options
 from grpo_jax.engines import jax_sampler
 from grpo_jax.files import disk, local_paths, manifest
-from grpo_jax.models import export, loading, tiny
-from grpo_jax.run_folder import checkpointing, loggers
+from grpo_jax.models import loading, tiny
+from grpo_jax.run_folder import checkpointing
 from grpo_jax.run_folder import earlier as run_folder
+from grpo_jax.run_folder.sinks import jsonl
 from tests import rewards
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -304,7 +305,7 @@ def test_what_kills_leave_during_an_export_is_removed_by_the_next_run(
 
 KILLED = """
 import os, pathlib, signal, sys
-from grpo_jax.models import export
+from grpo_jax.files import atomic
 
 def fill(folder):
   (folder / "weights").write_bytes(b"x" * 1000)
@@ -314,7 +315,7 @@ def fill(folder):
 if sys.argv[2] == "swap":
   replace = os.replace
   os.replace = lambda a, b: (replace(a, b), os.kill(os.getpid(), signal.SIGKILL))
-export.write_atomically(pathlib.Path(sys.argv[1]), fill)
+atomic.replace_folder(pathlib.Path(sys.argv[1]), fill)
 """
 
 
@@ -322,24 +323,24 @@ export.write_atomically(pathlib.Path(sys.argv[1]), fill)
 def test_no_number_of_kills_leaves_more_than_one_copy(tmp_path):
   target = tmp_path / "export"
   fill = lambda folder: (folder / "weights").write_bytes(b"whole")
-  export.write_atomically(target, fill)
+  atomic.replace_folder(target, fill)
   for moment in ("fill", "fill", "swap", "fill"):
     done = subprocess.run(
       [sys.executable, "-c", KILLED, str(target), moment], cwd=ROOT, check=False
     )
     assert done.returncode == -signal.SIGKILL
     assert len(list(tmp_path.iterdir())) <= 3
-  export.write_atomically(target, fill)
+  atomic.replace_folder(target, fill)
   assert names_in(tmp_path) == ["export", "export/weights"]
 
 
 def test_a_folder_that_a_living_process_fills_is_no_leftover(tmp_path):
   def fill(folder):
-    assert export.clear_leftovers(tmp_path / "export") == []
+    assert atomic.clear_leftovers(tmp_path / "export") == []
     assert folder.is_dir()
     (folder / "weights").write_bytes(b"")
 
-  export.write_atomically(tmp_path / "export", fill)
+  atomic.replace_folder(tmp_path / "export", fill)
   assert names_in(tmp_path) == ["export", "export/weights"]
 
 
@@ -358,7 +359,7 @@ def test_a_run_whose_data_end_evaluates_and_exports(arguments, tmp_path, capsys)
 def test_a_file_that_cannot_be_written_is_one_message(
   name, arguments, tmp_path, monkeypatch, capfd
 ):
-  replace, seek = os.replace, loggers.MetricLines.write
+  replace, seek = os.replace, jsonl.MetricLines.write
 
   def full(source, target):
     if str(target).endswith(name):
@@ -371,7 +372,7 @@ def test_a_file_that_cannot_be_written_is_one_message(
         raise OSError(errno.ENOSPC, "No space left on device")
     seek(self, step, values)
 
-  monkeypatch.setattr(loggers.MetricLines, "write", full_lines)
+  monkeypatch.setattr(jsonl.MetricLines, "write", full_lines)
   if name != "metrics.jsonl":
     monkeypatch.setattr(os, "replace", full)
   assert main.main(arguments()) == 1

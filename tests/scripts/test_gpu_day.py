@@ -372,7 +372,7 @@ def test_resuming_leaves_finished_parts_alone_and_repeats_the_others(run):
   for name in ("first", "skipped"):
     assert result["parts"][name] == before["parts"][name]
   assert result["parts"]["raises"]["result"] == {"before": "raises"}
-  assert [line.split()[0] for line in told if "there already" in line] == ["first", "skipped"]
+  assert [line.split()[0] for line in told if "done already" in line] == ["first", "skipped"]
 
 
 def test_what_a_part_had_measured_when_the_machine_was_cut_off_is_kept(run, tmp_path):
@@ -532,7 +532,7 @@ def test_a_result_of_a_cpu_is_written_elsewhere_on_demand_and_marked(tmp_path, p
   readme = document.README.read_text()
   page = tmp_path / "trial.md"
   document.write(saved(tmp_path, of_gpu(update_1024=CPU)), page, allow_cpu=True)
-  assert document.OF_CPU in page.read_text() and document.README.read_text() == readme
+  assert document.CPU_NOTICE in page.read_text() and document.README.read_text() == readme
 
 
 def test_pages_say_that_nothing_was_measured_or_show_numbers_both():
@@ -605,4 +605,4 @@ def test_a_tiny_day_runs_to_its_end(tmp_path):
   again = subprocess.run(
     [*command, "--out", str(out), "--resume"], capture_output=True, text=True, check=True
   )
-  assert again.stdout.count("is there already") == len(schedule.PARTS)
+  assert again.stdout.count("is done already") == len(schedule.PARTS)

@@ -4,7 +4,7 @@ Nothing of SGLang is changed on disk. `install` must run before `sglang` is impo
 and in each process that it spawns. Tested with SGLang 0.5.23. These are replaced:
 
     triton        imported everywhere, for kernels that never run on a CPU
-    sgl_kernel    the compiled kernels, of which no build for CPUs is published
+    sgl_kernel    the compiled kernels; no build for CPUs is published
     torchvision   imported for image models; its published build needs CUDA
     seeds         deterministic inference is offered for GPU attention only
     processes     SGLang spawns them, and each imports everything again: 65 s of CPU time, while

@@ -1,4 +1,4 @@
-r"""Finds the answer in a text, and compares answers as text. Pure, linear in the text.
+r"""Finds the answer in text, and compares answers as text. Pure, linear in the text.
 
 The required form is part of the task: a completion without it has no answer.
 

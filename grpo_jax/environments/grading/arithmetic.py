@@ -24,7 +24,7 @@ _TOKENS = re.compile(
 
 
 class ExpressionError(ValueError):
-  """An expression that cannot be evaluated; the message tells the model why."""
+  """An expression that cannot be evaluated; the model sees the message."""
 
 
 def evaluate(expression: str) -> Number:

@@ -1,4 +1,4 @@
-r"""Multiple choice: which letter a text chooses. Pure, linear in the text.
+r"""Multiple choice: which letter some text chooses. Pure, linear in the text.
 
 A choice is a letter, (C), C., option C, \text{(C)}, or the text of an option in full. Several
 letters ("A or B") choose nothing, and neither does a letter that no option has.

@@ -14,7 +14,7 @@ that occurs only in the answer is left undone.
 
 These are final and not operations: signs, decimals, fractions (in lowest terms or not), mixed
 numbers, percent, units, powers of ten and 3 \times 10^8; lists, points, intervals and sets of them;
-and a computation with its result, 48+24=72. The reader takes one token at a time; a text that is
+and a computation with its result, 48+24=72. The reader takes one token at a time; text that is
 longer than `_MAX_CHARS`, or has brackets nested deeper than `_MAX_DEPTH`, counts as left undone.
 """
 
@@ -78,7 +78,7 @@ _IGNORED = {
   *("Bigr", "bigg", "Bigg", "quad", "qquad", "mathbf", "mathit", "boldsymbol", "bf", "it", "rm"),
   *("mathbb", "mathcal", "boxed", "fbox", "nolimits", ",", ";", ":", "!", " ", "$", "#", "~"),
 }
-_OF_WORDS = {"text", "mathrm", "textbf", "textit", "textrm", "mbox", "operatorname", "mathop"}
+_TEXT_COMMANDS = {"text", "mathrm", "textbf", "textit", "textrm", "mbox", "operatorname", "mathop"}
 _TIMES = {"cdot", "times", "*", "ast"}
 _OVER = {"/", "div", "over"}
 _SIGNS = {"+", "-", "pm", "mp"}
@@ -175,7 +175,7 @@ def _form_of_gold(gold: str) -> Form:
 def _tokens(text: str) -> list[tuple[str, str]]:
   """Returns (group of _TOKEN, text) of every token that carries meaning."""
   found = [(m.lastgroup or "", m[m.lastgroup or 0]) for m in _TOKEN.finditer(text)]
-  return [(kind, said) for kind, said in found if kind != "command" or said not in _IGNORED]
+  return [(kind, token) for kind, token in found if kind != "command" or token not in _IGNORED]
 
 
 class _TooDeepError(Exception):
@@ -198,7 +198,7 @@ class _Reader:
 
   def read(self) -> None:
     """Reads all tokens."""
-    settled = {"absolute value"} if sum(said in _BARS for _, said in self._tokens) > 1 else set()
+    settled = {"absolute value"} if sum(token in _BARS for _, token in self._tokens) > 1 else set()
     side: set[str] = set()
     separator = ""
     while self._at < len(self._tokens):
@@ -224,22 +224,22 @@ class _Reader:
     return self._tokens[place][1] if place < len(self._tokens) else ""
 
   def _ends(self) -> bool:
-    said = self._peek()
-    return not said or said in _SEPARATORS or said in _CLOSING
+    token = self._peek()
+    return not token or token in _SEPARATORS or token in _CLOSING
 
   def _separator(self) -> None:
-    said = self._peek()
-    if said in _NAMED:
-      self.kinds.add(_NAMED[said])
+    token = self._peek()
+    if token in _NAMED:
+      self.kinds.add(_NAMED[token])
     self._at += 1
-    if said in ("begin", "end"):
-      self._environment(said)
-    elif said == "cup" and self._tokens[self._at - 2 : self._at - 1] == [("command", "}")]:
+    if token in ("begin", "end"):
+      self._environment(token)
+    elif token == "cup" and self._tokens[self._at - 2 : self._at - 1] == [("command", "}")]:
       self.kinds.add("union")  # the sets could be written as one.
-    elif said and said in _CLOSING and self._peek() == "'":
+    elif token and token in _CLOSING and self._peek() == "'":
       self._at += 1
 
-  def _environment(self, said: str) -> None:
+  def _environment(self, token: str) -> None:
     r"""Reads the name of \begin or \end."""
     if self._peek() == "{":
       if self._peek(1) in _DETERMINANTS:
@@ -247,10 +247,10 @@ class _Reader:
       while self._peek() not in ("}", ""):
         self._at += 1
       self._at += 1
-    self._environments += said == "begin"
+    self._environments += token == "begin"
     if self._environments > 1:
       self.kinds.add("several matrices")
-    if said == "end" and self._peek() == "^":
+    if token == "end" and self._peek() == "^":
       place = 1
       while self._peek(place) in ("{", "-"):
         place += 1
@@ -266,8 +266,8 @@ class _Reader:
         break
       self._separator()
     self._at += 1
-    said = [value for value in found if value]
-    return said[0] if len(said) == 1 else _Value.SYMBOL if said else _Value.NOTHING
+    present = [value for value in found if value]
+    return present[0] if len(present) == 1 else _Value.SYMBOL if present else _Value.NOTHING
 
   def _sum(self) -> _Value:
     """Reads terms up to a separator or a closing bracket."""
@@ -303,13 +303,13 @@ class _Reader:
     number, other = _Value.NOTHING, _Value.NOTHING
     operation, follows_number = "", False
     while not self._ends() and self._peek() not in _SIGNS:
-      said = self._peek()
-      if said in _TIMES or said in _OVER:
-        operation, self._at = said, self._at + 1
+      token = self._peek()
+      if token in _TIMES or token in _OVER:
+        operation, self._at = token, self._at + 1
         continue
       before = self._at
       factor = self._factor()
-      is_literal = self._tokens[before][0] == "number" or said in _FRACTIONS | _OVER_DIGITS
+      is_literal = self._tokens[before][0] == "number" or token in _FRACTIONS | _OVER_DIGITS
       if factor not in _NUMBERS:
         other = max(other, factor)
         follows_number = follows_number and factor <= _Value.UNIT
@@ -343,9 +343,9 @@ class _Reader:
 
   def _factor(self) -> _Value:
     """Reads one factor with its powers, subscripts and the like."""
-    kind, said = self._tokens[self._at]
-    letter = self._peek(2) if said in _OF_WORDS else said
-    value = self._primary(kind, said)
+    kind, token = self._tokens[self._at]
+    letter = self._peek(2) if token in _TEXT_COMMANDS else token
+    value = self._primary(kind, token)
     while True:
       after = self._peek()
       if after == "^":
@@ -363,7 +363,7 @@ class _Reader:
           value = _Value.SYMBOL
       elif after == "'":
         self._at += 1
-        if said in _OPENING:
+        if token in _OPENING:
           self.kinds.add("derivative")
       else:
         return value
@@ -392,62 +392,62 @@ class _Reader:
       return _Value.NOTHING
     return self._primary(*self._tokens[self._at])
 
-  def _primary(self, kind: str, said: str) -> _Value:
+  def _primary(self, kind: str, token: str) -> _Value:
     """Reads a single value, brackets or a command, from this token on."""
     self._depth += 1
     if self._depth > _MAX_DEPTH:
       raise _TooDeepError
-    value = self._one(kind, said)
+    value = self._one(kind, token)
     self._depth -= 1
     return value
 
-  def _one(self, kind: str, said: str) -> _Value:
+  def _one(self, kind: str, token: str) -> _Value:
     self._at += 1
     if kind == "number":
-      value = _Value.DECIMAL if "." in said else _Value.INTEGER
+      value = _Value.DECIMAL if "." in token else _Value.INTEGER
       self.values.add(value)
       return value
-    if said in _OPENING and kind in ("char", "command"):
+    if token in _OPENING and kind in ("char", "command"):
       return self._group()
-    if kind == "command" and said == "{":
+    if kind == "command" and token == "{":
       return self._group()
     if kind == "command":
-      return self._command(said)
-    if said in _UNITS:
-      return self._unit(said)
+      return self._command(token)
+    if token in _UNITS:
+      return self._unit(token)
     if kind == "word":
-      return self._word(said)
+      return self._word(token)
     return _Value.UNIT
 
-  def _unit(self, said: str) -> _Value:
-    if said == "%":
+  def _unit(self, token: str) -> _Value:
+    if token == "%":
       self.values.add(_Value.DECIMAL)
     return _Value.UNIT
 
-  def _command(self, said: str) -> _Value:
-    if said in _OF_WORDS:
+  def _command(self, token: str) -> _Value:
+    if token in _TEXT_COMMANDS:
       self._words += 1
       value = self._argument()
       self._words -= 1
       return value
-    if said in _FRACTIONS:
+    if token in _FRACTIONS:
       return self._fraction()
-    if said == "sqrt":
+    if token == "sqrt":
       return self._root()
-    if said in _BINOMIALS:
+    if token in _BINOMIALS:
       self.kinds.add("binomial")
       self._argument()
       self._argument()
       return self._symbol()
-    if said in _OVER_DIGITS:
+    if token in _OVER_DIGITS:
       return self._argument()
-    if said in _UNITS:
-      return self._unit(said)
-    if said == "pi":
+    if token in _UNITS:
+      return self._unit(token)
+    if token == "pi":
       self.kinds.add("pi")
       return _Value.CONSTANT
-    if said in _NAMED:
-      self.kinds.add(_NAMED[said])
+    if token in _NAMED:
+      self.kinds.add(_NAMED[token])
     return self._symbol()
 
   def _fraction(self) -> _Value:
@@ -462,16 +462,16 @@ class _Reader:
   def _is_differential(self) -> bool:
     r"""Returns whether an argument begins with d, as in \frac{dy}{dx}."""
     place = 0
-    while self._peek(place) == "{" or self._peek(place) in _OF_WORDS:
+    while self._peek(place) == "{" or self._peek(place) in _TEXT_COMMANDS:
       place += 1
-    said = self._peek(place)
-    return said in _DIFFERENTIALS or (said[:1] == "d" and len(said) == 2)
+    token = self._peek(place)
+    return token in _DIFFERENTIALS or (token[:1] == "d" and len(token) == 2)
 
   def _short_argument(self) -> _Value:
     r"""Reads an argument of \frac, whose digits do not need braces: \frac12."""
-    kind, said = self._tokens[self._at] if self._at < len(self._tokens) else ("", "")
-    if kind == "number" and len(said) > 1 and said.isdigit():
-      self._tokens[self._at] = ("number", said[1:])
+    kind, token = self._tokens[self._at] if self._at < len(self._tokens) else ("", "")
+    if kind == "number" and len(token) > 1 and token.isdigit():
+      self._tokens[self._at] = ("number", token[1:])
       return _Value.INTEGER
     return self._argument()
 
@@ -485,21 +485,21 @@ class _Reader:
       return _Value.CONSTANT
     return value
 
-  def _word(self, said: str) -> _Value:
+  def _word(self, token: str) -> _Value:
     after = self._peek()
-    if said in _NAMED and (self._words or self._is_applied(after)):
-      if said == "sqrt":
+    if token in _NAMED and (self._words or self._is_applied(after)):
+      if token == "sqrt":
         return self._root()
-      self.kinds.add(_NAMED[said])
+      self.kinds.add(_NAMED[token])
       return self._symbol()
-    if said == "pi":
+    if token == "pi":
       self.kinds.add("pi")
       return _Value.CONSTANT
-    if self._words and len(said) > 1:
+    if self._words and len(token) > 1:
       return _Value.UNIT
-    if self._letters_are_units and len(said) == 1 and after not in _RELATIONS:
-      self._letters[said] += 1
-      if self._letters[said] > 1:  # x+5-x.
+    if self._letters_are_units and len(token) == 1 and after not in _RELATIONS:
+      self._letters[token] += 1
+      if self._letters[token] > 1:  # x+5-x.
         self.kinds.add("symbols")
     return self._symbol()
 

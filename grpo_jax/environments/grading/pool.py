@@ -144,7 +144,7 @@ class WorkerPool:
       thread.join()
 
   def _serve(self) -> None:
-    """Thread body: runs jobs one at a time in its own sandbox."""
+    """Runs jobs one at a time in a sandbox; the body of a thread."""
     place = _Place(self)
     while job := self._jobs.get():
       if not job.future.set_running_or_notify_cancel():
@@ -248,22 +248,22 @@ class _Place:
       self._seat = self._pool.start_seat()
     with self._seat.child(inside.GRADER) as pipes:
       deadline = time.monotonic() + self._pool.timeout_s + _GRACE_S
-      said, why = pipes.exchange(job.request, inner.MAX_REPLY, deadline)
+      output, why = pipes.exchange(job.request, inner.MAX_REPLY, deadline)
     deadline = time.monotonic() + _END_S
     code = self._seat.exit_code(deadline) if why is Ending.OK else None
     if code is None:
       if why is Ending.OK and time.monotonic() < deadline:
         raise _SandboxDied
       self.leave()
-    return said, _ALARM if code is None else code
+    return output, _ALARM if code is None else code
 
-  def _value(self, said: bytes, code: int) -> Any:
+  def _value(self, output: bytes, code: int) -> Any:
     """Reads a reply; anything else is blamed on the graded text."""
     if code == _ALARM:
       self._pool.count("timeouts")
       raise GraderTimeout(f"no answer within {self._pool.timeout_s:g} s")
     try:
-      reply = json.loads(said[4:]) if code == 0 else None
+      reply = json.loads(output[4:]) if code == 0 else None
     except (ValueError, RecursionError):
       reply = None
     if not isinstance(reply, dict):

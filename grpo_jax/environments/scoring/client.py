@@ -65,10 +65,10 @@ class JsonClient:
     """Starts the thread; no connection is made.
 
     Args:
-      url: of every request.
-      patience: time-outs, retries and bounds.
-      secret: sent as "Authorization: Bearer SECRET"; never in an error or a log.
-      seed: of the pauses; None: of the operating system.
+      url: Address of every request.
+      patience: Time-outs, retries and bounds.
+      secret: Key, sent as "Authorization: Bearer SECRET"; never in an error or a log.
+      seed: Random seed of the pauses; None: from the operating system.
     """
     self._url = url
     self._patience = patience
@@ -88,8 +88,8 @@ class JsonClient:
     """Posts a body until an answer can be read.
 
     Args:
-      body: of the request, as JSON.
-      read: JSON of the answer -> what is wanted of it; raises EndpointUnreadable.
+      body: Body of the request, as JSON.
+      read: Function from the answer's JSON to the result; raises EndpointUnreadable.
 
     Raises:
       EndpointError: see the classes above; of the last try.
@@ -229,5 +229,5 @@ class JsonClient:
 
 
 def _seconds(retry_after: str) -> float:
-  """A Retry-After header in seconds; 0 if it is none, or a date."""
+  """Returns a Retry-After header in seconds; 0 if it is a date or not a number."""
   return float(retry_after) if re.fullmatch(r"\d{1,6}", retry_after.strip()) else 0.0

@@ -1,7 +1,7 @@
 """Bounds the characters that a number of tokens can cover, by a tokenizer's description. Pure.
 
 In byte-level and byte-fallback vocabularies a token covers no more characters than its own name
-has: a text that exceeds this bound can be rejected without encoding it.
+has: text that exceeds this bound can be rejected without encoding it.
 """
 
 import math
@@ -31,7 +31,7 @@ _LONGEST_REPLACEMENT = 256  # characters that one character may become, over all
 
 
 def characters_per_token(description: Mapping[str, Any]) -> tuple[int, bool]:
-  """Returns how many characters of a text a token covers at most, and whether that is certain.
+  """Returns how many characters of text a token covers at most, and whether that is certain.
 
   Args:
     description: Content of a tokenizer.json.
@@ -63,7 +63,7 @@ def longest_text(each: int, is_certain: bool, tokens: int) -> int:
 def growth(description: Mapping[str, Any]) -> int:
   """Returns the largest number of characters that the replacing steps can make of one.
 
-  Several steps that each multiply a text could use up all memory.
+  Several steps that each multiply the text could use up all memory.
   """
   grown = [1, 1]
   for side, part in enumerate(("normalizer", "decoder")):
@@ -76,7 +76,7 @@ def growth(description: Mapping[str, Any]) -> int:
 
 
 def is_bomb(description: Mapping[str, Any]) -> bool:
-  """Returns whether the replacing steps multiply a text beyond any reasonable use."""
+  """Returns whether the replacing steps multiply text beyond any reasonable use."""
   return growth(description) > _LONGEST_REPLACEMENT
 
 
@@ -99,7 +99,7 @@ def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _shrinking(normalizer: Any) -> float | None:
-  """Returns the factor by which the normalizer shortens a text at most; None: it may drop text."""
+  """Returns the factor by which the normalizer shortens text at most; None: it may drop some."""
   factor = 1.0
   for step in _steps(normalizer):
     if step.get("type") == "Replace":

@@ -1,6 +1,6 @@
 """Softmax over a part of the keys, to be joined with other parts. Pure.
 
-For whoever has the keys in several places, such as a sampler with a cache: each part is reduced to
+For callers that have the keys in several places, such as a sampler with a cache: each part becomes
 three arrays, and two of these are joined without the keys.
 """
 

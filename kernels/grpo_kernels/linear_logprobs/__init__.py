@@ -69,8 +69,8 @@ def default_implementation(
   """Returns the implementation taken when none is named.
 
   Args:
-    platform: "cpu", "gpu" or "tpu", of which this process has a device; None: its own.
-    dtype: of the hidden states.
+    platform: "cpu", "gpu" or "tpu"; this process must have such a device. None: its own.
+    dtype: Dtype of the hidden states.
     width: D.
   """
   chip = choice.chip_of(jax.devices(platform)[0]) if platform else choice.current_chip()

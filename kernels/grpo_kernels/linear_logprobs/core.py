@@ -102,10 +102,10 @@ def linear_logprobs(
 
   Args:
     implementation: an `Implementation`.
-    settings: static.
-    hidden: as in `reference`; N may be 0.
-    head: as `settings.head_layout` says.
-    targets: in [0, V); any other gives NaN.
+    settings: Static settings.
+    hidden: Hidden states, as in `reference`; N may be 0.
+    head: Head in the layout `settings.head_layout`.
+    targets: Token ids in [0, V); any other gives NaN.
 
   Returns:
     Logprobs in nats; entropies in nats, or None without `settings.with_entropy`. Both float32.

@@ -15,11 +15,11 @@ head's gradient (written once) and a float32 sum for hidden's:
 
 Limits: bfloat16 hidden states, D a multiple of 64 (what one swizzled row of shared memory holds);
 any N, any V, both layouts as they lie: "vd" is a transposed operand of wgmma. Soft limits, where a
-copy is made: a head of another dtype is cast as a whole; N that is no multiple of 8, and V that is
-none of 8 in layout "vd" or of 64 in layout "dv", are padded with zeros by a copy of hidden, of the
-head (the copy engine takes tiles of 8 × 64 elements, and strides of 16 bytes). The vocabularies of
-Llama 3, Qwen 2.5 and SmolLM 2 need none; that of GPT-2 (50257) does, and in layout "dv" so may the
-part of a head that is split over devices.
+copy is made: a head of another dtype is cast as a whole. If N is not a multiple of 8, a copy of
+hidden is padded with zeros; if V is not one of 8 in layout "vd" or of 64 in layout "dv", a copy of
+the head is (the copy engine takes tiles of 8 × 64 elements, and strides of 16 bytes). The
+vocabularies of Llama 3, Qwen 2.5 and SmolLM 2 need none; that of GPT-2 (50257) does, and in layout
+"dv" so may the part of a head that is split over devices.
 
 Compiled for an H100 that was not there (2026-11-21, jax 0.11.2, ptxas 13.5; `make aot` repeats it):
 no register is spilled at these sizes and products are not serialised; 168 registers a thread at
@@ -74,7 +74,7 @@ class Kernels:
     """Returns maximum, sum, moment and target logit of each token; see `core.Implementation`.
 
     Raises:
-      ValueError: D is no multiple of 64.
+      ValueError: D is not a multiple of 64.
       NotImplementedError: hidden is not bfloat16.
     """
     _check(hidden)
@@ -114,7 +114,7 @@ class Kernels:
     """Returns the cotangents of hidden (float32) and head (its dtype); see `core.Implementation`.
 
     Raises:
-      ValueError: D is no multiple of 64.
+      ValueError: D is not a multiple of 64.
       NotImplementedError: hidden is not bfloat16.
     """
     _check(hidden)
@@ -254,7 +254,7 @@ def _real_columns(settings: Settings, head: Array, columns: Any) -> Int[Array, "
 
 
 def _none_outside(targets: Array, columns: Array) -> Array:
-  """Returns -1, which is no column, for targets that are none of the real ones."""
+  """Returns -1, which is not a column, for targets outside of the real ones."""
   return jnp.where((targets >= 0) & (targets < columns), targets, -1)
 
 

@@ -40,8 +40,8 @@ def nothing(rows: int):
 def absorb(settings: Settings, logits, found, wanted, live):
   """Returns (m, l, u, a_t) of each row after a tile; `wanted` and `live` count from its column 0.
 
-  m is of the row; l, u and a_t are matrices of `LANE_COLUMNS` columns, of which each thread keeps
-  those elements whose columns it has the logits of: they are added up once, after the last tile.
+  m is of the row; l, u and a_t are matrices of `LANE_COLUMNS` columns. Each thread keeps
+  the elements whose columns it has the logits of; they are added up once, after the last tile.
   Differences are taken before they are scaled: exact for logits of any size.
   """
   largest, total, moment, target = found

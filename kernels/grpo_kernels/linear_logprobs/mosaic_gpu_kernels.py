@@ -58,7 +58,7 @@ def statistics(
     scalars: the first row tile; how many columns are real.
     hidden: bfloat16; N a multiple of 8, D of 64.
     head: bfloat16; V a multiple of 8 in layout "vd", of 64 in "dv".
-    targets: of all tokens, by half row tiles; -1 for none.
+    targets: Targets of all tokens, by half row tiles; -1 for none.
   """
   width = hidden.shape[1]
 
@@ -120,8 +120,8 @@ def slopes(
       the head are real.
     hidden: bfloat16; N a multiple of 8, D of 64.
     head: bfloat16; V a multiple of 8 in layout "vd", of 64 in "dv".
-    targets: of all tokens, by half row tiles; -1 for none.
-    rows: of all tokens, by half row tiles: r, g/τ and, with entropy, s₀ and s₁ (without it they
+    targets: Targets of all tokens, by half row tiles; -1 for none.
+    rows: Values of all tokens, by half row tiles: r, g/τ and, with entropy, s₀ and s₁ (else they
       are g/τ and 0). Zeros for tokens that are not there.
     size: a multiple of 64.
   """
@@ -190,7 +190,7 @@ class _Pipeline:
   head: Any  # reference, as the layout says.
 
   def run(self, place, count, consume, *scratch) -> None:
-    """Walks over `count` tiles, those of which `place(item)` gives (first row, first column).
+    """Walks over `count` tiles; `place(item)` gives the (first row, first column) of each.
 
     Args:
       place: item → (first row, first column) in hidden and head.

@@ -6,7 +6,7 @@ epilogue has 32768 exponentials at 16 a cycle, 2048 cycles if both warpgroups ar
 8 % of the 24576 cycles of the products at D = 1536, 22 % at D = 576, which is why one of them runs
 ahead (`Tiles.lead`). Of device memory, a launch of `statistics` reads the head once, and its hidden
 states once if they stay in the cache: all 64 row tiles of N = 16384 side by side would be 50 MB at
-D = 1536, read anew for every column tile, at 3.6 TB/s; a `group` of 4 is 3 MB, and 33 parts of the
+D = 1536, read again for every column tile, at 3.6 TB/s; a `group` of 4 is 3 MB, and 33 parts of the
 vocabulary beside each other read the head at 0.9 TB/s.
 """
 

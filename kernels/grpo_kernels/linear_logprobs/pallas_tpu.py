@@ -17,7 +17,7 @@ add to one of the gradients in HBM with every tile.
 
 The head is never copied, padded or transposed: both layouts are contracted as they lie, a ragged
 end of V is masked, and a ragged N is clipped by the pipeline. Any D: it is not split, and where it
-is no multiple of 128 Mosaic masks what lies between. Exceptions: fewer than 128 tokens or 128
+is not a multiple of 128 Mosaic masks the rest. Exceptions: fewer than 128 tokens or 128
 columns are padded to 128; and beyond D of about 36000 in bf16 or 14000 in float32 (v5e; half as
 much again on a v6e) not even the smallest tiles fit in VMEM, and `choose_tiles` raises. What pads
 a head behind `columns` must be finite.
@@ -160,7 +160,7 @@ def _limit(settings: Settings, head: Array, columns: Any) -> Int[Array, " 1"]:
 
 
 def _at_least_a_tile(settings: Settings, limit: Array, hidden: Array, head: Array, targets: Array):
-  """Pads tokens and columns to 128 if there are fewer; targets that are none of them become -1."""
+  """Pads tokens and columns to 128 if there are fewer; targets outside of them become -1."""
   targets = jnp.where((targets >= 0) & (targets < limit), targets, -1)
   return _at_least(hidden, 0), _at_least(head, settings.vocab_axis), _at_least(targets, 0)
 

@@ -269,7 +269,7 @@ def _compiler_params(tiles: Tiles) -> pltpu.CompilerParams:
 
 
 def _cost(tiles: Tiles, hidden: Array, head: Array, *, columns: int, written: int):
-  """Returns what XLA's scheduler is told of a walk over that many columns."""
+  """Returns the cost, for XLA's scheduler, of a walk over that many columns."""
   tokens, width = hidden.shape
   streamed = tiling.tiles_over(tokens, tiles.rows) * columns * width * head.dtype.itemsize
   return pl.CostEstimate(

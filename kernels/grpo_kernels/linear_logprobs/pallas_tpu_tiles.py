@@ -42,12 +42,12 @@ def choose_tiles(
   """Returns the preferred tiles of a kind of TPU, as far as sizes and VMEM allow.
 
   Args:
-    device_kind: as `jax.Device.device_kind` has it; one that is not in `PREFERRED` gets `MODEST`.
+    device_kind: Value of `jax.Device.device_kind`; one that is not in `PREFERRED` gets `MODEST`.
     tokens: N.
     width: D; the wider, the smaller the tiles.
     vocabulary: V.
-    hidden_dtype: of hidden.
-    head_dtype: of the head as it is stored.
+    hidden_dtype: Dtype of hidden.
+    head_dtype: Dtype of the head as it is stored.
     vocab_chunk: columns whose S exists at once, rounded up to a tile; None chooses.
 
   Raises:

@@ -10,7 +10,7 @@ of its gradient is scattered along it, in float32.
 The custom VJP of `core` stands outside, and the two `shard_map`s inside it, one for each pass. The
 other way round, the transposition of `shard_map` divides the cotangents of outputs that all
 devices of an axis hold alike by their number: the head's gradient is wrong by that factor, and
-nothing tells.
+nothing reports it.
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ def linear_logprobs(
   head over `vocab_axis`, along V, and `width_axis`, along D.
 
   Args:
-    hidden: as in the package's function, and so are all that are not named here.
+    hidden: Hidden states, as in the package's function, like all arguments not named here.
     head: [V D] or [D V].
     targets: token ids in [0, V); any other gives NaN.
     partition: what is split how.

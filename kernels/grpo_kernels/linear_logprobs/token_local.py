@@ -74,7 +74,7 @@ def linear_objective(
     differentiate_entropy: False says that f does not depend on H, which saves its gradient.
     token_chunk: tokens at once; None chooses by N, V and platform.
     partition: over which devices; None: the compiler's business.
-    live: the first so many tokens count, with at least one; chunks behind them are not computed,
+    live: Number of first tokens that count, at least one; chunks behind them are not computed,
       so f must be 0 there, and what is returned for these tokens means nothing. Not with a
       partition. None: all count.
 

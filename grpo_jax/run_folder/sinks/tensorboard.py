@@ -1,10 +1,11 @@
-"""Scalars for TensorBoard, written in the caller's thread.
+"""Scalars for TensorBoard, in the folder tensorboard/, written in the caller's thread.
 
 tensorboardX's own SummaryWriter writes from a thread that dies when the disk is full; the next
 eleven scalars then wait for it without end.
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,11 +16,21 @@ from tensorboardX.proto import event_pb2
 from tensorboardX.summary import scalar
 
 from grpo_jax.files.disk import writing
+from grpo_jax.run_folder.sinks.base import Opening, Sink
 
 _PROTO: Any = event_pb2  # its classes are made when it is imported.
 
 
-class EventFile:
+def make(opening: Opening) -> Sink:
+  """Opens an event file.
+
+  Raises:
+    WriteError: The folder cannot be written.
+  """
+  return EventFile(opening.workdir / "tensorboard", opening.start_step)
+
+
+class EventFile(Sink):
   """One event file of a run; a resumed run adds another."""
 
   def __init__(self, folder: Path, start_step: int):
@@ -43,12 +54,14 @@ class EventFile:
     )
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
-    """Adds the values of a step; they are on their way to the disk when this returns.
+    """Adds the finite values of a step; they are on their way to the disk when this returns.
 
     Raises:
       WriteError: the file cannot be written.
     """
     for name, value in values.items():
+      if not math.isfinite(value):
+        continue
       self._add(_PROTO.Event(step=step, wall_time=time.time(), summary=scalar(name, value)))
     with writing(self._folder):
       self._writer.flush()

@@ -1,0 +1,103 @@
+"""The fields of config.json by which layers differ, read and written as transformers does. Pure."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_jax.models.fields import Fields
+from grpo_jax.models.layer_kinds import PLAIN, LayerKind
+
+_KINDS = {"full_attention": False, "sliding_attention": True}
+_LONGEST = 2**30  # a longer window than any context; differences of positions stay in int32.
+
+
+def all_alike(fields: Fields, count: int) -> tuple[LayerKind, ...]:
+  """Returns the kinds of layers that all see everything; refuses a config.json that has others.
+
+  Raises:
+    ModelError: it asks for sliding windows, which transformers does not compute in this family.
+  """
+  if fields.boolean("use_sliding_window", default=False):
+    raise fields.wrong("use_sliding_window", "false in this family")
+  if any(slides(fields, [False] * count, 1)):
+    raise fields.wrong("layer_types", "only full_attention in this family")
+  return (PLAIN,) * count
+
+
+def from_a_layer_on(fields: Fields, count: int) -> tuple[LayerKind, ...]:
+  """Returns the kinds of Qwen's layers: those from `max_window_layers` on have the window.
+
+  `layer_types` replaces that rule.
+  """
+  length = window(fields, default=4096)
+  first = fields.integer("max_window_layers", 28, low=0, high=2**31 - 1)
+  by_number = [length is not None and number >= first for number in range(count)]
+  found = slides(fields, by_number, length)
+  return tuple(LayerKind(length if each else None) for each in found)
+
+
+def window(fields: Fields, *, default: int | None) -> int | None:
+  """Returns the length of the sliding window; None if `use_sliding_window` is false."""
+  if not fields.boolean("use_sliding_window", default=False):
+    return None
+  if default is None and "sliding_window" not in fields:
+    return None
+  return fields.integer("sliding_window", default, low=1, high=_LONGEST)
+
+
+def slides(fields: Fields, otherwise: Sequence[bool], length: int | None) -> list[bool]:
+  """Returns which layers have a sliding window, from `layer_types` if it is there.
+
+  Args:
+    fields: Content of config.json.
+    otherwise: The answer for every layer if `layer_types` is missing.
+    length: Length of the window, or None.
+
+  Raises:
+    ModelError: it names another kind, has another length, or names sliding layers without a window.
+  """
+  if "layer_types" not in fields:
+    return list(otherwise)
+  named = fields.strings("layer_types")
+  if len(named) != len(otherwise) or not set(named) <= set(_KINDS):
+    needed = f"one of {sorted(_KINDS)} for each of {len(otherwise)} layers"
+    raise fields.wrong("layer_types", needed)
+  found = [_KINDS[name] for name in named]
+  if any(found) and length is None:
+    needed = "full_attention only, or use_sliding_window=true with a sliding_window"
+    raise fields.wrong("layer_types", needed)
+  return found
+
+
+def rotates(fields: Fields, count: int) -> list[bool]:
+  """Returns which layers have a rotary embedding, from SmolLM3's fields."""
+  given = fields.get("no_rope_layers")
+  if given is None:
+    every = fields.integer("no_rope_layer_interval", 4, low=1, high=2**31 - 1)
+    return [(number + 1) % every != 0 for number in range(count)]
+  is_list = isinstance(given, list) and len(given) >= count
+  if not is_list or not all(type(each) in (int, bool) and each in (0, 1) for each in given):
+    raise fields.wrong("no_rope_layers", f"a 0 or a 1 for each of {count} layers")
+  return [bool(each) for each in given[:count]]
+
+
+def to_hf(kinds: Sequence[LayerKind]) -> dict[str, Any]:
+  """Returns the fields of config.json that describe the windows of layers.
+
+  Raises:
+    ValueError: the layers have windows of different lengths, which config.json cannot say.
+  """
+  lengths = {kind.window for kind in kinds} - {None}
+  if not lengths:
+    return {"use_sliding_window": False}
+  if len(lengths) > 1:
+    raise ValueError(f"a config.json has one sliding_window, the layers have {sorted(lengths)}")
+  names = {slides: name for name, slides in _KINDS.items()}
+  types = [names[kind.window is not None] for kind in kinds]
+  first = types.index("sliding_attention")
+  # For programs that read no layer_types; they agree if the windows begin at one layer.
+  return {
+    "use_sliding_window": True,
+    "sliding_window": lengths.pop(),
+    "max_window_layers": first,
+    "layer_types": types,
+  }
