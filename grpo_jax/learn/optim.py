@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -193,7 +193,7 @@ def own_schedule(
     )
   if not rates.any():
     raise ValueError(f"{what} is 0 at every step that was tried: nothing would be learned")
-  return made
+  return cast(optax.Schedule, made)
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:

@@ -19,6 +19,7 @@ from jaxtyping import Float, Int, Shaped
 from grpo_jax import processes
 from grpo_jax.data.formats import RowError
 from grpo_jax.data.groups import UNKNOWN_VERSION
+from grpo_jax.files import atomic
 from grpo_jax.types import RecordedGroup, Rollout, RolloutGroup
 
 Score = Callable[[Sequence[RolloutGroup]], list[list[Float[np.ndarray, " _"]]]]
