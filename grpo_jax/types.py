@@ -67,7 +67,7 @@ class FinishReason(enum.StrEnum):
 class Prompt:
   """One task, before anything was sampled."""
 
-  prompt_id: str  # unique within a run; equal texts under two ids are two groups.
+  prompt_id: str  # unique within a run; equal prompts under two ids are two groups.
   token_ids: Int[np.ndarray, " prompt"]
   environment: str  # name of the environment that scores it.
   info: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what the environment needs.
@@ -76,7 +76,8 @@ class Prompt:
   dataset: str = ""  # name of the dataset that it is from.
   is_cut: bool = False  # it was longer than allowed; only its beginning is here.
   messages: tuple[Mapping[str, Any], ...] = ()  # what was rendered, for other chat templates.
-  stop_strings: tuple[str, ...] = ()  # end the first turn, beside those of the sampling options.
+  stop_strings: tuple[str, ...] = ()  # also end the first turn.
+  recorded: "RecordedGroup | None" = None  # attempts that a file has; None: they are sampled.
 
   @property
   def expected_answer(self) -> str | None:
@@ -117,6 +118,9 @@ class Rollout:
   turns: int = 1
   turn_log: tuple[Turn, ...] = ()  # of every turn; () where they were not recorded.
   error: str = ""  # "KIND: message" of what kept the attempt from being scored.
+  failure: str = ""  # that KIND, such as "timeout"; "": the attempt was scored.
+  close_failure: str = ""  # kind of failure when its environment was closed; costs no reward.
+  hit_turn_limit: bool = False  # ended at the turn limit, although the environment was not done.
 
   def __post_init__(self):
     lengths = {
@@ -148,14 +152,26 @@ class RolloutGroup:
     return np.asarray([r.reward for r in self.rollouts], np.float32)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecordedGroup:
+  """A group out of a file of recorded attempts."""
+
+  dataset: str  # name of the dataset.
+  number: int  # of the group in the file: 0 is the one whose first row comes first.
+  group: RolloutGroup  # behavior_logprobs are 0 where they are not known.
+  is_known: tuple[bool, ...]  # for each response: whether its behavior_logprobs are of the file.
+  group_type: str | None
+  where: str  # place of its first row: "file:line".
+
+
 @pytree
 @dataclasses.dataclass(frozen=True)
 class Batch:
   """Packed rows with shared prefixes, ready for the device. Row order carries no meaning.
 
-  A row holds segments; a segment is one prompt, whose tokens occur there once,
+  A row holds segments; a segment is one prompt, whose tokens are there once,
   followed by completions of its group. Token q attends to token k if both are
-  of the same segment, k is not after q, and k belongs to the prompt (branch 0)
+  of the same segment, k is not after q, and k is of the prompt (branch 0)
   or of the same branch as q. Padding has segment 0 and attends to nothing.
   """
 

@@ -137,7 +137,7 @@ def make(
   matmul_precision = precision.resolve(config.model.matmul_precision, config.model.compute_dtype)
   shardings = shardings_of(model, mesh)
   tx, schedule = run_options.optimizer(config)
-  of_policy = {
+  policy_options = {
     "temperature": config.sampling.temperature,
     "products": Products(
       config.model.compute_dtype, config.model.product_dtype, sharding.placement(mesh)
@@ -147,10 +147,10 @@ def make(
     "partition": sharding.head_partition(mesh),
   }
   exact = {"matmul_precision": matmul_precision}
-  logprobs = train_step.make_logprobs(model, implementation=config.model.logprobs, **of_policy)
+  logprobs = train_step.make_logprobs(model, implementation=config.model.logprobs, **policy_options)
   token_loss = None
   if takes_one_sweep(config, objective):
-    token_loss = train_step.make_token_loss(model, objective, **of_policy)
+    token_loss = train_step.make_token_loss(model, objective, **policy_options)
   update = train_step.make_update(
     logprobs,
     tx,

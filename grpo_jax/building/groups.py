@@ -17,8 +17,8 @@ def make_prompts(
   config: Config, tokenizer: data.Tokenizer, opener: data.Opener, state: Mapping[str, Any]
 ) -> data.PromptStream:
   """Opens the prompts where `state` of the stream says; {} is the beginning."""
-  of_data = data_options.of_stream(config)
-  return data.make(tokenizer, state=state.get("prompts"), opener=opener, **of_data)
+  options = data_options.of_stream(config)
+  return data.make(tokenizer, state=state.get("prompts"), opener=opener, **options)
 
 
 def make_stream(

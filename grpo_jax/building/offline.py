@@ -79,7 +79,7 @@ class Offline:
     return Parts(
       recorded.Recorded(self._behavior, config.offline.group_size, config.seed, rescore),
       functools.partial(_evaluate_set, ranking=ranking, materials=materials),
-      ranking.of_step,
+      ranking.step_metrics,
     )
 
 

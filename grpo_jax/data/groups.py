@@ -1,6 +1,6 @@
 """Files of recorded attempts → groups of rollouts: tokenized, rewarded, by number.
 
-A group is one row, or all rows of equal `Recording.key`, wherever in the file they stand; then
+A group is one row, or all rows of equal `Recording.key`, wherever in the file they are; then
 the file is read once when it is opened, and of each row only its number is kept.
 """
 
@@ -21,30 +21,17 @@ from grpo_jax.data.recorded import ASSISTANT, Reader, Recording, Response, Style
 from grpo_jax.data.skipped import OnError, OverlongError
 from grpo_jax.data.sources import RowSource
 from grpo_jax.data.tokenizer import Tokenizer
-from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
+from grpo_jax.types import FinishReason, Prompt, RecordedGroup, Rollout, RolloutGroup
 
 _log = logging.getLogger(__name__)
 
-RECORDED = "recorded"  # stands for an environment where the file has the rewards.
+RECORDED = "recorded"  # in place of an environment where the file has the rewards.
 UNKNOWN_VERSION = -1  # of weights that are not of this run.
-_GROUP = "recorded group"  # in the info of a prompt.
 _SHOWN_ERRORS = 5
 _LONGEST_KEY = 256  # characters.
 
 # The ranks of a group's responses → their rewards.
 RankRewards = Callable[[Sequence[float]], Float[np.ndarray, " G"]]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class OfflineGroup:
-  """A group out of a file."""
-
-  dataset: str  # its name.
-  number: int  # of the group in the file: 0 is the one whose first row stands first.
-  group: RolloutGroup  # behavior_logprobs are 0 where they are not known.
-  is_known: tuple[bool, ...]  # of every response: whether its behavior_logprobs are of the file.
-  group_type: str | None
-  where: str  # its first row stands: "file:line".
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,7 +80,7 @@ class GroupDataset:
     return len(self.part)
 
   def prompt(self, row: int, *, epoch: int) -> Prompt:
-    """Makes the prompt of a group, with the group itself in its `info`; see `group_of`.
+    """Makes the prompt of a group, which holds the group itself; see `group_of`.
 
     Args:
       row: number of the group among those that the dataset takes.
@@ -104,9 +91,9 @@ class GroupDataset:
       RowError: a row is broken, or the chat template refuses its messages.
     """
     item = self.group(self.part.source_row(row), prompt_id=f"{self.name}:{epoch}:{row}")
-    return dataclasses.replace(item.group.prompt, info={_GROUP: item})
+    return dataclasses.replace(item.group.prompt, recorded=item)
 
-  def group(self, number: int, *, prompt_id: str) -> OfflineGroup:
+  def group(self, number: int, *, prompt_id: str) -> RecordedGroup:
     """Makes the group of a number in the file; raises as `prompt`."""
     rows = self.members.of(number)
     places = [self.source.where(row) for row in rows]
@@ -131,7 +118,7 @@ class GroupDataset:
       self._rollout(response, reward, parts, place, room)
       for (response, place), reward, parts in zip(responses, rewards, components, strict=True)
     ]
-    return OfflineGroup(
+    return RecordedGroup(
       dataset=self.name,
       number=number,
       group=RolloutGroup(prompt, tuple(rollout for rollout, _ in made)),
@@ -175,16 +162,16 @@ class GroupDataset:
     self, responses: Sequence[tuple[Response, str]], where: str
   ) -> tuple[list[float], list[Mapping[str, float]]]:
     """Reward and components of every response of a group."""
-    told = [response for response, _ in responses]
-    if len({(response.rank is None, *sorted(response.ranks)) for response in told}) > 1:
+    given = [response for response, _ in responses]
+    if len({(response.rank is None, *sorted(response.ranks)) for response in given}) > 1:
       raise RowError(where, "all responses of a group need the same ranks, or none")
-    components: list[dict[str, float]] = [dict(response.components) for response in told]
-    for criterion in told[0].ranks:
-      each = self.rank_rewards([response.ranks[criterion] for response in told])
+    components: list[dict[str, float]] = [dict(response.components) for response in given]
+    for criterion in given[0].ranks:
+      each = self.rank_rewards([response.ranks[criterion] for response in given])
       for parts, reward in zip(components, each, strict=True):
         parts[criterion] = float(reward)
-    if told[0].rank is not None:
-      ranks = [math.nan if response.rank is None else response.rank for response in told]
+    if given[0].rank is not None:
+      ranks = [math.nan if response.rank is None else response.rank for response in given]
       return [float(r) for r in self.rank_rewards(ranks)], [*components]
     rewards = []
     for (response, place), parts in zip(responses, components, strict=True):
@@ -193,7 +180,7 @@ class GroupDataset:
       elif parts:
         rewards.append(sum(parts.values()))
       elif self.environment != RECORDED:
-        rewards.append(math.nan)  # the environment will tell.
+        rewards.append(math.nan)  # the environment scores it later.
       else:
         key = self.style.reward_key
         raise RowError(place, f"no key {key!r}; with offline.rewards='environment' it is computed")
@@ -262,7 +249,7 @@ class GroupDataset:
     ended = ids if has_end or is_cut else np.append(ids, np.int32(self.tokenizer.end_id))
     if turn.logprobs is None:
       return ended, None
-    for candidate in (ended, ids):  # whoever recorded them may have left the end out.
+    for candidate in (ended, ids):  # the recorder may have left the end out.
       if len(candidate) == len(turn.logprobs):
         return candidate, np.asarray(turn.logprobs, np.float32)
     raise RowError(
@@ -273,7 +260,7 @@ class GroupDataset:
   def _written(
     self, turn: Turn, before: Sequence[np.ndarray], where: str, *, room: int | None
   ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the ids of the text that the model was given between its turns; none are learned."""
+    """Returns the ids of the text between the model's turns; none of them is learned."""
     if turn.token_ids is not None:
       ids = self._checked(turn.token_ids, where)
     else:
@@ -307,13 +294,19 @@ def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
   return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
 
 
-def group_of(prompt: Prompt) -> OfflineGroup:
-  """Returns the group of a prompt that `GroupDataset.prompt` has made."""
-  return prompt.info[_GROUP]
+def group_of(prompt: Prompt) -> RecordedGroup:
+  """Returns the group of a prompt that `GroupDataset.prompt` has made.
+
+  Raises:
+    ValueError: the prompt is not of a file of recorded attempts.
+  """
+  if prompt.recorded is None:
+    raise ValueError(f"prompt {prompt.prompt_id!r} has no recorded attempts")
+  return prompt.recorded
 
 
 def from_any(row: Mapping[str, object], where: str, style: Style) -> Recording:
-  """Distinguishes the formats of a row by its fields."""
+  """Reads a row in the format that its fields show."""
   if nemo_gym.is_rollout(row):
     return nemo_gym.to_recording(row, where, style)
   if "group" in row and "completion_ids" not in row:
@@ -331,9 +324,9 @@ def index_groups(
   Args:
     source: Source of the rows.
     read_row: Reader of their format.
-    style: Style in which they are read.
+    style: Names of the fields, and other options of reading.
     on_error: "stop": a broken row raises; "skip": it is left out of its group. Where a row is a
-      whole group, none is read here, but for the first that can be.
+      whole group, rows are read here only up to the first that can be.
 
   Returns:
     The groups, in the order of their first rows.
@@ -371,7 +364,7 @@ def index_groups(
 
 
 def _short(key: str) -> str:
-  """Returns what stands for a key: prompts may be long, and every key is kept."""
+  """Returns a short form of a key: prompts may be long, and every key is kept."""
   if len(key) <= _LONGEST_KEY:
     return key
   return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()

@@ -168,9 +168,9 @@ def whitened(assembled: Assembled, estimator: Estimator, options: Options) -> As
       Âₜ = whiten(A - β KLₜ),   the KL only if `kl_in_reward`
 
   Args:
-    assembled: Batch with advantages per rollout, and with old and reference
+    assembled: Batch on the host, with advantages per rollout, and with old and reference
       logprobs if the KL is in the reward.
-    estimator: Estimator whose clip is applied last.
+    estimator: Estimator of the advantages; its clip is applied last.
     options: Options of the objective.
 
   Returns:

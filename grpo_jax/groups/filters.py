@@ -62,14 +62,14 @@ def apply(
 
   Args:
     groups: Groups of one training step.
-    drop_no_signal: leave out groups whose scored rewards are all equal, but for rounding
-      (not: whose mean is extreme); the "dynamic sampling" of DAPO.
-    min_scored: leave out groups with fewer completions of finite reward.
-    by_component: Whether `drop_no_signal` also keeps a group if one of its reward
-      components differs within it (GDPO learns from each of them).
-    min_reward_mean: leave out groups whose mean scored reward is lower: too hard.
-    max_reward_mean: leave out groups whose mean scored reward is higher: too easy.
-    max_truncated_share: leave out groups if a larger share, from 0 to 1, was truncated.
+    drop_no_signal: Whether groups are left out whose scored rewards are all equal, but for
+      rounding (not: whose mean is extreme); the "dynamic sampling" of DAPO.
+    min_scored: Smallest number of completions of finite reward that a group needs.
+    by_component: Whether `drop_no_signal` also keeps a group in which one of the reward
+      components differs (GDPO learns from each of them).
+    min_reward_mean: Smallest mean of the scored rewards; groups below it are too hard.
+    max_reward_mean: Largest mean of the scored rewards; groups above it are too easy.
+    max_truncated_share: Largest share of truncated completions of a group, from 0 to 1.
 
   Returns:
     The groups kept and the counts by reason: "too_few_scored", "no_signal",

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.metrics.json_numbers import decoded, encoded
+from grpo_jax import metrics
+from grpo_jax.json_numbers import decoded, encoded
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup, Turn
 
 _ARRAYS = {
@@ -21,6 +22,7 @@ _ARRAYS = {
   "behavior_logprobs": "<f4",
   "weight_versions": "<i4",
 }
+_EVENTS = ("failure", "close_failure", "hit_turn_limit")
 
 
 def without_info(group: RolloutGroup) -> RolloutGroup:
@@ -90,22 +92,29 @@ def _encoded(rollout: Rollout) -> dict[str, Any]:
       for turn in rollout.turn_log
     ],
     "error": rollout.error,
+    **{name: getattr(rollout, name) for name in _EVENTS},
   }
 
 
 def _decoded(record: Mapping[str, Any]) -> Rollout:
+  values = {k: decoded(v) for k, v in record["metrics"].items()}
+  if "failure" in record:
+    events = {name: record[name] for name in _EVENTS}
+  else:  # older checkpoints have them among the metrics.
+    values, events = metrics.split_events(values)
   return Rollout(
     **{name: _unpacked(record[name], dtype) for name, dtype in _ARRAYS.items()},
     finish_reason=FinishReason(record["finish_reason"]),
     reward=decoded(record["reward"]),
     text=record["text"],
     reward_components={k: decoded(v) for k, v in record["reward_components"].items()},
-    metrics={k: decoded(v) for k, v in record["metrics"].items()},
+    metrics=values,
     turns=record["turns"],
     turn_log=tuple(
       Turn(sampled, written, decoded(reward)) for sampled, written, reward in record["turn_log"]
     ),
     error=record["error"],
+    **events,
   )
 
 

@@ -99,7 +99,7 @@ class Signal:
     return {LOST_SHARE: share, **{f"{LOST}{name}": float(n) for name, n in self.lost.items()}}
 
 
-def of_step(
+def find(
   groups: Sequence[RolloutGroup],
   kept: Sequence[RolloutGroup],
   advantages: Sequence[np.ndarray],
@@ -110,9 +110,9 @@ def of_step(
 
   Args:
     groups: Groups of the step.
-    kept: Groups that passed the filters, with the rewards that advantages were computed from.
-    advantages: Advantages of the groups kept, as `credit.advantages_of` returns them.
-    not_computed: Rollouts of these groups that were not computed; see `batching.Assembled`.
+    kept: Groups that passed the filters, with the rewards from which advantages were computed.
+    advantages: Advantages of the kept groups, as `credit.advantages_of` returns them.
+    not_computed: Completions of the kept groups that are not computed; see `batching.Assembled`.
     estimator: Estimator of the advantages.
   """
   lost: collections.Counter[str] = collections.Counter()
@@ -138,19 +138,19 @@ def of_step(
 
 
 def lines(first: int, last: int, lost: Mapping[str, float | int]) -> list[str]:
-  """Returns what is to be said of steps in a row without signal: why, and what to do.
+  """Returns the report of steps in a row without signal: why there was none, and what to do.
 
   Args:
     first: First of the steps.
     last: Last of the steps.
-    lost: Completions by reason, of the last step, or of all.
+    lost: Completions by reason, of the last step or of all steps.
   """
   steps = f"Step {first}" if first == last else f"Steps {first} to {last}"
-  told = [f"{steps}: NOTHING TO LEARN FROM. No completion has an advantage:"]
+  report = [f"{steps}: NOTHING TO LEARN FROM. No completion has an advantage:"]
   for name, count in sorted(lost.items(), key=lambda item: -item[1]):
     reason = REASONS[name]
-    told += [f"  {count:.0f} completions {reason.what}.", f"    What to do: {reason.remedy}."]
-  return told
+    report += [f"  {count:.0f} completions {reason.what}.", f"    What to do: {reason.remedy}."]
+  return report
 
 
 def at_the_beginning(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -159,9 +159,9 @@ def at_the_beginning(rows: Sequence[Mapping[str, Any]]) -> list[str]:
   Args:
     rows: Rows of metrics.jsonl, in order.
   """
-  told = [row for row in rows if LOST_SHARE in row]
-  signal = (i for i, row in enumerate(told) if row[LOST_SHARE] != 1.0)
-  silent = told[: next(signal, len(told))]
+  steps = [row for row in rows if LOST_SHARE in row]
+  signal = (i for i, row in enumerate(steps) if row[LOST_SHARE] != 1.0)
+  silent = steps[: next(signal, len(steps))]
   if not silent:
     return []
   lost: collections.Counter[str] = collections.Counter()
@@ -178,7 +178,7 @@ class Watch:
     """Begins to watch.
 
     Args:
-      has_learned: whether steps came before, which may have had signal: when a run continues.
+      has_learned: Whether earlier steps may have had signal, since the run continues.
     """
     self._has_learned = has_learned
     self._in_a_row = 0

@@ -85,7 +85,7 @@ def scaled(
       r' = t₀ + (clip(r, s₀, s₁) - s₀) / (s₁ - s₀) · (t₁ - t₀)
 
   Args:
-    rewards: Rewards; those that are not finite are left unchanged.
+    rewards: Rewards; those that are not finite are not changed.
     scale_from: s₀ < s₁.
     scale_to: t₀ and t₁.
 
@@ -106,8 +106,8 @@ def stopped_properly(
   A negative reward stays as it is: c·r alone would make being cut an advantage.
 
   Args:
-    rewards: Rewards; those that are not finite are left unchanged.
-    is_truncated: Whether each completion was truncated, of the same shape.
+    rewards: Rewards; those that are not finite are not changed.
+    is_truncated: Whether each completion was truncated; same shape.
     coef: c, from 0 (nothing is left) to 1 (nothing is taken).
 
   Source: NeMo RL's `stop_properly_penalty_coef`, there c·r whatever the sign.
@@ -131,7 +131,7 @@ def overlong_penalties(
   Args:
     tokens: |o|, sampled tokens of each completion, the stop id included.
     max_completion_tokens: L_max.
-    buffer_tokens: L_buf; the penalty begins this many tokens before the limit.
+    buffer_tokens: L_buf; the penalty begins that many tokens before the limit.
     penalty: λ.
     floor: False lets the penalty of completions beyond L_max grow on.
 

@@ -19,8 +19,8 @@ from grpo_jax.types import Batch, RolloutGroup
 class GroupScorer:
   """scorer(params, groups) → for each response of each group its logprobs [completion].
 
-  Logprobs are at the temperature of training; NaN where there is none: on tokens that were not
-  sampled, and on responses that do not fit in a row.
+  Logprobs are at the temperature of training; NaN where there is no logprob: on tokens that were
+  not sampled, and on responses that do not fit in a row.
   """
 
   score: train_step.Scorer
@@ -32,7 +32,7 @@ class GroupScorer:
   def __call__(
     self, params: Any, groups: Sequence[RolloutGroup]
   ) -> list[list[Float[np.ndarray, " _"]]]:
-    """Scores the groups, several at once; the result depends on params and groups only."""
+    """Scores the groups, some at a time; the result depends on params and groups only."""
     return [
       values
       for first in range(0, len(groups), self.groups_at_once)

@@ -29,14 +29,15 @@ class Monitor:
   """monitor(step, params, groups) → metrics of all completions of a step, where one is due.
 
   Attributes:
-    watch: a program, made by `train_step.make_watcher`.
-    scorer: packs groups into rows.
-    initial: returns the initial parameters: None where the step has them already, as in step 0.
-    frees_initial: whether nobody else holds what `initial` returns.
-    all_every_steps: steps between two measurements of all completions; 0: never.
-    kl_every_steps: steps between two measurements of the drift; 0: never.
-    total_steps: Number of steps of the run; the last is always measured, unless switched off.
-    warn: Function that receives a sentence on why the drift could not be measured.
+    watch: Program made by `train_step.make_watcher`.
+    scorer: Scorer of groups, which packs them into rows.
+    initial: Function that returns the full weights of the initial policy.
+    frees_initial: Whether the arrays that `initial` returns are deleted after use: nobody else
+      holds them.
+    all_every_steps: Steps between two measurements of all completions; 0: never.
+    kl_every_steps: Steps between two measurements of the drift; 0: never.
+    total_steps: Steps of the run; the last one is always measured, unless that is switched off.
+    warn: Function that logs, in a sentence, why the drift could not be measured.
   """
 
   watch: Program  # a `train_step.Watcher`.
@@ -52,8 +53,8 @@ class Monitor:
     """Measures a step.
 
     Args:
-      step: updates done before it.
-      params: Parameters of the policy before the update.
+      step: Number of the step: updates done before it.
+      params: Full weights of the policy before the update.
       groups: Groups of the step, before any filter.
 
     Returns:
@@ -69,7 +70,7 @@ class Monitor:
     watched = [self.watch(params, batch) for batch in batches]
     found: Metrics = {}
     if wants_all:
-      found = metrics.merge(jax.device_get([told for told, _ in watched]))
+      found = metrics.merge(jax.device_get([values for values, _ in watched]))
       found["all/covered_token_share"] = Mean(float(covered), float(_sampled_tokens(groups)))
     if wants_kl:
       drift = self._drift(step, batches, [policy for _, policy in watched])
@@ -108,14 +109,14 @@ def jobs(
   all_every_steps: int,
   kl_every_steps: int,
 ) -> list[Job]:
-  """Returns what is to be compiled so that measuring compiles nothing.
+  """Returns the compilations after which measuring compiles nothing.
 
   Args:
-    watch: Option of `Monitor`.
-    params: shapes, dtypes and shardings.
-    batches: likewise, of every shape that a batch may have, by its description.
-    all_every_steps: Option of `Monitor`.
-    kl_every_steps: Option of `Monitor`.
+    watch: Program made by `train_step.make_watcher`.
+    params: Shapes, dtypes and shardings of the full weights.
+    batches: The same of a batch of every shape, by its description.
+    all_every_steps: Steps between two measurements of all completions; 0: never.
+    kl_every_steps: Steps between two measurements of the drift; 0: never.
   """
   found = []
   for detail, batch in batches.items():
@@ -129,11 +130,11 @@ def jobs(
 
 
 def make_initial(load: Callable[[], Any], reference: Any) -> tuple[Callable[[], Any], bool]:
-  """Returns what gives the initial parameters, and whether they are to be freed after use.
+  """Returns a function that gives the initial weights, and whether they are freed after use.
 
   Args:
-    load: reads them again.
-    reference: the frozen reference policy, which they are; None: the run has none.
+    load: Function that reads the initial weights again.
+    reference: Weights of the reference policy, which are the initial ones; None: there are none.
   """
   return (load, True) if reference is None else (lambda: reference, False)
 
@@ -144,9 +145,9 @@ def token_shares(
   """Returns the share of the sampled tokens of a step that the update has computed.
 
   Args:
-    groups: Groups kept by the filters.
+    groups: Groups that passed the filters.
     logprobs: Logprobs of their rollouts; NaN on tokens that were not computed.
-    total: sampled tokens of the step, before the filters.
+    total: Number of sampled tokens of the step, before the filters.
   """
   computed = sum(
     int((np.isfinite(values) & rollout.loss_mask).sum())
@@ -160,7 +161,7 @@ def device_memory(devices: Sequence[Any]) -> dict[str, float]:
   """Returns the highest memory in use of each device since the process began, in GiB.
 
   Args:
-    devices: Devices of the run on this host. The CPU and some others report nothing.
+    devices: Devices of the run on this host. The CPU and some others count nothing.
 
   Returns:
     {name: value} of perf/device*; nothing where nothing is counted.

@@ -20,10 +20,11 @@ from grpo_jax.metrics.table import METRICS, Definition
 from grpo_jax.rl import moments
 from grpo_jax.types import FinishReason, Metrics, Rollout, RolloutGroup
 
-# Metrics of an attempt that stand there, as 1, only where they hold.
-ERROR = "error/"  # error/KIND: what failed.
-TURN_LIMIT = "turn_limit"  # the environment would have gone on.
-TURNS_TOLD = 10  # turns with metrics of their own; what came later is in the sums.
+# How files name, among the metrics of an attempt, what happened to it.
+_ERROR = "error/"  # error/KIND and error/close_KIND: the kind of a failure.
+_CLOSE = "close_"
+_TURN_LIMIT = "turn_limit"
+TURNS_SHOWN = 10  # turns with metrics of their own; later ones are in the sums only.
 
 
 def merge(parts: Iterable[Metrics]) -> Metrics:
@@ -57,8 +58,8 @@ def to_floats(metrics: Metrics) -> dict[str, float]:
   return {name: value.value() for name, value in host.items()}
 
 
-def of_rounds(earlier: Mapping[str, float], latest: Mapping[str, float]) -> dict[str, float]:
-  """Joins the metrics of two rounds of one step: counts are added, others taken from the latest."""
+def joined_rounds(earlier: Mapping[str, float], latest: Mapping[str, float]) -> dict[str, float]:
+  """Joins the metrics of two rounds of one step: counts are added, of others the latest is kept."""
   added = {
     name: earlier[name] + value
     for name, value in latest.items()
@@ -72,12 +73,12 @@ def pass_at_k(samples: int, solved: int, k: int) -> float:
 
       pass@k = 1 - C(n - c, k) / C(n, k)
 
-  Computed with integers, to avoid the loss of digits of a product of floats.
+  Computed with integers, so no digits are lost as in a product of floats.
 
   Args:
     samples: n, completions drawn for the prompt, at least k.
     solved: c, how many of them solve it.
-    k: how many attempts are granted, at least 1.
+    k: Number of attempts, at least 1.
 
   Raises:
     ValueError: unless 1 <= k <= n and 0 <= c <= n.
@@ -91,7 +92,7 @@ def pass_at_k(samples: int, solved: int, k: int) -> float:
   return (ways - math.comb(samples - solved, k)) / ways
 
 
-def of_rollouts(groups: Sequence[RolloutGroup], *, step: int | None = None) -> dict[str, float]:
+def rollout_metrics(groups: Sequence[RolloutGroup], *, step: int | None = None) -> dict[str, float]:
   """Describes the rollouts of one step: rewards, lengths, how they ended, how stale they are.
 
   A reward of NaN (could not be scored) is left out of every mean of rewards and counted in
@@ -130,26 +131,26 @@ def of_rollouts(groups: Sequence[RolloutGroup], *, step: int | None = None) -> d
     "rollout/turns_mean": _mean([rollout.turns for rollout in rollouts]),
     "rollout/behavior_entropy": _behavior_entropy(rollouts),
   }
-  return result | of_turns(rollouts) | _staleness(groups, step) | _by_name(groups)
+  return result | turn_metrics(rollouts) | _staleness(groups, step) | _by_name(groups)
 
 
-def of_turns(rollouts: Sequence[Rollout]) -> dict[str, float]:
+def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
   """Describes conversations: how long they were, how they ended, what every turn brought.
 
   Args:
-    rollouts: Rollouts of one step. If none has several turns, there is nothing to report.
+    rollouts: Rollouts of one step. If none has several turns, nothing is described.
 
   Returns:
     {name: value} of `rollout/turn*`, `rollout/sampled_tokens_*`, ...; turn 1 is the first.
   """
-  if all(rollout.turns == 1 and TURN_LIMIT not in rollout.metrics for rollout in rollouts):
+  if all(rollout.turns == 1 and not rollout.hit_turn_limit for rollout in rollouts):
     return {}
   turns = np.asarray([rollout.turns for rollout in rollouts], np.float64)
   sampled = [int(rollout.loss_mask.sum()) for rollout in rollouts]
   written = [len(rollout.loss_mask) - int(rollout.loss_mask.sum()) for rollout in rollouts]
-  at_limit = [TURN_LIMIT in rollout.metrics for rollout in rollouts]
+  at_limit = [rollout.hit_turn_limit for rollout in rollouts]
   logs = [rollout.turn_log for rollout in rollouts if rollout.turn_log]
-  of_a_turn = [turn.sampled_tokens for log in logs for turn in log]
+  in_a_turn = [turn.sampled_tokens for log in logs for turn in log]
   result = {
     "rollout/turns_total": float(turns.sum()),
     "rollout/turns_max": float(turns.max()),
@@ -159,10 +160,10 @@ def of_turns(rollouts: Sequence[Rollout]) -> dict[str, float]:
     "rollout/sampled_tokens_mean": _mean(sampled),
     "rollout/sampled_tokens_max": float(max(sampled)),
     "rollout/environment_tokens_mean": _mean(written),
-    "rollout/turn_tokens_mean": _mean(of_a_turn),
-    "rollout/turn_tokens_max": float(max(of_a_turn, default=math.nan)),
+    "rollout/turn_tokens_mean": _mean(in_a_turn),
+    "rollout/turn_tokens_max": float(max(in_a_turn, default=math.nan)),
   }
-  for number in range(min(max(map(len, logs), default=0), TURNS_TOLD)):
+  for number in range(min(max(map(len, logs), default=0), TURNS_SHOWN)):
     there = [log[number] for log in logs if len(log) > number]
     rewards = np.asarray([turn.reward for turn in there], np.float64)
     area = f"rollout/turn/{number + 1:02d}"
@@ -172,7 +173,7 @@ def of_turns(rollouts: Sequence[Rollout]) -> dict[str, float]:
   return result
 
 
-def of_datasets(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+def dataset_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
   """Describes the groups of each dataset apart: what a curriculum needs to know.
 
   Args:
@@ -198,7 +199,7 @@ def of_datasets(groups: Sequence[RolloutGroup]) -> dict[str, float]:
   return result
 
 
-def of_evaluation(
+def evaluation_metrics(
   groups: Sequence[RolloutGroup], *, name: str, pass_k: Sequence[int] = (1,), solved: float = 1.0
 ) -> dict[str, float]:
   """Describes the rollouts of an evaluation: accuracy, pass@k, mean reward, truncation.
@@ -223,7 +224,7 @@ def of_evaluation(
     for group in groups
     if group.prompt.environment in measuring
   ]
-  described = of_rollouts(groups)
+  described = rollout_metrics(groups)
   result = {f"eval/{name}/prompts": float(len(groups))}
   if measuring:
     result[f"eval/{name}/accuracy"] = _mean([c / n for n, c in counts if n])
@@ -236,20 +237,50 @@ def of_evaluation(
     result[f"eval/{name}/errors/{kind}"] = float(count)
   if len(parts) > 1:
     for environment, own in parts.items():
-      result |= of_evaluation(own, name=f"{name}/{environment}", pass_k=pass_k, solved=solved)
+      result |= evaluation_metrics(own, name=f"{name}/{environment}", pass_k=pass_k, solved=solved)
   return result
 
 
 def error_kinds(groups: Sequence[RolloutGroup]) -> dict[str, int]:
   """Counts the attempts that failed, or did not close, by kind, in the order of the kinds."""
   kinds = Counter(
-    name.removeprefix(ERROR)
-    for group in groups
-    for rollout in group.rollouts
-    for name in rollout.metrics
-    if name.startswith(ERROR)
+    kind for group in groups for rollout in group.rollouts for kind in _failure_kinds(rollout)
   )
   return dict(sorted(kinds.items()))
+
+
+def with_events(rollout: Rollout) -> dict[str, float]:
+  """Returns the metrics of an attempt as files have them.
+
+  What happened to the attempt is among them, as 1 where it holds: "error/KIND" and "turn_limit".
+  """
+  events = {f"{_ERROR}{kind}": 1.0 for kind in _failure_kinds(rollout)}
+  if rollout.hit_turn_limit:
+    events = {_TURN_LIMIT: 1.0, **events}
+  return {**rollout.metrics, **events}
+
+
+def split_events(recorded: Mapping[str, float]) -> tuple[dict[str, float], dict[str, Any]]:
+  """Takes apart what `with_events` returned.
+
+  Returns:
+    The metrics, and the fields of `Rollout` that say what happened to the attempt.
+  """
+  own = {k: v for k, v in recorded.items() if k != _TURN_LIMIT and not k.startswith(_ERROR)}
+  kinds = [name.removeprefix(_ERROR) for name in recorded if name.startswith(_ERROR)]
+  closing = [kind.removeprefix(_CLOSE) for kind in kinds if kind.startswith(_CLOSE)]
+  failures = [kind for kind in kinds if not kind.startswith(_CLOSE)]
+  return own, {
+    "failure": next(iter(failures), ""),
+    "close_failure": next(iter(closing), ""),
+    "hit_turn_limit": _TURN_LIMIT in recorded,
+  }
+
+
+def _failure_kinds(rollout: Rollout) -> list[str]:
+  """Returns the kinds of what failed in an attempt, and at its end."""
+  closing = f"{_CLOSE}{rollout.close_failure}" if rollout.close_failure else ""
+  return [kind for kind in (rollout.failure, closing) if kind]
 
 
 def has_signal(group: RolloutGroup) -> bool:
@@ -354,8 +385,7 @@ def _by_name(groups: Sequence[RolloutGroup]) -> dict[str, float]:
       for name, value in rollout.reward_components.items():
         found.setdefault(f"reward/{name}", []).append(value)
       for name, value in rollout.metrics.items():
-        if name != TURN_LIMIT and not name.startswith(ERROR):  # those are told of the whole step.
-          found.setdefault(name, []).append(value)
+        found.setdefault(name, []).append(value)
     area = f"env/{environment}"
     result[f"{area}/completions"] = float(len(rollouts))
     for name, values in found.items():
@@ -373,7 +403,7 @@ def _by_environment(groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGro
 
 def _is_ended(rollout: Rollout) -> bool:
   """Whether the environment itself ended the attempt: neither a limit nor a failure did."""
-  is_cut = rollout.is_truncated or TURN_LIMIT in rollout.metrics
+  is_cut = rollout.is_truncated or rollout.hit_turn_limit
   return not (is_cut or rollout.error or math.isnan(rollout.reward))
 
 

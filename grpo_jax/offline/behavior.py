@@ -1,7 +1,7 @@
 """Behavior logprobs of recorded responses: of the file, or scored once under the initial policy.
 
-What was scored is kept in a folder of the run, so that a run that goes on finds it as it was,
-though the initial weights are long gone. Groups come in batches, whose composition depends on the
+What was scored is kept in a folder of the run, so that a run that continues finds it as it was,
+although the initial weights are gone. Groups come in batches, whose composition depends on the
 data and options only, and a batch is scored as a whole: so a result does not depend on when a run
 was stopped.
 """
@@ -13,14 +13,13 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
 from jaxtyping import Float, Int, Shaped
 
+from grpo_jax import processes
 from grpo_jax.data.formats import RowError
-from grpo_jax.data.groups import UNKNOWN_VERSION, OfflineGroup
-from grpo_jax.files import atomic
-from grpo_jax.types import Rollout, RolloutGroup
+from grpo_jax.data.groups import UNKNOWN_VERSION
+from grpo_jax.types import RecordedGroup, Rollout, RolloutGroup
 
 Score = Callable[[Sequence[RolloutGroup]], list[list[Float[np.ndarray, " _"]]]]
 
@@ -50,7 +49,7 @@ class BehaviorLogprobs:
         known = int(digest), [next(responses) for _ in range(count)]
         self._scored[str(dataset), int(number)] = known
 
-  def complete(self, item: OfflineGroup) -> RolloutGroup:
+  def complete(self, item: RecordedGroup) -> RolloutGroup:
     """Returns the group with behavior logprobs on all of its responses.
 
     Raises:
@@ -77,7 +76,7 @@ class BehaviorLogprobs:
 
 
 def score_all(
-  batches: Iterable[Sequence[OfflineGroup]],
+  batches: Iterable[Sequence[RecordedGroup]],
   *,
   folder: Path,
   score: Score,
@@ -88,12 +87,12 @@ def score_all(
   """Scores the groups that a run will see, as far as the folder does not hold them.
 
   Args:
-    batches: of groups; the same ones whenever the run goes on, and more of them for more steps.
-    folder: of the chunks.
-    score: under the initial policy.
-    from_file: take the logprobs of the file where it has them.
-    steps: of the run, for which the batches suffice.
-    on_progress: called with the groups of a batch that was scored.
+    batches: Batches of groups; the same ones when the run continues, and more for more steps.
+    folder: Folder of the chunks.
+    score: Function that scores groups under the initial policy.
+    from_file: Whether logprobs of the file are used where it has them.
+    steps: Number of steps of the run for which the batches suffice.
+    on_progress: Function called with the number of groups of a batch that was scored.
   """
   folder.mkdir(parents=True, exist_ok=True)
   done = folder / "done.json"
@@ -106,15 +105,15 @@ def score_all(
       chunks.append(_load(path))
       continue
     chunks.append(_scored(items, score, from_file))
-    if jax.process_index() == 0:
+    if processes.is_main():
       _save(path, chunks[-1])
     on_progress(len(items))
-  if jax.process_index() == 0:
-    done.write_text(json.dumps({"steps": steps}))
+  if processes.is_main():
+    atomic.replace_file(done, json.dumps({"steps": steps}))
   return BehaviorLogprobs(chunks)
 
 
-def _scored(items: Sequence[OfflineGroup], score: Score, from_file: bool) -> Chunk:
+def _scored(items: Sequence[RecordedGroup], score: Score, from_file: bool) -> Chunk:
   """Scores the responses whose logprobs are not known."""
   missing = [[not (known and from_file) for known in item.is_known] for item in items]
   parts = [
@@ -152,7 +151,7 @@ def _with_logprobs(rollout: Rollout, logprobs: np.ndarray) -> Rollout:
 
 
 def _digest(group: RolloutGroup) -> int:
-  """64 bits that tell the tokens of a group from others."""
+  """Returns 64 bits that distinguish the tokens of a group from those of others."""
   hashed = hashlib.blake2b(digest_size=8)
   for ids in (group.prompt.token_ids, *(rollout.completion_ids for rollout in group.rollouts)):
     hashed.update(len(ids).to_bytes(8, "little"))

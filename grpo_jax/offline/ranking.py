@@ -33,7 +33,7 @@ def response_scores(
   """Returns one score a response: the mean (or sum) of the logprobs of its sampled tokens.
 
   The sum is the logarithm of the response's probability, and prefers short ones; the mean does
-  not. NaN where a sampled token has no logprob, or there is none.
+  not. NaN where a sampled token has no logprob, or nothing was sampled.
 
   Raises:
     ValueError: there is no such score.
@@ -78,7 +78,7 @@ def has_order(ranked: Ranked) -> bool:
   return bool(len(pairs(ranked)))
 
 
-def of_groups(groups: Sequence[Ranked], *, name: str) -> dict[str, float]:
+def group_metrics(groups: Sequence[Ranked], *, name: str) -> dict[str, float]:
   """Describes how well a policy ranks the groups of an evaluation set, in all and by type.
 
   Means are over groups, each of the same weight; those without an order (all rewards equal)
@@ -110,7 +110,7 @@ def of_groups(groups: Sequence[Ranked], *, name: str) -> dict[str, float]:
   return result
 
 
-def of_step(groups: Sequence[Ranked]) -> dict[str, float]:
+def step_metrics(groups: Sequence[Ranked]) -> dict[str, float]:
   """Returns train/rank_accuracy: of the groups of a training step, before they are learned."""
   return {"train/rank_accuracy": _mean([pairs(g).mean() for g in groups if has_order(g)])}
 

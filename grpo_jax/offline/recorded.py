@@ -19,7 +19,6 @@ from grpo_jax.data.groups import (
   GROUP_FORMATS,
   RECORDED,
   GroupDataset,
-  OfflineGroup,
   group_of,
   index_groups,
 )
@@ -37,9 +36,9 @@ from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.rollouts.stream import PromptSource
 from grpo_jax.rollouts.turns import request_seed
-from grpo_jax.types import Prompt, RolloutGroup
+from grpo_jax.types import Prompt, RecordedGroup, RolloutGroup
 
-Batch = list[OfflineGroup]  # groups that are scored side by side.
+Batch = list[RecordedGroup]  # groups that are scored side by side.
 
 
 def open_groups(
@@ -57,10 +56,10 @@ def open_groups(
   """Opens a dataset of recorded attempts.
 
   Args:
-    tokenizer: of the model.
-    options: of offline training.
+    tokenizer: Tokenizer of the model.
+    options: Options of offline training.
     on_error: "stop" or "skip", for rows that are broken when the file is indexed.
-    max_tokens: of prompt and response; longer responses are cut.
+    max_tokens: Largest number of tokens of prompt and response; longer responses are cut.
     format: key of GROUP_FORMATS, or the dotted path of a function like those in it.
     input_key: field of the prompt; None: that of the format.
     output_key: field of the response, likewise.
@@ -109,7 +108,7 @@ def open_groups(
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-  """recorded(prompts, step) → their groups: what stands where an engine would sample."""
+  """recorded(prompts, step) → their groups, in place of sampling them."""
 
   behavior: behavior.BehaviorLogprobs
   group_size: int | None  # responses of a group; of larger ones some are drawn. None: all.
@@ -148,7 +147,7 @@ def all_batches(datasets: Sequence[Dataset], *, size: int, on_error: OnError) ->
   """Yields all groups that can be used, in the order of the files."""
   for dataset in datasets:
     for first in range(0, len(dataset), size):
-      items: list[OfflineGroup] = []
+      items: list[RecordedGroup] = []
       for row in range(first, min(first + size, len(dataset))):
         try:
           items.append(group_of(dataset.prompt(row, epoch=0)))
@@ -169,7 +168,7 @@ class Ranking:
   def evaluate(
     self, params: Any, prompts: Sequence[Prompt], *, name: str, advance: Callable[[int], None]
   ) -> dict[str, float]:
-    """Scores the groups of the prompts; returns eval/NAME/*, see `ranking.of_groups`."""
+    """Scores the groups of the prompts; returns eval/NAME/*, see `ranking.group_metrics`."""
     found: list[ranking.Ranked] = []
     for first in range(0, len(prompts), self.scorer.groups_at_once):
       items = [group_of(p) for p in prompts[first : first + self.scorer.groups_at_once]]
@@ -180,9 +179,9 @@ class Ranking:
         scores = ranking.response_scores(group, values, score=self.score)
         found.append(ranking.Ranked(scores, group.rewards, item.group_type))
       advance(len(items))
-    return ranking.of_groups(found, name=name)
+    return ranking.group_metrics(found, name=name)
 
-  def of_step(
+  def step_metrics(
     self, groups: Sequence[RolloutGroup], logprobs: Sequence[Sequence[np.ndarray]]
   ) -> dict[str, float]:
     """Returns train/rank_accuracy of a step, from the logprobs that its update has found."""
@@ -191,7 +190,7 @@ class Ranking:
       for group, values in zip(groups, logprobs, strict=True)
     ]
     found = zip(groups, scores, strict=True)
-    return ranking.of_step([ranking.Ranked(each, group.rewards) for group, each in found])
+    return ranking.step_metrics([ranking.Ranked(each, group.rewards) for group, each in found])
 
 
 def rescored(
@@ -207,7 +206,7 @@ def rescored(
 
   Raises:
     ValueError: a response has several turns: what its environment said is recorded, and cannot
-      be asked for anew.
+      be asked for again.
     rollout.TooManyFailures: see `rollout.collect`.
   """
   several = [g.prompt.prompt_id for g in groups if any(r.turns > 1 for r in g.rollouts)]

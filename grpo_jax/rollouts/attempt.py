@@ -13,7 +13,6 @@ from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.engines.base import Generation
 from grpo_jax.environments.base import EnvironmentFactory, StepResult
 from grpo_jax.environments.isolation import EnvironmentFailure, IsolatedEnvironment, checked_stops
-from grpo_jax.metrics import ERROR, TURN_LIMIT
 from grpo_jax.types import FinishReason, Prompt, Rollout, Turn
 
 _SHOWN = 500  # characters of an error's message.
@@ -55,7 +54,8 @@ class Attempt:
     self._pieces: list[_Piece] = []  # alternately sampled and written, sampled first.
     self._results: list[StepResult] = []
     self._finish_reason = FinishReason.STOP
-    self._metrics: dict[str, float] = {}
+    self._close_failure = ""
+    self._hit_turn_limit = False
 
   @property
   def request_id(self) -> str:
@@ -107,7 +107,6 @@ class Attempt:
     """Ends the attempt without a reward."""
     self.error = error
     self.is_done = True
-    self._metrics[f"{ERROR}{error.kind}"] = 1.0
 
   def finish(self, reason: FinishReason | None = None) -> None:
     """Ends the attempt; None keeps the last turn's reason."""
@@ -116,7 +115,7 @@ class Attempt:
 
   def finish_at_turn_limit(self) -> None:
     """Ends the attempt at the turn limit, although the environment was not done."""
-    self._metrics[TURN_LIMIT] = 1.0
+    self._hit_turn_limit = True
     self.finish()
 
   async def close(self) -> None:
@@ -126,7 +125,7 @@ class Attempt:
       try:
         await environment.close()
       except EnvironmentFailure as error:
-        self._metrics[f"{ERROR}close_{error.kind}"] = 1.0
+        self._close_failure = error.kind
 
   def rollout(self, tokenizer: Tokenizer) -> Rollout:
     """Returns the finished attempt."""
@@ -146,10 +145,13 @@ class Attempt:
       reward=math.nan if self.error else float(sum(rewards)),
       text=tokenizer.decode(ids, skip_special=True),
       reward_components={} if self.error else dict(components),
-      metrics={**metrics, **self._metrics},
+      metrics=metrics,
       turns=self.turn + 1,
       turn_log=self._turn_log(rewards),
       error=f"{self.error.kind}: {self.error}"[:_SHOWN] if self.error else "",
+      failure=self.error.kind if self.error else "",
+      close_failure=self._close_failure,
+      hit_turn_limit=self._hit_turn_limit,
     )
 
   def _turn_log(self, rewards: Sequence[float]) -> tuple[Turn, ...]:

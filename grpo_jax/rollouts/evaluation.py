@@ -69,4 +69,4 @@ def run(
     stop=stop,
     loop=loop,
   )
-  return metrics.of_evaluation(groups, name=name, pass_k=pass_k)
+  return metrics.evaluation_metrics(groups, name=name, pass_k=pass_k)

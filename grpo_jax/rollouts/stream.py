@@ -239,7 +239,7 @@ class OnlineStream:
     prompts = self._prompts.take(count)
     groups = self._sample(prompts, step) if prompts else []
     of_round = {**self._prompts.metrics(), **rollout.error_counts(groups)}
-    self._metrics = metrics.of_rounds(self._metrics, of_round)
+    self._metrics = metrics.joined_rounds(self._metrics, of_round)
     return groups
 
   def _fill(self, step: int, dynamic: DynamicSampling) -> list[RolloutGroup]:

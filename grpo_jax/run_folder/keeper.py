@@ -46,9 +46,9 @@ class Keeper:
     """Begins to keep a state.
 
     Args:
-      checkpoints: where states are saved.
-      standing: where the run begins or continues.
-      stop: becomes true when the run is asked to end; an `interrupts.Flag` has its thread save.
+      checkpoints: Checkpoints of the run, where states are saved.
+      standing: Where the run begins or continues.
+      stop: Becomes true when the run is asked to end; an `interrupts.Flag` has its thread save.
     """
     self._checkpoints = checkpoints
     self._standing: Standing | None = standing

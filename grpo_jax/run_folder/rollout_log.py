@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.metrics.json_numbers import finite
+from grpo_jax import metrics
+from grpo_jax.json_numbers import finite
 from grpo_jax.types import Rollout, RolloutGroup
 
 Decode = Callable[[Sequence[int]], str]
@@ -117,7 +118,7 @@ def _record(
     "reward": finite(rollout.reward),
     "shaped_reward": finite(shaped_reward),
     "reward_components": {k: finite(v) for k, v in rollout.reward_components.items()},
-    "metrics": {k: finite(v) for k, v in rollout.metrics.items()},
+    "metrics": {k: finite(v) for k, v in metrics.with_events(rollout).items()},
     "advantage": finite(advantage),
     "finish_reason": rollout.finish_reason.value,
     "turns": rollout.turns,

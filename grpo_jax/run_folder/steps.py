@@ -126,7 +126,7 @@ class Books:
 
   def _signal(self, record: StepRecord) -> learning_signal.Signal:
     """Finds what the step teaches."""
-    return learning_signal.of_step(
+    return learning_signal.find(
       record.groups,
       record.kept.select(record.shaped),
       record.advantages,
@@ -140,10 +140,10 @@ class Books:
     groups, kept = record.groups, record.kept
     return {
       "weight_version": float(record.step),
-      **metrics.of_rollouts(groups, step=record.step),
+      **metrics.rollout_metrics(groups, step=record.step),
       **shaping.group_metrics(groups, record.shaped, self.shaping),
       **{name: value for source in self.sources for name, value in source().items()},
-      **(metrics.of_datasets(groups) if self.by_dataset else {}),
+      **(metrics.dataset_metrics(groups) if self.by_dataset else {}),
       **{f"filter/{reason}": float(count) for reason, count in kept.dropped.items()},
       **credit.advantage_metrics(record.advantages),
       **metrics.to_floats(record.batch.metrics),
@@ -174,7 +174,7 @@ def _unknown(group: RolloutGroup) -> tuple[np.ndarray, list[np.ndarray]]:
 
 
 def _computed_share(record: StepRecord, logprobs: GroupLogprobs) -> dict[str, float]:
-  """Returns batch/computed_token_share: of which tokens train/entropy and mismatch/* are."""
+  """Returns batch/computed_token_share: the share of tokens that train/entropy is computed from."""
   total = sum(int(rollout.loss_mask.sum()) for rollout in _rollouts(record.groups))
   share = monitoring.token_shares(record.kept.kept, logprobs, total)
   return {"batch/computed_token_share": share}

@@ -109,7 +109,10 @@ def test_a_batch_is_put_on_the_devices_once(kl_in_reward, monkeypatch):
   kl = {"kl_coef": 0.1, "kl_in_reward": True} if kl_in_reward else {"kl_coef": 0.0}
   groups = [a_group(1.0, 0.0, 0.5)]
   batch = batching.assemble(
-    groups, credit.advantages_of(groups, estimator), shapes=(packing.Shape(1, 16, 16),)
+    groups,
+    credit.advantages_of(groups, estimator),
+    shapes=(packing.Shape(1, 16, 16),),
+    skip_zero_advantage=False,
   )
   put, arrays = sharding.put, []
 

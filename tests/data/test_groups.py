@@ -317,3 +317,12 @@ def test_groups_whose_prompts_have_too_many_characters_keep_none_of_them(tmp_pat
   dropping = opened(path, max_prompt_tokens=20, overlong="drop")
   with pytest.raises(OverlongError, match=r"f.jsonl:1: \d+ characters, where 20 tokens"):
     dropping.prompt(0, epoch=0)
+
+
+def test_a_prompt_holds_its_group_in_a_field_of_its_own_and_keeps_what_environments_need(tmp_path):
+  row = {"input": "p", "output": "a", "reward": 1.0, "expected_answer": "7"}
+  prompt = opened(write(tmp_path / "f.jsonl", [row])).prompt(0, epoch=0)
+  assert prompt.info["expected_answer"] == "7"  # an environment that scores responses reads it.
+  assert prompt.recorded is group_of(prompt) and prompt.recorded.group.prompt.recorded is None
+  with pytest.raises(ValueError, match="has no recorded attempts"):
+    group_of(prompt.recorded.group.prompt)

@@ -43,7 +43,7 @@ def signal_of(groups, *, estimator="grpo", drop_truncated=False, row_tokens=32, 
     drop_truncated=drop_truncated,
     skip_zero_advantage=skip and not made.needs_whitening,
   )
-  return learning_signal.of_step(groups, kept, advantages, assembled.not_computed, made)
+  return learning_signal.find(groups, kept, advantages, assembled.not_computed, made)
 
 
 CUT = [a_group("a", *(a_rollout(0.0, is_cut=True) for _ in range(3)))]

@@ -96,7 +96,7 @@ def test_rollouts_are_described_without_those_that_could_not_be_scored():
     a_group(a_rollout(1.0, 4), a_rollout(math.nan, 6)),  # one scored reward: no signal.
     a_group(a_rollout(0.5, 4), a_rollout(0.5, 6, FinishReason.ABORT)),
   ]
-  found = metrics.of_rollouts(groups, step=3)
+  found = metrics.rollout_metrics(groups, step=3)
   expected = {
     "rollout/prompts": 3,
     "rollout/completions": 6,
@@ -125,10 +125,10 @@ def test_staleness_counts_sampled_tokens_only():
     finish_reason=FinishReason.ENV_DONE,
     reward=1.0,
   )
-  found = metrics.of_rollouts([a_group(rollout)], step=7)
+  found = metrics.rollout_metrics([a_group(rollout)], step=7)
   assert found["rollout/staleness_mean"] == pytest.approx(2.0)
   assert found["rollout/staleness_max"] == 3.0
-  assert "rollout/staleness_mean" not in metrics.of_rollouts([a_group(rollout)])
+  assert "rollout/staleness_mean" not in metrics.rollout_metrics([a_group(rollout)])
 
 
 def test_environments_are_told_apart_and_their_own_metrics_are_averaged():
@@ -137,7 +137,7 @@ def test_environments_are_told_apart_and_their_own_metrics_are_averaged():
     a_group(a_rollout(0.0, metrics={"accuracy": 0.0}), environment="math"),
     a_group(a_rollout(-1.0), environment="code"),
   ]
-  found = metrics.of_rollouts(groups)
+  found = metrics.rollout_metrics(groups)
   assert found["env/math/reward_mean"] == 0.5
   assert found["env/code/reward_mean"] == -1.0
   assert found["env/math/accuracy"] == 0.5
@@ -146,10 +146,10 @@ def test_environments_are_told_apart_and_their_own_metrics_are_averaged():
 
 @pytest.mark.filterwarnings("error")
 def test_nothing_sampled_gives_nan_and_no_warning():
-  found = metrics.of_rollouts([], step=0)
+  found = metrics.rollout_metrics([], step=0)
   assert found["rollout/completions"] == 0.0
   assert math.isnan(found["rollout/reward_mean"]) and math.isnan(found["rollout/staleness_max"])
-  only_failed = metrics.of_rollouts([a_group(a_rollout(math.nan), a_rollout(math.nan))])
+  only_failed = metrics.rollout_metrics([a_group(a_rollout(math.nan), a_rollout(math.nan))])
   assert only_failed["rollout/failed_share"] == 1.0
   assert only_failed["rollout/no_signal_share"] == 1.0
   assert math.isnan(only_failed["rollout/reward_mean"])
@@ -161,7 +161,7 @@ def test_an_evaluation_tells_accuracy_pass_at_k_and_what_failed():
     a_group(judged(1.0), judged(0.0), judged(0.0), a_rollout(math.nan)),
     a_group(judged(0.9), judged(1.0), judged(1.0), judged(0.0, 9, FinishReason.LENGTH)),
   ]
-  found = metrics.of_evaluation(groups, name="heldout", pass_k=(1, 2))
+  found = metrics.evaluation_metrics(groups, name="heldout", pass_k=(1, 2))
   expected = {
     "eval/heldout/prompts": 2,
     "eval/heldout/accuracy": (1 / 4 + 2 / 4) / 2,
@@ -179,28 +179,30 @@ def test_an_environment_that_reports_accuracy_decides_what_is_solved():
   groups = [
     a_group(a_rollout(1.5, metrics={"accuracy": 0.0}), a_rollout(0.1, metrics={"accuracy": 1.0}))
   ]
-  assert metrics.of_evaluation(groups, name="x")["eval/x/accuracy"] == 0.5
+  assert metrics.evaluation_metrics(groups, name="x")["eval/x/accuracy"] == 0.5
 
 
 def test_accuracy_is_of_the_environments_that_report_it():
   rewarded = a_group(a_rollout(1.0), a_rollout(1.0), environment="reward_model")
-  alone = metrics.of_evaluation([rewarded], name="x")
+  alone = metrics.evaluation_metrics([rewarded], name="x")
   assert not [name for name in alone if "accuracy" in name or "pass@" in name]
   assert alone["eval/x/reward_mean"] == 1.0
   judged = a_group(a_rollout(0.0, metrics={"accuracy": 1.0}), a_rollout(math.nan))
-  both = metrics.of_evaluation([rewarded, judged], name="x")
+  both = metrics.evaluation_metrics([rewarded, judged], name="x")
   assert both["eval/x/accuracy"] == both["eval/x/math/accuracy"] == both["eval/x/pass@1"] == 0.5
   assert "eval/x/reward_model/accuracy" not in both
 
 
 def test_the_entropy_of_the_behavior_is_of_all_sampled_tokens():
   groups = [a_group(a_rollout(1.0, 3), a_rollout(1.0, 5)), a_group(a_rollout(math.nan, 2))]
-  assert metrics.of_rollouts(groups)["rollout/behavior_entropy"] == pytest.approx(0.5)
+  assert metrics.rollout_metrics(groups)["rollout/behavior_entropy"] == pytest.approx(0.5)
 
 
 def test_everything_that_the_package_tells_stands_in_the_table():
   group = a_group(a_rollout(1.0, metrics={"accuracy": 1.0}, reward_components={"format": 1.0}))
-  told = metrics.of_rollouts([group], step=1) | metrics.of_evaluation([group], name="held/out")
+  told = metrics.rollout_metrics([group], step=1) | metrics.evaluation_metrics(
+    [group], name="held/out"
+  )
   assert metrics.unknown(told) == []
   assert metrics.unknown(["rollout/reward_mean", "rollout/rewards", "b"]) == [
     "b",

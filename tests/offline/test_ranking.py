@@ -41,7 +41,7 @@ def test_of_groups_by_hand():
     ranked([3, 1, 2], [1, 0.5, 0], "hard"),  # pairs 2/3, margin 3 - 1.5.
     ranked([1, 2, 3], [1, 1, 1], "hard"),  # nothing to rank.
   ]
-  found = ranking.of_groups(groups, name="v")
+  found = ranking.group_metrics(groups, name="v")
   expected = {
     "eval/v/groups": 4,
     "eval/v/no_order_share": 1 / 4,
@@ -61,9 +61,9 @@ def test_of_groups_by_hand():
 
 
 def test_without_types_there_is_no_consistency():
-  found = ranking.of_groups([ranked([2, 1], [1, 0])], name="v")
+  found = ranking.group_metrics([ranked([2, 1], [1, 0])], name="v")
   assert "eval/v/consistency" not in found and found["eval/v/accuracy"] == 1.0
-  one = ranking.of_groups([ranked([2, 1], [1, 0], "a/b")], name="v")
+  one = ranking.group_metrics([ranked([2, 1], [1, 0], "a/b")], name="v")
   assert "eval/v/consistency" not in one and one["eval/v/a_b/accuracy"] == 1.0
 
 
@@ -99,5 +99,5 @@ def test_scores_are_over_sampled_tokens():
 
 
 def test_a_step_without_any_order_has_no_accuracy():
-  assert np.isnan(ranking.of_step([ranked([1, 2], [1, 1])])["train/rank_accuracy"])
-  assert ranking.of_step([ranked([2, 1], [1, 0])])["train/rank_accuracy"] == 1.0
+  assert np.isnan(ranking.step_metrics([ranked([1, 2], [1, 1])])["train/rank_accuracy"])
+  assert ranking.step_metrics([ranked([2, 1], [1, 0])])["train/rank_accuracy"] == 1.0

@@ -250,14 +250,14 @@ def test_conversations_are_described_turn_by_turn():
   groups = [
     group(
       talked(Turn(4, 2, 0.0), Turn(3, 1, 0.5), Turn(5, 0, 1.0)),
-      talked(Turn(2, 2, 0.25), Turn(8, 0, 0.0), metrics={"turn_limit": 1.0}),
+      talked(Turn(2, 2, 0.25), Turn(8, 0, 0.0), hit_turn_limit=True),
     ),
     group(
       talked(Turn(6, 0, 0.0), finish_reason=FinishReason.LENGTH),
       talked(Turn(1, 3, 0.0), Turn(7, 0, math.nan), reward=math.nan, error="KeyError: 'x'"),
     ),
   ]
-  found = metrics.of_rollouts(groups)
+  found = metrics.rollout_metrics(groups)
   expected = {
     "rollout/turns_mean": 2.0,
     "rollout/turns_total": 8.0,
@@ -283,13 +283,13 @@ def test_conversations_are_described_turn_by_turn():
   assert {name: found[name] for name in expected} == pytest.approx(expected)
   assert "rollout/turn/04/reached_share" not in found
   assert not metrics.unknown(found)
-  single = metrics.of_rollouts([group(talked(Turn(6, 0, 0.0)))])
+  single = metrics.rollout_metrics([group(talked(Turn(6, 0, 0.0)))])
   assert "rollout/turns_max" not in single and "rollout/turn/01/reached_share" not in single
 
 
 def test_flags_of_attempts_are_no_means_of_their_environment():
-  failed = talked(Turn(1, 0, 0.0), reward=math.nan, metrics={"error/timeout": 1.0}, error="x")
-  found = metrics.of_rollouts([group(failed, talked(Turn(1, 0, 1.0), metrics={"turn_limit": 1.0}))])
+  failed = talked(Turn(1, 0, 0.0), reward=math.nan, failure="timeout", error="x")
+  found = metrics.rollout_metrics([group(failed, talked(Turn(1, 0, 1.0), hit_turn_limit=True))])
   assert not [name for name in found if name.startswith(("env/env/error", "env/env/turn_limit"))]
   assert found["env/env/failed_share"] == 0.5 and found["env/env/completions"] == 2.0
 
@@ -297,15 +297,15 @@ def test_flags_of_attempts_are_no_means_of_their_environment():
 def test_every_environment_of_a_group_of_environments_is_told_apart():
   solved, missed = (talked(Turn(1, 0, r), metrics={"accuracy": r}) for r in (1.0, 0.0))
   groups = [group(solved, missed, environment="math"), group(solved, environment="puzzle")]
-  found = metrics.of_rollouts(groups)
+  found = metrics.rollout_metrics(groups)
   assert (found["env/math/accuracy"], found["env/puzzle/accuracy"]) == (0.5, 1.0)
   assert (found["env/math/completions"], found["env/puzzle/completions"]) == (2.0, 1.0)
-  evaluated = metrics.of_evaluation(groups, name="heldout")
+  evaluated = metrics.evaluation_metrics(groups, name="heldout")
   assert evaluated["eval/heldout/accuracy"] == 0.75
   assert evaluated["eval/heldout/math/accuracy"] == 0.5
   assert evaluated["eval/heldout/puzzle/accuracy"] == 1.0
   assert not metrics.unknown(evaluated)
-  alone = metrics.of_evaluation(groups[:1], name="heldout")
+  alone = metrics.evaluation_metrics(groups[:1], name="heldout")
   assert "eval/heldout/math/accuracy" not in alone
 
 
@@ -410,10 +410,10 @@ def test_a_failure_that_says_what_a_terminal_obeys_is_printed_harmlessly():
 
 
 def test_evaluations_tell_the_kinds_of_failures():
-  failed = talked(
-    Turn(1, 0, 0.0), reward=math.nan, metrics={"error/timeout": 1.0}, error="timeout: 5 s"
+  failed = talked(Turn(1, 0, 0.0), reward=math.nan, failure="timeout", error="timeout: 5 s")
+  found = metrics.evaluation_metrics(
+    [group(failed), group(talked(Turn(1, 0, 1.0)))], name="heldout"
   )
-  found = metrics.of_evaluation([group(failed), group(talked(Turn(1, 0, 1.0)))], name="heldout")
   assert found["eval/heldout/errors/timeout"] == 1.0 and found["eval/heldout/failed_share"] == 0.5
   assert "failed: timeout 1.000" in console.eval_line("heldout", 3, found, {})
 

@@ -239,7 +239,7 @@ def test_collect_ends_a_conversation_at_the_turn_limit():
     ScriptedEngine(lambda r: "ab"), {"env": Counting}, prompts("xyz"), limits=Limits(max_turns=2)
   )
   got = groups[0].rollouts[0]
-  assert got.turns == 2 and got.metrics["turn_limit"] == 1.0
+  assert got.turns == 2 and got.hit_turn_limit
   assert got.loss_mask[-1]  # no observation after the last turn.
   assert got.finish_reason is FinishReason.STOP and got.reward == 3.5
 
@@ -333,7 +333,7 @@ def test_a_failing_environment_costs_its_attempt_only_and_is_counted(fault, kind
     assert np.isnan(group.rewards).tolist() == [False, True, False]
     assert group.rollouts[1].text == "1" and group.rollouts[1].reward_components == {}
   assert rollout.error_counts(groups) == {f"rollout/errors/{kind}": 2.0}
-  assert metrics.of_rollouts(groups)["rollout/failed_share"] == pytest.approx(1 / 3)
+  assert metrics.rollout_metrics(groups)["rollout/failed_share"] == pytest.approx(1 / 3)
 
 
 def test_a_factory_that_raises_costs_its_attempts_only():

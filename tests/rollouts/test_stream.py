@@ -150,7 +150,7 @@ def test_prompts_of_weight_zero_fill_no_step():
 
 def test_failed_attempts_of_every_round_are_counted():
   def sample(prompts, step):
-    failed = rollout(NAN, step, metrics={"error/timeout": 1.0})
+    failed = rollout(NAN, step, failure="timeout")
     return [RolloutGroup(p, (failed, rollout(0.5, step), rollout(0.5, step))) for p in prompts]
 
   made = make(every(1), sample=sample, max_rounds=4, on_limit="train")
