@@ -7,20 +7,20 @@ from typing import Any
 
 from grpo_jax import checked, registry
 from grpo_jax.environments import setting_kinds
-from grpo_jax.environments.base import AnyFactory, as_factory
+from grpo_jax.environments.base import AnyFactory, EnvironmentFactory, as_factory
 from grpo_jax.environments.grading import confinement
 from grpo_jax.types import Prompt
 
 _HIDDEN = ("base", "grading", "isolation", "scoring", "setting_kinds")
 
 
-class Environments(Mapping[str, AnyFactory]):
+class Environments(Mapping[str, EnvironmentFactory]):
   """Factories by name. Close it at the end of the run, or use it in a `with` block."""
 
   def __init__(self, factories: Mapping[str, AnyFactory]):
-    self._factories = dict(factories)
+    self._factories = {name: as_factory(made) for name, made in factories.items()}
 
-  def __getitem__(self, name: str) -> AnyFactory:
+  def __getitem__(self, name: str) -> EnvironmentFactory:
     return registry.choose("environment", name, self._factories)
 
   def __iter__(self) -> Iterator[str]:
@@ -40,13 +40,13 @@ class Environments(Mapping[str, AnyFactory]):
     return {
       f"env/{name}/{metric}": value
       for name, factory in self._factories.items()
-      for metric, value in as_factory(factory).metrics().items()
+      for metric, value in factory.metrics().items()
     }
 
   def close(self) -> None:
     """Closes all environments; later calls do nothing."""
     for factory in self._factories.values():
-      as_factory(factory).close()
+      factory.close()
 
 
 def make(**environments: Mapping[str, Any]) -> Environments:
