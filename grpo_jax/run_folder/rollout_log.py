@@ -20,7 +20,7 @@ REPLACEMENT = "\ufffd"  # what a decoder writes for half a character.
 class TokenTexts:
   """Splits a completion into the texts of its tokens.
 
-  A character may span several tokens; its text then stands at the first of them, and the others
+  A character may span several tokens; the first of them then has its text, and the others
   have none. The texts of all tokens together are the text of the completion.
   """
 
@@ -103,7 +103,7 @@ def _record(
   policy_logprobs: np.ndarray | None,
   texts: TokenTexts | None,
 ) -> dict[str, Any]:
-  """What the file of rollouts tells of one of them, besides its place."""
+  """Returns what the file of rollouts holds of one of them, besides its place."""
   if policy_logprobs is not None and len(policy_logprobs) != len(rollout.completion_ids):
     raise ValueError(
       f"a completion of {len(rollout.completion_ids)} tokens has {len(policy_logprobs)} logprobs"
