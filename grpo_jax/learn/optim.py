@@ -170,8 +170,11 @@ def own_schedule(
   if asked:
     raise ValueError(f"{what} needs {', '.join(asked)}, which nothing gives it: {', '.join(given)}")
   try:
-    made = function(**{name: value for name, value in given.items() if name in names})
-    if not callable(made):
+    made: optax.Schedule = function(
+      **{name: value for name, value in given.items() if name in names}
+    )
+    is_function = callable(made)
+    if not is_function:
       raise TypeError(f"it must return a function of the step, got {type(made).__name__}")
     of_step = lambda step: jnp.asarray(made(step))
     result = jax.eval_shape(of_step, jnp.zeros((), jnp.int32))
