@@ -170,11 +170,8 @@ def own_schedule(
   if asked:
     raise ValueError(f"{what} needs {', '.join(asked)}, which nothing gives it: {', '.join(given)}")
   try:
-    made: optax.Schedule = function(
-      **{name: value for name, value in given.items() if name in names}
-    )
-    is_function = callable(made)
-    if not is_function:
+    made: Any = function(**{name: value for name, value in given.items() if name in names})
+    if not callable(made):
       raise TypeError(f"it must return a function of the step, got {type(made).__name__}")
     of_step = lambda step: jnp.asarray(made(step))
     result = jax.eval_shape(of_step, jnp.zeros((), jnp.int32))
@@ -196,7 +193,8 @@ def own_schedule(
     )
   if not rates.any():
     raise ValueError(f"{what} is 0 at every step that was tried: nothing would be learned")
-  return made
+  found: Any = made
+  return found
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
