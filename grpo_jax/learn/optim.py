@@ -170,7 +170,7 @@ def own_schedule(
   if asked:
     raise ValueError(f"{what} needs {', '.join(asked)}, which nothing gives it: {', '.join(given)}")
   try:
-    made = function(**{name: value for name, value in given.items() if name in names})
+    made: Any = function(**{name: value for name, value in given.items() if name in names})
     if not callable(made):
       raise TypeError(f"it must return a function of the step, got {type(made).__name__}")
     of_step = lambda step: jnp.asarray(made(step))

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from grpo_jax import main, train
-from grpo_jax.building import computation
-from grpo_jax.building import run as building
+from grpo_jax.building import computation, online
 from grpo_jax.config import base, run_options
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.engines.fake import FakeEngine
@@ -73,7 +72,7 @@ def make_config(model, one_device, tmp_path_factory):
 def scripted(one_device):
   """Answers of one letter to some, which differ in every attempt."""
 
-  def engine(config, folder, tokenizer, workdir, stack):
+  def engine(config, folder, tokenizer, workdir):
     def script(request):
       row, _, attempt = request.request_id.rpartition(":")[2].partition("#")
       letters = "xyaexio"[: (int(row) + int(attempt.partition(".")[0]) * 3) % 7] + "u"
@@ -83,7 +82,7 @@ def scripted(one_device):
 
   del one_device
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(building, "_engine", engine)
+    patch.setattr(online, "_engine", engine)
     yield
 
 
