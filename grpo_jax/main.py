@@ -67,9 +67,9 @@ def run(
   if stop:
     _log.info("stopped before the run began")
     return False
-  workdir = command.workdir or new_workdir(command.config_path)
-  with claim(workdir):
-    for stream in streams:
+  workdir = shared_workdir(command)
+  with claim(workdir) if processes.is_main() else contextlib.nullcontext():
+    for stream in streams if processes.is_main() else ():
       stream.file = workdir / output.NAME
     _log.info("run folder: %s", workdir)
     try:
@@ -92,6 +92,18 @@ def report_failure(*lines: str) -> None:
   of = f"{processes.named()}: " if processes.named() else ""
   for line in lines:
     print(f"{of}{line}", file=sys.stderr)
+
+
+def shared_workdir(command: command_line.Command) -> pathlib.Path:
+  """Returns the run folder of a command; the main process names it for all processes.
+
+  Raises:
+    ConfigError: A new folder cannot be made.
+  """
+  named = ""
+  if processes.is_main():
+    named = str(command.workdir or new_workdir(command.config_path))
+  return pathlib.Path(processes.broadcast(named))
 
 
 def new_workdir(config_path: str, *, root: pathlib.Path = pathlib.Path("runs")) -> pathlib.Path:

@@ -6,6 +6,8 @@ import pathlib
 import re
 import xml.etree.ElementTree
 
+import pytest
+
 from tests.test_architecture import FLOORS, PACKAGE, ROOT
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
@@ -46,6 +48,16 @@ def test_what_the_page_names_exists():
     path, _, name = text.partition(":")
     if not place(path).exists() or (name and name not in names(place(path))):
       missing.append(text)
+  assert missing == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md"])
+def test_other_pages_name_files_that_exist(page):
+  top = r"(?:grpo_jax|kernels|configs|scripts|tests|docs|constraints)"
+  named = re.findall(rf"`({top}/[\w./]+)`", (ROOT / page).read_text())
+  missing = [
+    path for path in named if not re.search(r"[A-Z]{4}", path) and not (ROOT / path).exists()
+  ]
   assert missing == []
 
 

@@ -5,10 +5,18 @@ import pathlib
 import socket
 import subprocess
 import sys
+import types
 
+import jax
 import pytest
+from ml_collections import ConfigDict
 
-from grpo_jax import processes
+import grpo_jax
+from grpo_jax import main, processes, report
+from grpo_jax.config import configuration
+from grpo_jax.models import export, transformer
+from grpo_jax.run_folder import checkpointing, earlier, loggers, notices
+from tests.models import tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -67,3 +75,81 @@ def test_two_processes_agree_without_a_backend():
   assert ended[1][0].startswith(
     "process 1 of 2 received nothing from process 0 within 0.2 s (grpo_jax/broadcast/2): "
   )
+
+
+# --- process 1 of 2 ---
+
+
+@pytest.fixture
+def second(monkeypatch):
+  """This process is process 1 of 2; process 0 has sent "runs/shared"."""
+  monkeypatch.setattr(processes, "count", lambda: 2)
+  monkeypatch.setattr(processes, "index", lambda: 1)
+  monkeypatch.setattr(processes, "broadcast", lambda value, **_: "runs/shared")
+
+
+def write_config(folder):
+  configuration.write(ConfigDict({"seed": 1}), folder / "config.json")
+
+
+def write_export(folder):
+  config = tiny.config(vocab_size=16, num_layers=1)
+  params = transformer.init(rng=jax.random.key(0), config=config)
+  assert export.to_huggingface(params, config, folder / "export") == folder / "export"
+
+
+def write_logs(folder):
+  logger = loggers.make(folder / "logs")
+  logger.write(0, {"train/loss": 0.5})
+  logger.close()
+
+
+def write_report(folder):
+  report.write(folder)
+
+
+def set_aside(folder):
+  (folder / "export").mkdir()
+  assert earlier.set_aside(folder) is None
+  (folder / "export").rmdir()
+
+
+def commit_checkpoint(folder):
+  with checkpointing.open(folder) as checkpoints:
+    checkpoints._commit(1, folder / "tmp_step_00000001")
+
+
+WRITERS = [write_config, write_export, write_logs, write_report, set_aside, commit_checkpoint]
+
+
+@pytest.mark.parametrize("write", WRITERS, ids=lambda f: f.__name__)
+def test_another_process_than_the_main_one_writes_and_prints_nothing(
+  second, tmp_path, capfd, write
+):
+  with notices.of_program():
+    write(tmp_path)
+  assert list(tmp_path.iterdir()) == [] and capfd.readouterr() == ("", "")
+
+
+def test_the_program_takes_the_run_folder_of_the_main_process_and_claims_nothing(
+  second, tmp_path, monkeypatch, capfd
+):
+  calls = []
+  train = types.ModuleType("grpo_jax.train")
+  train.validate = lambda config: []
+  train.train = lambda config, workdir, *, stop: calls.append(workdir)
+  monkeypatch.setitem(sys.modules, "grpo_jax.train", train)
+  monkeypatch.setattr(grpo_jax, "train", train, raising=False)
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "some.py").write_text(
+    "from ml_collections import ConfigDict\ndef get_config():\n  return ConfigDict({'seed': 1})\n"
+  )
+  assert main.main(["--config=some.py"]) == 0
+  assert calls == [pathlib.Path("runs/shared")]
+  assert [path.name for path in tmp_path.iterdir()] == ["some.py"]
+  assert capfd.readouterr() == ("", "")
+
+
+def test_what_ends_another_process_names_it(second, capfd):
+  main.report_failure("error: the disk is full")
+  assert capfd.readouterr() == ("", "process 1 of 2: error: the disk is full\n")

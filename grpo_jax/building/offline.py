@@ -15,7 +15,7 @@ from grpo_jax.data.group_options import Options
 from grpo_jax.data.groups import GroupDataset
 from grpo_jax.engines.base import Engine
 from grpo_jax.engines.none import NoEngine
-from grpo_jax.environments.base import EnvironmentFactory
+from grpo_jax.environments.base import AnyFactory
 from grpo_jax.interrupts import Stopped
 from grpo_jax.learn.group_scorer import GroupScorer
 from grpo_jax.offline import behavior, recorded
@@ -174,7 +174,7 @@ def score_behavior(
 
 def make_rescore(
   config: Config,
-  environments: Mapping[str, EnvironmentFactory],
+  environments: Mapping[str, AnyFactory],
   tokenizer: data.Tokenizer,
   limits: rollout.Limits,
   stop: Any = False,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax import batching
+from grpo_jax import batching, processes
 from grpo_jax.batching import Assembled
 from grpo_jax.building import checks, computation, phases, preparing, restoring
 from grpo_jax.building import model as model_building
@@ -122,7 +122,8 @@ def build(
   if start.step == 0:
     earlier.set_aside(workdir)
   configuration.write(config, workdir / "config.json")
-  atomic.clear_leftovers(workdir / "export")
+  if processes.is_main():
+    atomic.clear_leftovers(workdir / "export")
   model = dataclasses.replace(model, params={})  # training consumes them.
   run = _bind(inputs, _Loaded(engine, made, model, scorer, policy), checkpoints, start, stack)
   stack.push(functools.partial(phases.write_report, workdir, run.logger))

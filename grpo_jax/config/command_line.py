@@ -129,7 +129,7 @@ def parse(arguments: Sequence[str]) -> Command:
 
 
 def _override(config: ConfigDict, parsed: flags.FlagValues, argv: Sequence[str]) -> list[str]:
-  """Applies the flags of `argv` to `config` and `parsed`; returns what is no flag."""
+  """Applies the flags of `argv` to `config` and `parsed`; returns the other arguments."""
   names = dict.fromkeys(
     m.group(1) for a in argv if (m := re.match(r"--?(?:no)?config\.([^=]*)", a))
   )
@@ -164,8 +164,8 @@ def _drop_fallback(config: ConfigDict, of_file: Mapping[str, Any]) -> None:
   that gives a fallback of its own is kept.
 
   Args:
-    config: with the flags applied.
-    of_file: the values before.
+    config: Config with the flags applied.
+    of_file: Values before that.
   """
   name = "model.fallback"
   now = configuration.fields(config)
@@ -200,7 +200,7 @@ def _make_room(config: ConfigDict, names: Iterable[str]) -> None:
 
 
 class _Reader(flags.ArgumentParser):
-  """Reads one kind of value; `convert` raises ValueError where the text is none."""
+  """Reads one kind of value; `convert` raises ValueError for other text."""
 
   def __init__(self, expected: str, convert: Callable[[str], Any]):
     self.expected = expected
@@ -208,7 +208,7 @@ class _Reader(flags.ArgumentParser):
     self.syntactic_help = expected
 
   def parse(self, argument: Any) -> Any:
-    """Returns the value of a text; values that are none of a command line pass through."""
+    """Returns the value of a string; values that do not come from a command line pass through."""
     if not isinstance(argument, str):
       return argument
     if argument.strip() in ("None", "none", "null"):
@@ -231,7 +231,7 @@ def _boolean(text: str) -> bool:
 
 
 def _anything(text: str) -> Any:
-  """Returns what a text looks like in Python; a word if it looks like nothing."""
+  """Returns the Python value that the text looks like; otherwise the text itself."""
   if text.lower() in ("true", "false"):
     return text.lower() == "true"
   try:

@@ -18,11 +18,10 @@ from typing import Any
 
 from ml_collections import ConfigDict, FieldReference, config_dict
 
-from grpo_jax import names, registry
+from grpo_jax import json_numbers, names, processes, registry
 from grpo_jax.config import sections
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.files import atomic, local_paths
-from grpo_jax.metrics import json_numbers
 
 Rule = Callable[[ConfigDict], Iterable[str]]
 _METHODS = {name for name in dir(ConfigDict) if not name.startswith("_")}
@@ -164,12 +163,13 @@ def to_json(config: ConfigDict) -> dict[str, Any]:
 
 
 def write(config: ConfigDict, path: str | os.PathLike[str]) -> None:
-  """Writes config.json; the file is whole at every moment.
+  """Writes config.json, on the main process; the file is whole at every moment.
 
   Raises:
     WriteError: it cannot be written; the old one is as it was.
   """
-  atomic.replace_file(pathlib.Path(path), json.dumps(to_json(config), indent=2) + "\n")
+  if processes.is_main():
+    atomic.replace_file(pathlib.Path(path), json.dumps(to_json(config), indent=2) + "\n")
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:

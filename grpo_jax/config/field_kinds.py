@@ -1,6 +1,6 @@
 """What every field of a config may be, by its dotted name: types, ranges, None. Pure.
 
-The rows are those of the parts that take the options, where there is one; the rest stands here.
+The rows are those of the parts that take the options, where there is one; the rest is here.
 A test finds fields of `base` that have no row here.
 """
 

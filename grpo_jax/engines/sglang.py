@@ -287,6 +287,12 @@ def make(
     environment=chosen.environment,
   ):
     raise ValueError(refusal)
+  if config.layer_kinds:
+    raise ValueError(
+      "this model has sliding windows or layers without rotary embeddings, and SGLang is not known"
+      " to compute these as the trainer does (its Qwen2 ignores windows):"
+      " use engine.name='jax_sampler'"
+    )
   dtype = jnp.dtype(compute_dtype)
   products = precision.resolve(matmul_precision, dtype) or dtype.name
   key = _key(is_launched=not chosen.addresses)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from grpo_jax import metrics
-from grpo_jax.metrics.json_numbers import decoded, encoded
+from grpo_jax.json_numbers import decoded, encoded
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup, Turn
 
 _ARRAYS = {

@@ -263,7 +263,7 @@ class Update:
           before()
         seen.append(logprobs)
         params, opt_state, applied = self.apply(params, opt_state, grads, loss)
-        del grads  # or they would be in memory beside those of the next minibatch.
+        del grads  # or they would be in memory together with those of the next minibatch.
         parts.append((metrics, applied))
     new = TrainState(counted_on(state.step), params, opt_state)
     # "train/loss" is the loss that was minimised; the objective sees one microbatch only.

@@ -93,12 +93,12 @@ def from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig
   """Reads the content of a Hugging Face config.json, old style or that of transformers 5.
 
   Args:
-    hf: the parsed config.json. Rotary settings are taken from `rope_parameters` (transformers 5)
+    hf: Parsed config.json. Rotary settings are taken from `rope_parameters` (transformers 5)
       if it is there, else from `rope_theta` and `rope_scaling`.
     where: Place of the content, for errors.
 
   Returns:
-    The same, in our words.
+    The same as a `ModelConfig`.
 
   Raises:
     ModelError: for an architecture, an option or a kind of rotary scaling that we do not compute,

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from grpo_jax import processes
 from grpo_jax.compilation.programs import Job, Program
 from grpo_jax.files import atomic
 from grpo_jax.models import config as model_config
@@ -28,8 +29,8 @@ def to_huggingface(
 ) -> pathlib.Path:
   """Writes a folder that `transformers.AutoModelForCausalLM` loads; a tied head is not stored.
 
-  The folder appears whole or not at all: it is written beside its place and then renamed. One
-  that is already there is replaced.
+  The folder appears whole or not at all: it is written next to its place and then renamed. One
+  that is already there is replaced. Of several processes of a run only the main one writes it.
 
   Args:
     params: the whole tree, layers stacked; sharded or not. Fetched from the devices one tensor
@@ -51,7 +52,8 @@ def to_huggingface(
   fill = lambda folder: fill_folder(
     params, config, folder, source=source, dtype=dtype, max_shard_bytes=max_shard_bytes
   )
-  return atomic.replace_folder(pathlib.Path(directory), fill)
+  folder = pathlib.Path(directory)
+  return atomic.replace_folder(folder, fill) if processes.is_main() else folder
 
 
 def fill_folder(

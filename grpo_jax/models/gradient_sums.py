@@ -78,7 +78,7 @@ def run(block: Block, stack: Stack, x: Array, given: Any, kinds: Any = None) -> 
     stack: Parameters of all layers; the cotangent of `stack.sums` is explained above.
     x: Input of the first layer.
     given: Tree of arrays that every layer is given; it has no gradient.
-    kinds: Tree of arrays [L ...], of which each layer is given its part; it has no gradient.
+    kinds: Tree of arrays [L ...]; each layer is given its part. It has no gradient.
 
   Returns:
     The output of the last layer; the statistics of all layers, [L ...].

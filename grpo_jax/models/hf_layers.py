@@ -86,7 +86,7 @@ def to_hf(kinds: Sequence[LayerKind]) -> dict[str, Any]:
   Raises:
     ValueError: the layers have windows of different lengths, which config.json cannot say.
   """
-  lengths = {kind.window for kind in kinds} - {None}
+  lengths = {kind.window for kind in kinds if kind.window is not None}
   if not lengths:
     return {"use_sliding_window": False}
   if len(lengths) > 1:

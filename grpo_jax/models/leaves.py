@@ -1,7 +1,6 @@
 """The table of all parameters: name, shape, logical axes. Pure; no arrays are made here.
 
-The one source of truth for the module, its initialiser, the sharding rules and the readers and
-writers of files.
+The module, its initialiser, the sharding rules, and the readers and writers of files all use it.
 """
 
 import dataclasses

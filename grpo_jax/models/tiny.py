@@ -17,7 +17,7 @@ import numpy as np
 from grpo_jax.files import atomic
 from grpo_jax.models import config as model_config
 from grpo_jax.models import export, loading, safetensors, transformer
-from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.config import LayerKind, ModelConfig
 
 SPECIAL = ("<pad>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -28,6 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
   "llama": {"tie_embeddings": True},
   "qwen2": {"tie_embeddings": True, "qkv_bias": True},
   "qwen3": {"tie_embeddings": True, "qk_norm": True},
+  "smollm3": {"tie_embeddings": True, "layer_kinds": (LayerKind(), LayerKind(rope=None))},
 }
 
 
@@ -37,10 +38,10 @@ def write(
   """Writes a Hugging Face folder: 2 layers, 256 bytes and 3 special tokens.
 
   Args:
-    directory: Folder to create.
-    family: "llama", "qwen2" or "qwen3".
+    directory: Folder to write.
+    family: Key of `FAMILIES`.
     seed: Random seed of the weights.
-    hidden_size: width; a multiple of 8.
+    hidden_size: Width of the model; a multiple of 8.
 
   Returns:
     The folder.
@@ -58,10 +59,10 @@ def write_reward_model(
   """Writes the same as a sequence classifier of one label, whose score matrix is random.
 
   Args:
-    directory: Folder to create.
-    family: "llama", "qwen2" or "qwen3".
+    directory: Folder to write.
+    family: Key of `FAMILIES`.
     seed: Random seed of the weights.
-    hidden_size: width; a multiple of 8.
+    hidden_size: Width of the model; a multiple of 8.
 
   Returns:
     The folder.

@@ -238,12 +238,12 @@ def prefill(
   """Computes what `Transformer` does, and keeps the rotated keys and the values of every layer.
 
   Args:
-    params: the whole tree, layers stacked.
-    config: sizes and switches.
-    tokens: ids of prompts; any valid id where segment_ids is 0.
-    positions: of each token in its prompt.
+    params: Tree of all parameters, with the layers stacked.
+    config: Sizes and switches.
+    tokens: Token ids of prompts; any valid id where segment_ids is 0.
+    positions: Position of each token in its prompt.
     segment_ids: 0 is padding, on either side.
-    products: how products are computed.
+    products: How products are computed.
     attention: How the tokens of packed rows attend.
 
   Returns:

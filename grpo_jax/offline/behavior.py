@@ -13,12 +13,13 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
 from jaxtyping import Float, Int, Shaped
 
+from grpo_jax import processes
 from grpo_jax.data.formats import RowError
 from grpo_jax.data.groups import UNKNOWN_VERSION
+from grpo_jax.files import atomic
 from grpo_jax.types import RecordedGroup, Rollout, RolloutGroup
 
 Score = Callable[[Sequence[RolloutGroup]], list[list[Float[np.ndarray, " _"]]]]
@@ -105,11 +106,11 @@ def score_all(
       chunks.append(_load(path))
       continue
     chunks.append(_scored(items, score, from_file))
-    if jax.process_index() == 0:
+    if processes.is_main():
       _save(path, chunks[-1])
     on_progress(len(items))
-  if jax.process_index() == 0:
-    done.write_text(json.dumps({"steps": steps}))
+  if processes.is_main():
+    atomic.replace_file(done, json.dumps({"steps": steps}))
   return BehaviorLogprobs(chunks)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax import processes
 from grpo_jax.files import local_paths
 from grpo_jax.files.atomic import replace_file
 from grpo_jax.groups import learning_signal
@@ -33,11 +34,14 @@ USAGE = "usage: python -m grpo_jax.report RUN_DIR   writes RUN_DIR/report.html"
 def write(folder: str | Path) -> Path:
   """Writes report.html of a run folder, finished or not, and returns its path.
 
+  Of several processes of a run only the main one writes it.
+
   Raises:
-    report_data.NoRunError: there is no such folder, or no run has written to it.
+    report_data.NoRunError: There is no such folder, or no run has written to it.
   """
   path = Path(folder) / "report.html"
-  replace_file(path, [render(report_data.load(folder))])
+  if processes.is_main():
+    replace_file(path, [render(report_data.load(folder))])
   return path
 
 

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax import metrics
+from grpo_jax import json_numbers, metrics
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.metrics import json_numbers
 from grpo_jax.run_folder import console
 
 MAX_POINTS = 1500  # of a curve; longer ones are averaged.

@@ -157,13 +157,13 @@ def _own(function: own.Function, given: Mapping[str, Any]) -> Estimator:
   bound = functools.partial(function, **passed) if passed else function
   weights = given.get("weights")
   own.check_advantages(bound, len(weights or (1.0, 1.0)))
-  bounds = {name: given.get(name) for name in ("clip_low", "clip_high")}
   made = Estimator(
     baseline="none",  # whether groups are compared is not known.
     by_component="components" in names,
     weights=weights,
+    clip_low=given.get("clip_low"),
+    clip_high=given.get("clip_high"),
     function=bound,
-    **bounds,
   )
   _check(own.name_of(function), made)
   return made

@@ -98,7 +98,7 @@ def check_loss(loss: Function, options: tuple[tuple[str, Any], ...]) -> bool:
   what = f"loss {name_of(loss)}"
   _check_names(what, loss, needs=LOSS_NEEDS, known=(*LOSS_ARRAYS, *LOSS_OPTIONS))
   for shape in ((2, 8), (3, 5)):
-    call = lambda *arrays: call_loss(loss, *arrays, dict(options))
+    call = functools.partial(call_loss, loss, options=dict(options))
     made = _traced(what, call, *_loss_example(*shape))
     _check_result(what, made, shape, "policy_logprobs")
   policy, old, tokens = _loss_example(2, 8)

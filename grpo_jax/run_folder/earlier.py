@@ -4,6 +4,7 @@ import json
 import logging
 import pathlib
 
+from grpo_jax import processes
 from grpo_jax.files import atomic
 from grpo_jax.files.disk import writing
 
@@ -22,11 +23,13 @@ def set_aside(workdir: pathlib.Path) -> pathlib.Path | None:
   For a run that begins at step 0: its checkpoints were deleted, or it was killed before the first.
 
   Returns:
-    The new folder; None if there was nothing to be kept.
+    The new folder; None if there was nothing to keep, and on processes other than the main one.
 
   Raises:
-    WriteError: it cannot be moved.
+    WriteError: It cannot be moved.
   """
+  if not processes.is_main():
+    return None
   steps = _steps_of(workdir)
   has_export = (workdir / "export").exists()
   if not steps and not has_export:

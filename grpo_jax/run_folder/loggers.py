@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 @runtime_checkable
 class Logger(Protocol):
-  """Where a run tells what it does."""
+  """Where a run reports what it does."""
 
   def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
     """Records the metrics of a step; several calls for one step make one line."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from grpo_jax import metrics
-from grpo_jax.metrics.json_numbers import finite
+from grpo_jax.json_numbers import finite
 from grpo_jax.types import Rollout, RolloutGroup
 
 Decode = Callable[[Sequence[int]], str]

@@ -200,12 +200,12 @@ def test_help_explains_the_fields_in_the_order_of_the_file(monkeypatch, width):
   text = text.split("Fields of")[1]
   one_line = " ".join(text.split())
   for expected in (
-    "--config.seed=0 of data order, sampling and initialisation",
-    "loss: formulas: docs/algorithms.md. --config.loss.loss='clipped' or gspo",
-    "--config.loss.kl_coef=0.0 of the KL to the reference policy",  # the value of this file.
-    "--config.batching.microbatch_tokens=512 computed at once on one",  # base.py's explanation.
+    "--config.seed=0 random seed of the data order, sampling and initialisation",
+    "loss: formulas: docs/algorithms.md --config.loss.loss='clipped' clipped, gspo",
+    "--config.loss.kl_coef=0.0 coefficient of the KL to the reference policy",  # its value.
+    "--config.batching.microbatch_tokens=512 tokens computed at once on one",  # base's line.
     "--config.data.tasks={} task_name of a row",
-    "--config.engine.sglang.servers=1 number of servers to launch.",
+    "--config.engine.sglang.servers=1 number of servers to launch",
     "environments.arithmetic --config.environments.arithmetic.answer='last_number'",
   ):
     assert expected in one_line

@@ -149,7 +149,7 @@ print((found or ["nothing"])[0])
 def test_row_without_usable_tests_is_an_error_of_its_own(factories):
   with pytest.raises(ValueError, match=r"x:0:0: the code environment needs tests in one of test,"):
     judge(factories(), {"problem": "x"}, "")
-  with pytest.raises(BadTests, match="no Python"):
+  with pytest.raises(BadTests, match="not Python"):
     judge(factories(), {**HUMANEVAL, "test": "def check("}, fenced("def scale(xs, k): pass"))
 
 

@@ -150,7 +150,7 @@ def test_a_schedule_that_breaks_a_rule_is_refused_in_one_line(schedule, message)
     ({"options": {"beta1": 0.9}}, r"adamw takes no \['beta1'\]; it takes .*'b1'"),
     (
       {"schedule": "cosin"},
-      "schedule must be one of 'constant', 'linear', 'cosine', or .* got 'cosin'",
+      "schedule must be one of 'constant', .*, or .* got 'cosin'",
     ),
     ({"warmup_steps": -1}, "warmup_steps must be an integer >= 0"),
     ({"final_share": 2.0}, "final_share"),

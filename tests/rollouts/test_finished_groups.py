@@ -53,18 +53,19 @@ def loop():
 @pytest.fixture(autouse=True)
 def nothing_left(caplog):
   """No task is destroyed while it is pending, no thread of an environment stays."""
+  before = set(threading.enumerate())
   yield
   gc.collect()
   assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
-  assert left_threads() == []
+  assert left_threads(before) == []
 
 
-def left_threads() -> list[str]:
-  """Returns the names of threads of ours that are still there after a moment."""
+def left_threads(before: set[threading.Thread]) -> list[str]:
+  """Returns the names of new threads of ours that are still there after a moment."""
   names = ("rollout", "environment")
   deadline = time.monotonic() + 5
   while True:
-    left = [t.name for t in threading.enumerate() if t.name in names]
+    left = [t.name for t in threading.enumerate() if t.name in names and t not in before]
     if not left or time.monotonic() > deadline:
       return left
     time.sleep(0.005)
@@ -288,7 +289,7 @@ def sampler(loop, engine, environment=scored, **fields):
 
 
 def test_a_run_of_steps_and_evaluations_uses_one_thread_and_one_loop(loop):
-  places = set()
+  places, before = set(), set(threading.enumerate())
 
   class Placed(ScriptedEngine):
     async def generate(self, requests, *, on_progress=None):
@@ -315,7 +316,7 @@ def test_a_run_of_steps_and_evaluations_uses_one_thread_and_one_loop(loop):
       loop=loop,
     )
     assert loop.run(tasks_left()) == 0
-    counts.append(sum(t.name == "rollout" for t in threading.enumerate()))
+    counts.append(sum(t.name == "rollout" for t in set(threading.enumerate()) - before))
   assert len(engine.calls) == 100 and len(places) == 1
   assert set(counts) == {1}
 

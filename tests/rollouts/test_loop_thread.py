@@ -23,16 +23,19 @@ class Switch:
     return self.is_up
 
 
+BEFORE: set[threading.Thread] = set()  # threads that earlier tests have left behind.
+
+
 def rollout_threads() -> list[threading.Thread]:
-  return [thread for thread in threading.enumerate() if thread.name == "rollout"]
+  return [t for t in threading.enumerate() if t.name == "rollout" and t not in BEFORE]
 
 
 @pytest.fixture
 def loop():
-  before = rollout_threads()
+  BEFORE.update(threading.enumerate())
   with LoopThread() as loop:
     yield loop
-  assert rollout_threads() == before
+  assert rollout_threads() == []
 
 
 @pytest.fixture(autouse=True)
@@ -262,6 +265,35 @@ def test_close_ends_what_is_left_and_later_calls_are_refused(loop):
   assert log == ["began", "ended"] and results == ["refused"] and rollout_threads() == []
   with pytest.raises(RuntimeError, match="the event loop is closed"):
     loop.run(forever(log))
+
+
+def test_close_does_not_wait_for_work_that_blocks_the_loop(loop):
+  gate, entered, errors = threading.Event(), threading.Event(), []
+
+  async def block():
+    entered.set()
+    gate.wait(20)
+
+  async def work():
+    await block()
+    await asyncio.sleep(9)
+
+  def wait():
+    with pytest.raises(RuntimeError, match="the event loop was closed"):
+      loop.run(work())
+    errors.append("closed")
+
+  thread = threading.Thread(target=wait)
+  thread.start()
+  entered.wait(10)
+  began = time.monotonic()
+  loop.close()
+  assert time.monotonic() - began < 8
+  (lost,) = rollout_threads()
+  gate.set()
+  thread.join(10)
+  lost.join(10)
+  assert errors == ["closed"] and not lost.is_alive()
 
 
 def test_a_coroutine_of_the_loop_cannot_wait_for_it(loop):

@@ -2,17 +2,18 @@
 
 import json
 import pathlib
+import re
 
 import jax
 import numpy as np
 import pytest
-from scripted_engine import ScriptedEngine
 
 from grpo_jax import main, train
 from grpo_jax.building import computation
 from grpo_jax.building import run as building
 from grpo_jax.config import base, run_options
 from grpo_jax.config.configuration import ConfigError
+from grpo_jax.engines.fake import FakeEngine
 from grpo_jax.models import loading
 
 JOBS = computation.Computation.jobs  # other tests take them away.
@@ -72,13 +73,17 @@ def make_config(model, one_device, tmp_path_factory):
 def scripted(one_device):
   """Answers of one letter to some, which differ in every attempt."""
 
-  def answer(request):
-    row, _, attempt = request.request_id.rpartition(":")[2].partition("#")
-    return "xyaexio"[: (int(row) + int(attempt.partition(".")[0]) * 3) % 7] + "u"
+  def engine(config, folder, tokenizer, workdir, stack):
+    def script(request):
+      row, _, attempt = request.request_id.rpartition(":")[2].partition("#")
+      letters = "xyaexio"[: (int(row) + int(attempt.partition(".")[0]) * 3) % 7] + "u"
+      return [*tokenizer.encode(letters).tolist(), *tokenizer.stop_ids]
+
+    return FakeEngine(np.zeros((tokenizer.vocab_size, tokenizer.vocab_size)), script=script)
 
   del one_device
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(building, "_engine", lambda *_: ScriptedEngine(answer))
+    patch.setattr(building, "_engine", engine)
     yield
 
 
@@ -189,7 +194,6 @@ def test_a_method_that_cannot_be_used_ends_with_exit_code_2_and_one_line(
   found = capsys.readouterr().err
   [line] = [line for line in found.splitlines() if line.strip().startswith("- ")]
   assert flag.partition("=")[2] in line
-  import re
 
   assert re.search(message, line), found
   assert "Traceback" not in found

@@ -350,7 +350,7 @@ def test_endless_model_ends_at_a_token_in_no_other_use(tmp_path):
 
 def test_endless_model_needs_a_token_to_spare(tmp_path):
   source = make_model_folder(tmp_path / "source", ["<end>", "<pad>", "<turn>"])
-  with pytest.raises(ValueError, match="no special token to spare"):
+  with pytest.raises(ValueError, match="no unused special token"):
     workloads.write_endless_model(source, tmp_path / "endless")
 
 

@@ -37,11 +37,11 @@ class EventFile(Sink):
     """Opens a file in the folder.
 
     Args:
-      folder: of all event files of a run; made if missing.
-      start_step: readers forget what older files say of this step and later ones.
+      folder: Folder of all event files of a run; created if missing.
+      start_step: First step; readers forget what older files say about it and later steps.
 
     Raises:
-      WriteError: it cannot be written.
+      WriteError: It cannot be written.
     """
     self._folder = folder
     with writing(folder):

@@ -33,14 +33,14 @@ def linear_logprobs(
   in the dtype of `hidden` and accumulate in float32.
 
   Args:
-    hidden: what the final norm gave for the token *before* each target; N may be 0.
-    head: [V D] or [D V], as `head_layout` says; any V. Its gradient has its dtype.
-    targets: token ids in [0, V); any other gives NaN.
+    hidden: Outputs of the final norm for the token *before* each target; N may be 0.
+    head: Matrix [V D] or [D V], as `head_layout` says; any V. Its gradient has its dtype.
+    targets: Token ids in [0, V); any other gives NaN.
     head_layout: "vd" for [V D] (a tied embedding), "dv" for [D V].
     temperature: τ > 0, divides the logits.
-    return_entropy: also return H of the tempered distribution.
-    implementation: a name of `IMPLEMENTATIONS`; None picks by platform, chip, dtype and width,
-      and logs once at INFO what it picked.
+    return_entropy: Whether to return H of the tempered distribution, too.
+    implementation: Key of `IMPLEMENTATIONS`; None: chosen by platform, chip, dtype and width, and
+      logged once at INFO.
 
   Returns:
     Logprobs in nats, float32; with `return_entropy`, the pair (logprobs, entropy), both in nats.
@@ -66,7 +66,7 @@ def linear_logprobs(
 def default_implementation(
   platform: str | None = None, *, dtype: str = "bfloat16", width: int = 64
 ) -> str:
-  """Returns the implementation taken when none is named.
+  """Returns the implementation that is chosen automatically.
 
   Args:
     platform: "cpu", "gpu" or "tpu"; this process must have such a device. None: its own.

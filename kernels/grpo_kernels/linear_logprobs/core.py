@@ -30,7 +30,7 @@ class Settings:
   temperature: float = 1.0  # τ > 0: logits are z = (h · W) / τ.
   with_entropy: bool = False
   interpret: bool = False  # run a Pallas kernel in its platform's interpreter, on a CPU: for tests.
-  vocab_chunk: int | None = None  # columns held at once, where there are such; None: as it is best.
+  vocab_chunk: int | None = None  # columns of a chunk; None: chosen automatically.
   gradient_dtype: str | None = None  # of the head's gradient; None: the head's.
 
   @property
@@ -58,7 +58,7 @@ class Statistics(NamedTuple):
   largest: Float[Array, " N"]  # max a; LOWEST if there is no column.
   total: Float[Array, " N"]  # Σ exp(x), x = (a - largest) / τ.
   moment: Float[Array, " N"] | None  # Σ x exp(x); None without entropy.
-  target: Float[Array, " N"]  # a of the target; 0 where the target is none of the columns.
+  target: Float[Array, " N"]  # a of the target; 0 if the target is not among the columns.
 
 
 class Implementation(Protocol):
@@ -110,7 +110,7 @@ def linear_logprobs(
   Returns:
     Logprobs in nats; entropies in nats, or None without `settings.with_entropy`. Both float32.
   """
-  if hidden.shape[0] == 0:  # no implementation need know of grids without cells.
+  if hidden.shape[0] == 0:  # so that no implementation has to handle grids without cells.
     nothing = jnp.zeros(0, jnp.float32)
     return nothing, nothing if settings.with_entropy else None
   targets = targets.astype(jnp.int32)

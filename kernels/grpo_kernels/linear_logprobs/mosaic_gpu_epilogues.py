@@ -20,7 +20,7 @@ LANE_COLUMNS = 8  # the narrowest matrix whose elements lie in threads as those 
 # `slopes` works on strips, for registers; jax 0.10 cannot put strips together.
 STRIP_COLUMNS = STORED_COLUMNS if IS_JAX_0_10 else LANE_COLUMNS
 LOG2_E = math.log2(math.e)
-# A logit before scaling that stands for none: 2 to the power of it is 0, 0 times it is no NaN.
+# The logit, before scaling, of no column: 2 to the power of it is 0, and 0 times it is not NaN.
 ABSENT = -1e30
 
 

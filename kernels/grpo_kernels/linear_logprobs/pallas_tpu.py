@@ -24,7 +24,7 @@ a head behind `columns` must be finite.
 
 Never run on a TPU. Compiled by libtpu 0.0.48.1 and jax 0.11.2 for chips described to it, with
 `jax.jit(jax.value_and_grad(...)).lower(...).compile()` of `core.entry(PallasTpu(device_kind))`,
-2026-11-21; N = 16384, bf16, logprobs and entropy, memory beside arguments and results:
+2026-11-21; N = 16384, bf16, logprobs and entropy, memory besides arguments and results:
 
     D, V            VMEM at most / limit (v5e; v6e)           value     value and gradient
     1536, 151936    18.5 / 64 MiB; 29.5 / 96 MiB              96 KiB    449 MiB

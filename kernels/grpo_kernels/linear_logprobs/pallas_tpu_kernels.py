@@ -13,7 +13,7 @@ from grpo_kernels.linear_logprobs import pallas_tpu_tiles as tiling
 from grpo_kernels.linear_logprobs.core import LOWEST, Settings
 from grpo_kernels.linear_logprobs.pallas_tpu_tiles import LANES, Tiles
 
-# Logits before the temperature that stand for none. exp of a difference to a real one is 0, of
+# Logits, before the temperature, of no column. exp of a difference to a real one is 0, of
 # NOTHING to START as well, and 0 times the difference is a number: a lane needs no second look at
 # which of its columns were real, not even if none was.
 START, NOTHING = -1e29, -1e30

@@ -26,12 +26,12 @@ def linear_logprobs(
   `jax_default_matmul_precision` says otherwise.
 
   Args:
-    hidden: what the final norm gave for the token *before* each target.
-    head: W, as `head_layout` says; cotangents come back in its own dtype.
-    targets: token ids in [0, V); any other gives NaN.
+    hidden: Outputs of the final norm for the token *before* each target.
+    head: W, in the layout of `head_layout`; cotangents have its dtype.
+    targets: Token ids in [0, V); any other gives NaN.
     head_layout: "vd" for [V D] (a tied embedding), "dv" for [D V].
     temperature: τ > 0, divides the logits.
-    return_entropy: also return H, of the tempered distribution.
+    return_entropy: Whether to return H of the tempered distribution, too.
 
   Returns:
     Logprobs in nats, float32; with `return_entropy`, the pair (logprobs, entropy), both in nats.

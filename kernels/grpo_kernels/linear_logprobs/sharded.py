@@ -7,7 +7,7 @@ itself is never gathered along the vocabulary. A head whose width is split over 
 tokens (ZeRO-3) is gathered along it for each pass, in the dtype of the hidden states, and the sum
 of its gradient is scattered along it, in float32.
 
-The custom VJP of `core` stands outside, and the two `shard_map`s inside it, one for each pass. The
+The custom VJP of `core` is outside, and the two `shard_map`s inside it, one for each pass. The
 other way round, the transposition of `shard_map` divides the cotangents of outputs that all
 devices of an axis hold alike by their number: the head's gradient is wrong by that factor, and
 nothing reports it.
@@ -80,12 +80,12 @@ def linear_logprobs(
     hidden: Hidden states, as in the package's function, like all arguments not named here.
     head: [V D] or [D V].
     targets: token ids in [0, V); any other gives NaN.
-    partition: what is split how.
+    partition: Which arrays are split over which axes.
     head_layout: "vd" or "dv".
     temperature: τ > 0.
     return_entropy: also return the entropy.
-    implementation: what each device runs. "reference" has no passes to split: the compiler
-      partitions it as it likes.
+    implementation: Implementation that each device runs. "reference" has no passes to split: the
+      compiler partitions it as it likes.
 
   Raises:
     ValueError: shapes, layout or temperature make no sense, or there is no such implementation.
@@ -107,8 +107,8 @@ class Sharded:
   """An implementation that lets every device of a mesh run another one on its part.
 
   Attributes:
-    implementation: what each device runs.
-    partition: what is split how.
+    implementation: Implementation that each device runs.
+    partition: Which arrays are split over which axes.
   """
 
   implementation: Any
@@ -128,7 +128,7 @@ class Sharded:
       return own if p.vocab_axis is None else combined(settings, own, p.vocab_axis)
 
     per_token = of_tokens(p)
-    like: Any = per_token  # a specification stands where its array will.
+    like: Any = per_token  # a specification in the place of each array.
     found = jax.shard_map(
       of_device,
       mesh=p.mesh,

@@ -62,7 +62,7 @@ def linear_objective(
   entropies returned carry no gradient, and neither do data and constants.
 
   Args:
-    hidden: what the final norm gave for the token before each target.
+    hidden: Outputs of the final norm for the token before each target.
     head: [V D] or [D V].
     targets: ids in [0, V); any other has logprob NaN and no gradient.
     objective: f; called once for each shape of chunk, at trace time. It must hold no tracers.
@@ -96,7 +96,7 @@ def linear_objective(
   if hidden.shape[0] % parts[0]:
     raise ValueError(f"{hidden.shape[0]} tokens do not divide over {parts[0]} parts of the mesh")
   vocabulary = -(-head.shape[settings.vocab_axis] // parts[1])
-  # As lists: JAX fills trees with what is no array, which types of a caller may refuse.
+  # As lists: JAX fills trees with what is not an array, which a caller's types may refuse.
   flat = [jax.tree.flatten(tree) for tree in (per_token, constants)]
   leaves = [[jnp.asarray(leaf) for leaf in found] for found, _ in flat]
   static = _Static(
