@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, TypeVar
 
-from grpo_jax.names import hint as nearest
+from grpo_jax.values.names import hint as nearest
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "grpo_jax"
 # Lowest first. A room is a module or a folder directly under grpo_jax; it may import rooms of
 # lower floors only. Within a folder, imports are free.
 FLOORS = [
-  {"types", "errors", "checked", "names", "json_numbers", "interrupts", "http", "sandbox"},
+  {"types", "errors", "values", "interrupts", "http", "sandbox"},
   {"rl", "files", "compilation", "processes", "registry"},
   {"models", "batching", "metrics"},
   {"data", "environments", "engines", "learn", "groups"},
@@ -29,9 +29,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # Pure: the same values in, the same values out. No file, clock, socket, process or logger.
 PURE_ROOMS = {
   "types",
-  "checked",
-  "names",
-  "json_numbers",
+  "values",
   "rl",
   "batching",
   "groups",

@@ -18,11 +18,12 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from grpo_jax import names, registry
+from grpo_jax import registry
 from grpo_jax.config import comments as config_comments
 from grpo_jax.config import configuration
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.files import local_paths
+from grpo_jax.values import names
 
 USAGE = """\
 Trains a language model by GRPO.

@@ -18,10 +18,11 @@ from typing import Any
 
 from ml_collections import ConfigDict, FieldReference, config_dict
 
-from grpo_jax import json_numbers, names, processes, registry
+from grpo_jax import processes, registry
 from grpo_jax.config import sections
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.files import atomic, local_paths
+from grpo_jax.values import json_numbers, names
 
 Rule = Callable[[ConfigDict], Iterable[str]]
 _METHODS = {name for name in dir(ConfigDict) if not name.startswith("_")}

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from grpo_jax import checked, environments
+from grpo_jax import environments
 from grpo_jax.compilation import precision
 from grpo_jax.config import modes
 from grpo_jax.data import field_kinds as of_data
@@ -20,6 +20,7 @@ from grpo_jax.learn import optim
 from grpo_jax.rl import estimators, objective_options
 from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.rollouts import stream
+from grpo_jax.values import checked
 
 STAND_IN = "(any word)"  # see `stand_ins`.
 _SIZE = checked.whole(low=1)

@@ -5,7 +5,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from grpo_jax import names
+from grpo_jax.values import names
 
 
 class Section(ConfigDict):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from grpo_jax import checked
+from grpo_jax.values import checked
 
 # Fields of `prompts.open_dataset`, and `weight`. In an entry of a list None means: not given.
 DATASET: Mapping[str, checked.Kind] = {

@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from grpo_jax import checked
 from grpo_jax.data import ranks
 from grpo_jax.data.recorded import Style
+from grpo_jax.values import checked
 
 # Sources of the logprobs under the policy that sampled a response; see `behavior`.
 SOURCES = ("auto", "file", "initial")

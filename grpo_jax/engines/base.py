@@ -11,9 +11,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float, Int
 
-from grpo_jax import checked
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.types import FinishReason
+from grpo_jax.values import checked
 
 # (completions done, completions requested, tokens sampled so far), all of one `generate` call.
 OnProgress = Callable[[int, int, int], None]

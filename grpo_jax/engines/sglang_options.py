@@ -6,7 +6,7 @@ They are the section `engine.sglang` of a config; `grpo_jax/config/base.py` expl
 import dataclasses
 from collections.abc import Mapping
 
-from grpo_jax import checked
+from grpo_jax.values import checked
 
 _SIZE = checked.whole(low=1)
 _TIME = checked.number(above=0)

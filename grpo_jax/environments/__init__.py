@@ -5,11 +5,12 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from grpo_jax import checked, registry
+from grpo_jax import registry
 from grpo_jax.environments import setting_kinds
 from grpo_jax.environments.base import AnyFactory, EnvironmentFactory, as_factory
 from grpo_jax.environments.grading import confinement
 from grpo_jax.types import Prompt
+from grpo_jax.values import checked
 
 _HIDDEN = ("base", "grading", "isolation", "scoring", "setting_kinds")
 

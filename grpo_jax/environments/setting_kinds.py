@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from grpo_jax import checked
+from grpo_jax.values import checked
 
 _REWARD = checked.number()
 _TIME = checked.number(above=0)

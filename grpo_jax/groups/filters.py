@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from jaxtyping import Float
 
-from grpo_jax import checked, metrics
+from grpo_jax import metrics
 from grpo_jax.types import RolloutGroup
+from grpo_jax.values import checked
 
 
 @dataclasses.dataclass(frozen=True)

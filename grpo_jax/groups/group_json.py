@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from grpo_jax import metrics
-from grpo_jax.json_numbers import decoded, encoded
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup, Turn
+from grpo_jax.values.json_numbers import decoded, encoded
 
 _ARRAYS = {
   "completion_ids": "<i4",

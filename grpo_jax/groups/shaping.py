@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from grpo_jax import checked, metrics
+from grpo_jax import metrics
 from grpo_jax.types import Rollout, RolloutGroup
+from grpo_jax.values import checked
 
 OVERLONG = "overlong"  # name of the penalty among the reward's components.
 _SCALE_TO = (0.0, 1.0)

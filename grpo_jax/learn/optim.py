@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from grpo_jax import checked, names
+from grpo_jax.values import checked, names
 
 KINDS: Mapping[str, checked.Kind] = {
   "total_steps": checked.whole(low=1),

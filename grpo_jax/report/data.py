@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax import json_numbers, metrics
+from grpo_jax import metrics
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.run_folder import console
+from grpo_jax.values import json_numbers
 
 MAX_POINTS = 1500  # of a curve; longer ones are averaged.
 MAX_BYTES = 3_000_000  # of all sampled groups together.

@@ -12,9 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from grpo_jax import checked
 from grpo_jax.rl import advantages, own
 from grpo_jax.rl.objective_options import meant, nearest
+from grpo_jax.values import checked
 
 KINDS: Mapping[str, checked.Kind] = {
   "estimator": checked.Kind(

@@ -11,8 +11,8 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from grpo_jax import checked, names
 from grpo_jax.rl import aggregate, importance, kl, losses, own, sequence_losses
+from grpo_jax.values import checked, names
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
   "clipped": losses.clipped_surrogate,

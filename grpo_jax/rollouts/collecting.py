@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from grpo_jax import checked, metrics
+from grpo_jax import metrics
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.engines.base import Generation, OnProgress, SamplingParams
 from grpo_jax.environments.base import AnyFactory, EnvironmentFactory, StepResult, as_factory
@@ -22,6 +22,7 @@ from grpo_jax.rollouts.attempt import Attempt
 from grpo_jax.rollouts.loop_thread import LoopThread, closed_after
 from grpo_jax.rollouts.turns import Generator, Turns
 from grpo_jax.types import FinishReason, Prompt, RolloutGroup
+from grpo_jax.values import checked
 
 Schedule = Literal["rounds", "free"]
 

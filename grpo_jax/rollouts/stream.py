@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from grpo_jax import checked, metrics
+from grpo_jax import metrics
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.engines.base import OnProgress, SamplingParams
 from grpo_jax.environments.base import AnyFactory
@@ -26,6 +26,7 @@ from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.rollouts.turns import Generator
 from grpo_jax.types import Prompt, RolloutGroup
+from grpo_jax.values import checked
 
 _log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from grpo_jax import metrics
-from grpo_jax.json_numbers import finite
 from grpo_jax.types import Rollout, RolloutGroup
+from grpo_jax.values.json_numbers import finite
 
 Decode = Callable[[Sequence[int]], str]
 REPLACEMENT = "\ufffd"  # what a decoder writes for half a character.

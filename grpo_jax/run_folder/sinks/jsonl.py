@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_jax import json_numbers, metrics
+from grpo_jax import metrics
 from grpo_jax.files.atomic import replace_file
 from grpo_jax.files.disk import writing
 from grpo_jax.run_folder.rollout_log import TokenTexts, drop_rollouts, json_line, rollout_records
 from grpo_jax.run_folder.sinks.base import Opening, Sink, StepRollouts
+from grpo_jax.values import json_numbers
 
 _log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from grpo_jax import json_numbers
+from grpo_jax.values import json_numbers
 
 
 @pytest.mark.parametrize("value", [0.1, -0.0, 3, 1e300, math.inf, -math.inf, np.float32(0.1)])
