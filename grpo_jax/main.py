@@ -9,6 +9,7 @@ import datetime
 import logging
 import os
 import pathlib
+import resource
 import sys
 from collections.abc import Sequence
 from typing import IO
@@ -67,6 +68,7 @@ def run(
   if stop:
     _log.info("stopped before the run began")
     return False
+  allow_open_files()
   workdir = shared_workdir(command)
   with claim(workdir) if processes.is_main() else contextlib.nullcontext():
     for stream in streams if processes.is_main() else ():
@@ -124,6 +126,18 @@ def new_workdir(config_path: str, *, root: pathlib.Path = pathlib.Path("runs")) 
       number += 1
     except OSError as error:
       raise ConfigError(f"cannot make the run folder {path}: {error.strerror}") from error
+
+
+def allow_open_files(most: int = 65536) -> None:
+  """Raises the limit of open files to what the system allows, at most to `most`.
+
+  Every attempt of a conversation has an environment with an event loop, which holds three; the
+  usual limit of 1024 is that of about 340 attempts.
+  """
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
+  if soft != resource.RLIM_INFINITY and soft < wanted:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def claim(workdir: pathlib.Path) -> IO[str]:

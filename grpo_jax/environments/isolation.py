@@ -6,6 +6,7 @@ its thread (a daemon) is abandoned and the attempt is counted as failed.
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import queue
 import threading
@@ -119,11 +120,22 @@ class IsolatedEnvironment:
 
   def _serve(self) -> None:
     """Runs the calls one after another in one event loop; the body of the thread."""
-    with asyncio.Runner() as runner:
+    with contextlib.ExitStack() as stack:
+      try:
+        runner = stack.enter_context(asyncio.Runner())
+      except OSError as error:  # a loop holds three file descriptors.
+        self._refuse(error)
+        return
       while job := self._jobs.get():
         if job.future.set_running_or_notify_cancel():
           job.future.set_result(runner.run(self._guarded(job.make)))
       runner.run(self._guarded(self._close))  # does nothing unless the closing was cancelled.
+
+  def _refuse(self, error: OSError) -> None:
+    """Answers all calls with the reason why there is no event loop."""
+    while job := self._jobs.get():
+      if job.future.set_running_or_notify_cancel():
+        job.future.set_result((EnvironmentFailure("OSError", str(error)), None))
 
   async def _guarded(
     self, make: Callable[[], Coroutine[Any, Any, Any]]
