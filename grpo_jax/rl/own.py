@@ -52,7 +52,7 @@ def call_loss(
   tokens: LossTokens,
   options: Mapping[str, Any],
 ) -> Any:
-  """Calls a user's loss; returns the loss of each token, to be minimised.
+  """Returns the loss of each token, to be minimised, as a user's function computes it.
 
   Args:
     loss: Checked function; see `check_loss`.
@@ -192,7 +192,13 @@ def call_advantages(
   valid: Array,
   components: Float[Array, "K P G"] | None,
 ) -> Float[Array, "P G"]:
-  """Calls a user's advantages; returns 0 for attempts that are not valid.
+  """Returns the advantages that a user's function computes; 0 for attempts that are not valid.
+
+  Args:
+    function: Checked function; see `check_advantages`.
+    rewards: One reward for each attempt, P prompts by G attempts.
+    valid: Whether each attempt exists and could be scored, of the same shape.
+    components: Reward components, or None if there are none.
 
   Raises:
     ValueError: The function takes components, and there are none.

@@ -122,7 +122,17 @@ def _vespo(
 def own_loss(
   o: Options, policy: Float[Array, "B N"], old: Float[Array, "B N"], tokens: LossTokens
 ) -> PolicyTerm:
-  """Calls the user's function that `o.loss` is."""
+  """Computes the loss by the user's function `o.loss`.
+
+  Args:
+    o: Options of the objective.
+    policy: log πθ of each token.
+    old: log π_old of each token.
+    tokens: Gathered batch, zero where its mask is False.
+
+  Returns:
+    The loss of each token and the ratio πθ/π_old.
+  """
   assert callable(o.loss)
   per_token = own.call_loss(o.loss, policy, old, tokens, dict(o.own_options))
   return per_token, losses.ratio(policy, old)

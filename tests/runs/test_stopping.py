@@ -19,7 +19,7 @@ import pytest
 from grpo_jax import main, metrics, train
 from grpo_jax.config import run_options
 from grpo_jax.engines import jax_sampler
-from grpo_jax.files import disk, local_paths, manifest
+from grpo_jax.files import atomic, disk, local_paths, manifest
 from grpo_jax.models import loading, tiny
 from grpo_jax.run_folder import checkpointing
 from grpo_jax.run_folder import earlier as run_folder
