@@ -26,9 +26,8 @@ def make(name: str, **settings: Any) -> Any:
   hidden = set(registry.modules(__name__)) - set(_ENGINES)
   module = registry.module(__name__, name, hidden=hidden)
   takes = inspect.signature(module.make).parameters
-  is_open = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
   for numerics in ("matmul_precision", "product_dtype", "attention"):
-    if numerics not in takes and not (is_open and name in _ENGINES):
-      settings.pop(numerics, None)  # it decides itself how to compute products.
+    if numerics not in takes and name != "jax_sampler":  # whose class takes all of them.
+      settings.pop(numerics, None)  # it decides itself how to compute.
   registry.check_arguments(f"engine {name!r}", module.make, settings)
   return module.make(**settings)

@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from grpo_kernels.attention import AUTOMATIC
 
 from grpo_jax import engines
 from grpo_jax.engines import base
@@ -274,6 +275,18 @@ def test_make_finds_engines_by_name_and_lists_them_otherwise():
     engines.make("jax_sampller")
   with pytest.raises(ValueError, match="takes no 'max_rowz' .did you mean 'max_rows'"):
     engines.make("jax_sampler", config=tiny.config(), max_rowz=3)
+
+
+@pytest.mark.parametrize("name", ["fake", "jax_sampler", "sglang"])
+def test_make_passes_on_how_the_trainer_computes_only_where_it_is_taken(name, tmp_path):
+  folders = {"source_directory": tmp_path, "workdir": tmp_path}
+  own = {
+    "fake": {"logits": BIGRAMS},
+    "jax_sampler": {"config": tiny.config(), **folders},
+    "sglang": {"config": tiny.config(), "addresses": ("http://127.0.0.1:9",), **folders},
+  }
+  numerics = {"matmul_precision": None, "product_dtype": None, "attention": AUTOMATIC}
+  engines.make(name, **own[name], **numerics).close()
 
 
 @pytest.mark.parametrize(
