@@ -24,6 +24,8 @@ from scripts import fit, model_shapes, targets  # first: sets variables that JAX
 
 import jax  # isort: skip
 
+from grpo_kernels.attention import Attention
+
 from grpo_jax.building import computation
 from grpo_jax.compilation.programs import Job
 from grpo_jax.config import command_line, modes, run_options
@@ -225,6 +227,7 @@ def _sampler(config: Config, model: ModelConfig, params: Any) -> tuple[int, int,
     compute_dtype=config.model.compute_dtype,
     product_dtype=config.model.product_dtype,
     matmul_precision=config.model.matmul_precision,
+    attention=Attention(config.model.attention),
     **run_options.sampler_sizes(config),
   )
   # Caches on one device are made without naming it.

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from grpo_kernels.attention import Attention
 
 from grpo_jax.building import computation
 from grpo_jax.config import batching_options, command_line, run_options
@@ -121,6 +122,7 @@ def _update(
 ) -> train_step.Update:
   """Makes the update for one device, like `computation`."""
   policy_options = {
+    "attention": Attention(config.model.attention),
     "temperature": config.sampling.temperature,
     "products": Products(config.model.compute_dtype, config.model.product_dtype),
     "remat": config.model.remat,

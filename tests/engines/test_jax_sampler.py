@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import gc
 import threading
 import time
 import weakref
@@ -394,7 +393,6 @@ def test_after_release_no_copy_of_the_weights_is_alive():
 def still_alive(arrays):
   """Returns the shapes of the arrays that are alive after a moment; other threads may hold some."""
   for _ in range(50):
-    gc.collect()
     if not (left := [array.shape for ref in arrays if (array := ref()) is not None]):
       break
     time.sleep(0.1)

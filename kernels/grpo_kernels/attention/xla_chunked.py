@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, Int
 
 from grpo_kernels.attention import reference
 from grpo_kernels.attention.core import FLOAT32, Products
-from grpo_kernels.attention.parts import Partial
 
 BLOCK = 256  # queries in a block; rows of over `MOST_BLOCKS` blocks have longer ones.
 MOST_BLOCKS = 16
@@ -54,20 +53,4 @@ def attention(
   return jnp.concatenate(found, axis=1)
 
 
-def partial_attention(
-  q: Float[Array, "B T H E"],
-  k: Float[Array, "B T K E"],
-  v: Float[Array, "B T K E"],
-  segment_ids: Int[Array, "B T"],
-  branch_ids: Int[Array, "B T"] | None = None,
-  *,
-  positions: Int[Array, "B T"] | None = None,
-  window: int | Int[Array, ""] | None = None,
-  products: Products = FLOAT32,
-) -> Partial:
-  """Returns what `reference.partial_attention` does, which is one block.
-
-  Args are those of `grpo_kernels.attention.partial_attention`.
-  """
-  rule = {"positions": positions, "window": window, "products": products}
-  return reference.partial_attention(q, k, v, segment_ids, branch_ids, **rule)
+partial_attention = reference.partial_attention  # a sampler's chunk of a prompt is one block.
