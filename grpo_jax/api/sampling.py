@@ -9,6 +9,7 @@ from grpo_kernels.attention import Attention
 
 from grpo_jax import data
 from grpo_jax.building import computation, kept_programs, stored
+from grpo_jax.building import model as model_building
 from grpo_jax.config import run_options
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.data import formats, prompts
@@ -83,7 +84,9 @@ class Sampler:
     conversations, is_one = _conversations(asked)
     kept_programs.keep()
     model = self.load(step, before=before)
-    tokenizer = self._tokenizer = self._tokenizer or self._load_tokenizer(model)
+    if self._tokenizer is None:
+      self._tokenizer = model_building.load_tokenizer(self._config, model.directory)
+    tokenizer = self._tokenizer
     named = Fields(model.generation, "generation_config.json").ids("eos_token_id")
     try:
       sampling = SamplingParams(
@@ -137,14 +140,6 @@ class Sampler:
       attention=Attention(options.attention),
       num_valid_tokens=tokenizer.vocab_size,
       **run_options.sampler_sizes(self._config),
-    )
-
-  def _load_tokenizer(self, model: loading.Loaded) -> data.Tokenizer:
-    options = self._config.model
-    return data.load_tokenizer(
-      model.directory,
-      chat_template=options.chat_template,
-      template_args=options.chat_template_args.to_dict(),
     )
 
   def _style(self) -> formats.PromptStyle:

@@ -11,18 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 from grpo_jax import data
-from grpo_jax.building import checks, computation, kept_programs, online, stored
-from grpo_jax.compilation import compiling
+from grpo_jax.building import online, stored, stored_engine
 from grpo_jax.config import base as defaults
 from grpo_jax.config import configuration, run_options
 from grpo_jax.config.configuration import ConfigError
-from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.environments.base import Endpoint
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.learn import sharding
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.rollouts.turns import request_seed
-from grpo_jax.run_folder import console, notices
 from grpo_jax.serving.asking import AtOnce
 from grpo_jax.serving.server import PolicyServer
 from grpo_jax.serving.session import Policy, Session
@@ -154,29 +150,9 @@ def _policy(
   config: Config, weights: stored.StoredWeights, stack: contextlib.ExitStack, stop: Any
 ) -> Policy:
   """Reads tokenizer and weights, and compiles the sampler."""
-  kept_programs.keep()
-  compilations = compiling.Watch()
-  screen = console.Screen(note=compilations.note)
-  stack.enter_context(notices.on_screen(screen))
-  stack.enter_context(compilations.listening())
-  mesh = sharding.make_mesh(**config.mesh)
-  checks.check_attention(config, mesh)
-  checks.check_context(config, weights.directory)
-  tokenizer = data.load_tokenizer(
-    weights.directory,
-    chat_template=config.model.chat_template,
-    template_args=config.model.chat_template_args.to_dict(),
-    tool_form=config.model.tool_calls,
-  )
-  engine = online.Online(config).make_engine(tokenizer, weights.directory, pathlib.Path(), stack)
-  shardings = computation.shardings_of(weights.config, mesh)
-  shapes = computation.described_weights(weights.config, shardings)
-  jobs = engine.programs(shapes) if isinstance(engine, JaxSampler) else []
-  with compiling.Ahead(jobs, compilations) as ahead:
-    loaded = stored.load(weights, sharding=lambda _: shardings)
-    data.check_vocabulary(tokenizer, weights.config.vocab_size)
-    ahead.wait(screen.progress, stop=stop)
-  engine.load_weights(loaded.params, version=weights.step or 0)
+  opened = stored_engine.open_weights(config, weights, stack)
+  engine, loaded = stored_engine.start(config, opened, stack, stop=stop)
+  tokenizer = opened.tokenizer
   try:
     settings = run_options.evaluation_sampling(config)
     sampling = online.sampling_params(settings, tokenizer=tokenizer, model=loaded)

@@ -3,6 +3,7 @@
 import pathlib
 from typing import Any
 
+from grpo_jax import data
 from grpo_jax.config import configuration
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.models import loading, sources
@@ -37,6 +38,17 @@ def with_fallback(config: Config, found: sources.Found) -> Config:
       "reason": found.reason,
     }
   return config
+
+
+def load_tokenizer(config: Config, folder: pathlib.Path) -> data.Tokenizer:
+  """Loads the tokenizer of a model's folder with the template and the tool calls of a config."""
+  options = config.model
+  return data.load_tokenizer(
+    folder,
+    chat_template=options.chat_template,
+    template_args=options.chat_template_args.to_dict(),
+    tool_form=options.tool_calls,
+  )
 
 
 def load(folder: pathlib.Path, shardings: Any) -> loading.Loaded:

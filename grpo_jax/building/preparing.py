@@ -82,12 +82,7 @@ def prepare(
   config = model_building.with_fallback(config, found)
   checks.check_context(config, found.folder)
   checks.check_split(mesh, found.folder)
-  tokenizer = data.load_tokenizer(
-    found.folder,
-    chat_template=config.model.chat_template,
-    template_args=config.model.chat_template_args.to_dict(),
-    tool_form=config.model.tool_calls,
-  )
+  tokenizer = model_building.load_tokenizer(config, found.folder)
   teacher = teaching.find(config, found.folder, mesh)
   mode = mode_of(config)
   made = stack.enter_context(groups.make_environments(config))

@@ -1,12 +1,11 @@
 """The sections `teacher` and `reference` of a config: their checks, and what is made of them."""
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
 from grpo_jax.config import modes
 from grpo_jax.engines import prompt_scoring
-from grpo_jax.http import redaction
+from grpo_jax.http import addresses
 from grpo_jax.http.retries import Patience
 from grpo_jax.rl.distillation import Distillation
 
@@ -52,7 +51,7 @@ def scorer(config: Config) -> prompt_scoring.PromptScorer:
     tuple(teacher.urls),
     api=teacher.api,
     model=teacher.model,
-    key=_key(teacher.api_key_env),
+    key=addresses.key(teacher.api_key_env),
     patience=patience,
     concurrency=teacher.concurrency,
   )
@@ -122,12 +121,3 @@ def _reference_problems(config: Config) -> Iterator[str]:
       yield (
         f"reference.{name}={reference[name]} would never be read: reference.update_every_steps=0"
       )
-
-
-def _key(variable: str | None) -> str | None:
-  if variable is None:
-    return None
-  key = os.environ.get(variable, "").strip()
-  if not key:
-    raise ValueError(f"api_key_env names {variable}, which is not set in the environment")
-  return redaction.check_secret(key, f"api_key_env: the environment variable {variable}")

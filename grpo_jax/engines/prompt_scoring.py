@@ -13,7 +13,6 @@ import dataclasses
 import itertools
 import math
 import random
-import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.http import retries
+from grpo_jax.http import addresses, retries
 from grpo_jax.http.client import JsonClient, Request
 from grpo_jax.http.failures import HttpFailure, Unusable
 
@@ -93,7 +92,7 @@ class PromptScorer:
       concurrency: Number of simultaneous requests.
       http: Client that sends the requests; None: a new one.
     """
-    self._urls = [address(url, APIS[api].route) for url in urls]
+    self._urls = [addresses.address(url, APIS[api].route) for url in urls]
     self._api, self._model = APIS[api], model
     self._patience, self._concurrency = patience, concurrency
     self._http = http or JsonClient(key=key)
@@ -158,20 +157,6 @@ class PromptScorer:
         raise Unscored(f"{url}: {error}") from None
 
     return await self._http.ask(request, read)
-
-
-def address(url: str, route: str) -> str:
-  """Returns the address of a route of a server.
-
-  Raises:
-    ValueError: The url is not one of HTTP, or holds a password.
-  """
-  parts = urllib.parse.urlsplit(url)
-  if parts.scheme not in ("http", "https") or not parts.hostname:
-    raise ValueError(f"a server's url must be http://… or https://…, got {url!r}")
-  if parts.username or parts.password:
-    raise ValueError("a server's url holds a user name or password: use the API key instead")
-  return urllib.parse.urlunsplit(parts._replace(path=parts.path.rstrip("/") + route))
 
 
 def _checked(found: Sequence[Any]) -> Float[np.ndarray, " _"]:

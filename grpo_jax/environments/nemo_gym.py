@@ -33,13 +33,14 @@ from grpo_jax.environments.base import (
 )
 from grpo_jax.environments.isolation import EnvironmentFailure
 from grpo_jax.environments.policy_client import Message, PolicyClient, Reply
-from grpo_jax.environments.scoring import addresses, formats
+from grpo_jax.environments.scoring import formats
 from grpo_jax.environments.scoring.client import EndpointClient, Patience
 from grpo_jax.environments.scoring.failures import (
   EndpointError,
   EndpointRefused,
   EndpointUnreadable,
 )
+from grpo_jax.http import addresses
 from grpo_jax.registry import choose
 from grpo_jax.types import Prompt
 

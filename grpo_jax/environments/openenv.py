@@ -24,10 +24,9 @@ from grpo_jax import registry
 from grpo_jax.environments.base import Endpoint, EnvironmentFactory, StepResult
 from grpo_jax.environments.isolation import EnvironmentFailure
 from grpo_jax.environments.policy_client import Message, PolicyClient
-from grpo_jax.environments.scoring import addresses
 from grpo_jax.environments.scoring.client import EndpointClient, Patience
 from grpo_jax.environments.scoring.failures import EndpointError, EndpointRefused
-from grpo_jax.http import redaction
+from grpo_jax.http import addresses, redaction
 from grpo_jax.models.chat import untrusted_json
 from grpo_jax.types import Prompt
 

@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from grpo_jax.environments.base import Environment, EnvironmentFactory, SingleTurn, StepResult
-from grpo_jax.environments.scoring import addresses, conversation, formats
+from grpo_jax.environments.scoring import conversation, formats
 from grpo_jax.environments.scoring.client import EndpointClient, Patience
+from grpo_jax.http import addresses
 from grpo_jax.models import sources
 from grpo_jax.registry import check_arguments, choose
 from grpo_jax.types import Prompt

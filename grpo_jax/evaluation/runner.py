@@ -9,20 +9,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_jax import data, environments, metrics
-from grpo_jax.building import checks, computation, groups, kept_programs, online, stored
-from grpo_jax.compilation import compiling
+from grpo_jax.building import checks, groups, online, stored, stored_engine
 from grpo_jax.config import configuration, data_options, run_options
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.engines.base import SamplingParams
-from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.evaluation import choosing, results
 from grpo_jax.evaluation.results import Evaluation, ModelResult, SetResult
 from grpo_jax.files import local_paths
 from grpo_jax.files.disk import writing
-from grpo_jax.learn import sharding
 from grpo_jax.rollouts import collecting
 from grpo_jax.rollouts.loop_thread import LoopThread
-from grpo_jax.run_folder import console, evaluation_log, notices
+from grpo_jax.run_folder import console, evaluation_log
 from grpo_jax.run_folder.rollout_log import json_line
 from grpo_jax.run_folder.sinks.jsonl import MetricLines
 from grpo_jax.types import Prompt, RolloutGroup
@@ -126,36 +123,15 @@ class _Model:
   def _engine(self, stack: contextlib.ExitStack) -> "_Sampling":
     """Reads tokenizer, prompts and weights, and starts the engine."""
     config, weights = self.config, self.weights
-    kept_programs.keep()
-    compilations = compiling.Watch()
-    screen = console.Screen(note=compilations.note)
-    stack.enter_context(notices.on_screen(screen))
-    stack.enter_context(compilations.listening())
-    mesh = sharding.make_mesh(**config.mesh)
-    checks.check_attention(config, mesh)
-    checks.check_context(config, weights.directory)
-    tokenizer = data.load_tokenizer(
-      weights.directory,
-      chat_template=config.model.chat_template,
-      template_args=config.model.chat_template_args.to_dict(),
-      tool_form=config.model.tool_calls,
-    )
+    opened = stored_engine.open_weights(config, weights, stack)
+    tokenizer = opened.tokenizer
     factories = stack.enter_context(groups.make_environments(config))
     config = groups.with_conversations(config, factories)
     held_out = _held_out(config, tokenizer, groups.with_tools(data.open_dataset, factories))
     _check_scorable(held_out, factories)
     checks.check_tool_form(tokenizer, held_out)
     checks.check_conversations(config, tokenizer, factories, held_out)
-    mode = online.Online(config)
-    engine = mode.make_engine(tokenizer, weights.directory, self.folder, stack)
-    shardings = computation.shardings_of(weights.config, mesh)
-    shapes = computation.described_weights(weights.config, shardings)
-    jobs = engine.programs(shapes) if isinstance(engine, JaxSampler) else []
-    with compiling.Ahead(jobs, compilations) as ahead:
-      loaded = stored.load(weights, sharding=lambda _: shardings)
-      data.check_vocabulary(tokenizer, weights.config.vocab_size)
-      ahead.wait(screen.progress, stop=self.stop)
-    engine.load_weights(loaded.params, version=weights.step or 0)
+    engine, loaded = stored_engine.start(config, opened, stack, folder=self.folder, stop=self.stop)
     sampling = run_options.evaluation_sampling(config)
     log = evaluation_log.EvaluationLog(
       self.folder, lambda ids: tokenizer.decode(ids, skip_special=False)
@@ -175,7 +151,7 @@ class _Model:
         schedule=config.rollout.schedule,
       ),
       loop=stack.enter_context(LoopThread()),
-      screen=screen,
+      screen=opened.screen,
       log=log,
       step=weights.step or 0,
       stop=self.stop,

@@ -11,7 +11,8 @@ import dataclasses
 import functools
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -116,13 +117,7 @@ class Agents:
         policy.asker.leave()
 
     workers = min(self._bounds.concurrency, len(attempts))
-    tasks = [asyncio.create_task(work()) for _ in range(workers)]
-    try:
-      await asyncio.gather(*tasks)
-    finally:
-      for task in tasks:
-        task.cancel()
-      await asyncio.gather(*tasks, return_exceptions=True)
+    await together(*(work() for _ in range(workers)))
 
   def _session(self, attempt: Attempt, policy: Policy, number: int) -> Session:
     prompt = attempt.prompt
@@ -256,3 +251,14 @@ class _Progress:
     self._tokens += sum(len(turn.generation.token_ids) for turn in session.turns)
     if self._report is not None:
       self._report(self._done, self._total, self._tokens)
+
+
+async def together(*works: Coroutine[Any, Any, None]) -> None:
+  """Awaits several; ends the others if one fails."""
+  tasks = [asyncio.create_task(work) for work in works]
+  try:
+    await asyncio.gather(*tasks)
+  finally:
+    for task in tasks:
+      task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -287,7 +287,7 @@ class _Collector:
         await self._in_rounds()
         await self._agents(in_rounds=True)
       else:
-        await self._together(self._freely(), self._agents(in_rounds=False))
+        await agents.together(self._freely(), self._agents(in_rounds=False))
     finally:
       await asyncio.gather(*(attempt.close() for attempt in self._flat()))
 
@@ -311,16 +311,6 @@ class _Collector:
     """Has the agents make their attempts."""
     made = agents.Agents(self._turns, self._bounds, in_rounds=in_rounds, on_done=self._count)
     await made.run([attempt for attempt in self._flat() if attempt.is_agent])
-
-  async def _together(self, *works: Coroutine[Any, Any, None]) -> None:
-    """Awaits several; ends the others if one fails."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-      await asyncio.gather(*tasks)
-    finally:
-      for task in tasks:
-        task.cancel()
-      await asyncio.gather(*tasks, return_exceptions=True)
 
   def _flat(self) -> list[Attempt]:
     return [attempt for members in self._attempts for attempt in members]

@@ -1,6 +1,6 @@
 """The HTTP server: `/v1/chat/completions`, `/v1/completions`, `/v1/models`, for many sessions.
 
-Every session has a key, which is the API key of its client. Without one there is no answer.
+Every session has a key, which is the API key of its client. Requests without it are refused.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ class PolicyServer:
     if self._runner is not None:
       await self._runner.cleanup()
     if not self.failed.cancel():
-      self.failed.exception()  # whoever waits for it has it.
+      self.failed.exception()  # marks it as read; the waiting task raises it.
 
   def open(self, session: Session, *, key: str | None = None) -> Endpoint:
     """Serves a session until `shut`; returns where.

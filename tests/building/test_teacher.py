@@ -272,7 +272,7 @@ def test_a_teacher_may_know_more_tokens():
     ({"sampling__logprobs": "truncated"}, "a teacher's logprobs are of its whole distribution"),
     ({"teacher__coef": 0.0}, "teacher.coef must be a finite number > 0"),
     ({"teacher__clamp": -1.0}, "teacher.clamp must be a finite number > 0"),
-    ({"teacher__path": None, "teacher__urls": ("a:1",)}, "a server's url must be http"),
+    ({"teacher__path": None, "teacher__urls": ("a:1",)}, "url must be http"),
     (
       {"teacher__path": None, "teacher__urls": ("http://a",), "teacher__api": "vllm"},
       "teacher.api='vllm' needs teacher.model",

@@ -1,4 +1,4 @@
-"""Addresses and keys of servers, as settings of environments name them."""
+"""Addresses and keys of servers, as options name them."""
 
 import os
 import urllib.parse

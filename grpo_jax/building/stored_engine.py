@@ -1,0 +1,89 @@
+"""An engine that samples from stored weights, for evaluations and the endpoint."""
+
+import contextlib
+import dataclasses
+import pathlib
+from typing import Any
+
+from jax.sharding import Mesh
+
+from grpo_jax import data
+from grpo_jax.building import checks, computation, kept_programs, online, stored
+from grpo_jax.building import model as model_building
+from grpo_jax.compilation import compiling
+from grpo_jax.engines.base import Engine
+from grpo_jax.learn import sharding
+from grpo_jax.models import loading
+from grpo_jax.run_folder import console, notices
+
+# A ConfigDict, whose fields a type checker cannot know.
+Config = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+  """What is known before any weights are read."""
+
+  weights: stored.StoredWeights
+  tokenizer: data.Tokenizer
+  mesh: Mesh
+  screen: console.Screen
+  compilations: compiling.Watch
+
+
+def open_weights(
+  config: Config, weights: stored.StoredWeights, stack: contextlib.ExitStack
+) -> Opened:
+  """Checks the config against stored weights, and opens their tokenizer.
+
+  Args:
+    config: Config of the engine.
+    weights: Weights to sample from.
+    stack: Ends what is opened here.
+
+  Raises:
+    ConfigError, ModelError: An option or the model cannot be used.
+  """
+  kept_programs.keep()
+  compilations = compiling.Watch()
+  screen = console.Screen(note=compilations.note)
+  stack.enter_context(notices.on_screen(screen))
+  stack.enter_context(compilations.listening())
+  mesh = sharding.make_mesh(**config.mesh)
+  checks.check_attention(config, mesh)
+  checks.check_context(config, weights.directory)
+  tokenizer = model_building.load_tokenizer(config, weights.directory)
+  return Opened(weights, tokenizer, mesh, screen, compilations)
+
+
+def start(
+  config: Config,
+  opened: Opened,
+  stack: contextlib.ExitStack,
+  *,
+  folder: pathlib.Path = pathlib.Path(),
+  stop: Any,
+) -> tuple[Engine, loading.Loaded]:
+  """Makes the engine, compiles its programs while the weights are read, and gives it the weights.
+
+  Args:
+    config: Config of the engine; it may differ from that of `open_weights` in sizes.
+    opened: Result of `open_weights`.
+    stack: Closes the engine.
+    folder: Folder for the logs of servers.
+    stop: Flag that becomes true when this is to end.
+
+  Raises:
+    Stopped: `stop` has become true.
+    ExpectedFailure: What a user can repair: weights, servers.
+  """
+  weights, mode = opened.weights, online.Online(config)
+  engine = mode.make_engine(opened.tokenizer, weights.directory, folder, stack)
+  shardings = computation.shardings_of(weights.config, opened.mesh)
+  jobs = mode.engine_jobs(engine, computation.described_weights(weights.config, shardings))
+  with compiling.Ahead(jobs, opened.compilations) as ahead:
+    loaded = stored.load(weights, sharding=lambda _: shardings)
+    data.check_vocabulary(opened.tokenizer, weights.config.vocab_size)
+    ahead.wait(opened.screen.progress, stop=stop)
+  engine.load_weights(loaded.params, version=weights.step or 0)
+  return engine, loaded
