@@ -15,6 +15,7 @@ from grpo_jax.config import command_line, configuration
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.files import local_paths
+from grpo_jax.processes import starting
 from grpo_jax.run_folder import claim, notices, output, workdirs
 
 _log = logging.getLogger("grpo_jax.main")  # __name__ is "__main__" for the program.
@@ -60,6 +61,7 @@ def run(
     Unusable: The run folder cannot be used.
   """
   workdirs.check(command.workdir)
+  starting.start(command.config.get("distributed"))
   from grpo_jax import train  # late: it takes seconds, which a mistyped command should not.
 
   configuration.check(command.config, [train.validate])

@@ -23,6 +23,7 @@ from grpo_jax.learn import optim, screening, sharding, train_step
 from grpo_jax.learn.policy import Policy
 from grpo_jax.metrics import timing
 from grpo_jax.models import export, loading
+from grpo_jax.processes import arrays
 from grpo_jax.rl.estimators import Estimator
 from grpo_jax.rl.objective_options import Options
 from grpo_jax.run_folder import console
@@ -131,7 +132,7 @@ def _with_fetched_logprobs(host: Minibatches, scored: Minibatches) -> tuple[Mini
   """Adds the logprobs of batches on the devices to the same batches on the host."""
 
   def fetched(own: Batch, other: Batch) -> Batch:
-    old, ref, kept = jax.device_get((other.old_logprobs, other.ref_logprobs, other.kept))
+    old, ref, kept = arrays.fetch((other.old_logprobs, other.ref_logprobs, other.kept))
     return dataclasses.replace(own, old_logprobs=old, ref_logprobs=ref, kept=kept)
 
   return _paired(fetched, host, scored)

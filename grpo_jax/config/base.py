@@ -52,6 +52,16 @@ def get_config() -> Any:
   mesh.fsdp = 1  # splits rows, and also weights and optimizer state (ZeRO-3)
   mesh.tensor = 1  # splits attention heads, feed-forward layers and the vocabulary
 
+  # several processes, on one host or many; docs/hosts.md
+  config.distributed = distributed = ConfigDict()
+  # address of process 0, "host:port"; None: found by JAX, or there is one process
+  distributed.coordinator = placeholder(str)
+  distributed.processes = placeholder(int)  # number of processes; None: found by JAX
+  distributed.index = placeholder(int)  # number of this process, from 0; None: found by JAX
+  distributed.join_s = 300.0  # longest wait for all processes to start
+  distributed.heartbeat_s = 60.0  # a process that died ends the others after this time
+  distributed.wait_s = 1800.0  # longest wait for a process that is alive, such as a slow sampler
+
   # training data: one dataset, or what several share; docs/data.md
   config.data = data = ConfigDict()
   # kind of source: "auto", jsonl, json, parquet, hub, reasoning_gym, function, dotted path

@@ -30,6 +30,7 @@ from grpo_jax.engines.calls import Call
 from grpo_jax.engines.session import Programs, Session, Stats, caches
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
+from grpo_jax.processes import arrays
 
 _log = logging.getLogger(__name__)
 
@@ -145,6 +146,7 @@ class JaxSampler:
         raise RuntimeError("the engine was closed")
       if not self._is_working:
         self._weights = None
+      params = arrays.own(params)
       self._options = _with_sharding(self._options, params)
       weights = decoding.split_layers(params, self._options)
       if self._copy_weights:
@@ -163,6 +165,7 @@ class JaxSampler:
     """
     if not self._sizes.is_planned:
       return []
+    params = arrays.own(params)
     options = _with_sharding(self._options, params)
     return self._programs.jobs(decoding.described(params, options), options, self._sizes)
 
@@ -176,6 +179,7 @@ class JaxSampler:
       Shapes, dtypes and shardings of the weights (some are the trainer's own arrays), and
       of the caches.
     """
+    params = arrays.own(params)
     options = _with_sharding(self._options, params)
     return decoding.described(params, options), caches(options, self._sizes)
 

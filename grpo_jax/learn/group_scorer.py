@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
@@ -12,6 +11,7 @@ from jaxtyping import Float
 from grpo_jax import batching
 from grpo_jax.batching import packing
 from grpo_jax.learn import sharding, train_step
+from grpo_jax.processes import arrays
 from grpo_jax.types import Batch, RolloutGroup
 
 
@@ -55,7 +55,7 @@ class GroupScorer:
     made, counting = self._assembled(groups)
     placed = sharding.put(made.minibatches, self.mesh)
     values = [[self.score(params, b) for b in part.microbatches] for part in placed]
-    return batching.per_rollout(made, jax.device_get(values), counting)
+    return batching.per_rollout(made, arrays.fetch(values), counting)
 
   def _assembled(
     self, groups: Sequence[RolloutGroup]

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float
 
 from grpo_jax.compilation.programs import Job, Program
 from grpo_jax.learn.selecting import like
+from grpo_jax.processes import arrays
 from grpo_jax.rl import aggregate, importance
 from grpo_jax.rl.logprobs import gather_loss_tokens
 from grpo_jax.types import Batch, Denominators, Minibatch
@@ -39,7 +40,7 @@ def _screened(minibatch: Minibatch, threshold: float) -> Minibatch:
   for batch in minibatch.microbatches:
     if batch.old_logprobs is None:
       raise ValueError("seq_logprob_error_threshold needs old_logprobs, which were not scored")
-    kept, dropped = jax.device_get(_kept(batch, threshold=threshold))
+    kept, dropped = arrays.fetch(_kept(batch, threshold=threshold))
     lost += dropped
     made.append(dataclasses.replace(batch, kept=like(kept, batch.loss_places)))
   tokens, sequences = lost

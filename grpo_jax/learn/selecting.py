@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Bool, UInt64
 
 from grpo_jax.compilation.programs import Job, Program
+from grpo_jax.processes import arrays
 from grpo_jax.rl import selection
 from grpo_jax.rl.objective_options import Options
 from grpo_jax.types import Batch, Minibatch
@@ -46,8 +47,8 @@ class Selector:
     is_random = self.options.loss == "clip_cov"
     names = (*_FIELDS, *(_OF_TEXT if is_random else ()))
     batches = minibatch.microbatches
-    scored = jax.device_get([self.score(weights, batch) for batch in batches])
-    known = jax.device_get([{n: getattr(batch, n) for n in names} for batch in batches])
+    scored = arrays.fetch([self.score(weights, batch) for batch in batches])
+    known = arrays.fetch([{n: getattr(batch, n) for n in names} for batch in batches])
     parts = [
       self._tokens(logprobs, entropy, fields)
       | ({"keys": _drawn(fields, place)} if is_random else {})

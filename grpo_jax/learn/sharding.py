@@ -191,6 +191,7 @@ def put(tree: Any, mesh: Mesh) -> Any:
     ValueError: B is not a multiple of `replicas(mesh)`.
   """
   parts = replicas(mesh)
+  is_local = len(mesh.local_devices) == mesh.size
 
   def put_one(x):
     if np.ndim(x) == 0:
@@ -199,6 +200,9 @@ def put(tree: Any, mesh: Mesh) -> Any:
       raise ValueError(
         f"{x.shape[0]} rows cannot be split evenly over {parts} replicas of {dict(mesh.shape)}"
       )
-    return jax.device_put(x, of_rows(mesh))
+    if is_local:
+      return jax.device_put(x, of_rows(mesh))
+    host = np.asarray(x)  # `device_put` would compare the arrays of all processes.
+    return jax.make_array_from_callback(host.shape, of_rows(mesh), lambda index: host[index])
 
   return jax.tree.map(put_one, tree)

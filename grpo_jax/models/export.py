@@ -17,6 +17,7 @@ from grpo_jax.models import config as model_config
 from grpo_jax.models import files, leaves, safetensors
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.transformer import Params
+from grpo_jax.processes import arrays
 
 
 def to_huggingface(
@@ -55,7 +56,11 @@ def to_huggingface(
     params, config, folder, source=source, dtype=dtype, max_shard_bytes=max_shard_bytes
   )
   folder = pathlib.Path(directory)
-  return atomic.replace_folder(folder, fill) if processes.is_main() else folder
+  if processes.is_main():
+    return atomic.replace_folder(folder, fill)
+  for tensor in to_write(params, config, dtype=dtype):  # the main process fetches with us.
+    tensor.values()
+  return folder
 
 
 def fill_folder(
@@ -166,9 +171,9 @@ def _hf_config(config: ModelConfig, source: pathlib.Path | None) -> dict[str, An
 def _fetcher(array: Any, stored: leaves.Stored, dtype: np.dtype) -> Callable[[], np.ndarray]:
   def fetch() -> np.ndarray:
     if _is_as_stored(array, stored, dtype):
-      return np.ascontiguousarray(jax.device_get(array))
+      return np.ascontiguousarray(arrays.fetch(array))
     own = _own(array, stored.layer, is_kernel=stored.leaf.is_kernel, dtype=dtype)
-    return np.ascontiguousarray(jax.device_get(own))
+    return np.ascontiguousarray(arrays.fetch(own))
 
   return fetch
 

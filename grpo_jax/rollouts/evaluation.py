@@ -8,6 +8,7 @@ from grpo_jax.data import Tokenizer
 from grpo_jax.engines.base import Engine, OnProgress, SamplingParams
 from grpo_jax.environments.base import AnyFactory
 from grpo_jax.rollouts import collecting as rollout
+from grpo_jax.rollouts import shared
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.types import Prompt, RolloutGroup
 
@@ -59,21 +60,25 @@ def run(
     interrupts.Stopped: `stop` has become true.
     TooManyFailures: See `collecting.groups`.
   """
-  groups = rollout.collect_sync(
-    engine,
-    environments,
-    prompts,
-    tokenizer,
-    group_size=group_size,
-    sampling=sampling,
-    seed=seed,
-    step=0,
-    limits=limits,
-    schedule=schedule,
-    on_progress=on_progress,
-    stop=stop,
-    loop=loop,
-  )
+
+  def attempted(own: Sequence[Prompt]) -> list[RolloutGroup]:
+    return rollout.collect_sync(
+      engine,
+      environments,
+      own,
+      tokenizer,
+      group_size=group_size,
+      sampling=sampling,
+      seed=seed,
+      step=0,
+      limits=limits,
+      schedule=schedule,
+      on_progress=on_progress,
+      stop=stop,
+      loop=loop,
+    )
+
+  groups = shared.among_processes(prompts, attempted, what=f"the evaluation of {name}")
   if on_groups:
     on_groups(groups)
   return metrics.evaluation_metrics(groups, name=name, pass_k=pass_k)

@@ -23,6 +23,7 @@ from grpo_jax.environments.base import AnyFactory
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.groups import filters, group_json
 from grpo_jax.rollouts import collecting as rollout
+from grpo_jax.rollouts import shared
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.rollouts.turns import Generator
 from grpo_jax.types import Prompt, RolloutGroup
@@ -118,6 +119,12 @@ class Sampler:
       interrupts.Stopped: The run is asked to end.
       TooManyFailures: See `collecting.groups`.
     """
+    return shared.among_processes(
+      prompts, lambda own: self._attempted(own, step), what=f"the groups of step {step}"
+    )
+
+  def _attempted(self, prompts: Sequence[Prompt], step: int) -> list[RolloutGroup]:
+    """Attempts prompts on this process."""
     total = len(prompts) * (self.group_size + self.with_greedy)
     with self.progress(f"step {step}: sampling", total) as advance:
       report = rollout.counting(advance)

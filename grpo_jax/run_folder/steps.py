@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -14,6 +13,7 @@ from grpo_jax.groups import credit, learning_signal, shaping
 from grpo_jax.groups.filters import Filtered
 from grpo_jax.learn import monitoring
 from grpo_jax.metrics import timing
+from grpo_jax.processes import arrays
 from grpo_jax.rl.estimators import Estimator
 from grpo_jax.run_folder.loggers import Logger
 from grpo_jax.types import Metrics, RolloutGroup
@@ -89,7 +89,7 @@ class Books:
     Returns:
       All metrics of the step; see docs/metrics.md.
     """
-    logprobs = batching.per_rollout(record.batch, jax.device_get(record.logprobs), record.kept.kept)
+    logprobs = batching.per_rollout(record.batch, arrays.fetch(record.logprobs), record.kept.kept)
     signal = self._signal(record)
     compiled = self.compilations.take()
     values = self._described(record, logprobs)

@@ -1,0 +1,165 @@
+"""Runs of the program as several processes on this machine, for tests.
+
+PYTHONPATH=.:kernels python tests/several.py FOLDER --processes=2 --devices=2 ARGUMENTS writes the
+tiny model, rows and a config to FOLDER/input and runs it with run folder FOLDER/run.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+CONFIG = """
+import configs.base
+
+def get_config():
+  config = configs.base.get_config()
+  config.total_steps = 3
+  config.model.path = MODEL
+  config.model.compute_dtype = "float32"
+  config.model.chat_template = "plain"
+  config.data.path = ROWS
+  config.data.environment = "own"
+  config.environments = {"own": {"module": "function", "path": "tests.rewards.vowels"}}
+  config.rollout.prompts_per_step = 4
+  config.rollout.group_size = 4
+  config.sampling.max_tokens = 12
+  config.batching.row_tokens = 64
+  config.batching.microbatch_tokens = 256
+  config.data.max_prompt_tokens = 32
+  config.loss.kl_coef = 0.01
+  config.optim.learning_rate = 1e-3
+  config.evaluation.every_steps = 2
+  config.evaluation.at_start = False
+  config.evaluation.data.path = ROWS
+  config.evaluation.num_prompts = 5
+  config.checkpoint.every_steps = 1
+  return config
+"""
+
+
+@dataclasses.dataclass
+class Started:
+  """The processes of a run."""
+
+  processes: list[subprocess.Popen]
+  logs: list[pathlib.Path]  # standard output and error of each.
+
+  def wait(self, timeout: float = 240) -> list[int]:
+    """Returns the exit codes; kills all if one takes longer than `timeout` seconds."""
+    try:
+      return [process.wait(timeout) for process in self.processes]
+    finally:
+      self.kill()
+
+  def kill(self) -> None:
+    """Kills what still runs, and the processes that it started."""
+    for process in self.processes:
+      if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+  def text(self, index: int) -> str:
+    """Returns what a process has written."""
+    return self.logs[index].read_text()
+
+
+def write_input(folder: pathlib.Path, *, rows: int = 11) -> pathlib.Path:
+  """Writes a tiny model, rows and a config; returns the config's path."""
+  from grpo_jax.models import tiny
+
+  model = tiny.write(folder / "model")
+  lines = [{"problem": f"{i} + {i}", "expected_answer": str(2 * i)} for i in range(rows)]
+  data = folder / "rows.jsonl"
+  data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+  config = folder / "config.py"
+  config.write_text(CONFIG.replace("MODEL", repr(str(model))).replace("ROWS", repr(str(data))))
+  return config
+
+
+def free_port() -> int:
+  """Returns a port that is free now."""
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    return free.getsockname()[1]
+
+
+def start(
+  config: pathlib.Path,
+  workdir: pathlib.Path,
+  arguments: Sequence[str] = (),
+  *,
+  processes: int = 2,
+  devices: int = 2,
+  logs: pathlib.Path | None = None,
+  own: Mapping[int, Sequence[str]] | None = None,
+  environment: Mapping[str, str] | None = None,
+) -> Started:
+  """Starts the program as several processes.
+
+  Args:
+    config: Path of the config.
+    workdir: Run folder.
+    arguments: Further arguments of all processes.
+    processes: Number of processes.
+    devices: Number of simulated CPU devices of each process.
+    logs: Folder of the processes' output; None: beside the run folder.
+    own: Further arguments by the number of the process that gets them.
+    environment: Further environment variables.
+  """
+  address = f"127.0.0.1:{free_port()}"
+  variables = {
+    **{k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+    "JAX_PLATFORMS": "cpu",
+    "JAX_NUM_CPU_DEVICES": str(devices),
+    "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}",
+    **(environment or {}),
+  }
+  started, files = [], []
+  for index in range(processes):
+    joined = [
+      f"--config.distributed.coordinator={address}",
+      f"--config.distributed.processes={processes}",
+      f"--config.distributed.index={index}",
+    ]
+    log = (logs or workdir.parent) / f"{workdir.name}.{index}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "grpo_jax.main", f"--config={config}", f"--workdir={workdir}"]
+    with log.open("w") as output:
+      started.append(
+        subprocess.Popen(
+          [*command, *arguments, *(joined if processes > 1 else []), *(own or {}).get(index, ())],
+          env=variables,
+          stdout=output,
+          stderr=subprocess.STDOUT,
+          start_new_session=True,
+        )
+      )
+    files.append(log)
+  return Started(started, files)
+
+
+if __name__ == "__main__":
+  folder = pathlib.Path(sys.argv[1]).resolve()
+  sizes = {"processes": 2, "devices": 2}
+  rest = []
+  for argument in sys.argv[2:]:
+    name, _, value = argument.removeprefix("--").partition("=")
+    if name in sizes:
+      sizes[name] = int(value)
+    else:
+      rest.append(argument)
+  path = folder / "input" / "config.py"
+  if not path.exists():
+    path = write_input(folder / "input")
+  run = start(path, folder / "run", rest, **sizes)
+  print(run.wait())
+  for number in range(sizes["processes"]):
+    print(f"--- {number}\n{run.text(number)}")
