@@ -150,10 +150,10 @@ class WeightFolders:
     try:
       if self.is_owner:
         export.write_description(self._config, scratch, source=self._source, dtype=self._dtype)
-        safetensors.write_index(scratch, shares.files)
-      for name, own in shares.files.items():
-        if name == shares.own_file:
-          safetensors.write_file(scratch / name, own)
+        if len(shares.files) > 1:
+          safetensors.write_index(scratch, shares.files)
+      if shares.own_file is not None:
+        safetensors.write_file(scratch / shares.own_file, shares.files[shares.own_file])
     finally:
       shares.fetch_rest()  # also if the disk is full: the others wait.
 

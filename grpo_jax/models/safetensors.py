@@ -239,6 +239,8 @@ def write_folder(
 
 def file_names(number: int) -> list[str]:
   """Returns the names of the files of a folder that has this number of them."""
+  if number == 1:
+    return [SINGLE_FILE]
   return [f"model-{i:05d}-of-{number:05d}.safetensors" for i in range(1, number + 1)]
 
 
