@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.interrupts import Stopped
+from grpo_jax.processes import waiting
+from grpo_jax.processes.waiting import waited_s as waited_s
 
 T = TypeVar("T")
 
@@ -66,6 +68,7 @@ def named() -> str:
   return f"process {index()} of {count()}" if count() > 1 else ""
 
 
+@waiting.counted
 def broadcast(value: Any, *, timeout_s: float = TIMEOUT_S) -> Any:
   """Returns the main process's value on every process.
 
@@ -194,6 +197,7 @@ def _failed_elsewhere(number: int, outcome: Mapping[str, Any]) -> str:
   return f"process {number} of {count()} ({outcome['host']}): {outcome['failed']}"
 
 
+@waiting.counted
 def _exchanged(data: bytes, what: str, timeout_s: float | None) -> list[bytes]:
   """Returns the bytes of all processes, through the key-value store."""
   client, me, number = _client(), index(), next(_exchanges)
@@ -237,6 +241,7 @@ def _sent(number: int, other: int) -> bool:
     return False
 
 
+@waiting.counted
 def barrier(name: str, *, timeout_s: float = TIMEOUT_S) -> None:
   """Waits until all processes have reached this barrier.
 
