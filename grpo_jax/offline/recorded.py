@@ -225,7 +225,7 @@ def rescored(
     )
   by_prompt = {group.prompt.prompt_id: group for group in groups}
 
-  def scored(prompts: Sequence[Prompt]) -> list[RolloutGroup]:
+  def scored(prompts: Sequence[Prompt], limits: rollout.Limits, stop: Any) -> list[RolloutGroup]:
     own = [by_prompt[prompt.prompt_id] for prompt in prompts]
     done: dict[str, RolloutGroup] = {}
     for size in sorted({len(group.rollouts) for group in own}):
@@ -246,8 +246,13 @@ def rescored(
       done |= {group.prompt.prompt_id: group for group in found}
     return [done[prompt.prompt_id] for prompt in prompts]
 
-  prompts = [group.prompt for group in groups]
-  return shared.among_processes(prompts, scored, what="the rewards of recorded responses")
+  return shared.among_processes(
+    [group.prompt for group in groups],
+    scored,
+    limits=limits,
+    what="the rewards of recorded responses",
+    stop=stop,
+  )
 
 
 class _Replay:
