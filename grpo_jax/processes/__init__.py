@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.interrupts import Stopped
+from grpo_jax.processes import waiting
+from grpo_jax.processes.waiting import waited_s as waited_s
 
 T = TypeVar("T")
 
@@ -68,6 +70,7 @@ def named() -> str:
   return f"process {index()} of {count()}" if count() > 1 else ""
 
 
+@waiting.counted
 def broadcast(value: Any, *, timeout_s: float = TIMEOUT_S) -> Any:
   """Returns the main process's value on every process.
 
@@ -227,6 +230,7 @@ class Channel:
       raise Stopped
     return result
 
+  @waiting.counted
   def _exchanged(self, data: bytes, what: str, timeout_s: float | None) -> list[bytes]:
     """Returns the bytes of all processes, through the key-value store."""
     client, me, number = _client(), index(), self.made
@@ -299,6 +303,7 @@ def all_reach(name: str, *, timeout_s: float, value: Any = None) -> bool:
   return all(each == text for each in sent)
 
 
+@waiting.counted
 def barrier(name: str, *, timeout_s: float = TIMEOUT_S) -> None:
   """Waits until all processes have reached this barrier.
 
