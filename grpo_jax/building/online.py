@@ -20,7 +20,7 @@ from grpo_jax.learn.group_scorer import GroupScorer
 from grpo_jax.models import loading
 from grpo_jax.models.fields import Fields
 from grpo_jax.rollouts import collecting as rollout
-from grpo_jax.rollouts import evaluation, stream
+from grpo_jax.rollouts import evaluation, shared, stream
 from grpo_jax.types import Prompt
 
 # A ConfigDict, whose fields a type checker cannot know.
@@ -104,7 +104,8 @@ def _evaluate_set(
 ) -> dict[str, float]:
   """Evaluates the weights that the engine holds on one set of prompts."""
   del weights  # the engine has them.
-  with materials.logger.progress(f"evaluating {name}", len(prompts)) as shown:
+  own = shared.share(prompts)
+  with materials.logger.progress(f"evaluating {name}{shared.shown()}", len(own)) as shown:
     return evaluation.run(
       materials.engine,
       materials.environments,

@@ -102,10 +102,21 @@ def write_files(
   Raises:
     ValueError: The source's config.json describes another model.
   """
-  hf = _hf_config(config, source)
-  hf["torch_dtype" if "torch_dtype" in hf else "dtype"] = tensors[0].dtype.name  # 4.x, or 5.
-  write_json(folder / "config.json", hf)
+  write_description(config, folder, source=source, dtype=tensors[0].dtype)
   safetensors.write_folder(folder, tensors, max_shard_bytes=max_shard_bytes)
+
+
+def write_description(
+  config: ModelConfig, folder: pathlib.Path, *, source: pathlib.Path | None, dtype: Any
+) -> None:
+  """Writes all files of a Hugging Face folder but the weights; see `write_files`.
+
+  Raises:
+    ValueError: The source's config.json describes another model.
+  """
+  hf = _hf_config(config, source)
+  hf["torch_dtype" if "torch_dtype" in hf else "dtype"] = np.dtype(dtype).name  # 4.x, or 5.
+  write_json(folder / "config.json", hf)
   if source is not None:
     copy_tokenizer(source, folder)
 

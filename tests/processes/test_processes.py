@@ -117,7 +117,7 @@ def set_aside(folder):
 
 def commit_checkpoint(folder):
   with checkpointing.open(folder) as checkpoints:
-    checkpoints._commit(1, folder / "tmp_step_00000001")
+    checkpoints._complete(1, folder / "tmp_step_00000001", {})
 
 
 WRITERS = [write_config, write_export, write_logs, write_report, set_aside, commit_checkpoint]
