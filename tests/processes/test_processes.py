@@ -18,7 +18,7 @@ from grpo_jax.models import export, transformer
 from grpo_jax.run_folder import checkpointing, earlier, loggers, notices
 from tests.models import tiny
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 OF_SEVERAL = """
 import sys
@@ -57,6 +57,7 @@ def test_what_cannot_be_sent_is_refused_by_a_single_process_too():
     processes.broadcast(object())
 
 
+@pytest.mark.processes
 def test_two_processes_agree_without_a_backend():
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
