@@ -66,7 +66,7 @@ case $action in
     [[ " $*" == *" --workdir="* ]] || die "no --workdir: all hosts need the same folder, such as /shared/runs/first"
     words=$(printf '%q ' "$@")
     inner="grpo_jax/.venv/bin/grpo-jax train $words; echo \"exit code \$?\""
-    on all "cd ~ && setsid nohup bash -c $(printf '%q' "$inner") > grpo.log 2>&1 < /dev/null & echo started" ;;
+    on all "setsid nohup bash -c $(printf '%q' "$inner") > grpo.log 2>&1 < /dev/null & echo started" ;;
   logs) on "${1:-0}" "tail -n 100 -f grpo.log" ;;
   status) on all "hostname; pgrep -af '[g]rpo-jax train' || tail -n 3 grpo.log" ;;
   stop) on all "pkill -TERM -f '[p]ython.*grpo-jax train' || true" ;;

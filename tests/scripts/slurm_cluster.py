@@ -65,13 +65,18 @@ def missing() -> str:
   return "" if os.getuid() == 0 else "slurmd can start jobs as root only"
 
 
+def without_slurm() -> dict[str, str]:
+  """Returns the environment variables without those of a job in which the tests may run."""
+  return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+
+
 class Cluster:
   """A running cluster."""
 
   def __init__(self, folder: pathlib.Path):
     self.folder = folder
     self.environment = {
-      **os.environ,
+      **without_slurm(),
       "SLURM_CONF": str(folder / "slurm.conf"),
       "PATH": f"{os.environ['PATH']}:{SBIN}",
     }
