@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_jax import interrupts
+from grpo_jax import interrupts, processes
 from grpo_jax.interrupts import Stopped
 from grpo_jax.run_folder import checkpointing
 from grpo_jax.types import TrainState
@@ -98,8 +98,7 @@ class Keeper:
     Raises:
       Stopped: The run is asked to end; the update need not be made.
     """
-    if self._stop:
-      raise Stopped
+    processes.stop_together(self._stop)  # all processes make the update, or none does.
     self._update.enter_context(interrupts.delayed())
     self._update.enter_context(self._lock)
     self._standing, self._is_updating = None, True
