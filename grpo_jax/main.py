@@ -143,7 +143,7 @@ def report_failure(error: ExpectedFailure, *more: str) -> None:
     lines = [f"error: {error}", *more]
   else:
     is_own = not isinstance(error, processes.OtherProcessError)
-    is_known = getattr(error, "is_printed_by_main", False)
+    is_known = processes.is_printed_elsewhere(error)
     lines = [f"{processes.where()}: error: {error}"] if is_own and not is_known else []
   for line in lines:
     print(line, file=sys.stderr)

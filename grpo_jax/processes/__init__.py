@@ -9,11 +9,13 @@ Only the main process writes, prints, claims a folder or decides from clocks. No
 JAX backend or imports JAX: a program without `jax.distributed` is a single process.
 """
 
+import collections
 import contextlib
 import itertools
 import json
 import resource
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +23,8 @@ from typing import Any, TypeVar
 
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.interrupts import Flag, Stopped
-from grpo_jax.processes import watch
+from grpo_jax.processes import waiting, watch
+from grpo_jax.processes.waiting import waited_s as waited_s
 from grpo_jax.processes.watch import Failure
 
 T = TypeVar("T")
@@ -30,13 +33,15 @@ TIMEOUT_S = 300.0  # seconds that one process waits for the others, unless a cal
 wait_s = 1800.0  # seconds that one process waits for what takes the others long; set by `start`.
 
 POLL_S = 1.0  # time between two looks at what other processes report.
-REACH_S = 5.0  # longest wait for others whose work may have failed.
+REACH_S = 4.0  # longest wait for the others after a failure that they may not have.
+AGREED_S = 120.0  # longest wait for the others after what ends all of them.
 
 _has_failed = False  # this process, and not all at the same place.
 
-# Numbers of broadcasts and exchanges; all processes make the same ones in the same order.
+# Numbers of broadcasts; all processes make the same ones in the same order.
 _numbers = itertools.count()
-_exchanges = itertools.count()
+# Uses of the names of channels and of the points that all reach; equal on all processes.
+_uses: collections.Counter[str] = collections.Counter()
 
 
 class ProcessesError(ExpectedFailure, TimeoutError):
@@ -91,6 +96,7 @@ def where() -> str:
   return _whose(index()) if count() > 1 else ""
 
 
+@waiting.counted
 def broadcast(value: Any, *, timeout_s: float = TIMEOUT_S) -> Any:
   """Returns the main process's value on every process.
 
@@ -133,10 +139,7 @@ def exchange(value: Any, *, what: str, timeout_s: float | None = None) -> list[A
     OtherProcessError: Another process has failed.
     TypeError: The value cannot be written as JSON.
   """
-  text = json.dumps(value)  # also with one process, so that mistakes are found there.
-  if count() == 1:
-    return [value]
-  return [json.loads(each) for each in _exchanged(text.encode(), what, timeout_s)]
+  return _main.exchange(value, what=what, timeout_s=timeout_s)
 
 
 def agree(value: Any, *, what: str, timeout_s: float | None = None) -> Any:
@@ -213,22 +216,7 @@ def together(work: Callable[[], T], *, what: str, timeout_s: float | None = None
     Stopped: `work` was stopped on any process.
     OtherProcessError: The work failed on another process.
   """
-  if count() == 1:
-    return work()
-  failure: BaseException | None = None
-  result: Any = None
-  try:
-    result = work()
-  except (Exception, KeyboardInterrupt) as error:
-    failure = error
-  outcomes = exchange(_outcome(failure), what=what, timeout_s=timeout_s)
-  if failure is None:
-    failure = _elsewhere(outcomes)
-  elif not is_main() and outcomes[0] == outcomes[index()]:
-    failure.is_printed_by_main = True  # pyright: ignore[reportAttributeAccessIssue]
-  if failure is not None:
-    raise _marked(failure)
-  return result
+  return _main.together(work, what=what, timeout_s=timeout_s)
 
 
 def _outcome(failure: BaseException | None) -> dict[str, Any]:
@@ -283,25 +271,88 @@ def is_of_all(error: BaseException | None) -> bool:
   return count() == 1
 
 
-def _exchanged(data: bytes, what: str, timeout_s: float | None) -> list[bytes]:
-  """Returns the bytes of all processes, through the key-value store."""
-  client, me, number = _client(), index(), next(_exchanges)
-  began = time.monotonic()
-  deadline = began + (wait_s if timeout_s is None else timeout_s)
-  found = {me: data}
-  with _waiting(what):
-    client.key_value_set_bytes(_key(number, me), zlib.compress(data, 1))
-    for other in range(count()):
-      if other == me:
-        continue
-      sent = _received(_key(number, other), deadline)
-      if sent is None:
-        raise ProcessesError(_missing(number, found, what, time.monotonic() - began))
-      found[other] = zlib.decompress(sent)
-  # All have sent this value, so all have read the ones before.
-  if number:
-    client.key_value_delete(_key(number - 1, me))
-  return [found[other] for other in range(count())]
+def _new_name(name: str) -> str:
+  """Returns a name that has not been used; all processes must ask for the same ones in order."""
+  _uses[name] += 1
+  return f"{name}/{_uses[name]}"
+
+
+class Channel:
+  """The exchanges of one thread, which are numbered apart from those of other threads.
+
+  `exchange` and `together` of this module are of the main threads. A background thread that every
+  process has, such as the one that completes checkpoints, makes its exchanges on a channel of its
+  own.
+  """
+
+  def __init__(self, name: str):
+    """Makes a channel.
+
+    Args:
+      name: Name of the channel, the same on all processes.
+    """
+    self._name = _new_name(name)
+    self.made = 0  # number of exchanges that have begun.
+
+  def exchange(self, value: Any, *, what: str, timeout_s: float | None = None) -> list[Any]:
+    """Does what `processes.exchange` does, on this channel."""
+    text = json.dumps(value)  # also with one process, so that mistakes are found there.
+    if count() == 1:
+      return [value]
+    return [json.loads(each) for each in self._exchanged(text.encode(), what, timeout_s)]
+
+  def together(self, work: Callable[[], T], *, what: str, timeout_s: float | None = None) -> T:
+    """Does what `processes.together` does, on this channel."""
+    if count() == 1:
+      return work()
+    failure: BaseException | None = None
+    result: Any = None
+    try:
+      result = work()
+    except (Exception, KeyboardInterrupt) as error:
+      failure = error
+    outcomes = self.exchange(_outcome(failure), what=what, timeout_s=timeout_s)
+    if failure is None:
+      failure = _elsewhere(outcomes)
+    elif not is_main() and outcomes[0] == outcomes[index()]:
+      failure.is_printed_by_main = True  # pyright: ignore[reportAttributeAccessIssue]
+    if failure is not None:
+      raise _marked(failure)
+    return result
+
+  @waiting.counted
+  def _exchanged(self, data: bytes, what: str, timeout_s: float | None) -> list[bytes]:
+    """Returns the bytes of all processes, through the key-value store."""
+    client, me, number = _client(), index(), self.made
+    self.made += 1
+    began = time.monotonic()
+    deadline = began + (wait_s if timeout_s is None else timeout_s)
+    found = {me: data}
+    with _waiting(what):
+      client.key_value_set_bytes(self._key(number, me), zlib.compress(data, 1))
+      for other in range(count()):
+        if other == me:
+          continue
+        sent = _received(self._key(number, other), deadline)
+        if sent is None:
+          raise ProcessesError(self._missing(number, found, what, time.monotonic() - began))
+        found[other] = zlib.decompress(sent)
+    # All have sent this value, so all have read the ones before.
+    if number:
+      client.key_value_delete(self._key(number - 1, me))
+    return [found[other] for other in range(count())]
+
+  def _key(self, number: int, process: int) -> str:
+    return f"grpo_jax/{self._name}/{number}/{process}"
+
+  def _missing(self, number: int, found: Mapping[int, bytes], what: str, waited: float) -> str:
+    """Returns who has not sent a value in time."""
+    absent = [other for other in range(count()) if other not in found]
+    missing = [_whose(other) for other in absent if not _is_sent(self._key(number, other))]
+    return f"waited {waited:.0f} s for {what} of {', '.join(missing)}"
+
+
+_main = Channel("exchange")  # of the main threads.
 
 
 def _received(key: str, deadline: float) -> bytes | None:
@@ -339,28 +390,54 @@ def _raise_news() -> None:
 
 @contextlib.contextmanager
 def _waiting(what: str) -> Iterator[None]:
-  with watch.current.waiting(what) if watch.current else contextlib.nullcontext():
+  is_main_thread = threading.current_thread() is threading.main_thread()
+  watching = watch.current if is_main_thread else None
+  with watching.waiting(what) if watching else contextlib.nullcontext():
     yield
 
 
-def _key(number: int, process: int) -> str:
-  return f"grpo_jax/exchange/{number}/{process}"
-
-
-def _missing(number: int, found: Mapping[int, bytes], what: str, waited_s: float) -> str:
-  """Returns who has not sent a value in time."""
-  absent = [other for other in range(count()) if other not in found]
-  missing = [_whose(other) for other in absent if not _sent(number, other)]
-  return f"waited {waited_s:.0f} s for {what} of {', '.join(missing)}"
-
-
-def _sent(number: int, other: int) -> bool:
+def _is_sent(key: str) -> bool:
   try:
-    return bool(_client().key_value_try_get_bytes(_key(number, other)))
+    return bool(_client().key_value_try_get_bytes(key))
   except Exception:
     return False
 
 
+def all_reach(name: str, *, timeout_s: float, value: Any = None) -> bool:
+  """Returns whether all processes reach this point in time, in the same state.
+
+  For what only all processes can do, such as saving a checkpoint, after a failure that the others
+  may not know of. They are in the same state if their values are equal, and if they have made
+  the same number of exchanges. A process that comes too late learns it at once.
+
+  Args:
+    name: Name of the point.
+    timeout_s: Seconds to wait for the others, which may be elsewhere: at most `REACH_S`, if only
+      this process has failed; at least `AGREED_S`, if all end.
+    value: JSON value that must be equal on all processes.
+  """
+  text = json.dumps([value, _main.made])
+  if count() == 1:
+    return True
+  watching = watch.current
+  if watching is not None and watching.failure is not None and not _has_failed:
+    return False  # another process failed, alone.
+  timeout_s = min(timeout_s, REACH_S) if _has_failed else max(timeout_s, AGREED_S)
+  client, name = _client(), _new_name(f"reached/{name}")
+  try:
+    with _waiting(name):
+      client.key_value_set(f"grpo_jax/{name}/{index()}", text)
+      barrier(name, timeout_s=timeout_s)
+    sent = [client.blocking_key_value_get(f"grpo_jax/{name}/{i}", 1000) for i in range(count())]
+  except Exception:  # a process has not come, or the coordination service is gone.
+    return False
+  is_agreed = all(each == text for each in sent)
+  if watching is not None:
+    watching.is_agreed = is_agreed
+  return is_agreed
+
+
+@waiting.counted
 def barrier(name: str, *, timeout_s: float = TIMEOUT_S) -> None:
   """Waits until all processes have reached this barrier.
 
@@ -379,31 +456,6 @@ def barrier(name: str, *, timeout_s: float = TIMEOUT_S) -> None:
     raise ProcessesError(
       f"{named()} waited {timeout_s:g} s for the others at {name!r}: {_first(error)}"
     ) from error
-
-
-def all_reach(name: str, *, timeout_s: float = REACH_S) -> bool:
-  """Returns whether all processes come to this call in time, with the same answer on all.
-
-  For collective work at the end of a run that may have failed on some processes only: after a
-  failure that the processes have not agreed on, the others may be anywhere.
-
-  Args:
-    name: Name of the place, with what must be equal: "save of step 7"; each name is used once.
-    timeout_s: Seconds to wait for the other processes.
-  """
-  if count() == 1:
-    return True
-  watching = watch.current
-  if watching is not None and watching.failure is not None and not _has_failed:
-    return False  # another process failed, alone.
-  try:
-    with _waiting(name):
-      barrier(name, timeout_s=timeout_s)
-  except ProcessesError:
-    return False
-  if watching is not None:
-    watching.is_agreed = True
-  return True
 
 
 @contextlib.contextmanager
@@ -464,6 +516,14 @@ def watching(stop: Any, last_words: str = "") -> Iterator[None]:
     yield
   finally:
     current.on_stop(None)
+
+
+def is_printed_elsewhere(error: BaseException) -> bool:
+  """Returns whether another process has failed for the same reason, and prints it."""
+  if getattr(error, "is_printed_by_main", False):
+    return True
+  failure = watch.current.failure if watch.current else None
+  return failure is not None and failure.process != index() and failure.reason == _reason(error)
 
 
 def reported() -> None:
