@@ -28,6 +28,7 @@ from grpo_jax.processes.waiting import waited_s as waited_s
 from grpo_jax.processes.watch import Failure
 
 T = TypeVar("T")
+Failure = TypeVar("Failure", bound=Exception)
 
 TIMEOUT_S = 300.0  # seconds that one process waits for the others, unless a caller says otherwise.
 wait_s = 1800.0  # seconds that one process waits for what takes the others long; set by `start`.
@@ -217,6 +218,13 @@ def together(work: Callable[[], T], *, what: str, timeout_s: float | None = None
     OtherProcessError: The work failed on another process.
   """
   return _main.together(work, what=what, timeout_s=timeout_s)
+
+
+def of_all(error: Failure) -> Failure:
+  """Returns an error that all processes raise at the same place, with the same message."""
+  error.is_of_all_processes = True  # pyright: ignore[reportAttributeAccessIssue]
+  error.is_printed_by_main = not is_main()  # pyright: ignore[reportAttributeAccessIssue]
+  return error
 
 
 def _outcome(failure: BaseException | None) -> dict[str, Any]:
