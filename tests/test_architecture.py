@@ -22,7 +22,7 @@ FLOORS = [
   {"rollouts", "run_folder"},
   {"offline", "config", "report"},
   {"building", "configuration", "notebook"},
-  {"train", "evaluation"},
+  {"train", "evaluation", "planning"},
   {"main", "api"},
   {"commands"},
 ]
@@ -86,6 +86,7 @@ EFFECTS = {"open", "print", "input", "exec", "eval", "__import__"}
 SEES_CONFIGS = {
   *("config", "configuration", "building", "train", "main", "api", "commands"),
   "evaluation",
+  "planning",
 }
 SAYS_NOTHING = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
 
