@@ -20,6 +20,15 @@ def fetch(tree: Any) -> Any:
   return jax.tree.map(np.asarray, jax.device_get(jax.tree.map(_addressable, tree)))
 
 
+def take_part(tree: Any) -> None:
+  """Does the part of this process in a `fetch` of other processes, which alone copy the arrays.
+
+  Args:
+    tree: Tree of arrays, as the others pass it to `fetch`.
+  """
+  jax.block_until_ready(jax.tree.map(_addressable, tree))
+
+
 def _addressable(array: Any) -> Any:
   """Returns the array, or a copy of which this process has every part."""
   is_spread = isinstance(array, jax.Array) and not (

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -110,8 +111,6 @@ def test_nothing_is_left(found, folder):
   ],
 )
 def test_a_server_of_one_process_that_fails_ends_both_with_its_message(found, case, kinds, message):
-  import re
-
   results = [each["failures"][case] for each in found]
   assert [kind for kind, _, _ in results] == kinds
   assert all(is_recorded for _, _, is_recorded in results)
@@ -154,3 +153,13 @@ def test_a_given_server_that_restarts_gets_its_weights_from_the_main_process(fou
   for each in (found[0]["given_server"], found[1]["given_server"]):
     assert {tuple(versions) for _, versions in each["again"]} == {(1, 1)}
     assert each["asked again"]["/update_weights_from_disk"] == 1
+
+
+def test_a_teacher_s_servers_are_asked_once_for_each_completion_by_one_of_the_processes(found):
+  first, second = (each["teacher_servers"] for each in found)  # the worker compares all values.
+  assert (first["asked"], second["asked"]) == (3, 2) and first["rows"] == 5
+  assert first["failed"][0] == second["failed"][0] == "ScoringError"
+  message = "a completion was not scored in up to 1 tries"
+  assert second["failed"][1].startswith(f"teacher.urls: {message}")
+  assert first["failed"][1].startswith("teacher.urls: process 1 of 2 (")
+  assert message in first["failed"][1]
