@@ -31,8 +31,8 @@ def together(
 
   Args:
     work: Function of a flag that becomes true when the work is no longer wanted, because another
-      process has failed; it may then raise Stopped. It must not exchange anything with other
-      processes.
+      process has failed; it may then raise Stopped. Where it exchanges anything with the other
+      processes, it must fail on all of them alike.
     what: What it does, for messages.
     failure: Kind of error that becomes an error of the same kind on all processes. Others become
       `OtherProcessError`s elsewhere.

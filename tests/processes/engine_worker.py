@@ -151,8 +151,10 @@ def failures(folder):
   with make(folder, "stale", "stale" if is_one else "none") as engine:
     engine.load_weights(spread(0), version=0)
     found["stale"] = failure(lambda: engine.load_weights(spread(1), version=1))
-  with make(folder, "broken", "broken" if is_one else "none") as engine:
+  with make(folder, "broken", "broken" if is_one else "late") as engine:
+    began = time.monotonic()
     found["broken"] = failure(lambda: engine.load_weights(spread(0), version=0))
+    found["broken after"] = time.monotonic() - began
   command = ("no-such-program" if is_one else sys.executable, str(SERVER), "{port}", "none")
   found["missing"] = failure(lambda: make(folder, "missing", command=command))
   port = processes.broadcast(several.free_port())
@@ -169,7 +171,7 @@ def given_server(folder):
   address = f"http://127.0.0.1:{port}"
 
   def serve():
-    return subprocess.Popen([sys.executable, SERVER, str(port), "none"])
+    return subprocess.Popen([sys.executable, SERVER, str(port), "slow"])
 
   server = serve() if processes.is_main() else None
   found = {}
@@ -181,6 +183,7 @@ def given_server(folder):
       found["sampled"] = sampled(engine, 40)
       processes.barrier("sampled", timeout_s=30)
       found["asked"] = asked(address)
+      found["restarts"] = [engine.metrics()["engine/restarts"], engine._fleet.restarts]
       processes.barrier("asked", timeout_s=30)
       if server is not None:
         server.kill()
@@ -254,7 +257,8 @@ def main(address, index, folder):
     own._matmul_precision, own._attention))).max()  # fmt: skip
   found = {"probe": float(difference)}
   probe._logprobs = lambda params, tokens, *settings: fake_logprobs(params["embed"], tokens)
-  for case in (own_servers, separate_folders, failures, given_server, teacher_servers):
+  cases = (own_servers, separate_folders, failures, given_server, teacher_servers)
+  for case in cases:
     began = time.monotonic()
     found[case.__name__] = case(pathlib.Path(folder))
     print(case.__name__, round(time.monotonic() - began, 1), time.process_time(), flush=True)

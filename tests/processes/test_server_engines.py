@@ -118,6 +118,10 @@ def test_a_server_of_one_process_that_fails_ends_both_with_its_message(found, ca
   assert results[0][1].startswith("process 1 of 2 (") and results[0][1].endswith(results[1][1])
 
 
+def test_a_process_does_not_wait_for_its_server_once_another_one_has_failed(found):
+  assert max(each["failures"]["broken after"] for each in found) < 15  # it takes a minute.
+
+
 def test_a_host_without_servers_is_found_before_the_run_begins(found):
   kinds, messages, _ = zip(*(each["failures"]["missing"] for each in found), strict=True)
   assert kinds == ("ServerError", "ServerError")
@@ -145,6 +149,7 @@ def test_a_given_server_is_used_by_both_and_controlled_by_the_main_process(found
   assert asked["/update_weights_from_disk"] == asked["/pause_generation"] == 2
   assert asked["/generate"] == 2 * 40 + 2 * 2  # completions, and a probe each.
   assert asked["most"] <= 6
+  assert first["restarts"] == second["restarts"] == [0, 0]
   assert first["probe"] == second["probe"] < 1e-5
   assert first["files"] == second["files"]
 

@@ -37,11 +37,19 @@ def runs(folder):
     "checkpoint.every_steps": 0,
   }
   arguments = [f"--config.{name}={value}" for name, value in settings.items()]
-  for count in (2, 1):
-    workdir = folder / f"of_{count}"
-    run = several.start(config, workdir, arguments, processes=count, devices=2 // count)
-    codes = run.wait(280)
-    assert codes == [0] * count, "\n".join(run.text(index)[-4000:] for index in range(count))
+  started = {
+    count: several.start(
+      config, folder / f"of_{count}", arguments, processes=count, devices=2 // count
+    )
+    for count in (2, 1)
+  }
+  try:
+    for count, run in started.items():
+      codes = run.wait(400)
+      assert codes == [0] * count, "\n".join(run.text(index)[-4000:] for index in range(count))
+  finally:
+    for run in started.values():
+      run.kill()
   return folder / "of_2", folder / "of_1"
 
 
