@@ -46,7 +46,9 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 from grpo_jax.rl import objectives
 from grpo_jax.types import Batch, Denominators
-from scripts import hlo_collectives, model_shapes, targets
+from grpo_jax.planning import architectures as model_shapes
+from grpo_jax.planning import collectives as hlo_collectives
+from scripts import targets
 
 GIB = 2**30
 

@@ -29,7 +29,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 from grpo_jax.rl import objectives
 from grpo_jax.types import Batch, Denominators
-from scripts import model_shapes
+from grpo_jax.planning import architectures as model_shapes
 
 
 @dataclasses.dataclass(frozen=True)
