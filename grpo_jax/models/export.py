@@ -57,12 +57,6 @@ def to_huggingface(
   """
   source = pathlib.Path(source_directory) if source_directory is not None else None
   folder = pathlib.Path(directory)
-<<<<<<< HEAD
-  if processes.is_main():
-    return atomic.replace_folder(folder, fill)
-  for tensor in to_write(params, config, dtype=dtype):  # the main process fetches with us.
-    tensor.take_part()
-=======
 
   def write(tensors: Sequence[safetensors.ToWrite]) -> None:
     fill = lambda scratch: write_files(
@@ -71,7 +65,6 @@ def to_huggingface(
     atomic.replace_folder(folder, fill)
 
   by_main(to_write(params, config, dtype=dtype), write, what=f"writing {folder}")
->>>>>>> main
   return folder
 
 
@@ -107,7 +100,7 @@ def by_main(
         write(counted)
     finally:
       while left:
-        left.pop().values()
+        left.pop().take_part()
 
   processes.together(work, what=what)
 
@@ -217,20 +210,11 @@ def _hf_config(config: ModelConfig, source: pathlib.Path | None) -> dict[str, An
   return hf
 
 
-<<<<<<< HEAD
 def _as_in_file(array: Any, stored: leaves.Stored, dtype: np.dtype) -> Any:
   """Returns a tensor in the files' layout and dtype, on its devices."""
   if _is_as_stored(array, stored, dtype):
     return array
-  return _own(array, stored.layer, is_kernel=stored.leaf.is_kernel, dtype=dtype)
-=======
-def _fetcher(array: Any, stored: leaves.Stored, dtype: np.dtype) -> Callable[[], np.ndarray]:
-  def fetch() -> np.ndarray:
-    if _is_as_stored(array, stored, dtype):
-      return np.ascontiguousarray(arrays.fetch(array))
-    own = _own(array)(array, stored.layer, is_kernel=stored.leaf.is_kernel, dtype=dtype)
-    return np.ascontiguousarray(arrays.fetch(own))
->>>>>>> main
+  return _own(array)(array, stored.layer, is_kernel=stored.leaf.is_kernel, dtype=dtype)
 
 
 def _fetch(on_devices: Callable[[], Any]) -> np.ndarray:
@@ -238,7 +222,7 @@ def _fetch(on_devices: Callable[[], Any]) -> np.ndarray:
 
 
 def _take_part(on_devices: Callable[[], Any]) -> None:
-  arrays.take_part(on_devices())
+  jax.block_until_ready(on_devices())
 
 
 def jobs(params: Any, config: ModelConfig, *, dtype: Any = None) -> list[Job]:

@@ -45,15 +45,6 @@ def fetch(tree: Any) -> Any:
   return jax.tree.map(np.asarray, jax.device_get(whole))
 
 
-def take_part(tree: Any) -> None:
-  """Does the part of this process in a `fetch` of other processes, which alone copy the arrays.
-
-  Args:
-    tree: Tree of arrays, as the others pass it to `fetch`.
-  """
-  jax.block_until_ready([_whole(x) for x in jax.tree.leaves(tree) if is_spread(x)])
-
-
 def is_spread(array: Any) -> bool:
   """Returns whether this process lacks a part of an array.
 
