@@ -65,11 +65,12 @@ def make(folder, name, fault="none", **settings):
 
 
 def failure(work):
-  """Returns the kind and message of an error, and whether a run records the step before it."""
+  """Returns the kind and message of an error, and whether a run records and saves before it."""
   try:
     work()
   except Exception as error:
-    return [type(error).__name__, str(error), isinstance(error, base.EngineFailure)]
+    is_of_all = getattr(error, "is_of_all_processes", False)
+    return [type(error).__name__, str(error), is_of_all and isinstance(error, base.EngineFailure)]
   return None
 
 
