@@ -12,6 +12,7 @@ A call whose arguments fit no executable compiles as with `jax.jit`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -40,11 +41,13 @@ class Job:
     name: Name of the program and of its shapes, shown to the user.
     run: Function that compiles, stores the executable for later calls, and returns it.
     remedy: Advice if memory is short, such as "lower engine.max_rows"; "": no advice.
+    lower: Function that traces the program without compiling it; None: it is not known.
   """
 
   name: str
   run: Callable[[], Any]
   remedy: str = ""
+  lower: Callable[[], Any] | None = None
 
   def __call__(self) -> None:
     """Compiles.
@@ -122,7 +125,8 @@ class Program:
       self._executables.setdefault(key, []).append((executable, placed))
       return executable
 
-    return Job(f"{self.name} {detail}".rstrip(), compile_and_keep, self.remedy)
+    lower = functools.partial(self.jitted.lower, *arguments, **named)
+    return Job(f"{self.name} {detail}".rstrip(), compile_and_keep, self.remedy, lower)
 
   def _executable(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """Returns the executable for these arguments; None if there is none."""

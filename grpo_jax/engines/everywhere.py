@@ -5,11 +5,13 @@ import pathlib
 import secrets
 import socket
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from grpo_jax import processes
 from grpo_jax.engines.base import EngineFailure
 from grpo_jax.errors import ExpectedFailure
+from grpo_jax.interrupts import Stopped
+from grpo_jax.processes.elsewhere import Elsewhere
 
 T = TypeVar("T")
 
@@ -17,17 +19,24 @@ _BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
 def together(
-  work: Callable[[], T], *, what: str, failure: type[ExpectedFailure] = EngineFailure
+  work: Callable[[Any], T],
+  *,
+  what: str,
+  failure: type[ExpectedFailure] = EngineFailure,
+  stop: Any = False,
 ) -> T:
   """Does what may fail on some processes; if it does, all processes raise the same kind of error.
 
   So all of them treat it alike: a run records the step before it ends of an `EngineFailure`.
 
   Args:
-    work: Function without arguments. It must not exchange anything with other processes.
+    work: Function of a flag that becomes true when the work is no longer wanted, because another
+      process has failed; it may then raise Stopped. It must not exchange anything with other
+      processes.
     what: What it does, for messages.
     failure: Kind of error that becomes an error of the same kind on all processes. Others become
       `OtherProcessError`s elsewhere.
+    stop: Flag that becomes true when the run is asked to end; see `interrupts.Flag`.
 
   Returns:
     What `work` returns on this process.
@@ -38,26 +47,44 @@ def together(
     Stopped: The run is asked to end.
   """
   if processes.count() == 1:
-    return work()
-  caught: ExpectedFailure | None = None
-
-  def attempt() -> T | None:
-    nonlocal caught
-    try:
-      return work()
-    except failure as error:
-      caught = error
-      return None
-
-  result = processes.together(attempt, what=what)
-  reason = None if caught is None else f"({socket.gethostname()}): {caught}"
-  reasons = processes.exchange(reason, what=what)
+    return work(stop)
+  early = Elsewhere(stop)
+  try:
+    result, caught = processes.together(lambda: _attempted(work, early, failure), what=what)
+    reason = None if caught is None else f"({socket.gethostname()}): {caught}"
+    reasons = processes.exchange(reason, what=what)
+  finally:
+    early.forget()
   if caught is not None:
     raise caught
   for number, other in enumerate(reasons):
     if other is not None:
       raise failure(f"process {number} of {processes.count()} {other}")
-  return result  # type: ignore[return-value]  # None only if the work failed.
+  assert not isinstance(result, _Nothing)  # only if the work failed somewhere.
+  return result
+
+
+class _Nothing:
+  """Stands for the result of work that has none."""
+
+
+def _attempted(
+  work: Callable[[Any], T], early: Elsewhere, failure: type[ExpectedFailure]
+) -> tuple[T | _Nothing, ExpectedFailure | None]:
+  """Returns the result of some work, or how it failed; if another process has failed, neither."""
+  try:
+    return work(early), None
+  except failure as error:
+    early.announce()
+    return _Nothing(), error
+  except Stopped:
+    if early.is_over:
+      return _Nothing(), None
+    early.announce()
+    raise
+  except BaseException:
+    early.announce()
+    raise
 
 
 def before_on_host() -> int:
@@ -88,7 +115,7 @@ def sharers(folder: pathlib.Path) -> tuple[int, ...]:
   mark = folder / f".process-{secrets.token_hex(16)}"
   what = f"who sees {folder}"
   try:
-    together(lambda: _touch(mark), what=what)
+    together(lambda _: _touch(mark), what=what)
     marks = processes.exchange(mark.name, what=what)
     seen = [number for number, name in enumerate(marks) if (folder / name).exists()]
     firsts = processes.exchange(seen[0], what=what)  # all have looked once this returns.

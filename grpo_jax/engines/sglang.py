@@ -9,6 +9,7 @@ Servers that were found running take requests of all processes; the main process
 and loads weights, and each process proves for itself what they compute with.
 """
 
+import concurrent.futures
 import dataclasses
 import logging
 import math
@@ -34,8 +35,10 @@ from grpo_jax.engines.sglang_client import Timeouts
 from grpo_jax.engines.sglang_options import SGLangOptions
 from grpo_jax.http import redaction
 from grpo_jax.http.background import BackgroundLoop
+from grpo_jax.interrupts import Stopped
 from grpo_jax.models import leaves
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.processes import elsewhere
 
 _log = logging.getLogger(__name__)
 
@@ -150,7 +153,7 @@ class SGLangEngine:
   def _publish(self, weights: Weights) -> None:
     """Has the servers load weights, and proves that they did."""
     what = f"whether the servers have version {weights.version}"
-    publish = lambda: self._run(self._fleet.publish(weights))
+    publish = lambda early: self._run(self._fleet.publish(weights), early)
     if not self._is_shared:
       everywhere.together(publish, what=what)
       return
@@ -160,7 +163,7 @@ class SGLangEngine:
 
   def _leave_alone(self) -> None:
     """Has processes that do not control the servers ask them nothing, until new weights come."""
-    sleep = lambda: self._run(self._fleet.sleep())
+    sleep = lambda early: self._run(self._fleet.sleep(), early)
     everywhere.together(_nothing if self._controls else sleep, what="the use of the servers")
 
   def release(self) -> None:
@@ -169,7 +172,7 @@ class SGLangEngine:
       return
     if self._is_shared:  # SGLang frees memory only when nobody asks.
       self._leave_alone()
-    sleep = lambda: self._run(self._fleet.sleep())
+    sleep = lambda early: self._run(self._fleet.sleep(), early)
     everywhere.together(sleep if self._controls else _nothing, what="the memory of the servers")
 
   def generate(
@@ -258,9 +261,23 @@ class SGLangEngine:
     if self._is_closed:
       raise RuntimeError("the engine was closed")
 
-  def _run(self, coroutine: Any) -> Any:
-    """Runs a coroutine in the engine's loop and waits for it; Ctrl-C ends the wait."""
-    return self._loop.submit(coroutine).result()
+  def _run(self, coroutine: Any, early: Any = False) -> Any:
+    """Runs a coroutine in the engine's loop and waits for it; Ctrl-C ends the wait.
+
+    Args:
+      coroutine: Work to do.
+      early: Flag that becomes true when the result is no longer wanted; looked at if the run has
+        several processes.
+
+    Raises:
+      Stopped: `early` has become true.
+    """
+    future = self._loop.submit(coroutine)
+    while processes.count() > 1 and not concurrent.futures.wait([future], elsewhere.LOOK_S).done:
+      if early:
+        future.cancel()
+        raise Stopped
+    return future.result()
 
   async def _stream(
     self, requests: Sequence[base.GenerationRequest], on_progress: base.OnProgress | None
@@ -292,7 +309,7 @@ class SGLangEngine:
     return list(groups.values())
 
 
-def _nothing() -> None:
+def _nothing(_: Any) -> None:
   """Is the part of a process that another one acts for."""
 
 
@@ -341,7 +358,7 @@ def make(
   dtype = jnp.dtype(compute_dtype)
   products = precision.resolve(matmul_precision, dtype) or dtype.name
   key = everywhere.together(
-    lambda: _key(is_launched=not chosen.addresses), what="the key of the servers"
+    lambda _: _key(is_launched=not chosen.addresses), what="the key of the servers"
   )
   launch = None
   if not chosen.addresses:
@@ -474,7 +491,7 @@ def _check_launch(launch: LaunchOptions, servers: int, key: str) -> None:
   Raises:
     ServerError: They cannot, on one of the hosts.
   """
-  check = lambda: server_process.check(launch, servers=servers, api_key=key)
+  check = lambda _: server_process.check(launch, servers=servers, api_key=key)
   everywhere.together(check, what="the options of the servers", failure=server_process.ServerError)
   if launch.device == "cuda" and not launch.gpus and launch.slot:
     _log.warning(

@@ -249,7 +249,7 @@ class _Shares:
 
 def _together(work: Callable[[], T], done: str, place: pathlib.Path) -> T:
   return everywhere.together(
-    work, what=f"whether the weights can be {done} in {place}", failure=TransferError
+    lambda _: work(), what=f"whether the weights can be {done} in {place}", failure=TransferError
   )
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax import processes
+
 SIZE = 16  # bytes of a digest.
 
 
@@ -29,6 +31,22 @@ def of_values(values: Iterable[Any]) -> str:
   for value in values:
     _add(found, value)
   return found.hexdigest()
+
+
+def agree(values: Iterable[Any], *, what: str) -> None:
+  """Checks that values are equal on all processes, by their digests.
+
+  All processes must make the same calls in the same order, on their main threads.
+
+  Args:
+    values: Arguments of `of_values`.
+    what: What they are, for the message: "the batch of step 3".
+
+  Raises:
+    DisagreementError: They differ; the message has the digest of each process.
+  """
+  if processes.count() > 1:
+    processes.agree(of_values(values), what=f"the digest of {what}")
 
 
 def _add(found: Any, value: Any) -> None:

@@ -91,10 +91,8 @@ def compare(prompts: Sequence[Prompt], *, of: str) -> None:
   Raises:
     DisagreementError: They differ; the message has a digest for each process.
   """
-  if processes.count() > 1:
-    found = [(each.prompt_id, each.token_ids, each.weight) for each in prompts]
-    what = f"the digest of the prompts of {of} (ids, tokens and weights)"
-    processes.agree(f"{len(found)} prompts, {digests.of_values(found)}", what=what)
+  found = [(each.prompt_id, each.token_ids, each.weight) for each in prompts]
+  digests.agree(found, what=f"the {len(found)} prompts of {of} (ids, tokens and weights)")
 
 
 def _encoded(

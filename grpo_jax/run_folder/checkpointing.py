@@ -139,6 +139,10 @@ class Checkpoints:
     """
     return _by_main(lambda: stored_steps.complete(self.directory), what="the list of checkpoints")
 
+  def newest(self) -> int | None:
+    """Returns the newest complete step that this process sees; None if there is none."""
+    return max(stored_steps.complete(self.directory), default=None)
+
   def save(
     self,
     step: int,

@@ -15,7 +15,7 @@ import grpo_jax
 from grpo_jax import main, processes, report
 from grpo_jax.config import configuration
 from grpo_jax.models import export, transformer
-from grpo_jax.run_folder import checkpointing, earlier, loggers, notices
+from grpo_jax.run_folder import checkpointing, earlier, loggers, notices, shared_folder
 from tests.models import tiny
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -86,7 +86,10 @@ def second(monkeypatch):
   """This process is process 1 of 2; process 0 has sent "runs/shared"."""
   monkeypatch.setattr(processes, "count", lambda: 2)
   monkeypatch.setattr(processes, "index", lambda: 1)
-  monkeypatch.setattr(processes, "broadcast", lambda value, **_: "runs/shared")
+  monkeypatch.setattr(
+    processes, "broadcast", lambda value, **_: "runs/shared" if value == "" else value
+  )
+  monkeypatch.setattr(processes.Channel, "exchange", lambda _, value, **__: [value, value])
 
 
 def write_config(folder):
@@ -141,6 +144,7 @@ def test_the_program_takes_the_run_folder_of_the_main_process_and_claims_nothing
   train.train = lambda config, workdir, *, stop: calls.append(workdir)
   monkeypatch.setitem(sys.modules, "grpo_jax.train", train)
   monkeypatch.setattr(grpo_jax, "train", train, raising=False)
+  monkeypatch.setattr(shared_folder, "check", lambda *_, **__: None)
   monkeypatch.chdir(tmp_path)
   (tmp_path / "some.py").write_text(
     "from ml_collections import ConfigDict\ndef get_config():\n  return ConfigDict({'seed': 1})\n"

@@ -17,6 +17,9 @@ _HEADER = re.compile(r"^(?:ENTRY\s+)?%?([\w.\-]+)\s.*->.*\{\s*$")
 _COLLECTIVE = re.compile(
   rf"=\s+(?P<results>.*?)\s(?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\((?P<rest>.*)$"
 )
+_MADE = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (?P<results>.*?) (?P<operation>[a-z][\w\-]*)\(")
+_LAID_OUT = re.compile(r"\b(pred|bf16|[fsuc]\d+)\[([\d,]*)\](\{[^}]*\})?")
+_NAMES_ONLY = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call"}
 _CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 _TRIPS = re.compile(r"known_trip_count\D*(\d+)")
@@ -77,16 +80,24 @@ class Collective(NamedTuple):
 def collectives(hlo: str, *, devices: int) -> list[Collective]:
   """Returns every collective of a program with groups of more than one device.
 
+  A TPU's compiler repeats a collective in each of the fusions that overlap with it, under one
+  channel: it is counted once.
+
   Args:
     hlo: Text of the program, from `compiled.as_text()`.
     devices: Number of devices of the program; they are one group if the text lists none.
   """
   computations, entry = _computations(hlo)
-  found = []
-  for line, times in _reached(computations, entry, 1):
+  found, seen = [], set()
+  for line, times, is_fused in _reached(computations, entry, 1):
     match = _COLLECTIVE.search(line)
     if match is None:
       continue
+    channel = re.search(r"channel_id=(\d+)", line)
+    if is_fused and channel is not None:
+      if channel[1] in seen:
+        continue
+      seen.add(channel[1])
     groups = _groups(match["rest"], devices)
     if len(groups[0]) < 2:
       continue
@@ -94,6 +105,38 @@ def collectives(hlo: str, *, devices: int) -> list[Collective]:
     source = re.search(r'op_name="([^"]*)"', line)
     found.append(Collective(match["kind"], arrays, groups, times, source[1] if source else ""))
   return found
+
+
+class Held(NamedTuple):
+  """An array that a program makes.
+
+  Attributes:
+    array: The array, as one device holds it.
+    source: Name of the operation in the program.
+  """
+
+  array: Array
+  source: str
+
+
+def largest(hlo: str, *, count: int = 8) -> list[Held]:
+  """Returns the largest arrays that a program makes in memory, each shape once, largest first.
+
+  Arrays in a TPU's vector memory are left out, and so are parameters and what only renames arrays.
+  """
+  computations, entry = _computations(hlo)
+  found: dict[Array, str] = {}
+  for line, _, is_fused in _reached(computations, entry, 1):
+    match = None if is_fused else _MADE.search(line)
+    if match is None or match["operation"] in _NAMES_ONLY:
+      continue
+    source = re.search(r'op_name="([^"]*)"', line)
+    for dtype, shape, layout in _LAID_OUT.findall(match["results"]):
+      if not re.search(r"S\([1-9]", layout):
+        array = Array(dtype, tuple(int(size) for size in shape.split(",") if size))
+        found[array] = found.get(array) or (source[1] if source else match["operation"])
+  made = [Held(array, where) for array, where in found.items()]
+  return sorted(made, key=lambda held: -held.array.nbytes)[:count]
 
 
 def by_kind(found: Sequence[Collective]) -> dict[str, float]:
@@ -139,18 +182,21 @@ def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _reached(
-  computations: dict[str, list[str]], name: str, times: int
-) -> Iterator[tuple[str, int]]:
-  """Yields each line that a computation runs, with those it calls, and how often it runs."""
+  computations: dict[str, list[str]], name: str, times: int, is_fused: bool = False
+) -> Iterator[tuple[str, int, bool]]:
+  """Yields each line that a computation runs, with those it calls.
+
+  Each comes with the number of times that it runs, and with whether it is part of a fusion.
+  """
   for line in computations.get(name, ()):
-    yield line, times
+    yield line, times, is_fused
     runs = times * (_trips(computations, line) if " while(" in line else 1)
     called = _CALLED.findall(line)
     for branches in _BRANCHES.findall(line):
       called += [one.strip().lstrip("%") for one in branches.split(",")]
     if not _COLLECTIVE.search(line):  # the computation that a collective applies is an addition.
       for one in called:
-        yield from _reached(computations, one, runs)
+        yield from _reached(computations, one, runs, is_fused or " fusion(" in line)
 
 
 def _trips(computations: dict[str, list[str]], line: str) -> int:
@@ -160,7 +206,7 @@ def _trips(computations: dict[str, list[str]], line: str) -> int:
     return int(known[1])
   condition = re.search(r"condition=%?([\w.\-]+)", line)
   bounds = []
-  for computed, _ in _reached(computations, condition[1] if condition else "", 1):
+  for computed, *_ in _reached(computations, condition[1] if condition else "", 1):
     bounds += [int(number) for number in _CONSTANT.findall(computed)]
   return max(bounds, default=1)
 

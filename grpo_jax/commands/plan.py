@@ -1,0 +1,137 @@
+"""`grpo-jax plan --config=… --topology=…`: what a run needs on a machine that is not present."""
+
+import json
+import os
+import pathlib
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_jax.commands.arguments import Parser, WrongUse
+from grpo_jax.files import local_paths
+
+USAGE = """\
+Plans a run for a machine that is not present: does it fit, what moves, how long does a step take
+at least? It compiles the run's own programs; no weights and no accelerator are needed.
+
+  grpo-jax plan --config=CONFIG --topology=MACHINE [--config.SECTION.FIELD=VALUE ...]
+
+  --config    as for grpo-jax train, with the same overrides.
+  --topology  TPU slices by Google's names: v5e-16 and v6e-8 (chips), v5p-8 and v4-8 (TensorCores,
+              two a chip), 2xv5e-16 (two slices); GPUs: h100:8, h200:8, a100:8, 2xh100:8 (two
+              nodes); cpu:8 (simulated devices, to try it).
+  --model-config=FILE   config.json (or folder) of the model, or a name such as Qwen3-8B; default:
+              model.path: a folder, a model of the package's table, or the hub's config.json.
+  --prompt-tokens=N, --completion-tokens=N   assumed length of every prompt and completion, for
+              traffic and time; default: half of the largest that the config allows.
+  --no-search compiles each program once, and does not search the largest microbatch and the
+              longest row that fit.
+  --json=FILE writes the plan as JSON, too.
+  --no-cache  compiles again what was compiled before; answers are kept in ~/.cache/grpo_jax/plans.
+
+TPUs need the extra plan-tpu, GPUs the extra plan-cuda: pip install "grpo_jax[plan-tpu]".
+docs/plan.md describes the numbers and what was never checked against a real machine.
+
+Exit codes: 0 it fits; 1 it does not fit, or a program cannot be compiled; 2 wrong use.
+"""
+FITS, DOES_NOT_FIT = 0, 1
+
+_OWN = ("topology", "model-config", "prompt-tokens", "completion-tokens", "json")
+_SWITCHES = ("no-search", "no-cache", "help")
+
+
+def main(arguments: Sequence[str]) -> int:
+  """Prints the plan; returns the exit code.
+
+  Args:
+    arguments: Words after `grpo-jax plan`.
+  """
+  own, rest = _divided(arguments)
+  parser = Parser(USAGE)
+  parser.add_argument("--topology")
+  parser.add_argument("--model-config", metavar="FILE")
+  parser.add_argument("--prompt-tokens", type=int)
+  parser.add_argument("--completion-tokens", type=int)
+  parser.add_argument("--no-search", action="store_true")
+  parser.add_argument("--no-cache", action="store_true")
+  parser.add_argument("--json", type=local_paths.argument)
+  options = parser.read(own)
+  if not options.topology:
+    raise WrongUse("--topology is missing, for example --topology=v5e-16 (--help explains it)")
+  for name in ("prompt_tokens", "completion_tokens"):
+    value = getattr(options, name)
+    if value is not None and value < 1:
+      raise WrongUse(f"--{name.replace('_', '-')}={value} must be at least 1")
+  _prepare()
+  return _plan(options, rest, list(arguments))
+
+
+def _divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+  """Returns the arguments of this command, and those of the configuration."""
+  own, rest = [], []
+  words = iter(arguments)
+  for word in words:
+    name = word.removeprefix("--").partition("=")[0]
+    if word in ("-h", "--help") or (word.startswith("--") and name in _SWITCHES):
+      own.append(word)
+    elif word.startswith("--") and name in _OWN:
+      own.append(word)
+      if "=" not in word:
+        own += [value for value in [next(words, None)] if value is not None]
+    elif word.startswith(("--config", "--noconfig", "--flagfile")):
+      rest.append(word)
+      if word in ("--config", "--flagfile"):
+        rest += [value for value in [next(words, None)] if value is not None]
+    elif word.startswith("-"):
+      own.append(word)  # unknown: the parser names the nearest.
+    elif any(word.startswith("--config") for word in rest):
+      own.append(word)
+    else:
+      rest.append(f"--config={word}")
+  return own, rest
+
+
+def _prepare() -> None:
+  """Sets what JAX and the compilers read when they are first imported: nothing may seek a device."""
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+  os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+  if "xla_gpu_autotune_level" not in os.environ.get("XLA_FLAGS", ""):
+    # There is no device on which variants of a kernel could be tried.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
+
+
+def _plan(options: Any, rest: Sequence[str], arguments: Sequence[str]) -> int:
+  from grpo_jax.planning import asking, compiling, plan, report, topologies, workload
+
+  topology = topologies.parse(options.topology)
+  topologies.check_compiler(topology)
+  config = asking.config_of(rest)
+  with tempfile.TemporaryDirectory() as scratch:
+    model, source = asking.model_of(config, options.model_config, pathlib.Path(scratch))
+    run = asking.run_of(config, model, topology, pathlib.Path(scratch))
+  folder = None if options.no_cache else compiling.default_folder()
+
+  def compile_job(job: Any) -> Any:
+    began = time.monotonic()
+    _say(f"compiling {job.name} for {topology.name} …")
+    found = compiling.compiled(job, asking.mesh_of(run, job), folder=folder)
+    _say(f"compiling {job.name} for {topology.name}: {time.monotonic() - began:.0f} s")
+    return found
+
+  assumed = workload.lengths(
+    config, prompt=options.prompt_tokens, completion=options.completion_tokens
+  )
+  made = plan.make(run, topology, compile_job, assumed=assumed, searches=not options.no_search)
+  print(report.text(made, source=source))
+  if options.json:
+    content = report.to_json(made, source=source, arguments=arguments)
+    pathlib.Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+  return FITS if made.fits else DOES_NOT_FIT
+
+
+def _say(line: str) -> None:
+  print(line, file=sys.stderr, flush=True)

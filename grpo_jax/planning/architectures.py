@@ -1,0 +1,125 @@
+"""The sizes of a model: of well-known ones by name, of others from their config.json."""
+
+import json
+import os
+import pathlib
+from typing import Any
+
+from grpo_jax.models import sources
+
+_QWEN2 = {
+  "architectures": ["Qwen2ForCausalLM"],
+  "rope_theta": 1e6,
+  "max_position_embeddings": 32768,
+  "vocab_size": 151936,
+}
+_QWEN3 = {
+  "architectures": ["Qwen3ForCausalLM"],
+  "rope_theta": 1e6,
+  "max_position_embeddings": 40960,
+  "vocab_size": 151936,
+  "head_dim": 128,
+}
+_LLAMA3 = {
+  "architectures": ["LlamaForCausalLM"],
+  "rope_theta": 5e5,
+  "rms_norm_eps": 1e-5,
+  "max_position_embeddings": 131072,
+  "vocab_size": 128256,
+}
+_SMOL = {
+  "architectures": ["LlamaForCausalLM"],
+  "vocab_size": 49152,
+  "rms_norm_eps": 1e-5,
+  "max_position_embeddings": 8192,
+  "tie_word_embeddings": True,
+}
+
+
+def _sized(
+  family: dict[str, Any], width: int, mlp: int, layers: int, heads: tuple[int, int], **more: Any
+) -> dict[str, Any]:
+  return {
+    **family,
+    "hidden_size": width,
+    "intermediate_size": mlp,
+    "num_hidden_layers": layers,
+    "num_attention_heads": heads[0],
+    "num_key_value_heads": heads[1],
+    **more,
+  }
+
+
+_TIED, _UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+
+# As in their config.json on the hub; the sizes of "-Instruct" models are those of the base.
+SHAPES: dict[str, dict[str, Any]] = {
+  "SmolLM2-135M": _sized(_SMOL, 576, 1536, 30, (9, 3), rope_theta=1e5),
+  "SmolLM2-360M": _sized(_SMOL, 960, 2560, 32, (15, 5), rope_theta=1e5),
+  "SmolLM2-1.7B": _sized(_SMOL, 2048, 8192, 24, (32, 32), rope_theta=1.3e5),
+  "Qwen2.5-0.5B": _sized(_QWEN2, 896, 4864, 24, (14, 2), **_TIED),
+  "Qwen2.5-1.5B": _sized(_QWEN2, 1536, 8960, 28, (12, 2), **_TIED),
+  "Qwen2.5-3B": _sized(_QWEN2, 2048, 11008, 36, (16, 2), **_TIED),
+  "Qwen2.5-7B": _sized(_QWEN2, 3584, 18944, 28, (28, 4), **_UNTIED, vocab_size=152064),
+  "Qwen3-0.6B": _sized(_QWEN3, 1024, 3072, 28, (16, 8), **_TIED),
+  "Qwen3-1.7B": _sized(_QWEN3, 2048, 6144, 28, (16, 8), **_TIED),
+  "Qwen3-4B": _sized(_QWEN3, 2560, 9728, 36, (32, 8), **_TIED),
+  "Qwen3-8B": _sized(_QWEN3, 4096, 12288, 36, (32, 8), **_UNTIED),
+  "Llama-3.2-1B": _sized(_LLAMA3, 2048, 8192, 16, (32, 8), **_TIED, head_dim=64),
+  "Llama-3.1-8B": _sized(_LLAMA3, 4096, 14336, 32, (32, 8), **_UNTIED),
+}
+
+
+def read(name: str) -> dict[str, Any]:
+  """Returns the config.json of a folder or file, or of a name in `SHAPES`.
+
+  Raises:
+    OSError: There is no such folder, or it has no config.json.
+    ValueError: The file is not JSON.
+  """
+  if name in SHAPES:
+    return SHAPES[name]
+  path = pathlib.Path(name).expanduser()
+  file = path if path.is_file() else path / "config.json"
+  if not file.exists():
+    raise FileNotFoundError(f"no {file}: name a folder, or one of {', '.join(SHAPES)}")
+  return json.loads(file.read_text())
+
+
+def known(path: str) -> str | None:
+  """Returns the name in `SHAPES` of a model on the hub; None if it is not there.
+
+  Args:
+    path: Name on the hub, such as "Qwen/Qwen2.5-1.5B-Instruct", or a name in `SHAPES`.
+  """
+  name = path.rpartition("/")[2].removesuffix("-Instruct")
+  by_small = {each.lower(): each for each in SHAPES}
+  return by_small.get(name.lower())
+
+
+def find(path: str) -> tuple[dict[str, Any], str]:
+  """Returns the config.json of a model without reading its weights, and where it is from.
+
+  Args:
+    path: A folder, a config.json, a name in `SHAPES`, or a name on the hub. The table comes before
+      the hub, of which only the config.json is read.
+
+  Raises:
+    OSError: There is no such model, or the hub does not answer.
+    ValueError: The file is not JSON.
+  """
+  local = pathlib.Path(path).expanduser()
+  if local.exists():
+    return read(path), f"{local}"
+  if (name := known(path)) is not None:
+    return SHAPES[name], f"the table of grpo_jax ({name})"
+  if refused := sources.refusal(path):
+    raise FileNotFoundError(f"{refused}; or name one of {', '.join(SHAPES)}")
+  return _from_hub(path)
+
+
+def _from_hub(name: str) -> tuple[dict[str, Any], str]:
+  import huggingface_hub  # only now: it takes long, and the environments of compilers lack it.
+
+  file = huggingface_hub.hf_hub_download(name, "config.json", token=os.environ.get("HF_TOKEN"))
+  return json.loads(pathlib.Path(file).read_text()), f"config.json of {name} on the hub"

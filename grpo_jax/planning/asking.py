@@ -1,0 +1,104 @@
+"""From the words of the command to the run to plan: config, sizes of the model, mesh."""
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from grpo_jax.compilation.programs import Job
+from grpo_jax.config import command_line, configuration, run_options
+from grpo_jax.config.configuration import ConfigError
+from grpo_jax.learn import sharding
+from grpo_jax.models import config as model_config
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.errors import ModelError
+from grpo_jax.planning import architectures, plan, programs, target, topologies
+from grpo_jax.planning.programs import Run
+from grpo_jax.planning.topologies import PlanError, Topology
+
+# An ml_collections.ConfigDict, whose fields are unknown to a type checker.
+Config = Any
+
+# What a plan does not need: the rows, which are not read, and the weights, which are not loaded.
+_NOT_NEEDED = ("data.", "evaluation.data", "model.path", "model.fallback", "logging.")
+
+
+def config_of(arguments: Sequence[str]) -> Config:
+  """Returns the config of a command line, resolved.
+
+  Args:
+    arguments: --config=… and overrides of its fields, as for training.
+
+  Raises:
+    ConfigError: The arguments are wrong, or the options cannot work together.
+  """
+  config = command_line.parse(arguments).config
+  try:
+    return run_options.resolved(config)
+  except (TypeError, ValueError) as error:
+    raise ConfigError(str(error)) from error
+
+
+def model_of(config: Config, given: str | None, folder: pathlib.Path) -> tuple[ModelConfig, str]:
+  """Returns the sizes of the run's model, and where they are from.
+
+  Args:
+    config: Config of the run.
+    given: File, folder or name in place of `model.path`; None: that.
+    folder: Folder to which its config.json is written, for the checks of the run.
+
+  Raises:
+    PlanError: The model cannot be found, or is not supported.
+  """
+  path = given or config.model.path
+  try:
+    hf, source = architectures.find(path)
+    (folder / "config.json").write_text(json.dumps(hf))
+    return model_config.from_hf(hf, where=source), source
+  except (OSError, ValueError, ModelError) as error:
+    option = "--model-config" if given else "model.path"
+    known = ", ".join(architectures.SHAPES)
+    raise PlanError(
+      f"{option}={path}: {error} (--model-config takes a config.json, or one of {known})"
+    ) from error
+
+
+def run_of(config: Config, model: ModelConfig, topology: Topology, folder: pathlib.Path) -> Run:
+  """Returns the run on the machine.
+
+  Args:
+    config: Config of the run.
+    model: Sizes of its model.
+    topology: The machine.
+    folder: Folder with the model's config.json.
+
+  Raises:
+    ConfigError: The run would refuse its options, its mesh or its model.
+  """
+  devices = topologies.devices(topology)
+  with target.assumed(devices):
+    complaints = [each for each in run_options.validate(config) if not each.startswith(_NOT_NEEDED)]
+    if complaints:
+      raise ConfigError("\n".join(complaints))
+    try:
+      mesh = sharding.make_mesh(**config.mesh, devices=devices)
+    except ValueError as error:
+      raise PlanError(f"--topology={topology.name}: {error}") from error
+    plan.check(config, mesh, folder)
+  teacher = None
+  if config.teacher.path:
+    with_teacher = configuration.replaced(config, {"model.path": config.teacher.path})
+    teacher, _ = model_of(with_teacher, None, folder)
+  return programs.described(config, model, mesh, teacher=teacher)
+
+
+def mesh_of(run: Run, job: Job) -> Mesh:
+  """Returns the mesh of a program: that of one host for the sampler's, else that of the run."""
+  is_local = programs.program_of(job.name) in ("sampling", "reading prompts")
+  if not is_local or run.local == run.mesh.size:
+    return run.mesh
+  with target.assumed(run.devices):
+    return jax.tree.leaves(programs.of_host(run))[0].sharding.mesh

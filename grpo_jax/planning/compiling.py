@@ -1,0 +1,222 @@
+"""Compiles the programs of a run for its target, and keeps what the compiler says.
+
+An answer is kept in the user's cache, under the digest of the lowered program, of the target and of
+the compilers' versions: to plan the same again costs only the tracing.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from grpo_jax.compilation.programs import Job, explained
+from grpo_jax.files import atomic
+from grpo_jax.files.cache import default_cache
+from grpo_jax.planning import collectives, target
+
+_FORM = 1  # of what is kept; a change makes older answers unreadable.
+_COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+  """Bytes that one device receives in one run of a program.
+
+  Attributes:
+    kind: Kind of collective, one of `collectives.KINDS`.
+    axes: Axes of the mesh along which the devices exchange data, joined by "+".
+    is_far: Whether a group has devices of several slices or nodes.
+    bytes: Bytes that one device receives, in all runs of the program's loops.
+    times: Number of collectives, counted as often as their loops run.
+  """
+
+  kind: str
+  axes: str
+  is_far: bool
+  bytes: float
+  times: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+  """What the compiler says of one program, in bytes of one device.
+
+  Attributes:
+    name: Name of the program and its shape.
+    arguments: Its arguments.
+    outputs: Its results, without those in the memory of donated arguments.
+    temporaries: Its temporaries.
+    code: The program itself.
+    is_refused: Whether the compiler rejects the program alone as too large; only `temporaries` is
+      known then.
+    moved: Bytes that a device receives, by kind and axes.
+    largest: The largest arrays that it makes: bytes, dtype and shape, operation.
+    compile_s: Seconds of its compilation.
+  """
+
+  name: str
+  arguments: int = 0
+  outputs: int = 0
+  temporaries: int = 0
+  code: int = 0
+  is_refused: bool = False
+  moved: tuple[Moved, ...] = ()
+  largest: tuple[tuple[int, str, str], ...] = ()
+  compile_s: float = 0.0
+
+  @property
+  def own(self) -> int:
+    """Bytes besides the arguments."""
+    return self.outputs + self.temporaries + self.code
+
+
+def versions() -> dict[str, str]:
+  """Returns the versions of JAX and of the compilers that are installed."""
+  found = {}
+  for name in _COMPILERS:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      found[name] = importlib.metadata.version(name)
+  return found
+
+
+def compiled(job: Job, mesh: jax.sharding.Mesh, *, folder: pathlib.Path | None = None) -> Compiled:
+  """Compiles a program for the devices of a mesh, or returns what an earlier compilation said.
+
+  Args:
+    job: Compilation; it can be lowered.
+    mesh: Mesh of the target's devices, all of them.
+    folder: Folder of the answers; None: nothing is kept.
+
+  Raises:
+    CompilationError: The compilation fails for another reason than memory.
+  """
+  devices = list(mesh.devices.flat)
+  assert job.lower is not None, job.name
+  with target.assumed(devices):
+    try:
+      lowered = job.lower()
+    except (NotImplementedError, ValueError) as error:
+      raise explained(error, f"tracing {job.name}", "") from error
+    kept = None if folder is None else folder / f"{_digest(lowered, mesh)}.json"
+    if kept is not None and (found := _read(kept)) is not None:
+      return dataclasses.replace(found, name=job.name)
+    found = _compile(job, lowered, mesh)
+  if kept is not None:
+    _write(kept, found)
+  return found
+
+
+def default_folder() -> pathlib.Path:
+  """Returns the folder of the answers in the user's cache."""
+  return default_cache() / "plans"
+
+
+def _digest(lowered: Any, mesh: jax.sharding.Mesh) -> str:
+  first = mesh.devices.flat[0]
+  facts = {
+    "form": _FORM,
+    "program": lowered.as_text(),
+    "devices": [str(device) for device in mesh.devices.flat],
+    "mesh": dict(mesh.shape),
+    "kind": first.device_kind,
+    "versions": versions(),
+    "flags": os.environ.get("XLA_FLAGS", ""),
+  }
+  return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _compile(job: Job, lowered: Any, mesh: jax.sharding.Mesh) -> Compiled:
+  began = time.monotonic()
+  try:
+    made = lowered.compile()
+  except jax.errors.JaxRuntimeError as error:
+    temporaries = refused_bytes(str(error))
+    if temporaries is None:
+      raise explained(error, f"compiling {job.name}", "") from error
+    took = time.monotonic() - began
+    return Compiled(job.name, temporaries=temporaries, is_refused=True, compile_s=took)
+  took, memory, text = time.monotonic() - began, made.memory_analysis(), made.as_text()
+  return Compiled(
+    name=job.name,
+    arguments=memory.argument_size_in_bytes,
+    outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+    temporaries=memory.temp_size_in_bytes,
+    code=memory.generated_code_size_in_bytes,
+    moved=moved(text, mesh),
+    largest=tuple(
+      (held.array.nbytes, f"{held.array.dtype}{list(held.array.shape)}", held.source)
+      for held in collectives.largest(text)
+    ),
+    compile_s=took,
+  )
+
+
+def moved(
+  hlo: str, mesh: jax.sharding.Mesh, *, place: Callable[[Any], int] | None = None
+) -> tuple[Moved, ...]:
+  """Returns the bytes that a device receives in one run of a program, the most first.
+
+  Args:
+    hlo: Text of the compiled program.
+    mesh: Mesh of the program's devices, in their order.
+    place: Function from a device to its slice or node; None: `place_of`.
+  """
+  sizes = {str(axis): size for axis, size in mesh.shape.items()}
+  places = [(place or place_of)(device) for device in mesh.devices.flat]
+  total: dict[tuple[str, str, bool], list[float]] = {}
+  for one in collectives.collectives(hlo, devices=mesh.size):
+    axes = "+".join(axis for axis in sizes if axis in collectives.axes_of(one.groups, sizes))
+    is_far = any(len({places[device] for device in group}) > 1 for group in one.groups)
+    entry = total.setdefault((one.kind, axes, is_far), [0.0, 0])
+    entry[0] += one.nbytes
+    entry[1] += one.times
+  made = [Moved(*key, nbytes, int(times)) for key, (nbytes, times) in total.items()]
+  return tuple(sorted(made, key=lambda one: -one.bytes))
+
+
+def place_of(device: Any) -> int:
+  """Returns the TPU slice or the node of GPUs of a device; devices of one are connected fast."""
+  if device.platform == "tpu":
+    return getattr(device, "slice_index", None) or 0
+  return device.process_index
+
+
+def refused_bytes(message: str) -> int | None:
+  """Returns the bytes of temporaries in a TPU's out-of-memory error; None: it is another error."""
+  if "RESOURCE_EXHAUSTED" not in message:
+    return None
+  found = re.search(r"HLO temporaries \(?([\d.]+)([KMGT]?)", message)
+  return None if found is None else int(float(found[1]) * _UNITS[found[2]])
+
+
+def _read(file: pathlib.Path) -> Compiled | None:
+  """Returns a kept answer; None if there is none that can be read."""
+  try:
+    fields: Mapping[str, Any] = json.loads(file.read_text())
+    moved_ = tuple(Moved(**one) for one in fields["moved"])
+    arrays = tuple((int(n), str(what), str(where)) for n, what, where in fields["largest"])
+    return Compiled(**{**fields, "moved": moved_, "largest": arrays})
+  except (OSError, ValueError, TypeError, KeyError):
+    return None
+
+
+def _write(file: pathlib.Path, found: Compiled) -> None:
+  """Keeps an answer, unless the folder cannot be written."""
+  with contextlib.suppress(OSError):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    atomic.replace_file(file, json.dumps(dataclasses.asdict(found)))
+
+
+def largest_of(found: Sequence[Compiled]) -> Compiled | None:
+  """Returns the program with the most memory of its own; None if there is none."""
+  return max(found, key=lambda one: (one.is_refused, one.own), default=None)

@@ -1,0 +1,178 @@
+"""A plan: whether a run fits a machine, what it moves, and how long a step takes at least."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from grpo_jax.building import checks
+from grpo_jax.compilation.programs import Job
+from grpo_jax.learn import sharding
+from grpo_jax.planning import programs, roofline, search, workload
+from grpo_jax.planning.compiling import Compiled
+from grpo_jax.planning.programs import Run
+from grpo_jax.planning.roofline import Phase
+from grpo_jax.planning.search import Limit, Point
+from grpo_jax.planning.topologies import Topology
+from grpo_jax.planning.workload import Lengths, Work
+
+_HANDING_OVER = "weights to the sampler"
+_OF_OTHERS = tuple(name for name in programs.OF_BATCHES if name != "update")
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+  """Memory of a run while one program runs, in bytes of one device.
+
+  Attributes:
+    program: One of `programs.PROGRAMS`, or "weights to the sampler".
+    beside: Arrays in memory when it is called, its arguments included.
+    compiled: What the compiler says of it.
+  """
+
+  program: str
+  beside: int
+  compiled: Compiled
+
+  @property
+  def peak(self) -> int:
+    """Bytes in all."""
+    return self.beside + self.compiled.own
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What a run needs on a machine.
+
+  Attributes:
+    run: The run.
+    topology: The machine.
+    needs: Memory of each program.
+    assumed: Assumed lengths of prompts and completions.
+    work: Phases of a step.
+    phases: Bounds of their times; empty: the chip's rates are not known.
+    microbatch: The largest microbatch that fits; None: not searched.
+    row: The longest row that fits; None: not searched.
+  """
+
+  run: Run
+  topology: Topology
+  needs: tuple[Need, ...]
+  assumed: Lengths
+  work: tuple[Work, ...]
+  phases: tuple[Phase, ...]
+  microbatch: Limit | None = None
+  row: Limit | None = None
+
+  @property
+  def worst(self) -> Need:
+    """The program at which most memory is used."""
+    return max(self.needs, key=lambda need: (need.compiled.is_refused, need.peak))
+
+  @property
+  def room(self) -> int:
+    """Bytes of a device available to the run."""
+    return self.topology.chip.usable
+
+  @property
+  def fits(self) -> bool:
+    """Whether every program fits in addition to the arrays of the run."""
+    return all(need.peak <= self.room and not need.compiled.is_refused for need in self.needs)
+
+  def need(self, program: str) -> Need | None:
+    """Returns the memory of a program; None if the run does not have it."""
+    return next((need for need in self.needs if need.program == program), None)
+
+  @property
+  def replicas(self) -> int:
+    """Number of devices over which rows are split."""
+    return sharding.replicas(self.run.mesh)
+
+
+Compile = Callable[[Job], Compiled]
+
+
+def make(
+  run: Run, topology: Topology, compile_job: Compile, *, assumed: Lengths, searches: bool = True
+) -> Plan:
+  """Compiles the programs of a run in their largest shapes, and searches what fits.
+
+  Args:
+    run: The run, on a mesh of the machine's devices.
+    topology: The machine.
+    compile_job: Function that compiles a program, such as `compiling.compiled`.
+    assumed: Assumed lengths of prompts and completions.
+    searches: Whether to search the largest microbatch and the longest row.
+  """
+  needs = [_need(run, job, compile_job) for job in programs.largest(run.jobs)]
+  if run.arrays.gathered:
+    beside = run.arrays.always + run.arrays.gathered + run.arrays.sampler
+    needs.append(Need(_HANDING_OVER, beside, Compiled(_HANDING_OVER)))
+  work = workload.of_step(run, assumed, hosts=topology.hosts)
+  phases = roofline.phases(
+    work,
+    {need.program: need.compiled for need in needs},
+    topology.chip,
+    devices=topology.devices,
+    hosts=topology.hosts,
+    dtype=run.config.model.compute_dtype,
+  )
+  plan = Plan(run, topology, tuple(needs), assumed, tuple(work), tuple(phases))
+  return _searched(plan, compile_job) if searches else plan
+
+
+def _need(run: Run, job: Job, compile_job: Compile) -> Need:
+  program = programs.program_of(job.name)
+  assert program is not None, job.name
+  return Need(program, run.arrays.beside(program), compile_job(job))
+
+
+def _searched(plan: Plan, compile_job: Compile) -> Plan:
+  """Adds the largest microbatch and the longest row."""
+  run, room = plan.run, plan.room
+  if run.arrays.beside("update") > room or run.arrays.beside("optimizer") > room:
+    return dataclasses.replace(plan, microbatch=Limit(None), row=Limit(None))
+  planned = max(run.made.shapes, key=lambda shape: shape.places)
+  need = plan.need("update")
+  assert need is not None
+  rows = planned.rows // plan.replicas
+  seen = {(rows, planned.row_tokens): _point(need, rows, planned.row_tokens)}
+
+  def measure(rows: int, row_tokens: int) -> Point:
+    if (rows, row_tokens) not in seen:
+      job = search.job_of(run, "update", rows, row_tokens, plan.replicas)
+      point = _point(_need(run, job, compile_job), rows, row_tokens)
+      share = point.places * plan.replicas / planned.places
+      others = [_scaled(each, share) for each in plan.needs if each.program in _OF_OTHERS]
+      seen[rows, row_tokens] = dataclasses.replace(point, peak=max([point.peak, *others]))
+    return seen[rows, row_tokens]
+
+  start = seen[rows, planned.row_tokens]
+  shapes = workload.microbatches(run, plan.assumed)
+  places = sum(shape.places * count for shape, count in shapes.items())
+  most_rows = max(-(-places // (plan.replicas * planned.row_tokens)), 1)
+  microbatch = search.largest_microbatch(measure, room, start=start, most_rows=most_rows)
+  most_tokens = run.model.max_position_embeddings
+  one = measure(1, planned.row_tokens)
+  row = search.longest_row(measure, room, start=one, most_tokens=most_tokens)
+  return dataclasses.replace(plan, microbatch=microbatch, row=row)
+
+
+def _scaled(need: Need, share: float) -> int:
+  """Returns the memory of a program of another microbatch, whose own bytes grow with its places."""
+  return need.beside + int(need.compiled.own * max(share, 1.0))
+
+
+def _point(need: Need, rows: int, row_tokens: int) -> Point:
+  return Point(rows, row_tokens, need.peak, need.compiled.is_refused)
+
+
+def check(run_config: Any, mesh: Any, folder: Any) -> None:
+  """Refuses what the run would refuse of its model and mesh.
+
+  Raises:
+    ConfigError: The mesh does not divide the model, or completions exceed its context.
+  """
+  checks.check_head(run_config, mesh)
+  checks.check_attention(run_config, mesh)
+  checks.check_context(run_config, folder)
+  checks.check_split(mesh, folder)

@@ -1,0 +1,256 @@
+"""What a run holds and compiles, from its config and the sizes of its model.
+
+The programs are the run's own (`building/computation.py`, `engines/jax_sampler.py`): a plan cannot
+be of another program than the run compiles.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from grpo_kernels.attention import Attention
+from jax.sharding import Mesh
+
+from grpo_jax.building import computation
+from grpo_jax.compilation.programs import Job
+from grpo_jax.config import modes, run_options
+from grpo_jax.engines import decoding, jax_sampler
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.products import Products
+from grpo_jax.planning import target
+from grpo_jax.processes import arrays as process_arrays
+
+# An ml_collections.ConfigDict, whose fields are unknown to a type checker.
+Config = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrays:
+  """Bytes that the arrays of a run take on one device, without those of its programs.
+
+  Attributes:
+    weights: Float32 weights of the model.
+    optimizer: State of the optimizer.
+    reference: The frozen reference policy; 0 if the loss needs none.
+    sampler: The embedded sampler's copy of the weights, freed before gradients are computed.
+    caches: The sampler's keys and values, also freed.
+    initial: The initial policy, read again to measure how far the policy has moved; 0 if that is
+      not measured, or there is a reference.
+    gradients: The sum of the gradients; None: as much as the weights.
+    teacher: Weights of a teacher in the trainer.
+    gathered: The float32 weights that a host of several gathers for its sampler.
+    keeps_caches: Whether the caches stay while gradients are computed, as on CPUs.
+  """
+
+  weights: int
+  optimizer: int
+  reference: int = 0
+  sampler: int = 0
+  caches: int = 0
+  initial: int = 0
+  gradients: int | None = None
+  teacher: int = 0
+  gathered: int = 0
+  keeps_caches: bool = False
+
+  @property
+  def always(self) -> int:
+    """Bytes that the run holds from its beginning to its end."""
+    return self.weights + self.optimizer + self.reference + self.teacher
+
+  @property
+  def sums(self) -> int:
+    """Bytes of the sum of the gradients."""
+    return self.weights if self.gradients is None else self.gradients
+
+  @property
+  def sampling(self) -> int:
+    """Bytes of the sampler."""
+    return self.sampler + self.caches
+
+  def beside(self, program: str) -> int:
+    """Returns the bytes of all arrays in memory when a program is called.
+
+    Args:
+      program: Name of the program without its shapes, one of `PROGRAMS`.
+    """
+    is_learning = program in ("watch", "update", "optimizer")
+    kept = self.caches if self.keeps_caches and is_learning else 0
+    return self.always + PROGRAMS[program](self) + kept
+
+
+# Programs of a run that take memory, and the arrays besides those that are always there.
+PROGRAMS = {
+  "reading prompts": lambda arrays: arrays.sampling,
+  "sampling": lambda arrays: arrays.sampling,
+  "score": lambda arrays: arrays.sampling,
+  "teacher": lambda arrays: arrays.sampling,
+  "watch": lambda arrays: arrays.initial,
+  "update": lambda arrays: arrays.sums,  # the sum to which gradients are added in place.
+  "optimizer": lambda arrays: arrays.sums,
+}
+
+# Programs of each place of a batch: their shapes are those of the microbatches.
+OF_BATCHES = ("score", "teacher", "watch", "update")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """A run on a mesh of devices that need not exist.
+
+  Attributes:
+    config: Config of the run.
+    model: Sizes of the model.
+    mesh: Mesh of all devices.
+    made: The programs of the update.
+    arrays: Bytes of the arrays that lie in memory.
+    jobs: Compilations of all programs.
+    sizes: Options of the sampler's sizes; empty: the run does not use the embedded sampler.
+    local: Number of devices over which the sampler of one host is spread.
+    weights_read: Bytes of the weights that one device reads in each decode step.
+    cache_token: Bytes of keys and values of one token, on all devices together.
+  """
+
+  config: Config
+  model: ModelConfig
+  mesh: Mesh
+  made: computation.Computation
+  arrays: Arrays
+  jobs: tuple[Job, ...]
+  sizes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  local: int = 1
+  weights_read: int = 0
+  cache_token: int = 0
+
+  @property
+  def devices(self) -> list[Any]:
+    """All devices."""
+    return list(self.mesh.devices.flat)
+
+
+def program_of(job: str) -> str | None:
+  """Returns which of `PROGRAMS` a job compiles; None for one that takes little memory.
+
+  Args:
+    job: Name of the job, with its shapes: "update 24 × 2304 (2304)".
+  """
+  return next((name for name in PROGRAMS if re.fullmatch(rf"{name}( \d.*)?", job)), None)
+
+
+def largest(jobs: Sequence[Job]) -> list[Job]:
+  """Returns one job of each program: the one with the most rows × tokens."""
+  best: dict[str, Job] = {}
+  for job in jobs:
+    name = program_of(job.name)
+    if name is not None and (name not in best or size_of(job.name) > size_of(best[name].name)):
+      best[name] = job
+  return list(best.values())
+
+
+def size_of(job: str) -> int:
+  """Returns the product of the numbers that a job's name has outside of parentheses."""
+  words = job.partition("(")[0].split()
+  return math.prod(int(word) for word in words if word.isdigit())
+
+
+def bytes_of_device(tree: Any) -> int:
+  """Returns the bytes of described arrays on one device."""
+  return sum(_held(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def _held(leaf: Any) -> int:
+  shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+  return math.prod(shape) * leaf.dtype.itemsize
+
+
+def described(
+  config: Config, model: ModelConfig, mesh: Mesh, *, teacher: ModelConfig | None = None
+) -> Run:
+  """Returns what a run holds and compiles; nothing is compiled for the target.
+
+  Args:
+    config: Valid config of the run.
+    model: Sizes of the model.
+    mesh: Mesh of the target's devices.
+    teacher: Sizes of the teacher in the trainer; None: there is none.
+
+  Raises:
+    ValueError: The options cannot work together, or with the model.
+  """
+  with target.assumed(list(mesh.devices.flat)):
+    made = computation.make(config, model, mesh, run_options.objective(config), teacher=teacher)
+    arrays, jobs = _held_by(made), made.jobs()
+    if config.engine.name != "jax_sampler" or modes.is_offline(config):
+      return Run(config, model, mesh, made, arrays, tuple(jobs))
+    return _with_sampler(Run(config, model, mesh, made, arrays, tuple(jobs)))
+
+
+def _held_by(made: computation.Computation) -> Arrays:
+  """Returns the bytes of what the trainer keeps."""
+  state, weights = made.state, bytes_of_device(made.full)
+  is_whole, needs_ref = made.composition is None, made.objective.needs_ref
+  reads_again = bool(made.config.learn.report_kl_every_steps) and not needs_ref and is_whole
+  is_cpu = made.mesh.devices.flat[0].platform == "cpu"
+  return Arrays(
+    weights=weights,
+    optimizer=bytes_of_device(state.opt_state),
+    reference=weights * (needs_ref and is_whole),
+    initial=weights * reads_again,
+    gradients=bytes_of_device(state.params),
+    teacher=0 if made.teacher is None else bytes_of_device(made.teacher.weights),
+    keeps_caches=is_cpu,
+  )
+
+
+def _with_sampler(run: Run) -> Run:
+  """Adds the embedded sampler of one host."""
+  config, params = run.config, run.made.full
+  sizes = run_options.sampler_sizes(config)
+  sampler = jax_sampler.JaxSampler(
+    run.model,
+    compute_dtype=config.model.compute_dtype,
+    product_dtype=config.model.product_dtype,
+    matmul_precision=config.model.matmul_precision,
+    attention=Attention(config.model.attention),
+    **sizes,
+  )
+  own = process_arrays.own(params)
+  is_spread = own is not params
+  first = jax.tree.leaves(own)[0].sharding.mesh.devices.flat[0]
+  # Caches on one device are made without naming it.
+  with sampler, jax.default_device(first):
+    weights, caches = sampler.described(params)
+    jobs = sampler.programs(params)
+  is_shared = not is_spread and weights.head.dtype == params["embed"].dtype
+  held = [weights.layers, () if is_shared else weights.head]
+  if is_spread:  # nothing is the trainer's.
+    held = weights
+  arrays = dataclasses.replace(
+    run.arrays,
+    sampler=bytes_of_device(held),
+    caches=bytes_of_device(caches),
+    gathered=bytes_of_device(own) * is_spread,
+  )
+  return dataclasses.replace(
+    run,
+    arrays=arrays,
+    jobs=(*jobs, *run.jobs),
+    sizes=sizes,
+    local=jax.tree.leaves(own)[0].sharding.mesh.size,
+    weights_read=bytes_of_device([weights.layers, weights.head]),
+    cache_token=_token_bytes(config, run.model),
+  )
+
+
+def _token_bytes(config: Config, model: ModelConfig) -> int:
+  """Returns the bytes of the sampler's keys and values of one token."""
+  products = Products(config.model.compute_dtype, config.model.product_dtype)
+  return decoding.token_bytes(decoding.Options(config=model, products=products, chunk=1))
+
+
+def of_host(run: Run) -> Any:
+  """Returns the full weights as the sampler of one host has them; under `target.assumed`."""
+  return process_arrays.own(run.made.full)

@@ -1,0 +1,174 @@
+"""What one training step computes, from a run's config and an assumed length of completions.
+
+A multiplication with an addition counts as two operations. Recomputed activations are counted: these
+are the operations that the devices execute, not those of the model.
+"""
+
+import collections
+import dataclasses
+import math
+from typing import Any
+
+import jax
+
+from grpo_jax.batching import packing
+from grpo_jax.config import batching_options
+from grpo_jax.models import leaves
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.planning.programs import Run
+
+# Times that an update reads each weight in the compute dtype: forward, backward, recomputation.
+_READS = {"full": 3, "dots": 2, "none": 2}
+_PREFILL = 1024  # tokens of prompts that the sampler reads at once on accelerators.
+_CHUNK = 16  # decode steps of one call.
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+  """Assumed tokens of every prompt and completion of a step."""
+
+  prompt: int
+  completion: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """One phase of a step, on all devices together.
+
+  Attributes:
+    phase: Name of the phase.
+    program: Program that it runs, one of `programs.PROGRAMS`, or "" for none.
+    calls: Number of runs of the program in a step.
+    operations: Operations of the phase.
+    bytes: Least bytes that each device exchanges with its memory.
+    hosts: Number of hosts that each do a part of the operations with their own devices.
+    received: Bytes that a device receives in addition to the program's collectives.
+  """
+
+  phase: str
+  program: str
+  calls: float
+  operations: float
+  bytes: float
+  hosts: int = 1
+  received: float = 0.0
+
+
+def lengths(config: Any, *, prompt: int | None = None, completion: int | None = None) -> Lengths:
+  """Returns the assumed lengths; where none is given, half of the largest that the config allows.
+
+  Args:
+    config: Config of the run.
+    prompt: Tokens of a prompt; None: half of the largest.
+    completion: Tokens of a completion; None: half of the largest.
+  """
+  load = batching_options.load(config)
+  of_prompt = min(prompt or -(-load.prompt // 2), load.prompt)
+  of_completion = min(completion or -(-load.completion // 2), load.completion)
+  return Lengths(max(of_prompt, 1), max(min(of_completion, load.longest - of_prompt), 1))
+
+
+def microbatches(run: Run, assumed: Lengths) -> dict[packing.Shape, int]:
+  """Returns the microbatches of a step by shape, as the run packs them; all completions count."""
+  load = batching_options.load(run.config)
+  group = packing.Sizes(assumed.prompt, (assumed.completion,) * load.group)
+  if not run.config.batching.share_prefixes:
+    one = packing.Sizes(assumed.prompt, (assumed.completion,))
+    groups = [one] * (load.groups * load.group)
+  else:
+    groups = [group] * load.groups
+  packed = packing.pack(
+    groups, run.made.shapes, cost=run.made.cost, one_piece=not run.config.batching.pack
+  )
+  count = collections.Counter(each.shape for each in packed)
+  return {shape: n * run.config.learn.minibatches for shape, n in count.items()}
+
+
+def forward_cost(model: ModelConfig) -> packing.Cost:
+  """Returns the operations of one forward pass."""
+  of_pair = 4.0 * model.num_layers * model.num_heads * model.head_dim
+  return packing.Cost(
+    place=2.0 * weights_of_layers(model),
+    pair=of_pair,
+    pair_of_short=of_pair,
+    loss_place=2.0 * model.vocab_size * model.hidden_size,
+  )
+
+
+def weights_of_layers(model: ModelConfig) -> int:
+  """Returns the number of weights in the matrices of all layers."""
+  layers = jax.tree.leaves(leaves.tree(model)["layers"])
+  return sum(math.prod(leaf.shape) for leaf in layers if len(leaf.shape) > 2)
+
+
+def of_step(run: Run, assumed: Lengths, *, hosts: int) -> list[Work]:
+  """Returns the phases of one training step.
+
+  Args:
+    run: The run.
+    assumed: Assumed lengths.
+    hosts: Number of processes, each of which samples its share of the prompts.
+  """
+  shapes = microbatches(run, assumed)
+  count = sum(shapes.values())
+  found = _sampling(run, assumed, hosts) if run.sizes else []
+  scorings = _scorings(run)
+  if scorings:
+    forward = sum(n * _of(forward_cost(run.model), shape) for shape, n in shapes.items())
+    read = scorings * count * _gathered(run)
+    found.append(Work("scoring", "score", scorings * count, scorings * forward, read))
+  epochs = run.config.learn.epochs
+  update = epochs * sum(n * _of(run.made.cost, shape) for shape, n in shapes.items())
+  reads = _READS[run.config.model.remat]
+  each = reads * _gathered(run) + 2 * run.arrays.sums
+  found.append(Work("update", "update", epochs * count, update, epochs * count * each))
+  steps = epochs * run.config.learn.minibatches
+  state = 2 * (run.arrays.sums + run.arrays.optimizer) + run.arrays.sums
+  found.append(Work("optimizer", "optimizer", steps, 0.0, steps * state))
+  if run.arrays.gathered:
+    received = run.arrays.gathered - run.arrays.weights
+    moved = run.arrays.gathered + run.arrays.sampler
+    found.append(Work("weights to the sampler", "", 1, 0.0, moved, received=received))
+  return found
+
+
+def _of(cost: packing.Cost, shape: packing.Shape) -> float:
+  """Returns the operations of a microbatch, without what stands for other costs."""
+  return shape.rows * cost.row_cost(shape.row_tokens, shape.loss_tokens)
+
+
+def _scorings(run: Run) -> int:
+  """Returns how often a step scores its batch before the update."""
+  return int(run.made.needs_old) + int(run.made.objective.needs_ref)
+
+
+def _gathered(run: Run) -> float:
+  """Returns the bytes of the weights in the compute dtype, as one device gathers them."""
+  parts = run.mesh.shape["tensor"]
+  size = 2 if run.config.model.compute_dtype == "bfloat16" else 4
+  head = run.model.vocab_size * run.model.hidden_size
+  return size * (weights_of_layers(run.model) + head) / parts
+
+
+def _sampling(run: Run, assumed: Lengths, hosts: int) -> list[Work]:
+  """Returns reading the prompts and decoding."""
+  config, model = run.config, run.model
+  prompts, group = config.rollout.prompts_per_step, run.sizes["group_size"]
+  rows = run.sizes["max_rows"]
+  cost = forward_cost(model)
+  pairs = packing.pairs(assumed.prompt)
+  read = prompts * (cost.place * assumed.prompt + cost.pair * pairs)
+  calls = math.ceil(prompts / hosts) * assumed.prompt / _PREFILL
+  of_weights = run.weights_read * math.ceil(calls)
+  reading = Work("reading prompts", "reading prompts", calls, read, of_weights, hosts)
+  completions = prompts * group
+  context = assumed.prompt + assumed.completion / 2
+  token = cost.place + cost.loss_place + cost.pair * context
+  steps = math.ceil(math.ceil(completions / hosts) / rows) * assumed.completion
+  # A prompt is read once for its group, its completions each for themselves.
+  cached = rows * (assumed.completion / 2 + assumed.prompt / group) * run.cache_token / run.local
+  operations = completions * assumed.completion * token
+  decoding = Work(
+    "sampling", "sampling", steps / _CHUNK, operations, steps * (run.weights_read + cached), hosts
+  )
+  return [reading, decoding]
