@@ -89,9 +89,7 @@ def versions() -> dict[str, str]:
   return found
 
 
-def compiled(
-  job: Job, mesh: jax.sharding.Mesh, *, folder: pathlib.Path | None = None
-) -> Compiled:
+def compiled(job: Job, mesh: jax.sharding.Mesh, *, folder: pathlib.Path | None = None) -> Compiled:
   """Compiles a program for the devices of a mesh, or returns what an earlier compilation said.
 
   Args:

@@ -99,7 +99,12 @@ def longest_row(measure: Measure, room: int, *, start: Point, most_tokens: int) 
   longer = max(min(2 * start.row_tokens, most_tokens) // unit * unit, unit)
   other = measure(1, longer)
   return _largest(
-    lambda tokens: measure(1, tokens), room, [start, other], key=_tokens, most=most_tokens, unit=unit
+    lambda tokens: measure(1, tokens),
+    room,
+    [start, other],
+    key=_tokens,
+    most=most_tokens,
+    unit=unit,
   )
 
 

@@ -172,4 +172,3 @@ def _sampling(run: Run, assumed: Lengths, hosts: int) -> list[Work]:
     "sampling", "sampling", steps / _CHUNK, operations, steps * (run.weights_read + cached), hosts
   )
   return [reading, decoding]
-
