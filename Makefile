@@ -16,7 +16,7 @@ PARALLEL = -n logical --maxprocesses=4 --dist=worksteal
 # process 18 s.
 files_of = $(if $(filter tests/%,$(ARGS)),,$(shell grep -rlE --include='test_*.py' 'mark\.$(1)\b' tests))
 
-.PHONY: help notebooks quickstart test test-slow test-trackers test-environments test-sglang test-gpu gpu-day aot check format docs venv sglang-cpu sglang-cuda clean
+.PHONY: help notebooks quickstart test test-slow test-processes test-trackers test-environments test-sglang test-gpu gpu-day aot check format docs venv sglang-cpu sglang-cuda clean
 
 help:  ## Show this text.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -26,10 +26,14 @@ quickstart: $(VENV)/default  ## Train SmolLM2-135M-Instruct on arithmetic (2 cor
 	@echo "For the commands above, activate the environment in your shell: source $(BIN)/activate"
 
 test: venv  ## Run the tests (no accelerator, no network), and the notebooks in their fast form.
-	GRPO_JAX_NOTEBOOK_FAST=1 $(BIN)/python -m pytest -q --nbmake $(PARALLEL) -m "not slow and not sglang" $(ARGS)
+	GRPO_JAX_NOTEBOOK_FAST=1 $(BIN)/python -m pytest -q --nbmake $(PARALLEL) -m "not slow and not sglang and not processes" $(ARGS)
 
 test-slow: venv  ## Run the tests on real components: the real model, killed processes.
-	XLA_FLAGS= $(BIN)/python -m pytest -q $(PARALLEL) -m "slow and not sglang" --durations=15 $(call files_of,slow) $(ARGS)
+	XLA_FLAGS= $(BIN)/python -m pytest -q $(PARALLEL) -m "slow and not sglang and not processes" --durations=15 $(call files_of,slow) $(ARGS)
+
+# One file after the other: a run of two processes already uses two cores.
+test-processes: venv  ## Run the tests of runs that consist of several processes.
+	$(BIN)/python -m pytest -q -m processes --durations=10 $(call files_of,processes) $(ARGS)
 
 # Two processes: each server takes up to 3 GB, and a file's tests share their servers.
 test-sglang: venv  ## Run the tests with real SGLang servers, on this machine's CPU.

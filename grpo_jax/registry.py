@@ -193,6 +193,17 @@ def place_and_reason(error: BaseException) -> str:
   return " ".join(f"{where}{type(error).__name__}: {message}".split())
 
 
+def users_modules() -> dict[str, str]:
+  """Returns the source files of the imported modules that are a user's, by the module's name."""
+  found = {}
+  for name, each in list(sys.modules.items()):
+    file = getattr(each, "__file__", None)
+    is_ours = name.partition(".")[0] in ("grpo_jax", "grpo_kernels")
+    if isinstance(file, str) and not is_ours and _is_users(os.path.abspath(file)):
+      found[name] = file
+  return dict(sorted(found.items()))
+
+
 def _is_users(file: str) -> bool:
   """Returns whether a file is neither ours nor of Python or an installed library."""
   paths = sysconfig.get_paths()

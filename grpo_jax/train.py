@@ -22,6 +22,7 @@ from grpo_jax.engines.base import EngineFailure
 from grpo_jax.files import local_paths
 from grpo_jax.interrupts import Stopped
 from grpo_jax.learn import train_step
+from grpo_jax.processes import digests
 from grpo_jax.run_folder.keeper import Keeper, Standing
 from grpo_jax.run_folder.sinks import Sink
 from grpo_jax.run_folder.steps import StepRecord
@@ -103,6 +104,7 @@ def learn_all(run: Run, now: Standing, keeper: Keeper, stop: Any) -> Standing:
         rewarded = kept.select(shaped)
         advantages = run.advantages(rewarded)
         batch = run.assemble(rewarded, advantages)
+        digests.agree([advantages, batch.minibatches], what=f"the batch of step {step}")
 
       # --- 3. score: put on the devices, with logprobs under the policies that stay fixed ---
       with run.timer.span("score"):

@@ -10,7 +10,7 @@
 #
 #   scripts/compile_for_devices.sh [h100] [tpu]
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 
 # `python3.12` may be a pyenv shim that does not work: only an interpreter that runs counts.
 python=

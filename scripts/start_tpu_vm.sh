@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Prepares a TPU VM and trains on it: docs/tpu_vm.md. Run it on the VM, in the checkout.
+# Prepares a TPU VM and trains on it: docs/tpu_vm.md. Run it on the VM, in the checkout. Slices of
+# several hosts: docs/hosts.md.
 #
 #   scripts/start_tpu_vm.sh                         prepares, checks, trains the quickstart
 #   scripts/start_tpu_vm.sh math_1b --workdir=…     the same for these arguments of `grpo-jax train`
@@ -16,10 +17,10 @@ works() { "$1" -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2
 metadata=http://metadata.google.internal/computeMetadata/v1/instance/attributes
 hosts=${TPU_WORKER_HOSTNAMES:-$(curl -sf --max-time 3 -H "Metadata-Flavor: Google" \
   "$metadata/worker-network-endpoints" || true)}
-case $hosts in
-  *,*) die "this slice has several hosts ($hosts), and training on several hosts is missing:" \
-    "create one with a single host, such as v5litepod-8" ;;
-esac
+if [[ $hosts == *,* && ${1:-} != --prepare && " $*" != *" --workdir="* ]]; then
+  die "this slice has several hosts ($hosts): run the same command on all of them, with --workdir=FOLDER" \
+    "on storage that they share; scripts/launch/tpu_pod.sh does so"
+fi
 
 if [ ! -x .venv/bin/grpo-jax ]; then
   found=
@@ -48,7 +49,8 @@ if ! command -v bwrap >/dev/null; then
 fi
 
 export PATH="$PWD/.venv/bin:$PATH"
-grpo-jax doctor || die "this machine cannot train, see above"
+# One host of several cannot start its chips without the others.
+[[ $hosts == *,* ]] || grpo-jax doctor || die "this machine cannot train, see above"
 [ "${1:-}" != --prepare ] || exit 0
 [ $# -gt 0 ] || set -- quickstart --workdir=runs/quickstart
 exec grpo-jax train "$@"

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from grpo_jax import data, environments
 from grpo_jax.compilation import accelerators, precision
 from grpo_jax.config import batching_options, configuration, data_options, modes, run_options
+from grpo_jax.learn import mesh as meshes
 from grpo_jax.learn import sharding
 from grpo_jax.models import leaves, loading, transformer
 from grpo_jax.models.chat import tool_calls
@@ -49,6 +50,8 @@ def log_devices(mesh: Mesh) -> None:
   is_chosen = left is not None and left[1].is_chosen
   note = f"; {left[0]} not used: {left[1].reason}" if left and is_chosen else ""
   _log.info("devices: %s%s", accelerators.used(devices), note)
+  if crossing := meshes.describe(mesh.devices):
+    _log.info(crossing)
   if left and not is_chosen:
     found, cause = left
     _log.warning(

@@ -28,6 +28,7 @@ from grpo_jax.learn import monitoring, operations, policy, screening, sharding, 
 from grpo_jax.models import export, leaves, transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
+from grpo_jax.processes import arrays
 from grpo_jax.rl import estimators, objectives
 from grpo_jax.types import Batch, TrainState
 
@@ -161,7 +162,7 @@ class Computation:
     elif has_ref:
       found.append(self.copy.job(self.full))
     found += export.jobs(self.full, self.model, dtype=config.export.dtype)
-    return found + self._credit_jobs()
+    return found + self._gather_jobs() + self._credit_jobs()
 
   def _scorings(self, weights: Any, reference: Any) -> list[tuple[Program, Any]]:
     """Returns the programs that score batches, each with the weights that it scores."""
@@ -202,6 +203,18 @@ class Computation:
       )
       for shape in self.shapes
     }
+
+  def _gather_jobs(self) -> list[Job]:
+    """Returns the compilations of what is fetched; [] if this process has every part of it."""
+    fetched: list[Any] = []
+    for batch in self._scored_batches(has_selected=False).values():
+      like: Any = batch.loss_places
+      fetched.append(jax.ShapeDtypeStruct(like.shape, np.float32, sharding=like.sharding))
+      fetched.append(batch.kept)
+      if self.update.selector is not None:
+        fetched.append(self.update.selector.fetched(batch))
+    gathers = arrays.gathers(fetched)
+    return [Job(f"gathering {name}", run) for name, run in gathers.items()]
 
   def _credit_jobs(self) -> list[Job]:
     prompts, widths = self.config.rollout.prompts_per_step, widths_of(self.config)

@@ -7,6 +7,7 @@ from typing import Any
 from grpo_jax import data, environments
 from grpo_jax.config import configuration, data_options, modes, run_options
 from grpo_jax.data import calls
+from grpo_jax.engines import everywhere
 from grpo_jax.environments.base import EnvironmentFactory
 from grpo_jax.groups import filters
 from grpo_jax.rollouts import stream
@@ -68,13 +69,21 @@ def make_stream(
 
 
 def make_environments(config: Config) -> environments.Environments:
-  """Makes the environments; {} if they do not score anything."""
+  """Makes the environments; {} if they do not score anything.
+
+  Raises:
+    ConfigError: A setting is wrong, or a host of the run cannot have them.
+  """
   is_needed = modes.needs_environments(config)
   found = config.environments.to_dict() if is_needed else {}
-  try:
-    return environments.make(**{name: _settled(config, name, own) for name, own in found.items()})
-  except ValueError as error:
-    raise configuration.ConfigError(f"environments: {error}") from error
+
+  def make(_: Any) -> environments.Environments:
+    try:
+      return environments.make(**{name: _settled(config, name, own) for name, own in found.items()})
+    except ValueError as error:
+      raise configuration.ConfigError(f"environments: {error}") from error
+
+  return everywhere.together(make, what="the environments", failure=configuration.ConfigError)
 
 
 def with_conversations(config: Config, made: environments.Environments) -> Config:

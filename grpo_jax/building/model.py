@@ -1,12 +1,16 @@
 """Finds and reads the model that a run trains."""
 
+import logging
 import pathlib
 from typing import Any
 
 from grpo_jax import data
+from grpo_jax.building import agreements
 from grpo_jax.config import configuration
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.models import loading, sources
+
+_log = logging.getLogger(__name__)
 
 # A ConfigDict, whose fields a type checker cannot know.
 Config = Any
@@ -21,6 +25,33 @@ def find(config: Config) -> sources.Found:
     raise
   except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
     raise configuration.ConfigError(f"model.path: {error}") from error
+
+
+def find_alike(config: Config) -> sources.Found:
+  """Finds the folder of the model, on all processes the same one.
+
+  If the hub does not answer one host, all processes use `model.fallback`. Downloads and conversions
+  are locked in the cache: of the processes of one host one makes them, and the others wait.
+
+  Raises:
+    ConfigError: There is no model, or its files differ between the processes.
+  """
+  found = agreements.together(lambda: find(config), what="the model")
+  reason = agreements.same_fallback(found.reason)
+  if reason:
+    found = agreements.together(lambda: _fallen_back(config, found, reason), what="model.fallback")
+  agreements.check_model(found.folder)
+  return found
+
+
+def _fallen_back(config: Config, found: sources.Found, reason: str) -> sources.Found:
+  """Returns the fallback of the model, also where the model itself was found."""
+  if found.reason:
+    return found
+  model = config.model
+  _log.warning("another process uses model.fallback=%s: %s", model.fallback, reason)
+  folder = sources.resolve(model.fallback, cache_dir=model.cache_dir)
+  return sources.Found(folder, found.asked, model.fallback, reason)
 
 
 def with_fallback(config: Config, found: sources.Found) -> Config:

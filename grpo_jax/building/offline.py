@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_jax import data
+from grpo_jax import data, processes
 from grpo_jax.building.parts import KeepGroups, Materials, Parts
 from grpo_jax.compilation.programs import Job
 from grpo_jax.config import batching_options, configuration, modes, run_options
@@ -100,8 +100,8 @@ def _evaluate_set(
 
 
 def _advance_unless(stop: Any, shown: Callable[[int], None], count: int) -> None:
-  """Advances the progress bar by `count`; raises Stopped if the run is asked to end."""
-  if stop:
+  """Advances the progress bar by `count`; raises Stopped if any process is asked to end."""
+  if processes.any_of(stop):
     raise Stopped
   shown(count)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_kernels.attention import Attention
 
-from grpo_jax import data, engines
+from grpo_jax import data, engines, processes
 from grpo_jax.building.parts import KeepGroups, Materials, Parts
 from grpo_jax.compilation.programs import Job
 from grpo_jax.config import configuration, run_options
@@ -19,8 +19,9 @@ from grpo_jax.engines.transfer import TransferError
 from grpo_jax.learn.group_scorer import GroupScorer
 from grpo_jax.models import loading
 from grpo_jax.models.fields import Fields
+from grpo_jax.processes import bulk
 from grpo_jax.rollouts import collecting as rollout
-from grpo_jax.rollouts import evaluation, stream
+from grpo_jax.rollouts import evaluation, shared, stream
 from grpo_jax.types import Prompt
 
 # A ConfigDict, whose fields a type checker cannot know.
@@ -48,7 +49,9 @@ class Online:
 
   def engine_jobs(self, engine: Engine, full: Any) -> list[Job]:
     """Returns the compilations of the embedded sampler; servers compile their own programs."""
-    return engine.programs(full) if isinstance(engine, JaxSampler) else []
+    own = engine.programs(full) if isinstance(engine, JaxSampler) else []
+    exchange = [Job("exchanging groups", bulk.prepare)] if processes.count() > 1 else []
+    return [*own, *exchange]
 
   def meet_initial_policy(
     self,
@@ -104,7 +107,8 @@ def _evaluate_set(
 ) -> dict[str, float]:
   """Evaluates the weights that the engine holds on one set of prompts."""
   del weights  # the engine has them.
-  with materials.logger.progress(f"evaluating {name}", len(prompts)) as shown:
+  own = shared.share(prompts)
+  with materials.logger.progress(f"evaluating {name}{shared.shown()}", len(own)) as shown:
     return evaluation.run(
       materials.engine,
       materials.environments,

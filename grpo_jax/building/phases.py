@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from grpo_jax import report
+from grpo_jax import processes, report
 from grpo_jax.batching import Assembled
 from grpo_jax.building.parts import EvaluateSet
 from grpo_jax.compilation import compiling
@@ -23,7 +23,7 @@ from grpo_jax.learn import optim, screening, sharding, train_step
 from grpo_jax.learn.policy import Policy
 from grpo_jax.metrics import timing
 from grpo_jax.models import export, loading
-from grpo_jax.processes import arrays
+from grpo_jax.processes import arrays, digests
 from grpo_jax.rl.estimators import Estimator
 from grpo_jax.rl.objective_options import Options
 from grpo_jax.run_folder import console
@@ -100,6 +100,7 @@ def score(
       there is no teacher.
 
   Raises:
+    DisagreementError: The processes of the run have packed different batches.
     ScoringError: The servers of the teacher do not score.
     Stopped: The run is asked to end while they do.
   """
@@ -107,6 +108,7 @@ def score(
   takes_kl_off = bool(options.kl_in_reward and options.kl_coef)
   whitens_last = whitens and (takes_kl_off or threshold is not None)
   with logger.progress("scoring"):
+    _agree(batch)
     if whitens and not whitens_last:
       batch = credit.whitened(batch, estimator, options)
     placed = sharding.put(batch.minibatches, mesh)
@@ -128,14 +130,29 @@ def score(
     return jax.block_until_ready(scored)
 
 
+def _agree(batch: Assembled) -> None:
+  """Raises DisagreementError if the processes have packed different batches."""
+  if processes.count() > 1:
+    processes.agree(digests.of_values(batch.minibatches), what="the digest of the packed batch")
+
+
 def _with_fetched_logprobs(host: Minibatches, scored: Minibatches) -> tuple[Minibatch, ...]:
   """Adds the logprobs of batches on the devices to the same batches on the host."""
 
-  def fetched(own: Batch, other: Batch) -> Batch:
-    old, ref, kept = arrays.fetch((other.old_logprobs, other.ref_logprobs, other.kept))
-    return dataclasses.replace(own, old_logprobs=old, ref_logprobs=ref, kept=kept)
-
-  return _paired(fetched, host, scored)
+  names = ("old_logprobs", "ref_logprobs", "kept")
+  fetched = arrays.fetch(
+    [[{name: getattr(b, name) for name in names} for b in one.microbatches] for one in scored]
+  )
+  return tuple(
+    Minibatch(
+      tuple(
+        dataclasses.replace(batch, **found)
+        for batch, found in zip(one.microbatches, fields, strict=True)
+      ),
+      one.denominators,
+    )
+    for one, fields in zip(host, fetched, strict=True)
+  )
 
 
 def _with_advantages(scored: Minibatches, host: Minibatches, mesh: Mesh) -> tuple[Minibatch, ...]:

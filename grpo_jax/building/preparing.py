@@ -10,7 +10,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from grpo_jax import data, environments
-from grpo_jax.building import checks, computation, groups, kept_programs, online, stored
+from grpo_jax.building import agreements, checks, computation, groups, kept_programs, online, stored
 from grpo_jax.building import model as model_building
 from grpo_jax.building import teacher as teaching
 from grpo_jax.building.parts import Mode
@@ -20,7 +20,7 @@ from grpo_jax.engines.base import Engine
 from grpo_jax.files.disk import writing
 from grpo_jax.learn import sharding
 from grpo_jax.models import loading
-from grpo_jax.run_folder import console, notices
+from grpo_jax.run_folder import console, notices, process_log
 from grpo_jax.types import Prompt
 
 _log = logging.getLogger(__name__)
@@ -71,14 +71,16 @@ def prepare(
   compilations = compiling.Watch()
   screen = console.Screen(note=compilations.note)
   stack.enter_context(notices.on_screen(screen))
+  stack.enter_context(process_log.in_folder(workdir))
   stack.enter_context(compilations.listening())
+  agreements.check_start(config)
   mesh = sharding.make_mesh(**config.mesh)
   checks.log_devices(mesh)
   checks.check_head(config, mesh)
   checks.check_attention(config, mesh)
   platform = checks.chip(mesh).platform
   _log.info(precision.describe(checks.matmul_precision(config), platform))
-  found = model_building.find(config)
+  found = model_building.find_alike(config)
   config = model_building.with_fallback(config, found)
   checks.check_context(config, found.folder)
   checks.check_split(mesh, found.folder)
@@ -88,7 +90,9 @@ def prepare(
   made = stack.enter_context(groups.make_environments(config))
   config = groups.with_conversations(config, made)
   opener = groups.with_tools(mode.opener, made)
-  held_out = data_options.open_all(config, tokenizer, opener)  # early: finds a wrong file.
+  held_out = agreements.together(  # early: finds a wrong file.
+    lambda: data_options.open_all(config, tokenizer, opener), what="opening the data"
+  )
   inputs = Inputs(
     config=config,
     workdir=workdir,
@@ -104,11 +108,15 @@ def prepare(
     compilations=compilations,
     stop=stop,
   )
+  agreements.check_rows(inputs.prompts(), held_out)
+  if teacher is not None:
+    agreements.check_model(teacher.directory, option="teacher.path")
   if modes.needs_environments(config):
     checks.check_scorable(config, inputs.prompts(), held_out, made)
     sets = {"": checks.first_of(inputs.prompts()), **held_out}
     checks.check_tool_form(tokenizer, sets)
     checks.check_conversations(config, tokenizer, made, sets)
+  agreements.check_modules()
   return inputs
 
 

@@ -143,7 +143,9 @@ def build(
   del trainable
   loaded = _Loaded(engine, made, model, scorer, policy, teacher)
   run = _bind(inputs, loaded, checkpoints, start, stack, sinks)
-  stack.push(functools.partial(phases.write_report, workdir, run.logger))
+  if processes.is_main():
+    stack.push(functools.partial(phases.write_report, workdir, run.logger))
+  run.books.hosts.tell()
   return run, start
 
 
@@ -173,7 +175,7 @@ def _bind(
   stack.callback(logger.close)
   parts = inputs.mode.make_parts(_materials(inputs, loaded, logger, stack))
   groups = make_stream(config, inputs.prompts(start.position), parts.sample, start.position)
-  timer = timing.Timer()
+  timer = timing.Timer(waited=processes.waited_s)
   return Run(
     schedule=_schedule(config),
     policy=policy,

@@ -9,16 +9,19 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from grpo_jax import processes
 from grpo_jax.batching import layout
 from grpo_jax.building import checks, stored
 from grpo_jax.building.computation import Teacher
 from grpo_jax.config import run_options, teacher_options
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.data import vocabularies
-from grpo_jax.engines import probe, prompt_scoring
+from grpo_jax.engines import everywhere, probe, prompt_scoring
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.learn import sharding
 from grpo_jax.models import loading
+from grpo_jax.processes import arrays, bulk
+from grpo_jax.rollouts import shared
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.types import Batch, Minibatch
 
@@ -28,6 +31,8 @@ Config = Any
 Logprobs = tuple[tuple[Float[Array, "B N"], ...], ...]
 # (minibatches on the devices) → the teacher's logprobs of them.
 Score = Callable[[Sequence[Minibatch]], Logprobs]
+
+_WHAT = "the logprobs of the teacher's servers"
 
 
 def find(config: Config, tokenizer_folder: Any, mesh: Mesh) -> stored.StoredWeights | None:
@@ -156,14 +161,14 @@ class _AtServers:
   def check(self, vocab_size: int) -> None:
     """Has every server score a few ids from all over the vocabulary, the last one included."""
     ids = np.asarray([*probe.probe_ids(vocab_size), vocab_size - 1], np.int32)
-    self._loop.run(self._scorer.check(ids), stop=self._stop)
+    self._together(lambda early: self._loop.run(self._scorer.check(ids), stop=early))
 
   def __call__(self, minibatches: Sequence[Minibatch]) -> Logprobs:
-    batches = [batch for part in minibatches for batch in part.microbatches]
+    batches = [arrays.fetch(batch) for part in minibatches for batch in part.microbatches]
     found = [layout.completions(batch) for batch in batches]
     passages = [prompt_scoring.Passage(one.tokens, one.prompt_tokens) for of in found for one in of]
     try:
-      scores = iter(self._loop.run(self._scorer.score(passages), stop=self._stop))
+      scores = iter(self._scored(passages))
     except prompt_scoring.ScoringError as error:
       raise prompt_scoring.ScoringError(f"teacher.urls: {error}") from None
     placed = [
@@ -172,6 +177,31 @@ class _AtServers:
     ]
     each = iter(placed)
     return tuple(tuple(next(each) for _ in part.microbatches) for part in minibatches)
+
+  def _scored(
+    self, passages: Sequence[prompt_scoring.Passage]
+  ) -> Sequence[Float[np.ndarray, " _"]]:
+    """Returns the logprobs of all passages; each process asks for a share of them."""
+    own = shared.share(passages)
+    scores = self._together(lambda early: self._loop.run(self._scorer.score(own), stop=early))
+    if processes.count() == 1:
+      return scores
+    sent = np.concatenate([np.zeros(0, np.float32), *scores]).astype(np.float32).tobytes()
+    parts = bulk.exchange_bytes(sent, what=_WHAT)
+    found: list[Any] = [None] * len(passages)
+    for number, part in enumerate(parts):
+      places = range(number, len(passages), len(parts))
+      lengths = [len(passages[i].tokens) - passages[i].first for i in places]
+      ends = np.cumsum(lengths)
+      values = np.frombuffer(part, np.float32)
+      for place, end, length in zip(places, ends, lengths, strict=True):
+        found[place] = values[end - length : end]
+    return found
+
+  def _together(self, work: Callable[[Any], Any]) -> Any:
+    """Asks the servers on all processes; if one of them fails, all do."""
+    failure = prompt_scoring.ScoringError
+    return everywhere.together(work, what=_WHAT, failure=failure, stop=self._stop)
 
   def close(self) -> None:
     """Closes the connections and ends the thread."""

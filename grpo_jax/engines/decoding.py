@@ -71,9 +71,9 @@ class Weights:
   """The parameters as the sampler reads them.
 
   Attributes:
-    embed: Embedding; the trainer's own array.
+    embed: Embedding; the trainer's own array, or a copy in the compute dtype.
     layers: Parameters of each layer; kernels are transposed and in the compute dtype.
-    final_norm: Final norm; the trainer's own array.
+    final_norm: Final norm; the trainer's own array, or a copy.
     head: Head in the compute dtype; the trainer's own array if that is float32.
   """
 

@@ -46,7 +46,11 @@ class Fleet:
     """Makes the fleet; `start` begins its work."""
     self._options = options
     self._listener = listener
-    self.servers = [Server(i) for i in range(len(options.addresses) or options.servers)]
+    first = options.launch.first if options.launch is not None else 0
+    self.servers = [
+      Server(i, number=first + i, controls=options.controls)
+      for i in range(len(options.addresses) or options.servers)
+    ]
     self._http = JsonClient(key=options.key, connect_s=options.timeouts.connect_s)
     self._tasks: list[asyncio.Task[None]] = []
     self._weights: Weights | None = None
@@ -70,6 +74,8 @@ class Fleet:
   async def publish(self, weights: Weights) -> None:
     """Gives all servers new weights; returns once each server that is up was proven to use them.
 
+    A fleet that does not control its servers waits until another one has given them the weights.
+
     A server that is lost meanwhile gets them when it is replaced. Waits until all servers have
     been up once, and until at least one is up.
 
@@ -81,7 +87,10 @@ class Fleet:
     await self._until(self._is_published)
 
   async def sleep(self) -> None:
-    """Has all servers free their memory until `publish`; nothing may be in flight."""
+    """Has all servers free their memory until `publish`; nothing may be in flight.
+
+    A fleet that does not control its servers only leaves them alone until then.
+    """
     self._is_asleep = True
     await self._until(lambda: all(s.is_asleep or not s.is_up for s in self.servers))
 
@@ -211,11 +220,18 @@ class Fleet:
       await server.sleep()
     else:
       assert self._weights is not None  # `_wants_change` checked it.
-      tolerance = self._options.probe_tolerance
-      difference = await server.update(self._weights, tolerance=tolerance)
+      difference = await self._give(server, self._weights)
       self.probe_difference = max(self.probe_difference, difference)
       self._listener.opened(server)
     await self._notify()
+
+  async def _give(self, server: Server, weights: Weights) -> float:
+    """Loads weights, or waits until another process has; returns the difference of the probe."""
+    options = self._options
+    if options.controls:
+      return await server.update(weights, tolerance=options.probe_tolerance)
+    within_s = options.start_timeout_s
+    return await server.follow(weights, tolerance=options.probe_tolerance, within_s=within_s)
 
   async def _bury(self, server: Server, reason: str) -> None:
     """Ends the processes of a lost server, and waits before it is replaced.

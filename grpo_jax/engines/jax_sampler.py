@@ -25,12 +25,11 @@ from jax.sharding import Mesh, NamedSharding
 from grpo_jax import registry
 from grpo_jax.compilation import host_memory, precision
 from grpo_jax.compilation.programs import Job
-from grpo_jax.engines import base, decoding, scheduling, stopping
+from grpo_jax.engines import base, decoding, local_weights, scheduling, stopping
 from grpo_jax.engines.calls import Call
 from grpo_jax.engines.session import Programs, Session, Stats, caches
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
-from grpo_jax.processes import arrays
 
 _log = logging.getLogger(__name__)
 
@@ -112,6 +111,7 @@ class JaxSampler:
     )
     self._sizes = _sizes(max_rows, self._options, prompt_tokens, completion_tokens, long_prompts)
     self._programs = Programs()
+    self._gathering: local_weights.Gathering | None = None  # None: not needed so far.
     self._session: Session | None = None  # used by the worker thread while it runs.
     self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jax_sampler")
     self._lock = threading.Lock()  # guards all below.
@@ -132,7 +132,9 @@ class JaxSampler:
     """Samples from these parameters from now on; unfinished completions continue with them.
 
     Copies the layers (unstacked, in the compute dtype), and in float32 nothing else. The old
-    copies are freed first, unless completions are unfinished.
+    copies are freed first, unless completions are unfinished. Parameters that are spread over
+    several processes are copied whole to the devices of each; all processes must make this call,
+    on their main threads.
 
     Args:
       params: The trainer's parameters, sharded or not.
@@ -146,11 +148,14 @@ class JaxSampler:
         raise RuntimeError("the engine was closed")
       if not self._is_working:
         self._weights = None
-      params = arrays.own(params)
-      self._options = _with_sharding(self._options, params)
-      weights = decoding.split_layers(params, self._options)
-      if self._copy_weights:
-        weights = _with_own_arrays(weights)
+      gathering = self._gathering_of(params)
+      self._options = _with_sharding(self._options, gathering.local if gathering else params)
+      if gathering is not None:
+        weights = gathering(params, self._options)
+      else:
+        weights = decoding.split_layers(params, self._options)
+        if self._copy_weights:
+          weights = _with_own_arrays(weights)
       self._weights = jax.block_until_ready(weights)
       self._version = version
 
@@ -161,13 +166,14 @@ class JaxSampler:
       params: The trainer's parameters: arrays, or `jax.ShapeDtypeStruct`s with shardings.
 
     Returns:
-      At most four jobs; an empty list if no sizes were planned.
+      At most five jobs; an empty list if no sizes were planned.
     """
     if not self._sizes.is_planned:
       return []
-    params = arrays.own(params)
-    options = _with_sharding(self._options, params)
-    return self._programs.jobs(decoding.described(params, options), options, self._sizes)
+    weights, options = self._described(params)
+    gathering = self._gathering_of(params)
+    first = [] if gathering is None else [gathering.job(options)]
+    return [*first, *self._programs.jobs(weights, options, self._sizes)]
 
   def described(self, params: Any) -> tuple[decoding.Weights, tuple[Any, Any]]:
     """Describes what lies in memory while completions of the planned sizes are sampled.
@@ -179,9 +185,25 @@ class JaxSampler:
       Shapes, dtypes and shardings of the weights (some are the trainer's own arrays), and
       of the caches.
     """
-    params = arrays.own(params)
-    options = _with_sharding(self._options, params)
-    return decoding.described(params, options), caches(options, self._sizes)
+    weights, options = self._described(params)
+    return weights, caches(options, self._sizes)
+
+  def _described(self, params: Any) -> tuple[decoding.Weights, decoding.Options]:
+    """Returns shapes, dtypes and shardings of the weights, and the options for them."""
+    gathering = self._gathering_of(params)
+    if gathering is None:
+      options = _with_sharding(self._options, params)
+      return decoding.described(params, options), options
+    options = _with_sharding(self._options, gathering.local)
+    return gathering.described(options), options
+
+  def _gathering_of(self, params: Any) -> local_weights.Gathering | None:
+    """Returns what copies parameters to each process; None if they are on this one's devices."""
+    if not local_weights.is_spread(params):
+      return None
+    if self._gathering is None or not self._gathering.fits(params):
+      self._gathering = local_weights.Gathering(params, self._options)
+    return self._gathering
 
   def metrics(self) -> dict[str, float]:
     """Returns an empty dict: the sampler reports no metrics of its own."""

@@ -85,9 +85,10 @@ class LaunchOptions:
     environment: Variables that are added to those of the trainer.
     host: Address to listen on. An address other than loopback lets other hosts reach the server,
       and needs an API key.
-    port: Port of the first server; the others have the next ones. None: free ports are chosen.
-    gpus: Numbers of GPUs as in nvidia-smi, divided among the servers in order; (): each server sees
-      all.
+    port: Port of the first server of the host; the others have the next ones. None: free ports are
+      chosen.
+    gpus: Numbers of GPUs as in nvidia-smi, divided among the servers of the host in order; ():
+      each server sees all.
     gpus_per_server: Number of GPUs that a model is spread over.
     dtype: "float32", "bfloat16", "float16" or "auto" (the checkpoint's).
     max_running: Number of completions sampled at the same time.
@@ -95,6 +96,8 @@ class LaunchOptions:
     deterministic: Whether the seed of a request decides its completion.
     scratch: Folders to remove if the trainer ends without having closed its servers.
     grace_s: Time between the request to end and SIGKILL, in seconds.
+    first: Number of the first server among all servers of the run, for names and logs.
+    slot: Number of servers on this host before the first one: those of other processes of the run.
   """
 
   python: pathlib.Path
@@ -113,6 +116,8 @@ class LaunchOptions:
   deterministic: bool = SGLangOptions.deterministic
   scratch: tuple[pathlib.Path, ...] = ()
   grace_s: float = GRACE_S
+  first: int = 0
+  slot: int = 0
 
 
 def check(options: LaunchOptions, *, servers: int, api_key: str = "") -> None:
@@ -146,10 +151,11 @@ def check(options: LaunchOptions, *, servers: int, api_key: str = "") -> None:
     )
   if options.gpus and options.device == "cpu":
     raise ServerError(f"servers on the CPU use no GPUs, got gpus={options.gpus}")
-  needed = servers * options.gpus_per_server
+  needed = (options.slot + servers) * options.gpus_per_server
   if options.gpus and len(options.gpus) < needed:
+    others = f", after {options.slot} of other processes on this host," if options.slot else ""
     raise ServerError(
-      f"{servers} servers of {options.gpus_per_server} GPUs need {needed}, "
+      f"{servers} servers of {options.gpus_per_server} GPUs{others} need {needed}, "
       f"but gpus lists {len(options.gpus)}: {options.gpus}"
     )
   if options.command is None:
@@ -337,12 +343,13 @@ def port_of(options: LaunchOptions, index: int) -> int:
   """
   if options.port is None:
     return free_port(options.host)
-  check_port(options.host, options.port + index)
-  return options.port + index
+  port = options.port + options.slot + index
+  check_port(options.host, port)
+  return port
 
 
 def _gpus(options: LaunchOptions, index: int) -> tuple[int, ...]:
-  first = index * options.gpus_per_server
+  first = (options.slot + index) * options.gpus_per_server
   return options.gpus[first : first + options.gpus_per_server]
 
 

@@ -15,11 +15,13 @@ import numpy as np
 from grpo_kernels.attention import AUTOMATIC, Attention
 from jaxtyping import Float
 
+from grpo_jax import processes
 from grpo_jax.compilation import precision
 from grpo_jax.engines.base import EngineFailure
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
+from grpo_jax.processes import arrays
 from grpo_jax.rl.logprobs import sequence_logprobs
 
 LENGTH = 32  # length of the prompt, in tokens.
@@ -65,14 +67,16 @@ class Probe:
     self._matmul_precision = precision.resolve(matmul_precision, compute_dtype)
     self._attention = attention
 
-  def logprobs(self, params: Any) -> Float[jax.Array, " n"]:
+  def logprobs(self, params: Any) -> Float[jax.Array | np.ndarray, " n"]:
     """Returns the trainer's log-probability of each id but the first, in nats.
 
-    They may still be in computation when this returns, while the servers load the weights.
+    They may still be in computation when this returns, while the servers load the weights; not if
+    they are spread over several processes, all of which have to call this.
     """
-    tokens = jnp.asarray(self.ids)[None]
+    tokens = np.asarray(self.ids, np.int32)[None]
     settings = self._config, self._products, self._matmul_precision, self._attention
-    return _logprobs(params, tokens, *settings)
+    values = _logprobs(params, tokens, *settings)
+    return values if processes.count() == 1 else arrays.fetch(values)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))

@@ -5,6 +5,7 @@ import collections
 import dataclasses
 import pathlib
 import time
+import uuid
 from collections.abc import Coroutine
 from typing import Any
 
@@ -45,6 +46,7 @@ class Options:
   """Servers of a fleet, and how long it waits for them."""
 
   addresses: tuple[str, ...] = SGLangOptions.addresses  # running servers; (): launch them.
+  controls: bool = True  # whether this process pauses them and loads weights; False: another does.
   servers: int = SGLangOptions.servers  # number of servers to launch.
   launch: LaunchOptions | None = None
   model_path: str = ""  # folder that launched servers start from.
@@ -60,8 +62,17 @@ class Options:
 class Server:
   """A server and its state."""
 
-  def __init__(self, index: int):
+  def __init__(self, index: int, *, number: int | None = None, controls: bool = True):
+    """Makes the state of a server.
+
+    Args:
+      index: Index in the fleet.
+      number: Number among all servers of the run, for messages; None: the index.
+      controls: Whether this process pauses it and loads weights; else another one does.
+    """
     self.index = index
+    self._number = index if number is None else number
+    self._controls = controls
     self.process: ServerProcess | None = None
     self.version: int | None = None  # version of the weights that it was proven to use.
     self.is_up = False  # healthy, so that it can be given weights.
@@ -80,7 +91,7 @@ class Server:
 
   @property
   def name(self) -> str:
-    return f"server {self.index}" + (f" at {self._client.address}" if self._client else "")
+    return f"server {self._number}" + (f" at {self._client.address}" if self._client else "")
 
   def doubt(self) -> None:
     """Has its health checked now."""
@@ -106,7 +117,8 @@ class Server:
       if time.monotonic() > end:
         raise ServerLost(f"was not healthy within {within_s:g} s ({trouble})")
       await asyncio.sleep(_ASK_EVERY_S)
-    if process is None and not await self._answered(client.can_update()):
+    is_given = process is None and self._controls
+    if is_given and not await self._answered(client.can_update()):
       raise FleetError(
         f"{self.name} cannot be used for training: it has no /update_weights_from_disk. sglang-jax"
         " never has it; an SGLang router belongs in engine.sglang.router, and its workers in"
@@ -117,7 +129,8 @@ class Server:
   async def _trouble(self) -> str | None:
     """Returns why the server is not healthy yet; None if it is."""
     try:
-      if self.process is None:  # a killed trainer may have left it paused and busy.
+      # A killed trainer may have left it paused and busy.
+      if self.process is None and self._controls:
         await self.client.resume()
         await self.client.abort_all()
       await self.client.health()
@@ -136,9 +149,11 @@ class Server:
     """Frees its memory on the device until the next `update`.
 
     The server is paused first: SGLang ends if it has to free memory that a request still uses.
+    If another process controls the server, this one only leaves it alone.
     """
-    await self._answered(self.client.pause())
-    await self._answered(self.client.release_memory())
+    if self._controls:
+      await self._answered(self.client.pause())
+      await self._answered(self.client.release_memory())
     self.is_asleep, self.version = True, None
 
   async def update(self, weights: Weights, *, tolerance: float) -> float:
@@ -171,9 +186,34 @@ class Server:
     self.version = weights.version
     return difference
 
+  async def follow(self, weights: Weights, *, tolerance: float, within_s: float) -> float:
+    """Waits until another process has loaded weights, and proves that the server uses them.
+
+    Returns:
+      The largest difference of the probe's logprobs from the trainer's, in nats.
+
+    Raises:
+      ServerLost: The server does not answer, or was not given the weights in time.
+      probe.WrongWeights: The server computes with other weights.
+    """
+    end = time.monotonic() + within_s
+    while (serves := await self._reported_version()) not in (None, str(weights.version)):
+      if time.monotonic() > end:
+        said = self.client.shown(serves)
+        raise ServerLost(f"serves weights {said!r}, not {weights.version}, after {within_s:g} s")
+      await asyncio.sleep(_ASK_EVERY_S)
+    difference = await self._prove(weights, tolerance)
+    self.is_asleep, self.version = False, weights.version
+    return difference
+
+  async def _reported_version(self) -> str | None:
+    """Returns the version that the server says it has; None if it does not say."""
+    info = await self._answered(self.client.model_info())
+    return info.get("weight_version") if isinstance(info, dict) else None
+
   async def _prove(self, weights: Weights, tolerance: float) -> float:
     ids = weights.probe_ids
-    name = f"probe-{self.index}-{weights.version}-{time.monotonic_ns()}"
+    name = f"probe-{self._number}-{weights.version}-{uuid.uuid4().hex}"
     read = lambda answer: (
       sglang_messages.prompt_logprobs(answer, ids),
       sglang_messages.prompt_version(answer),
@@ -194,8 +234,7 @@ class Server:
   async def check_health(self) -> None:
     """Raises ServerLost unless the server answers and has the weights that it was given."""
     await self._answered(self.client.health())
-    info = await self._answered(self.client.model_info())
-    version = info.get("weight_version") if isinstance(info, dict) else None
+    version = await self._reported_version()
     if version is not None and self.version is not None and version != str(self.version):
       said = self.client.shown(version)
       raise ServerLost(f"serves weights {said!r}, was given {self.version}: it was restarted")

@@ -68,7 +68,7 @@ class ServerProcess:
 
     Args:
       options: Options of the fleet.
-      index: Index of the server in the fleet, from 0.
+      index: Index of the server in the fleet, from 0; its log is that of `options.first` + index.
       model_path: Hugging Face folder of the initial weights.
       weight_version: Version of these weights; with `options.command`, only if that uses it.
       api_key: Key that clients must send, passed in the environment; "": none. With
@@ -79,7 +79,8 @@ class ServerProcess:
     """
     check(dataclasses.replace(options, port=None), servers=index + 1, api_key=api_key)
     port = port_of(options, index)
-    log = options.log_folder.absolute() / f"server_{index}.log"
+    number = options.first + index
+    log = options.log_folder.absolute() / f"server_{number}.log"
     command = [
       *(sys.executable, "-I", str(SERVER_SIDE / "guard.py")),
       *("--log", str(log), "--grace", str(options.grace_s)),
@@ -102,7 +103,7 @@ class ServerProcess:
           start_new_session=True,  # Ctrl-C in the terminal is handled by the trainer.
         )
     except OSError as error:
-      raise ServerError(f"server {index} cannot be started: {error}") from error
+      raise ServerError(f"server {number} cannot be started: {error}") from error
     return cls(guard, index=index, host=options.host, port=port, log=log, log_start=log_start)
 
   @property

@@ -3,8 +3,13 @@
 caller's event loop          the engine's own thread and event loop           HTTP
 generate(requests) ────────► Dispatcher ── Placement ── Client ─────────────► /generate
 load_weights(params) ──────► Fleet ── one task a server ── Client ──────────► /update_weights…
+
+If a run has several processes, each of them launches servers of its own and samples on these.
+Servers that were found running take requests of all processes; the main process alone pauses them
+and loads weights, and each process proves for itself what they compute with.
 """
 
+import concurrent.futures
 import dataclasses
 import logging
 import math
@@ -18,9 +23,9 @@ from typing import Any
 import jax.numpy as jnp
 from grpo_kernels.attention import AUTOMATIC, Attention
 
-from grpo_jax import registry
+from grpo_jax import processes, registry
 from grpo_jax.compilation import precision
-from grpo_jax.engines import base, probe, scheduling, server_process, transfer
+from grpo_jax.engines import base, everywhere, probe, scheduling, server_process, transfer
 from grpo_jax.engines.calls import Call
 from grpo_jax.engines.dispatch import Dispatcher, Job
 from grpo_jax.engines.fleet import Fleet
@@ -30,8 +35,10 @@ from grpo_jax.engines.sglang_client import Timeouts
 from grpo_jax.engines.sglang_options import SGLangOptions
 from grpo_jax.http import redaction
 from grpo_jax.http.background import BackgroundLoop
+from grpo_jax.interrupts import Stopped
 from grpo_jax.models import leaves
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.processes import elsewhere
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +71,7 @@ class SGLangEngine:
       options: Options of the user.
       fleet: Options of the fleet, made from them.
       folders: Folders to which every version of the weights is written; closed with the engine.
+        All processes of a run have some, and call `load_weights` and `release` alike.
       compute_dtype: Dtype of the trainer's matrix products.
       product_dtype: Dtype of the trainer's rounded products; see `products.Products`. The servers
         round in their own way.
@@ -71,6 +79,7 @@ class SGLangEngine:
       attention: Choice of attention in the trainer's part of the probe; servers have their own.
       num_valid_tokens: Bound of the token ids of the probe.
       max_rows: Largest number of HTTP requests in flight at each server; further ones wait here.
+        The processes that share a server divide it.
     """
     self._config = config
     self._by_group = options.requests == "group"
@@ -85,9 +94,11 @@ class SGLangEngine:
       num_valid_tokens=num_valid_tokens or config.vocab_size,
     )
     self._folders = folders
+    self._is_shared = bool(fleet.addresses) and processes.count() > 1
+    self._controls = fleet.controls
     self._dispatcher = Dispatcher(
       servers=len(fleet.addresses) or fleet.servers,
-      in_flight=max_rows,
+      in_flight=-(-max_rows // processes.count()) if self._is_shared else max_rows,
       max_attempts=options.max_attempts,
       vocab_size=config.vocab_size,
       seeded=options.deterministic,
@@ -96,6 +107,7 @@ class SGLangEngine:
     self._version = -1
     self._folder: pathlib.Path | None = None  # folder of that version.
     self._times: dict[str, float] = {}
+    self._reports: list[dict[str, float]] = []  # of all processes, with the newest weights.
     self._is_closed = False
     self._loop = BackgroundLoop("sglang")
     self._run(self._start(options.router))
@@ -107,6 +119,9 @@ class SGLangEngine:
 
   def load_weights(self, params: Any, *, version: int) -> None:
     """Writes the weights, has all servers load them, and proves that they did.
+
+    All processes of a run have to call this alike, and raise alike: an error of one of them names
+    it on the others.
 
     Args:
       params: The trainer's parameters, sharded or not.
@@ -123,7 +138,7 @@ class SGLangEngine:
     folder = self._folders.write(params, version=version)
     written = time.perf_counter()
     weights = Weights(version, folder, self._probe.ids, self._probe.logprobs(params))
-    self._run(self._fleet.publish(weights))
+    self._publish(weights)
     if self._version < 0:
       _log.info("SGLang is ready: %s", ", ".join(self._fleet.addresses))
     previous, self._folder, self._version = self._folder, folder, version
@@ -133,11 +148,32 @@ class SGLangEngine:
       "engine/export_s": written - began,
       "engine/load_s": time.perf_counter() - written,
     }
+    self._reports = processes.exchange(self._report(), what="the metrics of the servers")
+
+  def _publish(self, weights: Weights) -> None:
+    """Has the servers load weights, and proves that they did."""
+    what = f"whether the servers have version {weights.version}"
+    publish = lambda early: self._run(self._fleet.publish(weights), early)
+    if not self._is_shared:
+      everywhere.together(publish, what=what)
+      return
+    self._leave_alone()
+    everywhere.together(publish if self._controls else _nothing, what=what)
+    everywhere.together(_nothing if self._controls else publish, what=what)
+
+  def _leave_alone(self) -> None:
+    """Has processes that do not control the servers ask them nothing, until new weights come."""
+    sleep = lambda early: self._run(self._fleet.sleep(), early)
+    everywhere.together(_nothing if self._controls else sleep, what="the use of the servers")
 
   def release(self) -> None:
     """Has the servers free their memory, if they share the trainer's devices."""
-    if self._release_memory:
-      self._run(self._fleet.sleep())
+    if not self._release_memory:
+      return
+    if self._is_shared:  # SGLang frees memory only when nobody asks.
+      self._leave_alone()
+    sleep = lambda early: self._run(self._fleet.sleep(), early)
+    everywhere.together(sleep if self._controls else _nothing, what="the memory of the servers")
 
   def generate(
     self,
@@ -175,7 +211,21 @@ class SGLangEngine:
     return self._stream(scheduling.grouped_by_prompt(requests), on_progress)
 
   def metrics(self) -> dict[str, float]:
-    """Returns measurements of the newest transfer, and counts since the engine was made."""
+    """Returns measurements of the newest transfer, and counts since the engine was made.
+
+    Of several processes: the largest times and differences, and the sums of counts up to the newest
+    transfer.
+    """
+    if processes.count() == 1 or not self._reports:
+      return self._report()
+    counts = ("engine/restarts", "engine/retries")
+    return {
+      name: (sum if name in counts else max)(report[name] for report in self._reports)
+      for name in self._reports[0]
+    }
+
+  def _report(self) -> dict[str, float]:
+    """Returns the measurements of this process."""
     return {
       **self._times,
       "mismatch/probe_abs_logprob_max": self._fleet.probe_difference,
@@ -211,9 +261,23 @@ class SGLangEngine:
     if self._is_closed:
       raise RuntimeError("the engine was closed")
 
-  def _run(self, coroutine: Any) -> Any:
-    """Runs a coroutine in the engine's loop and waits for it; Ctrl-C ends the wait."""
-    return self._loop.submit(coroutine).result()
+  def _run(self, coroutine: Any, early: Any = False) -> Any:
+    """Runs a coroutine in the engine's loop and waits for it; Ctrl-C ends the wait.
+
+    Args:
+      coroutine: Work to do.
+      early: Flag that becomes true when the result is no longer wanted; looked at if the run has
+        several processes.
+
+    Raises:
+      Stopped: `early` has become true.
+    """
+    future = self._loop.submit(coroutine)
+    while processes.count() > 1 and not concurrent.futures.wait([future], elsewhere.LOOK_S).done:
+      if early:
+        future.cancel()
+        raise Stopped
+    return future.result()
 
   async def _stream(
     self, requests: Sequence[base.GenerationRequest], on_progress: base.OnProgress | None
@@ -243,6 +307,10 @@ class SGLangEngine:
     for request in requests:
       groups.setdefault(scheduling.prompt_key(request), []).append(request)
     return list(groups.values())
+
+
+def _nothing(_: Any) -> None:
+  """Is the part of a process that another one acts for."""
 
 
 def make(
@@ -289,7 +357,9 @@ def make(
   _refuse(chosen, config)
   dtype = jnp.dtype(compute_dtype)
   products = precision.resolve(matmul_precision, dtype) or dtype.name
-  key = _key(is_launched=not chosen.addresses)
+  key = everywhere.together(
+    lambda _: _key(is_launched=not chosen.addresses), what="the key of the servers"
+  )
   launch = None
   if not chosen.addresses:
     launch = _launch_options(
@@ -300,7 +370,7 @@ def make(
       max_rows=max_rows,
       context_length=config.max_position_embeddings,
     )
-    server_process.check(launch, servers=chosen.servers, api_key=key or "")
+    _check_launch(launch, chosen.servers, key or "")
     _log.info(
       "starting SGLang (%d x %s), logs: %s", chosen.servers, launch.device, launch.log_folder
     )
@@ -309,8 +379,9 @@ def make(
     config,
     source_directory=pathlib.Path(source_directory),
     dtype=dtype,
+    copies=not chosen.addresses,
   )
-  if launch is not None:
+  if launch is not None and folders.is_owner:
     launch = dataclasses.replace(launch, scratch=(folders.folder,))
   return SGLangEngine(
     config,
@@ -366,6 +437,7 @@ def _fleet_options(
   tolerance = chosen.probe_tolerance
   return Options(
     addresses=chosen.addresses,
+    controls=not chosen.addresses or processes.is_main(),
     servers=chosen.servers,
     launch=launch,
     model_path=model_path,
@@ -391,7 +463,7 @@ def _launch_options(
   max_rows: int,
   context_length: int,
 ) -> LaunchOptions:
-  """Returns how the servers of a run are started."""
+  """Returns how the servers of this process are started."""
   saver = ["--enable-memory-saver"] if options.release_memory else []
   return LaunchOptions(
     python=pathlib.Path(options.python),
@@ -408,7 +480,24 @@ def _launch_options(
     max_running=max_rows,
     context_length=context_length,
     deterministic=options.deterministic,
+    first=options.servers * processes.index(),
+    slot=options.servers * everywhere.before_on_host(),
   )
+
+
+def _check_launch(launch: LaunchOptions, servers: int, key: str) -> None:
+  """Checks on all processes whether servers can be started, and on which GPUs.
+
+  Raises:
+    ServerError: They cannot, on one of the hosts.
+  """
+  check = lambda _: server_process.check(launch, servers=servers, api_key=key)
+  everywhere.together(check, what="the options of the servers", failure=server_process.ServerError)
+  if launch.device == "cuda" and not launch.gpus and launch.slot:
+    _log.warning(
+      "several processes share this host, and engine.sglang.gpus does not divide its GPUs: the"
+      " servers of each process see the GPUs that the process sees"
+    )
 
 
 def variables(products: str, own: Mapping[str, str]) -> dict[str, str]:

@@ -2,18 +2,30 @@
 
 A run has a folder of its own, and holds a lock in it until it ends, in whatever way; the next run
 removes the folders that dead runs left. A version's folder appears whole or not at all.
+
+If a run has several processes, those that see the same folder write one copy into it: each of them
+a file with its share of the tensors. A copy is whole once all processes have written.
 """
 
+import dataclasses
+import functools
 import os
 import pathlib
 import shutil
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+import numpy as np
+
+from grpo_jax import processes
+from grpo_jax.engines import everywhere
 from grpo_jax.engines.base import EngineFailure
 from grpo_jax.files import atomic, shared_places
-from grpo_jax.models import export
+from grpo_jax.models import export, safetensors
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.transformer import Params
+
+T = TypeVar("T")
 
 MEMORY = pathlib.Path("/dev/shm")
 _SPARE = ".spare"
@@ -39,7 +51,15 @@ def fast_folder(needed: int, otherwise: pathlib.Path) -> pathlib.Path:
 
 
 class WeightFolders:
-  """The versions of the weights of one run, each a Hugging Face folder until it is discarded."""
+  """The versions of the weights of one run, each a Hugging Face folder until it is discarded.
+
+  If the run has several processes, all of them make the same calls in the same order, on their main
+  threads; an error on one of them is raised on all.
+
+  Attributes:
+    folder: Folder that holds the versions.
+    is_owner: Whether this process makes and removes the folders of this copy.
+  """
 
   def __init__(
     self,
@@ -48,15 +68,17 @@ class WeightFolders:
     *,
     source_directory: pathlib.Path | None,
     dtype: Any,
+    copies: bool = True,
   ):
-    """Makes a folder for this run in `root`, and removes those of dead runs.
+    """Makes the folder of the run, and removes those of runs that have ended.
 
     Args:
-      root: Folder that all runs of a user share and nobody else writes to; with several hosts, one
-        that all of them see.
+      root: Folder of all runs of this user; made if it is missing.
       config: Config of the model.
-      source_directory: Hugging Face folder that the model came from; see `export`.
+      source_directory: Hugging Face folder that the model came from, as in `export`.
       dtype: Dtype of the files.
+      copies: Whether processes that do not see the main process's folder write copies of their
+        own.
 
     Raises:
       TransferError: `root` cannot be made, is a link, or others may write it.
@@ -64,21 +86,25 @@ class WeightFolders:
     self._config = config
     self._source = source_directory
     self._dtype = dtype
-    try:
-      shared_places.private_folder(root)
-      with shared_places.open_lock(root / _LOCK) as held:
-        atomic.lock(held)  # or another run removes a folder that is not locked yet.
-        _remove_leftovers(root)
-        self.folder = atomic.new_folder(root, "run-")
-        self._lock = shared_places.open_lock(self.folder / _LOCK)
-        atomic.lock(self._lock)
-    except shared_places.NotOurs as error:
-      raise TransferError(
-        f"no folder for weights can be made in {root}, since others could exchange them: {error};"
-        " engine.sglang.weights_folder can name another place"
-      ) from error
-    except OSError as error:
-      raise TransferError(f"no folder for weights can be made in {root}: {error}") from error
+    self._lock: Any = None
+    _together(lambda: _making(root, lambda: shared_places.private_folder(root)), "made", root)
+    members = everywhere.sharers(root)
+    self._writers = members if copies or members[0] == 0 else ()
+    self.is_owner = processes.index() == members[0] and bool(self._writers)
+    name = _together(lambda: _making(root, lambda: self._make(root)), "made", root)
+    self.folder = root / processes.exchange(name, what=f"the folder in {root}")[members[0]]
+
+  def _make(self, root: pathlib.Path) -> str:
+    """Makes and locks the folder of this run; returns its name, "" if another process makes it."""
+    if not self.is_owner:
+      return ""
+    with shared_places.open_lock(root / _LOCK) as held:
+      atomic.lock(held)  # or another run removes a folder that is not locked yet.
+      _remove_leftovers(root)
+      folder = atomic.new_folder(root, "run-")
+      self._lock = shared_places.open_lock(folder / _LOCK)
+      atomic.lock(self._lock)
+    return folder.name
 
   def write(self, params: Params, *, version: int) -> pathlib.Path:
     """Writes a version, which appears whole or not at all.
@@ -92,27 +118,75 @@ class WeightFolders:
     """
     target = self.folder / f"v{version:06d}"
     scratch = self.folder / f".v{version:06d}"
-    spare = self.folder / _SPARE
+    tensors = export.to_write(params, self._config, dtype=self._dtype)
+    stages: tuple[Callable[[], object], ...] = (
+      lambda: self._begin(scratch),
+      lambda: self._fill(scratch, tensors),
+      lambda: self._finish(scratch, target),
+    )
     try:
-      if spare.exists():
-        atomic.move(spare, scratch)
-      else:
-        scratch.mkdir()
-      export.fill_folder(params, self._config, scratch, source=self._source, dtype=self._dtype)
+      for stage in stages:
+        work = functools.partial(self._reporting, stage, tensors, version)
+        _together(work, "written", self.folder)
+    except EngineFailure:
+      if self.is_owner:
+        shutil.rmtree(scratch, ignore_errors=True)
+      raise
+    return target
+
+  def _begin(self, scratch: pathlib.Path) -> None:
+    spare = self.folder / _SPARE
+    if self.is_owner and spare.exists():
+      atomic.move(spare, scratch)
+    elif self.is_owner:
+      scratch.mkdir()
+
+  def _fill(self, scratch: pathlib.Path, tensors: Sequence[safetensors.ToWrite]) -> None:
+    """Writes the files of this process; fetches all tensors, as the other processes do."""
+    if processes.count() == 1:
+      export.write_files(tensors, self._config, scratch, source=self._source)
+      return
+    shares = _Shares(tensors, self._writers)
+    try:
+      if self.is_owner:
+        export.write_description(self._config, scratch, source=self._source, dtype=self._dtype)
+        if len(shares.files) > 1:
+          safetensors.write_index(scratch, shares.files)
+      if shares.own_file is not None:
+        safetensors.write_file(scratch / shares.own_file, shares.files[shares.own_file])
+    finally:
+      shares.fetch_rest()  # also if the disk is full: the others wait.
+
+  def _finish(self, scratch: pathlib.Path, target: pathlib.Path) -> None:
+    if self.is_owner:
       atomic.move(scratch, target)
+
+  def _reporting(
+    self,
+    stage: Callable[[], object],
+    tensors: Sequence[safetensors.ToWrite],
+    version: int,
+  ) -> None:
+    """Does a part of the writing.
+
+    Raises:
+      TransferError: It failed because of the disk.
+    """
+    try:
+      stage()
     except OSError as error:
-      shutil.rmtree(scratch, ignore_errors=True)
-      needed = sum(t.nbytes for t in export.to_write(params, self._config, dtype=self._dtype))
+      needed = sum(tensor.nbytes for tensor in tensors)
       free = shutil.disk_usage(self.folder).free
       raise TransferError(
         f"version {version} of the weights could not be written to {self.folder}: {error.strerror};"
         f" {needed / 2**20:.0f} MiB are needed, {free / 2**20:.0f} MiB are free there;"
         " engine.sglang.weights_folder can name another place"
       ) from error
-    return target
 
   def discard(self, folder: pathlib.Path) -> None:
     """Removes a version that no server needs any more, or keeps its folder for the next one."""
+    if not self.is_owner:
+      return
     spare = self.folder / _SPARE
     if spare.exists():
       shutil.rmtree(folder, ignore_errors=True)
@@ -121,8 +195,79 @@ class WeightFolders:
 
   def close(self) -> None:
     """Removes all versions. May be called twice."""
-    shutil.rmtree(self.folder, ignore_errors=True)
-    self._lock.close()
+    if self.is_owner:
+      shutil.rmtree(self.folder, ignore_errors=True)
+      self._lock.close()
+
+
+class _Shares:
+  """The tensors of a model, dealt to the processes that write a copy of it.
+
+  All processes fetch all tensors in the same order, the largest first, since each fetch is work of
+  all devices. The writers of a copy fetch one tensor for each of them, and then write at the same
+  time. A process holds one tensor at a time.
+
+  Attributes:
+    files: Tensors by the name of their file.
+    own_file: Name of the file of this process; None: it has none.
+  """
+
+  def __init__(self, tensors: Sequence[safetensors.ToWrite], writers: Sequence[int]):
+    ordered = sorted(tensors, key=lambda tensor: -tensor.nbytes)
+    self._tensors = [
+      dataclasses.replace(tensor, values=lambda at=at: self._fetch(at))
+      for at, tensor in enumerate(ordered)
+    ]
+    self._values = [tensor.values for tensor in ordered]
+    self._fetched = 0
+    self._at_once = max(1, len(writers))
+    used = min(len(writers), len(ordered))
+    names = safetensors.file_names(used)
+    self.files = {name: self._tensors[at :: len(writers)] for at, name in enumerate(names)}
+    me = [*writers].index(processes.index()) if processes.index() in writers else used
+    self.own_file = names[me] if me < used else None
+
+  def _fetch(self, at: int) -> np.ndarray:
+    """Returns one tensor; fetches those of the other writers of the same round, too."""
+    end = min(len(self._values), at - at % self._at_once + self._at_once)
+    return self._fetch_until(end, keep=at)
+
+  def fetch_rest(self) -> None:
+    """Fetches what this process has not fetched yet, since the others wait for it."""
+    self._fetch_until(len(self._values), keep=None)
+
+  def _fetch_until(self, end: int, *, keep: int | None) -> Any:
+    kept = None
+    while self._fetched < end:
+      values = self._values[self._fetched]()
+      if self._fetched == keep:
+        kept = values
+      del values
+      self._fetched += 1
+    return kept
+
+
+def _together(work: Callable[[], T], done: str, place: pathlib.Path) -> T:
+  return everywhere.together(
+    lambda _: work(), what=f"whether the weights can be {done} in {place}", failure=TransferError
+  )
+
+
+def _making(root: pathlib.Path, work: Callable[[], T]) -> T:
+  """Does what makes the folder of a run.
+
+  Raises:
+    TransferError: The folder cannot be made.
+  """
+  try:
+    return work()
+  except shared_places.NotOurs as error:
+    raise TransferError(
+      f"no folder for weights can be made in {root}, since others could exchange them: {error};"
+      " engine.sglang.weights_folder can name another place"
+    ) from error
+  except OSError as error:
+    raise TransferError(f"no folder for weights can be made in {root}: {error}") from error
 
 
 def _remove_leftovers(root: pathlib.Path) -> None:

@@ -6,31 +6,57 @@ Any flipped bit, missing byte or missing file is found; files that were added ar
 import hashlib
 import json
 import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from grpo_jax.files import atomic
 
 NAME = "manifest.json"
 
 
-def write(folder: pathlib.Path) -> None:
-  """Writes the manifest of a folder; when this returns, the whole folder is on the disk."""
-  files = {}
+def write(folder: pathlib.Path, *, known: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+  """Writes the manifest of a folder; when this returns, the whole folder is on the disk.
+
+  Args:
+    folder: Folder to list.
+    known: Entries of files that another process wrote, digested and flushed to the disk.
+  """
+  known = known or {}
+  new = []
   for path in sorted(folder.rglob("*")):
     if path.is_dir():
       atomic.flush(path)
-    elif path.name != NAME:
-      atomic.flush(path)
-      name = path.relative_to(folder).as_posix()
-      files[name] = {"bytes": path.stat().st_size, "blake2b": digest(path)}
-  atomic.replace_file(folder / NAME, json.dumps({"files": files}, indent=1), is_durable=True)
+    elif path.name != NAME and path.relative_to(folder).as_posix() not in known:
+      new.append(path)
+  listed = dict(sorted({**known, **entries(folder, new)}.items()))
+  atomic.replace_file(folder / NAME, json.dumps({"files": listed}, indent=1), is_durable=True)
 
 
-def damage(folder: pathlib.Path, *, compares_digests: bool = True) -> str | None:
+def entries(folder: pathlib.Path, paths: Iterable[pathlib.Path]) -> dict[str, dict[str, Any]]:
+  """Returns the entries of some files; when this returns, their content is on the disk.
+
+  Args:
+    folder: Folder of the manifest.
+    paths: Files in it.
+  """
+  found = {}
+  for path in paths:
+    atomic.flush(path)
+    name = path.relative_to(folder).as_posix()
+    found[name] = {"bytes": path.stat().st_size, "blake2b": digest(path)}
+  return found
+
+
+def damage(
+  folder: pathlib.Path, *, compares_digests: bool = True, share: tuple[int, int] = (0, 1)
+) -> str | None:
   """Returns the first difference between a folder and its manifest; None if there is none.
 
   Args:
     folder: Folder with a manifest.
-    compares_digests: Whether to read all files; sizes are always compared.
+    compares_digests: Whether to read the files; sizes are always compared.
+    share: Which share of the files to read, and how many shares there are; all shares are of
+      about the same size.
 
   Raises:
     PermissionError: A file exists but may not be read, which is not damage.
@@ -39,13 +65,15 @@ def damage(folder: pathlib.Path, *, compares_digests: bool = True) -> str | None
     return "it is not a folder"
   try:
     listed = json.loads((folder / NAME).read_text())["files"]
+    largest_first = sorted(listed, key=lambda name: (-int(listed[name]["bytes"]), name))
+    own = set(largest_first[share[0] :: share[1]])
     for name, recorded in listed.items():
       path = folder / name
       if not path.is_file():
         return f"{name} is missing"
       if (size := path.stat().st_size) != recorded["bytes"]:
         return f"{name} has {size} bytes instead of {recorded['bytes']}"
-      if compares_digests and digest(path) != recorded["blake2b"]:
+      if compares_digests and name in own and digest(path) != recorded["blake2b"]:
         return f"{name} has changed: its digest differs"
   except FileNotFoundError:
     return f"{NAME} is missing" if any(folder.iterdir()) else "it is empty"

@@ -16,13 +16,15 @@ from grpo_jax import metrics
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup, Turn
 from grpo_jax.values.json_numbers import decoded, encoded
 
-_ARRAYS = {
+# The arrays of a rollout, one number a token, with the form in which they are written.
+ARRAYS = {
   "completion_ids": "<i4",
   "loss_mask": "|b1",
   "behavior_logprobs": "<f4",
   "weight_versions": "<i4",
 }
-_EVENTS = ("failure", "close_failure", "hit_turn_limit")
+# Fields of a rollout that say what happened to it.
+EVENTS = ("failure", "close_failure", "hit_turn_limit")
 
 
 def without_info(group: RolloutGroup) -> RolloutGroup:
@@ -76,14 +78,8 @@ def _info(expected_answer: str | None) -> dict[str, Any]:
 
 
 def _encoded(rollout: Rollout) -> dict[str, Any]:
-  arrays = {
-    "completion_ids": rollout.completion_ids,
-    "loss_mask": rollout.loss_mask,
-    "behavior_logprobs": rollout.behavior_logprobs,
-    "weight_versions": rollout.weight_versions,
-  }
   return {
-    **{name: _packed(values, _ARRAYS[name]) for name, values in arrays.items()},
+    **{name: _packed(getattr(rollout, name), dtype) for name, dtype in ARRAYS.items()},
     "finish_reason": rollout.finish_reason.value,
     "reward": encoded(rollout.reward),
     "text": rollout.text,
@@ -95,18 +91,18 @@ def _encoded(rollout: Rollout) -> dict[str, Any]:
       for turn in rollout.turn_log
     ],
     "error": rollout.error,
-    **{name: getattr(rollout, name) for name in _EVENTS},
+    **{name: getattr(rollout, name) for name in EVENTS},
   }
 
 
 def _decoded(record: Mapping[str, Any]) -> Rollout:
   values = {k: decoded(v) for k, v in record["metrics"].items()}
   if "failure" in record:
-    events = {name: record[name] for name in _EVENTS}
+    events = {name: record[name] for name in EVENTS}
   else:  # older checkpoints have them among the metrics.
     values, events = metrics.split_events(values)
   return Rollout(
-    **{name: _unpacked(record[name], dtype) for name, dtype in _ARRAYS.items()},
+    **{name: _unpacked(record[name], dtype) for name, dtype in ARRAYS.items()},
     finish_reason=FinishReason(record["finish_reason"]),
     reward=decoded(record["reward"]),
     text=record["text"],

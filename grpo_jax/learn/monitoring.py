@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from grpo_jax import metrics
+from grpo_jax import metrics, processes
 from grpo_jax.compilation.programs import Job, Program
 from grpo_jax.learn import group_scorer as scoring
 from grpo_jax.learn.train_step import gather_loss_tokens
@@ -90,8 +90,8 @@ class Monitor:
     if step == 0:  # the policy is the initial one.
       return metrics.merge(jax.device_get(list(map(self.drift, policy, policy, batches))))
     try:
-      params = self.initial()
-    except (OSError, ValueError) as error:
+      params = processes.together(self.initial, what="reading the initial weights")
+    except (OSError, ValueError, processes.OtherProcessError) as error:
       self.warn(f"all/kl_to_initial cannot be measured: cannot read the initial weights: {error}")
       return {}
     initial = [self.watch(params, batch)[1] for batch in batches]

@@ -4,15 +4,17 @@ The decision is made once, for all of the step, and the completions count in no 
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float
 
 from grpo_jax.compilation.programs import Job, Program
-from grpo_jax.learn.selecting import like
+from grpo_jax.learn import sharding
 from grpo_jax.processes import arrays
 from grpo_jax.rl import aggregate, importance
 from grpo_jax.rl.logprobs import gather_loss_tokens
@@ -36,17 +38,16 @@ def screened(minibatches: Sequence[Minibatch], *, threshold: float) -> tuple[Min
 
 
 def _screened(minibatch: Minibatch, threshold: float) -> Minibatch:
-  made, lost = [], np.zeros(2)
-  for batch in minibatch.microbatches:
-    if batch.old_logprobs is None:
-      raise ValueError("seq_logprob_error_threshold needs old_logprobs, which were not scored")
-    kept, dropped = arrays.fetch(_kept(batch, threshold=threshold))
-    lost += dropped
-    made.append(dataclasses.replace(batch, kept=like(kept, batch.loss_places)))
-  tokens, sequences = lost
+  batches = minibatch.microbatches
+  if any(batch.old_logprobs is None for batch in batches):
+    raise ValueError("seq_logprob_error_threshold needs old_logprobs, which were not scored")
+  found = [_program(_rows(batch))(batch, threshold=threshold) for batch in batches]
+  tokens, sequences = sum(arrays.fetch([dropped for _, dropped in found]), np.zeros(2))
   whole = minibatch.denominators
   return Minibatch(
-    tuple(made),
+    tuple(
+      dataclasses.replace(batch, kept=kept) for batch, (kept, _) in zip(batches, found, strict=True)
+    ),
     Denominators(
       tokens=_less(whole.tokens, tokens),
       sequences=_less(whole.sequences, sequences),
@@ -66,7 +67,10 @@ def jobs(batches: Mapping[str, Batch], *, threshold: float) -> list[Job]:
     batches: Shapes, dtypes and shardings of a microbatch of every planned shape, with
       `old_logprobs` and without `kept`, by its description.
   """
-  return [_kept.job(batch, threshold=threshold, detail=detail) for detail, batch in batches.items()]
+  return [
+    _program(_rows(batch)).job(batch, threshold=threshold, detail=detail)
+    for detail, batch in batches.items()
+  ]
 
 
 def _kept_of(batch: Batch, *, threshold: float) -> tuple[Bool[Array, "B N"], Float[Array, "2"]]:
@@ -80,6 +84,15 @@ def _kept_of(batch: Batch, *, threshold: float) -> tuple[Bool[Array, "B N"], Flo
   return kept, jnp.stack([jnp.asarray(dropped.tokens), jnp.asarray(dropped.sequences)])
 
 
-_kept = Program(
-  jax.jit(_kept_of, static_argnames="threshold"), name="screening", static=("threshold",)
-)
+def _rows(batch: Batch) -> NamedSharding | None:
+  """Returns the sharding of the rows of a batch; None: it is not on a mesh."""
+  found = getattr(batch.loss_places, "sharding", None)
+  return found if isinstance(found, NamedSharding) else None
+
+
+@functools.cache
+def _program(rows: NamedSharding | None) -> Program:
+  """Returns the program of `_kept_of` for batches whose rows are split in this way."""
+  placed = None if rows is None else (rows, sharding.whole(rows.mesh))
+  jitted = jax.jit(_kept_of, static_argnames="threshold", out_shardings=placed)
+  return Program(jitted, name="screening", static=("threshold",))

@@ -44,14 +44,12 @@ class Selector:
       minibatch: Minibatch of the optimizer step.
       place: Training step, epoch and number of the minibatch, on which random choices depend.
     """
-    is_random = self.options.loss == "clip_cov"
-    names = (*_FIELDS, *(_OF_TEXT if is_random else ()))
     batches = minibatch.microbatches
     scored = arrays.fetch([self.score(weights, batch) for batch in batches])
-    known = arrays.fetch([{n: getattr(batch, n) for n in names} for batch in batches])
+    known = arrays.fetch([self.fetched(batch) for batch in batches])
     parts = [
       self._tokens(logprobs, entropy, fields)
-      | ({"keys": _drawn(fields, place)} if is_random else {})
+      | ({"keys": _drawn(fields, place)} if self._is_random else {})
       for (logprobs, entropy), fields in zip(scored, known, strict=True)
     ]
     masks = [_in_loss(fields) for fields in known]
@@ -61,6 +59,16 @@ class Selector:
     }
     chosen = selection.choose(self.options, flat.pop("logprobs"), **flat)
     return dataclasses.replace(minibatch, microbatches=_marked(batches, known, chosen))
+
+  def fetched(self, batch: Batch) -> dict[str, Any]:
+    """Returns the fields of a batch that the choice depends on."""
+    return {
+      name: getattr(batch, name) for name in (*_FIELDS, *(_OF_TEXT if self._is_random else ()))
+    }
+
+  @property
+  def _is_random(self) -> bool:
+    return self.options.loss == "clip_cov"
 
   def jobs(self, weights: Any, batches: Mapping[str, Batch]) -> list[Job]:
     """Returns the compilations, for batches without `selected`.
@@ -158,4 +166,4 @@ def like(values: np.ndarray, other: Any) -> Any:
     values: Array on the host.
     other: Array of the same batch.
   """
-  return jax.device_put(values, other.sharding) if isinstance(other, jax.Array) else values
+  return arrays.put(values, other.sharding) if isinstance(other, jax.Array) else values

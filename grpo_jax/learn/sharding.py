@@ -1,83 +1,36 @@
-"""The device mesh, and the sharding of a run's state and batches over it. Pure.
+"""The sharding of a run's state and batches over the device mesh. Pure.
 
-`models.placement` defines the axes of the mesh and the tables of shardings.
+`models.placement` defines the axes of the mesh and the tables of shardings, `learn.mesh` the order
+of its devices.
 """
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 from grpo_kernels.linear_logprobs.sharded import Partition
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from grpo_jax.learn.mesh import make_mesh, mesh_sizes
 from grpo_jax.models.placement import AXES, ROWS, RULES, Placement
+from grpo_jax.processes import arrays
 
-
-def make_mesh(
-  *,
-  data: int = -1,
-  fsdp: int = 1,
-  tensor: int = 1,
-  devices: Sequence[Any] | None = None,
-) -> Mesh:
-  """Makes the mesh ("data", "fsdp", "tensor").
-
-  Args:
-    data: Number of replicas. At least 1; one of the three sizes may be -1: the remaining devices.
-    fsdp: Number of parts of weights and rows.
-    tensor: Number of parts of heads, feed-forward and vocabulary.
-    devices: Devices to use; None: all.
-
-  Raises:
-    ValueError: The sizes do not match the number of devices; see `mesh_sizes`.
-  """
-  devices = jax.devices() if devices is None else devices
-  sizes = mesh_sizes(devices, data=data, fsdp=fsdp, tensor=tensor)
-  grid = np.asarray(devices, dtype=object).reshape(sizes)
-  return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-def mesh_sizes(devices: Sequence[Any], *, data: int, fsdp: int, tensor: int) -> tuple[int, ...]:
-  """Returns the sizes of ("data", "fsdp", "tensor") with -1 filled in.
-
-  Args:
-    devices: Devices of the mesh; all of them are used.
-    data: Number of replicas, as in `make_mesh`.
-    fsdp: Number of parts of weights and rows, as in `make_mesh`.
-    tensor: Number of parts of heads, feed-forward and vocabulary, as in `make_mesh`.
-
-  Raises:
-    ValueError: The sizes do not match the number of devices. The message names the devices, and
-      what to set.
-  """
-  sizes = [data, fsdp, tensor]
-  named = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
-  if any(isinstance(size, bool) or not isinstance(size, int) for size in sizes):
-    raise ValueError(f"mesh sizes must be whole numbers, got {named}")
-  if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
-    raise ValueError(f"mesh sizes must be at least 1, except that one may be -1; got {named}")
-  given = math.prod(size for size in sizes if size != -1)
-  if -1 in sizes and len(devices) % given == 0:
-    sizes[sizes.index(-1)] = len(devices) // given
-  if math.prod(sizes) != len(devices):
-    raise ValueError(_misfit(named, given, devices, is_open=-1 in sizes))
-  return tuple(sizes)
-
-
-def _misfit(named: str, given: int, devices: Sequence[Any], *, is_open: bool) -> str:
-  """Returns in one line why a mesh does not fit the devices, and which fields to set."""
-  count, platform = len(devices), devices[0].platform
-  there = f"there {'is' if count == 1 else 'are'} {count} ({devices[0].device_kind})"
-  needed = f"a multiple of {given} devices" if is_open else f"{given} device{'s' * (given > 1)}"
-  remedies = ["set mesh.data=1, mesh.fsdp=-1 and mesh.tensor=1 to use all"]
-  fewer = count // given * given if is_open else given
-  if platform in ("gpu", "cuda", "rocm") and 0 < fewer < count:
-    numbers = ",".join(map(str, range(fewer)))
-    remedies.append(f"the environment variable CUDA_VISIBLE_DEVICES={numbers} to use fewer")
-  return f"{named} needs {needed}, {there}: {', or '.join(remedies)}"
+__all__ = [
+  "AXES",
+  "head_partition",
+  "make_mesh",
+  "mesh_of",
+  "mesh_sizes",
+  "of_rows",
+  "opt_state_shardings",
+  "param_shardings",
+  "placement",
+  "put",
+  "replicas",
+  "unsplit",
+  "whole",
+]
 
 
 def unsplit(logical_axes: Any, mesh: Mesh, *, shapes: Any) -> dict[str, dict[str, int]]:
@@ -187,11 +140,12 @@ def head_partition(mesh: Mesh) -> Partition | None:
 def put(tree: Any, mesh: Mesh) -> Any:
   """Puts batches (trees of arrays [B ...]) on the mesh with rows split; scalars stay unchanged.
 
+  Each process holds all rows and puts those of its own devices.
+
   Raises:
     ValueError: B is not a multiple of `replicas(mesh)`.
   """
   parts = replicas(mesh)
-  is_local = len(mesh.local_devices) == mesh.size
 
   def put_one(x):
     if np.ndim(x) == 0:
@@ -200,9 +154,6 @@ def put(tree: Any, mesh: Mesh) -> Any:
       raise ValueError(
         f"{x.shape[0]} rows cannot be split evenly over {parts} replicas of {dict(mesh.shape)}"
       )
-    if is_local:
-      return jax.device_put(x, of_rows(mesh))
-    host = np.asarray(x)  # `device_put` would compare the arrays of all processes.
-    return jax.make_array_from_callback(host.shape, of_rows(mesh), lambda index: host[index])
+    return arrays.put(x, of_rows(mesh))
 
   return jax.tree.map(put_one, tree)

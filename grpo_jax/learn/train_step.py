@@ -33,6 +33,7 @@ from grpo_jax.learn.selecting import Selector
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import FLOAT32, Products
+from grpo_jax.processes import arrays
 from grpo_jax.rl import diagnostics, masks
 from grpo_jax.rl.logprobs import (
   gather_loss_tokens,
@@ -187,8 +188,8 @@ def init(
   initializer = initializer or make_initializer(params, tx, shardings=shardings)
   if shardings is None:
     return TrainState(jax.device_put(np.int32(0)), params, initializer(params))
-  params = jax.device_put(params, shardings)
-  step = jax.device_put(np.int32(0), sharding.whole(sharding.mesh_of(shardings)))
+  params = jax.tree.map(arrays.put, params, shardings)
+  step = arrays.put(np.int32(0), sharding.whole(sharding.mesh_of(shardings)))
   return TrainState(step, params, initializer(params))
 
 
@@ -584,7 +585,7 @@ def skipped_in_a_row(before: int, metrics: Mapping[str, float], *, limit: int) -
 
 def counted_on(step: Array) -> Int[Array, ""]:
   """Returns step + 1 on the devices of `step`; added on the host, which saves a compilation."""
-  return jax.device_put(np.int32(int(step) + 1), step.sharding)
+  return arrays.put(np.int32(int(step) + 1), step.sharding)
 
 
 def _apply(tx, schedule, shardings, params, opt_state, grads, loss):

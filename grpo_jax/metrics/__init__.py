@@ -370,7 +370,7 @@ def unknown(names: Iterable[str]) -> list[str]:
 
 def reproducible(values: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the values that a resumed run repeats exactly: those not of clock and machine."""
-  return {k: v for k, v in values.items() if not k.startswith(("time/", "perf/"))}
+  return {k: v for k, v in values.items() if not k.startswith(("time/", "perf/", "hosts/"))}
 
 
 def parse_lines(text: str) -> tuple[list[dict[str, Any]], list[int]]:

@@ -395,7 +395,9 @@ METRICS: dict[str, Definition] = {
     "s", "time that XLA took for them; times of parallel compilations add up", "0 after the first"
   ),
   "perf/env/*": Definition("count", "work of an environment's workers since the process started"),
-  "perf/peak_rss_gib": Definition("GiB", "highest host memory of the process so far", "level"),
+  "perf/peak_rss_gib": Definition(
+    "GiB", "highest host memory of the process so far; of several, the main one", "level"
+  ),
   "perf/device_gib": Definition(
     "GiB", "memory in use at the end of the step, of the fullest device; a CPU counts none", "level"
   ),
@@ -406,6 +408,42 @@ METRICS: dict[str, Definition] = {
   "perf/device_limit_gib": Definition("GiB", "memory that a device makes available to the process"),
   "perf/device/*/peak_gib": Definition(
     "GiB", "highest memory in use so far, of one device", "level"
+  ),
+  # --- the processes of a run, if there are several ---
+  "hosts/processes": Definition("count", "processes of the run; perf/* and time/* are the main's"),
+  "hosts/step_s_*": Definition(
+    "s", "wall clock of the step: max, min and median over the processes"
+  ),
+  "hosts/busy_s_*": Definition(
+    "s", "the step without waiting for other processes: max, min and median", "nearly equal"
+  ),
+  "hosts/wait_s_*": Definition("s", "waiting for other processes: max, min and median"),
+  "hosts/sample_s_*": Definition(
+    "s", "sampling and scoring, without waiting: max, min and median", "nearly equal"
+  ),
+  "hosts/learn_s_*": Definition(
+    "s", "wall clock of the update, waiting included: max, min and median"
+  ),
+  "hosts/peak_rss_gib_*": Definition(
+    "GiB", "highest host memory of a process so far: max, min and median", "level"
+  ),
+  "hosts/device_peak_gib_*": Definition(
+    "GiB", "highest memory so far of a process's fullest device: max, min and median", "< the limit"
+  ),
+  "hosts/slowest": Definition(
+    "number", "process with the largest busy_s, counted from 0", "varies"
+  ),
+  "hosts/slowest_excess": Definition(
+    "share", "what its busy_s exceeds the median of the other processes by", "< 0.2"
+  ),
+  "hosts/wait_share": Definition(
+    "share", "what waiting for other processes takes of the step, mean over processes", "< 0.1"
+  ),
+  "hosts/compilations": Definition(
+    "count", "perf/compilations of all processes together", "0 after the first step"
+  ),
+  "hosts/process/*": Definition(
+    "", "those values of each process, of at most 16: hosts/process/003/busy_s"
   ),
   # --- state ---
   "weight_version": Definition(

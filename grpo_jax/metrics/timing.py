@@ -27,14 +27,21 @@ class Timer:
   exceed the wall clock. A span that is left by an exception also counts.
   """
 
-  def __init__(self, clock: Callable[[], float] = time.perf_counter):
+  def __init__(
+    self,
+    clock: Callable[[], float] = time.perf_counter,
+    waited: Callable[[], float] = lambda: 0.0,
+  ):
     """Makes a timer.
 
     Args:
       clock: Function that returns monotonic seconds.
+      waited: Function that returns the seconds that were spent waiting for other processes so far.
     """
     self._clock = clock
+    self._waited = waited
     self._seconds: dict[str, float] = {}
+    self._waits: dict[str, float] = {}
     self._lock = threading.Lock()
     self._open: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
       "open_spans", default=()
@@ -54,15 +61,16 @@ class Timer:
       raise ValueError(f"the name of a span needs letters and no slash, got {name!r}")
     outer = self._open.get()
     self._open.set((*outer, name))
-    start = self._clock()
+    start, waited = self._clock(), self._waited()
     try:
       yield
     finally:
-      elapsed = self._clock() - start
+      elapsed, waits = self._clock() - start, self._waited() - waited
       self._open.set(outer)
       if name not in outer:
         with self._lock:
           self._seconds[name] = self._seconds.get(name, 0.0) + elapsed
+          self._waits[name] = self._waits.get(name, 0.0) + waits
 
   @property
   def open_spans(self) -> tuple[str, ...]:
@@ -75,8 +83,18 @@ class Timer:
     A span that is still open is reported by the first call after it is closed.
     """
     with self._lock:
-      seconds, self._seconds = self._seconds, {}
+      seconds, self._seconds, self._waits = self._seconds, {}, {}
     return {f"time/{name}_s": value for name, value in seconds.items()}
+
+  def waits(self) -> dict[str, float]:
+    """Returns {name: seconds of waiting} of the spans that `collect` would return now."""
+    with self._lock:
+      return dict(self._waits)
+
+  def spans(self) -> dict[str, float]:
+    """Returns {name: seconds} of the spans that `collect` would return now."""
+    with self._lock:
+      return dict(self._seconds)
 
 
 PHASES = (

@@ -1,5 +1,6 @@
 """Parameters → a Hugging Face folder that transformers and inference servers load (I/O)."""
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -9,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax import processes
 from grpo_jax.compilation.programs import Job, Program
@@ -32,7 +34,8 @@ def to_huggingface(
   """Writes a folder that `transformers.AutoModelForCausalLM` loads; a tied head is not stored.
 
   The folder appears whole or not at all: it is written next to its place and then renamed. An
-  existing folder is replaced. If a run has several processes, only the main one writes it.
+  existing folder is replaced. If a run has several processes, all of them make the same call; the
+  main one writes.
 
   Args:
     params: Tree of all parameters with stacked layers, sharded or not. Fetched from the devices one
@@ -50,36 +53,56 @@ def to_huggingface(
 
   Raises:
     ValueError: The source's config.json describes another model.
+    WriteError: The folder cannot be written; `OtherProcessError` on the other processes.
   """
   source = pathlib.Path(source_directory) if source_directory is not None else None
-  fill = lambda folder: fill_folder(
-    params, config, folder, source=source, dtype=dtype, max_shard_bytes=max_shard_bytes
-  )
   folder = pathlib.Path(directory)
-  if processes.is_main():
-    return atomic.replace_folder(folder, fill)
-  for tensor in to_write(params, config, dtype=dtype):  # the main process fetches with us.
-    tensor.values()
+
+  def write(tensors: Sequence[safetensors.ToWrite]) -> None:
+    fill = lambda scratch: write_files(
+      tensors, config, scratch, source=source, max_shard_bytes=max_shard_bytes
+    )
+    atomic.replace_folder(folder, fill)
+
+  by_main(to_write(params, config, dtype=dtype), write, what=f"writing {folder}")
   return folder
 
 
-def fill_folder(
-  params: Params,
-  config: ModelConfig,
-  folder: pathlib.Path,
+def by_main(
+  tensors: Sequence[safetensors.ToWrite],
+  write: Callable[[Sequence[safetensors.ToWrite]], None],
   *,
-  source: pathlib.Path | None,
-  dtype: Any = None,
-  max_shard_bytes: int | None = None,
+  what: str,
 ) -> None:
-  """Writes the files of a Hugging Face folder over existing ones; not atomic."""
-  write_files(
-    to_write(params, config, dtype=dtype),
-    config,
-    folder,
-    source=source,
-    max_shard_bytes=max_shard_bytes,
-  )
+  """Writes tensors on the main process; all processes fetch them, since a fetch is work of all.
+
+  If the main process cannot write, for instance because the disk is full, it fetches the other
+  tensors all the same, so that nobody waits for it. Then all processes raise.
+
+  Args:
+    tensors: Tensors of `to_write`, the same on all processes.
+    write: Function that writes tensors, in their order.
+    what: What it does, for messages: "writing runs/first/export".
+
+  Raises:
+    Exception: What `write` raises, on the main process.
+    OtherProcessError: It failed on the main process.
+  """
+  if processes.count() == 1:
+    write(tensors)
+    return
+  left = list(reversed(tensors))
+  counted = [dataclasses.replace(tensor, values=lambda: left.pop().values()) for tensor in tensors]
+
+  def work() -> None:
+    try:
+      if processes.is_main():
+        write(counted)
+    finally:
+      while left:
+        left.pop().values()
+
+  processes.together(work, what=what)
 
 
 def write_files(
@@ -102,10 +125,21 @@ def write_files(
   Raises:
     ValueError: The source's config.json describes another model.
   """
-  hf = _hf_config(config, source)
-  hf["torch_dtype" if "torch_dtype" in hf else "dtype"] = tensors[0].dtype.name  # 4.x, or 5.
-  write_json(folder / "config.json", hf)
+  write_description(config, folder, source=source, dtype=tensors[0].dtype)
   safetensors.write_folder(folder, tensors, max_shard_bytes=max_shard_bytes)
+
+
+def write_description(
+  config: ModelConfig, folder: pathlib.Path, *, source: pathlib.Path | None, dtype: Any
+) -> None:
+  """Writes all files of a Hugging Face folder but the weights; see `write_files`.
+
+  Raises:
+    ValueError: The source's config.json describes another model.
+  """
+  hf = _hf_config(config, source)
+  hf["torch_dtype" if "torch_dtype" in hf else "dtype"] = np.dtype(dtype).name  # 4.x, or 5.
+  write_json(folder / "config.json", hf)
   if source is not None:
     copy_tokenizer(source, folder)
 
@@ -172,7 +206,7 @@ def _fetcher(array: Any, stored: leaves.Stored, dtype: np.dtype) -> Callable[[],
   def fetch() -> np.ndarray:
     if _is_as_stored(array, stored, dtype):
       return np.ascontiguousarray(arrays.fetch(array))
-    own = _own(array, stored.layer, is_kernel=stored.leaf.is_kernel, dtype=dtype)
+    own = _own(array)(array, stored.layer, is_kernel=stored.leaf.is_kernel, dtype=dtype)
     return np.ascontiguousarray(arrays.fetch(own))
 
   return fetch
@@ -195,7 +229,7 @@ def jobs(params: Any, config: ModelConfig, *, dtype: Any = None) -> list[Job]:
       key = (array.shape, str(array.sharding), stored.layer is None, *kept.values())
       layer = None if stored.layer is None else 0
       shape = " × ".join(map(str, array.shape))
-      found.setdefault(key, _own.job(array, layer, detail=shape, **kept))
+      found.setdefault(key, _own(array).job(array, layer, detail=shape, **kept))
   return list(found.values())
 
 
@@ -206,7 +240,8 @@ def _at(params: Any, path: tuple[str, ...]) -> Any:
 
 
 def _is_as_stored(array: Any, stored: leaves.Stored, dtype: np.dtype) -> bool:
-  return stored.layer is None and not stored.leaf.is_kernel and array.dtype == dtype
+  is_same = stored.layer is None and not stored.leaf.is_kernel and array.dtype == dtype
+  return is_same and _everywhere(array) is None
 
 
 def _tensor(
@@ -217,11 +252,24 @@ def _tensor(
   return (own.T if is_kernel else own).astype(dtype)
 
 
-_own = Program(
-  jax.jit(_tensor, static_argnames=("is_kernel", "dtype")),
-  name="tensor of the export",
-  static=("is_kernel", "dtype"),
-)
+def _own(array: Any) -> Program:
+  """Returns the program that makes one tensor; whole on each device if processes share an array."""
+  return _program(_everywhere(array))
+
+
+@functools.cache
+def _program(sharding: NamedSharding | None) -> Program:
+  names = ("is_kernel", "dtype")
+  jitted = jax.jit(_tensor, static_argnames=names, out_shardings=sharding)
+  return Program(jitted, name="tensor of the export", static=names)
+
+
+def _everywhere(array: Any) -> NamedSharding | None:
+  """Returns the sharding of a copy on every device; None if this process has every part."""
+  sharding = getattr(array, "sharding", None)
+  if sharding is None or sharding.is_fully_addressable or sharding.is_fully_replicated:
+    return None
+  return NamedSharding(sharding.mesh, PartitionSpec())
 
 
 TOKENIZER_FILES = (

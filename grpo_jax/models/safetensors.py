@@ -231,12 +231,28 @@ def write_folder(
   if len(shards) == 1:
     write_file(directory / SINGLE_FILE, shards[0])
     return
-  weight_map = {}
-  for number, shard in enumerate(shards, start=1):
-    name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+  files_of = dict(zip(file_names(len(shards)), shards, strict=True))
+  for name, shard in files_of.items():
     write_file(directory / name, shard)
-    weight_map.update({tensor.name: name for tensor in shard})
-  total = sum(tensor.nbytes for tensor in tensors)
+  write_index(directory, files_of)
+
+
+def file_names(number: int) -> list[str]:
+  """Returns the names of the files of a folder that has this number of them."""
+  if number == 1:
+    return [SINGLE_FILE]
+  return [f"model-{i:05d}-of-{number:05d}.safetensors" for i in range(1, number + 1)]
+
+
+def write_index(directory: pathlib.Path, files_of: Mapping[str, Sequence[ToWrite]]) -> None:
+  """Writes the index of a folder that has several files of weights.
+
+  Args:
+    directory: Existing folder.
+    files_of: Tensors by the name of their file.
+  """
+  weight_map = {tensor.name: name for name, shard in files_of.items() for tensor in shard}
+  total = sum(tensor.nbytes for shard in files_of.values() for tensor in shard)
   index: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": weight_map}
   (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 

@@ -8,9 +8,11 @@ the data and options only. So a result does not depend on when a run was stopped
 import dataclasses
 import hashlib
 import io
+import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Float, Int, Shaped
@@ -19,7 +21,10 @@ from grpo_jax import processes
 from grpo_jax.data.formats import RowError
 from grpo_jax.data.groups import UNKNOWN_VERSION
 from grpo_jax.files import atomic
+from grpo_jax.processes import bulk
 from grpo_jax.types import RecordedGroup, Rollout, RolloutGroup
+
+T = TypeVar("T")
 
 Score = Callable[[Sequence[RolloutGroup]], list[list[Float[np.ndarray, " _"]]]]
 
@@ -94,23 +99,80 @@ def score_all(
     steps: Number of steps of the run for which the batches suffice.
     on_progress: Function called with the number of groups of a batch that was scored.
   """
-  folder.mkdir(parents=True, exist_ok=True)
-  done = folder / "done.json"
-  if done.exists() and json.loads(done.read_text())["steps"] >= steps:
-    return BehaviorLogprobs(map(_load, sorted(folder.glob("chunk_*.npz"))))
+  files = _Chunks(folder)
+  found = files.of_whole_run(steps)
+  if found is not None:
+    return BehaviorLogprobs(found)
   chunks: list[Chunk] = []
-  for number, items in enumerate(batches):
-    path = folder / f"chunk_{number:06d}.npz"
-    if path.exists():
-      chunks.append(_load(path))
-      continue
-    chunks.append(_scored(items, score, from_file))
-    if processes.is_main():
-      _save(path, chunks[-1])
-    on_progress(len(items))
-  if processes.is_main():
-    atomic.replace_file(done, json.dumps({"steps": steps}))
+  coming = iter(batches)
+  for number in itertools.count():
+    items = processes.together(lambda: next(coming, None), what="reading recorded groups")
+    if items is None:
+      break
+    chunk = files.read(number)
+    if chunk is None:
+      _agree(items, number)
+      chunk = _scored(items, score, from_file)
+      files.write(number, chunk)
+      on_progress(len(items))
+    chunks.append(chunk)
+  files.finish(steps)
   return BehaviorLogprobs(chunks)
+
+
+class _Chunks:
+  """The files of the chunks. Only the main process reads and writes them; all have what it reads.
+
+  So all processes score the same chunks, whatever they see of the folder.
+  """
+
+  def __init__(self, folder: Path):
+    self._folder = folder
+    self._done = folder / "done.json"
+    self._on_main(lambda: folder.mkdir(parents=True, exist_ok=True))
+
+  def of_whole_run(self, steps: int) -> list[Chunk] | None:
+    """Returns all chunks, if they suffice for so many steps."""
+    is_enough = lambda: self._done.exists() and json.loads(self._done.read_text())["steps"] >= steps
+    names = lambda: sorted(path.name for path in self._folder.glob("chunk_*.npz"))
+    found = processes.broadcast(self._on_main(lambda: names() if is_enough() else None))
+    return None if found is None else [self._read(name) for name in found]
+
+  def read(self, number: int) -> Chunk | None:
+    """Returns a chunk; None if it is not there."""
+    name = _name(number)
+    is_there = processes.broadcast(self._on_main((self._folder / name).exists))
+    return self._read(name) if is_there else None
+
+  def write(self, number: int, chunk: Chunk) -> None:
+    """Writes a chunk atomically."""
+    self._on_main(lambda: atomic.replace_file(self._folder / _name(number), _encoded(chunk)))
+
+  def finish(self, steps: int) -> None:
+    """Notes that the chunks suffice for so many steps."""
+    self._on_main(lambda: atomic.replace_file(self._done, json.dumps({"steps": steps})))
+
+  def _read(self, name: str) -> Chunk:
+    content = self._on_main((self._folder / name).read_bytes)
+    sent = bulk.exchange_bytes(content or b"", what=f"the behavior logprobs in {name}")
+    return _decoded(bytes(sent[0]))
+
+  def _on_main(self, work: Callable[[], T]) -> T | None:
+    """Does what only the main process does; returns its result there, and None elsewhere."""
+    alone = lambda: work() if processes.is_main() else None
+    return processes.together(alone, what=f"the behavior logprobs in {self._folder}")
+
+
+def _name(number: int) -> str:
+  return f"chunk_{number:06d}.npz"
+
+
+def _agree(items: Sequence[RecordedGroup], number: int) -> None:
+  """Raises DisagreementError if the processes do not have the same groups."""
+  own = hashlib.blake2b(digest_size=8)
+  for item in items:
+    own.update(f"{item.dataset} {item.number} {_digest(item.group)} ".encode())
+  processes.agree(own.hexdigest(), what=f"the digest of recorded groups (batch {number})")
 
 
 def _scored(items: Sequence[RecordedGroup], score: Score, from_file: bool) -> Chunk:
@@ -159,13 +221,13 @@ def _digest(group: RolloutGroup) -> int:
   return int.from_bytes(hashed.digest(), "little")
 
 
-def _save(path: Path, chunk: Chunk) -> None:
-  """Writes a chunk atomically."""
+def _encoded(chunk: Chunk) -> bytes:
+  """Returns the content of a chunk's file."""
   file = io.BytesIO()
   np.savez(file, **dataclasses.asdict(chunk))
-  atomic.replace_file(path, file.getvalue())
+  return file.getvalue()
 
 
-def _load(path: Path) -> Chunk:
-  with np.load(path) as arrays:
+def _decoded(content: bytes) -> Chunk:
+  with np.load(io.BytesIO(content)) as arrays:
     return Chunk(**{field.name: arrays[field.name] for field in dataclasses.fields(Chunk)})

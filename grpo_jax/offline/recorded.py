@@ -34,6 +34,7 @@ from grpo_jax.learn import group_scorer as scoring
 from grpo_jax.offline import behavior, ranking
 from grpo_jax.registry import choose, function
 from grpo_jax.rollouts import collecting as rollout
+from grpo_jax.rollouts import shared
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.rollouts.stream import PromptSource
 from grpo_jax.rollouts.turns import request_seed
@@ -211,6 +212,8 @@ def rescored(
 ) -> list[RolloutGroup]:
   """Has the environments score recorded responses, as if an engine had just sampled them.
 
+  The processes of a run share the work.
+
   Raises:
     ValueError: A response has several turns, whose recorded observations cannot be repeated.
     rollout.TooManyFailures: See `rollout.collect`.
@@ -220,24 +223,36 @@ def rescored(
     raise ValueError(
       f"offline.rewards='environment' is for responses of one turn; {several[0]} has several"
     )
-  done: dict[str, RolloutGroup] = {}
-  for size in sorted({len(group.rollouts) for group in groups}):
-    members = [group for group in groups if len(group.rollouts) == size]
-    found = rollout.collect_sync(
-      _Replay(members),
-      environments,
-      [group.prompt for group in members],
-      tokenizer,
-      group_size=size,
-      sampling=SamplingParams(max_tokens=1),  # nothing is sampled.
-      seed=0,
-      step=0,
-      limits=dataclasses.replace(limits, max_turns=1, max_tokens=None),
-      stop=stop,
-      loop=loop,
-    )
-    done |= {group.prompt.prompt_id: group for group in found}
-  return [done[group.prompt.prompt_id] for group in groups]
+  by_prompt = {group.prompt.prompt_id: group for group in groups}
+
+  def scored(prompts: Sequence[Prompt], limits: rollout.Limits, stop: Any) -> list[RolloutGroup]:
+    own = [by_prompt[prompt.prompt_id] for prompt in prompts]
+    done: dict[str, RolloutGroup] = {}
+    for size in sorted({len(group.rollouts) for group in own}):
+      members = [group for group in own if len(group.rollouts) == size]
+      found = rollout.collect_sync(
+        _Replay(members),
+        environments,
+        [group.prompt for group in members],
+        tokenizer,
+        group_size=size,
+        sampling=SamplingParams(max_tokens=1),  # nothing is sampled.
+        seed=0,
+        step=0,
+        limits=dataclasses.replace(limits, max_turns=1, max_tokens=None),
+        stop=stop,
+        loop=loop,
+      )
+      done |= {group.prompt.prompt_id: group for group in found}
+    return [done[prompt.prompt_id] for prompt in prompts]
+
+  return shared.among_processes(
+    [group.prompt for group in groups],
+    scored,
+    limits=limits,
+    what="the rewards of recorded responses",
+    stop=stop,
+  )
 
 
 class _Replay:

@@ -9,6 +9,7 @@ Only the main process writes, prints, claims a folder or decides from clocks. No
 JAX backend or imports JAX: a program without `jax.distributed` is a single process.
 """
 
+import collections
 import itertools
 import json
 import resource
@@ -21,15 +22,18 @@ from typing import Any, TypeVar
 
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.interrupts import Stopped
+from grpo_jax.processes import waiting
+from grpo_jax.processes.waiting import waited_s as waited_s
 
 T = TypeVar("T")
 
 TIMEOUT_S = 300.0  # seconds that one process waits for the others, unless a caller says otherwise.
 wait_s = 1800.0  # seconds that one process waits for what takes the others long; set by `start`.
 
-# Numbers of broadcasts and exchanges; all processes make the same ones in the same order.
+# Numbers of broadcasts; all processes make the same ones in the same order.
 _numbers = itertools.count()
-_exchanges = itertools.count()
+# Uses of the names of channels and of the points that all reach; equal on all processes.
+_uses: collections.Counter[str] = collections.Counter()
 
 
 class ProcessesError(ExpectedFailure, TimeoutError):
@@ -66,6 +70,7 @@ def named() -> str:
   return f"process {index()} of {count()}" if count() > 1 else ""
 
 
+@waiting.counted
 def broadcast(value: Any, *, timeout_s: float = TIMEOUT_S) -> Any:
   """Returns the main process's value on every process.
 
@@ -109,10 +114,7 @@ def exchange(value: Any, *, what: str, timeout_s: float | None = None) -> list[A
     OtherProcessError: Another process has failed.
     TypeError: The value cannot be written as JSON.
   """
-  text = json.dumps(value)  # also with one process, so that mistakes are found there.
-  if count() == 1:
-    return [value]
-  return [json.loads(each) for each in _exchanged(text.encode(), what, timeout_s)]
+  return _main.exchange(value, what=what, timeout_s=timeout_s)
 
 
 def agree(value: Any, *, what: str, timeout_s: float | None = None) -> Any:
@@ -160,23 +162,7 @@ def together(work: Callable[[], T], *, what: str, timeout_s: float | None = None
     Stopped: `work` was stopped on any process.
     OtherProcessError: It failed on another process.
   """
-  if count() == 1:
-    return work()
-  failure: BaseException | None = None
-  result: Any = None
-  try:
-    result = work()
-  except (Exception, KeyboardInterrupt) as error:
-    failure = error
-  outcomes = exchange(_outcome(failure), what=what, timeout_s=timeout_s)
-  if failure is not None:
-    raise failure
-  for number, outcome in enumerate(outcomes):
-    if outcome.get("failed"):
-      raise OtherProcessError(_failed_elsewhere(number, outcome))
-  if any(outcome.get("stopped") for outcome in outcomes):
-    raise Stopped
-  return result
+  return _main.together(work, what=what, timeout_s=timeout_s)
 
 
 def _outcome(failure: BaseException | None) -> dict[str, Any]:
@@ -194,49 +180,130 @@ def _failed_elsewhere(number: int, outcome: Mapping[str, Any]) -> str:
   return f"process {number} of {count()} ({outcome['host']}): {outcome['failed']}"
 
 
-def _exchanged(data: bytes, what: str, timeout_s: float | None) -> list[bytes]:
-  """Returns the bytes of all processes, through the key-value store."""
-  client, me, number = _client(), index(), next(_exchanges)
-  deadline = time.monotonic() + (wait_s if timeout_s is None else timeout_s)
-  client.key_value_set_bytes(_key(number, me), zlib.compress(data, 1))
-  found = {me: data}
-  for other in range(count()):
-    while other not in found:
-      left = deadline - time.monotonic()
-      if left <= 0:
-        raise ProcessesError(_missing(number, found, what))
-      try:
-        sent = client.blocking_key_value_get_bytes(_key(number, other), _milliseconds(min(1, left)))
-      except Exception as error:  # jaxlib has no public class for what its client raises.
-        if "DEADLINE_EXCEEDED" not in str(error):
-          raise ProcessesError(f"{named()}: no answer from process 0: {_first(error)}") from error
-        continue
-      found[other] = zlib.decompress(sent)
-  # All have sent this value, so all have read the ones before.
-  if number:
-    client.key_value_delete(_key(number - 1, me))
-  return [found[other] for other in range(count())]
+def _new_name(name: str) -> str:
+  """Returns a name that has not been used; all processes must ask for the same ones in order."""
+  _uses[name] += 1
+  return f"{name}/{_uses[name]}"
 
 
-def _key(number: int, process: int) -> str:
-  return f"grpo_jax/exchange/{number}/{process}"
+class Channel:
+  """The exchanges of one thread, which are numbered apart from those of other threads.
+
+  `exchange` and `together` of this module are of the main threads. A background thread that every
+  process has, such as the one that completes checkpoints, makes its exchanges on a channel of its
+  own.
+  """
+
+  def __init__(self, name: str):
+    """Makes a channel.
+
+    Args:
+      name: Name of the channel, the same on all processes.
+    """
+    self._name = _new_name(name)
+    self.made = 0  # number of exchanges that have begun.
+
+  def exchange(self, value: Any, *, what: str, timeout_s: float | None = None) -> list[Any]:
+    """Does what `processes.exchange` does, on this channel."""
+    text = json.dumps(value)  # also with one process, so that mistakes are found there.
+    if count() == 1:
+      return [value]
+    return [json.loads(each) for each in self._exchanged(text.encode(), what, timeout_s)]
+
+  def together(self, work: Callable[[], T], *, what: str, timeout_s: float | None = None) -> T:
+    """Does what `processes.together` does, on this channel."""
+    if count() == 1:
+      return work()
+    failure: BaseException | None = None
+    result: Any = None
+    try:
+      result = work()
+    except (Exception, KeyboardInterrupt) as error:
+      failure = error
+    outcomes = self.exchange(_outcome(failure), what=what, timeout_s=timeout_s)
+    if failure is not None:
+      raise failure
+    for number, outcome in enumerate(outcomes):
+      if outcome.get("failed"):
+        raise OtherProcessError(_failed_elsewhere(number, outcome))
+    if any(outcome.get("stopped") for outcome in outcomes):
+      raise Stopped
+    return result
+
+  @waiting.counted
+  def _exchanged(self, data: bytes, what: str, timeout_s: float | None) -> list[bytes]:
+    """Returns the bytes of all processes, through the key-value store."""
+    client, me, number = _client(), index(), self.made
+    self.made += 1
+    deadline = time.monotonic() + (wait_s if timeout_s is None else timeout_s)
+    client.key_value_set_bytes(self._key(number, me), zlib.compress(data, 1))
+    found = {me: data}
+    for other in range(count()):
+      while other not in found:
+        left = deadline - time.monotonic()
+        if left <= 0:
+          raise ProcessesError(self._missing(number, found, what))
+        try:
+          sent = client.blocking_key_value_get_bytes(
+            self._key(number, other), _milliseconds(min(1, left))
+          )
+        except Exception as error:  # jaxlib has no public class for what its client raises.
+          if "DEADLINE_EXCEEDED" not in str(error):
+            raise ProcessesError(f"{named()}: no answer from process 0: {_first(error)}") from error
+          continue
+        found[other] = zlib.decompress(sent)
+    # All have sent this value, so all have read the ones before.
+    if number:
+      client.key_value_delete(self._key(number - 1, me))
+    return [found[other] for other in range(count())]
+
+  def _key(self, number: int, process: int) -> str:
+    return f"grpo_jax/{self._name}/{number}/{process}"
+
+  def _missing(self, number: int, found: Mapping[int, bytes], what: str) -> str:
+    """Returns who has not sent a value in time."""
+    absent = [other for other in range(count()) if other not in found]
+    missing = [str(other) for other in absent if not _is_sent(self._key(number, other))]
+    noun = "processes" if len(missing) > 1 else "process"
+    return f"{named()} waited for {what} of {noun} {', '.join(missing)}"
 
 
-def _missing(number: int, found: Mapping[int, bytes], what: str) -> str:
-  """Returns who has not sent a value in time."""
-  absent = [other for other in range(count()) if other not in found]
-  missing = [str(other) for other in absent if not _sent(number, other)]
-  noun = "processes" if len(missing) > 1 else "process"
-  return f"{named()} waited for {what} of {noun} {', '.join(missing)}"
+_main = Channel("exchange")  # of the main threads.
 
 
-def _sent(number: int, other: int) -> bool:
+def _is_sent(key: str) -> bool:
   try:
-    return bool(_client().key_value_try_get_bytes(_key(number, other)))
+    return bool(_client().key_value_try_get_bytes(key))
   except Exception:
     return False
 
 
+def all_reach(name: str, *, timeout_s: float, value: Any = None) -> bool:
+  """Returns whether all processes reach this point in time, in the same state.
+
+  For what only all processes can do, such as saving a checkpoint, after a failure that the others
+  may not know of. They are in the same state if their values are equal, and if they have made
+  the same number of exchanges. A process that comes too late is told so at once.
+
+  Args:
+    name: Name of the point.
+    timeout_s: Seconds to wait for the other processes.
+    value: JSON value that must be equal on all processes.
+  """
+  text = json.dumps([value, _main.made])
+  if count() == 1:
+    return True
+  client, name = _client(), _new_name(f"reached/{name}")
+  try:
+    client.key_value_set(f"grpo_jax/{name}/{index()}", text)
+    barrier(name, timeout_s=timeout_s)
+    sent = [client.blocking_key_value_get(f"grpo_jax/{name}/{i}", 1000) for i in range(count())]
+  except Exception:  # a process has not come, or the coordination service is gone.
+    return False
+  return all(each == text for each in sent)
+
+
+@waiting.counted
 def barrier(name: str, *, timeout_s: float = TIMEOUT_S) -> None:
   """Waits until all processes have reached this barrier.
 

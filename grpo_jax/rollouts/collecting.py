@@ -139,7 +139,7 @@ def groups(
     raise ValueError(f"group_size must be at least 1, got {group_size}")
   if schedule not in SCHEDULES:
     raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
-  _check_unique([each.prompt for each in prompts])
+  check_unique([each.prompt for each in prompts])
   limits = limits or Limits()
   factories = {p.environment: _factory(environments, p) for p in (each.prompt for each in prompts)}
   agents_named = sorted(name for name, factory in factories.items() if factory.is_agent)
@@ -277,7 +277,8 @@ class _Collector:
     finally:
       work.cancel()
       await asyncio.gather(work, return_exceptions=True)
-    _check_failures(self._flat(), self._limits.max_error_share)
+    counting = [_outcome(each) for each in self._flat() if each.prompt.weight > 0]
+    _check(counting, self._limits.max_error_share)
 
   async def _work(self, schedule: Schedule) -> None:
     """Takes all attempts to their ends, and closes the environments whatever happens."""
@@ -410,23 +411,69 @@ def _factory(environments: Mapping[str, AnyFactory], prompt: Prompt) -> Environm
   return as_factory(environments[prompt.environment])
 
 
-def _check_unique(prompts: Sequence[Prompt]) -> None:
+def check_unique(prompts: Sequence[Prompt]) -> None:
+  """Raises ValueError if ids of prompts are repeated."""
   counts = Counter(p.prompt_id for p in prompts)
   repeated = [name for name, count in counts.items() if count > 1]
   if repeated:
     raise ValueError(f"prompt ids must differ, repeated: {repeated[:5]}")
 
 
-def _check_failures(attempts: Sequence[Attempt], max_share: float) -> None:
-  """Raises TooManyFailures. Prompts of weight 0 do not count: cut ones may leave no room."""
-  counting = [a for a in attempts if a.prompt.weight > 0]
-  errors = [(a.prompt.prompt_id, a.error) for a in counting if a.error]
-  if len(errors) <= max_share * len(counting):
+class Outcome(NamedTuple):
+  """How an attempt ended, as far as failures are concerned."""
+
+  prompt_id: str
+  kind: str  # of the failure; "": there was none.
+  error: str  # "KIND: message"
+  cause: EnvironmentFailure | None = None  # None: it is not known here.
+
+  @property
+  def failed(self) -> bool:
+    """Whether the attempt could not be scored."""
+    return bool(self.kind)
+
+
+def outcomes(groups: Sequence[RolloutGroup]) -> list[Outcome]:
+  """Returns how the attempts of groups ended that count; see `check_failures`."""
+  return [
+    Outcome(group.prompt.prompt_id, each.failure, each.error)
+    for group in groups
+    if group.prompt.weight > 0
+    for each in (*group.rollouts, *([group.greedy] if group.greedy else []))
+  ]
+
+
+def check_failures(groups: Sequence[RolloutGroup], max_share: float, *, where: str = "") -> None:
+  """Checks that no more than a share of the attempts of groups failed.
+
+  Prompts of weight 0 do not count: cut ones may leave no room.
+
+  Args:
+    groups: Groups of a step, of all processes.
+    max_share: Allowed share, `Limits.max_error_share`.
+    where: Where they failed, for the message; "": in this process.
+
+  Raises:
+    TooManyFailures: More failed.
+  """
+  _check(outcomes(groups), max_share, where)
+
+
+def _outcome(attempt: Attempt) -> Outcome:
+  prompt_id, error = attempt.prompt.prompt_id, attempt.error
+  if error is None:
+    return Outcome(prompt_id, "", "")
+  return Outcome(prompt_id, error.kind, f"{error.kind}: {error}", error)
+
+
+def _check(counting: Sequence[Outcome], max_share: float, where: str = "") -> None:
+  """Raises TooManyFailures."""
+  failed = [each for each in counting if each.failed]
+  if len(failed) <= max_share * len(counting):
     return
-  kinds = Counter(error.kind for _, error in errors)
-  where, first = errors[0]
+  kinds = Counter(each.kind for each in failed)
   raise TooManyFailures(
-    f"{len(errors)} of {len(counting)} attempts could not be scored, more than the allowed share "
-    f"of {max_share:g} (rollout.max_error_share): {dict(kinds)}; the first, {where}: {first.kind}: "
-    f"{first}"
-  ) from first
+    f"{len(failed)} of {len(counting)} attempts could not be scored, more than the allowed share "
+    f"of {max_share:g} (rollout.max_error_share): {dict(kinds)}{where and f' ({where})'}; the "
+    f"first, {failed[0].prompt_id}: {failed[0].error}"
+  ) from failed[0].cause

@@ -59,9 +59,11 @@ def run(
   Raises:
     interrupts.Stopped: `stop` has become true.
     TooManyFailures: See `collecting.groups`.
+    DisagreementError: The processes of the run have different prompts.
+    OtherProcessError: Another process failed.
   """
 
-  def attempted(own: Sequence[Prompt]) -> list[RolloutGroup]:
+  def attempted(own: Sequence[Prompt], limits: rollout.Limits, stop: Any) -> list[RolloutGroup]:
     return rollout.collect_sync(
       engine,
       environments,
@@ -78,7 +80,10 @@ def run(
       loop=loop,
     )
 
-  groups = shared.among_processes(prompts, attempted, what=f"the evaluation of {name}")
+  what = f"the evaluation of {name}"
+  shared.compare(prompts, of=what)
+  limits = limits or rollout.Limits()
+  groups = shared.among_processes(prompts, attempted, limits=limits, stop=stop, what=what)
   if on_groups:
     on_groups(groups)
   return metrics.evaluation_metrics(groups, name=name, pass_k=pass_k)

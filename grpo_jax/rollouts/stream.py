@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from grpo_jax import metrics
+from grpo_jax import metrics, processes
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.engines.base import OnProgress, SamplingParams, mismatch_warning
 from grpo_jax.environments.base import AnyFactory
@@ -119,16 +119,17 @@ class Sampler:
       interrupts.Stopped: The run is asked to end.
       TooManyFailures: See `collecting.groups`.
     """
-    return shared.among_processes(
-      prompts, lambda own: self._attempted(own, step), what=f"the groups of step {step}"
-    )
 
-  def _attempted(self, prompts: Sequence[Prompt], step: int) -> list[RolloutGroup]:
-    """Attempts prompts on this process."""
-    total = len(prompts) * (self.group_size + self.with_greedy)
-    with self.progress(f"step {step}: sampling", total) as advance:
-      report = rollout.counting(advance)
-      return rollout.in_order(self.finished(rollout.for_step(prompts, step), on_progress=report))
+    def attempted(own: Sequence[Prompt], limits: rollout.Limits, stop: Any) -> list[RolloutGroup]:
+      """Attempts prompts on this process."""
+      total = len(own) * (self.group_size + self.with_greedy)
+      with self.progress(f"step {step}: sampling{shared.shown()}", total) as advance:
+        asked = rollout.for_step(own, step)
+        return rollout.in_order(self._finished(asked, limits, stop, rollout.counting(advance)))
+
+    return shared.among_processes(
+      prompts, attempted, limits=self.limits, stop=self.stop, what=f"the groups of step {step}"
+    )
 
   def finished(
     self, prompts: Sequence[rollout.StepPrompt], *, on_progress: OnProgress | None = None
@@ -136,8 +137,17 @@ class Sampler:
     """Yields each group when its last attempt is scored; see `collecting.groups`.
 
     Sampling begins when the first group is requested. Close the iterator (`contextlib.closing`)
-    if it is not read to its end.
+    if it is not read to its end. All prompts are attempted by this process.
     """
+    return self._finished(prompts, self.limits, self.stop, on_progress)
+
+  def _finished(
+    self,
+    prompts: Sequence[rollout.StepPrompt],
+    limits: rollout.Limits,
+    stop: Any,
+    on_progress: OnProgress | None,
+  ) -> Iterator[rollout.Finished]:
     found = rollout.groups(
       self.engine,
       self.environments,
@@ -146,12 +156,12 @@ class Sampler:
       group_size=self.group_size,
       sampling=self.sampling,
       seed=self.seed,
-      limits=self.limits,
+      limits=limits,
       with_greedy=self.with_greedy,
       schedule=self.schedule,
       on_progress=on_progress,
     )
-    return self.loop.iterate(found, stop=self.stop)
+    return self.loop.iterate(found, stop=stop)
 
 
 # (prompts, the step that they are for) -> their groups, in order; such as a `Sampler`.
@@ -229,6 +239,8 @@ class OnlineStream:
     Raises:
       TooFewGroups: The bound of dynamic sampling was reached, and `on_limit` is "raise".
       TooManyFailures: See `collecting.groups`.
+      DisagreementError: The processes of the run have different prompts.
+      OtherProcessError: Reading, sampling or scoring failed on another process.
     """
     self._metrics = {}
     if self._dynamic is None:
@@ -247,13 +259,20 @@ class OnlineStream:
     return dict(self._metrics)
 
   def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Passes the metrics of a step to the source of prompts, if it uses them."""
+    """Passes the metrics of a step to the source of prompts, if it uses them.
+
+    Those of the main process: metrics of engines differ between processes.
+    """
     if isinstance(self._prompts, RecordsMetrics):
-      self._prompts.record_metrics(step, metrics)
+      numbers = {name: float(value) for name, value in metrics.items()}
+      known = processes.exchange(numbers, what=f"the metrics of step {step}")[0]
+      self._prompts.record_metrics(step, known)
 
   def _draw(self, count: int, step: int) -> list[RolloutGroup]:
     """Attempts the next prompts; returns no groups if no prompts are left."""
-    prompts = self._prompts.take(count)
+    read = lambda: self._prompts.take(count)
+    prompts = processes.together(read, what=f"reading the prompts of step {step}")
+    shared.compare(prompts, of=f"step {step}")
     groups = self._sample(prompts, step) if prompts else []
     round_metrics = {**self._prompts.metrics(), **rollout.error_counts(groups)}
     self._metrics = metrics.joined_rounds(self._metrics, round_metrics)

@@ -11,8 +11,12 @@ The folder holds one folder per step. A step is complete once its folder has its
 
 `save` passes the arrays to Orbax and returns. A background thread waits until they are
 written, adds the manifest, renames the folder, and deletes the checkpoints that need not be
-kept. A process that is killed at any moment therefore leaves every earlier step intact. One
-process writes; several processes must share the file system.
+kept. A process that is killed at any moment therefore leaves every earlier step intact.
+
+Several processes must share the file system, and make the same calls in the same order on their
+main threads. Each writes and reads its own shards and digests its share of the files. The main
+process does the rest, once all have reported that their shards are written: a failure of one
+process fails the save on all of them. A checkpoint does not depend on how many processes wrote it.
 """
 
 import concurrent.futures
@@ -23,18 +27,22 @@ import os
 import pathlib
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 
 from grpo_jax import processes
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.files import atomic, manifest
-from grpo_jax.run_folder import orbax_noise, stored_leaves, stored_steps
+from grpo_jax.run_folder import orbax_noise, stored_arrays, stored_leaves, stored_steps
+
+T = TypeVar("T")
+
+SEEN_S = 60.0  # seconds until the main process sees what the others wrote to a shared file system.
 
 _log = logging.getLogger(__name__)
 
@@ -109,15 +117,8 @@ class Checkpoints:
     self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     self._quiet = contextlib.ExitStack()
     self._quiet.enter_context(orbax_noise.silenced())
-    self._orbax = ocp.AsyncCheckpointer(
-      # Not compressed: float32 weights shrink by 7% and take four times as long.
-      ocp.PyTreeCheckpointHandler(
-        use_zarr3=True, use_compression=False, type_handler_registry=_handlers()
-      ),
-      # Blocking: a write that is still pending when a save fails would run after its folder is
-      # removed, and either create it again or fail.
-      checkpoint_metadata_store=ocp.metadata.metadata_store(enable_write=True, blocking_write=True),
-    )
+    self._arrays = stored_arrays.Store()
+    self._channel = processes.Channel("checkpoints")  # of the background threads.
 
   def __enter__(self) -> "Checkpoints":
     return self
@@ -132,8 +133,15 @@ class Checkpoints:
       _log.error("and the last save failed: %s", error)
 
   def steps(self) -> list[int]:
-    """Returns the complete steps in ascending order; does not check whether they are intact."""
-    return stored_steps.complete(self.directory)
+    """Returns the complete steps in ascending order; does not check whether they are intact.
+
+    The main process looks for them.
+    """
+    return _by_main(lambda: stored_steps.complete(self.directory), what="the list of checkpoints")
+
+  def newest(self) -> int | None:
+    """Returns the newest complete step that this process sees; None if there is none."""
+    return max(stored_steps.complete(self.directory), default=None)
 
   def save(
     self,
@@ -174,12 +182,9 @@ class Checkpoints:
     self.wait()
     if step in self._own:
       return False
-    if self._path(step).exists() and step not in self._broken:
-      raise FolderError(
-        f"{self._path(step)} already exists and is not from this run: continue that run with"
-        " restore_latest, or choose another folder"
-      )
-    leaves = {name: _raw(leaf) for name, leaf in _named_leaves(state).items()}
+    leaves = {
+      name: stored_arrays.to_write(_raw(leaf)) for name, leaf in _named_leaves(state).items()
+    }
     info = {
       "step": step,
       "metrics": dict(metrics),
@@ -188,17 +193,16 @@ class Checkpoints:
     }
     text = json.dumps(info, indent=1)  # now: the caller may change `extra` during the save.
     temporary = self.directory / f"tmp_{self._path(step).name}"
+    num_bytes = sum(x.nbytes for x in leaves.values())
+    what = f"saving step {step}"
+    processes.together(lambda: self._make_place(step, temporary, text, num_bytes), what=what)
     try:
-      if processes.is_main():
-        _make_room(temporary, sum(x.nbytes for x in leaves.values()))
-        (temporary / "info.json").write_text(text)
-      self._orbax.save(temporary / "state", args=ocp.args.PyTreeSave(leaves))
-    except (OSError, ValueError) as error:
-      shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full because of it.
-      raise CheckpointError(
-        f"cannot save step {step} in {temporary}: {orbax_noise.reason(error)}"
-      ) from error
-    self._pending = step, self._thread.submit(self._commit, step, temporary)
+      begin = lambda: self._thread.submit(self._arrays.begin, temporary / "state", leaves).result()
+      writing = processes.together(begin, what=what)
+    except (OSError, ValueError, processes.OtherProcessError) as error:
+      self._remove(temporary)
+      raise CheckpointError(_not_saved(step, temporary, error)) from error
+    self._pending = step, self._thread.submit(self._commit, step, temporary, writing)
     self._own.add(step)
     return True
 
@@ -226,7 +230,7 @@ class Checkpoints:
       OtherStateError: All of them are of another model or optimizer; the message names the leaves.
     """
     self.wait()
-    self._clear_unfinished()
+    self._clear_unfinished()  # by the main process, before it lists the steps for all.
     reasons: dict[int, stored_leaves.Unusable] = {}
     for step in reversed(self.steps()):
       try:
@@ -258,8 +262,13 @@ class Checkpoints:
     )
 
   def check(self) -> None:
-    """Raises CheckpointError if the current save has failed; cheap, and does not wait."""
-    if self._pending and self._pending[1].done():
+    """Raises CheckpointError if the current save has failed; cheap, and does not wait.
+
+    A save ends on all processes with the same outcome, but not at the same moment.
+    """
+    if self._pending is None:
+      return
+    if processes.any_of(self._pending[1].done(), what="the end of a save"):
       self.wait()
 
   def wait(self) -> None:
@@ -276,9 +285,7 @@ class Checkpoints:
       self._pending = None
       if error:
         self._own.discard(step)
-        raise CheckpointError(
-          f"saving {self._path(step)} failed: {orbax_noise.reason(error)}"
-        ) from error
+        raise CheckpointError(f"saving {self._path(step)} failed: {_reason(error)}") from error
 
   def abandon(self) -> None:
     """Abandons the current save: nothing waits for it, not even `close`."""
@@ -294,27 +301,30 @@ class Checkpoints:
       self.wait()
     finally:
       self._thread.shutdown()
-      self._orbax.close()
+      self._arrays.close()
       self._quiet.close()
 
   def _path(self, step: int) -> pathlib.Path:
     return stored_steps.folder(self.directory, step)
 
   def _restored(self, step: int, like: Any, refuse: Refusal | None) -> tuple[Any, Any]:
-    """Reads a checkpoint; raises Unusable if it is damaged, contradicts itself or is refused."""
+    """Reads a checkpoint; raises Unusable if it is damaged, contradicts itself or is refused.
+
+    What one process finds unusable is unusable for all.
+    """
     path = self._path(step)
-    try:
-      if reason := manifest.damage(path):
+    _alike(lambda: _check_files(path), what=f"the digests of step {step}")
+
+    def read() -> tuple[Any, Any]:
+      info = _readable(lambda: stored_leaves.read(path / "info.json"))
+      if info.step != step:
+        raise stored_leaves.Unusable(f"it holds step {info.step}: the folder was renamed")
+      state = self._read(path, info, like)
+      if refuse and (reason := refuse(state, info.extra)):
         raise stored_leaves.Unusable(reason)
-      info = stored_leaves.read(path / "info.json")
-    except PermissionError as error:
-      raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
-    if info.step != step:
-      raise stored_leaves.Unusable(f"it holds step {info.step}: the folder was renamed")
-    state = self._read(path, info, like)
-    if refuse and (reason := refuse(state, info.extra)):
-      raise stored_leaves.Unusable(reason)
-    return state, info.extra
+      return state, info.extra
+
+    return _alike(read, what=f"the arrays of step {step}")
 
   def _read(self, path: pathlib.Path, info: stored_leaves.Info, like: Any) -> Any:
     """Restores the arrays of an intact checkpoint into the structure of `like`."""
@@ -323,12 +333,9 @@ class Checkpoints:
     raw = {name: _raw(leaf) for name, leaf in wanted.items()}
     needed = {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in raw.items()}
     stored_leaves.check_needed(info.leaves, needed)
-    arguments = {name: _restore_args(leaf) for name, leaf in raw.items()}
     try:
-      stored_leaves.check_stored(self._stored(path / "state"), info.leaves)
-      found = self._orbax.restore(
-        path / "state", args=ocp.args.PyTreeRestore(item=raw, restore_args=arguments)
-      )
+      stored_leaves.check_stored(self._arrays.listed(path / "state"), info.leaves)
+      found = self._arrays.read(path / "state", raw)
     except READING_FAILS as error:
       reason = orbax_noise.reason(error)
       raise stored_leaves.Unusable(f"its arrays cannot be read: {reason}") from error
@@ -340,34 +347,75 @@ class Checkpoints:
       raise stored_leaves.Unusable(f"its state is of step {int(counted)}, not of step {info.step}")
     return state
 
-  def _stored(self, folder: pathlib.Path) -> stored_leaves.Leaves:
-    """Returns shape and dtype of the arrays in a checkpoint."""
-    found: Any = self._orbax.metadata(folder)  # its class depends on the version of Orbax.
-    arrays = getattr(found, "item_metadata", found)
-    return {
-      str(name): (tuple(array.shape), str(np.dtype(array.dtype)))
-      for name, array in dict(getattr(arrays, "tree", arrays)).items()
-    }
-
-  def _commit(self, step: int, temporary: pathlib.Path) -> None:
-    """Completes a save: manifest, final name, retention. Runs in the background thread."""
+  def _make_place(self, step: int, temporary: pathlib.Path, info: str, num_bytes: int) -> None:
+    """Makes the folder of a save, on the main process."""
+    if not processes.is_main():
+      return
+    if self._path(step).exists() and step not in self._broken:
+      raise FolderError(
+        f"{self._path(step)} already exists and is not from this run: continue that run with"
+        " restore_latest, or choose another folder"
+      )
     try:
-      self._orbax.wait_until_finished()
-      if not processes.is_main():
-        return
-      manifest.write(temporary)
-    except Exception:
+      _make_room(temporary, num_bytes)
+      (temporary / "info.json").write_text(info)
+      (temporary / "state").mkdir()
+    except OSError as error:
       shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full because of it.
+      raise CheckpointError(_not_saved(step, temporary, error)) from error
+
+  def _commit(self, step: int, temporary: pathlib.Path, writing: stored_arrays.Writing) -> None:
+    """Completes a save: manifest, final name, retention. Runs in the background thread.
+
+    The threads of all processes wait for each other, so that a checkpoint is completed only once
+    all shards are written, and a failure of any process is one of all.
+    """
+    try:
+      own = self._channel.together(
+        lambda: self._written(temporary, writing), what=f"the arrays of step {step}"
+      )
+      listed: dict[str, Any] = {}
+      for of_process in self._channel.exchange(own, what=f"the digests of step {step}"):
+        listed |= of_process
+      self._channel.together(
+        lambda: self._complete(step, temporary, listed), what=f"the manifest of step {step}"
+      )
+    except Exception:
+      if processes.is_main():
+        shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full because of it.
       raise
+
+  def _written(self, temporary: pathlib.Path, writing: stored_arrays.Writing) -> dict[str, Any]:
+    """Waits until this process's shards are on the disk; returns their entries in the manifest."""
+    with _one_reason():
+      writing.wait()
+      if processes.count() == 1:
+        return {}  # the manifest lists all files in any case.
+      return manifest.entries(temporary, self._arrays.written_by_this_process(temporary / "state"))
+
+  def _complete(self, step: int, temporary: pathlib.Path, listed: Mapping[str, Any]) -> None:
+    """Makes a checkpoint of a folder that all processes have filled, on the main process."""
+    if not processes.is_main():
+      return
+    with _one_reason():
+      _wait_for(temporary, listed)
+      self._arrays.complete(temporary / "state")
+      manifest.write(temporary, known=listed)
     while self._broken:
       broken = self._path(self._broken.pop())
       aside = self.directory / f"broken_{broken.name}"
       shutil.rmtree(aside, ignore_errors=True)
       atomic.move(broken, aside)
     atomic.move(temporary, self._path(step), is_durable=True)
-    metric_of = {step: self._metric(step) for step in self.steps()}
+    metric_of = {step: self._metric(step) for step in stored_steps.complete(self.directory)}
     for surplus in set(metric_of) - kept(metric_of, **self._retention):
       _delete(self._path(surplus))
+
+  def _remove(self, temporary: pathlib.Path) -> None:
+    """Removes what a save has written that could not begin on all processes."""
+    processes.exchange(None, what="the end of a save")
+    if processes.is_main():
+      shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full because of it.
 
   def _metric(self, step: int) -> float | None:
     """Returns the metric that ranks a step, or None."""
@@ -423,19 +471,6 @@ def open(
   )
 
 
-def _handlers() -> Any:
-  """Returns the handlers that write and read arrays.
-
-  By default Orbax has each replica write a slice of an array and cuts it out on the devices, which
-  compiles a program for each shape. Here one replica writes the whole array.
-  """
-  kinds = ocp.type_handlers
-  return kinds.create_type_handler_registry(
-    (np.ndarray, kinds.NumpyHandler()),
-    (jax.Array, kinds.ArrayHandler(use_replica_parallel=False)),
-  )
-
-
 def _named_leaves(tree: Any) -> dict[str, Any]:
   """Returns the leaves by path, e.g. "params.layers.q" or "opt_state.0.mu.embed", in tree order."""
   paths_and_leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -460,30 +495,105 @@ def _raw(leaf: Any) -> Any:
   return np.asarray(leaf)
 
 
-def _is_bound(leaf: Any) -> bool:
-  """Returns whether a leaf is bound to particular devices."""
-  if isinstance(leaf, jax.Array):
-    return leaf.committed
-  return isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None
-
-
-def _restore_args(leaf: Any) -> ocp.RestoreArgs:
-  if _is_bound(leaf):
-    return ocp.ArrayRestoreArgs(
-      sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True
-    )
-  return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
-
-
 def _placed(array: Any, like: Any) -> Any:
   """Returns a restored array as the same kind of leaf as `like`."""
   if _is_random_key(like):
     return jax.random.wrap_key_data(jnp.array(array), impl=jax.random.key_impl(like))
-  if _is_bound(like) or isinstance(like, np.ndarray):
+  if stored_arrays.is_bound(like) or isinstance(like, np.ndarray):
     return array
   if isinstance(like, jax.Array | jax.ShapeDtypeStruct):
     return jnp.array(array)
   return type(like)(array)
+
+
+@contextlib.contextmanager
+def _one_reason() -> Iterator[None]:
+  """Gives the error of a failed save the message that the other processes report as well."""
+  try:
+    yield
+  except Exception as error:
+    raise CheckpointError(orbax_noise.reason(error)) from error
+
+
+def _by_main(work: Callable[[], T], *, what: str) -> T:
+  """Returns what the main process finds, on all processes; a failure there is one of all."""
+  found = processes.together(lambda: work() if processes.is_main() else None, what=what)
+  return processes.broadcast(found)
+
+
+def _alike(work: Callable[[], T], *, what: str) -> T:
+  """Does what may find a checkpoint unusable on some processes only; then it is for all."""
+  found: Any = None
+  failure: Exception | None = None
+  try:
+    found = work()
+  except (stored_leaves.Unusable, CheckpointError) as error:
+    failure = error
+  verdict = None if failure is None else [type(failure).__name__, str(failure)]
+  verdicts = processes.exchange(verdict, what=what)
+  if failure is not None and processes.count() == 1:
+    raise failure
+  for name, reason in filter(None, verdicts):
+    raise _VERDICTS[name](reason) from failure
+  return found
+
+
+_VERDICTS: dict[str, type[Exception]] = {
+  kind.__name__: kind
+  for kind in (stored_leaves.Unusable, stored_leaves.OtherState, CheckpointError)
+}
+
+
+def _check_files(path: pathlib.Path) -> None:
+  """Compares a checkpoint with its manifest; each process digests its share of the files.
+
+  Raises:
+    Unusable: It differs.
+    CheckpointError: A file may not be read.
+  """
+  share = processes.index(), processes.count()
+  if reason := _readable(lambda: manifest.damage(path, share=share)):
+    raise stored_leaves.Unusable(reason)
+
+
+def _readable(read: Callable[[], T]) -> T:
+  """Reads a file; one that may not be read is not a damaged checkpoint, which would be passed over.
+
+  Raises:
+    CheckpointError: A file may not be read.
+  """
+  try:
+    return read()
+  except PermissionError as error:
+    raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
+
+
+def _wait_for(folder: pathlib.Path, listed: Mapping[str, Any]) -> None:
+  """Waits until this process sees the files that all processes have written.
+
+  Raises:
+    CheckpointError: A file is not there, or has another size.
+  """
+  deadline = time.monotonic() + SEEN_S
+  for name, recorded in listed.items():
+    path = folder / name
+    while not (path.is_file() and path.stat().st_size == recorded["bytes"]):
+      if time.monotonic() > deadline:
+        raise CheckpointError(
+          f"{path}, which another process wrote, is missing or has another size: the processes of a"
+          " run must share its folder"
+        )
+      time.sleep(0.1)
+
+
+def _not_saved(step: int, temporary: pathlib.Path, error: BaseException) -> str:
+  return f"cannot save step {step} in {temporary}: {_reason(error)}"
+
+
+def _reason(error: BaseException) -> str:
+  """Returns why a save failed, and on which process if it was another one."""
+  is_elsewhere = isinstance(error, processes.OtherProcessError)
+  return str(error) if is_elsewhere else orbax_noise.reason(error)
 
 
 def _make_room(temporary: pathlib.Path, needed: int) -> None:

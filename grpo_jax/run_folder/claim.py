@@ -3,8 +3,9 @@
 import contextlib
 import os
 import pathlib
-from typing import IO
+from typing import IO, Any
 
+from grpo_jax import processes
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.files import atomic, shared_places
 
@@ -43,4 +44,24 @@ def claimed(workdir: pathlib.Path, *, named: str = "--workdir") -> IO[str]:
     with contextlib.suppress(OSError):
       lock.close()
     raise Unusable(f"cannot use {named}={workdir}: {error.strerror}") from error
+  return lock
+
+
+def claimed_by_main(
+  workdir: pathlib.Path, *, named: str = "--workdir"
+) -> contextlib.AbstractContextManager[Any]:
+  """Does what `claimed` does, by the main process for all processes of a run.
+
+  Raises:
+    Unusable: As of `claimed`, on all processes.
+  """
+  lock: Any = contextlib.nullcontext()
+  problem = None
+  if processes.is_main():
+    try:
+      lock = claimed(workdir, named=named)
+    except Unusable as error:
+      problem = str(error)
+  if problem := processes.broadcast(problem):
+    raise Unusable(problem)
   return lock

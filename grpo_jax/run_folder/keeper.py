@@ -7,10 +7,12 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_jax import interrupts
+from grpo_jax import interrupts, processes
 from grpo_jax.interrupts import Stopped
 from grpo_jax.run_folder import checkpointing
 from grpo_jax.types import TrainState
+
+REACH_S = 10.0  # seconds that a process waits for the others before it saves what a failure left.
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +42,9 @@ class Keeper:
 
   A save starts at once, even while the main thread computes gradients. It waits only between
   `consume` and `hold`, when the old arrays are gone. Leaving the block by an exception also saves.
+
+  Several processes can only save together, from their main threads. A signal starts no save then;
+  leaving the block does. After a failure that only some processes know of, nothing is saved.
   """
 
   def __init__(self, checkpoints: checkpointing.Checkpoints, standing: Standing, stop: Any = False):
@@ -59,7 +64,7 @@ class Keeper:
     self._is_updating = False
 
   def __enter__(self) -> "Keeper":
-    if isinstance(self._stop, interrupts.Flag):
+    if isinstance(self._stop, interrupts.Flag) and processes.count() == 1:
       self._stop.on_signal(self._save_for_signal)
     return self
 
@@ -73,7 +78,8 @@ class Keeper:
     if kind is KeyboardInterrupt:
       _log.info("interrupted: saving a checkpoint; a second Ctrl-C ends at once, without one")
     try:
-      if self._standing is not None and (self._standing.step or issubclass(kind, Stopped)):
+      is_worth_saving = self._is_worth_saving(kind)
+      if self._others_are_here(is_worth_saving) and is_worth_saving:
         self.save()
         self._checkpoints.wait()
     except checkpointing.CheckpointError as error:
@@ -84,6 +90,22 @@ class Keeper:
       self._checkpoints.abandon()
       raise
     return issubclass(kind, Stopped)
+
+  def _others_are_here(self, is_worth_saving: bool) -> bool:
+    """Returns whether all processes leave the block now, with the same state; logs it if not."""
+    step = self._standing.step if self._standing else None
+    if processes.all_reach("save", timeout_s=REACH_S, value=[step, is_worth_saving]):
+      return True
+    saved = self._checkpoints.newest()
+    _log.error(
+      "no checkpoint could be written, since the other processes have not come to the same point;"
+      " the run continues %s",
+      "at step 0" if saved is None else f"from the checkpoint of step {saved}",
+    )
+    return False
+
+  def _is_worth_saving(self, kind: type[BaseException]) -> bool:
+    return self._standing is not None and bool(self._standing.step or issubclass(kind, Stopped))
 
   @property
   def standing(self) -> Standing | None:

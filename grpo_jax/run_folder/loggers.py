@@ -2,7 +2,7 @@
 
 `write` has flushed every line when it returns: write the line of a step before its checkpoint. A
 resumed run leaves the same files as an uninterrupted one, except for the fields that
-`metrics.reproducible` leaves out (time/*, perf/*). Only the main process writes.
+`metrics.reproducible` leaves out (time/*, perf/*, hosts/*). Only the main process writes.
 """
 
 import logging

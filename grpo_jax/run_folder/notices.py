@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from grpo_jax.run_folder import process_log
 from grpo_jax.run_folder import screen as screens
 
 PACKAGE = "grpo_jax"
@@ -51,6 +52,7 @@ class ScreenHandler(logging.Handler):
       text = _origin(record) + record.getMessage()
       if record.exc_info:
         text += "\n" + logging.Formatter().formatException(record.exc_info)
+      process_log.add(record.levelno, text)
       if record.levelno >= logging.ERROR:
         self.screen.notice("error: ", text, screens.FAILED)
       elif record.levelno >= logging.WARNING:

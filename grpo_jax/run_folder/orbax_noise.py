@@ -15,6 +15,12 @@ from typing import Any
 _IN_ORBAX = f"{os.sep}orbax{os.sep}"
 _MARKS = ("[tensorstore_spec", "[source locations", "[source_locations", "[key=")
 _LONGEST = 300  # characters of a reason.
+_KNOWN = (
+  "No space left on device",
+  "Disk quota exceeded",
+  "Read-only file system",
+  "File too large",
+)
 
 
 @contextlib.contextmanager
@@ -50,7 +56,7 @@ def silenced() -> Iterator[None]:
 def reason(error: BaseException) -> str:
   """Returns in one line why a save or a read failed, without TensorStore's specifications."""
   text = (str(error).strip() or type(error).__name__).split("\n")[0]
-  for known in ("No space left on device", "Disk quota exceeded", "Read-only file system"):
+  for known in _KNOWN:
     if known in text:
       return known
   for mark in _MARKS:

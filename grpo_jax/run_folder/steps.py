@@ -1,13 +1,14 @@
 """What a run writes and prints about each step once it has been learned."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Float
 
-from grpo_jax import batching, metrics
+from grpo_jax import batching, metrics, processes
 from grpo_jax.compilation import compiling
 from grpo_jax.groups import credit, learning_signal, shaping
 from grpo_jax.groups.filters import Filtered
@@ -15,8 +16,11 @@ from grpo_jax.learn import monitoring
 from grpo_jax.metrics import timing
 from grpo_jax.processes import arrays
 from grpo_jax.rl.estimators import Estimator
+from grpo_jax.run_folder.hosts import Hosts
 from grpo_jax.run_folder.loggers import Logger
 from grpo_jax.types import Metrics, RolloutGroup
+
+_log = logging.getLogger(__name__)
 
 # For each rollout of each group: one number per completion token; NaN where not computed.
 GroupLogprobs = Sequence[Sequence[Float[np.ndarray, " _"]]]
@@ -67,7 +71,8 @@ class Books:
       None if responses are sampled.
     by_dataset: Whether metrics are also reported for each dataset.
     has_teacher: Whether a teacher teaches on every completion in the loss.
-    devices: Devices of this host.
+    devices: Devices of this process.
+    hosts: Exchanges times, memory and notices with the other processes.
   """
 
   logger: Logger
@@ -82,19 +87,29 @@ class Books:
   by_dataset: bool
   devices: Sequence[Any]
   has_teacher: bool = False
+  hosts: Hosts = dataclasses.field(default_factory=Hosts)
 
   def record(self, record: StepRecord) -> dict[str, float]:
     """Writes the metrics and rollouts of a step, and prints what a user should know.
 
     Returns:
-      All metrics of the step; see docs/metrics.md.
+      All metrics of the step; see docs/metrics.md. All processes return those of the main one.
     """
     logprobs = batching.per_rollout(record.batch, arrays.fetch(record.logprobs), record.kept.kept)
     signal = self._signal(record)
     compiled = self.compilations.take()
-    values = self._described(record, logprobs)
+    memory = monitoring.device_memory(self.devices)
+    of_hosts = self.hosts.record(
+      record.step,
+      self.timer,
+      device_gib=memory.get("perf/device_peak_gib"),
+      compilations=compiling.metrics(compiled)["perf/compilations"],
+    )
+    values = {**self._described(record, logprobs), **memory, **of_hosts}
     values |= {**record.watched, **signal.metrics(), **_computed_share(record, logprobs)}
     values |= compiling.metrics(compiled)
+    values = {name: float(value) for name, value in values.items()}
+    values = processes.broadcast(values)  # a curriculum learns from them, on every process alike.
     self.logger.write(record.step, values)
     self._write_rollouts(record, logprobs)
     for line in self.signal_watch.lines(record.step, signal):
@@ -121,10 +136,14 @@ class Books:
     compiled = self.compilations.take()
     if step > self.first_step:
       self._print_late("the end of the run", compiled)
+    self.hosts.tell()
 
   def _print_late(self, when: str, compiled: Sequence[compiling.Compilation]) -> None:
     if line := compiling.late_line(when, compiled):
-      self.logger.print(line)
+      if processes.is_main():
+        self.logger.print(line)
+      else:
+        _log.warning("%s", line)  # the main process shows it.
 
   def _signal(self, record: StepRecord) -> learning_signal.Signal:
     """Returns what there is to learn from the step."""
@@ -156,7 +175,6 @@ class Books:
       **timing.phase_shares(times),
       "perf/tokens_per_s": _tokens(groups) / times["time/step_s"],
       "perf/peak_rss_gib": timing.peak_rss_gib(),
-      **monitoring.device_memory(self.devices),
     }
 
   def _write_rollouts(self, record: StepRecord, logprobs: GroupLogprobs) -> None:

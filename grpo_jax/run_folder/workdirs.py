@@ -9,9 +9,8 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from grpo_jax import processes
 from grpo_jax.files import local_paths
-from grpo_jax.run_folder import claim
+from grpo_jax.run_folder import claim, shared_folder
 
 
 def check(workdir: str | os.PathLike[str] | None) -> None:
@@ -77,6 +76,6 @@ def opened(
   if local is not None:
     raise claim.Unusable(f"--workdir.local={local} needs a --workdir that is a URL")
   folder = local_paths.checked("workdir", workdir)
-  owner = claim.claimed(folder, named=named) if processes.is_main() else contextlib.nullcontext()
-  with owner:
+  with claim.claimed_by_main(folder, named=named):
+    shared_folder.check(folder, named=named)
     yield folder

@@ -57,7 +57,7 @@ TAKERS = {
   ),
   "environments.math": (math_environment.make, math_environment.MathEnvironments),
   "evaluation": (evaluation.run, data.make_held_out, prompts.held_out),
-  "export": (export.to_huggingface, export.fill_folder, export.jobs),
+  "export": (export.to_huggingface, export.jobs),
   "filters": (filters.apply,),
   "learn": (train_step.make_update, monitoring.Monitor, monitoring.jobs, batching.assemble),
   "logging": (loggers.make,),

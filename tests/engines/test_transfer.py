@@ -90,14 +90,14 @@ def test_many_versions_take_the_room_of_two(folders):
 
 def test_a_version_appears_whole_or_not_at_all(folders, monkeypatch):
   seen = []
-  fill = export.fill_folder
+  fill = export.write_files
 
   def watched(*arguments, **keywords):
     seen.append((folders.folder / "v000001").exists())
     fill(*arguments, **keywords)
     seen.append((folders.folder / "v000001").exists())
 
-  monkeypatch.setattr(export, "fill_folder", watched)
+  monkeypatch.setattr(export, "write_files", watched)
   folder = folders.write(tiny.params(CONFIG), version=1)
   assert seen == [False, False] and folder.name == "v000001" and folder.exists()
 

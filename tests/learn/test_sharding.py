@@ -22,6 +22,8 @@ def spec(names, shape, **sizes):
     ({"fsdp": 4}, (2, 4, 1)),
     ({"data": 1, "fsdp": -1, "tensor": 2}, (1, 4, 2)),
     ({"data": 2, "fsdp": 2, "tensor": 2}, (2, 2, 2)),
+    ({"data": -1, "fsdp": -1}, (1, 8, 1)),
+    ({"data": -1, "fsdp": -1, "tensor": 2}, (1, 4, 2)),
   ],
 )
 def test_make_mesh_fills_in_the_rest(given, expected):
@@ -39,7 +41,8 @@ def test_make_mesh_fills_in_the_rest(given, expected):
     ({"data": 1}, "mesh.data=1, mesh.fsdp=1, mesh.tensor=1 needs 1 device, there are 8 .*fsdp=-1"),
     ({"data": 16}, "needs 16 devices, there are 8 "),
     ({"data": True}, "whole numbers, got mesh.data=True"),
-    ({"data": -1, "fsdp": -1}, "except that one may be -1"),
+    ({"data": -1, "fsdp": -1, "tensor": -1}, "one may be -1, or mesh.data and mesh.fsdp both"),
+    ({"data": -1, "tensor": -1}, "except that one may be -1"),
     ({"tensor": 0}, "at least 1"),
   ],
 )

@@ -349,7 +349,7 @@ def test_full_disk_stops_the_save_at_once_with_the_path(folder, monkeypatch):
 
 
 def test_failure_while_writing_surfaces_at_the_next_check_with_the_path(folder, monkeypatch):
-  def fail(path):
+  def fail(path, **_):
     raise OSError(28, "No space left on device", str(path))
 
   with checkpointing.open(folder) as checkpoints:

@@ -81,7 +81,11 @@ def test_a_vm_that_cannot_train_is_not_trained_on(vm):
   assert ran[-1] == "grpo-jax doctor"
 
 
-def test_a_slice_of_several_hosts_is_refused_before_anything_is_installed(vm):
-  for given in ({"TPU_WORKER_HOSTNAMES": "t-0,t-1"}, {"endpoints": "t-0,t-1"}):
-    done, ran = vm(fits={"python3.12": True}, **given)
-    assert done.returncode == 1 and "several hosts (t-0,t-1)" in done.stderr and ran == []
+@pytest.mark.parametrize("given", ({"TPU_WORKER_HOSTNAMES": "t-0,t-1"}, {"endpoints": "t-0,t-1"}))
+def test_a_host_of_several_is_prepared_but_trains_only_in_a_folder_that_all_share(vm, given):
+  done, ran = vm(fits={"python3.12": True}, **given)
+  assert done.returncode == 1 and "several hosts (t-0,t-1)" in done.stderr and ran == []
+  done, ran = vm("--prepare", fits={"python3.12": True}, **given)
+  assert done.returncode == 0 and ran[-1].startswith("pip install"), "the doctor needs all hosts"
+  _, ran = vm("math_1b", "--workdir=/shared/w", fits={"python3.12": True}, **given)
+  assert ran == ["grpo-jax train math_1b --workdir=/shared/w"]

@@ -15,10 +15,10 @@ import grpo_jax
 from grpo_jax import main, processes, report
 from grpo_jax.config import configuration
 from grpo_jax.models import export, transformer
-from grpo_jax.run_folder import checkpointing, earlier, loggers, notices
+from grpo_jax.run_folder import checkpointing, earlier, loggers, notices, shared_folder
 from tests.models import tiny
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 OF_SEVERAL = """
 import sys
@@ -57,6 +57,7 @@ def test_what_cannot_be_sent_is_refused_by_a_single_process_too():
     processes.broadcast(object())
 
 
+@pytest.mark.processes
 def test_two_processes_agree_without_a_backend():
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
@@ -85,7 +86,10 @@ def second(monkeypatch):
   """This process is process 1 of 2; process 0 has sent "runs/shared"."""
   monkeypatch.setattr(processes, "count", lambda: 2)
   monkeypatch.setattr(processes, "index", lambda: 1)
-  monkeypatch.setattr(processes, "broadcast", lambda value, **_: "runs/shared")
+  monkeypatch.setattr(
+    processes, "broadcast", lambda value, **_: "runs/shared" if value == "" else value
+  )
+  monkeypatch.setattr(processes.Channel, "exchange", lambda _, value, **__: [value, value])
 
 
 def write_config(folder):
@@ -116,7 +120,7 @@ def set_aside(folder):
 
 def commit_checkpoint(folder):
   with checkpointing.open(folder) as checkpoints:
-    checkpoints._commit(1, folder / "tmp_step_00000001")
+    checkpoints._complete(1, folder / "tmp_step_00000001", {})
 
 
 WRITERS = [write_config, write_export, write_logs, write_report, set_aside, commit_checkpoint]
@@ -140,6 +144,7 @@ def test_the_program_takes_the_run_folder_of_the_main_process_and_claims_nothing
   train.train = lambda config, workdir, *, stop: calls.append(workdir)
   monkeypatch.setitem(sys.modules, "grpo_jax.train", train)
   monkeypatch.setattr(grpo_jax, "train", train, raising=False)
+  monkeypatch.setattr(shared_folder, "check", lambda *_, **__: None)
   monkeypatch.chdir(tmp_path)
   (tmp_path / "some.py").write_text(
     "from ml_collections import ConfigDict\ndef get_config():\n  return ConfigDict({'seed': 1})\n"

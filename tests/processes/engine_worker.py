@@ -1,0 +1,217 @@
+"""One of two processes whose engines use fake SGLang servers; writes what it saw as JSON.
+
+python engine_worker.py ADDRESS INDEX FOLDER
+"""
+
+import errno
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+import types
+import urllib.request
+
+import jax
+import numpy as np
+
+from grpo_jax import engines, processes
+from grpo_jax.building import computation
+from grpo_jax.engines import base, probe
+from grpo_jax.learn import sharding
+from grpo_jax.models import safetensors
+from grpo_jax.models.leaves import stored
+from grpo_jax.processes import arrays, starting
+from tests import several
+from tests.engines import tiny
+
+SERVER = pathlib.Path(__file__).with_name("fake_sglang.py")
+CONFIG = tiny.config()
+
+
+def spread(seed):
+  """Returns weights that are spread over both processes."""
+  mesh = sharding.make_mesh(data=1, fsdp=2, tensor=2)
+  put = lambda x, of: jax.make_array_from_callback(x.shape, of, lambda i: np.asarray(x)[i])
+  return jax.tree.map(put, tiny.params(CONFIG, seed), computation.shardings_of(CONFIG, mesh))
+
+
+@jax.jit
+def fake_logprobs(embedding, tokens):
+  return -jax.numpy.abs(embedding[tokens[0, 1:]].sum(-1))
+
+
+def make(folder, name, fault="none", **settings):
+  """Makes an engine that launches one server, or uses those of `addresses`."""
+  return engines.make(
+    "sglang",
+    config=CONFIG,
+    source_directory=folder / "model",
+    workdir=folder / name,
+    **{
+      "command": (sys.executable, str(SERVER), "{port}", fault),
+      "weights_folder": str(folder / name / "weights"),
+      "device": "cpu",
+      "start_timeout_s": 30.0,
+      **settings,
+    },
+  )
+
+
+def failure(work):
+  """Returns the kind and message of an error, and whether a run records the step before it."""
+  try:
+    work()
+  except Exception as error:
+    return [type(error).__name__, str(error), isinstance(error, base.EngineFailure)]
+  return None
+
+
+def sampled(engine, n=12):
+  """Returns the tokens and versions of `n` requests, whose seeds depend on the process."""
+  requests = [
+    tiny.request(i, [3, 4, i], seed=100 * processes.index() + i, max_tokens=2) for i in range(n)
+  ]
+  found = tiny.run(engine, requests)
+  return [[found[str(i)].token_ids.tolist(), found[str(i)].weight_versions.tolist()]
+          for i in range(n)]  # fmt: skip
+
+
+def version_of(engine):
+  """Returns what is in the folder of the newest version."""
+  folder = engine._folder
+  read = safetensors.open_folder(folder)
+  wanted = tiny.params(CONFIG, engine.weight_version)
+  for tensor in stored(CONFIG):
+    values = wanted
+    for key in tensor.path:
+      values = values[key]
+    values = np.asarray(values if tensor.layer is None else values[tensor.layer])
+    values = values.T if tensor.leaf.is_kernel else values
+    np.testing.assert_array_equal(read.read(tensor.name), values)
+  files = [file.name for file in folder.iterdir() if file.suffix == ".safetensors"]
+  return [str(folder), sorted(files)]
+
+
+def asked(address):
+  with urllib.request.urlopen(f"{address}/asked", timeout=30) as answer:
+    return json.loads(answer.read())
+
+
+def own_servers(folder):
+  """Weights of three versions, of which one cannot be written; a server that dies."""
+  found = {}
+  with make(folder, "own") as engine:
+    engine.load_weights(spread(0), version=0)
+    found["first"] = version_of(engine)
+    found["sampled"] = sampled(engine)
+    found["address"] = engine._fleet.addresses
+    engine.load_weights(spread(1), version=1)
+    found["second"] = version_of(engine)
+    write = safetensors.write_file
+    if processes.index() == 1:
+      full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+      safetensors.write_file = lambda *arguments: (_ for _ in ()).throw(full)
+    found["full"] = failure(lambda: engine.load_weights(spread(2), version=2))
+    safetensors.write_file = write
+    if processes.index() == 1:
+      os.kill(engine._fleet.servers[0].process.pid, 9)
+      while engine._fleet.servers[0].process is not None:
+        time.sleep(0.01)
+    found["again"] = sampled(engine)
+    engine.load_weights(spread(3), version=3)
+    found["fourth"] = version_of(engine)
+    found["folders"] = sorted(p.name for p in engine._folders.folder.iterdir())
+    found["metrics"] = engine.metrics()
+    processes.barrier("metrics", timeout_s=30)
+  processes.barrier("closed", timeout_s=30)
+  found["left"] = [p.name for p in (folder / "own" / "weights").iterdir() if p.is_dir()]
+  found["logs"] = sorted(p.name for p in (folder / "own" / "servers").iterdir())
+  return found
+
+
+def separate_folders(folder):
+  """Processes that do not see each other's folders."""
+  mine = folder / "separate" / f"weights-{processes.index()}"
+  with make(folder, "separate", weights_folder=str(mine)) as engine:
+    engine.load_weights(spread(0), version=0)
+    return version_of(engine)
+
+
+def failures(folder):
+  """What both processes raise if the server of process 1 fails."""
+  is_one = processes.index() == 1
+  found = {}
+  with make(folder, "stale", "stale" if is_one else "none") as engine:
+    engine.load_weights(spread(0), version=0)
+    found["stale"] = failure(lambda: engine.load_weights(spread(1), version=1))
+  with make(folder, "broken", "broken" if is_one else "none") as engine:
+    found["broken"] = failure(lambda: engine.load_weights(spread(0), version=0))
+  command = ("no-such-program" if is_one else sys.executable, str(SERVER), "{port}", "none")
+  found["missing"] = failure(lambda: make(folder, "missing", command=command))
+  port = processes.broadcast(several.free_port())
+  with make(folder, "ports", port=port) as engine:
+    engine.load_weights(spread(0), version=0)
+    found["ports"] = [port, *engine._fleet.addresses]
+  found["gpus"] = failure(lambda: make(folder, "gpus", device="cuda", gpus=(0,)))
+  return found
+
+
+def given_server(folder):
+  """One server that both processes use, and that is restarted."""
+  port = processes.broadcast(several.free_port())
+  address = f"http://127.0.0.1:{port}"
+
+  def serve():
+    return subprocess.Popen([sys.executable, SERVER, str(port), "none"])
+
+  server = serve() if processes.is_main() else None
+  found = {}
+  try:
+    options = {"addresses": (address,), "health_every_s": 0.3, "max_rows": 6}
+    with make(folder, "given", command=None, **options) as engine:
+      engine.load_weights(spread(0), version=0)
+      engine.load_weights(spread(1), version=1)
+      found["sampled"] = sampled(engine, 40)
+      processes.barrier("sampled", timeout_s=30)
+      found["asked"] = asked(address)
+      processes.barrier("asked", timeout_s=30)
+      if server is not None:
+        server.kill()
+        server.wait()
+        server = serve()
+      found["again"] = sampled(engine)
+      processes.barrier("again", timeout_s=60)
+      found["asked again"] = asked(address)
+      engine.load_weights(spread(2), version=2)
+      found["probe"] = engine.metrics()["mismatch/probe_abs_logprob_max"]
+      found["files"] = version_of(engine)
+      processes.barrier("given", timeout_s=30)
+  finally:
+    if server is not None:
+      server.kill()
+  return found
+
+
+def main(address, index, folder):
+  options = {"coordinator": address, "processes": 2, "index": int(index)}
+  times = {"join_s": 60, "heartbeat_s": 60, "wait_s": 60.0}
+  starting.start(types.SimpleNamespace(**options, **times))
+  own = probe.Probe(CONFIG, compute_dtype="float32", num_valid_tokens=CONFIG.vocab_size)
+  of_many = arrays.fetch(own.logprobs(spread(0)))
+  difference = np.abs(of_many - np.asarray(probe._logprobs(
+    tiny.params(CONFIG, 0), np.asarray(own.ids)[None], CONFIG, own._products,
+    own._matmul_precision, own._attention))).max()  # fmt: skip
+  found = {"probe": float(difference)}
+  probe._logprobs = lambda params, tokens, *settings: fake_logprobs(params["embed"], tokens)
+  for case in (own_servers, separate_folders, failures, given_server):
+    began = time.monotonic()
+    found[case.__name__] = case(pathlib.Path(folder))
+    print(case.__name__, round(time.monotonic() - began, 1), time.process_time(), flush=True)
+  pathlib.Path(folder, f"found-{index}.json").write_text(json.dumps(found))
+  processes.barrier("end", timeout_s=60)
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])

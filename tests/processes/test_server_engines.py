@@ -1,0 +1,156 @@
+"""SGLang engines of two processes: servers of each or shared ones, weights, proofs and failures."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests import several
+from tests.engines import sglang_fixtures
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+WORKER = several.ROOT / "tests" / "processes" / "engine_worker.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("engines")
+  sglang_fixtures.write_model(folder / "model")
+  return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+  """Returns what each of two processes saw."""
+  address = f"127.0.0.1:{several.free_port()}"
+  roots = (several.ROOT, several.ROOT / "kernels")
+  environment = {
+    **{name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
+    "JAX_PLATFORMS": "cpu",
+    "JAX_NUM_CPU_DEVICES": "2",
+    "PYTHONPATH": os.pathsep.join(map(str, roots)),
+  }
+  logs = [folder / f"{index}.log" for index in range(2)]
+  workers = []
+  for index, log in enumerate(logs):
+    command = [sys.executable, WORKER, address, str(index), folder]
+    with log.open("w") as output:
+      workers.append(
+        subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+      )
+  try:
+    codes = [worker.wait(200) for worker in workers]
+  finally:
+    for worker in workers:
+      worker.kill()
+      worker.wait()
+  assert codes == [0, 0], "\n".join(log.read_text()[-4000:] for log in logs)
+  return [json.loads((folder / f"found-{index}.json").read_text()) for index in range(2)]
+
+
+def test_the_probe_of_weights_on_both_processes_is_that_of_whole_weights(found):
+  assert max(each["probe"] for each in found) < 1e-5
+
+
+def test_each_process_starts_and_uses_a_server_of_its_own(found):
+  first, second = (each["own_servers"] for each in found)
+  assert len({*first["address"], *second["address"]}) == 2
+  assert first["logs"] == ["server_0.log", "server_1.log"]
+  for index, each in enumerate((first, second)):
+    assert each["sampled"] == [
+      [[(100 * index + i) % 50, (100 * index + i + 1) % 50], [0, 0]] for i in range(12)
+    ]
+
+
+def test_processes_that_see_the_same_folder_write_one_copy_together(found):
+  both = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+  for version in ("first", "second", "fourth"):  # the worker compares all values.
+    first, second = (each["own_servers"][version] for each in found)
+    assert first == second and first[1] == both
+
+
+def test_processes_with_separate_folders_write_a_copy_each(found):
+  first, second = (each["separate_folders"] for each in found)
+  assert first[0] != second[0]
+  assert first[1] == second[1] == ["model.safetensors"]
+
+
+def test_a_full_disk_on_one_process_is_an_error_of_both_and_the_next_version_is_written(found):
+  first, second = (each["own_servers"]["full"] for each in found)
+  assert second[0] == first[0] == "TransferError"
+  assert "version 2 of the weights could not be written" in second[1]
+  assert first[1].startswith("process 1 of 2 (") and first[1].endswith(second[1])
+  assert found[0]["own_servers"]["folders"] == [".lock", ".spare", "v000003"]
+
+
+def test_a_lost_server_is_replaced_by_its_own_process_and_counted_once(found):
+  first, second = (each["own_servers"] for each in found)
+  assert {tuple(versions) for _, versions in first["again"] + second["again"]} == {(1, 1)}
+  assert first["metrics"] == second["metrics"]
+  assert first["metrics"]["engine/restarts"] == 1
+  assert first["metrics"]["mismatch/probe_abs_logprob_max"] < 1e-5
+
+
+def test_nothing_is_left(found, folder):
+  assert [each["own_servers"]["left"] for each in found] == [[], []]
+  assert not [p for p in folder.rglob(".process-*")]
+  assert not sglang_fixtures.processes_in(folder, "fake_sglang.py")
+  for name in ("own", "stale", "broken", "ports"):
+    assert not sglang_fixtures.processes_in(folder / name / "servers")
+
+
+@pytest.mark.parametrize(
+  ("case", "kinds", "message"),
+  [
+    ("stale", ["EngineFailure", "WrongWeights"], "server 1 at .* does not sample from the weights"),
+    ("broken", ["EngineFailure", "FleetError"], "server 1 .* could not be started"),
+  ],
+)
+def test_a_server_of_one_process_that_fails_ends_both_with_its_message(found, case, kinds, message):
+  import re
+
+  results = [each["failures"][case] for each in found]
+  assert [kind for kind, _, _ in results] == kinds
+  assert all(is_recorded for _, _, is_recorded in results)
+  assert re.search(message, results[1][1])
+  assert results[0][1].startswith("process 1 of 2 (") and results[0][1].endswith(results[1][1])
+
+
+def test_a_host_without_servers_is_found_before_the_run_begins(found):
+  kinds, messages, _ = zip(*(each["failures"]["missing"] for each in found), strict=True)
+  assert kinds == ("ServerError", "ServerError")
+  assert "there is no program 'no-such-program'" in messages[0]
+  assert "process 1 of 2" in messages[0]
+
+
+def test_ports_and_gpus_of_a_host_are_divided_among_its_processes(found):
+  for index, each in enumerate(found):
+    port, address = each["failures"]["ports"]
+    assert address == f"http://127.0.0.1:{port + index}"
+  kinds, messages, _ = zip(*(each["failures"]["gpus"] for each in found), strict=True)
+  assert kinds == ("ServerError", "ServerError")
+  needed = "1 servers of 1 GPUs, after 1 of other processes on this host, need 2"
+  assert all(needed in message for message in messages)
+
+
+def test_a_given_server_is_used_by_both_and_controlled_by_the_main_process(found):
+  first, second = (each["given_server"] for each in found)
+  for index, each in enumerate((first, second)):
+    assert [tokens for tokens, _ in each["sampled"]] == [
+      [(100 * index + i) % 50, (100 * index + i + 1) % 50] for i in range(40)
+    ]
+  asked = first["asked"]
+  assert asked["/update_weights_from_disk"] == asked["/pause_generation"] == 2
+  assert asked["/generate"] == 2 * 40 + 2 * 2  # completions, and a probe each.
+  assert asked["most"] <= 6
+  assert first["probe"] == second["probe"] < 1e-5
+  assert first["files"] == second["files"]
+
+
+def test_a_given_server_that_restarts_gets_its_weights_from_the_main_process(found):
+  for each in (found[0]["given_server"], found[1]["given_server"]):
+    assert {tuple(versions) for _, versions in each["again"]} == {(1, 1)}
+    assert each["asked again"]["/update_weights_from_disk"] == 1
