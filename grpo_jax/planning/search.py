@@ -66,7 +66,8 @@ def job_of(run: Run, program: str, rows: int, row_tokens: int, replicas: int) ->
     replicas: Number of replicas.
   """
   shape = Shape(rows * replicas, row_tokens, row_tokens)
-  jobs = dataclasses.replace(run.made, shapes=(shape,)).jobs()
+  with run.assumed():
+    jobs = dataclasses.replace(run.made, shapes=(shape,)).jobs()
   return next(job for job in jobs if program_of(job.name) == program)
 
 
@@ -99,7 +100,12 @@ def longest_row(measure: Measure, room: int, *, start: Point, most_tokens: int) 
   longer = max(min(2 * start.row_tokens, most_tokens) // unit * unit, unit)
   other = measure(1, longer)
   return _largest(
-    lambda tokens: measure(1, tokens), room, [start, other], key=_tokens, most=most_tokens, unit=unit
+    lambda tokens: measure(1, tokens),
+    room,
+    [start, other],
+    key=_tokens,
+    most=most_tokens,
+    unit=unit,
   )
 
 

@@ -78,9 +78,7 @@ class Topology:
 
 def valid() -> list[str]:
   """Returns the names of TPU slices, and examples of names of GPUs."""
-  slices = [
-    f"{kind}-{count * _CORES.get(kind, 1)}" for kind, of in SHAPES.items() for count in of
-  ]
+  slices = [f"{kind}-{count * _CORES.get(kind, 1)}" for kind, of in SHAPES.items() for count in of]
   counts = [1, 2, 4, _MOST_GPUS]
   gpus = [f"{name}:{n}" for name, chip in CHIPS.items() if chip.platform == "gpu" for n in counts]
   several = [f"2x{name}" for name in gpus if name.endswith(f":{_MOST_GPUS}")]
@@ -152,6 +150,16 @@ def _tpu(name: str, kind: str, mark: str, size: str, count: int) -> Topology:
   shown = f"{count}x" * (count > 1) + f"{kind}-{chips_of * _CORES.get(kind, 1)}"
   shape = known[chips_of]
   return Topology(shown, CHIPS[kind], chips_of * count, hosts * count, count, shape)
+
+
+def host_of(topology: Topology) -> Topology:
+  """Returns one host of a machine, as a machine of its own."""
+  if topology.hosts == 1:
+    return topology
+  kind, each = topology.chip.name, topology.per_host
+  if topology.chip.platform == "gpu":
+    return parse(f"{kind}:{each}")
+  return parse(f"{kind}-{each * _CORES.get(kind, 1)}")
 
 
 def check_compiler(topology: Topology) -> None:
