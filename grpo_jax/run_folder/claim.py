@@ -13,6 +13,8 @@ from grpo_jax.files import atomic, shared_places
 class Unusable(ExpectedFailure, OSError):
   """A run folder is in use, or cannot be made, written or reached."""
 
+  exit_code = 2
+
 
 def claimed(workdir: pathlib.Path, *, named: str = "--workdir") -> IO[str]:
   """Makes a folder if needed, and locks it for this process until the file is closed.
