@@ -4,12 +4,13 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from grpo_jax.planning import programs
 from grpo_jax.planning.chips import GIB
 from grpo_jax.planning.plan import Need, Plan
 
 # Programs whose memory grows with the places of a microbatch, and those of the sampler.
 _OF_LEARNING = ("update", "watch", "optimizer")
-_OF_SAMPLING = ("reading prompts", "sampling", "score", "weights to the sampler")
+_OF_SAMPLING = ("reading prompts", "sampling", "score", programs.COPYING)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,7 @@ def _sampler(plan: Plan, worst: Need) -> Iterator[Remedy]:
       f"engine.max_rows={rows // 2}", "half of the sampler's rows", arrays.caches // 2
     )
   yield Remedy(
-    "engine.name=sglang", "servers on other devices sample", arrays.sampling + arrays.gathered
+    "engine.name=sglang", "servers on other devices sample", arrays.sampling
   )
 
 
