@@ -44,10 +44,10 @@ from grpo_jax.models import config as model_config
 from grpo_jax.models import leaves, transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
-from grpo_jax.rl import objectives
-from grpo_jax.types import Batch, Denominators
 from grpo_jax.planning import architectures as model_shapes
 from grpo_jax.planning import collectives as hlo_collectives
+from grpo_jax.rl import objectives
+from grpo_jax.types import Batch, Denominators
 from scripts import targets
 
 GIB = 2**30

@@ -27,9 +27,9 @@ from grpo_jax.models import config as model_config
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
+from grpo_jax.planning import architectures as model_shapes
 from grpo_jax.rl import objectives
 from grpo_jax.types import Batch, Denominators
-from grpo_jax.planning import architectures as model_shapes
 
 
 @dataclasses.dataclass(frozen=True)

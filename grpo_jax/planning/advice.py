@@ -70,12 +70,8 @@ def _sampler(plan: Plan, worst: Need) -> Iterator[Remedy]:
     return
   rows = run.sizes["max_rows"]
   if rows > 8 and arrays.caches:
-    yield Remedy(
-      f"engine.max_rows={rows // 2}", "half of the sampler's rows", arrays.caches // 2
-    )
-  yield Remedy(
-    "engine.name=sglang", "servers on other devices sample", arrays.sampling
-  )
+    yield Remedy(f"engine.max_rows={rows // 2}", "half of the sampler's rows", arrays.caches // 2)
+  yield Remedy("engine.name=sglang", "servers on other devices sample", arrays.sampling)
 
 
 def _activations(plan: Plan, worst: Need) -> Iterator[Remedy]:

@@ -148,7 +148,8 @@ def _searched(plan: Plan, compile_job: Compile) -> Plan:
   microbatch = search.largest_microbatch(measure, room, start=start, most_rows=most_rows)
   most_tokens = run.model.max_position_embeddings
   one = measure(1, planned.row_tokens)
-  row = search.longest_row(measure, room, start=one, most_tokens=most_tokens)
+  each = search.slope(point for point in seen.values() if not point.is_refused)
+  row = search.longest_row(measure, room, start=one, per_place=each, most_tokens=most_tokens)
   return dataclasses.replace(plan, microbatch=microbatch, row=row)
 
 

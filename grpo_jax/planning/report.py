@@ -62,7 +62,9 @@ def _memory(plan: Plan) -> Iterator[str]:
     made = need.compiled
     note = "  refused by the compiler" if made.is_refused else ""
     mark = "  ← most" if need is plan.worst and not note else note
-    numbers = f"{_gib(need.beside, 8)}{_gib(made.outputs, 9)}{_gib(made.temporaries + made.code, 13)}"
+    numbers = (
+      f"{_gib(need.beside, 8)}{_gib(made.outputs, 9)}{_gib(made.temporaries + made.code, 13)}"
+    )
     yield f"  {made.name:34}{numbers}{_gib(need.peak, 10)}{mark}"
   yield f"  {'the device has':34}{_gib(plan.room, 40)}  ({plan.topology.chip.of_usable})"
 

@@ -74,9 +74,7 @@ def phases(
   return [_phase(each, compiled.get(each.program), chip, peak, devices) for each in work]
 
 
-def _phase(
-  work: Work, compiled: Compiled | None, chip: Chip, peak: float, devices: int
-) -> Phase:
+def _phase(work: Work, compiled: Compiled | None, chip: Chip, peak: float, devices: int) -> Phase:
   moved: Sequence[Moved] = compiled.moved if compiled else ()
   near = work.calls * sum(one.bytes for one in moved if not one.is_far)
   far = work.calls * sum(one.bytes for one in moved if one.is_far)

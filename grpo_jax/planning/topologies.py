@@ -78,9 +78,7 @@ class Topology:
 
 def valid() -> list[str]:
   """Returns the names of TPU slices, and examples of names of GPUs."""
-  slices = [
-    f"{kind}-{count * _CORES.get(kind, 1)}" for kind, of in SHAPES.items() for count in of
-  ]
+  slices = [f"{kind}-{count * _CORES.get(kind, 1)}" for kind, of in SHAPES.items() for count in of]
   counts = [1, 2, 4, _MOST_GPUS]
   gpus = [f"{name}:{n}" for name, chip in CHIPS.items() if chip.platform == "gpu" for n in counts]
   several = [f"2x{name}" for name in gpus if name.endswith(f":{_MOST_GPUS}")]

@@ -1,7 +1,7 @@
 """What one training step computes, from a run's config and an assumed length of completions.
 
-A multiplication with an addition counts as two operations. Recomputed activations are counted: these
-are the operations that the devices execute, not those of the model.
+A multiplication with an addition counts as two operations. Recomputed activations are counted:
+these are the operations that the devices execute, not those of the model.
 """
 
 import collections
@@ -115,18 +115,19 @@ def of_step(run: Run, assumed: Lengths, *, hosts: int) -> list[Work]:
   if scorings:
     forward = sum(n * _of(forward_cost(run.model), shape) for shape, n in shapes.items())
     read = scorings * count * _gathered(run)
-    found.append(Work("scoring", "score", scorings * count, scorings * forward, read))
+    found.append(Work("scoring", "score", float(scorings * count), scorings * forward, read))
   epochs = run.config.learn.epochs
   update = epochs * sum(n * _of(run.made.cost, shape) for shape, n in shapes.items())
   reads = _READS[run.config.model.remat]
   each = reads * _gathered(run) + 2 * run.arrays.sums
-  found.append(Work("update", "update", epochs * count, update, epochs * count * each))
+  calls = float(epochs * count)
+  found.append(Work("update", "update", calls, update, calls * each))
   steps = epochs * run.config.learn.minibatches
   state = 2 * (run.arrays.sums + run.arrays.optimizer) + run.arrays.sums
-  found.append(Work("optimizer", "optimizer", steps, 0.0, steps * state))
+  found.append(Work("optimizer", "optimizer", float(steps), 0.0, float(steps * state)))
   if run.sampler_mesh is not None and run.sampler_mesh.size < run.mesh.size:
     moved = run.arrays.weights + run.arrays.sampler
-    found.append(Work("weights to the sampler", programs.COPYING, 1, 0.0, moved))
+    found.append(Work("weights to the sampler", programs.COPYING, 1.0, 0.0, float(moved)))
   return found
 
 
@@ -158,7 +159,7 @@ def _sampling(run: Run, assumed: Lengths, hosts: int) -> list[Work]:
   read = prompts * (cost.place * assumed.prompt + cost.pair * pairs)
   calls = math.ceil(prompts / hosts) * assumed.prompt / run.prefill
   of_weights = run.weights_read * math.ceil(calls)
-  reading = Work("reading prompts", "reading prompts", calls, read, of_weights)
+  reading = Work("reading prompts", "reading prompts", calls, read, float(of_weights))
   completions = prompts * group
   context = assumed.prompt + assumed.completion / 2
   token = cost.place + cost.loss_place + cost.pair * context
@@ -167,6 +168,5 @@ def _sampling(run: Run, assumed: Lengths, hosts: int) -> list[Work]:
   cached = rows * (assumed.completion / 2 + assumed.prompt / group) * run.cache_token / parts
   operations = completions * assumed.completion * token
   moved = steps * (run.weights_read + cached)
-  decoding = Work("sampling", "sampling", steps / _CHUNK, operations, moved)
+  decoding = Work("sampling", "sampling", steps / _CHUNK, operations, float(moved))
   return [reading, decoding]
-
