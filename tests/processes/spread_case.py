@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import compiler
 
 import configs.base
 from grpo_jax import batching, metrics
@@ -256,18 +257,18 @@ def trained(made: computation.Computation, of_teacher: Any, model: pathlib.Path)
 def none_compiled() -> Iterator[None]:
   """Raises AssertionError if programs of all processes are compiled within the block."""
   compiled: list[str] = []
-  real = jax._src.compiler.compile_or_get_cached
+  real = compiler.compile_or_get_cached
 
   def watched(backend: Any, module: Any, devices: np.ndarray, *args: Any, **named: Any) -> Any:
     if len({device.process_index for device in devices.flat}) > 1:
       compiled.append(str(module.operation.attributes["sym_name"]))
     return real(backend, module, devices, *args, **named)
 
-  jax._src.compiler.compile_or_get_cached = watched
+  compiler.compile_or_get_cached = watched
   try:
     yield
   finally:
-    jax._src.compiler.compile_or_get_cached = real
+    compiler.compile_or_get_cached = real
   assert not compiled, f"compiled late: {compiled}"
 
 
@@ -306,7 +307,7 @@ def main(model: str, result: str, address: str, processes: str, index: str, *nam
     wait_s=120,
   )
   starting.start(options)
-  found: dict[str, np.ndarray] = {}
+  found: dict[str, Any] = {}
   for name in names:
     part = measured(CASES[name], pathlib.Path(model), jax.devices(), ahead=True)
     found |= {f"{name}/{key}": value for key, value in part.items()}
