@@ -119,7 +119,7 @@ def exchanged():
   processes.together(lambda: None, what="it is forgotten")
   outcomes["forgotten"] = not elsewhere._has(early._key)
   early.forget()  # also if there is nothing to forget.
-  keys = [key for key, _ in processes._client().key_value_dir_get("grpo_jax/")]
+  keys = [key for key, _ in processes._client().key_value_dir_get_bytes("grpo_jax/")]
   outcomes["keys"] = [key for key in keys if "ended_early" in key or "bulk" in key]
   if me == 0:
     outcomes["late"] = error_of(
