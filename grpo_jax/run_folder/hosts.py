@@ -91,7 +91,7 @@ def metrics_of(steps: Sequence[HostStep]) -> dict[str, float]:
   """Returns the metrics hosts/* of a step. Pure.
 
   Args:
-    steps: What each process measured, in their order.
+    steps: Measurements of the processes, in their order.
   """
   work = work_of(steps)
   waited = [step.step_s - own for step, own in zip(steps, work.total, strict=True)]
@@ -147,7 +147,7 @@ class Stragglers:
 
     Args:
       step: Number of the step.
-      steps: What each process measured, in their order.
+      steps: Measurements of the processes, in their order.
     """
     work = work_of(steps)
     late = []
