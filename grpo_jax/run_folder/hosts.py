@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other about a step: times, memory, notices, stragglers."""
+"""What the processes of a run exchange about a step: times, memory, notices, stragglers."""
 
 import collections
 import dataclasses
@@ -192,7 +192,7 @@ class Stragglers:
 
 
 class Hosts:
-  """Exchanges what the processes measured and said; `record` and `tell` are called on all."""
+  """Exchanges what the processes measured and said; `record` and `show_notices` are called on all."""
 
   def __init__(self, stragglers: Stragglers | None = None):
     """Makes the exchange.
@@ -243,7 +243,7 @@ class Hosts:
       _log.warning("%s", line)
     return metrics_of(steps)
 
-  def tell(self) -> None:
+  def show_notices(self) -> None:
     """Has the main process show what the other processes have logged since the last exchange."""
     if processes.count() == 1:
       return
