@@ -192,7 +192,7 @@ class Stragglers:
 
 
 class Hosts:
-  """Exchanges what the processes measured and said; `record` and `show_notices` are called on all."""
+  """Exchanges measurements and notices; all processes call `record` and `show_notices` alike."""
 
   def __init__(self, stragglers: Stragglers | None = None):
     """Makes the exchange.
