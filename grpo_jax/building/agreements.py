@@ -72,9 +72,6 @@ _SHOWN_CHARACTERS = 120
 class Disagreement(configuration.ConfigError):
   """Something that must be equal on all hosts differs; every process raises it alike."""
 
-  is_of_all_processes = True
-  is_printed_by_main = True  # the other processes end without repeating it.
-
 
 def check_start(config: Config) -> None:
   """Compares what is known before anything is loaded: options, files, code, variables, devices.
@@ -214,10 +211,12 @@ def _compare(facts: Facts, what: str, *, ignores_absent: bool = False) -> None:
     return
   more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
   listed = "".join(f"\n  - {line}" for line in [*lines[:_SHOWN], *more])
-  raise Disagreement(
-    f"the processes of this run differ in what must be equal on all hosts:{listed}\n"
-    "Start all processes with the same options, code and data: keep them on storage that all hosts"
-    " share, or copy them to every host again"
+  raise processes.of_all(
+    Disagreement(
+      f"the processes of this run differ in what must be equal on all hosts:{listed}\n"
+      "Start all processes with the same options, code and data: keep them on storage that all"
+      " hosts share, or copy them to every host again"
+    )
   )
 
 

@@ -148,7 +148,7 @@ def build(
   run = _bind(inputs, loaded, checkpoints, start, stack, sinks)
   if processes.is_main():
     stack.push(functools.partial(phases.write_report, workdir, run.logger))
-  run.books.hosts.tell()
+  run.books.hosts.show_notices()
   return run, start
 
 

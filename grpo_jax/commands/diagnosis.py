@@ -25,6 +25,7 @@ from packaging.version import Version
 from grpo_jax.commands import jax_probe
 from grpo_jax.compilation import accelerators, containers, host_memory
 from grpo_jax.files import shipped
+from grpo_jax.processes import launchers
 from grpo_jax.sandbox import launch
 
 OK, NOTE, PROBLEM, FATAL = "ok", "note", "problem", "fatal"
@@ -152,6 +153,18 @@ def cores() -> Iterator[Finding]:
     )
   else:
     yield Finding(OK, "cores", text)
+
+
+def several_processes() -> Iterator[Finding]:
+  """Says how many processes a run started here would have; nothing if it would be alone."""
+  found = launchers.find()
+  if found is not None:
+    yield Finding(
+      OK,
+      "processes",
+      f"{found.processes}, started by {found.launcher}; this is number {found.index}, one of"
+      f" {found.local_processes} on this host",
+    )
 
 
 def disk(workdir: pathlib.Path) -> Iterator[Finding]:

@@ -50,6 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     "devices": diagnosis.devices,
     "memory": diagnosis.memory,
     "cores": diagnosis.cores,
+    "processes": diagnosis.several_processes,
     "disk": functools.partial(diagnosis.disk, options.workdir),
     "sandbox": diagnosis.sandbox,
     "sglang": functools.partial(diagnosis.sglang, options.sglang),

@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other about a step: times, memory, notices, stragglers."""
+"""What the processes of a run exchange about a step: times, memory, notices, stragglers."""
 
 import collections
 import dataclasses
@@ -91,7 +91,7 @@ def metrics_of(steps: Sequence[HostStep]) -> dict[str, float]:
   """Returns the metrics hosts/* of a step. Pure.
 
   Args:
-    steps: What each process measured, in their order.
+    steps: Measurements of the processes, in their order.
   """
   work = work_of(steps)
   waited = [step.step_s - own for step, own in zip(steps, work.total, strict=True)]
@@ -147,7 +147,7 @@ class Stragglers:
 
     Args:
       step: Number of the step.
-      steps: What each process measured, in their order.
+      steps: Measurements of the processes, in their order.
     """
     work = work_of(steps)
     late = []
@@ -192,7 +192,7 @@ class Stragglers:
 
 
 class Hosts:
-  """Exchanges what the processes measured and said; `record` and `tell` are called on all."""
+  """Exchanges measurements and notices; all processes call `record` and `show_notices` alike."""
 
   def __init__(self, stragglers: Stragglers | None = None):
     """Makes the exchange.
@@ -243,7 +243,7 @@ class Hosts:
       _log.warning("%s", line)
     return metrics_of(steps)
 
-  def tell(self) -> None:
+  def show_notices(self) -> None:
     """Has the main process show what the other processes have logged since the last exchange."""
     if processes.count() == 1:
       return

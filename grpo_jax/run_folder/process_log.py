@@ -110,7 +110,7 @@ class Merged:
 
     Args:
       hosts: Host name of each process, the main one first.
-      said: What each process said, in the same order. What the main process said is on the screen.
+      said: Notices of each process, in the same order. Those of the main one are on the screen.
     """
     self._known.update(text for _, text in said[0])
     speakers: dict[tuple[int, str], list[int]] = {}

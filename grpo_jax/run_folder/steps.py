@@ -136,7 +136,7 @@ class Books:
     compiled = self.compilations.take()
     if step > self.first_step:
       self._print_late("the end of the run", compiled)
-    self.hosts.tell()
+    self.hosts.show_notices()
 
   def _print_late(self, when: str, compiled: Sequence[compiling.Compilation]) -> None:
     if line := compiling.late_line(when, compiled):

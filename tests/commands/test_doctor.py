@@ -138,6 +138,14 @@ def test_memory_is_compared_with_what_runs_need(monkeypatch, free, level):
   assert found.level == level and "the container's limit is 8.0 GiB" in found.text
 
 
+def test_the_processes_that_a_launcher_starts_are_counted(monkeypatch):
+  assert list(diagnosis.several_processes()) == []
+  for name, value in (("SIZE", "4"), ("RANK", "3"), ("LOCALRANKID", "1"), ("LOCALNRANKS", "2")):
+    monkeypatch.setenv(f"{'PMI' if name in ('SIZE', 'RANK') else 'MPI'}_{name}", value)
+  found = only(diagnosis.several_processes())
+  assert found.text == "4, started by MPI; this is number 3, one of 2 on this host"
+
+
 def test_a_quota_of_cores_is_told(monkeypatch):
   monkeypatch.setattr(containers, "cores", lambda: 0.5)
   found = only(diagnosis.cores())

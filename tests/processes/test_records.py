@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests import several
+from tests import quick_compilation, several
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -165,7 +165,7 @@ def straggling(input_of_runs):
     arguments,
     devices=1,
     own={1: [f"--config.data.path={copy}"]},
-    environment={"PYTHONPATH": path},
+    environment={"PYTHONPATH": path, "XLA_FLAGS": quick_compilation.FLAGS},
   )
   codes = run.wait()
   assert codes == [0, 0], run.text(0) + run.text(1)

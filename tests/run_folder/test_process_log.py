@@ -56,6 +56,13 @@ def test_a_run_that_continues_adds_to_the_file(process_1, tmp_path):
   ]
 
 
+def test_the_main_process_of_several_has_no_file(process_1, tmp_path, monkeypatch):
+  monkeypatch.setattr(processes, "index", lambda: 0)
+  with process_log.in_folder(tmp_path):
+    process_log.add(W, "the disk is almost full")
+  assert not process_log._pending and not list(tmp_path.iterdir())
+
+
 def test_a_single_process_has_no_file_and_keeps_nothing(tmp_path):
   with process_log.in_folder(tmp_path):
     process_log.add(W, "the disk is almost full")
