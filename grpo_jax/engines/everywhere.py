@@ -31,8 +31,8 @@ def together(
 
   Args:
     work: Function of a flag that becomes true when the work is no longer wanted, because another
-      process has failed; it may then raise Stopped. It must not exchange anything with other
-      processes.
+      process has failed; it may then raise Stopped. Where it exchanges anything with the other
+      processes, it must fail on all of them alike.
     what: What it does, for messages.
     failure: Kind of error that becomes an error of the same kind on all processes. Others become
       `OtherProcessError`s elsewhere.
@@ -56,12 +56,18 @@ def together(
   finally:
     early.forget()
   if caught is not None:
-    raise caught
+    raise _of_all(caught)
   for number, other in enumerate(reasons):
     if other is not None:
-      raise failure(f"process {number} of {processes.count()} {other}")
+      raise _of_all(failure(f"process {number} of {processes.count()} {other}"))
   assert not isinstance(result, _Nothing)  # only if the work failed somewhere.
   return result
+
+
+def _of_all(error: ExpectedFailure) -> ExpectedFailure:
+  """Marks an error that all processes raise at the same place, so that a checkpoint can follow."""
+  error.is_of_all_processes = True  # pyright: ignore[reportAttributeAccessIssue]
+  return error
 
 
 class _Nothing:

@@ -65,5 +65,5 @@ def claimed_by_main(
     except Unusable as error:
       problem = str(error)
   if problem := processes.broadcast(problem):
-    raise Unusable(problem)
+    raise processes.of_all(Unusable(problem))
   return lock
