@@ -94,7 +94,7 @@ def _divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _prepare() -> None:
-  """Sets what JAX and the compilers read when they are first imported: nothing may seek a device."""
+  """Sets what JAX and the compilers read at their import: nothing may seek a device."""
   os.environ["JAX_PLATFORMS"] = "cpu"
   os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
   os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -105,7 +105,7 @@ def _prepare() -> None:
 
 
 def _plan(options: Any, rest: Sequence[str], arguments: Sequence[str]) -> int:
-  from grpo_jax.planning import asking, compiling, plan, report, topologies, workload
+  from grpo_jax.planning import asking, compiling, plan, programs, report, topologies, workload
 
   topology = topologies.parse(options.topology)
   topologies.check_compiler(topology)
@@ -118,7 +118,7 @@ def _plan(options: Any, rest: Sequence[str], arguments: Sequence[str]) -> int:
   def compile_job(job: Any) -> Any:
     began = time.monotonic()
     _say(f"compiling {job.name} for {topology.name} …")
-    found = compiling.compiled(job, asking.mesh_of(run, job), folder=folder)
+    found = compiling.compiled(job, programs.mesh_of(run, job), host=run.host, folder=folder)
     _say(f"compiling {job.name} for {topology.name}: {time.monotonic() - began:.0f} s")
     return found
 

@@ -89,12 +89,19 @@ def versions() -> dict[str, str]:
   return found
 
 
-def compiled(job: Job, mesh: jax.sharding.Mesh, *, folder: pathlib.Path | None = None) -> Compiled:
+def compiled(
+  job: Job,
+  mesh: jax.sharding.Mesh,
+  *,
+  host: Sequence[Any] | None = None,
+  folder: pathlib.Path | None = None,
+) -> Compiled:
   """Compiles a program for the devices of a mesh, or returns what an earlier compilation said.
 
   Args:
     job: Compilation; it can be lowered.
-    mesh: Mesh of the target's devices, all of them.
+    mesh: Mesh of the program's devices.
+    host: Devices of one host; None: all are of one.
     folder: Folder of the answers; None: nothing is kept.
 
   Raises:
@@ -102,7 +109,7 @@ def compiled(job: Job, mesh: jax.sharding.Mesh, *, folder: pathlib.Path | None =
   """
   devices = list(mesh.devices.flat)
   assert job.lower is not None, job.name
-  with target.assumed(devices):
+  with target.assumed(devices, devices if host is None else host):
     try:
       lowered = job.lower()
     except (NotImplementedError, ValueError) as error:
@@ -169,10 +176,10 @@ def moved(
   Args:
     hlo: Text of the compiled program.
     mesh: Mesh of the program's devices, in their order.
-    place: Function from a device to its slice or node; None: `place_of`.
+    place: Function from a device to its slice or node; None: `target.place_of`.
   """
   sizes = {str(axis): size for axis, size in mesh.shape.items()}
-  places = [(place or place_of)(device) for device in mesh.devices.flat]
+  places = [(place or target.place_of)(device) for device in mesh.devices.flat]
   total: dict[tuple[str, str, bool], list[float]] = {}
   for one in collectives.collectives(hlo, devices=mesh.size):
     axes = "+".join(axis for axis in sizes if axis in collectives.axes_of(one.groups, sizes))
@@ -182,13 +189,6 @@ def moved(
     entry[1] += one.times
   made = [Moved(*key, nbytes, int(times)) for key, (nbytes, times) in total.items()]
   return tuple(sorted(made, key=lambda one: -one.bytes))
-
-
-def place_of(device: Any) -> int:
-  """Returns the TPU slice or the node of GPUs of a device; devices of one are connected fast."""
-  if device.platform == "tpu":
-    return getattr(device, "slice_index", None) or 0
-  return device.process_index
 
 
 def refused_bytes(message: str) -> int | None:

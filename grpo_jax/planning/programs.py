@@ -17,11 +17,10 @@ from jax.sharding import Mesh
 from grpo_jax.building import computation
 from grpo_jax.compilation.programs import Job
 from grpo_jax.config import modes, run_options
-from grpo_jax.engines import decoding, jax_sampler
+from grpo_jax.engines import decoding, jax_sampler, local_weights
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 from grpo_jax.planning import target
-from grpo_jax.processes import arrays as process_arrays
 
 # An ml_collections.ConfigDict, whose fields are unknown to a type checker.
 Config = Any
@@ -41,7 +40,6 @@ class Arrays:
       not measured, or there is a reference.
     gradients: The sum of the gradients; None: as much as the weights.
     teacher: Weights of a teacher in the trainer.
-    gathered: The float32 weights that a host of several gathers for its sampler.
     keeps_caches: Whether the caches stay while gradients are computed, as on CPUs.
   """
 
@@ -53,7 +51,6 @@ class Arrays:
   initial: int = 0
   gradients: int | None = None
   teacher: int = 0
-  gathered: int = 0
   keeps_caches: bool = False
 
   @property
@@ -83,7 +80,9 @@ class Arrays:
 
 
 # Programs of a run that take memory, and the arrays besides those that are always there.
+COPYING = "copying the weights to each process"
 PROGRAMS = {
+  COPYING: lambda arrays: 0,  # its results are the sampler's weights.
   "reading prompts": lambda arrays: arrays.sampling,
   "sampling": lambda arrays: arrays.sampling,
   "score": lambda arrays: arrays.sampling,
@@ -105,11 +104,12 @@ class Run:
     config: Config of the run.
     model: Sizes of the model.
     mesh: Mesh of all devices.
+    host: Devices of one host; see `target.assumed`.
     made: The programs of the update.
     arrays: Bytes of the arrays that lie in memory.
     jobs: Compilations of all programs.
     sizes: Options of the sampler's sizes; empty: the run does not use the embedded sampler.
-    local: Number of devices over which the sampler of one host is spread.
+    sampler_mesh: Mesh of the sampler of one host; None: the run has none.
     weights_read: Bytes of the weights that one device reads in each decode step.
     cache_token: Bytes of keys and values of one token, on all devices together.
   """
@@ -117,18 +117,30 @@ class Run:
   config: Config
   model: ModelConfig
   mesh: Mesh
+  host: Sequence[Any]
   made: computation.Computation
   arrays: Arrays
   jobs: tuple[Job, ...]
   sizes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  local: int = 1
+  sampler_mesh: Mesh | None = None
   weights_read: int = 0
   cache_token: int = 0
 
   @property
-  def devices(self) -> list[Any]:
-    """All devices."""
-    return list(self.mesh.devices.flat)
+  def prefill(self) -> int:
+    """Tokens of prompts that the sampler reads at once."""
+    names = [job.name for job in self.jobs if program_of(job.name) == "reading prompts"]
+    return size_of(names[0])
+
+  def assumed(self) -> Any:
+    """Returns the context in which code runs as on the machine."""
+    return target.assumed(list(self.mesh.devices.flat), self.host)
+
+
+def mesh_of(run: Run, job: Job) -> Mesh:
+  """Returns the mesh of a program: that of one host for the sampler's, else that of the run."""
+  is_local = program_of(job.name) in ("sampling", "reading prompts")
+  return run.sampler_mesh if is_local and run.sampler_mesh is not None else run.mesh
 
 
 def program_of(job: str) -> str | None:
@@ -167,7 +179,12 @@ def _held(leaf: Any) -> int:
 
 
 def described(
-  config: Config, model: ModelConfig, mesh: Mesh, *, teacher: ModelConfig | None = None
+  config: Config,
+  model: ModelConfig,
+  mesh: Mesh,
+  *,
+  host: Sequence[Any] | None = None,
+  teacher: ModelConfig | None = None,
 ) -> Run:
   """Returns what a run holds and compiles; nothing is compiled for the target.
 
@@ -175,17 +192,20 @@ def described(
     config: Valid config of the run.
     model: Sizes of the model.
     mesh: Mesh of the target's devices.
+    host: Devices of one host; None: all are of one.
     teacher: Sizes of the teacher in the trainer; None: there is none.
 
   Raises:
     ValueError: The options cannot work together, or with the model.
   """
-  with target.assumed(list(mesh.devices.flat)):
+  devices = list(mesh.devices.flat)
+  host = devices if host is None else host
+  with target.assumed(devices, host):
     made = computation.make(config, model, mesh, run_options.objective(config), teacher=teacher)
     arrays, jobs = _held_by(made), made.jobs()
     if config.engine.name != "jax_sampler" or modes.is_offline(config):
-      return Run(config, model, mesh, made, arrays, tuple(jobs))
-    return _with_sampler(Run(config, model, mesh, made, arrays, tuple(jobs)))
+      return Run(config, model, mesh, host, made, arrays, tuple(jobs))
+    return _with_sampler(Run(config, model, mesh, host, made, arrays, tuple(jobs)))
 
 
 def _held_by(made: computation.Computation) -> Arrays:
@@ -217,29 +237,25 @@ def _with_sampler(run: Run) -> Run:
     attention=Attention(config.model.attention),
     **sizes,
   )
-  own = process_arrays.own(params)
-  is_spread = own is not params
-  first = jax.tree.leaves(own)[0].sharding.mesh.devices.flat[0]
+  is_spread = local_weights.is_spread(params)
   # Caches on one device are made without naming it.
-  with sampler, jax.default_device(first):
+  with sampler, jax.default_device(run.host[0]):
     weights, caches = sampler.described(params)
     jobs = sampler.programs(params)
   is_shared = not is_spread and weights.head.dtype == params["embed"].dtype
   held = [weights.layers, () if is_shared else weights.head]
-  if is_spread:  # nothing is the trainer's.
-    held = weights
+  if is_spread:  # nothing is the trainer's, and a tied head is the embedding.
+    is_tied = run.model.tie_embeddings
+    held = [weights.layers, weights.final_norm, weights.embed, () if is_tied else weights.head]
   arrays = dataclasses.replace(
-    run.arrays,
-    sampler=bytes_of_device(held),
-    caches=bytes_of_device(caches),
-    gathered=bytes_of_device(own) * is_spread,
+    run.arrays, sampler=bytes_of_device(held), caches=bytes_of_device(caches)
   )
   return dataclasses.replace(
     run,
     arrays=arrays,
     jobs=(*jobs, *run.jobs),
     sizes=sizes,
-    local=jax.tree.leaves(own)[0].sharding.mesh.size,
+    sampler_mesh=jax.tree.leaves(weights)[0].sharding.mesh,
     weights_read=bytes_of_device([weights.layers, weights.head]),
     cache_token=_token_bytes(config, run.model),
   )
@@ -249,8 +265,3 @@ def _token_bytes(config: Config, model: ModelConfig) -> int:
   """Returns the bytes of the sampler's keys and values of one token."""
   products = Products(config.model.compute_dtype, config.model.product_dtype)
   return decoding.token_bytes(decoding.Options(config=model, products=products, chunk=1))
-
-
-def of_host(run: Run) -> Any:
-  """Returns the full weights as the sampler of one host has them; under `target.assumed`."""
-  return process_arrays.own(run.made.full)

@@ -28,11 +28,12 @@ from grpo_jax.processes.waiting import waited_s as waited_s
 from grpo_jax.processes.watch import Failure
 
 T = TypeVar("T")
-Failure = TypeVar("Failure", bound=Exception)
+Raised = TypeVar("Raised", bound=Exception)
 
 TIMEOUT_S = 300.0  # seconds that one process waits for the others, unless a caller says otherwise.
 wait_s = 1800.0  # seconds that one process waits for what takes the others long; set by `start`.
 
+LOOK_S = 0.1  # time between two looks at the news, if a process is not where it should be.
 POLL_S = 1.0  # time between two looks at what other processes report.
 REACH_S = 4.0  # longest wait for the others after a failure that they may not have.
 AGREED_S = 120.0  # longest wait for the others after what ends all of them.
@@ -51,6 +52,10 @@ class ProcessesError(ExpectedFailure, TimeoutError):
 
 class DisagreementError(ExpectedFailure, RuntimeError):
   """Something that must be equal on all processes of a run differs."""
+
+
+class PartedError(RuntimeError):
+  """The processes do not exchange the same thing: one of them has left the common way."""
 
 
 class OtherProcessError(ExpectedFailure, RuntimeError):
@@ -220,7 +225,7 @@ def together(work: Callable[[], T], *, what: str, timeout_s: float | None = None
   return _main.together(work, what=what, timeout_s=timeout_s)
 
 
-def of_all(error: Failure) -> Failure:
+def of_all(error: Raised) -> Raised:
   """Returns an error that all processes raise at the same place, with the same message."""
   error.is_of_all_processes = True  # pyright: ignore[reportAttributeAccessIssue]
   error.is_printed_by_main = not is_main()  # pyright: ignore[reportAttributeAccessIssue]
@@ -319,7 +324,12 @@ class Channel:
       result = work()
     except (Exception, KeyboardInterrupt) as error:
       failure = error
-    outcomes = self.exchange(_outcome(failure), what=what, timeout_s=timeout_s)
+    try:
+      outcomes = self.exchange(_outcome(failure), what=what, timeout_s=timeout_s)
+    except PartedError:
+      if failure is None:
+        raise
+      raise failure from None  # the others wait for something within `work`.
     if failure is None:
       failure = _elsewhere(outcomes)
     elif not is_main() and outcomes[0] == outcomes[index()]:
@@ -336,15 +346,19 @@ class Channel:
     began = time.monotonic()
     deadline = began + (wait_s if timeout_s is None else timeout_s)
     found = {me: data}
+    place = f"{what}\0".encode()
     with _waiting(what):
-      client.key_value_set_bytes(self._key(number, me), zlib.compress(data, 1))
+      client.key_value_set_bytes(self._key(number, me), zlib.compress(place + data, 1))
       for other in range(count()):
         if other == me:
           continue
         sent = _received(self._key(number, other), deadline)
         if sent is None:
           raise ProcessesError(self._missing(number, found, what, time.monotonic() - began))
-        found[other] = zlib.decompress(sent)
+        at, _, found[other] = zlib.decompress(sent).partition(b"\0")
+        if at != place[:-1]:
+          _wait_for_news()
+          raise PartedError(f"{_whose(other)} is at {at.decode()!r}, this process at {what!r}")
     # All have sent this value, so all have read the ones before.
     if number:
       client.key_value_delete(self._key(number - 1, me))
@@ -394,6 +408,14 @@ def _raise_news() -> None:
     if failure.stopped
     else OtherProcessError(watching.described(failure), failure.exit_code)
   )
+
+
+def _wait_for_news() -> None:
+  """Raises the failure of the process that has left the common way, if it reports one in time."""
+  deadline = time.monotonic() + REACH_S
+  while time.monotonic() < deadline:
+    _raise_news()
+    time.sleep(LOOK_S)
 
 
 @contextlib.contextmanager
