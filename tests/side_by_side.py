@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import itertools
-import json
 import threading
 from unittest import mock
 
@@ -59,8 +58,8 @@ class Room:
         raise processes.ProcessesError(f"{key}: only {sorted(sent)} came")
     return [copy.deepcopy(sent[i]) for i in range(self.count)]
 
-  def exchange(self, value, *, what, timeout_s=None):
-    return [json.loads(each) for each in self.meet("exchange", json.dumps(value))]
+  def exchanged(self, channel, data, what, timeout_s):
+    return self.meet(channel, data)
 
   def exchanged_piece(self, piece):
     return [bulk.np.frombuffer(each, bulk.np.uint8) for each in self.meet("piece", piece)]
@@ -96,7 +95,9 @@ class Room:
       mock.patch.object(processes, "count", lambda: self.count),
       mock.patch.object(processes, "index", self.index),
       mock.patch.object(processes, "is_main", lambda: self.index() == 0),
-      mock.patch.object(processes, "exchange", self.exchange),
+      mock.patch.object(
+        processes.Channel, "_exchanged", lambda channel, *given: self.exchanged(channel, *given)
+      ),
       mock.patch.object(processes, "_client", lambda: self.store),
       mock.patch.object(elsewhere, "_numbers", Numbers()),
       mock.patch.object(elsewhere, "LOOK_S", 0.01),

@@ -33,7 +33,7 @@ def together(
     work: Function of a flag that becomes true when the work is no longer wanted, because another
       process has failed; it may then raise Stopped. Where it exchanges anything with the other
       processes, it must fail on all of them alike.
-    what: What it does, for messages.
+    what: Name of the work, for messages.
     failure: Kind of error that becomes an error of the same kind on all processes. Others become
       `OtherProcessError`s elsewhere.
     stop: Flag that becomes true when the run is asked to end; see `interrupts.Flag`.
@@ -43,7 +43,7 @@ def together(
 
   Raises:
     failure: The work failed here, or on another process, which the message names.
-    OtherProcessError: It failed on another process in another way.
+    OtherProcessError: The work failed on another process in another way.
     Stopped: The run is asked to end.
   """
   if processes.count() == 1:

@@ -170,7 +170,7 @@ class WeightFolders:
     """Does a part of the writing.
 
     Raises:
-      TransferError: It failed because of the disk.
+      TransferError: The disk refused a file.
     """
     try:
       stage()

@@ -88,8 +88,11 @@ def compare(prompts: Sequence[Prompt], *, of: str) -> None:
   Raises:
     DisagreementError: They differ; the message has a digest for each process.
   """
-  found = [(each.prompt_id, each.token_ids, each.weight) for each in prompts]
-  digests.agree(found, what=f"the {len(found)} prompts of {of} (ids, tokens and weights)")
+  if processes.count() > 1:
+    found = [(each.prompt_id, each.token_ids, each.weight) for each in prompts]
+    shown = f"{len(found)} prompts, {digests.of_values(found)}"
+    what = f"the number and the digest of the prompts of {of} (ids, tokens and weights)"
+    processes.agree(shown, what=what)
 
 
 def _encoded(

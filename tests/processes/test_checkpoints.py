@@ -9,7 +9,7 @@ import pytest
 
 from grpo_jax.learn import sharding
 from grpo_jax.run_folder import checkpointing
-from tests import several
+from tests import quick_compilation, several
 from tests.processes import checkpoint_worker
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
@@ -35,7 +35,8 @@ def both(folder):
   address = f"127.0.0.1:{several.free_port()}"
   roots = (several.ROOT, several.ROOT / "kernels", several.ROOT / "tests")
   environment = {
-    **{name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
+    **os.environ,
+    "XLA_FLAGS": quick_compilation.FLAGS,
     "JAX_PLATFORMS": "cpu",
     "JAX_NUM_CPU_DEVICES": "2",
     "PYTHONPATH": os.pathsep.join(map(str, roots)),

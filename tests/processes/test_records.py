@@ -42,7 +42,7 @@ found = {}
 mine = folder / f"host{index}"
 agreements.registry._import(f"rewards_of_the_run")
 tried("same", agreements.check_start, config(**{"data.path": str(mine / "same.jsonl")}))
-tried("option", agreements.check_start, config(**{"loss.clip_high": 0.2 + index / 10}))
+tried("option", agreements.check_start, config(**{"loss.clip_high": 0.2 + index}))
 tried("stale", agreements.check_start, config(**{"data.path": str(mine / "stale.jsonl")}))
 tried("missing", agreements.check_start, config(**{"data.path": str(mine / "missing.jsonl")}))
 tried("model", agreements.check_model, mine / "model")
@@ -90,7 +90,7 @@ def differences(tmp_path_factory):
 @pytest.mark.parametrize(
   ("name", "line"),
   [
-    ("option", "loss.clip_high: 0.2 on process 0 (HOST); 0.3 on process 1 (HOST)"),
+    ("option", "loss.clip_high: 0.2 on process 0 (HOST); 1.2 on process 1 (HOST)"),
     (
       "stale",
       r"data.path: \S+ (2 bytes, digest X) on process 0 (HOST); \S+ (2 bytes, digest X) on",

@@ -16,8 +16,11 @@ from tests.processes import spread_case
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
-OF_TWO = tuple(spread_case.CASES)
-OF_FOUR = ("minibatches", "chosen")
+# The cases that two and four processes compute.
+CASES = {
+  2: ("minibatches", "whitened", "composed", "chosen", "taught"),
+  4: ("whitened", "replicas"),
+}
 # Their reductions have two members, whose sum does not depend on the order.
 EXACT = ("minibatches", "whitened", "composed")
 
@@ -49,11 +52,17 @@ def start(folder: pathlib.Path, cases: tuple[str, ...], *, processes: int) -> li
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-  """The folder of what two and four processes computed."""
   folder = tmp_path_factory.mktemp("spread")
   tiny.write(folder / "model")
-  for processes, cases in ((2, OF_TWO), (4, OF_FOUR)):
-    started = start(folder, cases, processes=processes)
+  return folder
+
+
+@pytest.fixture(scope="module")
+def ran(folder):
+  """Returns a function that has so many processes compute their cases, once."""
+
+  def run(processes):
+    started = start(folder, CASES[processes], processes=processes)
     try:
       codes = [process.wait(150) for process in started]
     finally:
@@ -62,7 +71,8 @@ def folder(tmp_path_factory):
         process.wait()
     logs = [(folder / f"of_{processes}.{i}.log").read_text()[-3000:] for i in range(processes)]
     assert codes == [0] * processes, "\n".join(logs)
-  return folder
+
+  return functools.cache(run)
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +90,10 @@ def computed(folder, processes, index, name):
 
 
 @pytest.mark.parametrize(
-  ("processes", "name"), [*((2, name) for name in OF_TWO), *((4, name) for name in OF_FOUR)]
+  ("processes", "name"), [(number, name) for number in CASES for name in CASES[number]]
 )
-def test_processes_compute_what_one_does(folder, of_one, processes, name):
+def test_processes_compute_what_one_does(folder, ran, of_one, processes, name):
+  ran(processes)
   found, expected = computed(folder, processes, 0, name), dict(of_one(name))
   of_process, of_all = found.pop("values read"), expected.pop("values read")
   split = np.prod(spread_case.CASES[name].sizes[1:]) / (4 // processes)
@@ -98,9 +109,10 @@ def test_processes_compute_what_one_does(folder, of_one, processes, name):
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_all_processes_have_the_same_bits(folder, processes):
+def test_all_processes_have_the_same_bits(folder, ran, processes):
   """So no decision that depends on them can differ."""
-  for name in OF_TWO if processes == 2 else OF_FOUR:
+  ran(processes)
+  for name in CASES[processes]:
     first = computed(folder, processes, 0, name)
     for index in range(1, processes):
       other = computed(folder, processes, index, name)

@@ -3,6 +3,7 @@
 The processes are threads here; tests/processes has real ones.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import logging
@@ -21,7 +22,7 @@ from grpo_jax.environments.base import SingleTurn, StepResult
 from grpo_jax.groups import filters, group_bytes
 from grpo_jax.interrupts import Stopped
 from grpo_jax.processes import bulk, digests, elsewhere
-from grpo_jax.rollouts import evaluation, shared, stream
+from grpo_jax.rollouts import collecting, evaluation, shared, stream
 from grpo_jax.rollouts.collecting import Limits, TooManyFailures
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.types import Prompt
@@ -87,7 +88,6 @@ def sampler(environment=scored, *, stop=False, **fields):
       stop=stop,
       **settings,
     )
-    object.__setattr__(made, "__slots__", ())
     made.engine.descriptions = descriptions
     yield made
 
@@ -125,12 +125,8 @@ def test_what_an_attempt_changes_of_its_prompt_reaches_all_processes():
 
   def attempt(own, limits, stop):
     with sampler() as sample:
-      groups = [
-        each.group for each in sample.finished([stream.rollout.StepPrompt(p, 0) for p in own])
-      ]
-    cut = [
-      dataclasses.replace(g.prompt, token_ids=g.prompt.token_ids[:1], text="?") for g in groups
-    ]
+      groups = collecting.in_order(sample.finished(collecting.for_step(own, 0)))
+    cut = [dataclasses.replace(p, token_ids=p.token_ids[:1], text="?") for p in own]
     return [dataclasses.replace(g, prompt=p) for g, p in zip(groups, cut, strict=True)]
 
   work = lambda _: shared.among_processes(tasks, attempt, limits=Limits(), what="it")
@@ -245,7 +241,8 @@ def test_other_prompts_on_one_process_are_an_error_of_all(rows):
 
   for error in side_by_side.run(2, work):
     assert type(error) is processes.DisagreementError
-    assert "prompts of step 2" in str(error) and "process 1: '" in str(error)
+    assert "the prompts of step 2" in str(error)
+    assert f"process 1: '{min(rows, 5)} prompts, " in str(error)
 
 
 # --- failures ---
@@ -268,9 +265,9 @@ def test_too_many_failures_are_counted_over_all_processes(caplog):
     assert type(error) is TooManyFailures
     assert str(error).startswith(
       "3 of 12 attempts could not be scored, more than the allowed share of 0.2"
-      " (rollout.max_error_share): {'step': 3} (0 of 3 of process 0, 3 of 3 of process 1,"
+      " (rollout.max_error_share): {'ValueError': 3} (0 of 3 of process 0, 3 of 3 of process 1,"
     ), error
-    assert "the first, set:0:1: step: " in str(error)
+    assert "the first, set:0:1: ValueError: the grader is broken " in str(error)
 
 
 def waiting_for(stop, seconds=10.0):
@@ -321,7 +318,7 @@ def test_a_stop_of_one_process_reaches_sampling_with_a_real_loop():
   class Slow(Talking):
     async def step(self, response, completion_ids, finish_reason):
       raised.set()
-      await stream.rollout.asyncio.sleep(30)
+      await asyncio.sleep(30)
 
   def work(index):
     with sampler(Slow, stop=Flag() if index else False) as sample:
