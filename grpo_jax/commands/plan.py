@@ -94,7 +94,7 @@ def _divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _prepare() -> None:
-  """Sets what JAX and the compilers read when they are first imported: nothing may seek a device."""
+  """Sets what JAX and the compilers read at their import: nothing may seek a device."""
   os.environ["JAX_PLATFORMS"] = "cpu"
   os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
   os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")

@@ -5,9 +5,9 @@ bytes on n devices of a process take P · b / n bytes of each device. The copy i
 program of all processes, layer by layer and in the compute dtype.
 """
 
+import dataclasses
 from typing import Any
 
-import dataclasses
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 

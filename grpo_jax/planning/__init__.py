@@ -1,1 +1,1 @@
-"""What a run would need on a machine that is not present: memory, traffic and time, by compilation."""
+"""The needs of a run on a machine that is not present: memory, traffic, time, by compilation."""

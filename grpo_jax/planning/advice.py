@@ -4,12 +4,13 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from grpo_jax.planning import programs
 from grpo_jax.planning.chips import GIB
 from grpo_jax.planning.plan import Need, Plan
 
 # Programs whose memory grows with the places of a microbatch, and those of the sampler.
 _OF_LEARNING = ("update", "watch", "optimizer")
-_OF_SAMPLING = ("reading prompts", "sampling", "score", "weights to the sampler")
+_OF_SAMPLING = ("reading prompts", "sampling", "score", programs.COPYING)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +71,7 @@ def _sampler(plan: Plan, worst: Need) -> Iterator[Remedy]:
   rows = run.sizes["max_rows"]
   if rows > 8 and arrays.caches:
     yield Remedy(f"engine.max_rows={rows // 2}", "half of the sampler's rows", arrays.caches // 2)
-  yield Remedy(
-    "engine.name=sglang", "servers on other devices sample", arrays.sampling + arrays.gathered
-  )
+  yield Remedy("engine.name=sglang", "servers on other devices sample", arrays.sampling)
 
 
 def _activations(plan: Plan, worst: Need) -> Iterator[Remedy]:

@@ -1,4 +1,4 @@
-"""Chips that a run can be planned for: memory, peak rates and connections, with their sources. Pure.
+"""Chips that a run can be planned for: memory, peak rates, connections, and their sources. Pure.
 
 All rates are vendors' peaks. A plan that uses them is a bound, which no program reaches.
 """
@@ -77,7 +77,7 @@ class Chip:
 
   name: str
   platform: str
-  memory: float
+  memory: int
   usable: int
   of_usable: str
   bfloat16: float = 0.0
@@ -99,7 +99,7 @@ _OF_GPUS = (
 )
 
 
-def _tpu(name: str, memory: float, usable: float, peak: float, rates: tuple[float, float, float],
+def _tpu(name: str, memory: int, usable: float, peak: float, rates: tuple[float, float, float],
          network: str) -> Chip:  # fmt: skip
   return Chip(
     name,
@@ -135,10 +135,10 @@ _H100_MEMORY, _H200_MEMORY, _A100_MEMORY = 84978434048, 151397597184, 8510006886
 CHIPS = {
   chip.name: chip
   for chip in (
-    _tpu("v4", 32e9, 30.75, 275e12, (1.2e12, 300e9, 6.25e9), "50 Gb/s, as for v5p"),
-    _tpu("v5e", 16e9, 15.75, 197e12, (819e9, 200e9, 3.125e9), "6.4 Tb/s a pod of 256"),
+    _tpu("v4", 32 * 10**9, 30.75, 275e12, (1.2e12, 300e9, 6.25e9), "50 Gb/s, as for v5p"),
+    _tpu("v5e", 16 * 10**9, 15.75, 197e12, (819e9, 200e9, 3.125e9), "6.4 Tb/s a pod of 256"),
     _tpu("v5p", 95 * GIB, 95.73, 459e12, (2.765e12, 600e9, 6.25e9), "50 Gb/s a chip"),
-    _tpu("v6e", 32e9, 31.24, 918e12, (1.64e12, 400e9, 12.5e9), "25.6 Tb/s a pod of 256"),
+    _tpu("v6e", 32 * 10**9, 31.24, 918e12, (1.64e12, 400e9, 12.5e9), "25.6 Tb/s a pod of 256"),
     _gpu("a100", "A100 80 GB SXM", _A100_MEMORY, (312e12, 19.5e12),
          (2.039e12, 300e9, 25e9), _AMPERE),
     _gpu("h100", "H100 SXM", _H100_MEMORY, (989e12, 67e12), (3.35e12, 450e9, 50e9),

@@ -95,9 +95,9 @@ def collectives(hlo: str, *, devices: int) -> list[Collective]:
       continue
     channel = re.search(r"channel_id=(\d+)", line)
     if is_fused and channel is not None:
-      if channel[1] in seen:
+      if (channel[1], match["kind"]) in seen:
         continue
-      seen.add(channel[1])
+      seen.add((channel[1], match["kind"]))
     groups = _groups(match["rest"], devices)
     if len(groups[0]) < 2:
       continue

@@ -176,10 +176,10 @@ def moved(
   Args:
     hlo: Text of the compiled program.
     mesh: Mesh of the program's devices, in their order.
-    place: Function from a device to its slice or node; None: `place_of`.
+    place: Function from a device to its slice or node; None: `target.place_of`.
   """
   sizes = {str(axis): size for axis, size in mesh.shape.items()}
-  places = [(place or place_of)(device) for device in mesh.devices.flat]
+  places = [(place or target.place_of)(device) for device in mesh.devices.flat]
   total: dict[tuple[str, str, bool], list[float]] = {}
   for one in collectives.collectives(hlo, devices=mesh.size):
     axes = "+".join(axis for axis in sizes if axis in collectives.axes_of(one.groups, sizes))
@@ -189,13 +189,6 @@ def moved(
     entry[1] += one.times
   made = [Moved(*key, nbytes, int(times)) for key, (nbytes, times) in total.items()]
   return tuple(sorted(made, key=lambda one: -one.bytes))
-
-
-def place_of(device: Any) -> int:
-  """Returns the TPU slice or the node of GPUs of a device; devices of one are connected fast."""
-  if device.platform == "tpu":
-    return getattr(device, "slice_index", None) or 0
-  return device.process_index
 
 
 def refused_bytes(message: str) -> int | None:

@@ -15,7 +15,6 @@ from grpo_jax.planning.search import Limit, Point
 from grpo_jax.planning.topologies import Topology
 from grpo_jax.planning.workload import Lengths, Work
 
-_HANDING_OVER = "weights to the sampler"
 _OF_OTHERS = tuple(name for name in programs.OF_BATCHES if name != "update")
 
 
@@ -24,7 +23,7 @@ class Need:
   """Memory of a run while one program runs, in bytes of one device.
 
   Attributes:
-    program: One of `programs.PROGRAMS`, or "weights to the sampler".
+    program: One of `programs.PROGRAMS`.
     beside: Arrays in memory when it is called, its arguments included.
     compiled: What the compiler says of it.
   """
@@ -104,16 +103,12 @@ def make(
     searches: Whether to search the largest microbatch and the longest row.
   """
   needs = [_need(run, job, compile_job) for job in programs.largest(run.jobs)]
-  if run.arrays.gathered:
-    beside = run.arrays.always + run.arrays.gathered + run.arrays.sampler
-    needs.append(Need(_HANDING_OVER, beside, Compiled(_HANDING_OVER)))
   work = workload.of_step(run, assumed, hosts=topology.hosts)
   phases = roofline.phases(
     work,
     {need.program: need.compiled for need in needs},
     topology.chip,
     devices=topology.devices,
-    hosts=topology.hosts,
     dtype=run.config.model.compute_dtype,
   )
   plan = Plan(run, topology, tuple(needs), assumed, tuple(work), tuple(phases))
@@ -153,7 +148,8 @@ def _searched(plan: Plan, compile_job: Compile) -> Plan:
   microbatch = search.largest_microbatch(measure, room, start=start, most_rows=most_rows)
   most_tokens = run.model.max_position_embeddings
   one = measure(1, planned.row_tokens)
-  row = search.longest_row(measure, room, start=one, most_tokens=most_tokens)
+  each = search.slope(point for point in seen.values() if not point.is_refused)
+  row = search.longest_row(measure, room, start=one, per_place=each, most_tokens=most_tokens)
   return dataclasses.replace(plan, microbatch=microbatch, row=row)
 
 

@@ -17,11 +17,10 @@ from jax.sharding import Mesh
 from grpo_jax.building import computation
 from grpo_jax.compilation.programs import Job
 from grpo_jax.config import modes, run_options
-from grpo_jax.engines import decoding, jax_sampler
+from grpo_jax.engines import decoding, jax_sampler, local_weights
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 from grpo_jax.planning import target
-from grpo_jax.processes import arrays as process_arrays
 
 # An ml_collections.ConfigDict, whose fields are unknown to a type checker.
 Config = Any
@@ -41,7 +40,6 @@ class Arrays:
       not measured, or there is a reference.
     gradients: The sum of the gradients; None: as much as the weights.
     teacher: Weights of a teacher in the trainer.
-    gathered: The float32 weights that a host of several gathers for its sampler.
     keeps_caches: Whether the caches stay while gradients are computed, as on CPUs.
   """
 
@@ -53,7 +51,6 @@ class Arrays:
   initial: int = 0
   gradients: int | None = None
   teacher: int = 0
-  gathered: int = 0
   keeps_caches: bool = False
 
   @property
@@ -83,7 +80,9 @@ class Arrays:
 
 
 # Programs of a run that take memory, and the arrays besides those that are always there.
+COPYING = "copying the weights to each process"
 PROGRAMS = {
+  COPYING: lambda arrays: 0,  # its results are the sampler's weights.
   "reading prompts": lambda arrays: arrays.sampling,
   "sampling": lambda arrays: arrays.sampling,
   "score": lambda arrays: arrays.sampling,
@@ -238,29 +237,25 @@ def _with_sampler(run: Run) -> Run:
     attention=Attention(config.model.attention),
     **sizes,
   )
-  own = process_arrays.own(params)
-  is_spread = own is not params
-  first = jax.tree.leaves(own)[0].sharding.mesh.devices.flat[0]
+  is_spread = local_weights.is_spread(params)
   # Caches on one device are made without naming it.
-  with sampler, jax.default_device(first):
+  with sampler, jax.default_device(run.host[0]):
     weights, caches = sampler.described(params)
     jobs = sampler.programs(params)
   is_shared = not is_spread and weights.head.dtype == params["embed"].dtype
   held = [weights.layers, () if is_shared else weights.head]
-  if is_spread:  # nothing is the trainer's.
-    held = weights
+  if is_spread:  # nothing is the trainer's, and a tied head is the embedding.
+    is_tied = run.model.tie_embeddings
+    held = [weights.layers, weights.final_norm, weights.embed, () if is_tied else weights.head]
   arrays = dataclasses.replace(
-    run.arrays,
-    sampler=bytes_of_device(held),
-    caches=bytes_of_device(caches),
-    gathered=bytes_of_device(own) * is_spread,
+    run.arrays, sampler=bytes_of_device(held), caches=bytes_of_device(caches)
   )
   return dataclasses.replace(
     run,
     arrays=arrays,
     jobs=(*jobs, *run.jobs),
     sizes=sizes,
-    sampler_mesh=jax.tree.leaves(own)[0].sharding.mesh,
+    sampler_mesh=jax.tree.leaves(weights)[0].sharding.mesh,
     weights_read=bytes_of_device([weights.layers, weights.head]),
     cache_token=_token_bytes(config, run.model),
   )

@@ -101,11 +101,11 @@ def _traffic(plan: Plan) -> Iterator[str]:
   if plan.topology.devices == 1:
     return
   yield "received by one device in a step, in GB (what a program receives × its calls in a step)"
-  yield f"  {'program':20}{'collective':22}{'mesh axes':20}{'over':10}{'GB':>10}{'calls':>9}"
+  yield f"  {'phase':24}{'collective':20}{'mesh axes':20}{'over':10}{'GB':>10}{'calls':>9}"
   for row in rows:
     over = row["over"]
     yield (
-      f"  {row['program']:20}{row['kind']:22}{row['axes']:20}{over:10}"
+      f"  {row['program']:24}{row['kind']:20}{row['axes']:20}{over:10}"
       f"{row['bytes'] / 1e9:10.3f}{row['calls']:9.0f}"
     )
   if not rows:
@@ -116,20 +116,10 @@ def traffic(plan: Plan) -> Iterator[dict[str, Any]]:
   """Yields the collectives of a step: program, kind, mesh axes, connection, bytes, calls."""
   for work in plan.work:
     need = plan.need(work.program) if work.program else None
-    if work.received:
-      far = plan.topology.chip.platform == "gpu" and plan.topology.slices > 1
-      yield {
-        "program": work.phase,
-        "kind": "all-gather",
-        "axes": "all",
-        "over": "network" if far else "links",
-        "bytes": work.received,
-        "calls": work.calls,
-      }
     for one in need.compiled.moved if need else ():
       if one.bytes * work.calls >= 1e5:
         yield {
-          "program": work.program,
+          "program": work.phase,
           "kind": one.kind,
           "axes": one.axes or "all",
           "over": "network" if one.is_far else "links",
@@ -219,7 +209,7 @@ def _verdict(plan: Plan) -> Iterator[str]:
     yield f"  {remedy.change:34}{remedy.reason}{f' ({note})' if note else ''}"
 
 
-def _gib(size: float, width: int = 10) -> str:
+def _gib(size: int | float, width: int = 10) -> str:
   return f"{size / GIB:{width}.2f}"
 
 

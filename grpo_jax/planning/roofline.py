@@ -57,7 +57,6 @@ def phases(
   chip: Chip,
   *,
   devices: int,
-  hosts: int,
   dtype: str,
 ) -> list[Phase]:
   """Returns the bound of each phase; an empty list if the chip's rates are not known.
@@ -67,26 +66,18 @@ def phases(
     compiled: What the compiler said of each program, by the program's name.
     chip: The chip.
     devices: Number of devices.
-    hosts: Number of hosts.
     dtype: Dtype of the products' factors.
   """
   peak = chip.bfloat16 if dtype == "bfloat16" else chip.float32
   if not (peak and chip.bandwidth and chip.link and chip.network):
     return []
-  return [_phase(each, compiled.get(each.program), chip, peak, devices, hosts) for each in work]
+  return [_phase(each, compiled.get(each.program), chip, peak, devices) for each in work]
 
 
-def _phase(
-  work: Work, compiled: Compiled | None, chip: Chip, peak: float, devices: int, hosts: int
-) -> Phase:
+def _phase(work: Work, compiled: Compiled | None, chip: Chip, peak: float, devices: int) -> Phase:
   moved: Sequence[Moved] = compiled.moved if compiled else ()
   near = work.calls * sum(one.bytes for one in moved if not one.is_far)
   far = work.calls * sum(one.bytes for one in moved if one.is_far)
-  is_far = chip.platform == "gpu" and hosts > 1
-  if is_far:
-    far += work.received
-  else:
-    near += work.received
   return Phase(
     work.phase,
     compute_s=work.operations / devices / peak,

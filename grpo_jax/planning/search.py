@@ -5,7 +5,7 @@ compilation of the answer verifies it.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from grpo_jax.batching.packing import Shape
 from grpo_jax.compilation.programs import Job
@@ -87,26 +87,38 @@ def largest_microbatch(measure: Measure, room: int, *, start: Point, most_rows: 
   )
 
 
-def longest_row(measure: Measure, room: int, *, start: Point, most_tokens: int) -> Limit:
+def longest_row(
+  measure: Measure, room: int, *, start: Point, per_place: float, most_tokens: int
+) -> Limit:
   """Returns the longest row of which one fits on each replica.
 
   Args:
     measure: As in `largest_microbatch`.
     room: As in `largest_microbatch`.
     start: What one row of the planned length needs.
+    per_place: Bytes that one more place of a microbatch needs, for the first guess.
     most_tokens: Context of the model.
   """
   unit = min(_ROUND, start.row_tokens)
-  longer = max(min(2 * start.row_tokens, most_tokens) // unit * unit, unit)
-  other = measure(1, longer)
+  guessed = Point(1, 2 * start.row_tokens, start.peak + int(per_place * start.row_tokens))
   return _largest(
     lambda tokens: measure(1, tokens),
     room,
-    [start, other],
+    [start],
     key=_tokens,
     most=most_tokens,
     unit=unit,
+    guessed=guessed,
   )
+
+
+def slope(points: Iterable[Point]) -> float:
+  """Returns the bytes that one more place needs, of the smallest and the largest microbatch."""
+  ordered = sorted(points, key=lambda point: point.places)
+  if len(ordered) < 2 or ordered[0].places == ordered[-1].places:
+    return 0.0
+  first, last = ordered[0], ordered[-1]
+  return max(last.peak - first.peak, 0) / (last.places - first.places)
 
 
 def _rows(point: Point) -> int:
@@ -125,8 +137,12 @@ def _largest(
   key: Callable[[Point], int],
   most: int,
   unit: int,
+  guessed: Point | None = None,
 ) -> Limit:
-  """Returns the largest size that fits: by a line through two points, verified, then corrected."""
+  """Returns the largest size that fits: by a line through two points, verified, then corrected.
+
+  `guessed` is a point of the line that was not compiled; a compiled one takes its place.
+  """
   points = list(points)
   most = max(most // unit * unit, unit)
   for _ in range(_MOST_TRIES):
@@ -135,7 +151,8 @@ def _largest(
     high = min(key(bad) - unit if bad else most, most)
     if high <= low or (good and bad and high - low < max(low // 16, unit)):
       break
-    guess = _guess(points, room, key) // unit * unit
+    line = [*points, guessed] if guessed is not None and len(points) < 2 else points
+    guess = _guess(line, room, key) // unit * unit
     guess = min(max(guess, low + unit), high)
     points.append(measure(guess))
   good, bad = _bounds(points, room, key)

@@ -1,7 +1,7 @@
 """What one training step computes, from a run's config and an assumed length of completions.
 
-A multiplication with an addition counts as two operations. Recomputed activations are counted: these
-are the operations that the devices execute, not those of the model.
+A multiplication with an addition counts as two operations. Recomputed activations are counted:
+these are the operations that the devices execute, not those of the model.
 """
 
 import collections
@@ -17,6 +17,7 @@ from grpo_jax.config import batching_options
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.models import leaves
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.planning import programs
 from grpo_jax.planning.programs import Run
 
 # Times that an update reads each weight in the compute dtype: forward, backward, recomputation.
@@ -43,8 +44,6 @@ class Work:
     calls: Number of runs of the program in a step.
     operations: Operations of the phase.
     bytes: Least bytes that each device exchanges with its memory.
-    hosts: Number of hosts that each do a part of the operations with their own devices.
-    received: Bytes that a device receives in addition to the program's collectives.
   """
 
   phase: str
@@ -52,8 +51,6 @@ class Work:
   calls: float
   operations: float
   bytes: float
-  hosts: int = 1
-  received: float = 0.0
 
 
 def lengths(config: Any, *, prompt: int | None = None, completion: int | None = None) -> Lengths:
@@ -118,19 +115,19 @@ def of_step(run: Run, assumed: Lengths, *, hosts: int) -> list[Work]:
   if scorings:
     forward = sum(n * _of(forward_cost(run.model), shape) for shape, n in shapes.items())
     read = scorings * count * _gathered(run)
-    found.append(Work("scoring", "score", scorings * count, scorings * forward, read))
+    found.append(Work("scoring", "score", float(scorings * count), scorings * forward, read))
   epochs = run.config.learn.epochs
   update = epochs * sum(n * _of(run.made.cost, shape) for shape, n in shapes.items())
   reads = _READS[run.config.model.remat]
   each = reads * _gathered(run) + 2 * run.arrays.sums
-  found.append(Work("update", "update", epochs * count, update, epochs * count * each))
+  calls = float(epochs * count)
+  found.append(Work("update", "update", calls, update, calls * each))
   steps = epochs * run.config.learn.minibatches
   state = 2 * (run.arrays.sums + run.arrays.optimizer) + run.arrays.sums
-  found.append(Work("optimizer", "optimizer", steps, 0.0, steps * state))
-  if run.arrays.gathered:
-    received = run.arrays.gathered - run.arrays.weights
-    moved = run.arrays.gathered + run.arrays.sampler
-    found.append(Work("weights to the sampler", "", 1, 0.0, moved, received=received))
+  found.append(Work("optimizer", "optimizer", float(steps), 0.0, float(steps * state)))
+  if run.sampler_mesh is not None and run.sampler_mesh.size < run.mesh.size:
+    moved = run.arrays.weights + run.arrays.sampler
+    found.append(Work("weights to the sampler", programs.COPYING, 1.0, 0.0, float(moved)))
   return found
 
 
@@ -162,7 +159,7 @@ def _sampling(run: Run, assumed: Lengths, hosts: int) -> list[Work]:
   read = prompts * (cost.place * assumed.prompt + cost.pair * pairs)
   calls = math.ceil(prompts / hosts) * assumed.prompt / run.prefill
   of_weights = run.weights_read * math.ceil(calls)
-  reading = Work("reading prompts", "reading prompts", calls, read, of_weights, hosts)
+  reading = Work("reading prompts", "reading prompts", calls, read, float(of_weights))
   completions = prompts * group
   context = assumed.prompt + assumed.completion / 2
   token = cost.place + cost.loss_place + cost.pair * context
@@ -170,7 +167,6 @@ def _sampling(run: Run, assumed: Lengths, hosts: int) -> list[Work]:
   # A prompt is read once for its group, its completions each for themselves.
   cached = rows * (assumed.completion / 2 + assumed.prompt / group) * run.cache_token / parts
   operations = completions * assumed.completion * token
-  decoding = Work(
-    "sampling", "sampling", steps / _CHUNK, operations, steps * (run.weights_read + cached), hosts
-  )
+  moved = steps * (run.weights_read + cached)
+  decoding = Work("sampling", "sampling", steps / _CHUNK, operations, float(moved))
   return [reading, decoding]

@@ -8,6 +8,7 @@ process has ("h100" or "tpu"). Without it everything here is skipped.
 
 import functools
 import importlib
+import json
 import os
 
 import aot
@@ -15,6 +16,7 @@ import pytest
 from grpo_kernels.linear_logprobs import core, reference
 from test_cross_lowering import MODELS, TOKENS, passes, structs
 
+from grpo_jax.commands import cli
 from scripts import fit, fit_run, targets
 
 TARGET = os.environ.get("AOT_TARGET")
@@ -157,3 +159,33 @@ def test_math_1b_fits_one_h100():
 )
 def test_math_1b_fits_eight_v5es():
   assert whole_run_on("v5e:2x4")
+
+
+SMALL = {
+  "architectures": ["Qwen2ForCausalLM"],
+  "vocab_size": 2048,
+  "hidden_size": 256,
+  "intermediate_size": 512,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "rope_theta": 1e6,
+  "max_position_embeddings": 4096,
+  "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize("machine", ["2xh100:8"] if TARGET == "h100" else ["v5e-16"])
+def test_a_small_run_is_planned_for_several_hosts(machine, tmp_path):
+  sizes, answer = tmp_path / "config.json", tmp_path / "plan.json"
+  sizes.write_text(json.dumps(SMALL))
+  options = ["--config.engine.max_rows=8", "--config.loss.kl_coef=0", "--no-search", "--no-cache"]
+  command = ["plan", "--config=configs/math_1b.py", f"--topology={machine}", *options]
+  assert cli.run([*command, f"--model-config={sizes}", f"--json={answer}"]) == 0
+  found = json.loads(answer.read_text())
+  names = {one["name"].partition(" ")[0] for one in found["programs"]}
+  assert {"update", "sampling", "reading", "copying", "optimizer"} <= names
+  assert found["topology"]["devices"] == 16 and found["mesh"]["fsdp"] == 16
+  moved = {one["kind"]: one["bytes"] for one in found["collectives"] if one["program"] == "update"}
+  assert "all-gather" in moved and {"reduce-scatter", "all-reduce"} & {*moved}
+  assert found["step_bound_s"] > 0

@@ -1,0 +1,197 @@
+"""Plans of a tiny model on simulated devices: accounting, verdict, advice, the command."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from grpo_jax.commands import cli
+from grpo_jax.planning import (
+  advice,
+  asking,
+  collectives,
+  compiling,
+  plan,
+  programs,
+  report,
+  roofline,
+  topologies,
+  workload,
+)
+from grpo_jax.planning.chips import CHIPS
+from grpo_jax.planning.compiling import Compiled, Moved
+from grpo_jax.planning.workload import Work
+
+GIB = 2**30
+CONFIG = ["--config=configs/math_1b.py"]
+
+
+@pytest.fixture(scope="module")
+def run(model, tmp_path_factory):
+  """A run of a tiny model on eight simulated devices, without compiling."""
+  return make(model, tmp_path_factory.mktemp("scratch"))
+
+
+def make(model, scratch, *overrides, machine="cpu:8"):
+  config = asking.config_of([*CONFIG, *overrides])
+  sizes, _ = asking.model_of(config, str(model), scratch)
+  return asking.run_of(config, sizes, topologies.parse(machine), scratch)
+
+
+def planned(run, *, room=100 * GIB, own=GIB, refused=(), searches=False):
+  """Returns a plan whose compiler is a stand-in: every program takes `own` bytes."""
+  chip = dataclasses.replace(CHIPS["v5e"], usable=room)
+  topology = topologies.Topology("v5e-8", chip, 8)
+
+  def compile_job(job):
+    is_refused = programs.program_of(job.name) in refused
+    return Compiled(job.name, temporaries=own, is_refused=is_refused)
+
+  assumed = workload.lengths(run.config)
+  return plan.make(run, topology, compile_job, assumed=assumed, searches=searches)
+
+
+def test_traffic_of_a_program_is_that_of_its_collectives():
+  """Two all-gathers over "fsdp" in a loop of five, one all-reduce over "data"."""
+  mesh = Mesh(np.asarray(jax.devices()).reshape(2, 4, 1), ("data", "fsdp", "tensor"))
+
+  @jax.jit
+  @jax.shard_map(mesh=mesh, in_specs=PartitionSpec("fsdp"), out_specs=PartitionSpec())
+  def program(x):
+    def step(carry, _):
+      return carry + jnp.sum(jax.lax.all_gather(jnp.sin(carry) * x, "fsdp")), None
+
+    carry = jax.lax.pcast(jnp.zeros((), jnp.float32), ("fsdp",), to="varying")
+    total, _ = jax.lax.scan(step, carry, None, length=5)
+    return jax.lax.psum(jax.lax.pmean(total, "fsdp"), ())
+
+  x = jax.ShapeDtypeStruct((64,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
+  try:
+    text = program.lower(x).compile().as_text()
+  except (AttributeError, TypeError, ValueError) as error:
+    pytest.skip(f"this JAX writes the program otherwise: {error}")
+  gathers = [each for each in compiling.moved(text, mesh) if each.kind == "all-gather"]
+  assert [(each.axes, each.is_far) for each in gathers] == [("fsdp", False)]
+  assert gathers[0].bytes == 5 * 4 * 64 * 3 / 4
+  halves = compiling.moved(text, mesh, place=lambda device: device.id % 2)
+  assert all(each.is_far for each in halves if "fsdp" in each.axes)
+
+
+def test_collectives_repeated_in_fusions_count_once():
+  text = """
+%start (p: f32[2]) -> f32[8] {
+  ROOT %g = f32[8]{0} all-gather(%p), channel_id=7, replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+%done (p: f32[2]) -> f32[8] {
+  ROOT %g = f32[8]{0} all-gather(%p), channel_id=7, replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+ENTRY %main (p: f32[2]) -> f32[8] {
+  %a = f32[8]{0} fusion(%p), kind=kCustom, calls=%start
+  %b = f32[8]{0} fusion(%p), kind=kCustom, calls=%done
+  %c = f32[2]{0} reduce-scatter(%b), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %d = f32[2]{0} reduce-scatter(%b), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%add
+}
+"""
+  kinds = [one.kind for one in collectives.collectives(text, devices=4)]
+  assert kinds == ["all-gather", "reduce-scatter", "reduce-scatter"]
+
+
+def test_largest_arrays_are_those_in_memory():
+  text = """
+ENTRY %main (p: f32[512]) -> f32[8] {
+  %p = f32[512]{0} parameter(0)
+  %fast = f32[256]{0:T(256)S(1)} fusion(%p), kind=kLoop, calls=%f
+  %big = (f32[128]{0}, bf16[16]{0}) fusion(%p), kind=kLoop, calls=%f, metadata={op_name="a/dot"}
+  %same = f32[128]{0} get-tuple-element(%big), index=0
+  ROOT %d = f32[8]{0} negate(%same)
+}
+"""
+  found = collectives.largest(text)
+  assert [(held.array.shape, held.source) for held in found[:2]] == [
+    ((128,), "a/dot"),
+    ((8,), "negate"),
+  ]
+
+
+def test_every_program_of_the_run_is_planned(run):
+  needs = planned(run).needs
+  expected = {"reading prompts", "sampling", "score", "update", "optimizer", "watch"}
+  assert {need.program for need in needs} == expected
+  update = next(need for need in needs if need.program == "update")
+  assert update.peak == run.arrays.always + run.arrays.sums + GIB
+
+
+def test_verdict_and_the_exit_of_the_worst_program(run):
+  assert planned(run, room=4 * GIB).fits
+  plan_ = planned(run, room=GIB)
+  assert not plan_.fits
+  assert "DOES NOT FIT v5e-8" in report.text(plan_, source="a test")
+  refused = planned(run, refused={"update"})
+  assert not refused.fits and refused.worst.program == "update"
+
+
+def test_remedies_follow_from_what_takes_the_memory(run, model, tmp_path):
+  assert advice.remedies(planned(run)) == []
+  changes = lambda plan_: [each.change for each in advice.remedies(plan_)]
+  split = changes(planned(run, room=GIB))
+  assert "loss.kl_coef=0" in split and not any("mesh.fsdp" in each for each in split)
+  copied = make(model, tmp_path, "--config.mesh.data=8", "--config.mesh.fsdp=1",
+                "--config.loss.kl_coef=0")  # fmt: skip
+  found = changes(planned(copied, room=GIB))
+  assert "mesh.data=1 mesh.fsdp=8" in found and "loss.kl_coef=0" not in found
+  lowered = make(model, tmp_path, "--config.model.remat=none")
+  assert "model.remat=full" in changes(planned(lowered, room=GIB, refused={"update"}))
+
+
+def test_a_machine_that_cannot_hold_the_state_says_how_many_could(run):
+  plan_ = planned(run, room=run.arrays.always // 2, searches=True)
+  assert plan_.microbatch.point is None
+  assert any(each.change.startswith("at least") for each in advice.remedies(plan_))
+
+
+def test_time_is_the_larger_of_compute_and_memory_plus_traffic():
+  chip = CHIPS["h100"]
+  moved = (Moved("all-gather", "fsdp", False, 450e9, 1), Moved("all-reduce", "data", True, 50e9, 1))
+  work = [Work("update", "update", 2, 16 * 989e12, 3.35e12 * 3)]
+  made = {"update": Compiled("update", moved=moved)}
+  (phase,) = roofline.phases(work, made, chip, devices=16, dtype="bfloat16")
+  assert (phase.compute_s, phase.memory_s) == (pytest.approx(1), pytest.approx(3))
+  assert (phase.near_s, phase.far_s) == (pytest.approx(2), pytest.approx(2))
+  assert phase.total_s == pytest.approx(7) and phase.bound == "memory"
+
+
+def test_work_grows_with_the_assumed_lengths(run):
+  config = run.config
+  short, long = workload.lengths(config, completion=64), workload.lengths(config, completion=512)
+  assert workload.lengths(config).completion == 256  # half of sampling.max_tokens.
+  of = lambda assumed: {each.phase: each for each in workload.of_step(run, assumed, hosts=1)}
+  few, many = of(short), of(long)
+  assert many["update"].operations > 2 * few["update"].operations
+  assert many["sampling"].calls == 8 * few["sampling"].calls
+  assert of(short)["sampling"].calls == 512 / 64 * 64 / 16
+
+
+def test_the_command_needs_a_machine_and_writes_json(model, tmp_path, capsys, monkeypatch):
+  monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  answer = lambda job, mesh, **_: Compiled(job.name, temporaries=1)
+  monkeypatch.setattr(compiling, "compiled", answer)
+  file = tmp_path / "plan.json"
+  arguments = ["plan", *CONFIG, f"--model-config={model}"]
+  assert cli.run(arguments) == 2
+  assert "--topology is missing" in capsys.readouterr().err
+  assert cli.run([*arguments, "--topology=v5e-12"]) == 2
+  assert "v5e-16" in capsys.readouterr().err
+  assert cli.run([*arguments, "--topology=cpu:8", "--config.mesh.fsdp=3"]) == 2
+  assert "mesh.fsdp=3" in capsys.readouterr().err
+  assert cli.run([*arguments, "--topology=cpu:8", "--no-search", f"--json={file}"]) == 0
+  assert "FITS cpu:8" in capsys.readouterr().out
+  content = json.loads(file.read_text())
+  assert content["fits"] and content["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1}
+  assert not (tmp_path / "runs").exists()

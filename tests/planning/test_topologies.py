@@ -1,0 +1,91 @@
+"""Names of machines: what they mean, and the messages for those that do not exist."""
+
+import importlib.util
+
+import pytest
+
+from grpo_jax.planning import topologies
+from grpo_jax.planning.chips import CHIPS
+from grpo_jax.planning.topologies import PlanError
+
+
+@pytest.mark.parametrize(
+  ("name", "chip", "devices", "hosts", "slices", "shape"),
+  [
+    ("v5e-16", "v5e", 16, 4, 1, "4x4"),
+    ("v5litepod-16", "v5e", 16, 4, 1, "4x4"),
+    ("V5E-8", "v5e", 8, 1, 1, "2x4"),
+    ("v5e:2x4", "v5e", 8, 1, 1, "2x4"),
+    ("v5e-1", "v5e", 1, 1, 1, "1x1"),
+    ("v5e-256", "v5e", 256, 64, 1, "16x16"),
+    ("v6e-8", "v6e", 8, 1, 1, "2x4"),
+    ("v5p-8", "v5p", 4, 1, 1, "2x2x1"),  # 8 TensorCores.
+    ("v5p-32", "v5p", 16, 4, 1, "2x2x4"),
+    ("v4-8", "v4", 4, 1, 1, "2x2x1"),
+    ("2xv5e-16", "v5e", 32, 8, 2, "4x4"),
+    ("h100:8", "h100", 8, 1, 1, ""),
+    ("h100", "h100", 1, 1, 1, ""),
+    ("2xh100:8", "h100", 16, 2, 2, ""),
+    ("4xh200:4", "h200", 16, 4, 4, ""),
+    ("cpu:4", "cpu", 4, 1, 1, ""),
+  ],
+)
+def test_names_mean_what_google_and_nvidia_sell(name, chip, devices, hosts, slices, shape):
+  found = topologies.parse(name)
+  assert (found.chip.name, found.devices, found.hosts) == (chip, devices, hosts)
+  assert (found.slices, found.shape) == (slices, shape)
+
+
+@pytest.mark.parametrize(
+  ("name", "words"),
+  [
+    ("v5e-12", ["v5e-16", "v5e-8"]),
+    ("v5p-4", ["v5p-8", "there are"]),
+    ("v7e-8", ["v6e-8"]),
+    ("h1oo:8", ["h100:8"]),
+    ("h100:16", ["1 to 8 GPUs", "2xh100:8"]),
+    ("h100-8", ["2xh100:8"]),
+    ("v5e:3x3", ["4x4"]),
+    ("0xv5e-16", ["v5e-16"]),
+    ("", ["v5e-16"]),
+    ("cpu:0", ["cpu:8"]),
+  ],
+)
+def test_unknown_names_name_the_nearest(name, words):
+  with pytest.raises(PlanError) as refused:
+    topologies.parse(name)
+  assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_all_offered_names_are_valid_and_stay_themselves():
+  for name in topologies.valid():
+    assert topologies.parse(name).name == name
+
+
+def test_a_host_is_a_machine_of_its_own():
+  hosts = {name: topologies.host_of(topologies.parse(name)).name for name in
+           ("v5e-16", "v5p-32", "2xv5e-8", "2xh100:8", "v6e-8")}  # fmt: skip
+  assert hosts == {
+    "v5e-16": "v5e-4",
+    "v5p-32": "v5p-8",
+    "2xv5e-8": "v5e-8",
+    "2xh100:8": "h100:8",
+    "v6e-8": "v6e-8",
+  }
+
+
+@pytest.mark.parametrize(
+  ("name", "extra"), [("v5e-16", "grpo_jax[plan-tpu]"), ("h100:8", "grpo_jax[plan-cuda]")]
+)
+def test_a_missing_compiler_is_one_message_that_says_what_to_install(monkeypatch, name, extra):
+  monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+  with pytest.raises(PlanError) as refused:
+    topologies.devices(topologies.parse(name))
+  assert extra in str(refused.value) and "not needed" in str(refused.value)
+
+
+def test_rates_have_sources_and_sensible_sizes():
+  for chip in CHIPS.values():
+    assert chip.sources and chip.of_usable
+    assert 0.85 * chip.memory < chip.usable <= 1.08 * chip.memory
+    assert chip.float32 < chip.bfloat16 and chip.network < chip.link < chip.bandwidth
