@@ -18,6 +18,7 @@ from grpo_jax.config import configuration as checking
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.files import local_paths
+from grpo_jax.processes import starting
 from grpo_jax.run_folder import workdirs
 
 # What is handed over is checked here, with messages of our own.
@@ -45,6 +46,9 @@ def train(
   The folder belongs to this call until it returns. The stop button of a notebook (Ctrl-C, a
   KeyboardInterrupt) ends the run with a checkpoint of the last whole step and is raised again; a
   second one ends it at once, without. Either way `grpo_jax.open(workdir)` returns the run.
+
+  On several hosts every process makes the same call (docs/hosts.md); the first one joins the
+  processes, so that it must come before anything else that uses JAX's devices.
 
   Args:
     config: Name of a config of the package, such as "quickstart"; path of a config file; or a
@@ -77,13 +81,14 @@ def train(
   place = workdir if local_paths.is_url(workdir) else pathlib.Path(workdir).expanduser()
   folder = workdirs.local_folder(place)
   chosen = _chosen(config, overrides)
+  starting.start(chosen.get("distributed"))
   files = _files(rows, evaluation_rows)
   chosen = row_files.with_rows(chosen, folder, files)
   if reward is not None:
     chosen = rewards.with_reward(chosen, reward)
   checking.check(chosen, [training.validate])
   processes.allow_open_files()
-  with workdirs.opened(place, stop=hooks, named="workdir"):
+  with processes.failing(), workdirs.opened(place, stop=hooks, named="workdir"):
     is_continued = bool(stored.steps(folder))
     for name, lines in files.items():
       row_files.write(lines, folder / name, is_continued=is_continued)

@@ -60,7 +60,7 @@ def get_config() -> Any:
   distributed.processes = placeholder(int)  # number of processes; None: found by JAX
   distributed.index = placeholder(int)  # number of this process, from 0; None: found by JAX
   distributed.join_s = 300.0  # longest wait for all processes to start
-  distributed.heartbeat_s = 60.0  # a process that died ends the others after this time
+  distributed.heartbeat_s = 60.0  # a process without a sign of life for so long ends the others
   distributed.wait_s = 1800.0  # longest wait for a process that is alive, such as a slow sampler
 
   # training data: one dataset, or what several share; docs/data.md
