@@ -205,7 +205,7 @@ def free_port() -> int:
 
 def _show(lines: IO[bytes], index: int) -> None:
   """Prints the lines of a process other than the first, with its number."""
-  for line in lines:
-    if line.strip() and not line.startswith(NOISE):
-      sys.stderr.buffer.write(f"[{index}] ".encode() + line)
-      sys.stderr.flush()
+  with lines:
+    for line in lines:
+      if line.strip() and not line.startswith(NOISE):
+        print(f"[{index}] {line.decode(errors='replace').rstrip()}", file=sys.stderr, flush=True)

@@ -498,8 +498,34 @@ def failing() -> Iterator[None]:
   try:
     yield
   except (Exception, KeyboardInterrupt) as error:
+    if _is_lost_connection(error):
+      _raise_loss(error)
     give_up(error)
     raise
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+  """Returns whether an error may be what this process sees of the end of another one."""
+  if watch.current is None:
+    return False
+  if isinstance(error, ProcessesError):
+    return "no answer from process 0" in str(error)
+  words = ("gloo", "nccl", "connection", "unavailable", "coordination")
+  is_of_jax = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError", "ValueError")
+  return is_of_jax and any(word in str(error).lower() for word in words)
+
+
+def _raise_loss(error: BaseException) -> None:
+  """Raises the failure of the process that was lost, once the watch has found it."""
+  deadline = time.monotonic() + (watch.current.heartbeat_s + 2 if watch.current else 0)
+  while watch.current is not None and watch.current.failure is None:
+    if time.monotonic() > deadline:
+      return
+    time.sleep(watch.LOOK_S)
+  failure = watch.current.failure if watch.current else None
+  if watch.current is not None and failure is not None and failure.process != index():
+    message = watch.current.described(failure)
+    raise OtherProcessError(message, failure.exit_code) from error
 
 
 def give_up(error: BaseException) -> None:

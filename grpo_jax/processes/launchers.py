@@ -75,7 +75,7 @@ def _cluster(environment: Mapping[str, str]) -> Any:
   for each in clusters.ClusterEnv._cluster_types:
     if each.opt_in_only_method:
       continue
-    if each.name == "k8s" and "JOB_COMPLETION_INDEX" not in environment:
+    if each.__name__ == "K8sCluster" and "JOB_COMPLETION_INDEX" not in environment:
       continue  # a pod, such as one of a notebook, that is not one of an indexed job.
     if each.is_env_present():
       return each

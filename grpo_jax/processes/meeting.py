@@ -124,7 +124,8 @@ def _introduction(connection: socket.socket) -> dict[str, Any] | None:
   """Returns what a process says of itself; None if that is not one of a run."""
   connection.settimeout(5)
   try:
-    found = json.loads(connection.makefile("rb").readline(LENGTH))
+    with connection.makefile("rb") as lines:
+      found = json.loads(lines.readline(LENGTH))
     return found if isinstance(found, dict) and found.get("run") == "grpo_jax" else None
   except (OSError, ValueError):
     return None
@@ -213,7 +214,8 @@ def _asked(
     while not select.select([connection], [], [], POLL_S)[0]:
       _check(stop)
     connection.settimeout(5)
-    return json.loads(connection.makefile("rb").readline())
+    with connection.makefile("rb") as lines:
+      return json.loads(lines.readline())
   except (OSError, ValueError) as error:
     raise JoinError(
       f"{place.named}: process 0 at {place.address} ended while the processes joined it, or is not"

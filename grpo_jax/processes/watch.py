@@ -75,7 +75,7 @@ class Watch:
     self.is_reported = False  # the failure has been printed.
     self._client = client
     self._coordinator = coordinator
-    self._heartbeat_s = heartbeat_s
+    self.heartbeat_s = heartbeat_s
     self._wait_s = wait_s
     self._failed_at = 0.0
     self._answered_at = time.monotonic()
@@ -205,7 +205,7 @@ class Watch:
       if self._stuck.get(process, (None, 0))[0] != doing:
         self._stuck[process] = (doing, now)
     for process, (_, at) in self._seen.items():
-      if now - at > self._heartbeat_s and self.failure is None:
+      if now - at > self.heartbeat_s and self.failure is None:
         self.give_up(Failure(process, _silent(now - at)))
     self._find_hanging(signs, now)
 
@@ -237,7 +237,7 @@ class Watch:
         self._answered_at = now
         self._seen = {process: (number, now) for process, (number, _) in self._seen.items()}
       before = now
-      if self.failure is None and now - self._answered_at > self._heartbeat_s:
+      if self.failure is None and now - self._answered_at > self.heartbeat_s:
         self._note(Failure(0, _silent(now - self._answered_at)))
       if self.failure is not None and now - self._failed_at > self._patience(self.failure):
         self._report()
@@ -279,7 +279,7 @@ class Watch:
       except Exception:
         return
       silent = {
-        str(p) for p, (_, at) in self._seen.items() if time.monotonic() - at > self._heartbeat_s
+        str(p) for p, (_, at) in self._seen.items() if time.monotonic() - at > self.heartbeat_s
       }
       if len(left | silent | {"0"}) == len(self.hosts):
         time.sleep(0.2)  # from the last word of a process to its end.

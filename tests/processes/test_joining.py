@@ -131,15 +131,15 @@ FOUND = launchers.Found("Open MPI", 8, 5)
 def test_wrong_options_are_refused(options, found, message, monkeypatch):
   monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
   with pytest.raises(WrongStartError, match=message.replace("(", r"\(")) as error:
-    starting.placed(options, found, join_s=1)
+    starting.placed(options, found, join_s=1.0)
   assert error.value.exit_code == 2
 
 
 def test_options_come_before_what_a_launcher_says():
-  assert starting.placed(OPTIONS, None, join_s=1) == Place("node1", 1234, 4, 3)
-  assert starting.placed({"coordinator": "[::1]:80"}, FOUND, join_s=1) == Place("::1", 80, 8, 5)
-  assert starting.placed({"processes": 1}, FOUND, join_s=1) is None
-  assert starting.placed({}, None, join_s=1) is None
+  assert starting.placed(OPTIONS, None, join_s=1.0) == Place("node1", 1234, 4, 3)
+  assert starting.placed({"coordinator": "[::1]:80"}, FOUND, join_s=1.0) == Place("::1", 80, 8, 5)
+  assert starting.placed({"processes": 1}, FOUND, join_s=1.0) is None
+  assert starting.placed({}, None, join_s=1.0) is None
 
 
 SLURM = {
@@ -163,7 +163,7 @@ def found(monkeypatch, variables):
 def test_slurm_is_found(monkeypatch):
   it = found(monkeypatch, SLURM)
   assert it is not None and (it.processes, it.index) == (4, 3)
-  assert it.coordinator(5) == f"h17:{77 + 65535 - 2**12 + 1}"
+  assert it.coordinator(5.0) == f"h17:{77 + 65535 - 2**12 + 1}"
   assert launchers.own_gpus(it, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}) == range(4, 8)
   assert launchers.own_gpus(it, {"CUDA_VISIBLE_DEVICES": "3"}) is None  # --gpus-per-task=1
 
@@ -186,7 +186,7 @@ def test_open_mpi_5_is_found_but_not_its_address(monkeypatch):
   variables = {"SIZE": "4", "RANK": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
   it = found(monkeypatch, {f"OMPI_COMM_WORLD_{k}": v for k, v in variables.items()})
   assert it is not None
-  assert (it.processes, it.index, it.coordinator(1)) == (4, 2, None)
+  assert (it.processes, it.index, it.coordinator(1.0)) == (4, 2, None)
   assert launchers.own_gpus(it, {"CUDA_VISIBLE_DEVICES": "0,1"}) == range(1)
 
 

@@ -110,7 +110,7 @@ def check_equal(workdir, unbroken, moments):
 
 
 def recorded(line):
-  """Returns metrics; without what compares logprobs with the sampler's, whose batches are others."""
+  """Returns the metrics of a step that do not depend on the layout, or all if it stays."""
   found = metrics.reproducible(json.loads(line))
   return {name: value for name, value in found.items() if KILLS or "mismatch" not in name}
 
