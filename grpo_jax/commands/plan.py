@@ -105,7 +105,7 @@ def _prepare() -> None:
 
 
 def _plan(options: Any, rest: Sequence[str], arguments: Sequence[str]) -> int:
-  from grpo_jax.planning import asking, compiling, plan, report, topologies, workload
+  from grpo_jax.planning import asking, compiling, plan, programs, report, topologies, workload
 
   topology = topologies.parse(options.topology)
   topologies.check_compiler(topology)
@@ -118,7 +118,7 @@ def _plan(options: Any, rest: Sequence[str], arguments: Sequence[str]) -> int:
   def compile_job(job: Any) -> Any:
     began = time.monotonic()
     _say(f"compiling {job.name} for {topology.name} …")
-    found = compiling.compiled(job, asking.mesh_of(run, job), folder=folder)
+    found = compiling.compiled(job, programs.mesh_of(run, job), host=run.host, folder=folder)
     _say(f"compiling {job.name} for {topology.name}: {time.monotonic() - began:.0f} s")
     return found
 

@@ -48,7 +48,8 @@ def get_config() -> Any:
 
   # sizes of the axes; their product is the number of devices; -1: the rest. docs/sharding.md
   config.mesh = mesh = ConfigDict()
-  mesh.data = -1  # splits the rows of a batch; weights are copied
+  # splits the rows of a batch; weights are copied, once a TPU slice or node if fsdp is -1, too
+  mesh.data = -1
   mesh.fsdp = 1  # splits rows, and also weights and optimizer state (ZeRO-3)
   mesh.tensor = 1  # splits attention heads, feed-forward layers and the vocabulary
 

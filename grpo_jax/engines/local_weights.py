@@ -52,7 +52,9 @@ class Gathering:
 
   def fits(self, params: Any) -> bool:
     """Returns whether these parameters are like those that the copies were described for."""
-    return jax.tree.map(_described, params) == self._params
+    if jax.tree.structure(params) != jax.tree.structure(self._params):
+      return False
+    return all(map(_is_like, jax.tree.leaves(params), jax.tree.leaves(self._params)))
 
   def described(self, options: decoding.Options) -> decoding.Weights:
     """Returns shapes, dtypes and shardings of this process's copy.
@@ -118,6 +120,13 @@ class Gathering:
     layers = [{name: of_layer(name, x) for name, x in each.items()} for each in weights.layers]
     head = None if self._is_tied else of["head"]
     return decoding.Weights(of["embed"], layers, of["final_norm"], head)
+
+
+def _is_like(one: Any, other: Any) -> bool:
+  """Returns whether two arrays have the same shape, dtype and places."""
+  if (one.shape, one.dtype) != (other.shape, other.dtype):
+    return False
+  return one.sharding.is_equivalent_to(other.sharding, len(one.shape))
 
 
 def _described(like: Any) -> Any:

@@ -135,8 +135,9 @@ def _prompt(group: RolloutGroup, asked: Prompt) -> dict[str, Any] | None:
   if own is asked:
     return None
   fields = [field.name for field in dataclasses.fields(Prompt) if field.name not in _CHANGING]
-  others = [name for name in fields if getattr(own, name) is not getattr(asked, name)]
-  if [name for name in others if getattr(own, name) != getattr(asked, name)]:
+  pairs = [(name, getattr(own, name), getattr(asked, name)) for name in fields]
+  others = [name for name, one, other in pairs if one is not other and one != other]
+  if others:
     raise ValueError(f"the group of prompt {asked.prompt_id} has {others[0]} of another prompt")
   return {"tokens": len(own.token_ids), "text": own.text, "is_cut": own.is_cut}
 

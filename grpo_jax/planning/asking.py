@@ -5,10 +5,6 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-from jax.sharding import Mesh
-
-from grpo_jax.compilation.programs import Job
 from grpo_jax.config import command_line, configuration, run_options
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.learn import sharding
@@ -79,7 +75,9 @@ def run_of(config: Config, model: ModelConfig, topology: Topology, folder: pathl
     ConfigError: The run would refuse its options, its mesh or its model.
   """
   devices = topologies.devices(topology)
-  with target.assumed(devices):
+  host = topologies.host_of(topology)
+  local = devices if host is topology else topologies.devices(host)
+  with target.assumed(devices, local):
     complaints = [each for each in run_options.validate(config) if not each.startswith(_NOT_NEEDED)]
     if complaints:
       raise ConfigError("\n".join(complaints))
@@ -92,13 +90,4 @@ def run_of(config: Config, model: ModelConfig, topology: Topology, folder: pathl
   if config.teacher.path:
     with_teacher = configuration.replaced(config, {"model.path": config.teacher.path})
     teacher, _ = model_of(with_teacher, None, folder)
-  return programs.described(config, model, mesh, teacher=teacher)
-
-
-def mesh_of(run: Run, job: Job) -> Mesh:
-  """Returns the mesh of a program: that of one host for the sampler's, else that of the run."""
-  is_local = programs.program_of(job.name) in ("sampling", "reading prompts")
-  if not is_local or run.local == run.mesh.size:
-    return run.mesh
-  with target.assumed(run.devices):
-    return jax.tree.leaves(programs.of_host(run))[0].sharding.mesh
+  return programs.described(config, model, mesh, host=local, teacher=teacher)

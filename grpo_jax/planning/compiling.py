@@ -89,12 +89,19 @@ def versions() -> dict[str, str]:
   return found
 
 
-def compiled(job: Job, mesh: jax.sharding.Mesh, *, folder: pathlib.Path | None = None) -> Compiled:
+def compiled(
+  job: Job,
+  mesh: jax.sharding.Mesh,
+  *,
+  host: Sequence[Any] | None = None,
+  folder: pathlib.Path | None = None,
+) -> Compiled:
   """Compiles a program for the devices of a mesh, or returns what an earlier compilation said.
 
   Args:
     job: Compilation; it can be lowered.
-    mesh: Mesh of the target's devices, all of them.
+    mesh: Mesh of the program's devices.
+    host: Devices of one host; None: all are of one.
     folder: Folder of the answers; None: nothing is kept.
 
   Raises:
@@ -102,7 +109,7 @@ def compiled(job: Job, mesh: jax.sharding.Mesh, *, folder: pathlib.Path | None =
   """
   devices = list(mesh.devices.flat)
   assert job.lower is not None, job.name
-  with target.assumed(devices):
+  with target.assumed(devices, devices if host is None else host):
     try:
       lowered = job.lower()
     except (NotImplementedError, ValueError) as error:

@@ -105,11 +105,12 @@ class Run:
     config: Config of the run.
     model: Sizes of the model.
     mesh: Mesh of all devices.
+    host: Devices of one host; see `target.assumed`.
     made: The programs of the update.
     arrays: Bytes of the arrays that lie in memory.
     jobs: Compilations of all programs.
     sizes: Options of the sampler's sizes; empty: the run does not use the embedded sampler.
-    local: Number of devices over which the sampler of one host is spread.
+    sampler_mesh: Mesh of the sampler of one host; None: the run has none.
     weights_read: Bytes of the weights that one device reads in each decode step.
     cache_token: Bytes of keys and values of one token, on all devices together.
   """
@@ -117,18 +118,30 @@ class Run:
   config: Config
   model: ModelConfig
   mesh: Mesh
+  host: Sequence[Any]
   made: computation.Computation
   arrays: Arrays
   jobs: tuple[Job, ...]
   sizes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  local: int = 1
+  sampler_mesh: Mesh | None = None
   weights_read: int = 0
   cache_token: int = 0
 
   @property
-  def devices(self) -> list[Any]:
-    """All devices."""
-    return list(self.mesh.devices.flat)
+  def prefill(self) -> int:
+    """Tokens of prompts that the sampler reads at once."""
+    names = [job.name for job in self.jobs if program_of(job.name) == "reading prompts"]
+    return size_of(names[0])
+
+  def assumed(self) -> Any:
+    """Returns the context in which code runs as on the machine."""
+    return target.assumed(list(self.mesh.devices.flat), self.host)
+
+
+def mesh_of(run: Run, job: Job) -> Mesh:
+  """Returns the mesh of a program: that of one host for the sampler's, else that of the run."""
+  is_local = program_of(job.name) in ("sampling", "reading prompts")
+  return run.sampler_mesh if is_local and run.sampler_mesh is not None else run.mesh
 
 
 def program_of(job: str) -> str | None:
@@ -167,7 +180,12 @@ def _held(leaf: Any) -> int:
 
 
 def described(
-  config: Config, model: ModelConfig, mesh: Mesh, *, teacher: ModelConfig | None = None
+  config: Config,
+  model: ModelConfig,
+  mesh: Mesh,
+  *,
+  host: Sequence[Any] | None = None,
+  teacher: ModelConfig | None = None,
 ) -> Run:
   """Returns what a run holds and compiles; nothing is compiled for the target.
 
@@ -175,17 +193,20 @@ def described(
     config: Valid config of the run.
     model: Sizes of the model.
     mesh: Mesh of the target's devices.
+    host: Devices of one host; None: all are of one.
     teacher: Sizes of the teacher in the trainer; None: there is none.
 
   Raises:
     ValueError: The options cannot work together, or with the model.
   """
-  with target.assumed(list(mesh.devices.flat)):
+  devices = list(mesh.devices.flat)
+  host = devices if host is None else host
+  with target.assumed(devices, host):
     made = computation.make(config, model, mesh, run_options.objective(config), teacher=teacher)
     arrays, jobs = _held_by(made), made.jobs()
     if config.engine.name != "jax_sampler" or modes.is_offline(config):
-      return Run(config, model, mesh, made, arrays, tuple(jobs))
-    return _with_sampler(Run(config, model, mesh, made, arrays, tuple(jobs)))
+      return Run(config, model, mesh, host, made, arrays, tuple(jobs))
+    return _with_sampler(Run(config, model, mesh, host, made, arrays, tuple(jobs)))
 
 
 def _held_by(made: computation.Computation) -> Arrays:
@@ -239,7 +260,7 @@ def _with_sampler(run: Run) -> Run:
     arrays=arrays,
     jobs=(*jobs, *run.jobs),
     sizes=sizes,
-    local=jax.tree.leaves(own)[0].sharding.mesh.size,
+    sampler_mesh=jax.tree.leaves(own)[0].sharding.mesh,
     weights_read=bytes_of_device([weights.layers, weights.head]),
     cache_token=_token_bytes(config, run.model),
   )
@@ -249,8 +270,3 @@ def _token_bytes(config: Config, model: ModelConfig) -> int:
   """Returns the bytes of the sampler's keys and values of one token."""
   products = Products(config.model.compute_dtype, config.model.product_dtype)
   return decoding.token_bytes(decoding.Options(config=model, products=products, chunk=1))
-
-
-def of_host(run: Run) -> Any:
-  """Returns the full weights as the sampler of one host has them; under `target.assumed`."""
-  return process_arrays.own(run.made.full)

@@ -66,7 +66,8 @@ def job_of(run: Run, program: str, rows: int, row_tokens: int, replicas: int) ->
     replicas: Number of replicas.
   """
   shape = Shape(rows * replicas, row_tokens, row_tokens)
-  jobs = dataclasses.replace(run.made, shapes=(shape,)).jobs()
+  with run.assumed():
+    jobs = dataclasses.replace(run.made, shapes=(shape,)).jobs()
   return next(job for job in jobs if program_of(job.name) == program)
 
 

@@ -12,17 +12,17 @@ from jax.sharding import Mesh
 
 
 @contextlib.contextmanager
-def assumed(devices: Sequence[Any]) -> Iterator[None]:
+def assumed(devices: Sequence[Any], host: Sequence[Any]) -> Iterator[None]:
   """Makes code that asks for the chip, the backend or the devices see those of the target.
-
-  A process is the one of the first device: its local devices are those of that host.
 
   Args:
     devices: All devices of the target.
+    host: Devices of one host, which are the local devices of a process. For several hosts they are
+      those of a machine of one host, since a compiler for a TPU slice takes all of its devices.
   """
   chip = choice.chip_of(devices[0])
-  host = devices[0].process_index
-  local = property(lambda mesh: [d for d in mesh.devices.flat if d.process_index == host])
+  own = lambda mesh: list(host if mesh.size > len(host) else mesh.devices.flat)
+  local = property(own)
   with contextlib.ExitStack() as stack:
     for module in (choice, attention_choice):
       stack.enter_context(mock.patch.object(module, "current_chip", lambda: chip))

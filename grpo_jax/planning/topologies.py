@@ -152,6 +152,16 @@ def _tpu(name: str, kind: str, mark: str, size: str, count: int) -> Topology:
   return Topology(shown, CHIPS[kind], chips_of * count, hosts * count, count, shape)
 
 
+def host_of(topology: Topology) -> Topology:
+  """Returns one host of a machine, as a machine of its own."""
+  if topology.hosts == 1:
+    return topology
+  kind, each = topology.chip.name, topology.per_host
+  if topology.chip.platform == "gpu":
+    return parse(f"{kind}:{each}")
+  return parse(f"{kind}-{each * _CORES.get(kind, 1)}")
+
+
 def check_compiler(topology: Topology) -> None:
   """Checks that the compiler for a machine's chips is installed.
 

@@ -6,6 +6,7 @@ are the operations that the devices execute, not those of the model.
 
 import collections
 import dataclasses
+import inspect
 import math
 from typing import Any
 
@@ -13,14 +14,15 @@ import jax
 
 from grpo_jax.batching import packing
 from grpo_jax.config import batching_options
+from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.models import leaves
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.planning.programs import Run
 
 # Times that an update reads each weight in the compute dtype: forward, backward, recomputation.
 _READS = {"full": 3, "dots": 2, "none": 2}
-_PREFILL = 1024  # tokens of prompts that the sampler reads at once on accelerators.
-_CHUNK = 16  # decode steps of one call.
+# Decode steps of one call.
+_CHUNK: int = inspect.signature(JaxSampler).parameters["chunk_tokens"].default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,11 +156,11 @@ def _sampling(run: Run, assumed: Lengths, hosts: int) -> list[Work]:
   """Returns reading the prompts and decoding."""
   config, model = run.config, run.model
   prompts, group = config.rollout.prompts_per_step, run.sizes["group_size"]
-  rows = run.sizes["max_rows"]
+  rows, parts = run.sizes["max_rows"], run.sampler_mesh.size if run.sampler_mesh else 1
   cost = forward_cost(model)
   pairs = packing.pairs(assumed.prompt)
   read = prompts * (cost.place * assumed.prompt + cost.pair * pairs)
-  calls = math.ceil(prompts / hosts) * assumed.prompt / _PREFILL
+  calls = math.ceil(prompts / hosts) * assumed.prompt / run.prefill
   of_weights = run.weights_read * math.ceil(calls)
   reading = Work("reading prompts", "reading prompts", calls, read, of_weights, hosts)
   completions = prompts * group
@@ -166,7 +168,7 @@ def _sampling(run: Run, assumed: Lengths, hosts: int) -> list[Work]:
   token = cost.place + cost.loss_place + cost.pair * context
   steps = math.ceil(math.ceil(completions / hosts) / rows) * assumed.completion
   # A prompt is read once for its group, its completions each for themselves.
-  cached = rows * (assumed.completion / 2 + assumed.prompt / group) * run.cache_token / run.local
+  cached = rows * (assumed.completion / 2 + assumed.prompt / group) * run.cache_token / parts
   operations = completions * assumed.completion * token
   decoding = Work(
     "sampling", "sampling", steps / _CHUNK, operations, steps * (run.weights_read + cached), hosts

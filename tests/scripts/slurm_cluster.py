@@ -1,4 +1,4 @@
-"""A Slurm cluster of two nodes on this machine, for tests: real daemons, own ports, no system files.
+"""A Slurm cluster of two nodes on this machine, for tests: real daemons, no system files.
 
 The names of the nodes must lead to this machine, since JAX takes the first one as the address of
 process 0: they are "localhost" and the name of the host.
