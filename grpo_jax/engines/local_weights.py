@@ -7,6 +7,7 @@ program of all processes, layer by layer and in the compute dtype.
 
 from typing import Any
 
+import dataclasses
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -98,7 +99,7 @@ class Gathering:
     weights = decoding.split_layers(params, options)
     dtype = options.products.compute_dtype
     head = None if self._is_tied else weights.head
-    return decoding.Weights(weights.embed.astype(dtype), weights.layers, weights.final_norm, head)
+    return dataclasses.replace(weights, embed=weights.embed.astype(dtype), head=head)
 
   def _tied(self, weights: decoding.Weights) -> decoding.Weights:
     if not self._is_tied:
@@ -119,7 +120,8 @@ class Gathering:
 
     layers = [{name: of_layer(name, x) for name, x in each.items()} for each in weights.layers]
     head = None if self._is_tied else of["head"]
-    return decoding.Weights(of["embed"], layers, of["final_norm"], head)
+    specs = {"embed": of["embed"], "layers": layers, "final_norm": of["final_norm"], "head": head}
+    return decoding.Weights(**specs)
 
 
 def _is_like(one: Any, other: Any) -> bool:

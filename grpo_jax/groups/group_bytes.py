@@ -196,5 +196,5 @@ def _rollout(
     reward=next(floats),
     reward_components={name: next(floats) for name in rest["reward_components"]},
     metrics={name: next(floats) for name in rest["metrics"]},
-    turn_log=tuple(Turn(*turn, next(floats)) for turn in rest["turn_log"]),
+    turn_log=tuple(Turn(sampled, written, next(floats)) for sampled, written in rest["turn_log"]),
   )
