@@ -113,7 +113,7 @@ def sharers(folder: pathlib.Path) -> tuple[int, ...]:
   if processes.count() == 1:
     return (0,)
   mark = folder / f".process-{secrets.token_hex(16)}"
-  what = f"who sees {folder}"
+  what = "who sees the same folder"
   try:
     together(lambda _: _touch(mark), what=what)
     marks = processes.exchange(mark.name, what=what)
