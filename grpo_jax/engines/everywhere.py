@@ -56,18 +56,12 @@ def together(
   finally:
     early.forget()
   if caught is not None:
-    raise _of_all(caught)
+    raise processes.of_all(caught)
   for number, other in enumerate(reasons):
     if other is not None:
-      raise _of_all(failure(f"process {number} of {processes.count()} {other}"))
+      raise processes.of_all(failure(f"process {number} of {processes.count()} {other}"))
   assert not isinstance(result, _Nothing)  # only if the work failed somewhere.
   return result
-
-
-def _of_all(error: ExpectedFailure) -> ExpectedFailure:
-  """Marks an error that all processes raise at the same place, so that a checkpoint can follow."""
-  error.is_of_all_processes = True  # pyright: ignore[reportAttributeAccessIssue]
-  return error
 
 
 class _Nothing:
@@ -119,7 +113,7 @@ def sharers(folder: pathlib.Path) -> tuple[int, ...]:
   if processes.count() == 1:
     return (0,)
   mark = folder / f".process-{secrets.token_hex(16)}"
-  what = f"who sees {folder}"
+  what = "who sees the same folder"
   try:
     together(lambda _: _touch(mark), what=what)
     marks = processes.exchange(mark.name, what=what)

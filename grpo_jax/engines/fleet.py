@@ -48,13 +48,13 @@ class Fleet:
     self._listener = listener
     first = options.launch.first if options.launch is not None else 0
     self.servers = [
-      Server(i, number=first + i, controls=options.controls)
+      Server(i, number=first + i, controls=options.controls, is_shared=options.is_shared)
       for i in range(len(options.addresses) or options.servers)
     ]
     self._http = JsonClient(key=options.key, connect_s=options.timeouts.connect_s)
     self._tasks: list[asyncio.Task[None]] = []
     self._weights: Weights | None = None
-    self._is_asleep = False
+    self._is_asleep = not options.controls  # asks nothing before the servers have weights.
     self._changed = asyncio.Condition()
     self._error: Exception | None = None
     self.restarts = 0

@@ -47,6 +47,7 @@ class Options:
 
   addresses: tuple[str, ...] = SGLangOptions.addresses  # running servers; (): launch them.
   controls: bool = True  # whether this process pauses them and loads weights; False: another does.
+  is_shared: bool = False  # whether other processes of the run send them requests, too.
   servers: int = SGLangOptions.servers  # number of servers to launch.
   launch: LaunchOptions | None = None
   model_path: str = ""  # folder that launched servers start from.
@@ -62,17 +63,26 @@ class Options:
 class Server:
   """A server and its state."""
 
-  def __init__(self, index: int, *, number: int | None = None, controls: bool = True):
+  def __init__(
+    self,
+    index: int,
+    *,
+    number: int | None = None,
+    controls: bool = True,
+    is_shared: bool = False,
+  ):
     """Makes the state of a server.
 
     Args:
       index: Index in the fleet.
       number: Number among all servers of the run, for messages; None: the index.
       controls: Whether this process pauses it and loads weights; else another one does.
+      is_shared: Whether other processes of the run send it requests, too.
     """
     self.index = index
     self._number = index if number is None else number
     self._controls = controls
+    self._is_shared = is_shared
     self.process: ServerProcess | None = None
     self.version: int | None = None  # version of the weights that it was proven to use.
     self.is_up = False  # healthy, so that it can be given weights.
@@ -132,7 +142,8 @@ class Server:
       # A killed trainer may have left it paused and busy.
       if self.process is None and self._controls:
         await self.client.resume()
-        await self.client.abort_all()
+        if not (self._is_shared and self.has_been_up):  # later requests are of this run.
+          await self.client.abort_all()
       await self.client.health()
     except Unanswered as error:
       return str(error)

@@ -94,7 +94,7 @@ class SGLangEngine:
       num_valid_tokens=num_valid_tokens or config.vocab_size,
     )
     self._folders = folders
-    self._is_shared = bool(fleet.addresses) and processes.count() > 1
+    self._is_shared = fleet.is_shared
     self._controls = fleet.controls
     self._dispatcher = Dispatcher(
       servers=len(fleet.addresses) or fleet.servers,
@@ -438,6 +438,7 @@ def _fleet_options(
   return Options(
     addresses=chosen.addresses,
     controls=not chosen.addresses or processes.is_main(),
+    is_shared=bool(chosen.addresses) and processes.count() > 1,
     servers=chosen.servers,
     launch=launch,
     model_path=model_path,

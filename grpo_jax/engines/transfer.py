@@ -31,6 +31,8 @@ MEMORY = pathlib.Path("/dev/shm")
 _SPARE = ".spare"
 _VERSIONS_AT_ONCE = 2  # one in use and one being written; their folders are reused.
 _LOCK = ".lock"
+# Name of what processes exchange: hosts may have folders of different names.
+_PLACES = "the folders of the weights for servers"
 
 
 class TransferError(EngineFailure):
@@ -87,12 +89,12 @@ class WeightFolders:
     self._source = source_directory
     self._dtype = dtype
     self._lock: Any = None
-    _together(lambda: _making(root, lambda: shared_places.private_folder(root)), "made", root)
+    _together(lambda: _making(root, lambda: shared_places.private_folder(root)), _PLACES)
     members = everywhere.sharers(root)
     self._writers = members if copies or members[0] == 0 else ()
     self.is_owner = processes.index() == members[0] and bool(self._writers)
-    name = _together(lambda: _making(root, lambda: self._make(root)), "made", root)
-    self.folder = root / processes.exchange(name, what=f"the folder in {root}")[members[0]]
+    name = _together(lambda: _making(root, lambda: self._make(root)), _PLACES)
+    self.folder = root / processes.exchange(name, what=_PLACES)[members[0]]
 
   def _make(self, root: pathlib.Path) -> str:
     """Makes and locks the folder of this run; returns its name, "" if another process makes it."""
@@ -127,7 +129,7 @@ class WeightFolders:
     try:
       for stage in stages:
         work = functools.partial(self._reporting, stage, tensors, version)
-        _together(work, "written", self.folder)
+        _together(work, f"version {version} of the weights")
     except EngineFailure:
       if self.is_owner:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -247,10 +249,8 @@ class _Shares:
     return kept
 
 
-def _together(work: Callable[[], T], done: str, place: pathlib.Path) -> T:
-  return everywhere.together(
-    lambda _: work(), what=f"whether the weights can be {done} in {place}", failure=TransferError
-  )
+def _together(work: Callable[[], T], what: str) -> T:
+  return everywhere.together(lambda _: work(), what=what, failure=TransferError)
 
 
 def _making(root: pathlib.Path, work: Callable[[], T]) -> T:

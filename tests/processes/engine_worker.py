@@ -11,7 +11,6 @@ import pathlib
 import subprocess
 import sys
 import time
-import types
 import urllib.request
 
 import jax
@@ -130,8 +129,8 @@ def own_servers(folder):
     found["fourth"] = version_of(engine)
     found["folders"] = sorted(p.name for p in engine._folders.folder.iterdir())
     found["metrics"] = engine.metrics()
-    processes.barrier("metrics", timeout_s=30)
-  processes.barrier("closed", timeout_s=30)
+    processes.barrier("metrics", timeout_s=120)
+  processes.barrier("closed", timeout_s=120)
   found["left"] = [p.name for p in (folder / "own" / "weights").iterdir() if p.is_dir()]
   found["logs"] = sorted(p.name for p in (folder / "own" / "servers").iterdir())
   return found
@@ -182,21 +181,21 @@ def given_server(folder):
       engine.load_weights(spread(0), version=0)
       engine.load_weights(spread(1), version=1)
       found["sampled"] = sampled(engine, 40)
-      processes.barrier("sampled", timeout_s=30)
+      processes.barrier("sampled", timeout_s=120)
       found["asked"] = asked(address)
       found["restarts"] = [engine.metrics()["engine/restarts"], engine._fleet.restarts]
-      processes.barrier("asked", timeout_s=30)
+      processes.barrier("asked", timeout_s=120)
       if server is not None:
         server.kill()
         server.wait()
         server = serve()
       found["again"] = sampled(engine)
-      processes.barrier("again", timeout_s=60)
+      processes.barrier("again", timeout_s=120)
       found["asked again"] = asked(address)
       engine.load_weights(spread(2), version=2)
       found["probe"] = engine.metrics()["mismatch/probe_abs_logprob_max"]
       found["files"] = version_of(engine)
-      processes.barrier("given", timeout_s=30)
+      processes.barrier("given", timeout_s=120)
   finally:
     if server is not None:
       server.kill()
@@ -248,9 +247,8 @@ def teacher_servers(folder):
 
 
 def main(address, index, folder):
-  options = {"coordinator": address, "processes": 2, "index": int(index)}
-  times = {"join_s": 60, "heartbeat_s": 60, "wait_s": 60.0}
-  starting.start(types.SimpleNamespace(**options, **times))
+  place = {"coordinator": address, "processes": 2, "index": int(index)}
+  starting.start({**place, "join_s": 60.0, "heartbeat_s": 60.0, "wait_s": 120.0})
   own = probe.Probe(CONFIG, compute_dtype="float32", num_valid_tokens=CONFIG.vocab_size)
   of_many = arrays.fetch(own.logprobs(spread(0)))
   difference = np.abs(of_many - np.asarray(probe._logprobs(
@@ -264,7 +262,7 @@ def main(address, index, folder):
     found[case.__name__] = case(pathlib.Path(folder))
     print(case.__name__, round(time.monotonic() - began, 1), time.process_time(), flush=True)
   pathlib.Path(folder, f"found-{index}.json").write_text(json.dumps(found))
-  processes.barrier("end", timeout_s=60)
+  starting.finish(0)
 
 
 if __name__ == "__main__":

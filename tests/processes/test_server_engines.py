@@ -148,6 +148,7 @@ def test_a_given_server_is_used_by_both_and_controlled_by_the_main_process(found
   asked = first["asked"]
   assert asked["/update_weights_from_disk"] == asked["/pause_generation"] == 2
   assert asked["/generate"] == 2 * 40 + 2 * 2  # completions, and a probe each.
+  assert asked["/abort_request"] == 1  # what an earlier run left.
   assert asked["most"] <= 6
   assert first["restarts"] == second["restarts"] == [0, 0]
   assert first["probe"] == second["probe"] < 1e-5
@@ -158,6 +159,7 @@ def test_a_given_server_that_restarts_gets_its_weights_from_the_main_process(fou
   for each in (found[0]["given_server"], found[1]["given_server"]):
     assert {tuple(versions) for _, versions in each["again"]} == {(1, 1)}
     assert each["asked again"]["/update_weights_from_disk"] == 1
+    assert "/abort_request" not in each["asked again"]  # of the other process.
 
 
 def test_a_teacher_s_servers_are_asked_once_for_each_completion_by_one_of_the_processes(found):
