@@ -209,7 +209,7 @@ def _verdict(plan: Plan) -> Iterator[str]:
     yield f"  {remedy.change:34}{remedy.reason}{f' ({note})' if note else ''}"
 
 
-def _gib(size: float, width: int = 10) -> str:
+def _gib(size: int | float, width: int = 10) -> str:
   return f"{size / GIB:{width}.2f}"
 
 
