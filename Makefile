@@ -12,6 +12,7 @@ WORKDIR ?= runs/quickstart
 ARGS ?=
 # A process a core, four at most: each compiles for itself and holds up to 3 GB.
 PARALLEL = -n logical --maxprocesses=4 --dist=worksteal
+SCRIPTS = .ci/run $(wildcard scripts/*.sh scripts/*/*.sh scripts/*/*.sbatch)
 # The files that hold tests of a mark, unless ARGS names files: to collect all of them takes every
 # process 18 s.
 files_of = $(if $(filter tests/%,$(ARGS)),,$(shell grep -rlE --include='test_*.py' 'mark\.$(1)\b' tests))
@@ -82,6 +83,7 @@ check: venv  ## Format check, lint, types.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
+	@if command -v shellcheck; then shellcheck $(SCRIPTS); else echo "no shellcheck here: scripts are not checked"; fi
 
 format: venv  ## Format the code.
 	$(BIN)/ruff format .

@@ -7,4 +7,9 @@ class ExpectedFailure(Exception):
   The message says what was needed, what came instead, and where. Subclasses also derive from the
   built-in exception that fits them, so that callers of single functions can catch `ValueError` or
   `OSError` as usual.
+
+  Attributes:
+    exit_code: Exit code of a program that the failure ends: 1, or 2 for wrong use.
   """
+
+  exit_code: int = 1

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 _log = logging.getLogger(__name__)
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+END_ALL_S = 3.0  # longest time to reach the other processes after a second signal.
 GRACE_S = 5.0  # time for the main thread to end the run by itself after the save.
 
 
@@ -47,6 +48,8 @@ class Flag:
     self._previous: dict[signal.Signals, Any] = {}
     self._save: Callable[[], None] | None = None
     self._finish: Callable[[], None] | None = None
+    self._publish: Callable[[int], None] | None = None
+    self._end_all: Callable[[int], None] | None = None
     self._ended = threading.Event()
     self._previous_descriptor = -1
     self._reader, self._writer = socket.socketpair()
@@ -77,6 +80,11 @@ class Flag:
     """Exit code: 0, or what a shell reports for the received signal: 130, 143 or 129."""
     return 0 if self._signal is None else 128 + self._signal
 
+  @property
+  def number(self) -> int:
+    """The signal that raised the flag; 0 if it is not raised."""
+    return int(self._signal or 0)
+
   def on_signal(self, save: Callable[[], None] | None) -> None:
     """Sets the function that a thread calls at the first signal; None: there is nothing to save."""
     self._save = save
@@ -84,6 +92,21 @@ class Flag:
   def on_end(self, finish: Callable[[], None] | None) -> None:
     """Sets what must return before the process may be ended; see `GRACE_S`."""
     self._finish = finish
+
+  def share(self, publish: Callable[[int], None], end_all: Callable[[int], None]) -> None:
+    """Makes this the flag of one process of several, which stop and save together.
+
+    A signal then neither saves nor ends this process while the others still need it.
+
+    Args:
+      publish: Called in a thread with the number of the first signal, to reach the others.
+      end_all: Called in a thread with the number of a second signal; ends all processes at once.
+    """
+    self._publish, self._end_all = publish, end_all
+
+  def raise_for(self, number: int) -> None:
+    """Raises the flag because another process got a signal."""
+    self._raise_flag(number)
 
   def _raise_flag(self, number: int, frame: FrameType | None = None) -> None:
     """Raises the flag. Runs in the watcher's thread and, once it is free, in the main thread."""
@@ -98,11 +121,31 @@ class Flag:
       if number not in ours:
         continue  # belongs to another handler.
       if was_asked:
-        os._exit(128 + number)
+        self._end_now(number)
       was_asked = True
       self._raise_flag(number)
-      threading.Thread(target=self._save_and_end, args=(number,), name="save", daemon=True).start()
+      work = self._save_and_end if self._publish is None else self._share
+      threading.Thread(target=work, args=(number,), name="save", daemon=True).start()
     self._reader.close()
+
+  def _end_now(self, number: int) -> None:
+    """Ends the process, and the other ones of its run if it can reach them."""
+    if self._end_all is not None:
+      thread = threading.Thread(target=self._end_all, args=(number,), daemon=True)
+      thread.start()
+      thread.join(END_ALL_S)
+    os._exit(128 + number)
+
+  def _share(self, number: int) -> None:
+    """Runs in a thread: reports the first signal to the other processes."""
+    name = signal.Signals(number).name
+    _log.info(
+      "%s: all processes stop at the same step and save a checkpoint; a second signal ends them at"
+      " once, without a checkpoint",
+      name,
+    )
+    if self._publish is not None:
+      self._publish(number)
 
   def _save_and_end(self, number: int) -> None:
     """Runs in a thread: saves, gives the main thread time to end the run, and then ends it.

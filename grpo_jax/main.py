@@ -8,6 +8,7 @@ import datetime
 import logging
 import pathlib
 import sys
+import traceback
 from collections.abc import Sequence
 
 from grpo_jax import interrupts, processes
@@ -16,7 +17,7 @@ from grpo_jax.config.configuration import ConfigError
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.files import local_paths
 from grpo_jax.processes import starting
-from grpo_jax.run_folder import claim, notices, output, workdirs
+from grpo_jax.run_folder import notices, output, workdirs
 
 _log = logging.getLogger("grpo_jax.main")  # __name__ is "__main__" for the program.
 
@@ -34,15 +35,39 @@ def main(arguments: Sequence[str]) -> int:
     except command_line.HelpWanted as text:
       print(text)
       return 0
-    except (ConfigError, claim.Unusable) as error:
-      report_failure(f"error: {error}")
-      return WRONG_USE
-    return FAILED if failed else stop.exit_code
+    except ExpectedFailure as error:  # of the command, the configuration or the run folder.
+      report_failure(error)
+      return left(error.exit_code)
+    except Exception as error:  # a mistake in a program: of this package, or of a user's function.
+      if processes.count() == 1:
+        raise
+      traceback.print_exception(error)
+      processes.reported()
+      return left(FAILED)
+    return left(failed or stop.exit_code)
+
+
+def left(code: int) -> int:
+  """Returns the exit code of this process; does not return if others end with a failure.
+
+  Args:
+    code: Exit code; 0 if the run is done.
+  """
+  if processes.count() == 1:
+    return code
+  try:
+    code = starting.finish(code)
+  except ExpectedFailure as error:
+    report_failure(error)
+    code = code or error.exit_code
+  if code:
+    processes.leave(code)
+  return code
 
 
 def run(
   command: command_line.Command, stop: interrupts.Flag, streams: Sequence[output.Lasting] = ()
-) -> bool:
+) -> int:
   """Runs the training that a command asks for.
 
   The flag is set up before JAX is imported: an extension module can swallow a KeyboardInterrupt
@@ -54,20 +79,35 @@ def run(
     streams: Standard output and error; what they cannot write goes to the run folder.
 
   Returns:
-    Whether the run failed for a reason that a user can repair; it has been reported.
+    The exit code of a failure that a user can repair, which has been reported; 0 if there is none.
 
   Raises:
     ConfigError: The configuration cannot work.
     Unusable: The run folder cannot be used.
   """
   workdirs.check(command.workdir)
-  starting.start(command.config.get("distributed"))
+  try:
+    starting.start(command.config.get("distributed"), stop)
+  except interrupts.Stopped:
+    return 0  # while the processes joined.
+  continues = f"the same command with --workdir={command.workdir} continues"
+  with processes.watching(stop, continues if command.workdir else ""), processes.failing():
+    return run_joined(command, stop, streams)
+
+
+def run_joined(
+  command: command_line.Command, stop: interrupts.Flag, streams: Sequence[output.Lasting] = ()
+) -> int:
+  """Runs the training of a command, beside the other processes if there are any; see `run`."""
   from grpo_jax import train  # late: it takes seconds, which a mistyped command should not.
 
-  configuration.check(command.config, [train.validate])
+  processes.together(
+    lambda: configuration.check(command.config, [train.validate]), what="the check of the config"
+  )
   if stop:
     _log.info("stopped before the run began")
-    return False
+    processes.give_up(interrupts.Stopped())
+    return 0
   processes.allow_open_files()
   workdir = shared_workdir(command)
   try:
@@ -77,26 +117,37 @@ def run(
       if folder == workdir:
         _log.info("run folder: %s", workdir)
       train.train(command.config, folder, stop=stop)
-  except (ConfigError, claim.Unusable):
-    raise
   except ExpectedFailure as error:
-    report_failure(f"error: {error}", f"the same command with --workdir={workdir} continues")
-    return True
-  except interrupts.Stopped:
-    pass  # while the run folder was opened.
+    processes.give_up(error)
+    if error.exit_code == WRONG_USE:
+      raise
+    report_failure(error, f"the same command with --workdir={workdir} continues")
+    return error.exit_code
+  except interrupts.Stopped as stopped:  # while the run folder was opened.
+    processes.give_up(stopped)
   if stop:
     _log.info("stopped; the same command with --workdir=%s continues", workdir)
-  return False
+  return 0
 
 
-def report_failure(*lines: str) -> None:
+def report_failure(error: ExpectedFailure, *more: str) -> None:
   """Writes the reason why the program ends to standard error.
 
-  Processes other than the main one write only this, since their reason would be lost otherwise.
+  Processes other than the main one write only their own reason, not one of another process.
+
+  Args:
+    error: Failure that ends the program.
+    more: Further lines; the main process writes them.
   """
-  process = f"{processes.named()}: " if processes.named() else ""
+  if processes.is_main():
+    lines = [f"error: {error}", *more]
+  else:
+    is_own = not isinstance(error, processes.OtherProcessError)
+    is_known = processes.is_printed_elsewhere(error)
+    lines = [f"{processes.where()}: error: {error}"] if is_own and not is_known else []
   for line in lines:
-    print(f"{process}{line}", file=sys.stderr)
+    print(line, file=sys.stderr)
+  processes.reported()
 
 
 def shared_workdir(command: command_line.Command) -> pathlib.Path | str:

@@ -9,13 +9,14 @@ prompt, attempt), so a run that was killed and started again ends as if it had n
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import grpo_jax
-from grpo_jax import metrics
+from grpo_jax import metrics, processes
 from grpo_jax.building.run import Config, Run, build
 from grpo_jax.config.run_options import validate
 from grpo_jax.engines.base import EngineFailure
@@ -51,14 +52,16 @@ def train(
     ExpectedFailure: Data, servers, the disk or gradients fail in a way that a user can repair.
   """
   workdir = local_paths.checked("workdir", workdir)
-  with contextlib.ExitStack() as stack:
+  with contextlib.ExitStack() as stack, processes.failing():
     try:
       run, start = build(config, workdir, stack, stop, sinks)
-    except Stopped:
+    except Stopped as stopped:
+      processes.give_up(stopped)
       return {}  # before anything was learned: the run begins again where it began.
     end = None
     with Keeper(run.checkpoints, start, stop) as keeper:  # leaving it saves; Stopped ends here.
-      end = learn_all(run, start, keeper, stop)
+      with processes.failing():  # the others learn of a failure before anything is saved.
+        end = learn_all(run, start, keeper, stop)
     if end is not None:
       run.publish(end.state)
       run.books.report_late_compilations(end.step)
@@ -92,8 +95,7 @@ def learn_all(run: Run, now: Standing, keeper: Keeper, stop: Any) -> Standing:
       # --- 1. sample: P prompts x G completions, scored by their environments ---
       with run.timer.span("sample"):
         groups = run.stream.take(step)
-      if stop:
-        raise Stopped  # these completions are sampled again when the run continues.
+      processes.stop_together(stop)  # these completions are sampled again when the run continues.
       if not groups:
         break
 
@@ -128,13 +130,17 @@ def learn_all(run: Run, now: Standing, keeper: Keeper, stop: Any) -> Standing:
 
     # --- 6. record: nothing below changes what is learned ---
     record = StepRecord(step, groups, shaped, kept, advantages, batch, watched, learned, logprobs)
-    values = run.books.record(record)
+    values = processes.together(
+      functools.partial(run.books.record, record), what=f"recording step {step}"
+    )
     run.stream.record_metrics(step, metrics.reproducible(values))
     now = keeper.hold(Standing(state, run.stream.state(), now.skipped))
     limit = run.schedule.max_skipped
     skipped = train_step.skipped_in_a_row(now.skipped, values, limit=limit)
     now = keeper.hold(dataclasses.replace(now, skipped=skipped))
-    run.checkpoints.check()  # a full disk is reported now, not at the next save.
+    processes.together(
+      run.checkpoints.check, what="looking at the disk"
+    )  # a full disk is reported now, not at the next save.
     if failure:
       raise failure
     if run.schedule.evaluates(now.step):
@@ -142,8 +148,7 @@ def learn_all(run: Run, now: Standing, keeper: Keeper, stop: Any) -> Standing:
     if run.schedule.saves(now.step):
       with run.timer.span("checkpoint"):
         keeper.save()
-    if stop:
-      raise Stopped
+    processes.stop_together(stop)
 
   if now.step < run.schedule.total_steps:
     now = out_of_data(run, now, keeper)

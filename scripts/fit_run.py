@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from scripts import fit, model_shapes, targets  # first: sets variables that JAX reads on import.
+from scripts import fit, targets  # first: sets variables that JAX reads on import.
 
 import jax  # isort: skip
 
@@ -34,6 +34,7 @@ from grpo_jax.engines import decoding, jax_sampler
 from grpo_jax.learn import sharding
 from grpo_jax.models import config as model_config
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.planning import architectures as model_shapes
 
 WRONG_USE = 2
 

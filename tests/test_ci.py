@@ -32,7 +32,7 @@ def gate(tmp_path):
     ("make", FAKE_MAKE.format(log=log)),
     ("python3.12", "#!/bin/sh\nexit 1\n"),  # no second stack; and none of pyenv's.
     ("pyenv", "#!/bin/sh\nexit 1\n"),
-    ("bwrap", "#!/bin/sh\n"),
+    *((name, "#!/bin/sh\n") for name in ("bwrap", "shellcheck", "sbatch", "mpirun")),
   ):
     program = tmp_path / "bin" / name
     program.parent.mkdir(exist_ok=True)

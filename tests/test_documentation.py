@@ -88,7 +88,15 @@ def test_readme_leads_to_every_page_and_to_no_missing_one():
 
 def test_the_first_screen_says_what_never_ran_and_what_a_run_needs():
   head = (ROOT / "README.md").read_text().split("## What you get")[0]
-  for words in ("## Status", "never run", "any GPU, any TPU", "one host", "memory", "disk", "time"):
+  for words in (
+    "## Status",
+    "never run",
+    "any GPU, any TPU",
+    "one machine",
+    "memory",
+    "disk",
+    "time",
+  ):
     assert words in head
   assert "on GPUs and on TPUs" not in head
 

@@ -1,5 +1,6 @@
 """Rows that are handed over as Python objects: a run keeps them as files of its folder."""
 
+import hashlib
 import json
 import logging
 import pathlib
@@ -80,6 +81,8 @@ def with_rows(config: Any, workdir: pathlib.Path, given: Collection[str]) -> Any
 def write(found: list[str], path: pathlib.Path, *, is_continued: bool) -> None:
   """Writes lines into the run folder; warns if a run that continues began with other rows.
 
+  Of several processes the main one writes, once all have the same rows.
+
   Args:
     found: Lines, as `lines` returns them.
     path: File.
@@ -87,9 +90,18 @@ def write(found: list[str], path: pathlib.Path, *, is_continued: bool) -> None:
 
   Raises:
     WriteError: The file cannot be written.
+    DisagreementError: The processes of the run have different rows.
   """
-  if not processes.is_main():
-    return
+  digest = hashlib.blake2b("".join(found).encode(), digest_size=8).hexdigest()
+  processes.agree(f"{len(found)} rows, digest {digest}", what=f"the rows for {path.name}")
+  writes = processes.is_main()
+  processes.together(
+    lambda: _write(found, path, is_continued=is_continued) if writes else None,
+    what=f"writing {path.name}",
+  )
+
+
+def _write(found: list[str], path: pathlib.Path, *, is_continued: bool) -> None:
   if path.is_file():
     before = path.read_text(encoding="utf-8").splitlines(keepends=True)
     if before == found:

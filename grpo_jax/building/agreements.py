@@ -17,9 +17,9 @@ import platform
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any
 
 import grpo_kernels
 import jax
@@ -32,8 +32,6 @@ from grpo_jax.files import fetched, local_paths, manifest
 from grpo_jax.types import Prompt
 
 _log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 # A ConfigDict, whose fields a type checker cannot know.
 Config = Any
@@ -73,6 +71,9 @@ _SHOWN_CHARACTERS = 120
 
 class Disagreement(configuration.ConfigError):
   """Something that must be equal on all hosts differs; every process raises it alike."""
+
+  is_of_all_processes = True
+  is_printed_by_main = True  # the other processes end without repeating it.
 
 
 def check_start(config: Config) -> None:
@@ -190,23 +191,6 @@ def differences(
   return lines
 
 
-def together(work: Callable[[], T], *, what: str) -> T:
-  """Does what may fail on some hosts before training, and raises on all processes if it does.
-
-  Args:
-    work: Function without arguments, which exchanges nothing with other processes.
-    what: What it does, for messages.
-
-  Raises:
-    Exception: What `work` raises on this process.
-    Disagreement: It failed on another process; the message names it and has its reason.
-  """
-  try:
-    return processes.together(work, what=what)
-  except processes.OtherProcessError as error:
-    raise Disagreement(str(error)) from error
-
-
 def same_fallback(reason: str) -> str:
   """Returns why the fallback of the model is used, if any process has to use it; otherwise "".
 
@@ -222,7 +206,7 @@ def _compare(facts: Facts, what: str, *, ignores_absent: bool = False) -> None:
   own = {"host": socket.gethostname(), "facts": dict(facts)}
   found = processes.exchange(own, what=what)
   lines = differences(
-    [each["facts"] for each in found],
+    [{name: (fact[0], fact[1]) for name, fact in each["facts"].items()} for each in found],
     [each["host"] for each in found],
     ignores_absent=ignores_absent,
   )
@@ -254,7 +238,8 @@ def _options(config: Config) -> dict[str, tuple[str, str]]:
   """Returns the value of every option; of an option that names a file, the file's contents."""
   facts: dict[str, tuple[str, str]] = {}
   for name, value in _leaves(configuration.to_json(config), ""):
-    if any(fnmatchcase(name, pattern) for pattern in OWN_FIELDS):
+    field = re.split(r"[\[ ]", name, maxsplit=1)[0]
+    if any(fnmatchcase(field, pattern) for pattern in OWN_FIELDS):
       continue
     text = json.dumps(value)
     shown = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} ..."
@@ -294,7 +279,9 @@ def _of_input(name: str, value: str) -> tuple[str, str] | None:
       return value, f"{value} (no such file)"
     else:
       return None
-  except (OSError, ValueError) as error:  # also of storage that cannot be reached.
+  except (OSError, ValueError) as error:  # a text is no name of a file; storage does not answer.
+    if not is_path:
+      return None
     return f"{value}: {error}", f"{value} ({error})"
   return identity, f"{value} ({shown})"
 
@@ -381,7 +368,7 @@ def _described(value: Any) -> str:
 def _code() -> dict[str, tuple[str, str]]:
   """Returns the versions of Python, of this package and of what it needs."""
   needed = importlib.metadata.requires("grpo_jax") or [] if _is_installed("grpo_jax") else []
-  names = {re.split(r"[^\w.-]", each, maxsplit=1)[0] for each in needed}
+  names = {re.split(r"[^\w.-]", each, maxsplit=1)[0] for each in needed if "extra ==" not in each}
   names |= {"jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin"}
   versions = {name: importlib.metadata.version(name) for name in names if _is_installed(name)}
   versions["grpo_jax"] = f"{grpo_jax.__version__}, digest of its files {_digest_of_package()}"

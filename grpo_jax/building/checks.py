@@ -9,7 +9,7 @@ from grpo_kernels.attention import choice as attention_choice
 from grpo_kernels.linear_logprobs import choice
 from jax.sharding import Mesh
 
-from grpo_jax import data, environments
+from grpo_jax import data, environments, processes
 from grpo_jax.compilation import accelerators, precision
 from grpo_jax.config import batching_options, configuration, data_options, modes, run_options
 from grpo_jax.learn import mesh as meshes
@@ -49,7 +49,7 @@ def log_devices(mesh: Mesh) -> None:
   left = accelerators.unused(devices[0].platform)
   is_chosen = left is not None and left[1].is_chosen
   note = f"; {left[0]} not used: {left[1].reason}" if left and is_chosen else ""
-  _log.info("devices: %s%s", accelerators.used(devices), note)
+  _log.info("devices: %s%s", accelerators.used(devices, processes=processes.count()), note)
   if crossing := meshes.describe(mesh.devices):
     _log.info(crossing)
   if left and not is_chosen:

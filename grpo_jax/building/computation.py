@@ -213,6 +213,8 @@ class Computation:
       fetched.append(batch.kept)
       if self.update.selector is not None:
         fetched.append(self.update.selector.fetched(batch))
+    if self.config.teacher.urls:  # what its servers score is read from the batch.
+      fetched.append(self._batches())
     gathers = arrays.gathers(fetched)
     return [Job(f"gathering {name}", run) for name, run in gathers.items()]
 

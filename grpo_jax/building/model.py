@@ -4,7 +4,7 @@ import logging
 import pathlib
 from typing import Any
 
-from grpo_jax import data
+from grpo_jax import data, processes
 from grpo_jax.building import agreements
 from grpo_jax.config import configuration
 from grpo_jax.errors import ExpectedFailure
@@ -36,10 +36,10 @@ def find_alike(config: Config) -> sources.Found:
   Raises:
     ConfigError: There is no model, or its files differ between the processes.
   """
-  found = agreements.together(lambda: find(config), what="the model")
+  found = processes.together(lambda: find(config), what="the model")
   reason = agreements.same_fallback(found.reason)
   if reason:
-    found = agreements.together(lambda: _fallen_back(config, found, reason), what="model.fallback")
+    found = processes.together(lambda: _fallen_back(config, found, reason), what="model.fallback")
   agreements.check_model(found.folder)
   return found
 

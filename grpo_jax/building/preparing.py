@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from grpo_jax import data, environments
+from grpo_jax import data, environments, processes
 from grpo_jax.building import agreements, checks, computation, groups, kept_programs, online, stored
 from grpo_jax.building import model as model_building
 from grpo_jax.building import teacher as teaching
@@ -90,7 +90,7 @@ def prepare(
   made = stack.enter_context(groups.make_environments(config))
   config = groups.with_conversations(config, made)
   opener = groups.with_tools(mode.opener, made)
-  held_out = agreements.together(  # early: finds a wrong file.
+  held_out = processes.together(  # early: finds a wrong file.
     lambda: data_options.open_all(config, tokenizer, opener), what="opening the data"
   )
   inputs = Inputs(

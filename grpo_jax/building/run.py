@@ -20,6 +20,7 @@ from grpo_jax.building.groups import make_stream
 from grpo_jax.building.parts import Materials, Parts
 from grpo_jax.building.schedule import Schedule
 from grpo_jax.config import configuration, data_options, modes, run_options
+from grpo_jax.engines import everywhere
 from grpo_jax.engines.base import Engine
 from grpo_jax.files import atomic
 from grpo_jax.groups import credit, filters, learning_signal, shaping
@@ -73,9 +74,11 @@ class Run:
     """Gives the engine the weights of a state, from which it samples from now on.
 
     Raises:
-      EngineFailure: The engine could not load the weights.
+      EngineFailure: The engine could not load the weights, on this or another process.
     """
-    self.engine.load_weights(self.policy.full(state.params), version=int(state.step))
+    full, version = self.policy.full(state.params), int(state.step)
+    load = lambda _: self.engine.load_weights(full, version=version)
+    everywhere.together(load, what=f"the engines' weights of version {version}")
 
 
 def build(

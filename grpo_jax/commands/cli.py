@@ -18,6 +18,7 @@ from grpo_jax.values import names
 # Name -> module and function, and one line of explanation.
 COMMANDS = {
   "train": ("grpo_jax.commands.train:main", "train a model, or continue a run that was stopped"),
+  "launch": ("grpo_jax.commands.launch:main", "train as several processes on this machine"),
   "evaluate": ("grpo_jax.commands.evaluate:main", "measure a model or a run on named test sets"),
   "serve": ("grpo_jax.commands.serve:main", "serve a model as OpenAI's API does, to try agents"),
   "export": ("grpo_jax.commands.export:main", "write a checkpoint as a Hugging Face folder"),

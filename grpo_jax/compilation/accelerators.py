@@ -73,14 +73,16 @@ def why_none(error: BaseException) -> str:
   return "; ".join(filter(None, [said or asked, cause])) or "it gives no reason"
 
 
-def used(devices: Iterable[Any]) -> str:
+def used(devices: Iterable[Any], *, processes: int = 1) -> str:
   """Returns one line on the devices that JAX computes on.
 
   Args:
     devices: Devices of JAX.
+    processes: Number of processes that they belong to.
   """
   devices = list(devices)
   kinds = counted(device.device_kind for device in devices)
+  kinds += f" on {processes} processes" if processes > 1 else ""
   if devices[0].platform != "cpu":
     return f"{kinds} ({devices[0].platform})"
   cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -48,7 +48,8 @@ def get_config() -> Any:
 
   # sizes of the axes; their product is the number of devices; -1: the rest. docs/sharding.md
   config.mesh = mesh = ConfigDict()
-  mesh.data = -1  # splits the rows of a batch; weights are copied
+  # splits the rows of a batch; weights are copied, once a TPU slice or node if fsdp is -1, too
+  mesh.data = -1
   mesh.fsdp = 1  # splits rows, and also weights and optimizer state (ZeRO-3)
   mesh.tensor = 1  # splits attention heads, feed-forward layers and the vocabulary
 
@@ -144,7 +145,7 @@ def get_config() -> Any:
   sglang_default = SGLangOptions()
   sglang.addresses = sglang_default.addresses  # running servers, "http://host:port"; (): launch
   sglang.router = placeholder(str)  # address of an SGLang router through which requests go
-  sglang.servers = sglang_default.servers  # number of servers to launch
+  sglang.servers = sglang_default.servers  # number of servers that each process launches
   # Python of the servers' environment; scripts/install_sglang.sh makes one
   sglang.python = sglang_default.python
   # more arguments of the server, such as "--mem-fraction-static=0.5"; not --host or --port
@@ -153,11 +154,11 @@ def get_config() -> Any:
   sglang.command = placeholder(tuple)
   sglang.environment = ConfigDict(sglang_default.environment)  # extra variables of the servers
   sglang.device = placeholder(str)  # "cuda" or "cpu"; None: "cuda" if there is an NVIDIA GPU
-  sglang.gpus = sglang_default.gpus  # GPUs for the servers, such as (4, 5, 6, 7); (): all of them
+  sglang.gpus = sglang_default.gpus  # GPUs of a host for its servers: (4, 5, 6, 7); (): all of them
   sglang.gpus_per_server = sglang_default.gpus_per_server  # GPUs over which a server is split
   # address that the servers listen on; the servers that a run launches always require a key
   sglang.host = sglang_default.host
-  sglang.port = placeholder(int)  # port of the first server, then the next ones; None: any free
+  sglang.port = placeholder(int)  # of the first server of a host, then the next; None: any free
   # the same seed gives the same completion; slower on GPUs
   sglang.deterministic = sglang_default.deterministic
   # one HTTP request for each "completion", or one for each "group"

@@ -32,6 +32,8 @@ _MOST_OFFERED = 20  # files that a message lists.
 class ConfigError(ExpectedFailure, ValueError):
   """A configuration cannot be used; the user sees only the message, without a traceback."""
 
+  exit_code = 2
+
 
 def load(path: str | os.PathLike[str]) -> ConfigDict:
   """Runs a configuration file and returns what its `get_config()` returns, locked.

@@ -197,7 +197,10 @@ class Engine(Protocol):
     ...
 
   def load_weights(self, params: Any, *, version: int) -> None:
-    """Samples from these weights from now on; their tokens are marked with `version`."""
+    """Samples from these weights from now on; their tokens are marked with `version`.
+
+    All processes of a run call this at the same time, each for its own engine.
+    """
     ...
 
   def metrics(self) -> dict[str, float]:

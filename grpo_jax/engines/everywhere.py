@@ -31,9 +31,9 @@ def together(
 
   Args:
     work: Function of a flag that becomes true when the work is no longer wanted, because another
-      process has failed; it may then raise Stopped. It must not exchange anything with other
-      processes.
-    what: What it does, for messages.
+      process has failed; it may then raise Stopped. Where it exchanges anything with the other
+      processes, it must fail on all of them alike.
+    what: Name of the work, for messages.
     failure: Kind of error that becomes an error of the same kind on all processes. Others become
       `OtherProcessError`s elsewhere.
     stop: Flag that becomes true when the run is asked to end; see `interrupts.Flag`.
@@ -43,7 +43,7 @@ def together(
 
   Raises:
     failure: The work failed here, or on another process, which the message names.
-    OtherProcessError: It failed on another process in another way.
+    OtherProcessError: The work failed on another process in another way.
     Stopped: The run is asked to end.
   """
   if processes.count() == 1:
@@ -56,12 +56,18 @@ def together(
   finally:
     early.forget()
   if caught is not None:
-    raise caught
+    raise _of_all(caught)
   for number, other in enumerate(reasons):
     if other is not None:
-      raise failure(f"process {number} of {processes.count()} {other}")
+      raise _of_all(failure(f"process {number} of {processes.count()} {other}"))
   assert not isinstance(result, _Nothing)  # only if the work failed somewhere.
   return result
+
+
+def _of_all(error: ExpectedFailure) -> ExpectedFailure:
+  """Marks an error that all processes raise at the same place, so that a checkpoint can follow."""
+  error.is_of_all_processes = True  # pyright: ignore[reportAttributeAccessIssue]
+  return error
 
 
 class _Nothing:

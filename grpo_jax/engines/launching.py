@@ -29,6 +29,7 @@ GRACE_S = 10.0  # between the request to end and SIGKILL.
 # Below the range from which Linux takes ports for outgoing connections: there, one could be taken
 # while the server loads its model.
 FREE_PORTS = range(20_000, 32_000)
+_LAST_PORT = 65_535
 # Size of the prefix cache: 1.4 GB for a model of 135 M parameters, in float32.
 TOKENS_ON_CPU = 32_768
 # Variables of the trainer that must not reach the server's interpreter.
@@ -344,6 +345,11 @@ def port_of(options: LaunchOptions, index: int) -> int:
   if options.port is None:
     return free_port(options.host)
   port = options.port + options.slot + index
+  if port > _LAST_PORT:
+    number = options.first + index
+    raise ServerError(
+      f"server {number} would listen on port {port}, above {_LAST_PORT}: lower engine.sglang.port"
+    )
   check_port(options.host, port)
   return port
 

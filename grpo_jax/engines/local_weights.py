@@ -5,6 +5,7 @@ bytes on n devices of a process take P · b / n bytes of each device. The copy i
 program of all processes, layer by layer and in the compute dtype.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -52,7 +53,9 @@ class Gathering:
 
   def fits(self, params: Any) -> bool:
     """Returns whether these parameters are like those that the copies were described for."""
-    return jax.tree.map(_described, params) == self._params
+    if jax.tree.structure(params) != jax.tree.structure(self._params):
+      return False
+    return all(map(_is_like, jax.tree.leaves(params), jax.tree.leaves(self._params)))
 
   def described(self, options: decoding.Options) -> decoding.Weights:
     """Returns shapes, dtypes and shardings of this process's copy.
@@ -96,7 +99,7 @@ class Gathering:
     weights = decoding.split_layers(params, options)
     dtype = options.products.compute_dtype
     head = None if self._is_tied else weights.head
-    return decoding.Weights(weights.embed.astype(dtype), weights.layers, weights.final_norm, head)
+    return dataclasses.replace(weights, embed=weights.embed.astype(dtype), head=head)
 
   def _tied(self, weights: decoding.Weights) -> decoding.Weights:
     if not self._is_tied:
@@ -117,7 +120,15 @@ class Gathering:
 
     layers = [{name: of_layer(name, x) for name, x in each.items()} for each in weights.layers]
     head = None if self._is_tied else of["head"]
-    return decoding.Weights(of["embed"], layers, of["final_norm"], head)
+    specs = {"embed": of["embed"], "layers": layers, "final_norm": of["final_norm"], "head": head}
+    return decoding.Weights(**specs)
+
+
+def _is_like(one: Any, other: Any) -> bool:
+  """Returns whether two arrays have the same shape, dtype and places."""
+  if (one.shape, one.dtype) != (other.shape, other.dtype):
+    return False
+  return one.sharding.is_equivalent_to(other.sharding, len(one.shape))
 
 
 def _described(like: Any) -> Any:

@@ -489,7 +489,7 @@ def _check_launch(launch: LaunchOptions, servers: int, key: str) -> None:
   """Checks on all processes whether servers can be started, and on which GPUs.
 
   Raises:
-    ServerError: They cannot, on one of the hosts.
+    ServerError: A host of the run cannot start them.
   """
   check = lambda _: server_process.check(launch, servers=servers, api_key=key)
   everywhere.together(check, what="the options of the servers", failure=server_process.ServerError)

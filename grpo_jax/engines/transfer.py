@@ -170,7 +170,7 @@ class WeightFolders:
     """Does a part of the writing.
 
     Raises:
-      TransferError: It failed because of the disk.
+      TransferError: The disk refused a file.
     """
     try:
       stage()
@@ -218,7 +218,7 @@ class _Shares:
       dataclasses.replace(tensor, values=lambda at=at: self._fetch(at))
       for at, tensor in enumerate(ordered)
     ]
-    self._values = [tensor.values for tensor in ordered]
+    self._ordered = ordered
     self._fetched = 0
     self._at_once = max(1, len(writers))
     used = min(len(writers), len(ordered))
@@ -229,21 +229,21 @@ class _Shares:
 
   def _fetch(self, at: int) -> np.ndarray:
     """Returns one tensor; fetches those of the other writers of the same round, too."""
-    end = min(len(self._values), at - at % self._at_once + self._at_once)
-    return self._fetch_until(end, keep=at)
+    return self._fetch_until(at - at % self._at_once + self._at_once, keep=at)
 
   def fetch_rest(self) -> None:
     """Fetches what this process has not fetched yet, since the others wait for it."""
-    self._fetch_until(len(self._values), keep=None)
+    self._fetch_until(len(self._ordered), keep=None)
 
   def _fetch_until(self, end: int, *, keep: int | None) -> Any:
+    """Takes part in all fetches before `end`; returns the values of the one to keep."""
     kept = None
-    while self._fetched < end:
-      values = self._values[self._fetched]()
-      if self._fetched == keep:
-        kept = values
-      del values
-      self._fetched += 1
+    for at, tensor in enumerate(self._ordered[self._fetched : end], start=self._fetched):
+      self._fetched = at + 1
+      if at == keep:
+        kept = tensor.values()
+      else:
+        tensor.take_part()
     return kept
 
 

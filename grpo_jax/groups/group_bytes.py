@@ -135,8 +135,9 @@ def _prompt(group: RolloutGroup, asked: Prompt) -> dict[str, Any] | None:
   if own is asked:
     return None
   fields = [field.name for field in dataclasses.fields(Prompt) if field.name not in _CHANGING]
-  others = [name for name in fields if getattr(own, name) is not getattr(asked, name)]
-  if [name for name in others if getattr(own, name) != getattr(asked, name)]:
+  pairs = [(name, getattr(own, name), getattr(asked, name)) for name in fields]
+  others = [name for name, one, other in pairs if one is not other and one != other]
+  if others:
     raise ValueError(f"the group of prompt {asked.prompt_id} has {others[0]} of another prompt")
   return {"tokens": len(own.token_ids), "text": own.text, "is_cut": own.is_cut}
 
@@ -195,5 +196,5 @@ def _rollout(
     reward=next(floats),
     reward_components={name: next(floats) for name in rest["reward_components"]},
     metrics={name: next(floats) for name in rest["metrics"]},
-    turn_log=tuple(Turn(*turn, next(floats)) for turn in rest["turn_log"]),
+    turn_log=tuple(Turn(sampled, written, next(floats)) for sampled, written in rest["turn_log"]),
   )

@@ -93,6 +93,6 @@ def _rows(batch: Batch) -> NamedSharding | None:
 @functools.cache
 def _program(rows: NamedSharding | None) -> Program:
   """Returns the program of `_kept_of` for batches whose rows are split in this way."""
-  placed = None if rows is None else (rows, sharding.whole(rows.mesh))
+  placed = None if rows is None else (rows, sharding.whole(sharding.mesh_of(rows)))
   jitted = jax.jit(_kept_of, static_argnames="threshold", out_shardings=placed)
   return Program(jitted, name="screening", static=("threshold",))

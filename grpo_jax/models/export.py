@@ -100,7 +100,7 @@ def by_main(
         write(counted)
     finally:
       while left:
-        left.pop().values()
+        left.pop().take_part()
 
   processes.together(work, what=what)
 
@@ -152,8 +152,16 @@ def to_write(
   for stored in leaves.stored(config):
     array = _at(params, stored.path)
     file_dtype = np.dtype(array.dtype if dtype is None else dtype)
-    values = _fetcher(array, stored, file_dtype)
-    tensors.append(safetensors.ToWrite(stored.name, stored.shape, file_dtype, values))
+    on_devices = functools.partial(_as_in_file, array, stored, file_dtype)
+    tensors.append(
+      safetensors.ToWrite(
+        stored.name,
+        stored.shape,
+        file_dtype,
+        values=functools.partial(_fetch, on_devices),
+        take_part=functools.partial(_take_part, on_devices),
+      )
+    )
   return tensors
 
 
@@ -202,14 +210,19 @@ def _hf_config(config: ModelConfig, source: pathlib.Path | None) -> dict[str, An
   return hf
 
 
-def _fetcher(array: Any, stored: leaves.Stored, dtype: np.dtype) -> Callable[[], np.ndarray]:
-  def fetch() -> np.ndarray:
-    if _is_as_stored(array, stored, dtype):
-      return np.ascontiguousarray(arrays.fetch(array))
-    own = _own(array)(array, stored.layer, is_kernel=stored.leaf.is_kernel, dtype=dtype)
-    return np.ascontiguousarray(arrays.fetch(own))
+def _as_in_file(array: Any, stored: leaves.Stored, dtype: np.dtype) -> Any:
+  """Returns a tensor in the files' layout and dtype, on its devices."""
+  if _is_as_stored(array, stored, dtype):
+    return array
+  return _own(array)(array, stored.layer, is_kernel=stored.leaf.is_kernel, dtype=dtype)
 
-  return fetch
+
+def _fetch(on_devices: Callable[[], Any]) -> np.ndarray:
+  return np.ascontiguousarray(arrays.fetch(on_devices()))
+
+
+def _take_part(on_devices: Callable[[], Any]) -> None:
+  jax.block_until_ready(on_devices())
 
 
 def jobs(params: Any, config: ModelConfig, *, dtype: Any = None) -> list[Job]:

@@ -202,14 +202,27 @@ def _check_filled(file: pathlib.Path, spans: Mapping[str, _Span], size: int) -> 
     raise ModelError(f"{file}: has {size - reached} bytes after the last tensor")
 
 
+def _nothing() -> None:
+  """Is the part of this process in what it need not take part in."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ToWrite:
-  """One tensor to be written; its values are made when they are needed."""
+  """One tensor to be written; its values are made when they are needed.
+
+  Attributes:
+    name: Name in the file.
+    shape: Shape in the file.
+    dtype: Dtype in the file.
+    values: Function that returns the values.
+    take_part: Function that does the part of this process when another one needs the values.
+  """
 
   name: str
   shape: tuple[int, ...]
   dtype: np.dtype
   values: Callable[[], np.ndarray]
+  take_part: Callable[[], None] = _nothing
 
   @property
   def nbytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The processes of a run: how many there are, which one this is, and what they tell each other.
+"""The processes of a run: how many there are, which one this is, and what they exchange.
 
 All processes run the same program and make the same decisions. What only one of them can know (a
 clock, a file, a failure, what it sampled) is exchanged by the functions of this room, which go
@@ -10,25 +10,35 @@ JAX backend or imports JAX: a program without `jax.distributed` is a single proc
 """
 
 import collections
+import contextlib
 import itertools
 import json
 import resource
-import socket
 import sys
+import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.interrupts import Stopped
-from grpo_jax.processes import waiting
+from grpo_jax.interrupts import Flag, Stopped
+from grpo_jax.processes import waiting, watch
 from grpo_jax.processes.waiting import waited_s as waited_s
+from grpo_jax.processes.watch import Failure
 
 T = TypeVar("T")
+Raised = TypeVar("Raised", bound=Exception)
 
 TIMEOUT_S = 300.0  # seconds that one process waits for the others, unless a caller says otherwise.
 wait_s = 1800.0  # seconds that one process waits for what takes the others long; set by `start`.
+
+LOOK_S = 0.1  # time between two looks at the news, if a process is not where it should be.
+POLL_S = 1.0  # time between two looks at what other processes report.
+REACH_S = 4.0  # longest wait for the others after a failure that they may not have.
+AGREED_S = 120.0  # longest wait for the others after what ends all of them.
+
+_has_failed = False  # this process, and not all at the same place.
 
 # Numbers of broadcasts; all processes make the same ones in the same order.
 _numbers = itertools.count()
@@ -44,8 +54,25 @@ class DisagreementError(ExpectedFailure, RuntimeError):
   """Something that must be equal on all processes of a run differs."""
 
 
+class PartedError(RuntimeError):
+  """The processes do not exchange the same thing: one of them has left the common way."""
+
+
 class OtherProcessError(ExpectedFailure, RuntimeError):
-  """Another process of the run failed; the message names it and has its reason."""
+  """Another process of the run failed; the message names it and has its reason.
+
+  The exit code is that of the process that failed.
+  """
+
+  def __init__(self, message: str, exit_code: int = 1):
+    """Makes an error.
+
+    Args:
+      message: Name of the process that failed, with its reason.
+      exit_code: Exit code of that process.
+    """
+    super().__init__(message)
+    self.exit_code = exit_code
 
 
 def count() -> int:
@@ -70,6 +97,11 @@ def named() -> str:
   return f"process {index()} of {count()}" if count() > 1 else ""
 
 
+def where() -> str:
+  """Returns "process 1 of 2 (host)" for messages; "" if there is only one process."""
+  return _whose(index()) if count() > 1 else ""
+
+
 @waiting.counted
 def broadcast(value: Any, *, timeout_s: float = TIMEOUT_S) -> Any:
   """Returns the main process's value on every process.
@@ -91,12 +123,11 @@ def broadcast(value: Any, *, timeout_s: float = TIMEOUT_S) -> Any:
   if is_main():
     _client().key_value_set(key, text)
     return value
-  try:
-    return json.loads(_client().blocking_key_value_get(key, _milliseconds(timeout_s)))
-  except Exception as error:  # jaxlib has no public class for what its client raises.
-    raise ProcessesError(
-      f"{named()} received nothing from process 0 within {timeout_s:g} s ({key}): {_first(error)}"
-    ) from error
+  with _waiting(f"what process 0 decides ({key})"):
+    sent = _received(key, time.monotonic() + timeout_s)
+  if sent is None:
+    raise ProcessesError(f"waited {timeout_s:g} s for {_whose(0)}, which decides ({key})")
+  return json.loads(sent)
 
 
 def exchange(value: Any, *, what: str, timeout_s: float | None = None) -> list[Any]:
@@ -106,7 +137,7 @@ def exchange(value: Any, *, what: str, timeout_s: float | None = None) -> list[A
 
   Args:
     value: JSON value of this process.
-    what: What the processes exchange, for the message if one does not come: "the sampled groups".
+    what: Name of the values, for the message if one does not come: "the sampled groups".
     timeout_s: Seconds to wait for the others; None: `wait_s`.
 
   Raises:
@@ -122,7 +153,7 @@ def agree(value: Any, *, what: str, timeout_s: float | None = None) -> Any:
 
   Args:
     value: JSON value of this process.
-    what: What must be equal, for the message: "the digest of data/train.jsonl".
+    what: Name of the value, for the message: "the digest of data/train.jsonl".
     timeout_s: Seconds to wait for the others; None: `wait_s`.
 
   Raises:
@@ -133,13 +164,42 @@ def agree(value: Any, *, what: str, timeout_s: float | None = None) -> Any:
   found = exchange(value, what=what, timeout_s=timeout_s)
   if any(each != found[0] for each in found):
     listed = ", ".join(f"process {number}: {each!r}" for number, each in enumerate(found))
-    raise DisagreementError(f"{what} differs between the processes of this run: {listed}")
+    raise _marked(DisagreementError(f"{what} differs between the processes of this run: {listed}"))
   return value
 
 
 def any_of(flag: Any, *, what: str = "whether to stop") -> bool:
   """Returns whether the flag is true on any process."""
-  return any(exchange(bool(flag), what=what))
+  asked = [number for number in exchange(_asked(flag), what=what) if number]
+  _raise_flag(asked)
+  return bool(asked)
+
+
+def _asked(flag: Any) -> int:
+  """Returns the signal that raised a flag; -1 if there was none, and 0 if it is not raised."""
+  return (flag.number or -1 if isinstance(flag, Flag) else -1) if flag else 0
+
+
+def _raise_flag(asked: list[int]) -> None:
+  """Raises this process's flag if a signal has raised that of another one."""
+  numbers = [number for number in asked if number > 0]
+  if numbers and watch.current is not None:
+    watch.current.stop(numbers[0])
+
+
+def stop_together(stop: Any) -> None:
+  """Raises Stopped on all processes if any is asked to stop.
+
+  All processes must make the same calls in the same order, on their main threads.
+
+  Args:
+    stop: Flag that becomes true when the run is asked to end.
+
+  Raises:
+    Stopped: A process is asked to stop.
+  """
+  if any_of(stop):
+    raise _marked(Stopped())
 
 
 def together(work: Callable[[], T], *, what: str, timeout_s: float | None = None) -> T:
@@ -151,7 +211,7 @@ def together(work: Callable[[], T], *, what: str, timeout_s: float | None = None
 
   Args:
     work: Function without arguments.
-    what: What it does, for messages: "sampling step 3".
+    what: Name of the work, for messages: "sampling step 3".
     timeout_s: Seconds to wait for the others once this process is done; None: `wait_s`.
 
   Returns:
@@ -160,24 +220,68 @@ def together(work: Callable[[], T], *, what: str, timeout_s: float | None = None
   Raises:
     Exception: What `work` raises on this process.
     Stopped: `work` was stopped on any process.
-    OtherProcessError: It failed on another process.
+    OtherProcessError: The work failed on another process.
   """
   return _main.together(work, what=what, timeout_s=timeout_s)
 
 
+def of_all(error: Raised) -> Raised:
+  """Returns an error that all processes raise at the same place, with the same message."""
+  error.is_of_all_processes = True  # pyright: ignore[reportAttributeAccessIssue]
+  error.is_printed_by_main = not is_main()  # pyright: ignore[reportAttributeAccessIssue]
+  return error
+
+
 def _outcome(failure: BaseException | None) -> dict[str, Any]:
-  """Returns what other processes are told of the end of some work."""
+  """Returns what other processes learn of the end of some work."""
   if failure is None:
     return {}
   if isinstance(failure, Stopped | KeyboardInterrupt):
-    return {"stopped": True}
-  is_expected = isinstance(failure, ExpectedFailure)
-  reason = str(failure) if is_expected else f"{type(failure).__name__}: {failure}"
-  return {"failed": reason, "host": socket.gethostname()}
+    flag = watch.current.flag if watch.current else None
+    return {"stopped": _asked(flag) or -1}
+  return {"failed": _reason(failure), "exit_code": exit_code(failure)}
 
 
-def _failed_elsewhere(number: int, outcome: Mapping[str, Any]) -> str:
-  return f"process {number} of {count()} ({outcome['host']}): {outcome['failed']}"
+def _elsewhere(outcomes: list[Mapping[str, Any]]) -> BaseException | None:
+  """Returns what ends this process because of the outcomes of all; None if nothing does."""
+  for number, outcome in enumerate(outcomes):
+    if outcome.get("failed"):
+      return OtherProcessError(f"{_whose(number)}: {outcome['failed']}", outcome["exit_code"])
+  asked = [outcome["stopped"] for outcome in outcomes if outcome.get("stopped")]
+  _raise_flag(asked)
+  return Stopped() if asked else None
+
+
+def exit_code(error: BaseException) -> int:
+  """Returns the exit code of a program that an error ends."""
+  return getattr(error, "exit_code", 1)
+
+
+def _reason(error: BaseException) -> str:
+  return str(error) if isinstance(error, ExpectedFailure) else f"{type(error).__name__}: {error}"
+
+
+def _whose(number: int) -> str:
+  """Returns "process 1 of 2 (host)"."""
+  return watch.current.named(number) if watch.current else f"process {number} of {count()}"
+
+
+def _marked(error: BaseException) -> BaseException:
+  """Marks an error that all processes raise at the same place."""
+  error.is_of_all_processes = True  # pyright: ignore[reportAttributeAccessIssue]
+  return error
+
+
+def is_of_all(error: BaseException | None) -> bool:
+  """Returns whether all processes raise the error, or one in its place, at the same call.
+
+  Collective work can follow such an error, such as a checkpoint.
+  """
+  while error is not None:
+    if getattr(error, "is_of_all_processes", False):
+      return True
+    error = error.__cause__ or error.__context__
+  return count() == 1
 
 
 def _new_name(name: str) -> str:
@@ -220,14 +324,18 @@ class Channel:
       result = work()
     except (Exception, KeyboardInterrupt) as error:
       failure = error
-    outcomes = self.exchange(_outcome(failure), what=what, timeout_s=timeout_s)
+    try:
+      outcomes = self.exchange(_outcome(failure), what=what, timeout_s=timeout_s)
+    except PartedError:
+      if failure is None:
+        raise
+      raise failure from None  # the others wait for something within `work`.
+    if failure is None:
+      failure = _elsewhere(outcomes)
+    elif not is_main() and outcomes[0] == outcomes[index()]:
+      failure.is_printed_by_main = True  # pyright: ignore[reportAttributeAccessIssue]
     if failure is not None:
-      raise failure
-    for number, outcome in enumerate(outcomes):
-      if outcome.get("failed"):
-        raise OtherProcessError(_failed_elsewhere(number, outcome))
-    if any(outcome.get("stopped") for outcome in outcomes):
-      raise Stopped
+      raise _marked(failure)
     return result
 
   @waiting.counted
@@ -235,23 +343,22 @@ class Channel:
     """Returns the bytes of all processes, through the key-value store."""
     client, me, number = _client(), index(), self.made
     self.made += 1
-    deadline = time.monotonic() + (wait_s if timeout_s is None else timeout_s)
-    client.key_value_set_bytes(self._key(number, me), zlib.compress(data, 1))
+    began = time.monotonic()
+    deadline = began + (wait_s if timeout_s is None else timeout_s)
     found = {me: data}
-    for other in range(count()):
-      while other not in found:
-        left = deadline - time.monotonic()
-        if left <= 0:
-          raise ProcessesError(self._missing(number, found, what))
-        try:
-          sent = client.blocking_key_value_get_bytes(
-            self._key(number, other), _milliseconds(min(1, left))
-          )
-        except Exception as error:  # jaxlib has no public class for what its client raises.
-          if "DEADLINE_EXCEEDED" not in str(error):
-            raise ProcessesError(f"{named()}: no answer from process 0: {_first(error)}") from error
+    place = f"{what}\0".encode()
+    with _waiting(what):
+      client.key_value_set_bytes(self._key(number, me), zlib.compress(place + data, 1))
+      for other in range(count()):
+        if other == me:
           continue
-        found[other] = zlib.decompress(sent)
+        sent = _received(self._key(number, other), deadline)
+        if sent is None:
+          raise ProcessesError(self._missing(number, found, what, time.monotonic() - began))
+        at, _, found[other] = zlib.decompress(sent).partition(b"\0")
+        if at != place[:-1]:
+          _wait_for_news()
+          raise PartedError(f"{_whose(other)} is at {at.decode()!r}, this process at {what!r}")
     # All have sent this value, so all have read the ones before.
     if number:
       client.key_value_delete(self._key(number - 1, me))
@@ -260,15 +367,63 @@ class Channel:
   def _key(self, number: int, process: int) -> str:
     return f"grpo_jax/{self._name}/{number}/{process}"
 
-  def _missing(self, number: int, found: Mapping[int, bytes], what: str) -> str:
+  def _missing(self, number: int, found: Mapping[int, bytes], what: str, waited: float) -> str:
     """Returns who has not sent a value in time."""
     absent = [other for other in range(count()) if other not in found]
-    missing = [str(other) for other in absent if not _is_sent(self._key(number, other))]
-    noun = "processes" if len(missing) > 1 else "process"
-    return f"{named()} waited for {what} of {noun} {', '.join(missing)}"
+    missing = [_whose(other) for other in absent if not _is_sent(self._key(number, other))]
+    return f"waited {waited:.0f} s for {what} of {', '.join(missing)}"
 
 
 _main = Channel("exchange")  # of the main threads.
+
+
+def _received(key: str, deadline: float) -> bytes | None:
+  """Returns the value of a key when it is there; None if it is not by the deadline.
+
+  Raises:
+    OtherProcessError: Another process has failed.
+    Stopped: Another process was asked to stop, and has.
+    ProcessesError: Process 0 does not answer.
+  """
+  while (left := deadline - time.monotonic()) > 0:
+    try:
+      return _client().blocking_key_value_get_bytes(key, _milliseconds(min(POLL_S, left)))
+    except Exception as error:  # jaxlib has no public class for what its client raises.
+      if "DEADLINE_EXCEEDED" not in str(error):
+        raise ProcessesError(f"{named()}: no answer from process 0: {_first(error)}") from error
+    _raise_news()
+  return None
+
+
+def _raise_news() -> None:
+  """Raises the failure of another process that is not one of all."""
+  watching = watch.current
+  if watching is None or watching.failure is None:
+    return
+  failure = watching.failure
+  if failure.process == watching.index:
+    raise ProcessesError(f"this process has failed before: {failure.reason}")
+  raise (
+    Stopped()
+    if failure.stopped
+    else OtherProcessError(watching.described(failure), failure.exit_code)
+  )
+
+
+def _wait_for_news() -> None:
+  """Raises the failure of the process that has left the common way, if it reports one in time."""
+  deadline = time.monotonic() + REACH_S
+  while time.monotonic() < deadline:
+    _raise_news()
+    time.sleep(LOOK_S)
+
+
+@contextlib.contextmanager
+def _waiting(what: str) -> Iterator[None]:
+  is_main_thread = threading.current_thread() is threading.main_thread()
+  watching = watch.current if is_main_thread else None
+  with watching.waiting(what) if watching else contextlib.nullcontext():
+    yield
 
 
 def _is_sent(key: str) -> bool:
@@ -283,24 +438,33 @@ def all_reach(name: str, *, timeout_s: float, value: Any = None) -> bool:
 
   For what only all processes can do, such as saving a checkpoint, after a failure that the others
   may not know of. They are in the same state if their values are equal, and if they have made
-  the same number of exchanges. A process that comes too late is told so at once.
+  the same number of exchanges. A process that comes too late learns it at once.
 
   Args:
     name: Name of the point.
-    timeout_s: Seconds to wait for the other processes.
+    timeout_s: Seconds to wait for the others, which may be elsewhere: at most `REACH_S`, if only
+      this process has failed; at least `AGREED_S`, if all end.
     value: JSON value that must be equal on all processes.
   """
   text = json.dumps([value, _main.made])
   if count() == 1:
     return True
+  watching = watch.current
+  if watching is not None and watching.failure is not None and not _has_failed:
+    return False  # another process failed, alone.
+  timeout_s = min(timeout_s, REACH_S) if _has_failed else max(timeout_s, AGREED_S)
   client, name = _client(), _new_name(f"reached/{name}")
   try:
-    client.key_value_set(f"grpo_jax/{name}/{index()}", text)
-    barrier(name, timeout_s=timeout_s)
+    with _waiting(name):
+      client.key_value_set(f"grpo_jax/{name}/{index()}", text)
+      barrier(name, timeout_s=timeout_s)
     sent = [client.blocking_key_value_get(f"grpo_jax/{name}/{i}", 1000) for i in range(count())]
   except Exception:  # a process has not come, or the coordination service is gone.
     return False
-  return all(each == text for each in sent)
+  is_agreed = all(each == text for each in sent)
+  if watching is not None:
+    watching.is_agreed = is_agreed
+  return is_agreed
 
 
 @waiting.counted
@@ -322,6 +486,92 @@ def barrier(name: str, *, timeout_s: float = TIMEOUT_S) -> None:
     raise ProcessesError(
       f"{named()} waited {timeout_s:g} s for the others at {name!r}: {_first(error)}"
     ) from error
+
+
+@contextlib.contextmanager
+def failing() -> Iterator[None]:
+  """Has the other processes end if the block fails on this process only.
+
+  They learn of it within a second, also when they wait in a collective of the devices, and end with
+  this failure and its exit code.
+  """
+  try:
+    yield
+  except (Exception, KeyboardInterrupt) as error:
+    give_up(error)
+    raise
+
+
+def give_up(error: BaseException) -> None:
+  """Has the other processes end because of an error, unless all have it, or one of them had it.
+
+  Args:
+    error: Failure of this process; Stopped if it alone was asked to stop.
+  """
+  global _has_failed
+  if watch.current is None or is_of_all(error) or _is_of_another(error) or _has_failed:
+    return
+  _has_failed = True
+  stopped = isinstance(error, Stopped | KeyboardInterrupt)
+  watch.current.give_up(Failure(index(), _reason(error), exit_code(error), stopped=stopped))
+
+
+def _is_of_another(error: BaseException) -> bool:
+  failure = watch.current.failure if watch.current else None
+  is_told = isinstance(error, OtherProcessError | Stopped)
+  return failure is not None and failure.process != index() and is_told
+
+
+@contextlib.contextmanager
+def watching(stop: Any, last_words: str = "") -> Iterator[None]:
+  """Shares a flag among all processes: once one is asked to stop, so are the others.
+
+  Within the block a signal does not save or end anything by itself. The processes decide together,
+  by `any_of(stop)`, where they stop.
+
+  Args:
+    stop: Flag that becomes true when the run is asked to end; see `interrupts.Flag`.
+    last_words: Printed below the failure of another process, if that ends this one: how the run
+      continues.
+  """
+  current = watch.current
+  if current is None or not isinstance(stop, Flag):
+    yield
+    return
+  current.last_words = last_words
+  current.flag = stop
+  current.on_stop(stop.raise_for)
+  stop.share(current.publish_stop, current.end_at_once)
+  try:
+    yield
+  finally:
+    current.on_stop(None)
+
+
+def is_printed_elsewhere(error: BaseException) -> bool:
+  """Returns whether another process has failed for the same reason, and prints it."""
+  if getattr(error, "is_printed_by_main", False):
+    return True
+  failure = watch.current.failure if watch.current else None
+  return failure is not None and failure.process != index() and failure.reason == _reason(error)
+
+
+def reported() -> None:
+  """Notes that what ends this process has been printed."""
+  if watch.current is not None:
+    watch.current.is_reported = True
+
+
+def leave(code: int) -> None:
+  """Ends this process if there are others, which have ended or know why they should.
+
+  JAX would wait for them, and abort.
+
+  Args:
+    code: Exit code.
+  """
+  if watch.current is not None:
+    watch.current.leave(code)
 
 
 def allow_open_files(most: int = 65536) -> None:

@@ -90,7 +90,8 @@ def _part(
   numbered = [(axis, i) for axis, own in zip(mesh.axis_names, factors, strict=True) for i in own]
   names = [f"{axis}.{at}" for at, (axis, _) in enumerate(numbered)]
   sizes = [size for _, size in numbered]
-  within, lengths = {axis: () for axis in mesh.axis_names}, dict.fromkeys(mesh.axis_names, 1)
+  within: dict[str, tuple[str, ...]] = dict.fromkeys(mesh.axis_names, ())
+  lengths = dict.fromkeys(mesh.axis_names, 1)
   for name, (axis, size), inside in zip(names, numbered, is_within, strict=True):
     if inside:
       within[axis] = (*within[axis], name)

@@ -508,10 +508,22 @@ PANELS: tuple[Panel, ...] = (
     },
     kind="stack",
   ),
+  Panel(
+    "Work of the processes in a step, without waiting",
+    {
+      "slowest": "hosts/busy_s_max",
+      "median": "hosts/busy_s_median",
+      "fastest": "hosts/busy_s_min",
+    },
+  ),
   Panel("Speed", {"tokens/s": "perf/tokens_per_s"}),
   Panel(
     "Memory",
-    {"fullest device": "perf/device_peak_gib", "host process": "perf/peak_rss_gib"},
+    {
+      "fullest device": "perf/device_peak_gib",
+      "host process": "perf/peak_rss_gib",
+      "largest host process": "hosts/peak_rss_gib_max",
+    },
   ),
 )
 STEP_TIME = Panel("Time of a step", {"step": "time/step_s"})

@@ -60,19 +60,16 @@ def among_processes(
   """
   if processes.count() == 1:
     return attempt(prompts, limits, stop)
-  collecting.check_unique(prompts)
   lenient = dataclasses.replace(limits, max_error_share=1.0)
   early = Elsewhere(stop)
-  work = lambda: _encoded(share(prompts), attempt, lenient, early)
+  work = lambda: _encoded(prompts, attempt, lenient, early)
   try:
     data = processes.together(work, what=what)
   finally:
     early.forget()
   shares = bulk.exchange_bytes(data, what=what)
-  groups = processes.together(lambda: _joined(shares, prompts), what=f"reading {what}")
-  collecting.check_failures(groups, limits.max_error_share, where=_failed_where(groups))
-  _warn_of_processes(groups, limits.max_error_share)
-  return groups
+  read = lambda: _joined(shares, prompts, limits.max_error_share)
+  return processes.together(read, what=f"reading {what}")
 
 
 def share(items: Sequence[T]) -> Sequence[T]:
@@ -91,8 +88,11 @@ def compare(prompts: Sequence[Prompt], *, of: str) -> None:
   Raises:
     DisagreementError: They differ; the message has a digest for each process.
   """
-  found = [(each.prompt_id, each.token_ids, each.weight) for each in prompts]
-  digests.agree(found, what=f"the {len(found)} prompts of {of} (ids, tokens and weights)")
+  if processes.count() > 1:
+    found = [(each.prompt_id, each.token_ids, each.weight) for each in prompts]
+    shown = f"{len(found)} prompts, {digests.of_values(found)}"
+    what = f"the number and the digest of the prompts of {of} (ids, tokens and weights)"
+    processes.agree(shown, what=what)
 
 
 def _encoded(
@@ -100,8 +100,10 @@ def _encoded(
 ) -> bytes:
   """Returns the groups of this process's share; b"" if another process has ended the work."""
   try:
-    groups = attempt(prompts, limits, early) if prompts else []
-    return group_bytes.encode(groups, prompts)
+    collecting.check_unique(prompts)
+    own = share(prompts)
+    groups = attempt(own, limits, early) if own else []
+    return group_bytes.encode(groups, own)
   except Stopped:
     if early.is_over:
       return b""  # `together` raises what happened there.
@@ -112,11 +114,16 @@ def _encoded(
     raise
 
 
-def _joined(shares: Sequence[bytes | bytearray], prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-  """Returns the groups of all processes in the order of their prompts."""
+def _joined(
+  shares: Sequence[bytes | bytearray], prompts: Sequence[Prompt], max_error_share: float
+) -> list[RolloutGroup]:
+  """Returns the groups of all processes in the order of their prompts; see `among_processes`."""
   count = len(shares)
   parts = [group_bytes.decode(data, prompts[i::count]) for i, data in enumerate(shares)]
-  return [parts[i % count][i // count] for i in range(len(prompts))]
+  groups = [parts[i % count][i // count] for i in range(len(prompts))]
+  collecting.check_failures(groups, max_error_share, where=_failed_where(groups))
+  _warn_of_processes(groups, max_error_share)
+  return groups
 
 
 def _failed(groups: Sequence[RolloutGroup]) -> list[tuple[int, int]]:

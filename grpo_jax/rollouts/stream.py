@@ -297,7 +297,8 @@ class OnlineStream:
     is_short = len(found) < self._target
     at_limit = is_short and rounds == dynamic.max_rounds
     if at_limit:
-      self._report_limit(dynamic, len(found), len(drawn), reasons)
+      report = lambda: self._report_limit(dynamic, len(found), len(drawn), reasons)
+      processes.together(report, what=f"dynamic sampling of step {step}")
     self._metrics |= {
       "dynamic_sampling/rounds": float(rounds),
       "dynamic_sampling/prompts": float(len(drawn)),

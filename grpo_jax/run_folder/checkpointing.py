@@ -195,14 +195,18 @@ class Checkpoints:
     temporary = self.directory / f"tmp_{self._path(step).name}"
     num_bytes = sum(x.nbytes for x in leaves.values())
     what = f"saving step {step}"
-    processes.together(lambda: self._make_place(step, temporary, text, num_bytes), what=what)
+    # In a thread, which can run Orbax's event loop also where this one has a loop, as in notebooks.
+    begun = lambda: self._thread.submit(self._arrays.begin, temporary / "state", leaves)
+    writing: list[stored_arrays.Writing] = []
     try:
-      begin = lambda: self._thread.submit(self._arrays.begin, temporary / "state", leaves).result()
-      writing = processes.together(begin, what=what)
+      processes.together(lambda: self._make_place(step, temporary, text, num_bytes), what=what)
+      processes.together(lambda: writing.append(begun().result()), what=what)
     except (OSError, ValueError, processes.OtherProcessError) as error:
-      self._remove(temporary)
+      self._remove(temporary, writing)
+      if isinstance(error, FolderError):
+        raise
       raise CheckpointError(_not_saved(step, temporary, error)) from error
-    self._pending = step, self._thread.submit(self._commit, step, temporary, writing)
+    self._pending = step, self._thread.submit(self._commit, step, temporary, writing[0])
     self._own.add(step)
     return True
 
@@ -356,13 +360,9 @@ class Checkpoints:
         f"{self._path(step)} already exists and is not from this run: continue that run with"
         " restore_latest, or choose another folder"
       )
-    try:
-      _make_room(temporary, num_bytes)
-      (temporary / "info.json").write_text(info)
-      (temporary / "state").mkdir()
-    except OSError as error:
-      shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full because of it.
-      raise CheckpointError(_not_saved(step, temporary, error)) from error
+    _make_room(temporary, num_bytes)
+    (temporary / "info.json").write_text(info)
+    (temporary / "state").mkdir()
 
   def _commit(self, step: int, temporary: pathlib.Path, writing: stored_arrays.Writing) -> None:
     """Completes a save: manifest, final name, retention. Runs in the background thread.
@@ -411,8 +411,11 @@ class Checkpoints:
     for surplus in set(metric_of) - kept(metric_of, **self._retention):
       _delete(self._path(surplus))
 
-  def _remove(self, temporary: pathlib.Path) -> None:
+  def _remove(self, temporary: pathlib.Path, writing: Sequence[stored_arrays.Writing]) -> None:
     """Removes what a save has written that could not begin on all processes."""
+    for begun in writing:
+      with contextlib.suppress(Exception):  # the save has failed already.
+        begun.wait()
     processes.exchange(None, what="the end of a save")
     if processes.is_main():
       shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full because of it.
@@ -534,7 +537,7 @@ def _alike(work: Callable[[], T], *, what: str) -> T:
   if failure is not None and processes.count() == 1:
     raise failure
   for name, reason in filter(None, verdicts):
-    raise _VERDICTS[name](reason) from failure
+    raise processes.of_all(_VERDICTS[name](reason)) from failure
   return found
 
 

@@ -13,6 +13,8 @@ from grpo_jax.files import atomic, shared_places
 class Unusable(ExpectedFailure, OSError):
   """A run folder is in use, or cannot be made, written or reached."""
 
+  exit_code = 2
+
 
 def claimed(workdir: pathlib.Path, *, named: str = "--workdir") -> IO[str]:
   """Makes a folder if needed, and locks it for this process until the file is closed.
@@ -63,5 +65,5 @@ def claimed_by_main(
     except Unusable as error:
       problem = str(error)
   if problem := processes.broadcast(problem):
-    raise Unusable(problem)
+    raise processes.of_all(Unusable(problem))
   return lock

@@ -120,8 +120,7 @@ class Keeper:
     Raises:
       Stopped: The run is asked to end; the update need not be made.
     """
-    if self._stop:
-      raise Stopped
+    processes.stop_together(self._stop)  # all processes make the update, or none does.
     self._update.enter_context(interrupts.delayed())
     self._update.enter_context(self._lock)
     self._standing, self._is_updating = None, True

@@ -37,9 +37,11 @@ def check(workdir: pathlib.Path, *, named: str = "--workdir") -> None:
     with contextlib.suppress(OSError):
       own.unlink()
   if problem:
-    raise claim.Unusable(
-      f"{named}={workdir} is not one folder that all processes share: {problem}. All hosts must"
-      " mount the same storage there: NFS, Lustre, Filestore, or a bucket by gcsfuse"
+    raise processes.of_all(
+      claim.Unusable(
+        f"{named}={workdir} is not one folder that all processes share: {problem}. All hosts must"
+        " mount the same storage there: NFS, Lustre, Filestore, or a bucket by gcsfuse"
+      )
     )
 
 

@@ -205,7 +205,7 @@ def test_help_explains_the_fields_in_the_order_of_the_file(monkeypatch, width):
     "--config.loss.kl_coef=0.0 coefficient of the KL to the reference policy",  # its value.
     "--config.batching.microbatch_tokens=512 tokens computed at once on one",  # base's line.
     "--config.data.tasks={} task_name of a row",
-    "--config.engine.sglang.servers=1 number of servers to launch",
+    "--config.engine.sglang.servers=1 number of servers that each process launches",
     "environments.arithmetic --config.environments.arithmetic.answer='last_number'",
   ):
     assert expected in one_line

@@ -327,6 +327,19 @@ def test_taken_port_is_refused_with_its_owner(start, tmp_path):
   assert start("pass", port=port).port == port
 
 
+def test_servers_of_another_process_of_the_host_have_the_gpus_and_ports_before(start):
+  settings = {"device": "cuda", "gpus": (4, 5, 6, 7), "environment": {}}
+  code = "import os; print('has', os.environ['CUDA_VISIBLE_DEVICES'])"
+  server = start(code, index=1, first=5, slot=2, **settings)
+  assert server.wait(30.0)
+  assert "has 7" in server.last_lines()
+  assert server.log.name == "server_6.log"
+  with pytest.raises(ServerError, match="2 servers of 1 GPUs, after 3 of other processes on this"):
+    server_process.check(options(server.log.parent, slot=3, **settings), servers=2)
+  with pytest.raises(ServerError, match="server 6 would listen on port 65536, above 65535"):
+    server_process.check(options(server.log.parent, port=65534, slot=1, first=5), servers=2)
+
+
 def test_free_ports_are_none_that_an_outgoing_connection_takes():
   low, _ = map(int, pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
   ports = {server_process.free_port("127.0.0.1") for _ in range(20)}

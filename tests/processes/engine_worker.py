@@ -3,6 +3,7 @@
 python engine_worker.py ADDRESS INDEX FOLDER
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -16,8 +17,10 @@ import urllib.request
 import jax
 import numpy as np
 
-from grpo_jax import engines, processes
-from grpo_jax.building import computation
+import configs.base
+from grpo_jax import batching, engines, processes
+from grpo_jax.batching import packing
+from grpo_jax.building import computation, teacher
 from grpo_jax.engines import base, probe
 from grpo_jax.learn import sharding
 from grpo_jax.models import safetensors
@@ -25,6 +28,8 @@ from grpo_jax.models.leaves import stored
 from grpo_jax.processes import arrays, starting
 from tests import several
 from tests.engines import tiny
+from tests.environments import scripted_server
+from tests.equivalence import equivalence_case
 
 SERVER = pathlib.Path(__file__).with_name("fake_sglang.py")
 CONFIG = tiny.config()
@@ -60,11 +65,12 @@ def make(folder, name, fault="none", **settings):
 
 
 def failure(work):
-  """Returns the kind and message of an error, and whether a run records the step before it."""
+  """Returns the kind and message of an error, and whether a run records and saves before it."""
   try:
     work()
   except Exception as error:
-    return [type(error).__name__, str(error), isinstance(error, base.EngineFailure)]
+    is_of_all = getattr(error, "is_of_all_processes", False)
+    return [type(error).__name__, str(error), is_of_all and isinstance(error, base.EngineFailure)]
   return None
 
 
@@ -146,8 +152,10 @@ def failures(folder):
   with make(folder, "stale", "stale" if is_one else "none") as engine:
     engine.load_weights(spread(0), version=0)
     found["stale"] = failure(lambda: engine.load_weights(spread(1), version=1))
-  with make(folder, "broken", "broken" if is_one else "none") as engine:
+  with make(folder, "broken", "broken" if is_one else "late") as engine:
+    began = time.monotonic()
     found["broken"] = failure(lambda: engine.load_weights(spread(0), version=0))
+    found["broken after"] = time.monotonic() - began
   command = ("no-such-program" if is_one else sys.executable, str(SERVER), "{port}", "none")
   found["missing"] = failure(lambda: make(folder, "missing", command=command))
   port = processes.broadcast(several.free_port())
@@ -164,7 +172,7 @@ def given_server(folder):
   address = f"http://127.0.0.1:{port}"
 
   def serve():
-    return subprocess.Popen([sys.executable, SERVER, str(port), "none"])
+    return subprocess.Popen([sys.executable, SERVER, str(port), "slow"])
 
   server = serve() if processes.is_main() else None
   found = {}
@@ -176,6 +184,7 @@ def given_server(folder):
       found["sampled"] = sampled(engine, 40)
       processes.barrier("sampled", timeout_s=30)
       found["asked"] = asked(address)
+      found["restarts"] = [engine.metrics()["engine/restarts"], engine._fleet.restarts]
       processes.barrier("asked", timeout_s=30)
       if server is not None:
         server.kill()
@@ -194,6 +203,50 @@ def given_server(folder):
   return found
 
 
+def teacher_servers(folder):
+  """Logprobs of a teacher's server of each process, and one that fails on process 1 only."""
+  del folder
+  rng = np.random.default_rng(0)
+  sizes = ((5, (7, 3)), (9, (6, 1)), (4, (8,)))
+  groups = [
+    equivalence_case.group(rng, f"p{a}", a, b, vocabulary=256, reward=0.0, turns=True)
+    for a, b in sizes
+  ]
+  zeros = [np.zeros(len(group.rollouts), np.float32) for group in groups]
+  shapes = (packing.Shape(6, 48, 48),)
+  made = batching.assemble(groups, zeros, shapes=shapes, skip_zero_advantage=False)
+  mesh = sharding.make_mesh(data=1, fsdp=2, tensor=2)
+  is_failing = False
+
+  def respond(handler, server):
+    body = json.loads(handler.body)
+    ids, first = body["input_ids"], body["logprob_start_len"]
+    entries = [[-sum(ids[: at + 1]) / 7, ids[at], None] for at in range(first, len(ids))]
+    entries[0][0] = None
+    content = {} if is_failing else {"meta_info": {"input_token_logprobs": entries}}
+    scripted_server.answer(content)(handler, server)
+
+  with scripted_server.serving(respond) as server, contextlib.ExitStack() as stack:
+    config = configs.base.get_config()
+    config.teacher.urls, config.teacher.retries = (server.url,), 0
+    score = teacher.at_servers(config, mesh=mesh, vocab_size=259, stack=stack, stop=False)
+    placed = sharding.put(made.minibatches, mesh)
+    values = arrays.fetch(score(placed))
+    of_each = [x for of in batching.per_rollout(made, values, groups) for x in of]
+    rows = [
+      ([*g.prompt.token_ids, *r.completion_ids], len(g.prompt.token_ids), r.loss_mask)
+      for g in groups
+      for r in g.rollouts
+    ]
+    for found, (ids, first, mask) in zip(of_each, rows, strict=True):
+      wanted = -np.cumsum(ids)[first:] / 7
+      np.testing.assert_allclose(found[mask], wanted[mask], rtol=1e-6)
+    asked = len(server.requests) - 1  # without the check at the start.
+    is_failing = processes.index() == 1
+    failed = failure(lambda: score(placed))
+  return {"asked": asked, "rows": len(rows), "failed": failed}
+
+
 def main(address, index, folder):
   options = {"coordinator": address, "processes": 2, "index": int(index)}
   times = {"join_s": 60, "heartbeat_s": 60, "wait_s": 60.0}
@@ -205,7 +258,8 @@ def main(address, index, folder):
     own._matmul_precision, own._attention))).max()  # fmt: skip
   found = {"probe": float(difference)}
   probe._logprobs = lambda params, tokens, *settings: fake_logprobs(params["embed"], tokens)
-  for case in (own_servers, separate_folders, failures, given_server):
+  cases = (own_servers, separate_folders, failures, given_server, teacher_servers)
+  for case in cases:
     began = time.monotonic()
     found[case.__name__] = case(pathlib.Path(folder))
     print(case.__name__, round(time.monotonic() - began, 1), time.process_time(), flush=True)

@@ -1,7 +1,8 @@
 """A fake SGLang server: counts what it is asked, and computes its logprobs from the weights.
 
 python fake_sglang.py PORT FAULT, in the folder of its log. FAULT: "none", "stale" (it keeps the
-first weights that it was given), "broken" (it ends at once).
+first weights that it was given), "broken" (it ends at once), "late" (it answers after a minute),
+"slow" (it answers 0.7 s after it has loaded weights).
 """
 
 import collections
@@ -9,6 +10,7 @@ import json
 import pathlib
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -46,6 +48,8 @@ class Server(ThreadingHTTPServer):
     if self.embedding is None or self.fault != "stale":
       self.embedding = found[EMBEDDING]
     self.version = version
+    if self.fault == "slow":
+      time.sleep(0.7)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -114,6 +118,8 @@ class Handler(BaseHTTPRequestHandler):
 def serve(port, fault):
   if fault == "broken":
     raise SystemExit("this host has no model")
+  if fault == "late":
+    time.sleep(60)
   Server(port, fault).serve_forever()
 
 

@@ -74,7 +74,7 @@ def test_two_processes_agree_without_a_backend():
   assert [code for *_, code in ended] == [0, 0], ended
   assert ended[0][0] == ""
   assert ended[1][0].startswith(
-    "process 1 of 2 received nothing from process 0 within 0.2 s (grpo_jax/broadcast/2): "
+    "waited 0.2 s for process 0 of 2, which decides (grpo_jax/broadcast/2)"
   )
 
 
@@ -142,6 +142,7 @@ def test_the_program_takes_the_run_folder_of_the_main_process_and_claims_nothing
   train = types.ModuleType("grpo_jax.train")
   train.validate = lambda config: []
   train.train = lambda config, workdir, *, stop: calls.append(workdir)
+  monkeypatch.setattr(processes, "exchange", lambda value, **_: [value] * 2)
   monkeypatch.setitem(sys.modules, "grpo_jax.train", train)
   monkeypatch.setattr(grpo_jax, "train", train, raising=False)
   monkeypatch.setattr(shared_folder, "check", lambda *_, **__: None)
@@ -156,5 +157,7 @@ def test_the_program_takes_the_run_folder_of_the_main_process_and_claims_nothing
 
 
 def test_what_ends_another_process_names_it(second, capfd):
-  main.report_failure("error: the disk is full")
+  main.report_failure(checkpointing.CheckpointError("the disk is full"), "the same command")
   assert capfd.readouterr() == ("", "process 1 of 2: error: the disk is full\n")
+  main.report_failure(processes.OtherProcessError("process 0 of 2 (h0): the disk is full"))
+  assert capfd.readouterr() == ("", "")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -110,13 +111,15 @@ def test_nothing_is_left(found, folder):
   ],
 )
 def test_a_server_of_one_process_that_fails_ends_both_with_its_message(found, case, kinds, message):
-  import re
-
   results = [each["failures"][case] for each in found]
   assert [kind for kind, _, _ in results] == kinds
   assert all(is_recorded for _, _, is_recorded in results)
   assert re.search(message, results[1][1])
   assert results[0][1].startswith("process 1 of 2 (") and results[0][1].endswith(results[1][1])
+
+
+def test_a_process_does_not_wait_for_its_server_once_another_one_has_failed(found):
+  assert max(each["failures"]["broken after"] for each in found) < 15  # it takes a minute.
 
 
 def test_a_host_without_servers_is_found_before_the_run_begins(found):
@@ -146,6 +149,7 @@ def test_a_given_server_is_used_by_both_and_controlled_by_the_main_process(found
   assert asked["/update_weights_from_disk"] == asked["/pause_generation"] == 2
   assert asked["/generate"] == 2 * 40 + 2 * 2  # completions, and a probe each.
   assert asked["most"] <= 6
+  assert first["restarts"] == second["restarts"] == [0, 0]
   assert first["probe"] == second["probe"] < 1e-5
   assert first["files"] == second["files"]
 
@@ -154,3 +158,13 @@ def test_a_given_server_that_restarts_gets_its_weights_from_the_main_process(fou
   for each in (found[0]["given_server"], found[1]["given_server"]):
     assert {tuple(versions) for _, versions in each["again"]} == {(1, 1)}
     assert each["asked again"]["/update_weights_from_disk"] == 1
+
+
+def test_a_teacher_s_servers_are_asked_once_for_each_completion_by_one_of_the_processes(found):
+  first, second = (each["teacher_servers"] for each in found)  # the worker compares all values.
+  assert (first["asked"], second["asked"]) == (3, 2) and first["rows"] == 5
+  assert first["failed"][0] == second["failed"][0] == "ScoringError"
+  message = "a completion was not scored in up to 1 tries"
+  assert second["failed"][1].startswith(f"teacher.urls: {message}")
+  assert first["failed"][1].startswith("teacher.urls: process 1 of 2 (")
+  assert message in first["failed"][1]

@@ -9,6 +9,8 @@ import time
 import pytest
 import yaml
 
+from grpo_jax.config import command_line
+
 ROOT = pathlib.Path(__file__).parents[2]
 LAUNCH = ROOT / "scripts" / "launch"
 SCRIPTS = [*ROOT.glob("scripts/**/*.sh"), *LAUNCH.glob("*.sbatch"), ROOT / ".ci" / "run"]
@@ -95,13 +97,19 @@ def test_sglang_servers_and_the_trainer_get_different_gpus_of_a_node(job):
   done, calls = job(*TRAIN, SGLANG_GPUS="6,7", SLURM_GPUS_ON_NODE="8")
   assert done.returncode == 0, done.stderr
   assert "env CUDA_VISIBLE_DEVICES=0,1,2,3,4,5 " in calls[0]
-  assert calls[0].endswith("--config.engine.name=sglang --config.engine.sglang.gpus=(6,7,)")
+  name, *options, workdir = calls[0].partition(" train ")[2].split()
+  assert (name, workdir) == TRAIN, "options that follow override those of the script"
+  config = command_line.parse([f"--config={ROOT / 'configs' / 'math_1b.py'}", *options]).config
+  assert config.engine.name == "sglang" and config.engine.sglang.servers == 2
+  assert tuple(config.engine.sglang.gpus) == (6, 7)
+  several = {"SLURM_GPUS_ON_NODE": "8", "SLURM_NTASKS_PER_NODE": "4"}
+  done, calls = job(*TRAIN, SGLANG_GPUS="4,5,6,7", **several)
+  assert done.returncode == 0 and "--config.engine.sglang.servers=1" in calls[0]
+  done, calls = job(*TRAIN, SGLANG_GPUS="6,7", **several)
+  assert done.returncode == 2 and "4 processes a node" in done.stderr and calls == []
   for wrong in ({"SLURM_GPUS_ON_NODE": "2", "SGLANG_GPUS": "0,1"}, {"SGLANG_GPUS": "0"}):
     done, calls = job(*TRAIN, **wrong)
     assert done.returncode == 2 and "to the trainer" in done.stderr and calls == []
-  several = {"SLURM_GPUS_ON_NODE": "8", "SLURM_NTASKS_PER_NODE": "8"}
-  done, _ = job(*TRAIN, SGLANG_GPUS="7", **several)
-  assert done.returncode == 2 and "one process a node" in done.stderr
 
 
 def test_dry_runs_start_nothing(job, programs, tmp_path):
@@ -219,8 +227,6 @@ def test_the_jobset_names_what_it_uses():
 
 
 def test_the_jobsets_command_is_understood():
-  from grpo_jax.config import command_line
-
   _, jobset = yaml.safe_load_all((LAUNCH / "jobset.yaml").read_text())
   job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
   (container,) = job["template"]["spec"]["containers"]

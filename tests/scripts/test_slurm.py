@@ -141,7 +141,9 @@ def test_open_mpis_processes_find_each_other_and_save_at_sigterm(run):
 
 def _processes(run):
   words = f"--workdir={run.folder}"
-  return [each for each in psutil.process_iter(["cmdline"]) if words in (each.info["cmdline"] or [])]
+  return [
+    each for each in psutil.process_iter(["cmdline"]) if words in (each.info["cmdline"] or [])
+  ]
 
 
 def _wait(is_so, run, timeout=90):

@@ -1,0 +1,119 @@
+"""A run whose processes are killed at random moments ends as one of two processes left in peace.
+
+By default it is killed once as two processes, once as four and once as one, and continued by two.
+GRPO_JAX_KILLS=20 kills two processes twenty times. The moments follow from GRPO_JAX_SEED.
+"""
+
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from grpo_jax import metrics
+from tests import quick_compilation, several
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+KILLS = int(os.environ.get("GRPO_JAX_KILLS", "0"))
+SEED = int(os.environ.get("GRPO_JAX_SEED", "1"))
+STEPS = 4
+# Numbers of processes, and of the devices of each, of the runs that are killed.
+LAYOUTS = [(2, 2)] * KILLS or [(2, 2), (4, 1), (1, 4)]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory):
+  """Returns a function that starts a run in a folder, with a layout."""
+  config = several.write_input(tmp_path_factory.mktemp("input"))
+
+  def start(workdir, layout=(2, 2)):
+    processes, devices = layout
+    arguments = [
+      *("--config.mesh.fsdp=2", "--config.mesh.tensor=2", f"--config.total_steps={STEPS}"),
+      *("--config.evaluation.at_end=False", "--config.logging.tensorboard=False"),
+      *("--config.distributed.heartbeat_s=5", "--config.checkpoint.keep_last=2"),
+    ]
+    return several.start(
+      config,
+      workdir,
+      arguments,
+      processes=processes,
+      devices=devices,
+      environment={"XLA_FLAGS": quick_compilation.FLAGS},
+    )
+
+  return start
+
+
+@pytest.fixture(scope="module")
+def unbroken(make, tmp_path_factory):
+  """The folder of a run that nothing disturbed."""
+  workdir = tmp_path_factory.mktemp("unbroken") / "run"
+  run = make(workdir)
+  assert run.wait() == [0, 0], run.text(0) + run.text(1)
+  return workdir
+
+
+def lines_of(workdir):
+  file = workdir / "metrics.jsonl"
+  return file.read_text().splitlines() if file.exists() else []
+
+
+def killed(run, workdir, rng) -> str:
+  """Kills one process at a random moment, and the others a little later; returns the moment."""
+  steps = len(lines_of(workdir))
+  moments = {
+    "a checkpoint is written": lambda: any((workdir / "checkpoints").glob("tmp_step_*")),
+    "a step is done": lambda: len(lines_of(workdir)) > steps,
+    "the processes have met": lambda: "devices:" in run.text(0),
+  }
+  weights = [3, 2, 1]
+  name = rng.choices([*moments], weights)[0]
+  victim = rng.choice([1, 1, 1, 0]) if len(run.processes) > 1 else 0
+  while not moments[name]() and run.processes[victim].poll() is None:
+    time.sleep(0.001)
+  time.sleep(rng.uniform(0, 0.05 if name == "a checkpoint is written" else 1.0))
+  os.killpg(run.processes[victim].pid, signal.SIGKILL)
+  time.sleep(rng.uniform(0, 1.0))
+  run.kill()
+  return f"process {victim} of {len(run.processes)} when {name}"
+
+
+def test_a_run_whose_processes_are_killed_ends_bit_for_bit_like_an_unbroken_one(
+  make, unbroken, tmp_path
+):
+  rng = random.Random(SEED)
+  workdir = tmp_path / "run"
+  moments = []
+  for layout in LAYOUTS:
+    run = make(workdir, layout)
+    try:
+      moments.append(killed(run, workdir, rng))
+    finally:
+      run.kill()
+    if (workdir / "export").exists():  # it was done: another one begins.
+      check_equal(workdir, unbroken, moments)
+      workdir = tmp_path / f"run-{len(moments)}"
+  run = make(workdir)
+  assert run.wait() == [0, 0], run.text(0) + run.text(1)
+  print(*moments, sep="\n")
+  check_equal(workdir, unbroken, moments)
+
+
+def check_equal(workdir, unbroken, moments):
+  told, expected = ([recorded(line) for line in lines_of(run)] for run in (workdir, unbroken))
+  assert told == expected, moments
+  assert exported(workdir) == exported(unbroken), moments
+
+
+def recorded(line):
+  """Returns metrics; without what compares logprobs with the sampler's, whose batches are others."""
+  found = metrics.reproducible(json.loads(line))
+  return {name: value for name, value in found.items() if KILLS or "mismatch" not in name}
+
+
+def exported(workdir):
+  return {path.name: path.read_bytes() for path in (workdir / "export").iterdir()}

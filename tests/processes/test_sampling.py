@@ -1,0 +1,77 @@
+"""Sampling by real processes: two and four against one with the same number of devices."""
+
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.several import free_port
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+ROOT = pathlib.Path(__file__).parents[2]
+PROGRAM = pathlib.Path(__file__).with_name("sampling_program.py")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+  """Returns what each process of one, two and four has found."""
+  folder = tmp_path_factory.mktemp("sampling")
+  return {count: [*of_processes(folder, count)] for count in (1, 2, 4)}
+
+
+def of_processes(folder, count):
+  address = f"127.0.0.1:{free_port()}"
+  variables = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+  paths = f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"
+  variables |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
+  command = [sys.executable, str(PROGRAM), str(folder), address, str(count)]
+  started = [
+    subprocess.Popen([*command, str(i)], env=variables, stderr=subprocess.PIPE, text=True)
+    for i in range(count)
+  ]
+  try:
+    errors = [process.communicate(timeout=200)[1] for process in started]
+  finally:
+    for process in started:
+      process.kill()
+  assert [process.returncode for process in started] == [0] * count, "\n".join(errors)
+  for i in range(count):
+    yield pickle.loads((folder / f"{count}.{i}.pickle").read_bytes())
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_groups_are_those_of_one_process(found, count):
+  ((alone),) = found[1]
+  for each in found[count]:
+    assert each["groups"]["groups"] == found[count][0]["groups"]["groups"]
+    for one, other in zip(each["groups"]["groups"], alone["groups"]["groups"], strict=True):
+      assert one[:2] == other[:2]
+      for logprobs, wanted in zip(one[2], other[2], strict=True):
+        np.testing.assert_allclose(logprobs, wanted, atol=1e-5)
+
+
+def test_a_copy_of_the_weights_is_split_over_the_devices_of_its_process(found):
+  of_device = {count: found[count][0]["groups"]["bytes"] for count in found}
+  assert of_device[1] < 0.3 * of_device[4]  # four devices against one; norms are not split.
+  assert 0.5 * of_device[4] <= of_device[2] < 0.55 * of_device[4]
+  assert [each["groups"]["late"] for each in (*found[2], *found[4])] == [0] * 6
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_exchanges_arrive_whole_or_name_what_and_who(found, count):
+  for index, each in enumerate(found[count]):
+    assert [ok for length, ok in each.items() if isinstance(length, int)] == [True] * 3
+    assert each["early"] and each["forgotten"] and each["keys"] == []
+    last = index == count - 1
+    assert each["damaged"].startswith("DamagedError: " if last else "OtherProcessError: process")
+    words = f"the groups of step 4: what process {count - 1} of {count} received from process 0"
+    assert words in each["damaged"]
+  late = found[count][0]["late"]
+  missing = ", ".join(f"process {i} of {count}" for i in range(1, count))
+  assert late.startswith("ProcessesError: waited ")
+  assert late.endswith(f" for the groups of step 9 of {missing}")

@@ -1,0 +1,131 @@
+"""Two and four processes compute what one does with as many devices: all that a step computes."""
+
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from grpo_jax.models import tiny
+from tests import several
+from tests.processes import spread_case
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+# The cases that two and four processes compute.
+CASES = {
+  2: ("minibatches", "whitened", "composed", "chosen", "taught"),
+  4: ("whitened", "replicas"),
+}
+# Their reductions have two members, whose sum does not depend on the order.
+EXACT = ("minibatches", "whitened", "composed")
+
+
+def start(folder: pathlib.Path, cases: tuple[str, ...], *, processes: int) -> list:
+  """Starts processes, which have four devices together."""
+  address = f"127.0.0.1:{several.free_port()}"
+  environment = {
+    **os.environ,
+    "JAX_PLATFORMS": "cpu",
+    "JAX_NUM_CPU_DEVICES": str(4 // processes),
+    "PYTHONPATH": os.pathsep.join(map(str, (several.ROOT, several.ROOT / "kernels"))),
+  }
+  result = folder / f"of_{processes}"
+  found = []
+  for index in range(processes):
+    command = [sys.executable, spread_case.__file__, folder / "model", result, address]
+    with (folder / f"of_{processes}.{index}.log").open("w") as log:
+      found.append(
+        subprocess.Popen(
+          [*command, str(processes), str(index), *cases],
+          env=environment,
+          stdout=log,
+          stderr=subprocess.STDOUT,
+        )
+      )
+  return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("spread")
+  tiny.write(folder / "model")
+  return folder
+
+
+@pytest.fixture(scope="module")
+def ran(folder):
+  """Returns a function that has so many processes compute their cases, once."""
+
+  def run(processes):
+    started = start(folder, CASES[processes], processes=processes)
+    try:
+      codes = [process.wait(150) for process in started]
+    finally:
+      for process in started:
+        process.kill()
+        process.wait()
+    logs = [(folder / f"of_{processes}.{i}.log").read_text()[-3000:] for i in range(processes)]
+    assert codes == [0] * processes, "\n".join(logs)
+
+  return functools.cache(run)
+
+
+@pytest.fixture(scope="module")
+def of_one(folder):
+  """What one process computes, by case."""
+  found = functools.partial(spread_case.measured, model=folder / "model", devices=jax.devices()[:4])
+  return functools.cache(lambda name: found(spread_case.CASES[name]))
+
+
+def computed(folder, processes, index, name):
+  """Returns what a process computed in a case."""
+  with np.load(folder / f"of_{processes}.{index}.npz") as stored:
+    part = f"{name}/"
+    return {key.removeprefix(part): stored[key] for key in stored if key.startswith(part)}
+
+
+@pytest.mark.parametrize(
+  ("processes", "name"), [(number, name) for number in CASES for name in CASES[number]]
+)
+def test_processes_compute_what_one_does(folder, ran, of_one, processes, name):
+  ran(processes)
+  found, expected = computed(folder, processes, 0, name), dict(of_one(name))
+  of_process, of_all = found.pop("values read"), expected.pop("values read")
+  split = np.prod(spread_case.CASES[name].sizes[1:]) / (4 // processes)
+  assert of_process <= of_all / max(split, 1)
+  assert found.keys() == expected.keys()
+  for key, wanted in expected.items():
+    if name in EXACT:
+      np.testing.assert_array_equal(found[key], wanted, err_msg=key)
+    elif key.startswith("weights"):
+      np.testing.assert_allclose(found[key], wanted, rtol=2.4e-7, atol=1e-6, err_msg=key)
+    else:
+      np.testing.assert_allclose(found[key], wanted, rtol=1e-4, atol=1e-6, err_msg=key)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_all_processes_have_the_same_bits(folder, ran, processes):
+  """So no decision that depends on them can differ."""
+  ran(processes)
+  for name in CASES[processes]:
+    first = computed(folder, processes, 0, name)
+    for index in range(1, processes):
+      other = computed(folder, processes, index, name)
+      assert first.keys() == other.keys()
+      for key in first.keys() - {"values read"}:
+        np.testing.assert_array_equal(other[key], first[key], err_msg=f"{name} {key}")
+
+
+def test_the_cases_do_what_they_are_for(of_one):
+  """Else equality would say little."""
+  for name in spread_case.CASES:
+    found = of_one(name)
+    assert found["0/metric/train/grad_norm"] > 1e-4
+    assert found["1/metric/train/skipped_share"] == 0
+  assert of_one("minibatches")["1/metric/all/kl_to_initial"] > 0
+  assert 0 < of_one("whitened")["0/metric/mismatch/seq_logprob_error_masked_share"] < 1
