@@ -70,10 +70,7 @@ def test_traffic_of_a_program_is_that_of_its_collectives():
     return jax.lax.psum(jax.lax.pmean(total, "fsdp"), ())
 
   x = jax.ShapeDtypeStruct((64,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
-  try:
-    text = program.lower(x).compile().as_text()
-  except (AttributeError, TypeError, ValueError) as error:
-    pytest.skip(f"this JAX writes the program otherwise: {error}")
+  text = program.lower(x).compile().as_text()
   gathers = [each for each in compiling.moved(text, mesh) if each.kind == "all-gather"]
   assert [(each.axes, each.is_far) for each in gathers] == [("fsdp", False)]
   assert gathers[0].bytes == 5 * 4 * 64 * 3 / 4
@@ -107,7 +104,7 @@ def test_largest_arrays_are_those_in_memory():
 ENTRY %main (p: f32[512]) -> f32[8] {
   %p = f32[512]{0} parameter(0)
   %fast = f32[256]{0:T(256)S(1)} fusion(%p), kind=kLoop, calls=%f
-  %big = (f32[128]{0}, bf16[16]{0}) fusion(%p), kind=kLoop, calls=%f, metadata={op_name="a/dot"}
+  %big = (f32[128]{0}, bf16[8]{0}) fusion(%p), kind=kLoop, calls=%f, metadata={op_name="a/dot"}
   %same = f32[128]{0} get-tuple-element(%big), index=0
   ROOT %d = f32[8]{0} negate(%same)
 }
@@ -124,7 +121,8 @@ def test_every_program_of_the_run_is_planned(run):
   expected = {"reading prompts", "sampling", "score", "update", "optimizer", "watch"}
   assert {need.program for need in needs} == expected
   update = next(need for need in needs if need.program == "update")
-  assert update.peak == run.arrays.always + run.arrays.sums + GIB
+  kept = run.arrays.caches  # as on CPUs.
+  assert update.peak == run.arrays.always + run.arrays.sums + kept + GIB
 
 
 def test_verdict_and_the_exit_of_the_worst_program(run):
@@ -145,7 +143,7 @@ def test_remedies_follow_from_what_takes_the_memory(run, model, tmp_path):
                 "--config.loss.kl_coef=0")  # fmt: skip
   found = changes(planned(copied, room=GIB))
   assert "mesh.data=1 mesh.fsdp=8" in found and "loss.kl_coef=0" not in found
-  lowered = make(model, tmp_path, "--config.model.remat=none")
+  lowered = make(model, tmp_path, "--config.model.remat=dots")
   assert "model.remat=full" in changes(planned(lowered, room=GIB, refused={"update"}))
 
 
@@ -158,7 +156,7 @@ def test_a_machine_that_cannot_hold_the_state_says_how_many_could(run):
 def test_time_is_the_larger_of_compute_and_memory_plus_traffic():
   chip = CHIPS["h100"]
   moved = (Moved("all-gather", "fsdp", False, 450e9, 1), Moved("all-reduce", "data", True, 50e9, 1))
-  work = [Work("update", "update", 2, 16 * 989e12, 3.35e12 * 3)]
+  work = [Work("update", "update", 2.0, 16 * 989e12, 3.35e12 * 3)]
   made = {"update": Compiled("update", moved=moved)}
   (phase,) = roofline.phases(work, made, chip, devices=16, dtype="bfloat16")
   assert (phase.compute_s, phase.memory_s) == (pytest.approx(1), pytest.approx(3))
@@ -168,12 +166,12 @@ def test_time_is_the_larger_of_compute_and_memory_plus_traffic():
 
 def test_work_grows_with_the_assumed_lengths(run):
   config = run.config
-  short, long = workload.lengths(config, completion=64), workload.lengths(config, completion=512)
+  short, long = workload.lengths(config, completion=64), workload.lengths(config, completion=256)
   assert workload.lengths(config).completion == 256  # half of sampling.max_tokens.
   of = lambda assumed: {each.phase: each for each in workload.of_step(run, assumed, hosts=1)}
   few, many = of(short), of(long)
   assert many["update"].operations > 2 * few["update"].operations
-  assert many["sampling"].calls == 8 * few["sampling"].calls
+  assert many["sampling"].calls == 4 * few["sampling"].calls
   assert of(short)["sampling"].calls == 512 / 64 * 64 / 16
 
 

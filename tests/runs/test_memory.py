@@ -55,7 +55,7 @@ def test_the_count_is_that_of_real_arrays(kl_coef):
 
 
 def test_shapes_are_those_of_the_models():
-  """Parameters as the model cards give them: 1.54e9, 7.61e9 and 8.2e9."""
+  """Parameters in units of 1e9, as the model cards give them."""
   counts = {}
   for name, hf in memory.model_shapes.SHAPES.items():
     model = model_config.from_hf(hf)
@@ -63,9 +63,18 @@ def test_shapes_are_those_of_the_models():
     counts[name] = sum(leaf.size for leaf in jax.tree.leaves(shapes))
   assert {name: round(n / 1e9, 2) for name, n in counts.items()} == {
     "SmolLM2-135M": 0.13,
+    "SmolLM2-360M": 0.36,
+    "SmolLM2-1.7B": 1.71,
+    "Qwen2.5-0.5B": 0.49,
     "Qwen2.5-1.5B": 1.54,
+    "Qwen2.5-3B": 3.09,
     "Qwen2.5-7B": 7.62,
+    "Qwen3-0.6B": 0.6,
+    "Qwen3-1.7B": 1.72,
+    "Qwen3-4B": 4.02,
     "Qwen3-8B": 8.19,
+    "Llama-3.2-1B": 1.24,
+    "Llama-3.1-8B": 8.03,
   }
 
 
