@@ -13,12 +13,12 @@ import shutil
 import sys
 import time
 import traceback
-import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
 
 from grpo_jax import processes
 from grpo_jax.building import computation
@@ -369,7 +369,7 @@ TESTS = (
 
 def main():
   address, index, folder = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3])
-  options = types.SimpleNamespace(coordinator=address, processes=2, index=index)
+  options = ConfigDict(dict(coordinator=address, processes=2, index=index))
   options.join_s, options.heartbeat_s, options.wait_s = 60.0, 30.0, 60.0
   starting.start(options)
   mesh = sharding.make_mesh(data=1, fsdp=2, tensor=2)

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import pathlib
 import sys
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import compiler
+from ml_collections import ConfigDict
 
 import configs.base
 from grpo_jax import batching, metrics
@@ -298,13 +298,15 @@ def main(model: str, result: str, address: str, processes: str, index: str, *nam
   from jax.experimental import multihost_utils
 
   multihost_utils.assert_equal = _compare_nothing
-  options = types.SimpleNamespace(
-    coordinator=address,
-    processes=int(processes),
-    index=int(index),
-    join_s=60,
-    heartbeat_s=60,
-    wait_s=120,
+  options = ConfigDict(
+    dict(
+      coordinator=address,
+      processes=int(processes),
+      index=int(index),
+      join_s=60,
+      heartbeat_s=60,
+      wait_s=120,
+    )
   )
   starting.start(options)
   found: dict[str, Any] = {}
