@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -83,63 +81,3 @@ def test_a_process_that_is_lost_ends_the_other_and_is_named(config, tmp_path, vi
   text = run.text(other)
   assert f"error: process {victim} of 2 (" in text, text
   assert "continues" in text
-
-
-SIDE_BY_SIDE = """
-import sys, time, traceback
-from grpo_jax import processes
-from grpo_jax.processes import starting
-
-address, index, mode = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-starting.start({"coordinator": address, "processes": 2, "index": index, "wait_s": 3.0})
-import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-mesh = Mesh(np.array(jax.devices()), "x")
-ones = jax.make_array_from_callback(
-  (2, 4), NamedSharding(mesh, PartitionSpec("x")), lambda at: np.ones((1, 4), np.float32)
-)
-mean = jax.jit(lambda a: a - a.mean())
-jax.block_until_ready(mean(ones))
-
-def work():
-  if index == 1 and mode == "fails":
-    raise ValueError("broken on one host")
-  if index == 1 and mode == "hangs":
-    time.sleep(100)
-  jax.block_until_ready(mean(ones))  # process 0 waits here, in C++.
-
-try:
-  with processes.failing():
-    work()
-except ValueError:
-  traceback.print_exc()
-  processes.reported()
-processes.leave(1)
-"""
-
-
-@pytest.mark.parametrize(
-  ("mode", "reason"),
-  [
-    ("fails", "ValueError: broken on one host"),
-    ("hangs", "the other processes have waited "),
-  ],
-)
-def test_a_process_in_a_collective_learns_what_has_become_of_the_other(mode, reason):
-  address = f"127.0.0.1:{several.free_port()}"
-  variables = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-  variables["PYTHONPATH"] = f"{several.ROOT}:{several.ROOT / 'kernels'}"
-  both = [
-    subprocess.Popen(
-      [sys.executable, "-c", SIDE_BY_SIDE, address, str(index), mode],
-      **{"env": variables, "stderr": subprocess.PIPE, "text": True},
-    )
-    for index in range(2)
-  ]
-  texts = [process.communicate(timeout=60)[1] for process in both]
-  assert [process.returncode for process in both] == [1, 1], texts
-  assert "error: process 1 of 2 (" in texts[0] and reason in texts[0], texts[0]
-  if mode == "fails":
-    assert "Traceback" in texts[1] and "Traceback" not in texts[0]
