@@ -569,6 +569,8 @@ def watching(stop: Any) -> Iterator[None]:
   current.flag = stop
   current.on_stop(stop.raise_for)
   stop.share(current.publish_stop, current.end_at_once)
+  if stop:  # the signal came before there was anyone to report it to.
+    current.publish_stop(stop.number)
   try:
     yield
   finally:
