@@ -43,7 +43,7 @@ class Failure:
   exit_code: int = 1
   stopped: bool = False  # it was asked to stop where the others do not ask whether to.
   at_once: bool = False  # nobody has time to end by itself.
-  is_lost: bool = False  # it is gone, and cannot print its reason itself.
+  is_lost: bool = False  # another process has found this, and prints it.
 
 
 class Watch:
@@ -236,6 +236,7 @@ class Watch:
           f"the other processes have waited {longest:.0f} s for it (distributed.wait_s); it is in"
           f" {signs[first]['at']}",
           at_once=True,
+          is_lost=first != 0,
         )
       )
 
@@ -279,8 +280,9 @@ class Watch:
 
   def is_printed_here(self, failure: Failure) -> bool:
     """Returns whether this process prints a failure: the main one, or where that one cannot."""
-    is_of_lost = failure.process == 0 and failure.is_lost
-    return self.index == 0 or failure.process == self.index or is_of_lost
+    if self.index == 0:
+      return True
+    return failure.is_lost == (failure.process == 0) and failure.process in (0, self.index)
 
   def claim_report(self, thread: str) -> bool:
     """Returns whether a thread, "main" or "watch", may print a failure; the other may not then."""

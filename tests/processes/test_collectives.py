@@ -108,6 +108,7 @@ def test_a_process_that_fails_or_hangs_ends_both_with_its_reason(ends, mode, cod
   assert first.rstrip().endswith("\nthe same command with --workdir=runs/looping continues"), first
   assert first.count("error: ") == 1 and "Traceback" not in first, first
   assert ("Traceback" in second) == (mode == "mistake"), second
+  assert "error: process" not in second, second
   assert "JaxRuntimeError" not in first + second
 
 

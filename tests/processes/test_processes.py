@@ -62,7 +62,10 @@ def test_what_cannot_be_sent_is_refused_by_a_single_process_too():
 def test_a_signal_that_came_before_the_processes_met_is_reported_to_the_others(monkeypatch):
   reported = []
   current = types.SimpleNamespace(
-    on_stop=lambda function: None, publish_stop=reported.append, end_at_once=None, flag=None
+    on_stop=lambda function: None,
+    publish_stop=reported.append,
+    end_at_once=reported.append,
+    flag=None,
   )
   monkeypatch.setattr(watch, "current", current)
   with interrupts.Flag() as stop:
