@@ -82,11 +82,11 @@ def by_main(
   Args:
     tensors: Tensors of `to_write`, the same on all processes.
     write: Function that writes tensors, in their order.
-    what: What it does, for messages: "writing runs/first/export".
+    what: Description of the work, for messages: "writing runs/first/export".
 
   Raises:
     Exception: What `write` raises, on the main process.
-    OtherProcessError: It failed on the main process.
+    OtherProcessError: The main process could not write.
   """
   if processes.count() == 1:
     write(tensors)
