@@ -56,13 +56,23 @@ def _as_tree(cls: type[_Class]) -> type[_Class]:
     return [(jax.tree_util.GetAttrKey(name), getattr(x, name)) for name in names], None
 
   def unflatten(_, leaves):
-    made = object.__new__(cls)
-    for name, leaf in zip(names, leaves, strict=True):
-      object.__setattr__(made, name, leaf)
-    return made
+    return unchecked(cls, **dict(zip(names, leaves, strict=True)))
 
   jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
   return cls
+
+
+def unchecked(cls: type[_Class], **fields: Any) -> _Class:
+  """Makes a dataclass without type checks of its fields, which may describe arrays.
+
+  Args:
+    cls: A frozen dataclass.
+    **fields: All of its fields.
+  """
+  made = object.__new__(cls)
+  for name, field in fields.items():
+    object.__setattr__(made, name, field)
+  return made
 
 
 @_as_tree

@@ -5,7 +5,6 @@ bytes on n devices of a process take P · b / n bytes of each device. The copy i
 program of all processes, layer by layer and in the compute dtype.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -99,12 +98,12 @@ class Gathering:
     weights = decoding.split_layers(params, options)
     dtype = options.products.compute_dtype
     head = None if self._is_tied else weights.head
-    return dataclasses.replace(weights, embed=weights.embed.astype(dtype), head=head)
+    return _with(weights, embed=weights.embed.astype(dtype), head=head)
 
   def _tied(self, weights: decoding.Weights) -> decoding.Weights:
     if not self._is_tied:
       return weights
-    return decoding.Weights(weights.embed, weights.layers, weights.final_norm, weights.embed)
+    return _with(weights, head=weights.embed)
 
   def _specs(self, weights: decoding.Weights) -> decoding.Weights:
     """Returns the partition of each array of the weights over the devices of a process."""
@@ -120,8 +119,12 @@ class Gathering:
 
     layers = [{name: of_layer(name, x) for name, x in each.items()} for each in weights.layers]
     head = None if self._is_tied else of["head"]
-    specs = {"embed": of["embed"], "layers": layers, "final_norm": of["final_norm"], "head": head}
-    return decoding.Weights(**specs)
+    return _with(weights, embed=of["embed"], layers=layers, final_norm=of["final_norm"], head=head)
+
+
+def _with(weights: decoding.Weights, **fields: Any) -> decoding.Weights:
+  """Returns weights with other fields, which need not be arrays: their descriptions, or None."""
+  return decoding.unchecked(decoding.Weights, **{**vars(weights), **fields})
 
 
 def _is_like(one: Any, other: Any) -> bool:
