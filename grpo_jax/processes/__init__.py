@@ -54,7 +54,7 @@ class DisagreementError(ExpectedFailure, RuntimeError):
   """Something that must be equal on all processes of a run differs."""
 
 
-class PartedError(RuntimeError):
+class PartedError(DisagreementError):
   """The processes do not exchange the same thing: one of them has left the common way."""
 
 
