@@ -41,6 +41,14 @@ if index == 1:
     processes.broadcast(None, timeout_s=0.2)
   except processes.ProcessesError as error:
     print(error)
+assert processes.exchange(index, what="numbers") == [0, 1]
+processes.REACH_S = 0.2
+try:
+  processes.exchange(index, what=f"place {index}")
+except processes.PartedError as error:
+  assert f"is at 'place {1 - index}', this process at 'place {index}'" in str(error), error
+else:
+  raise AssertionError("the processes have not noticed")
 processes.barrier("end", timeout_s=60)
 from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized()
