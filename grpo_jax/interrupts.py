@@ -170,7 +170,7 @@ class Flag:
         self._finish()
       except Exception as error:
         _log.error("%s", error)
-    if not self._ended.wait(GRACE_S):
+    if not self._ended.wait(GRACE_S) and self._publish is None:
       _log.info("ending although a computation is still running")
       os._exit(self.exit_code)
 

@@ -41,8 +41,8 @@ def main(arguments: Sequence[str]) -> int:
     except Exception as error:  # a mistake in a program: of this package, or of a user's function.
       if processes.count() == 1:
         raise
+      processes.may_report()
       traceback.print_exception(error)
-      processes.reported()
       return left(FAILED)
     return left(failed or stop.exit_code)
 
@@ -90,9 +90,11 @@ def run(
     starting.start(command.config.get("distributed"), stop)
   except interrupts.Stopped:
     return 0  # while the processes joined.
-  continues = f"the same command with --workdir={command.workdir} continues"
-  with processes.watching(stop, continues if command.workdir else ""), processes.failing():
-    return run_joined(command, stop, streams)
+  try:
+    with processes.watching(stop), processes.failing():
+      return run_joined(command, stop, streams)
+  except interrupts.Stopped:  # on any process, before or after the training; it has its exit code.
+    return 0
 
 
 def run_joined(
@@ -110,6 +112,7 @@ def run_joined(
     return 0
   processes.allow_open_files()
   workdir = shared_workdir(command)
+  processes.continues(how_to_continue(workdir))
   try:
     with workdirs.opened(workdir, local=command.local, stop=stop) as folder:
       for stream in streams if processes.is_main() else ():
@@ -121,33 +124,29 @@ def run_joined(
     processes.give_up(error)
     if error.exit_code == WRONG_USE:
       raise
-    report_failure(error, f"the same command with --workdir={workdir} continues")
+    report_failure(error, how_to_continue(workdir))
     return error.exit_code
   except interrupts.Stopped as stopped:  # while the run folder was opened.
     processes.give_up(stopped)
   if stop:
-    _log.info("stopped; the same command with --workdir=%s continues", workdir)
+    _log.info("stopped; %s", how_to_continue(workdir))
   return 0
+
+
+def how_to_continue(workdir: pathlib.Path | str | None) -> str:
+  """Returns the last line of a run that ended early."""
+  return f"the same command with --workdir={workdir} continues"
 
 
 def report_failure(error: ExpectedFailure, *more: str) -> None:
   """Writes the reason why the program ends to standard error.
 
-  Processes other than the main one write only their own reason, not one of another process.
-
   Args:
     error: Failure that ends the program.
     more: Further lines; the main process writes them.
   """
-  if processes.is_main():
-    lines = [f"error: {error}", *more]
-  else:
-    is_own = not isinstance(error, processes.OtherProcessError)
-    is_known = processes.is_printed_elsewhere(error)
-    lines = [f"{processes.where()}: error: {error}"] if is_own and not is_known else []
-  for line in lines:
+  for line in processes.lines_of(error, *more) if processes.may_report() else []:
     print(line, file=sys.stderr)
-  processes.reported()
 
 
 def shared_workdir(command: command_line.Command) -> pathlib.Path | str:

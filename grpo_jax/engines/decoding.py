@@ -66,8 +66,8 @@ def unchecked(cls: type[_Class], **fields: Any) -> _Class:
   """Makes a dataclass without type checks of its fields, which may describe arrays.
 
   Args:
-    cls: A frozen dataclass.
-    **fields: All of its fields.
+    cls: Frozen dataclass.
+    **fields: Values of all fields.
   """
   made = object.__new__(cls)
   for name, field in fields.items():

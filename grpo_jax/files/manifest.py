@@ -55,8 +55,8 @@ def damage(
   Args:
     folder: Folder with a manifest.
     compares_digests: Whether to read the files; sizes are always compared.
-    share: Which share of the files to read, and how many shares there are; all shares are of
-      about the same size.
+    share: Number of the share of the files to read, from 0, and the number of shares; all shares
+      have about the same size.
 
   Raises:
     PermissionError: A file exists but may not be read, which is not damage.

@@ -62,8 +62,8 @@ def decode(data: bytes | bytearray, prompts: Sequence[Prompt]) -> list[RolloutGr
   """Returns the groups that `encode` was given.
 
   Args:
-    data: What `encode` returned.
-    prompts: The prompts that it was given.
+    data: Result of `encode`.
+    prompts: The prompts that `encode` was given.
 
   Raises:
     ValueError: The bytes are damaged, or are of another number of prompts.
@@ -129,7 +129,7 @@ def _prompt(group: RolloutGroup, asked: Prompt) -> dict[str, Any] | None:
   """Returns what sampling has changed of a group's prompt; None if nothing.
 
   Raises:
-    ValueError: It is another prompt.
+    ValueError: The group is of another prompt.
   """
   own = group.prompt
   if own is asked:

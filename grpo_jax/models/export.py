@@ -64,7 +64,7 @@ def to_huggingface(
     )
     atomic.replace_folder(folder, fill)
 
-  by_main(to_write(params, config, dtype=dtype), write, what=f"writing {folder}")
+  by_main(to_write(params, config, dtype=dtype), write, what="writing the export")
   return folder
 
 
@@ -82,11 +82,11 @@ def by_main(
   Args:
     tensors: Tensors of `to_write`, the same on all processes.
     write: Function that writes tensors, in their order.
-    what: What it does, for messages: "writing runs/first/export".
+    what: Description of the work, for messages, the same on all processes: "writing the export".
 
   Raises:
     Exception: What `write` raises, on the main process.
-    OtherProcessError: It failed on the main process.
+    OtherProcessError: The main process could not write.
   """
   if processes.count() == 1:
     write(tensors)

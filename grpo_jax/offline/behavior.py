@@ -132,7 +132,7 @@ class _Chunks:
     self._on_main(lambda: folder.mkdir(parents=True, exist_ok=True))
 
   def of_whole_run(self, steps: int) -> list[Chunk] | None:
-    """Returns all chunks, if they suffice for so many steps."""
+    """Returns all chunks, if they suffice for that many steps."""
     is_enough = lambda: self._done.exists() and json.loads(self._done.read_text())["steps"] >= steps
     names = lambda: sorted(path.name for path in self._folder.glob("chunk_*.npz"))
     found = processes.broadcast(self._on_main(lambda: names() if is_enough() else None))
@@ -149,7 +149,7 @@ class _Chunks:
     self._on_main(lambda: atomic.replace_file(self._folder / _name(number), _encoded(chunk)))
 
   def finish(self, steps: int) -> None:
-    """Notes that the chunks suffice for so many steps."""
+    """Notes that the chunks suffice for that many steps."""
     self._on_main(lambda: atomic.replace_file(self._done, json.dumps({"steps": steps})))
 
   def _read(self, name: str) -> Chunk:

@@ -19,7 +19,7 @@ class Remedy:
 
   Attributes:
     change: The options to set.
-    reason: What it changes.
+    reason: Effect of the change.
     saved: Bytes of one device that it saves; 0: not known before it is planned.
   """
 

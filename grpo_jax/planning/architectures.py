@@ -102,7 +102,7 @@ def find(path: str) -> tuple[dict[str, Any], str]:
 
   Args:
     path: A folder, a config.json, a name in `SHAPES`, or a name on the hub. The table comes before
-      the hub, of which only the config.json is read.
+      the hub. From the hub only the config.json is read.
 
   Raises:
     OSError: There is no such model, or the hub does not answer.

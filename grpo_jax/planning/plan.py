@@ -24,8 +24,8 @@ class Need:
 
   Attributes:
     program: One of `programs.PROGRAMS`.
-    beside: Arrays in memory when it is called, its arguments included.
-    compiled: What the compiler says of it.
+    beside: Arrays in memory when the program is called, its arguments included.
+    compiled: The compiler's numbers for the program.
   """
 
   program: str

@@ -63,7 +63,7 @@ def phases(
 
   Args:
     work: Phases of a step.
-    compiled: What the compiler said of each program, by the program's name.
+    compiled: The compiler's numbers for each program, by the program's name.
     chip: The chip.
     devices: Number of devices.
     dtype: Dtype of the products' factors.

@@ -77,7 +77,7 @@ def largest_microbatch(measure: Measure, room: int, *, start: Point, most_rows: 
   Args:
     measure: Function (rows, row_tokens) → what a microbatch needs.
     room: Bytes of a device available to the run.
-    start: What the planned microbatch needs.
+    start: Needs of the planned microbatch.
     most_rows: Rows that hold all tokens of a step; a run cannot use more.
   """
   length = start.row_tokens
@@ -90,12 +90,12 @@ def largest_microbatch(measure: Measure, room: int, *, start: Point, most_rows: 
 def longest_row(
   measure: Measure, room: int, *, start: Point, per_place: float, most_tokens: int
 ) -> Limit:
-  """Returns the longest row of which one fits on each replica.
+  """Returns the length of the longest row that fits on each replica.
 
   Args:
-    measure: As in `largest_microbatch`.
-    room: As in `largest_microbatch`.
-    start: What one row of the planned length needs.
+    measure: Function (rows, row_tokens) → what a microbatch needs.
+    room: Bytes of a device available to the run.
+    start: Needs of one row of the planned length.
     per_place: Bytes that one more place of a microbatch needs, for the first guess.
     most_tokens: Context of the model.
   """

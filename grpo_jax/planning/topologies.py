@@ -166,7 +166,7 @@ def check_compiler(topology: Topology) -> None:
   """Checks that the compiler for a machine's chips is installed.
 
   Raises:
-    PlanError: It is not; the message says what installs it.
+    PlanError: The compiler is not installed; the message says what installs it.
   """
   if topology.chip.platform not in _NEEDS:
     return

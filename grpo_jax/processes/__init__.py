@@ -512,7 +512,9 @@ def _is_lost_connection(error: BaseException) -> bool:
     return "no answer from process 0" in str(error)
   words = ("gloo", "nccl", "connection", "unavailable", "coordination")
   is_of_jax = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError", "ValueError")
-  return is_of_jax and any(word in str(error).lower() for word in words)
+  if is_of_jax and any(word in str(error).lower() for word in words):
+    return True
+  return error.__cause__ is not None and _is_lost_connection(error.__cause__)
 
 
 def _raise_loss(error: BaseException) -> None:
@@ -524,6 +526,8 @@ def _raise_loss(error: BaseException) -> None:
     time.sleep(watch.LOOK_S)
   failure = watch.current.failure if watch.current else None
   if watch.current is not None and failure is not None and failure.process != index():
+    if failure.stopped:
+      raise Stopped() from error
     message = watch.current.described(failure)
     raise OtherProcessError(message, failure.exit_code) from error
 
@@ -549,7 +553,7 @@ def _is_of_another(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def watching(stop: Any, last_words: str = "") -> Iterator[None]:
+def watching(stop: Any) -> Iterator[None]:
   """Shares a flag among all processes: once one is asked to stop, so are the others.
 
   Within the block a signal does not save or end anything by itself. The processes decide together,
@@ -557,21 +561,26 @@ def watching(stop: Any, last_words: str = "") -> Iterator[None]:
 
   Args:
     stop: Flag that becomes true when the run is asked to end; see `interrupts.Flag`.
-    last_words: Printed below the failure of another process, if that ends this one: how the run
-      continues.
   """
   current = watch.current
   if current is None or not isinstance(stop, Flag):
     yield
     return
-  current.last_words = last_words
   current.flag = stop
   current.on_stop(stop.raise_for)
   stop.share(current.publish_stop, current.end_at_once)
+  if stop:  # the signal came before there was anyone to report it to.
+    current.publish_stop(stop.number)
   try:
     yield
   finally:
     current.on_stop(None)
+
+
+def continues(text: str) -> None:
+  """Sets how the run continues, which is printed below the failure of another process."""
+  if watch.current is not None:
+    watch.current.last_words = text
 
 
 def is_printed_elsewhere(error: BaseException) -> bool:
@@ -582,10 +591,29 @@ def is_printed_elsewhere(error: BaseException) -> bool:
   return failure is not None and failure.process != index() and failure.reason == _reason(error)
 
 
-def reported() -> None:
-  """Notes that what ends this process has been printed."""
-  if watch.current is not None:
-    watch.current.is_reported = True
+def may_report() -> bool:
+  """Returns whether the caller prints what ends this process; False if the watch has."""
+  return watch.current is None or watch.current.claim_report("main")
+
+
+def lines_of(error: ExpectedFailure, *more: str) -> list[str]:
+  """Returns what this process prints about what ends it.
+
+  The main process prints all; another one its own reason only, or that the main one is lost.
+
+  Args:
+    error: Failure that ends this process.
+    more: Further lines of the main process.
+  """
+  current = watch.current
+  if not isinstance(error, OtherProcessError) or current is None or current.failure is None:
+    if is_main():
+      return [f"error: {error}", *more]
+    is_told = isinstance(error, OtherProcessError) or is_printed_elsewhere(error)
+    return [] if is_told else [f"{where()}: error: {error}"]
+  last = more or tuple(filter(None, [current.last_words]))
+  last = () if error.exit_code == 2 else last  # a mistake, which the same command would repeat.
+  return [f"error: {error}", *last] if current.is_printed_here(current.failure) else []
 
 
 def leave(code: int) -> None:

@@ -39,13 +39,13 @@ def exchange_bytes(
 
   Args:
     data: Bytes of this process, of any length; others may have another length.
-    what: What the processes exchange, for messages: "the groups of step 3".
+    what: Description of the data, for messages: "the groups of step 3".
     timeout_s: Seconds to wait for the others; None: `processes.wait_s`.
 
   Raises:
     ProcessesError: A process did not send its lengths in time; the message names it.
-    OtherProcessError: Another process has failed, or what it received was damaged.
-    DamagedError: What arrived here is not what was sent.
+    OtherProcessError: Another process has failed, or has received damaged bytes.
+    DamagedError: The bytes that arrived here differ from those that were sent.
   """
   if processes.count() == 1:
     return [data]

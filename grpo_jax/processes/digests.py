@@ -25,7 +25,7 @@ def of_values(values: Iterable[Any]) -> str:
     values: NumPy arrays, JSON values, or dataclasses, lists, tuples and dicts of such.
 
   Raises:
-    TypeError: A value is none of these.
+    TypeError: A value has another type.
   """
   found = hashlib.blake2b(digest_size=SIZE)
   for value in values:
@@ -40,10 +40,10 @@ def agree(values: Iterable[Any], *, what: str) -> None:
 
   Args:
     values: Arguments of `of_values`.
-    what: What they are, for the message: "the batch of step 3".
+    what: Description of the values, for the message: "the batch of step 3".
 
   Raises:
-    DisagreementError: They differ; the message has the digest of each process.
+    DisagreementError: The values differ; the message has the digest of each process.
   """
   if processes.count() > 1:
     processes.agree(of_values(values), what=f"the digest of {what}")

@@ -30,6 +30,8 @@ _FAILED = "grpo_jax/news/failed"
 _STOP = "grpo_jax/news/stop"
 _ALIVE = "grpo_jax/alive/"
 _LEFT = "grpo_jax/left/"
+# All computations on the devices of several processes start there; a call that waits is in C++.
+_PROGRAMS = "grpo_jax.compilation.programs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Failure:
   exit_code: int = 1
   stopped: bool = False  # it was asked to stop where the others do not ask whether to.
   at_once: bool = False  # nobody has time to end by itself.
+  is_lost: bool = False  # another process has found this, and prints it.
 
 
 class Watch:
@@ -72,7 +75,8 @@ class Watch:
     self.flag: Any = None  # of this process; see `processes.watching`.
     self.is_agreed = False  # all processes end, and save, together.
     self.last_words = ""  # printed below a failure: how the run continues.
-    self.is_reported = False  # the failure has been printed.
+    self._reported_by = ""  # "main" or "watch", which has printed a failure.
+    self._report_lock = threading.Lock()
     self._client = client
     self._coordinator = coordinator
     self.heartbeat_s = heartbeat_s
@@ -173,11 +177,16 @@ class Watch:
     number = 0
     while not self._ended.is_set():
       number += 1
-      sign = {"number": number, "exchanges": self._exchanges, "waits": self._waits_for}
+      at, is_of_jax = _place()
+      sign = {
+        "number": number,
+        "exchanges": self._exchanges,
+        "waits": self._waits_for,
+        "at": at,
+        "is_of_jax": is_of_jax,
+      }
       try:
-        self._client.key_value_set(
-          f"{_ALIVE}{self.index}", json.dumps({**sign, "at": _place()}), allow_overwrite=True
-        )
+        self._client.key_value_set(f"{_ALIVE}{self.index}", json.dumps(sign), allow_overwrite=True)
         news = dict(self._client.key_value_dir_get("grpo_jax/news/"))
         signs = self._client.key_value_dir_get(_ALIVE) if self.index == 0 else []
       except Exception:  # jaxlib has no public class; what it means, `_judge` decides by the clock.
@@ -201,23 +210,24 @@ class Watch:
     for process, sign in signs.items():
       if self._seen.get(process, (None, 0))[0] != sign["number"]:
         self._seen[process] = (sign["number"], now)
-      doing = (sign["exchanges"], sign["at"], sign["waits"])
+      # What runs outside of JAX may go from place to place: only a collective holds up the others.
+      doing = (sign["exchanges"], sign["waits"], sign["at"] if sign["is_of_jax"] else "")
       if self._stuck.get(process, (None, 0))[0] != doing:
         self._stuck[process] = (doing, now)
     for process, (_, at) in self._seen.items():
       if now - at > self.heartbeat_s and self.failure is None:
-        self.give_up(Failure(process, _silent(now - at)))
+        self.give_up(Failure(process, _silent(now - at), is_lost=True))
     self._find_hanging(signs, now)
 
   def _find_hanging(self, signs: Mapping[int, Mapping[str, Any]], now: float) -> None:
     """Gives up if some process waits for devices, and another one does something else."""
     if self.failure is not None or any(sign["waits"] for sign in signs.values()):
       return  # an exchange has a time-out of its own, and names who is missing.
-    waiting = [p for p, sign in signs.items() if _is_of_jax(sign["at"])]
+    waiting = [p for p, sign in signs.items() if sign["is_of_jax"]]
     others = [p for p in signs if p not in waiting]
     if not waiting or not others:
       return
-    longest = min(now - self._stuck[p][1] for p in waiting)
+    longest = min(now - self._stuck[p][1] for p in signs)
     if longest > self._wait_s:
       first = others[0]
       self.give_up(
@@ -225,6 +235,8 @@ class Watch:
           first,
           f"the other processes have waited {longest:.0f} s for it (distributed.wait_s); it is in"
           f" {signs[first]['at']}",
+          at_once=True,
+          is_lost=first != 0,
         )
       )
 
@@ -238,7 +250,7 @@ class Watch:
         self._seen = {process: (number, now) for process, (number, _) in self._seen.items()}
       before = now
       if self.failure is None and now - self._answered_at > self.heartbeat_s:
-        self._note(Failure(0, _silent(now - self._answered_at)))
+        self._note(Failure(0, _silent(now - self._answered_at), is_lost=True))
       if self.failure is not None and now - self._failed_at > self._patience(self.failure):
         self._report()
         self.leave(self.failure.exit_code)
@@ -257,14 +269,26 @@ class Watch:
       self.failure = failure
 
   def _report(self) -> None:
-    """Prints the failure: in the main process, and where no other one can print it."""
+    """Prints the failure, unless the main thread has."""
     failure = self.failure
-    if failure is None or failure.stopped or self.is_reported:
+    if failure is None or failure.stopped or not self.is_printed_here(failure):
       return
-    if self.index and failure.process not in (0, self.index):
+    if not self.claim_report("watch"):
       return
     for line in filter(None, (f"error: {self.described(failure)}", self.last_words)):
       print(line, file=sys.stderr)
+
+  def is_printed_here(self, failure: Failure) -> bool:
+    """Returns whether this process prints a failure: the main one, or where that one cannot."""
+    if self.index == 0:
+      return True
+    return failure.is_lost == (failure.process == 0) and failure.process in (0, self.index)
+
+  def claim_report(self, thread: str) -> bool:
+    """Returns whether a thread, "main" or "watch", may print a failure; the other may not then."""
+    with self._report_lock:
+      self._reported_by = self._reported_by or thread
+      return self._reported_by == thread
 
   def described(self, failure: Failure) -> str:
     """Returns "process 1 of 2 (host): the reason"."""
@@ -303,7 +327,7 @@ class Watch:
     if self._leaving is not None:
       os._exit(self._leaving)
     if self.failure is None and self.index and not _answers(self._coordinator):
-      self._note(Failure(0, "it died, or its host was lost"))
+      self._note(Failure(0, "it died, or its host was lost", is_lost=True))
     if self.failure is not None:
       self._report()
       _flush()
@@ -327,16 +351,23 @@ def _answers(address: tuple[str, int]) -> bool:
     return False
 
 
-def _place() -> str:
-  """Returns where the main thread is: "file:line function" of its innermost frame."""
+def _place() -> tuple[str, bool]:
+  """Returns where the main thread is, and whether it is in JAX, where it may wait for others.
+
+  The place is the innermost frame outside of Python's standard library: "file:line (function)".
+  """
   frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+  while frame is not None and frame.f_back and _package(frame) in sys.stdlib_module_names:
+    frame = frame.f_back
   if frame is None:
-    return ""
-  return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+    return "", False
+  at = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+  is_program = frame.f_globals.get("__name__") == _PROGRAMS
+  return at, is_program or _package(frame) in ("jax", "jaxlib", "orbax")
 
 
-def _is_of_jax(place: str) -> bool:
-  return "/jax/" in place or "/orbax/" in place
+def _package(frame: FrameType) -> str:
+  return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _flush() -> None:

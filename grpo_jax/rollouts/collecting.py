@@ -451,7 +451,7 @@ def check_failures(groups: Sequence[RolloutGroup], max_share: float, *, where: s
   Args:
     groups: Groups of a step, of all processes.
     max_share: Allowed share, `Limits.max_error_share`.
-    where: Where they failed, for the message; "": in this process.
+    where: Place of the failures, for the message; "": this process.
 
   Raises:
     TooManyFailures: More failed.

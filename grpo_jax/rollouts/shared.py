@@ -47,12 +47,12 @@ def among_processes(
     prompts: Prompts, the same on all processes; see `compare`.
     attempt: Function that returns the groups of prompts, in order.
     limits: Bounds of the attempts.
-    what: What is attempted, for messages: "the groups of step 3".
+    what: Description of the attempts, for messages: "the groups of step 3".
     stop: Flag that becomes true when the groups are no longer wanted; see `interrupts.Flag`.
 
   Raises:
     Exception: What `attempt` raises on this process.
-    OtherProcessError: It failed on another process.
+    OtherProcessError: `attempt` failed on another process.
     Stopped: The run is asked to end, on any process.
     TooManyFailures: More than `limits.max_error_share` of all attempts failed.
     ValueError: Ids of prompts are repeated.
@@ -86,7 +86,7 @@ def compare(prompts: Sequence[Prompt], *, of: str) -> None:
   """Checks that all processes have the same prompts, in the same order.
 
   Raises:
-    DisagreementError: They differ; the message has a digest for each process.
+    DisagreementError: The prompts differ; the message has a digest for each process.
   """
   if processes.count() > 1:
     found = [(each.prompt_id, each.token_ids, each.weight) for each in prompts]

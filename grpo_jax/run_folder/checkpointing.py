@@ -551,7 +551,7 @@ def _check_files(path: pathlib.Path) -> None:
   """Compares a checkpoint with its manifest; each process digests its share of the files.
 
   Raises:
-    Unusable: It differs.
+    Unusable: A file differs from the manifest.
     CheckpointError: A file may not be read.
   """
   share = processes.index(), processes.count()

@@ -31,8 +31,8 @@ def check(workdir: pathlib.Path, *, named: str = "--workdir") -> None:
   marks = [workdir / f".shared-{token}-{number}" for number in range(processes.count())]
   own = marks[processes.index()]
   try:
-    problem = _first(_written(own), what=f"a file in {workdir}")
-    problem = problem or _first(_unseen(marks), what=f"what they see in {workdir}")
+    problem = _first(_written(own), what="a file in the run folder")
+    problem = problem or _first(_unseen(marks), what="what they see in the run folder")
   finally:
     with contextlib.suppress(OSError):
       own.unlink()

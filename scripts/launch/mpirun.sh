@@ -7,7 +7,7 @@
 #   scripts/launch/mpirun.sh --dry-run --host node1,node2 -- …      prints what it would run
 #
 # SIGTERM and Ctrl-C save a checkpoint and end the run. They must reach this script and not mpirun,
-# which would kill all processes 2 s later.
+# which would kill all processes 2 x LEAVE_S later.
 #
 # Environment variables:
 #   VENV      folder of the virtual environment, on all hosts; .venv of the checkout

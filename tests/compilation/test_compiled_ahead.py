@@ -179,7 +179,7 @@ def test_programs_compiled_ahead_compute_what_others_do(
   whole, make_config, tmp_path, monkeypatch, capsys
 ):
   monkeypatch.setattr(computation.Computation, "jobs", lambda self: [])
-  for module_level in (credit._estimate, export._own):
+  for module_level in (credit._estimate, export._program(None)):
     monkeypatch.setattr(module_level, "_executables", {})
   train_and_count(make_config(), tmp_path)
   assert told(tmp_path) == told(whole[0])

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from grpo_jax import batching, data
+from grpo_jax import batching, data, processes
 from grpo_jax.batching import packing
 from grpo_jax.building import phases
 from grpo_jax.config import base, configuration
@@ -29,6 +29,7 @@ from grpo_jax.groups import filters, shaping
 from grpo_jax.learn import monitoring, optim, sharding, train_step
 from grpo_jax.models import export, products, transformer
 from grpo_jax.models import sources as model_sources
+from grpo_jax.processes import starting
 from grpo_jax.rl import advantages, distillation, estimators, objective_options
 from grpo_jax.rollouts import collecting, evaluation, stream
 from grpo_jax.run_folder import checkpointing, loggers
@@ -49,6 +50,7 @@ TAKERS = {
     *(prompts.open_dataset, prompts.make_task, prompts.PromptDataset, sources.SourceConfig),
     *(parts.Part, data.make, data.make_dataloader),
   ),
+  "distributed": (starting.start,),
   "dynamic_sampling": (stream.DynamicSampling,),
   "engine": (jax_sampler.make, jax_sampler.JaxSampler, sglang.make, sglang.SGLangEngine),
   "engine.sglang": (
@@ -149,7 +151,7 @@ EXCEPTIONS = {
 
 
 # Sections of which no function takes a field under its own name and with a default.
-NO_DEFAULTS = ("evaluation", "reference")
+NO_DEFAULTS = ("distributed", "evaluation", "reference")
 
 
 def defaults(taker):
@@ -204,6 +206,13 @@ def test_every_section_of_the_config_is_compared():
   fields = {field for _, field, _ in SHARED}
   empty = [s for s in TAKERS if not any(field.rpartition(".")[0] == s for field in fields)]
   assert empty == list(NO_DEFAULTS)
+
+
+def test_times_of_a_config_without_distributed_are_its_defaults():
+  times = {f"distributed.{name}": default for name, default in starting.DEFAULTS.items()}
+  assert times == {name: FIELDS[name] for name in times}
+  assert len(times) == 3
+  assert processes.wait_s == FIELDS["distributed.wait_s"]
 
 
 def test_sections_that_feed_one_part_are_made_of_it():

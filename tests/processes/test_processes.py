@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -12,9 +13,10 @@ import pytest
 from ml_collections import ConfigDict
 
 import grpo_jax
-from grpo_jax import main, processes, report
+from grpo_jax import interrupts, main, processes, report
 from grpo_jax.config import configuration
 from grpo_jax.models import export, transformer
+from grpo_jax.processes import watch
 from grpo_jax.run_folder import checkpointing, earlier, loggers, notices, shared_folder
 from tests.models import tiny
 
@@ -55,6 +57,21 @@ def test_a_single_process_is_the_main_one_and_waits_for_nobody():
 def test_what_cannot_be_sent_is_refused_by_a_single_process_too():
   with pytest.raises(TypeError):
     processes.broadcast(object())
+
+
+def test_a_signal_that_came_before_the_processes_met_is_reported_to_the_others(monkeypatch):
+  reported = []
+  current = types.SimpleNamespace(
+    on_stop=lambda function: None,
+    publish_stop=reported.append,
+    end_at_once=reported.append,
+    flag=None,
+  )
+  monkeypatch.setattr(watch, "current", current)
+  with interrupts.Flag() as stop:
+    stop.raise_for(signal.SIGTERM)
+    with processes.watching(stop):
+      assert reported == [signal.SIGTERM]
 
 
 @pytest.mark.processes

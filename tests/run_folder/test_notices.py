@@ -18,7 +18,10 @@ from grpo_jax.run_folder import console, notices, screen
 PACKAGE = pathlib.Path(notices.__file__).parents[1]
 OURS = logging.getLogger("grpo_jax.data.sources")
 # Programs of their own, whose output is what they print.
-PRINTING = ("main.py", "notebook.py", "report/__init__.py", "models/tiny.py", "commands/")
+PRINTING = (
+  *("main.py", "notebook.py", "report/__init__.py", "models/tiny.py", "commands/"),
+  "processes/watch.py",  # last words, while the main thread hangs or aborts.
+)
 
 
 def a_screen(*, terminal=False, width=80):

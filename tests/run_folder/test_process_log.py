@@ -13,6 +13,7 @@ W, E = logging.WARNING, logging.ERROR
 @pytest.fixture
 def process_1(monkeypatch):
   """Makes this process 1 of 2."""
+  process_log._pending.clear()
   monkeypatch.setattr(processes, "count", lambda: 2)
   monkeypatch.setattr(processes, "index", lambda: 1)
   yield
