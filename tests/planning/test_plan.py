@@ -72,6 +72,7 @@ def test_traffic_of_a_program_is_that_of_its_collectives():
 
   x = jax.ShapeDtypeStruct((64,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
   text = program.lower(x).compile().as_text()
+  assert text is not None
   gathers = [each for each in compiling.moved(text, mesh) if each.kind == "all-gather"]
   assert [(each.axes, each.far) for each in gathers] == [("fsdp", 0)]
   assert gathers[0].bytes == 5 * 4 * 64 * 3 / 4
@@ -187,7 +188,7 @@ ENTRY %main (p: f32[2]) -> f32[8] {{
 
 def test_a_machine_that_cannot_hold_the_state_says_how_many_could(run):
   plan_ = planned(run, room=run.arrays.always // 2, searches=True)
-  assert plan_.microbatch.point is None
+  assert plan_.microbatch is not None and plan_.microbatch.point is None
   assert any(each.change.startswith("at least") for each in advice.remedies(plan_))
 
 
