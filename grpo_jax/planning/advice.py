@@ -71,6 +71,12 @@ def _sampler(plan: Plan, worst: Need) -> Iterator[Remedy]:
   rows = run.sizes["max_rows"]
   if rows > 8 and arrays.caches:
     yield Remedy(f"engine.max_rows={rows // 2}", "half of the sampler's rows", arrays.caches // 2)
+  if run.samples_whole:
+    host = run.sampler_mesh.size if run.sampler_mesh else 1
+    saved = int(arrays.sampler * (1 - 1 / host))
+    change = f"mesh.fsdp={run.mesh.size // 2} mesh.tensor=2"
+    reason = f"may split the sampler's copy over the {host} devices of a host; plan it to see"
+    yield Remedy(change, reason, saved)
   yield Remedy("engine.name=sglang", "servers on other devices sample", arrays.sampling)
 
 

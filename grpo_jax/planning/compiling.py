@@ -13,6 +13,7 @@ import os
 import pathlib
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,15 +36,16 @@ class Moved:
   Attributes:
     kind: Kind of collective, one of `collectives.KINDS`.
     axes: Axes of the mesh along which the devices exchange data, joined by "+".
-    is_far: Whether a group has devices of several slices or nodes.
     bytes: Bytes that one device receives, in all runs of the program's loops.
+    far: Least bytes of these that cross the network, if the devices of a slice or node receive
+      what comes from others once and share it.
     times: Number of collectives, counted as often as their loops run.
   """
 
   kind: str
   axes: str
-  is_far: bool
   bytes: float
+  far: float
   times: int
 
 
@@ -180,15 +182,37 @@ def moved(
   """
   sizes = {str(axis): size for axis, size in mesh.shape.items()}
   places = [(place or target.place_of)(device) for device in mesh.devices.flat]
-  total: dict[tuple[str, str, bool], list[float]] = {}
+  total: dict[tuple[str, str], list[float]] = {}
   for one in collectives.collectives(hlo, devices=mesh.size):
     axes = "+".join(axis for axis in sizes if axis in collectives.axes_of(one.groups, sizes))
-    is_far = any(len({places[device] for device in group}) > 1 for group in one.groups)
-    entry = total.setdefault((one.kind, axes, is_far), [0.0, 0])
+    share = max(_far_share(one.kind, [places[device] for device in group]) for group in one.groups)
+    entry = total.setdefault((one.kind, axes), [0.0, 0.0, 0])
     entry[0] += one.nbytes
-    entry[1] += one.times
-  made = [Moved(*key, nbytes, int(times)) for key, (nbytes, times) in total.items()]
+    entry[1] += one.nbytes * share
+    entry[2] += one.times
+  made = [Moved(*key, nbytes, far, int(times)) for key, (nbytes, far, times) in total.items()]
   return tuple(sorted(made, key=lambda one: -one.bytes))
+
+
+def _far_share(kind: str, places: Sequence[int]) -> float:
+  """Returns the least share of what a device of a group receives that crosses the network.
+
+  A gathered array is in n parts, of which a device of k nodes receives n - 1. The node receives the
+  parts of the k - 1 others once, and each of its n / k devices a share of them: k - 1 parts.
+
+  Args:
+    kind: Kind of collective.
+    places: Slice or node of each device of the group.
+  """
+  count = Counter(places)
+  if len(count) < 2:
+    return 0.0
+  others = len(places) - 1
+  if kind == "collective-permute":
+    return 1.0
+  if kind == "all-to-all":  # nothing of it is for several devices.
+    return (len(places) - min(count.values())) / others
+  return (len(count) - 1) / others
 
 
 def refused_bytes(message: str) -> int | None:

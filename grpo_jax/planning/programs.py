@@ -132,6 +132,17 @@ class Run:
     names = [job.name for job in self.jobs if program_of(job.name) == "reading prompts"]
     return size_of(names[0])
 
+  @property
+  def samples_whole(self) -> bool:
+    """Whether each device of a host holds all weights for its sampler, though the run splits them.
+
+    So it is where the devices of a host are not a block of the mesh (`processes.local_devices`).
+    """
+    if self.sampler_mesh is None or self.sampler_mesh.size in (1, self.mesh.size):
+      return False
+    parts = lambda mesh: mesh.shape["fsdp"] * mesh.shape["tensor"]
+    return parts(self.mesh) > 1 and parts(self.sampler_mesh) == 1
+
   def assumed(self) -> Any:
     """Returns the context in which code runs as on the machine."""
     return target.assumed(list(self.mesh.devices.flat), self.host)

@@ -30,7 +30,7 @@ def _head(plan: Plan, source: str) -> Iterator[str]:
   mesh = ", ".join(f"{axis} {size}" for axis, size in run.mesh.shape.items())
   yield str(plan.topology)
   yield f"mesh: {mesh}"
-  yield f"model: {parameters(plan) / 1e9:.2f}e9 parameters; sizes from {source}"
+  yield f"model: {parameters(plan) / 1e6:,.1f} million parameters; sizes from {source}"
   rows = shape.rows // plan.replicas
   yield (
     f"microbatch: {rows} rows of {shape.row_tokens} tokens on each of {plan.replicas} replicas;"
@@ -56,6 +56,11 @@ def _memory(plan: Plan) -> Iterator[str]:
   for name, size in held:
     if size:
       yield f"  {name:38}{_gib(size)}"
+  if plan.run.samples_whole:
+    yield (
+      "  (each device holds a whole copy for the sampler, because the devices of a host are not a"
+      " block of the mesh)"
+    )
   yield ""
   yield f"  {'program':34}{'arrays':>8}{'results':>9}{'temporaries':>13}{'together':>10}"
   for need in plan.needs:
@@ -101,19 +106,18 @@ def _traffic(plan: Plan) -> Iterator[str]:
   if plan.topology.devices == 1:
     return
   yield "received by one device in a step, in GB (what a program receives × its calls in a step)"
-  yield f"  {'phase':24}{'collective':20}{'mesh axes':20}{'over':10}{'GB':>10}{'calls':>9}"
+  yield f"  {'phase':24}{'collective':20}{'mesh axes':20}{'all':>10}{'network':>10}{'calls':>9}"
   for row in rows:
-    over = row["over"]
     yield (
-      f"  {row['program']:24}{row['kind']:20}{row['axes']:20}{over:10}"
-      f"{row['bytes'] / 1e9:10.3f}{row['calls']:9.0f}"
+      f"  {row['program']:24}{row['kind']:20}{row['axes']:20}"
+      f"{row['bytes'] / 1e9:10.3f}{row['network_bytes'] / 1e9:10.3f}{row['calls']:9.0f}"
     )
   if not rows:
     yield "  nothing"
 
 
 def traffic(plan: Plan) -> Iterator[dict[str, Any]]:
-  """Yields the collectives of a step: program, kind, mesh axes, connection, bytes, calls."""
+  """Yields the collectives of a step: kind, mesh axes, bytes, bytes by the network, calls."""
   for work in plan.work:
     need = plan.need(work.program) if work.program else None
     for one in need.compiled.moved if need else ():
@@ -122,8 +126,8 @@ def traffic(plan: Plan) -> Iterator[dict[str, Any]]:
           "program": work.phase,
           "kind": one.kind,
           "axes": one.axes or "all",
-          "over": "network" if one.is_far else "links",
           "bytes": one.bytes * work.calls,
+          "network_bytes": one.far * work.calls,
           "calls": work.calls,
         }
 
@@ -148,7 +152,8 @@ def _time(plan: Plan) -> Iterator[str]:
   peak = chip.bfloat16 if config.model.compute_dtype == "bfloat16" else chip.float32
   yield (
     f"  a device: {peak / 1e12:.0f} TFLOP/s, memory {chip.bandwidth / 1e12:.2f} TB/s, links"
-    f" {chip.link / 1e9:.0f} GB/s, network {chip.network / 1e9:g} GB/s, all received one way"
+    f" {chip.link / 1e9:.0f} GB/s, network {chip.network / 1e9:g} GB/s, all received one way;"
+    " a slice or node receives what comes from others once, and its devices share it"
   )
   yield f"  from: {chip.sources}"
   prompts, group = config.rollout.prompts_per_step, config.rollout.group_size
@@ -190,7 +195,7 @@ def _beyond(limit: Limit, reason: str) -> str:
     return " (more may fit)"
   size = f"{limit.too_large.rows} × {limit.too_large.row_tokens}"
   is_refused = limit.too_large.is_refused
-  more = "is refused" if is_refused else f"takes {_gib(limit.too_large.peak).strip()}"
+  more = "is refused" if is_refused else f"takes {_gib(limit.too_large.peak).strip()} GiB"
   return f" ({size} {more})"
 
 
@@ -200,10 +205,11 @@ def _verdict(plan: Plan) -> Iterator[str]:
   if plan.fits:
     yield f"FITS {plan.topology.name}: {of}"
     return
-  yield f"DOES NOT FIT {plan.topology.name}: {of}, {_gib(worst.peak - plan.room).strip()} too much"
+  missing = worst.peak - plan.room
+  yield f"DOES NOT FIT {plan.topology.name}: {of}, {_gib(missing).strip()} GiB too much"
   yield "what to turn (--config.…):"
   for remedy in advice.remedies(plan):
-    enough = remedy.saved >= worst.peak - plan.room
+    enough = remedy.saved >= missing
     saved = f"saves {_gib(remedy.saved).strip()} GiB" if remedy.saved else ""
     note = f"{saved}{', enough by itself' if enough else ''}"
     yield f"  {remedy.change:34}{remedy.reason}{f' ({note})' if note else ''}"

@@ -76,8 +76,8 @@ def phases(
 
 def _phase(work: Work, compiled: Compiled | None, chip: Chip, peak: float, devices: int) -> Phase:
   moved: Sequence[Moved] = compiled.moved if compiled else ()
-  near = work.calls * sum(one.bytes for one in moved if not one.is_far)
-  far = work.calls * sum(one.bytes for one in moved if one.is_far)
+  far = work.calls * sum(one.far for one in moved)
+  near = work.calls * sum(one.bytes for one in moved) - far
   return Phase(
     work.phase,
     compute_s=work.operations / devices / peak,

@@ -179,7 +179,10 @@ SMALL = {
 def test_a_small_run_is_planned_for_several_hosts(machine, tmp_path):
   sizes, answer = tmp_path / "config.json", tmp_path / "plan.json"
   sizes.write_text(json.dumps(SMALL))
-  options = ["--config.engine.max_rows=8", "--config.loss.kl_coef=0", "--no-search", "--no-cache"]
+  short = ["rollout.max_tokens", "sampling.max_tokens", "data.max_prompt_tokens"]
+  options = [f"--config.{name}=128" for name in short]
+  options += ["--config.batching.microbatch_tokens=256", "--config.engine.max_rows=8"]
+  options += ["--config.loss.kl_coef=0", "--no-search", "--no-cache"]
   command = ["plan", "--config=configs/math_1b.py", f"--topology={machine}", *options]
   assert cli.run([*command, f"--model-config={sizes}", f"--json={answer}"]) == 0
   found = json.loads(answer.read_text())

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.commands import cli
+from grpo_jax.config import configuration
 from grpo_jax.planning import (
   advice,
   asking,
@@ -33,7 +34,7 @@ CONFIG = ["--config=configs/math_1b.py"]
 @pytest.fixture(scope="module")
 def run(model, tmp_path_factory):
   """A run of a tiny model on eight simulated devices, without compiling."""
-  return make(model, tmp_path_factory.mktemp("scratch"))
+  return make(model, tmp_path_factory.mktemp("scratch"), "--config.rollout.prompts_per_step=4")
 
 
 def make(model, scratch, *overrides, machine="cpu:8"):
@@ -71,11 +72,14 @@ def test_traffic_of_a_program_is_that_of_its_collectives():
 
   x = jax.ShapeDtypeStruct((64,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
   text = program.lower(x).compile().as_text()
+  assert text is not None
   gathers = [each for each in compiling.moved(text, mesh) if each.kind == "all-gather"]
-  assert [(each.axes, each.is_far) for each in gathers] == [("fsdp", False)]
+  assert [(each.axes, each.far) for each in gathers] == [("fsdp", 0)]
   assert gathers[0].bytes == 5 * 4 * 64 * 3 / 4
   halves = compiling.moved(text, mesh, place=lambda device: device.id % 2)
-  assert all(each.is_far for each in halves if "fsdp" in each.axes)
+  found = next(each for each in halves if each.kind == "all-gather")
+  # Of the three others' parts, the two of the other node arrive once for two devices.
+  assert found.far == pytest.approx(found.bytes / 3)
 
 
 def test_collectives_repeated_in_fusions_count_once():
@@ -140,22 +144,57 @@ def test_remedies_follow_from_what_takes_the_memory(run, model, tmp_path):
   split = changes(planned(run, room=GIB))
   assert "loss.kl_coef=0" in split and not any("mesh.fsdp" in each for each in split)
   copied = make(model, tmp_path, "--config.mesh.data=8", "--config.mesh.fsdp=1",
+                "--config.rollout.prompts_per_step=4",
                 "--config.loss.kl_coef=0")  # fmt: skip
   found = changes(planned(copied, room=GIB))
   assert "mesh.data=1 mesh.fsdp=8" in found and "loss.kl_coef=0" not in found
-  lowered = make(model, tmp_path, "--config.model.remat=dots")
+  config = configuration.replaced(run.config, {"model.remat": "dots"})
+  lowered = dataclasses.replace(run, config=config)
   assert "model.remat=full" in changes(planned(lowered, room=GIB, refused={"update"}))
+
+
+def test_whole_copies_on_each_device_of_a_host_are_named(run):
+  devices = np.asarray(run.mesh.devices.flat[:4])
+  on = lambda shape: Mesh(devices.reshape(shape), run.mesh.axis_names)
+  whole = dataclasses.replace(run, sampler_mesh=on((4, 1, 1)))
+  split = dataclasses.replace(run, sampler_mesh=on((1, 4, 1)))
+  plans = [planned(each, room=GIB, refused={"sampling"}) for each in (whole, split)]
+  texts = [report.text(each, source="a test") for each in plans]
+  assert ["a whole copy" in text for text in texts] == [True, False]
+  assert ["mesh.fsdp=4 mesh.tensor=2" in text for text in texts] == [True, False]
+
+
+@pytest.mark.parametrize(
+  ("kind", "groups", "nodes", "share"),
+  [
+    ("all-gather", "{{0,1,2,3,4,5,6,7}}", 1, 0),
+    ("all-gather", "{{0,1,2,3,4,5,6,7}}", 2, 1 / 7),
+    ("all-gather", "{{0,1,2,3,4,5,6,7}}", 4, 3 / 7),
+    ("all-gather", "{{0,1,2,3},{4,5,6,7}}", 2, 0),
+    ("reduce-scatter", "{{0,4},{1,5},{2,6},{3,7}}", 2, 1),
+    ("all-to-all", "{{0,1,2,3,4,5,6,7}}", 2, 4 / 7),
+  ],
+)
+def test_the_network_carries_once_what_a_node_shares(kind, groups, nodes, share):
+  mesh = Mesh(np.asarray(jax.devices()).reshape(1, 8, 1), ("data", "fsdp", "tensor"))
+  text = f"""
+ENTRY %main (p: f32[2]) -> f32[8] {{
+  ROOT %g = f32[8]{{0}} {kind}(%p), channel_id=7, replica_groups={groups}, dimensions={{0}}
+}}
+"""
+  (found,) = compiling.moved(text, mesh, place=lambda device: device.id * nodes // 8)
+  assert found.bytes > 0 and found.far == pytest.approx(found.bytes * share)
 
 
 def test_a_machine_that_cannot_hold_the_state_says_how_many_could(run):
   plan_ = planned(run, room=run.arrays.always // 2, searches=True)
-  assert plan_.microbatch.point is None
+  assert plan_.microbatch is not None and plan_.microbatch.point is None
   assert any(each.change.startswith("at least") for each in advice.remedies(plan_))
 
 
 def test_time_is_the_larger_of_compute_and_memory_plus_traffic():
   chip = CHIPS["h100"]
-  moved = (Moved("all-gather", "fsdp", False, 450e9, 1), Moved("all-reduce", "data", True, 50e9, 1))
+  moved = (Moved("all-gather", "fsdp", 460e9, 10e9, 1), Moved("all-reduce", "data", 40e9, 40e9, 1))
   work = [Work("update", "update", 2.0, 16 * 989e12, 3.35e12 * 3)]
   made = {"update": Compiled("update", moved=moved)}
   (phase,) = roofline.phases(work, made, chip, devices=16, dtype="bfloat16")
@@ -172,7 +211,7 @@ def test_work_grows_with_the_assumed_lengths(run):
   few, many = of(short), of(long)
   assert many["update"].operations > 2 * few["update"].operations
   assert many["sampling"].calls == 4 * few["sampling"].calls
-  assert of(short)["sampling"].calls == 512 / 64 * 64 / 16
+  assert of(short)["sampling"].calls == 4 * 16 / 64 * 64 / 16
 
 
 def test_the_command_needs_a_machine_and_writes_json(model, tmp_path, capsys, monkeypatch):
