@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 # (shape, dtype) → the shardings of such arrays, each with the program that makes them whole.
 _programs: dict[Any, list[tuple[Sharding, Any]]] = {}
@@ -58,8 +58,7 @@ def is_spread(array: Any) -> bool:
 
 
 def gathers(tree: Any) -> dict[str, Callable[[], Any]]:
-  """Returns the compilations after which fetching arrays, or copying them by `own`, compiles
-  nothing.
+  """Returns the compilations after which fetching arrays compiles nothing.
 
   Args:
     tree: Tree of arrays, or of `jax.ShapeDtypeStruct`s with shardings.
@@ -99,32 +98,3 @@ def _program(like: Any) -> Any:
 
 def _gathered(x: jax.Array) -> jax.Array:
   return x
-
-
-def own(tree: Any) -> Any:
-  """Returns copies on this process's own devices, each of them with the whole arrays.
-
-  All processes must make the same calls in the same order, on their main threads.
-
-  Args:
-    tree: Tree of arrays, or of `jax.ShapeDtypeStruct`s with shardings, on one mesh.
-
-  Returns:
-    The tree itself if its mesh has devices of this process only.
-  """
-  mesh = jax.tree.leaves(tree)[0].sharding.mesh
-  if len(mesh.local_devices) == mesh.size:
-    return tree
-  sizes = (len(mesh.local_devices), *(1 for _ in mesh.axis_names[1:]))
-  devices = np.asarray(mesh.local_devices, dtype=object).reshape(sizes)
-  mine = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
-  sharding = NamedSharding(mine, PartitionSpec())
-
-  def copied(array: Any) -> Any:
-    if not isinstance(array, jax.Array):
-      return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-    whole = _whole(array) if is_spread(array) else array
-    parts = [shard.data for shard in whole.addressable_shards]
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
-
-  return jax.tree.map(copied, tree)
