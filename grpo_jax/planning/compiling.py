@@ -197,7 +197,7 @@ def moved(
 def _far_share(kind: str, places: Sequence[int]) -> float:
   """Returns the least share of what a device of a group receives that crosses the network.
 
-  A gathered array is in n parts, of which a device of k nodes receives n - 1. The node receives the
+  A gathered array has n parts. A device of k nodes receives n - 1 of them. The node receives the
   parts of the k - 1 others once, and each of its n / k devices a share of them: k - 1 parts.
 
   Args:

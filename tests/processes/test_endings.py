@@ -1,6 +1,6 @@
 """A signal to one process of a run ends all at the same step, with a checkpoint and one code.
 
-What ends a process that waits in a collective is in test_collectives.py.
+What ends a process that waits in a collective is in test_failing_processes.py.
 """
 
 import os
