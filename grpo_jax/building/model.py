@@ -82,6 +82,11 @@ def load_tokenizer(config: Config, folder: pathlib.Path) -> data.Tokenizer:
   )
 
 
-def load(folder: pathlib.Path, shardings: Any) -> loading.Loaded:
-  """Reads the model directly into its sharding."""
-  return loading.load(folder, sharding=lambda _: shardings)
+def load(folder: pathlib.Path, read: Any) -> loading.Loaded:
+  """Reads the model directly into its sharding.
+
+  Args:
+    folder: Folder of the model.
+    read: How it is read, as in `computation.Computation`.
+  """
+  return loading.load(folder, sharding=lambda _: read.shardings, dtype=read.dtype)

@@ -132,7 +132,7 @@ def load_model(inputs: Inputs, engine: Engine) -> tuple[computation.Computation,
   )
   jobs = [*inputs.mode.engine_jobs(engine, made.full), *made.jobs()]
   with compiling.Ahead(jobs, inputs.compilations) as ahead:
-    model = model_building.load(inputs.folder, made.shardings)
+    model = model_building.load(inputs.folder, made.read)
     data.check_vocabulary(inputs.tokenizer, model.config.vocab_size)
     ahead.wait(inputs.screen.progress, stop=inputs.stop)
   return made, model

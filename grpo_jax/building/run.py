@@ -133,7 +133,7 @@ def build(
   mode.meet_initial_policy(inputs.prompts, scorer, model.params, workdir)
   trainable, policy = made.begin(model.params)
   refuse = functools.partial(restoring.refusal, config, inputs.tokenizer, inputs.opener)
-  read_again = lambda: model_building.load(inputs.folder, made.shardings).params
+  read_again = lambda: model_building.load(inputs.folder, made.read).params
   start = restoring.restore(checkpoints, trainable, made, refuse, read_again)
   if start.state.reference is not None:
     policy = dataclasses.replace(policy, reference=None)  # the state has the present one.
@@ -376,9 +376,9 @@ def _assembling(config: Config, made: Computation) -> Callable[..., Assembled]:
 
 def _monitor(inputs: preparing.Inputs, loaded: _Loaded) -> monitoring.Monitor:
   """Makes the monitor of all completions of a step."""
-  learn, shardings = inputs.config.learn, loaded.made.shardings
+  learn, read = inputs.config.learn, loaded.made.read
   initial, frees_initial = monitoring.make_initial(
-    lambda: model_building.load(inputs.folder, shardings).params, loaded.policy.reference
+    lambda: model_building.load(inputs.folder, read).params, loaded.policy.reference
   )
   return monitoring.Monitor(
     loaded.made.watch,

@@ -18,6 +18,7 @@ from grpo_jax.engines import base as engines
 from grpo_jax.engines import prompt_scoring, sglang_options
 from grpo_jax.groups import filters, shaping
 from grpo_jax.learn import optim
+from grpo_jax.models import lora
 from grpo_jax.rl import distillation, estimators, objective_options
 from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.rollouts import stream
@@ -60,6 +61,14 @@ KINDS: Mapping[str, checked.Kind] = {
   "model.remat": checked.choice(("full", "dots", "none")),
   "model.logprobs": checked.text(none=True),
   "model.attention": checked.text(none=True),
+  "model.lora.rank": checked.whole(low=1, none=True),
+  "model.lora.alpha": checked.number(above=0),
+  "model.lora.targets": checked.several(checked.nonempty(), least=1),
+  "model.lora.init": checked.choice(lora.INITIALIZERS),
+  "model.lora.rank_stabilized": checked.switch(),
+  "model.lora.base_dtype": checked.choice(lora.BASE_DTYPES),
+  "model.lora.path": checked.path(none=True),
+  "model.lora.sync": checked.choice(("merged", "adapter"), none=True),
   "mesh.data": _AXIS,
   "mesh.fsdp": _AXIS,
   "mesh.tensor": _AXIS,

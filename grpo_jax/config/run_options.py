@@ -15,6 +15,7 @@ from grpo_jax.config import (
   configuration,
   data_options,
   field_kinds,
+  lora_options,
   modes,
   teacher_options,
 )
@@ -127,6 +128,7 @@ def _broken_rules(config: Config) -> Iterator[str]:
   yield from _refused(lambda: precision.resolve(model.matmul_precision, model.compute_dtype))
   yield from _refused(lambda: Products(model.compute_dtype, model.product_dtype))
   yield from teacher_options.problems(config)
+  yield from lora_options.problems(config)
   yield from batching_options.problems(config)
   yield from _mesh_problems(config)
 

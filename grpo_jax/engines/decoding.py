@@ -36,10 +36,10 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from grpo_jax.compilation import precision
 from grpo_jax.engines import sampling
-from grpo_jax.models import layers, transformer
+from grpo_jax.models import layers, lora, transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.placement import Placement
-from grpo_jax.models.products import Joined, OutputMajor, Products, joined_name
+from grpo_jax.models.products import Joined, LowRank, OutputMajor, Products, joined_name
 
 # Keys and values of every layer. Pages: [N K T E] each. Ring: [M R K E C] and [M R K C E], because
 # products of a single query are sums over columns, which are fastest in these layouts.
@@ -219,6 +219,9 @@ def _unstack(
   """
 
   def converted(x, i):
+    if isinstance(x, LowRank):
+      x = lora.merged(jax.tree.map(lambda x: x[i], x))[None]
+      i = 0
     # Norms and biases, [L n], stay float32: they are not factors of a product.
     return OutputMajor(x[i].T.astype(dtype)) if x.ndim == 3 else x[i].astype(jnp.float32)
 

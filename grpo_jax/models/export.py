@@ -16,8 +16,9 @@ from grpo_jax import processes
 from grpo_jax.compilation.programs import Job, Program
 from grpo_jax.files import atomic
 from grpo_jax.models import config as model_config
-from grpo_jax.models import files, leaves, safetensors
+from grpo_jax.models import files, leaves, lora, safetensors
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.products import LowRank
 from grpo_jax.models.transformer import Params
 from grpo_jax.processes import arrays
 
@@ -151,7 +152,7 @@ def to_write(
   tensors = []
   for stored in leaves.stored(config):
     array = _at(params, stored.path)
-    file_dtype = np.dtype(array.dtype if dtype is None else dtype)
+    file_dtype = np.dtype(_dtype(array) if dtype is None else dtype)
     on_devices = functools.partial(_as_in_file, array, stored, file_dtype)
     tensors.append(
       safetensors.ToWrite(
@@ -236,10 +237,10 @@ def jobs(params: Any, config: ModelConfig, *, dtype: Any = None) -> list[Job]:
   found = {}
   for stored in leaves.stored(config):
     array = _at(params, stored.path)
-    file_dtype = np.dtype(array.dtype if dtype is None else dtype)
+    file_dtype = np.dtype(_dtype(array) if dtype is None else dtype)
     if not _is_as_stored(array, stored, file_dtype):
       kept = {"is_kernel": stored.leaf.is_kernel, "dtype": file_dtype}
-      key = (array.shape, str(array.sharding), stored.layer is None, *kept.values())
+      key = (type(array), array.shape, str(array.sharding), stored.layer is None, *kept.values())
       layer = None if stored.layer is None else 0
       shape = " × ".join(map(str, array.shape))
       found.setdefault(key, _own(array).job(array, layer, detail=shape, **kept))
@@ -252,16 +253,24 @@ def _at(params: Any, path: tuple[str, ...]) -> Any:
   return params
 
 
+def _dtype(array: Any) -> Any:
+  """Returns the dtype of a parameter; merged kernels are float32."""
+  return np.float32 if isinstance(array, LowRank) else array.dtype
+
+
 def _is_as_stored(array: Any, stored: leaves.Stored, dtype: np.dtype) -> bool:
+  if isinstance(array, LowRank):
+    return False
   is_same = stored.layer is None and not stored.leaf.is_kernel and array.dtype == dtype
   return is_same and _everywhere(array) is None
 
 
-def _tensor(
-  array: jax.Array, layer: jax.Array | None, *, is_kernel: bool, dtype: np.dtype
-) -> jax.Array:
+def _tensor(array: Any, layer: jax.Array | None, *, is_kernel: bool, dtype: np.dtype) -> jax.Array:
   """Returns one layer of a stacked parameter in the files' layout, computed on its devices."""
-  own = array if layer is None else jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)
+  at = lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
+  own = array if layer is None else jax.tree.map(at, array)
+  if isinstance(own, LowRank):
+    own = lora.merged(own)
   return (own.T if is_kernel else own).astype(dtype)
 
 

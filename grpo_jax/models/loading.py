@@ -15,6 +15,9 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.errors import ModelError
 from grpo_jax.models.fields import Fields
 
+# Dtype of all parameters, or those of the kinds of `leaves.Leaf`; others are float32.
+Dtypes = Any
+
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
@@ -30,7 +33,7 @@ def load(
   path: str | pathlib.Path,
   *,
   sharding: Callable[[Any], Any] | None = None,
-  dtype: Any = jnp.float32,
+  dtype: Dtypes = jnp.float32,
 ) -> Loaded:
   """Reads a model from a local Hugging Face folder; see `sources.resolve` for other places.
 
@@ -41,7 +44,8 @@ def load(
     path: Folder with config.json and safetensors files, single or sharded.
     sharding: Function from the tree of logical axis names (`transformer.logical_axes`) to a tree
       of `jax.sharding.Sharding`; None: everything on the default device.
-    dtype: Dtype of the parameters, whatever the files contain.
+    dtype: Dtype of the parameters, whatever the files contain; or the dtypes of kinds of
+      leaves ("kernel", "embedding", ...), where others are float32.
 
   Raises:
     MissingModel: A file is missing.
@@ -206,7 +210,7 @@ def read_params(
   config: ModelConfig,
   *,
   sharding: Callable[[Any], Any] | None = None,
-  dtype: Any = jnp.float32,
+  dtype: Dtypes = jnp.float32,
 ) -> transformer.Params:
   """Reads all parameters, leaf by leaf, after `check`; see `load` for the arguments."""
   tree = leaves.tree(config)
@@ -220,10 +224,17 @@ def read_params(
     for key in path[:-1]:
       below, shape, at = below[key], shape[key], at and at[key]
     placed = at[path[-1]] if at else None
-    leaf = _read_leaf(tensors, parts, shape[path[-1]].shape, placed, np.dtype(dtype))
+    entry = shape[path[-1]]
+    leaf = _read_leaf(tensors, parts, entry.shape, placed, dtype_of(entry, dtype))
     # Placement is asynchronous: the host's copy of this leaf must be freed before the next is read.
     below[path[-1]] = jax.block_until_ready(leaf)
   return params
+
+
+def dtype_of(leaf: leaves.Leaf, dtypes: Dtypes) -> np.dtype:
+  """Returns the dtype of a leaf."""
+  own = dtypes.get(leaf.kind, np.float32) if isinstance(dtypes, Mapping) else dtypes
+  return np.dtype(own)
 
 
 def _read_leaf(

@@ -38,6 +38,33 @@ class Joined:
   widths: tuple[int, ...]  # o of each kernel.
 
 
+@functools.partial(
+  jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=["scale"]
+)
+@dataclasses.dataclass(frozen=True)
+class LowRank:
+  """A kernel W + s A B of a frozen base and an adapter: x W + s (x A) B.
+
+  Reference:
+    Hu et al. 2021, "LoRA", arXiv:2106.09685, equation 3.
+  """
+
+  base: Any  # W: array [i o], or any other form of a kernel.
+  a: Any  # array [i r].
+  b: Any  # array [r o].
+  scale: float  # s.
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Shape of the kernel."""
+    return self.base.shape
+
+  @property
+  def sharding(self) -> Any:
+    """Sharding of the base."""
+    return self.base.sharding
+
+
 def joined_name(names: Sequence[str]) -> str:
   """Returns the name under which a layer holds a `Joined` of these kernels."""
   return "+".join(names)
@@ -115,6 +142,38 @@ class Products:
       product = self.dot(x, OutputMajor(joined.array), out_dtype)
       return tuple(jnp.split(product, ends, axis=-1))
     kernels = [params[name] for name in names]
+    if any(isinstance(w, LowRank) for w in kernels):
+      return self._low_rank_dots(names, kernels, x, out_dtype)
+    return self._plain_dots(names, kernels, x, out_dtype)
+
+  def _low_rank_dots(
+    self, names: Sequence[str], kernels: Sequence[Any], x: Array, out_dtype: Any
+  ) -> tuple[Array, ...]:
+    """Returns `dots` where some kernels have adapters; all parts of a sum are float32."""
+    bases = [w.base if isinstance(w, LowRank) else w for w in kernels]
+    found = self._plain_dots(names, bases, x, jnp.float32)
+    made = []
+    for name, w, y in zip(names, kernels, found, strict=True):
+      if isinstance(w, LowRank):
+        inner, outer = leaves.AXES[name]
+        (low,) = self._array_dots([w.a], [(inner, None)], x, jnp.float32)
+        (more,) = self._array_dots([w.b], [(None, outer)], low, jnp.float32)
+        y = y + w.scale * more
+      made.append(checkpoint_name(rounding.written(y, jnp.dtype(out_dtype)), WEIGHT_PRODUCT))
+    return tuple(made)
+
+  def _array_dots(
+    self, kernels: Sequence[Array], axes: Any, x: Array, out_dtype: Any
+  ) -> tuple[Array, ...]:
+    """Returns the products with arrays of these logical axes."""
+    if self.placement is None:
+      return tuple(self.dot(x, w, out_dtype) for w in kernels)
+    return sharded_products.dots(x, kernels, axes, self.placement, self.compute_dtype, out_dtype)
+
+  def _plain_dots(
+    self, names: Sequence[str], kernels: Sequence[Any], x: Array, out_dtype: Any
+  ) -> tuple[Array, ...]:
+    """Returns `dots` of kernels without adapters."""
     if self.placement is None:
       return tuple(self.dot(x, w, out_dtype) for w in kernels)
     axes: Any = [leaves.AXES[name] for name in names]

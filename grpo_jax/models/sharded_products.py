@@ -89,7 +89,7 @@ class _Static:
 def dots(
   x: Float[Array, "B ..."],
   weights: Sequence[Array],
-  axes: Sequence[tuple[str, str]],
+  axes: Sequence[tuple[str | None, str | None]],
   placement: Placement,
   compute_dtype: Any,
   out_dtype: Any,
@@ -114,7 +114,7 @@ def dots(
 def _static(
   x: Array,
   shapes: Sequence[tuple[int, ...]],
-  axes: Sequence[tuple[str, str]],
+  axes: Sequence[tuple[str | None, str | None]],
   placement: Placement,
   compute_dtype: Any,
   out_dtype: Any,
@@ -125,7 +125,7 @@ def _static(
   return _Static(placement, jnp.dtype(compute_dtype), found, rows, jnp.dtype(out_dtype))
 
 
-def _weight(placement: Placement, shape: Sequence[int], axes: Sequence[str]) -> _Weight:
+def _weight(placement: Placement, shape: Sequence[int], axes: Sequence[str | None]) -> _Weight:
   """Returns a kernel's partition: gathers over mesh axes that split rows, not over other axes."""
   spec = placement.weight(axes, shape)
   gathered = next(((axis, dim) for dim, axis in enumerate(spec) if axis in ROWS), None)
@@ -196,7 +196,7 @@ _dots.defvjp(_forward, _backward)
 def transposed_dots(
   x: Float[Array, "B ..."],
   weights: Sequence[Array],
-  axes: Sequence[tuple[str, str]],
+  axes: Sequence[tuple[str | None, str | None]],
   placement: Placement,
   compute_dtype: Any,
   out_dtype: Any,
