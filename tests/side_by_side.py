@@ -98,6 +98,7 @@ class Room:
       mock.patch.object(
         processes.Channel, "_exchanged", lambda channel, *given: self.exchanged(channel, *given)
       ),
+      mock.patch.object(processes, "broadcast", lambda value, **_: self.meet("sent", value)[0]),
       mock.patch.object(processes, "_client", lambda: self.store),
       mock.patch.object(elsewhere, "_numbers", Numbers()),
       mock.patch.object(elsewhere, "LOOK_S", 0.01),

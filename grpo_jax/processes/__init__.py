@@ -28,7 +28,7 @@ from grpo_jax.processes.waiting import waited_s as waited_s
 from grpo_jax.processes.watch import Failure
 
 T = TypeVar("T")
-Raised = TypeVar("Raised", bound=Exception)
+Raised = TypeVar("Raised", bound=BaseException)
 
 TIMEOUT_S = 300.0  # seconds that one process waits for the others, unless a caller says otherwise.
 wait_s = 1800.0  # seconds that one process waits for what takes the others long; set by `start`.
@@ -164,7 +164,7 @@ def agree(value: Any, *, what: str, timeout_s: float | None = None) -> Any:
   found = exchange(value, what=what, timeout_s=timeout_s)
   if any(each != found[0] for each in found):
     listed = ", ".join(f"process {number}: {each!r}" for number, each in enumerate(found))
-    raise _marked(DisagreementError(f"{what} differs between the processes of this run: {listed}"))
+    raise of_all(DisagreementError(f"{what} differs between the processes of this run: {listed}"))
   return value
 
 
@@ -199,7 +199,7 @@ def stop_together(stop: Any) -> None:
     Stopped: A process is asked to stop.
   """
   if any_of(stop):
-    raise _marked(Stopped())
+    raise of_all(Stopped())
 
 
 def together(work: Callable[[], T], *, what: str, timeout_s: float | None = None) -> T:
@@ -225,10 +225,16 @@ def together(work: Callable[[], T], *, what: str, timeout_s: float | None = None
   return _main.together(work, what=what, timeout_s=timeout_s)
 
 
-def of_all(error: Raised) -> Raised:
-  """Returns an error that all processes raise at the same place, with the same message."""
+def of_all(error: Raised, *, is_same: bool = True) -> Raised:
+  """Returns an error, marked as one that all processes raise at the same place.
+
+  Args:
+    error: Error of this process.
+    is_same: Whether the main process raises it with the same message, and so prints it for all.
+  """
   error.is_of_all_processes = True  # pyright: ignore[reportAttributeAccessIssue]
-  error.is_printed_by_main = not is_main()  # pyright: ignore[reportAttributeAccessIssue]
+  if is_same and not is_main():
+    error.is_printed_by_main = True  # pyright: ignore[reportAttributeAccessIssue]
   return error
 
 
@@ -264,12 +270,6 @@ def _reason(error: BaseException) -> str:
 def _whose(number: int) -> str:
   """Returns "process 1 of 2 (host)"."""
   return watch.current.named(number) if watch.current else f"process {number} of {count()}"
-
-
-def _marked(error: BaseException) -> BaseException:
-  """Marks an error that all processes raise at the same place."""
-  error.is_of_all_processes = True  # pyright: ignore[reportAttributeAccessIssue]
-  return error
 
 
 def is_of_all(error: BaseException | None) -> bool:
@@ -330,12 +330,9 @@ class Channel:
       if failure is None:
         raise
       raise failure from None  # the others wait for something within `work`.
-    if failure is None:
-      failure = _elsewhere(outcomes)
-    elif not is_main() and outcomes[0] == outcomes[index()]:
-      failure.is_printed_by_main = True  # pyright: ignore[reportAttributeAccessIssue]
+    failure = failure or _elsewhere(outcomes)
     if failure is not None:
-      raise _marked(failure)
+      raise of_all(failure, is_same=outcomes[0] == outcomes[index()])
     return result
 
   @waiting.counted
@@ -585,8 +582,11 @@ def continues(text: str) -> None:
 
 def is_printed_elsewhere(error: BaseException) -> bool:
   """Returns whether another process has failed for the same reason, and prints it."""
-  if getattr(error, "is_printed_by_main", False):
-    return True
+  cause: BaseException | None = error
+  while cause is not None:
+    if getattr(cause, "is_printed_by_main", False):
+      return True
+    cause = cause.__cause__
   failure = watch.current.failure if watch.current else None
   return failure is not None and failure.process != index() and failure.reason == _reason(error)
 

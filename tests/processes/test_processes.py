@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import types
+from unittest import mock
 
 import jax
 import pytest
@@ -185,4 +186,18 @@ def test_what_ends_another_process_names_it(second, capfd):
   main.report_failure(checkpointing.CheckpointError("the disk is full"), "the same command")
   assert capfd.readouterr() == ("", "process 1 of 2: error: the disk is full\n")
   main.report_failure(processes.OtherProcessError("process 0 of 2 (h0): the disk is full"))
+  assert capfd.readouterr() == ("", "")
+
+
+def test_what_the_main_process_prints_for_all_is_not_printed_again(second, capfd):
+  of_both = checkpointing.CheckpointError("saving step 2 failed: the disk is full")
+  of_both.__cause__ = processes.of_all(checkpointing.CheckpointError("the disk is full"))
+  main.report_failure(of_both)
+  monday = lambda value, **_: ["Monday", value]
+  with (
+    mock.patch.object(processes, "exchange", monday),
+    pytest.raises(processes.DisagreementError) as differing,
+  ):
+    processes.agree("Tuesday", what="the day")
+  main.report_failure(differing.value)
   assert capfd.readouterr() == ("", "")

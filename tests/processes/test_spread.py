@@ -59,7 +59,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ran(folder):
-  """Returns a function that has so many processes compute their cases, once."""
+  """Returns a function that has a given number of processes compute their cases, once."""
 
   def run(processes):
     started = start(folder, CASES[processes], processes=processes)
