@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import types
-from unittest import mock
 
 import jax
 import pytest
@@ -19,6 +18,7 @@ from grpo_jax.config import configuration
 from grpo_jax.models import export, transformer
 from grpo_jax.processes import watch
 from grpo_jax.run_folder import checkpointing, earlier, loggers, notices, shared_folder
+from tests import side_by_side
 from tests.models import tiny
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -27,6 +27,7 @@ OF_SEVERAL = """
 import sys
 import jax
 from grpo_jax import processes
+from grpo_jax.processes import failures
 
 assert (processes.count(), processes.index()) == (1, 0)
 address, index = sys.argv[1], int(sys.argv[2])
@@ -43,7 +44,7 @@ if index == 1:
   except processes.ProcessesError as error:
     print(error)
 assert processes.exchange(index, what="numbers") == [0, 1]
-processes.REACH_S = 0.2
+failures.REACH_S = 0.2
 try:
   processes.exchange(index, what=f"place {index}")
 except processes.PartedError as error:
@@ -110,8 +111,7 @@ def test_two_processes_agree_without_a_backend():
 @pytest.fixture
 def second(monkeypatch):
   """This process is process 1 of 2; process 0 has sent "runs/shared"."""
-  monkeypatch.setattr(processes, "count", lambda: 2)
-  monkeypatch.setattr(processes, "index", lambda: 1)
+  side_by_side.pretend(monkeypatch, 1)
   monkeypatch.setattr(
     processes, "broadcast", lambda value, **_: "runs/shared" if value == "" else value
   )
@@ -189,15 +189,12 @@ def test_what_ends_another_process_names_it(second, capfd):
   assert capfd.readouterr() == ("", "")
 
 
-def test_what_the_main_process_prints_for_all_is_not_printed_again(second, capfd):
+def test_what_the_main_process_prints_for_all_is_not_printed_again(second, monkeypatch, capfd):
   of_both = checkpointing.CheckpointError("saving step 2 failed: the disk is full")
   of_both.__cause__ = processes.of_all(checkpointing.CheckpointError("the disk is full"))
   main.report_failure(of_both)
-  monday = lambda value, **_: ["Monday", value]
-  with (
-    mock.patch.object(processes, "exchange", monday),
-    pytest.raises(processes.DisagreementError) as differing,
-  ):
+  monkeypatch.setattr(processes.Channel, "exchange", lambda _, value, **__: ["Monday", value])
+  with pytest.raises(processes.DisagreementError) as differing:
     processes.agree("Tuesday", what="the day")
   main.report_failure(differing.value)
   assert capfd.readouterr() == ("", "")
