@@ -1,10 +1,7 @@
 """One process or several: who is the main one, and how the others learn what it decided."""
 
-import os
 import pathlib
 import signal
-import socket
-import subprocess
 import sys
 import types
 
@@ -18,10 +15,8 @@ from grpo_jax.config import configuration
 from grpo_jax.models import export, transformer
 from grpo_jax.processes import watch
 from grpo_jax.run_folder import checkpointing, earlier, loggers, notices, shared_folder
-from tests import side_by_side
+from tests import several, side_by_side
 from tests.models import tiny
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 OF_SEVERAL = """
 import sys
@@ -85,24 +80,14 @@ def test_a_signal_that_came_before_the_processes_met_is_reported_to_the_others(m
 
 
 @pytest.mark.processes
-def test_two_processes_agree_without_a_backend():
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{free.getsockname()[1]}"
-  environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-  started = [
-    subprocess.Popen(
-      [sys.executable, "-c", OF_SEVERAL, address, str(index)],
-      **{"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
-    )
-    for index in range(2)
-  ]
-  ended = [(*process.communicate(timeout=120), process.returncode) for process in started]
-  assert [code for *_, code in ended] == [0, 0], ended
-  assert ended[0][0] == ""
-  assert ended[1][0].startswith(
-    "waited 0.2 s for process 0 of 2, which decides (grpo_jax/broadcast/2)"
+def test_two_processes_agree_without_a_backend(tmp_path):
+  started = several.start_python(
+    lambda address, index: ["-c", OF_SEVERAL, address, index], tmp_path / "worker"
   )
+  started.succeed(120)
+  assert "waited" not in started.text(0)
+  missing = "waited 0.2 s for process 0 of 2, which decides (grpo_jax/broadcast/2)"
+  assert missing in started.text(1).splitlines()
 
 
 # --- process 1 of 2 ---
