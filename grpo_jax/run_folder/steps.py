@@ -96,8 +96,8 @@ class Books:
       All metrics of the step; see docs/metrics.md. All processes return those of the main one.
 
     Raises:
-      Exception: What fails here, on this process.
-      OtherProcessError: It failed on another process.
+      Exception: This process could not record the step.
+      OtherProcessError: Another process could not record the step.
     """
     computed = arrays.fetch(record.logprobs)
     compiled = self.compilations.take()
