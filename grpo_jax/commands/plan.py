@@ -28,6 +28,7 @@ at least? It compiles the run's own programs; no weights and no accelerator are 
               traffic and time; default: half of the largest that the config allows.
   --no-search compiles each program once, and does not search the largest microbatch and the
               longest row that fit.
+  --all-shapes compiles each program in every shape that the run compiles, not only in its largest.
   --json=FILE writes the plan as JSON, too.
   --no-cache  compiles again what was compiled before; answers are kept in ~/.cache/grpo_jax/plans.
 
@@ -39,7 +40,7 @@ Exit codes: 0 it fits; 1 it does not fit, or a program cannot be compiled; 2 wro
 FITS, DOES_NOT_FIT = 0, 1
 
 _OWN = ("topology", "model-config", "prompt-tokens", "completion-tokens", "json")
-_SWITCHES = ("no-search", "no-cache", "help")
+_SWITCHES = ("no-search", "no-cache", "all-shapes", "help")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -55,6 +56,7 @@ def main(arguments: Sequence[str]) -> int:
   parser.add_argument("--prompt-tokens", type=int)
   parser.add_argument("--completion-tokens", type=int)
   parser.add_argument("--no-search", action="store_true")
+  parser.add_argument("--all-shapes", action="store_true")
   parser.add_argument("--no-cache", action="store_true")
   parser.add_argument("--json", type=local_paths.argument)
   options = parser.read(own)
@@ -125,7 +127,14 @@ def _plan(options: Any, rest: Sequence[str], arguments: Sequence[str]) -> int:
   assumed = workload.lengths(
     config, prompt=options.prompt_tokens, completion=options.completion_tokens
   )
-  made = plan.make(run, topology, compile_job, assumed=assumed, searches=not options.no_search)
+  made = plan.make(
+    run,
+    topology,
+    compile_job,
+    assumed=assumed,
+    searches=not options.no_search,
+    all_shapes=options.all_shapes,
+  )
   print(report.text(made, source=source))
   if options.json:
     content = report.to_json(made, source=source, arguments=arguments)

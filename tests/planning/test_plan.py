@@ -43,7 +43,7 @@ def make(model, scratch, *overrides, machine="cpu:8"):
   return asking.run_of(config, sizes, topologies.parse(machine), scratch)
 
 
-def planned(run, *, room=100 * GIB, own=GIB, refused=(), searches=False):
+def planned(run, *, room=100 * GIB, own=GIB, refused=(), searches=False, all_shapes=False):
   """Returns a plan whose compiler is a stand-in: every program takes `own` bytes."""
   chip = dataclasses.replace(CHIPS["v5e"], usable=room)
   topology = topologies.Topology("v5e-8", chip, 8)
@@ -53,7 +53,9 @@ def planned(run, *, room=100 * GIB, own=GIB, refused=(), searches=False):
     return Compiled(job.name, temporaries=own, is_refused=is_refused)
 
   assumed = workload.lengths(run.config)
-  return plan.make(run, topology, compile_job, assumed=assumed, searches=searches)
+  return plan.make(
+    run, topology, compile_job, assumed=assumed, searches=searches, all_shapes=all_shapes
+  )
 
 
 def test_traffic_of_a_program_is_that_of_its_collectives():
@@ -127,6 +129,13 @@ def test_every_program_of_the_run_is_planned(run):
   update = next(need for need in needs if need.program == "update")
   kept = run.arrays.caches  # as on CPUs.
   assert update.peak == run.arrays.always + run.arrays.sums + kept + GIB
+
+
+def test_all_shapes_are_compiled_if_asked_for(run):
+  names = lambda plan_: [need.compiled.name for need in plan_.needs]
+  few, all_ = names(planned(run)), names(planned(run, all_shapes=True))
+  expected = {job.name for job in run.jobs if programs.program_of(job.name)}
+  assert all_[: len(few)] == few and {*all_} == expected and len(all_) == len(expected) > len(few)
 
 
 def test_verdict_and_the_exit_of_the_worst_program(run):
