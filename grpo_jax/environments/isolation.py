@@ -220,13 +220,17 @@ class _Job:
     self._is_unwanted = False
 
   def started(self) -> None:
-    """Notes the task that makes the call; called in it."""
+    """Notes the task that makes the call; called in it.
+
+    Raises:
+      asyncio.CancelledError: The call was cancelled before it began.
+    """
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
     with self._lock:
+      if self._is_unwanted:  # a call that never waits would not see a cancelled task.
+        raise asyncio.CancelledError
       self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
-      if self._is_unwanted:
-        task.cancel()
 
   def cancel(self) -> None:
     """Cancels the call, running or not; called in the thread of the caller."""

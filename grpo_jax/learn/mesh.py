@@ -17,6 +17,15 @@ from jaxtyping import Shaped
 
 from grpo_jax.models.placement import AXES
 
+# Coordinates of the chips of a 4 × 4 slice, such as a v5e-16: a ring along the links in which the
+# 2 × 2 chips of a host follow each other. In the ring of `mesh_utils` they do not, so that a host
+# could not split its copy of the sampler's weights.
+_RING = [
+  *((1, 0), (0, 0), (0, 1), (1, 1)),
+  *((1, 2), (0, 2), (0, 3), (1, 3)),
+  *((2, 3), (3, 3), (3, 2), (2, 2)),
+  *((2, 1), (3, 1), (3, 0), (2, 0)),
+]
 _DOMAINS = {"tpu": "TPU slice", "cpu": "process"}  # of other platforms: "NVLink domain".
 
 
@@ -131,14 +140,21 @@ def _grid(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     return np.asarray(ordered, dtype=object).reshape(tuple(sizes))
   across = _across(sizes, len(of_domains))
   inside = [size // parts for size, parts in zip(sizes, across, strict=True)]
+  slices = np.empty(across, dtype=object)
   try:
-    if len(of_domains) == 1:
-      return mesh_utils.create_device_mesh(inside, devices, allow_split_physical_axes=True)
-    return mesh_utils.create_hybrid_device_mesh(
-      inside, across, devices, allow_split_physical_axes=True
-    )
+    for at, each in zip(np.ndindex(*across), of_domains, strict=True):
+      slices[at] = _of_slice(each, inside)
   except AssertionError:  # chips that are no cuboid, as a part of a slice may be: no order is best.
     return np.asarray(devices, dtype=object).reshape(tuple(sizes))
+  return np.block(slices.tolist())
+
+
+def _of_slice(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
+  """Returns the chips of a TPU slice in the shape of its part of the mesh."""
+  chips = {tuple(device.coords): device for device in devices}
+  if max(sizes) == len(_RING) == len(devices) and chips.keys() == {(*at, 0) for at in _RING}:
+    return np.asarray([chips[*at, 0] for at in _RING], dtype=object).reshape(tuple(sizes))
+  return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
 
 
 def _across(sizes: Sequence[int], count: int) -> list[int]:
@@ -226,8 +242,9 @@ def _crossing(grid: np.ndarray, part: Callable[[Any], int]) -> list[str]:
 
 
 def _domain(device: Any) -> int:
-  """Returns the number of a device's domain."""
-  for name in ("slice_index", "partition_index", "process_index"):
+  """Returns the number of a device's domain; a TPU that names no slice is of the only one."""
+  is_tpu = getattr(device, "platform", "cpu") == "tpu"
+  for name in ("slice_index", "partition_index", *(() if is_tpu else ("process_index",))):
     if (found := getattr(device, name, None)) is not None:
       return int(found)
   return 0

@@ -3,9 +3,13 @@
 import asyncio
 
 import attempts
+import numpy as np
 import pytest
 
-from grpo_jax.environments.isolation import EnvironmentFailure
+from grpo_jax.environments import isolation
+from grpo_jax.environments.base import StepResult
+from grpo_jax.environments.isolation import EnvironmentFailure, IsolatedEnvironment
+from grpo_jax.types import FinishReason
 
 
 def test_too_many_open_files_are_the_reason_that_is_reported(monkeypatch):
@@ -21,3 +25,41 @@ def test_too_many_open_files_are_the_reason_that_is_reported(monkeypatch):
   with loop, pytest.raises(EnvironmentFailure, match="Too many open files") as caught:
     loop.run(attempts.attempt(lambda prompt: None, prompt, "x", timeout_s=5.0))
   assert caught.value.kind == "OSError" and calls
+
+
+def test_a_call_that_is_cancelled_before_it_begins_does_not_end_the_thread(monkeypatch):
+  started = isolation._Job.started
+
+  def cancelled_first(job):
+    job.cancel()
+    monkeypatch.setattr(isolation._Job, "started", started)
+    started(job)
+
+  async def two_calls():
+    environment = IsolatedEnvironment(Instant, attempts.prompt_of(("user", "x")), timeout_s=5.0)
+    monkeypatch.setattr(isolation._Job, "started", cancelled_first)
+    with pytest.raises(EnvironmentFailure) as caught:
+      await environment.start()
+    assert caught.value.kind == "CancelledError"
+    await environment.start()
+    result = await environment.step("x", np.zeros(0, np.int32), FinishReason.STOP)
+    await environment.close()
+    return result.total
+
+  assert asyncio.run(two_calls()) == 1.0
+
+
+class Instant:
+  """An environment that never waits."""
+
+  def __init__(self, prompt):
+    pass
+
+  async def start(self):
+    pass
+
+  async def step(self, text, completion_ids, finish_reason):
+    return StepResult(1.0, done=True)
+
+  async def close(self):
+    pass

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import types
 
 import jax
 import numpy as np
@@ -75,6 +76,10 @@ def test_neighbours_on_a_v5e_slice_are_linked():
     for one, other in zip(coords, coords[1:] + coords[:1], strict=True)
   ]
   assert steps == [1] * 16  # a ring through all hosts; in the order of the list, hosts are apart.
+  hosts = [device.process_index for device in ring]
+  assert [len(set(hosts[at : at + 4])) for at in range(0, 16, 4)] == [1] * 4
+  both = grid(v5e_16(0) + v5e_16(1), data=2, fsdp=-1, tensor=1)
+  assert [device.coords for device in both[1, :, 0]] == coords
   split = grid(slice_, fsdp=4, tensor=4)
   for row in split[0]:  # each group of tensor is a line of chips.
     assert len({device.coords[0] for device in row}) == 1 or len({d.coords[1] for d in row}) == 1
@@ -165,6 +170,11 @@ def test_a_mesh_that_does_not_fit_names_what_was_found(devices, sizes, message):
   with pytest.raises(ValueError, match=message) as caught:
     meshes.mesh_sizes(devices, **sizes)
   assert "\n" not in str(caught.value)
+
+
+def test_a_tpu_that_names_no_slice_is_of_the_only_one():
+  topology = [types.SimpleNamespace(platform="tpu", process_index=i // 4) for i in range(8)]
+  assert meshes.domains(topology) == [topology]
 
 
 def test_what_crosses_hosts_is_described():

@@ -49,6 +49,7 @@ MESHES = {
   "two by two by two": ((1, 12, 1), blocks(2, 6), (1, 6, 1)),
   # Four hosts of 2 × 2 chips in the row-major order of a slice of 4 × 4.
   "a slice in rows": ((1, 16, 1), [0, 0, 1, 1] * 2 + [2, 2, 3, 3] * 2, (1, 4, 1)),
+  "a slice in a ring": ((1, 16, 1), [0] * 4 + [2] * 4 + [3] * 4 + [1] * 4, (1, 4, 1)),
   "one device each": ((1, 2, 2), blocks(4, 1), (1, 1, 1)),
   # A snake: no factor of the axis lies within the processes, so nothing is split.
   "a snake": ((1, 8, 1), [0, 1, 1, 1, 1, 0, 0, 0], (4, 1, 1)),
