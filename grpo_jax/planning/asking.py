@@ -74,11 +74,13 @@ def run_of(config: Config, model: ModelConfig, topology: Topology, folder: pathl
   Raises:
     ConfigError: The run would refuse its options, its mesh or its model.
   """
+  config = _with_nodes(config, topology)
   devices = topologies.devices(topology)
   host = topologies.host_of(topology)
   local = devices if host is topology else topologies.devices(host)
   with target.assumed(devices, local):
-    complaints = [each for each in run_options.validate(config) if not each.startswith(_NOT_NEEDED)]
+    found = run_options.validate(config, devices=devices)
+    complaints = [each for each in found if not each.startswith(_NOT_NEEDED)]
     if complaints:
       raise ConfigError("\n".join(complaints))
     try:
@@ -91,3 +93,14 @@ def run_of(config: Config, model: ModelConfig, topology: Topology, folder: pathl
     with_teacher = configuration.replaced(config, {"model.path": config.teacher.path})
     teacher, _ = model_of(with_teacher, None, folder)
   return programs.described(config, model, mesh, host=local, teacher=teacher)
+
+
+def _with_nodes(config: Config, topology: Topology) -> Config:
+  """Sets the number of replicas where the run would take it from the nodes of GPUs.
+
+  GPUs that are only described do not name their NVLink domain, by which `learn.mesh` counts nodes.
+  """
+  is_gpu, mesh = topology.chip.platform == "gpu", config.mesh
+  if not is_gpu or (mesh.data, mesh.fsdp) != (-1, -1):
+    return config
+  return configuration.replaced(config, {"mesh.data": topology.slices})

@@ -9,7 +9,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -241,9 +241,3 @@ def _quiet_tpu() -> Iterator[None]:
   finally:
     os.dup2(kept, 2)
     os.close(kept)
-
-
-def slice_of(topology: Topology) -> Callable[[int], int]:
-  """Returns the function from a device's number to the number of its slice or node."""
-  each = topology.devices // topology.slices
-  return lambda device: device // each

@@ -7,10 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grpo_kernels import implementations
+from grpo_kernels.implementations import Chip
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.commands import cli
 from grpo_jax.config import configuration
+from grpo_jax.config.configuration import ConfigError
 from grpo_jax.planning import (
   advice,
   asking,
@@ -210,6 +213,23 @@ def test_time_is_the_larger_of_compute_and_memory_plus_traffic():
   assert (phase.compute_s, phase.memory_s) == (pytest.approx(1), pytest.approx(3))
   assert (phase.near_s, phase.far_s) == (pytest.approx(2), pytest.approx(2))
   assert phase.total_s == pytest.approx(7) and phase.bound == "memory"
+
+
+def test_both_mesh_sizes_open_make_a_replica_of_each_node(model, tmp_path, monkeypatch):
+  devices = lambda topology: jax.devices()[: topology.devices]  # stand-ins for GPUs.
+  monkeypatch.setattr(topologies, "devices", devices)
+  options = ["--config.engine.name=sglang", "--config.mesh.data=-1", "--config.mesh.fsdp=-1"]
+  sizes = lambda machine: dict(make(model, tmp_path, *options, machine=machine).mesh.shape)
+  assert sizes("2xh100:4") == {"data": 2, "fsdp": 4, "tensor": 1}
+  assert sizes("h100:8") == {"data": 1, "fsdp": 8, "tensor": 1}
+  with pytest.raises(ConfigError, match="tensor=8"):
+    make(model, tmp_path, *options, "--config.mesh.tensor=8", machine="2xh100:4")
+
+
+def test_the_sampler_is_planned_for_the_target_and_not_for_this_machine(run, monkeypatch):
+  monkeypatch.setattr(implementations, "chip_of", lambda device: Chip("tpu", "TPU v5 lite"))
+  on_tpu = programs.described(run.config, run.model, run.mesh)
+  assert (run.prefill, on_tpu.prefill) == (160, 1024)  # see `scheduling.unplanned`.
 
 
 def test_work_grows_with_the_assumed_lengths(run):
