@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_jax.commands.arguments import Parser, WrongUse
-from grpo_jax.files import local_paths
+from grpo_jax.files import disk, local_paths
 
 USAGE = """\
 Plans a run for a machine that is not present: does it fit, what moves, how long does a step take
@@ -66,6 +66,8 @@ def main(arguments: Sequence[str]) -> int:
     value = getattr(options, name)
     if value is not None and value < 1:
       raise WrongUse(f"--{name.replace('_', '-')}={value} must be at least 1")
+  if options.json is not None:
+    _check_output(options.json)
   _prepare()
   return _plan(options, rest, list(arguments))
 
@@ -95,6 +97,17 @@ def _divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
   return own, rest
 
 
+def _check_output(file: pathlib.Path) -> None:
+  """Raises WrongUse if a file cannot be written: compiling first would take minutes."""
+  is_new = not file.exists()
+  try:
+    file.open("a").close()
+    if is_new:
+      file.unlink()
+  except OSError as error:
+    raise WrongUse(f"--json={file} cannot be written: {error.strerror}") from error
+
+
 def _prepare() -> None:
   """Sets what JAX and the compilers read at their import: nothing may seek a device."""
   os.environ["JAX_PLATFORMS"] = "cpu"
@@ -114,7 +127,7 @@ def _plan(options: Any, rest: Sequence[str], arguments: Sequence[str]) -> int:
   config = asking.config_of(rest)
   with tempfile.TemporaryDirectory() as scratch:
     model, source = asking.model_of(config, options.model_config, pathlib.Path(scratch))
-    run = asking.run_of(config, model, topology, pathlib.Path(scratch))
+    run = asking.run_of(config, model, topology, pathlib.Path(scratch), source=source)
   folder = None if options.no_cache else compiling.default_folder()
 
   def compile_job(job: Any) -> Any:
@@ -136,9 +149,10 @@ def _plan(options: Any, rest: Sequence[str], arguments: Sequence[str]) -> int:
     all_shapes=options.all_shapes,
   )
   print(report.text(made, source=source))
-  if options.json:
+  if options.json is not None:
     content = report.to_json(made, source=source, arguments=arguments)
-    pathlib.Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+    with disk.writing(options.json):
+      options.json.write_text(json.dumps(content, indent=1) + "\n")
   return FITS if made.fits else DOES_NOT_FIT
 
 

@@ -60,6 +60,9 @@ def validate(config: Config, *, devices: Sequence[Any] | None = None) -> Iterato
     config: Config of the run.
     devices: Devices that the run will use; None: those that JAX finds.
   """
+  if lacking := missing(config):
+    yield lacking
+    return
   yield from paths_elsewhere(config.to_dict())
   fields = configuration.plain_fields(config)
   wrong = field_kinds.wrong(fields)
@@ -75,6 +78,18 @@ def validate(config: Config, *, devices: Sequence[Any] | None = None) -> Iterato
   for complaint in found:
     if complaint in again and not any(_is_about(complaint, name) for name in wrong):
       yield complaint
+
+
+def missing(config: Config) -> str:
+  """Returns a message that names the sections that a config lacks; "" if it has all."""
+  sections = {name.partition(".")[0] for name in field_kinds.KINDS}
+  lacking = sorted(sections - {*config})
+  if not lacking:
+    return ""
+  return (
+    f"the config is not one of a run, because it lacks {', '.join(lacking)}: begin with"
+    " configs.base.get_config()"
+  )
 
 
 def _is_about(complaint: str, name: str) -> bool:
