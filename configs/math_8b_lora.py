@@ -13,9 +13,9 @@ JAX takes half of the memory, 42 GB, for the trainer:
     sum of the gradients, in updates                    0.35 GB
     temporaries of the update: docs/lora.md, `grpo-jax plan --config=math_8b_lora --topology=h100:1`
 
-SGLang takes 36 % (engine.sglang.arguments), 30 GB: 16.4 GB are its own copy of the base, the rest is
-cache, some 90 000 tokens. It loads the adapter of every step beside the base (model.lora.sync). Full
-training would need 164 GB for the trainer's arrays alone. Never run on a GPU yet.
+SGLang takes 36 % (engine.sglang.arguments), 30 GB: 16.4 GB are its own copy of the base, the rest
+is cache, some 90 000 tokens. It loads the adapter of every step beside the base (model.lora.sync).
+Full training would need 164 GB for the trainer's arrays alone. Never run on a GPU yet.
 """
 
 import configs.math_1b_gpu
