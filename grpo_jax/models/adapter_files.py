@@ -11,7 +11,8 @@ import dataclasses
 import functools
 import math
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ import numpy as np
 
 from grpo_jax.files import atomic
 from grpo_jax.models import export, files, lora, safetensors
-from grpo_jax.models.config import FAMILIES_BY_NAME, ModelConfig
+from grpo_jax.models.config import MOST_LAYERS, ModelConfig
 from grpo_jax.models.errors import MissingModel, ModelError
 from grpo_jax.models.fields import Fields, short
 from grpo_jax.processes import arrays
@@ -28,20 +29,6 @@ from grpo_jax.processes import arrays
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLED_FILE = "adapter_model.bin"
-
-
-@dataclasses.dataclass(frozen=True)
-class Described:
-  """What the files of an adapter say about it.
-
-  Attributes:
-    options: Rank, alpha, targets and kind of scale. PEFT's files do not hold the others, which have
-      their defaults.
-    base: Name or folder of the base model; None: the files do not name it.
-  """
-
-  options: lora.Options
-  base: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +45,7 @@ class Stored:
 def stored(config: ModelConfig, options: lora.Options) -> list[Stored]:
   """Returns every tensor of a PEFT folder, in the order of the adapter's tree."""
   return [
-    Stored(_tensor_name(config, kernel, layer, part), kernel, part, layer, leaf.shape[:0:-1])
+    Stored(_tensor_name(kernel, layer, part), kernel, part, layer, leaf.shape[:0:-1])
     for kernel, parts in lora.tree(config, options).items()
     for part, leaf in parts.items()
     for layer in range(config.num_layers)
@@ -185,61 +172,74 @@ def _in_file(fetched: _Fetched, each: Stored, dtype: Any) -> np.ndarray:
   return np.ascontiguousarray(values, dtype)
 
 
-def look(folder: str | pathlib.Path, config: ModelConfig) -> Described:
-  """Checks the two files of an adapter against a base model, without reading its values; cheap.
+def options(folder: str | pathlib.Path) -> lora.Options:
+  """Returns what the two files of an adapter say about it, without the base model; cheap.
+
+  Args:
+    folder: PEFT folder.
+
+  Returns:
+    Rank, alpha, targets and kind of scale. PEFT's files do not hold the others, which have their
+    defaults.
+
+  Raises:
+    MissingModel: A file is missing, or the weights are in a pickle.
+    ModelError: The files are damaged, or are not those of an adapter by LoRA of the kernels of all
+      layers.
+  """
+  return _open(pathlib.Path(folder).expanduser())[0]
+
+
+def look(folder: str | pathlib.Path, config: ModelConfig) -> lora.Options:
+  """Returns the same as `options`, and checks the tensors against a base model; cheap.
 
   Args:
     folder: PEFT folder.
     config: Sizes of the base model.
 
-  Returns:
-    The description of the adapter.
-
   Raises:
-    MissingModel: A file is missing, or the weights are in a pickle.
-    ModelError: The adapter is not one of LoRA on kernels of this model; the message names every
-      option or tensor that does not fit.
+    MissingModel, ModelError: As for `options`; or tensors do not fit the model, and the message
+      names them.
   """
-  return _open(pathlib.Path(folder).expanduser(), config)[0]
+  return _checked(pathlib.Path(folder).expanduser(), config)[0]
 
 
 def read(
   folder: str | pathlib.Path,
   config: ModelConfig,
   *,
-  sharding: Callable[[Any], Any] | None = None,
+  sharding: Mapping[str, Mapping[str, Any]] | None = None,
   dtype: Any = jnp.float32,
-) -> tuple[Described, lora.Adapter]:
+) -> lora.Adapter:
   """Reads an adapter, one kernel after another, directly into its sharding.
 
   Args:
     folder: PEFT folder.
     config: Sizes of the base model.
-    sharding: Function from the tree of logical axis names of the adapter to a tree of
-      `jax.sharding.Sharding`; None: everything on the default device.
+    sharding: Tree {kernel: {"a": sharding, "b": sharding}}; None: everything on the default device.
     dtype: Dtype of the arrays, whatever the file contains.
 
   Returns:
-    The description of the adapter, and the adapter.
+    The tree {kernel: {"a": [L i r], "b": [L r o]}}.
 
   Raises:
     MissingModel, ModelError: As for `look`; or a value is not finite.
   """
-  directory = pathlib.Path(folder).expanduser()
-  described, tensors = _open(directory, config)
-  tree = lora.tree(config, described.options)
-  axes = {kernel: {part: leaf.axes for part, leaf in own.items()} for kernel, own in tree.items()}
-  places = sharding(axes) if sharding else None
-  adapter: lora.Adapter = {kernel: {} for kernel in tree}
-  of_leaf: dict[tuple[str, str], list[Stored]] = {}
-  for each in stored(config, described.options):
-    of_leaf.setdefault((each.kernel, each.part), []).append(each)
-  for (kernel, part), own in of_leaf.items():
+  found, tensors = _checked(pathlib.Path(folder).expanduser(), config)
+  adapter: lora.Adapter = {}
+  for (kernel, part), own in by_leaf(config, found).items():
     values = stacked(tensors, own, dtype=dtype)
-    place = places[kernel][part] if places else None
-    placed = jax.device_put(values) if place is None else arrays.put(values, place)
-    adapter[kernel][part] = jax.block_until_ready(placed)  # frees the host's copy.
-  return described, adapter
+    placed = arrays.put(values, sharding[kernel][part]) if sharding else jax.device_put(values)
+    adapter.setdefault(kernel, {})[part] = jax.block_until_ready(placed)  # frees the host's copy.
+  return adapter
+
+
+def by_leaf(config: ModelConfig, options: lora.Options) -> dict[tuple[str, str], list[Stored]]:
+  """Returns the tensors of each leaf (kernel, part) of an adapter, in the order of the layers."""
+  found: dict[tuple[str, str], list[Stored]] = {}
+  for each in stored(config, options):
+    found.setdefault((each.kernel, each.part), []).append(each)
+  return found
 
 
 def stacked(
@@ -268,8 +268,15 @@ def stacked(
   return values
 
 
-def _open(directory: pathlib.Path, config: ModelConfig) -> tuple[Described, safetensors.Folder]:
-  """Reads the description and the header of an adapter, and checks them; raises as `look`."""
+def _open(
+  directory: pathlib.Path, layers: int | None = None
+) -> tuple[lora.Options, safetensors.Folder]:
+  """Reads the description and the header of an adapter; raises as `options`.
+
+  Args:
+    directory: PEFT folder.
+    layers: Number of layers of the base model; None: as many as have an adapter.
+  """
   file, weights = directory / CONFIG_FILE, directory / WEIGHTS_FILE
   fields = Fields(files.read_json(file, is_strict=True), str(file))
   _refuse_other_methods(fields)
@@ -279,15 +286,30 @@ def _open(directory: pathlib.Path, config: ModelConfig) -> tuple[Described, safe
       f" read: {WEIGHTS_FILE} is needed (PeftModel.save_pretrained writes it by default)"
     )
   tensors = safetensors.Folder(safetensors.read_header(weights))
-  options = lora.Options(
+  found = lora.Options(
     rank=fields.integer("r", low=1, high=_HIGHEST_RANK),
     alpha=fields.number("lora_alpha", above=0.0),
-    targets=_targets(fields, config, tensors.shapes, str(weights)),
+    targets=_targets(fields, tensors.shapes, layers, str(weights)),
     rank_stabilized=fields.boolean("use_rslora", default=False),
   )
-  described = Described(options, fields.string("base_model_name_or_path"))
-  _check_tensors(tensors.shapes, config, described, str(directory))
-  return described, tensors
+  return found, tensors
+
+
+def _checked(
+  directory: pathlib.Path, config: ModelConfig
+) -> tuple[lora.Options, safetensors.Folder]:
+  """Reads the same as `_open`; raises as `look`."""
+  found, tensors = _open(directory, config.num_layers)
+  faults = _misfits(tensors.shapes, config, found)
+  if faults:
+    more = [f"and {len(faults) - _SHOWN_FAULTS} more"] if len(faults) > _SHOWN_FAULTS else []
+    base = files.read_json(directory / CONFIG_FILE).get("base_model_name_or_path")
+    made_for = f" (it was made for {short(base)})" if base else ""
+    raise ModelError(
+      f"{directory}: the adapter does not fit this {config.family} model{made_for}: "
+      + "; ".join(faults[:_SHOWN_FAULTS] + more)
+    )
+  return found, tensors
 
 
 def _refuse_other_methods(fields: Fields) -> None:
@@ -317,7 +339,7 @@ def _is_off(value: Any) -> bool:
 
 
 def _targets(
-  fields: Fields, config: ModelConfig, shapes: Mapping[str, Any], where: str
+  fields: Fields, shapes: Mapping[str, Any], layers: int | None, where: str
 ) -> tuple[str, ...]:
   """Returns the kernels with an adapter.
 
@@ -325,51 +347,49 @@ def _targets(
   could take for ever: the tensors say which modules it has matched.
 
   Raises:
-    ModelError: No kernel has an adapter, or only some layers of a kernel are in the list.
+    ModelError: No kernel has an adapter, or the list has a kernel of some layers only.
   """
   given, excluded = fields.get("target_modules"), fields.get("exclude_modules") or []
-  if given == "all-linear":
-    return tuple(lora.MODULES)
-  patterns = [given, excluded]
-  if not all(isinstance(each, str | list) for each in patterns):
+  if not isinstance(given, str | list) or not isinstance(excluded, str | list):
     raise fields.wrong("target_modules", "a list of modules, or a string")
-  if any(isinstance(each, str) for each in patterns):
-    found = [
-      kernel
-      for kernel in lora.MODULES
-      if any(
-        _tensor_name(config, kernel, layer, part) in shapes
-        for layer in range(config.num_layers)
-        for part in ("a", "b")
-      )
-    ]
-    if not found:
-      raise ModelError(f"{where}: no tensor is an adapter of a kernel of this model")
-    return tuple(found)
-  return _listed(fields, config)
+  present = _present(shapes)
+  if not present:
+    raise ModelError(f"{where}: no tensor is an adapter of a kernel of a layer")
+  if isinstance(given, list) and isinstance(excluded, list):
+    count = 1 + max(layer for _, layer in present) if layers is None else layers
+    return _listed(fields, min(count, MOST_LAYERS))
+  return tuple(kernel for kernel in lora.MODULES if any(kernel == own for own, _ in present))
 
 
-def _listed(fields: Fields, config: ModelConfig) -> tuple[str, ...]:
+def _present(shapes: Mapping[str, Any]) -> set[tuple[str, int]]:
+  """Returns the kernels and layers that have tensors."""
+  kernels = {module: kernel for kernel, module in lora.MODULES.items()}
+  found = set()
+  for name in shapes:
+    match = _TENSOR_NAME.fullmatch(name)
+    if match and match["module"] in kernels:
+      found.add((kernels[match["module"]], int(match["layer"])))
+  return found
+
+
+def _listed(fields: Fields, layers: int) -> tuple[str, ...]:
   """Returns the kernels that lists of names of modules stand for; raises as `_targets`."""
   wanted = set(fields.strings("target_modules"))
   excluded = set(fields.strings("exclude_modules"))
   found = []
   for kernel in lora.MODULES:
-    are_in = []
-    for layer in range(config.num_layers):
-      endings = _endings(_module_path(config, kernel, layer))
-      are_in.append(not wanted.isdisjoint(endings) and excluded.isdisjoint(endings))
+    endings = [_endings(_module_path(kernel, layer)) for layer in range(layers)]
+    are_in = [not wanted.isdisjoint(own) and excluded.isdisjoint(own) for own in endings]
     if any(are_in) and not all(are_in):
-      missing = are_in.index(False)
       raise ModelError(
         f"{fields.where}: target_modules has {_module(kernel)} of some layers and not of layer"
-        f" {missing}; an adapter of all layers is needed"
+        f" {are_in.index(False)}; an adapter of all layers is needed"
       )
     if all(are_in):
       found.append(kernel)
   if not found:
     known = [_module(kernel) for kernel in lora.MODULES]
-    raise fields.wrong("target_modules", f"kernels of this model: {', '.join(known)}")
+    raise fields.wrong("target_modules", f"kernels of a layer: {', '.join(known)}")
   return tuple(found)
 
 
@@ -379,43 +399,36 @@ def _endings(path: str) -> list[str]:
   return [".".join(parts[start:]) for start in range(len(parts))]
 
 
-def _check_tensors(
-  shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, described: Described, where: str
-) -> None:
-  """Raises ModelError for tensors that are missing, unexpected or of another shape."""
-  wanted = {each.name: each.shape for each in stored(config, described.options)}
+def _misfits(
+  shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, options: lora.Options
+) -> list[str]:
+  """Returns the tensors that are missing, unexpected or of another shape, by names and shapes."""
+  wanted = {each.name: each.shape for each in stored(config, options)}
   faults = [f"missing: {name} {list(wanted[name])}" for name in wanted if name not in shapes]
   for name, shape in shapes.items():
     if name not in wanted:
       faults.append(f"unexpected: {name[:_SHOWN]} {list(shape)}")
     elif tuple(shape) != wanted[name]:
-      faults.append(
-        f"{name}: has shape {list(shape)}, but the model and r imply {list(wanted[name])}"
-      )
-  if not faults:
-    return
-  more = [f"and {len(faults) - _SHOWN_FAULTS} more"] if len(faults) > _SHOWN_FAULTS else []
-  made_for = f" (it was made for {short(described.base)})" if described.base else ""
-  raise ModelError(
-    f"{where}: the adapter does not fit this {config.family} model{made_for}: "
-    + "; ".join(faults[:_SHOWN_FAULTS] + more)
-  )
+      needed = list(wanted[name])
+      faults.append(f"{name}: has shape {list(shape)}, but the model and r imply {needed}")
+  return faults
 
 
-def _tensor_name(config: ModelConfig, kernel: str, layer: int, part: str) -> str:
-  return f"base_model.model.{_module_path(config, kernel, layer)}.lora_{part.upper()}.weight"
+def _tensor_name(kernel: str, layer: int, part: str) -> str:
+  return f"base_model.model.{_module_path(kernel, layer)}.lora_{part.upper()}.weight"
 
 
-def _module_path(config: ModelConfig, kernel: str, layer: int) -> str:
-  family = FAMILIES_BY_NAME[config.family]
-  name = family.LAYER_PREFIX.format(layer) + family.LAYER_NAMES[kernel]
-  return name.removesuffix(".weight")
+def _module_path(kernel: str, layer: int) -> str:
+  return f"model.layers.{layer}.{lora.MODULES[kernel]}"
 
 
 def _module(kernel: str) -> str:
   return lora.MODULES[kernel].split(".")[1]
 
 
+_TENSOR_NAME = re.compile(
+  r"base_model\.model\.model\.layers\.(?P<layer>\d{1,6})\.(?P<module>\w+\.\w+)\.lora_[AB]\.weight"
+)
 _HIGHEST_RANK = 1 << 20  # far above every width.
 _SHOWN = 200  # characters of a tensor's name in an error.
 _SHOWN_FAULTS = 8
