@@ -242,6 +242,23 @@ def by_leaf(config: ModelConfig, options: lora.Options) -> dict[tuple[str, str],
   return found
 
 
+class FolderAdapter:
+  """The adapter of a PEFT folder as a `merged_tensors.StoredAdapter`."""
+
+  def __init__(self, folder: str | pathlib.Path, config: ModelConfig):
+    """Opens and checks a folder; raises as `look`."""
+    self._options, self._tensors = _checked(pathlib.Path(folder).expanduser(), config)
+
+  @property
+  def options(self) -> lora.Options:
+    """Returns the options of the adapter."""
+    return self._options
+
+  def read(self, kernel: str, part: str, layer: int) -> np.ndarray:
+    """Returns A [i r] or B [r o] of a kernel in a layer, in float32; raises as `adapter_files.read`."""
+    return _layer(self._tensors, _tensor_name(kernel, layer, part), np.float32)
+
+
 def stacked(
   tensors: safetensors.Tensors, own: Sequence[Stored], *, dtype: Any = np.float32
 ) -> np.ndarray:
@@ -257,14 +274,18 @@ def stacked(
   """
   values = np.empty((len(own), *own[0].shape[::-1]), dtype)
   for place, each in enumerate(own):
-    found = tensors.read(each.name)
-    if not np.isfinite(found).all():
-      raise ModelError(f"{WEIGHTS_FILE}: {each.name} has values that are not finite")
-    with np.errstate(over="ignore"):  # checked below.
-      values[place] = found.T
+    values[place] = _layer(tensors, each.name, dtype)
+  return values
+
+
+def _layer(tensors: safetensors.Tensors, name: str, dtype: Any) -> np.ndarray:
+  """Returns one tensor of a file as [i r] or [r o]; raises as `stacked`."""
+  with np.errstate(over="ignore"):
+    values = tensors.read(name).T.astype(dtype)
   if not np.isfinite(values).all():
-    where = f"{own[0].kernel}, {own[0].part}"
-    raise ModelError(f"{WEIGHTS_FILE}: {where}: values are too large for {np.dtype(dtype)}")
+    raise ModelError(
+      f"{WEIGHTS_FILE}: {name} has values that are not finite numbers of {np.dtype(dtype)}"
+    )
   return values
 
 
@@ -303,7 +324,7 @@ def _checked(
   faults = _misfits(tensors.shapes, config, found)
   if faults:
     more = [f"and {len(faults) - _SHOWN_FAULTS} more"] if len(faults) > _SHOWN_FAULTS else []
-    base = files.read_json(directory / CONFIG_FILE).get("base_model_name_or_path")
+    base = base_of(directory)
     made_for = f" (it was made for {short(base)})" if base else ""
     raise ModelError(
       f"{directory}: the adapter does not fit this {config.family} model{made_for}: "
