@@ -65,9 +65,31 @@ class LowRank:
     return self.base.sharding
 
 
+@functools.partial(
+  jax.tree_util.register_dataclass, data_fields=["a", "b"], meta_fields=["kernels", "scale"]
+)
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+  """The adapters of kernels with the same input, beside any form of these kernels.
+
+  Stored transposed, for products with few rows. The A of all of them are one array, for one product
+  with the input.
+  """
+
+  a: Any  # array [n r, i] of n kernels.
+  b: tuple[Any, ...]  # array [o r] of each.
+  kernels: tuple[str, ...]  # names of the n kernels.
+  scale: float  # s.
+
+
 def joined_name(names: Sequence[str]) -> str:
   """Returns the name under which a layer holds a `Joined` of these kernels."""
   return "+".join(names)
+
+
+def adapters_name(names: Sequence[str]) -> str:
+  """Returns the name under which a layer holds the `Adapters` of these kernels."""
+  return f"adapters of {joined_name(names)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,11 +153,41 @@ class Products:
 
     Args:
       params: Parameters of one layer, by the names of `leaves.layer`; kernels may be `OutputMajor`,
-        and on one device `Joined`.
+        and on one device `Joined`; some may have `Adapters`.
       names: Names of the kernels, which have the same input.
       x: Input.
       out_dtype: Dtype of the results, float32 or `self.out_dtype`.
     """
+    adapters = params.get(adapters_name(names))
+    if adapters is None:
+      return self._base_dots(params, names, x, out_dtype)
+    found = dict(zip(names, self._base_dots(params, names, x, jnp.float32), strict=True))
+    found |= self._adapted(adapters, found, x)
+    return tuple(rounding.written(found[name], jnp.dtype(out_dtype)) for name in names)
+
+  def _adapted(self, adapters: Adapters, found: Mapping[str, Array], x: Array) -> dict[str, Array]:
+    """Returns x W + s (x A) B for each kernel with an adapter, given x W; float32."""
+    inner, _ = leaves.AXES[adapters.kernels[0]]
+    low = self._transposed_dot(adapters.a, (inner, None), x)
+    parts = jnp.split(low, len(adapters.kernels), axis=-1)
+    made = {}
+    for name, b, part in zip(adapters.kernels, adapters.b, parts, strict=True):
+      _, outer = leaves.AXES[name]
+      made[name] = found[name] + adapters.scale * self._transposed_dot(b, (None, outer), part)
+    return made
+
+  def _transposed_dot(self, array: Array, axes: tuple[str | None, str | None], x: Array) -> Array:
+    """Returns the float32 product with an array [o i] of these logical axes of [i o]."""
+    if self.placement is None:
+      return self.dot(x, OutputMajor(array))
+    settings = (self.placement, self.compute_dtype, jnp.float32)
+    (found,) = sharded_products.transposed_dots(x, [array], [axes], *settings)
+    return found
+
+  def _base_dots(
+    self, params: Mapping[str, Any], names: Sequence[str], x: Array, out_dtype: Any
+  ) -> tuple[Array, ...]:
+    """Returns `dots` without `Adapters`."""
     joined = params.get(joined_name(names)) if len(names) > 1 else None
     if joined is not None:
       ends = [sum(joined.widths[: i + 1]) for i in range(len(names) - 1)]
