@@ -223,8 +223,8 @@ class JaxSampler:
 
   def _copied(self, params: Any, gathering: local_weights.Gathering | None) -> decoding.Weights:
     """Returns the sampler's copy of parameters; of a base that it has copied before, that copy."""
-    options = self._options
-    if not options.unmerged:
+    if not self._options.unmerged or not lora.has_adapter(params):
+      self._kept = None
       return self._copied_whole(params, gathering)
     base = lora.base_of(params)
     if self._kept is None or not self._kept.is_of(base):
@@ -233,7 +233,7 @@ class JaxSampler:
       self._kept = _Kept(base, dataclasses.replace(weights, adapters=[]))
       return weights
     copy = decoding.adapters if gathering is None else gathering.adapters
-    return dataclasses.replace(self._kept.weights, adapters=copy(params, options))
+    return dataclasses.replace(self._kept.weights, adapters=copy(params, self._options))
 
   def _copied_whole(
     self, params: Any, gathering: local_weights.Gathering | None

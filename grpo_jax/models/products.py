@@ -158,36 +158,10 @@ class Products:
       x: Input.
       out_dtype: Dtype of the results, float32 or `self.out_dtype`.
     """
-    adapters = params.get(adapters_name(names))
-    if adapters is None:
-      return self._base_dots(params, names, x, out_dtype)
-    found = dict(zip(names, self._base_dots(params, names, x, jnp.float32), strict=True))
-    found |= self._adapted(adapters, found, x)
-    return tuple(rounding.written(found[name], jnp.dtype(out_dtype)) for name in names)
-
-  def _adapted(self, adapters: Adapters, found: Mapping[str, Array], x: Array) -> dict[str, Array]:
-    """Returns x W + s (x A) B for each kernel with an adapter, given x W; float32."""
-    inner, _ = leaves.AXES[adapters.kernels[0]]
-    low = self._transposed_dot(adapters.a, (inner, None), x)
-    parts = jnp.split(low, len(adapters.kernels), axis=-1)
-    made = {}
-    for name, b, part in zip(adapters.kernels, adapters.b, parts, strict=True):
-      _, outer = leaves.AXES[name]
-      made[name] = found[name] + adapters.scale * self._transposed_dot(b, (None, outer), part)
-    return made
-
-  def _transposed_dot(self, array: Array, axes: tuple[str | None, str | None], x: Array) -> Array:
-    """Returns the float32 product with an array [o i] of these logical axes of [i o]."""
-    if self.placement is None:
-      return self.dot(x, OutputMajor(array))
-    settings = (self.placement, self.compute_dtype, jnp.float32)
-    (found,) = sharded_products.transposed_dots(x, [array], [axes], *settings)
-    return found
-
-  def _base_dots(
-    self, params: Mapping[str, Any], names: Sequence[str], x: Array, out_dtype: Any
-  ) -> tuple[Array, ...]:
-    """Returns `dots` without `Adapters`."""
+    name = adapters_name(names)
+    if name in params:
+      bases = {key: kernel for key, kernel in params.items() if key != name}
+      return self._adapted(params[name], names, self.dots(bases, names, x), x, out_dtype)
     joined = params.get(joined_name(names)) if len(names) > 1 else None
     if joined is not None:
       ends = [sum(joined.widths[: i + 1]) for i in range(len(names) - 1)]
@@ -197,6 +171,40 @@ class Products:
     if any(isinstance(w, LowRank) for w in kernels):
       return self._low_rank_dots(names, kernels, x, out_dtype)
     return self._plain_dots(names, kernels, x, out_dtype)
+
+  def _adapted(
+    self,
+    adapters: Adapters,
+    names: Sequence[str],
+    found: Sequence[Array],
+    x: Array,
+    out_dtype: Any,
+  ) -> tuple[Array, ...]:
+    """Returns x W + s (x A) B, or x W without an adapter; the sum of float32 is rounded once.
+
+    Args:
+      adapters: Adapters of some of the kernels.
+      names: Names of the kernels.
+      found: x W of each kernel, float32.
+      x: Input.
+      out_dtype: Dtype of the results.
+    """
+    inner, _ = leaves.AXES[names[0]]
+    sums = dict(zip(names, found, strict=True))
+    low = self._transposed_dot(adapters.a, (inner, None), x)
+    parts = jnp.split(low, len(adapters.kernels), axis=-1)
+    for name, b, part in zip(adapters.kernels, adapters.b, parts, strict=True):
+      _, outer = leaves.AXES[name]
+      sums[name] += adapters.scale * self._transposed_dot(b, (None, outer), part)
+    return tuple(rounding.written(sums[name], jnp.dtype(out_dtype)) for name in names)
+
+  def _transposed_dot(self, array: Array, axes: tuple[str | None, str | None], x: Array) -> Array:
+    """Returns the float32 product with an array [o i] of these logical axes of [i o]."""
+    if self.placement is None:
+      return self.dot(x, OutputMajor(array))
+    settings = (self.placement, self.compute_dtype, jnp.float32)
+    (found,) = sharded_products.transposed_dots(x, [array], [axes], *settings)
+    return found
 
   def _low_rank_dots(
     self, names: Sequence[str], kernels: Sequence[Any], x: Array, out_dtype: Any
