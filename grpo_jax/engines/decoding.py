@@ -49,6 +49,7 @@ from grpo_jax.models.products import (
   adapters_name,
   joined_name,
 )
+from grpo_jax.models.quantized import Quantized
 
 # Keys and values of every layer. Pages: [N K T E] each. Ring: [M R K E C] and [M R K C E], because
 # products of a single query are sums over columns, which are fastest in these layouts.
@@ -224,7 +225,7 @@ def adapters(params: transformer.Params, options: Options) -> list[dict[str, Ada
 def _kernels(params: transformer.Params, options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
   """Returns the stacked leaves of layers that are copied, and quantised kernels."""
   stack = (lora.base_of(params) if options.unmerged else params)["layers"]
-  quantized = {name: x for name, x in stack.items() if _is_quantized(x)}
+  quantized = {name: x for name, x in stack.items() if isinstance(x, Quantized)}
   return {name: x for name, x in stack.items() if name not in quantized}, quantized
 
 
@@ -234,10 +235,6 @@ def _adapter_arrays(params: transformer.Params, options: Options) -> dict[str, L
     return {}
   kernels = {name: x for name, x in params["layers"].items() if isinstance(x, LowRank)}
   return {name: dataclasses.replace(x, base=None) for name, x in kernels.items()}
-
-
-def _is_quantized(kernel: Any) -> bool:
-  return not isinstance(kernel, (jax.Array, np.ndarray, jax.ShapeDtypeStruct, LowRank))
 
 
 def described(params: Any, options: Options) -> Weights:

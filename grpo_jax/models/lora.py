@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from grpo_kernels import rounding
 from jaxtyping import Array
 
-from grpo_jax.models import leaves
+from grpo_jax.models import leaves, quantized
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.leaves import Leaf
 from grpo_jax.models.products import LowRank
@@ -164,7 +164,7 @@ def has_adapter(weights: Mapping[str, Any]) -> bool:
 def merged(kernel: LowRank) -> Array:
   """Returns W + s A B in float32; the products are exact float32."""
   product = jnp.matmul(kernel.a, kernel.b, precision=jax.lax.Precision.HIGHEST)
-  return kernel.base.astype(jnp.float32) + kernel.scale * product
+  return quantized.dequantized(kernel.base) + kernel.scale * product
 
 
 def merged_share(kernels: Mapping[str, LowRank], dtype: Any) -> Array:
@@ -182,7 +182,7 @@ def merged_share(kernels: Mapping[str, LowRank], dtype: Any) -> Array:
 
   def add(sums: tuple[Array, Array], kernel: LowRank) -> tuple[tuple[Array, Array], None]:
     change = kernel.scale * jnp.matmul(kernel.a, kernel.b, precision=jax.lax.Precision.HIGHEST)
-    before = rounding.rounded(kernel.base.astype(jnp.float32), dtype)
+    before = rounding.rounded(quantized.dequantized(kernel.base), dtype)
     seen = rounding.rounded(merged(kernel), dtype) - before
     return (sums[0] + jnp.sum(seen * change), sums[1] + jnp.sum(jnp.square(change))), None
 
