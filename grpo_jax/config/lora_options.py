@@ -57,6 +57,11 @@ def sync(config: Config) -> Literal["merged", "adapter"]:
   return "merged" if is_exact else "adapter"
 
 
+def is_unmerged(config: Config) -> bool:
+  """Returns whether there is an adapter, and engines get it apart from the weights."""
+  return config.model.lora.rank is not None and sync(config) == "adapter"
+
+
 def problems(config: Config) -> Iterator[str]:
   """Yields a message for each option that cannot work."""
   section = config.model.lora
