@@ -94,6 +94,7 @@ class Computation:
     copy: Program (full weights) → a copy of them.
     follow: Program (reference, full weights) → the next reference; None: it never changes.
     teacher: Teacher in the trainer; None: there is none, or servers have it.
+    measure: Programs that measure the adapter; None: every weight is trained.
   """
 
   config: Config
@@ -115,6 +116,7 @@ class Computation:
   copy: Program
   follow: Program | None = None
   teacher: Teacher | None = None
+  measure: adapters.Watch | None = None
 
   @property
   def shardings(self) -> Any:
@@ -141,11 +143,21 @@ class Computation:
     is_used = objective.needs_old and (updates > 1 or objective.options.kl_in_reward)
     return is_used or objective.drops_by_error
 
-  def begin(self, params: Any) -> tuple[Any, policy.Policy]:
-    """Returns what is trained of the weights that were read, and the policy around it."""
+  @property
+  def trainable_shardings(self) -> Any:
+    """Shardings of what is trained."""
+    return policy.shardings_of(self.state.params)
+
+  def begin(self, params: Any, trained: Any = None) -> tuple[Any, policy.Policy]:
+    """Returns what is trained of the weights that were read, and the policy around it.
+
+    Args:
+      params: Weights as they were read.
+      trained: Adapter to begin with; None: a new one, or every weight is trained.
+    """
     is_frozen = self.objective.needs_ref and self.follow is None
     copy = self.copy if is_frozen else None
-    return policy.begin(params, self.composition, copy=copy)
+    return policy.begin(params, self.composition, copy=copy, trained=trained)
 
   def jobs(self) -> list[Job]:
     """Returns the compilations to make before the first step, the longest first."""
@@ -177,6 +189,10 @@ class Computation:
       found += [teacher.score.job(teacher.weights, x, detail=detail) for detail, x in bare.items()]
     if self.follow is not None:
       found.append(self.follow.job(self.full, self.full))
+    if self.composition is not None:
+      found += self.composition.jobs()
+    if self.measure is not None:
+      found += self.measure.jobs(weights)
     found.append(self.initialize.job(state.params))
     if has_ref and not is_composed:
       found.append(self.copy.job(self.full))
@@ -192,9 +208,8 @@ class Computation:
 
   def _scored_weights(self, weights: Any, reference: Any) -> list[Any]:
     """Returns the descriptions of weights under which batches are scored, each form once."""
-    is_offline, needs_ref = modes.is_offline(self.config), self.objective.needs_ref
-    found = [weights] if self.needs_old or is_offline else []
-    if (needs_ref or is_offline) and (self.composition is not None or not found):
+    found = [weights] if self.needs_old or modes.is_offline(self.config) else []
+    if self.objective.needs_ref and (self.composition is not None or not found):
       found.append(reference)
     return found
 
@@ -338,6 +353,7 @@ def make(
     copy=_copier(read.shardings),
     follow=_follower(config, read.shardings, composition),
     teacher=None if teacher is None else make_teacher(config, teacher, mesh),
+    measure=None if adapter is None else adapters.Watch(adapter.scale),
   )
 
 
@@ -449,7 +465,7 @@ def shardings_of(model: ModelConfig, mesh: Mesh) -> Any:
 def described_weights(model: ModelConfig, shardings: Any, *, dtype: Any = np.float32) -> Any:
   """Returns shapes, dtypes and shardings of all weights of a model."""
 
-  def described(leaf: leaves.Leaf, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, loading.dtype_of(leaf, dtype), sharding=sharding)
+  def described(leaf: leaves.Leaf, sharding: Any) -> Any:
+    return loading.described(leaf, sharding, dtype)
 
   return jax.tree.map(described, leaves.tree(model), shardings)
