@@ -17,7 +17,7 @@ import platform
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -327,6 +327,11 @@ def digest_of(path: pathlib.Path) -> str:
     (folder / "digest").write_text(manifest.digest(path)[:16])
 
   return (file_cache.derived(path, "digest-1", build) / "digest").read_text()
+
+
+def digest_of_all(paths: Iterable[pathlib.Path]) -> str:
+  """Returns one digest of several files, in this order; raises as `digest_of`."""
+  return _digest(*(digest_of(path).encode() for path in paths))
 
 
 def _sampled(path: pathlib.Path) -> str:

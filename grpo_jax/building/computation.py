@@ -141,11 +141,21 @@ class Computation:
     is_used = objective.needs_old and (updates > 1 or objective.options.kl_in_reward)
     return is_used or objective.drops_by_error
 
-  def begin(self, params: Any) -> tuple[Any, policy.Policy]:
-    """Returns what is trained of the weights that were read, and the policy around it."""
+  @property
+  def trainable_shardings(self) -> Any:
+    """Shardings of what is trained."""
+    return policy.shardings_of(self.state.params)
+
+  def begin(self, params: Any, trained: Any = None) -> tuple[Any, policy.Policy]:
+    """Returns what is trained of the weights that were read, and the policy around it.
+
+    Args:
+      params: Weights as they were read.
+      trained: Adapter to begin with; None: a new one, or every weight is trained.
+    """
     is_frozen = self.objective.needs_ref and self.follow is None
     copy = self.copy if is_frozen else None
-    return policy.begin(params, self.composition, copy=copy)
+    return policy.begin(params, self.composition, copy=copy, trained=trained)
 
   def jobs(self) -> list[Job]:
     """Returns the compilations to make before the first step, the longest first."""
@@ -177,6 +187,8 @@ class Computation:
       found += [teacher.score.job(teacher.weights, x, detail=detail) for detail, x in bare.items()]
     if self.follow is not None:
       found.append(self.follow.job(self.full, self.full))
+    if self.composition is not None:
+      found += self.composition.jobs()
     found.append(self.initialize.job(state.params))
     if has_ref and not is_composed:
       found.append(self.copy.job(self.full))
@@ -192,9 +204,8 @@ class Computation:
 
   def _scored_weights(self, weights: Any, reference: Any) -> list[Any]:
     """Returns the descriptions of weights under which batches are scored, each form once."""
-    is_offline, needs_ref = modes.is_offline(self.config), self.objective.needs_ref
-    found = [weights] if self.needs_old or is_offline else []
-    if (needs_ref or is_offline) and (self.composition is not None or not found):
+    found = [weights] if self.needs_old or modes.is_offline(self.config) else []
+    if self.objective.needs_ref and (self.composition is not None or not found):
       found.append(reference)
     return found
 

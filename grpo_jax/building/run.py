@@ -12,7 +12,7 @@ import numpy as np
 
 from grpo_jax import batching, processes
 from grpo_jax.batching import Assembled
-from grpo_jax.building import checks, computation, phases, preparing, restoring
+from grpo_jax.building import adapter, checks, computation, phases, preparing, restoring
 from grpo_jax.building import model as model_building
 from grpo_jax.building import teacher as teaching
 from grpo_jax.building.computation import Computation
@@ -106,15 +106,18 @@ def build(
   """
   inputs = preparing.prepare(run_options.resolved(config), workdir, stack, stop)
   config, mode = inputs.config, inputs.mode
+  facts = adapter.facts(config, inputs.folder)
   checkpoints = stack.enter_context(
     checkpointing.open(
       workdir / "checkpoints",
+      facts=facts,
       keep_last=config.checkpoint.keep_last,
       keep_best=config.checkpoint.keep_best,
       best_metric=data_options.best_metrics(config),
       mode=config.checkpoint.best_mode,
     )
   )
+  adapter.check_same(checkpoints, facts)
   checks.log_differences(config, workdir)
   engine = mode.make_engine(inputs.tokenizer, inputs.folder, workdir, stack)
   vocab_size = inputs.tokenizer.vocab_size
@@ -130,8 +133,8 @@ def build(
     shapes=made.shapes,
     cost=made.cost,
   )
-  mode.meet_initial_policy(inputs.prompts, scorer, model.params, workdir)
-  trainable, policy = made.begin(model.params)
+  trainable, policy = made.begin(model.params, adapter.read(config, made))
+  mode.meet_initial_policy(inputs.prompts, scorer, policy.weights(trainable), workdir)
   refuse = functools.partial(restoring.refusal, config, inputs.tokenizer, inputs.opener)
   read_again = lambda: model_building.load(inputs.folder, made.read).params
   start = restoring.restore(checkpoints, trainable, made, refuse, read_again)

@@ -31,6 +31,10 @@ _SINK = checked.Kind(
   lambda x: checked.text().fits(x.get("name") if isinstance(x, Mapping) else x),
 )
 _EVERY = checked.whole(low=0)
+_NAMES = checked.several(checked.nonempty(), least=1)
+_TARGETS = checked.Kind(
+  f"{lora.ALL!r}, or {_NAMES.needed}", lambda x: x == lora.ALL or _NAMES.fits(x)
+)
 _AXIS = checked.Kind(
   "an integer >= 1, or -1 for the rest of the devices",
   lambda x: checked.whole(low=-1).fits(x) and x != 0,
@@ -63,7 +67,7 @@ KINDS: Mapping[str, checked.Kind] = {
   "model.attention": checked.text(none=True),
   "model.lora.rank": checked.whole(low=1, none=True),
   "model.lora.alpha": checked.number(above=0),
-  "model.lora.targets": checked.several(checked.nonempty(), least=1),
+  "model.lora.targets": _TARGETS,
   "model.lora.init": checked.choice(lora.INITIALIZERS),
   "model.lora.rank_stabilized": checked.switch(),
   "model.lora.base_dtype": checked.choice(lora.BASE_DTYPES),

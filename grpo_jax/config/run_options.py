@@ -358,7 +358,8 @@ def _given(section: Config) -> dict[str, Any]:
 
 
 def resolved(config: Config) -> Config:
-  """Returns a copy of the config in which the loss's defaults replace None.
+  """Returns a copy of the config in which the loss's defaults replace None, and the options of an
+  adapter that is read replace the defaults.
 
   Completions of advantage 0 are computed if they matter to the loss: to a user's own, and to a
   choice of tokens among all of the step.
@@ -369,7 +370,7 @@ def resolved(config: Config) -> Config:
   acts = made.acts_without_advantage and not (config.loss.kl_coef or config.loss.entropy_coef)
   if acts:
     values["batching.skip_zero_advantage"] = False
-  return configuration.replaced(config, values)
+  return lora_options.resolved(configuration.replaced(config, values))
 
 
 def objective(config: Config) -> objectives.Objective:

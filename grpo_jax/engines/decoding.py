@@ -206,7 +206,7 @@ def described(params: Any, options: Options) -> Weights:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _unstack(
-  stacked: dict[str, Array], num_layers: int, dtype: Any, is_joined: bool
+  stacked: dict[str, Any], num_layers: int, dtype: Any, is_joined: bool
 ) -> list[layers.LayerParams]:
   """Splits the stacked arrays.
 

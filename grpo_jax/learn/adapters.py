@@ -1,6 +1,5 @@
 """The composition of a policy that trains a LoRA adapter on a frozen base. Pure."""
 
-import functools
 from typing import Any
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from grpo_jax.compilation.programs import Program
 from grpo_jax.learn import policy, sharding
 from grpo_jax.models import lora
 from grpo_jax.models.config import ModelConfig
@@ -26,17 +26,18 @@ def composition(
   """
   adapter = _described(model, mesh, options)
   shardings = policy.shardings_of(adapter)
-  make = functools.partial(lora.init, config=model, options=options)
-  new = jax.jit(lambda key: make(key), out_shardings=shardings)
+  make = lambda: lora.init(jax.random.key(seed), model, options)
+  new = Program(jax.jit(make, out_shardings=shardings), name="new adapter")
 
-  def split(params: Any) -> tuple[Any, Any]:
-    return new(jax.random.key(seed)), params
+  def split(params: Any, trained: Any) -> tuple[Any, Any]:
+    return (new() if trained is None else trained), params
 
   return policy.Composition(
     split=split,
     described=lambda full: (adapter, full),
     full=lambda trainable, frozen: lora.join(frozen, trainable, options.scale),
     base=lambda frozen: frozen,
+    jobs=lambda: [new.job()],
   )
 
 

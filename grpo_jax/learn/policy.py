@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from flax import struct
 
+from grpo_jax.compilation.programs import Job
 from grpo_jax.models import gradient_sums
 from grpo_jax.types import TrainState
 
@@ -28,8 +29,9 @@ class Composition:
   """How full weights are made of what is trained and what is frozen. Hashable: static in programs.
 
   Attributes:
-    split: Function (full weights as they were read) → (trainable, frozen), two trees of arrays. The
-      full weights of the two are the weights that were read.
+    split: Function (full weights as they were read, what is trained) → (trainable, frozen), two
+      trees of arrays. Without what is trained it is new, and the full weights of the two are the
+      weights that were read.
     described: Function (shapes, dtypes and shardings of the full weights) → those of (trainable,
       frozen), as trees of `jax.ShapeDtypeStruct`.
     full: Function (trainable, frozen) → full weights. It copies and computes nothing, so that it
@@ -37,12 +39,14 @@ class Composition:
       outside of them.
     base: Function (frozen) → full weights of the reference policy. It returns leaves of its
       argument, so nothing is copied.
+    jobs: Function that returns the compilations of `split`.
   """
 
-  split: Callable[[Any], tuple[Any, Any]]
+  split: Callable[[Any, Any], tuple[Any, Any]]
   described: Callable[[Any], tuple[Any, Any]]
   full: Callable[[Any, Any], Any]
   base: Callable[[Any], Any]
+  jobs: Callable[[], list[Job]] = list
 
 
 @struct.dataclass
@@ -134,6 +138,7 @@ def begin(
   composition: Composition | None,
   *,
   copy: Callable[[Any], Any] | None,
+  trained: Any = None,
 ) -> tuple[Any, Policy]:
   """Returns what is trained, and the policy around it.
 
@@ -142,10 +147,11 @@ def begin(
     composition: Division of the weights; None: every weight is trained.
     copy: Function that copies full weights, for the reference; None: the loss needs no reference.
       With a composition nothing is copied: the reference is the frozen base.
+    trained: What is trained, to begin with; None: it is new.
   """
   if composition is None:
     return params, Policy(reference=copy(params) if copy else None)
-  trainable, frozen = composition.split(params)
+  trainable, frozen = composition.split(params, trained)
   return trainable, Policy(composition.base(frozen), frozen, composition)
 
 

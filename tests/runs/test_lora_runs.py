@@ -1,53 +1,28 @@
-"""A whole run whose policy is a frozen base with a trained difference of low rank.
+"""Whole runs that train an adapter: what samples, scores, checkpoints, exports and metrics see."""
 
-What a later adapter needs: sampling, scores, monitoring, checkpoints and export see the weights
-that they should.
-"""
-
-import functools
 import json
 import pathlib
 import warnings
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
 import configs.base
 from grpo_jax import train
-from grpo_jax.building import computation
-from grpo_jax.learn import policy
 from grpo_jax.models import loading
 
-RANK = 2
+RANK, SCALE = 2, 2.0
+KERNELS = ("q", "k", "v", "o", "gate", "up", "down")
+LORA = {
+  "model.lora.rank": RANK,
+  "model.lora.alpha": RANK * SCALE,
+  "model.lora.base_dtype": "float32",
+}
 
 
-def full(own, frozen):
-  layers = frozen["layers"]
-  difference = jnp.einsum("ldr,lrn->ldn", own["down"], own["up"])
-  return {**frozen, "layers": {**layers, "q": layers["q"] + difference}}
-
-
-def split(read):
-  count, width, heads = read["layers"]["q"].shape
-  down = jax.random.normal(jax.random.key(0), (count, width, RANK))
-  return {"down": down, "up": jnp.zeros((count, RANK, heads))}, read
-
-
-def described(read):
-  q = read["layers"]["q"]
-  whole = jax.sharding.NamedSharding(q.sharding.mesh, jax.sharding.PartitionSpec())
-  own, frozen = jax.eval_shape(split, read)
-  place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
-  return jax.tree.map(place, own), jax.tree.map(lambda _, x: x, frozen, read)
-
-
-LOW_RANK = policy.Composition(split=split, described=described, full=full, base=lambda x: x)
-
-
-def run(model, folder, *, total_steps=2):
+def run(model, folder, *, total_steps=2, **changes):
   """Trains in folder/run, with all programs compiled ahead."""
   rows = [{"problem": f"{i} + {i}", "expected_answer": str(2 * i)} for i in range(9)]
   (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -70,18 +45,19 @@ def run(model, folder, *, total_steps=2):
     "learn.minibatches": 2,
     "learn.report_all_every_steps": 1,
     "learn.report_kl_every_steps": 1,
-    "optim.learning_rate": 0.1,
+    "optim.learning_rate": 0.02,
     "evaluation.every_steps": 0,
     "evaluation.at_start": False,
     "evaluation.at_end": False,
     "checkpoint.every_steps": 1,
     "logging.tensorboard": False,
+    **LORA,
+    **{name.replace("__", "."): value for name, value in changes.items()},
   }
   config.update_from_flattened_dict(settings)
-  first, make = jax.devices()[:1], computation.make
+  first = jax.devices()[:1]
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(jax, "devices", lambda *_: first)
-    patch.setattr(computation, "make", functools.partial(make, composition=LOW_RANK))
     train.train(config, folder / "run")
 
 
@@ -99,21 +75,50 @@ def lines(workdir):
   return [line for line in found if "weight_version" in line]
 
 
-def test_checkpoints_hold_what_is_trained_and_the_export_the_full_weights(workdir, model):
+def stored_adapter(folder, step):
+  """Returns the arrays of a checkpoint by name."""
   with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Orbax misses shardings, which arrays on the host have not.
-    stored = ocp.PyTreeCheckpointer().restore(workdir / "checkpoints" / "step_00000002" / "state")
-  assert {name for name in stored if name.startswith("params")} == {"params.down", "params.up"}
-  assert all(np.size(leaf) <= stored["params.down"].size for leaf in stored.values())
-  read = loading.load(model).params
-  difference = np.einsum("ldr,lrn->ldn", stored["params.down"], stored["params.up"])
-  written = loading.load(workdir / "export").params
-  np.testing.assert_allclose(
-    written["layers"]["q"], read["layers"]["q"] + difference, rtol=1e-5, atol=1e-6
-  )
-  assert np.abs(difference).max() > 1e-3
-  written["layers"]["q"] = read["layers"]["q"]
+    return ocp.PyTreeCheckpointer().restore(folder / "checkpoints" / f"step_{step:08}" / "state")
+
+
+def differences(stored):
+  """Returns s A B of every kernel, in float64."""
+  parts = {
+    name: [np.asarray(stored[f"params.{name}.{part}"], np.float64) for part in "ab"]
+    for name in KERNELS
+  }
+  return {name: SCALE * a @ b for name, (a, b) in parts.items()}
+
+
+def test_checkpoints_hold_what_is_trained_and_the_export_the_full_weights(workdir, model):
+  stored = stored_adapter(workdir, 2)
+  assert {name for name in stored if name.startswith("params")} == {
+    f"params.{name}.{part}" for name in KERNELS for part in "ab"
+  }
+  largest = max(stored[f"params.{name}.{part}"].size for name in KERNELS for part in "ab")
+  assert all(np.size(leaf) <= largest for leaf in stored.values())
+  read, written = loading.load(model).params, loading.load(workdir / "export").params
+  for name, difference in differences(stored).items():
+    assert np.abs(difference).max() > 1e-4, name
+    expected = read["layers"][name] + difference
+    np.testing.assert_allclose(written["layers"][name], expected, rtol=1e-5, atol=1e-6)
+    written["layers"][name] = read["layers"][name]
   jax.tree.map(np.testing.assert_array_equal, written, read)
+
+
+def test_a_checkpoint_says_of_what_it_is_the_adapter(workdir, model):
+  info = json.loads((workdir / "checkpoints" / "step_00000002" / "info.json").read_text())
+  digest = info["extra"]["adapter"].pop("base_digest")
+  assert len(digest) == 16
+  assert info["extra"]["adapter"] == {
+    "base": str(model.resolve()),
+    "rank": RANK,
+    "alpha": RANK * SCALE,
+    "targets": list(KERNELS),
+    "rank_stabilized": False,
+    "base_dtype": "float32",
+  }
 
 
 def test_the_engine_samples_from_the_full_weights(lines):
