@@ -237,6 +237,17 @@ def dtype_of(leaf: leaves.Leaf, dtypes: Dtypes) -> np.dtype:
   return np.dtype(own)
 
 
+def rounded(rows: np.ndarray, leaf: leaves.Leaf, *, dtypes: Dtypes) -> np.ndarray:
+  """Returns values of a tensor as `load` would round them, in float32 on the host.
+
+  Args:
+    rows: Rows of the tensor, as in the file.
+    leaf: Leaf that the tensor is of.
+    dtypes: Dtypes as in `load`.
+  """
+  return rows.astype(dtype_of(leaf, dtypes)).astype(np.float32)
+
+
 def _read_leaf(
   tensors: safetensors.Tensors,
   parts: list[leaves.Stored],
