@@ -171,7 +171,8 @@ class SGLangEngine:
     }
     if self._gives_adapters and self._is_shared:
       oldest = processes.exchange(self._run(self._oldest()), what="the adapters in use")
-      self._fleet.oldest_elsewhere = min((v for v in oldest if v is not None), default=None)
+      # The others may begin to use this version at any time, until they have the next one.
+      self._fleet.oldest_elsewhere = min([version, *(v for v in oldest if v is not None)])
     self._reports = processes.exchange(self._report(), what="the metrics of the servers")
 
   def _write(self, params: Any, version: int) -> tuple[pathlib.Path, Adapter | None]:
