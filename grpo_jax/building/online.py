@@ -134,7 +134,8 @@ def _engine(
   sizes: dict[str, Any] = {"max_rows": settings["max_rows"]}
   if is_embedded:  # `stream.Sampler` warns for every engine.
     sizes = {**run_options.sampler_sizes(config), "warn_of_truncation": False}
-  if name == "sglang" and lora_options.sync(config) == "adapter":
+    sizes["unmerged"] = lora_options.is_unmerged(config)
+  if name == "sglang" and lora_options.is_unmerged(config):
     sizes["adapter"] = lora_options.load(config)
   try:
     return engines.make(

@@ -57,6 +57,11 @@ def sync(config: Config) -> Literal["merged", "adapter"]:
   return "merged" if is_exact else "adapter"
 
 
+def is_unmerged(config: Config) -> bool | None:
+  """Returns whether engines get the adapter apart from its base; None: there is no adapter."""
+  return None if config.model.lora.rank is None else sync(config) == "adapter"
+
+
 def problems(config: Config) -> Iterator[str]:
   """Yields a message for each option that cannot work."""
   section = config.model.lora

@@ -143,6 +143,17 @@ METRICS: dict[str, Definition] = {
     "count", "servers replaced since the run was started or resumed", "0"
   ),
   "engine/retries": Definition("count", "requests sent again since then", "0"),
+  "lora/exchanged_bytes": Definition(
+    "bytes",
+    "copied for the embedded sampler of this process at the newest sync; with"
+    " model.lora.sync='adapter' the base once, then the adapter",
+  ),
+  "lora/merged_share": Definition(
+    "share",
+    "part of the adapter that is left where merged weights are rounded, at the newest sync: "
+    "⟨round(W + Δ) - round(W), Δ⟩ / ⟨Δ, Δ⟩ with Δ = s A B; only if they are",
+    "> 0.5",
+  ),
   # --- what the update learns from ---
   "filter/*": Definition("count", "groups left out of the step, by reason"),
   # --- what is learned from ---
