@@ -1,4 +1,4 @@
-"""The options of LoRA: what is taken, what cannot work and why, and what an adapter folder gives."""
+"""The options of LoRA: what is taken, what cannot work and why, what an adapter folder gives."""
 
 import json
 import re
@@ -98,7 +98,7 @@ def test_what_engines_get(settings, expected):
     ({"rank": 4, "targets": ("qproj",)}, r"'qproj' is not the name of a kernel .did you mean"),
     ({"rank": 4, "targets": ("lm_head",)}, "'lm_head' is not the name of a kernel"),
     ({"rank": 4, "base_dtype": "nf4", "sync": "merged"}, "sync='merged' cannot work with"),
-    ({"rank": 4, "reference.update_every_steps": 5}, "the reference of a policy with a frozen base"),
+    ({"rank": 4, "reference.update_every_steps": 5}, "a policy with a frozen base is that base"),
   ],
 )
 def test_options_that_cannot_work_are_named(settings, message):
