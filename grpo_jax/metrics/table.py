@@ -285,6 +285,14 @@ METRICS: dict[str, Definition] = {
   "train/grad_norm": Definition(
     "L2 norm", "norm of the gradient, before clipping", "level, finite"
   ),
+  "train/adapter_norm": Definition(
+    "L2 norm", "norm of s A B over all kernels with an adapter, after the update", "finite"
+  ),
+  "lora/relative_change": Definition(
+    "ratio",
+    "train/adapter_norm divided by the norm of the base's kernels that have an adapter",
+    "< 0.1",
+  ),
   "train/skipped_share": Definition(
     "share", "updates skipped because gradients were not finite", "0"
   ),
