@@ -227,6 +227,18 @@ def test_an_adapter_of_other_values_is_seen(make, monkeypatch):
     engine.load_weights(weights(1), version=1)
 
 
+def test_a_server_whose_memory_was_released_gets_the_base_again(make, proxy):
+  engine = make(release_memory=True)
+  engine.load_weights(weights(1), version=1)
+  bases = proxy.count("/update_weights_from_disk")
+  engine.release()
+  params = weights(2)
+  engine.load_weights(params, version=2)
+  assert proxy.count("/update_weights_from_disk") == bases + 1
+  requests = tiny.groups([[1, 2], [3]], 2)
+  check(collect(engine, requests), requests, version=2, params=params)
+
+
 @pytest.mark.parametrize(
   ("targets", "is_stabilized"),
   [
