@@ -67,7 +67,7 @@ class Fleet:
     self._is_asleep = not options.controls  # asks nothing before the servers have weights.
     self._changed = asyncio.Condition()
     self._error: Exception | None = None
-    self.oldest_elsewhere: int | None = None  # as `oldest`, of the other processes of the run.
+    self.oldest_elsewhere: int | None = None  # oldest version that other processes may use.
     self.restarts = 0
     self.probe_difference = 0.0  # nats; largest of all servers with the newest weights.
 

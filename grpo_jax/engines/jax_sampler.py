@@ -61,7 +61,7 @@ class JaxSampler:
     completion_tokens: int | None = None,
     group_size: int = 8,
     long_prompts: int | None = None,
-    unmerged: bool = False,
+    unmerged: bool | None = None,
   ):
     """Makes a sampler without weights; call `load_weights` before `generate`.
 
@@ -98,7 +98,8 @@ class JaxSampler:
         wait. None: as many as `max_rows` rows have in groups of `group_size`.
       unmerged: Whether the adapter of weights with one stays apart from their base, as in the
         trainer. The base is then copied once, and `load_weights` copies the adapter only. False:
-        they are merged in float32 and rounded to the compute dtype.
+        they are merged in float32 and rounded to the compute dtype. None: apart if that rounding
+        loses some of the adapter, or if the base is quantised.
     """
     _check_sizes(config, max_rows, chunk_tokens, num_valid_tokens)
     self._config = config
@@ -116,8 +117,8 @@ class JaxSampler:
       group=max(min(group_size, max_rows), 1),
       matmul_precision=precision.resolve(matmul_precision, compute_dtype),
       attention=attention,
-      unmerged=unmerged,
     )
+    self._unmerged = unmerged
     self._merged_share = merging.MergedShare(compute_dtype)
     self._sizes = _sizes(max_rows, self._options, prompt_tokens, completion_tokens, long_prompts)
     self._programs = Programs()
@@ -163,7 +164,7 @@ class JaxSampler:
       if not self._is_working:
         self._weights = None
       gathering = self._gathering_of(params)
-      self._options = _with_sharding(self._options, gathering.local if gathering else params)
+      self._options = self._options_for(gathering.local if gathering else params)
       had = self._kept
       self._weights = jax.block_until_ready(self._copied(params, gathering))
       own = [params, had.weights] if had else [params]
@@ -209,10 +210,19 @@ class JaxSampler:
     """Returns shapes, dtypes and shardings of the weights, and the options for them."""
     gathering = self._gathering_of(params)
     if gathering is None:
-      options = _with_sharding(self._options, params)
+      options = self._options_for(params)
       return decoding.described(params, options), options
-    options = _with_sharding(self._options, gathering.local)
+    options = self._options_for(gathering.local)
     return gathering.described(options), options
+
+  def _options_for(self, params: Any) -> decoding.Options:
+    """Returns the options for parameters on the devices of this process."""
+    unmerged = self._unmerged
+    if unmerged is None:
+      is_rounded = self._options.products.compute_dtype != jnp.float32
+      unmerged = is_rounded or lora.has_quantized_base(params)
+    options = dataclasses.replace(self._options, unmerged=unmerged and lora.has_adapter(params))
+    return _with_sharding(options, params)
 
   def _gathering_of(self, params: Any) -> local_weights.Gathering | None:
     """Returns what copies parameters to each process; None if they are on this one's devices."""
@@ -224,7 +234,7 @@ class JaxSampler:
 
   def _copied(self, params: Any, gathering: local_weights.Gathering | None) -> decoding.Weights:
     """Returns the sampler's copy of parameters; of a base that it has copied before, that copy."""
-    if not self._options.unmerged or not lora.has_adapter(params):
+    if not self._options.unmerged:
       self._kept = None
       return self._copied_whole(params, gathering)
     base = lora.base_of(params)

@@ -31,6 +31,7 @@ from grpo_jax.compilation import precision
 from grpo_jax.engines import (
   base,
   everywhere,
+  merging,
   probe,
   scheduling,
   served_adapter,
@@ -110,6 +111,7 @@ class SGLangEngine:
     self._folders = folders
     self._gives_adapters = fleet.adapter is not None
     self._base = base_folder
+    self._merged_share = merging.MergedShare(compute_dtype)
     self._is_shared = fleet.is_shared
     self._controls = fleet.controls
     self._dispatcher = Dispatcher(
@@ -171,12 +173,14 @@ class SGLangEngine:
     }
     if self._gives_adapters and self._is_shared:
       oldest = processes.exchange(self._run(self._oldest()), what="the adapters in use")
-      self._fleet.oldest_elsewhere = min((v for v in oldest if v is not None), default=None)
+      # The others may begin to use this version at any time, until they have the next one.
+      self._fleet.oldest_elsewhere = min([version, *(v for v in oldest if v is not None)])
     self._reports = processes.exchange(self._report(), what="the metrics of the servers")
 
   def _write(self, params: Any, version: int) -> tuple[pathlib.Path, Adapter | None]:
     """Writes a version of the weights; returns its folder, and what servers need of an adapter."""
     if not self._gives_adapters:
+      self._merged_share.measure(params)
       return self._folders.write(params, version=version), None
     if self._base is None:
       self._base = self._folders.write_base(params)
@@ -266,6 +270,7 @@ class SGLangEngine:
     """Returns the measurements of this process."""
     return {
       **self._times,
+      **self._merged_share.metrics(),
       "mismatch/probe_abs_logprob_max": self._fleet.probe_difference,
       "engine/restarts": float(self._fleet.restarts),
       "engine/retries": float(self._dispatcher.retries),

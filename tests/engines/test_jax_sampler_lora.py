@@ -1,6 +1,7 @@
 """The embedded sampler on a frozen base with an adapter: merged with it, and apart from it."""
 
 import functools
+import math
 import operator
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.learn import sharding
-from grpo_jax.models import lora, transformer
+from grpo_jax.models import lora, quantized, transformer
 from grpo_jax.models.products import LowRank, Products
 from tests.engines import tiny
 
@@ -238,3 +239,38 @@ def test_a_sampler_that_merges_in_bfloat16_reports_the_share_and_warns_once(capl
       assert list(engine.metrics()) == ["lora/exchanged_bytes"]
       engine.load_weights(lora.base_of(small), version=2)
       assert engine.metrics() == {}
+
+
+def quantized_base(tree):
+  """Returns a base whose attention is int8, and whose MLP is nf4."""
+  form = {name: quantized.Int8 for name in ("q", "k", "v", "o")}
+  form |= {name: quantized.Nf4 for name in ("gate", "up", "down")}
+  stack = {
+    name: jax.tree.map(jnp.asarray, quantized.quantize(np.asarray(x), form[name]))
+    if name in form
+    else x
+    for name, x in tree["layers"].items()
+  }
+  return {**tree, "layers": stack}
+
+
+def test_a_quantised_base_is_the_trainers_own(unmerged):
+  tree = joined(quantized_base(base_of()))
+  found = sampled(unmerged, tree)
+  assert mismatch(tree, found) < 1e-5
+  assert mismatch(joined(), found) > 1e-2  # another base.
+  weights = unmerged._weights
+  own = jax.tree.leaves(lora.base_of(tree)["layers"])
+  held = jax.tree.leaves(weights.quantized)
+  assert len(held) == 14 and all(any(x is other for other in own) for x in held)
+  assert {x.ndim for x in jax.tree.leaves(weights.layers)} == {1}  # norms.
+
+
+def test_a_quantised_base_is_dequantised_a_layer_at_a_time():
+  config = tiny.config(num_layers=4, hidden_size=128, intermediate_size=256)
+  tree = quantized_base(tiny.params(config))
+  of_layer = sum(4 * math.prod(x.shape[1:]) for x in tree["layers"].values() if len(x.shape) == 3)
+  with JaxSampler(config, **PLANNED, unmerged=True) as engine:
+    (sampling,) = [job for job in engine.programs(tree) if job.name == "sampling 4 rows"]
+    memory = sampling.run().memory_analysis()
+  assert memory.temp_size_in_bytes < 2 * of_layer

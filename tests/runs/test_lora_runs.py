@@ -71,7 +71,7 @@ def run(model, folder, *, total_steps=2, **changes):
 @pytest.fixture(scope="module")
 def workdir(model, tmp_path_factory) -> pathlib.Path:
   """The folder of such a run of two steps."""
-  folder = tmp_path_factory.mktemp("composed")
+  folder = tmp_path_factory.mktemp("lora")
   run(model, folder)
   return folder / "run"
 
