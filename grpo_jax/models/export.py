@@ -46,6 +46,7 @@ def to_huggingface(
     source_directory: Hugging Face folder that the model came from. All fields
       of its config.json except the dtype are kept; tokenizer and generation settings are copied.
     dtype: Dtype in the file; None: that of each parameter, so that reading it back changes nothing.
+      With an adapter it is float32 for all, since bfloat16 would round away most of a small change.
     max_shard_bytes: Largest size of a file of weights, which are then split into several files and
       an index; None: one file.
 
@@ -148,11 +149,21 @@ def write_description(
 def to_write(
   params: Params, config: ModelConfig, *, dtype: Any = None
 ) -> list[safetensors.ToWrite]:
-  """Returns the tensors of the checkpoint, in Hugging Face's names and layout, fetched lazily."""
+  """Returns the tensors of the checkpoint, in Hugging Face's names and layout, fetched lazily.
+
+  Kernels with an adapter are merged in float32 on their devices, one tensor at a time, and rounded
+  once.
+
+  Args:
+    params: Tree of all parameters with stacked layers, sharded or not.
+    config: Config of these parameters.
+    dtype: Dtype in the file, as in `to_huggingface`.
+  """
   tensors = []
+  dtype = _file_dtype(params, dtype)
   for stored in leaves.stored(config):
     array = _at(params, stored.path)
-    file_dtype = np.dtype(_dtype(array) if dtype is None else dtype)
+    file_dtype = np.dtype(array.dtype if dtype is None else dtype)
     on_devices = functools.partial(_as_in_file, array, stored, file_dtype)
     tensors.append(
       safetensors.ToWrite(
@@ -235,9 +246,10 @@ def jobs(params: Any, config: ModelConfig, *, dtype: Any = None) -> list[Job]:
     dtype: Dtype in the file, as in `to_write`.
   """
   found = {}
+  dtype = _file_dtype(params, dtype)
   for stored in leaves.stored(config):
     array = _at(params, stored.path)
-    file_dtype = np.dtype(_dtype(array) if dtype is None else dtype)
+    file_dtype = np.dtype(array.dtype if dtype is None else dtype)
     if not _is_as_stored(array, stored, file_dtype):
       kept = {"is_kernel": stored.leaf.is_kernel, "dtype": file_dtype}
       key = (type(array), array.shape, str(array.sharding), stored.layer is None, *kept.values())
@@ -253,9 +265,10 @@ def _at(params: Any, path: tuple[str, ...]) -> Any:
   return params
 
 
-def _dtype(array: Any) -> Any:
-  """Returns the dtype of a parameter; merged kernels are float32."""
-  return np.float32 if isinstance(array, LowRank) else array.dtype
+def _file_dtype(params: Any, dtype: Any) -> Any:
+  """Returns the dtype of all tensors in the file; None: that of each parameter."""
+  is_merged = any(isinstance(each, LowRank) for each in params["layers"].values())
+  return np.float32 if dtype is None and is_merged else dtype
 
 
 def _is_as_stored(array: Any, stored: leaves.Stored, dtype: np.dtype) -> bool:

@@ -131,6 +131,17 @@ def refusal(path: str | os.PathLike[str]) -> str | None:
   return None
 
 
+def portable(name: str, folder: pathlib.Path) -> str:
+  """Returns how other programs name a model: its name on the hub, or the path of its folder.
+
+  Args:
+    name: Path or name of the model, as `find` takes it.
+    folder: Folder in which it was found.
+  """
+  is_local = local_paths.is_url(name) or pathlib.Path(name).expanduser().exists()
+  return name if _HUB_NAME.fullmatch(name) and not is_local else str(folder.resolve())
+
+
 def _folder(name: str, cache: pathlib.Path) -> pathlib.Path:
   """Returns the folder of a model; raises as `find`."""
   refused = refusal(name)
