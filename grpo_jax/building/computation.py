@@ -460,7 +460,7 @@ def shardings_of(model: ModelConfig, mesh: Mesh) -> Any:
 def described_weights(model: ModelConfig, shardings: Any, *, dtype: Any = np.float32) -> Any:
   """Returns shapes, dtypes and shardings of all weights of a model."""
 
-  def described(leaf: leaves.Leaf, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, loading.dtype_of(leaf, dtype), sharding=sharding)
+  def described(leaf: leaves.Leaf, sharding: Any) -> Any:
+    return loading.described(leaf, sharding, dtype)
 
   return jax.tree.map(described, leaves.tree(model), shardings)

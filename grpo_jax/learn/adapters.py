@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from grpo_jax.compilation.programs import Program
 from grpo_jax.learn import policy, sharding
-from grpo_jax.models import lora
+from grpo_jax.models import lora, quantized
 from grpo_jax.models.config import ModelConfig
 
 
@@ -42,9 +42,13 @@ def composition(
 
 
 def read_dtypes(options: lora.Options) -> dict[str, Any]:
-  """Returns the dtypes of the base by kinds of leaves, as `loading.load` takes them."""
-  dtype = jnp.dtype(options.base_dtype)
-  return {"kernel": dtype, "embedding": dtype}
+  """Returns the dtypes of the base by kinds of leaves, as `loading.load` takes them.
+
+  With a quantised base, embedding and head are bfloat16. Norms and biases are always float32.
+  """
+  form = quantized.FORMATS.get(options.base_dtype)
+  dtype = jnp.dtype(options.base_dtype if form is None else jnp.bfloat16)
+  return {"kernel": form or dtype, "embedding": dtype, "head": dtype}
 
 
 def _described(model: ModelConfig, mesh: Mesh, options: lora.Options) -> Any:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from grpo_jax.models import leaves
+from grpo_jax.models import leaves, quantized
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.leaves import Leaf
 from grpo_jax.models.products import LowRank
@@ -158,4 +158,4 @@ def base_of(weights: Mapping[str, Any]) -> dict[str, Any]:
 def merged(kernel: LowRank) -> Array:
   """Returns W + s A B in float32; the products are exact float32."""
   product = jnp.matmul(kernel.a, kernel.b, precision=jax.lax.Precision.HIGHEST)
-  return kernel.base.astype(jnp.float32) + kernel.scale * product
+  return quantized.dequantized(kernel.base) + kernel.scale * product

@@ -11,11 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from grpo_kernels import rounding
+import numpy as np
+from grpo_kernels import rounding, wanted
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from grpo_jax.models import accumulated, leaves, settled, sharded_products
+from grpo_jax.models import accumulated, leaves, quantized, settled, sharded_products
 from grpo_jax.models.placement import Placement
 
 WEIGHT_PRODUCT = "weight_product"
@@ -45,11 +46,13 @@ class Joined:
 class LowRank:
   """A kernel W + s A B of a frozen base and an adapter: x W + s (x A) B.
 
+  Stacked kernels have the layers as a first axis of every part.
+
   Reference:
     Hu et al. 2021, "LoRA", arXiv:2106.09685, equation 3.
   """
 
-  base: Any  # W: array [i o], or any other form of a kernel.
+  base: Any  # W: array [i o], or a kernel of `quantized`.
   a: Any  # array [i r].
   b: Any  # array [r o].
   scale: float  # s.
@@ -73,6 +76,9 @@ def joined_name(names: Sequence[str]) -> str:
 @dataclasses.dataclass(frozen=True)
 class Products:
   """Options of products; hashable, so that it can be a static argument of a jitted function.
+
+  Products with a factor that is not differentiated keep nothing for its gradient and do not compute
+  it: a frozen kernel costs one product in the backward pass, and is kept as it is stored.
 
   Attributes:
     compute_dtype: Dtype of the factors, here and in the gradient. float32 is an ordinary einsum. In
@@ -130,8 +136,8 @@ class Products:
     """Returns x @ w over the last axis of x for several kernels of a layer; see `dot`.
 
     Args:
-      params: Parameters of one layer, by the names of `leaves.layer`; kernels may be `OutputMajor`,
-        and on one device `Joined`.
+      params: Parameters of one layer, by the names of `leaves.layer`; kernels may be `LowRank`,
+        quantised, `OutputMajor`, and on one device `Joined`.
       names: Names of the kernels, which have the same input.
       x: Input.
       out_dtype: Dtype of the results, float32 or `self.out_dtype`.
@@ -144,45 +150,52 @@ class Products:
     kernels = [params[name] for name in names]
     if any(isinstance(w, LowRank) for w in kernels):
       return self._low_rank_dots(names, kernels, x, out_dtype)
-    return self._plain_dots(names, kernels, x, out_dtype)
+    found = self._plain_dots(names, kernels, x, out_dtype)
+    if isinstance(kernels[0], OutputMajor):
+      return found
+    return tuple(checkpoint_name(y, WEIGHT_PRODUCT) for y in found)
 
   def _low_rank_dots(
     self, names: Sequence[str], kernels: Sequence[Any], x: Array, out_dtype: Any
   ) -> tuple[Array, ...]:
-    """Returns `dots` where some kernels have adapters; all parts of a sum are float32."""
-    bases = [w.base if isinstance(w, LowRank) else w for w in kernels]
-    found = self._plain_dots(names, bases, x, jnp.float32)
-    made = []
-    for name, w, y in zip(names, kernels, found, strict=True):
-      if isinstance(w, LowRank):
-        inner, outer = leaves.AXES[name]
-        (low,) = self._array_dots([w.a], [(inner, None)], x, jnp.float32)
-        (more,) = self._array_dots([w.b], [(None, outer)], low, jnp.float32)
-        y = y + w.scale * more
-      made.append(checkpoint_name(rounding.written(y, jnp.dtype(out_dtype)), WEIGHT_PRODUCT))
-    return tuple(made)
+    """Returns `dots` where some kernels have adapters.
 
-  def _array_dots(
-    self, kernels: Sequence[Array], axes: Any, x: Array, out_dtype: Any
-  ) -> tuple[Array, ...]:
-    """Returns the products with arrays of these logical axes."""
-    if self.placement is None:
-      return tuple(self.dot(x, w, out_dtype) for w in kernels)
-    return sharded_products.dots(x, kernels, axes, self.placement, self.compute_dtype, out_dtype)
+    The summands x W and s (x A) B are float32, and their sum is rounded once. One product gives
+    x A of all adapters.
+    """
+    bases = [w.base if isinstance(w, LowRank) else w for w in kernels]
+    sums = list(self._plain_dots(names, bases, x, jnp.float32))
+    adapted = [i for i, w in enumerate(kernels) if isinstance(w, LowRank)]
+    inner = leaves.AXES[names[0]][0]
+    joined = jnp.concatenate([kernels[i].a for i in adapted], axis=-1)
+    ends = np.cumsum([kernels[i].a.shape[-1] for i in adapted])[:-1]
+    (low,) = self._array_dots([joined], [(inner, None)], x)
+    low = checkpoint_name(low, WEIGHT_PRODUCT)
+    for i, part in zip(adapted, jnp.split(low, ends, axis=-1), strict=True):
+      outer = leaves.AXES[names[i]][1]
+      (more,) = self._array_dots([kernels[i].b], [(None, outer)], part)
+      sums[i] = sums[i] + kernels[i].scale * more
+    written = (rounding.written(y, jnp.dtype(out_dtype)) for y in sums)
+    return tuple(checkpoint_name(y, WEIGHT_PRODUCT) for y in written)
 
   def _plain_dots(
     self, names: Sequence[str], kernels: Sequence[Any], x: Array, out_dtype: Any
   ) -> tuple[Array, ...]:
-    """Returns `dots` of kernels without adapters."""
-    if self.placement is None:
-      return tuple(self.dot(x, w, out_dtype) for w in kernels)
+    """Returns `dots` of kernels without adapters, without checkpoint names."""
     axes: Any = [leaves.AXES[name] for name in names]
-    settings = (self.placement, self.compute_dtype, out_dtype)
-    if isinstance(kernels[0], OutputMajor):
+    if isinstance(kernels[0], OutputMajor) and self.placement is not None:
       arrays = [w.array for w in kernels]
+      settings = (self.placement, self.compute_dtype, out_dtype)
       return sharded_products.transposed_dots(x, arrays, axes, *settings)
-    found = sharded_products.dots(x, kernels, axes, *settings)
-    return tuple(checkpoint_name(y, WEIGHT_PRODUCT) for y in found)
+    return self._array_dots(kernels, axes, x, out_dtype)
+
+  def _array_dots(
+    self, kernels: Sequence[Any], axes: Any, x: Array, out_dtype: Any = jnp.float32
+  ) -> tuple[Array, ...]:
+    """Returns the products with kernels of these logical axes, without checkpoint names."""
+    if self.placement is None:
+      return tuple(self._dot(x, w, out_dtype) for w in kernels)
+    return sharded_products.dots(x, kernels, axes, self.placement, self.compute_dtype, out_dtype)
 
   def look_up(self, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     """Returns embeddings as float32, rounded to the compute dtype as all weights are.
@@ -211,38 +224,60 @@ class Products:
 
     The result has the checkpoint name `WEIGHT_PRODUCT`, by which a remat policy can keep it. With
     an `OutputMajor` kernel the product is computed as (wᵀ xᵀ)ᵀ: when x has few rows, as in
-    decoding, CPUs are up to twice as fast with the larger factor on the left.
+    decoding, CPUs are up to twice as fast with the larger factor on the left. A quantised kernel is
+    dequantised to the compute dtype, in the backward pass again.
     """
+    y = self._dot(x, w, out_dtype)
+    return y if isinstance(w, OutputMajor) else checkpoint_name(y, WEIGHT_PRODUCT)
+
+  def _dot(self, x: Array, w: Any, out_dtype: Any) -> Array:
+    """Returns `dot` without a checkpoint name."""
     rest = "abcdefg"[: x.ndim - 1]
     if isinstance(w, OutputMajor):
       return jnp.moveaxis(self.contract(f"oi,{rest}i->o{rest}", w.array, x, out_dtype), 0, -1)
-    return checkpoint_name(self.contract(f"{rest}i,io->{rest}o", x, w, out_dtype), WEIGHT_PRODUCT)
+    return self.contract(f"{rest}i,io->{rest}o", x, w, out_dtype)
 
 
 FLOAT32 = Products()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _einsum(spec: str, dtype: Any, out_dtype: Any, x: Array, y: Array) -> Array:
-  return accumulated.einsum(spec, x.astype(dtype), y.astype(dtype), out_dtype)
+def _einsum(spec: str, dtype: Any, out_dtype: Any, x: Any, y: Any) -> Array:
+  x, y = (quantized.dequantized(factor, dtype) for factor in (x, y))
+  return accumulated.einsum(spec, x, y, out_dtype)
 
 
-def _einsum_forward(spec: str, dtype: Any, out_dtype: Any, x: Array, y: Array):
-  dtypes = jnp.zeros(0, x.dtype), jnp.zeros(0, y.dtype)
-  x, y = x.astype(dtype), y.astype(dtype)
-  return accumulated.einsum(spec, x, y, out_dtype), (x, y, dtypes)
+def _einsum_forward(spec: str, dtype: Any, out_dtype: Any, x: Any, y: Any):
+  """Returns the product, and each factor that the gradient of the other needs.
+
+  A factor is kept in the compute dtype. If it is not differentiated itself it is kept as it is
+  given, since a scan over layers need not copy such an array, and is rounded again.
+  """
+  (needs_dx, needs_dy), (x, y) = wanted.split(x, y)
+  rounded_x, rounded_y = (quantized.dequantized(factor, dtype) for factor in (x, y))
+  kept_x = (rounded_x if needs_dx else x) if needs_dy else None
+  kept_y = (rounded_y if needs_dy else y) if needs_dx else None
+  like_x = jnp.zeros(0, x.dtype) if needs_dx else None
+  like_y = jnp.zeros(0, y.dtype) if needs_dy else None
+  return accumulated.einsum(spec, rounded_x, rounded_y, out_dtype), (kept_x, kept_y, like_x, like_y)
 
 
-def _einsum_backward(spec: str, dtype: Any, out_dtype: Any, residuals, cotangent: Array):
-  """Returns the cotangents of both factors: two products that read the same settled array."""
+def _einsum_backward(spec: str, dtype: Any, out_dtype: Any, residuals, cotangent: Any):
+  """Returns the cotangents of both factors: products that read the same settled array."""
   del out_dtype  # the cotangent has this dtype.
-  x, y, (like_x, like_y) = residuals
+  x, y, like_x, like_y = residuals
+  if wanted.is_zero(cotangent):
+    return None, None
   operands, out = spec.split("->")
   left, right = operands.split(",")
-  g = settled.settle(cotangent.astype(dtype))
-  dx = accumulated.einsum(f"{out},{right}->{left}", g, y, like_x.dtype)
-  dy = accumulated.einsum(f"{left},{out}->{right}", x, g, like_y.dtype)
+  g, dx, dy = settled.settle(cotangent.astype(dtype)), None, None
+  if like_x is not None:
+    other = quantized.dequantized(y, dtype)
+    dx = accumulated.einsum(f"{out},{right}->{left}", g, other, like_x.dtype)
+  if like_y is not None:
+    other = quantized.dequantized(x, dtype)
+    dy = accumulated.einsum(f"{left},{out}->{right}", other, g, like_y.dtype)
   return dx, dy
 
 
-_einsum.defvjp(_einsum_forward, _einsum_backward)
+_einsum.defvjp(_einsum_forward, _einsum_backward, symbolic_zeros=True)
