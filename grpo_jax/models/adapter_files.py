@@ -205,6 +205,16 @@ def options(folder: str | pathlib.Path) -> lora.Options:
   return _open(pathlib.Path(folder).expanduser())[0]
 
 
+def base_of(folder: str | pathlib.Path) -> str | None:
+  """Returns the name or folder of the base that adapter_config.json names; None: it names none.
+
+  Raises:
+    MissingModel, ModelError: The file is missing or damaged.
+  """
+  file = pathlib.Path(folder).expanduser() / CONFIG_FILE
+  return Fields(files.read_json(file), str(file)).string("base_model_name_or_path")
+
+
 def look(folder: str | pathlib.Path, config: ModelConfig) -> lora.Options:
   """Returns the same as `options`, and checks the tensors against a base model; cheap.
 
