@@ -48,6 +48,7 @@ NOT_PURE = {
   "learn/group_scorer.py",
   "learn/monitoring.py",
   "models/__init__.py",
+  "models/adapter_files.py",
   "models/export.py",
   "models/files.py",
   "models/gguf.py",
