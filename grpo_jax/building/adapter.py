@@ -12,7 +12,7 @@ from grpo_jax.building import agreements
 from grpo_jax.building.computation import Computation
 from grpo_jax.config import lora_options
 from grpo_jax.config.configuration import ConfigError
-from grpo_jax.models import leaves, loading, lora
+from grpo_jax.models import adapter_files, leaves, loading, lora
 from grpo_jax.run_folder.checkpointing import Checkpoints
 
 _log = logging.getLogger(__name__)
@@ -54,8 +54,6 @@ def check(config: Config, folder: pathlib.Path) -> None:
   if small:
     _log.warning("model.lora.rank=%d is larger than needed for %s", options.rank, shown)
   if config.model.lora.path is not None:
-    from grpo_jax.models import adapter_files
-
     try:
       adapter_files.look(_path(config), model)
     except ValueError as error:
@@ -70,8 +68,6 @@ def read(config: Config, made: Computation) -> Any:
   """
   if config.model.lora.path is None:
     return None
-  from grpo_jax.models import adapter_files
-
   return adapter_files.read(_path(config), made.model, sharding=made.trainable_shardings)
 
 

@@ -197,6 +197,7 @@ def learn(
   policy: Policy,
   logger: Logger,
   reference: ReferenceUpdate | None = None,
+  measure: Callable[[Any], Metrics] | None = None,
 ) -> tuple[TrainState, Metrics, train_step.MicrobatchLogprobs]:
   """Updates the weights; if there is nothing to learn from, only counts the step.
 
@@ -208,6 +209,7 @@ def learn(
     policy: Policy of the run.
     logger: Logger that shows the phase.
     reference: Update of the reference policy, after that of the weights; None: it is frozen.
+    measure: Function that measures the new weights, as programs take them; None: nothing does.
 
   Returns:
     The new state, metrics, and the logprobs of the batch before the first update.
@@ -222,9 +224,11 @@ def learn(
     new = dataclasses.replace(state, step=train_step.counted_on(state.step))
     untouched: Metrics = {"train/skipped_share": Mean(0.0, 1.0)}
     learned = new, untouched, []
+  new, metrics, logprobs = learned
+  if measure is not None:
+    metrics |= measure(policy.weights(new.params))
   if reference is None:
     return learned
-  new, metrics, logprobs = learned
   metrics["train/reference_age"] = Mean(float(reference.age(int(new.step) - 1)), 1.0)
   return (reference(new) if is_due else new), metrics, logprobs
 

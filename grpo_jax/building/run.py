@@ -202,6 +202,7 @@ def _bind(
       policy=policy,
       logger=logger,
       reference=_reference_update(config, made),
+      measure=made.measure,
     ),
     evaluate=_evaluating(inputs, policy, parts, logger, timer, start),
     publish=_publishing(inputs, loaded, logger),

@@ -7,7 +7,6 @@ from ml_collections import ConfigDict
 
 from grpo_jax.values import names
 
-
 # Fields of other programs that are left out on purpose, by dotted name: why.
 LEFT_OUT: Mapping[str, str] = {
   "model.lora.dropout": (

@@ -12,6 +12,7 @@ be taken in another order, which changes the last bits of a logit.
 import dataclasses
 import logging
 import math
+import operator
 import threading
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,18 +21,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from grpo_kernels.attention import AUTOMATIC, Attention
+from grpo_kernels.implementations import current_chip
 from jax.sharding import Mesh, NamedSharding
 
 from grpo_jax import registry
 from grpo_jax.compilation import host_memory, precision
 from grpo_jax.compilation.programs import Job
-from grpo_jax.engines import base, decoding, local_weights, scheduling, stopping
+from grpo_jax.engines import base, decoding, local_weights, merging, scheduling, stopping
 from grpo_jax.engines.calls import Call
 from grpo_jax.engines.session import Programs, Session, Stats, caches
+from grpo_jax.models import lora
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 
 _log = logging.getLogger(__name__)
+_EXCHANGED = "lora/exchanged_bytes"
 
 
 class JaxSampler:
@@ -57,6 +61,7 @@ class JaxSampler:
     completion_tokens: int | None = None,
     group_size: int = 8,
     long_prompts: int | None = None,
+    unmerged: bool = False,
   ):
     """Makes a sampler without weights; call `load_weights` before `generate`.
 
@@ -91,6 +96,9 @@ class JaxSampler:
       group_size: Usual number of completions of a prompt; any number works.
       long_prompts: Number of prompts of the largest length that find room at the same time; others
         wait. None: as many as `max_rows` rows have in groups of `group_size`.
+      unmerged: Whether the adapter of weights with one stays apart from their base, as in the
+        trainer. The base is then copied once, and `load_weights` copies the adapter only. False:
+        they are merged in float32 and rounded to the compute dtype.
     """
     _check_sizes(config, max_rows, chunk_tokens, num_valid_tokens)
     self._config = config
@@ -108,7 +116,9 @@ class JaxSampler:
       group=max(min(group_size, max_rows), 1),
       matmul_precision=precision.resolve(matmul_precision, compute_dtype),
       attention=attention,
+      unmerged=unmerged,
     )
+    self._merged_share = merging.MergedShare(compute_dtype)
     self._sizes = _sizes(max_rows, self._options, prompt_tokens, completion_tokens, long_prompts)
     self._programs = Programs()
     self._gathering: local_weights.Gathering | None = None  # None: not needed so far.
@@ -116,6 +126,8 @@ class JaxSampler:
     self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jax_sampler")
     self._lock = threading.Lock()  # guards all below.
     self._weights: decoding.Weights | None = None
+    self._kept: _Kept | None = None  # None: unless unmerged.
+    self._exchanged_bytes: int | None = None
     self._version = -1
     self._arrived: list[Call] = []
     self._in_flight: list[Call] = []
@@ -132,12 +144,14 @@ class JaxSampler:
     """Samples from these parameters from now on; unfinished completions continue with them.
 
     Copies the layers (unstacked, in the compute dtype), and in float32 nothing else. The old
-    copies are freed first, unless completions are unfinished. Parameters that are spread over
-    several processes are copied whole to the devices of each; all processes must make this call,
-    on their main threads.
+    copies are freed first, unless completions are unfinished. An unmerged sampler copies the layers
+    of a base once, and after that only the adapter, which the trainer's updates may donate.
+    Parameters that are spread over several processes are copied whole to the devices of each; all
+    processes must make this call, on their main threads.
 
     Args:
-      params: The trainer's parameters, sharded or not.
+      params: The trainer's parameters, sharded or not; kernels may be `LowRank`, and their bases
+        quantised.
       version: Version recorded with every token sampled from now on.
 
     Raises:
@@ -150,14 +164,15 @@ class JaxSampler:
         self._weights = None
       gathering = self._gathering_of(params)
       self._options = _with_sharding(self._options, gathering.local if gathering else params)
-      if gathering is not None:
-        weights = gathering(params, self._options)
-      else:
-        weights = decoding.split_layers(params, self._options)
-        if self._copy_weights:
-          weights = _with_own_arrays(weights)
-      self._weights = jax.block_until_ready(weights)
+      had = self._kept
+      self._weights = jax.block_until_ready(self._copied(params, gathering))
+      own = [params, had.weights] if had else [params]
+      self._exchanged_bytes = (
+        _bytes_beside(own, self._weights) if lora.has_adapter(params) else None
+      )
       self._version = version
+      if not self._options.unmerged:
+        self._merged_share.measure(params)
 
   def programs(self, params: Any) -> list[Job]:
     """Returns the compilations after which no request within the planned sizes compiles.
@@ -166,13 +181,15 @@ class JaxSampler:
       params: The trainer's parameters: arrays, or `jax.ShapeDtypeStruct`s with shardings.
 
     Returns:
-      At most five jobs; an empty list if no sizes were planned.
+      At most six jobs; an empty list if no sizes were planned.
     """
     if not self._sizes.is_planned:
       return []
     weights, options = self._described(params)
     gathering = self._gathering_of(params)
-    first = [] if gathering is None else [gathering.job(options)]
+    first = [] if gathering is None else gathering.jobs(options)
+    if not options.unmerged:
+      first += self._merged_share.jobs(params)
     return [*first, *self._programs.jobs(weights, options, self._sizes)]
 
   def described(self, params: Any) -> tuple[decoding.Weights, tuple[Any, Any]]:
@@ -205,12 +222,37 @@ class JaxSampler:
       self._gathering = local_weights.Gathering(params, self._options)
     return self._gathering
 
+  def _copied(self, params: Any, gathering: local_weights.Gathering | None) -> decoding.Weights:
+    """Returns the sampler's copy of parameters; of a base that it has copied before, that copy."""
+    if not self._options.unmerged or not lora.has_adapter(params):
+      self._kept = None
+      return self._copied_whole(params, gathering)
+    base = lora.base_of(params)
+    if self._kept is None or not self._kept.is_of(base):
+      self._kept = None  # freed first.
+      weights = self._copied_whole(params, gathering)
+      self._kept = _Kept(base, dataclasses.replace(weights, adapters=[]))
+      return weights
+    copy = decoding.adapters if gathering is None else gathering.adapters
+    return dataclasses.replace(self._kept.weights, adapters=copy(params, self._options))
+
+  def _copied_whole(
+    self, params: Any, gathering: local_weights.Gathering | None
+  ) -> decoding.Weights:
+    if gathering is not None:
+      return gathering(params, self._options)
+    weights = decoding.split_layers(params, self._options)
+    return _with_own_arrays(weights) if self._copy_weights else weights
+
   def metrics(self) -> dict[str, float]:
-    """Returns an empty dict: the sampler reports no metrics of its own."""
-    return {}
+    """Returns what weights with an adapter have cost and lost; empty for other weights."""
+    exchanged = {} if self._exchanged_bytes is None else {_EXCHANGED: float(self._exchanged_bytes)}
+    return {**exchanged, **self._merged_share.metrics()}
 
   def release(self) -> None:
     """Frees the copies of the weights until the next `load_weights`, and caches except on CPUs.
+
+    The copy of a base is not freed: the next `load_weights` brings an adapter only.
 
     Raises:
       RuntimeError: Completions are unfinished.
@@ -219,7 +261,7 @@ class JaxSampler:
       if self._arrived or not all(call.is_over for call in self._in_flight):
         raise RuntimeError("weights cannot be released while completions are unfinished")
       self._weights = None
-      if jax.default_backend() == "cpu":
+      if current_chip().platform == "cpu":
         host_memory.trim()  # the caches stay: touching fresh memory is slow.
       else:
         self._session = None
@@ -258,7 +300,7 @@ class JaxSampler:
       self._is_closed = True
     self._executor.shutdown()
     with self._lock:
-      self._weights = self._session = None
+      self._weights = self._session = self._kept = None
 
   def __enter__(self) -> "JaxSampler":
     return self
@@ -383,7 +425,7 @@ def _sizes(
   long_prompts: int | None,
 ) -> scheduling.Sizes:
   """Returns the sizes of the caches: fixed if the longest prompt and completion are planned."""
-  is_cpu = jax.default_backend() == "cpu"
+  is_cpu = current_chip().platform == "cpu"
   if prompt_tokens is None or completion_tokens is None:
     return scheduling.unplanned(max_rows, is_cpu=is_cpu)
   return scheduling.planned(
@@ -409,6 +451,31 @@ def _with_sharding(options: decoding.Options, params: Any) -> decoding.Options:
     names, axis = (), None
   others = tuple(name for name in mesh.axis_names if name not in names)
   return dataclasses.replace(options, mesh=mesh, head_axis=axis, row_axes=others)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+  """The copy of a base that stays when the adapter changes.
+
+  Attributes:
+    base: The trainer's arrays, which are never donated.
+    weights: Copy of them, without adapters.
+  """
+
+  base: Any
+  weights: decoding.Weights
+
+  def is_of(self, base: Any) -> bool:
+    """Returns whether this is a copy of these very arrays."""
+    own, others = jax.tree.leaves(self.base), jax.tree.leaves(base)
+    return len(own) == len(others) and all(map(operator.is_, own, others))
+
+
+def _bytes_beside(known: Any, arrays: Any) -> int:
+  """Returns the bytes on this process of those arrays that are not among the known ones."""
+  ids = set(map(id, jax.tree.leaves(known)))
+  new = {id(x): x for x in jax.tree.leaves(arrays) if id(x) not in ids}
+  return sum(part.data.nbytes for x in new.values() for part in x.addressable_shards)
 
 
 def _with_own_arrays(weights: decoding.Weights) -> decoding.Weights:

@@ -140,6 +140,17 @@ METRICS: dict[str, Definition] = {
     "count", "servers replaced since the run was started or resumed", "0"
   ),
   "engine/retries": Definition("count", "requests sent again since then", "0"),
+  "lora/exchanged_bytes": Definition(
+    "bytes",
+    "copied for the embedded sampler of this process at the newest sync; with"
+    " model.lora.sync='adapter' the base once, then the adapter",
+  ),
+  "lora/merged_share": Definition(
+    "share",
+    "part of the adapter that is left where merged weights are rounded, at the newest sync: "
+    "⟨round(W + Δ) - round(W), Δ⟩ / ⟨Δ, Δ⟩ with Δ = s A B; only if they are",
+    "> 0.5",
+  ),
   # --- what the update learns from ---
   "filter/*": Definition("count", "groups left out of the step, by reason"),
   # --- what is learned from ---
@@ -270,6 +281,14 @@ METRICS: dict[str, Definition] = {
   ),
   "train/grad_norm": Definition(
     "L2 norm", "norm of the gradient, before clipping", "level, finite"
+  ),
+  "train/adapter_norm": Definition(
+    "L2 norm", "norm of s A B over all kernels with an adapter, after the update", "finite"
+  ),
+  "lora/relative_change": Definition(
+    "ratio",
+    "train/adapter_norm divided by the norm of the base's kernels that have an adapter",
+    "< 0.1",
   ),
   "train/skipped_share": Definition(
     "share", "updates skipped because gradients were not finite", "0"

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from grpo_kernels import rounding
 from jaxtyping import Array
 
 from grpo_jax.models import leaves, quantized
@@ -155,7 +156,37 @@ def base_of(weights: Mapping[str, Any]) -> dict[str, Any]:
   return {**weights, "layers": stack}
 
 
+def has_adapter(weights: Mapping[str, Any]) -> bool:
+  """Returns whether some kernels of a model are `LowRank`."""
+  return any(isinstance(x, LowRank) for x in weights["layers"].values())
+
+
 def merged(kernel: LowRank) -> Array:
   """Returns W + s A B in float32; the products are exact float32."""
   product = jnp.matmul(kernel.a, kernel.b, precision=jax.lax.Precision.HIGHEST)
   return quantized.dequantized(kernel.base) + kernel.scale * product
+
+
+def merged_share(kernels: Mapping[str, LowRank], dtype: Any) -> Array:
+  """Returns the share of an adapter that is left when merged kernels are rounded.
+
+      Σ ⟨round(W + Δ) - round(W), Δ⟩ / Σ ⟨Δ, Δ⟩,  Δ = s A B
+
+  This is the projection of what an engine sees of the adapter onto the adapter: 1 if rounding loses
+  nothing of it, and 0 if no weight changes. An adapter of zeros has the share 1.
+
+  Args:
+    kernels: Kernels with adapters, stacked over the layers.
+    dtype: Dtype to which merged kernels are rounded.
+  """
+
+  def add(sums: tuple[Array, Array], kernel: LowRank) -> tuple[tuple[Array, Array], None]:
+    change = kernel.scale * jnp.matmul(kernel.a, kernel.b, precision=jax.lax.Precision.HIGHEST)
+    before = rounding.rounded(quantized.dequantized(kernel.base), dtype)
+    seen = rounding.rounded(merged(kernel), dtype) - before
+    return (sums[0] + jnp.sum(seen * change), sums[1] + jnp.sum(jnp.square(change))), None
+
+  kept = whole = jnp.zeros(())
+  for kernel in kernels.values():
+    (kept, whole), _ = jax.lax.scan(add, (kept, whole), kernel)  # one layer at a time.
+  return jnp.where(whole > 0, kept / jnp.where(whole > 0, whole, 1.0), 1.0)

@@ -68,9 +68,31 @@ class LowRank:
     return self.base.sharding
 
 
+@functools.partial(
+  jax.tree_util.register_dataclass, data_fields=["a", "b"], meta_fields=["kernels", "scale"]
+)
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+  """The adapters of kernels with the same input, beside any form of these kernels.
+
+  Stored transposed, for products with few rows. The A of all of them are one array, for one product
+  with the input.
+  """
+
+  a: Any  # array [n r, i] of n kernels.
+  b: tuple[Any, ...]  # array [o r] of each.
+  kernels: tuple[str, ...]  # names of the n kernels.
+  scale: float  # s.
+
+
 def joined_name(names: Sequence[str]) -> str:
   """Returns the name under which a layer holds a `Joined` of these kernels."""
   return "+".join(names)
+
+
+def adapters_name(names: Sequence[str]) -> str:
+  """Returns the name under which a layer holds the `Adapters` of these kernels."""
+  return f"adapters of {joined_name(names)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,11 +159,15 @@ class Products:
 
     Args:
       params: Parameters of one layer, by the names of `leaves.layer`; kernels may be `LowRank`,
-        quantised, `OutputMajor`, and on one device `Joined`.
+        quantised, `OutputMajor`, and on one device `Joined`; some may have `Adapters`.
       names: Names of the kernels, which have the same input.
       x: Input.
       out_dtype: Dtype of the results, float32 or `self.out_dtype`.
     """
+    name = adapters_name(names)
+    if name in params:
+      bases = {key: kernel for key, kernel in params.items() if key != name}
+      return self._adapted(params[name], names, self.dots(bases, names, x), x, out_dtype)
     joined = params.get(joined_name(names)) if len(names) > 1 else None
     if joined is not None:
       ends = [sum(joined.widths[: i + 1]) for i in range(len(names) - 1)]
@@ -154,6 +180,40 @@ class Products:
     if isinstance(kernels[0], OutputMajor):
       return found
     return tuple(checkpoint_name(y, WEIGHT_PRODUCT) for y in found)
+
+  def _adapted(
+    self,
+    adapters: Adapters,
+    names: Sequence[str],
+    found: Sequence[Array],
+    x: Array,
+    out_dtype: Any,
+  ) -> tuple[Array, ...]:
+    """Returns x W + s (x A) B, or x W without an adapter; the sum of float32 is rounded once.
+
+    Args:
+      adapters: Adapters of some of the kernels.
+      names: Names of the kernels.
+      found: x W of each kernel, float32.
+      x: Input.
+      out_dtype: Dtype of the results.
+    """
+    inner, _ = leaves.AXES[names[0]]
+    sums = dict(zip(names, found, strict=True))
+    low = self._transposed_dot(adapters.a, (inner, None), x)
+    parts = jnp.split(low, len(adapters.kernels), axis=-1)
+    for name, b, part in zip(adapters.kernels, adapters.b, parts, strict=True):
+      _, outer = leaves.AXES[name]
+      sums[name] += adapters.scale * self._transposed_dot(b, (None, outer), part)
+    return tuple(rounding.written(sums[name], jnp.dtype(out_dtype)) for name in names)
+
+  def _transposed_dot(self, array: Array, axes: tuple[str | None, str | None], x: Array) -> Array:
+    """Returns the float32 product with an array [o i] of these logical axes of [i o]."""
+    if self.placement is None:
+      return self.dot(x, OutputMajor(array))
+    settings = (self.placement, self.compute_dtype, jnp.float32)
+    (found,) = sharded_products.transposed_dots(x, [array], [axes], *settings)
+    return found
 
   def _low_rank_dots(
     self, names: Sequence[str], kernels: Sequence[Any], x: Array, out_dtype: Any

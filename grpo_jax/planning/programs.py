@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from grpo_jax.building import computation
 from grpo_jax.compilation.programs import Job
-from grpo_jax.config import modes, run_options
+from grpo_jax.config import lora_options, modes, run_options
 from grpo_jax.engines import decoding, jax_sampler, local_weights
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
@@ -35,6 +35,7 @@ class Arrays:
     optimizer: State of the optimizer.
     reference: The frozen reference policy; 0 if the loss needs none.
     sampler: The embedded sampler's copy of the weights, freed before gradients are computed.
+    kept: The part of it that is not freed: that of a base which has an adapter beside it.
     caches: The sampler's keys and values, also freed.
     initial: The initial policy, read again to measure how far the policy has moved; 0 if that is
       not measured, or there is a reference.
@@ -47,6 +48,7 @@ class Arrays:
   optimizer: int
   reference: int = 0
   sampler: int = 0
+  kept: int = 0
   caches: int = 0
   initial: int = 0
   gradients: int | None = None
@@ -75,7 +77,8 @@ class Arrays:
       program: Name of the program without its shapes, one of `PROGRAMS`.
     """
     is_learning = program in ("watch", "update", "optimizer")
-    kept = self.caches if self.keeps_caches and is_learning else 0
+    caches = self.caches if self.keeps_caches else 0
+    kept = self.kept + caches if is_learning else 0
     return self.always + PROGRAMS[program](self) + kept
 
 
@@ -83,6 +86,7 @@ class Arrays:
 COPYING = "copying the weights to each process"
 PROGRAMS = {
   COPYING: lambda arrays: 0,  # its results are the sampler's weights.
+  "copying the adapter to each process": lambda arrays: arrays.kept,
   "reading prompts": lambda arrays: arrays.sampling,
   "sampling": lambda arrays: arrays.sampling,
   "score": lambda arrays: arrays.sampling,
@@ -173,6 +177,12 @@ def largest(jobs: Sequence[Job]) -> list[Job]:
   return list(best.values())
 
 
+def smaller(jobs: Sequence[Job]) -> list[Job]:
+  """Returns the jobs of programs in other shapes than those of `largest`."""
+  names = {job.name for job in largest(jobs)}
+  return [job for job in jobs if program_of(job.name) is not None and job.name not in names]
+
+
 def size_of(job: str) -> int:
   """Returns the product of the numbers that a job's name has outside of parentheses."""
   words = job.partition("(")[0].split()
@@ -246,6 +256,7 @@ def _with_sampler(run: Run) -> Run:
     product_dtype=config.model.product_dtype,
     matmul_precision=config.model.matmul_precision,
     attention=Attention(config.model.attention),
+    unmerged=lora_options.is_unmerged(config),
     **sizes,
   )
   is_spread = local_weights.is_spread(params)
@@ -254,12 +265,17 @@ def _with_sampler(run: Run) -> Run:
     weights, caches = sampler.described(params)
     jobs = sampler.programs(params)
   is_shared = not is_spread and weights.head.dtype == params["embed"].dtype
-  held = [weights.layers, () if is_shared else weights.head]
+  kept = [weights.layers, () if is_shared else weights.head]
   if is_spread:  # nothing is the trainer's, and a tied head is the embedding.
     is_tied = run.model.tie_embeddings
-    held = [weights.layers, weights.final_norm, weights.embed, () if is_tied else weights.head]
+    head = () if is_tied else weights.head
+    kept = [weights.layers, weights.quantized, weights.final_norm, weights.embed, head]
+  copies = bytes_of_device(kept)
   arrays = dataclasses.replace(
-    run.arrays, sampler=bytes_of_device(held), caches=bytes_of_device(caches)
+    run.arrays,
+    sampler=copies + bytes_of_device(weights.adapters),
+    kept=copies if weights.adapters else 0,
+    caches=bytes_of_device(caches),
   )
   return dataclasses.replace(
     run,
@@ -267,7 +283,9 @@ def _with_sampler(run: Run) -> Run:
     jobs=(*jobs, *run.jobs),
     sizes=sizes,
     sampler_mesh=jax.tree.leaves(weights)[0].sharding.mesh,
-    weights_read=bytes_of_device([weights.layers, weights.head]),
+    weights_read=bytes_of_device(
+      [weights.layers, weights.quantized, weights.adapters, weights.head]
+    ),
     cache_token=_token_bytes(config, run.model),
   )
 

@@ -1,19 +1,17 @@
 """Sampling by real processes: two and four against one with the same number of devices."""
 
-import os
 import pathlib
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-from tests.several import free_port
+from tests import several
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
-ROOT = pathlib.Path(__file__).parents[2]
+# Inputs and outputs of q, k, v, o, gate, up, down; two layers, rank 2, float32.
+KERNELS = [(32, 32), (32, 16), (32, 16), (32, 32), (32, 40), (32, 40), (40, 32)]
 PROGRAM = pathlib.Path(__file__).with_name("sampling_program.py")
 
 
@@ -25,21 +23,12 @@ def found(tmp_path_factory):
 
 
 def of_processes(folder, count):
-  address = f"127.0.0.1:{free_port()}"
-  variables = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
-  paths = f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"
-  variables |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
-  command = [sys.executable, str(PROGRAM), str(folder), address, str(count)]
-  started = [
-    subprocess.Popen([*command, str(i)], env=variables, stderr=subprocess.PIPE, text=True)
-    for i in range(count)
-  ]
-  try:
-    errors = [process.communicate(timeout=200)[1] for process in started]
-  finally:
-    for process in started:
-      process.kill()
-  assert [process.returncode for process in started] == [0] * count, "\n".join(errors)
+  started = several.start_python(
+    lambda address, index: [PROGRAM, folder, address, count, index],
+    folder / str(count),
+    processes=count,
+  )
+  started.succeed(200)
   for i in range(count):
     yield pickle.loads((folder / f"{count}.{i}.pickle").read_bytes())
 
@@ -63,6 +52,14 @@ def test_a_copy_of_the_weights_is_split_over_the_devices_of_its_process(found):
   rest = of_device[4] - layers
   assert layers > 0.4 * of_device[4] and of_device[1] == layers // 4 + rest // 2
   assert [each["groups"]["late"] for each in (*found[2], *found[4])] == [0] * 6
+
+
+def test_a_sync_copies_the_adapter_only(found):
+  exchanged = {count: found[count][0]["groups"]["exchanged"] for count in found}
+  # Whole on the devices of one, two and four processes; "tensor" splits B, and "fsdp" A.
+  adapter = sum(2 * 4 * 2 * (i + o) for i, o in KERNELS)
+  assert exchanged[4] == adapter
+  assert exchanged[1] < 4 * adapter and exchanged[2] <= 2 * adapter
 
 
 @pytest.mark.parametrize("count", [2, 4])
