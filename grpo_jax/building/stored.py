@@ -227,6 +227,7 @@ def fields(weights: StoredWeights) -> dict[str, Any]:
   own = defaults.get_config().model.lora.to_dict()
   if weights.adapter is not None:
     own |= dataclasses.asdict(weights.adapter.options)
+    del own["sync"]  # of the engine, not of the weights.
   return {
     "model.path": str(weights.directory),
     **{f"model.lora.{name}": value for name, value in own.items()},
