@@ -34,7 +34,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 
 _log = logging.getLogger(__name__)
-_EXCHANGED = "lora/exchanged_bytes"
+_SYNC_BYTES = "perf/sync_bytes"
 
 
 class JaxSampler:
@@ -127,7 +127,7 @@ class JaxSampler:
     self._lock = threading.Lock()  # guards all below.
     self._weights: decoding.Weights | None = None
     self._kept: _Kept | None = None  # None: unless unmerged.
-    self._exchanged_bytes: int | None = None
+    self._sync_bytes: int | None = None
     self._version = -1
     self._arrived: list[Call] = []
     self._in_flight: list[Call] = []
@@ -167,9 +167,7 @@ class JaxSampler:
       had = self._kept
       self._weights = jax.block_until_ready(self._copied(params, gathering))
       own = [params, had.weights] if had else [params]
-      self._exchanged_bytes = (
-        _bytes_beside(own, self._weights) if lora.has_adapter(params) else None
-      )
+      self._sync_bytes = _bytes_beside(own, self._weights) if lora.has_adapter(params) else None
       self._version = version
       if not self._options.unmerged:
         self._merged_share.measure(params)
@@ -255,8 +253,8 @@ class JaxSampler:
 
   def metrics(self) -> dict[str, float]:
     """Returns what weights with an adapter have cost and lost; empty for other weights."""
-    exchanged = {} if self._exchanged_bytes is None else {_EXCHANGED: float(self._exchanged_bytes)}
-    return {**exchanged, **self._merged_share.metrics()}
+    synced = {} if self._sync_bytes is None else {_SYNC_BYTES: float(self._sync_bytes)}
+    return {**synced, **self._merged_share.metrics()}
 
   def release(self) -> None:
     """Frees the copies of the weights until the next `load_weights`, and caches except on CPUs.
