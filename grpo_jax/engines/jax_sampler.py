@@ -164,10 +164,9 @@ class JaxSampler:
         self._weights = None
       gathering = self._gathering_of(params)
       self._options = self._options_for(gathering.local if gathering else params)
-      had = self._kept
-      self._weights = jax.block_until_ready(self._copied(params, gathering))
-      own = [params, had.weights] if had else [params]
-      self._sync_bytes = _bytes_beside(own, self._weights) if lora.has_adapter(params) else None
+      weights, copies = self._copied(params, gathering)
+      self._weights = jax.block_until_ready(weights)
+      self._sync_bytes = _bytes_beside(params, copies) if lora.has_adapter(params) else None
       self._version = version
       if not self._options.unmerged:
         self._merged_share.measure(params)
@@ -229,19 +228,23 @@ class JaxSampler:
       self._gathering = local_weights.Gathering(params, self._options)
     return self._gathering
 
-  def _copied(self, params: Any, gathering: local_weights.Gathering | None) -> decoding.Weights:
-    """Returns the sampler's copy of parameters; of a base that it has copied before, that copy."""
+  def _copied(
+    self, params: Any, gathering: local_weights.Gathering | None
+  ) -> tuple[decoding.Weights, Any]:
+    """Returns the sampler's weights, and those of their arrays that are not an earlier copy."""
     if not self._options.unmerged:
       self._kept = None
-      return self._copied_whole(params, gathering)
+      weights = self._copied_whole(params, gathering)
+      return weights, weights
     base = lora.base_of(params)
     if self._kept is None or not self._kept.is_of(base):
       self._kept = None  # freed first.
       weights = self._copied_whole(params, gathering)
       self._kept = _Kept(base, dataclasses.replace(weights, adapters=[]))
-      return weights
+      return weights, weights
     copy = decoding.adapters if gathering is None else gathering.adapters
-    return dataclasses.replace(self._kept.weights, adapters=copy(params, self._options))
+    adapters = copy(params, self._options)
+    return dataclasses.replace(self._kept.weights, adapters=adapters), adapters
 
   def _copied_whole(
     self, params: Any, gathering: local_weights.Gathering | None
@@ -479,7 +482,7 @@ class _Kept:
 
 
 def _bytes_beside(known: Any, arrays: Any) -> int:
-  """Returns the bytes on this process of those arrays that are not among the known ones."""
+  """Returns the bytes on this process of arrays, without those that are among the known ones."""
   ids = set(map(id, jax.tree.leaves(known)))
   new = {id(x): x for x in jax.tree.leaves(arrays) if id(x) not in ids}
   return sum(part.data.nbytes for x in new.values() for part in x.addressable_shards)
