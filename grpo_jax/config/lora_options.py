@@ -56,9 +56,9 @@ def sync(config: Config) -> Literal["merged", "adapter"]:
   return "merged" if is_exact else "adapter"
 
 
-def is_unmerged(config: Config) -> bool:
-  """Returns whether there is an adapter, and engines get it apart from the weights."""
-  return config.model.lora.rank is not None and sync(config) == "adapter"
+def is_unmerged(config: Config) -> bool | None:
+  """Returns whether engines get the adapter apart from its base; None: there is no adapter."""
+  return None if config.model.lora.rank is None else sync(config) == "adapter"
 
 
 def problems(config: Config) -> Iterator[str]:
