@@ -1,12 +1,11 @@
 """The options of LoRA, made from `config.model.lora` and checked."""
 
 import dataclasses
-import pathlib
 from collections.abc import Iterator
 from typing import Any, Literal
 
 from grpo_jax.config import configuration
-from grpo_jax.models import lora
+from grpo_jax.models import adapter_files, lora
 from grpo_jax.models.errors import ModelError
 
 # A ConfigDict, whose fields a type checker cannot know.
@@ -57,9 +56,9 @@ def sync(config: Config) -> Literal["merged", "adapter"]:
   return "merged" if is_exact else "adapter"
 
 
-def is_unmerged(config: Config) -> bool:
-  """Returns whether there is an adapter, and engines get it apart from the weights."""
-  return config.model.lora.rank is not None and sync(config) == "adapter"
+def is_unmerged(config: Config) -> bool | None:
+  """Returns whether engines get the adapter apart from its base; None: there is no adapter."""
+  return None if config.model.lora.rank is None else sync(config) == "adapter"
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -116,11 +115,9 @@ def _of_folder(config: Config) -> lora.Options:
   Raises:
     ConfigError: An option is neither the default nor that of the folder.
   """
-  from grpo_jax.models import adapter_files  # only now: other runs read no such files.
-
   section = config.model.lora
   try:
-    found = adapter_files.options(pathlib.Path(section.path).expanduser())
+    found = adapter_files.options(section.path)
   except ModelError as error:
     raise configuration.ConfigError(f"model.lora.path: {error}") from error
   wrong = list(_contradictions(section, found))

@@ -35,7 +35,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 
 _log = logging.getLogger(__name__)
-_EXCHANGED = "lora/exchanged_bytes"
+_SYNC_BYTES = "perf/sync_bytes"
 
 
 class JaxSampler:
@@ -61,7 +61,7 @@ class JaxSampler:
     completion_tokens: int | None = None,
     group_size: int = 8,
     long_prompts: int | None = None,
-    unmerged: bool = False,
+    unmerged: bool | None = None,
   ):
     """Makes a sampler without weights; call `load_weights` before `generate`.
 
@@ -98,7 +98,8 @@ class JaxSampler:
         wait. None: as many as `max_rows` rows have in groups of `group_size`.
       unmerged: Whether the adapter of weights with one stays apart from their base, as in the
         trainer. The base is then copied once, and `load_weights` copies the adapter only. False:
-        they are merged in float32 and rounded to the compute dtype.
+        they are merged in float32 and rounded to the compute dtype. None: apart if that rounding
+        loses some of the adapter, or if the base is quantised.
     """
     _check_sizes(config, max_rows, chunk_tokens, num_valid_tokens)
     self._config = config
@@ -116,8 +117,8 @@ class JaxSampler:
       group=max(min(group_size, max_rows), 1),
       matmul_precision=precision.resolve(matmul_precision, compute_dtype),
       attention=attention,
-      unmerged=unmerged,
     )
+    self._unmerged = unmerged
     self._merged_share = merging.MergedShare(compute_dtype)
     self._sizes = _sizes(max_rows, self._options, prompt_tokens, completion_tokens, long_prompts)
     self._programs = Programs()
@@ -127,7 +128,7 @@ class JaxSampler:
     self._lock = threading.Lock()  # guards all below.
     self._weights: decoding.Weights | None = None
     self._kept: _Kept | None = None  # None: unless unmerged.
-    self._exchanged_bytes: int | None = None
+    self._sync_bytes: int | None = None
     self._version = -1
     self._arrived: list[Call] = []
     self._in_flight: list[Call] = []
@@ -163,13 +164,10 @@ class JaxSampler:
       if not self._is_working:
         self._weights = None
       gathering = self._gathering_of(params)
-      self._options = _with_sharding(self._options, gathering.local if gathering else params)
-      had = self._kept
-      self._weights = jax.block_until_ready(self._copied(params, gathering))
-      own = [params, had.weights] if had else [params]
-      self._exchanged_bytes = (
-        _bytes_beside(own, self._weights) if lora.has_adapter(params) else None
-      )
+      self._options = self._options_for(gathering.local if gathering else params)
+      weights, copies = self._copied(params, gathering)
+      self._weights = jax.block_until_ready(weights)
+      self._sync_bytes = _bytes_beside(params, copies) if lora.has_adapter(params) else None
       self._version = version
       if not self._options.unmerged:
         self._merged_share.measure(params)
@@ -209,10 +207,19 @@ class JaxSampler:
     """Returns shapes, dtypes and shardings of the weights, and the options for them."""
     gathering = self._gathering_of(params)
     if gathering is None:
-      options = _with_sharding(self._options, params)
+      options = self._options_for(params)
       return decoding.described(params, options), options
-    options = _with_sharding(self._options, gathering.local)
+    options = self._options_for(gathering.local)
     return gathering.described(options), options
+
+  def _options_for(self, params: Any) -> decoding.Options:
+    """Returns the options for parameters on the devices of this process."""
+    unmerged = self._unmerged
+    if unmerged is None:
+      is_rounded = self._options.products.compute_dtype != jnp.float32
+      unmerged = is_rounded or lora.has_quantized_base(params)
+    options = dataclasses.replace(self._options, unmerged=unmerged and lora.has_adapter(params))
+    return _with_sharding(options, params)
 
   def _gathering_of(self, params: Any) -> local_weights.Gathering | None:
     """Returns what copies parameters to each process; None if they are on this one's devices."""
@@ -222,19 +229,23 @@ class JaxSampler:
       self._gathering = local_weights.Gathering(params, self._options)
     return self._gathering
 
-  def _copied(self, params: Any, gathering: local_weights.Gathering | None) -> decoding.Weights:
-    """Returns the sampler's copy of parameters; of a base that it has copied before, that copy."""
-    if not self._options.unmerged or not lora.has_adapter(params):
+  def _copied(
+    self, params: Any, gathering: local_weights.Gathering | None
+  ) -> tuple[decoding.Weights, Any]:
+    """Returns the sampler's weights, and those of their arrays that are not an earlier copy."""
+    if not self._options.unmerged:
       self._kept = None
-      return self._copied_whole(params, gathering)
+      weights = self._copied_whole(params, gathering)
+      return weights, weights
     base = lora.base_of(params)
     if self._kept is None or not self._kept.is_of(base):
       self._kept = None  # freed first.
       weights = self._copied_whole(params, gathering)
       self._kept = _Kept(base, dataclasses.replace(weights, adapters=[]))
-      return weights
+      return weights, weights
     copy = decoding.adapters if gathering is None else gathering.adapters
-    return dataclasses.replace(self._kept.weights, adapters=copy(params, self._options))
+    adapters = copy(params, self._options)
+    return dataclasses.replace(self._kept.weights, adapters=adapters), adapters
 
   def _copied_whole(
     self, params: Any, gathering: local_weights.Gathering | None
@@ -246,8 +257,8 @@ class JaxSampler:
 
   def metrics(self) -> dict[str, float]:
     """Returns what weights with an adapter have cost and lost; empty for other weights."""
-    exchanged = {} if self._exchanged_bytes is None else {_EXCHANGED: float(self._exchanged_bytes)}
-    return {**exchanged, **self._merged_share.metrics()}
+    synced = {} if self._sync_bytes is None else {_SYNC_BYTES: float(self._sync_bytes)}
+    return {**synced, **self._merged_share.metrics()}
 
   def release(self) -> None:
     """Frees the copies of the weights until the next `load_weights`, and caches except on CPUs.
@@ -472,7 +483,7 @@ class _Kept:
 
 
 def _bytes_beside(known: Any, arrays: Any) -> int:
-  """Returns the bytes on this process of those arrays that are not among the known ones."""
+  """Returns the bytes on this process of arrays, without those that are among the known ones."""
   ids = set(map(id, jax.tree.leaves(known)))
   new = {id(x): x for x in jax.tree.leaves(arrays) if id(x) not in ids}
   return sum(part.data.nbytes for x in new.values() for part in x.addressable_shards)

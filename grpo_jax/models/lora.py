@@ -161,6 +161,12 @@ def has_adapter(weights: Mapping[str, Any]) -> bool:
   return any(isinstance(x, LowRank) for x in weights["layers"].values())
 
 
+def has_quantized_base(weights: Mapping[str, Any]) -> bool:
+  """Returns whether some kernels of a model, or of its base, are quantised."""
+  stack = base_of(weights)["layers"]
+  return any(isinstance(x, quantized.Quantized) for x in stack.values())
+
+
 def merged(kernel: LowRank) -> Array:
   """Returns W + s A B in float32; the products are exact float32."""
   product = jnp.matmul(kernel.a, kernel.b, precision=jax.lax.Precision.HIGHEST)

@@ -1,6 +1,7 @@
 """The embedded sampler on a frozen base with an adapter: merged with it, and apart from it."""
 
 import functools
+import math
 import operator
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.learn import sharding
-from grpo_jax.models import lora, transformer
+from grpo_jax.models import lora, quantized, transformer
 from grpo_jax.models.products import LowRank, Products
 from tests.engines import tiny
 
@@ -121,7 +122,7 @@ def test_a_sync_copies_the_adapter_only_and_samples_from_it(unmerged):
   adapters = [adapter_of(seed=seed) for seed in range(3)]
   bytes_of_adapter = sum(x.nbytes for x in jax.tree.leaves(adapters[0]))
   unmerged.load_weights(joined(jax.tree.map(jnp.copy, base_of())), version=1)
-  assert unmerged.metrics()["lora/exchanged_bytes"] > 4 * bytes_of_adapter  # another base.
+  assert unmerged.metrics()["perf/sync_bytes"] > 4 * bytes_of_adapter  # another base.
   base, copies, stale = base_of(), None, None
   for version, adapter in enumerate(adapters):
     tree = lora.join(base, adapter, OPTIONS.scale)
@@ -131,7 +132,7 @@ def test_a_sync_copies_the_adapter_only_and_samples_from_it(unmerged):
     own = jax.tree.leaves(unmerged._weights.layers)
     if stale is not None:
       assert all(map(operator.is_, own, copies))
-      assert unmerged.metrics() == {"lora/exchanged_bytes": bytes_of_adapter}
+      assert unmerged.metrics() == {"perf/sync_bytes": bytes_of_adapter}
       assert mismatch(stale, found) > 1e-2
     copies, stale = own, tree
     unmerged.release()
@@ -235,6 +236,41 @@ def test_a_sampler_that_merges_in_bfloat16_reports_the_share_and_warns_once(capl
   for settings in ({"compute_dtype": jnp.bfloat16}, {"unmerged": False}):
     with sampler(**settings) as engine:
       engine.load_weights(small, version=1)
-      assert list(engine.metrics()) == ["lora/exchanged_bytes"]
+      assert list(engine.metrics()) == ["perf/sync_bytes"]
       engine.load_weights(lora.base_of(small), version=2)
       assert engine.metrics() == {}
+
+
+def quantized_base(tree):
+  """Returns a base whose attention is int8, and whose MLP is nf4."""
+  form = {name: quantized.Int8 for name in ("q", "k", "v", "o")}
+  form |= {name: quantized.Nf4 for name in ("gate", "up", "down")}
+  stack = {
+    name: jax.tree.map(jnp.asarray, quantized.quantize(np.asarray(x), form[name]))
+    if name in form
+    else x
+    for name, x in tree["layers"].items()
+  }
+  return {**tree, "layers": stack}
+
+
+def test_a_quantised_base_is_the_trainers_own(unmerged):
+  tree = joined(quantized_base(base_of()))
+  found = sampled(unmerged, tree)
+  assert mismatch(tree, found) < 1e-5
+  assert mismatch(joined(), found) > 1e-2  # another base.
+  weights = unmerged._weights
+  own = jax.tree.leaves(lora.base_of(tree)["layers"])
+  held = jax.tree.leaves(weights.quantized)
+  assert len(held) == 14 and all(any(x is other for other in own) for x in held)
+  assert {x.ndim for x in jax.tree.leaves(weights.layers)} == {1}  # norms.
+
+
+def test_a_quantised_base_is_dequantised_a_layer_at_a_time():
+  config = tiny.config(num_layers=4, hidden_size=128, intermediate_size=256)
+  tree = quantized_base(tiny.params(config))
+  of_layer = sum(4 * math.prod(x.shape[1:]) for x in tree["layers"].values() if len(x.shape) == 3)
+  with JaxSampler(config, **PLANNED, unmerged=True) as engine:
+    (sampling,) = [job for job in engine.programs(tree) if job.name == "sampling 4 rows"]
+    memory = sampling.run().memory_analysis()
+  assert memory.temp_size_in_bytes < 2 * of_layer

@@ -220,6 +220,7 @@ def trained(made: computation.Computation, of_teacher: Any, model: pathlib.Path)
       policy=owner,
       logger=logger,
       reference=learn,
+      measure=made.measure,
     )
     values = {**watched, **metrics.to_floats(learned)}
     per_rollout = batching.per_rollout(batch, arrays.fetch(logprobs), rewarded)
