@@ -10,7 +10,7 @@ from grpo_kernels.attention import Attention
 from grpo_jax import data
 from grpo_jax.building import computation, kept_programs, stored, stored_engine
 from grpo_jax.building import model as model_building
-from grpo_jax.config import run_options
+from grpo_jax.config import lora_options, run_options
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.data import formats, prompts
 from grpo_jax.engines.base import Generation, GenerationRequest, SamplingParams
@@ -153,6 +153,7 @@ class Sampler:
       matmul_precision=options.matmul_precision,
       attention=Attention(options.attention),
       num_valid_tokens=tokenizer.vocab_size,
+      unmerged=lora_options.is_unmerged(self._config),
       **run_options.sampler_sizes(self._config),
     )
 

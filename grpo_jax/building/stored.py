@@ -224,14 +224,14 @@ def _placed(adapter: merged_tensors.StoredAdapter, config: ModelConfig, like: An
 
 def fields(weights: StoredWeights) -> dict[str, Any]:
   """Returns the fields of a config that say which weights an engine samples from."""
-  lora_fields: dict[str, Any] = {"rank": None, "path": None}
-  if weights.adapter is None:
-    lora_fields["sync"] = None
-  else:
-    options = dataclasses.asdict(weights.adapter.options)
-    lora_fields |= {name: value for name, value in options.items() if name != "init"}
-  own = {f"model.lora.{name}": value for name, value in lora_fields.items()}
-  return {"model.path": str(weights.directory), **own}
+  own = defaults.get_config().model.lora.to_dict()
+  if weights.adapter is not None:
+    own |= dataclasses.asdict(weights.adapter.options)
+    del own["sync"]  # of the engine, not of the weights.
+  return {
+    "model.path": str(weights.directory),
+    **{f"model.lora.{name}": value for name, value in own.items()},
+  }
 
 
 def steps(run: pathlib.Path) -> list[int]:

@@ -1,4 +1,4 @@
-"""The weights of a base with an adapter, merged one tensor at a time on the host. Pure."""
+"""The weights of a base with an adapter, merged one tensor at a time on the host (I/O)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable

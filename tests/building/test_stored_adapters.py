@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,8 +15,8 @@ from grpo_jax.building import exporting, stored, stored_engine
 from grpo_jax.config import base as defaults
 from grpo_jax.config import configuration
 from grpo_jax.config.configuration import ConfigError
-from grpo_jax.learn import sharding
-from grpo_jax.models import adapter_files, export, loading, lora, tiny
+from grpo_jax.learn import adapters, sharding
+from grpo_jax.models import adapter_files, export, loading, lora, quantized, safetensors, tiny
 from grpo_jax.run_folder import stored_weights
 from tests import stored_runs
 
@@ -27,16 +26,15 @@ def run(tmp_path_factory):
   return stored_runs.write_lora(tmp_path_factory.mktemp("runs") / "first", [1, 2])
 
 
-def joined(run, step=2, options=stored_runs.LORA, dtype=np.float32):
+def joined(run, step=2, options=stored_runs.LORA):
   """Returns the weights of a step, as an engine gets them."""
-  dtypes = {"kernel": dtype, "embedding": dtype}
-  base = loading.load(run.parent / "model", dtype=dtypes)
+  base = loading.load(run.parent / "model", dtype=adapters.read_dtypes(options))
   adapter = stored_runs.adapter_of(step, base.config, options)
   return base.config, lora.join(base.params, adapter, options.scale)
 
 
 def tensors(folder):
-  opened = exporting.stored.safetensors.open_folder(folder)
+  opened = safetensors.open_folder(folder)
   return {name: opened.read(name) for name in opened.shapes}
 
 
@@ -67,20 +65,22 @@ def test_an_export_is_the_one_that_training_would_have_written(run, tmp_path):
   )
 
 
-def test_a_base_is_rounded_as_it_was_in_training(tmp_path):
+@pytest.mark.parametrize("base_dtype", ["bfloat16", "int8", "nf4"])
+def test_a_base_is_rounded_as_it_was_in_training(tmp_path, base_dtype):
   """The export is float32 for all, so the adapter is not rounded away."""
-  options = dataclasses.replace(stored_runs.LORA, base_dtype="bfloat16", rank_stabilized=True)
+  options = dataclasses.replace(stored_runs.LORA, base_dtype=base_dtype, rank_stabilized=True)
   run = stored_runs.write_lora(tmp_path / "run", [2], options=options)
   exporting.run(str(run), tmp_path / "out")
-  config, params = joined(run, options=options, dtype=jnp.bfloat16)
+  config, params = joined(run, options=options)
   export.to_huggingface(params, config, tmp_path / "own", source_directory=tmp_path / "model")
   found = tensors(tmp_path / "out")
   assert_alike(found, tensors(tmp_path / "own"))
   assert {values.dtype for values in found.values()} == {np.dtype(np.float32)}
   assert json.loads((tmp_path / "own" / "config.json").read_text())["dtype"] == "float32"
-  rounded = loading.load(tmp_path / "model").params["layers"]["k"][0].T.astype(jnp.bfloat16)
-  name = "model.layers.0.self_attn.k_proj.weight"
-  assert np.array_equal(found[name], rounded.astype(jnp.float32))
+  own = quantized.dequantized(jax.tree.map(lambda x: x[0], params["layers"]["k"]))  # no adapter.
+  assert np.array_equal(found["model.layers.0.self_attn.k_proj.weight"], own.T)
+  exact = loading.load(tmp_path / "model").params["layers"]["k"][0]
+  assert not np.array_equal(own, exact)
 
 
 def test_the_adapter_alone_is_that_of_the_checkpoint(run, tmp_path):
@@ -107,7 +107,7 @@ def test_a_run_without_an_adapter_has_none_to_export(tmp_path):
     exporting.run(str(run), tmp_path / "out", only_adapter=True)
 
 
-@pytest.mark.parametrize("base_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("base_dtype", ["bfloat16", "int8"])
 def test_engines_get_the_base_and_the_adapter(tmp_path, base_dtype):
   options = dataclasses.replace(stored_runs.LORA, base_dtype=base_dtype)
   run = stored_runs.write_lora(tmp_path / "run", [2], options=options)
@@ -115,7 +115,7 @@ def test_engines_get_the_base_and_the_adapter(tmp_path, base_dtype):
   mesh = sharding.make_mesh(data=1, fsdp=4, tensor=2)
   like = stored_engine.described(weights, mesh)
   loaded = stored.load(weights, like=like)
-  _, wanted = joined(run, options=options, dtype=base_dtype)
+  _, wanted = joined(run, options=options)
   assert jax.tree.structure(loaded.params) == jax.tree.structure(wanted)
   assert jax.tree.all(jax.tree.map(np.array_equal, loaded.params, wanted))
   found = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), loaded.params)
@@ -131,7 +131,8 @@ def test_a_config_follows_the_weights(run):
   assert (own.rank, own.alpha, tuple(own.targets)) == (3, 5.0, ("q", "v", "down"))
   assert (own.base_dtype, own.path) == ("float32", None)
   plain = stored.find(str(run.parent / "model"))
-  assert configuration.replaced(config, stored.fields(plain)).model.lora.rank is None
+  without = configuration.replaced(config, stored.fields(plain)).model.lora
+  assert without.to_dict() == defaults.get_config().model.lora.to_dict()
 
 
 def test_another_base_is_refused_by_name(run, tmp_path):

@@ -122,7 +122,7 @@ def test_a_sync_copies_the_adapter_only_and_samples_from_it(unmerged):
   adapters = [adapter_of(seed=seed) for seed in range(3)]
   bytes_of_adapter = sum(x.nbytes for x in jax.tree.leaves(adapters[0]))
   unmerged.load_weights(joined(jax.tree.map(jnp.copy, base_of())), version=1)
-  assert unmerged.metrics()["lora/exchanged_bytes"] > 4 * bytes_of_adapter  # another base.
+  assert unmerged.metrics()["perf/sync_bytes"] > 4 * bytes_of_adapter  # another base.
   base, copies, stale = base_of(), None, None
   for version, adapter in enumerate(adapters):
     tree = lora.join(base, adapter, OPTIONS.scale)
@@ -132,7 +132,7 @@ def test_a_sync_copies_the_adapter_only_and_samples_from_it(unmerged):
     own = jax.tree.leaves(unmerged._weights.layers)
     if stale is not None:
       assert all(map(operator.is_, own, copies))
-      assert unmerged.metrics() == {"lora/exchanged_bytes": bytes_of_adapter}
+      assert unmerged.metrics() == {"perf/sync_bytes": bytes_of_adapter}
       assert mismatch(stale, found) > 1e-2
     copies, stale = own, tree
     unmerged.release()
@@ -236,7 +236,7 @@ def test_a_sampler_that_merges_in_bfloat16_reports_the_share_and_warns_once(capl
   for settings in ({"compute_dtype": jnp.bfloat16}, {"unmerged": False}):
     with sampler(**settings) as engine:
       engine.load_weights(small, version=1)
-      assert list(engine.metrics()) == ["lora/exchanged_bytes"]
+      assert list(engine.metrics()) == ["perf/sync_bytes"]
       engine.load_weights(lora.base_of(small), version=2)
       assert engine.metrics() == {}
 
