@@ -246,7 +246,7 @@ class Fleet:
   async def _unload_unused(self, server: Server) -> None:
     """Has a server drop old adapters once no request uses them.
 
-    A server that is told earlier waits for the requests, and loads no new adapter meanwhile.
+    A server that unloads earlier waits for the requests, and loads no new adapter meanwhile.
     """
     newest = self._weights
     if newest is None or not self._is_current(server):

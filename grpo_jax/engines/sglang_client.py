@@ -147,7 +147,7 @@ class Client:
     return {str(model.get("id")): str(model.get("root")) for model in models}
 
   async def load_adapter(self, name: str, folder: str) -> None:
-    """Has the server load an adapter, while it goes on serving others.
+    """Has the server load an adapter, while it continues to serve others.
 
     Raises:
       Refused: The server cannot read the folder, or the adapter does not fit.

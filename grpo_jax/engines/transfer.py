@@ -257,7 +257,7 @@ class WeightFolders:
   def discard_adapter(self, folder: pathlib.Path) -> None:
     """Removes an adapter that no server loads any more: its path disappears at once.
 
-    A server that was told to unload an adapter loads it again from its path if a request names it.
+    A server that has unloaded an adapter loads it again from its path if a request names it.
     Then this must fail, and servers that still have it must keep its values.
     """
     if self.is_owner:
