@@ -260,8 +260,7 @@ def _divisor(scale: np.ndarray) -> np.ndarray:
 def _unpacked(codes: Array) -> Array:
   """Returns the codes [.. i o] of bytes [.. i/2 o]."""
   *before, pairs, outputs = codes.shape
-  shifts = jnp.array([0, 4], jnp.uint8)[:, None]
-  both = (codes[..., :, None, :] >> shifts) & 15
+  both = jnp.stack([codes & 15, codes >> 4], axis=-2)
   return both.reshape(*before, 2 * pairs, outputs)
 
 

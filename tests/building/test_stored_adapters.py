@@ -11,13 +11,15 @@ import jax
 import numpy as np
 import pytest
 
+import grpo_jax
+from grpo_jax import evaluation
 from grpo_jax.building import exporting, stored, stored_engine
 from grpo_jax.config import base as defaults
 from grpo_jax.config import configuration
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.learn import adapters, sharding
 from grpo_jax.models import adapter_files, export, loading, lora, quantized, safetensors, tiny
-from grpo_jax.run_folder import stored_weights
+from grpo_jax.run_folder import evaluation_log, stored_weights
 from tests import stored_runs
 
 
@@ -189,3 +191,33 @@ def test_no_device_is_touched(run, tmp_path):
   command = [sys.executable, "-c", code, str(run), str(tmp_path)]
   done = subprocess.run(command, capture_output=True, text=True, cwd=pathlib.Path.cwd())
   assert done.stdout == "False\n", done.stderr
+
+
+def test_evaluations_and_samples_are_of_the_adapter(tmp_path, one_device):
+  """The checkpoint, its export and the object of the run answer alike; the base does not."""
+  row = {"problem": "2 + 2 =", "expected_answer": "4"}
+  (tmp_path / "sums.jsonl").write_text(json.dumps(row) + "\n")
+  run = stored_runs.write_lora(
+    tmp_path / "run",
+    [2],
+    data__path=str(tmp_path / "sums.jsonl"),
+    evaluation__name="sums",
+    evaluation__num_prompts=1,
+    evaluation__group_size=1,
+    evaluation__sampling={"temperature": 0.0},
+    rollout__max_tokens=96,
+    sampling__max_tokens=8,
+    model__compute_dtype="float32",
+  )
+  out = exporting.run(str(run), tmp_path / "out").folder
+  config = grpo_jax.open(run).config
+  done = evaluation.run([str(run), str(out)], config=config, workdir=tmp_path / "evaluated")
+  said = []
+  for model in done.models:
+    ((_, _, file),) = evaluation_log.files(model.folder)
+    said.append(json.loads(file.read_text())["completion"])
+    stored_config = json.loads((model.folder / "config.json").read_text())
+    assert stored_config["model"]["lora"]["rank"] == (3 if model is done.models[0] else None)
+  assert said[0] == said[1]
+  assert grpo_jax.open(run).sample("2 + 2 =", max_tokens=8) == said[0]
+  assert grpo_jax.open(run).sample("2 + 2 =", max_tokens=8, before=True) != said[0]
