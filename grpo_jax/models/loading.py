@@ -239,7 +239,8 @@ def read_params(
 def form_of(leaf: leaves.Leaf, dtypes: Dtypes) -> Any:
   """Returns the dtype of a leaf, or its format of `quantized`."""
   own = dtypes.get(leaf.kind, np.float32) if isinstance(dtypes, Mapping) else dtypes
-  return own if own in quantized.FORMATS.values() else np.dtype(own)
+  is_format = any(own is form for form in quantized.FORMATS.values())
+  return own if is_format else np.dtype(own)
 
 
 def described(leaf: leaves.Leaf, sharding: Any, dtypes: Dtypes) -> Any:
