@@ -293,7 +293,7 @@ class FolderAdapter:
 
 
 def stacked(
-  tensors: safetensors.Tensors, own: Sequence[Stored], *, dtype: Any = np.float32
+  tensors: safetensors.Folder, own: Sequence[Stored], *, dtype: Any = np.float32
 ) -> np.ndarray:
   """Returns one leaf of an adapter, whose layers are tensors of a file.
 
@@ -311,13 +311,14 @@ def stacked(
   return values
 
 
-def _layer(tensors: safetensors.Tensors, name: str, dtype: Any) -> np.ndarray:
+def _layer(tensors: safetensors.Folder, name: str, dtype: Any) -> np.ndarray:
   """Returns one tensor of a file as [i r] or [r o]; raises as `stacked`."""
   with np.errstate(over="ignore"):
     values = tensors.read(name).T.astype(dtype)
   if not np.isfinite(values).all():
     raise ModelError(
-      f"{WEIGHTS_FILE}: {name} has values that are not finite numbers of {np.dtype(dtype)}"
+      f"{tensors.entries[name].file}: {name} has values that are not finite numbers of"
+      f" {np.dtype(dtype)}"
     )
   return values
 
@@ -404,8 +405,9 @@ def _targets(
     ModelError: No kernel has an adapter, or the list has a kernel of some layers only.
   """
   given, excluded = fields.get("target_modules"), fields.get("exclude_modules") or []
-  if not isinstance(given, str | list) or not isinstance(excluded, str | list):
-    raise fields.wrong("target_modules", "a list of modules, or a string")
+  for name, value in {"target_modules": given, "exclude_modules": excluded}.items():
+    if not isinstance(value, str | list):
+      raise fields.wrong(name, "a list of modules, or a string")
   present = _present(shapes)
   if not present:
     raise ModelError(f"{where}: no tensor is an adapter of a kernel of a layer")
