@@ -146,7 +146,7 @@ def to_write(
       each.shape,
       np.dtype(adapter[each.kernel][each.part].dtype if dtype is None else dtype),
       values=functools.partial(_in_file, fetched, each, dtype),
-      take_part=functools.partial(fetched.leaf, each.kernel, each.part),
+      take_part=functools.partial(fetched.fetch, each.kernel, each.part),
     )
     for each in stored(config, options)
   ]
@@ -174,11 +174,15 @@ class _Fetched:
     self._adapter = adapter
     self._last: tuple[Any, Any] = None, None
 
-  def leaf(self, kernel: str, part: str) -> np.ndarray:
-    """Returns a leaf; fetches it unless it was the last one."""
+  def fetch(self, kernel: str, part: str) -> None:
+    """Fetches a leaf unless it was the last one; all processes take part."""
     if self._last[0] != (kernel, part):
       self._last = None, None  # never two at once.
       self._last = (kernel, part), arrays.fetch(self._adapter[kernel][part])
+
+  def leaf(self, kernel: str, part: str) -> np.ndarray:
+    """Fetches and returns a leaf."""
+    self.fetch(kernel, part)
     return self._last[1]
 
 

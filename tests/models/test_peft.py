@@ -32,7 +32,7 @@ def base(request, tmp_path_factory):
 
 def random_adapter(config, options, seed=1):
   rng = np.random.default_rng(seed)
-  draw = lambda leaf: (rng.standard_normal(leaf.shape) * 0.3).astype(np.float32)
+  draw = lambda leaf: (rng.standard_normal(leaf.shape) * 0.15).astype(np.float32)
   return jax.tree.map(draw, lora.tree(config, options))
 
 
@@ -112,7 +112,7 @@ def peft_adapter(base, **options):
   with torch.no_grad():
     for name, weight in model.named_parameters():
       if "lora_" in name:
-        weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
+        weight.copy_(torch.randn(weight.shape, generator=generator) * 0.15)
   return model
 
 
