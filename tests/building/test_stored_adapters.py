@@ -2,22 +2,21 @@
 
 import dataclasses
 import json
-import pathlib
 import shutil
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 
+import grpo_jax
+from grpo_jax import evaluation
 from grpo_jax.building import exporting, stored, stored_engine
 from grpo_jax.config import base as defaults
 from grpo_jax.config import configuration
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.learn import adapters, sharding
 from grpo_jax.models import adapter_files, export, loading, lora, quantized, safetensors, tiny
-from grpo_jax.run_folder import stored_weights
+from grpo_jax.run_folder import evaluation_log, stored_weights
 from tests import stored_runs
 
 
@@ -179,13 +178,31 @@ def test_an_adapter_of_a_folder_is_used_with_its_base(run, tmp_path):
   assert_alike(tensors(tmp_path / "again"), tensors(tmp_path / "direct"))
 
 
-def test_no_device_is_touched(run, tmp_path):
-  code = (
-    "import pathlib, sys; from grpo_jax.building import exporting\n"
-    "for name, alone in {'merged': False, 'adapter': True}.items():\n"
-    "  exporting.run(sys.argv[1], pathlib.Path(sys.argv[2]) / name, only_adapter=alone)\n"
-    "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
+def test_evaluations_and_samples_are_of_the_adapter(tmp_path, one_device):
+  """The checkpoint, its export and the object of the run answer alike; the base does not."""
+  row = {"problem": "2 + 2 =", "expected_answer": "4"}
+  (tmp_path / "sums.jsonl").write_text(json.dumps(row) + "\n")
+  run = stored_runs.write_lora(
+    tmp_path / "run",
+    [2],
+    data__path=str(tmp_path / "sums.jsonl"),
+    evaluation__name="sums",
+    evaluation__num_prompts=1,
+    evaluation__group_size=1,
+    evaluation__sampling={"temperature": 0.0},
+    rollout__max_tokens=96,
+    sampling__max_tokens=8,
+    model__compute_dtype="float32",
   )
-  command = [sys.executable, "-c", code, str(run), str(tmp_path)]
-  done = subprocess.run(command, capture_output=True, text=True, cwd=pathlib.Path.cwd())
-  assert done.stdout == "False\n", done.stderr
+  out = exporting.run(str(run), tmp_path / "out").folder
+  config = grpo_jax.open(run).config
+  done = evaluation.run([str(run), str(out)], config=config, workdir=tmp_path / "evaluated")
+  said = []
+  for model in done.models:
+    ((_, _, file),) = evaluation_log.files(model.folder)
+    said.append(json.loads(file.read_text())["completion"])
+    stored_config = json.loads((model.folder / "config.json").read_text())
+    assert stored_config["model"]["lora"]["rank"] == (3 if model is done.models[0] else None)
+  assert said[0] == said[1]
+  assert grpo_jax.open(run).sample("2 + 2 =", max_tokens=8) == said[0]
+  assert grpo_jax.open(run).sample("2 + 2 =", max_tokens=8, before=True) != said[0]

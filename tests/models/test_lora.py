@@ -62,9 +62,9 @@ def ids(inputs):
 def packed():
   """Returns four rows of a prompt of 4 tokens and two completions of 3 after it, and padding."""
   rng = np.random.default_rng(2)
-  row = lambda *values: np.broadcast_to(np.asarray(values, np.int32), (4, 12)).copy()
+  row = lambda *values: jnp.broadcast_to(jnp.asarray(values, jnp.int32), (4, 12))
   return (
-    rng.integers(0, CONFIG.vocab_size, (4, 12)).astype(np.int32),
+    jnp.asarray(rng.integers(0, CONFIG.vocab_size, (4, 12)), jnp.int32),
     row(0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 0, 0),
     row(1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0),
     row(0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 0, 0),
@@ -179,14 +179,14 @@ def test_unmerged_is_merged_for_every_subset_of_targets():
 def test_every_entry_takes_kernels_with_adapters():
   weights = joined()
   tokens, positions, segments, _ = packed()
-  plain = tokens, positions, (segments > 0).astype(np.int32)
+  plain = tokens, positions, (segments > 0).astype(jnp.int32)
   states, cache = transformer.prefill(weights, CONFIG, *plain)
   expected, of_merged = transformer.prefill(merged(weights), CONFIG, *plain)
   np.testing.assert_allclose(states, expected, atol=1e-5)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), cache, of_merged)
   score, lengths = jnp.ones((1, 48)), jnp.full(4, 10)
   of = lambda body: classifier.scores(
-    {"body": body, "score": score}, CONFIG, jnp.asarray(tokens), lengths, lengths - 1
+    {"body": body, "score": score}, CONFIG, tokens, lengths, lengths - 1
   )
   np.testing.assert_allclose(of(weights), of(merged(weights)), rtol=1e-4)
 
