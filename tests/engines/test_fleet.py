@@ -62,7 +62,7 @@ def test_a_model_that_sglang_pads_on_a_cpu_is_refused_for_adapters(make, monkeyp
   monkeypatch.setattr(server_process, "check", lambda *arguments, **options: None)
   with pytest.raises(ValueError, match="intermediate_size to a multiple of 32, .* it is 40"):
     make(adapter=lora.Options(rank=2))
-  make(sys.executable, "-c", "", adapter=lora.Options(rank=2)).close()
+  make(sys.executable, "-c", "input()", adapter=lora.Options(rank=2)).close()
 
 
 @pytest.mark.parametrize(
