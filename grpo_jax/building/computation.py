@@ -249,6 +249,8 @@ class Computation:
         fetched.append(self.update.selector.fetched(batch))
     if self.config.teacher.urls:  # what its servers score is read from the batch.
       fetched.append(self._batches())
+    if self.composition is not None:  # written alone at the end.
+      fetched.append(self.state.params)
     gathers = arrays.gathers(fetched)
     return [Job(f"gathering {name}", run) for name, run in gathers.items()]
 

@@ -52,7 +52,8 @@ class StoredWeights:
     step: Step of the checkpoint; None: a model.
     metrics: Metrics of the evaluation of that checkpoint; empty: it was not evaluated.
     adapter: Adapter of the weights; None: they have none.
-    base: Tensors of the adapter's base, which differ from `tensors` if there is an adapter.
+    base: Tensors of the adapter's base; None: there is no adapter, and `tensors` are all.
+    base_name: Name or folder of the adapter's base, for other programs.
   """
 
   label: str
@@ -63,6 +64,7 @@ class StoredWeights:
   metrics: Mapping[str, float]
   adapter: merged_tensors.StoredAdapter | None = None
   base: safetensors.Tensors | None = None
+  base_name: str = ""
 
 
 def parse(text: str) -> Reference:
@@ -130,7 +132,8 @@ def find(
   if isinstance(opened, stored_weights.CheckpointTensors):
     return StoredWeights(label, config, directory, opened, step, metrics)
   _check_base(opened, directory)
-  return _joined(StoredWeights(label, config, directory, _open_model(directory)[1], step, metrics), opened)
+  bare = StoredWeights(label, config, directory, _open_model(directory)[1], step, metrics)
+  return _joined(bare, opened, base or _path_of(run))
 
 
 def is_adapter(folder: pathlib.Path) -> bool:
@@ -157,7 +160,7 @@ def _with_folder(place: str, base: str | None, cache_dir: str | None) -> StoredW
   folder = sources.resolve(base, cache_dir=cache_dir)
   config, tensors = _open_model(folder)
   adapter = adapter_files.FolderAdapter(place, config)
-  return _joined(StoredWeights(place, config, folder, tensors, None, {}), adapter)
+  return _joined(StoredWeights(place, config, folder, tensors, None, {}), adapter, base)
 
 
 def _check_base(adapter: stored_weights.CheckpointAdapter, directory: pathlib.Path) -> None:
@@ -171,13 +174,16 @@ def _check_base(adapter: stored_weights.CheckpointAdapter, directory: pathlib.Pa
     )
 
 
-def _joined(weights: StoredWeights, adapter: merged_tensors.StoredAdapter) -> StoredWeights:
-  """Returns the weights of a base with an adapter."""
+def _joined(
+  weights: StoredWeights, adapter: merged_tensors.StoredAdapter, name: str
+) -> StoredWeights:
+  """Returns the weights of a base, which was named so, with an adapter."""
   dtypes = adapters.read_dtypes(adapter.options)
   rounded = functools.partial(loading.rounded, dtypes=dtypes)
   base = weights.tensors
   tensors = merged_tensors.MergedTensors(base, adapter, weights.config, rounded=rounded)
-  return dataclasses.replace(weights, tensors=tensors, adapter=adapter, base=base)
+  name = sources.portable(name, weights.directory)
+  return dataclasses.replace(weights, tensors=tensors, adapter=adapter, base=base, base_name=name)
 
 
 def load(weights: StoredWeights, *, like: Any = None) -> loading.Loaded:
@@ -218,14 +224,14 @@ def _placed(adapter: merged_tensors.StoredAdapter, config: ModelConfig, like: An
 
 def fields(weights: StoredWeights) -> dict[str, Any]:
   """Returns the fields of a config that say which weights an engine samples from."""
-  lora_fields: dict[str, Any] = {"rank": None, "path": None}
-  if weights.adapter is None:
-    lora_fields["sync"] = None
-  else:
-    options = dataclasses.asdict(weights.adapter.options)
-    lora_fields |= {name: value for name, value in options.items() if name != "init"}
-  own = {f"model.lora.{name}": value for name, value in lora_fields.items()}
-  return {"model.path": str(weights.directory), **own}
+  own = defaults.get_config().model.lora.to_dict()
+  if weights.adapter is not None:
+    own |= dataclasses.asdict(weights.adapter.options)
+    del own["sync"]  # of the engine, not of the weights.
+  return {
+    "model.path": str(weights.directory),
+    **{f"model.lora.{name}": value for name, value in own.items()},
+  }
 
 
 def steps(run: pathlib.Path) -> list[int]:
@@ -276,19 +282,23 @@ def _base_of(run: pathlib.Path, base: str | None, cache_dir: str | None) -> path
   """Returns the folder of the model that a run began with."""
   if base is not None:
     return sources.resolve(base, cache_dir=cache_dir)
-  model = config_of(run).get("model")
-  if not isinstance(model, dict) or not isinstance(model.get("path"), str):
-    raise NoWeights(f"{run / 'config.json'} does not name a model; name it with --base=MODEL")
-  taken = model.get("fallback_taken") or {}
+  path, model = _path_of(run), config_of(run)["model"]
   try:
-    return sources.resolve(
-      taken.get("taken") or model["path"], cache_dir=cache_dir or model.get("cache_dir")
-    )
+    return sources.resolve(path, cache_dir=cache_dir or model.get("cache_dir"))
   except (ExpectedFailure, OSError) as error:
     raise NoWeights(
       f"the model that {run} began with, whose tokenizer and settings are needed, cannot be"
       f" found: {error}. If it is elsewhere now, name it with --base=MODEL"
     ) from error
+
+
+def _path_of(run: pathlib.Path) -> str:
+  """Returns the path or name of the model that a run began with."""
+  model = config_of(run).get("model")
+  if not isinstance(model, dict) or not isinstance(model.get("path"), str):
+    raise NoWeights(f"{run / 'config.json'} does not name a model; name it with --base=MODEL")
+  taken = model.get("fallback_taken") or {}
+  return taken.get("taken") or model["path"]
 
 
 def config_of(run: pathlib.Path) -> dict[str, Any]:

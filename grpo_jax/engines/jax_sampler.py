@@ -35,7 +35,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 
 _log = logging.getLogger(__name__)
-_EXCHANGED = "lora/exchanged_bytes"
+_SYNC_BYTES = "perf/sync_bytes"
 
 
 class JaxSampler:
@@ -128,7 +128,7 @@ class JaxSampler:
     self._lock = threading.Lock()  # guards all below.
     self._weights: decoding.Weights | None = None
     self._kept: _Kept | None = None  # None: unless unmerged.
-    self._exchanged_bytes: int | None = None
+    self._sync_bytes: int | None = None
     self._version = -1
     self._arrived: list[Call] = []
     self._in_flight: list[Call] = []
@@ -165,12 +165,9 @@ class JaxSampler:
         self._weights = None
       gathering = self._gathering_of(params)
       self._options = self._options_for(gathering.local if gathering else params)
-      had = self._kept
-      self._weights = jax.block_until_ready(self._copied(params, gathering))
-      own = [params, had.weights] if had else [params]
-      self._exchanged_bytes = (
-        _bytes_beside(own, self._weights) if lora.has_adapter(params) else None
-      )
+      weights, copies = self._copied(params, gathering)
+      self._weights = jax.block_until_ready(weights)
+      self._sync_bytes = _bytes_beside(params, copies) if lora.has_adapter(params) else None
       self._version = version
       if not self._options.unmerged:
         self._merged_share.measure(params)
@@ -232,19 +229,23 @@ class JaxSampler:
       self._gathering = local_weights.Gathering(params, self._options)
     return self._gathering
 
-  def _copied(self, params: Any, gathering: local_weights.Gathering | None) -> decoding.Weights:
-    """Returns the sampler's copy of parameters; of a base that it has copied before, that copy."""
+  def _copied(
+    self, params: Any, gathering: local_weights.Gathering | None
+  ) -> tuple[decoding.Weights, Any]:
+    """Returns the sampler's weights, and those of their arrays that are not an earlier copy."""
     if not self._options.unmerged:
       self._kept = None
-      return self._copied_whole(params, gathering)
+      weights = self._copied_whole(params, gathering)
+      return weights, weights
     base = lora.base_of(params)
     if self._kept is None or not self._kept.is_of(base):
       self._kept = None  # freed first.
       weights = self._copied_whole(params, gathering)
       self._kept = _Kept(base, dataclasses.replace(weights, adapters=[]))
-      return weights
+      return weights, weights
     copy = decoding.adapters if gathering is None else gathering.adapters
-    return dataclasses.replace(self._kept.weights, adapters=copy(params, self._options))
+    adapters = copy(params, self._options)
+    return dataclasses.replace(self._kept.weights, adapters=adapters), adapters
 
   def _copied_whole(
     self, params: Any, gathering: local_weights.Gathering | None
@@ -256,8 +257,8 @@ class JaxSampler:
 
   def metrics(self) -> dict[str, float]:
     """Returns what weights with an adapter have cost and lost; empty for other weights."""
-    exchanged = {} if self._exchanged_bytes is None else {_EXCHANGED: float(self._exchanged_bytes)}
-    return {**exchanged, **self._merged_share.metrics()}
+    synced = {} if self._sync_bytes is None else {_SYNC_BYTES: float(self._sync_bytes)}
+    return {**synced, **self._merged_share.metrics()}
 
   def release(self) -> None:
     """Frees the copies of the weights until the next `load_weights`, and caches except on CPUs.
@@ -482,7 +483,7 @@ class _Kept:
 
 
 def _bytes_beside(known: Any, arrays: Any) -> int:
-  """Returns the bytes on this process of those arrays that are not among the known ones."""
+  """Returns the bytes on this process of arrays, without those that are among the known ones."""
   ids = set(map(id, jax.tree.leaves(known)))
   new = {id(x): x for x in jax.tree.leaves(arrays) if id(x) not in ids}
   return sum(part.data.nbytes for x in new.values() for part in x.addressable_shards)

@@ -143,11 +143,6 @@ METRICS: dict[str, Definition] = {
     "count", "servers replaced since the run was started or resumed", "0"
   ),
   "engine/retries": Definition("count", "requests sent again since then", "0"),
-  "lora/exchanged_bytes": Definition(
-    "bytes",
-    "copied for the embedded sampler of this process at the newest sync; with"
-    " model.lora.sync='adapter' the base once, then the adapter",
-  ),
   "lora/merged_share": Definition(
     "share",
     "part of the adapter that is left where merged weights are rounded, at the newest sync: "
@@ -417,6 +412,11 @@ METRICS: dict[str, Definition] = {
     "s", "time that XLA took for them; times of parallel compilations add up", "0 after the first"
   ),
   "perf/env/*": Definition("count", "work of an environment's workers since the process started"),
+  "perf/sync_bytes": Definition(
+    "bytes",
+    "copied for the embedded sampler of this process at the newest sync; with"
+    " model.lora.sync='adapter' the base once, then the adapter",
+  ),
   "perf/peak_rss_gib": Definition(
     "GiB", "highest host memory of the process so far; of several, the main one", "level"
   ),

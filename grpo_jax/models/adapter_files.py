@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.files import atomic
-from grpo_jax.models import export, files, lora, safetensors
+from grpo_jax.models import export, files, lora, merged_tensors, safetensors
 from grpo_jax.models.config import MOST_LAYERS, ModelConfig
 from grpo_jax.models.errors import MissingModel, ModelError
 from grpo_jax.models.fields import Fields, short
@@ -152,6 +152,21 @@ def to_write(
   ]
 
 
+def stored_to_write(
+  adapter: merged_tensors.StoredAdapter, config: ModelConfig, *, dtype: Any = np.float32
+) -> list[safetensors.ToWrite]:
+  """Returns the same tensors as `to_write`, read from files one at a time without devices."""
+  made = np.dtype(dtype)
+
+  def read(each: Stored) -> np.ndarray:
+    return np.ascontiguousarray(adapter.read(each.kernel, each.part, each.layer).T, made)
+
+  return [
+    safetensors.ToWrite(each.name, each.shape, made, functools.partial(read, each))
+    for each in stored(config, adapter.options)
+  ]
+
+
 class _Fetched:
   """The leaves of an adapter on the host, one at a time."""
 
@@ -188,6 +203,16 @@ def options(folder: str | pathlib.Path) -> lora.Options:
       layers.
   """
   return _open(pathlib.Path(folder).expanduser())[0]
+
+
+def base_of(folder: str | pathlib.Path) -> str | None:
+  """Returns the name or folder of the base that adapter_config.json names; None: it names none.
+
+  Raises:
+    MissingModel, ModelError: The file is missing or damaged.
+  """
+  file = pathlib.Path(folder).expanduser() / CONFIG_FILE
+  return Fields(files.read_json(file), str(file)).string("base_model_name_or_path")
 
 
 def look(folder: str | pathlib.Path, config: ModelConfig) -> lora.Options:
@@ -243,11 +268,15 @@ def by_leaf(config: ModelConfig, options: lora.Options) -> dict[tuple[str, str],
 
 
 class FolderAdapter:
-  """The adapter of a PEFT folder as a `merged_tensors.StoredAdapter`."""
+  """The adapter of a PEFT folder as a `merged_tensors.StoredAdapter`.
+
+  These files do not say how its base was rounded, so it is used as it is.
+  """
 
   def __init__(self, folder: str | pathlib.Path, config: ModelConfig):
     """Opens and checks a folder; raises as `look`."""
-    self._options, self._tensors = _checked(pathlib.Path(folder).expanduser(), config)
+    found, self._tensors = _checked(pathlib.Path(folder).expanduser(), config)
+    self._options = dataclasses.replace(found, base_dtype="float32")
 
   @property
   def options(self) -> lora.Options:
@@ -255,7 +284,11 @@ class FolderAdapter:
     return self._options
 
   def read(self, kernel: str, part: str, layer: int) -> np.ndarray:
-    """Returns A [i r] or B [r o] of a kernel in a layer, in float32; raises as `adapter_files.read`."""
+    """Returns A [i r] or B [r o] of a kernel in a layer, in float32.
+
+    Raises:
+      ModelError: A value is not finite.
+    """
     return _layer(self._tensors, _tensor_name(kernel, layer, part), np.float32)
 
 

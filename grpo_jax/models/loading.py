@@ -239,7 +239,8 @@ def read_params(
 def form_of(leaf: leaves.Leaf, dtypes: Dtypes) -> Any:
   """Returns the dtype of a leaf, or its format of `quantized`."""
   own = dtypes.get(leaf.kind, np.float32) if isinstance(dtypes, Mapping) else dtypes
-  return own if own in quantized.FORMATS.values() else np.dtype(own)
+  is_format = any(own is form for form in quantized.FORMATS.values())
+  return own if is_format else np.dtype(own)
 
 
 def described(leaf: leaves.Leaf, sharding: Any, dtypes: Dtypes) -> Any:
@@ -263,14 +264,17 @@ def described(leaf: leaves.Leaf, sharding: Any, dtypes: Dtypes) -> Any:
 
 
 def rounded(rows: np.ndarray, leaf: leaves.Leaf, *, dtypes: Dtypes) -> np.ndarray:
-  """Returns values of a tensor as `load` would round them, in float32 on the host.
+  """Returns values of a tensor as `load` would round or quantise them, in float32 on the host.
 
   Args:
     rows: Rows of the tensor, as in the file.
     leaf: Leaf that the tensor is of.
     dtypes: Dtypes as in `load`.
   """
-  return rows.astype(dtype_of(leaf, dtypes)).astype(np.float32)
+  form = form_of(leaf, dtypes)
+  if isinstance(form, np.dtype):
+    return rows.astype(form).astype(np.float32)
+  return quantized.on_host(quantized.quantize(rows.T, form)).T
 
 
 def _read_leaf(

@@ -1,7 +1,7 @@
-"""The weights of a base with an adapter, merged one tensor at a time on the host. Pure."""
+"""The weights of a base with an adapter, merged one tensor at a time on the host (I/O)."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.safetensors import Tensors
 
 
+@runtime_checkable
 class StoredAdapter(Protocol):
   """An adapter in a file, read one layer at a time."""
 

@@ -146,7 +146,7 @@ class Products:
       The sums, rounded once if `out_dtype` is not float32. The cotangent of an operand has the
       operand's own dtype, and is rounded once to it.
     """
-    return _einsum(spec, self.compute_dtype, jnp.dtype(out_dtype), x, y)
+    return _einsum(spec, self.compute_dtype, jnp.dtype(out_dtype), False, x, y)
 
   def dots(
     self,
@@ -277,7 +277,7 @@ class Products:
   def dot(
     self,
     x: Float[Array, "..."],
-    w: Float[Array, "i o"] | OutputMajor,
+    w: Float[Array, "i o"] | OutputMajor | quantized.Quantized,
     out_dtype: Any = jnp.float32,
   ) -> Array:
     """Returns x @ w over the last axis of x; see `contract` for the dtypes.
@@ -295,34 +295,41 @@ class Products:
     rest = "abcdefg"[: x.ndim - 1]
     if isinstance(w, OutputMajor):
       return jnp.moveaxis(self.contract(f"oi,{rest}i->o{rest}", w.array, x, out_dtype), 0, -1)
-    return self.contract(f"{rest}i,io->{rest}o", x, w, out_dtype)
+    spec = f"{rest}i,io->{rest}o"
+    return _einsum(spec, self.compute_dtype, jnp.dtype(out_dtype), True, x, w)
 
 
 FLOAT32 = Products()
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _einsum(spec: str, dtype: Any, out_dtype: Any, x: Any, y: Any) -> Array:
-  x, y = (quantized.dequantized(factor, dtype) for factor in (x, y))
-  return accumulated.einsum(spec, x, y, out_dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _einsum(spec: str, dtype: Any, out_dtype: Any, has_kernel: bool, x: Any, y: Any) -> Array:
+  return accumulated.einsum(spec, x.astype(dtype), _read(y, dtype, has_kernel), out_dtype)
 
 
-def _einsum_forward(spec: str, dtype: Any, out_dtype: Any, x: Any, y: Any):
+def _read(y: Any, dtype: Any, is_kernel: bool) -> Array:
+  """Returns the second factor in the compute dtype."""
+  return quantized.of_layer(y, dtype) if is_kernel else y.astype(dtype)
+
+
+def _einsum_forward(spec: str, dtype: Any, out_dtype: Any, has_kernel: bool, x: Any, y: Any):
   """Returns the product, and each factor that the gradient of the other needs.
 
-  A factor is kept in the compute dtype. If it is not differentiated itself it is kept as it is
-  given, since a scan over layers need not copy such an array, and is rounded again.
+  Factors are kept in the compute dtype, except a kernel that is not differentiated: it is kept as
+  it is stored, which a scan over layers need not copy, and read again.
   """
   (needs_dx, needs_dy), (x, y) = wanted.split(x, y)
-  rounded_x, rounded_y = (quantized.dequantized(factor, dtype) for factor in (x, y))
-  kept_x = (rounded_x if needs_dx else x) if needs_dy else None
-  kept_y = (rounded_y if needs_dy else y) if needs_dx else None
+  rounded_x, rounded_y = x.astype(dtype), _read(y, dtype, has_kernel)
+  kept_x = rounded_x if needs_dy else None
+  kept_y = (rounded_y if needs_dy or not has_kernel else y) if needs_dx else None
   like_x = jnp.zeros(0, x.dtype) if needs_dx else None
   like_y = jnp.zeros(0, y.dtype) if needs_dy else None
   return accumulated.einsum(spec, rounded_x, rounded_y, out_dtype), (kept_x, kept_y, like_x, like_y)
 
 
-def _einsum_backward(spec: str, dtype: Any, out_dtype: Any, residuals, cotangent: Any):
+def _einsum_backward(
+  spec: str, dtype: Any, out_dtype: Any, has_kernel: bool, residuals, cotangent: Any
+):
   """Returns the cotangents of both factors: products that read the same settled array."""
   del out_dtype  # the cotangent has this dtype.
   x, y, like_x, like_y = residuals
@@ -332,11 +339,10 @@ def _einsum_backward(spec: str, dtype: Any, out_dtype: Any, residuals, cotangent
   left, right = operands.split(",")
   g, dx, dy = settled.settle(cotangent.astype(dtype)), None, None
   if like_x is not None:
-    other = quantized.dequantized(y, dtype)
+    other = _read(y, dtype, has_kernel and like_y is None)
     dx = accumulated.einsum(f"{out},{right}->{left}", g, other, like_x.dtype)
   if like_y is not None:
-    other = quantized.dequantized(x, dtype)
-    dy = accumulated.einsum(f"{left},{out}->{right}", other, g, like_y.dtype)
+    dy = accumulated.einsum(f"{left},{out}->{right}", x, g, like_y.dtype)
   return dx, dy
 
 

@@ -20,6 +20,7 @@ from grpo_kernels import rounding
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from grpo_jax.models import settled
 from grpo_jax.models.errors import ModelError
 
 BLOCK = 64  # inputs that share a scale of nf4.
@@ -99,6 +100,7 @@ def dequantized(kernel: Any, dtype: Any = jnp.float32) -> Array:
     kernel: Kernel [.. i o]: an array, `Int8` or `Nf4`.
     dtype: Dtype of the result: float32 or bfloat16.
   """
+  kernel = jax.tree.map(jnp.asarray, kernel)
   if isinstance(kernel, Int8):
     return rounding.written(kernel.codes.astype(jnp.float32) * kernel.scale, dtype)
   if isinstance(kernel, Nf4):
@@ -106,6 +108,38 @@ def dequantized(kernel: Any, dtype: Any = jnp.float32) -> Array:
     scale = jnp.repeat(kernel.scale, BLOCK, axis=-2)[..., :inputs, :]
     return rounding.written(_looked_up(_unpacked(kernel.codes)) * scale, dtype)
   return kernel.astype(dtype)
+
+
+def on_host(kernel: Any) -> Float[np.ndarray, "..."]:
+  """Returns the values of a quantised kernel of NumPy arrays, in float32: those of `dequantized`.
+
+  No device takes part.
+
+  Args:
+    kernel: Kernel [.. i o], as `quantize` returns it.
+  """
+  if isinstance(kernel, Int8):
+    return kernel.codes.astype(np.float32) * kernel.scale
+  *before, inputs, outputs = kernel.shape
+  pairs = np.stack([kernel.codes & 15, kernel.codes >> 4], axis=-2)
+  codes = pairs.reshape(*before, inputs, outputs)
+  scale = np.repeat(kernel.scale, BLOCK, axis=-2)[..., :inputs, :]
+  return np.asarray(NF4_VALUES, np.float32)[codes] * scale
+
+
+def of_layer(kernel: Any, dtype: Any) -> Array:
+  """Returns what `dequantized` does, for a frozen kernel of one layer in a scan over the layers.
+
+  A barrier keeps compilers from converting the whole stack ahead of the scan, which would hold the
+  base once more in a larger dtype. XLA for CPUs multiplies bfloat16 in float32, so it would do that
+  even where nothing is converted here.
+  """
+  is_array = not isinstance(kernel, Quantized)
+  if is_array and kernel.dtype == jnp.float32:
+    return kernel.astype(dtype)
+  if is_array and kernel.dtype == dtype:
+    return settled.settle(kernel)
+  return dequantized(jax.lax.optimization_barrier(kernel), dtype)
 
 
 def quantize(kernel: Float[np.ndarray, "..."], form: Format) -> Any:
@@ -243,8 +277,7 @@ def _divisor(scale: np.ndarray) -> np.ndarray:
 def _unpacked(codes: Array) -> Array:
   """Returns the codes [.. i o] of bytes [.. i/2 o]."""
   *before, pairs, outputs = codes.shape
-  shifts = jnp.array([0, 4], jnp.uint8)[:, None]
-  both = (codes[..., :, None, :] >> shifts) & 15
+  both = jnp.stack([codes & 15, codes >> 4], axis=-2)
   return both.reshape(*before, 2 * pairs, outputs)
 
 

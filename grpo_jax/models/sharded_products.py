@@ -44,18 +44,17 @@ class _Weight:
   def whole(self, part: Any, dtype: Any) -> Array:
     """Returns the weight as products need it, gathered and rounded.
 
-    A quantised weight is gathered as codes and scales.
+    A weight that is stored in fewer bits is gathered as it is stored.
     """
     axis, dim = self.gathered or (None, 0)
-    if not isinstance(part, quantized.Quantized):
+    if not isinstance(part, quantized.Quantized) and part.dtype in (jnp.float32, dtype):
       return collectives.gathered(part, axis, dim=dim, dtype=dtype)
 
     def gathered(field: Array, spec: PartitionSpec) -> Array:
       over = axis if spec[dim] == axis else None
       return collectives.gathered(field, over, dim=dim, dtype=field.dtype)
 
-    fields = jax.tree.map(gathered, part, self.of_stored(part))
-    return quantized.dequantized(fields, dtype)
+    return quantized.of_layer(jax.tree.map(gathered, part, self.of_stored(part)), dtype)
 
   def of_stored(self, weight: Any) -> Any:
     """Returns the partition of a stored weight, or of each field of a quantised one."""

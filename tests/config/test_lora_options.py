@@ -125,6 +125,10 @@ def test_what_is_left_out_on_purpose_says_why(field, reason):
     configuration.override(config, {name: 0.1})
   with pytest.raises(AttributeError, match=reason):
     setattr(config.model.lora, field, 0.1)
+  in_file = configs.base.get_config()
+  in_file.model.lora[field] = 0.1
+  (found,) = [x for x in train.validate(in_file) if "lora" in x]
+  assert reason in found
 
 
 # --- an adapter folder ---

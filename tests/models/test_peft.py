@@ -1,5 +1,7 @@
 """Adapters as PEFT folders: PEFT's own models, of torch, compute what ours do."""
 
+import dataclasses
+import functools
 import pathlib
 import subprocess
 import sys
@@ -10,7 +12,7 @@ import peft
 import pytest
 import torch
 
-from grpo_jax.models import adapter_files, export, lora, products, transformer
+from grpo_jax.models import adapter_files, export, lora, safetensors, transformer
 from tests.models import tiny
 
 # PEFT 0.21 uses names that transformers 5 has renamed.
@@ -39,90 +41,113 @@ def our_logits(loaded, adapter, scale):
   return _run(joined, loaded.config)
 
 
-@tiny.functools.partial(tiny.jit, static_argnums=1)
+@functools.partial(tiny.jit, static_argnums=1)
 def _run(params, config):
   hidden = transformer.hidden_states(params, config, *tiny.plain(TOKENS))
   head, layout = transformer.head(params, config)
   return hidden @ (head.T if layout == "vd" else head)
 
 
-def their_logits(base, folder):
-  """Returns PEFT's logits with an adapter, and those of the weights that PEFT merges."""
-  model = peft.PeftModel.from_pretrained(base, folder)
-  unmerged = tiny.hf_logits(model, TOKENS)
-  return unmerged, tiny.hf_logits(model.merge_and_unload(), TOKENS)
-
-
-@pytest.mark.parametrize(
-  ("targets", "stabilized"),
-  [(("all",), False), (("all",), True), (("q", "v"), False), (("mlp.*",), True), (("o",), False)],
-  ids=str,
-)
-def test_peft_computes_the_logits_of_our_folder(base, targets, stabilized, tmp_path):
+def test_peft_computes_the_logits_of_our_folder(base, tmp_path):
   make, loaded = base
-  options = lora.Options(RANK, 5.0, lora.targets(targets), rank_stabilized=stabilized)
-  adapter = random_adapter(loaded.config, options)
-  adapter_files.write(adapter, loaded.config, options, tmp_path, base="base")
-  ours = our_logits(loaded, adapter, options.scale)
-  for theirs in their_logits(make(), tmp_path):
-    assert tiny.relative_error(ours, theirs) < 1e-5
-  bare = our_logits(loaded, adapter, 0.0)
-  assert tiny.relative_error(bare, ours) > 0.01  # the adapter counts.
-  read = adapter_files.read(tmp_path, loaded.config)
-  assert jax.tree.all(jax.tree.map(np.array_equal, read, adapter))
-  found = adapter_files.look(tmp_path, loaded.config)
-  assert found == adapter_files.options(tmp_path)
-  assert found.scale == pytest.approx(options.scale, rel=1e-15)
-  assert (found.rank, found.targets) == (RANK, options.targets)
-
-
-@pytest.mark.parametrize("kernel", lora.MODULES)
-def test_peft_finds_each_kernel_alone(kernel, tmp_path):
-  options = lora.Options(RANK, targets=(kernel,))
-  loaded = tiny.saved(tiny.hf_model("llama", num_hidden_layers=1), tmp_path / "base")
+  options = lora.Options(RANK, 5.0, rank_stabilized=True)
   adapter = random_adapter(loaded.config, options)
   adapter_files.write(adapter, loaded.config, options, tmp_path / "adapter", base="base")
-  unmerged, _ = their_logits(tiny.hf_model("llama", num_hidden_layers=1), tmp_path / "adapter")
-  assert tiny.relative_error(our_logits(loaded, adapter, options.scale), unmerged) < 1e-5
+  ours = our_logits(loaded, adapter, options.scale)
+  model = peft.PeftModel.from_pretrained(make(), tmp_path / "adapter")
+  assert tiny.relative_error(ours, tiny.hf_logits(model, TOKENS)) < 1e-5
+  with model.disable_adapter():
+    assert tiny.relative_error(tiny.hf_logits(model, TOKENS), ours) > 0.1  # the adapter counts.
+  merged = model.merge_and_unload()
+  assert tiny.relative_error(ours, tiny.hf_logits(merged, TOKENS)) < 1e-5
+
+  joined = lora.join(loaded.params, adapter, options.scale)
+  export.to_huggingface(joined, loaded.config, tmp_path / "export")
+  exported = safetensors.open_folder(tmp_path / "export")
+  theirs = merged.state_dict()
+  for name in exported.shapes:
+    assert tiny.relative_error(exported.read(name), theirs[name].numpy()) < 1e-6, name
 
 
-@pytest.mark.parametrize(
-  "options",
-  [
-    {"target_modules": "all-linear"},
-    {"target_modules": ["q_proj", "mlp.up_proj"], "use_rslora": True},
-    {"target_modules": r".*\.(k_proj|down_proj)", "lora_dropout": 0.5},
-    {"target_modules": ["o_proj"], "init_lora_weights": "gaussian"},
-    {"target_modules": "all-linear", "exclude_modules": ["gate_proj", "self_attn.q_proj"]},
-  ],
-  ids=str,
-)
-def test_ours_computes_the_logits_of_an_adapter_of_peft(base, options, tmp_path):
-  make, loaded = base
+@pytest.mark.parametrize("without", [False, True])
+@pytest.mark.parametrize("kernel", lora.MODULES)
+def test_peft_finds_every_kernel(kernel, without, one_layer, tmp_path):
+  """A kernel alone, and all the others: what PEFT adds to each weight is s A B."""
+  targets = tuple(each for each in lora.MODULES if (each == kernel) != without)
+  options = lora.Options(RANK, 5.0, targets)
+  adapter = random_adapter(one_layer.config, options)
+  adapter_files.write(adapter, one_layer.config, options, tmp_path, base="base")
+  model = peft.PeftModel.from_pretrained(tiny.hf_model("llama", num_hidden_layers=1), tmp_path)
+  found = deltas(model)
+  assert {*found} == {*targets}
+  for each in targets:
+    wanted = options.scale * adapter[each]["a"][0] @ adapter[each]["b"][0]
+    assert tiny.relative_error(found[each], wanted.T) < 1e-6
+  read = adapter_files.read(tmp_path, one_layer.config)
+  assert jax.tree.all(jax.tree.map(np.array_equal, read, adapter))
+  assert adapter_files.look(tmp_path, one_layer.config) == adapter_files.options(tmp_path)
+  assert adapter_files.options(tmp_path) == dataclasses.replace(options, targets=targets)
+
+
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory):
+  return tiny.saved(tiny.hf_model("llama", num_hidden_layers=1), tmp_path_factory.mktemp("one"))
+
+
+def deltas(model):
+  """Returns what PEFT adds to the weights of the first layer, by our names of kernels."""
+  found = {}
+  for kernel, module in lora.MODULES.items():
+    layer = model.get_submodule(f"base_model.model.model.layers.0.{module}")
+    if hasattr(layer, "get_delta_weight"):
+      found[kernel] = layer.get_delta_weight("default").detach().numpy()
+  return found
+
+
+def peft_adapter(base, **options):
+  """Returns a model of PEFT's with a random adapter."""
   made = peft.LoraConfig(r=RANK, lora_alpha=7, task_type="CAUSAL_LM", **options)
-  model = peft.get_peft_model(make(), made).eval()
+  model = peft.get_peft_model(base, made).eval()
   generator = torch.Generator().manual_seed(3)
   with torch.no_grad():
     for name, weight in model.named_parameters():
       if "lora_" in name:
         weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
+  return model
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    {"target_modules": "all-linear", "use_rslora": True},
+    {"target_modules": ["q_proj", "mlp.up_proj"], "use_rslora": True},
+    {"target_modules": r".*\.(k_proj|down_proj)", "lora_dropout": 0.5},
+    {"target_modules": ["o_proj"], "init_lora_weights": "gaussian"},
+    {"target_modules": "all-linear", "exclude_modules": ["gate_proj", "self_attn.q_proj"]},
+    {"target_modules": ["model.layers.0.mlp.down_proj", "v_proj"]},
+    {"target_modules": ["q_proj", "v_proj"], "exclude_modules": r".*v_proj"},
+  ],
+  ids=str,
+)
+def test_an_adapter_of_peft_is_read(options, one_layer, tmp_path):
+  model = peft_adapter(tiny.hf_model("llama", num_hidden_layers=1), **options)
+  model.save_pretrained(tmp_path)
+  scale = adapter_files.look(tmp_path, one_layer.config).scale
+  adapter = adapter_files.read(tmp_path, one_layer.config)
+  wanted = deltas(model)
+  assert {*adapter} == {*wanted}
+  for kernel, own in adapter.items():
+    found = scale * np.asarray(own["a"][0]) @ np.asarray(own["b"][0])
+    assert tiny.relative_error(found.T, wanted[kernel]) < 1e-6
+
+
+def test_ours_computes_the_logits_of_an_adapter_of_peft(base, tmp_path):
+  make, loaded = base
+  model = peft_adapter(make(), target_modules="all-linear")
   model.save_pretrained(tmp_path)
   adapter = adapter_files.read(tmp_path, loaded.config)
   ours = our_logits(loaded, adapter, adapter_files.options(tmp_path).scale)
   assert tiny.relative_error(ours, tiny.hf_logits(model, TOKENS)) < 1e-5
-
-
-def test_merged_exports_have_the_logits_of_what_peft_merges(base, tmp_path):
-  make, loaded = base
-  options = lora.Options(RANK, 5.0)
-  adapter = random_adapter(loaded.config, options)
-  adapter_files.write(adapter, loaded.config, options, tmp_path / "adapter", base="base")
-  joined = lora.join(loaded.params, adapter, options.scale)
-  export.to_huggingface(joined, loaded.config, tmp_path / "export")
-  ours = tiny.models.load(tmp_path / "export")
-  assert not any(isinstance(x, products.LowRank) for x in ours.params["layers"].values())
-  _, merged = their_logits(make(), tmp_path / "adapter")
-  assert tiny.relative_error(_run(ours.params, ours.config), merged) < 1e-5
 
 
 GRADIENTS = """

@@ -70,7 +70,7 @@ def sampled():
     engine.load_weights(earlier, version=2)
     engine.release()
     engine.load_weights(params, version=3)
-    exchanged = engine.metrics()["lora/exchanged_bytes"]
+    exchanged = engine.metrics()["perf/sync_bytes"]
     late = len(compiled) if processes.count() > 1 else 0
     sample = stream.Sampler(
       engine=engine,

@@ -10,10 +10,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 import configs.base
+import grpo_jax
 from grpo_jax import train
-from grpo_jax.building import adapter
+from grpo_jax.building import adapter, exporting
 from grpo_jax.config import configuration
-from grpo_jax.models import loading, tiny
+from grpo_jax.models import adapter_files, loading, tiny
 
 RANK, SCALE = 2, 2.0
 KERNELS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -126,6 +127,30 @@ def test_a_checkpoint_says_of_what_it_is_the_adapter(workdir, model):
     "rank_stabilized": False,
     "base_dtype": "float32",
   }
+
+
+def test_the_adapter_is_written_beside_the_export(workdir, model):
+  stored = stored_adapter(workdir, 2)
+  found = adapter_files.read(workdir / "adapter", loading.read_config(model))
+  for name in KERNELS:
+    for part in "ab":
+      np.testing.assert_array_equal(found[name][part], stored[f"params.{name}.{part}"])
+  options = adapter_files.options(workdir / "adapter")
+  assert (options.rank, options.scale, options.targets) == (RANK, SCALE, tuple(KERNELS))
+  assert adapter_files.base_of(workdir / "adapter") == str(model.resolve())
+
+
+def test_a_checkpoint_is_read_as_the_export_was_written(workdir, model, tmp_path):
+  """By hand on the host, and by the object of the run on the devices."""
+  wanted = loading.load(workdir / "export").params
+  exporting.run(f"{workdir}:2", tmp_path / "again")
+  for found in (loading.load(tmp_path / "again").params, grpo_jax.open(workdir).params):
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+      np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+  alone = exporting.run(f"{workdir}:2", tmp_path / "alone", only_adapter=True).folder
+  for path in (workdir / "adapter").iterdir():
+    assert (alone / path.name).read_bytes() == path.read_bytes()
 
 
 def test_the_engine_samples_from_the_full_weights(lines):
