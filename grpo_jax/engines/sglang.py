@@ -54,6 +54,8 @@ from grpo_jax.processes import elsewhere
 
 _log = logging.getLogger(__name__)
 
+_CPU_WIDTH = 32  # of SGLang's padding: configs/update_config.py.
+
 # Keeps TF32 out of the servers' float32 products: of NVIDIA's libraries, and of Triton's kernels,
 # which round to it by default, SGLang's deterministic products and its attention among them.
 _EXACT = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
@@ -417,6 +419,8 @@ def make(
       context_length=config.max_position_embeddings,
       adapter=adapter,
     )
+    if adapter is not None:
+      _refuse_padded(launch, config)
     _check_launch(launch, chosen.servers, key or "")
     _log.info(
       "starting SGLang (%d x %s), logs: %s", chosen.servers, launch.device, launch.log_folder
@@ -470,6 +474,17 @@ def _refuse(chosen: SGLangOptions, config: ModelConfig) -> None:
       "this model has sliding windows or layers without rotary embeddings, and SGLang is not known"
       " to compute these as the trainer does (its Qwen2 ignores windows):"
       " use engine.name='jax_sampler'"
+    )
+
+
+def _refuse_padded(launch: LaunchOptions, config: ModelConfig) -> None:
+  """Raises ValueError for a model that SGLang pads on a CPU, where its adapters then do not fit."""
+  width = config.intermediate_size
+  if launch.device == "cpu" and launch.command is None and width % _CPU_WIDTH:
+    raise ValueError(
+      "model.lora.sync='adapter' cannot work with SGLang on a CPU and this model: SGLang pads its"
+      f" intermediate_size to a multiple of {_CPU_WIDTH}, but not its adapters; it is {width}. Set"
+      " model.lora.sync='merged', or use engine.name='jax_sampler'"
     )
 
 

@@ -8,8 +8,10 @@ import psutil
 import pytest
 
 from grpo_jax import engines
+from grpo_jax.engines import server_process
 from grpo_jax.engines.fleet import Fleet
 from grpo_jax.engines.server import FleetError, Options, Server
+from grpo_jax.models import lora
 from tests.engines import sglang_fixtures, tiny
 
 
@@ -54,6 +56,13 @@ def test_an_address_where_nobody_listens_stops_the_run_and_says_why(make):
   with make(addresses=("http://127.0.0.1:9",), start_timeout_s=1.0) as engine:
     with pytest.raises(FleetError, match=r"not healthy within 1 s \(.*127.0.0.1:9.*Connect"):
       load(engine)
+
+
+def test_a_model_that_sglang_pads_on_a_cpu_is_refused_for_adapters(make, monkeypatch):
+  monkeypatch.setattr(server_process, "check", lambda *arguments, **options: None)
+  with pytest.raises(ValueError, match="intermediate_size to a multiple of 32, .* it is 40"):
+    make(adapter=lora.Options(rank=2))
+  make(sys.executable, "-c", "input()", adapter=lora.Options(rank=2)).close()
 
 
 @pytest.mark.parametrize(

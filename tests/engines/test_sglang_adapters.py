@@ -25,10 +25,11 @@ from tests.engines.sglang_fixtures import collect
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
-CONFIG = tiny.config()
+CONFIG = tiny.config(intermediate_size=64)  # see `sglang._refuse_padded`.
 OPTIONS = lora.Options(rank=4, alpha=8.0)
 LOAD, GENERATE, MODELS = "/load_lora_adapter", "/generate", "/v1/models"
 PATIENCE = {"health_every_s": 1.0, "health_timeout_s": 20.0, "control_timeout_s": 60.0}
+PATIENCE["start_timeout_s"] = 60.0
 
 
 def weights(seed, *, options=OPTIONS, strength=0.3):
@@ -64,10 +65,15 @@ def check(generations, requests, *, version, params):
 
 
 @pytest.fixture(scope="module")
-def server(sglang_model, tmp_path_factory):
+def model(tmp_path_factory):
+  return sglang_fixtures.write_model(tmp_path_factory.mktemp("sglang") / "model", config=CONFIG)
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
   """A server for adapters of a rank that is larger than that of the tests."""
   needed = served_adapter.arguments(lora.Options(rank=8))
-  server = sglang_fixtures.start(sglang_model, tmp_path_factory.mktemp("servers"), arguments=needed)
+  server = sglang_fixtures.start(model, tmp_path_factory.mktemp("servers"), arguments=needed)
   try:
     eventually(lambda: answers(server), timeout_s=280.0)
     yield server
@@ -83,14 +89,14 @@ def proxy(server):
 
 
 @pytest.fixture
-def make(proxy, sglang_model, tmp_path):
+def make(proxy, model, tmp_path):
   """Returns a function that makes an engine which speaks through the proxy."""
   made = []
 
   def make(*, adapter=OPTIONS, **settings):
-    settings = {"addresses": (proxy.address,), **PATIENCE, **settings}
+    settings = {"addresses": (proxy.address,), "adapter": adapter, **PATIENCE, **settings}
     folder = tmp_path / f"run{len(made)}"
-    engine = sglang_fixtures.make(sglang_model, folder, version=None, adapter=adapter, **settings)
+    engine = sglang_fixtures.make(model, folder, version=None, config=CONFIG, **settings)
     made.append(engine)
     return engine
 
