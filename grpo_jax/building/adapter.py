@@ -12,7 +12,7 @@ from grpo_jax.building import agreements
 from grpo_jax.building.computation import Computation
 from grpo_jax.config import lora_options
 from grpo_jax.config.configuration import ConfigError
-from grpo_jax.models import leaves, loading, lora, safetensors
+from grpo_jax.models import adapter_files, leaves, loading, lora
 from grpo_jax.run_folder.checkpointing import Checkpoints
 
 _log = logging.getLogger(__name__)
@@ -54,8 +54,6 @@ def check(config: Config, folder: pathlib.Path) -> None:
   if small:
     _log.warning("model.lora.rank=%d is larger than needed for %s", options.rank, shown)
   if config.model.lora.path is not None:
-    from grpo_jax.models import adapter_files
-
     try:
       adapter_files.look(_path(config), model)
     except ValueError as error:
@@ -70,8 +68,6 @@ def read(config: Config, made: Computation) -> Any:
   """
   if config.model.lora.path is None:
     return None
-  from grpo_jax.models import adapter_files
-
   return adapter_files.read(_path(config), made.model, sharding=made.trainable_shardings)
 
 
@@ -92,7 +88,7 @@ def facts(config: Config, folder: pathlib.Path) -> dict[str, Any]:
   return {
     FACT: {
       "base": str(folder.resolve()),
-      "base_digest": _digest_of(folder),
+      "base_digest": agreements.digest_of_weights(folder),
       "rank": options.rank,
       "alpha": options.alpha,
       "targets": list(lora.targets(options.targets)),
@@ -100,12 +96,6 @@ def facts(config: Config, folder: pathlib.Path) -> dict[str, Any]:
       "base_dtype": options.base_dtype,
     }
   }
-
-
-def _digest_of(folder: pathlib.Path) -> str:
-  """Returns the digest of the files of weights in a folder, in the order of their names."""
-  files = {entry.file for entry in safetensors.open_folder(folder).entries.values()}
-  return agreements.digest_of_all(sorted(files))
 
 
 def check_same(checkpoints: Checkpoints, facts: Mapping[str, Any]) -> None:

@@ -29,6 +29,7 @@ from grpo_jax import data, processes, registry
 from grpo_jax.config import configuration
 from grpo_jax.data import file_cache, sources
 from grpo_jax.files import fetched, local_paths, manifest
+from grpo_jax.models import safetensors
 from grpo_jax.types import Prompt
 
 _log = logging.getLogger(__name__)
@@ -278,7 +279,7 @@ def _of_input(name: str, value: str) -> tuple[str, str] | None:
       return value, f"{value} (no such file)"
     else:
       return None
-  except (OSError, ValueError) as error:  # a text is no name of a file; storage does not answer.
+  except (OSError, ValueError) as error:  # a string that names no file; storage without an answer.
     if not is_path:
       return None
     return f"{value}: {error}", f"{value} ({error})"
@@ -332,6 +333,16 @@ def digest_of(path: pathlib.Path) -> str:
 def digest_of_all(paths: Iterable[pathlib.Path]) -> str:
   """Returns one digest of several files, in this order; raises as `digest_of`."""
   return _digest(*(digest_of(path).encode() for path in paths))
+
+
+def digest_of_weights(folder: pathlib.Path) -> str:
+  """Returns one digest of the files of weights in a model's folder, in the order of their names.
+
+  Raises:
+    MissingModel, ModelError: The folder has no weights, or they are damaged.
+  """
+  files = {entry.file for entry in safetensors.open_folder(folder).entries.values()}
+  return digest_of_all(sorted(files))
 
 
 def _sampled(path: pathlib.Path) -> str:

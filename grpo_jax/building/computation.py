@@ -94,6 +94,7 @@ class Computation:
     copy: Program (full weights) → a copy of them.
     follow: Program (reference, full weights) → the next reference; None: it never changes.
     teacher: Teacher in the trainer; None: there is none, or servers have it.
+    measure: Programs that measure the adapter; None: every weight is trained.
   """
 
   config: Config
@@ -115,6 +116,7 @@ class Computation:
   copy: Program
   follow: Program | None = None
   teacher: Teacher | None = None
+  measure: adapters.Watch | None = None
 
   @property
   def shardings(self) -> Any:
@@ -189,6 +191,8 @@ class Computation:
       found.append(self.follow.job(self.full, self.full))
     if self.composition is not None:
       found += self.composition.jobs()
+    if self.measure is not None:
+      found += self.measure.jobs(weights)
     found.append(self.initialize.job(state.params))
     if has_ref and not is_composed:
       found.append(self.copy.job(self.full))
@@ -245,6 +249,8 @@ class Computation:
         fetched.append(self.update.selector.fetched(batch))
     if self.config.teacher.urls:  # what its servers score is read from the batch.
       fetched.append(self._batches())
+    if self.composition is not None:  # written alone at the end.
+      fetched.append(self.state.params)
     gathers = arrays.gathers(fetched)
     return [Job(f"gathering {name}", run) for name, run in gathers.items()]
 
@@ -349,6 +355,7 @@ def make(
     copy=_copier(read.shardings),
     follow=_follower(config, read.shardings, composition),
     teacher=None if teacher is None else make_teacher(config, teacher, mesh),
+    measure=None if adapter is None else adapters.Watch(adapter.scale),
   )
 
 

@@ -19,7 +19,7 @@ from grpo_jax.building.computation import Computation
 from grpo_jax.building.groups import make_stream
 from grpo_jax.building.parts import Materials, Parts
 from grpo_jax.building.schedule import Schedule
-from grpo_jax.config import configuration, data_options, modes, run_options
+from grpo_jax.config import configuration, data_options, lora_options, modes, run_options
 from grpo_jax.engines import everywhere
 from grpo_jax.engines.base import Engine
 from grpo_jax.files import atomic
@@ -144,7 +144,8 @@ def build(
     earlier.set_aside(workdir)
   configuration.write(config, workdir / "config.json")
   if processes.is_main():
-    atomic.clear_leftovers(workdir / "export")
+    for name in ("export", "adapter"):
+      atomic.clear_leftovers(workdir / name)
   model = dataclasses.replace(model, params={})  # training consumes them.
   del trainable
   loaded = _Loaded(engine, made, model, scorer, policy, teacher)
@@ -201,6 +202,7 @@ def _bind(
       policy=policy,
       logger=logger,
       reference=_reference_update(config, made),
+      measure=made.measure,
     ),
     evaluate=_evaluating(inputs, policy, parts, logger, timer, start),
     publish=_publishing(inputs, loaded, logger),
@@ -306,6 +308,8 @@ def _publishing(
     max_shard_gb=inputs.config.export.max_shard_gb,
     is_offline=modes.is_offline(inputs.config),
     logger=logger,
+    adapter=lora_options.load(inputs.config),
+    base=model_building.name_of(inputs.config, inputs.folder),
   )
 
 

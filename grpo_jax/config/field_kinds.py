@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_jax import environments
 from grpo_jax.compilation import precision
-from grpo_jax.config import modes
+from grpo_jax.config import modes, sections
 from grpo_jax.data import field_kinds as of_data
 from grpo_jax.data import group_options as offline
 from grpo_jax.engines import base as engines
@@ -246,6 +246,7 @@ def problems(fields: Mapping[str, Any]) -> Iterator[str]:
     elif name not in KINDS and not any(fnmatchcase(name, pattern) for pattern in OPEN):
       is_empty = isinstance(value, Mapping) and not value
       if not is_empty:
-        yield f"there is no field {name}, but it is set to {checked.shown(value)}"
+        unknown = f"there is no field {name}, but it is set to {checked.shown(value)}"
+        yield sections.left_out(name) or unknown
   for environment, settings in of_environments.items():
     yield from environments.problems(environment, settings)

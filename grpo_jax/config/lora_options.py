@@ -1,12 +1,11 @@
 """The options of LoRA, made from `config.model.lora` and checked."""
 
 import dataclasses
-import pathlib
 from collections.abc import Iterator
 from typing import Any, Literal
 
 from grpo_jax.config import configuration
-from grpo_jax.models import lora
+from grpo_jax.models import adapter_files, lora
 from grpo_jax.models.errors import ModelError
 
 # A ConfigDict, whose fields a type checker cannot know.
@@ -116,11 +115,9 @@ def _of_folder(config: Config) -> lora.Options:
   Raises:
     ConfigError: An option is neither the default nor that of the folder.
   """
-  from grpo_jax.models import adapter_files  # only now: other runs read no such files.
-
   section = config.model.lora
   try:
-    found = adapter_files.options(pathlib.Path(section.path).expanduser())
+    found = adapter_files.options(section.path)
   except ModelError as error:
     raise configuration.ConfigError(f"model.lora.path: {error}") from error
   wrong = list(_contradictions(section, found))

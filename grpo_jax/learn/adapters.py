@@ -1,16 +1,20 @@
 """The composition of a policy that trains a LoRA adapter on a frozen base. Pure."""
 
+import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array
 
-from grpo_jax.compilation.programs import Program
+from grpo_jax.compilation.programs import Job, Program
 from grpo_jax.learn import policy, sharding
 from grpo_jax.models import lora, quantized
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.types import Mean, Metrics
 
 
 def composition(
@@ -39,6 +43,66 @@ def composition(
     base=lambda frozen: frozen,
     jobs=lambda: [new.job()],
   )
+
+
+class Watch:
+  """Measures how far an adapter has moved a policy from its base."""
+
+  def __init__(self, scale: float):
+    """Makes the programs; nothing is compiled.
+
+    Args:
+      scale: Factor s of A B.
+    """
+    self._of_adapter = Program(
+      jax.jit(functools.partial(squared_norm, scale=scale)), name="norm of the adapter"
+    )
+    self._of_base = Program(jax.jit(_squared_norm_of_base), name="norm of the base")
+    self._base: float | None = None  # it never changes.
+
+  def jobs(self, weights: policy.Composed) -> list[Job]:
+    """Returns the compilations, for weights of these shapes."""
+    of_base = self._of_base.job(_adapted(weights))
+    return [self._of_adapter.job(weights.trainable), of_base]
+
+  def __call__(self, weights: policy.Composed) -> Metrics:
+    """Returns train/adapter_norm and lora/relative_change."""
+    norm = math.sqrt(float(self._of_adapter(weights.trainable)))
+    if self._base is None:
+      self._base = math.sqrt(float(self._of_base(_adapted(weights))))
+    relative = norm / self._base if self._base else float("nan")
+    return {"train/adapter_norm": Mean(norm, 1.0), "lora/relative_change": Mean(relative, 1.0)}
+
+
+def squared_norm(adapter: Any, *, scale: float) -> Array:
+  """Returns ‖s A B‖² over all kernels as s² tr((AᵀA)(B Bᵀ)): no product of the kernel's size.
+
+  Args:
+    adapter: Adapter; see `lora`.
+    scale: Factor s.
+  """
+  exact = jax.lax.Precision.HIGHEST
+  total = jnp.float32(0)
+  for parts in adapter.values():
+    inner = jnp.einsum("lir,lis->lrs", parts["a"], parts["a"], precision=exact)
+    outer = jnp.einsum("lro,lso->lrs", parts["b"], parts["b"], precision=exact)
+    total += jnp.sum(inner * outer)
+  return scale**2 * jnp.maximum(total, 0.0)  # rounding may make a norm of 0 negative.
+
+
+def _adapted(weights: policy.Composed) -> dict[str, Any]:
+  """Returns the base's kernels with an adapter."""
+  return {name: weights.frozen["layers"][name] for name in weights.trainable}
+
+
+def _squared_norm_of_base(kernels: dict[str, Any]) -> Array:
+  """Returns ‖W‖² over kernels, a layer at a time: never a copy of all in float32."""
+
+  def added(total: Array, kernel: Any) -> tuple[Array, None]:
+    return total + jnp.sum(jnp.square(quantized.dequantized(kernel))), None
+
+  sums = [jax.lax.scan(added, jnp.float32(0), kernel)[0] for kernel in kernels.values()]
+  return sum(sums, start=jnp.float32(0))
 
 
 def read_dtypes(options: lora.Options) -> dict[str, Any]:

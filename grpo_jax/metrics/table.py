@@ -136,6 +136,9 @@ METRICS: dict[str, Definition] = {
   "shaping/overlong_penalty_mean": Definition("reward", "mean overlong penalty, at most 0", "0"),
   "engine/export_s": Definition("s", "time to write the weights for the servers, newest sync"),
   "engine/load_s": Definition("s", "time to load and verify them on all servers, newest sync"),
+  "engine/sync_bytes": Definition(
+    "bytes", "size of what the servers were given at the newest sync: weights, or an adapter"
+  ),
   "engine/restarts": Definition(
     "count", "servers replaced since the run was started or resumed", "0"
   ),
@@ -276,6 +279,14 @@ METRICS: dict[str, Definition] = {
   ),
   "train/grad_norm": Definition(
     "L2 norm", "norm of the gradient, before clipping", "level, finite"
+  ),
+  "train/adapter_norm": Definition(
+    "L2 norm", "norm of s A B over all kernels with an adapter, after the update", "finite"
+  ),
+  "lora/relative_change": Definition(
+    "ratio",
+    "train/adapter_norm divided by the norm of the base's kernels that have an adapter",
+    "< 0.1",
   ),
   "train/skipped_share": Definition(
     "share", "updates skipped because gradients were not finite", "0"

@@ -263,6 +263,20 @@ def described(leaf: leaves.Leaf, sharding: Any, dtypes: Dtypes) -> Any:
   return quantized.described(leaf.shape, form, sharding)
 
 
+def rounded(rows: np.ndarray, leaf: leaves.Leaf, *, dtypes: Dtypes) -> np.ndarray:
+  """Returns values of a tensor as `load` would round or quantise them, in float32 on the host.
+
+  Args:
+    rows: Rows of the tensor, as in the file.
+    leaf: Leaf that the tensor is of.
+    dtypes: Dtypes as in `load`.
+  """
+  form = form_of(leaf, dtypes)
+  if isinstance(form, np.dtype):
+    return rows.astype(form).astype(np.float32)
+  return quantized.on_host(quantized.quantize(rows.T, form)).T
+
+
 def _read_leaf(
   tensors: safetensors.Tensors,
   parts: list[leaves.Stored],

@@ -110,6 +110,23 @@ def dequantized(kernel: Any, dtype: Any = jnp.float32) -> Array:
   return kernel.astype(dtype)
 
 
+def on_host(kernel: Any) -> Float[np.ndarray, "..."]:
+  """Returns the values of a quantised kernel of NumPy arrays, in float32: those of `dequantized`.
+
+  No device takes part.
+
+  Args:
+    kernel: Kernel [.. i o], as `quantize` returns it.
+  """
+  if isinstance(kernel, Int8):
+    return kernel.codes.astype(np.float32) * kernel.scale
+  *before, inputs, outputs = kernel.shape
+  pairs = np.stack([kernel.codes & 15, kernel.codes >> 4], axis=-2)
+  codes = pairs.reshape(*before, inputs, outputs)
+  scale = np.repeat(kernel.scale, BLOCK, axis=-2)[..., :inputs, :]
+  return np.asarray(NF4_VALUES, np.float32)[codes] * scale
+
+
 def of_layer(kernel: Any, dtype: Any) -> Array:
   """Returns what `dequantized` does, for a frozen kernel of one layer in a scan over the layers.
 

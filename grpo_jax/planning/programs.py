@@ -31,7 +31,7 @@ class Arrays:
   """Bytes that the arrays of a run take on one device, without those of its programs.
 
   Attributes:
-    weights: Float32 weights of the model.
+    weights: Weights of the model: float32, or a frozen base and its adapter.
     optimizer: State of the optimizer.
     reference: The frozen reference policy; 0 if the loss needs none.
     sampler: The embedded sampler's copy of the weights, freed before gradients are computed.
@@ -42,6 +42,7 @@ class Arrays:
     gradients: The sum of the gradients; None: as much as the weights.
     teacher: Weights of a teacher in the trainer.
     keeps_caches: Whether the caches stay while gradients are computed, as on CPUs.
+    adapter: The part of the weights that is an adapter; 0: every weight is trained.
   """
 
   weights: int
@@ -54,6 +55,7 @@ class Arrays:
   gradients: int | None = None
   teacher: int = 0
   keeps_caches: bool = False
+  adapter: int = 0
 
   @property
   def always(self) -> int:
@@ -177,6 +179,12 @@ def largest(jobs: Sequence[Job]) -> list[Job]:
   return list(best.values())
 
 
+def smaller(jobs: Sequence[Job]) -> list[Job]:
+  """Returns the jobs of programs in other shapes than those of `largest`."""
+  names = {job.name for job in largest(jobs)}
+  return [job for job in jobs if program_of(job.name) is not None and job.name not in names]
+
+
 def size_of(job: str) -> int:
   """Returns the product of the numbers that a job's name has outside of parentheses."""
   words = job.partition("(")[0].split()
@@ -237,6 +245,7 @@ def _held_by(made: computation.Computation) -> Arrays:
     gradients=bytes_of_device(state.params),
     teacher=0 if made.teacher is None else bytes_of_device(made.teacher.weights),
     keeps_caches=is_cpu,
+    adapter=0 if is_whole else bytes_of_device(state.params),
   )
 
 

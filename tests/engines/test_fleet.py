@@ -77,7 +77,7 @@ def test_closing_an_engine_whose_server_just_starts_leaves_no_process(make):
 
 
 def test_an_error_of_our_own_stops_the_run_instead_of_hanging_it(make, monkeypatch):
-  def fail(*arguments):
+  def fail(*arguments, **options):
     raise ZeroDivisionError("a bug")
 
   monkeypatch.setattr(Server, "bring_up", fail)
@@ -88,7 +88,7 @@ def test_an_error_of_our_own_stops_the_run_instead_of_hanging_it(make, monkeypat
 
 @pytest.mark.parametrize("moments", range(5))
 def test_a_fleet_is_closed_also_while_one_of_its_servers_is_looked_at(monkeypatch, moments):
-  async def comes_up(self, *arguments):
+  async def comes_up(self, *arguments, **options):
     self.is_up = self.has_been_up = True
 
   class Nobody:
@@ -96,6 +96,9 @@ def test_a_fleet_is_closed_also_while_one_of_its_servers_is_looked_at(monkeypatc
       pass
 
     closed = failed = opened
+
+    def oldest(self):
+      return None
 
   monkeypatch.setattr(Server, "bring_up", comes_up)
 

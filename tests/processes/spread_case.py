@@ -131,7 +131,12 @@ def groups() -> list[RolloutGroup]:
 
 
 def measured(
-  case: Case, model: pathlib.Path, devices: Sequence[Any], *, ahead: bool = False
+  case: Case,
+  model: pathlib.Path,
+  devices: Sequence[Any],
+  *,
+  ahead: bool = False,
+  shape: packing.Shape = SHAPE,
 ) -> dict[str, np.ndarray]:
   """Returns everything that two training steps compute, as whole arrays.
 
@@ -140,6 +145,7 @@ def measured(
     model: Folder of a tiny model.
     devices: Devices of all processes.
     ahead: Whether all programs are compiled before the first step, and none later.
+    shape: Shape of the microbatches.
   """
   config = configs.base.get_config()
   path = str(model)
@@ -155,7 +161,7 @@ def measured(
       run_options.objective(config),
       teacher=of_teacher and of_teacher.config,
     ),
-    shapes=(SHAPE,),
+    shapes=(shape,),
   )
   if ahead:
     for job in made.jobs():
@@ -198,6 +204,8 @@ def trained(made: computation.Computation, of_teacher: Any, model: pathlib.Path)
       shapes=made.shapes,
       cost=made.cost,
       minibatches=made.config.learn.minibatches,
+      share_prefixes=made.config.batching.share_prefixes,
+      pack=made.config.batching.pack,
       skip_zero_advantage=False,
     )
     minibatches = phases.score(
@@ -220,6 +228,7 @@ def trained(made: computation.Computation, of_teacher: Any, model: pathlib.Path)
       policy=owner,
       logger=logger,
       reference=learn,
+      measure=made.measure,
     )
     values = {**watched, **metrics.to_floats(learned)}
     per_rollout = batching.per_rollout(batch, arrays.fetch(logprobs), rewarded)

@@ -1,10 +1,7 @@
 """SGLang engines of two processes: servers of each or shared ones, weights, proofs and failures."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -26,29 +23,10 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(folder):
   """Returns what each of two processes saw."""
-  address = f"127.0.0.1:{several.free_port()}"
-  roots = (several.ROOT, several.ROOT / "kernels")
-  environment = {
-    **{name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
-    "JAX_PLATFORMS": "cpu",
-    "JAX_NUM_CPU_DEVICES": "2",
-    "PYTHONPATH": os.pathsep.join(map(str, roots)),
-  }
-  logs = [folder / f"{index}.log" for index in range(2)]
-  workers = []
-  for index, log in enumerate(logs):
-    command = [sys.executable, WORKER, address, str(index), folder]
-    with log.open("w") as output:
-      workers.append(
-        subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-      )
-  try:
-    codes = [worker.wait(200) for worker in workers]
-  finally:
-    for worker in workers:
-      worker.kill()
-      worker.wait()
-  assert codes == [0, 0], "\n".join(log.read_text()[-4000:] for log in logs)
+  started = several.start_python(
+    lambda address, index: [WORKER, address, index, folder], folder / "worker", devices=2
+  )
+  started.succeed(200)
   return [json.loads((folder / f"found-{index}.json").read_text()) for index in range(2)]
 
 
@@ -160,6 +138,19 @@ def test_a_given_server_that_restarts_gets_its_weights_from_the_main_process(fou
     assert {tuple(versions) for _, versions in each["again"]} == {(1, 1)}
     assert each["asked again"]["/update_weights_from_disk"] == 1
     assert "/abort_request" not in each["asked again"]  # of the other process.
+
+
+def test_adapters_of_a_given_server_are_loaded_once_used_by_both_and_unloaded(found):
+  first, second = (each["given_adapters"] for each in found)
+  for each in (first, second):
+    for version in (1, 2, 3):
+      assert {tuple(of) for _, of in each[f"sampled {version}"]} == {(version, version)}
+    assert each["probe"] < 1e-4
+  asked = first["asked"]
+  assert asked["/load_lora_adapter"] == 3 and asked["/unload_lora_adapter"] == 2
+  assert asked["/update_weights_from_disk"] == asked["/pause_generation"] == 1  # the base.
+  assert asked["/generate"] == 3 * (2 * 12 + 2)  # completions, and a probe of each process.
+  assert first["folders"] == second["folders"] == [".lock", "base", "v000003"]
 
 
 def test_a_teacher_s_servers_are_asked_once_for_each_completion_by_one_of_the_processes(found):

@@ -13,11 +13,12 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from grpo_jax import metrics, processes
+from grpo_jax import metrics
 from grpo_jax.commands import cli
 from grpo_jax.run_folder import console, loggers, rollout_log
 from grpo_jax.run_folder.screen import fold
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup, Turn
+from tests import side_by_side
 
 
 def a_screen(*, terminal: bool = False, width: int = 80) -> tuple[console.Screen, io.StringIO]:
@@ -289,7 +290,7 @@ def test_rollouts_are_written_and_samples_printed_at_their_own_pace(tmp_path):
 
 
 def test_only_the_main_process_writes(tmp_path, monkeypatch):
-  monkeypatch.setattr(processes, "index", lambda: 1)
+  side_by_side.pretend(monkeypatch, 1)
   logger = open_logs(tmp_path / "run", tensorboard=True)
   fake_run.write_steps(logger, 0, 1)
   with logger.progress("sampling", 3) as advance:
@@ -513,5 +514,11 @@ def test_the_last_lines_of_a_run_can_be_copied_whatever_its_folder_is_called():
   (python,) = [line.partition(": ")[2] for line in lines if "notebook" in line]
   assert ast.literal_eval(python.partition("open")[2]) == "runs/my run"
   assert lines[0] == "final weights: runs/my run/export"
+  both = console.closing_lines("w/export", "w", adapter="w/adapter")
+  assert both[0] == "adapter alone: w/adapter" and "PeftModel.from_pretrained" in both[1]
+  assert both[2:] == [
+    "final weights (merged with the adapter): w/export",
+    *console.closing_lines("w/export", "w")[1:],
+  ]
   offline = console.closing_lines("e", "w", is_offline=True)
   assert not [line for line in offline if "evaluate" in line] and len(offline) == len(lines) - 1
