@@ -6,8 +6,8 @@
 The files are JSONL with {"problem": ..., "expected_answer": ...}, one problem a line; for
 OpenMathInstruct-2 these are the columns of the data set itself. docs/nemo_rl_keys.md maps every
 key of the YAML file. Weights and optimizer state are split over all devices. By the compilers'
-numbers, eight TPU v5e or one H100 are enough; `python -m scripts.fit_run` says whether it still
-fits with other settings (docs/sharding.md).
+numbers, eight TPU v5e or one H100 are enough; `grpo-jax plan` says whether it still fits with other
+settings (docs/plan.md).
 """
 
 import configs.base

@@ -9,7 +9,6 @@ prompt, attempt), so a run that was killed and started again ends as if it had n
 
 import contextlib
 import dataclasses
-import functools
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -130,17 +129,13 @@ def learn_all(run: Run, now: Standing, keeper: Keeper, stop: Any) -> Standing:
 
     # --- 6. record: nothing below changes what is learned ---
     record = StepRecord(step, groups, shaped, kept, advantages, batch, watched, learned, logprobs)
-    values = processes.together(
-      functools.partial(run.books.record, record), what=f"recording step {step}"
-    )
+    values = run.books.record(record)
     run.stream.record_metrics(step, metrics.reproducible(values))
     now = keeper.hold(Standing(state, run.stream.state(), now.skipped))
     limit = run.schedule.max_skipped
     skipped = train_step.skipped_in_a_row(now.skipped, values, limit=limit)
     now = keeper.hold(dataclasses.replace(now, skipped=skipped))
-    processes.together(
-      run.checkpoints.check, what="looking at the disk"
-    )  # a full disk is reported now, not at the next save.
+    run.checkpoints.check()  # reports a full disk now, and not at the next save.
     if failure:
       raise failure
     if run.schedule.evaluates(now.step):

@@ -14,17 +14,14 @@ fit; 2: the arguments are wrong.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
-import math
 import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -35,7 +32,7 @@ if "xla_gpu_autotune_level" not in os.environ.get("XLA_FLAGS", ""):
 
 import jax
 import jax.numpy as jnp
-from grpo_kernels.linear_logprobs import choice
+from grpo_kernels import implementations
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.compilation import precision
@@ -46,6 +43,8 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 from grpo_jax.planning import architectures as model_shapes
 from grpo_jax.planning import collectives as hlo_collectives
+from grpo_jax.planning import compiling
+from grpo_jax.planning.programs import bytes_of_device
 from grpo_jax.rl import objectives
 from grpo_jax.types import Batch, Denominators
 from scripts import targets
@@ -111,9 +110,9 @@ class Found:
 def find(case: Case) -> Found:
   """Compiles a case and reads memory and collectives from the compiler."""
   arguments = (_parameters(case), _batch(case))
-  with on_chip(case.mesh.devices.flat[0]):
+  with implementations.assumed_chip(implementations.chip_of(case.mesh.devices.flat[0])):
     lowered = _program(case).lower(*arguments)
-  weights = _bytes_of_device(arguments[0])
+  weights = bytes_of_device(arguments[0])
   learns = case.program == "update"
   state = weights * (3 * learns + 1 * (not learns) + case.has_reference * learns)
   outputs = weights if learns else 4 * case.rows * case.loss_tokens
@@ -121,7 +120,7 @@ def find(case: Case) -> Found:
   try:
     compiled = lowered.compile()
   except jax.errors.JaxRuntimeError as error:
-    temporaries, moved = refused_bytes(str(error)), None
+    temporaries, moved = compiling.refused_bytes(str(error)), None
     if temporaries is None:
       raise
   else:
@@ -131,18 +130,6 @@ def find(case: Case) -> Found:
       moved = hlo_collectives.by_kind(found)
     temporaries = compiled.memory_analysis().temp_size_in_bytes
   return Found(state, outputs, temporaries, moved, time.monotonic() - began)
-
-
-def refused_bytes(message: str) -> int | None:
-  """Returns the bytes of temporaries in a TPU's out-of-memory error; None: it is another error."""
-  if "RESOURCE_EXHAUSTED" not in message:
-    return None
-  found_size = re.search(r"HLO temporaries \(?([\d.]+)([KMG])", message)
-  return (
-    None
-    if found_size is None
-    else int(float(found_size[1]) * 2 ** {"K": 10, "M": 20, "G": 30}[found_size[2]])
-  )
 
 
 def _program(case: Case) -> Any:
@@ -201,13 +188,6 @@ def _batch(case: Case) -> dict[str, Any]:
   if case.has_reference:
     fields["ref_logprobs"] = of(case.loss_tokens, jnp.float32)
   return fields
-
-
-def _bytes_of_device(tree: Any) -> int:
-  """Returns the bytes of a tree of arrays on one device."""
-  return sum(
-    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
-  )
 
 
 def table(case: Case, found: Found) -> str:
@@ -274,15 +254,6 @@ def parse(arguments: Sequence[str]) -> Case:
     remat=given.remat,
     has_reference=not given.no_reference,
   )
-
-
-@contextlib.contextmanager
-def on_chip(device: Any) -> Iterator[None]:
-  """Makes code that queries the chip or the backend see the target instead of this machine."""
-  chip = choice.chip_of(device)
-  chip_patch = mock.patch.object(choice, "current_chip", lambda: chip)
-  with chip_patch, mock.patch.object(jax, "default_backend", lambda: chip.platform):
-    yield
 
 
 def main(arguments: Sequence[str]) -> int:

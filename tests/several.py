@@ -1,4 +1,4 @@
-"""Runs of the program as several processes on this machine, for tests.
+"""Runs of the program, and other programs, as several processes on this machine, for tests.
 
 PYTHONPATH=.:kernels python tests/several.py FOLDER --processes=2 --devices=2 ARGUMENTS writes the
 tiny model, rows and a config to FOLDER/input and runs it with run folder FOLDER/run.
@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -58,6 +58,12 @@ class Started:
       return [process.wait(timeout) for process in self.processes]
     finally:
       self.kill()
+
+  def succeed(self, timeout: float = 240) -> None:
+    """Waits for all, and fails with the end of what they have written if one fails."""
+    codes = self.wait(timeout)
+    ends = [log.read_text()[-4000:] for log in self.logs]
+    assert not any(codes), "\n".join([f"exit codes {codes}", *ends])
 
   def kill(self) -> None:
     """Kills what still runs, and the processes that it started."""
@@ -114,36 +120,61 @@ def start(
     own: Further arguments by the number of the process that gets them.
     environment: Further environment variables.
   """
-  address = f"127.0.0.1:{free_port()}"
-  variables = {
-    **{k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
-    "JAX_PLATFORMS": "cpu",
-    "JAX_NUM_CPU_DEVICES": str(devices),
-    "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}",
-    **(environment or {}),
-  }
-  started, files = [], []
-  for index in range(processes):
+
+  def command(address: str, index: int) -> list[object]:
     joined = [
       f"--config.distributed.coordinator={address}",
       f"--config.distributed.processes={processes}",
       f"--config.distributed.index={index}",
     ]
-    log = (logs or workdir.parent) / f"{workdir.name}.{index}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "grpo_jax.main", f"--config={config}", f"--workdir={workdir}"]
-    with log.open("w") as output:
-      started.append(
+    program = ["-m", "grpo_jax.main", f"--config={config}", f"--workdir={workdir}", *arguments]
+    return [*program, *(joined if processes > 1 else []), *(own or {}).get(index, ())]
+
+  folder = logs or workdir.parent
+  folder.mkdir(parents=True, exist_ok=True)
+  options = {"processes": processes, "devices": devices, "environment": environment}
+  return start_python(command, folder / workdir.name, **options)
+
+
+def start_python(
+  command: Callable[[str, int], Sequence[object]],
+  log: pathlib.Path,
+  *,
+  processes: int = 2,
+  devices: int | None = None,
+  environment: Mapping[str, str] | None = None,
+) -> Started:
+  """Starts any Python program as several processes.
+
+  Args:
+    command: Function (address of a coordinator, number of the process) → arguments of Python.
+    log: Path of the processes' output, which their numbers are added to.
+    processes: Number of processes.
+    devices: Number of simulated CPU devices of each process; None: as the program chooses.
+    environment: Further environment variables.
+  """
+  address = f"127.0.0.1:{free_port()}"
+  inherited = os.environ.keys() - {"XLA_FLAGS", "JAX_NUM_CPU_DEVICES"}
+  variables = {
+    **{name: os.environ[name] for name in inherited},
+    **({} if devices is None else {"JAX_NUM_CPU_DEVICES": str(devices)}),
+    "JAX_PLATFORMS": "cpu",
+    "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}",
+    **(environment or {}),
+  }
+  started = Started([], [log.with_name(f"{log.name}.{index}.log") for index in range(processes)])
+  for index, path in enumerate(started.logs):
+    with path.open("w") as output:
+      started.processes.append(
         subprocess.Popen(
-          [*command, *arguments, *(joined if processes > 1 else []), *(own or {}).get(index, ())],
+          [sys.executable, *map(str, command(address, index))],
           env=variables,
           stdout=output,
           stderr=subprocess.STDOUT,
           start_new_session=True,
         )
       )
-    files.append(log)
-  return Started(started, files)
+  return started
 
 
 if __name__ == "__main__":

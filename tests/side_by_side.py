@@ -4,10 +4,11 @@ import contextlib
 import copy
 import itertools
 import threading
+import types
 from unittest import mock
 
 from grpo_jax import processes
-from grpo_jax.processes import bulk, elsewhere
+from grpo_jax.processes import bulk, elsewhere, roles
 
 WAIT_S = 20.0
 
@@ -92,18 +93,34 @@ class Room:
         return room.number("elsewhere")
 
     with (
-      mock.patch.object(processes, "count", lambda: self.count),
-      mock.patch.object(processes, "index", self.index),
-      mock.patch.object(processes, "is_main", lambda: self.index() == 0),
+      mock.patch.object(roles, "distributed", lambda: _Distributed(self)),
       mock.patch.object(
         processes.Channel, "_exchanged", lambda channel, *given: self.exchanged(channel, *given)
       ),
-      mock.patch.object(processes, "_client", lambda: self.store),
+      mock.patch.object(processes, "broadcast", lambda value, **_: self.meet("sent", value)[0]),
       mock.patch.object(elsewhere, "_numbers", Numbers()),
       mock.patch.object(elsewhere, "LOOK_S", 0.01),
       mock.patch.object(bulk, "_exchanged_piece", self.exchanged_piece),
     ):
       yield
+
+
+class _Distributed:
+  """The state of `jax.distributed` in a thread."""
+
+  def __init__(self, room):
+    self._room = room
+    self.num_processes, self.client = room.count, room.store
+
+  @property
+  def process_id(self):
+    return self._room.index()
+
+
+def pretend(monkeypatch, index, *, count=2):
+  """Makes this process one of several, without a service through which it could exchange."""
+  state = types.SimpleNamespace(num_processes=count, process_id=index)
+  monkeypatch.setattr(roles, "distributed", lambda: state)
 
 
 def run(count, work):

@@ -278,7 +278,7 @@ def _of_input(name: str, value: str) -> tuple[str, str] | None:
       return value, f"{value} (no such file)"
     else:
       return None
-  except (OSError, ValueError) as error:  # a text is no name of a file; storage does not answer.
+  except (OSError, ValueError) as error:  # a string that names no file; storage without an answer.
     if not is_path:
       return None
     return f"{value}: {error}", f"{value} ({error})"

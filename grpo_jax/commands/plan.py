@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_jax.commands.arguments import Parser, WrongUse
-from grpo_jax.files import local_paths
+from grpo_jax.files import disk, local_paths
 
 USAGE = """\
 Plans a run for a machine that is not present: does it fit, what moves, how long does a step take
@@ -28,6 +28,7 @@ at least? It compiles the run's own programs; no weights and no accelerator are 
               traffic and time; default: half of the largest that the config allows.
   --no-search compiles each program once, and does not search the largest microbatch and the
               longest row that fit.
+  --all-shapes compiles each program in every shape that the run compiles, not only in its largest.
   --json=FILE writes the plan as JSON, too.
   --no-cache  compiles again what was compiled before; answers are kept in ~/.cache/grpo_jax/plans.
 
@@ -39,7 +40,7 @@ Exit codes: 0 it fits; 1 it does not fit, or a program cannot be compiled; 2 wro
 FITS, DOES_NOT_FIT = 0, 1
 
 _OWN = ("topology", "model-config", "prompt-tokens", "completion-tokens", "json")
-_SWITCHES = ("no-search", "no-cache", "help")
+_SWITCHES = ("no-search", "no-cache", "all-shapes", "help")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -55,6 +56,7 @@ def main(arguments: Sequence[str]) -> int:
   parser.add_argument("--prompt-tokens", type=int)
   parser.add_argument("--completion-tokens", type=int)
   parser.add_argument("--no-search", action="store_true")
+  parser.add_argument("--all-shapes", action="store_true")
   parser.add_argument("--no-cache", action="store_true")
   parser.add_argument("--json", type=local_paths.argument)
   options = parser.read(own)
@@ -64,6 +66,8 @@ def main(arguments: Sequence[str]) -> int:
     value = getattr(options, name)
     if value is not None and value < 1:
       raise WrongUse(f"--{name.replace('_', '-')}={value} must be at least 1")
+  if options.json is not None:
+    _check_output(options.json)
   _prepare()
   return _plan(options, rest, list(arguments))
 
@@ -93,6 +97,17 @@ def _divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
   return own, rest
 
 
+def _check_output(file: pathlib.Path) -> None:
+  """Raises WrongUse if a file cannot be written: compiling first would take minutes."""
+  is_new = not file.exists()
+  try:
+    file.open("a").close()
+    if is_new:
+      file.unlink()
+  except OSError as error:
+    raise WrongUse(f"--json={file} cannot be written: {error.strerror}") from error
+
+
 def _prepare() -> None:
   """Sets what JAX and the compilers read at their import: nothing may seek a device."""
   os.environ["JAX_PLATFORMS"] = "cpu"
@@ -112,7 +127,7 @@ def _plan(options: Any, rest: Sequence[str], arguments: Sequence[str]) -> int:
   config = asking.config_of(rest)
   with tempfile.TemporaryDirectory() as scratch:
     model, source = asking.model_of(config, options.model_config, pathlib.Path(scratch))
-    run = asking.run_of(config, model, topology, pathlib.Path(scratch))
+    run = asking.run_of(config, model, topology, pathlib.Path(scratch), source=source)
   folder = None if options.no_cache else compiling.default_folder()
 
   def compile_job(job: Any) -> Any:
@@ -125,11 +140,19 @@ def _plan(options: Any, rest: Sequence[str], arguments: Sequence[str]) -> int:
   assumed = workload.lengths(
     config, prompt=options.prompt_tokens, completion=options.completion_tokens
   )
-  made = plan.make(run, topology, compile_job, assumed=assumed, searches=not options.no_search)
+  made = plan.make(
+    run,
+    topology,
+    compile_job,
+    assumed=assumed,
+    searches=not options.no_search,
+    all_shapes=options.all_shapes,
+  )
   print(report.text(made, source=source))
-  if options.json:
+  if options.json is not None:
     content = report.to_json(made, source=source, arguments=arguments)
-    pathlib.Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+    with disk.writing(options.json):
+      options.json.write_text(json.dumps(content, indent=1) + "\n")
   return FITS if made.fits else DOES_NOT_FIT
 
 

@@ -2,7 +2,7 @@
 
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,27 +51,46 @@ _MAY_BE_REMOTE = re.compile(
 )
 
 
-def validate(config: Config) -> Iterator[str]:
+def validate(config: Config, *, devices: Sequence[Any] | None = None) -> Iterator[str]:
   """Yields a message for everything that cannot work, before a model is loaded.
 
   A field with an invalid value does not hide problems of other fields: the rules are tried with
   two stand-ins for each invalid field, and complaints that depend on a stand-in are left out.
+
+  Args:
+    config: Config of the run.
+    devices: Devices that the run will use; None: those that JAX finds.
   """
+  if lacking := missing(config):
+    yield lacking
+    return
   yield from paths_elsewhere(config.to_dict())
   fields = configuration.plain_fields(config)
   wrong = field_kinds.wrong(fields)
   yield from field_kinds.problems(fields)
   if not wrong:
-    yield from _broken_rules(config)
+    yield from _broken_rules(config, devices)
     return
   values = {name: field_kinds.stand_ins(name) for name in wrong}
+  stand_ins = ({name: x[i] for name, x in values.items()} for i in (0, 1))
   found, again = (
-    list(_broken_rules(configuration.replaced(config, {name: x[i] for name, x in values.items()})))
-    for i in (0, 1)
+    list(_broken_rules(configuration.replaced(config, each), devices)) for each in stand_ins
   )
   for complaint in found:
     if complaint in again and not any(_is_about(complaint, name) for name in wrong):
       yield complaint
+
+
+def missing(config: Config) -> str:
+  """Returns a message that names the sections that a config lacks; "" if it has all."""
+  sections = {name.partition(".")[0] for name in field_kinds.KINDS}
+  lacking = sorted(sections - {*config})
+  if not lacking:
+    return ""
+  return (
+    f"the config is not one of a run, because it lacks {', '.join(lacking)}: begin with"
+    " configs.base.get_config()"
+  )
 
 
 def _is_about(complaint: str, name: str) -> bool:
@@ -81,7 +100,7 @@ def _is_about(complaint: str, name: str) -> bool:
   return bool(is_named) or field_kinds.STAND_IN in complaint
 
 
-def _broken_rules(config: Config) -> Iterator[str]:
+def _broken_rules(config: Config, devices: Sequence[Any] | None) -> Iterator[str]:
   """Yields a message for each combination of valid fields that cannot work."""
   yield from _unusable_model(config)
   yield from _refused(lambda: objective(config))
@@ -130,7 +149,7 @@ def _broken_rules(config: Config) -> Iterator[str]:
   yield from teacher_options.problems(config)
   yield from lora_options.problems(config)
   yield from batching_options.problems(config)
-  yield from _mesh_problems(config)
+  yield from _mesh_problems(config, devices)
 
 
 def _sampling_problems(config: Config) -> Iterator[str]:
@@ -171,15 +190,15 @@ def _trackers(config: Config) -> dict[str, dict[str, Any]]:
   return {name: dict(config.logging[name]) for name in sinks.TRACKERS}
 
 
-def _mesh_problems(config: Config) -> Iterator[str]:
-  """Yields reasons why the mesh does not fit the devices of this machine."""
+def _mesh_problems(config: Config, devices: Sequence[Any] | None) -> Iterator[str]:
+  """Yields reasons why the mesh does not fit the devices; None: those that JAX finds."""
   try:
-    devices = jax.devices()
+    found = jax.devices() if devices is None else devices
   # A missing driver, or JAX_PLATFORMS names a platform without one; without plug-in JAX asserts.
   except (RuntimeError, AssertionError) as error:
     yield f"JAX finds no device: {accelerators.why_none(error)}"
     return
-  yield from _refused(lambda: sharding.mesh_sizes(devices, **config.mesh))
+  yield from _refused(lambda: sharding.mesh_sizes(found, **config.mesh))
 
 
 def _refused_servers(settings: Config) -> Iterator[str]:

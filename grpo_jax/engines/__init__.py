@@ -1,6 +1,7 @@
 """Engines that sample completions: in process, on SGLang servers, scripted for tests."""
 
 import inspect
+from types import ModuleType
 from typing import Any
 
 from grpo_jax import registry
@@ -23,11 +24,23 @@ def make(name: str, **settings: Any) -> Any:
   Raises:
     ValueError: The engine or a setting is unknown; the message lists the valid ones.
   """
-  hidden = set(registry.modules(__name__)) - set(_ENGINES)
-  module = registry.module(__name__, name, hidden=hidden)
-  takes = inspect.signature(module.make).parameters
+  found = module(name)
+  takes = inspect.signature(found.make).parameters
   for numerics in ("matmul_precision", "product_dtype", "attention"):
     if numerics not in takes and name != "jax_sampler":  # whose class takes all of them.
       settings.pop(numerics, None)  # it decides itself how to compute.
-  registry.check_arguments(f"engine {name!r}", module.make, settings)
-  return registry.called(f"{name}.make failed", module.make, **settings)
+  registry.check_arguments(f"engine {name!r}", found.make, settings)
+  return registry.called(f"{name}.make failed", found.make, **settings)
+
+
+def module(name: str) -> ModuleType:
+  """Returns the module of an engine; nothing is made.
+
+  Args:
+    name: Name, as for `make`.
+
+  Raises:
+    ValueError: There is no such engine; the message lists the known ones.
+  """
+  hidden = set(registry.modules(__name__)) - set(_ENGINES)
+  return registry.module(__name__, name, hidden=hidden)

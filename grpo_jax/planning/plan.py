@@ -45,7 +45,7 @@ class Plan:
   Attributes:
     run: The run.
     topology: The machine.
-    needs: Memory of each program.
+    needs: Memory of each program: first in its largest shape, then in others that were compiled.
     assumed: Assumed lengths of prompts and completions.
     work: Phases of a step.
     phases: Bounds of their times; empty: the chip's rates are not known.
@@ -78,7 +78,7 @@ class Plan:
     return all(need.peak <= self.room and not need.compiled.is_refused for need in self.needs)
 
   def need(self, program: str) -> Need | None:
-    """Returns the memory of a program; None if the run does not have it."""
+    """Returns the memory of a program in its largest shape; None if the run does not have it."""
     return next((need for need in self.needs if need.program == program), None)
 
   @property
@@ -91,9 +91,15 @@ Compile = Callable[[Job], Compiled]
 
 
 def make(
-  run: Run, topology: Topology, compile_job: Compile, *, assumed: Lengths, searches: bool = True
+  run: Run,
+  topology: Topology,
+  compile_job: Compile,
+  *,
+  assumed: Lengths,
+  searches: bool = True,
+  all_shapes: bool = False,
 ) -> Plan:
-  """Compiles the programs of a run in their largest shapes, and searches what fits.
+  """Compiles the programs of a run, and searches what fits.
 
   Args:
     run: The run, on a mesh of the machine's devices.
@@ -101,12 +107,15 @@ def make(
     compile_job: Function that compiles a program, such as `compiling.compiled`.
     assumed: Assumed lengths of prompts and completions.
     searches: Whether to search the largest microbatch and the longest row.
+    all_shapes: Whether each program is compiled in every shape, not only in its largest.
   """
-  needs = [_need(run, job, compile_job) for job in programs.largest(run.jobs)]
+  largest = [_need(run, job, compile_job) for job in programs.largest(run.jobs)]
+  others = programs.smaller(run.jobs) if all_shapes else []
+  needs = [*largest, *(_need(run, job, compile_job) for job in others)]
   work = workload.of_step(run, assumed, hosts=topology.hosts)
   phases = roofline.phases(
     work,
-    {need.program: need.compiled for need in needs},
+    {need.program: need.compiled for need in largest},
     topology.chip,
     devices=topology.devices,
     dtype=run.config.model.compute_dtype,

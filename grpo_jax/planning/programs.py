@@ -173,6 +173,12 @@ def largest(jobs: Sequence[Job]) -> list[Job]:
   return list(best.values())
 
 
+def smaller(jobs: Sequence[Job]) -> list[Job]:
+  """Returns the jobs of programs in other shapes than those of `largest`."""
+  names = {job.name for job in largest(jobs)}
+  return [job for job in jobs if program_of(job.name) is not None and job.name not in names]
+
+
 def size_of(job: str) -> int:
   """Returns the product of the numbers that a job's name has outside of parentheses."""
   words = job.partition("(")[0].split()

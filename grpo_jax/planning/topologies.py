@@ -9,7 +9,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -29,6 +29,8 @@ SHAPES = {"v4": _CUBES, "v5e": _FLAT, "v5p": _CUBES, "v6e": _FLAT}
 _CORES = {"v4": 2, "v5p": 2}  # TensorCores of a chip, by which Google names slices.
 _ALIASES = {"v5litepod": "v5e", "v5lite": "v5e"}
 _MOST_GPUS = 8  # GPUs of a node.
+_MOST_DEVICES = 1 << 14
+_MOST_CPUS = 256  # simulated devices, each with threads of its own.
 
 _NAME = re.compile(
   r"(?:(?P<count>\d+)x)?(?P<kind>[a-z][a-z0-9]*?)(?:(?P<mark>[-:])(?P<size>[\dx]+))?", re.IGNORECASE
@@ -105,20 +107,30 @@ def parse(name: str) -> Topology:
   if kind == "cpu":
     return _simulated(name, match["size"], count)
   make = _tpu if CHIPS[kind].platform == "tpu" else _gpu
-  return make(name, kind, match["mark"] or "", match["size"] or "", count)
+  found = make(name, kind, match["mark"] or "", match["size"] or "", count)
+  _check_size(name, found.devices, _MOST_DEVICES)
+  return found
+
+
+def _check_size(name: str, devices: int, most: int) -> None:
+  """Raises PlanError if a machine has more devices than the compilers are asked for."""
+  if devices > most:
+    raise PlanError(f"--topology={name} has {devices} devices; a plan takes at most {most}")
 
 
 def _unknown(name: str, reason: str = "") -> PlanError:
   near = names.nearest(name, valid(), count=3, cutoff=0.3)
   hint = f"; the nearest are {', '.join(near)}" if near else ""
   kinds = "TPU slices (v4-8, v5e-16, v5p-8, v6e-8), GPUs (a100:8, h100:8, h200:8, 2xh100:8), cpu:8"
-  return PlanError(f"--topology={name}: {reason or f'is not one of {kinds}'}{hint}")
+  found = f": {reason}" if reason else f" is not one of {kinds}"
+  return PlanError(f"--topology={name}{found}{hint}")
 
 
 def _simulated(name: str, size: str | None, count: int) -> Topology:
   if count != 1 or not (size or "1").isdigit() or int(size or 1) < 1:
     raise _unknown(name)
   devices = int(size or 1)
+  _check_size(name, devices, _MOST_CPUS)
   memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
   return Topology(f"cpu:{devices}", chips.cpu(memory // devices), devices)
 
@@ -241,9 +253,3 @@ def _quiet_tpu() -> Iterator[None]:
   finally:
     os.dup2(kept, 2)
     os.close(kept)
-
-
-def slice_of(topology: Topology) -> Callable[[int], int]:
-  """Returns the function from a device's number to the number of its slice or node."""
-  each = topology.devices // topology.slices
-  return lambda device: device // each

@@ -19,6 +19,7 @@ from grpo_jax.models import leaves
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.planning import programs
 from grpo_jax.planning.programs import Run
+from grpo_jax.planning.topologies import PlanError
 
 # Times that an update reads each weight in the compute dtype: forward, backward, recomputation.
 _READS = {"full": 3, "dots": 2, "none": 2}
@@ -60,11 +61,32 @@ def lengths(config: Any, *, prompt: int | None = None, completion: int | None = 
     config: Config of the run.
     prompt: Tokens of a prompt; None: half of the largest.
     completion: Tokens of a completion; None: half of the largest.
+
+  Raises:
+    PlanError: A given length is more than the config allows.
   """
   load = batching_options.load(config)
-  of_prompt = min(prompt or -(-load.prompt // 2), load.prompt)
-  of_completion = min(completion or -(-load.completion // 2), load.completion)
-  return Lengths(max(of_prompt, 1), max(min(of_completion, load.longest - of_prompt), 1))
+  _check_length("--prompt-tokens", prompt, load.prompt, "a prompt")
+  _check_length("--completion-tokens", completion, load.completion, "a completion")
+  of_prompt = prompt or max(-(-load.prompt // 2), 1)
+  if completion is not None and prompt is None:
+    of_prompt = min(of_prompt, load.longest - completion)
+  of_completion = completion or min(max(-(-load.completion // 2), 1), load.longest - of_prompt)
+  if of_prompt + of_completion > load.longest:
+    raise PlanError(
+      f"--prompt-tokens={of_prompt} and --completion-tokens={of_completion}: the config allows a"
+      f" prompt with its completion of at most {load.longest} tokens (rollout.max_tokens)"
+    )
+  return Lengths(of_prompt, of_completion)
+
+
+def _check_length(name: str, given: int | None, most: int, of: str) -> None:
+  """Raises PlanError if a length is more than the run allows."""
+  if given is not None and given > most:
+    raise PlanError(
+      f"{name}={given}: the config allows {of} of at most {most} tokens (data.max_prompt_tokens,"
+      " sampling.max_tokens, rollout.max_tokens)"
+    )
 
 
 def microbatches(run: Run, assumed: Lengths) -> dict[packing.Shape, int]:

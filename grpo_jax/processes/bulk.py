@@ -40,7 +40,7 @@ def exchange_bytes(
   Args:
     data: Bytes of this process, of any length; others may have another length.
     what: Description of the data, for messages: "the groups of step 3".
-    timeout_s: Seconds to wait for the others; None: `processes.wait_s`.
+    timeout_s: Seconds to wait for the others; None: `exchanges.wait_s`.
 
   Raises:
     ProcessesError: A process did not send its lengths in time; the message names it.

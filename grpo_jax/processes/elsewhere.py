@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from grpo_jax import processes
+from grpo_jax.processes import roles, store
 
 LOOK_S = 0.5  # time between two looks.
 
@@ -34,12 +35,12 @@ class Elsewhere:
 
   def announce(self) -> None:
     """Has the other processes end the work too."""
-    processes._client().key_value_set(self._key, str(processes.index()), allow_overwrite=True)
+    roles.client().key_value_set(self._key, str(processes.index()), allow_overwrite=True)
 
   def forget(self) -> None:
     """Removes the announcement; called once all processes have ended the work."""
     if processes.is_main():
-      processes._client().key_value_delete(self._key)
+      roles.client().key_value_delete(self._key)
 
   def _is_over(self) -> bool:
     if not self.is_over and time.monotonic() - self._looked_at >= LOOK_S:
@@ -50,10 +51,10 @@ class Elsewhere:
 
 def _has(key: str) -> bool:
   try:
-    return bool(processes._client().key_value_try_get(key))
+    return bool(roles.client().key_value_try_get(key))
   except Exception as error:  # jaxlib has no public class for what its client raises.
     if "NOT_FOUND" in str(error):
       return False
     raise processes.ProcessesError(
-      f"{processes.named()}: no answer from process 0: {processes._first(error)}"
+      f"{processes.named()}: no answer from process 0: {store.first_line(error)}"
     ) from error

@@ -5,6 +5,8 @@ the mesh axes that lie within a process: weights that are split over 16 devices 
 copied to each process in 4 parts.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import itertools
 import math
@@ -55,6 +57,28 @@ class LocalPart:
     return jax.make_array_from_single_device_arrays(copies.shape, self.own(spec), parts)
 
 
+_assumed_host: contextvars.ContextVar[Sequence[Any] | None] = contextvars.ContextVar(
+  "assumed_host", default=None
+)
+
+
+@contextlib.contextmanager
+def assumed_host(devices: Sequence[Any]) -> Iterator[None]:
+  """Makes `part_of` return the part of a process of a machine that is not present.
+
+  The mesh of that part has these devices. They need not be among those of the whole mesh, because
+  the compiler for a TPU slice accepts only programs for all of its devices.
+
+  Args:
+    devices: Devices of one host, or of a machine like one host, in their order.
+  """
+  token = _assumed_host.set(devices)
+  try:
+    yield
+  finally:
+    _assumed_host.reset(token)
+
+
 def part_of(mesh: Any) -> LocalPart | None:
   """Returns this process's part of a mesh; None if the mesh has devices of this process only.
 
@@ -64,17 +88,28 @@ def part_of(mesh: Any) -> LocalPart | None:
   Args:
     mesh: Mesh of devices.
   """
-  if len(mesh.local_devices) == mesh.size:
+  host = _assumed_host.get()
+  local_devices = mesh.local_devices if host is None else host
+  if len(local_devices) >= mesh.size:
     return None
+  part = _part_of(mesh, local_devices)
+  if host is None:
+    return part
+  own = np.asarray(host, dtype=object).reshape(part.mesh.devices.shape)
+  return dataclasses.replace(part, mesh=_like(mesh, own))
+
+
+def _part_of(mesh: Any, local_devices: Sequence[Any]) -> LocalPart:
+  """Returns the part of the process that has these devices, which are not all of the mesh."""
   owner = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
-  me = mesh.local_devices[0].process_index
+  me = local_devices[0].process_index
   for factors in itertools.product(*map(_orderings, mesh.devices.shape)):
     sizes = [size for own in factors for size in own]
     is_within = [_is_constant(owner.reshape(sizes), axis) for axis in range(len(sizes))]
     local = math.prod(size for size, within in zip(sizes, is_within, strict=True) if within)
-    if local == len(mesh.local_devices):
+    if local == len(local_devices):
       return _part(mesh, factors, is_within, owner, me)
-  devices = np.asarray(mesh.local_devices, dtype=object)
+  devices = np.asarray(local_devices, dtype=object)
   alone = devices.reshape(-1, *(1 for _ in mesh.axis_names[1:]))
   return LocalPart(_like(mesh, alone), mesh, {axis: () for axis in mesh.axis_names})
 

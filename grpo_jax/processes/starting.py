@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo_jax import processes
 from grpo_jax.interrupts import Stopped
-from grpo_jax.processes import launchers, meeting, watch
+from grpo_jax.processes import exchanges, launchers, meeting, roles, watch
 from grpo_jax.processes.meeting import Place, WrongStartError
 
 _log = logging.getLogger(__name__)
@@ -44,9 +44,9 @@ def start(options: Any, stop: Any = False) -> None:
     return
   hosts = meeting.meet(place, join_s=times["join_s"], stop=stop)
   _initialize(place, launchers.own_gpus(found) if found else None, times["heartbeat_s"])
-  processes.wait_s = times["wait_s"]
+  exchanges.wait_s = times["wait_s"]
   watch.current = watch.Watch(
-    processes._client(),
+    roles.client(),
     place.index,
     hosts,
     coordinator=(place.host, place.port),

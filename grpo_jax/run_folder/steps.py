@@ -94,9 +94,12 @@ class Books:
 
     Returns:
       All metrics of the step; see docs/metrics.md. All processes return those of the main one.
+
+    Raises:
+      Exception: This process could not record the step.
+      OtherProcessError: Another process could not record the step.
     """
-    logprobs = batching.per_rollout(record.batch, arrays.fetch(record.logprobs), record.kept.kept)
-    signal = self._signal(record)
+    computed = arrays.fetch(record.logprobs)
     compiled = self.compilations.take()
     memory = monitoring.device_memory(self.devices)
     of_hosts = self.hosts.record(
@@ -105,17 +108,27 @@ class Books:
       device_gib=memory.get("perf/device_peak_gib"),
       compilations=compiling.metrics(compiled)["perf/compilations"],
     )
-    values = {**self._described(record, logprobs), **memory, **of_hosts}
-    values |= {**record.watched, **signal.metrics(), **_computed_share(record, logprobs)}
-    values |= compiling.metrics(compiled)
-    values = {name: float(value) for name, value in values.items()}
-    values = processes.broadcast(values)  # a curriculum learns from them, on every process alike.
-    self.logger.write(record.step, values)
-    self._write_rollouts(record, logprobs)
-    for line in self.signal_watch.lines(record.step, signal):
-      self.logger.print(line)
-    if record.step > self.first_step:
-      self._print_late(f"step {record.step}", compiled)
+
+    # What can fail on one process exchanges nothing, so that the others do not wait for it there.
+    def measure() -> tuple[dict[str, float], GroupLogprobs, learning_signal.Signal]:
+      logprobs = batching.per_rollout(record.batch, computed, record.kept.kept)
+      signal = self._signal(record)
+      values = {**self._described(record, logprobs), **memory, **of_hosts}
+      values |= {**record.watched, **signal.metrics(), **_computed_share(record, logprobs)}
+      values |= compiling.metrics(compiled)
+      return {name: float(value) for name, value in values.items()}, logprobs, signal
+
+    def write() -> None:
+      self.logger.write(record.step, values)
+      self._write_rollouts(record, logprobs)
+      for line in self.signal_watch.lines(record.step, signal):
+        self.logger.print(line)
+      if record.step > self.first_step:
+        self._print_late(f"step {record.step}", compiled)
+
+    own, logprobs, signal = processes.together(measure, what=f"measuring step {record.step}")
+    values = processes.broadcast(own)  # a curriculum learns from them, on every process alike.
+    processes.together(write, what=f"recording step {record.step}")
     return values
 
   def report_no_signal(self, step: int) -> None:

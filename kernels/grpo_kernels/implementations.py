@@ -1,9 +1,11 @@
 """Checks which implementations run on which chip; shared by all operations."""
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -90,8 +92,32 @@ def chip_of(device: Any) -> Chip:
   )
 
 
+_assumed_chip: contextvars.ContextVar[Chip | None] = contextvars.ContextVar(
+  "assumed_chip", default=None
+)
+
+
+@contextlib.contextmanager
+def assumed_chip(chip: Chip) -> Iterator[None]:
+  """Makes `current_chip` return another chip, to trace and compile for one that is not present.
+
+  Args:
+    chip: The chip, such as `chip_of` of a device of `jax.experimental.topologies`.
+  """
+  token = _assumed_chip.set(chip)
+  try:
+    yield
+  finally:
+    _assumed_chip.reset(token)
+
+
 def current_chip() -> Chip:
-  """Returns the chip on which this process computes unless a device is named."""
+  """Returns the chip on which this process computes unless a device is named.
+
+  Within `assumed_chip` it is that chip.
+  """
+  if (assumed := _assumed_chip.get()) is not None:
+    return assumed
   default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
   if isinstance(default, str):
     return chip_of(jax.devices(default)[0])

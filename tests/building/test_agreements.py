@@ -10,6 +10,7 @@ import configs.base
 from grpo_jax import processes
 from grpo_jax.building import agreements
 from grpo_jax.config import configuration
+from tests import side_by_side
 
 HOSTS = ["h0", "h1", "h2"]
 
@@ -214,7 +215,7 @@ def exchanged(monkeypatch, change):
     sent.append(json.loads(json.dumps(value)))
     return [sent[-1], change(json.loads(json.dumps(value)))]
 
-  monkeypatch.setattr(processes, "count", lambda: 2)
+  side_by_side.pretend(monkeypatch, 0)
   monkeypatch.setattr(processes, "exchange", exchange)
   return sent
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from grpo_jax import batching, data, processes
+from grpo_jax import batching, data
 from grpo_jax.batching import packing
 from grpo_jax.building import phases
 from grpo_jax.config import base, configuration
@@ -29,7 +29,7 @@ from grpo_jax.groups import filters, shaping
 from grpo_jax.learn import monitoring, optim, sharding, train_step
 from grpo_jax.models import export, products, transformer
 from grpo_jax.models import sources as model_sources
-from grpo_jax.processes import starting
+from grpo_jax.processes import exchanges, starting
 from grpo_jax.rl import advantages, distillation, estimators, objective_options
 from grpo_jax.rollouts import collecting, evaluation, stream
 from grpo_jax.run_folder import checkpointing, loggers
@@ -212,7 +212,7 @@ def test_times_of_a_config_without_distributed_are_its_defaults():
   times = {f"distributed.{name}": default for name, default in starting.DEFAULTS.items()}
   assert times == {name: FIELDS[name] for name in times}
   assert len(times) == 3
-  assert processes.wait_s == FIELDS["distributed.wait_s"]
+  assert exchanges.wait_s == FIELDS["distributed.wait_s"]
 
 
 def test_sections_that_feed_one_part_are_made_of_it():

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 from grpo_kernels import implementations
 from grpo_kernels import linear_logprobs as package
-from grpo_kernels.linear_logprobs import choice, linear_logprobs
+from grpo_kernels.attention import choice as attention_choice
+from grpo_kernels.linear_logprobs import choice, linear_logprobs, pallas_tpu_tiles
 
 H100 = choice.Chip("gpu", "NVIDIA H100 80GB HBM3", "9.0")
 A100 = choice.Chip("gpu", "NVIDIA A100-SXM4-80GB", "8.0")
 V5E = choice.Chip("tpu", "TPU v5 lite")
+V6E = choice.Chip("tpu", "TPU v6 lite")
 CPU = choice.Chip("cpu", "cpu")
 
 
@@ -78,3 +80,15 @@ def test_entry_refuses_what_makes_no_sense(change, message):
   hidden, head, targets = conformance.random_case(2, 8, 31, dtype="float32")
   with pytest.raises(ValueError, match=message):
     linear_logprobs(hidden, head, targets, **change)
+
+
+def test_an_assumed_chip_is_the_current_one_until_the_end():
+  here = choice.current_chip()
+  with pytest.raises(RuntimeError), implementations.assumed_chip(V6E):
+    assert choice.current_chip() == attention_choice.current_chip() == V6E
+    assert pallas_tpu_tiles.device_kind() == "TPU v6 lite"
+    with implementations.assumed_chip(H100):
+      assert choice.current_chip() == H100
+    assert choice.current_chip() == V6E
+    raise RuntimeError
+  assert choice.current_chip() == here

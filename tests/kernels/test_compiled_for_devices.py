@@ -17,7 +17,7 @@ from grpo_kernels.linear_logprobs import core, reference
 from test_cross_lowering import MODELS, TOKENS, passes, structs
 
 from grpo_jax.commands import cli
-from scripts import fit, fit_run, targets
+from scripts import fit, targets
 
 TARGET = os.environ.get("AOT_TARGET")
 pytestmark = [
@@ -138,19 +138,15 @@ def test_eight_h100s_exchange_weights_and_gradients_and_hold_no_more_than_that()
   assert found.temporaries < 4 * GIB
 
 
-def whole_run_on(target):
+def whole_run_fits(machine):
   """Compiles what a run of configs/math_1b.py compiles; returns whether it fits."""
-  question = fit_run.parse(["--config=configs/math_1b.py", f"--target={target}"])
-  arrays, jobs = fit_run.plan(question)
-  room, found = targets.usable_bytes(target), list(fit_run.needs(question, arrays, jobs))
-  assert room is not None
-  print(fit_run.table(found, arrays, room, target))
-  return fit_run.fits(found, room)
+  options = ["--config=configs/math_1b.py", "--no-search", "--no-cache"]
+  return cli.run(["plan", f"--topology={machine}", *options]) == 0
 
 
 @on_h100
 def test_math_1b_fits_one_h100():
-  assert whole_run_on("h100")
+  assert whole_run_fits("h100")
 
 
 @on_tpu
@@ -158,7 +154,7 @@ def test_math_1b_fits_one_h100():
   "AOT_WHOLE" not in os.environ, reason="minutes of compilation; `AOT_WHOLE=1 make aot`"
 )
 def test_math_1b_fits_eight_v5es():
-  assert whole_run_on("v5e:2x4")
+  assert whole_run_fits("v5e-8")
 
 
 SMALL = {

@@ -7,10 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grpo_kernels import implementations
+from grpo_kernels.implementations import Chip
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.commands import cli
 from grpo_jax.config import configuration
+from grpo_jax.config.configuration import ConfigError
 from grpo_jax.planning import (
   advice,
   asking,
@@ -43,7 +46,7 @@ def make(model, scratch, *overrides, machine="cpu:8"):
   return asking.run_of(config, sizes, topologies.parse(machine), scratch)
 
 
-def planned(run, *, room=100 * GIB, own=GIB, refused=(), searches=False):
+def planned(run, *, room=100 * GIB, own=GIB, refused=(), searches=False, all_shapes=False):
   """Returns a plan whose compiler is a stand-in: every program takes `own` bytes."""
   chip = dataclasses.replace(CHIPS["v5e"], usable=room)
   topology = topologies.Topology("v5e-8", chip, 8)
@@ -53,7 +56,9 @@ def planned(run, *, room=100 * GIB, own=GIB, refused=(), searches=False):
     return Compiled(job.name, temporaries=own, is_refused=is_refused)
 
   assumed = workload.lengths(run.config)
-  return plan.make(run, topology, compile_job, assumed=assumed, searches=searches)
+  return plan.make(
+    run, topology, compile_job, assumed=assumed, searches=searches, all_shapes=all_shapes
+  )
 
 
 def test_traffic_of_a_program_is_that_of_its_collectives():
@@ -129,6 +134,13 @@ def test_every_program_of_the_run_is_planned(run):
   assert update.peak == run.arrays.always + run.arrays.sums + kept + GIB
 
 
+def test_all_shapes_are_compiled_if_asked_for(run):
+  names = lambda plan_: [need.compiled.name for need in plan_.needs]
+  few, all_ = names(planned(run)), names(planned(run, all_shapes=True))
+  expected = {job.name for job in run.jobs if programs.program_of(job.name)}
+  assert all_[: len(few)] == few and {*all_} == expected and len(all_) == len(expected) > len(few)
+
+
 def test_verdict_and_the_exit_of_the_worst_program(run):
   assert planned(run, room=4 * GIB).fits
   plan_ = planned(run, room=GIB)
@@ -201,6 +213,23 @@ def test_time_is_the_larger_of_compute_and_memory_plus_traffic():
   assert (phase.compute_s, phase.memory_s) == (pytest.approx(1), pytest.approx(3))
   assert (phase.near_s, phase.far_s) == (pytest.approx(2), pytest.approx(2))
   assert phase.total_s == pytest.approx(7) and phase.bound == "memory"
+
+
+def test_both_mesh_sizes_open_make_a_replica_of_each_node(model, tmp_path, monkeypatch):
+  devices = lambda topology: jax.devices()[: topology.devices]  # stand-ins for GPUs.
+  monkeypatch.setattr(topologies, "devices", devices)
+  options = ["--config.engine.name=sglang", "--config.mesh.data=-1", "--config.mesh.fsdp=-1"]
+  sizes = lambda machine: dict(make(model, tmp_path, *options, machine=machine).mesh.shape)
+  assert sizes("2xh100:4") == {"data": 2, "fsdp": 4, "tensor": 1}
+  assert sizes("h100:8") == {"data": 1, "fsdp": 8, "tensor": 1}
+  with pytest.raises(ConfigError, match="tensor=8"):
+    make(model, tmp_path, *options, "--config.mesh.tensor=8", machine="2xh100:4")
+
+
+def test_the_sampler_is_planned_for_the_target_and_not_for_this_machine(run, monkeypatch):
+  monkeypatch.setattr(implementations, "chip_of", lambda device: Chip("tpu", "TPU v5 lite"))
+  on_tpu = programs.described(run.config, run.model, run.mesh)
+  assert (run.prefill, on_tpu.prefill) == (160, 1024)  # see `scheduling.unplanned`.
 
 
 def test_work_grows_with_the_assumed_lengths(run):

@@ -20,7 +20,7 @@ from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.environments.base import SingleTurn
 from grpo_jax.learn import sharding
 from grpo_jax.models import transformer
-from grpo_jax.processes import bulk, elsewhere
+from grpo_jax.processes import bulk, elsewhere, roles
 from grpo_jax.rollouts import stream
 from grpo_jax.rollouts.collecting import Limits
 from grpo_jax.rollouts.loop_thread import LoopThread
@@ -119,7 +119,7 @@ def exchanged():
   processes.together(lambda: None, what="it is forgotten")
   outcomes["forgotten"] = not elsewhere._has(early._key)
   early.forget()  # also if there is nothing to forget.
-  keys = [key for key, _ in processes._client().key_value_dir_get_bytes("grpo_jax/")]
+  keys = [key for key, _ in roles.client().key_value_dir_get_bytes("grpo_jax/")]
   outcomes["keys"] = [key for key in keys if "ended_early" in key or "bulk" in key]
   if me == 0:
     outcomes["late"] = error_of(

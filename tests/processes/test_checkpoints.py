@@ -1,9 +1,6 @@
 """Checkpoints and exports of two processes: each writes its shards, and both decide alike."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -13,8 +10,6 @@ from tests import quick_compilation, several
 from tests.processes import checkpoint_worker
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
-
-WORKER = several.ROOT / "tests" / "processes" / "checkpoint_worker.py"
 
 
 def mesh_of_one_process():
@@ -32,30 +27,13 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def both(folder):
   """Returns what each of two processes saw."""
-  address = f"127.0.0.1:{several.free_port()}"
-  roots = (several.ROOT, several.ROOT / "kernels", several.ROOT / "tests")
-  environment = {
-    **os.environ,
-    "XLA_FLAGS": quick_compilation.FLAGS,
-    "JAX_PLATFORMS": "cpu",
-    "JAX_NUM_CPU_DEVICES": "2",
-    "PYTHONPATH": os.pathsep.join(map(str, roots)),
-  }
-  logs = [folder / f"{index}.log" for index in range(2)]
-  workers = []
-  for index, log in enumerate(logs):
-    command = [sys.executable, WORKER, address, str(index), folder]
-    with log.open("w") as output:
-      workers.append(
-        subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-      )
-  try:
-    codes = [worker.wait(120) for worker in workers]
-  finally:
-    for worker in workers:
-      worker.kill()
-      worker.wait()
-  assert codes == [0, 0], "\n".join(log.read_text()[-4000:] for log in logs)
+  started = several.start_python(
+    lambda address, index: [checkpoint_worker.__file__, address, index, folder],
+    folder / "worker",
+    devices=2,
+    environment={"XLA_FLAGS": quick_compilation.FLAGS},
+  )
+  started.succeed(120)
   return [json.loads((folder / f"found-{index}.json").read_text()) for index in range(2)]
 
 

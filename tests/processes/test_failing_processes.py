@@ -3,8 +3,6 @@
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -27,28 +25,15 @@ MODES = ("mistake", "failure", "hanging", "sleeping in pieces", *SENT, "signalle
 
 def pair(folder, mode):
   """Starts two processes that loop; process 1 ends the loop, or a signal does."""
-  address = f"127.0.0.1:{several.free_port()}"
-  variables = {
-    **{k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
-    **{"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},
-    "PYTHONPATH": f"{several.ROOT}:{several.ROOT / 'kernels'}",
-  }
-  started, logs = [], []
-  for index in range(2):
-    log = folder / f"{mode}.{index}.log"
+
+  def command(address, index):
     options = {"coordinator": address, "processes": 2, "index": index}
     options |= {"heartbeat_s": f"{HEARTBEAT_S}.0", "wait_s": f"{WAIT_S}.0"}
-    command = [sys.executable, LOOPING, mode, f"--config={several.ROOT}/configs/quickstart.py"]
-    command += ["--workdir=runs/looping"]
-    command += [f"--config.distributed.{name}={value}" for name, value in options.items()]
-    with log.open("w") as output:
-      started.append(
-        subprocess.Popen(
-          command, env=variables, stdout=output, stderr=output, start_new_session=True
-        )
-      )
-    logs.append(log)
-  return several.Started(started, logs)
+    given = [LOOPING, mode, f"--config={several.ROOT}/configs/quickstart.py"]
+    given += ["--workdir=runs/looping"]
+    return [*given, *(f"--config.distributed.{name}={value}" for name, value in options.items())]
+
+  return several.start_python(command, folder / mode, devices=1)
 
 
 @pytest.fixture(scope="module")

@@ -76,3 +76,18 @@ def test_the_part_of_a_process_has_its_devices_and_the_splits_within_it(name):
 
 def test_a_mesh_of_one_process_has_no_part():
   assert local_devices.part_of(mesh((1, 2, 2), [1] * 4)) is None
+
+
+def test_the_part_of_an_assumed_host_has_its_devices_in_the_splits_of_one_host():
+  whole = mesh((1, 8, 1), blocks(2, 4))
+  host = [Device(100 + i, 0) for i in range(4)]
+  with local_devices.assumed_host(host):
+    part = local_devices.part_of(whole)
+    assert part is not None
+    assert list(part.mesh.devices.flat) == host and part.mesh.devices.shape == (1, 4, 1)
+    assert list(part.spread.devices.flat) == list(whole.devices.flat)
+    assert local_devices.part_of(mesh((1, 4, 1), [0] * 4)) is None
+  with local_devices.assumed_host(list(whole.devices.flat)):
+    assert local_devices.part_of(whole) is None
+  after = local_devices.part_of(whole)
+  assert after is not None and {each.process_index for each in after.mesh.devices.flat} == {1}

@@ -1,10 +1,7 @@
 """One process or several: who is the main one, and how the others learn what it decided."""
 
-import os
 import pathlib
 import signal
-import socket
-import subprocess
 import sys
 import types
 
@@ -18,14 +15,14 @@ from grpo_jax.config import configuration
 from grpo_jax.models import export, transformer
 from grpo_jax.processes import watch
 from grpo_jax.run_folder import checkpointing, earlier, loggers, notices, shared_folder
+from tests import several, side_by_side
 from tests.models import tiny
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 OF_SEVERAL = """
 import sys
 import jax
 from grpo_jax import processes
+from grpo_jax.processes import failures
 
 assert (processes.count(), processes.index()) == (1, 0)
 address, index = sys.argv[1], int(sys.argv[2])
@@ -42,7 +39,7 @@ if index == 1:
   except processes.ProcessesError as error:
     print(error)
 assert processes.exchange(index, what="numbers") == [0, 1]
-processes.REACH_S = 0.2
+failures.REACH_S = 0.2
 try:
   processes.exchange(index, what=f"place {index}")
 except processes.PartedError as error:
@@ -83,24 +80,14 @@ def test_a_signal_that_came_before_the_processes_met_is_reported_to_the_others(m
 
 
 @pytest.mark.processes
-def test_two_processes_agree_without_a_backend():
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{free.getsockname()[1]}"
-  environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-  started = [
-    subprocess.Popen(
-      [sys.executable, "-c", OF_SEVERAL, address, str(index)],
-      **{"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
-    )
-    for index in range(2)
-  ]
-  ended = [(*process.communicate(timeout=120), process.returncode) for process in started]
-  assert [code for *_, code in ended] == [0, 0], ended
-  assert ended[0][0] == ""
-  assert ended[1][0].startswith(
-    "waited 0.2 s for process 0 of 2, which decides (grpo_jax/broadcast/2)"
+def test_two_processes_agree_without_a_backend(tmp_path):
+  started = several.start_python(
+    lambda address, index: ["-c", OF_SEVERAL, address, index], tmp_path / "worker"
   )
+  started.succeed(120)
+  assert "waited" not in started.text(0)
+  missing = "waited 0.2 s for process 0 of 2, which decides (grpo_jax/broadcast/2)"
+  assert missing in started.text(1).splitlines()
 
 
 # --- process 1 of 2 ---
@@ -109,8 +96,7 @@ def test_two_processes_agree_without_a_backend():
 @pytest.fixture
 def second(monkeypatch):
   """This process is process 1 of 2; process 0 has sent "runs/shared"."""
-  monkeypatch.setattr(processes, "count", lambda: 2)
-  monkeypatch.setattr(processes, "index", lambda: 1)
+  side_by_side.pretend(monkeypatch, 1)
   monkeypatch.setattr(
     processes, "broadcast", lambda value, **_: "runs/shared" if value == "" else value
   )
@@ -185,4 +171,15 @@ def test_what_ends_another_process_names_it(second, capfd):
   main.report_failure(checkpointing.CheckpointError("the disk is full"), "the same command")
   assert capfd.readouterr() == ("", "process 1 of 2: error: the disk is full\n")
   main.report_failure(processes.OtherProcessError("process 0 of 2 (h0): the disk is full"))
+  assert capfd.readouterr() == ("", "")
+
+
+def test_what_the_main_process_prints_for_all_is_not_printed_again(second, monkeypatch, capfd):
+  of_both = checkpointing.CheckpointError("saving step 2 failed: the disk is full")
+  of_both.__cause__ = processes.of_all(checkpointing.CheckpointError("the disk is full"))
+  main.report_failure(of_both)
+  monkeypatch.setattr(processes.Channel, "exchange", lambda _, value, **__: ["Monday", value])
+  with pytest.raises(processes.DisagreementError) as differing:
+    processes.agree("Tuesday", what="the day")
+  main.report_failure(differing.value)
   assert capfd.readouterr() == ("", "")

@@ -5,8 +5,6 @@ import os
 import pathlib
 import re
 import socket
-import subprocess
-import sys
 
 import pytest
 
@@ -40,6 +38,7 @@ def config(**values):
 
 found = {}
 mine = folder / f"host{index}"
+sys.path.append(str(mine))
 agreements.registry._import(f"rewards_of_the_run")
 tried("same", agreements.check_start, config(**{"data.path": str(mine / "same.jsonl")}))
 tried("option", agreements.check_start, config(**{"loss.clip_high": 0.2 + index}))
@@ -51,7 +50,7 @@ import os
 os.environ.update({"JAX_ENABLE_X64": "1"} if index else {})
 tried("variable", agreements.check_start, config())
 found["fallback"] = agreements.same_fallback("the hub is silent" if index else "")
-print(json.dumps(found))
+(folder / f"found-{index}.json").write_text(json.dumps(found))
 processes.barrier("end", timeout_s=60)
 """
 
@@ -70,21 +69,11 @@ def differences(tmp_path_factory):
     (host / "model" / "tokenizer.json").write_text(f"[{index}]")
     (host / "rewards_of_the_run.py").write_text(f"LIMIT = {index}\n")
   (folder / "host0" / "missing.jsonl").write_text("{}\n")
-  address = f"127.0.0.1:{several.free_port()}"
-  root = several.ROOT
-  started = [
-    subprocess.Popen(
-      [sys.executable, "-c", DIFFERING, address, str(index), str(folder)],
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-      env={**os.environ, "PYTHONPATH": f"{root}:{root / 'kernels'}:{folder / f'host{index}'}"},
-    )
-    for index in range(2)
-  ]
-  ended = [process.communicate(timeout=120) for process in started]
-  assert [process.returncode for process in started] == [0, 0], ended
-  return [json.loads(out.splitlines()[-1]) for out, _ in ended]
+  started = several.start_python(
+    lambda address, index: ["-c", DIFFERING, address, index, folder], folder / "worker"
+  )
+  started.succeed(120)
+  return [json.loads((folder / f"found-{index}.json").read_text()) for index in range(2)]
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,15 @@
 """Sampling by real processes: two and four against one with the same number of devices."""
 
-import os
 import pathlib
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-from tests.several import free_port
+from tests import several
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
-ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = pathlib.Path(__file__).with_name("sampling_program.py")
 
 
@@ -25,21 +21,12 @@ def found(tmp_path_factory):
 
 
 def of_processes(folder, count):
-  address = f"127.0.0.1:{free_port()}"
-  variables = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
-  paths = f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"
-  variables |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
-  command = [sys.executable, str(PROGRAM), str(folder), address, str(count)]
-  started = [
-    subprocess.Popen([*command, str(i)], env=variables, stderr=subprocess.PIPE, text=True)
-    for i in range(count)
-  ]
-  try:
-    errors = [process.communicate(timeout=200)[1] for process in started]
-  finally:
-    for process in started:
-      process.kill()
-  assert [process.returncode for process in started] == [0] * count, "\n".join(errors)
+  started = several.start_python(
+    lambda address, index: [PROGRAM, folder, address, count, index],
+    folder / str(count),
+    processes=count,
+  )
+  started.succeed(200)
   for i in range(count):
     yield pickle.loads((folder / f"{count}.{i}.pickle").read_bytes())
 

@@ -1,10 +1,7 @@
 """SGLang engines of two processes: servers of each or shared ones, weights, proofs and failures."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -26,29 +23,10 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(folder):
   """Returns what each of two processes saw."""
-  address = f"127.0.0.1:{several.free_port()}"
-  roots = (several.ROOT, several.ROOT / "kernels")
-  environment = {
-    **{name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
-    "JAX_PLATFORMS": "cpu",
-    "JAX_NUM_CPU_DEVICES": "2",
-    "PYTHONPATH": os.pathsep.join(map(str, roots)),
-  }
-  logs = [folder / f"{index}.log" for index in range(2)]
-  workers = []
-  for index, log in enumerate(logs):
-    command = [sys.executable, WORKER, address, str(index), folder]
-    with log.open("w") as output:
-      workers.append(
-        subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-      )
-  try:
-    codes = [worker.wait(200) for worker in workers]
-  finally:
-    for worker in workers:
-      worker.kill()
-      worker.wait()
-  assert codes == [0, 0], "\n".join(log.read_text()[-4000:] for log in logs)
+  started = several.start_python(
+    lambda address, index: [WORKER, address, index, folder], folder / "worker", devices=2
+  )
+  started.succeed(200)
   return [json.loads((folder / f"found-{index}.json").read_text()) for index in range(2)]
 
 

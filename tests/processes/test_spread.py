@@ -2,9 +2,6 @@
 
 import functools
 import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -25,31 +22,6 @@ CASES = {
 EXACT = ("minibatches", "whitened", "composed")
 
 
-def start(folder: pathlib.Path, cases: tuple[str, ...], *, processes: int) -> list:
-  """Starts processes, which have four devices together."""
-  address = f"127.0.0.1:{several.free_port()}"
-  environment = {
-    **os.environ,
-    "JAX_PLATFORMS": "cpu",
-    "JAX_NUM_CPU_DEVICES": str(4 // processes),
-    "PYTHONPATH": os.pathsep.join(map(str, (several.ROOT, several.ROOT / "kernels"))),
-  }
-  result = folder / f"of_{processes}"
-  found = []
-  for index in range(processes):
-    command = [sys.executable, spread_case.__file__, folder / "model", result, address]
-    with (folder / f"of_{processes}.{index}.log").open("w") as log:
-      found.append(
-        subprocess.Popen(
-          [*command, str(processes), str(index), *cases],
-          env=environment,
-          stdout=log,
-          stderr=subprocess.STDOUT,
-        )
-      )
-  return found
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
   folder = tmp_path_factory.mktemp("spread")
@@ -59,18 +31,17 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ran(folder):
-  """Returns a function that has so many processes compute their cases, once."""
+  """Returns a function that has a given number of processes compute their cases, once."""
 
   def run(processes):
-    started = start(folder, CASES[processes], processes=processes)
-    try:
-      codes = [process.wait(150) for process in started]
-    finally:
-      for process in started:
-        process.kill()
-        process.wait()
-    logs = [(folder / f"of_{processes}.{i}.log").read_text()[-3000:] for i in range(processes)]
-    assert codes == [0] * processes, "\n".join(logs)
+    sizes = {"processes": processes, "devices": 4 // processes}
+    command = lambda address, index: [
+      *(spread_case.__file__, folder / "model", folder / f"of_{processes}", address),
+      *(processes, index, *CASES[processes]),
+    ]
+    flags = {"XLA_FLAGS": os.environ["XLA_FLAGS"]}  # of the process compared with.
+    started = several.start_python(command, folder / f"of_{processes}", **sizes, environment=flags)
+    started.succeed(150)
 
   return functools.cache(run)
 

@@ -13,11 +13,12 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from grpo_jax import metrics, processes
+from grpo_jax import metrics
 from grpo_jax.commands import cli
 from grpo_jax.run_folder import console, loggers, rollout_log
 from grpo_jax.run_folder.screen import fold
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup, Turn
+from tests import side_by_side
 
 
 def a_screen(*, terminal: bool = False, width: int = 80) -> tuple[console.Screen, io.StringIO]:
@@ -289,7 +290,7 @@ def test_rollouts_are_written_and_samples_printed_at_their_own_pace(tmp_path):
 
 
 def test_only_the_main_process_writes(tmp_path, monkeypatch):
-  monkeypatch.setattr(processes, "index", lambda: 1)
+  side_by_side.pretend(monkeypatch, 1)
   logger = open_logs(tmp_path / "run", tensorboard=True)
   fake_run.write_steps(logger, 0, 1)
   with logger.progress("sampling", 3) as advance:

@@ -12,8 +12,8 @@ import warnings
 import pytest
 from rich.console import Console
 
-from grpo_jax import processes
 from grpo_jax.run_folder import console, notices, screen
+from tests import side_by_side
 
 PACKAGE = pathlib.Path(notices.__file__).parents[1]
 OURS = logging.getLogger("grpo_jax.data.sources")
@@ -204,7 +204,7 @@ def test_everything_is_as_before_when_the_program_has_ended():
 
 @pytest.mark.filterwarnings("always")
 def test_other_processes_say_nothing(monkeypatch):
-  monkeypatch.setattr(processes, "index", lambda: 1)
+  side_by_side.pretend(monkeypatch, 1)
   made, file = a_screen(terminal=True)
   with notices.for_program(), notices.on_screen(made):
     OURS.info("run folder: x")

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from grpo_jax import processes
 from grpo_jax.run_folder import notices, process_log
+from tests import side_by_side
 
 W, E = logging.WARNING, logging.ERROR
 
@@ -13,9 +13,9 @@ W, E = logging.WARNING, logging.ERROR
 @pytest.fixture
 def process_1(monkeypatch):
   """Makes this process 1 of 2."""
+  process_log.take()  # of earlier tests.
   process_log._pending.clear()
-  monkeypatch.setattr(processes, "count", lambda: 2)
-  monkeypatch.setattr(processes, "index", lambda: 1)
+  side_by_side.pretend(monkeypatch, 1)
   yield
   process_log.take()
   process_log._pending.clear()
@@ -58,7 +58,7 @@ def test_a_run_that_continues_adds_to_the_file(process_1, tmp_path):
 
 
 def test_the_main_process_of_several_has_no_file(process_1, tmp_path, monkeypatch):
-  monkeypatch.setattr(processes, "index", lambda: 0)
+  side_by_side.pretend(monkeypatch, 0)
   with process_log.in_folder(tmp_path):
     process_log.add(W, "the disk is almost full")
   assert not process_log._pending and not list(tmp_path.iterdir())

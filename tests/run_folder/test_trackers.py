@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from grpo_jax import processes
 from grpo_jax.config import configuration, run_options
 from grpo_jax.run_folder import console, loggers, sinks
 from grpo_jax.run_folder.sinks import background, masking, mlflow, tracking
 from grpo_jax.run_folder.sinks.base import Opening, StepRollouts
+from tests import side_by_side
 
 
 class Recorder(tracking.Tracker):
@@ -211,7 +211,7 @@ def test_an_own_sink_that_hangs_does_not_stop_a_run(tmp_path, noticed):
 
 
 def test_only_the_main_process_opens_trackers(tmp_path, monkeypatch):
-  monkeypatch.setattr(processes, "index", lambda: 1)
+  side_by_side.pretend(monkeypatch, 1)
   logger = loggers.make(tmp_path / "run", sinks=("jsonl", "wandb"), wandb={"project": "x"})
   logger.write(0, {"train/loss": 0.0})
   logger.close()

@@ -3,8 +3,9 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+
+from grpo_kernels.implementations import current_chip
 
 LANES = 128
 MIB = 1 << 20
@@ -25,8 +26,8 @@ class Tiles:
 
 def device_kind() -> str:
   """Returns the kind of TPU that this process computes on; a v5e if it has none."""
-  device = jax.devices()[0]
-  return device.device_kind if device.platform == "tpu" else "TPU v5 lite"
+  chip = current_chip()
+  return chip.kind if chip.platform == "tpu" else "TPU v5 lite"
 
 
 def choose_tiles(

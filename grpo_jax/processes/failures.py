@@ -1,0 +1,234 @@
+"""What ends the processes of a run: errors of one or of all, their news, and who prints them."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import TypeVar
+
+from grpo_jax.errors import ExpectedFailure
+from grpo_jax.interrupts import Stopped
+from grpo_jax.processes import roles, watch
+from grpo_jax.processes.watch import Failure
+
+Raised = TypeVar("Raised", bound=BaseException)
+
+LOOK_S = 0.1  # time between two looks at the news, if a process is not where it should be.
+REACH_S = 4.0  # longest wait for the others after a failure that they may not have.
+
+has_failed = False  # this process, and not all at the same place.
+
+
+class ProcessesError(ExpectedFailure, TimeoutError):
+  """The other processes of a run did not answer in time."""
+
+
+class DisagreementError(ExpectedFailure, RuntimeError):
+  """Something that must be equal on all processes of a run differs."""
+
+
+class PartedError(DisagreementError):
+  """The processes do not exchange the same thing: one of them has left the common way."""
+
+
+class OtherProcessError(ExpectedFailure, RuntimeError):
+  """Another process of the run failed; the message names it and has its reason.
+
+  The exit code is that of the process that failed.
+  """
+
+  def __init__(self, message: str, exit_code: int = 1):
+    """Makes an error.
+
+    Args:
+      message: Name of the process that failed, with its reason.
+      exit_code: Exit code of that process.
+    """
+    super().__init__(message)
+    self.exit_code = exit_code
+
+
+# --- errors that all processes raise ---
+
+
+def of_all(error: Raised, *, is_same: bool = True) -> Raised:
+  """Returns an error, marked as one that all processes raise at the same place.
+
+  Args:
+    error: Error of this process.
+    is_same: Whether the main process raises it with the same message, and so prints it for all.
+  """
+  error.is_of_all_processes = True  # pyright: ignore[reportAttributeAccessIssue]
+  if is_same and not roles.is_main():
+    error.is_printed_by_main = True  # pyright: ignore[reportAttributeAccessIssue]
+  return error
+
+
+def is_of_all(error: BaseException | None) -> bool:
+  """Returns whether all processes raise the error, or one in its place, at the same call.
+
+  Collective work can follow such an error, such as a checkpoint.
+  """
+  while error is not None:
+    if getattr(error, "is_of_all_processes", False):
+      return True
+    error = error.__cause__ or error.__context__
+  return roles.count() == 1
+
+
+# --- failures of one process ---
+
+
+@contextlib.contextmanager
+def failing() -> Iterator[None]:
+  """Has the other processes end if the block fails on this process only.
+
+  They learn of it within a second, also when they wait in a collective of the devices, and end with
+  this failure and its exit code.
+  """
+  try:
+    yield
+  except (Exception, KeyboardInterrupt) as error:
+    if _is_lost_connection(error):
+      _raise_loss(error)
+    give_up(error)
+    raise
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+  """Returns whether an error may be what this process sees of the end of another one."""
+  if watch.current is None:
+    return False
+  if isinstance(error, ProcessesError):
+    return "no answer from process 0" in str(error)
+  words = ("gloo", "nccl", "connection", "unavailable", "coordination")
+  is_of_jax = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError", "ValueError")
+  if is_of_jax and any(word in str(error).lower() for word in words):
+    return True
+  return error.__cause__ is not None and _is_lost_connection(error.__cause__)
+
+
+def _raise_loss(error: BaseException) -> None:
+  """Raises the failure of the process that was lost, once the watch has found it."""
+  deadline = time.monotonic() + (watch.current.heartbeat_s + 2 if watch.current else 0)
+  while watch.current is not None and watch.current.failure is None:
+    if time.monotonic() > deadline:
+      return
+    time.sleep(watch.LOOK_S)
+  failure = watch.current.failure if watch.current else None
+  if watch.current is not None and failure is not None and failure.process != roles.index():
+    if failure.stopped:
+      raise Stopped() from error
+    message = watch.current.described(failure)
+    raise OtherProcessError(message, failure.exit_code) from error
+
+
+def give_up(error: BaseException) -> None:
+  """Has the other processes end because of an error, unless all have it, or one of them had it.
+
+  Args:
+    error: Failure of this process; Stopped if it alone was asked to stop.
+  """
+  global has_failed
+  if watch.current is None or is_of_all(error) or _is_of_another(error) or has_failed:
+    return
+  has_failed = True
+  stopped = isinstance(error, Stopped | KeyboardInterrupt)
+  watch.current.give_up(Failure(roles.index(), reason(error), exit_code(error), stopped=stopped))
+
+
+def _is_of_another(error: BaseException) -> bool:
+  failure = watch.current.failure if watch.current else None
+  is_told = isinstance(error, OtherProcessError | Stopped)
+  return failure is not None and failure.process != roles.index() and is_told
+
+
+def raise_news() -> None:
+  """Raises the failure of another process that is not one of all."""
+  watching = watch.current
+  if watching is None or watching.failure is None:
+    return
+  failure = watching.failure
+  if failure.process == watching.index:
+    raise ProcessesError(f"this process has failed before: {failure.reason}")
+  raise (
+    Stopped()
+    if failure.stopped
+    else OtherProcessError(watching.described(failure), failure.exit_code)
+  )
+
+
+def wait_for_news() -> None:
+  """Raises the failure of the process that has left the common way, if it reports one in time."""
+  deadline = time.monotonic() + REACH_S
+  while time.monotonic() < deadline:
+    raise_news()
+    time.sleep(LOOK_S)
+
+
+def leave(code: int) -> None:
+  """Ends this process if there are others, which have ended or know why they should.
+
+  JAX would wait for them, and abort.
+
+  Args:
+    code: Exit code.
+  """
+  if watch.current is not None:
+    watch.current.leave(code)
+
+
+# --- what is printed ---
+
+
+def exit_code(error: BaseException) -> int:
+  """Returns the exit code of a program that an error ends."""
+  return getattr(error, "exit_code", 1)
+
+
+def reason(error: BaseException) -> str:
+  """Returns the message of an error, with the name of its kind if a user cannot repair it."""
+  return str(error) if isinstance(error, ExpectedFailure) else f"{type(error).__name__}: {error}"
+
+
+def continues(text: str) -> None:
+  """Sets how the run continues, which is printed below the failure of another process."""
+  if watch.current is not None:
+    watch.current.last_words = text
+
+
+def is_printed_elsewhere(error: BaseException) -> bool:
+  """Returns whether another process has failed for the same reason, and prints it."""
+  cause: BaseException | None = error
+  while cause is not None:
+    if getattr(cause, "is_printed_by_main", False):
+      return True
+    cause = cause.__cause__
+  failure = watch.current.failure if watch.current else None
+  return (
+    failure is not None and failure.process != roles.index() and failure.reason == reason(error)
+  )
+
+
+def may_report() -> bool:
+  """Returns whether the caller prints what ends this process; False if the watch has."""
+  return watch.current is None or watch.current.claim_report("main")
+
+
+def lines_of(error: ExpectedFailure, *more: str) -> list[str]:
+  """Returns what this process prints about what ends it.
+
+  The main process prints all; another one its own reason only, or that the main one is lost.
+
+  Args:
+    error: Failure that ends this process.
+    more: Further lines of the main process.
+  """
+  current = watch.current
+  if not isinstance(error, OtherProcessError) or current is None or current.failure is None:
+    if roles.is_main():
+      return [f"error: {error}", *more]
+    is_told = isinstance(error, OtherProcessError) or is_printed_elsewhere(error)
+    return [] if is_told else [f"{roles.where()}: error: {error}"]
+  last = more or tuple(filter(None, [current.last_words]))
+  last = () if error.exit_code == 2 else last  # a mistake, which the same command would repeat.
+  return [f"error: {error}", *last] if current.is_printed_here(current.failure) else []

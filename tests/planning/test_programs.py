@@ -1,0 +1,113 @@
+"""Which arrays lie beside which program, from a config and a model's sizes."""
+
+import jax
+import numpy as np
+import pytest
+
+from grpo_jax.building import computation
+from grpo_jax.compilation.programs import Job
+from grpo_jax.models import leaves, loading
+from grpo_jax.planning import asking, programs, topologies
+
+CONFIG = "--config=configs/math_1b.py"
+SMALL = {
+  "drift",
+  "empty gradients",
+  "optimizer state",
+  "copy of the weights",
+  "tensor of the export",
+  "advantages",
+}
+
+
+def make(model, scratch, *overrides):
+  """Returns a run of a tiny model on eight simulated devices."""
+  config = asking.config_of([CONFIG, *overrides])
+  sizes, _ = asking.model_of(config, str(model), scratch)
+  return asking.run_of(config, sizes, topologies.parse("cpu:8"), scratch)
+
+
+@pytest.fixture(scope="module")
+def run(model, tmp_path_factory):
+  return make(model, tmp_path_factory.mktemp("scratch"))
+
+
+@pytest.fixture
+def arrays_of(model, tmp_path, monkeypatch):
+  """A function from overrides to the arrays of a run that samples elsewhere; nothing is traced."""
+  monkeypatch.setattr(computation.Computation, "jobs", lambda self: [])
+  return lambda *overrides: make(model, tmp_path, "--config.engine.name=sglang", *overrides).arrays
+
+
+def parameters(folder):
+  """Returns the number of a model's parameters."""
+  return sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(leaves.tree(loading.look(folder))))
+
+
+def test_weights_moments_and_reference_are_split_over_the_devices(run, model):
+  arrays, count = run.arrays, parameters(model)
+  assert arrays.weights == arrays.reference == arrays.sums == 4 * count / 8
+  assert arrays.optimizer == pytest.approx(2 * arrays.weights, abs=64)  # and some counters.
+  assert arrays.initial == 0
+
+
+def test_sampler_keeps_layers_and_head_in_bfloat16_and_its_caches(run, model):
+  config = loading.look(model)
+  embed = config.vocab_size * config.hidden_size
+  norms = 2 * config.num_layers * config.hidden_size + config.hidden_size
+  kernels = parameters(model) - embed - norms
+  head = embed if config.tie_embeddings else 0
+  assert run.arrays.sampler == pytest.approx(2 * (kernels + head) / 8, rel=0.02)
+  token = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
+  assert run.cache_token == token
+  ring, pages = 64 * 512 * token / 8, 64 * 64 * token  # pages stand on every device.
+  assert run.arrays.caches == ring + pages
+
+
+def test_every_program_of_the_run_is_counted_or_known_to_be_small(run):
+  names = [job.name for job in run.jobs]
+  needed = set(programs.PROGRAMS) - {programs.COPYING, "teacher"}
+  assert {programs.program_of(name) for name in names} - {None} == needed
+  for name in names:
+    assert programs.program_of(name) or any(name.startswith(small) for small in SMALL), name
+
+
+def test_loss_without_kl_has_no_reference_but_reads_the_initial_weights(arrays_of):
+  arrays = arrays_of("--config.loss.kl_coef=0")
+  assert (arrays.reference, arrays.initial) == (0, arrays.weights)
+  off = ("--config.loss.kl_coef=0", "--config.learn.report_kl_every_steps=0")
+  assert arrays_of(*off).initial == 0
+
+
+def test_mesh_of_the_config_decides_what_a_device_holds(arrays_of, run):
+  arrays = arrays_of("--config.mesh.data=8", "--config.mesh.fsdp=1")
+  assert arrays.weights == 8 * run.arrays.weights
+  assert (arrays.sampler, arrays.caches) == (0, 0)  # SGLang's servers are not counted.
+
+
+@pytest.mark.parametrize(("keeps_caches", "kept"), [(False, 0), (True, 1000)])
+def test_arrays_beside_each_program(keeps_caches, kept):
+  arrays = programs.Arrays(
+    1, 2, reference=10, sampler=100, caches=1000, initial=10**4, gradients=10**5, teacher=10**6,
+    keeps_caches=keeps_caches,
+  )  # fmt: skip
+  assert {name: arrays.beside(name) - 10**6 for name in programs.PROGRAMS} == {
+    programs.COPYING: 13,
+    "reading prompts": 1113,
+    "sampling": 1113,
+    "score": 1113,
+    "teacher": 1113,
+    "watch": 10013 + kept,
+    "update": 100013 + kept,
+    "optimizer": 100013 + kept,
+  }
+
+
+def test_largest_shape_of_each_program_is_compiled_first():
+  names = ["update 1 × 448 (448)", "update 3 × 2304 (2304)", "update 4 × 448 (999999)"]
+  names += ["optimizer", "optimizer state", "sampling 8 rows", "sampling 64 rows"]
+  jobs = [Job(name, lambda: None) for name in [*names, "drift 8 × 9 (9)"]]
+  large, small = ([job.name for job in found] for found in (
+    programs.largest(jobs), programs.smaller(jobs)))  # fmt: skip
+  assert large == [names[1], "optimizer", "sampling 64 rows"]
+  assert small == [names[0], names[2], "sampling 8 rows"]

@@ -1,0 +1,146 @@
+"""What a step computes and moves, against arithmetic from the model's sizes; rates of the chips."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from grpo_jax.batching import packing
+from grpo_jax.compilation.programs import Job
+from grpo_jax.config import configuration
+from grpo_jax.planning import asking, compiling, roofline, topologies, workload
+from grpo_jax.planning.chips import CHIPS
+from grpo_jax.planning.workload import Lengths, Work
+
+LENGTHS = Lengths(64, 128)
+
+
+@pytest.fixture(scope="module")
+def run(model, tmp_path_factory):
+  """A run of 4 prompts in groups of 16, of a tiny model on eight simulated devices."""
+  scratch = tmp_path_factory.mktemp("scratch")
+  config = asking.config_of(["--config=configs/math_1b.py", "--config.rollout.prompts_per_step=4"])
+  sizes, _ = asking.model_of(config, str(model), scratch)
+  return asking.run_of(config, sizes, topologies.parse("cpu:8"), scratch)
+
+
+def changed(run, **values):
+  """Returns a run with other values of `learn`."""
+  values = {f"learn.{name}": value for name, value in values.items()}
+  return dataclasses.replace(run, config=configuration.replaced(run.config, values))
+
+
+def phases(run, hosts=1):
+  return {each.phase: each for each in workload.of_step(run, LENGTHS, hosts=hosts)}
+
+
+def test_a_forward_pass_has_two_operations_a_weight_and_four_a_pair_and_head(run):
+  model, cost = run.model, workload.forward_cost(run.model)
+  width, inner = model.hidden_size, model.intermediate_size
+  heads, parts = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+  weights = model.num_layers * (2 * width * heads + 2 * width * parts + 3 * width * inner)
+  assert cost.place == 2 * weights
+  assert cost.pair == 4 * model.num_layers * heads
+  assert cost.loss_place == 2 * model.vocab_size * width
+
+
+def test_sampling_has_all_completions_of_all_groups(run):
+  cost, completions = workload.forward_cost(run.model), 4 * 16
+  token = cost.place + cost.loss_place + cost.pair * (64 + 128 / 2)
+  assert phases(run)["sampling"].operations == pytest.approx(completions * 128 * token)
+  assert phases(run, hosts=4)["sampling"].calls == phases(run)["sampling"].calls  # 64 rows.
+  few = dataclasses.replace(run, sizes={**run.sizes, "max_rows": 16})
+  assert phases(few)["sampling"].calls == 4 * phases(few, hosts=4)["sampling"].calls
+  reading = phases(run)["reading prompts"]
+  assert reading.calls == 4 * phases(run, hosts=4)["reading prompts"].calls
+
+
+def test_groups_of_the_config_are_packed(run, monkeypatch):
+  packed = []
+  monkeypatch.setattr(packing, "pack", lambda groups, *_, **__: packed.extend(groups) or [])
+  workload.microbatches(run, LENGTHS)
+  assert packed == [packing.Sizes(64, (128,) * 16)] * 4
+
+
+def test_epochs_and_minibatches_repeat_the_update(run):
+  once, count = phases(run), sum(workload.microbatches(run, LENGTHS).values())
+  assert once["update"].calls == once["scoring"].calls == count  # the reference scores once.
+  twice = phases(changed(run, epochs=2))
+  assert twice["update"].operations == 2 * once["update"].operations
+  assert (twice["update"].calls, twice["optimizer"].calls) == (2 * count, 2)
+  halves = changed(run, minibatches=2)
+  assert phases(halves)["optimizer"].calls == 2
+  places = lambda each: sum(
+    shape.places * n for shape, n in workload.microbatches(each, LENGTHS).items()
+  )
+  assert places(halves) >= 4 * (64 + 16 * 128)
+
+
+def test_an_update_reads_the_weights_three_times_with_full_rematerialisation(run):
+  weights = workload.weights_of_layers(run.model) + run.model.vocab_size * run.model.hidden_size
+  update = phases(run)["update"]
+  assert run.config.model.compute_dtype == "bfloat16" and run.config.model.remat == "full"
+  assert update.bytes == update.calls * (3 * 2 * weights + 2 * run.arrays.sums)
+
+
+# Vendors' figures: operations a second in bfloat16, bytes a second of memory and links one way.
+RATES = {
+  "v4": (275e12, 1.2e12, 300e9),
+  "v5e": (197e12, 819e9, 200e9),
+  "v5p": (459e12, 2.765e12, 600e9),
+  "v6e": (918e12, 1.64e12, 400e9),
+  "a100": (312e12, 2.039e12, 300e9),
+  "h100": (989e12, 3.35e12, 450e9),
+  "h200": (989e12, 4.8e12, 450e9),
+}
+
+
+def test_rates_are_those_of_dense_bfloat16_and_of_one_direction():
+  assert {name: (c.bfloat16, c.bandwidth, c.link) for name, c in CHIPS.items()} == RATES
+
+
+def test_the_peak_is_that_of_the_dtype():
+  chip, work = CHIPS["h100"], [Work("update", "update", 1.0, 989e12, 0.0)]
+  of = lambda dtype: roofline.phases(work, {}, chip, devices=1, dtype=dtype)[0].compute_s
+  assert of("bfloat16") == pytest.approx(1)
+  assert of("float32") == pytest.approx(989 / 67)
+
+
+def job_of(function, **options):
+  x = jax.ShapeDtypeStruct((256,), jnp.float32)
+  lower = lambda: jax.jit(function, **options).lower(x)
+  return Job("update", lambda: None, lower=lower)
+
+
+def test_results_in_donated_arguments_take_no_memory_of_their_own():
+  mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))
+  kept = compiling.compiled(job_of(jnp.sin), mesh)
+  donated = compiling.compiled(job_of(jnp.sin, donate_argnums=0), mesh)
+  assert (kept.arguments, kept.outputs, donated.outputs) == (1024, 1024, 0)
+
+
+def test_answers_are_kept_by_program_and_flags(tmp_path, monkeypatch):
+  mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))
+  ask = lambda function: compiling.compiled(job_of(function), mesh, folder=tmp_path)
+  assert ask(jnp.sin) == ask(jnp.sin)
+  assert len(list(tmp_path.iterdir())) == 1
+  ask(jnp.cos)
+  monkeypatch.setenv("XLA_FLAGS", "--xla_of_another_plan")
+  ask(jnp.sin)
+  assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_program_that_the_compiler_refuses_is_known_by_its_temporaries():
+  class Lowered:
+    def as_text(self):
+      return ""
+
+    def compile(self):
+      raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: HLO temporaries (20.5G of 15.7G)")
+
+  mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))
+  found = compiling.compiled(Job("update", lambda: None, lower=Lowered), mesh)
+  assert (found.is_refused, found.temporaries) == (True, int(20.5 * 2**30))
