@@ -135,6 +135,8 @@ def _engine(
   if is_embedded:  # `stream.Sampler` warns for every engine.
     sizes = {**run_options.sampler_sizes(config), "warn_of_truncation": False}
     sizes["unmerged"] = lora_options.is_unmerged(config)
+  if name == "sglang" and lora_options.is_unmerged(config):
+    sizes["adapter"] = lora_options.load(config)
   try:
     return engines.make(
       name,

@@ -136,6 +136,9 @@ METRICS: dict[str, Definition] = {
   "shaping/overlong_penalty_mean": Definition("reward", "mean overlong penalty, at most 0", "0"),
   "engine/export_s": Definition("s", "time to write the weights for the servers, newest sync"),
   "engine/load_s": Definition("s", "time to load and verify them on all servers, newest sync"),
+  "engine/sync_bytes": Definition(
+    "bytes", "size of what the servers were given at the newest sync: weights, or an adapter"
+  ),
   "engine/restarts": Definition(
     "count", "servers replaced since the run was started or resumed", "0"
   ),
