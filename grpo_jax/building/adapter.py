@@ -106,7 +106,7 @@ def check_same(checkpoints: Checkpoints, facts: Mapping[str, Any]) -> None:
     facts: Facts of the present run, as `facts` returns them.
 
   Raises:
-    ConfigError: It is of another one; the message names what differs.
+    ConfigError: The checkpoint is of another run; the message names what differs.
   """
   extra = checkpoints.newest_extra()
   if extra is None:

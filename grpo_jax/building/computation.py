@@ -78,7 +78,7 @@ class Computation:
     config: Config of the run.
     model: Sizes of the model.
     mesh: Mesh of the devices.
-    read: How the weights of the model are read.
+    read: Form in which the weights of the model are read.
     composition: Composition of the full weights; None: every weight is trained.
     tx: Optimizer.
     objective: Loss.

@@ -99,6 +99,6 @@ def load(folder: pathlib.Path, read: Any) -> loading.Loaded:
 
   Args:
     folder: Folder of the model.
-    read: How it is read, as in `computation.Computation`.
+    read: Form in which it is read, as in `computation.Computation`.
   """
   return loading.load(folder, sharding=lambda _: read.shardings, dtype=read.dtype)

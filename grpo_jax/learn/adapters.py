@@ -99,7 +99,8 @@ def _squared_norm_of_base(kernels: dict[str, Any]) -> Array:
   """Returns ‖W‖² over kernels, a layer at a time: never a copy of all in float32."""
 
   def added(total: Array, kernel: Any) -> tuple[Array, None]:
-    return total + jnp.sum(jnp.square(quantized.dequantized(kernel))), None
+    values = quantized.of_layer(kernel, jnp.float32)
+    return total + jnp.sum(jnp.square(values)), None
 
   sums = [jax.lax.scan(added, jnp.float32(0), kernel)[0] for kernel in kernels.values()]
   return sum(sums, start=jnp.float32(0))

@@ -147,7 +147,7 @@ def begin(
     composition: Division of the weights; None: every weight is trained.
     copy: Function that copies full weights, for the reference; None: the loss needs no reference.
       With a composition nothing is copied: the reference is the frozen base.
-    trained: What is trained, to begin with; None: it is new.
+    trained: Trained part to begin with; None: a new one.
   """
   if composition is None:
     return params, Policy(reference=copy(params) if copy else None)

@@ -146,7 +146,7 @@ def to_write(
       each.shape,
       np.dtype(adapter[each.kernel][each.part].dtype if dtype is None else dtype),
       values=functools.partial(_in_file, fetched, each, dtype),
-      take_part=functools.partial(fetched.leaf, each.kernel, each.part),
+      take_part=functools.partial(fetched.fetch, each.kernel, each.part),
     )
     for each in stored(config, options)
   ]
@@ -174,11 +174,15 @@ class _Fetched:
     self._adapter = adapter
     self._last: tuple[Any, Any] = None, None
 
-  def leaf(self, kernel: str, part: str) -> np.ndarray:
-    """Returns a leaf; fetches it unless it was the last one."""
+  def fetch(self, kernel: str, part: str) -> None:
+    """Fetches a leaf unless it was the last one; all processes take part."""
     if self._last[0] != (kernel, part):
       self._last = None, None  # never two at once.
       self._last = (kernel, part), arrays.fetch(self._adapter[kernel][part])
+
+  def leaf(self, kernel: str, part: str) -> np.ndarray:
+    """Fetches and returns a leaf."""
+    self.fetch(kernel, part)
     return self._last[1]
 
 
@@ -293,7 +297,7 @@ class FolderAdapter:
 
 
 def stacked(
-  tensors: safetensors.Tensors, own: Sequence[Stored], *, dtype: Any = np.float32
+  tensors: safetensors.Folder, own: Sequence[Stored], *, dtype: Any = np.float32
 ) -> np.ndarray:
   """Returns one leaf of an adapter, whose layers are tensors of a file.
 
@@ -311,13 +315,14 @@ def stacked(
   return values
 
 
-def _layer(tensors: safetensors.Tensors, name: str, dtype: Any) -> np.ndarray:
+def _layer(tensors: safetensors.Folder, name: str, dtype: Any) -> np.ndarray:
   """Returns one tensor of a file as [i r] or [r o]; raises as `stacked`."""
   with np.errstate(over="ignore"):
     values = tensors.read(name).T.astype(dtype)
   if not np.isfinite(values).all():
     raise ModelError(
-      f"{WEIGHTS_FILE}: {name} has values that are not finite numbers of {np.dtype(dtype)}"
+      f"{tensors.entries[name].file}: {name} has values that are not finite numbers of"
+      f" {np.dtype(dtype)}"
     )
   return values
 
@@ -404,8 +409,9 @@ def _targets(
     ModelError: No kernel has an adapter, or the list has a kernel of some layers only.
   """
   given, excluded = fields.get("target_modules"), fields.get("exclude_modules") or []
-  if not isinstance(given, str | list) or not isinstance(excluded, str | list):
-    raise fields.wrong("target_modules", "a list of modules, or a string")
+  for name, value in {"target_modules": given, "exclude_modules": excluded}.items():
+    if not isinstance(value, str | list):
+      raise fields.wrong(name, "a list of modules, or a string")
   present = _present(shapes)
   if not present:
     raise ModelError(f"{where}: no tensor is an adapter of a kernel of a layer")

@@ -467,7 +467,7 @@ def open(
     best_metric: Name of the metric that ranks the steps; of several names, the first that was
       measured counts. Required if `keep_best` > 0.
     mode: Direction of the metric: "max" if larger is better, "min" if smaller is better.
-    facts: What the `extra` of every checkpoint says about the run, as JSON.
+    facts: Facts on the run that the `extra` of every checkpoint holds, as JSON.
 
   Raises:
     ValueError: An argument is out of range, or `keep_best` is given without a metric.

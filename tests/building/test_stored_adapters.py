@@ -2,10 +2,7 @@
 
 import dataclasses
 import json
-import pathlib
 import shutil
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -179,18 +176,6 @@ def test_an_adapter_of_a_folder_is_used_with_its_base(run, tmp_path):
   exporting.run(str(tmp_path / "adapter"), tmp_path / "again", base=str(base))
   exporting.run(f"{run}:2", tmp_path / "direct")
   assert_alike(tensors(tmp_path / "again"), tensors(tmp_path / "direct"))
-
-
-def test_no_device_is_touched(run, tmp_path):
-  code = (
-    "import pathlib, sys; from grpo_jax.building import exporting\n"
-    "for name, alone in {'merged': False, 'adapter': True}.items():\n"
-    "  exporting.run(sys.argv[1], pathlib.Path(sys.argv[2]) / name, only_adapter=alone)\n"
-    "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
-  )
-  command = [sys.executable, "-c", code, str(run), str(tmp_path)]
-  done = subprocess.run(command, capture_output=True, text=True, cwd=pathlib.Path.cwd())
-  assert done.stdout == "False\n", done.stderr
 
 
 def test_evaluations_and_samples_are_of_the_adapter(tmp_path, one_device):

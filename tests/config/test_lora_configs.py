@@ -85,14 +85,15 @@ def test_a_step_of_math_1b_lora_needs_only_paths_and_sizes(tmp_path):
     "workdir": tmp_path / "run",
     "config.model.path": model,
     "config.data.path": tmp_path / "rows.jsonl",
-    "config.evaluation.data.path": tmp_path / "rows.jsonl",
     "config.total_steps": 1,
     "config.rollout.prompts_per_step": 4,
     "config.rollout.group_size": 2,
     "config.sampling.max_tokens": 8,
-    "config.evaluation.at_end": False,
+    "config.evaluation.every_steps": 0,
+    "config.logging.tensorboard": False,
   }
   assert main.main([f"--{name}={value}" for name, value in arguments.items()]) == 0
   row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
   assert row["train/learning_rate"] == pytest.approx(5e-5 / 51)
-  assert row["train/kl_to_reference"] == 0.0  # B is 0, so the first policy is the reference.
+  # B is 0, so the first policy is the reference, up to the rounding of another program.
+  assert 0 <= row["train/kl_to_reference"] < 1e-9

@@ -81,6 +81,7 @@ def rewritten(folder, change):
     ({"use_rslora": "yes"}, "use_rslora needs true or false"),
     ({"target_modules": None}, "target_modules needs a list of modules, or a string"),
     ({"target_modules": {"q_proj": 1}}, "target_modules needs a list of modules, or a string"),
+    ({"exclude_modules": 3}, "exclude_modules needs a list of modules, or a string"),
     ({"target_modules": [1]}, "target_modules needs a list of strings"),
     ({"target_modules": ["lm_head"]}, "target_modules needs kernels of a layer: q_proj"),
     ({"target_modules": ["q_proj"]}, "unexpected: .*layers.0.self_attn.v_proj.lora_A"),

@@ -19,7 +19,7 @@ from tests.models import tiny
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 TOKENS = tiny.tokens((2, 17))
-RANK = 3
+RANK, ALPHA = 3, 5.0
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "smollm3"])
@@ -32,7 +32,7 @@ def base(request, tmp_path_factory):
 
 def random_adapter(config, options, seed=1):
   rng = np.random.default_rng(seed)
-  draw = lambda leaf: (rng.standard_normal(leaf.shape) * 0.3).astype(np.float32)
+  draw = lambda leaf: (rng.standard_normal(leaf.shape) * 0.15).astype(np.float32)
   return jax.tree.map(draw, lora.tree(config, options))
 
 
@@ -50,7 +50,7 @@ def _run(params, config):
 
 def test_peft_computes_the_logits_of_our_folder(base, tmp_path):
   make, loaded = base
-  options = lora.Options(RANK, 5.0, rank_stabilized=True)
+  options = lora.Options(RANK, ALPHA, rank_stabilized=True)
   adapter = random_adapter(loaded.config, options)
   adapter_files.write(adapter, loaded.config, options, tmp_path / "adapter", base="base")
   ours = our_logits(loaded, adapter, options.scale)
@@ -74,7 +74,7 @@ def test_peft_computes_the_logits_of_our_folder(base, tmp_path):
 def test_peft_finds_every_kernel(kernel, without, one_layer, tmp_path):
   """A kernel alone, and all the others: what PEFT adds to each weight is s A B."""
   targets = tuple(each for each in lora.MODULES if (each == kernel) != without)
-  options = lora.Options(RANK, 5.0, targets)
+  options = lora.Options(RANK, ALPHA, targets)
   adapter = random_adapter(one_layer.config, options)
   adapter_files.write(adapter, one_layer.config, options, tmp_path, base="base")
   model = peft.PeftModel.from_pretrained(tiny.hf_model("llama", num_hidden_layers=1), tmp_path)
@@ -106,13 +106,13 @@ def deltas(model):
 
 def peft_adapter(base, **options):
   """Returns a model of PEFT's with a random adapter."""
-  made = peft.LoraConfig(r=RANK, lora_alpha=7, task_type="CAUSAL_LM", **options)
+  made = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, task_type="CAUSAL_LM", **options)
   model = peft.get_peft_model(base, made).eval()
   generator = torch.Generator().manual_seed(3)
   with torch.no_grad():
     for name, weight in model.named_parameters():
       if "lora_" in name:
-        weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
+        weight.copy_(torch.randn(weight.shape, generator=generator) * 0.15)
   return model
 
 
@@ -143,7 +143,7 @@ def test_an_adapter_of_peft_is_read(options, one_layer, tmp_path):
 
 def test_ours_computes_the_logits_of_an_adapter_of_peft(base, tmp_path):
   make, loaded = base
-  model = peft_adapter(make(), target_modules="all-linear")
+  model = peft_adapter(make(), target_modules="all-linear", use_rslora=True)  # as above.
   model.save_pretrained(tmp_path)
   adapter = adapter_files.read(tmp_path, loaded.config)
   ours = our_logits(loaded, adapter, adapter_files.options(tmp_path).scale)
@@ -203,7 +203,7 @@ def double(model, monkeypatch):
 
 def test_gradients_of_an_adapter_are_those_of_peft_in_float64(tmp_path, monkeypatch):
   loaded = tiny.saved(tiny.hf_model("qwen3"), tmp_path / "base")
-  options = lora.Options(RANK, 5.0)
+  options = lora.Options(RANK, ALPHA)
   adapter = random_adapter(loaded.config, options)
   adapter_files.write(adapter, loaded.config, options, tmp_path / "adapter", base="base")
   weights = np.random.default_rng(2).standard_normal((*TOKENS.shape, 61))
