@@ -10,7 +10,7 @@ import safetensors.numpy
 
 from grpo_jax.engines import served_adapter
 from grpo_jax.engines.transfer import TransferError, WeightFolders
-from grpo_jax.models import lora
+from grpo_jax.models import lora, quantized
 from tests.engines import sglang_fixtures, tiny
 
 CONFIG = tiny.config()
@@ -72,6 +72,25 @@ def test_the_base_stays_while_adapters_follow_each_other(folders):
   )
   folders.discard_adapter(folders.write_adapter(joined(), version=0))
   assert (base / "model.safetensors").exists() and (base / "tokenizer.json").exists()
+
+
+def test_merged_weights_are_what_the_trainer_multiplies_by(folders):
+  params = joined()
+  written = safetensors.numpy.load_file(folders.write(params, version=1) / "model.safetensors")
+  up = np.asarray(lora.merged(params["layers"]["up"]))[1].T
+  np.testing.assert_allclose(written["model.layers.1.mlp.up_proj.weight"], up, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", [quantized.Int8, quantized.Nf4])
+def test_a_quantised_base_is_written_as_the_trainer_has_it(folders, form):
+  plain = tiny.params(CONFIG)
+  kernel = quantized.quantize(np.asarray(plain["layers"]["q"]), form)
+  kernel = jax.tree.map(jax.numpy.asarray, kernel)
+  base = {**plain, "layers": {**plain["layers"], "q": kernel}}
+  written = safetensors.numpy.load_file(folders.write_base(base) / "model.safetensors")
+  wanted = np.asarray(quantized.dequantized(kernel))[1].T
+  np.testing.assert_array_equal(written["model.layers.1.self_attn.q_proj.weight"], wanted)
+  assert np.abs(wanted - np.asarray(plain["layers"]["q"])[1].T).max() > 1e-4
 
 
 def test_an_adapter_that_finds_the_disk_full_leaves_the_one_in_use(small_disk, tmp_path):
