@@ -317,19 +317,22 @@ def _unstack_adapters(
   ]
 
 
-def _layer(weights: Weights, i: int, x: Array) -> tuple[layers.LayerParams, Array]:
-  """Returns the parameters of a layer, and its input, to which reading them is bound.
+def _layer(weights: Weights, i: int, x: Array) -> layers.LayerParams:
+  """Returns the parameters of a layer.
 
-  Without this barrier the compiler may dequantise the kernels of all layers before the loop of the
-  decode steps, which would be a copy of the model in full precision.
+  Where quantised kernels are read depends on the layer's input, in form only: no number is above
+  infinity. Otherwise the compiler may dequantise the kernels of all layers at once, even before the
+  loop of the decode steps, which would be a copy of the model in full precision. XLA for CPUs drops
+  a barrier before it orders the computation.
   """
   layer = dict(weights.layers[i])
   if weights.adapters:
     layer |= weights.adapters[i]
   if weights.quantized:
-    stacked, x = jax.lax.optimization_barrier((weights.quantized, x))
-    layer |= {name: jax.tree.map(lambda leaf: leaf[i], kernel) for name, kernel in stacked.items()}
-  return layer, x
+    place = i + (x.reshape(-1)[0] > jnp.inf).astype(jnp.int32)
+    of_layer = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False)
+    layer |= jax.tree.map(of_layer, weights.quantized)
+  return layer
 
 
 def token_bytes(options: Options) -> int:
@@ -407,7 +410,7 @@ def prefill(weights: Weights, cache: Cache, chunk: Chunk, options: Options) -> C
       found = parts.joined(here, parts.only_where(is_first[None, :, None], before))
       return (found.mixed / found.total[..., None]).swapaxes(0, 1), pages
 
-    layer, x = _layer(weights, i, x)
+    layer = _layer(weights, i, x)
     with precision.scope(options.matmul_precision):
       x, pages, _ = layers.block(layer, x, *angles[kind.rope], attend, **settings)
     written.append(pages)
@@ -541,7 +544,7 @@ def decode_step(
       # Split like `o`, which would otherwise be gathered.
       return _prefill_products(options).place(attended, ("rows", "places", "heads", "width")), ring
 
-    layer, x = _layer(weights, i, x)
+    layer = _layer(weights, i, x)
     x, ring, _ = layers.block(layer, x, *angles[kind.rope], attend, **settings)
     written.append(ring)
   x = layers.norm(x, weights.final_norm, **settings)[:, 0]
