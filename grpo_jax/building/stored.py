@@ -151,7 +151,7 @@ def _open_model(folder: pathlib.Path) -> tuple[ModelConfig, safetensors.Folder]:
 def _with_folder(place: str, base: str | None, cache_dir: str | None) -> StoredWeights:
   """Opens an adapter's folder and its base; raises as `find`.
 
-  The base must be named, since the one that the folder names may be of somebody else's machine.
+  The base must be named, since the folder may name a path of another machine.
   """
   if base is None:
     named = adapter_files.base_of(place)

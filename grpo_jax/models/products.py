@@ -194,7 +194,7 @@ class Products:
     Args:
       adapters: Adapters of some of the kernels.
       names: Names of the kernels.
-      found: x W of each kernel, float32.
+      found: Products x W of each kernel, float32.
       x: Input.
       out_dtype: Dtype of the results.
     """

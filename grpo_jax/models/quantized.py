@@ -1,6 +1,6 @@
 """Quantised kernels of a frozen base: int8 and nf4 codes with float32 scales. Pure.
 
-A quantised kernel stands in place of an array [.. i o], whose last two axes are inputs and outputs;
+A quantised kernel is in place of an array [.. i o], whose last two axes are inputs and outputs;
 stacked kernels have the layers before them. `dequantized` is its only reader, so that the trainer
 and every engine multiply with the same numbers. Codes and scales are split over a mesh as the
 kernel itself would be.

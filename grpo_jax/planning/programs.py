@@ -86,9 +86,10 @@ class Arrays:
 
 # Programs of a run that take memory, and the arrays besides those that are always there.
 COPYING = "copying the weights to each process"
+COPYING_ADAPTER = "copying the adapter to each process"
 PROGRAMS = {
   COPYING: lambda arrays: 0,  # its results are the sampler's weights.
-  "copying the adapter to each process": lambda arrays: arrays.kept,
+  COPYING_ADAPTER: lambda arrays: arrays.kept,
   "reading prompts": lambda arrays: arrays.sampling,
   "sampling": lambda arrays: arrays.sampling,
   "score": lambda arrays: arrays.sampling,

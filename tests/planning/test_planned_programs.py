@@ -66,7 +66,8 @@ def test_sampler_keeps_layers_and_head_in_bfloat16_and_its_caches(run, model):
 
 def test_every_program_of_the_run_is_counted_or_known_to_be_small(run):
   names = [job.name for job in run.jobs]
-  needed = set(programs.PROGRAMS) - {programs.COPYING, "teacher"}
+  others = {programs.COPYING, programs.COPYING_ADAPTER, "teacher"}  # of several hosts, or with one.
+  needed = set(programs.PROGRAMS) - others
   assert {programs.program_of(name) for name in names} - {None} == needed
   for name in names:
     assert programs.program_of(name) or any(name.startswith(small) for small in SMALL), name
