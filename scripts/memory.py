@@ -186,7 +186,7 @@ def _shape(name: str) -> ModelConfig:
   try:
     return model_config.from_hf(model_shapes.read(name))
   except OSError as error:
-    raise SystemExit(f"{error}: as --config.model.path or --shape") from error
+    raise SystemExit(f"{error}; name a model with --config.model.path or --shape") from error
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -80,7 +80,7 @@ def test_shapes_are_those_of_the_models():
 
 def test_a_folder_without_a_model_is_one_line(tmp_path):
   config = pathlib.Path(base.__file__).with_name("math_1b_gpu.py")
-  with pytest.raises(SystemExit, match="config.json: name a folder"):
+  with pytest.raises(SystemExit, match="config.json does not exist.*name a model with"):
     memory.main([f"--config={config}", f"--config.model.path={tmp_path}"])
 
 
