@@ -94,6 +94,7 @@ def test_arrays_beside_each_program(keeps_caches, kept):
   )  # fmt: skip
   assert {name: arrays.beside(name) - 10**6 for name in programs.PROGRAMS} == {
     programs.COPYING: 13,
+    programs.COPYING_ADAPTER: 13,
     "reading prompts": 1113,
     "sampling": 1113,
     "score": 1113,
