@@ -264,27 +264,3 @@ def test_the_update_changes_the_adapter_only_and_the_base_lives_on():
   jax.tree.map(np.testing.assert_array_equal, around.frozen, before)
   assert all(np.abs(parts["b"]).max() > 0 for parts in state.params.values())
   assert around.reference is around.frozen
-
-
-def reached(options, *, steps=40, **settings):
-  """Returns the mean logprob of fixed completions after training on them."""
-  update, state, around = begun(options, **settings)
-  given = groups()
-  one = batching.assemble(
-    given,
-    [np.ones(2, np.float32)] * 3,
-    shapes=(packing.Shape(3, 24, 24),),
-    skip_zero_advantage=False,
-  ).minibatches
-  for _ in range(steps):
-    state, _, seen = update(state, one, weights=around.weights)
-  return float(np.sum(seen[0][0]) / sum(len(r.completion_ids) for g in given for r in g.rollouts))
-
-
-def test_rank_of_the_full_width_reaches_what_full_training_reaches():
-  options = lora.Options(rank=D, alpha=float(D), base_dtype="float32")
-  at_the_start = reached(options, steps=1)
-  whole = reached(None, learning_rate=0.01)
-  ours = reached(options, learning_rate=0.01)
-  assert at_the_start < -5
-  assert whole > -0.3 and ours > whole - 0.15
