@@ -229,7 +229,7 @@ def read_params(
     placed = at[path[-1]] if at else None
     entry = shape[path[-1]]
     form = form_of(entry, dtype)
-    read = _read_leaf if isinstance(form, np.dtype) else _read_quantized
+    read: Any = _read_leaf if isinstance(form, np.dtype) else _read_quantized
     leaf = read(tensors, parts, entry.shape, placed, form)
     # Placement is asynchronous: the host's copy of this leaf must be freed before the next is read.
     below[path[-1]] = jax.block_until_ready(leaf)

@@ -55,5 +55,6 @@ def is_zero(cotangent: Any) -> bool:
 def dense(cotangent: Any) -> Array:
   """Returns a cotangent as an array."""
   if isinstance(cotangent, SymbolicZero):
-    return jnp.zeros(cotangent.shape, cotangent.dtype)
+    zero: Any = cotangent
+    return jnp.zeros(zero.shape, zero.dtype)
   return jnp.asarray(cotangent)

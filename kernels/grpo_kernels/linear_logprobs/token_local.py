@@ -151,13 +151,13 @@ class _Static:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _objective(static, hidden, head, targets, per_token, constants, live) -> Any:
   """Returns (loss, logprobs, entropy or None); where differentiation enters."""
-  return _on_devices(static, hidden, head, targets, per_token, constants, live, _NOTHING)[0]
+  return _on_devices(static, hidden, head, targets, per_token, constants, live, needed=_NOTHING)[0]
 
 
 def _forward(static, hidden, head, targets, per_token, constants, live):
   """Returns the outputs, and the gradients that are wanted, for a cotangent of 1."""
   needed, arguments = wanted.split(hidden, head, targets, per_token, constants, live)
-  return _on_devices(static, *arguments, _Gradients(*needed.arguments[:2]))
+  return _on_devices(static, *arguments, needed=_Gradients(*needed.arguments[:2]))
 
 
 def _backward(static, gradients, cotangents):
@@ -183,7 +183,7 @@ _NOTHING = _Gradients(False, False)
 
 
 def _on_devices(
-  static: _Static, hidden, head, targets, per_token, constants, live, needed: _Gradients
+  static: _Static, hidden, head, targets, per_token, constants, live, *, needed: _Gradients
 ):
   """Returns ((loss, logprobs, entropy), (of hidden, of head)); each device sweeps its own tokens.
 
