@@ -18,12 +18,11 @@ class Leaf:
 
   shape: tuple[int, ...]
   axes: tuple[str | None, ...]
-  # "kernel" or "head" ([in, out]; files hold it transposed), "embedding", "norm" or "bias".
-  kind: str
+  kind: str  # "kernel" ([in, out]; files hold it transposed), "embedding", "norm" or "bias".
 
   @property
   def is_kernel(self) -> bool:
-    return self.kind in ("kernel", "head")
+    return self.kind == "kernel"
 
 
 _MLP = ("gate", "up", "down")
@@ -85,7 +84,7 @@ def top(config: ModelConfig) -> dict[str, Leaf]:
     "final_norm": Leaf((d,), ("embed",), "norm"),
   }
   if not config.tie_embeddings:
-    leaves["head"] = Leaf((d, v), ("embed", "vocab"), "head")
+    leaves["head"] = Leaf((d, v), ("embed", "vocab"), "kernel")
   return leaves
 
 
