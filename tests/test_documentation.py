@@ -163,5 +163,5 @@ def test_every_field_of_a_config_is_documented():
   assert len(names) > 200
   assert [name for name in names if name.rpartition(".")[2] not in words] == []
   of_models = {name for name in names if name.startswith("model.") and "dtype" in name}
-  assert of_models == {"model.compute_dtype", "model.product_dtype"}
+  assert of_models == {"model.compute_dtype", "model.product_dtype", "model.lora.base_dtype"}
   assert all(name in (ROOT / "docs" / "models.md").read_text() for name in of_models)

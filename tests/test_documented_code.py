@@ -362,7 +362,10 @@ def test_commands_that_do_not_run_here_name_scripts_options_and_targets_that_exi
     elif words[0] == "python" and "scripts" in " ".join(words[1:3]):
       path = words[2].replace(".", "/") + ".py" if words[1] == "-m" else words[1]
       source = (ROOT / path).read_text()
-      for option in (word.partition("=")[0] for word in words if word.startswith("--")):
+      own = (
+        words[: words.index("--")] if "--" in words else words
+      )  # the rest is for another program.
+      for option in (word.partition("=")[0] for word in own if word.startswith("--")):
         known = f'"{option}"' in source or (option == "--config" and "command_line" in source)
         assert known, f"{page}: {path} does not have {option}"
 

@@ -82,10 +82,12 @@ class Run:
   def params(self) -> Any:
     """The weights of the newest checkpoint: float32 arrays on the devices, read at each access.
 
+    If an adapter was trained, these are all weights, with the adapter merged.
+
     Raises:
       NoWeights: There is no checkpoint.
     """
-    return self._sampler.load(None, before=False).params
+    return self._sampler.params()
 
   def metrics(self) -> Any:
     """Returns the metrics of all steps, as metrics.jsonl has them; names: docs/metrics.md.

@@ -8,9 +8,9 @@ import numpy as np
 from grpo_kernels.attention import Attention
 
 from grpo_jax import data
-from grpo_jax.building import computation, kept_programs, stored
+from grpo_jax.building import computation, kept_programs, stored, stored_engine
 from grpo_jax.building import model as model_building
-from grpo_jax.config import run_options
+from grpo_jax.config import lora_options, run_options
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.data import formats, prompts
 from grpo_jax.engines.base import Generation, GenerationRequest, SamplingParams
@@ -50,6 +50,8 @@ class Sampler:
   def load(self, step: int | None, *, before: bool) -> loading.Loaded:
     """Reads the weights of a checkpoint, or of the model that the run began with.
 
+    An adapter and its base are two parts of a kernel; see `models.products.LowRank`.
+
     Args:
       step: Step of the checkpoint; None: the newest one.
       before: Whether it is the model that the run began with.
@@ -63,10 +65,22 @@ class Sampler:
       found = stored.find(stored.Reference(str(self._workdir), "latest" if step is None else step))
     if self._loaded is None or self._loaded[0] != found.label:
       self._loaded = None  # never two sets of weights in memory.
-      mesh = sharding.make_mesh(**self._config.mesh)
-      shardings = computation.shardings_of(found.config, mesh)
-      self._loaded = found.label, stored.load(found, sharding=lambda _: shardings)
+      like = stored_engine.described(found, sharding.make_mesh(**self._config.mesh))
+      self._loaded = found.label, stored.load(found, like=like)
     return self._loaded[1]
+
+  def params(self) -> Any:
+    """Reads all weights of the newest checkpoint as float32 arrays; an adapter is merged.
+
+    Raises:
+      NoWeights, WeightsError, ModelError: As for `load`.
+    """
+    found = stored.find(stored.Reference(str(self._workdir), "latest"))
+    if found.adapter is None:
+      return self.load(None, before=False).params
+    self._loaded = None  # never two sets of weights in memory.
+    shardings = computation.shardings_of(found.config, sharding.make_mesh(**self._config.mesh))
+    return loading.read_params(found.tensors, found.config, sharding=lambda _: shardings)
 
   def sample(
     self,
@@ -139,6 +153,7 @@ class Sampler:
       matmul_precision=options.matmul_precision,
       attention=Attention(options.attention),
       num_valid_tokens=tokenizer.vocab_size,
+      unmerged=lora_options.is_unmerged(self._config),
       **run_options.sampler_sizes(self._config),
     )
 

@@ -17,7 +17,7 @@ import platform
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -29,6 +29,7 @@ from grpo_jax import data, processes, registry
 from grpo_jax.config import configuration
 from grpo_jax.data import file_cache, sources
 from grpo_jax.files import fetched, local_paths, manifest
+from grpo_jax.models import safetensors
 from grpo_jax.types import Prompt
 
 _log = logging.getLogger(__name__)
@@ -327,6 +328,21 @@ def digest_of(path: pathlib.Path) -> str:
     (folder / "digest").write_text(manifest.digest(path)[:16])
 
   return (file_cache.derived(path, "digest-1", build) / "digest").read_text()
+
+
+def digest_of_all(paths: Iterable[pathlib.Path]) -> str:
+  """Returns one digest of several files, in this order; raises as `digest_of`."""
+  return _digest(*(digest_of(path).encode() for path in paths))
+
+
+def digest_of_weights(folder: pathlib.Path) -> str:
+  """Returns one digest of the files of weights in a model's folder, in the order of their names.
+
+  Raises:
+    MissingModel, ModelError: The folder has no weights, or they are damaged.
+  """
+  files = {entry.file for entry in safetensors.open_folder(folder).entries.values()}
+  return digest_of_all(sorted(files))
 
 
 def _sampled(path: pathlib.Path) -> str:

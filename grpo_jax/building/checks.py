@@ -38,6 +38,8 @@ HARMLESS = (
   "model.fallback",
   "model.fallback_taken.reason",
   "model.cache_dir",
+  "model.lora.path",  # where a run begins; checkpoints hold the adapter.
+  "model.lora.init",
   "rollout.max_error_share",
   "learn.max_skipped_steps",
 )

@@ -20,12 +20,12 @@ from jax.sharding import Mesh
 from grpo_jax.batching import layout, packing
 from grpo_jax.compilation import precision
 from grpo_jax.compilation.programs import Job, Program
-from grpo_jax.config import batching_options, modes, run_options, teacher_options
+from grpo_jax.config import batching_options, lora_options, modes, run_options, teacher_options
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.engines.base import SamplingParams
 from grpo_jax.groups import credit
-from grpo_jax.learn import monitoring, operations, policy, screening, sharding, train_step
-from grpo_jax.models import export, leaves, transformer
+from grpo_jax.learn import adapters, monitoring, operations, policy, screening, sharding, train_step
+from grpo_jax.models import export, leaves, loading, transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 from grpo_jax.processes import arrays
@@ -53,6 +53,24 @@ class Teacher:
 
 
 @dataclasses.dataclass(frozen=True)
+class Read:
+  """How the weights of the model are read.
+
+  Attributes:
+    described: Shapes, dtypes and shardings of the weights.
+    dtype: Their dtypes; see `loading.Dtypes`.
+  """
+
+  described: Any
+  dtype: Any
+
+  @property
+  def shardings(self) -> Any:
+    """Shardings of the weights."""
+    return policy.shardings_of(self.described)
+
+
+@dataclasses.dataclass(frozen=True)
 class Computation:
   """The programs of a run; made by `make`.
 
@@ -60,7 +78,7 @@ class Computation:
     config: Config of the run.
     model: Sizes of the model.
     mesh: Mesh of the devices.
-    full: Shapes, dtypes and shardings of the full weights.
+    read: Form in which the weights of the model are read.
     composition: Composition of the full weights; None: every weight is trained.
     tx: Optimizer.
     objective: Loss.
@@ -74,15 +92,15 @@ class Computation:
     drift: Program made by `monitoring.make_drift`.
     initialize: Program (what is trained) → state of the optimizer.
     copy: Program (full weights) → a copy of them.
-    merge: Program (`policy.Composed`) → full weights.
     follow: Program (reference, full weights) → the next reference; None: it never changes.
     teacher: Teacher in the trainer; None: there is none, or servers have it.
+    measure: Programs that measure the adapter; None: every weight is trained.
   """
 
   config: Config
   model: ModelConfig
   mesh: Mesh
-  full: Any
+  read: Read
   composition: policy.Composition | None
   tx: optax.GradientTransformation
   objective: objectives.Objective
@@ -96,19 +114,24 @@ class Computation:
   drift: Program
   initialize: Program
   copy: Program
-  merge: Program
   follow: Program | None = None
   teacher: Teacher | None = None
+  measure: adapters.Watch | None = None
 
   @property
   def shardings(self) -> Any:
-    """Shardings of the full weights."""
-    return policy.shardings_of(self.full)
+    """Shardings of the weights as they are read."""
+    return self.read.shardings
+
+  @property
+  def full(self) -> Any:
+    """Shapes, dtypes and shardings of the full weights, as engines and files take them."""
+    return policy.full_weights(policy.described(self.read.described, self.composition)[0])
 
   @property
   def state(self) -> TrainState:
     """Shapes, dtypes and shardings of the training state, without a reference policy."""
-    weights, _ = policy.described(self.full, self.composition)
+    weights, _ = policy.described(self.read.described, self.composition)
     trainable = policy.trainable_of(weights)
     return train_step.shapes_of_state(trainable, self.tx, policy.shardings_of(trainable))
 
@@ -120,16 +143,26 @@ class Computation:
     is_used = objective.needs_old and (updates > 1 or objective.options.kl_in_reward)
     return is_used or objective.drops_by_error
 
-  def begin(self, params: Any) -> tuple[Any, policy.Policy]:
-    """Returns what is trained of the weights that were read, and the policy around it."""
+  @property
+  def trainable_shardings(self) -> Any:
+    """Shardings of what is trained."""
+    return policy.shardings_of(self.state.params)
+
+  def begin(self, params: Any, trained: Any = None) -> tuple[Any, policy.Policy]:
+    """Returns what is trained of the weights that were read, and the policy around it.
+
+    Args:
+      params: Weights as they were read.
+      trained: Adapter to begin with; None: a new one, or every weight is trained.
+    """
     is_frozen = self.objective.needs_ref and self.follow is None
     copy = self.copy if is_frozen else None
-    return policy.begin(params, self.composition, copy=copy, merge=self.merge)
+    return policy.begin(params, self.composition, copy=copy, trained=trained)
 
   def jobs(self) -> list[Job]:
     """Returns the compilations to make before the first step, the longest first."""
     config, state = self.config, self.state
-    weights, reference = policy.described(self.full, self.composition)
+    weights, reference = policy.described(self.read.described, self.composition)
     is_composed = self.composition is not None
     bare = self._batches()
     has_ref = self.objective.needs_ref
@@ -156,10 +189,12 @@ class Computation:
       found += [teacher.score.job(teacher.weights, x, detail=detail) for detail, x in bare.items()]
     if self.follow is not None:
       found.append(self.follow.job(self.full, self.full))
+    if self.composition is not None:
+      found += self.composition.jobs()
+    if self.measure is not None:
+      found += self.measure.jobs(weights)
     found.append(self.initialize.job(state.params))
-    if is_composed:
-      found.append(self.merge.job(weights))
-    elif has_ref:
+    if has_ref and not is_composed:
       found.append(self.copy.job(self.full))
     found += export.jobs(self.full, self.model, dtype=config.export.dtype)
     return found + self._gather_jobs() + self._credit_jobs()
@@ -173,9 +208,8 @@ class Computation:
 
   def _scored_weights(self, weights: Any, reference: Any) -> list[Any]:
     """Returns the descriptions of weights under which batches are scored, each form once."""
-    is_offline, needs_ref = modes.is_offline(self.config), self.objective.needs_ref
-    found = [weights] if self.needs_old or is_offline else []
-    if (needs_ref or is_offline) and (self.composition is not None or not found):
+    found = [weights] if self.needs_old or modes.is_offline(self.config) else []
+    if self.objective.needs_ref and (self.composition is not None or not found):
       found.append(reference)
     return found
 
@@ -215,6 +249,8 @@ class Computation:
         fetched.append(self.update.selector.fetched(batch))
     if self.config.teacher.urls:  # what its servers score is read from the batch.
       fetched.append(self._batches())
+    if self.composition is not None:  # written alone at the end.
+      fetched.append(self.state.params)
     gathers = arrays.gathers(fetched)
     return [Job(f"gathering {name}", run) for name, run in gathers.items()]
 
@@ -239,7 +275,6 @@ def make(
   model: ModelConfig,
   mesh: Mesh,
   objective: objectives.Objective,
-  composition: policy.Composition | None = None,
   *,
   num_valid: int | None = None,
   teacher: ModelConfig | None = None,
@@ -251,7 +286,6 @@ def make(
     model: Sizes of the model.
     mesh: Mesh of the devices.
     objective: Loss.
-    composition: Composition of the full weights; None: every weight is trained.
     num_valid: Number of token ids that the tokenizer has; None: those of the model.
     teacher: Sizes of the teacher in the trainer; None: there is none.
 
@@ -259,8 +293,13 @@ def make(
     ConfigError: The reference policy is a frozen base and cannot follow the policy.
   """
   matmul_precision = precision.resolve(config.model.matmul_precision, config.model.compute_dtype)
-  full = described_weights(model, shardings_of(model, mesh))
-  trainable = policy.trainable_of(policy.described(full, composition)[0])
+  adapter = lora_options.load(config)
+  dtype = np.float32 if adapter is None else adapters.read_dtypes(adapter)
+  read = Read(described_weights(model, shardings_of(model, mesh), dtype=dtype), dtype)
+  composition = None
+  if adapter is not None:
+    composition = adapters.composition(model, mesh, adapter, seed=config.seed)
+  trainable = policy.trainable_of(policy.described(read.described, composition)[0])
   shardings = policy.shardings_of(trainable)
   tx, schedule = run_options.optimizer(config)
   policy_options = {
@@ -300,7 +339,7 @@ def make(
     config=config,
     model=model,
     mesh=mesh,
-    full=full,
+    read=read,
     composition=composition,
     tx=tx,
     objective=objective,
@@ -313,10 +352,10 @@ def make(
     watch=train_step.make_watcher(logprobs, with_entropy=with_entropy, mesh=mesh, **exact),
     drift=monitoring.make_drift(objective, is_frozen=not config.reference.update_every_steps),
     initialize=train_step.make_initializer(trainable, tx, shardings=shardings),
-    copy=_copier(policy.shardings_of(full)),
-    merge=_merger(policy.shardings_of(full)),
-    follow=_follower(config, policy.shardings_of(full), composition),
+    copy=_copier(read.shardings),
+    follow=_follower(config, read.shardings, composition),
     teacher=None if teacher is None else make_teacher(config, teacher, mesh),
+    measure=None if adapter is None else adapters.Watch(adapter.scale),
   )
 
 
@@ -370,12 +409,6 @@ def _copier(shardings: Any) -> Program:
 
   jitted = jax.jit(copy, out_shardings=shardings)
   return Program(jitted, name="copy of the weights", remedy=train_step.SMALLER_STATE)
-
-
-def _merger(shardings: Any) -> Program:
-  """Returns the program that makes the full weights of the two parts of a `Composed`."""
-  jitted = jax.jit(policy.full_weights, out_shardings=shardings)
-  return Program(jitted, name="full weights", remedy=train_step.SMALLER_STATE)
 
 
 def truncation_of(config: Config, num_valid: int | None = None) -> Truncation | None:
@@ -432,9 +465,9 @@ def shardings_of(model: ModelConfig, mesh: Mesh) -> Any:
 
 
 def described_weights(model: ModelConfig, shardings: Any, *, dtype: Any = np.float32) -> Any:
-  """Returns shapes, dtypes and shardings of the full weights."""
+  """Returns shapes, dtypes and shardings of all weights of a model."""
 
-  def described(leaf: leaves.Leaf, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype), sharding=sharding)
+  def described(leaf: leaves.Leaf, sharding: Any) -> Any:
+    return loading.described(leaf, sharding, dtype)
 
   return jax.tree.map(described, leaves.tree(model), shardings)

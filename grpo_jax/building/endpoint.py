@@ -134,7 +134,7 @@ def config_of(model: str, *, base: str | None = None) -> Config:
 def _prepared(config: Config, weights: stored.StoredWeights) -> Config:
   """Returns the config with the sizes that an endpoint needs: every request has its own prompt."""
   values = {
-    "model.path": str(weights.directory),
+    **stored.fields(weights),
     "engine.name": "jax_sampler",
     "rollout.conversations": True,
     "rollout.prompts_per_step": config.engine.max_rows,

@@ -14,7 +14,7 @@ from grpo_jax.config import field_kinds
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.files import atomic
 from grpo_jax.files.disk import WriteError
-from grpo_jax.models import export
+from grpo_jax.models import adapter_files, export
 from grpo_jax.models.safetensors import ToWrite
 
 
@@ -40,9 +40,12 @@ def run(
   dtype: str | None = None,
   max_shard_gb: float | None = None,
   base: str | None = None,
+  only_adapter: bool = False,
   on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Exported:
   """Writes a Hugging Face folder that training's own export would have written at this step.
+
+  Of a run that trains an adapter these are the merged weights; or the adapter, as a PEFT folder.
 
   The folder appears whole or not at all. The optimizer's state is not read. The export needs
   the memory of about two tensors; the largest tensor is usually the embedding.
@@ -54,26 +57,31 @@ def run(
     max_shard_gb: Largest size of a file of weights in gigabytes, infinite for one file; None: the
       run's `export.max_shard_gb`.
     base: Model that the run began with; see `stored.find`.
+    only_adapter: Whether to write the adapter alone.
     on_progress: Called with (tensors written, tensors in all).
 
   Raises:
     ExportError: The place is taken, or the disk has no room.
-    ConfigError: An option is not valid, or `reference` is a model and not a run.
+    ConfigError: An option is not valid, `reference` is a model and not a run, or the run trains no
+      adapter.
     NoWeights, WeightsError, ModelError: See `stored.find`.
     WriteError: The folder cannot be written.
   """
   check_free(out)
   given = stored.parse(reference)
-  if given.step is None:
-    raise ConfigError(f"{reference}: a run folder is needed, as RUN, RUN:STEP or RUN:best")
+  is_adapter = given.step is None and stored.is_adapter(pathlib.Path(given.place).expanduser())
+  if given.step is None and not is_adapter:
+    raise ConfigError(
+      f"{reference}: a run folder is needed, as RUN, RUN:STEP or RUN:best, or an adapter's folder"
+    )
   weights = stored.find(given, base=base)
-  own = stored.config_of(pathlib.Path(given.place)).get("export") or {}
+  if only_adapter:
+    return _adapter(weights, out, dtype=dtype, max_shard_gb=max_shard_gb, on_progress=on_progress)
+  own = {} if is_adapter else stored.config_of(pathlib.Path(given.place)).get("export") or {}
   made = str(dtype or own.get("dtype") or "float32")
   limit = own.get("max_shard_gb", _MAX_SHARD_GB) if max_shard_gb is None else max_shard_gb
   _check(dtype=made, max_shard_gb=None if limit == math.inf else limit)
   tensors = export.stored_to_write(weights.tensors, weights.config, dtype=made)
-  num_bytes = sum(tensor.nbytes for tensor in tensors)
-  _check_room(out, num_bytes)
 
   def fill(folder: pathlib.Path) -> None:
     export.write_files(
@@ -83,11 +91,52 @@ def run(
       source=weights.directory,
       max_shard_bytes=int(limit * 1e9) if limit and limit < math.inf else None,
     )
+
+  return _written(out, fill, weights, tensors, made)
+
+
+def _adapter(
+  weights: stored.StoredWeights,
+  out: pathlib.Path,
+  *,
+  dtype: str | None,
+  max_shard_gb: float | None,
+  on_progress: Callable[[int, int], None],
+) -> Exported:
+  """Writes the adapter of stored weights as a PEFT folder; see `run`."""
+  adapter = weights.adapter
+  if adapter is None:
+    raise ConfigError(f"{weights.label} has no adapter: every weight was trained")
+  if max_shard_gb is not None:
+    raise ConfigError("the weights of an adapter are always one file, without --max-shard-gb")
+  made = str(dtype or "float32")
+  _check(dtype=made)
+  tensors = adapter_files.stored_to_write(adapter, weights.config, dtype=made)
+
+  def fill(folder: pathlib.Path) -> None:
+    counted = _counted(tensors, on_progress)
+    adapter_files.write_files(counted, adapter.options, folder, base=weights.base_name)
+
+  return _written(out, fill, weights, tensors, made)
+
+
+def _written(
+  out: pathlib.Path,
+  fill: Callable[[pathlib.Path], None],
+  weights: stored.StoredWeights,
+  tensors: Sequence[ToWrite],
+  dtype: str,
+) -> Exported:
+  """Writes a folder whole or not at all; raises as `run`."""
+  num_bytes = sum(tensor.nbytes for tensor in tensors)
+  _check_room(out, num_bytes)
+
+  def fill_once(folder: pathlib.Path) -> None:
+    fill(folder)
     check_free(out)  # another process may have been faster.
 
-  atomic.replace_folder(out, fill)
-  num_files = len(list(out.glob("*.safetensors")))
-  return Exported(out, weights, made, num_bytes, num_files)
+  atomic.replace_folder(out, fill_once)
+  return Exported(out, weights, dtype, num_bytes, len(list(out.glob("*.safetensors"))))
 
 
 def check_free(out: pathlib.Path) -> None:

@@ -71,6 +71,18 @@ def with_fallback(config: Config, found: sources.Found) -> Config:
   return config
 
 
+def name_of(config: Config, folder: pathlib.Path) -> str:
+  """Returns the name of the model for other programs: that on the hub, or the path of its folder.
+
+  Args:
+    config: Config of the run, as `with_fallback` returns it.
+    folder: Folder of the model.
+  """
+  taken = config.model.get("fallback_taken")
+  name = taken["taken"] if taken else config.model.path
+  return sources.portable(name, folder)
+
+
 def load_tokenizer(config: Config, folder: pathlib.Path) -> data.Tokenizer:
   """Loads the tokenizer of a model's folder with the template and the tool calls of a config."""
   options = config.model
@@ -82,6 +94,11 @@ def load_tokenizer(config: Config, folder: pathlib.Path) -> data.Tokenizer:
   )
 
 
-def load(folder: pathlib.Path, shardings: Any) -> loading.Loaded:
-  """Reads the model directly into its sharding."""
-  return loading.load(folder, sharding=lambda _: shardings)
+def load(folder: pathlib.Path, read: Any) -> loading.Loaded:
+  """Reads the model directly into its sharding.
+
+  Args:
+    folder: Folder of the model.
+    read: Form in which it is read, as in `computation.Computation`.
+  """
+  return loading.load(folder, sharding=lambda _: read.shardings, dtype=read.dtype)

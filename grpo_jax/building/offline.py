@@ -153,7 +153,7 @@ def score_behavior(
     config: Config of the run.
     prompts: Training prompts, at their beginning.
     scorer: Scorer of whole groups.
-    params: Full weights of the initial policy.
+    params: Weights of the initial policy, as programs take them.
     workdir: Run folder.
   """
   source, size = config.offline.behavior, config.rollout.prompts_per_step

@@ -109,7 +109,7 @@ class Mode(Protocol):
     Args:
       prompts: Function that opens the training prompts at their beginning.
       scorer: Scorer of whole groups.
-      params: Full weights of the initial policy.
+      params: Weights of the initial policy, as programs take them.
       workdir: Run folder.
     """
     ...

@@ -22,7 +22,7 @@ from grpo_jax.groups import credit
 from grpo_jax.learn import optim, screening, sharding, train_step
 from grpo_jax.learn.policy import Policy
 from grpo_jax.metrics import timing
-from grpo_jax.models import export, loading
+from grpo_jax.models import adapter_files, export, loading, lora
 from grpo_jax.processes import arrays, digests
 from grpo_jax.rl.estimators import Estimator
 from grpo_jax.rl.objective_options import Options
@@ -197,6 +197,7 @@ def learn(
   policy: Policy,
   logger: Logger,
   reference: ReferenceUpdate | None = None,
+  measure: Callable[[Any], Metrics] | None = None,
 ) -> tuple[TrainState, Metrics, train_step.MicrobatchLogprobs]:
   """Updates the weights; if there is nothing to learn from, only counts the step.
 
@@ -208,6 +209,7 @@ def learn(
     policy: Policy of the run.
     logger: Logger that shows the phase.
     reference: Update of the reference policy, after that of the weights; None: it is frozen.
+    measure: Function that measures the new weights, as programs take them; None: nothing does.
 
   Returns:
     The new state, metrics, and the logprobs of the batch before the first update.
@@ -222,9 +224,11 @@ def learn(
     new = dataclasses.replace(state, step=train_step.counted_on(state.step))
     untouched: Metrics = {"train/skipped_share": Mean(0.0, 1.0)}
     learned = new, untouched, []
+  new, metrics, logprobs = learned
+  if measure is not None:
+    metrics |= measure(policy.weights(new.params))
   if reference is None:
     return learned
-  new, metrics, logprobs = learned
   metrics["train/reference_age"] = Mean(float(reference.age(int(new.step) - 1)), 1.0)
   return (reference(new) if is_due else new), metrics, logprobs
 
@@ -274,18 +278,24 @@ def publish(
   max_shard_gb: float | None,
   is_offline: bool,
   logger: Logger,
+  adapter: lora.Options | None = None,
+  base: str = "",
 ) -> None:
-  """Writes the final weights as a Hugging Face folder.
+  """Writes the final weights as a Hugging Face folder, and a trained adapter as a PEFT folder.
+
+  An adapter is written twice: merged with its base in `folder`, and alone in adapter/ beside it.
 
   Args:
     state: Final state.
     policy: Policy of the run.
     model: Model that training began with.
     folder: Folder to write.
-    dtype: Dtype of the weights in the files; None: that of the parameters.
+    dtype: Dtype of the weights in the files; None: as in `export.to_huggingface`.
     max_shard_gb: Largest size of a file, in gigabytes; None: one file.
     is_offline: Whether the run learned from recorded groups.
     logger: Logger that reports where the weights are.
+    adapter: Options of the adapter that was trained; None: every weight was trained.
+    base: Name or folder of the adapter's base, for the files.
   """
   written = export.to_huggingface(
     policy.full(state.params),
@@ -295,7 +305,16 @@ def publish(
     dtype=np.dtype(dtype) if dtype else None,
     max_shard_bytes=int(max_shard_gb * 1e9) if max_shard_gb else None,
   )
-  ending = console.closing_lines(str(written), str(folder.parent), is_offline=is_offline)
+  alone = None
+  if adapter is not None:
+    place = folder.with_name("adapter")
+    alone = adapter_files.write(state.params, model.config, adapter, place, base=base)
+  ending = console.closing_lines(
+    str(written),
+    str(folder.parent),
+    is_offline=is_offline,
+    adapter=None if alone is None else str(alone),
+  )
   for line in ending:
     logger.print(line)
 

@@ -10,7 +10,16 @@ from typing import Any
 from jax.sharding import Mesh
 
 from grpo_jax import data, environments, processes
-from grpo_jax.building import agreements, checks, computation, groups, kept_programs, online, stored
+from grpo_jax.building import (
+  adapter,
+  agreements,
+  checks,
+  computation,
+  groups,
+  kept_programs,
+  online,
+  stored,
+)
 from grpo_jax.building import model as model_building
 from grpo_jax.building import teacher as teaching
 from grpo_jax.building.parts import Mode
@@ -84,6 +93,7 @@ def prepare(
   config = model_building.with_fallback(config, found)
   checks.check_context(config, found.folder)
   checks.check_split(mesh, found.folder)
+  adapter.check(config, found.folder)
   tokenizer = model_building.load_tokenizer(config, found.folder)
   teacher = teaching.find(config, found.folder, mesh)
   mode = mode_of(config)
@@ -130,9 +140,10 @@ def load_model(inputs: Inputs, engine: Engine) -> tuple[computation.Computation,
   made = computation.make(
     inputs.config, sizes, inputs.mesh, objective, num_valid=num_valid, teacher=teacher
   )
+  adapter.log_sizes(made)
   jobs = [*inputs.mode.engine_jobs(engine, made.full), *made.jobs()]
   with compiling.Ahead(jobs, inputs.compilations) as ahead:
-    model = model_building.load(inputs.folder, made.shardings)
+    model = model_building.load(inputs.folder, made.read)
     data.check_vocabulary(inputs.tokenizer, model.config.vocab_size)
     ahead.wait(inputs.screen.progress, stop=inputs.stop)
   return made, model

@@ -12,14 +12,14 @@ import numpy as np
 
 from grpo_jax import batching, processes
 from grpo_jax.batching import Assembled
-from grpo_jax.building import checks, computation, phases, preparing, restoring
+from grpo_jax.building import adapter, checks, computation, phases, preparing, restoring
 from grpo_jax.building import model as model_building
 from grpo_jax.building import teacher as teaching
 from grpo_jax.building.computation import Computation
 from grpo_jax.building.groups import make_stream
 from grpo_jax.building.parts import Materials, Parts
 from grpo_jax.building.schedule import Schedule
-from grpo_jax.config import configuration, data_options, modes, run_options
+from grpo_jax.config import configuration, data_options, lora_options, modes, run_options
 from grpo_jax.engines import everywhere
 from grpo_jax.engines.base import Engine
 from grpo_jax.files import atomic
@@ -106,15 +106,18 @@ def build(
   """
   inputs = preparing.prepare(run_options.resolved(config), workdir, stack, stop)
   config, mode = inputs.config, inputs.mode
+  facts = adapter.facts(config, inputs.folder)
   checkpoints = stack.enter_context(
     checkpointing.open(
       workdir / "checkpoints",
+      facts=facts,
       keep_last=config.checkpoint.keep_last,
       keep_best=config.checkpoint.keep_best,
       best_metric=data_options.best_metrics(config),
       mode=config.checkpoint.best_mode,
     )
   )
+  adapter.check_same(checkpoints, facts)
   checks.log_differences(config, workdir)
   engine = mode.make_engine(inputs.tokenizer, inputs.folder, workdir, stack)
   vocab_size = inputs.tokenizer.vocab_size
@@ -130,10 +133,10 @@ def build(
     shapes=made.shapes,
     cost=made.cost,
   )
-  mode.meet_initial_policy(inputs.prompts, scorer, model.params, workdir)
-  trainable, policy = made.begin(model.params)
+  trainable, policy = made.begin(model.params, adapter.read(config, made))
+  mode.meet_initial_policy(inputs.prompts, scorer, policy.weights(trainable), workdir)
   refuse = functools.partial(restoring.refusal, config, inputs.tokenizer, inputs.opener)
-  read_again = lambda: model_building.load(inputs.folder, made.shardings).params
+  read_again = lambda: model_building.load(inputs.folder, made.read).params
   start = restoring.restore(checkpoints, trainable, made, refuse, read_again)
   if start.state.reference is not None:
     policy = dataclasses.replace(policy, reference=None)  # the state has the present one.
@@ -141,7 +144,8 @@ def build(
     earlier.set_aside(workdir)
   configuration.write(config, workdir / "config.json")
   if processes.is_main():
-    atomic.clear_leftovers(workdir / "export")
+    for name in ("export", "adapter"):
+      atomic.clear_leftovers(workdir / name)
   model = dataclasses.replace(model, params={})  # training consumes them.
   del trainable
   loaded = _Loaded(engine, made, model, scorer, policy, teacher)
@@ -198,6 +202,7 @@ def _bind(
       policy=policy,
       logger=logger,
       reference=_reference_update(config, made),
+      measure=made.measure,
     ),
     evaluate=_evaluating(inputs, policy, parts, logger, timer, start),
     publish=_publishing(inputs, loaded, logger),
@@ -303,6 +308,8 @@ def _publishing(
     max_shard_gb=inputs.config.export.max_shard_gb,
     is_offline=modes.is_offline(inputs.config),
     logger=logger,
+    adapter=lora_options.load(inputs.config),
+    base=model_building.name_of(inputs.config, inputs.folder),
   )
 
 
@@ -376,9 +383,9 @@ def _assembling(config: Config, made: Computation) -> Callable[..., Assembled]:
 
 def _monitor(inputs: preparing.Inputs, loaded: _Loaded) -> monitoring.Monitor:
   """Makes the monitor of all completions of a step."""
-  learn, shardings = inputs.config.learn, loaded.made.shardings
+  learn, read = inputs.config.learn, loaded.made.read
   initial, frees_initial = monitoring.make_initial(
-    lambda: model_building.load(inputs.folder, shardings).params, loaded.policy.reference
+    lambda: model_building.load(inputs.folder, read).params, loaded.policy.reference
   )
   return monitoring.Monitor(
     loaded.made.watch,

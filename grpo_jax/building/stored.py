@@ -1,19 +1,26 @@
 """The weights that RUN[:STEP|:best|:latest], a model's folder or a model's name stands for."""
 
 import dataclasses
+import functools
 import pathlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import ml_collections
+import numpy as np
 
+from grpo_jax.building import agreements
 from grpo_jax.config import base as defaults
 from grpo_jax.config import configuration, data_options, sections
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.models import loading, safetensors, sources
+from grpo_jax.learn import adapters, policy
+from grpo_jax.models import adapter_files, loading, lora, merged_tensors, safetensors, sources
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.processes import arrays
 from grpo_jax.run_folder import stored_steps, stored_weights
 from grpo_jax.values import names
 
@@ -40,9 +47,13 @@ class StoredWeights:
     label: Name of the weights in messages: "runs/first:20", or the folder of a model.
     config: Config of the model.
     directory: Hugging Face folder with the tokenizer and the settings of the model.
-    tensors: The weights in Hugging Face's names and layout, read one tensor at a time.
+    tensors: The weights in Hugging Face's names and layout, read one tensor at a time. Those of an
+      adapter and its base are merged, in float32.
     step: Step of the checkpoint; None: a model.
     metrics: Metrics of the evaluation of that checkpoint; empty: it was not evaluated.
+    adapter: Adapter of the weights; None: they have none.
+    base: Tensors of the adapter's base; None: there is no adapter, and `tensors` are all.
+    base_name: Name or folder of the adapter's base, for other programs.
   """
 
   label: str
@@ -51,6 +62,9 @@ class StoredWeights:
   tensors: safetensors.Tensors
   step: int | None
   metrics: Mapping[str, float]
+  adapter: merged_tensors.StoredAdapter | None = None
+  base: safetensors.Tensors | None = None
+  base_name: str = ""
 
 
 def parse(text: str) -> Reference:
@@ -103,30 +117,121 @@ def find(
   """
   given = parse(reference) if isinstance(reference, str) else reference
   if given.step is None:
+    if is_adapter(pathlib.Path(given.place).expanduser()):
+      return _with_folder(given.place, base, cache_dir)
     folder = sources.resolve(given.place, cache_dir=cache_dir)
-    tensors = safetensors.open_folder(folder)
-    config = loading.read_config(folder)
-    loading.check(tensors, config, str(folder))
+    config, tensors = _open_model(folder)
     return StoredWeights(given.place, config, folder, tensors, None, {})
   run = pathlib.Path(given.place)
   step = choose_step(run, given.step)
   directory = _base_of(run, base, cache_dir)
   config = loading.read_config(directory)
   checkpoint = stored_steps.folder(run / "checkpoints", step)
-  tensors = stored_weights.open_checkpoint(checkpoint, config)
-  metrics = stored_steps.metrics(checkpoint)
-  return StoredWeights(f"{run}:{step}", config, directory, tensors, step, metrics)
+  opened = stored_weights.open_checkpoint(checkpoint, config)
+  metrics, label = stored_steps.metrics(checkpoint), f"{run}:{step}"
+  if isinstance(opened, stored_weights.CheckpointTensors):
+    return StoredWeights(label, config, directory, opened, step, metrics)
+  _check_base(opened, directory)
+  bare = StoredWeights(label, config, directory, _open_model(directory)[1], step, metrics)
+  return _joined(bare, opened, base or _path_of(run))
 
 
-def load(weights: StoredWeights, *, sharding: Callable[[Any], Any] | None = None) -> loading.Loaded:
-  """Reads weights into float32 arrays on devices; takes the arguments of `loading.load`.
+def is_adapter(folder: pathlib.Path) -> bool:
+  """Returns whether a folder holds an adapter in PEFT's format, and not a whole model."""
+  return (folder / adapter_files.CONFIG_FILE).is_file() and not (folder / "config.json").exists()
+
+
+def _open_model(folder: pathlib.Path) -> tuple[ModelConfig, safetensors.Folder]:
+  tensors = safetensors.open_folder(folder)
+  config = loading.read_config(folder)
+  loading.check(tensors, config, str(folder))
+  return config, tensors
+
+
+def _with_folder(place: str, base: str | None, cache_dir: str | None) -> StoredWeights:
+  """Opens an adapter's folder and its base; raises as `find`.
+
+  The base must be named, since the folder may name a path of another machine.
+  """
+  if base is None:
+    named = adapter_files.base_of(place)
+    hint = f", for example the one it was made for, --base={shlex.quote(named)}" if named else ""
+    raise NoWeights(f"{place} is an adapter: name the model that it changes with --base{hint}")
+  folder = sources.resolve(base, cache_dir=cache_dir)
+  config, tensors = _open_model(folder)
+  adapter = adapter_files.FolderAdapter(place, config)
+  return _joined(StoredWeights(place, config, folder, tensors, None, {}), adapter, base)
+
+
+def _check_base(adapter: stored_weights.CheckpointAdapter, directory: pathlib.Path) -> None:
+  """Raises WeightsError unless a model is the base that an adapter was trained on."""
+  digest = agreements.digest_of_weights(directory)
+  if digest != adapter.base_digest:
+    raise stored_weights.WeightsError(
+      f"{adapter.folder} holds an adapter of the weights in {adapter.base} (digest"
+      f" {adapter.base_digest}), but the weights in {directory} are others (digest {digest}); name"
+      " the right ones with --base=MODEL"
+    )
+
+
+def _joined(
+  weights: StoredWeights, adapter: merged_tensors.StoredAdapter, name: str
+) -> StoredWeights:
+  """Returns the weights of a base, which was named so, with an adapter."""
+  dtypes = adapters.read_dtypes(adapter.options)
+  rounded = functools.partial(loading.rounded, dtypes=dtypes)
+  base = weights.tensors
+  tensors = merged_tensors.MergedTensors(base, adapter, weights.config, rounded=rounded)
+  name = sources.portable(name, weights.directory)
+  return dataclasses.replace(weights, tensors=tensors, adapter=adapter, base=base, base_name=name)
+
+
+def load(weights: StoredWeights, *, like: Any = None) -> loading.Loaded:
+  """Reads weights into arrays on devices: float32, or an adapter and its base in its own dtype.
+
+  Args:
+    weights: Weights to read.
+    like: Shapes, dtypes and shardings of the result, as `described` returns them; None: everything
+      is on the default device.
 
   Raises:
     WeightsError: The checkpoint was deleted meanwhile.
   """
-  params = loading.read_params(weights.tensors, weights.config, sharding=sharding)
+  config, adapter = weights.config, weights.adapter
+  dtype = np.float32 if adapter is None else adapters.read_dtypes(adapter.options)
+  places = None if like is None else policy.shardings_of(lora.base_of(like))
+  sharding = None if places is None else lambda _: places
+  tensors = weights.tensors if weights.base is None else weights.base
+  params = loading.read_params(tensors, config, sharding=sharding, dtype=dtype)
+  if adapter is not None:
+    params = lora.join(params, _placed(adapter, config, like), adapter.options.scale)
   generation = loading.read_generation(weights.directory)
-  return loading.Loaded(weights.config, params, weights.directory, generation)
+  return loading.Loaded(config, params, weights.directory, generation)
+
+
+def _placed(adapter: merged_tensors.StoredAdapter, config: ModelConfig, like: Any) -> lora.Adapter:
+  """Reads an adapter onto the devices."""
+  found: lora.Adapter = {}
+  for kernel, parts in lora.tree(config, adapter.options).items():
+    for part in parts:
+      layers = range(config.num_layers)
+      values = np.stack([adapter.read(kernel, part, layer) for layer in layers])
+      place = None if like is None else getattr(like["layers"][kernel], part).sharding
+      placed = jax.device_put(values) if place is None else arrays.put(values, place)
+      found.setdefault(kernel, {})[part] = jax.block_until_ready(placed)
+  return found
+
+
+def fields(weights: StoredWeights) -> dict[str, Any]:
+  """Returns the fields of a config that say which weights an engine samples from."""
+  own = defaults.get_config().model.lora.to_dict()
+  if weights.adapter is not None:
+    own |= dataclasses.asdict(weights.adapter.options)
+    del own["sync"]  # of the engine, not of the weights.
+  return {
+    "model.path": str(weights.directory),
+    **{f"model.lora.{name}": value for name, value in own.items()},
+  }
 
 
 def steps(run: pathlib.Path) -> list[int]:
@@ -177,19 +282,23 @@ def _base_of(run: pathlib.Path, base: str | None, cache_dir: str | None) -> path
   """Returns the folder of the model that a run began with."""
   if base is not None:
     return sources.resolve(base, cache_dir=cache_dir)
-  model = config_of(run).get("model")
-  if not isinstance(model, dict) or not isinstance(model.get("path"), str):
-    raise NoWeights(f"{run / 'config.json'} does not name a model; name it with --base=MODEL")
-  taken = model.get("fallback_taken") or {}
+  path, model = _path_of(run), config_of(run)["model"]
   try:
-    return sources.resolve(
-      taken.get("taken") or model["path"], cache_dir=cache_dir or model.get("cache_dir")
-    )
+    return sources.resolve(path, cache_dir=cache_dir or model.get("cache_dir"))
   except (ExpectedFailure, OSError) as error:
     raise NoWeights(
       f"the model that {run} began with, whose tokenizer and settings are needed, cannot be"
       f" found: {error}. If it is elsewhere now, name it with --base=MODEL"
     ) from error
+
+
+def _path_of(run: pathlib.Path) -> str:
+  """Returns the path or name of the model that a run began with."""
+  model = config_of(run).get("model")
+  if not isinstance(model, dict) or not isinstance(model.get("path"), str):
+    raise NoWeights(f"{run / 'config.json'} does not name a model; name it with --base=MODEL")
+  taken = model.get("fallback_taken") or {}
+  return taken.get("taken") or model["path"]
 
 
 def config_of(run: pathlib.Path) -> dict[str, Any]:

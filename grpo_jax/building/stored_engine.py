@@ -12,7 +12,7 @@ from grpo_jax.building import checks, computation, kept_programs, online, stored
 from grpo_jax.building import model as model_building
 from grpo_jax.compilation import compiling
 from grpo_jax.engines.base import Engine
-from grpo_jax.learn import sharding
+from grpo_jax.learn import adapters, policy, sharding
 from grpo_jax.models import loading
 from grpo_jax.run_folder import console, notices
 
@@ -56,6 +56,18 @@ def open_weights(
   return Opened(weights, tokenizer, mesh, screen, compilations)
 
 
+def described(weights: stored.StoredWeights, mesh: Mesh) -> Any:
+  """Returns shapes, dtypes and shardings of stored weights, as engines take them."""
+  model, adapter = weights.config, weights.adapter
+  shardings = computation.shardings_of(model, mesh)
+  if adapter is None:
+    return computation.described_weights(model, shardings)
+  dtypes = adapters.read_dtypes(adapter.options)
+  base = computation.described_weights(model, shardings, dtype=dtypes)
+  composition = adapters.composition(model, mesh, adapter.options, seed=0)
+  return policy.full_weights(policy.described(base, composition)[0])
+
+
 def start(
   config: Config,
   opened: Opened,
@@ -79,10 +91,9 @@ def start(
   """
   weights, mode = opened.weights, online.Online(config)
   engine = mode.make_engine(opened.tokenizer, weights.directory, folder, stack)
-  shardings = computation.shardings_of(weights.config, opened.mesh)
-  jobs = mode.engine_jobs(engine, computation.described_weights(weights.config, shardings))
-  with compiling.Ahead(jobs, opened.compilations) as ahead:
-    loaded = stored.load(weights, sharding=lambda _: shardings)
+  like = described(weights, opened.mesh)
+  with compiling.Ahead(mode.engine_jobs(engine, like), opened.compilations) as ahead:
+    loaded = stored.load(weights, like=like)
     data.check_vocabulary(opened.tokenizer, weights.config.vocab_size)
     ahead.wait(opened.screen.progress, stop=stop)
   engine.load_weights(loaded.params, version=weights.step or 0)

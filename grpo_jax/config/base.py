@@ -45,6 +45,18 @@ def get_config() -> Any:
   # attention of rows of tokens: "xla_chunked" or "reference"; None: chosen automatically. Decoding,
   # one token at a time over a cache, is another computation and has no choice
   model.attention = placeholder(str)
+  model.lora = lora = ConfigDict()  # trains an adapter on frozen weights; docs/lora.md
+  lora.rank = placeholder(int)  # rank of the adapter, such as 32; None: every weight is trained
+  lora.alpha = 32.0  # A B is multiplied by alpha / rank
+  # kernels with an adapter: "all", names or patterns: q, k, v, o, gate, up, down, "mlp.*"
+  lora.targets = ("all",)
+  lora.init = "kaiming"  # initialiser of A: "kaiming", "xavier" or "uniform"; B begins at 0
+  lora.rank_stabilized = False  # multiplies by alpha / √rank
+  lora.base_dtype = "bfloat16"  # of the frozen weights: "bfloat16", "float32", "int8" or "nf4"
+  lora.path = placeholder(str)  # PEFT folder of the adapter to begin with; None: a new one
+  # what engines get: "merged" weights or the "adapter"; None: the adapter if they compute in
+  # bfloat16 or the base is quantised
+  lora.sync = placeholder(str)
 
   # sizes of the axes; their product is the number of devices; -1: the rest. docs/sharding.md
   config.mesh = mesh = ConfigDict()

@@ -153,6 +153,8 @@ def refusal(config: ConfigDict, name: str) -> str | None:
       return f"{path} is not a section but {_kind(found)}"
     key, bracket, _ = part.partition("[")
     if key not in found:
+      if reason := sections.left_out(name):
+        return reason
       return f"there is no field {name!r}{_nearest(config, name, path)}; {_list(found, path)}"
     path = f"{path}.{key}" if path else key
     found = found[key]

@@ -11,13 +11,14 @@ from typing import Any
 
 from grpo_jax import environments
 from grpo_jax.compilation import precision
-from grpo_jax.config import modes
+from grpo_jax.config import modes, sections
 from grpo_jax.data import field_kinds as of_data
 from grpo_jax.data import group_options as offline
 from grpo_jax.engines import base as engines
 from grpo_jax.engines import prompt_scoring, sglang_options
 from grpo_jax.groups import filters, shaping
 from grpo_jax.learn import optim
+from grpo_jax.models import lora
 from grpo_jax.rl import distillation, estimators, objective_options
 from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.rollouts import stream
@@ -30,6 +31,10 @@ _SINK = checked.Kind(
   lambda x: checked.text().fits(x.get("name") if isinstance(x, Mapping) else x),
 )
 _EVERY = checked.whole(low=0)
+_NAMES = checked.several(checked.nonempty(), least=1)
+_TARGETS = checked.Kind(
+  f"{lora.ALL!r}, or {_NAMES.needed}", lambda x: x == lora.ALL or _NAMES.fits(x)
+)
 _AXIS = checked.Kind(
   "an integer >= 1, or -1 for the rest of the devices",
   lambda x: checked.whole(low=-1).fits(x) and x != 0,
@@ -60,6 +65,14 @@ KINDS: Mapping[str, checked.Kind] = {
   "model.remat": checked.choice(("full", "dots", "none")),
   "model.logprobs": checked.text(none=True),
   "model.attention": checked.text(none=True),
+  "model.lora.rank": checked.whole(low=1, none=True),
+  "model.lora.alpha": checked.number(above=0),
+  "model.lora.targets": _TARGETS,
+  "model.lora.init": checked.choice(lora.INITIALIZERS),
+  "model.lora.rank_stabilized": checked.switch(),
+  "model.lora.base_dtype": checked.choice(lora.BASE_DTYPES),
+  "model.lora.path": checked.path(none=True),
+  "model.lora.sync": checked.choice(("merged", "adapter"), none=True),
   "mesh.data": _AXIS,
   "mesh.fsdp": _AXIS,
   "mesh.tensor": _AXIS,
@@ -233,6 +246,7 @@ def problems(fields: Mapping[str, Any]) -> Iterator[str]:
     elif name not in KINDS and not any(fnmatchcase(name, pattern) for pattern in OPEN):
       is_empty = isinstance(value, Mapping) and not value
       if not is_empty:
-        yield f"there is no field {name}, but it is set to {checked.shown(value)}"
+        unknown = f"there is no field {name}, but it is set to {checked.shown(value)}"
+        yield sections.left_out(name) or unknown
   for environment, settings in of_environments.items():
     yield from environments.problems(environment, settings)

@@ -15,6 +15,7 @@ from grpo_jax.config import (
   configuration,
   data_options,
   field_kinds,
+  lora_options,
   modes,
   teacher_options,
 )
@@ -146,6 +147,7 @@ def _broken_rules(config: Config, devices: Sequence[Any] | None) -> Iterator[str
   yield from _refused(lambda: precision.resolve(model.matmul_precision, model.compute_dtype))
   yield from _refused(lambda: Products(model.compute_dtype, model.product_dtype))
   yield from teacher_options.problems(config)
+  yield from lora_options.problems(config)
   yield from batching_options.problems(config)
   yield from _mesh_problems(config, devices)
 
@@ -375,7 +377,8 @@ def _given(section: Config) -> dict[str, Any]:
 
 
 def resolved(config: Config) -> Config:
-  """Returns a copy of the config in which the loss's defaults replace None.
+  """Returns a copy of the config in which the loss's defaults replace None, and the options of an
+  adapter that is read replace the defaults.
 
   Completions of advantage 0 are computed if they matter to the loss: to a user's own, and to a
   choice of tokens among all of the step.
@@ -386,7 +389,7 @@ def resolved(config: Config) -> Config:
   acts = made.acts_without_advantage and not (config.loss.kl_coef or config.loss.entropy_coef)
   if acts:
     values["batching.skip_zero_advantage"] = False
-  return configuration.replaced(config, values)
+  return lora_options.resolved(configuration.replaced(config, values))
 
 
 def objective(config: Config) -> objectives.Objective:

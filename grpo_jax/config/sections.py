@@ -1,11 +1,24 @@
 """Sections of a loaded configuration, which explain a mistyped field in one line."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from grpo_jax.values import names
+
+# Fields of other programs that are left out on purpose, by dotted name: why.
+LEFT_OUT: Mapping[str, str] = {
+  "model.lora.dropout": (
+    "dropout makes the policy that is trained, the one that sampled and the reference differ by"
+    " chance, so that their ratios and the KL are noise; recipes for GRPO set it to 0"
+  ),
+  "model.lora.use_dora": (
+    "DoRA normalises every column of W + A B again, so that an adapter is no longer a difference of"
+    " low rank: SGLang cannot serve it, and the base would not be the reference"
+  ),
+}
+_CALLED = {"dora": "use_dora", "lora_dropout": "dropout", "dropout_position": "dropout"}
 
 
 class Section(ConfigDict):
@@ -53,6 +66,8 @@ class Section(ConfigDict):
     return f"{self._path}.{name}" if self._path else name
 
   def _explain(self, name: str) -> str:
+    if reason := left_out(self._below(name)):
+      return reason
     dotted = dict.fromkeys(_dotted(self))
     close = names.nearest(name, [str(key) for key in self.keys()], cutoff=0.6)
     close = close or [each for each in dotted if each.rpartition(".")[2] == name][:3]
@@ -61,6 +76,17 @@ class Section(ConfigDict):
     hint = f" (did you mean {meant}?)" if meant else ""
     known = ", ".join(str(key) for key in self.keys()) or "no field"
     return f"there is no field {self._below(name)!r}{hint}; {self._path or 'it'} has: {known}"
+
+
+def left_out(name: str) -> str | None:
+  """Returns why there is no such field, if it is left out on purpose; otherwise None.
+
+  Args:
+    name: Dotted name, such as "model.lora.dropout".
+  """
+  path, _, last = name.rpartition(".")
+  reason = LEFT_OUT.get(f"{path}.{_CALLED.get(last, last)}")
+  return reason and f"there is no field {name!r}, on purpose: {reason}"
 
 
 def adopt(config: ConfigDict, path: str = "") -> Section:

@@ -22,6 +22,7 @@ pages of T tokens; W pages of the longest prompt; A tiles of G rows.
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -36,14 +37,26 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from grpo_jax.compilation import precision
 from grpo_jax.engines import sampling
-from grpo_jax.models import layers, transformer
+from grpo_jax.models import layers, lora, transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.placement import Placement
-from grpo_jax.models.products import Joined, OutputMajor, Products, joined_name
+from grpo_jax.models.products import (
+  Adapters,
+  Joined,
+  LowRank,
+  OutputMajor,
+  Products,
+  adapters_name,
+  joined_name,
+)
+from grpo_jax.models.quantized import Quantized
 
 # Keys and values of every layer. Pages: [N K T E] each. Ring: [M R K E C] and [M R K C E], because
 # products of a single query are sums over columns, which are fastest in these layouts.
 Cache = list[tuple[Array, Array]]
+
+# The kernels of a layer that have the same input, as `layers` asks for their products.
+_WITH_SAME_INPUT = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 
 _Class = TypeVar("_Class")
 
@@ -84,13 +97,19 @@ class Weights:
     embed: Embedding; the trainer's own array, or a copy in the compute dtype.
     layers: Parameters of each layer; kernels are transposed and in the compute dtype.
     final_norm: Final norm; the trainer's own array, or a copy.
-    head: Head in the compute dtype; the trainer's own array if that is float32.
+    head: Head in the compute dtype; the trainer's own array if it has this dtype.
+    quantized: Quantised kernels of all layers, [L ...]; the trainer's own arrays. They are read
+      and dequantised a layer at a time.
+    adapters: `Adapters` of each layer, in the compute dtype; empty if there are none, or if they
+      are merged with the kernels.
   """
 
   embed: Float[Array, "V D"]
   layers: list[layers.LayerParams]
   final_norm: Float[Array, " D"]
   head: Array
+  quantized: dict[str, Any] = dataclasses.field(default_factory=dict)
+  adapters: list[dict[str, Adapters]] = dataclasses.field(default_factory=list)
 
 
 @_as_tree
@@ -152,6 +171,7 @@ class Options:
     row_axes: Mesh axes over which rows are split, if their number is divisible.
     matmul_precision: Precision of float32 products; see `precision.resolve`.
     attention: Choice of attention within a prefilled chunk.
+    unmerged: Whether the adapter of a `LowRank` kernel stays apart from it; False: they are merged.
   """
 
   config: ModelConfig
@@ -166,22 +186,55 @@ class Options:
   row_axes: tuple[str, ...] = ()
   matmul_precision: str | None = None
   attention: Attention = AUTOMATIC
+  unmerged: bool = False
 
 
 def split_layers(params: transformer.Params, options: Options) -> Weights:
   """Makes the per-layer arrays from the stacked ones, once for every change of weights.
 
-  Kernels are rounded to the compute dtype here and not at every token. In float32 the
-  embedding, the head and the final norm are the trainer's own arrays and not copies.
+  Kernels are rounded to the compute dtype here and not at every token. The embedding, the final
+  norm, a head in the compute dtype and quantised kernels are the trainer's own arrays and not
+  copies. A `LowRank` kernel is merged with its adapter, or with `options.unmerged` kept apart.
   """
   dtype = options.products.compute_dtype
   head, _ = transformer.head(params, options.config)
+  copied, quantized = _kernels(params, options)
   return Weights(
     embed=params["embed"],
-    layers=_unstack(params["layers"], options.config.num_layers, dtype, options.mesh is None),
+    layers=_unstack(copied, options.config.num_layers, dtype, options.mesh is None),
     final_norm=params["final_norm"],
     head=head if head.dtype == dtype else head.astype(dtype),
+    quantized=quantized,
+    adapters=adapters(params, options),
   )
+
+
+def adapters(params: transformer.Params, options: Options) -> list[dict[str, Adapters]]:
+  """Returns a copy of the adapters of each layer; empty unless `options.unmerged`.
+
+  Args:
+    params: Parameters, some of whose kernels may be `LowRank`.
+    options: Options of the programs.
+  """
+  found = _adapter_arrays(params, options)
+  if not found:
+    return []
+  return _unstack_adapters(found, options.config.num_layers, options.products.compute_dtype)
+
+
+def _kernels(params: transformer.Params, options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Returns the stacked leaves of layers that are copied, and quantised kernels."""
+  stack = (lora.base_of(params) if options.unmerged else params)["layers"]
+  quantized = {name: x for name, x in stack.items() if isinstance(x, Quantized)}
+  return {name: x for name, x in stack.items() if name not in quantized}, quantized
+
+
+def _adapter_arrays(params: transformer.Params, options: Options) -> dict[str, LowRank]:
+  """Returns the stacked adapters that stay apart from their kernels, without the kernels."""
+  if not options.unmerged:
+    return {}
+  kernels = {name: x for name, x in params["layers"].items() if isinstance(x, LowRank)}
+  return {name: dataclasses.replace(x, base=None) for name, x in kernels.items()}
 
 
 def described(params: Any, options: Options) -> Weights:
@@ -192,26 +245,33 @@ def described(params: Any, options: Options) -> Weights:
     options: Options of the programs.
   """
   shapes = jax.eval_shape(lambda params: split_layers(params, options), params)
-  dtype = options.products.compute_dtype
-  is_joined = options.mesh is None
-  unstack = _unstack.lower(params["layers"], options.config.num_layers, dtype, is_joined)
-  head = params["embed" if options.config.tie_embeddings else "head"]
-  layered = jax.tree.leaves(unstack.compile().output_shardings)
-  # In the order of the fields.
-  shardings = [params["embed"].sharding, *layered, params["final_norm"].sharding, head.sharding]
-  leaves, structure = jax.tree.flatten(shapes)
+  num_layers, dtype = options.config.num_layers, options.products.compute_dtype
+  copied, quantized = _kernels(params, options)
+  found = _adapter_arrays(params, options)
+  unstack = _unstack.lower(copied, num_layers, dtype, options.mesh is None)
+  parts = [_unstack_adapters.lower(found, num_layers, dtype)] if found else []
+  placed = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
+  shardings = unchecked(
+    Weights,
+    embed=params["embed"].sharding,
+    layers=unstack.compile().output_shardings,
+    final_norm=params["final_norm"].sharding,
+    head=params["embed" if options.config.tie_embeddings else "head"].sharding,
+    quantized=placed(quantized),
+    adapters=parts[0].compile().output_shardings if parts else [],
+  )
   place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-  return jax.tree.unflatten(structure, map(place, leaves, shardings))
+  return jax.tree.map(place, shapes, shardings)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _unstack(
-  stacked: dict[str, Array], num_layers: int, dtype: Any, is_joined: bool
+  stacked: dict[str, Any], num_layers: int, dtype: Any, is_joined: bool
 ) -> list[layers.LayerParams]:
   """Splits the stacked arrays.
 
   Args:
-    stacked: Arrays of all layers.
+    stacked: Leaves of all layers; kernels may be `LowRank`, which are merged.
     num_layers: Number of layers.
     dtype: Dtype of the kernels.
     is_joined: Whether the kernels of q, k and v become one array, and those of gate and up another,
@@ -219,18 +279,60 @@ def _unstack(
   """
 
   def converted(x, i):
+    if isinstance(x, LowRank):
+      x = lora.merged(jax.tree.map(lambda x: x[i], x))[None]
+      i = 0
     # Norms and biases, [L n], stay float32: they are not factors of a product.
     return OutputMajor(x[i].T.astype(dtype)) if x.ndim == 3 else x[i].astype(jnp.float32)
 
   def layer(i):
     made: dict[str, Any] = {name: converted(x, i) for name, x in stacked.items()}
-    for names in (("q", "k", "v"), ("gate", "up")) if is_joined else ():
+    for names in _WITH_SAME_INPUT if is_joined else ():
+      if len(names) == 1 or not made.keys() >= set(names):
+        continue
       kernels = [made.pop(name).array for name in names]
       widths = tuple(kernel.shape[0] for kernel in kernels)
       made[joined_name(names)] = Joined(jnp.concatenate(kernels), widths)
     return made
 
   return [layer(i) for i in range(num_layers)]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _unstack_adapters(
+  stacked: dict[str, LowRank], num_layers: int, dtype: Any
+) -> list[dict[str, Adapters]]:
+  """Splits stacked adapters, which have no base, and joins the A that have the same input."""
+
+  def of_layer(names: Sequence[str], i: int) -> Adapters:
+    found = [stacked[name] for name in names]
+    # Transposed, as kernels are.
+    a = jnp.concatenate([x.a[i].T.astype(dtype) for x in found])
+    return Adapters(a, tuple(x.b[i].T.astype(dtype) for x in found), tuple(names), found[0].scale)
+
+  groups = {names: [name for name in names if name in stacked] for names in _WITH_SAME_INPUT}
+  return [
+    {adapters_name(names): of_layer(own, i) for names, own in groups.items() if own}
+    for i in range(num_layers)
+  ]
+
+
+def _layer(weights: Weights, i: int, x: Array) -> layers.LayerParams:
+  """Returns the parameters of a layer.
+
+  Where quantised kernels are read depends on the layer's input, in form only: no number is above
+  infinity. Otherwise the compiler may dequantise the kernels of all layers at once, even before the
+  loop of the decode steps, which would be a copy of the model in full precision. XLA for CPUs drops
+  a barrier before it orders the computation.
+  """
+  layer = dict(weights.layers[i])
+  if weights.adapters:
+    layer |= weights.adapters[i]
+  if weights.quantized:
+    place = i + (x.reshape(-1)[0] > jnp.inf).astype(jnp.int32)
+    of_layer = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False)
+    layer |= jax.tree.map(of_layer, weights.quantized)
+  return layer
 
 
 def token_bytes(options: Options) -> int:
@@ -290,7 +392,7 @@ def prefill(weights: Weights, cache: Cache, chunk: Chunk, options: Options) -> C
   settings = {"config": config, "products": products}
   x = layers.embed(weights.embed, jnp.asarray(chunk.tokens)[:, None], **settings)
   written = []
-  for layer, pages, kind in zip(weights.layers, cache, config.kinds, strict=True):
+  for i, (pages, kind) in enumerate(zip(cache, config.kinds, strict=True)):
 
     def attend(q, k, v, pages=pages, window=kind.window):
       def write(to, new):
@@ -308,6 +410,7 @@ def prefill(weights: Weights, cache: Cache, chunk: Chunk, options: Options) -> C
       found = parts.joined(here, parts.only_where(is_first[None, :, None], before))
       return (found.mixed / found.total[..., None]).swapaxes(0, 1), pages
 
+    layer = _layer(weights, i, x)
     with precision.scope(options.matmul_precision):
       x, pages, _ = layers.block(layer, x, *angles[kind.rope], attend, **settings)
     written.append(pages)
@@ -423,7 +526,7 @@ def decode_step(
   settings = {"config": config, "products": options.products}
   step = jnp.asarray(rows.step) + number
   x, written = layers.embed(weights.embed, tokens[:, None], **settings), []
-  for layer, pages, ring, kind in zip(weights.layers, prompts, own, config.kinds, strict=True):
+  for i, (pages, ring, kind) in enumerate(zip(prompts, own, config.kinds, strict=True)):
 
     def attend(q, k, v, pages=pages, ring=ring, window=kind.window):
       heads, width = q.shape[2:]
@@ -441,6 +544,7 @@ def decode_step(
       # Split like `o`, which would otherwise be gathered.
       return _prefill_products(options).place(attended, ("rows", "places", "heads", "width")), ring
 
+    layer = _layer(weights, i, x)
     x, ring, _ = layers.block(layer, x, *angles[kind.rope], attend, **settings)
     written.append(ring)
   x = layers.norm(x, weights.final_norm, **settings)[:, 0]

@@ -38,6 +38,23 @@ class Job:
     return self.requests[0].group or prompt_key(self.requests[0])
 
 
+@dataclasses.dataclass(frozen=True)
+class _Running:
+  """An attempt in flight."""
+
+  job: Job
+  index: int  # of the server.
+  version: int | None  # of the weights that it was sent for.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Served:
+  """The weights that a request is sent for."""
+
+  version: int | None
+  adapter: str | None  # its name; None: the server's weights, whichever they are.
+
+
 class Dispatcher:
   """Sends jobs to the servers that are open; see `fleet.Listener`."""
 
@@ -57,7 +74,7 @@ class Dispatcher:
     for index in range(servers):
       self._placement.close(index)
     self._servers: dict[int, Server] = {}
-    self._running: dict[asyncio.Task[None], tuple[Job, int]] = {}
+    self._running: dict[asyncio.Task[None], _Running] = {}
     self._max_attempts = max_attempts
     self._vocab_size = vocab_size
     self._seeded = seeded
@@ -82,8 +99,8 @@ class Dispatcher:
     """Drops the jobs that a call still waits for, and cancels them at the servers."""
     self._placement.drop(lambda job: job.call is call)
     self._jobs = {job for job in self._jobs if job.call is not call}
-    for task, (job, _) in self._running.items():
-      if job.call is call:
+    for task, running in self._running.items():
+      if running.job.call is call:
         task.cancel()  # SGLang ends a request when its client disconnects.
 
   def opened(self, server: Server) -> None:
@@ -94,8 +111,8 @@ class Dispatcher:
   def closed(self, server: Server) -> None:
     """Takes back the jobs that a server works on, for other servers."""
     self._placement.close(server.index)
-    for task, (_, index) in list(self._running.items()):
-      if index == server.index:
+    for task, running in list(self._running.items()):
+      if running.index == server.index:
         task.cancel()
     self._send()
 
@@ -107,6 +124,11 @@ class Dispatcher:
       self.leave(call)
       call.fail(error)
 
+  def oldest(self) -> int | None:
+    """Returns the oldest version of the weights that a request in flight uses; None: none does."""
+    versions = [each.version for each in self._running.values() if each.version is not None]
+    return min(versions, default=None)
+
   @property
   def in_flight(self) -> int:
     """Number of jobs that all servers work on."""
@@ -117,33 +139,50 @@ class Dispatcher:
     while (found := self._placement.next()) is not None:
       index, job = found
       assert isinstance(index, int)
-      task = asyncio.create_task(self._attempt(job, self._servers[index]))
-      self._running[task] = (job, index)
+      server = self._servers[index]
+      served = self._served(server)
+      task = asyncio.create_task(self._attempt(job, server, served))
+      self._running[task] = _Running(job, index, served.version)
       task.add_done_callback(self._finished)
+
+  def _served(self, server: Server) -> _Served:
+    """Returns the weights that a request to a server is answered with.
+
+    A router passes it on to any server, so with adapters that is the oldest version of all: the
+    others still have it.
+    """
+    among = self._servers.values() if self.router is not None else ()
+    versions = [(each.version, each.adapter) for each in among if each.version is not None]
+    oldest = min(versions, key=lambda each: each[0], default=(server.version, server.adapter))
+    return _Served(*(oldest if server.adapter is not None else (server.version, None)))
 
   def _finished(self, task: asyncio.Task[None]) -> None:
     """Frees the place of an attempt; queues its job again if it was not delivered."""
-    job, index = self._running.pop(task)
-    self._placement.done(index)
+    running = self._running.pop(task)
+    job = running.job
+    self._placement.done(running.index)
     if not task.cancelled() and (bug := task.exception()) is not None:
       self._drop(job, bug)
     if job in self._jobs:
       self._placement.add(job.group, job)
     self._send()
 
-  async def _attempt(self, job: Job, server: Server) -> None:
+  async def _attempt(self, job: Job, server: Server, served: _Served) -> None:
     """Sends a job to a server and delivers the answer.
 
     A server that fails is closed until its health has been checked. A server that is overloaded
     stays open; the job waits for a while before it is queued again.
     """
     names = [f"{self._prefix}-{next(self._numbers)}" for _ in job.requests]
-    body = sglang_messages.generate_body(job.requests, names, seeded=self._seeded)
+    body = sglang_messages.generate_body(
+      job.requests, names, seeded=self._seeded, adapter=served.adapter
+    )
     read = functools.partial(
       sglang_messages.generations,
       requests=job.requests,
       vocab_size=self._vocab_size,
-      version=server.version if server.version is not None else -1,
+      version=served.version if served.version is not None else -1,
+      is_named=served.adapter is not None,
     )
     try:
       generations = await (self.router or server.client).generate(
@@ -153,6 +192,9 @@ class Dispatcher:
         limit=sglang_messages.answer_bytes(job.requests),
       )
     except Refused as error:
+      if served.adapter is not None and sglang_messages.lacks_adapter(str(error)):
+        self._give_back(job, server, error)
+        return
       first = job.requests[0].request_id
       self._drop(job, FleetError(f"request {first!r}: {error}.{server.log_end()}"))
     except Overloaded as error:
@@ -160,11 +202,15 @@ class Dispatcher:
       own = doubling(job.attempts, first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
       await asyncio.sleep(max(own, min(error.retry_after_s, _LONGEST_PAUSE_S)))
     except (Unanswered, sglang_messages.Garbled, sglang_messages.Aborted) as error:
-      self._count_failure(job, server, error)
-      self._placement.close(server.index)
-      server.doubt()
+      self._give_back(job, server, error)
     else:
       self._deliver(job, generations)
+
+  def _give_back(self, job: Job, server: Server, error: Exception) -> None:
+    """Closes a server that failed until its health has been checked; its job is sent again."""
+    self._count_failure(job, server, error)
+    self._placement.close(server.index)
+    server.doubt()
 
   def _count_failure(self, job: Job, server: Server, error: Exception) -> None:
     """Counts an attempt that failed; drops a job after many attempts."""

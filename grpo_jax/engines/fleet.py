@@ -8,6 +8,7 @@ hangs cannot come back with old weights. All of this runs in one event loop.
 import asyncio
 import contextlib
 import logging
+import pathlib
 import time
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
@@ -38,6 +39,9 @@ class Listener(Protocol):
   def failed(self, error: Exception) -> None:
     """Records that the fleet cannot continue."""
 
+  def oldest(self) -> int | None:
+    """Returns the oldest version of the weights that a request in flight uses; None: none does."""
+
 
 class Fleet:
   """All servers of a run. Its methods are called in one event loop."""
@@ -48,7 +52,13 @@ class Fleet:
     self._listener = listener
     first = options.launch.first if options.launch is not None else 0
     self.servers = [
-      Server(i, number=first + i, controls=options.controls, is_shared=options.is_shared)
+      Server(
+        i,
+        number=first + i,
+        controls=options.controls,
+        is_shared=options.is_shared,
+        adapter=options.adapter,
+      )
       for i in range(len(options.addresses) or options.servers)
     ]
     self._http = JsonClient(key=options.key, connect_s=options.timeouts.connect_s)
@@ -57,6 +67,7 @@ class Fleet:
     self._is_asleep = not options.controls  # asks nothing before the servers have weights.
     self._changed = asyncio.Condition()
     self._error: Exception | None = None
+    self.oldest_elsewhere: int | None = None  # oldest version that other processes may use.
     self.restarts = 0
     self.probe_difference = 0.0  # nats; largest of all servers with the newest weights.
 
@@ -170,7 +181,13 @@ class Fleet:
       finally:  # also if the fleet is closed meanwhile: it ends the process.
         process = server.process = await starting
     address = process.address if process else options.addresses[server.index]
-    await server.bring_up(process, self.client(address), options.start_timeout_s)
+    is_ours = options.launch is not None and options.launch.command is None
+    await server.bring_up(
+      process,
+      self.client(address),
+      options.start_timeout_s,
+      started_from=pathlib.Path(options.model_path) if is_ours else None,
+    )
     await self._notify()
 
   async def _serve(self, server: Server) -> None:
@@ -192,6 +209,7 @@ class Fleet:
             health.cancel()
           await self._change(server)
           health, checked = None, time.monotonic()
+        await self._unload_unused(server)
         is_due = server.is_doubted or time.monotonic() - checked > self._options.health_every_s
         if health is None and is_due and not server.is_asleep:
           server.is_doubted = False
@@ -224,6 +242,19 @@ class Fleet:
       self.probe_difference = max(self.probe_difference, difference)
       self._listener.opened(server)
     await self._notify()
+
+  async def _unload_unused(self, server: Server) -> None:
+    """Has a server drop old adapters once no request uses them.
+
+    A server that unloads earlier waits for the requests, and loads no new adapter meanwhile.
+    """
+    newest = self._weights
+    if newest is None or not self._is_current(server):
+      return
+    if not server.has_adapters_before(newest.version):
+      return
+    used = (newest.version, self._listener.oldest(), self.oldest_elsewhere)
+    await server.unload_before(min(version for version in used if version is not None))
 
   async def _give(self, server: Server, weights: Weights) -> float:
     """Loads weights, or waits until another process has; returns the difference of the probe."""

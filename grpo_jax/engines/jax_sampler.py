@@ -12,6 +12,7 @@ be taken in another order, which changes the last bits of a logit.
 import dataclasses
 import logging
 import math
+import operator
 import threading
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,13 +27,15 @@ from jax.sharding import Mesh, NamedSharding
 from grpo_jax import registry
 from grpo_jax.compilation import host_memory, precision
 from grpo_jax.compilation.programs import Job
-from grpo_jax.engines import base, decoding, local_weights, scheduling, stopping
+from grpo_jax.engines import base, decoding, local_weights, merging, scheduling, stopping
 from grpo_jax.engines.calls import Call
 from grpo_jax.engines.session import Programs, Session, Stats, caches
+from grpo_jax.models import lora
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
 
 _log = logging.getLogger(__name__)
+_SYNC_BYTES = "perf/sync_bytes"
 
 
 class JaxSampler:
@@ -58,6 +61,7 @@ class JaxSampler:
     completion_tokens: int | None = None,
     group_size: int = 8,
     long_prompts: int | None = None,
+    unmerged: bool | None = None,
   ):
     """Makes a sampler without weights; call `load_weights` before `generate`.
 
@@ -92,6 +96,10 @@ class JaxSampler:
       group_size: Usual number of completions of a prompt; any number works.
       long_prompts: Number of prompts of the largest length that find room at the same time; others
         wait. None: as many as `max_rows` rows have in groups of `group_size`.
+      unmerged: Whether the adapter of weights with one stays apart from their base, as in the
+        trainer. The base is then copied once, and `load_weights` copies the adapter only. False:
+        they are merged in float32 and rounded to the compute dtype. None: apart if that rounding
+        loses some of the adapter, or if the base is quantised.
     """
     _check_sizes(config, max_rows, chunk_tokens, num_valid_tokens)
     self._config = config
@@ -110,6 +118,8 @@ class JaxSampler:
       matmul_precision=precision.resolve(matmul_precision, compute_dtype),
       attention=attention,
     )
+    self._unmerged = unmerged
+    self._merged_share = merging.MergedShare(compute_dtype)
     self._sizes = _sizes(max_rows, self._options, prompt_tokens, completion_tokens, long_prompts)
     self._programs = Programs()
     self._gathering: local_weights.Gathering | None = None  # None: not needed so far.
@@ -117,6 +127,8 @@ class JaxSampler:
     self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jax_sampler")
     self._lock = threading.Lock()  # guards all below.
     self._weights: decoding.Weights | None = None
+    self._kept: _Kept | None = None  # None: unless unmerged.
+    self._sync_bytes: int | None = None
     self._version = -1
     self._arrived: list[Call] = []
     self._in_flight: list[Call] = []
@@ -133,12 +145,14 @@ class JaxSampler:
     """Samples from these parameters from now on; unfinished completions continue with them.
 
     Copies the layers (unstacked, in the compute dtype), and in float32 nothing else. The old
-    copies are freed first, unless completions are unfinished. Parameters that are spread over
-    several processes are copied whole to the devices of each; all processes must make this call,
-    on their main threads.
+    copies are freed first, unless completions are unfinished. An unmerged sampler copies the layers
+    of a base once, and after that only the adapter, which the trainer's updates may donate.
+    Parameters that are spread over several processes are copied whole to the devices of each; all
+    processes must make this call, on their main threads.
 
     Args:
-      params: The trainer's parameters, sharded or not.
+      params: The trainer's parameters, sharded or not; kernels may be `LowRank`, and their bases
+        quantised.
       version: Version recorded with every token sampled from now on.
 
     Raises:
@@ -150,15 +164,13 @@ class JaxSampler:
       if not self._is_working:
         self._weights = None
       gathering = self._gathering_of(params)
-      self._options = _with_sharding(self._options, gathering.local if gathering else params)
-      if gathering is not None:
-        weights = gathering(params, self._options)
-      else:
-        weights = decoding.split_layers(params, self._options)
-        if self._copy_weights:
-          weights = _with_own_arrays(weights)
+      self._options = self._options_for(gathering.local if gathering else params)
+      weights, copies = self._copied(params, gathering)
       self._weights = jax.block_until_ready(weights)
+      self._sync_bytes = _bytes_beside(params, copies) if lora.has_adapter(params) else None
       self._version = version
+      if not self._options.unmerged:
+        self._merged_share.measure(params)
 
   def programs(self, params: Any) -> list[Job]:
     """Returns the compilations after which no request within the planned sizes compiles.
@@ -167,13 +179,15 @@ class JaxSampler:
       params: The trainer's parameters: arrays, or `jax.ShapeDtypeStruct`s with shardings.
 
     Returns:
-      At most five jobs; an empty list if no sizes were planned.
+      At most six jobs; an empty list if no sizes were planned.
     """
     if not self._sizes.is_planned:
       return []
     weights, options = self._described(params)
     gathering = self._gathering_of(params)
-    first = [] if gathering is None else [gathering.job(options)]
+    first = [] if gathering is None else gathering.jobs(options)
+    if not options.unmerged:
+      first += self._merged_share.jobs(params)
     return [*first, *self._programs.jobs(weights, options, self._sizes)]
 
   def described(self, params: Any) -> tuple[decoding.Weights, tuple[Any, Any]]:
@@ -193,10 +207,19 @@ class JaxSampler:
     """Returns shapes, dtypes and shardings of the weights, and the options for them."""
     gathering = self._gathering_of(params)
     if gathering is None:
-      options = _with_sharding(self._options, params)
+      options = self._options_for(params)
       return decoding.described(params, options), options
-    options = _with_sharding(self._options, gathering.local)
+    options = self._options_for(gathering.local)
     return gathering.described(options), options
+
+  def _options_for(self, params: Any) -> decoding.Options:
+    """Returns the options for parameters on the devices of this process."""
+    unmerged = self._unmerged
+    if unmerged is None:
+      is_rounded = self._options.products.compute_dtype != jnp.float32
+      unmerged = is_rounded or lora.has_quantized_base(params)
+    options = dataclasses.replace(self._options, unmerged=unmerged and lora.has_adapter(params))
+    return _with_sharding(options, params)
 
   def _gathering_of(self, params: Any) -> local_weights.Gathering | None:
     """Returns what copies parameters to each process; None if they are on this one's devices."""
@@ -206,12 +229,41 @@ class JaxSampler:
       self._gathering = local_weights.Gathering(params, self._options)
     return self._gathering
 
+  def _copied(
+    self, params: Any, gathering: local_weights.Gathering | None
+  ) -> tuple[decoding.Weights, Any]:
+    """Returns the sampler's weights, and those of their arrays that are not an earlier copy."""
+    if not self._options.unmerged:
+      self._kept = None
+      weights = self._copied_whole(params, gathering)
+      return weights, weights
+    base = lora.base_of(params)
+    if self._kept is None or not self._kept.is_of(base):
+      self._kept = None  # freed first.
+      weights = self._copied_whole(params, gathering)
+      self._kept = _Kept(base, dataclasses.replace(weights, adapters=[]))
+      return weights, weights
+    copy = decoding.adapters if gathering is None else gathering.adapters
+    adapters = copy(params, self._options)
+    return dataclasses.replace(self._kept.weights, adapters=adapters), adapters
+
+  def _copied_whole(
+    self, params: Any, gathering: local_weights.Gathering | None
+  ) -> decoding.Weights:
+    if gathering is not None:
+      return gathering(params, self._options)
+    weights = decoding.split_layers(params, self._options)
+    return _with_own_arrays(weights) if self._copy_weights else weights
+
   def metrics(self) -> dict[str, float]:
-    """Returns an empty dict: the sampler reports no metrics of its own."""
-    return {}
+    """Returns what weights with an adapter have cost and lost; empty for other weights."""
+    synced = {} if self._sync_bytes is None else {_SYNC_BYTES: float(self._sync_bytes)}
+    return {**synced, **self._merged_share.metrics()}
 
   def release(self) -> None:
     """Frees the copies of the weights until the next `load_weights`, and caches except on CPUs.
+
+    The copy of a base is not freed: the next `load_weights` brings an adapter only.
 
     Raises:
       RuntimeError: Completions are unfinished.
@@ -259,7 +311,7 @@ class JaxSampler:
       self._is_closed = True
     self._executor.shutdown()
     with self._lock:
-      self._weights = self._session = None
+      self._weights = self._session = self._kept = None
 
   def __enter__(self) -> "JaxSampler":
     return self
@@ -410,6 +462,31 @@ def _with_sharding(options: decoding.Options, params: Any) -> decoding.Options:
     names, axis = (), None
   others = tuple(name for name in mesh.axis_names if name not in names)
   return dataclasses.replace(options, mesh=mesh, head_axis=axis, row_axes=others)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+  """The copy of a base that stays when the adapter changes.
+
+  Attributes:
+    base: The trainer's arrays, which are never donated.
+    weights: Copy of them, without adapters.
+  """
+
+  base: Any
+  weights: decoding.Weights
+
+  def is_of(self, base: Any) -> bool:
+    """Returns whether this is a copy of these very arrays."""
+    own, others = jax.tree.leaves(self.base), jax.tree.leaves(base)
+    return len(own) == len(others) and all(map(operator.is_, own, others))
+
+
+def _bytes_beside(known: Any, arrays: Any) -> int:
+  """Returns the bytes on this process of arrays, without those that are among the known ones."""
+  ids = set(map(id, jax.tree.leaves(known)))
+  new = {id(x): x for x in jax.tree.leaves(arrays) if id(x) not in ids}
+  return sum(part.data.nbytes for x in new.values() for part in x.addressable_shards)
 
 
 def _with_own_arrays(weights: decoding.Weights) -> decoding.Weights:

@@ -65,6 +65,10 @@ _SET_BY_RUN = {
   "--tensor-parallel-size": "set engine.sglang.gpus_per_server",
   "--enable-deterministic-inference": "set engine.sglang.deterministic",
   "--enable-memory-saver": "set engine.sglang.release_memory",
+  "--enable-lora": "set model.lora.sync='adapter'",
+  "--max-lora-rank": "set model.lora.rank",
+  "--lora-target-modules": "set model.lora.targets",
+  "--lora-paths": "the adapter is that of the trainer",
 }
 
 

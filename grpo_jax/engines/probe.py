@@ -95,9 +95,11 @@ def _logprobs(
 def _traced_logprobs(
   params: Any, tokens: jax.Array, config: ModelConfig, products: Products, attention: Attention
 ) -> jax.Array:
-  module = transformer.Transformer(config, products, attention=attention)
   positions = jnp.arange(tokens.shape[1])[None]
-  hidden: Any = module.apply({"params": params}, tokens, positions, jnp.ones_like(tokens))
+  inputs = tokens, positions, jnp.ones_like(tokens)
+  hidden = transformer.hidden_states(
+    params, config, *inputs, products=products, attention=attention
+  )
   head, layout = transformer.head(params, config)
   hidden = hidden.astype(products.compute_dtype)  # the head's products match the trainer's, too.
   values = sequence_logprobs(hidden, head, tokens, head_layout=layout, implementation="xla_chunked")

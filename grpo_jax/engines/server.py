@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import dataclasses
+import logging
 import pathlib
 import time
 import uuid
@@ -13,13 +14,20 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from grpo_jax.engines import probe, sglang_messages
+from grpo_jax.engines import probe, served_adapter, sglang_messages
 from grpo_jax.engines.base import EngineFailure
 from grpo_jax.engines.server_process import LaunchOptions, ServerProcess
 from grpo_jax.engines.sglang_client import Client, Timeouts
 from grpo_jax.engines.sglang_options import SGLangOptions
 from grpo_jax.http.failures import Refused, Unanswered
+from grpo_jax.models import lora
 
+_log = logging.getLogger(__name__)
+
+_UNREADABLE = (
+  ". If it cannot read the folder: engine.sglang.weights_folder has to be a folder that the"
+  " servers' hosts see, too"
+)
 _ASK_EVERY_S = 0.25  # time between two health checks of a server that starts.
 
 
@@ -32,6 +40,15 @@ class ServerLost(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
+class Adapter:
+  """How servers know an adapter, and the weights that it is loaded over."""
+
+  name: str  # unique among all runs and versions; requests name it.
+  base: pathlib.Path  # Hugging Face folder of the base.
+  base_version: str  # version that servers report of the base; not a number, which means weights.
+
+
+@dataclasses.dataclass(frozen=True)
 class Weights:
   """One version of the weights, and how to verify that a server has it."""
 
@@ -39,6 +56,7 @@ class Weights:
   folder: pathlib.Path
   probe_ids: tuple[int, ...]
   probe_logprobs: Float[np.ndarray | jax.Array, " m"]  # the trainer's, for each id but the first.
+  adapter: Adapter | None = None  # if `folder` holds an adapter; None: it holds all weights.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +69,7 @@ class Options:
   servers: int = SGLangOptions.servers  # number of servers to launch.
   launch: LaunchOptions | None = None
   model_path: str = ""  # folder that launched servers start from.
+  adapter: lora.Options | None = None  # if servers are given adapters; None: all weights.
   key: str | None = dataclasses.field(default=None, repr=False)  # key of the servers' API.
   timeouts: Timeouts = Timeouts()
   start_timeout_s: float = SGLangOptions.start_timeout_s  # until a server is healthy.
@@ -70,6 +89,7 @@ class Server:
     number: int | None = None,
     controls: bool = True,
     is_shared: bool = False,
+    adapter: lora.Options | None = None,
   ):
     """Makes the state of a server.
 
@@ -78,13 +98,19 @@ class Server:
       number: Number among all servers of the run, for messages; None: the index.
       controls: Whether this process pauses it and loads weights; else another one does.
       is_shared: Whether other processes of the run send it requests, too.
+      adapter: Options of the adapters that it is given; None: it is given all weights.
     """
     self.index = index
     self._number = index if number is None else number
     self._controls = controls
     self._is_shared = is_shared
+    self._options = adapter
     self.process: ServerProcess | None = None
     self.version: int | None = None  # version of the weights that it was proven to use.
+    self.adapter: str | None = None  # name of the adapter of that version.
+    self._adapters: dict[int, str] = {}  # names of those that it has, by their versions.
+    self._base: pathlib.Path | None = None  # folder of the base that it has; None: not known.
+    self._reported: str | None = None  # version that it has to report.
     self.is_up = False  # healthy, so that it can be given weights.
     self.has_been_up = False
     self.is_asleep = False  # its memory was freed.
@@ -108,13 +134,21 @@ class Server:
     self.is_doubted = True
     self.woken.set()
 
-  async def bring_up(self, process: ServerProcess | None, client: Client, within_s: float) -> None:
+  async def bring_up(
+    self,
+    process: ServerProcess | None,
+    client: Client,
+    within_s: float,
+    *,
+    started_from: pathlib.Path | None = None,
+  ) -> None:
     """Waits until a server is healthy, whether it was launched or found running.
 
     Args:
       process: Process of the server; None if it was found running.
       client: Client of the server.
       within_s: Time after which it counts as lost, in seconds.
+      started_from: Folder of the weights that it started with; None: not known.
 
     Raises:
       ServerLost: The server ended, or did not become healthy in time.
@@ -134,7 +168,29 @@ class Server:
         " never has it; an SGLang router belongs in engine.sglang.router, and its workers in"
         " engine.sglang.addresses"
       )
+    if self._options is not None and self._controls:
+      self._base = started_from
+      await self._prepare_for_adapters(self._options)
     self.is_up = self.has_been_up = True
+
+  async def _prepare_for_adapters(self, options: lora.Options) -> None:
+    """Checks that a server can serve adapters, and drops those that earlier runs left on it.
+
+    Raises:
+      ServerLost: The server does not answer.
+      FleetError: The server cannot serve the adapters of this run.
+    """
+    info = await self._answered(self.client.server_info())
+    why = served_adapter.refusal(info, options)
+    if why is not None:
+      needed = " ".join(served_adapter.arguments(options))
+      raise FleetError(
+        f"{self.name} cannot serve the adapters of this run (model.lora.sync='adapter'): {why}."
+        f" Start it with {needed}, or set model.lora.sync='merged'"
+      )
+    for name in await self._answered(self.client.adapters()):
+      if served_adapter.is_name_of_run(name):
+        await self._unload(name)
 
   async def _trouble(self) -> str | None:
     """Returns why the server is not healthy yet; None if it is."""
@@ -180,12 +236,26 @@ class Server:
       FleetError: The server refuses the weights.
       probe.WrongWeights: The server computes with other weights.
     """
+    adapter = weights.adapter
+    if adapter is None:
+      await self._load(weights.folder, str(weights.version))
+      self._reported = str(weights.version)
+    else:
+      if self.is_asleep or self._base != adapter.base:
+        await self._load(adapter.base, adapter.base_version)
+        self._base, self._reported = adapter.base, adapter.base_version
+      await self._load_adapter(adapter.name, weights.folder)
+      self._adapters[weights.version] = adapter.name
+    return await self._use(weights, tolerance)
+
+  async def _load(self, folder: pathlib.Path, version: str) -> None:
+    """Pauses the server, has it load all weights from a folder, and resumes it."""
     client = self.client
     if self.is_asleep:
       await self._answered(client.resume_weights())
     await self._answered(client.pause())
     try:
-      await self._answered(client.load(str(weights.folder), weights.version))
+      await self._answered(client.load(str(folder), version))
     except FleetError:
       await self._answered(client.resume())  # a server that others use continues as before.
       raise
@@ -193,9 +263,53 @@ class Server:
       await self._answered(client.resume_cache())
       self.is_asleep = False
     await self._answered(client.resume())
+
+  async def _load_adapter(self, name: str, folder: pathlib.Path) -> None:
+    """Has the server load an adapter beside those that it has.
+
+    Raises:
+      ServerLost: The server does not answer, or could not load this adapter.
+      FleetError: The server can load no adapter of this run.
+    """
+    try:
+      await self.client.load_adapter(name, str(folder))
+    except Unanswered as error:
+      raise ServerLost(str(error)) from error
+    except Refused as error:
+      has = await self._answered(self.client.adapters())
+      if has.get(name) == str(folder):
+        return  # an earlier answer was lost; what is in a folder never changes.
+      if sglang_messages.refuses_all_adapters(str(error)):
+        raise FleetError(f"{self.name}: {error}{_UNREADABLE}") from error
+      raise ServerLost(f"has not loaded the adapter {name}: {error}") from error
+
+  async def _use(self, weights: Weights, tolerance: float) -> float:
+    """Proves what the server computes, and has requests use it; returns the probe's difference."""
     difference = await self._prove(weights, tolerance)
     self.version = weights.version
+    self.adapter = weights.adapter.name if weights.adapter else None
     return difference
+
+  def has_adapters_before(self, version: int) -> bool:
+    """Returns whether this process gave it adapters of older versions that it still has."""
+    return any(each < version for each in self._adapters)
+
+  async def unload_before(self, version: int) -> None:
+    """Has it drop the adapters of older versions; no request may use them any more.
+
+    Raises:
+      ServerLost: The server does not answer.
+    """
+    for old in sorted(each for each in self._adapters if each < version):
+      await self._unload(self._adapters.pop(old))
+
+  async def _unload(self, name: str) -> None:
+    try:
+      await self.client.unload_adapter(name)
+    except Unanswered as error:
+      raise ServerLost(str(error)) from error
+    except Refused as error:
+      _log.debug("%s: %s", self.name, error)  # it has dropped the adapter itself.
 
   async def follow(self, weights: Weights, *, tolerance: float, within_s: float) -> float:
     """Waits until another process has loaded weights, and proves that the server uses them.
@@ -208,14 +322,26 @@ class Server:
       probe.WrongWeights: The server computes with other weights.
     """
     end = time.monotonic() + within_s
-    while (serves := await self._reported_version()) not in (None, str(weights.version)):
+    while (serves := await self._serves_other(weights)) is not None:
       if time.monotonic() > end:
-        said = self.client.shown(serves)
-        raise ServerLost(f"serves weights {said!r}, not {weights.version}, after {within_s:g} s")
+        raise ServerLost(f"{serves}, after {within_s:g} s")
       await asyncio.sleep(_ASK_EVERY_S)
-    difference = await self._prove(weights, tolerance)
-    self.is_asleep, self.version = False, weights.version
+    if weights.adapter is None:
+      self._reported = str(weights.version)
+    difference = await self._use(weights, tolerance)
+    self.is_asleep = False
     return difference
+
+  async def _serves_other(self, weights: Weights) -> str | None:
+    """Returns which other weights the server says that it has; None if it has these."""
+    if weights.adapter is not None:
+      has = await self._answered(self.client.adapters())
+      name = weights.adapter.name
+      return None if name in has else f"does not have the adapter {name}"
+    version = await self._reported_version()
+    if version in (None, str(weights.version)):
+      return None
+    return f"serves weights {self.client.shown(version)!r}, not {weights.version}"
 
   async def _reported_version(self) -> str | None:
     """Returns the version that the server says it has; None if it does not say."""
@@ -227,15 +353,16 @@ class Server:
     name = f"probe-{self._number}-{weights.version}-{uuid.uuid4().hex}"
     read = lambda answer: (
       sglang_messages.prompt_logprobs(answer, ids),
-      sglang_messages.prompt_version(answer),
+      sglang_messages.prompt_version(answer) if weights.adapter is None else None,
     )
-    body = sglang_messages.prompt_body(ids, name)
+    adapter = weights.adapter.name if weights.adapter else None
+    body = sglang_messages.prompt_body(ids, name, adapter=adapter)
     limit = sglang_messages.prompt_answer_bytes(ids)
     try:
       found, version = await self._answered(self.client.score(body, read=read, limit=limit))
     except sglang_messages.Garbled as error:
       raise ServerLost(f"answers the probe wrongly: {error}") from error
-    if version != weights.version:
+    if adapter is None and version != weights.version:
       raise probe.WrongWeights(
         f"{self.name} serves version {version} after it was given {weights.version}"
       )
@@ -246,14 +373,18 @@ class Server:
     """Raises ServerLost unless the server answers and has the weights that it was given."""
     await self._answered(self.client.health())
     version = await self._reported_version()
-    if version is not None and self.version is not None and version != str(self.version):
+    if version is not None and self._reported is not None and version != self._reported:
       said = self.client.shown(version)
-      raise ServerLost(f"serves weights {said!r}, was given {self.version}: it was restarted")
+      raise ServerLost(f"serves weights {said!r}, was given {self._reported}: it was restarted")
+    adapter = self.adapter
+    if adapter is not None and adapter not in await self._answered(self.client.adapters()):
+      raise ServerLost(f"no longer has the adapter {adapter}: it was restarted")
 
   async def end(self) -> str:
     """Kills the remaining processes, resets the state, and returns the end of the log."""
     self.is_up = self.is_asleep = self.is_doubted = False
-    self.version = None
+    self.version = self.adapter = self._base = self._reported = None
+    self._adapters.clear()
     process = self.process
     if process is None:
       return ""
@@ -278,7 +409,4 @@ class Server:
     except Unanswered as error:
       raise ServerLost(str(error)) from error
     except Refused as error:
-      raise FleetError(
-        f"{self.name}: {error}. If it cannot read the folder: engine.sglang.weights_folder has to"
-        " be a folder that the servers' hosts see, too"
-      ) from error
+      raise FleetError(f"{self.name}: {error}{_UNREADABLE}") from error

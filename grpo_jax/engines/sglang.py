@@ -4,6 +4,9 @@ caller's event loop          the engine's own thread and event loop           HT
 generate(requests) ────────► Dispatcher ── Placement ── Client ─────────────► /generate
 load_weights(params) ──────► Fleet ── one task a server ── Client ──────────► /update_weights…
 
+Adapters are loaded beside each other, by names of their own: nothing is paused, and completions in
+flight end with the adapter that they began with.
+
 If a run has several processes, each of them launches servers of its own and samples on these.
 Servers that were found running take requests of all processes; the main process alone pauses them
 and loads weights, and each process proves for itself what they compute with.
@@ -25,22 +28,33 @@ from grpo_kernels.attention import AUTOMATIC, Attention
 
 from grpo_jax import processes, registry
 from grpo_jax.compilation import precision
-from grpo_jax.engines import base, everywhere, probe, scheduling, server_process, transfer
+from grpo_jax.engines import (
+  base,
+  everywhere,
+  merging,
+  probe,
+  scheduling,
+  served_adapter,
+  server_process,
+  transfer,
+)
 from grpo_jax.engines.calls import Call
 from grpo_jax.engines.dispatch import Dispatcher, Job
 from grpo_jax.engines.fleet import Fleet
-from grpo_jax.engines.server import Options, Weights
+from grpo_jax.engines.server import Adapter, Options, Weights
 from grpo_jax.engines.server_process import LaunchOptions
 from grpo_jax.engines.sglang_client import Timeouts
 from grpo_jax.engines.sglang_options import SGLangOptions
 from grpo_jax.http import redaction
 from grpo_jax.http.background import BackgroundLoop
 from grpo_jax.interrupts import Stopped
-from grpo_jax.models import leaves
+from grpo_jax.models import leaves, lora, safetensors
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.processes import elsewhere
 
 _log = logging.getLogger(__name__)
+
+_CPU_WIDTH = 32  # of SGLang's padding: configs/update_config.py.
 
 # Keeps TF32 out of the servers' float32 products: of NVIDIA's libraries, and of Triton's kernels,
 # which round to it by default, SGLang's deterministic products and its attention among them.
@@ -57,6 +71,7 @@ class SGLangEngine:
     fleet: Options,
     *,
     folders: transfer.WeightFolders,
+    base_folder: pathlib.Path | None = None,
     compute_dtype: Any = jnp.float32,
     product_dtype: Any = None,
     matmul_precision: str | None = None,
@@ -69,9 +84,11 @@ class SGLangEngine:
     Args:
       config: Config of the model.
       options: Options of the user.
-      fleet: Options of the fleet, made from them.
+      fleet: Options of the fleet, made from them; they say whether servers are given adapters.
       folders: Folders to which every version of the weights is written; closed with the engine.
         All processes of a run have some, and call `load_weights` and `release` alike.
+      base_folder: Folder from which servers read the base of the adapters as the trainer has it;
+        None: it is written with the first adapter.
       compute_dtype: Dtype of the trainer's matrix products.
       product_dtype: Dtype of the trainer's rounded products; see `products.Products`. The servers
         round in their own way.
@@ -94,6 +111,9 @@ class SGLangEngine:
       num_valid_tokens=num_valid_tokens or config.vocab_size,
     )
     self._folders = folders
+    self._gives_adapters = fleet.adapter is not None
+    self._base = base_folder
+    self._merged_share = merging.MergedShare(compute_dtype)
     self._is_shared = fleet.is_shared
     self._controls = fleet.controls
     self._dispatcher = Dispatcher(
@@ -120,11 +140,14 @@ class SGLangEngine:
   def load_weights(self, params: Any, *, version: int) -> None:
     """Writes the weights, has all servers load them, and proves that they did.
 
+    If servers are given adapters, only the adapter is written, and its base with the first one.
+    Requests in flight are not disturbed.
+
     All processes of a run have to call this alike, and raise alike: an error of one of them names
     it on the others.
 
     Args:
-      params: The trainer's parameters, sharded or not.
+      params: The trainer's parameters, sharded or not; with an adapter those of `lora.join`.
       version: Version recorded with every token sampled from now on.
 
     Raises:
@@ -135,20 +158,40 @@ class SGLangEngine:
     """
     self._check_open()
     began = time.perf_counter()
-    folder = self._folders.write(params, version=version)
+    folder, adapter = self._write(params, version)
     written = time.perf_counter()
-    weights = Weights(version, folder, self._probe.ids, self._probe.logprobs(params))
+    weights = Weights(version, folder, self._probe.ids, self._probe.logprobs(params), adapter)
     self._publish(weights)
     if self._version < 0:
       _log.info("SGLang is ready: %s", ", ".join(self._fleet.addresses))
     previous, self._folder, self._version = self._folder, folder, version
     if previous is not None:
-      self._folders.discard(previous)
+      discard = self._folders.discard_adapter if self._gives_adapters else self._folders.discard
+      discard(previous)
     self._times = {
       "engine/export_s": written - began,
       "engine/load_s": time.perf_counter() - written,
+      "engine/sync_bytes": float(self._folders.written_bytes),
     }
+    if self._gives_adapters and self._is_shared:
+      oldest = processes.exchange(self._run(self._oldest()), what="the adapters in use")
+      # The others may begin to use this version at any time, until they have the next one.
+      self._fleet.oldest_elsewhere = min([version, *(v for v in oldest if v is not None)])
     self._reports = processes.exchange(self._report(), what="the metrics of the servers")
+
+  def _write(self, params: Any, version: int) -> tuple[pathlib.Path, Adapter | None]:
+    """Writes a version of the weights; returns its folder, and what servers need of an adapter."""
+    if not self._gives_adapters:
+      self._merged_share.measure(params)
+      return self._folders.write(params, version=version), None
+    if self._base is None:
+      self._base = self._folders.write_base(params)
+    folder = self._folders.write_adapter(params, version=version)
+    name = served_adapter.name_of(folder)
+    return folder, Adapter(name, self._base, base_version=f"base-of-{folder.parent.name}")
+
+  async def _oldest(self) -> int | None:
+    return self._dispatcher.oldest()
 
   def _publish(self, weights: Weights) -> None:
     """Has the servers load weights, and proves that they did."""
@@ -157,7 +200,8 @@ class SGLangEngine:
     if not self._is_shared:
       everywhere.together(publish, what=what)
       return
-    self._leave_alone()
+    if not self._gives_adapters:
+      self._leave_alone()
     everywhere.together(publish if self._controls else _nothing, what=what)
     everywhere.together(_nothing if self._controls else publish, what=what)
 
@@ -228,6 +272,7 @@ class SGLangEngine:
     """Returns the measurements of this process."""
     return {
       **self._times,
+      **self._merged_share.metrics(),
       "mismatch/probe_abs_logprob_max": self._fleet.probe_difference,
       "engine/restarts": float(self._fleet.restarts),
       "engine/retries": float(self._dispatcher.retries),
@@ -325,6 +370,7 @@ def make(
   attention: Attention = AUTOMATIC,
   num_valid_tokens: int | None = None,
   max_rows: int = 64,
+  adapter: lora.Options | None = None,
   **options: Any,
 ) -> SGLangEngine:
   """Makes an `SGLangEngine`; what `engines.make("sglang", ...)` calls.
@@ -343,6 +389,8 @@ def make(
     attention: Choice of attention in the trainer's part of the probe.
     num_valid_tokens: Bound of the token ids of the probe; None: the vocabulary of the model.
     max_rows: Number of completions sampled at the same time by each server.
+    adapter: Options of the adapter, if the servers are given it apart from its base; None: they are
+      given all weights.
     **options: Fields of `SGLangOptions`.
 
   Raises:
@@ -369,15 +417,21 @@ def make(
       products=products,
       max_rows=max_rows,
       context_length=config.max_position_embeddings,
+      adapter=adapter,
     )
+    if adapter is not None:
+      _refuse_padded(launch, config)
     _check_launch(launch, chosen.servers, key or "")
     _log.info(
       "starting SGLang (%d x %s), logs: %s", chosen.servers, launch.device, launch.log_folder
     )
+  source = pathlib.Path(source_directory)
+  base_folder = source if adapter and _is_base(source, adapter, dtype, chosen) else None
+  needed = _version_bytes(config, dtype.itemsize, None if base_folder is None else adapter)
   folders = transfer.WeightFolders(
-    _weights_folder(chosen, config, dtype.itemsize, workdir=pathlib.Path(workdir)),
+    _weights_folder(chosen, needed, workdir=pathlib.Path(workdir)),
     config,
-    source_directory=pathlib.Path(source_directory),
+    source_directory=source,
     dtype=dtype,
     copies=not chosen.addresses,
   )
@@ -386,8 +440,16 @@ def make(
   return SGLangEngine(
     config,
     chosen,
-    _fleet_options(chosen, launch, model_path=str(source_directory), key=key, products=products),
+    _fleet_options(
+      chosen,
+      launch,
+      model_path=str(source_directory),
+      key=key,
+      products=products,
+      adapter=adapter,
+    ),
     folders=folders,
+    base_folder=base_folder,
     compute_dtype=dtype,
     product_dtype=product_dtype,
     matmul_precision=matmul_precision,
@@ -415,14 +477,51 @@ def _refuse(chosen: SGLangOptions, config: ModelConfig) -> None:
     )
 
 
-def _weights_folder(
-  chosen: SGLangOptions, config: ModelConfig, itemsize: int, *, workdir: pathlib.Path
-) -> pathlib.Path:
+def _refuse_padded(launch: LaunchOptions, config: ModelConfig) -> None:
+  """Raises ValueError for a model that SGLang pads on a CPU, where its adapters then do not fit."""
+  width = config.intermediate_size
+  if launch.device == "cpu" and launch.command is None and width % _CPU_WIDTH:
+    raise ValueError(
+      "model.lora.sync='adapter' cannot work with SGLang on a CPU and this model: SGLang pads its"
+      f" intermediate_size to a multiple of {_CPU_WIDTH}, but not its adapters; it is {width}. Set"
+      " model.lora.sync='merged', or use engine.name='jax_sampler'"
+    )
+
+
+def _weights_folder(chosen: SGLangOptions, needed: int, *, workdir: pathlib.Path) -> pathlib.Path:
   """Returns where the weights are written: the folder of the user, or a fast one with room."""
   if chosen.weights_folder:
     return pathlib.Path(chosen.weights_folder).resolve()
-  elements = sum(math.prod(tensor.shape) for tensor in leaves.stored(config))
-  return transfer.fast_folder(elements * itemsize, otherwise=workdir / "weights")
+  return transfer.fast_folder(needed, otherwise=workdir / "weights")
+
+
+def _version_bytes(config: ModelConfig, itemsize: int, adapter: lora.Options | None) -> int:
+  """Returns the size of a version in bytes: of an adapter, or of all weights if it is None."""
+  if adapter is None:
+    return itemsize * sum(math.prod(tensor.shape) for tensor in leaves.stored(config))
+  parts = lora.tree(config, adapter).values()
+  return itemsize * sum(math.prod(leaf.shape) for part in parts for leaf in part.values())
+
+
+def _is_base(
+  source: pathlib.Path, adapter: lora.Options, dtype: Any, chosen: SGLangOptions
+) -> bool:
+  """Returns whether the model's own folder is the base as the trainer has it.
+
+  The trainer rounds what it reads to `base_dtype`, and then to the compute dtype, which is also
+  the servers'. Hosts of servers that were given may not see the folder.
+  """
+  if chosen.addresses or adapter.base_dtype not in ("float32", "bfloat16"):
+    return False
+  if adapter.base_dtype in ("float32", dtype.name):
+    return True
+  base_dtype = jnp.dtype(adapter.base_dtype)
+  entries = safetensors.open_folder(source).entries.values() if _has_tensors(source) else ()
+  return bool(entries) and all(entry.dtype == base_dtype for entry in entries)
+
+
+def _has_tensors(folder: pathlib.Path) -> bool:
+  return any(folder.glob("*.safetensors"))
 
 
 def _fleet_options(
@@ -432,6 +531,7 @@ def _fleet_options(
   model_path: str,
   key: str | None,
   products: str,
+  adapter: lora.Options | None,
 ) -> Options:
   """Returns the options of the fleet; `products` decides how far the probe may be off."""
   tolerance = chosen.probe_tolerance
@@ -442,6 +542,7 @@ def _fleet_options(
     servers=chosen.servers,
     launch=launch,
     model_path=model_path,
+    adapter=adapter,
     key=key,
     timeouts=Timeouts(
       generate_s=chosen.request_timeout_s,
@@ -463,14 +564,16 @@ def _launch_options(
   products: str,
   max_rows: int,
   context_length: int,
+  adapter: lora.Options | None,
 ) -> LaunchOptions:
   """Returns how the servers of this process are started."""
+  for_adapters = served_adapter.arguments(adapter) if adapter else ()
   saver = ["--enable-memory-saver"] if options.release_memory else []
   return LaunchOptions(
     python=pathlib.Path(options.python),
     log_folder=log_folder,
     device=options.device or ("cuda" if pathlib.Path("/dev/nvidia0").exists() else "cpu"),
-    arguments=(*saver, *options.arguments),
+    arguments=(*saver, *for_adapters, *options.arguments),
     command=options.command,
     environment=variables(products, options.environment),
     host=options.host,

@@ -119,17 +119,50 @@ class Client:
     """Aborts all requests in flight, also those of clients that are gone."""
     await self._control("/abort_request", {"abort_all": True})
 
-  async def load(self, folder: str, version: int) -> None:
+  async def load(self, folder: str, version: str) -> None:
     """Replaces the weights by those of a folder and clears the server's cache.
+
+    Args:
+      folder: Hugging Face folder.
+      version: Version that the server reports from now on.
 
     Raises:
       Refused: The server cannot read the folder, or it holds another model; the old weights stay.
     """
-    body = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
+    body = {"model_path": folder, "weight_version": version, "flush_cache": True}
     answer = await self._control("/update_weights_from_disk", body)
     if not (isinstance(answer, dict) and answer.get("success")):
       said = self.shown(answer)
       raise Refused(f"{self.address}/update_weights_from_disk: answered 200: {said}", status=200)
+
+  async def server_info(self) -> Any:
+    """Returns the options of the server."""
+    return await self._control("/server_info", method="GET")
+
+  async def adapters(self) -> dict[str, str]:
+    """Returns the folders of the adapters that the server has, by their names."""
+    answer = await self._control("/v1/models", method="GET")
+    listed = answer.get("data") if isinstance(answer, dict) else None
+    models = [model for model in listed or () if isinstance(model, dict) and model.get("parent")]
+    return {str(model.get("id")): str(model.get("root")) for model in models}
+
+  async def load_adapter(self, name: str, folder: str) -> None:
+    """Has the server load an adapter, while it continues to serve others.
+
+    Raises:
+      Refused: The server cannot read the folder, or the adapter does not fit.
+    """
+    await self._control("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+
+  async def unload_adapter(self, name: str) -> None:
+    """Has the server drop an adapter; it waits for the requests that use it.
+
+    Meanwhile the server loads no other adapter.
+
+    Raises:
+      Refused: The server does not have it.
+    """
+    await self._control("/unload_lora_adapter", {"lora_name": name})
 
   async def release_memory(self) -> None:
     """Frees the memory of weights, cache and graphs; a server that is not idle ends."""

@@ -75,7 +75,11 @@ def sampling_params(request: GenerationRequest, *, seeded: bool) -> dict[str, An
 
 
 def generate_body(
-  requests: Sequence[GenerationRequest], names: Sequence[str], *, seeded: bool
+  requests: Sequence[GenerationRequest],
+  names: Sequence[str],
+  *,
+  seeded: bool,
+  adapter: str | None = None,
 ) -> dict[str, Any]:
   """Returns the body of POST /generate for one completion, or for several in one request.
 
@@ -83,6 +87,7 @@ def generate_body(
     requests: Completions to sample, each with its own seed.
     names: SGLang's request ids, unique during the life of the server.
     seeded: Argument of `sampling_params`.
+    adapter: Name of the adapter to sample with; None: the server's weights alone.
   """
   bodies = [
     {
@@ -94,11 +99,47 @@ def generate_body(
   ]
   # Of a request without filters SGLang refuses the logprobs of the distribution that it sampled.
   truncated = [request.sampling.reports_truncated for request in requests]
-  whole = {"return_logprob": True}
+  whole = {"return_logprob": True, **_named(adapter)}
   if len(bodies) == 1:
     return {**bodies[0], **whole, **({_TRUNCATED: True} if truncated[0] else {})}
   several: dict[str, Any] = {key: [b[key] for b in bodies] for key in bodies[0]}
   return {**several, **whole, **({_TRUNCATED: truncated} if any(truncated) else {})}
+
+
+def _named(adapter: str | None) -> dict[str, str]:
+  """Returns the field that names an adapter; SGLang calls it a path, but takes its name."""
+  return {} if adapter is None else {"lora_path": adapter}
+
+
+def lacks_adapter(refusal: str) -> bool:
+  """Returns whether a server refused a request because it does not have the adapter.
+
+  It never had it, for instance because it was restarted; or it has unloaded it, and could not load
+  it again because its folder is gone.
+  """
+  return any(sign in refusal for sign in _LACKING)
+
+
+_LACKING = (
+  "has never been loaded",
+  "Failed to implicitly load LoRA adapter",
+  "LoRA adapters are not loaded",
+)
+
+
+def refuses_all_adapters(refusal: str) -> bool:
+  """Returns whether a server that refused to load an adapter would refuse every other one, too."""
+  return any(sign in refusal for sign in _FOR_GOOD)
+
+
+_FOR_GOOD = (
+  "incompatible with the current LoRA memory pool",
+  "LoRA is not enabled",
+  "data-parallel replicas are not supported",
+  "No such file or directory",
+  "Repo id must",  # it takes the path of a folder that it does not see for the name of a model.
+  "Permission denied",
+)
 
 
 def answer_bytes(requests: Sequence[GenerationRequest]) -> int:
@@ -117,7 +158,12 @@ def prompt_answer_bytes(ids: Sequence[int]) -> int:
 
 
 def generations(
-  answer: Any, requests: Sequence[GenerationRequest], *, vocab_size: int, version: int
+  answer: Any,
+  requests: Sequence[GenerationRequest],
+  *,
+  vocab_size: int,
+  version: int,
+  is_named: bool = False,
 ) -> list[Generation]:
   """Reads the answer to `generate_body`.
 
@@ -126,6 +172,8 @@ def generations(
     requests: Requests that it answers, in order.
     vocab_size: Size of the vocabulary; ids are smaller.
     version: Version of the weights, for servers that report none.
+    is_named: Whether the requests named the adapter of that version, so that all tokens are of it
+      whatever the server reports: that is the version of the base.
 
   Raises:
     Garbled: The answer does not match the request; the message says how.
@@ -136,13 +184,13 @@ def generations(
     raise Garbled(f"{len(requests)} completions were requested, {len(answers)} came")
   with _garbled("the answer"):
     return [
-      _generation(each, request, vocab_size=vocab_size, version=version)
+      _generation(each, request, vocab_size=vocab_size, version=version, is_named=is_named)
       for each, request in zip(answers, requests, strict=True)
     ]
 
 
 def _generation(
-  answer: Any, request: GenerationRequest, *, vocab_size: int, version: int
+  answer: Any, request: GenerationRequest, *, vocab_size: int, version: int, is_named: bool
 ) -> Generation:
   meta = _field(answer, "meta_info", dict)
   reason = _field(meta, "finish_reason", dict)
@@ -160,7 +208,9 @@ def _generation(
     request_id=request.request_id,
     token_ids=ids,
     logprobs=np.minimum(logprobs, 0.0),  # a certain token may be reported as 1e-8.
-    weight_versions=versions_of(meta, count, default=version),
+    weight_versions=np.full(count, version, np.int32)
+    if is_named
+    else versions_of(meta, count, default=version),
     finish_reason=FinishReason(kind),
     matched_stop=_matched(reason) if kind == "stop" else None,
   )
@@ -272,14 +322,15 @@ def _matched(reason: Mapping[str, Any]) -> int | str | None:
   return matched if is_known else None
 
 
-def prompt_body(ids: Sequence[int], name: str) -> dict[str, Any]:
-  """Returns the body that asks for the logprobs of a prompt's own tokens."""
+def prompt_body(ids: Sequence[int], name: str, *, adapter: str | None = None) -> dict[str, Any]:
+  """Returns the body that asks for the logprobs of a prompt's own tokens; see `generate_body`."""
   return {
     "input_ids": [int(i) for i in ids],
     "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
     "return_logprob": True,
     "logprob_start_len": 0,
     "rid": name,
+    **_named(adapter),
   }
 
 

@@ -4,7 +4,8 @@ A run has a folder of its own, and holds a lock in it until it ends, in whatever
 removes the folders that dead runs left. A version's folder appears whole or not at all.
 
 If a run has several processes, those that see the same folder write one copy into it: each of them
-a file with its share of the tensors. A copy is whole once all processes have written.
+a file with its share of the tensors. A copy is whole once all processes have written. An adapter is
+small: one process writes a copy of it.
 """
 
 import dataclasses
@@ -18,17 +19,18 @@ from typing import Any, TypeVar
 import numpy as np
 
 from grpo_jax import processes
-from grpo_jax.engines import everywhere
+from grpo_jax.engines import everywhere, served_adapter
 from grpo_jax.engines.base import EngineFailure
 from grpo_jax.files import atomic, shared_places
-from grpo_jax.models import export, safetensors
+from grpo_jax.models import adapter_files, export, lora, safetensors
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.transformer import Params
 
 T = TypeVar("T")
 
 MEMORY = pathlib.Path("/dev/shm")
-_SPARE = ".spare"
+_SPARE, _GONE = ".spare", ".gone"
+_BASE = "base"
 _VERSIONS_AT_ONCE = 2  # one in use and one being written; their folders are reused.
 _LOCK = ".lock"
 # Name of what processes exchange: hosts may have folders of different names.
@@ -61,6 +63,7 @@ class WeightFolders:
   Attributes:
     folder: Folder that holds the versions.
     is_owner: Whether this process makes and removes the folders of this copy.
+    written_bytes: Size of the tensors of the newest version.
   """
 
   def __init__(
@@ -89,6 +92,7 @@ class WeightFolders:
     self._source = source_directory
     self._dtype = dtype
     self._lock: Any = None
+    self.written_bytes = 0
     _together(lambda: _making(root, lambda: shared_places.private_folder(root)), _PLACES)
     members = everywhere.sharers(root)
     self._writers = members if copies or members[0] == 0 else ()
@@ -118,29 +122,72 @@ class WeightFolders:
       TransferError: The version does not fit or cannot be written; the message says where, and how
         much was needed and free.
     """
-    target = self.folder / f"v{version:06d}"
-    scratch = self.folder / f".v{version:06d}"
     tensors = export.to_write(params, self._config, dtype=self._dtype)
+    name, what = f"v{version:06d}", f"version {version} of the weights"
+    return self._write(name, what, tensors, self._begin, self._fill)
+
+  def write_base(self, params: Params) -> pathlib.Path:
+    """Writes the base of adapters, as `write` does; it stays until the folders are closed.
+
+    Args:
+      params: Weights of `lora.join`, whose adapter is left out.
+    """
+    tensors = export.to_write(lora.base_of(params), self._config, dtype=self._dtype)
+    return self._write(_BASE, "the base of the adapters", tensors, self._begin, self._fill)
+
+  def write_adapter(self, params: Params, *, version: int) -> pathlib.Path:
+    """Writes the adapter of a version as a PEFT folder, in files that nothing has used before.
+
+    SGLang keeps such files mapped as long as it has the adapter, so writing into them would change
+    an adapter that completions still use.
+
+    Args:
+      params: Weights of `lora.join`.
+      version: Version of the adapter.
+
+    Raises:
+      TransferError: As in `write`.
+    """
+    adapter, options = served_adapter.completed(params, self._config)
+    tensors = adapter_files.to_write(adapter, self._config, options, dtype=self._dtype)
+    fill = functools.partial(self._fill_adapter, options=options)
+    name, what = f"v{version:06d}", f"version {version} of the adapter"
+    return self._write(name, what, tensors, self._make_empty, fill)
+
+  def _write(
+    self,
+    name: str,
+    what: str,
+    tensors: Sequence[safetensors.ToWrite],
+    begin: Callable[[pathlib.Path], object],
+    fill: Callable[[pathlib.Path, Sequence[safetensors.ToWrite]], object],
+  ) -> pathlib.Path:
+    """Makes a folder that appears whole or not at all; raises TransferError as `write` does."""
+    target, scratch = self.folder / name, self.folder / f".{name}"
     stages: tuple[Callable[[], object], ...] = (
-      lambda: self._begin(scratch),
-      lambda: self._fill(scratch, tensors),
+      lambda: begin(scratch),
+      lambda: fill(scratch, tensors),
       lambda: self._finish(scratch, target),
     )
     try:
       for stage in stages:
-        work = functools.partial(self._reporting, stage, tensors, version)
-        _together(work, f"version {version} of the weights")
+        _together(functools.partial(self._reporting, stage, tensors, what), what)
     except EngineFailure:
       if self.is_owner:
         shutil.rmtree(scratch, ignore_errors=True)
       raise
+    self.written_bytes = sum(tensor.nbytes for tensor in tensors)
     return target
 
   def _begin(self, scratch: pathlib.Path) -> None:
     spare = self.folder / _SPARE
     if self.is_owner and spare.exists():
       atomic.move(spare, scratch)
-    elif self.is_owner:
+    else:
+      self._make_empty(scratch)
+
+  def _make_empty(self, scratch: pathlib.Path) -> None:
+    if self.is_owner:
       scratch.mkdir()
 
   def _fill(self, scratch: pathlib.Path, tensors: Sequence[safetensors.ToWrite]) -> None:
@@ -159,6 +206,18 @@ class WeightFolders:
     finally:
       shares.fetch_rest()  # also if the disk is full: the others wait.
 
+  def _fill_adapter(
+    self, scratch: pathlib.Path, tensors: Sequence[safetensors.ToWrite], *, options: lora.Options
+  ) -> None:
+    """Writes the files of an adapter on one process; the others take part in fetching it."""
+    shares = _Shares(tensors, self._writers[:1])
+    try:
+      if shares.own_file is not None:
+        own = shares.files[shares.own_file]
+        adapter_files.write_files(own, options, scratch, base=str(self._source or ""))
+    finally:
+      shares.fetch_rest()
+
   def _finish(self, scratch: pathlib.Path, target: pathlib.Path) -> None:
     if self.is_owner:
       atomic.move(scratch, target)
@@ -167,7 +226,7 @@ class WeightFolders:
     self,
     stage: Callable[[], object],
     tensors: Sequence[safetensors.ToWrite],
-    version: int,
+    what: str,
   ) -> None:
     """Does a part of the writing.
 
@@ -180,7 +239,7 @@ class WeightFolders:
       needed = sum(tensor.nbytes for tensor in tensors)
       free = shutil.disk_usage(self.folder).free
       raise TransferError(
-        f"version {version} of the weights could not be written to {self.folder}: {error.strerror};"
+        f"{what} could not be written to {self.folder}: {error.strerror};"
         f" {needed / 2**20:.0f} MiB are needed, {free / 2**20:.0f} MiB are free there;"
         " engine.sglang.weights_folder can name another place"
       ) from error
@@ -194,6 +253,17 @@ class WeightFolders:
       shutil.rmtree(folder, ignore_errors=True)
     else:
       atomic.move(folder, spare)
+
+  def discard_adapter(self, folder: pathlib.Path) -> None:
+    """Removes an adapter that no server loads any more: its path disappears at once.
+
+    A server that has unloaded an adapter loads it again from its path if a request names it.
+    Then this must fail, and servers that still have it must keep its values.
+    """
+    if self.is_owner:
+      gone = self.folder / _GONE
+      atomic.move(folder, gone)
+      shutil.rmtree(gone, ignore_errors=True)
 
   def close(self) -> None:
     """Removes all versions. May be called twice."""

@@ -76,7 +76,7 @@ def run(
   evaluation = Evaluation(folder, (), {})
   for number, weights in enumerate(found, start=1):
     own = folder if len(found) == 1 else folder / f"model_{number}"
-    one: Config = configuration.replaced(chosen, {"model.path": str(weights.directory)})
+    one: Config = configuration.replaced(chosen, stored.fields(weights))
     facts = {"samples": one.evaluation.group_size, "seed": one.seed}
     done = _Model(weights, own, one, ks, stop)
     for partial in done.sets():
@@ -212,7 +212,7 @@ def _prepared(
     num_prompts = _ALL if sets else own.num_prompts
   values = {
     "mode": "online",
-    "model.path": str(weights.directory),
+    **stored.fields(weights),
     "model.fallback": None,
     "evaluation.at_start": True,
     "evaluation.group_size": attempts,

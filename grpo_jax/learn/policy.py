@@ -8,7 +8,8 @@ the two:
 * Programs (the update, scores, monitoring) take the two parts in a `Composed` and begin with
   `full_weights`. In the update it stands between the trained arrays and the loss, so the gradients
   are those of the trained arrays alone.
-* Engines and files need the full weights as arrays, which `Policy.full` returns.
+* Engines and files take the full weights of `Policy.full`, whose kernels may be `LowRank`: they
+  merge such a kernel with its adapter, one tensor at a time, or keep the two apart.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from typing import Any
 import jax
 from flax import struct
 
+from grpo_jax.compilation.programs import Job
 from grpo_jax.models import gradient_sums
 from grpo_jax.types import TrainState
 
@@ -27,20 +29,24 @@ class Composition:
   """How full weights are made of what is trained and what is frozen. Hashable: static in programs.
 
   Attributes:
-    split: Function (full weights as they were read) → (trainable, frozen), two trees of arrays. The
-      full weights of the two are the weights that were read.
+    split: Function (full weights as they were read, what is trained) → (trainable, frozen), two
+      trees of arrays. Without what is trained it is new, and the full weights of the two are the
+      weights that were read.
     described: Function (shapes, dtypes and shardings of the full weights) → those of (trainable,
       frozen), as trees of `jax.ShapeDtypeStruct`.
-    full: Function (trainable, frozen) → full weights, of the model's shapes. Traced, and
-      differentiated in its first argument.
+    full: Function (trainable, frozen) → full weights. It copies and computes nothing, so that it
+      can be called inside of programs, where it is differentiated in its first argument, and
+      outside of them.
     base: Function (frozen) → full weights of the reference policy. It returns leaves of its
       argument, so nothing is copied.
+    jobs: Function that returns the compilations of `split`.
   """
 
-  split: Callable[[Any], tuple[Any, Any]]
+  split: Callable[[Any, Any], tuple[Any, Any]]
   described: Callable[[Any], tuple[Any, Any]]
   full: Callable[[Any, Any], Any]
   base: Callable[[Any], Any]
+  jobs: Callable[[], list[Job]] = list
 
 
 @struct.dataclass
@@ -96,13 +102,11 @@ class Policy:
       because the loss needs no reference, or it follows the policy and is in `TrainState`.
     frozen: Part of the full weights that is not trained; None: there is none.
     composition: Composition of the full weights from the two; None: every weight is trained.
-    merge: Function (`Composed`) → full weights as arrays; needed with a composition only.
   """
 
   reference: Any = None
   frozen: Any = None
   composition: Composition | None = None
-  merge: Callable[[Composed], Any] | None = None
 
   def reference_of(self, state: TrainState) -> Any:
     """Returns the full weights of the present reference policy; None: the loss needs none."""
@@ -119,18 +123,14 @@ class Policy:
     return Composed(trainable, self.frozen, self.composition)
 
   def full(self, trainable: Any) -> Any:
-    """Returns the full weights as arrays, for engines and files.
+    """Returns the full weights, for engines and files. Nothing is copied or computed.
 
     Without a composition these are the trained arrays themselves.
 
     Args:
       trainable: Trained arrays, as in `TrainState.params`; updates donate them.
     """
-    weights = self.weights(trainable)
-    if not isinstance(weights, Composed):
-      return weights
-    assert self.merge is not None  # `begin` sets it.
-    return self.merge(weights)
+    return full_weights(self.weights(trainable))
 
 
 def begin(
@@ -138,7 +138,7 @@ def begin(
   composition: Composition | None,
   *,
   copy: Callable[[Any], Any] | None,
-  merge: Callable[[Composed], Any],
+  trained: Any = None,
 ) -> tuple[Any, Policy]:
   """Returns what is trained, and the policy around it.
 
@@ -147,12 +147,12 @@ def begin(
     composition: Division of the weights; None: every weight is trained.
     copy: Function that copies full weights, for the reference; None: the loss needs no reference.
       With a composition nothing is copied: the reference is the frozen base.
-    merge: Function (`Composed`) → full weights as arrays.
+    trained: Trained part to begin with; None: a new one.
   """
   if composition is None:
     return params, Policy(reference=copy(params) if copy else None)
-  trainable, frozen = composition.split(params)
-  return trainable, Policy(composition.base(frozen), frozen, composition, merge)
+  trainable, frozen = composition.split(params, trained)
+  return trainable, Policy(composition.base(frozen), frozen, composition)
 
 
 def followed(reference: Any, full: Any, *, share: float) -> Any:

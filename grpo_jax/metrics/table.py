@@ -136,10 +136,19 @@ METRICS: dict[str, Definition] = {
   "shaping/overlong_penalty_mean": Definition("reward", "mean overlong penalty, at most 0", "0"),
   "engine/export_s": Definition("s", "time to write the weights for the servers, newest sync"),
   "engine/load_s": Definition("s", "time to load and verify them on all servers, newest sync"),
+  "engine/sync_bytes": Definition(
+    "bytes", "size of what the servers were given at the newest sync: weights, or an adapter"
+  ),
   "engine/restarts": Definition(
     "count", "servers replaced since the run was started or resumed", "0"
   ),
   "engine/retries": Definition("count", "requests sent again since then", "0"),
+  "lora/merged_share": Definition(
+    "share",
+    "part of the adapter that is left where merged weights are rounded, at the newest sync: "
+    "⟨round(W + Δ) - round(W), Δ⟩ / ⟨Δ, Δ⟩ with Δ = s A B; only if they are",
+    "> 0.5",
+  ),
   # --- what the update learns from ---
   "filter/*": Definition("count", "groups left out of the step, by reason"),
   # --- what is learned from ---
@@ -271,6 +280,14 @@ METRICS: dict[str, Definition] = {
   "train/grad_norm": Definition(
     "L2 norm", "norm of the gradient, before clipping", "level, finite"
   ),
+  "train/adapter_norm": Definition(
+    "L2 norm", "norm of s A B over all kernels with an adapter, after the update", "finite"
+  ),
+  "lora/relative_change": Definition(
+    "ratio",
+    "train/adapter_norm divided by the norm of the base's kernels that have an adapter",
+    "< 0.1",
+  ),
   "train/skipped_share": Definition(
     "share", "updates skipped because gradients were not finite", "0"
   ),
@@ -395,6 +412,11 @@ METRICS: dict[str, Definition] = {
     "s", "time that XLA took for them; times of parallel compilations add up", "0 after the first"
   ),
   "perf/env/*": Definition("count", "work of an environment's workers since the process started"),
+  "perf/sync_bytes": Definition(
+    "bytes",
+    "copied for the embedded sampler of this process at the newest sync; with"
+    " model.lora.sync='adapter' the base once, then the adapter",
+  ),
   "perf/peak_rss_gib": Definition(
     "GiB", "highest host memory of the process so far; of several, the main one", "level"
   ),

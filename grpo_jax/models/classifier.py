@@ -47,9 +47,11 @@ def scores(
   """
   places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
   is_token = (places < lengths[:, None]).astype(jnp.int32)
-  body = transformer.Transformer(config, products, attention=attention)
-  hidden = body.apply({"params": params["body"]}, tokens, places, is_token)
-  pooled = jnp.take_along_axis(jnp.asarray(hidden), pool_at[:, None, None], axis=1)[:, 0]
+  inputs = tokens, places, is_token
+  hidden = transformer.hidden_states(
+    params["body"], config, *inputs, products=products, attention=attention
+  )
+  pooled = jnp.take_along_axis(hidden, pool_at[:, None, None], axis=1)[:, 0]
   head = params["score"].T.astype(jnp.float32)
   return jnp.matmul(pooled, head, precision=jax.lax.Precision.HIGHEST)
 

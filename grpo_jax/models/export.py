@@ -16,8 +16,9 @@ from grpo_jax import processes
 from grpo_jax.compilation.programs import Job, Program
 from grpo_jax.files import atomic
 from grpo_jax.models import config as model_config
-from grpo_jax.models import files, leaves, safetensors
+from grpo_jax.models import files, leaves, lora, quantized, safetensors
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.products import LowRank
 from grpo_jax.models.transformer import Params
 from grpo_jax.processes import arrays
 
@@ -44,7 +45,9 @@ def to_huggingface(
     directory: Folder to write.
     source_directory: Hugging Face folder that the model came from. All fields
       of its config.json except the dtype are kept; tokenizer and generation settings are copied.
-    dtype: Dtype in the file; None: that of each parameter, so that reading it back changes nothing.
+    dtype: Dtype in the files; None: that of the parameters, so that reading it back is exact.
+      With an adapter it is float32, since bfloat16 would round away most of a small change; and so
+      it is if the dtypes of parameters differ.
     max_shard_bytes: Largest size of a file of weights, which are then split into several files and
       an index; None: one file.
 
@@ -147,11 +150,20 @@ def write_description(
 def to_write(
   params: Params, config: ModelConfig, *, dtype: Any = None
 ) -> list[safetensors.ToWrite]:
-  """Returns the tensors of the checkpoint, in Hugging Face's names and layout, fetched lazily."""
+  """Returns the tensors of the checkpoint, in Hugging Face's names and layout, fetched lazily.
+
+  Kernels with an adapter are merged in float32 on their devices, one tensor at a time, and rounded
+  once.
+
+  Args:
+    params: Tree of all parameters with stacked layers, sharded or not.
+    config: Config of these parameters.
+    dtype: Dtype in the file, as in `to_huggingface`.
+  """
   tensors = []
+  file_dtype = _file_dtype(params, config) if dtype is None else np.dtype(dtype)
   for stored in leaves.stored(config):
     array = _at(params, stored.path)
-    file_dtype = np.dtype(array.dtype if dtype is None else dtype)
     on_devices = functools.partial(_as_in_file, array, stored, file_dtype)
     tensors.append(
       safetensors.ToWrite(
@@ -234,12 +246,13 @@ def jobs(params: Any, config: ModelConfig, *, dtype: Any = None) -> list[Job]:
     dtype: Dtype in the file, as in `to_write`.
   """
   found = {}
+  file_dtype = _file_dtype(params, config) if dtype is None else np.dtype(dtype)
   for stored in leaves.stored(config):
     array = _at(params, stored.path)
-    file_dtype = np.dtype(array.dtype if dtype is None else dtype)
     if not _is_as_stored(array, stored, file_dtype):
       kept = {"is_kernel": stored.leaf.is_kernel, "dtype": file_dtype}
-      key = (array.shape, str(array.sharding), stored.layer is None, *kept.values())
+      forms = str(jax.tree.map(lambda x: (x.shape, x.dtype), array)), str(array.sharding)
+      key = (type(array), *forms, stored.layer is None, *kept.values())
       layer = None if stored.layer is None else 0
       shape = " × ".join(map(str, array.shape))
       found.setdefault(key, _own(array).job(array, layer, detail=shape, **kept))
@@ -252,16 +265,31 @@ def _at(params: Any, path: tuple[str, ...]) -> Any:
   return params
 
 
+def _file_dtype(params: Any, config: ModelConfig) -> np.dtype:
+  """Returns the dtype of all tensors in the files: that of the parameters; float32 if they differ.
+
+  Kernels with an adapter, and quantised ones, count as float32.
+  """
+  own = [_at(params, path) for path in {stored.path for stored in leaves.stored(config)}]
+  found = {np.dtype(np.float32 if isinstance(x, LowRank) else x.dtype) for x in own}
+  return found.pop() if len(found) == 1 else np.dtype(np.float32)
+
+
 def _is_as_stored(array: Any, stored: leaves.Stored, dtype: np.dtype) -> bool:
+  if isinstance(array, LowRank | quantized.Quantized):
+    return False
   is_same = stored.layer is None and not stored.leaf.is_kernel and array.dtype == dtype
   return is_same and _everywhere(array) is None
 
 
-def _tensor(
-  array: jax.Array, layer: jax.Array | None, *, is_kernel: bool, dtype: np.dtype
-) -> jax.Array:
+def _tensor(array: Any, layer: jax.Array | None, *, is_kernel: bool, dtype: np.dtype) -> jax.Array:
   """Returns one layer of a stacked parameter in the files' layout, computed on its devices."""
-  own = array if layer is None else jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)
+  at = lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
+  own = array if layer is None else jax.tree.map(at, array)
+  if isinstance(own, LowRank):
+    own = lora.merged(own)
+  if isinstance(own, quantized.Quantized):
+    own = quantized.dequantized(own)
   return (own.T if is_kernel else own).astype(dtype)
 
 

@@ -25,6 +25,10 @@ class Fields:
   def __contains__(self, name: str) -> bool:
     return name in self._content
 
+  def names(self) -> list[str]:
+    """Returns the names of all fields that are there."""
+    return list(self._content)
+
   def get(self, name: str) -> Any:
     """Returns a field unchecked; None if it is missing."""
     return self._content.get(name)

@@ -280,6 +280,7 @@ def _as_last_axis(vector: Array, ndim: int) -> Array:
 
 _INITIALIZERS = {
   "kernel": nn.initializers.normal(0.02),
+  "head": nn.initializers.normal(0.02),
   "embedding": nn.initializers.normal(0.02),
   "norm": nn.initializers.ones,
   "bias": nn.initializers.zeros,

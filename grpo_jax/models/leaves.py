@@ -18,11 +18,12 @@ class Leaf:
 
   shape: tuple[int, ...]
   axes: tuple[str | None, ...]
-  kind: str  # "kernel" ([in, out]; files hold it transposed), "embedding", "norm" or "bias".
+  # "kernel" or "head" ([in, out]; files hold it transposed), "embedding", "norm" or "bias".
+  kind: str
 
   @property
   def is_kernel(self) -> bool:
-    return self.kind == "kernel"
+    return self.kind in ("kernel", "head")
 
 
 _MLP = ("gate", "up", "down")
@@ -84,7 +85,7 @@ def top(config: ModelConfig) -> dict[str, Leaf]:
     "final_norm": Leaf((d,), ("embed",), "norm"),
   }
   if not config.tie_embeddings:
-    leaves["head"] = Leaf((d, v), ("embed", "vocab"), "kernel")
+    leaves["head"] = Leaf((d, v), ("embed", "vocab"), "head")
   return leaves
 
 

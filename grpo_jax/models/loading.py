@@ -9,11 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.models import classifier, files, leaves, safetensors, transformer
+from grpo_jax.models import classifier, files, leaves, quantized, safetensors, transformer
 from grpo_jax.models import config as model_config
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.errors import ModelError
 from grpo_jax.models.fields import Fields
+
+# Dtype of all parameters, or those of the kinds of `leaves.Leaf`; others are float32. Kernels may
+# have a format of `quantized`.
+Dtypes = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,18 +34,21 @@ def load(
   path: str | pathlib.Path,
   *,
   sharding: Callable[[Any], Any] | None = None,
-  dtype: Any = jnp.float32,
+  dtype: Dtypes = jnp.float32,
 ) -> Loaded:
   """Reads a model from a local Hugging Face folder; see `sources.resolve` for other places.
 
   The host holds at most the parameters read so far and the leaf (all layers of one kernel) that is
-  being read, never the model twice.
+  being read, never the model twice. A leaf that is quantised is never there in full precision: it
+  is read and quantised a few rows at a time.
 
   Args:
     path: Folder with config.json and safetensors files, single or sharded.
     sharding: Function from the tree of logical axis names (`transformer.logical_axes`) to a tree
       of `jax.sharding.Sharding`; None: everything on the default device.
-    dtype: Dtype of the parameters, whatever the files contain.
+    dtype: Dtype of the parameters, whatever the files contain; or the dtypes of kinds of
+      leaves ("kernel", "head", "embedding", ...), where others are float32. A dtype of kernels may
+      be a format of `quantized`; then the shardings are those of `described`.
 
   Raises:
     MissingModel: A file is missing.
@@ -206,7 +213,7 @@ def read_params(
   config: ModelConfig,
   *,
   sharding: Callable[[Any], Any] | None = None,
-  dtype: Any = jnp.float32,
+  dtype: Dtypes = jnp.float32,
 ) -> transformer.Params:
   """Reads all parameters, leaf by leaf, after `check`; see `load` for the arguments."""
   tree = leaves.tree(config)
@@ -220,10 +227,54 @@ def read_params(
     for key in path[:-1]:
       below, shape, at = below[key], shape[key], at and at[key]
     placed = at[path[-1]] if at else None
-    leaf = _read_leaf(tensors, parts, shape[path[-1]].shape, placed, np.dtype(dtype))
+    entry = shape[path[-1]]
+    form = form_of(entry, dtype)
+    read: Any = _read_leaf if isinstance(form, np.dtype) else _read_quantized
+    leaf = read(tensors, parts, entry.shape, placed, form)
     # Placement is asynchronous: the host's copy of this leaf must be freed before the next is read.
     below[path[-1]] = jax.block_until_ready(leaf)
   return params
+
+
+def form_of(leaf: leaves.Leaf, dtypes: Dtypes) -> Any:
+  """Returns the dtype of a leaf, or its format of `quantized`."""
+  own = dtypes.get(leaf.kind, np.float32) if isinstance(dtypes, Mapping) else dtypes
+  is_format = any(own is form for form in quantized.FORMATS.values())
+  return own if is_format else np.dtype(own)
+
+
+def described(leaf: leaves.Leaf, sharding: Any, dtypes: Dtypes) -> Any:
+  """Returns shape, dtype and sharding of a leaf as it is read.
+
+  Args:
+    leaf: Leaf of the tree of all parameters.
+    sharding: Its sharding, if it were an array.
+    dtypes: Dtypes as in `load`.
+
+  Returns:
+    A `jax.ShapeDtypeStruct`; for a quantised leaf, those of its fields.
+
+  Raises:
+    ModelError: The mesh splits the leaf within a block of its format.
+  """
+  form = form_of(leaf, dtypes)
+  if isinstance(form, np.dtype):
+    return jax.ShapeDtypeStruct(leaf.shape, form, sharding=sharding)
+  return quantized.described(leaf.shape, form, sharding)
+
+
+def rounded(rows: np.ndarray, leaf: leaves.Leaf, *, dtypes: Dtypes) -> np.ndarray:
+  """Returns values of a tensor as `load` would round or quantise them, in float32 on the host.
+
+  Args:
+    rows: Rows of the tensor, as in the file.
+    leaf: Leaf that the tensor is of.
+    dtypes: Dtypes as in `load`.
+  """
+  form = form_of(leaf, dtypes)
+  if isinstance(form, np.dtype):
+    return rows.astype(form).astype(np.float32)
+  return quantized.on_host(quantized.quantize(rows.T, form)).T
 
 
 def _read_leaf(
@@ -245,6 +296,60 @@ def _read_leaf(
     return made[key]
 
   return jax.make_array_from_callback(shape, sharding, part)
+
+
+def _read_quantized(
+  tensors: safetensors.Tensors,
+  parts: list[leaves.Stored],
+  shape: tuple[int, ...],
+  shardings: Any,
+  form: quantized.Format,
+) -> Any:
+  """Reads and quantises one leaf of the tree: each device's part separately, equal parts once.
+
+  Scales are of whole kernels, so the result does not depend on the mesh.
+  """
+  if shardings is None:
+    whole = (slice(None),) * len(shape)
+    return jax.device_put(_quantized_part(tensors, parts, shape, whole, form))
+  made: dict[tuple, Any] = {}
+  placed = []
+  for device, index in shardings.codes.addressable_devices_indices_map(shape).items():
+    key = tuple(s.indices(n) for s, n in zip(index, shape, strict=True))
+    if key not in made:
+      made[key] = _quantized_part(tensors, parts, shape, index, form)
+    placed.append(jax.device_put(made[key], device))
+
+  def joined(field: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding, *own: jax.Array) -> Any:
+    return jax.make_array_from_single_device_arrays(field.shape, sharding, list(own))
+
+  return jax.tree.map(joined, quantized.described(shape, form), shardings, *placed)
+
+
+def _quantized_part(
+  tensors: safetensors.Tensors,
+  parts: list[leaves.Stored],
+  shape: tuple[int, ...],
+  index: tuple[slice, ...],
+  form: quantized.Format,
+) -> Any:
+  """Reads and quantises the part of stacked kernels given by `index`.
+
+  All inputs of a few outputs are read at once, because an output may have one scale for all.
+  """
+  layers, outputs = range(*index[0].indices(shape[0])), index[2].indices(shape[2])
+  first, last, rows = outputs[0], outputs[1], max(1, _CHUNK_VALUES // shape[1])
+  inputs = index[1].indices(shape[1])[:2]
+  size = len(layers), inputs[1] - inputs[0], last - first
+  out = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), quantized.described(size, form))
+  for place, layer in enumerate(layers):
+    for start in range(first, last, rows):
+      stop = min(start + rows, last)
+      read = tensors.read(parts[layer].name, slice(start, stop))
+      made = quantized.of_inputs(quantized.quantize(read.T, form), *inputs)
+      for target, values in zip(jax.tree.leaves(out), jax.tree.leaves(made), strict=True):
+        target[place, :, start - first : stop - first] = values
+  return out
 
 
 def _read_part(

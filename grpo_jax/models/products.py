@@ -11,11 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from grpo_kernels import rounding
+import numpy as np
+from grpo_kernels import rounding, wanted
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from grpo_jax.models import accumulated, leaves, settled, sharded_products
+from grpo_jax.models import accumulated, leaves, quantized, settled, sharded_products
 from grpo_jax.models.placement import Placement
 
 WEIGHT_PRODUCT = "weight_product"
@@ -38,14 +39,68 @@ class Joined:
   widths: tuple[int, ...]  # o of each kernel.
 
 
+@functools.partial(
+  jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=["scale"]
+)
+@dataclasses.dataclass(frozen=True)
+class LowRank:
+  """A kernel W + s A B of a frozen base and an adapter: x W + s (x A) B.
+
+  Stacked kernels have the layers as a first axis of every part.
+
+  Reference:
+    Hu et al. 2021, "LoRA", arXiv:2106.09685, equation 3.
+  """
+
+  base: Any  # W: array [i o], or a kernel of `quantized`.
+  a: Any  # array [i r].
+  b: Any  # array [r o].
+  scale: float  # s.
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Shape of the kernel."""
+    return self.base.shape
+
+  @property
+  def sharding(self) -> Any:
+    """Sharding of the base."""
+    return self.base.sharding
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass, data_fields=["a", "b"], meta_fields=["kernels", "scale"]
+)
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+  """The adapters of kernels with the same input, beside any form of these kernels.
+
+  Stored transposed, for products with few rows. The A of all of them are one array, for one product
+  with the input.
+  """
+
+  a: Any  # array [n r, i] of n kernels.
+  b: tuple[Any, ...]  # array [o r] of each.
+  kernels: tuple[str, ...]  # names of the n kernels.
+  scale: float  # s.
+
+
 def joined_name(names: Sequence[str]) -> str:
   """Returns the name under which a layer holds a `Joined` of these kernels."""
   return "+".join(names)
 
 
+def adapters_name(names: Sequence[str]) -> str:
+  """Returns the name under which a layer holds the `Adapters` of these kernels."""
+  return f"adapters of {joined_name(names)}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Products:
   """Options of products; hashable, so that it can be a static argument of a jitted function.
+
+  Products with a factor that is not differentiated keep nothing for its gradient and do not compute
+  it: a frozen kernel costs one product in the backward pass, and is kept as it is stored.
 
   Attributes:
     compute_dtype: Dtype of the factors, here and in the gradient. float32 is an ordinary einsum. In
@@ -91,7 +146,7 @@ class Products:
       The sums, rounded once if `out_dtype` is not float32. The cotangent of an operand has the
       operand's own dtype, and is rounded once to it.
     """
-    return _einsum(spec, self.compute_dtype, jnp.dtype(out_dtype), x, y)
+    return _einsum(spec, self.compute_dtype, jnp.dtype(out_dtype), False, x, y)
 
   def dots(
     self,
@@ -103,27 +158,104 @@ class Products:
     """Returns x @ w over the last axis of x for several kernels of a layer; see `dot`.
 
     Args:
-      params: Parameters of one layer, by the names of `leaves.layer`; kernels may be `OutputMajor`,
-        and on one device `Joined`.
+      params: Parameters of one layer, by the names of `leaves.layer`; kernels may be `LowRank`,
+        quantised, `OutputMajor`, and on one device `Joined`; some may have `Adapters`.
       names: Names of the kernels, which have the same input.
       x: Input.
       out_dtype: Dtype of the results, float32 or `self.out_dtype`.
     """
+    name = adapters_name(names)
+    if name in params:
+      bases = {key: kernel for key, kernel in params.items() if key != name}
+      return self._adapted(params[name], names, self.dots(bases, names, x), x, out_dtype)
     joined = params.get(joined_name(names)) if len(names) > 1 else None
     if joined is not None:
       ends = [sum(joined.widths[: i + 1]) for i in range(len(names) - 1)]
       product = self.dot(x, OutputMajor(joined.array), out_dtype)
       return tuple(jnp.split(product, ends, axis=-1))
     kernels = [params[name] for name in names]
-    if self.placement is None:
-      return tuple(self.dot(x, w, out_dtype) for w in kernels)
-    axes: Any = [leaves.AXES[name] for name in names]
-    settings = (self.placement, self.compute_dtype, out_dtype)
+    if any(isinstance(w, LowRank) for w in kernels):
+      return self._low_rank_dots(names, kernels, x, out_dtype)
+    found = self._plain_dots(names, kernels, x, out_dtype)
     if isinstance(kernels[0], OutputMajor):
-      arrays = [w.array for w in kernels]
-      return sharded_products.transposed_dots(x, arrays, axes, *settings)
-    found = sharded_products.dots(x, kernels, axes, *settings)
+      return found
     return tuple(checkpoint_name(y, WEIGHT_PRODUCT) for y in found)
+
+  def _adapted(
+    self,
+    adapters: Adapters,
+    names: Sequence[str],
+    found: Sequence[Array],
+    x: Array,
+    out_dtype: Any,
+  ) -> tuple[Array, ...]:
+    """Returns x W + s (x A) B, or x W without an adapter; the sum of float32 is rounded once.
+
+    Args:
+      adapters: Adapters of some of the kernels.
+      names: Names of the kernels.
+      found: Products x W of each kernel, float32.
+      x: Input.
+      out_dtype: Dtype of the results.
+    """
+    inner, _ = leaves.AXES[names[0]]
+    sums = dict(zip(names, found, strict=True))
+    low = self._transposed_dot(adapters.a, (inner, None), x)
+    parts = jnp.split(low, len(adapters.kernels), axis=-1)
+    for name, b, part in zip(adapters.kernels, adapters.b, parts, strict=True):
+      _, outer = leaves.AXES[name]
+      sums[name] += adapters.scale * self._transposed_dot(b, (None, outer), part)
+    return tuple(rounding.written(sums[name], jnp.dtype(out_dtype)) for name in names)
+
+  def _transposed_dot(self, array: Array, axes: tuple[str | None, str | None], x: Array) -> Array:
+    """Returns the float32 product with an array [o i] of these logical axes of [i o]."""
+    if self.placement is None:
+      return self.dot(x, OutputMajor(array))
+    settings = (self.placement, self.compute_dtype, jnp.float32)
+    (found,) = sharded_products.transposed_dots(x, [array], [axes], *settings)
+    return found
+
+  def _low_rank_dots(
+    self, names: Sequence[str], kernels: Sequence[Any], x: Array, out_dtype: Any
+  ) -> tuple[Array, ...]:
+    """Returns `dots` where some kernels have adapters.
+
+    The summands x W and s (x A) B are float32, and their sum is rounded once. One product gives
+    x A of all adapters.
+    """
+    bases = [w.base if isinstance(w, LowRank) else w for w in kernels]
+    sums = list(self._plain_dots(names, bases, x, jnp.float32))
+    adapted = [i for i, w in enumerate(kernels) if isinstance(w, LowRank)]
+    inner = leaves.AXES[names[0]][0]
+    joined = jnp.concatenate([kernels[i].a for i in adapted], axis=-1)
+    ends = np.cumsum([kernels[i].a.shape[-1] for i in adapted])[:-1]
+    (low,) = self._array_dots([joined], [(inner, None)], x)
+    low = checkpoint_name(low, WEIGHT_PRODUCT)
+    for i, part in zip(adapted, jnp.split(low, ends, axis=-1), strict=True):
+      outer = leaves.AXES[names[i]][1]
+      (more,) = self._array_dots([kernels[i].b], [(None, outer)], part)
+      sums[i] = sums[i] + kernels[i].scale * more
+    written = (rounding.written(y, jnp.dtype(out_dtype)) for y in sums)
+    return tuple(checkpoint_name(y, WEIGHT_PRODUCT) for y in written)
+
+  def _plain_dots(
+    self, names: Sequence[str], kernels: Sequence[Any], x: Array, out_dtype: Any
+  ) -> tuple[Array, ...]:
+    """Returns `dots` of kernels without adapters, without checkpoint names."""
+    axes: Any = [leaves.AXES[name] for name in names]
+    if isinstance(kernels[0], OutputMajor) and self.placement is not None:
+      arrays = [w.array for w in kernels]
+      settings = (self.placement, self.compute_dtype, out_dtype)
+      return sharded_products.transposed_dots(x, arrays, axes, *settings)
+    return self._array_dots(kernels, axes, x, out_dtype)
+
+  def _array_dots(
+    self, kernels: Sequence[Any], axes: Any, x: Array, out_dtype: Any = jnp.float32
+  ) -> tuple[Array, ...]:
+    """Returns the products with kernels of these logical axes, without checkpoint names."""
+    if self.placement is None:
+      return tuple(self._dot(x, w, out_dtype) for w in kernels)
+    return sharded_products.dots(x, kernels, axes, self.placement, self.compute_dtype, out_dtype)
 
   def look_up(self, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     """Returns embeddings as float32, rounded to the compute dtype as all weights are.
@@ -145,45 +277,73 @@ class Products:
   def dot(
     self,
     x: Float[Array, "..."],
-    w: Float[Array, "i o"] | OutputMajor,
+    w: Float[Array, "i o"] | OutputMajor | quantized.Quantized,
     out_dtype: Any = jnp.float32,
   ) -> Array:
     """Returns x @ w over the last axis of x; see `contract` for the dtypes.
 
     The result has the checkpoint name `WEIGHT_PRODUCT`, by which a remat policy can keep it. With
     an `OutputMajor` kernel the product is computed as (wᵀ xᵀ)ᵀ: when x has few rows, as in
-    decoding, CPUs are up to twice as fast with the larger factor on the left.
+    decoding, CPUs are up to twice as fast with the larger factor on the left. A quantised kernel is
+    dequantised to the compute dtype, in the backward pass again.
     """
+    y = self._dot(x, w, out_dtype)
+    return y if isinstance(w, OutputMajor) else checkpoint_name(y, WEIGHT_PRODUCT)
+
+  def _dot(self, x: Array, w: Any, out_dtype: Any) -> Array:
+    """Returns `dot` without a checkpoint name."""
     rest = "abcdefg"[: x.ndim - 1]
     if isinstance(w, OutputMajor):
       return jnp.moveaxis(self.contract(f"oi,{rest}i->o{rest}", w.array, x, out_dtype), 0, -1)
-    return checkpoint_name(self.contract(f"{rest}i,io->{rest}o", x, w, out_dtype), WEIGHT_PRODUCT)
+    spec = f"{rest}i,io->{rest}o"
+    return _einsum(spec, self.compute_dtype, jnp.dtype(out_dtype), True, x, w)
 
 
 FLOAT32 = Products()
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _einsum(spec: str, dtype: Any, out_dtype: Any, x: Array, y: Array) -> Array:
-  return accumulated.einsum(spec, x.astype(dtype), y.astype(dtype), out_dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _einsum(spec: str, dtype: Any, out_dtype: Any, has_kernel: bool, x: Any, y: Any) -> Array:
+  return accumulated.einsum(spec, x.astype(dtype), _read(y, dtype, has_kernel), out_dtype)
 
 
-def _einsum_forward(spec: str, dtype: Any, out_dtype: Any, x: Array, y: Array):
-  dtypes = jnp.zeros(0, x.dtype), jnp.zeros(0, y.dtype)
-  x, y = x.astype(dtype), y.astype(dtype)
-  return accumulated.einsum(spec, x, y, out_dtype), (x, y, dtypes)
+def _read(y: Any, dtype: Any, is_kernel: bool) -> Array:
+  """Returns the second factor in the compute dtype."""
+  return quantized.of_layer(y, dtype) if is_kernel else y.astype(dtype)
 
 
-def _einsum_backward(spec: str, dtype: Any, out_dtype: Any, residuals, cotangent: Array):
-  """Returns the cotangents of both factors: two products that read the same settled array."""
+def _einsum_forward(spec: str, dtype: Any, out_dtype: Any, has_kernel: bool, x: Any, y: Any):
+  """Returns the product, and each factor that the gradient of the other needs.
+
+  Factors are kept in the compute dtype, except a kernel that is not differentiated: it is kept as
+  it is stored, which a scan over layers need not copy, and read again.
+  """
+  (needs_dx, needs_dy), (x, y) = wanted.split(x, y)
+  rounded_x, rounded_y = x.astype(dtype), _read(y, dtype, has_kernel)
+  kept_x = rounded_x if needs_dy else None
+  kept_y = (rounded_y if needs_dy or not has_kernel else y) if needs_dx else None
+  like_x = jnp.zeros(0, x.dtype) if needs_dx else None
+  like_y = jnp.zeros(0, y.dtype) if needs_dy else None
+  return accumulated.einsum(spec, rounded_x, rounded_y, out_dtype), (kept_x, kept_y, like_x, like_y)
+
+
+def _einsum_backward(
+  spec: str, dtype: Any, out_dtype: Any, has_kernel: bool, residuals, cotangent: Any
+):
+  """Returns the cotangents of both factors: products that read the same settled array."""
   del out_dtype  # the cotangent has this dtype.
-  x, y, (like_x, like_y) = residuals
+  x, y, like_x, like_y = residuals
+  if wanted.is_zero(cotangent):
+    return None, None
   operands, out = spec.split("->")
   left, right = operands.split(",")
-  g = settled.settle(cotangent.astype(dtype))
-  dx = accumulated.einsum(f"{out},{right}->{left}", g, y, like_x.dtype)
-  dy = accumulated.einsum(f"{left},{out}->{right}", x, g, like_y.dtype)
+  g, dx, dy = settled.settle(cotangent.astype(dtype)), None, None
+  if like_x is not None:
+    other = _read(y, dtype, has_kernel and like_y is None)
+    dx = accumulated.einsum(f"{out},{right}->{left}", g, other, like_x.dtype)
+  if like_y is not None:
+    dy = accumulated.einsum(f"{left},{out}->{right}", x, g, like_y.dtype)
   return dx, dy
 
 
-_einsum.defvjp(_einsum_forward, _einsum_backward)
+_einsum.defvjp(_einsum_forward, _einsum_backward, symbolic_zeros=True)

@@ -17,11 +17,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from grpo_kernels import collectives, rounding
+from grpo_kernels import collectives, rounding, wanted
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from grpo_jax.models import accumulated
+from grpo_jax.models import accumulated, quantized
 from grpo_jax.models.placement import ROWS, Placement
 
 
@@ -41,10 +41,24 @@ class _Weight:
   inner: str | None
   outer: str | None
 
-  def whole(self, part: Array, dtype: Any) -> Array:
-    """Returns the weight as products need it, gathered and rounded."""
+  def whole(self, part: Any, dtype: Any) -> Array:
+    """Returns the weight as products need it, gathered and rounded.
+
+    A weight that is stored in fewer bits is gathered as it is stored.
+    """
     axis, dim = self.gathered or (None, 0)
-    return collectives.gathered(part, axis, dim=dim, dtype=dtype)
+    if not isinstance(part, quantized.Quantized) and part.dtype in (jnp.float32, dtype):
+      return collectives.gathered(part, axis, dim=dim, dtype=dtype)
+
+    def gathered(field: Array, spec: PartitionSpec) -> Array:
+      over = axis if spec[dim] == axis else None
+      return collectives.gathered(field, over, dim=dim, dtype=field.dtype)
+
+    return quantized.of_layer(jax.tree.map(gathered, part, self.of_stored(part)), dtype)
+
+  def of_stored(self, weight: Any) -> Any:
+    """Returns the partition of a stored weight, or of each field of a quantised one."""
+    return quantized.partition(weight, PartitionSpec(*self.spec))
 
   def own(self, gradient: Array, over: tuple[str, ...]) -> Array:
     """Returns this device's part of a gradient's sum."""
@@ -71,9 +85,9 @@ class _Static:
     between = [None] * (ndim - 2)
     return tuple(PartitionSpec(self.rows, *between, w.outer) for w in self.weights)
 
-  @property
-  def of_weights(self) -> tuple[PartitionSpec, ...]:
-    return tuple(PartitionSpec(*w.spec) for w in self.weights)
+  def of_weights(self, weights: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns the partition of each weight as it is stored."""
+    return tuple(how.of_stored(w) for how, w in zip(self.weights, weights, strict=True))
 
   def on_devices(self, function: Any, inputs: Any, outputs: Any) -> Any:
     """Returns `function` as every device runs it on its parts."""
@@ -88,19 +102,20 @@ class _Static:
 
 def dots(
   x: Float[Array, "B ..."],
-  weights: Sequence[Array],
-  axes: Sequence[tuple[str, str]],
+  weights: Sequence[Any],
+  axes: Sequence[tuple[str | None, str | None]],
   placement: Placement,
   compute_dtype: Any,
   out_dtype: Any,
 ) -> tuple[Array, ...]:
   """Returns x @ w over the last axis of x for each weight.
 
-  The gradients of the weights are float32 and have the weights' partition.
+  The gradients of the weights are float32 and have the weights' partition. Those of weights that
+  are not differentiated are not computed.
 
   Args:
     x: Activations, whose first axis is rows.
-    weights: Master weights [i o], all with the same first logical axis.
+    weights: Master weights [i o], or quantised, all with the same first logical axis.
     axes: Logical axes of each weight.
     placement: Placement on the mesh.
     compute_dtype: Dtype of the factors, here and in the gradient; sums are float32.
@@ -114,7 +129,7 @@ def dots(
 def _static(
   x: Array,
   shapes: Sequence[tuple[int, ...]],
-  axes: Sequence[tuple[str, str]],
+  axes: Sequence[tuple[str | None, str | None]],
   placement: Placement,
   compute_dtype: Any,
   out_dtype: Any,
@@ -125,7 +140,7 @@ def _static(
   return _Static(placement, jnp.dtype(compute_dtype), found, rows, jnp.dtype(out_dtype))
 
 
-def _weight(placement: Placement, shape: Sequence[int], axes: Sequence[str]) -> _Weight:
+def _weight(placement: Placement, shape: Sequence[int], axes: Sequence[str | None]) -> _Weight:
   """Returns a kernel's partition: gathers over mesh axes that split rows, not over other axes."""
   spec = placement.weight(axes, shape)
   gathered = next(((axis, dim) for dim, axis in enumerate(spec) if axis in ROWS), None)
@@ -139,7 +154,7 @@ def _rows(placement: Placement, x: Array) -> tuple[str, ...] | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dots(static: _Static, x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
+def _dots(static: _Static, x: Array, weights: tuple[Any, ...]) -> tuple[Array, ...]:
   def of_device(x, weights):
     x = x.astype(static.compute_dtype)
     wholes = [
@@ -147,7 +162,7 @@ def _dots(static: _Static, x: Array, weights: tuple[Array, ...]) -> tuple[Array,
     ]
     return tuple(_product(static, "...i,io->...o", x, w) for w in wholes)
 
-  inputs = static.of_inputs(x.ndim), static.of_weights
+  inputs = static.of_inputs(x.ndim), static.of_weights(weights)
   return static.on_devices(of_device, inputs, static.of_results(x.ndim))(x, weights)
 
 
@@ -160,43 +175,58 @@ def _product(static: _Static, spec: str, x: Array, y: Array) -> Array:
   return rounding.written(sums, static.out_dtype)
 
 
-def _forward(static: _Static, x: Array, weights: tuple[Array, ...]):
-  residuals = x.astype(static.compute_dtype), weights, jnp.zeros(0, x.dtype)
-  return _dots(static, x, weights), residuals
+def _forward(static: _Static, x: Any, weights: tuple[Any, ...]):
+  """Returns the products, and what their gradients need: x only if that of a weight is wanted."""
+  (needs_dx,), (x,) = wanted.split(x)
+  needed, weights = wanted.split(*weights)
+  kept = x.astype(static.compute_dtype) if any(needed) else None
+  like_x = jnp.zeros(0, x.dtype) if needs_dx else None
+  return _dots(static, x, weights), (kept, weights, like_x, needed)
 
 
-def _backward(static: _Static, residuals, cotangents: tuple[Array, ...]):
-  x, weights, like_x = residuals
-  outer, before = static.weights[0].outer, tuple(range(x.ndim - 1))
+def _backward(static: _Static, residuals, cotangents: tuple[Any, ...]):
+  x, weights, like_x, needed = residuals
+  results = tuple(wanted.dense(g) for g in cotangents)
+  outer, before = static.weights[0].outer, tuple(range(results[0].ndim - 1))
   is_alone = len(weights) == 1 and outer is None
-  dtype = like_x.dtype if is_alone else jnp.float32  # summands of a longer sum are float32.
 
   def of_device(x, weights, cotangents):
     of_x, gradients = [], []
-    for how, part, g in zip(static.weights, weights, cotangents, strict=True):
+    for how, part, g, is_needed in zip(static.weights, weights, cotangents, needed, strict=True):
       g = g.astype(static.compute_dtype)
-      whole = how.whole(part, static.compute_dtype)
-      of_x.append(accumulated.einsum("...o,io->...i", g, whole, dtype))
-      gradient = jnp.tensordot(x, g, (before, before), preferred_element_type=jnp.float32)
-      gradients.append(how.own(gradient, static.rows or ()))
+      if like_x is not None:
+        # Summands of a longer sum are float32.
+        dtype = like_x.dtype if is_alone else jnp.float32
+        whole = how.whole(part, static.compute_dtype)
+        of_x.append(accumulated.einsum("...o,io->...i", g, whole, dtype))
+      if is_needed:
+        gradient = jnp.tensordot(x, g, (before, before), preferred_element_type=jnp.float32)
+        gradients.append(how.own(gradient, static.rows or ()))
+    if like_x is None:
+      return None, tuple(gradients)
     dx = functools.reduce(jnp.add, of_x)
     dx = dx if outer is None else jax.lax.psum(dx, outer)
     return rounding.written(dx, like_x.dtype), tuple(gradients)
 
-  inputs = static.of_inputs(x.ndim), static.of_weights, static.of_results(x.ndim)
-  outputs = static.of_inputs(x.ndim), static.of_weights
-  dx, gradients = static.on_devices(of_device, inputs, outputs)(x, weights, cotangents)
-  pairs = zip(gradients, weights, strict=True)
-  return dx, tuple(gradient.astype(w.dtype) for gradient, w in pairs)
+  ndim = results[0].ndim
+  of_inputs = static.of_inputs(ndim)
+  of_weights = static.of_weights(weights)
+  of_needed = tuple(spec for spec, is_needed in zip(of_weights, needed, strict=True) if is_needed)
+  inputs = None if x is None else of_inputs, of_weights, static.of_results(ndim)
+  outputs = None if like_x is None else of_inputs, of_needed
+  dx, gradients = static.on_devices(of_device, inputs, outputs)(x, weights, results)
+  left = iter(gradients)
+  pairs = zip(weights, needed, strict=True)
+  return dx, tuple(next(left).astype(w.dtype) if is_needed else None for w, is_needed in pairs)
 
 
-_dots.defvjp(_forward, _backward)
+_dots.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def transposed_dots(
   x: Float[Array, "B ..."],
   weights: Sequence[Array],
-  axes: Sequence[tuple[str, str]],
+  axes: Sequence[tuple[str | None, str | None]],
   placement: Placement,
   compute_dtype: Any,
   out_dtype: Any,
@@ -263,7 +293,7 @@ def _look_up(static: _Static, table: Array, tokens: Array) -> Array:
     return found if how.inner is None else jax.lax.psum(found, how.inner)
 
   rows = PartitionSpec(static.rows)
-  return static.on_devices(of_device, (*static.of_weights, rows), rows)(table, tokens)
+  return static.on_devices(of_device, (*static.of_weights([table]), rows), rows)(table, tokens)
 
 
 def _own_tokens(how: _Weight, size: int, tokens: Array) -> tuple[Array, Array]:
@@ -291,7 +321,7 @@ def _look_up_backward(static: _Static, residuals, cotangent: Array):
     return how.own(gradient, static.rows or ())
 
   rows = PartitionSpec(static.rows)
-  (of_table,) = static.of_weights
+  (of_table,) = static.of_weights([table])
   gradient = static.on_devices(of_device, (rows, rows), of_table)(tokens, cotangent)
   return gradient.astype(table.dtype), None
 

@@ -110,7 +110,8 @@ def refusal(path: str | os.PathLike[str]) -> str | None:
     return None
   local = pathlib.Path(name).expanduser()
   if local.is_dir():
-    return None
+    is_adapter = (local / "adapter_config.json").exists() and not (local / "config.json").exists()
+    return f"{local}: {_ADAPTER}" if is_adapter else None
   if local.is_file():
     is_gguf = local.suffix.lower() == ".gguf"
     return None if is_gguf else f"{local}: a model is a folder or a .gguf file"
@@ -129,6 +130,17 @@ def refusal(path: str | os.PathLike[str]) -> str | None:
       " model of this name from the hub, start in another folder"
     )
   return None
+
+
+def portable(name: str, folder: pathlib.Path) -> str:
+  """Returns how other programs name a model: its name on the hub, or the path of its folder.
+
+  Args:
+    name: Path or name of the model, as `find` takes it.
+    folder: Folder in which it was found.
+  """
+  is_local = local_paths.is_url(name) or pathlib.Path(name).expanduser().exists()
+  return name if _HUB_NAME.fullmatch(name) and not is_local else str(folder.resolve())
 
 
 def _folder(name: str, cache: pathlib.Path) -> pathlib.Path:
@@ -322,6 +334,10 @@ def _lock(target: pathlib.Path) -> Iterator[None]:
     yield
 
 
+_ADAPTER = (
+  "is an adapter and not a model: name the model that it changes, and the adapter with"
+  " --config.model.lora.path (in training) or by exporting it merged (grpo-jax export)"
+)
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_TIMEOUT_S = 5.0
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]

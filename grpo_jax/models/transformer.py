@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from grpo_kernels.attention import AUTOMATIC, Attention
 from jaxtyping import Array, Float, Int
@@ -170,6 +171,9 @@ def outputs(
       given = varying.tokens(config, positions, segment_ids, branch_ids)
       return _summing_in_place(params, config, tokens, given, products, attention)
     params = {**params, gradient_sums.LAYERS: gradient_sums.joined(stack.weights, stack.sums)}
+  if not all(isinstance(x, _ARRAYS) for x in params[gradient_sums.LAYERS].values()):
+    given = varying.tokens(config, positions, segment_ids, branch_ids)
+    return _scanned(params, config, tokens, given, products, remat, attention)
   model = Transformer(config, products=products, remat=remat, attention=attention)
   inputs = tokens, positions, segment_ids, branch_ids
   found: Any = model.apply({"params": params}, *inputs, with_extras=True)
@@ -192,6 +196,30 @@ def _summing_in_place(
   x = layers.embed(params["embed"], tokens, config=config, products=products)
   stack, kinds = params[gradient_sums.LAYERS], varying.kinds(config)
   x, extras = gradient_sums.run(block, stack, x, given, kinds)
+  x = layers.norm(x, params["final_norm"], config=config, products=products)
+  return Outputs(products.place(x, layers.RESIDUAL), extras)
+
+
+def _scanned(
+  params: Params,
+  config: ModelConfig,
+  tokens: Array,
+  given: varying.Tokens,
+  products: Products,
+  remat: str,
+  attention: Attention,
+) -> Outputs:
+  """Returns the outputs for layers whose kernels need not be arrays."""
+
+  def step(x, of_layer):
+    layer_params, kind = of_layer
+    return _packed_block(layer_params, x, given, kind, config, products, attention)
+
+  if remat != "none":
+    step = jax.checkpoint(step, policy=_policy(remat), prevent_cse=False)
+  x = layers.embed(params["embed"], tokens, config=config, products=products)
+  with jax.named_scope("Transformer"):
+    x, extras = jax.lax.scan(step, x, (params["layers"], varying.kinds(config)))
   x = layers.norm(x, params["final_norm"], config=config, products=products)
   return Outputs(products.place(x, layers.RESIDUAL), extras)
 
@@ -219,11 +247,15 @@ def _packed_block(
 
 
 def _rematerialized(module: type[nn.Module], remat: str) -> Any:
+  policy = _policy(remat)
+  return module if remat == "none" else nn.remat(module, policy=policy, prevent_cse=False)
+
+
+def _policy(remat: str) -> Any:
+  """Returns which results the backward pass keeps."""
   if remat not in _REMAT_POLICIES:
     raise ValueError(f"remat must be one of {sorted(_REMAT_POLICIES)}, got {remat!r}")
-  if remat == "none":
-    return module
-  return nn.remat(module, policy=_REMAT_POLICIES[remat], prevent_cse=False)
+  return _REMAT_POLICIES[remat]
 
 
 def prefill(
@@ -290,6 +322,8 @@ def head(params: Params, config: ModelConfig) -> tuple[Array, str]:
   """Returns the LM head and its layout: the tied embedding, "vd", or a matrix of its own, "dv"."""
   return (params["embed"], "vd") if config.tie_embeddings else (params["head"], "dv")
 
+
+_ARRAYS = (jax.Array, np.ndarray)
 
 _REMAT_POLICIES = {
   "none": None,

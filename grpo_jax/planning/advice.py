@@ -54,6 +54,11 @@ def _state(plan: Plan) -> Iterator[Remedy]:
       f"the {copies} replicas each hold all weights and optimizer state",
       int(state * (1 - 1 / copies)),
     )
+  if not arrays.adapter:  # a frozen base in bfloat16 remains, which is the reference, too.
+    saved = state - arrays.teacher - arrays.weights // 2
+    yield Remedy(
+      "model.lora.rank=32", "an adapter is trained on a frozen base; docs/lora.md", saved
+    )
   if arrays.reference:
     yield Remedy("loss.kl_coef=0", "without a KL there is no reference policy", arrays.reference)
   if arrays.teacher:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from grpo_jax.building import computation
 from grpo_jax.compilation.programs import Job
-from grpo_jax.config import modes, run_options
+from grpo_jax.config import lora_options, modes, run_options
 from grpo_jax.engines import decoding, jax_sampler, local_weights
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
@@ -31,27 +31,31 @@ class Arrays:
   """Bytes that the arrays of a run take on one device, without those of its programs.
 
   Attributes:
-    weights: Float32 weights of the model.
+    weights: Weights of the model: float32, or a frozen base and its adapter.
     optimizer: State of the optimizer.
     reference: The frozen reference policy; 0 if the loss needs none.
     sampler: The embedded sampler's copy of the weights, freed before gradients are computed.
+    kept: The part of it that is not freed: that of a base which has an adapter beside it.
     caches: The sampler's keys and values, also freed.
     initial: The initial policy, read again to measure how far the policy has moved; 0 if that is
       not measured, or there is a reference.
     gradients: The sum of the gradients; None: as much as the weights.
     teacher: Weights of a teacher in the trainer.
     keeps_caches: Whether the caches stay while gradients are computed, as on CPUs.
+    adapter: The part of the weights that is an adapter; 0: every weight is trained.
   """
 
   weights: int
   optimizer: int
   reference: int = 0
   sampler: int = 0
+  kept: int = 0
   caches: int = 0
   initial: int = 0
   gradients: int | None = None
   teacher: int = 0
   keeps_caches: bool = False
+  adapter: int = 0
 
   @property
   def always(self) -> int:
@@ -75,14 +79,17 @@ class Arrays:
       program: Name of the program without its shapes, one of `PROGRAMS`.
     """
     is_learning = program in ("watch", "update", "optimizer")
-    kept = self.caches if self.keeps_caches and is_learning else 0
+    caches = self.caches if self.keeps_caches else 0
+    kept = self.kept + caches if is_learning else 0
     return self.always + PROGRAMS[program](self) + kept
 
 
 # Programs of a run that take memory, and the arrays besides those that are always there.
 COPYING = "copying the weights to each process"
+COPYING_ADAPTER = "copying the adapter to each process"
 PROGRAMS = {
   COPYING: lambda arrays: 0,  # its results are the sampler's weights.
+  COPYING_ADAPTER: lambda arrays: arrays.kept,
   "reading prompts": lambda arrays: arrays.sampling,
   "sampling": lambda arrays: arrays.sampling,
   "score": lambda arrays: arrays.sampling,
@@ -239,6 +246,7 @@ def _held_by(made: computation.Computation) -> Arrays:
     gradients=bytes_of_device(state.params),
     teacher=0 if made.teacher is None else bytes_of_device(made.teacher.weights),
     keeps_caches=is_cpu,
+    adapter=0 if is_whole else bytes_of_device(state.params),
   )
 
 
@@ -252,6 +260,7 @@ def _with_sampler(run: Run) -> Run:
     product_dtype=config.model.product_dtype,
     matmul_precision=config.model.matmul_precision,
     attention=Attention(config.model.attention),
+    unmerged=lora_options.is_unmerged(config),
     **sizes,
   )
   is_spread = local_weights.is_spread(params)
@@ -260,12 +269,17 @@ def _with_sampler(run: Run) -> Run:
     weights, caches = sampler.described(params)
     jobs = sampler.programs(params)
   is_shared = not is_spread and weights.head.dtype == params["embed"].dtype
-  held = [weights.layers, () if is_shared else weights.head]
+  kept = [weights.layers, () if is_shared else weights.head]
   if is_spread:  # nothing is the trainer's, and a tied head is the embedding.
     is_tied = run.model.tie_embeddings
-    held = [weights.layers, weights.final_norm, weights.embed, () if is_tied else weights.head]
+    head = () if is_tied else weights.head
+    kept = [weights.layers, weights.quantized, weights.final_norm, weights.embed, head]
+  copies = bytes_of_device(kept)
   arrays = dataclasses.replace(
-    run.arrays, sampler=bytes_of_device(held), caches=bytes_of_device(caches)
+    run.arrays,
+    sampler=copies + bytes_of_device(weights.adapters),
+    kept=copies if weights.adapters else 0,
+    caches=bytes_of_device(caches),
   )
   return dataclasses.replace(
     run,
@@ -273,7 +287,9 @@ def _with_sampler(run: Run) -> Run:
     jobs=(*jobs, *run.jobs),
     sizes=sizes,
     sampler_mesh=jax.tree.leaves(weights)[0].sharding.mesh,
-    weights_read=bytes_of_device([weights.layers, weights.head]),
+    weights_read=bytes_of_device(
+      [weights.layers, weights.quantized, weights.adapters, weights.head]
+    ),
     cache_token=_token_bytes(config, run.model),
   )
 

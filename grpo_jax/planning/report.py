@@ -44,8 +44,10 @@ def _head(plan: Plan, source: str) -> Iterator[str]:
 def _memory(plan: Plan) -> Iterator[str]:
   arrays = plan.run.arrays
   yield "memory of one device, in GiB"
+  base = f"frozen base, {plan.run.config.model.lora.base_dtype}"
   held = (
-    ("weights, float32", arrays.weights),
+    (base if arrays.adapter else "weights, float32", arrays.weights - arrays.adapter),
+    ("adapter, float32", arrays.adapter),
     ("optimizer state", arrays.optimizer),
     ("reference policy", arrays.reference),
     ("teacher", arrays.teacher),
@@ -228,7 +230,9 @@ def parameters(plan: Plan) -> int:
   """Returns the number of parameters of the model."""
   import jax
 
-  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(plan.run.made.full))
+  from grpo_jax.models import leaves
+
+  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(leaves.tree(plan.run.model)))
 
 
 def to_json(plan: Plan, *, source: str, arguments: Sequence[str]) -> dict[str, Any]:
@@ -252,6 +256,7 @@ def to_json(plan: Plan, *, source: str, arguments: Sequence[str]) -> dict[str, A
     "model": {"source": source, "parameters": parameters(plan)},
     "arrays": {
       "weights": arrays.weights,
+      "adapter": arrays.adapter,
       "optimizer": arrays.optimizer,
       "reference": arrays.reference,
       "teacher": arrays.teacher,

@@ -148,7 +148,10 @@ def of_step(run: Run, assumed: Lengths, *, hosts: int) -> list[Work]:
   state = 2 * (run.arrays.sums + run.arrays.optimizer) + run.arrays.sums
   found.append(Work("optimizer", "optimizer", float(steps), 0.0, float(steps * state)))
   if run.sampler_mesh is not None and run.sampler_mesh.size < run.mesh.size:
-    moved = run.arrays.weights + run.arrays.sampler
+    arrays = run.arrays
+    moved = arrays.weights + arrays.sampler
+    if arrays.kept:  # then only an adapter moves: read, and written.
+      moved = 2 * (arrays.sampler - arrays.kept)
     found.append(Work("weights to the sampler", programs.COPYING, 1.0, 0.0, float(moved)))
   return found
 

@@ -105,8 +105,10 @@ class Checkpoints:
     keep_best: int,
     best_metric: tuple[str, ...],
     mode: str,
+    facts: Mapping[str, Any],
   ):
     self.directory = directory
+    self._facts = dict(facts)
     self._retention = {"keep_last": keep_last, "keep_best": keep_best, "mode": mode}
     self._best_metric = best_metric
     self._own: set[int] = set()  # steps saved or restored by this object.
@@ -142,6 +144,19 @@ class Checkpoints:
   def newest(self) -> int | None:
     """Returns the newest complete step that this process sees; None if there is none."""
     return max(stored_steps.complete(self.directory), default=None)
+
+  def newest_extra(self) -> Mapping[str, Any] | None:
+    """Returns the `extra` of the newest complete step whose info.json can be read.
+
+    The main process reads it; None if there is no such step.
+    """
+    return _by_main(self._newest_extra, what="the newest checkpoint")
+
+  def _newest_extra(self) -> Mapping[str, Any] | None:
+    for step in reversed(stored_steps.complete(self.directory)):
+      with contextlib.suppress(stored_leaves.Unusable, OSError):
+        return stored_leaves.read(self._path(step) / "info.json").extra
+    return None
 
   def save(
     self,
@@ -188,7 +203,7 @@ class Checkpoints:
     info = {
       "step": step,
       "metrics": dict(metrics),
-      "extra": dict(extra),
+      "extra": {**self._facts, **extra},
       "leaves": {name: [list(x.shape), str(x.dtype)] for name, x in leaves.items()},
     }
     text = json.dumps(info, indent=1)  # now: the caller may change `extra` during the save.
@@ -441,6 +456,7 @@ def open(
   keep_best: int = 0,
   best_metric: str | Sequence[str] = (),
   mode: str = "max",
+  facts: Mapping[str, Any] | None = None,
 ) -> Checkpoints:
   """Opens a folder of checkpoints; the first save creates it.
 
@@ -451,6 +467,7 @@ def open(
     best_metric: Name of the metric that ranks the steps; of several names, the first that was
       measured counts. Required if `keep_best` > 0.
     mode: Direction of the metric: "max" if larger is better, "min" if smaller is better.
+    facts: Facts on the run that the `extra` of every checkpoint holds, as JSON.
 
   Raises:
     ValueError: An argument is out of range, or `keep_best` is given without a metric.
@@ -471,6 +488,7 @@ def open(
     keep_best=keep_best,
     best_metric=(best_metric,) if isinstance(best_metric, str) else tuple(best_metric),
     mode=mode,
+    facts=facts or {},
   )
 
 

@@ -184,18 +184,25 @@ def sample_lines(
   return [*lines, "─" * width]
 
 
-def closing_lines(folder: str, workdir: str, *, is_offline: bool = False) -> list[str]:
+def closing_lines(
+  folder: str, workdir: str, *, is_offline: bool = False, adapter: str | None = None
+) -> list[str]:
   """Returns the lines that name the final weights and say how to use them.
 
   Args:
     folder: Folder of the exported weights.
     workdir: Run folder.
     is_offline: Whether the run learned from recorded groups; its sets cannot be sampled.
+    adapter: Folder of the trained adapter, which is merged in `folder`; None: there is none.
   """
   run = shlex.quote(workdir)
   measuring = f"  to measure them: grpo-jax evaluate --model={run}"
+  loading = f"PeftModel.from_pretrained(base_model, {adapter!r})"
+  alone = [f"adapter alone: {adapter}", f"  in PEFT: {loading}"]
+  merged = "" if adapter is None else " (merged with the adapter)"
   return [
-    f"final weights: {folder}",
+    *([] if adapter is None else alone),
+    f"final weights{merged}: {folder}",
     f"  in transformers: AutoModelForCausalLM.from_pretrained({folder!r})",
     f"  in SGLang: python -m sglang.launch_server --model-path {shlex.quote(folder)}",
     *([] if is_offline else [measuring]),

@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 # What a run that begins at step 0 would delete, overwrite or mix with its own output.
 _WRITTEN = (
   *("metrics.jsonl", "rollouts", "evaluations", "tensorboard", "trackers", "report.html"),
-  *("export", "config.json", "output.log"),
+  *("export", "adapter", "config.json", "output.log"),
 )
 
 

@@ -18,10 +18,12 @@ import tensorstore
 
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.files import manifest
-from grpo_jax.models import leaves
+from grpo_jax.models import leaves, lora
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.fields import Fields
 from grpo_jax.run_folder import stored_leaves
 
+ADAPTER = "adapter"  # what a checkpoint says about its adapter, in `extra`.
 _PARAMS = "params"  # the weights, in the training state.
 _INDEX_BYTES = 20  # at the end of a value: offset, size, and a checksum of both.
 _PIECE = 8 << 20  # bytes that are read at once: they are in memory twice.
@@ -34,25 +36,59 @@ class WeightsError(ExpectedFailure, ValueError):
   """The weights of a checkpoint cannot be read."""
 
 
-def open_checkpoint(folder: pathlib.Path, config: ModelConfig) -> "CheckpointTensors":
-  """Opens the weights of one checkpoint, once its files are as they were written.
+def open_checkpoint(
+  folder: pathlib.Path, config: ModelConfig
+) -> "CheckpointTensors | CheckpointAdapter":
+  """Opens what one checkpoint holds of a policy, once its files are as they were written.
 
   Args:
     folder: Folder of the step: checkpoints/step_00000020.
     config: Config of the model that was trained.
 
+  Returns:
+    All weights, or the adapter if only an adapter was trained.
+
   Raises:
     WeightsError: The checkpoint is damaged, or is of another model.
   """
+  info = _info(folder)
+  if ADAPTER in info.extra:
+    return _open_adapter(folder, info, config)
+  wanted = {_name(stored.path): _shape(stored, config) for stored in leaves.stored(config)}
+  return CheckpointTensors(folder, config, _checked(folder, info, wanted))
+
+
+def _open_adapter(
+  folder: pathlib.Path, info: stored_leaves.Info, config: ModelConfig
+) -> "CheckpointAdapter":
+  """Opens the adapter of a checkpoint; raises as `open_checkpoint`."""
+  facts = info.extra[ADAPTER]
+  options = _options(folder, facts)
+  wanted = {
+    _name((kernel, part)): leaf.shape
+    for kernel, parts in lora.tree(config, options).items()
+    for part, leaf in parts.items()
+  }
+  _checked(folder, info, wanted)
+  return CheckpointAdapter(folder, options, str(facts.get("base")), str(facts.get("base_digest")))
+
+
+def _info(folder: pathlib.Path) -> stored_leaves.Info:
+  """Returns info.json of a checkpoint, once its files are as they were written."""
   try:
     if reason := manifest.damage(folder):
       raise WeightsError(f"{folder} cannot be used: {reason}")
-    info = stored_leaves.read(folder / "info.json")
+    return stored_leaves.read(folder / "info.json")
   except PermissionError as error:
     raise WeightsError(f"{error.filename} may not be read: {error.strerror}") from error
   except stored_leaves.Unusable as error:
     raise WeightsError(f"{folder} cannot be used: {error}") from error
-  wanted = {_name(stored.path): _shape(stored, config) for stored in leaves.stored(config)}
+
+
+def _checked(
+  folder: pathlib.Path, info: stored_leaves.Info, wanted: Mapping[str, tuple[int, ...]]
+) -> dict[str, np.dtype]:
+  """Returns the dtypes of the trained arrays, once they have the wanted names and shapes."""
   present = {name: leaf for name, leaf in info.leaves.items() if name.startswith(f"{_PARAMS}.")}
   dtype_of = {name: dtype for name, (_, dtype) in present.items()}
   needed = {name: (shape, dtype_of.get(name, "float32")) for name, shape in wanted.items()}
@@ -60,7 +96,61 @@ def open_checkpoint(folder: pathlib.Path, config: ModelConfig) -> "CheckpointTen
     stored_leaves.check_needed(present, needed)
   except stored_leaves.OtherState as error:
     raise WeightsError(f"{folder} does not hold the weights of this model: it {error}") from error
-  return CheckpointTensors(folder, config, {name: np.dtype(dtype_of[name]) for name in wanted})
+  return {name: np.dtype(dtype_of[name]) for name in wanted}
+
+
+def _options(folder: pathlib.Path, facts: Any) -> lora.Options:
+  """Returns the options of an adapter from what its checkpoint says about it.
+
+  Raises:
+    WeightsError: A fact is missing, or cannot be.
+  """
+  if not isinstance(facts, dict):
+    raise WeightsError(f"{folder} cannot be used: {ADAPTER!r} in info.json is not an object")
+  fields = Fields(facts, f"{folder / 'info.json'}: {ADAPTER}")
+  try:
+    base_dtype = fields.string("base_dtype")
+    if base_dtype not in lora.BASE_DTYPES:
+      raise fields.wrong("base_dtype", f"one of {', '.join(lora.BASE_DTYPES)}")
+    return lora.Options(
+      rank=fields.integer("rank", low=1, high=2**31 - 1),
+      alpha=fields.number("alpha", above=0.0),
+      targets=lora.targets(fields.strings("targets")),
+      rank_stabilized=fields.boolean("rank_stabilized", default=False),
+      base_dtype=base_dtype,
+    )
+  except ValueError as error:
+    raise WeightsError(f"{folder} cannot be used: {error}") from error
+
+
+class CheckpointAdapter:
+  """The adapter of a checkpoint as a `merged_tensors.StoredAdapter`.
+
+  Attributes:
+    folder: Folder of the step.
+    base: Folder of the base when the checkpoint was written.
+    base_digest: Digest of the base's files of weights.
+  """
+
+  def __init__(self, folder: pathlib.Path, options: lora.Options, base: str, base_digest: str):
+    """Opens the arrays; made by `open_checkpoint`, which checks them."""
+    self.folder, self.base, self.base_digest = folder, base, base_digest
+    self._options = options
+    self._arrays = _Arrays(folder / "state")
+
+  @property
+  def options(self) -> lora.Options:
+    """Returns the options of the adapter."""
+    return self._options
+
+  def read(self, kernel: str, part: str, layer: int) -> np.ndarray:
+    """Returns A [i r] (part "a") or B [r o] (part "b") of a kernel in a layer, in float32.
+
+    Raises:
+      WeightsError: The checkpoint was deleted meanwhile, or its arrays make no sense.
+    """
+    found = _read(self.folder, self._arrays, _name((kernel, part)), (layer, layer + 1))
+    return found[0].astype(np.float32, copy=False)
 
 
 class CheckpointTensors:
@@ -105,13 +195,22 @@ class CheckpointTensors:
 
   def _read(self, stored: leaves.Stored) -> np.ndarray:
     layers = None if stored.layer is None else (stored.layer, stored.layer + 1)
-    try:
-      own = self._arrays.read(_name(stored.path), layers)
-    except (LookupError, OSError, TypeError, ValueError) as error:
-      gone = "" if self._folder.is_dir() else "it was deleted meanwhile, as newer ones were kept: "
-      raise WeightsError(f"{self._folder} cannot be read: {gone}{error}") from error
+    own = _read(self._folder, self._arrays, _name(stored.path), layers)
     own = own if layers is None else own[0]
     return own.T if stored.leaf.is_kernel else own
+
+
+def _read(folder: pathlib.Path, arrays: "_Arrays", name: str, rows: _Range | None) -> np.ndarray:
+  """Reads an array of a checkpoint, or some of its rows.
+
+  Raises:
+    WeightsError: The checkpoint was deleted meanwhile, or its arrays make no sense.
+  """
+  try:
+    return arrays.read(name, rows)
+  except (LookupError, OSError, TypeError, ValueError) as error:
+    gone = "" if folder.is_dir() else "it was deleted meanwhile, as newer ones were kept: "
+    raise WeightsError(f"{folder} cannot be read: {gone}{error}") from error
 
 
 class _Arrays:

@@ -26,10 +26,13 @@ import workload as workloads
 from grpo_jax import batching
 from grpo_jax.batching import packing
 from grpo_jax.building import computation
+from grpo_jax.building import model as model_building
 from grpo_jax.compilation import programs
 from grpo_jax.config import batching_options, run_options
 from grpo_jax.learn import operations, sharding, train_step
+from grpo_jax.learn.policy import Policy
 from grpo_jax.models import loading, sources
+from grpo_jax.models.config import ModelConfig
 from grpo_jax.types import FinishReason, Minibatch, Prompt, Rollout, RolloutGroup, TrainState
 
 PROMPT_TOKENS = 38  # length of nearly all of the benchmark's prompts.
@@ -72,20 +75,24 @@ def groups_of(workload: workloads.Workload, vocabulary: int) -> list[RolloutGrou
   return [group(number) for number in range(workload.prompts)]
 
 
-def make_update(config: Any, model: loading.Loaded) -> tuple[train_step.Update, TrainState]:
-  """Makes the update as a run does on one device, and the state before its first step."""
+def make_update(
+  config: Any, folder: pathlib.Path, sizes: ModelConfig
+) -> tuple[train_step.Update, TrainState, Policy]:
+  """Makes the update as a run does on one device, the state before its first step, the policy."""
   objective = run_options.objective(config)
   mesh = sharding.make_mesh(data=1, devices=jax.devices()[:1])
-  made = computation.make(config, model.config, mesh, objective)
-  return made.update, train_step.init(model.params, made.tx, shardings=made.shardings)
+  made = computation.make(config, sizes, mesh, objective)
+  trainable, policy = made.begin(model_building.load(folder, made.read).params)
+  state = train_step.init(trainable, made.tx, shardings=made.trainable_shardings)
+  return made.update, state, policy
 
 
 def once(
-  update: train_step.Update, state: TrainState, minibatch: Minibatch
+  update: train_step.Update, state: TrainState, policy: Policy, minibatch: Minibatch
 ) -> tuple[TrainState, float, float]:
   """Runs one optimizer step; returns the state, and the seconds of gradients and optimizer."""
   begin = time.perf_counter()
-  (grads, loss), _, _ = update.gradients(state.params, minibatch)
+  (grads, loss), _, _ = update.gradients(policy.weights(state.params), minibatch)
   jax.block_until_ready(grads)
   between = time.perf_counter()
   params, opt_state, _ = update.apply(state.params, state.opt_state, grads, loss)
@@ -135,9 +142,9 @@ def main() -> None:
   # The parts of the update are recognised by names, which would otherwise be those of the run that
   # compiled the program.
   jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
-  model = loading.load(options.model)
-  groups = groups_of(workload, model.config.vocab_size)
-  cost = operations.update_cost(model.config, remat=config.model.remat)
+  sizes = loading.read_config(options.model)
+  groups = groups_of(workload, sizes.vocab_size)
+  cost = operations.update_cost(sizes, remat=config.model.remat)
   shapes = batching_options.plan(config, cost=cost, replicas=1)
   if options.shape:
     shapes = (packing.Shape(*map(int, options.shape.split(","))),)
@@ -146,27 +153,28 @@ def main() -> None:
     groups, advantages, shapes=shapes, cost=cost, skip_zero_advantage=False
   )
   minibatch = jax.device_put(assembled.minibatches[0])
-  update, state = make_update(config, model)
+  update, state, policy = make_update(config, options.model, sizes)
 
   tokens = sum(len(r.completion_ids) for group in groups for r in group.rollouts)
   step = {"prompt_tokens": PROMPT_TOKENS * len(groups), "completion_tokens": tokens}
   run = {"workload": {"prompts": workload.prompts, "group": workload.group}}
-  useful = summary.useful_work(step, run, describe(model.config)).update
+  useful = summary.useful_work(step, run, describe(sizes)).update
   for batch in minibatch.microbatches:
     print(f"microbatch {batch.tokens.shape}, learned from: {batch.loss_places.shape}")
   first = minibatch.microbatches[0]
+  weights = policy.weights(state.params)
   sums = programs.abstract(update.start(state.params))
-  lowered = update.differentiate.lower(state.params, sums, first, minibatch.denominators)
+  lowered = update.differentiate.lower(weights, sums, first, minibatch.denominators)
   compiled = lowered.compile()
   temporaries = compiled.memory_analysis().temp_size_in_bytes
   print(f"{tokens} completion tokens, {useful:.0f} GFLOP of useful work")
   print(f"temporaries of the gradients: {temporaries / 2**20:.0f} MiB")
 
-  state, *_ = once(update, state, minibatch)
+  state, *_ = once(update, state, policy, minibatch)
   best = max(ceiling.measure(2048)[name] for name in ("numpy_float32", "jax_float32"))
   for _ in range(options.repeats):
     cpu, faults = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    state, gradients_s, optimizer_s = once(update, state, minibatch)
+    state, gradients_s, optimizer_s = once(update, state, policy, minibatch)
     cpu = time.process_time() - cpu
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
     rate = useful / (gradients_s + optimizer_s)
@@ -177,7 +185,7 @@ def main() -> None:
 
   with tempfile.TemporaryDirectory() as folder:
     with jax.profiler.trace(folder):
-      once(update, state, minibatch)
+      once(update, state, policy, minibatch)
     by_operation, nothing = trace_kinds.seconds(events_of(folder))
   program = trace_kinds.read(compiled.as_text())
   print("\n".join(trace_kinds.table(program, by_operation, nothing)))

@@ -175,9 +175,13 @@ def test_no_device_is_touched(run, tmp_path):
   """A process that exports starts no platform: the accelerator may belong to the run."""
   code = (
     "import pathlib, sys; from grpo_jax.building import exporting\n"
-    "exporting.run(sys.argv[1], pathlib.Path(sys.argv[2]))\n"
+    "run, lora, out = map(pathlib.Path, sys.argv[1:])\n"
+    "exporting.run(str(run), out / 'all')\n"
+    "exporting.run(str(lora), out / 'merged')\n"
+    "exporting.run(str(lora), out / 'adapter', only_adapter=True)\n"
     "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
   )
-  command = [sys.executable, "-c", code, str(run), str(tmp_path / "out")]
+  lora = stored_runs.write_lora(tmp_path / "lora", [1], model=run.parent / "model")
+  command = [sys.executable, "-c", code, str(run), str(lora), str(tmp_path / "out")]
   done = subprocess.run(command, capture_output=True, text=True, cwd=pathlib.Path.cwd())
   assert done.stdout == "False\n", done.stderr

@@ -19,7 +19,6 @@ from grpo_jax.models import loading
 from grpo_jax.run_folder import checkpointing, stored_leaves, stored_steps
 from grpo_jax.run_folder.loggers import SilentLogger
 from grpo_jax.types import TrainState
-from tests.runs.test_composed_policy import LOW_RANK
 
 
 def config_of(**settings):
@@ -121,11 +120,11 @@ def test_options_that_cannot_work_are_named(settings, message):
 
 
 def test_a_frozen_base_is_a_reference_that_cannot_move(model):
-  config = config_of(reference__update_every_steps=5)
+  config = config_of(reference__update_every_steps=5, model__lora__rank=2)
   with pytest.raises(
     ConfigError, match="the reference of a policy with a frozen base is that base"
   ):
-    made_of(config, model, composition=LOW_RANK)
+    made_of(config, model)
 
 
 # --- checkpoints ---

@@ -22,6 +22,18 @@ def test_a_checkpoint_becomes_a_folder(run, tmp_path, capsys):
   assert [line.split(":")[0].strip() for line in others] == ["in transformers", "in SGLang"]
 
 
+def test_an_adapter_becomes_a_folder_of_its_own(tmp_path, capsys):
+  run, out = stored_runs.write_lora(tmp_path / "run", [3]), tmp_path / "out"
+  assert cli.run(["export", str(run), str(out), "--adapter"]) == 0
+  first, *others = capsys.readouterr().out.splitlines()
+  assert first == f"{run}:3: adapter, 0.0 MB of float32 in 1 file: {out}"
+  assert [line.split(":")[0].strip() for line in others] == ["in PEFT", "to train it further"]
+  assert {path.name for path in out.iterdir()} == {
+    "adapter_config.json",
+    "adapter_model.safetensors",
+  }
+
+
 @pytest.mark.parametrize(
   ("words", "code", "message"),
   [
@@ -33,6 +45,7 @@ def test_a_checkpoint_becomes_a_folder(run, tmp_path, capsys):
     ),
     (["{run}:bst", "{out}"], 2, "not 'bst' (did you mean 'best'?)"),
     (["{run}", "{out}", "--dtyp=float32"], 2, "unknown flag --dtyp; did you mean --dtype?"),
+    (["{run}", "{out}", "--adapter"], 2, "{run}:20 has no adapter: every weight was trained"),
     (["{run}", "{out}", "--dtype=int8"], 2, "export.dtype must be one of"),
     (["{run}", "{out}", "--max-shard-gb=many"], 2, "--max-shard-gb"),
     (["{run}", "gs://bucket/out"], 1, "OUT=gs://bucket/out: only paths of this machine"),

@@ -27,7 +27,7 @@ from grpo_jax.engines import (
 from grpo_jax.environments import math as math_environment
 from grpo_jax.groups import filters, shaping
 from grpo_jax.learn import monitoring, optim, sharding, train_step
-from grpo_jax.models import export, products, transformer
+from grpo_jax.models import export, lora, products, transformer
 from grpo_jax.models import sources as model_sources
 from grpo_jax.processes import exchanges, starting
 from grpo_jax.rl import advantages, distillation, estimators, objective_options
@@ -60,6 +60,7 @@ TAKERS = {
   "environments.math": (math_environment.make, math_environment.MathEnvironments),
   "evaluation": (evaluation.run, data.make_held_out, prompts.held_out),
   "export": (export.to_huggingface, export.jobs),
+  "model.lora": (lora.Options,),
   "filters": (filters.apply,),
   "learn": (train_step.make_update, monitoring.Monitor, monitoring.jobs, batching.assemble),
   "logging": (loggers.make,),

@@ -110,6 +110,17 @@ def says_400(handler, body):
   handler.say(400, b'{"error": {"message": "the prompt is too long"}}')
 
 
+def lacks_adapter(handler, body):
+  name = json.loads(body)["lora_path"]
+  said = f"Failed to implicitly load LoRA adapter {name}: No such file or directory"
+  handler.say(400, json.dumps({"error": {"message": said}}).encode())
+
+
+def does_it_and_says_400(handler, body):
+  handler.upstream(body)
+  handler.say(400, b'{"success": false, "error_message": "it is already loaded"}')
+
+
 def says_no_json(handler, body):
   handler.say(200, b"<html>Bad gateway</html>")
 

@@ -36,9 +36,10 @@ def server_python():
   return python
 
 
-def write_model(folder, *, seed=0):
-  """Writes the tiny model of these tests as a Hugging Face folder."""
-  export.to_huggingface(tiny.params(tiny.config(), seed), tiny.config(), folder)
+def write_model(folder, *, seed=0, config=None):
+  """Writes the tiny model of these tests, or one of another config, as a Hugging Face folder."""
+  config = config or tiny.config()
+  export.to_huggingface(tiny.params(config, seed), config, folder)
   vocabulary = {letter: i for i, letter in enumerate(LETTERS[: tiny.VOCABULARY])}
   tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
   tokenizer.decoder = decoders.Fuse()
@@ -66,11 +67,11 @@ def start(model, log_folder, *, key="", **changes):
   return ServerProcess.start(launch_options(log_folder, **changes), 0, model, -1, key)
 
 
-def make(model, workdir, *, version=3, seed=0, **settings):
+def make(model, workdir, *, version=3, seed=0, config=None, **settings):
   """Returns an engine with weights: of a server that it launches, or of given `addresses`."""
   engine = engines.make(
     "sglang",
-    config=tiny.config(),
+    config=config or tiny.config(),
     source_directory=model,
     workdir=workdir,
     **{

@@ -307,3 +307,86 @@ def test_a_router_is_told_the_group():
     assert [set(headers) for headers in told] == [{"X-SMG-Routing-Key"}] * 2
 
   run(go())
+
+
+# --- adapters, which requests name ----------------------------------------------------------------
+
+
+async def versions_of(dispatcher, wanted):
+  call = Call(wanted, None)
+  dispatcher.submit([Job([request], call) for request in wanted])
+  return {int(g.request_id): g.weight_versions.tolist() async for g in call.stream()}
+
+
+def gives(server, version):
+  """Has a server use the adapter of a version."""
+  server.version, server.adapter = version, f"v{version}"
+
+
+def test_tokens_are_of_the_adapter_that_their_request_named_whatever_is_loaded_meanwhile():
+  may_end = asyncio.Event()
+
+  async def slowly(body):
+    await may_end.wait()
+    return answer_to(body)  # which reports version 4, that of the base.
+
+  async def go():
+    dispatcher, (server,) = dispatcher_of(slowly)
+    assert dispatcher.oldest() is None
+    gives(server, 7)
+    first = asyncio.create_task(versions_of(dispatcher, requests(1)))
+    await until(lambda: len(server.client.bodies) == 1)
+    gives(server, 8)
+    second = asyncio.create_task(versions_of(dispatcher, requests(2)[1:]))
+    await until(lambda: len(server.client.bodies) == 2)
+    assert dispatcher.oldest() == 7
+    may_end.set()
+    assert (await first, await second) == ({0: [7]}, {1: [8]})
+    assert [body["lora_path"] for body in server.client.bodies] == ["v7", "v8"]
+    assert dispatcher.oldest() is None
+
+  run(go())
+
+
+@pytest.mark.parametrize(
+  "said",
+  [
+    "Failed to implicitly load LoRA adapter v7: No such file or directory",
+    "Got LoRA adapter that has never been loaded: v7",
+    "The following requested LoRA adapters are not loaded: v7",
+  ],
+)
+def test_a_server_without_the_adapter_is_doubted_and_the_request_sent_again(said):
+  async def go():
+    dispatcher, (server,) = dispatcher_of(answers)
+    gives(server, 7)
+    refused = fails(Refused(f"http://nowhere/generate: answered 400: {said}", status=400))
+
+    async def at_first(body):
+      server.client.behave = answers
+      return await refused(body)
+
+    server.client.behave = at_first
+    assert await versions_of(dispatcher, requests(1)) == {0: [7]}
+    assert (server.doubts, dispatcher.retries) == (1, 1)
+    server.adapter = None  # without an adapter such a refusal is one as any other.
+    server.client.behave = refused
+    with pytest.raises(FleetError, match="answered 400"):
+      await versions_of(dispatcher, requests(1))
+
+  run(go())
+
+
+def test_a_router_is_asked_for_the_adapter_that_all_servers_have():
+  async def go():
+    dispatcher, servers = dispatcher_of(hangs, hangs)
+    router = ScriptedClient(answers)
+    dispatcher.router = router
+    for versions, named in (((5, 5), "v5"), ((6, 5), "v5"), ((6, 6), "v6")):
+      for server, version in zip(servers, versions, strict=True):
+        gives(server, version)
+      found = await versions_of(dispatcher, requests(4))
+      assert {body["lora_path"] for body in router.bodies[-4:]} == {named}
+      assert set(map(tuple, found.values())) == {(int(named[1:]),)}
+
+  run(go())

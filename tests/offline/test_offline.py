@@ -1,5 +1,6 @@
 """mode = "offline" on a tiny model: it learns, resumes, and equals online training."""
 
+import functools
 import json
 import pathlib
 
@@ -144,6 +145,21 @@ def test_a_run_with_more_steps_scores_what_it_has_not_seen(make_config, plain, t
   assert len(list((tmp_path / "behavior_logprobs").glob("chunk*"))) == 4
   assert told(tmp_path)[3] == told(plain)[3]
   assert_same_state(tmp_path, plain)
+
+
+@pytest.mark.slow
+def test_an_adapter_learns_from_recorded_groups_and_goes_on_where_it_was(make_config, tmp_path):
+  options = {"model__lora__rank": 4, "model__lora__base_dtype": "int8", "loss__kl_coef": 0.05}
+  config = functools.partial(make_config, **options, optim__learning_rate=2e-2)
+  train.train(config(), tmp_path / "unbroken")
+  stopped = tmp_path / "stopped"
+  train.train(config(), stopped, stop=StopWhen(stopped, 1))
+  train.train(config(), stopped)
+  assert told(stopped) == told(tmp_path / "unbroken")
+  assert_same_state(stopped, tmp_path / "unbroken")
+  rows = [row for row in told(stopped) if "rollout/staleness_max" in row]
+  assert rows[0]["mismatch/abs_logprob_max"] < 1e-5  # the initial policy is the base.
+  assert rows[0]["train/kl_to_reference"] == 0.0 and rows[3]["train/kl_to_reference"] > 1e-5
 
 
 def test_behavior_logprobs_are_those_of_the_initial_policy(plain):

@@ -66,7 +66,8 @@ def test_sampler_keeps_layers_and_head_in_bfloat16_and_its_caches(run, model):
 
 def test_every_program_of_the_run_is_counted_or_known_to_be_small(run):
   names = [job.name for job in run.jobs]
-  needed = set(programs.PROGRAMS) - {programs.COPYING, "teacher"}
+  others = {programs.COPYING, programs.COPYING_ADAPTER, "teacher"}  # of several hosts, or with one.
+  needed = set(programs.PROGRAMS) - others
   assert {programs.program_of(name) for name in names} - {None} == needed
   for name in names:
     assert programs.program_of(name) or any(name.startswith(small) for small in SMALL), name
@@ -93,6 +94,7 @@ def test_arrays_beside_each_program(keeps_caches, kept):
   )  # fmt: skip
   assert {name: arrays.beside(name) - 10**6 for name in programs.PROGRAMS} == {
     programs.COPYING: 13,
+    programs.COPYING_ADAPTER: 13,
     "reading prompts": 1113,
     "sampling": 1113,
     "score": 1113,
@@ -111,3 +113,18 @@ def test_largest_shape_of_each_program_is_compiled_first():
     programs.largest(jobs), programs.smaller(jobs)))  # fmt: skip
   assert large == [names[1], "optimizer", "sampling 64 rows"]
   assert small == [names[0], names[2], "sampling 8 rows"]
+
+
+def test_an_adapter_is_what_has_gradients_and_moments(arrays_of, run, model):
+  arrays = arrays_of("--config.model.lora.rank=2", "--config.model.lora.base_dtype=bfloat16")
+  of_layer, config = leaves.layer(loading.look(model)), loading.look(model)
+  kernels = [leaf.shape for leaf in of_layer.values() if leaf.kind == "kernel"]
+  whole = 4 * config.num_layers * sum(2 * (i + o) for i, o in kernels)
+  assert whole / 8 <= arrays.sums == arrays.adapter <= whole
+  assert arrays.optimizer == pytest.approx(2 * arrays.adapter, abs=64)
+  norms = 2 * config.num_layers * config.hidden_size + config.hidden_size
+  base = (2 * (parameters(model) - norms) + 4 * norms) / 8
+  assert arrays.weights - arrays.adapter == pytest.approx(base, rel=0.02)
+  assert (arrays.reference, arrays.initial) == (0, 0), "the base is the reference"
+  quantized = arrays_of("--config.model.lora.rank=2", "--config.model.lora.base_dtype=int8")
+  assert quantized.weights < arrays.weights and quantized.adapter == arrays.adapter

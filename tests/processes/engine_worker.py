@@ -22,7 +22,7 @@ from grpo_jax.batching import packing
 from grpo_jax.building import computation, teacher
 from grpo_jax.engines import base, probe
 from grpo_jax.learn import sharding
-from grpo_jax.models import safetensors
+from grpo_jax.models import lora, safetensors
 from grpo_jax.models.leaves import stored
 from grpo_jax.processes import arrays, starting
 from tests import several
@@ -44,6 +44,11 @@ def spread(seed):
 @jax.jit
 def fake_logprobs(embedding, tokens):
   return -jax.numpy.abs(embedding[tokens[0, 1:]].sum(-1))
+
+
+@jax.jit
+def fake_logprobs_with_adapter(embedding, b, tokens):
+  return fake_logprobs(embedding, tokens) - jax.numpy.abs(b).max()
 
 
 def make(folder, name, fault="none", **settings):
@@ -202,6 +207,53 @@ def given_server(folder):
   return found
 
 
+def with_adapter(version):
+  """Returns weights with an adapter of the queries, both spread over the processes."""
+  options = lora.Options(rank=2, targets=("q",))
+  mesh = sharding.make_mesh(data=1, fsdp=2, tensor=2)
+  tree = lora.tree(CONFIG, options)
+  places = sharding.param_shardings(jax.tree.map(lambda x: x.axes, tree), mesh, shapes=tree)
+
+  def spread_out(leaf, place):
+    values = np.full(leaf.shape, version, np.float32)
+    return jax.make_array_from_callback(leaf.shape, place, lambda i: values[i])
+
+  adapter = jax.tree.map(spread_out, tree, places)
+  return options, lora.join(spread(0), adapter, options.scale)
+
+
+def given_adapters(folder):
+  """One server that both processes use, and that is given adapters."""
+  port = processes.broadcast(several.free_port())
+  address = f"http://127.0.0.1:{port}"
+  command = [sys.executable, SERVER, str(port), "slow"]
+  server = subprocess.Popen(command) if processes.is_main() else None
+  own, found = probe._logprobs, {}
+  probe._logprobs = lambda params, tokens, *settings: fake_logprobs_with_adapter(
+    params["embed"], params["layers"]["q"].b, tokens
+  )
+  try:
+    options, _ = with_adapter(1)
+    with make(folder, "adapters", command=None, addresses=(address,), adapter=options) as engine:
+      for version in (1, 2, 3):
+        engine.load_weights(with_adapter(version)[1], version=version)
+        found[f"sampled {version}"] = sampled(engine)
+      found["probe"] = engine.metrics()["mismatch/probe_abs_logprob_max"]
+      processes.barrier("sampled adapters", timeout_s=120)
+      if processes.is_main():
+        unloaded = lambda: asked(address).get("/unload_lora_adapter", 0)
+        while unloaded() < 2:
+          time.sleep(0.05)
+        found["asked"] = asked(address)
+      found["folders"] = sorted(p.name for p in engine._folders.folder.iterdir())
+      processes.barrier("looked at adapters", timeout_s=120)
+  finally:
+    probe._logprobs = own
+    if server is not None:
+      server.kill()
+  return found
+
+
 def teacher_servers(folder):
   """Logprobs of a teacher's server of each process, and one that fails on process 1 only."""
   del folder
@@ -256,7 +308,10 @@ def main(address, index, folder):
     own._matmul_precision, own._attention))).max()  # fmt: skip
   found = {"probe": float(difference)}
   probe._logprobs = lambda params, tokens, *settings: fake_logprobs(params["embed"], tokens)
-  cases = (own_servers, separate_folders, failures, given_server, teacher_servers)
+  cases = (
+    *(own_servers, separate_folders, failures, given_server, given_adapters),
+    teacher_servers,
+  )
   for case in cases:
     began = time.monotonic()
     found[case.__name__] = case(pathlib.Path(folder))

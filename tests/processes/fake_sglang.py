@@ -18,9 +18,15 @@ import numpy as np
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def logprobs(embedding, ids):
-  """Returns a made-up logprob of each id but the first, which depends on the weights."""
-  return -np.abs(np.asarray(embedding, np.float64)[np.asarray(ids)[1:]].sum(-1))
+def logprobs(embedding, ids, adapter=0.0):
+  """Returns a made-up logprob of each id but the first, which depends on the weights.
+
+  Args:
+    embedding: Embedding of the model.
+    ids: Ids of the prompt.
+    adapter: Value of the adapter, see `Server.load_adapter`.
+  """
+  return -np.abs(np.asarray(embedding, np.float64)[np.asarray(ids)[1:]].sum(-1)) - adapter
 
 
 class Server(ThreadingHTTPServer):
@@ -32,6 +38,7 @@ class Server(ThreadingHTTPServer):
   def __init__(self, port, fault):
     super().__init__(("127.0.0.1", port), Handler)
     self.version, self.embedding, self.fault = "default", None, fault
+    self.adapters = {}  # name → (folder, value).
     self.asked = collections.Counter()
     self.busy, self.most_busy = 0, 0
     self.lock = threading.Lock()
@@ -51,6 +58,21 @@ class Server(ThreadingHTTPServer):
     if self.fault == "slow":
       time.sleep(0.7)
 
+  def load_adapter(self, name, folder):
+    """Loads an adapter, whose value is the largest one in B of the queries."""
+    import safetensors.numpy
+
+    if name in self.adapters:
+      raise ValueError(f"Failed to load LoRA adapter {name} because it is already loaded")
+    found = safetensors.numpy.load_file(pathlib.Path(folder) / "adapter_model.safetensors")
+    values = [np.abs(found[key]).max() for key in found if key.endswith("q_proj.lora_B.weight")]
+    self.adapters[name] = (folder, float(max(values)))
+
+  def listed(self):
+    """Returns the answer to /v1/models."""
+    own = [{"id": name, "root": root, "parent": "m"} for name, (root, _) in self.adapters.items()]
+    return {"data": [{"id": "m", "root": "m", "parent": None}, *own]}
+
 
 class Handler(BaseHTTPRequestHandler):
   """Answers as SGLang 0.5.23 does."""
@@ -61,9 +83,12 @@ class Handler(BaseHTTPRequestHandler):
   def do_GET(self):
     with self.server.lock:
       self.server.asked[self.path] += 1
-    found = {"weight_version": self.server.version}
-    self._answer(dict(self.server.asked) | {"most": self.server.most_busy}
-                 if self.path == "/asked" else found)  # fmt: skip
+    answers = {
+      "/asked": dict(self.server.asked) | {"most": self.server.most_busy},
+      "/server_info": {"enable_lora": True, "max_lora_rank": 4, "dp_size": 1},
+      "/v1/models": self.server.listed(),
+    }
+    self._answer(answers.get(self.path, {"weight_version": self.server.version}))
 
   def do_POST(self):
     server = self.server
@@ -76,6 +101,12 @@ class Handler(BaseHTTPRequestHandler):
     if self.path == "/update_weights_from_disk":
       server.load(body["model_path"], body["weight_version"])
       self._answer({"success": True, "message": ""})
+    elif self.path == "/load_lora_adapter":
+      server.load_adapter(body["lora_name"], body["lora_path"])
+      self._answer({"success": True})
+    elif self.path == "/unload_lora_adapter":
+      del server.adapters[body["lora_name"]]
+      self._answer({"success": True})
     elif self.path == "/generate":
       with server.lock:
         server.busy += 1
@@ -96,7 +127,8 @@ class Handler(BaseHTTPRequestHandler):
       "weight_version": self.server.version,
     }
     if body.get("logprob_start_len") == 0:
-      values = [None, *logprobs(self.server.embedding, ids).tolist()]
+      _, adapter = self.server.adapters.get(body.get("lora_path"), (None, 0.0))
+      values = [None, *logprobs(self.server.embedding, ids, adapter).tolist()]
       meta["input_token_logprobs"] = [[v, i, None] for v, i in zip(values, ids, strict=True)]
     n = params["max_new_tokens"]
     sampled = [(params.get("sampling_seed", 0) + i) % 50 for i in range(n)]

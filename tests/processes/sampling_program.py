@@ -19,7 +19,7 @@ from grpo_jax.engines.base import SamplingParams
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.environments.base import SingleTurn
 from grpo_jax.learn import sharding
-from grpo_jax.models import transformer
+from grpo_jax.models import lora, transformer
 from grpo_jax.processes import bulk, elsewhere, roles
 from grpo_jax.rollouts import stream
 from grpo_jax.rollouts.collecting import Limits
@@ -56,15 +56,21 @@ def sampled():
   params = jax.tree.map(put, tree, placed)
   with (
     LoopThread() as loop,
-    JaxSampler(config, max_rows=4, prompt_tokens=8, completion_tokens=10) as engine,
+    JaxSampler(config, max_rows=4, prompt_tokens=8, completion_tokens=10, unmerged=True) as engine,
   ):
+    engine.load_weights(params, version=2)
+    of_device = bytes_of_device(engine._weights)
+    earlier, params = (with_adapter(config, params, seed) for seed in (1, 0))
     for job in engine.programs(params):
       job()
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
       lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
     )
+    engine.load_weights(earlier, version=2)
+    engine.release()
     engine.load_weights(params, version=3)
+    exchanged = engine.metrics()["perf/sync_bytes"]
     late = len(compiled) if processes.count() > 1 else 0
     sample = stream.Sampler(
       engine=engine,
@@ -79,8 +85,6 @@ def sampled():
       with_greedy=True,
     )
     groups = sample(TASKS, 5)
-    weights = engine._weights
-    of_device = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(weights))
     engine.release()
     assert engine._weights is None
   shown = [
@@ -94,7 +98,23 @@ def sampled():
     )
     for group in groups
   ]
-  return {"groups": shown, "bytes": of_device, "late": late}
+  return {"groups": shown, "bytes": of_device, "exchanged": exchanged, "late": late}
+
+
+def bytes_of_device(weights):
+  return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(weights))
+
+
+def with_adapter(config, base, seed):
+  """Returns weights with an adapter, which is split as that of a run."""
+  options = lora.Options(rank=2, alpha=4.0)
+  tree, mesh = lora.tree(config, options), base["embed"].sharding.mesh
+  axes = jax.tree.map(lambda leaf: leaf.axes, tree)
+  placed = sharding.param_shardings(axes, mesh, shapes=tree)
+  draw = lambda leaf: np.random.default_rng([seed, *leaf.shape]).normal(0, 0.2, leaf.shape)
+  arrays = jax.tree.map(lambda leaf: draw(leaf).astype(np.float32), tree)
+  put = lambda x, at: jax.make_array_from_callback(x.shape, at, lambda part: x[part])
+  return lora.join(base, jax.tree.map(put, arrays, placed), options.scale)
 
 
 def exchanged():

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax._src import compiler
 from ml_collections import ConfigDict
@@ -22,6 +21,7 @@ import configs.base
 from grpo_jax import batching, metrics
 from grpo_jax.batching import packing
 from grpo_jax.building import computation, phases
+from grpo_jax.building import model as model_building
 from grpo_jax.building import teacher as teaching
 from grpo_jax.config import run_options
 from grpo_jax.learn import monitoring, policy, sharding, train_step
@@ -32,16 +32,14 @@ from grpo_jax.run_folder import loggers
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
 
 SHAPE = packing.Shape(8, 64, 64)
-RANK = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A mesh ("data", "fsdp", "tensor"), settings of a config, and the kind of policy."""
+  """A mesh ("data", "fsdp", "tensor"), settings of a config, and whether there is a teacher."""
 
   sizes: tuple[int, int, int]
   settings: Mapping[str, Any]
-  is_composed: bool = False
   is_taught: bool = False
 
 
@@ -62,6 +60,8 @@ BASE = {
 
 # Adam would make much of entries whose gradient is rounding.
 SGD = {"optim.optimizer": "sgd", "optim.learning_rate": 0.1, "optim.weight_decay": 0.0}
+
+LORA = {"model.lora.rank": 2, "model.lora.alpha": 4.0, "model.lora.base_dtype": "float32"}
 
 CASES = {
   # Two minibatches, so old logprobs; a reference; an entropy bonus; everything is monitored.
@@ -85,11 +85,16 @@ CASES = {
       "loss.seq_logprob_error_threshold": 1.6,
     },
   ),
-  # A frozen base with a trained difference, under the distribution that top-k leaves.
-  "composed": Case(
+  # An adapter of all kernels on a frozen base, under the distribution that top-k leaves.
+  "adapter": Case(
     (1, 2, 2),
-    {"loss.kl_coef": 0.1, "sampling.logprobs": "truncated", "sampling.top_k": 40},
-    is_composed=True,
+    {
+      **LORA,
+      "loss.kl_coef": 0.1,
+      "learn.report_kl_every_steps": 1,
+      "sampling.logprobs": "truncated",
+      "sampling.top_k": 40,
+    },
   ),
   # Tokens are chosen among all of the step, also at random; the reference follows the policy.
   "chosen": Case(
@@ -102,32 +107,6 @@ CASES = {
   ),
   "replicas": Case((4, 1, 1), {**SGD, "loss.kl_coef": 0.1, "learn.epochs": 2}),
 }
-
-
-def split(read: Any) -> tuple[Any, Any]:
-  count, width, heads = read["layers"]["q"].shape
-  # Not by `jax.random` on default devices: every process makes the same array of its own.
-  down = np.random.default_rng(0).normal(size=(count, width, RANK)).astype(np.float32)
-  whole = sharding.whole(read["layers"]["q"].sharding.mesh)
-  up = np.zeros((count, RANK, heads), np.float32)
-  return {"down": arrays.put(down, whole), "up": arrays.put(up, whole)}, read
-
-
-def described(read: Any) -> tuple[Any, Any]:
-  q = read["layers"]["q"]
-  whole = sharding.whole(q.sharding.mesh)
-  (count, width, heads), of = q.shape, lambda *shape: jax.ShapeDtypeStruct(shape, np.float32)
-  own = {"down": of(count, width, RANK), "up": of(count, RANK, heads)}
-  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), own), read
-
-
-def full(own: Any, frozen: Any) -> Any:
-  layers = frozen["layers"]
-  difference = jnp.einsum("ldr,lrn->ldn", own["down"], own["up"])
-  return {**frozen, "layers": {**layers, "q": layers["q"] + difference}}
-
-
-LOW_RANK = policy.Composition(split=split, described=described, full=full, base=lambda x: x)
 
 
 def groups() -> list[RolloutGroup]:
@@ -152,7 +131,12 @@ def groups() -> list[RolloutGroup]:
 
 
 def measured(
-  case: Case, model: pathlib.Path, devices: Sequence[Any], *, ahead: bool = False
+  case: Case,
+  model: pathlib.Path,
+  devices: Sequence[Any],
+  *,
+  ahead: bool = False,
+  shape: packing.Shape = SHAPE,
 ) -> dict[str, np.ndarray]:
   """Returns everything that two training steps compute, as whole arrays.
 
@@ -161,6 +145,7 @@ def measured(
     model: Folder of a tiny model.
     devices: Devices of all processes.
     ahead: Whether all programs are compiled before the first step, and none later.
+    shape: Shape of the microbatches.
   """
   config = configs.base.get_config()
   path = str(model)
@@ -174,10 +159,9 @@ def measured(
       loading.read_config(model),
       mesh,
       run_options.objective(config),
-      LOW_RANK if case.is_composed else None,
       teacher=of_teacher and of_teacher.config,
     ),
-    shapes=(SHAPE,),
+    shapes=(shape,),
   )
   if ahead:
     for job in made.jobs():
@@ -191,7 +175,7 @@ def measured(
 
 def trained(made: computation.Computation, of_teacher: Any, model: pathlib.Path) -> dict[str, Any]:
   """Takes two training steps with the programs of a run; returns what they compute."""
-  read = lambda: loading.load(model, sharding=lambda _: made.shardings).params
+  read = lambda: model_building.load(model, made.read).params
   with counting_values() as sizes:
     initial = read()
   trainable, owner = made.begin(initial)
@@ -220,6 +204,8 @@ def trained(made: computation.Computation, of_teacher: Any, model: pathlib.Path)
       shapes=made.shapes,
       cost=made.cost,
       minibatches=made.config.learn.minibatches,
+      share_prefixes=made.config.batching.share_prefixes,
+      pack=made.config.batching.pack,
       skip_zero_advantage=False,
     )
     minibatches = phases.score(
@@ -242,6 +228,7 @@ def trained(made: computation.Computation, of_teacher: Any, model: pathlib.Path)
       policy=owner,
       logger=logger,
       reference=learn,
+      measure=made.measure,
     )
     values = {**watched, **metrics.to_floats(learned)}
     per_rollout = batching.per_rollout(batch, arrays.fetch(logprobs), rewarded)

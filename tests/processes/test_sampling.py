@@ -10,6 +10,8 @@ from tests import several
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
+# Inputs and outputs of q, k, v, o, gate, up, down; two layers, rank 2, float32.
+KERNELS = [(32, 32), (32, 16), (32, 16), (32, 32), (32, 40), (32, 40), (40, 32)]
 PROGRAM = pathlib.Path(__file__).with_name("sampling_program.py")
 
 
@@ -50,6 +52,14 @@ def test_a_copy_of_the_weights_is_split_over_the_devices_of_its_process(found):
   rest = of_device[4] - layers
   assert layers > 0.4 * of_device[4] and of_device[1] == layers // 4 + rest // 2
   assert [each["groups"]["late"] for each in (*found[2], *found[4])] == [0] * 6
+
+
+def test_a_sync_copies_the_adapter_only(found):
+  exchanged = {count: found[count][0]["groups"]["exchanged"] for count in found}
+  # Whole on the devices of one, two and four processes; "tensor" splits B, and "fsdp" A.
+  adapter = sum(2 * 4 * 2 * (i + o) for i, o in KERNELS)
+  assert exchanged[4] == adapter
+  assert exchanged[1] < 4 * adapter and exchanged[2] <= 2 * adapter
 
 
 @pytest.mark.parametrize("count", [2, 4])

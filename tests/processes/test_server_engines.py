@@ -140,6 +140,19 @@ def test_a_given_server_that_restarts_gets_its_weights_from_the_main_process(fou
     assert "/abort_request" not in each["asked again"]  # of the other process.
 
 
+def test_adapters_of_a_given_server_are_loaded_once_used_by_both_and_unloaded(found):
+  first, second = (each["given_adapters"] for each in found)
+  for each in (first, second):
+    for version in (1, 2, 3):
+      assert {tuple(of) for _, of in each[f"sampled {version}"]} == {(version, version)}
+    assert each["probe"] < 1e-4
+  asked = first["asked"]
+  assert asked["/load_lora_adapter"] == 3 and asked["/unload_lora_adapter"] == 2
+  assert asked["/update_weights_from_disk"] == asked["/pause_generation"] == 1  # the base.
+  assert asked["/generate"] == 3 * (2 * 12 + 2)  # completions, and a probe of each process.
+  assert first["folders"] == second["folders"] == [".lock", "base", "v000003"]
+
+
 def test_a_teacher_s_servers_are_asked_once_for_each_completion_by_one_of_the_processes(found):
   first, second = (each["teacher_servers"] for each in found)  # the worker compares all values.
   assert (first["asked"], second["asked"]) == (3, 2) and first["rows"] == 5

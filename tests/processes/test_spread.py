@@ -15,11 +15,11 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 # The cases that two and four processes compute.
 CASES = {
-  2: ("minibatches", "whitened", "composed", "chosen", "taught"),
+  2: ("minibatches", "whitened", "adapter", "chosen", "taught"),
   4: ("whitened", "replicas"),
 }
 # Their reductions have two members, whose sum does not depend on the order.
-EXACT = ("minibatches", "whitened", "composed")
+EXACT = ("minibatches", "whitened", "adapter")
 
 
 @pytest.fixture(scope="module")

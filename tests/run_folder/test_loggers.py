@@ -514,5 +514,11 @@ def test_the_last_lines_of_a_run_can_be_copied_whatever_its_folder_is_called():
   (python,) = [line.partition(": ")[2] for line in lines if "notebook" in line]
   assert ast.literal_eval(python.partition("open")[2]) == "runs/my run"
   assert lines[0] == "final weights: runs/my run/export"
+  both = console.closing_lines("w/export", "w", adapter="w/adapter")
+  assert both[0] == "adapter alone: w/adapter" and "PeftModel.from_pretrained" in both[1]
+  assert both[2:] == [
+    "final weights (merged with the adapter): w/export",
+    *console.closing_lines("w/export", "w")[1:],
+  ]
   offline = console.closing_lines("e", "w", is_offline=True)
   assert not [line for line in offline if "evaluate" in line] and len(offline) == len(lines) - 1

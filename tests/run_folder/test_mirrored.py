@@ -88,6 +88,8 @@ def finished():
     (folder / "export").mkdir()
     (folder / "export" / "config.json").write_text("{}")
     (folder / "export" / "model.safetensors").write_bytes(b"w")
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
     (folder / "weights").mkdir()
     (folder / "weights" / "of_servers").write_text("")
     (folder / "half.tmp").write_text("")
@@ -99,7 +101,7 @@ def test_the_end_of_the_block_waits_until_everything_is_there(finished):
   assert finished.parent.parent.name == "cache"
   names = {
     *("config.json", "metrics.jsonl", "report.html", "run.json"),
-    *("export/config.json", "export/model.safetensors"),
+    *("export/config.json", "export/model.safetensors", "adapter/adapter_config.json"),
     *("rollouts/step_000000.jsonl", "rollouts/step_000001.jsonl"),
     *(f"{layout.step_folder(s)}/{n}" for s in (1, 2) for n in ("state", "manifest.json")),
     *(f"{layout.step_folder(s)}/{layout.HISTORY}" for s in (1, 2)),
@@ -113,7 +115,7 @@ def test_an_empty_machine_gets_the_run_back(finished, tmp_path):
     assert manifest.damage(folder / layout.step_folder(2)) is None
     assert (folder / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
     assert (folder / "rollouts" / "step_000001.jsonl").is_file()
-    assert not (folder / "export").exists()
+    assert not (folder / "export").exists() and not (folder / "adapter").exists()
     assert not (folder / layout.step_folder(2) / layout.HISTORY).exists()
     save(folder, 3)
     shutil.rmtree(folder / layout.step_folder(1))

@@ -32,6 +32,13 @@ SETTINGS = {
   config.learn.minibatches = 2
   config.loss.kl_coef = 0.01
 """,
+  # That trains an adapter, which its sampler keeps apart from the base.
+  "adapter": """
+  config.environments = {"own": {"module": "function", "path": "tests.rewards.vowels"}}
+  config.model.lora.rank = 4
+  config.model.lora.base_dtype = "int8"
+  config.loss.kl_coef = 0.01
+""",
   # Whose steps begin with groups that are left over from the step before.
   "dynamic_sampling": """
   config.environments = {"own": {"module": "function", "path": "tests.rewards.vowels_of_some"}}

@@ -7,6 +7,7 @@ and in each process that it spawns. Tested with SGLang 0.5.23. These are replace
     sgl_kernel    the compiled kernels; no build for CPUs is published
     torchvision   imported for image models; its published build needs CUDA
     seeds         deterministic inference is offered for GPU attention only
+    pinned memory the code of adapters (LoRA) asks for it, which torch refuses without a GPU
     processes     SGLang spawns them, and each imports everything again: 65 s of CPU time, while
                   forked ones take 32 s; there is no CUDA context here that a fork would break
 
@@ -17,6 +18,7 @@ again, unless two tokens tie within about 1e-6 nats. SGLang's batch-invariant ke
 that too, are Triton kernels and for GPUs only.
 """
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -50,6 +52,7 @@ def install() -> None:
 
   _declare_torchvision_operators(torch)
   _define_seeded_hash(torch)
+  _ignore_pinning(torch)
   _allow_seeds()
   _fork_processes()
 
@@ -214,6 +217,25 @@ def _rotate_and_add(h, spare) -> None:
   h |= spare
   h *= number(5)
   h += number(0xE6546B64)
+
+
+def _ignore_pinning(torch) -> None:
+  """Makes torch ignore requests for pinned memory, from which only a GPU would profit.
+
+  sglang/srt/lora asks for it unconditionally; reported as sgl-project/sglang#31894.
+  """
+
+  def unpinned(make):
+    @functools.wraps(make)
+    def made(*arguments, **keywords):
+      keywords.pop("pin_memory", None)
+      return make(*arguments, **keywords)
+
+    return made
+
+  for name in ("tensor", "empty", "zeros", "ones", "full", "arange"):
+    setattr(torch, name, unpinned(getattr(torch, name)))
+  torch.Tensor.pin_memory = lambda tensor, *arguments, **keywords: tensor
 
 
 def _allow_seeds() -> None:

@@ -32,6 +32,7 @@ DEFAULTS_ON_CPU = (
   "--disable-overlap-schedule",  # it hides CPU work behind that of a GPU.
   "--sleep-on-idle",  # otherwise an idle server keeps a core busy.
   "--skip-server-warmup",  # nothing needs compilation.
+  *("--lora-backend", "torch_native"),  # the others are Triton kernels.
 )
 
 

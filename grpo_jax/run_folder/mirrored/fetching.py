@@ -17,7 +17,7 @@ from grpo_jax.run_folder.mirrored import layout
 _log = logging.getLogger(__name__)
 
 # What a run writes again, or does not read.
-_NOT_FETCHED = ("export", "servers")
+_NOT_FETCHED = (*layout.READ_FIRST, "servers")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,8 @@ CHECKPOINTS = "checkpoints"
 
 # What only a run has.
 _OF_A_RUN = ("config.json", "metrics.jsonl", CHECKPOINTS)
+# What a run writes at its end: a folder, and the file because of which readers treat it as whole.
+READ_FIRST = {"export": "export/config.json", "adapter": "adapter/adapter_config.json"}
 _NOT_UPLOADED = (CHECKPOINTS, "weights")  # weights: what SGLang servers load.
 _STEP = re.compile(rf"{CHECKPOINTS}/step_(\d{{8,}})/(.+)")
 
@@ -109,5 +111,5 @@ def local_files(folder: pathlib.Path) -> dict[str, tuple[int, int]]:
 
 
 def _is_read_first(name: str) -> bool:
-  """Returns whether readers take a folder for whole because of this file: it is uploaded last."""
-  return name == "export/config.json"
+  """Returns whether readers treat a folder as whole because of this file: it is uploaded last."""
+  return name in READ_FIRST.values()

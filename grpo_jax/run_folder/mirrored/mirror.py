@@ -123,12 +123,13 @@ class Mirror:
         self._sent[name] = now[name]
         self._sent_at[name] = time.monotonic()
 
-    exported = "export/config.json"
-    if any(name.startswith("export/") for name in changed):
-      self._place.delete([exported])  # nobody takes a mixture of two exports for a model.
-      changed = [name for name in changed if name != exported] + [exported] * (exported in now)
-    self._place.each(send, [name for name in changed if name != exported])
-    self._place.each(send, [name for name in changed if name == exported])
+    last = []  # nobody treats a mixture of two exports as a model.
+    for folder, mark in layout.READ_FIRST.items():
+      if any(name.startswith(f"{folder}/") for name in changed):
+        self._place.delete([mark])
+        last += [mark] * (mark in now)
+    self._place.each(send, [name for name in changed if name not in layout.READ_FIRST.values()])
+    self._place.each(send, last)
     gone = [name for name in self._sent if name not in now]
     self._place.delete(gone)
     for name in gone:

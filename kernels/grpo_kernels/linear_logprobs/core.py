@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from grpo_kernels import rounding
+from grpo_kernels import rounding, wanted
 
 # `Statistics.largest` of a row without columns. Far enough from the limits of float32 that
 # differences divided by a temperature stay finite.
@@ -32,6 +32,7 @@ class Settings:
   interpret: bool = False  # run a Pallas kernel in its platform's interpreter, on a CPU: for tests.
   vocab_chunk: int | None = None  # columns of a chunk; None: chosen automatically.
   gradient_dtype: str | None = None  # of the head's gradient; None: the head's.
+  head_is_frozen: bool = False  # its gradient is not computed.
 
   @property
   def vocab_axis(self) -> int:
@@ -74,10 +75,10 @@ class Implementation(Protocol):
     ...
 
   @property
-  def gradients(self) -> Callable[..., tuple[Array, Array]]:
+  def gradients(self) -> Callable[..., tuple[Array, Array | None]]:
     """Returns the cotangents of hidden, in float32, and of head.
 
-    The latter is in the dtype of the head, or that of the settings.
+    The latter is in the dtype of the head, or that of the settings; None if the head is frozen.
 
         S = [g (onehot_t - p) - gₑ p (log p + H)] / τ      dW = Sᵀh      dh = S W
 
@@ -191,32 +192,28 @@ def tempered(settings: Settings, difference: Array) -> Array:
 
 def _forward(implementation, settings, hidden, head, targets):
   """Returns the outputs and what the backward pass needs; arguments come as symbolic primals."""
-  hidden, head, targets = hidden.value, head.value, targets.value
+  needed, (hidden, head, targets) = wanted.split(hidden, head, targets)
   found = implementation.statistics(settings, hidden, head, targets, None)
   logprobs, entropy = outputs(settings, found)
   normaliser = found.largest, jnp.log(found.total)
-  return (logprobs, entropy), (hidden, head, targets, normaliser, entropy)
+  return (logprobs, entropy), (hidden, head, targets, normaliser, entropy, needed)
 
 
 def _backward(implementation, settings, residuals, cotangents):
   """Returns the cotangents of hidden and head, each in the dtype of its input."""
-  hidden, head, targets, normaliser, entropy = residuals
+  hidden, head, targets, normaliser, entropy, needed = residuals
   of_logprobs, of_entropy = cotangents
-  if _is_zero(of_entropy):
+  settings = dataclasses.replace(settings, head_is_frozen=not needed[1])
+  if wanted.is_zero(of_entropy):
     # An entropy that is only reported has no gradient.
     settings = dataclasses.replace(settings, with_entropy=False)
     entropy = of_entropy = None
-  if _is_zero(of_logprobs):
+  if wanted.is_zero(of_logprobs):
     of_logprobs = jnp.zeros(hidden.shape[:1], jnp.float32)
   d_hidden, d_head = implementation.gradients(
     settings, hidden, head, targets, None, normaliser, entropy, of_logprobs, of_entropy
   )
   return rounding.written(d_hidden, hidden.dtype), d_head, None
-
-
-def _is_zero(cotangent: Any) -> bool:
-  """Returns whether tracing already shows that nothing depends on an output."""
-  return cotangent is None or isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
 
 
 _logprobs.defvjp(_forward, _backward, symbolic_zeros=True)

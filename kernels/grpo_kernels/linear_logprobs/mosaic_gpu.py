@@ -110,7 +110,7 @@ class Kernels:
     entropy: Float[Array, " N"] | None,
     of_logprobs: Float[Array, " N"],
     of_entropy: Float[Array, " N"] | None,
-  ) -> tuple[Float[Array, "N D"], Float[Array, "_ _"]]:
+  ) -> tuple[Float[Array, "N D"], Float[Array, "_ _"] | None]:
     """Returns the cotangents of hidden (float32) and head (its dtype); see `core.Implementation`.
 
     Raises:
@@ -121,7 +121,8 @@ class Kernels:
     tokens, vocabulary = hidden.shape[0], head.shape[settings.vocab_axis]
     dtype = settings.dtype_of_gradient(head)
     if tokens == 0:
-      return hidden.astype(jnp.float32), jnp.zeros(head.shape, dtype)
+      nothing = None if settings.head_is_frozen else jnp.zeros(head.shape, dtype)
+      return hidden.astype(jnp.float32), nothing
     tiles = self._tiles(settings, hidden, head)
     columns = _real_columns(settings, head, columns)
     padded = tiles_over(tokens, tiles.rows) * tiles.rows
@@ -181,7 +182,7 @@ def chunk_start(index, chunk: int):
 
 def _over_chunks(
   settings: Settings, tiles: Tiles, slopes, hidden: Array, head: Array, vocabulary: int, dtype: Any
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array | None]:
   """Returns the cotangents of hidden, in float32, and head, in a dtype, from `slopes(first, size)`.
 
   Whole chunks are looped over; the rest of V, if any, is one shorter chunk after them, whose S has
@@ -198,13 +199,16 @@ def _over_chunks(
     if width > size:
       weights = _padded(weights, axis, width)
     d_hidden = d_hidden + dot(of_logits, weights, (((1,), (axis,)), ((), ())))
+    if d_head is None:
+      return d_hidden, None
     pair = (of_logits, hidden) if axis == 0 else (hidden, of_logits)
     d_weights = dot(*pair, (((0,), (0,)), ((), ()))).astype(dtype)
     d_weights = lax.slice_in_dim(d_weights, 0, size, axis=axis)
     return d_hidden, lax.dynamic_update_slice_in_dim(d_head, d_weights, first, axis)
 
   shape = [vocabulary, hidden.shape[1]] if axis == 0 else [hidden.shape[1], vocabulary]
-  carry = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(shape, dtype)
+  of_head = None if settings.head_is_frozen else jnp.zeros(shape, dtype)
+  carry = jnp.zeros(hidden.shape, jnp.float32), of_head
   whole, rest = divmod(vocabulary, tiles.chunk)
   if whole:
     step = lambda index, carry: visit(carry, chunk_start(index, tiles.chunk), tiles.chunk)

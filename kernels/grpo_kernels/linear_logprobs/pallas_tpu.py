@@ -92,14 +92,14 @@ class PallasTpu:
     entropy: Float[Array, " N"] | None,
     of_logprobs: Float[Array, " N"],
     of_entropy: Float[Array, " N"] | None,
-  ) -> tuple[Float[Array, "N D"], Float[Array, "_ _"]]:
+  ) -> tuple[Float[Array, "N D"], Float[Array, "_ _"] | None]:
     """Returns the cotangents of hidden (float32) and head (its dtype); see `core.Implementation`.
 
     S = [g (onehot_t - p) - gₑ p (log p + H)] / τ      dW = Sᵀh      dh = S W
 
     """
     if hidden.shape[0] == 0:
-      return hidden.astype(jnp.float32), jnp.zeros(head.shape, settings.dtype_of_gradient(head))
+      return hidden.astype(jnp.float32), _empty_gradient(settings, head)
     tiles = self._tiles(settings, hidden, head)
     limit = _limit(settings, head, columns)
     of_rows = [*log_normaliser, of_logprobs / settings.temperature]
@@ -111,7 +111,9 @@ class PallasTpu:
     rows = _at_least(jnp.stack(of_rows), 1)
     slopes = functools.partial(kernels.slopes, settings, tiles, limit, hidden, head, targets, rows)
     d_hidden, d_head = _over_chunks(settings, tiles, slopes, hidden, head)
-    return d_hidden[:tokens], jax.lax.slice_in_dim(d_head, 0, vocabulary, axis=settings.vocab_axis)
+    if d_head is not None:
+      d_head = jax.lax.slice_in_dim(d_head, 0, vocabulary, axis=settings.vocab_axis)
+    return d_hidden[:tokens], d_head
 
   def _tiles(self, settings: Settings, hidden: Array, head: Array) -> Tiles:
     """Returns the tiles to use for these arrays."""
@@ -139,17 +141,25 @@ def _over_chunks(settings: Settings, tiles: Tiles, slopes, hidden: Array, head: 
     of_logits = slopes(first, size)
     weights = jax.lax.dynamic_slice_in_dim(head, first, size, vocab_axis).astype(hidden.dtype)
     d_hidden = d_hidden + kernels.dot(of_logits, weights, 1, vocab_axis)
+    if d_head is None:
+      return d_hidden, None
     pair = (of_logits, hidden) if vocab_axis == 0 else (hidden, of_logits)
     d_weights = kernels.dot(*pair, 0, 0).astype(d_head.dtype)
     return d_hidden, jax.lax.dynamic_update_slice_in_dim(d_head, d_weights, first, vocab_axis)
 
-  of_head = jnp.zeros(head.shape, settings.dtype_of_gradient(head))
-  carry = jnp.zeros(hidden.shape, jnp.float32), of_head
+  carry = jnp.zeros(hidden.shape, jnp.float32), _empty_gradient(settings, head)
   whole, rest = divmod(vocabulary, tiles.chunk)
   if whole:
     step = lambda index, carry: visit(carry, tiling.chunk_start(index, tiles.chunk), tiles.chunk)
     carry = jax.lax.fori_loop(0, whole, step, carry)
   return visit(carry, tiling.chunk_start(whole, tiles.chunk), rest) if rest else carry
+
+
+def _empty_gradient(settings: Settings, head: Array) -> Array | None:
+  """Returns the head's gradient before the first chunk; None if the head is frozen."""
+  if settings.head_is_frozen:
+    return None
+  return jnp.zeros(head.shape, settings.dtype_of_gradient(head))
 
 
 def _limit(settings: Settings, head: Array, columns: Any) -> Int[Array, " 1"]:

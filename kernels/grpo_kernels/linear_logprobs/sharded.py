@@ -148,7 +148,7 @@ class Sharded:
     entropy: Array | None,
     of_logprobs: Array,
     of_entropy: Array | None,
-  ) -> tuple[Array, Array]:
+  ) -> tuple[Array, Array | None]:
     """Returns the cotangents of hidden (float32) and head; see `core.Implementation`."""
     p, n, v = self.partition, hidden.shape[0], head.shape[settings.vocab_axis]
     how, dtype = HeadParts.of(p, settings, head), head.dtype
@@ -162,7 +162,7 @@ class Sharded:
       )
       if p.vocab_axis is not None:
         d_hidden = jax.lax.psum(d_hidden, p.vocab_axis)
-      return d_hidden, how.own(d_head).astype(dtype)
+      return d_hidden, None if d_head is None else how.own(d_head).astype(dtype)
 
     tokens = of_tokens(p)
     per_token = (log_normaliser, entropy, of_logprobs, of_entropy)
@@ -170,13 +170,15 @@ class Sharded:
       of_device,
       mesh=p.mesh,
       in_specs=(tokens, how.spec, tokens, *jax.tree.map(lambda _: tokens, per_token)),
-      out_specs=(tokens, how.spec),
+      out_specs=(tokens, None if settings.head_is_frozen else how.spec),
       check_vma=False,
     )(
       *_padded(p, settings, hidden, head, targets),
       *jax.tree.map(lambda x: pad(x, 0, p.token_parts), per_token),
     )
-    return d_hidden[:n], jax.lax.slice_in_dim(d_head, 0, v, axis=settings.vocab_axis)
+    if d_head is not None:
+      d_head = jax.lax.slice_in_dim(d_head, 0, v, axis=settings.vocab_axis)
+    return d_hidden[:n], d_head
 
 
 def combined(settings: Settings, own: Statistics, axis: str) -> Statistics:

@@ -5,10 +5,12 @@ the token's logprob is, while its logits are still in memory: nothing is compute
 
     two passes:  z = hW   |   z = hW, dW = Sᵀh, dh = SW          8·N·D·V operations
     one sweep:   z = hW,  g = ∂L/∂log p,  dW += Sᵀh, dh = SW     6·N·D·V operations
+    frozen head: z = hW,  g = ∂L/∂log p,  dh = SW                4·N·D·V operations
 
 The sweep processes chunks of tokens, each with the whole vocabulary: [Tc V] logits are alive,
 Tc ≪ N. The price is the head's float32 gradient, to which every chunk adds: V·D·8 bytes to and from
-memory per chunk, and V·D·4 bytes during the whole sweep.
+memory per chunk, and V·D·4 bytes during the whole sweep. Neither is paid for a head that is not
+differentiated, such as that of a frozen base.
 """
 
 import dataclasses
@@ -22,7 +24,7 @@ from jax.lax import stop_gradient
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from grpo_kernels import precision, rounding
+from grpo_kernels import precision, rounding, wanted
 from grpo_kernels.linear_logprobs import choice, core, reference, sharded
 from grpo_kernels.linear_logprobs.core import LOWEST, Settings, Statistics
 
@@ -149,37 +151,51 @@ class _Static:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _objective(static, hidden, head, targets, per_token, constants, live) -> Any:
   """Returns (loss, logprobs, entropy or None); where differentiation enters."""
-  return _on_devices(static, hidden, head, targets, per_token, constants, live, False)[0]
+  return _on_devices(static, hidden, head, targets, per_token, constants, live, needed=_NOTHING)[0]
 
 
 def _forward(static, hidden, head, targets, per_token, constants, live):
-  """Returns the outputs, and the gradients for a cotangent of 1."""
-  return _on_devices(static, hidden, head, targets, per_token, constants, live, True)
+  """Returns the outputs, and the gradients that are wanted, for a cotangent of 1."""
+  needed, arguments = wanted.split(hidden, head, targets, per_token, constants, live)
+  return _on_devices(static, *arguments, needed=_Gradients(*needed.arguments[:2]))
 
 
 def _backward(static, gradients, cotangents):
   """Scales the gradients; those of logprobs and entropy stop at `linear_objective`."""
   of_loss = cotangents[0]
-  d_hidden, d_head = (rounding.written(of_loss * x, x.dtype) for x in gradients)
-  return d_hidden, d_head, None, None, None, None
+  if wanted.is_zero(of_loss):
+    return (None,) * 6
+  scaled = jax.tree.map(lambda x: rounding.written(of_loss * x, x.dtype), gradients)
+  return *scaled, None, None, None, None
 
 
-_objective.defvjp(_forward, _backward)
+_objective.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+class _Gradients(NamedTuple):
+  """Which gradients a sweep computes."""
+
+  hidden: bool
+  head: bool
+
+
+_NOTHING = _Gradients(False, False)
 
 
 def _on_devices(
-  static: _Static, hidden, head, targets, per_token, constants, live, with_gradients: bool
+  static: _Static, hidden, head, targets, per_token, constants, live, *, needed: _Gradients
 ):
-  """Returns ((loss, logprobs, entropy), gradients or None); each device sweeps its own tokens."""
+  """Returns ((loss, logprobs, entropy), (of hidden, of head)); each device sweeps its own tokens.
+
+  A gradient that is not needed is None.
+  """
   vocabulary = head.shape[static.settings.vocab_axis]
   p = static.partition
   if p is None:
     columns, weights = _Columns(vocabulary, 0, None, None), head.astype(hidden.dtype)
     tokens = hidden, weights, targets, per_token, constants
-    outputs, gradients = _sweep(static, columns, *tokens, live, with_gradients)
-    if gradients is not None:
-      gradients = gradients[0], gradients[1].astype(head.dtype)
-    return outputs, gradients
+    outputs, (d_hidden, d_head) = _sweep(static, columns, *tokens, live, needed)
+    return outputs, (d_hidden, None if d_head is None else d_head.astype(head.dtype))
 
   how, dtype = sharded.HeadParts.of(p, static.settings, head), head.dtype
 
@@ -187,37 +203,34 @@ def _on_devices(
     weights = how.whole(head, hidden.dtype)
     at, real = sharded.own_columns(p, weights.shape[static.settings.vocab_axis], vocabulary)
     columns = _Columns(vocabulary, at, real, p.vocab_axis)
-    (loss, *rest), gradients = _sweep(
-      static, columns, hidden, weights, targets, per_token, constants, None, with_gradients
+    (loss, *rest), (d_hidden, d_head) = _sweep(
+      static, columns, hidden, weights, targets, per_token, constants, None, needed
     )
     if p.token_parts > 1:
       loss = jax.lax.psum(loss, p.token_axes)
-    if gradients is not None:
-      d_hidden, d_head = gradients
-      if p.vocab_axis is not None:
-        d_hidden = jax.lax.psum(d_hidden, p.vocab_axis)
-      gradients = d_hidden, how.own(d_head).astype(dtype)
-    return (loss, *rest), gradients
+    if d_hidden is not None and p.vocab_axis is not None:
+      d_hidden = jax.lax.psum(d_hidden, p.vocab_axis)
+    if d_head is not None:
+      d_head = how.own(d_head).astype(dtype)
+    return (loss, *rest), (d_hidden, d_head)
 
   tokens, of_head = sharded.of_tokens(p), how.spec
   like = lambda spec, tree: jax.tree.map(lambda _: spec, tree)
   whole = PartitionSpec()
   head = sharded.pad(head, static.settings.vocab_axis, p.vocab_parts)
-  outputs, gradients = jax.shard_map(
+  outputs, (d_hidden, d_head) = jax.shard_map(
     of_device,
     mesh=p.mesh,
     in_specs=(tokens, of_head, tokens, like(tokens, per_token), like(whole, constants)),
     out_specs=(
       (whole, tokens, tokens if static.settings.with_entropy else None),
-      (tokens, of_head) if with_gradients else None,
+      (tokens if needed.hidden else None, of_head if needed.head else None),
     ),
     check_vma=False,
   )(hidden, head, targets, per_token, constants)
-  if gradients is not None:
-    d_hidden, d_head = gradients
+  if d_head is not None:
     d_head = jax.lax.slice_in_dim(d_head, 0, vocabulary, axis=static.settings.vocab_axis)
-    gradients = d_hidden, d_head
-  return outputs, gradients
+  return outputs, (d_hidden, d_head)
 
 
 class _Columns(NamedTuple):
@@ -238,18 +251,16 @@ def _sweep(
   per_token,
   constants,
   live,
-  with_gradients: bool,
+  needed: _Gradients,
 ):
-  """Returns ((loss, logprobs, entropy), (d_hidden, d_head) or None) of one device's part.
+  """Returns ((loss, logprobs, entropy), (d_hidden, d_head)) of one device's part.
 
-  The gradient of the head is float32.
+  A gradient that is not needed is None; that of the head is float32.
   """
 
   def visit(carry, part):
     share, outputs, slopes = _chunk_of_tokens(static, columns, weights, part, constants)
-    d_hidden = d_head = None
-    if with_gradients:
-      d_hidden, d_head = _products(static.settings, slopes, part[0], weights)
+    d_hidden, d_head = _products(static.settings, needed, slopes, part[0], weights)
     own = share, d_head
     carry = own if carry is None else jax.tree.map(jnp.add, carry, own)
     return carry, (*outputs, d_hidden)
@@ -257,10 +268,9 @@ def _sweep(
   (loss, d_head), (logprobs, entropy, d_hidden) = _over_chunks(
     visit, (hidden, targets, per_token), static.chunk, live
   )
-  gradients = None
-  if d_hidden is not None and d_head is not None:
-    gradients = rounding.written(d_hidden, hidden.dtype), d_head
-  return (loss, logprobs, entropy), gradients
+  if d_hidden is not None:
+    d_hidden = rounding.written(d_hidden, hidden.dtype)
+  return (loss, logprobs, entropy), (d_hidden, d_head)
 
 
 def _chunk_of_tokens(
@@ -318,16 +328,22 @@ def _statistics(settings: Settings, columns: _Columns, logits, column, own) -> S
   return found if columns.axis is None else sharded.combined(settings, found, columns.axis)
 
 
-def _products(settings: Settings, slopes, hidden, weights) -> tuple[Array, Array]:
-  """Returns (S W, Sᵀh in the head's layout), accumulated in float32."""
+def _products(
+  settings: Settings, needed: _Gradients, slopes, hidden, weights
+) -> tuple[Array | None, Array | None]:
+  """Returns (S W, Sᵀh in the head's layout) as far as needed, accumulated in float32."""
   dot = functools.partial(
     jax.lax.dot_general,
     precision=precision.precision_of(hidden.dtype),
     preferred_element_type=jnp.float32,
   )
   pair = (slopes, hidden) if settings.width_axis == 1 else (hidden, slopes)
-  d_hidden = dot(slopes, weights, (((1,), (settings.vocab_axis,)), ((), ())))
-  return d_hidden, dot(*pair, (((0,), (0,)), ((), ())))
+  d_hidden = d_head = None
+  if needed.hidden:
+    d_hidden = dot(slopes, weights, (((1,), (settings.vocab_axis,)), ((), ())))
+  if needed.head:
+    d_head = dot(*pair, (((0,), (0,)), ((), ())))
+  return d_hidden, d_head
 
 
 def _over_chunks(visit: Callable, per_token, chunk: int, live: Array | None):

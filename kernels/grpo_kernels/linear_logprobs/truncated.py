@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from grpo_kernels import rounding
+from grpo_kernels import rounding, wanted
 from grpo_kernels.linear_logprobs import core, reference, sharded
 from grpo_kernels.linear_logprobs.core import Settings
 from grpo_kernels.linear_logprobs.sharded import Partition
@@ -135,9 +135,10 @@ def _scores(how: _How, hidden, head, targets):
 
 
 def _forward(how: _How, hidden, head, targets):
+  needed, (hidden, head, targets) = wanted.split(hidden, head, targets)
   found = _statistics(how, hidden, head, targets)
   outputs = _outputs(found)
-  return (outputs, found.is_outside), (hidden, head, targets, found, outputs[1])
+  return (outputs, found.is_outside), (hidden, head, targets, found, outputs[1], needed)
 
 
 def _outputs(found: _Found) -> tuple[Array, Array | None, Array]:
@@ -169,8 +170,8 @@ def _backward(how: _How, residuals, cotangents):
 
   p is the truncated distribution, q the whole softmax; S is rounded to the dtype of `hidden`.
   """
-  hidden, head, targets, found, entropy = residuals
-  slopes = [None if x is None else jnp.asarray(x) for x in cotangents[0]]
+  hidden, head, targets, found, entropy, needed = residuals
+  slopes = [None if x is None else wanted.dense(x) for x in cotangents[0]]
   dot = functools.partial(
     jax.lax.dot_general, precision=precision_of(hidden.dtype), preferred_element_type=jnp.float32
   )
@@ -183,23 +184,27 @@ def _backward(how: _How, residuals, cotangents):
       own = jax.tree.map(lambda x: _own(how, x), (ids, found, entropy, slopes))
       d_logits = _columns(how, _slope(how, logits, *own)).astype(hidden.dtype)
       d_states = dot(d_logits, head, (((1,), (settings.vocab_axis,)), ((), ())))
+      if d_head is None:
+        return None, d_states
       pair = (d_logits, states) if settings.width_axis == 1 else (states, d_logits)
       return d_head + dot(*pair, (((0,), (0,)), ((), ()))), d_states
 
-    start = jnp.zeros(head.shape, jnp.float32)
+    start = jnp.zeros(head.shape, jnp.float32) if needed[1] else None
     d_head, d_hidden = _over_tokens(
       how, visit, start, head, hidden, targets, found, entropy, slopes
     )
     if how.axis is not None:
       d_hidden = jax.lax.psum(d_hidden, how.axis)
-    return d_hidden, d_head
+    return (d_hidden, d_head) if needed[1] else d_hidden
 
   per_token = (targets, found, entropy, slopes)
-  d_hidden, d_head = _on_devices(how, of_part, hidden, head, *per_token, gives_head=True)
-  return rounding.written(d_hidden, hidden.dtype), d_head.astype(head.dtype), None
+  made = _on_devices(how, of_part, hidden, head, *per_token, gives_head=needed[1])
+  d_hidden, d_head = made if needed[1] else (made, None)
+  d_hidden = rounding.written(d_hidden, hidden.dtype)
+  return d_hidden, None if d_head is None else d_head.astype(head.dtype), None
 
 
-_scores.defvjp(_forward, _backward)
+_scores.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _of_rows(how: _How, logits: Float[Array, "n V"], targets: Int[Array, " n"]) -> _Found:

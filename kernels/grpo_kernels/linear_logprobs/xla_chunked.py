@@ -76,7 +76,7 @@ def gradients(
   entropy: Float[Array, " N"] | None,
   of_logprobs: Float[Array, " N"],
   of_entropy: Float[Array, " N"] | None,
-) -> tuple[Float[Array, "N D"], Float[Array, "_ _"]]:
+) -> tuple[Float[Array, "N D"], Float[Array, "_ _"] | None]:
   """Returns the cotangents of hidden (float32) and head; see `core.Implementation`.
 
   S is rounded to the dtype of `hidden` before its two matmuls.
@@ -103,6 +103,8 @@ def gradients(
     d_logits = jnp.where(is_target, of_logprobs[:, None], 0.0) - probabilities * slope
     d_logits = (d_logits / settings.temperature).astype(hidden.dtype)
     d_hidden = d_hidden + dot(d_logits, weights, (((1,), (settings.vocab_axis,)), ((), ())))
+    if d_head is None:
+      return d_hidden, None
     pair = (d_logits, hidden) if settings.width_axis == 1 else (hidden, d_logits)
     d_weights = dot(*pair, (((0,), (0,)), ((), ()))).astype(d_head.dtype)
     d_head = jax.lax.dynamic_update_slice_in_dim(d_head, d_weights, first, settings.vocab_axis)
@@ -110,7 +112,7 @@ def gradients(
 
   start = (
     jnp.zeros(hidden.shape, jnp.float32),
-    jnp.zeros(head.shape, settings.dtype_of_gradient(head)),
+    None if settings.head_is_frozen else jnp.zeros(head.shape, settings.dtype_of_gradient(head)),
   )
   return _over_chunks(settings, visit, start, hidden, head)
 

@@ -1,0 +1,172 @@
+"""A run that trains an adapter: where it begins, what its checkpoints say, and what cannot work."""
+
+import logging
+import math
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from grpo_jax.building import agreements
+from grpo_jax.building.computation import Computation
+from grpo_jax.config import lora_options
+from grpo_jax.config.configuration import ConfigError
+from grpo_jax.models import adapter_files, leaves, loading, lora
+from grpo_jax.run_folder.checkpointing import Checkpoints
+
+_log = logging.getLogger(__name__)
+
+# A ConfigDict, whose fields a type checker cannot know.
+Config = Any
+
+FACT = "adapter"  # name of the facts in the `extra` of a checkpoint.
+_OPTIONS = ("rank", "alpha", "targets", "rank_stabilized", "base_dtype")
+
+
+def check(config: Config, folder: pathlib.Path) -> None:
+  """Checks the adapter's options against the sizes of the model, before weights are loaded.
+
+  Warns if the rank is larger than the smaller size of some kernels, where a part of it is of no
+  use.
+
+  Args:
+    config: Resolved config of the run.
+    folder: Folder of the model.
+
+  Raises:
+    ConfigError: The rank is larger than the smaller size of all kernels with an adapter, or the
+      adapter of `model.lora.path` is of another model.
+  """
+  options = lora_options.load(config)
+  if options is None:
+    return
+  model = loading.read_config(folder)
+  of_layer = leaves.layer(model)
+  sizes = {name: of_layer[name].shape for name in lora.targets(options.targets)}
+  small = {name: shape for name, shape in sizes.items() if min(shape) < options.rank}
+  shown = ", ".join(f"{name} {i} × {o}" for name, (i, o) in small.items())
+  if len(small) == len(sizes):
+    raise ConfigError(
+      f"model.lora.rank={options.rank} is larger than the smaller size of every kernel with an"
+      f" adapter ({shown}; {folder}): at most {max(map(min, sizes.values()))} can be of use"
+    )
+  if small:
+    _log.warning("model.lora.rank=%d is larger than needed for %s", options.rank, shown)
+  if config.model.lora.path is not None:
+    try:
+      adapter_files.look(_path(config), model)
+    except ValueError as error:
+      raise ConfigError(f"model.lora.path: {error}") from error
+
+
+def read(config: Config, made: Computation) -> Any:
+  """Returns the adapter to begin with, on the devices; None: a new one is made.
+
+  Raises:
+    ModelError: The files of `model.lora.path` cannot be read.
+  """
+  if config.model.lora.path is None:
+    return None
+  return adapter_files.read(_path(config), made.model, sharding=made.trainable_shardings)
+
+
+def _path(config: Config) -> pathlib.Path:
+  return pathlib.Path(config.model.lora.path).expanduser()
+
+
+def facts(config: Config, folder: pathlib.Path) -> dict[str, Any]:
+  """Returns what checkpoints say about the adapter and its base; {}: every weight is trained.
+
+  Args:
+    config: Resolved config of the run.
+    folder: Folder of the base.
+  """
+  options = lora_options.load(config)
+  if options is None:
+    return {}
+  return {
+    FACT: {
+      "base": str(folder.resolve()),
+      "base_digest": agreements.digest_of_weights(folder),
+      "rank": options.rank,
+      "alpha": options.alpha,
+      "targets": list(lora.targets(options.targets)),
+      "rank_stabilized": options.rank_stabilized,
+      "base_dtype": options.base_dtype,
+    }
+  }
+
+
+def check_same(checkpoints: Checkpoints, facts: Mapping[str, Any]) -> None:
+  """Checks that the newest checkpoint is of the same kind of run, adapter and base.
+
+  Args:
+    checkpoints: Checkpoints of the run folder.
+    facts: Facts of the present run, as `facts` returns them.
+
+  Raises:
+    ConfigError: The checkpoint is of another run; the message names what differs.
+  """
+  extra = checkpoints.newest_extra()
+  if extra is None:
+    return
+  lines = list(differences(extra.get(FACT), facts.get(FACT)))
+  if lines:
+    listed = "".join(f"\n  - {line}" for line in lines)
+    raise ConfigError(
+      f"the checkpoints in {checkpoints.directory} are of another run than this one:{listed}\n"
+      "Set these as they were, or choose another --workdir"
+    )
+
+
+def differences(was: Any, now: Mapping[str, Any] | None) -> Iterator[str]:
+  """Yields a line for each difference between the adapter of a checkpoint and that of the run.
+
+  Args:
+    was: Facts in the checkpoint; None: it is of a run that trains every weight.
+    now: Facts of the run; None: it trains every weight.
+  """
+  if was is None and now is None:
+    return
+  whole = "None (every weight is trained)"
+  if not isinstance(was, Mapping) or now is None:
+    before = was.get("rank") if isinstance(was, Mapping) else whole
+    yield f"model.lora.rank: was {before}, is {now['rank'] if now else whole}"
+    return
+  for name in _OPTIONS:
+    if was.get(name) != now[name]:
+      yield f"model.lora.{name}: was {was.get(name)}, is {now[name]}"
+  if was.get("base_digest") != now["base_digest"]:
+    yield (
+      f"model.path, the frozen base: was {was.get('base')} (digest {was.get('base_digest')}), is"
+      f" {now['base']} (digest {now['base_digest']})"
+    )
+
+
+def log_sizes(made: Computation) -> None:
+  """Logs how much of the model a run trains; nothing if it trains every weight."""
+  options = lora_options.load(made.config)
+  if options is None:
+    return
+  state, base = made.state, made.read.described
+  trained, frozen = _count(state.params), _count(leaves.tree(made.model))
+  _log.info(
+    "LoRA: rank %d on %s trains %s of %s parameters (%.2g %%); adapter %s, optimizer %s, frozen"
+    " base (%s) %s",
+    *(options.rank, ", ".join(lora.targets(options.targets)), f"{trained:,}", f"{frozen:,}"),
+    *(100 * trained / frozen, _size(state.params), _size(state.opt_state)),
+    *(options.base_dtype, _size(base)),
+  )
+
+
+def _count(tree: Any) -> int:
+  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def _size(tree: Any) -> str:
+  """Returns the bytes of a tree, on all devices together, as 1.23 GB, 45.6 MB or 7.9 kB."""
+  count = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+  if count < 1e6:
+    return f"{count / 1e3:.1f} kB"
+  return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -1,0 +1,198 @@
+"""LoRA: which kernels have an adapter, its arrays, and the weights that it makes with a base. Pure.
+
+An adapter is the tree {kernel: {"a": [L i r], "b": [L r o]}} of float32 arrays, by the names of
+`leaves.layer`, stacked over the layers as the kernels are. With it a kernel is W + s A B.
+
+Reference:
+  Hu et al. 2021, "LoRA", arXiv:2106.09685; Kalajdzievski 2023, "rsLoRA", arXiv:2312.03732, for the
+  rank-stabilised scale.
+"""
+
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from grpo_kernels import rounding
+from jaxtyping import Array
+
+from grpo_jax.models import leaves, quantized
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.leaves import Leaf
+from grpo_jax.models.products import LowRank
+from grpo_jax.values import names as valid_names
+
+# Kernel → {"a": [L i r], "b": [L r o]}.
+Adapter = dict[str, dict[str, Array]]
+
+# Kernel → its name in Hugging Face's modules, by which targets may also be given.
+MODULES = {
+  "q": "self_attn.q_proj",
+  "k": "self_attn.k_proj",
+  "v": "self_attn.v_proj",
+  "o": "self_attn.o_proj",
+  "gate": "mlp.gate_proj",
+  "up": "mlp.up_proj",
+  "down": "mlp.down_proj",
+}
+ALL = "all"
+INITIALIZERS = ("kaiming", "xavier", "uniform")
+BASE_DTYPES = ("bfloat16", "float32", "int8", "nf4")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """What an adapter is; hashable.
+
+  Attributes:
+    rank: Rank r of every product A B.
+    alpha: Numerator α of the scale.
+    targets: Kernels with an adapter: "all", names, or patterns; see `targets`.
+    init: Initialiser of A: "kaiming" (uniform, variance 1 / (3 i), PEFT's), "xavier" (normal,
+      variance 2 / (i + r)), or "uniform" (in ± 1 / r). B begins at 0.
+    rank_stabilized: Whether the scale is α / √r and not α / r.
+    base_dtype: Dtype of the frozen base: "bfloat16", "float32", "int8" or "nf4".
+  """
+
+  rank: int
+  alpha: float = 32.0
+  targets: tuple[str, ...] = (ALL,)
+  init: str = "kaiming"
+  rank_stabilized: bool = False
+  base_dtype: str = "bfloat16"
+
+  @property
+  def scale(self) -> float:
+    """The factor s of A B."""
+    return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+
+def targets(patterns: Sequence[str]) -> tuple[str, ...]:
+  """Returns the kernels of a layer that patterns stand for, in the order of `MODULES`.
+
+  Args:
+    patterns: "all"; names of kernels ("q", "gate"); names of modules ("q_proj",
+      "self_attn.q_proj"); or shell patterns of either ("*_proj", "mlp.*").
+
+  Raises:
+    ValueError: A pattern stands for no kernel, or there is no pattern.
+  """
+  if not patterns:
+    raise ValueError("model.lora.targets must name at least one kernel, got none")
+  found = set()
+  for pattern in patterns:
+    matches = {kernel for kernel in MODULES if _is_match(pattern, kernel)}
+    if not matches:
+      known = [ALL, *MODULES, *(module.split(".")[1] for module in MODULES.values())]
+      hint = valid_names.hint(pattern, known)
+      raise ValueError(
+        f"model.lora.targets: {pattern!r} is not the name of a kernel{hint}; valid are"
+        f" {', '.join(known)}, and patterns such as 'mlp.*'"
+      )
+    found |= matches
+  return tuple(kernel for kernel in MODULES if kernel in found)
+
+
+def _is_match(pattern: str, kernel: str) -> bool:
+  module = MODULES[kernel]
+  spellings = kernel, module, module.split(".")[1]
+  return pattern == ALL or any(fnmatch.fnmatchcase(each, pattern) for each in spellings)
+
+
+def tree(config: ModelConfig, options: Options) -> dict[str, dict[str, Leaf]]:
+  """Returns shapes and logical axes of an adapter; the axis of the rank is never split."""
+  of_layer, found = leaves.layer(config), {}
+  for kernel in targets(options.targets):
+    (i, o), (inner, outer) = of_layer[kernel].shape, of_layer[kernel].axes
+    layers, r = config.num_layers, options.rank
+    found[kernel] = {
+      "a": Leaf((layers, i, r), ("layers", inner, None), "adapter_a"),
+      "b": Leaf((layers, r, o), ("layers", None, outer), "adapter_b"),
+    }
+  return found
+
+
+def init(rng: Array, config: ModelConfig, options: Options) -> Adapter:
+  """Returns a new adapter, which changes nothing because B is 0."""
+
+  def drawn(key: Array, shape: tuple[int, ...]) -> Array:
+    _, i, r = shape
+    if options.init == "xavier":
+      return jax.random.normal(key, shape) * math.sqrt(2 / (i + r))
+    bound = 1 / r if options.init == "uniform" else 1 / math.sqrt(i)
+    return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
+
+  made = {}
+  for number, (kernel, parts) in enumerate(tree(config, options).items()):
+    a = drawn(jax.random.fold_in(rng, number), parts["a"].shape)
+    made[kernel] = {"a": a, "b": jnp.zeros(parts["b"].shape)}
+  return made
+
+
+def join(base: Mapping[str, Any], adapter: Mapping[str, Any], scale: float) -> dict[str, Any]:
+  """Returns the weights of a model with an adapter. Nothing is copied or computed.
+
+  Args:
+    base: Tree of all parameters with stacked layers: arrays, or their descriptions.
+    adapter: Adapter.
+    scale: Factor s of A B.
+
+  Returns:
+    The base with `LowRank` kernels.
+  """
+  stack = dict(base["layers"])
+  for kernel, parts in adapter.items():
+    stack[kernel] = LowRank(stack[kernel], parts["a"], parts["b"], scale)
+  return {**base, "layers": stack}
+
+
+def base_of(weights: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the base of weights made by `join`; other weights as they are."""
+  is_kernel = lambda x: isinstance(x, LowRank)
+  stack = {name: x.base if is_kernel(x) else x for name, x in weights["layers"].items()}
+  return {**weights, "layers": stack}
+
+
+def has_adapter(weights: Mapping[str, Any]) -> bool:
+  """Returns whether some kernels of a model are `LowRank`."""
+  return any(isinstance(x, LowRank) for x in weights["layers"].values())
+
+
+def has_quantized_base(weights: Mapping[str, Any]) -> bool:
+  """Returns whether some kernels of a model, or of its base, are quantised."""
+  stack = base_of(weights)["layers"]
+  return any(isinstance(x, quantized.Quantized) for x in stack.values())
+
+
+def merged(kernel: LowRank) -> Array:
+  """Returns W + s A B in float32; the products are exact float32."""
+  product = jnp.matmul(kernel.a, kernel.b, precision=jax.lax.Precision.HIGHEST)
+  return quantized.dequantized(kernel.base) + kernel.scale * product
+
+
+def merged_share(kernels: Mapping[str, LowRank], dtype: Any) -> Array:
+  """Returns the share of an adapter that is left when merged kernels are rounded.
+
+      Σ ⟨round(W + Δ) - round(W), Δ⟩ / Σ ⟨Δ, Δ⟩,  Δ = s A B
+
+  This is the projection of what an engine sees of the adapter onto the adapter: 1 if rounding loses
+  nothing of it, and 0 if no weight changes. An adapter of zeros has the share 1.
+
+  Args:
+    kernels: Kernels with adapters, stacked over the layers.
+    dtype: Dtype to which merged kernels are rounded.
+  """
+
+  def add(sums: tuple[Array, Array], kernel: LowRank) -> tuple[tuple[Array, Array], None]:
+    change = kernel.scale * jnp.matmul(kernel.a, kernel.b, precision=jax.lax.Precision.HIGHEST)
+    before = rounding.rounded(quantized.dequantized(kernel.base), dtype)
+    seen = rounding.rounded(merged(kernel), dtype) - before
+    return (sums[0] + jnp.sum(seen * change), sums[1] + jnp.sum(jnp.square(change))), None
+
+  kept = whole = jnp.zeros(())
+  for kernel in kernels.values():
+    (kept, whole), _ = jax.lax.scan(add, (kept, whole), kernel)  # one layer at a time.
+  return jnp.where(whole > 0, kept / jnp.where(whole > 0, whole, 1.0), 1.0)

@@ -1,0 +1,144 @@
+"""What a run with an adapter checks, reads and says before anything is trained."""
+
+import json
+import logging
+
+import jax
+import numpy as np
+import pytest
+
+import configs.base
+from grpo_jax.building import adapter, computation
+from grpo_jax.config import run_options
+from grpo_jax.config.configuration import ConfigError
+from grpo_jax.learn import sharding
+from grpo_jax.models import adapter_files, loading, lora, tiny
+from grpo_jax.run_folder import checkpointing
+
+
+def config_of(model, **settings):
+  config = configs.base.get_config()
+  given = {f"model.lora.{name}": value for name, value in settings.items()}
+  config.update_from_flattened_dict({"model.path": str(model), **given})
+  return config
+
+
+def made_of(config, model, devices=1):
+  mesh = sharding.make_mesh(fsdp=devices, data=1, devices=jax.devices()[:devices])
+  return computation.make(config, loading.read_config(model), mesh, run_options.objective(config))
+
+
+@pytest.fixture(scope="module")
+def stored(model, tmp_path_factory):
+  """A PEFT folder of rank 4 on three kernels, and its adapter; B is not 0."""
+  options = lora.Options(rank=4, alpha=8.0, targets=("q", "o", "down"))
+  sizes = loading.read_config(model)
+  made = jax.tree.map(lambda x: x + 0.5, lora.init(jax.random.key(0), sizes, options))
+  folder = tmp_path_factory.mktemp("peft") / "adapter"
+  return adapter_files.write(made, sizes, options, folder, base=str(model)), made
+
+
+def test_a_run_begins_with_the_adapter_of_a_folder(model, stored):
+  folder, wanted = stored
+  config = run_options.resolved(config_of(model, path=str(folder)))
+  made = made_of(config, model, devices=4)
+  read = adapter.read(config, made)
+  assert jax.tree.map(lambda x: x.sharding, read) == made.trainable_shardings
+  jax.tree.map(np.testing.assert_array_equal, read, wanted)
+  params = loading.load(model, dtype=made.read.dtype).params
+  trainable, policy = made.begin(params, read)
+  assert trainable is read
+  full = policy.full(trainable)["layers"]["down"]
+  assert full.a is read["down"]["a"] and full.scale == 2.0
+  assert policy.reference is params, "the reference is the base, without the adapter"
+
+
+def test_a_new_adapter_changes_nothing_and_depends_on_the_seed_alone(model):
+  config = config_of(model, rank=2)
+  made = made_of(config, model, devices=4)
+  assert adapter.read(config, made) is None
+  one, policy = made.begin({"layers": {}}, None)
+  other, _ = made_of(config, model).begin({"layers": {}}, None)
+  jax.tree.map(np.testing.assert_array_equal, one, other)
+  assert not any(np.any(parts["b"]) for parts in one.values())
+  assert jax.tree.map(lambda x: x.sharding, one) == made.trainable_shardings
+  config.seed = 7
+  changed, _ = made_of(config, model).begin({"layers": {}}, None)
+  assert np.any(np.asarray(changed["q"]["a"]) != np.asarray(one["q"]["a"]))
+
+
+def test_ranks_that_the_kernels_do_not_have(model, caplog):
+  adapter.check(config_of(model, rank=16), model)  # as wide as the smallest kernel.
+  assert not caplog.records
+  adapter.check(config_of(model, rank=32), model)
+  assert "rank=32 is larger than needed for k 32 × 16, v 32 × 16" in caplog.text
+  with pytest.raises(ConfigError, match="rank=33 is larger .* at most 32 can be of use"):
+    adapter.check(config_of(model, rank=33), model)
+  with pytest.raises(ConfigError, match="rank=17 is larger .*k 32 × 16; .* at most 16"):
+    adapter.check(config_of(model, rank=17, targets=("k",)), model)
+  adapter.check(config_of(model), model)
+
+
+def test_an_adapter_of_another_model_is_refused(stored, tmp_path):
+  other = tiny.write(tmp_path / "wider", hidden_size=64)
+  with pytest.raises(ConfigError, match=r"model\.lora\.path: .*q"):
+    adapter.check(run_options.resolved(config_of(other, path=str(stored[0]))), other)
+
+
+def test_facts_name_the_base_by_its_weights(model, tmp_path):
+  facts = adapter.facts(config_of(model, rank=2), model)["adapter"]
+  assert adapter.facts(config_of(model), model) == {}
+  moved = tmp_path / "moved"
+  moved.mkdir()
+  for file in model.iterdir():
+    (moved / file.name).write_bytes(file.read_bytes())
+  elsewhere = adapter.facts(config_of(moved, rank=2), moved)["adapter"]
+  assert elsewhere["base"] != facts["base"]
+  assert not list(adapter.differences(facts, elsewhere)), "a base that was moved is the same"
+  other = tiny.write(tmp_path / "other", seed=3)
+  changed = adapter.facts(config_of(other, rank=2), other)["adapter"]
+  (line,) = adapter.differences(facts, changed)
+  assert str(model) in line and str(other) in line
+
+
+def test_the_sizes_are_logged(model, caplog):
+  caplog.set_level(logging.INFO)
+  adapter.log_sizes(made_of(config_of(model, rank=2, targets=("q",)), model))
+  count = 2 * 2 * (32 + 32)
+  assert f"LoRA: rank 2 on q trains {count} of " in caplog.text
+  assert f"adapter {4 * count / 1e3:.1f} kB" in caplog.text and "(bfloat16)" in caplog.text
+  caplog.clear()
+  adapter.log_sizes(made_of(config_of(model), model))
+  assert not caplog.records
+
+
+def test_checkpoints_of_another_kind_are_refused_by_name(tmp_path):
+  facts = {
+    "base": "/a",
+    "base_digest": "0",
+    "rank": 4,
+    "alpha": 32.0,
+    "targets": ["q"],
+    "rank_stabilized": False,
+    "base_dtype": "int8",
+  }
+
+  def check(name, extra, now):
+    if extra is not None:
+      (tmp_path / name / "step_00000002").mkdir(parents=True)
+      info = {"step": 2, "metrics": {}, "extra": extra, "leaves": {}}
+      (tmp_path / name / "step_00000002" / "info.json").write_text(json.dumps(info))
+    with checkpointing.open(tmp_path / name) as checkpoints:
+      adapter.check_same(checkpoints, now)
+
+  own = {"adapter": facts}
+  check("new", None, own)  # nothing was saved yet.
+  check("older", {"stream": {}}, {})  # of full training, before there were facts.
+  check("same", own, own)
+  with pytest.raises(ConfigError, match="was None .every weight is trained., is 4"):
+    check("of all weights", {"stream": {}}, own)
+  with pytest.raises(ConfigError, match="was 4, is None .every weight is trained."):
+    check("of an adapter", own, {})
+  both = {**facts, "rank": 8, "base_dtype": "nf4"}
+  with pytest.raises(ConfigError, match=r"(?s)rank: was 4, is 8.*base_dtype: was int8, is nf4"):
+    check("another", own, {"adapter": both})

@@ -1,0 +1,276 @@
+"""LoRA's kernels: targets, initialisers, and what a model computes with them, in every place."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.learn import sharding
+from grpo_jax.models import classifier, lora, quantized, transformer
+from grpo_jax.models.placement import Placement
+from grpo_jax.models.products import LowRank, Products
+from tests.models import tiny
+
+# Every width is different; 2 and 4 devices split all of them.
+CONFIG = tiny.config(
+  hidden_size=48, intermediate_size=40, num_heads=4, num_kv_heads=2, num_layers=2
+)
+OPTIONS = lora.Options(rank=3, alpha=6.0)
+KERNELS = tuple(lora.MODULES)
+
+
+@functools.cache
+def base():
+  return tiny.random_params(CONFIG)
+
+
+def adapter(options=OPTIONS, seed=1):
+  """Returns an adapter whose every entry is random, B too."""
+  rng, leaves = np.random.default_rng(seed), lora.tree(CONFIG, options)
+  return jax.tree.map(
+    lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * 0.1, "float32"), leaves
+  )
+
+
+def joined(options=OPTIONS, **parts):
+  return lora.join(parts.get("base", base()), parts.get("adapter", adapter(options)), options.scale)
+
+
+def merged(weights):
+  stack = {
+    name: lora.merged(x) if isinstance(x, LowRank) else quantized.dequantized(x)
+    for name, x in weights["layers"].items()
+  }
+  return {**weights, "layers": stack}
+
+
+def hidden(weights, inputs=None, **options):
+  function = functools.partial(transformer.hidden_states, config=CONFIG, **options)
+  inputs = packed() if inputs is None else inputs
+  return jax.jit(lambda w: function(w, tokens=inputs[0], positions=inputs[1], **ids(inputs)))(
+    weights
+  )
+
+
+def ids(inputs):
+  return dict(zip(("segment_ids", "branch_ids"), inputs[2:], strict=False))
+
+
+def packed():
+  """Returns four rows of a prompt of 4 tokens and two completions of 3 after it, and padding."""
+  rng = np.random.default_rng(2)
+  row = lambda *values: jnp.broadcast_to(jnp.asarray(values, jnp.int32), (4, 12))
+  return (
+    jnp.asarray(rng.integers(0, CONFIG.vocab_size, (4, 12)), jnp.int32),
+    row(0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 0, 0),
+    row(1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0),
+    row(0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 0, 0),
+  )
+
+
+# Targets, options, initialisers.
+
+
+@pytest.mark.parametrize(
+  ("patterns", "expected"),
+  [
+    (["all"], KERNELS),
+    (["v", "q"], ("q", "v")),
+    (["q_proj", "self_attn.o_proj"], ("q", "o")),
+    (["mlp.*"], ("gate", "up", "down")),
+    (["*_proj"], KERNELS),
+    (["self_attn.[qkv]_proj", "down"], ("q", "k", "v", "down")),
+    (["q", "all", "q"], KERNELS),
+  ],
+)
+def test_targets_are_names_or_patterns(patterns, expected):
+  assert lora.targets(patterns) == expected
+
+
+@pytest.mark.parametrize(
+  ("patterns", "message"),
+  [
+    ([], "at least one kernel, got none"),
+    (["qq"], "'qq' is not the name of a kernel"),
+    (["q", "embed_tokens"], "'embed_tokens' is not the name"),
+    (["Q_PROJ"], "'Q_PROJ' is not the name"),
+    (["mlp"], "'mlp' is not the name"),
+    ([""], "'' is not the name"),
+    (["lm_head"], r"valid are all, q, k, .*, q_proj, .* and patterns such as 'mlp\.\*'"),
+  ],
+)
+def test_targets_that_name_nothing_are_refused(patterns, message):
+  with pytest.raises(ValueError, match=message):
+    lora.targets(patterns)
+
+
+def test_scale_is_alpha_over_rank_or_over_its_root():
+  assert lora.Options(rank=16, alpha=32.0).scale == 2.0
+  assert lora.Options(rank=16, alpha=32.0, rank_stabilized=True).scale == 8.0
+
+
+@pytest.mark.parametrize(
+  ("init", "variance", "bound"),
+  [
+    ("kaiming", lambda i, r: 1 / (3 * i), lambda i, r: 1 / i**0.5),  # PEFT's: a = √5.
+    ("xavier", lambda i, r: 2 / (i + r), lambda i, r: np.inf),
+    ("uniform", lambda i, r: 1 / (3 * r * r), lambda i, r: 1 / r),
+  ],
+)
+def test_initialisers_draw_a_and_b_is_zero(init, variance, bound):
+  config = dataclasses.replace(CONFIG, hidden_size=200, intermediate_size=320, num_layers=4)
+  options = lora.Options(rank=16, init=init, targets=("q", "down"))
+  found = lora.init(jax.random.key(0), config, options)
+  assert set(found) == {"q", "down"}
+  for kernel, inputs in (("q", 200), ("down", 320)):
+    a, b = np.asarray(found[kernel]["a"]), np.asarray(found[kernel]["b"])
+    assert a.shape == (4, inputs, 16) and a.dtype == b.dtype == np.float32
+    assert not b.any()
+    assert np.var(a) == pytest.approx(variance(inputs, 16), rel=0.06)
+    assert 0.98 * min(bound(inputs, 16), np.abs(a).max()) <= np.abs(a).max() <= bound(inputs, 16)
+  assert not np.array_equal(found["q"]["a"], found["down"]["a"][:, :200])
+
+
+def test_kaiming_is_torchs_with_a_of_root_5():
+  import torch
+
+  theirs = torch.empty(16, 200)  # PEFT's A: [r, i].
+  torch.nn.init.kaiming_uniform_(theirs, a=5**0.5, generator=torch.Generator().manual_seed(0))
+  options = lora.Options(rank=16, targets=("q",))
+  config = dataclasses.replace(CONFIG, hidden_size=200)
+  ours = np.asarray(lora.init(jax.random.key(0), config, options)["q"]["a"])
+  assert np.abs(ours).max() == pytest.approx(float(theirs.abs().max()), rel=0.01)
+  assert np.std(ours) == pytest.approx(float(theirs.std()), rel=0.03)
+
+
+# Values on one device.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_an_adapter_of_zeros_changes_nothing_bit_for_bit(dtype, remat):
+  settings = {"products": Products(jnp.dtype(dtype)), "remat": remat}
+  weights = joined(adapter=lora.init(jax.random.key(0), CONFIG, OPTIONS))
+  np.testing.assert_array_equal(hidden(weights, **settings), hidden(base(), **settings))
+
+
+def _subsets():
+  """Each kernel alone, and each missing once: every branch of a joint product."""
+  one = [(kernel,) for kernel in KERNELS]
+  return [*one, *(tuple(k for k in KERNELS if k != missing) for (missing,) in one), ("all",)]
+
+
+def test_unmerged_is_merged_for_every_subset_of_targets():
+  whole = hidden(base())
+  seen = []
+  for targets in _subsets():
+    options = dataclasses.replace(OPTIONS, targets=targets, rank_stabilized=len(targets) == 1)
+    weights = joined(options)
+    found, expected = hidden(weights), hidden(merged(weights))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    assert np.abs(found - whole).max() > 1e-2, "the adapter has an effect"
+    seen.append(np.asarray(found))
+  assert len({x.tobytes() for x in seen}) == len(seen)
+
+
+def test_every_entry_takes_kernels_with_adapters():
+  weights = joined()
+  tokens, positions, segments, _ = packed()
+  plain = tokens, positions, (segments > 0).astype(jnp.int32)
+  states, cache = transformer.prefill(weights, CONFIG, *plain)
+  expected, of_merged = transformer.prefill(merged(weights), CONFIG, *plain)
+  np.testing.assert_allclose(states, expected, atol=1e-5)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), cache, of_merged)
+  score, lengths = jnp.ones((1, 48)), jnp.full(4, 10)
+  of = lambda body: classifier.scores(
+    {"body": body, "score": score}, CONFIG, tokens, lengths, lengths - 1
+  )
+  np.testing.assert_allclose(of(weights), of(merged(weights)), rtol=1e-4)
+
+
+def test_join_and_base_of_copy_nothing():
+  weights = joined()
+  assert lora.base_of(weights) == base() or all(
+    a is b
+    for a, b in zip(jax.tree.leaves(lora.base_of(weights)), jax.tree.leaves(base()), strict=True)
+  )
+  kernel = weights["layers"]["q"]
+  assert kernel.base is base()["layers"]["q"] and kernel.shape == base()["layers"]["q"].shape
+
+
+# Gradients.
+
+
+def gradients(weights, inputs=None, **options):
+  """Returns the gradients of the adapter, for a loss that every hidden state of a token enters."""
+  own = {
+    name: {"a": x.a, "b": x.b} for name, x in weights["layers"].items() if isinstance(x, LowRank)
+  }
+  scale = next(x.scale for x in weights["layers"].values() if isinstance(x, LowRank))
+  inputs = packed() if inputs is None else inputs
+  direction = np.random.default_rng(3).normal(size=(inputs[0].shape[0] * 12, 48)).astype("float32")
+  direction = direction.reshape(-1, 12, 48)[:, : inputs[0].shape[1]]
+
+  def loss(own, frozen):
+    states = transformer.hidden_states(
+      lora.join(frozen, own, scale), CONFIG, *map(jnp.asarray, inputs), **options
+    )
+    real = (jnp.asarray(inputs[2]) > 0)[:, :, None]
+    return jnp.sum(jnp.where(real, states * direction, 0))
+
+  return jax.jit(jax.grad(loss))(own, lora.base_of(weights))
+
+
+@functools.cache
+def expected_gradients():
+  """Returns the gradients through merged kernels: ∂/∂A = s ∂/∂W Bᵀ, ∂/∂B = s Aᵀ ∂/∂W."""
+  weights = joined()
+
+  def loss(own):
+    return jax.tree.map(lambda x: x, merged(lora.join(base(), own, OPTIONS.scale)))
+
+  own = adapter()
+  whole, pull = jax.vjp(loss, own)
+  inputs = packed()
+  direction = np.random.default_rng(3).normal(size=(48, 48)).astype("float32").reshape(-1, 12, 48)
+
+  def of_whole(whole):
+    states = transformer.hidden_states(whole, CONFIG, *map(jnp.asarray, inputs))
+    return jnp.sum(jnp.where((jnp.asarray(inputs[2]) > 0)[:, :, None], states * direction, 0))
+
+  del weights
+  return pull(jax.jit(jax.grad(of_whole))(whole))[0]
+
+
+def assert_close(found, expected, tolerance):
+  assert jax.tree.structure(found) == jax.tree.structure(expected)
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_gradients_are_those_through_merged_kernels(remat):
+  assert_close(gradients(joined(), remat=remat), expected_gradients(), 2e-5)
+
+
+@pytest.mark.parametrize(
+  "sizes", [(1, 4, 1), (1, 1, 2), (2, 2, 2)], ids=["fsdp 4", "tensor 2", "2 x 2 x 2"]
+)
+def test_a_mesh_computes_what_one_device_does(sizes):
+  mesh = sharding.make_mesh(
+    **dict(zip(sharding.AXES, sizes, strict=True)), devices=jax.devices()[: int(np.prod(sizes))]
+  )
+  place = lambda tree, axes: jax.device_put(tree, sharding.param_shardings(axes, mesh, shapes=tree))
+  axes = jax.tree.map(lambda leaf: leaf.axes, lora.tree(CONFIG, OPTIONS))
+  weights = joined(
+    base=place(base(), transformer.logical_axes(CONFIG)), adapter=place(adapter(), axes)
+  )
+  products = Products(placement=Placement(mesh))
+  inputs = sharding.put(packed(), mesh)
+  found = hidden(weights, inputs, products=products)
+  np.testing.assert_allclose(found, hidden(joined()), atol=1e-5)
+  of_mesh = gradients(weights, inputs, products=products)
+  assert_close(of_mesh, expected_gradients(), 2e-5)

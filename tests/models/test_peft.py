@@ -1,0 +1,239 @@
+"""Adapters as PEFT folders: PEFT's own models, of torch, compute what ours do."""
+
+import dataclasses
+import functools
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import peft
+import pytest
+import torch
+
+from grpo_jax.models import adapter_files, export, lora, safetensors, transformer
+from tests.models import tiny
+
+# PEFT 0.21 uses names that transformers 5 has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+TOKENS = tiny.tokens((2, 17))
+RANK, ALPHA = 3, 5.0
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "smollm3"])
+def base(request, tmp_path_factory):
+  """The name of a family, and ours of a random model."""
+  options = {"pad_token_id": 0, "no_rope_layer_interval": 2} if request.param == "smollm3" else {}
+  make = lambda: tiny.hf_model(request.param, **options)
+  return make, tiny.saved(make(), tmp_path_factory.mktemp(request.param))
+
+
+def random_adapter(config, options, seed=1):
+  rng = np.random.default_rng(seed)
+  draw = lambda leaf: (rng.standard_normal(leaf.shape) * 0.15).astype(np.float32)
+  return jax.tree.map(draw, lora.tree(config, options))
+
+
+def our_logits(loaded, adapter, scale):
+  joined = lora.join(loaded.params, adapter, scale)
+  return _run(joined, loaded.config)
+
+
+@functools.partial(tiny.jit, static_argnums=1)
+def _run(params, config):
+  hidden = transformer.hidden_states(params, config, *tiny.plain(TOKENS))
+  head, layout = transformer.head(params, config)
+  return hidden @ (head.T if layout == "vd" else head)
+
+
+def test_peft_computes_the_logits_of_our_folder(base, tmp_path):
+  make, loaded = base
+  options = lora.Options(RANK, ALPHA, rank_stabilized=True)
+  adapter = random_adapter(loaded.config, options)
+  adapter_files.write(adapter, loaded.config, options, tmp_path / "adapter", base="base")
+  ours = our_logits(loaded, adapter, options.scale)
+  model = peft.PeftModel.from_pretrained(make(), tmp_path / "adapter")
+  assert tiny.relative_error(ours, tiny.hf_logits(model, TOKENS)) < 1e-5
+  with model.disable_adapter():
+    assert tiny.relative_error(tiny.hf_logits(model, TOKENS), ours) > 0.1  # the adapter counts.
+  merged = model.merge_and_unload()
+  assert tiny.relative_error(ours, tiny.hf_logits(merged, TOKENS)) < 1e-5
+
+  joined = lora.join(loaded.params, adapter, options.scale)
+  export.to_huggingface(joined, loaded.config, tmp_path / "export")
+  exported = safetensors.open_folder(tmp_path / "export")
+  theirs = merged.state_dict()
+  for name in exported.shapes:
+    assert tiny.relative_error(exported.read(name), theirs[name].numpy()) < 1e-6, name
+
+
+@pytest.mark.parametrize("without", [False, True])
+@pytest.mark.parametrize("kernel", lora.MODULES)
+def test_peft_finds_every_kernel(kernel, without, one_layer, tmp_path):
+  """A kernel alone, and all the others: what PEFT adds to each weight is s A B."""
+  targets = tuple(each for each in lora.MODULES if (each == kernel) != without)
+  options = lora.Options(RANK, ALPHA, targets)
+  adapter = random_adapter(one_layer.config, options)
+  adapter_files.write(adapter, one_layer.config, options, tmp_path, base="base")
+  model = peft.PeftModel.from_pretrained(tiny.hf_model("llama", num_hidden_layers=1), tmp_path)
+  found = deltas(model)
+  assert {*found} == {*targets}
+  for each in targets:
+    wanted = options.scale * adapter[each]["a"][0] @ adapter[each]["b"][0]
+    assert tiny.relative_error(found[each], wanted.T) < 1e-6
+  read = adapter_files.read(tmp_path, one_layer.config)
+  assert jax.tree.all(jax.tree.map(np.array_equal, read, adapter))
+  assert adapter_files.look(tmp_path, one_layer.config) == adapter_files.options(tmp_path)
+  assert adapter_files.options(tmp_path) == dataclasses.replace(options, targets=targets)
+
+
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory):
+  return tiny.saved(tiny.hf_model("llama", num_hidden_layers=1), tmp_path_factory.mktemp("one"))
+
+
+def deltas(model):
+  """Returns what PEFT adds to the weights of the first layer, by our names of kernels."""
+  found = {}
+  for kernel, module in lora.MODULES.items():
+    layer = model.get_submodule(f"base_model.model.model.layers.0.{module}")
+    if hasattr(layer, "get_delta_weight"):
+      found[kernel] = layer.get_delta_weight("default").detach().numpy()
+  return found
+
+
+def peft_adapter(base, **options):
+  """Returns a model of PEFT's with a random adapter."""
+  made = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, task_type="CAUSAL_LM", **options)
+  model = peft.get_peft_model(base, made).eval()
+  generator = torch.Generator().manual_seed(3)
+  with torch.no_grad():
+    for name, weight in model.named_parameters():
+      if "lora_" in name:
+        weight.copy_(torch.randn(weight.shape, generator=generator) * 0.15)
+  return model
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    {"target_modules": "all-linear", "use_rslora": True},
+    {"target_modules": ["q_proj", "mlp.up_proj"], "use_rslora": True},
+    {"target_modules": r".*\.(k_proj|down_proj)", "lora_dropout": 0.5},
+    {"target_modules": ["o_proj"], "init_lora_weights": "gaussian"},
+    {"target_modules": "all-linear", "exclude_modules": ["gate_proj", "self_attn.q_proj"]},
+    {"target_modules": ["model.layers.0.mlp.down_proj", "v_proj"]},
+    {"target_modules": ["q_proj", "v_proj"], "exclude_modules": r".*v_proj"},
+  ],
+  ids=str,
+)
+def test_an_adapter_of_peft_is_read(options, one_layer, tmp_path):
+  model = peft_adapter(tiny.hf_model("llama", num_hidden_layers=1), **options)
+  model.save_pretrained(tmp_path)
+  scale = adapter_files.look(tmp_path, one_layer.config).scale
+  adapter = adapter_files.read(tmp_path, one_layer.config)
+  wanted = deltas(model)
+  assert {*adapter} == {*wanted}
+  for kernel, own in adapter.items():
+    found = scale * np.asarray(own["a"][0]) @ np.asarray(own["b"][0])
+    assert tiny.relative_error(found.T, wanted[kernel]) < 1e-6
+
+
+def test_ours_computes_the_logits_of_an_adapter_of_peft(base, tmp_path):
+  make, loaded = base
+  model = peft_adapter(make(), target_modules="all-linear", use_rslora=True)  # as above.
+  model.save_pretrained(tmp_path)
+  adapter = adapter_files.read(tmp_path, loaded.config)
+  ours = our_logits(loaded, adapter, adapter_files.options(tmp_path).scale)
+  assert tiny.relative_error(ours, tiny.hf_logits(model, TOKENS)) < 1e-5
+
+
+GRADIENTS = """
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+jax.config.update("jax_enable_x64", True)
+jnp.float32 = jnp.float64  # the model's code says float32 where it wants its highest precision.
+from grpo_jax.models import layers, loading, lora, transformer
+
+angles = lambda size, theta, _: theta ** (-np.arange(0, size, 2) / size)
+layers.rope_frequencies = angles
+data = dict(np.load(sys.argv[1]))
+loaded = loading.load(sys.argv[2], dtype=np.float64)
+adapter = {}
+for name, values in data.items():
+  if "/" in name:
+    kernel, part = name.split("/")
+    adapter.setdefault(kernel, {})[part] = jnp.asarray(values)
+
+
+def loss(adapter):
+  tokens = jnp.asarray(data["tokens"])
+  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+  params = lora.join(loaded.params, adapter, float(data["scale"]))
+  ones = jnp.ones_like(tokens)
+  hidden = transformer.hidden_states(params, loaded.config, tokens, positions, ones)
+  head, layout = transformer.head(params, loaded.config)
+  logits = hidden @ (head.T if layout == "vd" else head)
+  return jnp.sum(logits * data["weights"]), logits
+
+
+(_, logits), found = jax.value_and_grad(loss, has_aux=True)(adapter)
+made = {f"{kernel}/{part}": x for kernel, own in found.items() for part, x in own.items()}
+np.savez(sys.argv[1], logits=logits, **made)
+"""
+
+
+def double(model, monkeypatch):
+  """Makes transformers compute in float64 where its code says float32."""
+  model = model.double()
+  rotary = model.base_model.model.model.rotary_emb
+  size = 2 * len(rotary.inv_freq)
+  rotary.inv_freq = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+  monkeypatch.setattr(torch, "float32", torch.float64)
+  monkeypatch.setattr(torch, "float", torch.float64)
+  monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+  return model
+
+
+def test_gradients_of_an_adapter_are_those_of_peft_in_float64(tmp_path, monkeypatch):
+  loaded = tiny.saved(tiny.hf_model("qwen3"), tmp_path / "base")
+  options = lora.Options(RANK, ALPHA)
+  adapter = random_adapter(loaded.config, options)
+  adapter_files.write(adapter, loaded.config, options, tmp_path / "adapter", base="base")
+  weights = np.random.default_rng(2).standard_normal((*TOKENS.shape, 61))
+  leaves = {
+    f"{kernel}/{part}": x.astype(np.float64)
+    for kernel, own in adapter.items()
+    for part, x in own.items()
+  }
+  file = tmp_path / "data.npz"
+  np.savez(file, tokens=TOKENS, scale=options.scale, weights=weights, **leaves)
+  command = [sys.executable, "-c", GRADIENTS, str(file), str(tmp_path / "base")]
+  done = subprocess.run(command, capture_output=True, text=True, cwd=pathlib.Path.cwd())
+  assert done.returncode == 0, done.stderr
+  ours = np.load(file)
+
+  model = peft.PeftModel.from_pretrained(
+    tiny.hf_model("qwen3"), tmp_path / "adapter", is_trainable=True
+  )
+  model = double(model, monkeypatch)
+  logits = model(torch.tensor(TOKENS)).logits
+  assert logits.dtype == torch.float64
+  assert tiny.relative_error(ours["logits"], logits.detach().numpy()) < 1e-11
+  (logits * torch.tensor(weights)).sum().backward()
+  theirs = {
+    name.replace(".default", ""): weight.grad.numpy()
+    for name, weight in model.named_parameters()
+    if weight.grad is not None
+  }
+  found = adapter_files.stored(loaded.config, options)
+  assert {each.name for each in found} == {*theirs}
+  for each in found:
+    gradient = ours[f"{each.kernel}/{each.part}"][each.layer].T
+    assert tiny.relative_error(gradient, theirs[each.name]) < 1e-9, each.name
