@@ -85,6 +85,7 @@ def test_a_step_of_math_1b_lora_needs_only_paths_and_sizes(tmp_path):
     "workdir": tmp_path / "run",
     "config.model.path": model,
     "config.data.path": tmp_path / "rows.jsonl",
+    "config.evaluation.data.path": tmp_path / "rows.jsonl",
     "config.total_steps": 1,
     "config.rollout.prompts_per_step": 4,
     "config.rollout.group_size": 2,
