@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from grpo_jax.config import configuration
 from grpo_jax.models import adapter_files, lora
-from grpo_jax.models.errors import ModelError
+from grpo_jax.models.errors import MissingModel, ModelError
 
 # A ConfigDict, whose fields a type checker cannot know.
 Config = Any
@@ -28,6 +28,14 @@ def load(config: Config) -> lora.Options | None:
   if section.path is not None:
     return _of_folder(config)
   return None if section.rank is None else _given(config)
+
+
+def of_stored(config: Config) -> lora.Options | None:
+  """Returns the same as `load` of the config in a run folder, which is resolved.
+
+  The folder of `model.lora.path` is not read; it may be gone.
+  """
+  return None if config.model.lora.rank is None else _given(config)
 
 
 def resolved(config: Config) -> Config:
@@ -118,6 +126,11 @@ def _of_folder(config: Config) -> lora.Options:
   section = config.model.lora
   try:
     found = adapter_files.options(section.path)
+  except MissingModel as error:
+    raise configuration.ConfigError(
+      f"model.lora.path: {error}. A run that continues does without the folder: set the path to"
+      f" None and {', '.join(_OF_FOLDER)} as in the run's config.json"
+    ) from error
   except ModelError as error:
     raise configuration.ConfigError(f"model.lora.path: {error}") from error
   wrong = list(_contradictions(section, found))

@@ -184,6 +184,7 @@ def test_a_folder_that_contradicts_the_config_is_refused(folder, given, message)
 def test_a_folder_that_cannot_be_used_is_named(tmp_path, folder):
   (found,) = complaints(path=str(tmp_path / "none"))
   assert found.startswith("model.lora.path: ") and "adapter_config.json" in found
+  assert "A run that continues does without the folder" in found
   (tmp_path / "dora").mkdir()
   for file in folder.iterdir():
     (tmp_path / "dora" / file.name).write_bytes(file.read_bytes())
