@@ -1,12 +1,13 @@
 """The options of LoRA, made from `config.model.lora` and checked."""
 
 import dataclasses
+import pathlib
 from collections.abc import Iterator
 from typing import Any, Literal
 
 from grpo_jax.config import configuration
 from grpo_jax.models import adapter_files, lora
-from grpo_jax.models.errors import MissingModel, ModelError
+from grpo_jax.models.errors import ModelError
 
 # A ConfigDict, whose fields a type checker cannot know.
 Config = Any
@@ -124,15 +125,19 @@ def _of_folder(config: Config) -> lora.Options:
     ConfigError: An option is neither the default nor that of the folder.
   """
   section = config.model.lora
-  try:
-    found = adapter_files.options(section.path)
-  except MissingModel as error:
+  folder = pathlib.Path(section.path).expanduser()
+  if not folder.is_dir():
     raise configuration.ConfigError(
-      f"model.lora.path: {error}. A run that continues does without the folder: set the path to"
-      f" None and {', '.join(_OF_FOLDER)} as in the run's config.json"
-    ) from error
+      f"model.lora.path={section.path!r} is not a folder. A run that continues does without it: set"
+      f" the path to None, and {', '.join(_OF_FOLDER)} as in the run's config.json"
+    )
+  try:
+    found = adapter_files.options(folder)
   except ModelError as error:
-    raise configuration.ConfigError(f"model.lora.path: {error}") from error
+    below = folder / "adapter"
+    is_run = (below / adapter_files.CONFIG_FILE).is_file()
+    hint = f"; the adapter of this run is {below}" if is_run else ""
+    raise configuration.ConfigError(f"model.lora.path: {error}{hint}") from error
   wrong = list(_contradictions(section, found))
   if wrong:
     raise configuration.ConfigError(
