@@ -184,9 +184,13 @@ def int8_run(model, tmp_path_factory):
 @pytest.mark.parametrize("worst", ["update", "sampling"])
 def test_an_adapter_saves_what_its_own_plan_says(run, lora_run, worst):
   found = {each.change: each for each in advice.remedies(planned(run, refused={worst}))}
-  less = run.arrays.beside(worst) - lora_run.arrays.beside(worst)
-  # The sampler's adapter, 2 bytes of each of its numbers on every device, is not counted.
-  assert found["model.lora.rank=32"].saved == pytest.approx(less, rel=0.01, abs=2 * 10**5)
+  before, after = run.arrays, lora_run.arrays
+  # The head in bfloat16 is the base's own and not a copy; the sampler's adapter is not counted.
+  head = before.sampler - after.kept
+  assert 0 <= head <= 2 * run.model.vocab_size * run.model.hidden_size
+  uncounted = after.sampler - after.kept if worst == "sampling" else 0
+  expected = before.beside(worst) - after.beside(worst) - head + uncounted
+  assert found["model.lora.rank=32"].saved == pytest.approx(expected, abs=256)  # and counters.
   follows = configuration.replaced(run.config, {"reference.update_every_steps": 5})
   moving = planned(dataclasses.replace(run, config=follows), refused={worst})
   assert "model.lora.rank=32" not in {each.change for each in advice.remedies(moving)}
