@@ -113,7 +113,7 @@ def learn_all(run: Run, now: Standing, keeper: Keeper, stop: Any) -> Standing:
 
       # --- 4. learn: one or more optimizer steps on the batch ---
       with run.timer.span("learn"):
-        run.engine.release()  # its copies of the weights make room for the gradients.
+        run.make_room()  # the engine's copies of the weights, unless it samples meanwhile.
       with run.timer.span("monitor"):
         watched = run.monitor(step, run.policy.weights(now.state.params), groups)
       with run.timer.span("learn"):

@@ -88,6 +88,8 @@ def refusal(
     make_prompts(config, tokenizer, opener, extra["stream"])
     for record in extra["stream"].get("surplus", ()):
       group_json.decode(record)
+    for _, record in extra["stream"].get("ahead", {}).get("ready", ()):
+      group_json.decode(record)
   except checkpointing.READING_FAILS as error:
     return f"its position in the data cannot be used: {type(error).__name__}: {error}"
   return None

@@ -19,7 +19,14 @@ from grpo_jax.building.computation import Computation
 from grpo_jax.building.groups import make_stream
 from grpo_jax.building.parts import Materials, Parts
 from grpo_jax.building.schedule import Schedule
-from grpo_jax.config import configuration, data_options, lora_options, modes, run_options
+from grpo_jax.config import (
+  ahead_options,
+  configuration,
+  data_options,
+  lora_options,
+  modes,
+  run_options,
+)
 from grpo_jax.engines import everywhere
 from grpo_jax.engines.base import Engine
 from grpo_jax.files import atomic
@@ -62,6 +69,7 @@ class Run:
     [TrainState, Sequence[Minibatch], Callable[[], None]],
     tuple[TrainState, Metrics, train_step.MicrobatchLogprobs],
   ]
+  make_room: Callable[[], None]  # for the gradients, where the engine is.
   evaluate: Callable[[TrainState], dict[str, float]]
   publish: Callable[[TrainState], None]
   # What records them.
@@ -76,6 +84,7 @@ class Run:
     Raises:
       EngineFailure: The engine could not load the weights, on this or another process.
     """
+    self.stream.settle()
     full, version = self.policy.full(state.params), int(state.step)
     load = lambda _: self.engine.load_weights(full, version=version)
     everywhere.together(load, what=f"the engines' weights of version {version}")
@@ -181,7 +190,15 @@ def _bind(
   logger = _logger(inputs, first_step=start.step, more_sinks=sinks)
   stack.callback(logger.close)
   parts = inputs.mode.make_parts(_materials(inputs, loaded, logger, stack))
-  groups = make_stream(config, inputs.prompts(start.position), parts.sample, start.position)
+  groups = make_stream(
+    config,
+    inputs.prompts,
+    parts,
+    start.position,
+    progress=logger.progress,
+    stop=inputs.stop,
+  )
+  stack.callback(groups.close)
   timer = timing.Timer(waited=processes.waited_s)
   return Run(
     schedule=_schedule(config),
@@ -204,6 +221,7 @@ def _bind(
       reference=_reference_update(config, made),
       measure=made.measure,
     ),
+    make_room=_nothing if ahead_options.is_ahead(config) else loaded.engine.release,
     evaluate=_evaluating(inputs, policy, parts, logger, timer, start),
     publish=_publishing(inputs, loaded, logger),
     books=_books(inputs, loaded, parts, groups, logger, timer, first_step=start.step),
@@ -398,6 +416,10 @@ def _monitor(inputs: preparing.Inputs, loaded: _Loaded) -> monitoring.Monitor:
     total_steps=inputs.config.total_steps,
     warn=_log.warning,
   )
+
+
+def _nothing() -> None:
+  """Leaves the engine as it is: it samples while the trainer learns."""
 
 
 def _as_perf(metrics: Callable[[], Mapping[str, float]]) -> dict[str, float]:

@@ -226,6 +226,15 @@ def get_config() -> Any:
   # when later turns are sampled: "rounds": each turn of all conversations together; "free": each
   # conversation as soon as its environment has answered. docs/environments.md
   rollout.schedule = "rounds"
+  # asynchronous training (docs/async.md): largest number of versions by which the weights that
+  # sampled a token may be older than those of the step that learns from it; 0: synchronous
+  rollout.max_staleness = 0
+  # which groups a step learns from: "prompt": those of fixed prompts; "finished": the first ones
+  rollout.order = "prompt"
+  # groups that would become too old: "wait" for them, "drop" them, or "mask" their old tokens
+  rollout.on_stale = "wait"
+  # engines take new weights while completions are under way; False: these are finished first
+  rollout.in_flight_updates = False
 
   # draw prompts until P groups pass `filters`; docs/rewards.md
   config.dynamic_sampling = dynamic = ConfigDict()

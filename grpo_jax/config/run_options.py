@@ -11,6 +11,7 @@ import optax
 from grpo_jax import data, environments
 from grpo_jax.compilation import accelerators, precision
 from grpo_jax.config import (
+  ahead_options,
   batching_options,
   configuration,
   data_options,
@@ -106,6 +107,7 @@ def _broken_rules(config: Config, devices: Sequence[Any] | None) -> Iterator[str
   yield from _refused(lambda: objective(config))
   yield from _refused(lambda: estimator(config))
   yield from _refused(lambda: dynamic_sampling(config))
+  yield from ahead_options.problems(config)
   yield from _refused(lambda: shaping_of(config))
   yield from sinks.problems(config.logging.sinks, _trackers(config))
   yield from _refused(lambda: filters.apply((), **config.filters))
@@ -345,6 +347,8 @@ def sampler_sizes(config: Config) -> dict[str, Any]:
   evaluation = config.evaluation
   group_size = config.rollout.group_size + needs_greedy(config)
   of_step = max(config.rollout.prompts_per_step, config.dynamic_sampling.prompts_per_round or 0)
+  if ahead_options.is_ahead(config) and not ahead_options.in_turn(config):
+    of_step = ahead_options.rule(config).capacity
   most = max(of_step * group_size, evaluation.num_prompts * evaluation.group_size)
   rows = min(config.engine.max_rows, most)
   longest = (limits(config).max_tokens or 0) - 1  # a completion has at least one token.
