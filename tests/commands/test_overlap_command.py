@@ -40,7 +40,7 @@ def write(folder, *, config=CONFIG, steps=6, rollouts=True):
 def rows_printed(text):
   """Returns the cells of the lines of the table."""
   lines = [line.split() for line in text.splitlines()]
-  return [line for line in lines if line and line[0].isdigit()]
+  return [line for line in lines if len(line) == 7 and line[0].isdigit()]
 
 
 def test_times_and_lengths_are_those_of_the_run(tmp_path):

@@ -116,7 +116,7 @@ def test_nothing_is_faster_than_the_trainer_or_an_engine_with_full_rows():
     for k in (1, 2, 4):
       form = Form(max_staleness=k, in_flight_updates=True)
       found = forecast(times, lengths, form, rows=rows, row_cost=cost, steps=60)
-      assert max(learn, 0.98 * full) + 0.1 <= found.step_s <= 1.05 * before
+      assert max(learn, 0.98 * full) + 0.1 <= found.step_s * 1.001 <= 1.05 * before
       before = found.step_s
     if learn < 1:
       assert before == pytest.approx(max(full, learn) + 0.1, rel=0.1)
