@@ -5,7 +5,7 @@ import random
 import pytest
 
 from grpo_jax.rollouts import admission
-from grpo_jax.rollouts.admission import Ledger, Rule
+from grpo_jax.rollouts.admission import Ledger, OnStale, Order, Rule
 
 
 @pytest.mark.parametrize("order", admission.ORDERS)
@@ -43,7 +43,9 @@ def finish(ledger: Ledger, number: int, draw: random.Random) -> None:
   ledger.finish(number, ledger.version_of(number) + draw.randint(0, 1))
 
 
-def admitted(order="finished", *, k=2, size=2, on_stale="wait") -> Ledger:
+def admitted(
+  order: Order = "finished", *, k: int = 2, size: int = 2, on_stale: OnStale = "wait"
+) -> Ledger:
   """Returns a ledger with all that may be admitted at version 0."""
   rule = Rule(max_staleness=k, groups_per_step=size, order=order, on_stale=on_stale)
   ledger = Ledger(rule)
