@@ -48,6 +48,27 @@ def rollout(rng, length, *, vocabulary=96, reward=None, turns=False, **changes):
   return Rollout(**(fields | changes))
 
 
+def aged(groups):
+  """Returns the groups with versions 0 to 4, which rise within completions, and are unknown at
+  every seventh token."""
+
+  def of(length, first):
+    places = np.arange(length)
+    versions = np.minimum(first + places // 3, 4)
+    return np.where(places % 7 == 6, -1, versions).astype(np.int32)
+
+  return [
+    dataclasses.replace(
+      group,
+      rollouts=tuple(
+        dataclasses.replace(one, weight_versions=of(len(one.loss_mask), i % 3))
+        for i, one in enumerate(group.rollouts)
+      ),
+    )
+    for group in groups
+  ]
+
+
 def group(rng, name, prompt_length, lengths, *, vocabulary=96, weight=1.0, **options):
   """Returns a group of random rollouts of the given lengths."""
   prompt = Prompt(name, rng.integers(0, vocabulary, prompt_length), "none", weight=weight)

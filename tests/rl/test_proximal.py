@@ -80,6 +80,14 @@ def test_decoupled_loss_is_that_of_areal(kind, options):
   assert set(case["results"]) == {f"{k}/{o}" for k in ("scored", "interpolated") for o in OPTIONS}
 
 
+def test_host_and_device_interpolate_alike():
+  policy, tokens = _tokens(GOLDEN[0])
+  known = policy, tokens.behavior_logprobs, tokens.ages
+  on_host = proximal.interpolated(*map(np.asarray, known))
+  assert type(on_host) is np.ndarray and on_host.dtype == np.float32
+  np.testing.assert_allclose(on_host, proximal.interpolated(*known), rtol=1e-6)
+
+
 def test_share_of_the_way_by_hand():
   ages = jnp.asarray([-1, 0, 1, 2, 3, 9])
   np.testing.assert_allclose(proximal.shares(ages), [0, 0, 1 / 2, 2 / 3, 3 / 4, 9 / 10], rtol=1e-7)
