@@ -257,7 +257,7 @@ def _scored_old(o: Options, policy: Float[Array, "B N"], tokens: LossTokens) -> 
   """Returns log π_old; without old logprobs in the tokens, it is the policy itself."""
   if o.interpolates:
     assert tokens.behavior_logprobs is not None and tokens.ages is not None
-    return proximal.interpolated(policy, tokens.behavior_logprobs, tokens.ages)
+    return jnp.asarray(proximal.interpolated(policy, tokens.behavior_logprobs, tokens.ages))
   old = None if o.force_on_policy_ratio else tokens.old_logprobs
   return stop_gradient(policy if old is None else old)
 

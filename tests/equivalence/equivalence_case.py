@@ -49,24 +49,18 @@ def rollout(rng, length, *, vocabulary=96, reward=None, turns=False, **changes):
 
 
 def aged(groups):
-  """Returns the groups with versions 0 to 4, which rise within completions, and are unknown at
-  every seventh token."""
+  """Returns the groups with versions 0 to 4, which rise within completions; some are unknown."""
 
-  def of(length, first):
-    places = np.arange(length)
-    versions = np.minimum(first + places // 3, 4)
+  def of(one):
+    places = np.arange(len(one.completion_ids))
+    versions = np.minimum(one.completion_ids[0] % 3 + places // 3, 4)
     return np.where(places % 7 == 6, -1, versions).astype(np.int32)
 
-  return [
-    dataclasses.replace(
-      group,
-      rollouts=tuple(
-        dataclasses.replace(one, weight_versions=of(len(one.loss_mask), i % 3))
-        for i, one in enumerate(group.rollouts)
-      ),
-    )
-    for group in groups
-  ]
+  def changed(group):
+    rollouts = (dataclasses.replace(one, weight_versions=of(one)) for one in group.rollouts)
+    return dataclasses.replace(group, rollouts=tuple(rollouts))
+
+  return [changed(group) for group in groups]
 
 
 def group(rng, name, prompt_length, lengths, *, vocabulary=96, weight=1.0, **options):
