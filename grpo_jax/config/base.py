@@ -297,6 +297,9 @@ def get_config() -> Any:
   loss.force_on_policy_ratio = False  # sets the ratio to 1; needs one update per batch
   # ratios to the logprobs of the engine instead of the trainer's; prime-rl, verl's bypass_mode
   loss.use_behavior_logprobs = False
+  # logprobs of the policy before the update: "scored", or "interpolated" between engine and policy
+  # by the ages of the tokens, without a scoring pass (AReaL's "loglinear")
+  loss.old_logprobs = "scored"
   # dppo: largest fall of a token's probability (dppo_kl: its divergence, in nats) that is learned
   # from; None: the loss's own (dppo_tv: 0.2, dppo_kl: 0.05)
   loss.dppo_mask_low = placeholder(float)

@@ -94,6 +94,14 @@ METRICS: dict[str, Definition] = {
     "steps", "weights to be updated minus weights that sampled, over sampled tokens", "0 if in turn"
   ),
   "rollout/staleness_max": Definition("steps", "the stalest token", "<= max_staleness"),
+  "rollout/mixed_versions_share": Definition(
+    "share", "completions whose tokens were sampled by several versions of the weights"
+  ),
+  "rollout/stale_tokens_masked_share": Definition(
+    "share",
+    "sampled tokens not learned from because they are older than rollout.max_staleness",
+    "0",
+  ),
   "env/*/reward_mean": Definition("reward", "mean over the environment's completions", "rises"),
   "env/*/reward/*": Definition("reward", "mean of one component of the reward"),
   "env/*/completions": Definition("count", "completions of the step that this environment scored"),
@@ -385,6 +393,20 @@ METRICS: dict[str, Definition] = {
   ),
   "mismatch/off_policy_masked_share": Definition(
     "share", "completions masked as too far off-policy", "< 0.1"
+  ),
+  # --- by age, in runs that sample ahead: 0, 1, 2 to 3, 4 to 7, 8 and more training steps between
+  # the weights that sampled a token and those that the step begins with ---
+  "staleness/*/share": Definition(
+    "share", "tokens of this age, of the tokens that the update computes"
+  ),
+  "staleness/*/ratio": Definition(
+    "ratio", "mean weight old / behavior of these tokens, before truncation", "about 1"
+  ),
+  "staleness/*/ess": Definition(
+    "share", "effective sample size of these weights; 1 if all are equal", "> 0.5"
+  ),
+  "staleness/*/reward": Definition(
+    "reward", "mean over scored completions whose oldest token has this age"
   ),
   # --- clock and machine: differ between two runs that are equal otherwise ---
   "time/step_s": Definition("s", "wall clock of the step: all of the times below"),
