@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from grpo_jax import processes
-from grpo_jax.groups import group_bytes, group_json
+from grpo_jax.groups import group_bytes, group_json, stale_tokens
 from grpo_jax.interrupts import Stopped
 from grpo_jax.processes import bulk
 from grpo_jax.processes.elsewhere import Elsewhere
-from grpo_jax.rollouts import collecting, drawing, staleness
+from grpo_jax.rollouts import collecting, drawing
 from grpo_jax.rollouts.admission import Ledger, Rule
 from grpo_jax.rollouts.attempts import Arrived, Attempts
 from grpo_jax.rollouts.drawing import PromptSource
@@ -134,7 +134,7 @@ class Ahead:
     """
     if not self._ledger.outstanding and not self._is_over:
       self._admit(step)  # a step is short, and nothing is under way.
-    ages = [staleness.oldest(group) for group in held]
+    ages = [stale_tokens.oldest(group) for group in held]
     choose = functools.partial(self._ledger.choose, count, step, held=ages)
     total = min(count, self._ledger.outstanding)
     with self._progress(f"step {step}: waiting for groups", total) as advance:
@@ -155,12 +155,12 @@ class Ahead:
     self._metrics = {**self._reading(chosen), **collecting.error_counts(groups)}
     collecting.check_failures(groups, self._max_error_share)
     if self._rule.on_stale == "mask":
-      groups = [staleness.masked(g, step, self._rule.max_staleness) for g in groups]
+      groups = self._masked(groups, step)
     return groups
 
   def ordered(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
     """Returns the groups that are oldest first, so that none becomes too old as a surplus."""
-    return sorted(groups, key=staleness.oldest)
+    return sorted(groups, key=stale_tokens.oldest)
 
   def metrics(self) -> dict[str, float]:
     """Returns the metrics of reading the newest block of the last `draw`, and its failures."""
@@ -255,6 +255,13 @@ class Ahead:
     self._dropped += len(numbers)
     self._send(numbers)
 
+  def _masked(self, groups: Sequence[RolloutGroup], step: int) -> list[RolloutGroup]:
+    """Masks the tokens that are too old, and reports their share."""
+    bound = self._rule.max_staleness
+    found = [stale_tokens.masked(group, step=step, max_staleness=bound) for group in groups]
+    self._metrics |= stale_tokens.masked_metrics(groups, found)
+    return found
+
   def _wait(self, what: str) -> None:
     """Waits until some of this process's groups have finished, and gathers those of all."""
     if processes.count() == 1:
@@ -288,7 +295,7 @@ class Ahead:
     own = self._attempts.arrived()
     for number, group in self._exchanged(own):
       self._ready[number] = group_json.without_info(group)
-      self._ledger.finish(number, max(staleness.oldest(group), self._ledger.version_of(number)))
+      self._ledger.finish(number, max(stale_tokens.oldest(group), self._ledger.version_of(number)))
 
   def _exchanged(self, own: Sequence[Arrived]) -> list[Arrived]:
     if processes.count() == 1:
@@ -337,7 +344,7 @@ class Ahead:
     for number, record in known.get("ready", ()):
       group = group_json.decode(record)
       self._ready[number], self._encoded[number] = group, record
-      self._ledger.finish(number, max(staleness.oldest(group), self._ledger.version_of(number)))
+      self._ledger.finish(number, max(stale_tokens.oldest(group), self._ledger.version_of(number)))
     self._unsent = list(self._ledger.unfinished)
 
 
