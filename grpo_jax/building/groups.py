@@ -99,8 +99,9 @@ def _draws(
   if not ahead_options.is_ahead(config):
     if ahead.is_split(state):
       raise configuration.ConfigError(
-        "rollout.max_staleness=0 cannot continue this run: its checkpoint has prompts that were"
-        " overtaken by later ones (rollout.order='finished'); keep rollout.max_staleness above 0"
+        "rollout.max_staleness=0 cannot continue this run: its checkpoint has prompts that later"
+        " ones of the same block have overtaken (rollout.order='finished', or another"
+        " rollout.prompts_per_step); keep rollout.max_staleness above 0"
       )
     return drawing.Direct(prompts(state), parts.sample)
   assert parts.attempts is not None  # validated.

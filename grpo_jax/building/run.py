@@ -39,7 +39,7 @@ from grpo_jax.models import loading
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.rollouts.stream import GroupStream
 from grpo_jax.run_folder import checkpointing, earlier, evaluation_log, loggers
-from grpo_jax.run_folder.keeper import Standing
+from grpo_jax.run_folder.keeper import Keeper, Standing
 from grpo_jax.run_folder.sinks import Sink
 from grpo_jax.run_folder.steps import Books
 from grpo_jax.types import Metrics, Minibatch, RolloutGroup, TrainState
@@ -70,6 +70,7 @@ class Run:
     tuple[TrainState, Metrics, train_step.MicrobatchLogprobs],
   ]
   make_room: Callable[[], None]  # for the gradients, where the engine is.
+  settles_first: bool  # groups under way are finished before the optimizer step, not after it.
   evaluate: Callable[[TrainState], dict[str, float]]
   publish: Callable[[TrainState], None]
   # What records them.
@@ -78,13 +79,26 @@ class Run:
   logger: loggers.Logger
   timer: timing.Timer
 
+  def consume(self, keeper: Keeper) -> None:
+    """Must be called before the arrays of the held state are donated; see `Keeper.consume`.
+
+    With one optimizer step a training step, groups under way are waited for here, where nothing is
+    lost yet. With several that would leave the engine idle during most of them.
+
+    Raises:
+      Stopped: The run is asked to end; the update need not be made.
+    """
+    if self.settles_first:
+      self.stream.settle(has_learned=False)
+    keeper.consume()
+
   def sync(self, state: TrainState) -> None:
     """Gives the engine the weights of a state, from which it samples from now on.
 
     Raises:
       EngineFailure: The engine could not load the weights, on this or another process.
     """
-    self.stream.settle()
+    self.stream.settle(has_learned=True)
     full, version = self.policy.full(state.params), int(state.step)
     load = lambda _: self.engine.load_weights(full, version=version)
     everywhere.together(load, what=f"the engines' weights of version {version}")
@@ -222,6 +236,7 @@ def _bind(
       measure=made.measure,
     ),
     make_room=_nothing if ahead_options.is_ahead(config) else loaded.engine.release,
+    settles_first=config.learn.epochs * config.learn.minibatches == 1,
     evaluate=_evaluating(inputs, policy, parts, logger, timer, start),
     publish=_publishing(inputs, loaded, logger),
     books=_books(inputs, loaded, parts, groups, logger, timer, first_step=start.step),

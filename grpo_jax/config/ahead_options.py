@@ -55,6 +55,11 @@ def problems(config: Config) -> Iterator[str]:
       f"rollout.on_stale={rollout.on_stale!r} needs rollout.order='finished': in the order of"
       " prompts no group becomes too old"
     )
+  if rollout.on_stale == "drop" and config.dynamic_sampling.enabled:
+    yield (
+      "rollout.on_stale='drop' cannot be combined with dynamic_sampling.enabled: the surplus of a"
+      " step may be too old for the next one; use 'wait' or 'mask'"
+    )
   room = rollout.max_staleness * rollout.prompts_per_step
   if block(config) > room:
     yield (

@@ -156,6 +156,12 @@ class Ledger:
     oldest = {n: e.version if e.oldest is None else e.oldest for n, e in self._entries.items()}
     return [number for number, version in oldest.items() if self.rule.deadline(version) < step]
 
+  def count_finished(self, count: int) -> int:
+    """Returns how many of the `count` groups that a step waits for are finished."""
+    if self.rule.order == "finished":
+      return min(len(self._finished), count)
+    return sum(entry.is_finished for entry in list(self._entries.values())[:count])
+
   def choose(self, count: int, step: int, *, held: Sequence[int] = ()) -> list[int] | None:
     """Returns the groups that a step takes, in the order of their prompts.
 

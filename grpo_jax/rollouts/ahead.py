@@ -11,24 +11,37 @@ All methods are called by the main thread, and by all processes alike.
 import contextlib
 import dataclasses
 import functools
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from grpo_jax import processes
-from grpo_jax.groups import group_bytes, group_json
+from grpo_jax.errors import ExpectedFailure
+from grpo_jax.groups import group_bytes, group_json, stale_tokens
 from grpo_jax.interrupts import Stopped
 from grpo_jax.processes import bulk
 from grpo_jax.processes.elsewhere import Elsewhere
-from grpo_jax.rollouts import collecting, drawing, staleness
+from grpo_jax.rollouts import collecting, drawing
 from grpo_jax.rollouts.admission import Ledger, Rule
 from grpo_jax.rollouts.attempts import Arrived, Attempts
 from grpo_jax.rollouts.drawing import PromptSource
 from grpo_jax.types import Prompt, RolloutGroup
 
+_log = logging.getLogger(__name__)
+
+# Time for which groups under way are waited for when the run is asked to end between an update and
+# its record. The save waits for that, and a machine that is taken away leaves about 30 s for both.
+PATIENCE_S = 10.0
+
 # Shows how many groups of a step have come: (description, total) -> a context with `advance`.
 Progress = Callable[[str, int], contextlib.AbstractContextManager[Callable[..., None]]]
+
+
+class ChangedDataError(ExpectedFailure, ValueError):
+  """The data has changed since a checkpoint, and prompts that were under way are not found."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -101,16 +114,24 @@ class Ahead:
     self._encoded: dict[int, dict[str, Any]] = {}
     self._is_over = False  # whether the data has ended.
     self._dropped = 0
+    self._masked_metrics: dict[str, float] = {}  # of the newest step.
     self._metrics: dict[str, float] = {}
     self._clock = _Clock(attempts)
     known = state.get("ahead", {})
     self._next_block = int(known.get("next_block", 0))
     self._ledger = Ledger(rule, first=int(known.get("next_number", 0)))
     self._unsent: list[int] = []  # numbers of restored prompts whose attempts have to begin again.
+    self._failure: BaseException | None = None  # raised when the next step begins.
     self._restore(known, reopen)
 
   def begin(self, step: int, held: Sequence[RolloutGroup]) -> None:
-    """Begins all attempts that the rule allows, first those that a run was interrupted at."""
+    """Begins all attempts that the rule allows, first those that a run was interrupted at.
+
+    Raises:
+      Exception: What failed while a step was learned.
+    """
+    if self._failure is not None:
+      raise self._failure
     unsent, self._unsent = self._unsent, []
     self._ledger.restart(unsent, step)
     self._send(unsent)
@@ -132,9 +153,11 @@ class Ahead:
       OtherProcessError: Reading, sampling or scoring failed on another process.
       Stopped: The run is asked to end.
     """
-    if not self._ledger.outstanding and not self._is_over:
-      self._admit(step)  # a step is short, and nothing is under way.
-    ages = [staleness.oldest(group) for group in held]
+    while not self._is_over and self._ledger.outstanding < count:  # the step is short.
+      if self._ledger.outstanding and not self._ledger.may_admit(self._block, held=len(held)):
+        break
+      self._admit(step)
+    ages = [stale_tokens.oldest(group) for group in held]
     choose = functools.partial(self._ledger.choose, count, step, held=ages)
     total = min(count, self._ledger.outstanding)
     with self._progress(f"step {step}: waiting for groups", total) as advance:
@@ -142,39 +165,66 @@ class Ahead:
       while True:
         self._give_up(step)
         chosen = choose()
-        done = min(len(self._ledger.finished), total)
-        advance(done - shown)
-        shown = done
+        done = self._ledger.count_finished(total)
+        advance(max(done - shown, 0))
+        shown = max(done, shown)
         if chosen is not None:
           break
-        self._wait(f"the groups of step {step}")
+        if not self._ledger.unfinished:
+          raise RuntimeError(f"step {step} waits for groups, and all of them are finished")
+        self._wait(f"the groups of step {step}", self._stop)
     groups = [self._ready.pop(number) for number in chosen]
     for number in chosen:
       self._encoded.pop(number, None)
     self._ledger.take(chosen)
     self._metrics = {**self._reading(chosen), **collecting.error_counts(groups)}
     collecting.check_failures(groups, self._max_error_share)
-    if self._rule.on_stale == "mask":
-      groups = [staleness.masked(g, step, self._rule.max_staleness) for g in groups]
     return groups
 
   def ordered(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
     """Returns the groups that are oldest first, so that none becomes too old as a surplus."""
-    return sorted(groups, key=staleness.oldest)
+    return sorted(groups, key=stale_tokens.oldest)
+
+  def for_step(self, groups: Sequence[RolloutGroup], step: int) -> list[RolloutGroup]:
+    """Returns the groups that a step learns from, without tokens that are too old for it."""
+    if self._rule.on_stale != "mask":
+      return list(groups)
+    bound = self._rule.max_staleness
+    found = [stale_tokens.masked(group, step=step, max_staleness=bound) for group in groups]
+    self._masked_metrics = stale_tokens.masked_metrics(groups, found)
+    return found
 
   def metrics(self) -> dict[str, float]:
     """Returns the metrics of reading the newest block of the last `draw`, and its failures."""
     return dict(self._metrics)
 
   def step_metrics(self) -> dict[str, float]:
-    """Returns shares of the time since the last call, and how many groups were dropped."""
+    """Returns shares of the time since the last call, and what was dropped or masked."""
     dropped, self._dropped = self._dropped, 0
-    return {**self._clock.shares(), "rollout/dropped_groups": float(dropped)}
+    lost = {"rollout/dropped_groups": float(dropped), **self._masked_metrics}
+    return {**self._clock.shares(), **lost}
 
-  def settle(self) -> None:
-    """Waits until nothing is under way, unless the engine takes weights in flight."""
-    while self._drains and self._ledger.unfinished and not self._unsent:
-      self._wait("the groups under way")
+  def settle(self, *, has_learned: bool = True) -> None:
+    """Waits until nothing is under way, unless the engine takes weights in flight; see `Draws`."""
+    if not self._drains or self._unsent or self._failure is not None:
+      return
+    stop = _Later(self._stop, PATIENCE_S) if has_learned else self._stop
+    try:
+      while self._ledger.unfinished:
+        self._wait("the groups under way", stop)
+    except Stopped:
+      if not has_learned:
+        raise
+      _log.warning(
+        "%d groups are still under way %g s after the run was asked to end: they are sampled again"
+        " with newer weights, so the run will not end bit for bit as one that was never stopped",
+        len(self._ledger.unfinished),
+        PATIENCE_S,
+      )
+    except Exception as error:
+      if not has_learned:
+        raise
+      self._failure = error
 
   def state(self) -> dict[str, Any]:
     """Returns the position of the first block that is not wholly taken, and the finished groups."""
@@ -255,14 +305,14 @@ class Ahead:
     self._dropped += len(numbers)
     self._send(numbers)
 
-  def _wait(self, what: str) -> None:
-    """Waits until some of this process's groups have finished, and gathers those of all."""
+  def _wait(self, what: str, stop: Any) -> None:
+    """Waits until groups have finished on some process, and gathers those of all."""
     if processes.count() == 1:
       with self._clock.waiting():
-        self._attempts.wait(self._stop)
+        self._attempts.wait(stop)
       self._gather()
       return
-    early = Elsewhere(self._stop)
+    early = Elsewhere(stop)
     try:
       with self._clock.waiting():
         processes.together(lambda: self._waited(early), what=what)
@@ -271,24 +321,27 @@ class Ahead:
     self._gather()
 
   def _waited(self, early: Elsewhere) -> None:
-    """Waits for this process's groups; if another process has ended the work, only returns."""
+    """Waits for groups of this process, or for the news that another one has some or has failed."""
+    has_any = self._attempts.in_flight > 0
     try:
       self._attempts.wait(early)
     except Stopped:
       if early.is_over:
-        return  # `together` raises what happened there.
+        return  # `together` raises it if it was a failure.
       early.announce()
       raise
     except BaseException:
       early.announce()
       raise
+    if has_any:
+      early.announce()
 
   def _gather(self) -> None:
     """Records the groups that have finished on any process, in the same order on all."""
     own = self._attempts.arrived()
     for number, group in self._exchanged(own):
       self._ready[number] = group_json.without_info(group)
-      self._ledger.finish(number, max(staleness.oldest(group), self._ledger.version_of(number)))
+      self._ledger.finish(number, max(stale_tokens.oldest(group), self._ledger.version_of(number)))
 
   def _exchanged(self, own: Sequence[Arrived]) -> list[Arrived]:
     if processes.count() == 1:
@@ -325,9 +378,9 @@ class Ahead:
       source = reopen({"prompts": record["state"]})
       prompts = drawing.read(source, record["count"], of=f"block {record['index']}")
       if len(prompts) != record["count"]:
-        raise ValueError(
-          f"block {record['index']} had {record['count']} prompts, and the data now has"
-          f" {len(prompts)} at its position"
+        raise ChangedDataError(
+          f"the data has changed since the checkpoint: of {record['count']} prompts that were read"
+          f" ahead, {len(prompts)} are left"
         )
       self._blocks.append(
         _Block(record["first"], prompts, record["index"], record["state"], record["metrics"])
@@ -336,9 +389,22 @@ class Ahead:
       self._ledger.restore(number, version)
     for number, record in known.get("ready", ()):
       group = group_json.decode(record)
+      found, expected = self._prompt(number).prompt_id, group.prompt.prompt_id
+      if found != expected:
+        raise ChangedDataError(
+          f"the data has changed since the checkpoint: prompt {expected}, which was read ahead, is"
+          f" now {found}"
+        )
       self._ready[number], self._encoded[number] = group, record
-      self._ledger.finish(number, max(staleness.oldest(group), self._ledger.version_of(number)))
+      self._ledger.finish(number, max(stale_tokens.oldest(group), self._ledger.version_of(number)))
     self._unsent = list(self._ledger.unfinished)
+
+
+def positions(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+  """Returns the positions in the data that `Ahead` opens to continue from a state."""
+  known = state.get("ahead", {})
+  states = [*(block["state"] for block in known.get("blocks", ())), known.get("next")]
+  return [{"prompts": each} for each in states if each is not None]
 
 
 def is_split(state: Mapping[str, Any]) -> bool:
@@ -346,6 +412,20 @@ def is_split(state: Mapping[str, Any]) -> bool:
   known = state.get("ahead", {})
   read = sum(block["count"] for block in known.get("blocks", ()))
   return read > len(known.get("waiting", ()))
+
+
+class _Later:
+  """Becomes true some time after a flag has become true."""
+
+  def __init__(self, stop: Any, seconds: float):
+    self._stop = stop
+    self._seconds = seconds
+    self._since: float | None = None
+
+  def __bool__(self) -> bool:
+    if self._since is None and self._stop:
+      self._since = time.monotonic()
+    return self._since is not None and time.monotonic() - self._since >= self._seconds
 
 
 class _Clock:

@@ -52,7 +52,8 @@ class Attempts(Protocol):
 
     Raises:
       Stopped: `stop` has become true.
-      Exception: Attempts failed in a way that ends the run.
+      Exception: Attempts failed in a way that ends the run. Groups that finished before can still
+        be had by `arrived`, which raises nothing.
     """
     ...
 
@@ -86,7 +87,8 @@ class Background:
     self._in_turn = in_turn
     self._turn = asyncio.Lock()  # first come, first served.
     self._jobs: dict[Job, set[int]] = {}  # with the numbers that are not finished.
-    self._queue: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()  # None: a job has ended.
+    # Groups, with the numbers of their job; None: a job has ended.
+    self._queue: queue.SimpleQueue[tuple[set[int], Arrived] | None] = queue.SimpleQueue()
     self._ready: list[Arrived] = []
     self._busy = _Stopwatch()
 
@@ -98,30 +100,39 @@ class Background:
     parts = [range(len(prompts))] if self._in_turn else [[i] for i in range(len(prompts))]
     for part in parts:
       own = [numbers[i] for i in part]
+      left = set(own)
       self._busy.begin()
-      job = self._loop.start(self._attempt(own, [prompts[i] for i in part]))
-      self._jobs[job] = set(own)
+      job = self._loop.start(self._attempt(own, [prompts[i] for i in part], left))
+      self._jobs[job] = left
       job.result.add_done_callback(lambda _: self._ended())
 
   def give_up(self, number: int) -> None:
+    self._receive()
     self._ready = [each for each in self._ready if each.number != number]
-    for job, numbers in self._jobs.items():
-      if number in numbers and not self._in_turn:
-        numbers.clear()
+    for job, left in list(self._jobs.items()):
+      if number in left:
+        if self._in_turn:
+          raise RuntimeError(f"prompt {number} is sampled in one call with others of its block")
+        left.clear()  # what still arrives must not be taken for a later attempt.
         self._loop.end(job)
 
   def arrived(self) -> list[Arrived]:
-    self._drain()
+    self._receive()
     ready, self._ready = self._ready, []
     return ready
 
   def wait(self, stop: Any = False) -> None:
-    while not self._ready and self._jobs:
+    while True:
+      failed = self._failed()
+      self._receive()  # also what a job had finished before it failed.
+      if self._ready or not self._jobs:
+        return
       if stop:
         raise Stopped
+      if failed in self._jobs:
+        failed.result.result()  # raises.
       with contextlib.suppress(queue.Empty):
         self._put(self._queue.get(timeout=_LOOK_S))
-      self._drain()
 
   def now(self) -> float:
     return time.monotonic()
@@ -132,39 +143,44 @@ class Background:
   def close(self) -> None:
     jobs, self._jobs = list(self._jobs), {}
     for job in jobs:
+      job.ask_to_end()  # all at once, not one after the other.
+    for job in jobs:
       self._loop.end(job)
 
-  async def _attempt(self, numbers: Sequence[int], prompts: Sequence[StepPrompt]) -> None:
-    """Attempts some prompts in one call."""
+  async def _attempt(
+    self, numbers: Sequence[int], prompts: Sequence[StepPrompt], left: set[int]
+  ) -> None:
+    """Attempts some prompts in one call; `left` is only passed on."""
     async with self._turn if self._in_turn else contextlib.nullcontext():
       async with contextlib.aclosing(self._collect(prompts)) as finished:
         each: Finished
         async for each in finished:
-          self._queue.put(Arrived(numbers[each.ordinal], each.group))
+          self._queue.put((left, Arrived(numbers[each.ordinal], each.group)))
 
   def _ended(self) -> None:
     """Records that a job has ended; called by the thread of the loop."""
     self._busy.end()
     self._queue.put(None)
 
-  def _drain(self) -> None:
-    """Takes what has arrived from the queue, and raises the error of a job that failed."""
+  def _receive(self) -> None:
+    """Takes what has arrived from the queue."""
     with contextlib.suppress(queue.Empty):
       while True:
         self._put(self._queue.get_nowait())
-    for job in [job for job in self._jobs if job.result.done()]:
-      error = None if job.result.cancelled() else job.result.exception()
-      if error is not None and self._jobs[job]:  # not one that was given up.
-        raise error
     self._jobs = {job: own for job, own in self._jobs.items() if own}
 
-  def _put(self, item: Arrived | None) -> None:
+  def _failed(self) -> Job | None:
+    """Returns a job that has ended with an error."""
+    ended = (job for job in self._jobs if job.result.done())
+    return next((job for job in ended if job.result.exception() is not None), None)
+
+  def _put(self, item: tuple[set[int], Arrived] | None) -> None:
     if item is None:
       return
-    for numbers in self._jobs.values():
-      if item.number in numbers:
-        numbers.discard(item.number)
-        self._ready.append(item)
+    left, arrived = item
+    if arrived.number in left:
+      left.discard(arrived.number)
+      self._ready.append(arrived)
 
 
 class _Stopwatch:

@@ -67,6 +67,10 @@ class Draws(Protocol):
     """Returns groups in the order in which they are learned from."""
     ...
 
+  def for_step(self, groups: Sequence[RolloutGroup], step: int) -> list[RolloutGroup]:
+    """Returns the groups that a step takes, as it learns from them."""
+    ...
+
   def metrics(self) -> dict[str, float]:
     """Returns the metrics of the last `draw`."""
     ...
@@ -75,8 +79,8 @@ class Draws(Protocol):
     """Returns metrics of all that happened since the last call."""
     ...
 
-  def settle(self) -> None:
-    """Prepares for new weights, which the engine gets next."""
+  def settle(self, *, has_learned: bool = True) -> None:
+    """Prepares for new weights, which the engine gets next; see `stream.GroupStream`."""
     ...
 
   def state(self) -> dict[str, Any]:
@@ -126,6 +130,10 @@ class Direct:
     """Returns the groups as they are."""
     return list(groups)
 
+  def for_step(self, groups: Sequence[RolloutGroup], step: int) -> list[RolloutGroup]:
+    """Returns the groups as they are."""
+    return list(groups)
+
   def metrics(self) -> dict[str, float]:
     """Returns the metrics of reading the prompts, and the failures by kind."""
     return dict(self._metrics)
@@ -134,7 +142,7 @@ class Direct:
     """Returns nothing."""
     return {}
 
-  def settle(self) -> None:
+  def settle(self, *, has_learned: bool = True) -> None:
     """Does nothing: nothing is in flight between steps."""
 
   def state(self) -> dict[str, Any]:

@@ -132,7 +132,7 @@ class LoopThread:
     for _ in range(_CANCELS):
       if job.result.done():
         return
-      job.serving.call(job.cancel)
+      job.ask_to_end()
       if job.serving.is_current_thread:
         return  # the garbage collector closes an iterator, and cannot wait.
       concurrent.futures.wait([job.result], _CANCEL_S)
@@ -168,7 +168,11 @@ class Job:
     self._task = asyncio.get_running_loop().create_task(self._coroutine)
     self._task.add_done_callback(self._done)
 
-  def cancel(self) -> None:
+  def ask_to_end(self) -> None:
+    """Has the loop cancel the task, without waiting for that."""
+    self.serving.call(self._cancel)
+
+  def _cancel(self) -> None:
     """Cancels the task; called in the loop."""
     if self._task is not None:
       self._task.cancel()

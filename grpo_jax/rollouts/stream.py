@@ -57,8 +57,18 @@ class GroupStream(Protocol):
     """Records the metrics of a learned step, without times; called before `state`."""
     ...
 
-  def settle(self) -> None:
-    """Prepares for new weights, which the engine gets next; called before each of them."""
+  def settle(self, *, has_learned: bool = True) -> None:
+    """Prepares for new weights, which the engine gets next; called before each of them.
+
+    Args:
+      has_learned: Whether an update has been made that is not saved yet. It must not be lost: what
+        goes wrong here is then raised by the next `take`, and a run that is asked to end is only
+        waited for a while.
+
+    Raises:
+      Stopped: The run is asked to end; not if `has_learned`.
+      Exception: What `take` raises; not if `has_learned`.
+    """
     ...
 
   def close(self) -> None:
@@ -134,7 +144,10 @@ class Sampler:
       in_turn: Whether one block is sampled after the other; see `attempts.Background`.
     """
     limits = dataclasses.replace(self.limits, max_error_share=1.0)
-    return Background(self.loop, lambda p: self._groups(p, limits, None), in_turn=in_turn)
+    slots = rollout.Slots.of(limits)  # of all that is attempted side by side.
+    return Background(
+      self.loop, lambda asked: self._groups(asked, limits, None, slots), in_turn=in_turn
+    )
 
   def _finished(
     self,
@@ -150,6 +163,7 @@ class Sampler:
     prompts: Sequence[rollout.StepPrompt],
     limits: rollout.Limits,
     on_progress: OnProgress | None,
+    slots: rollout.Slots | None = None,
   ) -> AsyncGenerator[rollout.Finished, None]:
     return rollout.groups(
       self.engine,
@@ -160,6 +174,7 @@ class Sampler:
       sampling=self.sampling,
       seed=self.seed,
       limits=limits,
+      slots=slots,
       with_greedy=self.with_greedy,
       schedule=self.schedule,
       on_progress=on_progress,
@@ -245,6 +260,7 @@ class OnlineStream:
       groups = self._draw(self._target, step, ())
     else:
       groups = self._fill(step, self._dynamic)
+    groups = self._draws.for_step(groups, step)
     self._metrics |= self._draws.step_metrics()
     return groups
 
@@ -253,9 +269,9 @@ class OnlineStream:
     surplus = [group_json.encode(group) for group in self._surplus]
     return {**self._draws.state(), "surplus": surplus}
 
-  def settle(self) -> None:
+  def settle(self, *, has_learned: bool = True) -> None:
     """Waits for groups under way that must not see the next weights."""
-    self._draws.settle()
+    self._draws.settle(has_learned=has_learned)
 
   def close(self) -> None:
     """Ends what is still sampled."""

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_jax.rollouts import staleness, stream
+from grpo_jax.groups import stale_tokens
+from grpo_jax.rollouts import stream
 from grpo_jax.rollouts.admission import Rule
 from grpo_jax.rollouts.ahead import Ahead, is_split
 from grpo_jax.types import Prompt
@@ -180,7 +181,7 @@ def test_a_run_that_is_broken_anywhere_learns_from_every_prompt_once(order, drai
         groups = stream_.take(step)
         if draw.random() < 0.2:
           break  # killed before the step is learned: the state is the one before it.
-        ages = [step - staleness.oldest(group) for group in groups]
+        ages = [step - stale_tokens.oldest(group) for group in groups]
         assert all(0 <= age <= k for age in ages)
         engine.work_for(draw.choice([10, 300, 3000]))
         stream_.settle()
@@ -232,7 +233,7 @@ def test_groups_that_are_too_old_are_sampled_again_or_masked(on_stale):
   dropped = sum(metrics["rollout/dropped_groups"] for _, _, metrics in found)
   late = group.rollouts[-1]
   if on_stale == "drop":
-    assert (step, dropped) == (3, 1) and staleness.oldest(group) == 2
+    assert (step, dropped) == (3, 1) and stale_tokens.oldest(group) == 2
   else:
     assert step > 50 and dropped == 0
     assert late.weight_versions[0] == 0  # sampled by the first weights,
