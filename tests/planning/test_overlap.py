@@ -58,6 +58,18 @@ def test_a_long_completion_is_waited_for_k_steps_later(order):
     assert seconds(form) == pytest.approx(max(70 / (k + 1), 20), rel=2e-3), k
 
 
+@pytest.mark.parametrize("k", [1, 2])
+def test_without_updates_in_flight_a_larger_staleness_has_no_use(k):
+  """Blocks of 60 and of 20 s in turn, and 40 s of learning: steps take 60 and 40 s.
+
+  In flight with k = 2 the engine samples on while the trainer learns, and both are always busy.
+  """
+  lengths, times = [[[60]], [[20]]], Times(sample=40.0, learn=40.0, sync=0.0)
+  assert forecast(times, lengths, Form(max_staleness=k), rows=1).step_s == pytest.approx(50)
+  in_flight = Form(max_staleness=2, in_flight_updates=True)
+  assert forecast(times, lengths, in_flight, rows=1).step_s == pytest.approx(40, rel=0.03)
+
+
 def test_a_longer_row_of_fewer_completions_costs_its_fixed_time():
   """2 completions of 10 and 30 tokens with c = 1: 10 tokens at 1 + 2, then 20 at 1 + 1: 70 units.
 
