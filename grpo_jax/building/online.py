@@ -11,7 +11,7 @@ from grpo_kernels.attention import Attention
 from grpo_jax import data, engines, processes
 from grpo_jax.building.parts import KeepGroups, Materials, Parts
 from grpo_jax.compilation.programs import Job
-from grpo_jax.config import configuration, lora_options, run_options
+from grpo_jax.config import configuration, device_options, lora_options, run_options
 from grpo_jax.engines.base import Engine, SamplingParams
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.engines.server_process import ServerError
@@ -135,6 +135,7 @@ def _engine(
   if is_embedded:  # `stream.Sampler` warns for every engine.
     sizes = {**run_options.sampler_sizes(config), "warn_of_truncation": False}
     sizes["unmerged"] = lora_options.is_unmerged(config)
+    sizes["devices"] = device_options.of_sampler(config)
   if name == "sglang" and lora_options.is_unmerged(config):
     sizes["adapter"] = lora_options.load(config)
   try:

@@ -11,7 +11,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -37,6 +37,7 @@ def is_spread(params: Any) -> bool:
   return isinstance(sharding, NamedSharding) and not sharding.is_fully_addressable
 
 
+@runtime_checkable
 class Copies(Protocol):
   """Copies parameters to the devices that sample.
 
