@@ -152,6 +152,9 @@ def get_config() -> Any:
   config.engine = engine = ConfigDict()  # what samples completions
   engine.name = "jax_sampler"  # "jax_sampler", "sglang", or the dotted path of a module of your own
   engine.max_rows = 64  # completions sampled at the same time, per server
+  # devices of the embedded sampler, by number: (6, 7); the mesh has the others. None: it samples on
+  # the devices of the mesh
+  engine.devices = placeholder(tuple)
   engine.options = ConfigDict()  # further arguments of an engine of your own
   engine.sglang = sglang = ConfigDict()  # SGLang servers: docs/sglang.md
   sglang_default = SGLangOptions()

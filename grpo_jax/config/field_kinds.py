@@ -87,6 +87,7 @@ KINDS: Mapping[str, checked.Kind] = {
   **_section("offline", offline.KINDS),
   "engine.name": checked.text(),
   "engine.max_rows": _SIZE,
+  "engine.devices": checked.several(checked.whole(low=0), least=1, none=True),
   "engine.options": checked.mapping(),
   **_section("engine.sglang", sglang_options.KINDS),
   **_section("sampling", engines.SAMPLING_KINDS, "stop_ids"),
