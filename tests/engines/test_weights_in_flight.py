@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import dataclasses
+import itertools
 import pathlib
 import random
 import types
@@ -37,11 +38,22 @@ class Found:
   ended: float
 
 
+@dataclasses.dataclass
+class Blow:
+  """A fault in the midst of an update: before or after a call to the server."""
+
+  call: str
+  fault: str
+  is_after: bool
+  fell: bool = False
+
+
 class World:
   """Servers, the fleets of one or two processes that use them, and what happened."""
 
-  def __init__(self, chance, *, kind, mode, servers, patch, is_calm):
+  def __init__(self, chance, *, kind, mode, servers, patch, is_calm, blow=None):
     self.chance, self.kind, self.mode, self.is_calm = chance, kind, mode, is_calm
+    self.blow = blow  # the one thing that happens to the first server, in a calm schedule.
     self.servers = [Simulated(chance) for _ in range(servers)]
     self.begun = self.published = -1
     self.published_to = [-1, -1]
@@ -66,7 +78,7 @@ class World:
       dispatcher = Dispatcher(
         servers=servers,
         in_flight=6,
-        max_attempts=1 if is_calm else 10_000,
+        max_attempts=1 if is_calm and not blow else 10_000,
         vocab_size=61,
         seeded=True,
         pause=mode,
@@ -86,7 +98,25 @@ class World:
   def _up(self, server):
     bring_up = server.bring_up
     client = SimulatedClient(self.servers[server.index], TIMEOUTS)
+    if self.blow is not None and server.index == 0:
+      setattr(client, self.blow.call, self._struck(getattr(client, self.blow.call)))
     return lambda process, _, *rest, **options: bring_up(process, client, *rest, **options)
+
+  def _struck(self, call):
+    """Returns a call to a server that is killed or stopped by it, once, at the second version."""
+
+    async def struck(*arguments, **options):
+      blow = self.blow
+      is_due = self.begun == 1 and not blow.fell
+      blow.fell |= is_due
+      if is_due and not blow.is_after:
+        getattr(self.servers[0], blow.fault)()
+      result = await call(*arguments, **options)
+      if is_due and blow.is_after:
+        getattr(self.servers[0], blow.fault)()
+      return result
+
+    return struck
 
   def now(self):
     return asyncio.get_running_loop().time()
@@ -226,7 +256,7 @@ def schedule(seed, patch, **fixed):
   worlds = []
 
   async def go():
-    world = World(chance, servers=chance.randint(1, 3), patch=patch, **chosen)
+    world = World(chance, patch=patch, **{"servers": chance.randint(1, 3), **chosen})
     worlds.append(world)
     try:
       await world.go()
@@ -286,3 +316,22 @@ def test_healthy_servers_answer_each_request_at_the_first_attempt(kind, mode, mo
       several[process] += sum(count > 1 for count in versions_of(world, process))
   continues = mode != pausing.ABORT and kind != "adapters"
   assert all((count > 0) == continues for count in several.values()), several
+
+
+CALLS = ("pause", "abort_all", "load", "resume", "score")
+
+
+@pytest.mark.parametrize("fault", ["kill", "hang"])
+@pytest.mark.parametrize("mode", pausing.MODES)
+def test_a_server_lost_at_any_moment_of_an_update_is_replaced_and_nothing_with_it(
+  mode, fault, monkeypatch
+):
+  for number, (call, is_after) in enumerate(itertools.product(CALLS, (False, True))):
+    if call == "abort_all" and mode != pausing.ABORT:
+      continue
+    blow = Blow(call, fault, is_after)
+    chosen = {"kind": "launched", "mode": mode, "servers": 1 + number % 2, "is_calm": True}
+    with monkeypatch.context() as patch:
+      world = schedule(number, patch, blow=blow, **chosen)
+    assert blow.fell and world.fleets[0].restarts == 1, blow
+    assert world.servers[0].weights == world.published
