@@ -178,6 +178,8 @@ def get_config() -> Any:
   sglang.deterministic = sglang_default.deterministic
   # one HTTP request for each "completion", or one for each "group"
   sglang.requests = sglang_default.requests
+  # completions under way when new weights come: "retract", "abort" or "in_place"; None: "retract"
+  sglang.pause = placeholder(str)
   # folder for the weights; None: in memory if they fit, otherwise in the run folder
   sglang.weights_folder = placeholder(str)
   # free the servers' memory during updates, if they share GPUs with the trainer
