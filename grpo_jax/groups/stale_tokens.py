@@ -42,6 +42,13 @@ def masked(group: RolloutGroup, *, step: int, max_staleness: int) -> RolloutGrou
   return dataclasses.replace(group, rollouts=rollouts)
 
 
+def oldest(group: RolloutGroup) -> int:
+  """Returns the oldest version of the weights that sampled tokens of a group; -1: none is known."""
+  members = [*group.rollouts, *([group.greedy] if group.greedy else [])]
+  found = [r.weight_versions[r.loss_mask & (r.weight_versions >= 0)] for r in members]
+  return min((int(each.min()) for each in found if each.size), default=-1)
+
+
 def masked_metrics(
   before: Sequence[RolloutGroup], after: Sequence[RolloutGroup]
 ) -> dict[str, float]:

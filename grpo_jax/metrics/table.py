@@ -102,6 +102,9 @@ METRICS: dict[str, Definition] = {
     "sampled tokens not learned from because they are older than rollout.max_staleness",
     "0",
   ),
+  "rollout/dropped_groups": Definition(
+    "count", "groups given up as too old, whose prompts are sampled again", "0"
+  ),
   "env/*/reward_mean": Definition("reward", "mean over the environment's completions", "rises"),
   "env/*/reward/*": Definition("reward", "mean of one component of the reward"),
   "env/*/completions": Definition("count", "completions of the step that this environment scored"),
@@ -151,6 +154,9 @@ METRICS: dict[str, Definition] = {
     "count", "servers replaced since the run was started or resumed", "0"
   ),
   "engine/retries": Definition("count", "requests sent again since then", "0"),
+  "engine/aborted": Definition(
+    "count", "requests that new weights ended, and that began again (`engine.sglang.pause='abort'`)"
+  ),
   "lora/merged_share": Definition(
     "share",
     "part of the adapter that is left where merged weights are rounded, at the newest sync: "
@@ -417,11 +423,23 @@ METRICS: dict[str, Definition] = {
   "time/monitor_s": Definition(
     "s", "scoring all completions for all/*, in the steps that report it"
   ),
-  "time/sync_s": Definition("s", "sending new weights to the engine"),
+  "time/sync_s": Definition(
+    "s", "sending new weights to the engine; before that, waiting for completions under way"
+  ),
   "time/*_share": Definition(
     "share", "what a phase takes of time/step_s; other: what none of the phases does"
   ),
   "time/*_s": Definition("s", "any other named span: evaluate, checkpoint, ..."),
+  "perf/overlap_share": Definition(
+    "share",
+    "of the time since the step before: the engine samples and the trainer does not wait for it",
+  ),
+  "perf/engine_idle_share": Definition(
+    "share", "of the same time: the engine has nothing to sample", "small"
+  ),
+  "perf/trainer_idle_share": Definition(
+    "share", "of the same time: the trainer waits for groups", "small"
+  ),
   "perf/tokens_per_s": Definition(
     "tokens/s", "prompt and completion tokens of the step / time/step_s"
   ),
