@@ -55,6 +55,11 @@ def problems(config: Config) -> Iterator[str]:
     if changed:
       named = ", ".join(f"rollout.{name}={rollout[name]!r}" for name in changed)
       yield f"{named} needs rollout.max_staleness above 0"
+    if config.loss.old_logprobs == "interpolated":
+      yield (
+        "loss.old_logprobs='interpolated' needs rollout.max_staleness above 0: it interpolates"
+        " between versions of the weights, and without it every token is of the newest"
+      )
     return
   if not rollout.recompute_cache and not rollout.in_flight_updates:
     yield "rollout.recompute_cache=False needs rollout.in_flight_updates=True"

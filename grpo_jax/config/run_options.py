@@ -140,11 +140,6 @@ def _broken_rules(config: Config, devices: Sequence[Any] | None) -> Iterator[str
   updates = config.learn.epochs * config.learn.minibatches
   if config.loss.force_on_policy_ratio and updates > 1:
     yield "loss.force_on_policy_ratio needs learn.epochs=1 and learn.minibatches=1"
-  if config.loss.old_logprobs == "interpolated" and is_offline:
-    yield (
-      "loss.old_logprobs='interpolated' needs the ages of tokens, which recorded completions do not"
-      " have: mode='online', or 'scored'"
-    )
   whitens = config.advantages.estimator in ("reinforce_pp", "reinforce_pp_baseline")
   if config.loss.kl_in_reward and not whitens:
     yield "loss.kl_in_reward needs advantages.estimator='reinforce_pp' (or its baseline form)"
