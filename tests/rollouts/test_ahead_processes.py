@@ -97,7 +97,7 @@ class Failing(Shuffled):
 @pytest.mark.parametrize("when", ["drawing", "before_the_update", "after_the_update"])
 def test_a_failure_of_one_process_ends_all_of_them(when):
   def run(index):
-    attempts = Shuffled(index)
+    attempts = Shuffled(index, slow=range(4, 8))
     made = opened(attempts, per_step=4, max_staleness=1, order="prompt")
     if when != "drawing":
       made.take(0)

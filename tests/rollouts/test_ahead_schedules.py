@@ -155,7 +155,7 @@ class Failing(Shuffled):
 
 @pytest.mark.parametrize("error", [LookupError("the engine is lost"), Stopped()], ids=str)
 def test_before_an_update_what_happens_ends_the_run_at_once(error):
-  attempts = Failing(0)
+  attempts = Failing(0, slow=range(4, 8))
   made = opened(attempts, max_staleness=1, order="prompt")
   made.take(0)
   attempts.error = error
@@ -164,7 +164,7 @@ def test_before_an_update_what_happens_ends_the_run_at_once(error):
 
 
 def test_after_an_update_a_failure_ends_the_next_step():
-  attempts = Failing(0)
+  attempts = Failing(0, slow=range(4, 8))
   made = opened(attempts, max_staleness=1, order="prompt")
   made.take(0)
   attempts.error = LookupError("the engine is lost")
@@ -177,7 +177,7 @@ def test_after_an_update_a_failure_ends_the_next_step():
 
 
 def test_after_an_update_a_run_that_is_asked_to_end_says_what_is_sampled_again(caplog):
-  attempts = Failing(0)
+  attempts = Failing(0, slow=range(4, 8))
   made = opened(attempts, max_staleness=1, order="prompt")
   made.take(0)
   attempts.error = Stopped()
