@@ -105,7 +105,7 @@ def learn_all(run: Run, now: Standing, keeper: Keeper, stop: Any) -> Standing:
         shaped = run.shape(groups)
         rewarded = kept.select(shaped)
         advantages = run.advantages(rewarded)
-        batch = run.assemble(rewarded, advantages)
+        batch = run.assemble(rewarded, advantages, step)
         digests.agree([advantages, batch.minibatches], what=f"the batch of step {step}")
 
       # --- 3. score: put on the devices, with logprobs under the policies that stay fixed ---

@@ -62,7 +62,7 @@ class Run:
   keep: Callable[[Sequence[RolloutGroup]], filters.Filtered]
   shape: Callable[[Sequence[RolloutGroup]], tuple[RolloutGroup, ...]]
   advantages: Callable[[Sequence[RolloutGroup]], list[np.ndarray]]
-  assemble: Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], Assembled]
+  assemble: Callable[[Sequence[RolloutGroup], Sequence[np.ndarray], int], Assembled]
   score: Callable[[TrainState, Assembled], tuple[Minibatch, ...]]
   monitor: monitoring.Monitor
   learn: Callable[
@@ -372,6 +372,7 @@ def _books(
     ),
     rank=parts.rank,
     by_dataset=data_options.has_several(inputs.config),
+    by_staleness=loaded.made.has_ages,
     has_teacher=loaded.made.objective.needs_teacher,
     devices=inputs.mesh.local_devices,
   )
@@ -399,10 +400,10 @@ def _schedule(config: Config) -> Schedule:
 
 
 def _assembling(config: Config, made: Computation) -> Callable[..., Assembled]:
-  """Returns the function that packs groups and their advantages."""
+  """Returns the function that packs the groups of a step and their advantages."""
   options = config.batching
   adds_nothing = not (made.objective.acts_without_advantage or made.estimator.needs_whitening)
-  return functools.partial(
+  packed = functools.partial(
     batching.assemble,
     shapes=made.shapes,
     cost=made.cost,
@@ -411,6 +412,9 @@ def _assembling(config: Config, made: Computation) -> Callable[..., Assembled]:
     pack=options.pack,
     drop_truncated=options.drop_truncated,
     skip_zero_advantage=options.skip_zero_advantage and adds_nothing,
+  )
+  return lambda groups, advantages, step: packed(
+    groups, advantages, step=step if made.has_ages else None
   )
 
 

@@ -181,6 +181,8 @@ class Ledger:
     if self.rule.order == "prompt":
       first = list(self._entries)[:wanted]
       return first if all(self._entries[number].is_finished for number in first) else None
+    if len(self._finished) < wanted:
+      return None
     needed = self._needed(step, wanted, held)
     chosen: list[int] = []
     for number in self._finished:

@@ -20,11 +20,11 @@ import numpy as np
 
 from grpo_jax import processes
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.groups import group_bytes, group_json
+from grpo_jax.groups import group_bytes, group_json, stale_tokens
 from grpo_jax.interrupts import Stopped
 from grpo_jax.processes import bulk
 from grpo_jax.processes.elsewhere import Elsewhere
-from grpo_jax.rollouts import collecting, drawing, staleness
+from grpo_jax.rollouts import collecting, drawing
 from grpo_jax.rollouts.admission import Ledger, Rule
 from grpo_jax.rollouts.attempts import Arrived, Attempts
 from grpo_jax.rollouts.drawing import PromptSource
@@ -114,6 +114,7 @@ class Ahead:
     self._encoded: dict[int, dict[str, Any]] = {}
     self._is_over = False  # whether the data has ended.
     self._dropped = 0
+    self._masked_metrics: dict[str, float] = {}  # of the newest step.
     self._metrics: dict[str, float] = {}
     self._clock = _Clock(attempts)
     known = state.get("ahead", {})
@@ -131,7 +132,7 @@ class Ahead:
     """
     if self._failure is not None:
       raise self._failure
-    old = [group for group in held if self._rule.is_too_old(staleness.oldest(group), step)]
+    old = [group for group in held if self._rule.is_too_old(stale_tokens.oldest(group), step)]
     if old and self._rule.on_stale == "wait":
       _log.warning(
         "%d groups that an earlier step left over are older than rollout.max_staleness=%d, because"
@@ -163,7 +164,7 @@ class Ahead:
       if self._ledger.outstanding and not self._ledger.may_admit(self._block, held=len(held)):
         break
       self._admit(step)
-    ages = [staleness.oldest(group) for group in held]
+    ages = [stale_tokens.oldest(group) for group in held]
     choose = functools.partial(self._ledger.choose, count, step, held=ages)
     total = min(count, self._ledger.outstanding)
     with self._progress(f"step {step}: waiting for groups", total) as advance:
@@ -194,22 +195,26 @@ class Ahead:
     """
     if self._rule.order == "prompt":
       return list(groups)
-    return sorted(groups, key=staleness.oldest)
+    return sorted(groups, key=stale_tokens.oldest)
 
   def for_step(self, groups: Sequence[RolloutGroup], step: int) -> list[RolloutGroup]:
     """Returns the groups that a step learns from, without tokens that are too old for it."""
     if self._rule.on_stale != "mask":
       return list(groups)
-    return [staleness.masked(group, step, self._rule.max_staleness) for group in groups]
+    bound = self._rule.max_staleness
+    found = [stale_tokens.masked(group, step=step, max_staleness=bound) for group in groups]
+    self._masked_metrics = stale_tokens.masked_metrics(groups, found)
+    return found
 
   def metrics(self) -> dict[str, float]:
     """Returns the metrics of reading the newest block of the last `draw`, and its failures."""
     return dict(self._metrics)
 
   def step_metrics(self) -> dict[str, float]:
-    """Returns shares of the time since the last call, and how many groups were dropped."""
+    """Returns shares of the time since the last call, and what was dropped or masked."""
     dropped, self._dropped = self._dropped, 0
-    return {**self._clock.shares(), "rollout/dropped_groups": float(dropped)}
+    lost = {"rollout/dropped_groups": float(dropped), **self._masked_metrics}
+    return {**self._clock.shares(), **lost}
 
   def settle(self, *, has_learned: bool = True) -> None:
     """Waits until nothing is under way, unless the engine takes weights in flight; see `Draws`."""
@@ -348,7 +353,7 @@ class Ahead:
     own = self._attempts.arrived()
     for number, group in self._exchanged(own):
       self._ready[number] = group_json.without_info(group)
-      self._ledger.finish(number, max(staleness.oldest(group), self._ledger.version_of(number)))
+      self._ledger.finish(number, max(stale_tokens.oldest(group), self._ledger.version_of(number)))
 
   def _exchanged(self, own: Sequence[Arrived]) -> list[Arrived]:
     if processes.count() == 1:
@@ -403,7 +408,7 @@ class Ahead:
           f" now {found}"
         )
       self._ready[number], self._encoded[number] = group, record
-      self._ledger.finish(number, max(staleness.oldest(group), self._ledger.version_of(number)))
+      self._ledger.finish(number, max(stale_tokens.oldest(group), self._ledger.version_of(number)))
     self._unsent = list(self._ledger.unfinished)
 
 

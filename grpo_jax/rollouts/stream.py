@@ -260,8 +260,9 @@ class OnlineStream:
       groups = self._draw(self._target, step, ())
     else:
       groups = self._fill(step, self._dynamic)
+    groups = self._draws.for_step(groups, step)
     self._metrics |= self._draws.step_metrics()
-    return self._draws.for_step(groups, step)
+    return groups
 
   def state(self) -> dict[str, Any]:
     """Returns the position in the data, and the surplus."""

@@ -25,10 +25,15 @@ LOSSES = {
   "top_entropy": {"top_entropy_share": 0.3},
   "kl_cov": {"loss": "kl_cov", "kl_cov_ratio": 0.2, "kl_cov_coef": 2.0, **BEHAVIOR},
   "clip_cov": {"loss": "clip_cov", "clip_cov_ratio": 0.1, "clip_cov_lb": 0.1, **BEHAVIOR},
+  "clip_cov_interpolated": {
+    **{"loss": "clip_cov", "clip_cov_ratio": 0.1, "clip_cov_lb": 0.1},
+    **{"old_logprobs": "interpolated", "importance_correction": "token"},
+  },
   "error": {"seq_logprob_error_threshold": 20.0},
   "error_and_entropy": {"seq_logprob_error_threshold": 20.0, "top_entropy_share": 0.3},
 }
-WHOLE = {"shapes": (packing.Shape(12, 64, 64),), "skip_zero_advantage": False}
+# At step 4, so that batches have the ages of tokens.
+WHOLE = {"shapes": (packing.Shape(12, 64, 64),), "skip_zero_advantage": False, "step": 4}
 LAYOUTS = {
   "microbatches": {"shapes": (packing.Shape(1, 32, 32),)},
   "rollouts-apart": {
@@ -70,7 +75,7 @@ def update_of(name, mesh=None, minibatches=1):
 def moved(name, groups, advantages, *, mesh=None, epochs=1, **layout):
   """Returns how far one training step moves the weights, its metrics, and what was assembled."""
   update, score = update_of(name, mesh, epochs)
-  assembled = batching.assemble(groups, advantages, **(WHOLE | layout))
+  assembled = batching.assemble(case.aged(groups), advantages, **(WHOLE | layout))
   minibatches = assembled.minibatches
   shardings = None if mesh is None else {"table": sharding.whole(mesh)}
   start = params() if mesh is None else jax.device_put(params(), shardings)

@@ -27,6 +27,11 @@ RUNS = {
     "loss__top_entropy_share": 0.25,
     "advantages__estimator": "remax",
   },
+  "interpolated": {
+    "loss__old_logprobs": "interpolated",
+    "loss__importance_correction": "token",
+    "learn__minibatches": 2,
+  },
 }
 
 
@@ -87,20 +92,25 @@ def run(name, model, folder):
   return [json.loads(line) for line in lines], json.loads((folder / "run/config.json").read_text())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_chooses_tokens_and_compiles_nothing_late(name, model, tmp_path, monkeypatch):
+def watched(monkeypatch):
+  """Returns a dict that gets, for each program, whether its calls were compiled ahead."""
   called = {}
   find = programs.Program._executable
 
-  def watched(self, *arguments):
+  def executable(self, *arguments):
     found = find(self, *arguments)
     called.setdefault(self.name, []).append(found is not None)
     return found
 
-  if name == "clip_cov":
-    monkeypatch.setattr(computation.Computation, "jobs", JOBS)
-    monkeypatch.setattr(programs.Program, "_executable", watched)
+  monkeypatch.setattr(computation.Computation, "jobs", JOBS)
+  monkeypatch.setattr(programs.Program, "_executable", executable)
+  return called
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["clip_cov", "prime_rl"])
+def test_a_run_chooses_tokens_and_compiles_nothing_late(name, model, tmp_path, monkeypatch):
+  called = watched(monkeypatch) if name == "clip_cov" else {}
   steps, config = run(name, model, tmp_path)
   assert len(steps) == 2 and config["batching"]["skip_zero_advantage"] is False
   for step in steps:
@@ -114,3 +124,15 @@ def test_a_run_chooses_tokens_and_compiles_nothing_late(name, model, tmp_path, m
   else:
     assert all(0 <= step["rollout/greedy_reward_mean"] <= 1 for step in steps)
     assert all(step["train/ratio_max"] != 1 for step in steps)  # to the engine's policy.
+
+
+@pytest.mark.slow
+def test_a_run_interpolates_old_logprobs_without_a_scoring_pass(model, tmp_path, monkeypatch):
+  called = watched(monkeypatch)
+  steps, _ = run("interpolated", model, tmp_path)
+  assert "score" not in called and len(called["update"]) == 4 and all(called["update"])
+  for step in steps:
+    assert step["staleness/0/share"] == 1.0 and step["staleness/1/share"] == 0.0
+    assert step["staleness/0/ratio"] == pytest.approx(step["train/ratio_mean"])  # π/μ.
+    assert step["rollout/mixed_versions_share"] == 0.0 and step["staleness/1/reward"] is None
+    assert step["staleness/0/reward"] == pytest.approx(step["rollout/reward_mean"])
