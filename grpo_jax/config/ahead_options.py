@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from grpo_jax.config import modes
+from grpo_jax.config import lora_options, modes
 from grpo_jax.engines import pausing
 from grpo_jax.rollouts.admission import Rule
 
@@ -38,9 +38,13 @@ def in_turn(config: Config) -> bool:
 
 
 def pause(config: Config) -> str | None:
-  """Returns what becomes of SGLang's completions under way while it takes new weights."""
+  """Returns what becomes of SGLang's completions under way while it takes new weights.
+
+  With adapters they end on their own version, and nothing is paused.
+  """
   chosen = config.engine.sglang.pause
-  return pausing.IN_PLACE if chosen is None and not config.rollout.recompute_cache else chosen
+  keeps = not config.rollout.recompute_cache and not lora_options.is_unmerged(config)
+  return pausing.IN_PLACE if chosen is None and keeps else chosen
 
 
 def problems(config: Config) -> Iterator[str]:

@@ -3,7 +3,6 @@
 import asyncio
 import collections
 import dataclasses
-import itertools
 import logging
 import pathlib
 import time
@@ -29,7 +28,6 @@ _UNREADABLE = (
   ". If it cannot read the folder: engine.sglang.weights_folder has to be a folder that the"
   " servers' hosts see, too"
 )
-_MOST_LOADS = 5  # of the same weights, at a server that does not clear its cache.
 _ASK_EVERY_S = 0.25  # time between two health checks of a server that starts.
 
 
@@ -271,22 +269,16 @@ class Server:
     client, keeps_cache = self.client, self._pause == pausing.IN_PLACE
     if self.is_asleep:
       await self._answered(client.resume_weights())
-    for tries in itertools.count(1):
-      await self._answered(client.pause(keeps_cache=keeps_cache))
-      if self._pause == pausing.ABORT:
-        await self._answered(client.abort_all())
-      try:
-        await client.load(str(folder), version, keeps_cache=keeps_cache)
-        break
-      except Unanswered as error:
+    await self._answered(client.pause(keeps_cache=keeps_cache))
+    if self._pause == pausing.ABORT:
+      await self._answered(client.abort_all())
+    try:
+      await self._answered(client.load(str(folder), version, keeps_cache=keeps_cache))
+    except FleetError as error:
+      if sglang_messages.kept_its_cache(str(error)):  # what is stale may not be used.
         raise ServerLost(str(error)) from error
-      except Refused as error:
-        may_end = sglang_messages.kept_its_cache(str(error)) and tries < _MOST_LOADS
-        if may_end:  # a request holds its cache: of no request may what is stale be used.
-          await self._answered(client.abort_all())
-        await self._answered(client.resume())  # a server that others use continues as before.
-        if not may_end:
-          raise FleetError(f"{self.name}: {error}{_UNREADABLE}") from error
+      await self._answered(client.resume())  # a server that others use continues as before.
+      raise
     if self.is_asleep:
       await self._answered(client.resume_cache())
       self.is_asleep = False

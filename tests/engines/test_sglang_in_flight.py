@@ -137,8 +137,8 @@ def test_completions_that_keep_their_cache_are_of_no_version_but_later_ones_are(
   assert largest(found, [r for r in whole if found[r.request_id].weight_versions[0] == 3]) <= 1e-4
   assert later_is_exact(engine)
   assert engine.metrics()["engine/retries"] == 0
-  keys = {body["extra_key"] for path, body in proxy.seen if "extra_key" in (body or {})}
-  assert len(keys) == LAST - FIRST + 1
+  keys = [body["extra_key"] for _, body in proxy.seen if body and "extra_key" in body]
+  assert len({*keys[-40:]}) == 1 and keys[0] not in keys[-40:]
 
 
 def test_a_server_that_would_mislabel_tokens_may_not_pause_in_place(make, proxy):
@@ -147,7 +147,7 @@ def test_a_server_that_would_mislabel_tokens_may_not_pause_in_place(make, proxy)
     make(pause="in_place")
 
 
-def test_a_server_that_cannot_clear_its_cache_ends_its_requests_and_is_given_weights_again(
+def test_a_server_that_cannot_clear_its_cache_loses_its_requests_and_is_given_weights_again(
   make, proxy
 ):
   engine, requests = make(), requests_of(40)
@@ -160,7 +160,6 @@ def test_a_server_that_cannot_clear_its_cache_ends_its_requests_and_is_given_wei
   proxy.fail("/update_weights_from_disk", does_it_and_keeps_the_cache)
   loads = proxy.count("/update_weights_from_disk")
   found = sampled_meanwhile(engine, requests)
-  assert proxy.count("/update_weights_from_disk") == loads + 4
-  check_versions(found)
+  assert proxy.count("/update_weights_from_disk") == loads + 5  # with the question if it can.
   assert largest(found, requests) <= 1e-4
-  assert engine.metrics()["engine/retries"] > 0 and engine.metrics()["engine/restarts"] == 0
+  assert engine.metrics()["engine/restarts"] == 1

@@ -23,6 +23,7 @@ from tests.engines.simulated import MIXED, TICK_S, Simulated, SimulatedClient, S
 
 TIMEOUTS = Timeouts(generate_s=60.0, control_s=4.0, health_s=3.0)
 PROBE = (1, 2, 3)
+PROMPTS = ((1,), (2, 3), (4, 5, 6))  # few, so that later requests find prefixes of earlier ones.
 KINDS = ("launched", "given", "shared", "adapters")
 
 
@@ -152,11 +153,10 @@ class World:
   async def ask(self, process, number):
     """Asks for some completions and keeps what comes."""
     chance = self.chance
-    prompts = [tuple(chance.choices(range(50), k=chance.randint(1, 3))) for _ in range(2)]
     requests = [
       tiny.request(
         f"{process}.{number}.{i}",
-        chance.choice(prompts),
+        chance.choice(PROMPTS),
         seed=chance.randrange(50),
         max_tokens=chance.choice((1, 3, 10, 30, 60)),
       )
