@@ -20,7 +20,14 @@ from jax.sharding import Mesh
 from grpo_jax.batching import layout, packing
 from grpo_jax.compilation import precision
 from grpo_jax.compilation.programs import Job, Program
-from grpo_jax.config import batching_options, lora_options, modes, run_options, teacher_options
+from grpo_jax.config import (
+  ahead_options,
+  batching_options,
+  lora_options,
+  modes,
+  run_options,
+  teacher_options,
+)
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.engines.base import SamplingParams
 from grpo_jax.groups import credit
@@ -146,7 +153,7 @@ class Computation:
   @property
   def has_ages(self) -> bool:
     """Whether the batches of an update have the ages of tokens; see `LossTokens.ages`."""
-    return self.objective.needs_ages
+    return ahead_options.is_ahead(self.config) or self.objective.needs_ages
 
   @property
   def trainable_shardings(self) -> Any:

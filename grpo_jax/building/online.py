@@ -11,7 +11,13 @@ from grpo_kernels.attention import Attention
 from grpo_jax import data, engines, processes
 from grpo_jax.building.parts import KeepGroups, Materials, Parts
 from grpo_jax.compilation.programs import Job
-from grpo_jax.config import ahead_options, configuration, lora_options, run_options
+from grpo_jax.config import (
+  ahead_options,
+  configuration,
+  device_options,
+  lora_options,
+  run_options,
+)
 from grpo_jax.engines.base import Engine, SamplingParams
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.engines.server_process import ServerError
@@ -136,6 +142,11 @@ def _engine(
     sizes = {**run_options.sampler_sizes(config), "warn_of_truncation": False}
     sizes["unmerged"] = lora_options.is_unmerged(config)
     sizes["copy_weights"] = ahead_options.is_ahead(config)  # updates donate the trainer's.
+    sizes["in_flight_updates"] = config.rollout.in_flight_updates
+    sizes["recompute_cache"] = config.rollout.recompute_cache
+    sizes["devices"] = device_options.of_sampler(config)
+  if name == "sglang":
+    own = {**own, "pause": ahead_options.pause(config)}
   if name == "sglang" and lora_options.is_unmerged(config):
     sizes["adapter"] = lora_options.load(config)
   try:

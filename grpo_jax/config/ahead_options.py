@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from grpo_jax.config import modes
+from grpo_jax.config import lora_options, modes
+from grpo_jax.engines import pausing
 from grpo_jax.rollouts.admission import Rule
 
 # A ConfigDict, whose fields a type checker cannot know.
@@ -36,6 +37,16 @@ def in_turn(config: Config) -> bool:
   return config.rollout.order == "prompt" and not config.rollout.in_flight_updates
 
 
+def pause(config: Config) -> str | None:
+  """Returns what becomes of SGLang's completions under way while it takes new weights.
+
+  With adapters they end on their own version, and nothing is paused.
+  """
+  chosen = config.engine.sglang.pause
+  keeps = not config.rollout.recompute_cache and not lora_options.is_unmerged(config)
+  return pausing.IN_PLACE if chosen is None and keeps else chosen
+
+
 def problems(config: Config) -> Iterator[str]:
   """Yields a message for each combination of these options that cannot work."""
   rollout = config.rollout
@@ -44,7 +55,14 @@ def problems(config: Config) -> Iterator[str]:
     if changed:
       named = ", ".join(f"rollout.{name}={rollout[name]!r}" for name in changed)
       yield f"{named} needs rollout.max_staleness above 0"
+    if config.loss.old_logprobs == "interpolated":
+      yield (
+        "loss.old_logprobs='interpolated' needs rollout.max_staleness above 0: it interpolates"
+        " between versions of the weights, and without it every token is of the newest"
+      )
     return
+  if not rollout.recompute_cache and not rollout.in_flight_updates:
+    yield "rollout.recompute_cache=False needs rollout.in_flight_updates=True"
   if modes.is_offline(config):
     yield (
       f"rollout.max_staleness={rollout.max_staleness} is about sampling, and mode='offline' samples"
@@ -69,7 +87,12 @@ def problems(config: Config) -> Iterator[str]:
 
 
 # Options that only matter if groups are sampled ahead, with their defaults.
-_UNUSED = {"order": "prompt", "on_stale": "wait", "in_flight_updates": False}
+_UNUSED = {
+  "order": "prompt",
+  "on_stale": "wait",
+  "in_flight_updates": False,
+  "recompute_cache": True,
+}
 
 
 def warning(config: Config) -> str | None:

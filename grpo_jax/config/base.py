@@ -152,6 +152,9 @@ def get_config() -> Any:
   config.engine = engine = ConfigDict()  # what samples completions
   engine.name = "jax_sampler"  # "jax_sampler", "sglang", or the dotted path of a module of your own
   engine.max_rows = 64  # completions sampled at the same time, per server
+  # devices of the embedded sampler, by number: (6, 7); the mesh has the others. None: it samples on
+  # the devices of the mesh
+  engine.devices = placeholder(tuple)
   engine.options = ConfigDict()  # further arguments of an engine of your own
   engine.sglang = sglang = ConfigDict()  # SGLang servers: docs/sglang.md
   sglang_default = SGLangOptions()
@@ -175,6 +178,8 @@ def get_config() -> Any:
   sglang.deterministic = sglang_default.deterministic
   # one HTTP request for each "completion", or one for each "group"
   sglang.requests = sglang_default.requests
+  # completions under way when new weights come: "retract", "abort" or "in_place"; None: "retract"
+  sglang.pause = placeholder(str)
   # folder for the weights; None: in memory if they fit, otherwise in the run folder
   sglang.weights_folder = placeholder(str)
   # free the servers' memory during updates, if they share GPUs with the trainer
@@ -235,6 +240,9 @@ def get_config() -> Any:
   rollout.on_stale = "wait"
   # engines take new weights while completions are under way; False: these are finished first
   rollout.in_flight_updates = False
+  # with updates in flight: keys and values of unfinished completions are computed again by the new
+  # weights; False: they are kept, and logprobs of later tokens are those of no weights
+  rollout.recompute_cache = True
 
   # draw prompts until P groups pass `filters`; docs/rewards.md
   config.dynamic_sampling = dynamic = ConfigDict()

@@ -15,6 +15,7 @@ from grpo_jax.config import (
   batching_options,
   configuration,
   data_options,
+  device_options,
   field_kinds,
   lora_options,
   modes,
@@ -26,7 +27,7 @@ from grpo_jax.engines import launching
 from grpo_jax.engines.base import SamplingParams
 from grpo_jax.files import local_paths, remote
 from grpo_jax.groups import filters, shaping
-from grpo_jax.learn import optim, sharding
+from grpo_jax.learn import optim
 from grpo_jax.models import loading, sources
 from grpo_jax.models.products import Products
 from grpo_jax.rl import estimators, objective_options, objectives, own
@@ -139,11 +140,6 @@ def _broken_rules(config: Config, devices: Sequence[Any] | None) -> Iterator[str
   updates = config.learn.epochs * config.learn.minibatches
   if config.loss.force_on_policy_ratio and updates > 1:
     yield "loss.force_on_policy_ratio needs learn.epochs=1 and learn.minibatches=1"
-  if config.loss.old_logprobs == "interpolated" and is_offline:
-    yield (
-      "loss.old_logprobs='interpolated' needs the ages of tokens, which recorded completions do not"
-      " have: mode='online', or 'scored'"
-    )
   whitens = config.advantages.estimator in ("reinforce_pp", "reinforce_pp_baseline")
   if config.loss.kl_in_reward and not whitens:
     yield "loss.kl_in_reward needs advantages.estimator='reinforce_pp' (or its baseline form)"
@@ -205,7 +201,7 @@ def _mesh_problems(config: Config, devices: Sequence[Any] | None) -> Iterator[st
   except (RuntimeError, AssertionError) as error:
     yield f"JAX finds no device: {accelerators.why_none(error)}"
     return
-  yield from _refused(lambda: sharding.mesh_sizes(found, **config.mesh))
+  yield from device_options.problems(config, found)
 
 
 def _refused_servers(settings: Config) -> Iterator[str]:

@@ -44,6 +44,7 @@ def _head(plan: Plan, source: str) -> Iterator[str]:
 def _memory(plan: Plan) -> Iterator[str]:
   arrays = plan.run.arrays
   yield "memory of one device, in GiB"
+  when = "also while it learns" if arrays.keeps_sampler else "while it samples"
   base = f"frozen base, {plan.run.config.model.lora.base_dtype}"
   held = (
     (base if arrays.adapter else "weights, float32", arrays.weights - arrays.adapter),
@@ -52,7 +53,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     ("reference policy", arrays.reference),
     ("teacher", arrays.teacher),
     ("sum of the gradients, during updates", arrays.sums),
-    ("sampler: weights, while it samples", arrays.sampler),
+    (f"sampler: weights, {when}", arrays.sampler),
     ("sampler: keys and values, likewise", arrays.caches),
   )
   for name, size in held:

@@ -25,7 +25,8 @@ def shares(ages: Int[Numbers, "*shape"]) -> Float[Numbers, "*shape"]:
     ages: Age d of each token, in training steps; negative where it is not known.
 
   Returns:
-    α in [0, 1), float32: 0 for tokens of the newest weights, and where the age is not known.
+    Share α of each token, in [0, 1), float32: 0 for tokens of the newest weights, and where the age
+    is not known.
   """
   known = _module(ages).maximum(ages, 0).astype(np.float32)
   return known / (known + 1)

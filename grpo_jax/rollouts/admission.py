@@ -53,6 +53,10 @@ class Rule:
     """Returns the last step that may learn from tokens of a version."""
     return version + self.max_staleness
 
+  def is_too_old(self, version: int, step: int) -> bool:
+    """Returns whether tokens of a version are too old for a step; -1, an unknown one, is not."""
+    return 0 <= version and self.deadline(version) < step
+
 
 @dataclasses.dataclass(slots=True)
 class _Entry:

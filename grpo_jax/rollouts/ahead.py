@@ -132,6 +132,13 @@ class Ahead:
     """
     if self._failure is not None:
       raise self._failure
+    old = [group for group in held if self._rule.is_too_old(stale_tokens.oldest(group), step)]
+    if old and self._rule.on_stale == "wait":
+      _log.warning(
+        "%d groups that an earlier step left over are older than rollout.max_staleness=%d, because"
+        " it or rollout.prompts_per_step was larger then; step %d learns from them all the same",
+        *(len(old), self._rule.max_staleness, step),
+      )
     unsent, self._unsent = self._unsent, []
     self._ledger.restart(unsent, step)
     self._send(unsent)
@@ -182,7 +189,12 @@ class Ahead:
     return groups
 
   def ordered(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-    """Returns the groups that are oldest first, so that none becomes too old as a surplus."""
+    """Returns the groups in the order of their prompts, or the oldest first: they may be a surplus.
+
+    Prompts that come first were sampled first, so either way none becomes too old as a surplus.
+    """
+    if self._rule.order == "prompt":
+      return list(groups)
     return sorted(groups, key=stale_tokens.oldest)
 
   def for_step(self, groups: Sequence[RolloutGroup], step: int) -> list[RolloutGroup]:

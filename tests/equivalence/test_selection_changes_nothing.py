@@ -16,6 +16,7 @@ from grpo_jax import batching
 from grpo_jax.batching import packing
 from grpo_jax.learn import optim, screening, selecting, sharding, train_step
 from grpo_jax.rl import objectives
+from grpo_jax.rl.logprobs import gather_loss_tokens
 from grpo_jax.types import RolloutGroup
 
 V = 96
@@ -59,6 +60,11 @@ def logprobs(params, batch, with_entropy):
 def params():
   table = np.random.default_rng(5).normal(size=(V, V)).astype(np.float32)
   return {"table": jnp.asarray(table)}
+
+
+def score_of(weights, batch):
+  """Scores without a program, as a `Selector` calls it."""
+  return logprobs(weights, batch, False)
 
 
 @functools.cache
@@ -156,6 +162,27 @@ def test_the_choice_is_that_of_all_tokens_of_the_step():
       found += np.asarray(batch.selected)[row][places >= 0].tolist()
   threshold = np.quantile(np.asarray(of_tokens), 0.7)
   np.testing.assert_array_equal(found, np.asarray(of_tokens) >= threshold)
+
+
+def test_the_choice_sees_the_old_logprobs_that_the_loss_interpolates():
+  """Clip-Cov leaves out tokens whose ratio is clipped: it depends on π_old."""
+  groups, advantages = case.ragged_groups()
+  [minibatch] = batching.assemble(case.aged(groups), advantages, **WHOLE).minibatches
+  [batch] = minibatch.microbatches
+  policy = np.asarray(logprobs(params(), batch, False)[0])
+  behavior = np.asarray(gather_loss_tokens(batch).behavior_logprobs)
+  share = np.maximum(batch.ages, 0) / (np.maximum(batch.ages, 0) + 1)
+  old = (behavior + share * (policy - behavior)).astype(np.float32)
+
+  def chosen(name, **fields):
+    options = {**LOSSES["clip_cov_interpolated"], "clip_cov_ratio": 1.0, "old_logprobs": name}
+    made = selecting.Selector(objectives.make(kl_coef=0.0, **options).options, score_of)
+    given = dataclasses.replace(minibatch, microbatches=(dataclasses.replace(batch, **fields),))
+    return np.asarray(made(params(), given, (0, 0, 0)).microbatches[0].selected)
+
+  got = chosen("interpolated")
+  np.testing.assert_array_equal(got, chosen("scored", old_logprobs=old))
+  assert got.any() and not np.array_equal(got, chosen("scored"))
 
 
 def test_completions_with_large_errors_count_in_no_denominator():

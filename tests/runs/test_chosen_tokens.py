@@ -31,6 +31,7 @@ RUNS = {
     "loss__old_logprobs": "interpolated",
     "loss__importance_correction": "token",
     "learn__minibatches": 2,
+    "rollout__max_staleness": 1,
   },
 }
 
@@ -131,8 +132,11 @@ def test_a_run_interpolates_old_logprobs_without_a_scoring_pass(model, tmp_path,
   called = watched(monkeypatch)
   steps, _ = run("interpolated", model, tmp_path)
   assert "score" not in called and len(called["update"]) == 4 and all(called["update"])
-  for step in steps:
-    assert step["staleness/0/share"] == 1.0 and step["staleness/1/share"] == 0.0
-    assert step["staleness/0/ratio"] == pytest.approx(step["train/ratio_mean"])  # π/μ.
-    assert step["rollout/mixed_versions_share"] == 0.0 and step["staleness/1/reward"] is None
-    assert step["staleness/0/reward"] == pytest.approx(step["rollout/reward_mean"])
+  for age, step in enumerate(steps):  # step 1 learns from what version 0 sampled.
+    shares = [step[f"staleness/{ages}/share"] for ages in ("0", "1", "2_3")]
+    assert shares == [age == 0, age == 1, 0]
+    assert step["rollout/staleness_max"] == age and step["rollout/mixed_versions_share"] == 0.0
+    assert step[f"staleness/{age}/reward"] == pytest.approx(step["rollout/reward_mean"])
+    assert step[f"staleness/{1 - age}/reward"] is None
+  first = steps[0]  # ρ = π/μ there, since α = 0.
+  assert first["staleness/0/ratio"] == pytest.approx(first["train/ratio_mean"])
