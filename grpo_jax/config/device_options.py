@@ -63,8 +63,8 @@ def problems(config: Config, devices: Sequence[Any]) -> Iterator[str]:
     yield f"{given} names a device twice"
   elif absent:
     yield (
-      f"{given}: there {'is no device' if len(absent) == 1 else 'are no devices'}"
-      f" {', '.join(map(str, absent))}, they are numbered from 0 to {count - 1}"
+      f"{given} needs devices that do not exist: {', '.join(map(str, absent))}; they are numbered"
+      f" from 0 to {count - 1}"
     )
   elif len(taken) == count:
     yield f"{given} takes all {count} devices, the trainer needs at least one"

@@ -199,7 +199,7 @@ class Engine(Protocol):
   def load_weights(self, params: Any, *, version: int) -> None:
     """Samples from these weights from now on; their tokens are marked with `version`.
 
-    Completions that are unfinished go on with the new weights from their next token, or from one
+    Unfinished completions continue with the new weights from their next token, or from one
     soon after; no token is lost or sampled twice. `Generation.weight_versions` has the version that
     sampled each token, and never falls within a completion. Random numbers still depend on the seed
     and on the token's index only. Whether the logprobs of later tokens are exactly those of their

@@ -502,7 +502,7 @@ def _read(
 
   Args:
     weights: Weights made by `split_layers`.
-    cache: What `write` and `before` know of each layer.
+    cache: Cache of each layer, in the form that `write` and `before` take.
     taken: The tokens.
     write: Function (cache of a layer, keys, values [1 n K E]) → the cache with them.
     before: Function (queries [1 n H E], K, cache of a layer, first position that each token sees or

@@ -98,7 +98,7 @@ class JaxSampler:
         old ones stay and sample. False: `load_weights` works all the same, but compiles a
         program, makes completions wait, and frees the old weights first if the sampler is idle.
       recompute_cache: Whether weights that are loaded while completions are unfinished compute the
-        keys and values of these anew, prompts included, before sampling goes on. False: keys and
+        keys and values of these again, prompts included, before they continue. False: keys and
         values stay as they are, those of earlier tokens by earlier weights.
       prompt_tokens: Tokens of the longest planned prompt. Together with `completion_tokens` it
         fixes the sizes of the caches and so the programs. Longer requests are served too, but
@@ -111,9 +111,9 @@ class JaxSampler:
         trainer. The base is then copied once, and `load_weights` copies the adapter only. False:
         they are merged in float32 and rounded to the compute dtype. None: apart if that rounding
         loses some of the adapter, or if the base is quantised.
-      devices: Devices of this process to sample on, none of which has parameters; the model is
+      devices: Devices of this process to sample on, without parameters; the model is
         split over them as by "tensor". `load_weights` copies everything to them, a layer at a time.
-        None: those on which the parameters are.
+        None: the devices of the parameters.
     """
     _check_sizes(config, max_rows, chunk_tokens, num_valid_tokens)
     self._config = config
@@ -190,7 +190,7 @@ class JaxSampler:
           self._weights = None
         self._begin(self._made(params), version)
         return
-    made = self._made(params)  # completions go on meanwhile.
+    made = self._made(params)  # completions continue meanwhile.
     with self._lock:
       self._check_open()
       self._begin(made, version)

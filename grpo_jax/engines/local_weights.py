@@ -60,7 +60,7 @@ class Copies(Protocol):
     ...
 
   def __call__(self, params: Any, options: decoding.Options) -> decoding.Weights:
-    """Returns the copy, of which no array is one of the parameters."""
+    """Returns the copy; none of its arrays is one of the parameters."""
     ...
 
   def adapters(self, params: Any, options: decoding.Options) -> list[dict[str, Adapters]]:
@@ -258,7 +258,7 @@ class Moving:
     return jax.tree.map(place, shapes, specs)
 
   def _moved(self, tree: Any, like: Any) -> Any:
-    """Copies arrays, of which each device of the trainer's has all, to the places of others."""
+    """Copies arrays that every device of the trainer has whole to the places of `like`."""
 
     def move(x: jax.Array, of: Any) -> jax.Array:
       copies = [shard.data for shard in x.addressable_shards]
@@ -290,7 +290,7 @@ def _everywhere(like: Any) -> NamedSharding | None:
 
 
 def _whole(x: jax.Array) -> jax.Array:
-  """Returns an array of which each of its devices has all."""
+  """Returns the array with a whole copy on each of its devices."""
   sharding = _everywhere(x)
   return x if sharding is None else jax.device_put(x, sharding)
 

@@ -133,7 +133,7 @@ class Session:
       decode_text: Function from token ids to text, for stop strings.
       stats: Counters of what is computed, updated by the session.
       programs: Programs of the sampler.
-      recompute_cache: Whether new weights read unfinished completions again before these go on.
+      recompute_cache: Whether new weights read unfinished completions again before these continue.
     """
     self.options = options
     self._sizes = sizes

@@ -23,9 +23,9 @@ def complaints(**options):
 REFUSED = {
   "a device that does not exist": (
     {"engine__devices": (1, 8)},
-    "engine.devices=(1, 8): there is no device 8, they are numbered from 0 to 7",
+    "engine.devices=(1, 8) needs devices that do not exist: 8; they are numbered from 0 to 7",
   ),
-  "several": ({"engine__devices": (9, 8)}, "there are no devices 9, 8, they are numbered"),
+  "several": ({"engine__devices": (9, 8)}, "needs devices that do not exist: 9, 8; they"),
   "twice": ({"engine__devices": (3, 3)}, "engine.devices=(3, 3) names a device twice"),
   "all": (
     {"engine__devices": tuple(range(8))},
