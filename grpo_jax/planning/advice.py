@@ -4,13 +4,24 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from grpo_jax.config import lora_options
 from grpo_jax.planning import programs
 from grpo_jax.planning.chips import GIB
 from grpo_jax.planning.plan import Need, Plan
 
 # Programs whose memory grows with the places of a microbatch, and those of the sampler.
 _OF_LEARNING = ("update", "watch", "optimizer")
-_OF_SAMPLING = ("reading prompts", "sampling", "score", programs.COPYING)
+_OF_SAMPLING = (
+  "reading prompts",
+  "sampling",
+  "score",
+  programs.COPYING,
+  programs.COPYING_ADAPTER,
+)
+# Rank of an adapter that is advised.
+_RANK = 32
+# Dtypes of a frozen base, the smaller ones last.
+_BASES = ("float32", "bfloat16", "int8", "nf4")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +32,13 @@ class Remedy:
     change: The options to set.
     reason: Effect of the change.
     saved: Bytes of one device that it saves; 0: not known before it is planned.
+    may_cost: Whether it saves arrays and may take more temporaries, which only a plan shows.
   """
 
   change: str
   reason: str
   saved: int = 0
+  may_cost: bool = False
 
 
 def remedies(plan: Plan) -> list[Remedy]:
@@ -36,7 +49,8 @@ def remedies(plan: Plan) -> list[Remedy]:
   if plan.fits:
     return []
   worst = plan.worst
-  found = [*_state(plan), *_sampler(plan, worst), *_activations(plan, worst)]
+  found = [*_state(plan), *_adapter(plan, worst)]
+  found += [*_sampler(plan, worst), *_activations(plan, worst)]
   missing = worst.peak - plan.room
   found.sort(key=lambda remedy: (remedy.saved < missing, -remedy.saved))
   return [*found, *_machine(plan)]
@@ -54,11 +68,6 @@ def _state(plan: Plan) -> Iterator[Remedy]:
       f"the {copies} replicas each hold all weights and optimizer state",
       int(state * (1 - 1 / copies)),
     )
-  if not arrays.adapter:  # a frozen base in bfloat16 remains, which is the reference, too.
-    saved = state - arrays.teacher - arrays.weights // 2
-    yield Remedy(
-      "model.lora.rank=32", "an adapter is trained on a frozen base; docs/lora.md", saved
-    )
   if arrays.reference:
     yield Remedy("loss.kl_coef=0", "without a KL there is no reference policy", arrays.reference)
   if arrays.teacher:
@@ -68,10 +77,56 @@ def _state(plan: Plan) -> Iterator[Remedy]:
     yield Remedy("optim.optimizer=lion", "one moment instead of two; it learns differently", saved)
 
 
+def _adapter(plan: Plan, worst: Need) -> Iterator[Remedy]:
+  """Yields an adapter, or a smaller base of the adapter that there is."""
+  run, arrays = plan.run, plan.run.arrays
+  if not arrays.adapter:
+    if run.config.reference.update_every_steps:  # which a frozen base cannot.
+      return
+    saved = arrays.beside(worst.program) - _with_adapter(plan).beside(worst.program)
+    reason = "an adapter is trained on a frozen base; docs/lora.md"
+    yield Remedy(f"model.lora.rank={_RANK}", reason, saved)
+    return
+  base, dtype = arrays.weights - arrays.adapter, run.config.model.lora.base_dtype
+  for smaller in _BASES[_BASES.index(dtype) + 1 :]:
+    size = programs.base_bytes(run, smaller)
+    if size is None:
+      continue
+    reason, saved = "the base in fewer bits; docs/lora.md", base - size
+    if smaller in lora_options.QUANTIZED:
+      reason = "a quantised base; its layers are dequantised one at a time; docs/lora.md"
+      if dtype not in lora_options.QUANTIZED:  # its only copies are those for other hosts.
+        saved += int(arrays.kept * (1 - size / base)) if run.is_spread else arrays.kept
+    yield Remedy(f"model.lora.base_dtype={smaller}", reason, saved, may_cost=True)
+
+
+def _with_adapter(plan: Plan) -> programs.Arrays:
+  """Returns the arrays of a run that would train an adapter on a base in bfloat16."""
+  run, arrays = plan.run, plan.run.arrays
+  base, adapter = programs.base_bytes(run, "bfloat16"), programs.adapter_bytes(run, _RANK)
+  assert base is not None, "every mesh that splits float32 splits bfloat16"
+  is_merged = run.config.model.compute_dtype == "float32"
+  return dataclasses.replace(
+    arrays,
+    weights=base + adapter,
+    optimizer=int(arrays.optimizer * adapter / arrays.weights),
+    reference=0,
+    initial=0,
+    gradients=adapter,
+    kept=0 if is_merged else arrays.sampler,
+    adapter=adapter,
+  )
+
+
 def _sampler(plan: Plan, worst: Need) -> Iterator[Remedy]:
   """Yields how the embedded sampler takes less."""
   run, arrays = plan.run, plan.run.arrays
-  if worst.program not in _OF_SAMPLING or not run.sizes:
+  if not run.sizes:
+    return
+  if worst.program in _OF_LEARNING and arrays.kept:
+    reason = "servers on other devices sample: no copy of the base stays during updates"
+    yield Remedy("engine.name=sglang", reason, arrays.kept)
+  if worst.program not in _OF_SAMPLING:
     return
   rows = run.sizes["max_rows"]
   if rows > 8 and arrays.caches:

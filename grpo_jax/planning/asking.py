@@ -5,14 +5,18 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from grpo_jax import engines
 from grpo_jax.config import command_line, configuration, modes, run_options
 from grpo_jax.config.configuration import ConfigError
+from grpo_jax.errors import ExpectedFailure
 from grpo_jax.learn import sharding
 from grpo_jax.models import config as model_config
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.errors import ModelError
-from grpo_jax.planning import architectures, plan, programs, target, topologies
+from grpo_jax.planning import architectures, compiling, plan, programs, target, topologies
+from grpo_jax.planning.chips import GIB
 from grpo_jax.planning.programs import Run
 from grpo_jax.planning.topologies import PlanError, Topology
 
@@ -21,6 +25,10 @@ Config = Any
 
 # What a plan does not need: the rows, which are not read, and the weights, which are not loaded.
 _NOT_NEEDED = ("data.", "evaluation.data", "model.path", "model.fallback", "logging.")
+
+
+class DoesNotFit(ExpectedFailure):
+  """A run is so much too large that its programs cannot even be described."""
 
 
 def config_of(arguments: Sequence[str]) -> Config:
@@ -86,6 +94,7 @@ def run_of(
 
   Raises:
     ConfigError: The run would refuse its options, its mesh or its model.
+    DoesNotFit: The compiler refuses what the plan begins with.
   """
   _check_engine(config)
   config = _with_nodes(config, topology)
@@ -108,7 +117,24 @@ def run_of(
   teacher = None
   if config.teacher.path:
     teacher, _ = model_of(config, None, folder, field="teacher.path")
-  return programs.described(config, model, mesh, host=local, teacher=teacher)
+  try:
+    return programs.described(config, model, mesh, host=local, teacher=teacher)
+  except jax.errors.JaxRuntimeError as error:  # where the sampler's copies lie is compiled.
+    needed = compiling.refused_bytes(str(error))
+    if needed is None:
+      raise
+    raise _too_large_to_copy(topology, needed) from error
+
+
+def _too_large_to_copy(topology: Topology, needed: int) -> DoesNotFit:
+  """Returns the failure of a run whose weights cannot be copied for the embedded sampler."""
+  return DoesNotFit(
+    f"DOES NOT FIT {topology.name}: copying the layers for the embedded sampler takes"
+    f" {needed / GIB:.2f} GiB by the compiler, before anything is sampled, and a device has"
+    f" {topology.chip.usable / GIB:.2f} GiB. What to turn: more devices; servers elsewhere"
+    " (--config.engine.name=sglang); or LoRA on a quantised base, which is not copied"
+    " (--config.model.lora.rank=32 --config.model.lora.base_dtype=int8, or nf4)"
+  )
 
 
 def _check_engine(config: Config) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from grpo_kernels.attention import Attention
 from jax.sharding import Mesh
 
@@ -18,7 +19,10 @@ from grpo_jax.building import computation
 from grpo_jax.compilation.programs import Job
 from grpo_jax.config import ahead_options, lora_options, modes, run_options
 from grpo_jax.engines import decoding, jax_sampler, local_weights
+from grpo_jax.learn import adapters, sharding
+from grpo_jax.models import lora
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.errors import ModelError
 from grpo_jax.models.products import Products
 from grpo_jax.planning import target
 
@@ -156,6 +160,11 @@ class Run:
     parts = lambda mesh: mesh.shape["fsdp"] * mesh.shape["tensor"]
     return parts(self.mesh) > 1 and parts(self.sampler_mesh) == 1
 
+  @property
+  def is_spread(self) -> bool:
+    """Whether each host has a copy of all weights for its sampler, quantised ones included."""
+    return self.sampler_mesh is not None and self.sampler_mesh.size < self.mesh.size
+
   def assumed(self) -> Any:
     """Returns the context in which code runs as on the machine."""
     return target.assumed(list(self.mesh.devices.flat), self.host)
@@ -196,6 +205,35 @@ def size_of(job: str) -> int:
   """Returns the product of the numbers that a job's name has outside of parentheses."""
   words = job.partition("(")[0].split()
   return math.prod(int(word) for word in words if word.isdigit())
+
+
+def adapter_bytes(run: Run, rank: int) -> int:
+  """Returns the bytes of an adapter of all kernels in float32, on one device.
+
+  Args:
+    run: The run, which need not have an adapter.
+    rank: Rank of the adapter.
+  """
+  tree = lora.tree(run.model, lora.Options(rank))
+  axes = jax.tree.map(lambda leaf: leaf.axes, tree)
+  placed = sharding.param_shardings(axes, run.mesh, shapes=tree)
+  describe = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=where)
+  return bytes_of_device(jax.tree.map(describe, tree, placed))
+
+
+def base_bytes(run: Run, dtype: str) -> int | None:
+  """Returns the bytes of a frozen base on one device; None if the mesh cannot split this dtype.
+
+  Args:
+    run: The run, which need not have an adapter.
+    dtype: One of `lora.BASE_DTYPES`.
+  """
+  dtypes = adapters.read_dtypes(lora.Options(rank=1, base_dtype=dtype))
+  placed = computation.shardings_of(run.model, run.mesh)
+  try:
+    return bytes_of_device(computation.described_weights(run.model, placed, dtype=dtypes))
+  except ModelError:  # nf4 has blocks of inputs.
+    return None
 
 
 def bytes_of_device(tree: Any) -> int:

@@ -46,6 +46,7 @@ def _memory(plan: Plan) -> Iterator[str]:
   yield "memory of one device, in GiB"
   when = "also while it learns" if arrays.keeps_sampler else "while it samples"
   base = f"frozen base, {plan.run.config.model.lora.base_dtype}"
+  of_sampler = "adapter" if arrays.kept else "weights"
   held = (
     (base if arrays.adapter else "weights, float32", arrays.weights - arrays.adapter),
     ("adapter, float32", arrays.adapter),
@@ -53,7 +54,8 @@ def _memory(plan: Plan) -> Iterator[str]:
     ("reference policy", arrays.reference),
     ("teacher", arrays.teacher),
     ("sum of the gradients, during updates", arrays.sums),
-    (f"sampler: weights, {when}", arrays.sampler),
+    ("sampler: copy of the base, always", arrays.kept),
+    (f"sampler: {of_sampler}, {when}", arrays.sampler - arrays.kept),
     ("sampler: keys and values, likewise", arrays.caches),
   )
   for name, size in held:
@@ -215,6 +217,8 @@ def _verdict(plan: Plan) -> Iterator[str]:
     enough = remedy.saved >= missing
     saved = f"saves {_gib(remedy.saved).strip()} GiB" if remedy.saved else ""
     note = f"{saved}{', enough by itself' if enough else ''}"
+    if remedy.may_cost:
+      note = f"{saved} of arrays, but may take more temporaries; plan it to see"
     yield f"  {remedy.change:34}{remedy.reason}{f' ({note})' if note else ''}"
 
 
@@ -263,6 +267,7 @@ def to_json(plan: Plan, *, source: str, arguments: Sequence[str]) -> dict[str, A
       "teacher": arrays.teacher,
       "gradients": arrays.sums,
       "sampler_weights": arrays.sampler,
+      "sampler_kept": arrays.kept,
       "sampler_caches": arrays.caches,
     },
     "programs": [_program(need) for need in plan.needs],

@@ -138,8 +138,8 @@ def of_step(run: Run, assumed: Lengths, *, hosts: int) -> list[Work]:
     forward = sum(n * _of(forward_cost(run.model), shape) for shape, n in shapes.items())
     read = scorings * count * _gathered(run)
     found.append(Work("scoring", "score", float(scorings * count), scorings * forward, read))
-  epochs = run.config.learn.epochs
-  update = epochs * sum(n * _of(run.made.cost, shape) for shape, n in shapes.items())
+  epochs, cost = run.config.learn.epochs, update_cost(run)
+  update = epochs * sum(n * _of(cost, shape) for shape, n in shapes.items())
   reads = _READS[run.config.model.remat]
   each = reads * _gathered(run) + 2 * run.arrays.sums
   calls = float(epochs * count)
@@ -147,13 +147,32 @@ def of_step(run: Run, assumed: Lengths, *, hosts: int) -> list[Work]:
   steps = epochs * run.config.learn.minibatches
   state = 2 * (run.arrays.sums + run.arrays.optimizer) + run.arrays.sums
   found.append(Work("optimizer", "optimizer", float(steps), 0.0, float(steps * state)))
-  if run.sampler_mesh is not None and run.sampler_mesh.size < run.mesh.size:
+  if run.is_spread:
     arrays = run.arrays
-    moved = arrays.weights + arrays.sampler
-    if arrays.kept:  # then only an adapter moves: read, and written.
-      moved = 2 * (arrays.sampler - arrays.kept)
-    found.append(Work("weights to the sampler", programs.COPYING, 1.0, 0.0, float(moved)))
+    program, moved = programs.COPYING, arrays.weights + arrays.sampler
+    if arrays.kept:  # then only an adapter moves: read, and written. The base moved once.
+      program, moved = programs.COPYING_ADAPTER, 2 * (arrays.sampler - arrays.kept)
+    found.append(Work("weights to the sampler", program, 1.0, 0.0, float(moved)))
   return found
+
+
+def update_cost(run: Run) -> packing.Cost:
+  """Returns the operations of a gradient, without those that a frozen base saves.
+
+  The gradient of a frozen kernel, or of a frozen head, is one product that is not computed. The
+  adapter's own products are small ones of its rank, as many as those of a trained kernel.
+  """
+  cost = run.made.cost
+  if run.made.composition is None:
+    return cost
+  of_layers, of_head = (2.0 * n for n in (weights_of_layers(run.model), _weights_of_head(run)))
+  adapter = 2.0 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(run.made.state.params))
+  of_adapter = cost.place / of_layers * adapter
+  return dataclasses.replace(
+    cost,
+    place=cost.place - of_layers + of_adapter,
+    loss_place=cost.loss_place - of_head,
+  )
 
 
 def _of(cost: packing.Cost, shape: packing.Shape) -> float:
@@ -170,8 +189,12 @@ def _gathered(run: Run) -> float:
   """Returns the bytes of the weights in the compute dtype, as one device gathers them."""
   parts = run.mesh.shape["tensor"]
   size = 2 if run.config.model.compute_dtype == "bfloat16" else 4
-  head = run.model.vocab_size * run.model.hidden_size
-  return size * (weights_of_layers(run.model) + head) / parts
+  return size * (weights_of_layers(run.model) + _weights_of_head(run)) / parts
+
+
+def _weights_of_head(run: Run) -> int:
+  """Returns the number of weights of the head."""
+  return run.model.vocab_size * run.model.hidden_size
 
 
 def _sampling(run: Run, assumed: Lengths, hosts: int) -> list[Work]:

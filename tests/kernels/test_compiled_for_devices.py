@@ -10,6 +10,7 @@ import functools
 import importlib
 import json
 import os
+import re
 
 import aot
 import pytest
@@ -17,6 +18,7 @@ from grpo_kernels.linear_logprobs import core, reference
 from test_cross_lowering import MODELS, TOKENS, passes, structs
 
 from grpo_jax.commands import cli
+from grpo_jax.planning import asking, programs, topologies
 from scripts import fit, targets
 
 TARGET = os.environ.get("AOT_TARGET")
@@ -188,3 +190,43 @@ def test_a_small_run_is_planned_for_several_hosts(machine, tmp_path):
   moved = {one["kind"]: one["bytes"] for one in found["collectives"] if one["program"] == "update"}
   assert "all-gather" in moved and {"reduce-scatter", "all-reduce"} & {*moved}
   assert found["step_bound_s"] > 0
+
+
+# Operations that only move or round an array; a fusion is known by what is inside it.
+MOVES = {"all-gather", "bitcast", "convert", "copy", "fusion", "get-tuple-element", "parameter"}
+MOVES |= {"reshape", "slice", "transpose", "tuple", "while"}
+
+
+def computed(hlo, shapes):
+  """Returns the operations that compute a float array of one of these shapes, moves left out."""
+  found = set()
+  for results, operation in re.findall(r"^\s+(?:ROOT )?%?\S+ = (.*?) ([a-z][\w-]*)\(", hlo, re.M):
+    made = {tuple(map(int, one.split(","))) for one in re.findall(r"\bb?f\d+\[([\d,]+)\]", results)}
+    if made & shapes and re.sub("-(start|done)$", "", operation) not in MOVES:
+      found.add(operation)
+  return found
+
+
+@pytest.mark.parametrize("machine", ["h100:1"] if TARGET == "h100" else ["v5e-1"])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_no_gradient_of_a_frozen_head_exists(machine, is_tied, tmp_path):
+  sizes = SMALL | {"vocab_size": 2176, "tie_word_embeddings": is_tied}  # a size of nothing else.
+  (tmp_path / "given.json").write_text(json.dumps(sizes))
+  options = [f"--config.{name}=128" for name in ("rollout.max_tokens", "data.max_prompt_tokens")]
+  options += ["--config.sampling.max_tokens=128", "--config.batching.microbatch_tokens=256"]
+  options += ["--config.engine.name=sglang"]  # no programs of a sampler.
+
+  def update(*more):
+    config = asking.config_of(["--config=configs/math_1b.py", *options, *more])
+    model, _ = asking.model_of(config, str(tmp_path / "given.json"), tmp_path)
+    run = asking.run_of(config, model, topologies.parse(machine), tmp_path)
+    job = next(x for x in programs.largest(run.jobs) if programs.program_of(x.name) == "update")
+    with run.assumed():
+      return job.lower().compile().as_text()
+
+  shapes = {(2176, 256), (256, 2176)}
+  adapted, whole = update("--config.model.lora.rank=8"), update()
+  print(machine, is_tied, sorted(computed(whole, shapes)))
+  assert re.search(r"\[2176,256\]|\[256,2176\]", adapted), "the head is an argument"
+  assert not computed(adapted, shapes)
+  assert computed(whole, shapes), "the gradient of a trained head would be seen"

@@ -165,6 +165,71 @@ def test_remedies_follow_from_what_takes_the_memory(run, model, tmp_path):
   assert "model.remat=full" in changes(planned(lowered, room=GIB, refused={"update"}))
 
 
+LORA = ("--config.rollout.prompts_per_step=4", "--config.model.lora.rank=32")
+
+
+@pytest.fixture(scope="module")
+def lora_run(model, tmp_path_factory):
+  """The run of `run` with an adapter on a base in bfloat16."""
+  return make(model, tmp_path_factory.mktemp("scratch"), *LORA)
+
+
+@pytest.fixture(scope="module")
+def int8_run(model, tmp_path_factory):
+  """The run of `lora_run` with a quantised base."""
+  options = [*LORA, "--config.model.lora.base_dtype=int8"]
+  return make(model, tmp_path_factory.mktemp("scratch"), *options)
+
+
+@pytest.mark.parametrize("worst", ["update", "sampling"])
+def test_an_adapter_saves_what_its_own_plan_says(run, lora_run, worst):
+  found = {each.change: each for each in advice.remedies(planned(run, refused={worst}))}
+  before, after = run.arrays, lora_run.arrays
+  # The head in bfloat16 is the base's own and not a copy; the sampler's adapter is not counted.
+  head = before.sampler - after.kept
+  assert 0 <= head <= 2 * run.model.vocab_size * run.model.hidden_size
+  uncounted = after.sampler - after.kept if worst == "sampling" else 0
+  expected = before.beside(worst) - after.beside(worst) - head + uncounted
+  assert found["model.lora.rank=32"].saved == pytest.approx(expected, abs=256)  # and counters.
+  follows = configuration.replaced(run.config, {"reference.update_every_steps": 5})
+  moving = planned(dataclasses.replace(run, config=follows), refused={worst})
+  assert "model.lora.rank=32" not in {each.change for each in advice.remedies(moving)}
+
+
+@pytest.mark.parametrize("worst", ["update", "sampling"])
+def test_a_frozen_base_has_remedies_of_its_own(lora_run, int8_run, worst):
+  plan_ = planned(lora_run, refused={worst})
+  found = {each.change: each for each in advice.remedies(plan_)}
+  assert not {"model.lora.rank=32", "loss.kl_coef=0"} & found.keys()
+  smaller = found["model.lora.base_dtype=int8"]
+  less = lora_run.arrays.beside(worst) - int8_run.arrays.beside(worst)
+  assert smaller.saved == pytest.approx(less, rel=0.02)
+  assert "model.lora.base_dtype=nf4" not in found, "eight devices would split its blocks"
+  sampler, kept = lora_run.arrays.sampling, lora_run.arrays.kept
+  assert found["engine.name=sglang"].saved == (kept if worst == "update" else sampler)
+  (line,) = (x for x in report.text(plan_, source="a test").splitlines() if "=int8" in x)
+  assert "more temporaries" in line and "enough by itself" not in line
+  on_each = Mesh(lora_run.mesh.devices.reshape(8, 1, 1), lora_run.mesh.axis_names)
+  changes = lambda run: {
+    each.change.partition("base_dtype=")[2]: each.saved
+    for each in advice.remedies(planned(dataclasses.replace(run, mesh=on_each), refused={worst}))
+    if "base_dtype" in each.change
+  }
+  whole = changes(lora_run)
+  assert {*whole} == {"int8", "nf4"} and whole["nf4"] > whole["int8"]
+  assert {*changes(int8_run)} == {"nf4"}
+
+
+def test_a_copy_of_the_base_that_stays_is_named(run, lora_run):
+  lines = report.text(planned(lora_run), source="a test").splitlines()
+  size = lambda name: [x.split()[-1] for x in lines if x.strip().startswith(f"sampler: {name}")]
+  arrays = lora_run.arrays
+  assert size("copy of the base, always") == [f"{arrays.kept / GIB:.2f}"]
+  assert size("adapter, while") == [f"{(arrays.sampler - arrays.kept) / GIB:.2f}"]
+  assert not size("weights")
+  assert "copy of the base" not in report.text(planned(run), source="a test")
+
+
 def test_whole_copies_on_each_device_of_a_host_are_named(run):
   devices = np.asarray(run.mesh.devices.flat[:4])
   on = lambda shape: Mesh(devices.reshape(shape), run.mesh.axis_names)

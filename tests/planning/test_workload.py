@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 from grpo_jax.batching import packing
 from grpo_jax.compilation.programs import Job
 from grpo_jax.config import configuration
-from grpo_jax.planning import asking, compiling, roofline, topologies, workload
+from grpo_jax.models import leaves
+from grpo_jax.planning import asking, compiling, programs, roofline, topologies, workload
 from grpo_jax.planning.chips import CHIPS
 from grpo_jax.planning.workload import Lengths, Work
 
@@ -84,6 +85,44 @@ def test_an_update_reads_the_weights_three_times_with_full_rematerialisation(run
   update = phases(run)["update"]
   assert run.config.model.compute_dtype == "bfloat16" and run.config.model.remat == "full"
   assert update.bytes == update.calls * (3 * 2 * weights + 2 * run.arrays.sums)
+
+
+@pytest.fixture(scope="module")
+def lora_run(model, tmp_path_factory):
+  """The run of `run` with an adapter of rank 8."""
+  scratch = tmp_path_factory.mktemp("scratch")
+  options = ["--config.rollout.prompts_per_step=4", "--config.model.lora.rank=8"]
+  config = asking.config_of(["--config=configs/math_1b.py", *options])
+  sizes, _ = asking.model_of(config, str(model), scratch)
+  return asking.run_of(config, sizes, topologies.parse("cpu:8"), scratch)
+
+
+def test_an_update_computes_no_gradient_of_a_frozen_base(run, lora_run):
+  whole, adapted = workload.update_cost(run), workload.update_cost(lora_run)
+  assert whole == run.made.cost
+  weights, model = workload.weights_of_layers(run.model), run.model
+  of_layer = leaves.layer(model).values()
+  kernels = [leaf.shape for leaf in of_layer if leaf.kind == "kernel"]
+  adapter = model.num_layers * sum(8 * (i + o) for i, o in kernels)
+  # Forward, the same again, and the gradient of the inputs; of A and B also their own gradients.
+  assert adapted.place == pytest.approx(2 * (3 * weights + 4 * adapter))
+  assert adapted.loss_place == 2 * 2 * model.vocab_size * model.hidden_size
+  assert (adapted.pair, adapted.microbatch) == (whole.pair, whole.microbatch)
+  shapes = workload.microbatches(lora_run, LENGTHS)
+  operations = sum(n * s.rows * adapted.row_cost(s.row_tokens, s.loss_tokens)
+                   for s, n in shapes.items())  # fmt: skip
+  assert phases(lora_run)["update"].operations == pytest.approx(operations)
+
+
+def test_only_an_adapter_moves_to_other_hosts_in_each_step(run, lora_run):
+  def of_half(run):
+    host = Mesh(run.mesh.devices.reshape(2, 4)[:1].reshape(1, 4, 1), run.mesh.axis_names)
+    return phases(dataclasses.replace(run, sampler_mesh=host), hosts=2)["weights to the sampler"]
+
+  whole, adapted = of_half(run), of_half(lora_run)
+  assert whole.program == programs.COPYING
+  assert adapted.program == programs.COPYING_ADAPTER
+  assert adapted.bytes == 2 * (lora_run.arrays.sampler - lora_run.arrays.kept)
 
 
 # Vendors' figures: operations a second in bfloat16, bytes a second of memory and links one way.

@@ -2,9 +2,11 @@
 
 import json
 
+import jax
 import pytest
 
 from grpo_jax.commands import cli
+from grpo_jax.engines import jax_sampler
 from grpo_jax.models import sources
 from grpo_jax.planning import asking, compiling, workload
 from grpo_jax.planning.compiling import Compiled
@@ -47,6 +49,23 @@ def plan(tmp_path, capsys, monkeypatch):
 
 def test_the_usual_words_are_right(plan):
   assert plan()[0] == 0
+
+
+def test_weights_that_a_compiler_refuses_to_copy_do_not_fit(plan, monkeypatch):
+  refusal = "RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (32.73G) exceeds"
+
+  def refuse(*_):
+    raise jax.errors.JaxRuntimeError(refusal)
+
+  monkeypatch.setattr(jax_sampler.JaxSampler, "described", refuse)
+  code, said = plan()
+  assert code == 1
+  assert "error: DOES NOT FIT cpu:8: copying the layers" in said
+  for word in ("32.73 GiB", "engine.name=sglang", "model.lora.base_dtype=int8"):
+    assert word in said
+  refusal = "INTERNAL: something else"
+  with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+    plan()
 
 
 @pytest.mark.parametrize(
