@@ -184,7 +184,8 @@ def test_the_trainer_may_delete_its_weights_as_soon_as_they_are_loaded():
 def test_a_layer_at_a_time_leaves_the_trainers_devices():
   deep = tiny.config(vocab_size=64, num_layers=8)
   tree = placed(tiny.params(deep), MESH, deep)
-  known, most, of_all = {id(x) for x in jax.live_arrays()}, 0, 0
+  held = jax.live_arrays()
+  known, most, of_all = {id(x) for x in held}, 0, 0
   with sampler(deep, (4,)) as engine:
     gathering = engine._gathering_of(tree)
     move = gathering._moved
