@@ -61,7 +61,7 @@ def wait_for_steps(run, workdir, count):
 def test_one_step_ahead_two_processes_learn_what_one_learns_wherever_they_are_killed(
   start, tmp_path
 ):
-  more = ("--config.total_steps=4", "--config.loss.importance_correction=none")
+  more = ("--config.total_steps=4",)  # without a correction: logprobs depend on the layout.
   start(tmp_path / "one", (1, 4), *more).succeed()
   broken = start(tmp_path / "two", (2, 2), *more)
   try:
