@@ -164,7 +164,7 @@ class Run:
         or a conversation, a list of messages {"role", "content"}, which is asked as it is; or a
         list of these.
       step: Step of the checkpoint whose weights answer; None: the newest one.
-      before: Whether the model that the run began with answers.
+      before: Whether the model that the run began with answers, without any adapter.
       temperature: Divides the logits; 0: the most likely tokens.
       max_tokens: Longest answer in tokens; None: that of the run's completions.
       seed: Random seed, for temperatures above 0.

@@ -1,5 +1,6 @@
 """Answers of a run's weights, before and after training, by the embedded sampler."""
 
+import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from grpo_jax.config.configuration import ConfigError
 from grpo_jax.data import formats, prompts
 from grpo_jax.engines.base import Generation, GenerationRequest, SamplingParams
 from grpo_jax.engines.jax_sampler import JaxSampler
-from grpo_jax.learn import sharding
+from grpo_jax.learn import adapters, sharding
 from grpo_jax.models import loading
 from grpo_jax.models.fields import Fields
 from grpo_jax.rollouts.loop_thread import LoopThread
@@ -60,7 +61,7 @@ class Sampler:
       NoWeights, WeightsError, ModelError: The weights do not exist, or cannot be read.
     """
     if before:
-      found = stored.find(stored.Reference(self._initial(), None))
+      found = self._began_with()
     else:
       found = stored.find(stored.Reference(str(self._workdir), "latest" if step is None else step))
     if self._loaded is None or self._loaded[0] != found.label:
@@ -160,6 +161,14 @@ class Sampler:
   def _style(self) -> formats.PromptStyle:
     """Returns how the training data ask a problem."""
     return prompts.style_of(self._config.data.to_dict())
+
+  def _began_with(self) -> stored.StoredWeights:
+    """Opens the model that the run began with, rounded as the base of its adapter is."""
+    found = stored.find(stored.Reference(self._initial(), None))
+    options = lora_options.of_stored(self._config)
+    if options is None:
+      return found
+    return dataclasses.replace(found, dtypes=adapters.read_dtypes(options))
 
   def _initial(self) -> str:
     model = self._config.model

@@ -54,6 +54,8 @@ class StoredWeights:
     adapter: Adapter of the weights; None: they have none.
     base: Tensors of the adapter's base; None: there is no adapter, and `tensors` are all.
     base_name: Name or folder of the adapter's base, for other programs.
+    dtypes: Dtypes in which the weights, or the adapter's base, are read onto devices; see
+      `loading.Dtypes`.
   """
 
   label: str
@@ -65,6 +67,7 @@ class StoredWeights:
   adapter: merged_tensors.StoredAdapter | None = None
   base: safetensors.Tensors | None = None
   base_name: str = ""
+  dtypes: Any = np.float32
 
 
 def parse(text: str) -> Reference:
@@ -183,11 +186,12 @@ def _joined(
   base = weights.tensors
   tensors = merged_tensors.MergedTensors(base, adapter, weights.config, rounded=rounded)
   name = sources.portable(name, weights.directory)
-  return dataclasses.replace(weights, tensors=tensors, adapter=adapter, base=base, base_name=name)
+  parts = {"tensors": tensors, "adapter": adapter, "base": base, "base_name": name}
+  return dataclasses.replace(weights, **parts, dtypes=dtypes)
 
 
 def load(weights: StoredWeights, *, like: Any = None) -> loading.Loaded:
-  """Reads weights into arrays on devices: float32, or an adapter and its base in its own dtype.
+  """Reads weights into arrays on devices, in their own dtypes; an adapter apart from its base.
 
   Args:
     weights: Weights to read.
@@ -198,11 +202,10 @@ def load(weights: StoredWeights, *, like: Any = None) -> loading.Loaded:
     WeightsError: The checkpoint was deleted meanwhile.
   """
   config, adapter = weights.config, weights.adapter
-  dtype = np.float32 if adapter is None else adapters.read_dtypes(adapter.options)
   places = None if like is None else policy.shardings_of(lora.base_of(like))
   sharding = None if places is None else lambda _: places
   tensors = weights.tensors if weights.base is None else weights.base
-  params = loading.read_params(tensors, config, sharding=sharding, dtype=dtype)
+  params = loading.read_params(tensors, config, sharding=sharding, dtype=weights.dtypes)
   if adapter is not None:
     params = lora.join(params, _placed(adapter, config, like), adapter.options.scale)
   generation = loading.read_generation(weights.directory)

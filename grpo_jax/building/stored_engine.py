@@ -60,10 +60,9 @@ def described(weights: stored.StoredWeights, mesh: Mesh) -> Any:
   """Returns shapes, dtypes and shardings of stored weights, as engines take them."""
   model, adapter = weights.config, weights.adapter
   shardings = computation.shardings_of(model, mesh)
+  base = computation.described_weights(model, shardings, dtype=weights.dtypes)
   if adapter is None:
-    return computation.described_weights(model, shardings)
-  dtypes = adapters.read_dtypes(adapter.options)
-  base = computation.described_weights(model, shardings, dtype=dtypes)
+    return base
   composition = adapters.composition(model, mesh, adapter.options, seed=0)
   return policy.full_weights(policy.described(base, composition)[0])
 

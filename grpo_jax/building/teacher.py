@@ -1,6 +1,8 @@
 """The teacher of a run: found and checked, then its weights are read or its servers asked."""
 
 import contextlib
+import pathlib
+import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,6 +54,11 @@ def find(config: Config, tokenizer_folder: Any, mesh: Mesh) -> stored.StoredWeig
   path = config.teacher.path
   if not path:
     return None
+  if stored.is_adapter(pathlib.Path(path).expanduser()):
+    raise ConfigError(
+      f"teacher.path={path} is an adapter, and a teacher needs whole weights: name the run of the"
+      f" adapter, or export it with its base: grpo-jax export {shlex.quote(path)} OUT --base=MODEL"
+    )
   try:
     found = stored.find(path, cache_dir=config.model.cache_dir)
     wrong = vocabularies.difference(tokenizer_folder, found.directory)

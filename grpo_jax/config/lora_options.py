@@ -1,6 +1,7 @@
 """The options of LoRA, made from `config.model.lora` and checked."""
 
 import dataclasses
+import pathlib
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -28,6 +29,14 @@ def load(config: Config) -> lora.Options | None:
   if section.path is not None:
     return _of_folder(config)
   return None if section.rank is None else _given(config)
+
+
+def of_stored(config: Config) -> lora.Options | None:
+  """Returns the same as `load` of the config in a run folder, which is resolved.
+
+  The folder of `model.lora.path` is not read; it may be gone.
+  """
+  return None if config.model.lora.rank is None else _given(config)
 
 
 def resolved(config: Config) -> Config:
@@ -116,10 +125,19 @@ def _of_folder(config: Config) -> lora.Options:
     ConfigError: An option is neither the default nor that of the folder.
   """
   section = config.model.lora
+  folder = pathlib.Path(section.path).expanduser()
+  if not folder.is_dir():
+    raise configuration.ConfigError(
+      f"model.lora.path={section.path!r} is not a folder. A run that continues does without it: set"
+      f" the path to None, and {', '.join(_OF_FOLDER)} as in the run's config.json"
+    )
   try:
-    found = adapter_files.options(section.path)
+    found = adapter_files.options(folder)
   except ModelError as error:
-    raise configuration.ConfigError(f"model.lora.path: {error}") from error
+    below = folder / "adapter"
+    is_run = (below / adapter_files.CONFIG_FILE).is_file()
+    hint = f"; the adapter of this run is {below}" if is_run else ""
+    raise configuration.ConfigError(f"model.lora.path: {error}{hint}") from error
   wrong = list(_contradictions(section, found))
   if wrong:
     raise configuration.ConfigError(

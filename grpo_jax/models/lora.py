@@ -195,4 +195,5 @@ def merged_share(kernels: Mapping[str, LowRank], dtype: Any) -> Array:
   kept = whole = jnp.zeros(())
   for kernel in kernels.values():
     (kept, whole), _ = jax.lax.scan(add, (kept, whole), kernel)  # one layer at a time.
-  return jnp.where(whole > 0, kept / jnp.where(whole > 0, whole, 1.0), 1.0)
+  is_zero = whole == 0  # not `whole > 0`: the share of NaN is NaN.
+  return jnp.where(is_zero, 1.0, kept / jnp.where(is_zero, 1.0, whole))

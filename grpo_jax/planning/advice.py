@@ -32,7 +32,7 @@ class Remedy:
     change: The options to set.
     reason: Effect of the change.
     saved: Bytes of one device that it saves; 0: not known before it is planned.
-    may_cost: Whether it saves arrays and may take more temporaries, which only a plan tells.
+    may_cost: Whether it saves arrays and may take more temporaries, which only a plan shows.
   """
 
   change: str

@@ -132,7 +132,7 @@ def _too_large_to_copy(topology: Topology, needed: int) -> DoesNotFit:
     f"DOES NOT FIT {topology.name}: copying the layers for the embedded sampler takes"
     f" {needed / GIB:.2f} GiB by the compiler, before anything is sampled, and a device has"
     f" {topology.chip.usable / GIB:.2f} GiB. What to turn: more devices; servers elsewhere"
-    " (--config.engine.name=sglang); or LoRA on a quantised base, of which there is no copy"
+    " (--config.engine.name=sglang); or LoRA on a quantised base, which is not copied"
     " (--config.model.lora.rank=32 --config.model.lora.base_dtype=int8, or nf4)"
   )
 

@@ -19,7 +19,7 @@ from grpo_jax.building.run import Run
 from grpo_jax.building.schedule import Schedule
 from grpo_jax.groups import credit
 from grpo_jax.learn import sharding
-from grpo_jax.learn.policy import Policy
+from grpo_jax.learn.policy import Composed, Composition, Policy
 from grpo_jax.rl import estimators, objectives
 from grpo_jax.run_folder import loggers
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup, TrainState
@@ -140,3 +140,35 @@ def test_a_batch_is_put_on_the_devices_once(kl_in_reward, monkeypatch):
   white = np.asarray(scored.microbatches[0].advantages)[host.loss_mask]
   assert white.mean() == pytest.approx(0, abs=1e-6) and white.std() == pytest.approx(1, abs=0.1)
   assert np.asarray(host.advantages)[host.loss_mask].std() < 0.9, "the batch itself is unchanged"
+
+
+def test_old_logprobs_are_of_base_and_adapter_and_those_of_the_reference_of_the_base_alone():
+  estimator, groups = estimators.make(), [a_group(1.0, 0.0)]
+  batch = batching.assemble(
+    groups,
+    credit.advantages_of(groups, estimator),
+    shapes=(packing.Shape(1, 16, 16),),
+    skip_zero_advantage=False,
+  )
+  seen = []
+
+  def scorer(weights, batch):
+    seen.append(weights)
+    return jnp.full(batch.loss_places.shape, -len(seen), jnp.float32)
+
+  composition = Composition(*[lambda *given: given] * 4)  # nothing of it is called.
+  (scored,) = phases.score(
+    TrainState(jnp.int32(0), "adapter", {}),
+    batch,
+    scorer=scorer,
+    needs_old=True,
+    needs_ref=True,
+    policy=Policy("base", "base", composition),
+    estimator=estimator,
+    options=objectives.make(kl_coef=0.1).options,
+    mesh=sharding.make_mesh(data=1, devices=jax.devices()[:1]),
+    logger=loggers.SilentLogger(),
+  )
+  assert seen == [Composed("adapter", "base", composition), "base"]
+  (one,) = scored.microbatches
+  assert np.all(one.old_logprobs == -1) and np.all(one.ref_logprobs == -2)

@@ -10,6 +10,7 @@ import pytest
 
 import grpo_jax
 from grpo_jax import evaluation
+from grpo_jax.api import sampling
 from grpo_jax.building import exporting, stored, stored_engine
 from grpo_jax.config import base as defaults
 from grpo_jax.config import configuration
@@ -121,6 +122,16 @@ def test_engines_get_the_base_and_the_adapter(tmp_path, base_dtype):
   assert found == jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), like)
   default = stored.load(weights).params
   assert jax.tree.all(jax.tree.map(np.array_equal, default, wanted))
+
+
+def test_the_model_of_before_is_the_frozen_base_as_training_reads_it(tmp_path):
+  options = dataclasses.replace(stored_runs.LORA, base_dtype="int8")
+  run = stored_runs.write_lora(tmp_path / "run", [2], options=options)
+  sampler = sampling.Sampler(run, grpo_jax.open(run).config)
+  before = sampler.load(None, before=True).params
+  frozen = lora.base_of(sampler.load(None, before=False).params)
+  assert jax.tree.structure(before) == jax.tree.structure(frozen)
+  assert jax.tree.all(jax.tree.map(np.array_equal, before, frozen))
 
 
 def test_a_config_follows_the_weights(run):

@@ -253,6 +253,12 @@ def test_a_teacher_that_does_not_exist_is_refused(model, mesh, tmp_path):
     teaching.find(config_of(teacher__path=path), model, mesh)
 
 
+def test_an_adapter_is_no_teacher_without_its_base(model, mesh, tmp_path):
+  (tmp_path / "adapter_config.json").write_text("{}")
+  with pytest.raises(ConfigError, match=f"^teacher.path={tmp_path} is an adapter, and .* export"):
+    teaching.find(config_of(teacher__path=str(tmp_path)), model, mesh)
+
+
 def test_a_teacher_may_know_more_tokens():
   policy = {"a": 0, "b": 1}
   assert vocabularies._difference(policy, {**policy, "<think>": 2}) is None

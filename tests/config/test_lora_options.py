@@ -183,7 +183,12 @@ def test_a_folder_that_contradicts_the_config_is_refused(folder, given, message)
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path, folder):
   (found,) = complaints(path=str(tmp_path / "none"))
-  assert found.startswith("model.lora.path: ") and "adapter_config.json" in found
+  assert found.startswith(
+    f"model.lora.path='{tmp_path}/none' is not a folder. A run that continues"
+  )
+  (found,) = complaints(path=str(folder.parent))
+  assert "adapter_config.json does not exist" in found
+  assert found.endswith(f"; the adapter of this run is {folder}")
   (tmp_path / "dora").mkdir()
   for file in folder.iterdir():
     (tmp_path / "dora" / file.name).write_bytes(file.read_bytes())

@@ -224,6 +224,11 @@ def test_the_share_that_survives_rounding():
     assert float(share) == pytest.approx(wanted, abs=0.01)
   assert float(lora.merged_share(kernels_with(1e-4), jnp.float32)) == pytest.approx(1, abs=1e-3)
   assert float(lora.merged_share(kernels_with(0.0), jnp.bfloat16)) == 1.0
+  assert np.isnan(lora.merged_share(kernels_with(np.nan), jnp.bfloat16))
+  # The weights before and after are both rounded: 1 + 2⁻⁹ and 1 + 3 · 2⁻¹⁰ are 1 in bfloat16.
+  of_one = lambda x: jnp.full((1, 1, 1), x, jnp.float32)
+  kernel = LowRank(of_one(1 + 2**-9), of_one(1), of_one(2**-11), 2.0)
+  assert float(lora.merged_share({"q": kernel}, jnp.bfloat16)) == 0.0
 
 
 def test_a_sampler_that_merges_in_bfloat16_reports_the_share_and_warns_once(caplog):

@@ -12,6 +12,7 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import numpy as np
 import pytest
 
@@ -211,9 +212,11 @@ def test_requests_in_flight_go_on_while_weights_change(make):
 
 
 def test_a_server_without_adapters_is_refused_for_them(make):
-  engine = make(version=None, adapter=lora.Options(rank=4))
+  options = lora.Options(rank=4)
+  engine = make(version=None, adapter=options)
+  adapter = lora.init(jax.random.key(0), CONFIG, options)
   with pytest.raises(FleetError, match="LoRA is off there. Start it with --enable-lora"):
-    engine.load_weights(tiny.params(CONFIG), version=0)
+    engine.load_weights(lora.join(tiny.params(CONFIG), adapter, options.scale), version=0)
 
 
 def test_memory_is_given_back_and_taken_again(make):

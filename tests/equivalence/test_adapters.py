@@ -14,6 +14,7 @@ pytestmark = pytest.mark.slow  # tests/learn/test_lora.py compares gradients.
 SETTINGS = {
   **spread_case.SGD,
   **spread_case.LORA,
+  "optim.learning_rate": 10.0,  # gradients of B are small: W counts s A B only.
   "model.lora.base_dtype": "int8",
   "loss.kl_coef": 0.1,
   "learn.minibatches": 2,

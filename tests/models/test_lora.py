@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.learn import sharding
-from grpo_jax.models import classifier, lora, quantized, transformer
+from grpo_jax.models import classifier, layers, leaves, lora, quantized, transformer
 from grpo_jax.models.placement import Placement
 from grpo_jax.models.products import LowRank, Products
 from tests.models import tiny
@@ -157,23 +158,74 @@ def test_an_adapter_of_zeros_changes_nothing_bit_for_bit(dtype, remat):
   np.testing.assert_array_equal(hidden(weights, **settings), hidden(base(), **settings))
 
 
-def _subsets():
-  """Each kernel alone, and each missing once: every branch of a joint product."""
-  one = [(kernel,) for kernel in KERNELS]
-  return [*one, *(tuple(k for k in KERNELS if k != missing) for (missing,) in one), ("all",)]
+def subsets():
+  """Returns every choice of kernels."""
+  sizes = range(1, len(KERNELS) + 1)
+  return [*itertools.chain(*(itertools.combinations(KERNELS, size) for size in sizes))]
+
+
+def test_every_subset_of_targets_has_adapters_of_its_kernels_only():
+  everything = leaves.tree(CONFIG)
+  for subset in subsets():
+    described = lora.tree(CONFIG, dataclasses.replace(OPTIONS, targets=subset))
+    assert {*described} == {*subset}
+    stack = lora.join(everything, described, OPTIONS.scale)["layers"]
+    for name, leaf in everything["layers"].items():
+      is_adapted = isinstance(stack[name], LowRank)
+      assert (
+        is_adapted == (name in subset) and (stack[name].base if is_adapted else stack[name]) is leaf
+      )
+
+
+# Every switch of the families, and fewer heads of keys than of queries.
+EVERY_SWITCH = dataclasses.replace(
+  CONFIG,
+  num_layers=1,
+  qkv_bias=True,
+  o_bias=True,
+  mlp_bias=True,
+  qk_norm=True,
+  post_norms=True,
+  norm_offset=1.0,
+  activation="gelu_tanh",
+)
+
+
+@functools.cache
+def one_layer():
+  """Returns a layer's parameters."""
+  stack = tiny.random_params(EVERY_SWITCH)["layers"]
+  return {name: np.asarray(x[0]) for name, x in stack.items()}
+
+
+def of_layer(kernels):
+  """Returns the output of that layer with other kernels; attention is a product of heads."""
+  x = np.random.default_rng(4).normal(size=(1, 3, 48)).astype(np.float32)
+  cos, sin = layers.rope_angles(jnp.arange(3)[None], EVERY_SWITCH)
+  of_heads = lambda y: jnp.repeat(y, 2, axis=2)
+  attend = lambda q, k, v: (q * of_heads(k) + of_heads(v), None)
+  params = jax.tree.map(jnp.asarray, {**one_layer(), **kernels})
+  return layers.block(params, jnp.asarray(x), cos, sin, attend, config=EVERY_SWITCH)[0]
 
 
 def test_unmerged_is_merged_for_every_subset_of_targets():
-  whole = hidden(base())
-  seen = []
-  for targets in _subsets():
-    options = dataclasses.replace(OPTIONS, targets=targets, rank_stabilized=len(targets) == 1)
-    weights = joined(options)
-    found, expected = hidden(weights), hidden(merged(weights))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
-    assert np.abs(found - whole).max() > 1e-2, "the adapter has an effect"
-    seen.append(np.asarray(found))
-  assert len({x.tobytes() for x in seen}) == len(seen)
+  frozen, rng = {name: one_layer()[name] for name in KERNELS}, np.random.default_rng(5)
+  gaussian = lambda *shape: 0.1 * rng.normal(size=shape).astype(np.float32)
+  drawn = {name: (gaussian(len(w), 60), gaussian(60, w.shape[1])) for name, w in frozen.items()}
+  found, merged = [], []
+  for subset in subsets():
+    rank, scale = ((1, 6.0), (3, 2.0), (60, -0.5))[len(subset) % 3]  # 60 is above every width.
+    own = {name: (drawn[name][0][:, :rank], drawn[name][1][:rank]) for name in subset}
+    found.append(of_layer({name: LowRank(frozen[name], *own[name], scale) for name in subset}))
+    whole = {name: frozen[name] + scale * a @ b for name, (a, b) in own.items()}
+    merged.append({**frozen, **whole})
+  assert len(found) == 127
+  stacked = jax.tree.map(lambda *kernels: np.stack(kernels), *merged)
+  expected = jax.jit(lambda each: jax.lax.map(of_layer, each))(stacked)
+  np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+  flat = np.reshape(found, (127, -1))
+  nearest = [np.abs(np.delete(flat, i, axis=0) - x).max(axis=1).min() for i, x in enumerate(flat)]
+  assert min(nearest) > 1e-2 * np.abs(expected).max(), "every adapter has an effect of its own"
 
 
 def test_every_entry_takes_kernels_with_adapters():

@@ -183,7 +183,7 @@ def loss(adapter):
   return jnp.sum(logits * data["weights"]), logits
 
 
-(_, logits), found = jax.value_and_grad(loss, has_aux=True)(adapter)
+(_, logits), found = jax.jit(jax.value_and_grad(loss, has_aux=True))(adapter)
 made = {f"{kernel}/{part}": x for kernel, own in found.items() for part, x in own.items()}
 np.savez(sys.argv[1], logits=logits, **made)
 """

@@ -222,15 +222,22 @@ def as_arrays(params):
   return {**params, "layers": stack}
 
 
-@pytest.mark.parametrize("base_dtype", ["int8", "nf4"])
-def test_a_model_on_a_mesh_computes_what_it_does_dequantised_on_one_device(folder, base_dtype):
-  expected = scores(as_arrays(read(folder, base_dtype)), tokens(), Products())
+def mixed(folder, mesh=None):
+  """Returns a model with kernels of both formats among those with the same input."""
+  int8, nf4 = (read(folder, base_dtype, mesh) for base_dtype in ("int8", "nf4"))
+  stack = {name: nf4["layers"][name] for name in ("k", "up", "down")}
+  return {**int8, "layers": {**int8["layers"], **stack}}
+
+
+def test_a_model_on_a_mesh_computes_what_it_does_dequantised_on_one_device(folder):
+  alone = mixed(folder)
+  expected = scores(as_arrays(alone), tokens(), Products())
   mesh = sharding.make_mesh(data=1, fsdp=2, tensor=2, devices=jax.devices()[:4])
-  params = read(folder, base_dtype, mesh)
-  alone = read(folder, base_dtype)
+  params = mixed(folder, mesh)
   jax.tree.map(np.testing.assert_array_equal, params, alone)
-  up = params["layers"]["up"]
-  assert up.codes.addressable_shards[0].data.size == up.codes.size // 4
+  for name in ("q", "up"):
+    codes = params["layers"][name].codes
+    assert codes.addressable_shards[0].data.size == codes.size // 4
   inputs = sharding.put(tokens(), mesh)
   for found in (
     scores(params, inputs, Products(placement=Placement(mesh))),

@@ -159,7 +159,8 @@ def test_an_adapter_learns_from_recorded_groups_and_goes_on_where_it_was(make_co
   assert_same_state(stopped, tmp_path / "unbroken")
   rows = [row for row in told(stopped) if "rollout/staleness_max" in row]
   assert rows[0]["mismatch/abs_logprob_max"] < 1e-5  # the initial policy is the base.
-  assert rows[0]["train/kl_to_reference"] == 0.0 and rows[3]["train/kl_to_reference"] > 1e-5
+  assert rows[0]["train/kl_to_reference"] < 1e-12  # the update rounds in another way.
+  assert rows[3]["train/kl_to_reference"] > 1e-5
 
 
 def test_behavior_logprobs_are_those_of_the_initial_policy(plain):

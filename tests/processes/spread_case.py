@@ -183,13 +183,13 @@ def trained(made: computation.Computation, of_teacher: Any, model: pathlib.Path)
   state = train_step.init(trainable, made.tx, shardings=shardings, initializer=made.initialize)
   if made.follow is not None:
     state = dataclasses.replace(state, reference=made.copy(state.params))
-  every = made.config.learn.report_all_every_steps
+  learning = made.config.learn
   scorer = GroupScorer(made.score, made.mesh, 4, made.shapes, made.cost)
   monitor = monitoring.Monitor(
     *(made.watch, made.drift, scorer, read),
     frees_initial=True,
-    all_every_steps=every,
-    kl_every_steps=every,
+    all_every_steps=learning.report_all_every_steps,
+    kl_every_steps=learning.report_kl_every_steps,
     total_steps=10,
     warn=print,
   )

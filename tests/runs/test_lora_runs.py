@@ -157,6 +157,9 @@ def test_the_engine_samples_from_the_full_weights(lines):
   assert [line["weight_version"] for line in lines] == [0, 1]
   for line in lines:  # on the frozen base alone the second would be off by far more.
     assert line["all/abs_logprob_max"] < 1e-4
+    # Old logprobs are of the adapter that sampled, also after the first of two updates.
+    assert line["mismatch/abs_logprob_max"] < 1e-4
+    assert line["train/ratio_max"] - line["train/ratio_min"] > 1e-3
 
 
 def test_the_reference_is_the_base(lines):
