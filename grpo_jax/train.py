@@ -9,7 +9,6 @@ prompt, attempt), so a run that was killed and started again ends as if it had n
 
 import contextlib
 import dataclasses
-import functools
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -105,7 +104,7 @@ def learn_all(run: Run, now: Standing, keeper: Keeper, stop: Any) -> Standing:
         shaped = run.shape(groups)
         rewarded = kept.select(shaped)
         advantages = run.advantages(rewarded)
-        batch = run.assemble(rewarded, advantages, step)
+        batch = run.assemble(rewarded, advantages)
         digests.agree([advantages, batch.minibatches], what=f"the batch of step {step}")
 
       # --- 3. score: put on the devices, with logprobs under the policies that stay fixed ---
@@ -114,13 +113,11 @@ def learn_all(run: Run, now: Standing, keeper: Keeper, stop: Any) -> Standing:
 
       # --- 4. learn: one or more optimizer steps on the batch ---
       with run.timer.span("learn"):
-        run.make_room()  # the engine's copies of the weights, unless it samples meanwhile.
+        run.engine.release()  # its copies of the weights make room for the gradients.
       with run.timer.span("monitor"):
         watched = run.monitor(step, run.policy.weights(now.state.params), groups)
       with run.timer.span("learn"):
-        state, learned, logprobs = run.learn(
-          now.state, minibatches, functools.partial(run.consume, keeper)
-        )
+        state, learned, logprobs = run.learn(now.state, minibatches, keeper.consume)
 
       # --- 5. sync: the engine samples from the new weights from here on ---
       failure = None
