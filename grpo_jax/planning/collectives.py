@@ -17,7 +17,10 @@ _HEADER = re.compile(r"^(?:ENTRY\s+)?%?([\w.\-]+)\s.*->.*\{\s*$")
 _COLLECTIVE = re.compile(
   rf"=\s+(?P<results>.*?)\s(?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\((?P<rest>.*)$"
 )
-_MADE = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (?P<results>.*?) (?P<operation>[a-z][\w\-]*)\(")
+_MADE = re.compile(
+  r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<results>.*?) (?P<operation>[a-z][\w\-]*)\("
+)
+_STARTED = re.compile(r"-done\([^%)]*%?([\w.\-]+)")
 _LAID_OUT = re.compile(r"\b(pred|bf16|[fsuc]\d+)\[([\d,]*)\](\{[^}]*\})?")
 _NAMES_ONLY = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call"}
 _CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
@@ -123,18 +126,27 @@ def largest(hlo: str, *, count: int = 8) -> list[Held]:
   """Returns the largest arrays that a program makes in memory, each shape once, largest first.
 
   Arrays in a TPU's vector memory are left out, and so are parameters and what only renames arrays.
+  The start of an asynchronous operation names its operands too, so that what it makes is taken from
+  its end.
   """
   computations, entry = _computations(hlo)
   found: dict[Array, str] = {}
+  started: dict[str, str] = {}
   for line, _, is_fused in _reached(computations, entry, 1):
     match = None if is_fused else _MADE.search(line)
     if match is None or match["operation"] in _NAMES_ONLY:
       continue
-    source = re.search(r'op_name="([^"]*)"', line)
+    named = re.search(r'op_name="([^"]*)"', line)
+    source = named[1] if named else re.sub("-(start|done)$", "", match["operation"])
+    if match["operation"].endswith("-start"):
+      started[match["name"]] = source
+      continue
+    if not named and (of := _STARTED.search(line)):
+      source = started.get(of[1], source)
     for dtype, shape, layout in _LAID_OUT.findall(match["results"]):
       if not re.search(r"S\([1-9]", layout):
         array = Array(dtype, tuple(int(size) for size in shape.split(",") if size))
-        found[array] = found.get(array) or (source[1] if source else match["operation"])
+        found[array] = found.get(array) or source
   made = [Held(array, where) for array, where in found.items()]
   return sorted(made, key=lambda held: -held.array.nbytes)[:count]
 

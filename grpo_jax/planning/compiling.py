@@ -24,7 +24,7 @@ from grpo_jax.files import atomic
 from grpo_jax.files.cache import default_cache
 from grpo_jax.planning import collectives, target
 
-_FORM = 1  # of what is kept; a change makes older answers unreadable.
+_FORM = 2  # of what is kept; a change makes older answers unreadable.
 _COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 

@@ -125,6 +125,24 @@ ENTRY %main (p: f32[512]) -> f32[8] {
   ]
 
 
+def test_operands_of_what_runs_beside_other_work_are_not_made():
+  text = """
+ENTRY %main (p: bf16[28,64]) -> f32[8] {
+  %p = bf16[28,64]{1,0} parameter(0)
+  %i = s32[] constant(1)
+  %f-start = ((bf16[28,64]{1,0}, s32[]), bf16[1,64]{1,0}, u32[]) fusion-start(%p, %i), kind=kLoop, calls=%f, metadata={op_name="a/dynamic_slice"}
+  %f-done = bf16[1,64]{1,0} fusion-done(%f-start)
+  %g-start = (bf16[28,64]{1,0}, bf16[28,16]{1,0}) all-gather-start(%p), dimensions={1}
+  %g-done = bf16[28,16]{1,0} all-gather-done(%g-start)
+  ROOT %d = f32[8]{0} negate(%f-done)
+}
+"""  # noqa: E501
+  found = {held.array.shape: held.source for held in collectives.largest(text)}
+  assert found == {(28, 16): "all-gather", (1, 64): "a/dynamic_slice", (8,): "negate"} | (
+    {(): "constant"}
+  )
+
+
 def test_every_program_of_the_run_is_planned(run):
   needs = planned(run).needs
   expected = {"reading prompts", "sampling", "score", "update", "optimizer", "watch"}
