@@ -128,8 +128,9 @@ def _of_folder(config: Config) -> lora.Options:
   folder = pathlib.Path(section.path).expanduser()
   if not folder.is_dir():
     raise configuration.ConfigError(
-      f"model.lora.path={section.path!r} is not a folder. A run that continues does without it: set"
-      f" the path to None, and {', '.join(_OF_FOLDER)} as in the run's config.json"
+      f"model.lora.path={section.path!r} is not a folder: it must be a PEFT folder, such as"
+      " adapter/ of a run. A run that continues does without it: set the path to None, and"
+      f" {', '.join(_OF_FOLDER)} as in the run's config.json"
     )
   try:
     found = adapter_files.options(folder)

@@ -184,7 +184,8 @@ def test_a_folder_that_contradicts_the_config_is_refused(folder, given, message)
 def test_a_folder_that_cannot_be_used_is_named(tmp_path, folder):
   (found,) = complaints(path=str(tmp_path / "none"))
   assert found.startswith(
-    f"model.lora.path='{tmp_path}/none' is not a folder. A run that continues"
+    f"model.lora.path='{tmp_path}/none' is not a folder: it must be a PEFT folder, such"
+    " as adapter/ of a run. A run that continues"
   )
   (found,) = complaints(path=str(folder.parent))
   assert "adapter_config.json does not exist" in found
