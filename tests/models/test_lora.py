@@ -228,6 +228,18 @@ def test_unmerged_is_merged_for_every_subset_of_targets():
   assert min(nearest) > 1e-2 * np.abs(expected).max(), "every adapter has an effect of its own"
 
 
+def test_unmerged_is_merged_in_a_whole_model():
+  whole, seen = hidden(base()), []
+  for targets in (("all",), ("k",), ("q", "v", "o", "up", "down")):
+    options = dataclasses.replace(OPTIONS, targets=targets, rank_stabilized=len(targets) == 5)
+    weights = joined(options)
+    found, expected = hidden(weights), hidden(merged(weights))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    assert np.abs(found - whole).max() > 1e-2, "the adapter has an effect"
+    seen.append(np.asarray(found).tobytes())
+  assert len({*seen}) == len(seen)
+
+
 def test_every_entry_takes_kernels_with_adapters():
   weights = joined()
   tokens, positions, segments, _ = packed()
