@@ -9,6 +9,7 @@ prompt, attempt), so a run that was killed and started again ends as if it had n
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -104,7 +105,7 @@ def learn_all(run: Run, now: Standing, keeper: Keeper, stop: Any) -> Standing:
         shaped = run.shape(groups)
         rewarded = kept.select(shaped)
         advantages = run.advantages(rewarded)
-        batch = run.assemble(rewarded, advantages)
+        batch = run.assemble(rewarded, advantages, step)
         digests.agree([advantages, batch.minibatches], what=f"the batch of step {step}")
 
       # --- 3. score: put on the devices, with logprobs under the policies that stay fixed ---
@@ -113,11 +114,13 @@ def learn_all(run: Run, now: Standing, keeper: Keeper, stop: Any) -> Standing:
 
       # --- 4. learn: one or more optimizer steps on the batch ---
       with run.timer.span("learn"):
-        run.engine.release()  # its copies of the weights make room for the gradients.
+        run.make_room()  # the engine's copies of the weights, unless it samples meanwhile.
       with run.timer.span("monitor"):
         watched = run.monitor(step, run.policy.weights(now.state.params), groups)
       with run.timer.span("learn"):
-        state, learned, logprobs = run.learn(now.state, minibatches, keeper.consume)
+        state, learned, logprobs = run.learn(
+          now.state, minibatches, functools.partial(run.consume, keeper)
+        )
 
       # --- 5. sync: the engine samples from the new weights from here on ---
       failure = None

@@ -194,6 +194,7 @@ class Batch:
   teacher_logprobs: Float[Numbers, "B N"] | None = None  # at `loss_places`; None: no teacher.
   selected: Bool[Numbers, "B N"] | None = None  # at `loss_places`; see `LossTokens.selected`.
   kept: Bool[Numbers, "B N"] | None = None  # at `loss_places`; see `LossTokens.kept`.
+  ages: Int[Numbers, "B N"] | None = None  # at `loss_places`; see `LossTokens.ages`.
 
 
 @pytree
@@ -216,6 +217,9 @@ class LossTokens:
   selected: Bool[Array, "B N"] | None = None
   # False on completions left out because of their logprob error; None: all are in the loss.
   kept: Bool[Array, "B N"] | None = None
+  # Training steps between the weights that sampled a token and those that the step begins with; -1
+  # where the former are not known. None: all tokens are taken to be of the newest weights.
+  ages: Int[Array, "B N"] | None = None
 
 
 @pytree

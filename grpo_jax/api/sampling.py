@@ -11,12 +11,12 @@ from grpo_kernels.attention import Attention
 from grpo_jax import data
 from grpo_jax.building import computation, kept_programs, stored, stored_engine
 from grpo_jax.building import model as model_building
-from grpo_jax.config import lora_options, run_options
+from grpo_jax.config import device_options, lora_options, run_options
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.data import formats, prompts
 from grpo_jax.engines.base import Generation, GenerationRequest, SamplingParams
 from grpo_jax.engines.jax_sampler import JaxSampler
-from grpo_jax.learn import adapters, sharding
+from grpo_jax.learn import adapters
 from grpo_jax.models import loading
 from grpo_jax.models.fields import Fields
 from grpo_jax.rollouts.loop_thread import LoopThread
@@ -66,7 +66,7 @@ class Sampler:
       found = stored.find(stored.Reference(str(self._workdir), "latest" if step is None else step))
     if self._loaded is None or self._loaded[0] != found.label:
       self._loaded = None  # never two sets of weights in memory.
-      like = stored_engine.described(found, sharding.make_mesh(**self._config.mesh))
+      like = stored_engine.described(found, device_options.trainer_mesh(self._config))
       self._loaded = found.label, stored.load(found, like=like)
     return self._loaded[1]
 
@@ -80,7 +80,7 @@ class Sampler:
     if found.adapter is None:
       return self.load(None, before=False).params
     self._loaded = None  # never two sets of weights in memory.
-    shardings = computation.shardings_of(found.config, sharding.make_mesh(**self._config.mesh))
+    shardings = computation.shardings_of(found.config, device_options.trainer_mesh(self._config))
     return loading.read_params(found.tensors, found.config, sharding=lambda _: shardings)
 
   def sample(

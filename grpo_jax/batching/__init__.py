@@ -85,6 +85,7 @@ def assemble(
   pack: bool = True,
   drop_truncated: bool = False,
   skip_zero_advantage: bool,
+  step: int | None = None,
 ) -> Assembled:
   """Packs groups into microbatches of the shapes given, as cheaply as they allow.
 
@@ -110,6 +111,8 @@ def assemble(
     skip_zero_advantage: Whether completions with an advantage of exactly 0 are not computed.
       Exact if their loss is 0, i.e. without KL and entropy terms; their tokens stay in
       the denominators.
+    step: Number of the training step, with which the batches get the ages of their tokens; None:
+      they have no ages.
 
   Returns:
     Minibatches, placements, and the metrics "batch/packing_efficiency" (tokens per
@@ -120,7 +123,7 @@ def assemble(
 
   Raises:
     ValueError: Lengths disagree, an advantage is not finite, a prompt has no
-      token, or an option makes no sense.
+      token, an option makes no sense, or a token is newer than the step.
   """
   row_tokens = max((shape.row_tokens for shape in shapes), default=0)
   _check(groups, advantages, row_tokens, minibatches)
@@ -147,7 +150,7 @@ def assemble(
   for part in parts:
     packed = packing.pack(part.sizes(groups), shapes, cost=cost, one_piece=not pack)
     if packed:
-      minibatch, placed = _minibatch(len(made), part, packed, groups, advantages, used)
+      minibatch, placed = _minibatch(len(made), part, packed, groups, advantages, used, step)
       made.append(minibatch)
       placements += placed
   counts = collections.Counter(not_computed.values())
@@ -291,12 +294,13 @@ def _minibatch(
   groups: Sequence[RolloutGroup],
   advantages: Sequence[np.ndarray],
   used: _Used,
+  step: int | None,
 ) -> tuple[Minibatch, list[Placement]]:
   """Lays the segments of one optimizer step out in its microbatches; counts their tokens."""
   batches, placements = [], []
   for number, one in enumerate(packed):
     rows = [[part.segment(piece, groups) for piece in row] for row in one.rows]
-    batch, starts = layout.batch(rows, one.shape, groups, advantages)
+    batch, starts = layout.batch(rows, one.shape, groups, advantages, step=step)
     for b, (row, row_starts) in enumerate(zip(rows, starts, strict=True)):
       completions = [(segment.group, r) for segment in row for r in segment.rollouts]
       placements += [

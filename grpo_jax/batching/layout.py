@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 
 from grpo_jax.batching.packing import Shape
 from grpo_jax.compilation import programs
+from grpo_jax.rl import staleness
 from grpo_jax.types import Batch, RolloutGroup
 
 
@@ -26,6 +27,8 @@ def batch(
   shape: Shape,
   groups: Sequence[RolloutGroup],
   advantages: Sequence[Float[np.ndarray, " _"]],
+  *,
+  step: int | None = None,
 ) -> tuple[Batch, list[list[int]]]:
   """Lays rows of segments out as the arrays that `types.Batch` describes.
 
@@ -34,11 +37,14 @@ def batch(
     shape: Shape of the arrays.
     groups: Groups that the segments refer to.
     advantages: Advantage of each rollout, which is multiplied by the prompt's weight.
+    step: Number of the training step, for the ages of the tokens; None: the batch has no ages.
 
   Returns:
     The batch, and for each row the place at which each of its completions begins.
   """
   arrays, starts = blank(shape), []
+  if step is not None:
+    arrays["ages"] = np.full((shape.rows, shape.loss_tokens), staleness.UNKNOWN, np.int32)
   for b, row in enumerate(rows):
     at, row_starts = 0, []
     for number, segment in enumerate(row, start=1):
@@ -49,6 +55,8 @@ def batch(
       at += segment.tokens
     places = np.flatnonzero(arrays["loss_mask"][b])
     arrays["loss_places"][b, : len(places)] = places
+    if step is not None:
+      arrays["ages"][b, : len(places)] = _ages(row, groups, step)
     starts.append(row_starts)
   return Batch(**arrays), starts
 
@@ -77,6 +85,7 @@ def described(
   has_teacher: bool = False,
   has_selected: bool = False,
   has_kept: bool = False,
+  has_ages: bool = False,
 ) -> Batch:
   """Returns shapes, dtypes and shardings of a batch, in place of its arrays.
 
@@ -88,6 +97,7 @@ def described(
     has_teacher: Whether the batch has logprobs of a teacher.
     has_selected: Whether tokens of the batch are selected; see `LossTokens.selected`.
     has_kept: Whether completions of the batch may be left out; see `LossTokens.kept`.
+    has_ages: Whether the batch has the ages of its tokens; see `LossTokens.ages`.
   """
   arrays = blank(shape)
   at_places = np.zeros((shape.rows, shape.loss_tokens), np.float32)
@@ -96,6 +106,7 @@ def described(
   arrays |= {"teacher_logprobs": at_places} if has_teacher else {}
   arrays |= {"selected": at_places > 0} if has_selected else {}
   arrays |= {"kept": at_places > 0} if has_kept else {}
+  arrays |= {"ages": at_places.astype(np.int32)} if has_ages else {}
   return programs.abstract(Batch(**arrays), sharding)
 
 
@@ -134,6 +145,15 @@ def _fill(
     starts.append(start)
     start += length
   return starts
+
+
+def _ages(
+  row: Sequence[Segment], groups: Sequence[RolloutGroup], step: int
+) -> Int[np.ndarray, " n"]:
+  """Returns the ages of the loss tokens of a row, in order."""
+  rollouts = [groups[segment.group].rollouts[r] for segment in row for r in segment.rollouts]
+  found = [staleness.ages(r.weight_versions[r.loss_mask], step) for r in rollouts]
+  return np.concatenate([np.zeros(0, np.int32), *found])
 
 
 def spread(batch: Batch, values: np.ndarray) -> np.ndarray:

@@ -20,7 +20,14 @@ from jax.sharding import Mesh
 from grpo_jax.batching import layout, packing
 from grpo_jax.compilation import precision
 from grpo_jax.compilation.programs import Job, Program
-from grpo_jax.config import batching_options, lora_options, modes, run_options, teacher_options
+from grpo_jax.config import (
+  ahead_options,
+  batching_options,
+  lora_options,
+  modes,
+  run_options,
+  teacher_options,
+)
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.engines.base import SamplingParams
 from grpo_jax.groups import credit
@@ -144,6 +151,11 @@ class Computation:
     return is_used or objective.drops_by_error
 
   @property
+  def has_ages(self) -> bool:
+    """Whether the batches of an update have the ages of tokens; see `LossTokens.ages`."""
+    return ahead_options.is_ahead(self.config) or self.objective.needs_ages
+
+  @property
   def trainable_shardings(self) -> Any:
     """Shardings of what is trained."""
     return policy.shardings_of(self.state.params)
@@ -171,7 +183,7 @@ class Computation:
       found += self.update.selector.jobs(weights, self._scored_batches(has_selected=False))
     threshold = self.objective.options.seq_logprob_error_threshold
     if threshold is not None:
-      without = {"has_selected": False, "has_kept": False, "has_teacher": False}
+      without = dict.fromkeys(("has_selected", "has_kept", "has_teacher", "has_ages"), False)
       bare_scored = self._scored_batches(**without)
       found += screening.jobs(bare_scored, threshold=threshold)
     found += monitoring.jobs(
@@ -221,6 +233,7 @@ class Computation:
       "has_teacher": self.objective.needs_teacher,
       "has_selected": self.objective.selects,
       "has_kept": self.objective.drops_by_error,
+      "has_ages": self.has_ages,
     }
     return self._batches(**(fields | without))
 

@@ -1,16 +1,20 @@
 """The prompts, environments and stream of groups of a run, made from its config."""
 
 import functools
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_jax import data, environments
-from grpo_jax.config import configuration, data_options, modes, run_options
+from grpo_jax.building.parts import Parts
+from grpo_jax.config import ahead_options, configuration, data_options, modes, run_options
 from grpo_jax.data import calls
 from grpo_jax.engines import everywhere
 from grpo_jax.environments.base import EnvironmentFactory
 from grpo_jax.groups import filters
-from grpo_jax.rollouts import stream
+from grpo_jax.rollouts import ahead, drawing, stream
+
+_log = logging.getLogger(__name__)
 
 # A ConfigDict, whose fields a type checker cannot know.
 Config = Any
@@ -55,16 +59,67 @@ def _tools_of(name: str, factory: EnvironmentFactory) -> tuple[Any, ...]:
 
 
 def make_stream(
-  config: Config, prompts: stream.PromptSource, sample: stream.Sample, state: Mapping[str, Any]
+  config: Config,
+  prompts: Callable[[Mapping[str, Any]], drawing.PromptSource],
+  parts: Parts,
+  state: Mapping[str, Any],
+  *,
+  progress: stream.Progress,
+  stop: Any,
 ) -> stream.OnlineStream:
-  """Makes the stream of groups at the position in `state`; {} is the beginning."""
+  """Makes the stream of groups at the position in `state`; {} is the beginning.
+
+  Args:
+    config: Config of the run.
+    prompts: Function that opens the prompts at a position.
+    parts: Parts of the mode.
+    state: Position of the run.
+    progress: Function that shows how far a phase has come.
+    stop: Flag that becomes true when the run is asked to end; see `interrupts.Flag`.
+  """
   return stream.OnlineStream(
-    prompts,
-    sample,
+    _draws(config, prompts, parts, state, progress=progress, stop=stop),
     prompts_per_step=config.rollout.prompts_per_step,
     dynamic=run_options.dynamic_sampling(config),
     keep=functools.partial(filters.apply, **run_options.filters_of(config)),
     surplus=state.get("surplus", ()),
+  )
+
+
+def _draws(
+  config: Config,
+  prompts: Callable[[Mapping[str, Any]], drawing.PromptSource],
+  parts: Parts,
+  state: Mapping[str, Any],
+  *,
+  progress: stream.Progress,
+  stop: Any,
+) -> drawing.Draws:
+  """Makes what samples groups when they are drawn, or ahead of that."""
+  if not ahead_options.is_ahead(config):
+    if ahead.is_split(state):
+      raise configuration.ConfigError(
+        "rollout.max_staleness=0 cannot continue this run: its checkpoint has prompts that later"
+        " ones of the same block have overtaken (rollout.order='finished', or another"
+        " rollout.prompts_per_step); keep rollout.max_staleness above 0"
+      )
+    return drawing.Direct(prompts(state), parts.sample)
+  assert parts.attempts is not None  # validated.
+  if found := ahead_options.warning(config):
+    _log.warning("%s", found)
+  known = state.get("ahead", {})
+  return ahead.Ahead(
+    prompts({**state, "prompts": known["next"]} if known else state),
+    parts.attempts(ahead_options.in_turn(config)),
+    ahead_options.rule(config),
+    block=ahead_options.block(config),
+    drains=not config.rollout.in_flight_updates,
+    max_error_share=config.rollout.max_error_share,
+    total_steps=config.total_steps,
+    reopen=prompts,
+    progress=progress,
+    state=state,
+    stop=stop,
   )
 
 

@@ -78,6 +78,7 @@ class Offline:
     ranking = recorded.Ranking(materials.scorer, config.offline.score, rescore)
     return Parts(
       recorded.Recorded(self._behavior, config.offline.group_size, config.seed, rescore),
+      None,
       functools.partial(_evaluate_set, ranking=ranking, materials=materials),
       ranking.step_metrics,
     )

@@ -11,7 +11,13 @@ from grpo_kernels.attention import Attention
 from grpo_jax import data, engines, processes
 from grpo_jax.building.parts import KeepGroups, Materials, Parts
 from grpo_jax.compilation.programs import Job
-from grpo_jax.config import configuration, lora_options, run_options
+from grpo_jax.config import (
+  ahead_options,
+  configuration,
+  device_options,
+  lora_options,
+  run_options,
+)
 from grpo_jax.engines.base import Engine, SamplingParams
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.engines.server_process import ServerError
@@ -93,7 +99,7 @@ class Online:
       limits=limits,
       schedule=config.rollout.schedule,
     )
-    return Parts(sample, evaluate_set, rank=None)
+    return Parts(sample, sample.in_background, evaluate_set, rank=None)
 
 
 def _evaluate_set(
@@ -135,6 +141,12 @@ def _engine(
   if is_embedded:  # `stream.Sampler` warns for every engine.
     sizes = {**run_options.sampler_sizes(config), "warn_of_truncation": False}
     sizes["unmerged"] = lora_options.is_unmerged(config)
+    sizes["copy_weights"] = ahead_options.is_ahead(config)  # updates donate the trainer's.
+    sizes["in_flight_updates"] = config.rollout.in_flight_updates
+    sizes["recompute_cache"] = config.rollout.recompute_cache
+    sizes["devices"] = device_options.of_sampler(config)
+  if name == "sglang":
+    own = {**own, "pause": ahead_options.pause(config)}
   if name == "sglang" and lora_options.is_unmerged(config):
     sizes["adapter"] = lora_options.load(config)
   try:

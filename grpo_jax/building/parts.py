@@ -11,7 +11,8 @@ from grpo_jax.compilation.programs import Job
 from grpo_jax.engines.base import Engine
 from grpo_jax.learn.group_scorer import GroupScorer
 from grpo_jax.models import loading
-from grpo_jax.rollouts import stream
+from grpo_jax.rollouts import drawing
+from grpo_jax.rollouts.attempts import Attempts
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.run_folder.loggers import Logger
 from grpo_jax.run_folder.steps import GroupLogprobs
@@ -54,12 +55,15 @@ class Parts:
 
   Attributes:
     sample: Function (prompts, step) → their groups.
+    attempts: Function (whether one block is sampled after the other) → attempts in the background;
+      None: this mode samples nothing.
     evaluate_set: Function that evaluates the policy's weights on the prompts of one evaluation set.
     rank: Function (groups, logprobs) → metrics that only recorded groups have; None if there are
       no such metrics.
   """
 
-  sample: stream.Sample
+  sample: drawing.Sample
+  attempts: Callable[[bool], Attempts] | None
   evaluate_set: EvaluateSet
   rank: Callable[[Sequence[RolloutGroup], GroupLogprobs], dict[str, float]] | None
 

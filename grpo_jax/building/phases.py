@@ -111,9 +111,10 @@ def score(
     _agree(batch)
     if whitens and not whitens_last:
       batch = credit.whitened(batch, estimator, options)
-    placed = sharding.put(batch.minibatches, mesh)
+    aged = sharding.put(batch.minibatches, mesh)
+    placed = _paired(lambda own, _: dataclasses.replace(own, ages=None), aged, aged)
     scored = train_step.with_logprobs(
-      placed,
+      placed,  # as monitors and evaluations have them: without ages, so that one program does.
       scorer,
       old_score=old_scorer,
       old_params=policy.weights(state.params) if needs_old else None,
@@ -127,6 +128,7 @@ def score(
       scored = _with_advantages(scored, white.minibatches, mesh)
     if teacher is not None:
       scored = _with_teacher(scored, teacher(placed))
+    scored = _paired(lambda own, other: dataclasses.replace(own, ages=other.ages), scored, aged)
     return jax.block_until_ready(scored)
 
 

@@ -24,10 +24,9 @@ from grpo_jax.building import model as model_building
 from grpo_jax.building import teacher as teaching
 from grpo_jax.building.parts import Mode
 from grpo_jax.compilation import compiling, precision
-from grpo_jax.config import data_options, modes, run_options
+from grpo_jax.config import data_options, device_options, modes, run_options
 from grpo_jax.engines.base import Engine
 from grpo_jax.files.disk import writing
-from grpo_jax.learn import sharding
 from grpo_jax.models import loading
 from grpo_jax.run_folder import console, notices, process_log
 from grpo_jax.types import Prompt
@@ -83,7 +82,7 @@ def prepare(
   stack.enter_context(process_log.in_folder(workdir))
   stack.enter_context(compilations.listening())
   agreements.check_start(config)
-  mesh = sharding.make_mesh(**config.mesh)
+  mesh = device_options.trainer_mesh(config)
   checks.log_devices(mesh)
   checks.check_head(config, mesh)
   checks.check_attention(config, mesh)

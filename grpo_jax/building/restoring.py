@@ -13,6 +13,7 @@ from grpo_jax.building.computation import Computation
 from grpo_jax.building.groups import make_prompts
 from grpo_jax.groups import group_json
 from grpo_jax.learn import policy, train_step
+from grpo_jax.rollouts import ahead
 from grpo_jax.run_folder import checkpointing, stored_leaves
 from grpo_jax.run_folder.keeper import Standing
 from grpo_jax.types import TrainState
@@ -85,8 +86,11 @@ def refusal(
   if not all(isinstance(value, float | int) for value in values):
     return "'evaluated' has a value that is not a number"
   try:
-    make_prompts(config, tokenizer, opener, extra["stream"])
+    for position in (extra["stream"], *ahead.positions(extra["stream"])):
+      make_prompts(config, tokenizer, opener, position)
     for record in extra["stream"].get("surplus", ()):
+      group_json.decode(record)
+    for _, record in extra["stream"].get("ahead", {}).get("ready", ()):
       group_json.decode(record)
   except checkpointing.READING_FAILS as error:
     return f"its position in the data cannot be used: {type(error).__name__}: {error}"

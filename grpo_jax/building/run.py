@@ -19,7 +19,14 @@ from grpo_jax.building.computation import Computation
 from grpo_jax.building.groups import make_stream
 from grpo_jax.building.parts import Materials, Parts
 from grpo_jax.building.schedule import Schedule
-from grpo_jax.config import configuration, data_options, lora_options, modes, run_options
+from grpo_jax.config import (
+  ahead_options,
+  configuration,
+  data_options,
+  lora_options,
+  modes,
+  run_options,
+)
 from grpo_jax.engines import everywhere
 from grpo_jax.engines.base import Engine
 from grpo_jax.files import atomic
@@ -32,7 +39,7 @@ from grpo_jax.models import loading
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.rollouts.stream import GroupStream
 from grpo_jax.run_folder import checkpointing, earlier, evaluation_log, loggers
-from grpo_jax.run_folder.keeper import Standing
+from grpo_jax.run_folder.keeper import Keeper, Standing
 from grpo_jax.run_folder.sinks import Sink
 from grpo_jax.run_folder.steps import Books
 from grpo_jax.types import Metrics, Minibatch, RolloutGroup, TrainState
@@ -55,13 +62,15 @@ class Run:
   keep: Callable[[Sequence[RolloutGroup]], filters.Filtered]
   shape: Callable[[Sequence[RolloutGroup]], tuple[RolloutGroup, ...]]
   advantages: Callable[[Sequence[RolloutGroup]], list[np.ndarray]]
-  assemble: Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], Assembled]
+  assemble: Callable[[Sequence[RolloutGroup], Sequence[np.ndarray], int], Assembled]
   score: Callable[[TrainState, Assembled], tuple[Minibatch, ...]]
   monitor: monitoring.Monitor
   learn: Callable[
     [TrainState, Sequence[Minibatch], Callable[[], None]],
     tuple[TrainState, Metrics, train_step.MicrobatchLogprobs],
   ]
+  make_room: Callable[[], None]  # for the gradients, where the engine is.
+  settles_first: bool  # groups under way are finished before the optimizer step, not after it.
   evaluate: Callable[[TrainState], dict[str, float]]
   publish: Callable[[TrainState], None]
   # What records them.
@@ -70,12 +79,26 @@ class Run:
   logger: loggers.Logger
   timer: timing.Timer
 
+  def consume(self, keeper: Keeper) -> None:
+    """Must be called before the arrays of the held state are donated; see `Keeper.consume`.
+
+    With one optimizer step a training step, groups under way are waited for here, where nothing is
+    lost yet. With several that would leave the engine idle during most of them.
+
+    Raises:
+      Stopped: The run is asked to end; the update need not be made.
+    """
+    if self.settles_first:
+      self.stream.settle(has_learned=False)
+    keeper.consume()
+
   def sync(self, state: TrainState) -> None:
     """Gives the engine the weights of a state, from which it samples from now on.
 
     Raises:
       EngineFailure: The engine could not load the weights, on this or another process.
     """
+    self.stream.settle(has_learned=True)
     full, version = self.policy.full(state.params), int(state.step)
     load = lambda _: self.engine.load_weights(full, version=version)
     everywhere.together(load, what=f"the engines' weights of version {version}")
@@ -181,7 +204,15 @@ def _bind(
   logger = _logger(inputs, first_step=start.step, more_sinks=sinks)
   stack.callback(logger.close)
   parts = inputs.mode.make_parts(_materials(inputs, loaded, logger, stack))
-  groups = make_stream(config, inputs.prompts(start.position), parts.sample, start.position)
+  groups = make_stream(
+    config,
+    inputs.prompts,
+    parts,
+    start.position,
+    progress=logger.progress,
+    stop=inputs.stop,
+  )
+  stack.callback(groups.close)
   timer = timing.Timer(waited=processes.waited_s)
   return Run(
     schedule=_schedule(config),
@@ -204,6 +235,8 @@ def _bind(
       reference=_reference_update(config, made),
       measure=made.measure,
     ),
+    make_room=_nothing if ahead_options.is_ahead(config) else loaded.engine.release,
+    settles_first=config.learn.epochs * config.learn.minibatches == 1,
     evaluate=_evaluating(inputs, policy, parts, logger, timer, start),
     publish=_publishing(inputs, loaded, logger),
     books=_books(inputs, loaded, parts, groups, logger, timer, first_step=start.step),
@@ -339,6 +372,7 @@ def _books(
     ),
     rank=parts.rank,
     by_dataset=data_options.has_several(inputs.config),
+    by_staleness=loaded.made.has_ages,
     has_teacher=loaded.made.objective.needs_teacher,
     devices=inputs.mesh.local_devices,
   )
@@ -366,10 +400,10 @@ def _schedule(config: Config) -> Schedule:
 
 
 def _assembling(config: Config, made: Computation) -> Callable[..., Assembled]:
-  """Returns the function that packs groups and their advantages."""
+  """Returns the function that packs the groups of a step and their advantages."""
   options = config.batching
   adds_nothing = not (made.objective.acts_without_advantage or made.estimator.needs_whitening)
-  return functools.partial(
+  packed = functools.partial(
     batching.assemble,
     shapes=made.shapes,
     cost=made.cost,
@@ -378,6 +412,9 @@ def _assembling(config: Config, made: Computation) -> Callable[..., Assembled]:
     pack=options.pack,
     drop_truncated=options.drop_truncated,
     skip_zero_advantage=options.skip_zero_advantage and adds_nothing,
+  )
+  return lambda groups, advantages, step: packed(
+    groups, advantages, step=step if made.has_ages else None
   )
 
 
@@ -398,6 +435,10 @@ def _monitor(inputs: preparing.Inputs, loaded: _Loaded) -> monitoring.Monitor:
     total_steps=inputs.config.total_steps,
     warn=_log.warning,
   )
+
+
+def _nothing() -> None:
+  """Leaves the engine as it is: it samples while the trainer learns."""
 
 
 def _as_perf(metrics: Callable[[], Mapping[str, float]]) -> dict[str, float]:

@@ -11,8 +11,9 @@ from grpo_jax import data
 from grpo_jax.building import checks, computation, kept_programs, online, stored
 from grpo_jax.building import model as model_building
 from grpo_jax.compilation import compiling
+from grpo_jax.config import device_options
 from grpo_jax.engines.base import Engine
-from grpo_jax.learn import adapters, policy, sharding
+from grpo_jax.learn import adapters, policy
 from grpo_jax.models import loading
 from grpo_jax.run_folder import console, notices
 
@@ -49,7 +50,7 @@ def open_weights(
   screen = console.Screen(note=compilations.note)
   stack.enter_context(notices.on_screen(screen))
   stack.enter_context(compilations.listening())
-  mesh = sharding.make_mesh(**config.mesh)
+  mesh = device_options.trainer_mesh(config)
   checks.check_attention(config, mesh)
   checks.check_context(config, weights.directory)
   tokenizer = model_building.load_tokenizer(config, weights.directory)

@@ -24,6 +24,7 @@ COMMANDS = {
   "export": ("grpo_jax.commands.export:main", "write a checkpoint as a Hugging Face folder"),
   "report": ("grpo_jax.commands.report:main", "write report.html of a run, finished or not"),
   "plan": ("grpo_jax.commands.plan:main", "say whether a run fits a machine that is not present"),
+  "overlap": ("grpo_jax.commands.overlap:main", "say what asynchronous training would gain"),
   "compare": ("grpo_jax.commands.compare:main", "print runs side by side, draw their curves"),
   "doctor": (
     "grpo_jax.commands.doctor:main",

@@ -152,6 +152,9 @@ def get_config() -> Any:
   config.engine = engine = ConfigDict()  # what samples completions
   engine.name = "jax_sampler"  # "jax_sampler", "sglang", or the dotted path of a module of your own
   engine.max_rows = 64  # completions sampled at the same time, per server
+  # devices of the embedded sampler, by number: (6, 7); the mesh has the others. None: it samples on
+  # the devices of the mesh
+  engine.devices = placeholder(tuple)
   engine.options = ConfigDict()  # further arguments of an engine of your own
   engine.sglang = sglang = ConfigDict()  # SGLang servers: docs/sglang.md
   sglang_default = SGLangOptions()
@@ -175,6 +178,8 @@ def get_config() -> Any:
   sglang.deterministic = sglang_default.deterministic
   # one HTTP request for each "completion", or one for each "group"
   sglang.requests = sglang_default.requests
+  # completions under way when new weights come: "retract", "abort" or "in_place"; None: "retract"
+  sglang.pause = placeholder(str)
   # folder for the weights; None: in memory if they fit, otherwise in the run folder
   sglang.weights_folder = placeholder(str)
   # free the servers' memory during updates, if they share GPUs with the trainer
@@ -226,6 +231,18 @@ def get_config() -> Any:
   # when later turns are sampled: "rounds": each turn of all conversations together; "free": each
   # conversation as soon as its environment has answered. docs/environments.md
   rollout.schedule = "rounds"
+  # asynchronous training (docs/async.md): largest number of versions by which the weights that
+  # sampled a token may be older than those of the step that learns from it; 0: synchronous
+  rollout.max_staleness = 0
+  # which groups a step learns from: "prompt": those of fixed prompts; "finished": the first ones
+  rollout.order = "prompt"
+  # groups that would become too old: "wait" for them, "drop" them, or "mask" their old tokens
+  rollout.on_stale = "wait"
+  # engines take new weights while completions are under way; False: these are finished first
+  rollout.in_flight_updates = False
+  # with updates in flight: keys and values of unfinished completions are computed again by the new
+  # weights; False: they are kept, and logprobs of later tokens are those of no weights
+  rollout.recompute_cache = True
 
   # draw prompts until P groups pass `filters`; docs/rewards.md
   config.dynamic_sampling = dynamic = ConfigDict()
@@ -288,6 +305,9 @@ def get_config() -> Any:
   loss.force_on_policy_ratio = False  # sets the ratio to 1; needs one update per batch
   # ratios to the logprobs of the engine instead of the trainer's; prime-rl, verl's bypass_mode
   loss.use_behavior_logprobs = False
+  # logprobs of the policy before the update: "scored", or "interpolated" between engine and policy
+  # by the ages of the tokens, without a scoring pass (AReaL's "loglinear")
+  loss.old_logprobs = "scored"
   # dppo: largest fall of a token's probability (dppo_kl: its divergence, in nats) that is learned
   # from; None: the loss's own (dppo_tv: 0.2, dppo_kl: 0.05)
   loss.dppo_mask_low = placeholder(float)

@@ -20,8 +20,8 @@ from grpo_jax.groups import filters, shaping
 from grpo_jax.learn import optim
 from grpo_jax.models import lora
 from grpo_jax.rl import distillation, estimators, objective_options
+from grpo_jax.rollouts import admission, stream
 from grpo_jax.rollouts import collecting as rollout
-from grpo_jax.rollouts import stream
 from grpo_jax.values import checked
 
 STAND_IN = "(any word)"  # see `stand_ins`.
@@ -87,6 +87,7 @@ KINDS: Mapping[str, checked.Kind] = {
   **_section("offline", offline.KINDS),
   "engine.name": checked.text(),
   "engine.max_rows": _SIZE,
+  "engine.devices": checked.several(checked.whole(low=0), least=1, none=True),
   "engine.options": checked.mapping(),
   **_section("engine.sglang", sglang_options.KINDS),
   **_section("sampling", engines.SAMPLING_KINDS, "stop_ids"),
@@ -95,6 +96,11 @@ KINDS: Mapping[str, checked.Kind] = {
   **_section("rollout", rollout.LIMIT_KINDS),
   "rollout.max_tokens": checked.whole(low=2),
   "rollout.schedule": checked.choice(rollout.SCHEDULES),
+  "rollout.max_staleness": checked.whole(low=0),
+  "rollout.order": checked.choice(admission.ORDERS),
+  "rollout.on_stale": checked.choice(admission.ON_STALE),
+  "rollout.in_flight_updates": checked.switch(),
+  "rollout.recompute_cache": checked.switch(),
   "rollout.conversations": checked.optional(checked.switch()),
   "dynamic_sampling.enabled": checked.switch(),
   **_section("dynamic_sampling", stream.DYNAMIC_KINDS),

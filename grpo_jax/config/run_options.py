@@ -11,9 +11,11 @@ import optax
 from grpo_jax import data, environments
 from grpo_jax.compilation import accelerators, precision
 from grpo_jax.config import (
+  ahead_options,
   batching_options,
   configuration,
   data_options,
+  device_options,
   field_kinds,
   lora_options,
   modes,
@@ -25,7 +27,7 @@ from grpo_jax.engines import launching
 from grpo_jax.engines.base import SamplingParams
 from grpo_jax.files import local_paths, remote
 from grpo_jax.groups import filters, shaping
-from grpo_jax.learn import optim, sharding
+from grpo_jax.learn import optim
 from grpo_jax.models import loading, sources
 from grpo_jax.models.products import Products
 from grpo_jax.rl import estimators, objective_options, objectives, own
@@ -106,6 +108,7 @@ def _broken_rules(config: Config, devices: Sequence[Any] | None) -> Iterator[str
   yield from _refused(lambda: objective(config))
   yield from _refused(lambda: estimator(config))
   yield from _refused(lambda: dynamic_sampling(config))
+  yield from ahead_options.problems(config)
   yield from _refused(lambda: shaping_of(config))
   yield from sinks.problems(config.logging.sinks, _trackers(config))
   yield from _refused(lambda: filters.apply((), **config.filters))
@@ -198,7 +201,7 @@ def _mesh_problems(config: Config, devices: Sequence[Any] | None) -> Iterator[st
   except (RuntimeError, AssertionError) as error:
     yield f"JAX finds no device: {accelerators.why_none(error)}"
     return
-  yield from _refused(lambda: sharding.mesh_sizes(found, **config.mesh))
+  yield from device_options.problems(config, found)
 
 
 def _refused_servers(settings: Config) -> Iterator[str]:
@@ -345,6 +348,8 @@ def sampler_sizes(config: Config) -> dict[str, Any]:
   evaluation = config.evaluation
   group_size = config.rollout.group_size + needs_greedy(config)
   of_step = max(config.rollout.prompts_per_step, config.dynamic_sampling.prompts_per_round or 0)
+  if ahead_options.is_ahead(config) and not ahead_options.in_turn(config):
+    of_step = ahead_options.rule(config).capacity
   most = max(of_step * group_size, evaluation.num_prompts * evaluation.group_size)
   rows = min(config.engine.max_rows, most)
   longest = (limits(config).max_tokens or 0) - 1  # a completion has at least one token.

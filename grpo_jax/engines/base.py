@@ -199,6 +199,13 @@ class Engine(Protocol):
   def load_weights(self, params: Any, *, version: int) -> None:
     """Samples from these weights from now on; their tokens are marked with `version`.
 
+    Unfinished completions continue with the new weights from their next token, or from one
+    soon after; no token is lost or sampled twice. `Generation.weight_versions` has the version that
+    sampled each token, and never falls within a completion. Random numbers still depend on the seed
+    and on the token's index only. Whether the logprobs of later tokens are exactly those of their
+    versions depends on whether the engine computes keys and values of earlier tokens again: an
+    option of the engine.
+
     All processes of a run call this at the same time, each for its own engine.
     """
     ...

@@ -22,7 +22,7 @@ pages of T tokens; W pages of the longest prompt; A tiles of G rows.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -58,7 +58,11 @@ Cache = list[tuple[Array, Array]]
 # The kernels of a layer that have the same input, as `layers` asks for their products.
 _WITH_SAME_INPUT = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 
+# Columns of the ring that one round of a loop reads when many tokens attend to them.
+_COLUMNS_AT_ONCE = 1024
+
 _Class = TypeVar("_Class")
+_LayerCache = TypeVar("_LayerCache")
 
 
 def _as_tree(cls: type[_Class]) -> type[_Class]:
@@ -154,6 +158,26 @@ class Chunk:
   past: Int[Array | np.ndarray, ""]  # tokens of the first prompt in earlier chunks.
 
 
+@_as_tree
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+  """The n tokens of completions that are read again at once, in S pieces of one row each.
+
+  The pieces of a row follow each other, and only the last of them is padded.
+  """
+
+  tokens: Int[Array | np.ndarray, " n"]
+  segment_ids: Int[Array | np.ndarray, " n"]  # 1 + row; 0 is padding.
+  positions: Int[Array | np.ndarray, " n"]
+  steps: Int[Array | np.ndarray, " n"]  # step whose column holds the token; -1: padding.
+  rows: Int[Array | np.ndarray, " S"]
+  pages: Int[Array | np.ndarray, "S W"]  # pages of the row's prompt.
+  prompt_lengths: Int[Array | np.ndarray, " S"]  # tokens in these pages.
+  lengths: Int[Array | np.ndarray, " S"]  # tokens of the row in the ring.
+  past: Int[Array | np.ndarray, " S"]  # the first of them, which earlier calls have read again.
+  step: Int[Array | np.ndarray, ""]  # number of the next decode step.
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
   """Options that the programs are compiled for, in addition to shapes; hashable.
@@ -207,6 +231,19 @@ def split_layers(params: transformer.Params, options: Options) -> Weights:
     quantized=quantized,
     adapters=adapters(params, options),
   )
+
+
+def one_layer(params: transformer.Params, number: Any, options: Options) -> layers.LayerParams:
+  """Returns one of the layers that `split_layers` makes; called inside of programs.
+
+  Args:
+    params: Parameters, as in `split_layers`.
+    number: Number of the layer.
+    options: Options of the programs.
+  """
+  copied, _ = _kernels(params, options)
+  one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, number, 1), copied)
+  return _unstack(one, 1, options.products.compute_dtype, options.mesh is None)[0]
 
 
 def adapters(params: transformer.Params, options: Options) -> list[dict[str, Adapters]]:
@@ -381,39 +418,124 @@ def prefill(weights: Weights, cache: Cache, chunk: Chunk, options: Options) -> C
   Returns:
     The pages with the keys and values of the chunk.
   """
-  size = cache[0][0].shape[2]
-  products = _prefill_products(options)
-  config, positions = options.config, jnp.asarray(chunk.positions)
-  angles = _angles(positions[:, None], config)
-  segment_ids = jnp.asarray(chunk.segment_ids)[None]
+  size, dtype = cache[0][0].shape[2], cache[0][0].dtype
   is_first = jnp.asarray(chunk.segment_ids) == 1
   past = (jnp.asarray(chunk.past_pages)[None], jnp.asarray(chunk.past)[None])
-  offsets, dtype = chunk.positions % size, cache[0][0].dtype
+  offsets = chunk.positions % size
+
+  def write(pages, k, v):
+    def put(to, new):
+      to = to.at[chunk.pages, :, offsets].set(new[0].astype(dtype), mode="drop")
+      return _placed(to, options)
+
+    return put(pages[0], k), put(pages[1], v)
+
+  def before(q, kv_heads, pages, first):
+    found = _before(q, kv_heads, pages, *past, first, options)
+    return parts.only_where(is_first[None, :, None], found)
+
+  return _read(weights, cache, chunk, write, before, options)
+
+
+def read_again(
+  weights: Weights, prompts: Cache, own: Cache, pieces: Pieces, options: Options
+) -> Cache:
+  """Computes keys and values of sampled tokens again, in their columns of the ring.
+
+  For completions that were begun with other weights: afterwards the ring and the pages hold what
+  they would if these weights had read every token. Calls must take the tokens of a row in their
+  order. On a mesh, tokens are split as in `prefill`.
+
+  Args:
+    weights: Weights made by `split_layers`.
+    prompts: The pages, already of these weights; read only.
+    own: The ring.
+    pieces: Tokens of rows: the last token of the prompt, then sampled tokens without the last.
+    options: Options of the program; static.
+
+  Returns:
+    The ring with the keys and values of the pieces.
+  """
+  blocks, columns = own[0][0].shape[0], own[0][0].shape[-1]
+  count, dtype = pieces.rows.shape[0], own[0][0].dtype
+  steps, rows = jnp.asarray(pieces.steps), jnp.asarray(pieces.rows)
+  # A token of padding goes to a block that does not exist.
+  block = jnp.where(steps < 0, blocks, steps // columns % blocks)
+  column, row = steps % columns, jnp.repeat(rows, len(pieces.tokens) // count)
+  tables, prompt_lengths = jnp.asarray(pieces.pages), jnp.asarray(pieces.prompt_lengths)
+
+  def write(cache, k, v):
+    ring, pages = cache
+    keys = ring[0].at[block, row, :, :, column].set(k[0].astype(dtype), mode="drop")
+    values = ring[1].at[block, row, :, column].set(v[0].astype(dtype), mode="drop")
+    place = functools.partial(_placed, options=options, row_axis=1)
+    return (place(keys), place(values)), pages
+
+  def before(q, kv_heads, cache, first):
+    ring, pages = cache
+    repeats = q.shape[2] // kv_heads
+    by_piece = lambda x: None if x is None else x.reshape(count, -1)
+    first = by_piece(first)
+    asked = parts.by_kv_head(parts.scaled(q.reshape(count, -1, *q.shape[2:]), kv_heads))
+    seen = _for_queries(first, repeats)
+    found = parts.nothing(asked)
+    found = _over_pages(asked, found, pages, tables, prompt_lengths, seen, options)
+    own_first = None if first is None else first - prompt_lengths[:, None]
+    seen = _for_queries(own_first, repeats)
+    found = _over_past(asked, found, ring, pieces, seen, options)
+    found = parts.by_token(found, q.shape[2])
+    return parts.Partial(*(x.reshape(1, -1, *x.shape[2:]) for x in found))
+
+  both = list(zip(own, prompts, strict=True))
+  return [ring for ring, _ in _read(weights, both, pieces, write, before, options)]
+
+
+def _read(
+  weights: Weights,
+  cache: Sequence[_LayerCache],
+  taken: Chunk | Pieces,
+  write: Callable[[_LayerCache, Array, Array], _LayerCache],
+  before: Callable[..., Partial],
+  options: Options,
+) -> list[_LayerCache]:
+  """Feeds many tokens at once to the model, and writes their keys and values into a cache.
+
+  Args:
+    weights: Weights made by `split_layers`.
+    cache: Cache of each layer, in the form that `write` and `before` take.
+    taken: The tokens.
+    write: Function (cache of a layer, keys, values [1 n K E]) → the cache with them.
+    before: Function (queries [1 n H E], K, cache of a layer, first position that each token sees or
+      None) → attention to tokens of earlier calls, [1 n H].
+    options: Options of the program; static.
+
+  Returns:
+    What the last `write` returned of each layer.
+  """
+  products = _prefill_products(options)
+  config, positions = options.config, jnp.asarray(taken.positions)
+  angles = _angles(positions[:, None], config)
+  segment_ids, dtype = jnp.asarray(taken.segment_ids)[None], options.products.compute_dtype
   settings = {"config": config, "products": products}
-  x = layers.embed(weights.embed, jnp.asarray(chunk.tokens)[:, None], **settings)
+  x = layers.embed(weights.embed, jnp.asarray(taken.tokens)[:, None], **settings)
   written = []
-  for i, (pages, kind) in enumerate(zip(cache, config.kinds, strict=True)):
+  for i, (own, kind) in enumerate(zip(cache, config.kinds, strict=True)):
 
-    def attend(q, k, v, pages=pages, window=kind.window):
-      def write(to, new):
-        to = to.at[chunk.pages, :, offsets].set(new[0].astype(to.dtype), mode="drop")
-        return _placed(to, options)
-
+    def attend(q, k, v, own=own, window=kind.window):
       everywhere = ("prompts", "places", "kv_heads", "width")
       k, v = (products.place(y[:, 0].astype(dtype)[None], everywhere) for y in (k, v))
-      pages = (write(pages[0], k), write(pages[1], v))
+      own = write(own, k, v)
       q = q.swapaxes(0, 1)  # one row of all tokens, as the keys and values.
       rule = {"positions": positions[None], "window": window}
       here = options.attention.partial(q, k, v, segment_ids, **rule, products=products)
-      first = _first_seen(positions, window)
-      before = _before(q, k.shape[2], pages, *past, first, options)
-      found = parts.joined(here, parts.only_where(is_first[None, :, None], before))
-      return (found.mixed / found.total[..., None]).swapaxes(0, 1), pages
+      earlier = before(q, k.shape[2], own, _first_seen(positions, window))
+      found = parts.joined(here, earlier)
+      return (found.mixed / found.total[..., None]).swapaxes(0, 1), own
 
     layer = _layer(weights, i, x)
     with precision.scope(options.matmul_precision):
-      x, pages, _ = layers.block(layer, x, *angles[kind.rope], attend, **settings)
-    written.append(pages)
+      x, own, _ = layers.block(layer, x, *angles[kind.rope], attend, **settings)
+    written.append(own)
   return written
 
 
@@ -727,6 +849,54 @@ def _over_ring(
   first = jnp.maximum((step - jnp.max(lengths)) // columns, last - blocks + 1)
   merge = lambda index, found: parts.joined(found, attend_to_block(index))
   return jax.lax.fori_loop(first, last + 1, merge, parts.nothing(asked))
+
+
+def _over_past(
+  asked: Float[Array, "S K m E"],
+  found: Partial,
+  ring: tuple[Array, Array],
+  pieces: Pieces,
+  first: Int[Array, "S m"] | None,
+  options: Options,
+) -> Partial:
+  """Adds attention to the first `past` tokens of each piece's row in the ring.
+
+  Queries see these tokens from number `first` on; None: all.
+  """
+  keys, values = ring
+  blocks, columns = keys.shape[0], keys.shape[-1]
+  width = _divisor(columns, at_most=_COLUMNS_AT_ONCE)
+  count, contract = blocks * columns // width, options.products.contract
+  rows, step = jnp.asarray(pieces.rows), jnp.asarray(pieces.step)
+  lengths, past = jnp.asarray(pieces.lengths), jnp.asarray(pieces.past)
+
+  def columns_of(x, at, axis):
+    """Returns some columns of the rows of the pieces."""
+    x = _at(x, at * width // columns)
+    x = jax.lax.dynamic_slice_in_dim(x, at * width % columns, width, axis)
+    return jnp.take(x, rows, axis=0)
+
+  def add_some(index, found):
+    at = index % count
+    age = (step - 1 - at * width - jnp.arange(width)) % (blocks * columns)
+    number = lengths[:, None] - 1 - age[None]  # of the row's token in each column.
+    allowed = ((number >= 0) & (number < past[:, None]))[:, None, None]
+    if first is not None:
+      allowed = allowed & (number[:, None, None] >= first[:, None, :, None])
+    scores = contract("bkme,bkec->bkmc", asked, columns_of(keys, at, -1))
+    mask = jnp.broadcast_to(allowed, scores.shape)
+    mix = lambda weights: contract("bkmc,bkce->bkme", weights, columns_of(values, at, -2))
+    return parts.joined(found, parts.softmax(scores, mask, mix, options.products))
+
+  last = (step - 1) // width
+  oldest = jnp.maximum((step - jnp.max(lengths)) // width, last - count + 1)
+  end = jnp.where(jnp.max(past) > 0, last + 1, oldest)
+  return jax.lax.fori_loop(oldest, end, add_some, found)
+
+
+def _divisor(number: int, *, at_most: int) -> int:
+  """Returns the largest divisor of a number that is not above a limit."""
+  return next(n for n in range(min(number, at_most), 0, -1) if number % n == 0)
 
 
 def _append(

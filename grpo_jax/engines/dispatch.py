@@ -10,9 +10,9 @@ import dataclasses
 import functools
 import itertools
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from grpo_jax.engines import sglang_messages
+from grpo_jax.engines import pausing, sglang_messages
 from grpo_jax.engines.base import Generation, GenerationRequest
 from grpo_jax.engines.calls import Call
 from grpo_jax.engines.placement import Placement
@@ -59,7 +59,14 @@ class Dispatcher:
   """Sends jobs to the servers that are open; see `fleet.Listener`."""
 
   def __init__(
-    self, *, servers: int, in_flight: int, max_attempts: int, vocab_size: int, seeded: bool
+    self,
+    *,
+    servers: int,
+    in_flight: int,
+    max_attempts: int,
+    vocab_size: int,
+    seeded: bool,
+    pause: str = pausing.RETRACT,
   ):
     """Makes a dispatcher for servers that are all closed at first.
 
@@ -69,6 +76,7 @@ class Dispatcher:
       max_attempts: Number of wrong answers to a request after which its call fails.
       vocab_size: Size of the vocabulary; ids must be below it.
       seeded: Whether the servers honour seeds.
+      pause: Mode in which servers pause for new weights; one of `pausing.MODES`.
     """
     self._placement = Placement(range(servers), limit=in_flight)
     for index in range(servers):
@@ -78,12 +86,14 @@ class Dispatcher:
     self._max_attempts = max_attempts
     self._vocab_size = vocab_size
     self._seeded = seeded
+    self._pause = pause
     self._prefix = uuid.uuid4().hex[:12]
     self._numbers = itertools.count()
     self._jobs: set[Job] = set()  # submitted and not yet delivered.
     self._error: Exception | None = None
     self.router: Client | None = None  # forwards requests to the servers, if there is one.
     self.retries = 0
+    self.aborted = 0  # requests that new weights ended, and that were sent again.
 
   def submit(self, jobs: Sequence[Job]) -> None:
     """Queues jobs."""
@@ -110,11 +120,21 @@ class Dispatcher:
 
   def closed(self, server: Server) -> None:
     """Takes back the jobs that a server works on, for other servers."""
-    self._placement.close(server.index)
-    for task, running in list(self._running.items()):
-      if running.index == server.index:
-        task.cancel()
+    self._take_back({server.index})
+
+  def aborted_by_weights(self, servers: Collection[Server]) -> None:
+    """Takes back the jobs that servers work on; they begin again with the new weights."""
+    self.aborted += self._take_back({server.index for server in servers})
+
+  def _take_back(self, indices: Collection[int]) -> int:
+    """Closes servers and queues the jobs in flight there again; returns how many they were."""
+    for index in indices:
+      self._placement.close(index)
+    taken = [task for task, running in self._running.items() if running.index in indices]
+    for task in taken:
+      task.cancel()
     self._send()
+    return len(taken)
 
   def failed(self, error: Exception) -> None:
     """Fails all calls, those in flight and later ones."""
@@ -148,13 +168,13 @@ class Dispatcher:
   def _served(self, server: Server) -> _Served:
     """Returns the weights that a request to a server is answered with.
 
-    A router passes it on to any server, so with adapters that is the oldest version of all: the
+    A router passes it on to any server, so that is the oldest version of all: with adapters the
     others still have it.
     """
     among = self._servers.values() if self.router is not None else ()
     versions = [(each.version, each.adapter) for each in among if each.version is not None]
     oldest = min(versions, key=lambda each: each[0], default=(server.version, server.adapter))
-    return _Served(*(oldest if server.adapter is not None else (server.version, None)))
+    return _Served(*oldest)
 
   def _finished(self, task: asyncio.Task[None]) -> None:
     """Frees the place of an attempt; queues its job again if it was not delivered."""
@@ -175,7 +195,11 @@ class Dispatcher:
     """
     names = [f"{self._prefix}-{next(self._numbers)}" for _ in job.requests]
     body = sglang_messages.generate_body(
-      job.requests, names, seeded=self._seeded, adapter=served.adapter
+      job.requests,
+      names,
+      seeded=self._seeded,
+      adapter=served.adapter,
+      cache_key=pausing.cache_key(self._pause, self._prefix, served.version),
     )
     read = functools.partial(
       sglang_messages.generations,

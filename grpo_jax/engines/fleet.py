@@ -10,10 +10,10 @@ import contextlib
 import logging
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol, runtime_checkable
 
-from grpo_jax.engines import probe
+from grpo_jax.engines import pausing, probe
 from grpo_jax.engines.server import FleetError, Options, Server, ServerLost, Weights
 from grpo_jax.engines.server_process import ServerError, ServerProcess
 from grpo_jax.engines.sglang_client import Client
@@ -35,6 +35,9 @@ class Listener(Protocol):
 
   def closed(self, server: "Server") -> None:
     """Records that the server takes no requests; those in flight there are lost."""
+
+  def aborted_by_weights(self, servers: "Collection[Server]") -> None:
+    """Records that servers end all requests because of new weights; see `pausing`."""
 
   def failed(self, error: Exception) -> None:
     """Records that the fleet cannot continue."""
@@ -58,6 +61,7 @@ class Fleet:
         controls=options.controls,
         is_shared=options.is_shared,
         adapter=options.adapter,
+        pause=options.pause,
       )
       for i in range(len(options.addresses) or options.servers)
     ]
@@ -65,6 +69,7 @@ class Fleet:
     self._tasks: list[asyncio.Task[None]] = []
     self._weights: Weights | None = None
     self._is_asleep = not options.controls  # asks nothing before the servers have weights.
+    self._is_held = False
     self._changed = asyncio.Condition()
     self._error: Exception | None = None
     self.oldest_elsewhere: int | None = None  # oldest version that other processes may use.
@@ -95,7 +100,24 @@ class Fleet:
       probe.WrongWeights: A server accepted the weights but computes with different ones.
     """
     self._weights, self._is_asleep, self.probe_difference = weights, False, 0.0
+    if self._options.controls:
+      self._abort([server for server in self.servers if not self._is_current(server)])
+    self._is_held = False
     await self._until(self._is_published)
+
+  async def hold(self) -> None:
+    """Leaves the servers alone until `publish`, because another process gives them weights.
+
+    Requests in flight continue, and new ones are sent; but with the mode "abort" all of them wait.
+    """
+    self._is_held = True
+    await self._until(lambda: all(s.is_held or not s.is_up for s in self.servers))
+    self._abort(self.servers)
+
+  def _abort(self, servers: Collection[Server]) -> None:
+    """Has all requests at servers begin again, if new weights end them."""
+    if self._options.pause == pausing.ABORT and self._options.adapter is None:
+      self._listener.aborted_by_weights(servers)
 
   async def sleep(self) -> None:
     """Has all servers free their memory until `publish`; nothing may be in flight.
@@ -202,6 +224,12 @@ class Fleet:
           health, checked = None, time.monotonic()
           if self._is_current(server):
             self._listener.opened(server)
+        if health is not None and self._is_held:
+          health.cancel()
+          health = None
+        if server.is_held != self._is_held:
+          server.is_held = self._is_held
+          await self._notify()
         if self._wants_change(server):
           if health is not None and self._is_asleep:
             await asyncio.wait({health})  # SGLang frees memory only when it is idle.
@@ -211,7 +239,7 @@ class Fleet:
           health, checked = None, time.monotonic()
         await self._unload_unused(server)
         is_due = server.is_doubted or time.monotonic() - checked > self._options.health_every_s
-        if health is None and is_due and not server.is_asleep:
+        if health is None and is_due and not (server.is_asleep or self._is_held):
           server.is_doubted = False
           health = asyncio.create_task(server.check_health())
           health.add_done_callback(lambda _: server.woken.set())
@@ -227,6 +255,8 @@ class Fleet:
     return self._weights is not None and server.version == self._weights.version
 
   def _wants_change(self, server: Server) -> bool:
+    if self._is_held:
+      return False
     if self._is_asleep:
       return not server.is_asleep
     return self._weights is not None and not self._is_current(server)
@@ -240,7 +270,8 @@ class Fleet:
       assert self._weights is not None  # `_wants_change` checked it.
       difference = await self._give(server, self._weights)
       self.probe_difference = max(self.probe_difference, difference)
-      self._listener.opened(server)
+      if self._is_current(server):  # else newer weights came meanwhile.
+        self._listener.opened(server)
     await self._notify()
 
   async def _unload_unused(self, server: Server) -> None:

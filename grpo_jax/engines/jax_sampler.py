@@ -9,6 +9,7 @@ depend on seed and token index only. What remains is rounding: with another numb
 be taken in another order, which changes the last bits of a logit.
 """
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -39,7 +40,7 @@ _SYNC_BYTES = "perf/sync_bytes"
 
 
 class JaxSampler:
-  """Samples on the devices on which the parameters are; see `base.Engine`."""
+  """Samples on the devices of the parameters, or on others of this process; see `base.Engine`."""
 
   def __init__(
     self,
@@ -57,11 +58,14 @@ class JaxSampler:
     report_truncated_logprobs: bool = False,
     warn_of_truncation: bool = True,
     copy_weights: bool = False,
+    in_flight_updates: bool = False,
+    recompute_cache: bool = True,
     prompt_tokens: int | None = None,
     completion_tokens: int | None = None,
     group_size: int = 8,
     long_prompts: int | None = None,
     unmerged: bool | None = None,
+    devices: Sequence[Any] | None = None,
   ):
     """Makes a sampler without weights; call `load_weights` before `generate`.
 
@@ -89,6 +93,13 @@ class JaxSampler:
         logprobs are of the truncated distribution.
       copy_weights: Whether to copy the embedding and the head too. Needed if the trainer donates
         or deletes the parameters while this samples (training asynchronously).
+      in_flight_updates: Whether weights are meant to be loaded while completions are unfinished or
+        requested. `programs` then has what this needs, and until the new weights are complete, the
+        old ones stay and sample. False: `load_weights` works all the same, but compiles a
+        program, makes completions wait, and frees the old weights first if the sampler is idle.
+      recompute_cache: Whether weights that are loaded while completions are unfinished compute the
+        keys and values of these again, prompts included, before they continue. False: keys and
+        values stay as they are, those of earlier tokens by earlier weights.
       prompt_tokens: Tokens of the longest planned prompt. Together with `completion_tokens` it
         fixes the sizes of the caches and so the programs. Longer requests are served too, but
         compile programs of their own. None: sizes follow the requests.
@@ -100,6 +111,9 @@ class JaxSampler:
         trainer. The base is then copied once, and `load_weights` copies the adapter only. False:
         they are merged in float32 and rounded to the compute dtype. None: apart if that rounding
         loses some of the adapter, or if the base is quantised.
+      devices: Devices of this process to sample on, without parameters; the model is
+        split over them as by "tensor". `load_weights` copies everything to them, a layer at a time.
+        None: the devices of the parameters.
     """
     _check_sizes(config, max_rows, chunk_tokens, num_valid_tokens)
     self._config = config
@@ -121,8 +135,11 @@ class JaxSampler:
     self._unmerged = unmerged
     self._merged_share = merging.MergedShare(compute_dtype)
     self._sizes = _sizes(max_rows, self._options, prompt_tokens, completion_tokens, long_prompts)
+    self._in_flight_updates = in_flight_updates
+    self._recompute_cache = recompute_cache
     self._programs = Programs()
-    self._gathering: local_weights.Gathering | None = None  # None: not needed so far.
+    self._devices = None if devices is None else tuple(devices)
+    self._gathering: local_weights.Copies | None = None  # None: not needed so far.
     self._session: Session | None = None  # used by the worker thread while it runs.
     self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jax_sampler")
     self._lock = threading.Lock()  # guards all below.
@@ -144,11 +161,19 @@ class JaxSampler:
   def load_weights(self, params: Any, *, version: int) -> None:
     """Samples from these parameters from now on; unfinished completions continue with them.
 
+    A completion continues at its next token, and each token is marked with the version of the
+    weights that sampled it. With `recompute_cache` a token's logprob is exactly that of its
+    version's weights, given all tokens before it; without it, those tokens' keys and values are of
+    a mixture of versions, and no weights have this logprob. Random numbers do not depend on when
+    the weights change.
+
     Copies the layers (unstacked, in the compute dtype), and in float32 nothing else. The old
-    copies are freed first, unless completions are unfinished. An unmerged sampler copies the layers
-    of a base once, and after that only the adapter, which the trainer's updates may donate.
-    Parameters that are spread over several processes are copied whole to the devices of each; all
-    processes must make this call, on their main threads.
+    copies are freed first, unless completions are unfinished or `in_flight_updates` is set; then
+    both are in memory until the chunk of decode steps that runs has ended. An unmerged sampler
+    copies the layers of a base once, and after that only the adapter, which the trainer's updates
+    may donate. Parameters that are spread over several processes are copied whole to the devices of
+    each; all processes must make this call, on their main threads. A sampler with devices of its
+    own reads nothing of the parameters after this call.
 
     Args:
       params: The trainer's parameters, sharded or not; kernels may be `LowRank`, and their bases
@@ -159,18 +184,36 @@ class JaxSampler:
       RuntimeError: The engine was closed.
     """
     with self._lock:
-      if self._is_closed:
-        raise RuntimeError("the engine was closed")
-      if not self._is_working:
-        self._weights = None
-      gathering = self._gathering_of(params)
-      self._options = self._options_for(gathering.local if gathering else params)
-      weights, copies = self._copied(params, gathering)
-      self._weights = jax.block_until_ready(weights)
-      self._sync_bytes = _bytes_beside(params, copies) if lora.has_adapter(params) else None
-      self._version = version
-      if not self._options.unmerged:
-        self._merged_share.measure(params)
+      self._check_open()
+      if not self._in_flight_updates:
+        if not self._is_working:
+          self._weights = None
+        self._begin(self._made(params), version)
+        return
+    made = self._made(params)  # completions continue meanwhile.
+    with self._lock:
+      self._check_open()
+      self._begin(made, version)
+
+  def _made(self, params: Any) -> "_Made":
+    """Returns what `load_weights` makes of parameters."""
+    gathering = self._gathering_of(params)
+    options = self._options_for(gathering.local if gathering else params)
+    weights, copies = self._copied(params, gathering, options)
+    weights = jax.block_until_ready(weights)
+    if not options.unmerged:
+      self._merged_share.measure(params)
+    synced = _bytes_beside(params, copies) if lora.has_adapter(params) else None
+    return _Made(options, weights, synced)
+
+  def _begin(self, made: "_Made", version: int) -> None:
+    """Samples from these weights from the next chunk on; the lock is held."""
+    self._options, self._weights, self._sync_bytes = made.options, made.weights, made.sync_bytes
+    self._version = version
+
+  def _check_open(self) -> None:
+    if self._is_closed:
+      raise RuntimeError("the engine was closed")
 
   def programs(self, params: Any) -> list[Job]:
     """Returns the compilations after which no request within the planned sizes compiles.
@@ -179,7 +222,7 @@ class JaxSampler:
       params: The trainer's parameters: arrays, or `jax.ShapeDtypeStruct`s with shardings.
 
     Returns:
-      At most six jobs; an empty list if no sizes were planned.
+      At most seven jobs; an empty list if no sizes were planned.
     """
     if not self._sizes.is_planned:
       return []
@@ -188,7 +231,10 @@ class JaxSampler:
     first = [] if gathering is None else gathering.jobs(options)
     if not options.unmerged:
       first += self._merged_share.jobs(params)
-    return [*first, *self._programs.jobs(weights, options, self._sizes)]
+    reads_again = self._in_flight_updates and self._recompute_cache
+    with self._at_home():
+      own = self._programs.jobs(weights, options, self._sizes, reads_again=reads_again)
+    return [*first, *own]
 
   def described(self, params: Any) -> tuple[decoding.Weights, tuple[Any, Any]]:
     """Describes what lies in memory while completions of the planned sizes are sampled.
@@ -201,7 +247,8 @@ class JaxSampler:
       of the caches.
     """
     weights, options = self._described(params)
-    return weights, caches(options, self._sizes)
+    with self._at_home():
+      return weights, caches(options, self._sizes)
 
   def _described(self, params: Any) -> tuple[decoding.Weights, decoding.Options]:
     """Returns shapes, dtypes and shardings of the weights, and the options for them."""
@@ -221,38 +268,47 @@ class JaxSampler:
     options = dataclasses.replace(self._options, unmerged=unmerged and lora.has_adapter(params))
     return _with_sharding(options, params)
 
-  def _gathering_of(self, params: Any) -> local_weights.Gathering | None:
-    """Returns what copies parameters to each process; None if they are on this one's devices."""
-    if not local_weights.is_spread(params):
+  def _gathering_of(self, params: Any) -> local_weights.Copies | None:
+    """Returns what copies parameters to other devices; None if they are where this samples."""
+    if self._devices is None and not local_weights.is_spread(params):
       return None
     if self._gathering is None or not self._gathering.fits(params):
-      self._gathering = local_weights.Gathering(params, self._options)
+      if self._devices is None:
+        self._gathering = local_weights.Gathering(params, self._options)
+      else:
+        self._gathering = local_weights.Moving(params, self._options, self._devices)
     return self._gathering
 
+  def _at_home(self) -> contextlib.AbstractContextManager[Any]:
+    """Makes arrays without inputs, such as empty caches on one device, where this samples."""
+    if self._devices is None:
+      return contextlib.nullcontext()
+    return jax.default_device(self._devices[0])
+
   def _copied(
-    self, params: Any, gathering: local_weights.Gathering | None
+    self, params: Any, gathering: local_weights.Copies | None, options: decoding.Options
   ) -> tuple[decoding.Weights, Any]:
     """Returns the sampler's weights, and those of their arrays that are not an earlier copy."""
-    if not self._options.unmerged:
+    if not options.unmerged:
       self._kept = None
-      weights = self._copied_whole(params, gathering)
+      weights = self._copied_whole(params, gathering, options)
       return weights, weights
     base = lora.base_of(params)
     if self._kept is None or not self._kept.is_of(base):
       self._kept = None  # freed first.
-      weights = self._copied_whole(params, gathering)
+      weights = self._copied_whole(params, gathering, options)
       self._kept = _Kept(base, dataclasses.replace(weights, adapters=[]))
       return weights, weights
     copy = decoding.adapters if gathering is None else gathering.adapters
-    adapters = copy(params, self._options)
+    adapters = copy(params, options)
     return dataclasses.replace(self._kept.weights, adapters=adapters), adapters
 
   def _copied_whole(
-    self, params: Any, gathering: local_weights.Gathering | None
+    self, params: Any, gathering: local_weights.Copies | None, options: decoding.Options
   ) -> decoding.Weights:
     if gathering is not None:
-      return gathering(params, self._options)
-    weights = decoding.split_layers(params, self._options)
+      return gathering(params, options)
+    weights = decoding.split_layers(params, options)
     return _with_own_arrays(weights) if self._copy_weights else weights
 
   def metrics(self) -> dict[str, float]:
@@ -300,7 +356,8 @@ class JaxSampler:
       max_length=self._max_length,
       can_decode=self._decode_text is not None,
     )
-    self._check_ready()
+    with self._lock:
+      self._check_ready()
     if self._warn_of_truncation:
       self._warn(requests)
     return self._stream(requests, on_progress)
@@ -327,8 +384,7 @@ class JaxSampler:
       _log.warning("%s", found)
 
   def _check_ready(self) -> None:
-    if self._is_closed:
-      raise RuntimeError("the engine was closed")
+    self._check_open()
     if self._weights is None:
       raise RuntimeError("load_weights must be called before generate")
 
@@ -367,7 +423,8 @@ class JaxSampler:
       assert weights is not None  # `_check_ready` checked it; only `close` removes them later.
       try:
         session = self._session_for(options)
-        self._advance(session, arrived, calls, weights, version)
+        with self._at_home():
+          self._advance(session, arrived, calls, weights, version)
       # The one boundary where the worker may fail: every caller gets the error, none hangs.
       except Exception as error:
         self._session = None  # its caches may hold what is not finite.
@@ -388,6 +445,7 @@ class JaxSampler:
         decode_text=self._decode_text,
         stats=self.stats,
         programs=self._programs,
+        recompute_cache=self._recompute_cache,
       )
     return session
 
@@ -462,6 +520,21 @@ def _with_sharding(options: decoding.Options, params: Any) -> decoding.Options:
     names, axis = (), None
   others = tuple(name for name in mesh.axis_names if name not in names)
   return dataclasses.replace(options, mesh=mesh, head_axis=axis, row_axes=others)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Made:
+  """What `load_weights` makes of parameters.
+
+  Attributes:
+    options: Options for the weights.
+    weights: The weights.
+    sync_bytes: Bytes copied, if the parameters have an adapter.
+  """
+
+  options: decoding.Options
+  weights: decoding.Weights
+  sync_bytes: int | None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,22 +1,29 @@
-"""The sampler's weights if the parameters are spread over several processes.
+"""The sampler's weights if the parameters are on other devices than those that sample.
 
-Every process samples by itself, so each needs a whole copy on its own devices: P parameters of b
-bytes on n devices of a process take P · b / n bytes of each device. The copy is made by one
-program of all processes, layer by layer and in the compute dtype; that of an adapter by another.
+* `Gathering`: the parameters are spread over several processes. Every process samples by itself, so
+  each needs a whole copy on its own devices: P parameters of b bytes on n devices of a process take
+  P · b / n bytes of each device. The copy is made by one program of all processes, layer by layer
+  and in the compute dtype; that of an adapter by another.
+* `Moving`: the sampler has devices of its own in the only process. A layer at a time is made in the
+  compute dtype on all devices of the parameters, and copied from there: one layer is all that the
+  trainer's devices need beside their parameters, and the sampler's hold nothing but its weights.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from grpo_jax.compilation.programs import Job, Program
+from grpo_jax.compilation.programs import Job, Program, abstract
 from grpo_jax.engines import decoding
-from grpo_jax.models import lora
-from grpo_jax.models.products import Adapters, Joined, OutputMajor
+from grpo_jax.models import leaves, lora, placement
+from grpo_jax.models.products import Adapters, Joined, LowRank, OutputMajor
 from grpo_jax.processes import local_devices
 
+_REMEDY_MOVING = "split the weights over more devices"
 _REMEDY = "split the weights over more devices of each process, or sample with servers"
 
 
@@ -28,6 +35,37 @@ def is_spread(params: Any) -> bool:
   """
   sharding = jax.tree.leaves(params)[0].sharding
   return isinstance(sharding, NamedSharding) and not sharding.is_fully_addressable
+
+
+@runtime_checkable
+class Copies(Protocol):
+  """Copies parameters to the devices that sample.
+
+  Attributes:
+    local: Shapes, dtypes and shardings of the parameters as if they were on these devices.
+  """
+
+  local: Any
+
+  def fits(self, params: Any) -> bool:
+    """Returns whether these parameters are like those that the copies were described for."""
+    ...
+
+  def described(self, options: decoding.Options) -> decoding.Weights:
+    """Returns shapes, dtypes and shardings of the copy."""
+    ...
+
+  def jobs(self, options: decoding.Options) -> list[Job]:
+    """Returns the compilations of the programs."""
+    ...
+
+  def __call__(self, params: Any, options: decoding.Options) -> decoding.Weights:
+    """Returns the copy; none of its arrays is one of the parameters."""
+    ...
+
+  def adapters(self, params: Any, options: decoding.Options) -> list[dict[str, Adapters]]:
+    """Returns a copy of `decoding.adapters`."""
+    ...
 
 
 class Gathering:
@@ -50,18 +88,17 @@ class Gathering:
     self._params = jax.tree.map(_described, params)
     self.local = jax.tree.map(self._as_local, params)
     self._is_tied = options.config.tie_embeddings
+    self._layout = _Layout(self.local, is_tied=self._is_tied)
     self._of_weights = _Copier(
-      "copying the weights to each process", self._part, self._read, self._specs
+      "copying the weights to each process", self._part, _read, self._layout.weights
     )
     self._of_adapters = _Copier(
-      "copying the adapter to each process", self._part, decoding.adapters, self._adapter_specs
+      "copying the adapter to each process", self._part, decoding.adapters, self._layout.adapters
     )
 
   def fits(self, params: Any) -> bool:
     """Returns whether these parameters are like those that the copies were described for."""
-    if jax.tree.structure(params) != jax.tree.structure(self._params):
-      return False
-    return all(map(_is_like, jax.tree.leaves(params), jax.tree.leaves(self._params)))
+    return _are_like(params, self._params)
 
   def described(self, options: decoding.Options) -> decoding.Weights:
     """Returns shapes, dtypes and shardings of this process's copy.
@@ -97,24 +134,189 @@ class Gathering:
     sharding = self._part.own(self._part.partition(like.sharding.spec))
     return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
 
-  def _read(self, params: Any, options: decoding.Options) -> decoding.Weights:
-    """Returns the weights without adapters and without a tied head.
-
-    Every lookup rounds the embedding as this does.
-    """
-    weights = decoding.split_layers(params, options)
-    dtype = options.products.compute_dtype
-    head = None if self._is_tied else weights.head
-    return _with(weights, embed=weights.embed.astype(dtype), head=head, adapters=[])
-
   def _tied(self, weights: decoding.Weights) -> decoding.Weights:
     if not self._is_tied:
       return weights
     return _with(weights, head=weights.embed)
 
-  def _specs(self, weights: decoding.Weights) -> decoding.Weights:
-    """Returns the partition of each array of the weights over the devices of a process."""
-    of = lora.base_of(jax.tree.map(lambda like: like.sharding.spec, self.local))
+
+class Moving:
+  """Copies the parameters to other devices of this process, as the sampler reads them."""
+
+  def __init__(self, params: Any, options: decoding.Options, devices: Sequence[Any]):
+    """Describes the copies.
+
+    Args:
+      params: The trainer's parameters: arrays, or `jax.ShapeDtypeStruct`s with shardings.
+      options: Options of the sampler on one device; the mesh is set by `local`.
+      devices: Devices that sample. Heads, feed-forward and vocabulary are split over them where
+        their number divides these.
+
+    Raises:
+      ValueError: Some of the parameters are on one of the devices.
+    """
+    shared = jax.tree.leaves(params)[0].sharding.device_set & set(devices)
+    if shared:
+      raise ValueError(f"these devices have parameters: {sorted(shared, key=lambda x: x.id)}")
+    grid = np.asarray(devices, dtype=object).reshape(1, 1, -1)
+    self._mesh = Mesh(grid, placement.AXES, axis_types=(AxisType.Auto,) * len(placement.AXES))
+    self._config = options.config
+    self._params = jax.tree.map(_described, params)
+    self.local = self._as_local(self._params)
+    self._layout = _Layout(self.local, is_tied=options.config.tie_embeddings)
+    self._of_layer: Program | None = None
+    self._copy: tuple[decoding.Options, decoding.Weights] | None = None  # described for options.
+
+  def fits(self, params: Any) -> bool:
+    """Returns whether these parameters are like those that the copies were described for."""
+    return _are_like(params, self._params)
+
+  def described(self, options: decoding.Options) -> decoding.Weights:
+    """Returns shapes, dtypes and shardings of the copy.
+
+    Args:
+      options: Options of the sampler on its devices.
+    """
+    if self._copy is None or self._copy[0] != options:
+      self._copy = options, self._describe(options)
+    return self._copy[1]
+
+  def _describe(self, options: decoding.Options) -> decoding.Weights:
+    shapes = jax.eval_shape(lambda params: _read(params, options), self._params)
+    weights = self._placed(shapes, self._layout.weights(shapes))
+    found = jax.eval_shape(lambda params: decoding.adapters(params, options), self._params)
+    head = weights.embed if self._config.tie_embeddings else weights.head
+    adapters = self._placed(found, self._layout.adapters(found))
+    return _with(weights, head=head, adapters=adapters)
+
+  def jobs(self, options: decoding.Options) -> list[Job]:
+    """Returns the compilation of the program that makes a layer."""
+    return [self._program_for(options).job(self._params, abstract(np.int32(0)))]
+
+  def __call__(self, params: Any, options: decoding.Options) -> decoding.Weights:
+    """Returns the copy.
+
+    Args:
+      params: The trainer's parameters.
+      options: Options of the sampler on its devices.
+    """
+    like = self.described(options)
+    make, dtype = self._program_for(options), options.products.compute_dtype
+    layers = []
+    for number, of_layer in enumerate(like.layers):
+      layers.append(self._moved(make(params, np.int32(number)), of_layer))
+      jax.block_until_ready(layers[-1])  # the next one is made when this one has left.
+    rounded = lambda x, of: self._moved(_whole(x.astype(dtype)), of)
+    embed = rounded(params["embed"], like.embed)
+    base = lora.base_of(params)["layers"]
+    return decoding.Weights(
+      embed=embed,
+      layers=layers,
+      final_norm=self._moved(_whole(params["final_norm"]), like.final_norm),
+      head=embed if self._config.tie_embeddings else rounded(params["head"], like.head),
+      quantized={
+        name: jax.tree.map(lambda x, of: self._moved(_whole(x), of), base[name], of_name)
+        for name, of_name in like.quantized.items()
+      },
+      adapters=self.adapters(params, options),
+    )
+
+  def adapters(self, params: Any, options: decoding.Options) -> list[dict[str, Adapters]]:
+    """Returns the copy of `decoding.adapters`, as `__call__` does that of all."""
+    found = decoding.adapters(params, options)
+    like = self._placed(found, self._layout.adapters(found))
+    return jax.tree.map(lambda x, of: self._moved(_whole(x), of), found, like)
+
+  def _as_local(self, params: Any) -> Any:
+    """Describes the parameters as if they were on the devices that sample."""
+    rules = placement.Placement(self._mesh)
+
+    def of(value: Any, axes: Sequence[str | None]) -> Any:
+      def described(like: Any) -> Any:
+        sharding = NamedSharding(self._mesh, rules.weight(axes, like.shape))
+        return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
+
+      return jax.tree.map(described, value)
+
+    def of_leaf(leaf: leaves.Leaf, value: Any) -> Any:
+      if not isinstance(value, LowRank):
+        return of(value, leaf.axes)
+      layers, inner, outer = leaf.axes
+      return dataclasses.replace(
+        value,
+        base=of(value.base, leaf.axes),
+        a=of(value.a, (layers, inner, None)),
+        b=of(value.b, (layers, None, outer)),
+      )
+
+    return jax.tree.map(of_leaf, leaves.tree(self._config), params)
+
+  def _placed(self, shapes: Any, specs: Any) -> Any:
+    """Returns descriptions of arrays on the devices that sample."""
+    own = lambda spec: NamedSharding(self._mesh, spec)
+    place = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own(spec))
+    return jax.tree.map(place, shapes, specs)
+
+  def _moved(self, tree: Any, like: Any) -> Any:
+    """Copies arrays that every device of the trainer has whole to the places of `like`."""
+
+    def move(x: jax.Array, of: Any) -> jax.Array:
+      copies = [shard.data for shard in x.addressable_shards]
+      where = of.sharding.addressable_devices_indices_map(x.shape)
+      parts = [
+        jax.device_put(_part(copies[i % len(copies)], index), device)
+        for i, (device, index) in enumerate(where.items())
+      ]
+      return jax.make_array_from_single_device_arrays(x.shape, of.sharding, parts)
+
+    return jax.tree.map(move, tree, like)
+
+  def _program_for(self, options: decoding.Options) -> Program:
+    if self._of_layer is None:
+      made = jax.jit(
+        lambda params, number: decoding.one_layer(params, number, options),
+        out_shardings=_everywhere(self._params["embed"]),
+      )
+      self._of_layer = Program(made, name="copying a layer to the sampler", remedy=_REMEDY_MOVING)
+    return self._of_layer
+
+
+def _everywhere(like: Any) -> NamedSharding | None:
+  """Returns the sharding of whole copies on the devices of an array; None: it has one device."""
+  sharding = like.sharding
+  if len(sharding.device_set) == 1:
+    return None
+  return NamedSharding(sharding.mesh, PartitionSpec())
+
+
+def _whole(x: jax.Array) -> jax.Array:
+  """Returns the array with a whole copy on each of its devices."""
+  sharding = _everywhere(x)
+  return x if sharding is None else jax.device_put(x, sharding)
+
+
+def _part(x: jax.Array, index: tuple[slice, ...]) -> jax.Array:
+  """Returns a part of an array on one device; the array itself if it is all of it."""
+  sizes = [len(range(*cut.indices(size))) for cut, size in zip(index, x.shape, strict=True)]
+  return x if tuple(sizes) == x.shape else x[index]
+
+
+class _Layout:
+  """The partition of the sampler's weights over the devices that hold them."""
+
+  def __init__(self, local: Any, *, is_tied: bool):
+    """Makes it.
+
+    Args:
+      local: Parameters as they would be on these devices, as `Copies.local`.
+      is_tied: Whether the head is the embedding.
+    """
+    self._local = local
+    self._is_tied = is_tied
+
+  def weights(self, weights: decoding.Weights) -> decoding.Weights:
+    """Returns the partition of each array of weights without adapters."""
+    of = lora.base_of(jax.tree.map(lambda like: like.sharding.spec, self._local))
 
     def of_layer(name: str, value: Any) -> Any:
       if isinstance(value, Joined):  # on one device.
@@ -133,9 +335,9 @@ class Gathering:
       quantized={name: of["layers"][name] for name in weights.quantized},
     )
 
-  def _adapter_specs(self, adapters: list[dict[str, Adapters]]) -> list[dict[str, Adapters]]:
-    """Returns the partition of each array of the adapters over the devices of a process."""
-    of = self.local["layers"]
+  def adapters(self, adapters: list[dict[str, Adapters]]) -> list[dict[str, Adapters]]:
+    """Returns the partition of each array of the adapters."""
+    of = self._local["layers"]
 
     def partition(group: Adapters) -> Adapters:
       _, inner, _ = _axes(of[group.kernels[0]].a.sharding.spec)
@@ -144,6 +346,17 @@ class Gathering:
       return dataclasses.replace(group, a=PartitionSpec(None, inner), b=specs)
 
     return [{name: partition(group) for name, group in each.items()} for each in adapters]
+
+
+def _read(params: Any, options: decoding.Options) -> decoding.Weights:
+  """Returns the weights without adapters and without a tied head.
+
+  Every lookup rounds the embedding as this does.
+  """
+  weights = decoding.split_layers(params, options)
+  dtype = options.products.compute_dtype
+  head = None if options.config.tie_embeddings else weights.head
+  return _with(weights, embed=weights.embed.astype(dtype), head=head, adapters=[])
 
 
 class _Copier:
@@ -200,6 +413,13 @@ def _axes(spec: PartitionSpec) -> tuple[Any, Any, Any]:
 def _with(weights: decoding.Weights, **fields: Any) -> decoding.Weights:
   """Returns weights with other fields, which need not be arrays: their descriptions, or None."""
   return decoding.unchecked(decoding.Weights, **{**vars(weights), **fields})
+
+
+def _are_like(one: Any, other: Any) -> bool:
+  """Returns whether two trees have the same structure, and arrays alike."""
+  if jax.tree.structure(one) != jax.tree.structure(other):
+    return False
+  return all(map(_is_like, jax.tree.leaves(one), jax.tree.leaves(other)))
 
 
 def _is_like(one: Any, other: Any) -> bool:

@@ -5,6 +5,7 @@ resumed forms the same device batches as one that was never interrupted.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,11 +14,12 @@ from jaxtyping import Int
 
 from grpo_jax.engines import decoding
 from grpo_jax.engines.base import Generation, GenerationRequest
-from grpo_jax.engines.decoding import Chunk, Rows
+from grpo_jax.engines.decoding import Chunk, Pieces, Rows
 from grpo_jax.types import FinishReason
 
 _FEWEST_ROWS = 8  # fewer rows are hardly cheaper: their step reads all weights just the same.
 _CACHE_BYTES = 4 << 30
+_PIECE = 128  # more tokens mean more padding, fewer mean more reading of prompts.
 _STOP_IDS = 16  # stop ids of a request checked in every step; others at the end of a chunk.
 
 
@@ -83,6 +85,11 @@ class Sizes:
   pages: int = 0
   is_planned: bool = False
   at_once: int | None = 1
+
+  @property
+  def piece(self) -> int:
+    """Tokens of a piece of a completion that is read again; see `decoding.Pieces`."""
+    return math.gcd(self.prefill, _PIECE)
 
   def applied(self, options: decoding.Options) -> decoding.Options:
     return dataclasses.replace(options, pages_at_once=self.at_once or self.table)
@@ -330,3 +337,74 @@ def make_chunks(
       past_pages=past_pages,
       past=np.asarray(position[start], np.int32),
     )
+
+
+def make_pieces(
+  active: Sequence[Completion],
+  prompts: Mapping[Any, Slot],
+  *,
+  tokens: int,
+  piece: int,
+  table: int,
+  step: int,
+) -> Iterator[Pieces]:
+  """Cuts the tokens of completions that are in the ring into calls of equal length.
+
+  Args:
+    active: Completions that have a row, and a prompt in the pages.
+    prompts: Pages of the prompts, by `Completion.slot`.
+    tokens: Tokens of a call.
+    piece: Tokens of a piece, a divisor of `tokens`.
+    table: Pages of the longest prompt.
+    step: Number of the next decode step.
+  """
+  cut = [
+    (completion, start)
+    for completion in active
+    for start in range(0, len(completion.token_ids), piece)
+  ]
+  count = tokens // piece
+  for begin in range(0, len(cut), count):
+    yield _pieces(cut[begin : begin + count], prompts, (count, piece), table=table, step=step)
+
+
+def _pieces(
+  cut: Sequence[tuple[Completion, int]],
+  prompts: Mapping[Any, Slot],
+  shape: tuple[int, int],
+  *,
+  table: int,
+  step: int,
+) -> Pieces:
+  """Returns some pieces, each a completion and the number of its first token."""
+  count, piece = shape
+  of_tokens = lambda value: np.full(shape, value, np.int32)
+  of_pieces = lambda: np.zeros(count, np.int32)
+  tokens, segments, positions, steps = (of_tokens(value) for value in (0, 0, 0, -1))
+  rows, pages = of_pieces(), np.zeros((count, table), np.int32)
+  prompt_lengths, lengths, past = of_pieces(), of_pieces(), of_pieces()
+  begun: dict[int, int] = {}  # number of the first token of a row.
+  for at, (completion, start) in enumerate(cut):
+    slot, length = prompts[completion.slot], len(completion.token_ids)
+    ids = [completion.request.prompt_ids[-1], *completion.token_ids[:-1]][start : start + piece]
+    numbers = np.arange(start, start + len(ids))
+    tokens[at, : len(ids)] = ids
+    segments[at, : len(ids)] = 1 + completion.row
+    positions[at, : len(ids)] = slot.length + numbers
+    steps[at, : len(ids)] = step - length + numbers
+    rows[at], lengths[at], prompt_lengths[at] = completion.row, length, slot.length
+    pages[at, : len(slot.pages)] = slot.pages
+    past[at] = begun.setdefault(completion.row, start)
+  flat = lambda x: x.reshape(-1)
+  return Pieces(
+    tokens=flat(tokens),
+    segment_ids=flat(segments),
+    positions=flat(positions),
+    steps=flat(steps),
+    rows=rows,
+    pages=pages,
+    prompt_lengths=prompt_lengths,
+    lengths=lengths,
+    past=past,
+    step=np.asarray(step, np.int32),
+  )

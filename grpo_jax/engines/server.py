@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from grpo_jax.engines import probe, served_adapter, sglang_messages
+from grpo_jax.engines import pausing, probe, served_adapter, sglang_messages
 from grpo_jax.engines.base import EngineFailure
 from grpo_jax.engines.server_process import LaunchOptions, ServerProcess
 from grpo_jax.engines.sglang_client import Client, Timeouts
@@ -69,6 +69,7 @@ class Options:
   servers: int = SGLangOptions.servers  # number of servers to launch.
   launch: LaunchOptions | None = None
   model_path: str = ""  # folder that launched servers start from.
+  pause: str = pausing.RETRACT  # what becomes of requests in flight when new weights come.
   adapter: lora.Options | None = None  # if servers are given adapters; None: all weights.
   key: str | None = dataclasses.field(default=None, repr=False)  # key of the servers' API.
   timeouts: Timeouts = Timeouts()
@@ -90,6 +91,7 @@ class Server:
     controls: bool = True,
     is_shared: bool = False,
     adapter: lora.Options | None = None,
+    pause: str = pausing.RETRACT,
   ):
     """Makes the state of a server.
 
@@ -99,12 +101,14 @@ class Server:
       controls: Whether this process pauses it and loads weights; else another one does.
       is_shared: Whether other processes of the run send it requests, too.
       adapter: Options of the adapters that it is given; None: it is given all weights.
+      pause: Mode in which it pauses when it is given all weights; one of `pausing.MODES`.
     """
     self.index = index
     self._number = index if number is None else number
     self._controls = controls
     self._is_shared = is_shared
     self._options = adapter
+    self._pause = pause
     self.process: ServerProcess | None = None
     self.version: int | None = None  # version of the weights that it was proven to use.
     self.adapter: str | None = None  # name of the adapter of that version.
@@ -114,6 +118,7 @@ class Server:
     self.is_up = False  # healthy, so that it can be given weights.
     self.has_been_up = False
     self.is_asleep = False  # its memory was freed.
+    self.is_held = False  # nobody here looks after it, because another process changes it.
     self.is_doubted = False  # a request failed there: its health is checked at once.
     self.woken = asyncio.Event()  # set when something has changed.
     self.lost_at: collections.deque[float] = collections.deque()
@@ -168,10 +173,20 @@ class Server:
         " never has it; an SGLang router belongs in engine.sglang.router, and its workers in"
         " engine.sglang.addresses"
       )
+    if self._controls:
+      await self._refuse_pause()
     if self._options is not None and self._controls:
       self._base = started_from
       await self._prepare_for_adapters(self._options)
     self.is_up = self.has_been_up = True
+
+  async def _refuse_pause(self) -> None:
+    """Raises FleetError if the server cannot pause as it has to."""
+    if self._pause != pausing.IN_PLACE:
+      return
+    why = pausing.refusal(await self._answered(self.client.server_info()))
+    if why is not None:
+      raise FleetError(f"{self.name} cannot be used with engine.sglang.pause='in_place': {why}")
 
   async def _prepare_for_adapters(self, options: lora.Options) -> None:
     """Checks that a server can serve adapters, and drops those that earlier runs left on it.
@@ -226,7 +241,8 @@ class Server:
   async def update(self, weights: Weights, *, tolerance: float) -> float:
     """Loads weights and proves that the server uses them.
 
-    Requests in flight are paused, and continue with the new weights.
+    Requests in flight are paused. With the mode "abort" all of them end, else they continue with
+    the new weights; see `pausing`.
 
     Returns:
       The largest difference of the probe's logprobs from the trainer's, in nats.
@@ -250,13 +266,17 @@ class Server:
 
   async def _load(self, folder: pathlib.Path, version: str) -> None:
     """Pauses the server, has it load all weights from a folder, and resumes it."""
-    client = self.client
+    client, keeps_cache = self.client, self._pause == pausing.IN_PLACE
     if self.is_asleep:
       await self._answered(client.resume_weights())
-    await self._answered(client.pause())
+    await self._answered(client.pause(keeps_cache=keeps_cache))
+    if self._pause == pausing.ABORT:
+      await self._answered(client.abort_all())
     try:
-      await self._answered(client.load(str(folder), version))
-    except FleetError:
+      await self._answered(client.load(str(folder), version, keeps_cache=keeps_cache))
+    except FleetError as error:
+      if sglang_messages.kept_its_cache(str(error)):  # what is stale may not be used.
+        raise ServerLost(str(error)) from error
       await self._answered(client.resume())  # a server that others use continues as before.
       raise
     if self.is_asleep:
@@ -382,7 +402,7 @@ class Server:
 
   async def end(self) -> str:
     """Kills the remaining processes, resets the state, and returns the end of the log."""
-    self.is_up = self.is_asleep = self.is_doubted = False
+    self.is_up = self.is_asleep = self.is_held = self.is_doubted = False
     self.version = self.adapter = self._base = self._reported = None
     self._adapters.clear()
     process = self.process

@@ -15,14 +15,16 @@ import numpy as np
 
 from grpo_jax.compilation.programs import Job, Program, abstract
 from grpo_jax.engines import decoding, scheduling, stopping
-from grpo_jax.engines.base import Generation
+from grpo_jax.engines.base import Generation, GenerationRequest, SamplingParams
 from grpo_jax.engines.scheduling import Completion, Sizes, Slot
 from grpo_jax.errors import ExpectedFailure
 
+_ANY_REQUEST = GenerationRequest("", np.zeros(1, np.int32), SamplingParams(1), 0)
 _REMEDY = "lower engine.max_rows, sampling.max_tokens or rollout.max_tokens"
 
 _decode = jax.jit(decoding.decode, static_argnames="options", donate_argnames="own")
 _prefill = jax.jit(decoding.prefill, static_argnames="options", donate_argnames="cache")
+_read_again = jax.jit(decoding.read_again, static_argnames="options", donate_argnames="own")
 _resize = jax.jit(decoding.resize, static_argnames=("options", "row_axis"))
 _empty_ring = jax.jit(decoding.empty_ring, static_argnums=(0, 1, 2, 3))
 _empty_pages = jax.jit(decoding.empty_pages, static_argnums=(0, 1, 2))
@@ -41,6 +43,7 @@ class Stats:
   decode_steps: int = 0
   row_steps: int = 0  # decode steps × rows computed, including idle rows.
   sampled_tokens: int = 0
+  recomputed_tokens: int = 0  # of prompts and completions that new weights have read again.
 
 
 class Programs:
@@ -49,14 +52,20 @@ class Programs:
   def __init__(self):
     self.decode = Program(_decode, name="sampling", static=["options"], remedy=_REMEDY)
     self.prefill = Program(_prefill, name="reading prompts", static=["options"], remedy=_REMEDY)
+    self.read_again = Program(
+      _read_again, name="reading completions again", static=["options"], remedy=_REMEDY
+    )
 
-  def jobs(self, weights: Any, options: decoding.Options, sizes: Sizes) -> list[Job]:
+  def jobs(
+    self, weights: Any, options: decoding.Options, sizes: Sizes, *, reads_again: bool = False
+  ) -> list[Job]:
     """Returns the compilations that serve all requests within `sizes`.
 
     Args:
       weights: Shapes, dtypes and shardings of the weights.
       options: Options of the programs.
       sizes: Planned sizes.
+      reads_again: Whether new weights may have to read unfinished completions.
     """
     ring, pages = caches(options, sizes)
     options = sizes.applied(options)
@@ -70,7 +79,17 @@ class Programs:
       rows = scheduling.make_rows([], count, {}, group=options.group, table=sizes.table)
       arguments = (weights, pages, ring, abstract(rows), abstract(np.int32(0)))
       jobs.append(self.decode.job(*arguments, options=options, detail=f"{count} rows"))
+    if reads_again:
+      begun = Completion(_ANY_REQUEST, None, b"", row=0, slot=0, token_ids=[0])
+      pieces = next(scheduling.make_pieces([begun], {0: slot}, **_layout(sizes), step=1))
+      arguments = (weights, pages, ring, abstract(pieces))
+      jobs.append(self.read_again.job(*arguments, options=options, detail=detail))
     return jobs
+
+
+def _layout(sizes: Sizes) -> dict[str, int]:
+  """Returns the sizes of a call of `decoding.read_again`."""
+  return {"tokens": sizes.prefill, "piece": sizes.piece, "table": sizes.table}
 
 
 def caches(options: decoding.Options, sizes: Sizes) -> tuple[Any, Any]:
@@ -104,6 +123,7 @@ class Session:
     decode_text: stopping.Decode | None,
     stats: Stats,
     programs: Programs,
+    recompute_cache: bool = True,
   ):
     """Makes a session without caches; they are made for the first completions.
 
@@ -113,6 +133,7 @@ class Session:
       decode_text: Function from token ids to text, for stop strings.
       stats: Counters of what is computed, updated by the session.
       programs: Programs of the sampler.
+      recompute_cache: Whether new weights read unfinished completions again before these continue.
     """
     self.options = options
     self._sizes = sizes
@@ -120,6 +141,8 @@ class Session:
     self._decode_text = decode_text
     self._stats = stats
     self._programs = programs
+    self._recompute_cache = recompute_cache
+    self._weights: decoding.Weights | None = None  # of the caches; None: an idle session.
     self._waiting: collections.deque[Completion] = collections.deque()
     self._active: list[Completion] = []
     self._slots: dict[tuple[bytes, int], Slot] = {}  # keys: prompt, version of the weights.
@@ -149,13 +172,20 @@ class Session:
     """Resets an idle session and keeps its caches."""
     assert self.is_idle
     self._slots, self._step, self._rows = {}, 0, 0
+    self._weights = None
 
   def advance(self, weights: decoding.Weights, version: int) -> list[tuple[Any, Generation]]:
     """Fills the rows, decodes one chunk, and returns (owner, generation) of what finished.
 
+    Args:
+      weights: Weights to sample with. If they are others than in the last chunk, they first read
+        all unfinished completions again, unless the session keeps its caches.
+      version: Version of the weights.
+
     Raises:
       NonFiniteLogits: The model's logits are not finite.
     """
+    self._take(weights, version)
     self._admit(weights, version)
     sampled, logprobs = self._decode_chunk(weights)
     finished, unfinished = [], []
@@ -198,6 +228,24 @@ class Session:
 
   def _leave(self, completion: Completion) -> None:
     self._slots[completion.slot].users -= 1
+
+  def _take(self, weights: decoding.Weights, version: int) -> None:
+    """Makes the caches those of the weights, in place: no row and no page moves."""
+    is_new = self._weights is not None and self._weights is not weights
+    self._weights = weights
+    if not is_new or not self._recompute_cache:
+      return
+    prompts = {c.key: (c.request.prompt_ids[:-1], self._slots[c.slot]) for c in self._active}
+    self._slots = {(key, version): slot for key, (_, slot) in prompts.items()}
+    for completion in self._active:
+      completion.slot = (completion.key, version)
+    self._stats.recomputed_tokens += self._read_prompts(list(prompts.values()), weights)
+    layout = _layout(self._sizes)
+    options = self._sizes.applied(self.options)
+    for pieces in scheduling.make_pieces(self._active, self._slots, **layout, step=self._step):
+      arguments = (weights, self._prompts, self._own, pieces)
+      self._own = self._programs.read_again(*arguments, options=options)
+    self._stats.recomputed_tokens += sum(len(c.token_ids) for c in self._active)
 
   def _admit(self, weights: decoding.Weights, version: int) -> None:
     """Moves waiting completions into free rows, and prefills their prompts."""
@@ -300,16 +348,20 @@ class Session:
 
   def _prefill_all(self, prompts: list[tuple[np.ndarray, Slot]], weights: decoding.Weights) -> None:
     """Prefills prompts, given without their last token; empty ones need nothing."""
+    self._stats.prefilled_tokens += self._read_prompts(prompts, weights)
+    self._stats.prefilled_prompts += sum(len(ids) > 0 for ids, _ in prompts)
+
+  def _read_prompts(self, prompts: list[tuple[np.ndarray, Slot]], weights: decoding.Weights) -> int:
+    """Computes the pages of prompts, as `_prefill_all`; returns the number of their tokens."""
     prompts = [(ids, slot) for ids, slot in prompts if len(ids)]
     if not prompts:
-      return
+      return 0
     sizes = self._sizes
     layout = {"page": sizes.page, "pages": sizes.pages, "table": sizes.table}
     for chunk in scheduling.make_chunks(prompts, **layout, tokens=sizes.prefill):
       options = sizes.applied(self.options)
       self._prompts = self._programs.prefill(weights, self._prompts, chunk, options=options)
-    self._stats.prefilled_prompts += len(prompts)
-    self._stats.prefilled_tokens += sum(len(ids) for ids, _ in prompts)
+    return sum(len(ids) for ids, _ in prompts)
 
   def _decode_chunk(self, weights: decoding.Weights) -> tuple[np.ndarray, np.ndarray]:
     """Returns the tokens sampled in one chunk, [R chunk], padded with -1, and their logprobs."""

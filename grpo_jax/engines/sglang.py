@@ -32,6 +32,7 @@ from grpo_jax.engines import (
   base,
   everywhere,
   merging,
+  pausing,
   probe,
   scheduling,
   served_adapter,
@@ -54,6 +55,7 @@ from grpo_jax.processes import elsewhere
 
 _log = logging.getLogger(__name__)
 
+_ABORTED = "engine/aborted"
 _CPU_WIDTH = 32  # of SGLang's padding: configs/update_config.py.
 
 # Keeps TF32 out of the servers' float32 products: of NVIDIA's libraries, and of Triton's kernels,
@@ -114,6 +116,7 @@ class SGLangEngine:
     self._gives_adapters = fleet.adapter is not None
     self._base = base_folder
     self._merged_share = merging.MergedShare(compute_dtype)
+    self._is_aborting = fleet.pause == pausing.ABORT
     self._is_shared = fleet.is_shared
     self._controls = fleet.controls
     self._dispatcher = Dispatcher(
@@ -122,6 +125,7 @@ class SGLangEngine:
       max_attempts=options.max_attempts,
       vocab_size=config.vocab_size,
       seeded=options.deterministic,
+      pause=fleet.pause,
     )
     self._fleet = Fleet(fleet, self._dispatcher)
     self._version = -1
@@ -141,7 +145,8 @@ class SGLangEngine:
     """Writes the weights, has all servers load them, and proves that they did.
 
     If servers are given adapters, only the adapter is written, and its base with the first one.
-    Requests in flight are not disturbed.
+    Completions under way may be in flight: `engine.sglang.pause` says what becomes of them, and
+    with an adapter they end with the one that they began with.
 
     All processes of a run have to call this alike, and raise alike: an error of one of them names
     it on the others.
@@ -200,8 +205,9 @@ class SGLangEngine:
     if not self._is_shared:
       everywhere.together(publish, what=what)
       return
-    if not self._gives_adapters:
-      self._leave_alone()
+    if not self._gives_adapters:  # a paused server fails health checks.
+      hold = lambda early: self._run(self._fleet.hold(), early)
+      everywhere.together(_nothing if self._controls else hold, what="the use of the servers")
     everywhere.together(publish if self._controls else _nothing, what=what)
     everywhere.together(_nothing if self._controls else publish, what=what)
 
@@ -262,7 +268,7 @@ class SGLangEngine:
     """
     if processes.count() == 1 or not self._reports:
       return self._report()
-    counts = ("engine/restarts", "engine/retries")
+    counts = ("engine/restarts", "engine/retries", _ABORTED)
     return {
       name: (sum if name in counts else max)(report[name] for report in self._reports)
       for name in self._reports[0]
@@ -276,6 +282,7 @@ class SGLangEngine:
       "mismatch/probe_abs_logprob_max": self._fleet.probe_difference,
       "engine/restarts": float(self._fleet.restarts),
       "engine/retries": float(self._dispatcher.retries),
+      **({_ABORTED: float(self._dispatcher.aborted)} if self._is_aborting else {}),
     }
 
   def close(self) -> None:
@@ -403,6 +410,11 @@ def make(
   registry.check_arguments("engine 'sglang'", SGLangOptions, options)
   chosen = SGLangOptions(**options)
   _refuse(chosen, config)
+  if adapter is not None and chosen.pause is not None:
+    raise ValueError(
+      f"engine.sglang.pause={chosen.pause!r} cannot be set with model.lora.sync='adapter': SGLang"
+      " loads adapters without a pause, and completions under way end on their own"
+    )
   dtype = jnp.dtype(compute_dtype)
   products = precision.resolve(matmul_precision, dtype) or dtype.name
   key = everywhere.together(
@@ -542,6 +554,7 @@ def _fleet_options(
     servers=chosen.servers,
     launch=launch,
     model_path=model_path,
+    pause=chosen.pause_mode,
     adapter=adapter,
     key=key,
     timeouts=Timeouts(
@@ -573,7 +586,7 @@ def _launch_options(
     python=pathlib.Path(options.python),
     log_folder=log_folder,
     device=options.device or ("cuda" if pathlib.Path("/dev/nvidia0").exists() else "cpu"),
-    arguments=(*saver, *for_adapters, *options.arguments),
+    arguments=(*saver, *for_adapters, *pausing.arguments(options.pause_mode), *options.arguments),
     command=options.command,
     environment=variables(products, options.environment),
     host=options.host,

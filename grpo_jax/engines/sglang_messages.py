@@ -80,6 +80,7 @@ def generate_body(
   *,
   seeded: bool,
   adapter: str | None = None,
+  cache_key: str | None = None,
 ) -> dict[str, Any]:
   """Returns the body of POST /generate for one completion, or for several in one request.
 
@@ -88,6 +89,7 @@ def generate_body(
     names: SGLang's request ids, unique during the life of the server.
     seeded: Argument of `sampling_params`.
     adapter: Name of the adapter to sample with; None: the server's weights alone.
+    cache_key: Part of the prefix cache to use; None: all of it.
   """
   bodies = [
     {
@@ -99,7 +101,9 @@ def generate_body(
   ]
   # Of a request without filters SGLang refuses the logprobs of the distribution that it sampled.
   truncated = [request.sampling.reports_truncated for request in requests]
-  whole = {"return_logprob": True, **_named(adapter)}
+  whole: dict[str, Any] = {"return_logprob": True, **_named(adapter)}
+  if cache_key is not None:
+    whole["extra_key"] = cache_key
   if len(bodies) == 1:
     return {**bodies[0], **whole, **({_TRUNCATED: True} if truncated[0] else {})}
   several: dict[str, Any] = {key: [b[key] for b in bodies] for key in bodies[0]}
@@ -140,6 +144,14 @@ _FOR_GOOD = (
   "Repo id must",  # it takes the path of a folder that it does not see for the name of a model.
   "Permission denied",
 )
+
+
+def kept_its_cache(refusal: str) -> bool:
+  """Returns whether a server has loaded weights, but not cleared its cache, which requests hold.
+
+  A request whose grammar is still being compiled holds it also while the server is paused.
+  """
+  return "the cache was not flushed" in refusal
 
 
 def answer_bytes(requests: Sequence[GenerationRequest]) -> int:

@@ -6,6 +6,7 @@ They are the section `engine.sglang` of a config; `grpo_jax/config/base.py` expl
 import dataclasses
 from collections.abc import Mapping
 
+from grpo_jax.engines import pausing
 from grpo_jax.values import checked
 
 _SIZE = checked.whole(low=1)
@@ -26,6 +27,7 @@ KINDS: Mapping[str, checked.Kind] = {
   "port": checked.whole(low=1, high=65535, none=True),
   "deterministic": checked.switch(),
   "requests": checked.choice(("completion", "group")),
+  "pause": checked.choice(pausing.MODES, none=True),
   "weights_folder": checked.path(none=True),
   "release_memory": checked.switch(),
   "probe_tolerance": checked.number(above=0, none=True),
@@ -61,6 +63,7 @@ class SGLangOptions:
   port: int | None = None
   deterministic: bool = True
   requests: str = "completion"
+  pause: str | None = None
   weights_folder: str | None = None
   release_memory: bool = False
   probe_tolerance: float | None = None
@@ -77,3 +80,8 @@ class SGLangOptions:
     for name in ("addresses", "arguments", "command", "gpus"):
       value = getattr(self, name)
       object.__setattr__(self, name, None if value is None else tuple(value))
+
+  @property
+  def pause_mode(self) -> str:
+    """What becomes of completions under way while servers take new weights; see `pausing`."""
+    return self.pause or pausing.RETRACT

@@ -15,11 +15,11 @@ from jaxtyping import Bool, UInt64
 
 from grpo_jax.compilation.programs import Job, Program
 from grpo_jax.processes import arrays
-from grpo_jax.rl import selection
+from grpo_jax.rl import proximal, selection
 from grpo_jax.rl.objective_options import Options
 from grpo_jax.types import Batch, Minibatch
 
-_FIELDS = ("loss_places", "advantages", "behavior_logprobs", "old_logprobs", "kept")
+_FIELDS = ("loss_places", "advantages", "behavior_logprobs", "old_logprobs", "kept", "ages")
 _OF_TEXT = ("tokens", "predecessors")
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that powers keep all bits.
 
@@ -88,6 +88,8 @@ class Selector:
     old = fields["old_logprobs"]
     if self.options.use_behavior_logprobs:
       old = at_places("behavior_logprobs")
+    if self.options.interpolates:
+      old = proximal.interpolated(logprobs, at_places("behavior_logprobs"), fields["ages"])
     values = {
       "logprobs": logprobs,
       "advantages": at_places("advantages"),

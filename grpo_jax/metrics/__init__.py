@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float
 
 from grpo_jax.metrics.table import METRICS, Definition
-from grpo_jax.rl import moments
+from grpo_jax.rl import moments, staleness
 from grpo_jax.types import FinishReason, Metrics, Rollout, RolloutGroup
 
 # The names, among an attempt's metrics in files, of the events that happened to it.
@@ -216,6 +216,38 @@ def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     result[f"{area}/reached_share"] = len(there) / len(rollouts)
     result[f"{area}/reward_mean"] = _mean(rewards[np.isfinite(rewards)])
     result[f"{area}/sampled_tokens_mean"] = _mean([turn.sampled_tokens for turn in there])
+  return result
+
+
+def staleness_metrics(groups: Sequence[RolloutGroup], *, step: int) -> dict[str, float]:
+  """Describes completions by the ages of their tokens, for runs that sample ahead.
+
+  Args:
+    groups: Groups of one step, before any filter.
+    step: Number of the training step, which is the version of the weights that it begins with.
+
+  Returns:
+    "rollout/mixed_versions_share": completions with tokens of several versions, of those with a
+    token whose version is known; and "staleness/RANGE/reward" for each range of
+    `rl.staleness.RANGES`: the mean reward of the scored completions whose oldest token has such an
+    age. NaN where there is no completion. Only tokens that are learned from count.
+
+  Raises:
+    ValueError: A token was sampled by weights that do not exist before the step.
+  """
+  rollouts = [rollout for group in groups for rollout in group.rollouts]
+  known = [
+    (rollout.reward, own[own >= 0])
+    for rollout in rollouts
+    for own in [staleness.ages(rollout.weight_versions[rollout.loss_mask], step)]
+    if (own >= 0).any()
+  ]
+  rewards = np.asarray([reward for reward, _ in known], np.float64)
+  oldest = np.asarray([own.max() for _, own in known])
+  result = {"rollout/mixed_versions_share": _mean([own.min() < own.max() for _, own in known])}
+  for ages in staleness.RANGES:
+    here = (oldest >= ages.first) & (oldest <= ages.last) & np.isfinite(rewards)
+    result[f"staleness/{ages.name}/reward"] = _mean(rewards[here])
   return result
 
 

@@ -94,6 +94,17 @@ METRICS: dict[str, Definition] = {
     "steps", "weights to be updated minus weights that sampled, over sampled tokens", "0 if in turn"
   ),
   "rollout/staleness_max": Definition("steps", "the stalest token", "<= max_staleness"),
+  "rollout/mixed_versions_share": Definition(
+    "share", "completions whose tokens were sampled by several versions of the weights"
+  ),
+  "rollout/stale_tokens_masked_share": Definition(
+    "share",
+    "sampled tokens not learned from because they are older than rollout.max_staleness",
+    "0",
+  ),
+  "rollout/dropped_groups": Definition(
+    "count", "groups given up as too old, whose prompts are sampled again", "0"
+  ),
   "env/*/reward_mean": Definition("reward", "mean over the environment's completions", "rises"),
   "env/*/reward/*": Definition("reward", "mean of one component of the reward"),
   "env/*/completions": Definition("count", "completions of the step that this environment scored"),
@@ -143,6 +154,9 @@ METRICS: dict[str, Definition] = {
     "count", "servers replaced since the run was started or resumed", "0"
   ),
   "engine/retries": Definition("count", "requests sent again since then", "0"),
+  "engine/aborted": Definition(
+    "count", "requests that new weights ended, and that began again (`engine.sglang.pause='abort'`)"
+  ),
   "lora/merged_share": Definition(
     "share",
     "part of the adapter that is left where merged weights are rounded, at the newest sync: "
@@ -386,6 +400,20 @@ METRICS: dict[str, Definition] = {
   "mismatch/off_policy_masked_share": Definition(
     "share", "completions masked as too far off-policy", "< 0.1"
   ),
+  # --- by age, in runs that sample ahead: 0, 1, 2 to 3, 4 to 7, 8 and more training steps between
+  # the weights that sampled a token and those that the step begins with ---
+  "staleness/*/share": Definition(
+    "share", "tokens of this age, of the tokens that the update computes"
+  ),
+  "staleness/*/ratio": Definition(
+    "ratio", "mean weight old / behavior of these tokens, before truncation", "about 1"
+  ),
+  "staleness/*/ess": Definition(
+    "share", "effective sample size of these weights; 1 if all are equal", "> 0.5"
+  ),
+  "staleness/*/reward": Definition(
+    "reward", "mean over scored completions whose oldest token has this age"
+  ),
   # --- clock and machine: differ between two runs that are equal otherwise ---
   "time/step_s": Definition("s", "wall clock of the step: all of the times below"),
   "time/sample_s": Definition("s", "sampling completions, and scoring them"),
@@ -395,11 +423,23 @@ METRICS: dict[str, Definition] = {
   "time/monitor_s": Definition(
     "s", "scoring all completions for all/*, in the steps that report it"
   ),
-  "time/sync_s": Definition("s", "sending new weights to the engine"),
+  "time/sync_s": Definition(
+    "s", "sending new weights to the engine; before that, waiting for completions under way"
+  ),
   "time/*_share": Definition(
     "share", "what a phase takes of time/step_s; other: what none of the phases does"
   ),
   "time/*_s": Definition("s", "any other named span: evaluate, checkpoint, ..."),
+  "perf/overlap_share": Definition(
+    "share",
+    "of the time since the step before: the engine samples and the trainer does not wait for it",
+  ),
+  "perf/engine_idle_share": Definition(
+    "share", "of the same time: the engine has nothing to sample", "small"
+  ),
+  "perf/trainer_idle_share": Definition(
+    "share", "of the same time: the trainer waits for groups", "small"
+  ),
   "perf/tokens_per_s": Definition(
     "tokens/s", "prompt and completion tokens of the step / time/step_s"
   ),

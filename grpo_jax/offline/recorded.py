@@ -35,8 +35,8 @@ from grpo_jax.offline import behavior, ranking
 from grpo_jax.registry import choose, function
 from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.rollouts import shared
+from grpo_jax.rollouts.drawing import PromptSource
 from grpo_jax.rollouts.loop_thread import LoopThread
-from grpo_jax.rollouts.stream import PromptSource
 from grpo_jax.rollouts.turns import request_seed
 from grpo_jax.types import Prompt, RecordedGroup, RolloutGroup
 

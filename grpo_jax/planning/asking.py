@@ -138,7 +138,12 @@ def _too_large_to_copy(topology: Topology, needed: int) -> DoesNotFit:
 
 
 def _check_engine(config: Config) -> None:
-  """Raises ConfigError if the engine does not exist."""
+  """Raises ConfigError if the engine does not exist, or has devices of its own."""
+  if config.engine.devices is not None:
+    raise ConfigError(
+      f"engine.devices={tuple(config.engine.devices)}: a plan describes a sampler on the trainer's"
+      " devices only: set it to None"
+    )
   if not modes.is_offline(config):
     try:
       engines.module(config.engine.name)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from grpo_jax.building import computation
 from grpo_jax.compilation.programs import Job
-from grpo_jax.config import lora_options, modes, run_options
+from grpo_jax.config import ahead_options, lora_options, modes, run_options
 from grpo_jax.engines import decoding, jax_sampler, local_weights
 from grpo_jax.learn import adapters, sharding
 from grpo_jax.models import lora
@@ -47,6 +47,8 @@ class Arrays:
     teacher: Weights of a teacher in the trainer.
     keeps_caches: Whether the caches stay while gradients are computed, as on CPUs.
     adapter: The part of the weights that is an adapter; 0: every weight is trained.
+    keeps_sampler: Whether the sampler's weights and caches are never freed, because it samples
+      while the trainer learns.
   """
 
   weights: int
@@ -60,6 +62,7 @@ class Arrays:
   teacher: int = 0
   keeps_caches: bool = False
   adapter: int = 0
+  keeps_sampler: bool = False
 
   @property
   def always(self) -> int:
@@ -83,8 +86,11 @@ class Arrays:
       program: Name of the program without its shapes, one of `PROGRAMS`.
     """
     is_learning = program in ("watch", "update", "optimizer")
-    caches = self.caches if self.keeps_caches else 0
-    kept = self.kept + caches if is_learning else 0
+    if self.keeps_sampler:
+      own = self.sampling
+    else:
+      own = self.kept + (self.caches if self.keeps_caches else 0)
+    kept = own if is_learning else 0
     return self.always + PROGRAMS[program](self) + kept
 
 
@@ -308,8 +314,9 @@ def _with_sampler(run: Run) -> Run:
     jobs = sampler.programs(params)
   is_shared = not is_spread and weights.head.dtype == params["embed"].dtype
   kept = [weights.layers, () if is_shared else weights.head]
-  if is_spread:  # nothing is the trainer's, and a tied head is the embedding.
-    is_tied = run.model.tie_embeddings
+  keeps_sampler = ahead_options.is_ahead(config)
+  if is_spread or keeps_sampler:  # nothing is the trainer's, and a tied head is the embedding.
+    is_tied = run.model.tie_embeddings and (is_spread or is_shared)
     head = () if is_tied else weights.head
     kept = [weights.layers, weights.quantized, weights.final_norm, weights.embed, head]
   copies = bytes_of_device(kept)
@@ -318,6 +325,7 @@ def _with_sampler(run: Run) -> Run:
     sampler=copies + bytes_of_device(weights.adapters),
     kept=copies if weights.adapters else 0,
     caches=bytes_of_device(caches),
+    keeps_sampler=keeps_sampler,
   )
   return dataclasses.replace(
     run,

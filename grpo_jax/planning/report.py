@@ -44,6 +44,7 @@ def _head(plan: Plan, source: str) -> Iterator[str]:
 def _memory(plan: Plan) -> Iterator[str]:
   arrays = plan.run.arrays
   yield "memory of one device, in GiB"
+  when = "also while it learns" if arrays.keeps_sampler else "while it samples"
   base = f"frozen base, {plan.run.config.model.lora.base_dtype}"
   of_sampler = "adapter" if arrays.kept else "weights"
   held = (
@@ -54,7 +55,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     ("teacher", arrays.teacher),
     ("sum of the gradients, during updates", arrays.sums),
     ("sampler: copy of the base, always", arrays.kept),
-    (f"sampler: {of_sampler}, while it samples", arrays.sampler - arrays.kept),
+    (f"sampler: {of_sampler}, {when}", arrays.sampler - arrays.kept),
     ("sampler: keys and values, likewise", arrays.caches),
   )
   for name, size in held:

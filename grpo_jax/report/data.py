@@ -449,6 +449,11 @@ PANELS: tuple[Panel, ...] = (
     },
     usual=1.0,
   ),
+  Panel(
+    "Staleness",
+    {"mean": "rollout/staleness_mean", "oldest token": "rollout/staleness_max"},
+    usual=0.0,
+  ),
   Panel("Attempts that failed, by kind", {"kind": "rollout/errors/*"}),
   Panel("Completions with nothing to learn from, by reason", {"reason": "signal/lost/*"}),
   Panel(

@@ -8,7 +8,8 @@ devices and optimizer steps gives the mean over all of them.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from grpo_jax.rl import kl, masks
+from grpo_jax.rl import kl, masks, staleness
+from grpo_jax.rl.importance import token_weights
 from grpo_jax.types import EffectiveSampleShare, Maximum, Mean, Metrics, Minimum
 
 
@@ -129,6 +130,39 @@ def importance(
     if bounds_are_of_sequences
     else token_average(outside, mask),
   }
+
+
+def by_staleness(
+  old_logprobs: Float[Array, "B N"],
+  behavior_logprobs: Float[Array, "B N"],
+  ages: Int[Array, "B N"],
+  mask: Bool[Array, "B N"],
+) -> Metrics:
+  """Measures the weights w = π_old/μ of the tokens of each range of ages, before truncation.
+
+      share   tokens of these ages / all tokens, those of unknown age included
+      ratio   mean w            ess   (Σw)² / (n Σw²), the effective sample share
+
+  Args:
+    old_logprobs: Logprob log π_old of each token, in nats, by the trainer's own numerics.
+    behavior_logprobs: Logprob log μ of each token, in nats, as the engine reported it.
+    ages: Age of each token, in training steps; negative where it is not known.
+    mask: True on the tokens that are learned from.
+
+  Returns:
+    "staleness/RANGE/{share,ratio,ess}" for each range of `staleness.RANGES`; they merge exactly.
+  """
+  old, behavior = masks.fill(old_logprobs, mask), masks.fill(behavior_logprobs, mask)
+  weights = token_weights(old, behavior)
+  found: Metrics = {}
+  for ages_of in staleness.RANGES:
+    own = mask & (ages >= ages_of.first) & (ages <= ages_of.last)
+    area, clean = f"staleness/{ages_of.name}", masks.fill(weights, own)
+    count = own.sum(dtype=clean.dtype)
+    found[f"{area}/share"] = share(own, mask)
+    found[f"{area}/ratio"] = Mean(clean.sum(), count)
+    found[f"{area}/ess"] = EffectiveSampleShare(clean.sum(), jnp.square(clean).sum(), count)
+  return found
 
 
 def ratios(

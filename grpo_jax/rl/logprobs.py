@@ -187,7 +187,7 @@ class _Share:
   # Fields of `LossTokens`; a token-local loss does not depend on a token's completion.
   FIELDS: ClassVar = (
     *("mask", "advantages", "behavior_logprobs", "old_logprobs", "ref_logprobs"),
-    *("teacher_logprobs", "selected", "kept"),
+    *("teacher_logprobs", "selected", "kept", "ages"),
   )
 
   def __call__(
@@ -321,4 +321,5 @@ def gather_loss_tokens(batch: Batch) -> LossTokens:
     teacher_logprobs=on_device(batch.teacher_logprobs),
     selected=on_device(batch.selected),
     kept=on_device(batch.kept),
+    ages=on_device(batch.ages),
   )

@@ -46,6 +46,7 @@ COVARIANCE = ("clip_cov", "kl_cov")  # choose tokens by their covariance; see `s
 # A token's loss is its own, once tokens are selected.
 TOKEN_LOCAL = ("clipped", "cispo", "sapo", "reinforce", *DPPO, *COVARIANCE)
 KL_WEIGHTS = ("score", "none", "old")
+OLD_LOGPROBS = ("scored", "interpolated")
 BOUNDS = ("clip_low", "clip_high", "dppo_mask_low", "dppo_mask_high")  # None: the loss's own.
 # Options that only some losses read.
 READ_BY: Mapping[str, tuple[str, ...]] = {
@@ -78,6 +79,10 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
     "opo": "'reinforce', with advantages 'opo'",
     "remax": "'reinforce', with advantages 'remax'",
   },
+  "old_logprobs": {
+    "recompute": "'scored'",
+    "loglinear": "'interpolated'",
+  },
   "kl_estimator": {
     "kl": "'k1'",
     "mse": "'k2'",
@@ -98,6 +103,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
   "loss": LOSSES,
   "kl_estimator": tuple(kl.ESTIMATORS),
   "kl_weight": KL_WEIGHTS,
+  "old_logprobs": OLD_LOGPROBS,
   "importance_correction": importance.LEVELS,
   "importance_truncation": importance.TRUNCATIONS,
   "aggregation": tuple(aggregate.AGGREGATIONS),
@@ -132,6 +138,7 @@ KINDS: Mapping[str, checked.Kind] = {
   "kl_cov_coef": checked.number(low=0),
   "top_entropy_share": checked.number(above=0, high=1),
   "use_behavior_logprobs": checked.switch(),
+  "old_logprobs": checked.text(),
   "importance_correction": checked.text(),
   "importance_truncation": checked.text(none=True),
   "importance_low": checked.number(low=0),
@@ -159,6 +166,7 @@ class Options:
   dual_clip: float | None = None  # > 1; bounds the ratio of bad tokens; 3 is usual.
   force_on_policy_ratio: bool = False  # old := policy; strictly one update per batch.
   use_behavior_logprobs: bool = False  # old := behavior; ratios to the engine's policy.
+  old_logprobs: str = "scored"  # "scored" | "interpolated": without a pass; see `proximal`.
   sapo_temperature_positive: float = 1.0
   sapo_temperature_negative: float = 1.05
   kl_coef: float = 0.01  # β; 0 needs no reference policy.
@@ -207,6 +215,11 @@ class Options:
     if self.dppo_mask_low is None or self.dppo_mask_high is None:
       raise ValueError(f"loss={shown(self.loss)} has no mask of DPPO")
     return {"mask_low": self.dppo_mask_low, "mask_high": self.dppo_mask_high}
+
+  @property
+  def interpolates(self) -> bool:
+    """Whether old logprobs are approximated from the ages of tokens; see `proximal`."""
+    return self.old_logprobs == "interpolated"
 
   @property
   def selects(self) -> bool:
@@ -369,6 +382,7 @@ def _incompatible(o: Any) -> list[str]:
   clip_low = o.clip_low or 0.0
   loss = shown(o.loss)
   has_dual_clip = callable(o.loss) or o.loss in ("clipped", "gspo", "gspo_token")
+  is_interpolated = o.old_logprobs == "interpolated"
   takes_old = "old_logprobs" in inspect.signature(function_of(o.loss)).parameters
   rules = {
     f"importance_low must be <= importance_high, got {low} > {high}": low > high,
@@ -397,6 +411,20 @@ def _incompatible(o: Any) -> list[str]:
     "use_behavior_logprobs leaves no old policy for kl_weight='old'; "
     "use_on_policy_kl_approximation is the weight by the engine's policy": (
       o.use_behavior_logprobs and o.kl_weight == "old" and o.kl_coef > 0
+    ),
+    "force_on_policy_ratio takes the policy's own logprobs for old ones, which "
+    "old_logprobs='interpolated' approximates: set one of the two": (
+      is_interpolated and o.force_on_policy_ratio
+    ),
+    "use_behavior_logprobs takes the engine's logprobs for old ones, which "
+    "old_logprobs='interpolated' approximates: set one of the two": (
+      is_interpolated and o.use_behavior_logprobs
+    ),
+    "kl_in_reward needs old logprobs before the update, and old_logprobs='interpolated' "
+    "makes them during it": is_interpolated and o.kl_in_reward,
+    "seq_logprob_error_threshold needs old_logprobs='scored': interpolated ones are not what the "
+    "trainer computes, and lie close to the engine's": (
+      is_interpolated and o.seq_logprob_error_threshold is not None
     ),
     f"clip_cov_lb must be < clip_cov_ub, got {o.clip_cov_lb} and {o.clip_cov_ub}": (
       o.loss == "clip_cov" and not o.clip_cov_lb < o.clip_cov_ub

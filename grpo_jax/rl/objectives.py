@@ -26,6 +26,8 @@ from grpo_jax.rl import (
   objective_options,
   own,
   policy_terms,
+  proximal,
+  staleness,
 )
 from grpo_jax.rl.distillation import Distillation
 from grpo_jax.rl.numerics import clamp, safe_divide
@@ -48,17 +50,28 @@ class Objective:
     itself: leave `LossTokens.old_logprobs` None and skip the scoring pass.
     """
     o = self.options
+    return self.reads_old and not (o.force_on_policy_ratio or o.interpolates)
+
+  @property
+  def reads_old(self) -> bool:
+    """Whether the loss depends on π_old, wherever its logprobs come from."""
+    o = self.options
     has_ratio = o.loss != "reinforce"
     if callable(o.loss):
       has_ratio = "old_logprobs" in own.names_of(o.loss)
     has_ratio = has_ratio and not o.use_behavior_logprobs
-    return not o.force_on_policy_ratio and (
+    return (
       has_ratio
       or o.importance_correction != "none"
       or o.kl_in_reward
       or o.kl_weight == "old"
       or self.needs_teacher
     )
+
+  @property
+  def needs_ages(self) -> bool:
+    """Whether the ages of tokens must be in the batch: `LossTokens.ages`."""
+    return self.options.interpolates
 
   @property
   def needs_teacher(self) -> bool:
@@ -216,6 +229,7 @@ def _clean(tokens: LossTokens) -> LossTokens:
     old_logprobs=filled("old_logprobs"),
     ref_logprobs=filled("ref_logprobs"),
     teacher_logprobs=filled("teacher_logprobs"),
+    ages=None if tokens.ages is None else jnp.where(mask, tokens.ages, staleness.UNKNOWN),
     **{
       name: None if mark is None else arrays.mask(mark, name=name) & mask
       for name, mark in marks.items()
@@ -241,6 +255,9 @@ def _without_errors(o: Options, tokens: LossTokens) -> tuple[Metrics, LossTokens
 
 def _scored_old(o: Options, policy: Float[Array, "B N"], tokens: LossTokens) -> Float[Array, "B N"]:
   """Returns log π_old; without old logprobs in the tokens, it is the policy itself."""
+  if o.interpolates:
+    assert tokens.behavior_logprobs is not None and tokens.ages is not None
+    return jnp.asarray(proximal.interpolated(policy, tokens.behavior_logprobs, tokens.ages))
   old = None if o.force_on_policy_ratio else tokens.old_logprobs
   return stop_gradient(policy if old is None else old)
 
@@ -279,10 +296,13 @@ def _check_inputs(objective: Objective, tokens: LossTokens) -> None:
     "use_on_policy_kl_approximation": o.use_on_policy_kl_approximation and o.kl_coef > 0,
     "use_behavior_logprobs": o.use_behavior_logprobs,
     "seq_logprob_error_threshold": o.seq_logprob_error_threshold is not None,
+    "old_logprobs='interpolated'": o.interpolates,
   }
   reasons = [option for option, is_set in needs_behavior.items() if is_set]
   if reasons and tokens.behavior_logprobs is None:
     raise ValueError(f"{reasons[0]} needs behavior_logprobs, and LossTokens has none")
+  if o.interpolates and tokens.ages is None:
+    raise ValueError("old_logprobs='interpolated' needs the ages of tokens, and the batch has none")
   if o.selects and tokens.selected is None:
     what = f"loss={o.loss!r}" if o.top_entropy_share == 1 else "top_entropy_share"
     raise ValueError(f"{what} needs LossTokens.selected, which rl.selection.choose makes")
@@ -345,6 +365,11 @@ def _correction(
 ) -> tuple[Float[Array, "B N"], Metrics]:
   """Returns the engine/trainer weight of each token, and the metrics of the mismatch."""
   mask, ids = tokens.mask, tokens.sequence_ids
+  # Interpolated logprobs lie between the two that are compared, and would hide how they differ.
+  measured = stop_gradient(policy) if o.interpolates else old
+  by_age = {}
+  if tokens.ages is not None:
+    by_age = diagnostics.by_staleness(measured, behavior, tokens.ages, mask)
   weights, is_in_bounds = importance.correction_weights(
     old,
     behavior,
@@ -357,7 +382,8 @@ def _correction(
   )
   by_sequence = o.importance_correction in ("sequence", "sequence_mean")
   return weights, {
-    **diagnostics.mismatch(old, behavior, mask, kl_estimator=o.kl_estimator),
+    **diagnostics.mismatch(measured, behavior, mask, kl_estimator=o.kl_estimator),
+    **by_age,
     **diagnostics.importance(
       weights,
       is_in_bounds,
@@ -410,4 +436,10 @@ def make(*, distillation: Distillation | None = None, **options: Any) -> Objecti
       f"objective: loss={made.loss!r} chooses tokens by the advantages of the rewards,"
       " which a teacher changes: use another loss with a teacher"
     )
-  return Objective(made, distillation)
+  objective = Objective(made, distillation)
+  if made.interpolates and not objective.reads_old:
+    raise ValueError(
+      "objective: old_logprobs='interpolated' would never be read:"
+      f" loss={objective_options.shown(made.loss)} takes no old logprobs, and no other option does"
+    )
+  return objective

@@ -40,6 +40,7 @@ class Bounds:
   call_timeout_s: float  # limit of the start and the closing of an environment.
   run_timeout_s: float  # limit of an attempt, unless its factory has one of its own.
   concurrency: int  # attempts at the same time.
+  slots: asyncio.Semaphore  # of as many, perhaps shared with other calls.
 
 
 class Agents:
@@ -106,15 +107,16 @@ class Agents:
     progress = _Progress(self._turns.on_progress, len(attempts))
 
     async def work() -> None:
-      policy.asker.join()
-      try:
-        for number, attempt in waiting:
-          session = self._session(attempt, policy, number)
-          await self._make(attempt, session, server)
-          progress.add(session)
-          self._on_done(attempt)
-      finally:
-        policy.asker.leave()
+      async with self._bounds.slots:
+        policy.asker.join()
+        try:
+          for number, attempt in waiting:
+            session = self._session(attempt, policy, number)
+            await self._make(attempt, session, server)
+            progress.add(session)
+            self._on_done(attempt)
+        finally:
+          policy.asker.leave()
 
     workers = min(self._bounds.concurrency, len(attempts))
     await together(*(work() for _ in range(workers)))

@@ -61,6 +61,20 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Slots:
+  """What calls of `groups` that run side by side have together: how much may be done at a time."""
+
+  environment_calls: asyncio.Semaphore
+  agents: asyncio.Semaphore
+
+  @classmethod
+  def of(cls, limits: Limits) -> "Slots":
+    """Makes the slots that the limits allow."""
+    calls, agent_runs = limits.environment_concurrency, limits.agent_concurrency
+    return cls(asyncio.Semaphore(calls), asyncio.Semaphore(agent_runs))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StepPrompt:
   """A prompt and the step that it is for, whenever it is sampled: the seeds depend on both."""
 
@@ -85,6 +99,7 @@ def groups(
   sampling: SamplingParams,
   seed: int,
   limits: Limits | None = None,
+  slots: Slots | None = None,
   schedule: Schedule = "rounds",
   with_greedy: bool = False,
   on_progress: OnProgress | None = None,
@@ -119,6 +134,8 @@ def groups(
     sampling: Sampling options of each turn; `max_tokens` bounds a turn.
     seed: Random seed of the run.
     limits: Bounds; `Limits()` if None.
+    slots: Slots shared with other calls in the same event loop; None: those of `limits`, for this
+      call alone.
     schedule: Order in which later turns are sent. "rounds": all of a turn together, so that
       an engine whose numerics depend on the batch repeats itself exactly; "free": each at once.
     with_greedy: Whether each prompt is attempted once more, at temperature 0, for
@@ -162,7 +179,7 @@ def groups(
     for each in prompts
   ]
   turns = Turns(engine, tokenizer, sampling, seed, limits.max_tokens, on_progress)
-  return _Collector(turns, limits, attempts).groups(schedule)
+  return _Collector(turns, limits, slots or Slots.of(limits), attempts).groups(schedule)
 
 
 async def collect(
@@ -245,12 +262,15 @@ def error_counts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 class _Collector:
   """Takes attempts through their turns and yields each group when it is finished."""
 
-  def __init__(self, turns: Turns, limits: Limits, attempts: Sequence[Sequence[Attempt]]):
+  def __init__(
+    self, turns: Turns, limits: Limits, slots: Slots, attempts: Sequence[Sequence[Attempt]]
+  ):
     """Starts nothing.
 
     Args:
       turns: Samples turns.
       limits: Bounds of an attempt.
+      slots: How much is done at a time.
       attempts: Attempts of each prompt, in the order of their numbers.
     """
     self._turns = turns
@@ -259,11 +279,12 @@ class _Collector:
     self._ordinals = {each[0].prompt.prompt_id: ordinal for ordinal, each in enumerate(attempts)}
     self._left = [len(each) for each in attempts]  # attempts of each prompt that are not finished.
     self._arrived: asyncio.Queue[Finished | None] = asyncio.Queue()  # None: no more will come.
-    self._environment_calls = asyncio.Semaphore(limits.environment_concurrency)
+    self._environment_calls = slots.environment_calls
     self._bounds = agents.Bounds(
       call_timeout_s=limits.environment_timeout_s,
       run_timeout_s=limits.agent_timeout_s,
       concurrency=limits.agent_concurrency,
+      slots=slots.agents,
     )
 
   async def groups(self, schedule: Schedule) -> AsyncGenerator[Finished, None]:

@@ -51,11 +51,11 @@ class LoopThread:
       Stopped: `stop` has become true.
       RuntimeError: The loop is closed, or the caller is a coroutine of this loop.
     """
-    job = self._submit(coroutine)
+    job = self.start(coroutine)
     try:
       return _result(job, stop)
     finally:
-      self._end(job)
+      self.end(job)
 
   def iterate(self, items: AsyncIterator[T], *, stop: Any = False) -> Iterator[T]:
     """Yields the items of an asynchronous iterator as they come.
@@ -82,13 +82,13 @@ class LoopThread:
       finally:
         arrived.put(_END)
 
-    job = self._submit(read())
+    job = self.start(read())
     try:
       while (item := _next(arrived, job, stop)) is not _END:
         yield item
       _result(job, stop)
     finally:
-      self._end(job)
+      self.end(job)
 
   def close(self) -> None:
     """Cancels what is left and ends the thread; may be called twice."""
@@ -106,8 +106,12 @@ class LoopThread:
   def __exit__(self, *_: object) -> None:
     self.close()
 
-  def _submit(self, coroutine: Coroutine[Any, Any, Any]) -> "_Job":
-    """Submits a coroutine to the loop, which is started if there is none."""
+  def start(self, coroutine: Coroutine[Any, Any, Any]) -> "Job":
+    """Starts a coroutine and returns at once; the loop's thread is started if there is none.
+
+    Raises:
+      RuntimeError: The loop is closed, or the caller is a coroutine of this loop.
+    """
     with self._lock:
       serving = self._serving
       refusal = ""
@@ -118,17 +122,17 @@ class LoopThread:
       if refusal:
         coroutine.close()
         raise RuntimeError(refusal)
-      job = _Job(coroutine)
+      job = Job(coroutine)
       if serving is None or not serving.submit(job):
         self._serving = _Serving(job)
       return job
 
-  def _end(self, job: "_Job") -> None:
+  def end(self, job: "Job") -> None:
     """Cancels work that is not done; leaves a loop behind that does not answer."""
     for _ in range(_CANCELS):
       if job.result.done():
         return
-      job.serving.call(job.cancel)
+      job.ask_to_end()
       if job.serving.is_current_thread:
         return  # the garbage collector closes an iterator, and cannot wait.
       concurrent.futures.wait([job.result], _CANCEL_S)
@@ -149,7 +153,7 @@ async def closed_after(items: AsyncIterator[Any]) -> AsyncIterator[None]:
       await close()
 
 
-class _Job:
+class Job:
   """A coroutine in the loop; other threads wait for its `result`."""
 
   serving: "_Serving"  # set by `_Serving.submit`.
@@ -164,7 +168,11 @@ class _Job:
     self._task = asyncio.get_running_loop().create_task(self._coroutine)
     self._task.add_done_callback(self._done)
 
-  def cancel(self) -> None:
+  def ask_to_end(self) -> None:
+    """Has the loop cancel the task, without waiting for that."""
+    self.serving.call(self._cancel)
+
+  def _cancel(self) -> None:
     """Cancels the task; called in the loop."""
     if self._task is not None:
       self._task.cancel()
@@ -186,11 +194,11 @@ class _Job:
 class _Serving:
   """A running event loop, its thread and the jobs in it."""
 
-  def __init__(self, first: _Job):
+  def __init__(self, first: Job):
     self._loop = asyncio.new_event_loop()
     self._lock = threading.Lock()  # guards both below.
     self._is_open = True
-    self._jobs: set[_Job] = set()
+    self._jobs: set[Job] = set()
     self.thread = threading.Thread(target=self._serve, name="rollout", daemon=True)
     self.submit(first)
     self.thread.start()
@@ -199,7 +207,7 @@ class _Serving:
   def is_current_thread(self) -> bool:
     return threading.current_thread() is self.thread
 
-  def submit(self, job: _Job) -> bool:
+  def submit(self, job: Job) -> bool:
     """Returns whether the loop takes the job: one that has ended does not."""
     with self._lock:
       if not self._is_open:
@@ -247,7 +255,7 @@ class _Serving:
     self._loop.run_until_complete(self._loop.shutdown_asyncgens())
 
 
-def _result(job: _Job, stop: Any) -> Any:
+def _result(job: Job, stop: Any) -> Any:
   """Returns the result when it is available; raises Stopped when `stop` has become true."""
   while not concurrent.futures.wait([job.result], _LOOK_S).done:
     if stop:
@@ -255,7 +263,7 @@ def _result(job: _Job, stop: Any) -> Any:
   return job.result.result()
 
 
-def _next(arrived: "queue.SimpleQueue[Any]", job: _Job, stop: Any) -> Any:
+def _next(arrived: "queue.SimpleQueue[Any]", job: Job, stop: Any) -> Any:
   """Returns the next item, or _END; raises Stopped when `stop` has become true."""
   while not stop:
     with contextlib.suppress(queue.Empty):

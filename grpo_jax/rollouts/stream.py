@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -24,6 +24,8 @@ from grpo_jax.errors import ExpectedFailure
 from grpo_jax.groups import filters, group_json
 from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.rollouts import shared
+from grpo_jax.rollouts.attempts import Background
+from grpo_jax.rollouts.drawing import Draws
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.rollouts.turns import Generator
 from grpo_jax.types import Prompt, RolloutGroup
@@ -55,30 +57,22 @@ class GroupStream(Protocol):
     """Records the metrics of a learned step, without times; called before `state`."""
     ...
 
+  def settle(self, *, has_learned: bool = True) -> None:
+    """Prepares for new weights, which the engine gets next; called before each of them.
 
-@runtime_checkable
-class PromptSource(Protocol):
-  """The part of the data that the online stream uses; see `data.prompts.PromptStream`."""
+    Args:
+      has_learned: Whether an update has been made that is not saved yet. It must not be lost: what
+        goes wrong here is then raised by the next `take`, and a run that is asked to end is only
+        waited for a while.
 
-  def take(self, n: int) -> list[Prompt]:
-    """Takes the next n prompts; fewer, and finally none, when the data ends."""
+    Raises:
+      Stopped: The run is asked to end; not if `has_learned`.
+      Exception: What `take` raises; not if `has_learned`.
+    """
     ...
 
-  def state(self) -> dict[str, Any]:
-    """Returns the position in the data, as JSON."""
-    ...
-
-  def metrics(self) -> dict[str, float]:
-    """Returns the metrics of the last `take`."""
-    ...
-
-
-@runtime_checkable
-class RecordsMetrics(Protocol):
-  """A source of prompts whose order depends on past steps: a curriculum."""
-
-  def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Records the metrics of a step."""
+  def close(self) -> None:
+    """Ends what is still sampled; called when the run ends."""
     ...
 
 
@@ -141,6 +135,20 @@ class Sampler:
     """
     return self._finished(prompts, self.limits, self.stop, on_progress)
 
+  def in_background(self, in_turn: bool) -> Background:
+    """Returns what attempts prompts while the caller does something else.
+
+    Failures of environments end nothing: the caller decides over all groups of a step.
+
+    Args:
+      in_turn: Whether one block is sampled after the other; see `attempts.Background`.
+    """
+    limits = dataclasses.replace(self.limits, max_error_share=1.0)
+    slots = rollout.Slots.of(limits)  # of all that is attempted side by side.
+    return Background(
+      self.loop, lambda asked: self._groups(asked, limits, None, slots), in_turn=in_turn
+    )
+
   def _finished(
     self,
     prompts: Sequence[rollout.StepPrompt],
@@ -148,7 +156,16 @@ class Sampler:
     stop: Any,
     on_progress: OnProgress | None,
   ) -> Iterator[rollout.Finished]:
-    found = rollout.groups(
+    return self.loop.iterate(self._groups(prompts, limits, on_progress), stop=stop)
+
+  def _groups(
+    self,
+    prompts: Sequence[rollout.StepPrompt],
+    limits: rollout.Limits,
+    on_progress: OnProgress | None,
+    slots: rollout.Slots | None = None,
+  ) -> AsyncGenerator[rollout.Finished, None]:
+    return rollout.groups(
       self.engine,
       self.environments,
       prompts,
@@ -157,15 +174,13 @@ class Sampler:
       sampling=self.sampling,
       seed=self.seed,
       limits=limits,
+      slots=slots,
       with_greedy=self.with_greedy,
       schedule=self.schedule,
       on_progress=on_progress,
     )
-    return self.loop.iterate(found, stop=stop)
 
 
-# (prompts, the step that they are for) -> their groups, in order; such as a `Sampler`.
-Sample = Callable[[Sequence[Prompt], int], list[RolloutGroup]]
 Filter = Callable[[Sequence[RolloutGroup]], filters.Filtered]
 
 
@@ -194,31 +209,28 @@ class DynamicSampling:
 
 
 class OnlineStream:
-  """Samples the groups of every step with the engine's current weights."""
+  """Fills the steps with groups that are sampled when they are needed, or ahead of that."""
 
   def __init__(
     self,
-    prompts: PromptSource,
-    sample: Sample,
+    draws: Draws,
     *,
     prompts_per_step: int,
     dynamic: DynamicSampling | None = None,
     keep: Filter = filters.apply,
     surplus: Sequence[Mapping[str, Any]] = (),
   ):
-    """Makes a stream that continues at the position of `prompts`.
+    """Makes a stream that continues at the position of `draws`.
 
     Args:
-      prompts: Prompts in training order.
-      sample: Function that attempts prompts and scores the attempts.
+      draws: Source of groups: `drawing.Direct` or `ahead.Ahead`.
       prompts_per_step: Number of groups of a step; fewer when the data ends.
       dynamic: Options of dynamic sampling; None: one round a step, whichever groups it yields.
       keep: With `dynamic`, a filter that says which groups count. It must judge each group
         independently of the others.
       surplus: Surplus of an earlier stream's `state()`, if a run is resumed.
     """
-    self._prompts = prompts
-    self._sample = sample
+    self._draws = draws
     self._target = prompts_per_step
     self._dynamic = dynamic
     self._keep = keep
@@ -243,39 +255,40 @@ class OnlineStream:
       OtherProcessError: Reading, sampling or scoring failed on another process.
     """
     self._metrics = {}
+    self._draws.begin(step, self._surplus)
     if self._dynamic is None:
-      return self._draw(self._target, step)
-    return self._fill(step, self._dynamic)
+      groups = self._draw(self._target, step, ())
+    else:
+      groups = self._fill(step, self._dynamic)
+    groups = self._draws.for_step(groups, step)
+    self._metrics |= self._draws.step_metrics()
+    return groups
 
   def state(self) -> dict[str, Any]:
     """Returns the position in the data, and the surplus."""
-    return {
-      "prompts": self._prompts.state(),
-      "surplus": [group_json.encode(group) for group in self._surplus],
-    }
+    surplus = [group_json.encode(group) for group in self._surplus]
+    return {**self._draws.state(), "surplus": surplus}
+
+  def settle(self, *, has_learned: bool = True) -> None:
+    """Waits for groups under way that must not see the next weights."""
+    self._draws.settle(has_learned=has_learned)
+
+  def close(self) -> None:
+    """Ends what is still sampled."""
+    self._draws.close()
 
   def metrics(self) -> dict[str, float]:
     """Returns data/*, rollout/errors/* and dynamic_sampling/* of all rounds of the last `take`."""
     return dict(self._metrics)
 
   def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Passes the metrics of a step to the source of prompts, if it uses them.
+    """Passes the metrics of a step to the source of prompts, if it uses them."""
+    self._draws.record_metrics(step, metrics)
 
-    Those of the main process: metrics of engines differ between processes.
-    """
-    if isinstance(self._prompts, RecordsMetrics):
-      numbers = {name: float(value) for name, value in metrics.items()}
-      known = processes.exchange(numbers, what=f"the metrics of step {step}")[0]
-      self._prompts.record_metrics(step, known)
-
-  def _draw(self, count: int, step: int) -> list[RolloutGroup]:
-    """Attempts the next prompts; returns no groups if no prompts are left."""
-    read = lambda: self._prompts.take(count)
-    prompts = processes.together(read, what=f"reading the prompts of step {step}")
-    shared.compare(prompts, of=f"step {step}")
-    groups = self._sample(prompts, step) if prompts else []
-    round_metrics = {**self._prompts.metrics(), **rollout.error_counts(groups)}
-    self._metrics = metrics.joined_rounds(self._metrics, round_metrics)
+  def _draw(self, count: int, step: int, held: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    """Draws the next groups, and joins the metrics of the rounds of a step."""
+    groups = self._draws.draw(count, step, held)
+    self._metrics = metrics.joined_rounds(self._metrics, self._draws.metrics())
     return groups
 
   def _fill(self, step: int, dynamic: DynamicSampling) -> list[RolloutGroup]:
@@ -284,7 +297,7 @@ class OnlineStream:
     reasons: collections.Counter[str] = collections.Counter()
     rounds = 0
     while len(found) < self._target and rounds < dynamic.max_rounds:
-      groups = self._draw(dynamic.prompts_per_round or self._target, step)
+      groups = self._draw(dynamic.prompts_per_round or self._target, step, found)
       if not groups:
         break
       rounds += 1
@@ -294,6 +307,7 @@ class OnlineStream:
       discarded += [group for group in groups if group.prompt.prompt_id not in counting]
       reasons.update(dropped)
       drawn += groups
+    found = self._draws.ordered(found)
     is_short = len(found) < self._target
     at_limit = is_short and rounds == dynamic.max_rounds
     if at_limit:

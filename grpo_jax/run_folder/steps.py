@@ -70,6 +70,7 @@ class Books:
     rank: Function (kept groups, logprobs) → metrics of how the policy ranks recorded responses;
       None if responses are sampled.
     by_dataset: Whether metrics are also reported for each dataset.
+    by_staleness: Whether metrics are also reported by the ages of tokens.
     has_teacher: Whether a teacher teaches on every completion in the loss.
     devices: Devices of this process.
     hosts: Exchanges times, memory and notices with the other processes.
@@ -86,6 +87,7 @@ class Books:
   rank: Callable[[Sequence[RolloutGroup], GroupLogprobs], dict[str, float]] | None
   by_dataset: bool
   devices: Sequence[Any]
+  by_staleness: bool = False
   has_teacher: bool = False
   hosts: Hosts = dataclasses.field(default_factory=Hosts)
 
@@ -179,6 +181,7 @@ class Books:
       **shaping.group_metrics(groups, record.shaped, self.shaping),
       **{name: value for source in self.sources for name, value in source().items()},
       **(metrics.dataset_metrics(groups) if self.by_dataset else {}),
+      **(metrics.staleness_metrics(groups, step=record.step) if self.by_staleness else {}),
       **{f"filter/{reason}": float(count) for reason, count in kept.dropped.items()},
       **credit.advantage_metrics(record.advantages),
       **metrics.to_floats(record.batch.metrics),

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from grpo_jax.engines import dispatch
+from grpo_jax.engines import dispatch, pausing
 from grpo_jax.engines.calls import Call
 from grpo_jax.engines.dispatch import Dispatcher, Job
 from grpo_jax.engines.server import FleetError, Server
@@ -86,10 +86,10 @@ def fails(error):
   return fail
 
 
-def dispatcher_of(*behaviours, in_flight=4, max_attempts=5):
+def dispatcher_of(*behaviours, in_flight=4, max_attempts=5, pause=pausing.RETRACT):
   dispatcher = Dispatcher(
     servers=len(behaviours), in_flight=in_flight, max_attempts=max_attempts, vocab_size=61,
-    seeded=True,
+    seeded=True, pause=pause,
   )  # fmt: skip
   servers = [ScriptedServer(i, b, dispatcher) for i, b in enumerate(behaviours)]
   for server in servers:
@@ -305,6 +305,56 @@ def test_a_router_is_told_the_group():
     dispatcher.router = Router(answers)
     assert sorted(await collect(dispatcher, requests(2))) == once_each(2)
     assert [set(headers) for headers in told] == [{"X-SMG-Routing-Key"}] * 2
+
+  run(go())
+
+
+# --- new weights while requests are in flight ---------------------------------------------------
+
+
+def test_requests_of_each_version_have_a_prefix_cache_of_their_own_if_servers_keep_it():
+  async def keys(pause, *, has_router=False):
+    dispatcher, servers = dispatcher_of(answers, answers, pause=pause)
+    bodies = [server.client.bodies for server in servers]
+    if has_router:
+      dispatcher.router = ScriptedClient(answers)
+      bodies = [dispatcher.router.bodies]
+    found = []
+    for versions in ((4, 4), (4, 5), (5, 5), (5, 6)):
+      for server, version in zip(servers, versions, strict=True):
+        server.version = version
+      await collect(dispatcher, requests(8))
+      found.append({body.get("extra_key") for each in bodies for body in each})
+      for each in bodies:
+        each.clear()
+    return found
+
+  async def go():
+    assert await keys(pausing.RETRACT) == await keys(pausing.ABORT) == [{None}] * 4
+    first, both, second, last = await keys(pausing.IN_PLACE)
+    assert len(first) == len(second) == 1 and both == first | second and None not in both | last
+    assert last > second and len(last) == 2
+    routed = await keys(pausing.IN_PLACE, has_router=True)  # which may ask any of the servers.
+    assert routed[0] == routed[1] != routed[2] == routed[3] and len(routed[0]) == 1
+    assert not routed[0] & first  # no other run uses it.
+
+  run(go())
+
+
+def test_requests_that_new_weights_end_begin_again_without_an_attempt_once_a_server_opens():
+  async def go():
+    dispatcher, servers = dispatcher_of(hangs, hangs, max_attempts=1, pause=pausing.ABORT)
+    found = asyncio.create_task(collect(dispatcher, requests(12)))
+    await until(lambda: dispatcher.in_flight == 8)
+    for server in servers:
+      server.client.behave = answers
+    dispatcher.aborted_by_weights(servers)
+    await asyncio.sleep(0.01)
+    assert dispatcher.in_flight == 0 and dispatcher.aborted == 8
+    dispatcher.opened(servers[1])
+    assert sorted(await found) == sorted(once_each(12))
+    assert dispatcher.retries == 0
+    assert len(servers[1].client.bodies) == 4 + 12 and len(servers[0].client.bodies) == 4
 
   run(go())
 

@@ -8,9 +8,10 @@ import psutil
 import pytest
 
 from grpo_jax import engines
-from grpo_jax.engines import server_process
+from grpo_jax.engines import server_process, sglang
 from grpo_jax.engines.fleet import Fleet
 from grpo_jax.engines.server import FleetError, Options, Server
+from grpo_jax.engines.sglang_options import SGLangOptions
 from grpo_jax.models import lora
 from tests.engines import sglang_fixtures, tiny
 
@@ -71,11 +72,27 @@ def test_a_model_that_sglang_pads_on_a_cpu_is_refused_for_adapters(make, monkeyp
     ({"addresses": ("localhost:30000",)}, "'http://host:port', got 'localhost:30000'"),
     ({"addresses": ("http://a:1",), "router": "b:2"}, "'http://host:port', got 'b:2'"),
     ({"addresses": ("http://a:1",), "requests": "token"}, "'completion', 'group', got 'token'"),
+    ({"addresses": ("http://a:1",), "pause": "stop"}, "'abort', 'in_place', or None, got 'stop'"),
+    (
+      {"addresses": ("http://a:1",), "pause": "abort", "adapter": lora.Options(rank=2)},
+      "pause='abort' cannot be set with model.lora.sync='adapter'",
+    ),
   ],
 )
 def test_options_without_meaning_are_refused_at_once(make, settings, message):
   with pytest.raises(ValueError, match=message):
     make(**settings)
+
+
+def test_servers_are_started_as_the_mode_of_their_pauses_needs_it(tmp_path):
+  def arguments(**chosen):
+    options = SGLangOptions(arguments=("--log-level=info",), **chosen)
+    numbers = {"dtype": "float32", "products": "float32", "max_rows": 8, "context_length": 64}
+    return sglang._launch_options(options, tmp_path, adapter=None, **numbers).arguments
+
+  assert arguments() == arguments(pause="retract") == arguments(pause="abort")
+  assert arguments() == ("--log-level=info",)
+  assert arguments(pause="in_place") == ("--disable-overlap-schedule", "--log-level=info")
 
 
 def test_closing_an_engine_whose_server_just_starts_leaves_no_process(make):

@@ -1,5 +1,6 @@
 """Adapters on a real SGLang server: loaded beside each other, proven, routed to, unloaded."""
 
+import asyncio
 import json
 import re
 import urllib.error
@@ -156,6 +157,35 @@ def test_adapters_follow_each_other_and_completions_in_flight_end_on_their_own(m
   assert metrics["engine/sync_bytes"] < size < 1.3 * metrics["engine/sync_bytes"] + 8192
   assert size < (base / "model.safetensors").stat().st_size
   assert not folder.with_name("v000002").exists()
+
+
+def test_completions_under_way_end_on_their_own_adapter_while_three_others_are_loaded(make):
+  engine = make()
+  trees = {version: weights(version) for version in (1, 2, 3, 4)}
+  engine.load_weights(trees[1], version=1)
+  requests = [
+    tiny.request(i, [1 + i % 3, 2], seed=i, max_tokens=20 + 10 * (i % 8)) for i in range(200)
+  ]
+  marks, loading, found = {40: 2, 80: 3, 120: 4}, [], {}
+  load = lambda version: engine.load_weights(trees[version], version=version)
+
+  async def all_of(pool):
+    async for generation in engine.generate(requests):
+      assert generation.request_id not in found
+      found[generation.request_id] = generation
+      if (version := marks.get(len(found))) is not None:
+        loading.append(pool.submit(load, version))
+
+  with ThreadPoolExecutor(1) as pool:
+    asyncio.run(all_of(pool))
+    for each in loading:
+      each.result(120)
+  of = {v: [r for r in requests if found[r.request_id].weight_versions[0] == v] for v in trees}
+  assert all(of.values())
+  for version, those in of.items():
+    mine = {r.request_id: found.pop(r.request_id) for r in those}
+    check(mine, those, version=version, params=trees[version])
+  assert not found and engine.metrics()["engine/retries"] == 0
 
 
 def test_a_request_for_a_version_that_is_gone_never_gets_other_weights(make, server):

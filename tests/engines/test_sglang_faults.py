@@ -9,12 +9,14 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import psutil
 import pytest
 
 from grpo_jax.engines import launching
 from grpo_jax.engines.server import FleetError
 from grpo_jax.engines.server_process import API_KEY_VARIABLE, ServerError
+from grpo_jax.engines.sglang_client import Timeouts
 from tests.engines import sglang_fixtures, tiny
 from tests.engines.processes import eventually
 from tests.engines.sglang_fixtures import check, collect, processes_in
@@ -115,19 +117,47 @@ def test_servers_killed_and_stopped_while_idle_are_replaced_and_requests_wait(se
   servers.wait_until_healed(3, restarts=before + 2)
 
 
-def test_a_server_killed_while_weights_change_is_replaced_with_the_newest(servers):
-  requests, before = requests_of(2), servers.restarts
-  servers.scheduler(0).suspend()  # so that the change cannot end there.
-  with ThreadPoolExecutor(1) as pool:
-    load = lambda: servers.engine.load_weights(tiny.params(CONFIG, 1), version=4)
-    loading = pool.submit(load)
-    eventually(lambda: servers.version(1) == "4")
-    assert not loading.done()
-    servers.main(0).kill()
+def check_versions(found, requests, seeds):
+  """Checks that each token is of the model of its version, and that versions never decrease."""
+  assert found.keys() == {request.request_id for request in requests}
+  for request in requests:
+    generation = found[request.request_id]
+    ids, versions = generation.token_ids, generation.weight_versions
+    assert len(ids) == request.sampling.max_tokens and (np.diff(versions) >= 0).all()
+    for version in {*versions.tolist()}:
+      tree = tiny.params(CONFIG, seeds[version])
+      wanted = tiny.of_tokens(tiny.model_logprobs(CONFIG, tree, request.prompt_ids, ids), ids)
+      mine = versions == version
+      np.testing.assert_allclose(generation.logprobs[mine], wanted[mine], atol=1e-4)
+
+
+@pytest.mark.parametrize("fault", ["killed", "hung"])
+def test_a_server_lost_while_weights_change_is_replaced_with_the_newest(
+  servers, monkeypatch, fault
+):
+  """Each of both servers has completions under way."""
+  old = servers.engine.weight_version
+  requests, before = requests_of(16), servers.restarts
+  for server in servers.engine._fleet.servers if fault == "hung" else ():
+    monkeypatch.setattr(server.client, "_timeouts", Timeouts(control_s=8.0, health_s=20.0))
+  with ThreadPoolExecutor(2) as pool:
+    sampling = pool.submit(collect, servers.engine, requests)
+    eventually(lambda: servers.engine._dispatcher.in_flight == len(requests))
+    servers.scheduler(0).suspend()  # so that the change cannot end there.
+    seed = old + 1 - 3
+    change = lambda: servers.engine.load_weights(tiny.params(CONFIG, seed), version=old + 1)
+    loading = pool.submit(change)
+    eventually(lambda: servers.version(1) == str(old + 1))
+    assert not loading.done() and not sampling.done()
+    if fault == "killed":
+      servers.main(0).kill()
     loading.result(START_S)
-  check(collect(servers.engine, requests), requests, version=4, seed=1)
-  servers.wait_until_healed(4, restarts=before + 1)
-  check(collect(servers.engine, requests), requests, version=4, seed=1)
+    found = sampling.result(START_S)
+  check_versions(found, requests, {old: seed - 1, old + 1: seed})
+  assert any(len({*g.weight_versions.tolist()}) == 2 for g in found.values())
+  servers.wait_until_healed(old + 1, restarts=before + 1)
+  requests = requests_of(2)
+  check(collect(servers.engine, requests), requests, version=old + 1, seed=seed)
 
 
 def test_closing_the_engine_leaves_no_process_and_no_weights(servers):

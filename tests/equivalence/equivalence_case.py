@@ -48,6 +48,21 @@ def rollout(rng, length, *, vocabulary=96, reward=None, turns=False, **changes):
   return Rollout(**(fields | changes))
 
 
+def aged(groups):
+  """Returns the groups with versions 0 to 4, which rise within completions; some are unknown."""
+
+  def of(one):
+    places = np.arange(len(one.completion_ids))
+    versions = np.minimum(one.completion_ids[0] % 3 + places // 3, 4)
+    return np.where(places % 7 == 6, -1, versions).astype(np.int32)
+
+  def changed(group):
+    rollouts = (dataclasses.replace(one, weight_versions=of(one)) for one in group.rollouts)
+    return dataclasses.replace(group, rollouts=tuple(rollouts))
+
+  return [changed(group) for group in groups]
+
+
 def group(rng, name, prompt_length, lengths, *, vocabulary=96, weight=1.0, **options):
   """Returns a group of random rollouts of the given lengths."""
   prompt = Prompt(name, rng.integers(0, vocabulary, prompt_length), "none", weight=weight)

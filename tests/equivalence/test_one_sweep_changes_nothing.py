@@ -42,6 +42,10 @@ LOSSES = {
   "cispo": {"loss": "cispo", "kl_coef": 0.1, "clip_low": 1.0, "clip_high": 4.0},
   "sapo": {"loss": "sapo", "kl_coef": 0.1},
   "reinforce": {"loss": "reinforce", "kl_coef": 0.0},
+  "interpolated": {
+    **{"kl_coef": 0.1, "kl_weight": "old", "old_logprobs": "interpolated"},
+    **{"importance_correction": "token", "importance_truncation": "tis", "importance_high": 2.0},
+  },
 }
 
 
@@ -49,10 +53,12 @@ LOSSES = {
 def test_one_sweep_equals_two_passes(name):
   loss = LOSSES[name]
   assert objectives.make(**loss).is_token_local
-  expected = case.gradients(*case.ragged_groups(), loss=loss)
-  got = case.gradients(*case.ragged_groups(), loss=loss, one_sweep=True)
+  groups, advantages = case.ragged_groups()
+  batch = case.aged(groups), advantages
+  expected = case.gradients(*batch, loss=loss, step=4)
+  got = case.gradients(*batch, loss=loss, step=4, one_sweep=True)
   case.assert_same(got, expected)
-  assert got[3].keys() == expected[3].keys()
+  assert got[3].keys() == expected[3].keys() and "staleness/2_3/ratio" in got[3]
   for metric, wanted in expected[3].items():
     value = got[3][metric].value()
     np.testing.assert_allclose(value, wanted.value(), rtol=2e-6, atol=1e-6, err_msg=metric)

@@ -16,6 +16,7 @@ from grpo_jax import batching
 from grpo_jax.batching import packing
 from grpo_jax.learn import optim, screening, selecting, sharding, train_step
 from grpo_jax.rl import objectives
+from grpo_jax.rl.logprobs import gather_loss_tokens
 from grpo_jax.types import RolloutGroup
 
 V = 96
@@ -25,10 +26,15 @@ LOSSES = {
   "top_entropy": {"top_entropy_share": 0.3},
   "kl_cov": {"loss": "kl_cov", "kl_cov_ratio": 0.2, "kl_cov_coef": 2.0, **BEHAVIOR},
   "clip_cov": {"loss": "clip_cov", "clip_cov_ratio": 0.1, "clip_cov_lb": 0.1, **BEHAVIOR},
+  "clip_cov_interpolated": {
+    **{"loss": "clip_cov", "clip_cov_ratio": 0.1, "clip_cov_lb": 0.1},
+    **{"old_logprobs": "interpolated", "importance_correction": "token"},
+  },
   "error": {"seq_logprob_error_threshold": 20.0},
   "error_and_entropy": {"seq_logprob_error_threshold": 20.0, "top_entropy_share": 0.3},
 }
-WHOLE = {"shapes": (packing.Shape(12, 64, 64),), "skip_zero_advantage": False}
+# At step 4, so that batches have the ages of tokens.
+WHOLE = {"shapes": (packing.Shape(12, 64, 64),), "skip_zero_advantage": False, "step": 4}
 LAYOUTS = {
   "microbatches": {"shapes": (packing.Shape(1, 32, 32),)},
   "rollouts-apart": {
@@ -56,6 +62,11 @@ def params():
   return {"table": jnp.asarray(table)}
 
 
+def score_of(weights, batch):
+  """Scores without a program, as a `Selector` calls it."""
+  return logprobs(weights, batch, False)
+
+
 @functools.cache
 def update_of(name, mesh=None, minibatches=1):
   objective = objectives.make(kl_coef=0.0, **LOSSES[name])
@@ -70,7 +81,7 @@ def update_of(name, mesh=None, minibatches=1):
 def moved(name, groups, advantages, *, mesh=None, epochs=1, **layout):
   """Returns how far one training step moves the weights, its metrics, and what was assembled."""
   update, score = update_of(name, mesh, epochs)
-  assembled = batching.assemble(groups, advantages, **(WHOLE | layout))
+  assembled = batching.assemble(case.aged(groups), advantages, **(WHOLE | layout))
   minibatches = assembled.minibatches
   shardings = None if mesh is None else {"table": sharding.whole(mesh)}
   start = params() if mesh is None else jax.device_put(params(), shardings)
@@ -151,6 +162,27 @@ def test_the_choice_is_that_of_all_tokens_of_the_step():
       found += np.asarray(batch.selected)[row][places >= 0].tolist()
   threshold = np.quantile(np.asarray(of_tokens), 0.7)
   np.testing.assert_array_equal(found, np.asarray(of_tokens) >= threshold)
+
+
+def test_the_choice_sees_the_old_logprobs_that_the_loss_interpolates():
+  """Clip-Cov leaves out tokens whose ratio is clipped: it depends on π_old."""
+  groups, advantages = case.ragged_groups()
+  [minibatch] = batching.assemble(case.aged(groups), advantages, **WHOLE).minibatches
+  [batch] = minibatch.microbatches
+  policy = np.asarray(logprobs(params(), batch, False)[0])
+  behavior = np.asarray(gather_loss_tokens(batch).behavior_logprobs)
+  share = np.maximum(batch.ages, 0) / (np.maximum(batch.ages, 0) + 1)
+  old = (behavior + share * (policy - behavior)).astype(np.float32)
+
+  def chosen(name, **fields):
+    options = {**LOSSES["clip_cov_interpolated"], "clip_cov_ratio": 1.0, "old_logprobs": name}
+    made = selecting.Selector(objectives.make(kl_coef=0.0, **options).options, score_of)
+    given = dataclasses.replace(minibatch, microbatches=(dataclasses.replace(batch, **fields),))
+    return np.asarray(made(params(), given, (0, 0, 0)).microbatches[0].selected)
+
+  got = chosen("interpolated")
+  np.testing.assert_array_equal(got, chosen("scored", old_logprobs=old))
+  assert got.any() and not np.array_equal(got, chosen("scored"))
 
 
 def test_completions_with_large_errors_count_in_no_denominator():

@@ -1,5 +1,6 @@
 """Metrics: estimators, exact merging, what is told of rollouts, and the table."""
 
+import dataclasses
 import itertools
 import math
 import re
@@ -166,6 +167,29 @@ def test_staleness_counts_sampled_tokens_only():
   assert found["rollout/staleness_mean"] == pytest.approx(2.0)
   assert found["rollout/staleness_max"] == 3.0
   assert "rollout/staleness_mean" not in metrics.rollout_metrics([a_group(rollout)])
+
+
+def test_completions_are_described_by_the_age_of_their_oldest_token():
+  def sampled_by(reward, *versions):
+    rollout = a_rollout(reward, len(versions))
+    return dataclasses.replace(rollout, weight_versions=np.asarray(versions, np.int32))
+
+  masked = dataclasses.replace(sampled_by(9.0, 0, 9), loss_mask=np.asarray([False, True]))
+  groups = [
+    a_group(sampled_by(1.0, 9, 9), sampled_by(0.5, 8, 9), sampled_by(0.0, 8, 8)),
+    a_group(sampled_by(4.0, 6, 7, 9), sampled_by(2.0, -1, 7), sampled_by(math.nan, 7, 7)),
+    a_group(sampled_by(7.0, -1, -1), masked, sampled_by(0.25, 1, 0)),
+  ]
+  found = metrics.staleness_metrics(groups, step=9)
+  assert found["rollout/mixed_versions_share"] == 3 / 8  # one completion has no known version.
+  rewards = [found[f"staleness/{ages}/reward"] for ages in ("0", "1", "2_3", "4_7", "8_plus")]
+  assert rewards == pytest.approx([5.0, 0.25, 3.0, math.nan, 0.25], nan_ok=True)
+  assert not metrics.unknown(found)
+
+
+@pytest.mark.filterwarnings("error")
+def test_nothing_sampled_has_no_age():
+  assert all(map(math.isnan, metrics.staleness_metrics([], step=3).values()))
 
 
 def test_environments_are_told_apart_and_their_own_metrics_are_averaged():

@@ -105,6 +105,23 @@ def test_arrays_beside_each_program(keeps_caches, kept):
   }
 
 
+def test_a_sampler_that_samples_while_the_trainer_learns_frees_nothing():
+  arrays = programs.Arrays(1, 2, sampler=100, caches=1000, gradients=10**5, keeps_sampler=True)
+  beside = [arrays.beside(name) for name in ("sampling", "watch", "update", "optimizer")]
+  assert beside == [1103, 1103, 101103, 101103]
+
+
+def test_a_run_that_samples_ahead_plans_own_copies_of_embedding_and_norm(
+  model, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(computation.Computation, "jobs", lambda self: [])
+  now, ahead = (make(model, tmp_path, f"--config.rollout.max_staleness={k}").arrays for k in (0, 1))
+  config = loading.look(model)
+  assert (now.keeps_sampler, ahead.keeps_sampler) == (False, True)
+  own = 4 * config.hidden_size * (config.vocab_size + 1)  # float32, as the trainer's.
+  assert own / 8 <= ahead.sampler - now.sampler <= own
+
+
 def test_largest_shape_of_each_program_is_compiled_first():
   names = ["update 1 × 448 (448)", "update 3 × 2304 (2304)", "update 4 × 448 (999999)"]
   names += ["optimizer", "optimizer state", "sampling 8 rows", "sampling 64 rows"]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -78,10 +79,11 @@ def failure(work):
   return None
 
 
-def sampled(engine, n=12):
+def sampled(engine, n=12, tokens=2):
   """Returns the tokens and versions of `n` requests, whose seeds depend on the process."""
   requests = [
-    tiny.request(i, [3, 4, i], seed=100 * processes.index() + i, max_tokens=2) for i in range(n)
+    tiny.request(i, [3, 4, i], seed=100 * processes.index() + i, max_tokens=tokens)
+    for i in range(n)
   ]
   found = tiny.run(engine, requests)
   return [[found[str(i)].token_ids.tolist(), found[str(i)].weight_versions.tolist()]
@@ -207,6 +209,38 @@ def given_server(folder):
   return found
 
 
+def in_flight(folder):
+  """One server that both processes use, and that gets weights while it samples for both."""
+  port = processes.broadcast(several.free_port())
+  address = f"http://127.0.0.1:{port}"
+  command = [sys.executable, SERVER, str(port), "gradual"]
+  server = subprocess.Popen(command) if processes.is_main() else None
+  found = {}
+  try:
+    # The health of a server that is paused is never looked at, however often it is otherwise.
+    options = {"addresses": (address,), "health_every_s": 0.1, "max_attempts": 1}
+    with make(folder, "in_flight", command=None, **options) as engine:
+      engine.load_weights(spread(0), version=0)
+      with ThreadPoolExecutor(1) as pool:
+        sampling = pool.submit(sampled, engine, 12, tokens=150)
+        while not engine._dispatcher.in_flight:
+          time.sleep(0.01)
+        processes.barrier("sampling", timeout_s=120)
+        for version in (1, 2):
+          engine.load_weights(spread(version), version=version)
+        found["was done"] = sampling.done()
+        found["sampled"] = sampling.result(120)
+      processes.barrier("sampled in flight", timeout_s=120)
+      found["asked"] = asked(address)
+      found["restarts"] = engine._fleet.restarts
+      found["retries"] = engine._dispatcher.retries
+      processes.barrier("looked in flight", timeout_s=120)
+  finally:
+    if server is not None:
+      server.kill()
+  return found
+
+
 def with_adapter(version):
   """Returns weights with an adapter of the queries, both spread over the processes."""
   options = lora.Options(rank=2, targets=("q",))
@@ -309,7 +343,7 @@ def main(address, index, folder):
   found = {"probe": float(difference)}
   probe._logprobs = lambda params, tokens, *settings: fake_logprobs(params["embed"], tokens)
   cases = (
-    *(own_servers, separate_folders, failures, given_server, given_adapters),
+    *(own_servers, separate_folders, failures, given_server, in_flight, given_adapters),
     teacher_servers,
   )
   for case in cases:

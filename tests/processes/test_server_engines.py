@@ -140,6 +140,17 @@ def test_a_given_server_that_restarts_gets_its_weights_from_the_main_process(fou
     assert "/abort_request" not in each["asked again"]  # of the other process.
 
 
+def test_new_weights_of_a_given_server_cost_no_process_what_it_samples(found):
+  first, second = (each["in_flight"] for each in found)
+  for index, each in enumerate((first, second)):
+    assert not each["was done"], "nothing was in flight: make the completions longer"
+    for i, (tokens, versions) in enumerate(each["sampled"]):
+      assert tokens == [(100 * index + i + at) % 50 for at in range(150)]
+      assert versions == sorted(versions) and {*versions} == {0, 1, 2}
+    assert each["restarts"] == each["retries"] == 0
+  assert first["asked"]["/generate"] == 2 * 12 + 3 * 2  # completions, and a probe each.
+
+
 def test_adapters_of_a_given_server_are_loaded_once_used_by_both_and_unloaded(found):
   first, second = (each["given_adapters"] for each in found)
   for each in (first, second):

@@ -445,7 +445,7 @@ BOOLEANS = (
   *("force_on_policy_ratio", "use_on_policy_kl_approximation", "kl_in_reward"),
   "use_behavior_logprobs",
 )
-WORDS = ("loss", "kl_estimator", "kl_weight", "importance_correction")
+WORDS = ("loss", "kl_estimator", "kl_weight", "importance_correction", "old_logprobs")
 NULLABLE_WORDS = ("importance_truncation", "aggregation")
 NULLABLE = (
   *("clip_low", "clip_high", "dual_clip", "kl_input_clamp", "kl_output_clamp"),

@@ -22,7 +22,7 @@ from grpo_jax.environments.base import SingleTurn, StepResult
 from grpo_jax.groups import filters, group_bytes
 from grpo_jax.interrupts import Stopped
 from grpo_jax.processes import bulk, digests, elsewhere
-from grpo_jax.rollouts import collecting, evaluation, shared, stream
+from grpo_jax.rollouts import collecting, drawing, evaluation, shared, stream
 from grpo_jax.rollouts.collecting import Limits, TooManyFailures
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.types import Prompt
@@ -204,8 +204,7 @@ def test_dynamic_sampling_draws_keeps_and_reports_the_same_on_all_processes():
     source = Source(30)
     with sampler(rounded) as sample:
       made = stream.OnlineStream(
-        source,
-        sample,
+        drawing.Direct(source, sample),
         prompts_per_step=3,
         dynamic=stream.DynamicSampling(prompts_per_round=5, on_limit="train"),
         keep=lambda groups: filters.apply(groups, drop_no_signal=True),
@@ -223,7 +222,9 @@ def test_dynamic_sampling_draws_keeps_and_reports_the_same_on_all_processes():
 def test_a_broken_row_of_one_process_ends_all_and_nothing_is_sampled():
   def work(index):
     with sampler() as sample:
-      made = stream.OnlineStream(Source(broken=3 if index else None), sample, prompts_per_step=4)
+      made = stream.OnlineStream(
+        drawing.Direct(Source(broken=3 if index else None), sample), prompts_per_step=4
+      )
       made.take(2)
 
   first, second = side_by_side.run(2, work)
@@ -236,7 +237,7 @@ def test_other_prompts_on_one_process_are_an_error_of_all(rows):
   def work(index):
     source = Source(rows if index else 4)
     with sampler() as sample:
-      made = stream.OnlineStream(source, sample, prompts_per_step=5)
+      made = stream.OnlineStream(drawing.Direct(source, sample), prompts_per_step=5)
       made.take(2)
 
   for error in side_by_side.run(2, work):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.groups import filters, group_json
-from grpo_jax.rollouts import stream
+from grpo_jax.rollouts import drawing, stream
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup, Turn
 
 NAN = float("nan")
@@ -76,8 +76,7 @@ def make(
   rewards_of, *, prompts=None, sample=None, size=3, surplus=(), by_component=False, **dynamic
 ):
   return stream.OnlineStream(
-    prompts or Numbers(),
-    sample or sampler(rewards_of),
+    drawing.Direct(prompts or Numbers(), sample or sampler(rewards_of)),
     prompts_per_step=size,
     dynamic=stream.DynamicSampling(**dynamic),
     keep=lambda groups: filters.apply(groups, drop_no_signal=True, by_component=by_component),
@@ -90,7 +89,9 @@ def numbers_of(groups) -> list[int]:
 
 
 def test_without_dynamic_sampling_a_step_takes_what_comes():
-  made = stream.OnlineStream(Numbers(count=5), sampler(every(2)), prompts_per_step=3)
+  made = stream.OnlineStream(
+    drawing.Direct(Numbers(count=5), sampler(every(2))), prompts_per_step=3
+  )
   assert [numbers_of(made.take(step)) for step in range(3)] == [[0, 1, 2], [3, 4], []]
   assert made.state() == {"prompts": {"position": 5}, "surplus": []}
   assert isinstance(made, stream.GroupStream)

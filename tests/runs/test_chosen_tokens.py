@@ -27,6 +27,12 @@ RUNS = {
     "loss__top_entropy_share": 0.25,
     "advantages__estimator": "remax",
   },
+  "interpolated": {
+    "loss__old_logprobs": "interpolated",
+    "loss__importance_correction": "token",
+    "learn__minibatches": 2,
+    "rollout__max_staleness": 1,
+  },
 }
 
 
@@ -87,20 +93,25 @@ def run(name, model, folder):
   return [json.loads(line) for line in lines], json.loads((folder / "run/config.json").read_text())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_chooses_tokens_and_compiles_nothing_late(name, model, tmp_path, monkeypatch):
+def watched(monkeypatch):
+  """Returns a dict that gets, for each program, whether its calls were compiled ahead."""
   called = {}
   find = programs.Program._executable
 
-  def watched(self, *arguments):
+  def executable(self, *arguments):
     found = find(self, *arguments)
     called.setdefault(self.name, []).append(found is not None)
     return found
 
-  if name == "clip_cov":
-    monkeypatch.setattr(computation.Computation, "jobs", JOBS)
-    monkeypatch.setattr(programs.Program, "_executable", watched)
+  monkeypatch.setattr(computation.Computation, "jobs", JOBS)
+  monkeypatch.setattr(programs.Program, "_executable", executable)
+  return called
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["clip_cov", "prime_rl"])
+def test_a_run_chooses_tokens_and_compiles_nothing_late(name, model, tmp_path, monkeypatch):
+  called = watched(monkeypatch) if name == "clip_cov" else {}
   steps, config = run(name, model, tmp_path)
   assert len(steps) == 2 and config["batching"]["skip_zero_advantage"] is False
   for step in steps:
@@ -114,3 +125,18 @@ def test_a_run_chooses_tokens_and_compiles_nothing_late(name, model, tmp_path, m
   else:
     assert all(0 <= step["rollout/greedy_reward_mean"] <= 1 for step in steps)
     assert all(step["train/ratio_max"] != 1 for step in steps)  # to the engine's policy.
+
+
+@pytest.mark.slow
+def test_a_run_interpolates_old_logprobs_without_a_scoring_pass(model, tmp_path, monkeypatch):
+  called = watched(monkeypatch)
+  steps, _ = run("interpolated", model, tmp_path)
+  assert "score" not in called and len(called["update"]) == 4 and all(called["update"])
+  for age, step in enumerate(steps):  # step 1 learns from what version 0 sampled.
+    shares = [step[f"staleness/{ages}/share"] for ages in ("0", "1", "2_3")]
+    assert shares == [age == 0, age == 1, 0]
+    assert step["rollout/staleness_max"] == age and step["rollout/mixed_versions_share"] == 0.0
+    assert step[f"staleness/{age}/reward"] == pytest.approx(step["rollout/reward_mean"])
+    assert step[f"staleness/{1 - age}/reward"] is None
+  first = steps[0]  # ρ = π/μ there, since α = 0.
+  assert first["staleness/0/ratio"] == pytest.approx(first["train/ratio_mean"])

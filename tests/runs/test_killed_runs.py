@@ -1,8 +1,14 @@
-"""A run that is killed with SIGKILL and started again ends as one that was never killed."""
+"""A run that is killed with SIGKILL and started again ends as one that was never killed.
+
+One whose groups are learned from in the order in which they finish does not repeat, and learns from
+every prompt once. It is killed GRPO_JAX_KILLS times, 4 by default, at moments that follow from
+GRPO_JAX_SEED.
+"""
 
 import json
 import os
 import pathlib
+import random
 import signal
 import subprocess
 import sys
@@ -22,7 +28,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 KERNELS = ROOT / "kernels"
 STEPS = 6
 SURPLUS = "dynamic_sampling/from_surplus"
-
+KILLS = int(os.environ.get("GRPO_JAX_KILLS", "4"))
+SEED = int(os.environ.get("GRPO_JAX_SEED", "1"))
 
 SETTINGS = {
   # Of several optimizer steps a batch, with a KL.
@@ -39,6 +46,14 @@ SETTINGS = {
   config.model.lora.base_dtype = "int8"
   config.loss.kl_coef = 0.01
 """,
+  # That samples the next step's groups while it learns, of several optimizer steps a batch.
+  "ahead": """
+  config.environments = {"own": {"module": "function", "path": "tests.rewards.vowels"}}
+  config.rollout.max_staleness = 1
+  config.learn.minibatches = 2
+  config.loss.kl_coef = 0.0
+  config.loss.importance_correction = "token"
+""",
   # Whose steps begin with groups that are left over from the step before.
   "dynamic_sampling": """
   config.environments = {"own": {"module": "function", "path": "tests.rewards.vowels_of_some"}}
@@ -51,10 +66,29 @@ SETTINGS = {
 }
 
 
+# That learns from whatever has finished, up to two steps ahead, until the data end.
+IN_FLIGHT = """
+  config.environments = {"own": {"module": "function", "path": "tests.rewards.vowels"}}
+  config.total_steps = 1000
+  config.data.epochs = 8
+  config.rollout.max_staleness = 2
+  config.rollout.order = "finished"
+  config.rollout.in_flight_updates = True
+  config.evaluation.every_steps = 0
+  config.evaluation.at_start = False
+  config.loss.kl_coef = 0.0
+  config.loss.importance_correction = "token"
+"""
+
+
 @pytest.fixture(scope="module", params=SETTINGS)
 def command(tmp_path_factory, request):
   """Returns the command of a run with shuffled data, by run folder."""
-  folder = tmp_path_factory.mktemp("input")
+  return command_of(SETTINGS[request.param], tmp_path_factory.mktemp("input"))
+
+
+def command_of(settings, folder):
+  """Returns the command of a run with these settings, by run folder."""
   model = tiny.write(folder / "model")
   rows = folder / "rows.jsonl"
   lines = [{"problem": f"{i} + {i}", "expected_answer": str(2 * i)} for i in range(11)]
@@ -81,7 +115,7 @@ def get_config():
   config.evaluation.num_prompts = 4
   config.checkpoint.every_steps = 2
   config.checkpoint.keep_last = 3
-{SETTINGS[request.param]}
+{settings}
   return config
 """
   )
@@ -178,3 +212,44 @@ def test_ctrl_c_ends_with_a_checkpoint_and_the_run_goes_on(command, unbroken, tm
     for run in (tmp_path, unbroken)
   )
   assert told == expected
+
+
+def test_a_run_in_flight_that_is_killed_learns_from_every_prompt_once(tmp_path):
+  command = command_of(IN_FLIGHT, tmp_path)
+  workdir = tmp_path / "run"
+  draw = random.Random(SEED)
+  kills = 0
+  while True:
+    before = len(lines_of(workdir))
+    process = subprocess.Popen(**command(workdir), stdout=subprocess.DEVNULL)
+    steps, late = draw.randint(0, 2 if KILLS < 10 else 1), draw.uniform(0, 0.5)
+    moment = MOMENTS["writing_a_checkpoint"] if draw.random() < 0.3 else None
+    reached = lambda m=moment, n=before + steps: m(workdir) if m else len(lines_of(workdir)) > n
+    while process.poll() is None and (kills == KILLS or not reached()):
+      time.sleep(0.005)
+    if process.poll() is not None:
+      break
+    time.sleep(late)
+    process.kill()
+    process.wait()
+    kills += 1
+  assert process.returncode == 0
+  found = [json.loads(line) for line in lines_of(workdir)]
+  steps = [line for line in found if "weight_version" in line]
+  assert [line["step"] for line in steps] == [*range(len(steps))]
+  assert all(line.get("rollout/staleness_max", 0) <= 2 for line in steps)
+  learned = [prompts_of(file) for file in sorted((workdir / "rollouts").glob("step_*.jsonl"))]
+  assert len(learned) == len(steps)
+  flat = [name for names in learned for name in names]
+  print(f"{kills} kills, {len(steps)} steps")
+  expected = {f"{epoch}:{row}" for epoch in range(8) for row in range(11)}
+  assert len(flat) == len({*flat}) and {name.partition(":")[2] for name in flat} == expected
+  for epoch in range(7):  # no prompt is left behind.
+    of = lambda number: [
+      step for step, names in enumerate(learned) if any(f":{number}:" in name for name in names)
+    ]
+    assert max(of(epoch)) <= min(of(epoch + 1)) + 3
+
+
+def prompts_of(file):
+  return list(dict.fromkeys(json.loads(line)["prompt_id"] for line in file.open()))

@@ -1,0 +1,108 @@
+"""The options of sampling ahead of learning, made from `config.rollout` and checked."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from grpo_jax.config import lora_options, modes
+from grpo_jax.engines import pausing
+from grpo_jax.rollouts.admission import Rule
+
+# A ConfigDict, whose fields a type checker cannot know.
+Config = Any
+
+
+def is_ahead(config: Config) -> bool:
+  """Returns whether groups are sampled ahead of the steps that learn from them."""
+  return config.rollout.max_staleness > 0
+
+
+def rule(config: Config) -> Rule:
+  """Returns the rule of admission and order."""
+  return Rule(
+    max_staleness=config.rollout.max_staleness,
+    groups_per_step=config.rollout.prompts_per_step,
+    order=config.rollout.order,
+    on_stale=config.rollout.on_stale,
+  )
+
+
+def block(config: Config) -> int:
+  """Returns the number of prompts that are read together."""
+  of_round = config.dynamic_sampling.prompts_per_round if config.dynamic_sampling.enabled else None
+  return of_round or config.rollout.prompts_per_step
+
+
+def in_turn(config: Config) -> bool:
+  """Returns whether blocks are sampled one after the other, so that a run repeats bit for bit."""
+  return config.rollout.order == "prompt" and not config.rollout.in_flight_updates
+
+
+def pause(config: Config) -> str | None:
+  """Returns what becomes of SGLang's completions under way while it takes new weights.
+
+  With adapters they end on their own version, and nothing is paused.
+  """
+  chosen = config.engine.sglang.pause
+  keeps = not config.rollout.recompute_cache and not lora_options.is_unmerged(config)
+  return pausing.IN_PLACE if chosen is None and keeps else chosen
+
+
+def problems(config: Config) -> Iterator[str]:
+  """Yields a message for each combination of these options that cannot work."""
+  rollout = config.rollout
+  if not is_ahead(config):
+    changed = [name for name, usual in _UNUSED.items() if rollout[name] != usual]
+    if changed:
+      named = ", ".join(f"rollout.{name}={rollout[name]!r}" for name in changed)
+      yield f"{named} needs rollout.max_staleness above 0"
+    if config.loss.old_logprobs == "interpolated":
+      yield (
+        "loss.old_logprobs='interpolated' needs rollout.max_staleness above 0: it interpolates"
+        " between versions of the weights, and without it every token is of the newest"
+      )
+    return
+  if not rollout.recompute_cache and not rollout.in_flight_updates:
+    yield "rollout.recompute_cache=False needs rollout.in_flight_updates=True"
+  if modes.is_offline(config):
+    yield (
+      f"rollout.max_staleness={rollout.max_staleness} is about sampling, and mode='offline' samples"
+      " nothing: set it to 0"
+    )
+  if rollout.order == "prompt" and rollout.on_stale != "wait":
+    yield (
+      f"rollout.on_stale={rollout.on_stale!r} needs rollout.order='finished': in the order of"
+      " prompts no group becomes too old"
+    )
+  if rollout.on_stale == "drop" and config.dynamic_sampling.enabled:
+    yield (
+      "rollout.on_stale='drop' cannot be combined with dynamic_sampling.enabled: the surplus of a"
+      " step may be too old for the next one; use 'wait' or 'mask'"
+    )
+  room = rollout.max_staleness * rollout.prompts_per_step
+  if block(config) > room:
+    yield (
+      f"dynamic_sampling.prompts_per_round={block(config)} must be at most rollout.max_staleness"
+      f" * rollout.prompts_per_step, which is {room}: a round is sampled ahead as a whole"
+    )
+
+
+# Options that only matter if groups are sampled ahead, with their defaults.
+_UNUSED = {
+  "order": "prompt",
+  "on_stale": "wait",
+  "in_flight_updates": False,
+  "recompute_cache": True,
+}
+
+
+def warning(config: Config) -> str | None:
+  """Returns a warning about a loss that treats old completions as new ones; None: it does not."""
+  if not is_ahead(config) or config.loss.importance_correction != "none":
+    return None
+  if config.loss.use_behavior_logprobs:
+    return None
+  return (
+    f"rollout.max_staleness={config.rollout.max_staleness} with loss.importance_correction='none':"
+    " completions of older weights are learned from as if the newest had sampled them;"
+    " 'token' weighs them (docs/async.md)"
+  )

@@ -1,0 +1,165 @@
+"""A real server that gets new weights while completions are under way, in each mode of a pause."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from grpo_jax.engines.server import FleetError
+from tests.engines import sglang_fixtures, tiny
+from tests.engines.faulty_proxy import FaultyProxy
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+
+CONFIG = tiny.config()
+FIRST, LAST = 3, 6  # versions; the weights of version v have the seed v - FIRST.
+PROMPT = [(7 * i + 3) % tiny.VOCABULARY for i in range(40)]
+
+
+@pytest.fixture
+def proxy(sglang_server):
+  with FaultyProxy(sglang_server.address) as proxy:
+    yield proxy
+
+
+@pytest.fixture
+def make(proxy, sglang_model, tmp_path):
+  """Returns a function that makes an engine which speaks through the proxy."""
+  made = []
+
+  def make(**settings):
+    options = {"addresses": (proxy.address,), "control_timeout_s": 60.0, **settings}
+    made.append(sglang_fixtures.make(sglang_model, tmp_path / f"run{len(made)}", **options))
+    return made[-1]
+
+  yield make
+  proxy.released.set()
+  for engine in made:
+    engine.close()
+
+
+def requests_of(count):
+  """Returns completions of several lengths, in groups of eight with prompts of several lengths."""
+  return [
+    tiny.request(i, PROMPT[: 4 + i // 8], seed=i, max_tokens=20 + 7 * (i % 5)) for i in range(count)
+  ]
+
+
+def differences(generation, request):
+  """Returns |logprob - that of the trainer's program with the weights of its version|, a token."""
+  ids, versions = generation.token_ids, generation.weight_versions
+  found = np.full(len(ids), np.nan)
+  for version in set(versions.tolist()):
+    tree = tiny.params(CONFIG, version - FIRST)
+    of_model = tiny.model_logprobs(CONFIG, tree, request.prompt_ids, ids)
+    of_version = np.abs(generation.logprobs - tiny.of_tokens(of_model, ids))
+    found[versions == version] = of_version[versions == version]
+  return found
+
+
+def sampled_meanwhile(engine, requests):
+  """Returns the completions of one call, during which the weights change three times."""
+  marks = {len(requests) * k // 5: FIRST + k for k in (1, 2, 3)}
+  loading, found = [], {}
+
+  def change(version):
+    engine.load_weights(tiny.params(CONFIG, version - FIRST), version=version)
+
+  async def all_of(pool):
+    async for generation in engine.generate(requests):
+      assert generation.request_id not in found
+      found[generation.request_id] = generation
+      if (version := marks.get(len(found))) is not None:
+        loading.append(pool.submit(change, version))
+
+  with ThreadPoolExecutor(1) as pool:
+    asyncio.run(all_of(pool))
+    for each in loading:
+      each.result(120)
+  assert found.keys() == {request.request_id for request in requests}
+  return found
+
+
+def check_versions(found):
+  """Checks that versions never decrease and that all of them sampled something."""
+  versions = [generation.weight_versions for generation in found.values()]
+  assert all((np.diff(each) >= 0).all() for each in versions)
+  assert {v for each in versions for v in each.tolist()} == {*range(FIRST, LAST + 1)}
+  return [len({*each.tolist()}) for each in versions]
+
+
+def largest(found, requests):
+  return max(differences(found[r.request_id], r).max() for r in requests)
+
+
+def later_is_exact(engine):
+  """Checks completions of prompts that the server has met under older weights."""
+  requests = requests_of(40)
+  found = {g.request_id: g for g in tiny.run(engine, requests).values()}
+  assert all((g.weight_versions == LAST).all() for g in found.values())
+  return largest(found, requests) <= 1e-4
+
+
+def test_retracted_completions_continue_as_the_model_of_each_tokens_version(make, record_property):
+  engine, requests = make(), requests_of(200)
+  found = sampled_meanwhile(engine, requests)
+  assert sum(count > 1 for count in check_versions(found)) > 20
+  difference = largest(found, requests)
+  record_property("largest difference", difference)
+  assert difference <= 1e-4
+  assert later_is_exact(engine)
+  metrics = engine.metrics()
+  assert metrics["engine/retries"] == metrics["engine/restarts"] == 0
+
+
+def test_aborted_completions_begin_again_with_the_new_weights(make, proxy):
+  engine, requests = make(pause="abort", max_attempts=1), requests_of(96)
+  found = sampled_meanwhile(engine, requests)
+  assert set(check_versions(found)) == {1}
+  assert largest(found, requests) <= 1e-4 and later_is_exact(engine)
+  metrics = engine.metrics()
+  assert metrics["engine/aborted"] > 20
+  assert metrics["engine/retries"] == metrics["engine/restarts"] == 0
+  asked = [body["rid"] for path, body in proxy.seen if path == "/generate"]
+  probes, later = LAST - FIRST + 1, 40
+  again = len(asked) - (len(requests) + probes + later)
+  assert 20 < again <= metrics["engine/aborted"]  # some were not sent yet.
+
+
+def test_completions_that_keep_their_cache_are_of_no_version_but_later_ones_are(make, proxy):
+  engine, requests = make(pause="in_place"), requests_of(96)
+  found = sampled_meanwhile(engine, requests)
+  counts = check_versions(found)
+  assert sum(count > 1 for count in counts) > 20
+  assert largest(found, requests) > 0.1
+  whole = [r for r in requests if len({*found[r.request_id].weight_versions.tolist()}) == 1]
+  assert largest(found, [r for r in whole if found[r.request_id].weight_versions[0] == 3]) <= 1e-4
+  assert later_is_exact(engine)
+  assert engine.metrics()["engine/retries"] == 0
+  keys = [body["extra_key"] for _, body in proxy.seen if body and "extra_key" in body]
+  assert len({*keys[-40:]}) == 1 and keys[0] not in keys[-40:]
+
+
+def test_a_server_that_would_mislabel_tokens_may_not_pause_in_place(make, proxy):
+  proxy.fail("/server_info", lambda h, _: h.say(200, b'{"disable_overlap_schedule": false}'))
+  with pytest.raises(FleetError, match="in_place': it overlaps .*--disable-overlap-schedule"):
+    make(pause="in_place")
+
+
+def test_a_server_that_cannot_clear_its_cache_loses_its_requests_and_is_given_weights_again(
+  make, proxy
+):
+  engine, requests = make(), requests_of(40)
+
+  def does_it_and_keeps_the_cache(handler, body):
+    handler.upstream(body)
+    said = b'{"success":false,"message":"Weights were updated, but the cache was not flushed"}'
+    handler.say(400, said)
+
+  proxy.fail("/update_weights_from_disk", does_it_and_keeps_the_cache)
+  loads = proxy.count("/update_weights_from_disk")
+  found = sampled_meanwhile(engine, requests)
+  assert proxy.count("/update_weights_from_disk") == loads + 5  # with the question if it can.
+  assert largest(found, requests) <= 1e-4
+  assert engine.metrics()["engine/restarts"] == 1

@@ -1,0 +1,337 @@
+"""New weights while requests are in flight, in virtual time: 1,000 random schedules."""
+
+import asyncio
+import collections
+import dataclasses
+import itertools
+import pathlib
+import random
+import types
+
+import numpy as np
+import pytest
+
+from grpo_jax.engines import fleet, pausing
+from grpo_jax.engines.calls import Call
+from grpo_jax.engines.dispatch import Dispatcher, Job
+from grpo_jax.engines.fleet import Fleet
+from grpo_jax.engines.server import Adapter, Options, Weights
+from grpo_jax.engines.sglang_client import Timeouts
+from grpo_jax.models import lora
+from tests.engines import simulated, tiny
+from tests.engines.simulated import MIXED, TICK_S, Simulated, SimulatedClient, SimulatedProcess
+
+TIMEOUTS = Timeouts(generate_s=60.0, control_s=4.0, health_s=3.0)
+PROBE = (1, 2, 3)
+PROMPTS = ((1,), (2, 3), (4, 5, 6))  # few, so that later requests find prefixes of earlier ones.
+KINDS = ("launched", "given", "shared", "adapters")
+
+
+@dataclasses.dataclass
+class Found:
+  """A completion, and between which moments it was under way."""
+
+  generation: object
+  request: object
+  process: int
+  least: int  # newest version that had been published to its process when it was asked for.
+  began: float
+  ended: float
+
+
+@dataclasses.dataclass
+class Blow:
+  """A fault in the midst of an update: before or after a call to the server."""
+
+  call: str
+  fault: str
+  is_after: bool
+  fell: bool = False
+
+
+class World:
+  """Servers, the fleets of one or two processes that use them, and what happened."""
+
+  def __init__(self, chance, *, kind, mode, servers, patch, is_calm, blow=None):
+    self.chance, self.kind, self.mode, self.is_calm = chance, kind, mode, is_calm
+    self.blow = blow  # the one thing that happens to the first server, in a calm schedule.
+    self.servers = [Simulated(chance) for _ in range(servers)]
+    self.begun = self.published = -1
+    self.published_to = [-1, -1]
+    self.updates = []  # (begin, end) of each.
+    self.found = []
+    is_launched = kind == "launched"
+    options = Options(
+      addresses=() if is_launched else tuple(f"http://{i}" for i in range(servers)),
+      servers=servers,
+      launch=types.SimpleNamespace(first=0, command=None) if is_launched else None,
+      pause=mode,
+      adapter=lora.Options(rank=2) if kind == "adapters" else None,
+      timeouts=TIMEOUTS,
+      start_timeout_s=30.0,
+      health_every_s=2.0,
+      max_restarts=10_000,
+      is_shared=kind == "shared",
+    )
+    patch.setattr(fleet.ServerProcess, "start", self._start)
+    self.dispatchers, self.fleets = [], []
+    for process in range(2 if kind == "shared" else 1):
+      dispatcher = Dispatcher(
+        servers=servers,
+        in_flight=6,
+        max_attempts=1 if is_calm and not blow else 10_000,
+        vocab_size=61,
+        seeded=True,
+        pause=mode,
+      )
+      made = Fleet(dataclasses.replace(options, controls=process == 0), dispatcher)
+      made.client = lambda address: None  # `_bring_up` asks for it, see `_up`.
+      self.dispatchers.append(dispatcher)
+      self.fleets.append(made)
+    for made in self.fleets:
+      for server in made.servers:
+        server.bring_up = self._up(server)
+
+  def _start(self, launch, *, index, **options):
+    self.servers[index].restart(needs=self.begun)
+    return SimulatedProcess(self.servers[index])
+
+  def _up(self, server):
+    bring_up = server.bring_up
+    client = SimulatedClient(self.servers[server.index], TIMEOUTS)
+    if self.blow is not None and server.index == 0:
+      setattr(client, self.blow.call, self._struck(getattr(client, self.blow.call)))
+    return lambda process, _, *rest, **options: bring_up(process, client, *rest, **options)
+
+  def _struck(self, call):
+    """Returns a call to a server that is killed or stopped by it, once, at the second version."""
+
+    async def struck(*arguments, **options):
+      blow = self.blow
+      is_due = self.begun == 1 and not blow.fell
+      blow.fell |= is_due
+      if is_due and not blow.is_after:
+        getattr(self.servers[0], blow.fault)()
+      result = await call(*arguments, **options)
+      if is_due and blow.is_after:
+        getattr(self.servers[0], blow.fault)()
+      return result
+
+    return struck
+
+  def now(self):
+    return asyncio.get_running_loop().time()
+
+  async def tick(self):
+    while True:
+      await asyncio.sleep(TICK_S)
+      for server in self.servers:
+        server.tick()
+
+  async def publish(self, version):
+    """As `SGLangEngine._publish` does it."""
+    folder = pathlib.Path(f"weights-{version}")
+    adapter = Adapter(f"adapter-{version}", pathlib.Path("base--1"), "base")
+    weights = Weights(
+      version,
+      folder,
+      PROBE,
+      np.full(len(PROBE) - 1, -(version + 1.0)),
+      adapter if self.kind == "adapters" else None,
+    )
+    began, self.begun = self.now(), version
+    main, *others = self.fleets
+    for each in others:
+      await each.hold()
+    await main.publish(weights)
+    self.published_to[0] = version
+    for each in others:
+      await each.publish(weights)
+    self.published_to[1] = self.published = version
+    self.updates.append((began, self.now()))
+
+  async def ask(self, process, number):
+    """Asks for some completions and keeps what comes."""
+    chance = self.chance
+    requests = [
+      tiny.request(
+        f"{process}.{number}.{i}",
+        chance.choice(PROMPTS),
+        seed=chance.randrange(50),
+        max_tokens=chance.choice((1, 3, 10, 30, 60)),
+      )
+      for i in range(chance.randint(1, 8))
+    ]
+    least, began = self.published_to[process], self.now()
+    call = Call(requests, None)
+    self.dispatchers[process].submit([Job([request], call) for request in requests])
+    by_id = {request.request_id: request for request in requests}
+    async for generation in call.stream():
+      request = by_id.pop(generation.request_id)  # each comes once.
+      self.found.append(Found(generation, request, process, least, began, self.now()))
+    assert not by_id
+
+  async def trouble(self):
+    """Kills, stops and restarts servers at random moments."""
+    chance = self.chance
+    while True:
+      await asyncio.sleep(chance.expovariate(1 / 4.0))
+      server = chance.choice(self.servers)
+      what = chance.choice(("kill", "hang", "flush"))
+      if what == "flush":
+        server.refuses_flush = chance.randint(0, 2)
+      elif what == "hang":
+        server.hang()
+      else:
+        server.kill()
+      if self.kind != "launched":  # somebody else repairs it.
+        await asyncio.sleep(chance.uniform(0.1, 12.0))
+        if server.state == "dead":
+          server.restart()
+        server.wake()
+
+  async def go(self):
+    chance = self.chance
+    for each in self.fleets:
+      await each.start()
+    self.helpers = [asyncio.create_task(self.tick())]
+    await self.publish(0)
+    if not self.is_calm:
+      self.helpers.append(asyncio.create_task(self.trouble()))
+    asking = []
+
+    async def ask_often():
+      for number in range(chance.randint(2, 5)):
+        for process in range(len(self.fleets)):
+          asking.append(asyncio.create_task(self.ask(process, number)))
+        await asyncio.sleep(chance.uniform(0.0, 3.0))
+
+    async def publish_often():
+      for version in range(1, chance.randint(3, 6)):
+        await asyncio.sleep(chance.uniform(0.0, 2.5))
+        await self.publish(version)
+
+    async with asyncio.timeout(2000.0):
+      await asyncio.gather(ask_often(), publish_often())
+      await asyncio.gather(*asking)
+
+  async def end(self):
+    for each in self.fleets:
+      await each.close()
+    left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in left:
+      task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+
+  def check(self):
+    """Checks each completion: its tokens, its versions, and what computed them."""
+    assert not [flaw for server in self.servers for flaw in server.flaws]
+    names = [each.request.request_id for each in self.found]
+    assert len(names) == len(set(names))
+    assert all(dispatcher.in_flight == 0 for dispatcher in self.dispatchers)
+    for each in self.found:
+      generation, request = each.generation, each.request
+      count = request.sampling.max_tokens
+      wanted = [(request.seed + i) % 50 for i in range(count)]
+      assert generation.token_ids.tolist() == wanted
+      versions = generation.weight_versions
+      assert (np.diff(versions) >= 0).all() and each.least <= versions[0]
+      assert versions[-1] <= self.published
+      off = generation.logprobs + (versions + 1.0)
+      if self.mode == pausing.IN_PLACE and self.kind != "adapters":
+        assert set(off.tolist()) <= {0.0, MIXED}
+        alone = all(end < each.began or begin > each.ended for begin, end in self.updates)
+        assert not alone or not off.any(), "begun from keys and values of older weights"
+      else:
+        assert not off.any(), f"{generation.logprobs} are not those of {versions}"
+      if self.mode == pausing.ABORT or self.kind == "adapters":
+        assert len(set(versions.tolist())) == 1
+
+
+def schedule(seed, patch, **fixed):
+  """Returns what happened in a random schedule, checked; its kind and mode may be given."""
+  chance = random.Random(seed)
+  drawn = {"kind": chance.choice(KINDS), "mode": chance.choice(pausing.MODES), "is_calm": False}
+  chosen = {**drawn, **fixed}
+  worlds = []
+
+  async def go():
+    world = World(chance, patch=patch, **{"servers": chance.randint(1, 3), **chosen})
+    worlds.append(world)
+    try:
+      await world.go()
+    finally:
+      await world.end()
+
+  simulated.run(go(), patch)
+  worlds[0].check()
+  return worlds[0]
+
+
+def versions_of(world, process=None):
+  """Returns how many versions each completion has."""
+  return [
+    len(set(each.generation.weight_versions.tolist()))
+    for each in world.found
+    if process in (None, each.process)
+  ]
+
+
+HUNDREDS = [0, *(pytest.param(hundred, marks=pytest.mark.slow) for hundred in range(1, 10))]
+
+
+@pytest.mark.parametrize("hundred", HUNDREDS)
+def test_nothing_is_lost_or_doubled_and_versions_are_true_in_1000_random_schedules(
+  hundred, monkeypatch
+):
+  seen = collections.Counter()
+  for seed in range(100 * hundred, 100 * hundred + 100):
+    with monkeypatch.context() as patch:
+      try:
+        world = schedule(seed, patch)
+      except BaseException as error:
+        error.add_note(f"schedule {seed}")
+        raise
+    counts = versions_of(world)
+    seen["completions"] += len(counts)
+    seen["of several versions"] += sum(count > 1 for count in counts)
+    seen["retries"] += sum(d.retries for d in world.dispatchers)
+    seen["aborted"] += sum(d.aborted for d in world.dispatchers)
+    seen["lost"] += sum(f.restarts for f in world.fleets)
+    mixed = [(each.generation.logprobs < MIXED / 2).any() for each in world.found]
+    seen["mixed"] += sum(mixed)
+  assert all(seen[name] > 20 for name in seen), seen
+
+
+@pytest.mark.parametrize("mode", pausing.MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_healthy_servers_answer_each_request_at_the_first_attempt(kind, mode, monkeypatch):
+  """New weights cost no attempt, and no process gives up a server that another one updates."""
+  several = collections.Counter()
+  for seed in range(6):
+    with monkeypatch.context() as patch:
+      world = schedule(seed, patch, kind=kind, mode=mode, is_calm=True)
+    assert sum(d.retries for d in world.dispatchers) == sum(f.restarts for f in world.fleets) == 0
+    for process in range(len(world.fleets)):
+      several[process] += sum(count > 1 for count in versions_of(world, process))
+  continues = mode != pausing.ABORT and kind != "adapters"
+  assert all((count > 0) == continues for count in several.values()), several
+
+
+CALLS = ("pause", "abort_all", "load", "resume", "score")
+
+
+@pytest.mark.parametrize("fault", ["kill", "hang"])
+@pytest.mark.parametrize("mode", pausing.MODES)
+def test_a_server_lost_at_any_moment_of_an_update_is_replaced_and_nothing_with_it(
+  mode, fault, monkeypatch
+):
+  for number, (call, is_after) in enumerate(itertools.product(CALLS, (False, True))):
+    if call == "abort_all" and mode != pausing.ABORT:
+      continue
+    blow = Blow(call, fault, is_after)
+    chosen = {"kind": "launched", "mode": mode, "servers": 1 + number % 2, "is_calm": True}
+    with monkeypatch.context() as patch:
+      world = schedule(number, patch, blow=blow, **chosen)
+    assert blow.fell and world.fleets[0].restarts == 1, blow
+    assert world.servers[0].weights == world.published

@@ -1,0 +1,320 @@
+"""Whole runs that sample ahead of learning: what repeats, what continues, what is learned from."""
+
+import collections
+import json
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import configs.base
+from grpo_jax import metrics, train
+from grpo_jax.config import configuration
+from grpo_jax.engines import jax_sampler
+from grpo_jax.models import loading, tiny
+from tests import dataloaders, rewards
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+ROWS = 23
+PROMPTS, GROUP = 3, 4
+IN_FLIGHT = {
+  "rollout.max_staleness": 2,
+  "rollout.order": "finished",
+  "rollout.in_flight_updates": True,
+}
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+  """The settings of a run of four steps on a tiny model, one step ahead."""
+  folder = tmp_path_factory.mktemp("input")
+  rows = [{"problem": f"{i} + {i}", "expected_answer": str(2 * i)} for i in range(ROWS)]
+  (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  return {
+    "total_steps": 4,
+    "model.path": str(tiny.write(folder / "model")),
+    "model.compute_dtype": "float32",
+    "data.path": str(folder / "rows.jsonl"),
+    "data.environment": "own",
+    "rollout.prompts_per_step": PROMPTS,
+    "rollout.group_size": GROUP,
+    "rollout.max_tokens": 96,
+    "rollout.max_staleness": 1,
+    "sampling.max_tokens": 8,
+    "engine.max_rows": 8,
+    "batching.row_tokens": 128,
+    "loss.kl_coef": 0.0,
+    "loss.importance_correction": "token",
+    "optim.learning_rate": 1e-2,
+    "evaluation.every_steps": 2,
+    "evaluation.num_prompts": 4,
+    "evaluation.at_start": False,
+    "checkpoint.every_steps": 1,
+    "checkpoint.keep_last": None,
+    "learn.report_all_every_steps": 0,
+    "learn.report_kl_every_steps": 0,
+    "logging.tensorboard": False,
+    "logging.sinks": ("jsonl",),
+  }
+
+
+@pytest.fixture
+def run(settings, tmp_path):
+  """Runs in a folder of this name, or continues it; returns the folder."""
+
+  def start(name="run", *, stop=False, reward="variety", **changes):
+    config = configs.base.get_config()
+    config.environments = {"own": {"module": "function", "path": f"tests.rewards.{reward}"}}
+    named = {key.replace("__", "."): value for key, value in changes.items()}
+    config.update_from_flattened_dict({**settings, **named})
+    train.train(config, tmp_path / name, stop=stop)
+    return tmp_path / name
+
+  return start
+
+
+class StopWhen:
+  """A flag that becomes true when a run has learned some steps, and was asked some more times."""
+
+  def __init__(self, workdir, steps, looks=0):
+    self._file, self._steps, self._looks = workdir / "metrics.jsonl", steps, looks
+
+  def __bool__(self):
+    lines = self._file.read_text().splitlines() if self._file.exists() else []
+    if sum("weight_version" in line for line in lines) < self._steps:
+      return False
+    self._looks -= 1
+    return self._looks < 0
+
+
+def told(workdir):
+  lines = (workdir / "metrics.jsonl").read_text().splitlines()
+  return [metrics.reproducible(json.loads(line)) for line in lines]
+
+
+def weights(workdir):
+  return jax.tree.leaves(loading.load(workdir / "export").params)
+
+
+def assert_same_end(workdir, expected):
+  assert told(workdir) == told(expected)
+  for mine, theirs in zip(weights(workdir), weights(expected), strict=True):
+    np.testing.assert_array_equal(mine, theirs)
+
+
+def learned_from(workdir):
+  """Returns the prompts of each step, from the files of rollouts."""
+  found = []
+  for file in sorted((workdir / "rollouts").glob("step_*.jsonl")):
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    counts = collections.Counter(record["prompt_id"] for record in records)
+    assert {*counts.values()} <= {GROUP}
+    found.append([*counts])
+  return found
+
+
+def assert_each_once(workdir, count=ROWS, steps=None):
+  """Checks that the steps have learned from `count` prompts of the first epoch, each once."""
+  flat = [name for names in learned_from(workdir) for name in names]
+  assert len(flat) == len({*flat}) == count
+  assert {name.split(":")[1] for name in flat} == {"0"}
+  assert steps is None or len(learned_from(workdir)) == steps
+
+
+def position(workdir, step):
+  info = json.loads((workdir / "checkpoints" / f"step_{step:08d}" / "info.json").read_text())
+  return info["extra"]["stream"]
+
+
+def staleness(workdir):
+  return [
+    line["rollout/staleness_max"] for line in told(workdir) if "rollout/staleness_max" in line
+  ]
+
+
+# --- one block after the other: everything repeats ---
+
+
+def test_a_run_one_step_ahead_repeats_bit_for_bit_wherever_it_is_stopped(run, tmp_path):
+  first = run("first")
+  assert staleness(first) == [0, 1, 1, 1]
+  assert_each_once(first, 4 * PROMPTS)
+  stored = position(first, 2)
+  assert len(stored["ahead"]["ready"]) == PROMPTS  # of the step after it.
+  assert position(first, 4)["ahead"]["waiting"] == []  # nothing is sampled for later steps.
+  assert_same_end(run("second"), first)
+  for looks in (0, 2, 4):
+    name = f"stopped-{looks}"
+    stopped = run(name, stop=StopWhen(tmp_path / name, 2, looks))
+    assert len([line for line in told(stopped) if "weight_version" in line]) in (2, 3)
+    assert_same_end(run(name), first)
+
+
+def test_a_stop_while_groups_under_way_are_waited_for_repeats_the_step(run, tmp_path, monkeypatch):
+  """The gradients are known, the weights are the old ones: what is saved is exact."""
+  first = run("first")
+  asked = []
+  variety = rewards.variety
+
+  def slow(prompt, completion, info):
+    calls.append(1)
+    if len(calls) == 2 * PROMPTS * GROUP + 1:  # of the third block, while step 1 is learned.
+      asked.append(1)
+      time.sleep(1.0)
+    return variety(prompt, completion, info)
+
+  calls = []
+  with monkeypatch.context() as patch:
+    patch.setattr(rewards, "variety", slow)
+    run("stopped", stop=asked)
+  assert [line["step"] for line in told(tmp_path / "stopped")] == [0]
+  assert_same_end(run("stopped"), first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"rollout__max_staleness": 3},
+    {"learn__epochs": 2, "learn__minibatches": 2},
+    {"advantages__estimator": "remax"},
+    {"model__lora__rank": 4},
+    {"model__lora__rank": 4, "model__lora__base_dtype": "int8"},
+    {"total_steps": 50, "data__epochs": 1, "evaluation__every_steps": 0},
+    {
+      "reward": "vowels_of_some",
+      "rollout__max_staleness": 2,
+      "dynamic_sampling__enabled": True,
+      "dynamic_sampling__prompts_per_round": 5,
+    },
+  ],
+  ids=["three_ahead", "several_updates", "greedy", "lora", "int8", "end_of_data", "dynamic"],
+)
+def test_every_kind_of_run_repeats_bit_for_bit(changes, run, tmp_path):
+  first = run("first", **changes)
+  assert max(staleness(first)) == changes.get("rollout__max_staleness", 1)
+  for looks in (0, 1, 3):
+    name = f"stopped-{looks}"
+    run(name, stop=StopWhen(tmp_path / name, 2, looks), **changes)
+    assert_same_end(run(name, **changes), first)
+  if "data__epochs" in changes:
+    assert_each_once(first, steps=-(-ROWS // PROMPTS))
+
+
+# --- other options when it continues ---
+
+
+def test_a_run_continues_with_other_bounds_and_loses_no_prompt(run, tmp_path):
+  """Farther ahead, then synchronously, then ahead with more prompts a step, to the end of data."""
+  usual = {"data__epochs": 1, "evaluation__every_steps": 0, "evaluation__at_end": False}
+  run(rollout__max_staleness=2, total_steps=2, **usual)
+  run(rollout__max_staleness=1, total_steps=3, **usual)
+  run(rollout__max_staleness=0, total_steps=4, **usual)
+  run(rollout__max_staleness=2, total_steps=5, **usual)
+  end = run(rollout__max_staleness=1, total_steps=50, rollout__prompts_per_step=5, **usual)
+  assert_each_once(end, steps=5 + 2)
+  assert [len(each) for each in learned_from(end)] == [3] * 5 + [5, 3]
+  assert max(staleness(end)) <= 2
+
+
+def test_prompts_that_others_have_overtaken_are_not_lost_by_a_synchronous_run(run):
+  run(total_steps=2, **named(IN_FLIGHT), sampling__max_tokens=2)
+  folder = run(total_steps=3, **named(IN_FLIGHT), sampling__max_tokens=2)
+  info = folder / "checkpoints" / "step_00000003" / "info.json"
+  stored = json.loads(info.read_text())
+  waiting = stored["extra"]["stream"]["ahead"]["waiting"]
+  blocks = stored["extra"]["stream"]["ahead"]["blocks"]
+  assert sum(block["count"] for block in blocks) == len(waiting)  # every block is whole, or:
+  with pytest.raises(configuration.ConfigError, match="later ones of the same block have overtak"):
+    split(folder, stored)
+    run(total_steps=4, rollout__max_staleness=0)
+
+
+def split(folder, stored):
+  """Changes the checkpoint as if a step had taken a part of a block."""
+  from grpo_jax.files import manifest
+
+  ahead = stored["extra"]["stream"]["ahead"]
+  if not ahead["blocks"]:
+    start = stored["extra"]["stream"]["prompts"]
+    block = {"first": 9, "count": 3, "index": 3, "state": start, "metrics": {}}
+    ahead["blocks"], ahead["waiting"] = [block], [[9, 3], [10, 3]]
+  else:
+    ahead["waiting"] = ahead["waiting"][1:]
+  checkpoint = folder / "checkpoints" / "step_00000003"
+  (checkpoint / "info.json").write_text(json.dumps(stored))
+  manifest.write(checkpoint)
+
+
+def named(settings):
+  return {key.replace(".", "__"): value for key, value in settings.items()}
+
+
+# --- in flight, whoever finishes first ---
+
+
+@pytest.mark.parametrize(
+  "more",
+  [
+    {},
+    pytest.param({"rollout.on_stale": "drop"}, marks=pytest.mark.slow),
+    pytest.param({"rollout.on_stale": "mask"}, marks=pytest.mark.slow),
+  ],
+  ids=["wait", "drop", "mask"],
+)
+def test_every_prompt_of_the_data_is_learned_from_once_in_whatever_order(more, run, tmp_path):
+  options = named({**IN_FLIGHT, **more, "data.epochs": 1, "total_steps": 50})
+  run(stop=StopWhen(tmp_path / "run", 2), **options)
+  run(stop=StopWhen(tmp_path / "run", 4, 2), **options)
+  end = run(**options)
+  assert_each_once(end, steps=-(-ROWS // PROMPTS))
+  assert max(staleness(end)) <= 2
+
+
+# --- curricula ---
+
+
+def test_a_curriculum_has_seen_the_steps_before_that_at_which_it_is_asked(run):
+  dataloaders.asked_at.clear()
+  path = "tests.dataloaders.recording"
+  run(data__dataloader=path, rollout__max_staleness=2, total_steps=5)
+  # Blocks 0, 1 and 2 are read before step 0, block s + 2 when step s begins.
+  assert dataloaders.asked_at[-5:] == [None, None, None, 0, 1]
+
+
+# --- failures ---
+
+
+def test_an_engine_that_fails_in_the_background_ends_the_run_and_loses_no_step(run, monkeypatch):
+  first = run("first")
+  generate = jax_sampler.JaxSampler.generate
+  calls = []
+
+  def failing(self, requests, **options):
+    calls.append(len(requests))
+    if len(calls) == 3:  # the third block, while the second step is learned.
+      raise FloatingPointError("the logits are not finite")
+    return generate(self, requests, **options)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(jax_sampler.JaxSampler, "generate", failing)
+    with pytest.raises(FloatingPointError, match="the logits are not finite"):
+      run("failed")
+  assert not [each.name for each in threading.enumerate() if each.name == "rollout"]
+  failed = run("failed")
+  assert_same_end(failed, first)
+
+
+def test_a_trainer_that_fails_while_groups_are_in_flight_leaves_no_thread(run, monkeypatch):
+  from grpo_jax.run_folder import steps
+
+  def fail(self, record):
+    raise MemoryError("the trainer is out of memory")
+
+  monkeypatch.setattr(steps.Books, "record", fail)
+  with pytest.raises(MemoryError, match="the trainer is out of memory"):
+    run(**named(IN_FLIGHT))
+  assert not [each.name for each in threading.enumerate() if each.name == "rollout"]
