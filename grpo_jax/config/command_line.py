@@ -150,6 +150,7 @@ def _override(config: ConfigDict, parsed: flags.FlagValues, argv: Sequence[str])
   if complaints:
     raise ConfigError("\n".join(complaints))
   may_be_none = configuration.nullable(config)
+  before = configuration.fields(config)
   for kind, reader in READERS.items():
     config_flags.register_flag_parser_for_type(kind, reader)
   try:
@@ -165,6 +166,9 @@ def _override(config: ConfigDict, parsed: flags.FlagValues, argv: Sequence[str])
   values = configuration.fields(config)
   for name in names:
     if name in values and values[name] is None and name not in may_be_none:
+      if isinstance(before[name], str) and _take(argv, f"config.{name}")[0][-1:] == ["none"]:
+        config.update_from_flattened_dict({name: "none"})  # a word like any other.
+        continue
       raise ConfigError(f"--config.{name}=None: this field needs a value, None is not allowed")
   return rest
 

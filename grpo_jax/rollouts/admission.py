@@ -34,7 +34,7 @@ class Rule:
     groups_per_step: Number P of groups of a step.
     order: "prompt": groups are taken in the order of their prompts; "finished": in the order in
       which they finish, as far as deadlines allow.
-    on_stale: What happens to groups that are too old: "wait": there are none, because a step waits
+    on_stale: Treatment of groups that are too old: "wait": there are none, because a step waits
       for those whose deadline it is; "drop": they are given up and sampled again; "mask": their
       tokens that are too old are not learned from.
   """

@@ -184,7 +184,7 @@ class Background:
 
 
 class _Stopwatch:
-  """Measures for how long at least one of several things has been going on."""
+  """Measures for how long at least one of several things has lasted."""
 
   def __init__(self):
     self._lock = threading.Lock()  # guards all below.

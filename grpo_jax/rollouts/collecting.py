@@ -270,7 +270,7 @@ class _Collector:
     Args:
       turns: Samples turns.
       limits: Bounds of an attempt.
-      slots: How much is done at a time.
+      slots: Bounds of what is done at a time.
       attempts: Attempts of each prompt, in the order of their numbers.
     """
     self._turns = turns

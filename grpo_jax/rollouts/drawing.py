@@ -163,7 +163,7 @@ def read(prompts: PromptSource, count: int, *, of: str) -> list[Prompt]:
   Args:
     prompts: Source of the prompts.
     count: Number of prompts.
-    of: What the prompts are for, for messages: "step 3".
+    of: Use of the prompts, for messages: "step 3".
 
   Raises:
     DisagreementError: The processes of the run have different prompts.

@@ -19,7 +19,8 @@ def get_config(word="none"):
     "word": word, "seed": 1, "rate": 1e-3, "on": True, "off": False,
     "untyped": None, "number": config_dict.placeholder(float), "name": config_dict.placeholder(str),
     "count": config_dict.placeholder(int), "clamp": FieldReference(20.0),
-    "loss": {"clip_low": 0.2}, "pair": (1, 2), "words": ("a", "b"), "empty": (), "many": [1, 2],
+    "loss": {"clip_low": 0.2, "kl_weight": "score"},
+    "pair": (1, 2), "words": ("a", "b"), "empty": (), "many": [1, 2],
     "args": {}, "sources": [{"path": "x"}],
     "data": {"task_args": {}}, "environments": {"math": {"workers": 2, "settings": {"a": 1}}},
   })
@@ -64,6 +65,7 @@ def config_of(path, *arguments):
     ("--config.name=/a/b.jsonl", "name", "/a/b.jsonl"),
     ("--config.count=5", "count", 5),
     ("--config.clamp=None", "clamp", None),
+    ("--config.loss.kl_weight=none", "loss.kl_weight", "none"),
     ("--config.clamp=5", "clamp", 5.0),
     ("--config.loss.clip_low=0.3", "loss.clip_low", 0.3),
     ("--config.pair=3,4,5", "pair", (3, 4, 5)),

@@ -121,7 +121,7 @@ def test_a_fleet_is_closed_also_while_one_of_its_servers_is_looked_at(monkeypatc
     def opened(self, server):
       pass
 
-    closed = failed = opened
+    closed = failed = aborted_by_weights = opened
 
     def oldest(self):
       return None

@@ -171,19 +171,29 @@ def test_where_layers_differ_windows_reach_over_prompt_and_completion():
   assert updates.mismatch(found, wanted) < 2e-5
 
 
-def test_in_bfloat16_a_recomputed_cache_is_rounded_as_the_trainer_rounds():
+def test_in_bfloat16_a_recomputed_cache_is_as_near_to_the_trainer_as_one_of_these_weights():
   model_config = tiny.config("qwen2")
   requests, trees = requests_of((3, 20), 4, max_tokens=24), weights(2, model_config)
-  engine = sampler(model_config, compute_dtype="bfloat16")
-  found = updates.run(engine, requests, trees[1:], (2,))
-  distances = []
-  for request in requests:
-    x = found[request.request_id]
-    at = x.weight_versions == 1
-    given = (model_config, trees[1], request.prompt_ids, x.token_ids)
-    wanted = tiny.model_logprobs(*given, products=Products("bfloat16"))
-    distances.append(np.abs(x.logprobs - tiny.of_tokens(wanted, x.token_ids))[at])
-  assert np.concatenate(distances).mean() < 1e-4
+
+  def distance(generations):
+    found = []
+    for request in requests:
+      x = generations[request.request_id]
+      at = x.weight_versions == 1
+      given = (model_config, trees[1], request.prompt_ids, x.token_ids)
+      wanted = tiny.model_logprobs(*given, products=Products("bfloat16"))
+      found.append(np.abs(x.logprobs - tiny.of_tokens(wanted, x.token_ids))[at])
+    return np.concatenate(found).mean()
+
+  settings = {"compute_dtype": "bfloat16"}
+  update = (requests, trees[1:], (2,))
+  unbroken = sampler(model_config, **settings)
+  unbroken.load_weights(trees[1], version=1)
+  rounding = distance(tiny.run(unbroken, requests))
+  kept = sampler(model_config, recompute_cache=False, **settings)
+  assert 0 < rounding < 3e-3
+  assert distance(updates.run(sampler(model_config, **settings), *update)) < 2 * rounding
+  assert distance(updates.run(kept, *update)) > 100 * rounding
 
 
 BASES = {"float32": None, "int8": quantized.Int8, "nf4": quantized.Nf4}
@@ -289,8 +299,10 @@ def test_on_a_mesh_the_ring_stays_where_it_is_as_completions_are_read_again(shap
   found = hlo_collectives.collectives(job.run().as_text(), devices=8)
   moved = {array.shape for one in found for array in one.arrays}
   ring = given.decode[2][0][0].shape
-  # Of the rows that a call reads again, those that other devices have, and never the ring.
-  assert moved and max(map(np.prod, moved)) < np.prod(ring) / 2
+  # Of the rows that a call reads again, those that other devices have, and never the ring. Kernels
+  # are gathered, too: they have no axis of a head's 10 dimensions beside one of 16 columns.
+  cached = {shape for shape in moved if 10 in shape and 16 in shape}
+  assert cached and max(map(np.prod, cached)) < np.prod(ring) / 2
 
 
 @pytest.mark.parametrize("in_flight", [True, False])

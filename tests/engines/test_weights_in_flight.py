@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import pathlib
 import random
-import types
+import sys
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from grpo_jax.engines import fleet, pausing
 from grpo_jax.engines.calls import Call
 from grpo_jax.engines.dispatch import Dispatcher, Job
 from grpo_jax.engines.fleet import Fleet
+from grpo_jax.engines.launching import LaunchOptions
 from grpo_jax.engines.server import Adapter, Options, Weights
 from grpo_jax.engines.sglang_client import Timeouts
 from grpo_jax.models import lora
@@ -24,6 +25,7 @@ from tests.engines.simulated import MIXED, TICK_S, Simulated, SimulatedClient, S
 TIMEOUTS = Timeouts(generate_s=60.0, control_s=4.0, health_s=3.0)
 PROBE = (1, 2, 3)
 PROMPTS = ((1,), (2, 3), (4, 5, 6))  # few, so that later requests find prefixes of earlier ones.
+LAUNCH = LaunchOptions(python=pathlib.Path(sys.executable), log_folder=pathlib.Path())
 KINDS = ("launched", "given", "shared", "adapters")
 
 
@@ -64,7 +66,7 @@ class World:
     options = Options(
       addresses=() if is_launched else tuple(f"http://{i}" for i in range(servers)),
       servers=servers,
-      launch=types.SimpleNamespace(first=0, command=None) if is_launched else None,
+      launch=LAUNCH if is_launched else None,
       pause=mode,
       adapter=lora.Options(rank=2) if kind == "adapters" else None,
       timeouts=TIMEOUTS,

@@ -14,6 +14,7 @@ import pytest
 
 from grpo_jax import batching
 from grpo_jax.batching import packing
+from grpo_jax.compilation.programs import Program
 from grpo_jax.learn import optim, screening, selecting, sharding, train_step
 from grpo_jax.rl import objectives
 from grpo_jax.rl.logprobs import gather_loss_tokens
@@ -63,8 +64,10 @@ def params():
 
 
 def score_of(weights, batch):
-  """Scores without a program, as a `Selector` calls it."""
   return logprobs(weights, batch, False)
+
+
+SCORE = Program(jax.jit(score_of))
 
 
 @functools.cache
@@ -176,7 +179,7 @@ def test_the_choice_sees_the_old_logprobs_that_the_loss_interpolates():
 
   def chosen(name, **fields):
     options = {**LOSSES["clip_cov_interpolated"], "clip_cov_ratio": 1.0, "old_logprobs": name}
-    made = selecting.Selector(objectives.make(kl_coef=0.0, **options).options, score_of)
+    made = selecting.Selector(objectives.make(kl_coef=0.0, **options).options, SCORE)
     given = dataclasses.replace(minibatch, microbatches=(dataclasses.replace(batch, **fields),))
     return np.asarray(made(params(), given, (0, 0, 0)).microbatches[0].selected)
 
