@@ -109,6 +109,7 @@ class Server:
     self._is_shared = is_shared
     self._options = adapter
     self._pause = pause
+    self._is_stale = False  # whether it is paused with keys and values of older weights.
     self.process: ServerProcess | None = None
     self.version: int | None = None  # version of the weights that it was proven to use.
     self.adapter: str | None = None  # name of the adapter of that version.
@@ -212,6 +213,9 @@ class Server:
     try:
       # A killed trainer may have left it paused and busy.
       if self.process is None and self._controls:
+        if self._is_stale:  # it stays paused until the next `update` has cleared its cache.
+          await self.client.model_info()
+          return None
         await self.client.resume()
         if not (self._is_shared and self.has_been_up):  # later requests are of this run.
           await self.client.abort_all()
@@ -276,9 +280,11 @@ class Server:
       await self._answered(client.load(str(folder), version, keeps_cache=keeps_cache))
     except FleetError as error:
       if sglang_messages.kept_its_cache(str(error)):  # what is stale may not be used.
+        self._is_stale = True
         raise ServerLost(str(error)) from error
       await self._answered(client.resume())  # a server that others use continues as before.
       raise
+    self._is_stale = False
     if self.is_asleep:
       await self._answered(client.resume_cache())
       self.is_asleep = False
