@@ -29,6 +29,7 @@ KERNELS = ROOT / "kernels"
 STEPS = 6
 SURPLUS = "dynamic_sampling/from_surplus"
 KILLS = int(os.environ.get("GRPO_JAX_KILLS", "4"))
+EPOCHS = max(8, KILLS)  # of 4 steps each, so that the run lasts that long.
 SEED = int(os.environ.get("GRPO_JAX_SEED", "1"))
 
 SETTINGS = {
@@ -70,7 +71,6 @@ SETTINGS = {
 IN_FLIGHT = """
   config.environments = {"own": {"module": "function", "path": "tests.rewards.vowels"}}
   config.total_steps = 1000
-  config.data.epochs = 8
   config.rollout.max_staleness = 2
   config.rollout.order = "finished"
   config.rollout.in_flight_updates = True
@@ -215,7 +215,7 @@ def test_ctrl_c_ends_with_a_checkpoint_and_the_run_goes_on(command, unbroken, tm
 
 
 def test_a_run_in_flight_that_is_killed_learns_from_every_prompt_once(tmp_path):
-  command = command_of(IN_FLIGHT, tmp_path)
+  command = command_of(f"{IN_FLIGHT}\n  config.data.epochs = {EPOCHS}\n", tmp_path)
   workdir = tmp_path / "run"
   draw = random.Random(SEED)
   kills = 0
@@ -242,9 +242,9 @@ def test_a_run_in_flight_that_is_killed_learns_from_every_prompt_once(tmp_path):
   assert len(learned) == len(steps)
   flat = [name for names in learned for name in names]
   print(f"{kills} kills, {len(steps)} steps")
-  expected = {f"{epoch}:{row}" for epoch in range(8) for row in range(11)}
+  expected = {f"{epoch}:{row}" for epoch in range(EPOCHS) for row in range(11)}
   assert len(flat) == len({*flat}) and {name.partition(":")[2] for name in flat} == expected
-  for epoch in range(7):  # no prompt is left behind.
+  for epoch in range(EPOCHS - 1):  # no prompt is left behind.
     of = lambda number: [
       step for step, names in enumerate(learned) if any(f":{number}:" in name for name in names)
     ]
@@ -252,4 +252,5 @@ def test_a_run_in_flight_that_is_killed_learns_from_every_prompt_once(tmp_path):
 
 
 def prompts_of(file):
-  return list(dict.fromkeys(json.loads(line)["prompt_id"] for line in file.open()))
+  lines = file.read_text().splitlines()
+  return list(dict.fromkeys(json.loads(line)["prompt_id"] for line in lines))
