@@ -106,7 +106,7 @@ def test_retracted_completions_continue_as_the_model_of_each_tokens_version(make
   found = sampled_meanwhile(engine, requests)
   assert sum(count > 1 for count in check_versions(found)) > 20
   difference = largest(found, requests)
-  record_property("largest difference", difference)
+  record_property("largest difference", float(difference))
   assert difference <= 1e-4
   assert later_is_exact(engine)
   metrics = engine.metrics()
