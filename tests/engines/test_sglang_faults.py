@@ -5,6 +5,8 @@ import os
 import pathlib
 import signal
 import socket
+import threading
+import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -131,6 +133,18 @@ def check_versions(found, requests, seeds):
       np.testing.assert_allclose(generation.logprobs[mine], wanted[mine], atol=1e-4)
 
 
+def is_called(monkeypatch, owner, name):
+  """Returns an event that is set when a method is called."""
+  event, method = threading.Event(), getattr(owner, name)
+
+  def called(*args, **kwargs):
+    event.set()
+    return method(*args, **kwargs)
+
+  monkeypatch.setattr(owner, name, called)
+  return event
+
+
 @pytest.mark.parametrize("fault", ["killed", "hung"])
 def test_a_server_lost_while_weights_change_is_replaced_with_the_newest(
   servers, monkeypatch, fault
@@ -140,13 +154,20 @@ def test_a_server_lost_while_weights_change_is_replaced_with_the_newest(
   requests, before = requests_of(16), servers.restarts
   for server in servers.engine._fleet.servers if fault == "hung" else ():
     monkeypatch.setattr(server.client, "_timeouts", Timeouts(control_s=8.0, health_s=20.0))
+  pausing = is_called(monkeypatch, servers.engine._fleet.servers[1].client, "pause")
+  schedulers = [servers.scheduler(i) for i in range(2)]
   with ThreadPoolExecutor(2) as pool:
     sampling = pool.submit(collect, servers.engine, requests)
-    eventually(lambda: servers.engine._dispatcher.in_flight == len(requests))
-    servers.scheduler(0).suspend()  # so that the change cannot end there.
+    # The shortest, of which each server has some, have ended.
+    eventually(lambda: 0 < servers.engine._dispatcher.in_flight <= 48, every_s=0.005)
+    for scheduler in schedulers:
+      scheduler.suspend()
     seed = old + 1 - 3
     change = lambda: servers.engine.load_weights(tiny.params(CONFIG, seed), version=old + 1)
     loading = pool.submit(change)
+    assert pausing.wait(60.0)
+    time.sleep(0.5)  # until the request has arrived.
+    schedulers[1].resume()  # the other stays as it is, so that the change cannot end there.
     eventually(lambda: servers.version(1) == str(old + 1))
     assert not loading.done() and not sampling.done()
     if fault == "killed":
