@@ -79,7 +79,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("tied", "apart", "nf4")
+
+
+@pytest.mark.parametrize(
+  "name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in CASES]
+)
 def test_on_another_device_everything_is_the_same_bit_for_bit(name, monkeypatch):
   model_config, settings, make = CASES[name]
   monkeypatch.setattr(test_jax_sampler_lora, "ONE_LAYER", ONE_LAYER)
@@ -94,7 +99,16 @@ def test_on_another_device_everything_is_the_same_bit_for_bit(name, monkeypatch)
   assert len({v for x in found.values() for v in x.weight_versions.tolist()}) == 3
 
 
-@pytest.mark.parametrize("numbers", [(6,), (4, 5), (4, 5, 6), (7, 4, 6, 5)], ids=str)
+@pytest.mark.parametrize(
+  "numbers",
+  [
+    (4, 5, 6),
+    (7, 4, 6, 5),
+    pytest.param((6,), marks=pytest.mark.slow),
+    pytest.param((4, 5), marks=pytest.mark.slow),
+  ],
+  ids=str,
+)
 def test_on_devices_of_its_own_it_samples_the_tokens_of_one_device(numbers):
   trees = [tiny.params(CONFIG, seed) for seed in range(3)]
   wanted = sampled(sampler(), trees)
@@ -104,7 +118,11 @@ def test_on_devices_of_its_own_it_samples_the_tokens_of_one_device(numbers):
     np.testing.assert_allclose(found[key].logprobs, generation.logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("base", [None, quantized.Int8], ids=["float32", "int8"])
+@pytest.mark.parametrize(
+  "base",
+  [None, pytest.param(quantized.Int8, marks=pytest.mark.slow)],
+  ids=["float32", "int8"],
+)
 def test_an_adapter_spread_over_a_mesh_moves_to_split_devices(base, monkeypatch):
   monkeypatch.setattr(test_jax_sampler_lora, "ONE_LAYER", ONE_LAYER)
   trees = [adapted(seed, base) for seed in range(3)]
