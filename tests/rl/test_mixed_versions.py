@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.rl import importance, objective_options, objectives, policy_terms
+from grpo_jax.rl import diagnostics, importance, objective_options, objectives, policy_terms
 from grpo_jax.types import Denominators, LossTokens
 
 V = 5  # actions.
@@ -183,8 +183,8 @@ def test_interpolated_old_logprobs_equal_the_same_numbers_scored(options):
 
 
 def test_metrics_by_age_are_those_worked_by_hand():
-  """Ages 0 0 1 | 2 3 -1, and a masked token of age 1; w = 1/2, 2, 1, 1/4, 3/4, 5."""
-  weights = np.asarray([[0.5, 2.0, 1.0, 9.0], [0.25, 0.75, 5.0, 9.0]], np.float32)
+  """Ages 0 0 1 | 2 3 -1, and a masked token of age 1; w = 1/2, 2, 4/5, 1/4, 3/4, 5."""
+  weights = np.asarray([[0.5, 2.0, 0.8, 9.0], [0.25, 0.75, 5.0, 9.0]], np.float32)
   old = jnp.asarray(np.log(weights * 0.1))
   tokens = LossTokens(
     mask=jnp.asarray([[True, True, True, False]] * 2),
@@ -198,14 +198,17 @@ def test_metrics_by_age_are_those_worked_by_hand():
   options = {"importance_truncation": "tis", "importance_high": 1.0}
   objective = objectives.make(kl_coef=0.0, importance_correction="token", **options)
   found = _evaluated(objective, old, tokens)[2]
+  alone = diagnostics.by_staleness(old, tokens.behavior_logprobs, tokens.ages, tokens.mask)
   expected = {
     "0": (2 / 6, 1.25, 2.5**2 / (2 * 4.25)),
-    "1": (1 / 6, 1.0, 1.0),
+    "1": (1 / 6, 0.8, 1.0),
     "2_3": (2 / 6, 0.5, 1.0 / (2 * 0.625)),
     "4_7": (0, np.nan, np.nan),
     "8_plus": (0, np.nan, np.nan),
   }
   for ages, values in expected.items():
     got = [found[f"staleness/{ages}/{name}"] for name in ("share", "ratio", "ess")]
+    np.testing.assert_allclose(got, values, rtol=1e-5, err_msg=ages)
+    got = [alone[f"staleness/{ages}/{name}"].value() for name in ("share", "ratio", "ess")]
     np.testing.assert_allclose(got, values, rtol=1e-5, err_msg=ages)
   assert len([name for name in found if name.startswith("staleness/")]) == 15

@@ -111,6 +111,11 @@ def test_tokens_of_the_newest_weights_keep_the_logprobs_of_the_engine():
   np.testing.assert_array_equal(got, behavior)
 
 
+def test_what_is_interpolated_has_no_gradient():
+  of = lambda policy: proximal.interpolated(policy, jnp.full(3, -2.0), jnp.asarray([0, 1, 7])).sum()
+  np.testing.assert_array_equal(jax.grad(of)(jnp.full(3, -1.0)), 0)
+
+
 def test_gradient_within_the_clip_is_that_of_one_ratio_to_the_engine():
   """w ρ = (π/μ)^α (π/μ)^(1-α) = π/μ, whatever α; outside the clip of ρ alone it is 0."""
   behavior = jnp.full((1, 4), -2.0)
