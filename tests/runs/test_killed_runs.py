@@ -201,6 +201,7 @@ def assert_same(run, other):
     np.testing.assert_array_equal(mine, theirs)
 
 
+@pytest.mark.parametrize("command", ["ahead", "dynamic_sampling"], indirect=True)
 def test_ctrl_c_ends_with_a_checkpoint_and_the_run_goes_on(command, unbroken, tmp_path):
   pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
   process = subprocess.Popen(**command(tmp_path), **pipes, start_new_session=True)
