@@ -17,7 +17,7 @@ SCRIPTS = .ci/run $(wildcard scripts/*.sh scripts/*/*.sh scripts/*/*.sbatch)
 # process 18 s.
 files_of = $(if $(filter tests/%,$(ARGS)),,$(shell grep -rlE --include='test_*.py' 'mark\.$(1)\b' tests))
 
-.PHONY: help notebooks quickstart test test-slow test-processes test-trackers test-environments test-sglang test-gpu gpu-day aot check format docs venv sglang-cpu sglang-cuda clean
+.PHONY: help notebooks quickstart test test-long test-slow test-processes test-trackers test-environments test-sglang test-gpu gpu-day aot check format docs venv sglang-cpu sglang-cuda clean
 
 help:  ## Show this text.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -26,8 +26,12 @@ quickstart: $(VENV)/default  ## Train SmolLM2-135M-Instruct on arithmetic (2 cor
 	$(BIN)/python -m grpo_jax.main --config=configs/quickstart.py --workdir=$(WORKDIR) $(ARGS)
 	@echo "For the commands above, activate the environment in your shell: source $(BIN)/activate"
 
+# With ARGS also the long ones.
 test: venv  ## Run the tests (no accelerator, no network), and the notebooks in their fast form.
-	GRPO_JAX_NOTEBOOK_FAST=1 $(BIN)/python -m pytest -q --nbmake $(PARALLEL) -m "not slow and not sglang and not processes" $(ARGS)
+	GRPO_JAX_NOTEBOOK_FAST=1 $(BIN)/python -m pytest -q --nbmake $(PARALLEL) -m "$(if $(ARGS),,not long and )not slow and not sglang and not processes" $(ARGS)
+
+test-long: venv  ## Run the tests that take more than some seconds each.
+	$(BIN)/python -m pytest -q $(PARALLEL) -m "long and not slow and not sglang and not processes" $(call files_of,long) $(ARGS)
 
 test-slow: venv  ## Run the tests on real components: the real model, killed processes.
 	XLA_FLAGS= $(BIN)/python -m pytest -q $(PARALLEL) -m "slow and not sglang and not processes" --durations=15 $(call files_of,slow) $(ARGS)

@@ -60,7 +60,7 @@ def test_without_names_all_parts_run_and_their_minutes_are_printed(gate):
   assert parts_of(done) == [*parts[: parts.index("third")], "together"]
   made = [line.split()[1] for line in targets]
   assert sorted(made) == sorted(
-    "venv sglang-cpu check test docs quickstart test-processes test-slow test-trackers"
+    "venv sglang-cpu check test test-long docs quickstart test-processes test-slow test-trackers"
     " test-environments test-sglang aot".split()
   )
   assert made.index("sglang-cpu") < made.index("test"), "servers are installed before tests begin"

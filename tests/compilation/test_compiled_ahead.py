@@ -153,6 +153,7 @@ def whole(make_config, cache, tmp_path_factory):
   return workdir, train_and_count(make_config(), workdir)
 
 
+@pytest.mark.long
 def test_a_known_set_is_compiled_before_the_first_step_and_nothing_later(whole):
   workdir, compiled = whole
   first, *later = counts(workdir)
@@ -165,6 +166,7 @@ def test_a_known_set_is_compiled_before_the_first_step_and_nothing_later(whole):
   assert rows[0]["perf/compile_s"] > 0.0 == rows[1]["perf/compile_s"]
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_compiles_nothing_and_ends_the_same(whole, make_config, tmp_path):
   train_and_count(make_config(), tmp_path, stop=StopAfter(tmp_path, 2))
   assert len(counts(tmp_path)) == 2
@@ -175,6 +177,7 @@ def test_a_run_that_goes_on_compiles_nothing_and_ends_the_same(whole, make_confi
     np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.long
 def test_programs_compiled_ahead_compute_what_others_do(
   whole, make_config, tmp_path, monkeypatch, capsys
 ):
@@ -236,6 +239,7 @@ def test_conversations_compile_a_known_set_and_a_resumed_run_nothing(
   assert any("eval/" in name for row in lines_of(tmp_path) for name in row)
 
 
+@pytest.mark.long
 def test_what_is_compiled_late_is_named(make_config, tmp_path, monkeypatch, capsys):
   most = lambda self: [job for job in JOBS(self) if not job.name.startswith("watch")]
   monkeypatch.setattr(computation.Computation, "jobs", most)

@@ -62,6 +62,7 @@ def two_steps(tmp_path, config, train, held_out, **changes):
   return [json.loads(line) for line in lines]
 
 
+@pytest.mark.long
 def test_two_steps_are_scored_by_running_programs(tmp_path):
   *steps, last = two_steps(
     tmp_path,

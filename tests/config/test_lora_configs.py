@@ -76,6 +76,7 @@ def test_the_comment_says_what_the_trainer_holds(module, shape):
 
 
 @pytest.mark.usefixtures("one_device")
+@pytest.mark.long
 def test_a_step_of_math_1b_lora_needs_only_paths_and_sizes(tmp_path):
   model = tiny.write(tmp_path / "model", family="qwen2")
   rows = [{"problem": f"What is {n} + 1?", "expected_answer": "4"} for n in range(4)]

@@ -25,6 +25,7 @@ def write_rows(path, problems):
   return path
 
 
+@pytest.mark.long
 def test_two_steps_need_only_paths_and_sizes_even_with_a_prompt_that_is_too_long(tmp_path):
   model = tiny.write(tmp_path / "model", family="qwen2")
   problems = ["What is 1 + 3?", "What is 2 + 2?", "What is 3 + 1?", "What is 2 + 2? " * 40]
@@ -85,6 +86,7 @@ def test_the_asynchronous_config_keeps_trainer_and_servers_on_different_gpus():
     assert {int(gpu) for gpu in trainer.split(",")} & {*own} == set()
 
 
+@pytest.mark.long
 def test_steps_of_the_asynchronous_config_are_sampled_ahead(tmp_path):
   """With the embedded sampler in the place of the servers."""
   model = tiny.write(tmp_path / "model", family="qwen2")

@@ -200,6 +200,7 @@ def test_shaping_changes_the_advantages_and_leaves_the_recorded_reward(name, run
   assert told.metrics["shaping/reward_mean"] == pytest.approx(expected.mean(), abs=1e-6)
 
 
+@pytest.mark.long
 def test_the_overlong_penalty_ends_where_completions_are_cut_if_no_limit_is_given(run):
   told = run(shaping__overlong_buffer_tokens=4)
   penalties = np.clip((told.tokens() - MAX_TOKENS + 4) / 4, 0, 1)
@@ -224,11 +225,13 @@ def test_weights_of_components_are_learned_from(run):
   assert np.abs(both.column("advantage") - vowels.column("advantage")).max() > 0.1
 
 
+@pytest.mark.long
 def test_a_wrong_number_of_weights_names_the_components(run):
   with pytest.raises(ValueError, match=r"has 3 numbers.* 2 reward components.*: brevity, vowels"):
     run("vowels_and_brevity", advantages__estimator="gdpo", advantages__weights=(1, 1, 1))
 
 
+@pytest.mark.long
 def test_penalties_reach_gdpo_as_well(run):
   gdpo = {"advantages__estimator": "gdpo"}
   plain = run("vowels_and_brevity", **gdpo)
@@ -330,6 +333,7 @@ FILTERS = {
 
 
 @pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.long
 def test_filtered_groups_are_not_learned_from(name, run):
   reason, options = FILTERS[name]
   plain, told = run("vowels_of_some"), run("vowels_of_some", **options)

@@ -47,6 +47,7 @@ def test_logprobs_equal_the_trainers_for_every_family(family):
     np.testing.assert_allclose(generation.logprobs, wanted, atol=1e-5)
 
 
+@pytest.mark.long
 def test_logprobs_equal_the_trainers_where_layers_differ():
   """Windows over pages, tiles, the ring and continued prompts; layers without rotary tables."""
   kinds = (LayerKind(5), LayerKind(100, None), LayerKind(70, 1))
@@ -115,6 +116,7 @@ def test_first_tokens_follow_the_models_distribution_by_chi_square():
 
 
 @pytest.mark.parametrize("max_rows", [1, 8, 40])
+@pytest.mark.long
 def test_completions_do_not_depend_on_what_is_computed_beside_them(max_rows):
   requests = tiny.groups(PROMPTS[1:4], 8, stop_ids=(11, 12), max_tokens=20)
   together = tiny.run(tiny.sampler(max_rows=max_rows), requests)
@@ -212,6 +214,7 @@ def counted_compilations():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.mark.long
 def test_compilations_are_bounded_over_many_calls_of_different_lengths():
   engine = tiny.sampler(max_rows=16, chunk_tokens=4)
 
@@ -229,6 +232,7 @@ def test_compilations_are_bounded_over_many_calls_of_different_lengths():
     assert len(compiled) == first
 
 
+@pytest.mark.long
 def test_what_is_compiled_ahead_serves_all_requests_within_the_planned_sizes():
   sizes = {"prompt_tokens": 150, "completion_tokens": 70, "group_size": 4}
   engine = tiny.sampler(max_rows=16, warn_of_truncation=False, **sizes)
@@ -259,6 +263,7 @@ def test_what_is_compiled_ahead_serves_all_requests_within_the_planned_sizes():
   check_logprobs(engine, longer)
 
 
+@pytest.mark.long
 def test_requests_that_were_not_planned_for_grow_the_caches_under_way():
   engine = tiny.sampler(max_rows=8, prompt_tokens=20, completion_tokens=16, chunk_tokens=4)
   requests = [tiny.request(0, [1] * 10, max_tokens=60), tiny.request(1, [2] * 9, max_tokens=120)]
@@ -287,6 +292,7 @@ def test_prompts_wait_for_room_and_are_all_served():
 
 
 @pytest.mark.parametrize("group_size", [1, 3, 8])
+@pytest.mark.long
 def test_groups_of_any_size_and_rows_without_group_attend_to_their_own_prompts(group_size):
   engine = tiny.sampler(max_rows=24, group_size=group_size)
   lengths = {0: 9, 1: 1, 2: 4, 3: 13}  # completions of a prompt; with uneven ends.
@@ -405,6 +411,7 @@ def others(held):
   return [array for array in jax.live_arrays() if id(array) not in known]
 
 
+@pytest.mark.long
 def test_a_decode_step_updates_its_cache_in_place_and_copies_no_weights():
   wide = tiny.config(hidden_size=128, intermediate_size=512, num_layers=4)
   options = decoding.Options(wide, Products(), 4)

@@ -87,6 +87,7 @@ def trainer_logits(config, tree, ids, segment_ids, products):
   return products.contract("td,dv->tv", hidden[0], head.T if layout == "vd" else head)
 
 
+@pytest.mark.long
 def test_logprobs_of_an_adapter_apart_are_those_of_the_trainer(unmerged):
   tree = joined()
   found = sampled(unmerged, tree)
@@ -108,6 +109,7 @@ def test_logprobs_of_merged_weights_are_those_of_the_trainer():
     assert engine._kept is None
 
 
+@pytest.mark.long
 def test_in_bfloat16_an_adapter_apart_is_closer_to_the_trainer_than_merged_weights():
   base, products = base_of(jnp.bfloat16, ONE_LAYER), Products(jnp.bfloat16)
   tree = joined(base, config=ONE_LAYER)
@@ -182,6 +184,7 @@ def assert_like(weights, described):
     assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
 
 
+@pytest.mark.long
 def test_on_a_mesh_some_kernels_have_an_adapter():
   options = lora.Options(rank=3, targets=("q", "v", "o", "up", "down"))
   tree = joined(options=options, config=ONE_LAYER)

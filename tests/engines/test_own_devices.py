@@ -83,7 +83,7 @@ QUICK = ("tied", "apart", "nf4")
 
 
 @pytest.mark.parametrize(
-  "name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in CASES]
+  "name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.long) for x in CASES]
 )
 def test_on_another_device_everything_is_the_same_bit_for_bit(name, monkeypatch):
   model_config, settings, make = CASES[name]
@@ -104,8 +104,8 @@ def test_on_another_device_everything_is_the_same_bit_for_bit(name, monkeypatch)
   [
     (4, 5, 6),
     (7, 4, 6, 5),
-    pytest.param((6,), marks=pytest.mark.slow),
-    pytest.param((4, 5), marks=pytest.mark.slow),
+    pytest.param((6,), marks=pytest.mark.long),
+    pytest.param((4, 5), marks=pytest.mark.long),
   ],
   ids=str,
 )
@@ -120,7 +120,7 @@ def test_on_devices_of_its_own_it_samples_the_tokens_of_one_device(numbers):
 
 @pytest.mark.parametrize(
   "base",
-  [None, pytest.param(quantized.Int8, marks=pytest.mark.slow)],
+  [None, pytest.param(quantized.Int8, marks=pytest.mark.long)],
   ids=["float32", "int8"],
 )
 def test_an_adapter_spread_over_a_mesh_moves_to_split_devices(base, monkeypatch):
@@ -174,6 +174,7 @@ def test_caches_of_a_single_device_are_made_there():
 
 
 @pytest.mark.parametrize("numbers", [(6,), (4, 5)], ids=str)
+@pytest.mark.long
 def test_nothing_is_compiled_after_the_first_load(numbers):
   trees = [placed(tiny.params(CONFIG, seed), MESH) for seed in range(3)]
   with sampler(numbers=numbers, in_flight_updates=True) as engine:

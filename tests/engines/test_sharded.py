@@ -23,6 +23,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=lambda shape: "x".join(map(str, shape.values())))
+@pytest.mark.long
 def test_split_parameters_sample_the_tokens_of_one_device(shape):
   model_config = tiny.config(vocab_size=64)
   tree = tiny.params(model_config)
@@ -68,6 +69,7 @@ def prefill_on(shape):
 
 
 @pytest.mark.parametrize("shape", [{"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
+@pytest.mark.long
 def test_of_a_prefill_only_keys_and_values_move_over_the_axes_of_rows(shape):
   found, kernels, model_config = prefill_on(shape)
   sizes = {"data": 1, "fsdp": 1, "tensor": 1} | shape

@@ -69,6 +69,7 @@ def test_every_token_has_the_logprob_of_its_version():
   assert stats.recomputed_tokens > 1000
 
 
+@pytest.mark.long
 def test_a_cache_that_is_kept_has_logprobs_of_no_version():
   stats, generations, wanted = two_hundred(False)
   assert updates.mismatch(generations, wanted) > 0.1
@@ -136,6 +137,7 @@ def test_new_weights_of_the_same_version_are_seen():
   assert max(np.abs(x).max() for x in after.values()) < 1e-5
 
 
+@pytest.mark.long
 def test_what_is_compiled_ahead_serves_updates_in_flight():
   """Also in a ring that has gone round, with fewer pages than all rows need, and as rows move."""
   sizes = {"prompt_tokens": 129, "completion_tokens": 70, "group_size": 4, "long_prompts": 2}
@@ -159,6 +161,7 @@ def test_what_is_compiled_ahead_serves_updates_in_flight():
   assert len(kept.programs(trees[0])) == 3
 
 
+@pytest.mark.long
 def test_where_layers_differ_windows_reach_over_prompt_and_completion():
   kinds = (LayerKind(5), LayerKind(100, None), LayerKind(40, 1))
   options = {"num_layers": 3, "further_ropes": (Rope(77.0),), "embedding_scale": 2.0}
@@ -171,6 +174,7 @@ def test_where_layers_differ_windows_reach_over_prompt_and_completion():
   assert updates.mismatch(found, wanted) < 2e-5
 
 
+@pytest.mark.long
 def test_in_bfloat16_a_recomputed_cache_is_as_near_to_the_trainer_as_one_of_these_weights():
   model_config = tiny.config("qwen2")
   requests, trees = requests_of((3, 20), 4, max_tokens=24), weights(2, model_config)

@@ -283,6 +283,7 @@ HUNDREDS = [0, *(pytest.param(hundred, marks=pytest.mark.slow) for hundred in ra
 
 
 @pytest.mark.parametrize("hundred", HUNDREDS)
+@pytest.mark.long
 def test_nothing_is_lost_or_doubled_and_versions_are_true_in_1000_random_schedules(
   hundred, monkeypatch
 ):

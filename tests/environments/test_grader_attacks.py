@@ -131,6 +131,7 @@ def test_expressions_have_the_value_that_sympy_gives_them(text):
 
 
 @leaves_files_open
+@pytest.mark.long
 def test_the_honest_answers_of_all_tasks_score_as_they_do_without_a_sandbox(gym):
   differing = {}
   for task in ALL:

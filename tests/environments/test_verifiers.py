@@ -42,6 +42,7 @@ def test_there_are_right_and_wrong_pairs_of_both_sources():
   assert min(counts.values()) >= 20 and len(PAIRS) == sum(counts.values()) == 231
 
 
+@pytest.mark.long
 def test_math_verify_judges_every_known_pair_right():
   with environments.make(math=dict(timeout_s=20.0, workers=1)) as made:
     assert wrong_verdicts(made["math"], r"So it is \boxed{%s}.", "right") == []

@@ -43,6 +43,7 @@ def test_mesh_changes_neither_parameters_nor_optimizer_state_nor_metrics(sizes):
 
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 1, 8)], ids=str)
+@pytest.mark.long
 def test_mesh_changes_nothing_of_one_sweep_over_the_head(sizes):
   # Plain gradient descent: Adam makes much of entries whose gradient is rounding.
   data, fsdp, tensor = sizes
@@ -62,6 +63,7 @@ def test_mesh_changes_nothing_of_one_sweep_over_the_head(sizes):
 
 @pytest.mark.parametrize("one_sweep", [False, True], ids=["two-passes", "one-sweep"])
 @pytest.mark.parametrize("sizes", [(1, 1, 8), (2, 1, 4), (2, 2, 2)], ids=str)
+@pytest.mark.long
 def test_vocabulary_is_split_over_tensor_and_never_gathered(sizes, one_sweep):
   compiled, vocabulary, expected = case.compiled_on_mesh(sizes, one_sweep=one_sweep)
   text = compiled.as_text()

@@ -86,6 +86,7 @@ def test_a_last_block_may_be_whole_and_completions_may_be_left_out():
   conformance.check(in_small_blocks("xla_chunked"), row)
 
 
+@pytest.mark.long
 def test_blocks_save_memory_in_long_rows():
   q = jax.ShapeDtypeStruct((1, 2048, 4, 8), jnp.float32)
   k = jax.ShapeDtypeStruct((1, 2048, 1, 8), jnp.float32)

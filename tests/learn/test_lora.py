@@ -237,6 +237,7 @@ def random_adapter(options=OPTIONS, config=CONFIG):
   return jax.tree.map(draw, lora.tree(config, options))
 
 
+@pytest.mark.long
 def test_packed_padded_and_microbatched_gradients_are_equal():
   update, _, around = begun()
   own, found = random_adapter(), []

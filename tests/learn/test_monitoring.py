@@ -89,6 +89,7 @@ def test_all_completions_are_measured_also_those_that_teach_nothing():
     {"use_on_policy_kl_approximation": True},
   ],
 )
+@pytest.mark.long
 def test_the_drift_without_a_kl_in_the_loss_is_what_a_loss_with_it_reports(options):
   initial = jnp.linspace(0.0, 1.0, V)
   monitor = a_monitor(lambda: initial + 0.0, **options)

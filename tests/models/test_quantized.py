@@ -229,6 +229,7 @@ def mixed(folder, mesh=None):
   return {**int8, "layers": {**int8["layers"], **stack}}
 
 
+@pytest.mark.long
 def test_a_model_on_a_mesh_computes_what_it_does_dequantised_on_one_device(folder):
   alone = mixed(folder)
   expected = scores(as_arrays(alone), tokens(), Products())

@@ -108,6 +108,7 @@ def plain(make_config, tmp_path_factory) -> pathlib.Path:
   return workdir
 
 
+@pytest.mark.long
 def test_ranking_accuracy_rises_on_held_out_groups(make_config, tmp_path):
   config = make_config(total_steps=18, evaluation__every_steps=0, checkpoint__every_steps=0)
   config.optim.learning_rate = 1e-2

@@ -183,6 +183,7 @@ def test_online_a_file_that_no_environment_scores_is_refused_before_anything_is_
 
 
 @pytest.mark.parametrize("mode", ["offline", "online"])
+@pytest.mark.long
 def test_rollouts_of_nemo_gym_are_learned_from_or_sampled_anew(mode, model, tmp_path):
   path = tmp_path / "rollouts.jsonl"
   path.write_text("".join(json.dumps(row) + "\n" for row in rollouts()))

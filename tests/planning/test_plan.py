@@ -298,6 +298,7 @@ def test_time_is_the_larger_of_compute_and_memory_plus_traffic():
   assert phase.total_s == pytest.approx(7) and phase.bound == "memory"
 
 
+@pytest.mark.long
 def test_both_mesh_sizes_open_make_a_replica_of_each_node(model, tmp_path, monkeypatch):
   devices = lambda topology: jax.devices()[: topology.devices]  # stand-ins for GPUs.
   monkeypatch.setattr(topologies, "devices", devices)
@@ -326,6 +327,7 @@ def test_work_grows_with_the_assumed_lengths(run):
   assert of(short)["sampling"].calls == 4 * 16 / 64 * 64 / 16
 
 
+@pytest.mark.long
 def test_the_command_needs_a_machine_and_writes_json(model, tmp_path, capsys, monkeypatch):
   monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")

@@ -83,6 +83,7 @@ def a_run(folder, rows=(), config=None):
   return folder
 
 
+@pytest.mark.long
 def test_the_page_needs_nothing_but_itself(run_folder):
   text = report.write(run_folder).read_text(encoding="utf-8")
   page = Page(text)
@@ -248,6 +249,7 @@ def test_a_step_that_was_written_twice_is_drawn_once(tmp_path):
   assert (series["x"], series["y"]) == ([0, 1], [3.0, 4.0])
 
 
+@pytest.mark.long
 def test_a_long_run_of_long_completions_gives_a_page_below_five_megabytes(tmp_path):
   rng = np.random.default_rng(0)
   steps = 2000

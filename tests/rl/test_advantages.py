@@ -98,6 +98,7 @@ def _odd_one_out(rng):
 
 
 @pytest.mark.parametrize("noise", [0, 1], ids=["equal", "equal_but_for_rounding"])
+@pytest.mark.long
 def test_no_group_that_is_equal_once_one_is_left_out_explodes(noise):
   rng = np.random.default_rng(1)
   estimate = _jit(lambda r, m: advantages.group_relative(r, m, baseline="leave_one_out"))
@@ -492,6 +493,7 @@ def test_what_is_not_an_array_of_rewards_is_refused_in_one_line(rewards, mask, m
   assert "\n" not in str(caught.value)
 
 
+@pytest.mark.long
 def test_advantages_still_trace():
   rewards, mask = jnp.asarray([[1, 0, 0, 1], [0, 0, 0, 1]]), jnp.ones((2, 4))
   expected = advantages.grpo(rewards, mask)

@@ -52,6 +52,7 @@ def test_each_token_is_weighed_by_the_policy_of_its_own_version():
 
 
 @pytest.mark.parametrize("correction", ["token", "none"])
+@pytest.mark.long
 def test_the_correction_makes_the_gradient_of_mixed_versions_that_of_the_old_policy(correction):
   """Expected over all actions of every place, each place under the version that sampled it."""
   tables = _tables()

@@ -98,6 +98,7 @@ def test_options_that_a_loss_does_not_take_are_refused(options, message):
     objectives.make(**({"loss": own_methods.by_completion, "kl_coef": 0.0} | options))
 
 
+@pytest.mark.long
 def test_a_copy_of_an_estimator_is_equal_to_it():
   rewards, mask, components = own._rewards_example(5, 4, 2)
   for mine, name, options in (

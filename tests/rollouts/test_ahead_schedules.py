@@ -89,6 +89,7 @@ def check(groups, step, made, kind, *, is_changed):
 
 
 @pytest.mark.parametrize("changes", [False, True], ids=["same_bounds", "other_bounds"])
+@pytest.mark.long
 def test_every_prompt_is_learned_from_once_and_none_too_late(changes, caplog):
   caplog.set_level(logging.ERROR)
   ends = 0

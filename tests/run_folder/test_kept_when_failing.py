@@ -69,6 +69,7 @@ def test_a_broken_row_costs_no_learned_step_and_a_repaired_file_goes_on(
   assert steps_of(tmp_path)[:4] == [0, 1, 2, 3]
 
 
+@pytest.mark.long
 def test_an_engine_that_takes_no_weights_costs_no_learned_step(
   tmp_path, arguments, monkeypatch, capsys
 ):

@@ -165,6 +165,7 @@ def test_a_run_one_step_ahead_repeats_bit_for_bit_where_it_is_stopped(first, run
   assert_same_end(run("stopped"), first)
 
 
+@pytest.mark.long
 def test_a_stop_while_groups_under_way_are_waited_for_repeats_the_step(
   first, run, tmp_path, monkeypatch
 ):
@@ -233,7 +234,7 @@ def test_every_kind_of_run_repeats_bit_for_bit_wherever_it_is_stopped(changes, r
 # --- other options when it continues ---
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_continues_with_other_bounds_and_loses_no_prompt(run, tmp_path):
   """Farther ahead, then synchronously, then ahead with more prompts a step, to the end of data."""
   usual = {"data__epochs": 1, "evaluation__every_steps": 0, "evaluation__at_end": False}
@@ -247,6 +248,7 @@ def test_a_run_continues_with_other_bounds_and_loses_no_prompt(run, tmp_path):
   assert max(staleness(end)) <= 2
 
 
+@pytest.mark.long
 def test_prompts_that_others_have_overtaken_are_not_lost_by_a_synchronous_run(run):
   run(total_steps=2, **named(IN_FLIGHT), sampling__max_tokens=2)
   folder = run(total_steps=3, **named(IN_FLIGHT), sampling__max_tokens=2)
@@ -354,6 +356,7 @@ def test_the_records_of_rollouts_have_the_version_that_sampled_each_token(run, m
 # --- curricula ---
 
 
+@pytest.mark.long
 def test_a_curriculum_has_seen_the_steps_before_that_at_which_it_is_asked(run):
   dataloaders.asked_at.clear()
   path = "tests.dataloaders.recording"
@@ -365,6 +368,7 @@ def test_a_curriculum_has_seen_the_steps_before_that_at_which_it_is_asked(run):
 # --- failures ---
 
 
+@pytest.mark.long
 def test_an_engine_that_fails_in_the_background_ends_the_run_and_loses_no_step(
   first, run, monkeypatch
 ):

@@ -47,6 +47,7 @@ def rollouts(workdir: pathlib.Path) -> list[dict]:
   return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_the_sliding_puzzle_runs_turn_by_turn_and_learns_from_sampled_tokens_only(
   tmp_path, model, monkeypatch
 ):

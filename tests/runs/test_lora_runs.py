@@ -99,6 +99,7 @@ def differences(stored):
   return {name: SCALE * a @ b for name, (a, b) in parts.items()}
 
 
+@pytest.mark.long
 def test_checkpoints_hold_what_is_trained_and_the_export_the_full_weights(workdir, model):
   stored = stored_adapter(workdir, 2)
   assert {name for name in stored if name.startswith("params")} == {

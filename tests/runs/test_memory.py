@@ -84,6 +84,7 @@ def test_a_folder_without_a_model_is_one_line(tmp_path):
     memory.main([f"--config={config}", f"--config.model.path={tmp_path}"])
 
 
+@pytest.mark.long
 def test_gradients_of_layers_are_added_in_place(monkeypatch):
   """The program of a microbatch has no second copy of the layers' gradients."""
   model = dataclasses.replace(TINY, num_layers=24, hidden_size=64, intermediate_size=256)

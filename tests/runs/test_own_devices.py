@@ -48,6 +48,7 @@ def metrics(model, folder, count, **changes):
   return [line for line in lines if "weight_version" in line]
 
 
+@pytest.mark.long
 def test_a_run_with_a_device_for_the_sampler_learns_the_same(model, tmp_path):
   wanted = metrics(model, tmp_path / "one", 1)
   found = metrics(model, tmp_path / "two", 2, **{"engine.devices": (0,)})

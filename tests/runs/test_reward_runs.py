@@ -126,6 +126,7 @@ def run_with_server(made, folder, url, settings) -> int:
   return run(made, folder / "run", config=file)
 
 
+@pytest.mark.long
 def test_a_run_outlives_a_server_that_stumbles_and_hides_the_key(made, tmp_path, monkeypatch):
   monkeypatch.setenv("JUDGE_KEY", "sk-secret-0123456789")
   bad = answer({"error": "busy"}, 503)

@@ -117,6 +117,7 @@ def when_called(monkeypatch, number, act):
   monkeypatch.setattr(rewards, "vowels", reward)
 
 
+@pytest.mark.long
 def test_sigterm_while_a_rollout_is_scored_saves_at_once_and_the_run_ends_bit_for_bit(
   arguments, undisturbed, tmp_path, monkeypatch, capfd
 ):
@@ -509,6 +510,7 @@ def test_the_function_takes_a_local_folder_only():
   assert not pathlib.Path("gs:").exists()
 
 
+@pytest.mark.long
 def test_a_run_at_a_url_continues_on_an_empty_machine_and_ends_bit_for_bit(
   arguments, undisturbed, tmp_path, capsys, monkeypatch
 ):

@@ -239,6 +239,7 @@ def test_a_run_with_dynamic_sampling_goes_on_with_its_surplus(make_config, tmp_p
   assert [step["rollout/no_signal_share"] for step in steps] == [0.0] * 3
 
 
+@pytest.mark.long
 def test_a_finished_run_with_more_steps_goes_on(make_config, plain, tmp_path):
   train.train(make_config(total_steps=2), tmp_path)
   train.train(make_config(total_steps=3), tmp_path)
@@ -285,6 +286,7 @@ def test_steps_without_signal_change_nothing_and_are_counted(make_config, model,
     np.testing.assert_array_equal(old, new)
 
 
+@pytest.mark.long
 def test_the_run_ends_with_the_data(make_config, tmp_path, capsys):
   train.train(make_config(total_steps=50, data__epochs=1, evaluation__every_steps=0), tmp_path)
   assert "the data ended after 8 steps" in capsys.readouterr().out
@@ -298,6 +300,7 @@ def test_on_one_update_per_batch_the_ratio_is_one(plain):
     assert row["train/ratio_min"] == row["train/ratio_max"] == 1.0
 
 
+@pytest.mark.long
 def test_later_updates_on_a_batch_see_the_logprobs_from_before_the_first(make_config, tmp_path):
   train.train(make_config(total_steps=1, learn__epochs=3), tmp_path)
   row = told(tmp_path)[0]
