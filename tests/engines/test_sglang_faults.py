@@ -1,5 +1,6 @@
 """Servers that the engine launched are killed and stopped: completions come once, then it heals."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -9,6 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -64,6 +66,19 @@ class Servers:
     except OSError:
       return None
 
+  def is_underway(self, index):
+    """Returns a condition: some of a server's completions have ended, and others have not."""
+    most = 0
+
+    def condition():
+      nonlocal most
+      running = [*self.engine._dispatcher._running.values()]
+      left = sum(each.index == index for each in running)
+      most = max(most, left)
+      return 0 < left < most
+
+    return condition
+
   def wait_until_healed(self, version, *, restarts):
     """Waits until so many servers were replaced and all have the newest weights."""
     eventually(lambda: self.restarts >= restarts, timeout_s=120.0)
@@ -90,13 +105,19 @@ def servers(sglang_model, tmp_path_factory):
 
 
 def requests_of(size):
-  """Returns four groups, of which some end long before others."""
-  prompts = {10: [1, 2], 60: [3], 120: [4, 5, 6], 200: [7, 8]}
-  return [
+  """Returns four groups, of which some end long before others.
+
+  The groups are new ones each time, so that both servers are given some of them. Otherwise they
+  would stay with the server that alone was up when an earlier test sent them.
+  """
+  prompts, call = {10: [1, 2], 60: [3], 120: [4, 5, 6], 200: [7, 8]}, uuid.uuid4().hex
+  requests = [
     tiny.request(f"{length}.{i}", ids, seed=1000 * length + i, max_tokens=length)
     for length, ids in prompts.items()
     for i in range(size)
   ]
+  name = lambda request: f"{call}.{request.request_id.partition('.')[0]}"
+  return [dataclasses.replace(request, group=name(request)) for request in requests]
 
 
 def test_a_server_killed_while_it_generates_loses_and_doubles_nothing(servers):
@@ -158,8 +179,7 @@ def test_a_server_lost_while_weights_change_is_replaced_with_the_newest(
   schedulers = [servers.scheduler(i) for i in range(2)]
   with ThreadPoolExecutor(2) as pool:
     sampling = pool.submit(collect, servers.engine, requests)
-    # The shortest, of which each server has some, have ended.
-    eventually(lambda: 0 < servers.engine._dispatcher.in_flight <= 48, every_s=0.005)
+    eventually(servers.is_underway(1), every_s=0.005)
     for scheduler in schedulers:
       scheduler.suspend()
     seed = old + 1 - 3
