@@ -216,6 +216,7 @@ def silence(endpoint: str) -> str:
       with urllib.request.urlopen(request, timeout=_HUB_TIMEOUT_S):
         answers.put("")
     except urllib.error.HTTPError as error:
+      error.close()
       answers.put("" if error.code < 500 else f"{endpoint} answers {error.code}")
     except (OSError, ValueError, http.client.HTTPException) as error:
       answers.put(f"{endpoint} is not reachable ({getattr(error, 'reason', error)})")

@@ -89,8 +89,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
       content = json.dumps(sent).encode() if body else None
       headers = {k: v for k, v in self.headers.items() if k in ("Content-Type", "Authorization")}
       connection.request(self.command, self.path, content, headers)
-      response = connection.getresponse()
-      return response.status, response.read()
+      with connection.getresponse() as response:
+        return response.status, response.read()
     finally:
       connection.close()
 

@@ -136,8 +136,9 @@ def test_real_server_samples_every_token_as_often_as_its_probability(served):
 
 def test_real_server_shows_its_key_to_nobody(served):
   server, _ = served
-  with pytest.raises(urllib.error.HTTPError, match="401"):
+  with pytest.raises(urllib.error.HTTPError, match="401") as refused:
     ask(server, "/model_info", key="another")
+  refused.value.close()  # as long as nobody does, its socket is open.
   processes = [psutil.Process(server.pid), *family(server)]
   assert len(processes) >= 4  # guard, main, scheduler, detokenizer.
   assert all(KEY not in " ".join(each.cmdline()) for each in processes)

@@ -201,8 +201,9 @@ def test_a_request_for_a_version_that_is_gone_never_gets_other_weights(make, ser
   )
   with pytest.raises(urllib.error.HTTPError) as refused:
     urllib.request.urlopen(request, timeout=60)
-  assert refused.value.code == 400
-  assert b"Failed to implicitly load" in refused.value.read()
+  with refused.value as answer:
+    assert answer.code == 400
+    assert b"Failed to implicitly load" in answer.read()
   assert old not in loaded(server)
 
 

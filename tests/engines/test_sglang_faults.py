@@ -254,7 +254,8 @@ def test_a_server_that_dies_again_and_again_stops_the_run_and_no_key_is_seen(
     for wrong in ("", "another"):
       with pytest.raises(urllib.error.HTTPError) as refused:
         ask(f"{address}/model_info", key=wrong)
-      assert refused.value.code == 401
+      with refused.value as answer:
+        assert answer.code == 401
     assert not seen_in_processes(key)
     assert not [f for f in tmp_path.rglob("*") if f.is_file() and key.encode() in f.read_bytes()]
 

@@ -10,7 +10,7 @@ from grpo_jax.engines.prompt_scoring import Passage, PromptScorer
 from grpo_jax.http.retries import Patience
 from grpo_jax.models import transformer
 from grpo_jax.rl.logprobs import sequence_logprobs
-from tests.engines import tiny
+from tests.engines import sglang_fixtures, tiny
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
@@ -39,13 +39,22 @@ def scored(address, given, **settings):
   return asyncio.run(ask())
 
 
+@pytest.fixture(scope="module")
+def address(sglang_server, sglang_model, tmp_path_factory):
+  """The server with the weights of seed 0: tests of other files leave their own there."""
+  folder = tmp_path_factory.mktemp("weights")
+  with sglang_fixtures.make(sglang_model, folder, addresses=(sglang_server.address,)):
+    pass
+  return sglang_server.address
+
+
 @pytest.mark.parametrize(
   ("api", "path", "model"), [("sglang", "", None), ("openai", "/v1", "default")]
 )
-def test_logprobs_are_those_of_our_model(sglang_server, api, path, model):
+def test_logprobs_are_those_of_our_model(address, api, path, model):
   given = passages()
-  found = scored(sglang_server.address + path, given, api=api, model=model)
-  again = scored(sglang_server.address + path, given, api=api, model=model)  # from the cache.
+  found = scored(address + path, given, api=api, model=model)
+  again = scored(address + path, given, api=api, model=model)  # from the cache.
   params, config = tiny.params(tiny.config()), tiny.config()
   head, layout = transformer.head(params, config)
   for one, values, others in zip(given, found, again, strict=True):
