@@ -34,6 +34,14 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def patient_signals():
+  """Some tests send a signal to their own process, which must not end pytest on a busy machine."""
+  from grpo_jax import interrupts
+
+  interrupts.GRACE_S = 600.0
+
+
 @pytest.fixture(scope="module")
 def one_device():
   """One device of the eight: a run takes all there are.

@@ -6,8 +6,6 @@ import pathlib
 import subprocess
 import sys
 
-import pytest
-
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "grpo_jax"
 
@@ -116,6 +114,10 @@ def imports_of(path):
       yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def roots_of(path):
+  return {name.split(".")[0] for name in imports_of(path)}
+
+
 def our_imports_of(path):
   """Yields the parts of imported names below grpo_jax, such as ("rl", "losses")."""
   for name in imports_of(path):
@@ -131,48 +133,59 @@ def is_pure(path):
 PURE = [path for path in FILES if is_pure(path)]
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_module_imports_only_lower_layers(path):
-  if path == PACKAGE / "__init__.py":
-    return  # see the test of `import grpo_jax`.
-  room = room_of(path)
-  assert room in FLOOR, f"{room} needs a place in FLOORS"
-  for target, *_ in our_imports_of(path):
-    assert target == room or FLOOR[target] < FLOOR[room], f"{room} may not import {target}"
+def test_modules_import_only_lower_floors():
+  assert {room_of(path) for path in FILES} - set(FLOOR) - {"__init__"} == set(), (
+    "no place in FLOORS"
+  )
+  wrong = [
+    f"{name_of(path)}: {room_of(path)} may not import {target}"
+    for path in FILES
+    if path != PACKAGE / "__init__.py"  # see the test of `import grpo_jax`.
+    for target, *_ in our_imports_of(path)
+    if target != room_of(path) and FLOOR[target] >= FLOOR[room_of(path)]
+  ]
+  assert wrong == []
 
 
-@pytest.mark.parametrize("path", PURE, ids=name_of)
-def test_pure_module_imports_nothing_effectful(path):
-  roots = {name.split(".")[0] for name in imports_of(path)}
-  assert roots <= PURE_MAY_IMPORT, f"effects: {sorted(roots - PURE_MAY_IMPORT)}"
-  for target in our_imports_of(path):
-    name = f"{'/'.join(target[:2])}.py"
-    assert target[0] in PURE_MAY_USE or name in PURE_FILES, f"{name} is not pure"
-    assert name not in NOT_PURE, f"{target} reads or writes"
+def test_pure_modules_import_nothing_effectful():
+  wrong = []
+  for path in PURE:
+    effectful = roots_of(path) - PURE_MAY_IMPORT
+    wrong += [f"{name_of(path)}: {name} has effects" for name in sorted(effectful)]
+    for target in our_imports_of(path):
+      name = f"{'/'.join(target[:2])}.py"
+      if not (target[0] in PURE_MAY_USE or name in PURE_FILES) or name in NOT_PURE:
+        wrong.append(f"{name_of(path)}: {name} is not pure")
+  assert wrong == []
 
 
-@pytest.mark.parametrize("path", PURE, ids=name_of)
-def test_pure_module_calls_nothing_effectful(path):
-  calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
-  names = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
-  assert not names & EFFECTS
+def test_pure_modules_call_nothing_effectful():
+  wrong = []
+  for path in PURE:
+    calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    names = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
+    wrong += [f"{name_of(path)}: {name}" for name in sorted(names & EFFECTS)]
+  assert wrong == []
 
 
 def test_exceptions_exist():
   assert {name for name in NOT_PURE | PURE_FILES if not (PACKAGE / name).exists()} == set()
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_config_objects_stop_at_train(path):
-  if room_of(path) not in SEES_CONFIGS:
-    assert not [name for name in imports_of(path) if name.startswith("ml_collections")]
-    assert "config" not in {target for target, *_ in our_imports_of(path)}
+def test_config_objects_stop_at_train():
+  wrong = [
+    f"{name_of(path)}: {name}"
+    for path in FILES
+    if room_of(path) not in SEES_CONFIGS
+    for name in imports_of(path)
+    if name.startswith("ml_collections") or f"{name}.".startswith("grpo_jax.config.")
+  ]
+  assert wrong == []
 
 
-@pytest.mark.parametrize("path", [*FILES, *KERNELS], ids=lambda p: str(p.relative_to(ROOT)))
-def test_package_never_imports_torch(path):
-  if path.parent != SERVER_SIDE:
-    assert "torch" not in {name.split(".")[0] for name in imports_of(path)}
+def test_package_never_imports_torch():
+  ours = [path for path in [*FILES, *KERNELS] if path.parent != SERVER_SIDE]
+  assert [str(path.relative_to(ROOT)) for path in ours if "torch" in roots_of(path)] == []
 
 
 def test_scripts_of_servers_stand_alone():
@@ -183,9 +196,8 @@ def test_scripts_of_servers_stand_alone():
       assert not list(our_imports_of(path))
 
 
-@pytest.mark.parametrize("path", KERNELS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_kernels_import_nothing_of_the_trainer(path):
-  assert "grpo_jax" not in {name.split(".")[0] for name in imports_of(path)}
+def test_kernels_import_nothing_of_the_trainer():
+  assert [str(path.relative_to(ROOT)) for path in KERNELS if "grpo_jax" in roots_of(path)] == []
 
 
 def test_kernels_folder_is_no_package():
