@@ -13,7 +13,8 @@ from grpo_jax.values import names
 _log = logging.getLogger(__name__)
 
 USAGE = """\
-Measures a model, or compares two on the same prompts: accuracy, pass@k, maj@k.
+Measures a model, or compares two on the same prompts: accuracy, pass@k, maj@k. Responses that are
+recorded are not sampled again: the model ranks them.
 
   grpo-jax evaluate --config=CONFIG --model=MODEL [--model=MODEL] [--sets=SET,SET,…]
                     [--samples=N] [--prompts=N] [--workdir=FOLDER] [--config.SECTION.FIELD=VALUE …]
@@ -23,8 +24,9 @@ Measures a model, or compares two on the same prompts: accuracy, pass@k, maj@k.
   --model    RUN[:STEP|:best|:latest], a folder, or a name of a model. Twice: the second is compared
              with the first, prompt by prompt.
   --sets     sets in place of the config's, such as aime_2024,math_500,gsm8k,gpqa,mmlu_pro. They are
-             read from the Hugging Face hub; gsm8k=FILE reads the same rows from a file, and FILE
-             alone is a set of your own, with the fields problem and expected_answer.
+             read from the Hugging Face hub; gsm8k=FILE reads the same rows from a file. FILE alone
+             is a set of your own, with the fields problem and expected_answer; or ranked groups,
+             responses with rewards, or rollouts, which are ranked (docs/offline.md).
   --samples  completions of each prompt; without it, evaluation.group_size.
   --prompts  prompts of each set, from its beginning; without it, evaluation.num_prompts for the
              sets of the config, and all prompts of --sets.
@@ -34,8 +36,9 @@ Measures a model, or compares two on the same prompts: accuracy, pass@k, maj@k.
 
 Numbers are printed with their standard error over prompts and a 95 % bootstrap interval.
 
-Example:
+Examples:
   grpo-jax evaluate --config=quickstart --model=runs/quickstart:best --prompts=50
+  grpo-jax evaluate --config=offline_ranked --model=runs/ranked:best --sets=held_out.json
 """
 _FLAGS = ("model", "sets", "samples", "prompts", "workdir", "base")
 

@@ -248,6 +248,14 @@ def from_any(row: Mapping[str, object], where: str, style: Style) -> Recording:
   return recorded.from_recorded(row, where, style)
 
 
+def is_recorded(row: Mapping[str, object]) -> bool:
+  """Returns whether a row has responses, by the fields that `from_any` reads."""
+  if nemo_gym.is_rollout(row):
+    return "response" in row or "output" in row
+  has_pair = {"input", "output"} <= row.keys() and "problem" not in row
+  return "group" in row or "completion_ids" in row or has_pair
+
+
 def index_groups(
   source: RowSource,
   read_row: Reader,

@@ -6,7 +6,7 @@ from typing import Any
 
 from grpo_jax.config import base, configuration
 from grpo_jax.config.configuration import ConfigError
-from grpo_jax.data import named
+from grpo_jax.data import groups, named, sources
 from grpo_jax.files import local_paths
 
 # An ml_collections.ConfigDict, whose fields a type checker cannot know.
@@ -26,15 +26,27 @@ _KEPT = ("system_prompt", "system_prompt_file", "max_prompt_tokens", "overlong",
 def with_sets(config: Config, sets: Sequence[str]) -> Config:
   """Returns a config whose evaluation sets are others; its system prompt and sampling are kept.
 
+  Its mode follows from the rows: recorded responses are ranked (`mode="offline"`), and for problems
+  completions are sampled.
+
   Args:
     config: Config whose sets are replaced.
     sets: Names such as "gsm8k" or "aime_2024"; "gsm8k=FILE" with the rows of a local file; or the
-      file of a set of your own, whose rows have `problem` and `expected_answer`.
+      file of a set of your own, whose rows have `problem` and `expected_answer` or are recorded
+      groups, responses or rollouts (docs/offline.md).
 
   Raises:
-    ConfigError: A set is not known, or is named twice.
+    ConfigError: A set is not known, cannot be read, or is named twice; or some sets hold recorded
+      responses and others problems.
   """
   datasets = [_fields(text) for text in sets]
+  recorded = [_is_recorded(each) for each in datasets]
+  if len({*recorded}) > 1:
+    one, other = (datasets[recorded.index(kind)]["name"] for kind in (True, False))
+    raise ConfigError(
+      f"--sets: {one} holds recorded responses, which are ranked, and {other} problems, for which"
+      " completions are sampled: evaluate them with two commands"
+    )
   labels = [each["name"] for each in datasets]
   if twice := {label for label in labels if labels.count(label) > 1}:
     raise ConfigError(f"two evaluation sets are called {sorted(twice)[0]!r}")
@@ -42,7 +54,11 @@ def with_sets(config: Config, sets: Sequence[str]) -> Config:
   values = {f"data.{n}": v for n, v in default.data.items() if n not in _KEPT}
   values |= {f"evaluation.data.{n}": None for n in default.evaluation.data}
   values |= {"evaluation.datasets": tuple(datasets), "data.kind": "auto"}
+  values["mode"] = "offline" if recorded[0] else "online"
+  values["checkpoint.best_metric"] = None  # may be a metric of the sets that are replaced.
   needed = {each["environment"] for each in datasets if "environment" in each} | {"math"}
+  if recorded[0] and config.offline.rewards == "file":
+    needed = set()
   environments = config.environments.to_dict()
   lacking = sorted(needed - environments.keys())
   for name in lacking:
@@ -54,6 +70,18 @@ def with_sets(config: Config, sets: Sequence[str]) -> Config:
   missing = {name: ENVIRONMENTS[name] for name in lacking}
   values["environments"] = {**environments, **missing}
   return configuration.replaced(config, values)
+
+
+def _is_recorded(dataset: dict[str, Any]) -> bool:
+  """Returns whether a set holds responses, by its processor or by the first row of its file."""
+  entry = named.find(dataset["dataset"]) if "dataset" in dataset else None
+  if entry is not None:
+    return entry.group is not None
+  try:
+    rows = sources.open_source(sources.SourceConfig("auto", path=dataset["path"]))
+    return bool(len(rows)) and groups.is_recorded(rows[0])
+  except (OSError, ValueError, ImportError) as error:
+    raise ConfigError(f"--sets: {error}") from error
 
 
 def _fields(text: str) -> dict[str, Any]:

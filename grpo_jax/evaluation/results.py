@@ -27,9 +27,11 @@ class SetResult:
     name: Name of the set.
     prompt_ids: Prompts, in the order of the set.
     estimates: "accuracy", "pass@k" and "maj@k" by name, or "reward_mean" where the environment
-      does not say which attempts are right; means over prompts.
-    counts: Prompts, attempts, and how many of them had what happen to them.
-    values: Value of each prompt, by the same names as `estimates`.
+      does not say which attempts are right; means over prompts. For recorded groups those of
+      `ranked.describe`.
+    counts: Prompts and attempts, or groups and responses, and how many of them had what happen to
+      them.
+    values: Value of each prompt, by the names of `estimates` that have a standard error.
   """
 
   name: str
@@ -210,33 +212,33 @@ def _flat_pair(paired: Paired) -> dict[str, float]:
 
 def _set_lines(result: SetResult) -> list[str]:
   counts = result.counts
-  lines = [
-    f"  {result.name}: {counts['prompts']:.0f} prompts, {counts['attempts']:.0f} attempts"
-    + "".join(f", {counts[key]:.0f} {text}" for key, text in _NOTED.items() if counts.get(key))
-  ]
+  facts = [f"{counts[key]:.0f} {text}" for key, text in _NOTED.items() if counts.get(key)]
+  lines = [f"  {result.name}: {', '.join(facts)}"]
+  width = max([10, *map(len, result.estimates)])
   for key, one in result.estimates.items():
-    lines.append(f"    {key:<10} {shown(key, one)}   95 %: {_interval(key, one)}")
+    interval = f"   95 %: {_interval(key, one)}" if math.isfinite(one.low) else ""
+    lines.append(f"    {key:<{width}} {shown(key, one)}{interval}")
   return lines
 
 
 def shown(name: str, estimate: Estimate) -> str:
   """Returns a number with its standard error: "57.0 % ± 5.0", and for rewards "0.412 ± 0.013"."""
-  if name == "reward_mean":
-    return f"{estimate.value:.3f} ± {estimate.error:.3f}"
-  error = f" ± {100 * estimate.error:.1f}" if math.isfinite(estimate.error) else ""
-  return f"{100 * estimate.value:.1f} %{error}"
+  is_plain = name in _PLAIN
+  scale, digits, unit = (1.0, 3, "") if is_plain else (100.0, 1, " %")
+  error = f" ± {scale * estimate.error:.{digits}f}" if math.isfinite(estimate.error) else ""
+  return f"{scale * estimate.value:.{digits}f}{unit}{error}"
 
 
 def _interval(name: str, one: Estimate) -> str:
-  if name == "reward_mean":
+  if name in _PLAIN:
     return f"{one.low:.3f} to {one.high:.3f}"
   return f"{100 * one.low:.1f} to {100 * one.high:.1f}"
 
 
 def _paired_line(name: str, number: str, paired: Paired) -> str:
   one = paired.difference
-  scale, unit = (1.0, "") if number == "reward_mean" else (100.0, " points")
-  digits = 3 if number == "reward_mean" else 1
+  scale, unit = (1.0, "") if number in _PLAIN else (100.0, " points")
+  digits = 3 if number in _PLAIN else 1
   return (
     f"  {name} {number}: {scale * one.value:+.{digits}f} ± {scale * one.error:.{digits}f}{unit}"
     f" (95 %: {scale * one.low:+.{digits}f} to {scale * one.high:+.{digits}f});"
@@ -279,7 +281,16 @@ def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
   return {name: json_numbers.finite(value) for name, value in values.items()}
 
 
+# Numbers that are not shares; the others are printed in percent.
+_PLAIN = {
+  *("reward_mean", "chosen_reward_mean", "margin", "logprob", "consistency", "rank_correlation")
+}
 _NOTED = {
+  "prompts": "prompts",
+  "attempts": "attempts",
+  "groups": "groups",
+  "responses": "responses",
+  "without_order": "groups without an order",
   "unanswered": "without an answer",
   "truncated": "cut at the token limit",
   "not_scored": "not scored",

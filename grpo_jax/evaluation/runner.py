@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_jax import data, environments, metrics
 from grpo_jax.building import checks, groups, online, stored, stored_engine
-from grpo_jax.config import configuration, data_options, run_options
+from grpo_jax.config import configuration, data_options, modes, run_options
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.engines.base import SamplingParams
 from grpo_jax.evaluation import choosing, results
@@ -20,9 +20,8 @@ from grpo_jax.files.disk import writing
 from grpo_jax.rollouts import collecting
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.run_folder import console, evaluation_log
-from grpo_jax.run_folder.rollout_log import json_line
 from grpo_jax.run_folder.sinks.jsonl import MetricLines
-from grpo_jax.types import Prompt, RolloutGroup
+from grpo_jax.types import Prompt
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +41,9 @@ def run(
   stop: Any = False,
 ) -> Evaluation:
   """Samples completions of held-out prompts, scores them and says how good the model is.
+
+  Recorded groups (`mode="offline"`, or `sets` with responses) are not sampled: the model ranks
+  their responses by its logprobs; see `ranked.describe`.
 
   Args:
     model: RUN[:STEP|:best|:latest], a folder, or a name of a model; or two of them, which are
@@ -106,19 +108,24 @@ class _Model:
       with writing(self.folder):
         self.folder.mkdir(parents=True, exist_ok=True)
       configuration.write(self.config, self.folder / "config.json")
-      evaluate = self._engine(stack)
+      evaluate = self._ranking(stack) if modes.is_offline(self.config) else self._engine(stack)
       lines = MetricLines(self.folder / "metrics.jsonl", 0)
       found: dict[str, SetResult] = {}
       for name, prompts in evaluate.held_out.items():
-        collected = evaluate(name, prompts)
-        found[name] = results.describe(
-          name, collected, evaluate.environments, pass_k=self.ks, seed=self.config.seed
-        )
+        found[name] = evaluate(name, prompts)
         model = ModelResult(self.weights.label, self.folder, dict(found))
         values = {f"eval/{key}": value for key, value in results.flat(model).items()}
         logged = {key: value for key, value in values.items() if metrics.definition(key)}
         lines.write(self.weights.step or 0, logged)
         yield model
+
+  def _ranking(self, stack: contextlib.ExitStack) -> Any:
+    """Reads tokenizer, recorded groups and weights; nothing is sampled."""
+    from grpo_jax.evaluation import ranked  # imported here: most evaluations sample.
+
+    return ranked.start(
+      self.config, self.weights, stack, read=_held_out, folder=self.folder, stop=self.stop
+    )
 
   def _engine(self, stack: contextlib.ExitStack) -> "_Sampling":
     """Reads tokenizer, prompts and weights, and starts the engine."""
@@ -151,6 +158,8 @@ class _Model:
         schedule=config.rollout.schedule,
       ),
       loop=stack.enter_context(LoopThread()),
+      ks=self.ks,
+      seed=config.seed,
       screen=opened.screen,
       log=log,
       step=weights.step or 0,
@@ -160,36 +169,36 @@ class _Model:
 
 @dataclasses.dataclass(frozen=True)
 class _Sampling:
-  """Samples and scores a set: sampling(name, prompts) → its groups, in the order of the prompts."""
+  """Samples and scores a set: sampling(name, prompts) → what was found."""
 
   held_out: Mapping[str, Sequence[Prompt]]
   environments: environments.Environments
   collect: Any
   loop: LoopThread
+  ks: Sequence[int]
+  seed: int
   screen: console.Screen
   log: evaluation_log.EvaluationLog
   step: int
   stop: Any
 
-  def __call__(self, name: str, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
+  def __call__(self, name: str, prompts: Sequence[Prompt]) -> SetResult:
     """Every group is on the disk when it is scored; at the end the file is put in order."""
-    path = self.log.path(self.step, name)
-    with writing(path):
-      path.parent.mkdir(parents=True, exist_ok=True)
-      path.unlink(missing_ok=True)
     found: list[collecting.Finished] = []
-    with self.screen.progress(f"evaluating {name}", len(prompts)) as shown:
+    with (
+      self.screen.progress(f"evaluating {name}", len(prompts)) as shown,
+      self.log.appending(self.step, name) as append,
+    ):
       groups_of = self.collect(collecting.for_step(prompts, 0))
       iterator: Any = self.loop.iterate(groups_of, stop=self.stop)
       with contextlib.closing(iterator) as finished:
         for each in finished:
           found.append(each)
-          with writing(path), open(path, "a", encoding="utf-8") as file:
-            file.writelines(map(json_line, self.log.records(self.step, *each)))
+          append(*each)
           shown(1)
     ordered = collecting.in_order(found)
     self.log.write(self.step, name, ordered)
-    return ordered
+    return results.describe(name, ordered, self.environments, pass_k=self.ks, seed=self.seed)
 
 
 def _prepared(
@@ -210,8 +219,10 @@ def _prepared(
   attempts = own.group_size if samples is None else samples
   if num_prompts is None:
     num_prompts = _ALL if sets else own.num_prompts
+  is_offline = modes.is_offline(config)
+  if is_offline and samples is not None:
+    raise ConfigError("--samples: the responses are recorded (mode='offline'), and none is sampled")
   values = {
-    "mode": "online",
     **stored.fields(weights),
     "model.fallback": None,
     "evaluation.at_start": True,
@@ -221,6 +232,8 @@ def _prepared(
   }
   config = configuration.replaced(config, values)
   configuration.check(config, [run_options.validate])
+  if is_offline:
+    return config
   settings = SamplingParams(**run_options.evaluation_sampling(config))
   if config.evaluation.group_size > 1 and settings.temperature == 0:
     raise ConfigError(

@@ -116,17 +116,25 @@ def step_metrics(groups: Sequence[Ranked]) -> dict[str, float]:
   return {"train/rank_accuracy": _mean([pairs(g).mean() for g in groups if has_order(g)])}
 
 
-def _described(groups: Sequence[Ranked], area: str) -> dict[str, float]:
+def group_values(groups: Sequence[Ranked]) -> dict[str, Float[np.ndarray, " ordered"]]:
+  """Returns what `group_metrics` averages: by name, a value of each group that has an order."""
   ordered = [group for group in groups if has_order(group)]
   best = [_best(group) for group in ordered]
+  values = {
+    "accuracy": [pairs(group).mean() for group in ordered],
+    "exact_accuracy": [is_exact(group) for group in ordered],
+    "place_accuracy": [places_right(group).mean() for group in ordered],
+    "best_accuracy": [is_best for is_best, _, _ in best],
+    "chosen_reward_mean": [reward for _, reward, _ in best],
+    "margin": [margin for _, _, margin in best],
+  }
+  return {name: np.asarray(each, np.float64) for name, each in values.items()}
+
+
+def _described(groups: Sequence[Ranked], area: str) -> dict[str, float]:
   return {
     f"{area}/groups": float(len(groups)),
-    f"{area}/accuracy": _mean([pairs(group).mean() for group in ordered]),
-    f"{area}/exact_accuracy": _mean([is_exact(group) for group in ordered]),
-    f"{area}/place_accuracy": _mean([places_right(group).mean() for group in ordered]),
-    f"{area}/best_accuracy": _mean([is_best for is_best, _, _ in best]),
-    f"{area}/chosen_reward_mean": _mean([reward for _, reward, _ in best]),
-    f"{area}/margin": _mean([margin for _, _, margin in best]),
+    **{f"{area}/{name}": _mean(values) for name, values in group_values(groups).items()},
   }
 
 
@@ -150,6 +158,6 @@ def _valid(ranked: Ranked) -> tuple[np.ndarray, np.ndarray]:
   return scores[kept], rewards[kept]
 
 
-def _mean(values: Sequence[float] | Sequence[bool]) -> float:
+def _mean(values: Sequence[float] | Sequence[bool] | np.ndarray) -> float:
   """Returns the mean; NaN if there are no values."""
   return float(np.mean(np.asarray(values, np.float64))) if len(values) else math.nan

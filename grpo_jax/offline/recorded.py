@@ -166,6 +166,15 @@ def all_batches(datasets: Sequence[Dataset], *, size: int, on_error: OnError) ->
 
 
 @dataclasses.dataclass(frozen=True)
+class Scored:
+  """A recorded group under a policy."""
+
+  group: RolloutGroup  # with its rewards.
+  logprobs: Sequence[np.ndarray]  # of the tokens of each response; see `GroupScorer`.
+  ranked: ranking.Ranked
+
+
+@dataclasses.dataclass(frozen=True)
 class Ranking:
   """How well a policy ranks the responses of recorded groups."""
 
@@ -177,17 +186,25 @@ class Ranking:
     self, params: Any, prompts: Sequence[Prompt], *, name: str, advance: Callable[[int], None]
   ) -> dict[str, float]:
     """Scores the groups of the prompts; returns eval/NAME/*, see `ranking.group_metrics`."""
-    found: list[ranking.Ranked] = []
+    found = []
+    for scored in self.scored(params, prompts):
+      found += [each.ranked for each in scored]
+      advance(len(scored))
+    return ranking.group_metrics(found, name=name)
+
+  def scored(self, params: Any, prompts: Sequence[Prompt]) -> Iterator[list[Scored]]:
+    """Yields the groups of the prompts, scored by the weights `params`, some at a time."""
     for first in range(0, len(prompts), self.scorer.groups_at_once):
       items = [group_of(p) for p in prompts[first : first + self.scorer.groups_at_once]]
       groups = [item.group for item in items]
       rewarded = self.rescore(groups) if self.rescore else groups
-      logprobs = self.scorer(params, groups)
-      for item, group, values in zip(items, rewarded, logprobs, strict=True):
-        scores = ranking.response_scores(group, values, score=self.score)
-        found.append(ranking.Ranked(scores, group.rewards, item.group_type))
-      advance(len(items))
-    return ranking.group_metrics(found, name=name)
+      found = []
+      for item, group, logprobs in zip(items, rewarded, self.scorer(params, groups), strict=True):
+        scores = ranking.response_scores(group, logprobs, score=self.score)
+        found.append(
+          Scored(group, logprobs, ranking.Ranked(scores, group.rewards, item.group_type))
+        )
+      yield found
 
   def step_metrics(
     self, groups: Sequence[RolloutGroup], logprobs: Sequence[Sequence[np.ndarray]]

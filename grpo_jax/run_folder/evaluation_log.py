@@ -1,9 +1,10 @@
 """The files evaluations/NAME/step_NNNNNN.jsonl: the completions of evaluations, as rollouts."""
 
+import contextlib
 import logging
 import re
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,41 @@ class EvaluationLog:
     folder = folder.replace(".", "%2E") if folder.startswith(".") else folder  # "..", say.
     return self._folder / folder / f"step_{step:06d}.jsonl"
 
-  def records(self, step: int, number: int, group: RolloutGroup) -> list[dict[str, Any]]:
-    """Returns the records of one group; `number` is its place in the set."""
+  @contextlib.contextmanager
+  def appending(self, step: int, name: str) -> Iterator[Callable[..., None]]:
+    """Begins the file of an evaluation; yields a function that appends one group.
+
+    The function takes the arguments of `records` without the step.
+    """
+    path = self.path(step, name)
+    with writing(path):
+      path.parent.mkdir(parents=True, exist_ok=True)
+      path.unlink(missing_ok=True)
+
+    def append(*group: Any) -> None:
+      with writing(path), open(path, "a", encoding="utf-8") as file:
+        file.writelines(map(json_line, self.records(step, *group)))
+
+    yield append
+
+  def records(
+    self,
+    step: int,
+    number: int,
+    group: RolloutGroup,
+    logprobs: Sequence[np.ndarray] | None = None,
+  ) -> list[dict[str, Any]]:
+    """Returns the records of one group.
+
+    Args:
+      step: Step of the weights.
+      number: Place of the group in the set.
+      group: Group with its rewards.
+      logprobs: Policy's logprobs of the tokens of each completion; None: they are not known.
+    """
     nothing = np.full(len(group.rollouts), np.nan)  # nobody learns from them.
-    records = rollout_records(step, [group], [nothing], None, self._texts)
+    known = None if logprobs is None else [logprobs]
+    records = rollout_records(step, [group], [nothing], known, self._texts)
     return [{**record, "group": number} for record in records]
 
 

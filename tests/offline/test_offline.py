@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import configs.base
-from grpo_jax import report, train
+from grpo_jax import evaluation, report, train
+from grpo_jax.config.configuration import ConfigError
 from grpo_jax.data.formats import RowError
 from grpo_jax.models import loading
 from grpo_jax.report import data as report_data
@@ -106,6 +107,30 @@ def plain(make_config, tmp_path_factory) -> pathlib.Path:
   workdir = tmp_path_factory.mktemp("plain")
   train.train(make_config(), workdir)
   return workdir
+
+
+def test_evaluate_gives_the_numbers_of_the_run(plain, files, tmp_path):
+  measured = told(plain)[4]
+  for number, options in enumerate(
+    [{}, {"sets": [str(files["held_out"])]}, {"sets": [str(files["held_out"])], "num_prompts": 6}]
+  ):
+    done = evaluation.run(f"{plain}:4", workdir=tmp_path / str(number), **options)
+    ((name, found),) = done.models[0].sets.items()
+    assert name == ("held_out" if options else "heldout")
+    if "num_prompts" in options:
+      assert (found.counts["groups"], found.counts["responses"]) == (6, 18)
+      continue
+    for key in ("accuracy", "exact_accuracy", "place_accuracy", "best_accuracy", "margin"):
+      expected = measured[f"eval/heldout/{key}"]
+      assert found.estimates[key].value == pytest.approx(expected, abs=1e-6), key
+    for kind in ("digits", "vowels"):
+      expected = measured[f"eval/heldout/{kind}/accuracy"]
+      assert found.estimates[f"{kind}/accuracy"].value == expected
+  lines = (tmp_path / "0/evaluations/heldout/step_000004.jsonl").read_text().splitlines()
+  assert len(lines) == 36 and json.loads(lines[0])["policy_logprobs"][0] < 0
+  assert "accuracy           " in done.summary() and "18 responses" in done.summary()
+  with pytest.raises(ConfigError, match="--samples: the responses are recorded"):
+    evaluation.run(f"{plain}:4", samples=2)
 
 
 @pytest.mark.long
