@@ -159,6 +159,7 @@ def start_python(
     **{name: os.environ[name] for name in inherited},
     **({} if devices is None else {"JAX_NUM_CPU_DEVICES": str(devices)}),
     "JAX_PLATFORMS": "cpu",
+    "GRPO_JAX_RUN_SECRET": "the secret of a run of the tests",
     "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}",
     **(environment or {}),
   }

@@ -18,6 +18,7 @@ CAUGHT = {
   "http/bodies.py": {"UnreadableBody"},
   "http/failures.py": {"HttpFailure"},
   "api/callbacks.py": {"StopTraining"},  # users raise it.
+  "processes/meeting.py": {"_NotArrived"},
   "run_folder/stored_leaves.py": {"Unusable", "OtherState"},
   "environments/isolation.py": {"EnvironmentFailure"},
   "environments/openenv.py": {"BadAction"},

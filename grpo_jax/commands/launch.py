@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from grpo_jax.commands.arguments import HelpWanted, WrongUse
+from grpo_jax.processes import proofs
 
 USAGE = """\
 Runs a training as several processes on this machine, as a cluster would on several hosts.
@@ -76,7 +78,7 @@ def parse(words: Sequence[str]) -> Options:
   if "--processes" not in given:
     raise WrongUse("--processes=N is missing, for example grpo-jax launch --processes=2 -- ...")
   if any(word.partition("=")[0].startswith("--config.distributed.") for word in rest):
-    joined = ("coordinator", "processes", "index")
+    joined = ("coordinator", "processes", "index", "secret_env")
     for word in rest:
       name = word.partition("=")[0].removeprefix("--config.distributed.")
       if name in joined:
@@ -100,6 +102,7 @@ class Processes:
     self._processes: list[subprocess.Popen[bytes]] = []
     self._readers: list[threading.Thread] = []
     self._before: dict[int, object] = {}
+    self._secret = {proofs.VARIABLE: secrets.token_hex(32)}
 
   def __enter__(self) -> "Processes":
     address = f"127.0.0.1:{free_port()}"
@@ -148,10 +151,11 @@ class Processes:
       f"--config.distributed.processes={self._options.processes}",
       f"--config.distributed.index={index}",
     ]
+    own = variables(index, self._options.processes, self._options.devices)
     is_first = index == 0
     process = subprocess.Popen(
       [sys.executable, "-m", "grpo_jax.main", *self._options.arguments, *joined],
-      env={**os.environ, **variables(index, self._options.processes, self._options.devices)},
+      env={**os.environ, **self._secret, **own},
       stdin=None if is_first else subprocess.DEVNULL,
       stdout=None if is_first else subprocess.PIPE,
       stderr=None if is_first else subprocess.STDOUT,

@@ -71,6 +71,8 @@ def get_config() -> Any:
   distributed.coordinator = placeholder(str)
   distributed.processes = placeholder(int)  # number of processes; None: found by JAX
   distributed.index = placeholder(int)  # number of this process, from 0; None: found by JAX
+  # environment variable with the secret of the run; None: GRPO_JAX_RUN_SECRET, if it is set
+  distributed.secret_env = placeholder(str)
   distributed.join_s = 300.0  # longest wait for all processes to start
   distributed.heartbeat_s = 60.0  # a process without a sign of life for so long ends the others
   distributed.wait_s = 1800.0  # longest wait for a process that is alive, such as a slow sampler

@@ -79,6 +79,7 @@ KINDS: Mapping[str, checked.Kind] = {
   "distributed.coordinator": checked.text(none=True),
   "distributed.processes": checked.whole(low=1, none=True),
   "distributed.index": checked.whole(low=0, none=True),
+  "distributed.secret_env": checked.text(none=True),
   "distributed.join_s": checked.number(above=0),
   "distributed.heartbeat_s": checked.number(above=0),
   "distributed.wait_s": checked.number(above=0),

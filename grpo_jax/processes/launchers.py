@@ -35,6 +35,7 @@ class Found:
   cluster: Any = None  # JAX's class, which finds the coordinator; None: it cannot.
   local_index: int | None = None  # number among the processes of this host.
   local_processes: int = 1
+  start: str = ""  # name of this start of the job, the same in all processes; "": it has none.
 
   def coordinator(self, join_s: float) -> str | None:
     """Returns the address of process 0, "host:port"; None if it is not known."""
@@ -58,13 +59,15 @@ def find(environment: Mapping[str, str] = os.environ) -> Found | None:
   if cluster is not None and (processes := cluster.get_process_count()) > 1:
     local = cluster.get_local_process_id()
     here = int(environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1))
-    return Found(cluster.name, processes, cluster.get_process_id(), cluster, local, here)
+    start = environment.get("PMIX_NAMESPACE", "")
+    return Found(cluster.name, processes, cluster.get_process_id(), cluster, local, here, start)
   if cluster is None:
     for launcher, names in _WITHOUT_ADDRESS.items():
       count, index, local_index, local = (environment.get(name, "") for name in names)
       if count.isdigit() and index.isdigit() and int(count) > 1:
         number = int(local_index) if local_index.isdigit() else None
-        return Found(launcher, int(count), int(index), None, number, int(local or 1))
+        start = environment.get("PMIX_NAMESPACE", "")
+        return Found(launcher, int(count), int(index), None, number, int(local or 1), start)
   return None
 
 
@@ -90,6 +93,7 @@ def _slurm(cluster: Any, environment: Mapping[str, str]) -> Found | None:
   node = int(environment.get("SLURM_NODEID", 0))
   tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE")
   here = tasks_per_node(tasks or "1")
+  names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
   return Found(
     "Slurm",
     processes,
@@ -97,6 +101,7 @@ def _slurm(cluster: Any, environment: Mapping[str, str]) -> Found | None:
     cluster,
     cluster.get_local_process_id(),
     here[min(node, len(here) - 1)],
+    ".".join(environment.get(name, "") for name in names),
   )
 
 

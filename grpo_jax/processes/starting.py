@@ -1,5 +1,6 @@
 """Joins this process to the others of a run, by `jax.distributed`."""
 
+import functools
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -7,8 +8,8 @@ from typing import Any
 
 from grpo_jax import processes
 from grpo_jax.interrupts import Stopped
-from grpo_jax.processes import exchanges, launchers, meeting, roles, watch
-from grpo_jax.processes.meeting import Place, WrongStartError
+from grpo_jax.processes import exchanges, launchers, meeting, proofs, roles, watch
+from grpo_jax.processes.places import Place, WrongStartError, joined, parsed
 
 _log = logging.getLogger(__name__)
 
@@ -18,6 +19,7 @@ DEFAULTS = {"join_s": 300.0, "heartbeat_s": 60.0, "wait_s": 1800.0}
 LATER_S = 30
 CONNECT_S = 120  # all processes are there.
 LEAVE_S = 30  # all processes are at the end.
+SECRET_LENGTH = 16  # fewest characters of a secret.
 
 
 def start(options: Any, stop: Any = False) -> None:
@@ -42,21 +44,29 @@ def start(options: Any, stop: Any = False) -> None:
   place = placed(options, found, join_s=times["join_s"])
   if place is None:
     return
-  hosts = meeting.meet(place, join_s=times["join_s"], stop=stop)
-  _initialize(place, launchers.own_gpus(found) if found else None, times["heartbeat_s"])
+  key = own_key(options, found)
+  if not key.secret and place.index == 0:
+    _log.warning(
+      "this run has no secret: any program that reaches %s can join it or end it; set %s to the"
+      " same random text in all processes (docs/hosts.md)",
+      *(place.address, key.variable),
+    )
+  met = meeting.meet(place, key, join_s=times["join_s"], stop=stop)
+  os.environ.pop(key.variable, None)  # programs that the run starts do not need it.
+  _initialize(place, met, launchers.own_gpus(found) if found else None, times["heartbeat_s"])
   exchanges.wait_s = times["wait_s"]
   watch.current = watch.Watch(
     roles.client(),
     place.index,
-    hosts,
-    coordinator=(place.host, place.port),
+    met.hosts,
+    coordinator=met.service,
     heartbeat_s=times["heartbeat_s"],
     wait_s=times["wait_s"],
   )
   watch.current.start()
   watch.current.on_abort()
   if place.index == 0:
-    number = len(set(hosts))
+    number = len(set(met.hosts))
     _log.info("%d processes on %d %s", place.processes, number, "hosts" if number > 1 else "host")
 
 
@@ -94,24 +104,35 @@ def placed(options: Any, found: launchers.Found | None, *, join_s: float) -> Pla
       f"{given['processes']}, got {given['index']}"
     )
   host, port = parsed(str(given["coordinator"]))
-  return Place(host, port, given["processes"], given["index"])
+  is_one_host = found is not None and found.local_processes == given["processes"]
+  return Place(host, port, given["processes"], given["index"], is_one_host)
 
 
-def parsed(address: str) -> tuple[str, int]:
-  """Returns the host and the port of "host:port" or "[2001:db8::1]:port".
+def own_key(options: Any, found: launchers.Found | None) -> proofs.Key:
+  """Returns the key with which the processes of this start of the run recognize each other.
+
+  Args:
+    options: Section `distributed` of a config.
+    found: Report of a launcher on this process; None: there is none.
 
   Raises:
-    WrongStartError: The address has another form.
+    WrongStartError: The variable that options name is not set, or a secret is too short.
   """
-  host, _, port = address.rpartition(":")
-  bare = host.removeprefix("[").removesuffix("]")
-  is_wrong = ":" in bare and not host.startswith("[")
-  if is_wrong or not bare or not port.isdigit() or not 0 < int(port) < 65536:
+  name = _given(options, "secret_env")
+  variable = name or proofs.VARIABLE
+  secret = os.environ.get(variable)
+  if secret is None and name:
     raise WrongStartError(
-      "distributed.coordinator must be the address of process 0 with a port, such as"
-      f" node1:12345, got {address!r}"
+      f"distributed.secret_env names {name}, which is not set in the environment"
     )
-  return bare, int(port)
+  if secret is not None and len(secret := secret.strip()) < SECRET_LENGTH:
+    raise WrongStartError(
+      f"{variable}, the secret of the run, needs at least {SECRET_LENGTH} characters, such as those"
+      f" of `openssl rand -hex 32`; it has {len(secret)}"
+    )
+  is_of_launcher = _given(options, "processes") is None and _given(options, "index") is None
+  start = found.start if found is not None and is_of_launcher else ""
+  return proofs.Key(secret or "", start, variable)
 
 
 def _incomplete(
@@ -130,21 +151,34 @@ def _incomplete(
   )
 
 
-def _initialize(place: Place, gpus: Sequence[int] | None, heartbeat_s: float) -> None:
+def _initialize(
+  place: Place, met: meeting.Met, gpus: Sequence[int] | None, heartbeat_s: float
+) -> None:
   import jax
 
+  if met.own:
+    _listen_with_gloo(met.own)
   # It would take SIGTERM from `interrupts.Flag`.
   jax.config.update("jax_enable_preemption_service", False)
   jax.distributed.initialize(
-    place.address,
+    joined(*met.service),
     place.processes,
     place.index,
+    coordinator_bind_address=joined(met.bind, met.service[1]) if met.bind else None,
     local_device_ids=None if gpus is None else list(gpus),
     cluster_detection_method="deactivate",  # everything has been found above.
     initialization_timeout=CONNECT_S,
     heartbeat_timeout_seconds=int(heartbeat_s + LATER_S),
     shutdown_timeout_seconds=LEAVE_S,
   )
+
+
+def _listen_with_gloo(address: str) -> None:
+  """Has gloo, which connects CPUs, listen at an address; JAX has it look up the host's name."""
+  from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+
+  make: Any = functools.partial(_jax.make_gloo_tcp_collectives, hostname=address)
+  _jax.make_gloo_tcp_collectives = make
 
 
 def finish(code: int) -> int:

@@ -11,6 +11,8 @@ TRAINING = """
 import os, signal, sys, time
 index = int(next(a for a in sys.argv if "distributed.index" in a).partition("=")[2])
 print("here", flush=True)
+if "--secret" in sys.argv:
+  print(os.environ["GRPO_JAX_RUN_SECRET"], *sys.argv[1:], flush=True)
 if "--dies" in sys.argv and index == 1:
   sys.exit(3)
 if "--killed" in sys.argv and index == 1:
@@ -51,6 +53,18 @@ def test_lines_of_other_processes_have_their_number(training, capfd):
   assert output == "here\n" and sorted(errors.splitlines()) == ["[1] here", "[2] here"]
 
 
+def test_the_processes_of_each_start_share_a_new_secret_that_no_argument_has(training, capfd):
+  secrets = set()
+  for _ in range(2):
+    launch.main(["--processes=2", "--", "--secret"])
+    output, errors = capfd.readouterr()
+    own, first = output.splitlines()[1].split(maxsplit=1)
+    other, second = errors.splitlines()[1].removeprefix("[1] ").split(maxsplit=1)
+    assert own == other and len(own) == 64 and own not in first + second
+    secrets.add(own)
+  assert len(secrets) == 2
+
+
 def test_devices_are_simulated_or_divided():
   assert launch.variables(1, 2, 4, {}) == {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
   assert launch.variables(0, 2, None, {}) == {}
@@ -67,6 +81,7 @@ def test_devices_are_simulated_or_divided():
     (["--processes=0"], "--processes needs a number from 1 on, got '0'"),
     (["--processes=2", "--devices=x"], "--devices needs a number"),
     (["--processes=2", "--", "--config.distributed.index=1"], "is set by launch itself"),
+    (["--processes=2", "--", "--config.distributed.secret_env=A"], "is set by launch itself"),
   ],
 )
 def test_wrong_use_is_named(words, message):

@@ -1,15 +1,13 @@
 """How processes find each other, and what is wrong if they do not."""
 
 import concurrent.futures
-import contextlib
 import socket
-import threading
 
 import pytest
 
 from grpo_jax.interrupts import Stopped
-from grpo_jax.processes import launchers, meeting, starting
-from grpo_jax.processes.meeting import JoinError, Place, WrongStartError
+from grpo_jax.processes import launchers, meeting, proofs, starting
+from grpo_jax.processes.places import JoinError, Place, WrongStartError
 from tests import several
 
 
@@ -18,7 +16,7 @@ def meet(*places, join_s=5.0, stop=False):
 
   def one(place):
     try:
-      return meeting.meet(place, join_s=join_s, stop=stop)
+      return meeting.meet(place, proofs.Key(), join_s=join_s, stop=stop).hosts
     except (JoinError, WrongStartError, Stopped) as error:
       return error
 
@@ -79,32 +77,6 @@ def test_a_coordinator_that_is_not_there_is_named():
   assert str(error).startswith("process 1 of 2 (")
 
 
-def test_another_program_at_the_port_is_not_the_run():
-  with socket.create_server(("127.0.0.1", 0)) as other:
-
-    def answer():
-      connection = other.accept()[0]
-      with contextlib.closing(connection):
-        connection.recv(100)
-        connection.sendall(b"SSH-2.0\n")
-
-    threading.Thread(target=answer, daemon=True).start()
-    (error,) = meet(place(1, 2, other.getsockname()[1]))
-  assert "is not of this run" in str(error)
-
-
-def test_a_visitor_that_is_not_of_the_run_is_ignored():
-  port = several.free_port()
-
-  def visit():
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as visitor:
-      visitor.sendall(b"GET / HTTP/1.1\r\n\r\n")
-
-  threading.Timer(0.2, visit).start()
-  first, second = meet(place(0, 2, port), place(1, 2, port))
-  assert first == second == [socket.gethostname()] * 2
-
-
 def test_a_signal_ends_the_wait():
   (found,) = meet(place(0, 2, several.free_port()), stop=True)
   assert isinstance(found, Stopped)
@@ -125,6 +97,7 @@ FOUND = launchers.Found("Open MPI", 8, 5)
     ({**OPTIONS, "coordinator": "node1:0"}, None, "with a port"),
     ({**OPTIONS, "coordinator": ":80"}, None, "with a port"),
     ({**OPTIONS, "coordinator": "2001:db8::1:80"}, None, "with a port"),
+    ({**OPTIONS, "coordinator": "node1:²"}, None, "with a port"),
     ({}, FOUND, "Open MPI has started 8 processes"),
   ],
 )
@@ -163,6 +136,10 @@ def found(monkeypatch, variables):
 def test_slurm_is_found(monkeypatch):
   it = found(monkeypatch, SLURM)
   assert it is not None and (it.processes, it.index) == (4, 3)
+  assert it.start == "77.."
+  assert (
+    launchers.find({**SLURM, "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "2"}).start == "77.0.2"
+  )
   assert it.coordinator(5.0) == f"h17:{77 + 65535 - 2**12 + 1}"
   assert launchers.own_gpus(it, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}) == range(4, 8)
   assert launchers.own_gpus(it, {"CUDA_VISIBLE_DEVICES": "3"}) is None  # --gpus-per-task=1
@@ -184,10 +161,61 @@ def test_a_process_that_is_alone_stays_alone(variables, monkeypatch):
 
 def test_open_mpi_5_is_found_but_not_its_address(monkeypatch):
   variables = {"SIZE": "4", "RANK": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
+  monkeypatch.setenv("PMIX_NAMESPACE", "prterun-a-77@1")
   it = found(monkeypatch, {f"OMPI_COMM_WORLD_{k}": v for k, v in variables.items()})
+  assert it is not None and it.start == "prterun-a-77@1"
   assert it is not None
   assert (it.processes, it.index, it.coordinator(1.0)) == (4, 2, None)
   assert launchers.own_gpus(it, {"CUDA_VISIBLE_DEVICES": "0,1"}) == range(1)
+
+
+def test_the_key_is_of_the_variable_that_is_named_and_of_the_launchers_start(monkeypatch):
+  monkeypatch.delenv(proofs.VARIABLE, raising=False)
+  of_launcher = launchers.Found("Slurm", 2, 0, start="7.0.1")
+  assert starting.own_key({}, None) == proofs.Key()
+  assert starting.own_key({}, of_launcher) == proofs.Key("", "7.0.1")
+  monkeypatch.setenv(proofs.VARIABLE, "a secret of this run\n")
+  assert starting.own_key(None, None) == proofs.Key("a secret of this run")
+  # Processes that were numbered by hand may be of several jobs.
+  options = {"processes": 2, "index": 0, "secret_env": "MINE"}
+  monkeypatch.setenv("MINE", "another secret of a run")
+  assert starting.own_key(options, of_launcher) == proofs.Key("another secret of a run", "", "MINE")
+  for wrong in ("", "short", " " * 40):
+    monkeypatch.setenv("MINE", wrong)
+    with pytest.raises(
+      WrongStartError, match="MINE, the secret of the run, needs at least 16 char"
+    ):
+      starting.own_key(options, None)
+  monkeypatch.delenv("MINE")
+  with pytest.raises(WrongStartError, match="distributed.secret_env names MINE, which is not set"):
+    starting.own_key(options, None)
+
+
+LISTENERS = """
+import os, sys
+import numpy, psutil
+from grpo_jax.processes import proofs, starting
+
+address, index = sys.argv[1], int(sys.argv[2])
+starting.start({"coordinator": address, "processes": 2, "index": index})
+assert proofs.VARIABLE not in os.environ  # programs that the run starts do not get it.
+from jax.experimental import multihost_utils
+assert multihost_utils.process_allgather(numpy.ones(1)).sum() == 2
+found = [each.laddr.ip for each in psutil.Process().net_connections() if each.status == "LISTEN"]
+print("listens:", *sorted(each.removeprefix("::ffff:") for each in found))
+starting.finish(0)
+"""
+
+
+@pytest.mark.processes
+def test_jax_and_gloo_listen_at_the_coordinators_address_only(tmp_path):
+  command = lambda address, index: [
+    *("-c", LISTENERS, address.replace("127.0.0.1", "127.0.0.5"), index)
+  ]
+  started = several.start_python(command, tmp_path / "worker", devices=1)
+  started.succeed(120)
+  assert "listens: 127.0.0.5 127.0.0.5\n" in started.text(0)  # JAX's service and gloo
+  assert "listens: 127.0.0.5\n" in started.text(1)
 
 
 def test_tasks_of_each_node_are_read():
