@@ -31,7 +31,11 @@ shift
 venv=${VENV:-$PWD/.venv}
 [ -x "$venv/bin/grpo-jax" ] || die "there is no $venv/bin/grpo-jax; VENV names the environment"
 
-command=(mpirun --bind-to none --mca odls_base_sigkill_timeout "${LEAVE_S:-5}" "${of_mpirun[@]}" "$venv/bin/grpo-jax" train "$@")
+# The processes know each other by this secret: a new one at each start, and not among the arguments.
+GRPO_JAX_RUN_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
+export GRPO_JAX_RUN_SECRET
+command=(mpirun --bind-to none --mca odls_base_sigkill_timeout "${LEAVE_S:-5}" -x GRPO_JAX_RUN_SECRET
+  "${of_mpirun[@]}" "$venv/bin/grpo-jax" train "$@")
 if [ -n "$dry_run" ]; then
   printf '%q ' "${command[@]}"
   echo

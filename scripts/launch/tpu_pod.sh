@@ -65,7 +65,13 @@ case $action in
   train)
     [[ " $*" == *" --workdir="* ]] || die "no --workdir: all hosts need the same folder, such as /shared/runs/first"
     words=$(printf '%q ' "$@")
-    inner="grpo_jax/.venv/bin/grpo-jax train $words; echo \"exit code \$?\""
+    # The processes know each other by this secret: a new one at each start, and in no argument.
+    folder=$(mktemp -d)
+    trap 'rm -r "$folder"' EXIT
+    (umask 077; od -An -N32 -tx1 /dev/urandom | tr -d ' \n' > "$folder/grpo_run_secret")
+    tpu scp "$folder/grpo_run_secret" "$TPU:" --worker=all
+    inner="export GRPO_JAX_RUN_SECRET=\$(cat grpo_run_secret); rm grpo_run_secret"
+    inner+="; grpo_jax/.venv/bin/grpo-jax train $words; echo \"exit code \$?\""
     on all "setsid nohup bash -c $(printf '%q' "$inner") > grpo.log 2>&1 < /dev/null & echo started" ;;
   logs) on "${1:-0}" "tail -n 100 -f grpo.log" ;;
   status) on all "hostname; pgrep -af '[g]rpo-jax train' || tail -n 3 grpo.log" ;;

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from grpo_jax.config import command_line
+from grpo_jax.processes import proofs
 
 ROOT = pathlib.Path(__file__).parents[2]
 LAUNCH = ROOT / "scripts" / "launch"
@@ -69,7 +70,7 @@ def job(programs, tmp_path):
   (venv / "bin" / "grpo-jax").chmod(0o755)
 
   def run(*arguments, code=0, **environment):
-    programs.stand_in("srun", f"exit {code}")
+    programs.stand_in("srun", f'echo "secret $GRPO_JAX_RUN_SECRET"; exit {code}')
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "2"}
     return programs("slurm.sbatch", *arguments, VENV=str(venv), **slurm, **environment)
 
@@ -86,6 +87,19 @@ def test_a_job_is_queued_again_if_it_was_stopped_or_killed(job, code, is_queued)
   assert [line for line in calls if "scontrol" in line] == ["scontrol requeue 7"] * is_queued
   done, calls = job(*TRAIN, code=code, SLURM_RESTART_COUNT="3", REQUEUES="3")
   assert done.returncode == code and "scontrol requeue 7" not in calls
+
+
+def test_each_start_of_a_job_has_a_secret_that_no_argument_shows(job, programs, tmp_path):
+  (tmp_path / "bin").mkdir(exist_ok=True)
+  programs.stand_in("mpirun", 'echo "secret $GRPO_JAX_RUN_SECRET"')
+  starts = [
+    *(job(*TRAIN, GRPO_JAX_RUN_SECRET="of an earlier start") for _ in range(2)),
+    programs("mpirun.sh", "--host", "a,b", "--", *TRAIN, VENV=str(tmp_path / "venv")),
+  ]
+  secrets = [done.stdout.rpartition("secret ")[2].strip() for done, _ in starts]
+  assert len(set(secrets)) == 3 and {len(secret) for secret in secrets} == {64}
+  assert not any(secret in " ".join(calls) for secret in secrets for _, calls in starts)
+  assert " -x GRPO_JAX_RUN_SECRET " in starts[2][1][0] and " --export=ALL " in starts[0][1][0]
 
 
 def test_a_job_needs_a_folder_in_which_it_can_continue(job):
@@ -134,15 +148,16 @@ for word in "$@"; do
     --command=*) command=${word#--command=} ;;
   esac
 done
-[ "$4" = ssh ] || exit 0
 for host in $hosts; do
+  [ "$4" != scp ] || cp "$5" "$HOSTS/$host"
+  [ "$4" = ssh ] || continue
   (cd "$HOSTS/$host" && HOME=$PWD bash -c "$command")
 done
 """
 # Ends with code 143 at SIGTERM.
-TRAINER = """import signal, sys, time
+TRAINER = """import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-print(sys.argv[1:], flush=True)
+print(sys.argv[1:], "secret", os.environ["GRPO_JAX_RUN_SECRET"], flush=True)
 time.sleep(30)
 """
 
@@ -163,12 +178,16 @@ def pod(programs, tmp_path):
 def test_all_hosts_of_a_pod_train_in_the_background_until_they_are_stopped(pod, tmp_path):
   done, calls = pod("train", "math_1b", "--workdir=/shared/run", "--config.data.path=a 'b' $c")
   assert done.returncode == 0 and done.stdout.split() == ["started"] * 2, done
-  assert "tpu-vm ssh grpo --worker=all" in calls[0] and calls[0].endswith("--zone=us-west4-a")
+  assert "tpu-vm ssh grpo --worker=all" in calls[1] and calls[1].endswith("--zone=us-west4-a")
   logs = [tmp_path / "hosts" / host / "grpo.log" for host in "01"]
   words = str(["train", "math_1b", "--workdir=/shared/run", "--config.data.path=a 'b' $c"])
   try:
     _until(lambda: all(words in log.read_text() for log in logs))
     assert pod("status")[0].stdout.count("grpo-jax train math_1b") >= 2
+    secrets = {log.read_text().rpartition("secret ")[2].strip() for log in logs}
+    (secret,) = secrets
+    assert len(secret) == 64 and secret not in "".join(calls)
+    assert not list(tmp_path.glob("hosts/*/grpo_run_secret"))
   finally:
     pod("stop")
   _until(lambda: all("exit code 143" in log.read_text() for log in logs))
@@ -205,7 +224,7 @@ def test_a_pod_is_created_installed_and_deleted(pod):
 
 
 def test_the_jobset_names_what_it_uses():
-  claim, jobset = yaml.safe_load_all((LAUNCH / "jobset.yaml").read_text())
+  claim, policy, jobset = yaml.safe_load_all((LAUNCH / "jobset.yaml").read_text())
   assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
   assert jobset["spec"]["network"]["enableDNSHostnames"] is True
   (replicated,) = jobset["spec"]["replicatedJobs"]
@@ -218,6 +237,10 @@ def test_the_jobset_names_what_it_uses():
   (volume,) = spec["template"]["spec"]["volumes"]
   assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
   assert [mount["name"] for mount in container["volumeMounts"]] == [volume["name"]]
+  pods = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": jobset["metadata"]["name"]}}
+  assert policy["spec"]["podSelector"] == pods
+  assert policy["spec"]["ingress"] == [{"from": [{"podSelector": pods}]}]
+  assert [each["name"] for each in container["env"]][-1] == proofs.VARIABLE
   assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
   assert all(
     argument.partition("=")[2].startswith("/shared/")
@@ -227,7 +250,7 @@ def test_the_jobset_names_what_it_uses():
 
 
 def test_the_jobsets_command_is_understood():
-  _, jobset = yaml.safe_load_all((LAUNCH / "jobset.yaml").read_text())
+  *_, jobset = yaml.safe_load_all((LAUNCH / "jobset.yaml").read_text())
   job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
   (container,) = job["template"]["spec"]["containers"]
   assert container["command"] == ["grpo-jax", "train"]
