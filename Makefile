@@ -102,6 +102,7 @@ docs: venv  ## Build the documentation site into build/docs; warnings and broken
 venv: $(VENV)/everything  ## Make .venv with everything the default use, the tests and the checks need.
 
 $(VENV)/default: pyproject.toml $(wildcard constraints/*.txt)
+	@$(PYTHON) scripts/can_install.py
 	@echo "Installing what a run needs into $(VENV): 1.2 GB, a few minutes, once."
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) -e .

@@ -46,6 +46,8 @@ class CallableTrain(types.ModuleType):
 
 def __getattr__(name: str) -> Any:
   """Imports the parts of the package that are used through it (PEP 562)."""
+  if name in ("api", "train", *_OF_API):  # before what a wrong version of JAX would break.
+    importlib.import_module(f"{__name__}.files.installed").check()
   if name in _MODULES:
     return importlib.import_module(f"{__name__}.{name}")
   if name in _OF_API:

@@ -15,7 +15,7 @@ from grpo_jax import interrupts, processes
 from grpo_jax.config import command_line, configuration
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.files import local_paths
+from grpo_jax.files import installed, local_paths
 from grpo_jax.processes import starting
 from grpo_jax.run_folder import notices, output, workdirs
 
@@ -84,8 +84,10 @@ def run(
   Raises:
     ConfigError: The configuration cannot work.
     Unusable: The run folder cannot be used.
+    WrongPackages: The installed packages are not those that grpo_jax needs.
   """
   workdirs.check(command.workdir)
+  installed.check()
   try:
     starting.start(command.config.get("distributed"), stop)
   except interrupts.Stopped:

@@ -58,7 +58,8 @@ def installed(wheel, tmp_path_factory):
   (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
   elsewhere = folder / "elsewhere"
   elsewhere.mkdir()
-  kept = {name: os.environ[name] for name in os.environ if name.startswith("JAX_COMPILATION")}
+  names = ("JAX_COMPILATION", "GRPO_JAX_ANY_VERSIONS")
+  kept = {name: os.environ[name] for name in os.environ if name.startswith(names)}
   environment = {
     **kept,
     "PATH": f"{programs}:/usr/bin:/bin",

@@ -17,7 +17,7 @@ from grpo_jax.building import stored
 from grpo_jax.config import configuration as checking
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.files import local_paths
+from grpo_jax.files import installed, local_paths
 from grpo_jax.processes import starting
 from grpo_jax.run_folder import workdirs
 
@@ -73,10 +73,11 @@ def train(
 
   Raises:
     ConfigError: An argument or the configuration cannot work.
-    ExpectedFailure: The folder is in use, or another failure that a user can repair: data,
-      servers, the disk, gradients.
+    ExpectedFailure: The folder is in use, or another failure that a user can repair: data, servers,
+      the disk, gradients, other versions of packages than grpo_jax needs.
     KeyboardInterrupt: The run was interrupted; what was learned is saved.
   """
+  installed.check()
   hooks = callbacks.Callbacks(callbacks.functions(on_step))
   place = workdir if local_paths.is_url(workdir) else pathlib.Path(workdir).expanduser()
   folder = workdirs.local_folder(place)

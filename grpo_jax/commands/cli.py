@@ -13,6 +13,7 @@ import grpo_jax
 from grpo_jax import interrupts
 from grpo_jax.commands.arguments import HelpWanted, WrongUse
 from grpo_jax.errors import ExpectedFailure
+from grpo_jax.files import installed
 from grpo_jax.values import names
 
 # Name -> module and function, and one line of explanation.
@@ -48,6 +49,8 @@ USAGE = "\n".join(
     "  grpo-jax report runs/first",
   ]
 )
+COMPUTING = {"train", "launch", "evaluate", "serve", "export", "plan"}
+HELP = {"-h", "--help"}
 FAILED = 1
 WRONG_USE = 2
 INTERRUPTED = 130
@@ -93,6 +96,8 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
   """
   module, _, function = COMMANDS[name][0].partition(":")
   try:
+    if name in COMPUTING and not HELP & {*arguments}:
+      installed.check()
     return getattr(importlib.import_module(module), function)(arguments)
   except HelpWanted as text:
     print(text)

@@ -13,18 +13,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
-from collections.abc import Iterator, Mapping
-from importlib import metadata
+from collections.abc import Iterator
 from typing import Any
 
-from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 
 from grpo_jax.commands import jax_probe
 from grpo_jax.compilation import accelerators, containers, host_memory
-from grpo_jax.files import shipped
+from grpo_jax.files import installed, shipped
 from grpo_jax.processes import launchers
 from grpo_jax.sandbox import launch
 
@@ -50,7 +46,7 @@ class Finding:
 
 def python() -> Iterator[Finding]:
   """Checks the version of Python."""
-  here, wanted = platform.python_version(), _project()["requires-python"]
+  here, wanted = platform.python_version(), installed.project()["requires-python"]
   text = f"{here}, {sys.executable}"
   if not SpecifierSet(wanted).contains(here, prereleases=True):
     repair = "make an environment with Python 3.12: python3.12 -m venv .venv"
@@ -64,26 +60,10 @@ def python() -> Iterator[Finding]:
 
 def packages() -> Iterator[Finding]:
   """Checks the installed packages against the versions that grpo_jax needs."""
-  wrong = False
-  for text in _project()["dependencies"]:
-    needed = Requirement(text)
-    if needed.marker and not needed.marker.evaluate({"extra": ""}):
-      continue
-    here = accelerators.version(needed.name)
-    bounds = str(needed.specifier)
-    if here is None:
-      wrong = True
-      yield Finding(
-        FATAL, "packages", f"{needed.name} is not installed", f'pip install "{needed.name}{bounds}"'
-      )
-    elif not needed.specifier.contains(Version(here), prereleases=True):
-      wrong = True
-      yield Finding(
-        PROBLEM,
-        "packages",
-        f"{needed.name} {here} is installed; grpo_jax needs {bounds}",
-        f'pip install "{needed.name}{bounds}"',
-      )
+  wrong = installed.wrong()
+  for each in wrong:
+    level = FATAL if installed.is_strict() else PROBLEM
+    yield Finding(level, "packages", each.text, f'pip install "{each.requirement}"')
   if not wrong:
     versions = [f"{name} {v}" for name in SHOWN if (v := accelerators.version(name))]
     yield Finding(OK, "packages", ", ".join(versions))
@@ -279,15 +259,6 @@ def _ask_jax() -> dict[str, Any]:
   if late or (code and "error" not in facts):
     facts["error"] = late or f"the process ended with code {code}: {''.join(last)}"
   return facts
-
-
-def _project() -> Mapping[str, Any]:
-  """Returns "requires-python" and "dependencies": of the checkout, or of what is installed."""
-  file = shipped.folder() / "pyproject.toml"
-  if file.is_file():
-    return tomllib.loads(file.read_text())["project"]
-  of = metadata.metadata("grpo-jax")
-  return {"requires-python": of["Requires-Python"], "dependencies": metadata.requires("grpo-jax")}
 
 
 def _refusal(kind: str) -> str:

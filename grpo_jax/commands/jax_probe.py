@@ -43,10 +43,10 @@ def trainer() -> None:
   """Imports all that a run imports, and prints why the hub does not answer."""
   from huggingface_hub import constants
 
-  from grpo_jax import train
+  import grpo_jax.train  # as an attribute it would refuse wrong packages, which `packages` reports.
   from grpo_jax.models import sources
 
-  say(trainer=train.__name__)
+  say(trainer=grpo_jax.train.__name__)
   offline = constants.HF_HUB_OFFLINE
   say(hub="HF_HUB_OFFLINE is set" if offline else sources.silence(constants.ENDPOINT))
 

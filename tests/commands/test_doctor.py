@@ -6,13 +6,19 @@ import subprocess
 import sys
 import time
 import types
+from importlib import metadata
 
 import pytest
 
-from grpo_jax.commands import diagnosis, doctor, jax_probe
+import grpo_jax
+from grpo_jax import main
+from grpo_jax.api import training
+from grpo_jax.commands import cli, diagnosis, doctor, jax_probe
 from grpo_jax.commands.diagnosis import FATAL, NOTE, OK, PROBLEM
 from grpo_jax.compilation import accelerators, containers
 from grpo_jax.engines.sglang_options import SGLangOptions
+from grpo_jax.errors import ExpectedFailure
+from grpo_jax.files import installed
 
 FACTS = {
   **dict(platform="cpu", used="1 x cpu (cpu, 2 cores)", bytes_limits=[None], product_s=0.1),
@@ -154,25 +160,62 @@ def test_a_quota_of_cores_is_told(monkeypatch):
   assert only(diagnosis.cores()).level == OK
 
 
-def test_packages_outside_of_the_bounds_are_named_with_the_command(monkeypatch):
+@pytest.fixture
+def fake(monkeypatch):
+  """Versions of packages that are not the installed ones; None: the package is missing."""
+  versions, version = {}, metadata.version
+
+  def pretended(name):
+    if versions.get(name, "") is None:
+      raise metadata.PackageNotFoundError(name)
+    return versions.get(name) or version(name)
+
+  monkeypatch.setattr(metadata, "version", pretended)
+  monkeypatch.delenv("GRPO_JAX_ANY_VERSIONS", raising=False)
+  installed.check.cache_clear()
+  yield versions
+  installed.check.cache_clear()
+
+
+def test_packages_outside_of_the_bounds_are_named_with_the_command(fake, monkeypatch):
   assert only(diagnosis.packages()).level == OK
-  version = accelerators.version
-  fake = {"flax": "0.11.2", "optax": None}
-  monkeypatch.setattr(accelerators, "version", lambda name: fake.get(name, version(name)))
-  monkeypatch.setitem(fake, "jax", version("jax"))
-  levels = {finding.text.split()[0]: finding for finding in diagnosis.packages()}
-  assert levels["optax"].level == FATAL and levels["optax"].repair == 'pip install "optax>=0.2.5"'
-  assert levels["flax"].level == PROBLEM and "flax 0.11.2 is installed; " in levels["flax"].text
+  fake |= {"flax": "0.11.2", "optax": None, "jaxlib": "0.6.2"}
+  found = {finding.text.split()[0]: finding for finding in diagnosis.packages()}
+  assert found["optax"].level == FATAL and found["optax"].repair == 'pip install "optax>=0.2.5"'
+  assert "flax 0.11.2 is installed; " in found["flax"].text
+  assert found["jaxlib"].repair.startswith('pip install "jaxlib'), "what the installed jax needs"
+  monkeypatch.setenv("GRPO_JAX_ANY_VERSIONS", "1")
+  assert {finding.level for finding in diagnosis.packages()} == {PROBLEM}
+
+
+def test_what_computes_refuses_wrong_packages_as_the_doctor_does(fake, monkeypatch, capsys):
+  fake["jax"] = "0.6.2"
+  (found,) = diagnosis.packages()
+  words = (found.text, found.repair.removeprefix("pip install "))
+  for command in ("train", "launch", "evaluate", "serve", "export", "plan"):
+    assert cli.run([command, "anything"]) == 1, command
+    printed = capsys.readouterr().err
+    assert all(each in printed for each in words), (command, printed)
+    assert cli.run([command, "--help"]) == 0, command
+  assert main.main(["--config=quickstart"]) == 1
+  printed = capsys.readouterr().err
+  assert all(each in printed for each in words), printed
+  for name in ("train", "open", "api"):
+    with pytest.raises(ExpectedFailure, match="jax 0.6.2 is installed"):
+      grpo_jax.__getattr__(name)
+  with pytest.raises(ExpectedFailure, match="jax 0.6.2 is installed"):
+    training.train("quickstart", "runs")
+  assert cli.run(["report", "/no/run"]) == 2 and "0.6.2" not in capsys.readouterr().err
+  installed.check.cache_clear()
+  monkeypatch.setenv("GRPO_JAX_ANY_VERSIONS", "1")
+  installed.check()
 
 
 def test_without_a_checkout_the_bounds_are_those_of_the_installation(monkeypatch, tmp_path):
-  of_checkout = diagnosis._project()
-  monkeypatch.setattr(diagnosis.shipped, "folder", lambda: tmp_path)
-  wanted = types.SimpleNamespace(
-    metadata=lambda name: {"Requires-Python": ">=3.99"}, requires=lambda name: ["absent>=3"]
-  )
-  monkeypatch.setattr(diagnosis, "metadata", wanted)
-  assert of_checkout["requires-python"] != ">=3.99"
+  assert installed.project()["requires-python"] != ">=3.99"
+  monkeypatch.setattr(installed.shipped, "folder", lambda: tmp_path)
+  monkeypatch.setattr(metadata, "metadata", lambda name: {"Requires-Python": ">=3.99"})
+  monkeypatch.setattr(metadata, "requires", lambda name: ["absent>=3"] * (name == "grpo-jax"))
   assert only(diagnosis.python()).level == FATAL
   assert only(diagnosis.packages()).text == "absent is not installed"
 

@@ -1,0 +1,90 @@
+"""The installed packages against the versions that grpo_jax needs, as pyproject.toml has them."""
+
+import functools
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from typing import Any, NamedTuple
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from grpo_jax.errors import ExpectedFailure
+from grpo_jax.files import shipped
+
+
+class WrongPackages(ExpectedFailure, ImportError):
+  """Packages are missing, or have versions that grpo_jax does not run with."""
+
+
+class Wrong(NamedTuple):
+  """A package that is missing, or whose version is outside of the bounds."""
+
+  text: str
+  requirement: str  # what pip installs to repair it, such as "flax==0.12.8".
+
+
+def project() -> Mapping[str, Any]:
+  """Returns "requires-python" and "dependencies": of the checkout, or of what is installed."""
+  file = shipped.folder() / "pyproject.toml"
+  if file.is_file():
+    return tomllib.loads(file.read_text())["project"]
+  try:
+    wanted = metadata.metadata("grpo-jax")["Requires-Python"]
+    return {"requires-python": wanted, "dependencies": metadata.requires("grpo-jax")}
+  except metadata.PackageNotFoundError:  # a copy of the package's folder: its needs are not known.
+    return {"requires-python": "", "dependencies": []}
+
+
+def wrong() -> list[Wrong]:
+  """Returns the packages that are not as grpo_jax needs them, without importing any.
+
+  The bounds of jaxlib are those of the installed jax, which does not import beside another one.
+  """
+  found = _outside(project()["dependencies"])
+  if not any(Requirement(each.requirement).name == "jax" for each in found):
+    try:
+      of_jax = metadata.requires("jax") or []
+    except metadata.PackageNotFoundError:
+      of_jax = []
+    found += _outside(text for text in of_jax if Requirement(text).name == "jaxlib")
+  return found
+
+
+def is_strict() -> bool:
+  """Returns whether other versions than those that grpo_jax needs are refused."""
+  return not os.environ.get("GRPO_JAX_ANY_VERSIONS")
+
+
+@functools.cache
+def check() -> None:
+  """Refuses to compute with other packages than grpo_jax needs; takes hundredths of a second.
+
+  Raises:
+    WrongPackages: A package is missing or has another version; the message has the repair.
+  """
+  found = wrong() if is_strict() else []
+  if found:
+    reasons = "; ".join(each.text for each in found)
+    wanted = " ".join(f'"{each.requirement}"' for each in found)
+    raise WrongPackages(f"{reasons}; to repair it: pip install {wanted}")
+
+
+def _outside(requirements: Iterable[str]) -> list[Wrong]:
+  """Returns what is wrong with the packages that lines of requirements name."""
+  found = []
+  for line in requirements:
+    needed = Requirement(line)
+    if needed.marker and not needed.marker.evaluate({"extra": ""}):
+      continue
+    wanted = f"{needed.name}{needed.specifier}"
+    try:
+      here = metadata.version(needed.name)
+    except metadata.PackageNotFoundError:
+      found.append(Wrong(f"{needed.name} is not installed", wanted))
+      continue
+    if not needed.specifier.contains(Version(here), prereleases=True):
+      text = f"{needed.name} {here} is installed; grpo_jax needs {needed.specifier}"
+      found.append(Wrong(text, wanted))
+  return found
