@@ -8,7 +8,7 @@ A row is {"prompt": a function's head and docstring, "test": code with check(can
 evaluation: train on other problems. Programs run in bubblewrap (`apt-get install bubblewrap`).
 """
 
-import configs.base
+from grpo_jax.config import base
 
 INSTRUCTION = (
   "Complete the following Python function. Answer with the whole function in one ```python block."
@@ -18,7 +18,7 @@ INSTRUCTION = (
 
 def get_config():
   """Returns the config."""
-  config = configs.base.get_config()
+  config = base.get_config()
   config.total_steps = 200
 
   config.model.path = "Qwen/Qwen2.5-Coder-1.5B-Instruct"

@@ -6,7 +6,9 @@
 hard one alone: what the curriculum is to be compared with. All are evaluated on the hard sums.
 """
 
-import configs.quickstart
+from typing import Any
+
+from grpo_jax import configuration
 
 DIGITS = {"easy": 1, "hard": 2}
 
@@ -23,7 +25,7 @@ def get_config(order: str = "curriculum"):
   orders = ("curriculum", "mixed", "hard")
   if order not in orders:
     raise ValueError(f"an order is one of {', '.join(orders)}, got {order!r}")
-  config = configs.quickstart.get_config()
+  config: Any = configuration.load("quickstart").unlock()
   config.data.datasets = [
     dataset(name, seed=1 + 100_000 * number)
     for number, name in enumerate(DIGITS)

@@ -10,12 +10,12 @@ tokens a completion and a buffer of 4096. docs/rewards.md explains shaping and d
 Weights and optimizer state are split over all devices.
 """
 
-import configs.base
+from grpo_jax.config import base
 
 
 def get_config():
   """Returns the config."""
-  config = configs.base.get_config()
+  config = base.get_config()
   config.seed = 42
   config.total_steps = 1000
 

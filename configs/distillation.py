@@ -9,12 +9,12 @@ bfloat16, 4 in float32. Any model with the same tokenizer can teach, and so can 
 (teacher.urls).
 """
 
-import configs.base
+from grpo_jax.config import base
 
 
 def get_config():
   """Returns the config."""
-  config = configs.base.get_config()
+  config = base.get_config()
   config.seed = 0
   config.total_steps = 100
 

@@ -11,7 +11,7 @@ paper (Liu et al. 2026, arXiv:2601.05242) compares this with a normalised sum of
 are split over all devices.
 """
 
-import configs.base
+from grpo_jax.config import base
 
 FORMAT = (
   "Think about the problem first, and then give the answer as a whole number. Write your thoughts"
@@ -22,7 +22,7 @@ FORMAT = (
 
 def get_config():
   """Returns the config."""
-  config = configs.base.get_config()
+  config = base.get_config()
   config.seed = 42
   config.total_steps = 1000
 

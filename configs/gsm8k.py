@@ -8,12 +8,12 @@ The reward has two components, logged apart: `env/math/reward/correct` and `env/
 (an answer is in a box); `env/math/accuracy` is the share of right answers.
 """
 
-import configs.base
+from grpo_jax.config import base
 
 
 def get_config():
   """Returns the config."""
-  config = configs.base.get_config()
+  config = base.get_config()
   config.seed = 0
   config.total_steps = 200
 

@@ -10,7 +10,7 @@ numbers, eight TPU v5e or one H100 are enough; `grpo-jax plan` says whether it s
 settings (docs/plan.md).
 """
 
-import configs.base
+from grpo_jax.config import base
 
 COT = (
   "Think step-by-step to solve the following problem. Output your answer inside of \\boxed{} tags.:"
@@ -20,7 +20,7 @@ COT = (
 
 def get_config():
   """Returns the config."""
-  config = configs.base.get_config()
+  config = base.get_config()
   config.seed = 42
   config.total_steps = 1000
 

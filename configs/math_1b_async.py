@@ -18,12 +18,14 @@ groups of a step are those of fixed prompts, so long completions are not left be
 overlap` says from a synchronous run how to divide the GPUs; docs/async.md describes the options.
 """
 
-import configs.math_1b_gpu
+from typing import Any
+
+from grpo_jax import configuration
 
 
 def get_config():
   """Returns the config."""
-  config = configs.math_1b_gpu.get_config()
+  config: Any = configuration.load("math_1b_gpu").unlock()
   config.engine.sglang.gpus = (1,)
   config.engine.sglang.arguments = ("--mem-fraction-static=0.85",)  # the GPU is the server's own.
   config.rollout.max_staleness = 2

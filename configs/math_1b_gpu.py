@@ -15,12 +15,14 @@ are visible, and the server shares the first one. To keep them apart, give the t
 CUDA_VISIBLE_DEVICES, and the servers theirs by engine.sglang.gpus. More: docs/sglang_gpu.md.
 """
 
-import configs.math_1b
+from typing import Any
+
+from grpo_jax import configuration
 
 
 def get_config():
   """Returns the config."""
-  config = configs.math_1b.get_config()
+  config: Any = configuration.load("math_1b").unlock()
   config.engine.name = "sglang"
   config.engine.max_rows = 512
   config.engine.sglang.arguments = ("--mem-fraction-static=0.28",)

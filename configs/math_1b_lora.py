@@ -18,12 +18,14 @@ need 31 GB for its arrays alone. On a GPU without bfloat16 units, such as a T4, 
 --config.model.compute_dtype=float32: the base is still stored in bfloat16.
 """
 
-import configs.math_1b
+from typing import Any
+
+from grpo_jax import configuration
 
 
 def get_config():
   """Returns the config."""
-  config = configs.math_1b.get_config()
+  config: Any = configuration.load("math_1b").unlock()
   config.model.lora.rank = 32
   config.optim.learning_rate = 5e-5  # ten times that of full training; docs/lora.md has sources.
   return config

@@ -19,12 +19,14 @@ Full training would need 164 GB for the trainer's arrays alone. Never run on a G
 has the numbers, `grpo-jax plan --config=math_8b_lora --topology=h100:1` those of your settings.
 """
 
-import configs.math_1b_gpu
+from typing import Any
+
+from grpo_jax import configuration
 
 
 def get_config():
   """Returns the config."""
-  config = configs.math_1b_gpu.get_config()
+  config: Any = configuration.load("math_1b_gpu").unlock()
   config.model.path = "Qwen/Qwen3-8B"
   config.model.chat_template_args = dict(enable_thinking=False)
   config.model.lora.rank = 32

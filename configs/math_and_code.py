@@ -13,12 +13,14 @@ Metrics are logged by environment: env/math/*, env/code/*, eval/NAME/math/accura
 bubblewrap (`apt-get install bubblewrap`); docs/code_environment.md has their other shapes.
 """
 
-import configs.code_humaneval
+from typing import Any
+
+from grpo_jax import configuration
 
 
 def get_config():
   """Returns the config."""
-  config = configs.code_humaneval.get_config()
+  config: Any = configuration.load("code_humaneval").unlock()
   config.model.path = "Qwen/Qwen2.5-1.5B-Instruct"
 
   code = {key: config.data[key] for key in ("input_key", "output_key", "prompt_template")}

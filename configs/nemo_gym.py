@@ -17,12 +17,12 @@ To score with an environment of yours instead, name it in `data.environment`. do
 docs/environments_elsewhere.md.
 """
 
-import configs.base
+from grpo_jax.config import base
 
 
 def get_config(mode: str = "offline"):
   """Returns the config; "online" reads the prompts of the same files, and samples."""
-  config = configs.base.get_config()
+  config = base.get_config()
   config.mode = mode
   config.total_steps = 1000
 

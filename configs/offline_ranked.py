@@ -8,12 +8,12 @@ rank 1 the best; docs/offline.md. Evaluated is how well the policy ranks the hel
 and by their "group_type". Learning rate, warm-up and epochs are those of NeMo RL's GRPO tutorial.
 """
 
-import configs.base
+from grpo_jax.config import base
 
 
 def get_config():
   """Returns the config."""
-  config = configs.base.get_config()
+  config = base.get_config()
   config.mode = "offline"
   config.total_steps = 1000
 

@@ -3,11 +3,11 @@
 python -m grpo_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
 """
 
-import configs.base
+from grpo_jax.config import base
 
 
 def get_config():
-  config = configs.base.get_config()
+  config = base.get_config()
   config.seed = 0
   config.total_steps = 14
 

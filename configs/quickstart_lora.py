@@ -3,11 +3,13 @@
 python -m grpo_jax.main --config=configs/quickstart_lora.py --workdir=runs/quickstart_lora
 """
 
-import configs.quickstart
+from typing import Any
+
+from grpo_jax import configuration
 
 
 def get_config():
-  config = configs.quickstart.get_config()
+  config: Any = configuration.load("quickstart").unlock()
   config.model.lora.rank = 32
   config.optim.learning_rate = 1e-4  # ten times that of full training; docs/lora.md has sources.
   return config

@@ -13,12 +13,12 @@ Qwen3ForSequenceClassification, a folder or a hub name. To try it without a down
 and --config.model.path=/tmp/policy --config.environments.reward_model.path=/tmp/rewarder.
 """
 
-import configs.base
+from grpo_jax.config import base
 
 
 def get_config():
   """Returns the config."""
-  config = configs.base.get_config()
+  config = base.get_config()
   config.total_steps = 500
 
   config.model.path = "Qwen/Qwen2.5-0.5B-Instruct"

@@ -10,12 +10,12 @@ model and one device, begin with the easiest ones:
     --config.data.task_args.size=2 --config.data.task_args.shuffle_moves=1
 """
 
-import configs.base
+from grpo_jax.config import base
 
 
 def get_config():
   """Returns the config."""
-  config = configs.base.get_config()
+  config = base.get_config()
   config.total_steps = 10000
 
   config.model.path = "Qwen/Qwen2.5-1.5B-Instruct"

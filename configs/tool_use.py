@@ -12,7 +12,7 @@ Problems are generated (reasoning-gym's `products`). For word problems from a fi
     --config.data.output_key=answer --config.evaluation.data.path=test.jsonl
 """
 
-import configs.base
+from grpo_jax.config import base
 
 SYSTEM = (
   "You can use a calculator: write <calculator>expression</calculator>, for example "
@@ -27,7 +27,7 @@ def get_config(calls: str = "text"):
   """Returns the config of one of two ways to call the calculator: "text", "functions"."""
   if calls not in ("text", "functions"):
     raise ValueError(f"calls are 'text' or 'functions', got {calls!r}")
-  config = configs.base.get_config()
+  config = base.get_config()
   config.total_steps = 500
 
   config.model.path = "Qwen/Qwen2.5-1.5B-Instruct"

@@ -7,12 +7,12 @@ the environment's own package. Its arguments are `--config.data.task_args.ARGUME
 environment is code of another author, which runs in this process. docs/environments_elsewhere.md.
 """
 
-import configs.base
+from grpo_jax.config import base
 
 
 def get_config(name: str = ""):
   """Returns the config for an environment of that name."""
-  config = configs.base.get_config()
+  config = base.get_config()
   config.total_steps = 500
 
   config.model.path = "Qwen/Qwen2.5-1.5B-Instruct"

@@ -17,6 +17,7 @@ from grpo_jax.errors import ExpectedFailure
 from grpo_jax.values.names import hint as nearest
 
 T = TypeVar("T")
+REMEDY = "in the working folder, in a folder of PYTHONPATH, or installed"
 
 
 def choose(what: str, name: str, table: Mapping[str, T]) -> T:
@@ -80,7 +81,7 @@ def module(package: str, name: str, *, hidden: Iterable[str] = ()) -> ModuleType
       return _import(name)
     raise ValueError(
       f"{package} has no module {name!r}{nearest(name, available)}; there are: "
-      f"{', '.join(available)}; name a module of your own, on the Python path, as in `import`"
+      f"{', '.join(available)}; name a module of your own as in `import`, {REMEDY}"
     )
   return importlib.import_module(f"{package}.{name}")
 
@@ -156,7 +157,7 @@ def _import(name: str) -> ModuleType:
       if error.name is None or not f"{name}.".startswith(f"{error.name}."):
         raise
       missing = error.name
-  raise ValueError(f"cannot import {name!r}: no module {missing!r} on the path")
+  raise ValueError(f"cannot import {name!r}: there is no module {missing!r}; it must be {REMEDY}")
 
 
 @contextlib.contextmanager

@@ -168,3 +168,6 @@ def evaluated(run: Run, now: Standing, keeper: Keeper) -> Standing:
 
 
 sys.modules[__name__].__class__ = grpo_jax.CallableTrain
+
+if __name__ == "__main__":
+  sys.exit("error: grpo_jax.train is the loop; python -m grpo_jax.main, or grpo-jax train, runs it")

@@ -24,9 +24,8 @@ from typing import Any
 
 import numpy as np
 
-import configs.base
 from grpo_jax import train
-from grpo_jax.config import command_line
+from grpo_jax.config import base, command_line
 from grpo_jax.models import tiny
 
 STALENESS = (0, 1, 2, 4, 8)
@@ -61,7 +60,7 @@ def vowels(prompt: str, completion: str, info: Any) -> float:
 
 def get_config() -> Any:
   """Returns the config of the toy task, without model and data."""
-  config = configs.base.get_config()
+  config = base.get_config()
   config.environments = {"vowels": {"module": "function", "path": "scripts.staleness.vowels"}}
   config.update_from_flattened_dict(TOY)
   return config

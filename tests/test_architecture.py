@@ -23,6 +23,7 @@ FLOORS = [
   {"train", "evaluation", "planning"},
   {"main", "api"},
   {"commands"},
+  {"__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -5,7 +5,9 @@ exit code and may raise what `run_command` reports. Modules are imported when th
 so that a mistyped name is answered at once.
 """
 
+import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -117,5 +119,15 @@ def is_wrong_use(error: ExpectedFailure) -> bool:
 
 
 def console() -> None:
-  """Runs the console script with the process's arguments; does not return."""
+  """Runs the console script with the process's arguments; does not return.
+
+  Modules that a config names are found in the working folder, as by `python -m`.
+  """
+  with contextlib.suppress(FileNotFoundError):  # the working folder was removed.
+    if not sys.flags.safe_path and os.getcwd() not in sys.path:
+      sys.path.insert(0, os.getcwd())
   interrupts.leave(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+  console()

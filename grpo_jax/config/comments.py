@@ -7,15 +7,17 @@ import sys
 import tokenize
 from collections.abc import Iterator
 
+from grpo_jax.config import configuration
+
 _HERE = pathlib.Path(__file__).parent  # holds the base configuration.
 
 
 def read(file: pathlib.Path) -> dict[str, str]:
   """Returns the comment of every field that a configuration file assigns.
 
-  The configuration files that it imports come first, and their comments take precedence: files in
-  its own folder (`import configs.base`), `grpo_jax.config.base`, and any already imported module
-  with a `get_config()`.
+  The configuration files that it begins from come first, and their comments take precedence: files
+  that it imports from its own folder (`import configs.base`), `grpo_jax.config.base`, any already
+  imported module with a `get_config()`, and what it loads (`configuration.load("math_1b")`).
 
   Args:
     file: Python file with `get_config()`.
@@ -47,6 +49,9 @@ def _imported(tree: ast.Module, file: pathlib.Path) -> Iterator[pathlib.Path]:
   """Yields the configuration files that a file imports."""
   folders = {file.parent.name: file.parent, "grpo_jax.config": _HERE}
   for node in ast.walk(tree):
+    if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "load":
+      of = [str(each.value) for each in node.args[:1] if isinstance(each, ast.Constant)]
+      yield from (configuration.place(name.partition(":")[0]) for name in of)
     names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
     if isinstance(node, ast.ImportFrom) and node.module:
       names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]

@@ -86,12 +86,16 @@ def file_of(path: str) -> pathlib.Path:
     ConfigError: There is no such file, and no config of the package has this name.
   """
   name = path.partition(":")[0]
-  if _is_bare(name) and name in by_name():
-    return _folder() / f"{name}.py"
-  file = pathlib.Path(name)
+  file = place(name)
   if not file.is_file():
     raise ConfigError(_not_found(file))
   return file
+
+
+def place(name: str) -> pathlib.Path:
+  """Returns where the file of a configuration is, by its name or path; it may be missing."""
+  is_ours = _is_bare(name) and name in by_name()
+  return _folder() / f"{name}.py" if is_ours else pathlib.Path(name)
 
 
 def by_name() -> list[str]:
@@ -279,6 +283,10 @@ def _run(file: pathlib.Path, arguments: Sequence[str]) -> Any:
 
 def _place(error: BaseException, file: pathlib.Path) -> str:
   """Returns "file:line: error" for the innermost frame in a configuration file of the user."""
+  package, _, named = str(getattr(error, "name", "")).partition(".")
+  if isinstance(error, ModuleNotFoundError) and package == "configs" and named in by_name():
+    # The user's own folder or module of this name precedes that of the package.
+    error.msg += f"; write configuration.load({named!r}) of grpo_jax, or grpo_jax.config.base"
   frames = traceback.extract_tb(error.__traceback__)
   folder = str(file.parent)
   own = [f for f in frames if f.filename == str(file) or os.path.dirname(f.filename) == folder]

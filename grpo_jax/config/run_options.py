@@ -91,7 +91,7 @@ def missing(config: Config) -> str:
     return ""
   return (
     f"the config is not one of a run, because it lacks {', '.join(lacking)}: begin with"
-    " configs.base.get_config()"
+    " grpo_jax.config.base.get_config()"
   )
 
 

@@ -4,8 +4,8 @@ Run by compare.py:
   PYTHON ours.py WORKLOAD.json RECORD.json
 
 Evaluation, samples, recorded rollouts and the measurement of all completions (every tenth step and
-the last one by default) are off; everything else is as in `configs/base.py`. Sampling includes
-scoring the completions; all other time of a step counts as training.
+the last one by default) are off; everything else is as in `grpo_jax/config/base.py`. Sampling
+includes scoring the completions; all other time of a step counts as training.
 """
 
 import ast
@@ -19,8 +19,8 @@ import ml_collections
 import record
 import workload as workloads
 
-import configs.base
 from grpo_jax import metrics, train
+from grpo_jax.config import base
 
 MAX_PROMPT_TOKENS = 128  # prompts of the workloads have about 38.
 
@@ -64,7 +64,7 @@ def fields(workload: workloads.Workload) -> dict[str, Any]:
 
 def make_config(workload: workloads.Workload) -> ml_collections.ConfigDict:
   """Returns the base configuration with the workload's fields, and then its overrides."""
-  config = configs.base.get_config()
+  config = base.get_config()
   config.environments = {"benchmark": {"module": "function", "path": "our_reward.score"}}
   config.lock()  # from here on, an unknown field is an error.
   config.update_from_flattened_dict(fields(workload))

@@ -28,7 +28,9 @@ MADE_FROM = {
 
 def changed(module):
   """Returns the fields that differ from the full config, with their values."""
-  ours, full = (configuration.fields(each.get_config()) for each in (module, MADE_FROM[module]))
+  ours, full = (
+    configuration.plain_fields(each.get_config()) for each in (module, MADE_FROM[module])
+  )
   return {name: value for name, value in ours.items() if value != full.get(name)}
 
 
