@@ -107,7 +107,8 @@ def score(
   whitens, threshold = estimator.needs_whitening, options.seq_logprob_error_threshold
   takes_kl_off = bool(options.kl_in_reward and options.kl_coef)
   whitens_last = whitens and (takes_kl_off or threshold is not None)
-  with logger.progress("scoring"):
+  count = sum(len(one.microbatches) for one in batch.minibatches) * (needs_old or needs_ref)
+  with logger.progress("scoring", count or None) as advance:
     _agree(batch)
     if whitens and not whitens_last:
       batch = credit.whitened(batch, estimator, options)
@@ -119,6 +120,7 @@ def score(
       old_score=old_scorer,
       old_params=policy.weights(state.params) if needs_old else None,
       ref_params=policy.reference_of(state) if needs_ref else None,
+      on_microbatch=_when_computed(advance),
     )
     if threshold is not None:
       scored = screening.screened(scored, threshold=threshold)
@@ -130,6 +132,22 @@ def score(
       scored = _with_teacher(scored, teacher(placed))
     scored = _paired(lambda own, other: dataclasses.replace(own, ages=other.ages), scored, aged)
     return jax.block_until_ready(scored)
+
+
+def _when_computed(advance: Callable[[], None]) -> train_step.OnMicrobatch:
+  """Returns a function that calls `advance` for each microbatch that is computed.
+
+  It waits for the microbatch before the one that was just requested: the devices stay busy.
+  """
+  requested: list[Any] = []
+
+  def follow(logprobs: Any) -> None:
+    if requested:
+      jax.block_until_ready(requested.pop())
+      advance()
+    requested.append(logprobs)
+
+  return follow
 
 
 def _agree(batch: Assembled) -> None:
@@ -218,8 +236,10 @@ def learn(
   """
   is_due = reference is not None and reference.is_due(int(state.step) + 1)
   if minibatches:
-    with logger.progress("learning"):
-      learned = jax.block_until_ready(update(state, minibatches, before, policy.weights))
+    count = update.epochs * sum(len(one.microbatches) for one in minibatches)
+    with logger.progress("learning", count) as advance:
+      follow = _when_computed(advance)
+      learned = jax.block_until_ready(update(state, minibatches, before, policy.weights, follow))
   else:
     if is_due:
       before()

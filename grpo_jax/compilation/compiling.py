@@ -71,6 +71,7 @@ class Watch:
     self._done: list[Compilation] = []
     self._patience: dict[int, threading.Timer] = {}
     self._explains = False  # whether a long compilation has not been explained yet.
+    self._is_new = False  # whether the folder of compiled programs was empty.
 
   @contextlib.contextmanager
   def listening(self) -> Iterator[None]:
@@ -79,6 +80,8 @@ class Watch:
     The first compilation that takes longer than PATIENCE_S is explained in the log.
     """
     self._explains = True
+    folder = _kept_in()
+    self._is_new = os.path.isdir(folder) and not os.listdir(folder)
     jax.monitoring.register_scalar_listener(self._begin)
     jax.monitoring.register_event_listener(self._hit)
     jax.monitoring.register_event_duration_secs_listener(self._end)
@@ -97,15 +100,16 @@ class Watch:
         self._hits.clear()
 
   def note(self) -> str:
-    """Returns "compiling, 12 s" if a compilation has been running for a second, else "".
+    """Returns "a program, 12 s" if a compilation has been running for a second, else "".
 
-    If a job runs it, its name is used instead of "compiling": "update 8 × 1024, 12 s".
+    If a job runs it, its name is used instead of "a program": "update 8 × 1024, 12 s". Only at the
+    end JAX says whether it compiled the program or read it from the cache.
     """
     with self._lock:
       if not self._began:
         return ""
       thread, began = min(self._began.items(), key=lambda item: item[1])
-      name = self._named.get(thread, "compiling")
+      name = self._named.get(thread, "a program")
     longest = self._clock() - began
     return f"{name}, {longest:.0f} s" if longest >= SLOW_S else ""
 
@@ -164,15 +168,27 @@ class Watch:
       timer.cancel()
 
   def _explain(self) -> None:
+    """Says why the run waits. Only its end says whether a program is compiled or read."""
+    least = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
     with self._lock:
       explains, self._explains = self._explains, False
-    if explains:
-      of_jax = jax.config.values
-      folder = of_jax["jax_compilation_cache_dir"]
-      is_kept = folder and of_jax["jax_enable_compilation_cache"]
-      is_kept = is_kept and math.isfinite(of_jax["jax_persistent_cache_min_compile_time_secs"])
-      kept = f"once: compiled programs are kept in {folder}" if is_kept else "at every start"
-      _log.info("compiling; the run waits until it is done. This happens %s", kept)
+      compiles = any(not one.is_kept and one.seconds >= least for one in self._done)
+    folder = _kept_in()
+    if not explains:
+      return
+    if folder and not (self._is_new or compiles):
+      _log.info("programs are read from %s, or compiled; the run waits until it is done", folder)
+      return
+    kept = f"once: compiled programs are kept in {folder}" if folder else "at every start"
+    _log.info("compiling; the run waits until it is done. This happens %s", kept)
+
+
+def _kept_in() -> str:
+  """Returns the folder that keeps compiled programs; "" if they are not kept."""
+  of_jax = jax.config.values
+  is_kept = of_jax["jax_enable_compilation_cache"]
+  is_kept = is_kept and math.isfinite(of_jax["jax_persistent_cache_min_compile_time_secs"])
+  return is_kept and of_jax["jax_compilation_cache_dir"] or ""
 
 
 def metrics(done: Sequence[Compilation]) -> dict[str, float]:
@@ -242,7 +258,7 @@ class Ahead:
     """
     if not self._count:
       return
-    with progress("compiling", self._count) as advance:
+    with progress("programs", self._count) as advance:
       while self._pending:
         done, self._pending = concurrent.futures.wait(
           self._pending, POLL_S, concurrent.futures.FIRST_COMPLETED

@@ -56,6 +56,8 @@ class TokenScores(NamedTuple):
   is_outside: Bool[Array, "B N"] | None = None
 
 
+# (logprobs of a microbatch) → None; for displays of progress.
+OnMicrobatch = Callable[[Any], None]
 # (full weights, batch, with entropy) → the fields of a `TokenScores`, the first two at least.
 LogprobsFn = Callable[[Any, Batch, bool], Sequence[Any]]
 # (full weights, batch, denominators, with entropy) → loss, log πθ [B N], the entropy or None.
@@ -264,6 +266,7 @@ class Update:
     minibatches: Sequence[Minibatch],
     before: Callable[[], None] = lambda: None,
     weights: Callable[[Any], Any] = lambda trainable: trainable,
+    on_microbatch: OnMicrobatch = lambda logprobs: None,
   ) -> tuple[TrainState, Metrics, MicrobatchLogprobs]:
     """Takes `epochs` × len(minibatches) optimizer steps.
 
@@ -274,6 +277,8 @@ class Update:
         nothing has been donated yet; if it raises, `state` is still intact.
       weights: Function from `state.params` to the weights of the policy; see `Policy.weights`. By
         default these are `state.params`.
+      on_microbatch: Function called after the gradients of a microbatch were requested, with its
+        logprobs, which may not be computed yet.
 
     Returns:
       The new state; the metrics; and the logprobs of the policy in the first epoch, computed
@@ -290,7 +295,8 @@ class Update:
         if self.selector is not None:
           place = int(state.step), epoch, number
           minibatch = self.selector(weights(params), minibatch, place)
-        (grads, loss), metrics, logprobs = self.gradients(weights(params), minibatch)
+        of_params = weights(params)
+        (grads, loss), metrics, logprobs = self.gradients(of_params, minibatch, on_microbatch)
         if not seen:
           jax.block_until_ready(grads)
           before()
@@ -331,7 +337,7 @@ class Update:
     ]
 
   def gradients(
-    self, weights: Any, minibatch: Minibatch
+    self, weights: Any, minibatch: Minibatch, on_microbatch: OnMicrobatch = lambda logprobs: None
   ) -> tuple[tuple[Any, Float[Array, ""]], list[Metrics], list[Float[Array, "B N"]]]:
     """Returns gradients and loss of an optimizer step, summed over its microbatches.
 
@@ -342,6 +348,7 @@ class Update:
       sums, (found, seen) = self.differentiate(weights, sums, batch, minibatch.denominators)
       metrics.append(found)
       logprobs.append(seen)
+      on_microbatch(seen)
     return sums, metrics, logprobs
 
 
@@ -536,6 +543,7 @@ def with_logprobs(
   old_score: Scorer | None = None,
   old_params: Any = None,
   ref_params: Any = None,
+  on_microbatch: OnMicrobatch = lambda logprobs: None,
 ) -> tuple[Minibatch, ...]:
   """Returns the minibatches with old and reference logprobs, each scored once.
 
@@ -546,6 +554,7 @@ def with_logprobs(
     old_params: Policy's weights before this step's first update; None: `old_logprobs` stay as they
       are.
     ref_params: Weights of the frozen reference; None: `ref_logprobs` stay as they are.
+    on_microbatch: Function called after a microbatch was requested, with its logprobs.
   """
 
   score_old = old_score or score
@@ -554,6 +563,7 @@ def with_logprobs(
     # Both score the original batch: a batch with other fields would compile another program.
     old = batch.old_logprobs if old_params is None else score_old(old_params, batch)
     ref = batch.ref_logprobs if ref_params is None else score(ref_params, batch)
+    on_microbatch(old if ref_params is None else ref)
     return dataclasses.replace(batch, old_logprobs=old, ref_logprobs=ref)
 
   return tuple(

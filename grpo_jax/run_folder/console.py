@@ -61,6 +61,16 @@ def share_with_error(value: float, error: float) -> str:
   return f"{100 * value:.1f} % ± {100 * error:.1f}" if math.isfinite(error) else share(value)
 
 
+def duration(value: float) -> str:
+  """Returns seconds in at most 5 characters: 45s, 12min, 1.7h, 35h, 3.2d."""
+  if not math.isfinite(value):
+    return DASH
+  if value < 5940:  # 99 minutes.
+    return f"{value:.0f}s" if value < 99.5 else f"{value / 60:.0f}min"
+  amount, unit = (value / 3600, "h") if value < 48 * 3600 else (value / 86400, "d")
+  return f"{amount:.1f}{unit}" if amount < 9.95 else f"{amount:.0f}{unit}"
+
+
 def columns_within(width: int, total_steps: int | None) -> tuple[Column, ...]:
   """Returns the columns of a step's line that fit; the least important ones are left out.
 
@@ -240,9 +250,17 @@ class Screen(screen.Screen):
     super().__init__(*arguments, **options)
     self._lines_since_header = HEADER_EVERY
     self._header = ""
+    self._began: tuple[float, int] | None = None  # when the first step began, and its number.
 
   def step(self, step: int, total_steps: int | None, values: Mapping[str, float]) -> None:
-    """Prints a step's line; a header precedes every 20 lines and every change of width."""
+    """Prints a step's line; a header precedes every 20 lines and every change of width.
+
+    Args:
+      step: Number of the step, counted from 0.
+      total_steps: Number of steps of the run; None if there is no end.
+      values: Metrics of the step.
+    """
+    values = {**values, LEFT: self._left_s(step, total_steps, values)}
     titles = header(self.width, total_steps)
     if self._lines_since_header >= HEADER_EVERY or titles != self._header:
       self.print(Text(titles, style="bold"))
@@ -250,6 +268,15 @@ class Screen(screen.Screen):
       self._header = titles
     self._lines_since_header += 1
     self.print(step_line(step, total_steps, values, self.width))
+
+  def _left_s(self, step: int, total_steps: int | None, values: Mapping[str, float]) -> float:
+    """Returns the expected seconds until the last step, evaluations between steps included."""
+    now = self._clock()
+    if self._began is None:
+      self._began = now - values.get("time/step_s", math.nan), step
+    began, first = self._began
+    left = math.nan if total_steps is None else total_steps - step - 1
+    return left * (now - began) / (step - first + 1)
 
   def sample(
     self, step: int, group: RolloutGroup, advantages: Sequence[float] | np.ndarray
@@ -287,6 +314,7 @@ def _indented(label: str, text: str) -> list[str]:
   return [f"{label if number == 0 else '':>8} │ {line}" for number, line in enumerate(lines)]
 
 
+LEFT = "left_s"  # expected seconds until the last step; computed here, not a metric.
 CLIPS = ("train/clip_low_share", "train/clip_high_share", "train/clip_dual_share")  # disjoint.
 COLUMNS = (
   Column("no-signal", 10, ("signal/lost_share",), share, lambda value: value > 0.7),
@@ -299,7 +327,17 @@ COLUMNS = (
   Column("score s", 8, ("time/score_s",), seconds),
   Column("learn s", 8, ("time/learn_s",), seconds),
   Column("tokens/s", 9, ("perf/tokens_per_s",), number),
+  Column("left", 6, (LEFT,), duration),
 )
 # In the order in which a narrow terminal omits them.
-LEAST_IMPORTANT = ("tokens/s", "score s", "mismatch", "clip", "entropy", "learn s", "tokens")
+LEAST_IMPORTANT = (
+  "tokens/s",
+  "score s",
+  "mismatch",
+  "clip",
+  "entropy",
+  "learn s",
+  "tokens",
+  "left",
+)
 REWARD_WIDTH = 16  # characters of "reward ± std".

@@ -19,6 +19,14 @@ def watch(now):
   return compiling.Watch(clock=lambda: now[0])
 
 
+@pytest.fixture
+def cache_folder():
+  """Function that names the folder of compiled programs."""
+  before = jax.config.jax_compilation_cache_dir
+  yield lambda folder: jax.config.update("jax_compilation_cache_dir", folder and str(folder))
+  jax.config.update("jax_compilation_cache_dir", before)
+
+
 def begin():
   jax.monitoring.record_scalar(compiling.EVENT, 0.0, fun_name="f")
 
@@ -41,7 +49,7 @@ def test_jax_announces_a_compilation_before_it_begins_and_when_it_ended(watch, n
       jax.jit(lambda x: x * 3 + 1)(jnp.ones(7)).block_until_ready()
     finally:
       jax.monitoring.unregister_scalar_listener(look)
-    assert "compiling, 12 s" in notes
+    assert "a program, 12 s" in notes
     assert watch.note() == ""
 
 
@@ -54,9 +62,9 @@ def test_the_note_is_of_the_longest_compilation_of_all_threads(watch, now):
     other.start()
     other.join()
     now[0] += 2.0
-    assert watch.note() == "compiling, 12 s"
+    assert watch.note() == "a program, 12 s"
     end()
-    assert watch.note() == "compiling, 2 s"
+    assert watch.note() == "a program, 2 s"
   assert watch.note() == ""
 
 
@@ -67,17 +75,45 @@ def test_other_events_are_not_compilations(watch, now):
     assert watch.note() == ""
 
 
-def test_a_long_compilation_is_explained_once(watch, monkeypatch, noticed):
+def explained(watch):
+  """Has a program take longer than the patience."""
+  begin()
+  for timer in list(watch._patience.values()):
+    timer.join(10)
+  end()
+
+
+def test_a_long_compilation_is_explained_once(watch, monkeypatch, noticed, tmp_path, cache_folder):
   monkeypatch.setattr(compiling, "PATIENCE_S", 0.0)
+  cache_folder(tmp_path)
   with watch.listening():
-    begin()
-    for timer in list(watch._patience.values()):
-      timer.join(10)
-    end()
+    explained(watch)
     begin()
     end()
   (line,) = noticed
-  assert line.startswith("compiling;") and jax.config.jax_compilation_cache_dir in line
+  assert line.startswith("compiling;") and f"once: compiled programs are kept in {tmp_path}" in line
+
+
+def test_where_programs_were_kept_the_wait_is_not_called_a_compilation_before_one_ended(
+  watch, monkeypatch, noticed, tmp_path, cache_folder
+):
+  (tmp_path / "jit_f-cache").write_text("")
+  cache_folder(tmp_path)
+  monkeypatch.setattr(compiling, "PATIENCE_S", 0.0)
+  with watch.listening():
+    explained(watch)
+  assert noticed.pop().startswith(f"programs are read from {tmp_path}, or compiled; the run waits")
+  monkeypatch.setattr(compiling, "PATIENCE_S", 60.0)
+  with watch.listening():
+    begin()
+    end()  # without a hit: it was compiled.
+    monkeypatch.setattr(compiling, "PATIENCE_S", 0.0)
+    explained(watch)
+  assert noticed.pop().startswith("compiling; the run waits")
+  cache_folder(None)
+  with watch.listening():
+    explained(watch)
+  assert noticed.pop().endswith("This happens at every start")
 
 
 def test_a_short_compilation_is_not_explained(watch, noticed):

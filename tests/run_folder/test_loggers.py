@@ -311,15 +311,16 @@ def test_the_lines_of_steps_are_aligned_below_the_header_and_fit_a_terminal():
     "train/clip_high_share": 0.002,
     "time/sample_s": 12345.6,
     "perf/tokens_per_s": 1.234e6,
+    console.LEFT: 1e5,
   }
   header = console.header()
   lines = [console.step_line(s, 1000, v).plain for s, v in ((7, {}), (999, awkward))]
-  assert {len(line) for line in (header, *lines)} == {len(header)} and len(header) <= 106
+  assert {len(line) for line in (header, *lines)} == {len(header)} and len(header) <= 112
   assert lines[0].split() == ["7/1000", "-", "±-", *["-"] * len(console.COLUMNS)]
   assert lines[1].split() == (
-    "999/1000 -12.3k ±0.000 - - 123.5k 1.0e-09 inf 0.6% 12346 - - 1.2M".split()
+    "999/1000 -12.3k ±0.000 - - 123.5k 1.0e-09 inf 0.6% 12346 - - 1.2M 28h".split()
   )
-  for column_end in (len(header), len(header) - 9):
+  for column_end in (len(header), len(header) - 6, len(header) - 15):
     assert header[column_end - 1] != " " and lines[1][column_end - 1] != " "
 
 
@@ -338,6 +339,7 @@ def test_the_line_of_a_step_fits_the_terminal_without_a_broken_number(width, tot
   assert {"no-signal", "trunc", "sample s"} <= {*titles}
   assert lines[0].split() == ["step", "reward", "±", "std", *" ".join(titles).split()]
   shown = {console.share: "100%", console.number: "10.0k", console.seconds: "10000"}
+  shown[console.duration] = "-"
   cells = [shown[c.format] for c in console.columns_within(width, total)]
   assert lines[1].split()[1:] == ["-1000.0", "±1000.0", *cells]
 
@@ -345,7 +347,28 @@ def test_the_line_of_a_step_fits_the_terminal_without_a_broken_number(width, tot
 def test_all_columns_are_shown_where_there_is_room():
   assert console.columns_within(120, 1000) == console.COLUMNS == console.columns_within(1000, None)
   kept = [column.title for column in console.columns_within(80, 14)]
-  assert kept == ["no-signal", "trunc", "tokens", "entropy", "clip", "sample s", "learn s"]
+  assert kept == ["no-signal", "trunc", "tokens", "entropy", "sample s", "learn s", "left"]
+
+
+def test_the_remaining_time_is_that_of_the_steps_done_evaluations_included():
+  now = [1000.0]
+  file = io.StringIO()
+  screen = console.Screen(Console(file=file, width=120), clock=lambda: now[0])
+  left = lambda: file.getvalue().splitlines()[-1].split()[-1]
+  screen.step(3, 14, {"time/step_s": 10.0})  # a run that continues.
+  assert left() == "2min", "10 steps of 10 s"
+  now[0] += 50.0  # an evaluation of 40 s, and a step of 10.
+  screen.step(4, 14, {"time/step_s": 10.0})
+  assert left() == "4min", "9 steps of 30 s"
+  now[0] += 9.0
+  screen.step(13, 14, {})
+  assert left() == "0s"
+  assert [console.duration(s) for s in (0.4, 99.4, 5939.0, 5940.0, 1.7e5, 3e5, 1e8)] == (
+    "0s 99s 99min 1.6h 47h 3.5d 1157d".split()
+  )
+  screen = console.Screen(Console(file=file, width=120))
+  screen.step(0, 14, {})
+  assert left() == "-", "without the time of the first step nothing is known"
 
 
 def test_a_terminal_that_changes_its_width_gets_a_new_header():
@@ -355,7 +378,7 @@ def test_a_terminal_that_changes_its_width_gets_a_new_header():
   made.width = 120
   screen.step(1, 14, {})
   made.file.seek(0)
-  assert [len(line) for line in made.file] == [80, 80, 106, 106]
+  assert [len(line) for line in made.file] == [80, 80, 112, 112]
 
 
 def test_long_lines_are_folded_between_words_on_a_terminal_and_left_whole_in_a_log_file():
