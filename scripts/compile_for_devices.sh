@@ -10,6 +10,10 @@
 #
 #   scripts/compile_for_devices.sh [h100] [tpu]
 set -uo pipefail
+case " $* " in *" --help "*) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "$0"; exit ;; esac
+for target in "$@"; do
+  case $target in h100 | tpu) ;; *) echo "compile_for_devices: no target '$target'; there are: h100, tpu" >&2; exit 2 ;; esac
+done
 cd "$(dirname "$0")/.." || exit
 
 # `python3.12` may be a pyenv shim that does not work: only an interpreter that runs counts.

@@ -13,6 +13,7 @@
 #
 # PYTHON chooses the interpreter (3.11 or 3.12). Returns at once if the environment is up to date.
 set -euo pipefail
+[ "${1:-}" != --help ] || { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "$0"; exit; }
 die() { echo "install_sglang: $*" >&2; exit 1; }
 
 device=${1:-}

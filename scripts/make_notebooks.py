@@ -1,10 +1,11 @@
 """Makes notebooks/NAME.ipynb, which Colab opens, from the percent script notebooks/NAME.py.
 
-python scripts/make_notebooks.py
+python scripts/make_notebooks.py    (or `make notebooks`)
 
 The scripts are the source. No outputs are stored, and the same script gives the same file.
 """
 
+import argparse
 import pathlib
 import sys
 
@@ -29,6 +30,7 @@ def notebook_of(script: str) -> str:
 
 def main() -> int:
   """Writes a notebook beside every script; returns the exit code."""
+  argparse.ArgumentParser(description=__doc__).parse_args()
   for path in sorted(FOLDER.glob("*.py")):
     target = path.with_suffix(".ipynb")
     target.write_text(notebook_of(path.read_text(encoding="utf-8")), encoding="utf-8")

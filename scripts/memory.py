@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from grpo_kernels.attention import Attention
 
 from grpo_jax.building import computation
+from grpo_jax.commands import cli
 from grpo_jax.config import batching_options, command_line, run_options
 from grpo_jax.learn import operations, train_step
 from grpo_jax.models import config as model_config
@@ -209,4 +210,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-  main(sys.argv[1:])
+  sys.exit(cli.reported(main, sys.argv[1:]))

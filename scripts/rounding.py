@@ -29,6 +29,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from grpo_jax import models
+from grpo_jax.commands import cli
 from grpo_jax.compilation import precision
 from grpo_jax.engines.base import GenerationRequest, SamplingParams
 from grpo_jax.engines.jax_sampler import JaxSampler
@@ -371,4 +372,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-  main(sys.argv[1:])
+  sys.exit(cli.reported(main, sys.argv[1:]))

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from grpo_jax import train
+from grpo_jax.commands import cli
 from grpo_jax.config import base, command_line
 from grpo_jax.models import tiny
 
@@ -118,6 +119,8 @@ def main(arguments: Sequence[str]) -> int:
   parser.add_argument("--config")
   parser.add_argument("--workdir", type=pathlib.Path)
   options, overrides = parser.parse_known_args(arguments)
+  if wrong := [word for word in overrides if not word.startswith(("--config.", "--noconfig."))]:
+    parser.error(f"unrecognized arguments: {' '.join(wrong)}")
   with tempfile.TemporaryDirectory() as scratch:
     folder = options.workdir or pathlib.Path(scratch)
     folder.mkdir(parents=True, exist_ok=True)
@@ -137,4 +140,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main(sys.argv[1:]))
+  sys.exit(cli.reported(main, sys.argv[1:]))

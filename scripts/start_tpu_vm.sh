@@ -9,6 +9,7 @@
 # A Python of version 3.11, 3.12 or 3.13 is used if there is one (PYTHON names it); otherwise 3.12 is
 # installed with uv, for this user. It can be run again: what is there is kept.
 set -euo pipefail
+[ "${1:-}" != --help ] || { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "$0"; exit; }
 cd "$(dirname "$0")/.."
 die() { echo "start_tpu_vm: $*" >&2; exit 1; }
 works() { "$1" -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }

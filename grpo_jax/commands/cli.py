@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import grpo_jax
 from grpo_jax import interrupts
@@ -97,10 +97,24 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
     The exit code: 0 done, 1 failed, 2 wrong use, 130 stopped by Ctrl-C.
   """
   module, _, function = COMMANDS[name][0].partition(":")
-  try:
-    if name in COMPUTING and not HELP & {*arguments}:
+
+  def command(given: Sequence[str]) -> int:
+    if name in COMPUTING and not HELP & {*given}:
       installed.check()
-    return getattr(importlib.import_module(module), function)(arguments)
+    return getattr(importlib.import_module(module), function)(given)
+
+  return reported(command, arguments)
+
+
+def reported(program: Callable[[Sequence[str]], int | None], arguments: Sequence[str]) -> int:
+  """Runs a command, or a program of scripts/; returns the exit code, as `run_command` does.
+
+  Args:
+    program: Function from the words of the command line to the exit code; None: 0.
+    arguments: Words.
+  """
+  try:
+    return program(arguments) or 0
   except HelpWanted as text:
     print(text)
     return 0

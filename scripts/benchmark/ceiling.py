@@ -4,9 +4,9 @@ Square products of float32 with NumPy and with JAX, and of bfloat16 with float32
 sums with JAX; the best of several, because other programs can only slow them down.
 """
 
+import argparse
 import json
 import pathlib
-import sys
 import time
 from collections.abc import Callable
 
@@ -53,4 +53,6 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-  main(*sys.argv[1:])
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("path", metavar="OUT.json")
+  main(parser.parse_args().path)

@@ -213,6 +213,8 @@ def main() -> None:
   if options.show:
     print(summary.text(json.loads(options.show.read_text())))
     return
+  if not pathlib.Path(options.model).is_dir():
+    sys.exit(f"error: --model={options.model} is not a folder")
   with tempfile.TemporaryDirectory(prefix="benchmark_") as folder:
     try:
       result = compare(options, pathlib.Path(folder))

@@ -11,7 +11,6 @@ includes scoring the completions; all other time of a step counts as training.
 import ast
 import json
 import pathlib
-import sys
 import tempfile
 from typing import Any
 
@@ -117,4 +116,4 @@ def main(workload_path: str, record_path: str) -> None:
 
 
 if __name__ == "__main__":
-  main(*sys.argv[1:])
+  main(*workloads.command_line(__doc__))

@@ -10,7 +10,6 @@ A step's time is the time between the trainer's own `on_step_begin` and
 # pyright: reportMissingImports=false
 # TRL is installed in a separate environment.
 
-import sys
 import tempfile
 import time
 from typing import Any
@@ -153,4 +152,4 @@ def main(workload_path: str, record_path: str) -> None:
 
 
 if __name__ == "__main__":
-  main(*sys.argv[1:])
+  main(*workloads.command_line(__doc__))

@@ -16,7 +16,6 @@ gets a seed for every step, because it otherwise samples with the same key each 
 import functools
 import json
 import pathlib
-import sys
 import time
 
 import jax
@@ -207,4 +206,4 @@ def main(workload_path: str, record_path: str) -> None:
 
 
 if __name__ == "__main__":
-  main(*sys.argv[1:])
+  main(*workloads.command_line(__doc__))

@@ -10,6 +10,7 @@ the second call takes less than a minute. CPU only: traces of other backends hav
 import argparse
 import pathlib
 import resource
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from grpo_jax import batching
 from grpo_jax.batching import packing
 from grpo_jax.building import computation
 from grpo_jax.building import model as model_building
+from grpo_jax.commands import cli
 from grpo_jax.compilation import programs
 from grpo_jax.config import batching_options, run_options
 from grpo_jax.learn import operations, sharding, train_step
@@ -195,4 +197,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  sys.exit(cli.reported(lambda _: main(), []))

@@ -28,6 +28,7 @@ import numpy as np
 sys.path[:0] = [str(pathlib.Path(__file__).resolve().parents[2] / part) for part in ("", "kernels")]
 
 from grpo_jax import engines  # noqa: E402
+from grpo_jax.commands import cli  # noqa: E402
 from grpo_jax.engines import sglang_messages  # noqa: E402
 from grpo_jax.engines.base import GenerationRequest, SamplingParams  # noqa: E402
 from grpo_jax.engines.sglang import SGLangEngine  # noqa: E402
@@ -161,4 +162,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  sys.exit(cli.reported(lambda _: main(), []))

@@ -6,6 +6,7 @@ once. Standard library only (except to make the problems), because all programs
 import this module.
 """
 
+import argparse
 import dataclasses
 import json
 import pathlib
@@ -129,3 +130,18 @@ def write_endless_model(source: pathlib.Path, target: pathlib.Path) -> str:
   settings["eos_token"] = token
   (target / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
   return token
+
+
+def command_line(text: str | None) -> tuple[str, str]:
+  """Reads the words of a program that compare.py runs: paths of the workload and the record.
+
+  Args:
+    text: Text that --help prints.
+  """
+  parser = argparse.ArgumentParser(
+    description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("workload", metavar="WORKLOAD.json")
+  parser.add_argument("record", metavar="RECORD.json")
+  given = parser.parse_args()
+  return given.workload, given.record

@@ -47,11 +47,11 @@ case $action in
     (($# >= 2)) || die "create ACCELERATOR_TYPE VERSION, such as v5litepod-16 v2-alpha-tpuv5-lite"
     tpu create "$TPU" "--accelerator-type=$1" "--version=$2" "${@:3}" ;;
   install)
-    archive=$(mktemp -d)/grpo_jax.tar.gz
+    archive=$(mktemp -d)/grpo-jax.tar.gz
     trap 'rm -r "$(dirname "$archive")"' EXIT
-    git -C "$(dirname "$0")/../.." archive --prefix=grpo_jax/ -o "$archive" HEAD
+    git -C "$(dirname "$0")/../.." archive --prefix=grpo-jax/ -o "$archive" HEAD
     tpu scp "$archive" "$TPU:" --worker=all
-    on all "tar xzf grpo_jax.tar.gz && grpo_jax/scripts/start_tpu_vm.sh --prepare" ;;
+    on all "tar xzf grpo-jax.tar.gz && grpo-jax/scripts/start_tpu_vm.sh --prepare" ;;
   mount)
     case ${1:-} in
       gs://*)
@@ -71,7 +71,7 @@ case $action in
     (umask 077; od -An -N32 -tx1 /dev/urandom | tr -d ' \n' > "$folder/grpo_run_secret")
     tpu scp "$folder/grpo_run_secret" "$TPU:" --worker=all
     inner="export GRPO_JAX_RUN_SECRET=\$(cat grpo_run_secret); rm grpo_run_secret"
-    inner+="; grpo_jax/.venv/bin/grpo-jax train $words; echo \"exit code \$?\""
+    inner+="; grpo-jax/.venv/bin/grpo-jax train $words; echo \"exit code \$?\""
     on all "setsid nohup bash -c $(printf '%q' "$inner") > grpo.log 2>&1 < /dev/null & echo started" ;;
   logs) on "${1:-0}" "tail -n 100 -f grpo.log" ;;
   status) on all "hostname; pgrep -af '[g]rpo-jax train' || tail -n 3 grpo.log" ;;

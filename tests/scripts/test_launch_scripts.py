@@ -167,7 +167,7 @@ def pod(programs, tmp_path):
   """Runs scripts/launch/tpu_pod.sh against two hosts that are folders of this machine."""
   programs.stand_in("gcloud", GCLOUD)
   for host in "01":
-    program = tmp_path / "hosts" / host / "grpo_jax" / ".venv" / "bin" / "grpo-jax"
+    program = tmp_path / "hosts" / host / "grpo-jax" / ".venv" / "bin" / "grpo-jax"
     program.parent.mkdir(parents=True)
     program.write_text(f"#!/usr/bin/env python3\n{TRAINER}")
     program.chmod(0o755)
@@ -219,7 +219,7 @@ def test_a_pod_is_created_installed_and_deleted(pod):
   ]
   assert "tpu-vm delete grpo" in pod("delete")[1][0]
   done, calls = pod("--dry-run", "install")
-  assert "scp" in done.stdout and r"grpo_jax/scripts/start_tpu_vm.sh\ --prepare" in done.stdout
+  assert "scp" in done.stdout and r"grpo-jax/scripts/start_tpu_vm.sh\ --prepare" in done.stdout
   assert pod("delete", TPU="")[0].returncode == 2 and pod("delte")[0].returncode == 2
 
 
