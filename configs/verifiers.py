@@ -2,7 +2,7 @@
 
 python -m grpo_jax.main --config=configs/verifiers.py:NAME --workdir=runs/verifiers
 
-NAME is the name of an installed environment, or its module: `pip install grpo-jax[verifiers]`, and
+NAME is the name of an installed environment, or its module: `pip install "verifiers<0.5"`, and
 the environment's own package. Its arguments are `--config.data.task_args.ARGUMENT=VALUE`. An
 environment is code of another author, which runs in this process. docs/environments_elsewhere.md.
 """

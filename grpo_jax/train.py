@@ -39,7 +39,7 @@ def train(
   Whatever ends it early, including a KeyboardInterrupt, it first saves what it has learned.
 
   Args:
-    config: Resolved and valid config; see configs/base.py.
+    config: Resolved and valid config; see grpo_jax/config/base.py.
     workdir: Run folder.
     stop: Flag that becomes true when the run is asked to end; see `interrupts.Flag`.
     sinks: Open sinks that receive what the run records, after those of `logging.sinks`.

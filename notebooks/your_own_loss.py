@@ -17,7 +17,7 @@
 
 # %% [markdown]
 # On Colab, the next cell installs the package; this takes a few minutes. Elsewhere it does nothing:
-# install the package first (`pip install "grpo-jax[notebook]"`).
+# install the package first (in a clone: `pip install -e ".[notebook]"`).
 
 # %% tags=["install"]
 import os

@@ -165,3 +165,13 @@ def test_every_field_of_a_config_is_documented():
   of_models = {name for name in names if name.startswith("model.") and "dtype" in name}
   assert of_models == {"model.compute_dtype", "model.product_dtype", "model.lora.base_dtype"}
   assert all(name in (ROOT / "docs" / "models.md").read_text() for name in of_models)
+
+
+def test_nothing_is_installed_by_a_name_that_no_index_has():
+  """pip would fail, or install what somebody else calls so."""
+  pages = [*PAGES, *(ROOT / "notebooks").glob("*.py"), *(ROOT / "configs").glob("*.py")]
+  bare = re.compile(
+    r"""pip install [^\n`]*?['"]?grpo[-_]jax(\[[\w,-]*\])?['"]?(?! @)(?=[\s'"`]|$)"""
+  )
+  found = [(page.name, match[0]) for page in pages for match in bare.finditer(page.read_text())]
+  assert found == []

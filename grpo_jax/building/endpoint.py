@@ -7,6 +7,7 @@ import functools
 import logging
 import pathlib
 import secrets
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,7 @@ def serve(
     CannotListen: The port cannot be used.
     ExpectedFailure: What else a user can repair: a model, a checkpoint.
   """
+  _listen(port)
   weights = stored.find(model, base=base)
   given: Config = config_of(model, base=base) if config is None else config
   prepared = _prepared(given, weights)
@@ -86,6 +88,18 @@ def serve(
       kept_turns=KEPT_TURNS,
     )
     loop.run(_serve(session, weights.label, port, key, on_start), stop=stop)
+
+
+def _listen(port: int) -> None:
+  """Takes a port for a moment: whether it can be taken is known before a model is loaded.
+
+  Raises:
+    CannotListen: The port cannot be taken.
+  """
+  try:
+    socket.create_server(("127.0.0.1", port)).close()
+  except OSError as error:
+    raise CannotListen(f"cannot listen on 127.0.0.1:{port}: {error.strerror}") from error
 
 
 async def _serve(

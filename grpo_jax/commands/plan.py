@@ -32,7 +32,7 @@ at least? It compiles the run's own programs; no weights and no accelerator are 
   --json=FILE writes the plan as JSON, too.
   --no-cache  compiles again what was compiled before; answers are kept in ~/.cache/grpo_jax/plans.
 
-TPUs need the extra plan-tpu, GPUs the extra plan-cuda: pip install "grpo_jax[plan-tpu]".
+TPUs need the extra plan-tpu, GPUs the extra plan-cuda: pip install "grpo-jax[plan-tpu]".
 docs/plan.md describes the numbers and what was never checked against a real machine.
 
 Exit codes: 0 it fits; 1 it does not fit, or a program cannot be compiled; 2 wrong use.

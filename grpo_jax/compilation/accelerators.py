@@ -69,8 +69,26 @@ def why_none(error: BaseException) -> str:
   asked = f"JAX_PLATFORMS={wanted} names no platform that works here" if wanted else ""
   said = " ".join(str(error).split())
   left = unused("cpu")
-  cause = f"{left[0]}: {left[1].reason}. To repair it: {left[1].repair}" if left else ""
+  cause = (
+    f"{left[0]}: {left[1].reason}. To repair it: {left[1].repair}" if left else _absent(wanted)
+  )
   return "; ".join(filter(None, [said or asked, cause])) or "it gives no reason"
+
+
+def _absent(wanted: str) -> str:
+  """Returns what a machine without accelerators lacks for the platforms of JAX_PLATFORMS."""
+  names = {name.strip() for name in wanted.split(",")}
+  plugins = any(version(f"jax-{name}-plugin") for name in LOWEST_DRIVER)
+  lines = []
+  if names & {"gpu", "cuda"}:
+    missing = "" if plugins else f", nor a CUDA plug-in of JAX ({_install('cuda12')})"
+    lines.append(f"there is no NVIDIA GPU here{missing}")
+  if "tpu" in names:
+    missing = "" if version("libtpu") else f", nor libtpu ({_install('tpu')})"
+    lines.append(f"there is no TPU here{missing}")
+  if wanted:
+    lines.append("JAX_PLATFORMS=cpu computes on the CPU")
+  return "; ".join(lines)
 
 
 def used(devices: Iterable[Any], *, processes: int = 1) -> str:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+import grpo_jax
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.files import shipped
 
@@ -62,8 +63,12 @@ def check() -> None:
   """Refuses to compute with other packages than grpo_jax needs; takes hundredths of a second.
 
   Raises:
-    WrongPackages: A package is missing or has another version; the message has the repair.
+    WrongPackages: A package is missing or has another version; the message has the repair. Or a
+      folder `grpo_jax` that is not the package, such as a clone of that name, hides it.
   """
+  if grpo_jax.__file__ is None:
+    hides = next(iter(grpo_jax.__path__))
+    raise WrongPackages(f"the folder {hides} hides the package: rename it, or work elsewhere")
   found = wrong() if is_strict() else []
   if found:
     reasons = "; ".join(each.text for each in found)

@@ -187,7 +187,7 @@ def check_compiler(topology: Topology) -> None:
     what = {"tpu": "a TPU", "gpu": "an NVIDIA GPU"}[topology.chip.platform]
     raise PlanError(
       f"--topology={topology.name} needs the compiler for {topology.chip.name}, which is not"
-      f' installed ({" or ".join(modules.split())}): pip install "grpo_jax[{extra}]" ({size};'
+      f' installed ({" or ".join(modules.split())}): pip install "grpo-jax[{extra}]" ({size};'
       f" {what} and its driver are not needed)"
     )
 

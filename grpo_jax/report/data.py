@@ -71,10 +71,11 @@ def load(folder: str | Path) -> Run:
   """
   folder = Path(folder)
   if not folder.is_dir():
-    raise NoRunError(f"a report needs a run folder, but the folder {folder} does not exist")
+    lacks = "is not a folder" if folder.exists() else "does not exist"
+    raise NoRunError(f"a run folder is needed, but {folder} {lacks}")
   if not any((folder / name).exists() for name in LEFT_BY_RUNS):
     raise NoRunError(
-      f"a report needs a run folder, but {folder} has none of {', '.join(LEFT_BY_RUNS)}"
+      f"a run folder is needed, but {folder} has none of {', '.join(LEFT_BY_RUNS)}"
       f"{_runs_within(folder)}"
     )
   problems = []

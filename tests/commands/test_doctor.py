@@ -211,6 +211,13 @@ def test_what_computes_refuses_wrong_packages_as_the_doctor_does(fake, monkeypat
   installed.check()
 
 
+def test_a_folder_that_hides_the_package_is_named(fake, monkeypatch):
+  monkeypatch.setattr(grpo_jax, "__file__", None)  # as of a folder without __init__.py.
+  monkeypatch.setattr(grpo_jax, "__path__", ["/home/me/grpo_jax"])
+  with pytest.raises(ExpectedFailure, match="the folder /home/me/grpo_jax hides the package"):
+    installed.check()
+
+
 def test_without_a_checkout_the_bounds_are_those_of_the_installation(monkeypatch, tmp_path):
   assert installed.project()["requires-python"] != ">=3.99"
   monkeypatch.setattr(installed.shipped, "folder", lambda: tmp_path)

@@ -116,7 +116,7 @@ def test_a_run_without_what_is_needed_is_refused(change, message, tmp_path, caps
     (["run", "--sampler-share=1"], "--sampler-share=1.0 must be above 0 and below 1"),
     (["run", "--prompts=4"], "--prompts needs --tokens"),
     (["run", "--rows=0"], "--rows=0 must be above 0"),
-    (["/nowhere/run"], "the folder /nowhere/run does not exist"),
+    (["/nowhere/run"], "a run folder is needed, but /nowhere/run does not exist"),
     (["--sample=1"], "unknown flag --sample"),
   ],
 )

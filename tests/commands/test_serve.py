@@ -11,6 +11,7 @@ import urllib.request
 
 import pytest
 
+from grpo_jax.building import stored
 from grpo_jax.commands import cli
 from tests import stored_runs
 
@@ -77,8 +78,8 @@ def test_a_mistake_is_one_message(run, capsys, words, code, message):
   assert message.format(run=run) in printed and "Traceback" not in printed
 
 
-@pytest.mark.slow
-def test_a_port_that_is_taken_is_one_message(run, capsys):
+def test_a_port_that_is_taken_is_one_message_before_a_model_is_loaded(run, capsys, monkeypatch):
+  monkeypatch.setattr(stored, "find", None)  # a call would fail.
   with socket.socket() as taken:
     taken.bind(("127.0.0.1", 0))
     taken.listen()

@@ -178,10 +178,24 @@ def test_a_machine_without_any_device_gives_the_reason(machine, monkeypatch):
   assert accelerators.why_none(AssertionError()) == "it gives no reason"
   monkeypatch.setenv("JAX_PLATFORMS", "cuda")
   said = accelerators.why_none(AssertionError())
-  assert said == "JAX_PLATFORMS=cuda names no platform that works here"
+  assert said.startswith("JAX_PLATFORMS=cuda names no platform that works here; there is no NVIDIA")
   machine.smi(H100.format(driver="570.1"))
   said = accelerators.why_none(AssertionError())
   assert "no CUDA plug-in" in said and 'pip install "jax[cuda12]' in said
+
+
+def test_platforms_that_are_not_here_are_named_with_what_they_need(monkeypatch):
+  monkeypatch.setattr(accelerators, "unused", lambda platform: None)
+  monkeypatch.setattr(accelerators, "version", lambda name: None)
+  for name, missing in (
+    ("cuda", 'no NVIDIA GPU here, nor a CUDA plug-in of JAX (pip install "jax[cuda12]")'),
+    ("gpu,cpu", "no NVIDIA GPU here"),
+    ("tpu", 'no TPU here, nor libtpu (pip install "jax[tpu]")'),
+    ("metal", "no backend; JAX_PLATFORMS=cpu computes on the CPU"),
+  ):
+    monkeypatch.setenv("JAX_PLATFORMS", name)
+    said = accelerators.why_none(RuntimeError("no backend"))
+    assert missing in said and said.endswith("JAX_PLATFORMS=cpu computes on the CPU")
 
 
 def test_devices_are_described_in_one_line():

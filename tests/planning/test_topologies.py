@@ -75,7 +75,7 @@ def test_a_host_is_a_machine_of_its_own():
 
 
 @pytest.mark.parametrize(
-  ("name", "extra"), [("v5e-16", "grpo_jax[plan-tpu]"), ("h100:8", "grpo_jax[plan-cuda]")]
+  ("name", "extra"), [("v5e-16", "grpo-jax[plan-tpu]"), ("h100:8", "grpo-jax[plan-cuda]")]
 )
 def test_a_missing_compiler_is_one_message_that_says_what_to_install(monkeypatch, name, extra):
   monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)

@@ -238,7 +238,7 @@ def test_what_cannot_be_read_is_named_on_the_page(tmp_path):
   text = report.write(folder).read_text(encoding="utf-8")
   assert "config.json could not be read" in text and "lines [2] could not be read" in text
   assert Page(text).data["samples_note"] == "No group was readable."
-  with pytest.raises(FileNotFoundError, match="needs a run folder"):
+  with pytest.raises(FileNotFoundError, match="a run folder is needed"):
     report.write(tmp_path / "nowhere")
 
 
