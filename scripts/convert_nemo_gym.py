@@ -6,10 +6,10 @@ python scripts/convert_nemo_gym.py rollouts.jsonl --check
 
 Groups are rows {"input", "output", "reward"}: strings if there was one message on each side,
 otherwise lists of messages; declared tools are in "tools". Rollouts with recorded token ids become
-rows of tokens. --text makes strings of all: the user's last message, and the assistant's texts
-joined by blanks. Prompts are rows {"messages", ...} with the other fields of the rollout, each task
-once. --check writes nothing and reads every row: it reports how many cannot be used, by kind. See
-docs/offline.md.
+rows of tokens. --text makes strings of all: the user's last message, and the model's messages
+joined by blanks, without thoughts and calls. Prompts are rows {"messages", ...} with the other
+fields of the rollout, each task once. --check writes nothing and reads every row: it reports how
+many cannot be used, by kind. See docs/offline.md.
 """
 
 import argparse
@@ -31,32 +31,33 @@ from grpo_jax.files import local_paths
 ATTEMPT_FIELDS = ("reward", "_ng_rollout_index", "terminated", "truncated")
 
 
-def group_row(recording: Recording, *, is_text: bool) -> dict[str, Any]:
-  """Returns one response as a row {"input", "output", "reward"}.
-
-  Args:
-    recording: Recording of one rollout.
-    is_text: Whether to reduce prompt and response to strings, whatever is lost.
-  """
-  response = recording.responses[0]
-  if recording.prompt_ids is not None and not is_text:
+def group_row(recording: Recording) -> dict[str, Any]:
+  """Returns the recording of one rollout as a row {"input", "output", "reward"}."""
+  if recording.prompt_ids is not None:
     return _token_row(recording)
   messages = [_message(message) for message in recording.messages]
-  if is_text:
-    users = [m["content"] for m in messages if m["role"] == "user"] or [messages[-1]["content"]]
-    answers = [turn.text for turn in response.turns if turn.role == ASSISTANT]
-    row: dict[str, Any] = {"input": users[-1], "output": " ".join(answers)}
-  else:
-    is_single = len(messages) == 1 and messages[0]["role"] == "user"
-    turns = [_said(turn) for turn in response.turns]
-    is_text_alone = len(turns) == 1 and turns[0].keys() == {"role", "content"}
-    row = {
-      "input": messages[0]["content"] if is_single else messages,
-      "output": turns[0]["content"] if is_text_alone else turns,
-    }
-    if recording.tools:
-      row["tools"] = list(recording.tools)
+  is_single = len(messages) == 1 and messages[0]["role"] == "user"
+  turns = [_said(turn) for turn in recording.responses[0].turns]
+  is_text_alone = len(turns) == 1 and turns[0].keys() == {"role", "content"}
+  row: dict[str, Any] = {
+    "input": messages[0]["content"] if is_single else messages,
+    "output": turns[0]["content"] if is_text_alone else turns,
+  }
+  if recording.tools:
+    row["tools"] = list(recording.tools)
   return row | _quality(recording)
+
+
+def text_row(recording: Recording, answers: Sequence[str]) -> dict[str, Any]:
+  """Returns a rollout as a row of strings, as the script in NeMo Gym's guide does.
+
+  Args:
+    recording: Recording of the rollout.
+    answers: Texts of the model's messages.
+  """
+  messages = recording.messages
+  users = [m["content"] for m in messages if m["role"] == "user"] or [messages[-1]["content"]]
+  return {"input": users[-1], "output": " ".join(answers), **_quality(recording)}
 
 
 def prompt_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -117,7 +118,8 @@ def _converted(
   row, where = source[number], source.where(number)
   if to == "prompts":
     return prompt_row(row, where)
-  return group_row(nemo_gym.to_recording(row, where, style), is_text=is_text)
+  recording = nemo_gym.to_recording(row, where, style)
+  return text_row(recording, nemo_gym.answers(row, where)) if is_text else group_row(recording)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -128,12 +130,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
   task.add_argument("--out", type=local_paths.argument, help="the JSONL file to write")
   task.add_argument("--check", action="store_true", help="read every row, write nothing")
   parser.add_argument("--to", choices=("groups", "prompts"), default="groups")
-  parser.add_argument("--text", action="store_true", help="groups: texts only")
-  parser.add_argument("--reasoning", choices=("think", "drop"), default="think")
+  parser.add_argument("--text", action="store_true", help="groups: the model's messages as strings")
+  parser.add_argument("--reasoning", choices=("think", "drop"), help="default: think")
   parser.add_argument("--tools", choices=("refuse", "ignore"), default="refuse")
   parser.add_argument("--on-error", choices=("stop", "skip"), default="stop")
   options = parser.parse_args(arguments)
-  style = Style(reasoning=options.reasoning, tools=options.tools)
+  if options.text and options.reasoning == "think":
+    parser.error("--text leaves thoughts out; rows without it have them")
+  style = Style(reasoning=options.reasoning or "think", tools=options.tools)
   if options.check:
     return check(options.rollouts, options.to, style)
   if options.out.exists() and any(options.out.samefile(p) for p in options.rollouts if p.exists()):

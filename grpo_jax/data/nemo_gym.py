@@ -127,6 +127,20 @@ def output_items(row: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
   return items
 
 
+def answers(row: Mapping[str, Any], where: str) -> list[str]:
+  """Returns the text of each message of the model, without thoughts and calls.
+
+  Raises:
+    RowError: The row has no output, or a message of it is not text.
+  """
+  found = []
+  for number, item in enumerate(output_items(row, where), 1):
+    if isinstance(item, dict) and item.get("type", "message") == "message":
+      message = _message({"role": ASSISTANT, **item}, f"item {number} of 'output'", where)
+      found += [message["content"]] if message["role"] == ASSISTANT else []
+  return found
+
+
 def turns_of(
   items: Any, name: str, where: str, style: Style, *, keeps_thoughts: bool = False
 ) -> list[dict[str, Any]]:

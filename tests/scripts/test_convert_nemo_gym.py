@@ -106,6 +106,40 @@ def test_the_guides_rows(tmp_path):
     ]
 
 
+def as_the_guides_script_does(rollout):
+  """The row of NeMo Gym's GRPO guide: the last user message, the first parts of all messages."""
+  asked = [m["content"] for m in rollout["responses_create_params"]["input"] if m["role"] == "user"]
+  items = rollout.get("response", rollout)["output"]
+  said = [item["content"][0]["text"] for item in items if item["type"] == "message"]
+  return {"input": asked[-1], "output": " ".join(said), "reward": rollout.get("reward", 0.0)}
+
+
+def test_texts_are_those_of_the_guides_script(tmp_path):
+  rollouts = [
+    json.loads(line)
+    for line in (GYM / "reasoning_gym.jsonl").read_text().splitlines()  # with thoughts.
+  ]
+  mixed = simple("Q", "first", reward=1.0)
+  mixed["output"] = [
+    {"type": "reasoning", "summary": [{"text": "hm"}]},
+    message("first", prompt_token_ids=[5], generation_token_ids=[7], generation_log_probs=[-0.5]),
+    message("second"),
+    {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c"},
+    {"type": "function_call_output", "call_id": "c", "output": "2"},
+    message("third"),
+  ]
+  rollouts.append(mixed)
+  path = write(tmp_path / "in.jsonl", rollouts)
+  _, rows = convert(tmp_path / "out.jsonl", path, "--text")
+  fields = ("input", "output", "reward")
+  assert [{name: row[name] for name in fields} for row in rows] == [
+    as_the_guides_script_does(rollout) for rollout in rollouts
+  ]
+  assert rows[-1]["output"] == "first second third"
+  with pytest.raises(SystemExit):
+    convert(tmp_path / "out.jsonl", path, "--text", "--reasoning=think")
+
+
 def test_texts_of_a_game_are_the_models_words_only(tmp_path):
   _, rows = convert(tmp_path / "out.jsonl", GYM / "blackjack.jsonl", "--text")
   assert rows[0]["output"] == "<action>hit</action> <action>hit</action>"
