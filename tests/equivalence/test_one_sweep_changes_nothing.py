@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 from configs import base
 from grpo_jax.batching import packing
 from grpo_jax.building import computation
-from grpo_jax.config import run_options
+from grpo_jax.config import configuration, run_options
 from grpo_jax.learn import train_step
 from grpo_jax.rl import objectives
 from grpo_jax.rl.distillation import Distillation
@@ -104,6 +104,16 @@ def test_config_decides_whether_the_update_takes_one_sweep(changes, expected):
   config: ConfigDict = base.get_config()
   config.update_from_flattened_dict(changes)
   assert computation.takes_one_sweep(config, run_options.objective(config)) is expected
+
+
+def test_all_configs_but_one_take_one_sweep_as_the_page_on_the_head_says():
+  loaded = {name: configuration.load(name) for name in configuration.by_name()}
+  two = {
+    name
+    for name, config in loaded.items()
+    if not computation.takes_one_sweep(config, run_options.objective(config))
+  }
+  assert two == {"dapo_math"}, "docs/linear_logprobs.md names it"
 
 
 def test_scorer_and_one_sweep_give_the_same_logprobs():
