@@ -133,7 +133,7 @@ class Screen:
         BarColumn(bar_width=20),
         _Done(),
         TimeElapsedColumn(),
-        _Left(self._note),
+        _Left(self._note, self._console),
         console=self._console,
         transient=True,
       )
@@ -188,13 +188,18 @@ class _Done(MofNCompleteColumn):
 class _Left(TimeRemainingColumn):
   """The current activity of the program, or else the remaining time."""
 
-  def __init__(self, note: Callable[[], str]):
+  def __init__(self, note: Callable[[], str], console: Console):
     super().__init__()
     self._note = note
+    self._console = console
 
   def render(self, task: Task) -> Text:
     if note := self._note():
-      return Text(note, style=NOTABLE)
+      count = 0 if task.total is None else 2 * len(f"{task.total:.0f}") + 1
+      before = 2 + max(12, len(task.description)) + 1 + 20 + 1 + count + 1 + 7 + 1
+      text = Text(note, style=NOTABLE)  # cut, because a second line would stay on the screen.
+      text.truncate(max(self._console.width - before, 4), overflow="ellipsis")
+      return text
     return Text("left ") + super().render(task) if task.total is not None else Text("")
 
 

@@ -545,3 +545,15 @@ def test_the_last_lines_of_a_run_can_be_copied_whatever_its_folder_is_called():
   ]
   offline = console.closing_lines("e", "w", is_offline=True)
   assert not [line for line in offline if "evaluate" in line] and len(offline) == len(lines) - 1
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_a_long_note_is_cut_and_takes_no_second_line(width):
+  made = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+  screen = console.Screen(made, note=lambda: "reading prompts 160 tokens, 123 s")
+  with screen.progress("evaluating heldout", 22):
+    pass
+  shown = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", made.file.getvalue())
+  lines = [line for line in re.split(r"[\r\n]+", shown) if line.strip()]
+  assert all("0/22" in line and len(line) <= width for line in lines), lines
+  assert ("123 s" in shown) == (width == 100)
