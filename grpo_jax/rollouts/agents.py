@@ -25,7 +25,8 @@ from grpo_jax.rollouts.attempt import Attempt
 from grpo_jax.rollouts.turns import Turns, request_seed
 from grpo_jax.serving.asking import PATIENCE_S, AtOnce, Rounds
 from grpo_jax.serving.server import PolicyServer
-from grpo_jax.serving.session import Policy, Session, Turn
+from grpo_jax.serving.session import Policy, Session
+from grpo_jax.serving.turns import Turn
 from grpo_jax.types import FinishReason, Prompt
 
 MODEL = "policy"  # its name for clients.
@@ -221,12 +222,16 @@ def _end(attempt: Attempt, session: Session) -> None:
 
 def _adopt(attempt: Attempt, chain: Sequence[Turn]) -> None:
   """Gives an attempt the tokens of a chain: what was sampled, and what was written between."""
+  ids = chain[-1].token_ids if chain else np.zeros(0, np.int32)  # begins with those of all turns.
+  place = 0
   for number, turn in enumerate(chain):
+    written = ids[place : turn.prompt_length]
     if number == 0:
-      attempt.first_ids = turn.prompt_ids
+      attempt.first_ids = written
     else:
-      attempt.add_observation(turn.prompt_ids[len(chain[number - 1].token_ids) :])
+      attempt.add_observation(written)
     attempt.add_sampled(turn.generation)
+    place = turn.prompt_length + len(turn.generation.token_ids)
 
 
 @functools.cache

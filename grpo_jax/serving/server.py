@@ -136,7 +136,7 @@ class PolicyServer:
     self, request: web.Request, session: Session, body: dict[str, Any]
   ) -> web.StreamResponse:
     asked = requests.read_chat(body)
-    answer = await session.chat(asked)
+    answer = await session.chat(asked)()
     shape = answers.chat_events if asked.options.is_stream else answers.chat
     return await self._written(request, session, shape, answer, asked.options)
 
@@ -144,7 +144,7 @@ class PolicyServer:
     self, request: web.Request, session: Session, body: dict[str, Any]
   ) -> web.StreamResponse:
     asked = requests.read_text(body)
-    answer = await session.complete(asked)
+    answer = await session.complete(asked)()
     shape = answers.text_events if asked.options.is_stream else answers.text
     return await self._written(request, session, shape, answer, asked.options)
 

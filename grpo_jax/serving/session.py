@@ -9,9 +9,8 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,11 @@ from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.engines.base import Generation, GenerationRequest, SamplingParams
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.models.chat import tool_calls
+from grpo_jax.serving import turns
 from grpo_jax.serving.answers import Answer, Finish
 from grpo_jax.serving.asking import Asker
 from grpo_jax.serving.requests import ChatRequest, Message, Options, RequestError, TextRequest
+from grpo_jax.serving.turns import Turn, Turns
 from grpo_jax.types import FinishReason
 
 _log = logging.getLogger(__name__)
@@ -48,39 +49,22 @@ class Policy:
     return min(self.sampling.max_tokens, self.max_tokens - tokens)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Turn:
-  """One completion, and the turn that its prompt continues."""
-
-  number: int  # of its request in the session, from 0.
-  prompt_ids: Int[np.ndarray, " prompt"]  # all that the policy read.
-  generation: Generation
-  parent: "Turn | None"  # its prompt begins with all tokens of this turn.
-  is_own: bool = False  # whether it is of the attempt's own conversation.
-  messages: int = 0  # of the conversation, without the answer; 0: a text completion.
-  reasoning: str = ""  # thoughts of the answer, if they were separated from its content.
-  text: str = ""  # of a text completion: prompt and answer.
-
-  @property
-  def token_ids(self) -> Int[np.ndarray, " tokens"]:
-    """All tokens, prompt included, as they were read and sampled."""
-    return np.concatenate([self.prompt_ids, self.generation.token_ids])
-
-  def chain(self) -> "list[Turn]":
-    """Returns the turns from the first one to this one."""
-    found, turn = [], self
-    while turn is not None:
-      found.append(turn)
-      turn = turn.parent
-    return found[::-1]
-
-
 @dataclasses.dataclass(frozen=True)
 class _Asked:
   """The prompt of a request, and how it came about."""
 
   ids: Int[np.ndarray, " prompt"]
   parent: Turn | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Conversation:
+  """The part of a conversation that is needed once its answer was sampled."""
+
+  key: bytes  # of the whole conversation.
+  messages: int
+  answers: int  # messages of the assistant among them.
+  tools: tuple[Mapping[str, Any], ...]  # tools whose calls are parsed.
 
 
 @dataclasses.dataclass
@@ -118,7 +102,6 @@ class Session:
       stop_strings: Strings that end every completion, with those of the sampling options.
       kept_turns: Number of newest turns that are kept; None: all.
     """
-    self.turns: list[Turn] = []
     self.counts = Counts()
     self.is_out_of_room = False  # whether the last request was refused because it was too long.
     self.number = number
@@ -127,9 +110,13 @@ class Session:
     self._seed = seed
     self._first_ids = np.zeros(0, np.int32) if first_ids is None else first_ids
     self._stop_strings = tuple(stop_strings)
-    self._kept_turns = kept_turns
-    self._by_conversation: dict[bytes, Turn] = {}
+    self._turns = Turns(kept=kept_turns)
     self._asked: collections.Counter[bytes | Turn | None] = collections.Counter()
+
+  @property
+  def turns(self) -> list[Turn]:
+    """All turns that are kept, in the order in which they ended."""
+    return self._turns.all
 
   @property
   def max_tokens(self) -> int | None:
@@ -140,33 +127,45 @@ class Session:
     """Returns the text of one token, special or not."""
     return self._policy.tokenizer.decode([token_id], skip_special=False)
 
-  async def chat(self, request: ChatRequest) -> Answer:
-    """Answers a chat completion.
+  def chat(self, request: ChatRequest) -> Callable[[], Awaitable[Answer]]:
+    """Reads a conversation; returns a function that samples the answer, once.
 
     Raises:
-      RequestError: The request cannot be served.
+      RequestError: The request cannot be served; also raised by the function.
     """
-    keys = _keys(request)
+    keys = turns.keys_of(request)
     asked = self._extended(request, keys) or self._rendered(request)
-    turn = await self._sample(asked, request.options)
-    parsed, finish = self._parsed(request, turn.generation)
-    turn = self._keep(turn, messages=len(request.messages), reasoning=parsed.reasoning)
-    said = _key(keys[-1], _said(parsed.content, parsed.calls))
-    self._by_conversation[said] = turn
-    return self._answer(turn, _assistant(parsed), finish)
+    conversation = _Conversation(
+      key=keys[-1],
+      messages=len(request.messages),
+      answers=sum(message["role"] == "assistant" for message in request.messages),
+      tools=request.tools if request.reads_calls else (),
+    )
+    return functools.partial(self._chat, asked, request.options, conversation)
 
-  async def complete(self, request: TextRequest) -> Answer:
-    """Answers `/v1/completions`.
+  async def _chat(self, asked: _Asked, options: Options, before: _Conversation) -> Answer:
+    turn = await self._sample(asked, options)
+    parsed, finish = self._parsed(before, turn.generation, options)
+    turn.messages, turn.reasoning = before.messages, parsed.reasoning
+    turn.key = turns.key_with_answer(before.key, parsed.content, parsed.calls)
+    self._keep(turn, asked)
+    return self._answer(turn, asked, _assistant(parsed), finish)
 
-    Raises:
-      RequestError: The request cannot be served.
-    """
+  def complete(self, request: TextRequest) -> Callable[[], Awaitable[Answer]]:
+    """Reads a request to `/v1/completions`; see `chat`."""
     asked = self._continued(request.prompt)
-    turn = await self._sample(asked, request.options)
-    content = self._content(turn.generation, request.options)
-    text = request.prompt + content if isinstance(request.prompt, str) else ""
-    turn = self._keep(turn, text=text)
-    return self._answer(turn, {"content": content}, _finish(turn.generation))
+    text = request.prompt if isinstance(request.prompt, str) else None
+    return functools.partial(self._complete, asked, request.options, text)
+
+  async def _complete(self, asked: _Asked, options: Options, text: str | None) -> Answer:
+    turn = await self._sample(asked, options)
+    content = self._content(turn.generation, options)
+    self._keep(turn, asked, text="" if text is None else text + content)
+    return self._answer(turn, asked, {"content": content}, _finish(turn.generation))
+
+  def _keep(self, turn: Turn, asked: _Asked, *, text: str = "") -> None:
+    if forgotten := self._turns.keep(turn, asked.ids, text=text):
+      del self._asked[forgotten]
 
   def last_chain(self) -> list[Turn]:
     """Returns the turns of the chain that was asked for last; empty if nothing was sampled."""
@@ -177,12 +176,12 @@ class Session:
   def _extended(self, request: ChatRequest, keys: Sequence[bytes]) -> _Asked | None:
     """Returns the prompt of a request that continues an earlier turn; None: it does not."""
     for count in range(len(keys) - 2, 0, -1):
-      turn = self._by_conversation.get(keys[count])
-      if turn is not None and _same_thoughts(turn, request.messages):
+      turn = self._turns.by_key.get(keys[count])
+      if turn is not None and turn.has_thoughts_of(request.messages):
         try:
           return self._suffixed(turn, request, count)
         except (ExpectedFailure, ValueError) as error:
-          _warn_of_new_chain(tuple(m["role"] for m in request.messages[count:]), str(error))
+          _warn_of_new_chain(request.messages[count:], str(error))
           return None
     return None
 
@@ -212,7 +211,7 @@ class Session:
       raise RequestError(f"the chat template rejects the conversation: {error}") from error
     if prompt.too_many:
       raise self._too_long(prompt.too_many)
-    return _Asked(prompt.ids, self._begun_by(prompt.ids))
+    return _Asked(prompt.ids, self._turns.begun_by(prompt.ids))
 
   def _continued(self, prompt: str | tuple[int, ...]) -> _Asked:
     """Returns the prompt of a request to `/v1/completions`."""
@@ -224,14 +223,14 @@ class Session:
           f"token id {wrong[0]} is outside the vocabulary of {tokenizer.vocab_size}", param="prompt"
         )
       ids = np.asarray(prompt, np.int32)
-      return _Asked(ids, self._begun_by(ids))
-    begun = [t for t in self.turns if t.text and prompt.startswith(t.text)]
-    turn = max(begun, key=lambda t: len(t.text), default=None)
+      return _Asked(ids, self._turns.begun_by(ids))
+    turn = self._turns.begun_by_text(prompt)
     if turn is not None:
-      more = self._encoded(prompt[len(turn.text) :], used=len(turn.token_ids))
-      return _Asked(np.concatenate([turn.token_ids, more]), turn)
+      before = turn.token_ids
+      more = self._encoded(prompt[turn.characters :], used=len(before))
+      return _Asked(np.concatenate([before, more]), turn)
     ids = self._encoded(prompt)
-    return _Asked(ids, self._begun_by(ids))
+    return _Asked(ids, self._turns.begun_by(ids))
 
   def _encoded(self, text: str, *, used: int = 0) -> Int[np.ndarray, " tokens"]:
     self._check_length([{"content": text}], used=used)
@@ -245,11 +244,6 @@ class Session:
     longest = self._policy.tokenizer.longest_text(left)
     if sum(len(message["content"]) for message in messages) > longest:
       raise self._too_long(f"at least {longest + 1} characters, where {left} tokens are left")
-
-  def _begun_by(self, ids: Int[np.ndarray, " prompt"]) -> Turn | None:
-    """Returns the longest turn with whose tokens a prompt begins, if there is one."""
-    begun = [t for t in self.turns if _begins(ids, t.prompt_ids, t.generation.token_ids)]
-    return max(begun, key=lambda t: len(t.token_ids), default=None)
 
   # --- sampling ---
 
@@ -266,24 +260,24 @@ class Session:
     self.is_out_of_room = False
     stops = (*self._policy.sampling.stop_strings, *self._stop_strings, *options.stop)
     number, self.counts.requests = self.counts.requests, self.counts.requests + 1
+    sampling = dataclasses.replace(
+      self._policy.sampling,
+      max_tokens=room if wanted is None else min(room, wanted),
+      stop_strings=tuple(dict.fromkeys(stops)),
+    )
     with self._seeded(asked) as (seed, is_own):
-      generation = await self._policy.asker.sample(
-        GenerationRequest(
-          request_id=f"{self._name}.{number}",
-          prompt_ids=asked.ids,
-          sampling=dataclasses.replace(
-            self._policy.sampling,
-            max_tokens=room if wanted is None else min(room, wanted),
-            stop_strings=tuple(dict.fromkeys(stops)),
-          ),
-          seed=seed,
-          group=self._name.rpartition("#")[0],
-        ),
-        of=self.number,
+      asking = GenerationRequest(
+        request_id=f"{self._name}.{number}",
+        prompt_ids=asked.ids,
+        sampling=sampling,
+        seed=seed,
+        group=self._name.rpartition("#")[0],
       )
+      generation = await self._policy.asker.sample(asking, of=self.number)
       if generation.finish_reason is FinishReason.ABORT:
         raise RequestError("the engine gave up on the request", status=503, kind="server_error")
-    return Turn(number, asked.ids, generation, asked.parent, is_own)
+    depth = 0 if asked.parent is None else asked.parent.depth + 1
+    return Turn(number, len(asked.ids), generation, asked.parent, depth, is_own)
 
   @contextlib.contextmanager
   def _seeded(self, asked: _Asked) -> Iterator[tuple[int, bool]]:
@@ -294,7 +288,7 @@ class Session:
     whichever order they come. A request that fails, or whose client leaves, does not count: asked
     again, it gets the same seed.
     """
-    depth = len(asked.parent.chain()) if asked.parent else 0
+    depth = 0 if asked.parent is None else asked.parent.depth + 1
     prompt = hashlib.blake2b(asked.ids.astype("<i4").tobytes(), digest_size=16).digest()
     if asked.parent is not None:
       is_own = asked.parent.is_own and not self._asked[asked.parent]
@@ -312,30 +306,19 @@ class Session:
       self._asked.subtract(counted)
       raise
 
-  def _keep(self, turn: Turn, **fields: Any) -> Turn:
-    turn = dataclasses.replace(turn, **fields)
-    self.turns.append(turn)
-    if self._kept_turns is not None and len(self.turns) > self._kept_turns:
-      gone = self.turns.pop(0)
-      kept = self._by_conversation.items()
-      self._by_conversation = {key: turn for key, turn in kept if turn is not gone}
-      del self._asked[gone]
-    return turn
-
   # --- what the client reads ---
 
   def _parsed(
-    self, request: ChatRequest, generation: Generation
+    self, before: _Conversation, generation: Generation, options: Options
   ) -> tuple[tool_calls.Parsed, Finish]:
     """Returns the answer with its tool calls; malformed ones are in its content."""
-    content, form = self._content(generation, request.options), self._policy.tool_form
+    content, form = self._content(generation, options), self._policy.tool_form
     found = tool_calls.Parsed(content)
-    if request.tools and request.reads_calls and form is not None:
+    if before.tools and form is not None:
       end = -1 if isinstance(generation.matched_stop, int) else None
       whole = self._policy.tokenizer.decode(generation.token_ids[:end], skip_special=False)
-      earlier = sum(message["role"] == "assistant" for message in request.messages)
-      first = earlier * tool_calls.MAX_CALLS  # as in an ordinary conversation.
-      parsed = tool_calls.parse(whole, form, tools=request.tools, first_id=first)
+      first = before.answers * tool_calls.MAX_CALLS  # as in an ordinary conversation.
+      parsed = tool_calls.parse(whole, form, tools=before.tools, first_id=first)
       if parsed.malformed:
         found = dataclasses.replace(parsed, content=content, reasoning="")
       elif parsed.calls or parsed.reasoning:
@@ -351,10 +334,12 @@ class Session:
       return content[: content.index(stop)]
     return content
 
-  def _answer(self, turn: Turn, message: Mapping[str, Any], finish: Finish) -> Answer:
+  def _answer(
+    self, turn: Turn, asked: _Asked, message: Mapping[str, Any], finish: Finish
+  ) -> Answer:
     return Answer(
       name=turn.generation.request_id,
-      prompt_ids=turn.prompt_ids,
+      prompt_ids=asked.ids,
       generation=turn.generation,
       message=message,
       finish=finish,
@@ -371,14 +356,19 @@ class Session:
     )
 
 
-@functools.cache
-def _warn_of_new_chain(roles: tuple[str, ...], reason: str) -> None:
-  _log.warning(
-    "the chat template cannot continue a turn with messages of %s, so that the conversation is"
-    " rendered from its beginning; earlier answers whose tokens change are not learned from: %s",
-    ", ".join(roles),
-    reason,
-  )
+def _warn_of_new_chain(messages: Sequence[Message], reason: str) -> None:
+  """Warns once of each set of roles, because clients choose the messages."""
+  roles = frozenset(message["role"] for message in messages)
+  if roles not in _WARNED:
+    _WARNED.add(roles)
+    _log.warning(
+      "the chat template cannot continue a turn with messages of %s, so that the conversation is"
+      " rendered from its beginning; earlier answers whose tokens change are not learned from: %s",
+      *(", ".join(sorted(roles)), reason),
+    )
+
+
+_WARNED: set[frozenset[str]] = set()
 
 
 def _assistant(parsed: tool_calls.Parsed) -> dict[str, Any]:
@@ -395,54 +385,6 @@ def _assistant(parsed: tool_calls.Parsed) -> dict[str, Any]:
 
 def _finish(generation: Generation) -> Finish:
   return "length" if generation.finish_reason is FinishReason.LENGTH else "stop"
-
-
-def _begins(ids: np.ndarray, *parts: np.ndarray) -> bool:
-  """Returns whether `ids` begins with the parts, one after the other."""
-  place = 0
-  for part in parts:
-    if not np.array_equal(ids[place : place + len(part)], part):
-      return False
-    place += len(part)
-  return True
-
-
-def _keys(request: ChatRequest) -> list[bytes]:
-  """Returns a key of the conversation before each message, and of the whole one."""
-  return [*_each_key(request)]
-
-
-def _each_key(request: ChatRequest) -> Iterator[bytes]:
-  key = _key(b"", request.tools)
-  yield key
-  for message in request.messages:
-    is_said = message["role"] == "assistant"
-    calls = message.get("tool_calls", ())
-    key = _key(key, _said(message["content"], calls) if is_said else message)
-    yield key
-
-
-def _key(before: bytes, value: Any) -> bytes:
-  content = json.dumps(value, sort_keys=True, default=str).encode()
-  return hashlib.blake2b(before + content, digest_size=16).digest()
-
-
-def _said(content: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-  """Returns what identifies a message of the assistant: clients trim texts, and rename calls."""
-  return {
-    "role": "assistant",
-    "content": content.strip(),
-    "tool_calls": [call["function"] for call in calls],
-  }
-
-
-def _same_thoughts(turn: Turn, messages: Sequence[Message]) -> bool:
-  """Returns whether a client left the thoughts of its answers out, or as they were."""
-  return all(
-    messages[each.messages].get("reasoning_content", each.reasoning).strip() == each.reasoning
-    for each in turn.chain()
-    if each.messages
-  )
 
 
 _ANY_LENGTH = 1 << 24  # tokens.
