@@ -81,6 +81,7 @@ class Prompt:
   tools: tuple[Mapping[str, Any], ...] = ()
   stop_strings: tuple[str, ...] = ()  # also end the first turn.
   recorded: "RecordedGroup | None" = None  # attempts from a file; None: they are sampled.
+  parted: int = 0  # places where the text of a control token is written as ordinary characters.
 
   @property
   def expected_answer(self) -> str | None:

@@ -98,6 +98,7 @@ def get_config() -> Any:
   # environment that scores completions; None: the dataset's, or "math"
   data.environment = placeholder(str)
   data.tools_key = "tools"  # field of the tools that a row declares; "": none is read
+  data.allow_control_tokens = False  # text such as <|im_end|> in rows becomes control tokens
   data.rows_choose_environment = True  # a row's `environment` or `task_name` takes precedence
   data.tasks = ConfigDict()  # task_name of a row -> its environment, format, keys and prompts
   data.max_prompt_tokens = 512  # longest prompt in tokens, chat template included

@@ -30,6 +30,7 @@ DATASET: Mapping[str, checked.Kind] = {
   "prompt_file": checked.path(none=True),
   "environment": checked.text(none=True),
   "tools_key": checked.text(empty=True),
+  "allow_control_tokens": checked.switch(),
   "tasks": checked.mapping(),
   "max_prompt_tokens": checked.whole(low=1),
   "overlong": checked.choice(("drop", "zero_weight")),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_jax.errors import ExpectedFailure
+from grpo_jax.models.chat.control_tokens import TrustedText
 from grpo_jax.registry import nearest
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -97,8 +98,8 @@ def parse_line(line: bytes, where: str) -> dict[str, Any]:
   return row
 
 
-def fill_template(template: str, problem: str) -> str:
-  r"""Inserts the problem where the template says {}.
+def fill_template(template: str, problem: str) -> TrustedText:
+  r"""Inserts the problem, which is data, where the template says {}.
 
   `{{}}` writes a literal `{}`, and the braces of a LaTeX command (`\boxed{}`) are kept. All
   other braces, of the template and of the problem, are kept as well.
@@ -106,21 +107,16 @@ def fill_template(template: str, problem: str) -> str:
   Raises:
     ValueError: The template has no {}.
   """
-  places = 0
-
-  def put(match: re.Match[str]) -> str:
-    nonlocal places
-    if match[0] == "{{}}":
-      return "{}"
-    if match[0] != "{}":
-      return match[0]
-    places += 1
-    return problem
-
-  filled = re.sub(r"\{\{\}\}|\\[A-Za-z]+\{\}|\{\}", put, template)
-  if not places:
+  pieces, place, data = [], 0, []
+  for word in re.split(r"(\{\{\}\}|\\[A-Za-z]+\{\}|\{\})", template):
+    piece = {"{{}}": "{}", "{}": problem}.get(word, word)
+    if word == "{}":
+      data.append((place, place + len(problem)))
+    pieces.append(piece)
+    place += len(piece)
+  if not data:
     raise ValueError(f"a prompt template needs {{}} for the problem, got {template!r}")
-  return filled
+  return TrustedText("".join(pieces), data)
 
 
 def from_problem(row: Mapping[str, Any], where: str, style: PromptStyle) -> Record:
@@ -244,7 +240,7 @@ def _with_system(
   """Puts the system prompt in front, unless the chat has its own."""
   if style.system_prompt is None or messages[0]["role"] in ("system", "developer"):
     return tuple(messages)
-  return ({"role": "system", "content": style.system_prompt}, *messages)
+  return ({"role": "system", "content": TrustedText(style.system_prompt)}, *messages)
 
 
 def _text(row: Mapping[str, Any], key: str, where: str) -> str:

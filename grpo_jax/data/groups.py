@@ -21,6 +21,8 @@ from grpo_jax.data.recorded import ASSISTANT, Reader, Recording, Response, Style
 from grpo_jax.data.skipped import OnError, OverlongError, Skipped
 from grpo_jax.data.sources import RowSource
 from grpo_jax.data.tokenizer import Tokenizer
+from grpo_jax.models.chat import control_tokens
+from grpo_jax.models.chat.tokenizer_files import TokenizerFailure
 from grpo_jax.types import FinishReason, Prompt, RecordedGroup, Rollout, RolloutGroup
 
 RECORDED = "recorded"  # replaces an environment if the file has the rewards.
@@ -70,6 +72,7 @@ class GroupDataset:
   max_prompt_tokens: int
   overlong: Overlong  # what happens to longer prompts.
   max_tokens: int | None  # bound of prompt and response; longer responses are cut. None: no bound.
+  allow_control_tokens: bool = False  # whether text of prompts may become control tokens.
 
   @property
   def name(self) -> str:
@@ -143,6 +146,7 @@ class GroupDataset:
       dataset=self.name,
       is_cut=bool(asked.too_long),
       tools=recording.tools,
+      parted=asked.parted,
     )
 
   def _asked(self, recording: Recording, where: str) -> prompt_texts.Asked:
@@ -161,12 +165,15 @@ class GroupDataset:
 
   def _encoded(self, recording: Recording, where: str) -> prompt_texts.Asked:
     """Returns the text and tokens of a prompt whose tokens are not recorded."""
+    messages, tools = recording.messages, recording.tools
+    if self.allow_control_tokens:
+      messages, tools = control_tokens.trusted(messages), control_tokens.trusted(tools)
     return written.ask(
       self.tokenizer,
-      recording.messages,
+      messages,
       where,
       max_tokens=self.max_prompt_tokens,
-      tools=recording.tools,
+      tools=tools,
       otherwise=_WITHOUT_TOOLS,
     )
 
@@ -208,7 +215,10 @@ class GroupDataset:
   ) -> tuple[Rollout, bool]:
     """Makes a rollout, and says whether its behavior logprobs are known."""
     encoder = response_tokens.Encoder(self.tokenizer, where, tools=tools, room=room)
-    ids, mask, logprobs = encoder.encode(response)
+    try:
+      ids, mask, logprobs = encoder.encode(response)
+    except TokenizerFailure as error:
+      raise RowError(where, str(error)) from error
     is_cut = room is not None and len(ids) > room
     kept = slice(0, max(room, 0) if is_cut and room is not None else len(ids))
     truncated = is_cut or response.is_truncated

@@ -8,6 +8,7 @@ from typing import Any
 
 from grpo_jax.data.loaders import MAX_RECORDS, Dataloader, Loader
 from grpo_jax.data.prompts import Dataset
+from grpo_jax.data.skipped import Skipped
 from grpo_jax.types import Prompt
 
 _log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class PromptStream:
     self._loaders = dict(loaders)
     self._dataloader = dataloader
     self._keeps_records = keeps_records
+    self._seen = Skipped()  # counts of all steps.
     self._memory: dict[str, Any] = dict((state or {}).get("memory", {}))
     self._warn_of_changes((state or {}).get("loaders", {}))
     self._records: list[dict[str, float | int]] = list((state or {}).get("records", []))
@@ -67,10 +69,20 @@ class PromptStream:
     self._memory = _as_json(self._memory)  # what a resumed run would see.
     for loader in self._loaders.values():
       loader.skipped.warn()
+    self._count_parted()
     some_are_over = any(loader.is_over for loader in self._loaders.values())
     if len(prompts) > n or (len(prompts) < n and not some_are_over):
       raise ValueError(f"data.dataloader returned {len(prompts)} prompts, expected {n}")
     return prompts
+
+  def _count_parted(self) -> None:
+    """Counts rows with text of control tokens; logs their number whenever it has doubled."""
+    before = self._seen.parted
+    for loader in self._loaders.values():
+      self._seen.rows += loader.skipped.rows
+      self._seen.parted += loader.skipped.parted
+    if self._seen.parted.bit_length() > before.bit_length():
+      self._seen.warn_of_parted()
 
   def record_metrics(self, step: int, metrics: Mapping[str, float | int]) -> None:
     """Passes a step's metrics to the dataloader function, without those that are not numbers.

@@ -10,6 +10,7 @@ from jaxtyping import Int
 from grpo_jax.data.formats import RowError
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.models.chat.rendering import TemplateRefusal
+from grpo_jax.models.chat.tokenizer_files import TokenizerFailure
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class Asked:
   ids: Int[np.ndarray, " tokens"]  # cut to the allowed number.
   too_long: str  # why it is longer than allowed; empty if it is not.
   is_shortened: bool  # it had more characters than its tokens can have, and `text` is cut.
+  parted: int = 0  # places where the text of a control token is written as ordinary characters.
 
 
 def ask(
@@ -40,19 +42,22 @@ def ask(
     tools: Tools that the chat template receives.
 
   Raises:
-    RowError: The chat template rejects the messages, or renders nothing.
+    RowError: The chat template rejects the messages, or renders nothing, or the tokenizer fails.
     TemplateError: The chat template is broken, or exceeds its limits.
   """
   try:
     found = tokenizer.prompt(messages, max_tokens=max_tokens, tools=tools)
-  except TemplateRefusal as error:
+  except (TemplateRefusal, TokenizerFailure) as error:
     raise RowError(where, str(error)) from error
+  except RecursionError as error:
+    raise RowError(where, "messages or tools are nested too deeply") from error
   if not len(found.ids):
     raise RowError(where, "the prompt has no tokens")
   too_long = found.too_many
   if not too_long and len(found.ids) > max_tokens:
     too_long = f"{len(found.ids)} tokens, more than {max_tokens}"
-  return Asked(found.text, found.ids[:max_tokens], too_long, bool(found.too_many))
+  ids, is_shortened = found.ids[:max_tokens], bool(found.too_many)
+  return Asked(found.text, ids, too_long, is_shortened, found.parted)
 
 
 def shortened(value: Any, max_characters: int) -> Any:

@@ -11,6 +11,7 @@ from grpo_jax.data.parts import Part
 from grpo_jax.data.skipped import OnError, OverlongError, Skipped
 from grpo_jax.data.sources import RowSource, SourceConfig, open_source
 from grpo_jax.data.tokenizer import Tokenizer
+from grpo_jax.models.chat import control_tokens
 from grpo_jax.registry import choose, function, nearest
 from grpo_jax.types import Prompt
 
@@ -42,6 +43,7 @@ class PromptDataset:
   overlong: Overlong
   known_environments: Collection[str] | None = None  # names that rows may use; None: not allowed.
   tools_key: str = "tools"  # field of a row with the tools that it declares; "": none is read.
+  allow_control_tokens: bool = False  # whether text of rows may become control tokens.
   # Tools that environments declare, by the name of the environment.
   tools_of: Mapping[str, Sequence[calls.Tool]] = dataclasses.field(default_factory=dict)
 
@@ -78,12 +80,15 @@ class PromptDataset:
       has_tasks=bool(self.tasks),
     )
     tools = self._tools(record, fields, environment, where)
+    messages = tuple(record.messages)
+    if self.allow_control_tokens:
+      messages, tools = (tuple(control_tokens.trusted(each)) for each in (messages, tools))
     asked = written.ask(
-      self.tokenizer, record.messages, where, max_tokens=self.max_prompt_tokens, tools=tools
+      self.tokenizer, messages, where, max_tokens=self.max_prompt_tokens, tools=tools
     )
     if asked.too_long and self.overlong == "drop":
       raise OverlongError(where, asked.too_long)
-    info, messages = record.info, tuple(record.messages)
+    info = record.info
     if asked.is_shortened:
       info, messages = prompt_texts.shortened((info, messages), len(asked.text))
     return Prompt(
@@ -98,6 +103,7 @@ class PromptDataset:
       messages=messages,
       tools=tools,
       stop_strings=routing.stop_strings_of(fields, where),
+      parted=asked.parted,
     )
 
   def _tools(
@@ -191,6 +197,7 @@ def held_out(
   if not prompts:
     raise skipped.none_left(dataset.name, dataset.max_prompt_tokens)
   skipped.warn()
+  skipped.warn_of_parted()
   cut = sum(prompt.is_cut for prompt in prompts)
   if cut:
     _log.warning(
@@ -233,6 +240,7 @@ def open_dataset(
   known_environments: Collection[str] | None = None,
   tools_key: str = "tools",
   tools_of: Mapping[str, Sequence[calls.Tool]] | None = None,
+  allow_control_tokens: bool = False,
 ) -> PromptDataset:
   """Opens a dataset described by the fields of a config.
 
@@ -277,6 +285,7 @@ def open_dataset(
     tools_key: Field of the tools that a row declares for the chat template; "": none is read.
     tools_of: Tools that environments declare, by the name of the environment. A row's own tools
       come before them, also if they are an empty list.
+    allow_control_tokens: Whether text of control tokens in rows becomes these tokens.
 
   Raises:
     FileNotFoundError: A file does not exist.
@@ -331,6 +340,7 @@ def open_dataset(
     known_environments=known_environments if rows_choose_environment else None,
     tools_key=tools_key,
     tools_of=tools_of or {},
+    allow_control_tokens=allow_control_tokens,
   )
 
 

@@ -30,6 +30,7 @@ class Skipped:
   rows: int = 0  # rows that were read, usable ones included.
   overlong: int = 0  # prompts that are too long, whether they are dropped or cut.
   dropped: int = 0  # the part of `overlong` that is dropped.
+  parted: int = 0  # usable rows with text of control tokens, written as ordinary characters.
   kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
   first: str = ""  # place and reason of the first skipped row.
   others: list[str] = dataclasses.field(default_factory=list)  # of rows whose kind has no name.
@@ -54,6 +55,7 @@ class Skipped:
       self.add(error)
       return None
     self.overlong += bool(getattr(made, "is_cut", False))
+    self.parted += bool(getattr(made, "parted", 0))
     return made
 
   def add(self, error: RowError) -> None:
@@ -79,6 +81,15 @@ class Skipped:
     """Logs what was skipped."""
     if self.kinds:
       _log.warning("data: %s", self.line())
+
+  def warn_of_parted(self) -> None:
+    """Logs how many rows contain text of control tokens."""
+    if self.parted:
+      _log.warning(
+        "data: %d of %d rows contain text of control tokens (such as <|im_end|>), which is written"
+        " as ordinary characters; data.allow_control_tokens=True makes tokens of it",
+        *(self.parted, self.rows),
+      )
 
   def none_left(self, name: str, max_prompt_tokens: int | None = None) -> ValueError:
     """Returns the error for a dataset without usable rows.

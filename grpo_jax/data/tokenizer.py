@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Int
 
 from grpo_jax.models import files
-from grpo_jax.models.chat import special_texts, text_bounds, tokenizer_files, tool_calls
+from grpo_jax.models.chat import text_bounds, tokenizer_files, tool_calls
+from grpo_jax.models.chat.control_tokens import ControlTokens
 from grpo_jax.models.chat.plain import Plain
 from grpo_jax.models.chat.rendering import ConversationTooLarge
 from grpo_jax.models.chat.template import PLAIN, ChatTemplate, Message, Tool
@@ -47,6 +48,7 @@ class PromptText:
   text: str  # cut if `too_many` is not empty.
   ids: Int[np.ndarray, " tokens"]  # ids of `text`; more than allowed if the prompt is too long.
   too_many: str = ""  # why it was not encoded in full: its characters and the bound; or empty.
+  parted: int = 0  # places where the text of a control token is written as ordinary characters.
 
 
 @runtime_checkable
@@ -84,6 +86,9 @@ class Tokenizer(Protocol):
   def render(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> str:
     """Renders a conversation with the chat template, up to where the assistant's turn begins.
 
+    The text of control tokens in messages and tools is in the output as it is; encoded again, it
+    would become tokens.
+
     Args:
       messages: The conversation.
       tools: Tools that the model may call, each {"type": "function", "function": {"name",
@@ -94,7 +99,11 @@ class Tokenizer(Protocol):
   def apply_chat_template(
     self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()
   ) -> Int[np.ndarray, " tokens"]:
-    """Encodes the output of `render`."""
+    """Encodes a conversation as `render` writes it; messages and tools write no control tokens.
+
+    Only the template and `control_tokens.TrustedText` do, and messages of the assistant, which may
+    have thoughts and calls as the model writes them (`control_tokens.THOUGHTS_AND_CALLS`).
+    """
     ...
 
   def prompt(
@@ -153,6 +162,8 @@ class HuggingFaceTokenizer:
     self._tool_form = tool_form or (tool_calls.form_of(template) if template else None)
     self._backend = opened.backend
     self._stop_ids = stop_ids
+    templates = [each for each in (opened.template, opened.tools_template) if each]
+    self._control = ControlTokens(opened.backend, templates=templates)
     added = opened.backend.added_tokens_decoder.items()
     self._special = {i: str(token) for i, token in added if token.special}
     self._marks = {*self._special, *stop_ids}
@@ -207,14 +218,16 @@ class HuggingFaceTokenizer:
     return self._stop_ids[0]
 
   def encode(self, text: str) -> Int[np.ndarray, " tokens"]:
-    return np.asarray(self._backend.encode(text, add_special_tokens=False), np.int32)
+    with tokenizer_files.guarded():
+      return np.asarray(self._backend.encode(text, add_special_tokens=False), np.int32)
 
   def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special: bool = True) -> str:
-    return self._backend.decode(
-      [int(i) for i in ids],
-      skip_special_tokens=skip_special,
-      clean_up_tokenization_spaces=False,
-    )
+    with tokenizer_files.guarded():
+      return self._backend.decode(
+        [int(i) for i in ids],
+        skip_special_tokens=skip_special,
+        clean_up_tokenization_spaces=False,
+      )
 
   def render(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> str:
     return self._template.write(messages, tools=tools).text
@@ -223,23 +236,36 @@ class HuggingFaceTokenizer:
     self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()
   ) -> Int[np.ndarray, " tokens"]:
     # The template itself writes the special tokens: none are added to the rendered text.
-    return self.encode(self.render(messages, tools=tools))
+    marked = self._control.marked(messages, tools, has_own_turns=True)
+    messages, tools = marked.values
+    return self._joined(marked.pieces(self.render(messages, tools=tools)))
 
   def prompt(
     self, messages: Sequence[Message], *, max_tokens: int, tools: Sequence[Tool] = ()
   ) -> PromptText:
     bound = self.longest_text(max_tokens)
     try:
-      found = self._template.write(messages, tools=tools, max_characters=bound)
+      marked = self._control.marked(messages, tools, has_own_turns=True, most=max_tokens)
+      given, tools = marked.values
+      longest = bound + _COPIES * marked.characters
+      found = self._template.write(given, tools=tools, max_characters=longest)
     except ConversationTooLarge as error:
       text = "".join(str(message.get("content")) for message in messages)[:bound]
-      return PromptText(text, self.encode(text), too_many=str(error))
-    if found.characters <= bound:
-      return PromptText(found.text, self.encode(found.text))
-    too_many = (
-      f"at least {found.characters} characters, where {max_tokens} tokens have at most {bound}"
-    )
-    return PromptText(found.text, self.encode(found.text), too_many=too_many)
+      pieces = self._control.apart(text, most=max_tokens)[: max_tokens + 1]
+      return PromptText(text, self._joined(pieces), too_many=str(error))
+    pieces = marked.pieces(found.text)
+    text = "".join(pieces)
+    characters = found.characters - len(found.text) + len(text)
+    too_many = ""
+    if characters > bound:
+      too_many = f"at least {characters} characters, where {max_tokens} tokens have at most {bound}"
+      text, pieces = text[:bound], _cut(pieces, bound)
+    # Every piece has a token: more of them than tokens are allowed need not be encoded.
+    ids = self._joined(pieces[: max_tokens + 1])
+    return PromptText(text, ids, too_many=too_many, parted=len(pieces) - 1)
+
+  def _joined(self, pieces: Sequence[str]) -> Int[np.ndarray, " tokens"]:
+    return np.concatenate([self.encode(piece) for piece in pieces])
 
   def longest_text(self, tokens: int) -> int:
     return text_bounds.longest_text(*self._bound, tokens)
@@ -252,18 +278,13 @@ class HuggingFaceTokenizer:
     tools: Sequence[Tool] = (),
     calls: Sequence[Message] = (),
   ) -> Int[np.ndarray, " tokens"]:
-    parting = special_texts.absent("xPartx", messages, calls)
-    special = self._special.values()
-    written = self._turns.after_turn(
-      special_texts.parted(messages, special, parting),
-      tools=tools,
-      calls=special_texts.parted(calls, special, parting),
-    )
+    marked = self._control.marked(messages, calls, tools)
+    messages, calls, tools = marked.values
+    written = self._turns.after_turn(messages, tools=tools, calls=calls)
     closing = self._turns.closing
     closing = closing if written.text.startswith(closing) else ""
     opening = written.text[len(closing) :]
-    pieces = [closing] * bool(closing) + opening.split(parting)
-    ids = np.concatenate([self.encode(piece) for piece in pieces])
+    ids = self._joined([closing] * bool(closing) + marked.pieces(opening))
     return ids[self._sampled_end(ids, written.bare, after, has_closing=bool(closing)) :]
 
   def _sampled_end(
@@ -292,6 +313,20 @@ class HuggingFaceTokenizer:
         if one in ends:
           return number
     return 0
+
+
+def _cut(pieces: Sequence[str], length: int) -> list[str]:
+  """Returns the beginnings of pieces that have this many characters together."""
+  found = []
+  for piece in pieces:
+    found.append(piece[:length])
+    length -= len(found[-1])
+    if length <= 0:
+      break
+  return found
+
+
+_COPIES = 4  # times that a template writes a string at most, about.
 
 
 def load(

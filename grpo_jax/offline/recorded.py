@@ -111,6 +111,7 @@ def open_groups(
     max_prompt_tokens=rows.max_prompt_tokens,
     overlong=rows.overlong,
     max_tokens=max_tokens,
+    allow_control_tokens=rows.allow_control_tokens,
   )
 
 

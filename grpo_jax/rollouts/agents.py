@@ -131,6 +131,8 @@ class Agents:
       number=number,
       seed=functools.partial(request_seed, *where),
       first_ids=prompt.token_ids,
+      first_messages=prompt.messages,
+      first_tools=prompt.tools,
       stop_strings=attempt.stop_strings,
     )
 

@@ -20,6 +20,7 @@ from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.engines.base import Generation, GenerationRequest, SamplingParams
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.models.chat import tool_calls
+from grpo_jax.models.chat.template import Tool
 from grpo_jax.serving import turns
 from grpo_jax.serving.answers import Answer, Finish
 from grpo_jax.serving.asking import Asker
@@ -87,6 +88,8 @@ class Session:
     number: int = 0,
     seed: Callable[[int], int],
     first_ids: Int[np.ndarray, " prompt"] | None = None,
+    first_messages: Sequence[Mapping[str, Any]] = (),
+    first_tools: Sequence[Tool] = (),
     stop_strings: Sequence[str] = (),
     kept_turns: int | None = None,
   ):
@@ -99,6 +102,9 @@ class Session:
       seed: Function from the number of turns before it to the seed of a request that continues
         the attempt's own conversation. Other requests also depend on their prompt.
       first_ids: Prompt of the attempt's own conversation.
+      first_messages: Messages of that prompt. The same text at the same place in a request is
+        trusted as it is there; see `control_tokens.TrustedText`.
+      first_tools: Tools of that prompt, likewise.
       stop_strings: Strings that end every completion, with those of the sampling options.
       kept_turns: Number of newest turns that are kept; None: all.
     """
@@ -109,6 +115,8 @@ class Session:
     self._name = name
     self._seed = seed
     self._first_ids = np.zeros(0, np.int32) if first_ids is None else first_ids
+    self._first_messages = tuple(first_messages)
+    self._first_tools = tuple(first_tools)
     self._stop_strings = tuple(stop_strings)
     self._turns = Turns(kept=kept_turns)
     self._asked: collections.Counter[bytes | Turn | None] = collections.Counter()
@@ -205,13 +213,22 @@ class Session:
     bound = _ANY_LENGTH if most is None else most
     try:
       prompt = self._policy.tokenizer.prompt(
-        request.messages, max_tokens=bound, tools=request.tools
+        [*self._with_trust(request.messages)],
+        max_tokens=bound,
+        tools=self._first_tools if request.tools == self._first_tools else request.tools,
       )
     except ExpectedFailure as error:
       raise RequestError(f"the chat template rejects the conversation: {error}") from error
     if prompt.too_many:
       raise self._too_long(prompt.too_many)
     return _Asked(prompt.ids, self._turns.begun_by(prompt.ids))
+
+  def _with_trust(self, messages: Sequence[Message]) -> Iterator[Message]:
+    """Yields messages; text of the attempt's own prompt is as trusted as in that prompt."""
+    trusted = [message.get("content") for message in self._first_messages]
+    for number, message in enumerate(messages):
+      is_same = number < len(trusted) and message["content"] == trusted[number]
+      yield {**message, "content": trusted[number]} if is_same else message
 
   def _continued(self, prompt: str | tuple[int, ...]) -> _Asked:
     """Returns the prompt of a request to `/v1/completions`."""

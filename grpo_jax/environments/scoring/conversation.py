@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Int
 
 from grpo_jax.models.chat import tokenizer_files
+from grpo_jax.models.chat.control_tokens import ControlTokens
 from grpo_jax.models.chat.rendering import Renderer
 from grpo_jax.models.errors import ModelError
 from grpo_jax.types import Prompt
@@ -37,6 +38,7 @@ class ConversationEncoder:
     self._backend = opened.backend
     self._renderer = Renderer(template, where=opened.template_file)
     self._where = where
+    self._control = ControlTokens(opened.backend, templates=[template])
     named = opened.backend.special_tokens_map
     self._variables = {"tools": None, "documents": None, "add_generation_prompt": False, **named}
 
@@ -50,12 +52,16 @@ class ConversationEncoder:
     return self._renderer.render(messages, self._variables).text
 
   def encode(self, messages: Sequence[Message]) -> Int[np.ndarray, " tokens"]:
-    """Encodes the output of `render`; the template itself writes the special tokens.
+    """Encodes the output of `render`; only the template writes control tokens.
 
     Raises:
+      TokenizerFailure: The tokenizer fails on the text.
       ValueError: The rendered conversation is empty.
     """
-    ids = self._backend.encode(self.render(messages), add_special_tokens=False)
+    marked = self._control.marked(messages, has_own_turns=True)
+    pieces = marked.pieces(self.render(*marked.values))
+    with tokenizer_files.guarded():
+      ids = [i for p in pieces for i in self._backend.encode(p, add_special_tokens=False)]
     if not ids:
       raise ValueError(f"{self._where}: the chat template renders an empty conversation")
     return np.asarray(ids, np.int32)

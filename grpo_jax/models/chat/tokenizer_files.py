@@ -1,11 +1,13 @@
 """Opens the tokenizer of a model folder, possibly untrusted, within limits (I/O)."""
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_jax.errors import ExpectedFailure
 from grpo_jax.models import files
 from grpo_jax.models.chat import text_bounds
 from grpo_jax.models.errors import MissingModel, ModelError
@@ -20,7 +22,27 @@ _SETTINGS = (
 )
 _VOCABULARIES = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "spiece.model")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+UNKNOWN = "\0"  # token of all text in which `finder` finds nothing.
 _SHOWN = 400  # characters of another library's error that are shown.
+
+
+class TokenizerFailure(ExpectedFailure, ValueError):
+  """A tokenizer fails on a string; others may work."""
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+  """Raises TokenizerFailure for whatever a tokenizer raises within the block.
+
+  Panics of its Rust library are not an Exception: they would end the run. That library prints the
+  message of a panic on standard error, but no backtrace (`RUST_BACKTRACE`, see `_auto_tokenizer`).
+  """
+  try:
+    yield
+  except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+    raise
+  except BaseException as error:
+    raise TokenizerFailure(f"the tokenizer fails on a string: {_reason(error)}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +87,25 @@ def description(backend: Any) -> dict[str, Any] | None:
   """Returns the content of a tokenizer.json; None for a tokenizer of another kind."""
   fast = getattr(backend, "backend_tokenizer", None)
   return None if fast is None else files.json_object(fast.to_str().encode(), "tokenizer")
+
+
+def finder(tokens: Sequence[Any], normalizer: Any) -> Any:
+  """Returns a tokenizer that knows nothing but these added tokens; other text is `UNKNOWN`.
+
+  Args:
+    tokens: Added tokens, as transformers' `added_tokens_decoder` has them.
+    normalizer: Normalizer of their tokenizer; None: it has none.
+  """
+  from tokenizers import AddedToken, Tokenizer, models
+
+  found = Tokenizer(models.WordLevel({UNKNOWN: 0}, unk_token=UNKNOWN))
+  if normalizer is not None:
+    found.normalizer = normalizer
+  flags = ("single_word", "lstrip", "rstrip", "normalized")
+  found.add_tokens(
+    [AddedToken(t.content, **{name: getattr(t, name) for name in flags}) for t in tokens]
+  )
+  return found
 
 
 def vocab_size(backend: Any) -> int:
@@ -113,8 +154,12 @@ def _backend(directory: Path) -> Any:
     raise
   # Broken files raise various errors; panics of the Rust library are not an Exception.
   except BaseException as error:
-    reason = " ".join(f"{type(error).__name__}: {error}".split())[:_SHOWN]
-    raise ModelError(f"transformers cannot read a tokenizer in {directory}: {reason}") from error
+    message = f"transformers cannot read a tokenizer in {directory}: {_reason(error)}"
+    raise ModelError(message) from error
+
+
+def _reason(error: BaseException) -> str:
+  return " ".join(f"{type(error).__name__}: {error}".split())[:_SHOWN]
 
 
 def _auto_tokenizer() -> Any:
@@ -122,6 +167,7 @@ def _auto_tokenizer() -> Any:
   name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
   before = os.environ.get(name)
   os.environ[name] = "1"
+  os.environ["RUST_BACKTRACE"] = "0"  # panics of the tokenizers' library are errors like others.
   try:
     from transformers import AutoTokenizer
   finally:

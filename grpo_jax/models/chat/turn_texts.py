@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_jax.models.chat import special_texts
+from grpo_jax.models.chat import control_tokens
 from grpo_jax.models.chat.rendering import TemplateRefusal
 from grpo_jax.models.chat.template import ChatTemplate, Message, Tool
 
@@ -90,7 +90,7 @@ class TurnTexts:
     """
     self._template.require(tools)
     calls = calls or _calls_of(messages)
-    said = special_texts.absent(_SAID, messages, tools, calls)
+    said = control_tokens.absent(_SAID, messages, tools, calls)
     kinds = tuple((message["role"], _has_parts(message)) for message in messages)
     key = (kinds, len(calls), bool(tools))
     if key not in self._forms:
