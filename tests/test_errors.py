@@ -26,6 +26,7 @@ CAUGHT = {
   "models/chat/tool_calls.py": {"_CallError"},
   "models/chat/untrusted_json.py": {"JsonError"},
   "serving/requests.py": {"RequestError"},
+  "serving/session.py": {"EngineFailed"},
   "environments/reward_model.py": {"TooLong"},
   "environments/scoring/failures.py": {"EndpointError"},
   "environments/grading/pool.py": {

@@ -208,9 +208,11 @@ def _end(attempt: Attempt, session: Session) -> None:
   )
   if counts.ignored:
     _warn_of_ignored(tuple(sorted(counts.ignored)))
-  if attempt.error and chain and session.is_out_of_room:
+  if session.mistake:
+    attempt.fail(EnvironmentFailure("endpoint", session.mistake))
+  elif attempt.error and chain and session.is_out_of_room:
     attempt.excuse(StepResult(0.0, done=True))  # as a conversation that is cut before its reward.
-  if not chain and not attempt.error:
+  elif not chain and not attempt.error:
     nothing = "the agent asked for no completion, or for none that it waited for"
     attempt.fail(EnvironmentFailure("no_completion", nothing))
   if attempt.error:

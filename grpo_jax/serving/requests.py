@@ -1,9 +1,16 @@
 """Requests of OpenAI's API: what they ask for, and what is refused. Pure."""
 
 import dataclasses
-import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from grpo_jax.http import redaction
+from grpo_jax.models.chat import untrusted_json
+from grpo_jax.models.chat.untrusted_json import JsonError
+
+MAX_STOPS = 64  # strings that end a completion; every token is compared with all of them.
+MAX_STOP = 1000  # characters of one of them.
 
 Message = dict[str, Any]  # as chat templates take it: `content` is a string, arguments are objects.
 
@@ -49,11 +56,17 @@ class RequestError(Exception):
     self.kind = kind
     self.param = param
     self.code = code
+    self._secret = ""
+
+  def hide(self, secret: str) -> None:
+    """Removes a secret from the answer."""
+    self._secret = secret
 
   @property
   def body(self) -> dict[str, Any]:
     """The answer, as JSON."""
-    fields = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
+    message = redaction.without(str(self), self._secret)
+    fields = {"message": message, "type": self.kind, "param": self.param, "code": self.code}
     return {"error": fields}
 
 
@@ -90,19 +103,19 @@ class TextRequest:
   options: Options
 
 
-def read_json(content: bytes) -> dict[str, Any]:
+def read_json(content: bytes | bytearray) -> dict[str, Any]:
   """Reads the body of a request.
 
   Raises:
-    RequestError: The body is not a JSON object in UTF-8.
+    RequestError: The body is not a JSON object in UTF-8, or not of the kind that
+      `untrusted_json.read` accepts.
   """
   try:
-    found = json.loads(content)
-    if b"\\ud" in content.lower():
-      json.dumps(found, ensure_ascii=False).encode()
-  except UnicodeEncodeError as error:
-    raise RequestError("a string of the request holds half a surrogate pair") from error
-  except (ValueError, RecursionError) as error:
+    found = untrusted_json.read_all(content.decode("utf-8"))
+  except UnicodeDecodeError as error:
+    place = f"invalid UTF-8 at byte {error.start + 1}"
+    raise RequestError(f"the body of the request is not JSON: {place}") from error
+  except JsonError as error:
     raise RequestError(f"the body of the request is not JSON: {error}") from error
   if not isinstance(found, dict):
     raise RequestError(f"the body of the request must be a JSON object, got {_shown(found)}")
@@ -176,6 +189,22 @@ def read_text(body: Mapping[str, Any]) -> TextRequest:
   return TextRequest(prompt=found, options=options)
 
 
+def size(value: Any, most: int) -> int:
+  """Returns the number of characters and values in a value of JSON, or one above `most`."""
+  found, todo = 0, [value]
+  while todo and found <= most:
+    each = todo.pop()
+    if isinstance(each, str):
+      found += len(each)
+    elif isinstance(each, list | tuple):
+      found += len(each)
+      todo += each
+    elif isinstance(each, dict):
+      found += len(each)
+      todo += (*each, *each.values())
+  return found
+
+
 def _options(body: Mapping[str, Any]) -> Options:
   for name, neutral in _NEUTRAL.items():
     value = body.get(name)
@@ -222,6 +251,9 @@ def _stop(value: Any) -> tuple[str, ...]:
   strings = [value] if isinstance(value, str) else value or []
   if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
     message = f"stop must be a string or a list of non-empty strings, got {_shown(value)}"
+    raise RequestError(message, param="stop")
+  if len(strings) > MAX_STOPS or any(len(each) > MAX_STOP for each in strings):
+    message = f"stop may have {MAX_STOPS} strings of {MAX_STOP} characters each"
     raise RequestError(message, param="stop")
   return tuple(strings)
 
@@ -307,8 +339,8 @@ def _call(call: Any, where: str) -> dict[str, Any]:
   arguments = function.get("arguments")
   if isinstance(arguments, str):
     try:
-      read = json.loads(arguments) if arguments.strip() else {}
-    except (ValueError, RecursionError):
+      read = untrusted_json.read_all(arguments) if arguments.strip() else {}
+    except JsonError:  # clients may send back what the policy wrote.
       read = arguments
     arguments = read if isinstance(read, dict) else arguments
   found = {"name": function["name"], "arguments": {} if arguments is None else arguments}
@@ -316,10 +348,12 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-  text = repr(value)
+  text = _SHORT.repr(value)
   return text if len(text) <= 80 else f"{text[:80]}…"
 
 
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxlong = 3, 80, 40
 _CHANGES = (
   "{} is not supported: it would change the distribution that the run samples from and trains"
 )

@@ -4,6 +4,7 @@ The policy never reads a rendering of its own words: an assistant message that t
 returned is represented by the tokens that were sampled, and only what the client added is encoded.
 """
 
+import asyncio
 import collections
 import contextlib
 import dataclasses
@@ -21,7 +22,7 @@ from grpo_jax.engines.base import Generation, GenerationRequest, SamplingParams
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.models.chat import tool_calls
 from grpo_jax.models.chat.template import Tool
-from grpo_jax.serving import turns
+from grpo_jax.serving import requests, turns
 from grpo_jax.serving.answers import Answer, Finish
 from grpo_jax.serving.asking import Asker
 from grpo_jax.serving.requests import ChatRequest, Message, Options, RequestError, TextRequest
@@ -31,6 +32,8 @@ from grpo_jax.types import FinishReason
 _log = logging.getLogger(__name__)
 
 ToolForm = str | tool_calls.Parser
+# Exceptions that end what is in progress, whoever raises them.
+ENDINGS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +80,14 @@ class Counts:
   ignored: set[str] = dataclasses.field(default_factory=set)  # options that had no effect.
 
 
+class EngineFailed(Exception):
+  """The engine failed; nothing that it answers can be relied on."""
+
+  def __init__(self, cause: BaseException):
+    super().__init__(str(cause))
+    self.cause = cause
+
+
 class Session:
   """The conversations of one attempt."""
 
@@ -110,6 +121,7 @@ class Session:
     """
     self.counts = Counts()
     self.is_out_of_room = False  # whether the last request was refused because it was too long.
+    self.mistake = ""  # kind and place of an exception of this program that a request met.
     self.number = number
     self._policy = policy
     self._name = name
@@ -208,7 +220,7 @@ class Session:
 
   def _rendered(self, request: ChatRequest) -> _Asked:
     """Returns the prompt of a conversation that the chat template writes from its beginning."""
-    self._check_length(request.messages)
+    self._check_length(request.messages, tools=request.tools)
     most = self._policy.max_tokens
     bound = _ANY_LENGTH if most is None else most
     try:
@@ -218,7 +230,7 @@ class Session:
         tools=self._first_tools if request.tools == self._first_tools else request.tools,
       )
     except ExpectedFailure as error:
-      raise RequestError(f"the chat template rejects the conversation: {error}") from error
+      raise RequestError(f"the conversation cannot be written as a prompt: {error}") from error
     if prompt.too_many:
       raise self._too_long(prompt.too_many)
     return _Asked(prompt.ids, self._turns.begun_by(prompt.ids))
@@ -251,15 +263,24 @@ class Session:
 
   def _encoded(self, text: str, *, used: int = 0) -> Int[np.ndarray, " tokens"]:
     self._check_length([{"content": text}], used=used)
-    return self._policy.tokenizer.encode(text)
+    try:
+      return self._policy.tokenizer.encode(text)
+    except ExpectedFailure as error:
+      raise RequestError(str(error), param="prompt") from error
 
-  def _check_length(self, messages: Sequence[Message], *, used: int = 0) -> None:
-    """Raises RequestError if the messages are too long, however they are encoded."""
+  def _check_length(
+    self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), used: int = 0
+  ) -> None:
+    """Raises RequestError if the messages are too long, however they are written and encoded."""
     if self._policy.max_tokens is None:
       return
     left = max(self._policy.max_tokens - used, 0)
+    if len(messages) > left:  # every message has a token.
+      raise self._too_long(f"{len(messages)} messages, where {left} tokens are left")
     longest = self._policy.tokenizer.longest_text(left)
-    if sum(len(message["content"]) for message in messages) > longest:
+    most = _UNWRITTEN * longest
+    is_long = sum(len(message["content"]) for message in messages) > longest
+    if is_long or requests.size([messages, tools], most) > most:
       raise self._too_long(f"at least {longest + 1} characters, where {left} tokens are left")
 
   # --- sampling ---
@@ -269,6 +290,7 @@ class Session:
 
     Raises:
       RequestError: The prompt leaves no room, or the engine gave up on the request.
+      EngineFailed: The engine failed.
     """
     self.counts.ignored |= {*options.ignored}
     room, wanted = self._policy.room(len(asked.ids)), options.max_tokens
@@ -290,7 +312,12 @@ class Session:
         seed=seed,
         group=self._name.rpartition("#")[0],
       )
-      generation = await self._policy.asker.sample(asking, of=self.number)
+      try:
+        generation = await self._policy.asker.sample(asking, of=self.number)
+      except (RequestError, *ENDINGS):
+        raise
+      except BaseException as error:
+        raise EngineFailed(error) from error
       if generation.finish_reason is FinishReason.ABORT:
         raise RequestError("the engine gave up on the request", status=503, kind="server_error")
     depth = 0 if asked.parent is None else asked.parent.depth + 1
@@ -405,3 +432,4 @@ def _finish(generation: Generation) -> Finish:
 
 
 _ANY_LENGTH = 1 << 24  # tokens.
+_UNWRITTEN = 4  # factor by which a request is larger than what templates write of it, at most.

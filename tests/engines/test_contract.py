@@ -370,7 +370,7 @@ def test_turns_of_sessions_have_the_logprobs_of_the_model_after_all_tokens_befor
     try:
       for _ in range(2):
         request = TextRequest(prompt=prompt, options=Options(has_token_ids=True))
-        answer = await session.complete(request)
+        answer = await session.complete(request)()
         prompt = (*prompt, *map(int, answer.generation.token_ids), 5)
     finally:
       policy.asker.leave()

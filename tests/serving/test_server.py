@@ -119,7 +119,7 @@ def test_the_model_is_listed():
   listed, one, other, nothing = asyncio.run(run())
   assert listed[1]["data"] == [one[1]] and one[1]["id"] == "policy"
   assert other[0] == 404 and other[1]["error"]["code"] == "model_not_found"
-  assert nothing[0] == 404 and "/v1/nothing" in nothing[1]["error"]["message"]
+  assert nothing[0] == 404 and "GET /v1/models" in nothing[1]["error"]["message"]
 
 
 WRONG = {

@@ -62,9 +62,10 @@ def _check(value: Any) -> None:
   """Raises JsonError for a value that is nested too deeply or cannot be written as UTF-8."""
   level: list[Any] = [value]
   for _ in range(MAX_DEPTH + 1):
-    if not level:
+    inner = [each for outer in level for each in _inner(outer)]
+    if not any(isinstance(each, dict | list) for each in level):
       return
-    level = [inner for each in level for inner in _inner(each)]
+    level = inner
   raise JsonError(_TOO_DEEP)
 
 
