@@ -19,9 +19,14 @@ class Call:
     self._tokens = 0
 
   @property
+  def is_complete(self) -> bool:
+    """Whether everything was delivered."""
+    return self._delivered == len(self.requests)
+
+  @property
   def is_over(self) -> bool:
     """Whether everything was delivered, or nobody waits for it. Read by the worker."""
-    return self._delivered == len(self.requests) or self.is_left
+    return self.is_complete or self.is_left
 
   @property
   def is_left(self) -> bool:

@@ -107,6 +107,8 @@ class Dispatcher:
 
   def leave(self, call: Call) -> None:
     """Drops the jobs that a call still waits for, and cancels them at the servers."""
+    if call.is_complete:  # the usual case. Otherwise all jobs of all calls are looked through.
+      return
     self._placement.drop(lambda job: job.call is call)
     self._jobs = {job for job in self._jobs if job.call is not call}
     for task, running in self._running.items():

@@ -7,10 +7,12 @@ its thread (a daemon) is abandoned and the attempt is counted as failed.
 import asyncio
 import concurrent.futures
 import contextlib
+import contextvars
 import dataclasses
 import queue
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -52,6 +54,9 @@ class IsolatedEnvironment:
       factory: Factory that makes the environment, within the thread.
       prompt: Prompt that is attempted.
       timeout_s: Limit of every single call but `run`, in seconds.
+
+    Raises:
+      EnvironmentFailure: The system allows no more threads.
     """
     self._factory = factory
     self._prompt = prompt
@@ -59,7 +64,11 @@ class IsolatedEnvironment:
     self._environment: Environment | AgentEnvironment | None = None
     self._is_lost = False  # whether it blocks its thread.
     self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-    threading.Thread(target=self._serve, daemon=True, name="environment").start()
+    self._thread = threading.Thread(target=self._serve, daemon=True, name="environment")
+    try:
+      self._thread.start()
+    except RuntimeError as error:
+      raise EnvironmentFailure("RuntimeError", str(error)) from error
 
   async def start(self) -> None:
     """Makes and starts the environment."""
@@ -173,17 +182,27 @@ class IsolatedEnvironment:
 
   def _serve(self) -> None:
     """Runs the calls one after another in one event loop; the body of the thread."""
-    with contextlib.ExitStack() as stack:
-      try:
-        runner = stack.enter_context(asyncio.Runner())
-      except OSError as error:  # a loop holds three file descriptors.
-        self._refuse(error)
-        return
+    try:
+      loop = asyncio.new_event_loop()
+    except OSError as error:  # a loop holds three file descriptors.
+      self._refuse(error)
+      return
+    tasks, context = _own_tasks(loop), contextvars.copy_context()
+
+    def run(work: Coroutine[Any, Any, Any]) -> Any:
+      return loop.run_until_complete(loop.create_task(work, context=context))
+
+    try:
+      asyncio.set_event_loop(loop)
       while job := self._jobs.get():
         if job.future.set_running_or_notify_cancel():
-          job.future.set_result(runner.run(self._guarded(job)))
+          job.future.set_result(run(self._guarded(job)))
       closing = _Job(self._close, self._timeout_s)
-      runner.run(self._guarded(closing))  # does nothing unless the closing was cancelled.
+      run(self._guarded(closing))  # does nothing unless the closing was cancelled.
+      run(_end(loop, tasks))
+    finally:
+      asyncio.set_event_loop(None)
+      loop.close()
 
   def _refuse(self, error: OSError) -> None:
     """Answers all calls with the reason why there is no event loop."""
@@ -206,6 +225,33 @@ class IsolatedEnvironment:
       failure = EnvironmentFailure(type(error).__name__, str(error))
       failure.__cause__ = error
       return failure, None
+
+
+def _own_tasks(loop: asyncio.AbstractEventLoop) -> "weakref.WeakSet[asyncio.Task[Any]]":
+  """Has a loop record its tasks, and returns the record.
+
+  `asyncio.all_tasks` and what uses it, such as `asyncio.Runner`, look through the tasks of all
+  loops of the process: the time to end one environment would grow with the number of attempts.
+  """
+  tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
+
+  def make(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+    task = asyncio.Task(coroutine, loop=loop, **options)
+    tasks.add(task)
+    return task
+
+  loop.set_task_factory(make)
+  return tasks
+
+
+async def _end(loop: asyncio.AbstractEventLoop, tasks: Iterable[asyncio.Task[Any]]) -> None:
+  """Ends what an environment has left in its loop."""
+  left = [task for task in tasks if task is not asyncio.current_task() and not task.done()]
+  for task in left:
+    task.cancel()
+  await asyncio.gather(*left, return_exceptions=True)
+  await loop.shutdown_asyncgens()
+  await loop.shutdown_default_executor()
 
 
 class _Job:

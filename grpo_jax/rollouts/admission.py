@@ -15,6 +15,7 @@ be thrown away, nothing is skipped, and slow groups are overtaken but never left
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -101,6 +102,11 @@ class Ledger:
     return tuple(self._finished)
 
   @property
+  def has_unfinished(self) -> bool:
+    """Whether an admitted group is not finished."""
+    return len(self._entries) > len(self._finished)
+
+  @property
   def unfinished(self) -> tuple[int, ...]:
     """Numbers of the admitted groups that are not finished."""
     return tuple(number for number, entry in self._entries.items() if not entry.is_finished)
@@ -153,7 +159,7 @@ class Ledger:
     """Removes groups that a step has taken."""
     for number in numbers:
       del self._entries[number]
-      self._finished.remove(number)
+    self._finished = [number for number in self._finished if number in self._entries]
 
   def too_old(self, step: int) -> list[int]:
     """Returns the groups that can no longer be learned from at this step or later."""
@@ -164,7 +170,7 @@ class Ledger:
     """Returns how many of the `count` groups that a step waits for are finished."""
     if self.rule.order == "finished":
       return min(len(self._finished), count)
-    return sum(entry.is_finished for entry in list(self._entries.values())[:count])
+    return sum(entry.is_finished for entry in itertools.islice(self._entries.values(), count))
 
   def choose(self, count: int, step: int, *, held: Sequence[int] = ()) -> list[int] | None:
     """Returns the groups that a step takes, in the order of their prompts.
@@ -179,7 +185,7 @@ class Ledger:
     """
     wanted = min(count, self.outstanding)
     if self.rule.order == "prompt":
-      first = list(self._entries)[:wanted]
+      first = list(itertools.islice(self._entries, wanted))
       return first if all(self._entries[number].is_finished for number in first) else None
     if len(self._finished) < wanted:
       return None

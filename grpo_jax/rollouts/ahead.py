@@ -177,7 +177,7 @@ class Ahead:
         shown = max(done, shown)
         if chosen is not None:
           break
-        if not self._ledger.unfinished:
+        if not self._ledger.has_unfinished:
           raise RuntimeError(f"step {step} waits for groups, and all of them are finished")
         self._wait(f"the groups of step {step}", self._stop)
     groups = [self._ready.pop(number) for number in chosen]
@@ -222,7 +222,7 @@ class Ahead:
       return
     stop = _Later(self._stop, PATIENCE_S) if has_learned else self._stop
     try:
-      while self._ledger.unfinished:
+      while self._ledger.has_unfinished:
         self._wait("the groups under way", stop)
     except Stopped:
       if not has_learned:

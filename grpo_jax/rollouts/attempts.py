@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import queue
 import threading
 import time
@@ -70,6 +71,14 @@ class Attempts(Protocol):
     ...
 
 
+@dataclasses.dataclass(eq=False)
+class _Part:
+  """Prompts that are attempted in one call of `Collect`."""
+
+  numbers: Sequence[int]
+  job: Job | None = None  # set when it is started.
+
+
 class Background:
   """Attempts in the event loop of the run; see `Attempts`."""
 
@@ -86,35 +95,35 @@ class Background:
     self._collect = collect
     self._in_turn = in_turn
     self._turn = asyncio.Lock()  # first come, first served.
-    self._jobs: dict[Job, set[int]] = {}  # with the numbers that are not finished.
-    # Groups, with the numbers of their job; None: a job has ended.
-    self._queue: queue.SimpleQueue[tuple[set[int], Arrived] | None] = queue.SimpleQueue()
+    self._parts: dict[int, _Part] = {}  # those of the numbers that are not finished.
+    # A group and its part; None: the job of the part has ended.
+    self._queue: queue.SimpleQueue[tuple[_Part, Arrived | None]] = queue.SimpleQueue()
     self._ready: list[Arrived] = []
+    self._failed: list[_Part] = []
     self._busy = _Stopwatch()
 
   @property
   def in_flight(self) -> int:
-    return sum(map(len, self._jobs.values()))
+    return len(self._parts)
 
   def submit(self, numbers: Sequence[int], prompts: Sequence[StepPrompt]) -> None:
     parts = [range(len(prompts))] if self._in_turn else [[i] for i in range(len(prompts))]
-    for part in parts:
-      own = [numbers[i] for i in part]
-      left = set(own)
+    for places in parts:
+      part = _Part([numbers[i] for i in places])
+      self._parts |= dict.fromkeys(part.numbers, part)
       self._busy.begin()
-      job = self._loop.start(self._attempt(own, [prompts[i] for i in part], left))
-      self._jobs[job] = left
-      job.result.add_done_callback(lambda _: self._ended())
+      part.job = self._loop.start(self._attempt(part, [prompts[i] for i in places]))
+      part.job.result.add_done_callback(lambda _, part=part: self._ended(part))
 
   def give_up(self, number: int) -> None:
     self._receive()
     self._ready = [each for each in self._ready if each.number != number]
-    for job, left in list(self._jobs.items()):
-      if number in left:
-        if self._in_turn:
-          raise RuntimeError(f"prompt {number} is sampled in one call with others of its block")
-        left.clear()  # what still arrives must not be taken for a later attempt.
-        self._loop.end(job)
+    if number in self._parts:
+      if self._in_turn:
+        raise RuntimeError(f"prompt {number} is sampled in one call with others of its block")
+      job = self._parts.pop(number).job  # what it still finds is not taken for a later attempt.
+      assert job is not None
+      self._loop.end(job)
 
   def arrived(self) -> list[Arrived]:
     self._receive()
@@ -123,16 +132,16 @@ class Background:
 
   def wait(self, stop: Any = False) -> None:
     while True:
-      failed = self._failed()
-      self._receive()  # also what a job had finished before it failed.
-      if self._ready or not self._jobs:
+      self._receive()  # a job's groups come before its failure.
+      if self._ready or not self._parts:
         return
       if stop:
         raise Stopped
-      if failed in self._jobs:
-        failed.result.result()  # raises.
+      for part in self._failed:
+        if part.job and any(self._parts.get(number) is part for number in part.numbers):
+          part.job.result.result()  # raises.
       with contextlib.suppress(queue.Empty):
-        self._put(self._queue.get(timeout=_LOOK_S))
+        self._put(*self._queue.get(timeout=_LOOK_S))
 
   def now(self) -> float:
     return time.monotonic()
@@ -141,45 +150,38 @@ class Background:
     return self._busy.elapsed_s()
 
   def close(self) -> None:
-    jobs, self._jobs = list(self._jobs), {}
+    jobs = {part.job for part in self._parts.values() if part.job is not None}
+    self._parts = {}
     for job in jobs:
       job.ask_to_end()  # all at once, not one after the other.
     for job in jobs:
       self._loop.end(job)
 
-  async def _attempt(
-    self, numbers: Sequence[int], prompts: Sequence[StepPrompt], left: set[int]
-  ) -> None:
-    """Attempts some prompts in one call; `left` is only passed on."""
+  async def _attempt(self, part: _Part, prompts: Sequence[StepPrompt]) -> None:
+    """Attempts the prompts of a part in one call."""
     async with self._turn if self._in_turn else contextlib.nullcontext():
       async with contextlib.aclosing(self._collect(prompts)) as finished:
         each: Finished
         async for each in finished:
-          self._queue.put((left, Arrived(numbers[each.ordinal], each.group)))
+          self._queue.put((part, Arrived(part.numbers[each.ordinal], each.group)))
 
-  def _ended(self) -> None:
+  def _ended(self, part: _Part) -> None:
     """Records that a job has ended; called by the thread of the loop."""
     self._busy.end()
-    self._queue.put(None)
+    self._queue.put((part, None))
 
   def _receive(self) -> None:
     """Takes what has arrived from the queue."""
     with contextlib.suppress(queue.Empty):
       while True:
-        self._put(self._queue.get_nowait())
-    self._jobs = {job: own for job, own in self._jobs.items() if own}
+        self._put(*self._queue.get_nowait())
 
-  def _failed(self) -> Job | None:
-    """Returns a job that has ended with an error."""
-    ended = (job for job in self._jobs if job.result.done())
-    return next((job for job in ended if job.result.exception() is not None), None)
-
-  def _put(self, item: tuple[set[int], Arrived] | None) -> None:
-    if item is None:
-      return
-    left, arrived = item
-    if arrived.number in left:
-      left.discard(arrived.number)
+  def _put(self, part: _Part, arrived: Arrived | None) -> None:
+    if arrived is None:
+      if part.job is not None and part.job.result.exception() is not None:
+        self._failed.append(part)
+    elif self._parts.get(arrived.number) is part:
+      del self._parts[arrived.number]
       self._ready.append(arrived)
 
 

@@ -390,17 +390,17 @@ class _Collector:
   async def _advance(self, attempt: Attempt, generation: Generation) -> None:
     """Takes one attempt from a turn's tokens to the next turn, or to its end."""
     attempt.add_sampled(generation)
-    if generation.finish_reason is FinishReason.ABORT:
-      attempt.fail(EnvironmentFailure("abort", "the engine gave up on the request"))
-    else:
-      timeout_s = self._limits.environment_timeout_s
-      async with self._environment_calls:
+    async with self._environment_calls:
+      if generation.finish_reason is FinishReason.ABORT:
+        attempt.fail(EnvironmentFailure("abort", "the engine gave up on the request"))
+      else:
+        timeout_s = self._limits.environment_timeout_s
         result = await attempt.judge(generation, self._turns.tokenizer, timeout_s)
-      if result is not None:
-        self._continue(attempt, generation, result)
-    if attempt.is_done:
-      async with self._environment_calls:
+        if result is not None:
+          self._continue(attempt, generation, result)
+      if attempt.is_done:  # closed at once: an open environment has a thread and three files.
         await attempt.close()
+    if attempt.is_done:
       self._count(attempt)
 
   def _continue(self, attempt: Attempt, generation: Generation, result: StepResult) -> None:

@@ -269,6 +269,18 @@ def test_a_caller_that_leaves_frees_its_places():
   run(go())
 
 
+def test_the_end_of_a_call_does_not_look_through_the_jobs_of_all_others(monkeypatch):
+  async def go():
+    dispatcher, _ = dispatcher_of(answers)
+    call = Call(requests(3), None)
+    dispatcher.submit([Job([request], call) for request in call.requests])
+    assert len([each async for each in call.stream()]) == 3
+    monkeypatch.setattr(dispatcher._placement, "drop", lambda _: pytest.fail("looked at all jobs"))
+    dispatcher.leave(call)
+
+  run(go())
+
+
 def test_a_fleet_that_cannot_be_healed_fails_all_calls_and_later_ones():
   async def go():
     dispatcher, _ = dispatcher_of(hangs, in_flight=2)

@@ -1,6 +1,8 @@
 """What keeps an environment's thread from working is the failure of its attempts."""
 
 import asyncio
+import contextvars
+import threading
 
 import attempts
 import numpy as np
@@ -15,16 +17,27 @@ from grpo_jax.types import FinishReason
 def test_too_many_open_files_are_the_reason_that_is_reported(monkeypatch):
   calls = []
 
-  def runner():
+  def no_loop():
     calls.append(1)
     raise OSError(24, "Too many open files")
 
   prompt = attempts.prompt_of(("user", "x"))
   loop = asyncio.Runner()
-  monkeypatch.setattr(asyncio, "Runner", runner)
+  loop.get_loop()
+  monkeypatch.setattr(asyncio, "new_event_loop", no_loop)
   with loop, pytest.raises(EnvironmentFailure, match="Too many open files") as caught:
     loop.run(attempts.attempt(lambda prompt: None, prompt, "x", timeout_s=5.0))
   assert caught.value.kind == "OSError" and calls
+
+
+def test_a_thread_that_cannot_be_started_is_the_failure_of_the_attempt(monkeypatch):
+  def no_thread(thread):
+    raise RuntimeError("can't start new thread")
+
+  monkeypatch.setattr(threading.Thread, "start", no_thread)
+  with pytest.raises(EnvironmentFailure, match="can't start new thread") as caught:
+    IsolatedEnvironment(Instant, attempts.prompt_of(("user", "x")), timeout_s=5.0)
+  assert caught.value.kind == "RuntimeError"
 
 
 def test_a_call_that_is_cancelled_before_it_begins_does_not_end_the_thread(monkeypatch):
@@ -47,6 +60,19 @@ def test_a_call_that_is_cancelled_before_it_begins_does_not_end_the_thread(monke
     return result.total
 
   assert asyncio.run(two_calls()) == 1.0
+
+
+def test_what_start_sets_in_the_context_is_there_in_step():
+  variable = contextvars.ContextVar("variable", default=0.0)
+
+  class Sets(Instant):
+    async def start(self):
+      variable.set(0.5)
+
+    async def step(self, text, completion_ids, finish_reason):
+      return StepResult(variable.get(), done=True)
+
+  assert attempts.score(Sets, attempts.prompt_of(("user", "x")), "x").total == 0.5
 
 
 class Instant:
