@@ -20,7 +20,7 @@ from grpo_jax.types import Prompt
 from grpo_jax.values import checked
 
 _HIDDEN = (
-  *("base", "grading", "isolation", "policy_client", "scoring", "setting_kinds"),
+  *("base", "grading", "hanging", "isolation", "policy_client", "scoring", "setting_kinds"),
   *("toolbox", "verifiers_kinds"),
 )
 
@@ -51,13 +51,18 @@ class Environments(Mapping[str, EnvironmentFactory]):
     return {
       f"env/{name}/{metric}": value
       for name, factory in self._factories.items()
-      for metric, value in factory.metrics().items()
+      for metric, value in {**_hanging(factory), **factory.metrics()}.items()
     }
 
   def close(self) -> None:
     """Closes all environments; later calls do nothing."""
     for factory in self._factories.values():
       factory.close()
+
+
+def _hanging(factory: EnvironmentFactory) -> dict[str, float]:
+  count = factory.hanging.count()
+  return {"hanging_attempts": float(count)} if count else {}
 
 
 def make(**environments: Mapping[str, Any]) -> Environments:

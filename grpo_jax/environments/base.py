@@ -23,6 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int
 
+from grpo_jax.environments.hanging import Hanging
 from grpo_jax.types import FinishReason, Prompt
 
 
@@ -163,6 +164,11 @@ class EnvironmentFactory:
       ValueError: The prompt lacks what its environment needs.
     """
     raise NotImplementedError
+
+  @functools.cached_property
+  def hanging(self) -> Hanging:
+    """Threads of its environments whose calls do not return."""
+    return Hanging()
 
   def answer(self, prompt: Prompt, text: str) -> str | None:
     """Returns the answer in a completion, which counts as its vote in maj@k; None: it has none.

@@ -1,7 +1,8 @@
 """Runs one environment in a thread with its own event loop, under time-outs.
 
 An environment that raises, sleeps forever or never yields harms only itself:
-its thread (a daemon) is abandoned and the attempt is counted as failed.
+its thread (a daemon) is abandoned and the attempt is counted as failed. An environment that has
+left too many threads behind (`hanging.MOST`) is not started again.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from grpo_jax.environments import hanging
 from grpo_jax.environments.base import (
   NOT_AN_AGENT,
   NOT_DECLARED,
@@ -25,6 +27,7 @@ from grpo_jax.environments.base import (
   Endpoint,
   Environment,
   StepResult,
+  as_factory,
   as_number,
   as_reward,
   has_run,
@@ -56,9 +59,13 @@ class IsolatedEnvironment:
       timeout_s: Limit of every single call but `run`, in seconds.
 
     Raises:
-      EnvironmentFailure: The system allows no more threads.
+      EnvironmentFailure: Too many threads of the factory's environments hang, or the system allows
+        no more threads.
     """
     self._factory = factory
+    self._hanging = as_factory(factory).hanging
+    if refusal := self._hanging.refusal(f"the environment {prompt.environment!r}"):
+      raise EnvironmentFailure("hanging", refusal)
     self._prompt = prompt
     self._timeout_s = timeout_s
     self._environment: Environment | AgentEnvironment | None = None
@@ -117,7 +124,10 @@ class IsolatedEnvironment:
     """
     closing = self._call(self._close)
     self._jobs.put(None)
-    await closing
+    try:
+      await closing
+    finally:
+      self._hanging.leave(self._thread, after_s=0.0 if self._is_lost else hanging.WINDING_UP_S)
 
   def _started(self) -> Environment | AgentEnvironment:
     if self._environment is None:

@@ -451,7 +451,11 @@ METRICS: dict[str, Definition] = {
   "perf/compile_s": Definition(
     "s", "time that XLA took for them; times of parallel compilations add up", "0 after the first"
   ),
-  "perf/env/*": Definition("count", "work of an environment's workers since the process started"),
+  "perf/env/*": Definition(
+    "count",
+    "work of an environment's workers since the process started; hanging_attempts, hanging_calls:"
+    " threads that block now in calls that were given up",
+  ),
   "perf/sync_bytes": Definition(
     "bytes",
     "copied for the embedded sampler of this process at the newest sync; with"

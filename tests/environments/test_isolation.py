@@ -1,15 +1,18 @@
 """What keeps an environment's thread from working is the failure of its attempts."""
 
 import asyncio
+import contextlib
 import contextvars
 import threading
+import time
 
 import attempts
 import numpy as np
 import pytest
 
-from grpo_jax.environments import isolation
-from grpo_jax.environments.base import StepResult
+from grpo_jax import environments
+from grpo_jax.environments import hanging, isolation
+from grpo_jax.environments.base import SingleTurn, StepResult, as_factory
 from grpo_jax.environments.isolation import EnvironmentFailure, IsolatedEnvironment
 from grpo_jax.types import FinishReason
 
@@ -60,6 +63,60 @@ def test_a_call_that_is_cancelled_before_it_begins_does_not_end_the_thread(monke
     return result.total
 
   assert asyncio.run(two_calls()) == 1.0
+
+
+def failures(factory, count, *, timeout_s=0.05):
+  """Returns the kinds of the failures of attempts that are made one after another; "" for none."""
+  kinds = []
+  for _ in range(count):
+    try:
+      attempts.score(factory, attempts.prompt_of(("user", "x")), "x", timeout_s=timeout_s)
+      kinds.append("")
+    except EnvironmentFailure as error:
+      kinds.append(error.kind)
+  return kinds
+
+
+def test_an_environment_that_hangs_is_refused_until_its_calls_return(monkeypatch, caplog):
+  monkeypatch.setattr(isolation, "_GRACE_S", 0.02)
+  monkeypatch.setattr(hanging, "MOST", 3)
+  go_on = threading.Event()
+  made = environments.Environments(
+    {"x": lambda prompt: SingleTurn(lambda *_: go_on.wait(), prompt)}
+  )
+  before = {*threading.enumerate()}
+  kinds = failures(made["x"], 20)  # a busy machine may need more than 0.05 s to begin a call.
+  assert {*kinds} == {"timeout", "hanging"} and kinds[-2:] == ["hanging"] * 2
+  assert len({*threading.enumerate()} - before) == 3
+  assert made.metrics() == {"env/x/hanging_attempts": 3.0}
+  assert len(caplog.records) == 1 and "3 earlier calls of it still hang" in caplog.text
+  go_on.set()
+  while made["x"].hanging.count():
+    time.sleep(0.01)
+  assert failures(made["x"], 1, timeout_s=5.0) == [""] and made.metrics() == {}
+
+
+@pytest.mark.parametrize("leaves", ["a thread of asyncio", "a task that cannot be cancelled"])
+def test_what_an_environment_leaves_behind_counts_as_hanging(monkeypatch, leaves):
+  monkeypatch.setattr(hanging, "MOST", 2)
+  monkeypatch.setattr(hanging, "WINDING_UP_S", 0.0)
+  go_on, tasks = threading.Event(), []
+
+  async def never_ends():
+    while not go_on.is_set():
+      with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.sleep(0.01)
+
+  async def reward(prompt, text):
+    if leaves == "a thread of asyncio":
+      await asyncio.to_thread(go_on.wait)
+    tasks.append(asyncio.ensure_future(never_ends()))
+    return 1.0
+
+  factory = as_factory(lambda prompt: SingleTurn(reward, prompt))
+  kinds = failures(factory, 20)
+  go_on.set()
+  assert kinds[-1] == "hanging" and "hanging" not in kinds[:2]
 
 
 def test_what_start_sets_in_the_context_is_there_in_step():

@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import dataclasses
+import threading
 import time
 from collections import Counter
 
 import pytest
 import sandboxes
 
+from grpo_jax.environments import hanging
 from grpo_jax.environments.toolbox import builtin, calling, functions, hints, schemas
 from grpo_jax.environments.toolbox.calling import Limits, Toolbox
 from grpo_jax.models.chat.tool_calls import Malformed, Parsed, call
@@ -146,6 +148,32 @@ def test_a_schema_with_nulls_in_it_is_checked_as_if_they_were_absent():
   assert "unknown argument 'a'; the tool takes: no arguments" in str(
     schemas.problem({"a": 1}, schema)
   )
+
+
+def test_a_tool_that_hangs_is_refused_until_its_calls_return(monkeypatch, caplog):
+  monkeypatch.setattr(hanging, "MOST", 4)
+  go_on = threading.Event()
+
+  def stuck() -> str:
+    go_on.wait()
+    return "done"
+
+  box = Toolbox([functions.tool_of(stuck), TOOLS["returns"]], Limits(timeout_s=0.02))
+  before, counts, text = {*threading.enumerate()}, Counter(), ""
+  for _ in range(50):  # a busy machine may need more than 0.02 s to begin a call.
+    counts = Counter()
+    text = asyncio.run(box.answer("stuck", {}, counts))
+  assert text == "error: the tool 'stuck' is not called: 4 earlier calls of it still hang"
+  assert counts == {"calls": 1, "failed_calls": 1, "tool_errors": 1}
+  hung = {*threading.enumerate()} - before
+  assert [thread.name for thread in hung] == ["tool"] * 4
+  assert box.metrics() == {"hanging_calls": 4.0}
+  assert len(caplog.records) == 1
+  assert asyncio.run(box.answer("returns", {"what": "none"}, Counter())) == "null"
+  go_on.set()
+  while box.metrics():
+    time.sleep(0.01)
+  assert asyncio.run(box.answer("stuck", {}, Counter())) == "done"
 
 
 def test_a_schema_may_allow_further_arguments():

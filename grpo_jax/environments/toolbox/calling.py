@@ -55,6 +55,11 @@ class Toolbox:
     """What the chat template receives."""
     return tuple(tool.declaration for tool in self._tools.values())
 
+  def metrics(self) -> dict[str, float]:
+    """Returns how many calls hang now: they were given up, and block a thread until they return."""
+    count = sum(tool.hanging.count() for tool in self._tools.values())
+    return {"hanging_calls": float(count)} if count else {}
+
   async def answer(self, name: str, arguments: Mapping[str, Any], counts: Counter[str]) -> str:
     """Runs one call, and returns its result as text; "error: …" if it failed.
 
@@ -84,6 +89,8 @@ class Toolbox:
       return "unknown_tools", (
         f"there is no tool {name[:100]!r}{nearest(name[:100], self._tools)}; there are: {known}"
       )
+    if refusal := tool.hanging.refusal(f"the tool {name!r}"):
+      return "tool_errors", refusal
     clock = asyncio.timeout(self.limits.timeout_s)
     try:
       if wrong := schemas.problem(arguments, tool.parameters):

@@ -69,6 +69,10 @@ class ToolEnvironments(EnvironmentFactory):
       )
     return ToolConversation(self, self.judge_of(prompt))
 
+  def metrics(self) -> dict[str, float]:
+    """Returns how many calls of tools hang."""
+    return self.toolbox.metrics()
+
   def close(self) -> None:
     """Ends the processes of the tools."""
     self._stack.close()

@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from grpo_jax.environments.hanging import Hanging
 from grpo_jax.environments.toolbox import hints
 
 _NAME = re.compile(r"[A-Za-z0-9_./-]{1,128}")
@@ -40,6 +41,7 @@ class Tool:
   parameters: Mapping[str, Any]  # JSON schema, an object.
   # Function from arguments that fit the schema to the result, which may be anything.
   run: Callable[[Mapping[str, Any]], Awaitable[Any]]
+  hanging: Hanging = dataclasses.field(default_factory=Hanging)  # threads of its calls.
 
   def __post_init__(self):
     if not _NAME.fullmatch(self.name):
@@ -97,12 +99,14 @@ def tool_of(function: Callable[..., Any]) -> Tool:
   required = [parameter.name for parameter, _ in found if parameter.default is parameter.empty]
   convert = {parameter.name: kind.convert for parameter, kind in found}
 
+  hanging = Hanging()
+
   async def run(arguments: Mapping[str, Any]) -> Any:
     typed = {name: convert[name](value) for name, value in arguments.items()}
-    return await _called(function, typed)
+    return await _called(function, typed, hanging)
 
   parameters = {"type": "object", "properties": properties, "required": required}
-  return Tool(name, description, parameters, run)
+  return Tool(name, description, parameters, run, hanging)
 
 
 def _property(
@@ -142,7 +146,9 @@ def _hinted(function: Callable[..., Any]) -> Any:
   return function if is_function else type(function).__call__
 
 
-async def _called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+async def _called(
+  function: Callable[..., Any], arguments: Mapping[str, Any], hanging: Hanging
+) -> Any:
   """Calls a function: in a thread of its own, so that it may block, unless it is a coroutine."""
   if inspect.iscoroutinefunction(_hinted(function)):
     return await function(**arguments)
@@ -155,8 +161,13 @@ async def _called(function: Callable[..., Any], arguments: Mapping[str, Any]) ->
     except BaseException as error:  # also SystemExit: a tool must not end the run.
       future.set_exception(error)
 
-  threading.Thread(target=body, daemon=True, name="tool").start()
-  result = await asyncio.wrap_future(future)
+  thread = threading.Thread(target=body, daemon=True, name="tool")
+  thread.start()
+  try:
+    result = await asyncio.wrap_future(future)
+  except asyncio.CancelledError:  # given up, or out of time.
+    hanging.leave(thread)
+    raise
   return await result if inspect.isawaitable(result) else result
 
 
