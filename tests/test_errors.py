@@ -23,6 +23,7 @@ CAUGHT = {
   "environments/isolation.py": {"EnvironmentFailure"},
   "environments/openenv.py": {"BadAction"},
   "environments/toolbox/calling.py": {"ToolError"},
+  "environments/toolbox/schemas.py": {"_TooLarge"},
   "models/chat/tool_calls.py": {"_CallError"},
   "models/chat/untrusted_json.py": {"JsonError"},
   "serving/requests.py": {"RequestError"},

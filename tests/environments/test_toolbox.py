@@ -1,8 +1,10 @@
 """Tools from functions: their schemas, the check of arguments, and every way a call can fail."""
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
+import random
 import threading
 import time
 from collections import Counter
@@ -148,6 +150,195 @@ def test_a_schema_with_nulls_in_it_is_checked_as_if_they_were_absent():
   assert "unknown argument 'a'; the tool takes: no arguments" in str(
     schemas.problem({"a": 1}, schema)
   )
+
+
+FILTER = {
+  "type": "object",
+  "properties": {"filter": {"$ref": "#/$defs/any"}},
+  "$defs": {
+    "any": {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in ("and", "or", "leaf")]},
+    **{
+      name: {
+        "type": "object",
+        "properties": {
+          "of": {"type": "array", "items": {"$ref": "#/$defs/any"}},
+          "op": {"const": name},
+        },
+        "required": ["op", "of"],
+      }
+      for name in ("and", "or")
+    },
+    "leaf": {"type": "object", "properties": {"op": {"const": "leaf"}}, "required": ["op"]},
+  },
+}
+
+
+def filter_of(depth, leaf="leaf"):
+  """A filter in which `op` comes after what is nested, as a model may write it."""
+  found = {"op": leaf}
+  for _ in range(depth):
+    found = {"of": [found, found], "op": "or"}
+  return {"filter": found}
+
+
+def steps_of(arguments, schema):
+  """Returns the result of a check, and how many pairs of a value and a schema it looked at."""
+  made, check = [], schemas._Check
+
+  class Kept(check):
+    def __init__(self, root):
+      super().__init__(root)
+      made.append(self)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(schemas, "_Check", Kept)
+    found = schemas.problem(arguments, schema)
+  return found, made[0]._steps
+
+
+def test_alternatives_within_each_other_take_steps_in_proportion_to_their_depth():
+  steps = [steps_of(filter_of(depth), FILTER) for depth in (5, 10, 20)]
+  assert [found for found, _ in steps] == [None] * 3
+  assert steps[2][1] - steps[1][1] == 2 * (steps[1][1] - steps[0][1]) > 0
+  found, _ = steps_of(filter_of(20, leaf="leave"), FILTER)
+  assert found and found.startswith("filter.op must be 'and', got 'or' or filter.of[0].op must be")
+  assert len(found) < 1000
+
+
+def chain(length, end):
+  """A schema whose parts each have two alternatives, which are the next part."""
+  parts = {
+    f"t{i}": {"anyOf": [{"$ref": f"#/$defs/t{i + 1}"} for _ in range(2)]} for i in range(length)
+  }
+  return {"properties": {"a": {"$ref": "#/$defs/t0"}}, "$defs": {**parts, f"t{length}": end}}
+
+
+def test_schemas_that_refer_to_themselves_or_branch_end_within_few_steps():
+  itself = {"anyOf": [{"$ref": "#/$defs/t"}, {"$ref": "#/$defs/t"}]}
+  schema = {"properties": {"a": {"$ref": "#/$defs/t"}}, "$defs": {"t": itself}}
+  assert steps_of({"a": 1}, schema)[1] < 10
+  found, steps = steps_of({"a": "b"}, chain(60, {"type": "string"}))
+  assert found is None and steps < 4 * 60
+  found, steps = steps_of({"a": 1}, chain(60, {"type": "string"}))
+  assert found == "a must be a string, got 1" and steps < 4 * 60
+
+
+def test_what_takes_too_many_steps_is_refused(monkeypatch):
+  refused = "the arguments are too large or too deeply nested to be checked"
+  assert schemas.problem({"a": 1}, chain(1000, {})) == refused
+  monkeypatch.setattr(schemas, "_MOST_STEPS", 500)
+  numbers = {"properties": {"a": {"type": "array", "items": {"type": "integer"}}}}
+  assert schemas.problem({"a": [*range(490)]}, numbers) is None
+  assert schemas.problem({"a": [*range(510)]}, numbers) == refused
+  words = {"properties": {"a": {"items": {"enum": [str(i) for i in range(2000)]}}}}
+  assert schemas.problem({"a": ["1999"]}, words) is None
+  assert schemas.problem({"a": [str(i) for i in range(100)]}, words) == refused
+
+
+def test_names_that_another_keyword_may_allow_are_not_refused():
+  for others in (
+    {"patternProperties": {"^x_": {}}, "additionalProperties": False},
+    {"anyOf": [{"properties": {"x_1": {"type": "integer"}}}]},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"x_1": {}}}}},
+  ):
+    assert schemas.problem({"x_1": 1}, {"properties": {"a": {}}, **others}) is None
+
+
+def test_numbers_are_compared_exactly():
+  assert schemas.fits(19.99, {"multipleOf": 0.01}) and not schemas.fits(
+    19.995, {"multipleOf": 0.01}
+  )
+  huge = 10**5000
+  assert schemas.fits(huge, {"multipleOf": 10**4000, "minimum": 1e300})
+  assert schemas.problem({"a": huge}, {"properties": {"a": {"maximum": 10**4999}}}) == (
+    "a must be at most a number of many digits, got a number of many digits"
+  )
+
+
+def random_value(draw, depth=3):
+  kind = draw.random()
+  if depth and kind > 0.8:
+    return [random_value(draw, depth - 1) for _ in range(draw.randrange(4))]
+  if depth and kind > 0.6:
+    return {draw.choice("abc"): random_value(draw, depth - 1) for _ in range(draw.randrange(4))}
+  return draw.choice([None, True, False, 0, 1, 2, -1, 1.0, 2.5, "", "a", "ab", "ü", 30])
+
+
+def random_schema(draw, depth, keywords):
+  def below():
+    return random_schema(draw, depth - 1, keywords)
+
+  found, small = {}, draw.choice([0, 1, 2])
+  for keyword in draw.sample(keywords, 3):
+    if keyword in ("items", "not", "contains"):
+      value = below() if depth else True
+    elif keyword == "additionalProperties":
+      value = draw.choice([False, below() if depth else True])
+    elif keyword in ("properties", "patternProperties"):
+      value = {draw.choice("abc"): below() if depth else True for _ in range(2)}
+    elif keyword in ("anyOf", "allOf", "oneOf", "prefixItems"):
+      value = [below() if depth else True for _ in range(draw.randrange(1, 4))]
+    else:
+      value = {
+        "type": draw.choice(
+          ["string", "number", "integer", "object", "array", ["null", "boolean"]]
+        ),
+        "enum": [random_value(draw, 1) for _ in range(3)],
+        "const": random_value(draw, 1),
+        "required": [draw.choice("abc")],
+        "$ref": "#/$defs/tree",
+        "pattern": "^a",
+        "uniqueItems": True,
+        "multipleOf": small + 0.5,
+      }.get(keyword, small)
+    found[keyword] = value
+  return found
+
+
+CHECKED = (
+  *("type", "enum", "const", "required", "properties", "additionalProperties", "items", "anyOf"),
+  *("prefixItems", "allOf", "$ref", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+  *("multipleOf", "minLength", "maxLength", "minItems", "maxItems"),
+)
+OTHERS = ("oneOf", "not", "contains", "pattern", "patternProperties", "uniqueItems")
+
+
+@pytest.mark.parametrize(("keywords", "is_same"), [(CHECKED, True), (CHECKED + OTHERS, False)])
+def test_random_values_fit_random_schemas_as_in_another_implementation(keywords, is_same):
+  jsonschema = pytest.importorskip("jsonschema")
+  draw = random.Random(5)
+  tree = {
+    "type": ["object", "integer"],
+    "additionalProperties": {"anyOf": [{"$ref": "#/$defs/tree"}, {"const": "a"}]},
+  }
+  seen = collections.Counter()
+  for _ in range(1500):
+    schema = {**random_schema(draw, 2, keywords), "$defs": {"tree": tree}}
+    other = jsonschema.Draft202012Validator(schema)
+    for value in (random_value(draw), random_value(draw)):
+      expected, found = other.is_valid(value), schemas.fits(value, schema)
+      # What is not checked may let a value pass, but nothing that fits is refused.
+      assert found == expected if is_same else found >= expected, (schema, value)
+      seen[expected] += 1
+  assert min(seen.values()) > 500
+
+
+def test_arguments_are_checked_outside_of_the_event_loop_within_the_time_of_the_call(monkeypatch):
+  go_on = threading.Event()
+  monkeypatch.setattr(schemas, "problem", lambda *_: go_on.wait(5.0))
+  seen = []
+
+  async def body():
+    call = asyncio.create_task(
+      Toolbox(TOOLS.values(), Limits(timeout_s=0.2)).answer("returns", {"what": "none"}, Counter())
+    )
+    while not call.done():
+      await asyncio.sleep(0.01)
+      seen.append(1)
+    go_on.set()
+    return await call
+
+  assert asyncio.run(body()) == "error: returns: no result within 0.2 s" and len(seen) > 3
 
 
 def test_a_tool_that_hangs_is_refused_until_its_calls_return(monkeypatch, caplog):

@@ -93,9 +93,10 @@ class Toolbox:
       return "tool_errors", refusal
     clock = asyncio.timeout(self.limits.timeout_s)
     try:
-      if wrong := schemas.problem(arguments, tool.parameters):
-        return "wrong_arguments", f"{name}: {wrong}"
       async with clock:
+        wrong = await asyncio.to_thread(schemas.problem, arguments, tool.parameters)
+        if wrong:
+          return "wrong_arguments", f"{name}: {wrong}"
         return "", as_text(await tool.run(arguments))
     except ToolError as error:
       return "tool_errors", str(error)

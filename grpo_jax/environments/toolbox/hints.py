@@ -84,8 +84,10 @@ def _union(parts: list[Typed]) -> Typed:
 
   def convert(value: Any) -> Any:
     exact = [part for part in parts if part.schema.get("type") == "integer" and type(value) is int]
-    fitting = (part for part in (*exact, *parts) if schemas.fits(value, part.schema))
-    return next(fitting).convert(value)
+    for part in (*exact, *parts):
+      if schemas.fits(value, part.schema):
+        return part.convert(value)
+    raise ValueError("the value fits none of the types of a union")
 
   return Typed(schema, convert)
 
