@@ -10,8 +10,10 @@ import subprocess
 import sys
 import time
 
-TOOLS = ("pid", "die", "hang", "garbage", "mute", "error", "parts", "child")
+TOOLS = ("pid", "die", "hang", "garbage", "mute", "error", "parts", "child", "pattern")
 SCHEMA = {"type": "object", "properties": {}}
+# Whether this expression matches "aaa…!" takes a time that doubles with each letter.
+SLOW = {"type": "object", "properties": {"x": {"pattern": "^(a+)+$"}}}
 
 
 def result_of(name):
@@ -30,6 +32,9 @@ def result_of(name):
   if name == "parts":
     picture = {"type": "image", "data": "eA==", "mimeType": "image/png"}
     return {"content": [{"type": "text", "text": "a"}, picture]}
+  if name == "pattern":
+    text = [{"type": "text", "text": "matched"}]
+    return {"content": text, "structuredContent": {"x": "a" * 40 + "!"}}
   text = str(os.getpid()) if name == "pid" else name
   return {"content": [{"type": "text", "text": text}], "isError": name == "error"}
 
@@ -44,6 +49,8 @@ def answer(request):
   if method == "tools/list":  # in pages of five.
     first = int(params.get("cursor") or 0)
     tools = [{"name": name, "inputSchema": SCHEMA} for name in TOOLS[first : first + 5]]
+    for tool in tools:
+      tool |= {"outputSchema": SLOW} if tool["name"] == "pattern" else {}
     return {"tools": tools, **({"nextCursor": "5"} if not first else {})}
   if method == "tools/call":
     return None if params["name"] == "mute" else result_of(params["name"])

@@ -10,12 +10,14 @@ import sys
 import time
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from grpo_jax import environments
 from grpo_jax.environments.toolbox import mcp_servers
 from grpo_jax.environments.toolbox.calling import Limits, Toolbox
 from grpo_jax.environments.toolbox.mcp_servers import McpError
+from grpo_jax.types import Prompt
 
 HERE = pathlib.Path(__file__).parent
 TROUBLES = [sys.executable, str(HERE / "mcp_troubles.py")]
@@ -88,7 +90,7 @@ def test_a_server_that_dies_is_started_again_and_all_its_processes_end(tmp_path)
   needs_mcp()
   log = tmp_path / "log"
   with opened(TROUBLES, log=str(log)) as tools:
-    assert len(tools) == 8  # of two pages.
+    assert len(tools) == 9  # of two pages.
     (first, child, died, second), counts = calls(tools, "pid", "child", "die", "pid")
     assert died == "error: the server of this tool has ended" and counts["tool_errors"] == 1
     assert first != second and ends(first) and ends(child) and is_running(second)
@@ -112,6 +114,14 @@ def test_a_server_that_hangs_costs_its_calls_only(monkeypatch):
     assert first.isdigit() and second.isdigit() and second != first and ends(first)
     calls(tools, "hang", timeout_s=0.3)
   assert ends(second, 0)
+
+
+@pytest.mark.slow
+def test_a_result_is_not_matched_with_a_regular_expression_of_the_server():
+  needs_mcp()
+  with opened(TROUBLES) as tools:
+    texts, _ = calls(tools, "pattern", "pid")
+  assert texts[0] == "matched" and texts[1].isdigit()
 
 
 @pytest.mark.slow
@@ -165,6 +175,59 @@ def test_a_killed_run_leaves_no_process():
   run.wait()
   run.stdout.close()
   assert ends(server) and ends(child)
+
+
+def listing(monkeypatch, *names):
+  """Has servers list tools of these names, without a process."""
+  needs_mcp()
+
+  async def listed(server):
+    return [{"name": name, "description": "", "parameters": {}} for name in names]
+
+  monkeypatch.setattr(mcp_servers._Server, "_list", listed)
+
+
+def test_two_tools_of_one_name_are_refused(monkeypatch):
+  listing(monkeypatch, "pid", "other", "pid")
+  with pytest.raises(McpError, match="'lib' lists 2 tools named 'pid', and a call could mean any"):
+    with opened(TROUBLES):
+      pass
+  with opened(TROUBLES, tools=["other"]) as tools:
+    assert [tool.name for tool in tools] == ["other"]
+  listing(monkeypatch, "calculator")
+  settings = {"tools": ("calculator",), "mcp_servers": {"lib": {"command": TROUBLES}}}
+  with pytest.raises(ValueError, match="two tools have the name 'calculator'; .*setting `prefix`"):
+    environments.make(tool_use=settings)
+  settings["mcp_servers"]["lib"]["prefix"] = "lib_"
+  with environments.make(tool_use=settings) as made:
+    names = [tool["function"]["name"] for tool in made["tool_use"].tools]
+    assert names == ["calculator", "lib_calculator"]
+    twice = Prompt(
+      "a:0", np.zeros(1, np.int32), "tool_use", tools=(*made["tool_use"].tools[:1],) * 2
+    )
+    with pytest.raises(ValueError, match="a:0: its row declares 2 tools named 'calculator'"):
+      made["tool_use"](twice)
+
+
+def test_what_a_server_says_is_one_line_of_printable_characters(monkeypatch):
+  listing(monkeypatch, "a\x1b[2J\nb")
+  with pytest.raises(McpError) as caught:
+    with opened(TROUBLES, tools=["c"]):
+      pass
+  assert "there are: a\\x1b[2J b" in str(caught.value) and str(caught.value).isprintable()
+  with pytest.raises(McpError, match="the MCP server 'lib': the name of a tool is letters"):
+    with opened(TROUBLES):
+      pass
+  monkeypatch.undo()
+
+  async def fails(server):
+    raise RuntimeError("2 validation errors\n  Input should be\x1b[0m a string")
+
+  monkeypatch.setattr(mcp_servers._Server, "_connected", fails)
+  with pytest.raises(McpError, match="2 validation errors Input should be.* a string;") as caught:
+    with opened(TROUBLES):
+      pass
+  assert str(caught.value).isprintable()
 
 
 @pytest.mark.parametrize(

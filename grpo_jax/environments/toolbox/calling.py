@@ -47,7 +47,10 @@ class Toolbox:
     self._tools: dict[str, Tool] = {}
     for tool in tools:
       if tool.name in self._tools:
-        raise ValueError(f"two tools have the name {tool.name!r}")
+        raise ValueError(
+          f"two tools have the name {tool.name!r}; those of an MCP server get other names by its"
+          " setting `prefix`"
+        )
       self._tools[tool.name] = tool
 
   @property

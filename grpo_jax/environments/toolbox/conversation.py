@@ -59,14 +59,17 @@ class ToolEnvironments(EnvironmentFactory):
 
   def __call__(self, prompt: Prompt) -> Environment:
     known = {tool["function"]["name"] for tool in self.tools}
-    unknown = [
-      name for tool in prompt.tools if (name := tool.get("function", {}).get("name")) not in known
-    ]
-    if unknown:
-      raise ValueError(
-        f"prompt {prompt.prompt_id}: its row declares the tool {unknown[0]!r}, which this"
-        f" environment cannot run; it has: {', '.join(known)}"
-      )
+    declared = Counter(tool.get("function", {}).get("name") for tool in prompt.tools)
+    for name, count in declared.items():
+      if name not in known:
+        raise ValueError(
+          f"prompt {prompt.prompt_id}: its row declares the tool {name!r}, which this"
+          f" environment cannot run; it has: {', '.join(known)}"
+        )
+      if count > 1:
+        raise ValueError(
+          f"prompt {prompt.prompt_id}: its row declares {count} tools named {name!r}"
+        )
     return ToolConversation(self, self.judge_of(prompt))
 
   def metrics(self) -> dict[str, float]:

@@ -16,6 +16,7 @@ import os
 import pathlib
 import sys
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from grpo_jax import registry
 from grpo_jax.environments.toolbox.calling import ToolError, as_text
 from grpo_jax.environments.toolbox.functions import Tool
 from grpo_jax.errors import ExpectedFailure
+from grpo_jax.http import redaction
 from grpo_jax.values import checked
 
 _GUARD = pathlib.Path(__file__).with_name("mcp_guard.py")
@@ -113,13 +115,19 @@ class _Server:
     self._thread.start()
     listed = asyncio.run_coroutine_threadsafe(self._list(), self._loop).result()
     known = {each["name"]: each for each in listed}
-    for name in self._options.tools:
+    counts = Counter(each["name"] for each in listed)
+    names = self._options.tools or list(known)
+    for name in names:
       if name not in known:
         raise McpError(
           f"the MCP server {self._name!r} has no tool {name!r}{registry.nearest(name, known)};"
-          f" there are: {', '.join(known) or 'none'}"
+          f" there are: {redaction.shown(', '.join(known)) or 'none'}"
         )
-    names = self._options.tools or list(known)
+      if counts[name] > 1:
+        raise McpError(
+          f"the MCP server {self._name!r} lists {counts[name]} tools named {name!r}, and a call"
+          " could mean any of them; its setting `tools` can name others"
+        )
     return [self._tool(known[name]) for name in names]
 
   def close(self) -> None:
@@ -142,7 +150,11 @@ class _Server:
         asyncio.run_coroutine_threadsafe(self._call(name, arguments), self._loop)
       )
 
-    return Tool(f"{self._options.prefix}{name}", listed["description"], listed["parameters"], run)
+    prefix = self._options.prefix
+    try:
+      return Tool(f"{prefix}{name}", listed["description"], listed["parameters"], run)
+    except ValueError as error:
+      raise McpError(f"the MCP server {self._name!r}: {error}") from error
 
   async def _list(self) -> list[dict[str, Any]]:
     try:
@@ -155,7 +167,8 @@ class _Server:
     except McpError:
       raise
     except Exception as error:  # of the package mcp, or of the server.
-      raise self._unusable(f"cannot be used: {type(error).__name__}: {error}") from error
+      reason = redaction.shown(f"{type(error).__name__}: {error}")
+      raise self._unusable(f"cannot be used: {reason}") from error
 
   def _unusable(self, why: str) -> McpError:
     log = self._options.log
@@ -195,8 +208,6 @@ class _Server:
       self._starts += 1
       self._connection = _Connection(self._options)
       await self._connection.open()
-      if self._starts > 1:
-        await self._connection.tools()  # the package mcp looks up the schemas of results.
       return self._connection
 
   async def _end(self) -> None:
@@ -322,6 +333,8 @@ class _Connection:
       log = stack.enter_context(open(options.log or os.devnull, "a"))
       streams = await stack.enter_async_context(stdio_client(parameters, errlog=log))
       self._session = await stack.enter_async_context(ClientSession(*streams))
+      for method in ("_validate_tool_result", "validate_tool_result"):  # of mcp 1, and of mcp 2.
+        setattr(self._session, method, _accepted)
       opening = asyncio.ensure_future(self._session.initialize())
       stopping = asyncio.ensure_future(self._stop.wait())
       stack.callback(stopping.cancel)
@@ -335,6 +348,13 @@ class _Connection:
         opening.result()
         self._ready.set_result(None)
         await stopping
+
+
+async def _accepted(name: str, result: Any) -> None:
+  """Replaces the check of a result by a schema of the server, which the package mcp makes.
+
+  A regular expression in it can take exponential time, and no other thread runs meanwhile.
+  """
 
 
 def _innermost(error: BaseException) -> BaseException:
