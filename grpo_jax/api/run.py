@@ -2,7 +2,7 @@
 
 import functools
 import importlib.util
-import json
+import logging
 import os
 import pathlib
 from collections.abc import Iterable, Mapping
@@ -17,6 +17,9 @@ from grpo_jax.run_folder import stored_steps
 
 if TYPE_CHECKING:
   from grpo_jax.api.sampling import Prompts, Sampler
+
+
+_log = logging.getLogger(__name__)
 
 
 class NotARun(ExpectedFailure, FileNotFoundError):
@@ -243,9 +246,11 @@ class Run:
 
 
 def _lines(path: pathlib.Path) -> list[dict[str, Any]]:
-  """Reads a file of rollouts."""
-  with path.open(encoding="utf-8") as file:
-    return [json.loads(line) for line in file]
+  """Reads a file of rollouts; lines that cannot be read are left out, with a warning."""
+  found, broken = report_data.records(path)
+  if broken:
+    _log.warning("%s: %d lines cannot be read", path, broken)
+  return found
 
 
 def _pandas() -> Any:

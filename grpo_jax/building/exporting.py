@@ -77,7 +77,7 @@ def run(
   weights = stored.find(given, base=base)
   if only_adapter:
     return _adapter(weights, out, dtype=dtype, max_shard_gb=max_shard_gb, on_progress=on_progress)
-  own = {} if is_adapter else stored.config_of(pathlib.Path(given.place)).get("export") or {}
+  own = {} if is_adapter else stored.whole_config_of(pathlib.Path(given.place)).export.to_dict()
   made = str(dtype or own.get("dtype") or "float32")
   limit = own.get("max_shard_gb", _MAX_SHARD_GB) if max_shard_gb is None else max_shard_gb
   _check(dtype=made, max_shard_gb=None if limit == math.inf else limit)

@@ -5,7 +5,7 @@ import functools
 import pathlib
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 
 from grpo_jax.building import agreements
 from grpo_jax.config import base as defaults
-from grpo_jax.config import configuration, data_options, sections
+from grpo_jax.config import configuration, data_options, field_kinds, sections
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.learn import adapters, policy
@@ -22,7 +22,7 @@ from grpo_jax.models import adapter_files, loading, lora, merged_tensors, safete
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.processes import arrays
 from grpo_jax.run_folder import stored_steps, stored_weights
-from grpo_jax.values import names
+from grpo_jax.values import checked, names
 
 WORDS = ("best", "latest")
 
@@ -266,7 +266,7 @@ def choose_step(run: pathlib.Path, wanted: int | str) -> int:
 
 
 def _best(run: pathlib.Path, present: Sequence[int], listed: str) -> int:
-  config: Any = ml_collections.ConfigDict(config_of(run))
+  config = whole_config_of(run)
   metric_names, mode = data_options.best_metrics(config), config.checkpoint.best_mode
   folder = run / "checkpoints"
   found = {
@@ -285,9 +285,9 @@ def _base_of(run: pathlib.Path, base: str | None, cache_dir: str | None) -> path
   """Returns the folder of the model that a run began with."""
   if base is not None:
     return sources.resolve(base, cache_dir=cache_dir)
-  path, model = _path_of(run), config_of(run)["model"]
+  path = _path_of(run)
   try:
-    return sources.resolve(path, cache_dir=cache_dir or model.get("cache_dir"))
+    return sources.resolve(path, cache_dir=cache_dir or whole_config_of(run).model.cache_dir)
   except (ExpectedFailure, OSError) as error:
     raise NoWeights(
       f"the model that {run} began with, whose tokenizer and settings are needed, cannot be"
@@ -300,8 +300,9 @@ def _path_of(run: pathlib.Path) -> str:
   model = config_of(run).get("model")
   if not isinstance(model, dict) or not isinstance(model.get("path"), str):
     raise NoWeights(f"{run / 'config.json'} does not name a model; name it with --base=MODEL")
-  taken = model.get("fallback_taken") or {}
-  return taken.get("taken") or model["path"]
+  taken = model.get("fallback_taken")
+  found = taken.get("taken") if isinstance(taken, dict) else None
+  return found if found and isinstance(found, str) else model["path"]
 
 
 def config_of(run: pathlib.Path) -> dict[str, Any]:
@@ -315,20 +316,30 @@ def whole_config_of(run: pathlib.Path) -> Any:
   """Returns the config of a run as a ConfigDict, locked, with the fields of this version.
 
   Raises:
-    NoWeights: config.json is missing or damaged.
+    NoWeights: config.json is missing or damaged, or a field has a value that it cannot have.
   """
   config: Any = defaults.get_config()  # its placeholders know the types of fields that are None.
   with config.unlocked(), config.ignore_type():
-    _fill(config, _numbers(config_of(run)))
+    problems = list(_fill(config, _numbers(config_of(run))))
+  problems += field_kinds.wrong(configuration.plain_fields(config)).values()
+  if problems:
+    raise NoWeights(f"{run / 'config.json'}: {problems[0]}")
   return sections.adopt(config).lock()
 
 
-def _fill(section: Any, values: Mapping[str, Any]) -> None:
-  """Sets the fields of a section; what has fields of a user's choice is replaced as a whole."""
+def _fill(section: Any, values: Mapping[str, Any]) -> Iterator[str]:
+  """Sets the fields of a section; what has fields of a user's choice is replaced as a whole.
+
+  Yields:
+    The problem of each section whose value is not one.
+  """
   for name, value in values.items():
-    is_section = isinstance(value, Mapping) and name in section and name != "environments"
-    if is_section and isinstance(section[name], ml_collections.ConfigDict) and len(section[name]):
-      _fill(section[name], value)
+    own = section[name] if name in section else None
+    is_section = isinstance(own, ml_collections.ConfigDict) and bool(len(own))
+    if is_section and not isinstance(value, Mapping):
+      yield f"{name} must be a section, got {checked.shown(value)}"
+    elif is_section and name != "environments":
+      yield from _fill(own, value)
     else:
       section[name] = ml_collections.ConfigDict(value) if isinstance(value, Mapping) else value
 

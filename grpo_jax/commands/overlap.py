@@ -1,7 +1,7 @@
 """`grpo-jax overlap RUN`: what asynchronous training would make of a synchronous run."""
 
+import contextlib
 import dataclasses
-import json
 import math
 import statistics
 import sys
@@ -18,6 +18,7 @@ from grpo_jax.files import local_paths
 from grpo_jax.planning import overlap
 from grpo_jax.report import data as report_data
 from grpo_jax.report.data import Run
+from grpo_jax.values import json_text
 
 USAGE = f"""\
 Says how long a step would take if sampling and learning overlapped (docs/async.md), from the times
@@ -117,7 +118,7 @@ def times_of(run: Run) -> overlap.Times:
   """
   if run.config.get("mode") == "offline":
     raise NoTimes(f"{run.name}: a run of mode='offline' samples nothing that could overlap")
-  k = run.config.get("rollout", {}).get("max_staleness", 0)
+  k = report_data.flatten(run.config).get("rollout.max_staleness", 0)
   if k:
     raise NoTimes(
       f"{run.name}: the times of a synchronous run are needed, and this one has"
@@ -151,9 +152,10 @@ def lengths_of(run: Run) -> list[list[list[int]]]:
   found = []
   for step in list(run.rollouts)[-_STEPS:]:
     groups: dict[int, list[int]] = {}
-    for line in run.rollouts[step].read_text(encoding="utf-8").splitlines():
-      record = json.loads(line)
-      groups.setdefault(record["group"], []).append(sum(record["loss_mask"]))
+    for record in report_data.records(run.rollouts[step])[0]:
+      with contextlib.suppress(*json_text.UNEXPECTED):
+        mask = [int(each) for each in record["loss_mask"]]
+        groups.setdefault(int(record["group"]), []).append(sum(mask))
     found.append(list(groups.values()))
   most = max(map(len, found), default=0)
   return [step for step in found if len(step) == most and most > 0]
@@ -161,13 +163,13 @@ def lengths_of(run: Run) -> list[list[list[int]]]:
 
 def rows_of(config: Mapping[str, Any]) -> int | None:
   """Returns how many completions the engines of a run sample at a time; None: it is not known."""
-  engine = config.get("engine", {})
-  if "max_rows" not in engine:
-    return None
-  if engine.get("name") != "sglang":
-    return engine["max_rows"]
-  servers = engine.get("sglang", {})
-  return engine["max_rows"] * max(len(servers.get("addresses") or ()), servers.get("servers") or 1)
+  fields = report_data.flatten(config)
+  rows = _whole(fields.get("engine.max_rows"))
+  if rows is None or fields.get("engine.name") != "sglang":
+    return rows
+  addresses = fields.get("engine.sglang.addresses")
+  given = len(addresses) if isinstance(addresses, list) else 0
+  return rows * max(given, _whole(fields.get("engine.sglang.servers")) or 1)
 
 
 def divided(times: overlap.Times, sampler_share: float | None) -> overlap.Times:
@@ -235,11 +237,11 @@ def _lengths(run: Run | None, options: Any) -> overlap.StepLengths:
       f"{run.name}: has no rollouts/step_*.jsonl with the lengths of completions: add --tokens=N,"
       " their mean length"
     )
-  sampled = run.config.get("rollout", {}) if run else {}
+  sampled = report_data.flatten(run.config) if run else {}
   return overlap.lognormal_lengths(
     steps=_STEPS,
-    groups=options.prompts or sampled.get("prompts_per_step", 32),
-    group_size=options.group or sampled.get("group_size", 16),
+    groups=options.prompts or _whole(sampled.get("rollout.prompts_per_step")) or 32,
+    group_size=options.group or _whole(sampled.get("rollout.group_size")) or 16,
     mean=options.tokens,
     sigma=_SIGMA if options.sigma is None else options.sigma,
     longest=options.max_tokens or math.ceil(4 * options.tokens),
@@ -249,6 +251,11 @@ def _lengths(run: Run | None, options: Any) -> overlap.StepLengths:
 
 def _flag(name: str) -> str:
   return f"--{name.replace('_', '-')}"
+
+
+def _whole(value: Any) -> int | None:
+  """Returns a stored number of at least 1; None if the value is something else."""
+  return value if type(value) is int and value >= 1 else None
 
 
 def _is_number(value: Any) -> bool:

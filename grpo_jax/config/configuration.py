@@ -22,7 +22,7 @@ from grpo_jax import processes, registry
 from grpo_jax.config import sections
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.files import atomic, local_paths, shipped
-from grpo_jax.values import json_numbers, names
+from grpo_jax.values import json_numbers, json_text, names
 
 Rule = Callable[[ConfigDict], Iterable[str]]
 _METHODS = {name for name in dir(ConfigDict) if not name.startswith("_")}
@@ -213,12 +213,9 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     ConfigError: The file cannot be read or parsed.
   """
   try:
-    stored = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    return json_text.parsed_object(pathlib.Path(path).read_bytes(), is_strict=True)
   except (OSError, ValueError) as error:
     raise ConfigError(f"{path} cannot be read: {error}") from error
-  if not isinstance(stored, dict):
-    raise ConfigError(f"{path} must hold a JSON object, got {_kind(stored)}")
-  return stored
 
 
 @dataclasses.dataclass(frozen=True)

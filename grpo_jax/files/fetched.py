@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from grpo_jax.files import atomic, cache, local_paths, manifest, remote, shared_places
+from grpo_jax.values import json_text
 
 _log = logging.getLogger(__name__)
 
@@ -143,10 +144,13 @@ def _is_intact(path: pathlib.Path, known: Mapping[str, str], *, compares: bool) 
 
 def _read(shelf: pathlib.Path) -> dict[str, Any]:
   """Returns the record of a shelf; an empty one if there is none that can be used."""
-  with contextlib.suppress(OSError, ValueError):
-    found = json.loads((shelf / _RECORD).read_text())
-    if isinstance(found, dict):
-      return found
+  with contextlib.suppress(OSError, *json_text.UNEXPECTED):
+    found = json_text.parsed((shelf / _RECORD).read_bytes())
+    files = {
+      name: {field: str(known[field]) for field in ("version", "blake2b", "bytes")}
+      for name, known in found["files"].items()
+    }
+    return {"files": files, "is_whole": found["is_whole"] is True}
   shutil.rmtree(shelf, ignore_errors=True)
   shelf.mkdir(parents=True)
   return {}

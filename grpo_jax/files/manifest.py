@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from grpo_jax.files import atomic
+from grpo_jax.values import json_text
 
 NAME = "manifest.json"
 
@@ -64,7 +65,7 @@ def damage(
   if not folder.is_dir():
     return "it is not a folder"
   try:
-    listed = json.loads((folder / NAME).read_text())["files"]
+    listed = json_text.parsed((folder / NAME).read_bytes())["files"]
     largest_first = sorted(listed, key=lambda name: (-int(listed[name]["bytes"]), name))
     own = set(largest_first[share[0] :: share[1]])
     for name, recorded in listed.items():
@@ -79,7 +80,7 @@ def damage(
     return f"{NAME} is missing" if any(folder.iterdir()) else "it is empty"
   except PermissionError:
     raise
-  except (ValueError, KeyError, TypeError, AttributeError):
+  except json_text.UNEXPECTED:
     return f"{NAME} cannot be parsed"
   except OSError as error:
     return f"it cannot be read: {error}"

@@ -159,6 +159,8 @@ class JsonClient:
       failure = Unreadable(f"{what}: {error}{self._after_colon(error.content)}")
     except bodies.UnreadableBody as error:
       failure = Unreadable(f"{what}: {error}")
+    except RecursionError:  # of the function that reads the answer.
+      failure = Unreadable(f"{what}: the answer is nested too deeply")
     except (aiohttp.ClientError, OSError) as error:
       failure = Unreachable(f"{what}: {type(error).__name__}{self._after_colon(str(error))}")
     raise failure

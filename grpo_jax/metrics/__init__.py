@@ -6,7 +6,6 @@ a row in `METRICS` (table.py) is a fault: `unknown` finds it, and `loggers` warn
 """
 
 import fnmatch
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from jaxtyping import Float
 from grpo_jax.metrics.table import METRICS, Definition
 from grpo_jax.rl import moments, staleness
 from grpo_jax.types import FinishReason, Metrics, Rollout, RolloutGroup
+from grpo_jax.values import json_text
 
 # The names, among an attempt's metrics in files, of the events that happened to it.
 _ERROR = "error/"  # error/KIND and error/close_KIND: the kind of a failure.
@@ -409,22 +409,25 @@ def parse_lines(text: str) -> tuple[list[dict[str, Any]], list[int]]:
   """Reads the text of a `metrics.jsonl`.
 
   Returns:
-    The objects with an integer `step`, in order, and the numbers (from 1) of the other
-    lines: a killed process may leave half a line at the end.
+    The objects of numbers and nulls with an integer `step`, in order, and the numbers (from 1) of
+    the other lines: a killed process may leave half a line at the end.
   """
   rows, broken = [], []
   for number, line in enumerate(text.split("\n"), start=1):
     if not line.strip():
       continue
     try:
-      row = json.loads(line)
-    except ValueError:
-      row = None
-    if isinstance(row, dict) and isinstance(row.get("step"), int):
+      row = json_text.parsed_object(line, is_strict=True)
+      if type(row.get("step")) is not int or not all(map(_is_number_or_null, row.values())):
+        raise ValueError
       rows.append(row)
-    else:
+    except ValueError:
       broken.append(number)
   return rows, broken
+
+
+def _is_number_or_null(value: object) -> bool:
+  return value is None or isinstance(value, int | float)
 
 
 def markdown_table() -> str:

@@ -9,6 +9,7 @@ import pathlib
 from typing import Any
 
 from grpo_jax.models.errors import MissingModel, ModelError
+from grpo_jax.values import json_text
 
 # Largest sizes in bytes: several times those of published models.
 SETTINGS_BYTES = 16 << 20  # config.json, generation_config.json, tokenizer_config.json, …
@@ -93,11 +94,9 @@ def json_object(content: bytes, where: str, *, is_strict: bool = False) -> dict[
     ModelError: The content is not JSON, not an object, or (if `is_strict`) repeats a name.
   """
   try:
-    found = json.loads(content, object_pairs_hook=_unique if is_strict else None)
-  except RecursionError as error:
-    raise ModelError(f"{where}: is not JSON that can be read: nested too deeply") from error
+    found = json_text.parsed(content, object_pairs_hook=_unique if is_strict else None)
   except ValueError as error:
-    raise ModelError(f"{where}: is not JSON: {error}") from error
+    raise ModelError(f"{where}: is not JSON that can be read: {error}") from error
   if not isinstance(found, dict):
     raise ModelError(f"{where}: must be a JSON object, but is {described(found)}")
   return found

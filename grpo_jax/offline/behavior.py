@@ -10,6 +10,9 @@ import hashlib
 import io
 import itertools
 import json
+import logging
+import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -23,6 +26,9 @@ from grpo_jax.data.groups import UNKNOWN_VERSION
 from grpo_jax.files import atomic
 from grpo_jax.processes import bulk
 from grpo_jax.types import RecordedGroup, Rollout, RolloutGroup
+from grpo_jax.values import json_text
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -133,13 +139,17 @@ class _Chunks:
 
   def of_whole_run(self, steps: int) -> list[Chunk] | None:
     """Returns all chunks, if they suffice for that many steps."""
-    is_enough = lambda: self._done.exists() and json.loads(self._done.read_text())["steps"] >= steps
     names = lambda: sorted(path.name for path in self._folder.glob("chunk_*.npz"))
-    found = processes.broadcast(self._on_main(lambda: names() if is_enough() else None))
-    return None if found is None else [self._read(name) for name in found]
+    listed = lambda: names() if self._steps_done() >= steps else None
+    found = processes.broadcast(self._on_main(listed))
+    if found is None:
+      return None
+    chunks = [self._read(name) for name in found]
+    whole = [chunk for chunk in chunks if chunk is not None]
+    return whole if len(whole) == len(chunks) else None
 
   def read(self, number: int) -> Chunk | None:
-    """Returns a chunk; None if it is not there."""
+    """Returns a chunk; None if it is not there, or damaged."""
     name = _name(number)
     is_there = processes.broadcast(self._on_main((self._folder / name).exists))
     return self._read(name) if is_there else None
@@ -152,10 +162,22 @@ class _Chunks:
     """Notes that the chunks suffice for that many steps."""
     self._on_main(lambda: atomic.replace_file(self._done, json.dumps({"steps": steps})))
 
-  def _read(self, name: str) -> Chunk:
+  def _steps_done(self) -> int:
+    """Returns for how many steps the chunks suffice; 0 if that is not known."""
+    try:
+      return int(json_text.parsed(self._done.read_bytes())["steps"])
+    except (OSError, *json_text.UNEXPECTED):
+      return 0
+
+  def _read(self, name: str) -> Chunk | None:
+    """Returns a chunk; None, with a warning, if its file is damaged."""
     content = self._on_main((self._folder / name).read_bytes)
     sent = bulk.exchange_bytes(content or b"", what=f"the behavior logprobs in {name}")
-    return _decoded(bytes(sent[0]))
+    try:
+      return _decoded(bytes(sent[0]))
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, *json_text.UNEXPECTED) as error:
+      _log.warning("%s is damaged and computed again: %s", self._folder / name, error)
+      return None
 
   def _on_main(self, work: Callable[[], T]) -> T | None:
     """Does what only the main process does; returns its result there, and None elsewhere."""

@@ -23,6 +23,7 @@ from grpo_jax.compilation.programs import Job, explained
 from grpo_jax.files import atomic
 from grpo_jax.files.cache import default_cache
 from grpo_jax.planning import collectives, target
+from grpo_jax.values import json_text
 
 _FORM = 2  # of what is kept; a change makes older answers unreadable.
 _COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
@@ -226,11 +227,11 @@ def refused_bytes(message: str) -> int | None:
 def _read(file: pathlib.Path) -> Compiled | None:
   """Returns a kept answer; None if there is none that can be read."""
   try:
-    fields: Mapping[str, Any] = json.loads(file.read_text())
+    fields: Mapping[str, Any] = json_text.parsed(file.read_bytes())
     moved_ = tuple(Moved(**one) for one in fields["moved"])
     arrays = tuple((int(n), str(what), str(where)) for n, what, where in fields["largest"])
     return Compiled(**{**fields, "moved": moved_, "largest": arrays})
-  except (OSError, ValueError, TypeError, KeyError):
+  except (OSError, *json_text.UNEXPECTED):
     return None
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from grpo_jax import metrics
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.run_folder import console, evaluation_log
-from grpo_jax.values import json_numbers
+from grpo_jax.values import json_numbers, json_text
 
 MAX_POINTS = 1500  # points of a curve; longer curves are averaged.
 MAX_BYTES = 3_000_000  # size of all sampled groups together.
@@ -82,19 +82,35 @@ def load(folder: str | Path) -> Run:
   config: dict[str, Any] = {}
   if (folder / "config.json").exists():
     try:
-      config = json.loads((folder / "config.json").read_text())
-    except ValueError as error:
+      config = json_text.parsed_object((folder / "config.json").read_bytes(), is_strict=True)
+    except (OSError, ValueError) as error:
       problems.append(f"config.json could not be read: {error}")
   rows: list[dict[str, Any]] = []
   if (folder / "metrics.jsonl").exists():
-    rows, broken = metrics.parse_lines((folder / "metrics.jsonl").read_text(errors="replace"))
+    try:
+      rows, broken = metrics.parse_lines((folder / "metrics.jsonl").read_text(errors="replace"))
+    except OSError as error:
+      problems.append(f"metrics.jsonl could not be read: {error}")
+      broken = []
     rows = _in_order(rows)
     if broken:
       problems.append(f"metrics.jsonl: lines {broken} could not be read")
   found = ((re.fullmatch(r"step_(\d+)\.jsonl", p.name), p) for p in folder.glob("rollouts/*"))
-  rollouts = {int(match[1]): path for match, path in found if match}
+  rollouts = {int(match[1]): path for match, path in found if match and path.is_file()}
   name, evaluations = folder.resolve().name, tuple(evaluation_log.files(folder))
   return Run(name, config, rows, dict(sorted(rollouts.items())), problems, evaluations)
+
+
+def records(path: Path) -> tuple[list[dict[str, Any]], int]:
+  """Returns the records of a file of rollouts, and the number of lines that cannot be read."""
+  found, broken = [], 0
+  with open(path, encoding="utf-8", errors="replace") as file:
+    for line in file:
+      try:
+        found.append(json_text.parsed_object(line, is_strict=True))
+      except ValueError:
+        broken += 1
+  return found, broken
 
 
 def curve(run: Run, name: str) -> tuple[list[int], list[float | None]]:
@@ -334,7 +350,7 @@ def _read_groups(path: Path) -> tuple[list[dict[str, Any]], int]:
     for line in file:
       size += len(line)
       try:
-        record = json.loads(line)
+        record = json_text.parsed_object(line, is_strict=True)
         number = record["group"]
         if number not in groups and _are_enough(groups.values(), size):
           break
@@ -342,7 +358,7 @@ def _read_groups(path: Path) -> tuple[list[dict[str, Any]], int]:
         group["size"] += 1
         if len(group["rollouts"]) < MAX_ROLLOUTS:
           group["rollouts"].append(_rollout(record))
-      except (ValueError, KeyError, TypeError):
+      except json_text.UNEXPECTED:
         broken += 1
   shown = [group for group in groups.values() if group["rollouts"]]
   return sorted(shown, key=lambda group: not _is_compared(group))[:MAX_GROUPS], broken

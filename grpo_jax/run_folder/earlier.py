@@ -1,10 +1,9 @@
 """What an earlier run left in a run folder, when there is no checkpoint to continue from."""
 
-import json
 import logging
 import pathlib
 
-from grpo_jax import processes
+from grpo_jax import metrics, processes
 from grpo_jax.files import atomic
 from grpo_jax.files.disk import writing
 
@@ -60,11 +59,5 @@ def _steps_of(workdir: pathlib.Path) -> set[int]:
     if number.isdecimal():
       steps.add(int(number))
   file = workdir / "metrics.jsonl"
-  for line in file.read_text(errors="replace").splitlines() if file.is_file() else ():
-    try:
-      row = json.loads(line)
-    except ValueError:
-      continue
-    if isinstance(row, dict) and "weight_version" in row and isinstance(row.get("step"), int):
-      steps.add(row["step"])
-  return steps
+  rows, _ = metrics.parse_lines(file.read_text(errors="replace") if file.is_file() else "")
+  return steps | {row["step"] for row in rows if "weight_version" in row}

@@ -104,7 +104,8 @@ class EvaluationLog:
 def files(folder: Path) -> Iterator[tuple[str, int, Path]]:
   """Yields the name of the set, the step and the file of every evaluation of a run folder."""
   for path in sorted((folder / FOLDER).glob("*/step_*.jsonl")):
-    if found := re.fullmatch(r"step_(\d+)\.jsonl", path.name):
+    found = re.fullmatch(r"step_(\d+)\.jsonl", path.name)
+    if found and path.is_file():
       yield urllib.parse.unquote(path.parent.name), int(found[1]), path
 
 

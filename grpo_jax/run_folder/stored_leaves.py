@@ -5,7 +5,6 @@ checkpoint may have been edited together with its manifest, or written by anothe
 """
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from grpo_jax.values import json_text
 
 
 class Unusable(Exception):
@@ -40,11 +41,16 @@ def read(file: pathlib.Path) -> Info:
   """Reads info.json.
 
   Raises:
-    Unusable: The file cannot be parsed, or a field is missing or has the wrong type.
+    Unusable: The file is missing or cannot be parsed, or a field is missing or has the wrong type.
+    PermissionError: The file exists but may not be read.
   """
   try:
-    stored = json.loads(file.read_text(encoding="utf-8"))
-  except (ValueError, RecursionError) as error:
+    stored = json_text.parsed(file.read_bytes())
+  except PermissionError:
+    raise
+  except OSError as error:
+    raise Unusable(f"{file.name} cannot be read: {error.strerror}") from error
+  except ValueError as error:
     raise Unusable(f"{file.name} cannot be parsed: {error}") from error
   if not isinstance(stored, dict):
     raise Unusable(f"{file.name} holds {_kind(stored)}, not an object")

@@ -1,10 +1,11 @@
 """The checkpoints in a folder, and the best of them."""
 
-import json
 import math
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
+
+from grpo_jax.values import json_text
 
 _STEP = re.compile(r"step_(\d{8,})")
 
@@ -38,9 +39,9 @@ def metric(checkpoint: pathlib.Path, names: Sequence[str]) -> float | None:
 def metrics(checkpoint: pathlib.Path) -> dict[str, float]:
   """Returns the metrics that were measured at a checkpoint; empty if its info.json is damaged."""
   try:
-    found = json.loads((checkpoint / "info.json").read_text())["metrics"]
+    found = json_text.parsed((checkpoint / "info.json").read_bytes())["metrics"]
     return {name: float(value) for name, value in found.items()}
-  except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+  except (OSError, *json_text.UNEXPECTED):
     return {}
 
 

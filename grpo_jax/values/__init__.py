@@ -1,1 +1,1 @@
-"""Values of options: allowed values, the nearest valid name, numbers in JSON. Pure."""
+"""Values of options: allowed values, the nearest valid name, JSON that may be broken. Pure."""

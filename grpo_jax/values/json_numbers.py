@@ -6,14 +6,20 @@ from typing import Any, SupportsFloat
 
 
 def finite(value: Any) -> float | None:
-  """Returns the number as a float; None, which is written as null, if it is not finite.
+  """Returns the number as a float; None, which is written as null, if it is not a finite one.
 
   For files that other programs read: metrics, rollouts, the report.
 
   Args:
     value: Number; any other value gives None.
   """
-  return float(value) if isinstance(value, numbers.Real) and math.isfinite(value) else None
+  if not isinstance(value, numbers.Real):
+    return None
+  try:
+    number = float(value)
+  except OverflowError:  # an integer beyond every float.
+    return None
+  return number if math.isfinite(number) else None
 
 
 def encoded(value: SupportsFloat) -> float | str:

@@ -176,6 +176,17 @@ def test_what_the_reader_rejects_is_shown_without_the_key():
   assert failure.__cause__ is failure.__context__ is None
 
 
+def test_an_answer_too_deep_for_its_reader_is_unreadable():
+  def read(answer):
+    return read(answer)
+
+  async def ask(client, url):
+    return await client.ask(Request(url=url, timeout_s=5.0), read)
+
+  failure, _ = talk(says("[]"), then=ask)
+  assert type(failure) is failures.Unreadable and "nested too deeply" in str(failure)
+
+
 @pytest.mark.parametrize("status", [429, 503])
 def test_the_server_says_how_long_to_wait_up_to_a_bound(status):
   async def timed(client, url):

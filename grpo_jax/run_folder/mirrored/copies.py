@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from grpo_jax.files import atomic, remote
 from grpo_jax.run_folder.mirrored import layout
+from grpo_jax.values import json_text
 
 NAME = "copy.json"  # in layout.SCRATCH.
 
@@ -40,9 +41,9 @@ def read_run(place: remote.Place) -> Run | None:
   """Returns what run.json says; None if it is missing or was only half written."""
   content = place.read(layout.RUN)
   try:
-    found = json.loads(content) if content is not None else None
+    found = json_text.parsed(content) if content is not None else None
     return None if found is None else Run(str(found["run"]), str(found["holder"]))
-  except (ValueError, KeyError, TypeError):
+  except json_text.UNEXPECTED:
     return None
 
 
@@ -54,13 +55,13 @@ def write_run(place: remote.Place, run: Run) -> None:
 def read_copy(folder: pathlib.Path) -> Copy | None:
   """Returns the record of a local copy; None if there is none."""
   try:
-    found = json.loads((folder / layout.SCRATCH / NAME).read_text())
+    found = json_text.parsed((folder / layout.SCRATCH / NAME).read_bytes())
     sent = {name: (int(size), int(time)) for name, (size, time) in found["sent"].items()}
     flags = bool(found["is_published"]), bool(found["is_whole"])
     return Copy(found["run"], found["owner"], *flags, sent)
   except FileNotFoundError:
     return None
-  except (ValueError, KeyError, TypeError, AttributeError) as error:
+  except json_text.UNEXPECTED as error:
     raise remote.RemoteError(
       f"{folder / layout.SCRATCH / NAME} cannot be understood: move {folder} away"
     ) from error

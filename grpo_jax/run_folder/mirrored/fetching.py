@@ -13,6 +13,7 @@ from typing import Any
 
 from grpo_jax.files import atomic, manifest, remote
 from grpo_jax.run_folder.mirrored import layout
+from grpo_jax.values import json_text
 
 _log = logging.getLogger(__name__)
 
@@ -114,9 +115,9 @@ def _fetch_step(place: remote.Place, folder: pathlib.Path, step: int, size: int)
 def _fill(place: remote.Place, scratch: pathlib.Path, step: int, listed: bytes) -> str | None:
   """Fetches the files of a manifest that are not here yet; returns what is wrong then."""
   try:
-    files: dict[str, dict[str, Any]] = json.loads(listed)["files"]
+    files: dict[str, dict[str, Any]] = json_text.parsed(listed)["files"]
     digests = {name: str(recorded["blake2b"]) for name, recorded in files.items()}
-  except (ValueError, KeyError, TypeError, AttributeError):
+  except json_text.UNEXPECTED:
     return f"{manifest.NAME} cannot be understood"
   if unsafe := [name for name in digests if not layout.is_safe(name)]:
     return f"{manifest.NAME} lists {unsafe[0]!r}"
@@ -197,9 +198,9 @@ def _restore_history(place: remote.Place, folder: pathlib.Path, step: int) -> li
   """
   content = place.read(f"{layout.step_folder(step)}/{layout.HISTORY}")
   try:
-    files = json.loads(content)["files"] if content is not None else {}
+    files = json_text.parsed(content)["files"] if content is not None else {}
     texts = {name: str(files[name]) for name in ("metrics.jsonl", "config.json") if name in files}
-  except (ValueError, KeyError, TypeError):
+  except json_text.UNEXPECTED:
     return []
   for name, text in texts.items():
     atomic.replace_file(folder / name, text)

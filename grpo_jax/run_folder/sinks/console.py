@@ -28,7 +28,7 @@ class _Console(Sink):
     self._every = samples_every_steps
     self._first: dict[str, float] = {}  # the first value of every evaluation metric.
     file = opening.workdir / "metrics.jsonl"
-    text = file.read_text(errors="replace") if file.exists() else ""
+    text = file.read_text(errors="replace") if file.is_file() else ""
     for row in metrics.parse_lines(text)[0]:
       if row["step"] < opening.start_step:
         self._remember_first(row)

@@ -40,7 +40,8 @@ class MetricLines:
 
   def __init__(self, path: Path, start_step: int):
     """Opens the file at a step, without the lines of that step and later ones."""
-    text = path.read_text(errors="replace") if path.exists() else ""
+    with writing(path):  # something else than a file may have its name.
+      text = path.read_text(errors="replace") if path.exists() else ""
     rows, broken = metrics.parse_lines(text)
     kept = [row for row in rows if row["step"] < start_step]
     self.broken = [number for number in broken if number < text.count("\n") + 1]

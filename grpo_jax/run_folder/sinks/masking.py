@@ -12,6 +12,7 @@ from urllib.parse import quote
 from grpo_jax import registry
 from grpo_jax.http import redaction
 from grpo_jax.http.redaction import MASK
+from grpo_jax.values import json_text
 
 _SHORTEST = 6  # characters; shorter values would be found in any text.
 _WORDS = "password|passwd|secret|credentials?|authorization|bearer"
@@ -86,7 +87,7 @@ class Masked:
 def read_config(workdir: Path) -> Masked:
   """Returns the configuration of a run folder; empty if it cannot be read."""
   try:
-    config = json.loads((workdir / "config.json").read_text())
+    config = json_text.parsed((workdir / "config.json").read_bytes())
   except (OSError, ValueError):
     config = {}
   return Masked(config if isinstance(config, dict) else {})

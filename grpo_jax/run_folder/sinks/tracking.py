@@ -4,6 +4,7 @@ A tracker has a file in this folder with a class that derives from `Tracker`; `T
 always in the same thread.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -20,6 +21,7 @@ from grpo_jax.files.atomic import replace_file
 from grpo_jax.run_folder.sinks.background import TIMEOUT_S, Worker
 from grpo_jax.run_folder.sinks.base import Opening, Sink, StepRollouts
 from grpo_jax.run_folder.sinks.masking import Masked, read_config
+from grpo_jax.values import json_text
 from grpo_jax.values.json_numbers import finite
 
 _log = logging.getLogger(__name__)
@@ -181,13 +183,11 @@ class _Memory:
     self.run: str | None = None
     self._step = -1
     self._names: set[str] = set()  # of the values of that step.
-    try:
-      found = json.loads(path.read_text()) if start_step else {}
-    except (OSError, ValueError):
-      found = {}
-    if isinstance(found, dict) and found.get("place") == self._place:
-      self.run, self._step = found["run"], int(found["step"])
-      self._names = set(found["names"])
+    with contextlib.suppress(OSError, *json_text.UNEXPECTED):
+      found = json_text.parsed(path.read_bytes()) if start_step else {}
+      if found.get("place") == self._place:
+        self._names = {str(name) for name in found["names"]}
+        self.run, self._step = str(found["run"]), int(found["step"])
 
   def begin(self, run: str) -> None:
     """Notes the run of the tracker."""
