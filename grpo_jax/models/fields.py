@@ -49,8 +49,7 @@ class Fields:
   def number(self, name: str, default: float | None = None, *, above: float) -> float:
     """Returns a finite number above `above`; raises as `integer`."""
     value = self._value(name, default)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value <= above:
+    if not _is_finite(value) or value <= above:
       raise self.wrong(name, f"a finite number above {above:g}")
     return float(value)
 
@@ -105,6 +104,16 @@ class Fields:
     if value is None:
       raise ModelError(f"{self.where}: {name} is missing")
     return value
+
+
+def _is_finite(value: Any) -> bool:
+  """Returns whether a value is a number that is finite as a float."""
+  if not isinstance(value, int | float) or isinstance(value, bool):
+    return False
+  try:
+    return math.isfinite(value)
+  except OverflowError:
+    return False
 
 
 def short(value: Any) -> str:

@@ -124,11 +124,15 @@ def _weight_map(index: pathlib.Path) -> dict[str, str]:
   return weight_map
 
 
-def read_header(file: pathlib.Path) -> dict[str, Entry]:
+def read_header(file: pathlib.Path, *, max_bytes: int = HEADER_BYTES) -> dict[str, Entry]:
   """Returns the entries of one safetensors file.
 
   The rules are the format's own: a header of at most 100 MB, and tensors that fill the rest of
   the file without gaps or overlaps.
+
+  Args:
+    file: File to read.
+    max_bytes: Longest header that is read.
 
   Raises:
     ModelError: The file is truncated, is not a safetensors file, or has an unsupported dtype.
@@ -138,8 +142,8 @@ def read_header(file: pathlib.Path) -> dict[str, Entry]:
     length = int.from_bytes(stream.read(8), "little")
     if size < 8 or length > size - 8:
       raise ModelError(f"{file}: is cut short or not a safetensors file ({size} bytes)")
-    if length > HEADER_BYTES:
-      raise ModelError(f"{file}: has a header of {length} bytes; at most {HEADER_BYTES} are read")
+    if length > max_bytes:
+      raise ModelError(f"{file}: has a header of {length} bytes; at most {max_bytes} are read")
     header = files.json_object(stream.read(length), f"{file}: header", is_strict=True)
   metadata = header.pop("__metadata__", {})
   if not isinstance(metadata, dict):

@@ -77,6 +77,7 @@ def rewritten(folder, change):
     ({"lora_alpha": "16"}, "lora_alpha needs a finite number above 0, got '16'"),
     ({"lora_alpha": math.nan}, "lora_alpha needs a finite number"),
     ({"lora_alpha": math.inf}, "lora_alpha needs a finite number"),
+    ({"lora_alpha": 10**400}, "lora_alpha needs a finite number"),
     ({"lora_alpha": 0}, "lora_alpha needs a finite number above 0"),
     ({"use_rslora": "yes"}, "use_rslora needs true or false"),
     ({"target_modules": None}, "target_modules needs a list of modules, or a string"),
@@ -198,6 +199,16 @@ def test_other_dtypes_are_read_as_float32(folder, dtype):
 def test_a_damaged_description_is_refused(folder, content, reason):
   (folder / adapter_files.CONFIG_FILE).write_bytes(content)
   with pytest.raises(ModelError, match=reason):
+    adapter_files.options(folder)
+
+
+def test_a_header_longer_than_that_of_any_adapter_is_not_read(folder):
+  weights = folder / adapter_files.WEIGHTS_FILE
+  entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+  names = (f"base_model.model.model.layers.{i}.self_attn.q_proj.lora_A" for i in range(150_000))
+  header = json.dumps(dict.fromkeys(names, entry)).encode()
+  weights.write_bytes(len(header).to_bytes(8, "little") + header)
+  with pytest.raises(ModelError, match=r"has a header of \d+ bytes; at most 16777216 are read"):
     adapter_files.options(folder)
 
 
