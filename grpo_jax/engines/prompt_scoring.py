@@ -11,7 +11,6 @@ distribution.
 import asyncio
 import dataclasses
 import itertools
-import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,6 +26,7 @@ from grpo_jax.http.failures import HttpFailure, Unusable
 # Of an answer, in bytes: per token an id, its logprob, its text and the names of fields.
 _TOKEN_BYTES, _FIXED_BYTES = 512, 1 << 16
 _ROUNDING = 1e-3  # nats above 0 that a server may report for a certain token.
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class ScoringError(ExpectedFailure, RuntimeError):
@@ -163,7 +163,7 @@ def _checked(found: Sequence[Any]) -> Float[np.ndarray, " _"]:
   """Returns logprobs as an array; raises Unscored unless each is usable."""
   for value in found:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (is_number and math.isfinite(value) and value <= _ROUNDING):
+    if not (is_number and -_LARGEST <= value <= _ROUNDING):  # NaN is not, either.
       raise Unscored(f"logprobs must be finite numbers of at most 0, got {value!r:.80}")
   return np.minimum(np.asarray(found, np.float32), 0.0)
 

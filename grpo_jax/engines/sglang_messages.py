@@ -15,9 +15,7 @@ from jaxtyping import Float, Int
 from grpo_jax.engines.base import Generation, GenerationRequest, SamplingParams
 from grpo_jax.http.failures import Unusable
 from grpo_jax.types import FinishReason
-
-# Errors that reading data in an unexpected form raises.
-_NOT_AS_EXPECTED = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+from grpo_jax.values import json_text
 
 # Size of an answer in bytes. A token is [logprob, id, null], its id again in `output_ids`, and its
 # text in `text`: some 50 bytes, and up to 300 for the longest tokens of a vocabulary (128 line
@@ -272,7 +270,7 @@ def _garbled(what: str) -> Iterator[None]:
     yield
   except Garbled:
     raise
-  except (*_NOT_AS_EXPECTED, RecursionError) as error:
+  except (*json_text.UNEXPECTED, RecursionError) as error:
     raise Garbled(f"{what}: {type(error).__name__}: {error!s:.300}") from error
 
 
@@ -286,6 +284,10 @@ def _check(
     raise Garbled(f"{len(ids)} tokens came, 1 to {request.sampling.max_tokens} were requested")
   if ((ids < 0) | (ids >= vocab_size)).any():
     raise Garbled(f"a token id is outside the vocabulary of {vocab_size}: {_some(ids)}")
+  _check_logprobs(logprobs)
+
+
+def _check_logprobs(logprobs: Float[np.ndarray, " n"]) -> None:
   if not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
     raise Garbled(f"logprobs must be finite and at most 0, got {_some(logprobs)}")
 
@@ -350,7 +352,7 @@ def prompt_logprobs(answer: Any, ids: Sequence[int]) -> Float[np.ndarray, " n"]:
   """Reads the answer to `prompt_body`: the logprob of each id but the first, in nats.
 
   Raises:
-    Garbled: The logprobs are missing, or belong to other ids.
+    Garbled: The logprobs are missing, not finite or positive, or belong to other ids.
   """
   entries = _field(_field(answer, "meta_info", dict), "input_token_logprobs", list)
   with _garbled("input_token_logprobs does not hold [logprob, id, ...]"):
@@ -358,6 +360,7 @@ def prompt_logprobs(answer: Any, ids: Sequence[int]) -> Float[np.ndarray, " n"]:
     logprobs = _logprobs(entries[1:])
   if found != [int(i) for i in ids]:
     raise Garbled(f"logprobs were requested for {[*ids]}, came for {found!s:.300}")
+  _check_logprobs(logprobs)
   return logprobs
 
 

@@ -333,6 +333,11 @@ def test_logprobs_of_a_prompt_are_those_of_all_ids_but_the_first():
     (prompt_answer([None, 5, None], [None, 6, None]), "logprob, id"),
     (prompt_answer([None, 5, None], [-1.5, float("inf"), None]), "logprob, id"),
     (prompt_answer([None, 5, None], 6), "logprob, id"),
+    *(
+      (prompt_answer([None, 5, None], [value, 6, None]), "must be finite and at most 0")
+      for value in (float("inf"), -float("inf"), float("nan"), 1e300, -1e300, 0.5)
+    ),
+    (prompt_answer([None, 5, None], [10**400, 6, None]), "logprob, id"),
   ],
 )
 def test_logprobs_of_another_prompt_are_refused(reply, message):

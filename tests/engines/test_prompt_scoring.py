@@ -105,6 +105,8 @@ def test_ids_are_sent_and_their_logprobs_read(api, content):
     ("sglang", sglang(values=[None, -1.0, float("nan")]), "finite numbers of at most 0, got nan"),
     ("sglang", sglang(values=[None, -1.0, None]), "finite numbers of at most 0, got None"),
     ("sglang", sglang(values=[None, -1.0, 0.5]), "finite numbers of at most 0, got 0.5"),
+    ("sglang", sglang(values=[None, -1.0, -1e300]), "finite numbers of at most 0, got -1e+300"),
+    ("sglang", sglang(values=[None, -1.0, -(10**400)]), "finite numbers of at most 0, got -100"),
     ("sglang", sglang(values=[None, True, -1.0]), "finite numbers of at most 0, got True"),
     ("sglang", sglang(ids=(7, 9)), "token 3 has the id 8, its logprob came for the id 9"),
     ("sglang", sglang(ids=(8,)), "for 2 tokens, came for 1"),
