@@ -89,6 +89,7 @@ def parse(arguments: Sequence[str]) -> Command:
     argv = parsed.read_flags_from_files(list(arguments), force_gnu=False)
   except flags.Error as error:
     raise ConfigError(str(error)) from error
+  _refuse_one_dash(argv)
   paths, argv = _take(argv, "config")
   asked = [m for each in argv if (m := re.fullmatch(r"--?(help|h|helpfull|helpshort)(=.*)?", each))]
   section = next((m[2][1:] for m in asked if m[2]), "")
@@ -136,15 +137,14 @@ def override(config: ConfigDict, flags_of_config: Sequence[str]) -> None:
   Raises:
     ConfigError: A name or a value cannot be used.
   """
+  _refuse_one_dash(flags_of_config)
   if rest := _override(config, flags.FlagValues(), flags_of_config):
     raise ConfigError(_stray(rest[0]))
 
 
 def _override(config: ConfigDict, parsed: flags.FlagValues, argv: Sequence[str]) -> list[str]:
   """Applies the flags of `argv` to `config` and `parsed`; returns the other arguments."""
-  names = dict.fromkeys(
-    m.group(1) for a in argv if (m := re.match(r"--?(?:no)?config\.([^=]*)", a))
-  )
+  names = dict.fromkeys(m.group(1) for a in argv if (m := re.match(r"--(?:no)?config\.([^=]*)", a)))
   overrides.make_room(config, names)
   complaints = [f"--config.{n}: {c}" for n in names if (c := configuration.refusal(config, n))]
   if complaints:
@@ -171,6 +171,13 @@ def _override(config: ConfigDict, parsed: flags.FlagValues, argv: Sequence[str])
         continue
       raise ConfigError(f"--config.{name}=None: this field needs a value, None is not allowed")
   return rest
+
+
+def _refuse_one_dash(argv: Sequence[str]) -> None:
+  """Raises ConfigError for a flag with one dash, which absl would take for the same with two."""
+  for argument in argv:
+    if re.match(r"-(no)?(config|workdir|flagfile)\b", argument):
+      raise ConfigError(f"{argument}: a flag begins with two dashes: -{argument}")
 
 
 class _Reader(flags.ArgumentParser):

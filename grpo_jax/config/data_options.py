@@ -1,6 +1,6 @@
 """Makes datasets from the sections `data` and `evaluation` of a config, and checks them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from grpo_jax import data, environments
@@ -10,6 +10,11 @@ from grpo_jax.types import Prompt
 # A ConfigDict, whose fields a type checker cannot know.
 Config = Any
 
+# Fields of datasets, by their names.
+Sets = Mapping[str, Mapping[str, Any]]
+
+# Fields of a dataset that say where its rows are.
+_OF_SOURCE = ("path", "dataset", "subset", "split", "task")
 # Fields of config.data that say how datasets are combined, not what each dataset is.
 _DATALOADER = ("num_prompts_per_dataloader", "dataloader", "dataloader_args")
 _OF_STREAM = ("shuffle", "epochs", "on_error", "datasets", *_DATALOADER)
@@ -106,11 +111,15 @@ def complaints(config: Config, *, has_environments: bool = True) -> Iterator[str
   except ValueError as error:
     yield str(error)
     return
+  yield from _unused(config, found["data"], found["evaluation"])
   for section, sets in found.items() if has_environments else ():
     for name, one in sets.items():
       place = section if len(sets) == 1 else f"{section}: dataset {name!r}"
-      yield from _unknown_environments(place, one, config)
-      yield from _refused_tasks(place, one, config)
+      try:
+        yield from _unknown_environments(place, one, config)
+        yield from _refused_tasks(place, one, config)
+      except ValueError as error:  # there is no dataset of that name.
+        yield f"{place}: {error}"
   per_loader, per_step = config.data.num_prompts_per_dataloader, config.rollout.prompts_per_step
   if per_loader and per_step % per_loader:
     yield (
@@ -122,6 +131,23 @@ def complaints(config: Config, *, has_environments: bool = True) -> Iterator[str
     if not any(best.startswith(f"eval/{name}/") for name in found["evaluation"]):
       known = ", ".join(found["evaluation"])
       yield f"checkpoint.best_metric is {best!r}, but the evaluation sets are: {known}"
+
+
+def _unused(config: Config, trained: Sets, evaluated: Sets) -> Iterator[str]:
+  """Yields fields that name data although every dataset of a list has data of its own."""
+  sections = {
+    "data": (config.data, config.data.datasets, trained),
+    "evaluation.data": (config.evaluation.data, config.evaluation.datasets, evaluated),
+  }
+  for section, (shared, listed, sets) in sections.items():
+    place = section.removesuffix(".data")
+    for field in _OF_SOURCE if listed else ():
+      value = shared.get(field)
+      if value is not None and all(one.get(field) != value for one in sets.values()):
+        yield (
+          f"{section}.{field}={value!r} has no effect: every entry of {place}.datasets has data of"
+          " its own"
+        )
 
 
 def _refused_tasks(place: str, one: dict[str, Any], config: Config) -> Iterator[str]:

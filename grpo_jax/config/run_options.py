@@ -22,6 +22,7 @@ from grpo_jax.config import (
   teacher_options,
 )
 from grpo_jax.config.own_functions import name_or_function
+from grpo_jax.data import group_options
 from grpo_jax.engines import base as engines
 from grpo_jax.engines import launching
 from grpo_jax.engines.base import SamplingParams
@@ -119,6 +120,7 @@ def _broken_rules(config: Config, devices: Sequence[Any] | None) -> Iterator[str
   yield from _refused(lambda: optimizer(config))
   if config.sampling.temperature <= 0:
     yield "sampling.temperature must be above 0: greedy completions do not explore"
+  yield from _refused(lambda: group_options.Options(**config.offline))
   is_offline = modes.is_offline(config)
   if is_offline:
     yield from modes.problems(config)

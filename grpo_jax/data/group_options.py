@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from grpo_jax.data import ranks
-from grpo_jax.data.recorded import Style
+from grpo_jax.data.recorded import REASONING, TOOLS, Style
 from grpo_jax.values import checked
 
 # Sources of the logprobs under the policy that sampled a response; see `behavior`.
@@ -20,15 +20,15 @@ KINDS: Mapping[str, checked.Kind] = {
   "rewards": checked.choice(("file", "environment")),
   "reward_key": checked.text(),
   "rank_reward": checked.text(),
-  "rank_ties": checked.text(),
-  "rank_best": checked.text(),
+  "rank_ties": checked.choice(tuple(ranks.TIES)),
+  "rank_best": checked.choice(tuple(ranks.BEST)),
   "rank_temperature": checked.number(above=0),
   "group_size": checked.whole(low=2, none=True),
   "type_key": checked.text(),
   "behavior": checked.choice(SOURCES),
   "score": checked.choice(SCORES),
-  "reasoning": checked.text(),
-  "tools": checked.text(),
+  "reasoning": checked.choice(REASONING),
+  "tools": checked.choice(TOOLS),
 }
 
 

@@ -62,6 +62,10 @@ class Recording:
   tools: tuple[calls.Tool, ...] = ()  # tools that the model was offered, for the chat template.
 
 
+REASONING = ("think", "drop")
+TOOLS = ("refuse", "ignore")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Style:
   """How rows are read."""
@@ -78,7 +82,7 @@ class Style:
   tools: str = "refuse"
 
   def __post_init__(self):
-    for name, known in (("reasoning", ("think", "drop")), ("tools", ("refuse", "ignore"))):
+    for name, known in (("reasoning", REASONING), ("tools", TOOLS)):
       value = {"reasoning": self.reasoning, "tools": self.tools}[name]
       if value not in known:
         raise ValueError(f"{name} must be one of {known}, got {value!r}")

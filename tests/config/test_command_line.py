@@ -53,7 +53,6 @@ def config_of(path, *arguments):
     ("--config.off=True", "off", True),
     ("--config.off", "off", True),
     ("--noconfig.on", "on", False),
-    ("-config.seed=3", "seed", 3),
     ("--config.untyped=0.3", "untyped", 0.3),
     ("--config.untyped=3", "untyped", 3),
     ("--config.untyped=word", "untyped", "word"),
@@ -155,6 +154,9 @@ def test_flags_are_read_from_a_flagfile(path, tmp_path):
     ("--wrkdir=x", "unknown flag --wrkdir; did you mean --workdir"),
     ("--confg.loss.clip_low=1", "did you mean --config.loss.clip_low"),
     ("--workdir=", "--workdir needs the path of a folder"),
+    ("-config.seed=3", "-config.seed=3: a flag begins with two dashes: --config.seed=3"),
+    ("-noconfig.off", "a flag begins with two dashes: --noconfig.off"),
+    ("-workdir=x", "a flag begins with two dashes: --workdir=x"),
     ("config.seed=3", "unexpected argument 'config.seed=3'; did you mean --config.seed=3"),
     ("--flagfile=/nowhere/at/all", "/nowhere/at/all"),
     ("--config=other.py", "--config was given 2 times"),
@@ -163,6 +165,13 @@ def test_flags_are_read_from_a_flagfile(path, tmp_path):
 def test_mistake_is_named_with_what_would_be_right(path, argument, message):
   with pytest.raises(ConfigError, match=message):
     config_of(path, argument)
+
+
+def test_flags_of_other_commands_begin_with_two_dashes(path):
+  config = config_of(path)
+  with pytest.raises(ConfigError, match="a flag begins with two dashes: --config.seed=3"):
+    command_line.override(config, ["-config.seed=3"])
+  assert config.seed == 1
 
 
 def test_every_mistyped_field_is_named_at_once(path):
