@@ -8,13 +8,13 @@ import logging
 import pathlib
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from grpo_jax import data
-from grpo_jax.building import online, stored, stored_engine
+from grpo_jax.building import named_code, online, stored, stored_engine
 from grpo_jax.config import base as defaults
-from grpo_jax.config import configuration, run_options
+from grpo_jax.config import command_line, configuration, run_options
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.environments.base import Endpoint
 from grpo_jax.errors import ExpectedFailure
@@ -123,26 +123,30 @@ async def _serve(
     await server.close()
 
 
-def config_of(model: str, *, base: str | None = None) -> Config:
+def config_of(model: str, *, base: str | None = None, changes: Sequence[str] = ()) -> Config:
   """Returns the config of a run; of a model, the defaults with sizes that fit most machines.
 
   Args:
     model: Argument of `serve`.
     base: Argument of `serve`.
+    changes: Flags of the command line that change fields.
 
   Raises:
-    ExpectedFailure: There is no such run, or no such model.
+    ExpectedFailure: There is no such run, or no such model; or a flag cannot be used.
   """
   reference = stored.parse(model)
   if reference.step is not None:
-    return stored.whole_config_of(pathlib.Path(reference.place))
+    return named_code.config_to_run(pathlib.Path(reference.place), changes=changes)
   context = stored.find(reference, base=base).config.max_position_embeddings
   values = {
     "rollout.max_tokens": min(_TOKENS, context),
     "sampling.max_tokens": _ANSWER,
     "engine.max_rows": _ROWS,
   }
-  return configuration.replaced(defaults.get_config(), values)
+  config = configuration.replaced(defaults.get_config(), values)
+  if changes:
+    command_line.override(config, changes)
+  return config
 
 
 def _prepared(config: Config, weights: stored.StoredWeights) -> Config:

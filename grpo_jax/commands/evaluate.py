@@ -59,18 +59,17 @@ def main(arguments: Sequence[str]) -> int:
   if not own["model"]:
     raise WrongUse("--model is missing: RUN, RUN:best or the folder of a model (--help)")
   from grpo_jax import evaluation, report  # only now: it takes seconds, and mistakes should not.
-  from grpo_jax.building import stored
+  from grpo_jax.building import named_code, stored
 
   config = None
   if any(word.startswith("--config=") for word in rest):
     config = command_line.parse(rest).config
-  elif rest:
-    reference = stored.parse(own["model"][0])
-    if reference.step is None:
-      raise WrongUse("--config is missing: it says how a model is evaluated")
-    config = stored.whole_config_of(pathlib.Path(reference.place))
-    command_line.override(config, rest)
   with notices.for_program(), interrupts.Flag() as stop:
+    if config is None and rest:
+      reference = stored.parse(own["model"][0])
+      if reference.step is None:
+        raise WrongUse("--config is missing: it says how a model is evaluated")
+      config = named_code.config_to_run(pathlib.Path(reference.place), changes=rest)
     try:
       done = evaluation.run(
         own["model"],

@@ -62,10 +62,9 @@ def main(arguments: Sequence[str]) -> int:
   config = None
   if read.config is not None:
     config = command_line.parse([f"--config={read.config}", *of_config]).config
-  elif of_config:
-    config = endpoint.config_of(read.model, base=read.base)
-    command_line.override(config, of_config)
   with notices.for_program(), interrupts.Flag() as stop:
+    if config is None and of_config:
+      config = endpoint.config_of(read.model, base=read.base, changes=of_config)
     try:
       endpoint.serve(
         read.model,

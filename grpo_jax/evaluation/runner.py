@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_jax import data, environments, metrics
-from grpo_jax.building import checks, groups, online, stored, stored_engine
+from grpo_jax.building import checks, groups, named_code, online, stored, stored_engine
 from grpo_jax.config import configuration, data_options, modes, run_options
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.engines.base import SamplingParams
@@ -286,7 +286,7 @@ def _config_of_run(name: str) -> Config:
   reference = stored.parse(name)
   if reference.step is None:
     raise ConfigError(f"{name} is a model and not a run: say how to evaluate it, with --config=…")
-  return stored.whole_config_of(pathlib.Path(reference.place))
+  return named_code.config_to_run(pathlib.Path(reference.place))
 
 
 def _folder(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from grpo_jax import report
-from grpo_jax.building import stored
+from grpo_jax.building import named_code, stored
 from grpo_jax.commands import compare, overlap
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.report import data as report_data
@@ -42,7 +42,13 @@ def overlapping(folder):
 
 
 READERS = {  # what commands read of a file.
-  "config.json": (report.write, compared, overlapping, lambda run: stored.find(f"{run}:best")),
+  "config.json": (
+    report.write,
+    compared,
+    overlapping,
+    lambda run: stored.find(f"{run}:best"),
+    named_code.config_to_run,
+  ),
   "metrics.jsonl": (report.write, compared, overlapping),
   "rollouts/step_000002.jsonl": (report.write, overlapping),
   f"{CHECKPOINT}/manifest.json": (lambda run: stored.find(str(run)),),
