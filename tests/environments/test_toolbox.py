@@ -432,6 +432,11 @@ def test_the_answers_of_a_turn_are_in_order_then_those_of_malformed_calls():
   assert [each["function"] for each in given] == [{"name": "returns", "arguments": {}}]
 
 
+@dataclasses.dataclass
+class Tree:
+  trees: "list[Tree]"
+
+
 def test_functions_without_a_schema_are_refused_by_name():
   def no_hint(x):
     return x
@@ -451,6 +456,9 @@ def test_functions_without_a_schema_are_refused_by_name():
   def unknown(x: "Nothing"):
     return x
 
+  def recursive(x: Tree):
+    return x
+
   for function, reason in {
     no_hint: "the parameter 'x' needs a type hint",
     positional: "cannot be given by name",
@@ -458,6 +466,7 @@ def test_functions_without_a_schema_are_refused_by_name():
     strange: "parameter 'x': Counter has no JSON schema",
     numbered: "keys of an object are strings, not int",
     unknown: "its signature cannot be read: name 'Nothing'",
+    recursive: "'x': a type that refers to itself has no JSON schema",
   }.items():
     with pytest.raises(ValueError, match=reason):
       functions.tool_of(function)

@@ -190,6 +190,21 @@ def test_a_string_that_may_be_null_is_null_where_it_is_written():
     assert found.calls == (made("f", {"s": None, "t": word}),)
 
 
+def test_a_schema_in_another_form_leaves_the_text_of_a_value():
+  text = "<tool_call>f<arg_key>s</arg_key><arg_value>3</arg_value></tool_call>"
+  for schema in ({"type": 5}, {"type": {}}, {"anyOf": 3}, {"oneOf": True}, {"anyOf": {"a": 1}}, 7):
+    for parameters in ({"properties": {"s": schema}}, schema, [schema]):
+      tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+      assert parse(text, "glm4_moe", tools=tools).calls == (made("f", {"s": "3"}),), parameters
+  deep = {"type": "integer"}
+  for _ in range(2000):
+    deep = {"anyOf": [deep]}
+  tools = [
+    {"type": "function", "function": {"name": "f", "parameters": {"properties": {"s": deep}}}}
+  ]
+  assert parse(text, "glm4_moe", tools=tools).calls == (made("f", {"s": "3"}),)
+
+
 def test_gpt_oss_has_its_answer_in_the_final_channel():
   thought = "<|channel|>analysis<|message|>Hm.<|end|>"
   text = f"{thought}<|start|>assistant<|channel|>final<|message|>3.<|return|>"

@@ -136,7 +136,11 @@ def _typed_parameters(
     if parameter.name not in known:
       raise ValueError(f"{where}: the parameter {parameter.name!r} needs a type hint")
     hint = known[parameter.name]
-    found.append((parameter, hints.typed(hint, f"{where}, parameter {parameter.name!r}")))
+    place = f"{where}, parameter {parameter.name!r}"
+    try:
+      found.append((parameter, hints.typed(hint, place)))
+    except RecursionError as error:
+      raise ValueError(f"{place}: a type that refers to itself has no JSON schema") from error
   return found
 
 

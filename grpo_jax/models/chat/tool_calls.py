@@ -20,6 +20,7 @@ from grpo_jax.models.chat.untrusted_json import JsonError, after_space
 
 MAX_CALLS = 32  # of one turn, malformed ones included.
 _SHOWN = 100  # characters of a model's text in a message.
+_DEEPEST = 50  # alternatives of a schema within each other.
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
 
@@ -304,7 +305,8 @@ def _types_of(name: str, tools: Sequence[Tool]) -> Mapping[str, Any]:
   for tool in tools:
     function = tool.get("function", {})
     if function.get("name") == name:
-      found = (function.get("parameters") or {}).get("properties")
+      parameters = function.get("parameters")
+      found = parameters.get("properties") if isinstance(parameters, Mapping) else None
       return found if isinstance(found, Mapping) else {}
   return {}
 
@@ -324,17 +326,19 @@ def _typed(text: str, schema: Any) -> Any:
     return text  # of the wrong type, which a check by the schema finds.
 
 
-def _kinds(schema: Any) -> set[str]:
-  """Returns the types that a schema allows; none: it does not say."""
-  if not isinstance(schema, Mapping):
+def _kinds(schema: Any, depth: int = 0) -> set[str]:
+  """Returns the types that a schema allows; none: it does not say, or is nested too deeply."""
+  if not isinstance(schema, Mapping) or depth > _DEEPEST:
     return set()
   kind = schema.get("type")
-  found = {kind} if isinstance(kind, str) else {k for k in kind or () if isinstance(k, str)}
+  named = kind if isinstance(kind, list | tuple) else (kind,)
+  found = {each for each in named if isinstance(each, str)}
   if not found and isinstance(values := schema.get("enum"), list | tuple):
     return {"string"} if any(isinstance(value, str) for value in values) else {"other"}
-  alternatives = [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
-  for each in alternatives:
-    found |= _kinds(each) or {"string"}
+  for keyword in ("anyOf", "oneOf"):
+    alternatives = schema.get(keyword)
+    for each in alternatives if isinstance(alternatives, list | tuple) else ():
+      found |= _kinds(each, depth + 1) or {"string"}
   return found
 
 
