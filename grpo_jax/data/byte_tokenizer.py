@@ -22,7 +22,8 @@ class ByteTokenizer:
   pad_id = PAD
   tool_form = "hermes"
 
-  def encode(self, text: str) -> Int[np.ndarray, " tokens"]:
+  def encode(self, text: str, *, begins: bool = False) -> Int[np.ndarray, " tokens"]:
+    del begins  # no text gets a first token.
     return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
   def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special: bool = True) -> str:

@@ -75,8 +75,14 @@ class Tokenizer(Protocol):
     """Fills rectangular arrays. Never derive a mask from it."""
     ...
 
-  def encode(self, text: str) -> Int[np.ndarray, " tokens"]:
-    """Encodes text without adding special tokens."""
+  def encode(self, text: str, *, begins: bool = False) -> Int[np.ndarray, " tokens"]:
+    """Encodes text without adding special tokens.
+
+    Args:
+      text: Text to encode.
+      begins: Whether a prompt begins with the text, and no chat template wrote it. Then what the
+        tokenizer itself puts at the beginning of texts (BOS) is there, once.
+    """
     ...
 
   def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special: bool = True) -> str:
@@ -102,7 +108,8 @@ class Tokenizer(Protocol):
     """Encodes a conversation as `render` writes it; messages and tools write no control tokens.
 
     Only the template and `control_tokens.TrustedText` do, and messages of the assistant, which may
-    have thoughts and calls as the model writes them (`control_tokens.THOUGHTS_AND_CALLS`).
+    have thoughts and calls as the model writes them (`control_tokens.THOUGHTS_AND_CALLS`). Without
+    a template the conversation is encoded as the beginning of a prompt; see `encode`.
     """
     ...
 
@@ -167,6 +174,8 @@ class HuggingFaceTokenizer:
     added = opened.backend.added_tokens_decoder.items()
     self._special = {i: str(token) for i, token in added if token.special}
     self._marks = {*self._special, *stop_ids}
+    self._template: ChatTemplate | Plain
+    self._turns: TurnTexts | Plain
     if plain:
       self._template = self._turns = Plain()
     else:
@@ -217,9 +226,19 @@ class HuggingFaceTokenizer:
       return int(self._backend.pad_token_id)
     return self._stop_ids[0]
 
-  def encode(self, text: str) -> Int[np.ndarray, " tokens"]:
+  def encode(self, text: str, *, begins: bool = False) -> Int[np.ndarray, " tokens"]:
     with tokenizer_files.guarded():
-      return np.asarray(self._backend.encode(text, add_special_tokens=False), np.int32)
+      ids = self._backend.encode(text, add_special_tokens=False)
+    first = self._beginning if begins else []
+    return np.asarray(ids if ids[: len(first)] == first else [*first, *ids], np.int32)
+
+  @functools.cached_property
+  def _beginning(self) -> list[int]:
+    """Ids that the tokenizer itself puts at the beginning of texts, such as BOS."""
+    bare, whole = (self._backend.encode("a", add_special_tokens=each) for each in (False, True))
+    places = range(len(whole) - len(bare) + 1)
+    found = (place for place in places if whole[place : place + len(bare)] == bare)
+    return whole[: next(found, 0)]
 
   def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special: bool = True) -> str:
     with tokenizer_files.guarded():
@@ -238,7 +257,7 @@ class HuggingFaceTokenizer:
     # The template itself writes the special tokens: none are added to the rendered text.
     marked = self._control.marked(messages, tools, has_own_turns=True)
     messages, tools = marked.values
-    return self._joined(marked.pieces(self.render(messages, tools=tools)))
+    return self._prompt_ids(marked.pieces(self.render(messages, tools=tools)))
 
   def prompt(
     self, messages: Sequence[Message], *, max_tokens: int, tools: Sequence[Tool] = ()
@@ -252,7 +271,7 @@ class HuggingFaceTokenizer:
     except ConversationTooLarge as error:
       text = "".join(str(message.get("content")) for message in messages)[:bound]
       pieces = self._control.apart(text, most=max_tokens)[: max_tokens + 1]
-      return PromptText(text, self._joined(pieces), too_many=str(error))
+      return PromptText(text, self._prompt_ids(pieces), too_many=str(error))
     pieces = marked.pieces(found.text)
     text = "".join(pieces)
     characters = found.characters - len(found.text) + len(text)
@@ -261,11 +280,16 @@ class HuggingFaceTokenizer:
       too_many = f"at least {characters} characters, where {max_tokens} tokens have at most {bound}"
       text, pieces = text[:bound], _cut(pieces, bound)
     # Every piece has a token: more of them than tokens are allowed need not be encoded.
-    ids = self._joined(pieces[: max_tokens + 1])
+    ids = self._prompt_ids(pieces[: max_tokens + 1])
     return PromptText(text, ids, too_many=too_many, parted=len(pieces) - 1)
 
-  def _joined(self, pieces: Sequence[str]) -> Int[np.ndarray, " tokens"]:
-    return np.concatenate([self.encode(piece) for piece in pieces])
+  def _prompt_ids(self, pieces: Sequence[str]) -> Int[np.ndarray, " tokens"]:
+    # A template itself writes what a text begins with: nothing is added to the rendered text.
+    return self._joined(pieces, begins=isinstance(self._template, Plain))
+
+  def _joined(self, pieces: Sequence[str], *, begins: bool = False) -> Int[np.ndarray, " tokens"]:
+    ids = [self.encode(piece, begins=begins and not n) for n, piece in enumerate(pieces)]
+    return np.concatenate(ids)
 
   def longest_text(self, tokens: int) -> int:
     return text_bounds.longest_text(*self._bound, tokens)

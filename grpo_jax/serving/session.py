@@ -264,7 +264,7 @@ class Session:
   def _encoded(self, text: str, *, used: int = 0) -> Int[np.ndarray, " tokens"]:
     self._check_length([{"content": text}], used=used)
     try:
-      return self._policy.tokenizer.encode(text)
+      return self._policy.tokenizer.encode(text, begins=not used)
     except ExpectedFailure as error:
       raise RequestError(str(error), param="prompt") from error
 

@@ -9,7 +9,7 @@ from made_agents import TOOL, against, call_text, policy_of, said, user
 from scripted_engine import TOKENIZER, ScriptedEngine
 
 from grpo_jax.data import formats
-from grpo_jax.data.byte_tokenizer import END, ByteTokenizer
+from grpo_jax.data.byte_tokenizer import END, PAD, ByteTokenizer
 from grpo_jax.models.chat.rendering import TemplateRefusal
 from grpo_jax.serving import requests
 from grpo_jax.serving.session import Session
@@ -265,6 +265,29 @@ def test_text_completions_are_stitched_by_text_and_by_tokens():
 
   session = against(engine, talk)
   assert chain_of(session) == [0, 1, 2]
+
+
+class BeginsTexts(ByteTokenizer):
+  """Puts <pad> at the beginning of a text, as tokenizers with BOS do."""
+
+  def encode(self, text, *, begins=False):
+    return np.concatenate([[PAD] * begins, super().encode(text)]).astype(np.int32)
+
+
+def test_raw_prompts_begin_as_the_tokenizer_begins_texts_and_once():
+  engine = words("one", "two", "three")
+
+  async def talk(post, session):
+    _, first = await post("completions", prompt="a")
+    text = "a" + first["choices"][0]["text"]
+    await post("completions", prompt=f"{text}b")
+    await post("completions", prompt=[65, 66])
+    return session
+
+  turns = against(engine, talk, tokenizer=BeginsTexts()).turns
+  assert turns[0].prompt_ids.tolist() == [PAD, ord("a")]
+  assert turns[1].prompt_ids.tolist() == [*turns[0].token_ids, ord("b")]
+  assert turns[2].prompt_ids.tolist() == [65, 66]
 
 
 def test_the_stop_string_is_left_out_of_the_text_and_kept_in_the_tokens():
