@@ -72,12 +72,19 @@ def call(name: Any, arguments: Any, label: str, where: str, *, call_id: Any = No
     call_id: Identifier of the call, to which an answer refers; None: it has none.
 
   Raises:
-    RowError: The name is not a string, or the arguments are not JSON.
+    RowError: The name is not a string, or the arguments are not JSON, or not an object.
   """
   if not isinstance(name, str) or not name:
     raise RowError(where, f"{label} has no name of a function, got {name!r:.60}")
   if isinstance(arguments, str):
     arguments = _parsed(arguments, f"arguments of {label}", where) if arguments.strip() else {}
+  arguments = {} if arguments is None else arguments
+  if not isinstance(arguments, Mapping):
+    raise RowError(
+      where,
+      f"arguments of {label} must be an object, got {arguments!r:.60}",
+      kind="with broken JSON",
+    )
   made: dict[str, Any] = {"id": call_id} if isinstance(call_id, str) and call_id else {}
   return {**made, "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -142,6 +149,8 @@ def named(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _parsed(text: str, name: str, where: str) -> Any:
   try:
-    return json.loads(text)
+    found = json.loads(text)
+    json.dumps(found, allow_nan=False)  # 1e999 is infinite, too.
+    return found
   except (ValueError, RecursionError) as error:
     raise RowError(where, f"{name} are not JSON: {error}", kind="with broken JSON") from error

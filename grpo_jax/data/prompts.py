@@ -161,7 +161,12 @@ class Dataset(Protocol):
 def _read(task: Task, fields: Mapping[str, Any], where: str) -> formats.Record:
   """Calls the processor; errors of a user's processor name the row as well."""
   try:
-    return task.read_row(fields, where, task.style)
+    record = task.read_row(fields, where, task.style)
+    messages = [
+      calls.checked(message, f"message {i + 1}", where) if message.get("tool_calls") else message
+      for i, message in enumerate(record.messages)
+    ]
+    return dataclasses.replace(record, messages=tuple(messages))
   except formats.RowError:
     raise
   # A user's processor may raise anything.

@@ -332,18 +332,23 @@ def _text(content: Any, where: str) -> str:
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
-  """Returns a tool call whose arguments are an object, as templates take them, where they can."""
+  """Returns a tool call whose arguments are an object, as templates take them."""
   function = call.get("function") if isinstance(call, dict) else None
   if not isinstance(function, dict) or not isinstance(function.get("name"), str):
     raise RequestError(f"{where} must have function.name", param=where)
   arguments = function.get("arguments")
   if isinstance(arguments, str):
     try:
-      read = untrusted_json.read_all(arguments) if arguments.strip() else {}
-    except JsonError:  # clients may send back what the policy wrote.
-      read = arguments
-    arguments = read if isinstance(read, dict) else arguments
-  found = {"name": function["name"], "arguments": {} if arguments is None else arguments}
+      arguments = untrusted_json.read_all(arguments) if arguments.strip() else {}
+    except JsonError as error:
+      raise RequestError(
+        f"{where}.function.arguments are not JSON: {error}", param=where
+      ) from error
+  arguments = {} if arguments is None else arguments
+  if not isinstance(arguments, dict):
+    message = f"{where}.function.arguments must be an object, got {_shown(arguments)}"
+    raise RequestError(message, param=where)
+  found = {"name": function["name"], "arguments": arguments}
   return {"id": str(call.get("id") or ""), "type": "function", "function": found}
 
 

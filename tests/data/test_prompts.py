@@ -53,6 +53,37 @@ def test_stream_makes_prompts_of_rows(gsm8k):
   assert (prompt.environment, prompt.weight) == ("math", 1.0)
 
 
+def called(arguments):
+  call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+  return {
+    "messages": [
+      {"role": "user", "content": "a"},
+      {"role": "assistant", "content": None, "tool_calls": [call]},
+      {"role": "tool", "content": "1", "tool_call_id": "c"},
+      {"role": "user", "content": "b"},
+    ]
+  }
+
+
+def test_calls_of_rows_have_objects_as_arguments_also_if_they_were_text(tmp_path):
+  """For templates, environments and, without a template for calls, in the prompt's own text."""
+  given = {"x": '{"y": 1}', "z": [1, None]}
+  rows = [called(given), called(json.dumps(given)), called(""), called(None)]
+  path = write(tmp_path / "rows.jsonl", rows)
+  prompts = stream(path, shuffle=False, output_key=None).take(4)
+  found = [p.messages[1]["tool_calls"][0]["function"]["arguments"] for p in prompts]
+  assert found == [given, given, {}, {}]
+  assert prompts[0].text == prompts[1].text and json.dumps(given) in prompts[0].text
+  assert prompts[0].messages == prompts[1].messages
+
+
+@pytest.mark.parametrize("arguments", ['{"x": ', "[1]", "7", [1], 7, "NaN", '{"x": 1e999}', '"a"'])
+def test_arguments_that_are_not_an_object_are_refused_with_their_place(tmp_path, arguments):
+  path = write(tmp_path / "rows.jsonl", [called({}), called(arguments)])
+  with pytest.raises(RowError, match=r"rows\.jsonl:2: arguments of call 1 of message 2"):
+    stream(path, shuffle=False, output_key=None).take(2)
+
+
 def test_every_epoch_has_every_row_once_in_an_order_of_its_own(gsm8k):
   taken = ids(stream(gsm8k, seed=1).take(21))
   assert len(set(taken)) == 21

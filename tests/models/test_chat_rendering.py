@@ -49,6 +49,24 @@ def oracle():
   return transformers.PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>")
 
 
+def test_arguments_of_calls_that_are_json_text_are_objects_in_templates():
+  """As in SGLang and vLLM; a string within them stays a string."""
+  template = "{% for c in messages[0].tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"
+  renderer = Renderer(template, where="a.jinja")
+  call = lambda arguments: {"type": "function", "function": {"name": "f", "arguments": arguments}}
+  said = lambda *calls: [{"role": "assistant", "content": "", "tool_calls": [*map(call, calls)]}]
+  inner = {"a": '{"b": 1}', "c": ["7", 1.0, None]}
+  assert renderer.render(said(json.dumps(inner), " "), {}).text == json.dumps(inner) + "{}"
+  assert renderer.render(said(inner), {}).text == json.dumps(inner)
+  for wrong in ('{"a": ', "[1]", "7", "null", "text", "[" * 100_000):
+    with pytest.raises(TemplateRefusal, match=r"a\.jinja.*arguments of a tool call are not a JSON"):
+      renderer.render(said(wrong), {})
+  assert renderer.render([{"role": "assistant", "content": "", "tool_calls": []}], {}).text == ""
+  for odd in ("text", [1, {"function": 2}, {"function": {}}]):  # a template may refuse these.
+    messages = [{"role": "assistant", "content": "", "tool_calls": odd}]
+    assert Renderer("x", where="a.jinja").render(messages, {}).text == "x"
+
+
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_templates_render_as_transformers_does(name, oracle):
   theirs = oracle.apply_chat_template(

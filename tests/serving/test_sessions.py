@@ -290,6 +290,18 @@ def test_raw_prompts_begin_as_the_tokenizer_begins_texts_and_once():
   assert turns[2].prompt_ids.tolist() == [65, 66]
 
 
+@pytest.mark.parametrize("arguments", ['{"a": ', "[1]", "7", [1]])
+def test_calls_whose_arguments_are_not_an_object_are_refused(arguments):
+  call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+  async def talk(post, session):
+    echo = {"role": "assistant", "tool_calls": [call]}
+    return await post("chat/completions", messages=[user("a"), echo, user("b")], tools=[TOOL])
+
+  status, answer = against(words("x"), talk)
+  assert status == 400 and "messages[1].tool_calls[0]" in answer["error"]["message"]
+
+
 def test_the_stop_string_is_left_out_of_the_text_and_kept_in_the_tokens():
   async def talk(post, session):
     _, cut = await post("completions", prompt="a", stop=["b", "zz"], max_tokens=8)
