@@ -94,8 +94,8 @@ def from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig
   """Reads the content of a Hugging Face config.json, old style or that of transformers 5.
 
   Args:
-    hf: Parsed config.json. Rotary settings are taken from `rope_parameters` (transformers 5)
-      if it is there, else from `rope_theta` and `rope_scaling`.
+    hf: Parsed config.json. Rotary settings are read as in transformers 5 from `rope_scaling`, else
+      `rope_parameters`, and `rope_theta`; they may not contradict each other.
     where: Place of the content, for errors.
 
   Returns:
@@ -114,7 +114,8 @@ def from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig
   missing = [name for name in _REQUIRED if name not in fields]
   if missing:
     raise ModelError(f"{where}: {family.ARCHITECTURE} lacks {missing}")
-  theta, scaling = _rope_from_hf(fields)
+  default_theta = family.DEFAULTS.get("rope_theta", 10000.0)
+  theta, scaling = _rope_from_hf(Fields(hf, where), default_theta)
   heads = fields.integer("num_attention_heads", low=1, high=MOST_HEADS)
   width = fields.integer("hidden_size", low=1, high=WIDEST)
   layers = fields.integer("num_hidden_layers", low=1, high=MOST_LAYERS)
@@ -241,33 +242,55 @@ def _refuse_unsupported(fields: Fields) -> None:
     raise ModelError(f"{fields.where} has unsupported options: " + "; ".join(unsupported))
 
 
-def _rope_from_hf(fields: Fields) -> tuple[float, RopeScaling | None]:
+def _rope_from_hf(given: Fields, default_theta: float) -> tuple[float, RopeScaling | None]:
   """Returns the base of the rotary frequencies and their scaling.
 
-  `rope_parameters` takes precedence over `rope_theta` and `rope_scaling`.
+  As in transformers 5, a `rope_scaling` that is not empty replaces `rope_parameters`. What it lacks
+  is taken from the top level.
   """
-  new = fields.section("rope_parameters")
-  merged = {**fields.section("rope_scaling"), **new}
-  if any(isinstance(value, Mapping) for value in merged.values()):
-    raise ModelError(f"{fields.where}: rope_parameters that differ by layer type are not supported")
-  rope = Fields(merged, f"{fields.where}: rope_parameters (or rope_scaling)")
-  base = rope if new.get("rope_theta") is not None else fields
-  theta = base.number("rope_theta", 10000.0, above=0.0)
+  sections = {name: given.section(name) for name in ("rope_scaling", "rope_parameters")}
+  chosen = "rope_scaling" if sections["rope_scaling"] else "rope_parameters"
+  if any(isinstance(value, Mapping) for part in sections.values() for value in part.values()):
+    raise ModelError(f"{given.where}: rope_parameters that differ by layer type are not supported")
+  at_top = {name: given.get(name) for name in _ROPE_AT_TOP}
+  own = {name: value for name, value in sections[chosen].items() if value is not None}
+  rope = Fields({**at_top, **own}, f"{given.where}: rope_parameters (or rope_scaling)")
+  theta = rope.number("rope_theta", default_theta, above=0.0)
   kind = rope.string("rope_type") or rope.string("type") or "default"
   if kind not in _ROPE_KINDS:
     raise ModelError(
-      f"{fields.where}: rope type {short(kind)} is not supported;"
+      f"{given.where}: rope type {short(kind)} is not supported;"
       f" supported are {sorted(_ROPE_KINDS)}"
-    )
-  holder = rope if "partial_rotary_factor" in rope else fields
-  if holder.number("partial_rotary_factor", 1.0, above=0.0) != 1.0:
-    raise ModelError(
-      f"{fields.where}: partial_rotary_factor must be 1, got {holder.get('partial_rotary_factor')}"
     )
   missing = [name for name in _ROPE_KINDS[kind] if name not in rope]
   if missing:
-    raise ModelError(f"{fields.where}: rope type {kind!r} needs {missing}")
+    raise ModelError(f"{given.where}: rope type {kind!r} needs {missing}")
+  for part in (at_top, *sections.values()):
+    if part.get("partial_rotary_factor") not in (None, 1):
+      found = short(part["partial_rotary_factor"])
+      raise ModelError(f"{given.where}: partial_rotary_factor must be 1, got {found}")
+  used = {"rope_type": kind, "type": kind, "rope_theta": theta}
+  used |= {name: rope.get(name) for name in _ROPE_KINDS[kind]}
+  if kind != "default" and sections["rope_parameters"].get("rope_type") == "default":
+    del sections["rope_parameters"]["rope_type"]  # the scaling of a model card was added to it.
+  places = {f"in {name}": part for name, part in sections.items()}
+  _refuse_contradictions(used, {"at the top level": at_top, **places}, given.where)
   return theta, _rope_scaling(kind, rope)
+
+
+def _refuse_contradictions(
+  used: Mapping[str, Any], places: Mapping[str, Mapping[str, Any]], where: str
+) -> None:
+  """Raises ModelError if a place of a config.json says something else than what is used: other
+  programs, or versions of transformers, read the one or the other."""
+  for place, values in places.items():
+    for name, value in values.items():
+      if name in used and value is not None and value != used[name]:
+        raise ModelError(
+          f"{where}: {name} is {short(value)} {place} and {short(used[name])} otherwise;"
+          " rope_scaling (which replaces rope_parameters), rope_parameters and the top level must"
+          " agree"
+        )
 
 
 def _rope_scaling(kind: str, rope: Fields) -> RopeScaling | None:
@@ -308,6 +331,9 @@ _REQUIRED = (
   "num_hidden_layers",
   "num_attention_heads",
 )
+
+# Rotary settings that a config.json may have outside of rope_parameters and rope_scaling.
+_ROPE_AT_TOP = ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor")
 
 # Kind of rotary scaling → the fields of config.json that it needs.
 _ROPE_KINDS = {

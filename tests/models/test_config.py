@@ -1,11 +1,18 @@
 """config.json → ModelConfig and back."""
 
+import copy
 import dataclasses
+import itertools
+import re
 
+import numpy as np
 import pytest
 import transformers
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from grpo_jax.models import config as model_config
+from grpo_jax.models import layers
+from grpo_jax.models.errors import ModelError
 
 LLAMA = {
   "architectures": ["LlamaForCausalLM"],
@@ -36,6 +43,81 @@ def test_both_styles_of_rotary_settings_read_alike():
 def test_old_spelling_type_is_read_as_rope_type():
   config = model_config.from_hf({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}})
   assert config.rope_scaling == model_config.RopeScaling("linear", 2.0)
+
+
+def spellings():
+  """Yields the rotary settings of a config.json, in every place of each."""
+  plain, linear = {"rope_type": "default"}, {"type": "linear", "factor": 2.0}
+  bare = {name: LLAMA3_ROPE[name] for name in LLAMA3_ROPE if not name.startswith("original")}
+  parts = (None, {}, plain, linear, LLAMA3_ROPE, bare, {"factor": 2.0})
+  for scaling, parameters in itertools.product(parts, parts):
+    thetas = itertools.product(
+      (None, 500.0) if scaling else (None,), (None, 500.0) if parameters else (None,), (None, 700)
+    )
+    for theirs, new, top in thetas:
+      for original in (None, 64, 96) if LLAMA3_ROPE in (scaling, parameters) else (None,):
+        yield {
+          "rope_scaling": scaling and {**scaling, **({"rope_theta": theirs} if theirs else {})},
+          "rope_parameters": parameters and {**parameters, **({"rope_theta": new} if new else {})},
+          **({"rope_theta": top} if top else {}),
+          **({"original_max_position_embeddings": original} if original else {}),
+        }
+
+
+def test_rotary_settings_are_read_as_in_transformers_or_refused():
+  """Frequencies of hundreds of spellings; those that contradict themselves are refused."""
+  equal = refused = 0
+  for spelling in spellings():
+    content = {**LLAMA, **copy.deepcopy(spelling)}
+    theirs = transformers.LlamaConfig(**copy.deepcopy(content))
+    try:
+      found = model_config.from_hf(content)
+    except ModelError as error:
+      assert re.search("otherwise; rope_scaling|needs \\['original_max", str(error)), error
+      refused += 1
+      continue
+    wanted = LlamaRotaryEmbedding(theirs).inv_freq.numpy()
+    got = layers.rope_frequencies(found.head_dim, found.rope_theta, found.rope_scaling)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, err_msg=str(spelling))
+    equal += 1
+  assert equal > 70 and refused > 100
+
+
+@pytest.mark.parametrize(
+  ("given", "message"),
+  [
+    (
+      {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 5e2}},
+      "rope_theta is 500.0 in rope_parameters and 10000.0 otherwise",
+    ),
+    (
+      {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": LLAMA3_ROPE},
+      "rope_type is 'llama3' in rope_parameters and 'linear' otherwise",
+    ),
+    (
+      {"rope_scaling": LLAMA3_ROPE, "original_max_position_embeddings": 32},
+      "original_max_position_embeddings is 32 at the top level and 64 otherwise",
+    ),
+    (
+      {"rope_scaling": {"type": "linear", "rope_type": "default"}},
+      "type is 'linear' in rope_scaling and 'default' otherwise",
+    ),
+    (
+      {"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e4}},
+      "rope_theta is 1000000.0 at the top level and 10000.0 otherwise",
+    ),
+  ],
+)
+def test_rotary_settings_that_contradict_each_other_are_refused(given, message):
+  with pytest.raises(ModelError, match=message):
+    model_config.from_hf({**LLAMA, **given})
+
+
+def test_the_scaling_of_a_model_card_is_added_to_a_config_of_transformers_5():
+  new = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": 5e5}
+  card = {"rope_scaling": {"type": "linear", "factor": 2.0}}
+  found = model_config.from_hf({**LLAMA, **new, **card})
+  assert (found.rope_theta, found.rope_scaling) == (5e5, model_config.RopeScaling("linear", 2.0))
 
 
 def test_fields_that_are_left_out_are_what_transformers_assumes():
