@@ -169,8 +169,8 @@ def classifier_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
   """Returns the fields of a config.json that `transformers` 4.56 and 5 read in the same way.
 
-  Rotary settings are written in both styles. The caller adds
-  token ids (`eos_token_id`, ...), which are not part of the configuration.
+  Rotary settings are written in both styles. The caller adds token ids (`eos_token_id`, ...), which
+  are not part of the configuration; those whose default is beyond the vocabulary are null.
 
   Raises:
     ValueError: The family's config.json cannot describe this model.
@@ -196,11 +196,22 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     "max_position_embeddings": config.max_position_embeddings,
     **family.hf_switches(config),
   }
+  written |= missing_ids(written, config)
   again = dataclasses.asdict(from_hf(written))
   lost = [name for name, value in dataclasses.asdict(config).items() if again[name] != value]
   if lost:
     raise ValueError(f"a config.json of {family.ARCHITECTURE} cannot describe this model's {lost}")
   return written
+
+
+def missing_ids(hf: Mapping[str, Any], config: ModelConfig) -> dict[str, None]:
+  """Returns the token ids that must be null in a config.json so that transformers loads it: those
+  whose value, or transformers' default if they are missing, is beyond the vocabulary."""
+  defaults = {**FAMILIES_BY_NAME[config.family].DEFAULTS, **hf}
+  ids = {name: defaults.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+  return {
+    name: None for name, value in ids.items() if type(value) is int and value >= config.vocab_size
+  }
 
 
 def _family(fields: Fields) -> Any:

@@ -5,7 +5,7 @@ import functools
 import json
 import pathlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -140,8 +140,9 @@ def write_description(
   Raises:
     ValueError: The source's config.json describes another model.
   """
-  hf = _hf_config(config, source)
-  hf["torch_dtype" if "torch_dtype" in hf else "dtype"] = np.dtype(dtype).name  # 4.x, or 5.
+  hf = _with_dtype(_hf_config(config, source), np.dtype(dtype).name)
+  if "torch_dtype" not in hf:  # the name in transformers 4.
+    hf["dtype"] = np.dtype(dtype).name
   write_json(folder / "config.json", hf)
   if source is not None:
     copy_tokenizer(source, folder)
@@ -219,7 +220,19 @@ def _hf_config(config: ModelConfig, source: pathlib.Path | None) -> dict[str, An
   described = model_config.from_hf(hf, where=str(source / "config.json"))
   if described != config:
     raise ValueError(f"{source} describes {described}, but the parameters are of {config}")
-  return hf
+  return {**hf, **model_config.missing_ids(hf, config)}
+
+
+def _with_dtype(hf: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+  """Returns a config.json in which every dtype, also of parts such as text_config, is this one."""
+  return {
+    name: dtype
+    if name in ("dtype", "torch_dtype")
+    else _with_dtype(value, dtype)
+    if isinstance(value, Mapping)
+    else value
+    for name, value in hf.items()
+  }
 
 
 def _as_in_file(array: Any, stored: leaves.Stored, dtype: np.dtype) -> Any:

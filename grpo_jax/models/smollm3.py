@@ -13,6 +13,9 @@ DEFAULTS: Mapping[str, Any] = {
   "max_position_embeddings": 32768,
   "tie_word_embeddings": True,
   "rope_theta": 2000000.0,
+  "bos_token_id": 128000,
+  "eos_token_id": 128001,
+  "pad_token_id": 128004,
 }
 TOP_NAMES = llama.TOP_NAMES
 LAYER_PREFIX = llama.LAYER_PREFIX

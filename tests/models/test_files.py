@@ -19,6 +19,7 @@ from grpo_jax.building import exporting
 from grpo_jax.models import config as model_config
 from grpo_jax.models import export, leaves, loading, transformer
 from grpo_jax.models import safetensors as ours
+from grpo_jax.models import tiny as tiny_models
 from tests import stored_runs
 from tests.models import tiny
 
@@ -117,6 +118,60 @@ def test_export_keeps_the_sources_config_tokenizer_and_generation_settings(tmp_p
   assert models.load(tmp_path / "b").generation["top_k"] == 7
   stored = ours.open_folder(tmp_path / "b").entries.values()
   assert {entry.dtype for entry in stored} == {np.dtype(ml_dtypes.bfloat16)}
+
+
+def test_every_dtype_of_config_json_is_that_of_the_export(tmp_path):
+  """Transformers 4 reads torch_dtype and 5 dtype; the oracle is the dtype that it loads."""
+  loaded = tiny.saved(tiny.hf_model("llama"), tmp_path / "a")
+  file = tmp_path / "a" / "config.json"
+  content = {k: v for k, v in json.loads(file.read_text()).items() if k != "dtype"}
+  old, new = {"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}
+  for stated in ({}, old, new, {**old, **new}, {"text_config": {**old, **new}, **new}):
+    file.write_text(json.dumps({**content, **stated}))
+    for dtype in ("float32", "bfloat16", "float16"):
+      made = tmp_path / "b"
+      export.to_huggingface(
+        loaded.params,
+        loaded.config,
+        made,
+        source_directory=tmp_path / "a",
+        dtype=jnp.dtype(dtype),
+      )
+      written = json.loads((made / "config.json").read_text())
+      wanted = json.loads(json.dumps(stated or new).replace("bfloat16", dtype))
+      assert {name: written[name] for name in wanted} == wanted
+      assert len({"dtype", "torch_dtype"} & {*written}) == len({**old, **new} & wanted.keys())
+      if "text_config" not in stated:
+        config = transformers.AutoConfig.from_pretrained(made)
+        assert str(config.dtype) == f"torch.{dtype}"
+
+
+@pytest.mark.parametrize("family", tiny.CLASSES)
+def test_transformers_loads_small_models_of_every_family(family, tmp_path):
+  """The defaults for token ids may be beyond the vocabulary: 128004 for the padding of SmolLM3.
+
+  The model is made here, or is a folder in which the ids are missing.
+  """
+  ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+  tiny_models.write(tmp_path / "own", family=family)
+  tiny.hf_model(family, pad_token_id=0).save_pretrained(tmp_path / "theirs")
+  file = tmp_path / "theirs" / "config.json"
+  content = {k: v for k, v in json.loads(file.read_text()).items() if k not in ids}
+  file.write_text(json.dumps(content))
+  (tmp_path / "theirs" / "generation_config.json").unlink()
+  loaded = models.load(tmp_path / "theirs")
+  export.to_huggingface(
+    loaded.params, loaded.config, tmp_path / "again", source_directory=tmp_path / "theirs"
+  )
+  for name in ("own", "again"):
+    loaded = models.load(tmp_path / name)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+    tokens = tiny.tokens((2, 13))
+    got = tiny.logits(loaded.params, loaded.config, *tiny.plain(tokens))
+    assert tiny.relative_error(got, tiny.hf_logits(theirs.eval(), tokens)) < 1e-5
+    for settings in (theirs.config, theirs.generation_config):
+      found = [getattr(settings, each) for each in ids]
+      assert all(each is None or each < loaded.config.vocab_size for each in found), found
 
 
 def test_export_refuses_a_source_of_another_model(tmp_path):
