@@ -7,11 +7,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
+from grpo_jax import data
 from grpo_jax.building import agreements
 from grpo_jax.building.computation import Computation
 from grpo_jax.config import lora_options
 from grpo_jax.config.configuration import ConfigError
+from grpo_jax.errors import ExpectedFailure
 from grpo_jax.models import adapter_files, leaves, loading, lora
 from grpo_jax.run_folder.checkpointing import Checkpoints
 
@@ -58,6 +61,29 @@ def check(config: Config, folder: pathlib.Path) -> None:
       adapter_files.look(_path(config), model)
     except ValueError as error:
       raise ConfigError(f"model.lora.path: {error}") from error
+
+
+def check_prompts(config: Config, tokenizer: data.Tokenizer, folder: pathlib.Path) -> None:
+  """Warns if the adapter to begin with was trained with another chat template.
+
+  Args:
+    config: Resolved config of the run.
+    tokenizer: Tokenizer of the run.
+    folder: Folder of the model.
+  """
+  if config.model.lora.path is None or not (_path(config) / "tokenizer_config.json").is_file():
+    return
+  asked = [{"role": "user", "content": "?"}]
+  try:
+    own = data.load_tokenizer(_path(config), model_directory=folder).apply_chat_template(asked)
+  except ExpectedFailure:  # without a template of its own.
+    return
+  if not np.array_equal(own, tokenizer.apply_chat_template(asked)):
+    _log.warning(
+      "the adapter in model.lora.path=%s was trained with another chat template than this run has;"
+      " its own is in that folder (model.chat_template=FILE)",
+      config.model.lora.path,
+    )
 
 
 def read(config: Config, made: Computation) -> Any:

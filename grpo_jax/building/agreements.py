@@ -112,10 +112,10 @@ def check_model(folder: pathlib.Path, *, option: str = "model.path") -> None:
     return
   files = sorted(
     path
-    for path in folder.iterdir()
+    for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*"))
     if path.is_file() and any(fnmatchcase(path.name, pattern) for pattern in _OF_MODELS)
   )
-  facts = {f"{option}: {path.name}": _of_file(path) for path in files}
+  facts = {f"{option}: {path.relative_to(folder)}": _of_file(path) for path in files}
   _compare(facts, "the model")
 
 

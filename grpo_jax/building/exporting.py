@@ -4,11 +4,12 @@ import dataclasses
 import math
 import pathlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from grpo_jax.building import model as model_building
 from grpo_jax.building import stored
 from grpo_jax.config import field_kinds
 from grpo_jax.config.configuration import ConfigError
@@ -75,8 +76,16 @@ def run(
       f"{reference}: a run folder is needed, as RUN, RUN:STEP or RUN:best, or an adapter's folder"
     )
   weights = stored.find(given, base=base)
+  templates = {} if is_adapter else _templates(given, weights)
   if only_adapter:
-    return _adapter(weights, out, dtype=dtype, max_shard_gb=max_shard_gb, on_progress=on_progress)
+    return _adapter(
+      weights,
+      out,
+      dtype=dtype,
+      max_shard_gb=max_shard_gb,
+      templates=templates,
+      on_progress=on_progress,
+    )
   own = {} if is_adapter else stored.whole_config_of(pathlib.Path(given.place)).export.to_dict()
   made = str(dtype or own.get("dtype") or "float32")
   limit = own.get("max_shard_gb", _MAX_SHARD_GB) if max_shard_gb is None else max_shard_gb
@@ -91,8 +100,20 @@ def run(
       source=weights.directory,
       max_shard_bytes=int(limit * 1e9) if limit and limit < math.inf else None,
     )
+    if weights.tokenizer is not None:
+      export.copy_tokenizer(weights.tokenizer, folder)
+    if templates:
+      export.write_templates(templates, folder)
 
   return _written(out, fill, weights, tensors, made)
+
+
+def _templates(given: stored.Reference, weights: stored.StoredWeights) -> Mapping[str, str]:
+  """Returns the chat templates with which a run's prompts are written; see `templates_of`."""
+  config = stored.whole_config_of(pathlib.Path(given.place))
+  if config.model.chat_template is None and not len(config.model.chat_template_args):
+    return {}
+  return model_building.templates_of(model_building.load_tokenizer(config, weights.directory))
 
 
 def _adapter(
@@ -101,6 +122,7 @@ def _adapter(
   *,
   dtype: str | None,
   max_shard_gb: float | None,
+  templates: Mapping[str, str],
   on_progress: Callable[[int, int], None],
 ) -> Exported:
   """Writes the adapter of stored weights as a PEFT folder; see `run`."""
@@ -116,6 +138,8 @@ def _adapter(
   def fill(folder: pathlib.Path) -> None:
     counted = _counted(tensors, on_progress)
     adapter_files.write_files(counted, adapter.options, folder, base=weights.base_name)
+    source = weights.tokenizer or weights.directory
+    adapter_files.write_tokenizer(folder, source, templates)
 
   return _written(out, fill, weights, tensors, made)
 

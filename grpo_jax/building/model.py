@@ -2,13 +2,16 @@
 
 import logging
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 from grpo_jax import data, processes
 from grpo_jax.building import agreements
 from grpo_jax.config import configuration
+from grpo_jax.data import exported_templates
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.models import loading, sources
+from grpo_jax.models import files, loading, sources
+from grpo_jax.models.chat.rendering import TemplateError
 
 _log = logging.getLogger(__name__)
 
@@ -83,15 +86,47 @@ def name_of(config: Config, folder: pathlib.Path) -> str:
   return sources.portable(name, folder)
 
 
-def load_tokenizer(config: Config, folder: pathlib.Path) -> data.Tokenizer:
-  """Loads the tokenizer of a model's folder with the template and the tool calls of a config."""
+def with_template(config: Config) -> Config:
+  """Returns the config to write to the run folder, with the text of a chat template's file: other
+  commands need the template, and the file may have changed by then."""
+  name = config.model.chat_template
+  if name is None or not name.endswith(".jinja"):
+    return config
+  config = config.copy_and_resolve_references()
+  with config.unlocked():
+    text = files.read_text(pathlib.Path(name), max_bytes=files.TEMPLATE_BYTES)
+    config.model.chat_template = text
+  return config
+
+
+def load_tokenizer(
+  config: Config, folder: pathlib.Path, *, adapter: pathlib.Path | None = None
+) -> data.Tokenizer:
+  """Loads the tokenizer of a model's folder with the template and the tool calls of a config.
+
+  Args:
+    config: Config with the options of the tokenizer.
+    folder: Folder of the model.
+    adapter: Folder of an adapter that has a tokenizer, which is used instead; None: there is none.
+  """
   options = config.model
   return data.load_tokenizer(
-    folder,
+    adapter or folder,
+    model_directory=folder,
     chat_template=options.chat_template,
     template_args=options.chat_template_args.to_dict(),
     tool_form=options.tool_calls,
   )
+
+
+def templates_of(tokenizer: data.Tokenizer) -> Mapping[str, str]:
+  """Returns the chat templates with which other programs write a run's prompts; empty: those of the
+  model's folder do, or it is logged that no template can."""
+  try:
+    return exported_templates.of(tokenizer)
+  except TemplateError as error:
+    _log.warning("the export does not render prompts as the run did: %s", error)
+    return {}
 
 
 def load(folder: pathlib.Path, read: Any) -> loading.Loaded:

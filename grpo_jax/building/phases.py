@@ -302,6 +302,7 @@ def publish(
   logger: Logger,
   adapter: lora.Options | None = None,
   base: str = "",
+  templates: Callable[[], Mapping[str, str]] = dict,
 ) -> None:
   """Writes the final weights as a Hugging Face folder, and a trained adapter as a PEFT folder.
 
@@ -318,19 +319,30 @@ def publish(
     logger: Logger that reports where the weights are.
     adapter: Options of the adapter that was trained; None: every weight was trained.
     base: Name or folder of the adapter's base, for the files.
+    templates: Returns the chat templates of the files; empty: those of the model's folder.
   """
+  named = templates()
   written = export.to_huggingface(
     policy.full(state.params),
     model.config,
     folder,
     source_directory=model.directory,
+    templates=named,
     dtype=np.dtype(dtype) if dtype else None,
     max_shard_bytes=int(max_shard_gb * 1e9) if max_shard_gb else None,
   )
   alone = None
   if adapter is not None:
     place = folder.with_name("adapter")
-    alone = adapter_files.write(state.params, model.config, adapter, place, base=base)
+    alone = adapter_files.write(
+      state.params,
+      model.config,
+      adapter,
+      place,
+      base=base,
+      tokenizer=model.directory,
+      templates=named,
+    )
   ending = console.closing_lines(
     str(written),
     str(folder.parent),

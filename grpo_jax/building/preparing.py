@@ -94,6 +94,8 @@ def prepare(
   checks.check_split(mesh, found.folder)
   adapter.check(config, found.folder)
   tokenizer = model_building.load_tokenizer(config, found.folder)
+  config = model_building.with_template(config)
+  adapter.check_prompts(config, tokenizer, found.folder)
   teacher = teaching.find(config, found.folder, mesh)
   mode = mode_of(config)
   made = stack.enter_context(groups.make_environments(config))

@@ -343,6 +343,7 @@ def _publishing(
     logger=logger,
     adapter=lora_options.load(inputs.config),
     base=model_building.name_of(inputs.config, inputs.folder),
+    templates=functools.partial(model_building.templates_of, inputs.tokenizer),
   )
 
 

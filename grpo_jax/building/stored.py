@@ -56,6 +56,8 @@ class StoredWeights:
     base_name: Name or folder of the adapter's base, for other programs.
     dtypes: Dtypes in which the weights, or the adapter's base, are read onto devices; see
       `loading.Dtypes`.
+    tokenizer: Folder of an adapter with a tokenizer, which comes before that in `directory`; None:
+      there is none.
   """
 
   label: str
@@ -68,6 +70,7 @@ class StoredWeights:
   base: safetensors.Tensors | None = None
   base_name: str = ""
   dtypes: Any = np.float32
+  tokenizer: pathlib.Path | None = None
 
 
 def parse(text: str) -> Reference:
@@ -163,7 +166,10 @@ def _with_folder(place: str, base: str | None, cache_dir: str | None) -> StoredW
   folder = sources.resolve(base, cache_dir=cache_dir)
   config, tensors = _open_model(folder)
   adapter = adapter_files.FolderAdapter(place, config)
-  return _joined(StoredWeights(place, config, folder, tensors, None, {}), adapter, base)
+  own = pathlib.Path(place).expanduser()
+  tokenizer = own if (own / "tokenizer_config.json").is_file() else None
+  bare = StoredWeights(place, config, folder, tensors, None, {}, tokenizer=tokenizer)
+  return _joined(bare, adapter, base)
 
 
 def _check_base(adapter: stored_weights.CheckpointAdapter, directory: pathlib.Path) -> None:

@@ -53,7 +53,7 @@ def open_weights(
   mesh = device_options.trainer_mesh(config)
   checks.check_attention(config, mesh)
   checks.check_context(config, weights.directory)
-  tokenizer = model_building.load_tokenizer(config, weights.directory)
+  tokenizer = model_building.load_tokenizer(config, weights.directory, adapter=weights.tokenizer)
   return Opened(weights, tokenizer, mesh, screen, compilations)
 
 

@@ -27,6 +27,7 @@ from grpo_jax.values import json_numbers, json_text, names
 Rule = Callable[[ConfigDict], Iterable[str]]
 _METHODS = {name for name in dir(ConfigDict) if not name.startswith("_")}
 _MOST_OFFERED = 20  # files that a message lists.
+_LONGEST_SHOWN = 160  # characters of a value in a comparison.
 
 
 class ConfigError(ExpectedFailure, ValueError):
@@ -244,11 +245,15 @@ def differences(
   for name in [*now, *(name for name in before if name not in now)]:
     if name in before and name in now and before[name] == now[name]:
       continue
-    was = json.dumps(before[name]) if name in before else "absent"
-    is_now = json.dumps(now[name]) if name in now else "absent"
+    was, is_now = (_shown(values[name]) if name in values else "absent" for values in (before, now))
     is_harmless = any(fnmatch.fnmatchcase(name, pattern) for pattern in harmless)
     lines[is_harmless].append(f"{name}: was {was}, is {is_now}")
   return Differences(harmless=tuple(lines[True]), serious=tuple(lines[False]))
+
+
+def _shown(value: Any) -> str:
+  text = json.dumps(value)
+  return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 
 def present(folder: str | os.PathLike[str] = "configs") -> list[str]:

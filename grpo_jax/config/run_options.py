@@ -30,6 +30,7 @@ from grpo_jax.files import local_paths, remote
 from grpo_jax.groups import filters, shaping
 from grpo_jax.learn import optim
 from grpo_jax.models import loading, sources
+from grpo_jax.models.chat import exported
 from grpo_jax.models.products import Products
 from grpo_jax.rl import estimators, objective_options, objectives, own
 from grpo_jax.rollouts import collecting as rollout
@@ -149,6 +150,9 @@ def _broken_rules(config: Config, devices: Sequence[Any] | None) -> Iterator[str
   if model.tool_calls is not None:
     refused = _refused(lambda: data.find_tool_form(model.tool_calls))
     yield from (f"model.tool_calls: {reason}" for reason in refused)
+  taken = [name for name in exported.RESERVED if name in model.chat_template_args]
+  if taken:
+    yield f"model.chat_template_args: the run itself sets {', '.join(taken)}"
   yield from _refused(lambda: precision.resolve(model.matmul_precision, model.compute_dtype))
   yield from _refused(lambda: Products(model.compute_dtype, model.product_dtype))
   yield from teacher_options.problems(config)

@@ -209,6 +209,11 @@ class HuggingFaceTokenizer:
     return self._end
 
   @property
+  def template(self) -> ChatTemplate | Plain:
+    """What writes the prompts."""
+    return self._template
+
+  @property
   def tool_form(self) -> str | Parser | None:
     """Form in which the model writes tool calls; see `tool_form_of`."""
     return self._tool_form
@@ -359,6 +364,7 @@ def load(
   chat_template: str | None = None,
   template_args: Mapping[str, Any] | None = None,
   tool_form: str | None = None,
+  model_directory: str | Path | None = None,
 ) -> HuggingFaceTokenizer:
   """Loads the tokenizer of a local Hugging Face folder.
 
@@ -369,6 +375,7 @@ def load(
     template_args: Variables of the template, such as {"enable_thinking": False} for Qwen3.
     tool_form: Form of tool calls: a key of `tool_calls.FORMS`, or the dotted path of a function
       (text, tools) → `tool_calls.Parsed`; None: that of the chat template.
+    model_directory: Folder of the model, whose settings name stop ids; None: the same folder.
 
   Raises:
     MissingModel: The folder or the template file does not exist.
@@ -378,7 +385,7 @@ def load(
   """
   is_plain = chat_template == PLAIN
   opened = tokenizer_files.open_folder(directory, chat_template=None if is_plain else chat_template)
-  stop_ids = eos_ids(Path(directory), opened.backend.eos_token_id)
+  stop_ids = eos_ids(Path(model_directory or directory), opened.backend.eos_token_id)
   if not stop_ids:
     raise ModelError(
       f"{directory}: neither generation_config.json, config.json nor the tokenizer names an "

@@ -60,6 +60,8 @@ def write(
   *,
   base: str,
   dtype: Any = None,
+  tokenizer: pathlib.Path | None = None,
+  templates: Mapping[str, str] | None = None,
 ) -> pathlib.Path:
   """Writes a folder that `peft.PeftModel.from_pretrained` and SGLang load.
 
@@ -73,6 +75,8 @@ def write(
     folder: Folder to write.
     base: Name or folder of the base model, which is written into the files.
     dtype: Dtype in the file; None: that of the arrays.
+    tokenizer: Folder whose tokenizer is copied; None: the adapter has none.
+    templates: Chat templates in place of those of the tokenizer; see `export.write_templates`.
 
   Returns:
     The folder.
@@ -83,7 +87,11 @@ def write(
   target = pathlib.Path(folder)
 
   def replace(tensors: Sequence[safetensors.ToWrite]) -> None:
-    fill = lambda scratch: write_files(tensors, options, scratch, base=base)
+    def fill(scratch: pathlib.Path) -> None:
+      write_files(tensors, options, scratch, base=base)
+      if tokenizer is not None:
+        write_tokenizer(scratch, tokenizer, templates)
+
     atomic.replace_folder(target, fill)
 
   tensors = to_write(adapter, config, options, dtype=dtype)
@@ -101,6 +109,17 @@ def write_files(
   """Writes both files into an existing folder; see `write` for the arguments."""
   export.write_json(folder / CONFIG_FILE, to_peft(options, base=base))
   safetensors.write_file(folder / WEIGHTS_FILE, tensors)
+
+
+def write_tokenizer(
+  folder: pathlib.Path, source: pathlib.Path, templates: Mapping[str, str] | None
+) -> None:
+  """Writes the tokenizer with which an adapter was trained; see `write` for the arguments."""
+  export.copy_tokenizer(source, folder)
+  if (folder / "tokenizer.json").exists():  # it has all tokens; SGLang counts these as new ones.
+    (folder / "added_tokens.json").unlink(missing_ok=True)
+  if templates:
+    export.write_templates(templates, folder)
 
 
 def to_peft(options: lora.Options, *, base: str) -> dict[str, Any]:

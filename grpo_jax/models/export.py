@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ def to_huggingface(
   directory: str | pathlib.Path,
   *,
   source_directory: str | pathlib.Path | None = None,
+  templates: Mapping[str, str] | None = None,
   dtype: Any = None,
   max_shard_bytes: int | None = None,
 ) -> pathlib.Path:
@@ -45,6 +47,7 @@ def to_huggingface(
     directory: Folder to write.
     source_directory: Hugging Face folder that the model came from. All fields
       of its config.json except the dtype are kept; tokenizer and generation settings are copied.
+    templates: Chat templates in place of those of the source; see `write_templates`.
     dtype: Dtype in the files; None: that of the parameters, so that reading it back is exact.
       With an adapter it is float32, since bfloat16 would round away most of a small change; and so
       it is if the dtypes of parameters differ.
@@ -62,9 +65,11 @@ def to_huggingface(
   folder = pathlib.Path(directory)
 
   def write(tensors: Sequence[safetensors.ToWrite]) -> None:
-    fill = lambda scratch: write_files(
-      tensors, config, scratch, source=source, max_shard_bytes=max_shard_bytes
-    )
+    def fill(scratch: pathlib.Path) -> None:
+      write_files(tensors, config, scratch, source=source, max_shard_bytes=max_shard_bytes)
+      if templates:
+        write_templates(templates, scratch)
+
     atomic.replace_folder(folder, fill)
 
   by_main(to_write(params, config, dtype=dtype), write, what="writing the export")
@@ -202,10 +207,44 @@ def _read(tensors: safetensors.Tensors, name: str, dtype: np.dtype) -> np.ndarra
 
 
 def copy_tokenizer(source: pathlib.Path, target: pathlib.Path) -> None:
-  """Copies a model's files other than config.json and weights: tokenizer, template."""
-  for name in TOKENIZER_FILES:
+  """Copies a model's files other than config.json and weights: tokenizer, templates."""
+  _clear_templates(target)
+  further = [f"{_TEMPLATES}/{file.name}" for file in (source / _TEMPLATES).glob("*.jinja")]
+  for name in (*TOKENIZER_FILES, *further):
     if (source / name).exists():
+      (target / name).parent.mkdir(exist_ok=True)
       shutil.copyfile(source / name, target / name)
+
+
+def write_templates(templates: Mapping[str, str], folder: pathlib.Path) -> None:
+  """Replaces all chat templates of a folder, wherever transformers 4 and 5 read them.
+
+  Args:
+    templates: Templates by name; one is named "default".
+    folder: Folder with the files of a tokenizer.
+  """
+  _clear_templates(folder)
+  texts = {  # Jinja reads what UTF-8 cannot express from escapes.
+    name: text.encode("utf-8", "backslashreplace").decode()
+    for name, text in templates.items()
+    if _FILE_NAME.fullmatch(name)
+  }
+  for name, text in texts.items():
+    place = "chat_template" if name == "default" else f"{_TEMPLATES}/{name}"
+    file = folder / f"{place}.jinja"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text, encoding="utf-8", newline="")
+  settings = folder / "tokenizer_config.json"
+  if settings.exists() and "chat_template" in (content := files.read_json(settings)):
+    listed = [{"name": name, "template": text} for name, text in texts.items()]
+    content["chat_template"] = listed if len(listed) > 1 else texts["default"]
+    write_json(settings, content)
+
+
+def _clear_templates(folder: pathlib.Path) -> None:
+  own = (f"{_TEMPLATES}/*.jinja", "chat_template.*")  # .json is read by processors only.
+  for file in (file for pattern in own for file in folder.glob(pattern)):
+    file.unlink()
 
 
 def write_json(file: pathlib.Path, content: dict[str, Any]) -> None:
@@ -326,6 +365,8 @@ def _everywhere(array: Any) -> NamedSharding | None:
   return NamedSharding(sharding.mesh, PartitionSpec())
 
 
+_TEMPLATES = "additional_chat_templates"  # folder of named templates.
+_FILE_NAME = re.compile(r"\w[\w.-]{0,99}")  # a model's names of templates are not trusted.
 TOKENIZER_FILES = (
   "tokenizer.json",
   "tokenizer_config.json",

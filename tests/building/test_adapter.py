@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import configs.base
+from grpo_jax import data
 from grpo_jax.building import adapter, computation
 from grpo_jax.config import run_options
 from grpo_jax.config.configuration import ConfigError
@@ -36,6 +37,16 @@ def stored(model, tmp_path_factory):
   made = jax.tree.map(lambda x: x + 0.5, lora.init(jax.random.key(0), sizes, options))
   folder = tmp_path_factory.mktemp("peft") / "adapter"
   return adapter_files.write(made, sizes, options, folder, base=str(model)), made
+
+
+@pytest.mark.parametrize("template", [None, "{{ messages[0].content }}"])
+def test_an_adapter_of_another_chat_template_warns(model, tmp_path, template, caplog):
+  (tmp_path / "adapter").mkdir()
+  templates = {"default": template} if template else None
+  adapter_files.write_tokenizer(tmp_path / "adapter", model, templates)
+  config = config_of(model, path=str(tmp_path / "adapter"))
+  adapter.check_prompts(config, data.load_tokenizer(model), model)
+  assert ("was trained with another chat template" in caplog.text) == bool(template)
 
 
 def test_a_run_begins_with_the_adapter_of_a_folder(model, stored):

@@ -102,3 +102,26 @@ def test_no_configuration_has_an_empty_fallback():
   for path in configuration.present():
     config = configuration.load(path)
     assert config.model.fallback is None or sources.refusal(config.model.fallback) is None
+
+
+def test_the_run_keeps_the_text_of_its_chat_template(tmp_path, caplog):
+  """Commands that render later need no file; a run that continues with another text says so."""
+  file = tmp_path / "own.jinja"
+  for number, text in enumerate(["{{ messages }}", "{{ messages }}", "other" + 300 * "x"]):
+    file.write_text(text)
+    config = configs.gsm8k.get_config()
+    config.model.chat_template = str(file)
+    kept = model_building.with_template(config)
+    assert kept.model.chat_template == text and config.model.chat_template == str(file)
+    checks.log_differences(kept, tmp_path)
+    configuration.write(kept, tmp_path / "config.json")
+    assert ("model.chat_template: was" in caplog.text) == (number == 2)
+  assert "messages }}" in caplog.text and 200 * "x" not in caplog.text
+  assert model_building.with_template(configs.gsm8k.get_config()).model.chat_template is None
+
+
+def test_variables_that_the_run_sets_itself_are_refused():
+  config = configs.gsm8k.get_config()
+  config.model.chat_template_args = {"tools": [], "enable_thinking": False, "messages": 1}
+  found = [line for line in run_options.validate(config) if "chat_template_args" in line]
+  assert found == ["model.chat_template_args: the run itself sets messages, tools"]

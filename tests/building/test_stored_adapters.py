@@ -1,5 +1,6 @@
 """Runs that train an adapter, read later: merged, alone, and on devices as they were trained."""
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -7,6 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import transformers
 
 import grpo_jax
 from grpo_jax import evaluation
@@ -187,6 +189,28 @@ def test_an_adapter_of_a_folder_is_used_with_its_base(run, tmp_path):
   exporting.run(str(tmp_path / "adapter"), tmp_path / "again", base=str(base))
   exporting.run(f"{run}:2", tmp_path / "direct")
   assert_alike(tensors(tmp_path / "again"), tensors(tmp_path / "direct"))
+
+
+def test_an_adapter_brings_the_chat_template_that_it_was_trained_with(tmp_path):
+  """To evaluations and merged exports of its folder; the base's other templates are not used."""
+  base = tiny.write(tmp_path / "model")
+  (base / "additional_chat_templates").mkdir()
+  (base / "additional_chat_templates" / "tool_use.jinja").write_text("other")
+  template = "{{ mark }}{{ messages[0].content }}"
+  fields = {"model__chat_template": template, "model__chat_template_args": {"mark": "!"}}
+  run = stored_runs.write_lora(tmp_path / "run", [1], model=base, **fields)
+  exporting.run(f"{run}:1", tmp_path / "adapter", only_adapter=True)
+  found = stored.find(str(tmp_path / "adapter"), base=str(base))
+  with contextlib.ExitStack() as stack:
+    opened = stored_engine.open_weights(defaults.get_config(), found, stack)
+    assert opened.tokenizer.render([{"role": "user", "content": "a"}]) == "!a"
+    assert opened.tokenizer.stop_ids == (258,)
+  exporting.run(str(tmp_path / "adapter"), tmp_path / "again", base=str(base))
+  exporting.run(f"{run}:1", tmp_path / "direct")
+  for folder in ("again", "direct"):
+    made = transformers.AutoTokenizer.from_pretrained(tmp_path / folder)
+    chat = [{"role": "user", "content": "a"}]
+    assert made.apply_chat_template(chat, tools=[{}], tokenize=False) == "!a"
 
 
 def test_evaluations_and_samples_are_of_the_adapter(tmp_path, one_device):

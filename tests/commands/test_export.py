@@ -31,6 +31,7 @@ def test_an_adapter_becomes_a_folder_of_its_own(tmp_path, capsys):
   assert {path.name for path in out.iterdir()} == {
     "adapter_config.json",
     "adapter_model.safetensors",
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json"),
   }
 
 

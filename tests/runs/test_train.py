@@ -8,13 +8,14 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import transformers
 
 import configs.base
 from grpo_jax import metrics, train
 from grpo_jax.building import exporting
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.data.formats import RowError
-from grpo_jax.models import loading
+from grpo_jax.models import loading, tiny
 from grpo_jax.run_folder import checkpointing, evaluation_log
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -129,12 +130,16 @@ def assert_same_weights(one, other):
 
 
 def test_a_run_leaves_what_tools_rely_on(make_config, tmp_path, capsys):
+  template = tmp_path / "own.jinja"
+  template.write_text(f"{{{{ mark }}}}{tiny.CHAT_TEMPLATE}")
   config = make_config(
+    model__chat_template=str(template),
     logging__tensorboard=True,
     loss__kl_coef=0.01,
     export__dtype="bfloat16",
     export__max_shard_gb=2e-5,
   )
+  config.model.chat_template_args.mark = "!"
   train.train(config, tmp_path)
   left = {path.name for path in tmp_path.iterdir()}
   assert left >= {"config.json", "metrics.jsonl", "tensorboard", "rollouts", "checkpoints"}
@@ -160,9 +165,17 @@ def test_a_run_leaves_what_tools_rely_on(make_config, tmp_path, capsys):
   ending = printed[printed.index("final weights:") :]
   assert f"final weights: {tmp_path / 'export'}\n" in ending and "from_pretrained" in ending
   assert ending.endswith(f"report: {tmp_path / 'report.html'} (open it in a browser)\n")
+  template.unlink()  # a later export does not need it.
   again = exporting.run(str(tmp_path), tmp_path / "again").folder
   written = {path.name: path.read_bytes() for path in (tmp_path / "export").iterdir()}
   assert {path.name: path.read_bytes() for path in again.iterdir()} == written
+  reader = transformers.AutoTokenizer.from_pretrained(again)
+  for row in rollouts_of_the_first_step(tmp_path):
+    asked = row["prompt"].removeprefix("!<|im_start|>user\n").partition("<|im_end|>")[0]
+    chat = [{"role": "user", "content": asked}]
+    assert (
+      reader.apply_chat_template(chat, add_generation_prompt=True).input_ids == row["prompt_ids"]
+    )
 
 
 def rollouts_of_the_first_step(workdir):

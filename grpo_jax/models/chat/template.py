@@ -4,6 +4,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from grpo_jax.models.chat import exported
 from grpo_jax.models.chat.rendering import Rendered, Renderer, TemplateRefusal
 from grpo_jax.models.chat.tokenizer_files import Opened
 from grpo_jax.models.errors import ModelError
@@ -34,6 +35,7 @@ class ChatTemplate:
       variables: Further variables of the template, such as `enable_thinking`.
     """
     self.where = opened.template_file
+    self._opened, self._given = opened, variables
     self._variables = {**opened.backend.special_tokens_map, **variables}
     self._folder = opened.backend.name_or_path
     self._renderer = self._tools_renderer = None
@@ -65,6 +67,18 @@ class ChatTemplate:
     """
     self.require(tools)
     return self._rendered(messages, tools, begin_assistant, max_characters)
+
+  def exported(self) -> dict[str, str]:
+    """Returns templates by name, for other programs, that write what this one does; empty if those
+    of the folder do."""
+    own = self._opened.named or {"default": self._opened.template or ""}
+    if not self._opened.template or (self._opened.named and not self._given):
+      return {}
+    fixed = self._opened.backend.special_tokens_map
+    return {
+      name: exported.with_variables(template, self._given, fixed=fixed)
+      for name, template in own.items()
+    }
 
   def require(self, tools: Sequence[Tool]) -> None:
     """Raises TemplateRefusal if there are tools and the template ignores them."""

@@ -53,6 +53,9 @@ class Opened:
   template: str | None  # None: it has no template.
   template_file: str  # where the template is found, for errors.
   tools_template: str | None = None  # another one for conversations with tools; None: the same.
+  # Templates of the folder by their names, these two ("default", "tool_use") and others; empty:
+  # another template was given.
+  named: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def open_folder(directory: str | Path, *, chat_template: str | None = None) -> Opened:
@@ -73,7 +76,8 @@ def open_folder(directory: str | Path, *, chat_template: str | None = None) -> O
   backend = _backend(directory)
   if chat_template is None:
     found = _own_templates(backend, directory)
-    return Opened(backend, found["default"], _template_file(directory), found.get("tool_use"))
+    file = _template_file(directory)
+    return Opened(backend, found.get("default"), file, found.get("tool_use"), found)
   if chat_template.endswith(".jinja"):
     file = Path(chat_template)
     if not file.is_file():
@@ -178,7 +182,7 @@ def _auto_tokenizer() -> Any:
   return AutoTokenizer
 
 
-def _own_templates(backend: Any, directory: Path) -> dict[str, str | None]:
+def _own_templates(backend: Any, directory: Path) -> dict[str, str]:
   """Returns the folder's chat templates by name; a single one is named "default", as one of many
   must be."""
   found = backend.chat_template
@@ -188,10 +192,9 @@ def _own_templates(backend: Any, directory: Path) -> dict[str, str | None]:
       f"{_template_file(directory)}: has the chat templates {sorted(map(str, named))} and none"
       " named default; give one as chat_template"
     )
-  chosen = {name: named[name] or None for name in ("default", "tool_use") if name in named}
-  for template in chosen.values():
+  for template in named.values():
     _check_template(template, directory)
-  return chosen
+  return {str(name): template for name, template in named.items() if template}
 
 
 def _check_template(template: Any, directory: Path) -> None:
