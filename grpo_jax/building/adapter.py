@@ -1,5 +1,6 @@
 """A run that trains an adapter: where it begins, what its checkpoints say, and what cannot work."""
 
+import dataclasses
 import logging
 import math
 import pathlib
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from grpo_jax import data
+from grpo_jax import data, processes
 from grpo_jax.building import agreements
 from grpo_jax.building.computation import Computation
 from grpo_jax.config import lora_options
@@ -184,6 +185,30 @@ def log_sizes(made: Computation) -> None:
     *(100 * trained / frozen, _size(state.params), _size(state.opt_state)),
     *(options.base_dtype, _size(base)),
   )
+
+
+def with_rounding(config: Config, model: loading.Loaded) -> loading.Loaded:
+  """Returns a model with the rounding of the whole base, and logs it; all processes take part.
+
+  Args:
+    config: Resolved config of the run.
+    model: Model as this process has read it.
+  """
+  if lora_options.load(config) is None:
+    return model
+  own = [model.rounding.squared_error, model.rounding.squared_norm]
+  parts = processes.exchange(own, what="the rounding of the base")
+  rounding = loading.Rounding(*(sum(part) for part in zip(*parts, strict=True)))
+  if rounding.relative:
+    _log.warning(
+      "model.lora.base_dtype=%r rounds the weights of %s by a relative %.1e; lora/relative_change"
+      " says how much the adapter changes them. The run trains the adapter on the rounded weights:"
+      " export/ has both; adapter/ on the published weights is a different policy",
+      config.model.lora.base_dtype,
+      config.model.path,
+      rounding.relative,
+    )
+  return dataclasses.replace(model, rounding=rounding)
 
 
 def _count(tree: Any) -> int:

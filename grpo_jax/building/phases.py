@@ -301,6 +301,7 @@ def publish(
   is_offline: bool,
   logger: Logger,
   adapter: lora.Options | None = None,
+  measure: Callable[[Any], Metrics] | None = None,
   base: str = "",
   templates: Callable[[], Mapping[str, str]] = dict,
 ) -> None:
@@ -318,6 +319,7 @@ def publish(
     is_offline: Whether the run learned from recorded groups.
     logger: Logger that reports where the weights are.
     adapter: Options of the adapter that was trained; None: every weight was trained.
+    measure: Function that measures the weights, as in `learn`.
     base: Name or folder of the adapter's base, for the files.
     templates: Returns the chat templates of the files; empty: those of the model's folder.
   """
@@ -343,11 +345,19 @@ def publish(
       tokenizer=model.directory,
       templates=named,
     )
+  rounding, note = model.rounding.relative, ""
+  if alone is not None and rounding and measure is not None:
+    change = measure(policy.weights(state.params))["lora/relative_change"].value()
+    note = (
+      f"its base was rounded by a relative {rounding:.1e}, and the adapter changes it by"
+      f" {change:.1e}: on the published weights it is a different policy"
+    )
   ending = console.closing_lines(
     str(written),
     str(folder.parent),
     is_offline=is_offline,
     adapter=None if alone is None else str(alone),
+    note=note,
   )
   for line in ending:
     logger.print(line)

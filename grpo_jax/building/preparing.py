@@ -147,4 +147,4 @@ def load_model(inputs: Inputs, engine: Engine) -> tuple[computation.Computation,
     model = model_building.load(inputs.folder, made.read)
     data.check_vocabulary(inputs.tokenizer, model.config.vocab_size)
     ahead.wait(inputs.screen.progress, stop=inputs.stop)
-  return made, model
+  return made, adapter.with_rounding(inputs.config, model)

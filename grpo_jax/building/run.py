@@ -342,6 +342,7 @@ def _publishing(
     is_offline=modes.is_offline(inputs.config),
     logger=logger,
     adapter=lora_options.load(inputs.config),
+    measure=loaded.made.measure,
     base=model_building.name_of(inputs.config, inputs.folder),
     templates=functools.partial(model_building.templates_of, inputs.tokenizer),
   )

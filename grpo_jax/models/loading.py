@@ -1,6 +1,7 @@
 """Reads the parameters of a checkpoint tensor by tensor, directly into their sharding (I/O)."""
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -20,6 +21,31 @@ from grpo_jax.models.fields import Fields
 Dtypes = Any
 
 
+@dataclasses.dataclass
+class Rounding:
+  """How far the weights that this process has read differ from those in the files.
+
+  Each process counts its share of what several of them have read, so that the sums over all
+  processes are those of the model. Tensors whose dtype holds every value of the file are left out.
+  """
+
+  squared_error: float = 0.0  # ‖read − file‖².
+  squared_norm: float = 0.0  # ‖file‖².
+  share: float = 1.0  # of this process in what is being read.
+
+  @property
+  def relative(self) -> float:
+    """‖read − file‖ / ‖file‖; 0 if nothing was rounded."""
+    return math.sqrt(self.squared_error / self.squared_norm) if self.squared_error else 0.0
+
+  def add(self, values: np.ndarray, read: np.ndarray) -> None:
+    """Counts values of a file, and what was made of them."""
+    exact = np.asarray(values, np.float64 if values.dtype == np.float64 else np.float32).ravel()
+    error = np.asarray(read, exact.dtype).ravel() - exact
+    self.squared_error += self.share * float(np.dot(error, error))
+    self.squared_norm += self.share * float(np.dot(exact, exact))
+
+
 @dataclasses.dataclass(frozen=True)
 class Loaded:
   """A model as it was read."""
@@ -28,6 +54,7 @@ class Loaded:
   params: transformer.Params
   directory: pathlib.Path  # Hugging Face folder that it was read from; holds the tokenizer.
   generation: Mapping[str, Any]  # generation_config.json; empty if there is none.
+  rounding: Rounding = dataclasses.field(default_factory=Rounding)
 
 
 def load(
@@ -60,8 +87,9 @@ def load(
   tensors = safetensors.open_folder(directory)
   check(tensors, config, str(directory))
   generation = read_generation(directory)
-  params = read_params(tensors, config, sharding=sharding, dtype=dtype)
-  return Loaded(config, params, directory, generation)
+  rounding = Rounding()
+  params = read_params(tensors, config, sharding=sharding, dtype=dtype, rounding=rounding)
+  return Loaded(config, params, directory, generation, rounding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,8 +242,13 @@ def read_params(
   *,
   sharding: Callable[[Any], Any] | None = None,
   dtype: Dtypes = jnp.float32,
+  rounding: Rounding | None = None,
 ) -> transformer.Params:
-  """Reads all parameters, leaf by leaf, after `check`; see `load` for the arguments."""
+  """Reads all parameters, leaf by leaf, after `check`; see `load` for the arguments.
+
+  What the dtype does to the values is added to `rounding`.
+  """
+  rounding = Rounding() if rounding is None else rounding
   tree = leaves.tree(config)
   shardings = sharding(transformer.logical_axes(config)) if sharding else None
   sources: dict[tuple[str, ...], list[leaves.Stored]] = {}
@@ -230,7 +263,7 @@ def read_params(
     entry = shape[path[-1]]
     form = form_of(entry, dtype)
     read: Any = _read_leaf if isinstance(form, np.dtype) else _read_quantized
-    leaf = read(tensors, parts, entry.shape, placed, form)
+    leaf = read(tensors, parts, entry.shape, placed, form, rounding)
     # Placement is asynchronous: the host's copy of this leaf must be freed before the next is read.
     below[path[-1]] = jax.block_until_ready(leaf)
   return params
@@ -283,19 +316,36 @@ def _read_leaf(
   shape: tuple[int, ...],
   sharding: jax.sharding.Sharding | None,
   dtype: np.dtype,
+  rounding: Rounding,
 ) -> jax.Array:
   """Reads one leaf of the tree: each device's part separately, equal parts once."""
+  rounding.share = 1.0
   if sharding is None:
-    return jax.device_put(_read_part(tensors, parts, shape, dtype, (slice(None),) * len(shape)))
+    whole = (slice(None),) * len(shape)
+    return jax.device_put(_read_part(tensors, parts, shape, dtype, whole, rounding))
   made: dict[tuple, np.ndarray] = {}
+  shares = _shares(sharding, shape)
 
   def part(index):
-    key = tuple(s.indices(n) for s, n in zip(index, shape, strict=True))
+    key = _key(index, shape)
     if key not in made:
-      made[key] = _read_part(tensors, parts, shape, dtype, index)
+      rounding.share = shares[key]
+      made[key] = _read_part(tensors, parts, shape, dtype, index, rounding)
     return made[key]
 
   return jax.make_array_from_callback(shape, sharding, part)
+
+
+def _key(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple:
+  return tuple(s.indices(n) for s, n in zip(index, shape, strict=True))
+
+
+def _shares(sharding: Any, shape: tuple[int, ...]) -> dict[tuple, float]:
+  """Returns the share of one process in each part of an array, which several may have."""
+  holders: dict[tuple, set[int]] = {}
+  for device, index in sharding.devices_indices_map(shape).items():
+    holders.setdefault(_key(index or (), shape), set()).add(device.process_index)
+  return {key: 1 / len(processes) for key, processes in holders.items()}
 
 
 def _read_quantized(
@@ -304,20 +354,24 @@ def _read_quantized(
   shape: tuple[int, ...],
   shardings: Any,
   form: quantized.Format,
+  rounding: Rounding,
 ) -> Any:
   """Reads and quantises one leaf of the tree: each device's part separately, equal parts once.
 
   Scales are of whole kernels, so the result does not depend on the mesh.
   """
+  rounding.share = 1.0
   if shardings is None:
     whole = (slice(None),) * len(shape)
-    return jax.device_put(_quantized_part(tensors, parts, shape, whole, form))
+    return jax.device_put(_quantized_part(tensors, parts, shape, whole, form, rounding))
   made: dict[tuple, Any] = {}
   placed = []
+  shares = _shares(shardings.codes, shape)
   for device, index in shardings.codes.addressable_devices_indices_map(shape).items():
-    key = tuple(s.indices(n) for s, n in zip(index, shape, strict=True))
+    key = _key(index, shape)
     if key not in made:
-      made[key] = _quantized_part(tensors, parts, shape, index, form)
+      rounding.share = shares[key]
+      made[key] = _quantized_part(tensors, parts, shape, index, form, rounding)
     placed.append(jax.device_put(made[key], device))
 
   def joined(field: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding, *own: jax.Array) -> Any:
@@ -332,6 +386,7 @@ def _quantized_part(
   shape: tuple[int, ...],
   index: tuple[slice, ...],
   form: quantized.Format,
+  rounding: Rounding,
 ) -> Any:
   """Reads and quantises the part of stacked kernels given by `index`.
 
@@ -347,6 +402,7 @@ def _quantized_part(
       stop = min(start + rows, last)
       read = tensors.read(parts[layer].name, slice(start, stop))
       made = quantized.of_inputs(quantized.quantize(read.T, form), *inputs)
+      rounding.add(read.T[slice(*inputs)], quantized.on_host(made))
       for target, values in zip(jax.tree.leaves(out), jax.tree.leaves(made), strict=True):
         target[place, :, start - first : stop - first] = values
   return out
@@ -358,21 +414,26 @@ def _read_part(
   shape: tuple[int, ...],
   dtype: np.dtype,
   index: tuple[slice, ...],
+  rounding: Rounding,
 ) -> np.ndarray:
   """Reads the part of a leaf given by `index`, one tensor of the file after another."""
   size = [len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)]
   out = np.empty(size, dtype)
   if parts[0].layer is None:
-    _copy(tensors, parts[0], index, out)
+    _copy(tensors, parts[0], index, out, rounding)
     return out
   layers = range(*index[0].indices(shape[0]))
   for place, layer in enumerate(layers):
-    _copy(tensors, parts[layer], index[1:], out[place])
+    _copy(tensors, parts[layer], index[1:], out[place], rounding)
   return out
 
 
 def _copy(
-  tensors: safetensors.Tensors, stored: leaves.Stored, index: tuple[slice, ...], out: np.ndarray
+  tensors: safetensors.Tensors,
+  stored: leaves.Stored,
+  index: tuple[slice, ...],
+  out: np.ndarray,
+  rounding: Rounding,
 ) -> None:
   """Fills `out` with the part of one tensor, a few rows of the file at a time."""
   in_file = index[::-1] if stored.leaf.is_kernel else index
@@ -381,8 +442,11 @@ def _copy(
   rows = max(1, _CHUNK_VALUES // max(1, int(np.prod(stored.shape[1:]))))
   for start in range(first, last, rows):
     stop = min(start + rows, last)
-    values = tensors.read(stored.name, slice(start, stop))
-    target[start - first : stop - first] = values[(slice(None), *in_file[1:])]
+    values = tensors.read(stored.name, slice(start, stop))[(slice(None), *in_file[1:])]
+    read = target[start - first : stop - first]
+    read[...] = values
+    if values.dtype != out.dtype and values.itemsize >= out.itemsize:
+      rounding.add(values, read)
 
 
 def _head_name(config: ModelConfig) -> str:

@@ -195,7 +195,12 @@ def sample_lines(
 
 
 def closing_lines(
-  folder: str, workdir: str, *, is_offline: bool = False, adapter: str | None = None
+  folder: str,
+  workdir: str,
+  *,
+  is_offline: bool = False,
+  adapter: str | None = None,
+  note: str = "",
 ) -> list[str]:
   """Returns the lines that name the final weights and say how to use them.
 
@@ -204,11 +209,12 @@ def closing_lines(
     workdir: Run folder.
     is_offline: Whether the run learned from recorded groups; its sets cannot be sampled.
     adapter: Folder of the trained adapter, which is merged in `folder`; None: there is none.
+    note: Line about the use of the adapter alone; empty: there is none.
   """
   run = shlex.quote(workdir)
   measuring = f"  to measure them: grpo-jax evaluate --model={run}"
   loading = f"PeftModel.from_pretrained(base_model, {adapter!r})"
-  alone = [f"adapter alone: {adapter}", f"  in PEFT: {loading}"]
+  alone = [f"adapter alone: {adapter}", f"  in PEFT: {loading}", *([f"  {note}"] if note else [])]
   merged = "" if adapter is None else " (merged with the adapter)"
   return [
     *([] if adapter is None else alone),

@@ -2,8 +2,11 @@
 
 import json
 import logging
+import pathlib
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,7 +16,7 @@ from grpo_jax.building import adapter, computation
 from grpo_jax.config import run_options
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.learn import sharding
-from grpo_jax.models import adapter_files, loading, lora, tiny
+from grpo_jax.models import adapter_files, export, leaves, loading, lora, tiny
 from grpo_jax.run_folder import checkpointing
 
 
@@ -37,6 +40,60 @@ def stored(model, tmp_path_factory):
   made = jax.tree.map(lambda x: x + 0.5, lora.init(jax.random.key(0), sizes, options))
   folder = tmp_path_factory.mktemp("peft") / "adapter"
   return adapter_files.write(made, sizes, options, folder, base=str(model)), made
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "nf4"])
+def test_the_rounding_of_the_base_is_measured_while_it_is_read(model, dtype, caplog):
+  """On one device, and on a mesh that splits some weights and copies others."""
+  config = run_options.resolved(config_of(model, rank=2, base_dtype=dtype))
+  found = []
+  for devices in (1, 1 if dtype == "nf4" else 4):  # its blocks are as long as the model is wide.
+    read = made_of(config, model, devices=devices).read
+    sharding = lambda _, read=read: read.shardings
+    loaded = loading.load(model, sharding=sharding, dtype=read.dtype)
+    found.append(adapter.with_rounding(config, loaded).rounding.relative)
+  tensors, sizes = loading.safetensors.open_folder(model), loading.read_config(model)
+  exact, error = 0.0, 0.0
+  for stored in leaves.stored(sizes):
+    if stored.leaf.kind in read.dtype:
+      values = tensors.read(stored.name).astype(np.float64)
+      rounded = loading.rounded(tensors.read(stored.name), stored.leaf, dtypes=read.dtype)
+      exact += np.sum(values**2)
+      error += np.sum((rounded - values) ** 2)
+  np.testing.assert_allclose(found, np.sqrt(error / exact), rtol=1e-4)
+  lines = [record.getMessage() for record in caplog.records]
+  assert len(lines) == (0 if dtype == "float32" else 2)
+  if lines:
+    assert f"base_dtype={dtype!r} rounds the weights of {model} by a relative" in lines[0]
+    assert f"{found[0]:.1e}" in lines[0] and "export/" in lines[0]
+
+
+def test_weights_that_the_dtype_holds_are_not_rounded(model, tmp_path):
+  loaded = loading.load(model, dtype=jnp.bfloat16)
+  assert loaded.rounding.relative > 1e-4
+  export.to_huggingface(loaded.params, loaded.config, tmp_path / "a")
+  for dtype in (jnp.bfloat16, jnp.float32):
+    assert loading.load(tmp_path / "a", dtype=dtype).rounding.relative == 0.0
+  assert loading.load(tmp_path / "a", dtype=jnp.float16).rounding.relative > 0.0
+
+
+def test_processes_that_read_the_same_weights_count_them_once(monkeypatch):
+  """Two of four processes have each half of an array."""
+
+  class Sharding:
+    def devices_indices_map(self, shape):
+      devices = [mock.Mock(process_index=process) for process in range(4)]
+      return {each: (slice(0, 2),) for each in devices[:2]} | {
+        each: (slice(2, 4),) for each in devices[2:]
+      }
+
+  assert loading._shares(Sharding(), (4,)) == {((0, 2, 1),): 0.5, ((2, 4, 1),): 0.5}
+  parts = [[1.0, 8.0], [2.0, 8.0], [1.0, 8.0], [5.0, 12.0]]
+  monkeypatch.setattr(adapter.processes, "exchange", lambda own, *, what: parts)
+  read = loading.Loaded(tiny._config("llama", 32), {}, pathlib.Path(), {})
+  whole = adapter.with_rounding(config_of("m", rank=2), read)
+  assert whole.rounding.relative == 0.5
+  assert adapter.with_rounding(config_of("m"), read) is read
 
 
 @pytest.mark.parametrize("template", [None, "{{ messages[0].content }}"])
