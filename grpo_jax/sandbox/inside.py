@@ -15,9 +15,11 @@ child's exit code, one byte: 128 + signal for one that was killed.
 """
 
 import array
+import contextlib
 import fcntl
 import gc
 import importlib
+import importlib.metadata
 import json
 import os
 import pkgutil
@@ -25,7 +27,7 @@ import random
 import socket
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from grpo_jax.sandbox import candidate, confine, grader, judge
@@ -36,6 +38,7 @@ _MOST_FDS = 4
 # The modules that programs import most: loaded once.
 _WARM = ("typing", "math", "re", "collections", "itertools", "functools", "heapq", "bisect")
 _WARM += ("string", "copy", "operator", "datetime", "decimal", "fractions")
+_FOR_GRADERS = ("grpo_jax.sandbox.expressions",)  # cannot be read later.
 _UNUSABLE = 1
 _GET_FLAGS = 0x80086601  # FS_IOC_GETFLAGS.
 _FLAGS_OF_USERS = 0x000380FF  # FS_FL_USER_MODIFIABLE.
@@ -55,12 +58,13 @@ def main() -> None:
   """
   settings = json.loads(sys.argv[1])
   del sys.argv[1:], sys.orig_argv[1:]
-  for name in _WARM:
+  for name in (*_WARM, *(_FOR_GRADERS if settings["grader"] else ())):
     importlib.import_module(name)
   if settings["parent"]:
     confine.die_with(settings["parent"])
   sys.path[:] = [*sys.path[1:], *settings["packages"]]  # this package is loaded; hide it.
-  _remember_listings()
+  files = (settings["server"] or {}).get("files")
+  _remember_listings(files and files["readable"])
   settings["filter"] = None
   if settings["server"]:
     is_read_only = confine.shut_server(**settings["server"])
@@ -77,13 +81,24 @@ def main() -> None:
   run()
 
 
-def _remember_listings() -> None:
-  """Caches the listings of module folders: without read access they cannot be listed later."""
+def _remember_listings(readable: Sequence[str] | None) -> None:
+  """Caches the listings of module folders: without read access they cannot be listed later.
+
+  Args:
+    readable: Files and folders that can be read later; None: all of them. Other packages are
+      removed from the listings, so that they are missing and not unreadable: libraries expect an
+      ImportError from an optional package.
+  """
   for path in sys.path:
     finder = pkgutil.get_importer(path)
     if finder is not None and os.path.isdir(path):
       finder.find_spec("")
       vars(finder)["invalidate_caches"] = lambda: None
+      parts = {os.path.basename(each) for each in readable or () if os.path.dirname(each) == path}
+      if parts:
+        vars(finder)["_path_cache"] &= parts
+  with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+    importlib.metadata.distribution("-")  # lists the installed distributions.
 
 
 def _serve(channel: int, settings: dict[str, Any]) -> Callable[[], None]:

@@ -259,6 +259,20 @@ def test_a_grader_sees_the_packages_that_it_needs_and_no_others(gym):
   assert not {name.partition(".")[0] for name in modules} & {"jax", "transformers", "grain"}
 
 
+def test_under_landlock_the_graders_libraries_load_and_other_packages_are_missing(tmp_path):
+  path = tmp_path / "grader.py"
+  path.write_text(
+    "import latex2sympy2_extended, sys\n"  # asks for the version of an installed distribution.
+    "from grpo_jax.sandbox import expressions\n"
+    "try:\n  import jax\nexcept ImportError:\n  jax = None\n"
+    "def has_jax():\n  return jax is not None\n"
+  )
+  kind = sandboxes.need("landlock")
+  pool = WorkerPool(path, packages=["latex2sympy2_extended"], sandbox=kind, workers=1)
+  assert pool.submit("has_jax").result() is False
+  pool.close()
+
+
 @pytest.fixture
 def unsandboxed(monkeypatch):
   why = "there is no program bwrap on the path"
