@@ -6,15 +6,16 @@ r"""Mathematics and multiple choice: the completion's answer is compared with th
 
 The gold answer is `info["expected_answer"]`: an answer, or a whole solution that ends in
 `#### answer` (GSM8K) or has `\boxed{answer}` (MATH). An option says where the model's answer
-must be (see grading/answers.py). Texts and whole numbers are compared at once; comparisons that
-need mathematics run in a sandbox, each in its own process, which is killed if it takes too long.
+must be (see grading/answers.py). Words and decimals are compared at once (grading/comparison.py);
+comparisons that need mathematics run in a sandbox, each in its own process, which is killed if it
+takes too long.
 """
 
 import asyncio
 from pathlib import Path
 
 from grpo_jax.environments.base import Environment, EnvironmentFactory, SingleTurn, StepResult
-from grpo_jax.environments.grading import answers, confinement, evaluated, verifiers
+from grpo_jax.environments.grading import answers, comparison, confinement, evaluated, verifiers
 from grpo_jax.environments.grading.pool import GraderError, GraderTimeout, WorkerPool
 from grpo_jax.types import Prompt
 
@@ -59,7 +60,7 @@ class MathEnvironments(EnvironmentFactory):
   def answer(self, prompt: Prompt, text: str) -> str | None:
     """Returns the answer as text, without what never changes its meaning; 1/2 and 0.5 differ."""
     found = self._verifier.find(text, self._form, prompt.info)
-    return None if found is None else answers.normalized(found)
+    return None if found is None else comparison.normalized(found)
 
   def metrics(self) -> dict[str, float]:
     """Returns the counts of the sandboxes."""
@@ -84,11 +85,14 @@ class MathEnvironments(EnvironmentFactory):
     known = self._verifier.decide(prompt.info, answer)
     if known is not None:
       return known
-    gold = answers.gold(prompt.info["expected_answer"])
-    if self._must_be_evaluated and evaluated.left_undone(gold, answer):
+    wanted, found = comparison.read_pair(answers.gold(prompt.info["expected_answer"]), answer)
+    if self._must_be_evaluated and evaluated.left_undone(wanted.value, found.value):
       return False
+    percents = wanted.unit.is_percent, found.unit.is_percent
     try:
-      verdict = await asyncio.wrap_future(self._pool.submit("equal", gold, answer))
+      verdict = await asyncio.wrap_future(
+        self._pool.submit("equal", wanted.value, found.value, *percents)
+      )
     except GraderError:  # the expression needs more memory than a process may use.
       return False
     return verdict is True

@@ -13,7 +13,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_jax.environments.base import Environment, EnvironmentFactory, SingleTurn, StepResult
-from grpo_jax.environments.grading import answers, confinement, gym_score
+from grpo_jax.environments.grading import (
+  answers,
+  comparison,
+  confinement,
+  gym_score,
+  notation,
+)
 from grpo_jax.environments.grading.pool import GraderError, GraderTimeout, WorkerPool
 from grpo_jax.registry import choose
 from grpo_jax.types import Prompt
@@ -62,7 +68,7 @@ class GymEnvironments(EnvironmentFactory):
   def answer(self, prompt: Prompt, text: str) -> str | None:
     """Returns the answer as text, without what never changes its meaning."""
     found = self._extract(text)
-    return None if found is None else answers.normalized(found)
+    return None if found is None else comparison.normalized(found)
 
   def metrics(self) -> dict[str, float]:
     """Returns the counts of the sandboxes."""
@@ -96,6 +102,8 @@ class GymEnvironments(EnvironmentFactory):
     )
 
   async def _score(self, info: Mapping[str, Any], answer: str) -> float:
+    if str(info["entry"]["answer"]).isascii():  # the scorer may not know "−5" or "５".
+      answer = notation.characters(answer)
     arguments = (info["task"], dict(info["task_args"]), answer, info["entry"])
     if gym_score.has_plain_scorer(info["task"]):
       return gym_score.score(*arguments)

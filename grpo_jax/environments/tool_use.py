@@ -24,7 +24,7 @@ from jaxtyping import Int
 
 from grpo_jax.environments import function
 from grpo_jax.environments.base import Environment, EnvironmentFactory, StepResult
-from grpo_jax.environments.grading import answers, arithmetic
+from grpo_jax.environments.grading import answers, arithmetic, comparison
 from grpo_jax.environments.toolbox import builtin, conversation
 from grpo_jax.environments.toolbox import mcp_servers as mcp
 from grpo_jax.environments.toolbox.calling import Limits, Toolbox
@@ -142,7 +142,7 @@ class ToolUse:
 
 def is_equal(gold: str, answer: str) -> bool:
   """Returns whether two answers are the same text, or the same decimal number."""
-  known = answers.equal_as_text(gold, answer)
+  known = comparison.equal_as_text(gold, answer)
   if known is not None:
     return known
   left, right = _decimal(gold), _decimal(answer)
@@ -150,7 +150,7 @@ def is_equal(gold: str, answer: str) -> bool:
 
 
 def _decimal(answer: str) -> Decimal | None:
-  text = answers.normalized(answer)
+  text = comparison.normalized(answer)
   if not re.fullmatch(r"[-+]?(\d{1,100}(\.\d{0,100})?|\.\d{1,100})", text):
     return None
   try:

@@ -1,5 +1,6 @@
 """What looks at a model's text takes time linear in it, whatever the text is."""
 
+import gc
 import time
 
 import pytest
@@ -16,8 +17,10 @@ from grpo_jax.environments.grading import (
   answers,
   arithmetic,
   choices,
+  comparison,
   evaluated,
   minerva,
+  notation,
   programs,
 )
 from grpo_jax.environments.scoring import formats
@@ -39,7 +42,9 @@ READERS = {
   **{f"programs.{name}": lambda t, f=f: f(t, "f") for name, f in programs.EXTRACTORS.items()},
   "programs.defines": lambda t: programs.defines(t, "f"),
   **{f"answers.{name}": f for name, f in answers.EXTRACTORS.items()},
-  "answers.equal_as_text": lambda t: answers.equal_as_text("5", t),
+  "notation.latex": lambda t: notation.latex(t[: notation.MAX_CHARS]),
+  "comparison": lambda t: comparison.equal_as_text("5 km", t),
+  "comparison.short": lambda t: comparison.equal_as_text("5 km", t[: notation.MAX_CHARS]),
   "choices.find": lambda t: choices.find(t, OPTIONS),
   "choices.letter": lambda t: choices.letter(t, OPTIONS),
   "minerva": lambda t: minerva.equal("5", t),
@@ -68,7 +73,10 @@ TEXTS = [
   *(r"\text{", (r"\text", " ", "x"), r"\frac", "{", "}", "(", "()", "-", "1", "1 ", " ", "\n"),
   *(" \n", ("", " ", "x\n"), ("def", " ", "x"), "async ", "####", "Answer:", "answer is "),
   *(("answer", " ", ":"), ("Answer: A", " ", "or"), "A ", "\ufdfa", "Score: ", "$", "|", "= "),
-  *(r"\begin{", "x^"),
+  *(r"\begin{", "x^", "1 111 ", ("", "111 ", "1"), "1,111,", "12,34,", "1'111'", "−", "- ", "1½"),
+  *("⁰₀", r"\mathbf{", r"\text{a}", r"\color{", "**a", "__", "^(", r"1\text{ km}", "km ", "1 km/"),
+  *("~~~\n", "````\n```\n", "x```\n", "> ```\n", "<a>```\n", r"\\boxed{}", "答は", "B입니다 "),
+  *("</think>", "\u200b", "e\u0301", "”", "p.m. ", "x10^", r"\left", "1e5", "0.1\\overline{2}"),
   ("<think>", "</think>\n", "<answer></answer>."),
 ]
 
@@ -80,9 +88,12 @@ def text_of(pattern, size):
 
 def seconds(reader, pattern, size):
   text = text_of(pattern, size)
+  gc.disable()
   start = time.process_time()
   READERS[reader](text)
-  return time.process_time() - start
+  spent = time.process_time() - start
+  gc.enable()
+  return spent
 
 
 @pytest.mark.parametrize("reader", READERS)

@@ -99,6 +99,95 @@ def test_known_pairs_are_judged_right(grader, gold, answer, expected):
   assert result.reward == float(expected) and result.done
 
 
+# What needs mathematics, by kind: gold answer, right answers, wrong answers.
+MEANINGS = {
+  "small and large numbers": [
+    ("0.0000123", [r"1.23\times 10^{-5}", "1.23e-5"], ["0.0000119", r"\frac{1}{81301}"]),
+    (r"6.6\times 10^{-34}", ["6.6e-34"], ["0", "0.0", "0.0000001", "9.1e-31", "6.7e-34"]),
+    (r"\frac{1}{20!}", [], [r"\frac{1}{21!}", "0"]),
+    ("e^{-50}", ["e^{-50}"], ["e^{-51}", "0"]),
+    (r"\frac{1}{3}", ["0.333333", r"0.\overline{3}", "0.33333334"], ["0.33333", "0.333", "0.3333"]),
+    (r"\frac{1}{8}", ["0.125", ".125", r"12.5\%"], ["0.1250001", "0.13"]),
+    (r"\frac{189}{16384}", ["0.011535645"], ["0.0115356"]),
+    (r"\pi", ["3.141593"], ["3.1416", r"\frac{22}{7}", r"\frac{355}{113}"]),
+    (r"\sqrt{2}\cdot 10^{-9}", ["1.4142136e-9"], ["1.5e-9", "0"]),
+    (r"\sqrt{10^{40}+1}", [], ["10^{20}"]),
+    ("(0.0000001, 2)", [r"(10^{-7}, 2)"], ["(0.0000003, 2)"]),
+    ("[0, 10^{-9}]", ["[0, 1e-9]"], [r"[0, 2\cdot 10^{-9}]"]),
+    (r"\{10^{-9}, 1\}", [], [r"\{2\cdot 10^{-9}, 1\}"]),
+    (
+      r"\begin{pmatrix}0.0000001\\1\end{pmatrix}",
+      [],
+      [r"\begin{pmatrix}0.0000002\\1\end{pmatrix}"],
+    ),
+    (r"x=3\cdot 10^{-18}", ["x=3e-18"], ["x=5e-18"]),
+    (r"\frac{x}{10^{18}}", [r"x\cdot 10^{-18}"], [r"\frac{x}{10^{17}}", "0"]),
+    ("0.1x", [r"\frac{x}{10}"], ["0.1000001x"]),
+    ("21 - i", ["21.0 + -1.0i", "-i+21"], ["21 + i"]),
+  ],
+  "words and symbols": [
+    ("xy", ["yx", r"x\cdot y"], ["x+y"]),
+    ("2xy", ["2yx"], ["2xz"]),
+    ("3R^2", ["3R²"], ["3r^2"]),
+    ("3t", ["3 t"], ["3", "3 s"]),
+    ("n=3k", ["n = 3k"], ["3", "n=3"]),
+  ],
+  "units and percent": [
+    (
+      r"12\sqrt{13}\text{ feet}",
+      [r"12\sqrt{13}", r"12\sqrt{13}\text{ ft}"],
+      [r"12\sqrt{13}\text{ m}"],
+    ),
+    (r"33\frac13\%", [r"33\frac13", r"\frac13", r"\frac{100}{3}\%"], ["33", r"\frac13\%"]),
+    (r"\frac13", [r"33\frac13\%"], [r"33\%"]),
+    (r"\tan 15^\circ", [r"2-\sqrt3", r"\tan 15°"], [r"\tan 16^\circ", r"\tan 15"]),
+    (
+      "60",
+      ["60 km/h"],
+      ["60k", "60 dozen", r"60\text{ million}", r"60\text{ (or 61)}", "60 squared", "60!"],
+    ),
+  ],
+  "characters and dress": [
+    (
+      r"\frac{\sqrt{3}}{2}",
+      ["√3/2", r"\mathbf{\frac{\sqrt3}{2}}", r"\frac{√3}{2}"],
+      ["√2/2", "3/2"],
+    ),
+    (r"\frac{11}{4}", ["2¾", "2 3/4", "11⁄4", "2.75", r"2\frac34"], ["2½", "2", "3/4"]),
+    ("x^2+1", ["x²+1", r"\boldsymbol{x^2+1}", "**x^2+1**", r"\color{red}{x^2+1}"], ["x³+1", "x+1"]),
+    (r"x \le 4", ["x ≤ 4", r"4 \ge x"], ["x ≥ 4", "x<4"]),
+    (r"\emptyset", [r"\varnothing", "∅", r"\{\}"], ["0", r"\{0\}"]),
+    (r"-\frac{1}{2}", ["−½", r"–\frac12"], ["½", r"\frac12"]),
+    (r"2\pi", ["2π", "2*pi", r"{\bf 2\pi}"], ["2", "π"]),
+  ],
+  "adjacent numbers": [
+    ("11", [], ["5 6", r"5\,6", r"\textcolor{red}{5}\;6"]),
+    ("42", [r"\mathbf{4}2", r"\textcolor{red}{4}2"], [r"4\;2", "4 2"]),
+    (r"3\frac14", ["3 1/4", "3.25"], [r"3\cdot\frac14", r"\frac34"]),
+  ],
+  "sets, intervals, vectors": [
+    (r"(2,5)", ["2<x<5", "2, 5"], [r"\{2,5\}", "(5,2)", "[2,5]"]),
+    (r"\{2,5\}", ["5, 2"], ["(2,5)"]),
+    ("2,5", ["5,2", r"\{2,5\}"], ["(2,5)", "2"]),
+    (r"(1,\infty)", ["x > 1"], [r"x \ge 1", "x < 1"]),
+    (r"(-\infty,2)\cup(5,\infty)", [r"x<2 \text{ or } x>5"], [r"x<2 \text{ or } y>5"]),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", ["(1,2)"], ["(2,1)", r"\begin{pmatrix}1&2\end{pmatrix}"]),
+  ],
+}
+
+
+@pytest.mark.long
+def test_answers_mean_what_a_person_reads(grader):
+  wrong = []
+  for kind, cases in MEANINGS.items():
+    for gold, right, others in cases:
+      for answer in (*right, *others):
+        result = asyncio.run(judge(grader, prompt(gold), rf"So it is \boxed{{{answer}}}"))
+        if result.reward != float(answer in right):
+          wrong.append((kind, gold, answer, result.reward))
+  assert wrong == []
+
+
 def test_graders_import_no_jax_and_nothing_of_the_package_but_the_sandbox(grader):
   modules = set(grader._pool.submit("loaded_modules").result())
   assert "math_verify" in modules and "sympy" in modules

@@ -8,6 +8,7 @@ import pytest
 from grpo_jax import data, environments
 from grpo_jax.data.byte_tokenizer import ByteTokenizer
 from grpo_jax.environments.base import StepResult
+from grpo_jax.environments.grading import answers, gym_score
 from grpo_jax.environments.grading.pool import WorkerPool
 from grpo_jax.types import FinishReason, Prompt
 
@@ -45,6 +46,7 @@ def judge(factory, prompt: Prompt, text: str) -> StepResult:
     ("{a}", dict(partial=False, contains_reward=0.5), 1.0, 1.0),
     ("", dict(contains_reward=0.5), 0.0, 0.0),
     ("so <answer>{a}</answer>", dict(answer="tag"), 1.0, 1.0),
+    ("so <answer>\u200b{a}\ufeff</answer>", dict(answer="tag"), 1.0, 1.0),
     ("{a}", dict(answer="tag"), 0.0, 0.0),
     (r"\boxed{{{a}}}", dict(answer="boxed"), 1.0, 1.0),
     ("1 and then {a}.", dict(answer="last_number"), 1.0, 1.0),
@@ -56,6 +58,21 @@ def test_rewards_by_answer_form_and_shaping(text, settings, reward, accuracy):
     result = judge(made["reasoning_gym"], prompt, text.format(a=prompt.info["expected_answer"]))
     assert made["reasoning_gym"].metrics()["grader_starts"] == 0.0  # compares texts: no worker.
   assert (result.total, result.metrics["accuracy"]) == (reward, accuracy)
+
+
+def test_signs_of_unicode_are_those_of_ascii():
+  """The environment of the quickstart, without its sandbox."""
+  find = answers.EXTRACTORS["last_number"]
+  paid = {"right": 0.0, "wrong": 0.0}
+  prompts = tasks("chain_sum", size=40, min_terms=2, max_terms=2, min_digits=1, max_digits=2)
+  prompts = [prompt for prompt in prompts if int(prompt.info["expected_answer"])]  # −0 is right.
+  for prompt in prompts:
+    value = int(prompt.info["expected_answer"])
+    for kind, is_negative in (("right", value < 0), ("wrong", value >= 0)):
+      text = f"The answer is {'−' * is_negative}{abs(value)}."
+      arguments = (prompt.info["task"], prompt.info["task_args"], find(text), prompt.info["entry"])
+      paid[kind] += gym_score.score(*arguments) == 1.0
+  assert len(prompts) > 30 and paid == {"right": len(prompts), "wrong": 0.0}
 
 
 def test_partial_scores_are_the_tasks_own():

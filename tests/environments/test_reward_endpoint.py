@@ -293,6 +293,7 @@ def test_a_judges_score_is_read_however_it_is_dressed(text, expected):
     ("I like it.", "no '.*' in the judge's reply, which ends 'I like it.'"),
     ("Score: 11", "the judge's score 11 is not between 0 and 10"),
     ("Score: -1", "the judge's score -1 is not between 0 and 10"),
+    ("Score: −1", "the judge's score -1 is not between 0 and 10"),
     ("", "which ends ''"),
   ],
 )

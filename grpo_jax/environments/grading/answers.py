@@ -1,11 +1,11 @@
-r"""Finds the answer in text, and compares answers as text. Pure, linear in the text.
+r"""Finds the answer in text. Pure, linear in the text.
 
 The required form is part of the task: a completion without it has no answer.
 
   boxed        the content of the last \boxed{…} whose braces close
-  hash         what follows the last #### on its line, as in GSM8K
+  hash         what follows the last #### on its line or the next one, as in GSM8K
   tag          the content of the last <answer>…</answer>
-  last_number  the last number in the text: lenient, rewards an answer in any form
+  last_number  the last number in the text, see numerals.py: lenient, rewards an answer in any form
   line         what follows the last "Answer:", in the text's last 300 characters (DAPO)
   any          boxed, otherwise hash, otherwise last_number
   raw          the whole text, stripped
@@ -14,28 +14,20 @@ The required form is part of the task: a completion without it has no answer.
 import re
 from collections.abc import Callable
 
-_BRACES = re.compile(
-  r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\boxed\s+(?P<bare>[^\s{}\\$.,]+)|\\.|[{}]", re.DOTALL
-)
-_NUMBER = re.compile(r"(?<![\w.])[-+]?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?")
-_ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
-_TAIL_CHARS = 300
-_INTEGER = re.compile(r"[-+]?\d{1,100}(?:\.0+)?")
-_WITH_UNIT = re.compile(r"(?P<number>[-+]?\d{1,100}(?:\.0+)?) (?P<words>[A-Za-z][A-Za-z ]{2,40})")
-# Words behind a number that are not a unit of it.
-_NO_UNITS = {
-  *("hundred", "thousand", "million", "billion", "trillion", "dozen", "percent", "half", "halves"),
-  *("third", "thirds", "quarter", "quarters", "mod", "and", "or", "not", "less", "more", "times"),
-}
+from grpo_jax.environments.grading import notation, numerals
 
-_REWRITES = (
-  (re.compile(r"\\(?:left|right|displaystyle|,|!|;|:| )"), ""),
-  (re.compile(r"\\[dtc]frac"), r"\\frac"),
-  (re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{([^{}]*)\}"), r"\1"),
-  (re.compile(r"\\?\$"), ""),
-  (re.compile(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))"), ""),
-  (re.compile(r"(?<!\w)\s+|\s+(?!\w)|(?<=\s)\s+"), ""),  # "1 1/2" is not "11/2".
+_BRACES = re.compile(
+  r"(?P<box>\\{1,2}(?:[Bb]oxed|fbox|framebox)\s*\{)"
+  r"|\\{1,2}boxed\s+(?P<bare>[^\s{}\\$.,]+)|\\.|[{}]",
+  re.DOTALL,
 )
+_HASH = re.compile(r"#{4,}[ \t]*(?:\r?\n[ \t]*)?([^\n#]*)")
+_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
+_ANSWER_LINE = re.compile(r"answer[*_]{0,3}(?:\s+is)?\s*:[*_]{0,3}\s*([^\n]+)", re.IGNORECASE)
+_TAIL_CHARS = 300
+_HEADING = re.compile(r"(?:\d+[.)]\s+)?[^\W\d_]{2}")
+_STATED = re.compile(r"\banswer(?:\s+is)?[\s:*_]++(.*[^.\s])", re.IGNORECASE)
+_EMPHASIS = re.compile(r"([*_`]{1,3})([^*_`]+)\1")
 
 
 def boxed(text: str) -> str | None:
@@ -52,34 +44,34 @@ def boxed(text: str) -> str | None:
       starts.append(None)
     elif token[0] == "}" and starts:
       start = starts.pop()
-    if start is not None and start > last:
-      last, found = start, text[start : token.start()]
+    if start is not None and start > last and not text[start : token.start()].isspace():
+      content = text[start : token.start()]
+      last, found = (start, content) if content else (last, found)
   return _stripped(found)
 
 
 def hashed(text: str) -> str | None:
-  """Returns what follows the last #### on its line."""
-  _, mark, after = text.rpartition("####")
-  return _stripped(after.lstrip(" \t").partition("\n")[0]) if mark else None
+  """Returns what follows the last ####, or "the answer is" behind it, to the end of the line.
+
+  If #### is alone on its line, the answer is on the next one; if that is empty, it does not count.
+  """
+  found = [content for content in map(_plain, _HASH.findall(text)) if content]
+  return _stated(found[-1]) if found else None
 
 
 def tagged(text: str) -> str | None:
   """Returns the content of the last <answer>…</answer>."""
-  before, closing, _ = text.rpartition("</answer>")
-  _, opening, content = before.rpartition("<answer>")
-  return _stripped(content) if closing and opening else None
-
-
-def last_number(text: str) -> str | None:
-  """Returns the last number, with its commas, dollar sign, percent sign or fraction."""
-  found = _NUMBER.findall(text)
-  return found[-1].rstrip(",") if found else None
+  tags = list(_TAG.finditer(text))
+  for opening, closing in zip(reversed(tags[:-1]), reversed(tags[1:]), strict=True):
+    if closing[1] and not opening[1]:
+      return _stripped(text[opening.end() : closing.start()])
+  return None
 
 
 def answer_line(text: str) -> str | None:
   """Returns what follows the last "Answer:" on its line, near the end of the text."""
   found = _ANSWER_LINE.findall(text[-_TAIL_CHARS:])
-  return _stripped(found[-1]) if found else None
+  return _plain(found[-1]) if found else None
 
 
 def raw(text: str) -> str | None:
@@ -89,53 +81,49 @@ def raw(text: str) -> str | None:
 
 def anywhere(text: str) -> str | None:
   """Returns the first of these that is present: boxed, hash, last_number."""
-  return boxed(text) or hashed(text) or last_number(text)
+  return boxed(text) or hashed(text) or numerals.last(text)
 
 
 def gold(text: str) -> str:
-  r"""Returns the answer of a reference solution: after ####, in \boxed{}, or all of it."""
-  return hashed(text) or boxed(text) or text.strip()
+  r"""Returns the answer of a reference solution: in \boxed{}, after ####, or all of it.
 
-
-def normalized(answer: str) -> str:
-  """Removes what never changes the meaning of an answer: spaces, $, thousands separators, …"""
-  for pattern, replacement in _REWRITES:
-    answer = pattern.sub(replacement, answer)
-  return answer.rstrip(".")
-
-
-def equal_as_text(gold_answer: str, answer: str) -> bool | None:
-  """Compares two answers without mathematics.
-
-  Returns:
-    True if they are the same text, False if both are whole numbers and differ (the answer
-    may have a unit in words, "4 balls"), None if text alone does not decide.
+  Solutions with headings have words after ####, and more text below: their answer is the last line.
   """
-  left, right = normalized(gold_answer), normalized(answer)
-  if left == right:
-    return bool(left)
-  right = _without_unit(right)
-  if _INTEGER.fullmatch(left) and _INTEGER.fullmatch(right):
-    return int(left.partition(".")[0]) == int(right.partition(".")[0])
-  return None
-
-
-def _without_unit(answer: str) -> str:
-  match = _WITH_UNIT.fullmatch(answer)
-  if match is None or _NO_UNITS & set(match["words"].lower().split()):
-    return answer
-  return match["number"]
+  if found := boxed(text):
+    return found
+  lines = [line for line in text.splitlines() if line.strip()]
+  marked = [number for number, line in enumerate(lines) if "####" in line]
+  if not marked:
+    return text.strip()
+  found = hashed(text)
+  is_heading = not hashed(lines[marked[-1]]) or _HEADING.match(found or "") is not None
+  if is_heading and marked[-1] < len(lines) - 1:
+    return _stated(lines[-1]) or text.strip()
+  return found or text.strip()
 
 
 def _stripped(answer: str | None) -> str | None:
   return (answer or "").strip() or None
 
 
+def _stated(line: str) -> str | None:
+  """Returns what follows "answer is" or "Answer:" on a line, otherwise the line."""
+  stated = _STATED.search(line)
+  return _plain(stated[1] if stated else line)
+
+
+def _plain(answer: str) -> str | None:
+  """Returns an answer in the characters of ASCII, without emphasis of Markdown around it."""
+  answer = notation.characters(answer).strip()
+  emphasised = _EMPHASIS.fullmatch(answer)
+  return _stripped(emphasised[2] if emphasised else answer)
+
+
 EXTRACTORS: dict[str, Callable[[str], str | None]] = {
   "boxed": boxed,
   "hash": hashed,
   "tag": tagged,
-  "last_number": last_number,
+  "last_number": numerals.last,
   "line": answer_line,
   "any": anywhere,
   "raw": raw,

@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_jax.environments.grading import answers
+from grpo_jax.environments.grading import answers, comparison
 
 _LETTERS = "ABCDEFGHIJ"  # when the options are not known.
 _MAX_CHARS = 2000  # length of one place where a choice may be.
@@ -112,4 +112,4 @@ def _is_word(found: str, rest: str) -> bool:
 
 
 def _plain(text: str) -> str:
-  return " ".join(_DRESS.sub(" ", answers.normalized(text)).casefold().rstrip(".").split())
+  return " ".join(_DRESS.sub(" ", comparison.normalized(text)).casefold().rstrip(".").split())

@@ -24,23 +24,14 @@ import enum
 import functools
 import re
 
+from grpo_jax.environments.grading import notation
+
 _MAX_DEPTH = 20
 _MAX_CHARS = 10_000
 
 _TOKEN = re.compile(
   r"(?P<number>(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]\d+)?)|\\(?P<command>[A-Za-z]+|.)|(?P<word>[A-Za-z]+)|(?P<char>\S)",
   re.DOTALL,
-)
-_THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|\\[,!;: ])(?=\d{3}(?!\d))")
-_AND = re.compile(r"\\(?:text|textrm|mathrm|mbox)\s*\{[^A-Za-z{}\\]*(?:and|or)[^A-Za-z{}\\]*\}")
-_SIGNS_OF_UNICODE = str.maketrans(
-  {
-    **{"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "−": "-", "±": r"\pm "},
-    **{"√": r"\sqrt ", "π": r"\pi ", "∫": r"\int ", "∑": r"\sum ", "∏": r"\prod ", "°": r"\circ "},
-    **{"∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in "},
-    **{"⌊": r"\lfloor ", "⌋": " ", "⌈": r"\lceil ", "⌉": " ", "∂": r"\partial ", "′": "'"},
-    **{"≈": r"\approx ", "∣": "|", "$": " "},
-  }
 )
 
 
@@ -153,8 +144,7 @@ def form(text: str, *, letters_are_units: bool = False) -> Form:
     text: Answer in LaTeX or plain text.
     letters_are_units: Whether letters are not symbols: "5 m", "x = 5".
   """
-  text = _AND.sub(",", _THOUSANDS.sub("", text.translate(_SIGNS_OF_UNICODE)))
-  reader = _Reader(_tokens(text), letters_are_units)
+  reader = _Reader(_tokens(notation.latex(text)), letters_are_units)
   try:
     reader.read()
   except _TooDeepError:
@@ -329,8 +319,8 @@ class _Reader:
       return self._quotient(left, right)
     if operation in _TIMES and right is _Value.POWER_OF_TEN and left in whole:
       return _Value.DECIMAL
-    if is_beside and left in whole and right in (*whole, _Value.FRACTION):
-      return max(left, right)  # 1 1/2, 4\frac{2}{3}, 0.\overline{3}.
+    if is_beside and left in whole and right is _Value.FRACTION:
+      return right  # 4\frac{2}{3}.
     self.kinds.add("multiplication")
     return _Value.NUMBER
 

@@ -5,10 +5,13 @@ verl's DAPO verifier kept it. Pure, and bounded: longer answers are not compared
 
 Reference:
   Lewkowycz et al. 2022, arXiv:2206.14858, appendix D.1, listing 1; DAPO, arXiv:2503.14476, as
-  in verl's `math_dapo`. In addition, Markdown's ** around an answer is dropped here.
+  in verl's `math_dapo`. In addition, Markdown's ** around an answer and invisible characters are
+  dropped here, and − is a minus.
 """
 
 import re
+
+from grpo_jax.environments.grading import notation
 
 MAX_CHARS = 2000
 
@@ -49,7 +52,7 @@ def equal(gold: str, answer: str) -> bool:
 
 def normalized(answer: str) -> str:
   r"""Rewrites an answer: what follows the last =, without units, \text, $ and short forms."""
-  answer = answer.strip().strip("*").rpartition("=")[2]
+  answer = notation.characters(answer).strip().strip("*").rpartition("=")[2]
   for before, after in _REPLACED:
     answer = answer.replace(before, after)
   for word in _REMOVED:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from grpo_jax.environments.grading import answers, choices, minerva
+from grpo_jax.environments.grading import answers, choices, comparison, minerva
 from grpo_jax.registry import choose
 
 Info = Mapping[str, Any]  # the fields of a row; `expected_answer` is the reference.
@@ -40,7 +40,7 @@ def _extract(text: str, form: str | None, info: Info) -> str | None:
 
 
 def _equal_as_text(info: Info, answer: str) -> bool | None:
-  return answers.equal_as_text(answers.gold(info["expected_answer"]), answer)
+  return comparison.equal_as_text(answers.gold(info["expected_answer"]), answer)
 
 
 def _equal_by_minerva(info: Info, answer: str) -> bool:

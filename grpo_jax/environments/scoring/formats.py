@@ -30,6 +30,8 @@ Explain in a few sentences, then end with a line "Score: N", where N is from 0 (
 # "Score: 7", "**Score:** 7/10"; a scale in parentheses, "Score (0-10): 7", is not matched.
 JUDGE_PATTERN = r"(?i)score(?:\s{0,3}\([^()\n]{0,20}\))?[^\w\n-]{1,10}(-?\d+(?:\.\d+)?)"
 
+_MINUS = re.compile(r"[−－﹣](?=\d)")  # as judges write it in front of a score.
+
 
 def check_template(template: str) -> None:
   """Raises ValueError if a judge's template does not contain the completion."""
@@ -89,7 +91,8 @@ def judged(answer: Any, pattern: re.Pattern[str], low: float, high: float) -> fl
   text = _at(answer, "choices", 0, "message", "content")
   if not isinstance(text, str):
     raise EndpointUnreadable(f"the judge's reply is not a string: {text!r:.200}")
-  found = [match[1] for match in pattern.finditer(text[-_MAX_REPLY_CHARS:])]
+  end = _MINUS.sub("-", text[-_MAX_REPLY_CHARS:])
+  found = [match[1] for match in pattern.finditer(end)]
   if not found:
     end = text[-_SHOWN_CHARS:]
     raise EndpointUnreadable(f"no {pattern.pattern!r} in the judge's reply, which ends {end!r}")
