@@ -36,7 +36,7 @@ MakeAction = Callable[[str, Mapping[str, Any]], Mapping[str, Any]]
 ShowObservation = Callable[[Mapping[str, Any]], str]
 
 _LARGEST_BYTES = 64 << 20
-_FENCED = re.compile(r"```[^\n]*\n(.*?)\n?```", re.DOTALL)
+_FENCED = re.compile(r"(`{3,20}+|~{3,20}+)[^\n]*\n(?P<content>.*?)\n?\1", re.DOTALL)
 _OF_THE_PROTOCOL = ("done", "reward", "metadata")  # fields of every observation.
 
 
@@ -263,7 +263,7 @@ def action_of(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
   said = text.rpartition("</think>")[2].strip()
   fenced = _FENCED.fullmatch(said)
   try:
-    value = untrusted_json.read_all(fenced[1] if fenced else said)
+    value = untrusted_json.read_all(fenced["content"] if fenced else said)
   except untrusted_json.JsonError:
     value = said
   if isinstance(value, dict):

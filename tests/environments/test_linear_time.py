@@ -105,6 +105,13 @@ def test_any_text_is_read_in_linear_time(reader):
     assert seconds(reader, pattern, MEBI) < 3 * 16 * max(small[str(pattern)], 0.02), pattern
 
 
+def test_a_long_fence_of_an_action_is_read_in_linear_time():
+  text = f"{'`' * MEBI}\n{'`' * 2 * MEBI}x"
+  start = time.process_time()
+  assert openenv.action_of(text, {"properties": {"text": {"type": "string"}}}) == {"text": text}
+  assert time.process_time() - start < 2  # hours at a quadratic cost.
+
+
 def test_a_long_answer_is_not_read_for_its_operations():
   assert evaluated.left_undone("5", "5" + " " * MEBI) == {"length"}
 
@@ -118,14 +125,31 @@ def test_a_long_answer_is_not_read_for_its_operations():
     ("```py\nopen", None),
     ("```py\n```bash\nx\n```", "```bash\nx\n"),
     ("  ```py\n    a\n      b\n  ```\t", "a\n  b\n"),
-    ("text ```py\na\n```", None),
+    ("text ```py\na\n```", "a\n"),
+    ("text ```\na\n```", None),  # may be the end of a span.
+    ("````python\n```\na\n```\n````", "```\na\n```\n"),
+    ("```py\na\n`````", "a\n"),  # longer than the opening one.
+    ("````py\na\n```\n", None),  # shorter.
+    ("~~~ python title=`x`\na\n~~~", "a\n"),
+    ("```py\na\n~~~\nb\n```", "a\n~~~\nb\n"),
+    ("<answer>```py\na\n```</answer>", "a\n"),
+    ("```py\na\n```.", "a\n"),
+    ("```py\na\n```**", "a\n"),
+    ("```py\na```", "a"),
+    ("```py\na```\nor\n```py\nb\n```", "b\n"),
+    ("```py\na = '```'\nb\n```", "a = '```'\nb\n"),
+    ("> ```py\n> a\n>   b\n> ```", "a\n  b\n"),
+    ("\ufeff```python3.11\na\n```", "a\n"),
+    ("<think>```py\nf = 0\n```</think>\n```py\nf = 1\n```", "f = 1\n"),
+    ("<think>\n```py\nf = 0\n</think>\n```py\na\n```", "a\n"),  # never closed in the thought.
+    ("<think>\n```py\nf = 0\n```\n</think>\nThat is all.", "f = 0\n"),
     ("```py `x`\na\n```\nb\n```", "b\n"),
     ("```js\na\n```", None),
     ("```py\n```", ""),
     ("```py\r\na\r\n```\r\n", "a\r\n"),
   ],
 )
-def test_blocks_are_found_as_before(text, expected):
+def test_blocks_are_found_between_fences(text, expected):
   assert programs.fenced(text, "f") == expected
 
 

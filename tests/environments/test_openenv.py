@@ -189,6 +189,7 @@ def test_a_server_that_is_not_there_is_said_before_the_run():
   [
     ('{"number": 3}', SCHEMA, {"number": 3}),
     ("```json\n4\n```", SCHEMA, {"number": 4}),
+    ("~~~~\n4\n~~~~", SCHEMA, {"number": 4}),
     ("<think>5?</think> 6", SCHEMA, {"number": 6}),
     ("42", {"properties": {"message": {"type": "string"}}}, {"message": "42"}),
     ("say [up]", {"properties": {"message": {"type": "string"}}}, {"message": "say [up]"}),

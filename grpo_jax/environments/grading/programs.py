@@ -8,20 +8,30 @@ import os
 import re
 from collections.abc import Callable, Iterator
 
-_FENCE = "```"
-_LABEL = re.compile(r"[ \t]*(?P<label>[\w+-]*)")
+# A line with a fence: what is before its first one, and what is behind.
+_LINE = re.compile(r"^(?P<front>[^\n]*?)(?P<mark>`{3,}|~{3,})(?P<behind>[^\n]*)$", re.MULTILINE)
+_LABEL = re.compile(r"[ \t]*\{?\.?(?P<label>[\w+-]*)")
+_ONLY_A_LABEL = re.compile(r"[ \t]*[A-Za-z][\w+.#-]*[ \t\r]*")
+_BEHIND_CLOSING = re.compile(r"[ \t]*(?:</?\w{1,30}>[ \t]*){0,9}[.,;:!*]{0,3}[ \t\r]*")
+_TAG_IN_FRONT = re.compile(r"<\w{1,30}>[ \t]*\Z")
+_MARGIN = " \t>\ufeff\u200b"  # of a line: blanks, quotations, marks that nobody sees.
 _PYTHON = ("python", "python3", "py")
+_END_OF_THOUGHT = "</think>"
 
 
 def fenced(text: str, entry: str = "") -> str | None:
-  """Returns the last closed Python block between lines of ```.
+  """Returns the last closed Python block between fences, as CommonMark has them.
 
-  Blocks labelled python take precedence over unlabelled ones; others do not count. Of several,
-  the last that defines `entry` is returned, if one does.
+  A fence is a line of at least three ` or ~ with a label behind; it is closed by a line of at
+  least as many. In addition, text or a tag may be before an opening fence that has a label, a tag
+  or full stop behind a closing one, and code before it if no other closes the block.
+
+  Blocks labelled python take precedence over unlabelled ones; others do not count. Of several, the
+  last that defines `entry` is returned, if one does. Blocks behind </think> take precedence.
   """
-  found = list(_blocks(text))
-  labelled = [body for label, body in found if label in _PYTHON]
-  blocks = [_dedented(b) for b in labelled or [body for label, body in found if not label]]
+  _, thought, answer = text.rpartition(_END_OF_THOUGHT)
+  found = _python_blocks(answer)
+  blocks = _python_blocks(text) if thought and not found else found
   defining = (body for body in reversed(blocks) if entry and defines(body, entry))
   return next(defining, blocks[-1] if blocks else None)
 
@@ -42,28 +52,46 @@ def anywhere(text: str, entry: str = "") -> str | None:
   return fenced(text, entry) or tagged(text, entry) or whole(text)
 
 
+def _python_blocks(text: str) -> list[str]:
+  """Returns the blocks labelled python, otherwise those without a label."""
+  found = list(_blocks(text))
+  labelled = [body for label, body in found if label in _PYTHON]
+  return [_dedented(body) for body in labelled or [body for label, body in found if not label]]
+
+
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-  """Yields label and content of the blocks between an opening line of ``` and a closing one."""
-  label, content = "", None  # content: where the content of an open block begins.
-  end = -1  # end of the last line that was read.
-  while (at := text.find(_FENCE, end + 1)) >= 0:
-    line, after = text.rfind("\n", end + 1, at) + 1 or end + 1, at + len(_FENCE)
-    end = text.find("\n", after)
-    is_last = end < 0
-    end = len(text) if is_last else end
-    if text[line:at].strip(" \t"):
-      continue
-    if content is not None and not text[after:end].strip(" \t\r"):
-      yield label, text[content:line]
-      content = None
-    elif content is None and not is_last and "`" not in text[after:end]:
-      found = _LABEL.match(text, after, end)
-      label, content = found["label"].lower() if found else "", end + 1
+  """Yields label and content of the blocks between an opening fence and a closing one."""
+  fence, label, content = "", "", 0  # the open block: its fence, label and where it begins.
+  early = 0  # where the block ends if no line closes it: before a fence behind code.
+  for line in _LINE.finditer(text):
+    mark, behind = line["mark"], line["behind"]
+    is_alone = not line["front"].strip(_MARGIN)
+    if fence and mark.startswith(fence) and _BEHIND_CLOSING.fullmatch(behind):
+      if is_alone:
+        yield label, text[content : line.start()]
+        fence = ""
+      else:
+        early = early or line.start("mark")
+    elif not fence or (early and is_alone):
+      is_opening = (
+        is_alone or _ONLY_A_LABEL.fullmatch(behind) or _TAG_IN_FRONT.search(line["front"])
+      )
+      if not is_opening or (mark[0] == "`" and "`" in behind) or line.end() == len(text):
+        continue
+      if fence:
+        yield label, text[content:early]
+      found = _LABEL.match(behind)
+      fence, label, content = mark, found["label"].lower() if found else "", line.end() + 1
+      early = 0
+  if fence and early:
+    yield label, text[content:early]
 
 
 def _dedented(code: str) -> str:
-  """Removes the white space that all lines begin with, like textwrap.dedent."""
+  """Removes quotation marks and the white space that all lines begin with, as textwrap.dedent."""
   lines = [line if line.strip(" \t") else "" for line in code.split("\n")]
+  if any(lines) and all(line.lstrip(" \t").startswith(">") for line in lines if line):
+    lines = [line.lstrip(" \t")[1:] for line in lines]
   indents = [line[: len(line) - len(line.lstrip(" \t"))] for line in lines if line]
   margin = len(os.path.commonprefix([min(indents), max(indents)])) if indents else 0
   return "\n".join(line[margin:] for line in lines)
