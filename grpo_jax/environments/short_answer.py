@@ -7,25 +7,64 @@ The right answers are `info["expected_answer"]` and, if a row has several, SQuAD
 import collections
 import re
 import string
+import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
 from grpo_jax.environments.base import AnyFactory, Environment, SingleTurn, StepResult
+from grpo_jax.environments.grading import notation
 from grpo_jax.registry import choose
 from grpo_jax.types import Prompt
 
-_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = {"a", "an", "the"}
+_MAX_WORD = 200  # characters: normalizing takes time quadratic in the marks of a word.
+_RAISED = re.compile("[⁰¹²³⁴-⁹ⁱⁿ₀-₉½⅓⅔¼¾⅕-⅞]")  # 10² is not 102.
+# A minus and a decimal point are no punctuation: they pass as characters of private use.
+_SIGN = re.compile(r"(?P<minus>(?<!\w)-(?=[$€£¥]?\.?\d))|(?<=\d)\.(?=\d)")
+_MINUS, _POINT = "\ue000", "\ue001"
+
+
+class _NoPunctuation(dict[int, str]):
+  """A table for `str.translate` without punctuation of any script, nor ASCII's symbols."""
+
+  def __missing__(self, code: int) -> str:
+    char = chr(code)
+    is_left_out = char in string.punctuation or unicodedata.category(char)[0] == "P"
+    self[code] = "" if is_left_out else char
+    return self[code]
+
+
+_NO_PUNCTUATION = _NoPunctuation({ord(_MINUS): "-", ord(_POINT): "."})
 
 
 def normalized(text: str) -> str:
-  """Returns text in lower case, without punctuation, articles and double spaces."""
-  return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+  """Returns text without case, punctuation, articles and double spaces, as SQuAD does.
+
+  Unlike there, these count for every script, composed characters equal decomposed ones, a minus
+  and a decimal point stay, and articles stay where nothing else is left.
+  """
+  if not text.isascii():
+    text = " ".join(map(_composed, notation.characters(text).split()))
+  text = text.casefold()
+  text = _SIGN.sub(lambda found: _MINUS if found["minus"] else _POINT, text)
+  words = text.translate(_NO_PUNCTUATION).split()
+  return " ".join([word for word in words if word not in _ARTICLES] or words)
+
+
+def _composed(word: str) -> str:
+  """Returns a word in the composed form of its characters."""
+  if word.isascii() or len(word) > _MAX_WORD:
+    return word
+  return unicodedata.normalize("NFC" if _RAISED.search(word) else "NFKC", word)
 
 
 def exact_match(answer: str, expected: str) -> float:
-  """Returns 1 if two texts are the same when normalised, else 0."""
-  return float(normalized(answer) == normalized(expected))
+  """Returns 1 if two texts are the same when normalised, else 0; text of punctuation as it is."""
+  given, wanted = normalized(answer), normalized(expected)
+  if given or wanted:
+    return float(given == wanted)
+  shown, sought = (notation.characters(text).split() for text in (answer, expected))
+  return float(shown == sought != [])
 
 
 def f1(answer: str, expected: str) -> float:
@@ -36,7 +75,7 @@ def f1(answer: str, expected: str) -> float:
   """
   given, wanted = normalized(answer).split(), normalized(expected).split()
   if not given or not wanted:
-    return float(given == wanted)
+    return exact_match(answer, expected)
   common = sum((collections.Counter(given) & collections.Counter(wanted)).values())
   return 2 * common / (len(given) + len(wanted))
 

@@ -19,6 +19,28 @@ from grpo_jax.types import FinishReason, Prompt
     ("Saint Bernadette of Lourdes", "Saint Bernadette Soubirous", 4 / 7, 0.0),
     ("no no", "no", 2 / 3, 0.0),  # a repeated word counts as often as it is wanted.
     ("", "no", 0.0, 0.0),
+    # Gold answers of which normalizing leaves nothing.
+    ("", "A", 0.0, 0.0),
+    ("the", "A", 0.0, 0.0),
+    ("?!", "The", 0.0, 0.0),
+    ("a", "A", 1.0, 1.0),
+    ("", "?", 0.0, 0.0),
+    (" ? ", "?", 1.0, 1.0),
+    ("!", "?", 0.0, 0.0),
+    ("\u200b", "\u200b", 0.0, 0.0),
+    # Other scripts and characters.
+    ("北京。", "北京", 1.0, 1.0),
+    ("¿“Paris”?", "paris", 1.0, 1.0),
+    ("1914–1918", "1914-1918", 1.0, 1.0),
+    ("STRASSE", "Straße", 1.0, 1.0),
+    ("Beyonce\u0301", "Beyoncé", 1.0, 1.0),
+    ("５", "5", 1.0, 1.0),
+    # Signs and decimal points are not punctuation.
+    ("−5", "-5", 1.0, 1.0),
+    ("5", "-5", 0.0, 0.0),
+    ("35", "3.5", 0.0, 0.0),
+    ("1,000", "1000", 1.0, 1.0),
+    ("10²", "102", 0.0, 0.0),
   ],
 )
 def test_measures_are_those_of_squad(answer, expected, f1, exact):
