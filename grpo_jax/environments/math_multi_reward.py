@@ -1,7 +1,8 @@
 r"""Mathematics with a reward of three components, as the GDPO recipe of NeMo RL has it.
 
   correct   the text in <answer>…</answer> is the gold answer, letter by letter
-  format    the completion is <think>…</think>, a line break, and one <answer>…</answer>
+  format    the completion is <think>…</think>, a line break, and one <answer>…</answer>; if the
+            prompt ends with <think>, as some chat templates do, the completion continues there
   integer   the text in <answer>…</answer> consists of digits
 
 Each is 0 or 1. A completion without tags is an answer as a whole, as in NeMo RL: `18` alone is
@@ -19,6 +20,9 @@ from grpo_jax.environments.base import Environment, EnvironmentFactory, SingleTu
 from grpo_jax.environments.grading import answers
 from grpo_jax.types import Prompt
 
+# What a chat template may put in front of the completion.
+_BEGUN_THOUGHT = re.compile(r"<think>\s*(?P<end></think>\s*)?\Z")
+_THOUGHT_CHARS = 100  # at the end of a prompt.
 _FORMAT = re.compile(r"<think>.*?</think>\n<answer>.*?</answer>$", re.DOTALL)
 
 
@@ -27,13 +31,16 @@ def answer(text: str) -> str:
   return text.rpartition("<answer>")[2].partition("</answer>")[0].strip()
 
 
-def components(text: str, gold: str) -> dict[str, float]:
+def components(text: str, gold: str, prompt: str = "") -> dict[str, float]:
   """Returns the three components of the reward.
 
   Args:
     text: Completion.
     gold: Right answer.
+    prompt: Rendered prompt. A <think> at its end, open or closed, is part of the format.
   """
+  if begun := _BEGUN_THOUGHT.search(prompt[-_THOUGHT_CHARS:]):
+    text = f"<think></think>\n{text.lstrip()}" if begun["end"] else f"<think>{text}"
   found = answer(text)
   # Counted first: with one of each, matching takes linear time.
   is_tagged = text.count("<answer>") == 1 and text.count("</answer>") == 1
@@ -59,7 +66,7 @@ class MathMultiRewardEnvironments(EnvironmentFactory):
     return answer(text) or None
 
   def _judge(self, prompt: Prompt, text: str) -> StepResult:
-    found = components(text, answers.gold(prompt.info["expected_answer"]))
+    found = components(text, answers.gold(prompt.info["expected_answer"]), prompt.text)
     return StepResult(reward=found, done=True, metrics={"accuracy": found["correct"]})
 
 

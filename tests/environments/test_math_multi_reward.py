@@ -41,9 +41,10 @@ def test_components_are_those_of_nemo_rl(text, correct, form, integer):
   assert components(text, "18") == {"correct": correct, "format": form, "integer": integer}
 
 
-def judged(text, expected):
+def judged(text, expected, prompt=""):
   factory = environments.make(math={"module": "math_multi_reward"})["math"]
-  environment = factory(Prompt("p", np.asarray([1]), "math", {"expected_answer": expected}))
+  info = {"expected_answer": expected}
+  environment = factory(Prompt("p", np.asarray([1]), "math", info, text=prompt))
   return asyncio.run(environment.step(text, np.asarray([1]), FinishReason.STOP))
 
 
@@ -53,6 +54,21 @@ def test_the_gold_answer_may_be_a_whole_solution(expected):
   assert result.components == {"correct": 1.0, "format": 1.0, "integer": 1.0}
   assert (result.total, result.done, result.metrics) == (3.0, True, {"accuracy": 1.0})
   assert judged("<answer>8</answer>", expected).metrics == {"accuracy": 0.0}
+
+
+def test_a_thought_that_the_chat_template_begins_is_part_of_the_format():
+  written = {
+    "<think>": "easy\n</think>\n<answer>18</answer>",
+    "<think>\n": "easy</think>\n<answer>18</answer>",
+    "<think>\n\n</think>\n\n": "<answer>18</answer>",  # thinking is switched off.
+  }
+  for end, text in written.items():
+    prompt = f"<|im_start|>assistant\n{end}"
+    assert judged(text, "18", prompt).components["format"] == 1.0, end
+    assert judged(GOOD, "18", prompt).components["format"] == 1.0, end  # it writes both again.
+    assert judged(text, "18").components["format"] == 0.0, end
+    assert judged(f"x{text}"[:-1], "18", prompt).components["format"] == 0.0, end
+  assert judged("<answer>18</answer>", "18", "Use <think> tags.").components["format"] == 0.0
 
 
 def test_a_row_without_an_answer_is_refused():
