@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from grpo_jax.errors import ExpectedFailure
@@ -248,12 +249,12 @@ def _text(row: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def _answer(row: Mapping[str, Any], style: PromptStyle, where: str) -> str:
-  """Returns the expected answer as text; a JSON number keeps its notation."""
+  """Returns the expected answer as text, see `as_answer`."""
   return as_answer(lookup(row, str(style.output_key), where), repr(style.output_key), where)
 
 
 def as_answer(value: Any, name: str, where: str) -> str:
-  """Returns an answer as text; a JSON number keeps its notation.
+  """Returns an answer as text; a number in digits, without an exponent: 0.00001 and not 1e-05.
 
   Raises:
     RowError: The value is empty, or neither a string nor a finite number.
@@ -261,7 +262,7 @@ def as_answer(value: Any, name: str, where: str) -> str:
   if isinstance(value, (int, float)) and not isinstance(value, bool):
     if not math.isfinite(value):
       raise RowError(where, f"{name} must be finite, got {value}")
-    return json.dumps(value)
+    return format(Decimal(float.__repr__(value)), "f") if isinstance(value, float) else str(value)
   return as_text(value, name, where)
 
 

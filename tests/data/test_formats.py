@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from grpo_jax.data.formats import (
@@ -37,9 +38,12 @@ def test_problem_row_under_other_names_has_the_standard_ones_in_info():
   assert record.info == {"problem": "q", "expected_answer": "#### 4", "row/problem": "not this"}
 
 
-@pytest.mark.parametrize(("value", "text"), [(72, "72"), (0.5, "0.5"), ("72", "72")])
-def test_a_number_is_an_answer_as_it_is_written(value, text):
-  assert read({"problem": "q", "expected_answer": value}).info["expected_answer"] == text
+def test_a_number_is_an_answer_in_digits():
+  texts = {72: "72", 0.5: "0.5", "72": "72", 18.0: "18.0", 10**20: "100000000000000000000"}
+  texts |= {1e-5: "0.00001", -2.5e-7: "-0.00000025", 1e16: "10000000000000000", "1e-5": "1e-5"}
+  texts |= {6.02e23: "602000000000000000000000", np.float64(0.1): "0.1"}
+  found = {v: read({"problem": "q", "expected_answer": v}).info["expected_answer"] for v in texts}
+  assert found == texts
 
 
 def test_rows_without_answers_are_read_when_no_answer_is_asked_for():
