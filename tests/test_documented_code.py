@@ -250,6 +250,8 @@ NOT_RUN = {
   "grpo-jax export": "needs a run; tests/commands/test_export.py runs it",
   "grpo-jax serve": "serves until it is stopped; tests/commands/test_serve.py runs it",
   "lm_eval": "needs a server and a package of its own",
+  "python -m grpo_jax": "the console script; tests/config/test_users_files.py runs it",
+  "python scripts/spellings.py": "needs rows of your own; tests/scripts/test_spellings.py runs it",
   "python -m grpo_jax.main": "trains; test_documentation parses and validates its arguments",
   "python scripts/gpu_day.py": "needs a GPU; its arguments are checked below",
   "python scripts/serve_sglang.py": "needs SGLang; its arguments are checked below",
