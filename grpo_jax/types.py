@@ -242,9 +242,22 @@ class Minibatch:
   denominators: Denominators
 
 
+class _Measured:
+  """What metrics have in common: they can be read as a float, and formatted like one."""
+
+  def value(self) -> float:
+    raise NotImplementedError
+
+  def __float__(self) -> float:
+    return self.value()
+
+  def __format__(self, spec: str) -> str:
+    return format(self.value(), spec) if spec else str(self)
+
+
 @pytree
 @dataclasses.dataclass(frozen=True)
-class Mean:
+class Mean(_Measured):
   """A mean stored as total and count, so that merging over microbatches and devices is exact."""
 
   total: Scalar
@@ -260,7 +273,7 @@ class Mean:
 
 @pytree
 @dataclasses.dataclass(frozen=True)
-class Maximum:
+class Maximum(_Measured):
   """The largest of the values seen; -inf if there were none."""
 
   largest: Scalar
@@ -275,7 +288,7 @@ class Maximum:
 
 @pytree
 @dataclasses.dataclass(frozen=True)
-class Minimum:
+class Minimum(_Measured):
   """The smallest of the values seen; inf if there were none."""
 
   smallest: Scalar
@@ -290,7 +303,7 @@ class Minimum:
 
 @pytree
 @dataclasses.dataclass(frozen=True)
-class EffectiveSampleShare:
+class EffectiveSampleShare(_Measured):
   """(Σw)² / (n Σw²) of importance weights w: 1 if all are equal, 1/n if one has all the weight."""
 
   total: Scalar

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax import batching
+from grpo_jax import batching, metrics
 from grpo_jax.groups import filters
 from grpo_jax.rl.estimators import Estimator
 from grpo_jax.types import RolloutGroup
@@ -153,10 +153,9 @@ def _without_advantage(
   lost: collections.Counter[str] = collections.Counter()
   places = [(g, r) for g, group in enumerate(kept) for r in range(len(group.rollouts))]
   in_loss = [place for place in places if place not in reasons]
-  values = np.asarray([advantages[g][r] for g, r in in_loss])
-  if estimator.needs_whitening:  # whitening subtracts the common part.
-    values = values - values[:1]
-    if not values.any():
+  values = np.asarray([advantages[g][r] for g, r in in_loss], np.float32)
+  if estimator.needs_whitening:  # whitening subtracts the common part, as `advantages.whiten` does.
+    if not metrics.differs(values):
       one_each = estimator.compares and all(_scored(group) < 2 for group in kept)
       lost["group_of_one" if one_each else "equal_rewards_in_step"] += len(in_loss)
   else:

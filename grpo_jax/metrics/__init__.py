@@ -116,7 +116,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], *, step: int | None = None) 
     "rollout/prompts": float(len(groups)),
     "rollout/completions": float(len(rollouts)),
     "rollout/reward_mean": _mean(scored),
-    "rollout/reward_std": float(scored.std()) if scored.size else math.nan,
+    "rollout/reward_std": _std(scored),
     "rollout/reward_min": float(scored.min()) if scored.size else math.nan,
     "rollout/reward_max": float(scored.max()) if scored.size else math.nan,
     "rollout/reward_group_std_mean": _mean([_group_std(group) for group in groups]),
@@ -461,6 +461,11 @@ def _centred(values: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
 def _group_std(group: RolloutGroup) -> float:
   scored = group.rewards[np.isfinite(group.rewards)].astype(np.float64)
   return float(scored.std()) if has_signal(group) else 0.0
+
+
+def _std(values: Float[np.ndarray, " n"]) -> float:
+  """Returns the standard deviation; 0 if values are equal but for rounding, NaN without values."""
+  return (float(values.std()) if differs(values) else 0.0) if values.size else math.nan
 
 
 def _staleness(groups: Sequence[RolloutGroup], step: int | None) -> dict[str, float]:

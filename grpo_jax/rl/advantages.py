@@ -6,7 +6,8 @@ baseline and the spread, and their advantage is 0. A truncated completion is *no
 masked here: it counts in the baseline and is dropped from the loss (`masks.overlong_filter`).
 
 Rewards are arrays or lists of floats, integers or booleans, [P G], or [G] for one prompt; the
-result has the same shape. Masks are booleans, or 0 and 1. Equal rewards give exact zeros, and no
+result has the same shape, in float32, or in float64 if the rewards are. Masks are booleans, or 0
+and 1. Equal rewards give exact zeros, and no
 sum overflows or underflows, whatever the size of the rewards (1e-30, 1e38); see `moments`.
 """
 
@@ -146,18 +147,18 @@ def group_relative(
     baseline: Baseline bᵢ, one of BASELINES; see `baseline_and_spread`.
     scale: Spread sᵢ: "group_std" of the comparison set, "batch_std" of all rewards
       of the batch, "group_mean", the mean reward of the group, or "none". Where the mean is not
-      positive, "group_mean" gives 0; no ε is added to it.
+      above 0 by more than rounding, "group_mean" gives 0; no ε is added to it.
     ddof: Delta degrees of freedom of the variance: 1 in NeMo RL, TRL, verl, slime; 0 in lmpo.
     eps: Term ε; 1e-6 in NeMo RL, verl, slime; 1e-4 in TRL, 1e-5 in AReaL, 1e-9 in OpenRLHF.
     lengths: Number of sampled tokens of each attempt; for "length_weighted".
     greedy: Reward of the greedy attempt at each prompt; for "greedy".
 
   Returns:
-    Advantages; they sum to 0 over a group unless "leave_one_out" is combined with
-    "group_std", or the baseline is "none".
+    Advantages. They sum to 0 over a group if the baseline is "group_mean", or "leave_one_out" with
+    another scale than "group_std".
 
   Raises:
-    ValueError: The baseline or the scale is unknown.
+    ValueError: The baseline or the scale is unknown, or a number is out of range.
 
   Reference:
     Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4.1.2; batch scale:
@@ -165,10 +166,9 @@ def group_relative(
   """
   if scale not in SCALES:
     raise ValueError(f"no scale {scale!r}; there are {SCALES}")
+  _check_numbers(ddof, eps)
   rewards, mask, shape = arrays.groups(rewards, mask)
   rewards, mask = valid_rewards(rewards, mask)
-  dtype = rewards.dtype
-  rewards = rewards.astype(jnp.promote_types(dtype, "float32"))
   flat, flat_mask = rewards.reshape(1, -1), mask.reshape(1, -1)
   by_batch = scale == "batch_std"
   largest, is_valid = rewards, mask  # of what is compared, for the units of the computation.
@@ -195,13 +195,30 @@ def group_relative(
   below = spread + moments.times_power(jnp.asarray(eps, rewards.dtype), -exponent)
   if scale == "group_mean":
     below, _ = moments.centre_and_spread(scaled, mask)
-    plain, spread = jnp.zeros_like(plain), below
+    plain, spread = jnp.zeros_like(plain), jnp.where(_is_positive(scaled, mask), below, 0)
   has_spread = jnp.broadcast_to(spread > 0, rewards.shape) & (scale != "none")
   divided = centred / jnp.where(has_spread, below, 1)
   estimate = jnp.where(has_spread, moments.held(divided), plain)
   if baseline not in ("none", "greedy"):  # rewards that differ by rounding alone carry no signal.
     estimate = jnp.where(moments.has_spread(rewards, mask)[:, None], estimate, 0)
-  return estimate.astype(dtype).reshape(shape)
+  return estimate.reshape(shape)
+
+
+def _is_positive(rewards: Float[Array, "P G"], mask: Bool[Array, "P G"]) -> Bool[Array, "P 1"]:
+  """Returns True for groups whose mean is above 0 by more than the rounding of a sum, n ε Σ |r|.
+
+  Without negative rewards, that is every group with a reward above 0.
+  """
+  total = rewards.sum(axis=-1, keepdims=True)
+  count = mask.sum(axis=-1, keepdims=True, dtype=rewards.dtype)
+  rounding = count * jnp.finfo(rewards.dtype).eps * jnp.abs(rewards).sum(axis=-1, keepdims=True)
+  return total > rounding
+
+
+def _check_numbers(ddof: Any, eps: Any) -> None:
+  """Raises ValueError for numbers that are out of range."""
+  arrays.number("ddof", ddof, low=0, high=1)
+  arrays.number("eps", eps, low=0)
 
 
 def grpo(
@@ -248,11 +265,16 @@ def maxrl(rewards: arrays.Numbers, mask: arrays.Mask | None = None) -> Float[Arr
   """Divides by the mean reward: Âᵢ = (rᵢ - mean(r)) / mean(r); 0 where the mean is not positive.
 
   With rewards of 0 and 1 the mean is the success rate p, and rare successes weigh 1/p: the gradient
-  is that of log p, truncated at order G. Rewards must not be negative.
+  is that of log p, truncated at order G. Rewards should not be negative: with both signs the mean
+  may be close to 0, and advantages are then large. A group whose mean is not above 0 by more than
+  rounding has advantage 0.
 
   Args:
     rewards: One reward for each attempt, P prompts by G attempts.
     mask: True for attempts that count. None: all count.
+
+  Returns:
+    Advantage Â of each attempt, from -1 to G - 1 if no reward is negative; 0 for masked attempts.
 
   Reference:
     Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning", arXiv:2602.02710; prime-rl's
@@ -341,12 +363,11 @@ def pass_at_k(
   """
   if k < 1:
     raise ValueError(f"k must be at least 1, got {k}")
+  arrays.number("eps", eps, low=0)
   if scale not in ("group_std", "none"):
     raise ValueError(f"the scale of pass_at_k is 'group_std' or 'none', got {scale!r}")
   rewards, mask, shape = arrays.groups(rewards, mask)
   rewards, mask = valid_rewards(rewards, mask)
-  dtype = rewards.dtype
-  rewards = rewards.astype(jnp.promote_types(dtype, "float32"))
   exponent = moments.exponents(rewards, mask)
   scaled = jnp.where(mask, moments.times_power(rewards, -exponent), -jnp.inf)
   order = jnp.argsort(scaled, axis=-1, descending=True)  # the best first, masked ones last.
@@ -362,12 +383,14 @@ def pass_at_k(
     estimate = moments.held(moments.times_power(centred, exponent))
   else:
     variance = (best * jnp.square(below - centre)).sum(axis=-1, keepdims=True)
-    sigma = jnp.sqrt(jnp.where(variance > 0, variance, 1))
+    # The best rewards of all sets may differ by rounding alone although those of attempts do not.
+    is_spread = variance > (2 * jnp.finfo(rewards.dtype).eps) ** 2
+    sigma = jnp.sqrt(jnp.where(is_spread, variance, 1))
     added = moments.times_power(jnp.asarray(eps, rewards.dtype), -exponent)
-    estimate = jnp.where(variance > 0, centred / (sigma + added), 0)
+    estimate = jnp.where(is_spread, centred / (sigma + added), 0)
   estimate = jnp.where(moments.has_spread(rewards, mask)[:, None], estimate, 0)
   home = jnp.take_along_axis(estimate, jnp.argsort(order, axis=-1), axis=-1)
-  return jnp.where(mask, home, 0).astype(dtype).reshape(shape)
+  return jnp.where(mask, home, 0).reshape(shape)
 
 
 def _shares_of_sets(group: int, k: int) -> tuple[Float[Array, "N G"], ...]:
@@ -403,7 +426,8 @@ def gdpo(
       Âᵢ = white( Σₖ wₖ Âᵢ⁽ᵏ⁾ ),   Â⁽ᵏ⁾ = group_relative(r⁽ᵏ⁾),   white(x) = (x - mean) / std
 
   mean and std (ddof 1, no ε) run over all valid attempts of the batch; if std is 0, only the
-  mean is subtracted. A component that is not finite is left out for that attempt alone;
+  mean is subtracted. If the components cancel in all attempts, advantages are 0, and not what
+  rounding leaves. A component that is not finite is left out for that attempt alone;
   an attempt without any finite component is masked.
 
   Args:
@@ -436,9 +460,14 @@ def gdpo(
   each = (1.0,) * count if weights is None else tuple(weights)
   if len(each) != count:
     raise ValueError(f"gdpo got {len(each)} weights for {count} reward components")
-  total = jnp.zeros_like(components[0])
+  total = size = jnp.zeros_like(components[0])
   for component, weight in zip(components, each, strict=True):
-    total = total + weight * group_relative(component, mask, baseline=baseline, ddof=ddof, eps=eps)
+    part = weight * group_relative(component, mask, baseline=baseline, ddof=ddof, eps=eps)
+    total, size = total + part, size + jnp.abs(part)
+  # The rounding of means and deviations of G rewards, and of the sum of K advantages.
+  rounding = 4 * (components.shape[-1] + count) * jnp.finfo(total.dtype).eps
+  is_left = jnp.abs(total).max(initial=0) > rounding * size.max(initial=0)
+  total = jnp.where(is_left, total, 0)
   is_scored = jnp.isfinite(components).any(axis=0)
   valid = (is_scored if mask is None else mask & is_scored).reshape(1, -1)
   flat = jnp.where(valid, total.reshape(1, -1), 0)
@@ -474,14 +503,17 @@ def whiten(
     eps: Constant added to the variance; 0 in NeMo RL, 1e-8 in verl.
 
   Returns:
-    Whitened advantages, 0 on masked entries, and 0 everywhere if all are equal.
+    Whitened advantages, 0 on masked entries, and 0 everywhere if all are equal but for rounding.
 
   Reference:
     Hu et al. 2025, REINFORCE++, arXiv:2501.03262 (version 9), equation 5.
   """
+  arrays.number("floor", floor, low=0)
+  _check_numbers(ddof, eps)
   advantages = arrays.floats(advantages, "advantages")
   mask = arrays.mask(mask, advantages.shape)
   counts = jnp.ones_like(advantages) if counts is None else arrays.floats(counts, "counts")
+  arrays.tokens(advantages=advantages, counts=counts, mask=mask)
   mask = mask & (counts > 0)
   counts = jnp.where(mask, counts, 0)
   kept, is_kept = jnp.where(mask, advantages, 0).reshape(-1), mask.reshape(-1)
@@ -497,7 +529,8 @@ def whiten(
   lowest, added = units(floor), units(eps)
   deviation = jnp.where(variance > 0, jnp.sqrt(jnp.where(variance > 0, variance, 1)), 0)
   below = jnp.hypot(jnp.maximum(deviation, lowest), added)
-  return centred * safe_divide(jnp.ones_like(below), below)
+  white = centred * safe_divide(jnp.ones_like(below), below)
+  return jnp.where(moments.has_spread(kept, is_kept), white, 0)
 
 
 def subtract_kl(
@@ -534,9 +567,13 @@ def subtract_kl(
   Reference:
     Hu et al. 2025, REINFORCE++, arXiv:2501.03262 (version 9), equation 4, there with k1.
   """
+  advantages, old, ref = arrays.tokens(
+    advantages=advantages, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, mask=mask
+  )
+  arrays.number("kl_coef", kl_coef, low=0)
   penalty = kl_penalty(
-    masks.fill(old_logprobs, mask),
-    masks.fill(ref_logprobs, mask),
+    masks.fill(old, mask),
+    masks.fill(ref, mask),
     estimator=estimator,
     input_clamp=input_clamp,
     output_clamp=output_clamp,

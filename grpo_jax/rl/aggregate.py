@@ -7,6 +7,7 @@ where published GRPO variants differ most; see docs/algorithms.md.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from jaxtyping import Array, Bool, Float, Int
 
@@ -27,7 +28,7 @@ def token_mean(
     losses: Loss ℓ of each token.
     mask: True on the tokens that are learned from.
     denominators: Counts of the whole optimizer step; only `tokens` is used.
-    sequence_ids: Not used; accepted so that all reductions have one signature.
+    sequence_ids: Only its shape is checked; accepted so that all reductions have one signature.
 
   Returns:
     This part's share of the loss; 0 if the denominator is 0.
@@ -35,7 +36,7 @@ def token_mean(
   Reference:
     DAPO, arXiv:2503.14476, equation 12 (there per group; over the step as in NeMo RL, TRL).
   """
-  del sequence_ids
+  _check(losses, mask, denominators, sequence_ids)
   return safe_divide(masks.masked_sum(losses, mask), denominators.tokens)
 
 
@@ -63,6 +64,7 @@ def sequence_mean(
   Reference:
     Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, equation 3.
   """
+  _check(losses, mask, denominators, sequence_ids)
   means = masks.sequence_means(losses, mask, sequence_ids)
   return safe_divide(means.sum(), denominators.sequences)
 
@@ -84,7 +86,7 @@ def constant_length(
     losses: Loss ℓ of each token.
     mask: True on the tokens that are learned from.
     denominators: Counts of the whole optimizer step; only `sequences` is used.
-    sequence_ids: Not used; accepted so that all reductions have one signature.
+    sequence_ids: Only its shape is checked; accepted so that all reductions have one signature.
     max_completion_tokens: L_max, in tokens; the same for every completion.
 
   Returns:
@@ -93,7 +95,8 @@ def constant_length(
   Reference:
     Liu et al. 2025, Dr. GRPO, arXiv:2503.20783, section 3.2 and listing 1.
   """
-  del sequence_ids
+  _check(losses, mask, denominators, sequence_ids)
+  arrays.number("max_completion_tokens", max_completion_tokens, low=1)
   total = masks.masked_sum(losses, mask)
   return safe_divide(total, denominators.sequences * float(max_completion_tokens))
 
@@ -106,6 +109,21 @@ def local_denominators(
     tokens=arrays.mask(mask).sum(dtype="float32"),
     sequences=masks.count_sequences(mask, sequence_ids),
   )
+
+
+def check_denominators(denominators: Any) -> None:
+  """Raises ValueError for denominators of another type, such as one number."""
+  if not isinstance(denominators, Denominators):
+    raise ValueError(
+      "denominators must be types.Denominators, which aggregate.local_denominators(mask) counts,"
+      f" got {type(denominators).__name__}"
+    )
+
+
+def _check(losses: Any, mask: Any, denominators: Any, sequence_ids: Any) -> None:
+  """Raises ValueError if the arrays have different shapes, or the denominators another type."""
+  arrays.tokens(losses=losses, mask=mask, sequence_ids=sequence_ids)
+  check_denominators(denominators)
 
 
 AGGREGATIONS: dict[str, Callable[..., Float[Array, ""]]] = {

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float
 
-from grpo_jax.rl import losses
+from grpo_jax.rl import arrays, losses
 from grpo_jax.rl.numerics import MAX_LOG_RATIO, clamp
 
 
@@ -43,7 +43,7 @@ def clip_cov(
   surrogate = losses.clipped_surrogate(
     policy_logprobs, old_logprobs, advantages, clip_low=clip_low, clip_high=clip_high
   )
-  return jnp.where(selected, 0, surrogate)
+  return jnp.where(arrays.mask(selected, surrogate.shape, "selected"), 0, surrogate)
 
 
 def kl_cov(
@@ -74,9 +74,16 @@ def kl_cov(
   Reference:
     Cui et al. 2025, arXiv:2505.22617, section 4.3; verl's `kl_cov`.
   """
-  log_ratio = policy_logprobs - stop_gradient(old_logprobs)
+  policy, old, advantages = arrays.tokens(
+    policy_logprobs=policy_logprobs,
+    old_logprobs=old_logprobs,
+    advantages=advantages,
+    marks={"selected": selected},
+  )
+  arrays.number("kl_cov_coef", kl_cov_coef, low=0)
+  log_ratio = policy - stop_gradient(old)
   held = clamp(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
   # The gradient of `jnp.abs` at 0 is 1.
   penalty = kl_cov_coef * jnp.where(held > 0, held, jnp.where(held < 0, -held, 0))
-  surrogate = -losses.ratio(policy_logprobs, old_logprobs) * advantages
-  return surrogate + jnp.where(selected, penalty, 0)
+  surrogate = -losses.ratio(policy, old) * advantages
+  return surrogate + jnp.where(arrays.mask(selected, name="selected"), penalty, 0)

@@ -5,22 +5,26 @@ carried as (sum, count) over tokens or completions, so that merging microbatches
 devices and optimizer steps gives the mean over all of them.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from grpo_jax.rl import kl, masks, staleness
+from grpo_jax.rl import arrays, kl, masks, staleness
 from grpo_jax.rl.importance import token_weights
 from grpo_jax.types import EffectiveSampleShare, Maximum, Mean, Metrics, Minimum
 
 
 def token_average(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Mean:
   """Returns the mean over unmasked tokens."""
-  return Mean(masks.masked_sum(x, mask), mask.sum(dtype=x.dtype))
+  total = masks.masked_sum(x, mask)
+  return Mean(total, arrays.mask(mask).sum(dtype=total.dtype))
 
 
 def share(event: Bool[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Mean:
   """Returns the share of unmasked tokens at which `event` holds."""
-  return token_average(event.astype(jnp.float32), mask)
+  arrays.tokens(mask=mask, marks={"event": event})
+  return token_average(arrays.mask(event, name="event").astype(jnp.float32), mask)
 
 
 def sequence_average(
@@ -38,7 +42,7 @@ def sequence_average(
     Sum over completions of their token means, and the number of completions that have a token.
   """
   means = masks.sequence_means(x, mask, sequence_ids)
-  return Mean(means.sum(), masks.count_sequences(mask, sequence_ids).astype(x.dtype))
+  return Mean(means.sum(), masks.count_sequences(mask, sequence_ids).astype(means.dtype))
 
 
 def mismatch(
@@ -71,8 +75,7 @@ def mismatch(
   Returns:
     Metrics by name, with the prefix "mismatch/"; they merge exactly.
   """
-  old = masks.fill(old_logprobs, mask)
-  behavior = masks.fill(behavior_logprobs, mask)
+  old, behavior = _filled(mask, old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs)
   distance = jnp.abs(old - behavior)
   k = kl.ESTIMATORS[kl_estimator]
   middle = jnp.logaddexp(old, behavior) - jnp.log(2.0).astype(old.dtype)
@@ -112,8 +115,10 @@ def importance(
   Returns:
     Metrics by name; they merge exactly.
   """
-  clean = masks.fill(weights, mask)
-  outside = (~is_in_bounds).astype(weights.dtype)
+  marks = {"is_in_bounds": is_in_bounds}
+  (clean,) = _filled(mask, weights=weights, sequence_ids=sequence_ids, marks=marks)
+  mask = arrays.mask(mask)
+  outside = (~arrays.mask(is_in_bounds, name="is_in_bounds")).astype(clean.dtype)
   if weights_are_of_sequences:
     values = masks.sequence_means(clean, mask, sequence_ids)
     count = masks.count_sequences(mask, sequence_ids).astype(values.dtype)
@@ -152,7 +157,9 @@ def by_staleness(
   Returns:
     "staleness/RANGE/{share,ratio,ess}" for each range of `staleness.RANGES`; they merge exactly.
   """
-  old, behavior = masks.fill(old_logprobs, mask), masks.fill(behavior_logprobs, mask)
+  given = {"old_logprobs": old_logprobs, "behavior_logprobs": behavior_logprobs}
+  old, behavior = _filled(mask, **given, marks={"ages": ages})
+  mask, ages = arrays.mask(mask), jnp.asarray(ages)
   weights = token_weights(old, behavior)
   found: Metrics = {}
   for ages_of in staleness.RANGES:
@@ -180,6 +187,7 @@ def ratios(
   Returns:
     Metrics by name; they merge exactly.
   """
+  ratio, clipped = arrays.tokens(ratio=ratio, clipped=clipped, mask=mask)
   return {
     "train/ratio_mean": token_average(ratio, mask),
     "train/ratio_min": Minimum(masks.masked_min(ratio, mask)),
@@ -215,6 +223,8 @@ def clip_shares(
   Returns:
     Shares of the unmasked tokens by name, from 0 to 1.
   """
+  ratio, advantages = arrays.tokens(ratio=ratio, advantages=advantages, mask=mask)
+  mask = arrays.mask(mask)
   is_bad, is_good = advantages < 0, advantages > 0
   dual = is_bad & (ratio > dual_clip) if dual_clip is not None else jnp.zeros_like(mask)
   return {
@@ -237,6 +247,8 @@ def mask_shares(
   Returns:
     Shares of the unmasked tokens by name, from 0 to 1.
   """
+  (advantages,) = arrays.tokens(advantages=advantages, mask=mask, marks={"keep": keep})
+  keep = arrays.mask(keep, name="keep")
   return {
     "train/clip_low_share": share(~keep & (advantages < 0), mask),
     "train/clip_high_share": share(~keep & (advantages > 0), mask),
@@ -258,6 +270,12 @@ def approx_entropy(
   Returns:
     Sum over unmasked tokens, and their number.
   """
-  policy = masks.fill(policy_logprobs, mask)
-  weight = jnp.exp(policy - masks.fill(behavior_logprobs, mask))
-  return token_average(-weight * policy, mask)
+  policy, behavior = _filled(
+    mask, policy_logprobs=policy_logprobs, behavior_logprobs=behavior_logprobs
+  )
+  return token_average(-jnp.exp(policy - behavior) * policy, mask)
+
+
+def _filled(mask: arrays.Mask, **given: Any) -> tuple[Float[Array, "B N"], ...]:
+  """Returns values of tokens with 0 where the mask is False; given as to `arrays.tokens`."""
+  return tuple(masks.fill(x, mask) for x in arrays.tokens(mask=mask, **given))

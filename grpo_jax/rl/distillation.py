@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float
 
-from grpo_jax.rl import diagnostics, masks
+from grpo_jax.rl import arrays, diagnostics, masks
 from grpo_jax.rl.numerics import clamp as clamped
 from grpo_jax.types import Mean
 from grpo_jax.values import checked
@@ -68,13 +68,20 @@ def token_advantages(
     teacher_logprobs: Logprob log π_T of each token, in nats.
     old_logprobs: Logprob log π_old of each token, in nats, by the trainer's own numerics.
     mask: True on the tokens that are learned from.
-    clamp: Bound δ on both sides, in nats; None: no bound.
+    clamp: Bound δ on both sides, in nats; None: no bound, and 0 where the difference is not finite.
 
   Returns:
     Advantage of each token; 0 where `mask` is False.
   """
-  difference = masks.fill(teacher_logprobs, mask) - masks.fill(old_logprobs, mask)
-  bounded = difference if clamp is None else clamped(difference, -clamp, clamp)
+  teacher, old = arrays.tokens(
+    teacher_logprobs=teacher_logprobs, old_logprobs=old_logprobs, mask=mask
+  )
+  arrays.number("clamp", clamp, above=0)
+  difference = masks.fill(teacher, mask) - masks.fill(old, mask)
+  if clamp is None:  # a token that the teacher never writes is not learned from.
+    bounded = jnp.where(jnp.isfinite(difference), difference, 0)
+  else:
+    bounded = clamped(difference, -clamp, clamp)
   return stop_gradient(bounded)
 
 
@@ -97,6 +104,7 @@ def mixed(
   Returns:
     Advantage of each token; 0 where `mask` is False.
   """
+  arrays.tokens(advantages=advantages, mask=mask)
   taught = token_advantages(teacher_logprobs, old_logprobs, mask, clamp=options.clamp)
   rewarded = options.reward_coef * masks.fill(advantages, mask)
   return rewarded + options.coef * taught
@@ -120,7 +128,10 @@ def metrics(
     "teacher/kl", the mean of log π_old - log π_T over tokens, in nats: the unbiased estimate k1 of
     KL(π ‖ π_T) on tokens that the policy sampled; with a bound also "teacher/clamped_share".
   """
-  distance = masks.fill(old_logprobs, mask) - masks.fill(teacher_logprobs, mask)
+  teacher, old = arrays.tokens(
+    teacher_logprobs=teacher_logprobs, old_logprobs=old_logprobs, mask=mask
+  )
+  distance = masks.fill(old, mask) - masks.fill(teacher, mask)
   found = {"teacher/kl": diagnostics.token_average(distance, mask)}
   if options.clamp is not None:
     beyond = (jnp.abs(distance) > options.clamp).astype(distance.dtype)

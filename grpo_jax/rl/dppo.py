@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float
 
+from grpo_jax.rl import arrays
 from grpo_jax.rl.numerics import MAX_LOG_RATIO, clamp, exp_held
 
 _TINY = 1e-8  # of probabilities in a logarithm, as in verl.
@@ -39,7 +40,10 @@ def within_tv(
   Reference:
     Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning", arXiv:2602.04879.
   """
-  moved = stop_gradient(jnp.exp(policy_logprobs) - jnp.exp(old_logprobs))
+  policy, old, advantages = _checked(policy_logprobs, old_logprobs, advantages)
+  arrays.number("mask_low", mask_low, low=0)
+  arrays.number("mask_high", mask_high, low=0)
+  moved = stop_gradient(jnp.exp(policy) - jnp.exp(old))
   return jnp.where(advantages > 0, moved <= mask_high, moved >= -mask_low)
 
 
@@ -71,7 +75,9 @@ def within_kl(
   Reference:
     Qi et al. 2026, arXiv:2602.04879; verl's `dppo_kl`.
   """
-  policy, old = stop_gradient(policy_logprobs), stop_gradient(old_logprobs)
+  policy, old, advantages = map(stop_gradient, _checked(policy_logprobs, old_logprobs, advantages))
+  arrays.number("mask_low", mask_low, low=0)
+  arrays.number("mask_high", mask_high, low=0)
   others, old_others = -jnp.expm1(policy), -jnp.expm1(old)
   of_others = old_others * (jnp.log(old_others + _TINY) - jnp.log(others + _TINY))
   divergence = jnp.exp(old) * (old - policy) + of_others
@@ -183,14 +189,27 @@ def masked_loss(
   Reference:
     The squared log-ratio: Kimi K2.5, arXiv:2602.02276.
   """
-  log_ratio = policy_logprobs - stop_gradient(old_logprobs)
+  policy, old, advantages = _checked(policy_logprobs, old_logprobs, advantages)
+  arrays.number("ratio_cap", ratio_cap, above=0)
+  arrays.number("kl_tau", kl_tau, low=0)
+  log_ratio = policy - stop_gradient(old)
   ratio = exp_held(log_ratio)
   if ratio_cap is None:
     surrogate = ratio * advantages
   else:
     weight = stop_gradient(jnp.minimum(ratio, jnp.asarray(ratio_cap, ratio.dtype)))
-    surrogate = weight * advantages * policy_logprobs
-  loss = -jnp.where(keep, surrogate, 0)
+    surrogate = weight * advantages * policy
+  loss = -jnp.where(arrays.mask(keep, surrogate.shape, "keep"), surrogate, 0)
   if not kl_tau:
     return loss
   return loss + kl_tau * jnp.square(clamp(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def _checked(
+  policy_logprobs: Float[Array, "*shape"],
+  old_logprobs: Float[Array, "*shape"],
+  advantages: Float[Array, "*shape"],
+) -> tuple[Float[Array, "*shape"], ...]:
+  return arrays.tokens(
+    policy_logprobs=policy_logprobs, old_logprobs=old_logprobs, advantages=advantages
+  )

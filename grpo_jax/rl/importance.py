@@ -8,10 +8,11 @@ inclusive: a weight that lies on a bound is inside.
 """
 
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float, Int
 
-from grpo_jax.rl import masks
+from grpo_jax.rl import arrays, masks
 from grpo_jax.rl.numerics import clamp, exp_or_zero
 
 
@@ -19,7 +20,8 @@ def token_weights(
   old_logprobs: Float[Array, "*shape"], behavior_logprobs: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
   """Computes wₜ = π_old(aₜ) / μ(aₜ) of each token; 0 where it is not finite."""
-  return stop_gradient(exp_or_zero(old_logprobs - behavior_logprobs))
+  old, behavior = arrays.tokens(old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs)
+  return stop_gradient(exp_or_zero(old - behavior))
 
 
 def sequence_weights(
@@ -55,7 +57,7 @@ def sequence_weights(
   reductions = {"sum": masks.sequence_totals, "mean": masks.sequence_means}
   if form not in reductions:
     raise ValueError(f"no sequence weight of form {form!r}; there are {sorted(reductions)}")
-  log_weight = masks.fill(old_logprobs, mask) - masks.fill(behavior_logprobs, mask)
+  log_weight = _log_weights(old_logprobs, behavior_logprobs, mask, sequence_ids)
   per_sequence = exp_or_zero(reductions[form](log_weight, mask, sequence_ids))
   return stop_gradient(masks.to_tokens(per_sequence, mask, sequence_ids))
 
@@ -80,6 +82,7 @@ def truncate(
     Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"
     (fengyao.notion.site/off-policy-rl); NeMo RL's `tis`.
   """
+  weights = _checked(weights, low, high)
   return jnp.where(weights == 0, 0, clamp(weights, low, high))
 
 
@@ -100,6 +103,7 @@ def zero_outside(
     Ling Team 2025, "Every Step Evolves" (Ring-1T), arXiv:2510.18855, section 2.3.2;
     NeMo RL's `icepop`; TRL's `token_mask` and, of sequence weights, `sequence_mask`.
   """
+  weights = _checked(weights, low, high)
   return jnp.where(is_within(weights, low=low, high=high), weights, 0)
 
 
@@ -116,6 +120,7 @@ def is_within(
   Returns:
     One truth value for each weight; False for NaN.
   """
+  weights = _checked(weights, low, high)
   return (weights >= low) & (weights <= high)
 
 
@@ -147,7 +152,7 @@ def sequence_mask(
   Returns:
     True on the tokens that are kept.
   """
-  log_weight = masks.fill(old_logprobs, mask) - masks.fill(behavior_logprobs, mask)
+  log_weight = _log_weights(old_logprobs, behavior_logprobs, mask, sequence_ids)
   log_weight = jnp.where(jnp.isfinite(log_weight), log_weight, 0)
   per_sequence = exp_or_zero(masks.sequence_means(log_weight, mask, sequence_ids))
   return is_within(masks.to_tokens(per_sequence, mask, sequence_ids), low=low, high=high)
@@ -178,8 +183,16 @@ def off_policy_sequence_mask(
     DeepSeek-V3.2, arXiv:2512.02556, equation 9; TRL's `off_policy_mask_threshold`,
     slime's `--use-opsm`.
   """
-  policy = masks.fill(stop_gradient(policy_logprobs), mask)
-  gap = masks.sequence_means(masks.fill(behavior_logprobs, mask) - policy, mask, sequence_ids)
+  arrays.number("threshold", threshold, low=0)
+  policy, behavior, advantages = arrays.tokens(
+    policy_logprobs=policy_logprobs,
+    behavior_logprobs=behavior_logprobs,
+    advantages=advantages,
+    mask=mask,
+    sequence_ids=sequence_ids,
+  )
+  policy = masks.fill(stop_gradient(policy), mask)
+  gap = masks.sequence_means(masks.fill(behavior, mask) - policy, mask, sequence_ids)
   is_far = masks.to_tokens(gap, mask, sequence_ids) > threshold
   return ~(is_far & (advantages < 0))
 
@@ -205,7 +218,7 @@ def seq_logprob_errors(
     Error eᵢ at every token of completion i: 1 if the logprobs are equal; infinite if one of its
     tokens differs by more than a float can hold.
   """
-  distance = jnp.abs(masks.fill(old_logprobs, mask) - masks.fill(behavior_logprobs, mask))
+  distance = jnp.abs(_log_weights(old_logprobs, behavior_logprobs, mask, sequence_ids))
   means = masks.sequence_means(jnp.exp(distance), mask, sequence_ids)
   return stop_gradient(masks.to_tokens(means, mask, sequence_ids))
 
@@ -238,9 +251,9 @@ def seq_logprob_error_mask(
   Reference:
     NeMo RL's `seq_logprob_error_threshold`.
   """
-  return mask & (
-    seq_logprob_errors(old_logprobs, behavior_logprobs, mask, sequence_ids) <= threshold
-  )
+  arrays.number("threshold", threshold, low=1)
+  errors = seq_logprob_errors(old_logprobs, behavior_logprobs, mask, sequence_ids)
+  return arrays.mask(mask) & (errors <= threshold)
 
 
 def correction_weights(
@@ -275,7 +288,9 @@ def correction_weights(
     form = "sum" if level == "sequence" else "mean"
     weights = sequence_weights(old_logprobs, behavior_logprobs, mask, sequence_ids, form=form)
   else:
-    weights = token_weights(masks.fill(old_logprobs, mask), masks.fill(behavior_logprobs, mask))
+    weights = stop_gradient(
+      exp_or_zero(_log_weights(old_logprobs, behavior_logprobs, mask, sequence_ids))
+    )
   if truncation == "tis":
     return truncate(weights, low=low, high=high), is_within(weights, low=low, high=high)
   if truncation == "icepop":
@@ -283,7 +298,34 @@ def correction_weights(
   if truncation == "seq_mask":
     keep = sequence_mask(old_logprobs, behavior_logprobs, mask, sequence_ids, low=low, high=high)
     return jnp.where(keep, weights, 0), keep
-  return weights, jnp.ones_like(mask)
+  return weights, jnp.ones_like(arrays.mask(mask))
+
+
+def _log_weights(
+  old_logprobs: arrays.Numbers,
+  behavior_logprobs: arrays.Numbers,
+  mask: arrays.Mask,
+  sequence_ids: Int[Array, "B N"] | None,
+) -> Float[Array, "B N"]:
+  """Returns log π_old - log μ of each token; 0 where the mask is False."""
+  old, behavior = arrays.tokens(
+    old_logprobs=old_logprobs,
+    behavior_logprobs=behavior_logprobs,
+    mask=mask,
+    sequence_ids=sequence_ids,
+  )
+  return masks.fill(old, mask) - masks.fill(behavior, mask)
+
+
+def _checked(weights: arrays.Numbers, low: float, high: float) -> Float[Array, "*shape"]:
+  """Returns weights as floats.
+
+  Raises:
+    ValueError: The bounds are negative or reversed.
+  """
+  arrays.number("low", low, low=0)
+  arrays.number("high", high, low=None if isinstance(low, Tracer) else low)
+  return arrays.floats(weights, "weights")
 
 
 LEVELS = ("none", "token", "sequence", "sequence_mean")

@@ -19,11 +19,13 @@ Reference:
 """
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Float
 
+from grpo_jax.rl import arrays
 from grpo_jax.rl.numerics import clamp, exp_or_zero
 
 
@@ -34,7 +36,7 @@ def kl_k1(
 
   Gradient: ∇log πθ, whose mean is 0. Useful in the reward, not as a loss.
   """
-  return _k1(policy_logprobs - ref_logprobs)
+  return _k1(_difference(policy_logprobs, ref_logprobs))
 
 
 def kl_k2(
@@ -44,7 +46,7 @@ def kl_k2(
 
   Gradient: d ∇log πθ, whose mean is ∇KL(πθ ‖ π_ref).
   """
-  return _k2(policy_logprobs - ref_logprobs)
+  return _k2(_difference(policy_logprobs, ref_logprobs))
 
 
 def kl_k3(
@@ -54,7 +56,8 @@ def kl_k3(
 
   Gradient: (1 - π_ref/πθ) ∇log πθ, whose mean is that of the forward KL(π_ref ‖ πθ).
   """
-  return _k3(policy_logprobs - ref_logprobs)
+  difference = _difference(policy_logprobs, ref_logprobs)
+  return _k3(clamp(difference, -float(jnp.finfo(difference.dtype).max)))  # ∞ - ∞ is not a number.
 
 
 def kl_penalty(
@@ -96,8 +99,13 @@ def kl_penalty(
   """
   if estimator not in ESTIMATORS:
     raise ValueError(f"no KL estimator {estimator!r}; there are {sorted(ESTIMATORS)}")
-  difference = policy_logprobs - stop_gradient(ref_logprobs)
-  log_weight = None if sampled_from is None else policy_logprobs - stop_gradient(sampled_from)
+  arrays.number("input_clamp", input_clamp, above=0)
+  arrays.number("output_clamp", output_clamp, above=0)
+  given: dict[str, Any] = {"policy_logprobs": policy_logprobs, "ref_logprobs": ref_logprobs}
+  given |= {} if sampled_from is None else {"sampled_from": sampled_from}
+  policy, ref, *source = arrays.tokens(**given)
+  difference = policy - stop_gradient(ref)
+  log_weight = policy - stop_gradient(source[0]) if source else None
   weighted = functools.partial(_weighted, estimator=estimator, input_clamp=input_clamp)
   if output_clamp is None:
     return weighted(difference, log_weight)
@@ -109,6 +117,11 @@ def kl_penalty(
   return jnp.where(
     is_kept, weighted(difference, log_weight), clamp(raw, -output_clamp, output_clamp)
   )
+
+
+def _difference(policy_logprobs: Any, ref_logprobs: Any) -> Float[Array, "*shape"]:
+  policy, ref = arrays.tokens(policy_logprobs=policy_logprobs, ref_logprobs=ref_logprobs)
+  return policy - ref
 
 
 def _weighted(

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float, Int
 
-from grpo_jax.rl import masks
+from grpo_jax.rl import arrays, masks
 from grpo_jax.rl.kl import kl_k1, kl_k2, kl_k3, kl_penalty
 from grpo_jax.rl.numerics import clamp, exp_held
 
@@ -47,7 +47,8 @@ def ratio(
   policy_logprobs: Float[Array, "*shape"], old_logprobs: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
   """Computes the importance ratio of each token, ρₜ = exp(log πθ - log π_old)."""
-  return exp_held(policy_logprobs - stop_gradient(old_logprobs))
+  policy, old = arrays.tokens(policy_logprobs=policy_logprobs, old_logprobs=old_logprobs)
+  return exp_held(policy - stop_gradient(old))
 
 
 def on_policy_ratio(policy_logprobs: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -56,7 +57,8 @@ def on_policy_ratio(policy_logprobs: Float[Array, "*shape"]) -> Float[Array, "*s
   It makes one update per batch strictly on-policy, even if the numerics of two
   passes differ (NeMo RL's `force_on_policy_ratio`).
   """
-  return jnp.exp(policy_logprobs - stop_gradient(policy_logprobs))
+  policy = arrays.floats(policy_logprobs, "policy_logprobs")
+  return jnp.exp(policy - stop_gradient(policy))
 
 
 def sequence_ratio(
@@ -85,7 +87,9 @@ def sequence_ratio(
   Reference:
     Zheng et al. 2025, GSPO, arXiv:2507.18071, equation 7.
   """
-  log_ratio = masks.fill(policy_logprobs, mask) - masks.fill(stop_gradient(old_logprobs), mask)
+  given = {"mask": mask, "sequence_ids": sequence_ids}
+  policy, old = arrays.tokens(policy_logprobs=policy_logprobs, old_logprobs=old_logprobs, **given)
+  log_ratio = masks.fill(policy, mask) - masks.fill(stop_gradient(old), mask)
   means = masks.sequence_means(log_ratio, mask, sequence_ids)
   return masks.to_tokens(exp_held(means), mask, sequence_ids)
 
@@ -144,6 +148,10 @@ def clipped_ratio_loss(
   Returns:
     Loss ℓₜ of each token, before masking and before any reduction.
   """
+  ratio, advantages = arrays.tokens(ratio=ratio, advantages=advantages)
+  arrays.number("clip_low", clip_low, low=0, high=1)
+  arrays.number("clip_high", clip_high, low=0)
+  arrays.number("dual_clip", dual_clip, above=1)
   clipped = clamp(ratio, 1.0 - clip_low, 1.0 + clip_high)
   loss = -jnp.minimum(ratio * advantages, clipped * advantages)
   if dual_clip is None:
@@ -185,8 +193,11 @@ def clipped_surrogate(
     Schulman et al. 2017, arXiv:1707.06347, equation 7; DAPO, arXiv:2503.14476,
     equation 10; dual clip: Ye et al. 2020, arXiv:1912.09729, equation 5.
   """
+  policy, old, advantages = arrays.tokens(
+    policy_logprobs=policy_logprobs, old_logprobs=old_logprobs, advantages=advantages
+  )
   return clipped_ratio_loss(
-    ratio(policy_logprobs, old_logprobs),
+    ratio(policy, old),
     advantages,
     clip_low=clip_low,
     clip_high=clip_high,
@@ -233,6 +244,13 @@ def gspo(
   Reference:
     Zheng et al. 2025, GSPO, arXiv:2507.18071, equations 5, 7 and 14.
   """
+  policy_logprobs, old_logprobs, advantages = arrays.tokens(
+    policy_logprobs=policy_logprobs,
+    old_logprobs=old_logprobs,
+    advantages=advantages,
+    mask=mask,
+    sequence_ids=sequence_ids,
+  )
   ratio_of = sequence_ratio_token_form if token_form else sequence_ratio
   return clipped_ratio_loss(
     ratio_of(policy_logprobs, old_logprobs, mask, sequence_ids),
@@ -274,9 +292,14 @@ def cispo(
   Reference:
     MiniMax-M1, arXiv:2506.13585, equations 4 and 5.
   """
-  clipped = clamp(ratio(policy_logprobs, old_logprobs), 1.0 - clip_low, 1.0 + clip_high)
+  policy, old, advantages = arrays.tokens(
+    policy_logprobs=policy_logprobs, old_logprobs=old_logprobs, advantages=advantages
+  )
+  arrays.number("clip_low", clip_low, low=0)
+  arrays.number("clip_high", clip_high, low=0)
+  clipped = clamp(ratio(policy, old), 1.0 - clip_low, 1.0 + clip_high)
   weight = stop_gradient(clipped)
-  return -weight * advantages * policy_logprobs
+  return -weight * advantages * policy
 
 
 def sapo(
@@ -307,10 +330,15 @@ def sapo(
   Reference:
     Gao et al. 2025, "Soft Adaptive Policy Optimization", arXiv:2511.20347, equations 5 and 6.
   """
-  dtype = policy_logprobs.dtype
+  policy, old, advantages = arrays.tokens(
+    policy_logprobs=policy_logprobs, old_logprobs=old_logprobs, advantages=advantages
+  )
+  arrays.number("temperature_positive", temperature_positive, above=0)
+  arrays.number("temperature_negative", temperature_negative, above=0)
+  dtype = policy.dtype
   high, low = jnp.asarray(temperature_positive, dtype), jnp.asarray(temperature_negative, dtype)
   tau = jnp.where(advantages > 0, high, low)
-  gate = jax.nn.sigmoid(tau * (ratio(policy_logprobs, old_logprobs) - 1.0))
+  gate = jax.nn.sigmoid(tau * (ratio(policy, old) - 1.0))
   return -(4.0 / tau) * gate * advantages
 
 
@@ -325,7 +353,8 @@ def reinforce(
   Reference:
     Williams 1992; Ahmadian et al. 2024, "Back to Basics", arXiv:2402.14740, equation 6.
   """
-  return -advantages * policy_logprobs
+  policy, advantages = arrays.tokens(policy_logprobs=policy_logprobs, advantages=advantages)
+  return -advantages * policy
 
 
 def entropy_bonus(entropy: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -334,4 +363,4 @@ def entropy_bonus(entropy: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
   Its gradient needs the entropy of the full distribution as a function of the
   parameters (`token_logprobs(..., return_entropy=True)`), not a sampled estimate.
   """
-  return -entropy
+  return -arrays.floats(entropy, "entropy")

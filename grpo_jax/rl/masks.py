@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from grpo_jax.rl import arrays
@@ -31,7 +32,7 @@ def fill(x: arrays.Numbers, mask: arrays.Mask, value: float = 0.0) -> Float[Arra
   Returns:
     `x` with `value` under the mask.
   """
-  x = arrays.floats(x, "the values")
+  (x,) = arrays.tokens(x=x, mask=mask)
   return jnp.where(arrays.mask(mask), x, jnp.asarray(value, x.dtype))
 
 
@@ -66,6 +67,7 @@ def sequence_totals(
   kept = fill(x, mask)
   if sequence_ids is None:
     return jnp.sum(kept, axis=-1, keepdims=True)
+  arrays.tokens(x=kept, sequence_ids=sequence_ids)
   slots = kept.shape[-1]
   return jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, num_segments=slots))(
     kept, sequence_ids
@@ -86,6 +88,7 @@ def sequence_lengths(
   Returns:
     Number of tokens of each of S = N sequence slots of a row, or of S = 1 without `sequence_ids`.
   """
+  arrays.tokens(mask=mask, sequence_ids=sequence_ids)
   mask = arrays.mask(mask)
   return sequence_totals(mask.astype(dtype), mask, sequence_ids)
 
@@ -131,8 +134,10 @@ def to_tokens(
   Returns:
     For each token the value of its sequence, masked or not.
   """
+  per_sequence = arrays.floats(per_sequence, "per_sequence")
   if sequence_ids is None:
     return jnp.broadcast_to(per_sequence, like.shape)
+  arrays.tokens(sequence_ids=sequence_ids, marks={"like": like})
   return jnp.take_along_axis(per_sequence, sequence_ids, axis=-1)
 
 
@@ -141,7 +146,13 @@ def until_stop(tokens: Int[Array, "B N"], stop_ids: Sequence[int]) -> Bool[Array
 
   The stop id itself is learned from: a policy that is never rewarded for
   stopping would not learn to stop. All ids in `stop_ids` end a completion.
+
+  Raises:
+    ValueError: `stop_ids` is not a sequence.
   """
+  if np.ndim(stop_ids) != 1:
+    raise ValueError(f"stop_ids must be a sequence of token ids, such as (2,), got {stop_ids!r}")
+  tokens = jnp.asarray(tokens)
   is_stop = jnp.isin(tokens, jnp.asarray(tuple(stop_ids), tokens.dtype))
   stops_before = jnp.cumsum(is_stop, axis=-1) - is_stop
   return stops_before == 0
@@ -157,8 +168,9 @@ def loss_mask(
     is_sampled: True on tokens that the policy wrote; False on those of the environment.
     keep: False for a completion that is excluded as a whole.
   """
-  given = {"completion": completion, "is_sampled": is_sampled, "keep": keep}
-  completion, is_sampled, keep = (arrays.mask(x, name=name) for name, x in given.items())
+  completion = arrays.mask(completion, name="completion")
+  is_sampled = arrays.mask(is_sampled, completion.shape, "is_sampled")
+  keep = arrays.mask(keep, completion.shape[:1], "keep")
   return completion & is_sampled & keep[:, None]
 
 
@@ -171,7 +183,8 @@ def overlong_filter(mask: arrays.Mask, is_truncated: arrays.Mask) -> Bool[Array,
   Reference:
     DAPO, arXiv:2503.14476, section 3.4; NeMo RL's `overlong_filtering`.
   """
-  return arrays.mask(mask) & ~arrays.mask(is_truncated, name="is_truncated")[:, None]
+  mask = arrays.mask(mask)
+  return mask & ~arrays.mask(is_truncated, mask.shape[:1], "is_truncated")[:, None]
 
 
 def top_entropy(entropy: arrays.Numbers, mask: arrays.Mask, share: float) -> Bool[Array, "B N"]:
@@ -192,7 +205,7 @@ def top_entropy(entropy: arrays.Numbers, mask: arrays.Mask, share: float) -> Boo
   Reference:
     Wang et al. 2025, "Beyond the 80/20 rule", arXiv:2506.01939.
   """
-  entropy, mask = arrays.floats(entropy, "entropy"), arrays.mask(mask)
+  (entropy,), mask = arrays.tokens(entropy=entropy, mask=mask), arrays.mask(mask)
   if not 0.0 < share <= 1.0:
     raise ValueError(f"the share of high-entropy tokens must be in (0, 1], got {share}")
   threshold = jnp.nanquantile(jnp.where(mask, entropy, jnp.nan), 1.0 - share)

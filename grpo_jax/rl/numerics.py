@@ -6,6 +6,11 @@ from jaxtyping import Array, Float
 MAX_LOG_RATIO = 20.0  # bound of ratios that carry a gradient; e²⁰ ≈ 4.9e8. verl uses it as well.
 
 
+def wide(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+  """Returns floats in float32 at least: half-precision sums and counts lose or overflow."""
+  return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
+
+
 def clamp(
   x: Float[Array, "*shape"],
   low: float | Float[Array, ""] | None = None,
@@ -32,6 +37,7 @@ def safe_divide(
   total: Float[Array, "*shape"], count: Float[Array, "*shape"] | float
 ) -> Float[Array, "*shape"]:
   """Returns total / count, and 0 where the count is 0; the gradient is finite in both cases."""
+  total = wide(total)
   count = jnp.asarray(count, total.dtype)
   return jnp.where(count > 0, total / jnp.where(count > 0, count, 1), 0)
 

@@ -7,6 +7,7 @@ None by default: the loss's own settings, from the signature of its function, th
 import dataclasses
 import inspect
 import math
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -154,47 +155,84 @@ KINDS: Mapping[str, checked.Kind] = {
 class Options:
   """The choices and numbers of an objective, resolved and checked when made.
 
+  Attributes:
+    loss: Name of a loss, one of `LOSSES`, or a function: see docs/algorithms.md.
+    clip_low: Distance of the lower bound from 1; gmpo: of the log-ratio. None: the loss's own.
+    clip_high: Distance of the upper bound from 1; of cispo, 4.0 is TRL's 5.0. None: the loss's own.
+    dual_clip: Bound above 1 of the ratio of bad tokens, usually 3; None: no bound.
+    force_on_policy_ratio: Whether the ratio is to the policy itself: strictly one update per batch.
+    use_behavior_logprobs: Whether the ratio is to the engine's policy.
+    old_logprobs: "scored", or "interpolated": without a pass over the batch; see `proximal`.
+    sapo_temperature_positive: Temperature of sapo where the advantage is positive.
+    sapo_temperature_negative: Temperature of sapo elsewhere.
+    kl_coef: Coefficient β of the KL; 0 needs no reference policy.
+    kl_estimator: "k1", "k2" or "k3"; see `kl`.
+    kl_input_clamp: Bound of the log-ratio to the reference, in nats; None: no bound.
+    kl_output_clamp: Bound of the weighted estimate of a token, in nats; None: no bound.
+    kl_weight: "score" (exact gradient), "none" (TRL, verl) or "old" (πθ/π_old).
+    use_on_policy_kl_approximation: Whether the KL is weighed by πθ/μ instead.
+    kl_in_reward: Whether the KL is subtracted from the advantages and not added to the loss.
+    dppo_mask_low: Bound of a fall, as a probability or in nats; None: the loss's own.
+    dppo_mask_high: Bound of a rise, as a probability or in nats; None: the loss's own.
+    dppo_ratio_cap: Largest ratio, verl's clip_ratio_c; None: no bound.
+    dppo_kl_tau: Coefficient of the squared log-ratio; 1e-3 in prime-rl.
+    clip_cov_ratio: Share of the tokens that lose their gradient.
+    clip_cov_lb: Covariance above which a token may lose it.
+    clip_cov_ub: Covariance below which a token may lose it.
+    kl_cov_ratio: Share of the tokens that are penalised.
+    kl_cov_coef: Coefficient of that penalty.
+    top_entropy_share: Share of the tokens in the policy loss; 0.2 in the paper.
+    entropy_coef: Coefficient c of the entropy bonus; above 0 needs the full distributions.
+    importance_correction: "none", "token", "sequence" or "sequence_mean"; see `importance`.
+    importance_truncation: "tis", "icepop" or "seq_mask"; None: no truncation.
+    importance_low: Inclusive lower bound of π_old/μ.
+    importance_high: Inclusive upper bound of π_old/μ.
+    off_policy_mask_threshold: Nats per token above which bad completions are left out; None: off.
+    seq_logprob_error_threshold: Logprob error, at least 1, above which completions are left out.
+    aggregation: Reduction, one of `AGGREGATIONS`; None: the loss's own.
+    max_completion_tokens: Number of tokens that "constant_length" divides by.
+
   Raises:
     ValueError: A choice is unknown, a value is of the wrong type or out of range, an option
       is set that the loss never reads, or options exclude each other. The message lists every
       problem.
   """
 
-  loss: str | own.Function = "clipped"  # one of LOSSES, or a function: see docs/algorithms.md.
-  clip_low: float | None = None  # distance below 1; gmpo: below log-ratio 0. None: the loss's own.
-  clip_high: float | None = None  # distance above 1; cispo: 4.0 is TRL's 5.0. None: the loss's own.
-  dual_clip: float | None = None  # > 1; bounds the ratio of bad tokens; 3 is usual.
-  force_on_policy_ratio: bool = False  # old := policy; strictly one update per batch.
-  use_behavior_logprobs: bool = False  # old := behavior; ratios to the engine's policy.
-  old_logprobs: str = "scored"  # "scored" | "interpolated": without a pass; see `proximal`.
+  loss: str | own.Function = "clipped"
+  clip_low: float | None = None
+  clip_high: float | None = None
+  dual_clip: float | None = None
+  force_on_policy_ratio: bool = False
+  use_behavior_logprobs: bool = False
+  old_logprobs: str = "scored"
   sapo_temperature_positive: float = 1.0
   sapo_temperature_negative: float = 1.05
-  kl_coef: float = 0.01  # β; 0 needs no reference policy.
-  kl_estimator: str = "k3"  # "k1" | "k2" | "k3".
-  kl_input_clamp: float | None = 20.0  # nats, of the log-ratio to the reference.
-  kl_output_clamp: float | None = 10.0  # nats, of the weighted estimate per token.
-  kl_weight: str = "score"  # "score" (exact gradient) | "none" (TRL, verl) | "old" (πθ/π_old).
-  use_on_policy_kl_approximation: bool = False  # weighs the KL by πθ/μ instead.
-  kl_in_reward: bool = False  # subtracts the KL from the advantages instead of adding a loss term.
-  dppo_mask_low: float | None = None  # probability, or nats; None: the loss's own.
-  dppo_mask_high: float | None = None  # probability, or nats; None: the loss's own.
-  dppo_ratio_cap: float | None = None  # largest ratio; verl's clip_ratio_c.
-  dppo_kl_tau: float = 0.0  # coefficient of the squared log-ratio; prime-rl: 1e-3.
-  clip_cov_ratio: float = 2e-4  # share of the tokens that lose their gradient.
-  clip_cov_lb: float = 1.0  # covariance above which a token may lose it.
-  clip_cov_ub: float = 5.0  # covariance below which a token may lose it.
-  kl_cov_ratio: float = 2e-4  # share of the tokens that are penalised.
-  kl_cov_coef: float = 1.0  # coefficient of that penalty.
-  top_entropy_share: float = 1.0  # share of the tokens in the policy loss; 0.2 in the paper.
-  entropy_coef: float = 0.0  # rewards entropy; > 0 needs the full distributions.
-  importance_correction: str = "none"  # "none" | "token" | "sequence" | "sequence_mean".
-  importance_truncation: str | None = None  # None | "tis" | "icepop" | "seq_mask".
-  importance_low: float = 0.0  # inclusive lower bound of π_old/μ.
-  importance_high: float = math.inf  # inclusive upper bound.
-  off_policy_mask_threshold: float | None = None  # nats per token; drops far-off bad completions.
-  seq_logprob_error_threshold: float | None = None  # > 1; drops completions scored differently.
-  aggregation: str | None = None  # one of AGGREGATIONS; None: the loss's own.
-  max_completion_tokens: int | None = None  # the length that "constant_length" divides by.
+  kl_coef: float = 0.01
+  kl_estimator: str = "k3"
+  kl_input_clamp: float | None = 20.0
+  kl_output_clamp: float | None = 10.0
+  kl_weight: str = "score"
+  use_on_policy_kl_approximation: bool = False
+  kl_in_reward: bool = False
+  dppo_mask_low: float | None = None
+  dppo_mask_high: float | None = None
+  dppo_ratio_cap: float | None = None
+  dppo_kl_tau: float = 0.0
+  clip_cov_ratio: float = 2e-4
+  clip_cov_lb: float = 1.0
+  clip_cov_ub: float = 5.0
+  kl_cov_ratio: float = 2e-4
+  kl_cov_coef: float = 1.0
+  top_entropy_share: float = 1.0
+  entropy_coef: float = 0.0
+  importance_correction: str = "none"
+  importance_truncation: str | None = None
+  importance_low: float = 0.0
+  importance_high: float = math.inf
+  off_policy_mask_threshold: float | None = None
+  seq_logprob_error_threshold: float | None = None
+  aggregation: str | None = None
+  max_completion_tokens: int | None = None
 
   def __post_init__(self):
     for name, value in _resolved(checked.fields_of(self)).items():
@@ -241,6 +279,14 @@ class Options:
     if self.clip_low is None or self.clip_high is None:
       raise ValueError(f"loss={shown(self.loss)} has no clip")
     return self.clip_low, self.clip_high
+
+
+def described() -> str:
+  """Returns a line for each option: its name, its default and what it is, as `Options` says."""
+  defaults = _defaults()
+  named = re.findall(r"^ +(\w+): (.+)$", Options.__doc__ or "", re.MULTILINE)
+  lines = [f"    {name} = {defaults[name]!r}: {is_}" for name, is_ in named if name in defaults]
+  return "\n".join(lines)
 
 
 def function_of(loss: str | own.Function) -> own.Function:

@@ -34,6 +34,11 @@ from grpo_jax.rl.numerics import clamp, safe_divide
 from grpo_jax.rl.objective_options import COVARIANCE, DPPO, TOKEN_LOCAL, Options
 from grpo_jax.types import Denominators, LossTokens, Maximum, Mean, Metrics
 
+# Fields of `LossTokens` that hold a number for each token.
+_FLOATS = (
+  *("advantages", "behavior_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs"),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
@@ -160,9 +165,10 @@ class Objective:
       The scalar loss, and metrics under "train/" and "mismatch/" (docs/algorithms.md).
 
     Raises:
-      ValueError: An input that the options need is missing.
+      ValueError: An input that the options need is missing, or shapes differ.
     """
     o = self.options
+    _check_shapes(policy_logprobs, entropy, tokens, denominators)
     tokens = _clean(tokens)
     _check_inputs(self, tokens)
     of_errors, tokens = _without_errors(o, tokens)
@@ -220,21 +226,24 @@ def _clean(tokens: LossTokens) -> LossTokens:
     values = getattr(tokens, name)
     return None if values is None else masks.fill(arrays.floats(values, name), mask)
 
-  marks = {"selected": tokens.selected, "kept": tokens.kept}
+  fields: dict[str, Any] = {name: filled(name) for name in _FLOATS}
+  for name, mark in {"selected": tokens.selected, "kept": tokens.kept}.items():
+    fields[name] = None if mark is None else arrays.mask(mark, name=name) & mask
   return LossTokens(
     mask=mask,
     sequence_ids=None if ids is None else jnp.where(mask, jnp.asarray(ids), 0),
-    advantages=filled("advantages"),
-    behavior_logprobs=filled("behavior_logprobs"),
-    old_logprobs=filled("old_logprobs"),
-    ref_logprobs=filled("ref_logprobs"),
-    teacher_logprobs=filled("teacher_logprobs"),
+    **fields,
     ages=None if tokens.ages is None else jnp.where(mask, tokens.ages, staleness.UNKNOWN),
-    **{
-      name: None if mark is None else arrays.mask(mark, name=name) & mask
-      for name, mark in marks.items()
-    },
   )
+
+
+def _check_shapes(policy: Any, entropy: Any, tokens: LossTokens, denominators: Any) -> None:
+  """Raises ValueError if arrays of tokens have different shapes, or denominators another type."""
+  aggregate.check_denominators(denominators)
+  named = {"policy_logprobs": policy, "entropy": entropy}
+  named |= {f"LossTokens.{name}": getattr(tokens, name) for name in _FLOATS}
+  values = {name: x for name, x in named.items() if x is not None}
+  arrays.tokens(mask=tokens.mask, sequence_ids=tokens.sequence_ids, **values)
 
 
 def _without_errors(o: Options, tokens: LossTokens) -> tuple[Metrics, LossTokens]:
@@ -335,8 +344,8 @@ def _policy_term(
   if tokens.behavior_logprobs is not None:
     weights, mismatch = _correction(o, policy, old, tokens.behavior_logprobs, tokens)
     metrics |= mismatch
-    if o.importance_correction != "none":
-      per_token = weights * per_token
+    if o.importance_correction != "none":  # 0 · ∞ is not a number.
+      per_token = jnp.where(weights == 0, 0, weights * per_token)
   if o.is_clipped:
     metrics |= diagnostics.clip_shares(
       ratio,
@@ -420,11 +429,11 @@ def _divisor(o: Options, denominators: Denominators) -> Float[Array, ""] | float
 
 
 def make(*, distillation: Distillation | None = None, **options: Any) -> Objective:
-  """Makes an objective from options by name; `objective_options.Options` documents them.
+  """Makes an objective from options by name.
 
   Args:
     distillation: Options of a teacher's advantages; None: there is no teacher.
-    **options: Fields of `Options`; those left out keep their defaults. Clip bounds and
+    **options: Options of the list below; those left out keep their defaults. Clip bounds and
       aggregation are then the loss's own; `.options` of the result has the numbers.
 
   Raises:
@@ -443,3 +452,7 @@ def make(*, distillation: Distillation | None = None, **options: Any) -> Objecti
       f" loss={objective_options.shown(made.loss)} takes no old logprobs, and no other option does"
     )
   return objective
+
+
+# What `help(make)` shows; python -OO has no docstrings.
+make.__doc__ = f"{make.__doc__}\n  Options:\n{objective_options.described()}"

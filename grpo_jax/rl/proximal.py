@@ -13,22 +13,24 @@ import numpy as np
 from jax.lax import stop_gradient
 from jaxtyping import Float, Int
 
+from grpo_jax.rl import arrays
 from grpo_jax.types import Numbers
 
 
-def shares(ages: Int[Numbers, "*shape"]) -> Float[Numbers, "*shape"]:
+def shares(ages: Int[Numbers, "*shape"], dtype: Any = np.float32) -> Float[Numbers, "*shape"]:
   """Computes α of each token: the part of the way from μ to πθ at which π_old is assumed.
 
       α = (v_old - v_μ) / (v_θ - v_μ) = d / (d + 1)      v_old = s, v_θ = s + 1, v_μ = s - d
 
   Args:
     ages: Age d of each token, in training steps; negative where it is not known.
+    dtype: Type of the result.
 
   Returns:
-    Share α of each token, in [0, 1), float32: 0 for tokens of the newest weights, and where the age
+    Share α of each token, in [0, 1): 0 for tokens of the newest weights, and where the age
     is not known.
   """
-  known = _module(ages).maximum(ages, 0).astype(np.float32)
+  known = _module(ages).maximum(ages, 0).astype(dtype)
   return known / (known + 1)
 
 
@@ -55,19 +57,30 @@ def interpolated(
     ages: Age of each token, in training steps; negative where it is not known.
 
   Returns:
-    Approximate log π_old, in nats; log μ where α = 0, whatever log πθ is. It has no gradient. NumPy
-    arrays give a NumPy array, on the host.
+    Approximate log π_old, in nats; log μ where α = 0, whatever log πθ is. Where one of the two is
+    not finite, it is the other. It has no gradient. NumPy arrays give a NumPy array, on the host.
+
+  Raises:
+    ValueError: The shapes differ.
 
   Reference:
     Li et al. 2025, A-3PO, arXiv:2512.06547; AReaL's `compute_prox_logp_approximations`
     (areal/trainer/ppo/actor.py at 00ed924) with `prox_logp_method="loglinear"`.
   """
   xp = _module(policy_logprobs)
-  share = shares(ages).astype(policy_logprobs.dtype)
-  # Where α = 0, πθ may be 0, and 0 · log 0 is not a number.
-  towards = xp.where(share > 0, policy_logprobs, behavior_logprobs)
-  found = behavior_logprobs + share * (towards - behavior_logprobs)
-  return found if xp is np else stop_gradient(found)
+  if xp is np:
+    wide = lambda x: np.asarray(x, np.promote_types(np.asarray(x).dtype, np.float32))
+    policy, behavior = wide(policy_logprobs), wide(behavior_logprobs)
+  else:
+    found = arrays.tokens(policy_logprobs=policy_logprobs, behavior_logprobs=behavior_logprobs)
+    policy, behavior = map(stop_gradient, found)
+  if np.shape(ages) != policy.shape:
+    raise ValueError(f"ages must have the shape {policy.shape} of logprobs, got {np.shape(ages)}")
+  share = shares(ages, policy.dtype)
+  # A token that one of the two cannot write: 0 · log 0 and log 0 - log 0 are not numbers.
+  start = xp.where(xp.isfinite(behavior), behavior, policy)
+  towards = xp.where((share > 0) & xp.isfinite(policy), policy, start)
+  return start + share * (towards - start)
 
 
 def _module(values: Numbers) -> Any:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float, Int
 
-from grpo_jax.rl import losses, masks
+from grpo_jax.rl import arrays, losses, masks
 from grpo_jax.rl.numerics import MAX_LOG_RATIO, clamp, exp_held
 
 
@@ -48,7 +48,16 @@ def gmpo(
     Zhao et al. 2025, "Geometric-Mean Policy Optimization", arXiv:2507.20673, equation 4;
     verl's `geo_mean`.
   """
-  log_ratio = masks.fill(policy_logprobs, mask) - masks.fill(stop_gradient(old_logprobs), mask)
+  policy, old, advantages = arrays.tokens(
+    policy_logprobs=policy_logprobs,
+    old_logprobs=old_logprobs,
+    advantages=advantages,
+    mask=mask,
+    sequence_ids=sequence_ids,
+  )
+  arrays.number("clip_low", clip_low, low=0)
+  arrays.number("clip_high", clip_high, low=0)
+  log_ratio = masks.fill(policy, mask) - masks.fill(stop_gradient(old), mask)
   clipped = clamp(log_ratio, -clip_low, clip_high)
   pessimistic = jnp.where(
     advantages > 0, jnp.minimum(log_ratio, clipped), jnp.maximum(log_ratio, clipped)
@@ -146,8 +155,15 @@ def vespo(
   Reference:
     Shen et al. 2026, VESPO, arXiv:2602.10693; TRL's `vespo`.
   """
-  policy = masks.fill(policy_logprobs, mask)
-  log_ratio = stop_gradient(policy) - masks.fill(stop_gradient(old_logprobs), mask)
+  policy, old, advantages = arrays.tokens(
+    policy_logprobs=policy_logprobs,
+    old_logprobs=old_logprobs,
+    advantages=advantages,
+    mask=mask,
+    sequence_ids=sequence_ids,
+  )
+  policy = masks.fill(policy, mask)
+  log_ratio = stop_gradient(policy) - masks.fill(stop_gradient(old), mask)
   totals = clamp(
     masks.sequence_totals(log_ratio, mask, sequence_ids), -MAX_LOG_RATIO, MAX_LOG_RATIO
   )
