@@ -72,7 +72,7 @@ class Prompt:
   environment: str  # name of the environment that scores it.
   info: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what the environment needs.
   text: str = ""  # the prompt as rendered by the chat template.
-  weight: float = 1.0  # multiplies its advantages; 0: in the batch, but not learned from.
+  weight: float = 1.0  # of its completions in the loss; 0: in the batch, but not learned from.
   dataset: str = ""  # name of its dataset.
   is_cut: bool = False  # whether only its beginning is here because it was too long.
   messages: tuple[Mapping[str, Any], ...] = ()  # unrendered, for other chat templates.
@@ -125,6 +125,7 @@ class Rollout:
   failure: str = ""  # that KIND, such as "timeout"; "": the attempt was scored.
   close_failure: str = ""  # kind of failure when its environment was closed; costs no reward.
   hit_turn_limit: bool = False  # ended at the turn limit, although the environment was not done.
+  weight: float = 1.0  # multiplies the prompt's weight, for this attempt alone.
 
   def __post_init__(self):
     lengths = {
@@ -155,6 +156,10 @@ class RolloutGroup:
   @property
   def rewards(self) -> Float[np.ndarray, " G"]:
     return np.asarray([r.reward for r in self.rollouts], np.float32)
+
+  def weight_of(self, r: int) -> float:
+    """Returns the weight of a rollout in the loss: the prompt's times its own."""
+    return self.prompt.weight * self.rollouts[r].weight
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -196,6 +201,7 @@ class Batch:
   selected: Bool[Numbers, "B N"] | None = None  # at `loss_places`; see `LossTokens.selected`.
   kept: Bool[Numbers, "B N"] | None = None  # at `loss_places`; see `LossTokens.kept`.
   ages: Int[Numbers, "B N"] | None = None  # at `loss_places`; see `LossTokens.ages`.
+  weights: Float[Numbers, "B N"] | None = None  # at `loss_places`; see `LossTokens.weights`.
 
 
 @pytree
@@ -221,6 +227,9 @@ class LossTokens:
   # Training steps between the weights that sampled a token and those that the step begins with; -1
   # where the former are not known. None: all tokens are taken to be of the newest weights.
   ages: Int[Array, "B N"] | None = None
+  # Weight of the completion, on each of its tokens: it multiplies every term of the loss, and
+  # counts in the denominators. Not negative. None: all weights are 1.
+  weights: Float[Array, "B N"] | None = None
 
 
 @pytree
@@ -229,8 +238,8 @@ class Denominators:
   """The divisors of the loss: global to one optimizer step, over all microbatches
   and devices, so that splitting the batch does not change the result."""
 
-  tokens: Float[Array, ""] | float  # tokens learned from.
-  sequences: Float[Array, ""] | float  # completions with at least one such token.
+  tokens: Float[Array, ""] | float  # tokens learned from, by the weights of their completions.
+  sequences: Float[Array, ""] | float  # completions with at least one such token, by weight.
 
 
 @pytree

@@ -6,13 +6,14 @@ step. Microbatches have the shapes that the run has planned, and no others. `pac
 decides what goes where.
 
 Minibatches are made of whole groups, in the order given: a group is never
-split over two optimizer steps. Denominators count every token of the loss, also
-those that are skipped because they add nothing.
+split over two optimizer steps. Denominators count every token of the loss, by the weight of its
+completion, also those that are skipped because they add nothing.
 """
 
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -24,14 +25,13 @@ from grpo_jax.types import (
   Mean,
   Metrics,
   Minibatch,
-  Prompt,
   Rollout,
   RolloutGroup,
 )
 
 # Reasons why a completion is not in the loss, in the order in which they are checked.
 LEFT_OUT = (
-  "zero_weight",  # its prompt's weight is 0.
+  "zero_weight",  # its weight, or that of its prompt, is 0.
   "prompt_too_long",  # the prompt is longer than the limit, or fills a whole row.
   "unscorable",  # its reward is NaN or infinite; it is not in the baseline either.
   "empty",  # it has no token, or none that was sampled.
@@ -116,10 +116,11 @@ def assemble(
 
   Returns:
     Minibatches, placements, and the metrics "batch/packing_efficiency" (tokens per
-    place), "batch/repeated_prompt_tokens" (of prompts beyond their first copy),
-    "batch/loss_tokens", "batch/rows", "batch/row_tokens" (mean length of the rows),
-    "batch/microbatches", "batch/optimizer_steps", "batch/skipped_zero_advantage" and
-    "batch/left_out/REASON" (completions).
+    place), "batch/repeated_prompt_tokens" (of prompts beyond their first copy), "batch/rows",
+    "batch/row_tokens" (mean length of the rows), "batch/skipped_zero_advantage",
+    "batch/left_out/REASON" (completions), "batch/loss_tokens", "batch/microbatches" and
+    "batch/optimizer_steps". The batches have weights if a completion in the loss has one other
+    than 1.
 
   Raises:
     ValueError: Lengths disagree, an advantage is not finite, a prompt has no
@@ -128,6 +129,7 @@ def assemble(
   row_tokens = max((shape.row_tokens for shape in shapes), default=0)
   _check(groups, advantages, row_tokens, minibatches)
   prompt_limit = min(max_prompt_tokens or row_tokens, row_tokens - 1)
+  weighted = has_weights(groups)
   not_computed: dict[tuple[int, int], str] = {}
   parts = []
   for members in np.array_split(np.arange(len(groups)), max(min(minibatches, len(groups)), 1)):
@@ -135,9 +137,9 @@ def assemble(
     for g in members:
       group, live = groups[g], []
       for r, rollout in enumerate(group.rollouts):
-        reason = _reason(group.prompt, rollout, prompt_limit, row_tokens, drop_truncated)
+        reason = _reason(group, r, prompt_limit, row_tokens, drop_truncated)
         if reason is None:
-          part.count(rollout)
+          part.count(rollout, group.weight_of(r))
           if _finite(float(advantages[g][r]), group, r) == 0 and skip_zero_advantage:
             reason = ZERO_ADVANTAGE
         if reason is None:
@@ -150,11 +152,18 @@ def assemble(
   for part in parts:
     packed = packing.pack(part.sizes(groups), shapes, cost=cost, one_piece=not pack)
     if packed:
-      minibatch, placed = _minibatch(len(made), part, packed, groups, advantages, used, step)
+      options = {"step": step, "has_weights": weighted}
+      minibatch, placed = _minibatch(len(made), part, packed, groups, advantages, used, **options)
       made.append(minibatch)
       placements += placed
   counts = collections.Counter(not_computed.values())
-  return Assembled(tuple(made), tuple(placements), _metrics(made, used, counts), not_computed)
+  metrics = _metrics(made, used, counts)
+  return Assembled(tuple(made), tuple(placements), metrics, not_computed)
+
+
+def has_weights(groups: Sequence[RolloutGroup]) -> bool:
+  """Returns whether a completion that may be learned from has another weight than 1."""
+  return any(g.weight_of(r) not in (0, 1) for g in groups for r in range(len(g.rollouts)))
 
 
 def per_rollout(
@@ -196,16 +205,20 @@ class _Part:
   Attributes:
     units: Rollouts that may share a prompt, as (group, rollouts).
     loss_tokens: Number of loss tokens, including those skipped because they add nothing.
-    sequences: Number of completions with these tokens.
+    weighted_tokens: The same, each by the weight of its completion.
+    weighted_sequences: Number of completions with these tokens, by weight.
   """
 
   units: list[tuple[int, tuple[int, ...]]] = dataclasses.field(default_factory=list)
   loss_tokens: int = 0
-  sequences: int = 0
+  weighted_tokens: float = 0.0
+  weighted_sequences: float = 0.0
 
-  def count(self, rollout: Rollout) -> None:
-    self.loss_tokens += int(rollout.loss_mask.sum())
-    self.sequences += 1
+  def count(self, rollout: Rollout, weight: float) -> None:
+    tokens = int(rollout.loss_mask.sum())
+    self.loss_tokens += tokens
+    self.weighted_tokens += weight * tokens
+    self.weighted_sequences += weight
 
   def add(self, group: int, live: Sequence[int], share_prefixes: bool) -> None:
     """Adds the completions of a group that are computed."""
@@ -231,8 +244,9 @@ class _Part:
 
 @dataclasses.dataclass(slots=True)
 class _Used:
-  """Counters of the tokens in rows."""
+  """Counters of the tokens of the step."""
 
+  loss_tokens: int = 0
   tokens: int = 0
   prompt_tokens: int = 0
   once: int = 0  # tokens of prompts if each were stored once in an optimizer step.
@@ -272,12 +286,12 @@ def _finite(advantage: float, group: RolloutGroup, r: int) -> float:
 
 
 def _reason(
-  prompt: Prompt, rollout: Rollout, prompt_limit: int, row_tokens: int, drop_truncated: bool
+  group: RolloutGroup, r: int, prompt_limit: int, row_tokens: int, drop_truncated: bool
 ) -> str | None:
   """Returns the first of `LEFT_OUT` that holds for a completion; None if it is learned from."""
-  length = len(prompt.token_ids)
+  rollout, length = group.rollouts[r], len(group.prompt.token_ids)
   verdicts = (
-    prompt.weight == 0,
+    group.weight_of(r) == 0,
     length > prompt_limit,
     not np.isfinite(rollout.reward),
     not rollout.loss_mask.any(),
@@ -294,13 +308,13 @@ def _minibatch(
   groups: Sequence[RolloutGroup],
   advantages: Sequence[np.ndarray],
   used: _Used,
-  step: int | None,
+  **options: Any,
 ) -> tuple[Minibatch, list[Placement]]:
   """Lays the segments of one optimizer step out in its microbatches; counts their tokens."""
   batches, placements = [], []
   for number, one in enumerate(packed):
     rows = [[part.segment(piece, groups) for piece in row] for row in one.rows]
-    batch, starts = layout.batch(rows, one.shape, groups, advantages, step=step)
+    batch, starts = layout.batch(rows, one.shape, groups, advantages, **options)
     for b, (row, row_starts) in enumerate(zip(rows, starts, strict=True)):
       completions = [(segment.group, r) for segment in row for r in segment.rollouts]
       placements += [
@@ -310,7 +324,8 @@ def _minibatch(
     batches.append(batch)
   pieces = (piece for one in packed for row in one.rows for piece in row)
   used.count([part.segment(piece, groups) for piece in pieces], groups)
-  denominators = Denominators(float(part.loss_tokens), float(part.sequences))
+  used.loss_tokens += part.loss_tokens
+  denominators = Denominators(part.weighted_tokens, part.weighted_sequences)
   return Minibatch(tuple(batches), denominators), placements
 
 
@@ -320,7 +335,7 @@ def _metrics(made: Sequence[Minibatch], used: _Used, counts: collections.Counter
   places = sum(batch.tokens.size for batch in batches)
   rows = sum(batch.tokens.shape[0] for batch in batches)
   numbers = {
-    "batch/loss_tokens": sum(m.denominators.tokens for m in made),
+    "batch/loss_tokens": used.loss_tokens,
     "batch/rows": rows,
     "batch/row_tokens": places / rows if rows else 0,
     "batch/repeated_prompt_tokens": used.prompt_tokens - used.once,

@@ -29,6 +29,7 @@ def batch(
   advantages: Sequence[Float[np.ndarray, " _"]],
   *,
   step: int | None = None,
+  has_weights: bool = False,
 ) -> tuple[Batch, list[list[int]]]:
   """Lays rows of segments out as the arrays that `types.Batch` describes.
 
@@ -36,8 +37,9 @@ def batch(
     rows: Segments of each row, at most `shape.rows` of them; the rest is padding.
     shape: Shape of the arrays.
     groups: Groups that the segments refer to.
-    advantages: Advantage of each rollout, which is multiplied by the prompt's weight.
+    advantages: Advantage of each rollout.
     step: Number of the training step, for the ages of the tokens; None: the batch has no ages.
+    has_weights: Whether the batch has the weights of its completions.
 
   Returns:
     The batch, and for each row the place at which each of its completions begins.
@@ -45,6 +47,8 @@ def batch(
   arrays, starts = blank(shape), []
   if step is not None:
     arrays["ages"] = np.full((shape.rows, shape.loss_tokens), staleness.UNKNOWN, np.int32)
+  if has_weights:
+    arrays["weights"] = np.zeros((shape.rows, shape.loss_tokens), np.float32)
   for b, row in enumerate(rows):
     at, row_starts = 0, []
     for number, segment in enumerate(row, start=1):
@@ -57,6 +61,8 @@ def batch(
     arrays["loss_places"][b, : len(places)] = places
     if step is not None:
       arrays["ages"][b, : len(places)] = _ages(row, groups, step)
+    if has_weights:
+      arrays["weights"][b, : len(places)] = _weights(row, groups)
     starts.append(row_starts)
   return Batch(**arrays), starts
 
@@ -86,6 +92,7 @@ def described(
   has_selected: bool = False,
   has_kept: bool = False,
   has_ages: bool = False,
+  has_weights: bool = False,
 ) -> Batch:
   """Returns shapes, dtypes and shardings of a batch, in place of its arrays.
 
@@ -98,6 +105,7 @@ def described(
     has_selected: Whether tokens of the batch are selected; see `LossTokens.selected`.
     has_kept: Whether completions of the batch may be left out; see `LossTokens.kept`.
     has_ages: Whether the batch has the ages of its tokens; see `LossTokens.ages`.
+    has_weights: Whether the batch has the weights of its completions; see `LossTokens.weights`.
   """
   arrays = blank(shape)
   at_places = np.zeros((shape.rows, shape.loss_tokens), np.float32)
@@ -107,6 +115,7 @@ def described(
   arrays |= {"selected": at_places > 0} if has_selected else {}
   arrays |= {"kept": at_places > 0} if has_kept else {}
   arrays |= {"ages": at_places.astype(np.int32)} if has_ages else {}
+  arrays |= {"weights": at_places} if has_weights else {}
   return programs.abstract(Batch(**arrays), sharding)
 
 
@@ -140,7 +149,7 @@ def _fill(
     row["predecessors"][start] = last_of_prompt
     row["loss_mask"][here] = rollout.loss_mask
     row["rollout_ids"][here] = first_rollout + branch - 1
-    row["advantages"][here] = advantages[r] * group.prompt.weight
+    row["advantages"][here] = advantages[r]
     row["behavior_logprobs"][here] = rollout.behavior_logprobs
     starts.append(start)
     start += length
@@ -154,6 +163,13 @@ def _ages(
   rollouts = [groups[segment.group].rollouts[r] for segment in row for r in segment.rollouts]
   found = [staleness.ages(r.weight_versions[r.loss_mask], step) for r in rollouts]
   return np.concatenate([np.zeros(0, np.int32), *found])
+
+
+def _weights(row: Sequence[Segment], groups: Sequence[RolloutGroup]) -> Float[np.ndarray, " n"]:
+  """Returns the weight of the completion of each loss token of a row, in order."""
+  members = [(groups[segment.group], r) for segment in row for r in segment.rollouts]
+  counts = [int(group.rollouts[r].loss_mask.sum()) for group, r in members]
+  return np.repeat([group.weight_of(r) for group, r in members], counts)
 
 
 def spread(batch: Batch, values: np.ndarray) -> np.ndarray:

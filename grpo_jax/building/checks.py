@@ -9,7 +9,7 @@ from grpo_kernels.attention import choice as attention_choice
 from grpo_kernels.linear_logprobs import choice
 from jax.sharding import Mesh
 
-from grpo_jax import data, environments, processes
+from grpo_jax import batching, data, environments, processes
 from grpo_jax.compilation import accelerators, precision
 from grpo_jax.config import batching_options, configuration, data_options, modes, run_options
 from grpo_jax.learn import mesh as meshes
@@ -163,6 +163,13 @@ def check_scorable(
 def first_of(prompts: data.PromptStream) -> list[Prompt]:
   """Returns the first prompts of every dataset, which are tried before anything is sampled."""
   return [p for dataset in prompts.datasets for p in data.first_prompts(dataset, TRIED)]
+
+
+def has_weights(prompts: data.PromptStream) -> bool:
+  """Returns whether some of the first rows of the datasets have a weight other than 0 and 1."""
+  tried = first_of(prompts)
+  recorded = [prompt.recorded.group for prompt in tried if prompt.recorded is not None]
+  return any(p.weight not in (0, 1) for p in tried) or batching.has_weights(recorded)
 
 
 def check_tool_form(tokenizer: data.Tokenizer, sets: Mapping[str, Sequence[Prompt]]) -> None:

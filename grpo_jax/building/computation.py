@@ -102,6 +102,8 @@ class Computation:
     follow: Program (reference, full weights) → the next reference; None: it never changes.
     teacher: Teacher in the trainer; None: there is none, or servers have it.
     measure: Programs that measure the adapter; None: every weight is trained.
+    has_weights: Whether completions are expected to have weights other than 1; only what is
+      compiled ahead depends on it.
   """
 
   config: Config
@@ -124,6 +126,7 @@ class Computation:
   follow: Program | None = None
   teacher: Teacher | None = None
   measure: adapters.Watch | None = None
+  has_weights: bool = False
 
   @property
   def shardings(self) -> Any:
@@ -178,14 +181,13 @@ class Computation:
     is_composed = self.composition is not None
     bare = self._batches()
     has_ref = self.objective.needs_ref
-    found = self.update.jobs(state, self._scored_batches(), weights)
+    found = self.update.jobs(state, self._either(), weights)
     if self.update.selector is not None:
       found += self.update.selector.jobs(weights, self._scored_batches(has_selected=False))
     threshold = self.objective.options.seq_logprob_error_threshold
     if threshold is not None:
       without = dict.fromkeys(("has_selected", "has_kept", "has_teacher", "has_ages"), False)
-      bare_scored = self._scored_batches(**without)
-      found += screening.jobs(bare_scored, threshold=threshold)
+      found += screening.jobs(self._either(**without), threshold=threshold)
     found += monitoring.jobs(
       self.watch,
       self.drift,
@@ -224,6 +226,14 @@ class Computation:
     if self.objective.needs_ref and (self.composition is not None or not found):
       found.append(reference)
     return found
+
+  def _either(self, **without: bool) -> dict[str, Batch]:
+    """Returns `_scored_batches`, and if weights are expected the same batches with weights, too."""
+    plain = self._scored_batches(**without)
+    if not self.has_weights:
+      return plain
+    weighted = self._scored_batches(**without, has_weights=True)
+    return plain | {f"{detail}, weighted": batch for detail, batch in weighted.items()}
 
   def _scored_batches(self, **without: bool) -> dict[str, Batch]:
     """Returns `_batches` with the fields that the update sees, except for some."""
@@ -279,6 +289,7 @@ class Computation:
         self.objective.options,
         tokens=prompts * widths[-1] * longest,
         places=[(shape.rows, shape.loss_tokens) for shape in self.shapes],
+        has_weights=self.has_weights,
       )
     return found
 
@@ -291,6 +302,7 @@ def make(
   *,
   num_valid: int | None = None,
   teacher: ModelConfig | None = None,
+  has_weights: bool = False,
 ) -> Computation:
   """Makes the programs of a run; nothing is compiled.
 
@@ -301,6 +313,7 @@ def make(
     objective: Loss.
     num_valid: Number of token ids that the tokenizer has; None: those of the model.
     teacher: Sizes of the teacher in the trainer; None: there is none.
+    has_weights: Whether completions are expected to have weights other than 1.
 
   Raises:
     ConfigError: The reference policy is a frozen base and cannot follow the policy.
@@ -369,6 +382,7 @@ def make(
     follow=_follower(config, read.shardings, composition),
     teacher=None if teacher is None else make_teacher(config, teacher, mesh),
     measure=None if adapter is None else adapters.Watch(adapter.scale),
+    has_weights=has_weights,
   )
 
 

@@ -113,15 +113,18 @@ def score(
     if whitens and not whitens_last:
       batch = credit.whitened(batch, estimator, options)
     aged = sharding.put(batch.minibatches, mesh)
-    placed = _paired(lambda own, _: dataclasses.replace(own, ages=None), aged, aged)
+    bare = lambda own, _: dataclasses.replace(own, ages=None, weights=None)
+    placed = _paired(bare, aged, aged)
     scored = train_step.with_logprobs(
-      placed,  # as monitors and evaluations have them: without ages, so that one program does.
+      placed,  # as monitors and evaluations have them, so that one program serves all.
       scorer,
       old_score=old_scorer,
       old_params=policy.weights(state.params) if needs_old else None,
       ref_params=policy.reference_of(state) if needs_ref else None,
       on_microbatch=_when_computed(advance),
     )
+    weigh = lambda own, other: dataclasses.replace(own, weights=other.weights)
+    scored = _paired(weigh, scored, aged)
     if threshold is not None:
       scored = screening.screened(scored, threshold=threshold)
     if whitens_last:  # over what is left, and without the KL: the logprobs come first.

@@ -139,7 +139,13 @@ def load_model(inputs: Inputs, engine: Engine) -> tuple[computation.Computation,
   num_valid = inputs.tokenizer.vocab_size
   teacher = None if inputs.teacher is None else inputs.teacher.config
   made = computation.make(
-    inputs.config, sizes, inputs.mesh, objective, num_valid=num_valid, teacher=teacher
+    inputs.config,
+    sizes,
+    inputs.mesh,
+    objective,
+    num_valid=num_valid,
+    teacher=teacher,
+    has_weights=checks.has_weights(inputs.prompts()),
   )
   adapter.log_sizes(made)
   jobs = [*inputs.mode.engine_jobs(engine, made.full), *made.jobs()]

@@ -16,6 +16,7 @@ from grpo_jax.errors import ExpectedFailure
 from grpo_jax.models.chat.control_tokens import TrustedText
 from grpo_jax.registry import nearest
 
+_MAX_MULTIPLIER = 1_000_000  # of a row in the loss, whose sums are float32.
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -190,12 +191,18 @@ def from_task(row: Mapping[str, Any], where: str, style: PromptStyle) -> Record:
 
 
 def loss_multiplier(row: Mapping[str, Any], where: str) -> float:
-  """Returns the row's `loss_multiplier`: 1 if it has none, 0 to learn nothing from it."""
+  """Returns the row's `loss_multiplier`: 1 if it has none, 0 to learn nothing from it.
+
+  Raises:
+    RowError: The value is not a number, or not in the range.
+  """
   value = row.get("loss_multiplier")
   if value is None:
     return 1.0
-  if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-    raise RowError(where, f"'loss_multiplier' must be a number from 0 to 1, got {value!r}")
+  is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+  if not is_number or not 0 <= value <= _MAX_MULTIPLIER:
+    wanted = f"must be a number from 0 to {_MAX_MULTIPLIER:,}"
+    raise RowError(where, f"'loss_multiplier' {wanted}, got {value!r:.40}")
   return float(value)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from grpo_jax.data import formats, nemo_gym, prompt_texts, recorded, response_tokens, written
-from grpo_jax.data.formats import RowError, loss_multiplier
+from grpo_jax.data.formats import RowError
 from grpo_jax.data.parts import Part
 from grpo_jax.data.prompts import Overlong
 from grpo_jax.data.recorded import ASSISTANT, Reader, Recording, Response, Style
@@ -142,7 +142,7 @@ class GroupDataset:
       environment=self.environment,
       info=prompt_texts.shortened(info, len(asked.text)) if asked.is_shortened else info,
       text=asked.text,
-      weight=0.0 if asked.too_long else loss_multiplier(info, where),
+      weight=0.0 if asked.too_long else recording.weight,
       dataset=self.name,
       is_cut=bool(asked.too_long),
       tools=recording.tools,
@@ -233,6 +233,7 @@ class GroupDataset:
       text=self.tokenizer.decode(ids[kept], skip_special=True),
       reward_components=components,
       turns=sum(turn.role == ASSISTANT for turn in response.turns),
+      weight=response.weight,
     ), logprobs is not None
 
 

@@ -71,6 +71,7 @@ def to_recording(row: Mapping[str, Any], where: str, style: Style) -> Recording:
         turns,
         reward=None if reward is None else recorded.number(reward, repr(style.reward_key), where),
         is_truncated=_is_truncated(row, items),
+        weight=formats.loss_multiplier(row, where),
       ),
     ),
     info=record.info,

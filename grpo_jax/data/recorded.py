@@ -46,6 +46,7 @@ class Response:
   components: Mapping[str, float] = dataclasses.field(default_factory=dict)  # parts of reward.
   ranks: Mapping[str, float] = dataclasses.field(default_factory=dict)  # ranks by criterion.
   is_truncated: bool = False  # the token limit cut it: it has no stop id.
+  weight: float = 1.0  # of the response in the loss.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class Recording:
   prompt_ids: tuple[int, ...] | None = None  # ids of the prompt; None: the messages are encoded.
   prompt_text: str = ""  # text of `prompt_ids`.
   tools: tuple[calls.Tool, ...] = ()  # tools that the model was offered, for the chat template.
+  weight: float = 1.0  # of all responses of a group in the loss, besides their own.
 
 
 REASONING = ("think", "drop")
@@ -114,6 +116,7 @@ def from_ranked(row: Mapping[str, Any], where: str, style: Style) -> Recording:
     record.info,
     group_type=group_type(row, where, style),
     tools=tools_of(row, where, style),
+    weight=formats.loss_multiplier(row, where),
   )
 
 
@@ -153,6 +156,7 @@ def from_rollouts(row: Mapping[str, Any], where: str, style: Style) -> Recording
     reward=reward,
     components=_numbers(row, "reward_components", where, null=math.nan),
     is_truncated=row.get("finish_reason") == "length",
+    weight=formats.loss_multiplier(row, where),
   )
   return Recording(
     messages=(),
@@ -368,6 +372,7 @@ def _response(row: Mapping[str, Any], key: str, where: str, style: Style) -> Res
     components=_numbers(row, "reward_components", where),
     ranks=_numbers(row, "ranks", where),
     is_truncated=row.get("finish_reason") == "length",
+    weight=formats.loss_multiplier(row, where),
   )
 
 

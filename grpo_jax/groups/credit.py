@@ -21,7 +21,9 @@ def advantages_of(
   """Computes the advantage of every rollout.
 
   Groups may differ in size: they are padded, and baselines exclude the padding. A rollout
-  whose reward is NaN is excluded too, and gets advantage 0.
+  whose reward is NaN is excluded too, and gets advantage 0. Weights of rollouts do not count here:
+  they belong to the loss. But where advantages depend on other groups, a prompt of weight 0 has
+  none, and changes none.
 
   Args:
     groups: Groups of one training step.
@@ -43,14 +45,21 @@ def advantages_of(
   if max(sizes) > width:
     width = 1 << (max(sizes) - 1).bit_length()
   rewards = _padded([group.rewards for group in groups], prompts, width)
-  mask = np.arange(width)[None, :] < np.pad(sizes, (0, prompts - len(sizes)))[:, None]
+  counted = [_counted(group, estimator) for group in groups]
+  mask = _padded(counted, prompts, width) > 0
   components = None
   if estimator.by_component:
     components = _components(groups, prompts, width, estimator.weights)
   others = _of_baseline(groups, estimator, prompts, width)
   result = np.asarray(_estimate(rewards, mask, components, *others, estimator=estimator))
-  rows = [row[:size] for row, size in zip(result, sizes, strict=False)]  # padding is at the end.
-  return [_weighted(row, group.prompt.weight) for row, group in zip(rows, groups, strict=True)]
+  return [row[:size] for row, size in zip(result, sizes, strict=False)]  # padding is at the end.
+
+
+def _counted(group: RolloutGroup, estimator: Estimator) -> Bool[np.ndarray, " G"]:
+  """Returns True for the rollouts of a group whose rewards count."""
+  weights = [group.weight_of(r) for r in range(len(group.rollouts))]
+  is_out = estimator.joins_groups and not any(weights)
+  return np.full(len(weights), not is_out)
 
 
 def _of_baseline(
@@ -75,11 +84,6 @@ def _of_baseline(
         )
       greedy[place] = group.greedy.reward
   return lengths, greedy
-
-
-def _weighted(row: Float[np.ndarray, " G"], weight: float) -> Float[np.ndarray, " G"]:
-  """Scales by the prompt's weight; weight 0 is not applied, since such prompts are left out."""
-  return row * np.float32(weight) if 0 < weight < 1 else row
 
 
 def advantage_metrics(values: Sequence[Float[np.ndarray, " G"]]) -> dict[str, float]:
@@ -119,7 +123,12 @@ def jobs(estimator: Estimator, *, room: tuple[int, int]) -> list[Job]:
 
 
 def whitening_jobs(
-  estimator: Estimator, options: Options, *, tokens: int, places: Sequence[tuple[int, int]]
+  estimator: Estimator,
+  options: Options,
+  *,
+  tokens: int,
+  places: Sequence[tuple[int, int]],
+  has_weights: bool = False,
 ) -> list[Job]:
   """Returns what `whitened` compiles.
 
@@ -128,11 +137,13 @@ def whitening_jobs(
     options: Options of the objective.
     tokens: Largest number of loss tokens of a step.
     places: Rows and loss places (B, N) of every shape that a batch may have.
+    has_weights: Whether completions have weights.
   """
-  found = [
-    _white.job(_reals(size), _bools(size), estimator=estimator, detail=str(size))
-    for size in _whitening_sizes(tokens)
-  ]
+  found = []
+  for size in _whitening_sizes(tokens):
+    weights = (_reals(size),) if has_weights else ()
+    given = _reals(size), _bools(size), *weights
+    found.append(_white.job(*given, estimator=estimator, detail=str(size)))
   if options.kl_in_reward and options.kl_coef:
     for shape in places:
       given = _reals(*shape), _reals(*shape), _reals(*shape), _bools(*shape)
@@ -168,8 +179,11 @@ def _estimated(
   return estimator(rewards, mask, components, lengths=lengths, greedy=greedy)
 
 
-def _whitened(flat: Float[Array, " n"], mask: Array, *, estimator: Estimator):
-  white = advantages.whiten(flat[None], mask[None])[0]
+def _whitened(
+  flat: Float[Array, " n"], mask: Array, weights: Array | None = None, *, estimator: Estimator
+):
+  counts = None if weights is None else weights[None]
+  white = advantages.whiten(flat[None], mask[None], counts=counts)[0]
   return advantages.clip(white, low=estimator.clip_low, high=estimator.clip_high)
 
 
@@ -202,6 +216,9 @@ def whitened(assembled: Assembled, estimator: Estimator, options: Options) -> As
 
       Âₜ = whiten(A - β KLₜ),   the KL only if `kl_in_reward`
 
+  A completion of weight w counts w times in mean and variance. So the whitened advantages add up to
+  0 in the loss, where it has the same weight, and equal weights of all change nothing.
+
   Args:
     assembled: Batch on the host, with advantages per rollout, and with old and reference
       logprobs if the KL is in the reward.
@@ -221,9 +238,11 @@ def whitened(assembled: Assembled, estimator: Estimator, options: Options) -> As
   masks = [_in_loss(batch) for batch in batches]
   flat = np.concatenate([v[m] for v, m in zip(values, masks, strict=True)])
   room = next(size for size in _whitening_sizes(flat.size) if size >= flat.size)
-  padded = np.zeros(room, np.float32)
-  padded[: flat.size] = flat
-  white = np.asarray(_white(padded, np.arange(room) < flat.size, estimator=estimator))[: flat.size]
+  given = [_filled(flat, room), np.arange(room) < flat.size]
+  if batches[0].weights is not None:
+    found = [np.asarray(batch.weights)[mask] for batch, mask in zip(batches, masks, strict=True)]
+    given.append(_filled(np.concatenate(found), room))
+  white = np.asarray(_white(*given, estimator=estimator))[: flat.size]
   pieces = iter(np.split(white, np.cumsum([m.sum() for m in masks])[:-1]))
   parts = tuple(
     Minibatch(
@@ -233,6 +252,11 @@ def whitened(assembled: Assembled, estimator: Estimator, options: Options) -> As
     for part in assembled.minibatches
   )
   return assembled.with_minibatches(parts)
+
+
+def _filled(values: Float[np.ndarray, " n"], room: int) -> Float[np.ndarray, " room"]:
+  """Returns the values followed by zeros."""
+  return np.pad(values.astype(np.float32), (0, room - values.size))
 
 
 def _penalized(batch: Batch, options: Options) -> Float[np.ndarray, "B N"]:

@@ -20,7 +20,7 @@ _RUNS = ("loss_mask", "weight_versions")
 _PLAIN = tuple(name for name in ARRAYS if name not in _RUNS)
 # Fields of a prompt that sampling may change: an agent's attempts may begin otherwise.
 _CHANGING = ("token_ids", "text", "is_cut")
-_NAMED = ("text", "turns", "error", *EVENTS)
+_NAMED = ("text", "turns", "error", "weight", *EVENTS)
 _MAGIC = b"groups1\n"
 
 

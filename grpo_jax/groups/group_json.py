@@ -86,6 +86,7 @@ def _encoded(rollout: Rollout) -> dict[str, Any]:
     "reward_components": {k: encoded(v) for k, v in rollout.reward_components.items()},
     "metrics": {k: encoded(v) for k, v in rollout.metrics.items()},
     "turns": rollout.turns,
+    "weight": rollout.weight,
     "turn_log": [
       [turn.sampled_tokens, turn.environment_tokens, encoded(turn.reward)]
       for turn in rollout.turn_log
@@ -109,6 +110,7 @@ def _decoded(record: Mapping[str, Any]) -> Rollout:
     reward_components={k: decoded(v) for k, v in record["reward_components"].items()},
     metrics=values,
     turns=record["turns"],
+    weight=record.get("weight", 1.0),  # older checkpoints have none.
     turn_log=tuple(
       Turn(sampled, written, decoded(reward)) for sampled, written, reward in record["turn_log"]
     ),

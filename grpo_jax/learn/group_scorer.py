@@ -74,5 +74,5 @@ class GroupScorer:
 
 def _counting(group: RolloutGroup) -> RolloutGroup:
   """Returns the group with a weight and rewards that keep every response in the batch."""
-  rollouts = tuple(dataclasses.replace(rollout, reward=0.0) for rollout in group.rollouts)
+  rollouts = tuple(dataclasses.replace(one, reward=0.0, weight=1.0) for one in group.rollouts)
   return RolloutGroup(dataclasses.replace(group.prompt, weight=1.0), rollouts)

@@ -74,13 +74,13 @@ def jobs(batches: Mapping[str, Batch], *, threshold: float) -> list[Job]:
 
 
 def _kept_of(batch: Batch, *, threshold: float) -> tuple[Bool[Array, "B N"], Float[Array, "2"]]:
-  """Returns the tokens that are kept, and the numbers of tokens and sequences that are not."""
+  """Returns the tokens that are kept, and the counts of tokens and sequences that are not."""
   tokens = gather_loss_tokens(batch)
   assert tokens.old_logprobs is not None and tokens.behavior_logprobs is not None
   mask, ids = tokens.mask, tokens.sequence_ids
   inputs = (tokens.old_logprobs, tokens.behavior_logprobs, mask, ids)
   kept = importance.seq_logprob_error_mask(*inputs, threshold=threshold)
-  dropped = aggregate.local_denominators(mask & ~kept, ids)
+  dropped = aggregate.local_denominators(mask & ~kept, ids, tokens.weights)
   return kept, jnp.stack([jnp.asarray(dropped.tokens), jnp.asarray(dropped.sequences)])
 
 

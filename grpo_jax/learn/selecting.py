@@ -45,7 +45,8 @@ class Selector:
       place: Training step, epoch and number of the minibatch, on which random choices depend.
     """
     batches = minibatch.microbatches
-    scored = arrays.fetch([self.score(weights, batch) for batch in batches])
+    bare = [dataclasses.replace(batch, weights=None) for batch in batches]  # one program for all.
+    scored = arrays.fetch([self.score(weights, batch) for batch in bare])
     known = arrays.fetch([self.fetched(batch) for batch in batches])
     parts = [
       self._tokens(logprobs, entropy, fields)

@@ -3,7 +3,8 @@
 The denominators are those of the whole optimizer step (all microbatches, all
 devices). The losses of the parts of a batch therefore *add up* to the loss of the
 batch, and splitting, packing, padding or sharding it changes nothing. The divisor is
-where published GRPO variants differ most; see docs/algorithms.md.
+where published GRPO variants differ most; see docs/algorithms.md. Weights of completions are
+factors of their losses ℓ, and their denominators are sums of weights.
 """
 
 from collections.abc import Callable
@@ -102,9 +103,25 @@ def constant_length(
 
 
 def local_denominators(
-  mask: arrays.Mask, sequence_ids: Int[Array, "B N"] | None = None
+  mask: arrays.Mask,
+  sequence_ids: Int[Array, "B N"] | None = None,
+  weights: Float[Array, "B N"] | None = None,
 ) -> Denominators:
-  """Counts the tokens and completions of one part; the parts' counts add up to the step's."""
+  """Counts the tokens and completions of one part; the parts' counts add up to the step's.
+
+  Args:
+    mask: True on the tokens that are learned from.
+    sequence_ids: Sequence of each token within its row; None: every row is one sequence.
+    weights: Weight of the completion, on each of its tokens; None: all are 1.
+
+  Returns:
+    The sum of the weights of the tokens, and that of the completions that have a token.
+  """
+  arrays.tokens(mask=mask, sequence_ids=sequence_ids)
+  if weights is not None:
+    arrays.tokens(weights=weights, mask=mask, sequence_ids=sequence_ids)
+    means = masks.sequence_means(weights, mask, sequence_ids)
+    return Denominators(masks.masked_sum(weights, mask), means.sum())
   return Denominators(
     tokens=arrays.mask(mask).sum(dtype="float32"),
     sequences=masks.count_sequences(mask, sequence_ids),

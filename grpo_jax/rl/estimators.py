@@ -75,6 +75,11 @@ class Estimator:
     return self.baseline == "greedy"
 
   @property
+  def joins_groups(self) -> bool:
+    """Whether the advantages of a group may depend on the rewards of other groups."""
+    return self.scale == "batch_std" or self.by_component or self.function is not None
+
+  @property
   def compares(self) -> bool:
     """Whether a prompt needs several attempts to learn from, because they are compared."""
     return self.baseline not in ("none", "greedy")

@@ -187,7 +187,7 @@ class _Share:
   # Fields of `LossTokens`; a token-local loss does not depend on a token's completion.
   FIELDS: ClassVar = (
     *("mask", "advantages", "behavior_logprobs", "old_logprobs", "ref_logprobs"),
-    *("teacher_logprobs", "selected", "kept", "ages"),
+    *("teacher_logprobs", "selected", "kept", "ages", "weights"),
   )
 
   def __call__(
@@ -322,4 +322,5 @@ def gather_loss_tokens(batch: Batch) -> LossTokens:
     selected=on_device(batch.selected),
     kept=on_device(batch.kept),
     ages=on_device(batch.ages),
+    weights=on_device(batch.weights),
   )

@@ -37,6 +37,7 @@ from grpo_jax.types import Denominators, LossTokens, Maximum, Mean, Metrics
 # Fields of `LossTokens` that hold a number for each token.
 _FLOATS = (
   *("advantages", "behavior_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs"),
+  "weights",
 )
 
 
@@ -148,6 +149,8 @@ class Objective:
 
         L = reduce(w ℓ) + β reduce(KL) + c reduce(-H)
 
+    With `LossTokens.weights` every term of a token is multiplied by the weight of its completion.
+
     The shares of all parts of an optimizer step add up to the step's loss, and
     so do the gradients. Values at masked places have no effect. With a teacher, the advantages
     are those of `distillation.mixed`.
@@ -188,9 +191,10 @@ class Objective:
       metrics["train/entropy"] = diagnostics.token_average(-bonus, tokens.mask)
       if self.needs_entropy:
         terms["train/entropy_bonus"] = (o.entropy_coef, bonus)
-    local = aggregate.local_denominators(tokens.mask, tokens.sequence_ids)
+    local = aggregate.local_denominators(tokens.mask, tokens.sequence_ids, tokens.weights)
     total = jnp.zeros((), policy.dtype)
     for name, (coefficient, values) in terms.items():
+      values = values if tokens.weights is None else tokens.weights * values
       part = self.reduce(values, tokens.mask, Denominators(1.0, 1.0), tokens.sequence_ids)
       metrics[name] = Mean(part, _divisor(o, local))
       total = total + coefficient * part

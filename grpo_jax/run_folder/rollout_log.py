@@ -77,7 +77,7 @@ def rollout_records(
     for i, rollout in enumerate(group.rollouts):
       logprobs = policy_logprobs[g][i] if policy_logprobs else None
       place = {"step": step, "group": g, "rollout": i}
-      numbers = float(shaped[g][i]), float(advantages[g][i])
+      numbers = float(shaped[g][i]), float(advantages[g][i]), group.weight_of(i)
       records.append(place | _record(group, rollout, *numbers, logprobs, texts))
   return records
 
@@ -100,6 +100,7 @@ def _record(
   rollout: Rollout,
   shaped_reward: float,
   advantage: float,
+  weight: float,
   policy_logprobs: np.ndarray | None,
   texts: TokenTexts | None,
 ) -> dict[str, Any]:
@@ -120,6 +121,7 @@ def _record(
     "reward_components": {k: finite(v) for k, v in rollout.reward_components.items()},
     "metrics": {k: finite(v) for k, v in metrics.with_events(rollout).items()},
     "advantage": finite(advantage),
+    **({} if weight == 1 else {"loss_multiplier": weight}),
     "finish_reason": rollout.finish_reason.value,
     "turns": rollout.turns,
     "turn_log": [

@@ -1,10 +1,13 @@
 """What goes where in a batch, what is left out, and that all of it is counted."""
 
+import collections
+
+import jax
 import numpy as np
 import pytest
 
 from grpo_jax import batching
-from grpo_jax.batching import packing
+from grpo_jax.batching import layout, packing
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup
 
 
@@ -248,3 +251,37 @@ def test_prompts_that_stand_again_are_counted():
   assert value(made, "repeated_prompt_tokens") == 4.0
   assert value(made, "packing_efficiency") == (16 + 10) / 32
   assert value(assemble([group(4, rollout(6), rollout(2))]), "repeated_prompt_tokens") == 0.0
+
+
+def test_weights_are_on_the_tokens_of_a_completion_and_in_the_denominators():
+  half, own = group(2, rollout(2), rollout(1), weight=0.5), group(3, rollout(3, weight=4.0))
+  none = group(1, rollout(2, weight=0.0), rollout(1))
+  made = assemble([half, own, none], shapes=rows_of(32))
+  (batch,) = made.minibatches[0].microbatches
+  by_length = {3: 4.0, 2: 0.5, 1: None}
+  lengths = collections.Counter(batch.rollout_ids[0].tolist())
+  for place, weight in zip(batch.loss_places[0], batch.weights[0], strict=True):
+    if place < 0:
+      assert weight == 0.0
+    elif (expected := by_length[lengths[int(batch.rollout_ids[0, place])]]) is not None:
+      assert weight == expected
+  assert sorted(batch.weights[0][batch.loss_places[0] >= 0]) == [0.5] * 3 + [1.0] + [4.0] * 3
+  counts = made.minibatches[0].denominators
+  assert (counts.tokens, counts.sequences) == (0.5 * 3 + 4 * 3 + 1, 0.5 * 2 + 4 + 1)
+  assert value(made, "loss_tokens") == 7.0 and value(made, "left_out/zero_weight") == 1.0
+  places = batch.loss_places[0][batch.loss_places[0] >= 0]
+  np.testing.assert_array_equal(batch.advantages[0][places], np.ones(7))
+
+
+def test_batches_have_weights_only_if_a_completion_has_one_but_1():
+  plain = group(2, rollout(2), weight=1.0), group(2, rollout(2), weight=0.0)
+  assert assemble(plain).minibatches[0].microbatches[0].weights is None
+  layouts = (
+    layout.described(packing.Shape(1, 64, 64)),
+    layout.described(packing.Shape(1, 64, 64), has_weights=True),
+  )
+  weighted = assemble([*plain, group(1, rollout(1), weight=0.5)]).minibatches[0].microbatches[0]
+  shapes = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+  assert shapes(layouts[1]) == shapes(weighted) and len(shapes(layouts[0])) + 1 == len(
+    shapes(weighted)
+  )

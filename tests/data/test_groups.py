@@ -276,9 +276,23 @@ def test_long_prompts_are_cut_or_dropped(tmp_path):
     groups(path, max_prompt_tokens=20, overlong="drop")
 
 
-def test_a_group_can_be_weighed(tmp_path):
-  (item,) = groups(write(tmp_path / "f.jsonl", [{**RANKED, "loss_multiplier": 0.5}]))
-  assert item.group.prompt.weight == 0.5
+def test_a_group_and_each_of_its_responses_can_be_weighed(tmp_path):
+  members = [{**RANKED["group"][0], "loss_multiplier": 2}, *RANKED["group"][1:]]
+  row = {**RANKED, "group": members, "loss_multiplier": 0.5}
+  (item,) = groups(write(tmp_path / "f.jsonl", [row]))
+  weights = [item.group.weight_of(r) for r in range(len(members))]
+  assert weights == [1.0, *[0.5] * (len(members) - 1)]
+
+
+def test_each_row_of_a_group_has_its_own_weight(tmp_path):
+  rows = responses(("p", "a", 1), ("p", "b", 0), ("p", "c", 0))
+  rows[0]["loss_multiplier"], rows[2]["loss_multiplier"] = 0, 0.25
+  (item,) = groups(write(tmp_path / "f.jsonl", rows))
+  assert [item.group.weight_of(r) for r in range(3)] == [0.0, 1.0, 0.25]
+  for wrong in (-1, "1", True):
+    rows[1]["loss_multiplier"] = wrong
+    with pytest.raises(RowError, match=r"f.jsonl:2: 'loss_multiplier' must be a number from 0"):
+      groups(write(tmp_path / "f.jsonl", rows))
 
 
 def test_a_file_of_many_groups_keeps_numbers_only(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from grpo_jax import data
-from grpo_jax.data import jsonl
+from grpo_jax.data import formats, jsonl
 from grpo_jax.data.byte_tokenizer import ByteTokenizer
 from grpo_jax.data.formats import RowError
 from grpo_jax.data.generated import ReasoningGymSource
@@ -392,16 +392,20 @@ def made(tmp_path, *rows, **settings):
 
 
 def test_loss_multiplier_is_the_prompts_weight_and_no_sign_of_length(tmp_path):
-  rows = [{"problem": "a", "expected_answer": "1", "loss_multiplier": w} for w in (0, 0.5, 1, None)]
+  given = (0, 0.5, 1, None, 2)
+  rows = [{"problem": "a", "expected_answer": "1", "loss_multiplier": w} for w in given]
   prompts = made(tmp_path, *rows)
-  assert [p.weight for p in prompts] == [0.0, 0.5, 1.0, 1.0]
+  assert [p.weight for p in prompts] == [0.0, 0.5, 1.0, 1.0, 2.0]
   assert prompts[1].info["loss_multiplier"] == 0.5
   reader = data.make(TOKENIZER, path=tmp_path / "rows.jsonl", shuffle=False)
   reader.take(4)
   assert reader.metrics()["data/overlong_prompts"] == 0.0
-  for wrong in (-1, 2, "1", True):
+  for wrong in (-1, -1e-9, 1e7, 10**400, "1", "0.5", True, [1], {}):
     with pytest.raises(RowError, match=r"rows.jsonl:1: 'loss_multiplier' must be a number from 0"):
       made(tmp_path, {"problem": "a", "expected_answer": "1", "loss_multiplier": wrong})
+  for wrong in (float("nan"), float("inf")):  # JSON has none, other kinds of rows may.
+    with pytest.raises(RowError, match="'loss_multiplier' must be a number from 0 to 1,000,000"):
+      formats.loss_multiplier({"loss_multiplier": wrong}, "rows.parquet:1")
 
 
 TASKS = {

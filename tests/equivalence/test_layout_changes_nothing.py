@@ -1,5 +1,6 @@
 """Packing, prefixes, padding, order and microbatches leave loss and gradients as they are."""
 
+import dataclasses
 import functools
 
 import equivalence_case as case
@@ -149,13 +150,18 @@ def test_rollouts_left_out_do_not_touch_the_others():
 
 
 def test_prompt_weight_scales_what_is_learned_from_it():
+  """The loss of 11 tokens of weight 1/2 and 9 of weight 1 is divided by 14.5, and not by 20."""
   rng = np.random.default_rng(4)
-  whole = [case.group(rng, "a", 4, (5, 6))]
-  half = [type(whole[0])(_with_weight(whole[0].prompt, 0.5), whole[0].rollouts)]
-  advantages = [np.asarray([1.0, -2.0], np.float32)]
+  whole = [case.group(rng, "a", 4, (5, 6)), case.group(rng, "b", 4, (4, 5))]
+  weighted = [
+    type(whole[0])(_with_weight(whole[0].prompt, 0.5), whole[0].rollouts),
+    whole[1],
+  ]
+  advantages = [np.asarray([1.0, -2.0], np.float32), np.asarray([0.5, -1.0], np.float32)]
   loss = {"kl_coef": 0.0, "aggregation": "token_mean"}
-  got = case.gradients(half, advantages, loss=loss)
-  expected = case.gradients(whole, [advantages[0] / 2], loss=loss)
+  got = case.gradients(weighted, advantages, loss=loss)
+  share = np.float32(20 / (0.5 * 11 + 9))
+  expected = case.gradients(whole, [share * advantages[0] / 2, share * advantages[1]], loss=loss)
   case.assert_same(got, expected)
 
 
@@ -184,3 +190,28 @@ def test_per_rollout_brings_every_logprob_home():
 
 def _with_weight(prompt, weight):
   return type(prompt)(prompt.prompt_id, prompt.token_ids, prompt.environment, weight=weight)
+
+
+def weighed(groups, *weights):
+  """Returns the groups with a weight each; the first completion has half of it."""
+
+  def of(one, weight):
+    prompt = dataclasses.replace(one.prompt, weight=weight)
+    first = dataclasses.replace(one.rollouts[0], weight=0.5)
+    return type(one)(prompt, (first, *one.rollouts[1:]))
+
+  return [of(one, weight) for one, weight in zip(groups, weights, strict=True)]
+
+
+def test_weighted_completions_are_learned_from_alike_in_any_layout():
+  groups, advantages = case.ragged_groups()
+  loss = {"kl_coef": 0.1, "entropy_coef": 0.05}
+  expected = case.gradients(weighed(groups, 0.5, 1.0, 0.5, 1.5, 0.0), advantages, loss=loss)
+  # Twice as much of all, the fourth group three times, in one sweep, over microbatches.
+  several = weighed([*groups[:3], *[groups[3]] * 3], 1.0, 2.0, 1.0, 1.0, 1.0, 1.0)
+  layout = MICROBATCHES | {"share_prefixes": False, "one_sweep": True}
+  several_advantages = [*advantages[:3], *[advantages[3]] * 3]
+  got = case.gradients(several, several_advantages, loss=loss, **layout)
+  case.assert_same(got, expected)
+  plain = case.gradients(groups[:4], advantages[:4], loss=loss)
+  assert abs(plain[0] - expected[0]) > 1e-3  # else nothing was tested.

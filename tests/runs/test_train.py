@@ -300,6 +300,32 @@ def test_steps_without_signal_change_nothing_and_are_counted(make_config, model,
 
 
 @pytest.mark.long
+def test_equal_weights_of_all_rows_train_the_same_and_a_weight_of_one_to_the_bit(
+  make_config, rows, tmp_path
+):
+  """The estimator whitens; a weight of the rewards would be one of nothing."""
+  lines = list(map(json.loads, rows.read_text().splitlines()))
+  for name, weight in (("none", None), ("one", 1), ("half", 0.5), ("some", None)):
+    (tmp_path / name).mkdir()
+    weighted = lines if weight is None else [{**row, "loss_multiplier": weight} for row in lines]
+    if name == "some":
+      weighted = [{**row, "loss_multiplier": 0.25 + i % 2} for i, row in enumerate(lines)]
+    path = tmp_path / name / "rows.jsonl"  # one name: prompts have the same ids, and seeds.
+    path.write_text("".join(json.dumps(row) + "\n" for row in weighted))
+    options = {"advantages__estimator": "reinforce_pp", "loss__kl_coef": 0.05}
+    only = {"total_steps": 1, "evaluation__every_steps": 0, "optim__optimizer": "sgd"}
+    only |= {"optim__weight_decay": 0.0, "optim__learning_rate": 1.0}
+    train.train(make_config(data__path=str(path), **options, **only), tmp_path / name / "run")
+  none, one, half, some = (tmp_path / name / "run" for name in ("none", "one", "half", "some"))
+  assert_same_weights(one, none)
+  for a, b, c in zip(weights(half), weights(none), weights(some), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    assert np.abs(c - b).max() > 1e-4
+  told_of = [rollouts_of_the_first_step(run)[0].get("loss_multiplier") for run in (one, half)]
+  assert told_of == [None, 0.5]
+
+
+@pytest.mark.long
 def test_the_run_ends_with_the_data(make_config, tmp_path, capsys):
   train.train(make_config(total_steps=50, data__epochs=1, evaluation__every_steps=0), tmp_path)
   assert "the data ended after 8 steps" in capsys.readouterr().out
