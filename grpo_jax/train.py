@@ -116,7 +116,8 @@ def learn_all(run: Run, now: Standing, keeper: Keeper, stop: Any) -> Standing:
       with run.timer.span("learn"):
         run.make_room()  # the engine's copies of the weights, unless it samples meanwhile.
       with run.timer.span("monitor"):
-        watched = run.monitor(step, run.policy.weights(now.state.params), groups)
+        policy = run.policy.weights(now.state.params)
+        watched = run.monitor(step, policy, groups, is_learned=bool(minibatches))
       with run.timer.span("learn"):
         state, learned, logprobs = run.learn(
           now.state, minibatches, functools.partial(run.consume, keeper)

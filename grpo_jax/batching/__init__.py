@@ -81,6 +81,7 @@ def assemble(
   cost: packing.Cost = packing.PLACES,
   max_prompt_tokens: int | None = None,
   minibatches: int = 1,
+  passes: int = 1,
   share_prefixes: bool = True,
   pack: bool = True,
   drop_truncated: bool = False,
@@ -105,6 +106,7 @@ def assemble(
     max_prompt_tokens: Largest number of tokens of a prompt; None: what fits in a row.
     minibatches: Number of optimizer steps, over which the groups are split evenly, in
       order. Fewer are made if there are fewer groups or if one would learn nothing.
+    passes: Number of times that the update goes through the minibatches; only counted.
     share_prefixes: Whether completions of a group may share a segment.
     pack: Whether a row may hold several segments.
     drop_truncated: Whether truncated completions are left out of the loss ("overlong filtering").
@@ -118,9 +120,9 @@ def assemble(
     Minibatches, placements, and the metrics "batch/packing_efficiency" (tokens per
     place), "batch/repeated_prompt_tokens" (of prompts beyond their first copy), "batch/rows",
     "batch/row_tokens" (mean length of the rows), "batch/skipped_zero_advantage",
-    "batch/left_out/REASON" (completions), "batch/loss_tokens", "batch/microbatches" and
-    "batch/optimizer_steps". The batches have weights if a completion in the loss has one other
-    than 1.
+    "batch/left_out/REASON" (completions); and, of all passes, "batch/loss_tokens",
+    "batch/microbatches" and "batch/optimizer_steps". The batches have weights if a completion in
+    the loss has one other than 1.
 
   Raises:
     ValueError: Lengths disagree, an advantage is not finite, a prompt has no
@@ -157,7 +159,7 @@ def assemble(
       made.append(minibatch)
       placements += placed
   counts = collections.Counter(not_computed.values())
-  metrics = _metrics(made, used, counts)
+  metrics = _metrics(made, used, counts, passes=passes)
   return Assembled(tuple(made), tuple(placements), metrics, not_computed)
 
 
@@ -329,18 +331,20 @@ def _minibatch(
   return Minibatch(tuple(batches), denominators), placements
 
 
-def _metrics(made: Sequence[Minibatch], used: _Used, counts: collections.Counter[str]) -> Metrics:
+def _metrics(
+  made: Sequence[Minibatch], used: _Used, counts: collections.Counter[str], *, passes: int
+) -> Metrics:
   """Returns the metrics of what was packed and what was left out."""
   batches = [batch for minibatch in made for batch in minibatch.microbatches]
   places = sum(batch.tokens.size for batch in batches)
   rows = sum(batch.tokens.shape[0] for batch in batches)
   numbers = {
-    "batch/loss_tokens": used.loss_tokens,
+    "batch/loss_tokens": passes * used.loss_tokens,
     "batch/rows": rows,
     "batch/row_tokens": places / rows if rows else 0,
     "batch/repeated_prompt_tokens": used.prompt_tokens - used.once,
-    "batch/microbatches": len(batches),
-    "batch/optimizer_steps": len(made),
+    "batch/microbatches": passes * len(batches),
+    "batch/optimizer_steps": passes * len(made),
     "batch/skipped_zero_advantage": counts[ZERO_ADVANTAGE],
     **{f"batch/left_out/{reason}": counts[reason] for reason in LEFT_OUT},
   }

@@ -97,6 +97,7 @@ class Computation:
     score_old: The same of the distribution that is trained; `score` itself if that is the whole.
     watch: Program that measures the policy, a `train_step.Watcher`.
     drift: Program made by `monitoring.make_drift`.
+    mismatch: Program made by `monitoring.make_mismatch`.
     initialize: Program (what is trained) → state of the optimizer.
     copy: Program (full weights) → a copy of them.
     follow: Program (reference, full weights) → the next reference; None: it never changes.
@@ -121,6 +122,7 @@ class Computation:
   score_old: Program
   watch: Program
   drift: Program
+  mismatch: Program
   initialize: Program
   copy: Program
   follow: Program | None = None
@@ -159,6 +161,12 @@ class Computation:
     return ahead_options.is_ahead(self.config) or self.objective.needs_ages
 
   @property
+  def skips_zero_advantage(self) -> bool:
+    """Whether completions of advantage 0 are not computed, since they add nothing to the loss."""
+    adds_something = self.objective.acts_without_advantage or self.estimator.needs_whitening
+    return self.config.batching.skip_zero_advantage and not adds_something
+
+  @property
   def trainable_shardings(self) -> Any:
     """Shardings of what is trained."""
     return policy.shardings_of(self.state.params)
@@ -191,8 +199,10 @@ class Computation:
     found += monitoring.jobs(
       self.watch,
       self.drift,
+      self.mismatch,
       weights,
       bare,
+      self._batches(has_ages=self.has_ages) if self.skips_zero_advantage else {},
       initial=reference if is_composed else None,
       all_every_steps=config.learn.report_all_every_steps,
       kl_every_steps=config.learn.report_kl_every_steps,
@@ -377,6 +387,7 @@ def make(
     score_old=score_old,
     watch=train_step.make_watcher(logprobs, with_entropy=with_entropy, mesh=mesh, **exact),
     drift=monitoring.make_drift(objective, is_frozen=not config.reference.update_every_steps),
+    mismatch=monitoring.make_mismatch(objective),
     initialize=train_step.make_initializer(trainable, tx, shardings=shardings),
     copy=_copier(read.shardings),
     follow=_follower(config, read.shardings, composition),

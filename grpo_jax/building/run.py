@@ -404,16 +404,16 @@ def _schedule(config: Config) -> Schedule:
 def _assembling(config: Config, made: Computation) -> Callable[..., Assembled]:
   """Returns the function that packs the groups of a step and their advantages."""
   options = config.batching
-  adds_nothing = not (made.objective.acts_without_advantage or made.estimator.needs_whitening)
   packed = functools.partial(
     batching.assemble,
     shapes=made.shapes,
     cost=made.cost,
     minibatches=config.learn.minibatches,
+    passes=config.learn.epochs,
     share_prefixes=options.share_prefixes,
     pack=options.pack,
     drop_truncated=options.drop_truncated,
-    skip_zero_advantage=options.skip_zero_advantage and adds_nothing,
+    skip_zero_advantage=made.skips_zero_advantage,
   )
   return lambda groups, advantages, step: packed(
     groups, advantages, step=step if made.has_ages else None
@@ -429,6 +429,7 @@ def _monitor(inputs: preparing.Inputs, loaded: _Loaded) -> monitoring.Monitor:
   return monitoring.Monitor(
     loaded.made.watch,
     loaded.made.drift,
+    loaded.made.mismatch,
     loaded.scorer,
     initial,
     frees_initial,
@@ -436,6 +437,8 @@ def _monitor(inputs: preparing.Inputs, loaded: _Loaded) -> monitoring.Monitor:
     kl_every_steps=learn.report_kl_every_steps,
     total_steps=inputs.config.total_steps,
     warn=_log.warning,
+    begins_apart=inputs.config.model.lora.path is not None,
+    has_ages=loaded.made.has_ages,
   )
 
 

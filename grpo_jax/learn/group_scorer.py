@@ -39,13 +39,19 @@ class GroupScorer:
       for values in self._scored(params, groups[first : first + self.groups_at_once])
     ]
 
-  def batches(self, groups: Sequence[RolloutGroup]) -> tuple[list[Batch], int]:
+  def batches(
+    self, groups: Sequence[RolloutGroup], *, step: int | None = None
+  ) -> tuple[list[Batch], int]:
     """Packs all completions of the groups that fit in a row, and puts them on the mesh.
+
+    Args:
+      groups: Groups to pack.
+      step: Number of the training step, for the ages of tokens; None: the batches have none.
 
     Returns:
       The batches on the mesh, and the number of loss tokens in them.
     """
-    made, _ = self._assembled(groups)
+    made, _ = self._assembled(groups, step)
     batches = [batch for part in made.minibatches for batch in part.microbatches]
     tokens = sum(int((np.asarray(batch.loss_places) >= 0).sum()) for batch in batches)
     return sharding.put(batches, self.mesh), tokens
@@ -58,7 +64,7 @@ class GroupScorer:
     return batching.per_rollout(made, arrays.fetch(values), counting)
 
   def _assembled(
-    self, groups: Sequence[RolloutGroup]
+    self, groups: Sequence[RolloutGroup], step: int | None = None
   ) -> tuple[batching.Assembled, list[RolloutGroup]]:
     """Packs groups on the host; also returns the groups in the form in which they were packed."""
     counting = [_counting(group) for group in groups]
@@ -68,6 +74,7 @@ class GroupScorer:
       shapes=self.shapes,
       cost=self.cost,
       skip_zero_advantage=False,
+      step=step,
     )
     return assembled, counting
 

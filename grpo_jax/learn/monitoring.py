@@ -3,8 +3,11 @@
 The update computes only what it learns from, so train/entropy and mismatch/* omit completions of
 advantage 0 that add nothing to the loss. Every few steps `Monitor` scores all completions under the
 weights that are about to be updated and under the initial ones; these metrics begin with "all/".
-The initial weights are read from their folder each time and then freed: a permanent copy would cost
-4 bytes per parameter in every run.
+The initial weights are those of `model.path`, without an adapter. They are read from their folder
+each time and then freed: a permanent copy would cost 4 bytes per parameter in every run.
+
+In a step whose update computes nothing, it also scores all completions, for mismatch/* and
+staleness/*, which so exist in every step.
 """
 
 import dataclasses
@@ -18,12 +21,17 @@ from jaxtyping import Array, Float
 from grpo_jax import metrics, processes
 from grpo_jax.compilation.programs import Job, Program
 from grpo_jax.learn import group_scorer as scoring
-from grpo_jax.learn.train_step import gather_loss_tokens
+from grpo_jax.learn.train_step import TokenScores, gather_loss_tokens
 from grpo_jax.rl import diagnostics, kl
 from grpo_jax.rl.objectives import Objective
 from grpo_jax.types import Batch, Mean, Metrics, RolloutGroup
 
 _GIB = 2**30
+# Metrics of the update that the watcher measures under another name.
+_ALSO_WATCHED = {
+  "train/entropy": "all/entropy",
+  "mismatch/outside_truncation_share": "all/outside_truncation_share",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +41,14 @@ class Monitor:
   Attributes:
     watch: Program made by `train_step.make_watcher`.
     drift: Program made by `make_drift`.
+    mismatch: Program made by `make_mismatch`.
     scorer: Scorer of groups, which packs them into rows.
     initial: Function that returns the full weights of the initial policy.
     frees_initial: Whether the arrays that `initial` returns are deleted after use, because
       nothing else holds them.
+    begins_apart: Whether the policy of step 0 is not the initial one, because the run began with an
+      adapter.
+    has_ages: Whether the ages of tokens are measured.
     all_every_steps: Steps between two measurements of all completions; 0: never.
     kl_every_steps: Steps between two measurements of the drift; 0: never.
     total_steps: Number of steps of the run; the last is always measured, unless that is off.
@@ -45,6 +57,7 @@ class Monitor:
 
   watch: Program  # made by `train_step.make_watcher`.
   drift: Program
+  mismatch: Program
   scorer: scoring.GroupScorer
   initial: Callable[[], Any]
   frees_initial: bool
@@ -52,33 +65,45 @@ class Monitor:
   kl_every_steps: int
   total_steps: int
   warn: Callable[[str], None]
+  begins_apart: bool = False
+  has_ages: bool = False
 
-  def __call__(self, step: int, weights: Any, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+  def __call__(
+    self, step: int, weights: Any, groups: Sequence[RolloutGroup], *, is_learned: bool = True
+  ) -> dict[str, float]:
     """Measures a step.
 
     Args:
       step: Number of the step, i.e. of the updates done before it.
       weights: Weights of the policy before the update, as programs take them.
       groups: Groups of the step, before any filter.
+      is_learned: Whether the update computes any of the completions, and reports the metrics that
+        need their logprobs.
 
     Returns:
-      Metrics all/* by name, and "train/kl_to_reference" if the loss does not report it; {} in a
-      step that is not due.
+      Metrics all/* by name, and "train/kl_to_reference" if the loss does not report it, in a step
+      that is due; with nothing learned, those of `Objective.mismatch`, and "train/entropy".
     """
     wants_all = self._is_due(step, self.all_every_steps)
     wants_kl = self._is_due(step, self.kl_every_steps)
-    if not groups or not (wants_all or wants_kl):
+    if not groups or not (wants_all or wants_kl or not is_learned):
       return {}
-    batches, covered = self.scorer.batches(groups)
+    batches, covered = self.scorer.batches(groups, step=step if self.has_ages else None)
     if not batches:
       return {}
-    watched = [self.watch(weights, batch) for batch in batches]
+    bare = [dataclasses.replace(batch, ages=None) for batch in batches]  # one program for all.
+    watched = [self.watch(weights, batch) for batch in bare]
+    scores = [of_batch for _, of_batch in watched]
+    seen = metrics.merge(jax.device_get([values for values, _ in watched]))
     found: Metrics = {}
     if wants_all:
-      found = metrics.merge(jax.device_get([values for values, _ in watched]))
-      found["all/covered_token_share"] = Mean(float(covered), float(_sampled_tokens(groups)))
+      found = {**seen, "all/covered_token_share": Mean(float(covered), float(_sampled(groups)))}
     if wants_kl:
-      found |= self._drift(step, batches, [policy for _, policy in watched])
+      found |= self._drift(step, bare, _of_softmax(scores))
+    if not is_learned:
+      parts = [self.mismatch(s.logprobs, b) for s, b in zip(scores, batches, strict=True)]
+      found |= metrics.merge(jax.device_get(parts))
+      found |= {name: seen[same] for name, same in _ALSO_WATCHED.items() if same in seen}
     return metrics.to_floats(found)
 
   def _is_due(self, step: int, every: int) -> bool:
@@ -87,14 +112,14 @@ class Monitor:
 
   def _drift(self, step: int, batches: Sequence[Batch], policy: Sequence[Array]) -> Metrics:
     """Measures the KL to the initial weights; {} if they cannot be read."""
-    if step == 0:  # the policy is the initial one.
+    if step == 0 and not self.begins_apart:  # the policy is the initial one.
       return metrics.merge(jax.device_get(list(map(self.drift, policy, policy, batches))))
     try:
       params = processes.together(self.initial, what="reading the initial weights")
     except (OSError, ValueError, processes.OtherProcessError) as error:
       self.warn(f"all/kl_to_initial cannot be measured: cannot read the initial weights: {error}")
       return {}
-    initial = [self.watch(params, batch)[1] for batch in batches]
+    initial = _of_softmax([self.watch(params, batch)[1] for batch in batches])
     drifts = map(self.drift, policy, initial, batches)
     merged = metrics.merge(jax.device_get(list(drifts)))
     if self.frees_initial:
@@ -122,11 +147,22 @@ def make_drift(objective: Objective, *, is_frozen: bool = True) -> Program:
   return Program(jax.jit(drift), name="drift")
 
 
+def make_mismatch(objective: Objective) -> Program:
+  """Makes mismatch(policy logprobs, batch) → `Objective.mismatch`."""
+
+  def mismatch(policy: Float[Array, "B N"], batch: Batch) -> Metrics:
+    return objective.mismatch(policy, gather_loss_tokens(batch))
+
+  return Program(jax.jit(mismatch), name="mismatch")
+
+
 def jobs(
   watch: Program,
   drift: Program,
+  mismatch: Program,
   weights: Any,
   batches: Mapping[str, Batch],
+  aged: Mapping[str, Batch],
   *,
   initial: Any = None,
   all_every_steps: int,
@@ -137,22 +173,26 @@ def jobs(
   Args:
     watch: Program made by `train_step.make_watcher`.
     drift: Program made by `make_drift`.
+    mismatch: Program made by `make_mismatch`.
     weights: Shapes, dtypes and shardings of the policy's weights, as programs take them.
     batches: The same of a batch of every shape, by its description.
+    aged: The same with the ages of tokens, if they are measured; {}: no step is without an update.
     initial: The same of the initial weights; None: as the policy's.
     all_every_steps: Steps between two measurements of all completions; 0: never.
     kl_every_steps: Steps between two measurements of the drift; 0: never.
   """
   found = []
   for detail, batch in batches.items():
-    if all_every_steps or kl_every_steps:
+    places: Any = batch.loss_places
+    logprobs = jax.ShapeDtypeStruct(places.shape, np.float32, sharding=places.sharding)
+    if all_every_steps or kl_every_steps or aged:
       found.append(watch.job(weights, batch, detail=detail))
     if kl_every_steps:
       if initial is not None:
         found.append(watch.job(initial, batch, detail=detail))
-      places: Any = batch.loss_places
-      logprobs = jax.ShapeDtypeStruct(places.shape, np.float32, sharding=places.sharding)
       found.append(drift.job(logprobs, logprobs, batch, detail=detail))
+    if aged:
+      found.append(mismatch.job(logprobs, aged[detail], detail=detail))
   return found
 
 
@@ -165,6 +205,11 @@ def make_initial(load: Callable[[], Any], reference: Any) -> tuple[Callable[[], 
       reference.
   """
   return (load, True) if reference is None else (lambda: reference, False)
+
+
+def _of_softmax(scores: Sequence[TokenScores]) -> list[Array]:
+  """Returns the logprobs of the whole softmax of each batch."""
+  return [one.logprobs if one.full is None else one.full for one in scores]
 
 
 def token_shares(
@@ -207,7 +252,7 @@ def device_memory(devices: Sequence[Any]) -> dict[str, float]:
   return found
 
 
-def _sampled_tokens(groups: Sequence[RolloutGroup]) -> int:
+def _sampled(groups: Sequence[RolloutGroup]) -> int:
   """Returns the number of tokens that the policy sampled."""
   return sum(int(rollout.loss_mask.sum()) for group in groups for rollout in group.rollouts)
 

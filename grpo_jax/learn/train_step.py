@@ -64,7 +64,7 @@ LogprobsFn = Callable[[Any, Batch, bool], Sequence[Any]]
 LossFn = Callable[[Any, Batch, Denominators, bool], tuple[Array, Array, Array | None]]
 # Programs, in runs. Their weights are full weights, or a `policy.Composed`.
 Scorer = Callable[[Any, Batch], Float[Array, "B N"]]
-Watcher = Callable[[Any, Batch], tuple[Metrics, Float[Array, "B N"]]]
+Watcher = Callable[[Any, Batch], tuple[Metrics, TokenScores]]
 # For each minibatch, for each microbatch: log πθ at `loss_places`, before the (first) update.
 MicrobatchLogprobs = list[list[Float[Array, "B N"]]]
 
@@ -503,7 +503,7 @@ def make_watcher(
   matmul_precision: str | None = None,
   mesh: Mesh | None = None,
 ) -> Program:
-  """Makes watch(weights, batch) → metrics of the policy, and its logprobs at `batch.loss_places`.
+  """Makes watch(weights, batch) → metrics of the policy, and its scores at `batch.loss_places`.
 
   Args:
     logprobs: Function made by `make_logprobs`.
@@ -513,11 +513,11 @@ def make_watcher(
 
   Returns:
     A program. Its metrics are "all/entropy", "all/approx_entropy" and those of
-    `diagnostics.mismatch` under "all/", over the tokens of the batch. Its logprobs are of the whole
-    softmax, for the drift.
+    `diagnostics.mismatch` under "all/", over the tokens of the batch. Its scores have logprobs, and
+    those of the whole softmax if other ones are trained.
   """
 
-  def watch(weights: Any, batch: Batch) -> tuple[Metrics, Float[Array, "B N"]]:
+  def watch(weights: Any, batch: Batch) -> tuple[Metrics, TokenScores]:
     scores = TokenScores(*logprobs(full_weights(weights), batch, with_entropy))
     policy, entropy = scores.logprobs, scores.entropy
     tokens = gather_loss_tokens(batch)
@@ -528,8 +528,8 @@ def make_watcher(
     if entropy is not None:
       found["entropy"] = diagnostics.token_average(masks.fill(entropy, mask), mask)
     found |= _truncation_metrics(scores, mask)
-    full = policy if scores.full is None else scores.full
-    return {f"all/{name.rpartition('/')[2]}": value for name, value in found.items()}, full
+    renamed = {f"all/{name.rpartition('/')[2]}": value for name, value in found.items()}
+    return renamed, TokenScores(policy, full=scores.full)
 
   placed = None if mesh is None else (sharding.whole(mesh), sharding.of_rows(mesh))
   jitted = jax.jit(precision.scoped(watch, matmul_precision), out_shardings=placed)

@@ -178,25 +178,35 @@ METRICS: dict[str, Definition] = {
   ),
   "batch/computed_token_share": Definition(
     "share",
-    "sampled tokens of the step that the update computes: train/* and mismatch/* cover these",
+    "sampled tokens of the step that the update computes: train/* and mismatch/* cover these. If it"
+    " is 0, mismatch/*, staleness/* and train/entropy cover all completions",
   ),
   "batch/advantage_mean": Definition(
-    "advantage", "mean over the completions kept; before REINFORCE++ whitens tokens", "about 0"
+    "advantage",
+    "mean over the completions kept, without their weights; before REINFORCE++ whitens tokens",
+    "about 0",
   ),
   "batch/advantage_std": Definition("advantage", "standard deviation of the same", "> 0"),
   "batch/advantage_min": Definition("advantage", "lowest", "> -5"),
   "batch/advantage_max": Definition("advantage", "highest", "< 5"),
-  "batch/loss_tokens": Definition("tokens", "tokens learned from in the step, all its passes"),
-  "batch/rows": Definition("count", "packed rows, padding rows included"),
+  "batch/loss_tokens": Definition(
+    "tokens",
+    "tokens learned from in the step, in all its epochs; each once, whatever its weight, and before"
+    " loss.seq_logprob_error_threshold leaves some out",
+  ),
+  "batch/rows": Definition("count", "packed rows of one epoch, padding rows included"),
   "batch/row_tokens": Definition(
-    "tokens", "mean length of a row; times batch/rows: the places computed"
+    "tokens", "mean length of a row; times batch/rows: the places computed in one epoch"
   ),
   "batch/repeated_prompt_tokens": Definition(
     "tokens",
-    "prompt tokens repeated in several rows of an optimizer step, without their first copy",
+    "prompt tokens repeated in several rows of an optimizer step, without their first copy; one"
+    " epoch",
   ),
-  "batch/microbatches": Definition("count", "forward and backward passes"),
-  "batch/optimizer_steps": Definition("count", "updates of the weights", "> 0"),
+  "batch/microbatches": Definition("count", "forward and backward passes, in all epochs"),
+  "batch/optimizer_steps": Definition(
+    "count", "optimizer steps, in all epochs; train/skipped_share of them changed nothing", "> 0"
+  ),
   "batch/packing_efficiency": Definition("share", "places of the rows that hold a token", "> 0.7"),
   "batch/skipped_zero_advantage": Definition("count", "completions with advantage 0, not computed"),
   "batch/left_out/*": Definition("count", "completions left out of the update, by reason", "0"),
@@ -250,16 +260,18 @@ METRICS: dict[str, Definition] = {
   "eval/*/no_order_share": Definition("share", "groups whose rewards are all equal: left out"),
   # --- the update: means over the tokens (or sequences) learned from, over all its parts ---
   "train/loss": Definition(
-    "loss", "the quantity that is minimised; near 0 in GRPO, whatever is learned"
+    "loss",
+    "the quantity that is minimised; its value does not show what is learned (docs/metrics.md)",
   ),
   "train/policy_loss": Definition(
-    "loss", "the part of train/loss without KL and entropy", "near 0"
+    "loss",
+    "the part of train/loss without KL and entropy; with one update a batch and no correction,"
+    " minus the mean advantage, as the reduction weighs it",
   ),
   "train/kl_to_reference": Definition(
     "nats",
     "KL to the present reference, as in the loss, without its coefficient; if loss.kl_coef is 0:"
-    " that of the initial weights, over all completions, in the steps that report"
-    " all/kl_to_initial",
+    " to the initial weights, over all completions, in the steps that report all/kl_to_initial",
     "< 0.5",
   ),
   "train/reference_age": Definition(
@@ -285,7 +297,8 @@ METRICS: dict[str, Definition] = {
   "train/entropy": Definition(
     "nats",
     "mean entropy of the distribution that is trained (sampling.logprobs), over the tokens that the"
-    " update computes (batch/computed_token_share); for all completions: all/entropy",
+    " update computes (batch/computed_token_share; if it is 0, of all completions); always of all:"
+    " all/entropy",
     "> 0.05",
   ),
   "train/approx_entropy": Definition(
@@ -307,8 +320,8 @@ METRICS: dict[str, Definition] = {
   ),
   "train/learning_rate": Definition("per step", "learning rate of the optimizer at this step"),
   "train/ratio_mean": Definition("ratio", "policy / old, mean over tokens", "about 1"),
-  "train/ratio_min": Definition("ratio", "smallest; 1 with one update a batch", "> 0.1"),
-  "train/ratio_max": Definition("ratio", "largest; 1 with one update a batch", "< 10"),
+  "train/ratio_min": Definition("ratio", "smallest; 1 with one update a batch, if scored", "> 0.1"),
+  "train/ratio_max": Definition("ratio", "largest; 1 with one update a batch, if scored", "< 10"),
   "train/clipped_ratio_mean": Definition("ratio", "mean after the clip", "about 1"),
   "train/clipped_ratio_min": Definition("ratio", "smallest after the clip"),
   "train/clipped_ratio_max": Definition("ratio", "largest after the clip"),
@@ -317,10 +330,16 @@ METRICS: dict[str, Definition] = {
     "tokens that loss.top_entropy_share, clip_cov or kl_cov chose among all of the optimizer step",
   ),
   "train/clip_low_share": Definition(
-    "share", "tokens whose gradient the lower clip sets to 0", "< 0.1"
+    "share",
+    "tokens whose gradient the lower clip sets to 0; cispo: of negative advantage, whose ratio it"
+    " bounds",
+    "< 0.1",
   ),
   "train/clip_high_share": Definition(
-    "share", "tokens whose gradient the upper clip sets to 0", "< 0.1"
+    "share",
+    "tokens whose gradient the upper clip sets to 0; cispo: of positive advantage, whose ratio it"
+    " bounds",
+    "< 0.1",
   ),
   "train/clip_dual_share": Definition(
     "share", "tokens whose gradient the dual clip sets to 0", "< 0.01"
@@ -332,8 +351,9 @@ METRICS: dict[str, Definition] = {
   ),
   "all/kl_to_initial": Definition(
     "nats",
-    "KL of the policy before the update to the initial weights (k3), over all completions of the"
-    " step; for recorded completions, which it did not sample, a distance and not an estimate",
+    "KL of the policy before the update to the initial weights, which are those of model.path"
+    " without an adapter (k3), over all completions of the step; for recorded completions, which it"
+    " did not sample, a distance and not an estimate",
     "< 0.5",
   ),
   "all/covered_token_share": Definition(
@@ -346,6 +366,11 @@ METRICS: dict[str, Definition] = {
   "all/token_mult_prob_error": Definition(
     "factor", "mismatch/token_mult_prob_error, of all completions", "< 1.05"
   ),
+  "all/sampling_importance_ratio": Definition(
+    "ratio", "mismatch/sampling_importance_ratio, of all completions", "about 1"
+  ),
+  "all/sampling_importance_ratio_min": Definition("ratio", "smallest of these ratios"),
+  "all/sampling_importance_ratio_max": Definition("ratio", "largest of these ratios"),
   "all/gen_kl_error": Definition("nats", "mismatch/gen_kl_error by k3, of all completions"),
   "all/policy_kl_error": Definition("nats", "mismatch/policy_kl_error by k3, of all completions"),
   "all/outside_truncation_share": Definition(
@@ -354,8 +379,8 @@ METRICS: dict[str, Definition] = {
     "< 0.001 jax_sampler; < 0.01",
   ),
   "all/js_divergence_error": Definition("nats", "mismatch/js_divergence_error, of all completions"),
-  # --- engine against trainer, on the same tokens and weights; over the tokens that the update
-  # computes (batch/computed_token_share) ---
+  # --- engine against trainer, on the same tokens, in every step; over the tokens that the update
+  # computes (batch/computed_token_share), or over all completions if it computes none ---
   "mismatch/abs_logprob_max": Definition(
     "nats", "largest |trainer - engine|", "< 1e-4 jax_sampler; < 1"
   ),
@@ -374,12 +399,14 @@ METRICS: dict[str, Definition] = {
     "nats", "Jensen-Shannon divergence of the two", "< 1e-3"
   ),
   "mismatch/sampling_importance_ratio": Definition(
-    "ratio", "mean weight trainer / engine", "about 1"
+    "ratio", "mean trainer / engine over tokens, before any truncation", "about 1"
   ),
-  "mismatch/sampling_importance_ratio_min": Definition("ratio", "smallest weight"),
-  "mismatch/sampling_importance_ratio_max": Definition("ratio", "largest weight"),
+  "mismatch/sampling_importance_ratio_min": Definition("ratio", "smallest of these ratios"),
+  "mismatch/sampling_importance_ratio_max": Definition("ratio", "largest of these ratios"),
   "mismatch/effective_sample_share": Definition(
-    "share", "effective sample size of the weights; 1 if all are equal", "> 0.9"
+    "share",
+    "effective sample size of the weights that the loss uses, after truncation; 1 if all are equal",
+    "> 0.9",
   ),
   "mismatch/outside_truncation_share": Definition(
     "share",
@@ -403,7 +430,7 @@ METRICS: dict[str, Definition] = {
   # --- by age, in runs that sample ahead: 0, 1, 2 to 3, 4 to 7, 8 and more training steps between
   # the weights that sampled a token and those that the step begins with ---
   "staleness/*/share": Definition(
-    "share", "tokens of this age, of the tokens that the update computes"
+    "share", "tokens of this age, of the tokens that mismatch/* covers"
   ),
   "staleness/*/ratio": Definition(
     "ratio", "mean weight old / behavior of these tokens, before truncation", "about 1"

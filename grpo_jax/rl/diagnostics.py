@@ -58,13 +58,15 @@ def mismatch(
 
       abs_logprob_max         max |d|          abs_logprob_mean   mean |d|
       token_mult_prob_error   mean e^|d|                   1 if equal; healthy below 1.05
+      sampling_importance_ratio   mean, smallest and largest e^d
       gen_kl_error            mean k(g, p)                 k3: e^d - 1 - d
       policy_kl_error         mean k(p, g)                 k3: e^-d - 1 + d
       js_divergence_error     mean ½ [e^(p-m) - (p-m) - 1] + ½ [e^(g-m) - (g-m) - 1],
                               m = log ½ (e^p + e^g)
 
   The tokens were sampled from μ, so `gen_kl_error` estimates KL(μ ‖ π_old), while
-  `policy_kl_error` detects spikes and is not an estimate. Nothing is clamped.
+  `policy_kl_error` detects spikes and is not an estimate. Nothing is clamped or truncated: a
+  difference that e^d cannot hold makes a metric infinite.
 
   Args:
     old_logprobs: Logprob log π_old of each token, in nats, by the trainer's own numerics.
@@ -76,7 +78,7 @@ def mismatch(
     Metrics by name, with the prefix "mismatch/"; they merge exactly.
   """
   old, behavior = _filled(mask, old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs)
-  distance = jnp.abs(old - behavior)
+  distance, ratio = jnp.abs(old - behavior), jnp.exp(old - behavior)
   k = kl.ESTIMATORS[kl_estimator]
   middle = jnp.logaddexp(old, behavior) - jnp.log(2.0).astype(old.dtype)
   halves = kl.kl_k3(middle, old) + kl.kl_k3(middle, behavior)
@@ -84,6 +86,9 @@ def mismatch(
     "mismatch/abs_logprob_max": Maximum(masks.masked_max(distance, mask)),
     "mismatch/abs_logprob_mean": token_average(distance, mask),
     "mismatch/token_mult_prob_error": token_average(jnp.exp(distance), mask),
+    "mismatch/sampling_importance_ratio": token_average(ratio, mask),
+    "mismatch/sampling_importance_ratio_max": Maximum(masks.masked_max(ratio, mask)),
+    "mismatch/sampling_importance_ratio_min": Minimum(masks.masked_min(ratio, mask)),
     "mismatch/gen_kl_error": token_average(k(behavior, old), mask),
     "mismatch/policy_kl_error": token_average(k(old, behavior), mask),
     "mismatch/js_divergence_error": token_average(0.5 * halves, mask),
@@ -99,10 +104,9 @@ def importance(
   weights_are_of_sequences: bool,
   bounds_are_of_sequences: bool,
 ) -> Metrics:
-  """Measures the importance weights between engine and trainer, after truncation.
+  """Measures the importance weights that the loss uses, after truncation.
 
-  Weights of completions are averaged over completions, each once. (NeMo RL
-  reports that mean times the number of rows of the microbatch.)
+  A weight of a completion counts once.
 
   Args:
     weights: Weight w of each token, which multiplies its loss.
@@ -125,9 +129,6 @@ def importance(
   else:
     values, count = clean, mask.sum(dtype=clean.dtype)
   return {
-    "mismatch/sampling_importance_ratio": Mean(values.sum(), count),
-    "mismatch/sampling_importance_ratio_max": Maximum(masks.masked_max(weights, mask)),
-    "mismatch/sampling_importance_ratio_min": Minimum(masks.masked_min(weights, mask)),
     "mismatch/effective_sample_share": EffectiveSampleShare(
       values.sum(), jnp.square(values).sum(), count
     ),

@@ -207,6 +207,22 @@ class Objective:
     """Whether "train/kl_to_reference" is among the metrics of the loss."""
     return self.needs_ref and not self.options.kl_in_reward
 
+  def mismatch(self, policy_logprobs: Float[Array, "B N"], tokens: LossTokens) -> Metrics:
+    """Measures the policy against the engine as the loss does, where nothing is learned.
+
+    Args:
+      policy_logprobs: Logprobs of the policy, log πθ, in nats.
+      tokens: Gathered batch with `behavior_logprobs`.
+
+    Returns:
+      "mismatch/*", "train/approx_entropy" and, if the tokens have ages, "staleness/*".
+    """
+    tokens = _clean(tokens)
+    policy = masks.fill(arrays.floats(policy_logprobs, "policy_logprobs"), tokens.mask)
+    assert tokens.behavior_logprobs is not None
+    old = _scored_old(self.options, policy, tokens)
+    return _correction(self.options, policy, old, tokens.behavior_logprobs, tokens)[1]
+
   def kl_to_reference(self, policy_logprobs: Float[Array, "B N"], tokens: LossTokens) -> Mean:
     """Measures "train/kl_to_reference" as the loss does, whether it has a KL or not.
 

@@ -1,7 +1,7 @@
 """What a run prints: one aligned line per step, evaluations, samples. Formatting is pure.
 
-A line starts with the reward and omits the loss: in GRPO the loss is zero by construction as long
-as the old and the live policy are the same, whatever is learned.
+A line starts with the reward and omits the loss: as long as the old and the live policy are the
+same, its value is minus the mean advantage of the tokens, whatever is learned.
 """
 
 import math
@@ -233,8 +233,10 @@ def sampled_from(versions: Sequence[int]) -> str:
   if not versions:
     return "no token"
   first, last = min(versions), max(versions)
+  if first < 0:
+    return "by weights that are not known"
   if last == 0:
-    return "from the initial weights"
+    return "before any update"
   return (
     f"after {last} update{'s' * (last > 1)}"
     if first == last

@@ -285,3 +285,12 @@ def test_batches_have_weights_only_if_a_completion_has_one_but_1():
   assert shapes(layouts[1]) == shapes(weighted) and len(shapes(layouts[0])) + 1 == len(
     shapes(weighted)
   )
+
+
+def test_passes_over_the_minibatches_are_counted():
+  groups = [group(2, rollout(3), name=str(i)) for i in range(4)]
+  once, twice = (assemble(groups, minibatches=2, passes=n) for n in (1, 2))
+  counts = {"loss_tokens": 12.0, "optimizer_steps": 2.0, "microbatches": 2.0}
+  assert {name: value(once, name) for name in counts} == counts
+  assert {name: value(twice, name) for name in counts} == {k: 2 * v for k, v in counts.items()}
+  assert value(once, "rows") == value(twice, "rows")

@@ -117,11 +117,12 @@ def test_the_trainers_logprobs_are_those_of_the_sampler():
 
 def test_all_completions_are_measured_under_it_and_the_drift_under_the_whole_softmax():
   watch = train_step.make_watcher(functions(TRUNCATION))
-  found, logprobs = watch(case.params(0), sampled_batch())
+  found, scores = watch(case.params(0), sampled_batch())
   assert found["all/abs_logprob_max"].value() < 1e-5
   assert found["all/outside_truncation_share"].value() == 0.0
   whole = scorers()[1](case.params(0), sampled_batch())
-  np.testing.assert_allclose(logprobs, whole, atol=1e-5)
+  np.testing.assert_allclose(scores.full, whole, atol=1e-5)
+  assert np.abs(scores.logprobs - whole).max() > 0.05
 
 
 @pytest.mark.parametrize(

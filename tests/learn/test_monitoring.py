@@ -41,20 +41,21 @@ def a_group(*completions, reward=1.0, weight=1.0) -> RolloutGroup:
   return RolloutGroup(Prompt("p", np.asarray([0, 1]), "none", weight=weight), rollouts)
 
 
-def a_monitor(initial=None, *, all_every=10, kl_every=10, total_steps=100, warn=print, **options):
+def a_monitor(initial=None, *, all_every=10, kl_every=10, fields=None, **options):
   mesh = sharding.make_mesh(data=1, devices=jax.devices()[:1])
   shapes = (packing.Shape(8, 32, 32),)
   scorer = scoring.GroupScorer(train_step.make_scorer(logprobs), mesh, 8, shapes)
+  objective = objectives.make(**{"kl_coef": 0.0, **options})
   return monitoring.Monitor(
     train_step.make_watcher(logprobs),
-    monitoring.make_drift(objectives.make(**{"kl_coef": 0.0, **options})),
+    monitoring.make_drift(objective),
+    monitoring.make_mismatch(objective),
     scorer,
     initial or (lambda: jnp.zeros(V)),
     frees_initial=True,
     all_every_steps=all_every,
     kl_every_steps=kl_every,
-    total_steps=total_steps,
-    warn=warn,
+    **{"total_steps": 100, "warn": print, **(fields or {})},
   )
 
 
@@ -108,6 +109,47 @@ def test_the_drift_without_a_kl_in_the_loss_is_what_a_loss_with_it_reports(optio
   assert "train/kl_to_reference" not in with_kl(10, POLICY, GROUPS)  # the update reports it.
 
 
+def test_a_step_whose_update_computes_nothing_still_compares_engine_and_trainer():
+  """By hand, over all completions, with the ages of their tokens; whatever truncation there is."""
+  truncated = {
+    "importance_correction": "token",
+    "importance_truncation": "tis",
+    "importance_high": 0.5,
+  }
+  monitor = a_monitor(all_every=0, kl_every=0, fields={"has_ages": True}, **truncated)
+  assert monitor(3, POLICY, GROUPS) == {}
+  found = monitor(3, POLICY, GROUPS, is_learned=False)
+  table = np.asarray(jax.nn.log_softmax(POLICY), np.float64)
+  sampled = table[[2, 3, 4, 5, 6, 1, 3]]
+  ratio = np.exp(sampled + 2.0)
+  expected = {
+    "mismatch/abs_logprob_mean": np.abs(sampled + 2.0).mean(),
+    "mismatch/token_mult_prob_error": np.exp(np.abs(sampled + 2.0)).mean(),
+    "mismatch/sampling_importance_ratio": ratio.mean(),
+    "mismatch/sampling_importance_ratio_max": ratio.max(),
+    "mismatch/gen_kl_error": (ratio - 1 - sampled - 2.0).mean(),
+    "mismatch/out_of_bounds_share": (ratio > 0.5).mean(),
+    "staleness/2_3/share": 1.0,  # sampled by version 0, in step 3.
+    "staleness/2_3/ratio": ratio.mean(),
+    "train/approx_entropy": -(ratio * sampled).mean(),
+    "train/entropy": -(np.exp(table) * table).sum(),
+  }
+  assert ratio.mean() > 0.6
+  for name, value in expected.items():
+    assert found[name] == pytest.approx(value, rel=1e-5), name
+  assert not [name for name in found if name.startswith("all/")]
+  without_ages = a_monitor(all_every=0, kl_every=0)(3, POLICY, GROUPS, is_learned=False)
+  assert not [name for name in without_ages if name.startswith("staleness/")]
+
+
+def test_a_run_that_begins_with_an_adapter_begins_at_a_distance_from_the_initial_weights():
+  begun = a_monitor(fields={"begins_apart": True})(0, POLICY, GROUPS)
+  later = a_monitor()(10, POLICY, GROUPS)
+  assert begun["all/kl_to_initial"] == later["all/kl_to_initial"] > 0.1
+  assert begun["train/kl_to_reference"] == begun["all/kl_to_initial"]
+  assert a_monitor()(0, POLICY, GROUPS)["all/kl_to_initial"] == 0.0
+
+
 def test_what_does_not_fit_in_a_row_is_not_covered():
   long = a_group(list(range(5)) * 8)
   found = a_monitor()(10, POLICY, [*GROUPS, long])
@@ -116,7 +158,7 @@ def test_what_does_not_fit_in_a_row_is_not_covered():
 
 def test_steps_are_due_by_their_options_and_the_last_one_always():
   def due(**options):
-    monitor = a_monitor(total_steps=14, **options)
+    monitor = a_monitor(fields={"total_steps": 14}, **options)
     kinds = {}
     for step in range(14):
       found = monitor(step, POLICY, GROUPS)
@@ -150,7 +192,7 @@ def test_initial_weights_that_are_gone_cost_the_figure_and_not_the_run():
   def gone():
     raise FileNotFoundError("/models/a/config.json")
 
-  found = a_monitor(gone, warn=told.append)(10, POLICY, GROUPS)
+  found = a_monitor(gone, fields={"warn": told.append})(10, POLICY, GROUPS)
   assert "all/entropy" in found and "all/kl_to_initial" not in found
   assert told == [
     "all/kl_to_initial cannot be measured: cannot read the initial weights: /models/a/config.json"

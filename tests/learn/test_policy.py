@@ -114,7 +114,7 @@ def test_old_logprobs_are_of_the_full_weights_and_reference_logprobs_of_the_base
   np.testing.assert_allclose(found.old_logprobs, logprobs(changed, batch, False)[0], rtol=1e-5)
   np.testing.assert_allclose(found.ref_logprobs, logprobs(BASE, batch, False)[0], rtol=1e-5)
   _, watched = train_step.make_watcher(logprobs)(around.weights(trained), batch)
-  np.testing.assert_allclose(watched, found.old_logprobs, rtol=1e-5)
+  np.testing.assert_allclose(watched.logprobs, found.old_logprobs, rtol=1e-5)
 
 
 def test_without_a_composition_nothing_is_copied_but_the_reference():

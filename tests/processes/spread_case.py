@@ -186,7 +186,7 @@ def trained(made: computation.Computation, of_teacher: Any, model: pathlib.Path)
   learning = made.config.learn
   scorer = GroupScorer(made.score, made.mesh, 4, made.shapes, made.cost)
   monitor = monitoring.Monitor(
-    *(made.watch, made.drift, scorer, read),
+    *(made.watch, made.drift, made.mismatch, scorer, read),
     frees_initial=True,
     all_every_steps=learning.report_all_every_steps,
     kl_every_steps=learning.report_kl_every_steps,

@@ -2,9 +2,9 @@
 
 Ours are computed in float64; they agree to 1e-6 relative (of the largest entry of a
 gradient). Where we differ on purpose:
-* `sampling_importance_ratio` of whole completions: NeMo RL multiplies it by the valid
-  rows of the microbatch ([B, 1] times [B]); ours is the mean over completions. Without a
-  correction ours is that of tokens, also under GSPO.
+* `sampling_importance_ratio`: this version of NeMo RL reports the weights that the loss uses, after
+  truncation, and those of whole completions under GSPO. Ours is the mean ratio of tokens in all
+  cases, as in later versions; where the two differ, the numbers here are NumPy's.
 * `disable_ppo_ratio`: NeMo RL reports logprobs as `probs_ratio`; ours is πθ/π_old.
 Left out: `positive_example_nll_weight`. NeMo RL divides that term by the count of its
 own microbatch, so it depends on how a batch is split, and its GRPO never passes the
@@ -118,20 +118,22 @@ def test_loss_gradient_and_metrics_equal_nemo_rl(index):
   np.testing.assert_allclose(loss, case["loss"], rtol=1e-6, atol=1e-7)
   largest = np.abs(case["grad"]).max()
   np.testing.assert_allclose(grad, case["grad"], rtol=0, atol=1e-6 * largest)
-  _check_metrics(case, mask, metrics)
+  log_ratio = inputs["prev_logprobs"][:, 1:] - inputs["generation_logprobs"][:, 1:]
+  _check_metrics(case, mask, metrics, np.exp(log_ratio[mask]))
 
 
-def _check_metrics(case, mask, metrics):
+def _check_metrics(case, mask, metrics, ratios):
   full = LOSS["defaults"] | case["config"]
   tokens, sequences = (case["inputs"][f"global_valid_{n}"] for n in ("toks", "seqs"))
   assert metrics["train/loss"].count == (
     mask.sum() if full["token_level_loss"] else mask.any(axis=1).sum()
   )
   of_sequences = full["sequence_level_importance_ratios"]
+  is_truncated = full["truncated_importance_sampling_type"] is not None
   for theirs, ours in METRICS.items():
-    if theirs == "sampling_importance_ratio" and of_sequences:
-      if not full["use_importance_sampling_correction"]:
-        continue  # without a correction ours are the token weights, NeMo RL's those of sequences.
+    if theirs == "sampling_importance_ratio" and (of_sequences or is_truncated):
+      np.testing.assert_allclose(metrics[ours].value(), ratios.mean(), rtol=1e-9)
+      continue
     if theirs not in case["metrics"] or full["disable_ppo_ratio"] and "probs_ratio" in theirs:
       continue
     expected = case["metrics"][theirs]
@@ -143,17 +145,10 @@ def _check_metrics(case, mask, metrics):
       and not full["token_level_loss"]
       or theirs == "is_oob_ratio"
       and full["truncated_importance_sampling_type"] == "seq-mask-tis"
-      or theirs == "sampling_importance_ratio"
-      and of_sequences
     )
     metric = metrics[ours]
     if isinstance(metric, Mean):
-      total = float(metric.total)
-      if by_sequence and theirs == "sampling_importance_ratio":
-        # [B, 1] times [B]: a masked row adds e⁰ = 1, and all is multiplied by the valid rows.
-        rows = mask.any(axis=1)
-        total = (total + (~rows).sum()) * rows.sum()
-      got = total / (sequences if by_sequence else tokens)
+      got = float(metric.total) / (sequences if by_sequence else tokens)
     else:
       got = metric.value()
     np.testing.assert_allclose(got, expected, rtol=2e-6, atol=1e-7, err_msg=theirs)

@@ -133,8 +133,11 @@ def test_gradient_within_the_clip_is_that_of_one_ratio_to_the_engine():
   np.testing.assert_allclose(gradient[0], expected, rtol=1e-5)
   assert metrics["train/clip_high_share"] == 0.25
   np.testing.assert_allclose(metrics["train/ratio_max"], np.exp(0.5), rtol=1e-5)
+  ratios = np.exp([0.1, 0.1, 0.5, 0.5])  # of policy and engine, whatever the loss uses for π_old.
+  np.testing.assert_allclose(metrics["mismatch/sampling_importance_ratio"], ratios.mean(), 1e-5)
   weights = np.exp([0, 0.075, 0, 0.375])
-  np.testing.assert_allclose(metrics["mismatch/sampling_importance_ratio"], weights.mean(), 1e-5)
+  share = weights.sum() ** 2 / (4 * np.square(weights).sum())
+  np.testing.assert_allclose(metrics["mismatch/effective_sample_share"], share, 1e-5)
 
 
 def test_mismatch_is_measured_on_the_policy_and_not_on_what_is_interpolated():

@@ -293,7 +293,9 @@ def test_steps_without_signal_change_nothing_and_are_counted(make_config, model,
   printed = capsys.readouterr().out
   assert "Step 0: NOTHING TO LEARN FROM" in printed
   assert "NOTHING WAS LEARNED FROM REWARDS in this run" in printed
-  assert rows[0]["all/entropy"] > 0 and "train/entropy" not in rows[0]
+  # Nothing is computed by the update, so all completions are measured.
+  assert rows[0]["train/entropy"] == rows[0]["all/entropy"] > 0
+  assert all(row["mismatch/sampling_importance_ratio"] == pytest.approx(1.0) for row in rows[:2])
   before = jax.tree.leaves(loading.load(model).params)
   for old, new in zip(before, weights(tmp_path), strict=True):
     np.testing.assert_array_equal(old, new)
@@ -343,6 +345,7 @@ def test_on_one_update_per_batch_the_ratio_is_one(plain):
 def test_later_updates_on_a_batch_see_the_logprobs_from_before_the_first(make_config, tmp_path):
   train.train(make_config(total_steps=1, learn__epochs=3), tmp_path)
   row = told(tmp_path)[0]
+  assert row["batch/optimizer_steps"] == 3.0 and row["batch/microbatches"] == 6.0  # of 3 epochs.
   assert row["train/ratio_max"] > 1.0 > row["train/ratio_min"]
   assert row["mismatch/abs_logprob_max"] < 1e-5  # old against behavior: the first policy's.
 
