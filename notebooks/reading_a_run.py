@@ -136,11 +136,11 @@ differences = [
 print(f"{len(differences)} tokens, largest difference {max(differences, default=np.nan):.1e} nats")
 
 # %% [markdown]
-# ### Distance from the first policy
+# ### Distance from the initial weights
 #
-# `all/kl_to_initial` is measured every `learn.report_kl_every_steps` steps,
-# `train/kl_to_reference` if `loss.kl_coef` is above 0. Without either, the ratio of the update
-# says how far one step went.
+# `all/kl_to_initial` is measured every `learn.report_kl_every_steps` steps, and so is
+# `train/kl_to_reference`, which is in every step if `loss.kl_coef` is above 0. Without either, the
+# ratio of the update says how far one step went.
 
 # %%
 wanted = ["all/kl_to_initial", "train/kl_to_reference", "train/ratio_mean", "train/grad_norm"]
@@ -155,7 +155,7 @@ metrics[[name for name in wanted if name in metrics]].dropna(how="all")
 # 3. Few completions are truncated (`rollout/truncated_share`), and none fail (`rollout/errors/*`).
 # 4. The entropy falls slowly. At 0 nothing new is tried.
 # 5. Engine and trainer agree (`mismatch/*`).
-# 6. The KL to the first policy grows slowly, without jumps.
+# 6. The KL to the initial weights grows slowly, without jumps.
 #
 # `run.report()` draws all of these. The next cell shows what was actually written:
 

@@ -160,14 +160,15 @@ class Run:
     """Returns what the model answers.
 
         run.sample("2 + 2 =")
-        run.sample("2 + 2 =", before=True)  # the model that the run began with.
+        run.sample("2 + 2 =", before=True)  # the model before training.
 
     Args:
       prompts: A problem, which is asked in the way of the training data (system prompt, template);
         or a conversation, a list of messages {"role", "content"}, which is asked as it is; or a
         list of these.
       step: Step of the checkpoint whose weights answer; None: the newest one.
-      before: Whether the model that the run began with answers, without any adapter.
+      before: Whether the initial weights answer: the model of `model.path`, without an adapter,
+        also in a run that began with one (`model.lora.path`).
       temperature: Divides the logits; 0: the most likely tokens.
       max_tokens: Longest answer in tokens; None: that of the run's completions.
       seed: Random seed, for temperatures above 0.

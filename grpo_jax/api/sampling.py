@@ -49,13 +49,13 @@ class Sampler:
     self._tokenizer: data.Tokenizer | None = None
 
   def load(self, step: int | None, *, before: bool) -> loading.Loaded:
-    """Reads the weights of a checkpoint, or of the model that the run began with.
+    """Reads the weights of a checkpoint, or the initial weights.
 
     An adapter and its base are two parts of a kernel; see `models.products.LowRank`.
 
     Args:
       step: Step of the checkpoint; None: the newest one.
-      before: Whether it is the model that the run began with.
+      before: Whether they are the initial weights, those of `model.path` without an adapter.
 
     Raises:
       NoWeights, WeightsError, ModelError: The weights do not exist, or cannot be read.
@@ -95,7 +95,7 @@ class Sampler:
   ) -> Any:
     """Returns answers; see `Run.sample`."""
     if step is not None and before:
-      raise ConfigError("give step, or before=True for the model that the run began with")
+      raise ConfigError("give step, or before=True for the initial weights")
     conversations, is_one = _conversations(asked)
     kept_programs.keep()
     model = self.load(step, before=before)
@@ -163,7 +163,7 @@ class Sampler:
     return prompts.style_of(self._config.data.to_dict())
 
   def _began_with(self) -> stored.StoredWeights:
-    """Opens the model that the run began with, rounded as the base of its adapter is."""
+    """Opens the model of `model.path`, rounded as the base of an adapter is."""
     found = stored.find(stored.Reference(self._initial(), None))
     options = lora_options.of_stored(self._config)
     if options is None:

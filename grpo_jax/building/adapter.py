@@ -211,6 +211,16 @@ def with_rounding(config: Config, model: loading.Loaded) -> loading.Loaded:
   return dataclasses.replace(model, rounding=rounding)
 
 
+def log_beginning(config: Config) -> None:
+  """Logs that a run begins apart from its reference policy; nothing if it does not."""
+  if config.model.lora.path is not None:
+    _log.info(
+      "the run begins with the adapter in %s: its KL is measured to the initial weights, the model"
+      " without an adapter, and is not 0 at the first step (all/kl_to_initial%s)",
+      *(config.model.lora.path, ", and the KL of the loss" if config.loss.kl_coef else ""),
+    )
+
+
 def _count(tree: Any) -> int:
   return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 

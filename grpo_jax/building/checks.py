@@ -222,6 +222,21 @@ def check_conversations(
       )
 
 
+def log_schedule(config: Config, workdir: pathlib.Path) -> None:
+  """Logs that a run which continues has another learning-rate curve, of another length."""
+  file = workdir / "config.json"
+  if config.optim.schedule == "constant" or not file.exists():
+    return
+  before = configuration.read(file)
+  if before.get("total_steps") != config.total_steps:
+    _log.info(
+      "total_steps was %s, is %s: optim.schedule=%r now falls over %d optimizer steps, and the next"
+      " steps have the learning rates of that curve",
+      *(before.get("total_steps"), config.total_steps, config.optim.schedule),
+      run_options.optimizer_steps(config),
+    )
+
+
 def log_differences(config: Config, workdir: pathlib.Path) -> None:
   """Logs how the configuration differs from the one that the run began with."""
   file = workdir / "config.json"

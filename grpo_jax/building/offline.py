@@ -165,7 +165,7 @@ def score_behavior(
     batches = recorded.batches(prompts, steps=config.total_steps, prompts_per_step=size)
   else:
     batches = recorded.all_batches(prompts.datasets, size=size, on_error=config.data.on_error)
-  _log.info("scoring recorded responses under the initial policy")
+  _log.info("scoring recorded responses under the policy that the run begins with")
   return behavior.score_all(
     batches,
     folder=workdir / "behavior_logprobs",

@@ -165,6 +165,9 @@ def build(
     policy = dataclasses.replace(policy, reference=None)  # the state has the present one.
   if start.step == 0:
     earlier.set_aside(workdir)
+    adapter.log_beginning(config)
+  else:
+    checks.log_schedule(config, workdir)
   configuration.write(config, workdir / "config.json")
   if processes.is_main():
     for name in ("export", "adapter"):

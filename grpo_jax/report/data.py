@@ -60,7 +60,9 @@ class Panel:
   band: str = ""  # metric of the standard deviation of the only curve.
   usual: float | None = None  # the panel is not drawn if all values are equal to this.
   tolerance: float = 0.0  # largest distance from `usual`.
-  quiet: str = ""  # sentence that takes the place of such a panel.
+  # Sentence that replaces such a panel; {} is the number of steps that it is about.
+  quiet: str = ""
+  quiet_from: int = 0  # first step that the sentence is about.
 
 
 def load(folder: str | Path) -> Run:
@@ -147,8 +149,14 @@ def panels(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def quiet_panels(runs: Sequence[Run]) -> list[str]:
-  """Returns a sentence for each figure that is not drawn as its curves are flat by construction."""
-  return [one.quiet for one in PANELS if one.quiet and _values(runs, one) and _is_usual(runs, one)]
+  """Returns a sentence for each figure that is not drawn since its curves are flat.
+
+  There is none for what was not measured in any step that the sentence is about.
+  """
+  flat = [one for one in PANELS if one.quiet and _is_usual(runs, one)]
+  counts = [len({(at, step) for at, step, _ in _points(runs, one, one.quiet_from)}) for one in flat]
+  steps = ["1 step" if count == 1 else f"{count} steps" for count in counts]
+  return [one.quiet.format(of) for one, count, of in zip(flat, counts, steps, strict=True) if count]
 
 
 def other_panels(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -273,16 +281,25 @@ def _figure(runs: Sequence[Run], spec: Panel) -> dict[str, Any]:
 
 
 def _is_usual(runs: Sequence[Run], spec: Panel) -> bool:
-  """Returns whether all values of all curves are the usual, uninteresting one."""
+  """Returns whether all values of all curves are the usual, uninteresting one.
+
+  A value that is not finite is not usual.
+  """
   if spec.usual is None:
     return False
-  return all(abs(value - spec.usual) <= spec.tolerance for value in _values(runs, spec))
+  values = (value for _, _, value in _points(runs, spec))
+  return all(v is not None and abs(v - spec.usual) <= spec.tolerance for v in values)
 
 
-def _values(runs: Sequence[Run], spec: Panel) -> set[float]:
-  """The finite values of all curves of a panel."""
-  curves = (curve(run, name)[1] for run in runs for _, name in _resolved(run, spec))
-  return {value for values in curves for value in values if value is not None}
+def _points(
+  runs: Sequence[Run], spec: Panel, first_step: int = 0
+) -> Iterator[tuple[int, int, float | None]]:
+  """Yields (number of the run, step, value) of all curves of a panel; None: it is not finite."""
+  for number, run in enumerate(runs):
+    for _, name in _resolved(run, spec):
+      for step, value in zip(*curve(run, name), strict=True):
+        if step >= first_step:
+          yield number, step, value
 
 
 def _resolved(run: Run, spec: Panel) -> Iterator[tuple[str, str]]:
@@ -482,13 +499,15 @@ PANELS: tuple[Panel, ...] = (
     },
   ),
   Panel(
-    "Distance from the first policy",
+    "Distance from the initial weights",
     {
       "KL to the initial weights, all completions": "all/kl_to_initial",
       "KL to the reference policy": "train/kl_to_reference",
     },
     usual=0.0,
-    quiet="The policy has not moved away from the first one: the distance is 0 in every step.",
+    quiet="The policy has not moved from the initial weights: the distance is 0 wherever it was"
+    " measured after the first update ({}).",
+    quiet_from=1,
   ),
   Panel(
     "Mismatch of engine and trainer",
@@ -505,7 +524,8 @@ PANELS: tuple[Panel, ...] = (
     {"error": "mismatch/token_mult_prob_error"},
     usual=1.0,
     tolerance=1e-3,
-    quiet="Engine and trainer agree: mismatch/token_mult_prob_error is always within 0.001 of 1.",
+    quiet="Engine and trainer agree: mismatch/token_mult_prob_error is within 0.001 of 1 wherever"
+    " it was measured ({}).",
   ),
   Panel("Gradient norm", {"gradient norm": "train/grad_norm"}, scale="log"),
   Panel(
@@ -516,7 +536,8 @@ PANELS: tuple[Panel, ...] = (
       "dual": "train/clip_dual_share",
     },
     usual=0.0,
-    quiet="No token was clipped in any step (with one update per step, every ratio is 1).",
+    quiet="No token was clipped wherever something was learned ({}; with one update per step, every"
+    " ratio is 1).",
   ),
   Panel(
     "Time of a step",

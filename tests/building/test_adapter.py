@@ -121,6 +121,18 @@ def test_a_run_begins_with_the_adapter_of_a_folder(model, stored):
   assert policy.reference is params, "the reference is the base, without the adapter"
 
 
+def test_the_log_says_that_a_run_begins_apart_from_its_reference(model, stored, caplog):
+  caplog.set_level(logging.INFO)
+  adapter.log_beginning(config_of(model, rank=2))
+  assert not caplog.messages
+  config = config_of(model, path=str(stored[0]))
+  config.loss.kl_coef = 0.1
+  adapter.log_beginning(config)
+  (line,) = caplog.messages
+  assert str(stored[0]) in line and "is not 0 at the first step" in line
+  assert line.endswith("(all/kl_to_initial, and the KL of the loss)")
+
+
 def test_a_new_adapter_changes_nothing_and_depends_on_the_seed_alone(model):
   config = config_of(model, rank=2)
   made = made_of(config, model, devices=4)

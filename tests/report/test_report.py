@@ -364,7 +364,8 @@ FLAT = {
     ({}, None),
     ({"train/clip_high_share": 0.001}, "Tokens clipped"),
     ({"mismatch/token_mult_prob_error": 1.002}, "Multiplicative probability error"),
-    ({"all/kl_to_initial": 1e-6}, "Distance from the first policy"),
+    ({"all/kl_to_initial": 1e-6}, "Distance from the initial weights"),
+    ({"mismatch/token_mult_prob_error": None}, "Multiplicative probability error"),
   ],
 )
 def test_figures_without_content_are_a_sentence(tmp_path, changed, drawn):
@@ -378,6 +379,23 @@ def test_figures_without_content_are_a_sentence(tmp_path, changed, drawn):
 def test_no_sentence_stands_for_a_figure_of_which_nothing_was_measured(tmp_path):
   page = Page(report.write(a_run(tmp_path, [{"step": 0}])).read_text(encoding="utf-8"))
   assert page.data["quiet"] == []
+
+
+def test_a_sentence_is_about_the_steps_that_measured_it(tmp_path):
+  """The distance of step 0 is measured before any update, and says nothing about what moved."""
+  distance = {"all/kl_to_initial": 0.0}
+  rows = [{"step": 0, **FLAT}, *({"step": s, "rollout/reward_mean": s} for s in range(1, 9))]
+  sentences = quiet_sentences(tmp_path / "a", rows)
+  assert [s for s in sentences if "agree" in s and "(1 step)" in s]
+  assert not [s for s in sentences if "moved" in s]
+  rows[5] |= distance
+  rows[7] |= distance
+  (moved,) = [s for s in quiet_sentences(tmp_path / "b", rows) if "moved" in s]
+  assert moved.endswith("is 0 wherever it was measured after the first update (2 steps).")
+
+
+def quiet_sentences(folder, rows):
+  return Page(report.write(a_run(folder, rows)).read_text(encoding="utf-8")).data["quiet"]
 
 
 def test_a_single_curve_is_named_unless_the_title_says_what_it_is(tmp_path):
@@ -446,7 +464,8 @@ def test_the_groups_of_the_last_training_step_are_shown_first():
 @pytest.mark.parametrize(
   "versions, expected",
   [
-    ([0, 0], "from the initial weights"),
+    ([0, 0], "before any update"),
+    ([-1, -1], "by weights that are not known"),
     ([1, 1], "after 1 update"),
     ([13], "after 13 updates"),
     ([4, 3, 5], "after 3 to 5 updates"),

@@ -169,6 +169,19 @@ def test_the_reference_is_the_base(lines):
   assert lines[1]["train/kl_to_reference"] > 1e-5
 
 
+@pytest.mark.long
+def test_a_run_that_begins_with_an_adapter_measures_its_distance_from_the_base(
+  model, workdir, tmp_path, capsys
+):
+  """In the first step, too, whose weights are those that the other run ended with."""
+  run(model, tmp_path, model__lora__path=str(workdir / "adapter"), loss__kl_coef=0.0)
+  assert "its KL is measured to the initial weights" in capsys.readouterr().out
+  found = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+  first = next(line for line in found if "weight_version" in line)
+  assert first["all/kl_to_initial"] > 1e-5
+  assert first["train/kl_to_reference"] == pytest.approx(first["all/kl_to_initial"], rel=1e-5)
+
+
 def test_all_of_it_is_compiled_before_the_first_step(lines):
   assert lines[1]["perf/compilations"] == 0.0
 
