@@ -1,4 +1,11 @@
-"""Failures that a user can repair, explained in one message."""
+"""Failures that a user can repair, explained in one message; and where user code failed."""
+
+import linecache
+import os
+import sysconfig
+import traceback
+
+_LONGEST = 200  # characters of a source line, or of a message, that are shown.
 
 
 class ExpectedFailure(Exception):
@@ -13,3 +20,49 @@ class ExpectedFailure(Exception):
   """
 
   exit_code: int = 1
+
+
+def place_and_reason(error: BaseException) -> str:
+  """Returns "file:line: type: message" in one line, with the place in the innermost user code."""
+  frames = traceback.extract_tb(error.__traceback__)
+  places = [(frame.filename, frame.lineno) for frame in frames if is_of_user(frame.filename)]
+  message = str(error)
+  if isinstance(error, SyntaxError) and error.filename:
+    places, message = [(error.filename, error.lineno)], error.msg
+  where = "{}:{}: ".format(*places[-1]) if places else ""
+  return " ".join(f"{where}{type(error).__name__}: {message}".split())
+
+
+def last_frames(error: BaseException, most: int = 3) -> list[str]:
+  """Returns where user code raised an error: "file:line, in function: source", innermost last.
+
+  Args:
+    error: Error that was raised.
+    most: Number of frames; libraries that user code has called have the last one only.
+  """
+  frames = [
+    frame
+    for frame in traceback.extract_tb(error.__traceback__)
+    if not _is_within(frame.filename, os.path.dirname(__file__))
+  ]
+  users = [frame for frame in frames if is_of_user(frame.filename)]
+  if not users:
+    return []
+  chosen = users[-most:] if users[-1] is frames[-1] else [*users[1 - most :], frames[-1]]
+  return [
+    f"{frame.filename}:{frame.lineno}, in {frame.name}: {(frame.line or '?')[:_LONGEST]}"
+    for frame in chosen
+  ]
+
+
+def is_of_user(file: str) -> bool:
+  """Returns whether a file, or the cell of a notebook, is neither ours nor of Python or an
+  installed library."""
+  paths = sysconfig.get_paths()
+  others = (os.path.dirname(__file__), *(paths[each] for each in ("stdlib", "purelib", "platlib")))
+  is_there = os.path.isfile(file) or file in linecache.cache
+  return is_there and not any(_is_within(file, each) for each in others)
+
+
+def _is_within(file: str, folder: str) -> bool:
+  return file.startswith(f"{folder}{os.sep}")

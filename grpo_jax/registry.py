@@ -7,13 +7,11 @@ import inspect
 import os
 import pkgutil
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, TypeVar
 
-from grpo_jax.errors import ExpectedFailure
+from grpo_jax.errors import ExpectedFailure, is_of_user, place_and_reason
 from grpo_jax.values.names import hint as nearest
 
 T = TypeVar("T")
@@ -144,13 +142,13 @@ def called(what: str, maker: Callable[..., T], **arguments: Any) -> T:
   Raises:
     ValueError: The function is user code and failed; the message is one line with file and line.
   """
-  with _in_one_line(what, getattr(maker, "__module__", ""), says=(ValueError,)):
+  with in_one_line(what, getattr(maker, "__module__", ""), says=(ValueError,)):
     return maker(**arguments)
 
 
 def _import(name: str) -> ModuleType:
   """Imports a module; raises ValueError if it does not exist, or if user code in it fails."""
-  with _in_one_line(f"importing {name!r} failed", name):
+  with in_one_line(f"importing {name!r} failed", name):
     try:
       return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -161,14 +159,15 @@ def _import(name: str) -> ModuleType:
 
 
 @contextlib.contextmanager
-def _in_one_line(
+def in_one_line(
   what: str, module: str, *, says: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-  """Turns what user code raises into a ValueError of one line.
+  """Turns what user code raises into a ValueError of one line, with the file and the line.
 
   Args:
     what: Beginning of the message.
-    module: Module of the code. Exceptions of our own modules pass through: they are bugs.
+    module: Module of the code, or the dotted path of a function in it. Exceptions of our own
+      modules pass through: they are bugs.
     says: Exceptions that pass through because their messages explain themselves.
 
   Raises:
@@ -183,30 +182,12 @@ def _in_one_line(
     raise ValueError(f"{what}: {place_and_reason(error)}") from error
 
 
-def place_and_reason(error: BaseException) -> str:
-  """Returns "file:line: type: message" in one line, with the place in the innermost user code."""
-  frames = traceback.extract_tb(error.__traceback__)
-  places = [(frame.filename, frame.lineno) for frame in frames if _is_users(frame.filename)]
-  message = str(error)
-  if isinstance(error, SyntaxError) and error.filename:
-    places, message = [(error.filename, error.lineno)], error.msg
-  where = "{}:{}: ".format(*places[-1]) if places else ""
-  return " ".join(f"{where}{type(error).__name__}: {message}".split())
-
-
 def users_modules() -> dict[str, str]:
   """Returns the source files of the imported modules that are a user's, by the module's name."""
   found = {}
   for name, each in list(sys.modules.items()):
     file = getattr(each, "__file__", None)
     is_ours = name.partition(".")[0] in ("grpo_jax", "grpo_kernels")
-    if isinstance(file, str) and not is_ours and _is_users(os.path.abspath(file)):
+    if isinstance(file, str) and not is_ours and is_of_user(os.path.abspath(file)):
       found[name] = file
   return dict(sorted(found.items()))
-
-
-def _is_users(file: str) -> bool:
-  """Returns whether a file is neither ours nor of Python or an installed library."""
-  paths = sysconfig.get_paths()
-  others = (os.path.dirname(__file__), *(paths[each] for each in ("stdlib", "purelib", "platlib")))
-  return os.path.isfile(file) and not any(file.startswith(f"{each}{os.sep}") for each in others)

@@ -1,11 +1,12 @@
 """Modules and functions by name: what code of the user's own raises is one line with its place."""
 
+import linecache
 import sys
 
 import pytest
 
 from grpo_jax import engines, environments, registry
-from grpo_jax.errors import ExpectedFailure
+from grpo_jax.errors import ExpectedFailure, last_frames, place_and_reason
 from grpo_jax.run_folder import sinks
 
 BROKEN = {
@@ -107,3 +108,15 @@ def test_what_our_own_code_raises_and_expected_failures_pass_through(monkeypatch
 def test_a_path_that_names_no_function_is_refused(path):
   with pytest.raises(ValueError, match="a function is named by 'package.module.function'"):
     registry.function(path)
+
+
+def test_the_cell_of_a_notebook_is_a_place_of_user_code(monkeypatch):
+  text = "def score():\n  return {}['unit']\n"
+  file = "<cell 7>"
+  monkeypatch.setitem(linecache.cache, file, (len(text), None, text.splitlines(True), file))
+  defined = {}
+  exec(compile(text, file, "exec"), defined)
+  with pytest.raises(KeyError) as caught:
+    defined["score"]()
+  assert place_and_reason(caught.value) == "<cell 7>:2: KeyError: 'unit'"
+  assert last_frames(caught.value)[-1] == "<cell 7>:2, in score: return {}['unit']"

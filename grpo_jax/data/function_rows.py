@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_jax.data import formats
-from grpo_jax.registry import check_arguments, function
+from grpo_jax.errors import place_and_reason
+from grpo_jax.registry import check_arguments, function, in_one_line
 
 
 class FunctionSource:
@@ -42,7 +43,8 @@ class FunctionSource:
     self._seed = seed
     self._args = dict(task_args or {})
     check_arguments(f"data.task {path}", self._make, self._args, usual=["seed"])
-    first = self._make(seed=seed, **self._args)
+    with in_one_line(f"data.task {path} failed for seed {seed}", path):
+      first = self._make(seed=seed, **self._args)
     if not isinstance(first, Mapping):
       raise ValueError(f"{path} must return a mapping of fields, it returned {first!r:.100}")
 
@@ -53,7 +55,7 @@ class FunctionSource:
     try:
       return dict(self._make(seed=self._seed + row, **self._args))
     except Exception as error:  # the user's function may fail on some seed.
-      raise formats.RowError(self.where(row), f"{type(error).__name__}: {error}") from error
+      raise formats.RowError(self.where(row), place_and_reason(error)) from error
 
   def where(self, row: int) -> str:
     """Returns the place of a row, for messages."""

@@ -11,8 +11,8 @@ from typing import Any
 
 from grpo_jax.data import tables
 from grpo_jax.data.formats import RowError
-from grpo_jax.errors import ExpectedFailure
-from grpo_jax.registry import check_arguments
+from grpo_jax.errors import ExpectedFailure, place_and_reason
+from grpo_jax.registry import check_arguments, in_one_line
 
 MOST = 1_000_000  # rows of an iterable that has no length.
 
@@ -43,8 +43,8 @@ def each(rows: Any, name: str) -> Iterator[Any]:
     except StopIteration:
       return
     except Exception as error:  # a generator of the user may fail in any way.
-      failure = f"{type(error).__name__}: {error}"
-      raise RowsError(f"{name} failed after {number} rows: {failure}") from error
+      reason = place_and_reason(error)
+      raise RowsError(f"{name} failed after {number} rows: {reason}") from error
     if number >= MOST and not has_length:
       raise RowsError(
         f"{name} has no length and more than {MOST} rows: if it never ends, give as many as are"
@@ -149,9 +149,12 @@ def returned(make: Callable[..., Any], arguments: Mapping[str, Any], config: Any
   variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
   needed = [p for p in parameters.values() if p.default is p.empty and p.kind not in variable]
   if "config" in parameters or len({p.name for p in needed} - {*arguments}) == 1:
-    return make(config)
-  check_arguments(f"data.kind {path}", make, arguments)
-  return make(**arguments)
+    arguments, parts = {}, (config,)
+  else:
+    check_arguments(f"data.kind {path}", make, arguments)
+    parts = ()
+  with in_one_line(f"data.kind {path} failed", path):
+    return make(*parts, **arguments)
 
 
 def _called(function: Any) -> str:

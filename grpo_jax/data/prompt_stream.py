@@ -9,9 +9,14 @@ from typing import Any
 from grpo_jax.data.loaders import MAX_RECORDS, Dataloader, Loader
 from grpo_jax.data.prompts import Dataset
 from grpo_jax.data.skipped import Skipped
+from grpo_jax.errors import ExpectedFailure, last_frames, place_and_reason
 from grpo_jax.types import Prompt
 
 _log = logging.getLogger(__name__)
+
+
+class DataloaderError(ExpectedFailure, ValueError, TypeError):
+  """The function `data.dataloader` failed, or does not keep to its contract."""
 
 
 class PromptStream:
@@ -57,22 +62,20 @@ class PromptStream:
 
     Raises:
       RowError: A row is broken and broken rows are not skipped.
-      TypeError: The dataloader function stores values in its memory that are not JSON.
-      ValueError: No prompt of a whole epoch can be used, or the dataloader
-        function did not return n prompts.
+      NoUsableRow: No prompt of a whole epoch can be used.
+      DataloaderError: The dataloader function raised, did not return n prompts, or stores values in
+        its memory that are not JSON.
     """
     for loader in self._loaders.values():
       loader.skipped = type(loader.skipped)()
-    prompts = self._dataloader(
-      self._loaders, num_prompts=n, records=tuple(self._records), memory=self._memory
-    )
+    prompts = self._prompts(n)
     self._memory = _as_json(self._memory)  # what a resumed run would see.
     for loader in self._loaders.values():
       loader.skipped.warn()
     self._count_parted()
     some_are_over = any(loader.is_over for loader in self._loaders.values())
     if len(prompts) > n or (len(prompts) < n and not some_are_over):
-      raise ValueError(f"data.dataloader returned {len(prompts)} prompts, expected {n}")
+      raise DataloaderError(f"data.dataloader returned {len(prompts)} prompts, expected {n}")
     return prompts
 
   def _count_parted(self) -> None:
@@ -83,6 +86,19 @@ class PromptStream:
       self._seen.parted += loader.skipped.parted
     if self._seen.parted.bit_length() > before.bit_length():
       self._seen.warn_of_parted()
+
+  def _prompts(self, n: int) -> list[Prompt]:
+    """Calls the dataloader, which may be a function of the user's."""
+    try:
+      return self._dataloader(
+        self._loaders, num_prompts=n, records=tuple(self._records), memory=self._memory
+      )
+    except ExpectedFailure:
+      raise
+    except Exception as error:
+      if not last_frames(error):
+        raise  # a mistake of this package.
+      raise DataloaderError(f"data.dataloader failed: {place_and_reason(error)}") from error
 
   def record_metrics(self, step: int, metrics: Mapping[str, float | int]) -> None:
     """Passes a step's metrics to the dataloader function, without those that are not numbers.
@@ -131,7 +147,7 @@ def _as_json(memory: dict[str, Any]) -> dict[str, Any]:
   try:
     return json.loads(json.dumps(memory, allow_nan=False))
   except (TypeError, ValueError) as error:
-    raise TypeError(f"the memory of data.dataloader must be JSON: {error}") from error
+    raise DataloaderError(f"the memory of data.dataloader must be JSON: {error}") from error
 
 
 def cursor_of(state: Mapping[str, Any] | None, name: str, rows: int) -> int:

@@ -11,6 +11,7 @@ from grpo_jax.data.parts import Part
 from grpo_jax.data.skipped import OnError, OverlongError, Skipped
 from grpo_jax.data.sources import RowSource, SourceConfig, open_source
 from grpo_jax.data.tokenizer import Tokenizer
+from grpo_jax.errors import place_and_reason
 from grpo_jax.models.chat import control_tokens
 from grpo_jax.registry import choose, function, nearest
 from grpo_jax.types import Prompt
@@ -171,7 +172,7 @@ def _read(task: Task, fields: Mapping[str, Any], where: str) -> formats.Record:
     raise
   # A user's processor may raise anything.
   except Exception as error:
-    raise formats.RowError(where, f"{type(error).__name__}: {error}") from error
+    raise formats.RowError(where, place_and_reason(error)) from error
 
 
 def _from_any(row: Mapping[str, Any], where: str, style: formats.PromptStyle) -> formats.Record:

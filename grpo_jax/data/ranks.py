@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Float
 
-from grpo_jax.registry import choose, function
+from grpo_jax.registry import choose, function, in_one_line
 
 # (places, places of the worst rank, ranks with the best lowest, temperature) → rewards.
 _Mapping = Callable[[np.ndarray, float, np.ndarray, float], np.ndarray]
@@ -87,7 +87,8 @@ def check(*, mapping: str, ties: str, best: str, temperature: float) -> None:
 
 def _own(path: str, ranks: np.ndarray) -> np.ndarray:
   """Calls the user's function and checks its result."""
-  result = np.asarray(function(path)(ranks), np.float64)
+  with in_one_line(f"offline.rank_reward {path} failed", path):
+    result = np.asarray(function(path)(ranks), np.float64)
   if result.shape != ranks.shape or not np.isfinite(result).all():
     raise ValueError(f"{path} must return {len(ranks)} finite rewards for {ranks}, got {result}")
   return result

@@ -16,6 +16,7 @@ from grpo_jax.environments.base import (
   has_run,
 )
 from grpo_jax.environments.grading import confinement
+from grpo_jax.errors import last_frames, place_and_reason
 from grpo_jax.types import Prompt
 from grpo_jax.values import checked
 
@@ -133,7 +134,8 @@ def check(environments: Mapping[str, AnyFactory], prompts: Iterable[Prompt]) -> 
       factory = as_factory(environments[prompt.environment])
       _check_kind(factory, factory(prompt))
     except Exception as error:  # a user's factory may raise anything.
-      reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+      explains_itself = isinstance(error, ValueError) and not last_frames(error)
+      reason = str(error) if explains_itself else place_and_reason(error)
       refused.setdefault(prompt.environment, []).append((prompt, reason))
     else:
       taken.add(prompt.environment)

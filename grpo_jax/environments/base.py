@@ -250,7 +250,10 @@ def as_number(value: Any) -> float:
   """
   if isinstance(value, str | bytes):
     raise TypeError(f"{value!r:.50} is a string, not a number")
-  return float(value)
+  try:
+    return float(value)
+  except TypeError as error:
+    raise TypeError(f"{value!r:.50} is not a number") from error
 
 
 def as_reward(value: Any) -> float | dict[str, float]:
@@ -262,17 +265,39 @@ def as_reward(value: Any) -> float | dict[str, float]:
   return as_number(value)
 
 
+def returned_reward(value: Any, name: str) -> float | dict[str, float]:
+  """Returns the result of a reward function as `as_reward` does.
+
+  Args:
+    value: Result of the function.
+    name: Name of the function.
+
+  Raises:
+    TypeError, ValueError, OverflowError: The result is not a reward; the message says what the
+      function must return.
+  """
+  try:
+    return as_reward(value)
+  except (TypeError, ValueError, OverflowError) as error:
+    raise type(error)(
+      f"{name} returned {value!r:.80}: {error}; it must return a number, a dict of numbers or a"
+      " StepResult, and NaN to leave a completion out"
+    ) from error
+
+
 class SingleTurn:
   """An environment of one turn, made from a reward function."""
 
-  def __init__(self, reward_fn: RewardFunction, prompt: Prompt):
+  def __init__(self, reward_fn: RewardFunction, prompt: Prompt, *, name: str | None = None):
     """Binds the function to a prompt.
 
     Args:
       reward_fn: Function (prompt, completion text) -> the reward, its components, or a whole
         StepResult; may be a coroutine function.
       prompt: Prompt that is attempted.
+      name: Name of the function, for messages; None: its own.
     """
+    self.name = name or getattr(reward_fn, "__qualname__", type(reward_fn).__qualname__)
     self._reward_fn = reward_fn
     self._prompt = prompt
 
@@ -288,7 +313,9 @@ class SingleTurn:
     reward = self._reward_fn(self._prompt, text)
     if inspect.isawaitable(reward):
       reward = await reward
-    return reward if isinstance(reward, StepResult) else StepResult(as_reward(reward), done=True)
+    if isinstance(reward, StepResult):
+      return reward
+    return StepResult(returned_reward(reward, self.name), done=True)
 
   async def close(self) -> None:
     """Does nothing."""

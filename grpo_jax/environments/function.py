@@ -14,7 +14,7 @@ from grpo_jax.environments.base import (
   EnvironmentFactory,
   SingleTurn,
   StepResult,
-  as_reward,
+  returned_reward,
 )
 from grpo_jax.types import Prompt
 
@@ -28,14 +28,17 @@ class FunctionEnvironments(EnvironmentFactory):
     settings: Mapping[str, Any],
     timeout_s: float | None,
     solved: float | int | None = None,
+    *,
+    path: str,
   ):
     self.timeout_s = timeout_s
+    self._path = path
     self._function = function
     self._settings = dict(settings)
     self._solved = solved
 
   def __call__(self, prompt: Prompt) -> Environment:
-    return SingleTurn(self._judge, prompt)
+    return SingleTurn(self._judge, prompt, name=self._path)
 
   async def _judge(self, prompt: Prompt, text: str) -> Any:
     """Returns what the function returns, which may be anything."""
@@ -43,7 +46,7 @@ class FunctionEnvironments(EnvironmentFactory):
     reward = await reward if inspect.isawaitable(reward) else reward
     if self._solved is None or isinstance(reward, StepResult):
       return reward
-    result = StepResult(as_reward(reward), done=True)
+    result = StepResult(returned_reward(reward, self._path), done=True)
     return dataclasses.replace(result, metrics={"accuracy": float(result.total >= self._solved)})
 
 
@@ -77,7 +80,7 @@ def make(
   _check_call(path, function, extra)
   if solved is not None and (isinstance(solved, bool) or not isinstance(solved, int | float)):
     raise ValueError(f"solved must be a number, got {solved!r}")
-  return FunctionEnvironments(function, extra, timeout_s, solved)
+  return FunctionEnvironments(function, extra, timeout_s, solved, path=path)
 
 
 def _check_call(path: str, function: Callable[..., Any], extra: Mapping[str, Any]) -> None:

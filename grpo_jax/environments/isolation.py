@@ -26,16 +26,19 @@ from grpo_jax.environments.base import (
   AnyFactory,
   Endpoint,
   Environment,
+  SingleTurn,
   StepResult,
   as_factory,
   as_number,
   as_reward,
   has_run,
 )
+from grpo_jax.errors import last_frames
 from grpo_jax.models.chat.tool_calls import Parsed
 from grpo_jax.types import FinishReason, Prompt
 
 _LARGEST = float(np.finfo(np.float32).max)  # advantages are computed in float32.
+_LONGEST = 400  # characters of an exception's message.
 _GRACE_S = 0.5  # time for a cancelled call to end before its thread is abandoned.
 
 
@@ -45,6 +48,14 @@ class EnvironmentFailure(Exception):
   def __init__(self, kind: str, message: str):
     super().__init__(message)
     self.kind = kind
+
+
+def failed(error: BaseException) -> EnvironmentFailure:
+  """Returns the failure of user code that raised; its message has the last frames of that code."""
+  lines = [" ".join(str(error).split())[:_LONGEST], *last_frames(error)]
+  failure = EnvironmentFailure(type(error).__name__, "\n".join(lines))
+  failure.__cause__ = error
+  return failure
 
 
 class IsolatedEnvironment:
@@ -153,13 +164,15 @@ class IsolatedEnvironment:
       stepping = cast(Environment, environment).step(text, completion_ids, finish_reason)
     else:
       stepping = step_message(read(), completion_ids, finish_reason)
-    return _checked(await stepping)
+    return _checked(await stepping, name_of(environment, "step"))
 
   async def _run(self, endpoint: Endpoint) -> StepResult:
     environment = self._started()
     if not has_run(environment):
       raise EnvironmentFailure("type", NOT_AN_AGENT.format(type(environment).__name__))
-    return _checked(await cast(AgentEnvironment, environment).run(endpoint))
+    return _checked(
+      await cast(AgentEnvironment, environment).run(endpoint), name_of(environment, "run")
+    )
 
   async def _close(self) -> None:
     environment, self._environment = self._environment, None
@@ -232,9 +245,7 @@ class IsolatedEnvironment:
         return job.timeout(), None
       if isinstance(error, EnvironmentFailure):
         return error, None
-      failure = EnvironmentFailure(type(error).__name__, str(error))
-      failure.__cause__ = error
-      return failure, None
+      return failed(error), None
 
 
 def _own_tasks(loop: asyncio.AbstractEventLoop) -> "weakref.WeakSet[asyncio.Task[Any]]":
@@ -301,18 +312,32 @@ class _Job:
     return EnvironmentFailure("timeout", f"no answer within {self.timeout_s:g} s")
 
 
-def _checked(result: Any) -> StepResult:
-  """Returns the result with its numbers as floats; raises EnvironmentFailure if it is invalid."""
+def name_of(environment: Any, method: str) -> str:
+  """Returns the name of what scores an attempt: a reward function, or a method of a class."""
+  if isinstance(environment, SingleTurn):
+    return environment.name
+  return f"{type(environment).__qualname__}.{method}"
+
+
+def _checked(result: Any, name: str) -> StepResult:
+  """Returns the result with its numbers as floats; raises EnvironmentFailure if it is invalid.
+
+  Args:
+    result: Result of the environment.
+    name: Name of what has returned it, for messages.
+  """
   if not isinstance(result, StepResult) or not isinstance(result.observation, str):
-    raise EnvironmentFailure("type", f"step returned {result!r:.200}, not a valid StepResult")
+    raise EnvironmentFailure(
+      "type", f"{name} returned {result!r:.200}: it must return a valid StepResult"
+    )
   try:
     metrics = {str(name): as_number(value) for name, value in result.metrics.items()}
     reward = as_reward(result.reward)
     total = sum(reward.values()) if isinstance(reward, dict) else reward
   except (TypeError, ValueError, OverflowError) as error:
-    raise EnvironmentFailure("type", f"a reward or metric is not a number: {error}") from error
+    raise EnvironmentFailure("type", f"{name}: a reward or metric: {error}") from error
   if not abs(total) <= _LARGEST:  # also NaN.
-    raise EnvironmentFailure("nan", f"the reward is {result.reward}")
+    raise EnvironmentFailure("nan", f"{name} gave the reward {result.reward!s:.200}")
   stop_strings = None if result.stop_strings is None else checked_stops(result.stop_strings)
   return dataclasses.replace(
     result,

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
+from grpo_jax.errors import place_and_reason
 from grpo_jax.values import checked, names
 
 KINDS: Mapping[str, checked.Kind] = {
@@ -179,8 +180,7 @@ def own_schedule(
     rates = np.asarray(jax.jit(jax.vmap(of_step))(places))
   # User code may raise anything, or exit.
   except (Exception, SystemExit) as error:
-    text = " ".join(str(error).split())[:200]
-    raise ValueError(f"{what} cannot be computed: {type(error).__name__}: {text}") from error
+    raise ValueError(f"{what} cannot be computed: {place_and_reason(error):.400}") from error
   if result.shape != () or not jnp.issubdtype(result.dtype, jnp.floating):
     raise ValueError(
       f"{what} must return one float for each step, got {result.dtype} {list(result.shape)}"

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from grpo_jax.errors import ExpectedFailure
+from grpo_jax.errors import ExpectedFailure, place_and_reason
 from grpo_jax.types import LossTokens
 
 Function = Callable[..., Any]
@@ -366,6 +366,6 @@ def _check_finite(what: str, values: Any, gradient: Any = 0.0) -> None:
 
 
 def _line(error: BaseException) -> str:
-  """Returns an error as one short line."""
-  text = " ".join(str(error).split())
-  return f"{type(error).__name__}: {text[:200]}{'...' if len(text) > 200 else ''}"
+  """Returns an error as one short line, with the file and the line."""
+  text = place_and_reason(error)
+  return f"{text[:400]}{'...' if len(text) > 400 else ''}"

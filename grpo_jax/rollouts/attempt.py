@@ -1,6 +1,8 @@
 """One attempt at a prompt while it is in progress: tokens, turns, rewards, failure."""
 
 import dataclasses
+import functools
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,7 +18,9 @@ from grpo_jax.environments.isolation import EnvironmentFailure, IsolatedEnvironm
 from grpo_jax.models.chat.tool_calls import MAX_CALLS, Parsed
 from grpo_jax.types import FinishReason, Prompt, Rollout, Turn
 
-_SHOWN = 500  # characters of an error's message.
+_log = logging.getLogger(__name__)
+
+_SHOWN = 1500  # characters of an error's message, with the last frames of user code.
 
 
 @dataclasses.dataclass(slots=True)
@@ -195,6 +199,7 @@ class Attempt:
         await environment.close()
       except EnvironmentFailure as error:
         self._close_failure = error.kind
+        _report(f"{self.prompt.environment!r}: {error.kind}: {error}"[:_SHOWN])
 
   def rollout(self, tokenizer: Tokenizer) -> Rollout:
     """Returns the finished attempt."""
@@ -238,6 +243,12 @@ class Attempt:
     """Returns a number for each token of the completion; `of_lead` for those before the turns."""
     lead = np.full(len(self._lead), of_lead, dtype)
     return np.concatenate([lead, *(read(p) for p in self._pieces)]).astype(dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _report(reason: str) -> None:
+  """Logs why an environment could not be closed, each reason once."""
+  _log.warning("closing the environment %s", reason)
 
 
 def first_stops(factory: EnvironmentFactory) -> tuple[str, ...]:

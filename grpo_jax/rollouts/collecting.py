@@ -446,6 +446,7 @@ class Outcome(NamedTuple):
   prompt_id: str
   kind: str  # of the failure; "": there was none.
   error: str  # "KIND: message"
+  asked: str = ""  # text of the prompt.
   cause: EnvironmentFailure | None = None  # None: it is not known here.
 
   @property
@@ -457,7 +458,7 @@ class Outcome(NamedTuple):
 def outcomes(groups: Sequence[RolloutGroup]) -> list[Outcome]:
   """Returns how the attempts of groups ended that count; see `check_failures`."""
   return [
-    Outcome(group.prompt.prompt_id, each.failure, each.error)
+    Outcome(group.prompt.prompt_id, each.failure, each.error, group.prompt.text)
     for group in groups
     if group.prompt.weight > 0
     for each in (*group.rollouts, *([group.greedy] if group.greedy else []))
@@ -484,7 +485,7 @@ def _outcome(attempt: Attempt) -> Outcome:
   prompt_id, error = attempt.prompt.prompt_id, attempt.error
   if error is None:
     return Outcome(prompt_id, "", "")
-  return Outcome(prompt_id, error.kind, f"{error.kind}: {error}", error)
+  return Outcome(prompt_id, error.kind, f"{error.kind}: {error}", attempt.prompt.text, error)
 
 
 def _check(counting: Sequence[Outcome], max_share: float, where: str = "") -> None:
@@ -496,5 +497,5 @@ def _check(counting: Sequence[Outcome], max_share: float, where: str = "") -> No
   raise TooManyFailures(
     f"{len(failed)} of {len(counting)} attempts could not be scored, more than the allowed share "
     f"of {max_share:g} (rollout.max_error_share): {dict(kinds)}{where and f' ({where})'}; the "
-    f"first, {failed[0].prompt_id}: {failed[0].error}"
+    f"first, {failed[0].prompt_id}: {failed[0].error}\nprompt: {failed[0].asked[:200]!r}"
   ) from failed[0].cause

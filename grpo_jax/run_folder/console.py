@@ -153,7 +153,10 @@ def eval_line(name: str, step: int, values: Mapping[str, float], first: Mapping[
 
 
 def failure_lines(groups: Sequence[RolloutGroup]) -> list[str]:
-  """Returns one line per kind of failure among the attempts: the count and the first example."""
+  """Returns, for each kind of failure among the attempts, the count and the first example.
+
+  Where user code has raised, its last frames and the prompt follow.
+  """
   attempts = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
   failed = [(prompt, rollout.error) for prompt, rollout in attempts if rollout.error]
   kinds: dict[str, list[tuple[Prompt, str]]] = {}
@@ -163,9 +166,14 @@ def failure_lines(groups: Sequence[RolloutGroup]) -> list[str]:
   for same_kind in kinds.values():
     prompt, error = same_kind[0]
     where = f"{prompt.prompt_id} ({prompt.environment})"
-    reason = printable(shorten(error, ERROR_CHARACTERS)).replace("\n", " ")
+    said, *frames = error.split("\n")
+    reason = printable(shorten(said, ERROR_CHARACTERS))
     share_failed = f"{len(same_kind)} of {len(attempts)} completions"
     lines.append(f"{'failed':>9}  {share_failed}: {reason}; {where}")
+    if frames:
+      asked = printable(prompt.text).replace("\n", "\\n")
+      frames = [*map(printable, frames), f"prompt: {shorten(asked, ERROR_CHARACTERS)}"]
+    lines += [f"{'':>8} │ {shorten(frame, 2 * ERROR_CHARACTERS)}" for frame in frames]
   return lines
 
 

@@ -76,7 +76,7 @@ def failing():
   "rows, message",
   [
     (itertools.cycle(TWO), "rows has no length and more than 9 rows.*itertools.islice"),
-    (failing(), "rows failed after 1 rows: TypeError: no more"),
+    (failing(), r"rows failed after 1 rows: .*test_given_rows.py:72: TypeError: no more"),
     (failing, r"rows is a function: give what it returns, failing\(\)"),
     (
       {"problem": ["a"], "expected_answer": ["1"]},
@@ -170,3 +170,19 @@ def test_a_function_of_rows_that_cannot_work_says_why():
     problems("without_rows")
   with pytest.raises(ValueError, match=r"data.kind .*with_arguments takes no 'frist' \(did you"):
     problems("with_arguments", task_args={"count": 1, "frist": 2})
+
+
+def no_row(*, seed):
+  raise KeyError(seed)
+
+
+def no_rows(config):
+  raise KeyError("none")
+
+
+def test_a_function_of_rows_that_raises_is_one_line_with_its_place():
+  place = r"failed.*: .*test_given_rows.py:\d+: KeyError"
+  for kind, task in (("function", f"{__name__}.no_row"), (f"{__name__}.no_rows", None)):
+    with pytest.raises(ValueError, match=place) as raised:
+      data.make_held_out(ByteTokenizer(), kind=kind, task=task, size=3)
+    assert "\n" not in str(raised.value)

@@ -10,6 +10,7 @@ from grpo_jax import data
 from grpo_jax.data.byte_tokenizer import ByteTokenizer
 from grpo_jax.data.formats import PromptStyle
 from grpo_jax.data.parts import Part
+from grpo_jax.errors import ExpectedFailure
 
 TOKENIZER = ByteTokenizer()
 
@@ -211,6 +212,14 @@ def test_a_loader_function_that_does_not_keep_its_word_is_told(two):
     stream(two, dataloader=f"{__name__}.too_few").take(4)
   with pytest.raises(TypeError, match="the memory of data.dataloader must be JSON"):
     stream(two, dataloader=f"{__name__}.keeps_a_set").take(4)
+  with pytest.raises(
+    ExpectedFailure, match=r"failed: .*test_loaders.py:\d+: ZeroDivisionError: div"
+  ):
+    stream(two, dataloader=f"{__name__}.divides").take(4)
+
+
+def divides(loaders, *, num_prompts, records, memory):
+  return num_prompts / 0
 
 
 def test_other_data_than_those_of_the_state_are_told(two, caplog):

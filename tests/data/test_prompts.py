@@ -472,7 +472,7 @@ def test_a_processor_of_the_users_own_is_found_and_its_errors_name_the_row(tmp_p
   own = f"{__name__}.shout"
   (prompt,) = made(tmp_path, {"text": "hi", "label": "yes"}, format=own)
   assert "HI" in prompt.text and prompt.info["expected_answer"] == "yes"
-  with pytest.raises(RowError, match=r"rows.jsonl:2: KeyError: 'label'"):
+  with pytest.raises(RowError, match=r"rows.jsonl:2: .*test_prompts.py:\d+: KeyError: 'label'"):
     made(tmp_path, {"text": "hi", "label": "yes"}, {"text": "ho"}, format=own)
 
 

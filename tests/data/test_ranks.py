@@ -91,3 +91,14 @@ def test_a_function_of_the_users_gets_the_ranks():
 def test_wrong_options_are_refused(options, message):
   with pytest.raises(ValueError, match=message):
     ranks.rewards([1, 2], **options)
+
+
+def fails(ranks):
+  return 1 / 0
+
+
+def test_a_function_of_the_user_that_raises_is_one_line_with_its_place():
+  with pytest.raises(
+    ValueError, match=r"fails failed: .*test_ranks.py:\d+: ZeroDivisionError: div"
+  ):
+    ranks.rewards([1, 2], mapping=f"{__name__}.fails", ties="mean", best="lowest", temperature=1.0)

@@ -28,9 +28,20 @@ async def raises(prompt, completion, info):
   if completion == "1": raise LookupError("no key for " + completion)
   return 1.0
 def nothing(prompt, completion, info): return None if completion == "1" else 1.0
+def listed(prompt, completion, info): return [1.0] if completion == "1" else 1.0
+def empty(prompt, completion, info): return {} if completion == "1" else 1.0
 def text(prompt, completion, info): return "0.5" if completion == "1" else 1.0
 def text_part(prompt, completion, info): return {"a": "0.5" if completion == "1" else 0.5}
 def nan_part(prompt, completion, info): return {"a": float("nan") if completion == "1" else 0.5}
+DETAILS = "x" * 5000
+def inner(depth):
+  if depth: inner(depth - 1)
+  raise ValueError(DETAILS)
+def deep(prompt, completion, info):
+  return inner(9) if completion == "1" else 1.0
+def library(prompt, completion, info):
+  import json
+  return json.loads(completion + "x") if completion == "1" else 1.0
 def pair(prompt, completion): return 1.0
 def scaled(prompt, completion, info, *, scale): return scale
 class Judge:
@@ -104,11 +115,19 @@ def test_a_function_has_a_time_out_of_its_own(name):
 @pytest.mark.parametrize(
   ("name", "error"),
   [
-    ("raises", "LookupError: no key for 1"),
-    ("nothing", "TypeError: "),
-    ("text", "TypeError: '0.5' is a string, not a number"),
-    ("text_part", "TypeError: '0.5' is a string, not a number"),
-    ("nan_part", "nan: the reward is {'a': nan}"),
+    ("raises", "LookupError: no key for 1\n"),
+    (
+      "nothing",
+      "TypeError: rewards_of_a_user.nothing returned None: None is not a number; it must",
+    ),
+    (
+      "listed",
+      "TypeError: rewards_of_a_user.listed returned [1.0]: [1.0] is not a number; it must",
+    ),
+    ("empty", "ValueError: rewards_of_a_user.empty returned {}: the reward has no components; it"),
+    ("text", "TypeError: rewards_of_a_user.text returned '0.5': '0.5' is a string, not a number"),
+    ("text_part", "TypeError: rewards_of_a_user.text_part returned {'a': '0.5'}: '0.5' is a str"),
+    ("nan_part", "nan: rewards_of_a_user.nan_part gave the reward {'a': nan}"),
   ],
 )
 def test_a_fault_of_a_function_costs_its_completion_and_is_told(name, error):
@@ -116,6 +135,21 @@ def test_a_fault_of_a_function_costs_its_completion_and_is_told(name, error):
   assert np.isnan(group.rewards).tolist() == [False, True, False]
   assert group.rollouts[1].error.startswith(error)
   assert group.rollouts[1].reward_components == {}
+
+
+def test_a_reward_that_raises_shows_the_last_frames_of_the_users_code_within_bounds():
+  (failed,) = [each for each in score("deep").rollouts if each.error]
+  said, *frames = failed.error.split("\n")
+  assert said.startswith("ValueError: xxxxx") and len(said) < 450
+  # The three innermost frames, each with its function and the beginning of its source line.
+  assert [frame.partition(", in ")[2].partition(":")[0] for frame in frames] == ["inner"] * 3
+  assert all("rewards_of_a_user.py:" in frame and "inner(" in frame for frame in frames[:2])
+  assert frames[-1].endswith("raise ValueError(DETAILS)") and len(failed.error) <= 1500
+  # A library that the reward has called has the last frame, after those of the reward.
+  (called,) = [each for each in score("library").rollouts if each.error]
+  _, first, last = called.error.split("\n")
+  assert "rewards_of_a_user.py:" in first and "json.loads(completion" in first
+  assert "decoder.py:" in last
 
 
 @pytest.mark.parametrize(

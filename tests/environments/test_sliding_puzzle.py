@@ -242,7 +242,7 @@ def test_a_function_that_fails_on_a_seed_breaks_that_row_only(tmp_path, monkeypa
   )
   monkeypatch.syspath_prepend(tmp_path)
   settings = dict(kind="function", task="my_rows.row", size=4, output_key="")
-  with pytest.raises(RowError, match="row-0:3: ZeroDivisionError"):
+  with pytest.raises(RowError, match="row-0:3: .*my_rows.py:2: ZeroDivisionError"):
     data.make_held_out(ByteTokenizer(), **settings)
   prompts = data.make_held_out(ByteTokenizer(), on_error="skip", **settings)
   assert [p.info["half"] for p in prompts] == [-3, -6, 6]

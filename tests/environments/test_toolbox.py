@@ -400,7 +400,8 @@ def test_a_schema_may_allow_further_arguments():
     ),
   ],
 )
-def test_every_outcome_of_a_call_is_text_and_is_counted(name, arguments, text, counted):
+def test_every_outcome_of_a_call_is_text_and_is_counted(name, arguments, text, counted, noticed):
+  calling._report.cache_clear()
   started = time.monotonic()
   found, counts = answer(name, Limits(timeout_s=0.05, max_result_chars=999), **arguments)
   assert found.startswith(text) if counted == "unknown_t" else found == text
@@ -409,6 +410,9 @@ def test_every_outcome_of_a_call_is_text_and_is_counted(name, arguments, text, c
   ]
   assert counts["calls"] == 1 and counts.get("failed_calls", 0) == text.startswith("error")
   assert time.monotonic() - started < 5
+  # The model does not read where a tool has failed; people do.
+  assert "my_tools.py" not in found and len(noticed) == (counted == "tool_errors")
+  assert all("the tool fails failed" in line and "my_tools.py:" in line for line in noticed)
 
 
 def test_the_answers_of_a_turn_are_in_order_then_those_of_malformed_calls():

@@ -129,6 +129,7 @@ def test_a_copy_of_a_schedule_is_equal_to_it():
   [
     ("negative", "must return finite rates that are not negative, got -"),
     ("vector", r"must return one float for each step, got float32 \[2\]"),
+    ("rateless", r"cannot be computed: .*own_methods.py:\d+: KeyError: 'rate'"),
     ("no_function", "cannot be computed: TypeError: it must return a function of the step"),
     ("zero", "needs rewards, mask, but it receives only"),
   ],

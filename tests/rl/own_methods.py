@@ -126,3 +126,7 @@ def falling(learning_rate, total_steps, *, by=2.0):
 
 
 not_callable = 3
+
+
+def rateless(learning_rate):
+  return {}["rate"]

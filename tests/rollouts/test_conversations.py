@@ -366,7 +366,8 @@ def test_a_fault_in_any_turn_costs_the_attempt_and_the_group_goes_on_or_is_dropp
   assert len(filters.apply(groups, min_scored=2).kept) == 2
   assert filters.apply(groups, min_scored=3).dropped["too_few_scored"] == 2  # by option.
   # Counted by kind, and shown with the first message and its place.
-  (line,) = console.failure_lines(groups)
+  line, *frames = console.failure_lines(groups)
+  assert all(" │ " in frame for frame in frames) and len(frames) == (4 if fault is raising else 0)
   assert line.split()[0] == "failed" and f"2 of 6 completions: {kind}: " in line
   assert line.endswith("; set:0:0 (env)")
   with pytest.raises(TooManyFailures, match=f"2 of 6 .*{kind}"):
@@ -405,8 +406,10 @@ def test_a_failure_that_says_what_a_terminal_obeys_is_printed_harmlessly():
   failed = talked(
     Turn(1, 0, 0.0), reward=math.nan, error="KeyError: \x1b[2J\nnext\u202e" + "x" * 999
   )
-  (line,) = console.failure_lines([group(failed)])
-  assert "\n" not in line and "\x1b" not in line and "\u202e" not in line and len(line) < 400
+  lines = console.failure_lines([group(failed)])
+  assert len(lines) == 3 and "1 of 1 completions: KeyError" in lines[0] and "prompt: " in lines[2]
+  assert all("\n" not in line and "\x1b" not in line and len(line) < 500 for line in lines)
+  assert not any("\u202e" in line for line in lines)
 
 
 def test_evaluations_tell_the_kinds_of_failures():

@@ -370,7 +370,7 @@ def test_a_parser_of_the_user_runs_in_the_thread_of_the_environment(monkeypatch)
   rollout, _ = talk(tokenizer, ["=6*7", "<answer>42</answer>"], ["<|im_end|>"] * 2)
   assert rollout.reward == 1.0 and "42" in written_parts(rollout, tokenizer)[0]
   rollout, _ = talk(tokenizer, ["raise"], ["<|im_end|>"])
-  assert rollout.error == "LookupError: no form"
+  assert rollout.error.startswith("LookupError: no form\n") and "in parser" in rollout.error
 
 
 @pytest.mark.parametrize(

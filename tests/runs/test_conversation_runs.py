@@ -199,7 +199,7 @@ def test_a_group_of_environments_scores_each_row_by_its_own_and_survives_a_broke
   assert "failed  2 of 8 completions: LookupError: this reward is broken; rows:0:3 (broken)" in (
     printed
   )
-  by_environment = {r["environment"]: r["error"] for r in rollouts(tmp_path / "run")}
+  by_environment = {r["environment"]: r["error"].split("\n")[0] for r in rollouts(tmp_path / "run")}
   assert by_environment == {
     "math": "",
     "words": "",

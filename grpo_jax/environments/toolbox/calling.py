@@ -2,15 +2,20 @@
 
 import asyncio
 import dataclasses
+import functools
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo_jax.environments.toolbox import schemas
 from grpo_jax.environments.toolbox.functions import Tool
+from grpo_jax.errors import place_and_reason
 from grpo_jax.models.chat.tool_calls import Malformed, Parsed, call
 from grpo_jax.registry import nearest
+
+_log = logging.getLogger(__name__)
 
 _SHOWN = 500  # characters of an error's message.
 
@@ -108,7 +113,14 @@ class Toolbox:
     except BaseException as error:  # a tool may raise anything, SystemExit too.
       if clock.expired():
         return "tool_timeouts", f"{name}: no result within {self.limits.timeout_s:g} s"
+      _report(name, place_and_reason(error)[:_SHOWN])  # the model does not see the place.
       return "tool_errors", f"{name}: {type(error).__name__}: {error}"[:_SHOWN]
+
+
+@functools.lru_cache(maxsize=64)
+def _report(name: str, reason: str) -> None:
+  """Logs why a tool failed, each reason once."""
+  _log.warning("the tool %s failed, which the model has read as its answer: %s", name, reason)
 
 
 def as_text(result: Any) -> str:

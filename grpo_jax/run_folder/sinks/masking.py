@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from grpo_jax import registry
+from grpo_jax import errors
 from grpo_jax.http import redaction
 from grpo_jax.http.redaction import MASK
 from grpo_jax.values import json_text
@@ -98,7 +98,7 @@ def shown_error(error: BaseException, secrets: Iterable[str] = ()) -> str:
 
   If user code raised it, the line begins with file and line of that code.
   """
-  text = registry.place_and_reason(error)
+  text = errors.place_and_reason(error)
   for secret in {*secrets, *of_environment()}:
     text = redaction.without(text, secret)
   text = _QUERY.sub(rf"\g<1>{MASK}", _USER.sub(MASK, text))
