@@ -5,6 +5,7 @@ file. A user's mistake raises a ConfigError, whose message names the file and li
 field, and what was expected. `command_line.py` handles overrides by flags.
 """
 
+import ast
 import dataclasses
 import fnmatch
 import json
@@ -74,7 +75,54 @@ def load(path: str | os.PathLike[str]) -> ConfigDict:
     raise ConfigError(
       f"{file}: {section!r} cannot be the name of a field: it is a method of ConfigDict"
     )
-  return sections.adopt(config)
+  adopted = sections.adopt(config)
+  others = vars(adopted).get("_files", ())  # of a config that this one changes.
+  object.__setattr__(adopted, "_files", (str(file), *others))
+  return adopted
+
+
+def place_of(config: ConfigDict, name: str) -> str:
+  """Returns "file:line: " of the line of a configuration file that sets a field.
+
+  The file, those that it loads, and those in its folder that it imports are searched for the name.
+
+  Args:
+    config: Configuration that `load` returned.
+    name: Dotted name of the field.
+
+  Returns:
+    The place; "" if it is not found, or `load` did not return the configuration.
+  """
+  loaded = vars(config).get("_files")
+  if loaded is None:
+    return ""
+  folder = os.path.dirname(os.path.abspath(loaded[0]))
+  others = registry.users_modules().values()
+  beside = [
+    each
+    for each in others
+    if each.endswith(".py") and os.path.dirname(os.path.abspath(each)) == folder
+  ]
+  for each in [*loaded, *beside]:
+    if line := _line_that_sets(pathlib.Path(each), name.rpartition(".")[2]):
+      return f"{each}:{line}: "
+  return ""
+
+
+def _line_that_sets(file: pathlib.Path, field: str) -> int | None:
+  """Returns the last line of a file that sets an attribute, an item or an argument of a name."""
+  lines = []
+  for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    named = None
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+      named, line = node.attr, node.lineno
+    elif isinstance(node, ast.keyword):
+      named, line = node.arg, node.lineno
+    elif isinstance(node, ast.Constant):
+      named, line = str(node.value).rpartition(".")[2], node.lineno
+    if named == field:
+      lines.append(line)
+  return max(lines, default=None)
 
 
 def file_of(path: str) -> pathlib.Path:

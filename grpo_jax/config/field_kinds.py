@@ -5,7 +5,7 @@ Rows come from the parts that take the options where such a part exists; the res
 A test finds fields of `base` without a row.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,7 +22,7 @@ from grpo_jax.models import lora
 from grpo_jax.rl import distillation, estimators, objective_options
 from grpo_jax.rollouts import admission, stream
 from grpo_jax.rollouts import collecting as rollout
-from grpo_jax.values import checked
+from grpo_jax.values import checked, names
 
 STAND_IN = "(any word)"  # see `stand_ins`.
 _SIZE = checked.whole(low=1)
@@ -200,6 +200,16 @@ OPEN = (
 )
 
 
+def _hint(name: str) -> str:
+  """Returns " (did you mean …?)" with the field nearest to an unknown one; "" if none is near."""
+  section, _, last = name.rpartition(".")
+  beside = {each.rpartition(".")[2]: each for each in KINDS if each.rpartition(".")[0] == section}
+  close = [beside[each] for each in names.nearest(last, beside, cutoff=0.6)]
+  close = close or [each for each in KINDS if each.rpartition(".")[2] == last]
+  close = close or names.nearest(name, KINDS, cutoff=0.8)
+  return f" (did you mean {close[0]!r}?)" if close else ""
+
+
 def wrong(fields: Mapping[str, Any]) -> dict[str, str]:
   """Returns messages, by name, for known fields that have the wrong type or are out of range."""
   found = {
@@ -234,11 +244,14 @@ def stand_ins(name: str) -> tuple[Any, Any]:
   return fitting[0], fitting[-1]
 
 
-def problems(fields: Mapping[str, Any]) -> Iterator[str]:
+def problems(
+  fields: Mapping[str, Any], place_of: Callable[[str], str] = lambda name: ""
+) -> Iterator[str]:
   """Yields a message for every field that is unknown, has the wrong type or is out of range.
 
   Args:
     fields: Values by dotted name, from `configuration.plain_fields`.
+    place_of: Function that returns "file:line: " where a field is set; "" if it is not known.
   """
   yield from wrong(fields).values()
   of_environments: dict[str, dict[str, Any]] = {}
@@ -253,7 +266,9 @@ def problems(fields: Mapping[str, Any]) -> Iterator[str]:
     elif name not in KINDS and not any(fnmatchcase(name, pattern) for pattern in OPEN):
       is_empty = isinstance(value, Mapping) and not value
       if not is_empty:
-        unknown = f"there is no field {name}, but it is set to {checked.shown(value)}"
-        yield sections.left_out(name) or unknown
+        unknown = (
+          f"there is no field {name!r}{_hint(name)}, but it is set to {checked.shown(value)}"
+        )
+        yield place_of(name) + (sections.left_out(name) or unknown)
   for environment, settings in of_environments.items():
     yield from environments.problems(environment, settings)

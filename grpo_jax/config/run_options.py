@@ -71,7 +71,7 @@ def validate(config: Config, *, devices: Sequence[Any] | None = None) -> Iterato
   yield from paths_elsewhere(config.to_dict())
   fields = configuration.plain_fields(config)
   wrong = field_kinds.wrong(fields)
-  yield from field_kinds.problems(fields)
+  yield from field_kinds.problems(fields, lambda name: configuration.place_of(config, name))
   if not wrong:
     yield from _broken_rules(config, devices)
     return

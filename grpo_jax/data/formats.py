@@ -4,19 +4,30 @@ A row is a JSON object. It keeps all its fields: those that are not part of the 
 are passed to the environment unchanged, in `Prompt.info`.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.models.chat.control_tokens import TrustedText
 from grpo_jax.registry import nearest
+from grpo_jax.values import names
 
 _MAX_MULTIPLIER = 1_000_000  # of a row in the loss, whose sums are float32.
+# What the fields that options name have, and their usual names.
+_HAS = {"data.input_key": "problem", "data.output_key": "answer"}
+_USUAL = {
+  "data.input_key": ("problem", "question", "prompt", "input", "instruction", "query", "text"),
+  "data.output_key": (
+    *("expected_answer", "answer", "final_answer", "solution", "target", "label", "output"),
+    *("ground_truth", "response", "completion"),
+  ),
+}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -47,6 +58,41 @@ class RowError(ExpectedFailure, ValueError):
     self.kind = kind
 
 
+class MissingKey(RowError):
+  """A row without a field that is needed."""
+
+  remedy = ""  # option that names the field, in a sentence; "": none does.
+
+  def __init__(self, where: str, key: str, row: Mapping[str, Any], *, missing: str = ""):
+    """Makes the error.
+
+    Args:
+      where: Place of the row.
+      key: Field that it does not have.
+      row: Fields that it has.
+      missing: Why there is no such nested field; "": the field is not nested.
+    """
+    keys = ", ".join(map(repr, row)) or "no keys at all"
+    what = f"no {key!r}: {missing}" if missing else f"no key {key!r}{nearest(key, row)}"
+    super().__init__(where, f"{what}; the row has {keys}", kind=f"without the field {key!r}")
+    self._key = key
+
+  def named_by(self, option: str, row: Mapping[str, Any], otherwise: str = "") -> "MissingKey":
+    """Adds to the remedy that an option names the field.
+
+    Args:
+      option: "data.input_key" or "data.output_key".
+      row: Fields of the row.
+      otherwise: Further remedy.
+    """
+    others = {name for each in _USUAL if each != option for name in _USUAL[each]}
+    close = names.nearest(self._key, [name for name in map(str, row) if name not in others])
+    found = next((name for name in (*close, *_USUAL[option]) if name in row), None)
+    example = f": set it to {found!r}" if found else ""
+    self.remedy = f"{option} names the field of the {_HAS[option]}{example}{otherwise}"
+    return self
+
+
 class LeftOut(RowError):
   """A row that is left out and counted even if broken rows stop the run: the file is not at
   fault."""
@@ -73,6 +119,15 @@ class PromptStyle:
   def __post_init__(self):
     if self.prompt_template is not None:
       fill_template(self.prompt_template, "")
+
+
+@contextlib.contextmanager
+def option_names(option: str, row: Mapping[str, Any], otherwise: str = "") -> Iterator[None]:
+  """Adds the option that names a field to the error of a row that lacks it; see `MissingKey`."""
+  try:
+    yield
+  except MissingKey as error:
+    raise error.named_by(option, row, otherwise) from None
 
 
 def parse_line(line: bytes, where: str) -> dict[str, Any]:
@@ -123,7 +178,8 @@ def fill_template(template: str, problem: str) -> TrustedText:
 
 def from_problem(row: Mapping[str, Any], where: str, style: PromptStyle) -> Record:
   """Reads `{"problem": …, "expected_answer": …}`, with the field names of the style."""
-  problem = _text(row, style.input_key, where)
+  with option_names("data.input_key", row):
+    problem = _text(row, style.input_key, where)
   answer = {} if style.output_key is None else {"expected_answer": _answer(row, style, where)}
   extra = {k: v for k, v in row.items() if k not in (style.input_key, style.output_key)}
   return Record(
@@ -213,7 +269,7 @@ def lookup(row: Mapping[str, Any], key: str, where: str) -> Any:
     RowError: The row has no such field.
   """
   if key in row or "." not in key:
-    return _field(row, key, where)
+    return field(row, key, where)
   found: Any = row
   for part in key.split("."):
     if isinstance(found, Mapping) and part in found:
@@ -221,7 +277,8 @@ def lookup(row: Mapping[str, Any], key: str, where: str) -> Any:
     elif isinstance(found, Sequence) and part.isdigit() and int(part) < len(found):
       found = found[int(part)]
     else:
-      raise RowError(where, f"no {key!r}: there is no {part!r} in {_type_name(found)}")
+      reason = f"there is no {part!r} in {_type_name(found)}"
+      raise MissingKey(where, key, row, missing=reason)
   return found
 
 
@@ -257,7 +314,9 @@ def _text(row: Mapping[str, Any], key: str, where: str) -> str:
 
 def _answer(row: Mapping[str, Any], style: PromptStyle, where: str) -> str:
   """Returns the expected answer as text, see `as_answer`."""
-  return as_answer(lookup(row, str(style.output_key), where), repr(style.output_key), where)
+  key = str(style.output_key)
+  with option_names("data.output_key", row, ", or to '' if the rows have none"):
+    return as_answer(lookup(row, key, where), repr(key), where)
 
 
 def as_answer(value: Any, name: str, where: str) -> str:
@@ -280,15 +339,15 @@ def as_text(value: Any, name: str, where: str) -> str:
   return _check_text(value, name, where)
 
 
-def _field(row: Mapping[str, Any], key: str, where: str) -> Any:
+def field(row: Mapping[str, Any], key: str, where: str) -> Any:
+  """Returns row[key]; if it is missing, raises MissingKey with the list of fields."""
   if key not in row:
-    keys = ", ".join(map(repr, row)) or "no keys at all"
-    raise RowError(where, f"no key {key!r}{nearest(key, row)}; the row has {keys}")
+    raise MissingKey(where, key, row)
   return row[key]
 
 
 def _messages(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-  value = _field(row, "messages", where)
+  value = field(row, "messages", where)
   if not isinstance(value, list) or not value:
     raise RowError(where, f"'messages' must be a list of messages, got {_type_name(value)}")
   return [_message(m, f"message {i + 1}", where) for i, m in enumerate(value)]
@@ -297,11 +356,11 @@ def _messages(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 def _message(value: Any, name: str, where: str) -> dict[str, Any]:
   if not isinstance(value, dict):
     raise RowError(where, f"{name} must be an object, got {_type_name(value)}")
-  role = _field(value, "role", f"{where}: {name}")
+  role = field(value, "role", f"{where}: {name}")
   if role not in ROLES:
     raise RowError(where, f"{name} has role {role!r}; there are: {', '.join(ROLES)}")
   has_calls = role == "assistant" and bool(value.get("tool_calls"))
-  content = value.get("content") if has_calls else _field(value, "content", f"{where}: {name}")
+  content = value.get("content") if has_calls else field(value, "content", f"{where}: {name}")
   if has_calls and content is None:
     content = ""
   if not isinstance(content, str):

@@ -31,6 +31,7 @@ CHOOSE = (
   ' "Answer: X" in which X is the letter of one option.\n\n{}'
 )
 SPAN = "Answer the question with a short passage of the text, and nothing else.\n\n{}"
+_OTHERWISE = "; set data.dataset=None if the rows are not of that dataset"
 # Environment of datasets whose answers no rule can check: their answer is one of reference.
 UNJUDGED = "reward_model"
 
@@ -70,14 +71,16 @@ def reader(
   answer_of = column(output_key) if output_key else dataset.answer
 
   def read(row: Row, where: str, style: formats.PromptStyle) -> formats.Record:
-    problem = formats.as_text(problem_of(row, where), "the problem", where)
+    with formats.option_names("data.input_key", row, _OTHERWISE):
+      problem = formats.as_text(problem_of(row, where), "the problem", where)
     standard: dict[str, Any] = {}
     if dataset.options is not None:
       standard["options"] = options = dataset.options(row, where)
       problem += "\n\n" + "\n".join(f"{letter}) {text}" for letter, text in options.items())
     standard["problem"] = problem
     if answer_of is not None and output_key != "":
-      standard["expected_answer"] = formats.as_answer(answer_of(row, where), "the answer", where)
+      with formats.option_names("data.output_key", row, _OTHERWISE):
+        standard["expected_answer"] = formats.as_answer(answer_of(row, where), "the answer", where)
     extra = {k: v for k, v in row.items() if k not in standard or v != standard[k]}
     return formats.Record(formats.ask(problem, style), formats.merged(extra, standard))
 

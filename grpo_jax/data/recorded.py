@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_jax.data import calls, formats
-from grpo_jax.data.formats import RowError
-from grpo_jax.registry import nearest
+from grpo_jax.data.formats import RowError, field
 
 ASSISTANT = "assistant"
 
@@ -178,7 +177,8 @@ def prompt_record(
   leave_out: Sequence[str] = (),
 ) -> formats.Record:
   """Reads the prompt of a row: a string, which is the user's message, or a chat."""
-  value = field(row, input_key, where)
+  with formats.option_names("data.input_key", row):
+    value = field(row, input_key, where)
   check_input(value, repr(input_key), where)
   if isinstance(value, str):
     value = [{"role": "user", "content": value}]
@@ -272,14 +272,6 @@ def _not_text(part: Any, name: str, where: str) -> RowError:
   return RowError(where, f"{name} has a part that is not text: {kind}")
 
 
-def field(row: Mapping[str, Any], key: str, where: str) -> Any:
-  """Returns row[key]; if it is missing, raises RowError with the list of fields."""
-  if key not in row:
-    keys = ", ".join(map(repr, row)) or "no keys at all"
-    raise RowError(where, f"no key {key!r}{nearest(key, row)}; the row has {keys}")
-  return row[key]
-
-
 def number(value: Any, name: str, where: str) -> float:
   """Returns a finite number."""
   if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -341,7 +333,8 @@ def _member(value: Any, where: str, style: Style) -> Response:
 
 def _response(row: Mapping[str, Any], key: str, where: str, style: Style) -> Response:
   """Reads the response in a field, and its quality and logprobs in the neighbouring fields."""
-  value = field(row, key, where)
+  with formats.option_names("data.output_key", row):
+    value = field(row, key, where)
   ids, logprobs = row.get("token_ids"), row.get("logprobs")
   if isinstance(value, str):
     turn = Turn(

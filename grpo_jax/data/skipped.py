@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
-from grpo_jax.data.formats import LeftOut, RowError
+from grpo_jax.data.formats import LeftOut, MissingKey, RowError
+from grpo_jax.errors import ExpectedFailure
 
 _log = logging.getLogger(__name__)
 
@@ -21,6 +22,16 @@ class OverlongError(LeftOut):
 
   def __init__(self, where: str, reason: str):
     super().__init__(where, reason, kind="with a prompt that is too long")
+
+
+class NoUsableRow(ExpectedFailure, ValueError):
+  """A dataset has rows, and none of them can be used."""
+
+
+def explained(error: RowError) -> RowError:
+  """Returns the error of a row that stops a run, with what to do about it."""
+  remedy = (isinstance(error, MissingKey) and error.remedy) or HINT
+  return RowError(error.where, f"{error.reason}; {remedy}", kind=error.kind)
 
 
 @dataclasses.dataclass(slots=True)
@@ -51,7 +62,7 @@ class Skipped:
       made = make()
     except RowError as error:
       if on_error == "stop" and not isinstance(error, LeftOut):
-        raise RowError(error.where, f"{error.reason}; {HINT}", kind=error.kind) from error
+        raise explained(error) from error
       self.add(error)
       return None
     self.overlong += bool(getattr(made, "is_cut", False))
@@ -91,7 +102,7 @@ class Skipped:
         *(self.parted, self.rows),
       )
 
-  def none_left(self, name: str, max_prompt_tokens: int | None = None) -> ValueError:
+  def none_left(self, name: str, max_prompt_tokens: int | None = None) -> "NoUsableRow":
     """Returns the error for a dataset without usable rows.
 
     Args:
@@ -99,4 +110,4 @@ class Skipped:
       max_prompt_tokens: Length of the longest prompt that is allowed; None: not compared.
     """
     limit = f" (data.max_prompt_tokens={max_prompt_tokens})" if self.dropped else ""
-    return ValueError(f"no row of {name!r} can be used: {self.line()}{limit}")
+    return NoUsableRow(f"no row of {name!r} can be used: {self.line()}{limit}")

@@ -10,7 +10,7 @@ import pytest
 from ml_collections import ConfigDict, FieldReference, config_dict
 
 import configs.base
-from grpo_jax.config import base, configuration
+from grpo_jax.config import base, configuration, run_options
 from grpo_jax.config.configuration import ConfigError
 
 
@@ -265,3 +265,40 @@ def test_a_loaded_config_still_is_a_config(loaded):
   with config.unlocked():
     config.mine = 1
   assert config.mine == 1 and "mine" in repr(config)
+
+
+def test_an_unknown_field_is_named_with_the_line_that_sets_it(tmp_path):
+  text = (
+    "from grpo_jax.config import base\n\n\ndef get_config():\n  config = base.get_config()\n"
+    "  config.total_step = 3\n  loss = config.loss\n  loss.clip_hihg = 0.3\n"
+    "  config.rollout.update(dict(group_sze=4))\n"
+    "  config.update_from_flattened_dict({'optim.learning_rate': 1e-5})\n"
+    "  with config.unlocked():\n    config['data']['shufle'] = True\n  return config\n"
+  )
+  path = write_config(tmp_path, text)
+  config = configuration.load(path)
+  said = [each for each in run_options.validate(config) if "there is no field" in each]
+  assert sorted(said) == [
+    f"{path}:12: there is no field 'data.shufle' (did you mean 'data.shuffle'?), but it is set to"
+    " True",
+    f"{path}:6: there is no field 'total_step' (did you mean 'total_steps'?), but it is set to 3",
+    f"{path}:8: there is no field 'loss.clip_hihg' (did you mean 'loss.clip_high'?), but it is set"
+    " to 0.3",
+    f"{path}:9: there is no field 'rollout.group_sze' (did you mean 'rollout.group_size'?), but it"
+    " is set to 4",
+  ]
+  loading = (
+    f"from grpo_jax import configuration\ndef get_config(): return configuration.load({path!r})"
+  )
+  outer = configuration.load(write_config(tmp_path, loading, "outer.py"))
+  assert configuration.place_of(outer, "total_step") == f"{path}:6: "
+  # One that a neighbour sets, and one that was set elsewhere.
+  folder = tmp_path / "neighbours_of_a_test"
+  folder.mkdir()
+  (folder / "other.py").write_text(text.replace("total_step ", "sed "))
+  module = "neighbours_of_a_test.other"
+  importing = f"import {module}\n\ndef get_config():\n  return {module}.get_config()\n"
+  (folder / "importing.py").write_text(importing)
+  config = configuration.load(str(folder / "importing.py"))
+  places = [configuration.place_of(config, name) for name in ("sed", "nowhere")]
+  assert places[0].endswith("other.py:6: ") and places[1] == ""

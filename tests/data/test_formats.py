@@ -5,12 +5,14 @@ import json
 import numpy as np
 import pytest
 
+from grpo_jax.data import skipped
 from grpo_jax.data.formats import (
   FORMATS,
   PromptStyle,
   RowError,
   fill_template,
   from_any,
+  from_problem,
   parse_line,
 )
 
@@ -174,3 +176,26 @@ def test_auto_prefers_the_input_key_over_messages():
 
 def test_every_format_is_named_once():
   assert sorted(FORMATS) == ["auto", "messages", "problem", "task"]
+
+
+PROBLEM = "data.input_key names the field of the problem"
+ANSWER = "data.output_key names the field of the answer"
+
+
+@pytest.mark.parametrize(
+  ("row", "style", "remedy"),
+  [
+    ({"question": "a", "answer": "b"}, {}, f"{PROBLEM}: set it to 'question'"),
+    ({"problm": "a", "answer": "b"}, {}, f"{PROBLEM}: set it to 'problm'"),
+    ({"x": "a", "y": "b"}, {}, PROBLEM),
+    ({"prompt": ["a"]}, {"input_key": "prompt.9"}, PROBLEM),
+    ({"problem": "a", "answer": "b"}, {}, f"{ANSWER}: set it to 'answer', or to '' if the rows"),
+    ({"problem": "a"}, {"output_key": "gold.value"}, f"{ANSWER}, or to '' if the rows have none"),
+    ({"problem": "", "answer": "b"}, {}, "data.on_error='skip' leaves such rows out"),
+  ],
+)
+def test_a_missing_field_names_the_option_and_not_how_to_skip_the_row(row, style, remedy):
+  with pytest.raises(RowError) as caught:
+    skipped.Skipped().guard(lambda: from_problem(row, "x:1", PromptStyle(**style)), "stop")
+  said = str(caught.value)
+  assert f"; {remedy}" in said and ("on_error" in said) == ("on_error" in remedy)

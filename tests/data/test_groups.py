@@ -181,7 +181,10 @@ def test_json_files_of_groups_are_read(tmp_path):
   "rows, message",
   [
     (responses(("p", "a", 1)) + [{"input": "p", "output": "b"}], r"f\.jsonl:2: no key 'reward'"),
-    (responses(("p", "a", 1)) + [{"input": "p", "reward": 1}], r"f\.jsonl:2: no key 'output'"),
+    (
+      responses(("p", "a", 1)) + [{"input": "p", "answer": "b", "reward": 1}],
+      r"f\.jsonl:2: no key 'output'.*data\.output_key names .*: set it to 'answer'",
+    ),
     (responses(("p", "a", 1)) + [RANKED], r"f\.jsonl:2: a whole group in one row"),
     ([RANKED, *responses(("p", "a", 1))], r"f\.jsonl:2: a single response, among rows that are"),
     ([{**RANKED, "group": [{"response": "a", "rank": 1, "token_ids": [999]}]}], "outside the voc"),
@@ -198,7 +201,7 @@ def test_broken_rows_can_be_left_out_of_their_groups(tmp_path, caplog):
   del rows[1]["output"]
   first, second = groups(write(tmp_path / "f.jsonl", rows), on_error="skip")
   assert [r.text for r in first.group.rollouts] == ["a"] and "f.jsonl:2" in caplog.text
-  with pytest.raises(ValueError, match="no row of 'g' can be used: skipped 1 of 1 rows: 1 broken"):
+  with pytest.raises(ValueError, match="no row of 'g' can be used: skipped 1 of 1 rows: 1 without"):
     groups(write(tmp_path / "g.jsonl", [{"a": 1}]), on_error="skip")
 
 

@@ -397,7 +397,7 @@ def test_rows_without_an_answer_to_compare_are_left_out_and_counted(tmp_path, ca
   )
   assert [prompt.info["expected_answer"] for prompt in stream.take(2)] == ["7"]
   assert stream.metrics()["data/broken_rows"] == 1.0
-  with pytest.raises(RowError, match=r"copy.jsonl:1: no key 'problem'.*data.on_error='skip'"):
+  with pytest.raises(RowError, match=r"copy.jsonl:1: no key 'problem'.*data.input_key names"):
     only(copy_of(tmp_path, {"answer": "7"}), "NuminaMath-1.5")
 
 

@@ -131,7 +131,7 @@ def test_missing_template_says_what_to_do_and_plain_does_without(folder):
   del settings["chat_template"]
   (folder / "tokenizer_config.json").write_text(json.dumps(settings))
   chat = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-  with pytest.raises(ValueError, match="has no chat template; name a .jinja file.*'plain'"):
+  with pytest.raises(ValueError, match="no chat template; set model.chat_template to .*'plain'"):
     load(folder).render(chat)
   assert load(folder, chat_template=tokenizer_module.PLAIN).render(chat) == "a\nb\n"
   (folder / "mine.jinja").write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
@@ -168,6 +168,10 @@ def test_variables_of_the_template_are_given_by_option(folder):
 def test_missing_folder_and_missing_tokenizer_are_told_apart(tmp_path):
   with pytest.raises(FileNotFoundError, match="no tokenizer folder"):
     load(tmp_path / "none")
+  (tmp_path / "config.json").write_text("{}")
+  with pytest.raises(FileNotFoundError, match="there is no tokenizer in .* only config.json; copy"):
+    load(tmp_path)
+  (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": 3}}')
   with pytest.raises(ValueError, match="cannot read a tokenizer"):
     load(tmp_path)
 

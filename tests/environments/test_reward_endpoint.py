@@ -417,7 +417,7 @@ def test_wrong_settings_are_refused_before_anything_is_sent(monkeypatch, tmp_pat
     "needs a group for the number": dict(settings=dict(score_pattern="Score", **judge)),
     "timeout_s must be a finite number > 0": dict(timeout_s=0.0),
     "retries must be an integer >= 0": dict(retries=-1),
-    "cannot read a tokenizer": dict(format="classify", settings=dict(tokenizer=str(tmp_path))),
+    "there is no tokenizer in": dict(format="classify", settings=dict(tokenizer=str(tmp_path))),
   }.items():
     with pytest.raises(ValueError, match=match):
       make(**settings)

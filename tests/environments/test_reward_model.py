@@ -126,7 +126,9 @@ def test_a_reward_model_without_chat_template_says_what_to_do(folder, tmp_path):
   settings = json.loads((bare / "tokenizer_config.json").read_text())
   del settings["chat_template"]
   (bare / "tokenizer_config.json").write_text(json.dumps(settings))
-  with pytest.raises(ValueError, match="has no chat template; name a .jinja file"):
+  with pytest.raises(
+    ValueError, match="has no chat template; set environments.NAME.chat_template to a .jinja file"
+  ):
     environments.make(reward_model=dict(path=str(bare)))
 
 

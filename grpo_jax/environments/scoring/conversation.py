@@ -81,7 +81,7 @@ def load_encoder(directory: str | Path, *, chat_template: str | None = None) -> 
   opened = tokenizer_files.open_folder(directory, chat_template=chat_template)
   if not opened.template:
     raise ModelError(
-      f"the tokenizer of the reward model in {directory} has no chat template; name a .jinja"
-      " file or a template as chat_template"
+      f"the tokenizer of the reward model in {directory} has no chat template; set"
+      " environments.NAME.chat_template to a .jinja file or a template"
     )
   return ConversationEncoder(opened, opened.template, str(directory))

@@ -106,8 +106,8 @@ class ChatTemplate:
     renderer = self._tools_renderer if tools else self._renderer
     if renderer is None:
       raise ModelError(
-        f"the tokenizer in {self._folder!r} has no chat template; name a .jinja "
-        f"file or a template as chat_template, or {PLAIN!r} for none (base models)"
+        f"the tokenizer in {self._folder!r} has no chat template; set model.chat_template to a"
+        f" .jinja file or a template, or to {PLAIN!r} for none (base models)"
       )
     variables = {
       **self._variables,

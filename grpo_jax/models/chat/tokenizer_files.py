@@ -21,7 +21,9 @@ _SETTINGS = (
   "config.json",
 )
 _VOCABULARIES = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "spiece.model")
+_TOKENIZERS = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+_LISTED = 12  # files of a folder that a message lists.
 UNKNOWN = "\0"  # token of all text in which `finder` finds nothing.
 _SHOWN = 400  # characters of another library's error that are shown.
 
@@ -72,6 +74,12 @@ def open_folder(directory: str | Path, *, chat_template: str | None = None) -> O
   directory = Path(directory)
   if not directory.is_dir():
     raise MissingModel(f"no tokenizer folder {directory}")
+  if not any(next(directory.glob(pattern), None) for pattern in _TOKENIZERS):
+    present = ", ".join(sorted(each.name for each in directory.iterdir())[:_LISTED])
+    raise MissingModel(
+      f"there is no tokenizer in {directory}: it has none of {', '.join(_TOKENIZERS)}, only"
+      f" {present or 'nothing'}; copy the tokenizer's files of the model into it"
+    )
   _check_files(directory)
   backend = _backend(directory)
   if chat_template is None:
@@ -84,7 +92,7 @@ def open_folder(directory: str | Path, *, chat_template: str | None = None) -> O
       raise MissingModel(f"no chat template file {chat_template}")
     text = files.read_text(file, max_bytes=files.TEMPLATE_BYTES)
     return Opened(backend, text, chat_template)
-  return Opened(backend, chat_template, "chat_template (the option)")
+  return Opened(backend, chat_template, "model.chat_template (the option)")
 
 
 def description(backend: Any) -> dict[str, Any] | None:
@@ -190,7 +198,7 @@ def _own_templates(backend: Any, directory: Path) -> dict[str, str]:
   if "default" not in named:
     raise ModelError(
       f"{_template_file(directory)}: has the chat templates {sorted(map(str, named))} and none"
-      " named default; give one as chat_template"
+      " named default; give one as model.chat_template"
     )
   for template in named.values():
     _check_template(template, directory)
