@@ -142,7 +142,7 @@ def completions(records: Iterable[Mapping[str, Any]], *, title: str = "", limit:
   names = ["prompt", "completion", "reward", *parts, "advantage", "ended by"]
   body, lines, before = [], [], None
   for each in shown:
-    prompt = "" if each["prompt_id"] == before else _cut(each["prompt"])
+    prompt = "" if each["prompt_id"] == before else _cut(each["prompt"]) + console.cut_mark(each)
     before = each["prompt_id"]
     numbers = [each["reward"], *(each["reward_components"].get(name) for name in parts)]
     ended = each.get("error") or each["finish_reason"]

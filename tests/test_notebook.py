@@ -60,6 +60,11 @@ def test_a_table_shows_as_many_completions_as_asked_for_and_counts_the_rest():
   assert "[400 more characters]" in repr(table) and repr(table).endswith("3 more")
 
 
+def test_a_table_says_that_a_prompt_is_cut():
+  record = RECORD | {"prompt": "What is", "prompt_ids": [1, 2], "prompt_is_cut": True}
+  assert "What is … [cut to 2 tokens]" in repr(notebook.completions([record]))
+
+
 def test_a_report_is_shown_in_a_frame_of_its_own(tmp_path):
   path = tmp_path / "report.html"
   path.write_text('<!doctype html><script>"&"</script>')

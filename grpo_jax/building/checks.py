@@ -137,6 +137,22 @@ def check_split(mesh: Mesh, folder: pathlib.Path) -> None:
     )
 
 
+def log_lengths(config: Config) -> None:
+  """Warns of completions that cannot become as long as their limit says."""
+  longest = batching_options.longest_sequence(config)
+  limits = {
+    "sampling.max_tokens": config.sampling.max_tokens,
+    "evaluation.sampling.max_tokens": config.evaluation.sampling.max_tokens or 0,
+  }
+  for name, limit in () if modes.is_offline(config) else limits.items():
+    if limit > longest:
+      _log.warning(
+        "%s=%d is never reached: a prompt with its completion has at most %d tokens"
+        " (rollout.max_tokens, batching.row_tokens)",
+        *(name, limit, longest),
+      )
+
+
 def check_scorable(
   config: Config,
   prompts: data.PromptStream,

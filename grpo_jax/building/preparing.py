@@ -88,6 +88,7 @@ def prepare(
   checks.check_attention(config, mesh)
   platform = checks.chip(mesh).platform
   _log.info(precision.describe(checks.matmul_precision(config), platform))
+  checks.log_lengths(config)
   found = model_building.find_alike(config)
   config = model_building.with_fallback(config, found)
   checks.check_context(config, found.folder)

@@ -135,13 +135,15 @@ class GroupDataset:
     asked = self._asked(recording, where)
     if asked.too_long and self.overlong == "drop":
       raise OverlongError(where, asked.too_long)
-    info = recording.info
+    info, text = recording.info, asked.text
+    if asked.too_long:  # what the model reads.
+      text = self.tokenizer.decode(asked.ids, skip_special=False)
     return Prompt(
       prompt_id=prompt_id,
       token_ids=asked.ids,
       environment=self.environment,
       info=prompt_texts.shortened(info, len(asked.text)) if asked.is_shortened else info,
-      text=asked.text,
+      text=text,
       weight=0.0 if asked.too_long else recording.weight,
       dataset=self.name,
       is_cut=bool(asked.too_long),

@@ -90,6 +90,9 @@ class PromptDataset:
     if asked.too_long and self.overlong == "drop":
       raise OverlongError(where, asked.too_long)
     info = record.info
+    text = asked.text
+    if asked.too_long:  # what the model reads, and environments and people with it.
+      text = self.tokenizer.decode(asked.ids, skip_special=False)
     if asked.is_shortened:
       info, messages = prompt_texts.shortened((info, messages), len(asked.text))
     return Prompt(
@@ -97,7 +100,7 @@ class PromptDataset:
       token_ids=asked.ids,
       environment=environment,
       info=info,
-      text=asked.text,
+      text=text,
       weight=0.0 if asked.too_long else formats.loss_multiplier(fields, where),
       dataset=self.name,
       is_cut=bool(asked.too_long),

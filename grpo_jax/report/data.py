@@ -397,7 +397,7 @@ def _group(record: Mapping[str, Any]) -> dict[str, Any]:
   return {
     "id": console.shorten(record["prompt_id"], MAX_LABEL),
     "environment": console.shorten(record["environment"], MAX_LABEL),
-    "prompt": console.shorten(record["prompt"], MAX_PROMPT),
+    "prompt": console.shorten(record["prompt"], MAX_PROMPT) + console.cut_mark(record),
     "expected": None if expected is None else console.shorten(str(expected), MAX_PROMPT),
     "size": 0,
     "rollouts": [],

@@ -190,7 +190,8 @@ def sample_lines(
   """
   order = np.argsort(-np.nan_to_num(group.rewards, nan=-np.inf), kind="stable")
   shown = [order[0]] if len(order) == 1 else [order[0], order[-1]]
-  title = f"── sample of step {step}: {group.prompt.prompt_id}, {len(order)} completions "
+  cut = f", prompt cut to {len(group.prompt.token_ids)} tokens" if group.prompt.is_cut else ""
+  title = f"── sample of step {step}: {group.prompt.prompt_id}, {len(order)} completions{cut} "
   lines = [f"{printable(title):─<{width}}"]
   lines += _indented("prompt", shorten(group.prompt.text, PROMPT_CHARACTERS))
   if (expected := group.prompt.expected_answer) is not None:
@@ -256,6 +257,12 @@ def shorten(text: str, limit: int) -> str:
   """Returns the text, cut to `limit` characters with a note of how many were left out."""
   left = len(text) - limit
   return text if left <= 0 else f"{text[:limit]} … [{left} more characters]"
+
+
+def cut_mark(record: Mapping[str, Any]) -> str:
+  """Returns what follows the prompt of a record of rollouts/ if only its beginning was asked."""
+  is_cut = record.get("prompt_is_cut")  # missing in older files.
+  return f" … [cut to {len(record['prompt_ids'])} tokens]" if is_cut else ""
 
 
 class Screen(screen.Screen):

@@ -114,6 +114,7 @@ def _record(
     "prompt_id": group.prompt.prompt_id,
     "environment": group.prompt.environment,
     "prompt": group.prompt.text,
+    "prompt_is_cut": group.prompt.is_cut,
     "expected_answer": group.prompt.expected_answer,
     "completion": rollout.text,
     "reward": finite(rollout.reward),

@@ -275,6 +275,7 @@ def test_long_prompts_are_cut_or_dropped(tmp_path):
   (item,) = groups(path, max_prompt_tokens=20, overlong="zero_weight")
   prompt = item.group.prompt
   assert (len(prompt.token_ids), prompt.weight, prompt.is_cut) == (20, 0.0, True)
+  assert prompt.text == TOKENIZER.decode(prompt.token_ids, skip_special=False)
   with pytest.raises(RowError, match="more than 20"):
     groups(path, max_prompt_tokens=20, overlong="drop")
 

@@ -241,6 +241,7 @@ def test_a_prompt_is_too_long_by_its_characters_only_if_it_is_by_its_tokens(leng
   prompt = dataset.prompt(0, epoch=0)
   assert prompt.is_cut == (tokens > 64)
   np.testing.assert_array_equal(prompt.token_ids, TOKENIZER.apply_chat_template(messages)[:64])
+  assert prompt.text == TOKENIZER.decode(prompt.token_ids, skip_special=False)
 
 
 def test_a_line_that_fits_no_model_is_not_read(tmp_path, monkeypatch):

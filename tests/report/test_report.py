@@ -425,6 +425,15 @@ def test_every_text_of_a_group_is_cut(tmp_path):
   assert group["expected"].endswith("more characters]") and len(group["rollouts"]) == 2
 
 
+def test_a_prompt_that_is_cut_is_shown_as_cut(tmp_path):
+  path = groups_file(tmp_path, [-1.0]) / "rollouts/step_000000.jsonl"
+  record = json.loads(path.read_text())
+  ids = list(range(7))
+  path.write_text(json.dumps(record | {"prompt": "abc", "prompt_is_cut": True, "prompt_ids": ids}))
+  (group,) = Page(report.write(tmp_path).read_text(encoding="utf-8")).data["samples"][0]["groups"]
+  assert group["prompt"] == "abc … [cut to 7 tokens]"
+
+
 # What the script makes of [low, high, unit], and of first and last steps.
 AXES = """
 globalThis.document = {getElementById: () => ({textContent: "{}"})};

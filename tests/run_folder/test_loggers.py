@@ -208,6 +208,7 @@ def test_a_rollout_file_holds_all_that_was_sampled(tmp_path):
     "step": 6,
     "group": 0,
     "rollout": 0,
+    "prompt_is_cut": False,
     "prompt_id": "p-0",
     "environment": "math",
     "prompt": "1 + 1?",
@@ -492,6 +493,14 @@ def test_a_completion_can_neither_steer_the_terminal_nor_be_markup():
   screen.sample(0, group, np.zeros(1, np.float32))
   assert not set("\x1b\x07\u202e\r") & set(file.getvalue())
   assert "[bold]x[/bold] \\x1b[2J\\x07\\u202e[link=a]b\\r" in file.getvalue()
+
+
+def test_a_sample_says_that_its_prompt_is_cut():
+  rollouts = fake_run.make_group(np.random.default_rng(0), 0, 0, 0.5).rollouts
+  for is_cut in (True, False):
+    prompt = Prompt("p", np.zeros(7, np.int32), "e", text="What is", is_cut=is_cut)
+    title = console.sample_lines(3, RolloutGroup(prompt, rollouts), np.zeros(8), 80)[0]
+    assert (", prompt cut to 7 tokens " in title) == is_cut
 
 
 def test_a_terminal_that_knows_ascii_only_gets_question_marks():
