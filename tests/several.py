@@ -38,7 +38,7 @@ def get_config():
   config.optim.learning_rate = 1e-3
   config.evaluation.every_steps = 2
   config.evaluation.at_start = False
-  config.evaluation.data.path = ROWS
+  config.evaluation.data.path = HELD_OUT
   config.evaluation.num_prompts = 5
   config.checkpoint.every_steps = 1
   return config
@@ -83,10 +83,14 @@ def write_input(folder: pathlib.Path, *, rows: int = 11) -> pathlib.Path:
 
   model = tiny.write(folder / "model")
   lines = [{"problem": f"{i} + {i}", "expected_answer": str(2 * i)} for i in range(rows)]
-  data = folder / "rows.jsonl"
+  data, held_out = folder / "rows.jsonl", folder / "held_out.jsonl"
   data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-  config = folder / "config.py"
-  config.write_text(CONFIG.replace("MODEL", repr(str(model))).replace("ROWS", repr(str(data))))
+  other = [{"problem": f"{i} - {i}", "expected_answer": "0"} for i in range(5)]
+  held_out.write_text("".join(json.dumps(line) + "\n" for line in other))
+  config, text = folder / "config.py", CONFIG
+  for name, path in {"MODEL": model, "ROWS": data, "HELD_OUT": held_out}.items():
+    text = text.replace(name, repr(str(path)))
+  config.write_text(text)
   return config
 
 

@@ -302,6 +302,7 @@ def publish(
   dtype: str | None,
   max_shard_gb: float | None,
   is_offline: bool,
+  has_sets: bool,
   logger: Logger,
   adapter: lora.Options | None = None,
   measure: Callable[[Any], Metrics] | None = None,
@@ -320,6 +321,7 @@ def publish(
     dtype: Dtype of the weights in the files; None: as in `export.to_huggingface`.
     max_shard_gb: Largest size of a file, in gigabytes; None: one file.
     is_offline: Whether the run learned from recorded groups.
+    has_sets: Whether the run has evaluation sets.
     logger: Logger that reports where the weights are.
     adapter: Options of the adapter that was trained; None: every weight was trained.
     measure: Function that measures the weights, as in `learn`.
@@ -359,6 +361,7 @@ def publish(
     str(written),
     str(folder.parent),
     is_offline=is_offline,
+    has_sets=has_sets,
     adapter=None if alone is None else str(alone),
     note=note,
   )

@@ -9,12 +9,13 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from grpo_jax import data, environments, processes
+from grpo_jax import data, environments
 from grpo_jax.building import (
   adapter,
   agreements,
   checks,
   computation,
+  evaluation_sets,
   groups,
   kept_programs,
   online,
@@ -24,7 +25,7 @@ from grpo_jax.building import model as model_building
 from grpo_jax.building import teacher as teaching
 from grpo_jax.building.parts import Mode
 from grpo_jax.compilation import compiling, precision
-from grpo_jax.config import data_options, device_options, modes, run_options
+from grpo_jax.config import device_options, modes, run_options
 from grpo_jax.engines.base import Engine
 from grpo_jax.files.disk import writing
 from grpo_jax.models import loading
@@ -102,9 +103,7 @@ def prepare(
   made = stack.enter_context(groups.make_environments(config))
   config = groups.with_conversations(config, made)
   opener = groups.with_tools(mode.opener, made)
-  held_out = processes.together(  # early: finds a wrong file.
-    lambda: data_options.open_all(config, tokenizer, opener), what="opening the data"
-  )
+  held_out = evaluation_sets.held_out(config, tokenizer, opener)  # early: finds a wrong file.
   inputs = Inputs(
     config=config,
     workdir=workdir,

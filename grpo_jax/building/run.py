@@ -218,7 +218,7 @@ def _bind(
   stack.callback(groups.close)
   timer = timing.Timer(waited=processes.waited_s)
   return Run(
-    schedule=_schedule(config),
+    schedule=_schedule(config, evaluates=bool(inputs.held_out)),
     policy=policy,
     stream=groups,
     engine=loaded.engine,
@@ -343,6 +343,7 @@ def _publishing(
     dtype=inputs.config.export.dtype,
     max_shard_gb=inputs.config.export.max_shard_gb,
     is_offline=modes.is_offline(inputs.config),
+    has_sets=bool(inputs.held_out) or not data_options.evaluates(inputs.config),
     logger=logger,
     adapter=lora_options.load(inputs.config),
     measure=loaded.made.measure,
@@ -393,12 +394,12 @@ def _completions(inputs: preparing.Inputs, start: Standing) -> evaluation_log.Ev
   return evaluation_log.EvaluationLog(inputs.workdir, decode, max_mb=max_mb)
 
 
-def _schedule(config: Config) -> Schedule:
+def _schedule(config: Config, *, evaluates: bool) -> Schedule:
   return Schedule(
     total_steps=config.total_steps,
-    evaluate_at_start=config.evaluation.at_start,
-    evaluate_every=config.evaluation.every_steps,
-    evaluate_at_end=config.evaluation.at_end,
+    evaluate_at_start=evaluates and config.evaluation.at_start,
+    evaluate_every=config.evaluation.every_steps if evaluates else 0,
+    evaluate_at_end=evaluates and config.evaluation.at_end,
     save_every=config.checkpoint.every_steps,
     max_skipped=config.learn.max_skipped_steps,
   )

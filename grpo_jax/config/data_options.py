@@ -1,11 +1,9 @@
 """Makes datasets from the sections `data` and `evaluation` of a config, and checks them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from grpo_jax import data, environments
-from grpo_jax.config.configuration import ConfigError
-from grpo_jax.types import Prompt
 
 # A ConfigDict, whose fields a type checker cannot know.
 Config = Any
@@ -42,9 +40,24 @@ def evaluation(config: Config) -> dict[str, dict[str, Any]]:
   Raises:
     ValueError: A field is unknown, or two sets have the same name.
   """
+  return _of_sets(config, data.evaluation_sets)
+
+
+def trained_on(config: Config) -> list[str]:
+  """Returns the names of the sets that are not evaluated, because they are training rows."""
+  return _of_sets(config, data.trained_on)
+
+
+def names_held_out(config: Config) -> bool:
+  """Returns whether the config names rows for the evaluation."""
+  options = config.evaluation
+  return bool(options.datasets) or data.names_a_source(options.data.to_dict())
+
+
+def _of_sets(config: Config, function: Callable[..., Any]) -> Any:
   options = config.evaluation
   own, sets = options.data.to_dict(), options.datasets
-  return data.evaluation_sets(_shared(config), config.data.datasets, own, sets, name=options.name)
+  return function(_shared(config), config.data.datasets, own, sets, name=options.name)
 
 
 def has_several(config: Config) -> bool:
@@ -52,49 +65,34 @@ def has_several(config: Config) -> bool:
   return len(training(config)) > 1 or config.data.dataloader is not None
 
 
-def open_all(
-  config: Config, tokenizer: data.Tokenizer, opener: data.Opener = data.open_dataset
-) -> dict[str, list[Prompt]]:
-  """Opens the training datasets, to check that they can be opened, and reads the evaluation sets.
-
-  Args:
-    config: Config of the run.
-    tokenizer: Tokenizer of the model.
-    opener: Function that opens a dataset of prompts, or of recorded groups.
-
-  Raises:
-    ConfigError: A file, a name or a library is missing, or a held-out row is broken.
-  """
-  try:
-    data.make(tokenizer, opener=opener, **stream_options(config))
-    return held_out(config, tokenizer, opener)
-  except (OSError, ValueError, ImportError) as error:
-    raise ConfigError(f"the data cannot be used: {error}") from error
-
-
-def held_out(
-  config: Config, tokenizer: data.Tokenizer, opener: data.Opener = data.open_dataset
-) -> dict[str, list[Prompt]]:
-  """Reads the prompts of every evaluation set; {} if the run never evaluates."""
+def evaluates(config: Config) -> bool:
+  """Returns whether the config asks for any evaluation."""
   options = config.evaluation
-  if not (options.at_start or options.at_end or options.every_steps):
-    return {}
-  how = {"limit": options.num_prompts, "on_error": config.data.on_error, "opener": opener}
-  return {
-    name: data.make_held_out(tokenizer, **how, **one) for name, one in evaluation(config).items()
+  return bool(options.at_start or options.at_end or options.every_steps)
+
+
+def open_sets(
+  config: Config, tokenizer: data.Tokenizer, opener: data.Opener = data.open_dataset
+) -> dict[str, data.Dataset]:
+  """Opens every evaluation set; {} if the run never evaluates."""
+  found = evaluation(config) if evaluates(config) else {}
+  without_weights = {
+    name: {key: value for key, value in one.items() if key != "weight"}
+    for name, one in found.items()
   }
+  return {name: opener(tokenizer, **one) for name, one in without_weights.items()}
 
 
 def best_metrics(config: Config) -> tuple[str, ...]:
   """Returns the metrics that rank checkpoints; the first of them that was measured counts.
 
   The default is the accuracy of the first evaluation set, or its mean reward if its environment
-  does not measure accuracy.
+  does not measure accuracy. A set that turns out to be training rows is not measured.
   """
   if config.checkpoint.best_metric:
     return (config.checkpoint.best_metric,)
-  first = f"eval/{next(iter(evaluation(config)))}"
-  return (f"{first}/accuracy", f"{first}/reward_mean")
+  sets = (*evaluation(config), *trained_on(config))
+  return tuple(f"eval/{name}/{metric}" for name in sets for metric in ("accuracy", "reward_mean"))
 
 
 def complaints(config: Config, *, has_environments: bool = True) -> Iterator[str]:
@@ -127,7 +125,7 @@ def complaints(config: Config, *, has_environments: bool = True) -> Iterator[str
       f"data.num_prompts_per_dataloader={per_loader}"
     )
   best = config.checkpoint.best_metric
-  if config.checkpoint.keep_best and best and best.startswith("eval/"):
+  if config.checkpoint.keep_best and best and best.startswith("eval/") and found["evaluation"]:
     if not any(best.startswith(f"eval/{name}/") for name in found["evaluation"]):
       known = ", ".join(found["evaluation"])
       yield f"checkpoint.best_metric is {best!r}, but the evaluation sets are: {known}"
@@ -141,7 +139,7 @@ def _unused(config: Config, trained: Sets, evaluated: Sets) -> Iterator[str]:
   }
   for section, (shared, listed, sets) in sections.items():
     place = section.removesuffix(".data")
-    for field in _OF_SOURCE if listed else ():
+    for field in _OF_SOURCE if listed and sets else ():
       value = shared.get(field)
       if value is not None and all(one.get(field) != value for one in sets.values()):
         yield (

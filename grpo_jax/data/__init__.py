@@ -16,7 +16,7 @@ from grpo_jax.data.prompts import (
   name_of,
   open_dataset,
 )
-from grpo_jax.data.settings import environments
+from grpo_jax.data.settings import environments, names_a_source, trained_on
 from grpo_jax.data.settings import evaluation as evaluation_sets
 from grpo_jax.data.settings import training as training_sets
 from grpo_jax.data.skipped import OnError, Skipped
@@ -26,6 +26,7 @@ from grpo_jax.registry import check_arguments, choose, function
 from grpo_jax.types import Prompt
 
 __all__ = [
+  "Dataset",
   "Loader",
   "Opener",
   "PromptDataset",
@@ -36,13 +37,16 @@ __all__ = [
   "environments",
   "evaluation_sets",
   "first_prompts",
+  "held_out",
   "load_tokenizer",
   "make",
   "make_dataloader",
   "make_held_out",
   "name_of",
+  "names_a_source",
   "open_dataset",
   "tool_form_of",
+  "trained_on",
   "training_sets",
 ]
 

@@ -57,6 +57,11 @@ class FunctionSource:
     except Exception as error:  # the user's function may fail on some seed.
       raise formats.RowError(self.where(row), place_and_reason(error)) from error
 
+  @property
+  def seeds(self) -> range:
+    """Seeds of the rows, in their order."""
+    return range(self._seed, self._seed + self._size)
+
   def where(self, row: int) -> str:
     """Returns the place of a row, for messages."""
     return f"{self.name}:{row + 1}"

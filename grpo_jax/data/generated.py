@@ -51,6 +51,11 @@ class ReasoningGymSource:
       raise formats.RowError(self.where(row), f"{type(error).__name__}: {error}") from error
     return {"entry": entry, "task": self._task, "task_args": self._args}
 
+  @property
+  def seeds(self) -> range:
+    """Seeds of the rows, in their order; a few tasks of the package do not depend on them alone."""
+    return range(self._args["seed"], self._args["seed"] + len(self))
+
   def where(self, row: int) -> str:
     return f"{self.name}:{row + 1}"
 

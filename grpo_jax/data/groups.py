@@ -130,6 +130,17 @@ class GroupDataset:
       where=where,
     )
 
+  def question(self, number: int) -> tuple[Any, Any]:
+    """Returns what a group asks, as a problem with an answer does, and the whole group."""
+    prompt = dataclasses.replace(self.style.prompt, system_prompt=None, prompt_template=None)
+    style = dataclasses.replace(self.style, prompt=prompt)
+    read = [
+      self.read_row(self.source[row], self.source.where(row), style)
+      for row in self.members.of(number)
+    ]
+    asked = read[0].messages or read[0].prompt_ids, None
+    return asked, (asked, [dataclasses.asdict(each) for one in read for each in one.responses])
+
   def _prompt(self, recording: Recording, prompt_id: str, where: str) -> Prompt:
     """Returns the prompt of a group; one that is too long is cut with weight 0, or rejected."""
     asked = self._asked(recording, where)

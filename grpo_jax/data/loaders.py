@@ -14,7 +14,7 @@ import bisect
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grain
@@ -111,14 +111,25 @@ class Loader:
         raise self.skipped.none_left(first.name, first.max_prompt_tokens)
     return prompts
 
+  def begins_with(self) -> Iterator[tuple[Dataset, int]]:
+    """Yields the rows of the first epoch in their order, wherever the cursor is: the dataset, and
+    the number of the row in it."""
+    for position in range(len(self)):
+      part, row = self._place(position)
+      yield self.datasets[part], row
+
   def _next_prompt(self) -> Prompt:
     position = self.cursor
     self.cursor += 1
+    part, row = self._place(position)
+    return self.datasets[part].prompt(row, epoch=position // len(self))
+
+  def _place(self, position: int) -> tuple[int, int]:
+    """Returns the number of the dataset that a position reads, and that of the row in it."""
     row = self._rows[position]
     assert row is not None  # None is grain's filtered element; there is no filter here.
     part = bisect.bisect_right(self._ends, row)
-    first = self._ends[part - 1] if part else 0
-    return self.datasets[part].prompt(int(row) - first, epoch=position // len(self))
+    return part, int(row) - (self._ends[part - 1] if part else 0)
 
 
 def from_the_only_one(

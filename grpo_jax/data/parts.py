@@ -60,6 +60,11 @@ class Part:
       return int(self._drawn[row])
     return row + int(np.searchsorted(self._gaps, row, side="right"))
 
+  def takes(self, source_row: int) -> bool:
+    """Returns whether a row of the source, by its number there, is in this part."""
+    is_drawn = bool(np.isin(source_row, self._drawn))
+    return is_drawn if self._side == "validation" else not is_drawn
+
   def round_of(self, row: int) -> int:
     """Returns how often the row occurred before in the same epoch."""
     return row // self.rows

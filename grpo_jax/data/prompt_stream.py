@@ -55,7 +55,12 @@ class PromptStream:
   @property
   def datasets(self) -> tuple[Dataset, ...]:
     """All datasets that the loaders read."""
-    return tuple(one for loader in self._loaders.values() for one in loader.datasets)
+    return tuple(one for loader in self.loaders for one in loader.datasets)
+
+  @property
+  def loaders(self) -> tuple[Loader, ...]:
+    """The loaders, in the order of the config."""
+    return tuple(self._loaders.values())
 
   def take(self, n: int) -> list[Prompt]:
     """Takes the next n prompts; fewer, and finally none, when the epochs are finished.

@@ -110,6 +110,22 @@ class PromptDataset:
       parted=asked.parted,
     )
 
+  def question(self, number: int) -> tuple[Any, Any]:
+    """Returns what a row of the source asks, and what makes another row the same one.
+
+    It asks its messages, without the system prompt and the template of the config. A row without
+    an expected answer, such as a game, asks the same only if its other fields are equal, too.
+
+    Raises:
+      RowError: The row is broken.
+    """
+    where, fields = self.source.where(number), self.source[number]
+    task = self._task_of(fields, where)
+    bare = dataclasses.replace(task.style, system_prompt=None, prompt_template=None)
+    record = _read(dataclasses.replace(task, style=bare), fields, where)
+    asked = record.messages, None if "expected_answer" in record.info else record.info
+    return asked, asked
+
   def _tools(
     self, record: formats.Record, fields: Mapping[str, Any], environment: str, where: str
   ) -> tuple[calls.Tool, ...]:
@@ -159,6 +175,10 @@ class Dataset(Protocol):
 
   def prompt(self, row: int, *, epoch: int) -> Prompt:
     """Makes the prompt of a row; see `PromptDataset.prompt`."""
+    ...
+
+  def question(self, number: int) -> tuple[Any, Any]:
+    """Returns what a row of the source, or a group, asks; see `PromptDataset.question`."""
     ...
 
 
@@ -322,7 +342,7 @@ def open_dataset(
       hub=entry.hub if entry else dataset,
       subset=subset or (entry.subset if entry else None),
       split=split,
-      usual_split=_usual_split(entry, for_evaluation),
+      usual_split=usual_split(entry, for_evaluation),
       task=task,
       task_args=dict(task_args or {}),
       task_seed=task_seed,
@@ -414,7 +434,8 @@ def style_of(settings: Mapping[str, Any]) -> formats.PromptStyle:
   return make_task(entry, format="auto", **{name: settings.get(name) for name in names}).style
 
 
-def _usual_split(entry: named.NamedDataset | None, for_evaluation: bool) -> str | None:
+def usual_split(entry: named.NamedDataset | None, for_evaluation: bool) -> str | None:
+  """Returns the split that is read if none is given; None: the dataset is not a named one."""
   if entry is None:
     return None
   return (for_evaluation and entry.evaluation_split) or entry.split

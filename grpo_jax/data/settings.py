@@ -5,17 +5,21 @@ mapping per dataset. `config.evaluation.data` holds the fields that evaluation c
 `evaluation.datasets` lists its sets.
 """
 
+import contextlib
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_jax.data import field_kinds, prompts
+from grpo_jax.data import field_kinds, named, prompts, sources
+from grpo_jax.files import local_paths
 from grpo_jax.registry import nearest
 
 Settings = Mapping[str, Any]
 
 # Fields that define a source. A dataset with its own source ignores the shared ones.
 _SOURCE = ("kind", "path", "dataset", "subset", "split", "task")
+_OF_TASK = ("task_seed", "size")  # they choose the rows of a task.
 _WITHOUT_PATH = ("hub", "reasoning_gym")  # kinds that cannot be combined with a path.
 _TWINS = (("prompt_template", "prompt_file"), ("system_prompt", "system_prompt_file"))
 _FIELDS = set(inspect.signature(prompts.open_dataset).parameters) - {
@@ -69,7 +73,8 @@ def evaluation(
   """Returns the fields of every evaluation set, by the name that its metrics have.
 
   The sets are those listed, or the one that `own` describes, and what training datasets split
-  off. If there are none: the training datasets' other split, or otherwise their first rows.
+  off. If there are none: the training datasets' other split. A set of training rows is not among
+  them, as far as the fields show it; see `trained_on`.
 
   Args:
     shared: Fields that the training datasets share.
@@ -81,17 +86,45 @@ def evaluation(
   Raises:
     ValueError: A field is unknown, or two sets have the same name.
   """
+  found = _asked_for(shared, items, own, sets, name)
+  trained = trained_on(shared, items, own, sets, name=name)
+  return {key: one for key, one in found.items() if key not in trained}
+
+
+def trained_on(
+  shared: Settings, items: Sequence[Any], own: Settings, sets: Sequence[Any], *, name: str
+) -> list[str]:
+  """Returns the names of the sets whose rows are training rows, which must not be evaluated.
+
+  Takes the arguments of `evaluation`, and raises the same errors. Fields are compared; see
+  `reads_same`.
+  """
+  found = _asked_for(shared, items, own, sets, name)
+  trained = training(shared, items).values()
+  return [key for key, one in found.items() if any(reads_same(one, each) for each in trained)]
+
+
+def names_a_source(own: Settings) -> bool:
+  """Returns whether the fields that evaluation changes name other rows than those of training."""
+  return any(own.get(key) is not None for key in (*_SOURCE, *_OF_TASK))
+
+
+def _asked_for(
+  shared: Settings, items: Sequence[Any], own: Settings, sets: Sequence[Any], name: str
+) -> dict[str, dict[str, Any]]:
+  """Returns the fields of the sets of `evaluation`, whatever rows they have."""
   once = {"split_validation_size": 0, "repeat": 1, "for_evaluation": True}
   base = inherit({**shared, **once}, own)
   trained = _expand(shared, items, "data.datasets")
+  asked = {key: value for key, value in own.items() if key not in (*_SOURCE, *_OF_TASK, "name")}
   split_off = {
-    key: {**inherit({**one, "repeat": 1}, own), "side": "validation"}
+    key: {**inherit({**one, "repeat": 1}, asked), "side": "validation"}
     for key, one in trained.items()
     if one.get("split_validation_size")
   }
   if sets:
     found = _expand(base, sets, "evaluation.datasets")
-  elif any(own.get(key) is not None for key in (*_SOURCE, "task_seed", "size")):
+  elif names_a_source(own):
     found = {name: base}
   elif split_off:
     found = {}
@@ -105,6 +138,45 @@ def evaluation(
   if twice:
     raise ValueError(f"two evaluation sets are called {sorted(twice)[0]!r}: give one a name")
   return {**found, **split_off}
+
+
+def reads_same(one: Settings, trained: Settings) -> bool:
+  """Returns whether an evaluation set reads rows that a training dataset trains on.
+
+  Only the fields are compared; no file is opened. How the rows are asked and scored does not
+  matter. Of one source, the two sides of one split have no row in common.
+
+  Args:
+    one: Fields of the evaluation set.
+    trained: Fields of the training dataset.
+  """
+  if _rows_of(one) != _rows_of(trained):
+    return False
+  split = ("split_validation_size", "split_seed")
+  has_sides = (one.get("side"), trained.get("side")) == ("validation", "train")
+  return not (has_sides and all(one.get(key) == trained.get(key) for key in split))
+
+
+def _rows_of(one: Settings) -> tuple[Any, ...]:
+  """Returns what decides which rows a source has, in one spelling."""
+  kind, path, task = (one.get(key) for key in ("kind", "path", "task"))
+  dataset = one.get("dataset")
+  entry = None
+  with contextlib.suppress(ValueError):  # an unknown name is reported elsewhere.
+    entry = named.find(str(dataset)) if dataset else None
+  split = one.get("split") or prompts.usual_split(entry, bool(one.get("for_evaluation")))
+  arguments = repr(sorted((one.get("task_args") or {}).items(), key=str))
+  if kind and "." in kind:  # a function of the user's: whatever it is given may matter.
+    others = (one.get(key) for key in ("dataset", "subset", "split", "task_seed", "size"))
+    return (kind, path, task, arguments, *others)
+  if path:
+    place = str(path) if local_paths.is_url(path) else os.path.realpath(path)
+    return "file", place, split if sources.may_hold_splits(place) else None
+  if task:
+    usual = "function" if kind == "function" else "reasoning_gym"
+    return usual, task, arguments, one.get("task_seed", 0)
+  hub = (entry.hub if entry else str(dataset)).lower()
+  return "hub", hub, one.get("subset") or (entry.subset if entry else None), split or "train"
 
 
 def _expand(shared: Settings, items: Sequence[Any], where: str) -> dict[str, dict[str, Any]]:

@@ -226,6 +226,11 @@ def _open_one(path: Path, kind: str | None, config: SourceConfig, *, name: str |
   )
 
 
+def may_hold_splits(path: str) -> bool:
+  """Returns whether a path may hold several splits: a folder, or a JSON file with several lists."""
+  return _ending(Path(path)) not in ("jsonl", "parquet")
+
+
 def _ending(path: Path) -> str | None:
   """Returns the kind of a file by its extension; JSON lines may be compressed (.jsonl.gz)."""
   if path.suffix.lower() != ".gz":

@@ -9,7 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_jax import data, environments, metrics
-from grpo_jax.building import checks, groups, named_code, online, stored, stored_engine
+from grpo_jax.building import (
+  checks,
+  evaluation_sets,
+  groups,
+  named_code,
+  online,
+  preparing,
+  stored,
+  stored_engine,
+)
 from grpo_jax.config import configuration, data_options, modes, run_options
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.engines.base import SamplingParams
@@ -80,7 +89,8 @@ def run(
     own = folder if len(found) == 1 else folder / f"model_{number}"
     one: Config = configuration.replaced(chosen, stored.fields(weights))
     facts = {"samples": one.evaluation.group_size, "seed": one.seed}
-    done = _Model(weights, own, one, ks, stop)
+    run_folder = None if weights.step is None else _run_of(names[number - 1])
+    done = _Model(weights, own, one, ks, stop, run=run_folder, has_own_sets=bool(sets))
     for partial in done.sets():
       models = (*evaluation.models[: number - 1], partial)
       evaluation = Evaluation(folder, models, _compared(models, one.seed))
@@ -101,6 +111,8 @@ class _Model:
   config: Config
   ks: Sequence[int]
   stop: Any
+  run: pathlib.Path | None  # folder of the run that trained it; None: it is not known.
+  has_own_sets: bool  # sets that were asked for, in place of the config's.
 
   def sets(self) -> Any:
     """Evaluates set after set; yields the results so far after each."""
@@ -124,7 +136,7 @@ class _Model:
     from grpo_jax.evaluation import ranked  # imported here: most evaluations sample.
 
     return ranked.start(
-      self.config, self.weights, stack, read=_held_out, folder=self.folder, stop=self.stop
+      self.config, self.weights, stack, read=self._held_out, folder=self.folder, stop=self.stop
     )
 
   def _engine(self, stack: contextlib.ExitStack) -> "_Sampling":
@@ -134,7 +146,7 @@ class _Model:
     tokenizer = opened.tokenizer
     factories = stack.enter_context(groups.make_environments(config))
     config = groups.with_conversations(config, factories)
-    held_out = _held_out(config, tokenizer, groups.with_tools(data.open_dataset, factories))
+    held_out = self._held_out(config, tokenizer, groups.with_tools(data.open_dataset, factories))
     _check_scorable(held_out, factories)
     checks.check_tool_form(tokenizer, held_out)
     checks.check_conversations(config, tokenizer, factories, held_out)
@@ -165,6 +177,49 @@ class _Model:
       step=weights.step or 0,
       stop=self.stop,
     )
+
+  def _held_out(
+    self, config: Config, tokenizer: data.Tokenizer, opener: data.Opener
+  ) -> dict[str, list[Prompt]]:
+    """Reads the prompts of all sets.
+
+    Raises:
+      ConfigError: A set cannot be read or has no prompts, or all sets are training rows.
+    """
+    limit, on_error = config.evaluation.num_prompts, config.data.on_error
+    try:
+      sets = data_options.open_sets(config, tokenizer, opener)
+      sets = self._without_trained(sets, tokenizer, limit)
+      found = {
+        name: data.held_out(each, limit=limit, on_error=on_error) for name, each in sets.items()
+      }
+    except (OSError, ValueError, ImportError) as error:
+      raise ConfigError(f"an evaluation set cannot be read: {error}{_OFFLINE}") from error
+    if not found:
+      raise ConfigError(_NOTHING_HELD_OUT)
+    return found
+
+  def _without_trained(
+    self, sets: Mapping[str, data.Dataset], tokenizer: data.Tokenizer, limit: int
+  ) -> dict[str, data.Dataset]:
+    """Returns the sets of a run that it has not trained on, and logs what others share with its
+    training data. Sets that were asked for are evaluated in any case."""
+    if self.run is None:
+      return dict(sets)
+    of_run = named_code.config_to_run(self.run)
+    try:
+      opener = preparing.mode_of(of_run).opener
+      stream = data.make(tokenizer, opener=opener, **data_options.stream_options(of_run))
+    except (OSError, ValueError, ImportError) as error:
+      _log.info("the sets are not compared with the training data, which cannot be read: %s", error)
+      return dict(sets)
+    counted = evaluation_sets.count(of_run, stream, sets, limit=limit)
+    for name, each in counted.items():
+      if each.shared:
+        evaluation_sets.log_shared(name, each)
+    return {
+      name: each for name, each in sets.items() if self.has_own_sets or not counted[name].is_trained
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,6 +287,8 @@ def _prepared(
   }
   config = configuration.replaced(config, values)
   configuration.check(config, [run_options.validate])
+  if not data_options.evaluation(config):
+    raise ConfigError(_NOTHING_HELD_OUT)
   if is_offline:
     return config
   settings = SamplingParams(**run_options.evaluation_sampling(config))
@@ -247,23 +304,6 @@ def _prepared(
     "sampling.max_tokens": settings.max_tokens,
   }
   return configuration.replaced(config, planned)
-
-
-def _held_out(
-  config: Config, tokenizer: data.Tokenizer, opener: data.Opener
-) -> dict[str, list[Prompt]]:
-  """Reads the prompts of all sets.
-
-  Raises:
-    ConfigError: A set cannot be read, or has no prompts.
-  """
-  try:
-    found = data_options.held_out(config, tokenizer, opener)
-  except (OSError, ValueError, ImportError) as error:
-    raise ConfigError(f"an evaluation set cannot be read: {error}{_OFFLINE}") from error
-  if empty := [name for name, prompts in found.items() if not prompts]:
-    raise ConfigError(f"the evaluation set {empty[0]!r} has no prompts")
-  return found
 
 
 def _check_scorable(
@@ -289,6 +329,10 @@ def _config_of_run(name: str) -> Config:
   return named_code.config_to_run(pathlib.Path(reference.place))
 
 
+def _run_of(name: str) -> pathlib.Path:
+  return pathlib.Path(stored.parse(name).place)
+
+
 def _folder(
   workdir: str | pathlib.Path | None, weights: stored.StoredWeights, name: str
 ) -> pathlib.Path:
@@ -303,8 +347,7 @@ def _folder(
   if weights.step is None:
     place = pathlib.Path("evaluated") / pathlib.Path(name).name.replace(":", "_")
   else:
-    run_folder = pathlib.Path(stored.parse(name).place)
-    place = run_folder / "evaluated" / f"step_{weights.step:06d}"
+    place = _run_of(name) / "evaluated" / f"step_{weights.step:06d}"
   number = 1
   while (folder := place if number == 1 else place.with_name(f"{place.name}-{number}")).exists():
     number += 1
@@ -312,6 +355,10 @@ def _folder(
 
 
 _ALL = 10**9
+_NOTHING_HELD_OUT = (
+  "nothing can be evaluated: the config names no rows but those of the training. Name sets, by name"
+  " or file, with --sets=gsm8k,FILE (in Python: sets=), or set evaluation.data.path"
+)
 _OFFLINE = (
   ". Sets of the hub need the library datasets and a network; a local copy of the rows is named"
   " as --sets=NAME=FILE"

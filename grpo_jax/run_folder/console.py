@@ -208,6 +208,7 @@ def closing_lines(
   workdir: str,
   *,
   is_offline: bool = False,
+  has_sets: bool = True,
   adapter: str | None = None,
   note: str = "",
 ) -> list[str]:
@@ -217,11 +218,13 @@ def closing_lines(
     folder: Folder of the exported weights.
     workdir: Run folder.
     is_offline: Whether the run learned from recorded groups; its sets cannot be sampled.
+    has_sets: Whether the run has evaluation sets.
     adapter: Folder of the trained adapter, which is merged in `folder`; None: there is none.
     note: Line about the use of the adapter alone; empty: there is none.
   """
   run = shlex.quote(workdir)
-  measuring = f"  to measure them: grpo-jax evaluate --model={run}"
+  sets = "" if has_sets else " --sets=FILE"
+  measuring = f"  to measure them: grpo-jax evaluate --model={run}{sets}"
   loading = f"PeftModel.from_pretrained(base_model, {adapter!r})"
   alone = [f"adapter alone: {adapter}", f"  in PEFT: {loading}", *([f"  {note}"] if note else [])]
   merged = "" if adapter is None else " (merged with the adapter)"

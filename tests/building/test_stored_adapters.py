@@ -217,10 +217,12 @@ def test_evaluations_and_samples_are_of_the_adapter(tmp_path, one_device):
   """The checkpoint, its export and the object of the run answer alike; the base does not."""
   row = {"problem": "2 + 2 =", "expected_answer": "4"}
   (tmp_path / "sums.jsonl").write_text(json.dumps(row) + "\n")
+  (tmp_path / "trained.jsonl").write_text(json.dumps({**row, "problem": "1 + 3 ="}) + "\n")
   run = stored_runs.write_lora(
     tmp_path / "run",
     [2],
-    data__path=str(tmp_path / "sums.jsonl"),
+    data__path=str(tmp_path / "trained.jsonl"),
+    evaluation__data__path=str(tmp_path / "sums.jsonl"),
     evaluation__name="sums",
     evaluation__num_prompts=1,
     evaluation__group_size=1,

@@ -47,7 +47,9 @@ def make_config(model, tmp_path_factory):
   """Returns a function that makes the config of a run; `a__b=1` sets config.a.b."""
   path = tmp_path_factory.mktemp("data") / "rows.jsonl"
   rows = [{"problem": "1 " * (i % 9) + "+ 1", "expected_answer": str(i)} for i in range(40)]
-  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows[4:]))
+  held_out = path.with_name("held_out.jsonl")
+  held_out.write_text("".join(json.dumps({**row, "problem": "2"}) + "\n" for row in rows[:4]))
 
   def make(**overrides):
     settings = {
@@ -55,6 +57,7 @@ def make_config(model, tmp_path_factory):
       "model__path": str(model),
       "model__compute_dtype": "float32",
       "data__path": str(path),
+      "evaluation__data__path": str(held_out),
       "data__environment": "own",
       "data__max_prompt_tokens": 64,
       "rollout__prompts_per_step": 3,
@@ -197,6 +200,7 @@ def conversations(make_config):
     data__max_prompt_tokens=1024,
     data__path=None,
     data__environment="puzzle",
+    evaluation__data__path=None,
     rollout__max_turns=3,
     rollout__max_tokens=1280,
     rollout__prompts_per_step=2,
@@ -217,6 +221,7 @@ def conversations(make_config):
   config.data.datasets = tuple(
     {**task, "name": f"of_{size}", "task_args": {"size": size}, "weight": 1.0} for size in (2, 3)
   )
+  config.evaluation.datasets = ({**task, "name": "other", "task_seed": 10**6},)
   config.sampling.stop_strings = tuple("abcdefghijklmnop")
   return config
 

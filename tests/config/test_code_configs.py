@@ -67,7 +67,7 @@ def test_two_steps_are_scored_by_running_programs(tmp_path):
   *steps, last = two_steps(
     tmp_path,
     "code_humaneval.py",
-    [code_row(i) for i in range(4)],
+    [code_row(i) for i in range(2, 6)],
     [code_row(i) for i in range(2)],
     **{"config.evaluation.at_start": False},
   )
@@ -82,9 +82,9 @@ def test_two_steps_are_scored_by_running_programs(tmp_path):
 
 @pytest.mark.slow
 def test_math_and_code_go_to_their_environments_by_the_name_of_their_task(tmp_path):
-  rows = [{**code_row(0), "task_name": "code"}, math_row(0)]
+  rows, held_out = ([{**code_row(i), "task_name": "code"}, math_row(i)] for i in (0, 1))
   found = two_steps(
-    tmp_path, "math_and_code.py", rows, rows, **{"config.evaluation.num_prompts": 2}
+    tmp_path, "math_and_code.py", rows, held_out, **{"config.evaluation.num_prompts": 2}
   )
   for row in found[1:-1]:  # an epoch a step.
     assert row["env/math/completions"] == row["env/code/completions"] == 2

@@ -21,11 +21,13 @@ def run(tmp_path_factory):
   folder = tmp_path_factory.mktemp("runs")
   rows = [{"problem": f"{i} + 1", "expected_answer": str(i + 1)} for i in range(8)]
   (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  (folder / "trained.jsonl").write_text(json.dumps({"problem": "3", "expected_answer": "3"}))
   return stored_runs.write(
     folder / "first",
     {1: 0.25, 2: 0.5},
     engine__name="tests.evaluation.answering",
-    data__path=str(folder / "sums.jsonl"),
+    data__path=str(folder / "trained.jsonl"),
+    evaluation__data__path=str(folder / "sums.jsonl"),
     evaluation__name="sums",
     evaluation__group_size=4,
     evaluation__num_prompts=6,

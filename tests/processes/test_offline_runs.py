@@ -58,7 +58,9 @@ def write_input(folder):
   ]
   data = folder / "rows.jsonl"
   data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-  paths = {"model.path": model, "data.path": data, "evaluation.data.path": data}
+  other = folder / "held_out.jsonl"
+  other.write_text("".join(json.dumps({**row, "prompt": "?"}) + "\n" for row in rows))
+  paths = {"model.path": model, "data.path": data, "evaluation.data.path": other}
   settings = SETTINGS | {name: str(path) for name, path in paths.items()}
   config = folder / "config.py"
   config.write_text(CONFIG.replace("SETTINGS", repr(settings)))

@@ -554,6 +554,8 @@ def test_the_last_lines_of_a_run_can_be_copied_whatever_its_folder_is_called():
   ]
   noted = console.closing_lines("w/export", "w", adapter="w/adapter", note="its base was rounded")
   assert noted[:2] == both[:2] and noted[2] == "  its base was rounded" and noted[3:] == both[2:]
+  without_sets = console.closing_lines("e", "w", has_sets=False)
+  assert "  to measure them: grpo-jax evaluate --model=w --sets=FILE" in without_sets
   offline = console.closing_lines("e", "w", is_offline=True)
   assert not [line for line in offline if "evaluate" in line] and len(offline) == len(lines) - 1
 

@@ -27,6 +27,9 @@ def config(tmp_path, model):
     row["task_name"] = "words"
   path = tmp_path / "rows.jsonl"
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  held_out = [{**row, "problem": f"name {i}"} for i, row in enumerate(rows)]
+  other = tmp_path / "held_out.jsonl"
+  other.write_text("".join(json.dumps(row) + "\n" for row in held_out))
   file = tmp_path / "config.py"
   settings = {
     "total_steps": 2,
@@ -35,6 +38,7 @@ def config(tmp_path, model):
     "model.chat_template": TEMPLATE,
     "mesh.data": 1,
     "data.path": str(path),
+    "evaluation.data.path": str(other),
     "data.shuffle": False,
     "data.environment": "agent",
     "rollout.prompts_per_step": 2,

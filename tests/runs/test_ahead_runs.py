@@ -37,11 +37,14 @@ def settings(tmp_path_factory):
   folder = tmp_path_factory.mktemp("input")
   rows = [{"problem": f"{i} + {i}", "expected_answer": str(2 * i)} for i in range(ROWS)]
   (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  held_out = [{"problem": f"{i} - {i}", "expected_answer": "0"} for i in range(4)]
+  (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
   return {
     "total_steps": 4,
     "model.path": str(tiny.write(folder / "model")),
     "model.compute_dtype": "float32",
     "data.path": str(folder / "rows.jsonl"),
+    "evaluation.data.path": str(folder / "held_out.jsonl"),
     "data.environment": "own",
     "rollout.prompts_per_step": PROMPTS,
     "rollout.group_size": GROUP,

@@ -156,6 +156,9 @@ def test_a_group_of_environments_scores_each_row_by_its_own_and_survives_a_broke
   for row, name in zip(rows, ["math", "words", "words", "broken"] * 2, strict=True):
     row |= {"task_name": name} if name != "math" else {}
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  held_out = [{**row, "problem": f"name {i}"} for i, row in enumerate(rows)]
+  other = tmp_path / "held_out.jsonl"
+  other.write_text("".join(json.dumps(row) + "\n" for row in held_out))
   config = configs.base.get_config()
   config.environments = {
     "math": {"module": "math", "answer": "last_number"},
@@ -168,6 +171,7 @@ def test_a_group_of_environments_scores_each_row_by_its_own_and_survives_a_broke
     "model.compute_dtype": "float32",
     "mesh.data": 1,
     "data.path": str(path),
+    "evaluation.data.path": str(other),
     "data.shuffle": False,
     "rollout.prompts_per_step": 4,
     "rollout.group_size": 2,

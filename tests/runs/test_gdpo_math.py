@@ -40,13 +40,15 @@ def test_a_run_learns_from_each_component(model, tmp_path, monkeypatch):
   rows = tmp_path / "rows.jsonl"
   lines = [{"question": f"{i} + {18 - i}", "answer": f"easy\n#### {18}"} for i in range(8)]
   rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+  held_out = [{**line, "question": f"{line['question']} + 0"} for line in lines]
+  (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(x) + "\n" for x in held_out))
   options = {
     "config": ROOT / "configs" / "gdpo_math.py",
     "config.model.path": model,
     "config.model.compute_dtype": "float32",
     "config.data.path": rows,
     "config.data.system_prompt": "s",
-    "config.evaluation.data.path": rows,
+    "config.evaluation.data.path": tmp_path / "held_out.jsonl",
     "config.total_steps": 1,
     "config.rollout.prompts_per_step": 2,
     "config.rollout.group_size": 8,

@@ -93,6 +93,9 @@ def command_of(settings, folder):
   rows = folder / "rows.jsonl"
   lines = [{"problem": f"{i} + {i}", "expected_answer": str(2 * i)} for i in range(11)]
   rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+  held_out = folder / "held_out.jsonl"
+  other = [{"problem": f"{i} - {i}", "expected_answer": "0"} for i in range(4)]
+  held_out.write_text("".join(json.dumps(line) + "\n" for line in other))
   config = folder / "config.py"
   config.write_text(
     f"""
@@ -104,6 +107,7 @@ def get_config():
   config.model.path = {str(model)!r}
   config.model.compute_dtype = "float32"
   config.data.path = {str(rows)!r}
+  config.evaluation.data.path = {str(held_out)!r}
   config.data.environment = "own"
   config.rollout.prompts_per_step = 3
   config.rollout.group_size = 6

@@ -39,6 +39,7 @@ def get_config():
   config.model.path = %r
   config.model.compute_dtype = "float32"
   config.data.path = %r
+  config.evaluation.data.path = %r
   config.data.environment = "own"
   config.rollout.prompts_per_step = 2
   config.rollout.group_size = 4
@@ -61,7 +62,10 @@ def command(tmp_path_factory):
   lines = [{"problem": f"{i} + {i}", "expected_answer": str(2 * i)} for i in range(11)]
   (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
   url = f"file://{folder}"
-  (folder / "config.py").write_text(CONFIG % (STEPS, f"{url}/model", f"{url}/rows.jsonl"))
+  held_out = [{"problem": f"{i} - {i}", "expected_answer": "0"} for i in range(2)]
+  (folder / "held_out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in held_out))
+  places = [f"{url}/{name}" for name in ("model", "rows.jsonl", "held_out.jsonl")]
+  (folder / "config.py").write_text(CONFIG % (STEPS, *places))
   environment = {
     **os.environ,
     "JAX_PLATFORMS": "cpu",

@@ -24,8 +24,9 @@ STEPS = 4
 def folder(tmp_path_factory):
   """A tiny model, its data and a config."""
   folder = tmp_path_factory.mktemp("input")
-  rows = [{"problem": f"{i} + {i}", "expected_answer": str(2 * i)} for i in range(8)]
-  (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  rows = [{"problem": f"{i} + {i}", "expected_answer": str(2 * i)} for i in range(12)]
+  (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:8]))
+  (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[8:]))
   (folder / "config.py").write_text(
     f"""
 import configs.base
@@ -36,6 +37,7 @@ def get_config():
   config.model.path = {str(tiny.write(folder / "model"))!r}
   config.model.compute_dtype = "float32"
   config.data.path = {str(folder / "rows.jsonl")!r}
+  config.evaluation.data.path = {str(folder / "held_out.jsonl")!r}
   config.data.environment = "own"
   config.environments = {{"own": {{"module": "function", "path": "tests.rewards.vowels"}}}}
   config.engine.max_rows = 32

@@ -38,6 +38,8 @@ def settings(tmp_path_factory):
   folder = tmp_path_factory.mktemp("input")
   rows = [{"problem": f"{i} + {i}", "expected_answer": str(2 * i)} for i in range(8)]
   (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  held_out = [{"problem": f"{i} + 0", "expected_answer": str(i)} for i in range(4)]
+  (folder / "held_out.jsonl").write_text("".join(json.dumps(x) + "\n" for x in held_out))
   config = folder / "config.py"
   config.write_text(
     "import configs.base\n\n\ndef get_config():\n  config = configs.base.get_config()\n"
@@ -50,6 +52,7 @@ def settings(tmp_path_factory):
     "config.model.path": tiny.write(folder / "model"),
     "config.model.compute_dtype": "float32",
     "config.data.path": folder / "rows.jsonl",
+    "config.evaluation.data.path": folder / "held_out.jsonl",
     "config.data.environment": "own",
     "config.rollout.prompts_per_step": 2,
     "config.rollout.group_size": 2,

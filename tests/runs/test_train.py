@@ -41,6 +41,8 @@ def rows(tmp_path_factory) -> pathlib.Path:
   path = tmp_path_factory.mktemp("data") / "rows.jsonl"
   lines = [{"problem": f"{i} + {i}", "expected_answer": str(2 * i)} for i in range(23)]
   path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+  held_out = [{"problem": f"{i} + {i}", "expected_answer": str(2 * i)} for i in range(23, 29)]
+  path.with_name("held_out.jsonl").write_text("".join(json.dumps(x) + "\n" for x in held_out))
   return path
 
 
@@ -55,6 +57,7 @@ def make_config(model, rows):
       "model__compute_dtype": "float32",
       "mesh__data": 1,
       "data__path": str(rows),
+      "evaluation__data__path": str(rows.with_name("held_out.jsonl")),
       "data__environment": "own",
       "rollout__prompts_per_step": 3,
       "rollout__group_size": 8,

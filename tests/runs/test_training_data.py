@@ -28,6 +28,7 @@ GSM8K = [
     "answer": "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold 48+24 = "
     "<<48+24=72>>72 clips altogether in April and May.\n#### 72",
   },
+  {"question": "How much is 12 times 6?", "answer": "12 x 6 = <<12*6=72>>72.\n#### 72"},
 ]
 
 
@@ -45,8 +46,8 @@ def test_gsm8k_trains_from_its_file_with_one_command(tmp_path, model):
   arguments = {
     "config": pathlib.Path(configs.gsm8k.__file__),
     "workdir": tmp_path / "run",
-    "config.data.path": write(tmp_path / "gsm8k_train.jsonl", GSM8K),
-    "config.evaluation.data.path": write(tmp_path / "gsm8k_test.jsonl", GSM8K[:1]),
+    "config.data.path": write(tmp_path / "gsm8k_train.jsonl", GSM8K[:2]),
+    "config.evaluation.data.path": write(tmp_path / "gsm8k_test.jsonl", GSM8K[2:]),
     "config.model.path": model,
     "config.total_steps": 1,
     "config.rollout.prompts_per_step": 2,
@@ -77,6 +78,13 @@ def make_config(tmp_path, model):
     tmp_path / "digits.jsonl", [{"problem": w, "expected_answer": w} for w in "123456789"]
   )
 
+  held_out = {
+    name: write(
+      tmp_path / f"held_out_{name}.jsonl", [{"problem": w, "expected_answer": w} for w in of]
+    )
+    for name, of in {"letters": "uvwx", "digits": ["10", "11", "12", "13"]}.items()
+  }
+
   def make(**overrides):
     config = configs.base.get_config()
     config.environments = {
@@ -86,6 +94,10 @@ def make_config(tmp_path, model):
     config.data.datasets = [
       {"path": letters, "environment": "vowels"},
       {"path": digits, "environment": "constant"},
+    ]
+    config.evaluation.datasets = [
+      {**one, "path": other, "name": name}
+      for one, (name, other) in zip(config.data.datasets, held_out.items(), strict=True)
     ]
     settings = {
       "total_steps": 4,

@@ -1,0 +1,96 @@
+"""What a run evaluates, and what it says of rows that it also trains on."""
+
+import json
+
+from grpo_jax import data
+from grpo_jax.building import evaluation_sets
+from grpo_jax.building import run as runs
+from grpo_jax.config import base, configuration, data_options, run_options
+from grpo_jax.data.byte_tokenizer import ByteTokenizer
+
+
+def write(path, numbers):
+  rows = [{"problem": f"{n} + {n}", "expected_answer": str(2 * n)} for n in numbers]
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  return str(path)
+
+
+def config_of(**values):
+  values = {name.replace("__", "."): value for name, value in values.items()}
+  return configuration.replaced(base.get_config(), values)
+
+
+def held_out(config):
+  """Returns the numbers of prompts by evaluation set."""
+  found = evaluation_sets.held_out(config, ByteTokenizer(), data.open_dataset)
+  return {name: len(prompts) for name, prompts in found.items()}
+
+
+def test_without_held_out_rows_there_is_no_evaluation_and_one_line_says_so(tmp_path, noticed):
+  train = write(tmp_path / "train.jsonl", range(20))
+  copy = write(tmp_path / "copy.jsonl", range(10))
+  for config in (
+    config_of(data__path=train),
+    config_of(data__path=train, data__dataset="GSM8K", data__input_key="problem"),
+    config_of(data__path=train, evaluation__data__path=train),
+    config_of(data__path=train, evaluation__data__path=copy),
+    config_of(data__path=str(tmp_path), evaluation__data__path=copy),
+  ):
+    noticed.clear()
+    config.data.output_key = "expected_answer"
+    assert held_out(config) == {}
+    (line,) = noticed
+    same = "no evaluation: the rows of 'heldout' are those of the training data. To hold rows out"
+    copied = "no evaluation: all 10 prompts of 'heldout' are training rows. To hold rows out"
+    assert line.startswith((same, copied))
+    assert "evaluation.data (path, split or task_seed; in Python: evaluation_rows)" in line
+    assert "data.split_validation_size. No checkpoint is the best one" in line
+    # Nothing else of the run changes: it neither evaluates nor refuses what is set for that.
+    schedule = runs._schedule(config, evaluates=False)
+    assert not any(schedule.evaluates(step) for step in (0, 10, config.total_steps))
+    of_run = configuration.replaced(config, {"checkpoint.best_metric": "eval/heldout/accuracy"})
+    assert not [each for each in run_options.validate(of_run) if "best_metric" in each]
+  noticed.clear()
+  off = {"evaluation__at_start": False, "evaluation__at_end": False, "evaluation__every_steps": 0}
+  assert held_out(config_of(data__path=train, **off)) == {} and noticed == []
+
+
+def test_shared_prompts_are_counted_in_a_warning(tmp_path, noticed, caplog):
+  train = write(tmp_path / "train.jsonl", range(200))
+  test = write(tmp_path / "test.jsonl", range(188, 288))
+  assert held_out(config_of(data__path=train, evaluation__data__path=test)) == {"heldout": 100}
+  (line,) = noticed
+  assert line == (
+    "12 of 100 evaluation prompts are also in the training data (evaluation set 'heldout'; 200"
+    " training rows were compared)"
+  )
+  assert caplog.records[-1].levelname == "WARNING"
+  noticed.clear()
+  sets = ({"path": train, "name": "old"}, {"path": write(tmp_path / "new.jsonl", [777])})
+  assert held_out(config_of(data__path=train, evaluation__datasets=sets)) == {"new": 1}
+  (line,) = noticed
+  assert line.startswith("no evaluation of some sets: the rows of 'old' are those of the tr")
+
+
+def test_what_a_task_draws_again_is_a_notice_unless_it_is_much(noticed, caplog):
+  """The quickstart: 18 of its 100 evaluation prompts are among the 112 that it trains on."""
+  config = configuration.load("quickstart")
+  assert held_out(config) == {"heldout": 100}
+  line = "18 of 100 evaluation prompts are also in the training data: the task draws some prompts"
+  assert noticed[-1].startswith(line) and "112 training rows were compared" in noticed[-1]
+  assert caplog.records[-1].levelname == "INFO"
+  longer = configuration.replaced(config, {"total_steps": 250})
+  assert held_out(longer) == {"heldout": 100} and caplog.records[-1].levelname == "WARNING"
+  noticed.clear()
+  near = configuration.replaced(config, {"evaluation.data.task_seed": 2})
+  assert held_out(near) == {} and "all 100 prompts of 'heldout' are" in noticed[-1]
+
+
+def test_the_best_checkpoint_is_by_the_first_set_that_is_evaluated(tmp_path):
+  train = write(tmp_path / "train.jsonl", range(20))
+  sets = (
+    {"path": write(tmp_path / "a.jsonl", range(5))},
+    {"path": write(tmp_path / "b.jsonl", [9])},
+  )
+  names = data_options.best_metrics(config_of(data__path=train, evaluation__datasets=sets))
+  assert names[::2] == ("eval/a/accuracy", "eval/b/accuracy")
