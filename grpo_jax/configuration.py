@@ -8,9 +8,9 @@ from ml_collections import ConfigDict
 
 from grpo_jax.config import configuration
 from grpo_jax.config.configuration import ConfigError
-from grpo_jax.config.overrides import override
+from grpo_jax.config.overrides import names_in, override
 
-__all__ = ["ConfigError", "load", "override"]
+__all__ = ["ConfigError", "changed", "load", "names_in", "override"]
 
 
 def load(
@@ -28,4 +28,17 @@ def load(
       applied.
   """
   config = configuration.load(name_or_path)
+  object.__setattr__(config, "_as_loaded", configuration.plain_fields(config))
   return override(config, overrides) if overrides else config
+
+
+def changed(config: ConfigDict) -> set[str]:
+  """Returns the dotted names of the fields that were set since `load` returned a config.
+
+  Of a config that `load` did not return this is not known, and none is returned.
+  """
+  before = vars(config).get("_as_loaded")
+  now = configuration.plain_fields(config)
+  if before is None:
+    return set()
+  return {name for name in now if name not in before or before[name] != now[name]}

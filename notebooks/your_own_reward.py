@@ -65,6 +65,10 @@ if os.environ.get("GRPO_JAX_NOTEBOOK_FAST") == "1":  # for tests: a tiny random 
 #
 # It is given the text of the prompt, the completion and the fields of the row, and returns a
 # number, or a dict of components that are added up. Each component gets metrics of its own.
+#
+# The rows are asked as they are: the system prompt of the config is for the config's own data, and
+# only what the call names is used, such as `**{"data.system_prompt": "Be brief."}`. The first
+# prompt is printed. Without `evaluation_rows` nothing is evaluated.
 
 # %%
 rows = [

@@ -1,14 +1,15 @@
 """Rows that are handed over as Python objects: a run keeps them as files of its folder."""
 
+import contextlib
 import hashlib
 import json
 import logging
 import pathlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from grpo_jax import processes
-from grpo_jax.config import configuration
+from grpo_jax import data, processes
+from grpo_jax.config import base, configuration, data_options, modes
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.data import given_rows
 from grpo_jax.files import atomic
@@ -18,13 +19,12 @@ _log = logging.getLogger(__name__)
 
 TRAINING = "rows.jsonl"  # files of the run folder.
 EVALUATION = "evaluation_rows.jsonl"
-# Fields of config.data that name other data, and their values where rows are given.
-_ELSEWHERE = {
-  **dict.fromkeys(("dataset", "subset", "split", "name", "task"), None),
-  "datasets": (),
-  "num_prompts_per_dataloader": None,
-  "dataloader": None,
-}
+# Fields of config.data that do not describe its rows.
+_OF_THE_RUN = ("max_prompt_tokens", "overlong", "on_error", "shuffle", "epochs")
+# Fields that say where data come from, which rows replace.
+_SOURCE = ("kind", "path", "dataset", "subset", "split", "task", "datasets")
+_OF_SOURCE = ("name", "task_args", "task_seed", "size", "dataloader_args")
+_SHOWN = 60  # characters of a value.
 
 
 def lines(rows: Any, name: str) -> list[str]:
@@ -46,36 +46,55 @@ def lines(rows: Any, name: str) -> list[str]:
   return found
 
 
-def with_rows(config: Any, workdir: pathlib.Path, given: Collection[str]) -> Any:
+def with_rows(
+  config: Any, workdir: pathlib.Path, given: Collection[str], named: Collection[str] = ()
+) -> Any:
   """Returns a config that reads the files of given rows in place of its own data.
 
-  Where training rows replace the data and no others are named for the evaluation, nothing is
-  evaluated: the held-out data of the config are of another task.
+  What the config says of its own data, such as their system prompt, is not said of other rows: all
+  of it becomes the default, but for what the caller has named. What was left out is logged.
 
   Args:
     config: Config of the run.
     workdir: Run folder, where `write` puts the files.
     given: Names of the files that the run will have: TRAINING, EVALUATION.
+    named: Dotted names of the fields that the caller has set; these are kept.
+
+  Raises:
+    ConfigError: The caller names other data, too.
   """
-  if not given:
-    return config
   changes: dict[str, Any] = {}
   if TRAINING in given:
-    changes |= {f"data.{name}": value for name, value in _ELSEWHERE.items()}
-    changes |= {"data.kind": "jsonl", "data.path": str(workdir / TRAINING)}
-  if EVALUATION in given:
-    no_others = dict.fromkeys(("dataset", "subset", "split", "name", "task", "task_seed"), None)
-    changes |= {f"evaluation.data.{name}": value for name, value in no_others.items()}
-    changes |= {
-      "evaluation.data.kind": "jsonl",
-      "evaluation.data.path": str(workdir / EVALUATION),
-      "evaluation.datasets": (),
-    }
-  elif not _evaluates_other_data(config):
-    changes |= {f"evaluation.{name}": False for name in ("at_start", "at_end")}
-    changes |= {"evaluation.every_steps": 0, "evaluation.data.task": None}
-    changes |= {"evaluation.data.task_seed": None, "evaluation.datasets": ()}
-  return configuration.replaced(config, changes)
+    changes |= {f"data.{n}": v for n, v in _defaults("data").items() if n not in _OF_THE_RUN}
+  if given:
+    changes |= {f"evaluation.data.{name}": None for name in _defaults("evaluation.data")}
+    changes["evaluation.datasets"] = ()
+  kept = {name for name in changes if any(_is_in(each, name) for each in named)}
+  for file, section in ((TRAINING, "data"), (EVALUATION, "evaluation.data")):
+    if file in given:
+      _refuse_others(file, section, named)
+      changes |= {f"{section}.kind": "jsonl", f"{section}.path": str(workdir / file)}
+  changes = {name: value for name, value in changes.items() if name not in kept}
+  made = configuration.replaced(config, changes) if changes else config
+  if TRAINING in given:
+    _log_left_out(config, changes)
+  return made
+
+
+def check_scored(config: Any, made: Any) -> None:
+  """Raises ConfigError if rows would be scored by another environment than the config's own data.
+
+  Args:
+    config: Config as it was before `with_rows`.
+    made: Config that it returned; the caller has named neither a reward nor an environment.
+  """
+  now = _environments_of(made)
+  if modes.needs_environments(made) and not now <= _environments_of(config):
+    known = ", ".join(map(repr, made.environments))
+    raise ConfigError(
+      "rows: nothing says what scores them. Give reward=, or name an environment of this config,"
+      f' **{{"data.environment": ...}}; it has {known}'
+    )
 
 
 def write(found: list[str], path: pathlib.Path, *, is_continued: bool) -> None:
@@ -122,10 +141,53 @@ def difference(before: list[str], now: list[str], path: pathlib.Path) -> str:
   )
 
 
-def _evaluates_other_data(config: Any) -> bool:
-  """Returns whether the evaluation has a split of the rows, or files and datasets of its own."""
-  own = config.evaluation.data
-  return bool(config.data.split_validation_size or own.path or own.dataset)
+def _defaults(section: str) -> dict[str, Any]:
+  """Returns the fields of a section with their defaults; an empty section is a dict."""
+  return _value(base.get_config(), section)
+
+
+def _is_in(name: str, section: str) -> bool:
+  """Returns whether a dotted name is a field, or of a field below it."""
+  return name == section or name.startswith(f"{section}.")
+
+
+def _refuse_others(file: str, section: str, named: Collection[str]) -> None:
+  """Raises ConfigError if the caller names data that the rows of the call replace."""
+  places = [f"{section}.{name}" for name in _SOURCE]
+  places += ["evaluation.datasets"] if file == EVALUATION else []
+  if twice := [name for name in places if name in named]:
+    argument = file.removesuffix(".jsonl")
+    raise ConfigError(f"{argument}= and {twice[0]} both name data: give one of them")
+
+
+def _environments_of(config: Any) -> set[str]:
+  """Returns the names of the environments that score the training data; of invalid data, none."""
+  with contextlib.suppress(ValueError):
+    return set().union(*map(data.environments, data_options.training(config).values()))
+  return set()
+
+
+def _log_left_out(config: Any, changes: Mapping[str, Any]) -> None:
+  """Logs in one line which settings of the config's own data are not used for given rows."""
+  replaced = [f"data.{name}" for name in (*_SOURCE, *_OF_SOURCE)]
+  before = {name: _value(config, name) for name in changes if name not in replaced}
+  found = [name for name, value in before.items() if value != changes[name] and value != ()]
+  shown = [f"{name}={before[name]!r:.{_SHOWN}}" for name in found if name.startswith("data.")]
+  shown += ["evaluation.data"] if len(shown) < len(found) else []
+  if shown:
+    _log.info(
+      "rows: not used, since they are of the config's own data: %s. The call can name what the rows"
+      ' need: **{"data.system_prompt": ...}',
+      ", ".join(shown),
+    )
+
+
+def _value(config: Any, name: str) -> Any:
+  """Returns a field by its dotted name; a section as a dict."""
+  found = config
+  for part in name.split("."):
+    found = found[part]
+  return found.to_dict() if hasattr(found, "to_dict") else found
 
 
 def _line(row: Any, where: str) -> str:

@@ -19,7 +19,7 @@ from grpo_jax.config.configuration import ConfigError
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.files import installed, local_paths
 from grpo_jax.processes import starting
-from grpo_jax.run_folder import workdirs
+from grpo_jax.run_folder import notices, screen, workdirs
 
 # What is handed over is checked here, with messages of our own.
 if TYPE_CHECKING:
@@ -61,11 +61,12 @@ def train(
       ends the run with a checkpoint; another exception does so, too, and is raised again.
     rows: Training data: an iterable of dicts with the fields of a row, such as "problem" and
       "expected_answer" (docs/data.md): a list, a generator that ends, a data frame, a dataset of
-      the datasets library. They become the file rows.jsonl of the run folder. A run that continues
-      with other rows warns. With mode="offline" they are recorded groups (docs/offline.md).
+      the datasets library. They become the file rows.jsonl of the run folder. What the config says
+      of its own data, such as a system prompt, is only used if the call names it. A run that
+      continues with other rows warns. With mode="offline" they are recorded groups
+      (docs/offline.md).
     evaluation_rows: Held-out rows, as `rows`. Where `rows` are given and these are not, nothing is
-      evaluated, unless `data.split_validation_size`, `evaluation.data.path` or
-      `evaluation.data.dataset` says which rows are held out.
+      evaluated, unless the call names other rows or splits some off (docs/python_api.md).
     reward: Function (prompt, completion, info) that returns a number, or a dict of components,
       which may be a lambda or a function of the notebook; or a class of environments
       (docs/environments.md). It scores training and evaluation data.
@@ -81,12 +82,15 @@ def train(
   hooks = callbacks.Callbacks(callbacks.functions(on_step))
   place = workdir if local_paths.is_url(workdir) else pathlib.Path(workdir).expanduser()
   folder = workdirs.local_folder(place)
-  chosen = _chosen(config, overrides)
-  starting.start(chosen.get("distributed"))
+  before, named = _chosen(config, overrides)
+  starting.start(before.get("distributed"))
   files = _files(rows, evaluation_rows)
-  chosen = row_files.with_rows(chosen, folder, files)
+  with notices.on_screen(screen.Screen()):
+    chosen = row_files.with_rows(before, folder, files, named)
   if reward is not None:
     chosen = rewards.with_reward(chosen, reward)
+  elif rows is not None and not named & {"data.environment", "data.tasks"}:
+    row_files.check_scored(before, chosen)
   checking.check(chosen, [training.validate])
   processes.allow_open_files()
   with processes.failing(), workdirs.opened(place, stop=hooks, named="workdir"):
@@ -108,17 +112,24 @@ def train(
   return Run(folder)
 
 
-def _chosen(config: ConfigOrName, overrides: Mapping[str, Any]) -> Any:
-  """Returns a config of this call's own, with the overrides."""
+def _chosen(config: ConfigOrName, overrides: Mapping[str, Any]) -> tuple[Any, set[str]]:
+  """Returns a config of this call's own with the overrides, and the names of the fields that the
+  caller has set: in the call, or in a config that was loaded before."""
   if isinstance(config, ConfigDict):
+    changed = configuration.changed(config)
     chosen = copy.deepcopy(config)
-    return configuration.override(chosen, overrides) if overrides else chosen
-  if isinstance(config, str | os.PathLike):
-    return configuration.load(os.fspath(config), overrides)
-  raise ConfigError(
-    "config must be the name of a config, a path, or what grpo_jax.configuration.load returned;"
-    f" got {config!r:.80}"
-  )
+  elif isinstance(config, str | os.PathLike):
+    changed = set()
+    chosen = configuration.load(os.fspath(config))
+  else:
+    raise ConfigError(
+      "config must be the name of a config, a path, or what grpo_jax.configuration.load returned;"
+      f" got {config!r:.80}"
+    )
+  if not overrides:
+    return chosen, changed
+  named = changed | configuration.names_in(chosen, overrides)
+  return configuration.override(chosen, overrides), named
 
 
 def _files(rows: Rows | None, evaluation_rows: Rows | None) -> dict[str, list[str]]:

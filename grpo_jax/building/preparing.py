@@ -127,6 +127,8 @@ def prepare(
     sets = {"": checks.first_of(inputs.prompts()), **held_out}
     checks.check_tool_form(tokenizer, sets)
     checks.check_conversations(config, tokenizer, made, sets)
+  for prompt in data.first_prompts(inputs.prompts().datasets[0], checks.TRIED)[:1]:
+    screen.prompt(prompt)
   agreements.check_modules()
   return inputs
 

@@ -55,6 +55,11 @@ def override(config: ConfigDict, values: Mapping[str, Any]) -> ConfigDict:
   return config
 
 
+def names_in(config: ConfigDict, values: Mapping[str, Any]) -> set[str]:
+  """Returns the dotted names of the fields that `override` would set."""
+  return {name for name, _ in _flat(config, values)}
+
+
 def make_room(config: ConfigDict, names: Iterable[str]) -> None:
   """Adds, without values, the fields that overrides name and that open sections lack.
 

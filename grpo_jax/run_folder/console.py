@@ -18,6 +18,7 @@ from grpo_jax.types import Prompt, Rollout, RolloutGroup
 
 HEADER_EVERY = 20  # lines between two headers.
 PROMPT_CHARACTERS = 600
+PROMPT_LINES = 24  # of the first prompt.
 COMPLETION_CHARACTERS = 1200
 ERROR_CHARACTERS = 200
 DASH = "-"  # shown for unknown values.
@@ -256,6 +257,14 @@ def sampled_from(versions: Sequence[int]) -> str:
   )
 
 
+def shorten_middle(text: str, limit: int) -> str:
+  """Returns the text; what exceeds `limit` characters is left out before its last third."""
+  left = len(text) - limit
+  if left <= 0:
+    return text
+  return f"{text[: limit - limit // 3]} … [{left} more characters] … {text[-(limit // 3) :]}"
+
+
 def shorten(text: str, limit: int) -> str:
   """Returns the text, cut to `limit` characters with a note of how many were left out."""
   left = len(text) - limit
@@ -266,6 +275,28 @@ def cut_mark(record: Mapping[str, Any]) -> str:
   """Returns what follows the prompt of a record of rollouts/ if only its beginning was asked."""
   is_cut = record.get("prompt_is_cut")  # missing in older files.
   return f" … [cut to {len(record['prompt_ids'])} tokens]" if is_cut else ""
+
+
+def prompt_lines(prompt: Prompt) -> list[str]:
+  """Returns the lines that show what a prompt is, as the model reads it."""
+  text = _excerpt(prompt.text)
+  return [f"the first prompt, {printable(_titled(prompt))}:", *_indented("", text)]
+
+
+def _titled(prompt: Prompt) -> str:
+  """Returns the id and the length of a prompt, and that it is cut if it is."""
+  cut = ", cut" if prompt.is_cut else ""
+  return f"{prompt.prompt_id}, {len(prompt.token_ids)} tokens{cut}"
+
+
+def _excerpt(text: str) -> str:
+  """Returns the beginning and the end of some text, at most PROMPT_CHARACTERS and PROMPT_LINES."""
+  lines = shorten_middle(text, PROMPT_CHARACTERS).split("\n")
+  left = len(lines) - PROMPT_LINES
+  if left <= 0:
+    return "\n".join(lines)
+  half = PROMPT_LINES // 2
+  return "\n".join([*lines[:half], f"… [{left} more lines]", *lines[-half:]])
 
 
 class Screen(screen.Screen):
@@ -303,6 +334,11 @@ class Screen(screen.Screen):
     began, first = self._began
     left = math.nan if total_steps is None else total_steps - step - 1
     return left * (now - began) / (step - first + 1)
+
+  def prompt(self, prompt: Prompt) -> None:
+    """Prints the first prompt of a run."""
+    for line in prompt_lines(prompt):
+      self.print(line)
 
   def sample(
     self, step: int, group: RolloutGroup, advantages: Sequence[float] | np.ndarray

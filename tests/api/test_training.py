@@ -11,7 +11,9 @@ import pandas
 import pytest
 
 import grpo_jax
-from grpo_jax.api import rewards, row_files
+from grpo_jax.api import rewards, row_files, training
+from grpo_jax.config import configuration as files
+from grpo_jax.config import data_options, run_options
 from grpo_jax.configuration import ConfigError
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.run_folder import claim
@@ -19,6 +21,7 @@ from grpo_jax.run_folder import claim
 pytestmark = pytest.mark.usefixtures("one_device")
 
 ROWS = [{"problem": f"{i} + {i}", "expected_answer": str(2 * i)} for i in range(8)]
+HELD_OUT = [{"problem": f"{i} + {i}", "expected_answer": str(2 * i)} for i in (8, 9)]
 SIZES = {
   "total_steps": 2,
   "model.compute_dtype": "float32",
@@ -45,7 +48,7 @@ def call(model):
   """Function that trains the tiny model in a folder, with further arguments."""
 
   def train(workdir, **arguments):
-    given = {"rows": ROWS, "evaluation_rows": ROWS[:2], "reward": letters} | arguments
+    given = {"rows": ROWS, "evaluation_rows": HELD_OUT, "reward": letters} | arguments
     options = SIZES | {"model.path": str(model)} | given.pop("overrides", {})
     return grpo_jax.train("math_1b", workdir, **given, **options)
 
@@ -256,16 +259,81 @@ def test_rows_may_be_a_generator_that_ends_or_a_frame():
   assert json.loads(row_files.lines(frame, "rows")[1]) == {"problem": "b", "expected_answer": "2"}
 
 
-def test_held_out_rows_are_only_taken_from_the_rows_where_that_was_asked_for(tmp_path):
-  load = lambda **options: row_files.with_rows(
-    grpo_jax.configuration.load("quickstart", options), tmp_path, [row_files.TRAINING]
+def chosen(name, tmp_path, *, reward=letters, files=(row_files.TRAINING,), config=None, **options):
+  """Returns the config of a call with rows, as `grpo_jax.train` makes it."""
+  before, named = training._chosen(config or name, options)
+  made = row_files.with_rows(before, tmp_path, files, named)
+  if reward is None and not named & {"data.environment", "data.tasks"}:
+    row_files.check_scored(before, made)
+  return made if reward is None or made.mode == "offline" else rewards.with_reward(made, reward)
+
+
+def test_rows_bring_nothing_of_the_data_of_any_config_along(tmp_path):
+  """Rows and a reward give every config of the package the same data section, but for sizes."""
+  of_base = files.plain_fields(chosen("base", tmp_path).data)
+  wrong = []
+  for name in [*files.by_name(), "curriculum:mixed", "nemo_gym:online", "tool_use:functions"]:
+    made = chosen(name, tmp_path)
+    wrong += [f"{name}: {complaint}" for complaint in run_options.validate(made)]
+    for field, value in files.plain_fields(made.data).items():
+      of_run = field in ("max_prompt_tokens", "overlong", "on_error", "shuffle", "epochs")
+      of_reward = field in ("environment", "rows_choose_environment")
+      if not (of_run or of_reward) and value != of_base.get(field):
+        wrong.append(f"{name}: data.{field}={value}")
+    given = [field for field, value in made.evaluation.data.items() if value is not None]
+    wrong += [f"{name}: evaluation.data.{field}" for field in given]
+    if data_options.evaluation(made) or made.evaluation.datasets:
+      wrong.append(f"{name}: is evaluated")
+  assert wrong == []
+  both = chosen("curriculum", tmp_path, files=(row_files.TRAINING, row_files.EVALUATION))
+  (held_out,) = data_options.evaluation(both).values()
+  assert held_out["path"] == str(tmp_path / row_files.EVALUATION)
+  assert held_out["system_prompt"] is None
+
+
+def test_what_the_caller_names_holds_for_the_rows(tmp_path, noticed):
+  text = "Say one word."
+  named = chosen("quickstart", tmp_path, **{"data.system_prompt": text})
+  assert named.data.system_prompt == text and named.data.task is None
+  nested = chosen("quickstart", tmp_path, data={"system_prompt": text, "input_key": "question"})
+  assert (nested.data.system_prompt, nested.data.input_key) == (text, "question")
+  same = "Answer with the final number only."  # also if the config says the same.
+  assert chosen("quickstart", tmp_path, **{"data.system_prompt": same}).data.system_prompt == same
+  # A config that was loaded and changed since then: only the changes are of the caller.
+  config = grpo_jax.configuration.load("quickstart")
+  config.data.system_prompt = text
+  config.evaluation.data.path = "held_out.jsonl"
+  changed = chosen("", tmp_path, config=config)
+  assert (changed.data.system_prompt, changed.data.task) == (text, None)
+  assert (
+    changed.evaluation.data.path == "held_out.jsonl" and changed.evaluation.data.task_seed is None
   )
-  alone = load()
-  evaluation = alone.evaluation
-  assert not (evaluation.at_start or evaluation.at_end or evaluation.every_steps)
-  assert (alone.data.kind, alone.data.task) == ("jsonl", None)
-  assert load(**{"data.split_validation_size": 0.1}).evaluation.at_start
-  assert load(**{"evaluation.data.path": "test.jsonl"}).evaluation.every_steps == 7
+  assert config.data.task == "chain_sum"
+  untouched = chosen("", tmp_path, config=grpo_jax.configuration.load("quickstart"))
+  assert untouched.data.system_prompt is None
+  split = chosen("quickstart", tmp_path, **{"data.split_validation_size": 0.1})
+  assert list(data_options.evaluation(split)) == ["heldout"]
+  line = (
+    "rows: not used, since they are of the config's own data: data.environment='arithmetic',"
+    " data.system_prompt='Answer with the final number only.', evaluation.data. The call can name"
+  )
+  assert any(each.startswith(line) for each in noticed)
+
+
+@pytest.mark.parametrize("name", ["data.path", "data.datasets", "data.task"])
+def test_rows_and_other_data_are_not_both_given(name, tmp_path):
+  value = [{"path": "x.jsonl"}] if name == "data.datasets" else "x"
+  with pytest.raises(ConfigError, match=f"rows= and {name} both name data"):
+    chosen("quickstart", tmp_path, **{name: value})
+
+
+def test_rows_without_a_reward_are_scored_as_the_data_of_the_config_or_not_at_all(tmp_path):
+  assert chosen("math_1b", tmp_path, reward=None).data.environment is None  # math.
+  for name in ("quickstart", "code_humaneval", "reward_model", "verifiers"):
+    with pytest.raises(ConfigError, match=r"Give reward=, or name an environment.*; it has '"):
+      chosen(name, tmp_path, reward=None)
+  named = chosen("code_humaneval", tmp_path, reward=None, **{"data.environment": "code"})
+  assert named.data.environment == "code"
 
 
 def test_recorded_groups_may_be_rows_in_memory(tmp_path):
