@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from grpo_jax import batching, data, environments, processes
 from grpo_jax.compilation import accelerators, precision
 from grpo_jax.config import batching_options, configuration, data_options, modes, run_options
+from grpo_jax.engines import launching
 from grpo_jax.learn import mesh as meshes
 from grpo_jax.learn import sharding
 from grpo_jax.models import leaves, loading, transformer
@@ -135,6 +136,22 @@ def check_split(mesh: Mesh, folder: pathlib.Path) -> None:
       " embedding and head",
       *(tensor, model.vocab_size),
     )
+
+
+def check_engine(config: Config) -> None:
+  """Raises ConfigError, before a model is found, if SGLang servers cannot be started here."""
+  sglang = config.engine.sglang
+  runs_others = sglang.addresses or sglang.router or sglang.command
+  if modes.is_offline(config) or config.engine.name != "sglang" or runs_others:
+    return
+  device = launching.device_of(sglang.device)
+  try:
+    processes.together(
+      lambda: launching.check_environment(pathlib.Path(sglang.python), device),
+      what="the environment of the servers",
+    )
+  except launching.ServerError as error:
+    raise configuration.ConfigError(f"engine: {error}") from error
 
 
 def log_lengths(config: Config) -> None:

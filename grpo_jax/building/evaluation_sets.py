@@ -6,8 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from grpo_jax import data, processes
-from grpo_jax.config import configuration, data_options
-from grpo_jax.data import overlap
+from grpo_jax.building import checks
+from grpo_jax.config import configuration, data_options, modes
+from grpo_jax.data import formats, overlap, skipped
+from grpo_jax.data.byte_tokenizer import ByteTokenizer
 from grpo_jax.data.overlap import Overlap
 from grpo_jax.types import Prompt
 
@@ -15,6 +17,59 @@ _log = logging.getLogger(__name__)
 
 # A ConfigDict, whose fields a type checker cannot know.
 Config = Any
+
+_MISSING = (
+  ". Set config.{section}.path to a file of rows; or to None, {none} config.{section}.dataset to a"
+  " dataset by name, such as GSM8K (docs/data.md)"
+)
+_LISTED = ". Correct it in config.{section}.datasets"
+
+
+def check_sources(config: Config) -> None:
+  """Opens the training data and the evaluation sets, and reads a few rows, without a model.
+
+  Raises:
+    ConfigError: A file, a name or a library is missing, or the rows lack what options name.
+  """
+  processes.together(lambda: _check_sources(config), what="looking at the data")
+
+
+def _check_sources(config: Config) -> None:
+  sets = data_options.evaluation(config) if data_options.evaluates(config) else {}
+  of_training = _MISSING.format(section="data", none="and")
+  if config.data.datasets:
+    of_training = _LISTED.format(section="data")
+  of_evaluation = _MISSING.format(section="evaluation.data", none="for no evaluation, or")
+  if config.evaluation.datasets:
+    of_evaluation = _LISTED.format(section="evaluation")
+  for remedy, found in ((of_training, data_options.training(config)), (of_evaluation, sets)):
+    for fields in found.values():
+      try:
+        _check_source(config, fields)
+      except (OSError, ValueError, ImportError) as error:
+        what = remedy if isinstance(error, FileNotFoundError) else ""
+        raise configuration.ConfigError(f"the data cannot be used: {error}{what}") from error
+
+
+def _check_source(config: Config, fields: Mapping[str, Any]) -> None:
+  """Opens a dataset; raises RowError if none of its first rows can be read as prompts."""
+  given = {name: value for name, value in fields.items() if name != "weight"}
+  if modes.is_offline(config):  # groups have formats and keys of their own.
+    of_groups = dict.fromkeys(("input_key", "output_key"), None)
+    given |= {**of_groups, "format": "auto", "side": "all", "split_validation_size": 0}
+  dataset = data.open_dataset(ByteTokenizer(), **given)
+  if modes.is_offline(config) or config.data.on_error == "skip":
+    return
+  refused = []
+  for row in range(min(checks.TRIED, len(dataset))):
+    try:
+      dataset.question(dataset.part.source_row(row))
+      return
+    except formats.LeftOut:
+      return
+    except formats.RowError as error:
+      refused.append(error)
+  raise skipped.explained(refused[0])
 
 
 def held_out(

@@ -73,7 +73,10 @@ def mode_of(config: Config) -> Mode:
 def prepare(
   config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack, stop: Any
 ) -> Inputs:
-  """Finds and checks what the run needs, before any weights are loaded."""
+  """Finds and checks what the run needs, before any weights are loaded.
+
+  What can be checked without the model comes first: it may have to be downloaded.
+  """
   with writing(workdir):
     workdir.mkdir(parents=True, exist_ok=True)
   kept_programs.keep()
@@ -90,6 +93,10 @@ def prepare(
   platform = checks.chip(mesh).platform
   _log.info(precision.describe(checks.matmul_precision(config), platform))
   checks.log_lengths(config)
+  checks.check_engine(config)
+  mode = mode_of(config)
+  made = stack.enter_context(groups.make_environments(config))
+  evaluation_sets.check_sources(config)
   found = model_building.find_alike(config)
   config = model_building.with_fallback(config, found)
   checks.check_context(config, found.folder)
@@ -99,8 +106,6 @@ def prepare(
   config = model_building.with_template(config)
   adapter.check_prompts(config, tokenizer, found.folder)
   teacher = teaching.find(config, found.folder, mesh)
-  mode = mode_of(config)
-  made = stack.enter_context(groups.make_environments(config))
   config = groups.with_conversations(config, made)
   opener = groups.with_tools(mode.opener, made)
   held_out = evaluation_sets.held_out(config, tokenizer, opener)  # early: finds a wrong file.

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import optax
 
-from grpo_jax import data, environments
+from grpo_jax import data, engines, environments
 from grpo_jax.compilation import accelerators, precision
 from grpo_jax.config import (
   ahead_options,
@@ -23,9 +23,8 @@ from grpo_jax.config import (
 )
 from grpo_jax.config.own_functions import name_or_function
 from grpo_jax.data import group_options
-from grpo_jax.engines import base as engines
 from grpo_jax.engines import launching
-from grpo_jax.engines.base import SamplingParams
+from grpo_jax.engines.base import UNCONSTRAINED, SamplingParams, unconstrained
 from grpo_jax.files import local_paths, remote
 from grpo_jax.groups import filters, shaping
 from grpo_jax.learn import optim
@@ -138,6 +137,9 @@ def _broken_rules(config: Config, devices: Sequence[Any] | None) -> Iterator[str
   if too_large:
     size = config.evaluation.group_size
     yield f"evaluation.pass_k={too_large} needs evaluation.group_size >= k, which is {size}"
+  if not is_offline:
+    refused = _refused(lambda: engines.module(config.engine.name))
+    yield from (f"engine.name: {reason}" for reason in refused)
   if config.engine.name == "sglang" and not is_offline:
     yield from _refused_servers(config.engine.sglang)
   updates = config.learn.epochs * config.learn.minibatches
@@ -173,8 +175,8 @@ def _sampling_problems(config: Config) -> Iterator[str]:
   except (TypeError, ValueError):
     return  # already reported.
   constraints = {k: v for each in both for k, v in {**each.penalties, **each.grammar}.items()}
-  if constraints and config.engine.name in engines.UNCONSTRAINED:
-    yield f"engine.name={config.engine.name!r}: {engines.unconstrained(constraints)}"
+  if constraints and config.engine.name in UNCONSTRAINED:
+    yield f"engine.name={config.engine.name!r}: {unconstrained(constraints)}"
   if not sampling.reports_truncated:
     return
   if config.model.logprobs is not None:

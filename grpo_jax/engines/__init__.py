@@ -40,7 +40,10 @@ def module(name: str) -> ModuleType:
     name: Name, as for `make`.
 
   Raises:
-    ValueError: There is no such engine; the message lists the known ones.
+    ValueError: There is no such engine; the message lists the known ones. Or it has no `make`.
   """
   hidden = set(registry.modules(__name__)) - set(_ENGINES)
-  return registry.module(__name__, name, hidden=hidden)
+  found = registry.module(__name__, name, hidden=hidden)
+  if not callable(getattr(found, "make", None)):
+    raise ValueError(f"engine {name!r}: the module has no make(**settings)")
+  return found

@@ -164,7 +164,7 @@ def check(options: LaunchOptions, *, servers: int, api_key: str = "") -> None:
       f"but gpus lists {len(options.gpus)}: {options.gpus}"
     )
   if options.command is None:
-    _check_environment(options.python, options.device)
+    check_environment(options.python, options.device)
   else:
     program, *_ = _fill(options.command, {}) or [""]
     if shutil.which(program) is None:
@@ -252,7 +252,7 @@ def _refused_variables(environment: Mapping[str, Any]) -> Iterator[str]:
 
 
 @functools.cache
-def _check_environment(python: pathlib.Path, device: str) -> None:
+def check_environment(python: pathlib.Path, device: str) -> None:
   """Raises if `python` is not an interpreter with SGLang for this device."""
   script = shipped.folder() / "scripts" / "install_sglang.sh"
   remedy = f"`bash {script} {device}` makes one"
@@ -270,6 +270,11 @@ def _check_environment(python: pathlib.Path, device: str) -> None:
     raise ServerError(f"no SGLang in the environment of {python} ({missing[0]}): {remedy}")
   if device == "cuda" and asked.stdout.strip().endswith("+cpu"):
     raise ServerError(f"the environment of {python} is for the CPU: {remedy}")
+
+
+def device_of(device: str | None) -> str:
+  """Returns the device of the servers: the one that is chosen, or "cuda" if there is a GPU."""
+  return device or ("cuda" if pathlib.Path("/dev/nvidia0").exists() else "cpu")
 
 
 def is_loopback(host: str) -> bool:

@@ -31,6 +31,7 @@ from grpo_jax.compilation import precision
 from grpo_jax.engines import (
   base,
   everywhere,
+  launching,
   merging,
   pausing,
   probe,
@@ -585,7 +586,7 @@ def _launch_options(
   return LaunchOptions(
     python=pathlib.Path(options.python),
     log_folder=log_folder,
-    device=options.device or ("cuda" if pathlib.Path("/dev/nvidia0").exists() else "cpu"),
+    device=launching.device_of(options.device),
     arguments=(*saver, *for_adapters, *pausing.arguments(options.pause_mode), *options.arguments),
     command=options.command,
     environment=variables(products, options.environment),

@@ -9,6 +9,10 @@ from grpo_jax import processes
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.files import atomic, shared_places
 
+LOCK = ".lock"
+# Files that are in a run folder before the run writes its own: its lock, rows and a reward.
+_BEFORE_A_RUN = {LOCK, "rows.jsonl", "evaluation_rows.jsonl", "reward.py"}
+
 
 class Unusable(ExpectedFailure, OSError):
   """A run folder is in use, or cannot be made, written or reached."""
@@ -31,10 +35,10 @@ def claimed(workdir: pathlib.Path, *, named: str = "--workdir") -> IO[str]:
   """
   try:
     workdir.mkdir(parents=True, exist_ok=True)
-    lock = shared_places.open_lock(workdir / ".lock", allow_other_owner=True)
+    lock = shared_places.open_lock(workdir / LOCK, allow_other_owner=True)
   except OSError as error:
     raise Unusable(f"cannot use {named}={workdir}: {error.strerror}") from error
-  if not atomic.try_lock(lock):
+  if not (atomic.try_lock(lock) and _is_there(lock, workdir / LOCK)):
     owner = lock.read().strip()
     lock.close()
     raise Unusable(f"{named}={workdir} is in use by another run (process {owner})")
@@ -47,6 +51,29 @@ def claimed(workdir: pathlib.Path, *, named: str = "--workdir") -> IO[str]:
       lock.close()
     raise Unusable(f"cannot use {named}={workdir}: {error.strerror}") from error
   return lock
+
+
+def holds_anything(workdir: pathlib.Path) -> bool:
+  """Returns whether a folder exists and has anything in it."""
+  with contextlib.suppress(OSError):
+    return any(workdir.iterdir())
+  return False
+
+
+def remove_unused(workdir: pathlib.Path) -> None:
+  """Removes a folder in which no run has begun: it has nothing but its lock and what was given."""
+  with contextlib.suppress(OSError):
+    if {each.name for each in workdir.iterdir()} <= _BEFORE_A_RUN:
+      for each in workdir.iterdir():
+        each.unlink()
+      workdir.rmdir()
+
+
+def _is_there(lock: IO[str], path: pathlib.Path) -> bool:
+  """Returns whether an open lock is the file at a path, which `remove_unused` may have removed."""
+  with contextlib.suppress(FileNotFoundError):
+    return os.path.samestat(os.fstat(lock.fileno()), path.stat())
+  return False
 
 
 def claimed_by_main(

@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+from grpo_jax import processes
 from grpo_jax.files import local_paths
 from grpo_jax.run_folder import claim, shared_folder
 
@@ -51,6 +52,8 @@ def opened(
   If it is a URL, what is there is fetched first, and leaving the block waits until everything that
   the run has written is there. docs/remote_folders.md
 
+  A new local folder is removed if the block raises before the run has written anything of its own.
+
   Args:
     workdir: Run folder: a path, or a URL.
     local: Folder in which a run with a URL works; None: a folder of the user's cache.
@@ -76,6 +79,12 @@ def opened(
   if local is not None:
     raise claim.Unusable(f"--workdir.local={local} needs a --workdir that is a URL")
   folder = local_paths.checked("workdir", workdir)
+  is_new = not claim.holds_anything(folder)
   with claim.claimed_by_main(folder, named=named):
-    shared_folder.check(folder, named=named)
-    yield folder
+    try:
+      shared_folder.check(folder, named=named)
+      yield folder
+    except BaseException:
+      if is_new and processes.is_main():
+        claim.remove_unused(folder)
+      raise

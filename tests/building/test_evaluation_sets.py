@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
+
 from grpo_jax import data
 from grpo_jax.building import evaluation_sets
 from grpo_jax.building import run as runs
 from grpo_jax.config import base, configuration, data_options, run_options
+from grpo_jax.config.configuration import ConfigError
 from grpo_jax.data.byte_tokenizer import ByteTokenizer
 
 
@@ -94,3 +97,34 @@ def test_the_best_checkpoint_is_by_the_first_set_that_is_evaluated(tmp_path):
   )
   names = data_options.best_metrics(config_of(data__path=train, evaluation__datasets=sets))
   assert names[::2] == ("eval/a/accuracy", "eval/b/accuracy")
+
+
+@pytest.mark.parametrize(
+  "values, message",
+  [
+    ({"data__path": "train.jsonl"}, r"no data file train.jsonl.*config\.data\.path.*GSM8K"),
+    (
+      {"data__path": "{rows}", "evaluation__data__path": "val.jsonl"},
+      r"no data file val.jsonl.*config\.evaluation\.data\.path .* to None, for no evaluation, or",
+    ),
+    (
+      {"data__datasets": ({"path": "{rows}"}, {"path": "mine.jsonl"})},
+      r"no data file mine.jsonl.*Correct it in config\.data\.datasets",
+    ),
+    (
+      {"data__path": "{rows}", "data__input_key": "question"},
+      r"rows.jsonl:1: no key 'question'; .*data\.input_key names the field.*set it to 'problem'$",
+    ),
+    (
+      {"data__path": "{rows}", "data__output_key": "answer"},
+      r"no key 'answer' .did you mean 'expected_answer'.*data\.output_key names .* set it to 'expe",
+    ),
+    ({"data__path": "{rows}", "data__prompt_file": "none.txt"}, "no prompt_file none.txt"),
+    ({"data__kind": "no_such_module.rows"}, "no module 'no_such_module'"),
+  ],
+)
+def test_mistakes_in_the_data_are_found_without_a_model(values, message, tmp_path):
+  rows = write(tmp_path / "rows.jsonl", range(20))
+  text = json.dumps(values).replace("{rows}", rows)
+  with pytest.raises(ConfigError, match=f"^the data cannot be used: .*{message}"):
+    evaluation_sets.check_sources(config_of(**json.loads(text)))
