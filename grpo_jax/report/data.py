@@ -63,6 +63,7 @@ class Panel:
   # Sentence that replaces such a panel; {} is the number of steps that it is about.
   quiet: str = ""
   quiet_from: int = 0  # first step that the sentence is about.
+  quiet_of: str = "*"  # pattern of the metrics that the sentence is about.
 
 
 def load(folder: str | Path) -> Run:
@@ -154,7 +155,7 @@ def quiet_panels(runs: Sequence[Run]) -> list[str]:
   There is none for what was not measured in any step that the sentence is about.
   """
   flat = [one for one in PANELS if one.quiet and _is_usual(runs, one)]
-  counts = [len({(at, step) for at, step, _ in _points(runs, one, one.quiet_from)}) for one in flat]
+  counts = [len(_measured(runs, one)) for one in flat]
   steps = ["1 step" if count == 1 else f"{count} steps" for count in counts]
   return [one.quiet.format(of) for one, count, of in zip(flat, counts, steps, strict=True) if count]
 
@@ -287,19 +288,25 @@ def _is_usual(runs: Sequence[Run], spec: Panel) -> bool:
   """
   if spec.usual is None:
     return False
-  values = (value for _, _, value in _points(runs, spec))
+  values = (value for *_, value in _points(runs, spec))
   return all(v is not None and abs(v - spec.usual) <= spec.tolerance for v in values)
 
 
-def _points(
-  runs: Sequence[Run], spec: Panel, first_step: int = 0
-) -> Iterator[tuple[int, int, float | None]]:
-  """Yields (number of the run, step, value) of all curves of a panel; None: it is not finite."""
+def _measured(runs: Sequence[Run], spec: Panel) -> set[tuple[int, int]]:
+  """Returns (number of the run, step) of all values that the sentence of a panel is about."""
+  return {
+    (number, step)
+    for number, name, step, _ in _points(runs, spec)
+    if step >= spec.quiet_from and fnmatch.fnmatchcase(name, spec.quiet_of)
+  }
+
+
+def _points(runs: Sequence[Run], spec: Panel) -> Iterator[tuple[int, str, int, float | None]]:
+  """Yields (number of the run, metric, step, value) of all curves; None: it is not finite."""
   for number, run in enumerate(runs):
     for _, name in _resolved(run, spec):
       for step, value in zip(*curve(run, name), strict=True):
-        if step >= first_step:
-          yield number, step, value
+        yield number, name, step, value
 
 
 def _resolved(run: Run, spec: Panel) -> Iterator[tuple[str, str]]:
@@ -508,6 +515,7 @@ PANELS: tuple[Panel, ...] = (
     quiet="The policy has not moved from the initial weights: the distance is 0 wherever it was"
     " measured after the first update ({}).",
     quiet_from=1,
+    quiet_of="all/kl_to_initial",  # a reference policy that is updated is near the policy.
   ),
   Panel(
     "Mismatch of engine and trainer",

@@ -392,6 +392,9 @@ def test_a_sentence_is_about_the_steps_that_measured_it(tmp_path):
   rows[7] |= distance
   (moved,) = [s for s in quiet_sentences(tmp_path / "b", rows) if "moved" in s]
   assert moved.endswith("is 0 wherever it was measured after the first update (2 steps).")
+  # A reference that each step copies from the policy is at no distance, wherever the policy goes.
+  rows = [{"step": s, "train/kl_to_reference": 0.0} for s in range(9)]
+  assert not quiet_sentences(tmp_path / "c", rows)
 
 
 def quiet_sentences(folder, rows):
