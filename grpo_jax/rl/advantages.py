@@ -167,6 +167,7 @@ def group_relative(
   if scale not in SCALES:
     raise ValueError(f"no scale {scale!r}; there are {SCALES}")
   _check_numbers(ddof, eps)
+  epsilon = _epsilon(rewards)
   rewards, mask, shape = arrays.groups(rewards, mask)
   rewards, mask = valid_rewards(rewards, mask)
   flat, flat_mask = rewards.reshape(1, -1), mask.reshape(1, -1)
@@ -195,7 +196,7 @@ def group_relative(
   below = spread + moments.times_power(jnp.asarray(eps, rewards.dtype), -exponent)
   if scale == "group_mean":
     below, _ = moments.centre_and_spread(scaled, mask)
-    plain, spread = jnp.zeros_like(plain), jnp.where(_is_positive(scaled, mask), below, 0)
+    plain, spread = jnp.zeros_like(plain), jnp.where(_is_positive(scaled, mask, epsilon), below, 0)
   has_spread = jnp.broadcast_to(spread > 0, rewards.shape) & (scale != "none")
   divided = centred / jnp.where(has_spread, below, 1)
   estimate = jnp.where(has_spread, moments.held(divided), plain)
@@ -204,15 +205,26 @@ def group_relative(
   return estimate.reshape(shape)
 
 
-def _is_positive(rewards: Float[Array, "P G"], mask: Bool[Array, "P G"]) -> Bool[Array, "P 1"]:
+def _is_positive(
+  rewards: Float[Array, "P G"], mask: Bool[Array, "P G"], epsilon: float
+) -> Bool[Array, "P 1"]:
   """Returns True for groups whose mean is above 0 by more than the rounding of a sum, n ε Σ |r|.
 
   Without negative rewards, that is every group with a reward above 0.
   """
   total = rewards.sum(axis=-1, keepdims=True)
   count = mask.sum(axis=-1, keepdims=True, dtype=rewards.dtype)
-  rounding = count * jnp.finfo(rewards.dtype).eps * jnp.abs(rewards).sum(axis=-1, keepdims=True)
+  size = jnp.abs(rewards).sum(axis=-1, keepdims=True)
+  # Half precision has rounded the rewards themselves, at most by ε / 2 of each.
+  rounding = jnp.maximum(count * jnp.finfo(rewards.dtype).eps, epsilon) * size
   return total > rounding
+
+
+def _epsilon(rewards: arrays.Numbers) -> float:
+  """Returns the ε of half-precision rewards, the spacing of the dtype at 1; 0 for other rewards."""
+  dtype = getattr(rewards, "dtype", np.dtype(np.float64))
+  is_half = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+  return float(jnp.finfo(dtype).eps) if is_half else 0.0
 
 
 def _check_numbers(ddof: Any, eps: Any) -> None:

@@ -152,8 +152,9 @@ class Objective:
     With `LossTokens.weights` every term of a token is multiplied by the weight of its completion.
 
     The shares of all parts of an optimizer step add up to the step's loss, and
-    so do the gradients. Values at masked places have no effect. With a teacher, the advantages
-    are those of `distillation.mixed`.
+    so do the gradients. Values at masked places have no effect, and a token of probability 0 (a
+    logprob of -inf) has no loss. With a teacher, the advantages are those of
+    `distillation.mixed`.
 
     Args:
       policy_logprobs: Logprob log πθ, the only differentiated input apart from `entropy`.
@@ -175,6 +176,7 @@ class Objective:
     tokens = _clean(tokens)
     _check_inputs(self, tokens)
     of_errors, tokens = _without_errors(o, tokens)
+    tokens = _without_impossible(policy_logprobs, tokens)
     policy = masks.fill(arrays.floats(policy_logprobs, "policy_logprobs"), tokens.mask)
     old = _scored_old(o, policy, tokens)
     tokens, taught = _taught(self.distillation, old, tokens)
@@ -280,6 +282,15 @@ def _without_errors(o: Options, tokens: LossTokens) -> tuple[Metrics, LossTokens
     "mismatch/seq_logprob_error_masked_share": diagnostics.sequence_average(dropped, mask, ids),
   }
   return metrics, _clean(dataclasses.replace(tokens, mask=mask & kept))
+
+
+def _without_impossible(policy: Float[Array, "B N"], tokens: LossTokens) -> LossTokens:
+  """Returns the tokens without those that the policy gives probability 0: log 0 has no gradient.
+
+  They still count in the denominators, which the caller gives.
+  """
+  is_possible = arrays.floats(policy, "policy_logprobs") != -jnp.inf
+  return _clean(dataclasses.replace(tokens, mask=tokens.mask & is_possible))
 
 
 def _scored_old(o: Options, policy: Float[Array, "B N"], tokens: LossTokens) -> Float[Array, "B N"]:

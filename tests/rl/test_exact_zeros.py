@@ -145,6 +145,9 @@ def test_maxrl_is_silent_where_the_mean_is_0_but_for_rounding():
   mixed = np.concatenate([SYMMETRIC, np.stack([x, -x, y, -y, x, -x], axis=1)])
   np.testing.assert_array_equal(maxrl(jnp.asarray(mixed, jnp.float32)), 0)
   np.testing.assert_array_equal(advantages.maxrl(SYMMETRIC), 0)
+  balanced = np.asarray([[0.3, 0.8, -1.1], [1.7, -0.45, -1.25], [-0.01, -0.09, 0.1]])
+  for half in (jnp.float16, jnp.bfloat16):  # the rewards are rounded, not only their sum.
+    np.testing.assert_array_equal(maxrl(jnp.asarray(balanced, half)), 0)
   uneven = maxrl(jnp.asarray([[-1.0, 1.5, 0.25]]))  # mean 1/4
   np.testing.assert_allclose(uneven, [[-5.0, 5.0, 0.0]], rtol=1e-6)
   # A masked negative reward does not count.

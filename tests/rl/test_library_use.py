@@ -185,6 +185,26 @@ def test_a_token_that_another_policy_never_writes_has_no_loss_and_leaves_the_oth
     assert gradient[place] == 0
 
 
+def test_a_token_that_the_policy_never_writes_has_no_loss():
+  made = LossTokens(
+    mask=jnp.asarray(MASK),
+    sequence_ids=None,
+    advantages=jnp.asarray(OF_TOKENS["advantages"], jnp.float32),
+    ref_logprobs=jnp.asarray(LOGPROBS["ref_logprobs"], jnp.float32),
+    selected=jnp.asarray(MASK),
+  )
+  policy = jnp.asarray(LOGPROBS["policy_logprobs"], jnp.float32)
+  counts, wrong = aggregate.local_denominators(made.mask), []
+  without = made.__class__(**{**vars(made), "mask": made.mask.at[1, 2].set(False)})
+  for name in ("clipped", "gspo_token", "cispo", "vespo"):  # NaN, NaN, ∞, ∞ without the rule.
+    objective = objectives.make(loss=name, kl_coef=0.1)
+    share = jax.value_and_grad(lambda p, tokens, of=objective: of(p, None, tokens, counts)[0])
+    found = share(policy.at[1, 2].set(-jnp.inf), made)
+    expected = share(policy, without)
+    wrong += [] if all(map(np.array_equal, found, expected)) else [name]
+  assert not wrong
+
+
 WHO = ("old", "behavior", "ref", "teacher")
 
 
