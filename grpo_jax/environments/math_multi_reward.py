@@ -39,9 +39,9 @@ def components(text: str, gold: str, prompt: str = "") -> dict[str, float]:
     gold: Right answer.
     prompt: Rendered prompt. A <think> at its end, open or closed, is part of the format.
   """
+  found = answer(text)
   if begun := _BEGUN_THOUGHT.search(prompt[-_THOUGHT_CHARS:]):
     text = f"<think></think>\n{text.lstrip()}" if begun["end"] else f"<think>{text}"
-  found = answer(text)
   # Counted first: with one of each, matching takes linear time.
   is_tagged = text.count("<answer>") == 1 and text.count("</answer>") == 1
   is_formatted = is_tagged and _FORMAT.match(text) is not None

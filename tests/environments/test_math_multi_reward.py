@@ -67,6 +67,7 @@ def test_a_thought_that_the_chat_template_begins_is_part_of_the_format():
     assert judged(text, "18", prompt).components["format"] == 1.0, end
     assert judged(GOOD, "18", prompt).components["format"] == 1.0, end  # it writes both again.
     assert judged(text, "18").components["format"] == 0.0, end
+    assert judged("18", "18", prompt).components["correct"] == 1.0, end
     assert judged(f"x{text}"[:-1], "18", prompt).components["format"] == 0.0, end
   assert judged("<answer>18</answer>", "18", "Use <think> tags.").components["format"] == 0.0
 
