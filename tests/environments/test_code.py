@@ -205,6 +205,7 @@ def test_sandbox_in_which_no_program_runs_is_found_before_a_model_is_blamed(monk
     ("```Python3 title=x\na\n```", "fence", "a\n"),
     ("1. first\n   ```py\n   a\n     b\n   ```", "fence", "a\n  b\n"),
     ("```python\ndef f(): pass\n```\n```python\nprint(f())\n```", "fence", "def f(): pass\n"),
+    ("```python\na\n```<|im_end|>", "fence", "a\n"),
     ("```python\na", "fence", None),
     ("a", "fence", None),
     ("<code>a</code> <code>\nb</code>", "tag", "\nb"),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 _LINE = re.compile(r"^(?P<front>[^\n]*?)(?P<mark>`{3,}|~{3,})(?P<behind>[^\n]*)$", re.MULTILINE)
 _LABEL = re.compile(r"[ \t]*\{?\.?(?P<label>[\w+-]*)")
 _ONLY_A_LABEL = re.compile(r"[ \t]*[A-Za-z][\w+.#-]*[ \t\r]*")
-_BEHIND_CLOSING = re.compile(r"[ \t]*(?:</?\w{1,30}>[ \t]*){0,9}[.,;:!*]{0,3}[ \t\r]*")
+_BEHIND_CLOSING = re.compile(r"[ \t]*(?:</?\|?\w{1,30}\|?>[ \t]*){0,9}[.,;:!*]{0,3}[ \t\r]*")
 _TAG_IN_FRONT = re.compile(r"<\w{1,30}>[ \t]*\Z")
 _MARGIN = " \t>\ufeff\u200b"  # of a line: blanks, quotations, marks that nobody sees.
 _PYTHON = ("python", "python3", "py")
