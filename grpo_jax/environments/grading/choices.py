@@ -33,7 +33,8 @@ _IS = (
 )
 _STATED = re.compile(
   rf"(?=[{_FIRST}])(?:" + "|".join(map(re.escape, sorted(_SPELLINGS, key=len, reverse=True))) + r")"
-  r"(?:et|en|nya)?(?:\s{0,3}\([a-z]{1,3}\))?[ \t]{0,3}[*_`]{0,3}[ \t]{0,3}"
+  r"(?:et|en|nya)?(?:[ ](?:correcte?|correct[ao]|corrett[ao]|corret[ao]|final|finale)(?!\w))?"
+  r"(?:\s{0,3}\([a-z]{1,3}\))?[ \t]{0,3}[*_`]{0,3}[ \t]{0,3}"
   r"(?::|ः|ঃ|=>?|-{1,2}>|[→⇒]|-(?=\s)|(?:"
   + "|".join(_IS)
   + r")\b:?|[是为為选選은는はが]:?|هي:?|هو:?)"
@@ -56,10 +57,12 @@ _LETTER = re.compile(
   re.IGNORECASE | re.DOTALL,
 )
 _ANOTHER = re.compile(
-  r"\s*(?:(?:and|or|und|oder|ou|et|o|y|e|и|или|ya|veya|或|和|と|また|또는|및|[/,&|、;+])"
-  r"\s*[(\[]?(?P<letter>[A-Z])[)\]]?(?:[.,;:、。\s]|$)|(?P<more>(?:[(\[]?[A-Z][)\]]?\s*)+)$)"
+  r"[?!\s]*(?:(?:[Aa]nd|[Oo]r|und|oder|ou|et|o|y|e|и|или|ya|veya|或|和|と|また|또는|및|[/,&|、;+])"
+  r"\s*[(\[]?(?P<letter>[A-Z])[)\]]?(?:[.,;:?!、。\s]|$)|(?P<more>(?:[(\[]?[A-Z][)\]]?[?!\s]*)+)$)"
 )
-_LAST_LETTER = re.compile(r"(?i:(?!.*\b(?:not|n't|except|neither|nor|or)\b))[^()]*(\([A-Z]\))[.!]?")
+_LAST_LETTER = re.compile(
+  r"(?i:(?!.*(?:not|n't|\bexcept|\bneither|\bnor|\bor)\b))[^()]*(\([A-Z]\))[.!]?"
+)
 
 
 def options_of(info: Mapping[str, Any]) -> dict[str, str]:
@@ -86,14 +89,21 @@ def find(text: str, options: Mapping[str, str], form: str | None = None) -> str 
     text: Text of the completion.
     options: Options, as `options_of` returns them.
     form: Key of answers.EXTRACTORS: where the choice must be. None: in the last \boxed{}, otherwise
-      <answer>, otherwise the last "Answer: …" or "the answer is …", otherwise the last line.
+      <answer>, otherwise the last "Answer: …" or "the answer is …", otherwise the last line. A
+      choice behind the last </think> takes precedence.
   """
   if form is not None:
     return letter(answers.EXTRACTORS[form](text), options)
+  _, thought, answer = text.rpartition("</think>")
+  return (_find(answer, options) if thought else None) or _find(text, options)
+
+
+def _find(text: str, options: Mapping[str, str]) -> str | None:
   for place in (answers.boxed, answers.tagged):
     found = place(text)
     if found is not None:
-      return letter(found, options)
+      stated = _STATED.findall(notation.characters(found))
+      return letter(found, options) or letter(stated[-1] if stated else None, options)
   plain = notation.characters(text)  # a colon may be a full-width one.
   if stated := _STATED.findall(plain):
     return letter(stated[-1], options)
