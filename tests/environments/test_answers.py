@@ -41,6 +41,10 @@ CASES = [
   ("hash", "####\n\n72", None),
   ("hash", "#### The answer is 72.", "72"),
   ("hash", "#### **Answer**: −72", "-72"),
+  ("hash", "**#### 72**", "72"),
+  ("hash", "#### Answer: **72**", "72"),
+  ("line", "**Final Answer: 72**", "72"),
+  ("line", "Answer： 72", "72"),
   # tag
   ("tag", "<think>1</think><answer> 7 </answer>", "7"),
   ("tag", "<answer>1</answer><answer>2\n3</answer> ok", "2\n3"),
@@ -93,6 +97,7 @@ LAST_NUMBERS = {
     ),
     *((text, "-5") for text in ("it is minus 5", "about –5 degrees", "3 × −5", "from −3 to −5")),
     ("x = −0.5", "-0.5"),
+    *((text, "-5") for text in ("答案是-5。", "答案是 − 5", "答えは−5", "답은-5", "คำตอบคือ-5")),
     ("= −1,234.5", "-1234.5"),
     *((number, "-5") for number in ("-$5", "−€5", "$-5$", r"-\$5")),
     *((number, "-1/2") for number in (r"-\frac{1}{2}", r"\frac{-1}{2}", "−½", "−1/2")),
@@ -108,6 +113,7 @@ LAST_NUMBERS = {
     ("1914–1918", "1918"),
     ("1914 – 1918", "1918"),
     ("5-3=2", "2"),
+    ("共8-5", "5"),
   ],
   "digits": [
     *(
@@ -121,6 +127,10 @@ LAST_NUMBERS = {
     ("of 2020 100", "100"),
     ("3,5", "5"),  # two numbers.
     ("x=.5", ".5"),
+    *((text, "5") for text in ("共有5个", "從3到5。", "答えは5です", "답은 5입니다", "x8 是5")),
+    ("长1.5e-3米", "1.5e-3"),
+    ("等于3 1/2米", "3.5"),
+    ("b5", None),
     ("$5", "5"),
     ("is 12.", "12"),
     ("**42**!", "42"),
@@ -132,6 +142,7 @@ LAST_NUMBERS = {
     ("2.5 × 10⁴", "25000"),
     ("2.5x10^-4", "2.5e-4"),
     ("10^4", "10000"),
+    ("是10^4米", "10000"),
   ],
   "fractions": [
     *((number, "3.5") for number in ("3½", "3 1/2", r"3\frac{1}{2}", r"3\frac12")),
@@ -157,6 +168,9 @@ GOLDS = [
   ("#### 72\n####", "72"),
   ("#### Monday", "Monday"),
   ("#### Answer: 12", "12"),
+  ("#### Final answer: **12**", "12"),
+  ("#### Result\n$$\n12\n$$", "12"),
+  ("#### Result\n\\[\n12\n\\]\n---", "12"),
   ("####", "####"),
 ]
 
@@ -241,7 +255,16 @@ COMPARED = [
   ("5", "5^{th}", True),
   ("5", "5Ω", True),
   (r"\$5", r"\$5/hour", False),
+  (r"10\text{ MW}", "10 megawatts", True),
+  (r"10\text{ MW}", r"10\text{ mW}", False),
+  ("5 kJ", "5", True),
+  ("$5.00", "5", True),
+  ("$5.00", "5 dollars", True),
+  ("$5.00", "5 cents", False),
+  ("15 €", r"\$15", False),
+  ("15", "15€", True),
   ("2 hours 30 minutes", "30 hours 2 minutes", False),
+  (r"2\text{ hours }30\text{ minutes}", "2 hours 30 minutes", True),
   ("2 hours 30 minutes", "2 minutes 30 hours", False),
   (r"21\text{ units}", "21 km", False),
   (r"21\text{ square units}", "21 units^2", True),

@@ -23,8 +23,9 @@ _BRACES = re.compile(
 )
 _HASH = re.compile(r"#{4,}[ \t]*(?:\r?\n[ \t]*)?([^\n#]*)")
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
-_ANSWER_LINE = re.compile(r"answer[*_]{0,3}(?:\s+is)?\s*:[*_]{0,3}\s*([^\n]+)", re.IGNORECASE)
+_ANSWER_LINE = re.compile(r"answer[*_]{0,3}(?:\s+is)?\s*[:：][*_]{0,3}\s*([^\n]+)", re.IGNORECASE)
 _TAIL_CHARS = 300
+_DELIMITERS = "$*_`~=-\\[]() \t\r"  # a line of these alone delimits a formula or a part.
 _HEADING = re.compile(r"(?:\d+[.)]\s+)?[^\W\d_]{2}")
 _STATED = re.compile(r"\banswer(?:\s+is)?[\s:*_]++(.*[^.\s])", re.IGNORECASE)
 _EMPHASIS = re.compile(r"([*_`]{1,3})([^*_`]+)\1")
@@ -91,7 +92,7 @@ def gold(text: str) -> str:
   """
   if found := boxed(text):
     return found
-  lines = [line for line in text.splitlines() if line.strip()]
+  lines = [line for line in text.splitlines() if line.strip(_DELIMITERS)]
   marked = [number for number, line in enumerate(lines) if "####" in line]
   if not marked:
     return text.strip()
@@ -116,7 +117,9 @@ def _plain(answer: str) -> str | None:
   """Returns an answer in the characters of ASCII, without emphasis of Markdown around it."""
   answer = notation.characters(answer).strip()
   emphasised = _EMPHASIS.fullmatch(answer)
-  return _stripped(emphasised[2] if emphasised else answer)
+  if emphasised:
+    return _stripped(emphasised[2])
+  return _stripped(answer if answer.startswith(("*", "_")) else answer.rstrip("*_"))
 
 
 EXTRACTORS: dict[str, Callable[[str], str | None]] = {

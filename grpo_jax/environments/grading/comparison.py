@@ -19,6 +19,7 @@ _WORD = re.compile(r"[^\W\d_]+(?:['.-][^\W\d_]+)*\.?")
 _PRODUCT = re.compile(r"[a-z]|(?![a-z]?[eiou])[a-z]{2}")  # "xy" is one; "no" and "BC" are not.
 _FUNCTION = re.compile(r"(?:sqrt|sin|cos|tan|log|ln|exp|pi)\b")
 _UNREAD = re.compile(r"\\text\{|(?<![\\A-Za-z{])[A-Za-z]{4}")  # 2 hours 30, and not a product.
+_TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _ARTICLES = ("a", "an", "the")
 
 
@@ -92,7 +93,7 @@ def decided(wanted: Read, found: Read) -> bool | None:
   if squeezed(wanted.value) == squeezed(found.value):
     return True
   if wanted.unit.base or _UNREAD.search(wanted.value) or _UNREAD.search(found.value):
-    return False
+    return _without_text(wanted.text) == _without_text(found.text)
   forms = (_form(wanted.value), _form(found.value))
   is_ordered = "=" in wanted.value
   if set(forms) == {"set", "point"} or (forms == ("list", "point") and not is_ordered):
@@ -103,6 +104,11 @@ def decided(wanted: Read, found: Read) -> bool | None:
 def squeezed(text: str) -> str:
   """Removes the blanks that mean nothing in mathematics."""
   return _BLANKS.sub("", text)
+
+
+def _without_text(answer: str) -> str:
+  r"""Returns an answer with the words of \text{…} as plain ones: 2 hours 30 minutes."""
+  return " ".join(_TEXT.sub(r" \1 ", answer).split())
 
 
 def _words(text: str) -> tuple[str, ...]:

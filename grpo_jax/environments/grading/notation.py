@@ -52,7 +52,7 @@ _CHARACTERS = _Characters(
     **dict.fromkeys(map(ord, MINUS), "-"),
     **{ord("\u2062"): "", ord("\u2063"): ",", ord("\u2064"): "+"},  # invisible ×, comma and plus.
     **{code: chr(code) for code in map(ord, "ℝℤℕℚℂ")},  # sets of numbers, and not letters.
-    **{ord("٫"): ".", ord("٬"): ",", ord("’"): "'", ord("‘"): "'", ord("＇"): "'"},
+    **{ord("٫"): ".", ord("٬"): ",", ord("٪"): "%", ord("’"): "'", ord("‘"): "'", ord("＇"): "'"},
   }
 )
 
@@ -123,6 +123,7 @@ _NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _REWRITES = tuple(
   (re.compile(pattern), replacement)
   for pattern, replacement in (
+    (r"^\s*([-+]?) ?\$ ?([\d.][^$]*)$", r"\1\\$\2"),  # dollars, if no other $ follows.
     (r"(?<!\\)[$~`\"]", " "),
     (r"\s+", " "),
     # Emphasis of Markdown around all of it, or around one part; 2**3 is a power.
@@ -137,6 +138,7 @@ _REWRITES = tuple(
     (r"\^ ?\{ ?(?:\^ ?)?\\circ ?\}|\^ ?(?:\^ ?)?\\circ(?![A-Za-z]) ?", r"^\\circ "),  # degrees.
     # Thousands: 1,234 and 1{,}234 and 1 234 and 1'234 and 1_234; (1,234) has two parts.
     (r"\{,\}", ","),
+    (r"(?<![\^_A-Za-z])\{ ?([.+-]) ?\}", r"\1"),  # {-}5.
     (
       r"(?<![\w.,(\[])(?<!\\\{)(\d{1,3})((?:,\d{3}){1,10}|(?: \d{3}){1,10}|(?:'\d{3}){1,10}"
       r"|(?:_\d{3}){1,10})"
@@ -158,7 +160,9 @@ _REWRITES = tuple(
     (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
     (r"(?<![A-Za-z\\])(?i:infinity|infty|inf)(?![A-Za-z])", r"\\infty "),
     (r"(?<![A-Za-z\\])(sqrt|sin|cos|tan|log|ln|exp|arcsin|arccos|arctan)(?= ?\()", r"\\\1"),
+    (r"\\text\{ ?(?i:percent|pct) ?\}", r"\\%"),
     (r"(?<![A-Za-z\\])(?i:percentage|percent|pct)(?![A-Za-z])|(?<!\\)%", r"\\%"),
+    (r"^ ?([-+]?) ?([\d.,]{1,400}) ?([€£¥₹]) ?$", r"\1\3\2"),  # 15 €.
     (r",? (?:and|or) ", ", "),
     (r"\\sqrt(\[\d\])? ?(\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z])|\\pi\b)", r"\\sqrt\1{\2}"),
     (r"\\frac ?(\d) ?(\d)", r"\\frac{\1}{\2}"),
@@ -185,7 +189,7 @@ def latex(answer: str) -> str:
     answer = pattern.sub(replacement, answer)
   answer = _with_braces(answer)
   for _ in range(3):
-    answer = _without_outer_braces(answer.strip().rstrip(" .,;:"))
+    answer = _without_outer_braces(answer.strip().rstrip(" .,;:\\"))
   return answer
 
 

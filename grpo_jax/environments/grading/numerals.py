@@ -20,6 +20,9 @@ from grpo_jax.environments.grading import notation
 _VULGAR = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒"
 _RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"
 _FROM_RAISED = str.maketrans(_RAISED, "0123456789-")
+# A character of a word or symbol that a number may be part of: x5. Scripts without blanks write
+# words beside numbers: 答案是-5, 5米.
+_SYMBOL = r"[^\W\u0e01-\u0e4f\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7a3]"
 # At most ten groups, so that no search takes more than linear time.
 _GROUPED = (
   r"[1-9]\d{0,2}(?:(?:,\d{3}){1,10}|(?:(?:\{,\}|,?\\[,;:!])\d{3}){1,10}"
@@ -27,14 +30,14 @@ _GROUPED = (
   r"|(?:,\d\d){1,10},\d{3})(?![\d_])"
 )
 _POWER_OF_TEN = (
-  r"(?:(?P<times>[ ]?(?:×|·|\*|[xX]|\\times|\\cdot)[ ]?10)|(?<=\b10))[ ]?"
+  r"(?:(?P<times>[ ]?(?:×|·|\*|[xX]|\\times|\\cdot)[ ]?10)|(?<=10)(?<![\d.]10))[ ]?"
   rf"(?:\^[ ]?(?:\{{[ ]?)?(?P<power>[-+]?\d{{1,4}})(?:[ ]?\}})?|(?P<raised>[{_RAISED}]{{1,5}}))"
 )
 _NUMBER = re.compile(
-  r"(?<![\w.])(?:(?:\\?\$|[€£¥₹])[ ]?)?(?:"
-  rf"(?P<whole>{_GROUPED}|\d+)(?P<part>\.\d+)?(?:[eE](?P<exponent>[-+]?\d{{1,4}})(?![\w.])"
+  rf"(?<!{_SYMBOL})(?<!\.)(?:(?:\\?\$|[€£¥₹])[ ]?)?(?:"
+  rf"(?P<whole>{_GROUPED}|\d+)(?P<part>\.\d+)?(?:[eE](?P<exponent>[-+]?\d{{1,4}})(?!{_SYMBOL}|\.)"
   rf"|{_POWER_OF_TEN}|(?P<over>/\d+)|[ ]?(?P<vulgar>[{_VULGAR}])"
-  r"|[ ](?P<above>\d{1,3})/(?P<below>\d{1,3})(?![\w/])"
+  rf"|[ ](?P<above>\d{{1,3}})/(?P<below>\d{{1,3}})(?!{_SYMBOL}|/)"
   r"|[ ]?\\[dtc]?frac(?:\{(?P<top>\d{1,40})\}\{(?P<bottom>\d{1,40})\}|(?P<short>\d\d)))?"
   r"|(?P<bare>\.\d+)"
   rf"|(?P<alone>[{_VULGAR}])"
@@ -48,11 +51,12 @@ _SIGN = re.compile(
   r"(?P<sign>-+|\+|±|\\pm\b|\\mp\b|\b(?i:minus|negative)\b)"
   r"(?P<gap>(?:[ ({*_`$]|\\[,!;: ({]|\\[A-Za-z]{2,12}\{){0,4})\Z"
 )
-_OPERAND = re.compile(r"[\w.)\]}%!°]\Z")
+_OPERAND = re.compile(rf"(?:{_SYMBOL}|[.)\]}}%!°])\Z")
 _OPERAND_OF_WORDS = re.compile(r"(?:[\d)\]}%!°]|(?<![A-Za-z])[a-z])[ ]*\Z")
 _BEFORE_SIGN = re.compile(
   r"(?:[=<>≤≥≈≠(:\[{,|*×·÷/+&$~→]|\\(?:times|cdot|div|approx|sim|le|leq|ge|geq|ne|neq|to|pm|[(\[])"
-  r"|\b(?i:is|are|be|was|were|equals?|gives|yields|becomes|get|minus))[ ]{0,3}[*_`]{0,3}[ ]?\Z"
+  r"|\b(?i:is|are|be|was|were|equals?|gives|yields|becomes|get|minus)|[是为為得は])"
+  r"[ ]{0,3}[*_`]{0,3}[ ]?\Z"
 )
 
 

@@ -22,6 +22,8 @@ _SPELLINGS = (
   *("dollar usd buck", "cent", "euro eur", "gbp", "rupee inr", "yen", "yuan", "hz hertz"),
   *("n newton", "j joule", "w watt", "kw kilowatt", "pa pascal", "v volt", "amp ampere", "mol"),
   *("unit", "kelvin", "byte", "kb kilobyte", "mb megabyte", "percent"),
+  *("kj kilojoule", "kpa kilopascal", "khz kilohertz", "mhz megahertz", "ghz gigahertz"),
+  *("megaw megawatt", "megaj megajoule", "megapa megapascal"),
   *("ohm Ω", "cal calorie", "kcal", "kwh", "knot", "decade", "century", "µm μm micron micrometer"),
 )
 _MEASURES = {word: words.split()[0] for words in _SPELLINGS for word in words.split()}
@@ -94,6 +96,7 @@ _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)\b")
 _BASE = re.compile(r"(?P<digits>-?[0-9A-Z]+)_(?:\{(?P<base>\d{1,2})\}|(?P<digit>\d{1,2}))")
 _WORD = re.compile(r"\bin +(?=[A-Za-z])|[A-Za-z]+")  # "in total" is not inches.
 _AFTERNOON = re.compile(r"(?i)\b([ap])\. ?m\b\.?")
+_MEGA = re.compile("M(?:W|J|V|N|Pa|A|L|g|eV|Ω)")
 _SHORT = re.compile(rf"(?P<value>-?\d[\d.]*)(?P<unit>[{''.join(sorted(_LETTERS))}])")
 
 
@@ -225,6 +228,8 @@ def _unit(text: str) -> Unit | None:
 
 def _stem(word: str) -> str:
   """Returns a word in lower case, in the singular, as far as rules find it."""
+  if _MEGA.fullmatch(word):  # 5 MW is not 5 mW.
+    return f"mega{word[1:].lower()}"
   word = word.lower()
   word = _IRREGULAR.get(word, word)
   if len(word) > 3 and word.endswith("ies"):
