@@ -8,7 +8,7 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 import grpo_jax
 from grpo_jax.errors import ExpectedFailure
@@ -86,10 +86,15 @@ def _outside(requirements: Iterable[str]) -> list[Wrong]:
     wanted = f"{needed.name}{needed.specifier}"
     try:
       here = metadata.version(needed.name)
+      fits = needed.specifier.contains(Version(str(here)), prereleases=True)
     except metadata.PackageNotFoundError:
       found.append(Wrong(f"{needed.name} is not installed", wanted))
       continue
-    if not needed.specifier.contains(Version(here), prereleases=True):
+    except (InvalidVersion, KeyError):  # an interrupted installation left no metadata.
+      text = f"{needed.name} is not completely installed (its version cannot be read)"
+      found.append(Wrong(text, wanted))
+      continue
+    if not fits:
       text = f"{needed.name} {here} is installed; grpo_jax needs {needed.specifier}"
       found.append(Wrong(text, wanted))
   return found

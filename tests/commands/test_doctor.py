@@ -211,6 +211,13 @@ def test_what_computes_refuses_wrong_packages_as_the_doctor_does(fake, monkeypat
   installed.check()
 
 
+def test_packages_without_a_readable_version_are_named_with_the_command(fake):
+  fake["optax"] = "of an interrupted installation"
+  with pytest.raises(ExpectedFailure, match='optax is not completely .*pip install "optax>=0.2.5"'):
+    installed.check()
+  assert only(diagnosis.packages()).level == FATAL
+
+
 def test_a_folder_that_hides_the_package_is_named(fake, monkeypatch):
   monkeypatch.setattr(grpo_jax, "__file__", None)  # as of a folder without __init__.py.
   monkeypatch.setattr(grpo_jax, "__path__", ["/home/me/grpo_jax"])
