@@ -24,13 +24,31 @@ class ExpectedFailure(Exception):
 
 def place_and_reason(error: BaseException) -> str:
   """Returns "file:line: type: message" in one line, with the place in the innermost user code."""
+  error = as_raised(error)
   frames = traceback.extract_tb(error.__traceback__)
-  places = [(frame.filename, frame.lineno) for frame in frames if is_of_user(frame.filename)]
-  message = str(error)
+  places = [(frame.filename, frame.lineno) for frame in frames if _is_of_user(frame)]
+  message = message_of(error)
   if isinstance(error, SyntaxError) and error.filename:
     places, message = [(error.filename, error.lineno)], error.msg
   where = "{}:{}: ".format(*places[-1]) if places else ""
   return " ".join(f"{where}{type(error).__name__}: {message}".split())
+
+
+def message_of(error: BaseException) -> str:
+  """Returns the message of an error of user code, whose `__str__` may raise or return anything."""
+  try:
+    return str(error)
+  except Exception as second:
+    return f"(its __str__ raised {type(second).__name__})"
+
+
+def as_raised(error: BaseException) -> BaseException:
+  """Returns what user code raised: coroutines and generators turn a StopIteration, such as that of
+  `next` of nothing, into a RuntimeError."""
+  cause = error.__cause__
+  if isinstance(error, RuntimeError) and isinstance(cause, StopIteration | StopAsyncIteration):
+    return cause
+  return error
 
 
 def last_frames(error: BaseException, most: int = 3) -> list[str]:
@@ -42,10 +60,10 @@ def last_frames(error: BaseException, most: int = 3) -> list[str]:
   """
   frames = [
     frame
-    for frame in traceback.extract_tb(error.__traceback__)
+    for frame in traceback.extract_tb(as_raised(error).__traceback__)
     if not _is_within(frame.filename, os.path.dirname(__file__))
   ]
-  users = [frame for frame in frames if is_of_user(frame.filename)]
+  users = [frame for frame in frames if _is_of_user(frame)]
   if not users:
     return []
   chosen = users[-most:] if users[-1] is frames[-1] else [*users[1 - most :], frames[-1]]
@@ -62,6 +80,15 @@ def is_of_user(file: str) -> bool:
   others = (os.path.dirname(__file__), *(paths[each] for each in ("stdlib", "purelib", "platlib")))
   is_there = os.path.isfile(file) or file in linecache.cache
   return is_there and not any(_is_within(file, each) for each in others)
+
+
+def _is_of_user(frame: traceback.FrameSummary) -> bool:
+  """Returns whether a frame is of user code, also of a program on standard input or of `exec`.
+
+  Methods that dataclasses and named tuples generate are in "<string>", too: `__init__`, `__new__`.
+  """
+  is_typed = frame.filename in ("<stdin>", "<string>") and not frame.name.startswith("__")
+  return is_typed or is_of_user(frame.filename)
 
 
 def _is_within(file: str, folder: str) -> bool:

@@ -386,7 +386,8 @@ def _nearest(config: ConfigDict, name: str, path: str) -> str:
   siblings = [n for n in known if n.startswith(f"{path}.")] if path else known
   close = names.nearest(name, siblings, cutoff=0.6)
   same_last = [n for n in known if n.rpartition(".")[2] == name.rpartition(".")[2]]
-  close = close or same_last or names.nearest(name, known, cutoff=0.4)
+  close = close or names.nearest(name, same_last, cutoff=0.0)
+  close = close or names.nearest(name, known, cutoff=0.4)
   return f" (did you mean {close[0]!r}?)" if close else ""
 
 

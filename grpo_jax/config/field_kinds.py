@@ -205,7 +205,8 @@ def _hint(name: str) -> str:
   section, _, last = name.rpartition(".")
   beside = {each.rpartition(".")[2]: each for each in KINDS if each.rpartition(".")[0] == section}
   close = [beside[each] for each in names.nearest(last, beside, cutoff=0.6)]
-  close = close or [each for each in KINDS if each.rpartition(".")[2] == last]
+  same_last = [each for each in KINDS if each.rpartition(".")[2] == last]
+  close = close or names.nearest(name, same_last, cutoff=0.0)
   close = close or names.nearest(name, KINDS, cutoff=0.8)
   return f" (did you mean {close[0]!r}?)" if close else ""
 

@@ -315,7 +315,7 @@ def _text(row: Mapping[str, Any], key: str, where: str) -> str:
 def _answer(row: Mapping[str, Any], style: PromptStyle, where: str) -> str:
   """Returns the expected answer as text, see `as_answer`."""
   key = str(style.output_key)
-  with option_names("data.output_key", row, ", or to '' if the rows have none"):
+  with option_names("data.output_key", row, "; '' means that the rows have none"):
     return as_answer(lookup(row, key, where), repr(key), where)
 
 

@@ -33,7 +33,7 @@ from grpo_jax.environments.base import (
   as_reward,
   has_run,
 )
-from grpo_jax.errors import last_frames
+from grpo_jax.errors import as_raised, last_frames, message_of
 from grpo_jax.models.chat.tool_calls import Parsed
 from grpo_jax.types import FinishReason, Prompt
 
@@ -52,7 +52,8 @@ class EnvironmentFailure(Exception):
 
 def failed(error: BaseException) -> EnvironmentFailure:
   """Returns the failure of user code that raised; its message has the last frames of that code."""
-  lines = [" ".join(str(error).split())[:_LONGEST], *last_frames(error)]
+  error = as_raised(error)
+  lines = [" ".join(message_of(error).split())[:_LONGEST], *last_frames(error)]
   failure = EnvironmentFailure(type(error).__name__, "\n".join(lines))
   failure.__cause__ = error
   return failure

@@ -10,7 +10,7 @@ import pytest
 from ml_collections import ConfigDict, FieldReference, config_dict
 
 import configs.base
-from grpo_jax.config import base, configuration, run_options
+from grpo_jax.config import base, configuration, field_kinds, run_options
 from grpo_jax.config.configuration import ConfigError
 
 
@@ -138,6 +138,15 @@ def test_refusal_names_the_nearest_field(name, message):
   refusal = configuration.refusal(make_config(), name)
   assert refusal is not None
   pytest.raises(ConfigError, _raise, refusal).match(message)
+
+
+def test_a_mistyped_section_suggests_its_own_field_and_not_one_of_another_section():
+  for section, field in (("rolout", "rollout.group_size"), ("evaluatoin", "evaluation.data.path")):
+    wrong = f"{section}.{field.partition('.')[2]}"
+    on_the_command_line = str(configuration.refusal(base.get_config(), wrong))
+    (in_a_file,) = field_kinds.problems({wrong: 3})
+    assert f"did you mean {field!r}?" in on_the_command_line
+    assert f"did you mean {field!r}?" in in_a_file
 
 
 def _raise(message):

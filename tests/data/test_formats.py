@@ -189,8 +189,8 @@ ANSWER = "data.output_key names the field of the answer"
     ({"problm": "a", "answer": "b"}, {}, f"{PROBLEM}: set it to 'problm'"),
     ({"x": "a", "y": "b"}, {}, PROBLEM),
     ({"prompt": ["a"]}, {"input_key": "prompt.9"}, PROBLEM),
-    ({"problem": "a", "answer": "b"}, {}, f"{ANSWER}: set it to 'answer', or to '' if the rows"),
-    ({"problem": "a"}, {"output_key": "gold.value"}, f"{ANSWER}, or to '' if the rows have none"),
+    ({"problem": "a", "answer": "b"}, {}, f"{ANSWER}: set it to 'answer'; '' means"),
+    ({"problem": "a"}, {"output_key": "gold.value"}, f"{ANSWER}; '' means that the rows have none"),
     ({"problem": "", "answer": "b"}, {}, "data.on_error='skip' leaves such rows out"),
   ],
 )

@@ -42,6 +42,14 @@ def deep(prompt, completion, info):
 def library(prompt, completion, info):
   import json
   return json.loads(completion + "x") if completion == "1" else 1.0
+def exhausted(prompt, completion, info):
+  return next(iter(completion[1:])) if completion == "1" else 1.0
+class Silent(Exception):
+  def __str__(self): return self.reason
+def silent(prompt, completion, info):
+  if completion == "1": raise Silent
+  return 1.0
+exec("def typed(prompt, completion, info):\\n  return {'0': 1.0, '2': 1.0}[completion]")
 def pair(prompt, completion): return 1.0
 def scaled(prompt, completion, info, *, scale): return scale
 class Judge:
@@ -150,6 +158,22 @@ def test_a_reward_that_raises_shows_the_last_frames_of_the_users_code_within_bou
   _, first, last = called.error.split("\n")
   assert "rewards_of_a_user.py:" in first and "json.loads(completion" in first
   assert "decoder.py:" in last
+
+
+@pytest.mark.parametrize(
+  ("name", "said", "place"),
+  [
+    ("exhausted", "StopIteration: ", "in exhausted: return next(iter("),
+    ("silent", "Silent: (its __str__ raised AttributeError)", "in silent: "),
+    ("typed", "KeyError: '1'", "<string>:2, in typed: "),
+  ],
+)
+def test_the_place_of_an_unusual_error_is_shown(name, said, place):
+  """`next` of nothing, which coroutines turn into a RuntimeError; an exception without a message;
+  code of `exec`, whose source is not known."""
+  (failed,) = [each for each in score(name).rollouts if each.error]
+  first, *frames = failed.error.split("\n")
+  assert first == said and place in frames[-1]
 
 
 @pytest.mark.parametrize(
