@@ -151,7 +151,12 @@ def log_shared(name: str, found: Overlap) -> None:
 
 def _log_left_out(config: Config, reasons: Sequence[str], kept: Collection[str]) -> None:
   """Logs in one line why sets are not evaluated, and how to hold rows out."""
-  ranking = "" if kept else ". No checkpoint is the best one; the newest are kept"
+  measured = tuple(f"eval/{name}/" for name in kept)
+  is_ranked = any(
+    not metric.startswith("eval/") or metric.startswith(measured)
+    for metric in data_options.best_metrics(config)
+  )
+  ranking = "" if is_ranked else ". No checkpoint is the best one; the newest are kept"
   _log.log(
     logging.WARNING if data_options.names_held_out(config) else logging.INFO,
     "no evaluation%s: %s. To hold rows out, name others in evaluation.data (path, split or"

@@ -58,6 +58,25 @@ def test_without_held_out_rows_there_is_no_evaluation_and_one_line_says_so(tmp_p
   assert held_out(config_of(data__path=train, **off)) == {} and noticed == []
 
 
+@pytest.mark.parametrize(
+  ("best", "is_ranked"),
+  [(None, True), ("eval/copy/accuracy", False), ("rollout/reward_mean", True)],
+)
+def test_the_line_says_whether_a_checkpoint_is_the_best_one(best, is_ranked, tmp_path, noticed):
+  train = write(tmp_path / "train.jsonl", range(20))
+  copy = {"path": write(tmp_path / "copy.jsonl", range(5))}
+  new = {"path": write(tmp_path / "new.jsonl", [777])}
+  several = config_of(
+    data__path=train, evaluation__datasets=(copy, new), checkpoint__best_metric=best
+  )
+  assert held_out(several) == {"new": 1}
+  assert ("No checkpoint is the best one" in noticed[-1]) != is_ranked
+  single = config_of(data__path=train, evaluation__datasets=(copy,), checkpoint__best_metric=best)
+  assert held_out(single) == {}
+  ranked_by_training = best == "rollout/reward_mean"
+  assert ("No checkpoint is the best one" in noticed[-1]) != ranked_by_training
+
+
 def test_shared_prompts_are_counted_in_a_warning(tmp_path, noticed, caplog):
   train = write(tmp_path / "train.jsonl", range(200))
   test = write(tmp_path / "test.jsonl", range(188, 288))
