@@ -233,6 +233,20 @@ def test_what_takes_too_many_steps_is_refused(monkeypatch):
   words = {"properties": {"a": {"items": {"enum": [str(i) for i in range(2000)]}}}}
   assert schemas.problem({"a": ["1999"]}, words) is None
   assert schemas.problem({"a": [str(i) for i in range(100)]}, words) == refused
+  texts, pairs = [*map(str, range(50))], {str(i): i for i in range(3000)}
+  for value, part in (
+    (texts, {"items": {"type": ["string"] * 3000}}),
+    (texts, {"items": {"$ref": "#/" + "%41" * 1000}}),
+    (pairs, {"allOf": [{"type": "object"} for _ in range(50)]}),
+    ([*pairs], {"allOf": [{"type": "array"} for _ in range(50)]}),
+  ):
+    assert schemas.problem({"a": value}, {"properties": {"a": part}}) == refused
+
+
+def test_required_names_that_are_not_strings_are_not_checked():
+  schema = {"properties": {"a": {"required": [["x"], {}]}}, "required": [["x"], None, "a"]}
+  assert schemas.problem({"a": {}}, schema) is None
+  assert schemas.problem({}, schema) == "the argument a is missing"
 
 
 def test_names_that_another_keyword_may_allow_are_not_refused():

@@ -22,6 +22,7 @@ _NAMED = 50  # names in a message, and alternatives.
 _DEEPEST = 250  # steps through a schema within each other; Python allows 1000 calls.
 _MOST_STEPS = 50_000  # pairs of a value and a part of the schema.
 _WORDS_A_STEP = 20  # names or values of a keyword that are compared in the time of a step.
+_READ_A_STEP = 100  # members of a value, types, or characters of a reference, likewise.
 
 # Ways in which a value can be wrong, one of each alternative: the path to what is wrong, and why.
 _Problem = tuple[tuple[tuple[str, ...], str], ...]
@@ -47,7 +48,7 @@ def problem(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str | No
       hint = nearest(unknown[:_SHOWN], names)
       takes = ", ".join(names) or "no arguments"
       return f"unknown argument {_shown(unknown)}{hint}; the tool takes: {takes}"
-  missing = [name for name in _list(schema, "required") if name not in arguments]
+  missing = [name for name in _required(schema) if name not in arguments]
   if missing:
     return f"the argument {missing[0]} is missing"
   return _checked(dict(arguments), schema)
@@ -119,6 +120,7 @@ class _Check:
     return self._problem_in_list(value, schema, depth) if isinstance(value, list) else None
 
   def _own_problem(self, value: Any, schema: Mapping[str, Any]) -> str | None:
+    self._count_read(schema.get("type"), list)
     wrong = _type_problem(value, schema)
     if wrong:
       return wrong
@@ -135,8 +137,9 @@ class _Check:
     known, others = _mapping(schema, "properties"), schema.get("additionalProperties")
     if "patternProperties" in schema:
       others = None  # a name may be among those.
-    required = _list(schema, "required")
-    self._count_words(required)
+    self._count_words(schema.get("required"))
+    self._count_read(value, Mapping)
+    required = _required(schema)
     for name in required:
       if name not in value:
         return (((_cut(name),), "is missing"),)
@@ -152,6 +155,7 @@ class _Check:
   def _problem_in_list(
     self, value: Sequence[Any], schema: Mapping[str, Any], depth: int
   ) -> _Problem | None:
+    self._count_read(value, list)
     first, others = _list(schema, "prefixItems"), schema.get("items")
     for number, part in enumerate(value):
       below = first[number] if number < len(first) else others
@@ -163,6 +167,7 @@ class _Check:
     """Returns the part of the schema that "#/$defs/NAME" names; None: it cannot be found."""
     if not isinstance(reference, str) or not reference.startswith("#"):
       return None
+    self._count_read(reference, str)
     found = self._root
     for name in filter(None, urllib.parse.unquote(reference[1:]).split("/")):
       name = name.replace("~1", "/").replace("~0", "~")
@@ -174,6 +179,9 @@ class _Check:
 
   def _count_words(self, words: Any) -> None:
     self._count(len(words) // _WORDS_A_STEP if isinstance(words, list) else 0)
+
+  def _count_read(self, value: Any, kind: type) -> None:
+    self._count(len(value) // _READ_A_STEP if isinstance(value, kind) else 0)
 
   def _count(self, steps: int) -> None:
     self._steps += steps
@@ -202,6 +210,10 @@ def _list(schema: Mapping[str, Any], keyword: str) -> Sequence[Any]:
   """Returns the value of a keyword; () if it is absent, null or of another type."""
   found = schema.get(keyword)
   return found if isinstance(found, list | tuple) else ()
+
+
+def _required(schema: Mapping[str, Any]) -> list[str]:
+  return [name for name in _list(schema, "required") if isinstance(name, str)]
 
 
 def _is_container(member: tuple[str, Any]) -> bool:
