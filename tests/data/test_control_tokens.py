@@ -72,6 +72,10 @@ def conversations(text):
   call = {"role": "assistant", "content": "", "tool_calls": [{**CALL, "function": function}]}
   answer = {"role": "tool", "name": text, "tool_call_id": "abcdefghi", "content": text}
   yield "calls", [USER, call, answer], [TOOL]
+  escaped = "".join(f"\\u{ord(c):04x}" for c in text)  # a template reads JSON text as an object.
+  function = {"name": "add", "arguments": f'{{"a": "{escaped}"}}'}
+  call = {"role": "assistant", "content": "", "tool_calls": [{**CALL, "function": function}]}
+  yield "JSON text", [USER, call, {**answer, "name": "add", "content": "3"}], [TOOL]
   properties = {text: {"description": text}, "role": {"description": text, "enum": [text]}}
   parameters = {"type": "object", "properties": properties}
   function = {"name": text, "description": text, "parameters": parameters}

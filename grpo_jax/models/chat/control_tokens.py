@@ -13,6 +13,7 @@ that is in no token of the finished text changes nothing: the text is then encod
 import bisect
 import dataclasses
 import functools
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -99,6 +100,7 @@ class ControlTokens:
     Raises:
       ConversationTooLarge: There are more.
     """
+    values = tuple([_with_objects(each) for each in value] for value in values)
     places: dict[Any, Places] = {}
     count = 0
 
@@ -285,6 +287,29 @@ def _unused_digits(values: Any) -> str:
   while (found := f"8{number:o}") in text:
     number += 1
   return found
+
+
+def _with_objects(message: Any) -> Any:
+  """Returns a message whose calls have objects as arguments, which may be JSON text.
+
+  A template reads that text (`worker.py`), and its escapes could spell a control token.
+  """
+  calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+  if not isinstance(calls, list | tuple):
+    return message
+  return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_object(call: Any) -> Any:
+  function = call.get("function") if isinstance(call, Mapping) else None
+  if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+    return call
+  try:
+    arguments = json.loads(function["arguments"])
+  except (ValueError, RecursionError):  # a template refuses it.
+    return call
+  is_object = isinstance(arguments, dict)
+  return {**call, "function": {**function, "arguments": arguments}} if is_object else call
 
 
 def _mapped_messages(values: Sequence[Any], change: Callable[[str, bool], str]) -> list[Any]:
