@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import pathlib
 import re
 import shlex
@@ -85,21 +86,21 @@ def parse(text: str) -> Reference:
   if colon and is_run(pathlib.Path(place)):
     if word in WORDS:
       return Reference(place, word)
-    if re.fullmatch(r"\d+", word):
+    if re.fullmatch(r"\d{1,18}", word):
       return Reference(place, int(word))
     hint = names.hint(word, WORDS)
     raise NoWeights(
       f"{text}: a number, 'best' or 'latest' must follow {place}:, not {word!r}{hint}"
     )
-  is_place = pathlib.Path(text).exists()  # a colon may be part of a name.
-  if colon and not is_place and (word in WORDS or re.fullmatch(r"\d+", word)):
+  is_place = os.path.exists(text)  # a colon may be part of a name.
+  if colon and not is_place and (word in WORDS or re.fullmatch(r"\d{1,18}", word)):
     raise NoWeights(f"{text}: {_not_a_run(place)}")
   return Reference(text, None)
 
 
 def is_run(folder: pathlib.Path) -> bool:
   """Returns whether a folder is that of a run."""
-  return (folder / "checkpoints").is_dir() or (folder / "metrics.jsonl").is_file()
+  return os.path.isdir(folder / "checkpoints") or os.path.isfile(folder / "metrics.jsonl")
 
 
 def find(

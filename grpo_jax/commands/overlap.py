@@ -52,6 +52,9 @@ class NoTimes(ExpectedFailure, ValueError):
   """A run does not have what the forecast needs."""
 
 
+_LARGEST = 1e15  # of the numbers in options.
+
+
 def main(arguments: Sequence[str]) -> int:
   """Prints a forecast for each form of asynchronous training; returns the exit code.
 
@@ -198,8 +201,9 @@ def _read(arguments: Sequence[str]) -> Any:
     bound = "above 0" if name in above else "at least 0"
     if value is not None and not (value > 0 if name in above else value >= 0):
       raise WrongUse(f"{_flag(name)}={value} must be {bound}")
-    if value is not None and math.isinf(value):
-      raise WrongUse(f"{_flag(name)}={value} must be finite")
+    if value is not None and value > _LARGEST:
+      bound = "finite" if value == math.inf else f"at most {_LARGEST:g}"
+      raise WrongUse(f"{_flag(name)}={value} must be {bound}")
   share = options.sampler_share
   if share is not None and not 0 < share < 1:
     raise WrongUse(f"--sampler-share={share} must be above 0 and below 1")

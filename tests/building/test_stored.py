@@ -40,6 +40,7 @@ def test_the_best_step_is_by_the_metric_and_mode_of_the_run(tmp_path):
     (":15", "no checkpoint of step 15; .* has checkpoints of the steps 10, 20, 30, 40, 41"),
     (":bset", "a number, 'best' or 'latest' must follow .*not 'bset' .did you mean 'best'.*"),
     (":-1", "a number, 'best' or 'latest' must follow"),
+    (f":{'9' * 5000}", "a number, 'best' or 'latest' must follow"),
   ],
 )
 def test_errors_name_the_steps_that_there_are(run, suffix, reason):

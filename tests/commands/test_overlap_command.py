@@ -113,6 +113,7 @@ def test_a_run_without_what_is_needed_is_refused(change, message, tmp_path, caps
     (["--sample-s=1", "--learn-s=-1", "--tokens=9"], "--learn-s=-1.0 must be at least 0"),
     (["--sample-s=nan", "--learn-s=1", "--tokens=9"], "--sample-s=nan must be above 0"),
     (["--sample-s=inf", "--learn-s=1", "--tokens=9"], "--sample-s=inf must be finite"),
+    (["--sample-s=1", "--learn-s=1", "--tokens=1e308"], "--tokens=1e+308 must be at most 1e+15"),
     (["run", "--sampler-share=1"], "--sampler-share=1.0 must be above 0 and below 1"),
     (["run", "--prompts=4"], "--prompts needs --tokens"),
     (["run", "--rows=0"], "--rows=0 must be above 0"),
