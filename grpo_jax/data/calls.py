@@ -13,6 +13,7 @@ from typing import Any
 
 from grpo_jax.data import formats
 from grpo_jax.data.formats import RowError
+from grpo_jax.values import json_text
 
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}.
 
@@ -149,8 +150,6 @@ def named(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _parsed(text: str, name: str, where: str) -> Any:
   try:
-    found = json.loads(text)
-    json.dumps(found, allow_nan=False)  # 1e999 is infinite, too.
-    return found
-  except (ValueError, RecursionError) as error:
+    return json_text.parsed(text, is_strict=True)
+  except ValueError as error:
     raise RowError(where, f"{name} are not JSON: {error}", kind="with broken JSON") from error

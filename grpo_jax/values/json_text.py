@@ -7,7 +7,7 @@ from typing import Any
 # Errors that reading parsed data in another form than the expected one raises.
 UNEXPECTED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 MAX_DEPTH = 200  # objects and lists within each other; code that walks through values is recursive.
-_MAX_DIGITS = 300  # of a whole number; the largest float has 309.
+MAX_DIGITS = 300  # of a whole number; the largest float has 309.
 
 
 def parsed(text: str | bytes, *, is_strict: bool = False, **options: Any) -> Any:
@@ -23,7 +23,7 @@ def parsed(text: str | bytes, *, is_strict: bool = False, **options: Any) -> Any
     ValueError: The text is not JSON or not UTF-8, or is nested more than `MAX_DEPTH` deep.
   """
   text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
-  options |= _STRICT if is_strict else {}
+  options |= STRICT if is_strict else {}
   try:
     value = json.loads(text, **options)
   except RecursionError as error:
@@ -73,10 +73,11 @@ def _float(digits: str) -> float:
 
 
 def _integer(digits: str) -> int:
-  if len(digits) > _MAX_DIGITS:
-    raise ValueError(f"a whole number has more than {_MAX_DIGITS} digits")
+  if len(digits) > MAX_DIGITS:
+    raise ValueError(f"a whole number has more than {MAX_DIGITS} digits")
   return int(digits)
 
 
-_STRICT = {"parse_constant": _constant, "parse_float": _float, "parse_int": _integer}
+# Arguments of `json.loads` that refuse numbers that JSON or a float cannot have.
+STRICT = {"parse_constant": _constant, "parse_float": _float, "parse_int": _integer}
 _TOO_DEEP = f"values are nested more than {MAX_DEPTH} deep"

@@ -5,13 +5,13 @@ object with two equal names, strings with half a surrogate pair, and values nest
 """
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_jax.values import json_text
+
 MAX_DEPTH = 64  # objects and lists within each other.
-MAX_DIGITS = 300  # of a whole number; the largest float has 309.
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 
@@ -40,6 +40,8 @@ def read(text: str, start: int = 0) -> tuple[Any, int]:
     raise JsonError(f"invalid JSON at character {error.pos - begin + 1}: {error.msg}") from error
   except RecursionError as error:
     raise JsonError(_TOO_DEEP) from error
+  except ValueError as error:
+    raise JsonError(str(error)) from error
   _check(value)
   return value, end
 
@@ -88,28 +90,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   if len(found) < len(pairs):
     seen: set[str] = set()
     twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-    raise JsonError(f"an object has the name {twice[:60]!r} twice")
+    raise ValueError(f"an object has the name {twice[:60]!r} twice")
   return found
 
 
-def _constant(name: str) -> Any:
-  raise JsonError(f"{name} is not JSON")
-
-
-def _float(digits: str) -> float:
-  value = float(digits)
-  if not math.isfinite(value):
-    raise JsonError(f"the number {digits[:20]} is too large")
-  return value
-
-
-def _integer(digits: str) -> int:
-  if len(digits) > MAX_DIGITS:
-    raise JsonError(f"a whole number has more than {MAX_DIGITS} digits")
-  return int(digits)
-
-
 _TOO_DEEP = f"values are nested more than {MAX_DEPTH} deep"
-_DECODER = json.JSONDecoder(
-  object_pairs_hook=_object, parse_constant=_constant, parse_float=_float, parse_int=_integer
-)
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, **json_text.STRICT)
