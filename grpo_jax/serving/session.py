@@ -32,7 +32,7 @@ from grpo_jax.types import FinishReason
 _log = logging.getLogger(__name__)
 
 ToolForm = str | tool_calls.Parser
-# Exceptions that end what is in progress, whoever raises them.
+# Exceptions that end what is in progress, in our code or in that of a client library.
 ENDINGS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 

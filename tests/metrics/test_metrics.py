@@ -284,7 +284,7 @@ def test_every_metric_named_in_the_code_stands_in_the_table():
   assert {name: named[name] for name in metrics.unknown(named)} == {}
 
 
-def test_what_is_printed_and_drawn_stands_in_the_table():
+def test_what_is_printed_and_drawn_is_in_the_table():
   printed = {name for column in console.COLUMNS for name in column.metrics} - {console.LEFT}
   drawn = [
     c.replace("[!1]*", "4").replace("1?*", "16").replace("*", "x")

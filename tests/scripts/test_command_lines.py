@@ -1,4 +1,4 @@
-"""Programs of scripts/: --help explains and does nothing, a mistake is no traceback."""
+"""Programs of scripts/: --help explains and does nothing, a mistake does not end in a traceback."""
 
 import ast
 import pathlib
