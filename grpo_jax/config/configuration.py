@@ -208,7 +208,9 @@ def refusal(config: ConfigDict, name: str) -> str | None:
     if key not in found:
       if reason := sections.left_out(name):
         return reason
-      return f"there is no field {name!r}{_nearest(config, name, path)}; {_list(found, path)}"
+      close = names.nearest_field(name, fields(config), cutoff=0.4)
+      hint = f" (did you mean {close[0]!r}?)" if close else ""
+      return f"there is no field {name!r}{hint}; {_list(found, path)}"
     path = f"{path}.{key}" if path else key
     found = found[key]
     if bracket:
@@ -378,17 +380,6 @@ def _is_bare(name: str) -> bool:
 def _offer(files: Sequence[str]) -> str:
   listed = ", ".join(files[:_MOST_OFFERED]) + ", …" * (len(files) > _MOST_OFFERED)
   return f"there are: {listed}" if files else "no configuration files were found"
-
-
-def _nearest(config: ConfigDict, name: str, path: str) -> str:
-  """Suggests the valid name closest to a mistyped one, first within its section, then anywhere."""
-  known = list(fields(config))
-  siblings = [n for n in known if n.startswith(f"{path}.")] if path else known
-  close = names.nearest(name, siblings, cutoff=0.6)
-  same_last = [n for n in known if n.rpartition(".")[2] == name.rpartition(".")[2]]
-  close = close or names.nearest(name, same_last, cutoff=0.0)
-  close = close or names.nearest(name, known, cutoff=0.4)
-  return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _list(section: ConfigDict, path: str) -> str:

@@ -200,17 +200,6 @@ OPEN = (
 )
 
 
-def _hint(name: str) -> str:
-  """Returns " (did you mean …?)" with the field nearest to an unknown one; "" if none is near."""
-  section, _, last = name.rpartition(".")
-  beside = {each.rpartition(".")[2]: each for each in KINDS if each.rpartition(".")[0] == section}
-  close = [beside[each] for each in names.nearest(last, beside, cutoff=0.6)]
-  same_last = [each for each in KINDS if each.rpartition(".")[2] == last]
-  close = close or names.nearest(name, same_last, cutoff=0.0)
-  close = close or names.nearest(name, KINDS, cutoff=0.8)
-  return f" (did you mean {close[0]!r}?)" if close else ""
-
-
 def wrong(fields: Mapping[str, Any]) -> dict[str, str]:
   """Returns messages, by name, for known fields that have the wrong type or are out of range."""
   found = {
@@ -267,9 +256,9 @@ def problems(
     elif name not in KINDS and not any(fnmatchcase(name, pattern) for pattern in OPEN):
       is_empty = isinstance(value, Mapping) and not value
       if not is_empty:
-        unknown = (
-          f"there is no field {name!r}{_hint(name)}, but it is set to {checked.shown(value)}"
-        )
+        close = names.nearest_field(name, KINDS, cutoff=0.8)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        unknown = f"there is no field {name!r}{hint}, but it is set to {checked.shown(value)}"
         yield place_of(name) + (sections.left_out(name) or unknown)
   for environment, settings in of_environments.items():
     yield from environments.problems(environment, settings)

@@ -22,6 +22,23 @@ def nearest(name: str, valid: Iterable[str], *, count: int = 1, cutoff: float = 
   return [each for small in near for each in by_small[small]][:count]
 
 
+def nearest_field(name: str, valid: Iterable[str], *, cutoff: float) -> list[str]:
+  """Returns the dotted name that a mistyped one probably means, in a list; empty: none is near.
+
+  A similar name in the same section comes first, then the same name in another section, then any
+  other whose similarity is at least `cutoff`.
+  """
+  section, _, last = name.rpartition(".")
+  valid = list(valid)
+  beside = {each.rpartition(".")[2]: each for each in valid if each.rpartition(".")[0] == section}
+  same_last = [each for each in valid if each.rpartition(".")[2] == last]
+  return (
+    [beside[each] for each in nearest(last, beside, cutoff=0.6)]
+    or nearest(name, same_last, cutoff=0.0)
+    or nearest(name, valid, cutoff=cutoff)
+  )
+
+
 def hint(name: str, valid: Iterable[str]) -> str:
   """Returns " (did you mean 'x'?)" for the valid name nearest to `name`; "" if none is near."""
   near = nearest(name, valid)
