@@ -22,6 +22,7 @@ from rich.progress import (
   TimeElapsedColumn,
   TimeRemainingColumn,
 )
+from rich.table import Column
 from rich.text import Text
 from rich.theme import Theme
 
@@ -127,13 +128,14 @@ class Screen:
       return
     bar = self._progress
     if bar is None:
+      whole = Column(no_wrap=True)  # the last column, a long note, is cut instead.
       bar = self._progress = Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description:<12}"),
-        BarColumn(bar_width=20),
-        _Done(),
-        TimeElapsedColumn(),
-        _Left(self._note, self._console),
+        SpinnerColumn(table_column=whole),
+        TextColumn("{task.description:<12}", table_column=whole),
+        BarColumn(bar_width=20, table_column=whole),
+        _Done(table_column=whole),
+        TimeElapsedColumn(table_column=whole),
+        _Left(self._note),
         console=self._console,
         transient=True,
       )
@@ -188,19 +190,16 @@ class _Done(MofNCompleteColumn):
 class _Left(TimeRemainingColumn):
   """The current activity of the program, or else the remaining time."""
 
-  def __init__(self, note: Callable[[], str], console: Console):
+  def __init__(self, note: Callable[[], str]):
     super().__init__()
     self._note = note
-    self._console = console
 
   def render(self, task: Task) -> Text:
     if note := self._note():
-      count = 0 if task.total is None else 2 * len(f"{task.total:.0f}") + 1
-      before = 2 + max(12, len(task.description)) + 1 + 20 + 1 + count + 1 + 7 + 1
-      text = Text(note, style=NOTABLE)  # cut, because a second line would stay on the screen.
-      text.truncate(max(self._console.width - before, 4), overflow="ellipsis")
-      return text
-    return Text("left ") + super().render(task) if task.total is not None else Text("")
+      return Text(note, style=NOTABLE, no_wrap=True)  # a second line would stay on the screen.
+    if task.total is None:
+      return Text("")
+    return Text("left ", no_wrap=True) + super().render(task)
 
 
 def seconds(value: float) -> str:
