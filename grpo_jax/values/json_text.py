@@ -16,7 +16,7 @@ def parsed(text: str | bytes, *, is_strict: bool = False, **options: Any) -> Any
   Args:
     text: Text, or bytes in UTF-8.
     is_strict: Whether NaN, infinities, numbers beyond every float and half surrogate pairs are
-      errors; for files that only this package writes.
+      errors, as in files that only this package writes.
     **options: Arguments of `json.loads`, such as parse_float.
 
   Raises:

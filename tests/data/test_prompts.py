@@ -77,7 +77,9 @@ def test_calls_of_rows_have_objects_as_arguments_also_if_they_were_text(tmp_path
   assert prompts[0].messages == prompts[1].messages
 
 
-@pytest.mark.parametrize("arguments", ['{"x": ', "[1]", "7", [1], 7, "NaN", '{"x": 1e999}', '"a"'])
+@pytest.mark.parametrize(
+  "arguments", ['{"x": ', "[1]", "7", [1], 7, "NaN", '{"x": 1e999}', '"a"', '{"x": "\\ud800"}']
+)
 def test_arguments_that_are_not_an_object_are_refused_with_their_place(tmp_path, arguments):
   path = write(tmp_path / "rows.jsonl", [called({}), called(arguments)])
   with pytest.raises(RowError, match=r"rows\.jsonl:2: arguments of call 1 of message 2"):
