@@ -76,11 +76,9 @@ def open_sets(
 ) -> dict[str, data.Dataset]:
   """Opens every evaluation set; {} if the run never evaluates."""
   found = evaluation(config) if evaluates(config) else {}
-  without_weights = {
-    name: {key: value for key, value in one.items() if key != "weight"}
-    for name, one in found.items()
-  }
-  return {name: opener(tokenizer, **one) for name, one in without_weights.items()}
+  for one in found.values():
+    one.pop("weight", None)
+  return {name: opener(tokenizer, **one) for name, one in found.items()}
 
 
 def best_metrics(config: Config) -> tuple[str, ...]:

@@ -26,8 +26,7 @@ def of(tokenizer: Tokenizer) -> Mapping[str, str]:
     return {}
   if isinstance(tokenizer.template, ChatTemplate):
     return tokenizer.template.exported()
-  count = len(tokenizer.encode("a", begins=True)) - len(tokenizer.encode("a"))
-  first = tokenizer.decode(tokenizer.encode("a", begins=True)[:count], skip_special=False)
+  first = tokenizer.decode(tokenizer.beginning, skip_special=False)
   for template in exported.plain(first):
     if _is_alike(Renderer(template, where="the template of the export"), tokenizer):
       return {"default": template}

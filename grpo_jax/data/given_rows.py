@@ -148,13 +148,11 @@ def returned(make: Callable[..., Any], arguments: Mapping[str, Any], config: Any
   parameters = inspect.signature(make).parameters
   variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
   needed = [p for p in parameters.values() if p.default is p.empty and p.kind not in variable]
-  if "config" in parameters or len({p.name for p in needed} - {*arguments}) == 1:
-    arguments, parts = {}, (config,)
-  else:
+  takes_config = "config" in parameters or len({p.name for p in needed} - {*arguments}) == 1
+  if not takes_config:
     check_arguments(f"data.kind {path}", make, arguments)
-    parts = ()
   with in_one_line(f"data.kind {path} failed", path):
-    return make(*parts, **arguments)
+    return make(config) if takes_config else make(**arguments)
 
 
 def _called(function: Any) -> str:

@@ -39,6 +39,7 @@ __all__ = [
   "parse_turn",
   "tool_form_of",
 ]
+_COPIES = 4  # times that a template writes a string at most, about.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -234,11 +235,11 @@ class HuggingFaceTokenizer:
   def encode(self, text: str, *, begins: bool = False) -> Int[np.ndarray, " tokens"]:
     with tokenizer_files.guarded():
       ids = self._backend.encode(text, add_special_tokens=False)
-    first = self._beginning if begins else []
+    first = self.beginning if begins else []
     return np.asarray(ids if ids[: len(first)] == first else [*first, *ids], np.int32)
 
   @functools.cached_property
-  def _beginning(self) -> list[int]:
+  def beginning(self) -> list[int]:
     """Ids that the tokenizer itself puts at the beginning of texts, such as BOS."""
     bare, whole = (self._backend.encode("a", add_special_tokens=each) for each in (False, True))
     places = range(len(whole) - len(bare) + 1)
@@ -353,9 +354,6 @@ def _cut(pieces: Sequence[str], length: int) -> list[str]:
     if length <= 0:
       break
   return found
-
-
-_COPIES = 4  # times that a template writes a string at most, about.
 
 
 def load(

@@ -279,14 +279,9 @@ def cut_mark(record: Mapping[str, Any]) -> str:
 
 def prompt_lines(prompt: Prompt) -> list[str]:
   """Returns the lines that show what a prompt is, as the model reads it."""
-  text = _excerpt(prompt.text)
-  return [f"the first prompt, {printable(_titled(prompt))}:", *_indented("", text)]
-
-
-def _titled(prompt: Prompt) -> str:
-  """Returns the id and the length of a prompt, and that it is cut if it is."""
   cut = ", cut" if prompt.is_cut else ""
-  return f"{prompt.prompt_id}, {len(prompt.token_ids)} tokens{cut}"
+  title = f"the first prompt, {prompt.prompt_id}, {len(prompt.token_ids)} tokens{cut}:"
+  return [printable(title), *_indented("", _excerpt(prompt.text))]
 
 
 def _excerpt(text: str) -> str:
