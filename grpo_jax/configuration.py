@@ -35,7 +35,7 @@ def load(
 def changed(config: ConfigDict) -> set[str]:
   """Returns the dotted names of the fields that were set since `load` returned a config.
 
-  Of a config that `load` did not return this is not known, and none is returned.
+  The result is empty for a config that `load` did not return.
   """
   before = vars(config).get("_as_loaded")
   now = configuration.plain_fields(config)

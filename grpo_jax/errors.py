@@ -5,7 +5,7 @@ import os
 import sysconfig
 import traceback
 
-_LONGEST = 200  # characters of a source line, or of a message, that are shown.
+_LONGEST = 200  # characters of a source line that are shown.
 
 
 class ExpectedFailure(Exception):

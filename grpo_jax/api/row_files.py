@@ -51,8 +51,8 @@ def with_rows(
 ) -> Any:
   """Returns a config that reads the files of given rows in place of its own data.
 
-  What the config says of its own data, such as their system prompt, is not said of other rows: all
-  of it becomes the default, but for what the caller has named. What was left out is logged.
+  The config's settings for its own data, such as the system prompt, do not apply to other rows:
+  they get their default values, except those that the caller has set. A log line lists them.
 
   Args:
     config: Config of the run.

@@ -23,7 +23,7 @@ class ByteTokenizer:
   tool_form = "hermes"
 
   def encode(self, text: str, *, begins: bool = False) -> Int[np.ndarray, " tokens"]:
-    del begins  # no text gets a first token.
+    del begins  # there is no BOS.
     return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
   def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special: bool = True) -> str:

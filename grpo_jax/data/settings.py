@@ -112,7 +112,7 @@ def names_a_source(own: Settings) -> bool:
 def _asked_for(
   shared: Settings, items: Sequence[Any], own: Settings, sets: Sequence[Any], name: str
 ) -> dict[str, dict[str, Any]]:
-  """Returns the fields of the sets of `evaluation`, whatever rows they have."""
+  """Returns the fields of all sets that are asked for, sets of training rows included."""
   once = {"split_validation_size": 0, "repeat": 1, "for_evaluation": True}
   base = inherit({**shared, **once}, own)
   trained = _expand(shared, items, "data.datasets")
@@ -166,7 +166,7 @@ def _rows_of(one: Settings) -> tuple[Any, ...]:
     entry = named.find(str(dataset)) if dataset else None
   split = one.get("split") or prompts.usual_split(entry, bool(one.get("for_evaluation")))
   arguments = repr(sorted((one.get("task_args") or {}).items(), key=str))
-  if kind and "." in kind:  # a function of the user's: whatever it is given may matter.
+  if kind and "." in kind:  # a function of the user's, which may use all of these.
     others = (one.get(key) for key in ("dataset", "subset", "split", "task_seed", "size"))
     return (kind, path, task, arguments, *others)
   if path:
