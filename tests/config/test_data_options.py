@@ -36,6 +36,13 @@ FILES = [{"path": "a.jsonl"}, {"path": "b.jsonl"}]
       {"evaluation__datasets": FILES, "evaluation__data__path": "x.jsonl"},
       "evaluation.data.path='x.jsonl' has no effect: every entry of evaluation.datasets has",
     ),
+    (  # the first set has the path, and is not evaluated, because it is training rows.
+      {
+        **{"data__task": None, "data__path": "x.jsonl", "evaluation__data__path": "x.jsonl"},
+        "evaluation__datasets": [{"name": "a"}, {"path": "b.jsonl"}],
+      },
+      None,
+    ),
     ({"data__task": None, "data__dataset": "nan"}, "data: unknown dataset 'nan'"),
     ({"offline__reasoning": "nan"}, "offline.reasoning must be one of 'think', 'drop', got 'nan'"),
     ({"offline__tools": "nan"}, "offline.tools must be one of 'refuse', 'ignore', got 'nan'"),
