@@ -4,7 +4,8 @@ import functools
 import importlib.metadata
 import os
 import re
-from pathlib import Path
+from collections.abc import Iterable
+from pathlib import Path, PurePath
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
@@ -34,9 +35,21 @@ def needed(*names: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
   for distribution in _closure(names):
     root = Path(os.path.realpath(str(distribution.locate_file(""))))
     roots.add(str(root))
-    entries = {path.parts[0] for path in distribution.files or ()} - {"..", "__pycache__"}
+    entries = {path.parts[0] for path in _installed(distribution)} - {"..", "__pycache__"}
     files |= {str(root / entry) for entry in entries if (root / entry).exists()}
   return tuple(sorted(roots)), tuple(sorted(files))
+
+
+def _installed(distribution: importlib.metadata.Distribution) -> Iterable[PurePath]:
+  """Returns the installed files of a distribution, relative to the folder to import from.
+
+  `setup.py install`, which pip before 23.1 runs where the package wheel is missing (Debian 12),
+  lists them relative to its egg-info folder; `Distribution.files` of Python 3.11 has the sources.
+  """
+  listed = distribution.read_text("installed-files.txt")
+  if listed is None:
+    return distribution.files or ()
+  return [PurePath(line).relative_to("..") for line in listed.split("\n") if line.startswith("../")]
 
 
 def _closure(names: tuple[str, ...]) -> list[importlib.metadata.Distribution]:
