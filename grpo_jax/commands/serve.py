@@ -1,12 +1,15 @@
 """`grpo-jax serve --model=…`: a stored model behind an OpenAI-compatible endpoint."""
 
+import json
 import logging
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from grpo_jax import interrupts
 from grpo_jax.commands.arguments import Parser, WrongUse
 from grpo_jax.config import command_line
+from grpo_jax.http import redaction
 from grpo_jax.run_folder import notices
 
 if TYPE_CHECKING:
@@ -55,8 +58,11 @@ def main(arguments: Sequence[str]) -> int:
   read = parser.read(own)
   if not 0 <= read.port < 65536:
     raise WrongUse(f"--port needs a number below 65536, got {read.port}")
-  if read.key is not None and (not read.key.strip() or read.key != read.key.strip()):
-    raise WrongUse("--key must not be empty, or begin or end with a space")
+  if read.key is not None:
+    try:
+      redaction.check_secret(read.key, "--key")
+    except ValueError as error:
+      raise WrongUse(str(error)) from error
   from grpo_jax.building import endpoint  # only now: it takes seconds, and mistakes should not.
 
   config = None
@@ -83,12 +89,13 @@ def main(arguments: Sequence[str]) -> int:
 def _announce(served: "Served") -> None:
   """Prints where the model answers, and how to ask it."""
   there, key, model = served.endpoint.base_url, served.endpoint.api_key, served.endpoint.model
-  body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+  body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
+  words = (f"{there}/chat/completions", "-H", f"Authorization: Bearer {key}", "-d", body)
   print(f"{served.label}, {served.max_tokens} tokens of context; Ctrl-C ends it")
   print(f"base_url: {there}")
   print(f"api_key:  {key}")
   print(f"model:    {model}")
-  print(f"curl {there}/chat/completions -H 'Authorization: Bearer {key}' -d '{body}'", flush=True)
+  print("curl", shlex.join(words), flush=True)
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -65,7 +65,10 @@ def test_a_checkpoint_answers_until_ctrl_c(run, capsys):
     (["--model={run}", "--prot=1"], 2, "unknown flag --prot; did you mean --port?"),
     (["--model={run}", "--port=many"], 2, "--port"),
     (["--model={run}", "--port=99999"], 2, "--port needs a number below 65536, got 99999"),
-    (["--model={run}", "--key="], 2, "--key must not be empty"),
+    *(
+      (["--model={run}", f"--key={key}"], 2, "--key: a key needs visible ASCII characters only")
+      for key in ("", " ", "a b", "a\tb", "a\n", "schlüssel")
+    ),
     (["--model={run}:15"], 2, "no checkpoint of step 15"),
     (["--model={run}/nothing:3"], 2, "there is no run folder {run}/nothing"),
     (["--model={run}", "--config.sampling.max_token=8"], 2, "max_token"),
