@@ -1,10 +1,10 @@
 """Typed fields of an untrusted JSON object, such as config.json. Pure."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from grpo_jax.models.errors import ModelError
+from grpo_jax.values import json_numbers
 
 _SHOWN = 60
 
@@ -49,9 +49,10 @@ class Fields:
   def number(self, name: str, default: float | None = None, *, above: float) -> float:
     """Returns a finite number above `above`; raises as `integer`."""
     value = self._value(name, default)
-    if not _is_finite(value) or value <= above:
+    number = None if isinstance(value, bool) else json_numbers.finite(value)
+    if number is None or number <= above:
       raise self.wrong(name, f"a finite number above {above:g}")
-    return float(value)
+    return number
 
   def boolean(self, name: str, *, default: bool) -> bool:
     """Returns true or false; raises as `integer`."""
@@ -104,16 +105,6 @@ class Fields:
     if value is None:
       raise ModelError(f"{self.where}: {name} is missing")
     return value
-
-
-def _is_finite(value: Any) -> bool:
-  """Returns whether a value is a number that is finite as a float."""
-  if not isinstance(value, int | float) or isinstance(value, bool):
-    return False
-  try:
-    return math.isfinite(value)
-  except OverflowError:
-    return False
 
 
 def short(value: Any) -> str:

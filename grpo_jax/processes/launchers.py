@@ -56,17 +56,16 @@ def find(environment: Mapping[str, str] = os.environ) -> Found | None:
   cluster = _cluster(environment)
   if cluster is not None and cluster.name == "slurm":
     return _slurm(cluster, environment)
+  start = environment.get("PMIX_NAMESPACE", "")
   if cluster is not None and (processes := cluster.get_process_count()) > 1:
     local = cluster.get_local_process_id()
     here = int(environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1))
-    start = environment.get("PMIX_NAMESPACE", "")
     return Found(cluster.name, processes, cluster.get_process_id(), cluster, local, here, start)
   if cluster is None:
     for launcher, names in _WITHOUT_ADDRESS.items():
       count, index, local_index, local = (environment.get(name, "") for name in names)
       if count.isdigit() and index.isdigit() and int(count) > 1:
         number = int(local_index) if local_index.isdigit() else None
-        start = environment.get("PMIX_NAMESPACE", "")
         return Found(launcher, int(count), int(index), None, number, int(local or 1), start)
   return None
 

@@ -1,7 +1,7 @@
 """Connections of clients, few and for a limited time, whatever arrives on them.
 
-Anybody on this machine reaches the port. What is not an HTTP request is answered with 400, counted,
-and not logged: it may hold a key.
+Every program on this machine can reach the port. A message that is not an HTTP request is answered
+with 400, counted, and not logged: it may hold a key.
 """
 
 import asyncio
@@ -131,7 +131,7 @@ class Connection(web.RequestHandler):
     if request.writer.output_size > 0:
       raise ConnectionError("a part of another answer was sent")
     error = RequestError("this is not an HTTP request that can be read", status=status)
-    response = web.json_response(error.body, status=status)
+    response = web.json_response(error.body(), status=status)
     response.force_close()
     return response
 

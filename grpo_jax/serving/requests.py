@@ -56,16 +56,14 @@ class RequestError(Exception):
     self.kind = kind
     self.param = param
     self.code = code
-    self._secret = ""
 
-  def hide(self, secret: str) -> None:
-    """Removes a secret from the answer."""
-    self._secret = secret
+  def body(self, *, hidden: str = "") -> dict[str, Any]:
+    """Returns the answer, as JSON.
 
-  @property
-  def body(self) -> dict[str, Any]:
-    """The answer, as JSON."""
-    message = redaction.without(str(self), self._secret)
+    Args:
+      hidden: Secret that is removed from it.
+    """
+    message = redaction.without(str(self), hidden)
     fields = {"message": message, "type": self.kind, "param": self.param, "code": self.code}
     return {"error": fields}
 

@@ -124,9 +124,9 @@ class PolicyServer:
     except Exception as error:
       self._note(error)
       found = _failed(error)
-    if (key := _key(request)) in self._clients:  # others are not part of messages.
-      found.hide(key)
-    return web.json_response(found.body, status=found.status)
+    key = _key(request)
+    hidden = key if key in self._clients else ""  # others are not part of messages.
+    return web.json_response(found.body(hidden=hidden), status=found.status)
 
   async def _routed(self, request: web.BaseRequest) -> web.StreamResponse:
     read = _READERS.get(request.path)

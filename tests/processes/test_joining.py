@@ -164,7 +164,6 @@ def test_open_mpi_5_is_found_but_not_its_address(monkeypatch):
   monkeypatch.setenv("PMIX_NAMESPACE", "prterun-a-77@1")
   it = found(monkeypatch, {f"OMPI_COMM_WORLD_{k}": v for k, v in variables.items()})
   assert it is not None and it.start == "prterun-a-77@1"
-  assert it is not None
   assert (it.processes, it.index, it.coordinator(1.0)) == (4, 2, None)
   assert launchers.own_gpus(it, {"CUDA_VISIBLE_DEVICES": "0,1"}) == range(1)
 

@@ -175,7 +175,8 @@ def test_strangers_neither_delay_nor_replace_a_process_of_the_run(caplog):
   with contextlib.ExitStack() as stack:
     pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(len(STRANGERS) + 1))
     first = pool.submit(outcome, place(0, port))
-    silent = [stack.enter_context(connected(port)) for _ in range(50)]
+    for _ in range(50):  # silent ones.
+      stack.enter_context(connected(port))
 
     def visit(stranger):
       with connected(port) as connection, contextlib.suppress(OSError):
@@ -183,8 +184,8 @@ def test_strangers_neither_delay_nor_replace_a_process_of_the_run(caplog):
 
     visits = {name: pool.submit(visit, stranger) for name, stranger in STRANGERS.items()}
     quick = {name for name in visits if name not in ("slow", "greeting and half a proof")}
-    done, waiting = concurrent.futures.wait([visits[name] for name in quick], timeout=5)
-    assert not first.done() and silent[0].fileno() > 0
+    concurrent.futures.wait([visits[name] for name in quick], timeout=5)
+    assert not first.done()
     began = time.monotonic()
     assert outcome(place(1, port)) == [HOST] * 2 == first.result(5)
     assert time.monotonic() - began < 3.0
