@@ -292,8 +292,8 @@ def _rope_from_hf(given: Fields, default_theta: float) -> tuple[float, RopeScali
 def _refuse_contradictions(
   used: Mapping[str, Any], places: Mapping[str, Mapping[str, Any]], where: str
 ) -> None:
-  """Raises ModelError if a place of a config.json says something else than what is used: other
-  programs, or versions of transformers, read the one or the other."""
+  """Raises ModelError if a place of a config.json differs from what is used: other programs,
+  or other versions of transformers, may read that place."""
   for place, values in places.items():
     for name, value in values.items():
       if name in used and value is not None and value != used[name]:

@@ -256,7 +256,7 @@ def _from_pypi(name: str, cache: pathlib.Path) -> pathlib.Path:
 
 
 def _installed(wheel: Wheel) -> pathlib.Path | None:
-  """Returns the GGUF file of a wheel that is installed; None: it is not, or is not the expected."""
+  """Returns the GGUF file of a wheel that is installed; None: it is not, or is another one."""
   try:
     found = importlib.metadata.distribution(wheel.requirement.partition("==")[0])
   except importlib.metadata.PackageNotFoundError:
