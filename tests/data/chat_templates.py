@@ -56,9 +56,10 @@ class Direct(rendering.Renderer):
     self._compiled = worker._environment().from_string(template)
 
   def render(self, messages, variables, *, max_characters=None):
+    prepared = [rendering.with_objects(message, self._where) for message in messages]
     try:
       found = worker._render(
-        self._compiled, messages=[*messages], variables=dict(variables), limit=10**6
+        self._compiled, messages=prepared, variables=dict(variables), limit=10**6
       )
     except Exception as error:
       place = f"{worker._place(error)}{type(error).__name__}: {error}"

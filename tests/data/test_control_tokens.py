@@ -18,6 +18,7 @@ from grpo_jax.data.prompts import held_out
 from grpo_jax.data.tokenizer import HuggingFaceTokenizer
 from grpo_jax.environments.scoring.conversation import ConversationEncoder
 from grpo_jax.models.chat.control_tokens import THOUGHTS_AND_CALLS, TrustedText
+from grpo_jax.models.chat.rendering import TemplateRefusal
 from grpo_jax.models.chat.tokenizer_files import Opened, TokenizerFailure
 from tests.data import chat_templates
 from tests.data.small_templates import SMALL
@@ -115,6 +116,16 @@ def test_no_text_writes_a_control_token(name, make):
   template = SMALL[name] if name in SMALL else chat_templates.public()[name].read_text()
   every = " ".join(TOKENS)
   assert not broken(make(template), [every])
+
+
+def test_arguments_that_are_not_the_json_text_of_an_object_are_refused(make):
+  made = make(SMALL["keeps"])
+  for text in ("[1]", '{"a": ', '{"a":' * 900 + "1" + "}" * 900):
+    call = {**CALL, "function": {"name": "add", "arguments": text}}
+    messages = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    for write in (made.apply_chat_template, lambda m: made.prompt(m, max_tokens=10**5)):
+      with pytest.raises(TemplateRefusal, match="arguments of a tool call are not a JSON object"):
+        write(messages)
 
 
 def test_a_token_in_two_pieces_is_not_put_together(make):

@@ -58,7 +58,8 @@ def test_arguments_of_calls_that_are_json_text_are_objects_in_templates():
   inner = {"a": '{"b": 1}', "c": ["7", 1.0, None]}
   assert renderer.render(said(json.dumps(inner), " "), {}).text == json.dumps(inner) + "{}"
   assert renderer.render(said(inner), {}).text == json.dumps(inner)
-  for wrong in ('{"a": ', "[1]", "7", "null", "text", "[" * 100_000):
+  deep = '{"a":' * 300 + "1" + "}" * 300
+  for wrong in ('{"a": ', "[1]", "7", "null", "text", "[" * 100_000, deep):
     with pytest.raises(TemplateRefusal, match=r"a\.jinja.*arguments of a tool call are not a JSON"):
       renderer.render(said(wrong), {})
   assert renderer.render([{"role": "assistant", "content": "", "tool_calls": []}], {}).text == ""

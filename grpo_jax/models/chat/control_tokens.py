@@ -13,13 +13,12 @@ that is in no token of the finished text changes nothing: the text is then encod
 import bisect
 import dataclasses
 import functools
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_jax.models.chat import tokenizer_files
-from grpo_jax.models.chat.rendering import ConversationTooLarge
+from grpo_jax.models.chat.rendering import ConversationTooLarge, with_objects
 
 # Tokens that a model writes in its own turn, which messages of the assistant may contain.
 THOUGHTS_AND_CALLS = frozenset(
@@ -32,12 +31,8 @@ _FIELDS = frozenset(
   "role content name tool_calls tool_call_id reasoning_content reasoning thinking type text id"
   " function arguments description parameters".split()
 )
-_OWN_FIELDS = (
-  "content",
-  "reasoning_content",
-  "reasoning",
-  "thinking",
-)  # of an assistant's message.
+# Of a message of the assistant, what it said.
+_OWN_FIELDS = ("content", "reasoning_content", "reasoning", "thinking")
 _MARKS = 8  # number of marks for each token of a conversation, at most.
 _LONGER = 4  # factor by which normalisation shortens a string at most, about.
 
@@ -99,8 +94,10 @@ class ControlTokens:
 
     Raises:
       ConversationTooLarge: There are more.
+      TemplateRefusal: The arguments of a call are not an object.
     """
-    values = tuple([_with_objects(each) for each in value] for value in values)
+    # Escapes in the JSON text of arguments could spell a control token.
+    values = tuple([with_objects(each) for each in value] for value in values)
     places: dict[Any, Places] = {}
     count = 0
 
@@ -287,29 +284,6 @@ def _unused_digits(values: Any) -> str:
   while (found := f"8{number:o}") in text:
     number += 1
   return found
-
-
-def _with_objects(message: Any) -> Any:
-  """Returns a message whose calls have objects as arguments, which may be JSON text.
-
-  A template reads that text (`worker.py`), and its escapes could spell a control token.
-  """
-  calls = message.get("tool_calls") if isinstance(message, Mapping) else None
-  if not isinstance(calls, list | tuple):
-    return message
-  return {**message, "tool_calls": [_with_object(call) for call in calls]}
-
-
-def _with_object(call: Any) -> Any:
-  function = call.get("function") if isinstance(call, Mapping) else None
-  if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-    return call
-  try:
-    arguments = json.loads(function["arguments"])
-  except (ValueError, RecursionError):  # a template refuses it.
-    return call
-  is_object = isinstance(arguments, dict)
-  return {**call, "function": {**function, "arguments": arguments}} if is_object else call
 
 
 def _mapped_messages(values: Sequence[Any], change: Callable[[str, bool], str]) -> list[Any]:

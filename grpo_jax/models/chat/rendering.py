@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_jax.errors import ExpectedFailure
+from grpo_jax.values import json_text
 
 _WORKER = pathlib.Path(__file__).with_name("worker.py")
 _KEPT_VARIABLES = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "TZ")  # environment variables to keep.
@@ -98,7 +99,7 @@ class Renderer:
     limit = self._limits.characters
     limit = limit if max_characters is None else min(limit, max_characters)
     request = {
-      "messages": [dict(message) for message in messages],
+      "messages": [dict(with_objects(message, self._where)) for message in messages],
       "variables": dict(variables),
       "limit": limit,
     }
@@ -169,6 +170,36 @@ class Renderer:
     if self._process is not None:
       self._process.end()
       self._process = None
+
+
+def with_objects(message: Any, where: str = "the conversation") -> Any:
+  """Returns a message whose tool calls have objects as arguments, as templates expect them.
+
+  Like in SGLang and vLLM, the arguments may be the JSON text of an object.
+
+  Args:
+    message: Message; other values are returned unchanged.
+    where: Place of the conversation or of its template, for errors.
+
+  Raises:
+    TemplateRefusal: The text is not JSON, is that of another value, or is nested too deeply.
+  """
+  calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+  if not isinstance(calls, list | tuple):
+    return message
+  return {**message, "tool_calls": [_with_object(call, where) for call in calls]}
+
+
+def _with_object(call: Any, where: str) -> Any:
+  function = call.get("function") if isinstance(call, Mapping) else None
+  if not isinstance(function, Mapping) or not isinstance(text := function.get("arguments"), str):
+    return call
+  try:
+    arguments = json_text.parsed_object(text) if text.strip() else {}
+  except ValueError as error:
+    message = f"the arguments of a tool call are not a JSON object, {text[:60]!r}: {error}"
+    raise TemplateRefusal(f"{where}: {message}") from error
+  return {**call, "function": {**function, "arguments": arguments}}
 
 
 class _Process:

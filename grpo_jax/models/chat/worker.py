@@ -67,7 +67,7 @@ def _render(
   """Returns the text, cut to `limit` characters, and how many characters there were at least."""
   pieces: list[str] = []
   count = 0
-  for piece in template.generate(**variables, messages=[_prepared(m) for m in messages]):
+  for piece in template.generate(**variables, messages=[_with_reasoning(m) for m in messages]):
     pieces.append(piece[: limit - count + 1])
     count += len(piece)
     if count > limit:
@@ -75,33 +75,15 @@ def _render(
   return {"text": "".join(pieces)[:limit], "characters": count}
 
 
-def _prepared(message: Any) -> Any:
-  """Returns a message as templates expect it: its thoughts have the names that they know, like in
-  transformers, and the arguments of its tool calls are objects, like in SGLang and vLLM."""
+def _with_reasoning(message: Any) -> Any:
+  """Adds a message's thoughts under the names that templates know, like transformers."""
   if not isinstance(message, dict):
     return message
   message = {name: value for name, value in message.items() if value is not None}
-  if isinstance(message.get("tool_calls"), list):
-    message["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
   thoughts = next((message[name] for name in _REASONING if name in message), None)
   if thoughts is None:
     return message
   return {"thinking": thoughts, **message, "reasoning_content": thoughts}
-
-
-def _with_object(call: Any) -> Any:
-  """Returns a tool call whose arguments are an object; they may be the JSON text of one."""
-  function = call.get("function") if isinstance(call, dict) else None
-  if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-    return call
-  text = function["arguments"]
-  try:
-    arguments = json.loads(text) if text.strip() else {}
-  except (ValueError, RecursionError):
-    arguments = None
-  if not isinstance(arguments, dict):
-    raise ValueError(f"the arguments of a tool call are not a JSON object: {text[:60]!r}")
-  return {**call, "function": {**function, "arguments": arguments}}
 
 
 class _Generation(jinja2.ext.Extension):
