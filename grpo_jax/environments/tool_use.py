@@ -16,7 +16,6 @@ calls are in the form that the model's family has; see docs/tools.md.
 import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import numpy as np
@@ -142,21 +141,7 @@ class ToolUse:
 
 def is_equal(gold: str, answer: str) -> bool:
   """Returns whether two answers are the same text, or the same decimal number."""
-  known = comparison.equal_as_text(gold, answer)
-  if known is not None:
-    return known
-  left, right = _decimal(gold), _decimal(answer)
-  return left is not None and left == right
-
-
-def _decimal(answer: str) -> Decimal | None:
-  text = comparison.normalized(answer)
-  if not re.fullmatch(r"[-+]?(\d{1,100}(\.\d{0,100})?|\.\d{1,100})", text):
-    return None
-  try:
-    return Decimal(text)
-  except InvalidOperation:  # digits of another script.
-    return None
+  return comparison.equal_as_text(gold, answer) is True
 
 
 class AnswerJudge:

@@ -207,6 +207,7 @@ COMPARED = [
   ("-5", "minus 5", True),
   ("-5", "negative 5", True),
   ("5", "minus 5", False),
+  ("-5.0", "- 5", True),
   ("5", "*5*", True),
   ("7", "\u200b７\ufeff", True),
   ("5", r"\mathbf{5}", True),

@@ -35,7 +35,8 @@ class Read:
   @property
   def decimal(self) -> Decimal | None:
     """The value, if it is written as a decimal."""
-    return Decimal(self.value) if _DECIMAL.fullmatch(self.value) else None
+    digits = squeezed(self.value)  # "- 5" is one, too.
+    return Decimal(digits) if _DECIMAL.fullmatch(digits) else None
 
 
 def read(answer: str, *, is_number: bool = False) -> Read:
@@ -119,7 +120,7 @@ def _words(text: str) -> tuple[str, ...]:
   parts = [part.strip("()[]. ").split() for part in text.split(",")]
   if not all(map(_is_phrase, parts)):
     return ()
-  phrases = [" ".join(parts[1:] if parts[0].lower() in _ARTICLES else parts) for parts in parts]
+  phrases = [" ".join(each[1:] if each[0].lower() in _ARTICLES else each) for each in parts]
   return tuple(sorted(each if len(each) == 1 else each.casefold() for each in phrases))
 
 
