@@ -49,7 +49,7 @@ _NAMED = _kinds(
   common_divisor="gcd lcm hcf gcf lcd GCD LCM HCF GCF",
   determinant="det determinant vmatrix Vmatrix tr trace rank",
   floor="lfloor lceil floor ceil ceiling round",
-  binomial="binom dbinom tbinom choose",
+  binomial="binom choose",
   remainder="bmod mod pmod pod",
   logarithm="log ln lg",
   derivative="nabla partial diff",
@@ -61,15 +61,9 @@ _NAMED = _kinds(
   intersection="cap bigcap",
   function="Gamma zeta Re Im deg sgn sign",
 )
-_FRACTIONS = {"frac", "dfrac", "tfrac", "cfrac"}
-_BINOMIALS = {"binom", "dbinom", "tbinom"}
 _DETERMINANTS = {"vmatrix", "Vmatrix", "det"}
-_IGNORED = {
-  *("left", "right", "displaystyle", "textstyle", "limits", "big", "Big", "bigl", "bigr", "Bigl"),
-  *("Bigr", "bigg", "Bigg", "quad", "qquad", "mathbf", "mathit", "boldsymbol", "bf", "it", "rm"),
-  *("mathbb", "mathcal", "boxed", "fbox", "nolimits", ",", ";", ":", "!", " ", "$", "#", "~"),
-}
-_TEXT_COMMANDS = {"text", "mathrm", "textbf", "textit", "textrm", "mbox", "operatorname", "mathop"}
+_IGNORED = {"mathbb", "mathcal", "$", "#", "~"}  # others are removed by `notation.latex`.
+_TEXT_COMMANDS = {"text", "operatorname", "mathop"}
 _TIMES = {"cdot", "times", "*", "ast"}
 _OVER = {"/", "div", "over"}
 _SIGNS = {"+", "-", "pm", "mp"}
@@ -80,12 +74,12 @@ _SEPARATORS = {
   *("and", "cap", "setminus", "sim", "cong", "Rightarrow", "iff", "lor", "land", "vee", "wedge"),
   *("bmod", "mod", "pmod", "pod", "choose", "begin", "end", "notin", "colon", "lt", "gt", "is"),
 }
-_OPENING = {"(": ")", "[": "]", "{": "}", "lbrace": "rbrace", "lparen": "rparen"}
+_OPENING = {"(": ")", "[": "]", "{": "}", "lparen": "rparen"}
 _CLOSING = {*_OPENING.values(), "rfloor", "rceil"}
 _BARS = {"|", "vert", "lvert", "rvert"}
 _UNITS = {"%", "circ", "degree", "infty", "prime", "."}
 _DIFFERENTIALS = {"d", "partial"}
-_OVER_DIGITS = {"overline", "bar", "dot", "overrightarrow", "vec", "hat", "underline"}
+_OVER_DIGITS = {"overline", "bar", "dot", "overrightarrow", "vec", "hat"}
 
 
 class _Value(enum.IntEnum):
@@ -299,7 +293,7 @@ class _Reader:
         continue
       before = self._at
       factor = self._factor()
-      is_literal = self._tokens[before][0] == "number" or token in _FRACTIONS | _OVER_DIGITS
+      is_literal = self._tokens[before][0] == "number" or token in {"frac", *_OVER_DIGITS}
       if factor not in _NUMBERS:
         other = max(other, factor)
         follows_number = follows_number and factor <= _Value.UNIT
@@ -420,11 +414,11 @@ class _Reader:
       value = self._argument()
       self._words -= 1
       return value
-    if token in _FRACTIONS:
+    if token == "frac":
       return self._fraction()
     if token == "sqrt":
       return self._root()
-    if token in _BINOMIALS:
+    if token == "binom":
       self.kinds.add("binomial")
       self._argument()
       self._argument()
