@@ -15,8 +15,6 @@ import unicodedata
 MAX_CHARS = 10_000
 
 MINUS = "-‐‑‒–—―−﹘﹣－⁃➖˗"
-# Digits of one number are grouped with these, and with commas.
-BLANKS = r"[ \u00a0\u2007\u2009\u202f]"
 
 
 class _Characters(dict[int, str]):
@@ -67,24 +65,18 @@ _GLYPHS = str.maketrans(
     **{"ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}", "∣": "|", "∠": r"\angle "},
     **{"⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "△": r"\triangle "},
     **{"∫": r"\int ", "∑": r"\sum ", "∏": r"\prod ", "∂": r"\partial ", "→": r"\to ", "′": "'"},
-    **{
-      "°": r"^\circ ",
-      "º": r"^\circ ",
-      "˚": r"^\circ ",
-      "…": r"\ldots ",
-      "⁄": "/",
-      "∘": r"\circ ",
-    },
+    **{"°": r"^\circ ", "º": r"^\circ ", "˚": r"^\circ ", "…": r"\ldots ", "∘": r"\circ "},
     **{"⟨": "(", "⟩": ")", "“": "", "”": "", "„": "", "✓": "", "✔": "", "✅": "", "☑": ""},
-    **{"∛": r"\sqrt[3]", "∜": r"\sqrt[4]", "√": r"\sqrt", "。": ".", "、": ","},
+    **{"⁄": "/", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]", "√": r"\sqrt", "。": ".", "、": ","},
   }
 )
-_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ", "0123456789+-=()ni")
+RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ", "0123456789+-=()ni")
 _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₐₑₒₓₙᵢⱼₖₘ", "0123456789+-=()aeoxnijkm")
+VULGAR = "[½⅓⅔¼¾⅕-⅞⅐-⅒↉]"  # fractions of one character.
 _SUPERSCRIPT, _SUBSCRIPT = "[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ]{1,40}", "[₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₐₑₒₓₙᵢⱼₖₘ]{1,40}"
 _SCRIPTS = re.compile(
   rf"(?P<above>[⁰¹²³⁴⁵⁶⁷⁸⁹]{{1,9}})⁄(?P<below>[₀₁₂₃₄₅₆₇₈₉]{{1,9}})"
-  rf"|(?P<up>{_SUPERSCRIPT})|(?P<down>{_SUBSCRIPT})|(?P<vulgar>[½⅓⅔¼¾⅕-⅞⅐-⅒↉])"
+  rf"|(?P<up>{_SUPERSCRIPT})|(?P<down>{_SUBSCRIPT})|(?P<vulgar>{VULGAR})"
 )
 
 # Commands without a meaning: sizes, fonts (as switches), blanks, ticks.
@@ -180,6 +172,12 @@ def characters(text: str) -> str:
   return text if text.isascii() else text.translate(_CHARACTERS)
 
 
+def fraction_of(vulgar: str) -> tuple[str, str]:
+  """Returns numerator and denominator of a fraction of one character."""
+  above, _, below = unicodedata.normalize("NFKC", vulgar).partition("⁄")
+  return above, below
+
+
 def latex(answer: str) -> str:
   """Returns an answer in LaTeX, without dress; see above."""
   if len(answer) > MAX_CHARS:
@@ -196,13 +194,12 @@ def latex(answer: str) -> str:
 def _script(found: re.Match[str]) -> str:
   """Returns superscripts, subscripts and fractions of Unicode as LaTeX."""
   if found["vulgar"]:
-    above, _, below = unicodedata.normalize("NFKC", found["vulgar"]).partition("⁄")
-    return rf"\frac{{{above}}}{{{below}}}"
+    return r"\frac{{{}}}{{{}}}".format(*fraction_of(found["vulgar"]))
   if found["above"]:
-    above, below = found["above"].translate(_RAISED), found["below"].translate(_LOWERED)
+    above, below = found["above"].translate(RAISED), found["below"].translate(_LOWERED)
     return rf"\frac{{{above}}}{{{below}}}"
   if found["up"]:
-    return f"^{{{found['up'].translate(_RAISED)}}}"
+    return f"^{{{found['up'].translate(RAISED)}}}"
   return f"_{{{found['down'].translate(_LOWERED)}}}"
 
 

@@ -12,14 +12,10 @@ percent    40% stays 40%; currency signs are left out
 
 import collections
 import re
-import unicodedata
 from fractions import Fraction
 
 from grpo_jax.environments.grading import notation
 
-_VULGAR = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒"
-_RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"
-_FROM_RAISED = str.maketrans(_RAISED, "0123456789-")
 # A character of a word or symbol that a number may be part of: x5. Scripts without blanks write
 # words beside numbers: 答案是-5, 5米.
 _SYMBOL = r"[^\W\u0e01-\u0e4f\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7a3]"
@@ -31,16 +27,16 @@ _GROUPED = (
 )
 _POWER_OF_TEN = (
   r"(?:(?P<times>[ ]?(?:×|·|\*|[xX]|\\times|\\cdot)[ ]?10)|(?<=10)(?<![\d.]10))[ ]?"
-  rf"(?:\^[ ]?(?:\{{[ ]?)?(?P<power>[-+]?\d{{1,4}})(?:[ ]?\}})?|(?P<raised>[{_RAISED}]{{1,5}}))"
+  r"(?:\^[ ]?(?:\{[ ]?)?(?P<power>[-+]?\d{1,4})(?:[ ]?\})?|(?P<raised>[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]{1,5}))"
 )
 _NUMBER = re.compile(
   rf"(?<!{_SYMBOL})(?<!\.)(?:(?:\\?\$|[€£¥₹])[ ]?)?(?:"
   rf"(?P<whole>{_GROUPED}|\d+)(?P<part>\.\d+)?(?:[eE](?P<exponent>[-+]?\d{{1,4}})(?!{_SYMBOL}|\.)"
-  rf"|{_POWER_OF_TEN}|(?P<over>/\d+)|[ ]?(?P<vulgar>[{_VULGAR}])"
+  rf"|{_POWER_OF_TEN}|(?P<over>/\d+)|[ ]?(?P<vulgar>{notation.VULGAR})"
   rf"|[ ](?P<above>\d{{1,3}})/(?P<below>\d{{1,3}})(?!{_SYMBOL}|/)"
   r"|[ ]?\\[dtc]?frac(?:\{(?P<top>\d{1,40})\}\{(?P<bottom>\d{1,40})\}|(?P<short>\d\d)))?"
   r"|(?P<bare>\.\d+)"
-  rf"|(?P<alone>[{_VULGAR}])"
+  rf"|(?P<alone>{notation.VULGAR})"
   r"|\\[dtc]?frac(?:\{(?P<upper>-?\d{1,40})\}\{(?P<lower>\d{1,40})\}|(?P<brief>\d\d))"
   r")(?P<percent>\\?%)?"
 )
@@ -108,24 +104,21 @@ def _value(found: re.Match[str]) -> str:
   decimal = f"{whole}{found['part'] or found['bare'] or ''}"
   if found["exponent"]:
     return f"{decimal}e{found['exponent']}"
-  if power := found["power"] or (found["raised"] or "").translate(_FROM_RAISED):
+  if power := found["power"] or (found["raised"] or "").translate(notation.RAISED):
     return _shifted(decimal if found["times"] else "1", int(power))
   above, below = _fraction(found)
   if not above:
     return decimal + (found["over"] or "")
   is_mixed = whole and int(above) < int(below)
-  return (
-    _shown(Fraction(int(whole) * int(below) + int(above), int(below)))
-    if is_mixed
-    else f"{above}/{below}"
-  )
+  if not is_mixed:
+    return f"{above}/{below}"
+  return _shown(Fraction(int(whole) * int(below) + int(above), int(below)))
 
 
 def _fraction(found: re.Match[str]) -> tuple[str, str]:
   """Returns numerator and denominator of a match; ("", "") if it has no fraction."""
   if sign := found["vulgar"] or found["alone"]:
-    above, _, below = unicodedata.normalize("NFKC", sign).partition("⁄")
-    return above, below
+    return notation.fraction_of(sign)
   for above, below in (("above", "below"), ("top", "bottom"), ("upper", "lower")):
     if found[above]:
       return found[above], found[below]

@@ -14,9 +14,8 @@ _LABEL = re.compile(r"[ \t]*\{?\.?(?P<label>[\w+-]*)")
 _ONLY_A_LABEL = re.compile(r"[ \t]*[A-Za-z][\w+.#-]*[ \t\r]*")
 _BEHIND_CLOSING = re.compile(r"[ \t]*(?:</?\|?\w{1,30}\|?>[ \t]*){0,9}[.,;:!*]{0,3}[ \t\r]*")
 _TAG_IN_FRONT = re.compile(r"<\w{1,30}>[ \t]*\Z")
-_MARGIN = " \t>\ufeff\u200b"  # of a line: blanks, quotations, marks that nobody sees.
+_MARGIN = " \t>\ufeff\u200b"  # of a line: blanks, quotations, invisible marks.
 _PYTHON = ("python", "python3", "py")
-_END_OF_THOUGHT = "</think>"
 
 
 def fenced(text: str, entry: str = "") -> str | None:
@@ -29,9 +28,7 @@ def fenced(text: str, entry: str = "") -> str | None:
   Blocks labelled python take precedence over unlabelled ones; others do not count. Of several, the
   last that defines `entry` is returned, if one does. Blocks behind </think> take precedence.
   """
-  _, thought, answer = text.rpartition(_END_OF_THOUGHT)
-  found = _python_blocks(answer)
-  blocks = _python_blocks(text) if thought and not found else found
+  blocks = _python_blocks(text.rpartition("</think>")[2]) or _python_blocks(text)
   defining = (body for body in reversed(blocks) if entry and defines(body, entry))
   return next(defining, blocks[-1] if blocks else None)
 

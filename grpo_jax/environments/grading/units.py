@@ -35,35 +35,15 @@ _COMPOUND = {
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _POWERS_BEHIND = {"squared": 2, "cubed": 3}
 _IRREGULAR = {
-  "c": "celsius",
-  "f": "fahrenheit",
-  "people": "person",
-  "men": "man",
-  "women": "woman",
-  "children": "child",
+  **{"c": "celsius", "f": "fahrenheit", "people": "person", "men": "man", "women": "woman"},
+  **{"children": "child"},
 }
 # Words that say nothing about what is counted.
 _FILLERS = {
   *("a", "an", "the", "of", "in", "total", "altogether", "each", "all", "exactly", "about", "only"),
   *("approximately", "approx", "roughly", "around", "remaining", "left"),
-  *(
-    "st",
-    "nd",
-    "rd",
-    "th",
-    "way",
-    "answer",
-    "long",
-    "high",
-    "tall",
-    "wide",
-    "deep",
-    "old",
-    "away",
-    "for",
-    "on",
-    "with",
-  ),
+  *("st", "nd", "rd", "th", "way", "answer", "long", "high", "tall", "wide", "deep", "old", "away"),
+  *("for", "on", "with"),
 }
 # Words behind a number that change its value, or that make the text more than one answer.
 _NO_UNITS = {
