@@ -27,7 +27,7 @@ _GROUPED = (
 )
 _POWER_OF_TEN = (
   r"(?:(?P<times>[ ]?(?:×|·|\*|[xX]|\\times|\\cdot)[ ]?10)|(?<=10)(?<![\d.]10))[ ]?"
-  r"(?:\^[ ]?(?:\{[ ]?)?(?P<power>[-+]?\d{1,4})(?:[ ]?\})?|(?P<raised>[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]{1,5}))"
+  r"(?:\^[ ]?(?:\{[ ]?)?(?P<power>[-+]?\d{1,4})(?:[ ]?\})?|(?P<raised>⁻?[⁰¹²³⁴⁵⁶⁷⁸⁹]{1,5}))"
 )
 _NUMBER = re.compile(
   rf"(?<!{_SYMBOL})(?<!\.)(?:(?:\\?\$|[€£¥₹])[ ]?)?(?:"
@@ -40,6 +40,7 @@ _NUMBER = re.compile(
   r"|\\[dtc]?frac(?:\{(?P<upper>-?\d{1,40})\}\{(?P<lower>\d{1,40})\}|(?P<brief>\d\d))"
   r")(?P<percent>\\?%)?"
 )
+_MOST_DIGITS = 40  # of a number in front of a fraction; Python's int() has a limit.
 _TAIL_CHARS = 2000  # in which the last number usually is.
 _CONTEXT = 60  # characters before a number in which its sign is.
 # What may be between a sign and its number: blanks, brackets, emphasis, commands around the number.
@@ -107,7 +108,7 @@ def _value(found: re.Match[str]) -> str:
   if power := found["power"] or (found["raised"] or "").translate(notation.RAISED):
     return _shifted(decimal if found["times"] else "1", int(power))
   above, below = _fraction(found)
-  if not above:
+  if not above or len(whole) > _MOST_DIGITS:
     return decimal + (found["over"] or "")
   is_mixed = whole and int(above) < int(below)
   if not is_mixed:
