@@ -87,6 +87,7 @@ def assemble(
   drop_truncated: bool = False,
   skip_zero_advantage: bool,
   step: int | None = None,
+  weighted: bool = False,
 ) -> Assembled:
   """Packs groups into microbatches of the shapes given, as cheaply as they allow.
 
@@ -115,14 +116,15 @@ def assemble(
       the denominators.
     step: Number of the training step, with which the batches get the ages of their tokens; None:
       they have no ages.
+    weighted: Whether the batches have weights even if that of every completion in the loss is 1,
+      so that all steps of a run use the same programs.
 
   Returns:
     Minibatches, placements, and the metrics "batch/packing_efficiency" (tokens per
     place), "batch/repeated_prompt_tokens" (of prompts beyond their first copy), "batch/rows",
     "batch/row_tokens" (mean length of the rows), "batch/skipped_zero_advantage",
     "batch/left_out/REASON" (completions); and, of all passes, "batch/loss_tokens",
-    "batch/microbatches" and "batch/optimizer_steps". The batches have weights if a completion in
-    the loss has one other than 1.
+    "batch/microbatches" and "batch/optimizer_steps".
 
   Raises:
     ValueError: Lengths disagree, an advantage is not finite, a prompt has no
@@ -131,7 +133,7 @@ def assemble(
   row_tokens = max((shape.row_tokens for shape in shapes), default=0)
   _check(groups, advantages, row_tokens, minibatches)
   prompt_limit = min(max_prompt_tokens or row_tokens, row_tokens - 1)
-  weighted = has_weights(groups)
+  weighted = weighted or has_weights(groups)
   not_computed: dict[tuple[int, int], str] = {}
   parts = []
   for members in np.array_split(np.arange(len(groups)), max(min(minibatches, len(groups)), 1)):
@@ -164,7 +166,7 @@ def assemble(
 
 
 def has_weights(groups: Sequence[RolloutGroup]) -> bool:
-  """Returns whether a completion that may be learned from has another weight than 1."""
+  """Returns whether a completion that may be learned from has a weight other than 1."""
   return any(g.weight_of(r) not in (0, 1) for g in groups for r in range(len(g.rollouts)))
 
 

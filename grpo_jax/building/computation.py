@@ -103,8 +103,8 @@ class Computation:
     follow: Program (reference, full weights) → the next reference; None: it never changes.
     teacher: Teacher in the trainer; None: there is none, or servers have it.
     measure: Programs that measure the adapter; None: every weight is trained.
-    has_weights: Whether completions are expected to have weights other than 1; only what is
-      compiled ahead depends on it.
+    has_weights: Whether the batches of an update have the weights of completions, because weights
+      other than 1 are expected.
   """
 
   config: Config
@@ -189,13 +189,14 @@ class Computation:
     is_composed = self.composition is not None
     bare = self._batches()
     has_ref = self.objective.needs_ref
-    found = self.update.jobs(state, self._either(), weights)
+    found = self.update.jobs(state, self._scored_batches(), weights)
     if self.update.selector is not None:
-      found += self.update.selector.jobs(weights, self._scored_batches(has_selected=False))
+      bare_scored = self._scored_batches(has_selected=False, has_weights=False)
+      found += self.update.selector.jobs(weights, bare_scored)
     threshold = self.objective.options.seq_logprob_error_threshold
     if threshold is not None:
-      without = dict.fromkeys(("has_selected", "has_kept", "has_teacher", "has_ages"), False)
-      found += screening.jobs(self._either(**without), threshold=threshold)
+      without = dict.fromkeys(("has_selected", "has_kept", "has_teacher"), False)
+      found += screening.jobs(self._scored_batches(**without), threshold=threshold)
     found += monitoring.jobs(
       self.watch,
       self.drift,
@@ -237,14 +238,6 @@ class Computation:
       found.append(reference)
     return found
 
-  def _either(self, **without: bool) -> dict[str, Batch]:
-    """Returns `_scored_batches`, and if weights are expected the same batches with weights, too."""
-    plain = self._scored_batches(**without)
-    if not self.has_weights:
-      return plain
-    weighted = self._scored_batches(**without, has_weights=True)
-    return plain | {f"{detail}, weighted": batch for detail, batch in weighted.items()}
-
   def _scored_batches(self, **without: bool) -> dict[str, Batch]:
     """Returns `_batches` with the fields that the update sees, except for some."""
     fields = {
@@ -254,6 +247,7 @@ class Computation:
       "has_selected": self.objective.selects,
       "has_kept": self.objective.drops_by_error,
       "has_ages": self.has_ages,
+      "has_weights": self.has_weights,
     }
     return self._batches(**(fields | without))
 

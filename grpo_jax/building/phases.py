@@ -123,8 +123,8 @@ def score(
       ref_params=policy.reference_of(state) if needs_ref else None,
       on_microbatch=_when_computed(advance),
     )
-    weigh = lambda own, other: dataclasses.replace(own, weights=other.weights)
-    scored = _paired(weigh, scored, aged)
+    whole = lambda own, other: dataclasses.replace(own, ages=other.ages, weights=other.weights)
+    scored = _paired(whole, scored, aged)
     if threshold is not None:
       scored = screening.screened(scored, threshold=threshold)
     if whitens_last:  # over what is left, and without the KL: the logprobs come first.
@@ -133,7 +133,6 @@ def score(
       scored = _with_advantages(scored, white.minibatches, mesh)
     if teacher is not None:
       scored = _with_teacher(scored, teacher(placed))
-    scored = _paired(lambda own, other: dataclasses.replace(own, ages=other.ages), scored, aged)
     return jax.block_until_ready(scored)
 
 

@@ -418,6 +418,7 @@ def _assembling(config: Config, made: Computation) -> Callable[..., Assembled]:
     pack=options.pack,
     drop_truncated=options.drop_truncated,
     skip_zero_advantage=made.skips_zero_advantage,
+    weighted=made.has_weights,
   )
   return lambda groups, advantages, step: packed(
     groups, advantages, step=step if made.has_ages else None

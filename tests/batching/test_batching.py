@@ -273,7 +273,7 @@ def test_weights_are_on_the_tokens_of_a_completion_and_in_the_denominators():
   np.testing.assert_array_equal(batch.advantages[0][places], np.ones(7))
 
 
-def test_batches_have_weights_only_if_a_completion_has_one_but_1():
+def test_batches_have_weights_only_if_one_is_not_1_or_the_run_expects_one():
   plain = group(2, rollout(2), weight=1.0), group(2, rollout(2), weight=0.0)
   assert assemble(plain).minibatches[0].microbatches[0].weights is None
   layouts = (
@@ -282,6 +282,9 @@ def test_batches_have_weights_only_if_a_completion_has_one_but_1():
   )
   weighted = assemble([*plain, group(1, rollout(1), weight=0.5)]).minibatches[0].microbatches[0]
   shapes = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+  expected = assemble(plain, weighted=True).minibatches[0]
+  assert shapes(expected.microbatches[0]) == shapes(weighted)
+  assert expected.microbatches[0].weights.sum() == expected.denominators.tokens == 2.0
   assert shapes(layouts[1]) == shapes(weighted) and len(shapes(layouts[0])) + 1 == len(
     shapes(weighted)
   )
