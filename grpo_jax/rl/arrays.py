@@ -99,8 +99,23 @@ def tokens(
   return tuple(made.values())
 
 
+def loss_inputs(
+  policy_logprobs: Numbers, old_logprobs: Numbers, advantages: Numbers, **others: Any
+) -> tuple[Float[Array, "..."], ...]:
+  """Returns the three inputs of a policy loss as `tokens` does.
+
+  Args:
+    policy_logprobs: Logprob log πθ of each token, in nats.
+    old_logprobs: Logprob log π_old of each token, in nats.
+    advantages: Advantage of each token.
+    **others: Other arguments of `tokens`.
+  """
+  given = {"policy_logprobs": policy_logprobs, "old_logprobs": old_logprobs}
+  return tokens(**given, advantages=advantages, **others)
+
+
 def _repeats(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
-  """Returns whether an array is one number, or has `target` but for axes of length 1."""
+  """Returns whether an array is one number, or has the shape `target` except for axes of 1."""
   pairs = zip(shape, target, strict=False)
   return shape == () or (len(shape) == len(target) and all(a in (1, b) for a, b in pairs))
 

@@ -74,11 +74,8 @@ def kl_cov(
   Reference:
     Cui et al. 2025, arXiv:2505.22617, section 4.3; verl's `kl_cov`.
   """
-  policy, old, advantages = arrays.tokens(
-    policy_logprobs=policy_logprobs,
-    old_logprobs=old_logprobs,
-    advantages=advantages,
-    marks={"selected": selected},
+  policy, old, advantages = arrays.loss_inputs(
+    policy_logprobs, old_logprobs, advantages, marks={"selected": selected}
   )
   arrays.number("kl_cov_coef", kl_cov_coef, low=0)
   log_ratio = policy - stop_gradient(old)

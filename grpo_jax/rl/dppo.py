@@ -40,7 +40,7 @@ def within_tv(
   Reference:
     Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning", arXiv:2602.04879.
   """
-  policy, old, advantages = _checked(policy_logprobs, old_logprobs, advantages)
+  policy, old, advantages = arrays.loss_inputs(policy_logprobs, old_logprobs, advantages)
   arrays.number("mask_low", mask_low, low=0)
   arrays.number("mask_high", mask_high, low=0)
   moved = stop_gradient(jnp.exp(policy) - jnp.exp(old))
@@ -75,7 +75,9 @@ def within_kl(
   Reference:
     Qi et al. 2026, arXiv:2602.04879; verl's `dppo_kl`.
   """
-  policy, old, advantages = map(stop_gradient, _checked(policy_logprobs, old_logprobs, advantages))
+  policy, old, advantages = map(
+    stop_gradient, arrays.loss_inputs(policy_logprobs, old_logprobs, advantages)
+  )
   arrays.number("mask_low", mask_low, low=0)
   arrays.number("mask_high", mask_high, low=0)
   others, old_others = -jnp.expm1(policy), -jnp.expm1(old)
@@ -189,7 +191,7 @@ def masked_loss(
   Reference:
     The squared log-ratio: Kimi K2.5, arXiv:2602.02276.
   """
-  policy, old, advantages = _checked(policy_logprobs, old_logprobs, advantages)
+  policy, old, advantages = arrays.loss_inputs(policy_logprobs, old_logprobs, advantages)
   arrays.number("ratio_cap", ratio_cap, above=0)
   arrays.number("kl_tau", kl_tau, low=0)
   log_ratio = policy - stop_gradient(old)
@@ -203,13 +205,3 @@ def masked_loss(
   if not kl_tau:
     return loss
   return loss + kl_tau * jnp.square(clamp(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-
-
-def _checked(
-  policy_logprobs: Float[Array, "*shape"],
-  old_logprobs: Float[Array, "*shape"],
-  advantages: Float[Array, "*shape"],
-) -> tuple[Float[Array, "*shape"], ...]:
-  return arrays.tokens(
-    policy_logprobs=policy_logprobs, old_logprobs=old_logprobs, advantages=advantages
-  )

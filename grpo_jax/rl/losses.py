@@ -193,9 +193,7 @@ def clipped_surrogate(
     Schulman et al. 2017, arXiv:1707.06347, equation 7; DAPO, arXiv:2503.14476,
     equation 10; dual clip: Ye et al. 2020, arXiv:1912.09729, equation 5.
   """
-  policy, old, advantages = arrays.tokens(
-    policy_logprobs=policy_logprobs, old_logprobs=old_logprobs, advantages=advantages
-  )
+  policy, old, advantages = arrays.loss_inputs(policy_logprobs, old_logprobs, advantages)
   return clipped_ratio_loss(
     ratio(policy, old),
     advantages,
@@ -244,16 +242,12 @@ def gspo(
   Reference:
     Zheng et al. 2025, GSPO, arXiv:2507.18071, equations 5, 7 and 14.
   """
-  policy_logprobs, old_logprobs, advantages = arrays.tokens(
-    policy_logprobs=policy_logprobs,
-    old_logprobs=old_logprobs,
-    advantages=advantages,
-    mask=mask,
-    sequence_ids=sequence_ids,
+  policy, old, advantages = arrays.loss_inputs(
+    policy_logprobs, old_logprobs, advantages, mask=mask, sequence_ids=sequence_ids
   )
   ratio_of = sequence_ratio_token_form if token_form else sequence_ratio
   return clipped_ratio_loss(
-    ratio_of(policy_logprobs, old_logprobs, mask, sequence_ids),
+    ratio_of(policy, old, mask, sequence_ids),
     masks.fill(advantages, mask),
     clip_low=clip_low,
     clip_high=clip_high,
@@ -292,9 +286,7 @@ def cispo(
   Reference:
     MiniMax-M1, arXiv:2506.13585, equations 4 and 5.
   """
-  policy, old, advantages = arrays.tokens(
-    policy_logprobs=policy_logprobs, old_logprobs=old_logprobs, advantages=advantages
-  )
+  policy, old, advantages = arrays.loss_inputs(policy_logprobs, old_logprobs, advantages)
   arrays.number("clip_low", clip_low, low=0)
   arrays.number("clip_high", clip_high, low=0)
   clipped = clamp(ratio(policy, old), 1.0 - clip_low, 1.0 + clip_high)
@@ -330,9 +322,7 @@ def sapo(
   Reference:
     Gao et al. 2025, "Soft Adaptive Policy Optimization", arXiv:2511.20347, equations 5 and 6.
   """
-  policy, old, advantages = arrays.tokens(
-    policy_logprobs=policy_logprobs, old_logprobs=old_logprobs, advantages=advantages
-  )
+  policy, old, advantages = arrays.loss_inputs(policy_logprobs, old_logprobs, advantages)
   arrays.number("temperature_positive", temperature_positive, above=0)
   arrays.number("temperature_negative", temperature_negative, above=0)
   dtype = policy.dtype

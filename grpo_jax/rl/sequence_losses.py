@@ -48,12 +48,8 @@ def gmpo(
     Zhao et al. 2025, "Geometric-Mean Policy Optimization", arXiv:2507.20673, equation 4;
     verl's `geo_mean`.
   """
-  policy, old, advantages = arrays.tokens(
-    policy_logprobs=policy_logprobs,
-    old_logprobs=old_logprobs,
-    advantages=advantages,
-    mask=mask,
-    sequence_ids=sequence_ids,
+  policy, old, advantages = arrays.loss_inputs(
+    policy_logprobs, old_logprobs, advantages, mask=mask, sequence_ids=sequence_ids
   )
   arrays.number("clip_low", clip_low, low=0)
   arrays.number("clip_high", clip_high, low=0)
@@ -155,12 +151,8 @@ def vespo(
   Reference:
     Shen et al. 2026, VESPO, arXiv:2602.10693; TRL's `vespo`.
   """
-  policy, old, advantages = arrays.tokens(
-    policy_logprobs=policy_logprobs,
-    old_logprobs=old_logprobs,
-    advantages=advantages,
-    mask=mask,
-    sequence_ids=sequence_ids,
+  policy, old, advantages = arrays.loss_inputs(
+    policy_logprobs, old_logprobs, advantages, mask=mask, sequence_ids=sequence_ids
   )
   policy = masks.fill(policy, mask)
   log_ratio = stop_gradient(policy) - masks.fill(stop_gradient(old), mask)
