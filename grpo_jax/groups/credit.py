@@ -22,8 +22,8 @@ def advantages_of(
 
   Groups may differ in size: they are padded, and baselines exclude the padding. A rollout
   whose reward is NaN is excluded too, and gets advantage 0. Weights of rollouts do not count here:
-  they belong to the loss. But where advantages depend on other groups, a prompt of weight 0 has
-  none, and changes none.
+  they belong to the loss. But where advantages depend on other groups, those of a prompt of weight
+  0 are 0, and its rewards change no others.
 
   Args:
     groups: Groups of one training step.

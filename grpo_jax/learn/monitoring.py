@@ -6,8 +6,8 @@ weights that are about to be updated and under the initial ones; these metrics b
 The initial weights are those of `model.path`, without an adapter. They are read from their folder
 each time and then freed: a permanent copy would cost 4 bytes per parameter in every run.
 
-In a step whose update computes nothing, it also scores all completions, for mismatch/* and
-staleness/*, which so exist in every step.
+In a step whose update computes nothing, it also scores all completions, so that mismatch/* and
+staleness/* exist in every step.
 """
 
 import dataclasses

@@ -26,7 +26,7 @@ def group(weight, rewards):
   return RolloutGroup(prompt, tuple(map(attempt, rewards)))
 
 
-def test_a_prompts_weight_is_no_part_of_its_advantages():
+def test_advantages_do_not_depend_on_the_weight_of_a_prompt():
   estimator = estimators.make(estimator="dr_grpo")  # the reward less the group's mean.
   groups = [group(weight, [1.0, 0.0]) for weight in (1.0, 0.5, 3.0, 0.0)]
   for shown in credit.advantages_of(groups, estimator):
