@@ -198,7 +198,7 @@ def test_all_tries_together_have_their_time():
     with pytest.raises(EnvironmentFailure) as failure:
       score(made["reward"], PROMPT, "4")
     assert 0.9 < time.perf_counter() - start < 3.0
-    assert failure.value.kind == "EndpointTimeout" and len(server.requests) == 3
+    assert failure.value.kind == "EndpointTimeout" and 2 <= len(server.requests) <= 3
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,12 @@ from collections.abc import Iterator
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "squeue", "scancel")
 SBIN = "/usr/sbin:/usr/local/sbin"
+# States that a job does not leave. A job that is queued again is COMPLETING for some seconds: its
+# counter of restarts rises when it is put in the queue, not when its processes have ended.
+ENDED = (
+  *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
+  "TIMEOUT",
+)
 
 # Nodes are lent by core, so that jobs of two nodes need two cores. A job that is queued again waits
 # until its credential has expired.

@@ -91,7 +91,7 @@ def test_a_job_that_is_stopped_or_loses_a_process_is_queued_again_and_continues(
     *(LAUNCH / "slurm.sbatch", *run.arguments),
     cwd=several.ROOT,
   )
-  is_alive = lambda: slurm.field(job, "JobState") in ("PENDING", "RUNNING")
+  is_alive = lambda: slurm.field(job, "JobState") not in slurm_cluster.ENDED
 
   run.wait_for_steps(is_alive)
   slurm.run("scancel", "--signal=TERM", job)  # as --signal=TERM@120 does, to all tasks.
