@@ -498,4 +498,16 @@ def _check(counting: Sequence[Outcome], max_share: float, where: str = "") -> No
     f"{len(failed)} of {len(counting)} attempts could not be scored, more than the allowed share "
     f"of {max_share:g} (rollout.max_error_share): {dict(kinds)}{where and f' ({where})'}; the "
     f"first, {failed[0].prompt_id}: {failed[0].error}\nprompt: {failed[0].asked[:200]!r}"
+    f"{_firsts_of_others(failed)}"
   ) from failed[0].cause
+
+
+def _firsts_of_others(failed: Sequence[Outcome]) -> str:
+  """Returns a line for the first failure of each of up to three other kinds.
+
+  A sandbox that cannot start, for example, follows the time-outs of those who waited for it.
+  """
+  firsts: dict[str, Outcome] = {}
+  for each in failed:
+    firsts.setdefault(each.kind, each)
+  return "".join(f"\n{each.prompt_id}: {each.error}" for each in [*firsts.values()][1:4])

@@ -390,6 +390,20 @@ def test_collect_stops_past_the_allowed_share_of_failures_and_says_why():
     run(engine, single_turn(reward), prompts("a"), limits=Limits(max_error_share=0.4))
 
 
+def test_the_first_failure_of_each_kind_is_in_the_message():
+  engine = ScriptedEngine(lambda r: str(attempt_of(r)))
+
+  def reward(prompt, text):
+    kinds = {"0": TimeoutError("no answer"), "1": OSError("no sandbox starts")}
+    raise kinds.get(text) or TimeoutError("no answer, either")
+
+  with pytest.raises(rollout.TooManyFailures) as failure:
+    run(engine, single_turn(reward), prompts("a"), group_size=3)
+  first, others = str(failure.value).split("prompt: 'a'")
+  assert "the first, set:0:0: TimeoutError: no answer" in first and "OSError: " not in first
+  assert others.startswith("\nset:0:0: OSError: no sandbox starts") and others.count("set:0:0") == 1
+
+
 def test_a_cancelled_call_stays_cancelled_when_its_answer_arrives_at_the_same_time():
   async def body():
     environment = IsolatedEnvironment(
