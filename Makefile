@@ -34,7 +34,7 @@ test-long: venv  ## Run the tests that take more than some seconds each.
 	$(BIN)/python -m pytest -q $(PARALLEL) -m "long and not slow and not sglang and not processes" $(call files_of,long) $(ARGS)
 
 test-slow: venv  ## Run the tests on real components: the real model, killed processes.
-	XLA_FLAGS= $(BIN)/python -m pytest -q $(PARALLEL) -m "slow and not sglang and not processes" --durations=15 $(call files_of,slow) $(ARGS)
+	$(BIN)/python -m pytest -q $(PARALLEL) -m "slow and not sglang and not processes" --durations=15 $(call files_of,slow) $(ARGS)
 
 # One file after the other: a run of two processes already uses two cores.
 test-processes: venv  ## Run the tests of runs that consist of several processes.

@@ -9,7 +9,7 @@ import tempfile
 
 from tests import quick_compilation
 
-# The slow tests run with XLA_FLAGS= as users do.
+# Tests of the real model start processes without these flags: what users run is optimised.
 os.environ.setdefault("XLA_FLAGS", quick_compilation.FLAGS)
 
 # What one test compiled, others do not compile again: neither in the workers of `pytest -n` nor in

@@ -14,6 +14,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+from tests import quick_compilation
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 CONFIG = """
@@ -158,11 +160,12 @@ def start_python(
     environment: Further environment variables.
   """
   address = f"127.0.0.1:{free_port()}"
-  inherited = os.environ.keys() - {"XLA_FLAGS", "JAX_NUM_CPU_DEVICES"}
+  inherited = os.environ.keys() - {"JAX_NUM_CPU_DEVICES"}
   variables = {
     **{name: os.environ[name] for name in inherited},
     **({} if devices is None else {"JAX_NUM_CPU_DEVICES": str(devices)}),
     "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": quick_compilation.FLAGS,
     "GRPO_JAX_RUN_SECRET": "the secret of a run of the tests",
     "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}",
     **(environment or {}),

@@ -133,7 +133,7 @@ def get_config():
       "XLA_FLAGS": quick_compilation.FLAGS,
       "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "tests" / "without_torch", ROOT, KERNELS))),
       "JAX_COMPILATION_CACHE_DIR": str(cache),
-      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     words = [sys.executable, "-m", "grpo_jax.main", f"--config={config}", f"--workdir={workdir}"]
     return {"args": words, "cwd": ROOT, "env": environment}
