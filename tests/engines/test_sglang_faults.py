@@ -80,10 +80,18 @@ class Servers:
     return condition
 
   def wait_until_healed(self, version, *, restarts):
-    """Waits until so many servers were replaced and all have the newest weights."""
+    """Waits for restarts of servers, and until both are sent requests and have the newest weights.
+
+    A server reports its version before it has proven that it computes with the new weights. Until
+    then the groups of a call all go to the other server, and stay there.
+    """
     eventually(lambda: self.restarts >= restarts, timeout_s=120.0)
+    places = self.engine._dispatcher._placement._places.values()
     newest = [str(version)] * 2
-    eventually(lambda: [self.version(i) for i in range(2)] == newest, timeout_s=START_S)
+    is_healed = lambda: (
+      [self.version(i) for i in range(2)] == newest and all(place.is_open for place in places)
+    )
+    eventually(is_healed, timeout_s=START_S)
 
 
 def ask(url, *, key=""):
