@@ -15,7 +15,7 @@ PARALLEL = -n logical --maxprocesses=4 --dist=worksteal
 SCRIPTS = .ci/run $(wildcard scripts/*.sh scripts/*/*.sh scripts/*/*.sbatch)
 # The files that hold tests of a mark, unless ARGS names files: to collect all of them takes every
 # process 18 s.
-files_of = $(if $(filter tests/%,$(ARGS)),,$(shell grep -rlE --include='test_*.py' 'mark\.$(1)\b' tests))
+files_of = $(if $(filter tests/% notebooks%,$(ARGS)),,$(shell grep -rlE --include='test_*.py' 'mark\.$(1)\b' tests))
 
 .PHONY: help notebooks quickstart test test-long test-slow test-processes test-trackers test-environments test-sglang test-gpu gpu-day aot check format docs venv sglang-cpu sglang-cuda clean
 
@@ -26,12 +26,16 @@ quickstart: $(VENV)/default  ## Train SmolLM2-135M-Instruct on arithmetic (2 cor
 	$(BIN)/python -m grpo_jax.main --config=configs/quickstart.py --workdir=$(WORKDIR) $(ARGS)
 	@echo "For the commands above, activate the environment in your shell: source $(BIN)/activate"
 
-# With ARGS also the long ones.
-test: venv  ## Run the tests (no accelerator, no network), and the notebooks in their fast form.
-	GRPO_JAX_NOTEBOOK_FAST=1 $(BIN)/python -m pytest -q --nbmake $(PARALLEL) -m "$(if $(ARGS),,not long and )not slow and not sglang and not processes" $(ARGS)
+# With ARGS also the long ones. CHANGED may be a commit, too.
+test: venv  ## Run the tests (no accelerator, no network); CHANGED=1: those of what changed.
+	@tests=; if [ -n "$(CHANGED)" ]; then \
+	  tests=$$($(BIN)/python scripts/tests_of_changes.py $(filter-out 1,$(CHANGED))) || exit; \
+	  [ -n "$$tests" ] || exit 0; echo "Tests of what changed:" $$tests; \
+	fi; \
+	set -x; GRPO_JAX_NOTEBOOK_FAST=1 $(BIN)/python -m pytest -q --nbmake $(PARALLEL) -m "$(if $(ARGS),,not long and )not slow and not sglang and not processes" $$tests $(ARGS)
 
-test-long: venv  ## Run the tests that take more than some seconds each.
-	$(BIN)/python -m pytest -q $(PARALLEL) -m "long and not slow and not sglang and not processes" $(call files_of,long) $(ARGS)
+test-long: venv  ## Run the tests that take more than some seconds each, and the notebooks in their fast form.
+	GRPO_JAX_NOTEBOOK_FAST=1 $(BIN)/python -m pytest -q --nbmake $(PARALLEL) -m "$(if $(filter notebooks%,$(ARGS)),,long and )not slow and not sglang and not processes" $(call files_of,long) $(if $(filter tests/% notebooks%,$(ARGS)),,notebooks) $(ARGS)
 
 test-slow: venv  ## Run the tests on real components: the real model, killed processes.
 	$(BIN)/python -m pytest -q $(PARALLEL) -m "slow and not sglang and not processes" --durations=15 $(call files_of,slow) $(ARGS)

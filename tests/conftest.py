@@ -34,6 +34,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 
 
+def pytest_collection_modifyitems(items):
+  """Notebooks train: each takes half a minute, in its fast form too."""
+  for item in items:
+    if item.path.suffix == ".ipynb":
+      item.add_marker("long")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def patient_signals():
   """Some tests send a signal to their own process, which must not end pytest on a busy machine."""

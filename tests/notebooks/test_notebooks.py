@@ -1,6 +1,6 @@
 """The notebooks: the .ipynb is what its script makes, and the first cell installs on Colab alone.
 
-`make test` runs them in their fast form (pytest --nbmake notebooks); a slow test here runs the
+`make test-long` runs them in their fast form (pytest --nbmake notebooks); a slow test here runs the
 quickstart with the real model.
 """
 
