@@ -1,6 +1,7 @@
 """A real server that gets new weights while completions are under way, in each mode of a pause."""
 
 import asyncio
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -42,7 +43,8 @@ def make(proxy, sglang_model, tmp_path):
 def requests_of(count):
   """Returns completions of several lengths, in groups of eight with prompts of several lengths."""
   return [
-    tiny.request(i, PROMPT[: 4 + i // 8], seed=i, max_tokens=20 + 7 * (i % 5)) for i in range(count)
+    tiny.request(i, PROMPT[: 4 + i // 8], seed=i, max_tokens=20 + 30 * (i % 5))
+    for i in range(count)
   ]
 
 
@@ -59,24 +61,42 @@ def differences(generation, request):
 
 
 def sampled_meanwhile(engine, requests):
-  """Returns the completions of one call, during which the weights change three times."""
-  marks = {len(requests) * k // 5: FIRST + k for k in (1, 2, 3)}
-  loading, found = [], {}
+  """Returns the completions of four calls, during which the weights change three times.
+
+  A call begins with each change, and the server is given the weights when the first completion of
+  the call has come: the version before has then sampled something, however long everything takes,
+  and the other completions are under way.
+  """
+  found, publish = {}, engine._fleet.publish
 
   def change(version):
     engine.load_weights(tiny.params(CONFIG, version - FIRST), version=version)
 
-  async def all_of(pool):
+  async def call(requests, first):
     async for generation in engine.generate(requests):
       assert generation.request_id not in found
       found[generation.request_id] = generation
-      if (version := marks.get(len(found))) is not None:
-        loading.append(pool.submit(change, version))
+      first.set()
 
-  with ThreadPoolExecutor(1) as pool:
-    asyncio.run(all_of(pool))
-    for each in loading:
-      each.result(120)
+  async def calls(pool, patch):
+    begun, size = [], len(requests) // 4
+    for k in range(4):
+      first = threading.Event()
+
+      async def publish_later(weights, first=first):
+        assert await asyncio.to_thread(first.wait, 100.0)
+        await publish(weights)
+
+      patch.setattr(engine._fleet, "publish", publish_later)
+      last = k == LAST - FIRST
+      mine = requests[k * size :] if last else requests[k * size : (k + 1) * size]
+      begun.append(asyncio.create_task(call(mine, first)))
+      if not last:
+        await asyncio.get_running_loop().run_in_executor(pool, change, FIRST + k + 1)
+    await asyncio.gather(*begun)
+
+  with ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patch:
+    asyncio.run(calls(pool, patch))
   assert found.keys() == {request.request_id for request in requests}
   return found
 
