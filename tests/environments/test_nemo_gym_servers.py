@@ -46,7 +46,7 @@ def verifying(**answer):
 
 
 def making(server, **settings):
-  quick = dict(timeout_s=0.5, retries=2, backoff_s=0.01, total_timeout_s=20.0)
+  quick = dict(timeout_s=10.0, retries=2, backoff_s=0.01, total_timeout_s=30.0)
   return environments.make(made=dict(module="nemo_gym", url=server.url, **quick, **settings))
 
 
