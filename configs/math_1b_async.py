@@ -14,8 +14,8 @@ GPUs, half for each:
 
 Servers sample up to two steps ahead of the trainer and take new weights while completions are under
 way. Token-wise weights correct for older weights and for the server's other numerics alike. The
-groups of a step are those of fixed prompts, so long completions are not left behind. `grpo-jax
-overlap` says from a synchronous run how to divide the GPUs; docs/async.md describes the options.
+groups of a step are those of fixed prompts, so long completions are not left behind. docs/async.md
+describes the options, and how to divide the GPUs from the times of a synchronous run.
 """
 
 from typing import Any

@@ -27,12 +27,19 @@ COMMANDS = {
   "export": ("grpo_jax.commands.export:main", "write a checkpoint as a Hugging Face folder"),
   "report": ("grpo_jax.commands.report:main", "write report.html of a run, finished or not"),
   "plan": ("grpo_jax.commands.plan:main", "say whether a run fits a machine that is not present"),
-  "overlap": ("grpo_jax.commands.overlap:main", "say what asynchronous training would gain"),
   "compare": ("grpo_jax.commands.compare:main", "print runs side by side, draw their curves"),
   "doctor": (
     "grpo_jax.commands.doctor:main",
     "report what this machine can run, and what is missing",
   ),
+}
+# Name of a removed command -> what to use instead.
+REMOVED = {
+  "overlap": (
+    "time/sample_s, time/sync_s and time/step_s of a synchronous run say what sampling ahead can"
+    " save, perf/overlap_share and perf/trainer_idle_share of an asynchronous run what it saves"
+    " (docs/async.md), and grpo-jax plan bounds the times on a machine that is not present"
+  )
 }
 USAGE = "\n".join(
   [
@@ -76,6 +83,9 @@ def run(arguments: Sequence[str]) -> int:
     return 0
   if first.startswith("-"):
     first, rest = "train", list(arguments)
+  if first in REMOVED:
+    print(f"error: the command {first!r} was removed: {REMOVED[first]}", file=sys.stderr)
+    return WRONG_USE
   if first not in COMMANDS:
     hint = names.hint(first, COMMANDS)
     print(

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_jax import report
 from grpo_jax.building import named_code, stored
-from grpo_jax.commands import compare, overlap
+from grpo_jax.commands import compare
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.report import data as report_data
 from grpo_jax.run_folder import loggers
@@ -36,21 +36,15 @@ def compared(folder):
   return compare.compare(runs, every_metric=True), report.render_comparison(runs)
 
 
-def overlapping(folder):
-  run = report_data.load(folder)
-  return overlap.times_of(run), overlap.lengths_of(run), overlap.rows_of(run.config)
-
-
 READERS = {  # what commands read of a file.
   "config.json": (
     report.write,
     compared,
-    overlapping,
     lambda run: stored.find(f"{run}:best"),
     named_code.config_to_run,
   ),
-  "metrics.jsonl": (report.write, compared, overlapping),
-  "rollouts/step_000002.jsonl": (report.write, overlapping),
+  "metrics.jsonl": (report.write, compared),
+  "rollouts/step_000002.jsonl": (report.write,),
   f"{CHECKPOINT}/manifest.json": (lambda run: stored.find(str(run)),),
   f"{CHECKPOINT}/info.json": (lambda run: stored.find(f"{run}:best"),),
 }

@@ -37,6 +37,8 @@ def test_help_of_a_command_names_it(name, capsys):
   [
     (["trian", "quickstart"], "no command 'trian' (did you mean 'train'?); there are: train, "),
     (["quickstart"], "no command 'quickstart'; there are: train, "),
+    (["overlap", "runs/first"], "the command 'overlap' was removed: time/sample_s, "),
+    (["overlap", "--help"], "(docs/async.md), and grpo-jax plan "),
     (["report"], "required: RUN"),
     (["report", "--workdr=x", "run"], "unknown flag --workdr"),
     (["report", "a", "b"], "unrecognized arguments: b"),
