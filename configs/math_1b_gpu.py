@@ -7,7 +7,7 @@
 
 JAX takes 62 % of the memory, SGLang 28 % (engine.sglang.arguments), the rest is slack. Training
 takes 20 bytes a parameter: 31 GB for 1.5 B parameters, and some 8 GB of temporaries; without the
-reference policy (loss.kl_coef=0.0) it takes 16 (scripts/memory.py, docs/sglang_gpu.md). For a
+reference policy (loss.kl_coef=0.0) it takes 16 (`grpo-jax plan`, docs/sglang_gpu.md). For a
 larger model, have the server give its memory back during updates:
 engine.sglang.release_memory=True, and JAX allocate as it goes:
 XLA_PYTHON_CLIENT_ALLOCATOR=platform. On several GPUs weights and optimizer are split over all that

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Compiles the kernels for an H100 and for TPUs that are not present (`make aot`): checks that they
 # compile, how much memory they take, that no array is [tokens, vocabulary], and that no register
-# spills. Then compiles the gradients of a whole model for eight H100s: their memory and traffic.
+# spills. Then compiles the update of a microbatch for eight H100s: its memory and traffic.
 # Then checks whether a whole run of configs/math_1b.py fits one H100; with AOT_WHOLE=1 (some
 # minutes) also eight TPUs.
 #

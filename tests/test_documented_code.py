@@ -258,9 +258,7 @@ NOT_RUN = {
   "python scripts/benchmark/compare.py": "needs TRL and Tunix; its arguments are checked below",
   "python scripts/benchmark/linear_logprobs.py": "takes minutes; its arguments are checked below",
   "python scripts/packing_table.py": "takes 10 s; tests/scripts/test_packing_table.py runs it",
-  "python -m scripts.memory": "compiles whole models; its arguments are checked below",
   "python -m scripts.staleness": "trains 27 times; tests/scripts/test_staleness.py has stand-ins",
-  "python -m scripts.fit": "compiles whole models; its arguments are checked below",
   "python scripts/benchmark/profile_update.py": "takes minutes; its arguments are checked below",
 }
 PROGRAMS = {name.split()[0] for name in NOT_RUN} | {"make", "until", "grpo-jax"}

@@ -71,20 +71,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def read(name: str) -> dict[str, Any]:
-  """Returns the config.json of a folder or file, or of a name in `SHAPES`.
-
-  Raises:
-    ModelError: There is no such folder or file, or it is not a JSON object.
-  """
-  if name in SHAPES:
-    return SHAPES[name]
-  path = pathlib.Path(name).expanduser()
-  if not path.exists():
-    raise MissingModel(f"{name}: there is no such folder or file; {_others()}")
-  return files.read_json(path / "config.json" if path.is_dir() else path)
-
-
 def known(path: str) -> str | None:
   """Returns the name in `SHAPES` of a model on the hub; None if it is not there.
 
@@ -111,7 +97,7 @@ def find(path: str) -> tuple[dict[str, Any], str]:
   if path.strip() and local.exists():
     if local.suffix.lower() == ".gguf":
       raise ModelError(f"{path}: a GGUF file has no config.json; {_others()}")
-    return read(path), f"{local}"
+    return files.read_json(local / "config.json" if local.is_dir() else local), f"{local}"
   if (name := known(path)) is not None:
     return SHAPES[name], f"the table of grpo_jax ({name})"
   if refused := sources.refusal(path):

@@ -3,7 +3,6 @@
 A collective inside loops counts as often as it runs.
 """
 
-import collections
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -149,14 +148,6 @@ def largest(hlo: str, *, count: int = 8) -> list[Held]:
         found[array] = found.get(array) or source
   made = [Held(array, where) for array, where in found.items()]
   return sorted(made, key=lambda held: -held.array.nbytes)[:count]
-
-
-def by_kind(found: Sequence[Collective]) -> dict[str, float]:
-  """Returns the bytes that a device receives by each kind of collective; see `nbytes`."""
-  total: dict[str, float] = collections.defaultdict(float)
-  for one in found:
-    total[one.kind] += one.nbytes
-  return dict(total)
 
 
 def axes_of(groups: Sequence[Sequence[int]], sizes: dict[str, int]) -> frozenset[str]:

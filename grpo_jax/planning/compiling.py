@@ -240,8 +240,3 @@ def _write(file: pathlib.Path, found: Compiled) -> None:
   with contextlib.suppress(OSError):
     file.parent.mkdir(parents=True, exist_ok=True)
     atomic.replace_file(file, json.dumps(dataclasses.asdict(found)))
-
-
-def largest_of(found: Sequence[Compiled]) -> Compiled | None:
-  """Returns the program with the most memory of its own; None if there is none."""
-  return max(found, key=lambda one: (one.is_refused, one.own), default=None)

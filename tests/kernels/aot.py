@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import jax
 
-from scripts import targets
+from grpo_jax.planning import topologies
 
 
 class Kernel(NamedTuple):
@@ -37,11 +37,11 @@ def compile_for(target: str, function, structs) -> Compiled:
   """Compiles a function of arrays that lie on one device of a target.
 
   Args:
-    target: as in `targets.devices`.
+    target: Name of the machine, as `grpo-jax plan` takes it.
     function: to be compiled.
     structs: a `jax.ShapeDtypeStruct` for each argument.
   """
-  placed = jax.sharding.SingleDeviceSharding(targets.devices(target)[0])
+  placed = jax.sharding.SingleDeviceSharding(topologies.devices(topologies.parse(target))[0])
   structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed) for x in structs]
   with listening() as heard:
     compiled = jax.jit(function).lower(*structs).compile()

@@ -6,6 +6,7 @@ The compilers are large and live in environments of their own; AOT_TARGET says w
 process has ("h100" or "tpu"). Without it everything here is skipped.
 """
 
+import collections
 import functools
 import importlib
 import json
@@ -18,8 +19,7 @@ from grpo_kernels.linear_logprobs import core, reference
 from test_cross_lowering import MODELS, TOKENS, passes, structs
 
 from grpo_jax.commands import cli
-from grpo_jax.planning import asking, programs, topologies
-from scripts import fit, targets
+from grpo_jax.planning import architectures, asking, compiling, programs, search, topologies
 
 TARGET = os.environ.get("AOT_TARGET")
 pytestmark = [
@@ -49,7 +49,8 @@ def compiled(target, name, model, which, *, head_layout="vd", with_entropy=True)
   """Compiles one implementation at the size of one model, once."""
   implementation = importlib.import_module(f"grpo_kernels.linear_logprobs.{name}")
   if name == "pallas_tpu":  # its tiles depend on the chip, which this process does not have.
-    implementation = implementation.PallasTpu(device_kind=targets.devices(target)[0].device_kind)
+    device = topologies.devices(topologies.parse(target))[0]
+    implementation = implementation.PallasTpu(device_kind=device.device_kind)
   operate = core.entry(implementation)
   function = passes(operate, head_layout=head_layout, with_entropy=with_entropy)[which]
   made = aot.compile_for(target, function, structs(*MODELS[model], head_layout))
@@ -119,21 +120,27 @@ def test_logits_would_be_seen():
   assert made.temporary_bytes > 1 * GIB
 
 
-def update_on(target, *arguments):
-  """Returns what the compiler says of the gradients of a microbatch of Qwen2.5-1.5B's shapes."""
-  found = fit.find(fit.parse([f"--target={target}", "--model=Qwen2.5-1.5B", *arguments]))
-  print(target, *arguments, found)
-  return found
+def run_on(machine, sizes, folder, *options):
+  """Returns the run of configs/math_1b.py with a model of these sizes, which servers sample."""
+  (folder / "given.json").write_text(json.dumps(sizes))
+  options = ["--config=configs/math_1b.py", "--config.engine.name=sglang", *options]
+  config = asking.config_of(options)
+  model, _ = asking.model_of(config, str(folder / "given.json"), folder)
+  return asking.run_of(config, model, topologies.parse(machine), folder)
 
 
 @on_h100
-def test_eight_h100s_exchange_weights_and_gradients_and_hold_no_more_than_that():
+def test_eight_h100s_exchange_weights_and_gradients_and_hold_no_more_than_that(tmp_path):
   # Two layers: the body of the loop is the same. Rows of 1024, two of them for each device.
-  found = update_on("h100", "--devices=8", "--layers=2", "--shape=2x1024", "--loss-tokens=768")
+  run = run_on("h100:8", architectures.SHAPES["Qwen2.5-1.5B"] | {"num_hidden_layers": 2}, tmp_path)
+  found = compiling.compiled(search.job_of(run, "update", 2, 1024, 8), run.mesh, host=run.host)
+  print(found)
   layers, table = 2 * 46.8e6, 151936 * 1536  # numbers of weights.
   gathered = 7 / 8 * 2 * (2 * layers + table)
   scattered = 7 / 8 * 4 * (layers + table)  # XLA adds the table's two gradients before.
-  moved = found.collectives
+  moved = collections.Counter()
+  for one in found.moved:
+    moved[one.kind] += one.bytes
   assert gathered * 0.9 < moved["all-gather"] < 1.3 * gathered + 7 / 8 * 2 * table
   assert scattered * 0.9 < moved["reduce-scatter"] < 1.3 * scattered
   assert sum(moved.values()) < 1.3 * (gathered + scattered)
@@ -216,15 +223,11 @@ def computed(hlo, shapes):
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_no_gradient_of_a_frozen_head_exists(machine, is_tied, tmp_path):
   sizes = SMALL | {"vocab_size": 2176, "tie_word_embeddings": is_tied}  # a size of nothing else.
-  (tmp_path / "given.json").write_text(json.dumps(sizes))
   options = [f"--config.{name}=128" for name in ("rollout.max_tokens", "data.max_prompt_tokens")]
   options += ["--config.sampling.max_tokens=128", "--config.batching.microbatch_tokens=256"]
-  options += ["--config.engine.name=sglang"]  # no programs of a sampler.
 
   def update(*more):
-    config = asking.config_of(["--config=configs/math_1b.py", *options, *more])
-    model, _ = asking.model_of(config, str(tmp_path / "given.json"), tmp_path)
-    run = asking.run_of(config, model, topologies.parse(machine), tmp_path)
+    run = run_on(machine, sizes, tmp_path, *options, *more)
     job = next(x for x in programs.largest(run.jobs) if programs.program_of(x.name) == "update")
     with run.assumed():
       return job.lower().compile().as_text()

@@ -50,7 +50,7 @@ CASES = {
     {"tests/config", "tests/runs/test_train.py"},
   ),
   "a kernel": (["kernels/grpo_kernels/tuning.py"], {"tests/kernels", "tests/learn"}),
-  "a script": (["scripts/fit.py"], {"tests/scripts", "tests/test_architecture.py"}),
+  "a script": (["scripts/staleness.py"], {"tests/scripts", "tests/test_architecture.py"}),
   "a notebook": (["notebooks/quickstart.py"], {"notebooks", "tests/notebooks"}),
 }
 
