@@ -11,7 +11,14 @@ from jax.sharding import Mesh
 
 from grpo_jax import batching, data, environments, processes
 from grpo_jax.compilation import accelerators, precision
-from grpo_jax.config import batching_options, configuration, data_options, modes, run_options
+from grpo_jax.config import (
+  batching_options,
+  configuration,
+  data_options,
+  modes,
+  removed,
+  run_options,
+)
 from grpo_jax.engines import launching
 from grpo_jax.learn import mesh as meshes
 from grpo_jax.learn import sharding
@@ -141,7 +148,7 @@ def check_split(mesh: Mesh, folder: pathlib.Path) -> None:
 def check_engine(config: Config) -> None:
   """Raises ConfigError, before a model is found, if SGLang servers cannot be started here."""
   sglang = config.engine.sglang
-  runs_others = sglang.addresses or sglang.router or sglang.command
+  runs_others = sglang.addresses or sglang.command
   if modes.is_offline(config) or config.engine.name != "sglang" or runs_others:
     return
   device = launching.device_of(sglang.device)
@@ -271,7 +278,11 @@ def log_schedule(config: Config, workdir: pathlib.Path) -> None:
 
 
 def log_differences(config: Config, workdir: pathlib.Path) -> None:
-  """Logs how the configuration differs from the one that the run began with."""
+  """Logs how the configuration differs from the one that the run began with.
+
+  Raises:
+    ConfigError: That file is damaged, or the run used an option that was removed.
+  """
   file = workdir / "config.json"
   if not file.exists():
     return
@@ -282,5 +293,10 @@ def log_differences(config: Config, workdir: pathlib.Path) -> None:
       f"{error}. Move it away to continue the run: the file is only compared with the present"
       " configuration, which is then written instead"
     ) from error
+  if refused := list(removed.refusals(before)):
+    raise configuration.ConfigError(
+      f"{file}: {'; '.join(refused)}. Move the file away to continue the run without it"
+    )
+  before = removed.without(before)
   for line in configuration.differences(before, config, harmless=HARMLESS).serious:
     _log.warning("the configuration differs from the one that this run began with: %s", line)

@@ -15,7 +15,7 @@ import numpy as np
 
 from grpo_jax.building import agreements
 from grpo_jax.config import base as defaults
-from grpo_jax.config import configuration, data_options, field_kinds, sections
+from grpo_jax.config import configuration, data_options, field_kinds, removed, sections
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.learn import adapters, policy
@@ -327,7 +327,7 @@ def whole_config_of(run: pathlib.Path) -> Any:
   """
   config: Any = defaults.get_config()  # its placeholders know the types of fields that are None.
   with config.unlocked(), config.ignore_type():
-    problems = list(_fill(config, _numbers(config_of(run))))
+    problems = list(_fill(config, _numbers(removed.without(config_of(run)))))
   problems += field_kinds.wrong(configuration.plain_fields(config)).values()
   if problems:
     raise NoWeights(f"{run / 'config.json'}: {problems[0]}")

@@ -162,7 +162,6 @@ def get_config() -> Any:
   engine.sglang = sglang = ConfigDict()  # SGLang servers: docs/sglang.md
   sglang_default = SGLangOptions()
   sglang.addresses = sglang_default.addresses  # running servers, "http://host:port"; (): launch
-  sglang.router = placeholder(str)  # address of an SGLang router through which requests go
   sglang.servers = sglang_default.servers  # number of servers that each process launches
   # Python of the servers' environment; scripts/install_sglang.sh makes one
   sglang.python = sglang_default.python

@@ -216,7 +216,6 @@ def _refused_servers(settings: Config) -> Iterator[str]:
   """Yields a message for each option of SGLang servers that would override another one."""
   yield from launching.refusals(
     addresses=settings.addresses,
-    router=settings.router,
     arguments=settings.arguments,
     command=settings.command,
     environment=settings.environment.to_dict(),

@@ -5,6 +5,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from grpo_jax.config import removed
 from grpo_jax.values import names
 
 # Fields of other programs that are left out on purpose, by dotted name: why.
@@ -79,14 +80,15 @@ class Section(ConfigDict):
 
 
 def left_out(name: str) -> str | None:
-  """Returns why there is no such field, if it is left out on purpose; otherwise None.
+  """Returns why there is no such field, if it was left out or removed on purpose; otherwise None.
 
   Args:
     name: Dotted name, such as "model.lora.dropout".
   """
   path, _, last = name.rpartition(".")
   reason = LEFT_OUT.get(f"{path}.{_CALLED.get(last, last)}")
-  return reason and f"there is no field {name!r}, on purpose: {reason}"
+  on_purpose = reason and f"there is no field {name!r}, on purpose: {reason}"
+  return on_purpose or removed.explanation(name)
 
 
 def adopt(config: ConfigDict, path: str = "") -> Section:

@@ -18,7 +18,6 @@ from grpo_jax.engines.calls import Call
 from grpo_jax.engines.placement import Placement
 from grpo_jax.engines.scheduling import prompt_key
 from grpo_jax.engines.server import FleetError, Server
-from grpo_jax.engines.sglang_client import Client
 from grpo_jax.http.failures import Overloaded, Refused, Unanswered
 from grpo_jax.http.retries import doubling
 
@@ -91,7 +90,6 @@ class Dispatcher:
     self._numbers = itertools.count()
     self._jobs: set[Job] = set()  # submitted and not yet delivered.
     self._error: Exception | None = None
-    self.router: Client | None = None  # forwards requests to the servers, if there is one.
     self.retries = 0
     self.aborted = 0  # requests that new weights ended, and that were sent again.
 
@@ -162,21 +160,10 @@ class Dispatcher:
       index, job = found
       assert isinstance(index, int)
       server = self._servers[index]
-      served = self._served(server)
+      served = _Served(server.version, server.adapter)
       task = asyncio.create_task(self._attempt(job, server, served))
       self._running[task] = _Running(job, index, served.version)
       task.add_done_callback(self._finished)
-
-  def _served(self, server: Server) -> _Served:
-    """Returns the weights that a request to a server is answered with.
-
-    A router passes it on to any server, so that is the oldest version of all: with adapters the
-    others still have it.
-    """
-    among = self._servers.values() if self.router is not None else ()
-    versions = [(each.version, each.adapter) for each in among if each.version is not None]
-    oldest = min(versions, key=lambda each: each[0], default=(server.version, server.adapter))
-    return _Served(*oldest)
 
   def _finished(self, task: asyncio.Task[None]) -> None:
     """Frees the place of an attempt; queues its job again if it was not delivered."""
@@ -211,11 +198,8 @@ class Dispatcher:
       is_named=served.adapter is not None,
     )
     try:
-      generations = await (self.router or server.client).generate(
-        body,
-        _routing(self.router, job),
-        read=read,
-        limit=sglang_messages.answer_bytes(job.requests),
+      generations = await server.client.generate(
+        body, read=read, limit=sglang_messages.answer_bytes(job.requests)
       )
     except Refused as error:
       if served.adapter is not None and sglang_messages.lacks_adapter(str(error)):
@@ -259,11 +243,3 @@ class Dispatcher:
     if job in self._jobs:
       self.leave(job.call)
       job.call.fail(error)
-
-
-def _routing(router: Client | None, job: Job) -> dict[str, str]:
-  """Returns the header with which an SGLang router keeps a group together."""
-  if router is None:
-    return {}
-  name = job.group if isinstance(job.group, str) else job.requests[0].request_id
-  return {"X-SMG-Routing-Key": name}

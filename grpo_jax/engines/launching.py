@@ -176,7 +176,6 @@ def check(options: LaunchOptions, *, servers: int, api_key: str = "") -> None:
 def refusals(
   *,
   addresses: Sequence[str],
-  router: str | None,
   arguments: Sequence[Any],
   command: Sequence[Any] | None,
   environment: Mapping[str, Any],
@@ -187,12 +186,11 @@ def refusals(
 
   Args:
     addresses: Addresses of running servers.
-    router: Address of a router, if there is one.
     arguments: More arguments of servers that are launched.
     command: Command line of the user that replaces SGLang's.
     environment: Variables of servers that are launched.
   """
-  for address in (*addresses, *([router] if router else [])):
+  for address in addresses:
     yield from _refused_address(address)
   yield from _refused_arguments(arguments, {**_DECIDE_ACCESS, **_SET_BY_RUN})
   yield from _refused_command(command or ())

@@ -171,8 +171,7 @@ class Server:
     if is_given and not await self._answered(client.can_update()):
       raise FleetError(
         f"{self.name} cannot be used for training: it has no /update_weights_from_disk. sglang-jax"
-        " never has it; an SGLang router belongs in engine.sglang.router, and its workers in"
-        " engine.sglang.addresses"
+        " never has it; instead of an SGLang router, engine.sglang.addresses names its workers"
       )
     if self._controls:
       await self._refuse_pause()

@@ -135,7 +135,7 @@ class SGLangEngine:
     self._reports: list[dict[str, float]] = []  # of all processes, with the newest weights.
     self._is_closed = False
     self._loop = BackgroundLoop("sglang")
-    self._run(self._start(options.router))
+    self._run(self._fleet.start())
 
   @property
   def weight_version(self) -> int:
@@ -300,11 +300,6 @@ class SGLangEngine:
 
   def __exit__(self, *error: Any) -> None:
     self.close()
-
-  async def _start(self, router: str | None) -> None:
-    await self._fleet.start()
-    if router is not None:
-      self._dispatcher.router = self._fleet.client(router)
 
   async def _stop(self) -> None:
     self._dispatcher.failed(RuntimeError("the engine was closed"))
@@ -476,7 +471,6 @@ def _refuse(chosen: SGLangOptions, config: ModelConfig) -> None:
   """Raises ValueError for options that cannot work together, or with this model."""
   for refusal in server_process.refusals(
     addresses=chosen.addresses,
-    router=chosen.router,
     arguments=chosen.arguments,
     command=chosen.command,
     environment=chosen.environment,

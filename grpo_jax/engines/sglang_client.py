@@ -47,7 +47,6 @@ class Client:
   async def generate(
     self,
     body: Mapping[str, Any],
-    headers: Mapping[str, str] = {},
     *,
     read: Callable[[Any], T],
     limit: int,
@@ -56,7 +55,6 @@ class Client:
 
     Args:
       body: Body of the request.
-      headers: Headers of the request, in addition to the key.
       read: Function from decoded JSON to the result; may raise Garbled or Aborted, and may run in
         any thread.
       limit: Largest answer, in bytes.
@@ -66,7 +64,6 @@ class Client:
         url=f"{self.address}/generate",
         timeout_s=self._timeouts.generate_s,
         body=body,
-        headers=headers,
         limit=limit,
       ),
       read,

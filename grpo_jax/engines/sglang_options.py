@@ -14,7 +14,6 @@ _TIME = checked.number(above=0)
 
 KINDS: Mapping[str, checked.Kind] = {
   "addresses": checked.several(checked.text()),
-  "router": checked.text(none=True),
   "servers": _SIZE,
   "python": checked.path(),
   "arguments": checked.several(checked.text()),
@@ -50,7 +49,6 @@ class SGLangOptions:
   """
 
   addresses: tuple[str, ...] = ()
-  router: str | None = None
   servers: int = 1
   python: str = ".venv-sglang/bin/python"
   arguments: tuple[str, ...] = ()

@@ -43,7 +43,6 @@ class Request:
   url: str
   timeout_s: float  # whole exchange: connecting, waiting, and reading the answer.
   body: Mapping[str, Any] | None = None  # sent as JSON.
-  headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
   limit: int = SMALL_BYTES  # largest answer that is accepted, in bytes after decompression.
   is_json: bool = True  # False: the body of the answer does not matter.
   # Sent with the request, and updated with those that the answer sets; None: no cookies.
@@ -173,7 +172,7 @@ class JsonClient:
       request.method,
       request.url,
       json=request.body,
-      headers={**self._headers, **request.headers, **_cookie_header(request.cookies)},
+      headers={**self._headers, **_cookie_header(request.cookies)},
       timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s),
       allow_redirects=False,
     ) as response:

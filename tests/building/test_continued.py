@@ -1,12 +1,14 @@
-"""What the log says of a run that continues with other options."""
+"""What a run that continues with other options logs, and with which ones it does not."""
 
+import json
 import logging
 
 import pytest
 
 import configs.base
-from grpo_jax.building import checks
+from grpo_jax.building import checks, stored
 from grpo_jax.config import configuration
+from grpo_jax.config.configuration import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -27,3 +29,47 @@ def test_another_curve_of_the_learning_rate_is_one_line(tmp_path, caplog, schedu
     " the next steps have the learning rates of that curve"
   )
   assert caplog.messages == [expected] * is_said
+
+
+def stored_with(folder, options):
+  """Writes the config.json of a run that has more options, by their dotted names."""
+  stored = configuration.to_json(configs.base.get_config())
+  for name, value in options.items():
+    section = stored
+    *path, last = name.split(".")
+    for part in path:
+      section = section[part]
+    section[last] = value
+  (folder / "config.json").write_text(json.dumps(stored))
+
+
+@pytest.mark.parametrize("options", [{"engine.sglang.router": None}])
+def test_removed_options_that_changed_nothing_do_not_keep_a_run_from_continuing(
+  options, tmp_path, caplog
+):
+  stored_with(tmp_path, options)
+  checks.log_differences(configs.base.get_config(), tmp_path)
+  assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    (
+      {"engine.sglang.router": "http://r:1"},
+      "engine.sglang.router='http://r:1' was removed: name the servers behind the router in",
+    ),
+  ],
+)
+def test_a_run_that_needs_a_removed_option_does_not_continue(options, message, tmp_path):
+  stored_with(tmp_path, options)
+  with pytest.raises(ConfigError) as caught:
+    checks.log_differences(configs.base.get_config(), tmp_path)
+  assert message in str(caught.value) and "\n" not in str(caught.value)
+  assert str(caught.value).endswith("Move the file away to continue the run without it")
+
+
+def test_an_old_run_is_read_with_the_options_of_this_version(tmp_path):
+  stored_with(tmp_path, {"engine.sglang.router": "http://r:1", "seed": 7})
+  config = stored.whole_config_of(tmp_path)
+  assert config.seed == 7 and "router" not in config.engine.sglang

@@ -254,7 +254,7 @@ class SimulatedClient(Client):
     except TimeoutError as error:
       raise Unanswered("no complete answer") from error
 
-  async def generate(self, body, headers=None, *, read, limit):
+  async def generate(self, body, *, read, limit):
     made = []
 
     async def answer():

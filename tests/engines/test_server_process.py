@@ -373,7 +373,7 @@ def test_what_cannot_be_started_is_refused(tmp_path, changes, message):
   assert message in str(caught.value)
 
 
-NOTHING = {"addresses": (), "router": None, "arguments": (), "command": None, "environment": {}}
+NOTHING = {"addresses": (), "arguments": (), "command": None, "environment": {}}
 
 
 @pytest.mark.parametrize(
@@ -412,7 +412,6 @@ NOTHING = {"addresses": (), "router": None, "arguments": (), "command": None, "e
     ({"addresses": ("http://a:1", "localhost:30000")}, "'http://host:port', got 'localhost:30000'"),
     ({"addresses": ("http://me:KEY@a:1",)}, "without a password"),
     ({"addresses": ("http://a:1/?key=KEY",)}, "without a password"),
-    ({"addresses": ("http://a:1",), "router": "http://KEY@b:2"}, "without a password"),
     ({"addresses": ("http://a:KEY",)}, "cannot be read"),
   ],
 )
@@ -424,7 +423,6 @@ def test_options_that_would_go_around_others_are_refused_without_showing_a_key(c
 def test_other_arguments_commands_and_addresses_are_taken():
   settings = {
     "addresses": ("http://host:30000", "https://[::1]:1", "http://10.0.0.1"),
-    "router": "http://router:1/",
     "arguments": ("--mem-fraction-static=0.5", "--log-level", "info", "-x", "--", "--host-memory"),
     "command": ("serve", "--host", "{host}", "--port", "{port}", '{"a": {"b": 1}}'),
     "environment": {"OMP_NUM_THREADS": 3},

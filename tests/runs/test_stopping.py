@@ -473,7 +473,7 @@ def test_every_other_path_of_the_configuration_must_be_local(field, arguments, t
 def test_paths_in_lists_are_checked_and_addresses_are_not(settings):
   config = {
     "data": {"datasets": ({"prompt_file": "s3://bucket/prompt", "path": "memory://rows.jsonl"},)},
-    "engine": {"sglang": {"addresses": ("http://host:30000",), "router": "http://host:1"}},
+    "engine": {"sglang": {"addresses": ("http://host:30000",)}},
     "environments": {"remote": {"url": "https://host/score"}},
   }
   assert [c.split("=")[0] for c in run_options.paths_elsewhere(config)] == [

@@ -1,0 +1,66 @@
+"""Options that were removed: what to use instead, and which runs that have them continue."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+# A config.json: sections and fields by name.
+Stored = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Removed:
+  """An option that was removed.
+
+  Attributes:
+    instead: Remedy for users of the option, for a message.
+    is_kept: Function (stored value, config.json) → whether the run does the same without it.
+  """
+
+  instead: str
+  is_kept: Callable[[Any, Stored], bool]
+
+
+def _one_of(*values: Any) -> Callable[[Any, Stored], bool]:
+  return lambda value, _: value in values
+
+
+# By dotted name.
+OPTIONS: Mapping[str, Removed] = {
+  "engine.sglang.router": Removed(
+    "name the servers behind the router in engine.sglang.addresses; requests go to each of them",
+    _one_of(None),
+  ),
+}
+
+
+def explanation(name: str) -> str | None:
+  """Returns what to use instead of an option that was removed; None if it was not.
+
+  Args:
+    name: Dotted name, such as "engine.sglang.router".
+  """
+  removed = OPTIONS.get(name)
+  return removed and f"there is no field {name!r} any more: {removed.instead}"
+
+
+def refusals(stored: Stored) -> Iterator[str]:
+  """Yields a message for each removed option of a run without which it would do something else."""
+  for name, removed in OPTIONS.items():
+    section: Any = stored
+    *path, last = name.split(".")
+    for part in path:
+      section = section.get(part) if isinstance(section, Mapping) else None
+    has_it = isinstance(section, Mapping) and last in section
+    if has_it and not removed.is_kept(section[last], stored):
+      yield f"{name}={section[last]!r} was removed: {removed.instead}"
+
+
+def without(stored: Stored, path: str = "") -> dict[str, Any]:
+  """Returns a config.json without the options that were removed."""
+  named = {f"{path}.{key}" if path else key: (key, value) for key, value in stored.items()}
+  return {
+    key: without(value, name) if isinstance(value, Mapping) else value
+    for name, (key, value) in named.items()
+    if name not in OPTIONS
+  }

@@ -1,0 +1,34 @@
+"""Options that were removed: every way to give one is answered with what to use instead."""
+
+import re
+
+import pytest
+
+import configs.base
+from grpo_jax import configuration, train
+from grpo_jax.config import command_line, removed
+from grpo_jax.config.configuration import ConfigError
+
+
+def test_every_way_to_give_a_removed_option_says_what_to_use_instead():
+  for name, option in removed.OPTIONS.items():
+    said = re.escape(f"there is no field {name!r} any more: {option.instead}")
+    with pytest.raises(ConfigError, match=said):
+      command_line.parse(["--config=base", f"--config.{name}=1"])
+    with pytest.raises(ConfigError, match=said):
+      configuration.override(configuration.load("base"), {name: 1})
+    path, _, field = name.rpartition(".")
+    in_file = configs.base.get_config()
+    section = in_file
+    for part in path.split("."):
+      section = section[part]
+    section[field] = 1
+    (found,) = [each for each in train.validate(in_file) if name in each]
+    assert re.search(said, found)
+
+
+def test_removed_options_are_left_out_of_a_stored_config_and_nothing_else_is():
+  stored = {"seed": 3, "engine": {"router": 1, "sglang": {"router": 2, "port": 4}}}
+  expected = {"seed": 3, "engine": {"router": 1, "sglang": {"port": 4}}}
+  assert removed.without(stored) == expected
+  assert list(removed.refusals({"engine": None})) == list(removed.refusals({})) == []
