@@ -178,8 +178,6 @@ def get_config() -> Any:
   sglang.port = placeholder(int)  # of the first server of a host, then the next; None: any free
   # the same seed gives the same completion; slower on GPUs
   sglang.deterministic = sglang_default.deterministic
-  # one HTTP request for each "completion", or one for each "group"
-  sglang.requests = sglang_default.requests
   # completions under way when new weights come: "retract", "abort" or "in_place"; None: "retract"
   sglang.pause = placeholder(str)
   # folder for the weights; None: in memory if they fit, otherwise in the run folder

@@ -31,6 +31,10 @@ OPTIONS: Mapping[str, Removed] = {
     "name the servers behind the router in engine.sglang.addresses; requests go to each of them",
     _one_of(None),
   ),
+  "engine.sglang.requests": Removed(
+    "each completion is a request of its own, and the requests of a group go to one server",
+    _one_of("completion"),
+  ),
 }
 
 

@@ -26,15 +26,15 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # pauses of a job whose server is 
 
 @dataclasses.dataclass(eq=False)
 class Job:
-  """The content of one HTTP request: one completion, or all completions of a group."""
+  """The content of one HTTP request: one completion."""
 
-  requests: Sequence[GenerationRequest]
+  request: GenerationRequest
   call: Call
   attempts: int = 0
 
   @property
   def group(self) -> object:
-    return self.requests[0].group or prompt_key(self.requests[0])
+    return self.request.group or prompt_key(self.request)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,31 +182,30 @@ class Dispatcher:
     A server that fails is closed until its health has been checked. A server that is overloaded
     stays open; the job waits for a while before it is queued again.
     """
-    names = [f"{self._prefix}-{next(self._numbers)}" for _ in job.requests]
     body = sglang_messages.generate_body(
-      job.requests,
-      names,
+      job.request,
+      f"{self._prefix}-{next(self._numbers)}",
       seeded=self._seeded,
       adapter=served.adapter,
       cache_key=pausing.cache_key(self._pause, self._prefix, served.version),
     )
     read = functools.partial(
-      sglang_messages.generations,
-      requests=job.requests,
+      sglang_messages.generation,
+      request=job.request,
       vocab_size=self._vocab_size,
       version=served.version if served.version is not None else -1,
       is_named=served.adapter is not None,
     )
     try:
-      generations = await server.client.generate(
-        body, read=read, limit=sglang_messages.answer_bytes(job.requests)
+      generation = await server.client.generate(
+        body, read=read, limit=sglang_messages.answer_bytes(job.request)
       )
     except Refused as error:
       if served.adapter is not None and sglang_messages.lacks_adapter(str(error)):
         self._give_back(job, server, error)
         return
-      first = job.requests[0].request_id
-      self._drop(job, FleetError(f"request {first!r}: {error}.{server.log_end()}"))
+      name = job.request.request_id
+      self._drop(job, FleetError(f"request {name!r}: {error}.{server.log_end()}"))
     except Overloaded as error:
       self._count_failure(job, server, error)
       own = doubling(job.attempts, first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
@@ -214,7 +213,7 @@ class Dispatcher:
     except (Unanswered, sglang_messages.Garbled, sglang_messages.Aborted) as error:
       self._give_back(job, server, error)
     else:
-      self._deliver(job, generations)
+      self._deliver(job, generation)
 
   def _give_back(self, job: Job, server: Server, error: Exception) -> None:
     """Closes a server that failed until its health has been checked; its job is sent again."""
@@ -227,15 +226,14 @@ class Dispatcher:
     self.retries += 1
     job.attempts += 1
     if job.attempts >= self._max_attempts:
-      first = job.requests[0].request_id
-      text = f"request {first!r} failed {job.attempts} times; the last: {error}.{server.log_end()}"
+      name = job.request.request_id
+      text = f"request {name!r} failed {job.attempts} times; the last: {error}.{server.log_end()}"
       self._drop(job, FleetError(text))
 
-  def _deliver(self, job: Job, generations: Sequence[Generation]) -> None:
+  def _deliver(self, job: Job, generation: Generation) -> None:
     if job in self._jobs:
       self._jobs.remove(job)
-      for generation in generations:
-        job.call.deliver(generation)
+      job.call.deliver(generation)
       job.call.progress(0)
 
   def _drop(self, job: Job, error: BaseException) -> None:

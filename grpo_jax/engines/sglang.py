@@ -102,7 +102,6 @@ class SGLangEngine:
         The processes that share a server divide it.
     """
     self._config = config
-    self._by_group = options.requests == "group"
     self._seeded = options.deterministic
     self._release_memory = options.release_memory
     self._probe = probe.Probe(
@@ -334,7 +333,7 @@ class SGLangEngine:
       return
     self._check_open()
     call = Call(requests, on_progress)
-    jobs = [Job(part, call) for part in self._parts(requests)]
+    jobs = [Job(request, call) for request in requests]
     self._loop.call(self._dispatcher.submit, jobs)
     stream = call.stream()
     try:
@@ -344,17 +343,6 @@ class SGLangEngine:
       await stream.aclose()
       if not self._is_closed:
         self._loop.call(self._dispatcher.leave, call)
-
-  def _parts(
-    self, requests: Sequence[base.GenerationRequest]
-  ) -> list[Sequence[base.GenerationRequest]]:
-    """Returns the requests that share an HTTP request."""
-    if not self._by_group:
-      return [[request] for request in requests]
-    groups: dict[bytes, list[base.GenerationRequest]] = {}
-    for request in requests:
-      groups.setdefault(scheduling.prompt_key(request), []).append(request)
-    return list(groups.values())
 
 
 def _nothing(_: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from grpo_jax.engines.base import Generation, GenerationRequest, SamplingParams
+from grpo_jax.engines.base import Generation, GenerationRequest
 from grpo_jax.http.failures import Unusable
 from grpo_jax.types import FinishReason
 from grpo_jax.values import json_text
@@ -20,7 +20,7 @@ from grpo_jax.values import json_text
 # Size of an answer in bytes. A token is [logprob, id, null], its id again in `output_ids`, and its
 # text in `text`: some 50 bytes, and up to 300 for the longest tokens of a vocabulary (128 line
 # breaks, escaped). sglang-jax repeats logprobs.
-_ANSWER_BYTES, _COMPLETION_BYTES, _TOKEN_BYTES = 1 << 16, 1 << 14, 512
+_ANSWER_BYTES, _TOKEN_BYTES = 80 << 10, 512
 
 
 # Has a request answered with `output_token_sampling_logprobs`, those of the tokens that the filters
@@ -73,39 +73,32 @@ def sampling_params(request: GenerationRequest, *, seeded: bool) -> dict[str, An
 
 
 def generate_body(
-  requests: Sequence[GenerationRequest],
-  names: Sequence[str],
+  request: GenerationRequest,
+  name: str,
   *,
   seeded: bool,
   adapter: str | None = None,
   cache_key: str | None = None,
 ) -> dict[str, Any]:
-  """Returns the body of POST /generate for one completion, or for several in one request.
+  """Returns the body of POST /generate for one completion.
 
   Args:
-    requests: Completions to sample, each with its own seed.
-    names: SGLang's request ids, unique during the life of the server.
+    request: Completion to sample.
+    name: SGLang's request id, unique during the life of the server.
     seeded: Argument of `sampling_params`.
     adapter: Name of the adapter to sample with; None: the server's weights alone.
     cache_key: Part of the prefix cache to use; None: all of it.
   """
-  bodies = [
-    {
-      "input_ids": [int(i) for i in request.prompt_ids],
-      "sampling_params": sampling_params(request, seeded=seeded),
-      "rid": name,
-    }
-    for request, name in zip(requests, names, strict=True)
-  ]
-  # Of a request without filters SGLang refuses the logprobs of the distribution that it sampled.
-  truncated = [request.sampling.reports_truncated for request in requests]
-  whole: dict[str, Any] = {"return_logprob": True, **_named(adapter)}
-  if cache_key is not None:
-    whole["extra_key"] = cache_key
-  if len(bodies) == 1:
-    return {**bodies[0], **whole, **({_TRUNCATED: True} if truncated[0] else {})}
-  several: dict[str, Any] = {key: [b[key] for b in bodies] for key in bodies[0]}
-  return {**several, **whole, **({_TRUNCATED: truncated} if any(truncated) else {})}
+  return {
+    "input_ids": [int(i) for i in request.prompt_ids],
+    "sampling_params": sampling_params(request, seeded=seeded),
+    "rid": name,
+    "return_logprob": True,
+    **_named(adapter),
+    **({} if cache_key is None else {"extra_key": cache_key}),
+    # Of a request without filters SGLang refuses the logprobs of the distribution that it sampled.
+    **({_TRUNCATED: True} if request.sampling.reports_truncated else {}),
+  }
 
 
 def _named(adapter: str | None) -> dict[str, str]:
@@ -152,51 +145,42 @@ def kept_its_cache(refusal: str) -> bool:
   return "the cache was not flushed" in refusal
 
 
-def answer_bytes(requests: Sequence[GenerationRequest]) -> int:
+def answer_bytes(request: GenerationRequest) -> int:
   """Returns a bound on the size of a correct answer to `generate_body`, in bytes."""
-  return _ANSWER_BYTES + sum(_completion_bytes(request.sampling) for request in requests)
-
-
-def _completion_bytes(sampling: SamplingParams) -> int:
+  sampling = request.sampling
   kept = sampling.top_k + _MAX_TIES if sampling.reports_truncated else 0
-  return _COMPLETION_BYTES + (_TOKEN_BYTES + _KEPT_BYTES * kept) * sampling.max_tokens
+  return _ANSWER_BYTES + (_TOKEN_BYTES + _KEPT_BYTES * kept) * sampling.max_tokens
 
 
 def prompt_answer_bytes(ids: Sequence[int]) -> int:
   """Returns a bound on the size of a correct answer to `prompt_body`, in bytes."""
-  return _ANSWER_BYTES + _COMPLETION_BYTES + _TOKEN_BYTES * (len(ids) + 1)
+  return _ANSWER_BYTES + _TOKEN_BYTES * (len(ids) + 1)
 
 
-def generations(
+def generation(
   answer: Any,
-  requests: Sequence[GenerationRequest],
+  request: GenerationRequest,
   *,
   vocab_size: int,
   version: int,
   is_named: bool = False,
-) -> list[Generation]:
+) -> Generation:
   """Reads the answer to `generate_body`.
 
   Args:
     answer: Answer, decoded from JSON.
-    requests: Requests that it answers, in order.
+    request: Request that it answers.
     vocab_size: Size of the vocabulary; ids are smaller.
     version: Version of the weights, for servers that report none.
-    is_named: Whether the requests named the adapter of that version, so that all tokens are of it
+    is_named: Whether the request named the adapter of that version, so that all tokens are of it
       whatever the server reports: that is the version of the base.
 
   Raises:
     Garbled: The answer does not match the request; the message says how.
-    Aborted: The server aborted one of the requests.
+    Aborted: The server aborted the request.
   """
-  answers = answer if isinstance(answer, list) else [answer]
-  if len(answers) != len(requests):
-    raise Garbled(f"{len(requests)} completions were requested, {len(answers)} came")
   with _garbled("the answer"):
-    return [
-      _generation(each, request, vocab_size=vocab_size, version=version, is_named=is_named)
-      for each, request in zip(answers, requests, strict=True)
-    ]
+    return _generation(answer, request, vocab_size=vocab_size, version=version, is_named=is_named)
 
 
 def _generation(

@@ -25,7 +25,6 @@ KINDS: Mapping[str, checked.Kind] = {
   "host": checked.text(),
   "port": checked.whole(low=1, high=65535, none=True),
   "deterministic": checked.switch(),
-  "requests": checked.choice(("completion", "group")),
   "pause": checked.choice(pausing.MODES, none=True),
   "weights_folder": checked.path(none=True),
   "release_memory": checked.switch(),
@@ -60,7 +59,6 @@ class SGLangOptions:
   host: str = "127.0.0.1"
   port: int | None = None
   deterministic: bool = True
-  requests: str = "completion"
   pause: str | None = None
   weights_folder: str | None = None
   release_memory: bool = False

@@ -83,7 +83,7 @@ async def direct(
 
   async def one(request: GenerationRequest) -> int:
     name = f"direct-{time.monotonic_ns()}-{request.request_id}"
-    body = sglang_messages.generate_body([request], [name], seeded=True)
+    body = sglang_messages.generate_body(request, name, seeded=True)
     async with free, session.post(f"{address}/generate", json=body) as response:
       answer = await response.json()
     return len(answer["meta_info"]["output_token_logprobs"])

@@ -43,7 +43,9 @@ def stored_with(folder, options):
   (folder / "config.json").write_text(json.dumps(stored))
 
 
-@pytest.mark.parametrize("options", [{"engine.sglang.router": None}])
+@pytest.mark.parametrize(
+  "options", [{"engine.sglang.router": None, "engine.sglang.requests": "completion"}]
+)
 def test_removed_options_that_changed_nothing_do_not_keep_a_run_from_continuing(
   options, tmp_path, caplog
 ):
@@ -58,6 +60,10 @@ def test_removed_options_that_changed_nothing_do_not_keep_a_run_from_continuing(
     (
       {"engine.sglang.router": "http://r:1"},
       "engine.sglang.router='http://r:1' was removed: name the servers behind the router in",
+    ),
+    (
+      {"engine.sglang.requests": "group"},
+      "engine.sglang.requests='group' was removed: each completion is a request of its own",
     ),
   ],
 )

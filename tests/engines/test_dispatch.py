@@ -17,22 +17,16 @@ from tests.engines import tiny
 
 
 def answer_to(body):
-  """Returns what a server says: the seed of each request, as one token."""
-
-  def one(params, name):
-    return {
-      "meta_info": {
-        "id": name,
-        "finish_reason": {"type": "length", "length": 1},
-        "completion_tokens": 1,
-        "weight_version": "4",
-        "output_token_logprobs": [[-1.0, params["sampling_seed"], None]],
-      }
+  """Returns what a server says: the seed of the request, as one token."""
+  return {
+    "meta_info": {
+      "id": body["rid"],
+      "finish_reason": {"type": "length", "length": 1},
+      "completion_tokens": 1,
+      "weight_version": "4",
+      "output_token_logprobs": [[-1.0, body["sampling_params"]["sampling_seed"], None]],
     }
-
-  if isinstance(body["rid"], list):
-    return [one(*each) for each in zip(body["sampling_params"], body["rid"], strict=True)]
-  return one(body["sampling_params"], body["rid"])
+  }
 
 
 class ScriptedClient(Client):
@@ -101,10 +95,10 @@ def requests(count, prompt=(1, 2)):
   return [tiny.request(i, prompt, seed=i, max_tokens=1) for i in range(count)]
 
 
-async def collect(dispatcher, wanted, *, size=1):
+async def collect(dispatcher, wanted):
   """Returns what comes, as (request id, its token), in order of arrival."""
   call = Call(wanted, None)
-  dispatcher.submit([Job(wanted[i : i + size], call) for i in range(0, len(wanted), size)])
+  dispatcher.submit([Job(request, call) for request in wanted])
   return [(g.request_id, int(g.token_ids[0])) async for g in call.stream()]
 
 
@@ -116,17 +110,16 @@ def once_each(count):
   return [(str(i), i) for i in range(count)]
 
 
-@pytest.mark.parametrize("size", [1, 5])
-def test_every_request_gets_its_own_answer_once(size):
+def test_every_request_gets_its_own_answer_once():
   async def go():
     dispatcher, servers = dispatcher_of(answers, answers)
-    found = await collect(dispatcher, requests(40), size=size)
+    found = await collect(dispatcher, requests(40))
     assert sorted(found) == sorted(once_each(40))
     assert dispatcher.in_flight == 0
     return servers
 
   first, other = run(go())
-  assert len(first.client.bodies) + len(other.client.bodies) == 40 // size
+  assert len(first.client.bodies) + len(other.client.bodies) == 40
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -258,7 +251,7 @@ def test_a_caller_that_leaves_frees_its_places():
   async def go():
     dispatcher, (server,) = dispatcher_of(hangs, in_flight=4)
     left = Call(requests(20), None)
-    dispatcher.submit([Job([request], left) for request in left.requests])
+    dispatcher.submit([Job(request, left) for request in left.requests])
     await until(lambda: len(server.client.bodies) == 4)
     assert dispatcher.in_flight == 4
     dispatcher.leave(left)
@@ -273,7 +266,7 @@ def test_the_end_of_a_call_does_not_look_through_the_jobs_of_all_others(monkeypa
   async def go():
     dispatcher, _ = dispatcher_of(answers)
     call = Call(requests(3), None)
-    dispatcher.submit([Job([request], call) for request in call.requests])
+    dispatcher.submit([Job(request, call) for request in call.requests])
     assert len([each async for each in call.stream()]) == 3
     monkeypatch.setattr(dispatcher._placement, "drop", lambda _: pytest.fail("looked at all jobs"))
     dispatcher.leave(call)
@@ -355,7 +348,7 @@ def test_requests_that_new_weights_end_begin_again_without_an_attempt_once_a_ser
 
 async def versions_of(dispatcher, wanted):
   call = Call(wanted, None)
-  dispatcher.submit([Job([request], call) for request in wanted])
+  dispatcher.submit([Job(request, call) for request in wanted])
   return {int(g.request_id): g.weight_versions.tolist() async for g in call.stream()}
 
 

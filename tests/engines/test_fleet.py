@@ -70,7 +70,6 @@ def test_a_model_that_sglang_pads_on_a_cpu_is_refused_for_adapters(make, monkeyp
   ("settings", "message"),
   [
     ({"addresses": ("localhost:30000",)}, "'http://host:port', got 'localhost:30000'"),
-    ({"addresses": ("http://a:1",), "requests": "token"}, "'completion', 'group', got 'token'"),
     ({"addresses": ("http://a:1",), "pause": "stop"}, "'abort', 'in_place', or None, got 'stop'"),
     (
       {"addresses": ("http://a:1",), "pause": "abort", "adapter": lora.Options(rank=2)},

@@ -34,13 +34,13 @@ def answer(**meta):
   return changed
 
 
-def read(reply, *, max_tokens=3, version=9, requests=None):
-  requests = requests or [tiny.request("x", [1, 2], max_tokens=max_tokens)]
-  return messages.generations(reply, requests, vocab_size=61, version=version)
+def read(reply, *, max_tokens=3, version=9, **sampling):
+  request = tiny.request("x", [1, 2], max_tokens=max_tokens, **sampling)
+  return messages.generation(reply, request, vocab_size=61, version=version)
 
 
 def test_answer_gives_ids_logprobs_versions_and_reason():
-  (generation,) = read(ANSWER)
+  generation = read(ANSWER)
   assert generation.request_id == "x"
   assert generation.token_ids.tolist() == [7, 51, 16]
   assert generation.logprobs.tolist() == [-1.25, -0.5, 0.0]  # no probability is above 1.
@@ -51,7 +51,7 @@ def test_answer_gives_ids_logprobs_versions_and_reason():
 
 @pytest.mark.parametrize("matched", [16, "Zq"])
 def test_stop_says_what_ended_it(matched):
-  (generation,) = read(answer(finish_reason={"type": "stop", "matched": matched}))
+  generation = read(answer(finish_reason={"type": "stop", "matched": matched}))
   assert generation.finish_reason is FinishReason.STOP and generation.matched_stop == matched
 
 
@@ -61,7 +61,7 @@ def test_each_token_has_the_version_of_the_span_that_it_is_in():
     {"version": "5", "start": 1, "end": 2},
     {"version": "7", "start": 2, "end": 3},
   ]
-  (generation,) = read(answer(weight_version="7", weight_versions=spans))
+  generation = read(answer(weight_version="7", weight_versions=spans))
   assert generation.weight_versions.tolist() == [4, 5, 7]
 
 
@@ -69,8 +69,8 @@ def test_a_server_that_names_one_version_or_none():
   one, none = copy.deepcopy(ANSWER), copy.deepcopy(ANSWER)
   del one["meta_info"]["weight_versions"]
   del none["meta_info"]["weight_versions"], none["meta_info"]["weight_version"]
-  assert read(one)[0].weight_versions.tolist() == [4, 4, 4]
-  assert read(none)[0].weight_versions.tolist() == [9, 9, 9]  # sglang-jax: what it was given.
+  assert read(one).weight_versions.tolist() == [4, 4, 4]
+  assert read(none).weight_versions.tolist() == [9, 9, 9]  # sglang-jax: what it was given.
 
 
 def test_logprobs_that_sglang_jax_repeats_are_dropped():
@@ -79,17 +79,9 @@ def test_logprobs_that_sglang_jax_repeats_are_dropped():
   entries = [[-0.01 * i, token, None] for i, token in enumerate(ids)]
   reply = answer(completion_tokens=64, output_token_logprobs=[*entries[:50], *entries])
   del reply["meta_info"]["weight_versions"], reply["meta_info"]["weight_version"]
-  (generation,) = read(reply, max_tokens=64)
+  generation = read(reply, max_tokens=64)
   assert generation.token_ids.tolist() == ids
   np.testing.assert_allclose(generation.logprobs, [-0.01 * i for i in range(64)], atol=1e-7)
-
-
-def test_answers_of_a_group_belong_to_its_requests_in_order():
-  requests = tiny.groups([[1, 2]], 2, max_tokens=3)
-  second = answer(output_token_logprobs=[[-1.0, 1, None], [-2.0, 2, None], [-3.0, 3, None]])
-  first, other = read([ANSWER, second], requests=requests)
-  assert (first.request_id, other.request_id) == ("0.0", "0.1")
-  assert first.token_ids.tolist() == [7, 51, 16] and other.token_ids.tolist() == [1, 2, 3]
 
 
 def without(name):
@@ -106,8 +98,8 @@ THREE = ANSWER["meta_info"]["output_token_logprobs"]
   [
     (None, "'meta_info'"),
     ("ok", "'meta_info'"),
-    ([], "1 completions were requested, 0 came"),
-    ([ANSWER, ANSWER], "1 completions were requested, 2 came"),
+    ([], "'meta_info'"),
+    ([ANSWER], "'meta_info'"),
     ({"error": {"message": "busy"}}, "'meta_info'"),
     ({**ANSWER, "meta_info": [1]}, "'meta_info'"),
     (without("finish_reason"), "'finish_reason'"),
@@ -192,7 +184,7 @@ def test_garbage_of_any_kind_is_taken_or_is_garbled(path):
   for value in VALUES:
     reply = changed(path, value)
     try:
-      (generation,) = read(reply)
+      generation = read(reply)
     except (messages.Garbled, messages.Aborted) as error:
       assert len(str(error)) < 1000
     else:
@@ -212,12 +204,12 @@ def test_garbage_of_any_kind_is_taken_or_is_garbled(path):
 @pytest.mark.parametrize("tokens", [1, 100, 2000])
 def test_an_honest_answer_is_within_its_bound(tokens):
   """As long as one can be: the longest text of a token, and logprobs that sglang-jax repeats."""
-  requests = [tiny.request(i, [1, 2], max_tokens=tokens) for i in range(3)]
+  request = tiny.request("x", [1, 2], max_tokens=tokens)
   longest = [-12.345678901234567, 151_935, None]
   each = answer(output_token_logprobs=[longest] * tokens * 2, completion_tokens=tokens)
   each |= {"text": "\n" * 128 * tokens, "output_ids": [151_935] * tokens}
-  size = len(json.dumps([each] * 3).encode())
-  assert size < messages.answer_bytes(requests) < 20 * size + 1_000_000
+  size = len(json.dumps(each).encode())
+  assert size < messages.answer_bytes(request) < 20 * size + 1_000_000
 
 
 def test_more_tokens_than_asked_for_are_refused():
@@ -232,7 +224,7 @@ def test_an_aborted_request_is_no_completion():
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, 2**63, 2**63 + 5, 2**64 - 1])
 def test_seed_reaches_the_server_bit_for_bit(seed):
-  (body,) = [messages.generate_body([tiny.request("x", [1], seed=seed)], ["n"], seeded=True)]
+  body = messages.generate_body(tiny.request("x", [1], seed=seed), "n", seeded=True)
   sent = json.loads(json.dumps(body))["sampling_params"]["sampling_seed"]
   assert -(2**63) <= sent < 2**63
   assert sent % 2**64 == seed
@@ -243,7 +235,7 @@ def test_body_says_how_to_sample():
     "x", [1, 2], max_tokens=5, temperature=0.5, top_k=3, top_p=0.9, stop_ids=(4, 5),
     stop_strings=("ab",),
   )  # fmt: skip
-  body = json.loads(json.dumps(messages.generate_body([request], ["n1"], seeded=False)))
+  body = json.loads(json.dumps(messages.generate_body(request, "n1", seeded=False)))
   assert body["input_ids"] == [1, 2] and body["rid"] == "n1" and body["return_logprob"] is True
   params = body["sampling_params"]
   assert "sampling_seed" not in params
@@ -254,7 +246,7 @@ def test_body_says_how_to_sample():
 
 
 def test_body_without_filters_and_stops_turns_them_off():
-  params = messages.generate_body([tiny.request("x", [1])], ["n"], seeded=True)["sampling_params"]
+  params = messages.generate_body(tiny.request("x", [1]), "n", seeded=True)["sampling_params"]
   assert (params["top_k"], params["top_p"], params["min_p"]) == (-1, 1.0, 0.0)
   assert params["ignore_eos"] is True and "stop" not in params
 
@@ -274,21 +266,17 @@ TRUNCATED = {"logprobs": "truncated", "top_k": 3}
 def test_body_asks_for_truncated_logprobs_where_a_request_wants_them():
   plain, truncated = tiny.request("a", [1], top_k=3), tiny.request("b", [1], **TRUNCATED)
   unfiltered = tiny.request("c", [1], logprobs="truncated")
-  body = lambda *requests: messages.generate_body(requests, "abc"[: len(requests)], seeded=True)
-  assert "return_sampling_mask" not in body(plain) and "return_sampling_mask" not in body(
-    unfiltered
-  )
+  body = lambda request: messages.generate_body(request, "n", seeded=True)
+  assert not any("return_sampling_mask" in body(each) for each in (plain, unfiltered))
   assert body(truncated)["return_sampling_mask"] is True
-  assert body(plain, truncated, unfiltered)["return_sampling_mask"] == [False, True, False]
-  large, small = (messages.answer_bytes([each]) for each in (truncated, plain))
+  large, small = (messages.answer_bytes(each) for each in (truncated, plain))
   assert large > small
 
 
 def test_truncated_logprobs_are_read_where_they_were_asked_for():
-  requests = [tiny.request("x", [1, 2], max_tokens=3, **TRUNCATED)]
   reply = answer(output_token_sampling_logprobs=[-0.25, -0.125, 0.0])
-  assert read(reply, requests=requests)[0].logprobs.tolist() == [-0.25, -0.125, 0.0]
-  assert read(reply)[0].logprobs.tolist() == [-1.25, -0.5, 0.0]
+  assert read(reply, **TRUNCATED).logprobs.tolist() == [-0.25, -0.125, 0.0]
+  assert read(reply).logprobs.tolist() == [-1.25, -0.5, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -301,17 +289,9 @@ def test_truncated_logprobs_are_read_where_they_were_asked_for():
   ],
 )
 def test_truncated_logprobs_that_are_missing_or_wrong_are_refused(values, message):
-  requests = [tiny.request("x", [1, 2], max_tokens=3, **TRUNCATED)]
   meta = {} if values is None else {"output_token_sampling_logprobs": values}
   with pytest.raises(messages.Garbled, match=message):
-    read(answer(**meta), requests=requests)
-
-
-def test_body_of_a_group_holds_each_request_with_its_seed():
-  requests = tiny.groups([[1, 2]], 3)
-  body = messages.generate_body(requests, ["a", "b", "c"], seeded=True)
-  assert body["input_ids"] == [[1, 2]] * 3 and body["rid"] == ["a", "b", "c"]
-  assert [p["sampling_seed"] for p in body["sampling_params"]] == [0, 1, 2]
+    read(answer(**meta), **TRUNCATED)
 
 
 def prompt_answer(*entries):

@@ -72,13 +72,6 @@ def test_a_bad_answer_is_asked_for_again_and_comes_once(proxy, make, fault):
   assert len(asked) == len(set(asked)) == 1 + 12 + 3  # with the probe.
 
 
-def test_bad_answers_for_a_whole_group_are_asked_for_again(proxy, make):
-  engine = make(requests="group")
-  requests = tiny.groups([[1, 2], [3]], 4)
-  proxy.fail("/generate", faulty_proxy.says_half, times=2)
-  check(collect(engine, requests), requests)
-
-
 def test_an_answer_that_is_always_bad_stops_the_run_and_says_what_came(proxy, make):
   engine = make(max_attempts=3)
   proxy.fail("/generate", faulty_proxy.says_no_json, times=100)

@@ -51,9 +51,9 @@ def test_full_logprobs_are_of_the_whole_vocabulary_whatever_the_filters(engine):
     np.testing.assert_allclose(generation.logprobs, wanted, atol=3e-5)
 
 
-def test_a_group_may_mix_truncated_and_full_logprobs(sglang_server, sglang_model, tmp_path):
+def test_a_call_may_mix_truncated_and_full_logprobs(sglang_server, sglang_model, tmp_path):
   address = (sglang_server.address,)
-  engine = sglang_fixtures.make(sglang_model, tmp_path, addresses=address, requests="group")
+  engine = sglang_fixtures.make(sglang_model, tmp_path, addresses=address)
   try:
     requests = [
       tiny.request(kind, PROMPT, seed=1, top_k=12, logprobs=kind) for kind in ("full", "truncated")

@@ -166,7 +166,7 @@ class World:
     ]
     least, began = self.published_to[process], self.now()
     call = Call(requests, None)
-    self.dispatchers[process].submit([Job([request], call) for request in requests])
+    self.dispatchers[process].submit([Job(request, call) for request in requests])
     by_id = {request.request_id: request for request in requests}
     async for generation in call.stream():
       request = by_id.pop(generation.request_id)  # each comes once.
