@@ -44,7 +44,7 @@ Facts = Mapping[str, tuple[str, str]]
 # the files of its folder.
 OWN_FIELDS = (
   "distributed.*",
-  *(f"engine.sglang.{name}" for name in ("addresses", "host", "port", "gpus", "python")),
+  *(f"engine.sglang.{name}" for name in ("host", "port", "gpus", "python")),
   "engine.sglang.weights_folder",
   *("model.path", "model.fallback", "model.cache_dir"),
 )

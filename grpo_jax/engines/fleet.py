@@ -53,13 +53,10 @@ class Fleet:
     """Makes the fleet; `start` begins its work."""
     self._options = options
     self._listener = listener
-    first = options.launch.first if options.launch is not None else 0
     self.servers = [
       Server(
         i,
-        number=first + i,
-        controls=options.controls,
-        is_shared=options.is_shared,
+        number=options.first + i,
         adapter=options.adapter,
         pause=options.pause,
       )
@@ -68,11 +65,9 @@ class Fleet:
     self._http = JsonClient(key=options.key, connect_s=options.timeouts.connect_s)
     self._tasks: list[asyncio.Task[None]] = []
     self._weights: Weights | None = None
-    self._is_asleep = not options.controls  # asks nothing before the servers have weights.
-    self._is_held = False
+    self._is_asleep = False
     self._changed = asyncio.Condition()
     self._error: Exception | None = None
-    self.oldest_elsewhere: int | None = None  # oldest version that other processes may use.
     self.restarts = 0
     self.probe_difference = 0.0  # nats; largest of all servers with the newest weights.
 
@@ -90,8 +85,6 @@ class Fleet:
   async def publish(self, weights: Weights) -> None:
     """Gives all servers new weights; returns once each server that is up was proven to use them.
 
-    A fleet that does not control its servers waits until another one has given them the weights.
-
     A server that is lost meanwhile gets them when it is replaced. Waits until all servers have
     been up once, and until at least one is up.
 
@@ -100,30 +93,13 @@ class Fleet:
       probe.WrongWeights: A server accepted the weights but computes with different ones.
     """
     self._weights, self._is_asleep, self.probe_difference = weights, False, 0.0
-    if self._options.controls:
-      self._abort([server for server in self.servers if not self._is_current(server)])
-    self._is_held = False
+    if self._options.pause == pausing.ABORT and self._options.adapter is None:
+      old = [server for server in self.servers if not self._is_current(server)]
+      self._listener.aborted_by_weights(old)
     await self._until(self._is_published)
 
-  async def hold(self) -> None:
-    """Leaves the servers alone until `publish`, because another process gives them weights.
-
-    Requests in flight continue, and new ones are sent; but with the mode "abort" all of them wait.
-    """
-    self._is_held = True
-    await self._until(lambda: all(s.is_held or not s.is_up for s in self.servers))
-    self._abort(self.servers)
-
-  def _abort(self, servers: Collection[Server]) -> None:
-    """Has all requests at servers begin again, if new weights end them."""
-    if self._options.pause == pausing.ABORT and self._options.adapter is None:
-      self._listener.aborted_by_weights(servers)
-
   async def sleep(self) -> None:
-    """Has all servers free their memory until `publish`; nothing may be in flight.
-
-    A fleet that does not control its servers only leaves them alone until then.
-    """
+    """Has all servers free their memory until `publish`; nothing may be in flight."""
     self._is_asleep = True
     await self._until(lambda: all(s.is_asleep or not s.is_up for s in self.servers))
 
@@ -224,12 +200,6 @@ class Fleet:
           health, checked = None, time.monotonic()
           if self._is_current(server):
             self._listener.opened(server)
-        if health is not None and self._is_held:
-          health.cancel()
-          health = None
-        if server.is_held != self._is_held:
-          server.is_held = self._is_held
-          await self._notify()
         if self._wants_change(server):
           if health is not None and self._is_asleep:
             await asyncio.wait({health})  # SGLang frees memory only when it is idle.
@@ -239,7 +209,7 @@ class Fleet:
           health, checked = None, time.monotonic()
         await self._unload_unused(server)
         is_due = server.is_doubted or time.monotonic() - checked > self._options.health_every_s
-        if health is None and is_due and not (server.is_asleep or self._is_held):
+        if health is None and is_due and not server.is_asleep:
           server.is_doubted = False
           health = asyncio.create_task(server.check_health())
           health.add_done_callback(lambda _: server.woken.set())
@@ -255,8 +225,6 @@ class Fleet:
     return self._weights is not None and server.version == self._weights.version
 
   def _wants_change(self, server: Server) -> bool:
-    if self._is_held:
-      return False
     if self._is_asleep:
       return not server.is_asleep
     return self._weights is not None and not self._is_current(server)
@@ -268,7 +236,7 @@ class Fleet:
       await server.sleep()
     else:
       assert self._weights is not None  # `_wants_change` checked it.
-      difference = await self._give(server, self._weights)
+      difference = await server.update(self._weights, tolerance=self._options.probe_tolerance)
       self.probe_difference = max(self.probe_difference, difference)
       if self._is_current(server):  # else newer weights came meanwhile.
         self._listener.opened(server)
@@ -284,16 +252,9 @@ class Fleet:
       return
     if not server.has_adapters_before(newest.version):
       return
-    used = (newest.version, self._listener.oldest(), self.oldest_elsewhere)
-    await server.unload_before(min(version for version in used if version is not None))
-
-  async def _give(self, server: Server, weights: Weights) -> float:
-    """Loads weights, or waits until another process has; returns the difference of the probe."""
-    options = self._options
-    if options.controls:
-      return await server.update(weights, tolerance=options.probe_tolerance)
-    within_s = options.start_timeout_s
-    return await server.follow(weights, tolerance=options.probe_tolerance, within_s=within_s)
+    in_use = self._listener.oldest()
+    oldest = newest.version if in_use is None else min(in_use, newest.version)
+    await server.unload_before(oldest)
 
   async def _bury(self, server: Server, reason: str) -> None:
     """Ends the processes of a lost server, and waits before it is replaced.

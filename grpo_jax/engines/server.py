@@ -64,8 +64,7 @@ class Options:
   """Servers of a fleet, and how long it waits for them."""
 
   addresses: tuple[str, ...] = SGLangOptions.addresses  # running servers; (): launch them.
-  controls: bool = True  # whether this process pauses them and loads weights; False: another does.
-  is_shared: bool = False  # whether other processes of the run send them requests, too.
+  first: int = 0  # number of the first one among all servers of the run.
   servers: int = SGLangOptions.servers  # number of servers to launch.
   launch: LaunchOptions | None = None
   model_path: str = ""  # folder that launched servers start from.
@@ -88,8 +87,6 @@ class Server:
     index: int,
     *,
     number: int | None = None,
-    controls: bool = True,
-    is_shared: bool = False,
     adapter: lora.Options | None = None,
     pause: str = pausing.RETRACT,
   ):
@@ -98,15 +95,11 @@ class Server:
     Args:
       index: Index in the fleet.
       number: Number among all servers of the run, for messages; None: the index.
-      controls: Whether this process pauses it and loads weights; else another one does.
-      is_shared: Whether other processes of the run send it requests, too.
       adapter: Options of the adapters that it is given; None: it is given all weights.
       pause: Mode in which it pauses when it is given all weights; one of `pausing.MODES`.
     """
     self.index = index
     self._number = index if number is None else number
-    self._controls = controls
-    self._is_shared = is_shared
     self._options = adapter
     self._pause = pause
     self._is_stale = False  # whether it is paused with keys and values of older weights.
@@ -119,7 +112,6 @@ class Server:
     self.is_up = False  # healthy, so that it can be given weights.
     self.has_been_up = False
     self.is_asleep = False  # its memory was freed.
-    self.is_held = False  # nobody here looks after it, because another process changes it.
     self.is_doubted = False  # a request failed there: its health is checked at once.
     self.woken = asyncio.Event()  # set when something has changed.
     self.lost_at: collections.deque[float] = collections.deque()
@@ -167,15 +159,13 @@ class Server:
       if time.monotonic() > end:
         raise ServerLost(f"was not healthy within {within_s:g} s ({trouble})")
       await asyncio.sleep(_ASK_EVERY_S)
-    is_given = process is None and self._controls
-    if is_given and not await self._answered(client.can_update()):
+    if process is None and not await self._answered(client.can_update()):
       raise FleetError(
         f"{self.name} cannot be used for training: it has no /update_weights_from_disk. sglang-jax"
         " never has it; instead of an SGLang router, engine.sglang.addresses names its workers"
       )
-    if self._controls:
-      await self._refuse_pause()
-    if self._options is not None and self._controls:
+    await self._refuse_pause()
+    if self._options is not None:
       self._base = started_from
       await self._prepare_for_adapters(self._options)
     self.is_up = self.has_been_up = True
@@ -211,13 +201,12 @@ class Server:
     """Returns why the server is not healthy yet; None if it is."""
     try:
       # A killed trainer may have left it paused and busy.
-      if self.process is None and self._controls:
+      if self.process is None:
         if self._is_stale:  # it stays paused until the next `update` has cleared its cache.
           await self.client.model_info()
           return None
         await self.client.resume()
-        if not (self._is_shared and self.has_been_up):  # later requests are of this run.
-          await self.client.abort_all()
+        await self.client.abort_all()
       await self.client.health()
     except Unanswered as error:
       return str(error)
@@ -234,11 +223,9 @@ class Server:
     """Frees its memory on the device until the next `update`.
 
     The server is paused first: SGLang ends if it has to free memory that a request still uses.
-    If another process controls the server, this one only leaves it alone.
     """
-    if self._controls:
-      await self._answered(self.client.pause())
-      await self._answered(self.client.release_memory())
+    await self._answered(self.client.pause())
+    await self._answered(self.client.release_memory())
     self.is_asleep, self.version = True, None
 
   async def update(self, weights: Weights, *, tolerance: float) -> float:
@@ -316,7 +303,7 @@ class Server:
     return difference
 
   def has_adapters_before(self, version: int) -> bool:
-    """Returns whether this process gave it adapters of older versions that it still has."""
+    """Returns whether it has adapters of older versions."""
     return any(each < version for each in self._adapters)
 
   async def unload_before(self, version: int) -> None:
@@ -335,38 +322,6 @@ class Server:
       raise ServerLost(str(error)) from error
     except Refused as error:
       _log.debug("%s: %s", self.name, error)  # it has dropped the adapter itself.
-
-  async def follow(self, weights: Weights, *, tolerance: float, within_s: float) -> float:
-    """Waits until another process has loaded weights, and proves that the server uses them.
-
-    Returns:
-      The largest difference of the probe's logprobs from the trainer's, in nats.
-
-    Raises:
-      ServerLost: The server does not answer, or was not given the weights in time.
-      probe.WrongWeights: The server computes with other weights.
-    """
-    end = time.monotonic() + within_s
-    while (serves := await self._serves_other(weights)) is not None:
-      if time.monotonic() > end:
-        raise ServerLost(f"{serves}, after {within_s:g} s")
-      await asyncio.sleep(_ASK_EVERY_S)
-    if weights.adapter is None:
-      self._reported = str(weights.version)
-    difference = await self._use(weights, tolerance)
-    self.is_asleep = False
-    return difference
-
-  async def _serves_other(self, weights: Weights) -> str | None:
-    """Returns which other weights the server says that it has; None if it has these."""
-    if weights.adapter is not None:
-      has = await self._answered(self.client.adapters())
-      name = weights.adapter.name
-      return None if name in has else f"does not have the adapter {name}"
-    version = await self._reported_version()
-    if version in (None, str(weights.version)):
-      return None
-    return f"serves weights {self.client.shown(version)!r}, not {weights.version}"
 
   async def _reported_version(self) -> str | None:
     """Returns the version that the server says it has; None if it does not say."""
@@ -407,7 +362,7 @@ class Server:
 
   async def end(self) -> str:
     """Kills the remaining processes, resets the state, and returns the end of the log."""
-    self.is_up = self.is_asleep = self.is_held = self.is_doubted = False
+    self.is_up = self.is_asleep = self.is_doubted = False
     self.version = self.adapter = self._base = self._reported = None
     self._adapters.clear()
     process = self.process

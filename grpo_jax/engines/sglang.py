@@ -7,9 +7,8 @@ load_weights(params) ──────► Fleet ── one task a server ──
 Adapters are loaded beside each other, by names of their own: nothing is paused, and completions in
 flight end with the adapter that they began with.
 
-If a run has several processes, each of them launches servers of its own and samples on these.
-Servers that were found running take requests of all processes; the main process alone pauses them
-and loads weights, and each process proves for itself what they compute with.
+If a run has several processes, each of them launches servers of its own and samples on these;
+servers that were found running are divided among them.
 """
 
 import concurrent.futures
@@ -99,7 +98,6 @@ class SGLangEngine:
       attention: Choice of attention in the trainer's part of the probe; servers have their own.
       num_valid_tokens: Bound of the token ids of the probe.
       max_rows: Largest number of HTTP requests in flight at each server; further ones wait here.
-        The processes that share a server divide it.
     """
     self._config = config
     self._seeded = options.deterministic
@@ -117,11 +115,9 @@ class SGLangEngine:
     self._base = base_folder
     self._merged_share = merging.MergedShare(compute_dtype)
     self._is_aborting = fleet.pause == pausing.ABORT
-    self._is_shared = fleet.is_shared
-    self._controls = fleet.controls
     self._dispatcher = Dispatcher(
       servers=len(fleet.addresses) or fleet.servers,
-      in_flight=-(-max_rows // processes.count()) if self._is_shared else max_rows,
+      in_flight=max_rows,
       max_attempts=options.max_attempts,
       vocab_size=config.vocab_size,
       seeded=options.deterministic,
@@ -178,10 +174,6 @@ class SGLangEngine:
       "engine/load_s": time.perf_counter() - written,
       "engine/sync_bytes": float(self._folders.written_bytes),
     }
-    if self._gives_adapters and self._is_shared:
-      oldest = processes.exchange(self._run(self._oldest()), what="the adapters in use")
-      # The others may begin to use this version at any time, until they have the next one.
-      self._fleet.oldest_elsewhere = min([version, *(v for v in oldest if v is not None)])
     self._reports = processes.exchange(self._report(), what="the metrics of the servers")
 
   def _write(self, params: Any, version: int) -> tuple[pathlib.Path, Adapter | None]:
@@ -195,35 +187,18 @@ class SGLangEngine:
     name = served_adapter.name_of(folder)
     return folder, Adapter(name, self._base, base_version=f"base-of-{folder.parent.name}")
 
-  async def _oldest(self) -> int | None:
-    return self._dispatcher.oldest()
-
   def _publish(self, weights: Weights) -> None:
     """Has the servers load weights, and proves that they did."""
     what = f"whether the servers have version {weights.version}"
     publish = lambda early: self._run(self._fleet.publish(weights), early)
-    if not self._is_shared:
-      everywhere.together(publish, what=what)
-      return
-    if not self._gives_adapters:  # a paused server fails health checks.
-      hold = lambda early: self._run(self._fleet.hold(), early)
-      everywhere.together(_nothing if self._controls else hold, what="the use of the servers")
-    everywhere.together(publish if self._controls else _nothing, what=what)
-    everywhere.together(_nothing if self._controls else publish, what=what)
-
-  def _leave_alone(self) -> None:
-    """Has processes that do not control the servers ask them nothing, until new weights come."""
-    sleep = lambda early: self._run(self._fleet.sleep(), early)
-    everywhere.together(_nothing if self._controls else sleep, what="the use of the servers")
+    everywhere.together(publish, what=what)
 
   def release(self) -> None:
     """Has the servers free their memory, if they share the trainer's devices."""
     if not self._release_memory:
       return
-    if self._is_shared:  # SGLang frees memory only when nobody asks.
-      self._leave_alone()
     sleep = lambda early: self._run(self._fleet.sleep(), early)
-    everywhere.together(sleep if self._controls else _nothing, what="the memory of the servers")
+    everywhere.together(sleep, what="the memory of the servers")
 
   def generate(
     self,
@@ -345,10 +320,6 @@ class SGLangEngine:
         self._loop.call(self._dispatcher.leave, call)
 
 
-def _nothing(_: Any) -> None:
-  """Is the part of a process that another one acts for."""
-
-
 def make(
   config: ModelConfig,
   *,
@@ -429,7 +400,6 @@ def make(
     config,
     source_directory=source,
     dtype=dtype,
-    copies=not chosen.addresses,
   )
   if launch is not None and folders.is_owner:
     launch = dataclasses.replace(launch, scratch=(folders.folder,))
@@ -455,8 +425,19 @@ def make(
   )
 
 
+def _share(servers: int) -> range:
+  """Returns the numbers of the servers of this process; processes divide those that were given."""
+  index, count = processes.index(), processes.count()
+  return range(servers * index // count, servers * (index + 1) // count)
+
+
 def _refuse(chosen: SGLangOptions, config: ModelConfig) -> None:
   """Raises ValueError for options that cannot work together, or with this model."""
+  if chosen.addresses and len(chosen.addresses) < processes.count():
+    raise ValueError(
+      f"engine.sglang.addresses has {len(chosen.addresses)} servers for {processes.count()}"
+      " processes: each process needs at least one of its own"
+    )
   for refusal in server_process.refusals(
     addresses=chosen.addresses,
     arguments=chosen.arguments,
@@ -530,10 +511,10 @@ def _fleet_options(
 ) -> Options:
   """Returns the options of the fleet; `products` decides how far the probe may be off."""
   tolerance = chosen.probe_tolerance
+  given = _share(len(chosen.addresses))
   return Options(
-    addresses=chosen.addresses,
-    controls=not chosen.addresses or processes.is_main(),
-    is_shared=bool(chosen.addresses) and processes.count() > 1,
+    addresses=chosen.addresses[given.start : given.stop],
+    first=launch.first if launch else given.start,
     servers=chosen.servers,
     launch=launch,
     model_path=model_path,

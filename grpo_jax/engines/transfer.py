@@ -73,7 +73,6 @@ class WeightFolders:
     *,
     source_directory: pathlib.Path | None,
     dtype: Any,
-    copies: bool = True,
   ):
     """Makes the folder of the run, and removes those of runs that have ended.
 
@@ -82,8 +81,6 @@ class WeightFolders:
       config: Config of the model.
       source_directory: Hugging Face folder that the model came from, as in `export`.
       dtype: Dtype of the files.
-      copies: Whether processes that do not see the main process's folder write copies of their
-        own.
 
     Raises:
       TransferError: `root` cannot be made, is a link, or others may write it.
@@ -94,11 +91,10 @@ class WeightFolders:
     self._lock: Any = None
     self.written_bytes = 0
     _together(lambda: _making(root, lambda: shared_places.private_folder(root)), _PLACES)
-    members = everywhere.sharers(root)
-    self._writers = members if copies or members[0] == 0 else ()
-    self.is_owner = processes.index() == members[0] and bool(self._writers)
+    self._writers = everywhere.sharers(root)
+    self.is_owner = processes.index() == self._writers[0]
     name = _together(lambda: _making(root, lambda: self._make(root)), _PLACES)
-    self.folder = root / processes.exchange(name, what=_PLACES)[members[0]]
+    self.folder = root / processes.exchange(name, what=_PLACES)[self._writers[0]]
 
   def _make(self, root: pathlib.Path) -> str:
     """Makes and locks the folder of this run; returns its name, "" if another process makes it."""
@@ -292,7 +288,7 @@ class _Shares:
     ]
     self._ordered = ordered
     self._fetched = 0
-    self._at_once = max(1, len(writers))
+    self._at_once = len(writers)
     used = min(len(writers), len(ordered))
     names = safetensors.file_names(used)
     self.files = {name: self._tensors[at :: len(writers)] for at, name in enumerate(names)}

@@ -55,7 +55,6 @@ def test_options_of_every_section_are_compared(name, value, where):
   [
     ("distributed.index", 1),
     ("distributed.coordinator", "h0:1234"),
-    ("engine.sglang.addresses", ("http://h1:30000",)),
     ("engine.sglang.gpus", (4, 5)),
     ("model.cache_dir", "/scratch/h1"),
     ("model.path", "/models/on/h1"),

@@ -13,6 +13,7 @@ from grpo_jax.engines.fleet import Fleet
 from grpo_jax.engines.server import FleetError, Options, Server
 from grpo_jax.engines.sglang_options import SGLangOptions
 from grpo_jax.models import lora
+from tests import side_by_side
 from tests.engines import sglang_fixtures, tiny
 
 
@@ -64,6 +65,21 @@ def test_a_model_that_sglang_pads_on_a_cpu_is_refused_for_adapters(make, monkeyp
   with pytest.raises(ValueError, match="intermediate_size to a multiple of 32, .* it is 40"):
     make(adapter=lora.Options(rank=2))
   make(sys.executable, "-c", "input()", adapter=lora.Options(rank=2)).close()
+
+
+def test_given_servers_are_divided_among_the_processes_of_a_run():
+  divided = side_by_side.Room(3).run(lambda index: [*sglang._share(7)])
+  assert divided == [[0, 1], [2, 3], [4, 5, 6]]
+  assert [*sglang._share(7)] == [*range(7)]
+
+
+def test_each_process_needs_a_server_of_its_own():
+  config = tiny.config()
+  two = SGLangOptions(addresses=("http://a:1", "http://b:1"))
+  assert side_by_side.Room(2).run(lambda index: sglang._refuse(two, config)) == [None, None]
+  for error in side_by_side.Room(3).run(lambda index: sglang._refuse(two, config)):
+    with pytest.raises(ValueError, match="has 2 servers for 3 processes: each process needs"):
+      raise error
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ TIMEOUTS = Timeouts(generate_s=60.0, control_s=4.0, health_s=3.0)
 PROBE = (1, 2, 3)
 PROMPTS = ((1,), (2, 3), (4, 5, 6))  # few, so that later requests find prefixes of earlier ones.
 LAUNCH = LaunchOptions(python=pathlib.Path(sys.executable), log_folder=pathlib.Path())
-KINDS = ("launched", "given", "shared", "adapters")
+KINDS = ("launched", "given", "adapters")
 
 
 @dataclasses.dataclass
@@ -35,8 +35,7 @@ class Found:
 
   generation: object
   request: object
-  process: int
-  least: int  # newest version that had been published to its process when it was asked for.
+  least: int  # newest version that had been published when it was asked for.
   began: float
   ended: float
 
@@ -52,14 +51,13 @@ class Blow:
 
 
 class World:
-  """Servers, the fleets of one or two processes that use them, and what happened."""
+  """Servers, the fleet that uses them, and what happened."""
 
   def __init__(self, chance, *, kind, mode, servers, patch, is_calm, blow=None):
     self.chance, self.kind, self.mode, self.is_calm = chance, kind, mode, is_calm
     self.blow = blow  # the one thing that happens to the first server, in a calm schedule.
     self.servers = [Simulated(chance) for _ in range(servers)]
     self.begun = self.published = -1
-    self.published_to = [-1, -1]
     self.updates = []  # (begin, end) of each.
     self.found = []
     is_launched = kind == "launched"
@@ -73,26 +71,20 @@ class World:
       start_timeout_s=30.0,
       health_every_s=2.0,
       max_restarts=10_000,
-      is_shared=kind == "shared",
     )
     patch.setattr(fleet.ServerProcess, "start", self._start)
-    self.dispatchers, self.fleets = [], []
-    for process in range(2 if kind == "shared" else 1):
-      dispatcher = Dispatcher(
-        servers=servers,
-        in_flight=6,
-        max_attempts=1 if is_calm and not blow else 10_000,
-        vocab_size=61,
-        seeded=True,
-        pause=mode,
-      )
-      made = Fleet(dataclasses.replace(options, controls=process == 0), dispatcher)
-      made.client = lambda address: None  # `_bring_up` asks for it, see `_up`.
-      self.dispatchers.append(dispatcher)
-      self.fleets.append(made)
-    for made in self.fleets:
-      for server in made.servers:
-        server.bring_up = self._up(server)
+    self.dispatcher = Dispatcher(
+      servers=servers,
+      in_flight=6,
+      max_attempts=1 if is_calm and not blow else 10_000,
+      vocab_size=61,
+      seeded=True,
+      pause=mode,
+    )
+    self.fleet = Fleet(options, self.dispatcher)
+    self.fleet.client = lambda address: None  # `_bring_up` asks for it, see `_up`.
+    for server in self.fleet.servers:
+      server.bring_up = self._up(server)
 
   def _start(self, launch, *, index, **options):
     self.servers[index].restart(needs=self.begun)
@@ -142,35 +134,29 @@ class World:
       adapter if self.kind == "adapters" else None,
     )
     began, self.begun = self.now(), version
-    main, *others = self.fleets
-    for each in others:
-      await each.hold()
-    await main.publish(weights)
-    self.published_to[0] = version
-    for each in others:
-      await each.publish(weights)
-    self.published_to[1] = self.published = version
+    await self.fleet.publish(weights)
+    self.published = version
     self.updates.append((began, self.now()))
 
-  async def ask(self, process, number):
+  async def ask(self, number):
     """Asks for some completions and keeps what comes."""
     chance = self.chance
     requests = [
       tiny.request(
-        f"{process}.{number}.{i}",
+        f"{number}.{i}",
         chance.choice(PROMPTS),
         seed=chance.randrange(50),
         max_tokens=chance.choice((1, 3, 10, 30, 60)),
       )
       for i in range(chance.randint(1, 8))
     ]
-    least, began = self.published_to[process], self.now()
+    least, began = self.published, self.now()
     call = Call(requests, None)
-    self.dispatchers[process].submit([Job(request, call) for request in requests])
+    self.dispatcher.submit([Job(request, call) for request in requests])
     by_id = {request.request_id: request for request in requests}
     async for generation in call.stream():
       request = by_id.pop(generation.request_id)  # each comes once.
-      self.found.append(Found(generation, request, process, least, began, self.now()))
+      self.found.append(Found(generation, request, least, began, self.now()))
     assert not by_id
 
   async def trouble(self):
@@ -194,8 +180,7 @@ class World:
 
   async def go(self):
     chance = self.chance
-    for each in self.fleets:
-      await each.start()
+    await self.fleet.start()
     self.helpers = [asyncio.create_task(self.tick())]
     await self.publish(0)
     if not self.is_calm:
@@ -204,8 +189,7 @@ class World:
 
     async def ask_often():
       for number in range(chance.randint(2, 5)):
-        for process in range(len(self.fleets)):
-          asking.append(asyncio.create_task(self.ask(process, number)))
+        asking.append(asyncio.create_task(self.ask(number)))
         await asyncio.sleep(chance.uniform(0.0, 3.0))
 
     async def publish_often():
@@ -218,8 +202,7 @@ class World:
       await asyncio.gather(*asking)
 
   async def end(self):
-    for each in self.fleets:
-      await each.close()
+    await self.fleet.close()
     left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     for task in left:
       task.cancel()
@@ -230,7 +213,7 @@ class World:
     assert not [flaw for server in self.servers for flaw in server.flaws]
     names = [each.request.request_id for each in self.found]
     assert len(names) == len(set(names))
-    assert all(dispatcher.in_flight == 0 for dispatcher in self.dispatchers)
+    assert self.dispatcher.in_flight == 0
     for each in self.found:
       generation, request = each.generation, each.request
       count = request.sampling.max_tokens
@@ -270,13 +253,9 @@ def schedule(seed, patch, **fixed):
   return worlds[0]
 
 
-def versions_of(world, process=None):
+def versions_of(world):
   """Returns how many versions each completion has."""
-  return [
-    len(set(each.generation.weight_versions.tolist()))
-    for each in world.found
-    if process in (None, each.process)
-  ]
+  return [len(set(each.generation.weight_versions.tolist())) for each in world.found]
 
 
 HUNDREDS = [0, *(pytest.param(hundred, marks=pytest.mark.slow) for hundred in range(1, 10))]
@@ -298,9 +277,9 @@ def test_nothing_is_lost_or_doubled_and_versions_are_true_in_1000_random_schedul
     counts = versions_of(world)
     seen["completions"] += len(counts)
     seen["of several versions"] += sum(count > 1 for count in counts)
-    seen["retries"] += sum(d.retries for d in world.dispatchers)
-    seen["aborted"] += sum(d.aborted for d in world.dispatchers)
-    seen["lost"] += sum(f.restarts for f in world.fleets)
+    seen["retries"] += world.dispatcher.retries
+    seen["aborted"] += world.dispatcher.aborted
+    seen["lost"] += world.fleet.restarts
     mixed = [(each.generation.logprobs < MIXED / 2).any() for each in world.found]
     seen["mixed"] += sum(mixed)
   assert all(seen[name] > 20 for name in seen), seen
@@ -309,16 +288,15 @@ def test_nothing_is_lost_or_doubled_and_versions_are_true_in_1000_random_schedul
 @pytest.mark.parametrize("mode", pausing.MODES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_healthy_servers_answer_each_request_at_the_first_attempt(kind, mode, monkeypatch):
-  """New weights cost no attempt, and no process gives up a server that another one updates."""
-  several = collections.Counter()
+  """New weights cost no attempt."""
+  several = 0
   for seed in range(6):
     with monkeypatch.context() as patch:
       world = schedule(seed, patch, kind=kind, mode=mode, is_calm=True)
-    assert sum(d.retries for d in world.dispatchers) == sum(f.restarts for f in world.fleets) == 0
-    for process in range(len(world.fleets)):
-      several[process] += sum(count > 1 for count in versions_of(world, process))
+    assert world.dispatcher.retries == world.fleet.restarts == 0
+    several += sum(count > 1 for count in versions_of(world))
   continues = mode != pausing.ABORT and kind != "adapters"
-  assert all((count > 0) == continues for count in several.values()), several
+  assert (several > 0) == continues
 
 
 CALLS = ("pause", "abort_all", "load", "resume", "score")
@@ -336,5 +314,5 @@ def test_a_server_lost_at_any_moment_of_an_update_is_replaced_and_nothing_with_i
     chosen = {"kind": "launched", "mode": mode, "servers": 1 + number % 2, "is_calm": True}
     with monkeypatch.context() as patch:
       world = schedule(number, patch, blow=blow, **chosen)
-    assert blow.fell and world.fleets[0].restarts == 1, blow
+    assert blow.fell and world.fleet.restarts == 1, blow
     assert world.servers[0].weights == world.published

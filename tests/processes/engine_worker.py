@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -79,11 +78,10 @@ def failure(work):
   return None
 
 
-def sampled(engine, n=12, tokens=2):
+def sampled(engine, n=12):
   """Returns the tokens and versions of `n` requests, whose seeds depend on the process."""
   requests = [
-    tiny.request(i, [3, 4, i], seed=100 * processes.index() + i, max_tokens=tokens)
-    for i in range(n)
+    tiny.request(i, [3, 4, i], seed=100 * processes.index() + i, max_tokens=2) for i in range(n)
   ]
   found = tiny.run(engine, requests)
   return [[found[str(i)].token_ids.tolist(), found[str(i)].weight_versions.tolist()]
@@ -172,72 +170,33 @@ def failures(folder):
   return found
 
 
-def given_server(folder):
-  """One server that both processes use, and that is restarted."""
-  port = processes.broadcast(several.free_port())
-  address = f"http://127.0.0.1:{port}"
-
-  def serve():
-    return subprocess.Popen([sys.executable, SERVER, str(port), "slow"])
-
-  server = serve() if processes.is_main() else None
-  found = {}
+def given_servers(folder):
+  """Two servers that the run was given, one for each process; that of process 1 is restarted."""
+  ports = processes.exchange(several.free_port(), what="the ports of the servers")
+  addresses = tuple(f"http://127.0.0.1:{port}" for port in ports)
+  me = processes.index()
+  serve = lambda: subprocess.Popen([sys.executable, SERVER, str(ports[me]), "none"])
+  server, found = serve(), {}
   try:
-    options = {"addresses": (address,), "health_every_s": 0.3, "max_rows": 6}
+    options = {"addresses": addresses, "health_every_s": 0.3, "max_rows": 6}
     with make(folder, "given", command=None, **options) as engine:
       engine.load_weights(spread(0), version=0)
       engine.load_weights(spread(1), version=1)
+      found["addresses"] = [addresses, engine._fleet.addresses]
       found["sampled"] = sampled(engine, 40)
-      processes.barrier("sampled", timeout_s=120)
-      found["asked"] = asked(address)
-      found["restarts"] = [engine.metrics()["engine/restarts"], engine._fleet.restarts]
-      processes.barrier("asked", timeout_s=120)
-      if server is not None:
+      found["asked"] = asked(addresses[me])
+      if me == 1:
         server.kill()
         server.wait()
         server = serve()
       found["again"] = sampled(engine)
-      processes.barrier("again", timeout_s=120)
-      found["asked again"] = asked(address)
+      found["asked again"] = asked(addresses[me])
       engine.load_weights(spread(2), version=2)
-      found["probe"] = engine.metrics()["mismatch/probe_abs_logprob_max"]
+      found["metrics"] = engine.metrics()
       found["files"] = version_of(engine)
       processes.barrier("given", timeout_s=120)
   finally:
-    if server is not None:
-      server.kill()
-  return found
-
-
-def in_flight(folder):
-  """One server that both processes use, and that gets weights while it samples for both."""
-  port = processes.broadcast(several.free_port())
-  address = f"http://127.0.0.1:{port}"
-  command = [sys.executable, SERVER, str(port), "gradual"]
-  server = subprocess.Popen(command) if processes.is_main() else None
-  found = {}
-  try:
-    # The health of a server that is paused is never looked at, however often it is otherwise.
-    options = {"addresses": (address,), "health_every_s": 0.1, "max_attempts": 1}
-    with make(folder, "in_flight", command=None, **options) as engine:
-      engine.load_weights(spread(0), version=0)
-      with ThreadPoolExecutor(1) as pool:
-        sampling = pool.submit(sampled, engine, 12, tokens=150)
-        while not engine._dispatcher.in_flight:
-          time.sleep(0.01)
-        processes.barrier("sampling", timeout_s=120)
-        for version in (1, 2):
-          engine.load_weights(spread(version), version=version)
-        found["was done"] = sampling.done()
-        found["sampled"] = sampling.result(120)
-      processes.barrier("sampled in flight", timeout_s=120)
-      found["asked"] = asked(address)
-      found["restarts"] = engine._fleet.restarts
-      found["retries"] = engine._dispatcher.retries
-      processes.barrier("looked in flight", timeout_s=120)
-  finally:
-    if server is not None:
-      server.kill()
+    server.kill()
   return found
 
 
@@ -257,34 +216,30 @@ def with_adapter(version):
 
 
 def given_adapters(folder):
-  """One server that both processes use, and that is given adapters."""
-  port = processes.broadcast(several.free_port())
-  address = f"http://127.0.0.1:{port}"
-  command = [sys.executable, SERVER, str(port), "slow"]
-  server = subprocess.Popen(command) if processes.is_main() else None
+  """A server of each process that the run was given, and that is given adapters."""
+  ports = processes.exchange(several.free_port(), what="the ports of the servers")
+  addresses = tuple(f"http://127.0.0.1:{port}" for port in ports)
+  address = addresses[processes.index()]
+  server = subprocess.Popen([sys.executable, SERVER, str(ports[processes.index()]), "none"])
   own, found = probe._logprobs, {}
   probe._logprobs = lambda params, tokens, *settings: fake_logprobs_with_adapter(
     params["embed"], params["layers"]["q"].b, tokens
   )
   try:
     options, _ = with_adapter(1)
-    with make(folder, "adapters", command=None, addresses=(address,), adapter=options) as engine:
+    with make(folder, "adapters", command=None, addresses=addresses, adapter=options) as engine:
       for version in (1, 2, 3):
         engine.load_weights(with_adapter(version)[1], version=version)
         found[f"sampled {version}"] = sampled(engine)
       found["probe"] = engine.metrics()["mismatch/probe_abs_logprob_max"]
-      processes.barrier("sampled adapters", timeout_s=120)
-      if processes.is_main():
-        unloaded = lambda: asked(address).get("/unload_lora_adapter", 0)
-        while unloaded() < 2:
-          time.sleep(0.05)
-        found["asked"] = asked(address)
+      while asked(address).get("/unload_lora_adapter", 0) < 2:
+        time.sleep(0.05)
+      found["asked"] = asked(address)
       found["folders"] = sorted(p.name for p in engine._folders.folder.iterdir())
       processes.barrier("looked at adapters", timeout_s=120)
   finally:
     probe._logprobs = own
-    if server is not None:
-      server.kill()
+    server.kill()
   return found
 
 
@@ -343,7 +298,7 @@ def main(address, index, folder):
   found = {"probe": float(difference)}
   probe._logprobs = lambda params, tokens, *settings: fake_logprobs(params["embed"], tokens)
   cases = (
-    *(own_servers, separate_folders, failures, given_server, in_flight, given_adapters),
+    *(own_servers, separate_folders, failures, given_servers, given_adapters),
     teacher_servers,
   )
   for case in cases:

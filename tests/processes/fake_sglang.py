@@ -1,9 +1,7 @@
 """A fake SGLang server: counts what it is asked, and computes its logprobs from the weights.
 
 python fake_sglang.py PORT FAULT, in the folder of its log. FAULT: "none", "stale" (it keeps the
-first weights that it was given), "broken" (it ends at once), "late" (it answers after a minute),
-"slow" (it answers 0.7 s after it has loaded weights), "gradual" (it samples a token in 30 ms, and
-none while it is paused).
+first weights that it was given), "broken" (it ends at once), "late" (it answers after a minute).
 """
 
 import collections
@@ -42,8 +40,6 @@ class Server(ThreadingHTTPServer):
     self.adapters = {}  # name → (folder, value).
     self.asked = collections.Counter()
     self.busy, self.most_busy = 0, 0
-    self.continues = threading.Event()  # it is not paused.
-    self.continues.set()
     self.lock = threading.Lock()
 
   def load(self, folder, version):
@@ -58,8 +54,6 @@ class Server(ThreadingHTTPServer):
     if self.embedding is None or self.fault != "stale":
       self.embedding = found[EMBEDDING]
     self.version = version
-    if self.fault == "slow":
-      time.sleep(0.7)
 
   def load_adapter(self, name, folder):
     """Loads an adapter, whose value is the largest one in B of the queries."""
@@ -110,9 +104,6 @@ class Handler(BaseHTTPRequestHandler):
     elif self.path == "/unload_lora_adapter":
       del server.adapters[body["lora_name"]]
       self._answer({"success": True})
-    elif self.path in ("/pause_generation", "/continue_generation"):
-      (server.continues.set if "continue" in self.path else server.continues.clear)()
-      self._answer({})
     elif self.path == "/generate":
       with server.lock:
         server.busy += 1
@@ -137,17 +128,9 @@ class Handler(BaseHTTPRequestHandler):
       values = [None, *logprobs(self.server.embedding, ids, adapter).tolist()]
       meta["input_token_logprobs"] = [[v, i, None] for v, i in zip(values, ids, strict=True)]
     n = params["max_new_tokens"]
-    if self.server.fault == "gradual":
-      meta["weight_versions"] = [self._sample(at) for at in range(n)]
     sampled = [(params.get("sampling_seed", 0) + i) % 50 for i in range(n)]
     meta |= {"completion_tokens": n, "output_token_logprobs": [[-1.0, i, None] for i in sampled]}
     return {"text": "", "output_ids": sampled, "meta_info": meta}
-
-  def _sample(self, at):
-    """Takes the time of a token; returns the version that samples it, as a span of one token."""
-    time.sleep(0.03)
-    self.server.continues.wait()
-    return {"version": self.server.version, "start": at, "end": at + 1}
 
   def _answer(self, content, status=200):
     data = json.dumps(content).encode()
