@@ -143,10 +143,7 @@ def _engine(
     sizes["unmerged"] = lora_options.is_unmerged(config)
     sizes["copy_weights"] = ahead_options.is_ahead(config)  # updates donate the trainer's.
     sizes["in_flight_updates"] = config.rollout.in_flight_updates
-    sizes["recompute_cache"] = config.rollout.recompute_cache
     sizes["devices"] = device_options.of_sampler(config)
-  if name == "sglang":
-    own = {**own, "pause": ahead_options.pause(config)}
   if name == "sglang" and lora_options.is_unmerged(config):
     sizes["adapter"] = lora_options.load(config)
   try:

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from grpo_jax.config import lora_options, modes
-from grpo_jax.engines import pausing
+from grpo_jax.config import modes
 from grpo_jax.rollouts.admission import Rule
 
 # A ConfigDict, whose fields a type checker cannot know.
@@ -37,16 +36,6 @@ def in_turn(config: Config) -> bool:
   return config.rollout.order == "prompt" and not config.rollout.in_flight_updates
 
 
-def pause(config: Config) -> str | None:
-  """Returns what becomes of SGLang's completions under way while it takes new weights.
-
-  With adapters they end on their own version, and nothing is paused.
-  """
-  chosen = config.engine.sglang.pause
-  keeps = not config.rollout.recompute_cache and not lora_options.is_unmerged(config)
-  return pausing.IN_PLACE if chosen is None and keeps else chosen
-
-
 def problems(config: Config) -> Iterator[str]:
   """Yields a message for each combination of these options that cannot work."""
   rollout = config.rollout
@@ -61,8 +50,6 @@ def problems(config: Config) -> Iterator[str]:
         " between versions of the weights, and without it every token is of the newest"
       )
     return
-  if not rollout.recompute_cache and not rollout.in_flight_updates:
-    yield "rollout.recompute_cache=False needs rollout.in_flight_updates=True"
   if modes.is_offline(config):
     yield (
       f"rollout.max_staleness={rollout.max_staleness} is about sampling, and mode='offline' samples"
@@ -91,7 +78,6 @@ _UNUSED = {
   "order": "prompt",
   "on_stale": "wait",
   "in_flight_updates": False,
-  "recompute_cache": True,
 }
 
 

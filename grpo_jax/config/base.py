@@ -240,9 +240,6 @@ def get_config() -> Any:
   rollout.on_stale = "wait"
   # engines take new weights while completions are under way; False: these are finished first
   rollout.in_flight_updates = False
-  # with updates in flight: keys and values of unfinished completions are computed again by the new
-  # weights; False: they are kept, and logprobs of later tokens are those of no weights
-  rollout.recompute_cache = True
 
   # draw prompts until P groups pass `filters`; docs/rewards.md
   config.dynamic_sampling = dynamic = ConfigDict()

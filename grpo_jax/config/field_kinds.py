@@ -101,7 +101,6 @@ KINDS: Mapping[str, checked.Kind] = {
   "rollout.order": checked.choice(admission.ORDERS),
   "rollout.on_stale": checked.choice(admission.ON_STALE),
   "rollout.in_flight_updates": checked.switch(),
-  "rollout.recompute_cache": checked.switch(),
   "rollout.conversations": checked.optional(checked.switch()),
   "dynamic_sampling.enabled": checked.switch(),
   **_section("dynamic_sampling", stream.DYNAMIC_KINDS),

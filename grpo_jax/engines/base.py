@@ -202,9 +202,8 @@ class Engine(Protocol):
     Unfinished completions continue with the new weights from their next token, or from one
     soon after; no token is lost or sampled twice. `Generation.weight_versions` has the version that
     sampled each token, and never falls within a completion. Random numbers still depend on the seed
-    and on the token's index only. Whether the logprobs of later tokens are exactly those of their
-    versions depends on whether the engine computes keys and values of earlier tokens again: an
-    option of the engine.
+    and on the token's index only. The logprobs of later tokens are those of their versions if the
+    engine computes the keys and values of earlier tokens again, as those of the package do.
 
     All processes of a run call this at the same time, each for its own engine.
     """

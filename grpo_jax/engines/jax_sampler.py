@@ -59,7 +59,6 @@ class JaxSampler:
     warn_of_truncation: bool = True,
     copy_weights: bool = False,
     in_flight_updates: bool = False,
-    recompute_cache: bool = True,
     prompt_tokens: int | None = None,
     completion_tokens: int | None = None,
     group_size: int = 8,
@@ -97,9 +96,6 @@ class JaxSampler:
         requested. `programs` then has what this needs, and until the new weights are complete, the
         old ones stay and sample. False: `load_weights` works all the same, but compiles a
         program, makes completions wait, and frees the old weights first if the sampler is idle.
-      recompute_cache: Whether weights that are loaded while completions are unfinished compute the
-        keys and values of these again, prompts included, before they continue. False: keys and
-        values stay as they are, those of earlier tokens by earlier weights.
       prompt_tokens: Tokens of the longest planned prompt. Together with `completion_tokens` it
         fixes the sizes of the caches and so the programs. Longer requests are served too, but
         compile programs of their own. None: sizes follow the requests.
@@ -136,7 +132,6 @@ class JaxSampler:
     self._merged_share = merging.MergedShare(compute_dtype)
     self._sizes = _sizes(max_rows, self._options, prompt_tokens, completion_tokens, long_prompts)
     self._in_flight_updates = in_flight_updates
-    self._recompute_cache = recompute_cache
     self._programs = Programs()
     self._devices = None if devices is None else tuple(devices)
     self._gathering: local_weights.Copies | None = None  # None: not needed so far.
@@ -161,11 +156,10 @@ class JaxSampler:
   def load_weights(self, params: Any, *, version: int) -> None:
     """Samples from these parameters from now on; unfinished completions continue with them.
 
-    A completion continues at its next token, and each token is marked with the version of the
-    weights that sampled it. With `recompute_cache` a token's logprob is exactly that of its
-    version's weights, given all tokens before it; without it, those tokens' keys and values are of
-    a mixture of versions, and no weights have this logprob. Random numbers do not depend on when
-    the weights change.
+    A completion continues at its next token, once the keys and values of its prompt and its tokens
+    are computed again by the new weights. Each token is marked with the version of the weights that
+    sampled it, and its logprob is that of these weights, given all tokens before it. Random numbers
+    do not depend on when the weights change.
 
     Copies the layers (unstacked, in the compute dtype), and in float32 nothing else. The old
     copies are freed first, unless completions are unfinished or `in_flight_updates` is set; then
@@ -231,9 +225,8 @@ class JaxSampler:
     first = [] if gathering is None else gathering.jobs(options)
     if not options.unmerged:
       first += self._merged_share.jobs(params)
-    reads_again = self._in_flight_updates and self._recompute_cache
     with self._at_home():
-      own = self._programs.jobs(weights, options, self._sizes, reads_again=reads_again)
+      own = self._programs.jobs(weights, options, self._sizes, reads_again=self._in_flight_updates)
     return [*first, *own]
 
   def described(self, params: Any) -> tuple[decoding.Weights, tuple[Any, Any]]:
@@ -445,7 +438,6 @@ class JaxSampler:
         decode_text=self._decode_text,
         stats=self.stats,
         programs=self._programs,
-        recompute_cache=self._recompute_cache,
       )
     return session
 

@@ -40,7 +40,6 @@ class Completion:
   owner: Any  # receiver of its generation.
   key: bytes  # equal if and only if prompts are equal.
   row: int = -1
-  slot: Any = None  # key of its `Slot`.
   token_ids: list[int] = dataclasses.field(default_factory=list)
   logprobs: list[float] = dataclasses.field(default_factory=list)
   weight_versions: list[int] = dataclasses.field(default_factory=list)
@@ -215,7 +214,7 @@ def leave_at(active: int, rows: int, sizes: Sequence[int], *, is_waiting: bool) 
 def make_rows(
   active: Sequence[Completion],
   count: int,
-  prompts: Mapping[Any, Slot],
+  prompts: Mapping[bytes, Slot],
   *,
   group: int,
   table: int,
@@ -227,7 +226,7 @@ def make_rows(
   Args:
     active: Completions that have a row, and a prompt in the pages.
     count: Number of rows.
-    prompts: Pages of the prompts, by `Completion.slot`.
+    prompts: Pages of the prompts, by `Completion.key`.
     group: Rows of a tile.
     table: Pages of the longest prompt.
     moves: Rows to move in the ring first, as (from, to).
@@ -258,7 +257,7 @@ def make_rows(
   rows.moves[: len(moves)] = np.asarray(moves, np.int32).reshape(-1, 2)
   for completion in active:
     request, row, sampled = completion.request, completion.row, len(completion.token_ids)
-    sampling, slot = request.sampling, prompts[completion.slot]
+    sampling, slot = request.sampling, prompts[completion.key]
     rows.tokens[row] = completion.token_ids[-1] if sampled else request.prompt_ids[-1]
     rows.prompt_lengths[row] = slot.length
     rows.pages[row, : len(slot.pages)] = slot.pages
@@ -273,7 +272,7 @@ def make_rows(
     stop_ids = sampling.stop_ids[:_STOP_IDS]
     rows.stop_ids[row, : len(stop_ids)] = stop_ids
   for tile, members in enumerate(tiles_of(active, group)):
-    slot = prompts[members[0].slot]
+    slot = prompts[members[0].key]
     rows.tile_pages[tile, : len(slot.pages)] = slot.pages
     rows.tile_lengths[tile] = slot.length
     for number, completion in enumerate(members):
@@ -286,9 +285,9 @@ def tiles_of(active: Sequence[Completion], group: int) -> list[list[Completion]]
   """Returns the completions that share their prompts, at most `group` in a tile, at least two."""
   if group == 1:
     return []
-  sharing: dict[Any, list[Completion]] = {}
+  sharing: dict[bytes, list[Completion]] = {}
   for completion in active:
-    sharing.setdefault(completion.slot, []).append(completion)
+    sharing.setdefault(completion.key, []).append(completion)
   tiles = [
     members[start : start + group]
     for members in sharing.values()
@@ -341,7 +340,7 @@ def make_chunks(
 
 def make_pieces(
   active: Sequence[Completion],
-  prompts: Mapping[Any, Slot],
+  prompts: Mapping[bytes, Slot],
   *,
   tokens: int,
   piece: int,
@@ -352,7 +351,7 @@ def make_pieces(
 
   Args:
     active: Completions that have a row, and a prompt in the pages.
-    prompts: Pages of the prompts, by `Completion.slot`.
+    prompts: Pages of the prompts, by `Completion.key`.
     tokens: Tokens of a call.
     piece: Tokens of a piece, a divisor of `tokens`.
     table: Pages of the longest prompt.
@@ -370,7 +369,7 @@ def make_pieces(
 
 def _pieces(
   cut: Sequence[tuple[Completion, int]],
-  prompts: Mapping[Any, Slot],
+  prompts: Mapping[bytes, Slot],
   shape: tuple[int, int],
   *,
   table: int,
@@ -385,7 +384,7 @@ def _pieces(
   prompt_lengths, lengths, past = of_pieces(), of_pieces(), of_pieces()
   begun: dict[int, int] = {}  # number of the first token of a row.
   for at, (completion, start) in enumerate(cut):
-    slot, length = prompts[completion.slot], len(completion.token_ids)
+    slot, length = prompts[completion.key], len(completion.token_ids)
     ids = [completion.request.prompt_ids[-1], *completion.token_ids[:-1]][start : start + piece]
     numbers = np.arange(start, start + len(ids))
     tokens[at, : len(ids)] = ids

@@ -80,8 +80,8 @@ class Programs:
       arguments = (weights, pages, ring, abstract(rows), abstract(np.int32(0)))
       jobs.append(self.decode.job(*arguments, options=options, detail=f"{count} rows"))
     if reads_again:
-      begun = Completion(_ANY_REQUEST, None, b"", row=0, slot=0, token_ids=[0])
-      pieces = next(scheduling.make_pieces([begun], {0: slot}, **_layout(sizes), step=1))
+      begun = Completion(_ANY_REQUEST, None, b"", row=0, token_ids=[0])
+      pieces = next(scheduling.make_pieces([begun], {b"": slot}, **_layout(sizes), step=1))
       arguments = (weights, pages, ring, abstract(pieces))
       jobs.append(self.read_again.job(*arguments, options=options, detail=detail))
     return jobs
@@ -123,7 +123,6 @@ class Session:
     decode_text: stopping.Decode | None,
     stats: Stats,
     programs: Programs,
-    recompute_cache: bool = True,
   ):
     """Makes a session without caches; they are made for the first completions.
 
@@ -133,7 +132,6 @@ class Session:
       decode_text: Function from token ids to text, for stop strings.
       stats: Counters of what is computed, updated by the session.
       programs: Programs of the sampler.
-      recompute_cache: Whether new weights read unfinished completions again before these continue.
     """
     self.options = options
     self._sizes = sizes
@@ -141,11 +139,10 @@ class Session:
     self._decode_text = decode_text
     self._stats = stats
     self._programs = programs
-    self._recompute_cache = recompute_cache
     self._weights: decoding.Weights | None = None  # of the caches; None: an idle session.
     self._waiting: collections.deque[Completion] = collections.deque()
     self._active: list[Completion] = []
-    self._slots: dict[tuple[bytes, int], Slot] = {}  # keys: prompt, version of the weights.
+    self._slots: dict[bytes, Slot] = {}  # by `Completion.key`; computed by the present weights.
     self._step = 0  # number of the next decode step.
     self._moves: list[tuple[int, int]] = []
     self._rows = 0
@@ -179,14 +176,14 @@ class Session:
 
     Args:
       weights: Weights to sample with. If they are others than in the last chunk, they first read
-        all unfinished completions again, unless the session keeps its caches.
+        all unfinished completions again.
       version: Version of the weights.
 
     Raises:
       NonFiniteLogits: The model's logits are not finite.
     """
-    self._take(weights, version)
-    self._admit(weights, version)
+    self._take(weights)
+    self._admit(weights)
     sampled, logprobs = self._decode_chunk(weights)
     finished, unfinished = [], []
     for completion in self._active:
@@ -227,18 +224,16 @@ class Session:
     return None if reason is None else completion.finished(reason, matched)
 
   def _leave(self, completion: Completion) -> None:
-    self._slots[completion.slot].users -= 1
+    self._slots[completion.key].users -= 1
 
-  def _take(self, weights: decoding.Weights, version: int) -> None:
+  def _take(self, weights: decoding.Weights) -> None:
     """Makes the caches those of the weights, in place: no row and no page moves."""
     is_new = self._weights is not None and self._weights is not weights
     self._weights = weights
-    if not is_new or not self._recompute_cache:
+    if not is_new:
       return
-    prompts = {c.key: (c.request.prompt_ids[:-1], self._slots[c.slot]) for c in self._active}
-    self._slots = {(key, version): slot for key, (_, slot) in prompts.items()}
-    for completion in self._active:
-      completion.slot = (completion.key, version)
+    prompts = {c.key: (c.request.prompt_ids[:-1], self._slots[c.key]) for c in self._active}
+    self._slots = {key: slot for key, (_, slot) in prompts.items()}
     self._stats.recomputed_tokens += self._read_prompts(list(prompts.values()), weights)
     layout = _layout(self._sizes)
     options = self._sizes.applied(self.options)
@@ -247,43 +242,38 @@ class Session:
       self._own = self._programs.read_again(*arguments, options=options)
     self._stats.recomputed_tokens += sum(len(c.token_ids) for c in self._active)
 
-  def _admit(self, weights: decoding.Weights, version: int) -> None:
+  def _admit(self, weights: decoding.Weights) -> None:
     """Moves waiting completions into free rows, and prefills their prompts."""
-    self._release_slots({c.key for c in self._waiting}, version)
-    self._fit_pages(version)
+    self._release_slots({c.key for c in self._waiting})
+    self._fit_pages()
     new, missing = [], []
     while self._waiting and len(self._active) + len(new) < self._sizes.rows:
-      completion, key = self._waiting[0], (self._waiting[0].key, version)
-      if key not in self._slots:
-        if not self._take_pages(completion, version):
+      completion = self._waiting[0]
+      if completion.key not in self._slots:
+        if not self._take_pages(completion):
           break  # until other completions have left.
         missing.append(completion)
-      completion.slot = key
-      self._slots[key].users += 1
+      self._slots[completion.key].users += 1
       new.append(self._waiting.popleft())
     self._place(new)
     self._fit_ring()
-    self._prefill_all([(c.request.prompt_ids[:-1], self._slots[c.slot]) for c in missing], weights)
+    self._prefill_all([(c.request.prompt_ids[:-1], self._slots[c.key]) for c in missing], weights)
 
-  def _release_slots(self, wanted: set[bytes], version: int) -> None:
+  def _release_slots(self, wanted: set[bytes]) -> None:
     """Frees pages that no row uses and that no waiting completion will use."""
-    self._slots = {
-      (key, of): slot
-      for (key, of), slot in self._slots.items()
-      if slot.users or (of == version and key in wanted)
-    }
+    self._slots = {k: slot for k, slot in self._slots.items() if slot.users or k in wanted}
 
-  def _take_pages(self, completion: Completion, version: int) -> bool:
+  def _take_pages(self, completion: Completion) -> bool:
     """Reserves pages for a prompt; returns False if too few are free."""
     length = len(completion.request.prompt_ids) - 1
     needed = -(-length // self._sizes.page)
     free = self._free_pages()
     if len(free) < needed:
-      self._release_slots(set(), version)
+      self._release_slots(set())
       free = self._free_pages()
     if len(free) < needed:
       return False
-    self._slots[completion.key, version] = Slot(tuple(free[:needed]), length)
+    self._slots[completion.key] = Slot(tuple(free[:needed]), length)
     return True
 
   def _free_pages(self) -> list[int]:
@@ -322,11 +312,11 @@ class Session:
       places = scheduling.regrown(before, blocks, (self._step - 1) // columns)
       self._own = _resize(self._own, places, options=self.options, row_axis=1)
 
-  def _fit_pages(self, version: int) -> None:
+  def _fit_pages(self) -> None:
     """Makes the pages, or more of them if waiting prompts exceed the plan."""
     size = self._sizes.page
     page_counts = {c.key: -(-(len(c.request.prompt_ids) - 1) // size) for c in self._waiting}
-    coming = sorted((n for key, n in page_counts.items() if (key, version) not in self._slots))
+    coming = sorted(n for key, n in page_counts.items() if key not in self._slots)
     longest = max(page_counts.values(), default=0)
     table, pages = self._sizes.table, self._sizes.pages
     if longest > table or not table:

@@ -44,7 +44,14 @@ def stored_with(folder, options):
 
 
 @pytest.mark.parametrize(
-  "options", [{"engine.sglang.router": None, "engine.sglang.requests": "completion"}]
+  "options",
+  [
+    {
+      "engine.sglang.router": None,
+      "engine.sglang.requests": "completion",
+      "rollout.recompute_cache": True,
+    }
+  ],
 )
 def test_removed_options_that_changed_nothing_do_not_keep_a_run_from_continuing(
   options, tmp_path, caplog
@@ -64,6 +71,10 @@ def test_removed_options_that_changed_nothing_do_not_keep_a_run_from_continuing(
     (
       {"engine.sglang.requests": "group"},
       "engine.sglang.requests='group' was removed: each completion is a request of its own",
+    ),
+    (
+      {"rollout.recompute_cache": False},
+      "rollout.recompute_cache=False was removed: new weights always compute the keys and values",
     ),
   ],
 )

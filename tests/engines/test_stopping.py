@@ -69,13 +69,11 @@ def test_prompts_are_cut_into_chunks_and_only_the_last_is_padded():
 
 
 def test_rows_of_one_prompt_form_tiles_and_others_stand_alone():
-  def completion(row, slot):
-    one = scheduling.Completion(tiny.request(row, [1, 2]), None, b"")
-    one.row, one.slot = row, slot
-    return one
-
-  slots = {"a": scheduling.Slot((3,), 1), "b": scheduling.Slot((5,), 1)}
-  active = [completion(row, slot) for row, slot in enumerate("abaabaa")]
+  slots = {b"a": scheduling.Slot((3,), 1), b"b": scheduling.Slot((5,), 1)}
+  active = [
+    scheduling.Completion(tiny.request(row, [1, 2]), None, key.encode(), row=row)
+    for row, key in enumerate("abaabaa")
+  ]
   rows = scheduling.make_rows(active, 8, slots, group=4, table=1)
   # Of the five rows of "a" four fill a tile; the fifth is alone; "b" has two.
   assert rows.places.tolist() == [0, 4, 1, 2, 5, 3, -1, -1]
