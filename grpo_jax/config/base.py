@@ -178,8 +178,6 @@ def get_config() -> Any:
   sglang.port = placeholder(int)  # of the first server of a host, then the next; None: any free
   # the same seed gives the same completion; slower on GPUs
   sglang.deterministic = sglang_default.deterministic
-  # completions under way when new weights come: "retract", "abort" or "in_place"; None: "retract"
-  sglang.pause = placeholder(str)
   # folder for the weights; None: in memory if they fit, otherwise in the run folder
   sglang.weights_folder = placeholder(str)
   # free the servers' memory during updates, if they share GPUs with the trainer

@@ -35,6 +35,10 @@ OPTIONS: Mapping[str, Removed] = {
     "each completion is a request of its own, and the requests of a group go to one server",
     _one_of("completion"),
   ),
+  "engine.sglang.pause": Removed(
+    "new weights always retract what is under way: it continues, its context computed again",
+    _one_of(None, "retract"),
+  ),
   "rollout.recompute_cache": Removed(
     "new weights always compute the keys and values of unfinished completions again",
     _one_of(True),

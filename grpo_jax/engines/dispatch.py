@@ -10,9 +10,9 @@ import dataclasses
 import functools
 import itertools
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from grpo_jax.engines import pausing, sglang_messages
+from grpo_jax.engines import sglang_messages
 from grpo_jax.engines.base import Generation, GenerationRequest
 from grpo_jax.engines.calls import Call
 from grpo_jax.engines.placement import Placement
@@ -46,14 +46,6 @@ class _Running:
   version: int | None  # of the weights that it was sent for.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Served:
-  """The weights that a request is sent for."""
-
-  version: int | None
-  adapter: str | None  # its name; None: the server's weights, whichever they are.
-
-
 class Dispatcher:
   """Sends jobs to the servers that are open; see `fleet.Listener`."""
 
@@ -65,7 +57,6 @@ class Dispatcher:
     max_attempts: int,
     vocab_size: int,
     seeded: bool,
-    pause: str = pausing.RETRACT,
   ):
     """Makes a dispatcher for servers that are all closed at first.
 
@@ -75,7 +66,6 @@ class Dispatcher:
       max_attempts: Number of wrong answers to a request after which its call fails.
       vocab_size: Size of the vocabulary; ids must be below it.
       seeded: Whether the servers honour seeds.
-      pause: Mode in which servers pause for new weights; one of `pausing.MODES`.
     """
     self._placement = Placement(range(servers), limit=in_flight)
     for index in range(servers):
@@ -85,13 +75,11 @@ class Dispatcher:
     self._max_attempts = max_attempts
     self._vocab_size = vocab_size
     self._seeded = seeded
-    self._pause = pause
     self._prefix = uuid.uuid4().hex[:12]
     self._numbers = itertools.count()
     self._jobs: set[Job] = set()  # submitted and not yet delivered.
     self._error: Exception | None = None
     self.retries = 0
-    self.aborted = 0  # requests that new weights ended, and that were sent again.
 
   def submit(self, jobs: Sequence[Job]) -> None:
     """Queues jobs."""
@@ -120,21 +108,11 @@ class Dispatcher:
 
   def closed(self, server: Server) -> None:
     """Takes back the jobs that a server works on, for other servers."""
-    self._take_back({server.index})
-
-  def aborted_by_weights(self, servers: Collection[Server]) -> None:
-    """Takes back the jobs that servers work on; they begin again with the new weights."""
-    self.aborted += self._take_back({server.index for server in servers})
-
-  def _take_back(self, indices: Collection[int]) -> int:
-    """Closes servers and queues the jobs in flight there again; returns how many they were."""
-    for index in indices:
-      self._placement.close(index)
-    taken = [task for task, running in self._running.items() if running.index in indices]
-    for task in taken:
-      task.cancel()
+    self._placement.close(server.index)
+    for task, running in self._running.items():
+      if running.index == server.index:
+        task.cancel()
     self._send()
-    return len(taken)
 
   def failed(self, error: Exception) -> None:
     """Fails all calls, those in flight and later ones."""
@@ -160,9 +138,8 @@ class Dispatcher:
       index, job = found
       assert isinstance(index, int)
       server = self._servers[index]
-      served = _Served(server.version, server.adapter)
-      task = asyncio.create_task(self._attempt(job, server, served))
-      self._running[task] = _Running(job, index, served.version)
+      task = asyncio.create_task(self._attempt(job, server, server.version, server.adapter))
+      self._running[task] = _Running(job, index, server.version)
       task.add_done_callback(self._finished)
 
   def _finished(self, task: asyncio.Task[None]) -> None:
@@ -176,32 +153,39 @@ class Dispatcher:
       self._placement.add(job.group, job)
     self._send()
 
-  async def _attempt(self, job: Job, server: Server, served: _Served) -> None:
+  async def _attempt(
+    self, job: Job, server: Server, version: int | None, adapter: str | None
+  ) -> None:
     """Sends a job to a server and delivers the answer.
 
     A server that fails is closed until its health has been checked. A server that is overloaded
     stays open; the job waits for a while before it is queued again.
+
+    Args:
+      job: Job to send.
+      server: Server that answers it.
+      version: Version of the weights that the server has now.
+      adapter: Name of the adapter of that version; None: the server's weights, whichever they are.
     """
     body = sglang_messages.generate_body(
       job.request,
       f"{self._prefix}-{next(self._numbers)}",
       seeded=self._seeded,
-      adapter=served.adapter,
-      cache_key=pausing.cache_key(self._pause, self._prefix, served.version),
+      adapter=adapter,
     )
     read = functools.partial(
       sglang_messages.generation,
       request=job.request,
       vocab_size=self._vocab_size,
-      version=served.version if served.version is not None else -1,
-      is_named=served.adapter is not None,
+      version=version if version is not None else -1,
+      is_named=adapter is not None,
     )
     try:
       generation = await server.client.generate(
         body, read=read, limit=sglang_messages.answer_bytes(job.request)
       )
     except Refused as error:
-      if served.adapter is not None and sglang_messages.lacks_adapter(str(error)):
+      if adapter is not None and sglang_messages.lacks_adapter(str(error)):
         self._give_back(job, server, error)
         return
       name = job.request.request_id

@@ -10,10 +10,10 @@ import contextlib
 import logging
 import pathlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from grpo_jax.engines import pausing, probe
+from grpo_jax.engines import probe
 from grpo_jax.engines.server import FleetError, Options, Server, ServerLost, Weights
 from grpo_jax.engines.server_process import ServerError, ServerProcess
 from grpo_jax.engines.sglang_client import Client
@@ -36,9 +36,6 @@ class Listener(Protocol):
   def closed(self, server: "Server") -> None:
     """Records that the server takes no requests; those in flight there are lost."""
 
-  def aborted_by_weights(self, servers: "Collection[Server]") -> None:
-    """Records that servers end all requests because of new weights; see `pausing`."""
-
   def failed(self, error: Exception) -> None:
     """Records that the fleet cannot continue."""
 
@@ -58,7 +55,6 @@ class Fleet:
         i,
         number=options.first + i,
         adapter=options.adapter,
-        pause=options.pause,
       )
       for i in range(len(options.addresses) or options.servers)
     ]
@@ -93,9 +89,6 @@ class Fleet:
       probe.WrongWeights: A server accepted the weights but computes with different ones.
     """
     self._weights, self._is_asleep, self.probe_difference = weights, False, 0.0
-    if self._options.pause == pausing.ABORT and self._options.adapter is None:
-      old = [server for server in self.servers if not self._is_current(server)]
-      self._listener.aborted_by_weights(old)
     await self._until(self._is_published)
 
   async def sleep(self) -> None:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from grpo_jax.engines import pausing, probe, served_adapter, sglang_messages
+from grpo_jax.engines import probe, served_adapter, sglang_messages
 from grpo_jax.engines.base import EngineFailure
 from grpo_jax.engines.server_process import LaunchOptions, ServerProcess
 from grpo_jax.engines.sglang_client import Client, Timeouts
@@ -68,7 +68,6 @@ class Options:
   servers: int = SGLangOptions.servers  # number of servers to launch.
   launch: LaunchOptions | None = None
   model_path: str = ""  # folder that launched servers start from.
-  pause: str = pausing.RETRACT  # what becomes of requests in flight when new weights come.
   adapter: lora.Options | None = None  # if servers are given adapters; None: all weights.
   key: str | None = dataclasses.field(default=None, repr=False)  # key of the servers' API.
   timeouts: Timeouts = Timeouts()
@@ -88,7 +87,6 @@ class Server:
     *,
     number: int | None = None,
     adapter: lora.Options | None = None,
-    pause: str = pausing.RETRACT,
   ):
     """Makes the state of a server.
 
@@ -96,12 +94,10 @@ class Server:
       index: Index in the fleet.
       number: Number among all servers of the run, for messages; None: the index.
       adapter: Options of the adapters that it is given; None: it is given all weights.
-      pause: Mode in which it pauses when it is given all weights; one of `pausing.MODES`.
     """
     self.index = index
     self._number = index if number is None else number
     self._options = adapter
-    self._pause = pause
     self._is_stale = False  # whether it is paused with keys and values of older weights.
     self.process: ServerProcess | None = None
     self.version: int | None = None  # version of the weights that it was proven to use.
@@ -164,19 +160,10 @@ class Server:
         f"{self.name} cannot be used for training: it has no /update_weights_from_disk. sglang-jax"
         " never has it; instead of an SGLang router, engine.sglang.addresses names its workers"
       )
-    await self._refuse_pause()
     if self._options is not None:
       self._base = started_from
       await self._prepare_for_adapters(self._options)
     self.is_up = self.has_been_up = True
-
-  async def _refuse_pause(self) -> None:
-    """Raises FleetError if the server cannot pause as it has to."""
-    if self._pause != pausing.IN_PLACE:
-      return
-    why = pausing.refusal(await self._answered(self.client.server_info()))
-    if why is not None:
-      raise FleetError(f"{self.name} cannot be used with engine.sglang.pause='in_place': {why}")
 
   async def _prepare_for_adapters(self, options: lora.Options) -> None:
     """Checks that a server can serve adapters, and drops those that earlier runs left on it.
@@ -231,8 +218,7 @@ class Server:
   async def update(self, weights: Weights, *, tolerance: float) -> float:
     """Loads weights and proves that the server uses them.
 
-    Requests in flight are paused. With the mode "abort" all of them end, else they continue with
-    the new weights; see `pausing`.
+    Requests in flight are paused, and continue with the new weights.
 
     Returns:
       The largest difference of the probe's logprobs from the trainer's, in nats.
@@ -252,18 +238,19 @@ class Server:
         self._base, self._reported = adapter.base, adapter.base_version
       await self._load_adapter(adapter.name, weights.folder)
       self._adapters[weights.version] = adapter.name
-    return await self._use(weights, tolerance)
+    difference = await self._prove(weights, tolerance)
+    self.version = weights.version
+    self.adapter = adapter.name if adapter else None
+    return difference
 
   async def _load(self, folder: pathlib.Path, version: str) -> None:
     """Pauses the server, has it load all weights from a folder, and resumes it."""
-    client, keeps_cache = self.client, self._pause == pausing.IN_PLACE
+    client = self.client
     if self.is_asleep:
       await self._answered(client.resume_weights())
-    await self._answered(client.pause(keeps_cache=keeps_cache))
-    if self._pause == pausing.ABORT:
-      await self._answered(client.abort_all())
+    await self._answered(client.pause())
     try:
-      await self._answered(client.load(str(folder), version, keeps_cache=keeps_cache))
+      await self._answered(client.load(str(folder), version))
     except FleetError as error:
       if sglang_messages.kept_its_cache(str(error)):  # what is stale may not be used.
         self._is_stale = True
@@ -294,13 +281,6 @@ class Server:
       if sglang_messages.refuses_all_adapters(str(error)):
         raise FleetError(f"{self.name}: {error}{_UNREADABLE}") from error
       raise ServerLost(f"has not loaded the adapter {name}: {error}") from error
-
-  async def _use(self, weights: Weights, tolerance: float) -> float:
-    """Proves what the server computes, and has requests use it; returns the probe's difference."""
-    difference = await self._prove(weights, tolerance)
-    self.version = weights.version
-    self.adapter = weights.adapter.name if weights.adapter else None
-    return difference
 
   def has_adapters_before(self, version: int) -> bool:
     """Returns whether it has adapters of older versions."""

@@ -32,7 +32,6 @@ from grpo_jax.engines import (
   everywhere,
   launching,
   merging,
-  pausing,
   probe,
   scheduling,
   served_adapter,
@@ -55,7 +54,6 @@ from grpo_jax.processes import elsewhere
 
 _log = logging.getLogger(__name__)
 
-_ABORTED = "engine/aborted"
 _CPU_WIDTH = 32  # of SGLang's padding: configs/update_config.py.
 
 # Keeps TF32 out of the servers' float32 products: of NVIDIA's libraries, and of Triton's kernels,
@@ -114,14 +112,12 @@ class SGLangEngine:
     self._gives_adapters = fleet.adapter is not None
     self._base = base_folder
     self._merged_share = merging.MergedShare(compute_dtype)
-    self._is_aborting = fleet.pause == pausing.ABORT
     self._dispatcher = Dispatcher(
       servers=len(fleet.addresses) or fleet.servers,
       in_flight=max_rows,
       max_attempts=options.max_attempts,
       vocab_size=config.vocab_size,
       seeded=options.deterministic,
-      pause=fleet.pause,
     )
     self._fleet = Fleet(fleet, self._dispatcher)
     self._version = -1
@@ -141,8 +137,8 @@ class SGLangEngine:
     """Writes the weights, has all servers load them, and proves that they did.
 
     If servers are given adapters, only the adapter is written, and its base with the first one.
-    Completions under way may be in flight: `engine.sglang.pause` says what becomes of them, and
-    with an adapter they end with the one that they began with.
+    Completions may be under way: they continue with the new weights, and with an adapter they end
+    with the one that they began with.
 
     All processes of a run have to call this alike, and raise alike: an error of one of them names
     it on the others.
@@ -243,7 +239,7 @@ class SGLangEngine:
     """
     if processes.count() == 1 or not self._reports:
       return self._report()
-    counts = ("engine/restarts", "engine/retries", _ABORTED)
+    counts = ("engine/restarts", "engine/retries")
     return {
       name: (sum if name in counts else max)(report[name] for report in self._reports)
       for name in self._reports[0]
@@ -257,7 +253,6 @@ class SGLangEngine:
       "mismatch/probe_abs_logprob_max": self._fleet.probe_difference,
       "engine/restarts": float(self._fleet.restarts),
       "engine/retries": float(self._dispatcher.retries),
-      **({_ABORTED: float(self._dispatcher.aborted)} if self._is_aborting else {}),
     }
 
   def close(self) -> None:
@@ -365,11 +360,6 @@ def make(
   registry.check_arguments("engine 'sglang'", SGLangOptions, options)
   chosen = SGLangOptions(**options)
   _refuse(chosen, config)
-  if adapter is not None and chosen.pause is not None:
-    raise ValueError(
-      f"engine.sglang.pause={chosen.pause!r} cannot be set with model.lora.sync='adapter': SGLang"
-      " loads adapters without a pause, and completions under way end on their own"
-    )
   dtype = jnp.dtype(compute_dtype)
   products = precision.resolve(matmul_precision, dtype) or dtype.name
   key = everywhere.together(
@@ -518,7 +508,6 @@ def _fleet_options(
     servers=chosen.servers,
     launch=launch,
     model_path=model_path,
-    pause=chosen.pause_mode,
     adapter=adapter,
     key=key,
     timeouts=Timeouts(
@@ -550,7 +539,7 @@ def _launch_options(
     python=pathlib.Path(options.python),
     log_folder=log_folder,
     device=launching.device_of(options.device),
-    arguments=(*saver, *for_adapters, *pausing.arguments(options.pause_mode), *options.arguments),
+    arguments=(*saver, *for_adapters, *options.arguments),
     command=options.command,
     environment=variables(products, options.environment),
     host=options.host,

@@ -104,14 +104,12 @@ class Client:
       return error.status != 404  # the endpoint itself refuses an empty body.
     return True
 
-  async def pause(self, *, keeps_cache: bool = False) -> None:
+  async def pause(self) -> None:
     """Stops generating; requests in flight wait and continue with the next weights.
 
-    Args:
-      keeps_cache: Whether they keep the keys and values of what they have; else the server frees
-        these, and computes them again when it continues.
+    The server frees the keys and values of what they have, and computes them again then.
     """
-    await self._control("/pause_generation", {"mode": "in_place" if keeps_cache else "retract"})
+    await self._control("/pause_generation", {"mode": "retract"})
 
   async def resume(self) -> None:
     """Continues generating; does nothing if the server was not paused."""
@@ -121,18 +119,17 @@ class Client:
     """Aborts all requests in flight, also those of clients that are gone."""
     await self._control("/abort_request", {"abort_all": True})
 
-  async def load(self, folder: str, version: str, *, keeps_cache: bool = False) -> None:
+  async def load(self, folder: str, version: str) -> None:
     """Replaces the weights by those of a folder and clears the server's cache.
 
     Args:
       folder: Hugging Face folder.
       version: Version that the server reports from now on.
-      keeps_cache: Whether the cache stays; a server does not clear it while requests use it.
 
     Raises:
       Refused: The server cannot read the folder, or it holds another model; the old weights stay.
     """
-    body = {"model_path": folder, "weight_version": version, "flush_cache": not keeps_cache}
+    body = {"model_path": folder, "weight_version": version, "flush_cache": True}
     answer = await self._control("/update_weights_from_disk", body)
     if not (isinstance(answer, dict) and answer.get("success")):
       said = self.shown(answer)

@@ -78,7 +78,6 @@ def generate_body(
   *,
   seeded: bool,
   adapter: str | None = None,
-  cache_key: str | None = None,
 ) -> dict[str, Any]:
   """Returns the body of POST /generate for one completion.
 
@@ -87,7 +86,6 @@ def generate_body(
     name: SGLang's request id, unique during the life of the server.
     seeded: Argument of `sampling_params`.
     adapter: Name of the adapter to sample with; None: the server's weights alone.
-    cache_key: Part of the prefix cache to use; None: all of it.
   """
   return {
     "input_ids": [int(i) for i in request.prompt_ids],
@@ -95,7 +93,6 @@ def generate_body(
     "rid": name,
     "return_logprob": True,
     **_named(adapter),
-    **({} if cache_key is None else {"extra_key": cache_key}),
     # Of a request without filters SGLang refuses the logprobs of the distribution that it sampled.
     **({_TRUNCATED: True} if request.sampling.reports_truncated else {}),
   }

@@ -6,7 +6,6 @@ They are the section `engine.sglang` of a config; `grpo_jax/config/base.py` expl
 import dataclasses
 from collections.abc import Mapping
 
-from grpo_jax.engines import pausing
 from grpo_jax.values import checked
 
 _SIZE = checked.whole(low=1)
@@ -25,7 +24,6 @@ KINDS: Mapping[str, checked.Kind] = {
   "host": checked.text(),
   "port": checked.whole(low=1, high=65535, none=True),
   "deterministic": checked.switch(),
-  "pause": checked.choice(pausing.MODES, none=True),
   "weights_folder": checked.path(none=True),
   "release_memory": checked.switch(),
   "probe_tolerance": checked.number(above=0, none=True),
@@ -59,7 +57,6 @@ class SGLangOptions:
   host: str = "127.0.0.1"
   port: int | None = None
   deterministic: bool = True
-  pause: str | None = None
   weights_folder: str | None = None
   release_memory: bool = False
   probe_tolerance: float | None = None
@@ -76,8 +73,3 @@ class SGLangOptions:
     for name in ("addresses", "arguments", "command", "gpus"):
       value = getattr(self, name)
       object.__setattr__(self, name, None if value is None else tuple(value))
-
-  @property
-  def pause_mode(self) -> str:
-    """What becomes of completions under way while servers take new weights; see `pausing`."""
-    return self.pause or pausing.RETRACT

@@ -154,9 +154,6 @@ METRICS: dict[str, Definition] = {
     "count", "servers replaced since the run was started or resumed", "0"
   ),
   "engine/retries": Definition("count", "requests sent again since then", "0"),
-  "engine/aborted": Definition(
-    "count", "requests that new weights ended, and that began again (`engine.sglang.pause='abort'`)"
-  ),
   "lora/merged_share": Definition(
     "share",
     "part of the adapter that is left where merged weights are rounded, at the newest sync: "

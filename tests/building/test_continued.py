@@ -50,6 +50,7 @@ def stored_with(folder, options):
       "engine.sglang.router": None,
       "engine.sglang.requests": "completion",
       "rollout.recompute_cache": True,
+      "engine.sglang.pause": "retract",
     }
   ],
 )
@@ -71,6 +72,10 @@ def test_removed_options_that_changed_nothing_do_not_keep_a_run_from_continuing(
     (
       {"engine.sglang.requests": "group"},
       "engine.sglang.requests='group' was removed: each completion is a request of its own",
+    ),
+    (
+      {"engine.sglang.pause": "abort"},
+      "engine.sglang.pause='abort' was removed: new weights always retract what is under way",
     ),
     (
       {"rollout.recompute_cache": False},

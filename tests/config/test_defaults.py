@@ -126,7 +126,6 @@ EXCEPTIONS = {
   ),
   (data.make, "seed"): "the seed of a run is a field of its own; the function's is of one order",
   (launching.LaunchOptions, "engine.sglang.device"): "None in the config: what the machine has",
-  (server.Options, "engine.sglang.pause"): "None in the config: retract",
   (server.Options, "engine.sglang.probe_tolerance"): "None in the config: that of the dtype",
   (loggers.make, "total_steps"): "a log can be written without knowing where it ends",
   **dict.fromkeys(

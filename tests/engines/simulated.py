@@ -73,7 +73,6 @@ class _Request:
   seed: int
   count: int
   adapter: str | None
-  key: str | None
   answer: asyncio.Future
   versions: list[int] = dataclasses.field(default_factory=list)
   logprobs: list[float] = dataclasses.field(default_factory=list)
@@ -103,7 +102,7 @@ class Simulated:
     self.is_paused = False
     self.busy = asyncio.Lock()  # it obeys one command after the other.
     self.running, self.waiting = [], collections.deque()
-    self.cache = collections.defaultdict(set)  # (key, prompt) → versions that computed it.
+    self.cache = collections.defaultdict(set)  # (adapter, prompt) → versions.
     self.adapters = {}
     self.revived = asyncio.Event()
     self.revived.set()
@@ -152,7 +151,7 @@ class Simulated:
   def _sample(self, request):
     version = self.weights if request.adapter is None else self.adapters[request.adapter]
     if not request.cached:  # the prompt from the prefix cache or computed, its own tokens computed.
-      stored = self.cache[request.key, request.adapter, request.prompt]
+      stored = self.cache[request.adapter, request.prompt]
       if not stored:
         stored.add(version)
       request.cached = {*stored, *([version] if request.versions else [])}
@@ -197,7 +196,6 @@ class Simulated:
       seed=params["sampling_seed"],
       count=params["max_new_tokens"],
       adapter=adapter,
-      key=body.get("extra_key"),
       answer=asyncio.get_running_loop().create_future(),
     )
     self.waiting.append(request)
@@ -296,17 +294,16 @@ class SimulatedClient(Client):
     return await self._control(lambda: {"weight_version": str(self.simulated.reported)})
 
   async def server_info(self):
-    info = {"disable_overlap_schedule": True, "enable_lora": True, "max_lora_rank": 8}
+    info = {"enable_lora": True, "max_lora_rank": 8}
     return await self._control(lambda: info)
 
   async def can_update(self):
     return await self._control(lambda: True)
 
-  async def pause(self, *, keeps_cache=False):
+  async def pause(self):
     def pause():
       self.simulated.is_paused = True
-      if not keeps_cache:
-        self.simulated.retract()
+      self.simulated.retract()
 
     await self._control(pause, is_command=True)
 
@@ -319,15 +316,13 @@ class SimulatedClient(Client):
   async def abort_all(self):
     await self._control(self.simulated.abort_all, is_command=True)
 
-  async def load(self, folder, version, *, keeps_cache=False):
+  async def load(self, folder, version):
     async def load():
       await asyncio.sleep(self.simulated.chance.uniform(0.0, 0.3))
       its = self.simulated
       if not its.is_paused:
         its.flaws.append("it samples while its weights change")
       its.weights, its.reported = int(folder.rpartition("-")[2]), version
-      if keeps_cache:
-        return
       if its.refuses_flush:
         its.refuses_flush -= 1
         raise Refused("answered 400: the cache was not flushed because", status=400)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from grpo_jax.engines import dispatch, pausing
+from grpo_jax.engines import dispatch
 from grpo_jax.engines.calls import Call
 from grpo_jax.engines.dispatch import Dispatcher, Job
 from grpo_jax.engines.server import FleetError, Server
@@ -80,10 +80,10 @@ def fails(error):
   return fail
 
 
-def dispatcher_of(*behaviours, in_flight=4, max_attempts=5, pause=pausing.RETRACT):
+def dispatcher_of(*behaviours, in_flight=4, max_attempts=5):
   dispatcher = Dispatcher(
     servers=len(behaviours), in_flight=in_flight, max_attempts=max_attempts, vocab_size=61,
-    seeded=True, pause=pause,
+    seeded=True,
   )  # fmt: skip
   servers = [ScriptedServer(i, b, dispatcher) for i, b in enumerate(behaviours)]
   for server in servers:
@@ -293,52 +293,6 @@ def test_an_error_of_our_own_fails_the_call_instead_of_hanging_it():
     dispatcher, _ = dispatcher_of(fails(ZeroDivisionError("a bug")))
     with pytest.raises(ZeroDivisionError, match="a bug"):
       await collect(dispatcher, requests(2))
-
-  run(go())
-
-
-# --- new weights while requests are in flight ---------------------------------------------------
-
-
-def test_requests_of_each_version_have_a_prefix_cache_of_their_own_if_servers_keep_it():
-  async def keys(pause):
-    dispatcher, servers = dispatcher_of(answers, answers, pause=pause)
-    bodies = [server.client.bodies for server in servers]
-    found = []
-    for versions in ((4, 4), (4, 5), (5, 5), (5, 6)):
-      for server, version in zip(servers, versions, strict=True):
-        server.version = version
-      await collect(dispatcher, requests(8))
-      found.append({body.get("extra_key") for each in bodies for body in each})
-      for each in bodies:
-        each.clear()
-    return found
-
-  async def go():
-    assert await keys(pausing.RETRACT) == await keys(pausing.ABORT) == [{None}] * 4
-    first, both, second, last = await keys(pausing.IN_PLACE)
-    assert len(first) == len(second) == 1 and both == first | second and None not in both | last
-    assert last > second and len(last) == 2
-    (other, *_) = await keys(pausing.IN_PLACE)
-    assert not other & first  # no other run uses it.
-
-  run(go())
-
-
-def test_requests_that_new_weights_end_begin_again_without_an_attempt_once_a_server_opens():
-  async def go():
-    dispatcher, servers = dispatcher_of(hangs, hangs, max_attempts=1, pause=pausing.ABORT)
-    found = asyncio.create_task(collect(dispatcher, requests(12)))
-    await until(lambda: dispatcher.in_flight == 8)
-    for server in servers:
-      server.client.behave = answers
-    dispatcher.aborted_by_weights(servers)
-    await asyncio.sleep(0.01)
-    assert dispatcher.in_flight == 0 and dispatcher.aborted == 8
-    dispatcher.opened(servers[1])
-    assert sorted(await found) == sorted(once_each(12))
-    assert dispatcher.retries == 0
-    assert len(servers[1].client.bodies) == 4 + 12 and len(servers[0].client.bodies) == 4
 
   run(go())
 

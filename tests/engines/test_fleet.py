@@ -86,27 +86,11 @@ def test_each_process_needs_a_server_of_its_own():
   ("settings", "message"),
   [
     ({"addresses": ("localhost:30000",)}, "'http://host:port', got 'localhost:30000'"),
-    ({"addresses": ("http://a:1",), "pause": "stop"}, "'abort', 'in_place', or None, got 'stop'"),
-    (
-      {"addresses": ("http://a:1",), "pause": "abort", "adapter": lora.Options(rank=2)},
-      "pause='abort' cannot be set with model.lora.sync='adapter'",
-    ),
   ],
 )
 def test_options_without_meaning_are_refused_at_once(make, settings, message):
   with pytest.raises(ValueError, match=message):
     make(**settings)
-
-
-def test_servers_are_started_as_the_mode_of_their_pauses_needs_it(tmp_path):
-  def arguments(**chosen):
-    options = SGLangOptions(arguments=("--log-level=info",), **chosen)
-    numbers = {"dtype": "float32", "products": "float32", "max_rows": 8, "context_length": 64}
-    return sglang._launch_options(options, tmp_path, adapter=None, **numbers).arguments
-
-  assert arguments() == arguments(pause="retract") == arguments(pause="abort")
-  assert arguments() == ("--log-level=info",)
-  assert arguments(pause="in_place") == ("--disable-overlap-schedule", "--log-level=info")
 
 
 def test_closing_an_engine_whose_server_just_starts_leaves_no_process(make):
@@ -135,7 +119,7 @@ def test_a_fleet_is_closed_also_while_one_of_its_servers_is_looked_at(monkeypatc
     def opened(self, server):
       pass
 
-    closed = failed = aborted_by_weights = opened
+    closed = failed = opened
 
     def oldest(self):
       return None

@@ -1,4 +1,4 @@
-"""A real server that gets new weights while completions are under way, in each mode of a pause."""
+"""A real server that gets new weights while completions are under way."""
 
 import asyncio
 import threading
@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from grpo_jax.engines.server import FleetError
 from tests.engines import sglang_fixtures, tiny
 from tests.engines.faulty_proxy import FaultyProxy
 
@@ -131,40 +130,6 @@ def test_retracted_completions_continue_as_the_model_of_each_tokens_version(make
   assert later_is_exact(engine)
   metrics = engine.metrics()
   assert metrics["engine/retries"] == metrics["engine/restarts"] == 0
-
-
-def test_aborted_completions_begin_again_with_the_new_weights(make, proxy):
-  engine, requests = make(pause="abort", max_attempts=1), requests_of(96)
-  found = sampled_meanwhile(engine, requests)
-  assert set(check_versions(found)) == {1}
-  assert largest(found, requests) <= 1e-4 and later_is_exact(engine)
-  metrics = engine.metrics()
-  assert metrics["engine/aborted"] > 20
-  assert metrics["engine/retries"] == metrics["engine/restarts"] == 0
-  asked = [body["rid"] for path, body in proxy.seen if path == "/generate"]
-  probes, later = LAST - FIRST + 1, 40
-  again = len(asked) - (len(requests) + probes + later)
-  assert 20 < again <= metrics["engine/aborted"]  # some were not sent yet.
-
-
-def test_completions_that_keep_their_cache_are_of_no_version_but_later_ones_are(make, proxy):
-  engine, requests = make(pause="in_place"), requests_of(96)
-  found = sampled_meanwhile(engine, requests)
-  counts = check_versions(found)
-  assert sum(count > 1 for count in counts) > 20
-  assert largest(found, requests) > 0.1
-  whole = [r for r in requests if len({*found[r.request_id].weight_versions.tolist()}) == 1]
-  assert largest(found, [r for r in whole if found[r.request_id].weight_versions[0] == 3]) <= 1e-4
-  assert later_is_exact(engine)
-  assert engine.metrics()["engine/retries"] == 0
-  keys = [body["extra_key"] for _, body in proxy.seen if body and "extra_key" in body]
-  assert len({*keys[-40:]}) == 1 and keys[0] not in keys[-40:]
-
-
-def test_a_server_that_would_mislabel_tokens_may_not_pause_in_place(make, proxy):
-  proxy.fail("/server_info", lambda h, _: h.say(200, b'{"disable_overlap_schedule": false}'))
-  with pytest.raises(FleetError, match="in_place': it overlaps .*--disable-overlap-schedule"):
-    make(pause="in_place")
 
 
 def test_a_server_that_cannot_clear_its_cache_loses_its_requests_and_is_given_weights_again(

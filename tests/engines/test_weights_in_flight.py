@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from grpo_jax.engines import fleet, pausing
+from grpo_jax.engines import fleet
 from grpo_jax.engines.calls import Call
 from grpo_jax.engines.dispatch import Dispatcher, Job
 from grpo_jax.engines.fleet import Fleet
@@ -20,7 +20,7 @@ from grpo_jax.engines.server import Adapter, Options, Weights
 from grpo_jax.engines.sglang_client import Timeouts
 from grpo_jax.models import lora
 from tests.engines import simulated, tiny
-from tests.engines.simulated import MIXED, TICK_S, Simulated, SimulatedClient, SimulatedProcess
+from tests.engines.simulated import TICK_S, Simulated, SimulatedClient, SimulatedProcess
 
 TIMEOUTS = Timeouts(generate_s=60.0, control_s=4.0, health_s=3.0)
 PROBE = (1, 2, 3)
@@ -31,13 +31,11 @@ KINDS = ("launched", "given", "adapters")
 
 @dataclasses.dataclass
 class Found:
-  """A completion, and between which moments it was under way."""
+  """A completion that came."""
 
   generation: object
   request: object
   least: int  # newest version that had been published when it was asked for.
-  began: float
-  ended: float
 
 
 @dataclasses.dataclass
@@ -53,19 +51,17 @@ class Blow:
 class World:
   """Servers, the fleet that uses them, and what happened."""
 
-  def __init__(self, chance, *, kind, mode, servers, patch, is_calm, blow=None):
-    self.chance, self.kind, self.mode, self.is_calm = chance, kind, mode, is_calm
+  def __init__(self, chance, *, kind, servers, patch, is_calm, blow=None):
+    self.chance, self.kind, self.is_calm = chance, kind, is_calm
     self.blow = blow  # the one thing that happens to the first server, in a calm schedule.
     self.servers = [Simulated(chance) for _ in range(servers)]
     self.begun = self.published = -1
-    self.updates = []  # (begin, end) of each.
     self.found = []
     is_launched = kind == "launched"
     options = Options(
       addresses=() if is_launched else tuple(f"http://{i}" for i in range(servers)),
       servers=servers,
       launch=LAUNCH if is_launched else None,
-      pause=mode,
       adapter=lora.Options(rank=2) if kind == "adapters" else None,
       timeouts=TIMEOUTS,
       start_timeout_s=30.0,
@@ -79,7 +75,6 @@ class World:
       max_attempts=1 if is_calm and not blow else 10_000,
       vocab_size=61,
       seeded=True,
-      pause=mode,
     )
     self.fleet = Fleet(options, self.dispatcher)
     self.fleet.client = lambda address: None  # `_bring_up` asks for it, see `_up`.
@@ -113,9 +108,6 @@ class World:
 
     return struck
 
-  def now(self):
-    return asyncio.get_running_loop().time()
-
   async def tick(self):
     while True:
       await asyncio.sleep(TICK_S)
@@ -133,10 +125,9 @@ class World:
       np.full(len(PROBE) - 1, -(version + 1.0)),
       adapter if self.kind == "adapters" else None,
     )
-    began, self.begun = self.now(), version
+    self.begun = version
     await self.fleet.publish(weights)
     self.published = version
-    self.updates.append((began, self.now()))
 
   async def ask(self, number):
     """Asks for some completions and keeps what comes."""
@@ -150,13 +141,13 @@ class World:
       )
       for i in range(chance.randint(1, 8))
     ]
-    least, began = self.published, self.now()
+    least = self.published
     call = Call(requests, None)
     self.dispatcher.submit([Job(request, call) for request in requests])
     by_id = {request.request_id: request for request in requests}
     async for generation in call.stream():
       request = by_id.pop(generation.request_id)  # each comes once.
-      self.found.append(Found(generation, request, least, began, self.now()))
+      self.found.append(Found(generation, request, least))
     assert not by_id
 
   async def trouble(self):
@@ -223,20 +214,15 @@ class World:
       assert (np.diff(versions) >= 0).all() and each.least <= versions[0]
       assert versions[-1] <= self.published
       off = generation.logprobs + (versions + 1.0)
-      if self.mode == pausing.IN_PLACE and self.kind != "adapters":
-        assert set(off.tolist()) <= {0.0, MIXED}
-        alone = all(end < each.began or begin > each.ended for begin, end in self.updates)
-        assert not alone or not off.any(), "begun from keys and values of older weights"
-      else:
-        assert not off.any(), f"{generation.logprobs} are not those of {versions}"
-      if self.mode == pausing.ABORT or self.kind == "adapters":
+      assert not off.any(), f"{generation.logprobs} are not those of {versions}"
+      if self.kind == "adapters":
         assert len(set(versions.tolist())) == 1
 
 
 def schedule(seed, patch, **fixed):
-  """Returns what happened in a random schedule, checked; its kind and mode may be given."""
+  """Returns what happened in a random schedule, checked; its kind may be given."""
   chance = random.Random(seed)
-  drawn = {"kind": chance.choice(KINDS), "mode": chance.choice(pausing.MODES), "is_calm": False}
+  drawn = {"kind": chance.choice(KINDS), "is_calm": False}
   chosen = {**drawn, **fixed}
   worlds = []
 
@@ -278,40 +264,32 @@ def test_nothing_is_lost_or_doubled_and_versions_are_true_in_1000_random_schedul
     seen["completions"] += len(counts)
     seen["of several versions"] += sum(count > 1 for count in counts)
     seen["retries"] += world.dispatcher.retries
-    seen["aborted"] += world.dispatcher.aborted
     seen["lost"] += world.fleet.restarts
-    mixed = [(each.generation.logprobs < MIXED / 2).any() for each in world.found]
-    seen["mixed"] += sum(mixed)
   assert all(seen[name] > 20 for name in seen), seen
 
 
-@pytest.mark.parametrize("mode", pausing.MODES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_healthy_servers_answer_each_request_at_the_first_attempt(kind, mode, monkeypatch):
+def test_healthy_servers_answer_each_request_at_the_first_attempt(kind, monkeypatch):
   """New weights cost no attempt."""
   several = 0
   for seed in range(6):
     with monkeypatch.context() as patch:
-      world = schedule(seed, patch, kind=kind, mode=mode, is_calm=True)
+      world = schedule(seed, patch, kind=kind, is_calm=True)
     assert world.dispatcher.retries == world.fleet.restarts == 0
     several += sum(count > 1 for count in versions_of(world))
-  continues = mode != pausing.ABORT and kind != "adapters"
-  assert (several > 0) == continues
+  assert (several > 0) == (kind != "adapters")
 
 
-CALLS = ("pause", "abort_all", "load", "resume", "score")
+CALLS = ("pause", "load", "resume", "score")
 
 
 @pytest.mark.parametrize("fault", ["kill", "hang"])
-@pytest.mark.parametrize("mode", pausing.MODES)
 def test_a_server_lost_at_any_moment_of_an_update_is_replaced_and_nothing_with_it(
-  mode, fault, monkeypatch
+  fault, monkeypatch
 ):
   for number, (call, is_after) in enumerate(itertools.product(CALLS, (False, True))):
-    if call == "abort_all" and mode != pausing.ABORT:
-      continue
     blow = Blow(call, fault, is_after)
-    chosen = {"kind": "launched", "mode": mode, "servers": 1 + number % 2, "is_calm": True}
+    chosen = {"kind": "launched", "servers": 1 + number % 2, "is_calm": True}
     with monkeypatch.context() as patch:
       world = schedule(number, patch, blow=blow, **chosen)
     assert blow.fell and world.fleet.restarts == 1, blow
