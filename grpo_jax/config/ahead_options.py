@@ -21,7 +21,6 @@ def rule(config: Config) -> Rule:
     max_staleness=config.rollout.max_staleness,
     groups_per_step=config.rollout.prompts_per_step,
     order=config.rollout.order,
-    on_stale=config.rollout.on_stale,
   )
 
 
@@ -55,16 +54,6 @@ def problems(config: Config) -> Iterator[str]:
       f"rollout.max_staleness={rollout.max_staleness} is about sampling, and mode='offline' samples"
       " nothing: set it to 0"
     )
-  if rollout.order == "prompt" and rollout.on_stale != "wait":
-    yield (
-      f"rollout.on_stale={rollout.on_stale!r} needs rollout.order='finished': in the order of"
-      " prompts no group becomes too old"
-    )
-  if rollout.on_stale == "drop" and config.dynamic_sampling.enabled:
-    yield (
-      "rollout.on_stale='drop' cannot be combined with dynamic_sampling.enabled: the surplus of a"
-      " step may be too old for the next one; use 'wait' or 'mask'"
-    )
   room = rollout.max_staleness * rollout.prompts_per_step
   if block(config) > room:
     yield (
@@ -76,7 +65,6 @@ def problems(config: Config) -> Iterator[str]:
 # Options that only matter if groups are sampled ahead, with their defaults.
 _UNUSED = {
   "order": "prompt",
-  "on_stale": "wait",
   "in_flight_updates": False,
 }
 

@@ -234,8 +234,6 @@ def get_config() -> Any:
   rollout.max_staleness = 0
   # which groups a step learns from: "prompt": those of fixed prompts; "finished": the first ones
   rollout.order = "prompt"
-  # groups that would become too old: "wait" for them, "drop" them, or "mask" their old tokens
-  rollout.on_stale = "wait"
   # engines take new weights while completions are under way; False: these are finished first
   rollout.in_flight_updates = False
 

@@ -99,7 +99,6 @@ KINDS: Mapping[str, checked.Kind] = {
   "rollout.schedule": checked.choice(rollout.SCHEDULES),
   "rollout.max_staleness": checked.whole(low=0),
   "rollout.order": checked.choice(admission.ORDERS),
-  "rollout.on_stale": checked.choice(admission.ON_STALE),
   "rollout.in_flight_updates": checked.switch(),
   "rollout.conversations": checked.optional(checked.switch()),
   "dynamic_sampling.enabled": checked.switch(),

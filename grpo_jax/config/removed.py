@@ -39,6 +39,10 @@ OPTIONS: Mapping[str, Removed] = {
     "new weights always retract what is under way: it continues, its context computed again",
     _one_of(None, "retract"),
   ),
+  "rollout.on_stale": Removed(
+    "a step always waits for the groups that would become too old, so none is dropped or masked",
+    _one_of("wait"),
+  ),
   "rollout.recompute_cache": Removed(
     "new weights always compute the keys and values of unfinished completions again",
     _one_of(True),

@@ -97,14 +97,6 @@ METRICS: dict[str, Definition] = {
   "rollout/mixed_versions_share": Definition(
     "share", "completions whose tokens were sampled by several versions of the weights"
   ),
-  "rollout/stale_tokens_masked_share": Definition(
-    "share",
-    "sampled tokens not learned from because they are older than rollout.max_staleness",
-    "0",
-  ),
-  "rollout/dropped_groups": Definition(
-    "count", "groups given up as too old, whose prompts are sampled again", "0"
-  ),
   "env/*/reward_mean": Definition("reward", "mean over the environment's completions", "rises"),
   "env/*/reward/*": Definition("reward", "mean of one component of the reward"),
   "env/*/completions": Definition("count", "completions of the step that this environment scored"),

@@ -20,9 +20,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 Order = Literal["prompt", "finished"]
-OnStale = Literal["wait", "drop", "mask"]
 ORDERS = ("prompt", "finished")
-ON_STALE = ("wait", "drop", "mask")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +33,11 @@ class Rule:
     groups_per_step: Number P of groups of a step.
     order: "prompt": groups are taken in the order of their prompts; "finished": in the order in
       which they finish, as far as deadlines allow.
-    on_stale: Treatment of groups that are too old: "wait": there are none, because a step waits
-      for those whose deadline it is; "drop": they are given up and sampled again; "mask": their
-      tokens that are too old are not learned from.
   """
 
   max_staleness: int
   groups_per_step: int
   order: Order = "prompt"
-  on_stale: OnStale = "wait"
 
   @property
   def capacity(self) -> int:
@@ -207,8 +201,6 @@ class Ledger:
 
   def _needed(self, step: int, wanted: int, held: Sequence[int]) -> dict[int, int]:
     """Returns how many groups with a deadline of d or earlier the step must take, for each d."""
-    if self.rule.on_stale != "wait":
-      return {}
     of_held = [self.rule.deadline(version) for version in held]
     deadlines = [*(self._deadline(number) for number in self._entries), *of_held]
     needed = {}

@@ -20,7 +20,7 @@ import numpy as np
 
 from grpo_jax import processes
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.groups import group_bytes, group_json, stale_tokens
+from grpo_jax.groups import group_bytes, group_json
 from grpo_jax.interrupts import Stopped
 from grpo_jax.processes import bulk
 from grpo_jax.processes.elsewhere import Elsewhere
@@ -113,8 +113,6 @@ class Ahead:
     self._ready: dict[int, RolloutGroup] = {}
     self._encoded: dict[int, dict[str, Any]] = {}
     self._is_over = False  # whether the data has ended.
-    self._dropped = 0
-    self._masked_metrics: dict[str, float] = {}  # of the newest step.
     self._metrics: dict[str, float] = {}
     self._clock = _Clock(attempts)
     known = state.get("ahead", {})
@@ -132,8 +130,8 @@ class Ahead:
     """
     if self._failure is not None:
       raise self._failure
-    old = [group for group in held if self._rule.is_too_old(stale_tokens.oldest(group), step)]
-    if old and self._rule.on_stale == "wait":
+    old = [group for group in held if self._rule.is_too_old(oldest_version(group), step)]
+    if old:
       _log.warning(
         "%d groups that an earlier step left over are older than rollout.max_staleness=%d, because"
         " it or rollout.prompts_per_step was larger then; step %d learns from them all the same",
@@ -142,8 +140,7 @@ class Ahead:
     unsent, self._unsent = self._unsent, []
     self._ledger.restart(unsent, step)
     self._send(unsent)
-    if self._rule.on_stale == "wait":  # only of a run that continues with a smaller bound.
-      self._begin_again(self._ledger.too_old(step), step)
+    self._begin_again(self._ledger.too_old(step), step)
     steps_left = max(self._total_steps - step, 1)
     capacity = min(self._rule.capacity, steps_left * self._rule.groups_per_step)
     while not self._is_over and self._ledger.may_admit(
@@ -164,13 +161,12 @@ class Ahead:
       if self._ledger.outstanding and not self._ledger.may_admit(self._block, held=len(held)):
         break
       self._admit(step)
-    ages = [stale_tokens.oldest(group) for group in held]
+    ages = [oldest_version(group) for group in held]
     choose = functools.partial(self._ledger.choose, count, step, held=ages)
     total = min(count, self._ledger.outstanding)
     with self._progress(f"step {step}: waiting for groups", total) as advance:
       shown = 0
       while True:
-        self._give_up(step)
         chosen = choose()
         done = self._ledger.count_finished(total)
         advance(max(done - shown, 0))
@@ -195,26 +191,15 @@ class Ahead:
     """
     if self._rule.order == "prompt":
       return list(groups)
-    return sorted(groups, key=stale_tokens.oldest)
-
-  def for_step(self, groups: Sequence[RolloutGroup], step: int) -> list[RolloutGroup]:
-    """Returns the groups that a step learns from, without tokens that are too old for it."""
-    if self._rule.on_stale != "mask":
-      return list(groups)
-    bound = self._rule.max_staleness
-    found = [stale_tokens.masked(group, step=step, max_staleness=bound) for group in groups]
-    self._masked_metrics = stale_tokens.masked_metrics(groups, found)
-    return found
+    return sorted(groups, key=oldest_version)
 
   def metrics(self) -> dict[str, float]:
     """Returns the metrics of reading the newest block of the last `draw`, and its failures."""
     return dict(self._metrics)
 
   def step_metrics(self) -> dict[str, float]:
-    """Returns shares of the time since the last call, and what was dropped or masked."""
-    dropped, self._dropped = self._dropped, 0
-    lost = {"rollout/dropped_groups": float(dropped), **self._masked_metrics}
-    return {**self._clock.shares(), **lost}
+    """Returns shares of the time since the last call."""
+    return self._clock.shares()
 
   def settle(self, *, has_learned: bool = True) -> None:
     """Waits until nothing is under way, unless the engine takes weights in flight; see `Draws`."""
@@ -302,19 +287,20 @@ class Ahead:
     block = next(block for block in self._blocks if number in block.numbers)
     return block.prompts[number - block.first]
 
-  def _give_up(self, step: int) -> None:
-    """Begins again what is too old to be learned from, if it is to be dropped."""
-    if self._rule.on_stale == "drop":
-      self._begin_again(self._ledger.too_old(step), step)
-
   def _begin_again(self, numbers: Sequence[int], step: int) -> None:
-    """Gives groups up, and attempts their prompts with the newest weights."""
+    """Gives groups up that were admitted under larger bounds, and attempts their prompts again."""
+    if not numbers:
+      return
+    _log.info(
+      "%d groups are too old for rollout.max_staleness=%d, because it or rollout.prompts_per_step"
+      " was larger when they began: their prompts are sampled again",
+      *(len(numbers), self._rule.max_staleness),
+    )
     for number in numbers:
       self._attempts.give_up(number)
       self._ready.pop(number, None)
       self._encoded.pop(number, None)
     self._ledger.restart(numbers, step)
-    self._dropped += len(numbers)
     self._send(numbers)
 
   def _wait(self, what: str, stop: Any) -> None:
@@ -353,7 +339,7 @@ class Ahead:
     own = self._attempts.arrived()
     for number, group in self._exchanged(own):
       self._ready[number] = group_json.without_info(group)
-      self._ledger.finish(number, max(stale_tokens.oldest(group), self._ledger.version_of(number)))
+      self._ledger.finish(number, max(oldest_version(group), self._ledger.version_of(number)))
 
   def _exchanged(self, own: Sequence[Arrived]) -> list[Arrived]:
     if processes.count() == 1:
@@ -408,8 +394,15 @@ class Ahead:
           f" now {found}"
         )
       self._ready[number], self._encoded[number] = group, record
-      self._ledger.finish(number, max(stale_tokens.oldest(group), self._ledger.version_of(number)))
+      self._ledger.finish(number, max(oldest_version(group), self._ledger.version_of(number)))
     self._unsent = list(self._ledger.unfinished)
+
+
+def oldest_version(group: RolloutGroup) -> int:
+  """Returns the oldest version of the weights that sampled tokens of a group; -1: none is known."""
+  members = [*group.rollouts, *([group.greedy] if group.greedy else [])]
+  found = [r.weight_versions[r.loss_mask & (r.weight_versions >= 0)] for r in members]
+  return min((int(each.min()) for each in found if each.size), default=-1)
 
 
 def positions(state: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -67,10 +67,6 @@ class Draws(Protocol):
     """Returns groups in the order in which they are learned from."""
     ...
 
-  def for_step(self, groups: Sequence[RolloutGroup], step: int) -> list[RolloutGroup]:
-    """Returns the groups that a step takes, as it learns from them."""
-    ...
-
   def metrics(self) -> dict[str, float]:
     """Returns the metrics of the last `draw`."""
     ...
@@ -127,10 +123,6 @@ class Direct:
     return groups
 
   def ordered(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-    """Returns the groups as they are."""
-    return list(groups)
-
-  def for_step(self, groups: Sequence[RolloutGroup], step: int) -> list[RolloutGroup]:
     """Returns the groups as they are."""
     return list(groups)
 

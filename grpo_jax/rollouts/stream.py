@@ -260,7 +260,6 @@ class OnlineStream:
       groups = self._draw(self._target, step, ())
     else:
       groups = self._fill(step, self._dynamic)
-    groups = self._draws.for_step(groups, step)
     self._metrics |= self._draws.step_metrics()
     return groups
 

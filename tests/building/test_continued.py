@@ -51,6 +51,7 @@ def stored_with(folder, options):
       "engine.sglang.requests": "completion",
       "rollout.recompute_cache": True,
       "engine.sglang.pause": "retract",
+      "rollout.on_stale": "wait",
     }
   ],
 )
@@ -76,6 +77,10 @@ def test_removed_options_that_changed_nothing_do_not_keep_a_run_from_continuing(
     (
       {"engine.sglang.pause": "abort"},
       "engine.sglang.pause='abort' was removed: new weights always retract what is under way",
+    ),
+    (
+      {"rollout.on_stale": "drop"},
+      "rollout.on_stale='drop' was removed: a step always waits for the groups",
     ),
     (
       {"rollout.recompute_cache": False},

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from grpo_jax.rollouts import admission
-from grpo_jax.rollouts.admission import Ledger, OnStale, Order, Rule
+from grpo_jax.rollouts.admission import Ledger, Order, Rule
 
 
 @pytest.mark.parametrize("order", admission.ORDERS)
@@ -43,11 +43,9 @@ def finish(ledger: Ledger, number: int, draw: random.Random) -> None:
   ledger.finish(number, ledger.version_of(number) + draw.randint(0, 1))
 
 
-def admitted(
-  order: Order = "finished", *, k: int = 2, size: int = 2, on_stale: OnStale = "wait"
-) -> Ledger:
+def admitted(order: Order = "finished", *, k: int = 2, size: int = 2) -> Ledger:
   """Returns a ledger with all that may be admitted at version 0."""
-  rule = Rule(max_staleness=k, groups_per_step=size, order=order, on_stale=on_stale)
+  rule = Rule(max_staleness=k, groups_per_step=size, order=order)
   ledger = Ledger(rule)
   while ledger.may_admit(size):
     ledger.admit(size, version=0)
@@ -81,7 +79,7 @@ def test_in_the_order_of_prompts_a_step_waits_for_its_own():
 
 
 def test_what_is_too_old_is_named_and_begins_again():
-  ledger = admitted(k=1, on_stale="drop")  # 0 … 3.
+  ledger = admitted(k=1)  # 0 … 3.
   ledger.finish(0, 0)
   ledger.finish(1, 0)
   ledger.finish(2, 1)  # sampled by weights that came after its admission.

@@ -1,6 +1,7 @@
 """Sampling ahead with an engine whose clock is simulated: throughput, idle shares, positions."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import random
@@ -9,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_jax.groups import stale_tokens
 from grpo_jax.rollouts import stream
 from grpo_jax.rollouts.admission import Rule
-from grpo_jax.rollouts.ahead import Ahead, is_split
-from grpo_jax.types import Prompt
-from tests.rollouts.clocked import Clocked
+from grpo_jax.rollouts.ahead import Ahead, is_split, oldest_version
+from grpo_jax.types import Prompt, RolloutGroup
+from tests.rollouts.clocked import Clocked, rollout
 
 P, G, ROWS = 8, 4, 8
 
@@ -51,7 +51,6 @@ def made(
   k=1,
   order: Any = "prompt",
   drains=False,
-  on_stale: Any = "wait",
   state=(),
   total_steps=10**6,
   count=10**9,
@@ -66,7 +65,7 @@ def made(
   draws = Ahead(
     prompts,
     engine,
-    Rule(max_staleness=k, groups_per_step=P, order=order, on_stale=on_stale),
+    Rule(max_staleness=k, groups_per_step=P, order=order),
     block=block,
     drains=drains,
     max_error_share=1.0,
@@ -181,7 +180,7 @@ def test_a_run_that_is_broken_anywhere_learns_from_every_prompt_once(order, drai
         groups = stream_.take(step)
         if draw.random() < 0.2:
           break  # killed before the step is learned: the state is the one before it.
-        ages = [step - stale_tokens.oldest(group) for group in groups]
+        ages = [step - oldest_version(group) for group in groups]
         assert all(0 <= age <= k for age in ages)
         engine.work_for(draw.choice([10, 300, 3000]))
         stream_.settle()
@@ -220,21 +219,24 @@ def test_nothing_is_sampled_for_steps_after_the_last():
   assert source_of(stream_).position == 5 * P and not engine.in_flight
 
 
-@pytest.mark.parametrize("on_stale", ["drop", "mask"])
-def test_groups_that_are_too_old_are_sampled_again_or_masked(on_stale):
-  # At first, one completion of prompt 0 takes as long as many steps.
-  engine = Clocked(
-    ROWS, lambda n: [10] * (G - 1) + [10_000 if n == 0 and engine.version < 2 else 10]
+@pytest.mark.parametrize(
+  ("versions", "mask", "greedy", "oldest"),
+  [
+    ([6, 4, 7], [1, 1, 1], None, 4),
+    ([6, 4, 7], [1, 0, 1], None, 6),  # 4 is not learned from.
+    ([-1, 5], [1, 1], None, 5),  # the version of the first token is not known.
+    ([-1, -1], [1, 1], None, -1),
+    ([6, 7], [1, 1], (3, 7), 3),
+  ],
+)
+def test_a_group_is_as_old_as_its_oldest_token_that_is_learned_from(versions, mask, greedy, oldest):
+  attempt = dataclasses.replace(
+    rollout(9, 9),
+    completion_ids=np.arange(len(versions)),
+    loss_mask=np.array(mask, bool),
+    behavior_logprobs=np.full(len(versions), -1.0, np.float32),
+    weight_versions=np.array(versions, np.int32),
   )
-  stream_ = made(engine, k=1, order="finished", on_stale=on_stale)
-  found = train(engine, stream_, steps=200, learn=100)
-  learned = {g.prompt.text: (step, g) for step, (_, gs, _) in enumerate(found) for g in gs}
-  step, group = learned["0"]
-  dropped = sum(metrics["rollout/dropped_groups"] for _, _, metrics in found)
-  late = group.rollouts[-1]
-  if on_stale == "drop":
-    assert (step, dropped) == (3, 1) and stale_tokens.oldest(group) == 2
-  else:
-    assert step > 50 and dropped == 0
-    assert late.weight_versions[0] == 0  # sampled by the first weights,
-    assert late.loss_mask.tolist() == [False, True] and late.behavior_logprobs[0] == 0
+  prompt = Prompt("p", np.array([1]), "none")
+  group = RolloutGroup(prompt, (attempt,), greedy=rollout(*greedy) if greedy else None)
+  assert oldest_version(group) == oldest

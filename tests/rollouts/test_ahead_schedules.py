@@ -6,10 +6,9 @@ import random
 
 import pytest
 
-from grpo_jax.groups import group_json
 from grpo_jax.interrupts import Stopped
 from grpo_jax.rollouts import stream
-from tests.rollouts.shuffled import Numbers, Shuffled, group, number_of, opened
+from tests.rollouts.shuffled import Shuffled, number_of, opened
 
 
 def drawn(seed):
@@ -18,14 +17,12 @@ def drawn(seed):
   per_step, k = draw.randint(1, 5), draw.randint(1, 4)
   is_dynamic = draw.random() < 0.6
   order = draw.choice(["prompt", "finished"])
-  choices = {"prompt": ["wait"], "finished": ["wait", "mask"] + ["drop"] * (not is_dynamic)}
   count = draw.randint(0, 60)
   useless = {n for n in range(count) if is_dynamic and draw.random() < draw.choice([0.1, 0.5, 0.8])}
   kind = {
     "per_step": per_step,
     "max_staleness": k,
     "order": order,
-    "on_stale": draw.choice(choices[order]),
     "drains": draw.random() < 0.5,
     "count": count,
     "useless": useless,
@@ -103,23 +100,6 @@ def test_every_prompt_is_learned_from_once_and_none_too_late(changes, caplog):
     if kind["order"] == "prompt":
       assert learned == sorted(learned), seed
   assert ends > 50
-
-
-def test_a_surplus_is_masked_for_the_step_that_learns_from_it():
-  left = group_json.encode(group(Numbers(4).take(4)[3], 0, 2))  # as step 2 left it over.
-  made = opened(
-    Shuffled(0, version=3),
-    per_step=2,
-    max_staleness=2,
-    order="finished",
-    on_stale="mask",
-    drains=False,
-    dynamic=stream.DynamicSampling(),
-    state={"prompts": {"position": 4}, "surplus": [left]},
-  )
-  first, _ = made.take(3)
-  assert number_of(first) == 3 and first.rollouts[0].loss_mask.tolist() == [False, True]
-  assert first.rollouts[0].behavior_logprobs.tolist() == [0.0, -1.0]
 
 
 def test_a_surplus_of_a_larger_bound_is_learned_from_with_a_warning(caplog):

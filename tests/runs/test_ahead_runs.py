@@ -288,17 +288,8 @@ def named(settings):
 # --- in flight, whoever finishes first ---
 
 
-@pytest.mark.parametrize(
-  "more",
-  [
-    {},
-    pytest.param({"rollout.on_stale": "drop"}, marks=pytest.mark.slow),
-    pytest.param({"rollout.on_stale": "mask"}, marks=pytest.mark.slow),
-  ],
-  ids=["wait", "drop", "mask"],
-)
-def test_every_prompt_of_the_data_is_learned_from_once_in_whatever_order(more, run, tmp_path):
-  options = named({**IN_FLIGHT, **more, "data.epochs": 1, "total_steps": 50})
+def test_every_prompt_of_the_data_is_learned_from_once_in_whatever_order(run, tmp_path):
+  options = named({**IN_FLIGHT, "data.epochs": 1, "total_steps": 50})
   run(stop=StopWhen(tmp_path / "run", 2), **options)
   run(stop=StopWhen(tmp_path / "run", 4, 2), **options)
   end = run(**options)
