@@ -13,9 +13,9 @@ GPUs, half for each:
         --config.engine.sglang.servers=4 --config.engine.sglang.gpus="(4, 5, 6, 7)" ...
 
 Servers sample up to two steps ahead of the trainer and take new weights while completions are under
-way. Token-wise weights correct for older weights and for the server's other numerics alike. The
-groups of a step are those of fixed prompts, so long completions are not left behind. docs/async.md
-describes the options, and how to divide the GPUs from the times of a synchronous run.
+way. Token-wise weights correct for older weights and for the server's other numerics alike. A step
+learns from the groups that finish first, and none is overtaken for long. docs/async.md describes
+the options, and how to divide the GPUs from the times of a synchronous run.
 """
 
 from typing import Any
@@ -29,5 +29,4 @@ def get_config():
   config.engine.sglang.gpus = (1,)
   config.engine.sglang.arguments = ("--mem-fraction-static=0.85",)  # the GPU is the server's own.
   config.rollout.max_staleness = 2
-  config.rollout.in_flight_updates = True
   return config

@@ -10,8 +10,8 @@ seconds a run on a CPU: a random model of two layers learns to write vowels, and
 share. Printed is the mean reward, in percent, of an evaluation at the end, by the trained weights;
 for a config with evaluations, the accuracies of all of them. Overrides are those of grpo-jax train.
 
-Runs are deterministic: rollout.order="prompt" without updates in flight. So this measures learning
-and not speed. docs/async.md has the table.
+This measures learning and not speed. With 0 and 1 runs are deterministic; with more they depend on
+timing. docs/async.md has the table.
 """
 
 import argparse

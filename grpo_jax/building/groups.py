@@ -100,7 +100,7 @@ def _draws(
     if ahead.is_split(state):
       raise configuration.ConfigError(
         "rollout.max_staleness=0 cannot continue this run: its checkpoint has prompts that later"
-        " ones of the same block have overtaken (rollout.order='finished', or another"
+        " ones of the same block have overtaken (rollout.max_staleness above 1, or another"
         " rollout.prompts_per_step); keep rollout.max_staleness above 0"
       )
     return drawing.Direct(prompts(state), parts.sample)
@@ -108,12 +108,12 @@ def _draws(
   if found := ahead_options.warning(config):
     _log.warning("%s", found)
   known = state.get("ahead", {})
+  rule = ahead_options.rule(config)
   return ahead.Ahead(
     prompts({**state, "prompts": known["next"]} if known else state),
-    parts.attempts(ahead_options.in_turn(config)),
-    ahead_options.rule(config),
+    parts.attempts(rule.in_turn),
+    rule,
     block=ahead_options.block(config),
-    drains=not config.rollout.in_flight_updates,
     max_error_share=config.rollout.max_error_share,
     total_steps=config.total_steps,
     reopen=prompts,

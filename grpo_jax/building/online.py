@@ -142,7 +142,7 @@ def _engine(
     sizes = {**run_options.sampler_sizes(config), "warn_of_truncation": False}
     sizes["unmerged"] = lora_options.is_unmerged(config)
     sizes["copy_weights"] = ahead_options.is_ahead(config)  # updates donate the trainer's.
-    sizes["in_flight_updates"] = config.rollout.in_flight_updates
+    sizes["in_flight_updates"] = ahead_options.updates_in_flight(config)
     sizes["devices"] = device_options.of_sampler(config)
   if name == "sglang" and lora_options.is_unmerged(config):
     sizes["adapter"] = lora_options.load(config)

@@ -16,11 +16,10 @@ def is_ahead(config: Config) -> bool:
 
 
 def rule(config: Config) -> Rule:
-  """Returns the rule of admission and order."""
+  """Returns the rule of admission, and of the order in which groups are learned from."""
   return Rule(
     max_staleness=config.rollout.max_staleness,
     groups_per_step=config.rollout.prompts_per_step,
-    order=config.rollout.order,
   )
 
 
@@ -30,19 +29,15 @@ def block(config: Config) -> int:
   return of_round or config.rollout.prompts_per_step
 
 
-def in_turn(config: Config) -> bool:
-  """Returns whether blocks are sampled one after the other, so that a run repeats bit for bit."""
-  return config.rollout.order == "prompt" and not config.rollout.in_flight_updates
+def updates_in_flight(config: Config) -> bool:
+  """Returns whether the engine gets new weights while completions are under way."""
+  return not rule(config).in_turn
 
 
 def problems(config: Config) -> Iterator[str]:
   """Yields a message for each combination of these options that cannot work."""
   rollout = config.rollout
   if not is_ahead(config):
-    changed = [name for name, usual in _UNUSED.items() if rollout[name] != usual]
-    if changed:
-      named = ", ".join(f"rollout.{name}={rollout[name]!r}" for name in changed)
-      yield f"{named} needs rollout.max_staleness above 0"
     if config.loss.old_logprobs == "interpolated":
       yield (
         "loss.old_logprobs='interpolated' needs rollout.max_staleness above 0: it interpolates"
@@ -60,13 +55,6 @@ def problems(config: Config) -> Iterator[str]:
       f"dynamic_sampling.prompts_per_round={block(config)} must be at most rollout.max_staleness"
       f" * rollout.prompts_per_step, which is {room}: a round is sampled ahead as a whole"
     )
-
-
-# Options that only matter if groups are sampled ahead, with their defaults.
-_UNUSED = {
-  "order": "prompt",
-  "in_flight_updates": False,
-}
 
 
 def warning(config: Config) -> str | None:

@@ -230,12 +230,9 @@ def get_config() -> Any:
   # conversation as soon as its environment has answered. docs/environments.md
   rollout.schedule = "rounds"
   # asynchronous training (docs/async.md): largest number of versions by which the weights that
-  # sampled a token may be older than those of the step that learns from it; 0: synchronous
+  # sampled a token may be older than those of the step that learns from it; 0: synchronous; 1: one
+  # step ahead, repeatable bit for bit; more: new weights while completions are under way
   rollout.max_staleness = 0
-  # which groups a step learns from: "prompt": those of fixed prompts; "finished": the first ones
-  rollout.order = "prompt"
-  # engines take new weights while completions are under way; False: these are finished first
-  rollout.in_flight_updates = False
 
   # draw prompts until P groups pass `filters`; docs/rewards.md
   config.dynamic_sampling = dynamic = ConfigDict()

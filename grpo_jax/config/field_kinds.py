@@ -20,8 +20,8 @@ from grpo_jax.groups import filters, shaping
 from grpo_jax.learn import optim
 from grpo_jax.models import lora
 from grpo_jax.rl import distillation, estimators, objective_options
-from grpo_jax.rollouts import admission, stream
 from grpo_jax.rollouts import collecting as rollout
+from grpo_jax.rollouts import stream
 from grpo_jax.values import checked, names
 
 STAND_IN = "(any word)"  # see `stand_ins`.
@@ -98,8 +98,6 @@ KINDS: Mapping[str, checked.Kind] = {
   "rollout.max_tokens": checked.whole(low=2),
   "rollout.schedule": checked.choice(rollout.SCHEDULES),
   "rollout.max_staleness": checked.whole(low=0),
-  "rollout.order": checked.choice(admission.ORDERS),
-  "rollout.in_flight_updates": checked.switch(),
   "rollout.conversations": checked.optional(checked.switch()),
   "dynamic_sampling.enabled": checked.switch(),
   **_section("dynamic_sampling", stream.DYNAMIC_KINDS),

@@ -25,6 +25,15 @@ def _one_of(*values: Any) -> Callable[[Any, Stored], bool]:
   return lambda value, _: value in values
 
 
+def _by_staleness(one: Any, more: Any) -> Callable[[Any, Stored], bool]:
+  """Returns whether a value is the one that follows from `rollout.max_staleness` now."""
+
+  def is_kept(value: Any, stored: Stored) -> bool:
+    return value == (one if stored["rollout"].get("max_staleness", 0) in (0, 1) else more)
+
+  return is_kept
+
+
 # By dotted name.
 OPTIONS: Mapping[str, Removed] = {
   "engine.sglang.router": Removed(
@@ -38,6 +47,16 @@ OPTIONS: Mapping[str, Removed] = {
   "engine.sglang.pause": Removed(
     "new weights always retract what is under way: it continues, its context computed again",
     _one_of(None, "retract"),
+  ),
+  "rollout.order": Removed(
+    "rollout.max_staleness decides it: with 1 steps take groups in the order of their prompts, with"
+    " more those that finish first",
+    _by_staleness("prompt", "finished"),
+  ),
+  "rollout.in_flight_updates": Removed(
+    "rollout.max_staleness decides it: with 1 completions are finished before new weights come,"
+    " with more they are under way meanwhile",
+    _by_staleness(False, True),
   ),
   "rollout.on_stale": Removed(
     "a step always waits for the groups that would become too old, so none is dropped or masked",

@@ -355,7 +355,7 @@ def sampler_sizes(config: Config) -> dict[str, Any]:
   evaluation = config.evaluation
   group_size = config.rollout.group_size + needs_greedy(config)
   of_step = max(config.rollout.prompts_per_step, config.dynamic_sampling.prompts_per_round or 0)
-  if ahead_options.is_ahead(config) and not ahead_options.in_turn(config):
+  if ahead_options.updates_in_flight(config):
     of_step = ahead_options.rule(config).capacity
   most = max(of_step * group_size, evaluation.num_prompts * evaluation.group_size)
   rows = min(config.engine.max_rows, most)

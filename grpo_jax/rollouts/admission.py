@@ -11,16 +11,13 @@ Admission keeps this: a block may be admitted at version v only if at most (k + 
 outstanding then (AReaL's rule, arXiv:2505.24298, section 5.1, with the running groups counted).
 Taking the groups of a step keeps it, too: at least N_d - (d - s) P of the groups of step s have a
 deadline of d or earlier. The other places go to the groups that finished first. So nothing has to
-be thrown away, nothing is skipped, and slow groups are overtaken but never left behind.
+be thrown away, nothing is skipped, and slow groups are overtaken but never left behind. With k = 1
+steps take groups in the order of their prompts instead, so that a run repeats bit for bit.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Literal
-
-Order = Literal["prompt", "finished"]
-ORDERS = ("prompt", "finished")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +28,20 @@ class Rule:
     max_staleness: Largest number k of versions by which the weights that sampled a token may be
       older than those of the step that learns from it.
     groups_per_step: Number P of groups of a step.
-    order: "prompt": groups are taken in the order of their prompts; "finished": in the order in
-      which they finish, as far as deadlines allow.
   """
 
   max_staleness: int
   groups_per_step: int
-  order: Order = "prompt"
+
+  @property
+  def in_turn(self) -> bool:
+    """Whether everything repeats bit for bit, with k = 1.
+
+    Blocks are then sampled one after the other and finished before the engine gets new weights, and
+    steps take groups in the order of their prompts. Else steps take those that finish first, as far
+    as deadlines allow, and the engine gets new weights while others are under way.
+    """
+    return self.max_staleness <= 1
 
   @property
   def capacity(self) -> int:
@@ -72,7 +76,7 @@ class Ledger:
     """Makes a ledger without groups.
 
     Args:
-      rule: Rule of admission and order.
+      rule: Rule of admission.
       first: Number of the next prompt.
     """
     self.rule = rule
@@ -162,9 +166,9 @@ class Ledger:
 
   def count_finished(self, count: int) -> int:
     """Returns how many of the `count` groups that a step waits for are finished."""
-    if self.rule.order == "finished":
-      return min(len(self._finished), count)
-    return sum(entry.is_finished for entry in itertools.islice(self._entries.values(), count))
+    if self.rule.in_turn:
+      return sum(entry.is_finished for entry in itertools.islice(self._entries.values(), count))
+    return min(len(self._finished), count)
 
   def choose(self, count: int, step: int, *, held: Sequence[int] = ()) -> list[int] | None:
     """Returns the groups that a step takes, in the order of their prompts.
@@ -178,7 +182,7 @@ class Ledger:
       Numbers of finished groups; None if the step has to wait.
     """
     wanted = min(count, self.outstanding)
-    if self.rule.order == "prompt":
+    if self.rule.in_turn:
       first = list(itertools.islice(self._entries, wanted))
       return first if all(self._entries[number].is_finished for number in first) else None
     if len(self._finished) < wanted:

@@ -77,7 +77,6 @@ class Ahead:
     rule: Rule,
     *,
     block: int,
-    drains: bool,
     max_error_share: float,
     total_steps: int,
     reopen: Callable[[Mapping[str, Any]], PromptSource],
@@ -90,9 +89,8 @@ class Ahead:
     Args:
       prompts: Prompts in training order, at the position of `state`.
       attempts: Attempts in the background.
-      rule: Rule of admission and order.
+      rule: Rule of admission, and of the order in which groups are learned from.
       block: Number of prompts that are read together.
-      drains: Whether all groups under way are finished before the engine gets new weights.
       max_error_share: Largest share of attempts of a draw that may fail.
       total_steps: Number of steps of the run; nothing is sampled for later ones.
       reopen: Function that opens the prompts at an earlier position.
@@ -104,7 +102,6 @@ class Ahead:
     self._attempts = attempts
     self._rule = rule
     self._block = block
-    self._drains = drains
     self._max_error_share = max_error_share
     self._total_steps = total_steps
     self._progress = progress
@@ -189,7 +186,7 @@ class Ahead:
 
     Prompts that come first were sampled first, so either way none becomes too old as a surplus.
     """
-    if self._rule.order == "prompt":
+    if self._rule.in_turn:
       return list(groups)
     return sorted(groups, key=oldest_version)
 
@@ -202,8 +199,8 @@ class Ahead:
     return self._clock.shares()
 
   def settle(self, *, has_learned: bool = True) -> None:
-    """Waits until nothing is under way, unless the engine takes weights in flight; see `Draws`."""
-    if not self._drains or self._unsent or self._failure is not None:
+    """Waits until nothing is under way if the rule says so; see `Draws`."""
+    if not self._rule.in_turn or self._unsent or self._failure is not None:
       return
     stop = _Later(self._stop, PATIENCE_S) if has_learned else self._stop
     try:

@@ -7,7 +7,7 @@ import pytest
 
 import configs.base
 from grpo_jax.building import checks, stored
-from grpo_jax.config import configuration
+from grpo_jax.config import configuration, removed
 from grpo_jax.config.configuration import ConfigError
 
 
@@ -44,22 +44,27 @@ def stored_with(folder, options):
 
 
 @pytest.mark.parametrize(
-  "options",
-  [
-    {
-      "engine.sglang.router": None,
-      "engine.sglang.requests": "completion",
-      "rollout.recompute_cache": True,
-      "engine.sglang.pause": "retract",
-      "rollout.on_stale": "wait",
-    }
-  ],
+  ("staleness", "order", "in_flight"),
+  [(0, "prompt", False), (1, "prompt", False), (2, "finished", True)],
 )
 def test_removed_options_that_changed_nothing_do_not_keep_a_run_from_continuing(
-  options, tmp_path, caplog
+  staleness, order, in_flight, tmp_path, caplog
 ):
+  options = {
+    "rollout.max_staleness": staleness,
+    "rollout.order": order,
+    "rollout.in_flight_updates": in_flight,
+    "rollout.on_stale": "wait",
+    "rollout.recompute_cache": True,
+    "engine.sglang.router": None,
+    "engine.sglang.requests": "completion",
+    "engine.sglang.pause": "retract",
+  }
+  assert options.keys() - {"rollout.max_staleness"} == removed.OPTIONS.keys()
   stored_with(tmp_path, options)
-  checks.log_differences(configs.base.get_config(), tmp_path)
+  config = configs.base.get_config()
+  config.rollout.max_staleness = staleness
+  checks.log_differences(config, tmp_path)
   assert not caplog.messages
 
 
@@ -81,6 +86,18 @@ def test_removed_options_that_changed_nothing_do_not_keep_a_run_from_continuing(
     (
       {"rollout.on_stale": "drop"},
       "rollout.on_stale='drop' was removed: a step always waits for the groups",
+    ),
+    (
+      {"rollout.max_staleness": 2, "rollout.order": "prompt", "rollout.in_flight_updates": True},
+      "rollout.order='prompt' was removed: rollout.max_staleness decides it: with 1 steps take",
+    ),
+    (
+      {"rollout.max_staleness": 1, "rollout.order": "finished"},
+      "rollout.order='finished' was removed: rollout.max_staleness decides it: with 1 steps take",
+    ),
+    (
+      {"rollout.max_staleness": 2, "rollout.order": "finished", "rollout.in_flight_updates": False},
+      "rollout.in_flight_updates=False was removed: rollout.max_staleness decides it: with 1 comp",
     ),
     (
       {"rollout.recompute_cache": False},

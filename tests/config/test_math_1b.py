@@ -70,7 +70,6 @@ def test_the_asynchronous_config_differs_from_that_for_one_gpu_in_where_and_when
     "engine.sglang.gpus": (1,),
     "engine.sglang.arguments": ("--mem-fraction-static=0.85",),
     "rollout.max_staleness": 2,
-    "rollout.in_flight_updates": True,
   }
   assert ours["loss.importance_correction"] == "token"
 

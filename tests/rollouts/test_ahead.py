@@ -49,8 +49,6 @@ def made(
   engine: Clocked,
   *,
   k=1,
-  order: Any = "prompt",
-  drains=False,
   state=(),
   total_steps=10**6,
   count=10**9,
@@ -65,9 +63,8 @@ def made(
   draws = Ahead(
     prompts,
     engine,
-    Rule(max_staleness=k, groups_per_step=P, order=order),
+    Rule(max_staleness=k, groups_per_step=P),
     block=block,
-    drains=drains,
     max_error_share=1.0,
     total_steps=total_steps,
     reopen=at,
@@ -142,7 +139,7 @@ def test_a_step_takes_as_long_as_the_slower_of_sampling_and_learning(name, ratio
   steps, lengths_of = 60, lengths(name)
   sample = sum(sum(lengths_of(number)) for number in range(steps * P)) / ROWS  # no row is empty.
   engine = Clocked(ROWS, lengths_of)
-  ahead = made(engine, k=8, order="finished", total_steps=steps)
+  ahead = made(engine, k=8, total_steps=steps)
   train(engine, ahead, steps=steps, learn=ratio * sample / steps)
   assert engine.now() == pytest.approx(max(1, ratio) * sample, rel=0.05)
 
@@ -157,25 +154,21 @@ def test_a_step_takes_as_long_as_the_slower_of_sampling_and_learning(name, ratio
 )
 def test_shares_of_the_time_are_as_predicted(learn, sync, took, shares):
   engine = Clocked(ROWS, lambda number: [100] * G)
-  found = train(engine, made(engine, drains=True), steps=6, learn=learn, sync=sync)
+  found = train(engine, made(engine), steps=6, learn=learn, sync=sync)
   assert found[-1][0] - found[-2][0] == took
   measured = found[-1][2]
   assert {name: measured[f"perf/{name}_share"] for name in shares} == pytest.approx(shares)
 
 
-ORDERS = [("prompt", True), ("prompt", False), ("finished", True), ("finished", False)]
-
-
-@pytest.mark.parametrize(("order", "drains"), ORDERS)
 @pytest.mark.parametrize("k", [1, 3])
-def test_a_run_that_is_broken_anywhere_learns_from_every_prompt_once(order, drains, k):
+def test_a_run_that_is_broken_anywhere_learns_from_every_prompt_once(k):
   for seed in range(6):
     count, state, learned, step = 150, {}, [], 0
     draw = random.Random(seed)
     while step < 40:
       engine = Clocked(ROWS, lengths("lognormal", seed))
       engine.version = step
-      stream_ = made(engine, k=k, order=order, drains=drains, count=count, state=state)
+      stream_ = made(engine, k=k, count=count, state=state)
       for _ in range(draw.randint(1, 4)):
         groups = stream_.take(step)
         if draw.random() < 0.2:
@@ -188,14 +181,14 @@ def test_a_run_that_is_broken_anywhere_learns_from_every_prompt_once(order, drai
         learned += [group.prompt.prompt_id for group in groups]
         state = json.loads(json.dumps(stream_.state()))
     assert sorted(map(int, learned)) == list(range(count))
-    assert order == "finished" or learned == [str(n) for n in range(count)]
+    assert k > 1 or learned == [str(n) for n in range(count)]
     assert not is_split(state)
 
 
 def test_one_block_after_the_other_is_the_same_however_long_learning_takes():
   def learned(learn):
     engine = Clocked(ROWS, lengths("heavy"))
-    found = train(engine, made(engine, drains=True), steps=8, learn=learn)
+    found = train(engine, made(engine), steps=8, learn=learn)
     return [[g.prompt.text for g in groups] for _, groups, _ in found], [
       [g.rollouts[0].weight_versions.tolist() for g in groups] for _, groups, _ in found
     ]

@@ -11,8 +11,6 @@ from grpo_jax.processes import elsewhere
 from tests import side_by_side
 from tests.rollouts.shuffled import Shuffled, number_of, opened
 
-KINDS = [("prompt", True), ("prompt", False), ("finished", True), ("finished", False)]
-
 
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch):
@@ -23,14 +21,14 @@ def numbers(taken):
   return [[number_of(each) for each in groups] for groups in taken]
 
 
-@pytest.mark.parametrize(("order", "drains"), KINDS)
+@pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("count", [2, 3])
-def test_all_processes_take_the_same_groups_and_each_attempts_its_share(order, drains, count):
+def test_all_processes_take_the_same_groups_and_each_attempts_its_share(k, count):
   submitted: dict[int, list[int]] = {}
 
   def run(index):
     attempts = Shuffled(index)
-    made = opened(attempts, per_step=4, max_staleness=2, order=order, drains=drains, count=30)
+    made = opened(attempts, per_step=4, max_staleness=k, count=30)
     taken, step = [], 0
     while groups := made.take(step):
       taken.append(groups)
@@ -47,7 +45,7 @@ def test_all_processes_take_the_same_groups_and_each_attempts_its_share(order, d
   assert sorted(n for own in submitted.values() for n in own) == list(range(30))
   if count == 2:
     assert submitted[0] == [*range(0, 30, 2)]
-  if order == "prompt":
+  if k == 1:
     assert found[0] == [[*range(i, min(i + 4, 30))] for i in range(0, 30, 4)]
 
 
@@ -77,7 +75,7 @@ def test_a_step_does_not_wait_for_groups_that_it_does_not_take():
     attempts = Blocking(index, slow={5, 7}) if index else Shuffled(index)
     if index:
       gates.append(attempts.gate)
-    made = opened(attempts, per_step=4, max_staleness=1, order="prompt", drains=False)
+    made = opened(attempts, per_step=4, max_staleness=1)
     first = numbers([made.take(0)])
     if index == 0:
       for gate in gates:
@@ -98,7 +96,7 @@ class Failing(Shuffled):
 def test_a_failure_of_one_process_ends_all_of_them(when):
   def run(index):
     attempts = Shuffled(index, slow=range(4, 8))
-    made = opened(attempts, per_step=4, max_staleness=1, order="prompt")
+    made = opened(attempts, per_step=4, max_staleness=1)
     if when != "drawing":
       made.take(0)
     if index == 1:
@@ -121,7 +119,7 @@ def test_a_stop_on_one_process_stops_all():
   def run(index):
     stop = [1] if index else []
     attempts = Blocking(index, slow=range(100))
-    opened(attempts, per_step=4, max_staleness=1, order="prompt", stop=stop).take(0)
+    opened(attempts, per_step=4, max_staleness=1, stop=stop).take(0)
 
   assert [type(each) for each in side_by_side.Room(2).run(run)] == [Stopped] * 2
 
@@ -129,7 +127,7 @@ def test_a_stop_on_one_process_stops_all():
 def test_a_run_continues_with_another_number_of_processes():
   def begun(index):
     attempts = Shuffled(index)
-    made = opened(attempts, per_step=3, max_staleness=2, order="finished", drains=False)
+    made = opened(attempts, per_step=3, max_staleness=2)
     taken = numbers([made.take(0)])
     attempts.version = 1
     return taken, made.state()
@@ -137,7 +135,7 @@ def test_a_run_continues_with_another_number_of_processes():
   def continued(state):
     def run(index):
       attempts = Shuffled(7 + index, version=1)
-      options = {"max_staleness": 2, "order": "finished", "drains": False, "count": 20}
+      options = {"max_staleness": 2, "count": 20}
       made, taken, step = opened(attempts, per_step=3, state=state, **options), [], 1
       while groups := made.take(step):
         taken.append(groups)

@@ -6,9 +6,10 @@ import random
 
 import pytest
 
+from grpo_jax.groups import group_json
 from grpo_jax.interrupts import Stopped
 from grpo_jax.rollouts import stream
-from tests.rollouts.shuffled import Shuffled, number_of, opened
+from tests.rollouts.shuffled import Numbers, Shuffled, group, number_of, opened
 
 
 def drawn(seed):
@@ -16,14 +17,11 @@ def drawn(seed):
   draw = random.Random(seed)
   per_step, k = draw.randint(1, 5), draw.randint(1, 4)
   is_dynamic = draw.random() < 0.6
-  order = draw.choice(["prompt", "finished"])
   count = draw.randint(0, 60)
   useless = {n for n in range(count) if is_dynamic and draw.random() < draw.choice([0.1, 0.5, 0.8])}
   kind = {
     "per_step": per_step,
     "max_staleness": k,
-    "order": order,
-    "drains": draw.random() < 0.5,
     "count": count,
     "useless": useless,
     "total_steps": draw.choice([10**6, 3, 7]),
@@ -97,27 +95,41 @@ def test_every_prompt_is_learned_from_once_and_none_too_late(changes, caplog):
     if is_over:
       ends += 1
       assert sorted(learned) == sorted({*range(kind["count"])} - kind["useless"]), seed
-    if kind["order"] == "prompt":
+    if kind["max_staleness"] == 1 and not changes:
       assert learned == sorted(learned), seed
   assert ends > 50
 
 
 def test_a_surplus_of_a_larger_bound_is_learned_from_with_a_warning(caplog):
-  of_round = {"prompts_per_round": 4, "max_rounds": 100}
-  kind = {"per_step": 2, "order": "prompt", "dynamic": stream.DynamicSampling(**of_round)}
-  attempts = Shuffled(0)
-  made = opened(attempts, max_staleness=3, block=4, useless={1}, **kind)
-  for step in range(2):
-    made.take(step)
-    made.settle()
-    attempts.version = step + 1
-  state = made.state()
-  assert len(state["surplus"]) == 3
-  again = opened(Shuffled(0, version=2), max_staleness=1, block=2, state=state, **kind)
-  again.take(2)
+  left = [group_json.encode(group(prompt, 0, 1)) for prompt in Numbers(3).take(3)]
+  made = opened(
+    Shuffled(0, version=2),
+    per_step=2,
+    max_staleness=1,
+    dynamic=stream.DynamicSampling(),
+    state={"prompts": {"position": 3}, "surplus": left},
+  )
+  assert [number_of(each) for each in made.take(2)] == [0, 1]
   assert "3 groups that an earlier step left over are older than rollout.max_staleness=1" in (
     caplog.text
   )
+
+
+def test_groups_that_are_too_old_for_a_smaller_bound_are_sampled_again(caplog):
+  caplog.set_level(logging.INFO)
+  attempts = Shuffled(0)
+  made = opened(attempts, max_staleness=3)
+  for step in range(3):
+    made.take(step)
+    while attempts.in_flight:
+      attempts.finish_one()
+    attempts.version = step + 1
+  state = json.loads(json.dumps(made.state()))
+  later = Shuffled(0, version=3)
+  again = opened(later, max_staleness=1, state=state)
+  ages = [3 - g.rollouts[0].weight_versions.min() for g in again.take(3)]
+  assert max(ages) <= 1 and len(ages) == 4
+  assert "8 groups are too old for rollout.max_staleness=1" in caplog.text
 
 
 # --- what goes wrong while a step is learned ---
@@ -137,7 +149,7 @@ class Failing(Shuffled):
 @pytest.mark.parametrize("error", [LookupError("the engine is lost"), Stopped()], ids=str)
 def test_before_an_update_what_happens_ends_the_run_at_once(error):
   attempts = Failing(0, slow=range(4, 8))
-  made = opened(attempts, max_staleness=1, order="prompt")
+  made = opened(attempts, max_staleness=1)
   made.take(0)
   attempts.error = error
   with pytest.raises(type(error)):
@@ -146,25 +158,25 @@ def test_before_an_update_what_happens_ends_the_run_at_once(error):
 
 def test_after_an_update_a_failure_ends_the_next_step():
   attempts = Failing(0, slow=range(4, 8))
-  made = opened(attempts, max_staleness=1, order="prompt")
+  made = opened(attempts, max_staleness=1)
   made.take(0)
   attempts.error = LookupError("the engine is lost")
   made.settle(has_learned=True)
   state = json.loads(json.dumps(made.state()))  # is saved: the update is not lost.
   with pytest.raises(LookupError, match="the engine is lost"):
     made.take(1)
-  again = opened(Shuffled(0, version=1), max_staleness=1, order="prompt", state=state)
+  again = opened(Shuffled(0, version=1), max_staleness=1, state=state)
   assert [number_of(each) for each in again.take(1)] == [4, 5, 6, 7]
 
 
 def test_after_an_update_a_run_that_is_asked_to_end_says_what_is_sampled_again(caplog):
   attempts = Failing(0, slow=range(4, 8))
-  made = opened(attempts, max_staleness=1, order="prompt")
+  made = opened(attempts, max_staleness=1)
   made.take(0)
   attempts.error = Stopped()
   made.settle(has_learned=True)
   assert "4 groups are still under way" in caplog.text
-  again = opened(Shuffled(0, version=1), max_staleness=1, order="prompt", state=made.state())
+  again = opened(Shuffled(0, version=1), max_staleness=1, state=made.state())
   assert [number_of(each) for each in again.take(1)] == [4, 5, 6, 7]
 
 
