@@ -41,13 +41,10 @@ def _is_alike(renderer: Renderer, tokenizer: HuggingFaceTokenizer) -> bool:
     [{"role": "system", "content": text}, {"role": "user", "content": f"{text}b"}]
     for text in _PROBES
   ]
-  try:
-    return all(
-      np.array_equal(
-        tokenizer.encode(renderer.render(messages, {}).text),
-        tokenizer.apply_chat_template(messages),
-      )
-      for messages in conversations
+  return all(
+    np.array_equal(
+      tokenizer.encode(renderer.render(messages, {}).text),
+      tokenizer.apply_chat_template(messages),
     )
-  finally:
-    renderer.close()
+    for messages in conversations
+  )

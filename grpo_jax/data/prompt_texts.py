@@ -43,7 +43,7 @@ def ask(
 
   Raises:
     RowError: The chat template rejects the messages, or renders nothing, or the tokenizer fails.
-    TemplateError: The chat template is broken, or exceeds its limits.
+    TemplateError: The chat template is broken.
   """
   try:
     found = tokenizer.prompt(messages, max_tokens=max_tokens, tools=tools)

@@ -1,6 +1,6 @@
 """Tokenizer: chat template, encode, decode, stop ids. Wraps transformers, imported when needed.
 
-Chat templates are rendered by `grpo_jax.models.chat`, in a separate process.
+Chat templates are rendered by `grpo_jax.models.chat`.
 """
 
 import dataclasses
@@ -378,7 +378,7 @@ def load(
   Raises:
     MissingModel: The folder or the template file does not exist.
     ModelError: The folder has no readable tokenizer, or names no end-of-sequence token.
-    TemplateError: The chat template is broken, or exceeds its limits.
+    TemplateError: The chat template is broken.
     ValueError: `tool_form` is neither a form nor a function.
   """
   is_plain = chat_template == PLAIN

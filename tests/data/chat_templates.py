@@ -13,8 +13,6 @@ import transformers
 from tokenizers import decoders, models, pre_tokenizers
 
 from grpo_jax.data.tokenizer import HuggingFaceTokenizer
-from grpo_jax.models.chat import rendering, worker
-from grpo_jax.models.chat.rendering import Rendered, TemplateRefusal
 from grpo_jax.models.chat.tokenizer_files import Opened
 
 FOLDER = os.environ.get("GRPO_JAX_CHAT_TEMPLATES", "")
@@ -48,25 +46,6 @@ SPECIAL = sorted(
 )
 
 
-class Direct(rendering.Renderer):
-  """Renders within this process: a process for each template would take a while."""
-
-  def __init__(self, template, *, where, limits=None):
-    super().__init__(template, where=where, limits=limits)
-    self._compiled = worker._environment().from_string(template)
-
-  def render(self, messages, variables, *, max_characters=None):
-    prepared = [rendering.with_objects(message, self._where) for message in messages]
-    try:
-      found = worker._render(
-        self._compiled, messages=prepared, variables=dict(variables), limit=10**6
-      )
-    except Exception as error:
-      place = f"{worker._place(error)}{type(error).__name__}: {error}"
-      raise TemplateRefusal(f"{self._where}: the chat template fails: {place}") from error
-    return Rendered(found["text"], found["characters"])
-
-
 @functools.cache
 def backend(bos):
   """Bytes as tokens, and the special tokens of all families."""
@@ -78,9 +57,8 @@ def backend(bos):
   return transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=bos)
 
 
-def make(monkeypatch, template, stops=CHATML_STOPS, *, where="a.jinja", **variables):
-  """Returns a tokenizer with a template, which is rendered within this process."""
-  monkeypatch.setattr("grpo_jax.models.chat.template.Renderer", Direct)
+def make(template, stops=CHATML_STOPS, *, where="a.jinja", **variables):
+  """Returns a tokenizer with a template."""
   one = backend("<bos>")
   ids = tuple(sorted(one.get_vocab()[stop] for stop in stops))
   return HuggingFaceTokenizer(Opened(one, template, where), ids, template_args=variables)

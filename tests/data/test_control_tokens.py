@@ -52,15 +52,9 @@ def backend(normalizer=None, **flags):
 BACKEND = backend()
 
 
-@pytest.fixture
-def make(monkeypatch):
-  monkeypatch.setattr("grpo_jax.models.chat.template.Renderer", chat_templates.Direct)
-
-  def made(template, one=BACKEND):
-    stop = one.get_vocab()["<|im_end|>"]
-    return HuggingFaceTokenizer(Opened(one, template, "a.jinja"), (stop,))
-
-  return made
+def make(template, one=BACKEND):
+  stop = one.get_vocab()["<|im_end|>"]
+  return HuggingFaceTokenizer(Opened(one, template, "a.jinja"), (stop,))
 
 
 def conversations(text):
@@ -112,13 +106,13 @@ TOKENS = sorted({*chat_templates.SPECIAL, *ADDED})
 
 
 @pytest.mark.parametrize("name", [*SMALL, *chat_templates.public()])
-def test_no_text_writes_a_control_token(name, make):
+def test_no_text_writes_a_control_token(name):
   template = SMALL[name] if name in SMALL else chat_templates.public()[name].read_text()
   every = " ".join(TOKENS)
   assert not broken(make(template), [every])
 
 
-def test_arguments_that_are_not_the_json_text_of_an_object_are_refused(make):
+def test_arguments_that_are_not_the_json_text_of_an_object_are_refused():
   made = make(SMALL["keeps"])
   for text in ("[1]", '{"a": ', '{"a":' * 900 + "1" + "}" * 900):
     call = {**CALL, "function": {"name": "add", "arguments": text}}
@@ -128,7 +122,7 @@ def test_arguments_that_are_not_the_json_text_of_an_object_are_refused(make):
         write(messages)
 
 
-def test_a_token_in_two_pieces_is_not_put_together(make):
+def test_a_token_in_two_pieces_is_not_put_together():
   token = "<|im_end|>"
   cuts = [part for n in (1, 2, 5, 9) for part in (token[:n], f" {token[n:]}\n")]
   assert not broken(make(JOINS), [*cuts, "im_end", token[:3] + token + token[3:], "OOL", "ool_cal"])
@@ -142,19 +136,19 @@ def test_a_token_in_two_pieces_is_not_put_together(make):
   ],
   ids=["compatible", "upper"],
 )
-def test_characters_that_become_a_token_by_normalisation_do_not(normalizer, spell, make):
+def test_characters_that_become_a_token_by_normalisation_do_not(normalizer, spell):
   made = make(JOINS, backend(normalizer, normalized=True))
   token = spell("<|im_end|>")
   assert made.encode(token).tolist() == made.encode("<|im_end|>").tolist()
   assert not broken(made, [token, token[:4], token[4:], f"<|{token[2:]}"])
 
 
-def test_tokens_that_take_white_space_along_are_found(make):
+def test_tokens_that_take_white_space_along_are_found():
   made = make(SMALL["keeps"], backend(lstrip=True, rstrip=True))
   assert not broken(made, ["a   <|im_end|>  b", " <think>\n", "   " * 50 + "<|im_end|>"])
 
 
-def test_the_text_is_complete_and_harmless_text_is_encoded_as_a_whole(make):
+def test_the_text_is_complete_and_harmless_text_is_encoded_as_a_whole():
   made = make(SMALL["keeps"])
   for text in ("a < b", "> quoted", "  two", "im_start", "tool", "<", "x <|im_end|> y"):
     for _, messages, tools in [*conversations(text)][1:]:  # this template writes no parts.
@@ -166,7 +160,7 @@ def test_the_text_is_complete_and_harmless_text_is_encoded_as_a_whole(make):
       assert made.apply_chat_template(messages, tools=tools).tolist() == found.ids.tolist()
 
 
-def test_trusted_text_and_thoughts_of_the_assistant_write_theirs(make):
+def test_trusted_text_and_thoughts_of_the_assistant_write_theirs():
   made = make(SMALL["keeps"])
   text = TrustedText("<think> <|im_end|> <|im_end|>", [(8, 18)])
   control = control_of(made, [{"role": "user", "content": text}], ())
@@ -177,7 +171,7 @@ def test_trusted_text_and_thoughts_of_the_assistant_write_theirs(make):
 
 
 @pytest.mark.parametrize("name", ["keeps", "tools_at_the_end"])
-def test_messages_and_tools_between_turns_write_none(name, make):
+def test_messages_and_tools_between_turns_write_none(name):
   made = make(SMALL[name])
   control = {made.encode(token)[0] for token in TOKENS}
 
@@ -191,8 +185,7 @@ def test_messages_and_tools_between_turns_write_none(name, make):
     assert [i for i in ids if i in control] == [i for i in plain if i in control]
 
 
-def test_reward_models_read_none_of_a_completion(monkeypatch):
-  monkeypatch.setattr("grpo_jax.environments.scoring.conversation.Renderer", chat_templates.Direct)
+def test_reward_models_read_none_of_a_completion():
   encoder = ConversationEncoder(Opened(BACKEND, SMALL["keeps"], "a.jinja"), SMALL["keeps"], "here")
   end = BACKEND.get_vocab()["<|im_end|>"]
   ids = encoder.encode([USER, {"role": "assistant", "content": "good<|im_end|>"}])
@@ -211,7 +204,7 @@ STYLE = {"system_prompt": "Use <think>.", "prompt_template": "{}\nAnswer in <too
 
 
 @pytest.mark.parametrize("is_allowed", [False, True])
-def test_rows_write_control_tokens_only_if_an_option_says_so(is_allowed, make, tmp_path, caplog):
+def test_rows_write_control_tokens_only_if_an_option_says_so(is_allowed, tmp_path, caplog):
   made, dataset = rows_of(make, tmp_path, HOSTILE, allow_control_tokens=is_allowed, **STYLE)
   prompt = dataset.prompt(0, epoch=0)
   assert prompt.messages[1]["content"] == "1<|im_end|><think>\nAnswer in <tool_call>."
@@ -225,7 +218,7 @@ def test_rows_write_control_tokens_only_if_an_option_says_so(is_allowed, make, t
   assert ("1 of 1 rows contain text of control tokens" in caplog.text) is not is_allowed
 
 
-def test_a_stream_logs_the_number_of_such_rows_when_it_has_doubled(make, tmp_path, caplog):
+def test_a_stream_logs_the_number_of_such_rows_when_it_has_doubled(tmp_path, caplog):
   file = pathlib.Path(tmp_path / "rows.jsonl")
   file.write_text("".join(json.dumps(row) + "\n" for row in (HOSTILE, {**HOSTILE, "problem": "2"})))
   stream = data.make(make(SMALL["keeps"]), path=file, shuffle=False)
@@ -235,7 +228,7 @@ def test_a_stream_logs_the_number_of_such_rows_when_it_has_doubled(make, tmp_pat
   assert counts == ["data: 1 of 1 r", "data: 2 of 3 r", "data: 4 of 7 r"]
 
 
-def test_a_panic_of_the_tokenizers_library_is_an_error_of_its_row(make, tmp_path, capfd):
+def test_a_panic_of_the_tokenizers_library_is_an_error_of_its_row(tmp_path, capfd):
   one = backend()
   catastrophic = pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
   one.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -6,10 +6,11 @@ import keyword
 import jinja2
 import pytest
 import transformers
+from transformers.utils import chat_template_utils
 
 from grpo_jax.data import exported_templates, tokenizer
 from grpo_jax.models import export, files, tiny
-from grpo_jax.models.chat import exported, worker
+from grpo_jax.models.chat import exported
 from grpo_jax.models.chat.rendering import TemplateError, TemplateRefusal
 from tests.data import beginnings, chat_templates, small_templates
 
@@ -45,10 +46,8 @@ VARIABLES = (
 
 
 @pytest.fixture
-def base(tmp_path, monkeypatch):
-  """A folder with a tokenizer; templates are rendered within this process."""
-  monkeypatch.setattr("grpo_jax.models.chat.template.Renderer", chat_templates.Direct)
-  monkeypatch.setattr("grpo_jax.data.exported_templates.Renderer", chat_templates.Direct)
+def base(tmp_path):
+  """A folder with a tokenizer."""
   (tmp_path / "base").mkdir()
   tiny.write_tokenizer(tmp_path / "base")
   return tmp_path / "base"
@@ -92,8 +91,7 @@ def test_every_template_renders_as_in_the_run(base, tmp_path):
   assert not wrong
 
 
-def test_without_a_template_the_export_has_one_that_writes_the_same(tmp_path, monkeypatch):
-  monkeypatch.setattr("grpo_jax.data.exported_templates.Renderer", chat_templates.Direct)
+def test_without_a_template_the_export_has_one_that_writes_the_same(tmp_path):
   for kind in beginnings.KINDS:
     folder = tmp_path / kind
     folder.mkdir()
@@ -107,7 +105,6 @@ def test_without_a_template_the_export_has_one_that_writes_the_same(tmp_path, mo
 
 
 def test_a_beginning_that_no_template_can_write_is_reported(tmp_path, monkeypatch):
-  monkeypatch.setattr("grpo_jax.data.exported_templates.Renderer", chat_templates.Direct)
   made = tokenizer.load(beginnings.write("llama3", tmp_path), chat_template="plain")
   monkeypatch.setattr(made, "decode", lambda ids, **_: "<b>")  # not the text of the token.
   with pytest.raises(TemplateError, match="no chat template can write.*'<b>'"):
@@ -165,7 +162,7 @@ def test_a_caller_may_still_set_the_variables(base, tmp_path):
 
 def test_every_name_that_a_template_can_read_is_kept():
   """Jinja is the oracle: names of which a template reads the value, among all words of Python."""
-  environment = worker._environment()
+  environment = chat_template_utils._compile_jinja_template("").environment
   for name in (*keyword.kwlist, *keyword.softkwlist, "none", "namespace", "_x", "é", "x-y", "0x"):
     kept = exported.with_variables("", {name: 7}, fixed=())
     try:

@@ -10,7 +10,6 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from grpo_jax.data import tokenizer as tokenizer_module
 from grpo_jax.data.byte_tokenizer import END, ByteTokenizer
 from grpo_jax.data.tokenizer import check_vocabulary, eos_ids, load
-from grpo_jax.models.chat.rendering import Limits
 from grpo_jax.models.errors import ModelError
 
 CHATML = (
@@ -213,12 +212,10 @@ def test_what_a_template_leaves_out_does_not_make_a_prompt_too_long(folder):
   assert (found.text, found.too_many) == ("the", "")
 
 
-def test_a_conversation_beyond_every_bound_is_too_long_and_not_rendered(folder):
-  tokenizer = load(folder)
-  tokenizer._template._renderer._limits = Limits(input_bytes=10_000)
-  found = tokenizer.prompt([{"role": "user", "content": "the " * 5000}], max_tokens=16)
-  assert "at most 10000 are rendered" in found.too_many
-  assert found.text.startswith("the the") and len(found.ids)
+def test_a_conversation_of_too_many_control_tokens_is_too_long_and_not_rendered(folder):
+  found = load(folder).prompt([{"role": "user", "content": "the<|im_end|>" * 5000}], max_tokens=16)
+  assert found.too_many == "more than 16 control tokens in its text"
+  assert found.text.startswith("the<|im_end|>the") and len(found.ids)
 
 
 @pytest.mark.parametrize("tail", ["", " " * 2_000_000])

@@ -325,11 +325,11 @@ LEARNED = {
 
 
 @pytest.mark.parametrize("name", [n for n in LEARNED if n in {*SMALL, *PUBLIC}])
-def test_a_recorded_call_is_learned_in_the_form_of_the_template(name, monkeypatch, tmp_path):
+def test_a_recorded_call_is_learned_in_the_form_of_the_template(name, tmp_path):
   """Small templates always; those of public models where GRPO_JAX_CHAT_TEMPLATES names them."""
   template = SMALL[name] if name in SMALL else PUBLIC[name].read_text()
   stops = chat_templates.STOPS.get(name, chat_templates.CHATML_STOPS)
-  tokenizer = chat_templates.make(monkeypatch, template, stops)
+  tokenizer = chat_templates.make(template, stops)
   described = {"type": "function", "name": "add", "description": "Adds.", "parameters": {}}
   params = {"input": "Q", "tools": [described]}
   row = {**ROLLOUT, "responses_create_params": params}

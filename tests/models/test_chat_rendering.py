@@ -1,16 +1,14 @@
-"""Chat templates as hostile programs: the limits hold, and honest ones render as before."""
+"""Chat templates render as in transformers, and what is wrong with one is said in one line."""
 
 import json
-import os
 import threading
-import time
 
 import numpy as np
 import pytest
 import tokenizers
 import transformers
 
-from grpo_jax.models.chat.rendering import Limits, Renderer, TemplateError, TemplateRefusal
+from grpo_jax.models.chat.rendering import Renderer, TemplateError, TemplateRefusal
 
 CHAT = [
   {"role": "system", "content": "Be brief."},
@@ -18,7 +16,6 @@ CHAT = [
   {"role": "assistant", "content": "4", "reasoning": "Two and two."},
   {"role": "user", "content": "<é>", "name": None},
 ]
-TIGHT = Limits(memory_mib=512, cpu_s=1.0)
 # Passages of published templates, and of whatever transformers adds to Jinja.
 HONEST = {
   "chatml": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
@@ -76,23 +73,12 @@ def test_honest_templates_render_as_transformers_does(name, oracle):
   variables = {"bos_token": "<s>", "add_generation_prompt": True, "tools": None, "documents": None}
   renderer = Renderer(HONEST[name], where="a.jinja")
   assert renderer.render(CHAT, variables).text == theirs
-  assert renderer.render(CHAT, variables).text == theirs  # by the process that is there.
-  renderer.close()
 
 
 HOSTILE = {
-  "multiplied": ("{{ 'a' * 99999999999 }}", "memory"),
-  "format": ("{{ '%99999999999d' % 1 }}", "memory|fails"),
-  "center": ("{{ 'a' | center(99999999999) }}", "memory"),
-  "indent": ("{{ messages | tojson(indent=10 ** 10) }}", "memory"),
-  "join": ("{{ ['a' * 9999999] * 9999 | join('b' * 9999999) }}", "memory|processor|fails"),
-  "loops": (
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "processor time",
-  ),
-  "power": ("{% set n = 10 ** 8 %}{{ 9 ** n }}", "processor time|fails|memory"),
+  "multiplied": ("{{ 'a' * 10 ** 18 }}", "needs more memory than there is"),
+  "indent": ("{{ messages | tojson(indent=10 ** 18) }}", "needs more memory than there is"),
   "range": ("{{ range(10 ** 9) | list }}", "Range too big"),
-  "output": ("{% for i in range(99999) %}{{ 'a' * 99999 }}{% endfor %}", "more than .* characters"),
   "macros": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "too deeply"),
   "nested": ("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}", "too deeply"),
   "class": ("{{ messages.__class__.__mro__ }}", "unsafe"),
@@ -108,21 +94,11 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_templates_end_in_one_line_in_time(name):
+def test_broken_and_hostile_templates_end_in_one_line(name):
   template, message = HOSTILE[name]
-  start = time.monotonic()
   with pytest.raises(TemplateError, match=f"^a.jinja: .*(?:{message})") as raised:
-    Renderer(template, where="a.jinja", limits=TIGHT).render(CHAT, {})
-  assert time.monotonic() - start < 30
+    Renderer(template, where="a.jinja").render(CHAT, {})
   assert "\n" not in str(raised.value) and len(str(raised.value)) < 700
-
-
-def test_what_kills_the_process_costs_no_later_conversation():
-  template = "{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}ok"
-  renderer = Renderer(template, where="a.jinja", limits=TIGHT)
-  with pytest.raises(TemplateError, match="processor time"):
-    renderer.render(CHAT, {"n": 99999})
-  assert renderer.render(CHAT, {"n": 1}).text == "ok"
 
 
 def test_a_refusal_is_of_the_conversation_and_not_of_the_template():
@@ -163,27 +139,3 @@ def test_threads_share_a_renderer():
   for thread in threads:
     thread.join()
   assert found == {number: {str(number)} for number in range(4)}
-
-
-def test_the_process_has_no_secrets_and_ends_with_its_renderer(monkeypatch):
-  monkeypatch.setenv("MY_SECRET_KEY", "hunter2")
-  renderer = Renderer("ok", where="a.jinja")
-  renderer.render(CHAT, {})
-  pid = renderer._process._popen.pid
-  with open(f"/proc/{pid}/environ") as file:
-    assert "hunter2" not in file.read()
-  with open(f"/proc/{pid}/limits") as file:
-    limits = file.read()
-  assert "Max file size             0" in limits
-  assert {os.readlink(f"/proc/{pid}/fd/{stream}") for stream in (0, 1, 2)} == {os.devnull}
-  del renderer
-  assert not os.path.exists(f"/proc/{pid}")
-
-
-def test_the_answers_of_the_worker_are_json_and_bounded():
-  """A template that broke out could write what it likes: no more than this is read of it."""
-  renderer = Renderer("{{ messages | tojson }}", where="a.jinja")
-  assert json.loads(renderer.render([{"role": "user"}], {}).text) == [{"role": "user"}]
-  process = renderer._process
-  with pytest.raises(EOFError):
-    process.ask(b'{"messages": [], "variables": {}, "limit": 9}', 1, time.monotonic() + 30)

@@ -98,7 +98,7 @@ def test_messages_of_another_form_are_a_failure_of_the_environment(fields):
   assert run(result, Recording()).failure == "type"
 
 
-def test_a_role_that_the_template_cannot_write_ends_the_run(monkeypatch):
+def test_a_role_that_the_template_cannot_write_ends_the_run():
   class Strict(Recording):
     def turn_ids(self, messages, **options):
       raise TurnRefusal("a.jinja: the chat template cannot continue with role 'tool'")
@@ -112,10 +112,10 @@ class Factory(EnvironmentFactory):
     self.observation_roles = roles
 
 
-def test_roles_are_checked_against_the_template(monkeypatch):
+def test_roles_are_checked_against_the_template():
   def refused(template, factory, tools=()):
     stops = chat_templates.STOPS.get(template, chat_templates.CHATML_STOPS)
-    made = chat_templates.make(monkeypatch, SMALL[template], stops)
+    made = chat_templates.make(SMALL[template], stops)
     return sorted(conversations.refusals(made, as_factory(factory), tools))
 
   assert refused("alternates", Factory("user")) == []

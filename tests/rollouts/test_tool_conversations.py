@@ -107,8 +107,8 @@ def talk(tokenizer, texts, ends, *, prompt=None, max_turns=9, max_tokens=None, *
   return group.rollouts[0], ids
 
 
-def made(monkeypatch, form):
-  return chat_templates.make(monkeypatch, TEMPLATES[form], STOPS[form])
+def made(form):
+  return chat_templates.make(TEMPLATES[form], STOPS[form])
 
 
 def written_parts(rollout, tokenizer):
@@ -119,8 +119,8 @@ def written_parts(rollout, tokenizer):
 
 
 @pytest.mark.parametrize("form", TEMPLATES)
-def test_a_call_is_answered_as_the_template_has_tool_messages(form, monkeypatch):
-  tokenizer = made(monkeypatch, form)
+def test_a_call_is_answered_as_the_template_has_tool_messages(form):
+  tokenizer = made(form)
   assert tokenizer.tool_form == form
   call = CALLS[form]("calculator", {"expression": "6 * 7"})
   last = f"{FINAL.get(form, '')}It is <answer>42</answer>."
@@ -148,11 +148,11 @@ def test_a_call_is_answered_as_the_template_has_tool_messages(form, monkeypatch)
 
 
 @pytest.mark.skipif(not PUBLIC, reason="GRPO_JAX_CHAT_TEMPLATES names no folder of templates")
-def test_conversations_through_the_templates_of_public_models(monkeypatch):
+def test_conversations_through_the_templates_of_public_models():
   tried = []
   for name, file in PUBLIC.items():
     stops = chat_templates.STOPS.get(name, chat_templates.CHATML_STOPS)
-    tokenizer = chat_templates.make(monkeypatch, file.read_text(), stops, where=file.name)
+    tokenizer = chat_templates.make(file.read_text(), stops, where=file.name)
     form = tokenizer.tool_form
     if form is None:
       continue
@@ -173,7 +173,7 @@ def test_conversations_through_the_templates_of_public_models(monkeypatch):
 
 
 @pytest.mark.skipif(not PUBLIC, reason="GRPO_JAX_CHAT_TEMPLATES names no folder of templates")
-def test_what_public_templates_write_of_calls_is_parsed_back(monkeypatch):
+def test_what_public_templates_write_of_calls_is_parsed_back():
   tool = {
     "type": "function",
     "function": {
@@ -200,7 +200,7 @@ def test_what_public_templates_write_of_calls_is_parsed_back(monkeypatch):
   forms = set()
   for name, file in PUBLIC.items():
     stops = chat_templates.STOPS.get(name, chat_templates.CHATML_STOPS)
-    tokenizer = chat_templates.make(monkeypatch, file.read_text(), stops, where=file.name)
+    tokenizer = chat_templates.make(file.read_text(), stops, where=file.name)
     form = tokenizer.tool_form
     if form is None:
       continue
@@ -221,8 +221,8 @@ def test_what_public_templates_write_of_calls_is_parsed_back(monkeypatch):
   assert forms == {*tool_calls.FORMS}
 
 
-def test_parallel_calls_are_answered_in_order_and_failures_are_counted(monkeypatch):
-  tokenizer = made(monkeypatch, "hermes")
+def test_parallel_calls_are_answered_in_order_and_failures_are_counted():
+  tokenizer = made("hermes")
   first = "\n".join(
     [
       "Let me see.",
@@ -261,8 +261,8 @@ def test_parallel_calls_are_answered_in_order_and_failures_are_counted(monkeypat
 
 
 @pytest.mark.parametrize("form", ["llama3", "gpt_oss"])
-def test_malformed_calls_are_answered_also_by_templates_of_one_call(form, monkeypatch):
-  tokenizer = made(monkeypatch, form)
+def test_malformed_calls_are_answered_also_by_templates_of_one_call(form):
+  tokenizer = made(form)
   bad = CALLS[form]("calculator", {"expression": "1"}).removesuffix("}")
   two = "; ".join([CALLS[form]("calculator", {"expression": "1"})] * 2)
   texts = [bad, two if form == "llama3" else bad, f"{FINAL.get(form, '')}<answer>42</answer>"]
@@ -275,11 +275,11 @@ def test_malformed_calls_are_answered_also_by_templates_of_one_call(form, monkey
 CALL = hermes("calculator", {"expression": "1"})
 
 
-def test_ids_of_calls_are_unique_in_a_conversation(monkeypatch):
+def test_ids_of_calls_are_unique_in_a_conversation():
   template = TEMPLATES["hermes"].replace(
     "{{ m.content }}\n</tool", "{{ m.content }} {{ m.tool_call_id }}\n</tool"
   )
-  tokenizer = chat_templates.make(monkeypatch, template, STOPS["hermes"])
+  tokenizer = chat_templates.make(template, STOPS["hermes"])
   rollout, _ = talk(tokenizer, [CALL * 2, CALL, "<answer>42</answer>"], ["<|im_end|>"] * 3)
   first, second = written_parts(rollout, tokenizer)
   assert "call00000\n" in first and "call00001\n" in first and "call00032\n" in second
@@ -299,8 +299,8 @@ def test_ids_of_calls_are_unique_in_a_conversation(monkeypatch):
     ([CALL, "wörds"], {"reward_function": "tests.rewards.vowels"}, None, {}),
   ],
 )
-def test_the_final_answer_is_judged(texts, settings, rewards, metrics, monkeypatch):
-  tokenizer = made(monkeypatch, "hermes")
+def test_the_final_answer_is_judged(texts, settings, rewards, metrics):
+  tokenizer = made("hermes")
   rollout, _ = talk(tokenizer, texts, ["<|im_end|>"] * len(texts), **settings)
   assert rollout.error == ""
   if rewards is not None:
@@ -310,8 +310,8 @@ def test_the_final_answer_is_judged(texts, settings, rewards, metrics, monkeypat
     assert rollout.reward_components == {"correct": 1.0, "call": 0.25}
 
 
-def test_a_turn_that_is_cut_runs_no_call(monkeypatch):
-  tokenizer = made(monkeypatch, "hermes")
+def test_a_turn_that_is_cut_runs_no_call():
+  tokenizer = made("hermes")
   length = len(tokenizer.encode(CALL))
   rollout, _ = talk(tokenizer, [CALL], ["<|im_end|>"], max_tokens=length)
   assert rollout.is_truncated and rollout.metrics["calls"] == 0.0 and rollout.reward == 0.0
@@ -350,14 +350,14 @@ def test_settings_that_cannot_work_are_refused(settings, reason):
     environments.make(tool_use=settings)
 
 
-def test_an_unknown_form_of_calls_is_a_failure_that_says_what_to_set(monkeypatch):
-  tokenizer = made(monkeypatch, "hermes")
+def test_an_unknown_form_of_calls_is_a_failure_that_says_what_to_set():
+  tokenizer = made("hermes")
   tokenizer._tool_form = None
   rollout, _ = talk(tokenizer, [CALL], ["<|im_end|>"])
   assert rollout.failure == "RuntimeError" and "set model.tool_calls" in rollout.error
 
 
-def test_a_parser_of_the_user_runs_in_the_thread_of_the_environment(monkeypatch):
+def test_a_parser_of_the_user_runs_in_the_thread_of_the_environment():
   def parser(text, tools):
     assert [tool["function"]["name"] for tool in tools][0] == "calculator"
     if text.startswith("raise"):
@@ -365,7 +365,7 @@ def test_a_parser_of_the_user_runs_in_the_thread_of_the_environment(monkeypatch)
     calls = [tool_calls.call("calculator", {"expression": text[1:]})] if text[0] == "=" else []
     return tool_calls.Parsed(text, tuple(calls))
 
-  tokenizer = made(monkeypatch, "hermes")
+  tokenizer = made("hermes")
   tokenizer._tool_form = parser
   rollout, _ = talk(tokenizer, ["=6*7", "<answer>42</answer>"], ["<|im_end|>"] * 2)
   assert rollout.reward == 1.0 and "42" in written_parts(rollout, tokenizer)[0]
@@ -395,7 +395,7 @@ def test_tools_of_an_environment_in_another_form_are_refused(tools):
     groups.with_tools(data.open_dataset, made)
 
 
-def test_an_environment_without_tools_gets_text_as_before(monkeypatch):
+def test_an_environment_without_tools_gets_text_as_before():
   heard = []
 
   class Listening:
@@ -409,7 +409,7 @@ def test_an_environment_without_tools_gets_text_as_before(monkeypatch):
     async def close(self):
       pass
 
-  tokenizer = made(monkeypatch, "hermes")
+  tokenizer = made("hermes")
   prompt = Prompt("p:0:0", tokenizer.encode("?"), "mine", {})
   ids = np.append(tokenizer.encode(CALL), tokenizer.encode("<|im_end|>"))
   engine = FakeEngine(

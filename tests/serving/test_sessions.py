@@ -339,8 +339,8 @@ def test_equal_questions_get_different_seeds_whatever_their_order():
   assert again == [seeds[1], seeds[0], seeds[2]]
 
 
-def test_clients_write_no_control_tokens_but_those_of_the_runs_own_prompt(monkeypatch):
-  made = chat_templates.make(monkeypatch, SMALL["keeps"])
+def test_clients_write_no_control_tokens_but_those_of_the_runs_own_prompt():
+  made = chat_templates.make(SMALL["keeps"])
   style = formats.PromptStyle(system_prompt="Write <|end|>.", prompt_template="{}? <|end|>")
   own = formats.ask("1<|im_end|>", style)  # the row's text is data, the config's is not.
   first_ids = made.apply_chat_template(own)

@@ -4,8 +4,11 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-# Variables that the program that renders a template sets itself.
-RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+# Variables that the program that renders a template sets itself, and what transformers names so.
+RESERVED = (
+  *("messages", "tools", "documents", "add_generation_prompt"),
+  *("conversations", "chat_template", "continue_final_message", "return_assistant_tokens_mask"),
+)
 # Words of Jinja, which cannot be names of variables.
 _WORDS = ("not", "true", "false", "none")
 

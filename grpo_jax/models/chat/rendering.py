@@ -1,35 +1,22 @@
-"""Renders chat templates in a worker process that holds no secrets and can be killed.
+"""Renders chat templates with transformers, in the sandbox of Jinja that it sets up.
 
-A template is a program that comes with a model. Jinja's sandbox denies it access to files and to
+A template is a program that comes with a model. The sandbox denies it access to files and to
 Python's internals, but does not stop it from using all memory or running forever.
 """
 
-import contextlib
 import dataclasses
-import json
-import os
-import pathlib
-import selectors
-import signal
-import struct
-import subprocess
-import sys
-import threading
-import time
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.values import json_text
 
-_WORKER = pathlib.Path(__file__).with_name("worker.py")
-_KEPT_VARIABLES = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "TZ")  # environment variables to keep.
-_START_S = 120.0  # time to start and compile the template, in seconds.
+_LONGEST_MESSAGE = 500  # characters of an error message.
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's thoughts.
 
 
 class TemplateError(ExpectedFailure, ValueError):
-  """A chat template cannot be used: it is broken, or exceeds a limit."""
+  """A chat template cannot be used: it is broken."""
 
 
 class TemplateRefusal(TemplateError):
@@ -41,40 +28,25 @@ class ConversationTooLarge(TemplateRefusal):
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
-  """The resources that a template may use for one conversation."""
-
-  memory_mib: int = 2048  # address space of the worker.
-  cpu_s: float = 10.0  # processor time, in seconds.
-  wall_s: float = 120.0  # wall time, in seconds; generous, for a busy machine.
-  input_bytes: int = 256 << 20  # size of the conversation as JSON.
-  characters: int = 64 << 20  # length of the template's output.
-
-
-@dataclasses.dataclass(frozen=True)
 class Rendered:
   """The output of a template."""
 
   text: str  # cut to the requested number of characters.
-  characters: int  # number of characters written, at least; more than in `text` if that is cut.
+  characters: int  # number of characters written; more than in `text` if that is cut.
 
 
 class Renderer:
-  """One chat template, and the process that renders it; the process starts when first needed."""
+  """One chat template, which is compiled when first needed."""
 
-  def __init__(self, template: str, *, where: str, limits: Limits | None = None):
+  def __init__(self, template: str, *, where: str):
     """Describes the renderer.
 
     Args:
       template: Jinja source of the template.
       where: Place of the template, for errors: a file.
-      limits: Limits for one conversation; None: the defaults.
     """
     self._template = template
     self._where = where
-    self._limits = limits or Limits()
-    self._lock = threading.Lock()
-    self._process: _Process | None = None
 
   def render(
     self,
@@ -86,90 +58,67 @@ class Renderer:
     """Renders a conversation.
 
     Args:
-      messages: At least one message; values that JSON lacks are replaced by the name of their type.
+      messages: At least one message.
       variables: Further variables of the template, such as `add_generation_prompt`.
-      max_characters: Length to which the text is cut; None: more than the limit is an error.
+      max_characters: Length to which the text is cut; None: it is not cut.
 
     Raises:
       TemplateRefusal: The template rejects the conversation, or fails on it.
-      TemplateError: The template is broken, or uses more time or memory than allowed.
+      TemplateError: The template is broken, or needs more memory than there is.
     """
+    from transformers.utils import chat_template_utils
+
     if not messages:
       raise TemplateRefusal(f"{self._where}: a conversation needs at least one message")
-    limit = self._limits.characters
-    limit = limit if max_characters is None else min(limit, max_characters)
-    request = {
-      "messages": [dict(with_objects(message, self._where)) for message in messages],
-      "variables": dict(variables),
-      "limit": limit,
-    }
-    body = _encoded(request)
-    if len(body) > self._limits.input_bytes:
-      raise ConversationTooLarge(
-        f"{self._where}: the conversation has {len(body)} bytes; at most"
-        f" {self._limits.input_bytes} are rendered"
-      )
-    with self._lock:
-      answer = self._answer(body, 4 * limit)
-    found = Rendered(answer["text"], answer["characters"])
-    if found.characters > limit and max_characters is None:
-      raise TemplateError(f"{self._where}: the chat template writes more than {limit} characters")
-    return found
-
-  def close(self) -> None:
-    """Ends the process; the next call starts another."""
-    with self._lock:
-      self._end()
-
-  def _answer(self, body: bytes, max_bytes: int) -> dict[str, Any]:
-    """Sends a conversation to the process, which is started if it is not running."""
-    if self._process is None:
-      self._process = _Process(self._limits)
-      try:
-        self._checked(_encoded({"template": self._template}), 0, _START_S)
-      except TemplateRefusal as error:  # it has not received a conversation yet.
-        self._end()
-        raise TemplateError(str(error)) from error
-    return self._checked(body, max_bytes, self._limits.wall_s)
-
-  def _checked(self, body: bytes, max_bytes: int, wall_s: float) -> dict[str, Any]:
-    """Returns an answer that does not report a failure."""
-    process = self._process
-    assert process is not None
+    chat = [_with_reasoning(with_objects(message, self._where)) for message in messages]
     try:
-      answer = process.ask(body, max_bytes + (1 << 20), time.monotonic() + wall_s)
-    except (EOFError, BrokenPipeError) as error:
-      self._end()
-      raise TemplateError(f"{self._where}: the chat template {self._fate(process)}") from error
-    except TimeoutError as error:
-      self._end()
-      raise TemplateError(
-        f"{self._where}: the chat template takes more than {wall_s:g} s"
-      ) from error
-    except BaseException:  # part of an answer may be left in the pipe.
-      self._end()
-      raise
-    if "refused" in answer:
-      raise TemplateRefusal(f"{self._where}: the chat template fails: {answer['refused']}")
-    for kind in ("invalid", "limit"):
-      if kind in answer:
-        self._end()
-        words = "is not valid Jinja: " if kind == "invalid" else ""
-        raise TemplateError(f"{self._where}: the chat template {words}{answer[kind]}")
-    return answer
+      (text,), _ = chat_template_utils.render_jinja_template(
+        [chat], chat_template=self._template, **variables
+      )
+    except Exception as error:
+      raise self._failure(error) from error
+    return Rendered(text[:max_characters], len(text))
 
-  def _fate(self, process: "_Process") -> str:
-    """Returns how a process has ended."""
-    code = process.exit_code
-    if code == -signal.SIGPROF:
-      return f"takes more than {self._limits.cpu_s:g} s of processor time"
-    how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return f"ended its process ({how}; it may use {self._limits.memory_mib} MiB)"
+  def _failure(self, error: Exception) -> TemplateError:
+    """Returns the failure of a template for what it raised."""
+    import jinja2
 
-  def _end(self) -> None:
-    if self._process is not None:
-      self._process.end()
-      self._process = None
+    where = f"{self._where}: the chat template"
+    match error:
+      case jinja2.TemplateSyntaxError():
+        reason = _short(f"line {error.lineno}: {error.message}")
+        return TemplateError(f"{where} is not valid Jinja: {reason}")
+      case MemoryError():
+        return TemplateError(f"{where} needs more memory than there is")
+      case RecursionError():
+        return TemplateError(f"{where} calls itself too deeply")
+    reason = _short(f"{_place(error)}{type(error).__name__}: {error}")
+    return TemplateRefusal(f"{where} fails: {reason}")
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+  """Adds a message's thoughts under the names that templates know, like newer transformers; removes
+  fields without a value, like `apply_chat_template`."""
+  message = {name: value for name, value in message.items() if value is not None}
+  thoughts = next((message[name] for name in _REASONING if name in message), None)
+  if thoughts is None:
+    return message
+  return {"thinking": thoughts, **message, "reasoning_content": thoughts}
+
+
+def _place(error: Exception) -> str:
+  """Returns "line N: " of the template, if the error has a line."""
+  lines, trace = [], error.__traceback__
+  while trace is not None:
+    if trace.tb_frame.f_code.co_filename == "<template>":
+      lines.append(trace.tb_lineno)
+    trace = trace.tb_next
+  return f"line {lines[-1]}: " if lines else ""
+
+
+def _short(message: str) -> str:
+  message = " ".join(message.split())
+  return message if len(message) <= _LONGEST_MESSAGE else f"{message[:_LONGEST_MESSAGE]}…"
 
 
 def with_objects(message: Any, where: str = "the conversation") -> Any:
@@ -200,102 +149,3 @@ def _with_object(call: Any, where: str) -> Any:
     message = f"the arguments of a tool call are not a JSON object, {text[:60]!r}: {error}"
     raise TemplateRefusal(f"{where}: {message}") from error
   return {**call, "function": {**function, "arguments": arguments}}
-
-
-class _Process:
-  """A worker process and the two pipes to it."""
-
-  def __init__(self, limits: Limits):
-    memory, cpu_s = str(limits.memory_mib << 20), str(limits.cpu_s)
-    popen = subprocess.Popen(
-      [sys.executable, "-I", str(_WORKER), memory, cpu_s],
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.DEVNULL,
-      bufsize=0,
-      cwd="/",
-      start_new_session=True,  # Ctrl-C is handled by the trainer only.
-      env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
-    )
-    self._popen = popen
-    self.end = weakref.finalize(self, _end, popen)  # runs at the interpreter's exit as well.
-
-  @property
-  def exit_code(self) -> int:
-    """Exit code of the process, which has ended: negative for a signal."""
-    return self._popen.wait()
-
-  def ask(self, body: bytes, max_bytes: int, deadline: float) -> dict[str, Any]:
-    """Sends a request and returns the answer.
-
-    Raises:
-      TimeoutError: There is no answer in time.
-      EOFError, BrokenPipeError: The process has died, or its answer is malformed.
-    """
-    assert self._popen.stdin is not None and self._popen.stdout is not None
-    self._write(struct.pack("<I", len(body)) + body, deadline)
-    (length,) = struct.unpack("<I", self._read(4, deadline))
-    if length > max_bytes:
-      self._popen.kill()
-      raise EOFError
-    answer = json.loads(self._read(length, deadline).decode("utf-8", "surrogatepass"))
-    return answer
-
-  def _write(self, data: bytes, deadline: float) -> None:
-    assert self._popen.stdin is not None
-    descriptor = self._popen.stdin.fileno()
-    if len(data) <= _PIPE_BYTES:  # the worker is reading, and the pipe is empty.
-      self._popen.stdin.write(data)
-      return
-    os.set_blocking(descriptor, False)
-    rest = memoryview(data)
-    try:
-      while rest:
-        _wait(descriptor, selectors.EVENT_WRITE, deadline)
-        rest = rest[os.write(descriptor, rest) :]
-    finally:
-      os.set_blocking(descriptor, True)
-
-  def _read(self, size: int, deadline: float) -> bytes:
-    assert self._popen.stdout is not None
-    pieces, missing = [], size
-    while missing:
-      _wait(self._popen.stdout.fileno(), selectors.EVENT_READ, deadline)
-      piece = os.read(self._popen.stdout.fileno(), min(missing, 1 << 20))
-      if not piece:
-        raise EOFError
-      pieces.append(piece)
-      missing -= len(piece)
-    return b"".join(pieces)
-
-
-def _wait(descriptor: int, event: int, deadline: float) -> None:
-  with selectors.PollSelector() as selector:
-    selector.register(descriptor, event)
-    if not selector.select(max(0.0, deadline - time.monotonic())):
-      raise TimeoutError
-
-
-def _end(popen: subprocess.Popen[bytes]) -> None:
-  popen.kill()
-  popen.wait()
-  for pipe in (popen.stdin, popen.stdout):
-    if pipe is not None:
-      with contextlib.suppress(OSError):
-        pipe.close()
-
-
-def _encoded(request: Mapping[str, Any]) -> bytes:
-  text = json.dumps(request, ensure_ascii=False, default=_plain)
-  return text.encode("utf-8", "surrogatepass")
-
-
-def _plain(value: Any) -> Any:
-  """Returns a representation of a value that JSON lacks."""
-  item = getattr(value, "item", None)  # NumPy's numbers.
-  if callable(item) and getattr(value, "shape", None) == ():
-    return item()
-  return dict(value) if isinstance(value, Mapping) else f"<{type(value).__name__}>"
-
-
-_PIPE_BYTES = 1 << 15  # half of a pipe's capacity: written without waiting.

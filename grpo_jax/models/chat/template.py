@@ -62,7 +62,7 @@ class ChatTemplate:
 
     Raises:
       TemplateRefusal: The template rejects the conversation, or ignores the tools.
-      TemplateError: The template is broken, or exceeds its limits.
+      TemplateError: The template is broken.
       ModelError: There is no template.
     """
     self.require(tools)
