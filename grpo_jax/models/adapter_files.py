@@ -363,7 +363,7 @@ def _open(
       f"{directory}: the weights are in {PICKLED_FILE}, a pickle, which could run code when it is"
       f" read: {WEIGHTS_FILE} is needed (PeftModel.save_pretrained writes it by default)"
     )
-  tensors = safetensors.Folder(safetensors.read_header(weights, max_bytes=_HEADER_BYTES))
+  tensors = safetensors.Folder(safetensors.open_file(weights))
   found = lora.Options(
     rank=fields.integer("r", low=1, high=_HIGHEST_RANK),
     alpha=fields.number("lora_alpha", above=0.0),
@@ -508,9 +508,6 @@ def _module(kernel: str) -> str:
 _TENSOR_NAME = re.compile(
   r"base_model\.model\.model\.layers\.(?P<layer>\d{1,6})\.(?P<module>\w+\.\w+)\.lora_[AB]\.weight"
 )
-# Of the file of tensors. An adapter of every kernel of MOST_LAYERS layers has 57,344 tensors of
-# about 170 bytes each.
-_HEADER_BYTES = 16 << 20
 _HIGHEST_RANK = 1 << 20  # far above every width.
 _SHOWN = 200  # characters of a tensor's name in an error.
 _SHOWN_FAULTS = 8

@@ -1,8 +1,8 @@
 """Reads and writes safetensors files tensor by tensor (I/O).
 
-The format is a length, a JSON header and raw bytes. Plain file reads instead of a memory map keep
-only one tensor in memory at a time. Writing a stream needs no second copy of the model, and cannot
-save the wrong bytes of an array that is not C-contiguous.
+The format's own library reads tensors, or rows of them, by `pread`: only these are in memory.
+Writing is our own: a stream that needs no second copy of the model, and cannot save the wrong bytes
+of an array that is not C-contiguous.
 """
 
 import dataclasses
@@ -10,20 +10,19 @@ import json
 import math
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from grpo_jax.models import files
 from grpo_jax.models.errors import MissingModel, ModelError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-HEADER_BYTES = 100_000_000  # longest header that the format's own library reads.
-_MOST_AXES = 8
 _SHOWN = 30  # number of names in an error.
-_SHOWN_NAME = 200  # characters of a name in an error.
+_SHOWN_REASON = 300  # characters of the library's reason in an error.
 
 
 @runtime_checkable
@@ -42,12 +41,12 @@ class Tensors(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """The place of one tensor in a file."""
+  """One tensor of a file."""
 
   file: pathlib.Path
-  offset: int  # bytes from the start of the file.
   shape: tuple[int, ...]
   dtype: np.dtype
+  opened: Any  # safe_open, shared by the tensors of the file.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,13 +61,10 @@ class Folder:
 
   def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
     entry = self.entries[name]
-    if not entry.shape:
-      return np.fromfile(entry.file, entry.dtype, 1, offset=entry.offset).reshape(())
-    start, stop, _ = rows.indices(entry.shape[0])
-    row = math.prod(entry.shape[1:])
-    offset = entry.offset + start * row * entry.dtype.itemsize
-    values = np.fromfile(entry.file, entry.dtype, (stop - start) * row, offset=offset)
-    return values.reshape(stop - start, *entry.shape[1:])
+    begin, end, _ = rows.indices(entry.shape[0]) if entry.shape else (0, 0, 1)
+    if not entry.shape or (begin, end) == (0, entry.shape[0]):
+      return entry.opened.get_tensor(name)
+    return entry.opened.get_slice(name)[begin:end]  # refuses an end behind the last row.
 
 
 def open_folder(directory: pathlib.Path) -> Folder:
@@ -90,7 +86,7 @@ def open_folder(directory: pathlib.Path) -> Folder:
     )
   entries: dict[str, Entry] = {}
   for name in names:
-    in_file = read_header(directory / name)
+    in_file = open_file(directory / name)
     twice = sorted(entries.keys() & in_file.keys())
     if twice:
       raise ModelError(f"{directory / name}: {twice[0]} is also in another file of the folder")
@@ -124,86 +120,31 @@ def _weight_map(index: pathlib.Path) -> dict[str, str]:
   return weight_map
 
 
-def read_header(file: pathlib.Path, *, max_bytes: int = HEADER_BYTES) -> dict[str, Entry]:
-  """Returns the entries of one safetensors file.
-
-  The rules are the format's own: a header of at most 100 MB, and tensors that fill the rest of
-  the file without gaps or overlaps.
-
-  Args:
-    file: File to read.
-    max_bytes: Longest header that is read.
+def open_file(file: pathlib.Path) -> dict[str, Entry]:
+  """Returns the tensors of one safetensors file, by their names; none is read yet.
 
   Raises:
+    MissingModel: The file does not exist.
     ModelError: The file is truncated, is not a safetensors file, or has an unsupported dtype.
   """
-  size = files.require(file)
-  with file.open("rb") as stream:
-    length = int.from_bytes(stream.read(8), "little")
-    if size < 8 or length > size - 8:
-      raise ModelError(f"{file}: is cut short or not a safetensors file ({size} bytes)")
-    if length > max_bytes:
-      raise ModelError(f"{file}: has a header of {length} bytes; at most {max_bytes} are read")
-    header = files.json_object(stream.read(length), f"{file}: header", is_strict=True)
-  metadata = header.pop("__metadata__", {})
-  if not isinstance(metadata, dict):
-    raise ModelError(f"{file}: header: __metadata__ must be an object of strings")
-  data = 8 + length
-  spans = {name: _span(file, name, fields) for name, fields in header.items()}
-  _check_filled(file, spans, size - data)
-  return {
-    name: Entry(file, data + span.begin, span.shape, span.dtype) for name, span in spans.items()
-  }
-
-
-@dataclasses.dataclass(frozen=True)
-class _Span:
-  """The place of a tensor according to the header, in bytes after the header."""
-
-  begin: int
-  end: int
-  shape: tuple[int, ...]
-  dtype: np.dtype
-
-
-def _span(file: pathlib.Path, name: str, fields: Any) -> _Span:
-  """Checks one entry of a header."""
-  where = f"{file}: header: {name[:_SHOWN_NAME]}"
-  if not isinstance(fields, dict):
-    raise ModelError(f"{where}: must be an object, got {files.described(fields)}")
-  dtype_name, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
-  if not isinstance(dtype_name, str) or dtype_name not in _DTYPES:
+  files.require(file)
+  entries: dict[str, Entry] = {}
+  try:
+    opened = safe_open(file, "np", backend="pread")
+    for name in opened.keys():
+      tensor = opened.get_slice(name)
+      kind = tensor.get_dtype()
+      if kind not in _DTYPES:
+        raise ModelError(
+          f"{file}: {name[:_SHOWN_REASON]} has the dtype {kind}; readable are {sorted(_DTYPES)}"
+        )
+      entries[name] = Entry(file, tuple(tensor.get_shape()), _DTYPES[kind], opened)
+  except (SafetensorError, OSError) as error:
+    reason = " ".join(str(error).split())[:_SHOWN_REASON]
     raise ModelError(
-      f"{where}: dtype is {files.described(dtype_name)}; readable are {sorted(_DTYPES)}"
-    )
-  if not _are_sizes(shape) or len(shape) > _MOST_AXES:
-    raise ModelError(f"{where}: shape must be a list of sizes, got {files.described(shape)}")
-  if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-    raise ModelError(
-      f"{where}: data_offsets must be the first and the last byte, got {files.described(offsets)}"
-    )
-  dtype, (begin, end) = _DTYPES[dtype_name], offsets
-  if end - begin != math.prod(shape) * dtype.itemsize:
-    raise ModelError(f"{where}: has {end - begin} bytes for shape {tuple(shape)} of {dtype_name}")
-  return _Span(begin, end, tuple(shape), dtype)
-
-
-def _are_sizes(value: Any) -> TypeGuard[list[int]]:
-  return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
-
-
-def _check_filled(file: pathlib.Path, spans: Mapping[str, _Span], size: int) -> None:
-  """Raises ModelError unless consecutive tensors fill `size` bytes."""
-  reached, before = 0, "the header"
-  for name, span in sorted(spans.items(), key=lambda item: (item[1].begin, item[1].end)):
-    if span.end > size:
-      raise ModelError(f"{file}: is cut short: {name} ends at byte {span.end} of {size}")
-    if span.begin != reached:
-      what = "overlaps with" if span.begin < reached else "leaves a gap after"
-      raise ModelError(f"{file}: {name} {what} {before}: it begins at {span.begin}, not {reached}")
-    reached, before = span.end, name
-  if reached != size:
-    raise ModelError(f"{file}: has {size - reached} bytes after the last tensor")
+      f"{file}: is cut short or not a safetensors file, copy it again: {reason}"
+    ) from error
+  return entries
 
 
 def _nothing() -> None:
