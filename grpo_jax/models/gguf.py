@@ -90,10 +90,8 @@ def _dequantised(file: pathlib.Path, name: str, entry: gguf_header.Entry) -> np.
 
   if math.prod(entry.shape) == 0:
     return np.zeros(entry.shape, np.float32)
-  raw = np.fromfile(file, np.uint8, entry.size, offset=entry.offset)
-  raw = raw.reshape(*entry.shape[:-1], -1)
   try:
-    values = gguf.quants.dequantize(raw, entry.kind)
+    values = gguf.quants.dequantize(entry.data, entry.kind)
   except NotImplementedError as error:
     raise ModelError(f"{file}: {name} has the unsupported type {entry.kind.name}") from error
   return values.astype(np.float32, copy=False).reshape(entry.shape)

@@ -1,11 +1,9 @@
-"""GGUF files that are broken or hostile: each ends in one line, before memory or time is spent."""
+"""GGUF files that are broken: each ends in one line, within bounds of memory and time."""
 
 import dataclasses
 import struct
 import time
 
-import gguf as gguf_library
-import numpy as np
 import pytest
 
 from grpo_jax.models import gguf, gguf_header, gguf_tokenizer
@@ -13,7 +11,7 @@ from grpo_jax.models.errors import ModelError
 from grpo_jax.models.fields import Fields
 from tests.models import test_gguf, tiny
 
-STRING, ARRAY, UINT32, UINT64, FLOAT32, BOOL = 8, 9, 4, 10, 6, 7
+STRING, ARRAY, UINT8, UINT32, FLOAT32, BOOL = 8, 9, 0, 4, 6, 7
 
 
 def string(text):
@@ -57,7 +55,6 @@ BROKEN = {
   "keys-2^60": content(counts=(0, 2**60)),
   "keys-more": content(counts=(0, 1)),
   "key-length-2^60": content(pairs=[struct.pack("<Q", 2**60)]),
-  "key-of-100-kB": content(pairs=[pair("k" * 100_000, UINT32, number(1))]),
   "key-not-utf-8": content(pairs=[pair(b"\xff\xfe", UINT32, number(1))]),
   "key-twice": content(pairs=[pair("k", UINT32, number(1))] * 2),
   "value-type-99": content(pairs=[pair("k", 99, number(1))]),
@@ -65,27 +62,19 @@ BROKEN = {
   "string-not-utf-8": content(pairs=[pair("k", STRING, string(b"\xff"))]),
   "array-2^60": content(pairs=[pair("k", ARRAY, struct.pack("<IQ", UINT32, 2**60))]),
   "strings-2^60": content(pairs=[pair("k", ARRAY, struct.pack("<IQ", STRING, 2**60))]),
-  "array-of-arrays": content(pairs=[pair("k", ARRAY, struct.pack("<IQ", ARRAY, 1) * 30)]),
+  "arrays-in-arrays": content(pairs=[pair("k", ARRAY, struct.pack("<IQ", ARRAY, 1) * 5000)]),
   "array-of-99": content(pairs=[pair("k", ARRAY, struct.pack("<IQ", 99, 1))]),
   "alignment-0": content(pairs=[pair(ALIGNMENT, UINT32, number(0))]),
   "alignment-3": content(pairs=[pair(ALIGNMENT, UINT32, number(3))]),
-  "alignment-2^31": content(pairs=[pair(ALIGNMENT, UINT32, number(2**31))]),
   "alignment-string": content(pairs=[pair(ALIGNMENT, STRING, string("32"))]),
   "alignment-true": content(pairs=[pair(ALIGNMENT, BOOL, b"\1")]),
-  "axes-0": content(tensors=[Tensor(axes=())], data=bytes(128)),
-  "axes-5": content(tensors=[Tensor(axes=(1, 1, 1, 1, 32))], data=bytes(128)),
   "axes-2^31": content(counts=(1, 0)) + string("a") + number(2**31) + bytes(64),
   "size-2^63": content(tensors=[Tensor(axes=(2**63, 2**63))], data=bytes(128)),
   "type-999": content(tensors=[Tensor(kind=999)], data=bytes(128)),
   "blocks": content(tensors=[Tensor(kind=8, axes=(33,))], data=bytes(128)),
   "name-twice": content(tensors=[Tensor(), Tensor(offset=128)], data=bytes(256)),
   "name-not-utf-8": content(tensors=[Tensor(name=b"\xff")], data=bytes(128)),
-  "overlapping": content(tensors=[Tensor(), Tensor("b", offset=64)], data=bytes(256)),
-  "same-place": content(tensors=[Tensor(), Tensor("b")], data=bytes(256)),
-  "gap": content(tensors=[Tensor(), Tensor("b", offset=192)], data=bytes(512)),
-  "unaligned": content(tensors=[Tensor(axes=(31,)), Tensor("b", offset=124)], data=bytes(512)),
   "offset-2^63": content(tensors=[Tensor(offset=2**63)], data=bytes(128)),
-  "longer": content(tensors=[Tensor()], data=bytes(2 << 20)),
   "data-cut": content(tensors=[Tensor()], data=bytes(127)),
 }
 
@@ -113,21 +102,15 @@ def test_a_whole_header_is_read(tmp_path):
   header = gguf_header.read(tmp_path / "a.gguf")
   wanted = {"n": 7, "s": "é", "f": 0.5, "b": True, "a": [1, 2, 3], "t": ["x", ""]}
   assert header.metadata == wanted
-  assert [(e.shape, e.size) for e in header.tensors.values()] == [((31,), 124), ((8, 4), 128)]
+  assert [(e.shape, e.data.shape) for e in header.tensors.values()] == [((31,),) * 2, ((8, 4),) * 2]
 
 
-def test_the_header_is_that_of_the_formats_own_reader(tmp_path):
-  config = tiny.config(vocab_size=len(test_gguf.TOKENS), num_layers=2)
-  test_gguf.write(tmp_path / "a.gguf", config, test_gguf.random_tensors(config))
-  header = gguf_header.read(tmp_path / "a.gguf")
-  reader = gguf_library.GGUFReader(tmp_path / "a.gguf")
-  fields = {name: field.contents() for name, field in reader.fields.items()}
-  assert header.metadata == {k: v for k, v in fields.items() if not k.startswith("GGUF.")}
-  theirs = {t.name: (tuple(t.shape[::-1]), t.data_offset, t.n_bytes) for t in reader.tensors}
-  assert {n: (e.shape, e.offset, e.size) for n, e in header.tensors.items()} == theirs
-  for tensor in reader.tensors:
-    own = gguf._dequantised(tmp_path / "a.gguf", tensor.name, header.tensors[tensor.name])
-    np.testing.assert_array_equal(own, tensor.data)
+def test_a_header_of_more_values_than_any_vocabulary_has_is_refused(tmp_path, monkeypatch):
+  monkeypatch.setattr(gguf_header, "MOST_READS", 100)
+  many = pair("k", ARRAY, struct.pack("<IQ", UINT8, 200) + bytes(200))
+  (tmp_path / "a.gguf").write_bytes(content(pairs=[many]))
+  with pytest.raises(ModelError, match="more than 100 numbers and strings before the tensors"):
+    gguf_header.read(tmp_path / "a.gguf")
 
 
 @pytest.mark.parametrize(
