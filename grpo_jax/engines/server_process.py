@@ -1,6 +1,6 @@
 """Starts and ends one SGLang server as a separate process (I/O: processes, files).
 
-A `ServerProcess` is controlled by a guard (server_side/guard.py), which ends the server whenever
+A `ServerProcess` is controlled by a guard (processes/guard.py), which ends the server whenever
 the trainer ends. This module does not use HTTP: the fleet finds out whether a server answers.
 """
 
@@ -13,7 +13,6 @@ import sys
 
 from grpo_jax.engines.launching import (
   API_KEY_VARIABLE,
-  SERVER_SIDE,
   LaunchOptions,
   ServerError,
   check,
@@ -26,6 +25,7 @@ from grpo_jax.engines.launching import (
   refusals,
 )
 from grpo_jax.http import redaction
+from grpo_jax.processes import guard
 
 __all__ = [
   "API_KEY_VARIABLE",
@@ -38,6 +38,8 @@ __all__ = [
   "is_loopback",
   "refusals",
 ]
+
+_GUARD = guard.__file__
 
 
 class ServerProcess:
@@ -82,7 +84,7 @@ class ServerProcess:
     number = options.first + index
     log = options.log_folder.absolute() / f"server_{number}.log"
     command = [
-      *(sys.executable, "-I", str(SERVER_SIDE / "guard.py")),
+      *(sys.executable, "-I", _GUARD),
       *("--log", str(log), "--grace", str(options.grace_s)),
       *(part for folder in options.scratch for part in ("--remove", str(folder.absolute()))),
       "--",

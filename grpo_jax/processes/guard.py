@@ -1,6 +1,6 @@
-"""Runs an inference server and makes sure that it ends when the trainer ends, in whatever way.
+"""Runs a server and makes sure that it ends when the trainer ends, in whatever way.
 
-    python guard.py --log FILE [--grace S] [--max-bytes N] [--remove DIR ...] -- COMMAND...
+    python -I guard.py [--log FILE] [--grace S] [--max-bytes N] [--remove DIR ...] -- COMMAND...
 
 The trainer starts the guard and keeps the other end of its standard input open. Events:
 
@@ -15,7 +15,9 @@ The trainer starts the guard and keeps the other end of its standard input open.
 
 The guard exits with the server's exit code, 128 + N if signal N killed it. It copies the server's
 output to FILE, with the API key of GRPO_JAX_SGLANG_API_KEY replaced by "***"; FILE moves to FILE.1
-when it is full. It is a separate script (Linux, standard library), so that it outlives the trainer.
+when it is full. Without --log, the server has the guard's standard streams: the guard reads no
+input, and writes nothing unless the server cannot be started. It is a separate script (Linux,
+standard library), so that it outlives the trainer.
 """
 
 import argparse
@@ -79,7 +81,14 @@ class Log:
 class Children:
   """The server and all processes that it started, reaped as they die."""
 
-  def __init__(self, command: list[str]):
+  def __init__(self, command: list[str], *, has_streams: bool):
+    """Starts the server.
+
+    Args:
+      command: Program and arguments.
+      has_streams: Whether the server has the guard's standard streams; otherwise its output is read
+        from `output`.
+    """
     # Orphaned descendants become children of the guard and not of init: none can escape.
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     guard = os.getpid()
@@ -92,15 +101,16 @@ class Children:
     # Called on the main thread: PR_SET_PDEATHSIG applies to the thread that forked.
     self.server = subprocess.Popen(
       command,
-      stdin=subprocess.DEVNULL,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
+      stdin=None if has_streams else subprocess.DEVNULL,
+      stdout=None if has_streams else subprocess.PIPE,
+      stderr=None if has_streams else subprocess.STDOUT,
       start_new_session=True,
       preexec_fn=die_with_guard,
     )
-    assert self.server.stdout is not None
-    self.output = self.server.stdout.fileno()
-    os.set_blocking(self.output, False)
+    self.output: int | None = None
+    if self.server.stdout is not None:
+      self.output = self.server.stdout.fileno()
+      os.set_blocking(self.output, False)
     self.exit_code: int | None = None
 
   def reap(self) -> None:
@@ -186,12 +196,10 @@ class Guard:
     signal.signal(signal.SIGTERM, self._note_request)
     for ignored in (signal.SIGINT, signal.SIGHUP):
       signal.signal(ignored, signal.SIG_IGN)
-    os.set_blocking(0, False)
-    self.waits_for = {
-      0: self._on_order,
-      self.woken: self._on_signal,
-      children.output: self._on_output,
-    }
+    self.waits_for = {self.woken: self._on_signal}
+    if children.output is not None:
+      os.set_blocking(0, False)
+      self.waits_for |= {0: self._on_order, children.output: self._on_output}
     try:
       # The input stays open while a process forked from the trainer still holds its other end.
       self.waits_for[os.pidfd_open(os.getppid())] = self._on_parent_death
@@ -269,10 +277,9 @@ class Guard:
 
   def _drain(self) -> None:
     """Reads what dead processes have left in the pipe."""
+    output = self.children.output
     try:
-      while self.children.output in self.waits_for and (
-        read := os.read(self.children.output, 1 << 16)
-      ):
+      while output is not None and output in self.waits_for and (read := os.read(output, 1 << 16)):
         self.log.feed(read)
     except BlockingIOError:
       pass
@@ -281,7 +288,7 @@ class Guard:
 def main(arguments: list[str]) -> int:
   """Runs until the server and all its descendants are gone; returns the server's exit code."""
   parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-  parser.add_argument("--log", type=pathlib.Path, required=True, help="file for the output")
+  parser.add_argument("--log", type=pathlib.Path, help="file for the output")
   parser.add_argument("--grace", type=float, default=10.0, help="seconds between TERM and KILL")
   parser.add_argument("--max-bytes", type=int, default=20 << 20, help="size at which the log moves")
   parser.add_argument("--remove", type=pathlib.Path, action="append", default=[], metavar="DIR")
@@ -291,13 +298,20 @@ def main(arguments: list[str]) -> int:
   if not command:
     parser.error("no command was given")
 
-  log = Log(options.log, os.environ.get(API_KEY_VARIABLE, ""), options.max_bytes)
+  file = options.log or pathlib.Path(os.devnull)
+  log = Log(file, os.environ.get(API_KEY_VARIABLE, ""), options.max_bytes)
   log.say("starting " + " ".join(command))
   try:
-    children = Children(command)
+    children = Children(command, has_streams=options.log is None)
   except OSError as error:
     log.say(f"the server cannot be started: {error}")
+    if options.log is None:
+      print(f"{command[0]}: {error.strerror}", file=sys.stderr)
     return 127
+  if options.log is None:  # the server alone holds the ends of the pipes.
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1):
+      os.dup2(nowhere, stream)
   guard = Guard(children, log, options.grace)
   code = guard.run()
   if guard.trainer_ended:

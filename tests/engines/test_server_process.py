@@ -18,11 +18,12 @@ import pytest
 from grpo_jax import engines
 from grpo_jax.engines import launching, server_process, sglang
 from grpo_jax.engines.server_process import LaunchOptions, ServerError, ServerProcess
+from grpo_jax.processes import guard
 from tests.engines import tiny
 from tests.engines.processes import eventually, is_gone
 
 ROOT = pathlib.Path(__file__).parents[2]
-GUARD = launching.SERVER_SIDE / "guard.py"
+GUARD = guard.__file__
 KEY = "a-secret-of-36-letters-and-some-more"
 
 # Says who it is, and starts a daemon that has left its session and its parent.

@@ -13,7 +13,6 @@ import dataclasses
 import importlib
 import logging
 import os
-import pathlib
 import sys
 import threading
 from collections import Counter
@@ -25,9 +24,9 @@ from grpo_jax.environments.toolbox.calling import ToolError, as_text
 from grpo_jax.environments.toolbox.functions import Tool
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.http import redaction
+from grpo_jax.processes import guard
 from grpo_jax.values import checked
 
-_GUARD = pathlib.Path(__file__).with_name("mcp_guard.py")
 _MOST_STARTS = 20
 _MOST_PAGES = 100  # of a list of tools.
 _PING_S = 5.0  # time in which a server must answer a ping after a call that was given up.
@@ -321,7 +320,7 @@ class _Connection:
     logging.getLogger("mcp.client.stdio").setLevel(logging.CRITICAL + 1)
     parameters = StdioServerParameters(
       command=sys.executable,
-      args=["-I", str(_GUARD), *options.command],
+      args=["-I", guard.__file__, "--grace", "0", "--", *options.command],
       env={
         **{name: os.environ[name] for name in options.inherit if name in os.environ},
         **options.environment,
