@@ -116,7 +116,7 @@ def run_joined(
   workdir = shared_workdir(command)
   processes.continues(how_to_continue(workdir))
   try:
-    with workdirs.opened(workdir, local=command.local, stop=stop) as folder:
+    with workdirs.opened(workdir, stop=stop) as folder:
       for stream in streams if processes.is_main() else ():
         stream.file = folder / output.NAME
       if folder == workdir:

@@ -13,7 +13,6 @@ from grpo_jax import train as training
 from grpo_jax.api import callbacks, rewards, row_files
 from grpo_jax.api.callbacks import OnSteps
 from grpo_jax.api.run import Run
-from grpo_jax.building import stored
 from grpo_jax.config import configuration as checking
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.errors import ExpectedFailure
@@ -94,7 +93,7 @@ def train(
   checking.check(chosen, [training.validate])
   processes.allow_open_files()
   with processes.failing(), workdirs.opened(place, stop=hooks, named="workdir"):
-    is_continued = bool(stored.steps(folder))
+    is_continued = bool(workdirs.steps(folder))
     for name, lines in files.items():
       row_files.write(lines, folder / name, is_continued=is_continued)
     if reward is not None:
@@ -145,7 +144,7 @@ def _files(rows: Rows | None, evaluation_rows: Rows | None) -> dict[str, list[st
 
 def _interrupted(folder: pathlib.Path) -> str:
   """Returns where an interrupted run stands and how it continues."""
-  steps = stored.steps(folder)
+  steps = workdirs.steps(folder)
   saved = f"the checkpoint of step {steps[-1]} is saved" if steps else "no step was done"
   return (
     f"{saved}; the same call continues, grpo_jax.open({str(folder)!r}) returns the run as it is"

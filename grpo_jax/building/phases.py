@@ -26,7 +26,7 @@ from grpo_jax.models import adapter_files, export, loading, lora
 from grpo_jax.processes import arrays, digests
 from grpo_jax.rl.estimators import Estimator
 from grpo_jax.rl.objective_options import Options
-from grpo_jax.run_folder import console
+from grpo_jax.run_folder import console, workdirs
 from grpo_jax.run_folder.evaluation_log import EvaluationLog
 from grpo_jax.run_folder.loggers import Logger
 from grpo_jax.types import Batch, Mean, Metrics, Minibatch, Prompt, RolloutGroup, TrainState
@@ -358,7 +358,7 @@ def publish(
     )
   ending = console.closing_lines(
     str(written),
-    str(folder.parent),
+    workdirs.shown(folder.parent),
     is_offline=is_offline,
     has_sets=has_sets,
     adapter=None if alone is None else str(alone),

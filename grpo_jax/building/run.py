@@ -38,7 +38,7 @@ from grpo_jax.metrics import timing
 from grpo_jax.models import loading
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.rollouts.stream import GroupStream
-from grpo_jax.run_folder import checkpointing, earlier, evaluation_log, loggers
+from grpo_jax.run_folder import checkpointing, earlier, evaluation_log, loggers, workdirs
 from grpo_jax.run_folder.keeper import Keeper, Standing
 from grpo_jax.run_folder.sinks import Sink
 from grpo_jax.run_folder.steps import Books
@@ -132,7 +132,7 @@ def build(
   facts = adapter.facts(config, inputs.folder)
   checkpoints = stack.enter_context(
     checkpointing.open(
-      workdir / "checkpoints",
+      workdirs.checkpoints(workdir),
       facts=facts,
       keep_last=config.checkpoint.keep_last,
       keep_best=config.checkpoint.keep_best,

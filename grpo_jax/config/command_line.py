@@ -19,7 +19,7 @@ from ml_collections import ConfigDict, config_flags
 
 from grpo_jax import registry
 from grpo_jax.config import comments as config_comments
-from grpo_jax.config import configuration, overrides
+from grpo_jax.config import configuration, overrides, removed
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.files import local_paths
 from grpo_jax.values import names
@@ -34,9 +34,8 @@ Trains a language model by GRPO.
               package, such as quickstart; CONFIG:STRING passes STRING to get_config().
   --workdir   folder of the run: settings, metrics, rollouts, checkpoints, report. The same
               command with the same folder continues a stopped run. Default: a new
-              folder runs/CONFIG-DATE-TIME, whose name is printed. A URL (gs://bucket/run,
-              s3://bucket/run) also works; --workdir.local=FOLDER is then the local copy
-              (default: in the cache). docs/remote_folders.md
+              folder runs/CONFIG-DATE-TIME, whose name is printed. A URL such as gs://bucket/run
+              also works: docs/remote_folders.md
   --config.SECTION.FIELD=VALUE   overrides a field: --config.loss.clip_high=0.28
               on/off: --config.data.shuffle=false, --noconfig.data.shuffle
               lists: --config.evaluation.pass_k=1,8   strings: --config.sampling.stop_strings=a,b
@@ -68,7 +67,6 @@ class Command:
   config: ConfigDict  # resolved and locked.
   config_path: str
   workdir: pathlib.Path | str | None  # a path or a URL; None: a new one is needed.
-  local: pathlib.Path | None = None  # local copy of a URL; None: in the cache.
 
 
 class HelpWanted(Exception):
@@ -84,12 +82,12 @@ def parse(arguments: Sequence[str]) -> Command:
   """
   parsed = flags.FlagValues()
   flags.DEFINE_string("workdir", None, "folder of the run", flag_values=parsed)
-  flags.DEFINE_string("workdir.local", None, "where it works", flag_values=parsed)
   try:
     argv = parsed.read_flags_from_files(list(arguments), force_gnu=False)
   except flags.Error as error:
     raise ConfigError(str(error)) from error
   _refuse_one_dash(argv)
+  _refuse_removed(argv)
   paths, argv = _take(argv, "config")
   asked = [m for each in argv if (m := re.fullmatch(r"--?(help|h|helpfull|helpshort)(=.*)?", each))]
   section = next((m[2][1:] for m in asked if m[2]), "")
@@ -112,23 +110,25 @@ def parse(arguments: Sequence[str]) -> Command:
   overrides.drop_fallback(config, from_file)
   if rest:
     raise ConfigError(_stray(rest[0]))
-  return Command(config, paths[0], *_folders(parsed))
+  return Command(config, paths[0], _workdir(parsed["workdir"].value))
 
 
-def _folders(parsed: flags.FlagValues) -> tuple[pathlib.Path | str | None, pathlib.Path | None]:
-  """Returns the run folder, and where a run with a URL works."""
-  workdir, local = parsed["workdir"].value, parsed["workdir.local"].value
-  for name, value in (("--workdir", workdir), ("--workdir.local", local)):
-    if value == "":
-      raise ConfigError(f"{name} needs the path of a folder")
-    is_remote = name == "--workdir" and local_paths.is_url(value)
-    if reason := None if is_remote else local_paths.complaint(name, value):
-      raise ConfigError(reason)
-  if not local_paths.is_url(workdir):
-    if local is not None:
-      raise ConfigError(f"--workdir.local={local} needs a --workdir that is a URL: gs://bucket/run")
-    return pathlib.Path(workdir) if workdir else None, None
-  return workdir, pathlib.Path(local) if local else None
+def _workdir(named: str | None) -> pathlib.Path | str | None:
+  """Returns the run folder: a path or a URL; None: it was not given."""
+  if named == "":
+    raise ConfigError("--workdir needs the path of a folder")
+  if named is None or local_paths.is_url(named):
+    return named
+  if reason := local_paths.complaint("--workdir", named):
+    raise ConfigError(reason)
+  return pathlib.Path(named)
+
+
+def _refuse_removed(argv: Sequence[str]) -> None:
+  for argument in argv:
+    name = argument.partition("=")[0].removeprefix("--")
+    if name in removed.FLAGS:
+      raise ConfigError(f"--{name} was removed: {removed.FLAGS[name]}")
 
 
 def override(config: ConfigDict, flags_of_config: Sequence[str]) -> None:

@@ -68,6 +68,14 @@ OPTIONS: Mapping[str, Removed] = {
   ),
 }
 
+# Flags beside the config, by name without dashes → what to use instead.
+FLAGS: Mapping[str, str] = {
+  "workdir.local": (
+    "a run at a URL keeps its checkpoints there only, and works in a folder of the cache; set"
+    " GRPO_JAX_CACHE=FOLDER to move the cache"
+  ),
+}
+
 
 def explanation(name: str) -> str | None:
   """Returns what to use instead of an option that was removed; None if it was not.

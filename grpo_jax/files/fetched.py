@@ -74,13 +74,8 @@ def _files(place: remote.Place, name: str, patterns: Collection[str]) -> dict[st
   return {
     each: found
     for each, found in place.infos(name).items()
-    if _is_plain(each) and any(fnmatchcase(each.rpartition("/")[2], p) for p in patterns)
+    if remote.is_plain(each) and any(fnmatchcase(each.rpartition("/")[2], p) for p in patterns)
   }
-
-
-def _is_plain(name: str) -> bool:
-  """Returns whether a name stays below the folder that it is fetched to."""
-  return all(part not in ("", ".", "..") and "\0" not in part for part in name.split("/"))
 
 
 def _fetch(

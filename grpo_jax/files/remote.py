@@ -1,13 +1,12 @@
 """Files in object stores and on other machines: gs://, s3:// and whatever fsspec can open.
 
 A `Place` is a folder that a URL names. Everything that can go wrong there ends in a RemoteError of
-one line. Each call is tried several times; none is atomic for every kind of storage, so that
+one line. Each call is tried several times. Reads are not atomic for every kind of storage, so that
 callers must not trust a file before they have compared its size or digest.
 """
 
 import concurrent.futures
 import contextlib
-import os
 import pathlib
 import re
 import time
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import fsspec
-from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 from fsspec.registry import known_implementations, registry
 
@@ -36,9 +34,6 @@ PACKAGES = {
   "oss": "ossfs",
   "webdav": "webdav4",
 }
-# Places that are read only, or where every written file is a commit.
-READ_ONLY = ("data", "git", "github", "gist", "hf", "http", "https", "tar", "zip")
-
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
 
 
@@ -51,13 +46,17 @@ def shown(url: str) -> str:
   return redaction.printable(re.sub(r"(?<=://)[^/@]*@", "", url))
 
 
-def problem(name: str, url: str, *, writes: bool = False) -> str | None:
+def is_plain(name: str) -> bool:
+  """Returns whether the name of a file stays below the folder that it is fetched to."""
+  return all(part not in ("", ".", "..") and "\0" not in part for part in name.split("/"))
+
+
+def problem(name: str, url: str) -> str | None:
   """Returns why a URL cannot be used, found out without a network; None if it may be usable.
 
   Args:
     name: Name of the option: "--workdir", "data.path".
     url: Value of the option.
-    writes: Whether files are to be written there.
   """
   found = _URL.match(url)
   if found is None:
@@ -70,8 +69,6 @@ def problem(name: str, url: str, *, writes: bool = False) -> str | None:
     )
   if not found["rest"].strip("/"):
     return f"{name}={shown(url)}: a bucket or folder is missing after {scheme}://"
-  if writes and scheme in READ_ONLY:
-    return f"{name}={shown(url)}: nothing can be written to {scheme}://; use gs:// or s3://"
   try:
     fsspec.get_filesystem_class(scheme)
   except ImportError as error:
@@ -107,12 +104,12 @@ class Place:
     self._attempts = attempts
     self._pause = pause
     self._workers = workers
-    self.on_progress: Callable[[], Any] = lambda: None  # called while bytes are transferred.
     if reason := problem("URL", url):
       raise RemoteError(reason.removeprefix("URL="))
     scheme, _, rest = url.partition("://")
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
-    if scheme.lower() in ("file", "local"):
+    self.is_disk = scheme.lower() in ("file", "local")
+    if self.is_disk:
       options["auto_mkdir"] = True
     try:
       self._fs, root = url_to_fs(f"{scheme.lower()}://{rest}", **options)
@@ -127,21 +124,41 @@ class Place:
     except FileNotFoundError:
       return None
 
+  def create(self, name: str, content: bytes) -> bool:
+    """Writes a file unless there is one; returns whether it was written.
+
+    If several processes call this at the same moment, one of them writes: gcsfs sends
+    ifGenerationMatch=0, s3fs If-None-Match: *, and a disk opens the file exclusively. A call that
+    is tried again can find the file that it has written itself.
+    """
+
+    def act(path: str) -> bool:
+      if self.is_disk:
+        with self._fs.open(path, "xb") as file:
+          file.write(content)
+      else:
+        self._fs.pipe_file(path, content, mode="create")
+      return True
+
+    try:
+      return self._writing(name, act)
+    except FileExistsError:
+      return False
+
   def write(self, name: str, content: bytes) -> None:
-    """Writes a file in place of one that may be there."""
-    self._writing(name, lambda path: self._fs.pipe_file(path, content))
+    """Writes a file in place of one that may be there, which readers see until it is whole."""
+    self._replacing(name, lambda path: self._fs.pipe_file(path, content))
 
   def put(self, source: pathlib.Path, name: str) -> None:
-    """Uploads a file in place of one that may be there.
+    """Uploads a file in place of one that may be there, which readers see until it is whole.
 
     Raises:
       FileNotFoundError: The source is no longer there.
       RemoteError: The file cannot be uploaded.
     """
     source.stat()
-    callback = _Progress(self.on_progress)
     try:
-      self._writing(name, lambda path: self._fs.put_file(str(source), path, callback=callback))
+      self._replacing(name, lambda path: self._fs.put_file(str(source), path))
     except RemoteError:
       source.stat()
       raise
@@ -153,8 +170,7 @@ class Place:
       FileNotFoundError: There is no such file.
       RemoteError: The file cannot be downloaded.
     """
-    callback = _Progress(self.on_progress)
-    self._call("read", name, lambda path: self._fs.get_file(path, str(target), callback=callback))
+    self._call("read", name, lambda path: self._fs.get_file(path, str(target)))
 
   def files(self, folder: str = "") -> dict[str, int]:
     """Returns the sizes in bytes of all files below a folder, by their names in this place."""
@@ -211,9 +227,18 @@ class Place:
         pool.shutdown(wait=True, cancel_futures=True)
         raise
 
-  def _writing(self, name: str, act: Callable[[str], Any]) -> None:
+  def _replacing(self, name: str, act: Callable[[str], Any]) -> None:
+    """Writes a whole file: object stores do so by themselves, a disk by a rename."""
+
+    def by_rename(path: str) -> None:
+      act(f"{path}.tmp")
+      self._fs.mv(f"{path}.tmp", path)
+
+    self._writing(name, by_rename if self.is_disk else act)
+
+  def _writing(self, name: str, act: Callable[[str], T]) -> T:
     try:
-      self._call("written", name, act)
+      return self._call("written", name, act)
     except FileNotFoundError as error:  # of the bucket.
       raise RemoteError(f"{self.url}/{name} cannot be written: {_reason(error)}") from error
 
@@ -222,6 +247,7 @@ class Place:
 
     Raises:
       FileNotFoundError: There is no such file.
+      FileExistsError: There is such a file already.
       RemoteError: Every attempt failed.
     """
     path = f"{self._root}/{name}" if name else self._root
@@ -230,44 +256,13 @@ class Place:
       if attempt:
         self._pause(2.0 ** (attempt - 1))
       try:
-        result = act(path)
-      except FileNotFoundError:
+        return act(path)
+      except (FileNotFoundError, FileExistsError):
         raise
       except Exception as error:  # every file system has exceptions of its own.
         failure = error
-        continue
-      self.on_progress()
-      return result
     where = f"{self.url}/{name}" if name else self.url
     raise RemoteError(f"{where} cannot be {what}: {_reason(failure)}") from failure
-
-
-class _Progress(Callback):
-  """Reports that bytes are transferred."""
-
-  def __init__(self, report: Callable[[], Any]):
-    super().__init__()
-    self._report = report
-
-  def call(self, hook_name: str | None = None, **kwargs: Any) -> None:
-    self._report()
-
-
-def check_access(place: Place, probe: str) -> None:
-  """Writes a small file, reads it back and deletes it, so that missing rights are found at once.
-
-  Args:
-    place: Place to write to.
-    probe: Name of the file; no other process may use it.
-
-  Raises:
-    RemoteError: Something of this does not work.
-  """
-  content = os.urandom(16)
-  place.write(probe, content)
-  if place.read(probe) != content:
-    raise RemoteError(f"{place.url} cannot be used: what is written cannot be read back")
-  place.delete([probe])
 
 
 def _reason(error: Exception | None) -> str:

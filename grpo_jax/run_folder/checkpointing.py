@@ -1,6 +1,7 @@
 """Checkpoints: asynchronous, atomic, checked bit by bit before they are used.
 
-The folder holds one folder per step. A step is complete once its folder has its final name:
+The folder holds one folder per step. On a disk, a step is complete once its folder has its final
+name; at a URL, once it has a manifest (`url_steps`):
 
     checkpoints/
       step_00000020/
@@ -13,7 +14,7 @@ The folder holds one folder per step. A step is complete once its folder has its
 written, adds the manifest, renames the folder, and deletes the checkpoints that need not be
 kept. A process that is killed at any moment therefore leaves every earlier step intact.
 
-Several processes must share the file system, and make the same calls in the same order on their
+Several processes must share the place, and make the same calls in the same order on their
 main threads. Each writes and reads its own shards and digests its share of the files. The main
 process does the rest, once all have reported that their shards are written: a failure of one
 process fails the save on all of them. A checkpoint does not depend on how many processes wrote it.
@@ -25,7 +26,6 @@ import json
 import logging
 import os
 import pathlib
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,12 +37,18 @@ import numpy as np
 
 from grpo_jax import processes
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.files import atomic, manifest
-from grpo_jax.run_folder import orbax_noise, stored_arrays, stored_leaves, stored_steps
+from grpo_jax.run_folder import (
+  orbax_noise,
+  step_folders,
+  stored_arrays,
+  stored_leaves,
+  stored_steps,
+)
+from grpo_jax.run_folder.step_folders import Folders
 
 T = TypeVar("T")
 
-SEEN_S = 60.0  # seconds until the main process sees what the others wrote to a shared file system.
+SEEN_S = 60.0  # seconds until the main process sees what the others have written.
 
 _log = logging.getLogger(__name__)
 
@@ -99,7 +105,7 @@ class Checkpoints:
 
   def __init__(
     self,
-    directory: pathlib.Path,
+    folders: Folders,
     *,
     keep_last: int | None,
     keep_best: int,
@@ -107,7 +113,7 @@ class Checkpoints:
     mode: str,
     facts: Mapping[str, Any],
   ):
-    self.directory = directory
+    self._folders = folders
     self._facts = dict(facts)
     self._retention = {"keep_last": keep_last, "keep_best": keep_best, "mode": mode}
     self._best_metric = best_metric
@@ -121,6 +127,11 @@ class Checkpoints:
     self._quiet.enter_context(orbax_noise.silenced())
     self._arrays = stored_arrays.Store()
     self._channel = processes.Channel("checkpoints")  # of the background threads.
+
+  @property
+  def directory(self) -> Any:
+    """The folder of the checkpoints: a path, on a disk or at a URL."""
+    return self._folders.directory
 
   def __enter__(self) -> "Checkpoints":
     return self
@@ -139,11 +150,11 @@ class Checkpoints:
 
     The main process looks for them.
     """
-    return _by_main(lambda: stored_steps.complete(self.directory), what="the list of checkpoints")
+    return _by_main(self._folders.steps, what="the list of checkpoints")
 
   def newest(self) -> int | None:
     """Returns the newest complete step that this process sees; None if there is none."""
-    return max(stored_steps.complete(self.directory), default=None)
+    return max(self._folders.steps(), default=None)
 
   def newest_extra(self) -> Mapping[str, Any] | None:
     """Returns the `extra` of the newest complete step whose info.json can be read.
@@ -153,9 +164,9 @@ class Checkpoints:
     return _by_main(self._newest_extra, what="the newest checkpoint")
 
   def _newest_extra(self) -> Mapping[str, Any] | None:
-    for step in reversed(stored_steps.complete(self.directory)):
+    for step in reversed(self._folders.steps()):
       with contextlib.suppress(stored_leaves.Unusable, OSError):
-        return stored_leaves.read(self._path(step) / "info.json").extra
+        return self._folders.info(step).extra
     return None
 
   def save(
@@ -207,21 +218,21 @@ class Checkpoints:
       "leaves": {name: [list(x.shape), str(x.dtype)] for name, x in leaves.items()},
     }
     text = json.dumps(info, indent=1)  # now: the caller may change `extra` during the save.
-    temporary = self.directory / f"tmp_{self._path(step).name}"
+    temporary = self._folders.unfinished(step)
     num_bytes = sum(x.nbytes for x in leaves.values())
     what = f"saving step {step}"
     # In a thread, which can run Orbax's event loop also where this one has a loop, as in notebooks.
     begun = lambda: self._thread.submit(self._arrays.begin, temporary / "state", leaves)
     writing: list[stored_arrays.Writing] = []
     try:
-      processes.together(lambda: self._make_place(step, temporary, text, num_bytes), what=what)
+      processes.together(lambda: self._make_place(step, text, num_bytes), what=what)
       processes.together(lambda: writing.append(begun().result()), what=what)
     except (OSError, ValueError, processes.OtherProcessError) as error:
-      self._remove(temporary, writing)
+      self._remove(step, writing)
       if isinstance(error, FolderError):
         raise
       raise CheckpointError(_not_saved(step, temporary, error)) from error
-    self._pending = step, self._thread.submit(self._commit, step, temporary, writing[0])
+    self._pending = step, self._thread.submit(self._commit, step, writing[0])
     self._own.add(step)
     return True
 
@@ -323,30 +334,30 @@ class Checkpoints:
       self._arrays.close()
       self._quiet.close()
 
-  def _path(self, step: int) -> pathlib.Path:
-    return stored_steps.folder(self.directory, step)
+  def _path(self, step: int) -> Any:
+    return self._folders.path(step)
 
   def _restored(self, step: int, like: Any, refuse: Refusal | None) -> tuple[Any, Any]:
     """Reads a checkpoint; raises Unusable if it is damaged, contradicts itself or is refused.
 
     What one process finds unusable is unusable for all.
     """
-    path = self._path(step)
-    _alike(lambda: _check_files(path), what=f"the digests of step {step}")
+    _alike(lambda: self._check_files(step), what=f"the digests of step {step}")
 
     def read() -> tuple[Any, Any]:
-      info = _readable(lambda: stored_leaves.read(path / "info.json"))
+      info = _readable(lambda: self._folders.info(step))
       if info.step != step:
         raise stored_leaves.Unusable(f"it holds step {info.step}: the folder was renamed")
-      state = self._read(path, info, like)
+      state = self._read(step, info, like)
       if refuse and (reason := refuse(state, info.extra)):
         raise stored_leaves.Unusable(reason)
       return state, info.extra
 
     return _alike(read, what=f"the arrays of step {step}")
 
-  def _read(self, path: pathlib.Path, info: stored_leaves.Info, like: Any) -> Any:
+  def _read(self, step: int, info: stored_leaves.Info, like: Any) -> Any:
     """Restores the arrays of an intact checkpoint into the structure of `like`."""
+    path = self._path(step)
     like = like(info.leaves) if callable(like) else like
     wanted = _named_leaves(like)
     raw = {name: _raw(leaf) for name, leaf in wanted.items()}
@@ -356,8 +367,7 @@ class Checkpoints:
       stored_leaves.check_stored(self._arrays.listed(path / "state"), info.leaves)
       found = self._arrays.read(path / "state", raw)
     except READING_FAILS as error:
-      reason = orbax_noise.reason(error)
-      raise stored_leaves.Unusable(f"its arrays cannot be read: {reason}") from error
+      raise self._folders.unreadable(step, orbax_noise.reason(error)) from error
     # One leaf at a time, so that there is never a second copy of the whole state.
     leaves = [_placed(found.pop(name), leaf) for name, leaf in wanted.items()]
     state = jax.tree.unflatten(jax.tree.structure(like), leaves)
@@ -366,20 +376,18 @@ class Checkpoints:
       raise stored_leaves.Unusable(f"its state is of step {int(counted)}, not of step {info.step}")
     return state
 
-  def _make_place(self, step: int, temporary: pathlib.Path, info: str, num_bytes: int) -> None:
+  def _make_place(self, step: int, info: str, num_bytes: int) -> None:
     """Makes the folder of a save, on the main process."""
     if not processes.is_main():
       return
-    if self._path(step).exists() and step not in self._broken:
+    if step not in self._broken and self._folders.holds(step):
       raise FolderError(
         f"{self._path(step)} already exists and is not from this run: continue that run with"
         " restore_latest, or choose another folder"
       )
-    _make_room(temporary, num_bytes)
-    (temporary / "info.json").write_text(info)
-    (temporary / "state").mkdir()
+    self._folders.begin(step, info, num_bytes)
 
-  def _commit(self, step: int, temporary: pathlib.Path, writing: stored_arrays.Writing) -> None:
+  def _commit(self, step: int, writing: stored_arrays.Writing) -> None:
     """Completes a save: manifest, final name, retention. Runs in the background thread.
 
     The threads of all processes wait for each other, so that a checkpoint is completed only once
@@ -387,70 +395,90 @@ class Checkpoints:
     """
     try:
       own = self._channel.together(
-        lambda: self._written(temporary, writing), what=f"the arrays of step {step}"
+        lambda: self._written(step, writing), what=f"the arrays of step {step}"
       )
       listed: dict[str, Any] = {}
       for of_process in self._channel.exchange(own, what=f"the digests of step {step}"):
         listed |= of_process
       self._channel.together(
-        lambda: self._complete(step, temporary, listed), what=f"the manifest of step {step}"
+        lambda: self._complete(step, listed), what=f"the manifest of step {step}"
       )
     except Exception:
       if processes.is_main():
-        shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full because of it.
+        self._folders.discard(step)  # the disk may be full because of it.
       raise
 
-  def _written(self, temporary: pathlib.Path, writing: stored_arrays.Writing) -> dict[str, Any]:
-    """Waits until this process's shards are on the disk; returns their entries in the manifest."""
+  def _written(self, step: int, writing: stored_arrays.Writing) -> dict[str, Any]:
+    """Waits until this process's shards are written; returns their entries in the manifest."""
     with _one_reason():
       writing.wait()
       if processes.count() == 1:
         return {}  # the manifest lists all files in any case.
-      return manifest.entries(temporary, self._arrays.written_by_this_process(temporary / "state"))
+      own = stored_arrays.written_by_this_process(self._folders.sizes(step))
+      return self._folders.entries(step, own)
 
-  def _complete(self, step: int, temporary: pathlib.Path, listed: Mapping[str, Any]) -> None:
+  def _complete(self, step: int, listed: Mapping[str, Any]) -> None:
     """Makes a checkpoint of a folder that all processes have filled, on the main process."""
     if not processes.is_main():
       return
     with _one_reason():
-      _wait_for(temporary, listed)
-      self._arrays.complete(temporary / "state")
-      manifest.write(temporary, known=listed)
-    while self._broken:
-      broken = self._path(self._broken.pop())
-      aside = self.directory / f"broken_{broken.name}"
-      shutil.rmtree(aside, ignore_errors=True)
-      atomic.move(broken, aside)
-    atomic.move(temporary, self._path(step), is_durable=True)
-    metric_of = {step: self._metric(step) for step in stored_steps.complete(self.directory)}
-    for surplus in set(metric_of) - kept(metric_of, **self._retention):
-      _delete(self._path(surplus))
+      self._wait_for(step, listed)
+      self._arrays.complete(self._folders.unfinished(step) / "state")
+      self._folders.complete(step, listed, self._broken)
+      self._broken.clear()
+      metric_of = {step: self._metric(step) for step in self._folders.steps()}
+      for surplus in set(metric_of) - kept(metric_of, **self._retention):
+        self._folders.delete(surplus)
 
-  def _remove(self, temporary: pathlib.Path, writing: Sequence[stored_arrays.Writing]) -> None:
+  def _wait_for(self, step: int, listed: Mapping[str, Any]) -> None:
+    """Waits until this process sees the files that all processes have written.
+
+    Raises:
+      CheckpointError: A file is not there, or has another size.
+    """
+    deadline = time.monotonic() + SEEN_S
+    while unseen := _differing(self._folders.sizes(step), listed):
+      if time.monotonic() > deadline:
+        path = self._folders.unfinished(step) / unseen[0]
+        raise CheckpointError(
+          f"{path}, which another process wrote, is missing or has another size: the processes of a"
+          " run must share its folder"
+        )
+      time.sleep(0.1)
+
+  def _remove(self, step: int, writing: Sequence[stored_arrays.Writing]) -> None:
     """Removes what a save has written that could not begin on all processes."""
     for begun in writing:
       with contextlib.suppress(Exception):  # the save has failed already.
         begun.wait()
     processes.exchange(None, what="the end of a save")
     if processes.is_main():
-      shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full because of it.
+      self._folders.discard(step)  # the disk may be full because of it.
 
   def _metric(self, step: int) -> float | None:
     """Returns the metric that ranks a step, or None."""
-    return stored_steps.metric(self._path(step), self._best_metric)
+    return stored_steps.chosen(self._folders.metrics(step), self._best_metric)
+
+  def _check_files(self, step: int) -> None:
+    """Compares a checkpoint with its manifest; each process digests its share of the files.
+
+    Raises:
+      Unusable: A file differs from the manifest.
+      CheckpointError: A file may not be read.
+    """
+    share = processes.index(), processes.count()
+    if reason := _readable(lambda: self._folders.damage(step, share)):
+      raise stored_leaves.Unusable(reason)
 
   def _clear_unfinished(self) -> None:
     """Removes and logs what a killed process left behind."""
-    if not processes.is_main() or not self.directory.is_dir():
-      return
-    for path in sorted(self.directory.glob("tmp_*")):
-      if stored_steps.number(path.name.removeprefix("tmp_")) is not None:
-        _log.info("removing %s: a save that was not completed", path)
-      shutil.rmtree(path, ignore_errors=True)
+    if processes.is_main():
+      for name in self._folders.clear_unfinished():
+        _log.info("removed %s: a save that was not completed", name)
 
 
 def open(
-  directory: str | os.PathLike[str],
+  directory: str | os.PathLike[str] | Folders,
   *,
   keep_last: int | None = 2,
   keep_best: int = 0,
@@ -461,7 +489,8 @@ def open(
   """Opens a folder of checkpoints; the first save creates it.
 
   Args:
-    directory: Folder of the checkpoints; a relative path is resolved now.
+    directory: Folder of the checkpoints; a relative path is resolved now. Or what keeps them
+      elsewhere, such as `url_steps.AtUrl`.
     keep_last: Number of newest steps to keep; None keeps every step.
     keep_best: Number of best steps, by `best_metric`, to keep as well.
     best_metric: Name of the metric that ranks the steps; of several names, the first that was
@@ -479,17 +508,21 @@ def open(
     raise ValueError(f'mode must be "max" or "min", got {mode!r}')
   if keep_best and not best_metric:
     raise ValueError(f"keep_best={keep_best} needs best_metric, the name of a metric")
-  path = pathlib.Path(directory).resolve()
-  if path.exists() and not path.is_dir():
-    raise FolderError(f"checkpoints need a folder, and {path} is a file")
   return Checkpoints(
-    path,
+    _on_disk(directory) if isinstance(directory, str | os.PathLike) else directory,
     keep_last=keep_last,
     keep_best=keep_best,
     best_metric=(best_metric,) if isinstance(best_metric, str) else tuple(best_metric),
     mode=mode,
     facts=facts or {},
   )
+
+
+def _on_disk(directory: str | os.PathLike[str]) -> step_folders.OnDisk:
+  path = pathlib.Path(directory).resolve()
+  if path.exists() and not path.is_dir():
+    raise FolderError(f"checkpoints need a folder, and {path} is a file")
+  return step_folders.OnDisk(path)
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
@@ -565,18 +598,6 @@ _VERDICTS: dict[str, type[Exception]] = {
 }
 
 
-def _check_files(path: pathlib.Path) -> None:
-  """Compares a checkpoint with its manifest; each process digests its share of the files.
-
-  Raises:
-    Unusable: A file differs from the manifest.
-    CheckpointError: A file may not be read.
-  """
-  share = processes.index(), processes.count()
-  if reason := _readable(lambda: manifest.damage(path, share=share)):
-    raise stored_leaves.Unusable(reason)
-
-
 def _readable(read: Callable[[], T]) -> T:
   """Reads a file; one that may not be read is not a damaged checkpoint, which would be passed over.
 
@@ -589,25 +610,12 @@ def _readable(read: Callable[[], T]) -> T:
     raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
 
 
-def _wait_for(folder: pathlib.Path, listed: Mapping[str, Any]) -> None:
-  """Waits until this process sees the files that all processes have written.
-
-  Raises:
-    CheckpointError: A file is not there, or has another size.
-  """
-  deadline = time.monotonic() + SEEN_S
-  for name, recorded in listed.items():
-    path = folder / name
-    while not (path.is_file() and path.stat().st_size == recorded["bytes"]):
-      if time.monotonic() > deadline:
-        raise CheckpointError(
-          f"{path}, which another process wrote, is missing or has another size: the processes of a"
-          " run must share its folder"
-        )
-      time.sleep(0.1)
+def _differing(sizes: Mapping[str, int], listed: Mapping[str, Any]) -> list[str]:
+  """Returns the names of files that are missing or do not have the size that is listed."""
+  return [name for name, entry in listed.items() if sizes.get(name) != entry["bytes"]]
 
 
-def _not_saved(step: int, temporary: pathlib.Path, error: BaseException) -> str:
+def _not_saved(step: int, temporary: Any, error: BaseException) -> str:
   return f"cannot save step {step} in {temporary}: {_reason(error)}"
 
 
@@ -615,25 +623,3 @@ def _reason(error: BaseException) -> str:
   """Returns why a save failed, and on which process if it was another one."""
   is_elsewhere = isinstance(error, processes.OtherProcessError)
   return str(error) if is_elsewhere else orbax_noise.reason(error)
-
-
-def _make_room(temporary: pathlib.Path, needed: int) -> None:
-  """Makes an empty folder, and raises OSError at once if `needed` bytes do not fit."""
-  if temporary.exists():
-    shutil.rmtree(temporary)
-  temporary.mkdir(parents=True)
-  free = shutil.disk_usage(temporary).free
-  if free < needed:
-    raise OSError(f"the disk is full: {_size(needed)} needed, {_size(free)} free")
-
-
-def _size(count: int) -> str:
-  """Returns a number of bytes as 1.23 GB or 45.6 MB."""
-  return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
-
-
-def _delete(path: pathlib.Path) -> None:
-  """Deletes a checkpoint; if it is interrupted, no part of it keeps a final name."""
-  doomed = path.with_name(f"tmp_deleted_{path.name}")
-  atomic.move(path, doomed)
-  shutil.rmtree(doomed)

@@ -5,8 +5,8 @@ wait for a process that has failed. Here no function waits for another process.
 """
 
 import asyncio
-import pathlib
-from collections.abc import Coroutine, Mapping, Sequence
+import os
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -18,6 +18,8 @@ from grpo_jax import processes
 from grpo_jax.run_folder import stored_leaves
 
 T = TypeVar("T")
+
+PathLike = str | os.PathLike[str]  # a path, or an `epath.Path` such as gs://bucket/folder.
 
 
 class Writing:
@@ -47,7 +49,7 @@ class Store:
       type_handler_registry=_handlers(),
     )
 
-  def begin(self, folder: pathlib.Path, leaves: Mapping[str, Any]) -> Writing:
+  def begin(self, folder: PathLike, leaves: Mapping[str, Any]) -> Writing:
     """Begins to write this process's shards; returns once the arrays may be donated or dropped.
 
     Args:
@@ -60,20 +62,11 @@ class Store:
     saving = self._handler.async_save(epath.Path(folder), args=ocp.args.PyTreeSave(dict(leaves)))
     return Writing(_ran(saving) or [])
 
-  def complete(self, folder: pathlib.Path) -> None:
+  def complete(self, folder: PathLike) -> None:
     """Joins what the processes have written; on one process, once all have written."""
     self._handler.finalize(epath.Path(folder))
 
-  def written_by_this_process(self, folder: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the files that only this process has written."""
-    own = f"process_{jax.process_index()}"
-    return [
-      path
-      for path in sorted(folder.rglob("*"))
-      if path.is_file() and any(own in part.split(".") for part in path.relative_to(folder).parts)
-    ]
-
-  def listed(self, folder: pathlib.Path) -> stored_leaves.Leaves:
+  def listed(self, folder: PathLike) -> stored_leaves.Leaves:
     """Returns shape and dtype of the arrays in a folder."""
     found: Any = self._handler.metadata(epath.Path(folder))
     return {
@@ -81,7 +74,7 @@ class Store:
       for name, array in dict(getattr(found, "tree", found)).items()
     }
 
-  def read(self, folder: pathlib.Path, like: Mapping[str, Any]) -> dict[str, Any]:
+  def read(self, folder: PathLike, like: Mapping[str, Any]) -> dict[str, Any]:
     """Reads arrays; each process reads what its devices hold.
 
     Args:
@@ -97,6 +90,12 @@ class Store:
   def close(self) -> None:
     """Releases what the handler holds."""
     self._handler.close()
+
+
+def written_by_this_process(names: Iterable[str]) -> list[str]:
+  """Returns those of the files of a checkpoint that only this process has written."""
+  own = f"process_{jax.process_index()}"
+  return [name for name in names if any(own in part.split(".") for part in name.split("/"))]
 
 
 def to_write(leaf: Any) -> Any:

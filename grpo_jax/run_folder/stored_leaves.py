@@ -45,19 +45,29 @@ def read(file: pathlib.Path) -> Info:
     PermissionError: The file exists but may not be read.
   """
   try:
-    stored = json_text.parsed(file.read_bytes())
+    return parsed(file.read_bytes())
   except PermissionError:
     raise
   except OSError as error:
     raise Unusable(f"{file.name} cannot be read: {error.strerror}") from error
+
+
+def parsed(content: bytes) -> Info:
+  """Returns what the content of an info.json says.
+
+  Raises:
+    Unusable: The text cannot be parsed, or a field is missing or has the wrong type.
+  """
+  try:
+    stored = json_text.parsed(content)
   except ValueError as error:
-    raise Unusable(f"{file.name} cannot be parsed: {error}") from error
+    raise Unusable(f"info.json cannot be parsed: {error}") from error
   if not isinstance(stored, dict):
-    raise Unusable(f"{file.name} holds {_kind(stored)}, not an object")
+    raise Unusable(f"info.json holds {_kind(stored)}, not an object")
   for name, kind in {"step": int, "metrics": dict, "extra": dict, "leaves": dict}.items():
     value = stored.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
-      raise Unusable(f"{name!r} in {file.name} is {_kind(value)}, not {_ARTICLES[kind]}")
+      raise Unusable(f"{name!r} in info.json is {_kind(value)}, not {_ARTICLES[kind]}")
   leaves = {name: _leaf(name, entry) for name, entry in stored["leaves"].items()}
   return Info(stored["step"], stored["metrics"], stored["extra"], leaves)
 

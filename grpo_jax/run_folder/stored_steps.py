@@ -1,5 +1,6 @@
 """The checkpoints in a folder, and the best of them."""
 
+import contextlib
 import math
 import pathlib
 import re
@@ -31,17 +32,27 @@ def complete(directory: pathlib.Path) -> list[int]:
 
 def metric(checkpoint: pathlib.Path, names: Sequence[str]) -> float | None:
   """Returns the metric that ranks a checkpoint: the first of `names` that was measured at it."""
-  found = metrics(checkpoint)
-  name = next((name for name in names if name in found), None)
-  return None if name is None else found[name]
+  return chosen(metrics(checkpoint), names)
+
+
+def chosen(found: Mapping[str, float], names: Sequence[str]) -> float | None:
+  """Returns the first of the named metrics that was measured; None if none was."""
+  return next((found[name] for name in names if name in found), None)
 
 
 def metrics(checkpoint: pathlib.Path) -> dict[str, float]:
   """Returns the metrics that were measured at a checkpoint; empty if its info.json is damaged."""
+  with contextlib.suppress(OSError):
+    return metrics_in((checkpoint / "info.json").read_bytes())
+  return {}
+
+
+def metrics_in(info: bytes) -> dict[str, float]:
+  """Returns the metrics that the content of an info.json lists; empty if it is damaged."""
   try:
-    found = json_text.parsed((checkpoint / "info.json").read_bytes())["metrics"]
+    found = json_text.parsed(info)["metrics"]
     return {name: float(value) for name, value in found.items()}
-  except (OSError, *json_text.UNEXPECTED):
+  except json_text.UNEXPECTED:
     return {}
 
 

@@ -1,6 +1,7 @@
-"""The run folder of a run: a local one, or a URL with a local copy that the run works in.
+"""The run folder of a run: a local one, or a URL with a local folder that the run works in.
 
-The one place that distinguishes them. Everything else of a run sees a local folder.
+The one place that distinguishes them. Everything else of a run sees a local folder, whose
+checkpoints are where `checkpoints` says.
 """
 
 import contextlib
@@ -11,7 +12,10 @@ from typing import Any
 
 from grpo_jax import processes
 from grpo_jax.files import local_paths
-from grpo_jax.run_folder import claim, shared_folder
+from grpo_jax.run_folder import claim, shared_folder, stored_steps
+
+# The runs at URLs that this process has opened, by their local folders.
+_at_urls: dict[pathlib.Path, Any] = {}
 
 
 def check(workdir: str | os.PathLike[str] | None) -> None:
@@ -19,20 +23,55 @@ def check(workdir: str | os.PathLike[str] | None) -> None:
   if local_paths.is_url(workdir):
     from grpo_jax.files import remote  # only here: most runs need no fsspec.
 
-    if reason := remote.problem("--workdir", workdir, writes=True):
+    if reason := _not_written(workdir) or remote.problem("--workdir", workdir):
       raise claim.Unusable(reason)
 
 
+def _not_written(url: str) -> str | None:
+  """Returns why checkpoints cannot be written to a URL; None if they can be."""
+  from grpo_jax.files import remote  # only here, as above.
+
+  scheme, _, rest = url.partition("://")
+  if scheme == "file" and not rest.startswith("/"):
+    return f"--workdir={url}: an absolute path is needed: file:///FOLDER"
+  if scheme in ("gs", "file"):
+    return None
+  return (
+    f"--workdir={remote.shown(url)}: Orbax writes checkpoints to gs:// only; name a folder of a"
+    " disk that outlives the machine, and copy it (aws s3 sync, rclone sync)"
+  )
+
+
+def checkpoints(folder: pathlib.Path) -> Any:
+  """Returns where the checkpoints of a run are that works in a local folder.
+
+  Returns:
+    Their folder, or `url_steps.AtUrl`: what `checkpointing.open` takes.
+  """
+  return _at_urls[folder].checkpoints() if folder in _at_urls else folder / "checkpoints"
+
+
+def steps(folder: pathlib.Path) -> list[int]:
+  """Returns the steps of the complete checkpoints of such a run in ascending order."""
+  found = checkpoints(folder)
+  return stored_steps.complete(found) if isinstance(found, pathlib.Path) else found.steps()
+
+
+def shown(folder: pathlib.Path) -> str:
+  """Returns the name by which a run folder is given to commands: its path, or its URL."""
+  return _at_urls[folder].url if folder in _at_urls else str(folder)
+
+
 def local_folder(workdir: str | os.PathLike[str]) -> pathlib.Path:
-  """Returns the folder that a run works in: of a URL, the copy in the user's cache.
+  """Returns the folder that a run works in: of a URL, a folder in the user's cache.
 
   Raises:
     NotLocal: The path cannot be used on this machine.
   """
   if local_paths.is_url(workdir):
-    from grpo_jax.run_folder.mirrored import opening  # only here: most runs need no fsspec.
+    from grpo_jax.run_folder import url_runs  # only here, as above.
 
-    return opening.local_copy(str(workdir))
+    return url_runs.local_folder(workdir)
   return local_paths.checked("workdir", workdir)
 
 
@@ -40,7 +79,6 @@ def local_folder(workdir: str | os.PathLike[str]) -> pathlib.Path:
 def opened(
   workdir: str | os.PathLike[str],
   *,
-  local: str | os.PathLike[str] | None = None,
   stop: Any = False,
   named: str = "--workdir",
 ) -> Iterator[pathlib.Path]:
@@ -49,16 +87,15 @@ def opened(
       with workdirs.opened("gs://bucket/run", stop=stop) as folder:
         train.train(config, folder, stop=stop)
 
-  If it is a URL, what is there is fetched first, and leaving the block waits until everything that
-  the run has written is there. docs/remote_folders.md
+  If it is a URL, the files there are fetched first, and leaving the block waits until everything
+  that the run has written is there. docs/remote_folders.md
 
   A new local folder is removed if the block raises before the run has written anything of its own.
 
   Args:
     workdir: Run folder: a path, or a URL.
-    local: Folder in which a run with a URL works; None: a folder of the user's cache.
-    stop: Flag that becomes true when the run is asked to end; an `interrupts.Flag` also waits for
-      the upload.
+    stop: Flag that becomes true when the run is asked to end; an `interrupts.Flag` also waits until
+      everything is at the URL.
     named: Name of the option that gives a local run folder, for messages.
 
   Yields:
@@ -71,13 +108,12 @@ def opened(
   """
   check(workdir)
   if local_paths.is_url(workdir):
-    from grpo_jax.run_folder.mirrored import opening  # only here, as above.
+    from grpo_jax.run_folder import url_runs  # only here, as above.
 
-    with opening.opened(workdir, local, stop) as folder:
-      yield folder
+    with url_runs.opened(workdir, stop) as run:
+      _at_urls[run.folder] = run
+      yield run.folder
     return
-  if local is not None:
-    raise claim.Unusable(f"--workdir.local={local} needs a --workdir that is a URL")
   folder = local_paths.checked("workdir", workdir)
   is_new = not claim.holds_anything(folder)
   with claim.claimed_by_main(folder, named=named):

@@ -154,6 +154,7 @@ def test_flags_are_read_from_a_flagfile(path, tmp_path):
     ("--wrkdir=x", "unknown flag --wrkdir; did you mean --workdir"),
     ("--confg.loss.clip_low=1", "did you mean --config.loss.clip_low"),
     ("--workdir=", "--workdir needs the path of a folder"),
+    ("--workdir.local=x", "--workdir.local was removed: .*set GRPO_JAX_CACHE=FOLDER"),
     ("-config.seed=3", "-config.seed=3: a flag begins with two dashes: --config.seed=3"),
     ("-noconfig.off", "a flag begins with two dashes: --noconfig.off"),
     ("-workdir=x", "a flag begins with two dashes: --workdir=x"),

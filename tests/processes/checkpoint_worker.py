@@ -22,11 +22,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax import processes
 from grpo_jax.building import computation
-from grpo_jax.files import manifest
+from grpo_jax.files import manifest, remote
 from grpo_jax.learn import sharding
 from grpo_jax.models import export
 from grpo_jax.processes import points, starting
-from grpo_jax.run_folder import checkpointing, keeper, shared_folder, stored_arrays
+from grpo_jax.run_folder import checkpointing, keeper, shared_folder, stored_arrays, url_steps
 from grpo_jax.types import TrainState
 from tests.engines import tiny
 
@@ -126,6 +126,34 @@ def saves(folder, mesh):
   return {"is_new": is_new, "steps": steps, "is_equal": is_equal}
 
 
+def at_url(folder, mesh):
+  """Saves three steps at a URL, where Orbax writes from both, and reads the newest."""
+  place = remote.Place(f"file://{folder}")
+  with checkpointing.open(url_steps.AtUrl(place), keep_last=2) as checkpoints:
+    for step in (1, 2, 3):
+      checkpoints.save(step, make_state(step, mesh), {"cursor": step})
+  with checkpointing.open(url_steps.AtUrl(place)) as checkpoints:
+    state, extra = checkpoints.restore_latest(make_state(0, mesh))
+    steps = checkpoints.steps()
+  is_equal = bits(state) == bits(make_state(3, mesh)) and extra == {"cursor": 3}
+  written = checkpointing.Checkpoints._written
+
+  def written_and_lost(self, step, writing):
+    listed = written(self, step, writing)
+    shutil.rmtree(folder / "checkpoints" / f"step_{step:08d}" / "state" / "ocdbt.process_1")
+    return listed
+
+  with (
+    checkpointing.open(url_steps.AtUrl(place)) as checkpoints,
+    Patched(0, checkpointing, "SEEN_S", 0.3),
+    Patched(1, checkpointing.Checkpoints, "_written", written_and_lost),
+  ):
+    checkpoints.save(4, make_state(4, mesh), {})
+    error = failure(checkpoints.wait)
+    found = {"steps": steps, "is_equal": is_equal, "error": error, "left": checkpoints.steps()}
+  return found
+
+
 def written_by_one(folder, mesh):
   """Restores what the test has written, as one process with another mesh."""
   with checkpointing.open(folder) as checkpoints:
@@ -171,9 +199,9 @@ def elsewhere(folder, mesh):
   """Saves while the main process does not see what process 1 writes, as on a disk of its own."""
   written = checkpointing.Checkpoints._written
 
-  def written_and_lost(self, temporary, writing):
-    listed = written(self, temporary, writing)
-    shutil.rmtree(temporary / "state" / "ocdbt.process_1")
+  def written_and_lost(self, step, writing):
+    listed = written(self, step, writing)
+    shutil.rmtree(folder / f"tmp_step_{step:08d}" / "state" / "ocdbt.process_1")
     return listed
 
   with (
@@ -362,7 +390,7 @@ def separate_folders(folder, mesh):
 
 PLACES = {"verdicts": "three", "damaged": "three"}  # of tests that do not begin with a new folder.
 TESTS = (
-  *(saves, written_by_one, full_disks, elsewhere, three, verdicts, damaged, kept, exports),
+  *(saves, at_url, written_by_one, full_disks, elsewhere, three, verdicts, damaged, kept, exports),
   separate_folders,
 )
 

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from grpo_jax.files import remote
 from grpo_jax.learn import sharding
-from grpo_jax.run_folder import checkpointing
+from grpo_jax.run_folder import checkpointing, url_steps
 from tests import quick_compilation, several
 from tests.processes import checkpoint_worker
 
@@ -40,6 +41,20 @@ def both(folder):
 def test_saved_shards_are_restored_bit_for_bit_onto_two_meshes(both):
   for found in both:
     assert found["saves"] == {"is_new": True, "steps": [2, 3], "is_equal": [True, True]}
+
+
+def test_two_processes_write_a_checkpoint_at_a_url_which_one_process_restores(both, folder):
+  for found in both:
+    found = found["at_url"]
+    assert found["is_equal"] and found["steps"] == found["left"] == [2, 3]
+    kind, message = found["error"]
+    assert kind == "CheckpointError" and "must share its folder" in message
+  mesh = mesh_of_one_process()
+  with checkpointing.open(url_steps.AtUrl(remote.Place(f"file://{folder}/at_url"))) as checkpoints:
+    state, extra = checkpoints.restore_latest(checkpoint_worker.make_state(0, mesh))
+  assert extra == {"cursor": 3}
+  wanted = checkpoint_worker.make_state(3, mesh)
+  assert checkpoint_worker.bits(state) == checkpoint_worker.bits(wanted)
 
 
 def test_one_process_restores_what_two_have_written_and_the_other_way_round(both, folder):

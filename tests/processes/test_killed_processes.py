@@ -3,7 +3,8 @@
 By default it is killed once as two processes, once as four and once as one, and continued by two.
 GRPO_JAX_KILLS=20 kills two processes twenty times. The moments follow from GRPO_JAX_SEED.
 
-What two processes have written is read by the commands, and continued by one process.
+What two processes have written is read by the commands, and continued by one process. A run folder
+at a URL is brought to two machines that have nothing.
 """
 
 import json
@@ -18,6 +19,7 @@ import pytest
 from grpo_jax import metrics
 from grpo_jax.commands import cli
 from tests import quick_compilation, several
+from tests.run_folder.buckets import BUCKETS
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -28,23 +30,28 @@ STEPS = 4
 LAYOUTS = [(2, 2)] * KILLS or [(2, 2), (4, 1), (1, 4)]
 
 
+ARGUMENTS = [
+  *("--config.mesh.fsdp=2", "--config.mesh.tensor=2", f"--config.total_steps={STEPS}"),
+  *("--config.evaluation.at_end=False", "--config.logging.tensorboard=False"),
+  *("--config.distributed.heartbeat_s=5", "--config.checkpoint.keep_last=2"),
+]
+
+
 @pytest.fixture(scope="module")
-def make(tmp_path_factory):
+def config(tmp_path_factory):
+  return several.write_input(tmp_path_factory.mktemp("input"))
+
+
+@pytest.fixture(scope="module")
+def make(config):
   """Returns a function that starts a run in a folder, with a layout."""
-  config = several.write_input(tmp_path_factory.mktemp("input"))
 
   def start(workdir, layout=(2, 2), *more):
     processes, devices = layout
-    arguments = [
-      *("--config.mesh.fsdp=2", "--config.mesh.tensor=2", f"--config.total_steps={STEPS}"),
-      *("--config.evaluation.at_end=False", "--config.logging.tensorboard=False"),
-      *("--config.distributed.heartbeat_s=5", "--config.checkpoint.keep_last=2"),
-      *more,
-    ]
     return several.start(
       config,
       workdir,
-      arguments,
+      [*ARGUMENTS, *more],
       processes=processes,
       devices=devices,
       environment={"XLA_FLAGS": quick_compilation.FLAGS},
@@ -123,6 +130,54 @@ def recorded(line):
 
 def exported(workdir):
   return {path.name: path.read_bytes() for path in (workdir / "export").iterdir()}
+
+
+# --- a run folder at a URL ---
+
+# Each process has a cache of its own, as on a host of its own.
+ON_ITS_HOST = """
+import os, sys
+os.environ["GRPO_JAX_CACHE"] = sys.argv.pop(1)
+from grpo_jax import main
+main.console()
+"""
+
+
+@pytest.mark.parametrize("scheme", ["file", "gs"])
+def test_a_run_at_a_url_that_is_killed_is_continued_bit_for_bit_by_two_empty_hosts(
+  scheme, config, unbroken, tmp_path
+):
+  with BUCKETS[scheme](tmp_path) as bucket:
+
+    def start(attempt):
+      caches = [tmp_path / f"{attempt}-{index}" for index in range(2)]
+      return several.start_python(
+        lambda address, index: [
+          *("-c", ON_ITS_HOST, caches[index], f"--config={config}", f"--workdir={bucket.url}"),
+          f"--config.distributed.coordinator={address}",
+          *("--config.distributed.processes=2", f"--config.distributed.index={index}"),
+          *ARGUMENTS,
+        ],
+        tmp_path / attempt,
+        devices=2,
+        environment=bucket.environment,
+      )
+
+    run = start("first")
+    try:
+      while not any(name.endswith("/manifest.json") for name in bucket.names()):
+        assert run.processes[0].poll() is None, run.text(0)
+        time.sleep(0.01)
+    finally:
+      run.kill()
+    refused = start("second")
+    assert refused.wait() == [2, 2] and "remove its lock: " in refused.text(0)
+    bucket.remove("lock.json")
+    run = start("third")
+    assert run.wait() == [0, 0], run.text(0) + run.text(1)
+    check_equal(bucket.folder(), unbroken, [])
+    assert "lock.json" not in bucket.names()
+    assert "continuing at step" in run.text(0)
 
 
 # --- a folder that two processes have written ---

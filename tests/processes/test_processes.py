@@ -131,7 +131,7 @@ def set_aside(folder):
 
 def commit_checkpoint(folder):
   with checkpointing.open(folder) as checkpoints:
-    checkpoints._complete(1, folder / "tmp_step_00000001", {})
+    checkpoints._complete(1, {})
 
 
 WRITERS = [write_config, write_export, write_logs, write_report, set_aside, commit_checkpoint]

@@ -399,7 +399,7 @@ def test_close_waits_for_the_save_under_way(folder):
 SAVER = """
 import os, shutil, signal, sys
 from grpo_jax.files import atomic, manifest
-from grpo_jax.run_folder import checkpointing
+from grpo_jax.run_folder import checkpointing, step_folders
 from tests.run_folder.test_checkpointing import make_state
 
 folder, moment = sys.argv[1:]
@@ -418,7 +418,7 @@ with checkpointing.open(folder, keep_last=1) as checkpoints:
     move = atomic.move
     atomic.move = lambda a, b, **o: (move if b.name == manifest.NAME else die)(a, b, **o)
   elif moment == "before deleting the old":
-    checkpointing._delete = die
+    step_folders.OnDisk.delete = die
   elif moment == "while deleting the old":
     shutil.rmtree = lambda path: ((path / "info.json").unlink(), die())
   print("ready", flush=True)

@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,10 +22,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 6
 PROGRAM = """
+import os, sys
+os.environ["GRPO_JAX_CACHE"] = sys.argv.pop(1)  # as on a machine of its own.
 from grpo_jax import main
-from grpo_jax.run_folder.mirrored import mirror
+from grpo_jax.run_folder import url_runs
 
-mirror.EVERY_S = 0.05
+url_runs.EVERY_S = 0.05
 main.console()
 """
 CONFIG = """
@@ -56,7 +57,7 @@ def get_config():
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory):
-  """Returns the command of a run by the flags of its folder."""
+  """Returns the command of a run on a machine, which has a cache of its own, in a run folder."""
   folder = tmp_path_factory.mktemp("input")
   tiny.write(folder / "model")
   lines = [{"problem": f"{i} + {i}", "expected_answer": str(2 * i)} for i in range(11)]
@@ -71,11 +72,11 @@ def command(tmp_path_factory):
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": quick_compilation.FLAGS,
     "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels"))),
-    "GRPO_JAX_CACHE": str(folder / "cache"),
   }
 
-  def make(*flags):
-    words = [sys.executable, "-c", PROGRAM, f"--config={folder / 'config.py'}", *flags]
+  def make(machine, workdir):
+    flags = [f"--config={folder / 'config.py'}", f"--workdir={workdir}"]
+    words = [sys.executable, "-c", PROGRAM, str(machine), *flags]
     return {"args": words, "cwd": ROOT, "env": environment, "stdout": subprocess.DEVNULL}
 
   return make
@@ -84,7 +85,7 @@ def command(tmp_path_factory):
 @pytest.fixture(scope="module")
 def unbroken(command, tmp_path_factory):
   workdir = tmp_path_factory.mktemp("unbroken")
-  subprocess.run(**command(f"--workdir={workdir}"), check=True)
+  subprocess.run(**command(tmp_path_factory.mktemp("machine"), workdir), check=True)
   return workdir
 
 
@@ -111,25 +112,24 @@ def assert_same_end(one, other):
 
 def test_a_run_at_a_url_that_was_killed_continues_on_an_empty_machine(command, unbroken, tmp_path):
   there, first, second = (tmp_path / name for name in ("there", "first", "second"))
-  flags = f"--workdir=file://{there}", f"--workdir.local={first}"
-  process = subprocess.Popen(**command(*flags))
+  url = f"file://{there}"
+  process = subprocess.Popen(**command(first, url))
   assert killed_when(process, lambda: len(complete(there)) >= 1)
   newest = max(complete(there))
-  shutil.rmtree(first)
-  (there / "lease.json").unlink(missing_ok=True)  # as if it were stale; waiting takes 2 minutes.
-  process = subprocess.Popen(**command(flags[0], f"--workdir.local={second}"))
-  assert killed_when(process, lambda: (second / "metrics.jsonl").exists())
-  assert min(complete(second)) >= newest - 1
-  subprocess.run(**command(flags[0], f"--workdir.local={second}"), check=True)
+  assert subprocess.run(**command(second, url)).returncode == 2  # the lock of the first is there.
+  (there / "lock.json").unlink()
+  process = subprocess.Popen(**command(second, url))
+  assert killed_when(process, lambda: max(complete(there)) > newest)
+  subprocess.run(**command(second, url), check=True)  # its own lock stops no machine.
   assert_same_end(there, unbroken)
   assert (there / "report.html").is_file() and max(complete(there)) == STEPS
 
 
 def test_sigterm_ends_with_the_newest_checkpoint_at_the_url(command, tmp_path):
-  there, local = tmp_path / "there", tmp_path / "local"
-  process = subprocess.Popen(**command(f"--workdir=file://{there}", f"--workdir.local={local}"))
-  while process.poll() is None and len(lines_of(local)) < 2:
+  there = tmp_path / "there"
+  process = subprocess.Popen(**command(tmp_path / "machine", f"file://{there}"))
+  while process.poll() is None and len(lines_of(there)) < 2:
     pass
   process.send_signal(signal.SIGTERM)
   assert process.wait(timeout=120) == 143
-  assert complete(there) == complete(local) and not (there / "lease.json").exists()
+  assert max(complete(there)) == len(lines_of(there)) and not (there / "lock.json").exists()
