@@ -25,6 +25,7 @@ COPY scripts/can_install.py scripts/
 COPY constraints constraints
 COPY configs configs
 COPY kernels kernels
+COPY packages packages
 COPY grpo_jax grpo_jax
 RUN python3 -m venv /opt/trainer \
   && /opt/trainer/bin/pip install --no-cache-dir -c constraints/py312.txt ".[cuda13,parquet]"

@@ -6,6 +6,8 @@ import sysconfig
 import traceback
 
 _LONGEST = 200  # characters of a source line that are shown.
+_HERE = os.path.dirname(__file__)
+_OURS = (_HERE, os.path.join(os.path.dirname(_HERE), "packages"))  # the latter in a checkout only.
 
 
 class ExpectedFailure(Exception):
@@ -61,7 +63,7 @@ def last_frames(error: BaseException, most: int = 3) -> list[str]:
   frames = [
     frame
     for frame in traceback.extract_tb(as_raised(error).__traceback__)
-    if not _is_within(frame.filename, os.path.dirname(__file__))
+    if not any(_is_within(frame.filename, each) for each in _OURS)
   ]
   users = [frame for frame in frames if _is_of_user(frame)]
   if not users:
@@ -77,7 +79,7 @@ def is_of_user(file: str) -> bool:
   """Returns whether a file, or the cell of a notebook, is neither ours nor of Python or an
   installed library."""
   paths = sysconfig.get_paths()
-  others = (os.path.dirname(__file__), *(paths[each] for each in ("stdlib", "purelib", "platlib")))
+  others = (*_OURS, *(paths[each] for each in ("stdlib", "purelib", "platlib")))
   is_there = os.path.isfile(file) or file in linecache.cache
   return is_there and not any(_is_within(file, each) for each in others)
 

@@ -15,6 +15,7 @@ from grpo_jax.errors import ExpectedFailure, is_of_user, place_and_reason
 from grpo_jax.values.names import hint as nearest
 
 T = TypeVar("T")
+OURS = ("grpo_jax", "grpo_kernels", "grpo_sandbox")  # packages of this distribution.
 REMEDY = "in the working folder, in a folder of PYTHONPATH, or installed"
 
 
@@ -176,7 +177,7 @@ def in_one_line(
   try:
     yield
   except (Exception, SystemExit) as error:
-    is_ours = module.partition(".")[0] in ("grpo_jax", "grpo_kernels")
+    is_ours = module.partition(".")[0] in OURS
     if is_ours or isinstance(error, (ExpectedFailure, *says)):
       raise
     raise ValueError(f"{what}: {place_and_reason(error)}") from error
@@ -187,7 +188,7 @@ def users_modules() -> dict[str, str]:
   found = {}
   for name, each in list(sys.modules.items()):
     file = getattr(each, "__file__", None)
-    is_ours = name.partition(".")[0] in ("grpo_jax", "grpo_kernels")
+    is_ours = name.partition(".")[0] in OURS
     if isinstance(file, str) and not is_ours and is_of_user(os.path.abspath(file)):
       found[name] = file
   return dict(sorted(found.items()))

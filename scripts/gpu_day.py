@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path += [str(HERE / "benchmark"), str(HERE.parent), str(HERE.parent / "kernels")]
+sys.path += [str(HERE / "benchmark"), str(HERE.parent)]
+sys.path += [str(HERE.parent / name) for name in ("kernels", "packages")]
 
 from gpu_day_parts import document, running, schedule, summary, wheels  # noqa: E402
 

@@ -7,9 +7,10 @@ Usage:
 
 What is not committed counts in both cases.
 
-The package is divided into rooms: modules and folders directly under grpo_jax, as well as configs
-and kernels. A change in a room is tested by the tests of that room and of the rooms that import it
-directly, and by all other test files that import it, themselves or by a helper. CI runs the rest.
+The package is divided into rooms: modules and folders directly under grpo_jax, as well as configs,
+kernels and each folder of packages. A change in a room is tested by the tests of that room and of
+the rooms that import it directly, and by all other test files that import it, themselves or by a
+helper. CI runs the rest.
 Where it is not clear what a file has an effect on, as with pyproject.toml, everything is printed.
 """
 
@@ -79,6 +80,9 @@ def tests_of(changed: Sequence[str], root: pathlib.Path = ROOT) -> list[str]:
       module, folder = TOP_LEVEL[top]
       found |= {*OF_CODE, folder, *importing(module)}
       found |= {f"tests/{room}" for room in _importers(module, root)}
+    elif top == "packages" and len(path.parts) > 2:
+      found |= {*OF_CODE, f"tests/packages/{inner[1]}", *importing(inner[1])}
+      found |= {f"tests/{room}" for room in _importers(inner[1], root)}
     elif top == "tests" and _is_test(name):
       found |= {"tests/test_words.py", *([name] if (root / name).exists() else [])}
     elif top == "tests" and len(inner) > 1 and path.suffix == ".py" and path.stem != "conftest":
@@ -105,11 +109,12 @@ def _of_room(room: str, root: pathlib.Path) -> set[str]:
 
 
 def _importers(module: str, root: pathlib.Path) -> set[str]:
-  """Returns the rooms that import a module or something in it."""
+  """Returns the rooms, and the packages as packages/NAME, that import something of a module."""
   found = set()
-  for path in _files(root, "grpo_jax"):
+  for path in [*_files(root, "grpo_jax"), *_files(root, "packages")]:
     if _uses(_imports(root / path), module):
-      found.add(pathlib.PurePosixPath(path).with_suffix("").parts[1])
+      top, room, *_ = pathlib.PurePosixPath(path).with_suffix("").parts
+      found.add(room if top == "grpo_jax" else f"packages/{room}")
   return found
 
 

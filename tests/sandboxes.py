@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from grpo_jax.sandbox.launch import KINDS, Launcher, Limits, SandboxError
+from grpo_sandbox.launch import KINDS, Launcher, Limits, SandboxError
 
 LIMITS = Limits(timeout_s=10.0, memory_mib=256, output_kib=256, scratch_mib=4)
 

@@ -1,7 +1,7 @@
 """Runs of the program, and other programs, as several processes on this machine, for tests.
 
-PYTHONPATH=.:kernels python tests/several.py FOLDER --processes=2 --devices=2 ARGUMENTS writes the
-tiny model, rows and a config to FOLDER/input and runs it with run folder FOLDER/run.
+PYTHONPATH=.:kernels:packages python tests/several.py FOLDER --processes=2 --devices=2 ARGUMENTS
+writes the tiny model, rows and a config to FOLDER/input and runs it with run folder FOLDER/run.
 """
 
 import dataclasses
@@ -167,7 +167,7 @@ def start_python(
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": quick_compilation.FLAGS,
     "GRPO_JAX_RUN_SECRET": "the secret of a run of the tests",
-    "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}",
+    "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'packages'}:{ROOT / 'tests'}",
     **(environment or {}),
   }
   started = Started([], [log.with_name(f"{log.name}.{index}.log") for index in range(processes)])

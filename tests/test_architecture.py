@@ -9,10 +9,11 @@ import sys
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "grpo_jax"
 
-# Lowest first. A room is a module or a folder directly under grpo_jax; it may import rooms of
-# lower floors only. Within a folder, imports are free.
+# Lowest first. A room is a module or a folder directly under grpo_jax, or one of the packages in
+# kernels/ and packages/; it may import rooms of lower floors only. Within a room, imports are free.
 FLOORS = [
-  {"types", "errors", "values", "interrupts", "http", "sandbox"},
+  {"grpo_kernels", "grpo_sandbox"},
+  {"types", "errors", "values", "interrupts", "http"},
   {"rl", "files", "compilation", "processes", "registry"},
   {"models", "batching", "metrics"},
   {"data", "environments", "engines", "learn", "groups"},
@@ -94,7 +95,9 @@ SAYS_NOTHING = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 SERVER_SIDE = PACKAGE / "engines" / "server_side"
-KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
+PACKAGES = [
+  path for name in ("kernels", "packages") for path in sorted((ROOT / name).rglob("*.py"))
+]
 
 
 def name_of(path):
@@ -102,7 +105,8 @@ def name_of(path):
 
 
 def room_of(path):
-  return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+  home = PACKAGE if path.is_relative_to(PACKAGE) else ROOT
+  return path.relative_to(home).parts[home == ROOT].removesuffix(".py")
 
 
 def imports_of(path):
@@ -126,6 +130,12 @@ def our_imports_of(path):
       yield tuple(name.split(".")[1:])
 
 
+def rooms_imported_by(path):
+  """Yields the rooms that a file imports something of, packages among them."""
+  yield from (target for target, *_ in our_imports_of(path))
+  yield from roots_of(path) & (FLOORS[0] | FLOORS[-1])
+
+
 def is_pure(path):
   name = name_of(path)
   return name in PURE_FILES or (room_of(path) in PURE_ROOMS and name not in NOT_PURE)
@@ -135,14 +145,12 @@ PURE = [path for path in FILES if is_pure(path)]
 
 
 def test_modules_import_only_lower_floors():
-  assert {room_of(path) for path in FILES} - set(FLOOR) - {"__init__"} == set(), (
-    "no place in FLOORS"
-  )
+  paths = [path for path in [*FILES, *PACKAGES] if path != PACKAGE / "__init__.py"]
+  assert {room_of(path) for path in paths} - set(FLOOR) == set(), "no place in FLOORS"
   wrong = [
-    f"{name_of(path)}: {room_of(path)} may not import {target}"
-    for path in FILES
-    if path != PACKAGE / "__init__.py"  # see the test of `import grpo_jax`.
-    for target, *_ in our_imports_of(path)
+    f"{path.relative_to(ROOT)}: {room_of(path)} may not import {target}"
+    for path in paths  # for __init__.py see the test of `import grpo_jax`.
+    for target in rooms_imported_by(path)
     if target != room_of(path) and FLOOR[target] >= FLOOR[room_of(path)]
   ]
   assert wrong == []
@@ -185,7 +193,7 @@ def test_config_objects_stop_at_train():
 
 
 def test_package_never_imports_torch():
-  ours = [path for path in [*FILES, *KERNELS] if path.parent != SERVER_SIDE]
+  ours = [path for path in [*FILES, *PACKAGES] if path.parent != SERVER_SIDE]
   assert [str(path.relative_to(ROOT)) for path in ours if "torch" in roots_of(path)] == []
 
 
@@ -197,17 +205,21 @@ def test_scripts_of_servers_stand_alone():
       assert not list(our_imports_of(path))
 
 
-def test_kernels_import_nothing_of_the_trainer():
-  assert [str(path.relative_to(ROOT)) for path in KERNELS if "grpo_jax" in roots_of(path)] == []
+def test_the_lowest_packages_import_nothing_of_the_trainer_by_any_name():
+  lowest = [path for path in PACKAGES if room_of(path) in FLOORS[0]]
+  assert {room_of(path) for path in lowest} == FLOORS[0]
+  assert [str(path.relative_to(ROOT)) for path in lowest if "grpo_jax" in roots_of(path)] == []
 
 
-def test_kernels_folder_is_no_package():
+def test_folders_of_packages_are_no_packages():
   """`import kernels` must stay Hugging Face's; transformers would run ours."""
-  assert not (ROOT / "kernels" / "__init__.py").exists()
+  assert not [name for name in ("kernels", "packages") if (ROOT / name / "__init__.py").exists()]
 
 
 def test_every_name_says_something():
-  folders = [ROOT / name for name in ("grpo_jax", "kernels", "configs", "scripts", "tests")]
+  folders = [
+    ROOT / name for name in ("grpo_jax", "kernels", "packages", "configs", "scripts", "tests")
+  ]
   paths = [
     path for folder in folders for path in folder.rglob("*") if "__pycache__" not in str(path)
   ]
@@ -232,7 +244,7 @@ def test_mathematics_imports_without_models_and_files():
     " 'absl', 'grain', 'tensorboardX'}\n"
     "print(sorted(unwanted & set(sys.modules)))"
   )
-  environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+  environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'packages'}"}
   done = subprocess.run(
     [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
   )

@@ -28,6 +28,7 @@ def place(path):
   in_root = top in (
     "grpo_jax",
     "kernels",
+    "packages",
     "configs",
     "scripts",
     "tests",
@@ -62,7 +63,7 @@ def test_what_the_page_names_exists():
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md"])
 def test_other_pages_name_files_that_exist(page):
-  top = r"(?:grpo_jax|kernels|configs|scripts|tests|docs|constraints)"
+  top = r"(?:grpo_jax|kernels|packages|configs|scripts|tests|docs|constraints)"
   named = re.findall(rf"`({top}/[\w./]+)`", (ROOT / page).read_text())
   missing = [
     path for path in named if not re.search(r"[A-Z]{4}", path) and not (ROOT / path).exists()

@@ -17,6 +17,12 @@ import grpo_jax
 ROOT = pathlib.Path(__file__).parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = SETTINGS["project"]
+# Package -> the folder that it is in.
+PACKAGES = {
+  "grpo_jax": ".",
+  "grpo_kernels": "kernels",
+  **{path.parent.name: "packages" for path in sorted((ROOT / "packages").glob("*/__init__.py"))},
+}
 VERSIONS = [
   name.rpartition(" ")[2]
   for name in PROJECT["classifiers"]
@@ -24,7 +30,7 @@ VERSIONS = [
 ]
 
 
-@pytest.mark.parametrize("package, folder", [("grpo_jax", "."), ("grpo_kernels", "kernels")])
+@pytest.mark.parametrize("package, folder", PACKAGES.items())
 def test_type_annotations_are_published(package, folder):
   assert (ROOT / folder / package / "py.typed").exists()
   assert "py.typed" in SETTINGS["tool"]["setuptools"]["package-data"][package]
@@ -32,7 +38,7 @@ def test_type_annotations_are_published(package, folder):
 
 def test_all_files_that_are_no_modules_are_package_data():
   patterns = SETTINGS["tool"]["setuptools"]["package-data"]
-  for package, folder in (("grpo_jax", "."), ("grpo_kernels", "kernels")):
+  for package, folder in PACKAGES.items():
     root = ROOT / folder / package
     files = {
       path.relative_to(root)
@@ -113,7 +119,7 @@ def test_the_image_copies_files_that_are_there_and_that_its_build_sees():
   copied = [
     path for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE) for path in line.split()[:-1]
   ]
-  assert {"grpo_jax", "kernels", "configs", "constraints/sglang_cuda.txt"} <= {*copied}
+  assert {"grpo_jax", "kernels", "packages", "configs", "constraints/sglang_cuda.txt"} <= {*copied}
   for path in copied:
     assert (ROOT / path).exists(), path
     assert any(path == each or path.startswith(f"{each}/") for each in seen), path

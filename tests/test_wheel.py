@@ -12,9 +12,10 @@ import zipfile
 import pytest
 
 from grpo_jax.models import tiny
+from tests.test_packaging import PACKAGES
 
 ROOT = pathlib.Path(__file__).parents[1]
-SOURCES = ("grpo_jax", "kernels", "configs", "constraints", "scripts")
+SOURCES = ("grpo_jax", "kernels", "packages", "configs", "constraints", "scripts")
 FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
 
 pytestmark = pytest.mark.slow
@@ -92,17 +93,14 @@ def trained(installed, tmp_path_factory):
 
 def test_the_wheel_holds_what_a_run_needs_and_nothing_of_the_repository_besides(wheel):
   names = zipfile.ZipFile(wheel).namelist()
-  assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {
-    "grpo_jax",
-    "grpo_kernels",
-  }
+  assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {*PACKAGES}
   shipped = {name.removeprefix("grpo_jax/shipped/") for name in names if "/shipped/" in name}
   assert shipped == {
     *(f"configs/{path.name}" for path in (ROOT / "configs").glob("*.py")),
     *(f"constraints/sglang_{device}.txt" for device in ("cpu", "cuda")),
     "scripts/install_sglang.sh",
   }
-  assert {"grpo_jax/py.typed", "grpo_kernels/py.typed"} <= {*names}
+  assert {f"{name}/py.typed" for name in PACKAGES} <= {*names}
   assert "grpo_jax/report/page/page.html" in names
 
 

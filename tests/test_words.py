@@ -22,7 +22,7 @@ PAGES = [
 ]
 MODULES = [
   path
-  for folder in ("grpo_jax", "kernels", "configs", "scripts")
+  for folder in ("grpo_jax", "kernels", "packages", "configs", "scripts")
   for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 PAGES = [path for path in PAGES if path.exists()]

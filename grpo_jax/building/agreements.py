@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import logging
 import os
@@ -21,7 +22,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-import grpo_kernels
 import jax
 
 import grpo_jax
@@ -401,8 +401,9 @@ def _is_installed(name: str) -> bool:
 
 @functools.cache
 def _digest_of_package() -> str:
-  """Returns the digest of the source files of this package and its kernels."""
-  roots = [pathlib.Path(each.__path__[0]) for each in (grpo_jax, grpo_kernels)]
+  """Returns the digest of the source files of this distribution's packages."""
+  found = filter(None, map(importlib.util.find_spec, registry.OURS))
+  roots = [pathlib.Path(path) for spec in found for path in spec.submodule_search_locations or ()]
   files = [(root, path) for root in roots for path in sorted(root.rglob("*.py"))]
   return _digest(
     *(

@@ -20,7 +20,6 @@ from grpo_jax.http import redaction
 _log = logging.getLogger(__name__)
 
 _DOTTED = re.compile(r"([^\s./\\]+)(\.[^\s./\\]+)+")
-_OURS = ("grpo_jax", "grpo_kernels")
 _SHOWN_CHARS = 4000
 _TOOLS = ("calculator", "python")
 _VERIFIERS = "grpo_jax.environments.verifiers.rows"  # its task is the name of a module.
@@ -98,6 +97,6 @@ def _values(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 def _is_of_others(module: str) -> bool:
   """Returns whether there is such a module, and it is not this package's."""
   try:
-    return module not in _OURS and importlib.util.find_spec(module) is not None
+    return module not in registry.OURS and importlib.util.find_spec(module) is not None
   except ValueError:  # it is loaded, and has no specification: the main program.
     return True

@@ -22,7 +22,7 @@ from grpo_jax.commands import jax_probe
 from grpo_jax.compilation import accelerators, containers, host_memory
 from grpo_jax.files import installed, shipped
 from grpo_jax.processes import launchers
-from grpo_jax.sandbox import launch
+from grpo_sandbox import launch
 
 OK, NOTE, PROBLEM, FATAL = "ok", "note", "problem", "fatal"
 NEWEST_PYTHON = (3, 13)  # that the tests run with.

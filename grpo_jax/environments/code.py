@@ -1,8 +1,8 @@
 """Code: the completion's program is right if it passes the tests of its row.
 
-It runs in a sandbox (grpo_jax/sandbox). The tests and expected answers are kept in another process,
-so the program cannot influence the verdict by changing its own. docs/code_environment.md lists the
-forms of tests, the limits, and what each sandbox does not protect from.
+It runs in a sandbox (packages/grpo_sandbox). The tests and expected answers are kept in another
+process, so the program cannot influence the verdict by changing its own. docs/code_environment.md
+lists the forms of tests, the limits, and what each sandbox does not protect from.
 """
 
 import asyncio
@@ -14,9 +14,9 @@ from grpo_jax.environments.base import Environment, EnvironmentFactory, SingleTu
 from grpo_jax.environments.grading import code_tests, programs
 from grpo_jax.environments.grading.code_tests import FunctionTests, ProgramTests
 from grpo_jax.registry import choose
-from grpo_jax.sandbox.launch import Launcher, Limits, SandboxError
-from grpo_jax.sandbox.supervise import Ending, Supervisor, Verdict
 from grpo_jax.types import Prompt
+from grpo_sandbox.launch import Launcher, Limits, SandboxError
+from grpo_sandbox.supervise import Ending, Supervisor, Verdict
 
 
 class CodeEnvironments(EnvironmentFactory):

@@ -34,7 +34,7 @@ SCRIPTS = {
   "trl": "peer_trl.py",
   "tunix": "peer_tunix.py",
 }
-OUR_PATH = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "kernels")])
+OUR_PATH = os.pathsep.join(str(REPOSITORY / part) for part in ("", "kernels", "packages"))
 OFFLINE_ON_CPU = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 KEEP_ALL_COMPILED = {
   "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

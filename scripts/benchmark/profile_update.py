@@ -1,6 +1,6 @@
 """Analyses one update: seconds, share of the machine's ceiling, time by kind of operation.
 
-  PYTHONPATH=.:kernels python scripts/benchmark/profile_update.py --model DIR --workload w1
+  PYTHONPATH=.:kernels:packages python scripts/benchmark/profile_update.py --model DIR --workload w1
 
 The update is that of `ours-all` in compare.py (every completion computed), on a batch with the
 lengths of the workload and random tokens; nothing is sampled. Compiled programs are cached, so that

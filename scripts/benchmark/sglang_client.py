@@ -25,7 +25,8 @@ from collections.abc import Awaitable, Callable, Sequence
 import aiohttp
 import numpy as np
 
-sys.path[:0] = [str(pathlib.Path(__file__).resolve().parents[2] / part) for part in ("", "kernels")]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / part) for part in ("", "kernels", "packages")]
 
 from grpo_jax import engines  # noqa: E402
 from grpo_jax.commands import cli  # noqa: E402

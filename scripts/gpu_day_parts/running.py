@@ -248,7 +248,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _environment(part: Part, settings: Settings) -> dict[str, str]:
   """Returns the environment of a part's process."""
-  paths = [str(ROOT), str(ROOT / "kernels"), str(HERE.parent), str(HERE.parent / "benchmark")]
+  folders = (ROOT, ROOT / "kernels", ROOT / "packages", HERE.parent, HERE.parent / "benchmark")
+  paths = [str(folder) for folder in folders]
   if os.environ.get("PYTHONPATH"):
     paths.append(os.environ["PYTHONPATH"])
   variables = {

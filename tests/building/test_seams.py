@@ -52,7 +52,11 @@ print("imported:", found, "grpo_jax.building.offline" in sys.modules)
 @pytest.mark.long
 def test_an_online_run_imports_nothing_of_the_offline_wing(tmp_path):
   (tmp_path / "rows.jsonl").write_text('{"problem": "1 + 1", "expected_answer": "2"}\n' * 9)
-  environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "JAX_PLATFORMS": "cpu"}
+  environment = {
+    **os.environ,
+    "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'packages'}",
+    "JAX_PLATFORMS": "cpu",
+  }
   done = subprocess.run(
     [sys.executable, "-c", ONLINE_BUILD, str(tmp_path)],
     env=environment,

@@ -278,7 +278,7 @@ def test_the_next_trainer_can_use_a_server_whose_trainer_was_killed_while_it_was
     [sys.executable, "-c", TRAINER, sglang_model, tmp_path / "dead", proxy.address],
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,
-    env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"},
+    env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'packages'}"},
     cwd=ROOT,
   )
   try:

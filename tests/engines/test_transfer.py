@@ -129,7 +129,7 @@ def test_what_a_killed_run_left_is_removed_and_what_a_living_one_has_is_not(tmp_
   root = tmp_path / "root"
   environment = {
     **os.environ,
-    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}",
+    "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'packages'}",
     "JAX_PLATFORMS": "cpu",
   }
   other = subprocess.Popen(

@@ -10,9 +10,9 @@ import pytest
 from grpo_jax import environments
 from grpo_jax.environments.code import make
 from grpo_jax.environments.grading import code_tests, programs
-from grpo_jax.sandbox import syscalls
-from grpo_jax.sandbox.supervise import BadTests
 from grpo_jax.types import FinishReason, Prompt
+from grpo_sandbox import syscalls
+from grpo_sandbox.supervise import BadTests
 from tests import sandboxes
 
 # Of the shape of HumanEval: the prompt ends in a docstring, the test is check(candidate).

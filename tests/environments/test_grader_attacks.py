@@ -12,9 +12,9 @@ from grpo_jax.config import data_options
 from grpo_jax.environments import reasoning_gym as gym_module
 from grpo_jax.environments.grading import confinement, gym_score
 from grpo_jax.environments.grading.pool import GraderError, GraderTimeout, WorkerPool
-from grpo_jax.sandbox import expressions
-from grpo_jax.sandbox.launch import KINDS
 from grpo_jax.types import FinishReason, Prompt
+from grpo_sandbox import expressions
+from grpo_sandbox.launch import KINDS
 from tests import sandboxes
 
 # Whose scorers hand the answer itself to eval or to SymPy's parser, found by attacking them.
@@ -263,7 +263,7 @@ def test_under_landlock_the_graders_libraries_load_and_other_packages_are_missin
   path = tmp_path / "grader.py"
   path.write_text(
     "import latex2sympy2_extended, sys\n"  # asks for the version of an installed distribution.
-    "from grpo_jax.sandbox import expressions\n"
+    "from grpo_sandbox import expressions\n"
     "try:\n  import jax\nexcept ImportError:\n  jax = None\n"
     "def has_jax():\n  return jax is not None\n"
   )

@@ -16,7 +16,7 @@ from grpo_jax.environments.grading.pool import (
   GraderTimeout,
   WorkerPool,
 )
-from grpo_jax.sandbox.seats import Seat
+from grpo_sandbox.seats import Seat
 
 GRADER = """
 import os, sys, time

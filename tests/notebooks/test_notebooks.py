@@ -135,7 +135,9 @@ def test_the_quickstart_learns_with_the_real_model(tmp_path):
   client = nbclient.NotebookClient(
     notebook, timeout=1200, resources={"metadata": {"path": str(tmp_path)}}
   )
-  client.execute(env={**environment, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"})
+  client.execute(
+    env={**environment, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'packages'}"}
+  )
   rows = (tmp_path / "runs" / "quickstart" / "metrics.jsonl").read_text().splitlines()
   values = [json.loads(row) for row in rows]
   accuracy = [row[name] for row in values for name in row if name.endswith("heldout/accuracy")]
@@ -152,7 +154,7 @@ def test_the_stop_button_saves_a_checkpoint_and_the_next_cell_continues(model, t
   """A kernel is interrupted while a cell trains, as Jupyter does it."""
   from jupyter_client.manager import start_new_kernel
 
-  environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+  environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'packages'}"}
   kernel, client = start_new_kernel(kernel_name="python3", cwd=str(tmp_path), env=environment)
   printed: list[str] = []
 

@@ -147,7 +147,10 @@ def straggling(input_of_runs):
     "--config.environments.own.path=late_rewards.late",
     "--config.logging.samples_every_steps=0",
   ]
-  path = ":".join(str(each) for each in (several.ROOT, several.ROOT / "kernels", folder))
+  path = ":".join(
+    str(each)
+    for each in (several.ROOT, *(several.ROOT / name for name in ("kernels", "packages")), folder)
+  )
   run = several.start(
     config,
     folder / "run",

@@ -604,7 +604,11 @@ def test_the_comparison_script_prints_runs_side_by_side(tmp_path, run_folder):
     ],
     capture_output=True,
     text=True,
-    env={"PYTHONPATH": f"{root}:{root / 'kernels'}", "JAX_PLATFORMS": "cpu", "PATH": ""},
+    env={
+      "PYTHONPATH": f"{root}:{root / 'kernels'}:{root / 'packages'}",
+      "JAX_PLATFORMS": "cpu",
+      "PATH": "",
+    },
     check=True,
   )
   rows = [line.split() for line in done.stdout.splitlines()]

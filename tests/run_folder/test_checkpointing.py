@@ -431,7 +431,11 @@ def start_saver(folder, moment):
   return subprocess.Popen(
     [sys.executable, "-c", SAVER, str(folder), moment],
     cwd=ROOT,
-    env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "JAX_PLATFORMS": "cpu"},
+    env={
+      **os.environ,
+      "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'packages'}",
+      "JAX_PLATFORMS": "cpu",
+    },
     stdout=subprocess.PIPE,
     text=True,
   )

@@ -23,7 +23,7 @@ from grpo_jax.models import loading, tiny
 from tests import quick_compilation
 
 ROOT = pathlib.Path(__file__).parents[2]
-KERNELS = ROOT / "kernels"
+PACKAGES = (ROOT, ROOT / "kernels", ROOT / "packages")
 STEPS = 6
 SURPLUS = "dynamic_sampling/from_surplus"
 KILLS = int(os.environ.get("GRPO_JAX_KILLS", "3"))
@@ -129,7 +129,7 @@ def get_config():
       **os.environ,
       "JAX_PLATFORMS": "cpu",
       "XLA_FLAGS": quick_compilation.FLAGS,
-      "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "tests" / "without_torch", ROOT, KERNELS))),
+      "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "tests" / "without_torch", *PACKAGES))),
       "JAX_COMPILATION_CACHE_DIR": str(cache),
       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }

@@ -99,7 +99,7 @@ def test_help_is_no_mistake(capsys):
 
 
 def run_program(*arguments, cwd=ROOT):
-  environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+  environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'packages'}"}
   return subprocess.run(
     [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True
   )

@@ -71,7 +71,7 @@ def command(tmp_path_factory):
     **os.environ,
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": quick_compilation.FLAGS,
-    "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels"))),
+    "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "packages"))),
   }
 
   def make(machine, workdir):

@@ -62,7 +62,7 @@ def get_config():
 
 def command(folder, workdir, engine):
   environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-  environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
+  environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'packages'}"
   words = [
     *(sys.executable, "-m", "grpo_jax.main", f"--config={folder / 'config.py'}"),
     *(f"--workdir={workdir}", f"--config.engine.name={engine}"),

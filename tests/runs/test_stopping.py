@@ -418,7 +418,7 @@ def test_a_run_outlives_the_reader_of_its_output(how, tmp_path):
   done = subprocess.run(
     ["bash", "-c", command, sys.executable, WRITER],
     cwd=ROOT,
-    env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
+    env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'packages'}"},
     capture_output=True,
     text=True,
     timeout=60,

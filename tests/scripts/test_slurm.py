@@ -36,7 +36,7 @@ class Run:
       "--config.checkpoint.every_steps=5",
       "--config.distributed.heartbeat_s=10",
     ]
-    paths = (several.ROOT, several.ROOT / "kernels", several.ROOT / "tests")
+    paths = (several.ROOT, *(several.ROOT / name for name in ("kernels", "packages", "tests")))
     self.variables = {
       "JAX_PLATFORMS": "cpu",
       "JAX_NUM_CPU_DEVICES": "2",

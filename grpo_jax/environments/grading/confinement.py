@@ -5,7 +5,7 @@ import functools
 import logging
 
 from grpo_jax.registry import choose
-from grpo_jax.sandbox.launch import KINDS, NONE, Launcher, Limits, SandboxError
+from grpo_sandbox.launch import KINDS, NONE, Launcher, Limits, SandboxError
 
 _log = logging.getLogger(__name__)
 

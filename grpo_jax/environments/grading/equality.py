@@ -20,7 +20,7 @@ from latex2sympy2_extended.math_normalization import NormalizationConfig, normal
 from math_verify import grader, verify
 from math_verify.parser import get_last_eq
 
-from grpo_jax.sandbox import expressions
+from grpo_sandbox import expressions
 
 _TOLERANCE = sympy.Rational(1, 10**6)  # relative.
 _DIGITS = 120  # of numbers that are compared.

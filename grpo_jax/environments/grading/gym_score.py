@@ -15,7 +15,7 @@ import reasoning_gym
 from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS
 
-from grpo_jax.sandbox import expressions
+from grpo_sandbox import expressions
 
 # Functions that run text, however they were imported.
 _RUNNING = {

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.environments.grading import confinement, libraries
-from grpo_jax.sandbox import grader as inner
-from grpo_jax.sandbox import inside
-from grpo_jax.sandbox.launch import Grader, Launcher, Limits, SandboxError
-from grpo_jax.sandbox.seats import Ending, Seat
+from grpo_sandbox import grader as inner
+from grpo_sandbox import inside
+from grpo_sandbox.launch import Grader, Launcher, Limits, SandboxError
+from grpo_sandbox.seats import Ending, Seat
 
 _GRACE_S = 0.5  # a call ends itself at its time-out; its sandbox is killed this much later.
 _END_S = 1.0  # time for a process to end after its reply.

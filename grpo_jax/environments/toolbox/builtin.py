@@ -13,9 +13,9 @@ from grpo_jax.environments.grading import arithmetic, confinement
 from grpo_jax.environments.toolbox import functions
 from grpo_jax.environments.toolbox.calling import ToolError
 from grpo_jax.environments.toolbox.functions import Tool
-from grpo_jax.sandbox.launch import Launcher, Limits, SandboxError
-from grpo_jax.sandbox.supervise import Ending, Supervisor
 from grpo_jax.values import checked
+from grpo_sandbox.launch import Launcher, Limits, SandboxError
+from grpo_sandbox.supervise import Ending, Supervisor
 
 _PACKAGE = "grpo_jax.environments.toolbox"
 _PROGRAM = """\

@@ -9,7 +9,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from grpo_jax.sandbox import wire
+from grpo_sandbox import wire
 
 # Exit codes by which the trainer recognises how a program ended. Faking one still means "wrong".
 COMPILE_ERROR, OUT_OF_MEMORY, RAISED = 65, 66, 67

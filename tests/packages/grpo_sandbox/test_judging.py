@@ -5,8 +5,8 @@ import textwrap
 
 import pytest
 
-from grpo_jax.sandbox.launch import Launcher
-from grpo_jax.sandbox.supervise import BadTests, Ending, Supervisor
+from grpo_sandbox.launch import Launcher
+from grpo_sandbox.supervise import BadTests, Ending, Supervisor
 from tests import sandboxes
 from tests.sandboxes import suite
 

@@ -30,7 +30,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grpo_jax.sandbox import candidate, confine, grader, judge
+from grpo_sandbox import candidate, confine, grader, judge
 
 READY = b"+"  # the first byte that is sent over the socket.
 PROGRAM, FUNCTIONS, JUDGE, GRADER = b"p", b"f", b"j", b"g"
@@ -38,7 +38,7 @@ _MOST_FDS = 4
 # The modules that programs import most: loaded once.
 _WARM = ("typing", "math", "re", "collections", "itertools", "functools", "heapq", "bisect")
 _WARM += ("string", "copy", "operator", "datetime", "decimal", "fractions")
-_FOR_GRADERS = ("grpo_jax.sandbox.expressions",)  # cannot be read later.
+_FOR_GRADERS = ("grpo_sandbox.expressions",)  # cannot be read later.
 _UNUSABLE = 1
 _GET_FLAGS = 0x80086601  # FS_IOC_GETFLAGS.
 _FLAGS_OF_USERS = 0x000380FF  # FS_FL_USER_MODIFIABLE.

@@ -9,8 +9,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 
-from grpo_jax.sandbox import inside
-from grpo_jax.sandbox.launch import Launcher, SandboxError
+from grpo_sandbox import inside
+from grpo_sandbox.launch import Launcher, SandboxError
 
 _START_S = 30.0
 _USES = 200  # number of children after which a sandbox is replaced.

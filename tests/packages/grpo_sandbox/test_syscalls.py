@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from grpo_jax.sandbox import syscalls
+from grpo_sandbox import syscalls
 
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 ALLOWED, KILLED, EPERM, ENOSYS, PRETENDED = "allowed", "killed", 1, 38, 0

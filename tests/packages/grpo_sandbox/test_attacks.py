@@ -15,9 +15,9 @@ import time
 import psutil
 import pytest
 
-from grpo_jax.sandbox import inside
-from grpo_jax.sandbox.launch import KINDS, Launcher, SandboxError
-from grpo_jax.sandbox.supervise import Ending, Supervisor
+from grpo_sandbox import inside
+from grpo_sandbox.launch import KINDS, Launcher, SandboxError
+from grpo_sandbox.supervise import Ending, Supervisor
 from tests import sandboxes
 
 FILES_CLOSED = ("bubblewrap", "landlock")
@@ -688,8 +688,8 @@ def test_sandboxes_end_with_the_trainer_that_is_killed(kind, tmp_path):
   sandboxes.need(kind)
   program = f"""
     import threading, time
-    from grpo_jax.sandbox.launch import Launcher, Limits
-    from grpo_jax.sandbox.supervise import Supervisor
+    from grpo_sandbox.launch import Launcher, Limits
+    from grpo_sandbox.supervise import Supervisor
     supervisor = Supervisor(Launcher({kind!r}, Limits(timeout_s=60)), workers=1)
     supervisor.submit(supervisor.run, "while True: pass", "")
     while not supervisor.pids(): time.sleep(0.05)
@@ -697,7 +697,7 @@ def test_sandboxes_end_with_the_trainer_that_is_killed(kind, tmp_path):
     print(*supervisor.pids(), flush=True)
     time.sleep(60)
   """
-  environment = {**os.environ, "PYTHONPATH": os.getcwd(), "TMPDIR": str(tmp_path)}
+  environment = {**os.environ, "PYTHONPATH": os.path.abspath("packages"), "TMPDIR": str(tmp_path)}
   trainer = subprocess.Popen(
     [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, env=environment
   )

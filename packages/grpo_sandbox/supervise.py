@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from grpo_jax.sandbox import candidate, inside, judge, wire
-from grpo_jax.sandbox.launch import Launcher, SandboxError
-from grpo_jax.sandbox.seats import Ending, Seat
+from grpo_sandbox import candidate, inside, judge, wire
+from grpo_sandbox.launch import Launcher, SandboxError
+from grpo_sandbox.seats import Ending, Seat
 
 T = TypeVar("T")
 _GRACE_S = 1.0  # time after a time-out for the judge to count unanswered tests.

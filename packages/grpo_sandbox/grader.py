@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from grpo_jax.sandbox import candidate, wire
+from grpo_sandbox import candidate, wire
 
 MAX_REPLY = 1 << 20
 _MESSAGE = 1000  # characters of an error that are sent.

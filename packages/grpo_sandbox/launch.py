@@ -29,19 +29,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_jax.sandbox import confine, inside, syscalls
+from grpo_sandbox import confine, inside, syscalls
 
 KINDS = ("bubblewrap", "landlock", "limits")
 NONE = "none"  # for graders only: a separate process without restrictions.
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(__file__).resolve().parent
 _INSIDE = "/sandbox"  # folder of the package's modules, and
 _SCRATCH = "/scratch"  # folder of the program, under bubblewrap.
 _FOLDER = "folder"  # name of the program's folder in the scratch folder of the other kinds.
 _STORE = "/nix/store"
 _SYSTEM = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", _STORE)
-_BOOT = (
-  "import sys; sys.path.insert(0, {path!r}); from grpo_jax.sandbox import inside; inside.main()"
-)
+_BOOT = "import sys; sys.path.insert(0, {path!r}); from grpo_sandbox import inside; inside.main()"
 _PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _ENVIRONMENT = {"PATH": "/usr/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
@@ -230,9 +228,7 @@ class Launcher:
     command += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     for device in _DEVICES:
       command += ["--dev-bind", device, device]
-    package = f"{_INSIDE}/grpo_jax"
-    command += ["--ro-bind", str(_PACKAGE / "__init__.py"), f"{package}/__init__.py"]
-    command += ["--ro-bind", str(_PACKAGE / "sandbox"), f"{package}/sandbox"]
+    command += ["--ro-bind", str(_PACKAGE), f"{_INSIDE}/{_PACKAGE.name}"]
     command += ["--size", str(self.limits.scratch_mib << 20), "--tmpfs", _SCRATCH]
     return [*command, "--remount-ro", "/", "--chdir", _SCRATCH, "--"]
 
@@ -292,7 +288,7 @@ def compile_inside() -> None:
 
   If the package folder is not writable, every process compiles them.
   """
-  compileall.compile_dir(Path(__file__).parent, maxlevels=0, quiet=2)
+  compileall.compile_dir(_PACKAGE, maxlevels=0, quiet=2)
 
 
 def _seccomp(*, processes: bool, files: bool) -> str:

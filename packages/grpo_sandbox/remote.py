@@ -9,7 +9,7 @@ import builtins
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
-from grpo_jax.sandbox import wire
+from grpo_sandbox import wire
 
 
 class Gone(BaseException):

@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from grpo_jax.sandbox import asserts, candidate, remote, wire
+from grpo_sandbox import asserts, candidate, remote, wire
 
 MAX_SUITE = 1 << 27  # size of a suite in bytes: test files may be large.
 MAX_VERDICT = 1 << 15

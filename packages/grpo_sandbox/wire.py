@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from grpo_jax.sandbox import sharing
+from grpo_sandbox import sharing
 
 MAX_DEPTH = 400  # depth of nested containers.
 _HEADER = 4  # bytes of a message's length.
