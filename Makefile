@@ -56,7 +56,7 @@ test-trackers: venv  ## Run the tests with wandb, mlflow, trackio and swanlab, i
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$($(TRACKERS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/below.pth
 	@echo "Installing the trackers into $(TRACKERS), 0.3 GB."
 	$(TRACKERS)/bin/pip install --disable-pip-version-check --no-compile --no-deps -r constraints/trackers.txt
-	$(TRACKERS)/bin/python -m pytest -q -m trackers tests/run_folder/test_tracker_stores.py $(ARGS)
+	$(TRACKERS)/bin/python -m pytest -q -m trackers tests/packages/grpo_trackers/test_tracker_stores.py $(ARGS)
 
 # Three folders: hydra needs an old antlr, and verifiers 0.4 has no load_environment any more. The
 # servers run on Python 3.11, whatever nemo-gym says.

@@ -15,7 +15,16 @@ from grpo_jax.errors import ExpectedFailure, is_of_user, place_and_reason
 from grpo_jax.values.names import hint as nearest
 
 T = TypeVar("T")
-OURS = ("grpo_jax", "grpo_kernels", "grpo_sandbox")  # packages of this distribution.
+# Modules of packages/ that extend a package of the trainer: name there -> module. A config gives the
+# last word or the whole name; nothing else in the trainer imports them. Entry points would need an
+# installed distribution, and a checkout may be used without one.
+SATELLITES = {
+  "grpo_jax.run_folder.sinks.mlflow": "grpo_trackers.mlflow",
+  "grpo_jax.run_folder.sinks.swanlab": "grpo_trackers.swanlab",
+  "grpo_jax.run_folder.sinks.trackio": "grpo_trackers.trackio",
+}
+# The packages of this distribution.
+OURS = ("grpo_jax", "grpo_kernels", "grpo_sandbox", "grpo_trackers")
 REMEDY = "in the working folder, in a folder of PYTHONPATH, or installed"
 
 
@@ -82,7 +91,7 @@ def module(package: str, name: str, *, hidden: Iterable[str] = ()) -> ModuleType
       f"{package} has no module {name!r}{nearest(name, available)}; there are: "
       f"{', '.join(available)}; name a module of your own as in `import`, {REMEDY}"
     )
-  return importlib.import_module(f"{package}.{name}")
+  return _import(f"{package}.{name}")
 
 
 def module_or_member(
@@ -107,9 +116,11 @@ def module_or_member(
 
 
 def modules(package: str) -> list[str]:
-  """Lists the names of the public modules of a package."""
+  """Lists the names of the public modules of a package, those in packages/ among them."""
   paths = importlib.import_module(package).__path__
-  return [m.name for m in pkgutil.iter_modules(paths) if not m.name.startswith("_")]
+  own = [m.name for m in pkgutil.iter_modules(paths) if not m.name.startswith("_")]
+  divided = (path.rpartition(".") for path in SATELLITES)
+  return own + [name for home, _, name in divided if home == package]
 
 
 def function(path: str) -> Callable[..., Any]:
@@ -149,6 +160,7 @@ def called(what: str, maker: Callable[..., T], **arguments: Any) -> T:
 
 def _import(name: str) -> ModuleType:
   """Imports a module; raises ValueError if it does not exist, or if user code in it fails."""
+  name = SATELLITES.get(name, name)
   with in_one_line(f"importing {name!r} failed", name):
     try:
       return importlib.import_module(name)

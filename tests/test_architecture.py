@@ -6,6 +6,8 @@ import pathlib
 import subprocess
 import sys
 
+from grpo_jax import registry
+
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "grpo_jax"
 
@@ -25,6 +27,7 @@ FLOORS = [
   {"main", "api"},
   {"commands"},
   {"__main__"},
+  {"grpo_trackers"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -209,6 +212,26 @@ def test_the_lowest_packages_import_nothing_of_the_trainer_by_any_name():
   lowest = [path for path in PACKAGES if room_of(path) in FLOORS[0]]
   assert {room_of(path) for path in lowest} == FLOORS[0]
   assert [str(path.relative_to(ROOT)) for path in lowest if "grpo_jax" in roots_of(path)] == []
+
+
+def test_the_trainer_imports_no_satellite_and_no_satellite_another():
+  satellites = FLOORS[-1]
+  wrong = [
+    f"{path.relative_to(ROOT)}: {name}"
+    for path in [*FILES, *PACKAGES, *sorted((ROOT / "configs").rglob("*.py"))]
+    for name in sorted(roots_of(path) & satellites - {room_of(path)})
+  ]
+  assert wrong == []
+
+
+def test_every_satellite_is_found_by_name():
+  found = registry.SATELLITES
+  assert {path.partition(".")[0] for path in found.values()} == FLOORS[-1]
+  assert {*registry.OURS} == {"grpo_jax"} | FLOORS[0] | FLOORS[-1]
+  places = {path: ROOT / "packages" / f"{path.replace('.', '/')}.py" for path in found.values()}
+  assert [path for path, place in places.items() if not place.exists()] == []
+  shadowed = [path for path in found if (ROOT / f"{path.replace('.', '/')}.py").exists()]
+  assert shadowed == []
 
 
 def test_folders_of_packages_are_no_packages():

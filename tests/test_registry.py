@@ -104,6 +104,16 @@ def test_what_our_own_code_raises_and_expected_failures_pass_through(monkeypatch
     registry.called("making it", fail, error=RuntimeError("a fault of ours"))
 
 
+def test_satellites_are_found_by_their_word_and_by_the_path_under_which_they_were_modules():
+  package = "grpo_jax.run_folder.sinks"
+  found = registry.module(package, "mlflow")
+  assert found.__name__ == "grpo_trackers.mlflow" and "mlflow" in registry.modules(package)
+  assert registry.module(package, f"{package}.mlflow") is found
+  assert registry.function(f"{package}.mlflow.make") is found.make
+  with pytest.raises(ValueError, match="no module 'mlflw' .did you mean 'mlflow'"):
+    registry.module(package, "mlflw")
+
+
 @pytest.mark.parametrize("path", ["loss", ".loss", "./own.loss", "own.", "/tmp/own.loss", ""])
 def test_a_path_that_names_no_function_is_refused(path):
   with pytest.raises(ValueError, match="a function is named by 'package.module.function'"):

@@ -33,7 +33,8 @@ from grpo_jax.processes import exchanges, starting
 from grpo_jax.rl import advantages, distillation, estimators, objective_options
 from grpo_jax.rollouts import collecting, evaluation, stream
 from grpo_jax.run_folder import checkpointing, loggers
-from grpo_jax.run_folder.sinks import mlflow, swanlab, trackio, wandb
+from grpo_jax.run_folder.sinks import wandb
+from grpo_trackers import mlflow, swanlab, trackio
 
 FIELDS = configuration.plain_fields(base.get_config())
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from grpo_jax.config import configuration, run_options
 from grpo_jax.run_folder import console, loggers, sinks
-from grpo_jax.run_folder.sinks import background, masking, mlflow, tracking
+from grpo_jax.run_folder.sinks import background, masking, tracking
 from grpo_jax.run_folder.sinks.base import Opening, StepRollouts
 from tests import side_by_side
 
@@ -277,8 +277,3 @@ def test_a_tracker_that_is_installed_is_not_refused(monkeypatch):
   assert list(sinks.problems(("jsonl", "wandb"), {"wandb": {"project": "x", "tags": ()}})) == []
   wrong = ("jsonl", {"name": "wandb", "projekt": "x"})
   assert "takes no 'projekt' (did you mean 'project'?)" in next(iter(sinks.problems(wrong)))
-
-
-def test_names_are_as_mlflow_takes_them():
-  names = {"eval/heldout/pass@1": "eval/heldout/pass_at_1", "env/a+b/reward": "env/a_b/reward"}
-  assert {name: mlflow.metric_name(name) for name in names} == names
