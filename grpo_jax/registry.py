@@ -15,7 +15,7 @@ from grpo_jax.errors import ExpectedFailure, is_of_user, place_and_reason
 from grpo_jax.values.names import hint as nearest
 
 T = TypeVar("T")
-# Modules of packages/ that extend a package of the trainer: name there -> module. A config gives the
+# Modules of packages/ that extend a package of the trainer: name there -> module. Configs give the
 # last word or the whole name; nothing else in the trainer imports them. Entry points would need an
 # installed distribution, and a checkout may be used without one.
 SATELLITES = {
@@ -24,7 +24,7 @@ SATELLITES = {
   "grpo_jax.run_folder.sinks.trackio": "grpo_trackers.trackio",
 }
 # The packages of this distribution.
-OURS = ("grpo_jax", "grpo_kernels", "grpo_sandbox", "grpo_trackers")
+OURS = ("grpo_jax", "grpo_kernels", "grpo_plan", "grpo_sandbox", "grpo_trackers")
 REMEDY = "in the working folder, in a folder of PYTHONPATH, or installed"
 
 

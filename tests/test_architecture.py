@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from grpo_jax import registry
+from grpo_jax.commands import cli
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "grpo_jax"
@@ -23,11 +24,11 @@ FLOORS = [
   {"rollouts", "run_folder"},
   {"offline", "config", "report"},
   {"building", "configuration", "notebook"},
-  {"train", "evaluation", "planning"},
+  {"train", "evaluation"},
   {"main", "api"},
   {"commands"},
   {"__main__"},
-  {"grpo_trackers"},
+  {"grpo_plan", "grpo_trackers"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -92,7 +93,6 @@ EFFECTS = {"open", "print", "input", "exec", "eval", "__import__"}
 SEES_CONFIGS = {
   *("config", "configuration", "building", "train", "main", "api", "commands"),
   "evaluation",
-  "planning",
 }
 SAYS_NOTHING = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
 
@@ -225,12 +225,14 @@ def test_the_trainer_imports_no_satellite_and_no_satellite_another():
 
 
 def test_every_satellite_is_found_by_name():
-  found = registry.SATELLITES
-  assert {path.partition(".")[0] for path in found.values()} == FLOORS[-1]
+  of_commands = {module.partition(":")[0] for module, _ in cli.COMMANDS.values()}
+  found = {*registry.SATELLITES.values(), *of_commands}
+  satellites = {path for path in found if not path.startswith("grpo_jax.")}
+  assert {path.partition(".")[0] for path in satellites} == FLOORS[-1]
   assert {*registry.OURS} == {"grpo_jax"} | FLOORS[0] | FLOORS[-1]
-  places = {path: ROOT / "packages" / f"{path.replace('.', '/')}.py" for path in found.values()}
-  assert [path for path, place in places.items() if not place.exists()] == []
-  shadowed = [path for path in found if (ROOT / f"{path.replace('.', '/')}.py").exists()]
+  file_of = lambda home, path: home / f"{path.replace('.', '/')}.py"
+  assert [path for path in satellites if not file_of(ROOT / "packages", path).exists()] == []
+  shadowed = [path for path in registry.SATELLITES if file_of(ROOT, path).exists()]
   assert shadowed == []
 
 

@@ -1,6 +1,7 @@
 """docs/guides.md names options, commands, metrics, files and pages: every one of them exists."""
 
 import fnmatch
+import importlib.util
 import itertools
 import pathlib
 import re
@@ -88,8 +89,7 @@ def test_every_command_and_flag_exists():
   assert {words[0] for words in used} <= set(cli.COMMANDS) and len(used) >= 3
   for name, *arguments in used:
     module, _, _ = cli.COMMANDS[name][0].partition(":")
-    path = (ROOT / module.replace(".", "/")).with_suffix(".py")
-    text = path.read_text()
+    text = pathlib.Path(importlib.util.find_spec(module).origin).read_text()
     for flag in (word.partition("=")[0] for word in arguments if word.startswith("--")):
       assert flag in text, (name, flag)
 

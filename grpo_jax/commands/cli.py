@@ -18,7 +18,8 @@ from grpo_jax.errors import ExpectedFailure
 from grpo_jax.files import installed
 from grpo_jax.values import names
 
-# Name -> module and function, and one line of explanation.
+# Name -> module and function, and one line of explanation. `plan` is in packages/, which nothing here
+# imports before it is asked for.
 COMMANDS = {
   "train": ("grpo_jax.commands.train:main", "train a model, or continue a run that was stopped"),
   "launch": ("grpo_jax.commands.launch:main", "train as several processes on this machine"),
@@ -26,7 +27,7 @@ COMMANDS = {
   "serve": ("grpo_jax.commands.serve:main", "serve a model as OpenAI's API does, to try agents"),
   "export": ("grpo_jax.commands.export:main", "write a checkpoint as a Hugging Face folder"),
   "report": ("grpo_jax.commands.report:main", "write report.html of a run, finished or not"),
-  "plan": ("grpo_jax.commands.plan:main", "say whether a run fits a machine that is not present"),
+  "plan": ("grpo_plan.command:main", "say whether a run fits a machine that is not present"),
   "compare": ("grpo_jax.commands.compare:main", "print runs side by side, draw their curves"),
   "doctor": (
     "grpo_jax.commands.doctor:main",

@@ -6,7 +6,7 @@ import jax
 
 from grpo_jax.models import config as model_config
 from grpo_jax.models import transformer
-from grpo_jax.planning import architectures as model_shapes
+from grpo_plan import architectures as model_shapes
 
 # Small enough for CI.
 _TINY: dict[str, Any] = {

@@ -6,7 +6,7 @@ import pytest
 import configs.base
 from grpo_jax.config import device_options, run_options
 from grpo_jax.config.configuration import ConfigError
-from grpo_jax.planning import asking
+from grpo_plan import asking
 
 
 def config_of(**options):

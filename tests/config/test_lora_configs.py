@@ -15,7 +15,7 @@ from grpo_jax import main
 from grpo_jax.config import configuration, lora_options
 from grpo_jax.models import config as model_config
 from grpo_jax.models import tiny
-from grpo_jax.planning import architectures, programs
+from grpo_plan import architectures, programs
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Config → the full config that it is made from.

@@ -13,7 +13,7 @@ from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.learn import sharding
 from grpo_jax.models import leaves, transformer
 from grpo_jax.models.products import Products
-from grpo_jax.planning import collectives as hlo_collectives
+from grpo_plan import collectives as hlo_collectives
 from tests.engines import described, tiny
 
 MESHES = [

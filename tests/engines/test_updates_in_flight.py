@@ -13,7 +13,7 @@ from grpo_jax.learn import sharding
 from grpo_jax.models import leaves, quantized, transformer
 from grpo_jax.models.config import LayerKind, Rope
 from grpo_jax.models.products import LowRank, Products
-from grpo_jax.planning import collectives as hlo_collectives
+from grpo_plan import collectives as hlo_collectives
 from tests.engines import described, test_jax_sampler_lora, tiny, updates
 from tests.engines.sglang_fixtures import decode
 from tests.engines.test_jax_sampler import counted_compilations, texts

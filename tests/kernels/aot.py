@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import jax
 
-from grpo_jax.planning import topologies
+from grpo_plan import topologies
 
 
 class Kernel(NamedTuple):

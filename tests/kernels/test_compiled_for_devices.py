@@ -19,7 +19,7 @@ from grpo_kernels.linear_logprobs import core, reference
 from test_cross_lowering import MODELS, TOKENS, passes, structs
 
 from grpo_jax.commands import cli
-from grpo_jax.planning import architectures, asking, compiling, programs, search, topologies
+from grpo_plan import architectures, asking, compiling, programs, search, topologies
 
 TARGET = os.environ.get("AOT_TARGET")
 pytestmark = [

@@ -20,9 +20,9 @@ from grpo_jax.learn import optim, sharding, train_step
 from grpo_jax.models import leaves, transformer
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.products import Products
-from grpo_jax.planning import collectives as hlo_collectives
 from grpo_jax.rl import objectives
 from grpo_jax.types import Batch, Denominators
+from grpo_plan import collectives as hlo_collectives
 
 # All widths are different, and none is a number of places.
 CONFIG = ModelConfig(

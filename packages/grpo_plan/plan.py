@@ -7,13 +7,13 @@ from typing import Any
 from grpo_jax.building import checks
 from grpo_jax.compilation.programs import Job
 from grpo_jax.learn import sharding
-from grpo_jax.planning import programs, roofline, search, workload
-from grpo_jax.planning.compiling import Compiled
-from grpo_jax.planning.programs import Run
-from grpo_jax.planning.roofline import Phase
-from grpo_jax.planning.search import Limit, Point
-from grpo_jax.planning.topologies import Topology
-from grpo_jax.planning.workload import Lengths, Work
+from grpo_plan import programs, roofline, search, workload
+from grpo_plan.compiling import Compiled
+from grpo_plan.programs import Run
+from grpo_plan.roofline import Phase
+from grpo_plan.search import Limit, Point
+from grpo_plan.topologies import Topology
+from grpo_plan.workload import Lengths, Work
 
 _OF_OTHERS = tuple(name for name in programs.OF_BATCHES if name != "update")
 

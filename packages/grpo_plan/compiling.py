@@ -22,8 +22,8 @@ import jax
 from grpo_jax.compilation.programs import Job, explained
 from grpo_jax.files import atomic
 from grpo_jax.files.cache import default_cache
-from grpo_jax.planning import collectives, target
 from grpo_jax.values import json_text
+from grpo_plan import collectives, target
 
 _FORM = 2  # of what is kept; a change makes older answers unreadable.
 _COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")

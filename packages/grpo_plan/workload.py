@@ -17,9 +17,9 @@ from grpo_jax.config import batching_options
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.models import leaves
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.planning import programs
-from grpo_jax.planning.programs import Run
-from grpo_jax.planning.topologies import PlanError
+from grpo_plan import programs
+from grpo_plan.programs import Run
+from grpo_plan.topologies import PlanError
 
 # Times that an update reads each weight in the compute dtype: forward, backward, recomputation.
 _READS = {"full": 3, "dots": 2, "none": 2}

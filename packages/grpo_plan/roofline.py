@@ -7,9 +7,9 @@ connection. No program reaches these rates, and nothing here was measured.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from grpo_jax.planning.chips import Chip
-from grpo_jax.planning.compiling import Compiled, Moved
-from grpo_jax.planning.workload import Work
+from grpo_plan.chips import Chip
+from grpo_plan.compiling import Compiled, Moved
+from grpo_plan.workload import Work
 
 
 @dataclasses.dataclass(frozen=True)

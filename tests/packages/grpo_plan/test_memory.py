@@ -9,7 +9,7 @@ import pytest
 from grpo_jax.learn import sharding, train_step
 from grpo_jax.models import config as model_config
 from grpo_jax.models import gradient_sums, leaves, transformer
-from grpo_jax.planning import architectures, asking, compiling, programs, search
+from grpo_plan import architectures, asking, compiling, programs, search
 
 TINY = model_config.ModelConfig("qwen2", 96, 32, 64, 2, 4, 2, 8, tie_embeddings=True, qkv_bias=True)
 

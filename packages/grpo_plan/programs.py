@@ -24,7 +24,7 @@ from grpo_jax.models import lora
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.errors import ModelError
 from grpo_jax.models.products import Products
-from grpo_jax.planning import target
+from grpo_plan import target
 
 # An ml_collections.ConfigDict, whose fields are unknown to a type checker.
 Config = Any

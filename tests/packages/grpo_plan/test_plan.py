@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from grpo_jax.commands import cli
 from grpo_jax.config import configuration
 from grpo_jax.config.configuration import ConfigError
-from grpo_jax.planning import (
+from grpo_plan import (
   advice,
   asking,
   collectives,
@@ -26,9 +26,9 @@ from grpo_jax.planning import (
   topologies,
   workload,
 )
-from grpo_jax.planning.chips import CHIPS
-from grpo_jax.planning.compiling import Compiled, Moved
-from grpo_jax.planning.workload import Work
+from grpo_plan.chips import CHIPS
+from grpo_plan.compiling import Compiled, Moved
+from grpo_plan.workload import Work
 
 GIB = 2**30
 CONFIG = ["--config=configs/math_1b.py"]

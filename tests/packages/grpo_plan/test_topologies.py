@@ -4,9 +4,9 @@ import importlib.util
 
 import pytest
 
-from grpo_jax.planning import topologies
-from grpo_jax.planning.chips import CHIPS
-from grpo_jax.planning.topologies import PlanError
+from grpo_plan import topologies
+from grpo_plan.chips import CHIPS
+from grpo_plan.topologies import PlanError
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from grpo_jax.planning import advice, compiling
-from grpo_jax.planning.chips import GIB
-from grpo_jax.planning.plan import Need, Plan
-from grpo_jax.planning.search import Limit
+from grpo_plan import advice, compiling
+from grpo_plan.chips import GIB
+from grpo_plan.plan import Need, Plan
+from grpo_plan.search import Limit
 
 _MOST_ARRAYS = 5
 _KIBI = 1024

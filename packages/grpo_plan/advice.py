@@ -5,9 +5,9 @@ import math
 from collections.abc import Iterator
 
 from grpo_jax.config import lora_options
-from grpo_jax.planning import programs
-from grpo_jax.planning.chips import GIB
-from grpo_jax.planning.plan import Need, Plan
+from grpo_plan import programs
+from grpo_plan.chips import GIB
+from grpo_plan.plan import Need, Plan
 
 # Programs whose memory grows with the places of a microbatch, and those of the sampler.
 _OF_LEARNING = ("update", "watch", "optimizer")

@@ -120,7 +120,7 @@ def _prepare() -> None:
 
 
 def _plan(options: Any, rest: Sequence[str], arguments: Sequence[str]) -> int:
-  from grpo_jax.planning import asking, compiling, plan, programs, report, topologies, workload
+  from grpo_plan import asking, compiling, plan, programs, report, topologies, workload
 
   topology = topologies.parse(options.topology)
   topologies.check_compiler(topology)

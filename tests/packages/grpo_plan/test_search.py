@@ -1,7 +1,7 @@
 """The search of what fits, on memory that is a known function."""
 
-from grpo_jax.planning import search
-from grpo_jax.planning.search import Point
+from grpo_plan import search
+from grpo_plan.search import Point
 
 
 def machine(fixed, place, *, refused_from=None):

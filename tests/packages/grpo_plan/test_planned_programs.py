@@ -7,7 +7,7 @@ import pytest
 from grpo_jax.building import computation
 from grpo_jax.compilation.programs import Job
 from grpo_jax.models import leaves, loading
-from grpo_jax.planning import asking, programs, topologies
+from grpo_plan import asking, programs, topologies
 
 CONFIG = "--config=configs/math_1b.py"
 SMALL = {

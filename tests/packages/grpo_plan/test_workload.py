@@ -12,9 +12,9 @@ from grpo_jax.batching import packing
 from grpo_jax.compilation.programs import Job
 from grpo_jax.config import configuration
 from grpo_jax.models import leaves
-from grpo_jax.planning import asking, compiling, programs, roofline, topologies, workload
-from grpo_jax.planning.chips import CHIPS
-from grpo_jax.planning.workload import Lengths, Work
+from grpo_plan import asking, compiling, programs, roofline, topologies, workload
+from grpo_plan.chips import CHIPS
+from grpo_plan.workload import Lengths, Work
 
 LENGTHS = Lengths(64, 128)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from grpo_jax.batching.packing import Shape
 from grpo_jax.compilation.programs import Job
-from grpo_jax.planning.programs import Run, program_of
+from grpo_plan.programs import Run, program_of
 
 _ROUND = 256  # row lengths are multiples of it, as those that a run chooses.
 _MOST_TRIES = 4  # compilations for one answer.

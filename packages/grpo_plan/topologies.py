@@ -16,9 +16,9 @@ import jax
 from jax.experimental import topologies
 
 from grpo_jax.config.configuration import ConfigError
-from grpo_jax.planning import chips
-from grpo_jax.planning.chips import CHIPS, Chip
 from grpo_jax.values import names
+from grpo_plan import chips
+from grpo_plan.chips import CHIPS, Chip
 
 _FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _CUBES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8",

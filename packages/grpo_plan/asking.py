@@ -15,10 +15,10 @@ from grpo_jax.learn import sharding
 from grpo_jax.models import config as model_config
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.errors import ModelError
-from grpo_jax.planning import architectures, compiling, plan, programs, target, topologies
-from grpo_jax.planning.chips import GIB
-from grpo_jax.planning.programs import Run
-from grpo_jax.planning.topologies import PlanError, Topology
+from grpo_plan import architectures, compiling, plan, programs, target, topologies
+from grpo_plan.chips import GIB
+from grpo_plan.programs import Run
+from grpo_plan.topologies import PlanError, Topology
 
 # An ml_collections.ConfigDict, whose fields are unknown to a type checker.
 Config = Any

@@ -8,8 +8,8 @@ import pytest
 from grpo_jax.commands import cli
 from grpo_jax.engines import jax_sampler
 from grpo_jax.models import sources
-from grpo_jax.planning import asking, compiling, workload
-from grpo_jax.planning.compiling import Compiled
+from grpo_plan import asking, compiling, workload
+from grpo_plan.compiling import Compiled
 
 CONFIG = "--config=configs/math_1b.py"
 SIZES = {
