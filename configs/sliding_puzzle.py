@@ -23,7 +23,7 @@ def get_config():
   config.mesh.fsdp = -1
 
   config.data.kind = "function"
-  config.data.task = "grpo_jax.environments.sliding_puzzle.puzzle"
+  config.data.task = "grpo_environments.sliding_puzzle.puzzle"
   config.data.task_args = dict(size=5, min_size=2, shuffle_moves=15)
   config.data.task_seed = 1
   config.data.size = 1_000_000

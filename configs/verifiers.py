@@ -19,7 +19,7 @@ def get_config(name: str = ""):
   config.mesh.data = 1
   config.mesh.fsdp = -1
 
-  config.data.kind = "grpo_jax.environments.verifiers.rows"
+  config.data.kind = "grpo_environments.verifiers.rows"
   config.data.task = name or None
   config.data.output_key = ""  # the environment knows the answers.
   config.data.environment = "verifiers"

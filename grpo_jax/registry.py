@@ -19,12 +19,19 @@ T = TypeVar("T")
 # last word or the whole name; nothing else in the trainer imports them. Entry points would need an
 # installed distribution, and a checkout may be used without one.
 SATELLITES = {
+  "grpo_jax.environments.nemo_gym": "grpo_environments.nemo_gym",
+  "grpo_jax.environments.openenv": "grpo_environments.openenv",
+  "grpo_jax.environments.sliding_puzzle": "grpo_environments.sliding_puzzle",
+  "grpo_jax.environments.verifiers": "grpo_environments.verifiers",
   "grpo_jax.run_folder.sinks.mlflow": "grpo_trackers.mlflow",
   "grpo_jax.run_folder.sinks.swanlab": "grpo_trackers.swanlab",
   "grpo_jax.run_folder.sinks.trackio": "grpo_trackers.trackio",
 }
 # The packages of this distribution.
-OURS = ("grpo_jax", "grpo_kernels", "grpo_plan", "grpo_sandbox", "grpo_trackers")
+OURS = (
+  *("grpo_jax", "grpo_kernels", "grpo_sandbox"),
+  *("grpo_environments", "grpo_plan", "grpo_trackers"),
+)
 REMEDY = "in the working folder, in a folder of PYTHONPATH, or installed"
 
 

@@ -8,6 +8,7 @@ import sys
 
 from grpo_jax import registry
 from grpo_jax.commands import cli
+from grpo_jax.environments import tool_use
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "grpo_jax"
@@ -28,7 +29,7 @@ FLOORS = [
   {"main", "api"},
   {"commands"},
   {"__main__"},
-  {"grpo_plan", "grpo_trackers"},
+  {"grpo_environments", "grpo_plan", "grpo_trackers"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -97,10 +98,14 @@ SEES_CONFIGS = {
 SAYS_NOTHING = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
-SERVER_SIDE = PACKAGE / "engines" / "server_side"
 PACKAGES = [
   path for name in ("kernels", "packages") for path in sorted((ROOT / name).rglob("*.py"))
 ]
+
+
+def stands_alone(path):
+  """Returns whether other interpreters run a file by its path."""
+  return path.parent == PACKAGE / "engines" / "server_side" or path.name == "guard.py"
 
 
 def name_of(path):
@@ -145,6 +150,7 @@ def is_pure(path):
 
 
 PURE = [path for path in FILES if is_pure(path)]
+SATELLITES = [path for path in PACKAGES if room_of(path) in FLOORS[-1]]
 
 
 def test_modules_import_only_lower_floors():
@@ -196,7 +202,7 @@ def test_config_objects_stop_at_train():
 
 
 def test_package_never_imports_torch():
-  ours = [path for path in [*FILES, *PACKAGES] if path.parent != SERVER_SIDE]
+  ours = [path for path in [*FILES, *PACKAGES] if not stands_alone(path)]
   assert [str(path.relative_to(ROOT)) for path in ours if "torch" in roots_of(path)] == []
 
 
@@ -204,7 +210,7 @@ def test_scripts_of_servers_stand_alone():
   """Other interpreters run them by path: the package and they import nothing of each other."""
   for path in FILES:
     assert not [name for name in imports_of(path) if "server_side" in name.split(".")]
-    if path.parent == SERVER_SIDE or name_of(path) == "processes/guard.py":
+    if stands_alone(path):
       assert not list(our_imports_of(path))
 
 
@@ -226,7 +232,8 @@ def test_the_trainer_imports_no_satellite_and_no_satellite_another():
 
 def test_every_satellite_is_found_by_name():
   of_commands = {module.partition(":")[0] for module, _ in cli.COMMANDS.values()}
-  found = {*registry.SATELLITES.values(), *of_commands}
+  of_tools = tool_use._OPEN_SERVERS.rpartition(".")[0]
+  found = {*registry.SATELLITES.values(), *of_commands, of_tools}
   satellites = {path for path in found if not path.startswith("grpo_jax.")}
   assert {path.partition(".")[0] for path in satellites} == FLOORS[-1]
   assert {*registry.OURS} == {"grpo_jax"} | FLOORS[0] | FLOORS[-1]

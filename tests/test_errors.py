@@ -1,13 +1,11 @@
 """What ends a run with a message and without a traceback is one base class."""
 
 import ast
-import pathlib
 
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.learn.train_step import NonFiniteGradients
 from grpo_jax.run_folder.checkpointing import CheckpointError
-
-PACKAGE = pathlib.Path(__file__).parents[1] / "grpo_jax"
+from tests.test_architecture import FILES, PACKAGE, ROOT, SATELLITES, stands_alone
 
 # Exceptions that do not leave the package: other code of the package catches them, or turns them
 # into an expected failure.
@@ -21,7 +19,7 @@ CAUGHT = {
   "processes/meeting.py": {"_NotArrived"},
   "run_folder/stored_leaves.py": {"Unusable", "OtherState"},
   "environments/isolation.py": {"EnvironmentFailure"},
-  "environments/openenv.py": {"BadAction"},
+  "grpo_environments/openenv.py": {"BadAction"},
   "environments/toolbox/calling.py": {"ToolError"},
   "environments/toolbox/schemas.py": {"_TooLarge"},
   "models/chat/tool_calls.py": {"_CallError"},
@@ -46,10 +44,11 @@ ENDS = ("Error", "Exception", "Failure")
 
 
 def exceptions():
-  """Yields (file, name, names of the bases) of the package's exceptions."""
-  for path in sorted(PACKAGE.rglob("*.py")):
-    name = path.relative_to(PACKAGE).as_posix()
-    if name.startswith("engines/server_side/"):
+  """Yields (file, name, names of the bases) of exceptions of the trainer and the satellites."""
+  for path in [*FILES, *SATELLITES]:
+    home = ROOT / "packages" if path in SATELLITES else PACKAGE
+    name = path.relative_to(home).as_posix()
+    if stands_alone(path):
       continue  # other processes run them.
     for node in ast.walk(ast.parse(path.read_text())):
       if isinstance(node, ast.ClassDef):

@@ -105,6 +105,7 @@ def test_what_our_own_code_raises_and_expected_failures_pass_through(monkeypatch
 
 
 def test_satellites_are_found_by_their_word_and_by_the_path_under_which_they_were_modules():
+  assert registry.function("grpo_jax.environments.sliding_puzzle.puzzle").__name__ == "puzzle"
   package = "grpo_jax.run_folder.sinks"
   found = registry.module(package, "mlflow")
   assert found.__name__ == "grpo_trackers.mlflow" and "mlflow" in registry.modules(package)

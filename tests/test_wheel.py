@@ -131,6 +131,12 @@ def test_evaluate_measures_a_run(installed, trained):
   assert "±" in printed
 
 
+def test_satellites_are_found_by_name(installed):
+  assert "grpo-jax plan " in installed("grpo-jax", "plan", "--help")
+  code = "from grpo_jax import environments as e; print(*e.make(sliding_puzzle={}))"
+  assert installed("python", "-c", code) == "sliding_puzzle\n"
+
+
 def test_python_finds_the_configs_by_name_and_modules_run_by_name(installed):
   code = (
     "from grpo_jax import configuration as c; print(c.load('math_1b_gpu', {'seed': 7}).seed);"

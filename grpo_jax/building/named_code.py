@@ -22,7 +22,8 @@ _log = logging.getLogger(__name__)
 _DOTTED = re.compile(r"([^\s./\\]+)(\.[^\s./\\]+)+")
 _SHOWN_CHARS = 4000
 _TOOLS = ("calculator", "python")
-_VERIFIERS = "grpo_jax.environments.verifiers.rows"  # its task is the name of a module.
+# Their task is the name of a module; the second is what runs wrote before there were packages.
+_VERIFIERS = ("grpo_environments.verifiers.rows", "grpo_jax.environments.verifiers.rows")
 
 
 def config_to_run(run: pathlib.Path, *, changes: Sequence[str] = ()) -> Any:
@@ -62,7 +63,7 @@ def named(config: Mapping[str, Any]) -> Iterator[str]:
   if not _is_known("engines", engine):
     yield f"engine.name={engine}"
   values = list(_values(config, ""))
-  has_modules_as_tasks = any(value == _VERIFIERS for _, value in values)
+  has_modules_as_tasks = any(value in _VERIFIERS for _, value in values)
   for name, value in values:
     field = name.rpartition(".")[2]
     if isinstance(value, list | tuple):

@@ -18,8 +18,7 @@ from grpo_jax.errors import ExpectedFailure
 from grpo_jax.files import installed
 from grpo_jax.values import names
 
-# Name -> module and function, and one line of explanation. `plan` is in packages/, which nothing here
-# imports before it is asked for.
+# Name -> module and function, and one line of explanation. The module of `plan` is in packages/.
 COMMANDS = {
   "train": ("grpo_jax.commands.train:main", "train a model, or continue a run that was stopped"),
   "launch": ("grpo_jax.commands.launch:main", "train as several processes on this machine"),

@@ -20,10 +20,7 @@ from grpo_jax.errors import last_frames, place_and_reason
 from grpo_jax.types import Prompt
 from grpo_jax.values import checked
 
-_HIDDEN = (
-  *("base", "grading", "hanging", "isolation", "policy_client", "scoring", "setting_kinds"),
-  *("toolbox", "verifiers_kinds"),
-)
+_HIDDEN = ("base", "grading", "hanging", "isolation", "scoring", "setting_kinds", "toolbox")
 
 
 class Environments(Mapping[str, EnvironmentFactory]):
@@ -71,7 +68,8 @@ def make(**environments: Mapping[str, Any]) -> Environments:
 
   Args:
     **environments: Settings by name, for `make` of the module of that name, or of the
-      module that the setting `module` names. That is a module of this package or of the user,
+      module that the setting `module` names. That is a module of this package, one of
+      packages/grpo_environments, or one of the user,
       or the dotted path of a class of environments or of a function like `make`.
 
   Returns:

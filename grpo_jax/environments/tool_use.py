@@ -21,14 +21,16 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from grpo_jax import registry
 from grpo_jax.environments import function
 from grpo_jax.environments.base import Environment, EnvironmentFactory, StepResult
 from grpo_jax.environments.grading import answers, arithmetic, comparison
 from grpo_jax.environments.toolbox import builtin, conversation
-from grpo_jax.environments.toolbox import mcp_servers as mcp
 from grpo_jax.environments.toolbox.calling import Limits, Toolbox
 from grpo_jax.registry import choose
 from grpo_jax.types import FinishReason, Prompt
+
+_OPEN_SERVERS = "grpo_environments.mcp_servers.open_servers"  # in packages/: found by name only.
 
 
 class ToolUseEnvironments(EnvironmentFactory):
@@ -255,7 +257,8 @@ def make(
   )
   with contextlib.ExitStack() as stack:
     opened = builtin.open_tools(tools, stack, python=python)
-    opened += mcp.open_servers(mcp_servers or {}, stack)
+    if mcp_servers:
+      opened += registry.function(_OPEN_SERVERS)(mcp_servers, stack)
     made = conversation.ToolEnvironments(
       Toolbox(opened, Limits(float(tool_timeout_s), max_result_chars)),
       judge_of,

@@ -39,8 +39,10 @@ def test_functions_modules_and_programs_of_others_are_named():
 
 
 def test_modules_without_a_dot_are_named():
-  tasks = {"data": {"kind": "grpo_jax.environments.verifiers.rows", "task": "reverse-text"}}
+  tasks = {"data": {"kind": "grpo_environments.verifiers.rows", "task": "reverse-text"}}
   assert [*named_code.named({"engine": {"name": "my_engine"}})] == ["engine.name=my_engine"]
+  assert "data.task=reverse-text" in named_code.named(tasks)
+  tasks["data"]["kind"] = "grpo_jax.environments.verifiers.rows"  # of a run before the packages.
   assert "data.task=reverse-text" in named_code.named(tasks)
   assert [*named_code.named({"data": {"task": "chain_sum"}, "engine": {"name": "sglang"}})] == []
 

@@ -218,7 +218,7 @@ def conversations(make_config):
     learn__report_kl_every_steps=0,
   )
   config.environments = {"puzzle": {"module": "sliding_puzzle", "max_moves": 9}}
-  task = {"kind": "function", "task": "grpo_jax.environments.sliding_puzzle.puzzle"}
+  task = {"kind": "function", "task": "grpo_environments.sliding_puzzle.puzzle"}
   config.data.output_key = ""
   config.data.datasets = tuple(
     {**task, "name": f"of_{size}", "task_args": {"size": size}, "weight": 1.0} for size in (2, 3)

@@ -5,12 +5,10 @@ import time
 
 import pytest
 
+from grpo_environments import nemo_gym, openenv, sliding_puzzle
 from grpo_jax.environments import (
   math_multi_reward,
-  nemo_gym,
-  openenv,
   short_answer,
-  sliding_puzzle,
   tool_use,
 )
 from grpo_jax.environments.grading import (

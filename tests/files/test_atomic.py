@@ -9,8 +9,7 @@ import pytest
 
 from grpo_jax.files import atomic, manifest
 from grpo_jax.files.disk import WriteError
-
-PACKAGE = pathlib.Path(atomic.__file__).parents[1]
+from tests import test_architecture as architecture
 
 
 @pytest.mark.parametrize(
@@ -90,8 +89,8 @@ def calls_in(path):
 
 FILES = [
   path
-  for path in sorted(PACKAGE.rglob("*.py"))
-  if path != pathlib.Path(atomic.__file__) and "server_side" not in path.parts  # they stand alone.
+  for path in [*architecture.FILES, *architecture.SATELLITES]
+  if path != pathlib.Path(atomic.__file__) and not architecture.stands_alone(path)
 ]
 
 
@@ -105,5 +104,5 @@ def test_nothing_else_renames_flushes_locks_or_guesses_names():
       ours |= {"difflib.get_close_matches"}
     for name, node in calls_in(path):
       if name in ours or name.endswith(".rename"):
-        wrong.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {name}")
+        wrong.append(f"{path.relative_to(architecture.ROOT)}:{node.lineno}: {name}")
   assert wrong == [], "see grpo_jax/files/atomic.py, grpo_jax/values/names.py"

@@ -3,7 +3,6 @@
 import ast
 import io
 import logging
-import pathlib
 import re
 import subprocess
 import sys
@@ -14,12 +13,13 @@ from rich.console import Console
 
 from grpo_jax.run_folder import console, notices, screen
 from tests import side_by_side
+from tests.test_architecture import FILES, PACKAGE, ROOT, SATELLITES, stands_alone
 
-PACKAGE = pathlib.Path(notices.__file__).parents[1]
 OURS = logging.getLogger("grpo_jax.data.sources")
 # Programs of their own, whose output is what they print.
 PRINTING = (
   *("main.py", "notebook.py", "report/__init__.py", "models/tiny.py", "commands/"),
+  "packages/grpo_plan/command.py",
   "processes/watch.py",  # last words, while the main thread hangs or aborts.
 )
 
@@ -269,10 +269,6 @@ def test_a_run_uses_these_colours_only():
 # --- the class of faults ---
 
 
-def names_of_files():
-  return sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
-
-
 def complaints_of(name, tree):
   for node in ast.walk(tree):
     if isinstance(node, ast.ImportFrom | ast.Import):
@@ -296,9 +292,9 @@ def complaints_of(name, tree):
 def test_modules_report_by_their_logger_only():
   wrong = [
     f"{name}:{line}: {called}"
-    for name in names_of_files()
-    # Other interpreters, and a program that guards a process.
-    if name != "processes/guard.py" and "server_side" not in name
-    for line, called in complaints_of(name, ast.parse((PACKAGE / name).read_text()))
+    for path in [*FILES, *SATELLITES]
+    if not stands_alone(path)
+    for name in [path.relative_to(PACKAGE if path in FILES else ROOT).as_posix()]
+    for line, called in complaints_of(name, ast.parse(path.read_text()))
   ]
   assert wrong == []

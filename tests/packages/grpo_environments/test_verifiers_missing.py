@@ -6,12 +6,12 @@ import types
 
 import pytest
 
+from grpo_environments import verifiers
+from grpo_environments.verifiers_kinds import base
 from grpo_jax import environments, main
-from grpo_jax.environments import verifiers
-from grpo_jax.environments.verifiers_kinds import base
-from tests.environments.http_routes import prompt_of
+from tests.packages.grpo_environments.http_routes import prompt_of
 
-CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "verifiers.py"
+CONFIG = pathlib.Path(__file__).parents[3] / "configs" / "verifiers.py"
 
 pytestmark = pytest.mark.skipif(
   importlib.util.find_spec("verifiers") is not None, reason="verifiers is installed"

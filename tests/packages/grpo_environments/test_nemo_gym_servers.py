@@ -9,7 +9,7 @@ from grpo_jax.data import nemo_gym
 from grpo_jax.data.formats import PromptStyle
 from grpo_jax.environments.isolation import EnvironmentFailure
 from tests.environments.attempts import score
-from tests.environments.http_routes import (
+from tests.packages.grpo_environments.http_routes import (
   CHAT,
   call,
   endpoint,

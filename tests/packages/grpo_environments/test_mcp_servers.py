@@ -13,10 +13,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from grpo_environments import mcp_servers
+from grpo_environments.mcp_servers import McpError
 from grpo_jax import environments
-from grpo_jax.environments.toolbox import mcp_servers
 from grpo_jax.environments.toolbox.calling import Limits, Toolbox
-from grpo_jax.environments.toolbox.mcp_servers import McpError
 from grpo_jax.types import Prompt
 
 HERE = pathlib.Path(__file__).parent
@@ -152,7 +152,7 @@ def is_mcp(thread):
 
 RUN = """
 import contextlib, sys, time
-from tests.environments import test_mcp_servers as t
+from tests.packages.grpo_environments import test_mcp_servers as t
 with t.opened(t.TROUBLES) as tools:
   print(*t.calls(tools, "pid", "child")[0], flush=True)
   time.sleep(100)

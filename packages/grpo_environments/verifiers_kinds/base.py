@@ -18,7 +18,7 @@ class PackageError(ExpectedFailure, ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-  """Options of the environments; see `environments.verifiers.make`."""
+  """Options of the environments; see `verifiers.make`."""
 
   harness: str | Mapping[str, Any] | None = None
   env: Mapping[str, Any] = dataclasses.field(default_factory=dict)

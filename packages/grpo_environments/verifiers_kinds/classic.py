@@ -6,9 +6,9 @@ import signal
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from grpo_environments.verifiers_kinds.base import Options, PackageError, package, plain
 from grpo_jax.environments.base import Endpoint, StepResult
 from grpo_jax.environments.isolation import EnvironmentFailure
-from grpo_jax.environments.verifiers_kinds.base import Options, PackageError, package, plain
 
 
 def load(name: str, args: Mapping[str, Any]) -> Any:

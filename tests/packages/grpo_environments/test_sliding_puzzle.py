@@ -5,10 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 
+from grpo_environments import sliding_puzzle
 from grpo_jax import data, environments
 from grpo_jax.data.byte_tokenizer import ByteTokenizer
 from grpo_jax.data.formats import RowError
-from grpo_jax.environments import sliding_puzzle
 from grpo_jax.environments.base import EnvironmentFactory
 from grpo_jax.types import FinishReason, Prompt
 
@@ -217,7 +217,7 @@ def test_every_turn_stops_at_the_closing_tag():
 def test_puzzles_come_as_prompts_from_a_function():
   settings = dict(
     kind="function",
-    task="grpo_jax.environments.sliding_puzzle.puzzle",
+    task="grpo_environments.sliding_puzzle.puzzle",
     task_args={"size": 3},
     output_key="",
     environment="sliding_puzzle",
@@ -232,7 +232,7 @@ def test_puzzles_come_as_prompts_from_a_function():
   with pytest.raises(ValueError, match="puzzle takes no 'sise'.*did you mean 'size'"):
     data.make_held_out(ByteTokenizer(), size=4, **(settings | {"task_args": {"sise": 3}}))
   with pytest.raises(ValueError, match="no function 'puzle'.*did you mean 'puzzle'"):
-    task = "grpo_jax.environments.sliding_puzzle.puzle"
+    task = "grpo_environments.sliding_puzzle.puzle"
     data.make_held_out(ByteTokenizer(), size=4, **(settings | {"task": task}))
 
 

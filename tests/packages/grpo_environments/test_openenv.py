@@ -8,10 +8,17 @@ import threading
 import pytest
 from aiohttp import web
 
+from grpo_environments import openenv
 from grpo_jax import environments
-from grpo_jax.environments import openenv
 from grpo_jax.environments.isolation import EnvironmentFailure
-from tests.environments.http_routes import CHAT, endpoint, policy, prompt_of, run, serving
+from tests.packages.grpo_environments.http_routes import (
+  CHAT,
+  endpoint,
+  policy,
+  prompt_of,
+  run,
+  serving,
+)
 
 SCHEMA = {
   "properties": {"number": {"type": "integer"}, "metadata": {"type": "object"}},
@@ -139,7 +146,7 @@ def test_what_is_not_an_action_is_answered_and_counted():
   with made.context() as patch:
     patch.setattr(openenv, "our_own", number, raising=False)
     result, game, server = attempt(
-      guessing, lambda *_: next(turns), action="grpo_jax.environments.openenv.our_own"
+      guessing, lambda *_: next(turns), action="grpo_environments.openenv.our_own"
     )
   assert result.metrics["bad_actions"] == 1 and result.total == 1.0
   assert server.sent(CHAT)[1]["messages"][-1] == {"role": "user", "content": "What? is no number"}

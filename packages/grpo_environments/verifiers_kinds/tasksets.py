@@ -14,10 +14,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from grpo_environments.verifiers_kinds import chat_loop
+from grpo_environments.verifiers_kinds.base import Options, PackageError, package, plain
 from grpo_jax.environments.base import Endpoint, StepResult
 from grpo_jax.environments.isolation import EnvironmentFailure
-from grpo_jax.environments.verifiers_kinds import chat_loop
-from grpo_jax.environments.verifiers_kinds.base import Options, PackageError, package, plain
 
 
 def taskset_id(name: str) -> str:

@@ -20,10 +20,10 @@ from typing import Any
 
 import aiohttp
 
+from grpo_environments.policy_client import Message, PolicyClient
 from grpo_jax import registry
 from grpo_jax.environments.base import Endpoint, EnvironmentFactory, StepResult
 from grpo_jax.environments.isolation import EnvironmentFailure
-from grpo_jax.environments.policy_client import Message, PolicyClient
 from grpo_jax.environments.scoring.client import EndpointClient, Patience
 from grpo_jax.environments.scoring.failures import EndpointError, EndpointRefused
 from grpo_jax.http import addresses, redaction

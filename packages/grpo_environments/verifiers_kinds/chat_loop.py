@@ -12,9 +12,9 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+from grpo_environments.policy_client import PolicyClient, Reply
+from grpo_environments.verifiers_kinds.base import package
 from grpo_jax.environments.base import Endpoint
-from grpo_jax.environments.policy_client import PolicyClient, Reply
-from grpo_jax.environments.verifiers_kinds.base import package
 from grpo_jax.http.failures import HttpFailure
 
 _ID = "grpo_jax_chat_loop"

@@ -201,7 +201,7 @@ class SlidingPuzzleEnvironments(EnvironmentFactory):
     if "board" not in prompt.info:
       raise ValueError(
         f"prompt {prompt.prompt_id}: the sliding_puzzle environment needs a board in its row: it "
-        "scores data of kind 'function', task grpo_jax.environments.sliding_puzzle.puzzle"
+        "scores data of kind 'function', task grpo_environments.sliding_puzzle.puzzle"
       )
     return SlidingPuzzle(self, read_board(prompt.info["board"]))
 

@@ -17,11 +17,11 @@ import types
 
 import pytest
 
+from grpo_environments import openenv, verifiers
 from grpo_jax import environments, main
 from grpo_jax.data import nemo_gym
 from grpo_jax.data.formats import PromptStyle
-from grpo_jax.environments import openenv, verifiers
-from tests.environments.http_routes import (
+from tests.packages.grpo_environments.http_routes import (
   CHAT,
   call,
   endpoint,
@@ -31,7 +31,7 @@ from tests.environments.http_routes import (
   serving,
 )
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 HUB = pathlib.Path(__file__).parent / "hub"
 SERVERS = ROOT / ".venv-environments" / "servers"
 
@@ -192,7 +192,7 @@ TEMPLATE = """{%- if tools -%}
 
 @tasksets
 def test_a_run_learns_from_several_environments(model, tmp_path, one_device):
-  kind = "grpo_jax.environments.verifiers.rows"
+  kind = "grpo_environments.verifiers.rows"
   names = ("hub_reverse", "hub_guess", "hub_sums")
   template = tmp_path / "template.jinja"
   template.write_text(TEMPLATE)

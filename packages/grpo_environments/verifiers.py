@@ -7,7 +7,7 @@ that the endpoint sampled; the transcripts of the package are not used.
 An environment is code of another author that runs in this process, with all its rights. It may
 start programs, reach the network and download data.
 
-    config.data.kind = "grpo_jax.environments.verifiers.rows"
+    config.data.kind = "grpo_environments.verifiers.rows"
     config.data.task = "gsm8k"             # the environment's name, or its module
     config.data.task_args = dict(…)        # its arguments
     config.data.environment = "verifiers"
@@ -24,15 +24,15 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_jax.environments.base import Endpoint, EnvironmentFactory, StepResult
-from grpo_jax.environments.verifiers_kinds import classic, tasksets
-from grpo_jax.environments.verifiers_kinds.base import (
+from grpo_environments.verifiers_kinds import classic, tasksets
+from grpo_environments.verifiers_kinds.base import (
   Options,
   PackageError,
   Running,
   Tasks,
   package,
 )
+from grpo_jax.environments.base import Endpoint, EnvironmentFactory, StepResult
 from grpo_jax.http.background import BackgroundLoop
 from grpo_jax.types import Prompt
 
@@ -102,7 +102,7 @@ class VerifiersEnvironments(EnvironmentFactory):
     if not isinstance(source, Mapping):
       raise ValueError(
         f"prompt {prompt.prompt_id}: the verifiers environment needs the rows of an environment of"
-        " the package, data.kind='grpo_jax.environments.verifiers.rows'"
+        " the package, data.kind='grpo_environments.verifiers.rows'"
       )
     if self._name is not None and source["id"] != self._name:
       raise ValueError(f"the row is of the environment {source['id']!r}, not {self._name!r}")

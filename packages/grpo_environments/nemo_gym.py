@@ -23,6 +23,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from grpo_environments.policy_client import Message, PolicyClient, Reply
 from grpo_jax.environments.base import (
   AgentEnvironment,
   Endpoint,
@@ -32,7 +33,6 @@ from grpo_jax.environments.base import (
   StepResult,
 )
 from grpo_jax.environments.isolation import EnvironmentFailure
-from grpo_jax.environments.policy_client import Message, PolicyClient, Reply
 from grpo_jax.environments.scoring import formats
 from grpo_jax.environments.scoring.client import EndpointClient, Patience
 from grpo_jax.environments.scoring.failures import (
