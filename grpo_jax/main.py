@@ -112,7 +112,7 @@ def run_joined(
     _log.info("stopped before the run began")
     processes.give_up(interrupts.Stopped())
     return 0
-  processes.allow_open_files()
+  starting.allow_open_files()
   workdir = shared_workdir(command)
   processes.continues(how_to_continue(workdir))
   try:

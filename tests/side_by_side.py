@@ -8,7 +8,7 @@ import types
 from unittest import mock
 
 from grpo_jax import processes
-from grpo_jax.processes import bulk, elsewhere, roles
+from grpo_jax.processes import bulk, exchanges, watch
 
 WAIT_S = 20.0
 
@@ -93,13 +93,13 @@ class Room:
         return room.number("elsewhere")
 
     with (
-      mock.patch.object(roles, "distributed", lambda: _Distributed(self)),
+      mock.patch.object(watch, "distributed", lambda: _Distributed(self)),
       mock.patch.object(
         processes.Channel, "_exchanged", lambda channel, *given: self.exchanged(channel, *given)
       ),
       mock.patch.object(processes, "broadcast", lambda value, **_: self.meet("sent", value)[0]),
-      mock.patch.object(elsewhere, "_numbers", Numbers()),
-      mock.patch.object(elsewhere, "LOOK_S", 0.01),
+      mock.patch.object(exchanges, "_works", Numbers()),
+      mock.patch.object(exchanges, "LOOK_S", 0.01),
       mock.patch.object(bulk, "_exchanged_piece", self.exchanged_piece),
     ):
       yield
@@ -120,7 +120,7 @@ class _Distributed:
 def pretend(monkeypatch, index, *, count=2):
   """Makes this process one of several, without a service through which it could exchange."""
   state = types.SimpleNamespace(num_processes=count, process_id=index)
-  monkeypatch.setattr(roles, "distributed", lambda: state)
+  monkeypatch.setattr(watch, "distributed", lambda: state)
 
 
 def run(count, work):

@@ -91,7 +91,7 @@ def train(
   elif rows is not None and not named & {"data.environment", "data.tasks"}:
     row_files.check_scored(before, chosen)
   checking.check(chosen, [training.validate])
-  processes.allow_open_files()
+  starting.allow_open_files()
   with processes.failing(), workdirs.opened(place, stop=hooks, named="workdir"):
     is_continued = bool(workdirs.steps(folder))
     for name, lines in files.items():

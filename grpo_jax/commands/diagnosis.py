@@ -21,7 +21,7 @@ from packaging.specifiers import SpecifierSet
 from grpo_jax.commands import jax_probe
 from grpo_jax.compilation import accelerators, containers, host_memory
 from grpo_jax.files import installed, shipped
-from grpo_jax.processes import launchers
+from grpo_jax.processes import starting
 from grpo_sandbox import launch
 
 OK, NOTE, PROBLEM, FATAL = "ok", "note", "problem", "fatal"
@@ -137,7 +137,7 @@ def cores() -> Iterator[Finding]:
 
 def several_processes() -> Iterator[Finding]:
   """Says how many processes a run started here would have; nothing if it would be alone."""
-  found = launchers.find()
+  found = starting.find_launcher()
   if found is not None:
     yield Finding(
       OK,

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from grpo_jax.commands.arguments import HelpWanted, WrongUse
-from grpo_jax.processes import proofs
+from grpo_jax.processes import connections
 
 USAGE = """\
 Runs a training as several processes on this machine, as a cluster would on several hosts.
@@ -102,7 +102,7 @@ class Processes:
     self._processes: list[subprocess.Popen[bytes]] = []
     self._readers: list[threading.Thread] = []
     self._before: dict[int, object] = {}
-    self._secret = {proofs.VARIABLE: secrets.token_hex(32)}
+    self._secret = {connections.SECRET_VARIABLE: secrets.token_hex(32)}
 
   def __enter__(self) -> "Processes":
     address = f"127.0.0.1:{free_port()}"

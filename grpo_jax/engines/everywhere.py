@@ -11,7 +11,7 @@ from grpo_jax import processes
 from grpo_jax.engines.base import EngineFailure
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.interrupts import Stopped
-from grpo_jax.processes.elsewhere import Elsewhere
+from grpo_jax.processes.exchanges import EndedEarly
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ def together(
   """
   if processes.count() == 1:
     return work(stop)
-  early = Elsewhere(stop)
+  early = EndedEarly(stop)
   try:
     result, caught = processes.together(lambda: _attempted(work, early, failure), what=what)
     reason = None if caught is None else f"({socket.gethostname()}): {caught}"
@@ -69,7 +69,7 @@ class _Nothing:
 
 
 def _attempted(
-  work: Callable[[Any], T], early: Elsewhere, failure: type[ExpectedFailure]
+  work: Callable[[Any], T], early: EndedEarly, failure: type[ExpectedFailure]
 ) -> tuple[T | _Nothing, ExpectedFailure | None]:
   """Returns the result of some work, or how it failed; if another process has failed, neither."""
   try:

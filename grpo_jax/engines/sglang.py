@@ -50,7 +50,7 @@ from grpo_jax.http.background import BackgroundLoop
 from grpo_jax.interrupts import Stopped
 from grpo_jax.models import leaves, lora, safetensors
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.processes import elsewhere
+from grpo_jax.processes import exchanges
 
 _log = logging.getLogger(__name__)
 
@@ -290,7 +290,7 @@ class SGLangEngine:
       Stopped: `early` has become true.
     """
     future = self._loop.submit(coroutine)
-    while processes.count() > 1 and not concurrent.futures.wait([future], elsewhere.LOOK_S).done:
+    while processes.count() > 1 and not concurrent.futures.wait([future], exchanges.LOOK_S).done:
       if early:
         future.cancel()
         raise Stopped

@@ -12,11 +12,14 @@ JAX backend or imports JAX: a program without `jax.distributed` is a single proc
 from grpo_jax.processes.exchanges import (
   Channel,
   agree,
+  all_reach,
   any_of,
+  barrier,
   broadcast,
   exchange,
   stop_together,
   together,
+  waited_s,
 )
 from grpo_jax.processes.failures import (
   DisagreementError,
@@ -33,12 +36,9 @@ from grpo_jax.processes.failures import (
   lines_of,
   may_report,
   of_all,
+  watching,
 )
-from grpo_jax.processes.flags import watching
-from grpo_jax.processes.limits import allow_open_files
-from grpo_jax.processes.points import all_reach, barrier
-from grpo_jax.processes.roles import count, index, is_main, named, where
-from grpo_jax.processes.waiting import waited_s
+from grpo_jax.processes.watch import count, index, is_main, named, where
 
 __all__ = [
   "Channel",
@@ -48,7 +48,6 @@ __all__ = [
   "ProcessesError",
   "agree",
   "all_reach",
-  "allow_open_files",
   "any_of",
   "barrier",
   "broadcast",

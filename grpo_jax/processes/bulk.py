@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax import processes
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.processes import digests, waiting
+from grpo_jax.processes import digests, exchanges
 
 # Most bytes of a process that go through the key-value store, whose values one process serves.
 SMALL = 1 << 17
@@ -29,7 +29,7 @@ class DamagedError(ExpectedFailure, RuntimeError):
   """What arrived from another process is not what it sent."""
 
 
-@waiting.counted
+@exchanges.counted
 def exchange_bytes(
   data: bytes, *, what: str, timeout_s: float | None = None
 ) -> list[bytes | bytearray]:

@@ -1,20 +1,127 @@
-"""Values that all processes exchange and compare, and work that fails on all if it does on one."""
+"""Values that all processes exchange and compare, and work that fails on all if it does on one.
 
+Everything goes through the key-value store of JAX's coordination service.
+"""
+
+import collections
+import contextlib
+import functools
 import itertools
 import json
+import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar, cast
 
 from grpo_jax.interrupts import Stopped
-from grpo_jax.processes import failures, flags, roles, store, waiting, watch
+from grpo_jax.processes import failures, watch
 from grpo_jax.processes.failures import (
   DisagreementError,
   OtherProcessError,
   PartedError,
   ProcessesError,
 )
+
+# --- the time that this process waits ---
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_seconds = 0.0
+_depth = 0
+
+
+def counted(function: F) -> F:
+  """Adds the time that a function takes to `waited_s`; for functions that wait for the others.
+
+  Only calls on the main thread count, and a call within another one counts once.
+  """
+
+  @functools.wraps(function)
+  def timed(*arguments: Any, **options: Any) -> Any:
+    global _depth, _seconds
+    if _depth or threading.current_thread() is not threading.main_thread():
+      return function(*arguments, **options)
+    _depth, began = 1, time.perf_counter()
+    try:
+      return function(*arguments, **options)
+    finally:
+      _depth = 0
+      _seconds += time.perf_counter() - began
+
+  return cast(F, timed)
+
+
+def waited_s() -> float:
+  """Returns the seconds that the main thread has waited for other processes so far."""
+  return _seconds
+
+
+# --- the key-value store ---
+
+
+POLL_S = 1.0  # time between two looks at what other processes report.
+
+# Uses of the names of channels and of the points that all reach; equal on all processes.
+_uses: collections.Counter[str] = collections.Counter()
+
+
+def new_name(name: str) -> str:
+  """Returns a name that has not been used; all processes must ask for the same ones in order."""
+  _uses[name] += 1
+  return f"{name}/{_uses[name]}"
+
+
+def received(key: str, deadline: float) -> bytes | None:
+  """Returns the value of a key when it is there; None if it is not by the deadline.
+
+  Raises:
+    OtherProcessError: Another process has failed.
+    Stopped: Another process was asked to stop, and has.
+    ProcessesError: Process 0 does not answer.
+  """
+  while (left := deadline - time.monotonic()) > 0:
+    try:
+      return watch.client().blocking_key_value_get_bytes(key, milliseconds(min(POLL_S, left)))
+    except Exception as error:  # jaxlib has no public class for what its client raises.
+      if "DEADLINE_EXCEEDED" not in str(error):
+        raise ProcessesError(
+          f"{watch.named()}: no answer from process 0: {first_line(error)}"
+        ) from error
+    failures.raise_news()
+  return None
+
+
+def is_sent(key: str) -> bool:
+  """Returns whether a key has a value; False if process 0 does not answer."""
+  try:
+    return bool(watch.client().key_value_try_get_bytes(key))
+  except Exception:
+    return False
+
+
+@contextlib.contextmanager
+def awaiting(what: str) -> Iterator[None]:
+  """While the block runs, the watch knows that this process waits with a time-out of its own."""
+  is_main_thread = threading.current_thread() is threading.main_thread()
+  current = watch.current if is_main_thread else None
+  with current.waiting(what) if current else contextlib.nullcontext():
+    yield
+
+
+def milliseconds(seconds: float) -> int:
+  """Returns a time-out as the client takes it."""
+  return max(1, round(1000 * seconds))
+
+
+def first_line(error: Exception) -> str:
+  """Returns the first line of an error of the `jax.distributed` client."""
+  return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+# --- values and work ---
+
 
 T = TypeVar("T")
 
@@ -25,7 +132,7 @@ wait_s = 1800.0  # seconds that one process waits for what takes the others long
 _numbers = itertools.count()
 
 
-@waiting.counted
+@counted
 def broadcast(value: Any, *, timeout_s: float = TIMEOUT_S) -> Any:
   """Returns the main process's value on every process.
 
@@ -40,16 +147,16 @@ def broadcast(value: Any, *, timeout_s: float = TIMEOUT_S) -> Any:
     TypeError: The value cannot be written as JSON.
   """
   text = json.dumps(value)  # also with one process, so that mistakes are found there.
-  if roles.count() == 1:
+  if watch.count() == 1:
     return value
   key = f"grpo_jax/broadcast/{next(_numbers)}"
-  if roles.is_main():
-    roles.client().key_value_set(key, text)
+  if watch.is_main():
+    watch.client().key_value_set(key, text)
     return value
-  with store.awaiting(f"what process 0 decides ({key})"):
-    sent = store.received(key, time.monotonic() + timeout_s)
+  with awaiting(f"what process 0 decides ({key})"):
+    sent = received(key, time.monotonic() + timeout_s)
   if sent is None:
-    raise ProcessesError(f"waited {timeout_s:g} s for {roles.name_of(0)}, which decides ({key})")
+    raise ProcessesError(f"waited {timeout_s:g} s for {watch.name_of(0)}, which decides ({key})")
   return json.loads(sent)
 
 
@@ -94,8 +201,8 @@ def agree(value: Any, *, what: str, timeout_s: float | None = None) -> Any:
 
 def any_of(flag: Any, *, what: str = "whether to stop") -> bool:
   """Returns whether the flag is true on any process."""
-  asked = [number for number in exchange(flags.signal_of(flag), what=what) if number]
-  flags.raise_own(asked)
+  asked = [number for number in exchange(failures.signal_of(flag), what=what) if number]
+  failures.raise_own(asked)
   return bool(asked)
 
 
@@ -143,7 +250,7 @@ def _outcome(failure: BaseException | None) -> dict[str, Any]:
     return {}
   if isinstance(failure, Stopped | KeyboardInterrupt):
     flag = watch.current.flag if watch.current else None
-    return {"stopped": flags.signal_of(flag) or -1}
+    return {"stopped": failures.signal_of(flag) or -1}
   return {"failed": failures.reason(failure), "exit_code": failures.exit_code(failure)}
 
 
@@ -152,10 +259,10 @@ def _elsewhere(outcomes: list[Mapping[str, Any]]) -> BaseException | None:
   for number, outcome in enumerate(outcomes):
     if outcome.get("failed"):
       return OtherProcessError(
-        f"{roles.name_of(number)}: {outcome['failed']}", outcome["exit_code"]
+        f"{watch.name_of(number)}: {outcome['failed']}", outcome["exit_code"]
       )
   asked = [outcome["stopped"] for outcome in outcomes if outcome.get("stopped")]
-  flags.raise_own(asked)
+  failures.raise_own(asked)
   return Stopped() if asked else None
 
 
@@ -173,19 +280,19 @@ class Channel:
     Args:
       name: Name of the channel, the same on all processes.
     """
-    self._name = store.new_name(name)
+    self._name = new_name(name)
     self.made = 0  # number of exchanges that have begun.
 
   def exchange(self, value: Any, *, what: str, timeout_s: float | None = None) -> list[Any]:
     """Does what `processes.exchange` does, on this channel."""
     text = json.dumps(value)  # also with one process, so that mistakes are found there.
-    if roles.count() == 1:
+    if watch.count() == 1:
       return [value]
     return [json.loads(each) for each in self._exchanged(text.encode(), what, timeout_s)]
 
   def together(self, work: Callable[[], T], *, what: str, timeout_s: float | None = None) -> T:
     """Does what `processes.together` does, on this channel."""
-    if roles.count() == 1:
+    if watch.count() == 1:
       return work()
     failure: BaseException | None = None
     result: Any = None
@@ -202,45 +309,162 @@ class Channel:
     if failure is None:
       failure = _elsewhere(outcomes)
     if failure is not None:
-      raise failures.of_all(failure, is_same=outcomes[0] == outcomes[roles.index()])
+      raise failures.of_all(failure, is_same=outcomes[0] == outcomes[watch.index()])
     return result
 
-  @waiting.counted
+  @counted
   def _exchanged(self, data: bytes, what: str, timeout_s: float | None) -> list[bytes]:
     """Returns the bytes of all processes, through the key-value store."""
-    client, me, number = roles.client(), roles.index(), self.made
+    client, me, number = watch.client(), watch.index(), self.made
     self.made += 1
     began = time.monotonic()
     deadline = began + (wait_s if timeout_s is None else timeout_s)
     found = {me: data}
     place = f"{what}\0".encode()
-    with store.awaiting(what):
+    with awaiting(what):
       client.key_value_set_bytes(self._key(number, me), zlib.compress(place + data, 1))
-      for other in range(roles.count()):
+      for other in range(watch.count()):
         if other == me:
           continue
-        sent = store.received(self._key(number, other), deadline)
+        sent = received(self._key(number, other), deadline)
         if sent is None:
           raise ProcessesError(self._missing(number, found, what, time.monotonic() - began))
         at, _, found[other] = zlib.decompress(sent).partition(b"\0")
         if at != place[:-1]:
           failures.wait_for_news()
           raise PartedError(
-            f"{roles.name_of(other)} is at {at.decode()!r}, this process at {what!r}"
+            f"{watch.name_of(other)} is at {at.decode()!r}, this process at {what!r}"
           )
     # All have sent this value, so all have read the ones before.
     if number:
       client.key_value_delete(self._key(number - 1, me))
-    return [found[other] for other in range(roles.count())]
+    return [found[other] for other in range(watch.count())]
 
   def _key(self, number: int, process: int) -> str:
     return f"grpo_jax/{self._name}/{number}/{process}"
 
   def _missing(self, number: int, found: Mapping[int, bytes], what: str, waited: float) -> str:
     """Returns who has not sent a value in time."""
-    absent = [other for other in range(roles.count()) if other not in found]
-    missing = [other for other in absent if not store.is_sent(self._key(number, other))]
-    return f"waited {waited:.0f} s for {what} of {', '.join(map(roles.name_of, missing))}"
+    absent = [other for other in range(watch.count()) if other not in found]
+    missing = [other for other in absent if not is_sent(self._key(number, other))]
+    return f"waited {waited:.0f} s for {what} of {', '.join(map(watch.name_of, missing))}"
 
 
 main_channel = Channel("exchange")  # of the main threads.
+
+
+# --- points that all processes reach ---
+
+
+AGREED_S = 120.0  # longest wait for the others after what ends all of them.
+
+
+@counted
+def barrier(name: str, *, timeout_s: float = TIMEOUT_S) -> None:
+  """Waits until all processes have reached this barrier.
+
+  Args:
+    name: Name of the barrier; each name is used once.
+    timeout_s: Seconds to wait for the other processes.
+
+  Raises:
+    ProcessesError: A process did not reach it in time.
+  """
+  if watch.count() == 1:
+    return
+  try:
+    watch.client().wait_at_barrier(f"grpo_jax/barrier/{name}", milliseconds(timeout_s))
+  except Exception as error:
+    reason = first_line(error)
+    raise ProcessesError(
+      f"{watch.named()} waited {timeout_s:g} s for the others at {name!r}: {reason}"
+    ) from error
+
+
+def all_reach(name: str, *, timeout_s: float, value: Any = None) -> bool:
+  """Returns whether all processes reach this point in time, in the same state.
+
+  For what only all processes can do, such as saving a checkpoint, after a failure that the others
+  may not know of. They are in the same state if their values are equal, and if they have made
+  the same number of exchanges. A process that comes too late learns it at once.
+
+  Args:
+    name: Name of the point.
+    timeout_s: Seconds to wait for the others, which may be elsewhere: at most `REACH_S`, if only
+      this process has failed; at least `AGREED_S`, if all end.
+    value: JSON value that must be equal on all processes.
+  """
+  text = json.dumps([value, main_channel.made])
+  if watch.count() == 1:
+    return True
+  current = watch.current
+  if current is not None and current.failure is not None and not failures.has_failed:
+    return False  # another process failed, alone.
+  timeout_s = min(timeout_s, failures.REACH_S) if failures.has_failed else max(timeout_s, AGREED_S)
+  client, name = watch.client(), new_name(f"reached/{name}")
+  try:
+    with awaiting(name):
+      client.key_value_set(f"grpo_jax/{name}/{watch.index()}", text)
+      barrier(name, timeout_s=timeout_s)
+    keys = [f"grpo_jax/{name}/{number}" for number in range(watch.count())]
+    sent = [client.blocking_key_value_get(key, 1000) for key in keys]
+  except Exception:  # a process has not come, or the coordination service is gone.
+    return False
+  is_agreed = all(each == text for each in sent)
+  if current is not None:
+    current.is_agreed = is_agreed
+  return is_agreed
+
+
+# --- work that another process may end early ---
+#
+# Processes that sample for minutes do not wait for each other. The one that fails, or is asked to
+# stop, announces it in the key-value store; the others look there now and then, and end their work.
+
+LOOK_S = 0.5  # time between two looks.
+
+_works = itertools.count()  # all processes begin the same works in the same order.
+
+
+class EndedEarly:
+  """One work of all processes; true when another one has ended it early, or `stop` is true."""
+
+  def __init__(self, stop: Any = False):
+    """Begins a work.
+
+    Args:
+      stop: Flag of this process; see `interrupts.Flag`.
+    """
+    self._stop = stop
+    self._key = f"grpo_jax/ended_early/{next(_works)}"
+    self._looked_at = time.monotonic()
+    self.is_over = False  # whether another process has ended it.
+
+  def __bool__(self) -> bool:
+    return bool(self._stop) or self._is_over()
+
+  def announce(self) -> None:
+    """Has the other processes end the work too."""
+    watch.client().key_value_set(self._key, str(watch.index()), allow_overwrite=True)
+
+  def forget(self) -> None:
+    """Removes the announcement; called once all processes have ended the work."""
+    if watch.is_main():
+      watch.client().key_value_delete(self._key)
+
+  def _is_over(self) -> bool:
+    if not self.is_over and time.monotonic() - self._looked_at >= LOOK_S:
+      self.is_over = _is_set(self._key)
+      self._looked_at = time.monotonic()
+    return self.is_over
+
+
+def _is_set(key: str) -> bool:
+  try:
+    return bool(watch.client().key_value_try_get(key))
+  except Exception as error:  # jaxlib has no public class for what its client raises.
+    if "NOT_FOUND" in str(error):
+      return False
+    raise ProcessesError(
+      f"{watch.named()}: no answer from process 0: {first_line(error)}"
+    ) from error

@@ -1,13 +1,13 @@
-"""What ends the processes of a run: errors of one or of all, their news, and who prints them."""
+"""What ends the processes of a run: errors, requests to stop, and who prints them."""
 
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.interrupts import Stopped
-from grpo_jax.processes import roles, watch
+from grpo_jax.interrupts import Flag, Stopped
+from grpo_jax.processes import watch
 from grpo_jax.processes.watch import Failure
 
 Raised = TypeVar("Raised", bound=BaseException)
@@ -58,7 +58,7 @@ def of_all(error: Raised, *, is_same: bool = True) -> Raised:
     is_same: Whether the main process raises it with the same message, and so prints it for all.
   """
   error.is_of_all_processes = True  # pyright: ignore[reportAttributeAccessIssue]
-  if is_same and not roles.is_main():
+  if is_same and not watch.is_main():
     error.is_printed_by_main = True  # pyright: ignore[reportAttributeAccessIssue]
   return error
 
@@ -72,7 +72,7 @@ def is_of_all(error: BaseException | None) -> bool:
     if getattr(error, "is_of_all_processes", False):
       return True
     error = error.__cause__ or error.__context__
-  return roles.count() == 1
+  return watch.count() == 1
 
 
 # --- failures of one process ---
@@ -115,7 +115,7 @@ def _raise_loss(error: BaseException) -> None:
       return
     time.sleep(watch.LOOK_S)
   failure = watch.current.failure if watch.current else None
-  if watch.current is not None and failure is not None and failure.process != roles.index():
+  if watch.current is not None and failure is not None and failure.process != watch.index():
     if failure.stopped:
       raise Stopped() from error
     message = watch.current.described(failure)
@@ -133,13 +133,13 @@ def give_up(error: BaseException) -> None:
     return
   has_failed = True
   stopped = isinstance(error, Stopped | KeyboardInterrupt)
-  watch.current.give_up(Failure(roles.index(), reason(error), exit_code(error), stopped=stopped))
+  watch.current.give_up(Failure(watch.index(), reason(error), exit_code(error), stopped=stopped))
 
 
 def _is_of_another(error: BaseException) -> bool:
   failure = watch.current.failure if watch.current else None
   is_told = isinstance(error, OtherProcessError | Stopped)
-  return failure is not None and failure.process != roles.index() and is_told
+  return failure is not None and failure.process != watch.index() and is_told
 
 
 def raise_news() -> None:
@@ -177,6 +177,46 @@ def leave(code: int) -> None:
     watch.current.leave(code)
 
 
+# --- the flag that asks a run to stop ---
+
+
+@contextlib.contextmanager
+def watching(stop: Any) -> Iterator[None]:
+  """Shares a flag among all processes: once one is asked to stop, so are the others.
+
+  Within the block a signal does not save or end anything by itself. The processes decide together,
+  by `any_of(stop)`, where they stop.
+
+  Args:
+    stop: Flag that becomes true when the run is asked to end; see `interrupts.Flag`.
+  """
+  current = watch.current
+  if current is None or not isinstance(stop, Flag):
+    yield
+    return
+  current.flag = stop
+  current.on_stop(stop.raise_for)
+  stop.share(current.publish_stop, current.end_at_once)
+  if stop:  # the signal came before there was anyone to report it to.
+    current.publish_stop(stop.number)
+  try:
+    yield
+  finally:
+    current.on_stop(None)
+
+
+def signal_of(flag: Any) -> int:
+  """Returns the signal that raised a flag; -1 if there was none, and 0 if it is not raised."""
+  return (flag.number or -1 if isinstance(flag, Flag) else -1) if flag else 0
+
+
+def raise_own(asked: list[int]) -> None:
+  """Raises this process's flag if a signal has raised that of another one."""
+  numbers = [number for number in asked if number > 0]
+  if numbers and watch.current is not None:
+    watch.current.stop(numbers[0])
+
+
 # --- what is printed ---
 
 
@@ -205,7 +245,7 @@ def is_printed_elsewhere(error: BaseException) -> bool:
     cause = cause.__cause__
   failure = watch.current.failure if watch.current else None
   return (
-    failure is not None and failure.process != roles.index() and failure.reason == reason(error)
+    failure is not None and failure.process != watch.index() and failure.reason == reason(error)
   )
 
 
@@ -225,10 +265,10 @@ def lines_of(error: ExpectedFailure, *more: str) -> list[str]:
   """
   current = watch.current
   if not isinstance(error, OtherProcessError) or current is None or current.failure is None:
-    if roles.is_main():
+    if watch.is_main():
       return [f"error: {error}", *more]
     is_told = isinstance(error, OtherProcessError) or is_printed_elsewhere(error)
-    return [] if is_told else [f"{roles.where()}: error: {error}"]
+    return [] if is_told else [f"{watch.where()}: error: {error}"]
   last = more or tuple(filter(None, [current.last_words]))
   last = () if error.exit_code == 2 else last  # a mistake, which the same command would repeat.
   return [f"error: {error}", *last] if current.is_printed_here(current.failure) else []

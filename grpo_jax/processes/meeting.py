@@ -6,7 +6,7 @@ themselves, and all get the same answer: the hosts of all processes, or what is 
 coordination service takes over the port.
 
 A connection is that of a stranger until it has proven that it has the key of this start
-(`proofs.py`). Of strangers, process 0 reads nothing but a random number of fixed length.
+(`connections.py`). Of strangers, process 0 reads nothing but a random number of fixed length.
 
   the other process sends    process 0 sends
   a greeting                 a greeting, and the proof that it has the key
@@ -28,8 +28,8 @@ from typing import Any, TypeGuard
 
 import grpo_jax
 from grpo_jax.interrupts import Stopped
-from grpo_jax.processes import listening, proofs
-from grpo_jax.processes.places import JoinError, Place, WrongStartError
+from grpo_jax.processes import connections
+from grpo_jax.processes.connections import JoinError, Place, WrongStartError
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class _Introduction:
     return cls(index, processes, host, version)
 
 
-def meet(place: Place, key: proofs.Key, *, join_s: float, stop: Any = False) -> Met:
+def meet(place: Place, key: connections.Key, *, join_s: float, stop: Any = False) -> Met:
   """Waits until all processes are there.
 
   Args:
@@ -117,7 +117,7 @@ class _Peer:
     self.connection = connection
     self.address = address  # of the other end.
     self.came_at = time.monotonic()
-    self.session: proofs.Session | None = None  # once both sides have sent their numbers.
+    self.session: connections.Session | None = None  # once both sides have sent their numbers.
     self.introduction: _Introduction | None = None  # once it has proven to be of this run.
     self.limit = LENGTH  # most bytes of a line.
     self._received = b""
@@ -152,7 +152,7 @@ class _Peer:
 # --- process 0 ---
 
 
-def _receive(place: Place, key: proofs.Key, join_s: float, check: Callable[[], None]) -> Met:
+def _receive(place: Place, key: connections.Key, join_s: float, check: Callable[[], None]) -> Met:
   deadline = time.monotonic() + join_s
   with _Reception(place, key, deadline, check) as reception:
     try:
@@ -168,7 +168,7 @@ def _receive(place: Place, key: proofs.Key, join_s: float, check: Callable[[], N
       reception.answer({"stopped": True})
       raise
     arrivals = {peer.connection.getsockname()[0] for peer in reception.guests}
-    bind, for_this_host = listening.for_service(arrivals)
+    bind, for_this_host = connections.for_service(arrivals)
     came = reception.came()
     hosts = [came[number].host for number in range(place.processes)]
     reception.stop_listening()  # JAX's service takes over the port.
@@ -179,13 +179,15 @@ def _receive(place: Place, key: proofs.Key, join_s: float, check: Callable[[], N
 class _Reception:
   """The connections of process 0, read side by side."""
 
-  def __init__(self, place: Place, key: proofs.Key, deadline: float, check: Callable[[], None]):
+  def __init__(
+    self, place: Place, key: connections.Key, deadline: float, check: Callable[[], None]
+  ):
     self.guests: list[_Peer] = []  # of this run.
     self._strangers: list[_Peer] = []
     self._place, self._key, self._deadline = place, key, deadline
     self._own = _Introduction.of(place)
     self._turned_away = ""  # the last process that looked like one of this run.
-    self._listeners = listening.listeners(place, deadline, check)
+    self._listeners = connections.listeners(place, deadline, check)
     self.port = self._listeners[0].getsockname()[1]
     self._selector = selectors.DefaultSelector()
     for listener in self._listeners:
@@ -284,14 +286,14 @@ class _Reception:
   def _take(self, peer: _Peer, line: bytes) -> None:
     """Takes a line of a stranger; raises OSError if the connection is to be closed."""
     if peer.session is None:
-      number, own = proofs.greeted(line), proofs.number()
+      number, own = connections.greeted(line), connections.random_number()
       if number is None:
         if b"grpo_jax" in line:
           self._turn_away(peer, "uses another version of grpo_jax")
         peer.connection.sendall(_REFUSAL)
         raise ConnectionRefusedError
-      peer.session = proofs.Session(self._key, (number, own))
-      peer.connection.sendall(proofs.greeting(own))
+      peer.session = connections.Session(self._key, (number, own))
+      peer.connection.sendall(connections.greeting(own))
       peer.send("process 0", {})
       return
     content = peer.session.content("introduction", line)
@@ -346,7 +348,7 @@ class _NotArrived(Exception):
   """What answers at the coordinator's address is not process 0 of this start of the run."""
 
 
-def _arrive(place: Place, key: proofs.Key, join_s: float, check: Callable[[], None]) -> Met:
+def _arrive(place: Place, key: connections.Key, join_s: float, check: Callable[[], None]) -> Met:
   deadline = time.monotonic() + join_s
   turned_away = ""  # why what answers is not process 0, which says more than that nothing does.
   logged: set[str] = set()
@@ -383,15 +385,15 @@ def _arrive(place: Place, key: proofs.Key, join_s: float, check: Callable[[], No
     time.sleep(POLL_S)
 
 
-def _introduce(peer: _Peer, place: Place, key: proofs.Key, check: Callable[[], None]) -> float:
+def _introduce(peer: _Peer, place: Place, key: connections.Key, check: Callable[[], None]) -> float:
   """Introduces this process; returns for how many seconds process 0 still waits for the others."""
-  until, own = time.monotonic() + PROVE_S / 2, proofs.number()
+  until, own = time.monotonic() + PROVE_S / 2, connections.random_number()
   try:
-    peer.connection.sendall(proofs.greeting(own))
-    number = proofs.greeted(_next(peer, until, check))
+    peer.connection.sendall(connections.greeting(own))
+    number = connections.greeted(_next(peer, until, check))
     if number is None:
       raise _NotArrived("what answers there is not grpo_jax, or another version of it")
-    peer.session = proofs.Session(key, (own, number))
+    peer.session = connections.Session(key, (own, number))
     if peer.session.content("process 0", _next(peer, until, check)) is None:
       raise _NotArrived(
         "what answers there is not of this start of the run, or has another secret; this process"
@@ -430,7 +432,7 @@ def _answered(peer: _Peer, place: Place, left_s: float, check: Callable[[], None
       raise (WrongStartError if code == WrongStartError.exit_code else JoinError)(text)
     case {"hosts": list() as hosts, "address": str() as address}:
       is_whole = len(hosts) == place.processes and all(map(_is_word, hosts))
-      if is_whole and (not address or listening.is_address(address)):
+      if is_whole and (not address or connections.is_address(address)):
         return _met(hosts, peer.connection, address)
   raise JoinError(f"{who} sent an answer that is not one")
 
@@ -438,7 +440,7 @@ def _answered(peer: _Peer, place: Place, left_s: float, check: Callable[[], None
 def _met(hosts: list[str], connection: socket.socket, for_this_host: str) -> Met:
   peer, port = connection.getpeername()[:2]
   own = connection.getsockname()[0]
-  if listening.is_loopback(peer):  # process 0 is on this host; others may not be.
+  if connections.is_loopback(peer):  # process 0 is on this host; others may not be.
     peer, own = for_this_host or peer, for_this_host
   return Met(hosts, (peer, port), own=own)
 

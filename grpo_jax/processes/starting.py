@@ -1,15 +1,24 @@
-"""Joins this process to the others of a run, by `jax.distributed`."""
+"""Joins this process to the others of a run, by `jax.distributed`.
 
+JAX knows what starts processes beside each other (`jax._src.clusters`: Slurm, Open MPI, TPU pods,
+GKE), but it would also join a single process to itself, ask the metadata server for what is known,
+and give each process of Slurm or Open MPI one GPU although it is the only one of its host.
+"""
+
+import dataclasses
 import functools
 import logging
 import os
+import pathlib
+import re
+import resource
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_jax import processes
 from grpo_jax.interrupts import Stopped
-from grpo_jax.processes import exchanges, launchers, meeting, proofs, roles, watch
-from grpo_jax.processes.places import Place, WrongStartError, joined, parsed
+from grpo_jax.processes import connections, exchanges, meeting, watch
+from grpo_jax.processes.connections import Place, WrongStartError, joined, parsed
 
 _log = logging.getLogger(__name__)
 
@@ -20,6 +29,140 @@ LATER_S = 30
 CONNECT_S = 120  # all processes are there.
 LEAVE_S = 30  # all processes are at the end.
 SECRET_LENGTH = 16  # fewest characters of a secret.
+
+# --- what has started this process ---
+
+
+# Variables of launchers whose coordinator JAX cannot find: count, number, number on this host, and
+# count on this host.
+_WITHOUT_ADDRESS = {
+  "Open MPI": (
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+  ),
+  "MPI": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+  """What a launcher says of this process."""
+
+  launcher: str
+  processes: int
+  index: int
+  cluster: Any = None  # JAX's class, which finds the coordinator; None: it cannot.
+  local_index: int | None = None  # number among the processes of this host.
+  local_processes: int = 1
+  start: str = ""  # name of this start of the job, the same in all processes; "": it has none.
+
+  def coordinator(self, join_s: float) -> str | None:
+    """Returns the address of process 0, "host:port"; None if it is not known."""
+    if self.cluster is None:
+      return None
+    port = os.environ.get("JAX_COORDINATOR_PORT")
+    return self.cluster.get_coordinator_address(
+      timeout_secs=max(1, int(join_s)), override_coordinator_port=port
+    )
+
+
+def find_launcher(environment: Mapping[str, str] = os.environ) -> Found | None:
+  """Returns what has started this process beside others; None if it is alone.
+
+  Args:
+    environment: Environment variables.
+  """
+  cluster = _cluster(environment)
+  if cluster is not None and cluster.name == "slurm":
+    return _slurm(cluster, environment)
+  start = environment.get("PMIX_NAMESPACE", "")
+  if cluster is not None and (processes := cluster.get_process_count()) > 1:
+    local = cluster.get_local_process_id()
+    here = int(environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1))
+    return Found(cluster.name, processes, cluster.get_process_id(), cluster, local, here, start)
+  if cluster is None:
+    for launcher, names in _WITHOUT_ADDRESS.items():
+      count, index, local_index, local = (environment.get(name, "") for name in names)
+      if count.isdigit() and index.isdigit() and int(count) > 1:
+        number = int(local_index) if local_index.isdigit() else None
+        return Found(launcher, int(count), int(index), None, number, int(local or 1), start)
+  return None
+
+
+def _cluster(environment: Mapping[str, str]) -> Any:
+  """Returns JAX's class of the launcher; None if there is none."""
+  from jax._src import clusters
+
+  for each in clusters.ClusterEnv._cluster_types:
+    if each.opt_in_only_method:
+      continue
+    if each.__name__ == "K8sCluster" and "JOB_COMPLETION_INDEX" not in environment:
+      continue  # a pod, such as one of a notebook, that is not one of an indexed job.
+    if each.is_env_present():
+      return each
+  return None
+
+
+def _slurm(cluster: Any, environment: Mapping[str, str]) -> Found | None:
+  """Returns what `srun` says; the number of tasks of an allocation is not that of its step."""
+  processes = int(environment.get("SLURM_STEP_NUM_TASKS") or cluster.get_process_count())
+  if processes == 1:
+    return None
+  node = int(environment.get("SLURM_NODEID", 0))
+  tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE")
+  here = tasks_per_node(tasks or "1")
+  names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+  return Found(
+    "Slurm",
+    processes,
+    cluster.get_process_id(),
+    cluster,
+    cluster.get_local_process_id(),
+    here[min(node, len(here) - 1)],
+    ".".join(environment.get(name, "") for name in names),
+  )
+
+
+def tasks_per_node(text: str) -> list[int]:
+  """Returns the number of tasks of each node from Slurm's "2(x3),1": 2, 2, 2, 1."""
+  found = []
+  for part in text.split(","):
+    match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+    if match:
+      found += [int(match[1])] * int(match[2] or 1)
+  return found or [1]
+
+
+def own_gpus(found: Found, environment: Mapping[str, str] = os.environ) -> Sequence[int] | None:
+  """Returns the GPUs of this process, counted among those it can see; None: all of them.
+
+  The GPUs of a host are divided among its processes in equal parts. If a launcher has already given
+  each process its own, there are fewer than processes or they cannot be divided: all are its own.
+
+  Args:
+    found: Report of the launcher on this process.
+    environment: Environment variables.
+  """
+  if found.local_index is None or found.local_processes < 2:
+    return None
+  gpus = _visible_gpus(environment)
+  each, rest = divmod(gpus, found.local_processes)
+  if not each or rest:
+    return None
+  return range(found.local_index * each, (found.local_index + 1) * each)
+
+
+def _visible_gpus(environment: Mapping[str, str]) -> int:
+  visible = environment.get("CUDA_VISIBLE_DEVICES")
+  if visible is not None:
+    return len([part for part in visible.split(",") if part.strip()])
+  nvidia = [each for each in pathlib.Path("/dev").glob("nvidia*") if each.name[6:].isdigit()]
+  return len(nvidia) or len(list(pathlib.Path("/sys/class/kfd").glob("kfd/topology/nodes/*/gpu*")))
+
+
+# --- joining the others ---
 
 
 def start(options: Any, stop: Any = False) -> None:
@@ -40,7 +183,7 @@ def start(options: Any, stop: Any = False) -> None:
   if processes.count() > 1:
     return  # the caller has called `jax.distributed.initialize`, or this function before.
   times = {name: _given(options, name) or default for name, default in DEFAULTS.items()}
-  found = launchers.find() if _given(options, "processes") != 1 else None
+  found = find_launcher() if _given(options, "processes") != 1 else None
   place = placed(options, found, join_s=times["join_s"])
   if place is None:
     return
@@ -53,10 +196,10 @@ def start(options: Any, stop: Any = False) -> None:
     )
   met = meeting.meet(place, key, join_s=times["join_s"], stop=stop)
   os.environ.pop(key.variable, None)  # programs that the run starts do not need it.
-  _initialize(place, met, launchers.own_gpus(found) if found else None, times["heartbeat_s"])
+  _initialize(place, met, own_gpus(found) if found else None, times["heartbeat_s"])
   exchanges.wait_s = times["wait_s"]
   watch.current = watch.Watch(
-    roles.client(),
+    watch.client(),
     place.index,
     met.hosts,
     coordinator=met.service,
@@ -70,7 +213,7 @@ def start(options: Any, stop: Any = False) -> None:
     _log.info("%d processes on %d %s", place.processes, number, "hosts" if number > 1 else "host")
 
 
-def placed(options: Any, found: launchers.Found | None, *, join_s: float) -> Place | None:
+def placed(options: Any, found: Found | None, *, join_s: float) -> Place | None:
   """Returns the place of this process, from options and from what has started it.
 
   Args:
@@ -108,7 +251,7 @@ def placed(options: Any, found: launchers.Found | None, *, join_s: float) -> Pla
   return Place(host, port, given["processes"], given["index"], is_one_host)
 
 
-def own_key(options: Any, found: launchers.Found | None) -> proofs.Key:
+def own_key(options: Any, found: Found | None) -> connections.Key:
   """Returns the key with which the processes of this start of the run recognize each other.
 
   Args:
@@ -119,7 +262,7 @@ def own_key(options: Any, found: launchers.Found | None) -> proofs.Key:
     WrongStartError: The variable that options name is not set, or a secret is too short.
   """
   name = _given(options, "secret_env")
-  variable = name or proofs.VARIABLE
+  variable = name or connections.SECRET_VARIABLE
   secret = os.environ.get(variable)
   if secret is None and name:
     raise WrongStartError(
@@ -132,12 +275,10 @@ def own_key(options: Any, found: launchers.Found | None) -> proofs.Key:
     )
   is_of_launcher = _given(options, "processes") is None and _given(options, "index") is None
   start = found.start if found is not None and is_of_launcher else ""
-  return proofs.Key(secret or "", start, variable)
+  return connections.Key(secret or "", start, variable)
 
 
-def _incomplete(
-  missing: Sequence[str], given: Mapping[str, Any], found: launchers.Found | None
-) -> str:
+def _incomplete(missing: Sequence[str], given: Mapping[str, Any], found: Found | None) -> str:
   listed = " and ".join(missing)
   if found is not None:
     return (
@@ -215,3 +356,18 @@ def finish(code: int) -> int:
 
 def _given(options: Any, name: str) -> Any:
   return None if options is None else options.get(name)
+
+
+# --- what a process may use ---
+
+
+def allow_open_files(most: int = 65536) -> None:
+  """Raises the limit of open files to what the system allows, at most to `most`.
+
+  Every attempt of a conversation has an environment with an event loop, which holds three; the
+  usual limit of 1024 is that of about 340 attempts.
+  """
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
+  if soft != resource.RLIM_INFINITY and soft < wanted:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

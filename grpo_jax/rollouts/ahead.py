@@ -23,7 +23,7 @@ from grpo_jax.errors import ExpectedFailure
 from grpo_jax.groups import group_bytes, group_json
 from grpo_jax.interrupts import Stopped
 from grpo_jax.processes import bulk
-from grpo_jax.processes.elsewhere import Elsewhere
+from grpo_jax.processes.exchanges import EndedEarly
 from grpo_jax.rollouts import collecting, drawing
 from grpo_jax.rollouts.admission import Ledger, Rule
 from grpo_jax.rollouts.attempts import Arrived, Attempts
@@ -307,7 +307,7 @@ class Ahead:
         self._attempts.wait(stop)
       self._gather()
       return
-    early = Elsewhere(stop)
+    early = EndedEarly(stop)
     try:
       with self._clock.waiting():
         processes.together(lambda: self._waited(early), what=what)
@@ -315,7 +315,7 @@ class Ahead:
       early.forget()
     self._gather()
 
-  def _waited(self, early: Elsewhere) -> None:
+  def _waited(self, early: EndedEarly) -> None:
     """Waits for groups of this process, or for the news that another one has some or has failed."""
     has_any = self._attempts.in_flight > 0
     try:

@@ -16,7 +16,7 @@ from grpo_jax import processes
 from grpo_jax.groups import group_bytes
 from grpo_jax.interrupts import Stopped
 from grpo_jax.processes import bulk, digests
-from grpo_jax.processes.elsewhere import Elsewhere
+from grpo_jax.processes.exchanges import EndedEarly
 from grpo_jax.rollouts import collecting
 from grpo_jax.rollouts.collecting import Limits
 from grpo_jax.types import Prompt, RolloutGroup
@@ -61,7 +61,7 @@ def among_processes(
   if processes.count() == 1:
     return attempt(prompts, limits, stop)
   lenient = dataclasses.replace(limits, max_error_share=1.0)
-  early = Elsewhere(stop)
+  early = EndedEarly(stop)
   work = lambda: _encoded(prompts, attempt, lenient, early)
   try:
     data = processes.together(work, what=what)
@@ -96,7 +96,7 @@ def compare(prompts: Sequence[Prompt], *, of: str) -> None:
 
 
 def _encoded(
-  prompts: Sequence[Prompt], attempt: Attempt, limits: Limits, early: Elsewhere
+  prompts: Sequence[Prompt], attempt: Attempt, limits: Limits, early: EndedEarly
 ) -> bytes:
   """Returns the groups of this process's share; b"" if another process has ended the work."""
   try:

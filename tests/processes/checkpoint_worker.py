@@ -25,7 +25,7 @@ from grpo_jax.building import computation
 from grpo_jax.files import manifest, remote
 from grpo_jax.learn import sharding
 from grpo_jax.models import export
-from grpo_jax.processes import points, starting
+from grpo_jax.processes import exchanges, starting
 from grpo_jax.run_folder import checkpointing, keeper, shared_folder, stored_arrays, url_steps
 from grpo_jax.types import TrainState
 from tests.engines import tiny
@@ -308,7 +308,7 @@ def kept(folder, mesh):
       error = failure(leave)
       found[name] = {"error": error, "steps": checkpoints.steps()}
 
-  keeper.REACH_S = points.AGREED_S = 2.0  # no watch runs here that would shorten them.
+  keeper.REACH_S = exchanges.AGREED_S = 2.0  # no watch runs here that would shorten them.
   ending(4, "together", lambda: processes.together(full_on_1, what="some work"))
   ending(5, "stopped", lambda: processes.together(stopped_on_1, what="some work"))
 

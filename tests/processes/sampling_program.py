@@ -20,7 +20,7 @@ from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.environments.base import SingleTurn
 from grpo_jax.learn import sharding
 from grpo_jax.models import lora, transformer
-from grpo_jax.processes import bulk, elsewhere, roles
+from grpo_jax.processes import bulk, exchanges, watch
 from grpo_jax.rollouts import stream
 from grpo_jax.rollouts.collecting import Limits
 from grpo_jax.rollouts.loop_thread import LoopThread
@@ -128,18 +128,18 @@ def exchanged():
     wanted = [np.random.default_rng([length, i]).bytes(length + i) for i in range(count)]
     outcomes[length] = [bytes(each) for each in received] == wanted
   outcomes["damaged"] = damaged(data(3 * bulk.PIECE))
-  early = elsewhere.Elsewhere()
+  early = exchanges.EndedEarly()
   if me == 1:
     early.announce()
   processes.together(lambda: None, what="all announced")
-  elsewhere.LOOK_S = 0.0
+  exchanges.LOOK_S = 0.0
   outcomes["early"] = bool(early)
   processes.together(lambda: None, what="all looked")
   early.forget()
   processes.together(lambda: None, what="it is forgotten")
-  outcomes["forgotten"] = not elsewhere._has(early._key)
+  outcomes["forgotten"] = not exchanges._is_set(early._key)
   early.forget()  # also if there is nothing to forget.
-  keys = [key for key, _ in roles.client().key_value_dir_get_bytes("grpo_jax/")]
+  keys = [key for key, _ in watch.client().key_value_dir_get_bytes("grpo_jax/")]
   outcomes["keys"] = [key for key in keys if "ended_early" in key or "bulk" in key]
   if me == 0:
     outcomes["late"] = error_of(

@@ -6,8 +6,8 @@ import socket
 import pytest
 
 from grpo_jax.interrupts import Stopped
-from grpo_jax.processes import launchers, meeting, proofs, starting
-from grpo_jax.processes.places import JoinError, Place, WrongStartError
+from grpo_jax.processes import connections, meeting, starting
+from grpo_jax.processes.connections import JoinError, Place, WrongStartError
 from tests import several
 
 
@@ -16,7 +16,7 @@ def meet(*places, join_s=5.0, stop=False):
 
   def one(place):
     try:
-      return meeting.meet(place, proofs.Key(), join_s=join_s, stop=stop).hosts
+      return meeting.meet(place, connections.Key(), join_s=join_s, stop=stop).hosts
     except (JoinError, WrongStartError, Stopped) as error:
       return error
 
@@ -83,7 +83,7 @@ def test_a_signal_ends_the_wait():
 
 
 OPTIONS = {"coordinator": "node1:1234", "processes": 4, "index": 3}
-FOUND = launchers.Found("Open MPI", 8, 5)
+FOUND = starting.Found("Open MPI", 8, 5)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ SLURM = {
 def found(monkeypatch, variables):
   for name, value in variables.items():
     monkeypatch.setenv(name, value)
-  return launchers.find()
+  return starting.find_launcher()
 
 
 def test_slurm_is_found(monkeypatch):
@@ -138,11 +138,12 @@ def test_slurm_is_found(monkeypatch):
   assert it is not None and (it.processes, it.index) == (4, 3)
   assert it.start == "77.."
   assert (
-    launchers.find({**SLURM, "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "2"}).start == "77.0.2"
+    starting.find_launcher({**SLURM, "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "2"}).start
+    == "77.0.2"
   )
   assert it.coordinator(5.0) == f"h17:{77 + 65535 - 2**12 + 1}"
-  assert launchers.own_gpus(it, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}) == range(4, 8)
-  assert launchers.own_gpus(it, {"CUDA_VISIBLE_DEVICES": "3"}) is None  # --gpus-per-task=1
+  assert starting.own_gpus(it, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}) == range(4, 8)
+  assert starting.own_gpus(it, {"CUDA_VISIBLE_DEVICES": "3"}) is None  # --gpus-per-task=1
 
 
 @pytest.mark.parametrize(
@@ -165,20 +166,22 @@ def test_open_mpi_5_is_found_but_not_its_address(monkeypatch):
   it = found(monkeypatch, {f"OMPI_COMM_WORLD_{k}": v for k, v in variables.items()})
   assert it is not None and it.start == "prterun-a-77@1"
   assert (it.processes, it.index, it.coordinator(1.0)) == (4, 2, None)
-  assert launchers.own_gpus(it, {"CUDA_VISIBLE_DEVICES": "0,1"}) == range(1)
+  assert starting.own_gpus(it, {"CUDA_VISIBLE_DEVICES": "0,1"}) == range(1)
 
 
 def test_the_key_is_of_the_variable_that_is_named_and_of_the_launchers_start(monkeypatch):
-  monkeypatch.delenv(proofs.VARIABLE, raising=False)
-  of_launcher = launchers.Found("Slurm", 2, 0, start="7.0.1")
-  assert starting.own_key({}, None) == proofs.Key()
-  assert starting.own_key({}, of_launcher) == proofs.Key("", "7.0.1")
-  monkeypatch.setenv(proofs.VARIABLE, "a secret of this run\n")
-  assert starting.own_key(None, None) == proofs.Key("a secret of this run")
+  monkeypatch.delenv(connections.SECRET_VARIABLE, raising=False)
+  of_launcher = starting.Found("Slurm", 2, 0, start="7.0.1")
+  assert starting.own_key({}, None) == connections.Key()
+  assert starting.own_key({}, of_launcher) == connections.Key("", "7.0.1")
+  monkeypatch.setenv(connections.SECRET_VARIABLE, "a secret of this run\n")
+  assert starting.own_key(None, None) == connections.Key("a secret of this run")
   # Processes that were numbered by hand may be of several jobs.
   options = {"processes": 2, "index": 0, "secret_env": "MINE"}
   monkeypatch.setenv("MINE", "another secret of a run")
-  assert starting.own_key(options, of_launcher) == proofs.Key("another secret of a run", "", "MINE")
+  assert starting.own_key(options, of_launcher) == connections.Key(
+    "another secret of a run", "", "MINE"
+  )
   for wrong in ("", "short", " " * 40):
     monkeypatch.setenv("MINE", wrong)
     with pytest.raises(
@@ -193,11 +196,11 @@ def test_the_key_is_of_the_variable_that_is_named_and_of_the_launchers_start(mon
 LISTENERS = """
 import os, sys
 import numpy, psutil
-from grpo_jax.processes import proofs, starting
+from grpo_jax.processes import connections, starting
 
 address, index = sys.argv[1], int(sys.argv[2])
 starting.start({"coordinator": address, "processes": 2, "index": index})
-assert proofs.VARIABLE not in os.environ  # programs that the run starts do not get it.
+assert connections.SECRET_VARIABLE not in os.environ  # programs that the run starts do not get it.
 from jax.experimental import multihost_utils
 assert multihost_utils.process_allgather(numpy.ones(1)).sum() == 2
 found = [each.laddr.ip for each in psutil.Process().net_connections() if each.status == "LISTEN"]
@@ -218,5 +221,5 @@ def test_jax_and_gloo_listen_at_the_coordinators_address_only(tmp_path):
 
 
 def test_tasks_of_each_node_are_read():
-  assert launchers.tasks_per_node("2(x3),1") == [2, 2, 2, 1]
-  assert launchers.tasks_per_node("") == [1]
+  assert starting.tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+  assert starting.tasks_per_node("") == [1]

@@ -12,11 +12,11 @@ import time
 import pytest
 
 from grpo_jax.interrupts import Stopped
-from grpo_jax.processes import listening, meeting, proofs
-from grpo_jax.processes.places import JoinError, Place, WrongStartError
+from grpo_jax.processes import connections, meeting
+from grpo_jax.processes.connections import JoinError, Place, WrongStartError
 from tests import several
 
-KEY = proofs.Key("a secret of this run", "job 7, restart 1")
+KEY = connections.Key("a secret of this run", "job 7, restart 1")
 HOST = socket.gethostname()
 
 
@@ -62,13 +62,13 @@ def lines(connection):
 
 def introduced(connection, key=KEY, *, start="", role="introduction", content=None):
   """Introduces process 1 of 2, or something wrong, and returns what process 0 answers."""
-  own = proofs.number()
-  connection.sendall(proofs.greeting(own))
+  own = connections.random_number()
+  connection.sendall(connections.greeting(own))
   received = lines(connection)
-  number = proofs.greeted(received.readline().rstrip())
+  number = connections.greeted(received.readline().rstrip())
   assert number is not None and received.readline()
   body = content or b'{"index": 1, "processes": 2, "host": "h", "version": "0"}'
-  connection.sendall(proofs.Session(key, (own, number)).signed(role, body))
+  connection.sendall(connections.Session(key, (own, number)).signed(role, body))
   return received.readline()
 
 
@@ -87,7 +87,7 @@ def sent(data, *, pause_s=0.0, piece=1 << 20):
 
 def reflects(connection):
   """Sends back all that process 0 sends, as if it were this side's."""
-  connection.sendall(proofs.greeting(proofs.number()))
+  connection.sendall(connections.greeting(connections.random_number()))
   while data := connection.recv(1000):
     connection.sendall(data)
 
@@ -95,7 +95,7 @@ def reflects(connection):
 def relays_between_two_connections(connection):
   """Gives process 0 its own number and proof back on a second connection."""
   with connected(connection.getpeername()[1]) as other:
-    connection.sendall(proofs.greeting(proofs.number()))
+    connection.sendall(connections.greeting(connections.random_number()))
     received = lines(connection)
     greeting, proof = received.readline(), received.readline()
     other.sendall(greeting + proof)
@@ -117,7 +117,7 @@ def wrongly(*arguments, **options):
 
 
 OLD = b'{"run": "grpo_jax", "index": 1, "processes": 2, "host": "h", "pid": 1}\n'
-GREETING = proofs.greeting(b"0" * 64)
+GREETING = connections.greeting(b"0" * 64)
 OF_PROCESS_1 = '{"index": 1, "processes": 2, "host": "%s", "version": "0"}'
 STRANGERS = {
   "closes": lambda connection: None,
@@ -140,9 +140,9 @@ STRANGERS = {
   "greeting and half a proof": sent(GREETING + b"0" * 32),
   "reflects": reflects,
   "relays": relays_between_two_connections,
-  "no secret": wrongly(proofs.Key("", KEY.start)),
-  "another secret": wrongly(proofs.Key("another secret of some run", KEY.start)),
-  "an earlier start": wrongly(proofs.Key(KEY.secret, "job 7, restart 0")),
+  "no secret": wrongly(connections.Key("", KEY.start)),
+  "another secret": wrongly(connections.Key("another secret of some run", KEY.start)),
+  "an earlier start": wrongly(connections.Key(KEY.secret, "job 7, restart 0")),
   "another role": wrongly(role="arrived"),
   **{
     f"fields: {content[:40]}": wrongly(content=content.encode())
@@ -268,10 +268,10 @@ def test_a_recorded_introduction_is_worth_nothing_on_another_connection():
     with connection:
       received = lines(connection)
       greeting = received.readline()
-      number, own = proofs.greeted(greeting.rstrip()), proofs.number()
+      number, own = connections.greeted(greeting.rstrip()), connections.random_number()
       assert number is not None
-      session = proofs.Session(KEY, (number, own))
-      connection.sendall(proofs.greeting(own) + session.signed("process 0", b"{}"))
+      session = connections.Session(KEY, (number, own))
+      connection.sendall(connections.greeting(own) + session.signed("process 0", b"{}"))
       introduction = received.readline()
     assert session.content("introduction", introduction.rstrip()) is not None
     thread.join()
@@ -287,7 +287,7 @@ def test_a_recorded_introduction_is_worth_nothing_on_another_connection():
 
 
 def test_processes_with_other_keys_are_turned_away_and_both_sides_say_why(caplog):
-  for other in (proofs.Key(), proofs.Key("another secret of some run", KEY.start)):
+  for other in (connections.Key(), connections.Key("another secret of some run", KEY.start)):
     first, second = both(several.free_port(), (KEY, other), join_s=0.4)
     assert isinstance(first, JoinError) and isinstance(second, JoinError)
     assert "process 1 of 2 did not come" in str(first) and "was turned away" in str(first)
@@ -297,7 +297,7 @@ def test_processes_with_other_keys_are_turned_away_and_both_sides_say_why(caplog
 
 
 def test_processes_without_a_secret_meet_if_they_are_of_one_start():
-  mine, other = proofs.Key("", "7.0."), proofs.Key("", "7.0.1")
+  mine, other = connections.Key("", "7.0."), connections.Key("", "7.0.1")
   assert both(several.free_port(), (mine, mine)) == [[HOST] * 2] * 2
   first, second = both(several.free_port(), (mine, other), join_s=0.3)
   assert isinstance(first, JoinError) and isinstance(second, JoinError)
@@ -333,10 +333,10 @@ def with_the_key(*messages):
 
   def stranger(connection):
     received = lines(connection)
-    number, own = proofs.greeted(received.readline().rstrip()), proofs.number()
+    number, own = connections.greeted(received.readline().rstrip()), connections.random_number()
     assert number is not None
-    session = proofs.Session(KEY, (number, own))
-    connection.sendall(proofs.greeting(own) + session.signed("process 0", b"{}"))
+    session = connections.Session(KEY, (number, own))
+    connection.sendall(connections.greeting(own) + session.signed("process 0", b"{}"))
     if received.readline():
       connection.sendall(b"".join(session.signed(role, text.encode()) for role, text in messages))
       received.readline()
@@ -350,9 +350,9 @@ def endless(connection):
 
 
 def with_another_key(connection):
-  own = proofs.number()
-  session = proofs.Session(proofs.Key("of some other run"), (b"0" * 64, own))
-  connection.sendall(proofs.greeting(own) + session.signed("process 0", b"{}"))
+  own = connections.random_number()
+  session = connections.Session(connections.Key("of some other run"), (b"0" * 64, own))
+  connection.sendall(connections.greeting(own) + session.signed("process 0", b"{}"))
   lines(connection).readlines()
 
 
@@ -488,7 +488,7 @@ def listening_at(host, monkeypatch, addresses=None, **options):
     if addresses is not None:
       found = [(0, 0, 0, "", (address, 0)) for address in addresses]
       patched.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    opened = listening.listeners(place, time.monotonic() + 0.3, lambda: None)
+    opened = connections.listeners(place, time.monotonic() + 0.3, lambda: None)
   try:
     return {each.getsockname()[0] for each in opened}
   finally:
@@ -504,7 +504,7 @@ def test_process_0_listens_at_the_coordinators_address_only(monkeypatch, caplog)
   assert listening_at("node1", monkeypatch, own_and_other) == {"127.0.0.3"}
   assert listening_at("node1", monkeypatch, ["127.0.1.1"], is_one_host=True) == {"127.0.1.1"}
   monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "127.0.0.9:1")
-  monkeypatch.setattr(listening, "parsed", lambda address, _: (address[:-2], several.free_port()))
+  monkeypatch.setattr(connections, "parsed", lambda address, _: (address[:-2], several.free_port()))
   assert listening_at("192.0.2.77", monkeypatch) == {"127.0.0.9"} and not caplog.records
 
 
@@ -519,7 +519,7 @@ def test_the_name_of_a_host_that_it_knows_as_loopback_reaches_others_and_is_logg
 def test_an_address_of_another_host_is_refused_at_once_and_a_name_when_it_stays_wrong(
   monkeypatch, caplog
 ):
-  monkeypatch.setattr(listening, "RETRY_S", 0.05)
+  monkeypatch.setattr(connections, "RETRY_S", 0.05)
   with pytest.raises(
     JoinError, match=r"192.0.2.77 is not an address of this host\. .*BIND_ADDRESS"
   ):
@@ -543,17 +543,17 @@ def test_a_name_that_appears_later_is_found(monkeypatch):
       raise failures.pop()
     return real("127.0.0.1", *arguments, **options)
 
-  monkeypatch.setattr(listening, "RETRY_S", 0.01)
+  monkeypatch.setattr(connections, "RETRY_S", 0.01)
   monkeypatch.setattr(socket, "getaddrinfo", later)
   place = Place("node1", several.free_port(), 2, 0, is_one_host=True)
-  for each in listening.listeners(place, time.monotonic() + 5, lambda: None):
+  for each in connections.listeners(place, time.monotonic() + 5, lambda: None):
     assert each.getsockname()[0] == "127.0.0.1"
     each.close()
 
 
 def test_jax_listens_where_the_others_have_arrived():
-  assert listening.for_service({"127.0.0.1"}) == ("127.0.0.1", "127.0.0.1")
-  assert listening.for_service({"::1", "127.0.0.1"}) == ("127.0.0.1", "127.0.0.1")
-  assert listening.for_service({"10.0.0.1"}) == ("10.0.0.1", "10.0.0.1")
-  assert listening.for_service({"127.0.1.1", "10.0.0.1"}) == ("10.0.0.1", "10.0.0.1")
-  assert listening.for_service({"127.0.1.1", "10.0.0.1", "10.1.0.1"})[1] == ""
+  assert connections.for_service({"127.0.0.1"}) == ("127.0.0.1", "127.0.0.1")
+  assert connections.for_service({"::1", "127.0.0.1"}) == ("127.0.0.1", "127.0.0.1")
+  assert connections.for_service({"10.0.0.1"}) == ("10.0.0.1", "10.0.0.1")
+  assert connections.for_service({"127.0.1.1", "10.0.0.1"}) == ("10.0.0.1", "10.0.0.1")
+  assert connections.for_service({"127.0.1.1", "10.0.0.1", "10.1.0.1"})[1] == ""

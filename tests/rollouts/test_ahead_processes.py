@@ -7,14 +7,14 @@ import pytest
 
 from grpo_jax import processes
 from grpo_jax.interrupts import Stopped
-from grpo_jax.processes import elsewhere
+from grpo_jax.processes import exchanges
 from tests import side_by_side
 from tests.rollouts.shuffled import Shuffled, number_of, opened
 
 
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch):
-  monkeypatch.setattr(elsewhere, "LOOK_S", 0.01)
+  monkeypatch.setattr(exchanges, "LOOK_S", 0.01)
 
 
 def numbers(taken):

@@ -21,7 +21,7 @@ from grpo_jax.engines.fake import FakeEngine
 from grpo_jax.environments.base import SingleTurn, StepResult
 from grpo_jax.groups import filters, group_bytes
 from grpo_jax.interrupts import Stopped
-from grpo_jax.processes import bulk, digests, elsewhere
+from grpo_jax.processes import bulk, digests, exchanges
 from grpo_jax.rollouts import collecting, drawing, evaluation, shared, stream
 from grpo_jax.rollouts.collecting import Limits, TooManyFailures
 from grpo_jax.rollouts.loop_thread import LoopThread
@@ -333,7 +333,7 @@ def test_a_stop_of_one_process_reaches_sampling_with_a_real_loop():
 def test_work_after_one_that_ended_early_begins_afresh():
   def work(index):
     for number in range(3):
-      early = elsewhere.Elsewhere()
+      early = exchanges.EndedEarly()
       if number == 1 and index:
         early.announce()
       processes.together(lambda: None, what="all announced")

@@ -201,10 +201,10 @@ def test_second_ctrl_c_ends_at_once():
 
 def test_the_limit_of_open_files_is_raised_to_what_the_system_allows():
   code = (
-    "import resource; from grpo_jax import processes; files = resource.RLIMIT_NOFILE\n"
+    "import resource; from grpo_jax.processes import starting; files = resource.RLIMIT_NOFILE\n"
     "resource.setrlimit(files, (256, 700))\n"
-    "processes.allow_open_files(); print(resource.getrlimit(files))\n"
-    "processes.allow_open_files(most=300); print(resource.getrlimit(files))"
+    "starting.allow_open_files(); print(resource.getrlimit(files))\n"
+    "starting.allow_open_files(most=300); print(resource.getrlimit(files))"
   )
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
   assert done.stdout == "(700, 700)\n(700, 700)\n"

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from grpo_jax.config import command_line
-from grpo_jax.processes import proofs
+from grpo_jax.processes import connections
 
 ROOT = pathlib.Path(__file__).parents[2]
 LAUNCH = ROOT / "scripts" / "launch"
@@ -240,7 +240,7 @@ def test_the_jobset_names_what_it_uses():
   pods = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": jobset["metadata"]["name"]}}
   assert policy["spec"]["podSelector"] == pods
   assert policy["spec"]["ingress"] == [{"from": [{"podSelector": pods}]}]
-  assert [each["name"] for each in container["env"]][-1] == proofs.VARIABLE
+  assert [each["name"] for each in container["env"]][-1] == connections.SECRET_VARIABLE
   assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
   assert all(
     argument.partition("=")[2].startswith("/shared/")
