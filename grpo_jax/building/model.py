@@ -40,11 +40,17 @@ def find_alike(config: Config) -> sources.Found:
     ConfigError: There is no model, or its files differ between the processes.
   """
   found = processes.together(lambda: find(config), what="the model")
-  reason = agreements.same_fallback(found.reason)
+  reason = _of_all(found.reason)
   if reason:
     found = processes.together(lambda: _fallen_back(config, found, reason), what="model.fallback")
   agreements.check_model(found.folder)
   return found
+
+
+def _of_all(reason: str) -> str:
+  """Returns why the fallback of the model is used, if any process has to use it; otherwise ""."""
+  reasons = processes.exchange(reason, what="whether the model was found")
+  return reason or next((each for each in reasons if each), "")
 
 
 def _fallen_back(config: Config, found: sources.Found, reason: str) -> sources.Found:

@@ -134,7 +134,6 @@ def prepare(
     checks.check_conversations(config, tokenizer, made, sets)
   for prompt in data.first_prompts(inputs.prompts().datasets[0], checks.TRIED)[:1]:
     screen.prompt(prompt)
-  agreements.check_modules()
   return inputs
 
 
