@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from grpo_jax import processes, report
+from grpo_jax import report
 from grpo_jax.batching import Assembled
 from grpo_jax.building.parts import EvaluateSet
 from grpo_jax.compilation import compiling
@@ -23,15 +23,18 @@ from grpo_jax.learn import optim, screening, sharding, train_step
 from grpo_jax.learn.policy import Policy
 from grpo_jax.metrics import timing
 from grpo_jax.models import adapter_files, export, loading, lora
-from grpo_jax.processes import arrays, digests
+from grpo_jax.processes import arrays
 from grpo_jax.rl.estimators import Estimator
 from grpo_jax.rl.objective_options import Options
 from grpo_jax.run_folder import console, workdirs
 from grpo_jax.run_folder.evaluation_log import EvaluationLog
 from grpo_jax.run_folder.loggers import Logger
-from grpo_jax.types import Batch, Mean, Metrics, Minibatch, Prompt, RolloutGroup, TrainState
+from grpo_jax.types import Mean, Metrics, Minibatch, Prompt, RolloutGroup, TrainState
 
 Minibatches = Sequence[Minibatch]
+
+# What scoring adds to a batch, and the advantages of whitening depend on.
+_SCORED = ("old_logprobs", "ref_logprobs", "kept")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +103,6 @@ def score(
       there is no teacher.
 
   Raises:
-    DisagreementError: The processes of the run have packed different batches.
     ScoringError: The servers of the teacher do not score.
     Stopped: The run is asked to end while they do.
   """
@@ -109,30 +111,26 @@ def score(
   whitens_last = whitens and (takes_kl_off or threshold is not None)
   count = sum(len(one.microbatches) for one in batch.minibatches) * (needs_old or needs_ref)
   with logger.progress("scoring", count or None) as advance:
-    _agree(batch)
     if whitens and not whitens_last:
       batch = credit.whitened(batch, estimator, options)
-    aged = sharding.put(batch.minibatches, mesh)
-    bare = lambda own, _: dataclasses.replace(own, ages=None, weights=None)
-    placed = _paired(bare, aged, aged)
+    placed = sharding.put(batch.minibatches, mesh)
     scored = train_step.with_logprobs(
-      placed,  # as monitors and evaluations have them, so that one program serves all.
+      placed,
       scorer,
       old_score=old_scorer,
       old_params=policy.weights(state.params) if needs_old else None,
       ref_params=policy.reference_of(state) if needs_ref else None,
       on_microbatch=_when_computed(advance),
     )
-    whole = lambda own, other: dataclasses.replace(own, ages=other.ages, weights=other.weights)
-    scored = _paired(whole, scored, aged)
     if threshold is not None:
       scored = screening.screened(scored, threshold=threshold)
     if whitens_last:  # over what is left, and without the KL: the logprobs come first.
-      known = batch.with_minibatches(_with_fetched_logprobs(batch.minibatches, scored))
-      white = credit.whitened(known, estimator, options)
-      scored = _with_advantages(scored, white.minibatches, mesh)
+      known = _with(batch.minibatches, arrays.fetch(_fields(scored, *_SCORED)))
+      white = credit.whitened(batch.with_minibatches(known), estimator, options)
+      scored = _with(scored, sharding.put(_fields(white.minibatches, "advantages"), mesh))
     if teacher is not None:
-      scored = _with_teacher(scored, teacher(placed))
+      logprobs = teacher(placed)
+      scored = _with(scored, [[{"teacher_logprobs": each} for each in own] for own in logprobs])
     return jax.block_until_ready(scored)
 
 
@@ -152,61 +150,26 @@ def _when_computed(advance: Callable[[], None]) -> train_step.OnMicrobatch:
   return follow
 
 
-def _agree(batch: Assembled) -> None:
-  """Raises DisagreementError if the processes have packed different batches."""
-  if processes.count() > 1:
-    processes.agree(digests.of_values(batch.minibatches), what="the digest of the packed batch")
+def _fields(minibatches: Minibatches, *names: str) -> list[list[dict[str, Any]]]:
+  """Returns some fields of each microbatch, by minibatch."""
+  return [
+    [{name: getattr(batch, name) for name in names} for batch in one.microbatches]
+    for one in minibatches
+  ]
 
 
-def _with_fetched_logprobs(host: Minibatches, scored: Minibatches) -> tuple[Minibatch, ...]:
-  """Adds the logprobs of batches on the devices to the same batches on the host."""
-
-  names = ("old_logprobs", "ref_logprobs", "kept")
-  fetched = arrays.fetch(
-    [[{name: getattr(b, name) for name in names} for b in one.microbatches] for one in scored]
-  )
+def _with(
+  minibatches: Minibatches, fields: Sequence[Sequence[Mapping[str, Any]]]
+) -> tuple[Minibatch, ...]:
+  """Replaces fields of each microbatch, which are given by minibatch."""
   return tuple(
     Minibatch(
       tuple(
-        dataclasses.replace(batch, **found)
-        for batch, found in zip(one.microbatches, fields, strict=True)
+        dataclasses.replace(batch, **new) for batch, new in zip(one.microbatches, own, strict=True)
       ),
       one.denominators,
     )
-    for one, fields in zip(host, fetched, strict=True)
-  )
-
-
-def _with_advantages(scored: Minibatches, host: Minibatches, mesh: Mesh) -> tuple[Minibatch, ...]:
-  """Replaces the advantages of batches on the devices by those of batches on the host."""
-
-  def replaced(own: Batch, other: Batch) -> Batch:
-    return dataclasses.replace(own, advantages=sharding.put(other.advantages, mesh))
-
-  return _paired(replaced, scored, host)
-
-
-def _with_teacher(scored: Minibatches, logprobs: Sequence[Sequence[Any]]) -> tuple[Minibatch, ...]:
-  """Adds the teacher's logprobs to batches on the devices."""
-  return tuple(
-    dataclasses.replace(
-      one,
-      microbatches=tuple(
-        dataclasses.replace(batch, teacher_logprobs=values)
-        for batch, values in zip(one.microbatches, own, strict=True)
-      ),
-    )
-    for one, own in zip(scored, logprobs, strict=True)
-  )
-
-
-def _paired(
-  change: Callable[[Batch, Batch], Batch], ones: Minibatches, others: Minibatches
-) -> tuple[Minibatch, ...]:
-  """Applies `change` to each batch of `ones` and the corresponding batch of `others`."""
-  return tuple(
-    Minibatch(tuple(map(change, one.microbatches, other.microbatches)), one.denominators)
-    for one, other in zip(ones, others, strict=True)
+    for one, own in zip(minibatches, fields, strict=True)
   )
 
 

@@ -20,7 +20,7 @@ from grpo_jax.config.configuration import ConfigError
 from grpo_jax.data import vocabularies
 from grpo_jax.engines import everywhere, probe, prompt_scoring
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.learn import sharding
+from grpo_jax.learn import sharding, train_step
 from grpo_jax.models import loading
 from grpo_jax.processes import arrays, bulk
 from grpo_jax.rollouts import shared
@@ -153,7 +153,7 @@ class _InTrainer:
 
   def __call__(self, minibatches: Sequence[Minibatch]) -> Logprobs:
     return tuple(
-      tuple(self._score(self._weights, batch) for batch in minibatch.microbatches)
+      tuple(self._score(self._weights, train_step.bare(batch)) for batch in minibatch.microbatches)
       for minibatch in minibatches
     )
 
@@ -171,7 +171,8 @@ class _AtServers:
     self._together(lambda early: self._loop.run(self._scorer.check(ids), stop=early))
 
   def __call__(self, minibatches: Sequence[Minibatch]) -> Logprobs:
-    batches = [arrays.fetch(batch) for part in minibatches for batch in part.microbatches]
+    parts = [batch for minibatch in minibatches for batch in minibatch.microbatches]
+    batches = [arrays.fetch(train_step.bare(batch)) for batch in parts]
     found = [layout.completions(batch) for batch in batches]
     passages = [prompt_scoring.Passage(one.tokens, one.prompt_tokens) for of in found for one in of]
     try:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from grpo_jax import metrics, processes
 from grpo_jax.compilation.programs import Job, Program
 from grpo_jax.learn import group_scorer as scoring
-from grpo_jax.learn.train_step import TokenScores, gather_loss_tokens
+from grpo_jax.learn.train_step import TokenScores, bare, gather_loss_tokens
 from grpo_jax.rl import diagnostics, kl
 from grpo_jax.rl.objectives import Objective
 from grpo_jax.types import Batch, Mean, Metrics, RolloutGroup
@@ -91,15 +91,15 @@ class Monitor:
     batches, covered = self.scorer.batches(groups, step=step if self.has_ages else None)
     if not batches:
       return {}
-    bare = [dataclasses.replace(batch, ages=None) for batch in batches]  # one program for all.
-    watched = [self.watch(weights, batch) for batch in bare]
+    scored = [bare(batch) for batch in batches]
+    watched = [self.watch(weights, batch) for batch in scored]
     scores = [of_batch for _, of_batch in watched]
     seen = metrics.merge(jax.device_get([values for values, _ in watched]))
     found: Metrics = {}
     if wants_all:
       found = {**seen, "all/covered_token_share": Mean(float(covered), float(_sampled(groups)))}
     if wants_kl:
-      found |= self._drift(step, bare, _of_softmax(scores))
+      found |= self._drift(step, scored, _of_softmax(scores))
     if not is_learned:
       parts = [self.mismatch(s.logprobs, b) for s, b in zip(scores, batches, strict=True)]
       found |= metrics.merge(jax.device_get(parts))

@@ -560,9 +560,9 @@ def with_logprobs(
   score_old = old_score or score
 
   def scored(batch: Batch) -> Batch:
-    # Both score the original batch: a batch with other fields would compile another program.
-    old = batch.old_logprobs if old_params is None else score_old(old_params, batch)
-    ref = batch.ref_logprobs if ref_params is None else score(ref_params, batch)
+    read = bare(batch)  # by both: a batch with other fields would compile another program.
+    old = batch.old_logprobs if old_params is None else score_old(old_params, read)
+    ref = batch.ref_logprobs if ref_params is None else score(ref_params, read)
     on_microbatch(old if ref_params is None else ref)
     return dataclasses.replace(batch, old_logprobs=old, ref_logprobs=ref)
 
@@ -570,6 +570,11 @@ def with_logprobs(
     Minibatch(tuple(scored(batch) for batch in minibatch.microbatches), minibatch.denominators)
     for minibatch in minibatches
   )
+
+
+def bare(batch: Batch) -> Batch:
+  """Returns a batch without the fields that only the update reads, so one program scores all."""
+  return dataclasses.replace(batch, ages=None, weights=None)
 
 
 def skipped_in_a_row(before: int, metrics: Mapping[str, float], *, limit: int) -> int:

@@ -321,6 +321,7 @@ def test_logprobs_follow_their_batches():
   numbers = [np.full((1, 4), number, np.float32) for number in range(3)]
   counts = Denominators(1.0, 1.0)
   parts = Minibatch((batches[0], batches[1]), counts), Minibatch((batches[2],), counts)
-  first, second = phases._with_teacher(parts, ((numbers[0], numbers[1]), (numbers[2],)))
+  fields = [{"teacher_logprobs": each} for each in numbers]
+  first, second = phases._with(parts, [fields[:2], fields[2:]])
   found = [batch.teacher_logprobs for part in (first, second) for batch in part.microbatches]
   assert [int(x[0, 0]) for x in found] == [0, 1, 2]

@@ -135,8 +135,8 @@ def gradients(
       made, score, old_params=params(1, config), ref_params=params(2, config)
     )
     if update.objective.needs_teacher:
-      teacher = lambda batch: score(params(3, config), batch)
-      made = phases._with_teacher(made, [[*map(teacher, x.microbatches)] for x in bare])
+      taught = lambda batch: {"teacher_logprobs": score(params(3, config), batch)}
+      made = phases._with(made, [[*map(taught, x.microbatches)] for x in bare])
   (grads, value), parts, _ = update.gradients(params(0, config), made[minibatch])
   metrics = metric_sums.merge(jax.device_get(parts))
   return float(value), jax.device_get(grads), assembled, metrics
