@@ -59,7 +59,7 @@ def write_lora(folder: pathlib.Path, steps, *, options=None, model=None, **field
   config = configuration.replaced(
     base.get_config(), {name.replace("__", "."): value for name, value in lora_fields.items()}
   )
-  facts = adapter.facts(config, model)
+  facts = adapter.facts(config, loading.read_facts(model))
   with checkpointing.open(folder / "checkpoints", keep_last=None) as checkpoints:
     for step in steps:
       tree = adapter_of(step, loading.read_config(model), options)

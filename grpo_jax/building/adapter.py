@@ -28,7 +28,7 @@ FACT = "adapter"  # name of the facts in the `extra` of a checkpoint.
 _OPTIONS = ("rank", "alpha", "targets", "rank_stabilized", "base_dtype")
 
 
-def check(config: Config, folder: pathlib.Path) -> None:
+def check(config: Config, model: loading.ModelFacts) -> None:
   """Checks the adapter's options against the sizes of the model, before weights are loaded.
 
   Warns if the rank is larger than the smaller size of some kernels, where a part of it is of no
@@ -36,7 +36,7 @@ def check(config: Config, folder: pathlib.Path) -> None:
 
   Args:
     config: Resolved config of the run.
-    folder: Folder of the model.
+    model: Model of the run.
 
   Raises:
     ConfigError: The rank is larger than the smaller size of all kernels with an adapter, or the
@@ -45,21 +45,21 @@ def check(config: Config, folder: pathlib.Path) -> None:
   options = lora_options.load(config)
   if options is None:
     return
-  model = loading.read_config(folder)
-  of_layer = leaves.layer(model)
+  of_layer = leaves.layer(model.config)
   sizes = {name: of_layer[name].shape for name in lora.targets(options.targets)}
   small = {name: shape for name, shape in sizes.items() if min(shape) < options.rank}
   shown = ", ".join(f"{name} {i} × {o}" for name, (i, o) in small.items())
   if len(small) == len(sizes):
     raise ConfigError(
       f"model.lora.rank={options.rank} is larger than the smaller size of every kernel with an"
-      f" adapter ({shown}; {folder}): at most {max(map(min, sizes.values()))} can be of use"
+      f" adapter ({shown}; {model.directory}): at most {max(map(min, sizes.values()))} can be of"
+      " use"
     )
   if small:
     _log.warning("model.lora.rank=%d is larger than needed for %s", options.rank, shown)
   if config.model.lora.path is not None:
     try:
-      adapter_files.look(_path(config), model)
+      adapter_files.look(_path(config), model.config)
     except ValueError as error:
       raise ConfigError(f"model.lora.path: {error}") from error
 
@@ -102,20 +102,20 @@ def _path(config: Config) -> pathlib.Path:
   return pathlib.Path(config.model.lora.path).expanduser()
 
 
-def facts(config: Config, folder: pathlib.Path) -> dict[str, Any]:
+def facts(config: Config, base: loading.ModelFacts) -> dict[str, Any]:
   """Returns what checkpoints say about the adapter and its base; {}: every weight is trained.
 
   Args:
     config: Resolved config of the run.
-    folder: Folder of the base.
+    base: Model on which the adapter is trained.
   """
   options = lora_options.load(config)
   if options is None:
     return {}
   return {
     FACT: {
-      "base": str(folder.resolve()),
-      "base_digest": agreements.digest_of_weights(folder),
+      "base": str(base.directory.resolve()),
+      "base_digest": agreements.digest_of_weights(base.directory),
       "rank": options.rank,
       "alpha": options.alpha,
       "targets": list(lora.targets(options.targets)),

@@ -100,48 +100,48 @@ def chip(mesh: Mesh) -> choice.Chip:
   return choice.chip_of(mesh.devices.flat[0])
 
 
-def check_context(config: Config, folder: pathlib.Path) -> None:
+def check_context(config: Config, model: loading.ModelFacts) -> None:
   """Raises ConfigError if completions may exceed the model's context, where the run would fail."""
   allowed = run_options.limits(config).max_tokens or 0
-  known = loading.read_config(folder).max_position_embeddings
+  known = model.config.max_position_embeddings
   if not modes.is_offline(config) and allowed > known:
     bounds, remedy = "rollout.max_tokens lets", "it"
     if batching_options.longest_row(config) is not None:
       rows = "row_buckets" if config.batching.row_tokens is None else "row_tokens"
       bounds, remedy = f"rollout.max_tokens and batching.{rows} let", "one of them"
     raise configuration.ConfigError(
-      f"{bounds} a prompt with its completion have {allowed} tokens, but the model in {folder}"
-      f" reads {known} (max_position_embeddings): lower {remedy}"
+      f"{bounds} a prompt with its completion have {allowed} tokens, but the model in"
+      f" {model.directory} reads {known} (max_position_embeddings): lower {remedy}"
     )
 
 
-def check_split(mesh: Mesh, folder: pathlib.Path) -> None:
+def check_split(mesh: Mesh, model: loading.ModelFacts) -> None:
   """Logs which parts of a model a mesh does not split although it has an axis to split them.
 
   Raises:
     ConfigError: `mesh.tensor` does not divide the attention heads or the feed-forward width.
   """
-  model = loading.read_config(folder)
+  sizes = model.config
   tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
-  for what, length in (("attention heads", model.num_heads), ("mlp", model.intermediate_size)):
+  for what, length in (("attention heads", sizes.num_heads), ("mlp", sizes.intermediate_size)):
     if length % tensor:
       raise configuration.ConfigError(
-        f"mesh.tensor={tensor} does not divide the model's {length} {what} ({folder}): set it to a"
-        " divisor, or set mesh.tensor=1 and mesh.fsdp=-1"
+        f"mesh.tensor={tensor} does not divide the model's {length} {what} ({model.directory}): set"
+        " it to a divisor, or set mesh.tensor=1 and mesh.fsdp=-1"
       )
-  axes, shapes = transformer.logical_axes(model), leaves.tree(model)
+  axes, shapes = transformer.logical_axes(sizes), leaves.tree(sizes)
   whole = sharding.unsplit(axes, mesh, shapes=shapes)
   if "fsdp" in whole:
     _log.warning(
       "mesh.fsdp=%d does not divide the model's width of %d: every device holds all weights and"
       " optimizer state",
-      *(fsdp, model.hidden_size),
+      *(fsdp, sizes.hidden_size),
     )
   if "vocab" in whole.get("tensor", {}):
     _log.warning(
       "mesh.tensor=%d does not divide the vocabulary of %d: every device holds the whole"
       " embedding and head",
-      *(tensor, model.vocab_size),
+      *(tensor, sizes.vocab_size),
     )
 
 

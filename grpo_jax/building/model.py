@@ -135,11 +135,11 @@ def templates_of(tokenizer: data.Tokenizer) -> Mapping[str, str]:
     return {}
 
 
-def load(folder: pathlib.Path, read: Any) -> loading.Loaded:
-  """Reads the model directly into its sharding.
+def load(facts: loading.ModelFacts, read: Any) -> loading.Loaded:
+  """Reads the weights of the model directly into their sharding.
 
   Args:
-    folder: Folder of the model.
-    read: Form in which it is read, as in `computation.Computation`.
+    facts: Model.
+    read: Form in which they are read, as in `computation.Computation`.
   """
-  return loading.load(folder, sharding=lambda _: read.shardings, dtype=read.dtype)
+  return loading.load_weights(facts, sharding=lambda _: read.shardings, dtype=read.dtype)

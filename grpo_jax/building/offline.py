@@ -18,6 +18,7 @@ from grpo_jax.engines.none import NoEngine
 from grpo_jax.environments.base import AnyFactory, as_factory
 from grpo_jax.interrupts import Stopped
 from grpo_jax.learn.group_scorer import GroupScorer
+from grpo_jax.models import loading
 from grpo_jax.offline import behavior, recorded
 from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.rollouts.loop_thread import LoopThread
@@ -40,7 +41,7 @@ class Offline:
   def make_engine(
     self,
     tokenizer: data.Tokenizer,
-    folder: pathlib.Path,
+    model: loading.ModelFacts,
     workdir: pathlib.Path,
     stack: contextlib.ExitStack,
   ) -> Engine:

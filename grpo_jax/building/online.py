@@ -44,12 +44,12 @@ class Online:
   def make_engine(
     self,
     tokenizer: data.Tokenizer,
-    folder: pathlib.Path,
+    model: loading.ModelFacts,
     workdir: pathlib.Path,
     stack: contextlib.ExitStack,
   ) -> Engine:
     """Makes the engine. Servers start while the trainer loads and compiles."""
-    engine = _engine(self._config, folder, tokenizer, workdir)
+    engine = _engine(self._config, model, tokenizer, workdir)
     stack.callback(engine.close)
     return engine
 
@@ -130,7 +130,7 @@ def _evaluate_set(
 
 
 def _engine(
-  config: Config, folder: pathlib.Path, tokenizer: data.Tokenizer, workdir: pathlib.Path
+  config: Config, model: loading.ModelFacts, tokenizer: data.Tokenizer, workdir: pathlib.Path
 ) -> Engine:
   """Makes the engine that the config names."""
   settings = config.engine.to_dict()
@@ -149,8 +149,8 @@ def _engine(
   try:
     return engines.make(
       name,
-      config=loading.read_config(folder),
-      source_directory=folder,
+      config=model.config,
+      source_directory=model.directory,
       workdir=workdir,
       decode=lambda ids: tokenizer.decode(ids, skip_special=False),
       compute_dtype=config.model.compute_dtype,

@@ -80,7 +80,7 @@ class Mode(Protocol):
   def make_engine(
     self,
     tokenizer: data.Tokenizer,
-    folder: pathlib.Path,
+    model: loading.ModelFacts,
     workdir: pathlib.Path,
     stack: contextlib.ExitStack,
   ) -> Engine:
@@ -88,7 +88,7 @@ class Mode(Protocol):
 
     Args:
       tokenizer: Tokenizer of the model.
-      folder: Hugging Face folder of the model.
+      model: Model of the run.
       workdir: Run folder.
       stack: Stack that closes what is opened here.
 

@@ -44,7 +44,7 @@ class Inputs:
 
   config: Config
   workdir: pathlib.Path
-  folder: pathlib.Path  # of the model.
+  model: loading.ModelFacts
   mesh: Mesh
   mode: Mode
   opener: data.Opener  # function that opens a dataset.
@@ -99,9 +99,10 @@ def prepare(
   evaluation_sets.check_sources(config)
   found = model_building.find_alike(config)
   config = model_building.with_fallback(config, found)
-  checks.check_context(config, found.folder)
-  checks.check_split(mesh, found.folder)
-  adapter.check(config, found.folder)
+  model = loading.read_facts(found.folder)
+  checks.check_context(config, model)
+  checks.check_split(mesh, model)
+  adapter.check(config, model)
   tokenizer = model_building.load_tokenizer(config, found.folder)
   config = model_building.with_template(config)
   adapter.check_prompts(config, tokenizer, found.folder)
@@ -112,7 +113,7 @@ def prepare(
   inputs = Inputs(
     config=config,
     workdir=workdir,
-    folder=found.folder,
+    model=model,
     mesh=mesh,
     mode=mode,
     opener=opener,
@@ -141,12 +142,11 @@ def load_model(inputs: Inputs, engine: Engine) -> tuple[computation.Computation,
   """Makes the programs of the run, and compiles them while the weights are read."""
   objective = run_options.objective(inputs.config)
   _log.debug("loss: %s", inputs.config.loss.to_dict())
-  sizes = loading.read_config(inputs.folder)
   num_valid = inputs.tokenizer.vocab_size
   teacher = None if inputs.teacher is None else inputs.teacher.config
   made = computation.make(
     inputs.config,
-    sizes,
+    inputs.model.config,
     inputs.mesh,
     objective,
     num_valid=num_valid,
@@ -156,7 +156,7 @@ def load_model(inputs: Inputs, engine: Engine) -> tuple[computation.Computation,
   adapter.log_sizes(made)
   jobs = [*inputs.mode.engine_jobs(engine, made.full), *made.jobs()]
   with compiling.Ahead(jobs, inputs.compilations) as ahead:
-    model = model_building.load(inputs.folder, made.read)
+    model = model_building.load(inputs.model, made.read)
     data.check_vocabulary(inputs.tokenizer, model.config.vocab_size)
     ahead.wait(inputs.screen.progress, stop=inputs.stop)
   return made, adapter.with_rounding(inputs.config, model)

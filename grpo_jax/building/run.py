@@ -129,7 +129,7 @@ def build(
   """
   inputs = preparing.prepare(run_options.resolved(config), workdir, stack, stop)
   config, mode = inputs.config, inputs.mode
-  facts = adapter.facts(config, inputs.folder)
+  facts = adapter.facts(config, inputs.model)
   checkpoints = stack.enter_context(
     checkpointing.open(
       workdirs.checkpoints(workdir),
@@ -142,7 +142,7 @@ def build(
   )
   adapter.check_same(checkpoints, facts)
   checks.log_differences(config, workdir)
-  engine = mode.make_engine(inputs.tokenizer, inputs.folder, workdir, stack)
+  engine = mode.make_engine(inputs.tokenizer, inputs.model, workdir, stack)
   vocab_size = inputs.tokenizer.vocab_size
   servers = teaching.at_servers(
     config, mesh=inputs.mesh, vocab_size=vocab_size, stack=stack, stop=stop
@@ -159,7 +159,7 @@ def build(
   trainable, policy = made.begin(model.params, adapter.read(config, made))
   mode.meet_initial_policy(inputs.prompts, scorer, policy.weights(trainable), workdir)
   refuse = functools.partial(restoring.refusal, config, inputs.tokenizer, inputs.opener)
-  read_again = lambda: model_building.load(inputs.folder, made.read).params
+  read_again = lambda: model_building.load(inputs.model, made.read).params
   start = restoring.restore(checkpoints, trainable, made, refuse, read_again)
   if start.state.reference is not None:
     policy = dataclasses.replace(policy, reference=None)  # the state has the present one.
@@ -347,7 +347,7 @@ def _publishing(
     logger=logger,
     adapter=lora_options.load(inputs.config),
     measure=loaded.made.measure,
-    base=model_building.name_of(inputs.config, inputs.folder),
+    base=model_building.name_of(inputs.config, inputs.model.directory),
     templates=functools.partial(model_building.templates_of, inputs.tokenizer),
   )
 
@@ -429,7 +429,7 @@ def _monitor(inputs: preparing.Inputs, loaded: _Loaded) -> monitoring.Monitor:
   """Makes the monitor of all completions of a step."""
   learn, read = inputs.config.learn, loaded.made.read
   initial, frees_initial = monitoring.make_initial(
-    lambda: model_building.load(inputs.folder, read).params, loaded.policy.reference
+    lambda: model_building.load(inputs.model, read).params, loaded.policy.reference
   )
   return monitoring.Monitor(
     loaded.made.watch,

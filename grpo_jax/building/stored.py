@@ -46,8 +46,7 @@ class StoredWeights:
 
   Attributes:
     label: Name of the weights in messages: "runs/first:20", or the folder of a model.
-    config: Config of the model.
-    directory: Hugging Face folder with the tokenizer and the settings of the model.
+    model: Sizes and settings of the model, and its folder.
     tensors: The weights in Hugging Face's names and layout, read one tensor at a time. Those of an
       adapter and its base are merged, in float32.
     step: Step of the checkpoint; None: a model.
@@ -62,8 +61,7 @@ class StoredWeights:
   """
 
   label: str
-  config: ModelConfig
-  directory: pathlib.Path
+  model: loading.ModelFacts
   tensors: safetensors.Tensors
   step: int | None
   metrics: Mapping[str, float]
@@ -72,6 +70,16 @@ class StoredWeights:
   base_name: str = ""
   dtypes: Any = np.float32
   tokenizer: pathlib.Path | None = None
+
+  @property
+  def config(self) -> ModelConfig:
+    """Sizes of the model."""
+    return self.model.config
+
+  @property
+  def directory(self) -> pathlib.Path:
+    """Hugging Face folder with the tokenizer and the settings of the model."""
+    return self.model.directory
 
 
 def parse(text: str) -> Reference:
@@ -127,19 +135,19 @@ def find(
     if is_adapter(pathlib.Path(given.place).expanduser()):
       return _with_folder(given.place, base, cache_dir)
     folder = sources.resolve(given.place, cache_dir=cache_dir)
-    config, tensors = _open_model(folder)
-    return StoredWeights(given.place, config, folder, tensors, None, {})
+    model = loading.read_facts(folder)
+    return StoredWeights(given.place, model, _opened(model), None, {})
   run = pathlib.Path(given.place)
   step = choose_step(run, given.step)
   directory = _base_of(run, base, cache_dir)
-  config = loading.read_config(directory)
+  model = loading.read_facts(directory)
   checkpoint = stored_steps.folder(run / "checkpoints", step)
-  opened = stored_weights.open_checkpoint(checkpoint, config)
+  opened = stored_weights.open_checkpoint(checkpoint, model.config)
   metrics, label = stored_steps.metrics(checkpoint), f"{run}:{step}"
   if isinstance(opened, stored_weights.CheckpointTensors):
-    return StoredWeights(label, config, directory, opened, step, metrics)
+    return StoredWeights(label, model, opened, step, metrics)
   _check_base(opened, directory)
-  bare = StoredWeights(label, config, directory, _open_model(directory)[1], step, metrics)
+  bare = StoredWeights(label, model, _opened(model), step, metrics)
   return _joined(bare, opened, base or _path_of(run))
 
 
@@ -148,11 +156,10 @@ def is_adapter(folder: pathlib.Path) -> bool:
   return (folder / adapter_files.CONFIG_FILE).is_file() and not (folder / "config.json").exists()
 
 
-def _open_model(folder: pathlib.Path) -> tuple[ModelConfig, safetensors.Folder]:
-  tensors = safetensors.open_folder(folder)
-  config = loading.read_config(folder)
-  loading.check(tensors, config, str(folder))
-  return config, tensors
+def _opened(model: loading.ModelFacts) -> safetensors.Folder:
+  tensors = safetensors.open_folder(model.directory)
+  loading.check(tensors, model.config, str(model.directory))
+  return tensors
 
 
 def _with_folder(place: str, base: str | None, cache_dir: str | None) -> StoredWeights:
@@ -165,11 +172,11 @@ def _with_folder(place: str, base: str | None, cache_dir: str | None) -> StoredW
     hint = f", for example the one it was made for, --base={shlex.quote(named)}" if named else ""
     raise NoWeights(f"{place} is an adapter: name the model that it changes with --base{hint}")
   folder = sources.resolve(base, cache_dir=cache_dir)
-  config, tensors = _open_model(folder)
-  adapter = adapter_files.FolderAdapter(place, config)
+  model = loading.read_facts(folder)
+  adapter = adapter_files.FolderAdapter(place, model.config)
   own = pathlib.Path(place).expanduser()
   tokenizer = own if (own / "tokenizer_config.json").is_file() else None
-  bare = StoredWeights(place, config, folder, tensors, None, {}, tokenizer=tokenizer)
+  bare = StoredWeights(place, model, _opened(model), None, {}, tokenizer=tokenizer)
   return _joined(bare, adapter, base)
 
 
@@ -215,8 +222,7 @@ def load(weights: StoredWeights, *, like: Any = None) -> loading.Loaded:
   params = loading.read_params(tensors, config, sharding=sharding, dtype=weights.dtypes)
   if adapter is not None:
     params = lora.join(params, _placed(adapter, config, like), adapter.options.scale)
-  generation = loading.read_generation(weights.directory)
-  return loading.Loaded(config, params, weights.directory, generation)
+  return loading.Loaded(config, params, weights.directory, weights.model.generation)
 
 
 def _placed(adapter: merged_tensors.StoredAdapter, config: ModelConfig, like: Any) -> lora.Adapter:

@@ -52,7 +52,7 @@ def open_weights(
   stack.enter_context(compilations.listening())
   mesh = device_options.trainer_mesh(config)
   checks.check_attention(config, mesh)
-  checks.check_context(config, weights.directory)
+  checks.check_context(config, weights.model)
   tokenizer = model_building.load_tokenizer(config, weights.directory, adapter=weights.tokenizer)
   return Opened(weights, tokenizer, mesh, screen, compilations)
 
@@ -90,7 +90,7 @@ def start(
     ExpectedFailure: What a user can repair: weights, servers.
   """
   weights, mode = opened.weights, online.Online(config)
-  engine = mode.make_engine(opened.tokenizer, weights.directory, folder, stack)
+  engine = mode.make_engine(opened.tokenizer, weights.model, folder, stack)
   like = described(weights, opened.mesh)
   with compiling.Ahead(mode.engine_jobs(engine, like), opened.compilations) as ahead:
     loaded = stored.load(weights, like=like)

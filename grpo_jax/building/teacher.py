@@ -76,7 +76,7 @@ def find(config: Config, tokenizer_folder: Any, mesh: Mesh) -> stored.StoredWeig
       f" reads {found.config.max_position_embeddings} (max_position_embeddings): lower"
       " rollout.max_tokens"
     )
-  checks.check_split(mesh, found.directory)
+  checks.check_split(mesh, found.model)
   return found
 
 

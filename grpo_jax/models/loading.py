@@ -47,6 +47,21 @@ class Rounding:
 
 
 @dataclasses.dataclass(frozen=True)
+class ModelFacts:
+  """What the files of a Hugging Face folder say of a model, apart from its weights.
+
+  Attributes:
+    config: Sizes of the model, from config.json.
+    directory: The folder; holds the tokenizer.
+    generation: Content of generation_config.json; empty if there is none.
+  """
+
+  config: ModelConfig
+  directory: pathlib.Path
+  generation: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
 class Loaded:
   """A model as it was read."""
 
@@ -82,14 +97,21 @@ def load(
     ModelError: The model is not supported, or tensors are missing, unexpected or of another shape
       than config.json implies; the message names each.
   """
-  directory = pathlib.Path(path)
-  config = read_config(directory)
-  tensors = safetensors.open_folder(directory)
-  check(tensors, config, str(directory))
-  generation = read_generation(directory)
+  return load_weights(read_facts(pathlib.Path(path)), sharding=sharding, dtype=dtype)
+
+
+def load_weights(
+  facts: ModelFacts,
+  *,
+  sharding: Callable[[Any], Any] | None = None,
+  dtype: Dtypes = jnp.float32,
+) -> Loaded:
+  """Reads the weights of a model whose other files have been read; see `load`."""
+  tensors = safetensors.open_folder(facts.directory)
+  check(tensors, facts.config, str(facts.directory))
   rounding = Rounding()
-  params = read_params(tensors, config, sharding=sharding, dtype=dtype, rounding=rounding)
-  return Loaded(config, params, directory, generation, rounding)
+  params = read_params(tensors, facts.config, sharding=sharding, dtype=dtype, rounding=rounding)
+  return Loaded(facts.config, params, facts.directory, facts.generation, rounding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +165,11 @@ def read_config(directory: pathlib.Path) -> ModelConfig:
   """Reads the config.json of a Hugging Face folder; raises as `load`."""
   file = directory / "config.json"
   return model_config.from_hf(files.read_json(file), where=str(file))
+
+
+def read_facts(directory: pathlib.Path) -> ModelFacts:
+  """Reads the JSON files of a Hugging Face folder; raises as `load`."""
+  return ModelFacts(read_config(directory), directory, read_generation(directory))
 
 
 def look(path: str | pathlib.Path) -> ModelConfig:

@@ -7,6 +7,7 @@ from typing import Any
 from grpo_jax.building import checks
 from grpo_jax.compilation.programs import Job
 from grpo_jax.learn import sharding
+from grpo_jax.models import loading
 from grpo_plan import programs, roofline, search, workload
 from grpo_plan.compiling import Compiled
 from grpo_plan.programs import Run
@@ -179,5 +180,6 @@ def check(run_config: Any, mesh: Any, folder: Any) -> None:
   """
   checks.check_head(run_config, mesh)
   checks.check_attention(run_config, mesh)
-  checks.check_context(run_config, folder)
-  checks.check_split(mesh, folder)
+  model = loading.read_facts(folder)
+  checks.check_context(run_config, model)
+  checks.check_split(mesh, model)

@@ -84,7 +84,7 @@ def make_update(
   objective = run_options.objective(config)
   mesh = sharding.make_mesh(data=1, devices=jax.devices()[:1])
   made = computation.make(config, sizes, mesh, objective)
-  trainable, policy = made.begin(model_building.load(folder, made.read).params)
+  trainable, policy = made.begin(model_building.load(loading.read_facts(folder), made.read).params)
   state = train_step.init(trainable, made.tx, shardings=made.trainable_shardings)
   return made.update, state, policy
 

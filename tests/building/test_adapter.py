@@ -148,35 +148,37 @@ def test_a_new_adapter_changes_nothing_and_depends_on_the_seed_alone(model):
 
 
 def test_ranks_that_the_kernels_do_not_have(model, caplog):
-  adapter.check(config_of(model, rank=16), model)  # as wide as the smallest kernel.
+  facts = loading.read_facts(model)
+  adapter.check(config_of(model, rank=16), facts)  # as wide as the smallest kernel.
   assert not caplog.records
-  adapter.check(config_of(model, rank=32), model)
+  adapter.check(config_of(model, rank=32), facts)
   assert "rank=32 is larger than needed for k 32 × 16, v 32 × 16" in caplog.text
   with pytest.raises(ConfigError, match="rank=33 is larger .* at most 32 can be of use"):
-    adapter.check(config_of(model, rank=33), model)
+    adapter.check(config_of(model, rank=33), facts)
   with pytest.raises(ConfigError, match="rank=17 is larger .*k 32 × 16; .* at most 16"):
-    adapter.check(config_of(model, rank=17, targets=("k",)), model)
-  adapter.check(config_of(model), model)
+    adapter.check(config_of(model, rank=17, targets=("k",)), facts)
+  adapter.check(config_of(model), facts)
 
 
 def test_an_adapter_of_another_model_is_refused(stored, tmp_path):
   other = tiny.write(tmp_path / "wider", hidden_size=64)
+  config = run_options.resolved(config_of(other, path=str(stored[0])))
   with pytest.raises(ConfigError, match=r"model\.lora\.path: .*q"):
-    adapter.check(run_options.resolved(config_of(other, path=str(stored[0]))), other)
+    adapter.check(config, loading.read_facts(other))
 
 
 def test_facts_name_the_base_by_its_weights(model, tmp_path):
-  facts = adapter.facts(config_of(model, rank=2), model)["adapter"]
-  assert adapter.facts(config_of(model), model) == {}
+  facts = adapter.facts(config_of(model, rank=2), loading.read_facts(model))["adapter"]
+  assert adapter.facts(config_of(model), loading.read_facts(model)) == {}
   moved = tmp_path / "moved"
   moved.mkdir()
   for file in model.iterdir():
     (moved / file.name).write_bytes(file.read_bytes())
-  elsewhere = adapter.facts(config_of(moved, rank=2), moved)["adapter"]
+  elsewhere = adapter.facts(config_of(moved, rank=2), loading.read_facts(moved))["adapter"]
   assert elsewhere["base"] != facts["base"]
   assert not list(adapter.differences(facts, elsewhere)), "a base that was moved is the same"
   other = tiny.write(tmp_path / "other", seed=3)
-  changed = adapter.facts(config_of(other, rank=2), other)["adapter"]
+  changed = adapter.facts(config_of(other, rank=2), loading.read_facts(other))["adapter"]
   (line,) = adapter.differences(facts, changed)
   assert str(model) in line and str(other) in line
 

@@ -11,7 +11,7 @@ from grpo_jax import main
 from grpo_jax.building import checks
 from grpo_jax.config import command_line, configuration
 from grpo_jax.learn import sharding
-from grpo_jax.models import tiny
+from grpo_jax.models import loading, tiny
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -96,17 +96,18 @@ def folder(tmp_path_factory):
 def test_heads_that_the_mesh_does_not_divide_are_refused_in_one_line(folder):
   mesh = sharding.make_mesh(data=1, tensor=8)
   with pytest.raises(configuration.ConfigError, match="mesh.tensor=8 does not divide .* 4 att"):
-    checks.check_split(mesh, folder)
+    checks.check_split(mesh, loading.read_facts(folder))
 
 
 def test_what_a_mesh_leaves_whole_is_said(folder, tmp_path, caplog):
   model = json.loads((folder / "config.json").read_text()) | {"vocab_size": 259}
   (tmp_path / "config.json").write_text(json.dumps(model))
-  checks.check_split(sharding.make_mesh(fsdp=2, tensor=2), tmp_path)
+  checks.check_split(sharding.make_mesh(fsdp=2, tensor=2), loading.read_facts(tmp_path))
   assert "mesh.tensor=2 does not divide the vocabulary of 259" in caplog.text
   caplog.clear()
-  checks.check_split(sharding.make_mesh(fsdp=3, devices=jax.devices()[:3]), folder)
+  facts = loading.read_facts(folder)
+  checks.check_split(sharding.make_mesh(fsdp=3, devices=jax.devices()[:3]), facts)
   assert "mesh.fsdp=3 does not divide the model's width of 32" in caplog.text
   caplog.clear()
-  checks.check_split(sharding.make_mesh(fsdp=8), folder)
+  checks.check_split(sharding.make_mesh(fsdp=8), facts)
   assert caplog.text == ""

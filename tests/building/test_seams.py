@@ -26,6 +26,18 @@ from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup, TrainSta
 
 ROOT = pathlib.Path(__file__).parents[2]
 
+
+def test_a_run_reads_the_files_of_its_model_once():
+  building = ROOT / "grpo_jax" / "building"
+  read = {path.name: path.read_text().count(".read_facts(") for path in building.glob("*.py")}
+  assert {name: count for name, count in read.items() if count} == {
+    "preparing.py": 1,
+    "stored.py": 3,
+  }
+  for again in (".read_config(", ".read_generation("):
+    assert [path.name for path in building.glob("*.py") if again in path.read_text()] == []
+
+
 ONLINE_BUILD = """
 import contextlib, pathlib, sys
 import configs.base

@@ -175,7 +175,7 @@ def measured(
 
 def trained(made: computation.Computation, of_teacher: Any, model: pathlib.Path) -> dict[str, Any]:
   """Takes two training steps with the programs of a run; returns what they compute."""
-  read = lambda: model_building.load(model, made.read).params
+  read = lambda: model_building.load(loading.read_facts(model), made.read).params
   with counting_values() as sizes:
     initial = read()
   trainable, owner = made.begin(initial)
