@@ -169,11 +169,11 @@ def _policy(
 ) -> Policy:
   """Reads tokenizer and weights, and compiles the sampler."""
   opened = stored_engine.open_weights(config, weights, stack)
-  engine, loaded = stored_engine.start(config, opened, stack, stop=stop)
+  engine = stored_engine.start(config, opened, stack, stop=stop)
   tokenizer = opened.tokenizer
   try:
     settings = run_options.evaluation_sampling(config)
-    sampling = online.sampling_params(settings, tokenizer=tokenizer, model=loaded)
+    sampling = online.sampling_params(settings, tokenizer=tokenizer, model=weights.model)
     longest = run_options.limits(config).max_tokens
   except ValueError as error:
     raise ConfigError(str(error)) from error

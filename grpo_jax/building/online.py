@@ -165,7 +165,7 @@ def _engine(
 
 
 def sampling_params(
-  settings: Mapping[str, Any], *, tokenizer: data.Tokenizer, model: loading.Loaded
+  settings: Mapping[str, Any], *, tokenizer: data.Tokenizer, model: loading.ModelFacts
 ) -> SamplingParams:
   """Adds the ids that end a completion: all those named by the tokenizer and the model's files."""
   named = Fields(model.generation, "generation_config.json").ids("eos_token_id")

@@ -32,7 +32,7 @@ class Materials:
     engine: Engine made by the mode.
     environments: Environments by name.
     tokenizer: Tokenizer of the model.
-    model: The model, without its parameters.
+    model: Model of the run.
     scorer: Scorer of whole groups.
     logger: Logger that shows the progress of a phase.
     loop: Thread in which rollouts are collected.
@@ -42,7 +42,7 @@ class Materials:
   engine: Engine
   environments: environments.Environments
   tokenizer: data.Tokenizer
-  model: loading.Loaded
+  model: loading.ModelFacts
   scorer: GroupScorer
   logger: Logger
   loop: LoopThread

@@ -259,7 +259,8 @@ def publish(
   state: TrainState,
   *,
   policy: Policy,
-  model: loading.Loaded,
+  model: loading.ModelFacts,
+  rounding: loading.Rounding,
   folder: pathlib.Path,
   dtype: str | None,
   max_shard_gb: float | None,
@@ -279,6 +280,7 @@ def publish(
     state: Final state.
     policy: Policy of the run.
     model: Model that training began with.
+    rounding: Rounding of its weights when they were read.
     folder: Folder to write.
     dtype: Dtype of the weights in the files; None: as in `export.to_huggingface`.
     max_shard_gb: Largest size of a file, in gigabytes; None: one file.
@@ -312,11 +314,11 @@ def publish(
       tokenizer=model.directory,
       templates=named,
     )
-  rounding, note = model.rounding.relative, ""
-  if alone is not None and rounding and measure is not None:
+  note = ""
+  if alone is not None and rounding.relative and measure is not None:
     change = measure(policy.weights(state.params))["lora/relative_change"].value()
     note = (
-      f"its base was rounded by a relative {rounding:.1e}, and the adapter changes it by"
+      f"its base was rounded by a relative {rounding.relative:.1e}, and the adapter changes it by"
       f" {change:.1e}: on the published weights it is a different policy"
     )
   ending = console.closing_lines(

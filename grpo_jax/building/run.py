@@ -172,9 +172,8 @@ def build(
   if processes.is_main():
     for name in ("export", "adapter"):
       atomic.clear_leftovers(workdir / name)
-  model = dataclasses.replace(model, params={})  # training consumes them.
-  del trainable
-  loaded = _Loaded(engine, made, model, scorer, policy, teacher)
+  loaded = _Loaded(engine, made, model.rounding, scorer, policy, teacher)
+  del model, trainable  # training consumes their arrays.
   run = _bind(inputs, loaded, checkpoints, start, stack, sinks)
   if processes.is_main():
     stack.push(functools.partial(phases.write_report, workdir, run.logger))
@@ -188,7 +187,7 @@ class _Loaded:
 
   engine: Engine
   made: Computation
-  model: loading.Loaded  # without its parameters.
+  rounding: loading.Rounding
   scorer: GroupScorer
   policy: Policy
   teacher: teaching.Score | None
@@ -273,7 +272,7 @@ def _materials(
     engine=loaded.engine,
     environments=inputs.environments,
     tokenizer=inputs.tokenizer,
-    model=loaded.model,
+    model=inputs.model,
     scorer=loaded.scorer,
     logger=logger,
     loop=stack.enter_context(LoopThread()),
@@ -338,7 +337,8 @@ def _publishing(
   return functools.partial(
     phases.publish,
     policy=loaded.policy,
-    model=loaded.model,
+    model=inputs.model,
+    rounding=loaded.rounding,
     folder=inputs.workdir / "export",
     dtype=inputs.config.export.dtype,
     max_shard_gb=inputs.config.export.max_shard_gb,

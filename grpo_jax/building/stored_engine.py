@@ -14,7 +14,6 @@ from grpo_jax.compilation import compiling
 from grpo_jax.config import device_options
 from grpo_jax.engines.base import Engine
 from grpo_jax.learn import adapters, policy
-from grpo_jax.models import loading
 from grpo_jax.run_folder import console, notices
 
 # A ConfigDict, whose fields a type checker cannot know.
@@ -75,7 +74,7 @@ def start(
   *,
   folder: pathlib.Path = pathlib.Path(),
   stop: Any,
-) -> tuple[Engine, loading.Loaded]:
+) -> Engine:
   """Makes the engine, compiles its programs while the weights are read, and gives it the weights.
 
   Args:
@@ -97,4 +96,4 @@ def start(
     data.check_vocabulary(opened.tokenizer, weights.config.vocab_size)
     ahead.wait(opened.screen.progress, stop=stop)
   engine.load_weights(loaded.params, version=weights.step or 0)
-  return engine, loaded
+  return engine

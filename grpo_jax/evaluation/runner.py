@@ -150,7 +150,7 @@ class _Model:
     _check_scorable(held_out, factories)
     checks.check_tool_form(tokenizer, held_out)
     checks.check_conversations(config, tokenizer, factories, held_out)
-    engine, loaded = stored_engine.start(config, opened, stack, folder=self.folder, stop=self.stop)
+    engine = stored_engine.start(config, opened, stack, folder=self.folder, stop=self.stop)
     sampling = run_options.evaluation_sampling(config)
     log = evaluation_log.EvaluationLog(
       self.folder, lambda ids: tokenizer.decode(ids, skip_special=False)
@@ -164,7 +164,7 @@ class _Model:
         factories,
         tokenizer=tokenizer,
         group_size=config.evaluation.group_size,
-        sampling=online.sampling_params(sampling, tokenizer=tokenizer, model=loaded),
+        sampling=online.sampling_params(sampling, tokenizer=tokenizer, model=weights.model),
         seed=config.seed,
         limits=run_options.limits(config),
         schedule=config.rollout.schedule,
