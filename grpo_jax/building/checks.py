@@ -2,7 +2,7 @@
 
 import logging
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from grpo_kernels.attention import choice as attention_choice
@@ -178,17 +178,18 @@ def log_lengths(config: Config) -> None:
 
 
 def check_scorable(
-  config: Config,
-  prompts: data.PromptStream,
-  held_out: Mapping[str, Sequence[Prompt]],
-  factories: environments.Environments,
+  config: Config, sets: Sequence[Sequence[Prompt]], factories: environments.Environments
 ) -> None:
-  """Raises ConfigError, before anything is sampled, if an environment cannot score any row."""
+  """Raises ConfigError, before anything is sampled, if an environment cannot score any row.
+
+  Args:
+    config: Config of the run.
+    sets: Prompts of each dataset; the first ones are tried.
+    factories: Environments by name.
+  """
   try:
-    for dataset in prompts.datasets:
-      environments.check(factories, data.first_prompts(dataset, TRIED))
-    for of_set in held_out.values():
-      environments.check(factories, of_set[:TRIED])
+    for prompts in sets:
+      environments.check(factories, prompts[:TRIED])
   except ValueError as error:
     remedy = "choose another environment with data.environment (docs/environments.md)"
     if "nemo_gym" in {one["format"] for one in data_options.training(config).values()}:
@@ -200,23 +201,18 @@ def check_scorable(
     raise configuration.ConfigError(f"{error}. What to do: {remedy}") from error
 
 
-def first_of(prompts: data.PromptStream) -> list[Prompt]:
-  """Returns the first prompts of every dataset, which are tried before anything is sampled."""
-  return [p for dataset in prompts.datasets for p in data.first_prompts(dataset, TRIED)]
-
-
-def has_weights(prompts: data.PromptStream) -> bool:
-  """Returns whether some of the first rows of the datasets have a weight other than 0 and 1."""
-  tried = first_of(prompts)
+def has_weights(sets: Sequence[Sequence[Prompt]]) -> bool:
+  """Returns whether some of the prompts have a weight other than 0 and 1."""
+  tried = [prompt for prompts in sets for prompt in prompts]
   recorded = [prompt.recorded.group for prompt in tried if prompt.recorded is not None]
   return any(p.weight not in (0, 1) for p in tried) or batching.has_weights(recorded)
 
 
-def check_tool_form(tokenizer: data.Tokenizer, sets: Mapping[str, Sequence[Prompt]]) -> None:
+def check_tool_form(tokenizer: data.Tokenizer, sets: Sequence[Sequence[Prompt]]) -> None:
   """Raises ConfigError if the calls of declared tools could not be read."""
   if data.tool_form_of(tokenizer) is not None:
     return
-  tried = (prompt for prompts in sets.values() for prompt in prompts)
+  tried = (prompt for prompts in sets for prompt in prompts)
   if with_tools := next((p for p in tried if p.tools), None):
     raise configuration.ConfigError(
       f"prompt {with_tools.prompt_id} declares {len(with_tools.tools)} tools, but the form in which"
@@ -230,7 +226,7 @@ def check_conversations(
   config: Config,
   tokenizer: data.Tokenizer,
   factories: environments.Environments,
-  sets: Mapping[str, Sequence[Prompt]],
+  sets: Sequence[Sequence[Prompt]],
 ) -> None:
   """Checks, before anything is sampled, that the chat template can write what environments answer.
 
@@ -247,7 +243,7 @@ def check_conversations(
   """
   if modes.is_offline(config) or config.rollout.max_turns == 1:
     return
-  prompts = (prompt for one in sets.values() for prompt in one)
+  prompts = (prompt for one in sets for prompt in one)
   tools = {prompt.environment: prompt.tools for prompt in prompts if prompt.tools}
   for name, factory in factories.items():
     refused = conversations.refusals(tokenizer, factory, tools.get(name, ()))

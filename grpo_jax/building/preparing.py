@@ -51,6 +51,7 @@ class Inputs:
   tokenizer: data.Tokenizer
   teacher: stored.StoredWeights | None  # in the trainer.
   held_out: dict[str, list[Prompt]]
+  has_weights: bool  # whether completions are expected to have weights other than 1.
   environments: environments.Environments
   screen: console.Screen
   compilations: compiling.Watch
@@ -110,7 +111,19 @@ def prepare(
   config = groups.with_conversations(config, made)
   opener = groups.with_tools(mode.opener, made)
   held_out = evaluation_sets.held_out(config, tokenizer, opener)  # early: finds a wrong file.
-  inputs = Inputs(
+  prompts = groups.make_prompts(config, tokenizer, opener, {})
+  agreements.check_rows(prompts, held_out)
+  if teacher is not None:
+    agreements.check_model(teacher.directory, option="teacher.path")
+  first = [data.first_prompts(dataset, checks.TRIED) for dataset in prompts.datasets]
+  if modes.needs_environments(config):
+    sets = [*first, *held_out.values()]
+    checks.check_scorable(config, sets, made)
+    checks.check_tool_form(tokenizer, sets)
+    checks.check_conversations(config, tokenizer, made, sets)
+  for prompt in first[0][:1]:
+    screen.prompt(prompt)
+  return Inputs(
     config=config,
     workdir=workdir,
     model=model,
@@ -120,22 +133,12 @@ def prepare(
     tokenizer=tokenizer,
     teacher=teacher,
     held_out=held_out,
+    has_weights=checks.has_weights(first),
     environments=made,
     screen=screen,
     compilations=compilations,
     stop=stop,
   )
-  agreements.check_rows(inputs.prompts(), held_out)
-  if teacher is not None:
-    agreements.check_model(teacher.directory, option="teacher.path")
-  if modes.needs_environments(config):
-    checks.check_scorable(config, inputs.prompts(), held_out, made)
-    sets = {"": checks.first_of(inputs.prompts()), **held_out}
-    checks.check_tool_form(tokenizer, sets)
-    checks.check_conversations(config, tokenizer, made, sets)
-  for prompt in data.first_prompts(inputs.prompts().datasets[0], checks.TRIED)[:1]:
-    screen.prompt(prompt)
-  return inputs
 
 
 def load_model(inputs: Inputs, engine: Engine) -> tuple[computation.Computation, loading.Loaded]:
@@ -151,7 +154,7 @@ def load_model(inputs: Inputs, engine: Engine) -> tuple[computation.Computation,
     objective,
     num_valid=num_valid,
     teacher=teacher,
-    has_weights=checks.has_weights(inputs.prompts()),
+    has_weights=inputs.has_weights,
   )
   adapter.log_sizes(made)
   jobs = [*inputs.mode.engine_jobs(engine, made.full), *made.jobs()]

@@ -148,8 +148,9 @@ class _Model:
     config = groups.with_conversations(config, factories)
     held_out = self._held_out(config, tokenizer, groups.with_tools(data.open_dataset, factories))
     _check_scorable(held_out, factories)
-    checks.check_tool_form(tokenizer, held_out)
-    checks.check_conversations(config, tokenizer, factories, held_out)
+    sets = list(held_out.values())
+    checks.check_tool_form(tokenizer, sets)
+    checks.check_conversations(config, tokenizer, factories, sets)
     engine = stored_engine.start(config, opened, stack, folder=self.folder, stop=self.stop)
     sampling = run_options.evaluation_sampling(config)
     log = evaluation_log.EvaluationLog(
