@@ -225,17 +225,12 @@ class Computation:
     return found + self._gather_jobs() + self._credit_jobs()
 
   def _scorings(self, weights: Any, reference: Any) -> list[tuple[Program, Any]]:
-    """Returns the programs that score batches, each with the weights that it scores."""
-    if self.score_old is self.score:
-      return [(self.score, each) for each in self._scored_weights(weights, reference)]
-    found = [(self.score_old, weights)] if self.needs_old else []
-    return found + ([(self.score, reference)] if self.objective.needs_ref else [])
-
-  def _scored_weights(self, weights: Any, reference: Any) -> list[Any]:
-    """Returns the descriptions of weights under which batches are scored, each form once."""
-    found = [weights] if self.needs_old or modes.is_offline(self.config) else []
-    if self.objective.needs_ref and (self.composition is not None or not found):
-      found.append(reference)
+    """Returns the programs that score batches, with the weights of each; equal ones once."""
+    is_scored = self.needs_old or modes.is_offline(self.config)
+    found = [(self.score_old, weights)] if is_scored else []
+    is_like_policy = self.score is self.score_old and self.composition is None
+    if self.objective.needs_ref and not (found and is_like_policy):
+      found.append((self.score, reference))
     return found
 
   def _scored_batches(self, **without: bool) -> dict[str, Batch]:
