@@ -135,19 +135,23 @@ class Computation:
     """Shardings of the weights as they are read."""
     return self.read.shardings
 
-  @property
+  @functools.cached_property
+  def described(self) -> tuple[Any, Any]:
+    """Shapes, dtypes and shardings of the policy's weights and of the reference's."""
+    return policy.described(self.read.described, self.composition)
+
+  @functools.cached_property
   def full(self) -> Any:
     """Shapes, dtypes and shardings of the full weights, as engines and files take them."""
-    return policy.full_weights(policy.described(self.read.described, self.composition)[0])
+    return policy.full_weights(self.described[0])
 
-  @property
+  @functools.cached_property
   def state(self) -> TrainState:
     """Shapes, dtypes and shardings of the training state, without a reference policy."""
-    weights, _ = policy.described(self.read.described, self.composition)
-    trainable = policy.trainable_of(weights)
+    trainable = policy.trainable_of(self.described[0])
     return train_step.shapes_of_state(trainable, self.tx, policy.shardings_of(trainable))
 
-  @property
+  @functools.cached_property
   def needs_old(self) -> bool:
     """Whether old logprobs are scored: depends on the config only, so it is equal in all steps."""
     learn, objective = self.config.learn, self.objective
@@ -155,7 +159,7 @@ class Computation:
     is_used = objective.needs_old and (updates > 1 or objective.options.kl_in_reward)
     return is_used or objective.drops_by_error
 
-  @property
+  @functools.cached_property
   def has_ages(self) -> bool:
     """Whether the batches of an update have the ages of tokens; see `LossTokens.ages`."""
     return ahead_options.is_ahead(self.config) or self.objective.needs_ages
@@ -185,10 +189,8 @@ class Computation:
   def jobs(self) -> list[Job]:
     """Returns the compilations to make before the first step, the longest first."""
     config, state = self.config, self.state
-    weights, reference = policy.described(self.read.described, self.composition)
-    is_composed = self.composition is not None
+    weights, reference = self.described
     bare = self._batches()
-    has_ref = self.objective.needs_ref
     found = self.update.jobs(state, self._scored_batches(), weights)
     if self.update.selector is not None:
       bare_scored = self._scored_batches(has_selected=False, has_weights=False)
@@ -204,7 +206,7 @@ class Computation:
       weights,
       bare,
       self._batches(has_ages=self.has_ages) if self.skips_zero_advantage else {},
-      initial=reference if is_composed else None,
+      initial=None if self.composition is None else reference,
       all_every_steps=config.learn.report_all_every_steps,
       kl_every_steps=config.learn.report_kl_every_steps,
     )
@@ -216,11 +218,11 @@ class Computation:
       found.append(self.follow.job(self.full, self.full))
     if self.composition is not None:
       found += self.composition.jobs()
+    elif self.objective.needs_ref:
+      found.append(self.copy.job(self.full))
     if self.measure is not None:
       found += self.measure.jobs(weights)
     found.append(self.initialize.job(state.params))
-    if has_ref and not is_composed:
-      found.append(self.copy.job(self.full))
     found += export.jobs(self.full, self.model, dtype=config.export.dtype)
     return found + self._gather_jobs() + self._credit_jobs()
 
@@ -265,16 +267,14 @@ class Computation:
     fetched: list[Any] = []
     for batch in self._scored_batches(has_selected=False).values():
       like: Any = batch.loss_places
-      fetched.append(jax.ShapeDtypeStruct(like.shape, np.float32, sharding=like.sharding))
-      fetched.append(batch.kept)
+      fetched += [jax.ShapeDtypeStruct(like.shape, np.float32, sharding=like.sharding), batch.kept]
       if self.update.selector is not None:
         fetched.append(self.update.selector.fetched(batch))
     if self.config.teacher.urls:  # what its servers score is read from the batch.
       fetched.append(self._batches())
     if self.composition is not None:  # written alone at the end.
       fetched.append(self.state.params)
-    gathers = arrays.gathers(fetched)
-    return [Job(f"gathering {name}", run) for name, run in gathers.items()]
+    return [Job(f"gathering {name}", run) for name, run in arrays.gathers(fetched).items()]
 
   def _credit_jobs(self) -> list[Job]:
     prompts, widths = self.config.rollout.prompts_per_step, widths_of(self.config)
