@@ -1,8 +1,9 @@
 """The language rule of CONTRIBUTING.md, as far as patterns can hold it.
 
-Checked are the prose of README, CONTRIBUTING, SECURITY and docs/, the docstrings and strings
-(messages, explanations) of Python files, the entries of docstrings' sections, and the comments of
-configs. Code in Markdown is not prose: neither blocks nor `names`. Run it alone with
+Checked are the prose of README, CONTRIBUTING, SECURITY, AGENTS, BUILD_NOTES and docs/, the
+docstrings and strings (messages, explanations) of Python files, the entries of docstrings'
+sections, and the comments of configs. Code in Markdown is not prose: neither blocks nor `names`.
+Run it alone with
 
     python -m pytest -q --noconftest tests/test_words.py
 """
@@ -17,7 +18,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [
-  *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+  *(ROOT / f"{name}.md" for name in "README CONTRIBUTING SECURITY AGENTS BUILD_NOTES".split()),
   *sorted((ROOT / "docs").rglob("*.md")),
 ]
 MODULES = [
