@@ -14,7 +14,7 @@ import importlib
 import types
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _OF_API = ("Run", "StopTraining", "open")
 _MODULES = ("api", "configuration", "notebook", "train")
