@@ -8,8 +8,11 @@ so that a mistyped name is answered at once.
 import contextlib
 import importlib
 import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import TextIO
 
 import grpo_jax
 from grpo_jax import interrupts
@@ -63,6 +66,7 @@ HELP = {"-h", "--help"}
 FAILED = 1
 WRONG_USE = 2
 INTERRUPTED = 130
+UNREAD = 128 + signal.SIGPIPE  # as a shell reports programs that end by this signal.
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -150,7 +154,22 @@ def console() -> None:
   with contextlib.suppress(FileNotFoundError):  # the working folder was removed.
     if not sys.flags.safe_path and os.getcwd() not in sys.path:
       sys.path.insert(0, os.getcwd())
-  interrupts.leave(run(sys.argv[1:]))
+  try:
+    code = run(sys.argv[1:])
+    if sys.stdout is not None:
+      sys.stdout.flush()
+  except BrokenPipeError:
+    if sys.stdout is None or not is_unread(sys.stdout):
+      raise
+    code = UNREAD
+  interrupts.leave(code)
+
+
+def is_unread(stream: TextIO) -> bool:
+  """Returns whether the reader of a pipe, such as `head`, has ended."""
+  watched = select.poll()
+  watched.register(stream, 0)
+  return any(events & (select.POLLERR | select.POLLHUP) for _, events in watched.poll(0))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -135,3 +137,25 @@ def test_names_and_mistakes_are_answered_without_jax():
   )
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
   assert done.stdout.splitlines()[-1] == "[0, 2, 0] False"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["doctor", "--help"]])
+def test_a_reader_that_ends_early_ends_the_program_without_a_message(words, unbuffered):
+  reading, writing = os.pipe()
+  os.close(reading)
+  command = [sys.executable, "-m", "grpo_jax", *words]
+  environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+  done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, env=environment)
+  os.close(writing)
+  assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_a_broken_pipe_of_a_command_is_not_taken_for_its_output():
+  code = (
+    "import sys\nfrom grpo_jax.commands import cli\n"
+    "def broken(words): raise BrokenPipeError('a pipe of a tool')\n"
+    "cli.run = broken\ncli.console()"
+  )
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+  assert done.returncode == 1 and "BrokenPipeError: a pipe of a tool" in done.stderr
