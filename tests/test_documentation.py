@@ -91,7 +91,8 @@ def test_the_first_screen_says_what_never_ran_and_what_a_run_needs():
   for words in (
     "## Status",
     "never run",
-    "any GPU, any TPU",
+    "any TPU",
+    "one H200",
     "one machine",
     "memory",
     "disk",
