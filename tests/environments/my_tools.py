@@ -6,7 +6,14 @@ import enum
 import json as _json  # what a module imports is not a tool.
 import time
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import (
+  Annotated,
+  Any,
+  Literal,
+  NotRequired,  # pydantic needs it on Python 3.11.
+)
+
+from typing_extensions import TypedDict
 
 
 class Unit(enum.Enum):

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from grpo_jax.environments.toolbox import schemas
+from grpo_jax.environments.toolbox import functions, schemas
 from grpo_jax.environments.toolbox.functions import Tool
 from grpo_jax.errors import place_and_reason
 from grpo_jax.models.chat.tool_calls import Malformed, Parsed, call
@@ -106,6 +106,8 @@ class Toolbox:
         if wrong:
           return "wrong_arguments", f"{name}: {wrong}"
         return "", as_text(await tool.run(arguments))
+    except functions.WrongArguments as error:
+      return "wrong_arguments", f"{name}: {error}"[:_SHOWN]
     except ToolError as error:
       return "tool_errors", str(error)
     except asyncio.CancelledError:

@@ -16,12 +16,15 @@ import inspect
 import re
 import threading
 import typing
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
+
+import pydantic
+import typing_extensions
+from pydantic import json_schema
 
 from grpo_jax.environments.hanging import Hanging
-from grpo_jax.environments.toolbox import hints
 
 _NAME = re.compile(r"[A-Za-z0-9_./-]{1,128}")
 _SECTION = re.compile(
@@ -40,7 +43,7 @@ class Tool:
   description: str
   parameters: Mapping[str, Any]  # JSON schema, an object.
   # Function from arguments that fit the schema to the result, which may be anything.
-  run: Callable[[Mapping[str, Any]], Awaitable[Any]]
+  run: Callable[[Mapping[str, Any]], Coroutine[Any, Any, Any]]
   hanging: Hanging = dataclasses.field(default_factory=Hanging)  # threads of its calls.
 
   def __post_init__(self):
@@ -81,6 +84,26 @@ def tools_in(module: ModuleType) -> list[Tool]:
   return [tool_of(function) for function in found]
 
 
+class WrongArguments(ValueError):
+  """Arguments of a call that cannot be converted to the types of the hints."""
+
+
+class _Schema(json_schema.GenerateJsonSchema):
+  """Writes no titles, which repeat names: the model reads every token."""
+
+  def sort(self, value: Any, parent_key: str | None = None) -> Any:
+    return value  # the type comes first, as a reader expects it.
+
+  def field_title_should_be_set(self, schema: Any) -> bool:
+    return False
+
+  def generate(self, schema: Any, mode: Any = "validation") -> dict[str, Any]:
+    made = super().generate(schema, mode)
+    for part in (made, *made.get("$defs", {}).values()):
+      part.pop("title", None)
+    return made
+
+
 def tool_of(function: Callable[..., Any]) -> Tool:
   """Returns the tool that a function is; it may be a coroutine function.
 
@@ -90,40 +113,51 @@ def tool_of(function: Callable[..., Any]) -> Tool:
   """
   name = getattr(function, "__name__", None) or type(function).__name__
   where = f"the tool {getattr(function, '__module__', '')}.{name}"
-  found = _typed_parameters(function, where)
   description, of_arguments = described(inspect.getdoc(function) or "")
-  properties = {
-    parameter.name: _property(parameter, kind.schema, of_arguments.get(parameter.name))
-    for parameter, kind in found
+  fields = {
+    parameter.name: _field(parameter, hint, of_arguments.get(parameter.name))
+    for parameter, hint in _typed_parameters(function, where)
   }
-  required = [parameter.name for parameter, _ in found if parameter.default is parameter.empty]
-  convert = {parameter.name: kind.convert for parameter, kind in found}
-
+  # Any: type checkers know only classes whose fields are written out.
+  typed_dict: Any = cast(Any, typing_extensions.TypedDict)(name, fields)
+  typed_dict.__pydantic_config__ = pydantic.ConfigDict(extra="forbid")
+  adapter = pydantic.TypeAdapter(typed_dict)
   hanging = Hanging()
 
   async def run(arguments: Mapping[str, Any]) -> Any:
-    typed = {name: convert[name](value) for name, value in arguments.items()}
+    try:
+      typed = adapter.validate_python(dict(arguments))
+    except pydantic.ValidationError as error:
+      wrong = error.errors(include_url=False, include_input=False)[0]
+      raise WrongArguments(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from error
     return await _called(function, typed, hanging)
 
-  parameters = {"type": "object", "properties": properties, "required": required}
+  made = adapter.json_schema(schema_generator=_Schema)
+  made.pop("additionalProperties")  # `schemas.problem` refuses other names, with the nearest one.
+  made.setdefault("required", [])
+  keys = ("type", "properties", "required", "$defs")  # a chat template writes them in this order.
+  parameters = {key: made[key] for key in keys if key in made}
   return Tool(name, description, parameters, run, hanging)
 
 
-def _property(
-  parameter: inspect.Parameter, schema: dict[str, Any], description: str | None
-) -> dict[str, Any]:
-  """Returns the schema of one parameter; a description in the hint comes before the docstring's."""
-  made = dict(schema)
-  if description and "description" not in made:
-    made["description"] = description
+def _field(parameter: inspect.Parameter, hint: Any, description: str | None) -> Any:
+  """Returns the type of one argument; a description in the hint comes before the docstring's."""
+  notes = typing.get_args(hint)[1:] if typing.get_origin(hint) is typing.Annotated else ()
+  own = next((note for note in notes if isinstance(note, str)), None)
+  if own is None and any(getattr(note, "description", None) for note in notes):
+    description = None  # pydantic.Field has it.
+  shown: dict[str, Any] = {}
   if isinstance(parameter.default, str | int | float | bool):
-    made["default"] = parameter.default
-  return made
+    shown["default"] = parameter.default
+  field = pydantic.Field(description=own or description, json_schema_extra=shown)
+  is_required = parameter.default is parameter.empty
+  mark = typing_extensions.Required if is_required else typing_extensions.NotRequired
+  return mark[typing.Annotated[hint, field]]
 
 
 def _typed_parameters(
   function: Callable[..., Any], where: str
-) -> list[tuple[inspect.Parameter, hints.Typed]]:
+) -> list[tuple[inspect.Parameter, Any]]:
   try:
     parameters = inspect.signature(function).parameters.values()
     known = typing.get_type_hints(_hinted(function), include_extras=True)
@@ -136,11 +170,12 @@ def _typed_parameters(
     if parameter.name not in known:
       raise ValueError(f"{where}: the parameter {parameter.name!r} needs a type hint")
     hint = known[parameter.name]
-    place = f"{where}, parameter {parameter.name!r}"
     try:
-      found.append((parameter, hints.typed(hint, place)))
-    except RecursionError as error:
-      raise ValueError(f"{place}: a type that refers to itself has no JSON schema") from error
+      pydantic.TypeAdapter(hint).json_schema()
+    except (pydantic.errors.PydanticUserError, NameError) as error:
+      place, reason = f"{where}, parameter {parameter.name!r}", str(error).splitlines()[0]
+      raise ValueError(f"{place}: no JSON schema: {reason}") from error
+    found.append((parameter, hint))
   return found
 
 

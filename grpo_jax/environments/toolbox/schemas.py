@@ -54,11 +54,6 @@ def problem(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str | No
   return _checked(dict(arguments), schema)
 
 
-def fits(value: Any, schema: Any) -> bool:
-  """Returns whether a value fits a schema."""
-  return _checked(value, schema) is None
-
-
 def _checked(value: Any, schema: Any) -> str | None:
   try:
     found = _Check(schema).problem(value, schema)
