@@ -50,7 +50,7 @@ def value(source: str, *_: Any) -> Any:
     ExpressionError: The text is anything else.
     SyntaxError: The text is not an expression.
   """
-  return _walk(_tree(source), _no_name, _no_call, strings=True)
+  return walked(_tree(source), _no_name, _no_call, strings=True)
 
 
 def sympy_value(source: str, local_dict: Mapping[str, Any], global_dict: Mapping[str, Any]) -> Any:
@@ -82,9 +82,58 @@ def sympy_value(source: str, local_dict: Mapping[str, Any], global_dict: Mapping
       function = _function(global_dict.get(node.func.id))
     else:
       raise ExpressionError("only functions can be called")
-    return function(*(_walk(argument, name, call) for argument in node.args))
+    return function(*(walked(argument, name, call) for argument in node.args))
 
-  return _walk(_tree(source), name, call)
+  return walked(_tree(source), name, call)
+
+
+def walked(
+  node: ast.expr,
+  name: Callable[[ast.Name], Any],
+  call: Callable[[ast.Call], Any],
+  *,
+  binary: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = _BINARY,
+  strings: bool = False,
+) -> Any:
+  """Returns the value of a node of a syntax tree.
+
+  Args:
+    node: Node of the tree of an expression.
+    name: Returns the value of a name.
+    call: Returns the value of a call.
+    binary: Functions of the operators with two operands; others are refused.
+    strings: Whether strings are values.
+
+  Raises:
+    ExpressionError: There is more than values, operators, names and calls.
+  """
+
+  def each(nodes: list[ast.expr]) -> list[Any]:
+    return [walked(inner, name, call, binary=binary, strings=strings) for inner in nodes]
+
+  match node:
+    case ast.Constant() if strings or not isinstance(node.value, str | bytes):
+      return node.value
+    case ast.UnaryOp() if type(node.op) in _UNARY:
+      return _UNARY[type(node.op)](*each([node.operand]))
+    case ast.BinOp() if type(node.op) in binary:
+      left, right = each([node.left, node.right])
+      if isinstance(left, str | bytes) or isinstance(right, str | bytes):
+        raise ExpressionError("strings are not computed with")
+      return binary[type(node.op)](left, right)
+    case ast.Tuple():
+      return tuple(each(node.elts))
+    case ast.List():
+      return each(node.elts)
+    case ast.Set():
+      return set(each(node.elts))
+    case ast.Dict(keys=keys) if None not in keys:
+      return dict(zip(each([k for k in keys if k]), each(node.values), strict=True))
+    case ast.Name():
+      return name(node)
+    case ast.Call():
+      return call(node)
+  raise ExpressionError("not an arithmetic expression")
 
 
 def guard(package: str) -> None:
@@ -109,43 +158,6 @@ def _tree(source: str) -> ast.expr:
   if not isinstance(source, str):  # already compiled code.
     _refuse()
   return ast.parse(source.strip(), mode="eval").body
-
-
-def _walk(
-  node: ast.expr,
-  name: Callable[[ast.Name], Any],
-  call: Callable[[ast.Call], Any],
-  *,
-  strings: bool = False,
-) -> Any:
-  """Returns the value of a node; `name` and `call` evaluate names and calls."""
-
-  def each(nodes: list[ast.expr]) -> list[Any]:
-    return [_walk(inner, name, call, strings=strings) for inner in nodes]
-
-  match node:
-    case ast.Constant() if strings or not isinstance(node.value, str | bytes):
-      return node.value
-    case ast.UnaryOp() if type(node.op) in _UNARY:
-      return _UNARY[type(node.op)](*each([node.operand]))
-    case ast.BinOp():
-      left, right = each([node.left, node.right])
-      if isinstance(left, str | bytes) or isinstance(right, str | bytes):
-        raise ExpressionError("strings are not computed with")
-      return _BINARY[type(node.op)](left, right)
-    case ast.Tuple():
-      return tuple(each(node.elts))
-    case ast.List():
-      return each(node.elts)
-    case ast.Set():
-      return set(each(node.elts))
-    case ast.Dict(keys=keys) if None not in keys:
-      return dict(zip(each([k for k in keys if k]), each(node.values), strict=True))
-    case ast.Name():
-      return name(node)
-    case ast.Call():
-      return call(node)
-  raise ExpressionError(f"{type(node).__name__} is not arithmetic")
 
 
 def _no_name(node: ast.Name) -> NoReturn:

@@ -61,6 +61,7 @@ def test_arithmetic_has_the_values_of_python(expression, result):
     ("0 ** -1", "division by zero"),
     ("5 % 0", "division by zero"),
     ("1,000 + 1", "unexpected ','"),
+    ("-(1, 2)", "not an arithmetic expression"),
     ("3 ^ 2", "cannot read '^ 2'"),
     ("x + 1", "'x' is not known"),
     ("open(1)", "'open' is not known"),

@@ -9,7 +9,10 @@ import math
 import operator
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
+
+from grpo_sandbox import expressions
+from grpo_sandbox.expressions import ExpressionError
 
 Number = int | float
 
@@ -23,15 +26,12 @@ _TOKENS = re.compile(
 )
 
 
-class ExpressionError(ValueError):
-  """An expression that cannot be evaluated; the model sees the message."""
-
-
 def evaluate(expression: str) -> Number:
   """Returns the value of an expression such as "(3 + 4) * 12 / 7".
 
   Raises:
     ExpressionError: The expression is not arithmetic, or its value is too large or not a number.
+      The model sees the message.
   """
   expression = expression.strip()
   if not expression:
@@ -43,8 +43,9 @@ def evaluate(expression: str) -> Number:
   if end < len(expression):
     raise ExpressionError(f"cannot read {expression[end : end + 10]!r}")
   try:
-    return _value(ast.parse(expression, mode="eval").body)
-  except SyntaxError as error:
+    tree = ast.parse(expression, mode="eval").body
+    return _number(expressions.walked(tree, _unknown, _call, binary=_OPERATORS))
+  except (SyntaxError, TypeError) as error:  # such as -(1, 2).
     raise ExpressionError("not an arithmetic expression") from error
   except (RecursionError, MemoryError) as error:
     raise ExpressionError("the expression is nested too deeply") from error
@@ -57,14 +58,10 @@ def shown(value: Number) -> str:
   return str(int(value))
 
 
-def _value(node: ast.expr) -> Number:
-  """Returns the checked value of one node."""
-  try:
-    value = _computed(node)
-  except ZeroDivisionError as error:
-    raise ExpressionError("division by zero") from error
-  except OverflowError as error:
-    raise ExpressionError("the result is too large") from error
+def _number(value: Any) -> Number:
+  """Returns a value if it is a number in bounds."""
+  if isinstance(value, tuple):
+    raise ExpressionError("unexpected ',': numbers are written without it")
   if isinstance(value, int):
     if value.bit_length() > _MAX_BITS:
       raise ExpressionError("the result is too large")
@@ -73,24 +70,36 @@ def _value(node: ast.expr) -> Number:
   return value
 
 
-def _computed(node: ast.expr) -> Number:
-  match node:
-    case ast.Constant(value=int() | float() as value):
-      return value
-    case ast.UnaryOp(op=ast.USub()):
-      return -_value(node.operand)
-    case ast.UnaryOp(op=ast.UAdd()):
-      return _value(node.operand)
-    case ast.BinOp() if type(node.op) in _OPERATORS:
-      return _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
-    case ast.Call(func=ast.Name(id=name), keywords=[]) if name in _FUNCTIONS:
-      return _called(name, [_value(argument) for argument in node.args])
-    case ast.Call(func=ast.Name(id=name)) | ast.Name(id=name):
-      known = ", ".join(_FUNCTIONS)
-      raise ExpressionError(f"{name!r} is not known; there are: {known}")
-    case ast.Tuple():
-      raise ExpressionError("unexpected ',': numbers are written without it")
-  raise ExpressionError("not an arithmetic expression")
+def _bounded(function: Callable[..., Any]) -> Callable[..., Number]:
+  """Returns a function that takes and gives numbers in bounds only."""
+
+  def bounded(*values: Any) -> Number:
+    try:
+      return _number(function(*map(_number, values)))
+    except ZeroDivisionError as error:
+      raise ExpressionError("division by zero") from error
+    except OverflowError as error:
+      raise ExpressionError("the result is too large") from error
+
+  return bounded
+
+
+def _unknown(node: ast.Name) -> NoReturn:
+  raise ExpressionError(f"{node.id!r} is not known; there are: {', '.join(_FUNCTIONS)}")
+
+
+def _call(node: ast.Call) -> Number:
+  if not isinstance(node.func, ast.Name) or node.keywords:
+    raise ExpressionError("not an arithmetic expression")
+  if node.func.id not in _FUNCTIONS:
+    _unknown(node.func)
+  values = (expressions.walked(each, _unknown, _call, binary=_OPERATORS) for each in node.args)
+  try:
+    return _bounded(_FUNCTIONS[node.func.id])(*values)
+  except ExpressionError:
+    raise
+  except (TypeError, ValueError) as error:
+    raise ExpressionError(f"{node.func.id} cannot be applied: {error}") from error
 
 
 def _power(base: Number, exponent: Number) -> Number:
@@ -103,13 +112,6 @@ def _power(base: Number, exponent: Number) -> Number:
   if isinstance(value, complex):
     raise ExpressionError("the result is not a real number")
   return value
-
-
-def _called(name: str, arguments: list[Number]) -> Number:
-  try:
-    return _FUNCTIONS[name](*arguments)
-  except (TypeError, ValueError) as error:
-    raise ExpressionError(f"{name} cannot be applied: {error}") from error
 
 
 def _rounded(value: Number, digits: Number = 0) -> Number:
@@ -125,14 +127,14 @@ def _root(value: Number) -> Number:
   return root if isinstance(value, int) and root * root == value else math.sqrt(value)
 
 
-_OPERATORS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
-  ast.Add: operator.add,
-  ast.Sub: operator.sub,
-  ast.Mult: operator.mul,
-  ast.Div: operator.truediv,
-  ast.FloorDiv: operator.floordiv,
-  ast.Mod: operator.mod,
-  ast.Pow: _power,
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Number]] = {
+  ast.Add: _bounded(operator.add),
+  ast.Sub: _bounded(operator.sub),
+  ast.Mult: _bounded(operator.mul),
+  ast.Div: _bounded(operator.truediv),
+  ast.FloorDiv: _bounded(operator.floordiv),
+  ast.Mod: _bounded(operator.mod),
+  ast.Pow: _bounded(_power),
 }
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
   "abs": abs,
