@@ -139,17 +139,16 @@ def straggling(input_of_runs):
     "--config.environments.own.path=late_rewards.late",
     "--config.logging.samples_every_steps=0",
   ]
-  path = ":".join(
-    str(each)
-    for each in (several.ROOT, *(several.ROOT / name for name in ("kernels", "packages")), folder)
-  )
   run = several.start(
     config,
     folder / "run",
     arguments,
     devices=1,
     own={1: [f"--config.data.path={copy}"]},
-    environment={"PYTHONPATH": path, "XLA_FLAGS": quick_compilation.FLAGS},
+    environment={
+      "PYTHONPATH": f"{several.PYTHONPATH}:{folder}",
+      "XLA_FLAGS": quick_compilation.FLAGS,
+    },
   )
   codes = run.wait()
   assert codes == [0, 0], run.text(0) + run.text(1)

@@ -20,10 +20,8 @@ import pytest
 
 from grpo_jax import metrics
 from grpo_jax.models import loading, tiny
-from tests import quick_compilation
+from tests import quick_compilation, several
 
-ROOT = pathlib.Path(__file__).parents[2]
-PACKAGES = (ROOT, ROOT / "kernels", ROOT / "packages")
 STEPS = 6
 SURPLUS = "dynamic_sampling/from_surplus"
 KILLS = int(os.environ.get("GRPO_JAX_KILLS", "3"))
@@ -127,12 +125,12 @@ def get_config():
       **{name: os.environ[name] for name in inherited},
       "JAX_PLATFORMS": "cpu",
       "XLA_FLAGS": quick_compilation.FLAGS,
-      "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "tests" / "without_torch", *PACKAGES))),
+      "PYTHONPATH": several.PYTHONPATH,
       "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     words = [sys.executable, "-m", "grpo_jax.main", f"--config={config}", f"--workdir={workdir}"]
-    return {"args": words, "cwd": ROOT, "env": environment}
+    return {"args": words, "cwd": several.ROOT, "env": environment}
 
   return make
 

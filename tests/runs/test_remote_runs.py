@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -14,12 +13,11 @@ import pytest
 from grpo_jax import metrics
 from grpo_jax.files import manifest
 from grpo_jax.models import loading, tiny
-from tests import quick_compilation
+from tests import quick_compilation, several
 from tests.runs.test_killed_runs import killed_when, lines_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 6
 PROGRAM = """
 import os, sys
@@ -47,6 +45,9 @@ def get_config():
   config.sampling.max_tokens = 8
   config.rollout.max_tokens = 96
   config.batching.row_tokens = 256
+  config.batching.row_buckets = (256,)
+  config.batching.microbatch_tokens = 256
+  config.learn.report_kl_every_steps = 0
   config.loss.kl_coef = 0.0
   config.evaluation.every_steps = 3
   config.evaluation.num_prompts = 2
@@ -71,13 +72,14 @@ def command(tmp_path_factory):
     **os.environ,
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": quick_compilation.FLAGS,
-    "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "packages"))),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "PYTHONPATH": several.PYTHONPATH,
   }
 
   def make(machine, workdir):
     flags = [f"--config={folder / 'config.py'}", f"--workdir={workdir}"]
     words = [sys.executable, "-c", PROGRAM, str(machine), *flags]
-    return {"args": words, "cwd": ROOT, "env": environment, "stdout": subprocess.DEVNULL}
+    return {"args": words, "cwd": several.ROOT, "env": environment, "stdout": subprocess.DEVNULL}
 
   return make
 

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -11,12 +10,12 @@ import sys
 import pytest
 
 from grpo_jax.models import tiny
+from tests import several
 from tests.engines.processes import eventually
 from tests.engines.sglang_fixtures import processes_in, server_python
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
-ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 4
 
 
@@ -49,6 +48,9 @@ def get_config():
   config.sampling.max_tokens = 12
   config.rollout.max_tokens = 96
   config.batching.row_tokens = 256
+  config.batching.row_buckets = (256,)
+  config.batching.microbatch_tokens = 1024
+  config.learn.report_kl_every_steps = 0
   config.optim.learning_rate = 1e-3
   config.evaluation.every_steps = 2
   config.evaluation.at_start = False
@@ -62,12 +64,13 @@ def get_config():
 
 def command(folder, workdir, engine):
   environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-  environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'packages'}"
+  environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+  environment["PYTHONPATH"] = several.PYTHONPATH
   words = [
     *(sys.executable, "-m", "grpo_jax.main", f"--config={folder / 'config.py'}"),
     *(f"--workdir={workdir}", f"--config.engine.name={engine}"),
   ]
-  return {"args": words, "cwd": ROOT, "env": environment, "text": True}
+  return {"args": words, "cwd": several.ROOT, "env": environment, "text": True}
 
 
 def steps_of(workdir):

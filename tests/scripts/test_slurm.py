@@ -36,11 +36,10 @@ class Run:
       "--config.checkpoint.every_steps=5",
       "--config.distributed.heartbeat_s=10",
     ]
-    paths = (several.ROOT, *(several.ROOT / name for name in ("kernels", "packages", "tests")))
     self.variables = {
       "JAX_PLATFORMS": "cpu",
       "JAX_NUM_CPU_DEVICES": "2",
-      "PYTHONPATH": ":".join(map(str, paths)),
+      "PYTHONPATH": f"{several.PYTHONPATH}:{several.ROOT / 'tests'}",
       "VENV": sys.prefix,
     }
 
