@@ -40,9 +40,9 @@ test-long: venv  ## Run the tests that take more than some seconds each, and the
 test-slow: venv  ## Run the tests on real components: the real model, killed processes.
 	$(BIN)/python -m pytest -q $(PARALLEL) -m "slow and not sglang and not processes" --durations=15 $(call files_of,slow) $(ARGS)
 
-# One file after the other: a run of two processes already uses two cores.
+# Two files side by side: a file starts processes and waits for them most of the time.
 test-processes: venv  ## Run the tests of runs that consist of several processes.
-	$(BIN)/python -m pytest -q -m processes --durations=10 $(call files_of,processes) $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist=loadfile -m processes --durations=15 $(call files_of,processes) $(ARGS)
 
 # Two processes: each server takes up to 3 GB, and a file's tests share their servers.
 test-sglang: venv  ## Run the tests with real SGLang servers, on this machine's CPU.

@@ -59,7 +59,7 @@ def installed(wheel, tmp_path_factory):
   (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
   elsewhere = folder / "elsewhere"
   elsewhere.mkdir()
-  names = ("JAX_COMPILATION", "GRPO_JAX_ANY_VERSIONS")
+  names = ("JAX_COMPILATION", "JAX_PERSISTENT", "XLA_FLAGS", "GRPO_JAX_ANY_VERSIONS")
   kept = {name: os.environ[name] for name in os.environ if name.startswith(names)}
   environment = {
     **kept,
@@ -77,6 +77,7 @@ TINY = (
   *("--config.total_steps=2", "--config.rollout.prompts_per_step=2"),
   *("--config.rollout.group_size=4", "--config.sampling.max_tokens=4"),
   *("--config.evaluation.num_prompts=4", "--config.data.size=64"),
+  *("--config.engine.max_rows=8", "--config.learn.report_kl_every_steps=0"),
 )
 
 
