@@ -85,6 +85,15 @@ def test_a_part_that_fails_beside_others_ends_the_gate(gate):
   assert done.returncode != 0 and "make test" not in targets
 
 
+def test_trackers_and_environments_are_tested_beside_the_slow_part_and_can_fail_it(gate):
+  done, targets = gate("slow")
+  assert done.returncode == 0
+  assert sorted(targets) == ["make test-environments", "make test-slow ARGS=", "make test-trackers"]
+  for target in ("test-trackers", "test-environments"):
+    done, _ = gate("slow", failing=target)
+    assert done.returncode != 0 and parts_of(done) == ["slow (failed)", "together"]
+
+
 def test_an_unknown_part_is_refused_before_anything_runs(gate):
   done, targets = gate("check", "tests")
   assert done.returncode == 2 and targets == []
