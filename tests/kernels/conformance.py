@@ -77,10 +77,17 @@ def operation(name: str, implementation: Any = None) -> Callable[..., Any]:
     name: of `INTERPRETERS`.
     implementation: takes the place of the module of that name, such as one with a fault.
   """
-  if not interpreted(name) and implementation is None:
+  if implementation is None:
+    return _operation(name)
+  return functools.partial(core.entry(implementation), interpret=interpreted(name))
+
+
+@functools.cache
+def _operation(name: str) -> Callable[..., Any]:
+  """Returns the implementation of a name, the same function each time: see `compiled`."""
+  if not interpreted(name):
     return functools.partial(linear_logprobs, implementation=name)
-  entry = core.entry(module(name) if implementation is None else implementation)
-  return functools.partial(entry, interpret=interpreted(name))
+  return functools.partial(core.entry(module(name)), interpret=True)
 
 
 class Outcome(NamedTuple):
@@ -129,7 +136,8 @@ def random_case(n, d, v, *, dtype, head_layout="vd", scale=3.0, seed=0):
   hidden = rng.standard_normal((n, d)) * scale / np.sqrt(d)
   head = rng.standard_normal((v, d) if head_layout == "vd" else (d, v))
   targets = rng.integers(0, v, n).astype(np.int32)
-  return jnp.asarray(hidden, dtype), jnp.asarray(head, dtype), jnp.asarray(targets)
+  of_dtype = lambda x: jnp.asarray(x.astype(np.float32).astype(jnp.dtype(dtype)))
+  return of_dtype(hidden), of_dtype(head), jnp.asarray(targets)
 
 
 def cotangents(n, seed=1):
@@ -138,8 +146,12 @@ def cotangents(n, seed=1):
   return rng.standard_normal(n), rng.standard_normal(n)
 
 
+@functools.cache
 def compiled(operate, **settings) -> Callable[..., Any]:
-  """Returns (hidden, head, targets, cotangents) → (outputs, gradients) of an operation, jitted."""
+  """Returns (hidden, head, targets, cotangents) → (outputs, gradients) of an operation, jitted.
+
+  The same operation is compiled once for a shape. One with a fault is another function.
+  """
 
   def outputs_and_gradients(hidden, head, targets, of_outputs):
     f = lambda h, w: operate(h, w, targets, return_entropy=True, **settings)
@@ -151,7 +163,7 @@ def compiled(operate, **settings) -> Callable[..., Any]:
 
 def differentiate(operate, hidden, head, targets, g, g_entropy, **settings) -> Outcome:
   """Returns what an operation gives, entropy and both gradients included."""
-  of_outputs = jnp.asarray(g, jnp.float32), jnp.asarray(g_entropy, jnp.float32)
+  of_outputs = np.asarray(g, np.float32), np.asarray(g_entropy, np.float32)
   outputs, gradients = compiled(operate, **settings)(hidden, head, targets, of_outputs)
   assert [x.dtype for x in outputs] == [jnp.float32, jnp.float32]
   assert [x.dtype for x in gradients] == [hidden.dtype, head.dtype]

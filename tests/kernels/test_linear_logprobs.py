@@ -17,7 +17,8 @@ DTYPES = {
   "mosaic_gpu": ("bfloat16",),  # wgmma has no float32.
   "pallas_tpu": ("float32", "bfloat16"),
 }
-# N, D, V, temperature, layout. Sizes are odd or prime, or one off a tile or a chunk.
+# N, D, V, temperature, layout. Sizes are odd or prime, or one off a tile or a chunk. The second
+# dtype of an implementation takes the first two.
 CASES = {
   "xla": [
     (5, 16, 1009, 0.3, "vd"),
@@ -45,8 +46,9 @@ def cases():
   """Yields every implementation with its dtypes and sizes."""
   for parameter in conformance.ALL:
     name = parameter.values[0]
+    sizes_of = CASES.get(name, CASES["xla"])
     for dtype in DTYPES[name]:
-      for n, d, v, temperature, layout in CASES.get(name, CASES["xla"]):
+      for n, d, v, temperature, layout in sizes_of if dtype == DTYPES[name][0] else sizes_of[:2]:
         label = f"{name}-{dtype}-{n}x{d}x{v}-{temperature}-{layout}"
         values = (name, dtype, n, d, v, temperature, layout)
         yield pytest.param(*values, marks=parameter.marks, id=label)
@@ -102,13 +104,12 @@ def extreme_logits():
 
 
 @each
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_extreme_logits_are_exact(name, temperature):
+def test_extreme_logits_are_exact(name):
   hidden, head, targets = extreme_logits()
   g, g_entropy = np.ones(len(targets)), np.ones(len(targets))
-  settings = {"head_layout": "vd", "temperature": temperature}
-  dtype = dtype_of(name)
-  given = jnp.asarray(hidden, dtype), jnp.asarray(head, dtype), jnp.asarray(targets)
+  settings = {"head_layout": "vd", "temperature": 0.7}
+  dtype = jnp.dtype(dtype_of(name))
+  given = hidden.astype(dtype), head.astype(dtype), targets
   np.testing.assert_array_equal(np.asarray(given[1], np.float64), head)
   got = conformance.differentiate(operation(name), *given, g, g_entropy, **settings)
   exact = conformance.oracle(hidden, head, targets, g=g, g_entropy=g_entropy, **settings)
@@ -129,7 +130,7 @@ def test_probabilities_of_all_targets_sum_to_one(name):
   n, d, v = sizes(name, v, v)
   hidden, head, _ = conformance.random_case(1, d, v, dtype=dtype_of(name))
   every = jnp.arange(v, dtype=jnp.int32)
-  logprobs = jax.jit(operation(name))(jnp.repeat(hidden, n, axis=0), head, every)
+  logprobs = jax.jit(operation(name))(np.repeat(hidden, n, axis=0), head, every)
   assert np.exp(np.asarray(logprobs, np.float64)).sum() == pytest.approx(1.0, abs=1e-5)
   assert (np.asarray(logprobs) <= 0).all()
 
@@ -147,11 +148,12 @@ def test_entropy_of_equal_logits_is_log_v_and_its_gradient_nothing(name):
 
 @each
 def test_order_of_the_vocabulary_and_of_tokens_changes_nothing(name):
-  n, d, v = sizes(name, 9, 331)
-  hidden, head, targets = conformance.random_case(n, d, v, dtype=dtype_of(name))
+  n, d, v = sizes(name, 40, 389)
+  given = conformance.random_case(n, d, v, dtype=dtype_of(name))
+  hidden, head, targets = map(np.asarray, given)
   rng = np.random.default_rng(2)
   columns, rows = rng.permutation(v), rng.permutation(n)
-  moved = jnp.asarray(np.argsort(columns))[targets]
+  moved = np.argsort(columns).astype(np.int32)[targets]
   g, g_entropy = conformance.cotangents(n)
   settings = {"head_layout": "vd", "temperature": 1.0}
   plain = conformance.differentiate(
@@ -174,8 +176,8 @@ def test_order_of_the_vocabulary_and_of_tokens_changes_nothing(name):
 def test_repetition_is_bitwise_equal(name):
   n, d, v = sizes(name, 40, 389)
   hidden, head, targets = conformance.random_case(n, d, v, dtype=dtype_of(name))
-  run = conformance.compiled(operation(name), head_layout="vd", temperature=0.7)
-  of_outputs = tuple(jnp.asarray(x, jnp.float32) for x in conformance.cotangents(n))
+  run = conformance.compiled(operation(name), head_layout="vd", temperature=1.0)
+  of_outputs = tuple(np.asarray(x, np.float32) for x in conformance.cotangents(n))
   once, again = (run(hidden, head, targets, of_outputs) for _ in range(2))
   jax.tree.map(np.testing.assert_array_equal, once, again)
 
@@ -201,9 +203,11 @@ def test_no_token_and_one(name, n):
 @each
 def test_tokens_that_do_not_count_touch_no_other(name):
   # A target outside the vocabulary gives NaN; neither it nor a cotangent of 0 leaves a trace.
-  n, d, v = sizes(name, 6, 301)
-  hidden, head, targets = conformance.random_case(n, d, v, dtype=dtype_of(name))
-  wrong = targets.at[1:3].set(jnp.asarray([v, -1]))
+  n, d, v = sizes(name, 40, 389)
+  given = conformance.random_case(n, d, v, dtype=dtype_of(name))
+  hidden, head, targets = map(np.asarray, given)
+  wrong = targets.copy()
+  wrong[1:3] = v, -1
   g, g_entropy = conformance.cotangents(n)
   g_entropy = g_entropy * 0
   g[4] = 0
@@ -211,7 +215,7 @@ def test_tokens_that_do_not_count_touch_no_other(name):
   got = conformance.differentiate(operation(name), hidden, head, wrong, g, g_entropy, **settings)
   assert np.isnan(got.logprobs[1:3]).all()
   assert not got.d_hidden[[1, 2, 4]].any()
-  kept = np.asarray([0, 3, 4, 5])
+  kept = np.asarray([0, *range(3, n)])
   exact = conformance.oracle(
     hidden[kept], head, targets[kept], g=g[kept], g_entropy=g_entropy[kept], **settings
   )
@@ -258,18 +262,18 @@ def test_statistics_of_parts_make_those_of_the_whole(name, layout):
   hidden, head, targets = conformance.random_case(n, d, v, dtype=dtype_of(name), head_layout=layout)
   settings = core.Settings(layout, 0.7, True, interpret=conformance.interpreted(name))
   axis = settings.vocab_axis
-  first, second = jnp.split(head, [130], axis=axis)
+  first, second = np.split(np.asarray(head), [130], axis=axis)
   shape = list(head.shape)
   shape[axis] = 130
-  junk = jnp.full(shape, 100.0, head.dtype)
-  second = jnp.concatenate([second, junk], axis=axis)
+  junk = np.full(shape, 100.0, head.dtype)
+  second = np.concatenate([second, junk], axis=axis)
   walk = jax.jit(
     lambda w, t, columns: conformance.module(name).statistics(settings, hidden, w, t, columns)
   )
   parts = [
     walk(first, targets, None),
-    walk(second, targets - 130, jnp.int32(v - 130)),
-    walk(second, targets - v, jnp.int32(0)),
+    walk(second, np.asarray(targets) - 130, jnp.int32(v - 130)),
+    walk(second, np.asarray(targets) - v, jnp.int32(0)),
   ]
   parts = [core.Statistics(*(np.asarray(x, np.float64) for x in part)) for part in parts]
   assert (parts[2].largest == core.LOWEST).all()
@@ -294,8 +298,8 @@ def test_columns_that_are_not_real_have_no_gradient(name, layout):
   axis = settings.vocab_axis
   pad = [(0, 0), (0, 0)]
   pad[axis] = (0, 99)
-  padded = jnp.pad(head, pad, constant_values=100.0)
-  g, g_entropy = (jnp.asarray(x, jnp.float32) for x in conformance.cotangents(n))
+  padded = np.pad(np.asarray(head), pad, constant_values=100.0)
+  g, g_entropy = (np.asarray(x, np.float32) for x in conformance.cotangents(n))
   entry = conformance.module(name)
 
   @jax.jit

@@ -30,11 +30,12 @@ def case(n, v, *, d=12, head_layout="vd", dtype="float32", seed=0):
   """Returns hidden, head and targets; per-token data whose ratios are clipped here and there."""
   inputs = conformance.random_case(n, d, v, dtype=dtype, head_layout=head_layout, seed=seed)
   rng = np.random.default_rng(seed)
-  near = linear_logprobs(*inputs, head_layout=head_layout) if n else jnp.zeros(0)
+  none = {"temperature": 1.0, "g": np.zeros(n), "g_entropy": np.zeros(n)}
+  near = conformance.oracle(*inputs, head_layout=head_layout, **none).outcome.logprobs
   data = {
-    "old": jnp.asarray(near + 0.3 * rng.standard_normal(n), jnp.float32),
-    "advantages": jnp.asarray(rng.standard_normal(n), jnp.float32),
-    "mask": jnp.asarray(rng.random(n) < 0.8),
+    "old": (near + 0.3 * rng.standard_normal(n)).astype(np.float32),
+    "advantages": rng.standard_normal(n).astype(np.float32),
+    "mask": rng.random(n) < 0.8,
   }
   return inputs, data, {"bonus": 0.3, "tokens": float(max(n, 1))}
 
@@ -74,21 +75,21 @@ def assert_same(got, expected, tolerance):
     np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * size)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-  ("n", "v", "temperature", "head_layout", "chunk"),
+  ("n", "v", "temperature", "head_layout", "chunk", "dtype"),
   [
-    (40, 301, 0.3, "vd", 8),  # chunks that divide N,
-    (41, 301, 1.0, "dv", 8),  # that leave one token over,
-    (13, 1009, 1.7, "vd", 5),
-    (13, 300, 1.0, "dv", 50),  # that hold more than all,
-    (29, 97, 1.0, "vd", None),
-    (1, 97, 1.0, "vd", None),
+    (40, 301, 0.3, "vd", 8, "float32"),  # chunks that divide N,
+    (41, 301, 1.0, "dv", 8, "float32"),  # that leave one token over,
+    (41, 301, 1.0, "dv", 8, "bfloat16"),
+    (13, 1009, 1.7, "vd", 5, "float32"),
+    (13, 1009, 1.7, "vd", 5, "bfloat16"),
+    (13, 300, 1.0, "dv", 50, "float32"),  # that hold more than all,
+    (1, 97, 1.0, "vd", None, "float32"),
   ],
 )
-def test_loss_and_gradients_are_those_of_two_passes(dtype, n, v, temperature, head_layout, chunk):
+def test_loss_and_gradients_are_those_of_two_passes(n, v, temperature, head_layout, chunk, dtype):
   inputs, data, constants = case(n, v, head_layout=head_layout, dtype=dtype)
-  data["mask"] = data["mask"].at[0].set(True)
+  data["mask"][0] = True
   settings = {"head_layout": head_layout, "temperature": temperature}
   got = differentiate(one_sweep(clipped, data, constants, token_chunk=chunk, **settings), inputs)
   expected = differentiate(two_passes(clipped, data, constants, **settings), inputs)
@@ -99,7 +100,7 @@ def test_loss_and_gradients_are_those_of_two_passes(dtype, n, v, temperature, he
 
 def test_some_tokens_are_clipped_and_some_are_not():
   (hidden, head, targets), data, _ = case(40, 301)
-  ratio = np.exp(linear_logprobs(hidden, head, targets) - data["old"])
+  ratio = np.exp(np.asarray(jax.jit(linear_logprobs)(hidden, head, targets)) - data["old"])
   active = np.where(data["advantages"] > 0, ratio > 1.2, ratio < 0.8)
   assert 5 < active.sum() < 35  # the cases above see both.
 
@@ -107,10 +108,13 @@ def test_some_tokens_are_clipped_and_some_are_not():
 @pytest.mark.parametrize("live", [1, 19, 24, 40])
 def test_chunks_behind_the_last_live_token_are_not_computed(live):
   inputs, data, constants = case(40, 301)
-  data["mask"] = data["mask"].at[0].set(True) & (np.arange(40) < live)
+  data["mask"][0] = True
+  data["mask"] &= np.arange(40) < live
   expected = differentiate(one_sweep(clipped, data, constants, token_chunk=8), inputs)
   computed = -(-live // 8) * 8
-  poisoned = (inputs[0].at[computed:].set(jnp.nan), *inputs[1:])
+  hidden = np.array(inputs[0])
+  hidden[computed:] = np.nan
+  poisoned = (hidden, *inputs[1:])
   f = one_sweep(clipped, data, constants, token_chunk=8, live=jnp.int32(live))
   (loss, of_tokens), gradients = differentiate(f, poisoned)
   assert_same((loss, gradients), (expected[0][0], expected[1]), 1e-6)
@@ -136,7 +140,8 @@ def test_gradients_are_scaled_by_what_depends_on_the_loss():
   (_, _), got = differentiate(thrice, inputs)
   (loss, _), plain = differentiate(f, inputs)
   scale = 3.0 * math.cos(3.0 * float(loss))
-  assert_same(got, jax.tree.map(lambda x: scale * x, plain), 2e-6)
+  scaled = jax.tree.map(lambda x: np.float32(scale) * np.asarray(x), plain)
+  assert_same(got, scaled, 2e-6)
 
 
 def test_logprobs_and_data_carry_no_gradient():
@@ -149,8 +154,8 @@ def test_logprobs_and_data_carry_no_gradient():
     )  # fmt: skip
     return logprobs.sum() + entropy.sum() + 0.0 * loss
 
-  for gradient in jax.grad(f, argnums=(0, 1, 2))(hidden, head, data["advantages"]):
-    assert not gradient.any()
+  for gradient in jax.jit(jax.grad(f, argnums=(0, 1, 2)))(hidden, head, data["advantages"]):
+    assert not np.asarray(gradient).any()
 
 
 def test_entropy_without_a_place_in_the_loss_costs_no_gradient():
@@ -173,7 +178,8 @@ def test_without_entropy_the_objective_gets_none():
     seen.append(entropy)
     return clipped(logprobs, entropy, data, constants)
 
-  _, _, entropy = linear_objective(hidden, head, targets, f, data, constants)
+  give = lambda hidden: linear_objective(hidden, head, targets, f, data, constants)
+  _, _, entropy = jax.eval_shape(give, hidden)
   assert entropy is None
   assert seen and all(e is None for e in seen)
 
@@ -188,13 +194,17 @@ def test_loss_alone_computes_no_gradient():
 
 def test_targets_outside_the_vocabulary_have_nan_and_no_gradient():
   (hidden, head, targets), data, constants = case(12, 301)
-  wrong = targets.at[3].set(301)
-  masked = {**data, "mask": data["mask"].at[3].set(False)}
-  f = one_sweep(clipped, masked, constants, token_chunk=4)
-  (loss, (logprobs, _)), (d_hidden, d_head) = differentiate(f, (hidden, head, wrong))
+  wrong = np.array(targets)
+  wrong[3], data["mask"][3] = 301, False
+  f = jax.jit(
+    jax.value_and_grad(
+      one_sweep(clipped, data, constants, token_chunk=4), argnums=(0, 1), has_aux=True
+    )
+  )
+  (loss, (logprobs, _)), (d_hidden, d_head) = jax.device_get(f(hidden, head, wrong))
   assert np.isnan(logprobs[3]) and np.isfinite(logprobs).sum() == 11
   assert np.isfinite(loss) and np.isfinite(d_hidden).all() and np.isfinite(d_head).all()
-  (expected, _), gradients = differentiate(f, (hidden, head, targets))
+  (expected, _), gradients = jax.device_get(f(hidden, head, targets))
   np.testing.assert_array_equal(loss, expected)
   keep = np.arange(12) != 3
   np.testing.assert_array_equal(d_hidden[keep], gradients[0][keep])
@@ -208,7 +218,7 @@ def test_no_token_and_one(n):
   )
   assert logprobs.shape == entropy.shape == (n,)
   assert d_hidden.shape == (n, 12)
-  assert bool(d_head.any()) == bool(n and data["mask"].any())
+  assert bool(np.asarray(d_head).any()) == bool(n and data["mask"].any())
   assert np.isfinite(loss)
 
 
@@ -273,13 +283,10 @@ def test_chunks_are_a_small_part_of_the_tokens(tokens, vocabulary, platform):
 @pytest.mark.parametrize(
   ("sizes", "v"),
   [
-    ((8, 1), 304),
-    ((8, 1), 5),
-    ((2, 4), 301),
+    ((8, 1), 301),
+    ((2, 4), 301),  # the vocabulary is padded.
     ((4, 2), 304),
-    ((4, 2), 5),
-    ((1, 8), 301),
-    ((1, 8), 5),
+    ((1, 8), 5),  # three devices have no column.
   ],
   ids=str,
 )
