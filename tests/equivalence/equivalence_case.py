@@ -1,7 +1,9 @@
 """A tiny model, ragged random groups, and one optimizer step's loss and gradients."""
 
+import contextlib
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -96,17 +98,32 @@ LAYOUT = {"shapes": (packing.Shape(12, 64, 64),), "skip_zero_advantage": False}
 
 
 @functools.cache
-def functions(config, loss, remat, implementation, one_sweep):
-  """Returns update and scorer, made once per setting, so that equal shapes compile once."""
+def table(seed=0):
+  """Returns random embeddings, all parameters of a model without layers."""
+  return {"embed": params(seed, scale=20.0)["embed"]}
+
+
+def without_layers():
+  """Patches the transformer: hidden states are embeddings, so that little is compiled."""
+  embedded = lambda params, config, tokens, *_, **__: params["embed"][tokens]
+  return mock.patch.object(transformer, "hidden_states", embedded)
+
+
+@functools.cache
+def scorer(config, has_layers=True):
+  """Returns the scorer of all losses, so that it is compiled once."""
+  return train_step.make_scorer(train_step.make_logprobs(config, temperature=1.3))
+
+
+@functools.cache
+def updater(config, loss, remat, implementation, one_sweep, has_layers=True):
+  """Returns the update, made once per setting, so that equal shapes compile once."""
   settings = {"temperature": 1.3, "remat": remat}
   logprobs = train_step.make_logprobs(config, implementation=implementation, **settings)
   tx, _ = optim.make(10)
   objective = objectives.make(**dict(loss))
   token_loss = train_step.make_token_loss(config, objective, **settings) if one_sweep else None
-  update = train_step.make_update(
-    logprobs, tx, objective, report_entropy=True, token_loss=token_loss
-  )
-  return update, train_step.make_scorer(logprobs)
+  return train_step.make_update(logprobs, tx, objective, report_entropy=True, token_loss=token_loss)
 
 
 def gradients(
@@ -119,6 +136,7 @@ def gradients(
   one_sweep=False,
   config=CONFIG,
   minibatch=0,
+  has_layers=True,
   **layout,
 ):
   """Returns (loss, gradients, assembled, metrics) of an optimizer step; old and ref scored apart.
@@ -126,18 +144,19 @@ def gradients(
   The gradient of the head comes from two passes over the vocabulary, or from one sweep.
   """
   loss = FULL_LOSS if loss is None else loss
-  update, score = functions(config, tuple(loss.items()), remat, implementation, one_sweep)
+  update = updater(config, tuple(loss.items()), remat, implementation, one_sweep, has_layers)
+  score = scorer(config, has_layers)
+  weights = functools.partial(params, config=config) if has_layers else table
   assembled = batching.assemble(groups, advantages, **(LAYOUT | layout))
   made = assembled.minibatches
-  if update.objective.needs_ref:
-    bare = made
-    made = train_step.with_logprobs(
-      made, score, old_params=params(1, config), ref_params=params(2, config)
-    )
-    if update.objective.needs_teacher:
-      taught = lambda batch: {"teacher_logprobs": score(params(3, config), batch)}
-      made = phases._with(made, [[*map(taught, x.microbatches)] for x in bare])
-  (grads, value), parts, _ = update.gradients(params(0, config), made[minibatch])
+  with contextlib.nullcontext() if has_layers else without_layers():
+    if update.objective.needs_ref:
+      bare = made
+      made = train_step.with_logprobs(made, score, old_params=weights(1), ref_params=weights(2))
+      if update.objective.needs_teacher:
+        taught = lambda batch: {"teacher_logprobs": score(weights(3), batch)}
+        made = phases._with(made, [[*map(taught, x.microbatches)] for x in bare])
+    (grads, value), parts, _ = update.gradients(weights(0), made[minibatch])
   metrics = metric_sums.merge(jax.device_get(parts))
   return float(value), jax.device_get(grads), assembled, metrics
 

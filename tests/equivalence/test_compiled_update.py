@@ -1,5 +1,6 @@
 """What the compiled update holds in memory: no logits of a batch, no second model."""
 
+import functools
 import re
 
 import equivalence_case as case
@@ -18,6 +19,7 @@ V, D, ROWS, N = 1009, 24, 3, 29  # primes: a product of them in a shape is no ac
 CONFIG = ModelConfig("llama", V, D, 40, 2, 4, 2, 6, tie_embeddings=True)
 
 
+@functools.cache
 def compiled(implementation, **loss):
   """Returns the compiled gradient function of a microbatch of ROWS rows with N learned tokens."""
   logprobs = train_step.make_logprobs(CONFIG, implementation=implementation)

@@ -6,6 +6,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import base
+from grpo_jax import batching
 from grpo_jax.batching import packing
 from grpo_jax.building import computation
 from grpo_jax.config import configuration, run_options
@@ -13,10 +14,9 @@ from grpo_jax.learn import train_step
 from grpo_jax.rl import objectives
 from grpo_jax.rl.distillation import Distillation
 
-# Every token-local loss, and every option that a token-local objective may have.
+# Every input that a token-local objective may read, and every option that it may have.
 LOSSES = {
   "clipped": {"kl_coef": 0.1},
-  "entropy": {"kl_coef": 0.0, "entropy_coef": 0.05},
   "everything": {
     "kl_coef": 0.1,
     "kl_weight": "old",
@@ -41,7 +41,6 @@ LOSSES = {
   "kl_in_reward": {"kl_coef": 0.1, "kl_in_reward": True},
   "cispo": {"loss": "cispo", "kl_coef": 0.1, "clip_low": 1.0, "clip_high": 4.0},
   "sapo": {"loss": "sapo", "kl_coef": 0.1},
-  "reinforce": {"loss": "reinforce", "kl_coef": 0.0},
   "interpolated": {
     **{"kl_coef": 0.1, "kl_weight": "old", "old_logprobs": "interpolated"},
     **{"importance_correction": "token", "importance_truncation": "tis", "importance_high": 2.0},
@@ -55,8 +54,9 @@ def test_one_sweep_equals_two_passes(name):
   assert objectives.make(**loss).is_token_local
   groups, advantages = case.ragged_groups()
   batch = case.aged(groups), advantages
-  expected = case.gradients(*batch, loss=loss, step=4)
-  got = case.gradients(*batch, loss=loss, step=4, one_sweep=True)
+  settings = {"loss": loss, "step": 4, "has_layers": False}
+  expected = case.gradients(*batch, **settings)
+  got = case.gradients(*batch, **settings, one_sweep=True)
   case.assert_same(got, expected)
   assert got[3].keys() == expected[3].keys() and "staleness/2_3/ratio" in got[3]
   for metric, wanted in expected[3].items():
@@ -65,6 +65,7 @@ def test_one_sweep_equals_two_passes(name):
 
 
 def test_microbatches_of_one_sweep_add_up():
+  """With the layers of the model."""
   loss = LOSSES["everything"]
   layout = {"shapes": (packing.Shape(1, 32, 32),)}
   many = case.gradients(*case.ragged_groups(), loss=loss, one_sweep=True, **layout)
@@ -86,7 +87,9 @@ def test_microbatches_of_one_sweep_add_up():
 def test_loss_that_is_not_token_local_is_refused(loss):
   assert not objectives.make(**loss).is_token_local
   with pytest.raises(ValueError, match="not token-local"):
-    case.gradients(*case.ragged_groups(), loss={"kl_coef": 0.0, **loss}, one_sweep=True)
+    case.gradients(
+      *case.ragged_groups(), loss={"kl_coef": 0.0, **loss}, one_sweep=True, has_layers=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,11 +121,13 @@ def test_all_configs_but_one_take_one_sweep_as_the_page_on_the_head_says():
 
 def test_scorer_and_one_sweep_give_the_same_logprobs():
   loss = tuple(LOSSES["clipped"].items())
-  update, score = case.functions(case.CONFIG, loss, "full", None, True)
-  assembled = case.gradients(*case.ragged_groups(), loss=dict(loss))[2]
-  [minibatch] = train_step.with_logprobs(
-    assembled.minibatches, score, old_params=case.params(1), ref_params=case.params(2)
-  )
-  *_, [seen] = update.gradients(case.params(), minibatch)
-  scored = score(case.params(), minibatch.microbatches[0])
+  update = case.updater(case.CONFIG, loss, "full", None, True, has_layers=False)
+  score = case.scorer(case.CONFIG, has_layers=False)
+  assembled = batching.assemble(*case.ragged_groups(), **case.LAYOUT)
+  with case.without_layers():
+    [minibatch] = train_step.with_logprobs(
+      assembled.minibatches, score, old_params=case.table(1), ref_params=case.table(2)
+    )
+    *_, [seen] = update.gradients(case.table(), minibatch)
+    scored = score(case.table(), minibatch.microbatches[0])
   np.testing.assert_allclose(seen, scored, rtol=0, atol=5e-6)
