@@ -85,9 +85,9 @@ ESTIMATES = {
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_advantages_are_those_of_rational_arithmetic(dtype):
   rewards, wrong = rewards_of(dtype), []
+  estimates = compiled(lambda given: {name: of(given) for name, of in ESTIMATES.items()})
   with jax.enable_x64(dtype == np.float64):
-    for name, estimate in ESTIMATES.items():
-      found = np.asarray(compiled(estimate)(jnp.asarray(rewards)))
+    for name, found in jax.device_get(estimates(rewards)).items():
       assert found.dtype == dtype
       for group, got in zip(rewards, found, strict=True):
         expected = by_hand(name, exact(group))
@@ -100,19 +100,22 @@ def test_advantages_are_those_of_rational_arithmetic(dtype):
 
 def test_equal_rewards_have_no_advantage_by_any_estimator():
   rewards, wrong = np.asarray([[x] * G for x in SIZES], np.float32), []
-  ones = jnp.ones((1, G), bool)
+  ones = np.ones((1, G), bool)
+  every = {
+    name: estimators.make(name, **({"pass_k": 2} if name == "pass_at_k" else {}))
+    for name in estimators.ESTIMATORS
+  }
 
-  @functools.partial(jax.jit, static_argnums=0, compiler_options=UNOPTIMISED)
   def estimate(made, given):
     parts = jnp.stack([given, 1 - given])
     lengths = 1 + jnp.arange(G, dtype=jnp.float32)[None]
     found = made(given, ones, parts, lengths=lengths, greedy=given[:, 0])
     return advantages.whiten(found, ones, floor=0.0) if made.needs_whitening else found
 
-  for name in estimators.ESTIMATORS:
-    made = estimators.make(name, **({"pass_k": 2} if name == "pass_at_k" else {}))
-    for group in rewards:  # one after the other: some estimators compare groups.
-      wrong += [(name, group[0])] if np.any(estimate(made, group[None])) else []
+  estimates = compiled(lambda given: {name: estimate(of, given) for name, of in every.items()})
+  for group in rewards:  # one after the other: some estimators compare groups.
+    found = estimates(group[None])
+    wrong += [(name, group[0]) for name, values in found.items() if np.any(values)]
   assert not wrong
 
 
@@ -143,15 +146,15 @@ def test_maxrl_is_silent_where_the_mean_is_0_but_for_rounding():
   maxrl = compiled(advantages.maxrl)
   x, y = np.round(np.random.default_rng(0).uniform(-2, 2, (2, 300)), 2)
   mixed = np.concatenate([SYMMETRIC, np.stack([x, -x, y, -y, x, -x], axis=1)])
-  np.testing.assert_array_equal(maxrl(jnp.asarray(mixed, jnp.float32)), 0)
-  np.testing.assert_array_equal(advantages.maxrl(SYMMETRIC), 0)
+  np.testing.assert_array_equal(maxrl(np.asarray(mixed, np.float32)), 0)
+  np.testing.assert_array_equal(maxrl(np.asarray(SYMMETRIC, np.float32)), 0)
   balanced = np.asarray([[0.3, 0.8, -1.1], [1.7, -0.45, -1.25], [-0.01, -0.09, 0.1]])
   for half in (jnp.float16, jnp.bfloat16):  # the rewards are rounded, not only their sum.
-    np.testing.assert_array_equal(maxrl(jnp.asarray(balanced, half)), 0)
-  uneven = maxrl(jnp.asarray([[-1.0, 1.5, 0.25]]))  # mean 1/4
+    np.testing.assert_array_equal(maxrl(balanced.astype(half)), 0)
+  uneven = maxrl(np.asarray([[-1.0, 1.5, 0.25]], np.float32))  # mean 1/4
   np.testing.assert_allclose(uneven, [[-5.0, 5.0, 0.0]], rtol=1e-6)
   # A masked negative reward does not count.
-  found = maxrl(jnp.asarray([[0.0, 1.0, -5.0]]), jnp.asarray([[True, True, False]]))
+  found = maxrl(np.asarray([[0.0, 1.0, -5.0]], np.float32), np.asarray([[True, True, False]]))
   np.testing.assert_allclose(found, [[-1, 1, 0]])
   many = np.zeros((1, 5000), np.float32)
   many[0, 7] = 1
