@@ -1,5 +1,6 @@
 """Logprobs under top-k, top-p and min-p: the plain definition, its gradient, meshes, chunks."""
 
+import functools
 from typing import Any
 
 import jax
@@ -72,7 +73,8 @@ def test_scores_are_those_of_the_definition_whatever_is_computed_at_once(name):
   wanted = by_definition(hidden, head, targets, FILTERS[name])
   assert 2 < wanted[3].sum() < TOKENS - 2  # some targets are outside.
   for options in ({}, {"tokens_at_once": 4}):
-    found = scores(hidden, head, targets, FILTERS[name], **options)
+    measure = functools.partial(scores, t=FILTERS[name], **options)
+    found = jax.jit(measure)(hidden, head, targets)
     np.testing.assert_allclose(found.logprobs, wanted[0], atol=2e-6)
     np.testing.assert_allclose(np.asarray(found.entropy), wanted[1], atol=2e-6)
     np.testing.assert_allclose(found.full, wanted[2], atol=2e-6)
@@ -104,9 +106,11 @@ def test_gradients_are_those_of_the_softmax_over_a_constant_set(layout):
     found = scores(hidden, head, targets, t, head_layout=layout, tokens_at_once=5)
     return total((found.logprobs, found.entropy, found.full))
 
-  found = jax.grad(ours, argnums=(0, 1))(hidden, head)
+  found = jax.jit(jax.grad(ours, argnums=(0, 1)))(hidden, head)
   theirs = lambda h, w: total(plain(h, w, targets, jnp.asarray(kept), layout))
-  for got, wanted in zip(found, jax.grad(theirs, argnums=(0, 1))(hidden, head), strict=True):
+  for got, wanted in zip(
+    found, jax.jit(jax.grad(theirs, argnums=(0, 1)))(hidden, head), strict=True
+  ):
     np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 

@@ -22,10 +22,14 @@ def gradients(scale=1.0):
 
 
 def stepped(tx, grads, steps=3):
+  @jax.jit
+  def step(params, state):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
   params, state = PARAMS, tx.init(PARAMS)
   for _ in range(steps):
-    updates, state = tx.update(grads, state, params)
-    params = optax.apply_updates(params, updates)
+    params, state = step(params, state)
   return params, state
 
 

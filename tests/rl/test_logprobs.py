@@ -1,6 +1,7 @@
 """The shift by one, the gather, and what `rl` may import."""
 
 import dataclasses
+import functools
 import subprocess
 import sys
 
@@ -47,7 +48,8 @@ def _all_logprobs(hidden, head, temperature=1.0):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_a_completion_is_predicted_from_the_prompts_last_token(layout, temperature):
   hidden, head = _model(layout)
-  got = logprobs.token_logprobs(hidden, head, _batch(), head_layout=layout, temperature=temperature)
+  options = {"head_layout": layout, "temperature": temperature}
+  got = jax.jit(functools.partial(logprobs.token_logprobs, **options))(hidden, head, _batch())
   table = _all_logprobs(hidden, _model("vd")[1], temperature)[0]
   # token 5 from place 1 (the prompt's last), 6 from place 2, 7 from place 1 again; then padding.
   expected = [table[1, 5], table[2, 6], table[1, 7], 0.0]
@@ -65,16 +67,16 @@ def test_entropy_comes_from_the_same_distributions():
 def test_places_that_do_not_predict_hold_anything_without_a_trace():
   hidden, head = _model("vd")
   junk = hidden.at[0, jnp.asarray([0, 3, 4, 5, 6])].set(jnp.nan)
-  value, grads = jax.value_and_grad(
-    lambda h, w: logprobs.token_logprobs(h, w, _batch()).sum(), argnums=(0, 1)
-  )(junk, head)
-  expected, expected_grads = jax.value_and_grad(
-    lambda h, w: logprobs.token_logprobs(h, w, _batch()).sum(), argnums=(0, 1)
-  )(hidden, head)
+  batch = _batch()
+  differentiate = jax.jit(
+    jax.value_and_grad(lambda h, w: logprobs.token_logprobs(h, w, batch).sum(), argnums=(0, 1))
+  )
+  value, grads = jax.device_get(differentiate(junk, head))
+  expected, expected_grads = differentiate(hidden, head)
   np.testing.assert_allclose(value, expected, rtol=1e-6)
   for got, want in zip(grads, expected_grads, strict=True):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
-  np.testing.assert_array_equal(grads[0][0, jnp.asarray([0, 3, 4, 5, 6])], np.zeros((5, WIDTH)))
+  np.testing.assert_array_equal(grads[0][0, [0, 3, 4, 5, 6]], np.zeros((5, WIDTH)))
 
 
 def test_plain_rows_are_predicted_from_the_token_before():

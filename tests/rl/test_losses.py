@@ -20,7 +20,7 @@ def _advantages(seed=9, shape=(2, 6)):
 
 
 def _grad(function, x):
-  return jax.grad(lambda y: function(y).sum())(x)
+  return jax.jit(jax.grad(lambda y: function(y).sum()))(x)
 
 
 MASK = jnp.asarray([[True] * 5 + [False], [True, False] * 3])
@@ -215,12 +215,13 @@ def test_packed_sequences_equal_one_sequence_a_row_whatever_masked_places_hold(l
     return jnp.where(mask, loss(p, o, a, mask, ids), 0).sum()
 
   rows = jnp.ones((2, 6), bool)
-  expected, expected_grad = jax.value_and_grad(total)(policy, old, advantages, rows, None)
+  differentiate = jax.jit(jax.value_and_grad(total))
+  expected, expected_grad = differentiate(policy, old, advantages, rows, None)
   junk = jnp.full((1, 4), jnp.nan)
   packed = [jnp.concatenate([x.reshape(1, -1), junk], axis=1) for x in (policy, old, advantages)]
   mask = jnp.arange(16)[None] < 12
   ids = jnp.asarray([[0] * 6 + [1] * 6 + [0] * 4])
-  got, grad = jax.value_and_grad(total)(*packed, mask, ids)
+  got, grad = jax.device_get(differentiate(*packed, mask, ids))
   np.testing.assert_allclose(got, expected, rtol=1e-5)
   np.testing.assert_allclose(grad[0, :12].reshape(2, 6), expected_grad, rtol=1e-4, atol=1e-6)
   np.testing.assert_array_equal(grad[0, 12:], np.zeros(4))

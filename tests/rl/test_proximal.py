@@ -1,6 +1,7 @@
 """Old logprobs interpolated from versions: AReaL's numbers, closed forms, what is refused."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import pathlib
@@ -44,10 +45,16 @@ def _tokens(case):
   return floats("policy"), tokens
 
 
+@functools.cache
+def _compiled(objective):
+  """Returns loss, metrics and gradient; compiled once for all cases of an objective."""
+  share = lambda policy, tokens, count: objective(policy, None, tokens, count)
+  return jax.jit(jax.value_and_grad(share, has_aux=True))
+
+
 def _evaluated(objective, policy, tokens):
   count = Denominators(float(np.asarray(tokens.mask).sum()), 1.0)
-  share = lambda p: objective(p, None, tokens, count)
-  (loss, metrics), gradient = jax.value_and_grad(share, has_aux=True)(policy)
+  (loss, metrics), gradient = _compiled(objective)(policy, tokens, count)
   return float(loss), {k: v.value() for k, v in metrics.items()}, np.asarray(gradient)
 
 
