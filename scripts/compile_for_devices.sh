@@ -2,8 +2,8 @@
 # Compiles the kernels for an H100 and for TPUs that are not present (`make aot`): checks that they
 # compile, how much memory they take, that no array is [tokens, vocabulary], and that no register
 # spills. Then compiles the update of a microbatch for eight H100s: its memory and traffic.
-# Then checks whether a whole run of configs/math_1b.py fits one H100; with AOT_WHOLE=1 (some
-# minutes) also eight TPUs.
+# Then checks whether the update of configs/math_1b.py fits one H100; with AOT_WHOLE=1 (some
+# minutes) whether all programs of that run fit one H100 and eight TPUs.
 #
 # The compilers come from the package index, 1.4 GB unpacked for each target, and go into separate
 # environments. If they are not available, the target is skipped with a message.
@@ -38,18 +38,31 @@ environment() {  # $1: target. Makes its environment unless it is there; false i
     cp "$list" "$folder/installed"
 }
 
-compile() {  # $1: target. Runs its tests; false if one fails.
-  if ! environment "$1"; then
-    echo "SKIPPED: compilation for $1: its compilers cannot be installed here (see pip's message above)"
-    return
-  fi
+compile() {  # $1: target, then files of tests. Runs them; false if one fails.
+  local target=$1
+  shift
   # Without the suite's own settings (--noconftest). No autotuning: there is no device. The environment
   # has what is compiled and nothing else, so packages that the trainer needs are missing.
-  GRPO_JAX_ANY_VERSIONS=1 AOT_TARGET=$1 JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
+  GRPO_JAX_ANY_VERSIONS=1 AOT_TARGET=$target JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
     JAX_ENABLE_COMPILATION_CACHE=false \
     XLA_FLAGS=--xla_gpu_autotune_level=0 \
-    ".venv-aot-$1/bin/python" -m pytest -q --noconftest -m aot -s \
-    tests/kernels/test_compiled_for_devices.py
+    ".venv-aot-$target/bin/python" -m pytest -q --noconftest -m aot -s "$@"
+}
+
+tests() {  # $1: target. Installs its compilers; runs all its tests.
+  local kernels=tests/kernels/test_compiled_for_devices.py programs=tests/kernels/test_programs_for_devices.py
+  if ! environment "$1"; then
+    echo "SKIPPED: compilation for $1: its compilers cannot be installed here (see pip's message above)"
+  elif [ "$1" = h100 ]; then  # twice the work of the TPUs': in two processes.
+    compile h100 "$programs" >"$logs/programs" 2>&1 &
+    local beside=$! failed=0
+    compile h100 "$kernels" || failed=1
+    wait "$beside" || failed=1
+    cat "$logs/programs"
+    return $failed
+  else
+    compile "$1" "$kernels" "$programs"
+  fi
 }
 
 targets=("$@")
@@ -58,7 +71,7 @@ logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 running=()
 for target in "${targets[@]}"; do
-  compile "$target" >"$logs/$target" 2>&1 &
+  tests "$target" >"$logs/$target" 2>&1 &
   running+=($!)
 done
 failed=0

@@ -3,6 +3,9 @@
 No device and no driver is needed: XLA compiles for a topology by description, Mosaic's kernels are
 assembled by ptxas or by libtpu. What it shows: whether a program compiles for the real target, what
 memory it takes, which arrays it holds, whether registers spill. What it does not show: speed.
+
+The compilers are large and live in environments of their own; AOT_TARGET says which of them this
+process has ("h100" or "tpu"). Without it all tests with `MARKS` are skipped.
 """
 
 import contextlib
@@ -13,8 +16,19 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
+import pytest
 
 from grpo_plan import topologies
+
+TARGET = os.environ.get("AOT_TARGET")
+MARKS = [
+  pytest.mark.aot,
+  pytest.mark.skipif(
+    not TARGET, reason="the compilers for H100 and TPU are not in this Python; `make aot`"
+  ),
+]
+on_h100 = pytest.mark.skipif(TARGET != "h100", reason="needs the compiler for H100; `make aot`")
+on_tpu = pytest.mark.skipif(TARGET != "tpu", reason="needs the compiler for TPU; `make aot`")
 
 
 class Kernel(NamedTuple):

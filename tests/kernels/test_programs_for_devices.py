@@ -1,0 +1,148 @@
+"""Whole programs of a run, compiled for H100s and TPUs, none of which is here: `make aot`."""
+
+import collections
+import json
+import os
+import re
+
+import aot
+import pytest
+from aot import TARGET, on_h100
+
+from grpo_jax.commands import cli
+from grpo_plan import architectures, asking, compiling, plan, programs, search, topologies
+
+pytestmark = aot.MARKS
+
+GIB = 2**30
+
+
+def run_on(machine, sizes, folder, *options):
+  """Returns the run of configs/math_1b.py with a model of these sizes, which servers sample."""
+  (folder / "given.json").write_text(json.dumps(sizes))
+  options = ["--config=configs/math_1b.py", "--config.engine.name=sglang", *options]
+  config = asking.config_of(options)
+  model, _ = asking.model_of(config, str(folder / "given.json"), folder)
+  return asking.run_of(config, model, topologies.parse(machine), folder)
+
+
+@on_h100
+def test_eight_h100s_exchange_weights_and_gradients_and_hold_no_more_than_that(tmp_path):
+  # Two layers: the body of the loop is the same. Rows of 1024, two of them for each device.
+  run = run_on("h100:8", architectures.SHAPES["Qwen2.5-1.5B"] | {"num_hidden_layers": 2}, tmp_path)
+  found = compiling.compiled(search.job_of(run, "update", 2, 1024, 8), run.mesh, host=run.host)
+  print(found)
+  layers, table = 2 * 46.8e6, 151936 * 1536  # numbers of weights.
+  gathered = 7 / 8 * 2 * (2 * layers + table)
+  scattered = 7 / 8 * 4 * (layers + table)  # XLA adds the table's two gradients before.
+  moved = collections.Counter()
+  for one in found.moved:
+    moved[one.kind] += one.bytes
+  assert gathered * 0.9 < moved["all-gather"] < 1.3 * gathered + 7 / 8 * 2 * table
+  assert scattered * 0.9 < moved["reduce-scatter"] < 1.3 * scattered
+  assert sum(moved.values()) < 1.3 * (gathered + scattered)
+  assert found.temporaries < 4 * GIB
+
+
+@on_h100
+def test_the_update_of_math_1b_fits_one_h100(tmp_path):
+  """Of all programs of the run it takes most memory."""
+  config = asking.config_of(["--config=configs/math_1b.py"])
+  topology = topologies.parse("h100")
+  model, _ = asking.model_of(config, None, tmp_path)
+  run = asking.run_of(config, model, topology, tmp_path)
+  job = next(x for x in programs.largest(run.jobs) if programs.program_of(x.name) == "update")
+  found = compiling.compiled(job, programs.mesh_of(run, job), host=run.host)
+  need = plan.Need("update", run.arrays.beside("update"), found)
+  print(f"{job.name}: {need.peak / GIB:.2f} of {topology.chip.usable / GIB:.2f} GiB")
+  assert not found.is_refused and need.peak <= topology.chip.usable
+
+
+@pytest.mark.skipif(
+  "AOT_WHOLE" not in os.environ, reason="minutes of compilation; `AOT_WHOLE=1 make aot`"
+)
+@pytest.mark.parametrize("machine", ["h100"] if TARGET == "h100" else ["v5e-8"])
+def test_all_programs_of_math_1b_fit(machine):
+  options = ["--config=configs/math_1b.py", "--no-search", "--no-cache"]
+  assert cli.run(["plan", f"--topology={machine}", *options]) == 0
+
+
+SMALL = {
+  "architectures": ["Qwen2ForCausalLM"],
+  "vocab_size": 2048,
+  "hidden_size": 256,
+  "intermediate_size": 512,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "rope_theta": 1e6,
+  "max_position_embeddings": 4096,
+  "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize("machine", ["2xh100:8"] if TARGET == "h100" else ["v5e-16"])
+def test_a_small_run_is_planned_for_several_hosts(machine, tmp_path):
+  sizes, answer = tmp_path / "config.json", tmp_path / "plan.json"
+  sizes.write_text(json.dumps(SMALL))
+  short = ["rollout.max_tokens", "sampling.max_tokens", "data.max_prompt_tokens"]
+  options = [f"--config.{name}=128" for name in short]
+  options += ["--config.batching.microbatch_tokens=256", "--config.engine.max_rows=8"]
+  options += ["--config.loss.kl_coef=0", "--no-search", "--no-cache"]
+  expected = {"update", "optimizer"}
+  if TARGET == "h100":  # the sampler's programs are compiled for TPUs.
+    options.append("--config.engine.name=sglang")
+  else:
+    expected |= {"sampling", "reading", "copying"}
+  command = ["plan", "--config=configs/math_1b.py", f"--topology={machine}", *options]
+  assert cli.run([*command, f"--model-config={sizes}", f"--json={answer}"]) == 0
+  found = json.loads(answer.read_text())
+  names = {one["name"].partition(" ")[0] for one in found["programs"]}
+  assert expected <= names
+  assert found["topology"]["devices"] == 16 and found["mesh"]["fsdp"] == 16
+  moved = {one["kind"]: one["bytes"] for one in found["collectives"] if one["program"] == "update"}
+  assert "all-gather" in moved and {"reduce-scatter", "all-reduce"} & {*moved}
+  assert found["step_bound_s"] > 0
+
+
+# Operations that only move or round an array; a fusion is known by what is inside it. A TPU's
+# compiler joins slices that it has fetched by a custom call.
+MOVES = {"all-gather", "bitcast", "convert", "copy", "fusion", "get-tuple-element", "parameter"}
+MOVES |= {"reshape", "slice", "transpose", "tuple", "while", "ConcatBitcast"}
+
+
+def computed(hlo, shapes):
+  """Returns the operations that compute a float array of one of these shapes, moves left out."""
+  found = set()
+  for line in hlo.splitlines():
+    match = re.match(r"\s+(?:ROOT )?%?\S+ = (?P<results>.*?) (?P<name>[a-z][\w-]*)\(", line)
+    if match is None:
+      continue
+    arrays = re.findall(r"\bb?f\d+\[([\d,]+)\]", match["results"])
+    if shapes & {tuple(map(int, sizes.split(","))) for sizes in arrays}:
+      target = re.search(r'custom_call_target="([^"]*)"', line)
+      found.add(target[1] if target else re.sub("-(start|done)$", "", match["name"]))
+  return found - MOVES
+
+
+@pytest.mark.parametrize("machine", ["h100:1"] if TARGET == "h100" else ["v5e-1"])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_no_gradient_of_a_frozen_head_exists(machine, is_tied, tmp_path):
+  sizes = SMALL | {"vocab_size": 2176, "tie_word_embeddings": is_tied}  # a size of nothing else.
+  options = [f"--config.{name}=128" for name in ("rollout.max_tokens", "data.max_prompt_tokens")]
+  options += ["--config.sampling.max_tokens=128", "--config.batching.microbatch_tokens=256"]
+
+  def update(*more):
+    run = run_on(machine, sizes, tmp_path, *options, *more)
+    job = next(x for x in programs.largest(run.jobs) if programs.program_of(x.name) == "update")
+    with run.assumed():
+      return job.lower().compile().as_text()
+
+  shapes = {(2176, 256), (256, 2176)}
+  adapted = update("--config.model.lora.rank=8")
+  assert re.search(r"\[2176,256\]|\[256,2176\]", adapted), "the head is an argument"
+  assert not computed(adapted, shapes)
+  if not is_tied:
+    found = computed(update(), shapes)
+    print(machine, sorted(found))
+    assert found, "the gradient of a trained head would be seen"
