@@ -298,8 +298,8 @@ def test_columns_that_are_not_real_have_no_gradient(name, layout):
   axis = settings.vocab_axis
   pad = [(0, 0), (0, 0)]
   pad[axis] = (0, 99)
-  padded = np.pad(np.asarray(head), pad, constant_values=100.0)
-  g, g_entropy = (np.asarray(x, np.float32) for x in conformance.cotangents(n))
+  padded = jnp.asarray(np.pad(np.asarray(head), pad, constant_values=100.0))
+  g, g_entropy = (jnp.asarray(x, jnp.float32) for x in conformance.cotangents(n))
   entry = conformance.module(name)
 
   @jax.jit

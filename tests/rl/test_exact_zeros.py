@@ -100,7 +100,7 @@ def test_advantages_are_those_of_rational_arithmetic(dtype):
 
 def test_equal_rewards_have_no_advantage_by_any_estimator():
   rewards, wrong = np.asarray([[x] * G for x in SIZES], np.float32), []
-  ones = np.ones((1, G), bool)
+  ones = jnp.ones((1, G), bool)
   every = {
     name: estimators.make(name, **({"pass_k": 2} if name == "pass_at_k" else {}))
     for name in estimators.ESTIMATORS

@@ -30,9 +30,9 @@ def test_each_token_is_weighed_by_the_policy_of_its_own_version():
   policy = old[places, actions] + np.asarray([0.1, -0.3, 0.3, -0.05, 0.0, 0.4], np.float32)
   behavior = tables[versions, places, actions]
   advantages = rng.normal(size=6).astype(np.float32)
-  row = lambda x: x[None]
+  row = lambda x: jnp.asarray(x[None])
   tokens = LossTokens(
-    mask=np.ones((1, 6), bool),
+    mask=jnp.ones((1, 6), bool),
     sequence_ids=None,
     advantages=row(advantages),
     behavior_logprobs=row(behavior),
@@ -86,16 +86,16 @@ def test_the_correction_makes_the_gradient_of_mixed_versions_that_of_the_old_pol
 
 def _tokens(seed=0, shape=(3, 10)):
   rng = np.random.default_rng(seed)
-  near = lambda x: np.minimum(x + 0.3 * rng.normal(size=shape), -1e-3).astype(np.float32)
+  near = lambda x: jnp.asarray(np.minimum(x + 0.3 * rng.normal(size=shape), -1e-3), jnp.float32)
   policy = -rng.exponential(size=shape)
   tokens = LossTokens(
-    mask=rng.random(shape) < 0.8,
-    sequence_ids=np.sort(rng.integers(0, 3, shape), axis=1).astype(np.int32),
-    advantages=rng.normal(size=shape).astype(np.float32),
+    mask=jnp.asarray(rng.random(shape) < 0.8),
+    sequence_ids=jnp.asarray(np.sort(rng.integers(0, 3, shape), axis=1), jnp.int32),
+    advantages=jnp.asarray(rng.normal(size=shape), jnp.float32),
     behavior_logprobs=near(policy),
     old_logprobs=near(policy),
     ref_logprobs=near(policy),
-    selected=rng.random(shape) < 0.4,
+    selected=jnp.asarray(rng.random(shape) < 0.4),
   )
   marks = (tokens.old_logprobs, tokens.behavior_logprobs, tokens.mask, tokens.sequence_ids)
   kept = importance.seq_logprob_error_mask(*marks, threshold=1.4)
@@ -130,7 +130,7 @@ EVERY = [
 def _ages(seed, like):
   """Ages that fall along each row, as in completions that take new weights under way."""
   ages = np.random.default_rng(seed).integers(-1, 10, like.shape)
-  return -np.sort(-ages, axis=1).astype(np.int32)
+  return jnp.asarray(-np.sort(-ages, axis=1), jnp.int32)
 
 
 def _evaluated(objective, policy, tokens, compiled=lambda function: function):
@@ -186,14 +186,14 @@ def test_interpolated_old_logprobs_equal_the_same_numbers_scored(options):
 def test_metrics_by_age_are_those_worked_by_hand():
   """Ages 0 0 1 | 2 3 -1, and a masked token of age 1; w = 1/2, 2, 4/5, 1/4, 3/4, 5."""
   weights = np.asarray([[0.5, 2.0, 0.8, 9.0], [0.25, 0.75, 5.0, 9.0]], np.float32)
-  old = np.log(weights * 0.1)
+  old = jnp.asarray(np.log(weights * 0.1))
   tokens = LossTokens(
-    mask=np.asarray([[True, True, True, False]] * 2),
+    mask=jnp.asarray([[True, True, True, False]] * 2),
     sequence_ids=None,
-    advantages=np.ones((2, 4), np.float32),
-    behavior_logprobs=np.full((2, 4), np.log(0.1), np.float32),
+    advantages=jnp.ones((2, 4)),
+    behavior_logprobs=jnp.full((2, 4), np.log(0.1), jnp.float32),
     old_logprobs=old,
-    ages=np.asarray([[0, 0, 1, 1], [2, 3, -1, 1]], np.int32),
+    ages=jnp.asarray([[0, 0, 1, 1], [2, 3, -1, 1]]),
   )
   # A truncation changes the weights of the loss, not these.
   options = {"importance_truncation": "tis", "importance_high": 1.0}

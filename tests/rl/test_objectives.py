@@ -61,22 +61,27 @@ def _tokens(seed=0, shape=(4, 6)):
   rng = np.random.default_rng(seed)
   policy = -rng.exponential(size=shape)
   near = [policy + 0.3 * rng.normal(size=shape) for _ in range(3)]
-  old, behavior, ref = (x.astype(np.float32) for x in near)
+  old, behavior, ref = (jnp.asarray(x, jnp.float32) for x in near)
   tokens = LossTokens(
-    mask=rng.random(shape) < 0.8,
-    sequence_ids=np.sort(rng.integers(0, 3, shape), axis=1).astype(np.int32),
-    advantages=rng.normal(size=shape).astype(np.float32),
+    mask=jnp.asarray(rng.random(shape) < 0.8),
+    sequence_ids=jnp.asarray(np.sort(rng.integers(0, 3, shape), axis=1), jnp.int32),
+    advantages=jnp.asarray(rng.normal(size=shape), jnp.float32),
     behavior_logprobs=behavior,
     old_logprobs=old,
     ref_logprobs=ref,
-    selected=rng.random(shape) < 0.4,
+    selected=jnp.asarray(rng.random(shape) < 0.4),
   )
   marks = (tokens.old_logprobs, tokens.behavior_logprobs, tokens.mask, tokens.sequence_ids)
   kept = importance.seq_logprob_error_mask(*marks, threshold=1.3)
   assert kept.any() and not np.array_equal(kept, tokens.mask)
-  tokens = dataclasses.replace(tokens, kept=np.asarray(kept))
-  entropy = rng.exponential(size=shape).astype(np.float32)
-  return policy.astype(np.float32), entropy, tokens
+  tokens = dataclasses.replace(tokens, kept=kept)
+  entropy = jnp.asarray(rng.exponential(size=shape), jnp.float32)
+  return jnp.asarray(policy, jnp.float32), entropy, tokens
+
+
+def _mapped(change, arrays):
+  """Returns the tree with each array changed by NumPy, which compiles nothing."""
+  return jax.tree.map(lambda x: jnp.asarray(change(np.asarray(x))), arrays)
 
 
 def _denominators(tokens, objective=None):
@@ -107,7 +112,7 @@ def test_microbatches_add_up_in_loss_gradient_and_metrics(name):
   loss, metrics, grad = _evaluate(objective, policy, entropy, tokens, step)
   parts = []
   for rows in (slice(0, 2), slice(2, 4)):
-    part = jax.tree.map(lambda x, rows=rows: x[rows], (policy, entropy, tokens))
+    part = _mapped(lambda x, rows=rows: x[rows], (policy, entropy, tokens))
     parts.append(_evaluate(objective, *part, step))
   np.testing.assert_allclose(parts[0][0] + parts[1][0], loss, rtol=1e-5, atol=1e-6)
   np.testing.assert_allclose(np.concatenate([parts[0][2], parts[1][2]]), grad, rtol=1e-5, atol=1e-7)
@@ -130,12 +135,12 @@ def test_padding_and_what_it_holds_change_nothing(name):
     return np.pad(x, ((0, 1), (0, 2)), constant_values=value)
 
   for junk in (float("nan"), float("inf"), -float("inf"), 1e30):
-    padded = jax.tree.map(functools.partial(pad, junk=junk), (policy, entropy, tokens))
+    padded = _mapped(functools.partial(pad, junk=junk), (policy, entropy, tokens))
     got_loss, got_metrics, got_grad = _evaluate(objective, *padded, step)
     np.testing.assert_allclose(got_loss, loss, rtol=1e-5, atol=1e-7, err_msg=f"{junk}")
     np.testing.assert_allclose(got_grad[:4, :6], grad, rtol=1e-5, atol=1e-7, err_msg=f"{junk}")
     assert (got_grad[4:] == 0).all() and (got_grad[:, 6:] == 0).all(), junk
-    assert (got_grad[:4, :6][~tokens.mask] == 0).all(), junk
+    assert (got_grad[:4, :6][~np.asarray(tokens.mask)] == 0).all(), junk
     for key, metric in metrics.items():
       value = got_metrics[key].value()
       np.testing.assert_allclose(value, metric.value(), rtol=1e-5, err_msg=f"{junk} {key}")
@@ -275,9 +280,9 @@ def test_token_local_means_that_a_token_alone_has_its_share_of_the_loss(local):
   step = _denominators(tokens)
   share = jax.jit(lambda policy, tokens: objective(policy, None, tokens, step)[0])
   whole = share(policy, tokens)
-  columns = [jax.tree.map(lambda x, t=t: x[:, t : t + 1], (policy, tokens)) for t in range(6)]
+  columns = [_mapped(lambda x, t=t: x[:, t : t + 1], (policy, tokens)) for t in range(6)]
   columns = [
-    (p, dataclasses.replace(t, sequence_ids=np.zeros_like(t.sequence_ids))) for p, t in columns
+    (p, dataclasses.replace(t, sequence_ids=jnp.zeros_like(t.sequence_ids))) for p, t in columns
   ]
   total = sum(float(share(p, t)) for p, t in columns)
   assert np.isclose(total, whole, rtol=1e-5) == local
