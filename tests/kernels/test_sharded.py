@@ -65,7 +65,7 @@ def assert_equal(got, expected, tolerance=TOLERANCE):
 def case(n, v, *, d=16, head_layout="vd", dtype="float32"):
   inputs = conformance.random_case(n, d, v, dtype=dtype, head_layout=head_layout, scale=1.0)
   g, g_entropy = conformance.cotangents(n)
-  return inputs, (np.asarray(g, np.float32), np.asarray(g_entropy, np.float32))
+  return inputs, tuple(jnp.asarray(x.astype(np.float32)) for x in (g, g_entropy))
 
 
 @pytest.mark.parametrize(
