@@ -2,12 +2,12 @@
 
 import atexit
 import gc
-import logging
 import os
 import shutil
 import tempfile
 
 from tests import quick_compilation
+from tests.own_process import Process, noticing, only_device
 
 # Tests of the real model start processes without these flags: what users run is optimised.
 os.environ.setdefault("XLA_FLAGS", quick_compilation.FLAGS)
@@ -41,26 +41,18 @@ def pytest_collection_modifyitems(items):
       item.add_marker("long")
 
 
-@pytest.fixture(autouse=True, scope="session")
-def patient_signals():
-  """Some tests send a signal to their own process, which must not end pytest on a busy machine."""
-  from grpo_jax import interrupts
-
-  interrupts.GRACE_S = 600.0
+@pytest.fixture(scope="session")
+def own_process(tmp_path_factory):
+  """Calls functions of a test module in a process of its own: all that signals is called there."""
+  process = Process(tmp_path_factory.mktemp("own_process") / "log")
+  yield process
+  process.close()
 
 
 @pytest.fixture(scope="module")
 def one_device():
-  """One device of the eight: a run takes all there are.
-
-  Nothing is compiled ahead: short runs call a few of the programs that a long one may need.
-  """
-  from grpo_jax.building import computation
-
-  first = jax.devices()[:1]
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(jax, "devices", lambda *_: first)
-    patch.setattr(computation.Computation, "jobs", lambda self: [])
+  """One device of the eight: a run takes all there are."""
+  with only_device():
     yield
 
 
@@ -84,13 +76,5 @@ def small_heap():
 @pytest.fixture
 def noticed():
   """The lines that the package logs during the test, notices included."""
-  lines = []
-  handler = logging.Handler()
-  handler.emit = lambda record: lines.append(record.getMessage())
-  logger = logging.getLogger("grpo_jax")
-  level = logger.level
-  logger.addHandler(handler)
-  logger.setLevel(logging.INFO)
-  yield lines
-  logger.setLevel(level)
-  logger.removeHandler(handler)
+  with noticing() as lines:
+    yield lines

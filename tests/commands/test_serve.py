@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import re
 import signal
 import socket
@@ -34,15 +35,16 @@ def asked(printed: str) -> dict:
     return json.load(response)
 
 
-@pytest.mark.slow
-def test_a_checkpoint_answers_until_ctrl_c(run, capsys):
+def serve_until_ctrl_c(log, *words):
+  """Serves, asks once as is printed to `log`, and stops; returns the code, the text, the answer."""
   found = {}
+  begin = pathlib.Path(log).stat().st_size
 
   def use():
     printed = ""
     while "curl" not in printed:
       time.sleep(0.05)
-      printed += capsys.readouterr().out
+      printed = pathlib.Path(log).read_bytes()[begin:].decode()
     try:
       found["printed"], found["answer"] = printed, asked(printed)
     finally:
@@ -50,9 +52,16 @@ def test_a_checkpoint_answers_until_ctrl_c(run, capsys):
 
   client = threading.Thread(target=use)
   client.start()
-  words = ["--model", f"{run}:10", "--config.sampling.max_tokens=8"]
-  assert cli.run(["serve", *words]) == 0
+  code = cli.run(["serve", *words])
   client.join()
+  return code, found
+
+
+@pytest.mark.slow
+def test_a_checkpoint_answers_until_ctrl_c(run, own_process):
+  words = ["--model", f"{run}:10", "--config.sampling.max_tokens=8"]
+  code, found = own_process(serve_until_ctrl_c, own_process.log, *words)
+  assert code == 0
   assert f"{run}:10, 128 tokens of context" in found["printed"]
   assert found["answer"]["usage"]["completion_tokens"] <= 8
   assert found["answer"]["choices"][0]["message"]["role"] == "assistant"

@@ -14,6 +14,7 @@ from grpo_jax.evaluation import choosing
 from grpo_jax.interrupts import Stopped
 from grpo_jax.run_folder import evaluation_log
 from tests import stored_runs
+from tests.own_process import noticing
 
 
 @pytest.fixture(scope="module")
@@ -112,17 +113,24 @@ def test_an_evaluation_that_is_stopped_keeps_what_it_has(run, tmp_path):
   assert path.read_text().count("\n") in range(4, 25, 4)
 
 
-def test_ctrl_c_ends_the_command_without_a_traceback(run, tmp_path, monkeypatch, noticed):
+def evaluate_until_ctrl_c(*words):
   records = evaluation_log.EvaluationLog.records
 
   def interrupted(*arguments):
     os.kill(os.getpid(), signal.SIGINT)
     return records(*arguments)
 
-  monkeypatch.setattr(evaluation_log.EvaluationLog, "records", interrupted)
-  assert cli.run(["evaluate", f"--model={run}:1", f"--workdir={tmp_path / 'out'}"]) == 130
-  assert "SIGINT: ending; a second signal ends at once" in noticed
-  assert noticed[-1] == "stopped; the completions that were scored are kept"
+  with pytest.MonkeyPatch.context() as patch, noticing() as lines:
+    patch.setattr(evaluation_log.EvaluationLog, "records", interrupted)
+    return cli.run(["evaluate", *words]), lines
+
+
+def test_ctrl_c_ends_the_command_without_a_traceback(run, tmp_path, own_process):
+  words = f"--model={run}:1", f"--workdir={tmp_path / 'out'}"
+  code, lines = own_process(evaluate_until_ctrl_c, *words)
+  assert code == 130
+  assert "SIGINT: ending; a second signal ends at once" in lines
+  assert lines[-1] == "stopped; the completions that were scored are kept"
 
 
 @pytest.mark.parametrize("option", ["samples", "num_prompts"])

@@ -67,6 +67,7 @@ def make_config(model, files):
       "rollout__prompts_per_step": 4,
       "batching__row_tokens": 128,
       "batching__row_buckets": (128,),
+      "batching__microbatch_tokens": 128,  # one shape, which is compiled once.
       "loss__kl_coef": 0.0,
       "loss__importance_correction": "token",
       "loss__importance_truncation": "tis",

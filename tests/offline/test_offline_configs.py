@@ -28,6 +28,8 @@ def run(workdir, config, model, **options):
     "total_steps": 2,
     "rollout.prompts_per_step": 4,
     "batching.row_tokens": 256,
+    "batching.row_buckets": (256,),
+    "batching.microbatch_tokens": 256,
     "rollout.max_tokens": 192,
     "evaluation.every_steps": 0,
     "logging.tensorboard": False,

@@ -136,28 +136,38 @@ def test_an_exception_of_the_work_is_raised_in_the_caller_and_the_next_call_work
   assert loop.run(asyncio.sleep(0, "fine")) == "fine"
 
 
-@pytest.mark.parametrize("kind", ["flag", "signal"])
-def test_ctrl_c_and_a_stop_flag_cancel_the_work_and_wait_for_its_end(loop, kind):
+def cancelled(kind):
+  """Stops two calls of a loop while they work, and asserts that their work has ended."""
   log, stop = [], Switch()
   act = (
     (lambda: setattr(stop, "is_up", True))
     if kind == "flag"
     else (lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT))
   )
-  for call in (
-    lambda: loop.run(forever(log), stop=stop),
-    lambda: list(loop.iterate(endless(log), stop=stop)),
-  ):
-    timer = threading.Timer(0.3, act)
-    timer.start()
-    with pytest.raises(Stopped if kind == "flag" else KeyboardInterrupt):
-      call()
-    timer.join()
-    stop.is_up = False
-    assert log == ["began", "ended"]
-    log.clear()
-  assert loop.run(asyncio.sleep(0, "fine")) == "fine"
-  assert len(rollout_threads()) == 1
+  with LoopThread() as loop:
+    for call in (
+      lambda: loop.run(forever(log), stop=stop),
+      lambda: list(loop.iterate(endless(log), stop=stop)),
+    ):
+      timer = threading.Timer(0.3, act)
+      timer.start()
+      with pytest.raises(Stopped if kind == "flag" else KeyboardInterrupt):
+        call()
+      timer.join()
+      stop.is_up = False
+      assert log == ["began", "ended"]
+      log.clear()
+    assert loop.run(asyncio.sleep(0, "fine")) == "fine"
+    return len(rollout_threads())
+
+
+def test_a_stop_flag_cancels_the_work_and_waits_for_its_end():
+  BEFORE.update(threading.enumerate())
+  assert cancelled("flag") == 1
+
+
+def test_ctrl_c_cancels_the_work_and_waits_for_its_end(own_process):
+  assert own_process(cancelled, "signal") == 1
 
 
 async def endless(log):

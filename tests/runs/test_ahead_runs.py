@@ -49,6 +49,7 @@ def settings(tmp_path_factory):
     "sampling.max_tokens": 8,
     "engine.max_rows": 8,
     "batching.row_tokens": 128,
+    "batching.microbatch_tokens": 128,  # one shape, which is compiled once.
     "loss.kl_coef": 0.0,
     "loss.importance_correction": "token",
     "optim.learning_rate": 1e-2,

@@ -140,7 +140,13 @@ def test_tool_use_runs_with_a_tiny_model(tmp_path, model):
     "tool_use.py",
     tmp_path,
     model,
-    **{"data.max_prompt_tokens": 640, "batching.row_tokens": 1024, "evaluation.at_end": False},
+    **{
+      "data.max_prompt_tokens": 640,
+      "batching.row_tokens": 1024,
+      "batching.row_buckets": (1024,),
+      "batching.microbatch_tokens": 1024,
+      "evaluation.at_end": False,
+    },
   )
   assert rows[0]["env/tool_use/calls"] == 0.0  # it writes at random.
   assert {"env/tool_use/accuracy", "env/tool_use/has_answer"} <= set(rows[0])
@@ -178,6 +184,7 @@ def test_a_group_of_environments_scores_each_row_by_its_own_and_survives_a_broke
     "rollout.max_error_share": 0.25,
     "sampling.max_tokens": 8,
     "batching.row_tokens": 128,
+    "batching.microbatch_tokens": 128,  # one shape, which is compiled once.
     "rollout.max_tokens": 128,
     "evaluation.num_prompts": 3,
     "evaluation.at_start": False,

@@ -5,7 +5,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import threading
 import time
 import types
 
@@ -15,6 +14,8 @@ import grpo_jax
 from grpo_jax import interrupts, main
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.run_folder import claim
+from tests.engines.processes import eventually
+from tests.own_process import noticing
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = """
@@ -32,14 +33,18 @@ def path(tmp_path):
 
 @pytest.fixture
 def runs(monkeypatch):
-  """Stands in for `grpo_jax.train`: a tiny real module that keeps what it was called with."""
+  return stand_in(monkeypatch)
+
+
+def stand_in(patch):
+  """Puts a tiny real module that keeps what it was called with in place of `grpo_jax.train`."""
   calls = []
   module = types.ModuleType("grpo_jax.train")
   module.calls = calls
   module.validate = lambda config: ["seed must be even"] if config.seed % 2 == 0 else []
   module.train = lambda config, workdir, *, stop: calls.append((config.seed, workdir, bool(stop)))
-  monkeypatch.setitem(sys.modules, "grpo_jax.train", module)
-  monkeypatch.setattr(grpo_jax, "train", module, raising=False)
+  patch.setitem(sys.modules, "grpo_jax.train", module)
+  patch.setattr(grpo_jax, "train", module, raising=False)
   return module
 
 
@@ -123,35 +128,49 @@ def test_mistakes_are_found_before_jax_is_imported(path):
 # --- signals ---
 
 
-@pytest.mark.parametrize(
-  "number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
-)
-def test_first_signal_sets_the_flag_and_leaving_restores_the_handlers(number, code, noticed):
+def raise_one(number):
+  """Raises a signal while there is a flag.
+
+  Returns its exit code, whether the handlers are back, and the first line that is logged.
+  """
   before = [signal.getsignal(each) for each in interrupts.ASKING]
-  with interrupts.Flag() as stop:
+  with noticing() as lines, interrupts.Flag() as stop:
     assert not stop and stop.exit_code == 0
     stop.on_signal(lambda: None)
     signal.raise_signal(number)
-    assert stop and stop.exit_code == code
-  assert [signal.getsignal(each) for each in interrupts.ASKING] == before
-  for name in ("signals", "save"):  # the second is started by the first.
-    for thread in [thread for thread in threading.enumerate() if thread.name == name]:
-      thread.join(10)
-  assert "saving a checkpoint and ending" in noticed[0]
+    assert stop
+    eventually(lambda: lines)
+  return stop.exit_code, [signal.getsignal(each) for each in interrupts.ASKING] == before, lines[0]
 
 
-def test_stopped_run_reports_the_signal_and_how_to_continue(path, runs, tmp_path, capsys):
-  runs.train = lambda config, workdir, *, stop: signal.raise_signal(signal.SIGTERM)
-  workdir = tmp_path / "w"
-  assert main.main([f"--config={path}", f"--workdir={workdir}"]) == 143
-  assert f"--workdir={workdir} continues" in capsys.readouterr().out
+@pytest.mark.parametrize(
+  "number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_first_signal_sets_the_flag_and_leaving_restores_the_handlers(number, code, own_process):
+  found, are_back, line = own_process(raise_one, number)
+  assert (found, are_back) == (code, True)
+  assert "saving a checkpoint and ending" in line
 
 
-def test_stopped_before_the_run_begins_leaves_nothing(path, runs, tmp_path, capsys):
-  runs.validate = lambda config: signal.raise_signal(signal.SIGINT) or []
-  assert main.main([f"--config={path}", f"--workdir={tmp_path / 'w'}"]) == 130
-  assert runs.calls == [] and not (tmp_path / "w").exists()
-  assert "stopped before the run began" in capsys.readouterr().out
+def signalled_while(where, number, *flags):
+  """Runs the program, whose training or validation gets a signal; returns code and calls."""
+  with pytest.MonkeyPatch.context() as patch:
+    runs = stand_in(patch)
+    setattr(runs, where, lambda *_, **__: signal.raise_signal(number) or [])
+    return main.main(list(flags)), runs.calls
+
+
+def test_stopped_run_reports_the_signal_and_how_to_continue(path, tmp_path, own_process):
+  flags = [f"--config={path}", f"--workdir={tmp_path / 'w'}"]
+  assert own_process(signalled_while, "train", signal.SIGTERM, *flags) == [143, []]
+  assert f"--workdir={tmp_path / 'w'} continues" in own_process.log.read_text()
+
+
+def test_stopped_before_the_run_begins_leaves_nothing(path, tmp_path, own_process):
+  flags = [f"--config={path}", f"--workdir={tmp_path / 'w'}"]
+  assert own_process(signalled_while, "validate", signal.SIGINT, *flags) == [130, []]
+  assert not (tmp_path / "w").exists()
+  assert own_process.log.read_text().endswith("stopped before the run began\n")
 
 
 LOOP = """

@@ -43,6 +43,7 @@ def run(made, workdir, *, config="reward_model", **settings) -> int:
     "sampling__max_tokens": 8,
     "batching__row_tokens": 256,
     "batching__row_buckets": "(256,)",
+    "batching__microbatch_tokens": 256,
     "loss__kl_coef": 0.0,
     "evaluation__every_steps": 0,
     "evaluation__at_start": False,

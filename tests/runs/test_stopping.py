@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from grpo_jax import main, metrics, train
+from grpo_jax import interrupts, main, metrics, train
 from grpo_jax.config import run_options
 from grpo_jax.engines import jax_sampler
 from grpo_jax.files import atomic, disk, local_paths, manifest
@@ -59,6 +59,7 @@ def settings(tmp_path_factory):
     "config.rollout.max_tokens": 64,
     "config.sampling.max_tokens": 4,
     "config.batching.row_tokens": 128,
+    "config.batching.microbatch_tokens": 128,
     "config.loss.kl_coef": 0.0,
     "config.evaluation.every_steps": 2,
     "config.evaluation.num_prompts": 2,
@@ -120,10 +121,11 @@ def when_called(monkeypatch, number, act):
   monkeypatch.setattr(rewards, "vowels", reward)
 
 
-@pytest.mark.long
-def test_sigterm_while_a_rollout_is_scored_saves_at_once_and_the_run_ends_bit_for_bit(
-  arguments, undisturbed, tmp_path, monkeypatch, capfd
-):
+def end_by_signal(flags, call):
+  """Trains until SIGTERM comes, in that call of the reward function, which then takes a minute.
+
+  Returns the exit code, the seconds after the signal, and the names of the threads that are left.
+  """
   asked = []
 
   def ask_and_dawdle():
@@ -131,68 +133,88 @@ def test_sigterm_while_a_rollout_is_scored_saves_at_once_and_the_run_ends_bit_fo
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
 
-  with monkeypatch.context() as patch:
-    when_called(patch, COMPLETIONS + 2, ask_and_dawdle)  # in the second step.
-    assert main.main(arguments()) == 143
-  assert time.monotonic() - asked[0] < 10, "scoring takes a minute, and must not be waited for"
+  with pytest.MonkeyPatch.context() as patch:
+    when_called(patch, call, ask_and_dawdle)
+    code = main.main(flags)
+  return code, time.monotonic() - asked[0], [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.long
+def test_sigterm_while_a_rollout_is_scored_saves_at_once_and_the_run_ends_bit_for_bit(
+  arguments, undisturbed, tmp_path, own_process
+):
+  # In the second step.
+  code, seconds, threads = own_process(end_by_signal, arguments(), COMPLETIONS + 2)
+  assert code == 143
+  assert seconds < 10, "scoring takes a minute, and must not be waited for"
   assert checkpoints_of(tmp_path / "run") == [1]
   assert [line["step"] for line in told(tmp_path / "run")] == [0]
-  assert "the checkpoint of step 1 is complete" in capfd.readouterr().out
-  assert not [t.name for t in threading.enumerate() if t.name == "rollout"]
+  assert "the checkpoint of step 1 is complete" in own_process.log.read_text()
+  assert "rollout" not in threads
   assert main.main(arguments()) == 0
   assert_same_end(tmp_path / "run", undisturbed)
 
 
 def test_sigterm_in_an_evaluation_repeats_it_when_the_run_continues(
-  arguments, undisturbed, tmp_path, monkeypatch
+  arguments, undisturbed, tmp_path, own_process
 ):
-  with monkeypatch.context() as patch:
-    # After two steps of training come the completions of the first evaluation.
-    act = lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60))
-    when_called(patch, 2 * COMPLETIONS + 2, act)
-    assert main.main(arguments()) == 143
+  # After two steps of training come the completions of the first evaluation.
+  code, _, _ = own_process(end_by_signal, arguments(), 2 * COMPLETIONS + 2)
+  assert code == 143
   assert checkpoints_of(tmp_path / "run") == [2]
   assert main.main(arguments()) == 0
   assert_same_end(tmp_path / "run", undisturbed)
+
+
+def interrupt_a_call(flags, workdir):
+  """Trains as a notebook does until Ctrl-C comes; returns whether that was raised."""
+  from grpo_jax.config import command_line
+
+  with pytest.MonkeyPatch.context() as patch:
+    act = lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(60))
+    when_called(patch, 3 * COMPLETIONS, act)  # in the evaluation after the second step.
+    try:
+      train.train(command_line.parse(flags).config, pathlib.Path(workdir))
+    except KeyboardInterrupt:
+      return True
+  return False
 
 
 def test_keyboard_interrupt_in_a_notebook_saves_what_was_learned(
-  arguments, undisturbed, tmp_path, monkeypatch
+  arguments, undisturbed, tmp_path, own_process
 ):
-  from grpo_jax.config import command_line
-
-  with monkeypatch.context() as patch:
-    act = lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(60))
-    when_called(patch, 3 * COMPLETIONS, act)  # in the evaluation after the second step.
-    with pytest.raises(KeyboardInterrupt):
-      command = command_line.parse(arguments())
-      train.train(command.config, tmp_path / "run")
+  assert own_process(interrupt_a_call, arguments(), tmp_path / "run")
   assert checkpoints_of(tmp_path / "run") == [2]
   assert main.main(arguments()) == 0
   assert_same_end(tmp_path / "run", undisturbed)
 
 
-def test_a_save_starts_while_the_main_thread_computes(arguments, tmp_path, monkeypatch):
-  """A signal's handler would run only when the computation returns; a thread does not wait."""
-  seen = []
+def end_while_computing(flags, workdir):
+  """Sends SIGTERM while the main thread computes for seconds in C, which no signal interrupts.
 
-  def compute_long():
-    """Stands in for gradients: seconds in C, which no signal interrupts."""
-    threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 5_000_000)
-    seen.extend(checkpoints_of(tmp_path / "run"))
-
+  Returns the exit code, and the checkpoints that were there when the computation returned.
+  """
+  seen, calls = [], []
   release = jax_sampler.JaxSampler.release
-  calls = []
 
   def in_the_second_step(self):
     calls.append(1)
     if len(calls) == 2:
-      compute_long()
+      threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+      hashlib.pbkdf2_hmac("sha256", b"", b"", 5_000_000)
+      seen.extend(checkpoints_of(pathlib.Path(workdir)))
     release(self)
 
-  monkeypatch.setattr(jax_sampler.JaxSampler, "release", in_the_second_step)
-  assert main.main(arguments()) == 143
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(interrupts, "GRACE_S", 120.0)  # a busy machine computes for longer.
+    patch.setattr(jax_sampler.JaxSampler, "release", in_the_second_step)
+    return main.main(flags), seen
+
+
+def test_a_save_starts_while_the_main_thread_computes(arguments, tmp_path, own_process):
+  """A signal's handler would run only when the computation returns; a thread does not wait."""
+  code, seen = own_process(end_while_computing, arguments(), tmp_path / "run")
+  assert code == 143
   assert seen == [1], "the checkpoint is whole before the main thread looks at anything"
 
 
@@ -515,25 +537,28 @@ def test_the_function_takes_a_local_folder_only():
   assert not pathlib.Path("gs:").exists()
 
 
+def end_at_a_url(flags, cache):
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("GRPO_JAX_CACHE", cache)
+    code, _, _ = end_by_signal(flags, 2 * COMPLETIONS + 1)
+  return code
+
+
 @pytest.mark.long
 def test_a_run_at_a_url_continues_on_an_empty_machine_and_ends_bit_for_bit(
-  arguments, undisturbed, tmp_path, capsys, monkeypatch
+  arguments, undisturbed, tmp_path, monkeypatch, own_process
 ):
   url, there = f"file://{tmp_path}/there", tmp_path / "there"
   flags = [a for a in arguments() if not a.startswith("--workdir")] + [f"--workdir={url}"]
 
-  def end(machine):
-    monkeypatch.setenv("GRPO_JAX_CACHE", str(tmp_path / machine))
-    return main.main(flags)
-
-  with monkeypatch.context() as patch:
-    when_called(patch, 2 * COMPLETIONS + 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert end("first") == 143
-  said = capsys.readouterr().out
+  code = own_process(end_at_a_url, flags, tmp_path / "first")
+  assert code == 143
+  said = own_process.log.read_text()
   assert f"run folder: {url}; working in {tmp_path / 'first'}" in said
   assert f"the same command with --workdir={url} continues" in said
   assert checkpoints_of(there) == [2] and not (there / "lock.json").exists()
-  assert end("second") == 0
+  monkeypatch.setenv("GRPO_JAX_CACHE", str(tmp_path / "second"))
+  assert main.main(flags) == 0
   assert_same_end(there, undisturbed)
   assert checkpoints_of(there) == [2, 4]
   assert (there / "report.html").is_file() and (there / "config.json").is_file()
