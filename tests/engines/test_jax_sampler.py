@@ -18,7 +18,12 @@ from grpo_jax.models.products import Products
 from grpo_jax.types import FinishReason
 from tests.engines import tiny
 
+CONFIG = tiny.config(num_layers=1)  # the depth is the question of two tests.
 PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 8], list(range(20, 60)), [9, 9, 9]]
+
+
+def sampler(model_config=CONFIG, **settings):
+  return tiny.sampler(model_config, **settings)
 
 
 def texts(generations):
@@ -35,8 +40,8 @@ def stats_of(engine, requests):
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_logprobs_equal_the_trainers_for_every_family(family):
-  model_config = tiny.config(family)
-  engine = tiny.sampler(model_config)
+  model_config = tiny.config(family, num_layers=2)
+  engine = sampler(model_config)
   tree = tiny.params(model_config)
   requests = tiny.groups(PROMPTS[:3], 4, stop_ids=(11,))
   generations = tiny.run(engine, requests)
@@ -54,7 +59,7 @@ def test_logprobs_equal_the_trainers_where_layers_differ():
   options = {"num_layers": 3, "further_ropes": (Rope(77.0),), "embedding_scale": 2.0}
   named = {"activation": "gelu_tanh", "norm_offset": 1.0, "post_norms": True}
   model_config = tiny.config("qwen2", layer_kinds=kinds, **options, **named)
-  engine, tree = tiny.sampler(model_config), tiny.params(model_config)
+  engine, tree = sampler(model_config), tiny.params(model_config)
   prompts = [list(range(90)), [7, 8], [3] * 40 + list(range(50)) * 2, [6]]
   prompts = [[token % 61 for token in prompt] for prompt in prompts]
   requests = [*tiny.groups(prompts, 3), tiny.request("alone", prompts[2][5:])]
@@ -67,14 +72,14 @@ def test_logprobs_equal_the_trainers_where_layers_differ():
 
 
 def test_bfloat16_compute_stays_near_float32_and_repeats_itself():
-  engine = tiny.sampler(compute_dtype=jnp.bfloat16)
+  engine = sampler(compute_dtype=jnp.bfloat16)
   requests = tiny.groups(PROMPTS[:2], 4)
   generations = tiny.run(engine, requests)
   assert texts(tiny.run(engine, requests)) == texts(generations)
-  tree = tiny.params(tiny.config())
+  tree = tiny.params(CONFIG)
   for request in requests:
     generation = generations[request.request_id]
-    wanted = tiny.model_logprobs(tiny.config(), tree, request.prompt_ids, generation.token_ids)
+    wanted = tiny.model_logprobs(CONFIG, tree, request.prompt_ids, generation.token_ids)
     wanted = tiny.of_tokens(wanted, generation.token_ids)
     difference = np.abs(generation.logprobs - wanted)
     assert 0 < difference.max() < 0.15  # eight bits of mantissa; not float32 in disguise.
@@ -84,7 +89,7 @@ def test_bfloat16_compute_stays_near_float32_and_repeats_itself():
 def test_in_bfloat16_sampler_and_trainer_round_at_the_same_places(product_dtype):
   model_config = tiny.config("qwen2")
   tree = tiny.params(model_config)
-  engine = tiny.sampler(model_config, compute_dtype="bfloat16", product_dtype=product_dtype)
+  engine = sampler(model_config, compute_dtype="bfloat16", product_dtype=product_dtype)
   requests = tiny.groups(PROMPTS[:2], 4, max_tokens=24)
   generations = tiny.run(engine, requests)
 
@@ -104,11 +109,11 @@ def test_in_bfloat16_sampler_and_trainer_round_at_the_same_places(product_dtype)
 
 
 def test_first_tokens_follow_the_models_distribution_by_chi_square():
-  engine = tiny.sampler(max_rows=256)
+  engine = sampler(max_rows=256)
   requests = tiny.groups([[1, 2, 3]], 2000, max_tokens=1)
   tokens = [int(g.token_ids[0]) for g in tiny.run(engine, requests).values()]
-  tree = tiny.params(tiny.config())
-  expected = np.exp(tiny.model_logprobs(tiny.config(), tree, [1, 2, 3], [0])[0]) * 2000
+  tree = tiny.params(CONFIG)
+  expected = np.exp(tiny.model_logprobs(CONFIG, tree, [1, 2, 3], [0])[0]) * 2000
   observed = np.bincount(tokens, minlength=tiny.VOCABULARY)
   often = expected >= 5
   statistic = ((observed - expected)[often] ** 2 / expected[often]).sum()
@@ -119,24 +124,24 @@ def test_first_tokens_follow_the_models_distribution_by_chi_square():
 @pytest.mark.long
 def test_completions_do_not_depend_on_what_is_computed_beside_them(max_rows):
   requests = tiny.groups(PROMPTS[1:4], 8, stop_ids=(11, 12), max_tokens=20)
-  together = tiny.run(tiny.sampler(max_rows=max_rows), requests)
+  together = tiny.run(sampler(max_rows=max_rows), requests)
   assert len({len(g.token_ids) for g in together.values()}) > 3  # rows end at different times.
   shuffled = [requests[i] for i in np.random.default_rng(0).permutation(len(requests))]
-  assert texts(tiny.run(tiny.sampler(), shuffled)) == texts(together)
-  alone = tiny.sampler()
+  assert texts(tiny.run(sampler(), shuffled)) == texts(together)
+  alone = sampler()
   for request in requests[::7]:
     name = request.request_id
     assert texts(tiny.run(alone, [request])) == {name: together[name].token_ids.tolist()}
 
 
 def test_every_token_is_drawn_with_the_uniform_of_its_seed_and_index():
-  engine = tiny.sampler()
-  tree = tiny.params(tiny.config())
+  engine = sampler()
+  tree = tiny.params(CONFIG)
   requests = tiny.groups([[1, 2, 3], [4, 5]], 4, temperature=0.8)
   for name, generation in tiny.run(engine, requests).items():
     request = next(r for r in requests if r.request_id == name)
     logprobs = tiny.model_logprobs(
-      tiny.config(), tree, request.prompt_ids, generation.token_ids, temperature=0.8
+      CONFIG, tree, request.prompt_ids, generation.token_ids, temperature=0.8
     )
     ends = np.cumsum(np.exp(logprobs.astype(np.float64)), axis=1)
     seeds = jnp.asarray([[0, request.seed]] * len(ends), jnp.uint32)
@@ -146,7 +151,7 @@ def test_every_token_is_drawn_with_the_uniform_of_its_seed_and_index():
 
 
 def test_more_requests_than_rows_refill_the_rows_that_finish():
-  engine = tiny.sampler(max_rows=8, chunk_tokens=4)
+  engine = sampler(max_rows=8, chunk_tokens=4)
   lengths = [4, 8, 12, 40] * 10
   requests = [tiny.request(i, [1, 2], seed=i, max_tokens=n) for i, n in enumerate(lengths)]
   added, generations = stats_of(engine, requests)
@@ -157,7 +162,7 @@ def test_more_requests_than_rows_refill_the_rows_that_finish():
 
 
 def test_rows_are_compacted_as_completions_finish():
-  engine = tiny.sampler(max_rows=32, chunk_tokens=64)
+  engine = sampler(max_rows=32, chunk_tokens=64)
   requests = [tiny.request(i, [1, 2], seed=i, max_tokens=4 if i < 26 else 40) for i in range(32)]
   added, _ = stats_of(engine, requests)
   assert added["decode_steps"] == 40
@@ -165,7 +170,7 @@ def test_rows_are_compacted_as_completions_finish():
 
 
 def test_each_distinct_prompt_is_prefilled_once_for_all_its_completions():
-  engine = tiny.sampler(max_rows=8)
+  engine = sampler(max_rows=8)
   requests = tiny.groups(PROMPTS, 20, max_tokens=5)
   # Interleaved, and with far more completions than rows.
   requests = sorted(requests, key=lambda r: int(r.request_id.split(".")[1]))
@@ -177,12 +182,12 @@ def test_each_distinct_prompt_is_prefilled_once_for_all_its_completions():
 
 def busy_session(sizes, requests, *, group=8):
   """Returns a session that has computed one chunk of the requests, and its weights."""
-  options = decoding.Options(tiny.config(), Products(), 4, group=group)
+  options = decoding.Options(CONFIG, Products(), 4, group=group)
   busy = session.Session(
     options, sizes=sizes, decode_text=None, stats=session.Stats(), programs=session.Programs()
   )
   busy.submit([scheduling.Completion(r, None, scheduling.prompt_key(r)) for r in requests])
-  weights = decoding.split_layers(tiny.params(tiny.config()), options)
+  weights = decoding.split_layers(tiny.params(CONFIG), options)
   busy.advance(weights, 0)
   return busy, weights
 
@@ -216,7 +221,7 @@ def counted_compilations():
 
 @pytest.mark.long
 def test_compilations_are_bounded_over_many_calls_of_different_lengths():
-  engine = tiny.sampler(max_rows=16, chunk_tokens=4)
+  engine = sampler(max_rows=16, chunk_tokens=4)
 
   def calls(start, stop):
     for n in range(start, stop):
@@ -235,8 +240,8 @@ def test_compilations_are_bounded_over_many_calls_of_different_lengths():
 @pytest.mark.long
 def test_what_is_compiled_ahead_serves_all_requests_within_the_planned_sizes():
   sizes = {"prompt_tokens": 150, "completion_tokens": 70, "group_size": 4}
-  engine = tiny.sampler(max_rows=16, warn_of_truncation=False, **sizes)
-  tree = tiny.params(tiny.config())
+  engine = sampler(max_rows=16, warn_of_truncation=False, **sizes)
+  tree = tiny.params(CONFIG)
   described = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
   )
@@ -255,7 +260,7 @@ def test_what_is_compiled_ahead_serves_all_requests_within_the_planned_sizes():
   with counted_compilations() as compiled:
     for requests in calls:
       assert len(tiny.run(engine, requests)) == len(requests)
-    engine.load_weights(tiny.params(tiny.config()), version=2)
+    engine.load_weights(tiny.params(CONFIG), version=2)
     tiny.run(engine, calls[0])
   assert compiled == []
   # What was not planned for is served, too.
@@ -265,7 +270,7 @@ def test_what_is_compiled_ahead_serves_all_requests_within_the_planned_sizes():
 
 @pytest.mark.long
 def test_requests_that_were_not_planned_for_grow_the_caches_under_way():
-  engine = tiny.sampler(max_rows=8, prompt_tokens=20, completion_tokens=16, chunk_tokens=4)
+  engine = sampler(max_rows=8, prompt_tokens=20, completion_tokens=16, chunk_tokens=4)
   requests = [tiny.request(0, [1] * 10, max_tokens=60), tiny.request(1, [2] * 9, max_tokens=120)]
   check_logprobs(engine, requests)
 
@@ -285,7 +290,7 @@ def test_requests_that_were_not_planned_for_grow_the_caches_under_way():
 
 def test_prompts_wait_for_room_and_are_all_served():
   sizes = {"prompt_tokens": 129, "completion_tokens": 12, "group_size": 8, "long_prompts": 1}
-  engine = tiny.sampler(max_rows=8, **sizes)
+  engine = sampler(max_rows=8, **sizes)
   requests = tiny.groups([[i] * 129 for i in range(6)], 2)  # eight pages, two for each prompt.
   check_logprobs(engine, requests)
   assert engine.stats.prefilled_prompts == 6
@@ -294,7 +299,7 @@ def test_prompts_wait_for_room_and_are_all_served():
 @pytest.mark.parametrize("group_size", [1, 3, 8])
 @pytest.mark.long
 def test_groups_of_any_size_and_rows_without_group_attend_to_their_own_prompts(group_size):
-  engine = tiny.sampler(max_rows=24, group_size=group_size)
+  engine = sampler(max_rows=24, group_size=group_size)
   lengths = {0: 9, 1: 1, 2: 4, 3: 13}  # completions of a prompt; with uneven ends.
   requests = [
     tiny.request(f"{p}.{g}", [p] * (30 * p + 2), seed=90 * p + g, max_tokens=3 + 4 * g)
@@ -314,17 +319,15 @@ def check_logprobs(engine, requests):
 
 
 def check_generation(prompt, generation):
-  wanted = tiny.model_logprobs(
-    tiny.config(), tiny.params(tiny.config()), prompt, generation.token_ids
-  )
+  wanted = tiny.model_logprobs(CONFIG, tiny.params(CONFIG), prompt, generation.token_ids)
   wanted = tiny.of_tokens(wanted, generation.token_ids)
   np.testing.assert_allclose(generation.logprobs, wanted, atol=1e-5)
 
 
 def test_a_second_identical_call_is_bit_identical_and_independent_of_calls_before():
   requests = tiny.groups(PROMPTS, 5, stop_ids=(11,), max_tokens=30)
-  fresh = tiny.run(tiny.sampler(), requests)
-  used = tiny.sampler()
+  fresh = tiny.run(sampler(), requests)
+  used = sampler()
   tiny.run(used, tiny.groups([list(range(60))], 9, max_tokens=100))
   for generations in (tiny.run(used, requests), tiny.run(used, requests)):
     for name, generation in generations.items():
@@ -334,18 +337,18 @@ def test_a_second_identical_call_is_bit_identical_and_independent_of_calls_befor
 
 def test_caches_grow_with_the_completions_without_changing_them():
   requests = tiny.groups(PROMPTS[:2], 3, max_tokens=200)
-  generations = tiny.run(tiny.sampler(), requests)
-  tree = tiny.params(tiny.config())
+  generations = tiny.run(sampler(), requests)
+  tree = tiny.params(CONFIG)
   for request in requests:
     ids = generations[request.request_id].token_ids
-    wanted = tiny.model_logprobs(tiny.config(), tree, request.prompt_ids, ids)
+    wanted = tiny.model_logprobs(CONFIG, tree, request.prompt_ids, ids)
     got = generations[request.request_id].logprobs
     np.testing.assert_allclose(got, tiny.of_tokens(wanted, ids), atol=1e-5)
 
 
 def test_weights_loaded_between_chunks_stamp_the_tokens_that_they_sample():
-  engine = tiny.sampler(version=1, max_rows=8, chunk_tokens=2)
-  other = tiny.params(tiny.config(), seed=5)
+  engine = sampler(version=1, max_rows=8, chunk_tokens=2)
+  other = tiny.params(CONFIG, seed=5)
 
   async def collect():
     found = {}
@@ -361,18 +364,18 @@ def test_weights_loaded_between_chunks_stamp_the_tokens_that_they_sample():
   assert found["short"].weight_versions.tolist() == [1, 1]
   assert versions[0] == 1 and versions[-1] == 2 and (np.diff(versions) >= 0).all()
   assert engine.weight_version == 2
-  fresh = tiny.sampler(version=2, seed=5)
+  fresh = sampler(version=2, seed=5)
   request = [tiny.request("x", [1, 2, 3])]
   assert texts(tiny.run(engine, request)) == texts(tiny.run(fresh, request))
 
 
 def test_embedding_and_head_are_the_trainers_arrays_unless_copies_are_asked_for():
-  tree = tiny.params(tiny.config())
-  options = decoding.Options(tiny.config(), Products(), 4)
+  tree = tiny.params(CONFIG)
+  options = decoding.Options(CONFIG, Products(), 4)
   weights = decoding.split_layers(tree, options)
   assert weights.embed is tree["embed"] and weights.head is tree["embed"]
   copied = jax.tree.map(jnp.copy, tree)
-  engine = tiny.sampler(copy_weights=True)
+  engine = sampler(copy_weights=True)
   engine.load_weights(copied, version=2)
   wanted = texts(tiny.run(engine, [tiny.request("x", [1, 2])]))
   for leaf in jax.tree.leaves(copied):
@@ -381,8 +384,8 @@ def test_embedding_and_head_are_the_trainers_arrays_unless_copies_are_asked_for(
 
 
 def test_after_release_no_copy_of_the_weights_is_alive():
-  tree = tiny.params(tiny.config())
-  engine = tiny.sampler(prompt_tokens=16, completion_tokens=16)
+  tree = tiny.params(CONFIG)
+  engine = sampler(prompt_tokens=16, completion_tokens=16)
   before = jax.live_arrays()  # held, so that no later array takes the identity of one of them.
   engine.load_weights(tree, version=2)
   copies = [weakref.ref(array) for array in others(before)]
@@ -431,33 +434,33 @@ def test_a_decode_step_updates_its_cache_in_place_and_copies_no_weights():
 
 
 def test_top_p_warns_once_that_another_distribution_is_trained(caplog):
-  engine = tiny.sampler()
+  engine = sampler()
   request = tiny.request("x", [1], top_p=0.9, max_tokens=2)
   tiny.run(engine, [request])
   assert "sampling.top_p=0.9: tokens are sampled from a truncated distribution" in caplog.text
   caplog.clear()
   tiny.run(engine, [request])
-  tiny.run(tiny.sampler(warn_of_truncation=False), [request])
+  tiny.run(sampler(warn_of_truncation=False), [request])
   truncated = tiny.request("x", [1], top_p=0.9, max_tokens=2, logprobs="truncated")
-  tiny.run(tiny.sampler(), [truncated])
+  tiny.run(sampler(), [truncated])
   greedy = tiny.request("x", [1], top_p=0.9, temperature=0.0, max_tokens=2)
-  tiny.run(tiny.sampler(), [greedy])
+  tiny.run(sampler(), [greedy])
   assert not caplog.text
 
 
 def test_truncated_logprobs_are_renormalised_over_the_tokens_kept():
-  engine = tiny.sampler(report_truncated_logprobs=True, warn_of_truncation=False)
+  engine = sampler(report_truncated_logprobs=True, warn_of_truncation=False)
   requests = tiny.groups([[1, 2]], 6, top_k=4)
-  tree = tiny.params(tiny.config())
+  tree = tiny.params(CONFIG)
   for generation in tiny.run(engine, requests).values():
-    logprobs = tiny.model_logprobs(tiny.config(), tree, [1, 2], generation.token_ids)
+    logprobs = tiny.model_logprobs(CONFIG, tree, [1, 2], generation.token_ids)
     mass = np.log(np.sort(np.exp(logprobs), axis=1)[:, -4:].sum(axis=1))
     wanted = tiny.of_tokens(logprobs, generation.token_ids) - mass
     np.testing.assert_allclose(generation.logprobs, wanted, atol=1e-5)
 
 
 def test_rows_with_and_without_filters_share_a_batch_without_touching_each_other():
-  engine = tiny.sampler(warn_of_truncation=False)
+  engine = sampler(warn_of_truncation=False)
   plain = [tiny.request(f"plain{i}", [1, 2], seed=i) for i in range(3)]
   filtered = [tiny.request(f"filtered{i}", [1, 2], seed=i, top_k=1) for i in range(3)]
   mixed = texts(tiny.run(engine, plain + filtered))
@@ -466,15 +469,15 @@ def test_rows_with_and_without_filters_share_a_batch_without_touching_each_other
 
 
 def test_padding_ids_of_the_vocabulary_are_never_sampled():
-  engine = tiny.sampler(num_valid_tokens=10)
+  engine = sampler(num_valid_tokens=10)
   generations = tiny.run(engine, tiny.groups([[1, 2]], 8))
   tokens = np.concatenate([g.token_ids for g in generations.values()])
   assert tokens.max() < 10
 
 
 def test_weights_that_are_not_finite_raise_in_the_caller_and_good_ones_go_on():
-  engine = tiny.sampler()
-  tree = tiny.params(tiny.config())
+  engine = sampler()
+  tree = tiny.params(CONFIG)
   engine.load_weights(jax.tree.map(lambda x: x * jnp.nan, tree), version=7)
   with pytest.raises(FloatingPointError, match="not finite with weights of version 7"):
     tiny.run(engine, tiny.groups([[1, 2]], 3))
@@ -486,7 +489,7 @@ def test_an_error_of_the_decoder_reaches_every_call_in_flight():
   def broken(ids):
     raise LookupError("no such id")
 
-  engine = tiny.sampler(decode=broken)
+  engine = sampler(decode=broken)
 
   async def both():
     async def collect(requests):
@@ -500,7 +503,7 @@ def test_an_error_of_the_decoder_reaches_every_call_in_flight():
 
 
 def test_cancelling_a_caller_frees_the_rows_for_the_next():
-  engine = tiny.sampler(max_rows=8, chunk_tokens=2)
+  engine = sampler(max_rows=8, chunk_tokens=2)
 
   async def cancelled():
     async def collect():
@@ -521,7 +524,7 @@ def test_cancelling_a_caller_frees_the_rows_for_the_next():
 def test_one_thread_serves_all_calls_and_ends_with_the_engine():
   threads = lambda: {t for t in threading.enumerate() if t.name.startswith("jax_sampler")}
   before = threads()
-  engine = tiny.sampler()
+  engine = sampler()
   tiny.run(engine, tiny.groups([[1, 2]], 3))
   own = threads() - before
   tiny.run(engine, tiny.groups([[1, 2]], 3))
@@ -531,19 +534,19 @@ def test_one_thread_serves_all_calls_and_ends_with_the_engine():
 
 
 def test_generate_without_weights_and_bad_settings_are_refused():
-  engine = tiny.JaxSampler(tiny.config())
+  engine = tiny.JaxSampler(CONFIG)
   with pytest.raises(RuntimeError, match="load_weights must be called"):
     engine.generate([tiny.request("x", [1])])
   with pytest.raises(ValueError, match="max_rows and chunk_tokens must be positive: 0"):
-    tiny.JaxSampler(tiny.config(), max_rows=0)
+    tiny.JaxSampler(CONFIG, max_rows=0)
   with pytest.raises(ValueError, match="num_valid_tokens"):
-    tiny.JaxSampler(tiny.config(), num_valid_tokens=62)
+    tiny.JaxSampler(CONFIG, num_valid_tokens=62)
   with pytest.raises(ValueError, match="need an engine that was given `decode`"):
-    tiny.sampler().generate([tiny.request("x", [1], stop_strings=("a",))])
+    sampler().generate([tiny.request("x", [1], stop_strings=("a",))])
 
 
 def test_length_limit_is_the_models_unless_another_is_given():
-  engine = tiny.sampler(max_length=10)
+  engine = sampler(max_length=10)
   generation = tiny.run(engine, [tiny.request("x", [1, 2], max_tokens=8)])["x"]
   assert len(generation.token_ids) == 8 and generation.finish_reason is FinishReason.LENGTH
   with pytest.raises(ValueError, match="exceeds the limit of 10"):

@@ -12,7 +12,7 @@ from grpo_jax.models.products import LowRank
 from tests.engines import test_jax_sampler_lora, tiny, updates
 from tests.engines.test_jax_sampler import counted_compilations, texts
 
-CONFIG = tiny.config(vocab_size=64)
+CONFIG = tiny.config(vocab_size=64, num_layers=1)
 ONE_LAYER = tiny.config("qwen2", vocab_size=64, num_layers=1)
 REQUESTS = tiny.groups([[1, 2, 3], [5, 6, 7, 8], [9]], 4, stop_ids=(11,), max_tokens=20)
 PLANNED = {"prompt_tokens": 8, "completion_tokens": 20, "group_size": 4}

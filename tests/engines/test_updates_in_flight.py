@@ -18,7 +18,7 @@ from tests.engines import described, test_jax_sampler_lora, tiny, updates
 from tests.engines.sglang_fixtures import decode
 from tests.engines.test_jax_sampler import counted_compilations, texts
 
-CONFIG = tiny.config()
+CONFIG = tiny.config(num_layers=1)  # enough where the depth does not matter.
 
 
 def requests_of(lengths, size, *, seed=0, most=90, **sampling):
@@ -50,11 +50,12 @@ def test_every_token_has_the_logprob_of_its_version():
   Two of the updates come one chunk after the other.
   """
   requests = requests_of((1, 2, 70, 130, 5, 64, 65, 30, 3, 100), 20)
-  trees = weights(6)
-  engine = sampler()
+  model_config = tiny.config(num_layers=2)
+  trees = weights(6, model_config)
+  engine = sampler(model_config)
   generations = updates.run(engine, requests, trees[1:], (3, 40, 41, 90, 140))
   assert len(generations) == 200
-  wanted = updates.trainer_logprobs(CONFIG, trees, requests, generations)
+  wanted = updates.trainer_logprobs(model_config, trees, requests, generations)
   versions = [x.weight_versions for x in generations.values()]
   assert all((np.diff(of_tokens) >= 0).all() for of_tokens in versions)
   assert {int(v) for of_tokens in versions for v in of_tokens} == set(range(6))
@@ -249,7 +250,7 @@ def test_a_trainer_may_delete_its_weights_as_soon_as_they_are_loaded():
 
 @pytest.mark.parametrize("shape", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 1, "fsdp": 8}])
 def test_on_a_mesh_an_update_in_flight_gives_the_tokens_of_one_device(shape):
-  model_config = tiny.config(vocab_size=64)
+  model_config = tiny.config(vocab_size=64, num_layers=1)
   trees = [tiny.params(model_config, seed) for seed in range(3)]
   mesh = sharding.make_mesh(**shape)
   axes = transformer.logical_axes(model_config)
