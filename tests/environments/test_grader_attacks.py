@@ -216,7 +216,7 @@ def hostile(request, tmp_path_factory):
   path = tmp_path_factory.mktemp("grader") / "grader.py"
   path.write_text(HOSTILE)
   sandboxes.need(request.param)
-  pool = WorkerPool(path, workers=1, timeout_s=1.0, memory_gib=1.0, sandbox=request.param)
+  pool = WorkerPool(path, workers=1, timeout_s=0.5, memory_gib=1.0, sandbox=request.param)
   yield pool
   pool.close()
 

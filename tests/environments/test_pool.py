@@ -136,8 +136,8 @@ def test_a_hang_ends_at_the_time_out(grader, function):
 
 
 def test_waiting_for_a_worker_is_not_counted_as_grading(grader):
-  pool = WorkerPool(grader, workers=1, timeout_s=1.0)
-  futures = [pool.submit("sleep", 0.3) for _ in range(5)]  # the last one waits for 1.2 s.
+  pool = WorkerPool(grader, workers=1, timeout_s=0.7)
+  futures = [pool.submit("sleep", 0.2) for _ in range(5)]  # the last one waits for 0.8 s.
   assert all(f.result() for f in futures)
   assert pool.counts()["timeouts"] == 0.0
   pool.close()
@@ -145,7 +145,7 @@ def test_waiting_for_a_worker_is_not_counted_as_grading(grader):
 
 def test_workers_run_side_by_side(grader):
   with_two = WorkerPool(grader, workers=2, timeout_s=20.0)
-  futures = [with_two.submit("sleep", 1.0) for _ in range(2)]
+  futures = [with_two.submit("sleep", 0.3) for _ in range(2)]
   assert all(f.result() for f in futures) and len(with_two.pids()) == 2
   with_two.close()
 
