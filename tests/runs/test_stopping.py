@@ -43,7 +43,7 @@ def settings(tmp_path_factory):
   config = folder / "config.py"
   config.write_text(
     "import configs.base\n\n\ndef get_config():\n  config = configs.base.get_config()\n"
-    "  config.environments = {'own': {'module': 'function', 'path': 'tests.rewards.vowels'}}\n"
+    "  config.environments = {'own': {'module': 'function', 'path': 'tests.rewards.variety'}}\n"
     "  return config\n"
   )
   return {
@@ -83,6 +83,7 @@ def arguments(settings, tmp_path):
 def undisturbed(settings, tmp_path_factory):
   folder = tmp_path_factory.mktemp("undisturbed")
   assert main.main([f"--{n}={v}" for n, v in {**settings, "workdir": folder}.items()]) == 0
+  assert any(line.get("batch/optimizer_steps") for line in told(folder)), "the weights change"
   return folder
 
 
@@ -110,15 +111,15 @@ def assert_same_end(workdir, expected):
 def when_called(monkeypatch, number, act):
   """Has `act` run in the `number`-th call of the reward function, in the thread of that call."""
   calls = []
-  vowels = rewards.vowels
+  variety = rewards.variety
 
   def reward(prompt, completion, info):
     calls.append(completion)
     if len(calls) == number:
       act()
-    return vowels(prompt, completion, info)
+    return variety(prompt, completion, info)
 
-  monkeypatch.setattr(rewards, "vowels", reward)
+  monkeypatch.setattr(rewards, "variety", reward)
 
 
 def end_by_signal(flags, call):
