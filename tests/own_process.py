@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import traceback
@@ -117,6 +118,10 @@ def noticing():
 def main() -> None:
   """Calls what standard input names, and writes each result as a line."""
   from tests import conftest  # noqa: F401  (the settings of the suite)
+
+  # A shell starts what runs in the background with signals ignored.
+  signal.signal(signal.SIGINT, signal.default_int_handler)
+  signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
   with os.fdopen(int(sys.argv[1]), "w") as results, only_device():
     for line in sys.stdin:
