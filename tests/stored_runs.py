@@ -8,6 +8,7 @@ import numpy as np
 
 from grpo_jax.building import adapter
 from grpo_jax.config import base, configuration
+from grpo_jax.config.configuration import typed
 from grpo_jax.models import loading, lora, tiny, transformer
 from grpo_jax.run_folder import checkpointing
 
@@ -59,7 +60,7 @@ def write_lora(folder: pathlib.Path, steps, *, options=None, model=None, **field
   config = configuration.replaced(
     base.get_config(), {name.replace("__", "."): value for name, value in lora_fields.items()}
   )
-  facts = adapter.facts(config, loading.read_facts(model))
+  facts = adapter.facts(typed(config), loading.read_facts(model))
   with checkpointing.open(folder / "checkpoints", keep_last=None) as checkpoints:
     for step in steps:
       tree = adapter_of(step, loading.read_config(model), options)

@@ -8,10 +8,13 @@ import re
 import textwrap
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from grpo_jax import processes, registry
 from grpo_jax.api import given
 from grpo_jax.config import configuration, modes
 from grpo_jax.config.configuration import ConfigError
+from grpo_jax.config.options import Config
 from grpo_jax.environments import function
 from grpo_jax.files import atomic
 from grpo_jax.files.disk import writing
@@ -26,7 +29,7 @@ FORMS = (
 )
 
 
-def with_reward(config: Any, reward: Any) -> Any:
+def with_reward(config: ConfigDict, reward: Any) -> ConfigDict:
   """Returns a config whose training and evaluation data are scored by a function or class.
 
   Args:
@@ -37,7 +40,7 @@ def with_reward(config: Any, reward: Any) -> Any:
   Raises:
     ConfigError: The reward cannot be called in this way, or the config names its own rewards.
   """
-  _check(config, reward)
+  _check(configuration.typed(config), reward)
   path = _path_of(reward)
   if inspect.isclass(reward):
     settings = {"module": path}
@@ -99,7 +102,7 @@ def source_of(reward: Any) -> str:
     return ""
 
 
-def _check(config: Any, reward: Any) -> None:
+def _check(config: Config, reward: Any) -> None:
   if not callable(reward):
     raise ConfigError(f"reward must be {FORMS}; got {reward!r:.80}")
   if inspect.isgeneratorfunction(reward) or inspect.isasyncgenfunction(reward):

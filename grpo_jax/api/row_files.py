@@ -8,9 +8,12 @@ import pathlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from grpo_jax import data, processes
 from grpo_jax.config import base, configuration, data_options, modes
 from grpo_jax.config.configuration import ConfigError
+from grpo_jax.config.options import Config
 from grpo_jax.data import given_rows
 from grpo_jax.files import atomic
 from grpo_jax.files.disk import writing
@@ -47,8 +50,8 @@ def lines(rows: Any, name: str) -> list[str]:
 
 
 def with_rows(
-  config: Any, workdir: pathlib.Path, given: Collection[str], named: Collection[str] = ()
-) -> Any:
+  config: ConfigDict, workdir: pathlib.Path, given: Collection[str], named: Collection[str] = ()
+) -> ConfigDict:
   """Returns a config that reads the files of given rows in place of its own data.
 
   The config's settings for its own data, such as the system prompt, do not apply to other rows:
@@ -81,16 +84,17 @@ def with_rows(
   return made
 
 
-def check_scored(config: Any, made: Any) -> None:
+def check_scored(config: ConfigDict, made: ConfigDict) -> None:
   """Raises ConfigError if rows would be scored by another environment than the config's own data.
 
   Args:
     config: Config as it was before `with_rows`.
     made: Config that it returned; the caller has named neither a reward nor an environment.
   """
-  now = _environments_of(made)
-  if modes.needs_environments(made) and not now <= _environments_of(config):
-    known = ", ".join(map(repr, made.environments))
+  asked = configuration.typed(made)
+  now = _environments_of(asked)
+  if modes.needs_environments(asked) and not now <= _environments_of(configuration.typed(config)):
+    known = ", ".join(map(repr, asked.environments))
     raise ConfigError(
       "rows: nothing says what scores them. Give reward=, or name an environment of this config,"
       f' **{{"data.environment": ...}}; it has {known}'
@@ -160,14 +164,14 @@ def _refuse_others(file: str, section: str, named: Collection[str]) -> None:
     raise ConfigError(f"{argument}= and {twice[0]} both name data: give one of them")
 
 
-def _environments_of(config: Any) -> set[str]:
+def _environments_of(config: Config) -> set[str]:
   """Returns the names of the environments that score the training data; of invalid data, none."""
   with contextlib.suppress(ValueError):
     return set().union(*map(data.environments, data_options.training(config).values()))
   return set()
 
 
-def _log_left_out(config: Any, changes: Mapping[str, Any]) -> None:
+def _log_left_out(config: ConfigDict, changes: Mapping[str, Any]) -> None:
   """Logs in one line which settings of the config's own data are not used for given rows."""
   replaced = [f"data.{name}" for name in (*_SOURCE, *_OF_SOURCE)]
   before = {name: _value(config, name) for name in changes if name not in replaced}
@@ -182,9 +186,9 @@ def _log_left_out(config: Any, changes: Mapping[str, Any]) -> None:
     )
 
 
-def _value(config: Any, name: str) -> Any:
+def _value(config: ConfigDict, name: str) -> Any:
   """Returns a field by its dotted name; a section as a dict."""
-  found = config
+  found: Any = config
   for part in name.split("."):
     found = found[part]
   return found.to_dict() if hasattr(found, "to_dict") else found

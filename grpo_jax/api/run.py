@@ -68,7 +68,7 @@ class Run:
     Raises:
       NoWeights: The file config.json is missing or damaged.
     """
-    return stored.whole_config_of(self._workdir)
+    return stored.editable_config_of(self._workdir)
 
   @property
   def checkpoints(self) -> dict[int, pathlib.Path]:

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from grpo_kernels.attention import Attention
+from ml_collections import ConfigDict
 
 from grpo_jax import data
 from grpo_jax.building import computation, kept_programs, stored, stored_engine
 from grpo_jax.building import model as model_building
-from grpo_jax.config import device_options, lora_options, run_options
+from grpo_jax.config import configuration, device_options, lora_options, run_options
 from grpo_jax.config.configuration import ConfigError
+from grpo_jax.config.options import Config
 from grpo_jax.data import formats, prompts
 from grpo_jax.engines.base import Generation, GenerationRequest, SamplingParams
 from grpo_jax.engines.jax_sampler import JaxSampler
@@ -20,6 +22,7 @@ from grpo_jax.learn import adapters
 from grpo_jax.models import loading
 from grpo_jax.models.fields import Fields
 from grpo_jax.rollouts.loop_thread import LoopThread
+from grpo_jax.values import options
 
 Messages = Sequence[Mapping[str, Any]]
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ class Sampler:
   answered last.
   """
 
-  def __init__(self, workdir: pathlib.Path, config: Any):
+  def __init__(self, workdir: pathlib.Path, config: ConfigDict | Config):
     """Makes a sampler; nothing is loaded before it is needed.
 
     Args:
@@ -43,7 +46,7 @@ class Sampler:
       config: Config of the run.
     """
     self._workdir = workdir
-    self._config = config
+    self._config = configuration.typed(config)
     self._engine: JaxSampler | None = None
     self._loaded: tuple[str, loading.Loaded] | None = None  # label, weights.
     self._tokenizer: data.Tokenizer | None = None
@@ -145,14 +148,14 @@ class Sampler:
 
   def _make_engine(self, model: loading.Loaded, tokenizer: data.Tokenizer) -> JaxSampler:
     """Makes an engine of the sizes of the run's own, whose compiled programs are kept."""
-    options = self._config.model
+    section = self._config.model
     return JaxSampler(
       model.config,
       decode=lambda ids: tokenizer.decode(ids, skip_special=False),
-      compute_dtype=options.compute_dtype,
-      product_dtype=options.product_dtype,
-      matmul_precision=options.matmul_precision,
-      attention=Attention(options.attention),
+      compute_dtype=section.compute_dtype,
+      product_dtype=section.product_dtype,
+      matmul_precision=section.matmul_precision,
+      attention=Attention(section.attention),
       num_valid_tokens=tokenizer.vocab_size,
       unmerged=lora_options.is_unmerged(self._config),
       **run_options.sampler_sizes(self._config),
@@ -160,19 +163,19 @@ class Sampler:
 
   def _style(self) -> formats.PromptStyle:
     """Returns how the training data ask a problem."""
-    return prompts.style_of(self._config.data.to_dict())
+    return prompts.style_of(options.values(self._config.data))
 
   def _began_with(self) -> stored.StoredWeights:
     """Opens the model of `model.path`, rounded as the base of an adapter is."""
     found = stored.find(stored.Reference(self._initial(), None))
-    options = lora_options.of_stored(self._config)
-    if options is None:
+    adapter = lora_options.of_stored(self._config)
+    if adapter is None:
       return found
-    return dataclasses.replace(found, dtypes=adapters.read_dtypes(options))
+    return dataclasses.replace(found, dtypes=adapters.read_dtypes(adapter))
 
   def _initial(self) -> str:
     model = self._config.model
-    taken = model.get("fallback_taken")
+    taken = model.fallback_taken
     return taken["taken"] if taken else model.path
 
 

@@ -111,7 +111,7 @@ def train(
   return Run(folder)
 
 
-def _chosen(config: ConfigOrName, overrides: Mapping[str, Any]) -> tuple[Any, set[str]]:
+def _chosen(config: ConfigOrName, overrides: Mapping[str, Any]) -> tuple[ConfigDict, set[str]]:
   """Returns a config of this call's own with the overrides, and the names of the fields that the
   caller has set: in the call, or in a config that was loaded before."""
   if isinstance(config, ConfigDict):

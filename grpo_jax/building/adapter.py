@@ -15,14 +15,13 @@ from grpo_jax.building import agreements
 from grpo_jax.building.computation import Computation
 from grpo_jax.config import lora_options
 from grpo_jax.config.configuration import ConfigError
+from grpo_jax.config.options import Config
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.models import adapter_files, leaves, loading, lora
 from grpo_jax.run_folder.checkpointing import Checkpoints
 
 _log = logging.getLogger(__name__)
 
-# A ConfigDict, whose fields a type checker cannot know.
-Config = Any
 
 FACT = "adapter"  # name of the facts in the `extra` of a checkpoint.
 _OPTIONS = ("rank", "alpha", "targets", "rank_stabilized", "base_dtype")
@@ -99,7 +98,10 @@ def read(config: Config, made: Computation) -> Any:
 
 
 def _path(config: Config) -> pathlib.Path:
-  return pathlib.Path(config.model.lora.path).expanduser()
+  """Returns the folder of the adapter that the run begins with; there must be one."""
+  path = config.model.lora.path
+  assert path is not None
+  return pathlib.Path(path).expanduser()
 
 
 def facts(config: Config, base: loading.ModelFacts) -> dict[str, Any]:

@@ -24,13 +24,11 @@ import jax
 import grpo_jax
 from grpo_jax import data, processes, registry
 from grpo_jax.config import configuration
+from grpo_jax.config.options import Config
 from grpo_jax.data import sources
 from grpo_jax.files import manifest
 from grpo_jax.models import safetensors
 from grpo_jax.types import Prompt
-
-# A ConfigDict, whose fields a type checker cannot know.
-Config = Any
 
 # What must be equal, by the name with which a message shows it.
 Facts = Mapping[str, str]

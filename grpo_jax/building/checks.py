@@ -3,7 +3,6 @@
 import logging
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
 from grpo_kernels.attention import choice as attention_choice
 from grpo_kernels.linear_logprobs import choice
@@ -19,6 +18,7 @@ from grpo_jax.config import (
   removed,
   run_options,
 )
+from grpo_jax.config.options import Config
 from grpo_jax.engines import launching
 from grpo_jax.learn import mesh as meshes
 from grpo_jax.learn import sharding
@@ -29,8 +29,6 @@ from grpo_jax.types import Prompt
 
 _log = logging.getLogger(__name__)
 
-# A ConfigDict, whose fields a type checker cannot know.
-Config = Any
 
 # Number of prompts of each dataset that environments check before anything is sampled.
 TRIED = 8
@@ -166,7 +164,7 @@ def log_lengths(config: Config) -> None:
   longest = batching_options.longest_sequence(config)
   limits = {
     "sampling.max_tokens": config.sampling.max_tokens,
-    "evaluation.sampling.max_tokens": config.evaluation.sampling.max_tokens or 0,
+    "evaluation.sampling.max_tokens": config.evaluation.sampling.get("max_tokens") or 0,
   }
   for name, limit in () if modes.is_offline(config) else limits.items():
     if limit > longest:

@@ -29,6 +29,7 @@ from grpo_jax.config import (
   teacher_options,
 )
 from grpo_jax.config.configuration import ConfigError
+from grpo_jax.config.options import Config
 from grpo_jax.engines.base import SamplingParams
 from grpo_jax.groups import credit
 from grpo_jax.learn import adapters, monitoring, operations, policy, screening, sharding, train_step
@@ -38,9 +39,7 @@ from grpo_jax.models.products import Products
 from grpo_jax.processes import arrays
 from grpo_jax.rl import estimators, objectives
 from grpo_jax.types import Batch, TrainState
-
-# A ConfigDict, whose fields a type checker cannot know.
-Config = Any
+from grpo_jax.values import options
 
 # Sizes of recorded groups, whose maximum is unknown; larger groups compile when they appear.
 _RECORDED_WIDTHS = (2, 4, 8, 16, 32, 64)
@@ -445,7 +444,7 @@ def truncation_of(config: Config, num_valid: int | None = None) -> Truncation | 
     config: Config of the run.
     num_valid: Number of token ids that the tokenizer has; None: those of the model.
   """
-  sampling = SamplingParams(**config.sampling.to_dict())
+  sampling = SamplingParams(**options.values(config.sampling))
   if modes.is_offline(config) or not sampling.reports_truncated:
     return None
   is_sglang = config.engine.name == "sglang"

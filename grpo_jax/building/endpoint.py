@@ -16,6 +16,7 @@ from grpo_jax.building import named_code, online, stored, stored_engine
 from grpo_jax.config import base as defaults
 from grpo_jax.config import command_line, configuration, run_options
 from grpo_jax.config.configuration import ConfigError
+from grpo_jax.config.options import Config
 from grpo_jax.environments.base import Endpoint
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.rollouts.loop_thread import LoopThread
@@ -26,8 +27,6 @@ from grpo_jax.serving.session import Policy, Session
 
 _log = logging.getLogger(__name__)
 
-# A ConfigDict, whose fields a type checker cannot know.
-Config = Any
 
 KEPT_TURNS = 256  # completions whose tokens stay known, to be continued.
 _ROWS, _TOKENS, _ANSWER = 8, 4096, 1024  # sizes for a model without a config.
@@ -146,7 +145,7 @@ def config_of(model: str, *, base: str | None = None, changes: Sequence[str] = (
   config = configuration.replaced(defaults.get_config(), values)
   if changes:
     command_line.override(config, changes)
-  return config
+  return configuration.typed(config)
 
 
 def _prepared(config: Config, weights: stored.StoredWeights) -> Config:

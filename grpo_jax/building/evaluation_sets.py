@@ -8,6 +8,7 @@ from typing import Any
 from grpo_jax import data, processes
 from grpo_jax.building import checks
 from grpo_jax.config import configuration, data_options, modes
+from grpo_jax.config.options import Config
 from grpo_jax.data import formats, overlap, skipped
 from grpo_jax.data.byte_tokenizer import ByteTokenizer
 from grpo_jax.data.overlap import Overlap
@@ -15,8 +16,6 @@ from grpo_jax.types import Prompt
 
 _log = logging.getLogger(__name__)
 
-# A ConfigDict, whose fields a type checker cannot know.
-Config = Any
 
 _MISSING = (
   ". Set config.{section}.path to a file of rows; or to None, {none} config.{section}.dataset to a"

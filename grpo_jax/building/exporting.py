@@ -11,11 +11,12 @@ import numpy as np
 
 from grpo_jax.building import model as model_building
 from grpo_jax.building import stored
-from grpo_jax.config import field_kinds
+from grpo_jax.config import field_checks
 from grpo_jax.config.configuration import ConfigError
 from grpo_jax.files import atomic
 from grpo_jax.files.disk import WriteError
 from grpo_jax.models import adapter_files, export
+from grpo_jax.models.options import ExportOptions
 from grpo_jax.models.safetensors import ToWrite
 
 
@@ -86,9 +87,11 @@ def run(
       templates=templates,
       on_progress=on_progress,
     )
-  own = {} if is_adapter else stored.whole_config_of(pathlib.Path(given.place)).export.to_dict()
-  made = str(dtype or own.get("dtype") or "float32")
-  limit = own.get("max_shard_gb", _MAX_SHARD_GB) if max_shard_gb is None else max_shard_gb
+  own = ExportOptions()
+  if not is_adapter:
+    own = stored.whole_config_of(pathlib.Path(given.place)).export
+  made = str(dtype or own.dtype or "float32")
+  limit = own.max_shard_gb if max_shard_gb is None else max_shard_gb
   _check(dtype=made, max_shard_gb=None if limit == math.inf else limit)
   tensors = export.stored_to_write(weights.tensors, weights.config, dtype=made)
 
@@ -171,9 +174,9 @@ def check_free(out: pathlib.Path) -> None:
     raise ExportError(f"{out} is there, and nothing is overwritten: choose another name")
 
 
-def _check(**options: Any) -> None:
+def _check(**given: Any) -> None:
   """Raises ConfigError for values that the section `export` of a config does not take either."""
-  wrong = field_kinds.wrong({f"export.{name}": value for name, value in options.items()})
+  wrong = field_checks.wrong({f"export.{name}": value for name, value in given.items()})
   if wrong:
     raise ConfigError("; ".join(wrong.values()))
 
@@ -199,6 +202,3 @@ def _counted(tensors: Sequence[ToWrite], on_progress: Callable[[int, int], None]
     return dataclasses.replace(tensor, values=values)
 
   return [counted(number, tensor) for number, tensor in enumerate(tensors, start=1)]
-
-
-_MAX_SHARD_GB = 5.0  # where a run's config.json has none.

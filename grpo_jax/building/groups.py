@@ -8,6 +8,7 @@ from typing import Any
 from grpo_jax import data, environments
 from grpo_jax.building.parts import Parts
 from grpo_jax.config import ahead_options, configuration, data_options, modes, run_options
+from grpo_jax.config.options import Config
 from grpo_jax.data import calls
 from grpo_jax.engines import everywhere
 from grpo_jax.environments.base import EnvironmentFactory
@@ -15,9 +16,6 @@ from grpo_jax.groups import filters
 from grpo_jax.rollouts import ahead, drawing, stream
 
 _log = logging.getLogger(__name__)
-
-# A ConfigDict, whose fields a type checker cannot know.
-Config = Any
 
 
 def make_prompts(
@@ -130,7 +128,7 @@ def make_environments(config: Config) -> environments.Environments:
     ConfigError: A setting is wrong, or a host of the run cannot have them.
   """
   is_needed = modes.needs_environments(config)
-  found = config.environments.to_dict() if is_needed else {}
+  found = config.environments if is_needed else {}
 
   def make(_: Any) -> environments.Environments:
     try:

@@ -8,15 +8,13 @@ from typing import Any
 from grpo_jax import data, processes
 from grpo_jax.building import agreements
 from grpo_jax.config import configuration
+from grpo_jax.config.options import Config
 from grpo_jax.data import exported_templates
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.models import files, loading, sources
 from grpo_jax.models.chat.rendering import TemplateError
 
 _log = logging.getLogger(__name__)
-
-# A ConfigDict, whose fields a type checker cannot know.
-Config = Any
 
 
 def find(config: Config) -> sources.Found:
@@ -57,10 +55,11 @@ def _fallen_back(config: Config, found: sources.Found, reason: str) -> sources.F
   """Returns the fallback of the model, also where the model itself was found."""
   if found.reason:
     return found
-  model = config.model
-  _log.warning("another process uses model.fallback=%s: %s", model.fallback, reason)
-  folder = sources.resolve(model.fallback, cache_dir=model.cache_dir)
-  return sources.Found(folder, found.asked, model.fallback, reason)
+  fallback = config.model.fallback
+  assert fallback is not None  # another process uses it.
+  _log.warning("another process uses model.fallback=%s: %s", fallback, reason)
+  folder = sources.resolve(fallback, cache_dir=config.model.cache_dir)
+  return sources.Found(folder, found.asked, fallback, reason)
 
 
 def with_fallback(config: Config, found: sources.Found) -> Config:
@@ -70,14 +69,8 @@ def with_fallback(config: Config, found: sources.Found) -> Config:
   """
   if not found.reason:
     return config
-  config = config.copy_and_resolve_references()
-  with config.unlocked():
-    config.model.fallback_taken = {
-      "asked": found.asked,
-      "taken": found.taken,
-      "reason": found.reason,
-    }
-  return config
+  taken = {"asked": found.asked, "taken": found.taken, "reason": found.reason}
+  return configuration.replaced(config, {"model.fallback_taken": taken})
 
 
 def name_of(config: Config, folder: pathlib.Path) -> str:
@@ -87,7 +80,7 @@ def name_of(config: Config, folder: pathlib.Path) -> str:
     config: Config of the run, as `with_fallback` returns it.
     folder: Folder of the model.
   """
-  taken = config.model.get("fallback_taken")
+  taken = config.model.fallback_taken
   name = taken["taken"] if taken else config.model.path
   return sources.portable(name, folder)
 
@@ -98,11 +91,8 @@ def with_template(config: Config) -> Config:
   name = config.model.chat_template
   if name is None or not name.endswith(".jinja"):
     return config
-  config = config.copy_and_resolve_references()
-  with config.unlocked():
-    text = files.read_text(pathlib.Path(name), max_bytes=files.TEMPLATE_BYTES)
-    config.model.chat_template = text
-  return config
+  text = files.read_text(pathlib.Path(name), max_bytes=files.TEMPLATE_BYTES)
+  return configuration.replaced(config, {"model.chat_template": text})
 
 
 def load_tokenizer(
@@ -120,7 +110,7 @@ def load_tokenizer(
     adapter or folder,
     model_directory=folder,
     chat_template=options.chat_template,
-    template_args=options.chat_template_args.to_dict(),
+    template_args=options.chat_template_args,
     tool_form=options.tool_calls,
   )
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from grpo_jax import registry
 from grpo_jax.building import stored
-from grpo_jax.config import command_line
+from grpo_jax.config import command_line, configuration
+from grpo_jax.config.options import Config
 from grpo_jax.http import redaction
 
 _log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ _TOOLS = ("calculator", "python")
 _VERIFIERS = ("grpo_environments.verifiers.rows", "grpo_jax.environments.verifiers.rows")
 
 
-def config_to_run(run: pathlib.Path, *, changes: Sequence[str] = ()) -> Any:
+def config_to_run(run: pathlib.Path, *, changes: Sequence[str] = ()) -> Config:
   """Returns the config of a run, and logs which code it names.
 
   Args:
@@ -34,17 +35,17 @@ def config_to_run(run: pathlib.Path, *, changes: Sequence[str] = ()) -> Any:
     changes: Flags of the command line that change fields.
 
   Raises:
-    NoWeights: config.json is missing or damaged; see `stored.whole_config_of`.
+    NoWeights: config.json is missing or damaged; see `stored.editable_config_of`.
     ConfigError: A flag cannot be used.
   """
-  config = stored.whole_config_of(run)
+  config = stored.editable_config_of(run)
   if changes:
     command_line.override(config, changes)
-  if found := list(named(config.to_dict())):
+  if found := list(named(configuration.as_dict(config))):
     shown = redaction.shown(", ".join(found), limit=_SHOWN_CHARS)
     what = f"{len(found)} fields of {run / 'config.json'} name code that is run as your user"
     _log.info("%s: %s", what, shown)
-  return config
+  return configuration.typed(config)
 
 
 def named(config: Mapping[str, Any]) -> Iterator[str]:

@@ -11,6 +11,7 @@ from grpo_jax import data, processes
 from grpo_jax.building.parts import KeepGroups, Materials, Parts
 from grpo_jax.compilation.programs import Job
 from grpo_jax.config import batching_options, configuration, modes, run_options
+from grpo_jax.config.options import Config
 from grpo_jax.data.group_options import Options
 from grpo_jax.data.groups import GroupDataset
 from grpo_jax.engines.base import Engine
@@ -23,11 +24,9 @@ from grpo_jax.offline import behavior, recorded
 from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.types import Prompt, RolloutGroup
+from grpo_jax.values import options
 
 _log = logging.getLogger(__name__)
-
-# A ConfigDict, whose fields a type checker cannot know.
-Config = Any
 
 
 class Offline:
@@ -112,7 +111,7 @@ def _opener(config: Config) -> Callable[..., GroupDataset]:
   """Returns a function that opens a dataset once; it replaces `data.open_dataset`."""
   opened: dict[str, GroupDataset] = {}
   settings = {
-    "options": Options(**config.offline),
+    "options": Options(**options.values(config.offline)),
     "on_error": config.data.on_error,
     "max_tokens": batching_options.longest_sequence(config),
   }

@@ -18,6 +18,7 @@ from grpo_jax.config import (
   lora_options,
   run_options,
 )
+from grpo_jax.config.options import Config
 from grpo_jax.engines.base import Engine, SamplingParams
 from grpo_jax.engines.jax_sampler import JaxSampler
 from grpo_jax.engines.server_process import ServerError
@@ -29,9 +30,7 @@ from grpo_jax.processes import bulk
 from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.rollouts import evaluation, shared, stream
 from grpo_jax.types import Prompt
-
-# A ConfigDict, whose fields a type checker cannot know.
-Config = Any
+from grpo_jax.values import options
 
 
 class Online:
@@ -80,7 +79,7 @@ class Online:
       materials.environments,
       materials.tokenizer,
       group_size=config.rollout.group_size,
-      sampling=sampling(config.sampling.to_dict()),
+      sampling=sampling(options.values(config.sampling)),
       seed=config.seed,
       limits=limits,
       progress=materials.logger.progress,
@@ -133,11 +132,10 @@ def _engine(
   config: Config, model: loading.ModelFacts, tokenizer: data.Tokenizer, workdir: pathlib.Path
 ) -> Engine:
   """Makes the engine that the config names."""
-  settings = config.engine.to_dict()
-  name = settings.pop("name")
-  own = settings[name] if name in settings else settings["options"]
+  name = config.engine.name
+  own = options.values(config.engine.sglang) if name == "sglang" else config.engine.options
   is_embedded = name == "jax_sampler"
-  sizes: dict[str, Any] = {"max_rows": settings["max_rows"]}
+  sizes: dict[str, Any] = {"max_rows": config.engine.max_rows}
   if is_embedded:  # `stream.Sampler` warns for every engine.
     sizes = {**run_options.sampler_sizes(config), "warn_of_truncation": False}
     sizes["unmerged"] = lora_options.is_unmerged(config)

@@ -26,6 +26,7 @@ from grpo_jax.building import teacher as teaching
 from grpo_jax.building.parts import Mode
 from grpo_jax.compilation import compiling, precision
 from grpo_jax.config import device_options, modes, run_options
+from grpo_jax.config.options import Config
 from grpo_jax.engines.base import Engine
 from grpo_jax.files.disk import writing
 from grpo_jax.models import loading
@@ -33,9 +34,6 @@ from grpo_jax.run_folder import console, notices, process_log
 from grpo_jax.types import Prompt
 
 _log = logging.getLogger(__name__)
-
-# A ConfigDict, whose fields a type checker cannot know.
-Config = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +142,7 @@ def prepare(
 def load_model(inputs: Inputs, engine: Engine) -> tuple[computation.Computation, loading.Loaded]:
   """Makes the programs of the run, and compiles them while the weights are read."""
   objective = run_options.objective(inputs.config)
-  _log.debug("loss: %s", inputs.config.loss.to_dict())
+  _log.debug("loss: %s", inputs.config.loss)
   num_valid = inputs.tokenizer.vocab_size
   teacher = None if inputs.teacher is None else inputs.teacher.config
   made = computation.make(

@@ -11,6 +11,7 @@ import jax
 from grpo_jax import data
 from grpo_jax.building.computation import Computation
 from grpo_jax.building.groups import make_prompts
+from grpo_jax.config.options import Config
 from grpo_jax.groups import group_json
 from grpo_jax.learn import policy, train_step
 from grpo_jax.rollouts import ahead
@@ -19,9 +20,6 @@ from grpo_jax.run_folder.keeper import Standing
 from grpo_jax.types import TrainState
 
 _log = logging.getLogger(__name__)
-
-# A ConfigDict, whose fields a type checker cannot know.
-Config = Any
 
 
 def restore(

@@ -27,6 +27,7 @@ from grpo_jax.config import (
   modes,
   run_options,
 )
+from grpo_jax.config.options import Config
 from grpo_jax.engines import everywhere
 from grpo_jax.engines.base import Engine
 from grpo_jax.files import atomic
@@ -43,11 +44,9 @@ from grpo_jax.run_folder.keeper import Keeper, Standing
 from grpo_jax.run_folder.sinks import Sink
 from grpo_jax.run_folder.steps import Books
 from grpo_jax.types import Metrics, Minibatch, RolloutGroup, TrainState
+from grpo_jax.values import options
 
 _log = logging.getLogger(__name__)
-
-# An ml_collections.ConfigDict, whose fields a type checker cannot know.
-Config = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,7 +259,7 @@ def _logger(
     decode=lambda ids: tokenizer.decode(ids, skip_special=False),
     screen=inputs.screen,
     more_sinks=more_sinks,
-    **inputs.config.logging,
+    **options.plain(inputs.config.logging),
   )
 
 

@@ -15,8 +15,9 @@ import numpy as np
 
 from grpo_jax.building import agreements
 from grpo_jax.config import base as defaults
-from grpo_jax.config import configuration, data_options, field_kinds, removed, sections
+from grpo_jax.config import configuration, data_options, field_checks, removed, sections
 from grpo_jax.config.configuration import ConfigError
+from grpo_jax.config.options import Config
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.learn import adapters, policy
 from grpo_jax.models import adapter_files, loading, lora, merged_tensors, safetensors, sources
@@ -325,7 +326,16 @@ def config_of(run: pathlib.Path) -> dict[str, Any]:
     raise NoWeights(f"{run} is not a whole run folder: {error}") from error
 
 
-def whole_config_of(run: pathlib.Path) -> Any:
+def whole_config_of(run: pathlib.Path) -> Config:
+  """Returns the config of a run, with the fields of this version.
+
+  Raises:
+    NoWeights: As for `editable_config_of`.
+  """
+  return configuration.typed(editable_config_of(run))
+
+
+def editable_config_of(run: pathlib.Path) -> Any:
   """Returns the config of a run as a ConfigDict, locked, with the fields of this version.
 
   Raises:
@@ -334,7 +344,7 @@ def whole_config_of(run: pathlib.Path) -> Any:
   config: Any = defaults.get_config()  # its placeholders know the types of fields that are None.
   with config.unlocked(), config.ignore_type():
     problems = list(_fill(config, _numbers(removed.without(config_of(run)))))
-  problems += field_kinds.wrong(configuration.plain_fields(config)).values()
+  problems += field_checks.wrong(configuration.plain_fields(config)).values()
   if problems:
     raise NoWeights(f"{run / 'config.json'}: {problems[0]}")
   return sections.adopt(config).lock()

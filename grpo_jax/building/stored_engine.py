@@ -12,12 +12,10 @@ from grpo_jax.building import checks, computation, kept_programs, online, stored
 from grpo_jax.building import model as model_building
 from grpo_jax.compilation import compiling
 from grpo_jax.config import device_options
+from grpo_jax.config.options import Config
 from grpo_jax.engines.base import Engine
 from grpo_jax.learn import adapters, policy
 from grpo_jax.run_folder import console, notices
-
-# A ConfigDict, whose fields a type checker cannot know.
-Config = Any
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from grpo_jax.building import checks, stored
 from grpo_jax.building.computation import Teacher
 from grpo_jax.config import run_options, teacher_options
 from grpo_jax.config.configuration import ConfigError
+from grpo_jax.config.options import Config
 from grpo_jax.data import vocabularies
 from grpo_jax.engines import everywhere, probe, prompt_scoring
 from grpo_jax.errors import ExpectedFailure
@@ -27,8 +28,6 @@ from grpo_jax.rollouts import shared
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.types import Batch, Minibatch
 
-# A ConfigDict, whose fields a type checker cannot know.
-Config = Any
 # Logprobs of the teacher at `loss_places`, by minibatch and microbatch; on the devices.
 Logprobs = tuple[tuple[Float[Array, "B N"], ...], ...]
 # (minibatches on the devices) → the teacher's logprobs of them.

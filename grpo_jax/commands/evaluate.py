@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from grpo_jax import interrupts
 from grpo_jax.commands.arguments import HelpWanted, WrongUse
-from grpo_jax.config import command_line
+from grpo_jax.config import command_line, configuration
 from grpo_jax.run_folder import notices
 from grpo_jax.values import names
 
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 
   config = None
   if any(word.startswith("--config=") for word in rest):
-    config = command_line.parse(rest).config
+    config = configuration.typed(command_line.parse(rest).config)
   with notices.for_program(), interrupts.Flag() as stop:
     if config is None and rest:
       reference = stored.parse(own["model"][0])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from grpo_jax import interrupts
 from grpo_jax.commands.arguments import Parser, WrongUse
-from grpo_jax.config import command_line
+from grpo_jax.config import command_line, configuration
 from grpo_jax.http import redaction
 from grpo_jax.run_folder import notices
 
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
 
   config = None
   if read.config is not None:
-    config = command_line.parse([f"--config={read.config}", *of_config]).config
+    config = configuration.typed(command_line.parse([f"--config={read.config}", *of_config]).config)
   with notices.for_program(), interrupts.Flag() as stop:
     if config is None and of_config:
       config = endpoint.config_of(read.model, base=read.base, changes=of_config)

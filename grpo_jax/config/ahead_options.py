@@ -1,13 +1,10 @@
 """The options of sampling ahead of learning, made from `config.rollout` and checked."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from grpo_jax.config import modes
+from grpo_jax.config.options import Config
 from grpo_jax.rollouts.admission import Rule
-
-# A ConfigDict, whose fields a type checker cannot know.
-Config = Any
 
 
 def is_ahead(config: Config) -> bool:

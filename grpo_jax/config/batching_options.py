@@ -1,13 +1,10 @@
 """Limits of packed rows that a config sets, and the shapes of the update to compile."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from grpo_jax.batching import packing
 from grpo_jax.config import data_options
-
-# A ConfigDict, whose fields a type checker cannot know.
-Config = Any
+from grpo_jax.config.options import Config
 
 # Responses of a recorded group if no option bounds them; larger groups need more microbatches.
 RECORDED_GROUP = 16

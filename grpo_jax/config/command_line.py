@@ -11,18 +11,18 @@ import pathlib
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from grpo_jax import registry
-from grpo_jax.config import comments as config_comments
 from grpo_jax.config import configuration, overrides, removed
 from grpo_jax.config.configuration import ConfigError
+from grpo_jax.config.options import Config
 from grpo_jax.files import local_paths
-from grpo_jax.values import names
+from grpo_jax.values import names, options
 
 USAGE = """\
 Trains a language model by GRPO.
@@ -101,9 +101,8 @@ def parse(arguments: Sequence[str]) -> Command:
     raise ConfigError(f"--config was given {len(paths)} times: {', '.join(paths)}")
   config = configuration.load(paths[0])
   if asked:
-    comments = config_comments.read(configuration.file_of(paths[0]))
     width = shutil.get_terminal_size((100, 24)).columns
-    table = option_table(config, comments, section.removeprefix("config."), width)
+    table = option_table(config, section.removeprefix("config."), width)
     raise HelpWanted(table if section else f"{USAGE}\nFields of {paths[0]}:\n{table}")
   from_file = configuration.fields(config)
   rest = _override(config, parsed, argv)
@@ -296,12 +295,11 @@ def _present() -> str:
   return f"{here}{by_name}" if files else f"{here}{by_name}\n{own}"
 
 
-def option_table(config: ConfigDict, comments: Mapping[str, str], only: str, width: int) -> str:
-  """Returns a table of the fields with their values and explanations, section by section.
+def option_table(config: ConfigDict, only: str, width: int) -> str:
+  """Returns a table of the fields with their values and meanings, section by section.
 
   Args:
     config: Config whose fields are listed.
-    comments: Explanations of fields and sections, by dotted name, in the order of the list.
     only: Section to list; "" lists all.
     width: Width of a line, in characters.
 
@@ -311,7 +309,8 @@ def option_table(config: ConfigDict, comments: Mapping[str, str], only: str, wid
   fields = configuration.fields(config)
   sections = dict.fromkeys(name.rpartition(".")[0] for name in fields)
   chosen = {s for s in sections if not only or s == only or s.startswith(f"{only}.")}
-  places = {name: place for place, name in enumerate(comments)}
+  meanings = dict(options.meanings(Config))
+  places = {name: place for place, name in enumerate(meanings)}
   place_of = lambda name: places.get(name, len(places))
   names = [name for name in fields if name.rpartition(".")[0] in chosen or name == only]
   if not names:
@@ -322,10 +321,10 @@ def option_table(config: ConfigDict, comments: Mapping[str, str], only: str, wid
   lines = []
   for section in sorted({n.rpartition(".")[0] for n in names}, key=lambda s: _order(s, place_of)):
     if section:
-      lines += ["", textwrap.shorten(f"{section}: {comments.get(section, '')}".rstrip(": "), width)]
+      lines += ["", textwrap.shorten(f"{section}: {meanings.get(section, '')}".rstrip(": "), width)]
     inside = [name for name in names if name.rpartition(".")[0] == section]
     for name in sorted(inside, key=place_of):
-      lines += _explained(f"  --config.{name}={fields[name]!r}", comments.get(name, ""), width)
+      lines += _explained(f"  --config.{name}={fields[name]!r}", meanings.get(name, ""), width)
   return "\n".join(lines)
 
 
@@ -335,12 +334,12 @@ def _order(section: str, place_of: Callable[[str], int]) -> tuple[int, ...]:
   return tuple(place_of(".".join(parts[: i + 1])) for i in range(len(parts))) if section else ()
 
 
-def _explained(flag: str, comment: str, width: int) -> list[str]:
-  """Returns a flag with its explanation next to it, or below it if there is no room."""
+def _explained(flag: str, meaning: str, width: int) -> list[str]:
+  """Returns a flag with its meaning next to it, or below it if there is no room."""
   margin = 46 if width >= 90 else 8
   wrap = functools.partial(
     textwrap.wrap, width=max(width - 1, margin + 20), subsequent_indent=" " * margin
   )
-  if len(flag) < margin - 1 and comment:
-    return wrap(f"{flag:<{margin}}{comment}")
-  return [flag, *wrap(comment, initial_indent=" " * margin)]
+  if len(flag) < margin - 1 and meaning:
+    return wrap(f"{flag:<{margin}}{meaning}")
+  return [flag, *wrap(meaning, initial_indent=" " * margin)]

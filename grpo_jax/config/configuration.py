@@ -15,17 +15,18 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from ml_collections import ConfigDict, FieldReference, config_dict
 
 from grpo_jax import processes, registry
 from grpo_jax.config import sections
+from grpo_jax.config.options import Config
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.files import atomic, local_paths, shipped
-from grpo_jax.values import json_numbers, json_text, names
+from grpo_jax.values import json_numbers, json_text, names, options
 
-Rule = Callable[[ConfigDict], Iterable[str]]
+Rule = Callable[[Any], Iterable[str]]
 _METHODS = {name for name in dir(ConfigDict) if not name.startswith("_")}
 _MOST_OFFERED = 20  # files that a message lists.
 _LONGEST_SHOWN = 160  # characters of a value in a comparison.
@@ -81,7 +82,7 @@ def load(path: str | os.PathLike[str]) -> ConfigDict:
   return adopted
 
 
-def place_of(config: ConfigDict, name: str) -> str:
+def place_of(config: ConfigDict | Config, name: str) -> str:
   """Returns "file:line: " of the line of a configuration file that sets a field.
 
   The file, those that it loads, and those in its folder that it imports are searched for the name.
@@ -152,12 +153,43 @@ def by_name() -> list[str]:
   return [pathlib.Path(file).stem for file in present(_folder())]
 
 
-def replaced(config: ConfigDict, values: Mapping[str, Any]) -> ConfigDict:
-  """Returns a locked copy with new values of some fields, given by dotted name.
+def typed(config: ConfigDict | Config) -> Config:
+  """Returns a configuration in the form that everything behind the command line reads."""
+  return config if isinstance(config, Config) else options.read(Config, as_dict(config))
+
+
+def as_dict(config: ConfigDict | Config) -> dict[str, Any]:
+  """Returns the values as nested dicts, their names in alphabetical order."""
+  is_typed = isinstance(config, Config)
+  return _in_order(options.plain(config) if is_typed else _resolved(config))
+
+
+def _resolved(config: ConfigDict) -> dict[str, Any]:
+  return config.to_dict(preserve_field_references=False)
+
+
+def _in_order(section: Mapping[str, Any]) -> dict[str, Any]:
+  ordered = sorted(section.items())
+  return {name: _in_order(x) if isinstance(x, Mapping) else x for name, x in ordered}
+
+
+C = TypeVar("C", bound=ConfigDict | Config)
+
+
+def replaced(config: C, values: Mapping[str, Any]) -> C:
+  """Returns a copy with new values of some fields, given by dotted name; a ConfigDict is locked.
 
   In the copy, references and placeholders are replaced by their values.
   """
-  copy = ConfigDict(config.to_dict(preserve_field_references=False))
+  if isinstance(config, Config):
+    whole = options.plain(config)
+    for name, value in values.items():
+      section, (*path, last) = whole, name.split(".")
+      for part in path:
+        section = section[part]
+      section[last] = value
+    return cast(C, options.read(Config, whole))
+  copy = ConfigDict(_resolved(config))
   with copy.unlocked(), copy.ignore_type():
     for name, value in values.items():
       section: Any = copy
@@ -165,7 +197,7 @@ def replaced(config: ConfigDict, values: Mapping[str, Any]) -> ConfigDict:
       for part in path:
         section = section[part]
       section[last] = value
-  return copy.lock()
+  return cast(C, copy.lock())
 
 
 def fields(config: ConfigDict) -> dict[str, Any]:
@@ -173,12 +205,9 @@ def fields(config: ConfigDict) -> dict[str, Any]:
   return dict(_walk(config, ""))
 
 
-def plain_fields(config: ConfigDict) -> dict[str, Any]:
+def plain_fields(config: ConfigDict | Config) -> dict[str, Any]:
   """Returns `fields`, with empty sections as plain dicts."""
-  return {
-    name: value.to_dict() if isinstance(value, ConfigDict) else value
-    for name, value in fields(config).items()
-  }
+  return dict(_walk(as_dict(config), ""))
 
 
 def nullable(config: ConfigDict) -> set[str]:
@@ -222,7 +251,7 @@ def refusal(config: ConfigDict, name: str) -> str | None:
   return None
 
 
-def check(config: ConfigDict, rules: Iterable[Rule]) -> None:
+def check(config: ConfigDict | Config, rules: Iterable[Rule]) -> None:
   """Applies every rule and raises one ConfigError with all complaints.
 
   Args:
@@ -238,16 +267,16 @@ def check(config: ConfigDict, rules: Iterable[Rule]) -> None:
     raise ConfigError(f"the configuration cannot work:{lines}")
 
 
-def to_json(config: ConfigDict) -> dict[str, Any]:
+def to_json(config: ConfigDict | Config) -> dict[str, Any]:
   """Returns the resolved values as strict JSON: tuples as lists, inf and nan as strings.
 
   Raises:
     ConfigError: A value is not a number, string, boolean, None, list or section.
   """
-  return {key: _plain(value, key) for key, value in config.items()}
+  return {key: _plain(value, key) for key, value in as_dict(config).items()}
 
 
-def write(config: ConfigDict, path: str | os.PathLike[str]) -> None:
+def write(config: ConfigDict | Config, path: str | os.PathLike[str]) -> None:
   """Writes config.json atomically, on the main process.
 
   Raises:
@@ -278,7 +307,7 @@ class Differences:
 
 
 def differences(
-  stored: Mapping[str, Any], config: ConfigDict, *, harmless: Sequence[str] = ()
+  stored: Mapping[str, Any], config: ConfigDict | Config, *, harmless: Sequence[str] = ()
 ) -> Differences:
   """Compares a stored configuration with the present one.
 
@@ -411,7 +440,7 @@ def _walk(section: Any, path: str, *, references: bool = False) -> Iterator[tupl
 
 def _plain(value: Any, name: str) -> Any:
   """Returns a value as strict JSON."""
-  if isinstance(value, ConfigDict | Mapping):
+  if isinstance(value, Mapping):
     return {str(key): _plain(each, f"{name}.{key}") for key, each in value.items()}
   if isinstance(value, list | tuple):
     return [_plain(each, f"{name}[{index}]") for index, each in enumerate(value)]

@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from grpo_jax import data, environments
-
-# A ConfigDict, whose fields a type checker cannot know.
-Config = Any
+from grpo_jax.config.options import Config
+from grpo_jax.values import options
 
 # Fields of datasets, by their names.
 Sets = Mapping[str, Mapping[str, Any]]
@@ -21,8 +20,9 @@ _OF_STREAM = ("shuffle", "epochs", "on_error", "datasets", *_DATALOADER)
 def stream_options(config: Config) -> dict[str, Any]:
   """Returns the arguments of `data.make`, except the tokenizer and the state."""
   split_seed = config.seed if config.data.split_seed is None else config.data.split_seed
-  settled = {"seed": config.seed, "split_seed": split_seed}
-  return {**config.data.to_dict(), **settled, "known_environments": tuple(config.environments)}
+  settled: dict[str, Any] = {"seed": config.seed, "split_seed": split_seed}
+  settled["known_environments"] = tuple(config.environments)
+  return {**options.values(config.data), **settled}
 
 
 def training(config: Config) -> dict[str, dict[str, Any]]:
@@ -50,14 +50,14 @@ def trained_on(config: Config) -> list[str]:
 
 def names_held_out(config: Config) -> bool:
   """Returns whether the config names rows for the evaluation."""
-  options = config.evaluation
-  return bool(options.datasets) or data.names_a_source(options.data.to_dict())
+  section = config.evaluation
+  return bool(section.datasets) or data.names_a_source(section.data)
 
 
 def _of_sets(config: Config, function: Callable[..., Any]) -> Any:
-  options = config.evaluation
-  own, sets = options.data.to_dict(), options.datasets
-  return function(_shared(config), config.data.datasets, own, sets, name=options.name)
+  section = config.evaluation
+  own, sets = section.data, section.datasets
+  return function(_shared(config), config.data.datasets, own, sets, name=section.name)
 
 
 def has_several(config: Config) -> bool:
@@ -67,8 +67,8 @@ def has_several(config: Config) -> bool:
 
 def evaluates(config: Config) -> bool:
   """Returns whether the config asks for any evaluation."""
-  options = config.evaluation
-  return bool(options.at_start or options.at_end or options.every_steps)
+  section = config.evaluation
+  return bool(section.at_start or section.at_end or section.every_steps)
 
 
 def open_sets(
@@ -103,7 +103,7 @@ def complaints(config: Config, *, has_environments: bool = True) -> Iterator[str
   try:
     found = {"data": training(config), "evaluation": evaluation(config)}
     weights = {name: one.get("weight") for name, one in found["data"].items()}
-    data.make_dataloader(weights, **{name: config.data.to_dict()[name] for name in _DATALOADER})
+    data.make_dataloader(weights, **{name: getattr(config.data, name) for name in _DATALOADER})
   except ValueError as error:
     yield str(error)
     return
@@ -133,7 +133,7 @@ def complaints(config: Config, *, has_environments: bool = True) -> Iterator[str
 def _unused(config: Config, trained: Sets, evaluated: Sets) -> Iterator[str]:
   """Yields fields that name data although every dataset of a list has data of its own."""
   sections = {
-    "data": (config.data, config.data.datasets, trained),
+    "data": (options.values(config.data), config.data.datasets, trained),
     "evaluation.data": (config.evaluation.data, config.evaluation.datasets, evaluated),
   }
   for section, (shared, listed, sets) in sections.items():
@@ -153,7 +153,7 @@ def _refused_tasks(place: str, one: dict[str, Any], config: Config) -> Iterator[
   if one.get("kind") != "reasoning_gym" or not task:
     return
   for name in sorted(data.environments(one) & {*config.environments}):
-    settings = config.environments[name].to_dict()
+    settings = config.environments[name]
     try:
       why_not = environments.objection(name, settings, task)
     except LookupError:

@@ -7,10 +7,9 @@ import jax
 from jax.sharding import Mesh
 
 from grpo_jax.config import modes
+from grpo_jax.config.options import Config
 from grpo_jax.learn import sharding
-
-# A ConfigDict, whose fields a type checker cannot know.
-Config = Any
+from grpo_jax.values import options
 
 
 def trainer_mesh(config: Config) -> Mesh:
@@ -19,9 +18,10 @@ def trainer_mesh(config: Config) -> Mesh:
   Raises:
     ValueError: The sizes of the mesh do not match the devices; see `sharding.make_mesh`.
   """
+  sizes = options.values(config.mesh)
   if config.engine.devices is None:
-    return sharding.make_mesh(**config.mesh)
-  return sharding.make_mesh(**config.mesh, devices=_of_trainer(config, jax.devices()))
+    return sharding.make_mesh(**sizes)
+  return sharding.make_mesh(**sizes, devices=_of_trainer(config, jax.devices()))
 
 
 def of_sampler(config: Config) -> list[Any] | None:
@@ -75,13 +75,13 @@ def problems(config: Config, devices: Sequence[Any]) -> Iterator[str]:
 
 
 def _of_trainer(config: Config, devices: Sequence[Any]) -> list[Any]:
-  taken = set(config.engine.devices)
+  taken = set(config.engine.devices or ())
   return [device for index, device in enumerate(devices) if index not in taken]
 
 
 def _misfit(config: Config, devices: Sequence[Any]) -> Iterator[str]:
   """Yields why the mesh does not fit the devices."""
   try:
-    sharding.mesh_sizes(devices, **config.mesh)
+    sharding.mesh_sizes(devices, **options.values(config.mesh))
   except ValueError as error:
     yield str(error)

@@ -6,15 +6,14 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from grpo_jax.config import configuration
+from grpo_jax.config.options import Config
 from grpo_jax.models import adapter_files, lora
 from grpo_jax.models.errors import ModelError
-
-# A ConfigDict, whose fields a type checker cannot know.
-Config = Any
+from grpo_jax.models.options import ALL, LoraOptions
+from grpo_jax.values import options
 
 QUANTIZED = ("int8", "nf4")
-# The values of the fields that an adapter folder may replace: those of the class.
-_USUAL = {each.name: each.default for each in dataclasses.fields(lora.Options)[1:]}
+_USUAL = options.values(LoraOptions())
 _OF_FOLDER = ("rank", "targets", "alpha", "rank_stabilized")
 
 
@@ -27,8 +26,8 @@ def load(config: Config) -> lora.Options | None:
   """
   section = config.model.lora
   if section.path is not None:
-    return _of_folder(config)
-  return None if section.rank is None else _given(config)
+    return _of_folder(section, section.path)
+  return None if section.rank is None else _given(section, section.rank)
 
 
 def of_stored(config: Config) -> lora.Options | None:
@@ -36,7 +35,8 @@ def of_stored(config: Config) -> lora.Options | None:
 
   The folder of `model.lora.path` is not read; it may be gone.
   """
-  return None if config.model.lora.rank is None else _given(config)
+  section = config.model.lora
+  return None if section.rank is None else _given(section, section.rank)
 
 
 def resolved(config: Config) -> Config:
@@ -47,7 +47,7 @@ def resolved(config: Config) -> Config:
   """
   if config.model.lora.path is None:
     return config
-  found = _of_folder(config)
+  found = _of_folder(config.model.lora, config.model.lora.path)
   values = {f"model.lora.{name}": getattr(found, name) for name in _OF_FOLDER}
   return configuration.replaced(config, values)
 
@@ -96,8 +96,8 @@ def problems(config: Config) -> Iterator[str]:
 
 def _never_read(config: Config) -> Iterator[str]:
   """Yields a message for each option of an adapter that there is not."""
-  for name, usual in {**_USUAL, "sync": None}.items():
-    value = config.model.lora[name]
+  for name, usual in _USUAL.items():
+    value = getattr(config.model.lora, name)
     if _plain(value) != _plain(usual):
       yield (
         f"model.lora.{name}={value!r} would never be read: model.lora.rank is None, so every weight"
@@ -105,11 +105,10 @@ def _never_read(config: Config) -> Iterator[str]:
       )
 
 
-def _given(config: Config) -> lora.Options:
+def _given(section: LoraOptions, rank: int) -> lora.Options:
   """Returns the options as the config has them."""
-  section = config.model.lora
   return lora.Options(
-    rank=section.rank,
+    rank=rank,
     alpha=float(section.alpha),
     targets=lora.targets(_plain(section.targets)),
     init=section.init,
@@ -118,17 +117,16 @@ def _given(config: Config) -> lora.Options:
   )
 
 
-def _of_folder(config: Config) -> lora.Options:
+def _of_folder(section: LoraOptions, path: str) -> lora.Options:
   """Returns the options of the adapter in `model.lora.path`, with the dtype that the config has.
 
   Raises:
     ConfigError: An option is neither the default nor that of the folder.
   """
-  section = config.model.lora
-  folder = pathlib.Path(section.path).expanduser()
+  folder = pathlib.Path(path).expanduser()
   if not folder.is_dir():
     raise configuration.ConfigError(
-      f"model.lora.path={section.path!r} is not a folder: it must be a PEFT folder, such as"
+      f"model.lora.path={path!r} is not a folder: it must be a PEFT folder, such as"
       " adapter/ of a run. A run that continues does without it: set the path to None, and"
       f" {', '.join(_OF_FOLDER)} as in the run's config.json"
     )
@@ -142,7 +140,7 @@ def _of_folder(config: Config) -> lora.Options:
   wrong = list(_contradictions(section, found))
   if wrong:
     raise configuration.ConfigError(
-      f"model.lora.path={section.path!r} holds an adapter that contradicts other options:"
+      f"model.lora.path={path!r} holds an adapter that contradicts other options:"
       f" {'; '.join(wrong)}. Leave them at their defaults to take those of the folder"
     )
   return dataclasses.replace(found, base_dtype=section.base_dtype)
@@ -169,4 +167,4 @@ def _plain(value: Any) -> Any:
   """Returns targets, which may be one string or a list, as a tuple; other values as they are."""
   if isinstance(value, list | tuple):
     return tuple(value)
-  return (value,) if value == lora.ALL else value
+  return (value,) if value == ALL else value

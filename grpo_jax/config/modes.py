@@ -1,12 +1,8 @@
 """Whether a run learns from completions that it samples or from recorded ones."""
 
 from collections.abc import Iterator
-from typing import Any
 
-# A ConfigDict, whose fields a type checker cannot know.
-Config = Any
-
-MODES = ("online", "offline")
+from grpo_jax.config.options import Config
 
 
 def is_offline(config: Config) -> bool:

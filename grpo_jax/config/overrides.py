@@ -9,25 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
 
 from grpo_jax.config import configuration
 from grpo_jax.config.configuration import ConfigError
+from grpo_jax.config.options import ALSO, OPEN, OPTIONS
 from grpo_jax.values import checked
 
-# Sections whose fields are arguments of code that a user may have written: an override may add one.
-# The code that takes the arguments rejects unknown ones.
-OPEN_SECTIONS = (
-  "advantages.estimator_args",
-  "data.dataloader_args",
-  "data.task_args",
-  "engine.options",
-  "engine.sglang.environment",
-  "environments.*",
-  "loss.loss_args",
-  "model.chat_template_args",
-  "optim.options",
-  "optim.schedule_args",
-)
+# Sections of which an override may add a field. Tasks of data are set as a whole.
+OPEN_SECTIONS = (*(name for name in OPEN if name != "data.tasks"), "environments.*")
 _EXPECTED = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
 
@@ -79,6 +69,9 @@ def make_room(config: ConfigDict, names: Iterable[str]) -> None:
       if isinstance(section, ConfigDict) and field.isidentifier() and field not in section:
         with section.unlocked():
           section[field] = None
+    elif name in ALSO and field not in _section(config, path):
+      with config.unlocked():
+        _section(config, path)[field] = placeholder(ALSO[name])
 
 
 def drop_fallback(config: ConfigDict, of_file: Mapping[str, Any]) -> None:
@@ -168,12 +161,10 @@ def _converted(kind: Any, value: Any) -> Any:
 
 def _complaint(name: str, present: Any, value: Any, may_be_none: bool) -> str | None:
   """Returns why a field cannot have a value; None if it can."""
-  from grpo_jax.config import field_kinds  # only now: it imports JAX.
-
   if value is None and not may_be_none:
     return f"{name}=None: this field needs a value, None is not allowed"
-  if name in field_kinds.KINDS:
-    return field_kinds.KINDS[name].problem(name, value) or None
+  if name in OPTIONS:
+    return OPTIONS[name].kind.problem(name, value)
   if value is None or present is None or name.startswith("environments."):
     return None
   if isinstance(present, ConfigDict):

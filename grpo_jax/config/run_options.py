@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import optax
+from ml_collections import ConfigDict
 
 from grpo_jax import data, engines, environments
 from grpo_jax.compilation import accelerators, precision
@@ -16,15 +17,17 @@ from grpo_jax.config import (
   configuration,
   data_options,
   device_options,
-  field_kinds,
+  field_checks,
   lora_options,
   modes,
   teacher_options,
 )
+from grpo_jax.config.options import OPTIONS, Config
 from grpo_jax.config.own_functions import name_or_function
 from grpo_jax.data import group_options
 from grpo_jax.engines import launching
 from grpo_jax.engines.base import UNCONSTRAINED, SamplingParams, unconstrained
+from grpo_jax.engines.sglang_options import SGLangOptions
 from grpo_jax.files import local_paths, remote
 from grpo_jax.groups import filters, shaping
 from grpo_jax.learn import optim
@@ -35,9 +38,7 @@ from grpo_jax.rl import estimators, objective_options, objectives, own
 from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.rollouts import stream
 from grpo_jax.run_folder import sinks
-
-# A ConfigDict, whose fields a type checker cannot know.
-Config = Any
+from grpo_jax.values import options
 
 _GRAMMARS = ("regex", "json_schema", "ebnf")
 
@@ -54,7 +55,7 @@ _MAY_BE_REMOTE = re.compile(
 )
 
 
-def validate(config: Config, *, devices: Sequence[Any] | None = None) -> Iterator[str]:
+def validate(config: ConfigDict | Config, *, devices: Sequence[Any] | None = None) -> Iterator[str]:
   """Yields a message for everything that cannot work, before a model is loaded.
 
   A field with an invalid value does not hide problems of other fields: the rules are tried with
@@ -67,27 +68,28 @@ def validate(config: Config, *, devices: Sequence[Any] | None = None) -> Iterato
   if lacking := missing(config):
     yield lacking
     return
-  yield from paths_elsewhere(config.to_dict())
+  yield from paths_elsewhere(configuration.as_dict(config))
   fields = configuration.plain_fields(config)
-  wrong = field_kinds.wrong(fields)
-  yield from field_kinds.problems(fields, lambda name: configuration.place_of(config, name))
+  wrong = field_checks.wrong(fields)
+  yield from field_checks.problems(fields, lambda name: configuration.place_of(config, name))
   if not wrong:
-    yield from _broken_rules(config, devices)
+    yield from _broken_rules(configuration.typed(config), devices)
     return
-  values = {name: field_kinds.stand_ins(name) for name in wrong}
+  values = {name: field_checks.stand_ins(name) for name in wrong}
   stand_ins = ({name: x[i] for name, x in values.items()} for i in (0, 1))
   found, again = (
-    list(_broken_rules(configuration.replaced(config, each), devices)) for each in stand_ins
+    list(_broken_rules(configuration.typed(configuration.replaced(config, each)), devices))
+    for each in stand_ins
   )
   for complaint in found:
     if complaint in again and not any(_is_about(complaint, name) for name in wrong):
       yield complaint
 
 
-def missing(config: Config) -> str:
+def missing(config: ConfigDict | Config) -> str:
   """Returns a message that names the sections that a config lacks; "" if it has all."""
-  sections = {name.partition(".")[0] for name in field_kinds.KINDS}
-  lacking = sorted(sections - {*config})
+  sections = {name.partition(".")[0] for name in OPTIONS}
+  lacking = sorted(sections - {*configuration.as_dict(config)})
   if not lacking:
     return ""
   return (
@@ -100,7 +102,7 @@ def _is_about(complaint: str, name: str) -> bool:
   """Returns whether a complaint names a field, with or without its section."""
   last = name.rpartition(".")[2]
   is_named = name in complaint or re.search(rf"(?<![\w.]){re.escape(last)}\b", complaint)
-  return bool(is_named) or field_kinds.STAND_IN in complaint
+  return bool(is_named) or field_checks.STAND_IN in complaint
 
 
 def _broken_rules(config: Config, devices: Sequence[Any] | None) -> Iterator[str]:
@@ -112,15 +114,15 @@ def _broken_rules(config: Config, devices: Sequence[Any] | None) -> Iterator[str
   yield from ahead_options.problems(config)
   yield from _refused(lambda: shaping_of(config))
   yield from sinks.problems(config.logging.sinks, _trackers(config))
-  yield from _refused(lambda: filters.apply((), **config.filters))
+  yield from _refused(lambda: filters.apply((), **options.values(config.filters)))
   yield from _unlearnable(config)
-  yield from _refused(lambda: SamplingParams(**config.sampling))
+  yield from _refused(lambda: SamplingParams(**options.values(config.sampling)))
   yield from _refused(lambda: SamplingParams(**evaluation_sampling(config)))
   yield from _sampling_problems(config)
   yield from _refused(lambda: optimizer(config))
   if config.sampling.temperature <= 0:
     yield "sampling.temperature must be above 0: greedy completions do not explore"
-  yield from _refused(lambda: group_options.Options(**config.offline))
+  yield from _refused(lambda: group_options.Options(**options.values(config.offline)))
   is_offline = modes.is_offline(config)
   if is_offline:
     yield from modes.problems(config)
@@ -149,8 +151,8 @@ def _broken_rules(config: Config, devices: Sequence[Any] | None) -> Iterator[str
   if config.loss.kl_in_reward and not whitens:
     yield "loss.kl_in_reward needs advantages.estimator='reinforce_pp' (or its baseline form)"
   model = config.model
-  if model.tool_calls is not None:
-    refused = _refused(lambda: data.find_tool_form(model.tool_calls))
+  if (form := model.tool_calls) is not None:
+    refused = _refused(lambda: data.find_tool_form(form))
     yield from (f"model.tool_calls: {reason}" for reason in refused)
   taken = [name for name in exported.RESERVED if name in model.chat_template_args]
   if taken:
@@ -170,7 +172,7 @@ def _sampling_problems(config: Config) -> Iterator[str]:
       yield "sampling.logprobs='truncated' needs completions that are sampled: mode='online'"
     return
   try:
-    sampling = SamplingParams(**config.sampling)
+    sampling = SamplingParams(**options.values(config.sampling))
     both = (sampling, SamplingParams(**evaluation_sampling(config)))
   except (TypeError, ValueError):
     return  # already reported.
@@ -198,7 +200,7 @@ def _sampling_problems(config: Config) -> Iterator[str]:
 
 def _trackers(config: Config) -> dict[str, dict[str, Any]]:
   """Returns the settings of the trackers."""
-  return {name: dict(config.logging[name]) for name in sinks.TRACKERS}
+  return {name: options.values(getattr(config.logging, name)) for name in sinks.TRACKERS}
 
 
 def _mesh_problems(config: Config, devices: Sequence[Any] | None) -> Iterator[str]:
@@ -212,13 +214,13 @@ def _mesh_problems(config: Config, devices: Sequence[Any] | None) -> Iterator[st
   yield from device_options.problems(config, found)
 
 
-def _refused_servers(settings: Config) -> Iterator[str]:
+def _refused_servers(settings: SGLangOptions) -> Iterator[str]:
   """Yields a message for each option of SGLang servers that would override another one."""
   yield from launching.refusals(
     addresses=settings.addresses,
     arguments=settings.arguments,
     command=settings.command,
-    environment=settings.environment.to_dict(),
+    environment=settings.environment,
   )
 
 
@@ -240,7 +242,7 @@ def paths_elsewhere(section: Any, name: str = "") -> Iterator[str]:
 def _unusable_model(config: Config) -> Iterator[str]:
   """Yields reasons why the model or its fallback cannot be used, without asking the network."""
   for name in ("path", "fallback"):
-    path = config.model[name]
+    path = getattr(config.model, name)
     if name == "fallback" and not path:
       continue
     refused = sources.refusal(path)
@@ -254,10 +256,10 @@ def _environment_problems(config: Config) -> Iterator[str]:
   """Yields a message for environments that do not exist or may exceed the time limit of a call."""
   limit_s = config.rollout.environment_timeout_s
   for name, settings in config.environments.items():
-    if environments.problems(name, settings.to_dict()):
+    if environments.problems(name, settings):
       continue  # already reported.
     try:
-      total_s = environments.total_timeout_s(name, settings.to_dict())
+      total_s = environments.total_timeout_s(name, settings)
     except ValueError as error:
       yield str(error)
       continue
@@ -312,14 +314,12 @@ def _unlearnable(config: Config) -> Iterator[str]:
 
 
 def dynamic_sampling(config: Config) -> stream.DynamicSampling | None:
-  settings = config.dynamic_sampling.to_dict()
-  is_enabled = settings.pop("enabled")
-  made = stream.DynamicSampling(**settings)
-  return made if is_enabled else None
+  made = stream.DynamicSampling(**options.values(config.dynamic_sampling))
+  return made if made.enabled else None
 
 
 def shaping_of(config: Config) -> shaping.Shaping:
-  settings = config.shaping.to_dict()
+  settings = options.values(config.shaping)
   if settings["overlong_buffer_tokens"] is not None:
     settings["max_completion_tokens"] = _completion_limit(config)
   return shaping.make(**settings)
@@ -332,7 +332,7 @@ def _completion_limit(config: Config) -> int:
 
 def filters_of(config: Config) -> dict[str, Any]:
   """Returns the options of the group filters; dynamic sampling needs groups with signal."""
-  settings = config.filters.to_dict()
+  settings = options.values(config.filters)
   settings["drop_no_signal"] |= config.dynamic_sampling.enabled
   by_component = estimator(config).by_component
   return {**settings, "by_component": by_component}
@@ -376,25 +376,21 @@ def sampler_sizes(config: Config) -> dict[str, Any]:
 
 def evaluation_sampling(config: Config) -> dict[str, Any]:
   """Returns the fields of `SamplingParams` for evaluations, from which nothing is learned."""
-  own = _given(config.evaluation.sampling)
-  inherited = config.sampling.to_dict()
+  own = {name: x for name, x in config.evaluation.sampling.items() if x is not None}
+  inherited = options.values(config.sampling)
   if any(own.get(name) for name in _GRAMMARS):  # it replaces that of training.
     inherited |= dict.fromkeys(_GRAMMARS)
   return {**inherited, "logprobs": "full", **own}
 
 
-def _given(section: Config) -> dict[str, Any]:
-  """Returns the fields that are not None."""
-  return {name: value for name, value in section.to_dict().items() if value is not None}
-
-
-def resolved(config: Config) -> Config:
+def resolved(config: ConfigDict | Config) -> Config:
   """Returns a copy of the config in which the loss's defaults replace None, and the options of an
   adapter that is read replace the defaults.
 
   Completions of advantage 0 are computed if they matter to the loss: to a user's own, and to a
   choice of tokens among all of the step.
   """
+  config = configuration.typed(config)
   made = objective(config)
   names = (*objective_options.BOUNDS, "aggregation")
   values = {f"loss.{name}": getattr(made.options, name) for name in names}
@@ -410,7 +406,7 @@ def objective(config: Config) -> objectives.Objective:
   Raises:
     ValueError: The options cannot work, or the user's own loss cannot be used.
   """
-  settings = config.loss.to_dict()
+  settings = options.values(config.loss)
   arguments = settings.pop("loss_args")
   known = (*own.LOSS_ARRAYS, *own.LOSS_OPTIONS)
   settings["loss"] = name_or_function("loss.loss", settings["loss"], arguments, given=known)
@@ -423,7 +419,7 @@ def estimator(config: Config) -> estimators.Estimator:
   Raises:
     ValueError: The options cannot work, or the user's own advantages cannot be used.
   """
-  settings = config.advantages.to_dict()
+  settings = options.values(config.advantages)
   arguments, name = settings.pop("estimator_args"), settings.pop("estimator")
   known = (*own.ADVANTAGE_ARRAYS, *own.ADVANTAGE_OPTIONS)
   found = name_or_function("advantages.estimator", name, arguments, given=known)
@@ -436,7 +432,7 @@ def optimizer(config: Config) -> tuple[optax.GradientTransformation, optax.Sched
   Raises:
     ValueError: The options cannot work, or the user's own schedule cannot be used.
   """
-  settings = config.optim.to_dict()
+  settings = options.values(config.optim)
   arguments = settings.pop("schedule_args")
   known = ("learning_rate", "total_steps", "final_share")
   name = settings["schedule"]

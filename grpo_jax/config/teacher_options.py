@@ -1,16 +1,13 @@
 """The sections `teacher` and `reference` of a config: their checks, and what is made of them."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from grpo_jax.config import modes
+from grpo_jax.config.options import Config
 from grpo_jax.engines import prompt_scoring
 from grpo_jax.http import addresses
 from grpo_jax.http.retries import Patience
 from grpo_jax.rl.distillation import Distillation
-
-# A ConfigDict, whose fields a type checker cannot know.
-Config = Any
 
 _COVARIANCE = ("clip_cov", "kl_cov")  # losses that choose tokens before the update.
 
@@ -77,7 +74,7 @@ def problems(config: Config) -> Iterator[str]:
       f"loss.loss={config.loss.loss!r} chooses tokens by the advantages of rewards, and a teacher"
       " changes these: choose another loss"
     )
-  if config.sampling.get("logprobs") == "truncated":
+  if config.sampling.logprobs == "truncated":
     yield (
       "a teacher's logprobs are of its whole distribution, and sampling.logprobs='truncated'"
       " compares truncated ones: set it to 'full', with top_k=0, top_p=1 and min_p=0"
@@ -117,7 +114,6 @@ def _reference_problems(config: Config) -> Iterator[str]:
       " reference policy"
     )
   for name, usual in (("mixup", 1.0), ("reset_optimizer", False)):
-    if not every and reference[name] != usual:
-      yield (
-        f"reference.{name}={reference[name]} would never be read: reference.update_every_steps=0"
-      )
+    value = getattr(reference, name)
+    if not every and value != usual:
+      yield (f"reference.{name}={value} would never be read: reference.update_every_steps=0")

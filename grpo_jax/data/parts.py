@@ -5,6 +5,8 @@ import math
 import numpy as np
 from jaxtyping import Int
 
+from grpo_jax.data.options import DataOptions
+
 
 class Part:
   """A selection of row numbers, in the source's order.
@@ -17,9 +19,9 @@ class Part:
     rows: int,
     *,
     side: str = "all",
-    split_validation_size: float | int = 0.0,
+    split_validation_size: float | int = DataOptions.split_validation_size,
     split_seed: int = 0,
-    repeat: int = 1,
+    repeat: int = DataOptions.repeat,
   ):
     """Draws the split.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from grpo_jax.data import calls, formats, named, nemo_gym, prompt_texts, routing, written
+from grpo_jax.data.options import DataOptions
 from grpo_jax.data.parts import Part
 from grpo_jax.data.skipped import OnError, OverlongError, Skipped
 from grpo_jax.data.sources import RowSource, SourceConfig, open_source
@@ -43,7 +44,8 @@ class PromptDataset:
   max_prompt_tokens: int
   overlong: Overlong
   known_environments: Collection[str] | None = None  # names that rows may use; None: not allowed.
-  tools_key: str = "tools"  # field of a row with the tools that it declares; "": none is read.
+  # Field of a row with the tools that it declares; "": none is read.
+  tools_key: str = DataOptions.tools_key
   allow_control_tokens: bool = False  # whether text of rows may become control tokens.
   # Tools that environments declare, by the name of the environment.
   tools_of: Mapping[str, Sequence[calls.Tool]] = dataclasses.field(default_factory=dict)
@@ -205,7 +207,7 @@ def _from_any(row: Mapping[str, Any], where: str, style: formats.PromptStyle) ->
 
 
 def held_out(
-  dataset: Dataset, *, limit: int | None = None, on_error: OnError = "stop"
+  dataset: Dataset, *, limit: int | None = None, on_error: OnError = DataOptions.on_error
 ) -> list[Prompt]:
   """Lists the first prompts of a dataset, in its own order: a fixed evaluation set.
 
@@ -239,7 +241,7 @@ def held_out(
 def open_dataset(
   tokenizer: Tokenizer,
   *,
-  kind: str = "auto",
+  kind: str = DataOptions.kind,
   name: str | None = None,
   path: str | Path | None = None,
   dataset: str | None = None,
@@ -247,14 +249,14 @@ def open_dataset(
   split: str | None = None,
   task: str | None = None,
   task_args: Mapping[str, Any] | None = None,
-  task_seed: int = 0,
-  size: int = 10000,
+  task_seed: int = DataOptions.task_seed,
+  size: int = DataOptions.size,
   side: str = "all",
   for_evaluation: bool = False,
-  split_validation_size: float | int = 0.0,
+  split_validation_size: float | int = DataOptions.split_validation_size,
   split_seed: int = 0,
-  repeat: int = 1,
-  format: str = "auto",
+  repeat: int = DataOptions.repeat,
+  format: str = DataOptions.format,
   input_key: str | None = None,
   output_key: str | None = None,
   system_prompt: str | None = None,
@@ -263,13 +265,13 @@ def open_dataset(
   prompt_file: str | Path | None = None,
   environment: str | None = None,
   tasks: Mapping[str, Mapping[str, Any]] | None = None,
-  max_prompt_tokens: int = 512,
-  overlong: Overlong = "zero_weight",
-  rows_choose_environment: bool = True,
+  max_prompt_tokens: int = DataOptions.max_prompt_tokens,
+  overlong: Overlong = DataOptions.overlong,
+  rows_choose_environment: bool = DataOptions.rows_choose_environment,
   known_environments: Collection[str] | None = None,
-  tools_key: str = "tools",
+  tools_key: str = DataOptions.tools_key,
   tools_of: Mapping[str, Sequence[calls.Tool]] | None = None,
-  allow_control_tokens: bool = False,
+  allow_control_tokens: bool = DataOptions.allow_control_tokens,
 ) -> PromptDataset:
   """Opens a dataset described by the fields of a config.
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from grpo_jax.data import calls, formats
 from grpo_jax.data.formats import RowError, field
+from grpo_jax.data.options import REASONING, TOOLS, DataOptions, OfflineOptions
 
 ASSISTANT = "assistant"
 
@@ -63,10 +64,6 @@ class Recording:
   weight: float = 1.0  # of all responses of a group in the loss, besides their own.
 
 
-REASONING = ("think", "drop")
-TOOLS = ("refuse", "ignore")
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Style:
   """How rows are read."""
@@ -74,13 +71,15 @@ class Style:
   prompt: formats.PromptStyle = formats.PromptStyle()  # system prompt and template.
   input_key: str | None = None  # field of the prompt; None: "prompt" of a group, else "input".
   output_key: str | None = None  # field of the response; None: "response" in a group, or "output".
-  reward_key: str = "reward"
-  type_key: str = "group_type"
-  tools_key: str = "tools"  # field of the tools that a row declares; "": none is read.
-  reasoning: str = "think"  # NeMo Gym: keep thoughts in <think> tags before the answer, or "drop".
+  reward_key: str = OfflineOptions.reward_key
+  type_key: str = OfflineOptions.type_key
+  # Field of the tools that a row declares; "": none is read.
+  tools_key: str = DataOptions.tools_key
+  # NeMo Gym: keep thoughts in <think> tags before the answer, or "drop".
+  reasoning: str = OfflineOptions.reasoning
   # "refuse": the chat template gets tools and calls, and a row whose tools it does not write is an
   # error. "ignore": declared tools are left out, and calls are text.
-  tools: str = "refuse"
+  tools: str = OfflineOptions.tools
 
   def __post_init__(self):
     for name, known in (("reasoning", REASONING), ("tools", TOOLS)):

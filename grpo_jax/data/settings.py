@@ -11,9 +11,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_jax.data import field_kinds, named, prompts, sources
+from grpo_jax.data import named, prompts, sources
+from grpo_jax.data.options import DataOptions
 from grpo_jax.files import local_paths
 from grpo_jax.registry import nearest
+from grpo_jax.values import checked, options
 
 Settings = Mapping[str, Any]
 
@@ -27,6 +29,13 @@ _FIELDS = set(inspect.signature(prompts.open_dataset).parameters) - {
   "tools_of",
   "side",
   "for_evaluation",
+}
+# Kinds of the fields of a dataset in a list; None means: not given.
+_KINDS: Mapping[str, checked.Kind] = {
+  **options.kinds(DataOptions),
+  "side": checked.choice(("all", "train", "validation")),
+  "for_evaluation": checked.switch(),
+  "weight": checked.number(low=0, none=True),
 }
 _TASK_FIELDS = set(inspect.signature(prompts.make_task).parameters) - {"entry"}
 
@@ -203,7 +212,7 @@ def _check_fields(item: Settings, place: str) -> None:
   """Raises ValueError for a field that datasets do not have."""
   known = _FIELDS | {"weight", "side", "for_evaluation"}
   for key, value in item.items():
-    kind = field_kinds.DATASET.get(key)
+    kind = _KINDS.get(key)
     problem = kind.problem(f"{place}.{key}", value) if kind and value is not None else None
     if problem:
       raise ValueError(problem)
@@ -215,7 +224,7 @@ def _check_fields(item: Settings, place: str) -> None:
     if not isinstance(task, Mapping):
       raise ValueError(f"{place}: tasks[{word!r}] must be a mapping of fields, got {task!r}")
     for key, value in task.items():
-      kind = field_kinds.DATASET.get(key)
+      kind = _KINDS.get(key)
       problem = kind.problem(f"{place}: tasks[{word!r}].{key}", value) if kind else None
       if problem and value is not None:
         raise ValueError(problem)

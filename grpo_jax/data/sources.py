@@ -19,6 +19,7 @@ from grpo_jax.data import given_rows, tables
 from grpo_jax.data.formats import RowError
 from grpo_jax.data.function_rows import FunctionSource
 from grpo_jax.data.generated import ReasoningGymSource
+from grpo_jax.data.options import DataOptions
 from grpo_jax.files import fetched
 from grpo_jax.registry import choose, function, nearest
 
@@ -86,8 +87,8 @@ class SourceConfig:
   usual_split: str | None = None  # split to use if none is named, if it exists.
   task: str | None = None  # reasoning_gym: its name; function: a dotted path.
   task_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # arguments of the task.
-  task_seed: int = 0  # seed of the task: row r is generated from task_seed + r.
-  size: int = 10000  # number of rows of the task.
+  task_seed: int = DataOptions.task_seed  # seed of the task: row r is generated from task_seed + r.
+  size: int = DataOptions.size  # number of rows of the task.
   # Function that makes another source of the rows; None: they are taken as they are.
   rearranged: Callable[[Any], Any] | None = None
 

@@ -12,9 +12,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float, Int
 
+from grpo_jax.engines.options import SamplingOptions
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.types import FinishReason
-from grpo_jax.values import checked
+from grpo_jax.values import checked, options
 
 # (completions done, completions requested, tokens sampled so far), all of one `generate` call.
 OnProgress = Callable[[int, int, int], None]
@@ -24,50 +25,29 @@ class EngineFailure(ExpectedFailure, RuntimeError):
   """An engine cannot continue, and cannot be restarted. What was learned is not affected."""
 
 
-LOGPROBS = ("full", "truncated")
-SAMPLING_KINDS: Mapping[str, checked.Kind] = {
-  "max_tokens": checked.whole(low=1),
-  "temperature": checked.number(low=0),
-  "top_k": checked.whole(low=0),
-  "top_p": checked.number(above=0, high=1),
-  "min_p": checked.number(low=0, high=1),
-  "logprobs": checked.choice(LOGPROBS),
-  "repetition_penalty": checked.number(above=0, high=2),
-  "presence_penalty": checked.number(low=-2, high=2),
-  "frequency_penalty": checked.number(low=-2, high=2),
-  "regex": checked.text(none=True),
-  "json_schema": checked.text(none=True),
-  "ebnf": checked.text(none=True),
-  "stop_ids": checked.several(checked.whole(low=0)),
-  "stop_strings": checked.several(checked.nonempty()),
-}
+_KINDS = {**options.kinds(SamplingOptions), "stop_ids": checked.several(checked.whole(low=0))}
 UNCONSTRAINED = ("jax_sampler", "fake")  # engines without penalties and grammars.
 _FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # with the values that keep all tokens.
 _PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _GRAMMARS = {"regex": None, "json_schema": None, "ebnf": None}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SamplingParams:
-  """How one completion is sampled; the filters apply in the order top-k, top-p, min-p."""
+@dataclasses.dataclass(frozen=True)
+class SamplingParams(SamplingOptions):
+  """How one completion is sampled, checked when made.
 
-  max_tokens: int  # a completion that reaches it is truncated, `FinishReason.LENGTH`.
-  temperature: float = 1.0  # logits are divided by it; 0 takes the most likely token.
-  top_k: int = 0  # keep the k most likely tokens, and those as likely as the k-th; 0 keeps all.
-  top_p: float = 1.0  # keep the fewest most likely tokens of at least this total probability.
-  min_p: float = 0.0  # keep tokens whose probability is at least this share of the highest one.
-  stop_ids: tuple[int, ...] = ()  # any of these ends the completion and is part of it.
-  stop_strings: tuple[str, ...] = ()  # so does the token that completes one of these.
-  logprobs: str = "full"  # or "truncated": of the distribution that the filters leave.
-  repetition_penalty: float = 1.0  # divides (or multiplies) the logits of tokens sampled before.
-  presence_penalty: float = 0.0  # subtracted from the logits of tokens sampled before.
-  frequency_penalty: float = 0.0  # the same, times the number of times that they were sampled.
-  regex: str | None = None  # the completion matches this regular expression,
-  json_schema: str | None = None  # or is JSON of this schema, which is JSON itself,
-  ebnf: str | None = None  # or belongs to this grammar.
+  The filters apply in the order top-k, top-p, min-p. Logits are divided by the temperature, and at
+  0 the most likely token is taken. A completion that reaches `max_tokens` is truncated,
+  `FinishReason.LENGTH`. The token that completes a stop string is part of the completion.
+
+  Attributes:
+    stop_ids: Token ids; each of them ends the completion and is part of it.
+  """
+
+  stop_ids: tuple[int, ...] = ()
 
   def __post_init__(self):
-    checked.require(SAMPLING_KINDS, checked.fields_of(self), of="sampling")
+    checked.require(_KINDS, checked.fields_of(self), of="sampling")
     grammars = _changed(self, _GRAMMARS)
     if len(grammars) > 1:
       raise ValueError(f"sampling: only one grammar can be set, got {' and '.join(grammars)}")

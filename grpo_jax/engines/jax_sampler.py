@@ -30,6 +30,7 @@ from grpo_jax.compilation import host_memory, precision
 from grpo_jax.compilation.programs import Job
 from grpo_jax.engines import base, decoding, local_weights, merging, scheduling, stopping
 from grpo_jax.engines.calls import Call
+from grpo_jax.engines.options import EngineOptions
 from grpo_jax.engines.session import Programs, Session, Stats, caches
 from grpo_jax.models import lora
 from grpo_jax.models.config import ModelConfig
@@ -51,7 +52,7 @@ class JaxSampler:
     product_dtype: Any = None,
     matmul_precision: str | None = None,
     attention: Attention = AUTOMATIC,
-    max_rows: int = 64,
+    max_rows: int = EngineOptions.max_rows,
     max_length: int | None = None,
     chunk_tokens: int = 16,
     num_valid_tokens: int | None = None,

@@ -16,7 +16,7 @@ import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_jax.engines.sglang_options import SGLangOptions
+from grpo_jax.engines.sglang_options import DEVICES, SGLangOptions
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.files import shipped
 from grpo_jax.http import redaction
@@ -24,7 +24,6 @@ from grpo_jax.http import redaction
 SERVER_SIDE = pathlib.Path(__file__).parent / "server_side"
 API_KEY_VARIABLE = "GRPO_JAX_SGLANG_API_KEY"
 PLACEHOLDERS = ("model_path", "host", "port", "weight_version")
-DEVICES = ("cpu", "cuda")
 GRACE_S = 10.0  # between the request to end and SIGKILL.
 # Below the range from which Linux takes ports for outgoing connections: there, one could be taken
 # while the server loads its model.

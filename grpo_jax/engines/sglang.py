@@ -41,6 +41,7 @@ from grpo_jax.engines import (
 from grpo_jax.engines.calls import Call
 from grpo_jax.engines.dispatch import Dispatcher, Job
 from grpo_jax.engines.fleet import Fleet
+from grpo_jax.engines.options import EngineOptions
 from grpo_jax.engines.server import Adapter, Options, Weights
 from grpo_jax.engines.server_process import LaunchOptions
 from grpo_jax.engines.sglang_client import Timeouts
@@ -77,7 +78,7 @@ class SGLangEngine:
     matmul_precision: str | None = None,
     attention: Attention = AUTOMATIC,
     num_valid_tokens: int | None = None,
-    max_rows: int = 64,
+    max_rows: int = EngineOptions.max_rows,
   ):
     """Makes the engine and begins to bring up its servers; `load_weights` waits for them.
 
@@ -326,7 +327,7 @@ def make(
   matmul_precision: str | None = None,
   attention: Attention = AUTOMATIC,
   num_valid_tokens: int | None = None,
-  max_rows: int = 64,
+  max_rows: int = EngineOptions.max_rows,
   adapter: lora.Options | None = None,
   **options: Any,
 ) -> SGLangEngine:

@@ -4,13 +4,12 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_jax.config import base, configuration
+from grpo_jax.config import configuration
 from grpo_jax.config.configuration import ConfigError
+from grpo_jax.config.options import Config
 from grpo_jax.data import groups, named, sources
 from grpo_jax.files import local_paths
-
-# An ml_collections.ConfigDict, whose fields a type checker cannot know.
-Config = Any
+from grpo_jax.values import options
 
 # Environments of the named sets, where the config has none of that name.
 ENVIRONMENTS = {
@@ -50,8 +49,10 @@ def with_sets(config: Config, sets: Sequence[str]) -> Config:
   labels = [each["name"] for each in datasets]
   if twice := {label for label in labels if labels.count(label) > 1}:
     raise ConfigError(f"two evaluation sets are called {sorted(twice)[0]!r}")
-  default: Any = base.get_config()
-  values = {f"data.{n}": v for n, v in default.data.items() if n not in _KEPT}
+  default = Config()
+  values: dict[str, Any] = {
+    f"data.{n}": v for n, v in options.values(default.data).items() if n not in _KEPT
+  }
   values |= {f"evaluation.data.{n}": None for n in default.evaluation.data}
   values |= {"evaluation.datasets": tuple(datasets), "data.kind": "auto"}
   values["mode"] = "offline" if recorded[0] else "online"
@@ -59,7 +60,7 @@ def with_sets(config: Config, sets: Sequence[str]) -> Config:
   needed = {each["environment"] for each in datasets if "environment" in each} | {"math"}
   if recorded[0] and config.offline.rewards == "file":
     needed = set()
-  environments = config.environments.to_dict()
+  environments = dict(config.environments)
   lacking = sorted(needed - environments.keys())
   for name in lacking:
     if name not in ENVIRONMENTS:

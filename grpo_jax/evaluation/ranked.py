@@ -16,6 +16,7 @@ from scipy import stats
 from grpo_jax import data
 from grpo_jax.building import computation, groups, offline, stored, stored_engine
 from grpo_jax.config import configuration, run_options
+from grpo_jax.config.options import Config
 from grpo_jax.evaluation import statistics
 from grpo_jax.evaluation.results import SetResult
 from grpo_jax.evaluation.statistics import Estimate
@@ -25,9 +26,6 @@ from grpo_jax.offline import ranking, recorded
 from grpo_jax.rollouts.loop_thread import LoopThread
 from grpo_jax.run_folder import console, evaluation_log
 from grpo_jax.types import Prompt
-
-# An ml_collections.ConfigDict, whose fields a type checker cannot know.
-Config = Any
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ from grpo_jax.building import (
 )
 from grpo_jax.config import configuration, data_options, modes, run_options
 from grpo_jax.config.configuration import ConfigError
+from grpo_jax.config.options import Config
 from grpo_jax.engines.base import SamplingParams
 from grpo_jax.evaluation import choosing, results
 from grpo_jax.evaluation.results import Evaluation, ModelResult, SetResult
@@ -33,9 +34,6 @@ from grpo_jax.run_folder.sinks.jsonl import MetricLines
 from grpo_jax.types import Prompt
 
 _log = logging.getLogger(__name__)
-
-# An ml_collections.ConfigDict, whose fields a type checker cannot know.
-Config = Any
 
 
 def run(
@@ -79,7 +77,7 @@ def run(
   if not 1 <= len(names) <= 2:
     raise ConfigError(f"one model is evaluated, or two are compared; got {len(names)}")
   found = [stored.find(name, base=base) for name in names]
-  chosen: Config = _config_of_run(names[0]) if config is None else config
+  chosen = _config_of_run(names[0]) if config is None else configuration.typed(config)
   chosen = _prepared(chosen, sets, samples, num_prompts, found[0])
   folder = _folder(workdir, found[0], names[0])
   _log.info("results: %s", folder)
@@ -87,7 +85,7 @@ def run(
   evaluation = Evaluation(folder, (), {})
   for number, weights in enumerate(found, start=1):
     own = folder if len(found) == 1 else folder / f"model_{number}"
-    one: Config = configuration.replaced(chosen, stored.fields(weights))
+    one = configuration.replaced(chosen, stored.fields(weights))
     facts = {"samples": one.evaluation.group_size, "seed": one.seed}
     run_folder = None if weights.step is None else _run_of(names[number - 1])
     done = _Model(weights, own, one, ks, stop, run=run_folder, has_own_sets=bool(sets))
@@ -281,6 +279,7 @@ def _prepared(
   values = {
     **stored.fields(weights),
     "model.fallback": None,
+    "model.fallback_taken": None,
     "evaluation.at_start": True,
     "evaluation.group_size": attempts,
     "evaluation.num_prompts": num_prompts,

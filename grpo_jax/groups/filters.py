@@ -6,14 +6,18 @@ single completions.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Float
 
 from grpo_jax import metrics
+from grpo_jax.groups.options import FilterOptions
 from grpo_jax.types import RolloutGroup
 from grpo_jax.values import checked
+from grpo_jax.values.options import kinds
+
+_KINDS = {**kinds(FilterOptions), "by_component": checked.switch()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,25 +43,15 @@ class Filtered:
     return tuple(groups[place] for place in self.places)
 
 
-KINDS: Mapping[str, checked.Kind] = {
-  "drop_no_signal": checked.switch(),
-  "min_scored": checked.whole(low=0),
-  "by_component": checked.switch(),
-  "min_reward_mean": checked.number(infinite=True),
-  "max_reward_mean": checked.number(infinite=True),
-  "max_truncated_share": checked.number(low=0, high=1),
-}
-
-
 def apply(
   groups: Sequence[RolloutGroup],
   *,
-  drop_no_signal: bool = False,
-  min_scored: int = 1,
+  drop_no_signal: bool = FilterOptions.drop_no_signal,
+  min_scored: int = FilterOptions.min_scored,
   by_component: bool = False,
-  min_reward_mean: float = -math.inf,
-  max_reward_mean: float = math.inf,
-  max_truncated_share: float = 1.0,
+  min_reward_mean: float = FilterOptions.min_reward_mean,
+  max_reward_mean: float = FilterOptions.max_reward_mean,
+  max_truncated_share: float = FilterOptions.max_truncated_share,
 ) -> Filtered:
   """Keeps the groups worth learning from.
 
@@ -82,12 +76,11 @@ def apply(
   given = {
     "drop_no_signal": drop_no_signal,
     "min_scored": min_scored,
-    "by_component": by_component,
     "min_reward_mean": min_reward_mean,
     "max_reward_mean": max_reward_mean,
     "max_truncated_share": max_truncated_share,
   }
-  checked.require(KINDS, given, of="filters")
+  checked.require(_KINDS, {**given, "by_component": by_component}, of="filters")
   if not min_reward_mean <= max_reward_mean:
     raise ValueError(
       f"min_reward_mean {min_reward_mean} is above max_reward_mean {max_reward_mean}"

@@ -16,39 +16,21 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from grpo_jax import metrics
+from grpo_jax.groups.options import ShapingOptions
 from grpo_jax.types import Rollout, RolloutGroup
 from grpo_jax.values import checked
+from grpo_jax.values.options import kinds
 
+_KINDS = kinds(ShapingOptions)
 OVERLONG = "overlong"  # name of the penalty among the reward's components.
-_SCALE_TO = (0.0, 1.0)
-_PENALTY = 1.0
 
 
-KINDS: Mapping[str, checked.Kind] = {
-  "scale_from": checked.several(checked.number(), length=2, none=True),
-  "scale_to": checked.several(checked.number(), length=2),
-  "stop_properly_coef": checked.number(low=0, high=1, none=True),
-  "overlong_buffer_tokens": checked.whole(low=1, none=True),
-  "overlong_penalty": checked.number(above=0),
-  "overlong_floor": checked.switch(),
-  "max_completion_tokens": checked.whole(low=1, none=True),
-}
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Shaping:
-  """How the rewards of a step are changed; by default they are not."""
-
-  scale_from: tuple[float, float] | None = None  # low and high of the rewards; None: no scaling.
-  scale_to: tuple[float, float] = _SCALE_TO  # low and high of the scaled rewards.
-  stop_properly_coef: float | None = None  # factor for truncated completions; None: off.
-  overlong_buffer_tokens: int | None = None  # last tokens before the limit; None: no penalty.
-  overlong_penalty: float = _PENALTY  # penalty at the limit.
-  overlong_floor: bool = True  # whether the penalty stops growing at the limit.
-  max_completion_tokens: int | None = None  # the limit: sampled tokens of a completion.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shaping(ShapingOptions):
+  """How the rewards of a step are changed, checked when made; by default they are not."""
 
   def __post_init__(self):
-    problems = checked.problems(KINDS, checked.fields_of(self))
+    problems = checked.problems(_KINDS, checked.fields_of(self))
     problems = problems or [*_scaling_problems(self), *_penalty_problems(self)]
     if problems:
       raise ValueError("shaping: " + "; ".join(problems))
@@ -67,7 +49,7 @@ def make(**options: Any) -> Shaping:
     ValueError: An option makes no sense, or would change nothing.
     TypeError: There is no such option.
   """
-  checked.require(KINDS, options, of="shaping")
+  checked.require(_KINDS, options, of="shaping")
   for name in ("scale_from", "scale_to"):
     if options.get(name) is not None:
       low, high = map(float, options[name])
@@ -79,7 +61,7 @@ def scaled(
   rewards: Float[np.ndarray, "*shape"],
   *,
   scale_from: tuple[float, float],
-  scale_to: tuple[float, float] = _SCALE_TO,
+  scale_to: tuple[float, float] = ShapingOptions.scale_to,
 ) -> Float[np.ndarray, "*shape"]:
   """Clamps rewards to one range and maps it linearly to another.
 
@@ -124,7 +106,7 @@ def overlong_penalties(
   *,
   max_completion_tokens: int,
   buffer_tokens: int,
-  penalty: float = _PENALTY,
+  penalty: float = ShapingOptions.overlong_penalty,
   floor: bool = True,
 ) -> Float[np.ndarray, "*shape"]:
   """Returns the penalties that are added to the rewards of completions close to the limit.
@@ -260,7 +242,7 @@ def _scaling_problems(shaping: Shaping) -> list[str]:
   """Returns what is wrong with the options of scaling."""
   problems = []
   if shaping.scale_from is None:
-    if shaping.scale_to != _SCALE_TO:
+    if shaping.scale_to != ShapingOptions.scale_to:
       problems.append("scale_to changes nothing without scale_from")
   elif not shaping.scale_from[0] < shaping.scale_from[1]:
     problems.append(f"scale_from must rise, got {shaping.scale_from}")
@@ -274,7 +256,11 @@ def _penalty_problems(shaping: Shaping) -> list[str]:
   problems = []
   buffer, limit = shaping.overlong_buffer_tokens, shaping.max_completion_tokens
   if buffer is None:
-    if (shaping.overlong_penalty, shaping.overlong_floor, limit) != (_PENALTY, True, None):
+    if (shaping.overlong_penalty, shaping.overlong_floor, limit) != (
+      ShapingOptions.overlong_penalty,
+      True,
+      None,
+    ):
       problems.append(
         "overlong_penalty, overlong_floor and max_completion_tokens change nothing without "
         "overlong_buffer_tokens"

@@ -15,6 +15,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 from jaxtyping import Shaped
 
+from grpo_jax.learn.options import MeshOptions
 from grpo_jax.models.placement import AXES
 
 # Coordinates of the chips of a 4 × 4 slice, such as a v5e-16: a ring along the links in which the
@@ -31,9 +32,9 @@ _DOMAINS = {"tpu": "TPU slice", "cpu": "process"}  # of other platforms: "NVLink
 
 def make_mesh(
   *,
-  data: int = -1,
-  fsdp: int = 1,
-  tensor: int = 1,
+  data: int = MeshOptions.data,
+  fsdp: int = MeshOptions.fsdp,
+  tensor: int = MeshOptions.tensor,
   devices: Sequence[Any] | None = None,
 ) -> Mesh:
   """Makes the mesh ("data", "fsdp", "tensor").

@@ -2,6 +2,7 @@
 
 from grpo_jax.batching.packing import Cost
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.options import ModelOptions
 
 # Reading every weight and writing every gradient takes as long as the products of this many places;
 # measured on two CPU cores with 135M parameters in float32.
@@ -13,7 +14,7 @@ _OF_ATTENTION = {"full": 5, "dots": 5, "none": 4}  # one fewer in rows of a sing
 _OF_HEAD = 3
 
 
-def update_cost(config: ModelConfig, *, remat: str = "full") -> Cost:
+def update_cost(config: ModelConfig, *, remat: str = ModelOptions.remat) -> Cost:
   """Returns the operations of a gradient; a multiplication with an addition counts as two.
 
   Args:

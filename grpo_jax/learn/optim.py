@@ -12,20 +12,17 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from grpo_jax.errors import place_and_reason
+from grpo_jax.learn.options import OptimOptions
 from grpo_jax.values import checked, names
+from grpo_jax.values.options import kinds
 
-KINDS: Mapping[str, checked.Kind] = {
+_KINDS: Mapping[str, checked.Kind] = {
+  **kinds(OptimOptions),
   "total_steps": checked.whole(low=1),
-  "optimizer": checked.text(),
-  "learning_rate": checked.number(above=0),
   "schedule": checked.Kind(
     "one of 'constant', 'linear', 'cosine', or a function of your own",
     lambda x: callable(x) or (isinstance(x, str) and x in SCHEDULES),
   ),
-  "warmup_steps": checked.whole(low=0),
-  "final_share": checked.number(low=0, high=1),
-  "max_grad_norm": checked.number(above=0, none=True),
-  "weight_decay": checked.number(low=0),
   "options": checked.mapping(none=True),
 }
 
@@ -33,13 +30,13 @@ KINDS: Mapping[str, checked.Kind] = {
 def make(
   total_steps: int,
   *,
-  optimizer: str = "adamw",
-  learning_rate: float = 5e-6,
-  schedule: str | Callable[..., optax.Schedule] = "constant",
-  warmup_steps: int = 0,
-  final_share: float = 0.0,
-  max_grad_norm: float | None = 1.0,
-  weight_decay: float = 0.01,
+  optimizer: str = OptimOptions.optimizer,
+  learning_rate: float = OptimOptions.learning_rate,
+  schedule: str | Callable[..., optax.Schedule] = OptimOptions.schedule,
+  warmup_steps: int = OptimOptions.warmup_steps,
+  final_share: float = OptimOptions.final_share,
+  max_grad_norm: float | None = OptimOptions.max_grad_norm,
+  weight_decay: float = OptimOptions.weight_decay,
   options: Mapping[str, Any] | None = None,
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
   """Makes clip-by-global-norm → optimizer(schedule).
@@ -70,7 +67,7 @@ def make(
     "weight_decay": weight_decay,
     "options": options,
   }
-  checked.require(KINDS, given, of="optim")
+  checked.require(_KINDS, given, of="optim")
   rate = make_schedule(
     total_steps,
     learning_rate=learning_rate,
@@ -101,9 +98,9 @@ def make_schedule(
   total_steps: int,
   *,
   learning_rate: float,
-  schedule: str | Callable[..., optax.Schedule] = "constant",
-  warmup_steps: int = 0,
-  final_share: float = 0.0,
+  schedule: str | Callable[..., optax.Schedule] = OptimOptions.schedule,
+  warmup_steps: int = OptimOptions.warmup_steps,
+  final_share: float = OptimOptions.final_share,
 ) -> optax.Schedule:
   """Makes the function from optimizer steps done to learning rate.
 
@@ -122,7 +119,7 @@ def make_schedule(
     "warmup_steps": warmup_steps,
     "final_share": final_share,
   }
-  checked.require(KINDS, given, of="optim")
+  checked.require(_KINDS, given, of="optim")
   if schedule == "constant" and final_share:
     raise ValueError(
       f"optim: final_share={final_share} would never be read: schedule='constant' does not fall"

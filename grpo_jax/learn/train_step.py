@@ -32,6 +32,7 @@ from grpo_jax.learn.policy import attach, full_weights, trainable_of
 from grpo_jax.learn.selecting import Selector
 from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.options import ModelOptions
 from grpo_jax.models.products import FLOAT32, Products
 from grpo_jax.processes import arrays
 from grpo_jax.rl import diagnostics, masks
@@ -86,7 +87,7 @@ def make_logprobs(
   *,
   temperature: float = 1.0,
   products: Products = FLOAT32,
-  remat: str = "full",
+  remat: str = ModelOptions.remat,
   attention: Attention = AUTOMATIC,
   implementation: str | None = None,
   partition: Partition | None = None,
@@ -129,7 +130,7 @@ def make_token_loss(
   *,
   temperature: float = 1.0,
   products: Products = FLOAT32,
-  remat: str = "full",
+  remat: str = ModelOptions.remat,
   attention: Attention = AUTOMATIC,
   partition: Partition | None = None,
 ) -> LossFn:

@@ -22,6 +22,7 @@ from jaxtyping import Array
 from grpo_jax.models import leaves, quantized
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.leaves import Leaf
+from grpo_jax.models.options import ALL, LoraOptions
 from grpo_jax.models.products import LowRank
 from grpo_jax.values import names as valid_names
 
@@ -38,9 +39,6 @@ MODULES = {
   "up": "mlp.up_proj",
   "down": "mlp.down_proj",
 }
-ALL = "all"
-INITIALIZERS = ("kaiming", "xavier", "uniform")
-BASE_DTYPES = ("bfloat16", "float32", "int8", "nf4")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +56,11 @@ class Options:
   """
 
   rank: int
-  alpha: float = 32.0
-  targets: tuple[str, ...] = (ALL,)
-  init: str = "kaiming"
-  rank_stabilized: bool = False
-  base_dtype: str = "bfloat16"
+  alpha: float = LoraOptions.alpha
+  targets: tuple[str, ...] = LoraOptions.targets
+  init: str = LoraOptions.init
+  rank_stabilized: bool = LoraOptions.rank_stabilized
+  base_dtype: str = LoraOptions.base_dtype
 
   @property
   def scale(self) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 
-from grpo_jax.data.group_options import SCORES
+from grpo_jax.data.options import SCORES, OfflineOptions
 from grpo_jax.types import RolloutGroup
 
 
@@ -28,7 +28,7 @@ def response_scores(
   group: RolloutGroup,
   logprobs: Sequence[Float[np.ndarray, " _"]],
   *,
-  score: str = "mean",
+  score: str = OfflineOptions.score,
 ) -> Float[np.ndarray, " G"]:
   """Returns one score for each response: the mean (or sum) of the logprobs of its sampled tokens.
 

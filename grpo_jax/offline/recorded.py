@@ -23,6 +23,7 @@ from grpo_jax.data.groups import (
   group_of,
   index_groups,
 )
+from grpo_jax.data.options import DataOptions
 from grpo_jax.data.parts import Part
 from grpo_jax.data.prompts import Dataset, open_dataset
 from grpo_jax.data.recorded import Style
@@ -49,7 +50,7 @@ def open_groups(
   options: Options,
   on_error: OnError,
   max_tokens: int | None = None,
-  format: str = "auto",
+  format: str = DataOptions.format,
   input_key: str | None = None,
   output_key: str | None = None,
   split_validation_size: float | int = 0,

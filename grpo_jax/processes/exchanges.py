@@ -22,6 +22,7 @@ from grpo_jax.processes.failures import (
   PartedError,
   ProcessesError,
 )
+from grpo_jax.processes.options import DistributedOptions
 
 # --- the time that this process waits ---
 
@@ -126,7 +127,8 @@ def first_line(error: Exception) -> str:
 T = TypeVar("T")
 
 TIMEOUT_S = 300.0  # seconds that one process waits for what the main one decides.
-wait_s = 1800.0  # seconds that one process waits for what takes the others long; set by `start`.
+# Seconds that one process waits for what takes the others long; set by `start`.
+wait_s = DistributedOptions.wait_s
 
 # Numbers of broadcasts; all processes make the same ones in the same order.
 _numbers = itertools.count()

@@ -19,11 +19,11 @@ from grpo_jax import processes
 from grpo_jax.interrupts import Stopped
 from grpo_jax.processes import connections, exchanges, meeting, watch
 from grpo_jax.processes.connections import Place, WrongStartError, joined, parsed
+from grpo_jax.processes.options import DistributedOptions
 
 _log = logging.getLogger(__name__)
 
-# Of `distributed`, where a config has no such section.
-DEFAULTS = {"join_s": 300.0, "heartbeat_s": 60.0, "wait_s": 1800.0}
+_TIMES = ("join_s", "heartbeat_s", "wait_s")  # have a default where there is no config.
 # JAX aborts a process from C++; the watch, which names who is lost, comes first.
 LATER_S = 30
 CONNECT_S = 120  # all processes are there.
@@ -182,7 +182,7 @@ def start(options: Any, stop: Any = False) -> None:
   """
   if processes.count() > 1:
     return  # the caller has called `jax.distributed.initialize`, or this function before.
-  times = {name: _given(options, name) or default for name, default in DEFAULTS.items()}
+  times = {name: _given(options, name) or getattr(DistributedOptions, name) for name in _TIMES}
   found = find_launcher() if _given(options, "processes") != 1 else None
   place = placed(options, found, join_s=times["join_s"])
   if place is None:

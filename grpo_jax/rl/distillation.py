@@ -19,7 +19,6 @@ Reference:
 """
 
 import dataclasses
-from collections.abc import Mapping
 
 import jax.numpy as jnp
 from jax.lax import stop_gradient
@@ -27,32 +26,22 @@ from jaxtyping import Array, Bool, Float
 
 from grpo_jax.rl import arrays, diagnostics, masks
 from grpo_jax.rl.numerics import clamp as clamped
+from grpo_jax.rl.options import DistillationOptions
 from grpo_jax.types import Mean
-from grpo_jax.values import checked
-
-KINDS: Mapping[str, checked.Kind] = {
-  "coef": checked.number(above=0),
-  "reward_coef": checked.number(low=0),
-  "clamp": checked.number(above=0, none=True),
-}
+from grpo_jax.values.options import require
 
 
 @dataclasses.dataclass(frozen=True)
-class Distillation:
-  """How a teacher's logprobs become advantages.
+class Distillation(DistillationOptions):
+  """How a teacher's logprobs become advantages, checked when made.
 
-  Attributes:
-    coef: Coefficient c of the teacher's term, in units of the advantage per nat.
-    reward_coef: Coefficient c_r of the advantages from rewards; 0: only the teacher teaches.
-    clamp: Bound δ of the log-ratio on both sides, in nats; None: no bound.
+  `coef` is the coefficient c of the teacher's term, in units of the advantage per nat,
+  `reward_coef` the coefficient c_r of the advantages from rewards, and `clamp` the bound δ of the
+  log-ratio on both sides, in nats.
   """
 
-  coef: float = 1.0
-  reward_coef: float = 0.0
-  clamp: float | None = None
-
   def __post_init__(self):
-    checked.require(KINDS, dataclasses.asdict(self), of="teacher")
+    require(self, of="teacher")
 
 
 def token_advantages(

@@ -14,20 +14,16 @@ from jaxtyping import Array, Bool, Float
 
 from grpo_jax.rl import advantages, own
 from grpo_jax.rl.objective_options import meant, nearest
+from grpo_jax.rl.options import AdvantageOptions
 from grpo_jax.values import checked
+from grpo_jax.values.options import kinds
 
-KINDS: Mapping[str, checked.Kind] = {
+_KINDS: Mapping[str, checked.Kind] = {
+  **kinds(AdvantageOptions),
   "estimator": checked.Kind(
     "the name of an estimator, or a function", lambda x: checked.text().fits(x) or callable(x)
   ),
-  "baseline": checked.text(none=True),
-  "scale": checked.text(none=True),
-  "ddof": checked.whole(low=0, high=1, none=True),
-  "eps": checked.number(low=0, none=True),
-  "weights": checked.several(checked.number(), least=2, none=True),
-  "pass_k": checked.whole(low=1, none=True),
-  "clip_low": checked.number(none=True),
-  "clip_high": checked.number(none=True),
+  **{name: checked.optional(kinds(AdvantageOptions)[name]) for name in ("ddof", "eps")},
 }
 # Names used by papers and other libraries, and their equivalents here.
 OTHER_NAMES: Mapping[str, str] = {
@@ -53,8 +49,8 @@ class Estimator:
 
   baseline: str = "group_mean"  # one of advantages.BASELINES.
   scale: str = "group_std"  # one of advantages.SCALES.
-  ddof: int = 1  # 1: unbiased variance.
-  eps: float = 1e-6  # added to the standard deviation.
+  ddof: int = AdvantageOptions.ddof  # 1: unbiased variance.
+  eps: float = AdvantageOptions.eps  # added to the standard deviation.
   by_component: bool = False  # GDPO: normalise each reward component, then whiten the sum.
   weights: tuple[float, ...] | None = None  # weights of the components, in order; None: 1 each.
   needs_whitening: bool = False  # REINFORCE++: apply `advantages.whiten` over the batch's tokens.
@@ -158,7 +154,7 @@ ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
 _FIXED = {"by_component", "needs_whitening", "of_sets", "function"}  # follow from the name.
 
 
-def make(estimator: str | own.Function = "grpo", **options: Any) -> Estimator:
+def make(estimator: str | own.Function = AdvantageOptions.estimator, **options: Any) -> Estimator:
   """Makes an estimator from its name, and from options that differ from the name's settings.
 
   Args:
@@ -173,7 +169,7 @@ def make(estimator: str | own.Function = "grpo", **options: Any) -> Estimator:
   fields = {field.name for field in dataclasses.fields(Estimator)} - _FIXED
   unknown = [name for name in options if name not in fields]
   problems = [f"no option {name!r}: {nearest(name, fields)}" for name in unknown]
-  problems += checked.problems(KINDS, {"estimator": estimator, **options})
+  problems += checked.problems(_KINDS, {"estimator": estimator, **options})
   if isinstance(estimator, str) and estimator not in ESTIMATORS:
     problems.append(f"no estimator {estimator!r}: {meant(estimator, ESTIMATORS, OTHER_NAMES)}")
   if problems:

@@ -1,13 +1,12 @@
 """The options of an objective, their defaults, and which of them exclude each other. Pure.
 
-Defaults are those of NeMo RL's `grpo_math_1B` recipe. Bounds of the clip and the aggregation are
+They are declared in `options`. Bounds of the clip and the aggregation are
 None by default: the loss's own settings, from the signature of its function, then apply.
 """
 
 import dataclasses
 import inspect
 import math
-import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -22,7 +21,9 @@ from grpo_jax.rl import (
   own,
   sequence_losses,
 )
+from grpo_jax.rl.options import ObjectiveOptions
 from grpo_jax.values import checked, names
+from grpo_jax.values.options import Option, declared, kinds
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
   "clipped": losses.clipped_surrogate,
@@ -110,129 +111,25 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
   "aggregation": tuple(aggregate.AGGREGATIONS),
 }
 
-KINDS: Mapping[str, checked.Kind] = {
+_KINDS: Mapping[str, checked.Kind] = {
+  **kinds(ObjectiveOptions),
   "loss": checked.Kind(
     "the name of a loss, or a function", lambda x: checked.text().fits(x) or callable(x)
   ),
-  "clip_low": checked.number(low=0, none=True),
-  "clip_high": checked.number(low=0, none=True),
-  "dual_clip": checked.number(above=1, none=True),
-  "force_on_policy_ratio": checked.switch(),
-  "sapo_temperature_positive": checked.number(low=1e-6, high=1e6),
-  "sapo_temperature_negative": checked.number(low=1e-6, high=1e6),
-  "kl_coef": checked.number(low=0),
-  "kl_estimator": checked.text(),
-  "kl_input_clamp": checked.number(above=0, none=True),
-  "kl_output_clamp": checked.number(above=0, none=True),
-  "kl_weight": checked.text(),
-  "use_on_policy_kl_approximation": checked.switch(),
-  "kl_in_reward": checked.switch(),
-  "entropy_coef": checked.number(low=0),
-  "dppo_mask_low": checked.number(low=0, none=True),
-  "dppo_mask_high": checked.number(low=0, none=True),
-  "dppo_ratio_cap": checked.number(above=0, none=True),
-  "dppo_kl_tau": checked.number(low=0),
-  "clip_cov_ratio": checked.number(above=0, high=1),
-  "clip_cov_lb": checked.number(low=0),
-  "clip_cov_ub": checked.number(above=0, infinite=True),
-  "kl_cov_ratio": checked.number(above=0, high=1),
-  "kl_cov_coef": checked.number(low=0),
-  "top_entropy_share": checked.number(above=0, high=1),
-  "use_behavior_logprobs": checked.switch(),
-  "old_logprobs": checked.text(),
-  "importance_correction": checked.text(),
-  "importance_truncation": checked.text(none=True),
-  "importance_low": checked.number(low=0),
-  "importance_high": checked.number(above=0, infinite=True),
-  "off_policy_mask_threshold": checked.number(low=0, none=True),
-  "seq_logprob_error_threshold": checked.number(low=1, none=True),
-  "aggregation": checked.text(none=True),
-  "max_completion_tokens": checked.whole(low=1, none=True),
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(ObjectiveOptions):
   """The choices and numbers of an objective, resolved and checked when made.
 
-  Attributes:
-    loss: Name of a loss, one of `LOSSES`, or a function: see docs/algorithms.md.
-    clip_low: Distance of the lower bound from 1; gmpo: of the log-ratio. None: the loss's own.
-    clip_high: Distance of the upper bound from 1; of cispo, 4.0 is TRL's 5.0. None: the loss's own.
-    dual_clip: Bound above 1 of the ratio of bad tokens, usually 3; None: no bound.
-    force_on_policy_ratio: Whether the ratio is to the policy itself: strictly one update per batch.
-    use_behavior_logprobs: Whether the ratio is to the engine's policy.
-    old_logprobs: "scored", or "interpolated": without a pass over the batch; see `proximal`.
-    sapo_temperature_positive: Temperature of sapo where the advantage is positive.
-    sapo_temperature_negative: Temperature of sapo elsewhere.
-    kl_coef: Coefficient β of the KL; 0 needs no reference policy.
-    kl_estimator: "k1", "k2" or "k3"; see `kl`.
-    kl_input_clamp: Bound of the log-ratio to the reference, in nats; None: no bound.
-    kl_output_clamp: Bound of the weighted estimate of a token, in nats; None: no bound.
-    kl_weight: "score" (exact gradient), "none" (TRL, verl) or "old" (πθ/π_old).
-    use_on_policy_kl_approximation: Whether the KL is weighed by πθ/μ instead.
-    kl_in_reward: Whether the KL is subtracted from the advantages and not added to the loss.
-    dppo_mask_low: Bound of a fall, as a probability or in nats; None: the loss's own.
-    dppo_mask_high: Bound of a rise, as a probability or in nats; None: the loss's own.
-    dppo_ratio_cap: Largest ratio, verl's clip_ratio_c; None: no bound.
-    dppo_kl_tau: Coefficient of the squared log-ratio; 1e-3 in prime-rl.
-    clip_cov_ratio: Share of the tokens that lose their gradient.
-    clip_cov_lb: Covariance above which a token may lose it.
-    clip_cov_ub: Covariance below which a token may lose it.
-    kl_cov_ratio: Share of the tokens that are penalised.
-    kl_cov_coef: Coefficient of that penalty.
-    top_entropy_share: Share of the tokens in the policy loss; 0.2 in the paper.
-    entropy_coef: Coefficient c of the entropy bonus; above 0 needs the full distributions.
-    importance_correction: "none", "token", "sequence" or "sequence_mean"; see `importance`.
-    importance_truncation: "tis", "icepop" or "seq_mask"; None: no truncation.
-    importance_low: Inclusive lower bound of π_old/μ.
-    importance_high: Inclusive upper bound of π_old/μ.
-    off_policy_mask_threshold: Nats per token above which bad completions are left out; None: off.
-    seq_logprob_error_threshold: Logprob error, at least 1, above which completions are left out.
-    aggregation: Reduction, one of `AGGREGATIONS`; None: the loss's own.
-    max_completion_tokens: Number of tokens that "constant_length" divides by.
+  None of `BOUNDS`, and as `aggregation`, becomes the loss's own setting.
 
   Raises:
     ValueError: A choice is unknown, a value is of the wrong type or out of range, an option
       is set that the loss never reads, or options exclude each other. The message lists every
       problem.
   """
-
-  loss: str | own.Function = "clipped"
-  clip_low: float | None = None
-  clip_high: float | None = None
-  dual_clip: float | None = None
-  force_on_policy_ratio: bool = False
-  use_behavior_logprobs: bool = False
-  old_logprobs: str = "scored"
-  sapo_temperature_positive: float = 1.0
-  sapo_temperature_negative: float = 1.05
-  kl_coef: float = 0.01
-  kl_estimator: str = "k3"
-  kl_input_clamp: float | None = 20.0
-  kl_output_clamp: float | None = 10.0
-  kl_weight: str = "score"
-  use_on_policy_kl_approximation: bool = False
-  kl_in_reward: bool = False
-  dppo_mask_low: float | None = None
-  dppo_mask_high: float | None = None
-  dppo_ratio_cap: float | None = None
-  dppo_kl_tau: float = 0.0
-  clip_cov_ratio: float = 2e-4
-  clip_cov_lb: float = 1.0
-  clip_cov_ub: float = 5.0
-  kl_cov_ratio: float = 2e-4
-  kl_cov_coef: float = 1.0
-  top_entropy_share: float = 1.0
-  entropy_coef: float = 0.0
-  importance_correction: str = "none"
-  importance_truncation: str | None = None
-  importance_low: float = 0.0
-  importance_high: float = math.inf
-  off_policy_mask_threshold: float | None = None
-  seq_logprob_error_threshold: float | None = None
-  aggregation: str | None = None
-  max_completion_tokens: int | None = None
 
   def __post_init__(self):
     for name, value in _resolved(checked.fields_of(self)).items():
@@ -282,10 +179,12 @@ class Options:
 
 
 def described() -> str:
-  """Returns a line for each option: its name, its default and what it is, as `Options` says."""
-  defaults = _defaults()
-  named = re.findall(r"^ +(\w+): (.+)$", Options.__doc__ or "", re.MULTILINE)
-  lines = [f"    {name} = {defaults[name]!r}: {is_}" for name, is_ in named if name in defaults]
+  """Returns a line for each option: its name, its default and its meaning."""
+  lines = [
+    f"    {name} = {each.default!r}: {each.meaning}"
+    for name, each in declared(Options).items()
+    if isinstance(each, Option)
+  ]
   return "\n".join(lines)
 
 
@@ -353,7 +252,7 @@ def _resolved(given: Mapping[str, Any]) -> dict[str, Any]:
   Raises:
     ValueError: See `Options`.
   """
-  problems = [*checked.problems(KINDS, given), *_unknown_choices(given)]
+  problems = [*checked.problems(_KINDS, given), *_unknown_choices(given)]
   defaults = _defaults()
   # A value that is wrong by itself is left out of the rules about several options.
   sound = {
@@ -379,7 +278,7 @@ def _defaults() -> dict[str, Any]:
 
 def _stands_alone(name: str, value: Any) -> bool:
   """Returns whether a value has the type of its option and, if it is a choice, exists."""
-  return KINDS[name].fits(value) and not _unknown_choices({name: value})
+  return _KINDS[name].fits(value) and not _unknown_choices({name: value})
 
 
 def _unknown_choices(given: Mapping[str, Any]) -> list[str]:

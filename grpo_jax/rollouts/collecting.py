@@ -21,43 +21,40 @@ from grpo_jax.registry import nearest
 from grpo_jax.rollouts import agents
 from grpo_jax.rollouts.attempt import Attempt
 from grpo_jax.rollouts.loop_thread import LoopThread, closed_after
+from grpo_jax.rollouts.options import SCHEDULES, RolloutOptions
 from grpo_jax.rollouts.turns import Generator, Turns
 from grpo_jax.types import FinishReason, Prompt, RolloutGroup
-from grpo_jax.values import checked
+from grpo_jax.values import checked, options
 
-Schedule = Literal["rounds", "free"]
-SCHEDULES = ("rounds", "free")
+Schedule = Literal["rounds", "free"]  # see `RolloutOptions.schedule`.
 
 
 class TooManyFailures(ExpectedFailure, RuntimeError):
   """More attempts than allowed could not be scored."""
 
 
-LIMIT_KINDS: Mapping[str, checked.Kind] = {
-  "max_turns": checked.whole(low=1),
-  "max_tokens": checked.whole(low=2, none=True),
-  "environment_timeout_s": checked.number(above=0),
-  "environment_concurrency": checked.whole(low=1),
-  "agent_timeout_s": checked.number(above=0),
-  "agent_concurrency": checked.whole(low=1),
-  "max_error_share": checked.number(low=0, high=1),
-}
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
   """Bounds of one attempt, and of the share of failures."""
 
-  max_turns: int = 1
-  max_tokens: int | None = 1024  # prompt and completion, all turns; None: no bound here.
-  environment_timeout_s: float = 60.0  # limit of one call of an environment.
-  environment_concurrency: int = 16  # calls of environments at the same time.
-  agent_timeout_s: float = 600.0  # limit of an attempt whose environment drives the conversation.
-  agent_concurrency: int = 256  # such attempts at the same time.
-  max_error_share: float = 0.2  # share of attempts; `collect` raises if more cannot be scored.
+  max_turns: int = RolloutOptions.max_turns
+  # Prompt and completion, all turns; None: no bound here.
+  max_tokens: int | None = RolloutOptions.max_tokens
+  # Limit of one call of an environment.
+  environment_timeout_s: float = RolloutOptions.environment_timeout_s
+  # Calls of environments at the same time.
+  environment_concurrency: int = RolloutOptions.environment_concurrency
+  # Limit of an attempt whose environment drives the conversation.
+  agent_timeout_s: float = RolloutOptions.agent_timeout_s
+  agent_concurrency: int = RolloutOptions.agent_concurrency  # such attempts at the same time.
+  # Share of attempts; `collect` raises if more cannot be scored.
+  max_error_share: float = RolloutOptions.max_error_share
 
   def __post_init__(self):
-    checked.require(LIMIT_KINDS, checked.fields_of(self), of="rollout")
+    given = checked.fields_of(self)
+    if self.max_tokens is None:
+      del given["max_tokens"]
+    checked.require(options.kinds(RolloutOptions), given, of="rollout")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,7 +97,7 @@ def groups(
   seed: int,
   limits: Limits | None = None,
   slots: Slots | None = None,
-  schedule: Schedule = "rounds",
+  schedule: Schedule = RolloutOptions.schedule,
   with_greedy: bool = False,
   on_progress: OnProgress | None = None,
 ) -> AsyncGenerator[Finished, None]:

@@ -10,6 +10,7 @@ from grpo_jax.environments.base import AnyFactory
 from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.rollouts import shared
 from grpo_jax.rollouts.loop_thread import LoopThread
+from grpo_jax.rollouts.options import RolloutOptions
 from grpo_jax.types import Prompt, RolloutGroup
 
 
@@ -26,7 +27,7 @@ def run(
   seed: int,
   loop: LoopThread,
   limits: rollout.Limits | None = None,
-  schedule: rollout.Schedule = "rounds",
+  schedule: rollout.Schedule = RolloutOptions.schedule,
   on_progress: OnProgress | None = None,
   on_groups: Callable[[Sequence[RolloutGroup]], None] | None = None,
   stop: Any = False,

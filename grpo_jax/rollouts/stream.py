@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -27,9 +27,10 @@ from grpo_jax.rollouts import shared
 from grpo_jax.rollouts.attempts import Background
 from grpo_jax.rollouts.drawing import Draws
 from grpo_jax.rollouts.loop_thread import LoopThread
+from grpo_jax.rollouts.options import DynamicOptions, RolloutOptions
 from grpo_jax.rollouts.turns import Generator
 from grpo_jax.types import Prompt, RolloutGroup
-from grpo_jax.values import checked
+from grpo_jax.values import options
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +96,8 @@ class Sampler:
   loop: LoopThread  # event loop of the run.
   stop: Any = False  # becomes true when the run is asked to end; see `interrupts.Flag`.
   with_greedy: bool = False  # one more attempt at each prompt, at temperature 0.
-  schedule: rollout.Schedule = "rounds"  # order of later turns; see `collecting.groups`.
+  # Order of later turns; see `collecting.groups`.
+  schedule: rollout.Schedule = RolloutOptions.schedule
 
   def __post_init__(self):
     """Warns, whatever the engine, if training computes another distribution than is sampled."""
@@ -188,24 +190,12 @@ class TooFewGroups(ExpectedFailure, RuntimeError):
   """Dynamic sampling reached its bound before the step was full."""
 
 
-DYNAMIC_KINDS: Mapping[str, checked.Kind] = {
-  "max_rounds": checked.whole(low=1),
-  "prompts_per_round": checked.whole(low=1, none=True),
-  "on_limit": checked.choice(("raise", "train")),
-}
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DynamicSampling:
-  """Bounds of drawing prompts for one step."""
-
-  max_rounds: int = 10  # rounds of drawing and sampling prompts in a step.
-  prompts_per_round: int | None = None  # None: as many as a step has.
-  # At the bound: "raise" an error, or "train" on the groups that were found, with a warning.
-  on_limit: Literal["raise", "train"] = "raise"
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicSampling(DynamicOptions):
+  """Bounds of drawing prompts for one step, checked when made."""
 
   def __post_init__(self):
-    checked.require(DYNAMIC_KINDS, checked.fields_of(self), of="dynamic_sampling")
+    options.require(self, of="dynamic_sampling")
 
 
 class OnlineStream:

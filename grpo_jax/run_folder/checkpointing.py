@@ -44,6 +44,7 @@ from grpo_jax.run_folder import (
   stored_leaves,
   stored_steps,
 )
+from grpo_jax.run_folder.options import CheckpointOptions
 from grpo_jax.run_folder.step_folders import Folders
 
 T = TypeVar("T")
@@ -480,7 +481,7 @@ class Checkpoints:
 def open(
   directory: str | os.PathLike[str] | Folders,
   *,
-  keep_last: int | None = 2,
+  keep_last: int | None = CheckpointOptions.keep_last,
   keep_best: int = 0,
   best_metric: str | Sequence[str] = (),
   mode: str = "max",

@@ -21,6 +21,7 @@ from grpo_jax.files import manifest
 from grpo_jax.models import leaves, lora
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.fields import Fields
+from grpo_jax.models.options import BASE_DTYPES
 from grpo_jax.run_folder import stored_leaves
 
 ADAPTER = "adapter"  # what a checkpoint says about its adapter, in `extra`.
@@ -110,8 +111,8 @@ def _options(folder: pathlib.Path, facts: Any) -> lora.Options:
   fields = Fields(facts, f"{folder / 'info.json'}: {ADAPTER}")
   try:
     base_dtype = fields.string("base_dtype")
-    if base_dtype not in lora.BASE_DTYPES:
-      raise fields.wrong("base_dtype", f"one of {', '.join(lora.BASE_DTYPES)}")
+    if base_dtype is None or base_dtype not in BASE_DTYPES:
+      raise fields.wrong("base_dtype", f"one of {', '.join(BASE_DTYPES)}")
     return lora.Options(
       rank=fields.integer("rank", low=1, high=2**31 - 1),
       alpha=fields.number("alpha", above=0.0),

@@ -3,25 +3,23 @@
 import json
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
 from grpo_jax import engines
 from grpo_jax.config import command_line, configuration, modes, run_options
 from grpo_jax.config.configuration import ConfigError
+from grpo_jax.config.options import Config
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.learn import sharding
 from grpo_jax.models import config as model_config
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.errors import ModelError
+from grpo_jax.values import options
 from grpo_plan import architectures, compiling, plan, programs, target, topologies
 from grpo_plan.chips import GIB
 from grpo_plan.programs import Run
 from grpo_plan.topologies import PlanError, Topology
-
-# An ml_collections.ConfigDict, whose fields are unknown to a type checker.
-Config = Any
 
 # What a plan does not need: the rows, which are not read, and the weights, which are not loaded.
 _NOT_NEEDED = ("data.", "evaluation.data", "model.path", "model.fallback", "logging.")
@@ -64,7 +62,7 @@ def model_of(
     PlanError: The model cannot be found, or is not supported.
   """
   section, _, name = field.rpartition(".")
-  path = config[section][name] if given is None else given
+  path = getattr(getattr(config, section), name) if given is None else given
   option = field if given is None else "--model-config"
   try:
     hf, source = architectures.find(path)
@@ -107,7 +105,7 @@ def run_of(
     if complaints:
       raise ConfigError("\n".join(complaints))
     try:
-      mesh = sharding.make_mesh(**config.mesh, devices=devices)
+      mesh = sharding.make_mesh(**options.values(config.mesh), devices=devices)
     except ValueError as error:
       raise PlanError(f"--topology={topology.name}: {error}") from error
     try:

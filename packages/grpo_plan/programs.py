@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from grpo_jax.building import computation
 from grpo_jax.compilation.programs import Job
 from grpo_jax.config import ahead_options, lora_options, modes, run_options
+from grpo_jax.config.options import Config
 from grpo_jax.engines import decoding, jax_sampler, local_weights
 from grpo_jax.learn import adapters, sharding
 from grpo_jax.models import lora
@@ -25,9 +26,6 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.errors import ModelError
 from grpo_jax.models.products import Products
 from grpo_plan import target
-
-# An ml_collections.ConfigDict, whose fields are unknown to a type checker.
-Config = Any
 
 
 @dataclasses.dataclass(frozen=True)

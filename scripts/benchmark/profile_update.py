@@ -31,6 +31,7 @@ from grpo_jax.building import model as model_building
 from grpo_jax.commands import cli
 from grpo_jax.compilation import programs
 from grpo_jax.config import batching_options, run_options
+from grpo_jax.config.configuration import typed
 from grpo_jax.learn import operations, sharding, train_step
 from grpo_jax.learn.policy import Policy
 from grpo_jax.models import loading, sources
@@ -81,9 +82,9 @@ def make_update(
   config: Any, folder: pathlib.Path, sizes: ModelConfig
 ) -> tuple[train_step.Update, TrainState, Policy]:
   """Makes the update as a run does on one device, the state before its first step, the policy."""
-  objective = run_options.objective(config)
+  objective = run_options.objective(typed(config))
   mesh = sharding.make_mesh(data=1, devices=jax.devices()[:1])
-  made = computation.make(config, sizes, mesh, objective)
+  made = computation.make(typed(config), sizes, mesh, objective)
   trainable, policy = made.begin(model_building.load(loading.read_facts(folder), made.read).params)
   state = train_step.init(trainable, made.tx, shardings=made.trainable_shardings)
   return made.update, state, policy
@@ -147,7 +148,7 @@ def main() -> None:
   sizes = loading.read_config(options.model)
   groups = groups_of(workload, sizes.vocab_size)
   cost = operations.update_cost(sizes, remat=config.model.remat)
-  shapes = batching_options.plan(config, cost=cost, replicas=1)
+  shapes = batching_options.plan(typed(config), cost=cost, replicas=1)
   if options.shape:
     shapes = (packing.Shape(*map(int, options.shape.split(","))),)
   advantages = [group.rewards - group.rewards.mean() for group in groups]

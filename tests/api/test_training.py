@@ -14,6 +14,7 @@ import grpo_jax
 from grpo_jax.api import rewards, row_files, training
 from grpo_jax.config import configuration as files
 from grpo_jax.config import data_options, run_options
+from grpo_jax.config.configuration import typed
 from grpo_jax.configuration import ConfigError
 from grpo_jax.errors import ExpectedFailure
 from grpo_jax.run_folder import claim
@@ -299,11 +300,11 @@ def test_rows_bring_nothing_of_the_data_of_any_config_along(tmp_path):
         wrong.append(f"{name}: data.{field}={value}")
     given = [field for field, value in made.evaluation.data.items() if value is not None]
     wrong += [f"{name}: evaluation.data.{field}" for field in given]
-    if data_options.evaluation(made) or made.evaluation.datasets:
+    if data_options.evaluation(typed(made)) or made.evaluation.datasets:
       wrong.append(f"{name}: is evaluated")
   assert wrong == []
   both = chosen("curriculum", tmp_path, files=(row_files.TRAINING, row_files.EVALUATION))
-  (held_out,) = data_options.evaluation(both).values()
+  (held_out,) = data_options.evaluation(typed(both)).values()
   assert held_out["path"] == str(tmp_path / row_files.EVALUATION)
   assert held_out["system_prompt"] is None
 
@@ -329,7 +330,7 @@ def test_what_the_caller_names_holds_for_the_rows(tmp_path, noticed):
   untouched = chosen("", tmp_path, config=grpo_jax.configuration.load("quickstart"))
   assert untouched.data.system_prompt is None
   split = chosen("quickstart", tmp_path, **{"data.split_validation_size": 0.1})
-  assert list(data_options.evaluation(split)) == ["heldout"]
+  assert list(data_options.evaluation(typed(split))) == ["heldout"]
   line = (
     "rows: not used, since they are of the config's own data: data.environment='arithmetic',"
     " data.system_prompt='Answer with the final number only.', evaluation.data. The call can name"

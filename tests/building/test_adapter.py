@@ -14,7 +14,7 @@ import configs.base
 from grpo_jax import data
 from grpo_jax.building import adapter, computation
 from grpo_jax.config import run_options
-from grpo_jax.config.configuration import ConfigError
+from grpo_jax.config.configuration import ConfigError, typed
 from grpo_jax.learn import sharding
 from grpo_jax.models import adapter_files, export, leaves, loading, lora, tiny
 from grpo_jax.run_folder import checkpointing
@@ -29,7 +29,9 @@ def config_of(model, **settings):
 
 def made_of(config, model, devices=1):
   mesh = sharding.make_mesh(fsdp=devices, data=1, devices=jax.devices()[:devices])
-  return computation.make(config, loading.read_config(model), mesh, run_options.objective(config))
+  return computation.make(
+    typed(config), loading.read_config(model), mesh, run_options.objective(typed(config))
+  )
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,7 @@ def test_the_rounding_of_the_base_is_measured_while_it_is_read(model, dtype, cap
     read = made_of(config, model, devices=devices).read
     sharding = lambda _, read=read: read.shardings
     loaded = loading.load(model, sharding=sharding, dtype=read.dtype)
-    found.append(adapter.with_rounding(config, loaded).rounding.relative)
+    found.append(adapter.with_rounding(typed(config), loaded).rounding.relative)
   tensors, sizes = loading.safetensors.open_folder(model), loading.read_config(model)
   exact, error = 0.0, 0.0
   for stored in leaves.stored(sizes):
@@ -91,9 +93,9 @@ def test_processes_that_read_the_same_weights_count_them_once(monkeypatch):
   parts = [[1.0, 8.0], [2.0, 8.0], [1.0, 8.0], [5.0, 12.0]]
   monkeypatch.setattr(adapter.processes, "exchange", lambda own, *, what: parts)
   read = loading.Loaded(tiny._config("llama", 32), {}, pathlib.Path(), {})
-  whole = adapter.with_rounding(config_of("m", rank=2), read)
+  whole = adapter.with_rounding(typed(config_of("m", rank=2)), read)
   assert whole.rounding.relative == 0.5
-  assert adapter.with_rounding(config_of("m"), read) is read
+  assert adapter.with_rounding(typed(config_of("m")), read) is read
 
 
 @pytest.mark.parametrize("template", [None, "{{ messages[0].content }}"])
@@ -102,7 +104,7 @@ def test_an_adapter_of_another_chat_template_warns(model, tmp_path, template, ca
   templates = {"default": template} if template else None
   adapter_files.write_tokenizer(tmp_path / "adapter", model, templates)
   config = config_of(model, path=str(tmp_path / "adapter"))
-  adapter.check_prompts(config, data.load_tokenizer(model), model)
+  adapter.check_prompts(typed(config), data.load_tokenizer(model), model)
   assert ("was trained with another chat template" in caplog.text) == bool(template)
 
 
@@ -110,7 +112,7 @@ def test_a_run_begins_with_the_adapter_of_a_folder(model, stored):
   folder, wanted = stored
   config = run_options.resolved(config_of(model, path=str(folder)))
   made = made_of(config, model, devices=4)
-  read = adapter.read(config, made)
+  read = adapter.read(typed(config), made)
   assert jax.tree.map(lambda x: x.sharding, read) == made.trainable_shardings
   jax.tree.map(np.testing.assert_array_equal, read, wanted)
   params = loading.load(model, dtype=made.read.dtype).params
@@ -123,11 +125,11 @@ def test_a_run_begins_with_the_adapter_of_a_folder(model, stored):
 
 def test_the_log_says_that_a_run_begins_apart_from_its_reference(model, stored, caplog):
   caplog.set_level(logging.INFO)
-  adapter.log_beginning(config_of(model, rank=2))
+  adapter.log_beginning(typed(config_of(model, rank=2)))
   assert not caplog.messages
   config = config_of(model, path=str(stored[0]))
   config.loss.kl_coef = 0.1
-  adapter.log_beginning(config)
+  adapter.log_beginning(typed(config))
   (line,) = caplog.messages
   assert str(stored[0]) in line and "is not 0 at the first step" in line
   assert line.endswith("(all/kl_to_initial, and the KL of the loss)")
@@ -136,7 +138,7 @@ def test_the_log_says_that_a_run_begins_apart_from_its_reference(model, stored, 
 def test_a_new_adapter_changes_nothing_and_depends_on_the_seed_alone(model):
   config = config_of(model, rank=2)
   made = made_of(config, model, devices=4)
-  assert adapter.read(config, made) is None
+  assert adapter.read(typed(config), made) is None
   one, policy = made.begin({"layers": {}}, None)
   other, _ = made_of(config, model).begin({"layers": {}}, None)
   jax.tree.map(np.testing.assert_array_equal, one, other)
@@ -149,15 +151,15 @@ def test_a_new_adapter_changes_nothing_and_depends_on_the_seed_alone(model):
 
 def test_ranks_that_the_kernels_do_not_have(model, caplog):
   facts = loading.read_facts(model)
-  adapter.check(config_of(model, rank=16), facts)  # as wide as the smallest kernel.
+  adapter.check(typed(config_of(model, rank=16)), facts)  # as wide as the smallest kernel.
   assert not caplog.records
-  adapter.check(config_of(model, rank=32), facts)
+  adapter.check(typed(config_of(model, rank=32)), facts)
   assert "rank=32 is larger than needed for k 32 × 16, v 32 × 16" in caplog.text
   with pytest.raises(ConfigError, match="rank=33 is larger .* at most 32 can be of use"):
-    adapter.check(config_of(model, rank=33), facts)
+    adapter.check(typed(config_of(model, rank=33)), facts)
   with pytest.raises(ConfigError, match="rank=17 is larger .*k 32 × 16; .* at most 16"):
-    adapter.check(config_of(model, rank=17, targets=("k",)), facts)
-  adapter.check(config_of(model), facts)
+    adapter.check(typed(config_of(model, rank=17, targets=("k",))), facts)
+  adapter.check(typed(config_of(model)), facts)
 
 
 def test_an_adapter_of_another_model_is_refused(stored, tmp_path):
@@ -168,17 +170,17 @@ def test_an_adapter_of_another_model_is_refused(stored, tmp_path):
 
 
 def test_facts_name_the_base_by_its_weights(model, tmp_path):
-  facts = adapter.facts(config_of(model, rank=2), loading.read_facts(model))["adapter"]
-  assert adapter.facts(config_of(model), loading.read_facts(model)) == {}
+  facts = adapter.facts(typed(config_of(model, rank=2)), loading.read_facts(model))["adapter"]
+  assert adapter.facts(typed(config_of(model)), loading.read_facts(model)) == {}
   moved = tmp_path / "moved"
   moved.mkdir()
   for file in model.iterdir():
     (moved / file.name).write_bytes(file.read_bytes())
-  elsewhere = adapter.facts(config_of(moved, rank=2), loading.read_facts(moved))["adapter"]
+  elsewhere = adapter.facts(typed(config_of(moved, rank=2)), loading.read_facts(moved))["adapter"]
   assert elsewhere["base"] != facts["base"]
   assert not list(adapter.differences(facts, elsewhere)), "a base that was moved is the same"
   other = tiny.write(tmp_path / "other", seed=3)
-  changed = adapter.facts(config_of(other, rank=2), loading.read_facts(other))["adapter"]
+  changed = adapter.facts(typed(config_of(other, rank=2)), loading.read_facts(other))["adapter"]
   (line,) = adapter.differences(facts, changed)
   assert str(model) in line and str(other) in line
 

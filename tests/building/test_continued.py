@@ -8,7 +8,7 @@ import pytest
 import configs.base
 from grpo_jax.building import checks, stored
 from grpo_jax.config import configuration, removed
-from grpo_jax.config.configuration import ConfigError
+from grpo_jax.config.configuration import ConfigError, typed
 
 
 @pytest.mark.parametrize(
@@ -18,12 +18,12 @@ def test_another_curve_of_the_learning_rate_is_one_line(tmp_path, caplog, schedu
   caplog.set_level(logging.INFO)
   config = configs.base.get_config()
   config.total_steps, config.optim.schedule, config.learn.epochs = 4, schedule, 2
-  checks.log_schedule(config, tmp_path)  # nothing ran before.
+  checks.log_schedule(typed(config), tmp_path)  # nothing ran before.
   configuration.write(config, tmp_path / "config.json")
-  checks.log_schedule(config, tmp_path)
+  checks.log_schedule(typed(config), tmp_path)
   assert not caplog.messages
   config.total_steps = 7
-  checks.log_schedule(config, tmp_path)
+  checks.log_schedule(typed(config), tmp_path)
   expected = (
     f"total_steps was 4, is 7: optim.schedule={schedule!r} now falls over 14 optimizer steps, and"
     " the next steps have the learning rates of that curve"
@@ -64,7 +64,7 @@ def test_removed_options_that_changed_nothing_do_not_keep_a_run_from_continuing(
   stored_with(tmp_path, options)
   config = configs.base.get_config()
   config.rollout.max_staleness = staleness
-  checks.log_differences(config, tmp_path)
+  checks.log_differences(typed(config), tmp_path)
   assert not caplog.messages
 
 
@@ -108,7 +108,7 @@ def test_removed_options_that_changed_nothing_do_not_keep_a_run_from_continuing(
 def test_a_run_that_needs_a_removed_option_does_not_continue(options, message, tmp_path):
   stored_with(tmp_path, options)
   with pytest.raises(ConfigError) as caught:
-    checks.log_differences(configs.base.get_config(), tmp_path)
+    checks.log_differences(typed(configs.base.get_config()), tmp_path)
   assert message in str(caught.value) and "\n" not in str(caught.value)
   assert str(caught.value).endswith("Move the file away to continue the run without it")
 
@@ -116,4 +116,4 @@ def test_a_run_that_needs_a_removed_option_does_not_continue(options, message, t
 def test_an_old_run_is_read_with_the_options_of_this_version(tmp_path):
   stored_with(tmp_path, {"engine.sglang.router": "http://r:1", "seed": 7})
   config = stored.whole_config_of(tmp_path)
-  assert config.seed == 7 and "router" not in config.engine.sglang
+  assert config.seed == 7 and not hasattr(config.engine.sglang, "router")

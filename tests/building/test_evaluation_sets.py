@@ -8,7 +8,7 @@ from grpo_jax import data
 from grpo_jax.building import evaluation_sets
 from grpo_jax.building import run as runs
 from grpo_jax.config import base, configuration, data_options, run_options
-from grpo_jax.config.configuration import ConfigError
+from grpo_jax.config.configuration import ConfigError, typed
 from grpo_jax.data.byte_tokenizer import ByteTokenizer
 
 
@@ -25,7 +25,7 @@ def config_of(**values):
 
 def held_out(config):
   """Returns the numbers of prompts by evaluation set."""
-  found = evaluation_sets.held_out(config, ByteTokenizer(), data.open_dataset)
+  found = evaluation_sets.held_out(typed(config), ByteTokenizer(), data.open_dataset)
   return {name: len(prompts) for name, prompts in found.items()}
 
 
@@ -114,7 +114,7 @@ def test_the_best_checkpoint_is_by_the_first_set_that_is_evaluated(tmp_path):
     {"path": write(tmp_path / "a.jsonl", range(5))},
     {"path": write(tmp_path / "b.jsonl", [9])},
   )
-  names = data_options.best_metrics(config_of(data__path=train, evaluation__datasets=sets))
+  names = data_options.best_metrics(typed(config_of(data__path=train, evaluation__datasets=sets)))
   assert names[::2] == ("eval/a/accuracy", "eval/b/accuracy")
 
 
@@ -146,4 +146,4 @@ def test_mistakes_in_the_data_are_found_without_a_model(values, message, tmp_pat
   rows = write(tmp_path / "rows.jsonl", range(20))
   text = json.dumps(values).replace("{rows}", rows)
   with pytest.raises(ConfigError, match=f"^the data cannot be used: .*{message}"):
-    evaluation_sets.check_sources(config_of(**json.loads(text)))
+    evaluation_sets.check_sources(typed(config_of(**json.loads(text))))

@@ -10,6 +10,7 @@ from grpo_jax import main, report
 from grpo_jax.building import checks
 from grpo_jax.building import model as model_building
 from grpo_jax.config import configuration, run_options
+from grpo_jax.config.configuration import typed
 from grpo_jax.models import sources, tiny
 from grpo_jax.report import data as report_data
 
@@ -61,15 +62,15 @@ def test_a_broken_folder_ends_with_code_2_and_no_folder(
 
 def test_a_model_that_is_there_or_may_be_is_not_refused(model):
   config = configs.gsm8k.get_config()
-  assert list(run_options._unusable_model(config)) == []
+  assert list(run_options._unusable_model(typed(config))) == []
   config.model.path, config.model.fallback = str(model), ""
-  assert list(run_options._unusable_model(config)) == []
+  assert list(run_options._unusable_model(typed(config))) == []
 
 
 def remember(config, folder, found):
   """Does with config.json what `building.build` does."""
-  config = model_building.with_fallback(config, found)
-  checks.log_differences(config, folder)
+  config = model_building.with_fallback(typed(config), found)
+  checks.log_differences(typed(config), folder)
   configuration.write(config, folder / "config.json")
 
 
@@ -111,13 +112,13 @@ def test_the_run_keeps_the_text_of_its_chat_template(tmp_path, caplog):
     file.write_text(text)
     config = configs.gsm8k.get_config()
     config.model.chat_template = str(file)
-    kept = model_building.with_template(config)
+    kept = model_building.with_template(typed(config))
     assert kept.model.chat_template == text and config.model.chat_template == str(file)
     checks.log_differences(kept, tmp_path)
     configuration.write(kept, tmp_path / "config.json")
     assert ("model.chat_template: was" in caplog.text) == (number == 2)
   assert "messages }}" in caplog.text and 200 * "x" not in caplog.text
-  assert model_building.with_template(configs.gsm8k.get_config()).model.chat_template is None
+  assert model_building.with_template(typed(configs.gsm8k.get_config())).model.chat_template is None
 
 
 def test_variables_that_the_run_sets_itself_are_refused():

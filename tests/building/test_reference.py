@@ -12,7 +12,7 @@ import configs.base
 from grpo_jax import train
 from grpo_jax.building import computation, phases, restoring
 from grpo_jax.config import run_options
-from grpo_jax.config.configuration import ConfigError
+from grpo_jax.config.configuration import ConfigError, typed
 from grpo_jax.data.byte_tokenizer import ByteTokenizer
 from grpo_jax.learn import optim, policy, sharding
 from grpo_jax.models import loading
@@ -30,8 +30,8 @@ def config_of(**settings):
 
 def made_of(config, model, **options):
   mesh = sharding.make_mesh(data=1, devices=jax.devices()[:1])
-  objective = run_options.objective(config)
-  return computation.make(config, loading.read_config(model), mesh, objective, **options)
+  objective = run_options.objective(typed(config))
+  return computation.make(typed(config), loading.read_config(model), mesh, objective, **options)
 
 
 # --- by hand ---

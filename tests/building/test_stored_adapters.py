@@ -17,6 +17,7 @@ from grpo_jax.building import exporting, stored, stored_engine
 from grpo_jax.config import base as defaults
 from grpo_jax.config import configuration
 from grpo_jax.config.configuration import ConfigError
+from grpo_jax.config.options import Config
 from grpo_jax.learn import adapters, sharding
 from grpo_jax.models import adapter_files, export, loading, lora, quantized, safetensors, tiny
 from grpo_jax.run_folder import evaluation_log, stored_weights
@@ -202,7 +203,7 @@ def test_an_adapter_brings_the_chat_template_that_it_was_trained_with(tmp_path):
   exporting.run(f"{run}:1", tmp_path / "adapter", only_adapter=True)
   found = stored.find(str(tmp_path / "adapter"), base=str(base))
   with contextlib.ExitStack() as stack:
-    opened = stored_engine.open_weights(defaults.get_config(), found, stack)
+    opened = stored_engine.open_weights(Config(), found, stack)
     assert opened.tokenizer.render([{"role": "user", "content": "a"}]) == "!a"
     assert opened.tokenizer.stop_ids == (258,)
   exporting.run(str(tmp_path / "adapter"), tmp_path / "again", base=str(base))

@@ -14,7 +14,7 @@ from grpo_jax import batching, train
 from grpo_jax.batching import layout, packing
 from grpo_jax.building import computation, phases, stored
 from grpo_jax.building import teacher as teaching
-from grpo_jax.config.configuration import ConfigError
+from grpo_jax.config.configuration import ConfigError, typed
 from grpo_jax.data import vocabularies
 from grpo_jax.engines.prompt_scoring import ScoringError
 from grpo_jax.groups import learning_signal
@@ -138,7 +138,7 @@ def test_a_second_model_scores_packed_batches_at_the_temperature_of_sampling(
   mesh = sharding.make_mesh(**dict(zip(AXES, sizes, strict=True)), devices=devices)
   config = config_of(sampling__temperature=TEMPERATURE)
   found = stored.find(str(teacher))
-  program = computation.make_teacher(config, found.config, mesh)
+  program = computation.make_teacher(typed(config), found.config, mesh)
   score = teaching.in_trainer(found, program)
   of_temperature, rows = expected
   check(
@@ -162,7 +162,7 @@ def test_a_server_scores_the_same_tokens(groups, expected, mesh, options):
 
   with serving(respond) as server, contextlib.ExitStack() as stack:
     config = config_of(teacher__urls=(server.url,))
-    score = teaching.at_servers(config, mesh=mesh, vocab_size=259, stack=stack, stop=False)
+    score = teaching.at_servers(typed(config), mesh=mesh, vocab_size=259, stack=stack, stop=False)
     (probed,) = server.requests
     assert max(probed[2]["input_ids"]) == 258
     found = scores_of(assembled(groups, **options), groups, score, mesh)
@@ -188,7 +188,7 @@ def test_a_server_that_fails_later_ends_the_run_with_its_reason(groups, mesh):
 
   with serving(respond) as server, contextlib.ExitStack() as stack:
     config = config_of(teacher__urls=(server.url,), teacher__retries=0)
-    score = teaching.at_servers(config, mesh=mesh, vocab_size=259, stack=stack, stop=False)
+    score = teaching.at_servers(typed(config), mesh=mesh, vocab_size=259, stack=stack, stop=False)
     with pytest.raises(ScoringError, match="^teacher.urls: a completion was not scored in .*None$"):
       scores_of(assembled(groups), groups, score, mesh)
 
@@ -199,9 +199,11 @@ def test_a_server_that_fails_later_ends_the_run_with_its_reason(groups, mesh):
 def test_a_run_is_a_teacher_too(tmp_path, model, mesh):
   run = stored_runs.write(tmp_path / "run", {3: 0.5, 7: 0.25}, model=model)
   for path, step in ((f"{run}", 7), (f"{run}:3", 3), (f"{run}:best", 3)):
-    found = teaching.find(config_of(teacher__path=path), model, mesh)
+    found = teaching.find(typed(config_of(teacher__path=path)), model, mesh)
     assert found is not None and found.step == step
-    program = computation.make_teacher(config_of(teacher__dtype="bfloat16"), found.config, mesh)
+    program = computation.make_teacher(
+      typed(config_of(teacher__dtype="bfloat16")), found.config, mesh
+    )
     embed = teaching.read(found, program)["embed"]
     assert embed.dtype == jnp.bfloat16
     exact = stored_runs.params_of(step)["embed"]
@@ -209,7 +211,7 @@ def test_a_run_is_a_teacher_too(tmp_path, model, mesh):
 
 
 def test_there_is_no_teacher_unless_one_is_named(model, mesh):
-  assert teaching.find(config_of(), model, mesh) is None
+  assert teaching.find(typed(config_of()), model, mesh) is None
 
 
 def changed(folder, target, name, change):
@@ -250,7 +252,7 @@ def test_a_teacher_that_cannot_read_the_policy_is_refused(
 def test_a_teacher_that_does_not_exist_is_refused(model, mesh, tmp_path):
   path = str(tmp_path / "none")
   with pytest.raises(ConfigError, match="^teacher.path: "):
-    teaching.find(config_of(teacher__path=path), model, mesh)
+    teaching.find(typed(config_of(teacher__path=path)), model, mesh)
 
 
 def test_an_adapter_is_no_teacher_without_its_base(model, mesh, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import configs.base
 from grpo_jax.batching import packing
 from grpo_jax.config import batching_options, configuration, run_options
+from grpo_jax.config.configuration import typed
 from grpo_jax.learn import operations
 from grpo_jax.models.config import ModelConfig
 
@@ -27,20 +28,20 @@ def make_config(**fields):
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_configs_plan_few_shapes_that_hold_everything(path, replicas):
   config: Any = configuration.load(str(path))
-  load = batching_options.load(config)
-  shapes = batching_options.plan(config, cost=COST, replicas=replicas)
+  load = batching_options.load(typed(config))
+  shapes = batching_options.plan(typed(config), cost=COST, replicas=replicas)
   assert 2 <= len(shapes) <= 3
   assert max(shape.row_tokens for shape in shapes) >= load.longest
   # A microbatch takes no more than it may, but for a row that must be longer, and is rounded up.
   most = max(config.batching.microbatch_tokens, load.longest + 31)
   assert max(shape.places for shape in shapes) <= replicas * most
   assert all(shape.rows % replicas == 0 for shape in shapes)
-  assert shapes == batching_options.plan(config, cost=COST, replicas=replicas)
+  assert shapes == batching_options.plan(typed(config), cost=COST, replicas=replicas)
 
 
 def test_rows_of_math_1b_share_prompts():
   [full, *_] = batching_options.plan(
-    configuration.load(str(ROOT / "configs" / "math_1b.py")), cost=COST, replicas=1
+    typed(configuration.load(str(ROOT / "configs" / "math_1b.py"))), cost=COST, replicas=1
   )
   assert full.row_tokens >= 4 * 512  # four completions at least, where one was alone.
 
@@ -65,7 +66,7 @@ def test_rows_of_math_1b_share_prompts():
   ],
 )
 def test_load_is_what_the_config_allows(fields, expected):
-  assert batching_options.load(make_config(**fields)) == expected
+  assert batching_options.load(typed(make_config(**fields))) == expected
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_rows_that_cannot_be_are_refused_before_the_run(fields, message):
 
 
 def test_row_lengths_that_are_given_bound_prompts_and_completions():
-  assert run_options.limits(make_config()).max_tokens == 1024
-  assert run_options.limits(make_config(**{"batching.row_tokens": 300})).max_tokens == 300
+  assert run_options.limits(typed(make_config())).max_tokens == 1024
+  assert run_options.limits(typed(make_config(**{"batching.row_tokens": 300}))).max_tokens == 300
   given = {"batching.row_tokens": 700, "batching.row_buckets": (128, 512)}
-  assert run_options.limits(make_config(**given)).max_tokens == 512
+  assert run_options.limits(typed(make_config(**given))).max_tokens == 512

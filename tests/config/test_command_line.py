@@ -7,9 +7,10 @@ import re
 import pytest
 
 from grpo_jax.config import command_line, configuration
-from grpo_jax.config import comments as config_comments
 from grpo_jax.config.command_line import HelpWanted
 from grpo_jax.config.configuration import ConfigError
+from grpo_jax.config.options import Config
+from grpo_jax.values import options
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = """
@@ -245,14 +246,6 @@ def test_help_of_one_section_shows_that_one(monkeypatch):
     command_line.parse(["--help=loss"])
 
 
-def test_every_option_has_a_line_of_explanation():
-  path = ROOT / "configs" / "base.py"
-  comments = config_comments.read(path)
-  inherited = ("evaluation.data.", "evaluation.sampling.")  # explained in data and sampling.
-  fields = configuration.fields(configuration.load(str(path)))
-  assert [n for n in fields if not comments.get(n) and not n.startswith(inherited)] == []
-
-
 @pytest.mark.parametrize(
   "text",
   [
@@ -270,7 +263,7 @@ def test_a_file_anywhere_shows_the_explanations_of_the_base_that_it_imports(
     "  return config\n"
   )
   lines = help_of("--config=my.py", "--help").split("Fields of")[1]
-  explained = config_comments.read(ROOT / "configs" / "base.py")
+  explained = dict(options.meanings(Config))
   assert explained["seed"] and explained["loss.clip_low"]
   assert f"--config.seed=7 {explained['seed']}" in " ".join(lines.split())
   assert explained["loss.clip_low"] in " ".join(lines.split())
@@ -280,33 +273,6 @@ def test_without_a_folder_of_configs_the_message_says_how_one_begins(tmp_path, m
   monkeypatch.chdir(tmp_path)
   with pytest.raises(ConfigError, match="from grpo_jax.config import base"):
     command_line.parse([])
-
-
-def test_comments_are_read_from_wherever_they_stand(tmp_path):
-  folder = tmp_path / "own"
-  folder.mkdir()
-  (folder / "first.py").write_text(
-    "def get_config():\n"
-    "  config.a = 1  # of a.\n"
-    "  config.part = part = ConfigDict()  # a part.\n"
-    "  # of b,\n  # in two lines.\n"
-    "  part.b = ConfigDict(dict(\n    c=1,  # of c.\n    d='# no comment',\n  ))\n"
-    "  other.e = 3  # of nothing.\n"
-  )
-  (folder / "second.py").write_text(
-    "import own.first\nfrom own import second\n"
-    "config.a = 2  # something else.\nconfig.f: int = 3  # of f.\n"
-  )
-  found = config_comments.read(folder / "second.py")
-  assert found == {
-    "a": "of a.",
-    "part": "a part.",
-    "part.b": "of b, in two lines.",
-    "part.b.c": "of c.",
-    "part.b.d": "",
-    "f": "of f.",
-  }
-  assert list(found)[0] == "a"
 
 
 WITH_FALLBACK = """

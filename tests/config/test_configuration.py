@@ -10,7 +10,7 @@ import pytest
 from ml_collections import ConfigDict, FieldReference, config_dict
 
 import configs.base
-from grpo_jax.config import base, configuration, field_kinds, run_options
+from grpo_jax.config import base, configuration, field_checks, run_options
 from grpo_jax.config.configuration import ConfigError
 
 
@@ -144,7 +144,7 @@ def test_a_mistyped_section_suggests_its_own_field_and_not_one_of_another_sectio
   for section, field in (("rolout", "rollout.group_size"), ("evaluatoin", "evaluation.data.path")):
     wrong = f"{section}.{field.partition('.')[2]}"
     on_the_command_line = str(configuration.refusal(base.get_config(), wrong))
-    (in_a_file,) = field_kinds.problems({wrong: 3})
+    (in_a_file,) = field_checks.problems({wrong: 3})
     assert f"did you mean {field!r}?" in on_the_command_line
     assert f"did you mean {field!r}?" in in_a_file
 

@@ -5,7 +5,7 @@ import pytest
 
 import configs.base
 from grpo_jax.config import device_options, run_options
-from grpo_jax.config.configuration import ConfigError
+from grpo_jax.config.configuration import ConfigError, typed
 from grpo_plan import asking
 
 
@@ -58,13 +58,13 @@ def test_what_cannot_work_is_refused_in_one_sentence(name):
 def test_the_mesh_has_the_devices_that_are_left():
   assert not complaints(engine__devices=(0, 5), mesh__fsdp=3)
   config = config_of(engine__devices=(0, 5), mesh__fsdp=3)
-  mesh = device_options.trainer_mesh(config)
+  mesh = device_options.trainer_mesh(typed(config))
   assert [device.id for device in mesh.devices.flat] == [1, 2, 3, 4, 6, 7]
   assert dict(mesh.shape) == {"data": 2, "fsdp": 3, "tensor": 1}
-  assert device_options.of_sampler(config) == [jax.devices()[0], jax.devices()[5]]
+  assert device_options.of_sampler(typed(config)) == [jax.devices()[0], jax.devices()[5]]
   config = config_of()
-  assert device_options.trainer_mesh(config).size == 8
-  assert device_options.of_sampler(config) is None
+  assert device_options.trainer_mesh(typed(config)).size == 8
+  assert device_options.of_sampler(typed(config)) is None
 
 
 def test_a_plan_of_such_a_run_is_refused():

@@ -13,6 +13,7 @@ import grpo_jax.train
 from configs import math_1b, math_1b_gpu, math_1b_lora, math_8b_lora, quickstart, quickstart_lora
 from grpo_jax import main
 from grpo_jax.config import configuration, lora_options
+from grpo_jax.config.configuration import typed
 from grpo_jax.models import config as model_config
 from grpo_jax.models import tiny
 from grpo_plan import architectures, programs
@@ -38,7 +39,7 @@ def changed(module):
 def test_a_config_of_lora_is_valid_and_trains_an_adapter_with_a_larger_learning_rate(module):
   config = module.get_config()
   configuration.check(config, [grpo_jax.train.validate])
-  options = lora_options.load(config)
+  options = lora_options.load(typed(config))
   assert options is not None and options.rank == 32 and options.scale == 1.0
   full = MADE_FROM[module].get_config()
   assert config.optim.learning_rate > full.optim.learning_rate
@@ -62,7 +63,7 @@ def held(module, shape):
   config.engine.name = "sglang"  # the sampler is described elsewhere.
   mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))
   model = model_config.from_hf(architectures.SHAPES[shape])
-  return programs.described(config, model, mesh).arrays
+  return programs.described(typed(config), model, mesh).arrays
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import configs.base
 from grpo_jax import configuration, train
 from grpo_jax.config import command_line, lora_options, run_options
-from grpo_jax.config.configuration import ConfigError
+from grpo_jax.config.configuration import ConfigError, typed
 from grpo_jax.models import adapter_files, loading, lora
 
 
@@ -30,11 +30,11 @@ def complaints(**settings):
 
 
 def test_without_a_rank_every_weight_is_trained():
-  assert lora_options.load(config_of()) is None and not complaints()
+  assert lora_options.load(typed(config_of())) is None and not complaints()
 
 
 def test_the_defaults_of_the_config_are_those_of_the_class():
-  assert lora_options.load(config_of(rank=8)) == lora.Options(
+  assert lora_options.load(typed(config_of(rank=8))) == lora.Options(
     rank=8, targets=lora.targets((lora.ALL,))
   )
 
@@ -46,7 +46,7 @@ def test_the_defaults_of_the_config_are_those_of_the_class():
 def test_targets_from_the_command_line(word, kernels):
   arguments = ["--config=base", "--config.model.lora.rank=4", f"--config.model.lora.targets={word}"]
   config = command_line.parse(arguments).config
-  options = lora_options.load(config)
+  options = lora_options.load(typed(config))
   assert options is not None and len(options.targets) == kernels
   assert not [x for x in train.validate(config) if "lora" in x]
 
@@ -54,7 +54,7 @@ def test_targets_from_the_command_line(word, kernels):
 def test_one_string_of_all_targets_is_taken_in_python_too():
   config = configuration.load("base")
   configuration.override(config, {"model.lora.rank": 4, "model.lora.targets": "all"})
-  assert len(lora_options.load(config).targets) == 7
+  assert len(lora_options.load(typed(config)).targets) == 7
   with pytest.raises(ConfigError, match="targets must be 'all', or a list"):
     configuration.override(config, {"model.lora.targets": "q"})
 
@@ -72,9 +72,9 @@ def test_one_string_of_all_targets_is_taken_in_python_too():
 )
 def test_what_engines_get(settings, expected):
   config = config_of(rank=4, **settings)
-  assert lora_options.sync(config) == expected
-  assert lora_options.is_unmerged(config) == (expected == "adapter")
-  assert not lora_options.is_unmerged(config_of(**settings))
+  assert lora_options.sync(typed(config)) == expected
+  assert lora_options.is_unmerged(typed(config)) == (expected == "adapter")
+  assert not lora_options.is_unmerged(typed(config_of(**settings)))
 
 
 # --- what cannot work ---
@@ -163,7 +163,7 @@ def test_a_folder_gives_what_the_config_leaves_open(folder, given):
   assert (options.rank, options.targets, options.scale) == (2, ("q", "v"), 3.0)
   assert resolved.model.lora.rank == 2
   again = run_options.resolved(resolved)
-  assert again.to_dict() == resolved.to_dict()
+  assert again == resolved
 
 
 @pytest.mark.parametrize(

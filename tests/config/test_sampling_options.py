@@ -4,7 +4,8 @@ import pytest
 
 import configs.base
 from grpo_jax.building import computation
-from grpo_jax.config import run_options
+from grpo_jax.config import command_line, configuration, overrides, run_options
+from grpo_jax.config.configuration import typed
 from grpo_jax.engines.base import SamplingParams
 
 
@@ -63,8 +64,27 @@ def test_values_without_a_meaning_are_named(options, message):
 def test_a_grammar_of_the_evaluation_replaces_that_of_training():
   config = configs.base.get_config()
   config.sampling.regex, config.evaluation.sampling.ebnf = "a", 'root ::= "a"'
-  sampling = SamplingParams(**run_options.evaluation_sampling(config))
+  sampling = SamplingParams(**run_options.evaluation_sampling(typed(config)))
   assert sampling.grammar == {"ebnf": 'root ::= "a"'}
+
+
+def test_an_evaluation_may_change_options_that_the_base_config_does_not_list():
+  command = command_line.parse(
+    ["--config=base", "--config.evaluation.sampling.stop_strings=a,b", "--config.sampling.top_k=3"]
+  )
+  config = typed(command.config)
+  sampling = SamplingParams(**run_options.evaluation_sampling(config))
+  assert (sampling.stop_strings, sampling.top_k) == (("a", "b"), 3) and not complaints()
+  in_file = configs.base.get_config()
+  in_file.evaluation.sampling.stop_strings = ("a", "b")
+  in_file.sampling.top_k = 3
+  in_python = overrides.override(
+    configuration.load("base"),
+    {"evaluation.sampling.stop_strings": ("a", "b"), "sampling.top_k": 3},
+  )
+  assert typed(in_file) == typed(in_python) == config
+  in_file.evaluation.sampling.stop_strings = (3,)
+  assert "evaluation.sampling.stop_strings must be" in next(iter(run_options.validate(in_file)))
 
 
 TRUNCATED = {"sampling__logprobs": "truncated", "sampling__top_p": 0.9}
@@ -99,10 +119,10 @@ def test_truncated_logprobs_refuse_what_would_use_others(options, message):
 def test_the_trainer_takes_the_filters_of_the_sampling(options, expected):
   config = configs.base.get_config()
   config.sampling.update(options)
-  found = computation.truncation_of(config, 300)
+  found = computation.truncation_of(typed(config), 300)
   values = found and (found.top_k, found.top_p, found.min_p, found.num_valid, found.is_joint)
   assert values == expected
-  evaluation = SamplingParams(**run_options.evaluation_sampling(config))
+  evaluation = SamplingParams(**run_options.evaluation_sampling(typed(config)))
   assert not evaluation.reports_truncated
 
 
@@ -110,5 +130,5 @@ def test_the_trainer_filters_as_sglang_does_for_its_servers():
   config = configs.base.get_config()
   config.engine.name = "sglang"
   config.sampling.update({"logprobs": "truncated", "top_k": 5, "top_p": 0.9})
-  found = computation.truncation_of(config, 300)
+  found = computation.truncation_of(typed(config), 300)
   assert found.is_joint and found.num_valid is None

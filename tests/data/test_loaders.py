@@ -184,7 +184,7 @@ def test_records_are_the_metrics_of_past_steps(two, monkeypatch):
     seen.append(records)
     return loaders["letters"].take(num_prompts)
 
-  monkeypatch.setattr("grpo_jax.data.DATALOADERS", {"look": look})
+  monkeypatch.setattr("grpo_jax.data.feeding.DATALOADERS", {"look": look})
   source = stream(two, dataloader="look")
   source.take(1)
   source.record_metrics(0, {"data/letters/reward_mean": 0.25, "train/kl": float("inf")})
@@ -389,7 +389,7 @@ def example(first_line):
 
 def test_the_loader_function_of_the_page_works(two, monkeypatch):
   worse_first = example("# my_loaders.py")["worse_first"]
-  monkeypatch.setattr("grpo_jax.data.DATALOADERS", {"worse_first": worse_first})
+  monkeypatch.setattr("grpo_jax.data.feeding.DATALOADERS", {"worse_first": worse_first})
   source = stream(two, dataloader="worse_first", dataloader_args={"extra": 1})
   counts = []
   for step, (letters, digits) in enumerate([(0.9, 0.2), (0.1, 0.2)]):

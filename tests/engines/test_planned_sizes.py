@@ -5,11 +5,12 @@ import pytest
 import configs.base
 from configs import gsm8k, math_1b, quickstart
 from grpo_jax.config import run_options
+from grpo_jax.config.configuration import typed
 from grpo_jax.engines import scheduling
 
 
 def planned(config):
-  sizes = run_options.sampler_sizes(config)
+  sizes = run_options.sampler_sizes(typed(config))
   rows = sizes.pop("max_rows")
   group, long_prompts = sizes.pop("group_size"), sizes.pop("long_prompts")
   of_groups = -(-rows // group)
@@ -21,7 +22,7 @@ def planned(config):
 @pytest.mark.parametrize("module", [quickstart, gsm8k, math_1b])
 def test_shipped_configs_need_four_programs_and_room_for_their_limits(module):
   config = module.get_config()
-  sizes, limit = planned(config), run_options.limits(config).max_tokens
+  sizes, limit = planned(config), run_options.limits(typed(config)).max_tokens
   assert len(scheduling.row_counts(sizes.rows)) + 1 <= 4
   longest = min(config.data.max_prompt_tokens, limit - 1)
   assert sizes.table * sizes.page >= longest - 1
@@ -33,11 +34,11 @@ def test_rows_are_no_more_than_a_step_or_an_evaluation_asks_for():
   config = configs.base.get_config()
   config.rollout.prompts_per_step, config.rollout.group_size = 4, 5
   config.evaluation.num_prompts = 30
-  assert run_options.sampler_sizes(config)["max_rows"] == 30
+  assert run_options.sampler_sizes(typed(config))["max_rows"] == 30
   config.evaluation.num_prompts = 3
-  assert run_options.sampler_sizes(config)["max_rows"] == 20
+  assert run_options.sampler_sizes(typed(config))["max_rows"] == 20
   config.dynamic_sampling.prompts_per_round = 400
-  assert run_options.sampler_sizes(config)["max_rows"] == config.engine.max_rows
+  assert run_options.sampler_sizes(typed(config))["max_rows"] == config.engine.max_rows
 
 
 def test_evaluations_and_conversations_are_planned_for():
@@ -45,11 +46,11 @@ def test_evaluations_and_conversations_are_planned_for():
   config.rollout.max_tokens = 1000
   config.sampling.max_tokens = 100
   config.evaluation.sampling.max_tokens = 300
-  sizes = run_options.sampler_sizes(config)
+  sizes = run_options.sampler_sizes(typed(config))
   assert sizes["completion_tokens"] == 300
   assert sizes["prompt_tokens"] == config.data.max_prompt_tokens
   config.rollout.max_turns = 3
-  sizes = run_options.sampler_sizes(config)
+  sizes = run_options.sampler_sizes(typed(config))
   assert sizes["prompt_tokens"] == 999 and sizes["long_prompts"] == sizes["max_rows"]
 
 

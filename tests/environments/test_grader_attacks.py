@@ -9,6 +9,7 @@ from reasoning_gym.factory import DATASETS
 
 from grpo_jax import environments
 from grpo_jax.config import data_options
+from grpo_jax.config.configuration import typed
 from grpo_jax.environments import reasoning_gym as gym_module
 from grpo_jax.environments.grading import confinement, gym_score
 from grpo_jax.environments.grading.pool import GraderError, GraderTimeout, WorkerPool
@@ -297,9 +298,9 @@ def test_they_are_refused_before_the_run_begins(unsandboxed):
   from configs import quickstart
 
   config = quickstart.get_config()
-  assert not list(data_options.complaints(config))
+  assert not list(data_options.complaints(typed(config)))
   config.data.task = "countdown"
-  (complaint, *_) = data_options.complaints(config)
+  (complaint, *_) = data_options.complaints(typed(config))
   assert "environments.arithmetic" in complaint and "allow_unsandboxed=True" in complaint
 
 

@@ -10,6 +10,7 @@ from grpo_jax import batching
 from grpo_jax.batching import packing
 from grpo_jax.building import computation
 from grpo_jax.config import configuration, run_options
+from grpo_jax.config.configuration import typed
 from grpo_jax.learn import train_step
 from grpo_jax.rl import objectives
 from grpo_jax.rl.distillation import Distillation
@@ -106,7 +107,9 @@ def test_loss_that_is_not_token_local_is_refused(loss):
 def test_config_decides_whether_the_update_takes_one_sweep(changes, expected):
   config: ConfigDict = base.get_config()
   config.update_from_flattened_dict(changes)
-  assert computation.takes_one_sweep(config, run_options.objective(config)) is expected
+  assert (
+    computation.takes_one_sweep(typed(config), run_options.objective(typed(config))) is expected
+  )
 
 
 def test_all_configs_but_one_take_one_sweep_as_the_page_on_the_head_says():
@@ -114,7 +117,7 @@ def test_all_configs_but_one_take_one_sweep_as_the_page_on_the_head_says():
   two = {
     name
     for name, config in loaded.items()
-    if not computation.takes_one_sweep(config, run_options.objective(config))
+    if not computation.takes_one_sweep(typed(config), run_options.objective(typed(config)))
   }
   assert two == {"dapo_math"}, "docs/linear_logprobs.md names it"
 

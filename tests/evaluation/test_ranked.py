@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.config import base
-from grpo_jax.config.configuration import ConfigError
+from grpo_jax.config.configuration import ConfigError, typed
 from grpo_jax.data import groups
 from grpo_jax.evaluation import choosing, ranked
 from grpo_jax.offline.ranking import Ranked
@@ -94,10 +94,10 @@ def test_the_mode_of_an_evaluation_follows_from_its_sets(tmp_path):
   config = base.get_config()
   config.checkpoint.best_metric = "eval/heldout/accuracy"
   for name, mode in {"ranked": "offline", "problems": "online"}.items():
-    chosen = choosing.with_sets(config, [str(paths[name])])
+    chosen = choosing.with_sets(typed(config), [str(paths[name])])
     assert chosen.mode == mode and chosen.checkpoint.best_metric is None
-  assert choosing.with_sets(config, ["HelpSteer3"]).mode == "offline"
+  assert choosing.with_sets(typed(config), ["HelpSteer3"]).mode == "offline"
   with pytest.raises(
     ConfigError, match="ranked holds recorded .* problems problems, .*two commands"
   ):
-    choosing.with_sets(config, [str(path) for path in paths.values()])
+    choosing.with_sets(typed(config), [str(path) for path in paths.values()])

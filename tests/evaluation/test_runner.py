@@ -8,9 +8,11 @@ import signal
 import pytest
 
 from grpo_jax import evaluation, report
+from grpo_jax.building import stored
 from grpo_jax.commands import cli
+from grpo_jax.config import configuration
 from grpo_jax.config.configuration import ConfigError
-from grpo_jax.evaluation import choosing
+from grpo_jax.evaluation import choosing, runner
 from grpo_jax.interrupts import Stopped
 from grpo_jax.run_folder import evaluation_log
 from tests import stored_runs
@@ -53,9 +55,18 @@ def test_numbers_of_a_checkpoint_by_hand(run, tmp_path):
   assert found["sums/maj@4"] == 1.0
   assert (found["sums/attempts"], found["sums/unanswered"]) == (24, 4)
   assert "accuracy   66.7 % ± 10.5" in done.summary()
-  stored = json.loads((tmp_path / "out" / "metrics.json").read_text())
-  assert stored["models"][0]["metrics"]["sums/maj@2"] == found["sums/maj@2"]
-  assert stored["samples"] == 4
+  written = json.loads((tmp_path / "out" / "metrics.json").read_text())
+  assert written["models"][0]["metrics"]["sums/maj@2"] == found["sums/maj@2"]
+  assert written["samples"] == 4
+
+
+def test_a_fallback_of_the_run_is_not_one_of_the_evaluated_weights(run):
+  taken = {"asked": "org/model", "taken": "pypi:other", "reason": "gone"}
+  config = configuration.replaced(stored.whole_config_of(run), {"model.fallback_taken": taken})
+  assert configuration.to_json(config)["model"]["fallback_taken"] == taken
+  made = runner._prepared(config, (), None, None, stored.find(str(run)))
+  assert made.model.fallback_taken is None
+  assert "fallback_taken" not in configuration.to_json(made)["model"]
 
 
 def test_every_completion_is_kept_as_a_rollout_and_shown(run, tmp_path):
@@ -78,8 +89,8 @@ def test_two_models_are_compared_on_the_same_prompts(run, tmp_path):
   assert paired.difference.value == pytest.approx(4 * 0.5 / 6)
   assert (paired.better, paired.worse) == (4, 0) and paired.p_value == pytest.approx(2 / 16)
   assert "sums accuracy: +33.3 ± 10.5 points" in done.summary()
-  stored = json.loads((tmp_path / "out" / "metrics.json").read_text())
-  assert stored["comparisons"]["sums"]["accuracy"]["better"] == 4
+  written = json.loads((tmp_path / "out" / "metrics.json").read_text())
+  assert written["comparisons"]["sums"]["accuracy"]["better"] == 4
   assert [model.folder.name for model in done.models] == ["model_1", "model_2"]
 
 
@@ -165,8 +176,6 @@ def test_the_example_of_evaluation_md_runs(run, capsys):
   ],
 )
 def test_unknown_sets_are_refused(run, sets, reason):
-  from grpo_jax.building import stored
-
   with pytest.raises(ConfigError, match=reason):
     choosing.with_sets(stored.whole_config_of(run), sets)
 

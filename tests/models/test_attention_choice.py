@@ -9,6 +9,7 @@ from grpo_kernels.attention import Attention, choice
 
 import configs.base
 from grpo_jax.building import groups
+from grpo_jax.config.configuration import typed
 from grpo_jax.engines import probe
 from grpo_jax.models import classifier, transformer
 from tests.engines import tiny
@@ -90,7 +91,7 @@ def test_a_reward_model_follows_the_run_unless_it_has_a_choice_of_its_own(
   spy = lambda **settings: given.update(settings) or made
   monkeypatch.setattr(groups.environments, "make", spy)
   monkeypatch.setattr(groups.modes, "needs_environments", lambda config: True)
-  groups.make_environments(config)
+  groups.make_environments(typed(config))
   assert given["rm"]["attention"] == expected
   assert "attention" not in {**given["mine"], **given["math"]}
 

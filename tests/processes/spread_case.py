@@ -24,6 +24,7 @@ from grpo_jax.building import computation, phases
 from grpo_jax.building import model as model_building
 from grpo_jax.building import teacher as teaching
 from grpo_jax.config import run_options
+from grpo_jax.config.configuration import typed
 from grpo_jax.learn import monitoring, policy, sharding, train_step
 from grpo_jax.learn.group_scorer import GroupScorer
 from grpo_jax.models import loading
@@ -152,13 +153,13 @@ def measured(
   taught = {"teacher.path": path} if case.is_taught else {}
   config.update_from_flattened_dict({**BASE, "model.path": path, **case.settings, **taught})
   mesh = sharding.make_mesh(**dict(zip(sharding.AXES, case.sizes, strict=True)), devices=devices)
-  of_teacher = teaching.find(config, model, mesh)
+  of_teacher = teaching.find(typed(config), model, mesh)
   made = dataclasses.replace(
     computation.make(
       config,
       loading.read_config(model),
       mesh,
-      run_options.objective(config),
+      run_options.objective(typed(config)),
       teacher=of_teacher and of_teacher.config,
     ),
     shapes=(shape,),

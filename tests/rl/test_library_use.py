@@ -289,6 +289,6 @@ def test_help_shows_an_index_and_every_option():
   found = [module.name for module in pkgutil.iter_modules(grpo_jax.rl.__path__)]
   assert not [name for name in found if name not in index]
   shown = objectives.make.__doc__
-  assert "    kl_coef = 0.01: Coefficient β of the KL" in shown
+  assert "    kl_coef = 0.01: coefficient of the KL" in shown
   options = inspect.signature(objectives.objective_options.Options).parameters
   assert not [name for name in options if f"    {name} = " not in shown]

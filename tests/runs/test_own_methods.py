@@ -11,7 +11,7 @@ import pytest
 from grpo_jax import main, train
 from grpo_jax.building import computation, online
 from grpo_jax.config import base, run_options
-from grpo_jax.config.configuration import ConfigError
+from grpo_jax.config.configuration import ConfigError, typed
 from grpo_jax.engines.fake import FakeEngine
 from grpo_jax.models import loading
 
@@ -221,8 +221,8 @@ def test_arguments_that_a_method_does_not_take_are_refused(make_config, values, 
   config = make_config()
   config.update_from_flattened_dict(values)
   with pytest.raises((ValueError, ConfigError), match=message):
-    run_options.objective(config)
-    run_options.estimator(config)
+    run_options.objective(typed(config))
+    run_options.estimator(typed(config))
 
 
 def test_a_loss_that_learns_without_advantage_has_every_completion_computed(make_config):

@@ -18,6 +18,7 @@ import pytest
 
 from grpo_jax import interrupts, main, metrics, train
 from grpo_jax.config import run_options
+from grpo_jax.config.configuration import typed
 from grpo_jax.engines import jax_sampler
 from grpo_jax.files import atomic, disk, local_paths, manifest
 from grpo_jax.models import loading, tiny
@@ -499,7 +500,7 @@ def test_paths_in_lists_are_checked_and_addresses_are_not(settings):
     "engine": {"sglang": {"addresses": ("http://host:30000",)}},
     "environments": {"remote": {"url": "https://host/score"}},
   }
-  assert [c.split("=")[0] for c in run_options.paths_elsewhere(config)] == [
+  assert [c.split("=")[0] for c in run_options.paths_elsewhere(typed(config))] == [
     "data.datasets[0].prompt_file"
   ]
 

@@ -10,6 +10,7 @@ import configs.curriculum
 import configs.gsm8k
 from grpo_jax import main, metrics, train
 from grpo_jax.config import configuration, data_options, run_options
+from grpo_jax.config.configuration import typed
 from tests.runs.test_train import StopWhen
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -193,6 +194,6 @@ def test_data_that_cannot_be_opened_end_the_command_with_a_message(tmp_path, mak
 def test_the_curriculum_config_can_be_built_in_each_order(order):
   config = configs.curriculum.get_config(order)
   assert complaints(config) == []
-  assert list(data_options.evaluation(config)) == ["hard"]
+  assert list(data_options.evaluation(typed(config))) == ["hard"]
   with pytest.raises(ValueError, match="an order is one of"):
     configs.curriculum.get_config("soft")

@@ -6,10 +6,13 @@ from typing import Any
 
 from grpo_jax import metrics
 from grpo_jax.run_folder import console
+from grpo_jax.run_folder.options import LoggingOptions
 from grpo_jax.run_folder.sinks.base import Opening, Sink, StepRollouts
 
 
-def make(opening: Opening, *, samples_every_steps: int = 10) -> Sink:
+def make(
+  opening: Opening, *, samples_every_steps: int = LoggingOptions.samples_every_steps
+) -> Sink:
   """Opens the sink.
 
   Args:

@@ -12,6 +12,7 @@ from typing import Any
 from grpo_jax import metrics
 from grpo_jax.files.atomic import replace_file
 from grpo_jax.files.disk import writing
+from grpo_jax.run_folder.options import LoggingOptions
 from grpo_jax.run_folder.rollout_log import TokenTexts, drop_rollouts, json_line, rollout_records
 from grpo_jax.run_folder.sinks.base import Opening, Sink, StepRollouts
 from grpo_jax.values import json_numbers
@@ -19,7 +20,9 @@ from grpo_jax.values import json_numbers
 _log = logging.getLogger(__name__)
 
 
-def make(opening: Opening, *, rollouts_every_steps: int = 1) -> Sink:
+def make(
+  opening: Opening, *, rollouts_every_steps: int = LoggingOptions.rollouts_every_steps
+) -> Sink:
   """Opens the files.
 
   Args:

@@ -1,17 +1,25 @@
 """Every field of a config refuses values of the wrong type and out of range, by its name."""
 
+import dataclasses
+import json
 import math
 import pathlib
 import re
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import pytest
 from ml_collections import ConfigDict, FieldReference
 
 from grpo_jax import environments
-from grpo_jax.config import command_line, configuration, field_kinds, run_options
+from grpo_jax.config import command_line, configuration, field_checks, run_options
 from grpo_jax.config.configuration import ConfigError
+from grpo_jax.config.options import ALSO, OPTIONS, Config
+from grpo_jax.values import checked, options
+from grpo_jax.values.options import option
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+SHIPPED = [path for path in sorted(CONFIGS.glob("*.py")) if path.stem != "__init__"]
 BASE = configuration.load(str(CONFIGS / "base.py"))
 FIELDS = configuration.plain_fields(BASE)
 NULLABLE = configuration.nullable(BASE) | {"model.fallback"}
@@ -68,22 +76,91 @@ def may_be(name, value):
 
 def test_fields_refuse_values_of_other_types_by_name():
   ours = {name for name in FIELDS if not name.startswith("environments.")}
-  assert ours - set(field_kinds.KINDS) == set(), "a new field needs a row in field_kinds.KINDS"
+  assert ours == set(OPTIONS) - set(ALSO)
   wrong = []
   for name in sorted(ours):
-    wrong += field_kinds.problems({name: FIELDS[name]})
+    wrong += field_checks.problems({name: FIELDS[name]})
     for value in WRONG:
       if may_be(name, value):
         continue
-      said = list(field_kinds.problems({name: value}))
+      said = list(field_checks.problems({name: value}))
       if len(said) != 1 or not re.fullmatch(rf"{re.escape(name)} must be .*got.*", said[0]):
         wrong.append((name, value, said))
   assert wrong == []
 
 
-def test_every_row_of_the_table_is_a_field():
-  extra = set(field_kinds.KINDS) - set(FIELDS)
-  assert all(name.startswith(("evaluation.data.", "evaluation.sampling.")) for name in extra), extra
+def test_every_option_has_a_meaning():
+  meanings = dict(options.meanings(Config))
+  assert [name for name in FIELDS if not meanings[name]] == []
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  size: int = option(3, "number of rows", checked.whole(low=1))
+  names: Mapping[str, int] = option({}, "names", checked.mapping())
+  note: str | None = None  # not an option.
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+  part: Part = options.section(Part, "a part")
+  other: Mapping[str, Any] = options.differences(Part, "what differs", ("size",))
+  made: Mapping[str, Mapping[str, Any]] = options.named("first", Part, "parts of users")
+
+
+def test_an_annotation_that_says_everything_is_the_kind_of_an_option():
+  @dataclasses.dataclass(frozen=True)
+  class Plain:
+    on: bool = option(True, "a switch")
+    word: Literal["a", "b"] | None = option(None, "a choice")
+    words: tuple[str, ...] = option((), "texts")
+    more: Mapping[str, Any] = option({}, "a mapping")
+
+  found = options.kinds(Plain)
+  assert found["word"].words == ("a", "b") and found["word"].fits(None)
+  for name, right, wrong in (
+    ("on", False, 1),
+    ("word", "b", "c"),
+    ("words", ["x"], [""]),
+    ("more", {"a": 1}, {1: "a"}),
+  ):
+    assert found[name].fits(right) and not found[name].fits(wrong), name
+
+  @dataclasses.dataclass(frozen=True)
+  class Unbounded:
+    size: int = option(1, "says no range")
+
+  with pytest.raises(TypeError, match="an option of type <class 'int'> needs a kind"):
+    options.kinds(Unbounded)
+
+
+def test_a_section_is_read_and_written_and_knows_its_options():
+  whole = options.read(Whole, {"part": {"size": 5, "unknown": 1}, "made": {"mine": {"a": 1}}})
+  assert whole == Whole(Part(size=5), made={"mine": {"a": 1}})
+  plain = {"part": {"size": 5, "names": {}}, "other": {"size": None}, "made": {"mine": {"a": 1}}}
+  assert options.plain(whole) == plain and options.read(Whole, plain) == whole
+  assert options.plain(Part(note="kept")) == {"size": 3, "names": {}, "note": "kept"}
+  assert options.values(Part(note="left")) == {"size": 3, "names": {}}
+  found = dict(options.below(Whole))
+  assert list(found) == ["part.size", "part.names", "other.size"]
+  assert found["other.size"].kind.fits(None) and not found["part.size"].kind.fits(None)
+  assert [name for name, _ in options.meanings(Whole)] == [
+    *("part", "part.size", "part.names", "other", "other.size"),
+    *("made", "made.first.size", "made.first.names"),
+  ]
+  with pytest.raises(ValueError, match="part: size must be an integer >= 1, got 0"):
+    options.require(Part(size=0), of="part")
+
+
+def test_the_typed_config_is_written_as_the_config_of_a_file():
+  for path in SHIPPED:
+    config = configuration.load(str(path))
+    typed = configuration.typed(config)
+    assert json.dumps(configuration.to_json(typed)) == json.dumps(configuration.to_json(config))
+    assert configuration.typed(typed) is typed
+    changed = configuration.replaced(typed, {"loss.kl_coef": 0.5, "environments.own": {"a": 1}})
+    assert changed.loss.kl_coef == 0.5 and changed.environments["own"] == {"a": 1}
+    assert configuration.typed(config) == typed != changed
 
 
 def test_what_is_right_is_not_refused():
@@ -98,16 +175,13 @@ def test_what_is_right_is_not_refused():
     "filters.min_reward_mean": (-math.inf, -1.0),
   }.items():
     for value in values:
-      assert list(field_kinds.problems({name: value})) == [], (name, value)
-
-
-SHIPPED = [path for path in sorted(CONFIGS.glob("*.py")) if path.stem != "__init__"]
+      assert list(field_checks.problems({name: value})) == [], (name, value)
 
 
 def test_no_shipped_config_is_refused():
   for path in SHIPPED:
     fields = configuration.plain_fields(configuration.load(str(path)))
-    assert list(field_kinds.problems(fields)) == [], path.stem
+    assert list(field_checks.problems(fields)) == [], path.stem
 
 
 @pytest.mark.parametrize(
@@ -180,14 +254,14 @@ def test_no_complaint_is_about_a_value_that_stands_in():
 def test_the_values_that_replace_a_field_fit_its_kind():
   assert [
     (name, value)
-    for name, kind in field_kinds.KINDS.items()
-    for value in field_kinds.stand_ins(name)
-    if not kind.fits(value)
+    for name, each in OPTIONS.items()
+    for value in field_checks.stand_ins(name)
+    if not each.kind.fits(value)
   ] == []
 
 
 def test_all_wrong_fields_are_told_at_once_and_unknown_ones_too():
-  told = list(field_kinds.problems({"loss.kl_coef": "0.1", "seed": -1, "loss.foo": 3}))
+  told = list(field_checks.problems({"loss.kl_coef": "0.1", "seed": -1, "loss.foo": 3}))
   assert len(told) == 3 and told[2] == "there is no field 'loss.foo', but it is set to 3"
 
 
