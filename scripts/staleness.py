@@ -49,7 +49,7 @@ TOY = {
   "evaluation.num_prompts": 64,
   "evaluation.group_size": 4,
   "checkpoint.every_steps": 0,
-  "logging.tensorboard": False,
+  "logging.sinks": ("jsonl", "console"),
 }
 
 

@@ -45,7 +45,6 @@ HARMLESS = (
   "model.fallback_taken.reason",
   "model.cache_dir",
   "model.lora.path",  # where a run begins; checkpoints hold the adapter.
-  "model.lora.init",
   "rollout.max_error_share",
   "learn.max_skipped_steps",
 )

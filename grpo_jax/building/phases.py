@@ -19,7 +19,7 @@ from grpo_jax.building.parts import EvaluateSet
 from grpo_jax.compilation import compiling
 from grpo_jax.files.disk import WriteError
 from grpo_jax.groups import credit
-from grpo_jax.learn import optim, screening, sharding, train_step
+from grpo_jax.learn import screening, sharding, train_step
 from grpo_jax.learn.policy import Policy
 from grpo_jax.metrics import timing
 from grpo_jax.models import adapter_files, export, loading, lora
@@ -44,13 +44,10 @@ class ReferenceUpdate:
   Attributes:
     every: Training steps between two updates.
     follow: Program (reference, full weights) → the next reference; donates the first.
-    initialize: Program (what is trained) → an empty state of the optimizer; None: an update of
-      the reference leaves the optimizer alone.
   """
 
   every: int
   follow: Callable[[Any, Any], Any]
-  initialize: Callable[[Any], Any] | None
 
   def is_due(self, step: int) -> bool:
     """Returns whether the reference is updated from the weights of a step."""
@@ -62,11 +59,7 @@ class ReferenceUpdate:
 
   def __call__(self, state: TrainState) -> TrainState:
     """Returns the state with the next reference; the old one is donated."""
-    new = dataclasses.replace(state, reference=self.follow(state.reference, state.params))
-    if self.initialize is None:
-      return new
-    initialize = functools.partial(self.initialize, state.params)
-    return dataclasses.replace(new, opt_state=optim.restarted(state.opt_state, initialize))
+    return dataclasses.replace(state, reference=self.follow(state.reference, state.params))
 
 
 def score(

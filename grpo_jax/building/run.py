@@ -46,6 +46,7 @@ from grpo_jax.run_folder.steps import Books
 from grpo_jax.types import Metrics, Minibatch, RolloutGroup, TrainState
 from grpo_jax.values import options
 
+_KEPT_MB = 20.0  # of the completions of one evaluation.
 _log = logging.getLogger(__name__)
 
 
@@ -301,11 +302,7 @@ def _reference_update(config: Config, made: Computation) -> phases.ReferenceUpda
   """Returns what moves the reference policy; None if it is frozen."""
   if made.follow is None:
     return None
-  return phases.ReferenceUpdate(
-    config.reference.update_every_steps,
-    made.follow,
-    made.initialize if config.reference.reset_optimizer else None,
-  )
+  return phases.ReferenceUpdate(config.reference.update_every_steps, made.follow)
 
 
 def _evaluating(
@@ -385,12 +382,11 @@ def _books(
 
 def _completions(inputs: preparing.Inputs, start: Standing) -> evaluation_log.EvaluationLog | None:
   """Returns what keeps the completions of evaluations; None if nothing does."""
-  max_mb = inputs.config.evaluation.keep_mb
-  if not max_mb or not processes.is_main():
+  if not processes.is_main():
     return None
   evaluation_log.drop(inputs.workdir, start.step)
   decode = functools.partial(inputs.tokenizer.decode, skip_special=False)
-  return evaluation_log.EvaluationLog(inputs.workdir, decode, max_mb=max_mb)
+  return evaluation_log.EvaluationLog(inputs.workdir, decode, max_mb=_KEPT_MB)
 
 
 def _schedule(config: Config, *, evaluates: bool) -> Schedule:

@@ -78,7 +78,7 @@ def parse(words: Sequence[str]) -> Options:
   if "--processes" not in given:
     raise WrongUse("--processes=N is missing, for example grpo-jax launch --processes=2 -- ...")
   if any(word.partition("=")[0].startswith("--config.distributed.") for word in rest):
-    joined = ("coordinator", "processes", "index", "secret_env")
+    joined = ("coordinator", "processes", "index")
     for word in rest:
       name = word.partition("=")[0].removeprefix("--config.distributed.")
       if name in joined:

@@ -12,6 +12,7 @@ import json
 import linecache
 import os
 import pathlib
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -375,6 +376,9 @@ def _place(error: BaseException, file: pathlib.Path) -> str:
   if last is None:
     return f"{file}: {type(error).__name__}: {error}"
   text = linecache.getline(last.filename, last.lineno or 0).strip()
+  for named in re.findall(r"\bconfig\.([\w.]+)", text):
+    if reason := sections.left_out(named):
+      return f"{last.filename}:{last.lineno}: {reason}\n    {text}"
   return f"{last.filename}:{last.lineno}: {type(error).__name__}: {error}\n    {text}"
 
 

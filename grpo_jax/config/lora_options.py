@@ -111,7 +111,6 @@ def _given(section: LoraOptions, rank: int) -> lora.Options:
     rank=rank,
     alpha=float(section.alpha),
     targets=lora.targets(_plain(section.targets)),
-    init=section.init,
     rank_stabilized=section.rank_stabilized,
     base_dtype=section.base_dtype,
   )
@@ -159,8 +158,6 @@ def _contradictions(section: Any, found: lora.Options) -> Iterator[str]:
   if is_set and abs(scale - found.scale) > 1e-6 * found.scale:
     given = ", ".join(f"model.lora.{name}={value}" for name, value in scaling.items())
     yield f"{given} multiply by {scale:g}, but the adapter is multiplied by {found.scale:g}"
-  if section.init != _USUAL["init"]:
-    yield f"model.lora.init={section.init!r}, but the adapter is read and not initialised"
 
 
 def _plain(value: Any) -> Any:

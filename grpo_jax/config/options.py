@@ -44,10 +44,7 @@ _ALSO_OF_A_SET = (
   *("tools_key", "allow_control_tokens", "rows_choose_environment", "max_prompt_tokens"),
   *("overlong", "split_validation_size", "split_seed"),
 )
-_OF_AN_EVALUATION = (
-  *("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
-  *("presence_penalty", "frequency_penalty", "regex", "json_schema", "ebnf"),
-)
+_OF_AN_EVALUATION = ("max_tokens", "temperature", "top_k", "top_p", "min_p")
 _ALSO_OF_AN_EVALUATION = ("stop_strings",)
 _SIZE = checked.whole(low=1)
 _EVERY = checked.whole(low=0)
@@ -83,11 +80,6 @@ class EvaluationOptions:
   group_size: int = option(1, "completions of each prompt", _SIZE)
   pass_k: tuple[int, ...] = option(
     (1,), "values of k for pass@k, each at most group_size", checked.several(_SIZE)
-  )
-  keep_mb: float = option(
-    20.0,
-    "largest size of the completions that an evaluation leaves in evaluations/, in MB; 0: none",
-    checked.number(low=0),
   )
   name: str = option("heldout", "name of a single evaluation set: eval/NAME/accuracy")
   data: Mapping[str, Any] = differences(

@@ -21,6 +21,11 @@ class Removed:
   is_kept: Callable[[Any, Stored], bool]
 
 
+def _always(value: Any, stored: Stored) -> bool:
+  """Returns that a run does the same without the option, whatever its value."""
+  return True
+
+
 def _one_of(*values: Any) -> Callable[[Any, Stored], bool]:
   return lambda value, _: value in values
 
@@ -32,6 +37,13 @@ def _by_staleness(one: Any, more: Any) -> Callable[[Any, Stored], bool]:
     return value == (one if stored["rollout"].get("max_staleness", 0) in (0, 1) else more)
 
   return is_kept
+
+
+# The options of sampling that changed the distribution beside the filters, with their defaults.
+_CHANGED: Mapping[str, Any] = {
+  **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+  **{"regex": None, "json_schema": None, "ebnf": None},
+}
 
 
 # By dotted name.
@@ -66,6 +78,42 @@ OPTIONS: Mapping[str, Removed] = {
     "new weights always compute the keys and values of unfinished completions again",
     _one_of(True),
   ),
+  **{
+    f"{section}.{name}": Removed(
+      "completions are sampled from the distribution that is trained, which engines restrict by"
+      f" top_k, top_p and min_p only; an engine of your own, engine.name=MODULE, can apply a {name}"
+      " that engine.options gives it",
+      _one_of(usual, None),
+    )
+    for section in ("sampling", "evaluation.sampling")
+    for name, usual in _CHANGED.items()
+  },
+  **{
+    f"logging.{name}": Removed(
+      "give its options where the sink is named, for example"
+      f" logging.sinks=('jsonl', dict(name={name!r}, {option}='mine'))",
+      _always,
+    )
+    for name, option in (("mlflow", "experiment"), ("trackio", "project"), ("swanlab", "project"))
+  },
+  "logging.tensorboard": Removed(
+    "leave 'tensorboard' out of logging.sinks, for example logging.sinks=('jsonl', 'console')",
+    _always,
+  ),
+  "evaluation.keep_mb": Removed("the first 20 MB of each evaluation are always kept", _always),
+  "distributed.secret_env": Removed(
+    "set the variable GRPO_JAX_RUN_SECRET to the secret in all processes", _always
+  ),
+  "model.lora.init": Removed(
+    "A begins as PEFT's, uniform of variance 1 / (3 i); to begin with another, name its PEFT folder"
+    " in model.lora.path",
+    _always,
+  ),
+  "reference.reset_optimizer": Removed(
+    "the optimizer keeps its state; to empty it, export the run and begin a new one with"
+    " model.path=RUN/export",
+    _one_of(False),
+  ),
 }
 
 # Flags beside the config, by name without dashes → what to use instead.
@@ -80,11 +128,16 @@ FLAGS: Mapping[str, str] = {
 def explanation(name: str) -> str | None:
   """Returns what to use instead of an option that was removed; None if it was not.
 
+  An option is removed by its own name, or with its section.
+
   Args:
     name: Dotted name, such as "engine.sglang.router".
   """
-  removed = OPTIONS.get(name)
-  return removed and f"there is no field {name!r} any more: {removed.instead}"
+  parts = name.split(".")
+  for count in range(len(parts), 0, -1):
+    if removed := OPTIONS.get(".".join(parts[:count])):
+      return f"there is no field {name!r} any more: {removed.instead}"
+  return None
 
 
 def refusals(stored: Stored) -> Iterator[str]:

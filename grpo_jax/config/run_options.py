@@ -26,7 +26,7 @@ from grpo_jax.config.options import OPTIONS, Config
 from grpo_jax.config.own_functions import name_or_function
 from grpo_jax.data import group_options
 from grpo_jax.engines import launching
-from grpo_jax.engines.base import UNCONSTRAINED, SamplingParams, unconstrained
+from grpo_jax.engines.base import SamplingParams
 from grpo_jax.engines.sglang_options import SGLangOptions
 from grpo_jax.files import local_paths, remote
 from grpo_jax.groups import filters, shaping
@@ -39,8 +39,6 @@ from grpo_jax.rollouts import collecting as rollout
 from grpo_jax.rollouts import stream
 from grpo_jax.run_folder import sinks
 from grpo_jax.values import options
-
-_GRAMMARS = ("regex", "json_schema", "ebnf")
 
 # Fields that hold a path, in any section: path, prompt_file, weights_folder, ...
 _PATH_FIELD = re.compile(
@@ -113,7 +111,7 @@ def _broken_rules(config: Config, devices: Sequence[Any] | None) -> Iterator[str
   yield from _refused(lambda: dynamic_sampling(config))
   yield from ahead_options.problems(config)
   yield from _refused(lambda: shaping_of(config))
-  yield from sinks.problems(config.logging.sinks, _trackers(config))
+  yield from sinks.problems(config.logging.sinks, config.logging.wandb)
   yield from _refused(lambda: filters.apply((), **options.values(config.filters)))
   yield from _unlearnable(config)
   yield from _refused(lambda: SamplingParams(**options.values(config.sampling)))
@@ -173,12 +171,9 @@ def _sampling_problems(config: Config) -> Iterator[str]:
     return
   try:
     sampling = SamplingParams(**options.values(config.sampling))
-    both = (sampling, SamplingParams(**evaluation_sampling(config)))
+    SamplingParams(**evaluation_sampling(config))
   except (TypeError, ValueError):
     return  # already reported.
-  constraints = {k: v for each in both for k, v in {**each.penalties, **each.grammar}.items()}
-  if constraints and config.engine.name in UNCONSTRAINED:
-    yield f"engine.name={config.engine.name!r}: {unconstrained(constraints)}"
   if not sampling.reports_truncated:
     return
   if config.model.logprobs is not None:
@@ -196,11 +191,6 @@ def _sampling_problems(config: Config) -> Iterator[str]:
       "sampling.logprobs='truncated' takes the KL between whole distributions: it works with"
       " loss.kl_weight='score' or 'none', and without loss.use_on_policy_kl_approximation"
     )
-
-
-def _trackers(config: Config) -> dict[str, dict[str, Any]]:
-  """Returns the settings of the trackers."""
-  return {name: options.values(getattr(config.logging, name)) for name in sinks.TRACKERS}
 
 
 def _mesh_problems(config: Config, devices: Sequence[Any] | None) -> Iterator[str]:
@@ -377,10 +367,7 @@ def sampler_sizes(config: Config) -> dict[str, Any]:
 def evaluation_sampling(config: Config) -> dict[str, Any]:
   """Returns the fields of `SamplingParams` for evaluations, from which nothing is learned."""
   own = {name: x for name, x in config.evaluation.sampling.items() if x is not None}
-  inherited = options.values(config.sampling)
-  if any(own.get(name) for name in _GRAMMARS):  # it replaces that of training.
-    inherited |= dict.fromkeys(_GRAMMARS)
-  return {**inherited, "logprobs": "full", **own}
+  return {**options.values(config.sampling), "logprobs": "full", **own}
 
 
 def resolved(config: ConfigDict | Config) -> Config:

@@ -7,6 +7,7 @@ from grpo_jax.config.options import Config
 from grpo_jax.engines import prompt_scoring
 from grpo_jax.http import addresses
 from grpo_jax.http.retries import Patience
+from grpo_jax.learn.options import ReferenceOptions
 from grpo_jax.rl.distillation import Distillation
 
 _COVARIANCE = ("clip_cov", "kl_cov")  # losses that choose tokens before the update.
@@ -113,7 +114,5 @@ def _reference_problems(config: Config) -> Iterator[str]:
       f"reference.update_every_steps={every} needs loss.kl_coef > 0: without a KL there is no"
       " reference policy"
     )
-  for name, usual in (("mixup", 1.0), ("reset_optimizer", False)):
-    value = getattr(reference, name)
-    if not every and value != usual:
-      yield (f"reference.{name}={value} would never be read: reference.update_every_steps=0")
+  if not every and reference.mixup != ReferenceOptions.mixup:
+    yield f"reference.mixup={reference.mixup} would never be read: reference.update_every_steps=0"

@@ -5,8 +5,7 @@ it returns are the ids that it sampled.
 """
 
 import dataclasses
-import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -26,10 +25,6 @@ class EngineFailure(ExpectedFailure, RuntimeError):
 
 
 _KINDS = {**options.kinds(SamplingOptions), "stop_ids": checked.several(checked.whole(low=0))}
-UNCONSTRAINED = ("jax_sampler", "fake")  # engines without penalties and grammars.
-_FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # with the values that keep all tokens.
-_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-_GRAMMARS = {"regex": None, "json_schema": None, "ebnf": None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,48 +43,22 @@ class SamplingParams(SamplingOptions):
 
   def __post_init__(self):
     checked.require(_KINDS, checked.fields_of(self), of="sampling")
-    grammars = _changed(self, _GRAMMARS)
-    if len(grammars) > 1:
-      raise ValueError(f"sampling: only one grammar can be set, got {' and '.join(grammars)}")
-    _check_schema(self.json_schema)
 
   @property
   def is_truncated(self) -> bool:
     """Whether top-k, top-p or min-p may exclude tokens."""
-    return bool(_changed(self, _FILTERS)) and self.temperature > 0
+    return bool(_filters(self)) and self.temperature > 0
 
   @property
   def reports_truncated(self) -> bool:
     """Whether logprobs are those of a truncated distribution."""
     return self.logprobs == "truncated" and self.is_truncated
 
-  @property
-  def penalties(self) -> dict[str, float]:
-    """The penalties that have an effect, by name."""
-    return _changed(self, _PENALTIES)
 
-  @property
-  def grammar(self) -> dict[str, str]:
-    """The grammar by its kind; empty if there is none."""
-    return _changed(self, _GRAMMARS)
-
-
-def _changed(sampling: SamplingParams, off: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the options that do not have the values at which they have no effect."""
-  values = {name: getattr(sampling, name) for name in off}
-  return {name: value for name, value in values.items() if value != off[name]}
-
-
-def _check_schema(schema: str | None) -> None:
-  """Raises ValueError if a JSON schema is not a JSON object."""
-  if schema is None:
-    return
-  try:
-    found = json.loads(schema)
-  except ValueError as error:
-    raise ValueError(f"sampling.json_schema is not JSON: {error}: {schema!r:.200}") from error
-  if not isinstance(found, dict):
-    raise ValueError(f"sampling.json_schema must be a JSON object, got {schema!r:.200}")
+def _filters(sampling: SamplingParams) -> dict[str, float]:
+  """Returns the filters that are on, by name."""
+  values = {name: getattr(sampling, name) for name in ("top_k", "top_p", "min_p")}
+  return {name: value for name, value in values.items() if value != getattr(SamplingOptions, name)}
 
 
 def mismatch_warning(sampling: SamplingParams) -> str | None:
@@ -101,25 +70,14 @@ def mismatch_warning(sampling: SamplingParams) -> str | None:
   Returns:
     A warning; None if training computes the distribution that is sampled.
   """
-  found = []
-  if sampling.is_truncated and not sampling.reports_truncated:
-    found.append(
-      f"{_named(_changed(sampling, _FILTERS))}: tokens are sampled from a truncated distribution,"
-      " but logprobs, of the engine and in training, are of softmax(logits / temperature) over the"
-      " whole vocabulary; sampling.logprobs='truncated' trains the distribution that is sampled"
-    )
-  others = {**sampling.penalties, **sampling.grammar}
-  if others:
-    found.append(
-      f"{_named(others)}: completions are sampled from another distribution than the one that is"
-      " trained; the engine reports its logprobs, so mismatch/* shows the difference and"
-      " loss.importance_correction weighs it (docs/sglang.md)"
-    )
-  return "; ".join(found) or None
-
-
-def _named(options: Mapping[str, Any]) -> str:
-  return ", ".join(f"sampling.{name}={value!r:.60}" for name, value in options.items())
+  if not sampling.is_truncated or sampling.reports_truncated:
+    return None
+  filters = ", ".join(f"sampling.{name}={value!r}" for name, value in _filters(sampling).items())
+  return (
+    f"{filters}: tokens are sampled from a truncated distribution, but logprobs, of the engine and"
+    " in training, are of softmax(logits / temperature) over the whole vocabulary;"
+    " sampling.logprobs='truncated' trains the distribution that is sampled"
+  )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,7 +98,7 @@ class Generation:
   request_id: str
   token_ids: Int[np.ndarray, " completion"]  # stop id included, or the last token of a string.
   # In nats: log softmax(logits / temperature), or that of the truncated distribution, as
-  # `SamplingParams.logprobs` says; with penalties or a grammar, of the logits that these change.
+  # `SamplingParams.logprobs` says.
   logprobs: Float[np.ndarray, " completion"]
   weight_versions: Int[np.ndarray, " completion"]  # version of the weights that sampled each token.
   finish_reason: FinishReason
@@ -211,7 +169,6 @@ def check_requests(
   vocab_size: int,
   max_length: int,
   can_decode: bool,
-  can_constrain: bool = False,
 ) -> None:
   """Rejects requests that cannot be served, all of them in one message.
 
@@ -220,7 +177,6 @@ def check_requests(
     vocab_size: Size of the vocabulary; ids must be below it.
     max_length: Longest prompt and completion together, in tokens.
     can_decode: Whether completions can be decoded, to look for stop strings.
-    can_constrain: Whether the engine has penalties and grammars.
 
   Raises:
     ValueError: Names each request and what is wrong with it (the first eight).
@@ -229,7 +185,6 @@ def check_requests(
     "vocab_size": vocab_size,
     "max_length": max_length,
     "can_decode": can_decode,
-    "can_constrain": can_constrain,
   }
   problems = [
     f"request {request.request_id!r}: {problem}"
@@ -243,21 +198,12 @@ def check_requests(
     raise ValueError("; ".join(problems[:8]) + more)
 
 
-def unconstrained(constraints: Mapping[str, Any]) -> str:
-  """Returns why an engine without penalties and grammars refuses some."""
-  return (
-    f"{_named(constraints)}: this engine has no penalties and no grammars;"
-    " engine.name='sglang' has them"
-  )
-
-
 def _problems(
   request: GenerationRequest,
   *,
   vocab_size: int,
   max_length: int,
   can_decode: bool,
-  can_constrain: bool,
 ) -> list[str]:
   ids, sampling = request.prompt_ids, request.sampling
   problems = []
@@ -275,7 +221,4 @@ def _problems(
     problems.append(f"seed must be in [0, 2**64), got {request.seed}")
   if sampling.stop_strings and not can_decode:
     problems.append("stop_strings need an engine that was given `decode`")
-  constraints = {**sampling.penalties, **sampling.grammar}
-  if constraints and not can_constrain:
-    problems.append(unconstrained(constraints))
   return problems

@@ -62,18 +62,6 @@ class SamplingOptions:
     ' whole vocabulary; "truncated": the one that is sampled. docs/sampler.md',
     checked.choice(LOGPROBS),
   )
-  repetition_penalty: float = option(
-    1.0, "divides positive logits of tokens sampled before; 1: off", checked.number(above=0, high=2)
-  )
-  presence_penalty: float = option(
-    0.0, "subtracted from logits of tokens sampled before; 0: off", checked.number(low=-2, high=2)
-  )
-  frequency_penalty: float = option(
-    0.0, "the same, for each time that a token was sampled; 0: off", checked.number(low=-2, high=2)
-  )
-  regex: str | None = option(None, "grammar of completions: a regular expression,")
-  json_schema: str | None = option(None, "or JSON of a schema, which is itself a JSON string,")
-  ebnf: str | None = option(None, "or a grammar in EBNF; one of the three")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

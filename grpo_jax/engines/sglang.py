@@ -215,7 +215,6 @@ class SGLangEngine:
       vocab_size=self._config.vocab_size,
       max_length=self._config.max_position_embeddings,
       can_decode=True,  # servers have the tokenizer.
-      can_constrain=True,
     )
     if self._seeded and any(r.sampling.min_p > 0 for r in requests):
       raise ValueError(

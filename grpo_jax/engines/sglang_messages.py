@@ -63,8 +63,6 @@ def sampling_params(request: GenerationRequest, *, seeded: bool) -> dict[str, An
     "spaces_between_special_tokens": False,
     "no_stop_trim": True,
   }
-  params |= sampling.penalties
-  params |= sampling.grammar
   if sampling.stop_strings:
     params["stop"] = list(sampling.stop_strings)
   if seeded:

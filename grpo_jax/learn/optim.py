@@ -230,23 +230,6 @@ def steps_done(opt_state: Any) -> Int[Array, ""] | int:
   return jnp.max(jnp.stack([count for _, count in counts])) if counts else 0
 
 
-def restarted(opt_state: Any, initialize: Callable[[], Any]) -> Any:
-  """Returns a fresh state of the optimizer whose schedule continues.
-
-  Args:
-    opt_state: State so far; its arrays are deleted, except the step count of the schedule.
-    initialize: Function that returns a fresh state.
-  """
-  continues = lambda node: isinstance(node, optax.ScaleByScheduleState)
-  nodes, tree = jax.tree.flatten(opt_state, is_leaf=continues)
-  for node in nodes:
-    if not continues(node):
-      node.delete()
-  fresh = jax.tree.leaves(initialize(), is_leaf=continues)
-  pairs = zip(nodes, fresh, strict=True)
-  return tree.unflatten(old if continues(old) else new for old, new in pairs)
-
-
 def _is_decayed(path: tuple[Any, ...]) -> bool:
   name = jax.tree_util.keystr(path[-1:], simple=True)
   return not (name.endswith("norm") or name.endswith("bias"))

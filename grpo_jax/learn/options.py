@@ -94,7 +94,6 @@ class ReferenceOptions:
     "share of the policy in the new reference; 1: a copy of the policy (TRL: 0.6)",
     checked.number(above=0, high=1),
   )
-  reset_optimizer: bool = option(False, "each update also empties the optimizer's state (ProRL)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ from grpo_jax.values import checked
 from grpo_jax.values.options import option, section
 
 ALL = "all"
-INITIALIZERS = ("kaiming", "xavier", "uniform")
 BASE_DTYPES = ("bfloat16", "float32", "int8", "nf4")
 _NAMES = checked.several(checked.nonempty(), least=1)
 _TARGETS = checked.Kind(f"{ALL!r}, or {_NAMES.needed}", lambda x: x == ALL or _NAMES.fits(x))
@@ -28,11 +27,6 @@ class LoraOptions:
     ("all",),
     'kernels with an adapter: "all", names or patterns: q, k, v, o, gate, up, down, "mlp.*"',
     _TARGETS,
-  )
-  init: str = option(
-    "kaiming",
-    'initialiser of A: "kaiming", "xavier" or "uniform"; B begins at 0',
-    checked.choice(INITIALIZERS),
   )
   rank_stabilized: bool = option(False, "multiplies by alpha / √rank")
   base_dtype: str = option(

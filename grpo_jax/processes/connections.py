@@ -227,19 +227,17 @@ class Key:
   Attributes:
     secret: Secret of the run; "": it has none, and anyone can make its proofs.
     start: Name of the start by its launcher, such as a job with the number of its restarts.
-    variable: Environment variable of the secret, for messages.
   """
 
   secret: str = dataclasses.field(default="", repr=False)
   start: str = ""
-  variable: str = SECRET_VARIABLE
 
   @property
   def described(self) -> str:
     """Returns "has the secret of VARIABLE", or that there is none."""
     if self.secret:
-      return f"has the secret of {self.variable}"
-    return f"has no secret, as {self.variable} is not set"
+      return f"has the secret of {SECRET_VARIABLE}"
+    return f"has no secret, as {SECRET_VARIABLE} is not set"
 
   def proof(self, message: bytes) -> bytes:
     """Returns the proof that the owner of this key has written a message."""

@@ -19,9 +19,6 @@ class DistributedOptions:
   index: int | None = option(
     None, "number of this process, from 0; None: found by JAX", checked.whole(low=0, none=True)
   )
-  secret_env: str | None = option(
-    None, "environment variable with the secret of the run; None: GRPO_JAX_RUN_SECRET, if it is set"
-  )
   join_s: float = option(300.0, "longest wait for all processes to start", checked.number(above=0))
   heartbeat_s: float = option(
     60.0, "a process without a sign of life for so long ends the others", checked.number(above=0)

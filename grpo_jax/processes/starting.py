@@ -192,10 +192,10 @@ def start(options: Any, stop: Any = False) -> None:
     _log.warning(
       "this run has no secret: any program that reaches %s can join it or end it; set %s to the"
       " same random text in all processes (docs/hosts.md)",
-      *(place.address, key.variable),
+      *(place.address, connections.SECRET_VARIABLE),
     )
   met = meeting.meet(place, key, join_s=times["join_s"], stop=stop)
-  os.environ.pop(key.variable, None)  # programs that the run starts do not need it.
+  os.environ.pop(connections.SECRET_VARIABLE, None)  # programs that the run starts do not need it.
   _initialize(place, met, own_gpus(found) if found else None, times["heartbeat_s"])
   exchanges.wait_s = times["wait_s"]
   watch.current = watch.Watch(
@@ -259,23 +259,17 @@ def own_key(options: Any, found: Found | None) -> connections.Key:
     found: Report of a launcher on this process; None: there is none.
 
   Raises:
-    WrongStartError: The variable that options name is not set, or a secret is too short.
+    WrongStartError: The secret is too short.
   """
-  name = _given(options, "secret_env")
-  variable = name or connections.SECRET_VARIABLE
-  secret = os.environ.get(variable)
-  if secret is None and name:
-    raise WrongStartError(
-      f"distributed.secret_env names {name}, which is not set in the environment"
-    )
+  secret = os.environ.get(connections.SECRET_VARIABLE)
   if secret is not None and len(secret := secret.strip()) < SECRET_LENGTH:
     raise WrongStartError(
-      f"{variable}, the secret of the run, needs at least {SECRET_LENGTH} characters, such as those"
-      f" of `openssl rand -hex 32`; it has {len(secret)}"
+      f"{connections.SECRET_VARIABLE}, the secret of the run, needs at least {SECRET_LENGTH}"
+      f" characters, such as those of `openssl rand -hex 32`; it has {len(secret)}"
     )
   is_of_launcher = _given(options, "processes") is None and _given(options, "index") is None
   start = found.start if found is not None and is_of_launcher else ""
-  return connections.Key(secret or "", start, variable)
+  return connections.Key(secret or "", start)
 
 
 def _incomplete(missing: Sequence[str], given: Mapping[str, Any], found: Found | None) -> str:

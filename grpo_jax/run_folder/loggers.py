@@ -19,9 +19,9 @@ from grpo_jax import processes
 from grpo_jax.files.disk import writing
 from grpo_jax.run_folder import console as consoles
 from grpo_jax.run_folder import sinks as all_sinks
+from grpo_jax.run_folder.options import LoggingOptions
 from grpo_jax.run_folder.rollout_log import Decode
 from grpo_jax.run_folder.sinks import Choice, Opening, Sink, StepRollouts
-from grpo_jax.run_folder.sinks.background import TIMEOUT_S
 from grpo_jax.types import RolloutGroup
 
 _log = logging.getLogger(__name__)
@@ -78,14 +78,13 @@ def make(
   start_step: int = 0,
   total_steps: int | None = None,
   decode: Decode | None = None,
-  sinks: Sequence[Choice] = all_sinks.DEFAULT,
-  tensorboard: bool = True,
-  samples_every_steps: int = 10,
-  rollouts_every_steps: int = 1,
-  timeout_s: float = TIMEOUT_S,
+  sinks: Sequence[Choice] = LoggingOptions.sinks,
+  samples_every_steps: int = LoggingOptions.samples_every_steps,
+  rollouts_every_steps: int = LoggingOptions.rollouts_every_steps,
+  timeout_s: float = LoggingOptions.timeout_s,
   screen: consoles.Screen | None = None,
   more_sinks: Sequence[Sink] = (),
-  **trackers: Any,
+  wandb: Mapping[str, Any] | None = None,
 ) -> Logger:
   """Opens the logs of a new or resumed run; processes other than the main one get a silent logger.
 
@@ -96,47 +95,40 @@ def make(
     decode: Function from token ids to text, special tokens included. It splits completions into
       the texts of their tokens; None omits these.
     sinks: Names of the sinks, or mappings with a name and options; see `run_folder.sinks`.
-    tensorboard: Whether to use the sink "tensorboard" if it is named.
     samples_every_steps: Steps between two prints of a group's best and worst completion, and
       between two tables of completions of a tracker; 0: never.
     rollouts_every_steps: Steps between two files rollouts/step_NNNNNN.jsonl; 0: never.
     timeout_s: Seconds after which a tracker, or a user's own sink, counts as hanging.
     screen: Screen to print on; None: standard output.
     more_sinks: Open sinks, used after those that are named.
-    **trackers: Mapping of options for a tracker, by its name; None stands for its default.
+    wandb: Options of the sink "wandb"; None stands for a default.
 
   Raises:
     ValueError: A number of steps is negative.
     SinkError: A sink cannot be opened.
     WriteError: The folder cannot be written to.
   """
-  given = {
+  counts = {
     "start_step": start_step,
     "samples_every_steps": samples_every_steps,
     "rollouts_every_steps": rollouts_every_steps,
   }
-  for name, value in given.items():
+  for name, value in counts.items():
     if value < 0:
       raise ValueError(f"{name} must be at least 0, got {value}")
   if not processes.is_main():
     return SilentLogger()
   screen = screen or consoles.Screen()
-  defaults = {
+  defaults: dict[str, Mapping[str, Any]] = {
     "jsonl": {"rollouts_every_steps": rollouts_every_steps},
     "console": {"samples_every_steps": samples_every_steps},
   }
   shared = {"samples_every_steps": samples_every_steps, "timeout_s": timeout_s}
-  for name in all_sinks.TRACKERS:
-    own = {key: value for key, value in trackers.pop(name, {}).items() if value is not None}
-    defaults[name] = {**shared, **own}
-  if trackers:
-    raise TypeError(f"make() takes no {', '.join(sorted(trackers))}")
+  defaults |= {name: shared for name in all_sinks.TRACKERS}
+  given = {key: value for key, value in (wandb or {}).items() if value is not None}
+  defaults["wandb"] = {**shared, **given}
   chosen = [all_sinks.split(choice) for choice in sinks]
-  choices = [
-    {"name": name, **defaults.get(name, {}), **options}
-    for name, options in chosen
-    if tensorboard or name != "tensorboard"
-  ]
+  choices = [{"name": name, **defaults.get(name, {}), **options} for name, options in chosen]
   opening = Opening(Path(workdir), start_step, total_steps, screen, decode)
   with writing(opening.workdir):
     opening.workdir.mkdir(parents=True, exist_ok=True)

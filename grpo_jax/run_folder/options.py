@@ -47,41 +47,6 @@ class WandbOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MlflowOptions:
-  """The tracker "mlflow": the section `logging.mlflow` of a config."""
-
-  tracking_uri: str | None = option(
-    None, 'server or database, such as "sqlite:////runs/mlflow.db"; None: MLFLOW_TRACKING_URI'
-  )
-  experiment: str = option("grpo_jax", "name of the experiment")
-  name: str | None = option(None, "name of the run; None: that of the run folder")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrackioOptions:
-  """The tracker "trackio": the section `logging.trackio` of a config."""
-
-  project: str = option("grpo_jax", "project of the run")
-  name: str | None = option(None, "beginning of the run's name; None: that of the run folder")
-  space_id: str | None = option(None, 'space on the hub, "owner/name"; None: a local database')
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SwanlabOptions:
-  """The tracker "swanlab": the section `logging.swanlab` of a config."""
-
-  project: str = option("grpo_jax", "project of the run")
-  workspace: str | None = option(None, "user or organisation; None: the default of the account")
-  name: str | None = option(None, "name of the run; None: that of the run folder")
-  tags: tuple[str, ...] = option((), "tags of the run")
-  mode: str | None = option(
-    None,
-    '"online", "offline", "local" or "disabled"; None: SWANLAB_MODE, or online',
-    checked.choice(("online", "offline", "local", "disabled"), none=True),
-  )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LoggingOptions:
   """What a run writes and prints: the section `logging` of a config."""
 
@@ -90,7 +55,6 @@ class LoggingOptions:
     'where steps are logged; a sink of your own is "module.Class" or dict(name=…): docs/metrics.md',
     checked.several(_SINK, least=1),
   )
-  tensorboard: bool = option(True, "write tensorboard/; view it with: tensorboard --logdir=RUN")
   samples_every_steps: int = option(
     10, "print a group of completions, and send some to the trackers; 0: never", _EVERY
   )
@@ -101,8 +65,5 @@ class LoggingOptions:
     checked.number(above=0),
   )
   wandb: WandbOptions = section(
-    WandbOptions, 'the sink "wandb": Weights & Biases; for all trackers: docs/trackers.md'
+    WandbOptions, 'the sink "wandb": Weights & Biases; others: docs/trackers.md'
   )
-  mlflow: MlflowOptions = section(MlflowOptions, 'the sink "mlflow"')
-  trackio: TrackioOptions = section(TrackioOptions, 'the sink "trackio"')
-  swanlab: SwanlabOptions = section(SwanlabOptions, 'the sink "swanlab"')

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_jax.run_folder.options import LoggingOptions
 from grpo_jax.run_folder.sinks import tracking
-from grpo_jax.run_folder.sinks.background import TIMEOUT_S
 from grpo_jax.run_folder.sinks.base import Opening, Sink
 
 _PARAMS_AT_ONCE = 100  # MLflow's limit of one request.
@@ -22,8 +22,8 @@ def make(
   tracking_uri: str | None = None,
   experiment: str = "grpo_jax",
   name: str | None = None,
-  samples_every_steps: int = tracking.SAMPLES_EVERY_STEPS,
-  timeout_s: float = TIMEOUT_S,
+  samples_every_steps: int = LoggingOptions.samples_every_steps,
+  timeout_s: float = LoggingOptions.timeout_s,
 ) -> Sink:
   """Opens a run; credentials come from MLflow's own variables, such as MLFLOW_TRACKING_TOKEN.
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_jax.run_folder.options import LoggingOptions
 from grpo_jax.run_folder.sinks import tracking
-from grpo_jax.run_folder.sinks.background import TIMEOUT_S
 from grpo_jax.run_folder.sinks.base import Opening, Sink
 
 
@@ -18,8 +18,8 @@ def make(
   name: str | None = None,
   tags: Sequence[str] = (),
   mode: str | None = None,
-  samples_every_steps: int = tracking.SAMPLES_EVERY_STEPS,
-  timeout_s: float = TIMEOUT_S,
+  samples_every_steps: int = LoggingOptions.samples_every_steps,
+  timeout_s: float = LoggingOptions.timeout_s,
 ) -> Sink:
   """Opens a run; the API key comes from `swanlab login` or SWANLAB_API_KEY.
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_jax.run_folder.options import LoggingOptions
 from grpo_jax.run_folder.sinks import tracking
-from grpo_jax.run_folder.sinks.background import TIMEOUT_S
 from grpo_jax.run_folder.sinks.base import Opening, Sink
 
 
@@ -15,8 +15,8 @@ def make(
   project: str = "grpo_jax",
   name: str | None = None,
   space_id: str | None = None,
-  samples_every_steps: int = tracking.SAMPLES_EVERY_STEPS,
-  timeout_s: float = TIMEOUT_S,
+  samples_every_steps: int = LoggingOptions.samples_every_steps,
+  timeout_s: float = LoggingOptions.timeout_s,
 ) -> Sink:
   """Opens a run; the folder of local databases is TRACKIO_DIR, the hub's token is HF_TOKEN.
 

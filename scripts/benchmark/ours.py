@@ -55,7 +55,7 @@ def fields(workload: workloads.Workload) -> dict[str, Any]:
     "evaluation.at_start": False,
     "evaluation.at_end": False,
     "checkpoint.every_steps": 0,
-    "logging.tensorboard": False,
+    "logging.sinks": ("jsonl", "console"),
     "logging.samples_every_steps": 0,
     "logging.rollouts_every_steps": 0,
   }

@@ -57,7 +57,7 @@ _PLAIN = {
   "evaluation.at_start": False,
   "evaluation.at_end": False,
   "checkpoint.every_steps": 0,
-  "logging.tensorboard": False,
+  "logging.sinks": ("jsonl", "console"),
   "logging.rollouts_every_steps": 0,
   "logging.samples_every_steps": 0,
   "batching.skip_zero_advantage": False,

@@ -59,7 +59,20 @@ def test_removed_options_that_changed_nothing_do_not_keep_a_run_from_continuing(
     "engine.sglang.router": None,
     "engine.sglang.requests": "completion",
     "engine.sglang.pause": "retract",
+    **{f"sampling.{name}": 0.0 for name in ("presence_penalty", "frequency_penalty")},
+    **{f"sampling.{name}": None for name in ("regex", "json_schema", "ebnf")},
+    "sampling.repetition_penalty": 1.0,
+    "logging.mlflow": {"experiment": "mine", "name": None},
+    "logging.trackio": {},
+    "logging.swanlab": {"tags": ["a"]},
+    "logging.tensorboard": False,
+    "evaluation.keep_mb": 3.0,
+    "distributed.secret_env": "MINE",
+    "model.lora.init": "xavier",
+    "reference.reset_optimizer": False,
   }
+  of_sampling = [name for name in options if name.startswith("sampling.")]
+  options |= {f"evaluation.{name}": None for name in of_sampling}
   assert options.keys() - {"rollout.max_staleness"} == removed.OPTIONS.keys()
   stored_with(tmp_path, options)
   config = configs.base.get_config()
@@ -74,6 +87,14 @@ def test_removed_options_that_changed_nothing_do_not_keep_a_run_from_continuing(
     (
       {"engine.sglang.router": "http://r:1"},
       "engine.sglang.router='http://r:1' was removed: name the servers behind the router in",
+    ),
+    (
+      {"sampling.regex": "a+"},
+      "sampling.regex='a+' was removed: completions are sampled from the distribution that is",
+    ),
+    (
+      {"reference.reset_optimizer": True},
+      "reference.reset_optimizer=True was removed: the optimizer keeps its state",
     ),
     (
       {"engine.sglang.requests": "group"},

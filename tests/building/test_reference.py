@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import configs.base
@@ -14,7 +13,7 @@ from grpo_jax.building import computation, phases, restoring
 from grpo_jax.config import run_options
 from grpo_jax.config.configuration import ConfigError, typed
 from grpo_jax.data.byte_tokenizer import ByteTokenizer
-from grpo_jax.learn import optim, policy, sharding
+from grpo_jax.learn import policy, sharding
 from grpo_jax.models import loading
 from grpo_jax.run_folder import checkpointing, stored_leaves, stored_steps
 from grpo_jax.run_folder.loggers import SilentLogger
@@ -45,27 +44,10 @@ def test_mixing_by_hand():
   np.testing.assert_array_equal(copied["w"], full["w"])
 
 
-def test_a_restarted_optimizer_is_new_but_for_its_schedule():
-  tx, schedule = optim.make(10, learning_rate=1.0, schedule="linear", weight_decay=0.0)
-  params = {"w": jnp.ones(2)}
-  state = tx.init(params)
-  for _ in range(3):
-    _, state = tx.update({"w": jnp.ones(2)}, state, params)
-  restarted = optim.restarted(state, lambda: tx.init(params))
-  assert optim.steps_done(restarted) == 3 and schedule(3) < 1
-  (adam,) = [x for x in jax.tree.leaves(restarted, is_leaf=_is_adam) if _is_adam(x)]
-  assert int(adam.count) == 0 and not np.asarray(adam.mu["w"]).any()
-  tx.update({"w": jnp.ones(2)}, restarted, params)
-
-
-def _is_adam(node):
-  return isinstance(node, optax.ScaleByAdamState)
-
-
 @pytest.fixture
 def update():
   """An update every 2 steps that notes what it was given."""
-  return phases.ReferenceUpdate(2, lambda reference, full: (reference, full), initialize=None)
+  return phases.ReferenceUpdate(2, lambda reference, full: (reference, full))
 
 
 def stepped(state, update, made, before=lambda: None):
@@ -109,7 +91,6 @@ def test_a_frozen_reference_is_not_in_the_state(frozen):
   [
     ({"reference__update_every_steps": 5, "loss__kl_coef": 0.0}, "needs loss.kl_coef > 0"),
     ({"reference__mixup": 0.6}, "reference.mixup=0.6 would never be read"),
-    ({"reference__reset_optimizer": True}, "reset_optimizer=True would never be read"),
     ({"reference__update_every_steps": 5, "reference__mixup": 0.0}, "mixup must be"),
     ({"reference__update_every_steps": -1}, "update_every_steps must be"),
   ],
@@ -165,7 +146,7 @@ def moved(state, made):
   """Returns the state two steps later, with other weights, and the reference that follows."""
   params = jax.tree.map(lambda x: x + 1, state.params)
   state = dataclasses.replace(state, step=state.step + 2, params=params)
-  follow = phases.ReferenceUpdate(2, made.follow, None) if made.follow else lambda x: x
+  follow = phases.ReferenceUpdate(2, made.follow) if made.follow else lambda x: x
   return follow(state)
 
 

@@ -52,7 +52,7 @@ config.data.path = str(folder / "rows.jsonl")
 config.rollout.max_tokens = 96
 config.sampling.max_tokens = 8
 config.loss.kl_coef = 0.0
-config.logging.tensorboard = False
+config.logging.sinks = ("jsonl", "console")
 config.environments = {"math": {"module": "function", "path": "tests.rewards.vowels"}}
 with contextlib.ExitStack() as stack:
   run.build(config, folder / "run", stack)

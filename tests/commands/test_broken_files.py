@@ -54,7 +54,7 @@ READERS = {  # what commands read of a file.
 def run(tmp_path_factory):
   """A run with two checkpoints and three steps of few metrics."""
   folder = stored_runs.write(tmp_path_factory.mktemp("runs") / "run", {1: 0.5, 2: 0.25})
-  logger = loggers.make(folder, total_steps=3, decode=fake_run.decode, tensorboard=False)
+  logger = loggers.make(folder, total_steps=3, decode=fake_run.decode, sinks=("jsonl", "console"))
   for step in range(3):
     group = fake_run.make_group(np.random.default_rng(step), step, 0, 0.5, size=2)
     noise = [[rollout.behavior_logprobs for rollout in group.rollouts]]

@@ -81,7 +81,6 @@ def test_devices_are_simulated_or_divided():
     (["--processes=0"], "--processes needs a number from 1 on, got '0'"),
     (["--processes=2", "--devices=x"], "--devices needs a number"),
     (["--processes=2", "--", "--config.distributed.index=1"], "is set by launch itself"),
-    (["--processes=2", "--", "--config.distributed.secret_env=A"], "is set by launch itself"),
   ],
 )
 def test_wrong_use_is_named(words, message):

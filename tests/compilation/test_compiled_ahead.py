@@ -74,7 +74,7 @@ def make_config(model, tmp_path_factory):
       "evaluation__every_steps": 2,
       "evaluation__num_prompts": 4,
       "checkpoint__every_steps": 0,
-      "logging__tensorboard": False,
+      "logging__sinks": ("jsonl", "console"),
       **overrides,
     }
     config = configs.base.get_config()

@@ -100,7 +100,7 @@ def test_a_step_of_math_1b_lora_needs_only_paths_and_sizes(tmp_path):
     "config.rollout.group_size": 2,
     "config.sampling.max_tokens": 8,
     "config.evaluation.every_steps": 0,
-    "config.logging.tensorboard": False,
+    "config.logging.sinks": ("jsonl", "console"),
   }
   assert main.main([f"--{name}={value}" for name, value in arguments.items()]) == 0
   row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])

@@ -85,13 +85,11 @@ def test_what_engines_get(settings, expected):
   [
     ({"alpha": 16.0}, "lora.alpha=16.0 would never be read: model.lora.rank is None"),
     ({"targets": ("q",)}, r"lora.targets=\('q',\) would never be read"),
-    ({"init": "xavier"}, "lora.init='xavier' would never be read"),
     ({"rank_stabilized": True}, "rank_stabilized=True would never be read"),
     ({"base_dtype": "int8"}, "base_dtype='int8' would never be read"),
     ({"sync": "adapter"}, "sync='adapter' would never be read"),
     ({"rank": 0}, "lora.rank must be"),
     ({"rank": 4, "alpha": 0.0}, "lora.alpha must be"),
-    ({"rank": 4, "init": "gaussian"}, "lora.init must be"),
     ({"rank": 4, "base_dtype": "int4"}, "lora.base_dtype must be"),
     ({"rank": 4, "sync": "both"}, "lora.sync must be"),
     ({"rank": 4, "targets": ()}, "lora.targets must be"),
@@ -173,7 +171,6 @@ def test_a_folder_gives_what_the_config_leaves_open(folder, given):
     ({"targets": ("q", "k")}, r"targets=\('q', 'k'\), but the adapter has \('q', 'v'\)"),
     ({"alpha": 5.0}, "multiply by 2.5, but the adapter is multiplied by 3"),
     ({"rank_stabilized": True}, "rank_stabilized=True multiply by"),
-    ({"init": "xavier"}, "is read and not initialised"),
   ],
 )
 def test_a_folder_that_contradicts_the_config_is_refused(folder, given, message):

@@ -103,7 +103,7 @@ def test_steps_of_the_asynchronous_config_are_sampled_ahead(tmp_path):
     "config.rollout.group_size": 2,
     "config.sampling.max_tokens": 8,
     "config.evaluation.at_end": False,
-    "config.logging.tensorboard": False,
+    "config.logging.sinks": ("jsonl", "console"),
   }
   assert main.main([f"--{name}={value}" for name, value in arguments.items()]) == 0
   lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -123,7 +123,7 @@ def make_config(model, rows, reward, options):
     "evaluation.at_start": False,
     "evaluation.at_end": False,
     "evaluation.every_steps": 0,
-    "logging.tensorboard": False,
+    "logging.sinks": ("jsonl", "console"),
     "learn.report_all_every_steps": 0,
     "learn.report_kl_every_steps": 0,
     **{name.replace("__", "."): value for name, value in options.items()},

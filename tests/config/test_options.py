@@ -29,8 +29,6 @@ WRONG = ["0.2", "", None, math.nan, math.inf, -1, -0.5, 0.5, [1.5], [], {"a": 1}
 NEGATIVE = {
   *("advantages.clip_low", "advantages.clip_high", "data.task_seed", "evaluation.data.task_seed"),
   *("filters.min_reward_mean", "filters.max_reward_mean"),
-  *("sampling.presence_penalty", "evaluation.sampling.presence_penalty"),
-  *("sampling.frequency_penalty", "evaluation.sampling.frequency_penalty"),
 }
 REST_OF_DEVICES = {"mesh.data", "mesh.fsdp", "mesh.tensor"}  # -1, of the negative numbers.
 INFINITE = {"filters.min_reward_mean", "filters.max_reward_mean", "loss.importance_high"} | {

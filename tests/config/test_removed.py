@@ -32,3 +32,16 @@ def test_removed_options_are_left_out_of_a_stored_config_and_nothing_else_is():
   expected = {"seed": 3, "engine": {"router": 1, "sglang": {"port": 4}}}
   assert removed.without(stored) == expected
   assert list(removed.refusals({"engine": None})) == list(removed.refusals({})) == []
+
+
+def test_a_file_that_sets_an_option_of_a_removed_section_is_answered_with_its_line(tmp_path):
+  file = tmp_path / "mine.py"
+  file.write_text(
+    "from grpo_jax.config import base\n\n\ndef get_config():\n  config = base.get_config()\n"
+    "  config.logging.mlflow.experiment = 'mine'\n  return config\n"
+  )
+  said = r"mine.py:6: there is no field 'logging.mlflow.experiment' any more: .*name='mlflow'"
+  with pytest.raises(ConfigError, match=said):
+    configuration.load(str(file))
+  with pytest.raises(ConfigError, match="'logging.swanlab.mode' any more"):
+    command_line.parse(["--config=base", "--config.logging.swanlab.mode=local"])

@@ -19,39 +19,9 @@ def complaints(**options):
   return [each for each in found if "sampling" in each or "rollout" in each]
 
 
-CONSTRAINTS = {
-  "repetition_penalty": 1.1,
-  "presence_penalty": 0.5,
-  "frequency_penalty": -0.5,
-  "regex": "[0-9]+",
-  "json_schema": '{"type": "object"}',
-  "ebnf": 'root ::= "a"',
-}
-
-
-@pytest.mark.parametrize("section", ["sampling", "evaluation__sampling"])
-@pytest.mark.parametrize("name", CONSTRAINTS)
-def test_penalties_and_grammars_are_for_sglang(name, section):
-  options = {f"{section}__{name}": CONSTRAINTS[name]}
-  [refused] = complaints(**options)
-  assert f"sampling.{name}=" in refused and "engine.name='jax_sampler'" in refused
-  assert "sglang" in refused
-  assert not complaints(**options, engine__name="sglang")
-
-
 @pytest.mark.parametrize(
   ("options", "message"),
   [
-    ({"sampling__repetition_penalty": 0.0}, "sampling.repetition_penalty must be"),
-    ({"sampling__presence_penalty": 2.5}, "sampling.presence_penalty must be"),
-    ({"sampling__frequency_penalty": -3.0}, "sampling.frequency_penalty must be"),
-    ({"sampling__regex": ""}, "sampling.regex must be"),
-    ({"sampling__json_schema": "{"}, "sampling.json_schema is not JSON"),
-    ({"sampling__json_schema": "[1]"}, "sampling.json_schema must be a JSON object"),
-    (
-      {"sampling__regex": "a", "sampling__ebnf": 'root ::= "a"'},
-      "only one grammar can be set, got regex and ebnf",
-    ),
     ({"sampling__logprobs": "half"}, "sampling.logprobs must be one of 'full', 'truncated'"),
     ({"rollout__schedule": "freely"}, "rollout.schedule must be one of 'rounds', 'free'"),
   ],
@@ -59,13 +29,6 @@ def test_penalties_and_grammars_are_for_sglang(name, section):
 def test_values_without_a_meaning_are_named(options, message):
   found = complaints(engine__name="sglang", **options)
   assert any(message in each for each in found), found
-
-
-def test_a_grammar_of_the_evaluation_replaces_that_of_training():
-  config = configs.base.get_config()
-  config.sampling.regex, config.evaluation.sampling.ebnf = "a", 'root ::= "a"'
-  sampling = SamplingParams(**run_options.evaluation_sampling(typed(config)))
-  assert sampling.grammar == {"ebnf": 'root ::= "a"'}
 
 
 def test_an_evaluation_may_change_options_that_the_base_config_does_not_list():

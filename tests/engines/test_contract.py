@@ -193,16 +193,6 @@ def test_truncated_logprobs_are_renormalised_over_what_the_filters_keep(made):
     np.testing.assert_allclose(generation.logprobs, wanted, atol=3e-5)
 
 
-@pytest.mark.parametrize("option", [{"repetition_penalty": 1.1}, {"regex": "a"}])
-def test_an_engine_without_penalties_and_grammars_refuses_them_by_name(made, option):
-  engine, _ = made
-  if isinstance(engine, SGLangEngine):
-    pytest.skip("SGLang has them: test_sglang_sampling.py")
-  [name] = option
-  with pytest.raises(ValueError, match=rf"request 'x': sampling\.{name}=.*sglang"):
-    engine.generate([tiny.request("x", [1], **option)])
-
-
 @pytest.mark.parametrize(
   ("change", "message"),
   [
@@ -326,11 +316,6 @@ def test_make_passes_on_how_the_trainer_computes_only_where_it_is_taken(name, tm
     ("min_p", 2.0),
     ("stop_strings", ("a", "")),
     ("logprobs", "some"),
-    ("repetition_penalty", 2.5),
-    ("presence_penalty", float("nan")),
-    ("frequency_penalty", -2.5),
-    ("regex", " "),
-    ("json_schema", "{'a': 1}"),
   ],
 )
 def test_sampling_params_refuse_what_has_no_meaning(field, value):

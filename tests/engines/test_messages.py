@@ -251,15 +251,6 @@ def test_body_without_filters_and_stops_turns_them_off():
   assert params["ignore_eos"] is True and "stop" not in params
 
 
-def test_body_holds_penalties_and_grammars_only_where_they_are_set():
-  plain = messages.sampling_params(tiny.request("x", [1]), seeded=False)
-  options = {"repetition_penalty": 1.2, "presence_penalty": -0.5, "frequency_penalty": 0.25}
-  for grammar in ({"regex": "a+"}, {"json_schema": "{}"}, {"ebnf": 'root ::= "a"'}):
-    request = tiny.request("x", [1], **options, **grammar)
-    params = messages.sampling_params(request, seeded=False)
-    assert params == {**plain, **options, **grammar}
-
-
 TRUNCATED = {"logprobs": "truncated", "top_k": 3}
 
 

@@ -1,6 +1,4 @@
-"""Filters, penalties and grammars of a real server, and of which distribution its logprobs are."""
-
-import re
+"""Filters of a real server, and of which distribution its logprobs are."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -67,50 +65,6 @@ def test_a_call_may_mix_truncated_and_full_logprobs(sglang_server, sglang_model,
   assert (truncated.logprobs > full.logprobs + 0.01).any()
 
 
-@pytest.mark.parametrize(
-  ("repetition", "presence", "frequency"), [(1.4, 0.0, 0.0), (1.0, 0.5, 0.3), (0.7, 0.0, 0.0)]
-)
-def test_penalties_change_the_logits_and_logprobs_are_of_the_changed_ones(
-  engine, repetition, presence, frequency
-):
-  # Together, SGLang applies them in no fixed order.
-  penalties = {
-    "repetition_penalty": repetition,
-    "presence_penalty": presence,
-    "frequency_penalty": frequency,
-  }
-  repeated = 0
-  for generation, table in sampled(engine, max_tokens=24, **penalties):
-    ids = generation.token_ids
-    for place, token in enumerate(ids):
-      seen = np.bincount(ids[:place], minlength=tiny.VOCABULARY)
-      z = logits_of(generation)[place] - presence * (seen > 0) - frequency * seen
-      z = np.where((seen == 0) | (repetition == 1), z, _scaled(z, repetition))
-      wanted = z[token] - z.max() - np.log(np.exp(z - z.max()).sum())
-      np.testing.assert_allclose(generation.logprobs[place], wanted, atol=1e-4)
-      repeated += abs(wanted - table[place, token]) > 0.01
-  assert repeated > 20  # the penalties had an effect.
-
-
-def logits_of(generation):
-  tree = tiny.params(tiny.config())
-  return tiny.model_logits(tiny.config(), tree, PROMPT, generation.token_ids)
-
-
-def _scaled(logits, penalty):
-  return np.where(logits < 0, logits * penalty, logits / penalty)
-
-
-def test_a_regular_expression_is_kept_and_logprobs_are_of_the_tokens_that_it_allows(engine):
-  stop = (tiny.VOCABULARY - 1,)
-  for generation, table in sampled(engine, regex="[d-h]{5}", stop_ids=stop, max_tokens=8):
-    text = sglang_fixtures.decode(generation.token_ids)
-    assert re.match("[d-h]{5}", text)
-    of_five = tiny.of_tokens(table, generation.token_ids)[:5]
-    allowed = np.log(np.exp(table[:5, 3:8]).sum(axis=1))
-    np.testing.assert_allclose(generation.logprobs[:5], of_five - allowed, atol=3e-5)
-
-
 def test_a_top_k_above_the_servers_limit_is_refused_with_the_reason(engine):
   request = tiny.request("x", PROMPT, top_k=5000, logprobs="truncated")
   with pytest.raises(FleetError, match="sampling-mask-max-tokens"):
@@ -120,12 +74,3 @@ def test_a_top_k_above_the_servers_limit_is_refused_with_the_reason(engine):
 def test_truncated_logprobs_without_top_k_are_refused_before_anything_is_sent(engine):
   with pytest.raises(ValueError, match="only with top_k"):
     tiny.run(engine, [tiny.request("x", PROMPT, top_p=0.9, logprobs="truncated")])
-
-
-@pytest.mark.parametrize(
-  "grammar", [{"json_schema": '{"enum": [1, 22]}'}, {"ebnf": 'root ::= "cab" | "bad"'}]
-)
-def test_schemas_and_grammars_are_kept(engine, grammar):
-  for generation, _ in sampled(engine, 3, max_tokens=8, **grammar):
-    text = sglang_fixtures.decode(generation.token_ids)
-    assert re.match("1|22" if "json_schema" in grammar else "cab|bad", text)

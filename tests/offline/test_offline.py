@@ -75,7 +75,7 @@ def make_config(model, files):
       "optim__learning_rate": 3e-3,
       "evaluation__every_steps": 2,
       "checkpoint__every_steps": 1,
-      "logging__tensorboard": False,
+      "logging__sinks": ("jsonl", "console"),
       "learn__report_all_every_steps": 0,
       "learn__report_kl_every_steps": 0,
       **overrides,

@@ -32,7 +32,7 @@ def run(workdir, config, model, **options):
     "batching.microbatch_tokens": 256,
     "rollout.max_tokens": 192,
     "evaluation.every_steps": 0,
-    "logging.tensorboard": False,
+    "logging.sinks": ("jsonl", "console"),
   }
   arguments = [f"--config={ROOT / 'configs' / config}", f"--workdir={workdir}"]
   arguments += [f"--config.{name}={value}" for name, value in (small | options).items()]

@@ -194,7 +194,7 @@ def trained(made: computation.Computation, of_teacher: Any, model: pathlib.Path)
     total_steps=10,
     warn=print,
   )
-  learn = phases.ReferenceUpdate(1, made.follow, None) if made.follow is not None else None
+  learn = phases.ReferenceUpdate(1, made.follow) if made.follow is not None else None
   found: dict[str, Any] = {"values read": sum(sizes)}
   for step in range(2):
     rewarded, logger = groups(), loggers.SilentLogger()

@@ -169,7 +169,7 @@ def test_open_mpi_5_is_found_but_not_its_address(monkeypatch):
   assert starting.own_gpus(it, {"CUDA_VISIBLE_DEVICES": "0,1"}) == range(1)
 
 
-def test_the_key_is_of_the_variable_that_is_named_and_of_the_launchers_start(monkeypatch):
+def test_the_key_is_of_the_runs_secret_and_of_the_launchers_start(monkeypatch):
   monkeypatch.delenv(connections.SECRET_VARIABLE, raising=False)
   of_launcher = starting.Found("Slurm", 2, 0, start="7.0.1")
   assert starting.own_key({}, None) == connections.Key()
@@ -177,20 +177,12 @@ def test_the_key_is_of_the_variable_that_is_named_and_of_the_launchers_start(mon
   monkeypatch.setenv(connections.SECRET_VARIABLE, "a secret of this run\n")
   assert starting.own_key(None, None) == connections.Key("a secret of this run")
   # Processes that were numbered by hand may be of several jobs.
-  options = {"processes": 2, "index": 0, "secret_env": "MINE"}
-  monkeypatch.setenv("MINE", "another secret of a run")
-  assert starting.own_key(options, of_launcher) == connections.Key(
-    "another secret of a run", "", "MINE"
-  )
+  options = {"processes": 2, "index": 0}
+  assert starting.own_key(options, of_launcher) == connections.Key("a secret of this run")
   for wrong in ("", "short", " " * 40):
-    monkeypatch.setenv("MINE", wrong)
-    with pytest.raises(
-      WrongStartError, match="MINE, the secret of the run, needs at least 16 char"
-    ):
+    monkeypatch.setenv(connections.SECRET_VARIABLE, wrong)
+    with pytest.raises(WrongStartError, match="the secret of the run, needs at least 16 char"):
       starting.own_key(options, None)
-  monkeypatch.delenv("MINE")
-  with pytest.raises(WrongStartError, match="distributed.secret_env names MINE, which is not set"):
-    starting.own_key(options, None)
 
 
 LISTENERS = """

@@ -32,7 +32,7 @@ LAYOUTS = [(2, 2)] * KILLS or [(2, 2), (4, 1), (1, 4)]
 
 ARGUMENTS = [
   *("--config.mesh.fsdp=2", "--config.mesh.tensor=2", f"--config.total_steps={STEPS}"),
-  *("--config.evaluation.at_end=False", "--config.logging.tensorboard=False"),
+  *("--config.evaluation.at_end=False", "--config.logging.sinks=jsonl,console"),
   *("--config.distributed.heartbeat_s=5", "--config.checkpoint.keep_last=2"),
 ]
 

@@ -39,7 +39,7 @@ SETTINGS = {
   "optim.learning_rate": 3e-3,
   "evaluation.every_steps": 2,
   "checkpoint.every_steps": 2,
-  "logging.tensorboard": False,
+  "logging.sinks": ("jsonl", "console"),
   "learn.report_all_every_steps": 2,
   "learn.report_kl_every_steps": 2,
 }

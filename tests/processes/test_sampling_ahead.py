@@ -24,7 +24,7 @@ def start(tmp_path_factory):
     processes, devices = layout
     arguments = [
       *("--config.mesh.fsdp=2", "--config.mesh.tensor=2"),
-      *("--config.evaluation.at_end=False", "--config.logging.tensorboard=False"),
+      *("--config.evaluation.at_end=False", "--config.logging.sinks=jsonl,console"),
       *("--config.distributed.heartbeat_s=5", "--config.checkpoint.keep_last=None"),
       *more,
     ]

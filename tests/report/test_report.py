@@ -67,7 +67,7 @@ def quiet_screen():
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
   folder = tmp_path_factory.mktemp("runs") / "a_run"
-  return fake_run.make_run(folder, steps=30, screen=quiet_screen(), tensorboard=False)
+  return fake_run.make_run(folder, steps=30, screen=quiet_screen(), sinks=("jsonl", "console"))
 
 
 def panel(page, title):
@@ -191,7 +191,7 @@ def test_nothing_that_is_written_by_others_becomes_markup(tmp_path):
   )
   prompt = Prompt(EVIL, np.zeros(1, np.int32), EVIL, {"expected_answer": EVIL}, text=EVIL)
   logger = loggers.make(
-    folder, decode=lambda ids: EVIL * len(ids), tensorboard=False, screen=quiet_screen()
+    folder, decode=lambda ids: EVIL * len(ids), sinks=("jsonl", "console"), screen=quiet_screen()
   )
   logger.write_rollouts(0, [RolloutGroup(prompt, (hostile_rollout(),))], [np.ones(1, np.float32)])
   logger.write(0, {f"env/{EVIL}/reward_mean": 1.0, "eval/<b>/accuracy": 0.5})

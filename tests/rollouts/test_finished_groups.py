@@ -293,8 +293,6 @@ def sampler(loop, engine, environment=scored, *, sampling=None, limits=None, **f
     ({"top_p": 0.9}, "sampling.top_p=0.9: tokens are sampled from a truncated distribution"),
     ({"top_k": 5, "min_p": 0.1}, "sampling.top_k=5, sampling.min_p=0.1"),
     ({"top_p": 0.9, "logprobs": "truncated"}, None),
-    ({"repetition_penalty": 1.1}, "sampling.repetition_penalty=1.1: completions are sampled"),
-    ({"regex": "a"}, "sampling.regex='a'"),
   ],
 )
 def test_training_warns_once_of_what_it_does_not_compute_whatever_the_engine(

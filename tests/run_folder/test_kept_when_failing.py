@@ -34,7 +34,7 @@ def arguments(tmp_path):
     "config.evaluation.at_end": False,
     "config.evaluation.every_steps": 0,
     "config.checkpoint.every_steps": 0,
-    "config.logging.tensorboard": False,
+    "config.logging.sinks": ("jsonl", "console"),
     "config.learn.report_all_every_steps": 0,
     "config.learn.report_kl_every_steps": 0,
   }

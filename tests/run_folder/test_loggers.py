@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from grpo_jax import metrics
 from grpo_jax.commands import cli
 from grpo_jax.run_folder import console, loggers, rollout_log
+from grpo_jax.run_folder.options import LoggingOptions
 from grpo_jax.run_folder.screen import fold
 from grpo_jax.types import FinishReason, Prompt, Rollout, RolloutGroup, Turn
 from tests import side_by_side
@@ -32,7 +33,7 @@ def a_screen(*, terminal: bool = False, width: int = 80) -> tuple[console.Screen
 
 def open_logs(folder, start_step=0, **options):
   options.setdefault("screen", a_screen()[0])
-  options.setdefault("tensorboard", False)
+  options.setdefault("sinks", ("jsonl", "console"))
   return loggers.make(
     folder, start_step=start_step, total_steps=20, decode=fake_run.decode, **options
   )
@@ -120,10 +121,10 @@ def test_a_name_that_is_in_no_table_warns_once_and_is_recorded(tmp_path):
 
 
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
-  first = open_logs(tmp_path, tensorboard=True)  # closed at the end only: it was killed.
+  first = open_logs(tmp_path, sinks=LoggingOptions.sinks)  # closed at the end only: it was killed.
   for step in range(6):
     first.write(step, {"train/loss": 100.0 + step, "train/entropy": math.nan})
-  second = open_logs(tmp_path, start_step=4, tensorboard=True)
+  second = open_logs(tmp_path, start_step=4, sinks=LoggingOptions.sinks)
   for step in range(4, 8):
     second.write(step, {"train/loss": 200.0 + step})
   second.close()
@@ -147,7 +148,7 @@ def test_tensorboard_has_histograms_and_the_configuration(tmp_path):
   shift = 0.25
   logprobs = [[r.behavior_logprobs + np.float32(shift) for r in g.rollouts] for g in groups]
   logprobs[0][0] = np.full_like(logprobs[0][0], np.nan)  # was not computed.
-  logger = open_logs(tmp_path, tensorboard=True, sinks=sinks)
+  logger = open_logs(tmp_path, sinks=sinks)
   for step in range(3):
     logger.write_rollouts(step, groups, advantages, logprobs)
   logger.write_rollouts(4, groups, advantages, None)
@@ -292,7 +293,7 @@ def test_rollouts_are_written_and_samples_printed_at_their_own_pace(tmp_path):
 
 def test_only_the_main_process_writes(tmp_path, monkeypatch):
   side_by_side.pretend(monkeypatch, 1)
-  logger = open_logs(tmp_path / "run", tensorboard=True)
+  logger = open_logs(tmp_path / "run", sinks=LoggingOptions.sinks)
   fake_run.write_steps(logger, 0, 1)
   with logger.progress("sampling", 3) as advance:
     advance()

@@ -168,9 +168,3 @@ def test_options_of_a_sink_are_stronger_than_the_shared_ones(tmp_path):
   fake_run.write_steps(logger, 0, 3)
   files = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
   assert files == ["step_000000.jsonl", "step_000002.jsonl"]
-
-
-@pytest.mark.parametrize("is_on", [True, False])
-def test_the_switch_of_tensorboard_still_works(tmp_path, is_on):
-  open_logs(tmp_path, sinks.DEFAULT, tensorboard=is_on).close()
-  assert (tmp_path / "tensorboard").exists() == is_on

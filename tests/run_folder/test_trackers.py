@@ -12,6 +12,7 @@ from rich.console import Console
 
 from grpo_jax.config import configuration, run_options
 from grpo_jax.run_folder import console, loggers, sinks
+from grpo_jax.run_folder.options import WandbOptions
 from grpo_jax.run_folder.sinks import background, masking, tracking
 from grpo_jax.run_folder.sinks.base import Opening, StepRollouts
 from tests import side_by_side
@@ -260,7 +261,7 @@ def test_credentials_are_in_nothing_that_leaves_the_machine(tmp_path, monkeypatc
     ({"logging.sinks": ("jsonl", "wandbb")}, "did you mean 'wandb'?"),
     ({"logging.sinks": ("jsonl", "tracking")}, "has no module 'tracking'"),
     ({"logging.wandb.project": "x"}, "logging.wandb.project='x' has no effect: add 'wandb'"),
-    ({"logging.swanlab.tags": ("x",)}, "logging.swanlab.tags=('x',) has no effect"),
+    ({"logging.wandb.tags": ("x",)}, "logging.wandb.tags=('x',) has no effect"),
     ({"logging.wandb.mode": "of"}, "logging.wandb.mode must be"),
     ({"logging.timeout_s": 0.0}, "logging.timeout_s must be"),
   ],
@@ -274,6 +275,6 @@ def test_mistakes_are_found_before_a_model_is_loaded(settings, message, monkeypa
 
 def test_a_tracker_that_is_installed_is_not_refused(monkeypatch):
   monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: object())
-  assert list(sinks.problems(("jsonl", "wandb"), {"wandb": {"project": "x", "tags": ()}})) == []
+  assert list(sinks.problems(("jsonl", "wandb"), WandbOptions(project="x"))) == []
   wrong = ("jsonl", {"name": "wandb", "projekt": "x"})
   assert "takes no 'projekt' (did you mean 'project'?)" in next(iter(sinks.problems(wrong)))

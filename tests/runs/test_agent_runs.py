@@ -48,7 +48,7 @@ def config(tmp_path, model):
     "batching.skip_zero_advantage": False,
     "evaluation.num_prompts": 2,
     "evaluation.at_start": False,
-    "logging.tensorboard": False,
+    "logging.sinks": ("jsonl", "console"),
     "learn.report_all_every_steps": 0,
     "learn.report_kl_every_steps": 0,
   }

@@ -60,7 +60,6 @@ def settings(tmp_path_factory):
     "checkpoint.keep_last": None,
     "learn.report_all_every_steps": 0,
     "learn.report_kl_every_steps": 0,
-    "logging.tensorboard": False,
     "logging.sinks": ("jsonl",),
   }
 

@@ -81,7 +81,7 @@ def run(name, model, folder):
     "learn__report_kl_every_steps": 0,
     "checkpoint__every_steps": 0,
     "checkpoint__keep_best": 0,
-    "logging__tensorboard": False,
+    "logging__sinks": ("jsonl", "console"),
     **RUNS[name],
   }
   config = base.get_config()

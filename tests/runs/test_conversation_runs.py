@@ -32,7 +32,7 @@ def run_config(name: str, workdir: pathlib.Path, model: pathlib.Path, **override
     "sampling.stop_strings": LETTERS,
     "evaluation.at_start": False,
     "evaluation.num_prompts": 2,
-    "logging.tensorboard": False,
+    "logging.sinks": ("jsonl", "console"),
     "learn.report_all_every_steps": 0,
     "learn.report_kl_every_steps": 0,
     **overrides,
@@ -188,7 +188,7 @@ def test_a_group_of_environments_scores_each_row_by_its_own_and_survives_a_broke
     "rollout.max_tokens": 128,
     "evaluation.num_prompts": 3,
     "evaluation.at_start": False,
-    "logging.tensorboard": False,
+    "logging.sinks": ("jsonl", "console"),
     "learn.report_all_every_steps": 0,
     "learn.report_kl_every_steps": 0,
   }

@@ -44,7 +44,7 @@ def test_two_steps_shape_rewards_draw_more_prompts_and_keep_the_surplus(tmp_path
     "optim.learning_rate": 1e-3,
     "shaping.scale_from": (0.0, 0.5),
     "shaping.overlong_buffer_tokens": 8,
-    "logging.tensorboard": False,
+    "logging.sinks": ("jsonl", "console"),
     "learn.report_all_every_steps": 0,
     "learn.report_kl_every_steps": 0,
   }

@@ -56,7 +56,7 @@ def test_a_run_learns_from_each_component(model, tmp_path, monkeypatch):
     "config.sampling.max_tokens": 64,
     "config.batching.row_tokens": 512,
     "config.learn.report_kl_every_steps": 0,
-    "config.logging.tensorboard": False,
+    "config.logging.sinks": ("jsonl", "console"),
   }
   command = command_line.parse([f"--{name}={value}" for name, value in options.items()])
   configuration.check(command.config, [train.validate])

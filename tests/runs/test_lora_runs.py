@@ -58,7 +58,7 @@ def run(model, folder, *, total_steps=2, **changes):
     "evaluation.at_start": False,
     "evaluation.at_end": False,
     "checkpoint.every_steps": 1,
-    "logging.tensorboard": False,
+    "logging.sinks": ("jsonl", "console"),
     **LORA,
     **{name.replace("__", "."): value for name, value in changes.items()},
   }

@@ -36,7 +36,7 @@ def metrics(model, folder, count, **changes):
     "evaluation.at_start": False,
     "evaluation.at_end": False,
     "checkpoint.every_steps": 0,
-    "logging.tensorboard": False,
+    "logging.sinks": ("jsonl", "console"),
     **changes,
   }
   config.update_from_flattened_dict(settings)

@@ -57,7 +57,7 @@ def make_config(model, one_device, tmp_path_factory):
       "learn__report_kl_every_steps": 0,
       "checkpoint__every_steps": 0,
       "checkpoint__keep_best": 0,
-      "logging__tensorboard": False,
+      "logging__sinks": ("jsonl", "console"),
       **overrides,
     }
     config = base.get_config()

@@ -48,7 +48,7 @@ def run(made, workdir, *, config="reward_model", **settings) -> int:
     "evaluation__every_steps": 0,
     "evaluation__at_start": False,
     "evaluation__at_end": False,
-    "logging__tensorboard": False,
+    "logging__sinks": ("jsonl", "console"),
     "learn__report_all_every_steps": 0,
     "learn__report_kl_every_steps": 0,
     **settings,

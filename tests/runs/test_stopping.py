@@ -66,7 +66,7 @@ def settings(tmp_path_factory):
     "config.evaluation.num_prompts": 2,
     "config.evaluation.at_start": False,
     "config.checkpoint.every_steps": 0,
-    "config.logging.tensorboard": False,
+    "config.logging.sinks": ("jsonl", "console"),
   }
 
 

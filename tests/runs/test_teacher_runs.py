@@ -40,7 +40,7 @@ SETTINGS = {
   "evaluation.at_end": False,
   "checkpoint.every_steps": 3,
   "checkpoint.keep_last": None,
-  "logging.tensorboard": False,
+  "logging.sinks": ("jsonl", "console"),
 }
 STEPS = 6
 

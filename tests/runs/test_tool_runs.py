@@ -32,7 +32,7 @@ def run(workdir, model, capsys, **overrides):
     "batching.row_tokens": 1024,
     "evaluation.at_start": False,
     "evaluation.at_end": False,
-    "logging.tensorboard": False,
+    "logging.sinks": ("jsonl", "console"),
     "learn.report_all_every_steps": 0,
     "learn.report_kl_every_steps": 0,
     **overrides,

@@ -72,7 +72,7 @@ def make_config(model, rows):
       "evaluation__num_prompts": 4,
       "checkpoint__every_steps": 1,
       "checkpoint__keep_last": None,
-      "logging__tensorboard": False,
+      "logging__sinks": ("jsonl", "console"),
       **overrides,
     }
     config = configs.base.get_config()
@@ -138,7 +138,7 @@ def test_a_run_leaves_what_tools_rely_on(make_config, tmp_path, capsys):
   template.write_text(f"{{{{ mark }}}}{tiny.CHAT_TEMPLATE}")
   config = make_config(
     model__chat_template=str(template),
-    logging__tensorboard=True,
+    logging__sinks=("jsonl", "tensorboard", "console"),
     loss__kl_coef=0.01,
     export__dtype="bfloat16",
     export__max_shard_gb=2e-5,

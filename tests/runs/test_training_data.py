@@ -59,7 +59,7 @@ def test_gsm8k_trains_from_its_file_with_one_command(tmp_path, model):
     "config.batching.row_tokens": 512,
     "config.batching.microbatch_tokens": 512,
     "config.evaluation.at_start": False,
-    "config.logging.tensorboard": False,
+    "config.logging.sinks": ("jsonl", "console"),
     "config.learn.report_all_every_steps": 0,
     "config.learn.report_kl_every_steps": 0,
   }
@@ -120,7 +120,7 @@ def make_config(tmp_path, model):
       "evaluation__every_steps": 2,
       "evaluation__num_prompts": 4,
       "checkpoint__every_steps": 1,
-      "logging__tensorboard": False,
+      "logging__sinks": ("jsonl", "console"),
       "learn__report_all_every_steps": 0,
       "learn__report_kl_every_steps": 0,
       **overrides,

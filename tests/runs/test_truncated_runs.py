@@ -41,7 +41,7 @@ def run(model, folder, **options):
     "evaluation.every_steps": 0,
     "evaluation.at_start": False,
     "evaluation.at_end": False,
-    "logging.tensorboard": False,
+    "logging.sinks": ("jsonl", "console"),
     **FILTERS,
     **{name.replace("__", "."): value for name, value in options.items()},
   }

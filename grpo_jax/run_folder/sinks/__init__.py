@@ -4,18 +4,18 @@ A function `make(opening, **options)` or a class makes a sink; see `base.Opening
 `base.Sink`, and "Sinks" in docs/metrics.md.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_jax import registry
 from grpo_jax.errors import ExpectedFailure
-from grpo_jax.run_folder.sinks.background import TIMEOUT_S, Guarded
+from grpo_jax.run_folder.options import LoggingOptions, WandbOptions
+from grpo_jax.run_folder.sinks.background import Guarded
 from grpo_jax.run_folder.sinks.base import Opening, Sink, StepRollouts
 from grpo_jax.run_folder.sinks.tracking import TRACKERS, missing_package
+from grpo_jax.values.options import values
 
 __all__ = [
-  "DEFAULT",
   "TRACKERS",
   "Choice",
   "Opening",
@@ -29,7 +29,6 @@ __all__ = [
 # A name, or a mapping with "name" and the keyword arguments of the sink's `make`.
 Choice = str | Mapping[str, Any]
 
-DEFAULT: tuple[Choice, ...] = ("jsonl", "tensorboard", "console")
 NEEDED = "jsonl"  # what resumed runs and the report read.
 METHODS = ("write", "write_rollouts", "close")
 _SHARED = ("background", "base", "masking", "tracking")  # modules of this folder that are no sinks.
@@ -40,7 +39,7 @@ class SinkError(ExpectedFailure, ValueError):
 
 
 def make(
-  choices: Sequence[Choice], opening: Opening, *, timeout_s: float = TIMEOUT_S
+  choices: Sequence[Choice], opening: Opening, *, timeout_s: float = LoggingOptions.timeout_s
 ) -> list[Sink]:
   """Opens the sinks of a run, in their order.
 
@@ -61,25 +60,22 @@ def make(
   return [_made(*split(choice), opening, timeout_s) for choice in choices]
 
 
-def problems(
-  choices: Sequence[Choice], settings: Mapping[str, Mapping[str, Any]] | None = None
-) -> Iterator[str]:
+def problems(choices: Sequence[Choice], wandb: WandbOptions | None = None) -> Iterator[str]:
   """Yields what is wrong with the names and the options of sinks; none is opened.
 
   Args:
     choices: Names of sinks, as for `make`.
-    settings: Options of trackers by their names: the sections logging.wandb, ....
+    wandb: Section `logging.wandb` of a config.
   """
   names = [split(choice)[0] for choice in choices]
   if NEEDED not in names:
     yield f"logging.sinks must name {NEEDED!r}: reports and resumed runs read metrics.jsonl"
   for name in sorted({name for name in names if names.count(name) > 1}):
     yield f"logging.sinks names {name!r} twice"
-  for name, options in (settings or {}).items():
-    defaults = inspect.signature(_maker(name)).parameters
-    for field, value in options.items():
-      if name not in names and value != defaults[field].default:
-        yield f"logging.{name}.{field}={value!r} has no effect: add {name!r} to logging.sinks"
+  if wandb is not None and "wandb" not in names:
+    for field, value in values(wandb).items():
+      if value != getattr(WandbOptions, field):
+        yield f"logging.wandb.{field}={value!r} has no effect: add 'wandb' to logging.sinks"
   for name, options in map(split, choices):
     yield from missing_package(name)
     if name in _own() and not options:

@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from grpo_jax.run_folder.options import LoggingOptions
 from grpo_jax.run_folder.sinks.base import Sink, StepRollouts
 from grpo_jax.run_folder.sinks.masking import shown_error
 
 _log = logging.getLogger(__name__)
 
-TIMEOUT_S = 60.0  # of one call, and of the end of a run; see `logging.timeout_s`.
 _ROOM = 32  # records that wait for a user's own sink; they hold whole rollouts.
 
 
@@ -120,7 +120,7 @@ class Worker:
 class Guarded(Sink):
   """A user's own sink, whose methods are called in a thread of its own."""
 
-  def __init__(self, name: str, sink: Sink, *, timeout_s: float = TIMEOUT_S):
+  def __init__(self, name: str, sink: Sink, *, timeout_s: float = LoggingOptions.timeout_s):
     """Guards an open sink; see `Worker`."""
     self._sink = sink
     self._worker = Worker(name, room=_ROOM, timeout_s=timeout_s)

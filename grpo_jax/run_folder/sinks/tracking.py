@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.files.atomic import replace_file
-from grpo_jax.run_folder.sinks.background import TIMEOUT_S, Worker
+from grpo_jax.run_folder.options import LoggingOptions
+from grpo_jax.run_folder.sinks.background import Worker
 from grpo_jax.run_folder.sinks.base import Opening, Sink, StepRollouts
 from grpo_jax.run_folder.sinks.masking import Masked, read_config
 from grpo_jax.values import json_text
@@ -27,7 +28,6 @@ from grpo_jax.values.json_numbers import finite
 _log = logging.getLogger(__name__)
 
 TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")  # also the names of packages and of extras.
-SAMPLES_EVERY_STEPS = 10
 _ROOM = 1000  # records that wait; each holds numbers, and now and then a table.
 _ROWS = 64  # completions of a table.
 FOLDER = "trackers"  # of a run: what it remembers of each tracker.
@@ -93,8 +93,8 @@ class Tracked(Sink):
     tracker: Tracker,
     *,
     place: Mapping[str, Any],
-    samples_every_steps: int = SAMPLES_EVERY_STEPS,
-    timeout_s: float = TIMEOUT_S,
+    samples_every_steps: int = LoggingOptions.samples_every_steps,
+    timeout_s: float = LoggingOptions.timeout_s,
   ):
     """Opens the tracker in its thread; this returns at once.
 

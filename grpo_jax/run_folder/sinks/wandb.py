@@ -5,22 +5,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_jax.run_folder.options import LoggingOptions, WandbOptions
 from grpo_jax.run_folder.sinks import tracking
-from grpo_jax.run_folder.sinks.background import TIMEOUT_S
 from grpo_jax.run_folder.sinks.base import Opening, Sink
 
 
 def make(
   opening: Opening,
   *,
-  project: str = "grpo_jax",
+  project: str = WandbOptions.project,
   entity: str | None = None,
   name: str | None = None,
   group: str | None = None,
-  tags: Sequence[str] = (),
+  tags: Sequence[str] = WandbOptions.tags,
   mode: str | None = None,
-  samples_every_steps: int = tracking.SAMPLES_EVERY_STEPS,
-  timeout_s: float = TIMEOUT_S,
+  samples_every_steps: int = LoggingOptions.samples_every_steps,
+  timeout_s: float = LoggingOptions.timeout_s,
 ) -> Sink:
   """Opens a run; the API key comes from `wandb login` or WANDB_API_KEY.
 

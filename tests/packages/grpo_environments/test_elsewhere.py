@@ -211,7 +211,7 @@ def test_a_run_learns_from_several_environments(model, tmp_path, one_device):
     "data.split_validation_size": 0,
     "evaluation.at_start": False,
     "evaluation.at_end": False,
-    "logging.tensorboard": False,
+    "logging.sinks": ("jsonl", "console"),
   }
   config = f"--config={ROOT / 'configs' / 'verifiers.py'}"
   flags = [f"--config.{name}={value}" for name, value in arguments.items()]

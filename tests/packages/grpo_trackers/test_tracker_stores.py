@@ -48,10 +48,9 @@ def run(tmp_path, monkeypatch, noticed):
         folder,
         start_step=start,
         decode=fake_run.decode,
-        sinks=("jsonl", name),
+        sinks=("jsonl", {"name": name, **settings}),
         samples_every_steps=2,
         screen=console.Screen(Console(quiet=True)),
-        **{name: settings},
       )
       fake_run.write_steps(logger, start, end, total=total)
       logger.write(end, {"eval/heldout/pass@1": 0.5})
