@@ -20,7 +20,7 @@ def load(
 
   Args:
     name_or_path: Name of a config of the package, such as "quickstart", or path of a Python file
-      with `get_config()`. After a colon follows a word for it: "curriculum:mixed".
+      with `get_config()`. A word after a colon is passed to it: "curriculum:mixed".
     overrides: Values of fields by dotted name; see `override`.
 
   Raises:

@@ -94,7 +94,7 @@ class Flag:
     self._finish = finish
 
   def share(self, publish: Callable[[int], None], end_all: Callable[[int], None]) -> None:
-    """Makes this the flag of one process of several, which stop and save together.
+    """Makes this the flag of one of several processes; they stop and save together.
 
     A signal then neither saves nor ends this process while the others still need it.
 

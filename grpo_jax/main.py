@@ -79,7 +79,7 @@ def run(
     streams: Standard output and error; what they cannot write goes to the run folder.
 
   Returns:
-    The exit code of a failure that a user can repair, which has been reported; 0 if there is none.
+    The exit code: 0, or that of a failure that a user can repair and that has been reported.
 
   Raises:
     ConfigError: The configuration cannot work.

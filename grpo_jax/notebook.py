@@ -51,7 +51,7 @@ _PATH: Any = type(pathlib.Path())
 
 
 class Page(_PATH):
-  """The path of a report, which is shown when it is the last line of a cell.
+  """The path of a report. A notebook shows the report if it is the last line of a cell.
 
   It is shown in a frame of its own: the report's style and scripts do not reach the notebook, and
   the notebook's do not reach the report.
@@ -77,7 +77,7 @@ class LiveCurve:
   """
 
   def __init__(self, total_steps: int | None = None):
-    """Makes a curve, which is displayed with the first step.
+    """Makes a curve. It is displayed with the first step.
 
     Args:
       total_steps: Number of steps of the run, for the width; None: as many as there are.
@@ -193,7 +193,7 @@ def _resident() -> float:
 
 
 def _is_interactive() -> bool:
-  """Returns whether this runs in IPython, which may never have been imported."""
+  """Returns whether this runs in IPython, without importing it."""
   ipython: Any = sys.modules.get("IPython")
   return ipython is not None and ipython.get_ipython() is not None
 

@@ -64,7 +64,7 @@ def with_reward(config: ConfigDict, reward: Any) -> ConfigDict:
 def record(reward: Any, workdir: pathlib.Path, *, is_continued: bool) -> None:
   """Writes the source of a reward into the run folder.
 
-  A run that continues with another one warns, and the earlier source becomes reward_1.py. Values
+  Warns if a resumed run uses a different reward; the earlier source becomes reward_1.py. Values
   that a closure or an instance holds are not part of a source.
 
   Args:

@@ -24,7 +24,7 @@ TRAINING = "rows.jsonl"  # files of the run folder.
 EVALUATION = "evaluation_rows.jsonl"
 # Fields of config.data that do not describe its rows.
 _OF_THE_RUN = ("max_prompt_tokens", "overlong", "on_error", "shuffle", "epochs")
-# Fields that say where data come from, which rows replace.
+# Fields that say where data come from. Rows given in Python replace them.
 _SOURCE = ("kind", "path", "dataset", "subset", "split", "task", "datasets")
 _OF_SOURCE = ("name", "task_args", "task_seed", "size", "dataloader_args")
 _SHOWN = 60  # characters of a value.

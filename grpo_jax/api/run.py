@@ -31,7 +31,7 @@ class NoSuchStep(ExpectedFailure, LookupError):
 
 
 def open(workdir: str | os.PathLike[str]) -> "Run":
-  """Returns the run of a folder, which may still be training.
+  """Returns the run of a folder. The run may still be training.
 
   Raises:
     NotARun: There is no such folder, or no run has written to it.
@@ -163,9 +163,9 @@ class Run:
         run.sample("2 + 2 =", before=True)  # the model before training.
 
     Args:
-      prompts: A problem, which is asked in the way of the training data (system prompt, template);
-        or a conversation, a list of messages {"role", "content"}, which is asked as it is; or a
-        list of these.
+      prompts: A problem, asked like the training data (with system prompt and template); or a
+        conversation, a list of messages {"role", "content"}, asked as it is; or a list of
+        problems and conversations.
       step: Step of the checkpoint whose weights answer; None: the newest one.
       before: Whether the initial weights answer: the model of `model.path`, without an adapter,
         also in a run that began with one (`model.lora.path`).

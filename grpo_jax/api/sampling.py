@@ -34,7 +34,7 @@ else:
 class Sampler:
   """Samples from the checkpoints of a run.
 
-  It keeps its compiled programs, which are those of the run's own sampler, and the weights that
+  It keeps its compiled programs (those of the run's own sampler) and the weights that
   answered last.
   """
 

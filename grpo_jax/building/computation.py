@@ -386,7 +386,7 @@ def make(
 
 
 def make_teacher(config: Config, model: ModelConfig, mesh: Mesh) -> Teacher:
-  """Makes the program of a teacher, which has an architecture of its own; nothing is compiled.
+  """Makes the program of a teacher with its own architecture; nothing is compiled.
 
   Args:
     config: Config of the run.

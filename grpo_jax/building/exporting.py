@@ -154,7 +154,7 @@ def _written(
   tensors: Sequence[ToWrite],
   dtype: str,
 ) -> Exported:
-  """Writes a folder whole or not at all; raises as `run`."""
+  """Writes a folder whole or not at all; raises the same errors as `run`."""
   num_bytes = sum(tensor.nbytes for tensor in tensors)
   _check_room(out, num_bytes)
 

@@ -63,7 +63,7 @@ def _fallen_back(config: Config, found: sources.Found, reason: str) -> sources.F
 
 
 def with_fallback(config: Config, found: sources.Found) -> Config:
-  """Returns the config to write to the run folder, which records whether a fallback was used.
+  """Returns the config to write to the run folder: it records whether a fallback was used.
 
   If so, `model.fallback_taken` is added: the requested model, the one used instead, and the reason.
   """
@@ -103,7 +103,7 @@ def load_tokenizer(
   Args:
     config: Config with the options of the tokenizer.
     folder: Folder of the model.
-    adapter: Folder of an adapter that has a tokenizer, which is used instead; None: there is none.
+    adapter: Folder of an adapter whose tokenizer is used instead; None: there is none.
   """
   options = config.model
   return data.load_tokenizer(

@@ -154,7 +154,7 @@ def _fields(minibatches: Minibatches, *names: str) -> list[list[dict[str, Any]]]
 def _with(
   minibatches: Minibatches, fields: Sequence[Sequence[Mapping[str, Any]]]
 ) -> tuple[Minibatch, ...]:
-  """Replaces fields of each microbatch, which are given by minibatch."""
+  """Replaces fields of each microbatch; the new values are grouped by minibatch."""
   return tuple(
     Minibatch(
       tuple(
@@ -334,7 +334,7 @@ def write_report(
   Args:
     workdir: Run folder.
     logger: Logger that reports the path.
-    kind: Class of the exception that ends the run, which is more important than a failed report.
+    kind: Class of the exception that ends the run. A failed report must not hide it.
 
   Raises:
     WriteError: The report cannot be written, and nothing else has failed.

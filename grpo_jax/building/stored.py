@@ -164,7 +164,7 @@ def _opened(model: loading.ModelFacts) -> safetensors.Folder:
 
 
 def _with_folder(place: str, base: str | None, cache_dir: str | None) -> StoredWeights:
-  """Opens an adapter's folder and its base; raises as `find`.
+  """Opens an adapter's folder and its base; raises the same errors as `find`.
 
   The base must be named, since the folder may name a path of another machine.
   """
@@ -195,7 +195,7 @@ def _check_base(adapter: stored_weights.CheckpointAdapter, directory: pathlib.Pa
 def _joined(
   weights: StoredWeights, adapter: merged_tensors.StoredAdapter, name: str
 ) -> StoredWeights:
-  """Returns the weights of a base, which was named so, with an adapter."""
+  """Returns the weights of a base with an adapter; the user has named the base."""
   dtypes = adapters.read_dtypes(adapter.options)
   rounded = functools.partial(loading.rounded, dtypes=dtypes)
   base = weights.tensors
@@ -368,7 +368,7 @@ def _fill(section: Any, values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _numbers(value: Any) -> Any:
-  """Returns a stored value with infinite numbers, which JSON has as words, as numbers."""
+  """Returns a stored value with its infinite numbers, which are strings in JSON, as floats."""
   if isinstance(value, dict):
     return {name: _numbers(each) for name, each in value.items()}
   if isinstance(value, list):

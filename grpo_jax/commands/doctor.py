@@ -88,7 +88,7 @@ def findings(checks: dict[str, Check], deadline_s: float = DEADLINE_S) -> Iterab
 def _run(subject: str, check: Check, found: dict[str, list[Finding]]) -> None:
   try:
     found[subject] = list(check())
-  except Exception as error:  # a broken machine may raise anything; the other checks go on.
+  except Exception as error:  # a broken machine may raise anything; the other checks continue.
     text = f"could not be checked: {type(error).__name__}: {error}"
     found[subject] = [Finding(PROBLEM, subject, text)]
 

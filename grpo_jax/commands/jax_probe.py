@@ -1,4 +1,4 @@
-"""What JAX does on this machine: run in a process of its own, which may hang or crash.
+"""What JAX does on this machine. It runs in a process of its own, because it may hang or crash.
 
 It prints one JSON object a line, as soon as each is known, so that what is known is not lost.
 """

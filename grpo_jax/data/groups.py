@@ -83,7 +83,7 @@ class GroupDataset:
     return len(self.part)
 
   def prompt(self, row: int, *, epoch: int) -> Prompt:
-    """Makes the prompt of a group, which holds the group itself; see `group_of`.
+    """Makes the prompt of a group. The prompt holds the group itself; see `group_of`.
 
     Args:
       row: Number of the group among those that the dataset selects.

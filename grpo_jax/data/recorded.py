@@ -175,7 +175,7 @@ def prompt_record(
   *,
   leave_out: Sequence[str] = (),
 ) -> formats.Record:
-  """Reads the prompt of a row: a string, which is the user's message, or a chat."""
+  """Reads the prompt of a row: a string (the user's message) or a chat."""
   with formats.option_names("data.input_key", row):
     value = field(row, input_key, where)
   check_input(value, repr(input_key), where)

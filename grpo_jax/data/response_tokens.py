@@ -92,7 +92,7 @@ class Encoder:
   def _written(
     self, turns: Sequence[Turn], calls: Sequence[Mapping[str, Any]], *, after: np.ndarray
   ) -> Part:
-    """Returns the ids between two turns of the model, which are not learned from.
+    """Returns the ids between two turns of the model. They are not learned from.
 
     Args:
       turns: Messages that the model reads, or their tokens.

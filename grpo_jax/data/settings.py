@@ -103,7 +103,7 @@ def evaluation(
 def trained_on(
   shared: Settings, items: Sequence[Any], own: Settings, sets: Sequence[Any], *, name: str
 ) -> list[str]:
-  """Returns the names of the sets whose rows are training rows, which must not be evaluated.
+  """Returns the names of the sets that are training data, and so must not be evaluated.
 
   Takes the arguments of `evaluation`, and raises the same errors. Fields are compared; see
   `reads_same`.
@@ -175,7 +175,7 @@ def _rows_of(one: Settings) -> tuple[Any, ...]:
     entry = named.find(str(dataset)) if dataset else None
   split = one.get("split") or prompts.usual_split(entry, bool(one.get("for_evaluation")))
   arguments = repr(sorted((one.get("task_args") or {}).items(), key=str))
-  if kind and "." in kind:  # a function of the user's, which may use all of these.
+  if kind and "." in kind:  # a user's function may use all of these.
     others = (one.get(key) for key in ("dataset", "subset", "split", "task_seed", "size"))
     return (kind, path, task, arguments, *others)
   if path:

@@ -60,7 +60,7 @@ def _writes(tokenizer: Tokenizer, text: str, *messages: Mapping[str, Any], tools
 def messages_for(
   tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-  """Returns messages that the chat template can write: without its help, calls become text."""
+  """Returns messages that the chat template can write; if it writes no calls, they become text."""
   if not any("tool_calls" in message for message in messages) or writes_calls(tokenizer):
     return messages
   return [calls.as_text(m) if "tool_calls" in m else m for m in messages]

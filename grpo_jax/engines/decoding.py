@@ -80,7 +80,7 @@ def _as_tree(cls: type[_Class]) -> type[_Class]:
 
 
 def unchecked(cls: type[_Class], **fields: Any) -> _Class:
-  """Makes a dataclass without type checks of its fields, which may describe arrays.
+  """Makes a dataclass whose fields are not type-checked, because they may describe arrays.
 
   Args:
     cls: Frozen dataclass.
@@ -339,7 +339,7 @@ def _unstack(
 def _unstack_adapters(
   stacked: dict[str, LowRank], num_layers: int, dtype: Any
 ) -> list[dict[str, Adapters]]:
-  """Splits stacked adapters, which have no base, and joins the A that have the same input."""
+  """Splits stacked adapters without a base, and joins the A that have the same input."""
 
   def of_layer(names: Sequence[str], i: int) -> Adapters:
     found = [stacked[name] for name in names]
@@ -556,7 +556,7 @@ def _before(
 
 
 def _prefill_products(options: Options) -> Products:
-  """Returns how a prefill computes products: weights move to its tokens, which are many.
+  """Returns how a prefill computes products: it has many tokens, so weights move to them.
 
   A decode step has few rows, so there the compiler leaves weights where they are and adds up
   partial sums of the rows.

@@ -6,7 +6,7 @@ one thread for its whole life, because malloc reuses freed memory only within th
 
 Equal seeds give equal completions, whatever else is computed at the same time: random numbers
 depend on seed and token index only. What remains is rounding: with another number of rows, sums may
-be taken in another order, which changes the last bits of a logit.
+be taken in another order, and then the last bits of a logit change.
 """
 
 import contextlib

@@ -411,7 +411,7 @@ def _axes(spec: PartitionSpec) -> tuple[Any, Any, Any]:
 
 
 def _with(weights: decoding.Weights, **fields: Any) -> decoding.Weights:
-  """Returns weights with other fields, which need not be arrays: their descriptions, or None."""
+  """Returns weights with other fields: arrays, their descriptions, or None."""
   return decoding.unchecked(decoding.Weights, **{**vars(weights), **fields})
 
 

@@ -95,7 +95,7 @@ def invert_cdf(weights: Float[Array, "B V"], uniforms: Float[Array, " B"]) -> In
 
 
 def uniforms(seeds: UInt[Array, "B 2"], indices: Int[Array, " B"]) -> Float[Array, " B"]:
-  """Returns u in [0, 1) for each row, which depends on its seed and the token's index only.
+  """Returns u in [0, 1) for each row; u depends on the row's seed and the token's index only.
 
   Args:
     seeds: Seed of each request as (high, low) words of 32 bits.

@@ -64,7 +64,7 @@ class Sizes:
   """The sizes of the caches and of a call, for which programs are compiled.
 
   Attributes:
-    rows: Rows of the ring, which is the largest number of completions at the same time.
+    rows: Rows of the ring: the largest number of completions at the same time.
     prefill: Tokens of prompts that are computed at once.
     page: Tokens of a page.
     columns: Columns of a block of the ring.

@@ -133,7 +133,7 @@ _FOR_GOOD = (
 
 
 def kept_its_cache(refusal: str) -> bool:
-  """Returns whether a server has loaded weights, but not cleared its cache, which requests hold.
+  """Returns whether a server has loaded weights but kept its cache, because requests hold it.
 
   A request whose grammar is still being compiled holds it also while the server is paused.
   """
@@ -305,7 +305,7 @@ def versions_of(meta: Mapping[str, Any], count: int, *, default: int) -> Int[np.
 
 
 def _version(value: Any) -> int:
-  """Returns the number of a version, which SGLang gives as a string."""
+  """Returns the number of a version; SGLang gives it as a string."""
   return int(value) if isinstance(value, str) else _integer(value)
 
 

@@ -109,7 +109,7 @@ class WeightFolders:
     return folder.name
 
   def write(self, params: Params, *, version: int) -> pathlib.Path:
-    """Writes a version, which appears whole or not at all.
+    """Writes a version; it appears whole or not at all.
 
     Kernels are transposed to the layout of the files on the devices that hold them. The folder
     of a discarded version is written over: allocating memory in a tmpfs takes longer than writing.

@@ -171,7 +171,7 @@ class EnvironmentFactory:
     return Hanging()
 
   def answer(self, prompt: Prompt, text: str) -> str | None:
-    """Returns the answer in a completion, which counts as its vote in maj@k; None: it has none.
+    """Returns the answer in a completion: its vote in maj@k; None: it has none.
 
     Raises:
       NotImplementedError: The answers of this environment are not compared with each other.

@@ -41,7 +41,7 @@ class FunctionEnvironments(EnvironmentFactory):
     return SingleTurn(self._judge, prompt, name=self._path)
 
   async def _judge(self, prompt: Prompt, text: str) -> Any:
-    """Returns what the function returns, which may be anything."""
+    """Returns what the function returns: anything."""
     reward = self._function(prompt.text, text, prompt.info, **self._settings)
     reward = await reward if inspect.isawaitable(reward) else reward
     if self._solved is None or isinstance(reward, StepResult):

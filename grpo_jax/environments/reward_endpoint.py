@@ -182,7 +182,7 @@ def make(
       `request` adds fields to the body of every request.
     api_key_env: Name of the environment variable with the key, sent as a bearer token; the
       key itself appears in no config, log or error.
-    shift: Offset of the reward, which is (score - shift) * scale.
+    shift: Offset of the reward: reward = (score - shift) * scale.
     scale: Factor of the reward; see shift.
     timeout_s: Longest time of one try, in seconds.
     total_timeout_s: Longest time of one score, with all tries and pauses, in seconds; less than

@@ -126,7 +126,7 @@ def make(
   chat_template: str | None = None,
   cache_dir: str | Path | None = None,
 ) -> RewardModelEnvironments:
-  """Makes the environment of a reward model, which is loaded onto the default device.
+  """Makes the environment of a reward model. The model is loaded onto the default device.
 
   Args:
     path: Hugging Face folder or hub name of a LlamaForSequenceClassification,

@@ -336,7 +336,7 @@ def _run_of(name: str) -> pathlib.Path:
 def _folder(
   workdir: str | pathlib.Path | None, weights: stored.StoredWeights, name: str
 ) -> pathlib.Path:
-  """Returns the folder of the results, which holds none yet."""
+  """Returns the folder of the results; it has no results yet."""
   if workdir is not None:
     folder = local_paths.checked("--workdir", workdir)
     if (folder / results.FILE).exists():

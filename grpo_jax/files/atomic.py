@@ -182,7 +182,7 @@ def _folder_locked(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _umask() -> int:
-  """Returns the file mode creation mask of the process, which can only be read by setting it."""
+  """Returns the file mode creation mask of the process. Reading it requires setting it."""
   mask = os.umask(0o077)
   os.umask(mask)
   return mask

@@ -41,7 +41,7 @@ def project() -> Mapping[str, Any]:
 def wrong() -> list[Wrong]:
   """Returns the packages that are not as grpo_jax needs them, without importing any.
 
-  The bounds of jaxlib are those of the installed jax, which does not import beside another one.
+  The bounds of jaxlib are those of the installed jax: it does not import with any other jaxlib.
   """
   found = _outside(project()["dependencies"])
   if not any(Requirement(each.requirement).name == "jax" for each in found):

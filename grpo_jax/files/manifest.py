@@ -60,7 +60,7 @@ def damage(
       have about the same size.
 
   Raises:
-    PermissionError: A file exists but may not be read, which is not damage.
+    PermissionError: A file exists but may not be read. This is not damage.
   """
   if not folder.is_dir():
     return "it is not a folder"

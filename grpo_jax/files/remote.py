@@ -146,11 +146,11 @@ class Place:
       return False
 
   def write(self, name: str, content: bytes) -> None:
-    """Writes a file in place of one that may be there, which readers see until it is whole."""
+    """Writes a file; readers see the old one, if there is one, until the new one is complete."""
     self._replacing(name, lambda path: self._fs.pipe_file(path, content))
 
   def put(self, source: pathlib.Path, name: str) -> None:
-    """Uploads a file in place of one that may be there, which readers see until it is whole.
+    """Uploads a file; readers see the old one, if there is one, until the new one is complete.
 
     Raises:
       FileNotFoundError: The source is no longer there.

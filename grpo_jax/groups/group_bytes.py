@@ -117,7 +117,7 @@ def _read(data: memoryview) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
   for name, dtype, count in rest["blocks"]:
     end = at + count * np.dtype(dtype).itemsize
     if count < 0 or end > len(data):
-      raise ValueError(f"{name} end at byte {end} of {len(data)}")
+      raise ValueError(f"array {name} must end by byte {len(data)}, but ends at byte {end}")
     blocks[name] = np.frombuffer(data[at:end], dtype)
     at = end
   if at != len(data):
@@ -143,7 +143,7 @@ def _prompt(group: RolloutGroup, asked: Prompt) -> dict[str, Any] | None:
 
 
 def _changed(asked: Prompt, changed: dict[str, Any], ids: Iterator[Any]) -> Prompt:
-  """Returns a prompt as sampling has changed it."""
+  """Returns a prompt with the fields that sampling may change."""
   token_ids = np.asarray([next(ids) for _ in range(changed["tokens"])], np.int32)
   text, is_cut = changed["text"], changed["is_cut"]
   return dataclasses.replace(asked, token_ids=token_ids, text=text, is_cut=is_cut)

@@ -16,7 +16,7 @@ import aiohttp
 T = TypeVar("T")
 
 _PIECE_BYTES = 1 << 16
-_PARSED_IN_LOOP = 1 << 16  # bytes of JSON, which take a millisecond.
+_PARSED_IN_LOOP = 1 << 16  # bytes of JSON; parsing them takes a millisecond.
 _GZIP_OR_ZLIB = 47  # zlib's wbits: the header says which.
 
 

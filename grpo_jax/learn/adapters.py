@@ -20,7 +20,7 @@ from grpo_jax.types import Mean, Metrics
 def composition(
   model: ModelConfig, mesh: Mesh, options: lora.Options, *, seed: int
 ) -> policy.Composition:
-  """Returns how the weights of a policy are made of an adapter, which is trained, and a base.
+  """Returns how a policy's weights are made of an adapter, which is trained, and a base.
 
   Args:
     model: Sizes of the model.

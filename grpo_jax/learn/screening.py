@@ -40,7 +40,7 @@ def screened(minibatches: Sequence[Minibatch], *, threshold: float) -> tuple[Min
 def _screened(minibatch: Minibatch, threshold: float) -> Minibatch:
   batches = minibatch.microbatches
   if any(batch.old_logprobs is None for batch in batches):
-    raise ValueError("seq_logprob_error_threshold needs old_logprobs, which were not scored")
+    raise ValueError("seq_logprob_error_threshold needs old_logprobs, but they were not scored")
   found = [_program(_rows(batch))(batch, threshold=threshold) for batch in batches]
   tokens, sequences = sum(arrays.fetch([dropped for _, dropped in found]), np.zeros(2))
   whole = minibatch.denominators

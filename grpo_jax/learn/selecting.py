@@ -103,7 +103,7 @@ class Selector:
 def random_keys(
   tokens: np.ndarray, predecessors: np.ndarray, place: Sequence[int]
 ) -> UInt64[np.ndarray, "B T"]:
-  """Returns a random number for each token, which does not depend on where it is stored.
+  """Returns a random number for each token; it does not depend on where the token is stored.
 
   It depends on the ids of the token and of all tokens before it, prompt included, and on `place`.
   Completions of a prompt that begin alike have the same numbers there.
@@ -151,7 +151,7 @@ def _in_loss(fields: Mapping[str, Any]) -> Bool[np.ndarray, "B N"]:
 def _marked(
   batches: Sequence[Batch], known: Sequence[Mapping[str, Any]], chosen: Bool[np.ndarray, " n"]
 ) -> tuple[Batch, ...]:
-  """Returns the batches with the choice, which is on the devices where they are."""
+  """Returns the batches with the choice, on their own devices."""
   marked, at = [], 0
   for batch, fields in zip(batches, known, strict=True):
     mask = _in_loss(fields)

@@ -199,7 +199,7 @@ def init(
 def make_initializer(
   params: Any, tx: optax.GradientTransformation, *, shardings: Any = None
 ) -> Program:
-  """Makes the program from parameters to the optimizer's state, which follows their shardings.
+  """Makes the program from parameters to the optimizer's state; it is sharded like them.
 
   Args:
     params: Arrays of the parameters, or their shapes and dtypes.
@@ -600,7 +600,7 @@ def skipped_in_a_row(before: int, metrics: Mapping[str, float], *, limit: int) -
 
 
 def counted_on(step: Array) -> Int[Array, ""]:
-  """Returns step + 1 on the devices of `step`; added on the host, which saves a compilation."""
+  """Returns step + 1 on the devices of `step`; the host adds, and that saves a compilation."""
   return arrays.put(np.int32(int(step) + 1), step.sharding)
 
 

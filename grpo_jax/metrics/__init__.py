@@ -74,7 +74,7 @@ def pass_at_k(samples: int, solved: int, k: int) -> float:
 
       pass@k = 1 - C(n - c, k) / C(n, k)
 
-  Computed with integers, which avoids the rounding of a product of floats.
+  It is computed with integers, so that no product of floats is rounded.
 
   Args:
     samples: Number of completions of the prompt (n), at least k.
@@ -323,7 +323,7 @@ def evaluation_metrics(
 
 
 def _of_greedy(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-  """Describes the greedy attempts, which no other metric of the rollouts includes; {} if none."""
+  """Describes the greedy attempts; no other metric of the rollouts includes them. {}: none."""
   greedy = [group.greedy for group in groups if group.greedy is not None]
   if not greedy:
     return {}

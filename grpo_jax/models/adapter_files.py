@@ -297,7 +297,7 @@ class FolderAdapter:
   """
 
   def __init__(self, folder: str | pathlib.Path, config: ModelConfig):
-    """Opens and checks a folder; raises as `look`."""
+    """Opens and checks a folder; raises the errors of `look`."""
     found, self._tensors = _checked(pathlib.Path(folder).expanduser(), config)
     self._options = dataclasses.replace(found, base_dtype="float32")
 
@@ -335,7 +335,7 @@ def stacked(
 
 
 def _layer(tensors: safetensors.Folder, name: str, dtype: Any) -> np.ndarray:
-  """Returns one tensor of a file as [i r] or [r o]; raises as `stacked`."""
+  """Returns one tensor of a file as [i r] or [r o]; raises the same errors as `stacked`."""
   with np.errstate(over="ignore"):
     values = tensors.read(name).T.astype(dtype)
   if not np.isfinite(values).all():
@@ -349,7 +349,7 @@ def _layer(tensors: safetensors.Folder, name: str, dtype: Any) -> np.ndarray:
 def _open(
   directory: pathlib.Path, layers: int | None = None
 ) -> tuple[lora.Options, safetensors.Folder]:
-  """Reads the description and the header of an adapter; raises as `options`.
+  """Reads the description and the header of an adapter; raises the same errors as `options`.
 
   Args:
     directory: PEFT folder.
@@ -376,7 +376,7 @@ def _open(
 def _checked(
   directory: pathlib.Path, config: ModelConfig
 ) -> tuple[lora.Options, safetensors.Folder]:
-  """Reads the same as `_open`; raises as `look`."""
+  """Opens a folder and checks its tensors; raises the errors of `look`."""
   found, tensors = _open(directory, config.num_layers)
   faults = _misfits(tensors.shapes, config, found)
   if faults:
@@ -452,7 +452,7 @@ def _present(shapes: Mapping[str, Any]) -> set[tuple[str, int]]:
 
 
 def _listed(fields: Fields, layers: int) -> tuple[str, ...]:
-  """Returns the kernels that lists of names of modules stand for; raises as `_targets`."""
+  """Returns the kernels that lists of module names mean; raises the same errors as `_targets`."""
   wanted = set(fields.strings("target_modules"))
   excluded = set(fields.strings("exclude_modules"))
   found = []

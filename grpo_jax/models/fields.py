@@ -47,7 +47,7 @@ class Fields:
     return value
 
   def number(self, name: str, default: float | None = None, *, above: float) -> float:
-    """Returns a finite number above `above`; raises as `integer`."""
+    """Returns a finite number above `above`; raises the same errors as `integer`."""
     value = self._value(name, default)
     number = None if isinstance(value, bool) else json_numbers.finite(value)
     if number is None or number <= above:
@@ -55,28 +55,28 @@ class Fields:
     return number
 
   def boolean(self, name: str, *, default: bool) -> bool:
-    """Returns true or false; raises as `integer`."""
+    """Returns true or false; raises the same errors as `integer`."""
     value = self._value(name, default)
     if not isinstance(value, bool):
       raise self.wrong(name, "true or false")
     return value
 
   def string(self, name: str) -> str | None:
-    """Returns a string, or None if it is missing; raises as `integer`."""
+    """Returns a string, or None if it is missing; raises the same errors as `integer`."""
     value = self.get(name)
     if value is not None and not isinstance(value, str):
       raise self.wrong(name, "a string")
     return value
 
   def strings(self, name: str) -> list[str]:
-    """Returns a list of strings, empty if it is missing; raises as `integer`."""
+    """Returns a list of strings, empty if it is missing; raises the same errors as `integer`."""
     value = self._content.get(name, [])
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
       raise self.wrong(name, "a list of strings")
     return value
 
   def section(self, name: str) -> dict[str, Any]:
-    """Returns an object, empty if it is missing; raises as `integer`."""
+    """Returns an object, empty if it is missing; raises the same errors as `integer`."""
     value = self._content.get(name, {})
     if not isinstance(value, Mapping):
       raise self.wrong(name, "an object")

@@ -49,7 +49,7 @@ def read_text(file: pathlib.Path, *, max_bytes: int) -> str:
 
 
 def read_bytes(file: pathlib.Path, *, max_bytes: int) -> bytes:
-  """Returns the content of a file; raises as `read_json`."""
+  """Returns the content of a file; raises the same errors as `read_json`."""
   require(file, max_bytes=max_bytes)
   try:
     with file.open("rb") as stream:
@@ -96,9 +96,9 @@ def json_object(content: bytes, where: str, *, is_strict: bool = False) -> dict[
   try:
     found = json_text.parsed(content, object_pairs_hook=_unique if is_strict else None)
   except ValueError as error:
-    raise ModelError(f"{where}: is not JSON that can be read: {error}") from error
+    raise ModelError(f"{where} is not JSON that can be read ({error})") from error
   if not isinstance(found, dict):
-    raise ModelError(f"{where}: must be a JSON object, but is {described(found)}")
+    raise ModelError(f"{where} must be a JSON object, but is {described(found)}")
   return found
 
 

@@ -162,13 +162,13 @@ def load_classifier(path: str | pathlib.Path, *, dtype: Any = jnp.float32) -> Lo
 
 
 def read_config(directory: pathlib.Path) -> ModelConfig:
-  """Reads the config.json of a Hugging Face folder; raises as `load`."""
+  """Reads the config.json of a Hugging Face folder; raises the same errors as `load`."""
   file = directory / "config.json"
   return model_config.from_hf(files.read_json(file), where=str(file))
 
 
 def read_facts(directory: pathlib.Path) -> ModelFacts:
-  """Reads the JSON files of a Hugging Face folder; raises as `load`."""
+  """Reads the JSON files of a Hugging Face folder; raises the same errors as `load`."""
   return ModelFacts(read_config(directory), directory, read_generation(directory))
 
 
@@ -368,7 +368,7 @@ def _key(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple:
 
 
 def _shares(sharding: Any, shape: tuple[int, ...]) -> dict[tuple, float]:
-  """Returns the share of one process in each part of an array, which several may have."""
+  """Returns one process's share of each part of an array; several processes may have a part."""
   holders: dict[tuple, set[int]] = {}
   for device, index in sharding.devices_indices_map(shape).items():
     holders.setdefault(_key(index or (), shape), set()).add(device.process_index)

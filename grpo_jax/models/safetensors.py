@@ -219,7 +219,7 @@ def write_file(file: pathlib.Path, tensors: Iterable[ToWrite]) -> None:
   """Writes one safetensors file as a stream.
 
   An existing file of the same size is overwritten in place: in a tmpfs, this avoids allocating its
-  memory again, which would take longer than the writing.
+  memory again. That would take longer than the writing.
 
   Raises:
     ValueError: The values of a tensor differ from the announced shape or dtype.

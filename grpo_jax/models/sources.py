@@ -145,7 +145,7 @@ def portable(name: str, folder: pathlib.Path) -> str:
 
 
 def _folder(name: str, cache: pathlib.Path) -> pathlib.Path:
-  """Returns the folder of a model; raises as `find`."""
+  """Returns the folder of a model; raises the same errors as `find`."""
   refused = refusal(name)
   if refused:
     raise MissingModel(refused)

@@ -134,7 +134,7 @@ def hidden_states(
   remat: str = "none",
   attention: Attention = AUTOMATIC,
 ) -> Float[Array, "B T D"]:
-  """Returns the hidden states of `outputs`, which has the same arguments."""
+  """Returns the hidden states of `outputs`; the arguments are the same."""
   settings = {"products": products, "remat": remat, "attention": attention}
   return outputs(params, config, tokens, positions, segment_ids, branch_ids, **settings).hidden
 

@@ -118,7 +118,7 @@ def open_groups(
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-  """A function (prompts, step) → their recorded groups, which are not sampled."""
+  """A function (prompts, step) → their recorded groups; nothing is sampled."""
 
   behavior: behavior.BehaviorLogprobs
   group_size: int | None  # responses of a group; larger groups are subsampled. None: all responses.

@@ -64,7 +64,7 @@ def exchange_bytes(
 
 
 def prepare() -> None:
-  """Compiles the collective, which an exchange would otherwise do when data are first long."""
+  """Compiles the collective; otherwise the first exchange of long data would do it."""
   if processes.count() > 1:
     _program()
 

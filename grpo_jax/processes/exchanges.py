@@ -269,7 +269,7 @@ def _elsewhere(outcomes: list[Mapping[str, Any]]) -> BaseException | None:
 
 
 class Channel:
-  """The exchanges of one thread, which are numbered apart from those of other threads.
+  """The exchanges of one thread. They are numbered apart from those of other threads.
 
   `exchange` and `together` of this module are of the main threads. A background thread that every
   process has, such as the one that completes checkpoints, makes its exchanges on a channel of its

@@ -166,7 +166,7 @@ def wait_for_news() -> None:
 
 
 def leave(code: int) -> None:
-  """Ends this process if there are others, which have ended or know why they should.
+  """Ends this process if there are others: they have ended, or know why they should.
 
   JAX would wait for them, and abort.
 
@@ -231,7 +231,7 @@ def reason(error: BaseException) -> str:
 
 
 def continues(text: str) -> None:
-  """Sets how the run continues, which is printed below the failure of another process."""
+  """Sets the text on how the run continues, printed below the failure of another process."""
   if watch.current is not None:
     watch.current.last_words = text
 
@@ -270,5 +270,5 @@ def lines_of(error: ExpectedFailure, *more: str) -> list[str]:
     is_told = isinstance(error, OtherProcessError) or is_printed_elsewhere(error)
     return [] if is_told else [f"{watch.where()}: error: {error}"]
   last = more or tuple(filter(None, [current.last_words]))
-  last = () if error.exit_code == 2 else last  # a mistake, which the same command would repeat.
+  last = () if error.exit_code == 2 else last  # a mistake: the same command would repeat it.
   return [f"error: {error}", *last] if current.is_printed_here(current.failure) else []

@@ -100,7 +100,7 @@ def part_of(mesh: Any) -> LocalPart | None:
 
 
 def _part_of(mesh: Any, local_devices: Sequence[Any]) -> LocalPart:
-  """Returns the part of the process that has these devices, which are not all of the mesh."""
+  """Returns the part of the process with these devices; the mesh has more of them."""
   owner = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
   me = local_devices[0].process_index
   for factors in itertools.product(*map(_orderings, mesh.devices.shape)):

@@ -350,7 +350,7 @@ class _NotArrived(Exception):
 
 def _arrive(place: Place, key: connections.Key, join_s: float, check: Callable[[], None]) -> Met:
   deadline = time.monotonic() + join_s
-  turned_away = ""  # why what answers is not process 0, which says more than that nothing does.
+  turned_away = ""  # why what answers is not process 0: it says more than "no answer".
   logged: set[str] = set()
   while True:
     check()

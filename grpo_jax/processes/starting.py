@@ -309,7 +309,7 @@ def _initialize(
 
 
 def _listen_with_gloo(address: str) -> None:
-  """Has gloo, which connects CPUs, listen at an address; JAX has it look up the host's name."""
+  """Has gloo (it connects CPUs) listen at an address; JAX has it look up the host's name."""
   from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
   make: Any = functools.partial(_jax.make_gloo_tcp_collectives, hostname=address)

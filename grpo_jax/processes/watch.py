@@ -25,7 +25,7 @@ from typing import Any
 PERIOD_S = 1.0  # time between two signs of life.
 LOOK_S = 0.25  # time between two looks at the clock.
 GRACE_S = 6.0  # time for the main thread to end the process by itself.
-LINGER_S = 10.0  # longest time that process 0, which serves the others, outlasts them.
+LINGER_S = 10.0  # longest time that process 0 outlasts the others, because it serves them.
 _FAILED = "grpo_jax/news/failed"
 _STOP = "grpo_jax/news/stop"
 _ALIVE = "grpo_jax/alive/"
@@ -147,7 +147,7 @@ class Watch:
     return f"process {process} of {len(self.hosts)} ({self.hosts[process]})"
 
   def leave(self, code: int) -> None:
-    """Ends the process now; process 0 waits for the others, which it serves."""
+    """Ends the process now; process 0 first waits for the others, because it serves them."""
     if self._leaving is None:
       self._leaving = code
     self._ended.set()
@@ -429,5 +429,5 @@ def distributed() -> Any:
 
 
 def client() -> Any:
-  """Returns the client of JAX's coordination service, which several processes have."""
+  """Returns the client of JAX's coordination service; only runs of several processes have one."""
   return distributed().client

@@ -192,5 +192,5 @@ def _array(values: Any, name: str) -> Array:
 
 
 def _has_tracers(values: Any) -> bool:
-  """Returns whether a list holds JAX arrays, which NumPy may not be able to read."""
+  """Returns whether a list holds JAX arrays; NumPy may not be able to read them."""
   return any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(values))

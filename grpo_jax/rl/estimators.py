@@ -91,7 +91,7 @@ class Estimator:
   ) -> Float[Array, "P G"]:
     """Computes advantages; with `needs_whitening`, the input of `advantages.whiten`.
 
-    With `needs_whitening` the caller also applies the clip, which is the last step.
+    With `needs_whitening` the caller also applies the clip, as the last step.
 
     Args:
       rewards: One reward for each attempt.
@@ -228,7 +228,7 @@ def _check(name: str, made: Estimator) -> None:
   if made.by_component and made.scale != "group_std":
     problems.append(f"gdpo scales each component by its group's std, got scale={made.scale!r}")
   if made.weights is not None and not made.by_component:
-    problems.append(f"weights apply to reward components, which {name!r} does not use")
+    problems.append(f"weights apply to reward components, but {name!r} does not use them")
   problems += _problems_of_sets(name, made)
   if made.by_component and made.baseline in ("length_weighted", "greedy"):
     problems.append(f"gdpo compares each component within its group, got {made.baseline!r}")

@@ -18,7 +18,7 @@ from grpo_jax.rl.numerics import safe_divide
 
 
 def fill(x: arrays.Numbers, mask: arrays.Mask, value: float = 0.0) -> Float[Array, "*shape"]:
-  """Returns `x` with `value` wherever `mask` is False, which also stops the gradient there.
+  """Returns `x` with `value` wherever `mask` is False; the gradient stops there, too.
 
   Applied to the *inputs* of a formula it is the first half of the "double
   where": the formula then never sees a NaN, whose gradient would survive a

@@ -158,7 +158,7 @@ def settle(attempts: Sequence[Attempt], tokenizer: Tokenizer) -> None:
   attempt that begins with another token than most of the group fails.
 
   Args:
-    attempts: All attempts of a group, which have ended.
+    attempts: All attempts of a group; they have ended.
     tokenizer: Tokenizer of the model.
   """
   begun = [each for each in attempts if len(each.first_ids)]
@@ -241,7 +241,7 @@ def _adopt(attempt: Attempt, chain: Sequence[Turn]) -> None:
 @functools.cache
 def _warn_of_ignored(options: tuple[str, ...]) -> None:
   _log.warning(
-    "an agent's requests have options of their own, which have no effect, because the run's"
+    "the options in an agent's requests have no effect, because the run's"
     " sampling options decide how the policy samples: %s",
     ", ".join(options),
   )

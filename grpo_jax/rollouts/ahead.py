@@ -249,7 +249,7 @@ class Ahead:
     }
 
   def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Passes the metrics of a step to the source of prompts, which reads later blocks by them."""
+    """Passes the metrics of a step to the source of prompts; it chooses later blocks by them."""
     drawing.pass_on(metrics, step, to=self._prompts)
 
   def close(self) -> None:
@@ -360,7 +360,7 @@ class Ahead:
     return dict(blocks[-1].metrics) if blocks else {}
 
   def _record(self, number: int) -> dict[str, Any]:
-    """Returns a finished group as JSON, which is made once."""
+    """Returns a finished group as JSON; the JSON is made once."""
     if number not in self._encoded:
       self._encoded[number] = group_json.encode(self._ready[number])
     return self._encoded[number]

@@ -91,7 +91,7 @@ class Attempt:
     return self._factory.is_agent
 
   def begin_with(self, prompt: Prompt, lead: Int[np.ndarray, " lead"]) -> None:
-    """Sets the prompt, and the tokens between it and the first turn, which are not learned from."""
+    """Sets the prompt and the unlearned tokens between it and the first turn."""
     self.prompt = prompt
     self._lead = lead
 
@@ -113,7 +113,7 @@ class Attempt:
   async def judge(
     self, generation: Generation, tokenizer: Tokenizer, timeout_s: float
   ) -> StepResult | None:
-    """Has the environment judge a turn; None if it failed, which ends the attempt.
+    """Has the environment judge a turn; None: it failed, and the attempt ends.
 
     Args:
       generation: The turn as it was sampled.
@@ -139,7 +139,7 @@ class Attempt:
     return result
 
   def count(self, **counts: float) -> None:
-    """Adds metrics of the attempt, which its environment may replace."""
+    """Adds metrics of the attempt; its environment may replace them."""
     self._counts |= counts
 
   async def run(self, endpoint: Endpoint, *, timeout_s: float, run_timeout_s: float) -> bool:
@@ -148,7 +148,7 @@ class Attempt:
     Args:
       endpoint: Server that answers for the policy.
       timeout_s: Limit of its start and its closing, in seconds, unless it has one of its own.
-      run_timeout_s: Limit of the attempt, likewise.
+      run_timeout_s: Limit of the attempt, in seconds, unless it has one of its own.
     """
     own = self._timeout_s
     try:
@@ -229,7 +229,7 @@ class Attempt:
     )
 
   def _turn_log(self, rewards: Sequence[float]) -> tuple[Turn, ...]:
-    """Returns tokens and reward of every turn; the reward is NaN for turns that were not judged."""
+    """Returns the tokens and the reward of every turn; the reward of an unjudged turn is NaN."""
     sampled = [len(p.token_ids) for p in self._pieces if p.is_sampled]
     written = [len(p.token_ids) for p in self._pieces if not p.is_sampled]
     written += [0] * (len(sampled) - len(written))

@@ -53,8 +53,8 @@ class Attempts(Protocol):
 
     Raises:
       Stopped: `stop` has become true.
-      Exception: Attempts failed in a way that ends the run. Groups that finished before can still
-        be had by `arrived`, which raises nothing.
+      Exception: Attempts failed in a way that ends the run. `arrived` still returns the groups that
+        finished before, and raises nothing.
     """
     ...
 

@@ -42,7 +42,7 @@ class RecordsMetrics(Protocol):
 
 @runtime_checkable
 class Draws(Protocol):
-  """A source of groups, which the processes of a run call alike."""
+  """A source of groups. All processes of a run make the same calls."""
 
   def begin(self, step: int, held: Sequence[RolloutGroup]) -> None:
     """Begins a step: what may be sampled ahead is begun.
@@ -76,7 +76,7 @@ class Draws(Protocol):
     ...
 
   def settle(self, *, has_learned: bool = True) -> None:
-    """Prepares for new weights, which the engine gets next; see `stream.GroupStream`."""
+    """Prepares for the weights that the engine gets next; see `stream.GroupStream`."""
     ...
 
   def state(self) -> dict[str, Any]:

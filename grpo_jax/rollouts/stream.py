@@ -59,7 +59,7 @@ class GroupStream(Protocol):
     ...
 
   def settle(self, *, has_learned: bool = True) -> None:
-    """Prepares for new weights, which the engine gets next; called before each of them.
+    """Prepares for the weights that the engine gets next; called before each update of them.
 
     Args:
       has_learned: Whether an update has been made that is not saved yet. It must not be lost: what

@@ -600,7 +600,7 @@ _VERDICTS: dict[str, type[Exception]] = {
 
 
 def _readable(read: Callable[[], T]) -> T:
-  """Reads a file; one that may not be read is not a damaged checkpoint, which would be passed over.
+  """Reads a file; one without permission to read is not a damaged checkpoint to pass over.
 
   Raises:
     CheckpointError: A file may not be read.

@@ -79,10 +79,10 @@ def _is_there(lock: IO[str], path: pathlib.Path) -> bool:
 def claimed_by_main(
   workdir: pathlib.Path, *, named: str = "--workdir"
 ) -> contextlib.AbstractContextManager[Any]:
-  """Does what `claimed` does, by the main process for all processes of a run.
+  """Has the main process call `claimed` for all processes of a run.
 
   Raises:
-    Unusable: As of `claimed`, on all processes.
+    Unusable: The main process could not lock the folder; raised on all processes.
   """
   lock: Any = contextlib.nullcontext()
   problem = None

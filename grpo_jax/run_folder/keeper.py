@@ -28,7 +28,7 @@ class Standing:
 
   @property
   def step(self) -> int:
-    """Number of steps done, which is the version of the weights."""
+    """Number of steps done: the version of the weights."""
     return int(self.state.step)
 
 

@@ -142,7 +142,7 @@ def for_program() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handling(handler: logging.Handler) -> Iterator[None]:
-  """Adds a handler to the package's logger, which then also logs notices.
+  """Adds a handler to the package's logger, so that it also logs notices.
 
   Where the root logger prints, as in some notebooks, it gets no records: they would be shown twice.
   """

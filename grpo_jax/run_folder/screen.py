@@ -83,7 +83,7 @@ class Screen:
     return self._console.width if self._console.is_terminal or _is_notebook() else ALL_COLUMNS
 
   def print(self, line: str | Text) -> None:
-    """Prints a line, which is never truncated and never interpreted as markup.
+    """Prints a line; it is never truncated and never interpreted as markup.
 
     On a terminal, a string that is too long for one line is folded between words.
     """
@@ -188,7 +188,7 @@ class _Done(MofNCompleteColumn):
 
 
 class _Left(TimeRemainingColumn):
-  """The current activity of the program, or else the remaining time."""
+  """A column with the current activity of the program or, if it has none, the remaining time."""
 
   def __init__(self, note: Callable[[], str]):
     super().__init__()

@@ -133,7 +133,7 @@ def _handlers() -> Any:
 
 
 def _ran(work: Coroutine[Any, Any, T]) -> T:
-  """Runs a coroutine; not by `asyncio.run`, which cancels the tasks of other threads' loops."""
+  """Runs a coroutine; `asyncio.run` would cancel the tasks of other threads' loops."""
   loop = asyncio.new_event_loop()
   try:
     return loop.run_until_complete(work)

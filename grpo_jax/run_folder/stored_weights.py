@@ -62,7 +62,7 @@ def open_checkpoint(
 def _open_adapter(
   folder: pathlib.Path, info: stored_leaves.Info, config: ModelConfig
 ) -> "CheckpointAdapter":
-  """Opens the adapter of a checkpoint; raises as `open_checkpoint`."""
+  """Opens the adapter of a checkpoint; raises the same errors as `open_checkpoint`."""
   facts = info.extra[ADAPTER]
   options = _options(folder, facts)
   wanted = {
@@ -134,7 +134,7 @@ class CheckpointAdapter:
   """
 
   def __init__(self, folder: pathlib.Path, options: lora.Options, base: str, base_digest: str):
-    """Opens the arrays; made by `open_checkpoint`, which checks them."""
+    """Opens the arrays; `open_checkpoint` makes this and checks them."""
     self.folder, self.base, self.base_digest = folder, base, base_digest
     self._options = options
     self._arrays = _Arrays(folder / "state")
@@ -161,7 +161,7 @@ class CheckpointTensors:
   """
 
   def __init__(self, folder: pathlib.Path, config: ModelConfig, dtypes: Mapping[str, np.dtype]):
-    """Opens the arrays; made by `open_checkpoint`, which checks them.
+    """Opens the arrays; `open_checkpoint` makes this and checks them.
 
     Args:
       folder: Folder of the step.

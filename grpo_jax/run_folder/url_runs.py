@@ -133,7 +133,7 @@ class UrlRun:
     atomic.replace_file(self.folder / _STATE, json.dumps(state))
 
   def _emptied(self, identity: str) -> str:
-    """Empties the local folder, which is a cache, and gives it an identity."""
+    """Empties the local folder (it is a cache) and gives it an identity."""
     self.folder.mkdir(parents=True, exist_ok=True)
     for path in self.folder.iterdir():
       if path.is_dir() and not path.is_symlink():

@@ -107,7 +107,7 @@ def _head(answer: Answer, kind: str, model: str, created: int) -> dict[str, Any]
 
 
 def _shown(message: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a message whose tool calls have their arguments as a string, as OpenAI's do."""
+  """Returns a message with the arguments of its tool calls as strings, in OpenAI's form."""
   found = dict(message)
   if "tool_calls" in found:
     found["tool_calls"] = [

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 from grpo_jax.engines.base import Generation, GenerationRequest
 from grpo_jax.serving.requests import RequestError
 
-PATIENCE_S = 1.0  # a round begins without those that have not asked for so long.
+PATIENCE_S = 1.0  # a round begins without a conversation that has been silent this long.
 
 
 @runtime_checkable
@@ -195,7 +195,7 @@ def _answer(waiting: _Waiting, answer: Generation | BaseException) -> None:
 async def _generations(
   engine: Generator, requests: Sequence[GenerationRequest]
 ) -> AsyncGenerator[Generation, None]:
-  """Yields the generations; closes the engine's iterator, which cancels what is left of it."""
+  """Yields the generations; at the end closes the engine's iterator, and so cancels the rest."""
   try:
     found = engine.generate(requests)
   except ValueError as error:

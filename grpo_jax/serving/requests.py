@@ -295,7 +295,7 @@ def _message(message: Any, where: str) -> Message:
 
 
 def _named(messages: Sequence[Message]) -> tuple[Message, ...]:
-  """Returns the messages; answers of tools have the name of the tool, which templates may write."""
+  """Returns the messages; answers of tools name the tool, because templates may write it."""
   names = {
     call["id"]: call["function"]["name"]
     for message in messages

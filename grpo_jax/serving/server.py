@@ -101,7 +101,7 @@ class PolicyServer:
 
     Args:
       session: Session that answers.
-      key: Its key; None: a new one, which cannot be guessed.
+      key: Key of the session; None: a new one that cannot be guessed.
     """
     key = key or secrets.token_urlsafe(24)
     self._clients[key] = _Client(session)

@@ -75,11 +75,11 @@ class Turns:
     self._texts: Prefixes[Turn] = Prefixes()  # of text completions.
 
   def begun_by(self, ids: Int[np.ndarray, " prompt"]) -> Turn | None:
-    """Returns the longest turn with whose tokens a prompt begins, if there is one."""
+    """Returns the longest turn whose tokens are a prefix of the prompt, if there is one."""
     return self._tokens.longest(ids)
 
   def begun_by_text(self, prompt: str) -> Turn | None:
-    """Returns the longest text completion with whose text a prompt begins, if there is one."""
+    """Returns the longest text completion whose text is a prefix of the prompt, if there is one."""
     return self._texts.longest(_code_points(prompt))
 
   def keep(

@@ -17,7 +17,7 @@ Bound = float | int | None
 class Kind:
   """The requirements of a value."""
 
-  needed: str  # description, which follows "must be" in messages.
+  needed: str  # description that follows "must be" in messages.
   fits: Callable[[Any], bool]
   words: tuple[str, ...] = ()  # allowed values of a choice.
 

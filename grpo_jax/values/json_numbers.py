@@ -6,7 +6,7 @@ from typing import Any, SupportsFloat
 
 
 def finite(value: Any) -> float | None:
-  """Returns the number as a float; None, which is written as null, if it is not a finite one.
+  """Returns the number as a float; None, written as null, if the number is not finite.
 
   For files that other programs read: metrics, rollouts, the report.
 

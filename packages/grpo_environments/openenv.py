@@ -240,7 +240,7 @@ async def _session(server: Server) -> AsyncIterator[_Session]:
 
 @contextlib.asynccontextmanager
 async def _place(places: threading.BoundedSemaphore) -> AsyncIterator[None]:
-  """Waits for one of the places, which event loops of several threads share."""
+  """Waits for one of the places; the event loops of several threads share them."""
   while not places.acquire(blocking=False):
     await asyncio.sleep(0.05)
   try:

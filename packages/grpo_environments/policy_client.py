@@ -20,7 +20,7 @@ class Reply:
   """One turn of the policy.
 
   Attributes:
-    message: Message as the endpoint wrote it, which is sent back in later requests.
+    message: Message as the endpoint wrote it; later requests send it back.
     is_cut: Whether the token limit ended it.
   """
 

@@ -1,6 +1,6 @@
 """Chips that a run can be planned for: memory, peak rates, connections, and their sources. Pure.
 
-All rates are vendors' peaks. A plan that uses them is a bound, which no program reaches.
+All rates are vendors' peaks. A plan that uses them is a bound that no program reaches.
 """
 
 import dataclasses

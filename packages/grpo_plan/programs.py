@@ -209,7 +209,7 @@ def adapter_bytes(run: Run, rank: int) -> int:
   """Returns the bytes of an adapter of all kernels in float32, on one device.
 
   Args:
-    run: The run, which need not have an adapter.
+    run: The run; it need not have an adapter.
     rank: Rank of the adapter.
   """
   tree = lora.tree(run.model, lora.Options(rank))
@@ -223,7 +223,7 @@ def base_bytes(run: Run, dtype: str) -> int | None:
   """Returns the bytes of a frozen base on one device; None if the mesh cannot split this dtype.
 
   Args:
-    run: The run, which need not have an adapter.
+    run: The run; it need not have an adapter.
     dtype: One of `lora.BASE_DTYPES`.
   """
   dtypes = adapters.read_dtypes(lora.Options(rank=1, base_dtype=dtype))

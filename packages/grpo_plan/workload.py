@@ -176,7 +176,7 @@ def update_cost(run: Run) -> packing.Cost:
 
 
 def _of(cost: packing.Cost, shape: packing.Shape) -> float:
-  """Returns the operations of a microbatch, without what stands for other costs."""
+  """Returns the operations of a microbatch, without those added for other costs."""
   return shape.rows * cost.row_cost(shape.row_tokens, shape.loss_tokens)
 
 

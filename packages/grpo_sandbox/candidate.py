@@ -205,7 +205,7 @@ class _Functions:
       yield value
 
   def _call_back(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a function of the judge, which sees the present state of its arguments."""
+    """Calls a function of the judge; it sees the present state of its arguments."""
     codec, size = self._codec, len(self._objects)
     codec.met = []
     try:

@@ -184,7 +184,7 @@ class _Tests:
   def check_that_they_ask(self, link: remote.Link) -> None:
     """Raises BadTests if tests ran without asking the program anything through their own fault.
 
-    It is their fault unless they read values of the program, which may have stopped them.
+    It is their fault unless they read values of the program: those may have stopped them.
     """
     read = link.names & {*self._free, self._entry}
     if all(isinstance(self._space.get(name), remote.Remote) for name in read):
@@ -247,7 +247,7 @@ def _method(link: remote.Link, name: str) -> Any:
 
 
 def _listed(value: Any) -> Any:
-  """Returns tuples as lists: the data is JSON, which has no tuples."""
+  """Returns tuples as lists, because JSON has no tuples."""
   if isinstance(value, (list, tuple)):
     return [_listed(v) for v in value]
   return {k: _listed(v) for k, v in value.items()} if isinstance(value, dict) else value

@@ -54,7 +54,7 @@ _OPTIONS = ("-s", "-S", "-P", "-B")  # no site packages, no folder of the script
 
 
 class SandboxError(RuntimeError):
-  """A sandbox cannot be created or did not start, which is not the fault of the program."""
+  """A sandbox cannot be created or did not start. This is not the fault of the program."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

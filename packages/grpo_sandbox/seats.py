@@ -30,7 +30,7 @@ class Ending(enum.StrEnum):
 
 
 class Seat:
-  """A sandbox, which has one child at a time."""
+  """A sandbox with one child at a time."""
 
   def __init__(self, launcher: Launcher, *, uses: int = _USES, start_s: float = _START_S):
     """Starts a sandbox and waits until it is ready.
@@ -167,7 +167,7 @@ class Pipes:
 
 
 def _fed(feed: int, left: memoryview) -> memoryview:
-  """Writes as much as fits; returns the rest, which is empty if nobody reads."""
+  """Writes as much as fits, and returns the rest; it is empty if nobody reads."""
   try:
     return left[os.write(feed, left) :]
   except BrokenPipeError:

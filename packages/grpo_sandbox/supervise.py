@@ -83,7 +83,7 @@ class Supervisor:
       )
 
   def submit(self, function: Callable[..., T], *args: Any) -> concurrent.futures.Future[T]:
-    """Queues a call, which then has one of the threads to itself."""
+    """Queues a call; when it runs, it has one of the threads to itself."""
     return self._threads.submit(function, *args)
 
   def counts(self) -> dict[str, float]:

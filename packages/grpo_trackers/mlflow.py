@@ -47,7 +47,7 @@ def make(
 
 
 class _MLflow(tracking.Tracker):
-  """See `make`. The client of MLflow, which knows nothing of a run that is active elsewhere."""
+  """See `make`. This client of MLflow ignores a run that is active elsewhere."""
 
   def __init__(self, tracking_uri: str | None, experiment: str, name: str | None):
     self._uri = tracking_uri

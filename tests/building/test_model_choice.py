@@ -43,7 +43,7 @@ def test_a_wrong_path_ends_with_code_2_and_no_folder(option, path, tmp_path, cap
 @pytest.mark.parametrize(
   ("name", "content", "message"),
   [
-    ("config.json", "[]", "config.json: must be a JSON object"),
+    ("config.json", "[]", "config.json must be a JSON object"),
     ("config.json", '{"architectures": 3}', "architectures needs a list of strings, got 3"),
     ("model.safetensors", "abc", "is cut short or not a safetensors file"),
     ("generation_config.json", "[]", "must be a JSON object, but is a list"),

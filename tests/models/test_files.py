@@ -290,7 +290,7 @@ def test_missing_broken_and_cut_files_are_named(tmp_path):
   with pytest.raises(FileNotFoundError, match="needs.*model.safetensors"):
     models.load(tmp_path / "cut")
   (tmp_path / "cut" / "config.json").write_text("{oops")
-  with pytest.raises(ValueError, match="config.json: is not JSON"):
+  with pytest.raises(ValueError, match="config.json is not JSON"):
     models.load(tmp_path / "cut")
 
 

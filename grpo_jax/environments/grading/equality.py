@@ -40,7 +40,7 @@ def equal(gold: str, answer: str, gold_is_percent: bool = False, is_percent: boo
 
   Args:
     gold: Reference answer without its unit, as `grading.notation` writes it.
-    answer: Answer of the model, likewise.
+    answer: Answer of the model, in the same form.
     gold_is_percent: Whether the unit of `gold` is percent: 50\% equals 50 and 0.5.
     is_percent: Whether the unit of `answer` is.
   """

@@ -1,4 +1,4 @@
-"""Scores an answer with the scorer of a reasoning-gym task, which may do anything.
+"""Scores an answer with the scorer of a reasoning-gym task. That scorer may do anything.
 
 Some scorers pass the answer to `eval` or to SymPy's parser, which runs it: `computes` finds them.
 In a sandbox, `prepare` has replaced `eval` by a function that runs nothing.
@@ -42,7 +42,7 @@ def score(task: str, args: Mapping[str, Any], answer: str, entry: dict[str, Any]
 
 
 def has_plain_scorer(task: str) -> bool:
-  """Returns whether the task only compares strings, which is safe."""
+  """Returns whether the task only compares strings; that is safe."""
   return _class_of(task).score_answer is ProceduralDataset.score_answer
 
 

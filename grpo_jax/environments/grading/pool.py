@@ -69,7 +69,7 @@ class WorkerPool:
       packages: Distributions that the grader imports. They and their requirements can be read in
         the sandbox, and no other installed package.
       sandbox: Name of the sandbox; see `confinement.find`.
-      workers: Number of sandboxes, which is also the number of simultaneous calls.
+      workers: Number of sandboxes, and of simultaneous calls.
       timeout_s: Longest time of one call, not counting the wait, in seconds.
       memory_gib: Limit of the address space of a call, in GiB; 0: no limit.
       start_timeout_s: Longest time that a sandbox may take to start, in seconds.
@@ -213,7 +213,7 @@ class _SandboxDied(Exception):
 
 
 class _Place:
-  """A thread's sandbox, which is replaced when killed or dead."""
+  """A thread's sandbox. It is replaced when it was killed or has died."""
 
   def __init__(self, pool: WorkerPool):
     self._pool = pool

@@ -107,7 +107,7 @@ def python_tool(
   output_kib: int = 64,
   packages: Sequence[str] = (),
 ) -> Tool:
-  """Returns the tool "python", which runs programs in the sandbox of the code environment.
+  """Returns the tool "python": it runs programs in the sandbox of the code environment.
 
   Args:
     stack: Stack that ends the processes.

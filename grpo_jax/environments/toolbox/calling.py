@@ -122,7 +122,7 @@ class Toolbox:
 @functools.lru_cache(maxsize=64)
 def _report(name: str, reason: str) -> None:
   """Logs why a tool failed, each reason once."""
-  _log.warning("the tool %s failed, which the model has read as its answer: %s", name, reason)
+  _log.warning("the tool %s failed, and the model has read this as its answer: %s", name, reason)
 
 
 def as_text(result: Any) -> str:

@@ -42,7 +42,7 @@ class Tool:
   name: str
   description: str
   parameters: Mapping[str, Any]  # JSON schema, an object.
-  # Function from arguments that fit the schema to the result, which may be anything.
+  # Function from arguments that fit the schema to a result of any type.
   run: Callable[[Mapping[str, Any]], Coroutine[Any, Any, Any]]
   hanging: Hanging = dataclasses.field(default_factory=Hanging)  # threads of its calls.
 

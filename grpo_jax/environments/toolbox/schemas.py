@@ -22,7 +22,7 @@ _NAMED = 50  # names in a message, and alternatives.
 _DEEPEST = 250  # steps through a schema within each other; Python allows 1000 calls.
 _MOST_STEPS = 50_000  # pairs of a value and a part of the schema.
 _WORDS_A_STEP = 20  # names or values of a keyword that are compared in the time of a step.
-_READ_A_STEP = 100  # members of a value, types, or characters of a reference, likewise.
+_READ_A_STEP = 100  # members, types or characters of a reference that are read in that time.
 
 # Ways in which a value can be wrong, one of each alternative: the path to what is wrong, and why.
 _Problem = tuple[tuple[tuple[str, ...], str], ...]
@@ -71,7 +71,7 @@ class _Check:
   def __init__(self, root: Any):
     self._root = root
     self._steps = 0
-    # By the identities of a value and a part of the schema, which live as long as the check.
+    # By the ids of a value and of a part of the schema. Both live as long as the check.
     self._found: dict[tuple[int, int], _Problem | None] = {}
 
   def problem(self, value: Any, schema: Any, depth: int = 0) -> _Problem | None:

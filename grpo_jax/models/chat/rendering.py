@@ -36,7 +36,7 @@ class Rendered:
 
 
 class Renderer:
-  """One chat template, which is compiled when first needed."""
+  """One chat template; it is compiled when first needed."""
 
   def __init__(self, template: str, *, where: str):
     """Describes the renderer.

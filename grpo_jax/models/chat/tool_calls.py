@@ -71,7 +71,7 @@ def parse(
     first_id: Number in the id of the first call, so that ids are unique in a conversation.
 
   Returns:
-    The turn. Calls beyond `MAX_CALLS` are not read, which `malformed` says. Calls have the ids
+    The turn. Calls beyond `MAX_CALLS` are not read; `malformed` says so. Calls have the ids
     "call00000", "call00001", …, whatever ids a function of your own gives them.
 
   Raises:
@@ -181,7 +181,7 @@ def _tagged(inside: _Inside) -> Parser:
     while place < len(text):
       opening = text.find(_OPEN, place)
       said = text[place:] if opening < 0 else text[place:opening]
-      # The prompt may have opened a thought, which then ends outside of calls.
+      # The prompt may have opened a thought. It then ends outside of calls.
       if not has_thought and _END_THINK in said:
         has_thought = True
         place += said.index(_END_THINK) + len(_END_THINK)
@@ -323,7 +323,7 @@ def _typed(text: str, schema: Any) -> Any:
   try:
     return untrusted_json.read_all(word)
   except JsonError:
-    return text  # of the wrong type, which a check by the schema finds.
+    return text  # of the wrong type: a check by the schema finds it.
 
 
 def _kinds(schema: Any, depth: int = 0) -> set[str]:

@@ -37,7 +37,7 @@ def of_environment() -> set[str]:
 
 
 class Masked:
-  """A configuration without its secrets, which are then masked in other texts as well.
+  """A configuration without its secrets. They are then masked in other texts as well.
 
   Secret are values of fields such as `api_key`, `token` or `password`, of variables such as
   `HF_TOKEN`, of options such as `--api-key=`, users and passwords in addresses, and whatever

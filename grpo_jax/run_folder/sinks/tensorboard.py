@@ -92,7 +92,7 @@ class EventFile(Sink):
     self._flush()
 
   def write_text(self, name: str, step: int, words: str) -> None:
-    """Adds text, which TensorBoard shows with the spaces and breaks that it has.
+    """Adds text; TensorBoard shows it with its spaces and line breaks.
 
     Raises:
       WriteError: The file cannot be written.

@@ -60,7 +60,7 @@ class Start:
 
 
 class Tracker:
-  """The client of one tracker; all methods are called in one thread, which may take its time."""
+  """The client of one tracker; all methods are called in one thread, and may be slow."""
 
   def open(self, start: Start) -> str:
     """Begins or continues a run, with its configuration; returns the name by which it resumes."""

@@ -62,7 +62,7 @@ class _Wandb(tracking.Tracker):
       **{**self._options, "name": self._options["name"] or start.name},
       id=run,
       resume="allow",
-      reinit="create_new",  # whatever else this process tracks goes on.
+      reinit="create_new",  # other runs that this process tracks continue.
       dir=str(start.workdir),
       config=dict(start.config),
       allow_val_change=True,

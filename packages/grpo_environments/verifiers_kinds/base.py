@@ -75,7 +75,7 @@ def package(name: str) -> Any:
 
 
 def plain(messages: str | Sequence[Any] | None, system: str | None = None) -> list[dict[str, Any]]:
-  """Returns the prompt of a task as messages with texts, which the row shows and is found by.
+  """Returns the prompt of a task as messages with text: the row shows it and is found by it.
 
   What the policy reads is sent by the environment itself; parts that are not text are named here.
   """

@@ -46,7 +46,7 @@ def _session_client_class() -> type:
 
 @functools.cache
 def harness_id() -> str:
-  """Returns the id by which the package finds the loop, which is made known to it."""
+  """Registers the loop with the package, and returns the id by which the package finds it."""
   module = types.ModuleType(_ID)
   vars(module).update(ChatLoop=_harness_class(), __all__=["ChatLoop"])
   sys.modules[_ID] = module
